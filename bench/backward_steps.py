@@ -3,9 +3,9 @@
     STROBE_CACHE_DIR=cache python bench/backward_steps.py --ahead      # compiles all kernels, without a GPU
     STROBE_CACHE_PATH=cache python bench/backward_steps.py --out found.jsonl --seconds 520
 
-Parts, in the order in which they run (--part names some): check holds each variant to formulas in float64; stamps takes a block's time apart;
-split tells how long each launch of a call takes; time times variants in turn; chunks times a call cut into calls for some sequences each;
-counters asks Nsight Compute. A variant is words joined by "+" (WORDS); "base" is what runs without a wish.
+Parts, in the order in which they run (--part names some): check holds each variant to formulas in float64; stamps takes a block's time
+apart; split tells how long each launch of a call takes; time times variants in turn; chunks times a call cut into calls for some sequences
+each; counters asks Nsight Compute. A variant is words joined by "+" (WORDS); "base" is what runs without a wish.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,7 +82,7 @@ NARROW = ("bulk", "persistent", "bulk+persistent", "last", "bulk+last", "keys", 
 MIDDLE = ("dq", "keys", "keys+dq", "values+dq", "bulk", "bulk+keys+dq", "last", "bulk+last", "last+keys+dq")
 WIDE = ("dq", "bulk", "bulk+dq", "last", "bulk+last", "tile")
 FEW = ("bulk", "bulk+persistent", "stages+persistent+bulk", "last")
-LONG = tuple(f"bundle{n}" for n in (1, 2, 8)) + ("shares2", "shares4", "shares2+bundle8", "bulk", "dq")
+LONG = ("bundle1", "bundle2", "bundle8", "shares2", "shares4", "shares2+bundle8", "bulk", "dq")
 # First those for which Strobe is behind a peer, then neighbours.
 SHAPES = (
     Shape(128, 12, 12, 384, 32, False, (*HERE, *NARROW), (16, 32)),
@@ -91,7 +93,7 @@ SHAPES = (
     Shape(12, 12, 12, 1024, 64, True, NARROW, (4,)),
     Shape(32, 16, 16, 577, 64, False, NARROW, (8,)),
     Shape(1, 32, 8, 32768, 128, True, LONG),
-    Shape(2, 64, 8, 4096, 128, True, (*WIDE, "shares2", "bundle8", "bundle2")),
+    Shape(2, 64, 8, 4096, 128, True, (*WIDE, "shares2", "shares4", "bundle8", "bundle2")),
     # neighbours
     Shape(64, 16, 16, 512, 64, True, ("here", "here+last", *FEW), (8, 16)),
     Shape(256, 12, 12, 197, 64, False, ("owned", "here", "here+last", *FEW)),
@@ -140,16 +142,12 @@ class Inputs:
         torch.manual_seed(0)
         self.causal = s.causal
         of_q, of_k = (s.batch, s.heads, s.seqlen, s.dim), (s.batch, s.heads_kv, keys or s.seqlen, s.dim)
-        self.q, self.k, self.v, self.dout = (
-            torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in (of_q, of_k, of_k, of_q)
-        )
+        self.q, self.k, self.v, self.dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in (of_q, of_k, of_k, of_q))
         self.out, self.lse = strobe.attention(self.q, self.k, self.v, causal=s.causal, return_lse=True)
 
     def run(self, variant: str, part: slice = slice(None)) -> Result:
-        x = (self.dout, self.q, self.k, self.v, self.out, self.lse)
-        if part != slice(None):
-            x = tuple(t[part] for t in x)
-        found = strobe.attention_backward(*x, causal=self.causal, **wishes(variant))
+        dout, q, k, v, out, lse = (x[part] for x in (self.dout, self.q, self.k, self.v, self.out, self.lse))
+        found = strobe.attention_backward(dout, q, k, v, out, lse, causal=self.causal, **wishes(variant))
         return [found.dq, found.dk, found.dv]
 
     def text(self, variant: str) -> str:
@@ -200,12 +198,12 @@ def formulas(i: Inputs) -> Result:
 class Log:
     def __init__(self, file: str | None, seconds: float) -> None:
         self.began, self.end = time.monotonic(), time.monotonic() + seconds
-        self.out = open(file, "a", encoding="utf-8") if file else None
+        self.file = Path(file) if file else None
 
     def __call__(self, part: str, shape: Any, **found: Any) -> None:
-        if self.out:
-            self.out.write(json.dumps({"part": part, "shape": str(shape), **found}) + "\n")
-            self.out.flush()
+        if self.file:
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({"part": part, "shape": str(shape), **found}) + "\n")
 
     def left(self) -> float:
         return self.end - time.monotonic()
@@ -240,7 +238,11 @@ def check(log: Log) -> bool:
     return not wrong
 
 
-STAMPS = ("counts started together k_asked q_asked v_asked dout_asked begun q_there k_there scored first walked added stored_v ended").split()
+STAMPS = (
+    *("counts", "started", "together", "k_asked", "q_asked", "v_asked", "dout_asked", "begun"),
+    *("q_there", "k_there", "scored", "first", "walked", "added", "stored_v", "ended"),
+)
+FORMS = ("here+rows", "here", "bulk", "persistent", "bulk+persistent", "stages+persistent+bulk", "keys+dq", "last")
 
 
 def stamps(log: Log) -> None:
@@ -248,73 +250,52 @@ def stamps(log: Log) -> None:
     for at in STAMPED:
         s = SHAPES[at]
         i = Inputs(s)
-        names = ["", *(v for v in s.variants if v in ("here+rows", "here", "bulk", "bulk+persistent", "stages+persistent+bulk", "keys+dq"))]
-        for variant in names:
-            name = "+".join(filter(None, (variant, "stamps")))
+        iterations = math.nan
+        for variant in ("base", *(v for v in s.variants if v in FORMS)):
+            name = "stamps" if variant == "base" else f"{variant}+stamps"
             for _ in range(2):
                 dv = i.run(name)[2]
-            try:
-                found = stamped(dv, "persistent" in variant or "here" in variant)
-            except ValueError as error:
-                say("stamps", s, name, error)
-                continue
-            say(f"stamps {s} {variant or 'base'}: " + ", ".join(f"{k} {x:.0f}" for k, x in found.items()))
-            log("stamps", s, variant=variant or "base", found=found)
+            torch.cuda.synchronize()
+            found = stamped(dv, "persistent" in variant or "here" in variant, iterations)
+            iterations = found.get("iterations", iterations)
+            say(f"stamps {s} {variant}: " + ", ".join(f"{k} {x:.0f}" for k, x in found.items()))
+            log("stamps", s, variant=variant, found=found)
+        del i
+        torch.cuda.empty_cache()
 
 
-def stamped(dv: Tensor, persistent: bool) -> dict[str, float]:
-    """From the rows of dV that a kernel with stamps writes its clocks to: those of the first key of each 64."""
-    batch, heads, keys, d = dv.shape
-    rows = dv[:, :, ::64].contiguous().view(torch.int32)[..., :16].cpu().to(torch.int64) & 0xFFFFFFFF
-    firsts = torch.arange(0, keys, 64)
-    x = rows.reshape(-1, 16)
-    second = (firsts // 64 % 2).repeat(batch * heads)
-    x, second = x[:, :], second
-    iterations = (x[:, 0] & 0xFFFF) + 1
-    sm = x[:, 0] >> 16
-    if int(sm.max()) > 1000:
-        raise ValueError("no clocks")
+def stamped(dv: Tensor, persistent: bool, iterations: float) -> dict[str, float]:
+    """From the rows of dV that a kernel with stamps writes its clocks to: those of the first key of each 64. iterations: of a block, if it
+    cannot be counted here."""
+    heads = dv.shape[0] * dv.shape[1]
+    x = (dv[:, :, ::64].contiguous().view(torch.int32)[..., :16].cpu().to(torch.int64) & 0xFFFFFFFF).reshape(heads, -1, 16)
+    first, second = x[:, ::2].reshape(-1, 16), x[:, 1::2].reshape(-1, 16)  # warpgroups
+    origin = STAMPS.index("begun" if persistent else "started")
 
-    def mean(a: Tensor) -> float:
-        return float(a.double().mean())
+    def since(of: Tensor, a: int, b: int) -> Tensor:
+        return (of[:, b] - of[:, a] & 0xFFFFFFFF).double()
 
-    def since(a: int, b: int) -> Tensor:
-        return (x[:, b] - x[:, a]) & 0xFFFFFFFF
-
-    origin = 7 if persistent else 1
-    found = {"blocks": float(len(x) / 2), "iterations": mean(iterations) if not persistent else math.nan}
-    shown = range(8, 16) if persistent else range(2, 16)
-    for n in shown:
-        found[STAMPS[n]] = mean(since(origin, n)[since(origin, n) < 1 << 30])
-    found["ended_second"] = mean(since(origin, 15)[(second == 1) & (since(origin, 15) < 1 << 30)])
+    found = {"blocks": float(len(first))}
     if not persistent:
-        several = iterations > 1
-        if bool(several.any()):
-            found["iteration"] = mean(since(11, 12)[several].double() / (iterations[several] - 1))
-    # On each SM, one after the other.
-    first, end = x[:, origin][second == 0], x[:, 15]
-    ends = {}
-    by_sm: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    pairs = x.reshape(batch * heads, -1, 16)
-    for head in pairs:
-        for a in range(0, len(head), 2):
-            group = head[a : a + 2]
-            begin = int(group[0, origin])
-            last = max((int(g[15]) - begin) & 0xFFFFFFFF for g in group)
-            by_sm[int(group[0, 0]) >> 16].append((begin, last))
-        if sum(map(len, by_sm.values())) > 20000:
-            break
+        found["iterations"] = iterations = float(((first[:, 0] & 0xFFFF) + 1).double().mean())
+    for n in range(origin + 1, len(STAMPS)):
+        found[STAMPS[n]] = float(since(first, origin, n).median() if persistent else since(first, origin, n).mean())
+    found["ended_second"] = float(since(second, origin, 15).median() if persistent else since(second, origin, 15).mean())
+    found["iteration"] = float(since(first, STAMPS.index("first"), STAMPS.index("walked")).mean()) / max(iterations - 1, 1e-9)
+    blocks: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of an SM: when they began, and how long they took
+    for head in x.tolist():
+        for n in range(0, len(head), 2):
+            begin = head[n][origin]
+            blocks[head[n][0] >> 16].append((begin, max(g[15] - begin & 0xFFFFFFFF for g in head[n : n + 2])))
     gaps, lengths = [], []
-    if sum(map(len, by_sm.values())) >= len(first):  # all blocks are there
-        for blocks in by_sm.values():
-            base = blocks[0][0]
-            blocks.sort(key=lambda b: ((b[0] - base + (1 << 31)) & 0xFFFFFFFF))
-            for (begin, last), (after, _) in zip(blocks, blocks[1:], strict=False):
-                gaps.append((after - begin - last + (1 << 31) & 0xFFFFFFFF) - (1 << 31))
-                lengths.append(last)
-        if gaps:
-            found["gap"], found["block"] = statistics.median(gaps), statistics.mean(lengths)
-    del end, ends
+    for of_sm in blocks.values():
+        origin_of_sm = of_sm[0][0]
+        of_sm.sort(key=lambda block: block[0] - origin_of_sm + (1 << 31) & 0xFFFFFFFF)
+        for (begin, length), (after, _) in pairwise(of_sm):
+            gaps.append((after - begin - length + (1 << 31) & 0xFFFFFFFF) - (1 << 31))
+            lengths.append(length)
+    if gaps:
+        found |= {"gap": statistics.median(gaps), "block": statistics.mean(lengths), "sms": float(len(blocks))}
     return found
 
 
@@ -338,10 +319,10 @@ def split(log: Log, fa4: bool) -> None:
     for at in (0, 2, 6, 1, 3, 4, 9):
         s = SHAPES[at]
         i = Inputs(s)
-        calls: dict[str, Callable[[], Any]] = {"base": lambda i=i: i.run("base")}
+        calls: dict[str, Callable[[], Any]] = {"base": partial(i.run, "base")}
         for variant in s.variants:
             if variant in ("owned", "here", "here+rows", "bulk", "keys+dq", "stages+persistent+bulk"):
-                calls[variant] = lambda i=i, variant=variant: i.run(variant)
+                calls[variant] = partial(i.run, variant)
         calls |= peers(s, i, fa4)
         for name, call in calls.items():
             call()
@@ -380,7 +361,7 @@ def timed(log: Log, repeats: int, fa4: bool, seconds: float) -> None:
             break
         i = Inputs(s)
         base = i.run("base")
-        calls: dict[str, Callable[[], Any]] = {"base": lambda i=i: i.run("base")}
+        calls: dict[str, Callable[[], Any]] = {"base": partial(i.run, "base")}
         for variant in s.variants:
             try:
                 off = whole_rms(i.run(variant), base)
@@ -391,7 +372,7 @@ def timed(log: Log, repeats: int, fa4: bool, seconds: float) -> None:
                 say(f"WRONG {s} {variant}: differs by {off:.2g}")
                 log("wrong", s, variant=variant, off=off)
             else:
-                calls[variant] = lambda i=i, variant=variant: i.run(variant)
+                calls[variant] = partial(i.run, variant)
         del base
         calls |= peers(s, i, fa4)
         begin = time.perf_counter()
@@ -590,7 +571,14 @@ def main() -> int:
         return 0
     log = Log(args.out, args.seconds)
     torch.cuda.init()
-    say(torch.cuda.get_device_name(), torch.__version__, "FlashAttention-4:", not contestants.missing("fa4"), "from", Path(strobe.__file__).parent)
+    say(
+        torch.cuda.get_device_name(),
+        torch.__version__,
+        "FlashAttention-4:",
+        not contestants.missing("fa4"),
+        "from",
+        Path(strobe.__file__).parent,
+    )
     right = True
     fa4 = not args.no_fa4
     for part in parts:

@@ -26,6 +26,7 @@ template <BackwardConfig C> struct Backward {
   static_assert(!C.roles && C.columns() <= 192 && C.columns_v() <= 192);
   static_assert(!C.owns_dq || (C.persistent && !C.split_group));
   static_assert(!C.persistent || !F.part);
+  static_assert(!C.two_keys || (C.draws_keys() && !C.deterministic));
   static_assert(!C.last_apart || !C.third());
   static_assert(!C.staged_store || (!C.persistent && !C.split_group && C.columns() <= C.columns_v()));
   static_assert(!C.bulk_store || (!C.split_group && !F.part && C.columns() <= C.columns_v() && (C.columns() == 64 || !C.persistent)));
@@ -86,8 +87,8 @@ template <BackwardConfig C> struct Backward {
       if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // where there is nothing, nobody has waited for V
       if constexpr (C.bulk_store) {
         if (nothing) stage_dv(n, keys);
-        const u32 of_k = C.columns() == 64 ? shared.stage + C.v_bytes() + 64 * kRowBytes * w
-                                           : (w == 0 ? shared.q_of(n + 1) : shared.dout_of(n + 1));
+        const u32 of_k =
+            C.columns() == 64 ? shared.stage + C.v_bytes() + 64 * kRowBytes * w : (w == 0 ? shared.q_of(n + 1) : shared.dout_of(n + 1));
         scores.template store_by_engine<kD>(a.tma_dk, a.dk, keys, dK, (float)a.in.scale, of_k,
                                             (C.columns() == 64 ? kTileK : kM) * kRowBytes);
       } else {
@@ -116,8 +117,24 @@ template <BackwardConfig C> struct Backward {
                                            (C.columns() == 64 ? shared.stage : shared.v) + 64 * kRowBytes * w, kTileK * kRowBytes);
     }
 
-    enum Stamp { kCounts, kStarted, kTogether, kKAsked, kQAsked, kVAsked, kOAsked, kBegun, kQThere, kKThere, kScored, kFirst, kWalked, kAdded,
-                 kStoredV, kEnded };
+    enum Stamp {
+      kCounts,
+      kStarted,
+      kTogether,
+      kKAsked,
+      kQAsked,
+      kVAsked,
+      kOAsked,
+      kBegun,
+      kQThere,
+      kKThere,
+      kScored,
+      kFirst,
+      kWalked,
+      kAdded,
+      kStoredV,
+      kEnded
+    };
     __device__ __forceinline__ void stamp(int i) const {
       if constexpr (C.stamps) {
         if (lane == 0 && warp == 0) store_shared(shared.clock(w, i), clock_now());
@@ -166,7 +183,7 @@ template <BackwardConfig C> struct Backward {
         else
           next = unseen_step(step, n, before);
         if constexpr (C.stamps) {
-          if (n == 0) stamp(kFirst);
+          if (!later(n, before)) stamp(kFirst);
         }
         before = step.number;
         if (next == n) break;

@@ -38,10 +38,13 @@ struct BackwardConfig {
   i32 values_in_registers; // V alone, as keys_in_registers
   i32 stamps;              // clocks in place of some rows of dV
   i32 last_apart;          // the last tile of a walk has code of its own, without S of a next one
+  i32 two_keys;            // persistent blocks have two places for K and V: the next ones come while these are read
 
   static constexpr i32 kWarpgroups = 2; // that compute
   static constexpr i32 kThreads = 128 * (kWarpgroups + 1);
   static constexpr i32 kStages = 2; // of Q, of dO, of dS
+
+  static constexpr i32 kOfOtherKeys = 512; // bytes from what threads tell each other of some keys to what they do of the next ones
 
   STROBE_FN constexpr i32 tile_k() const { return roles ? 64 : 64 * kWarpgroups; }
   // Tiles in shared memory are blocks of 64 columns.
@@ -63,7 +66,8 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
   STROBE_FN constexpr i32 shared_bytes() const {
     return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + bias_bytes() + lse_bytes() + row_bytes()) +
-           p_bytes() + dq_bytes() + stage_bytes() + 384 + (features.part ? 96 : 0) + (stamps ? 128 : 0) + 1024;
+           p_bytes() + dq_bytes() + stage_bytes() + 384 + (features.part ? 96 : 0) + (stamps ? 128 : 0) +
+           (two_keys ? k_bytes() + v_bytes() + kOfOtherKeys : 1024); // without static shared memory it begins at a multiple of 1024
   }
   // Persistent blocks draw tickets for tiles of keys, unless a pair's are theirs.
   STROBE_FN constexpr bool draws_keys() const { return persistent && !owns_dq; }
@@ -95,9 +99,9 @@ struct HopperBackwardArguments : BackwardArguments { // delta: null unless there
   i32 pairs;
   Divisor bundle_items, bundle_divisor, heads_kv_divisor;
   Divisor shares; // of a key head's query heads, where they are shared out: in.heads_kv, in.group, dk and dv then count shares as key heads
-  MappedOperand tma_bias; // if it comes by the copy engine; of one row where it is broadcast over queries
-  u32 bias_bytes;         // of a tile
-  float unit;             // Scores::unit, for persistent blocks
+  MappedOperand tma_bias;       // if it comes by the copy engine; of one row where it is broadcast over queries
+  u32 bias_bytes;               // of a tile
+  float unit;                   // Scores::unit, for persistent blocks
   MappedOperand tma_dk, tma_dv; // boxes of 16 rows, if the copy engine stores them
 };
 

@@ -94,7 +94,7 @@ private:
       for (i32 q = 0; q < in.seqlen_q; q += kM, ++number) {
         float x[kN / 2];
 #pragma unroll
-        for (int i = 0; i < kN / 8; ++i) load_shared<0>(reinterpret_cast<float(&)[4]>(x[4 * i]), place(number) + 512 * i);
+        for (int i = 0; i < kN / 8; ++i) load_shared<0>(reinterpret_cast<float (&)[4]>(x[4 * i]), place(number) + 512 * i);
         if constexpr (C.dq_by_rows) {
           const i32 row = q + 64 * w + 16 * warp;
           store_rows<T, kN>(a.dq, keys.batch, h, row, (i32)in.seqlen_q - row, in.head_dim, x, scale);

@@ -67,7 +67,15 @@ template <BackwardConfig C> struct BackwardLoad {
   // Of persistent blocks bit 31 of an iteration's number says of how many tiles of keys before: odd.
   __device__ __forceinline__ void q() const {
 #pragma unroll 1
-    for (u32 n = 0;; n ^= kOddKeys) {
+    for (u32 n = 0;; n = next_keys_number<C>(n)) {
+      if constexpr (C.two_keys) {
+        n = BackwardLoad{a, shared.at(n)}.q(n);
+        const u32 x = next_item(a), next = next_keys_number<C>(n);
+        const BackwardShared<C> at = shared.at(next);
+        mbarrier_wait(at.keys_empty(), next >> 31 ^ 1);
+        if (take_keys(a, at, x)) continue;
+        return mbarrier_arrive(at.k_full());
+      }
       n = q(n);
       if constexpr (!C.persistent) return;
       if constexpr (C.draws_keys()) {
@@ -85,7 +93,7 @@ template <BackwardConfig C> struct BackwardLoad {
   }
   __device__ __forceinline__ void dout() const {
     u32 n = 0;
-    do n = dout(n);
+    do n = C.two_keys ? BackwardLoad{a, shared.at(n)}.dout(n) : dout(n);
     while (other_keys<C>(shared, n));
   }
 

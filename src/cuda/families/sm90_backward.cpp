@@ -34,18 +34,19 @@ constexpr KernelSource kByRoles{"sm90/backward/roles.h", "strobe::sm90::Backward
 // cannot be.
 struct Trial {
   static constexpr int64_t kTrial = 1 << 15;
-  bool owned = false;              // 1: blocks own dQ
-  bool here = false;               // 2: and have its sum in shared memory
-  bool bulk_store = false;         // 4
-  bool other_dq = false;           // 8: dQ leaves from registers where it leaves through shared memory, and the other way round
-  bool values = false;             // 16: V in registers
-  bool persistent = false;         // 32
-  bool other_tile = false;         // 64: tiles of 64 queries where there are 128 or 80, and the other way round
-  bool stamps = false;             // 128
-  bool other_keys = false;         // 256: K and V in registers where they are not, and the other way round
-  bool by_rows = false;            // 512
-  int64_t bundle = 0, shares = 0;  // 1024 * 0 to 7: as chosen, 1, 2, 4, ... 64; 8192 * 0 to 3: as chosen, 1, 2, 4
-  bool last_apart = false;         // of tile_k, 1: the last tile of a walk has code of its own
+  bool owned = false;             // 1: blocks own dQ
+  bool here = false;              // 2: and have its sum in shared memory
+  bool bulk_store = false;        // 4
+  bool other_dq = false;          // 8: dQ leaves from registers where it leaves through shared memory, and the other way round
+  bool values = false;            // 16: V in registers
+  bool persistent = false;        // 32
+  bool other_tile = false;        // 64: tiles of 64 queries where there are 128 or 80, and the other way round
+  bool stamps = false;            // 128
+  bool other_keys = false;        // 256: K and V in registers where they are not, and the other way round
+  bool by_rows = false;           // 512
+  int64_t bundle = 0, shares = 0; // 1024 * 0 to 7: as chosen, 1, 2, 4, ... 64; 8192 * 0 to 3: as chosen, 1, 2, 4
+  bool last_apart = false;        // of tile_k, 1: the last tile of a walk has code of its own
+  bool two_keys = false;          // 2: persistent blocks have two places for K and V
   explicit operator bool() const { return any; }
   bool any = false;
 
@@ -58,7 +59,7 @@ struct Trial {
     t.other_tile = bits & 64, t.stamps = bits & 128, t.other_keys = bits & 256, t.by_rows = bits & 512;
     t.bundle = (1 << bits / 1024 % 8) / 2, t.shares = (1 << bits / 8192) / 2;
     const int64_t more = p.tile_k < kTrial ? 0 : p.tile_k - kTrial;
-    t.last_apart = more & 1;
+    t.last_apart = more & 1, t.two_keys = more & 2;
     return t;
   }
 };
@@ -402,6 +403,8 @@ Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Devi
   if (c.persistent || c.split_group) c.staged_store = 0;
   if (c.split_group || (c.persistent && std::max(c.columns(), c.columns_v()) > 64)) c.bulk_store = 0;
   if (c.split_group) c.stamps = 0;
+  c.two_keys = Trial::of(p).two_keys && c.draws_keys() && !c.deterministic;
+  if (c.two_keys && c.shared_bytes() > device.shared_per_block) c.two_keys = 0;
   const int64_t items = c.owns_dq ? work.pairs : work.tiles_k * work.pairs;
   work.blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;
   return work;
@@ -473,6 +476,7 @@ void describe(Program &program, const Problem &p, const BackwardConfig &c, int64
   if (c.dq_tiles) program.kernel += c.dq_by_rows ? ", dQ's sum in shared memory by rows" : ", dQ's sum in shared memory";
   if (c.bulk_store) program.kernel += ", results by the copy engine";
   if (c.keys_in_registers) program.kernel += ", K and V in registers";
+  if (c.two_keys) program.kernel += ", two places for K and V";
   if (c.last_apart) program.kernel += ", the last tile apart";
   if (c.values_in_registers) program.kernel += ", V in registers";
   program.kernel += c.dq_shared ? ", dQ through shared memory" : ", dQ from registers";
