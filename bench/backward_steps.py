@@ -122,6 +122,7 @@ ODD = (
     ((2, 2, 450, 450, 80, False), ("keys", "keys+dq", "tile+keys+dq", "bulk", "values+dq")),
     ((2, 2, 450, 450, 112, True), ("dq", "values+dq", "bulk")),
     ((4, 2, 700, 700, 128, True), WIDE),
+    ((2, 2, 700, 700, 128, True), WIDE),
     ((4, 2, 450, 450, 128, False), ("dq", "bulk", "bulk+dq", "last")),
     ((2, 2, 200, 200, 48, True), ("here+rows", "bulk", "stages+persistent+bulk")),
 )
@@ -275,13 +276,17 @@ def stamped(dv: Tensor, persistent: bool, iterations: float) -> dict[str, float]
     def since(of: Tensor, a: int, b: int) -> Tensor:
         return (of[:, b] - of[:, a] & 0xFFFFFFFF).double()
 
+    def typical(clocks: Tensor) -> float:  # without those that were not written, or belong to other keys of a persistent block
+        written = clocks[clocks < 1 << 26]
+        return float(written.mean()) if len(written) > len(clocks) / 2 else math.nan
+
     found = {"blocks": float(len(first))}
     if not persistent:
         found["iterations"] = iterations = float(((first[:, 0] & 0xFFFF) + 1).double().mean())
     for n in range(origin + 1, len(STAMPS)):
-        found[STAMPS[n]] = float(since(first, origin, n).median() if persistent else since(first, origin, n).mean())
-    found["ended_second"] = float(since(second, origin, 15).median() if persistent else since(second, origin, 15).mean())
-    found["iteration"] = float(since(first, STAMPS.index("first"), STAMPS.index("walked")).mean()) / max(iterations - 1, 1e-9)
+        found[STAMPS[n]] = typical(since(first, origin, n))
+    found["ended_second"] = typical(since(second, origin, 15))
+    found["iteration"] = typical(since(first, STAMPS.index("first"), STAMPS.index("walked"))) / max(iterations - 1, 1e-9)
     blocks: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of an SM: when they began, and how long they took
     for head in x.tolist():
         for n in range(0, len(head), 2):
@@ -337,7 +342,7 @@ def split(log: Log, fa4: bool) -> None:
             for e in events:
                 if "reduce_kernel" in e.name and "sum" in e.name.lower():
                     runs.append([])
-                elif runs:
+                elif runs and "emset" not in e.name:
                     runs[-1].append(e)
             runs = [r for r in runs if r and len(r) == len(runs[-1])]
             if not runs:
