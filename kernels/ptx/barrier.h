@@ -11,18 +11,6 @@ __device__ __forceinline__ int thread_index() {
   return x;
 }
 
-// The SM's clock, and the SM's number.
-__device__ __forceinline__ u32 clock_now() {
-  u32 x;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(x)::"memory");
-  return x;
-}
-__device__ __forceinline__ u32 processor_now() {
-  u32 x;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(x));
-  return x;
-}
-
 // Waits until `threads` threads have come; `arrive` comes without waiting.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {

@@ -36,13 +36,6 @@ __device__ __forceinline__ void bulk_add(void *global, u32 shared, u32 bytes) {
 __device__ __forceinline__ void bulk_store(void *global, u32 shared, u32 bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes) : "memory");
 }
-// A box from shared memory, laid out as tma_load lays it out, to the tensor; what lies outside of it is left out. Whoever wrote it has called
-// async_proxy_fence() since.
-__device__ __forceinline__ void tma_store(const TensorMap &map, u32 shared, int column, int row, int head, int batch) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(shared), "r"(column),
-               "r"(row), "r"(head), "r"(batch)
-               : "memory");
-}
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until what this thread committed has been read from shared memory; or is done.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

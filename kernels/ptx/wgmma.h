@@ -151,18 +151,17 @@ template <class T, int N> struct Wgmma;
 // o0 ... o5: the numbers of the operands after d's.
 #define STROBE_WGMMA(T, NAME, N, o0, o1, o2, o3, o4, o5)                                                                                   \
   template <> struct Wgmma<T, N> {                                                                                                         \
-    template <bool kAccumulate, int kMnMajorA = 0, int kMnMajorB = 0>                                                                      \
-    static __device__ __forceinline__ void shared(float (&d)[N / 2], u64 a, u64 b) {                                                       \
+    template <bool kAccumulate, int kMnMajorA = 0> static __device__ __forceinline__ void shared(float (&d)[N / 2], u64 a, u64 b) {        \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME          \
-                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, %" #o3 ", %" #o4 ";\n}"                                             \
+                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, %" #o3 ", 0;\n}"                                                    \
                    : STROBE_OUTS_##N("+f")                                                                                                 \
-                   : "l"(a), "l"(b), "n"((int)kAccumulate), "n"(kMnMajorA), "n"(kMnMajorB));                                               \
+                   : "l"(a), "l"(b), "n"((int)kAccumulate), "n"(kMnMajorA));                                                               \
     }                                                                                                                                      \
-    template <int kMnMajorA, int kMnMajorB = 0> static __device__ __forceinline__ void shared_anew(float (&d)[N / 2], u64 a, u64 b) {      \
+    template <int kMnMajorA> static __device__ __forceinline__ void shared_anew(float (&d)[N / 2], u64 a, u64 b) {                         \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                 \
-                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, %" #o2 ", %" #o3 ";\n}"                                             \
+                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1, %" #o2 ", 0;\n}"                                                    \
                    : STROBE_OUTS_##N("=f")                                                                                                 \
-                   : "l"(a), "l"(b), "n"(kMnMajorA), "n"(kMnMajorB));                                                                      \
+                   : "l"(a), "l"(b), "n"(kMnMajorA));                                                                                      \
     }                                                                                                                                      \
     template <int kMnMajorB> static __device__ __forceinline__ void registers_anew(float (&d)[N / 2], const u32 *a, u64 b) {               \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME                 \

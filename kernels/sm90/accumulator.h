@@ -96,20 +96,6 @@ template <class T, int N> struct Accumulator {
     }
     wgmma_commit();
   }
-  // = A B. A: 64 rows of a tile of kRows, kInner columns wide; B: kInner rows, N columns wide.
-  template <int kInner, int kRows> __device__ __forceinline__ void begin_product_of_rows(u32 A, u32 B) {
-    const u64 rows = descriptor_k_major(A), columns = descriptor_mn_major(B, kInner * kRowBytes);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kInner / 16; ++k) {
-      const u64 left = advance(rows, kRows * kRowBytes * (k / 4) + 32 * (k % 4)), right = advance(columns, 16 * kRowBytes * k);
-      if (k == 0)
-        Wgmma<T, N>::template shared_anew<0, 1>(x, left, right);
-      else
-        Wgmma<T, N>::template shared<true, 0, 1>(x, left, right);
-    }
-    wgmma_commit();
-  }
   // += A B. B: kInner rows, N columns wide.
   template <int kInner> __device__ __forceinline__ void begin_adding(LeftOperand<kInner> &A, u32 B) {
     registers_changed(A.x);

@@ -1,10 +1,8 @@
 // What a thread starts and later waits for. Where Machine::late is set it happens only when a wait (or the end) demands it.
 #pragma once
 #include <array>
-#include <optional>
 #include <vector>
 
-#include "tensor_map.h"
 #include "warp.h"
 
 namespace strobe::emulator {
@@ -25,19 +23,13 @@ struct Copy {
   uint64_t from;
   uint32_t bytes, read; // the rest is zeros
 };
-// Of a tensor, for a copy out of shared memory.
-struct Box {
-  TensorMap map;
-  std::array<int32_t, TensorMap::kMostRank> origin;
-};
-// cp.reduce.async.bulk, or cp.async.bulk(.tensor) to global memory, which does not add; of one lane
+// cp.reduce.async.bulk, or cp.async.bulk to global memory, which does not add; of one lane
 struct Addition {
   bool adds;
   uint32_t group, lane;
   uint64_t to;
   uint32_t from, bytes;
   std::vector<float> read; // from shared memory; empty before
-  std::optional<Box> box;  // in place of `to`
 };
 // wgmma, of the warp
 struct Product {

@@ -119,38 +119,6 @@ TEST_CASE("emulator: a box of a tensor, swizzled, with zeros where there is none
   CHECK_THROWS_AS(w.run("prefetch.tensormap", {wide_address(4)}, 1), Fault);
 }
 
-TEST_CASE("emulator: a box from shared memory, swizzled, leaves out what is not in the tensor") {
-  constexpr uint32_t kColumns = 72, kRows = 5, kHeads = 3; // the box: 64 x 4 of one head
-  for (bool late : {false, true}) {
-    CAPTURE(late);
-    std::vector<uint16_t> tensor(kColumns * kRows * kHeads, 7);
-    TensorMap map{.magic = TensorMap::kMagic,
-                  .element_bytes = 2,
-                  .rank = 4,
-                  .swizzled = true,
-                  .address = reinterpret_cast<uint64_t>(tensor.data()),
-                  .sizes = {kColumns, kRows, kHeads, 1},
-                  .strides = {0, kColumns * 2, kColumns * kRows * 2, kColumns * kRows * kHeads * 2},
-                  .box = {64, 4, 1, 1}};
-    LoneWarp w(late);
-    for (uint32_t r = 0; r < 4; r++)
-      for (uint32_t c = 0; c < 64; c++)
-        w.shared<uint16_t>(kTarget + r * 128 + (c / 8 ^ r) * 16 + c % 8 * 2) = static_cast<uint16_t>(1000 + 64 * r + c);
-    w.set(3, kTarget), w.set_wide(4, reinterpret_cast<uint64_t>(&map));
-    w.set(6, 64), w.set(7, 2), w.set(8, 1), w.set(9, 0); // columns 64 to 71 and rows 2 to 4 are there
-    w.run("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group", {wide_address(4, {word(6), word(7), word(8), word(9)}), address(3)}, 1);
-    w.run("cp.async.bulk.commit_group", {}, 1);
-    if (late) CHECK_THROWS_AS(finish(w.warp), Fault); // its shared memory may be another block's
-    w.run("cp.async.bulk.wait_group", {immediate(0)}, 1);
-    for (uint32_t h = 0; h < kHeads; h++)
-      for (uint32_t r = 0; r < kRows; r++)
-        for (uint32_t c = 0; c < kColumns; c++) {
-          const bool stored = h == 1 && r >= 2 && c >= 64;
-          REQUIRE(tensor[(h * kRows + r) * kColumns + c] == (stored ? 1000 + 64 * (r - 2) + c - 64 : 7));
-        }
-  }
-}
-
 TEST_CASE("emulator: cp.async by groups") {
   alignas(16) static const uint32_t kSource[] = {1, 2, 3, 4};
   constexpr const char *kCopy = "cp.async.cg.shared.global.L2::128B";

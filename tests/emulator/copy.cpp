@@ -85,39 +85,27 @@ Tile bulk_copy(const Operands &operands) {
   };
 }
 
-// Where row r of a box lies in its tensor, and which of its columns are there.
-struct BoxRow {
-  uint64_t at; // of column `begin`
-  int64_t begin, end;
-};
-BoxRow row_of_box(const TensorMap &map, const int32_t *origin, uint32_t r) {
-  uint64_t from = map.address;
-  bool inside = true;
-  for (uint32_t axis = 1, rest = r; axis < map.rank; rest /= map.box[axis++]) {
-    const int64_t at = int64_t{origin[axis]} + rest % map.box[axis];
-    inside = inside && at >= 0 && at < static_cast<int64_t>(map.sizes[axis]);
-    from += static_cast<uint64_t>(at) * map.strides[axis];
-  }
-  const int64_t begin = std::max<int64_t>(origin[0], 0);
-  const int64_t end = std::min<int64_t>(int64_t{origin[0]} + map.box[0], static_cast<int64_t>(map.sizes[0]));
-  return {from + static_cast<uint64_t>(begin) * map.element_bytes, begin, inside ? std::max(begin, end) : begin};
-}
-uint32_t rows_of_box(const TensorMap &map) {
-  uint32_t rows = 1;
-  for (uint32_t axis = 1; axis < map.rank; axis++) rows *= map.box[axis];
-  return rows;
-}
-
 // The rows of a box one after another, axis 0 contiguous; what lies outside of the tensor is zero.
 void copy_box(const Warp &warp, const TensorMap &map, const int32_t *origin, uint32_t to, uint32_t barrier) {
   const uint32_t row_bytes = map.box[0] * map.element_bytes;
-  const uint32_t rows = rows_of_box(map);
+  uint32_t rows = 1;
+  for (uint32_t axis = 1; axis < map.rank; axis++) rows *= map.box[axis];
   std::vector<std::byte> row(row_bytes);
   for (uint32_t r = 0; r < rows; r++) {
     std::ranges::fill(row, std::byte{0});
-    if (const BoxRow from = row_of_box(map, origin, r); from.begin < from.end) {
-      const auto bytes = static_cast<size_t>(from.end - from.begin) * map.element_bytes;
-      std::memcpy(row.data() + (from.begin - origin[0]) * map.element_bytes, global(from.at, bytes, map.element_bytes), bytes);
+    uint64_t from = map.address;
+    bool inside = true;
+    for (uint32_t axis = 1, rest = r; axis < map.rank; rest /= map.box[axis++]) {
+      const int64_t at = int64_t{origin[axis]} + rest % map.box[axis];
+      inside = inside && at >= 0 && at < static_cast<int64_t>(map.sizes[axis]);
+      from += static_cast<uint64_t>(at) * map.strides[axis];
+    }
+    const int64_t begin = std::max<int64_t>(origin[0], 0);
+    const int64_t end = std::min<int64_t>(int64_t{origin[0]} + map.box[0], static_cast<int64_t>(map.sizes[0]));
+    if (inside && begin < end) {
+      const auto bytes = static_cast<size_t>(end - begin) * map.element_bytes;
+      std::memcpy(row.data() + (begin - origin[0]) * map.element_bytes,
+                  global(from + static_cast<uint64_t>(begin) * map.element_bytes, bytes, map.element_bytes), bytes);
     }
     for (uint32_t at = 0; at < row_bytes; at += 16) {
       const uint32_t address = to + r * row_bytes + at;
@@ -153,59 +141,16 @@ Tile prefetch(const Operand &map) {
 void read(const Warp &warp, Addition &a) {
   if (!a.read.empty()) return;
   a.read.resize(a.bytes / sizeof(float));
-  if (a.box && a.box->map.swizzled) {
-    for (uint32_t at = 0; at < a.bytes; at += 16)
-      std::memcpy(&a.read[at / sizeof(float)], warp.shared(swizzled(a.from + at), 16, 16, Access::kAsyncRead, a.lane), 16);
-    return;
-  }
   std::memcpy(a.read.data(), warp.shared(a.from, a.bytes, 16, Access::kAsyncRead, a.lane), a.bytes);
 }
 void perform(const Warp &warp, Addition a) {
   read(warp, a);
-  warp.block.grid.changes++;
-  if (a.box) {
-    const auto &[map, origin] = *a.box;
-    const auto *rows = reinterpret_cast<const std::byte *>(a.read.data());
-    for (uint32_t r = 0; r < rows_of_box(map); r++) {
-      const BoxRow to = row_of_box(map, origin.data(), r);
-      const auto bytes = static_cast<size_t>(to.end - to.begin) * map.element_bytes;
-      if (bytes)
-        std::memcpy(global(to.at, bytes, map.element_bytes), rows + (r * map.box[0] + to.begin - origin[0]) * map.element_bytes, bytes);
-    }
-    return;
-  }
   float *to = reinterpret_cast<float *>(global(a.to, a.bytes, 16));
   if (a.adds)
     for (size_t n = 0; n < a.read.size(); n++) to[n] += a.read[n];
   else
     std::memcpy(to, a.read.data(), a.bytes);
-}
-void begin(Warp &warp, const Addition &made) {
-  if (warp.block.grid.machine.late)
-    warp.async->additions.push_back(made);
-  else
-    perform(warp, made);
-}
-// [map, {coordinates}], [shared]
-Tile box_store(std::string_view opcode, uint32_t rank, const Operands &operands) {
-  if (operands.size() != 2 || operands[0].parts.size() != rank) unsupported(opcode);
-  return [=](Warp &warp, uint32_t lanes) {
-    for_each_lane(lanes, [&](uint32_t lane) {
-      const TensorMap map = map_at(warp.value(operands[0], lane));
-      if (map.rank != rank) throw Fault("a box of another rank than the tensor map's");
-      Addition made = {.adds = false,
-                       .group = warp.async->addition_groups[lane],
-                       .lane = lane,
-                       .to = 0,
-                       .from = address_of(warp, operands[1], lane),
-                       .bytes = rows_of_box(map) * map.box[0] * map.element_bytes,
-                       .read = {},
-                       .box = Box{map, {}}};
-      if (made.from % 128) throw Fault("a box comes from a shared address that is no multiple of 128");
-      for (uint32_t axis = 0; axis < rank; axis++) made.box->origin[axis] = static_cast<int32_t>(warp.value(operands[0].parts[axis], lane));
-      begin(warp, made);
-    });
-  };
+  warp.block.grid.changes++;
 }
 // [global], [shared], bytes
 Tile bulk_add(const Operands &operands, bool adds) {
@@ -217,10 +162,12 @@ Tile bulk_add(const Operands &operands, bool adds) {
                              .to = warp.value(operands[0], lane),
                              .from = address_of(warp, operands[1], lane),
                              .bytes = static_cast<uint32_t>(warp.value(operands[2], lane)),
-                             .read = {},
-                             .box = {}};
+                             .read = {}};
       if (made.bytes % 16) throw Fault("a bulk addition of " + std::to_string(made.bytes) + " bytes, no multiple of 16");
-      begin(warp, made);
+      if (warp.block.grid.machine.late)
+        warp.async->additions.push_back(made);
+      else
+        perform(warp, made);
     });
   };
 }
@@ -261,7 +208,6 @@ Tile decode_copy(std::string_view opcode, const Operands &operands) {
   if (opcode == "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes") return box_copy(opcode, 4, operands);
   if (opcode == "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32") return bulk_add(operands, true);
   if (opcode == "cp.async.bulk.global.shared::cta.bulk_group") return bulk_add(operands, false);
-  if (opcode == "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group") return box_store(opcode, 4, operands);
   if (opcode == "prefetch.tensormap") return prefetch(operands[0]);
   if (opcode.starts_with("cp.") || opcode.starts_with("prefetch")) unsupported(opcode);
   return {};

@@ -26,10 +26,8 @@ template <BackwardConfig C> struct Backward {
   static_assert(!C.roles && C.columns() <= 192 && C.columns_v() <= 192);
   static_assert(!C.owns_dq || (C.persistent && !C.split_group));
   static_assert(!C.persistent || !F.part);
-  static_assert(!C.two_keys || (C.draws_keys() && !C.deterministic));
-  static_assert(!C.last_apart || !C.third());
   static_assert(!C.staged_store || (!C.persistent && !C.split_group && C.columns() <= C.columns_v()));
-  static_assert(!C.bulk_store || (!C.split_group && !F.part && C.columns() <= C.columns_v() && (C.columns() == 64 || !C.persistent)));
+  static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
   // Tiles of queries that see none of a warpgroup's keys are few: where registers are short they are computed all the same.
@@ -46,11 +44,11 @@ template <BackwardConfig C> struct Backward {
     Accumulator<T, kD> dK;
     Accumulator<T, kDv> dV;
     Accumulator<T, kM> S, dP;
-    Accumulator<T, C.dq_width()> dQ;
+    Accumulator<T, C.dq_queries()> dQ;
     Accumulator<T, C.dq_queries_of_third()> dQ_of_third;
     LeftOperand<kM> P, dS;
     LeftOperand<C.keys_in_registers ? kD : 4> K; // of this warpgroup's keys
-    LeftOperand<C.v_in_registers() ? kDv : 4> V;
+    LeftOperand<C.keys_in_registers ? kDv : 4> V;
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
         : a(a), shared(shared), w(w), lane(this_thread<C>() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)),
@@ -61,9 +59,7 @@ template <BackwardConfig C> struct Backward {
       dK.clear();
       dV.clear();
       if (w == 1 && n == 0) leave_tensor_cores(); // the other one begins
-      stamp(kBegun);
       wait_full(shared.q_full(n), n);
-      stamp(kQThere);
       const QueryStep step = read<QueryStep>(shared.step(n));
       const bool nothing = step.flags & kNothing;
       i32 last = 0;
@@ -73,7 +69,6 @@ template <BackwardConfig C> struct Backward {
         pass(n);
       else if constexpr (C.deterministic)
         scores.release(shared.dq_full(w));
-      stamp(kWalked);
       const KeyBlock keys = read<KeyBlock>(shared.keys());
       if constexpr (C.persistent) {
         __syncwarp();
@@ -83,72 +78,11 @@ template <BackwardConfig C> struct Backward {
         if constexpr (C.third()) dq_sum().add_third(dQ_of_third, n, last);
         dq_sum().add(dQ, n, last, keys.begin);
       }
-      stamp(kAdded);
       if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // where there is nothing, nobody has waited for V
-      if constexpr (C.bulk_store) {
-        if (nothing) stage_dv(n, keys);
-        const u32 of_k =
-            C.columns() == 64 ? shared.stage + C.v_bytes() + 64 * kRowBytes * w : (w == 0 ? shared.q_of(n + 1) : shared.dout_of(n + 1));
-        scores.template store_by_engine<kD>(a.tma_dk, a.dk, keys, dK, (float)a.in.scale, of_k,
-                                            (C.columns() == 64 ? kTileK : kM) * kRowBytes);
-      } else {
-        scores.template store<kDv>(a.dv, a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
-        stamp(kStoredV);
-        scores.template store<kD>(a.dk, a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
-      }
+      scores.template store<kDv>(a.dv, a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
+      scores.template store<kD>(a.dk, a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
       dq_sum().finish(keys);
-      if constexpr (C.bulk_store && !C.persistent) {
-        if (lane == 0) bulk_wait_read();
-      }
-      if constexpr (C.bulk_store && C.stamps) bulk_wait(); // they take the place of some of it
-      stamp(kEnded);
-      write_stamps(keys, n);
       return n + 1;
-    }
-
-    // dV is ready: to where V lay, or to a place of its own.
-    __device__ __forceinline__ void stage_dv(u32, const KeyBlock &keys) const {
-      if constexpr (C.columns_v() > 64) mbarrier_wait(shared.v_full(), 0); // where there is nothing, nobody has waited for V
-      if constexpr (C.persistent) {
-        if (lane == 0) bulk_wait_read(); // of the keys before
-        __syncwarp();
-      }
-      scores.template store_by_engine<kDv>(a.tma_dv, a.dv, keys, dV, scores.dropout.dropout.factor(),
-                                           (C.columns() == 64 ? shared.stage : shared.v) + 64 * kRowBytes * w, kTileK * kRowBytes);
-    }
-
-    enum Stamp {
-      kCounts,
-      kStarted,
-      kTogether,
-      kKAsked,
-      kQAsked,
-      kVAsked,
-      kOAsked,
-      kBegun,
-      kQThere,
-      kKThere,
-      kScored,
-      kFirst,
-      kWalked,
-      kAdded,
-      kStoredV,
-      kEnded
-    };
-    __device__ __forceinline__ void stamp(int i) const {
-      if constexpr (C.stamps) {
-        if (lane == 0 && warp == 0) store_shared(shared.clock(w, i), clock_now());
-      }
-    }
-    __device__ __forceinline__ void write_stamps(const KeyBlock &keys, u32 n) const {
-      if constexpr (C.stamps) {
-        if (warp != 0) return;
-        __syncwarp();
-        if (lane == 0) store_shared(shared.clock(w, kCounts), processor_now() << 16 | (n & 0xFFFF));
-        __syncwarp();
-        u32 *const row = (u32 *)a.dv.at<T>(keys.batch, keys.head_kv, keys.begin + 64 * w, 0);
-        if (keys.begin + 64 * w < keys.seqlen_k && lane < 16) row[lane] = load_shared(shared.clock(w, lane));
-      }
     }
 
     // An iteration that has no tile at all: what is handed on in each goes its way, so that the next one finds it as ever.
@@ -171,27 +105,16 @@ template <BackwardConfig C> struct Backward {
         const u32 allowed = scores.allowed(step);
         wait_for<0>(S);
         u32 next;
-        if (C.last_apart && (step.flags & kLast) && !(kSkips && (step.flags & kUnseen << w))) {
-          last_step(step, allowed, n, before);
-          begin_dq(n);
-          if constexpr (C.bulk_store) stage_dv(n, read<KeyBlock>(shared.keys()));
-          wait_for<0>(dQ);
-          return step.number;
-        }
         if (!kSkips || !(step.flags & kUnseen << w))
           next = steady_step(step, allowed, n, before);
         else
           next = unseen_step(step, n, before);
-        if constexpr (C.stamps) {
-          if (!later(n, before)) stamp(kFirst);
-        }
         before = step.number;
         if (next == n) break;
         step = read<QueryStep>(shared.step(next));
       }
       wait_for<0>(S);
       begin_dq(n);
-      if constexpr (C.bulk_store) stage_dv(n, read<KeyBlock>(shared.keys()));
       if constexpr (C.third()) wait_for<0>(dQ_of_third);
       wait_for<0>(dQ);
       return before;
@@ -200,13 +123,11 @@ template <BackwardConfig C> struct Backward {
     // S of the first tile, which is asked whether K holds numbers that are not finite, before K is in registers.
     __device__ __forceinline__ void first_scores(u32 n) {
       mbarrier_wait(shared.k_full(), n >> 31);
-      stamp(kKThere);
       begin_s_of_shared(n);
       mbarrier_wait(shared.v_full(), n >> 31);
       clear_nonfinite_keys();
-      if constexpr (C.keys_in_registers) load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane);
-      if constexpr (C.v_in_registers()) load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
-      stamp(kScored);
+      if constexpr (C.keys_in_registers)
+        load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane), load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
     }
     // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the tile before, and S of the next one. Like the
     // other step it returns the number of the next iteration, which is n after the last tile.
@@ -235,32 +156,6 @@ template <BackwardConfig C> struct Backward {
         begin_next_s(n, next, false);
       }
       return next;
-    }
-    // The last tile: there is no next S.
-    __device__ __forceinline__ void last_step(const QueryStep &step, u32 allowed, u32 n, i32 before) {
-      scores.template exponentiate<true>(S, P, n, step, allowed);
-      scores.round(P, S);
-      wait_full(shared.dout_full(n), n);
-      take_tensor_cores();
-      begin_dp(n);
-      dV.begin_adding(P, shared.dout_of(n));
-      wait_for<1>(dP);
-      differentiate(n);
-      scores.hand_on(dS, n);
-      dK.begin_adding(dS, shared.q_of(n));
-      wait_for<1>(dV, P);
-      scores.release(shared.dout_empty(n));
-      if (later(n, before)) {
-        begin_dq(n - 1);
-        wait_for<1>(dK, dS);
-        leave_tensor_cores();
-        wait_for<0>(dQ);
-        scores.release(shared.ds_empty(n - 1));
-        dq_sum().add(dQ, n - 1, before, C.owns_dq ? (i32)load_shared(shared.keys() + 8) : 0);
-      } else {
-        wait_for<0>(dK, dS);
-        leave_tensor_cores();
-      }
     }
     // A tile whose queries see none of these keys. The only product is dQ of the tile before, to whose dS the other warpgroup may have
     // contributed.
@@ -305,7 +200,7 @@ template <BackwardConfig C> struct Backward {
       S.template begin_product<kD, kTileK, Place::free>(shared.k + 64 * kRowBytes * w, shared.q_of(n));
     }
     __device__ __forceinline__ void begin_dp(u32 n) {
-      if constexpr (C.v_in_registers())
+      if constexpr (C.keys_in_registers)
         dP.template begin_product<Place::free>(V, shared.dout_of(n));
       else
         dP.template begin_product<kDv, kTileK, Place::free>(shared.v + 64 * kRowBytes * w, shared.dout_of(n));
@@ -318,11 +213,7 @@ template <BackwardConfig C> struct Backward {
       if constexpr (C.third())
         dQ_of_third.template begin_product_of_columns<kTileK, kM>(shared.k + 2 * kTileK * kRowBytes,
                                                                   shared.ds_of(n) + w * C.dq_queries_of_third() * kRowBytes);
-      if constexpr (C.dq_by_rows)
-        dQ.template begin_product_of_rows<kTileK, kM>(shared.ds_of(n) + 64 * w * kRowBytes, shared.k);
-      else
-        dQ.template begin_product_of_columns<kTileK, kM>(columns_of_k(),
-                                                         shared.ds_of(n) + (kByColumns ? 0 : w * C.dq_queries() * kRowBytes));
+      dQ.template begin_product_of_columns<kTileK, kM>(columns_of_k(), shared.ds_of(n) + (kByColumns ? 0 : w * C.dq_queries() * kRowBytes));
     }
     // While the rest of dQ is made; S takes its registers. The tensor cores are the other warpgroup's by then.
     __device__ __forceinline__ void add_third(u32 n, i32 number) {

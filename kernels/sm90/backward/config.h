@@ -31,20 +31,10 @@ struct BackwardConfig {
   i32 split_group;
   i32 packed; // tiles of keys are those of packed sequences (attention/packed_tiles.h)
   Features features;
-  // On trial (docs/lab/hopper-backward.md, step 46):
-  i32 dq_tiles;            // where blocks own dQ: its sum is in shared memory, so many tiles of queries; 0: in memory
-  i32 dq_by_rows;          // each warpgroup makes dQ of 64 queries, not of 64 columns
-  i32 bulk_store;          // dK and dV leave through shared memory by the copy engine
-  i32 values_in_registers; // V alone, as keys_in_registers
-  i32 stamps;              // clocks in place of some rows of dV
-  i32 last_apart;          // the last tile of a walk has code of its own, without S of a next one
-  i32 two_keys;            // persistent blocks have two places for K and V: the next ones come while these are read
 
   static constexpr i32 kWarpgroups = 2; // that compute
   static constexpr i32 kThreads = 128 * (kWarpgroups + 1);
   static constexpr i32 kStages = 2; // of Q, of dO, of dS
-
-  static constexpr i32 kOfOtherKeys = 512; // bytes from what threads tell each other of some keys to what they do of the next ones
 
   STROBE_FN constexpr i32 tile_k() const { return roles ? 64 : 64 * kWarpgroups; }
   // Tiles in shared memory are blocks of 64 columns.
@@ -56,27 +46,19 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * columns_v(); }
   STROBE_FN constexpr i32 ds_bytes() const { return 2 * tile_q * tile_k(); }
   STROBE_FN constexpr i32 p_bytes() const { return roles ? 2 * tile_q * tile_k() : 0; }
-  STROBE_FN constexpr i32 dq_bytes() const {
-    return dq_tiles ? 4 * tile_q * head_dim * dq_tiles : dq_shared ? 4 * tile_q * (third() ? head_dim : columns()) : 0;
-  }
-  // Where dK and dV are made ready to leave; beyond 64 columns in the places of V and of tiles that have been read.
-  STROBE_FN constexpr i32 stage_bytes() const { return bulk_store && columns() == 64 ? k_bytes() + v_bytes() : 0; }
+  STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * (third() ? head_dim : columns()) : 0; }
   STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or its correction, or D
   STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
   STROBE_FN constexpr i32 shared_bytes() const {
     return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + bias_bytes() + lse_bytes() + row_bytes()) +
-           p_bytes() + dq_bytes() + stage_bytes() + 384 + (features.part ? 96 : 0) + (stamps ? 128 : 0) +
-           (two_keys ? k_bytes() + v_bytes() + kOfOtherKeys : 1024); // without static shared memory it begins at a multiple of 1024
+           p_bytes() + dq_bytes() + 384 + (features.part ? 96 : 0) + 1024;
   }
   // Persistent blocks draw tickets for tiles of keys, unless a pair's are theirs.
   STROBE_FN constexpr bool draws_keys() const { return persistent && !owns_dq; }
   // dK and dV leave in FP32.
   STROBE_FN constexpr bool unrounded_sums() const { return split_group || features.unrounded_gradients(); }
   STROBE_FN constexpr i32 dq_queries() const { return strobe::dq_queries(columns(), tile_q); }
-  // The columns of a warpgroup's product.
-  STROBE_FN constexpr i32 dq_width() const { return dq_by_rows ? head_dim : dq_queries(); }
-  STROBE_FN constexpr bool v_in_registers() const { return keys_in_registers || values_in_registers; }
   // Not by roles: of a third block of 64 columns of dQ each warpgroup makes half of the queries.
   STROBE_FN constexpr bool third() const { return !roles && columns() > 128; }
   STROBE_FN constexpr i32 dq_queries_of_third() const { return tile_q / 2; }
@@ -99,10 +81,9 @@ struct HopperBackwardArguments : BackwardArguments { // delta: null unless there
   i32 pairs;
   Divisor bundle_items, bundle_divisor, heads_kv_divisor;
   Divisor shares; // of a key head's query heads, where they are shared out: in.heads_kv, in.group, dk and dv then count shares as key heads
-  MappedOperand tma_bias;       // if it comes by the copy engine; of one row where it is broadcast over queries
-  u32 bias_bytes;               // of a tile
-  float unit;                   // Scores::unit, for persistent blocks
-  MappedOperand tma_dk, tma_dv; // boxes of 16 rows, if the copy engine stores them
+  MappedOperand tma_bias; // if it comes by the copy engine; of one row where it is broadcast over queries
+  u32 bias_bytes;         // of a tile
+  float unit;             // Scores::unit, for persistent blocks
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -12,9 +12,7 @@ namespace strobe::sm90 {
 // A warpgroup's part, in its registers; where blocks own dQ, its rounding as well.
 template <BackwardConfig C> struct DqSum {
   using T = typename Element<C.dtype>::type;
-  static constexpr int kM = C.tile_q, kN = C.dq_width(), kOfThird = C.dq_queries_of_third();
-  static_assert(!C.dq_tiles || (C.owns_dq && !C.dq_shared && C.columns() == 64));
-  static_assert(!C.dq_by_rows || (C.dq_tiles && kM == 128));
+  static constexpr int kM = C.tile_q, kN = C.dq_queries(), kOfThird = C.dq_queries_of_third();
   static_assert(!C.third() || (!C.owns_dq && C.dq_shared == C.deterministic));
   const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
@@ -26,7 +24,6 @@ template <BackwardConfig C> struct DqSum {
   // Of iteration n, of tile `number` of the queries and of keys from `begin` on.
   __device__ __forceinline__ void add(const Accumulator<T, kN> &dQ, u32 n, i32 number, i32 begin) const {
     if (!a.dq_sum) return;
-    if constexpr (C.dq_tiles) return add_here(dQ, number, begin == 0);
     const bool first = C.owns_dq && begin == 0; // which all queries see: nobody has added yet
     float *const target = a.dq_sum + first_tile() * (kM * C.columns()) + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
     if constexpr (C.dq_shared) {
@@ -54,64 +51,13 @@ template <BackwardConfig C> struct DqSum {
     if constexpr (C.owns_dq) {
       if (!a.dq_sum) return;
       if (C.dq_shared && lane == 0) bulk_wait();
-      if (keys.begin + C.tile_k() >= keys.seqlen_k) {
-        if constexpr (C.dq_tiles)
-          round_here(keys);
-        else
-          round(keys);
-      }
+      if (keys.begin + C.tile_k() >= keys.seqlen_k) round(keys);
     } else {
       if (C.dq_shared && !C.deterministic && lane == 0) bulk_wait_read();
     }
   }
 
 private:
-  // This warp's part of the sum of a tile, in shared memory: none but its own lanes ever see it.
-  __device__ __forceinline__ u32 place(i32 number) const {
-    constexpr int kWarps = C.dq_by_rows ? 4 : C.dq_warps(0);
-    return shared.dq + ((2 * number + w) * kWarps + warp) * (64 * kN) + 16 * lane;
-  }
-  __device__ __forceinline__ void add_here(const Accumulator<T, kN> &dQ, i32 number, bool first) const {
-    if (!C.dq_by_rows && !has_columns(w)) return;
-    const u32 sum = place(number);
-#pragma unroll
-    for (int i = 0; i < kN / 8; ++i) {
-      float x[4] = {0, 0, 0, 0};
-      if (!first) load_shared<0>(x, sum + 512 * i);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) x[k] += dQ.x[4 * i + k];
-      store_shared(sum + 512 * i, x);
-    }
-  }
-  __device__ __forceinline__ void round_here(const KeyBlock &keys) const {
-    if (!C.dq_by_rows && !has_columns(w)) return;
-    const Inputs &in = a.in;
-    const float scale = (float)in.scale;
-    i32 number = 0;
-#pragma unroll 1
-    for (i32 h = keys.head_kv * in.group; h < (keys.head_kv + 1) * in.group; ++h) {
-#pragma unroll 1
-      for (i32 q = 0; q < in.seqlen_q; q += kM, ++number) {
-        float x[kN / 2];
-#pragma unroll
-        for (int i = 0; i < kN / 8; ++i) load_shared<0>(reinterpret_cast<float (&)[4]>(x[4 * i]), place(number) + 512 * i);
-        if constexpr (C.dq_by_rows) {
-          const i32 row = q + 64 * w + 16 * warp;
-          store_rows<T, kN>(a.dq, keys.batch, h, row, (i32)in.seqlen_q - row, in.head_dim, x, scale);
-        } else {
-          const i32 column = dq_column(C.columns(), w, warp), first = kN * w + lane / 4;
-#pragma unroll
-          for (int i = 0; i < kN / 8; ++i) {
-            const u32 left = transposed(pack<T>(x[4 * i] * scale, x[4 * i + 1] * scale)),
-                      right = transposed(pack<T>(x[4 * i + 2] * scale, x[4 * i + 3] * scale));
-            const i32 row = q + first + 8 * i;
-            store_sixteen(a.dq.at<T>(keys.batch, h, row, column), row < in.seqlen_q ? in.head_dim - column : 0, left, right);
-          }
-        }
-      }
-    }
-  }
-
   // Does this warp hold columns of that part of dQ that are not padding?
   __device__ __forceinline__ bool has_columns(int part) const {
     if constexpr (C.head_dim % 64 == 0) return true;

@@ -67,15 +67,7 @@ template <BackwardConfig C> struct BackwardLoad {
   // Of persistent blocks bit 31 of an iteration's number says of how many tiles of keys before: odd.
   __device__ __forceinline__ void q() const {
 #pragma unroll 1
-    for (u32 n = 0;; n = next_keys_number<C>(n)) {
-      if constexpr (C.two_keys) {
-        n = BackwardLoad{a, shared.at(n)}.q(n);
-        const u32 x = next_item(a), next = next_keys_number<C>(n);
-        const BackwardShared<C> at = shared.at(next);
-        mbarrier_wait(at.keys_empty(), next >> 31 ^ 1);
-        if (take_keys(a, at, x)) continue;
-        return mbarrier_arrive(at.k_full());
-      }
+    for (u32 n = 0;; n ^= kOddKeys) {
       n = q(n);
       if constexpr (!C.persistent) return;
       if constexpr (C.draws_keys()) {
@@ -93,17 +85,11 @@ template <BackwardConfig C> struct BackwardLoad {
   }
   __device__ __forceinline__ void dout() const {
     u32 n = 0;
-    do n = C.two_keys ? BackwardLoad{a, shared.at(n)}.dout(n) : dout(n);
+    do n = dout(n);
     while (other_keys<C>(shared, n));
   }
 
 private:
-  __device__ __forceinline__ void stamp(int i) const {
-    if constexpr (C.stamps) {
-      const u32 now = clock_now();
-      store_shared(shared.clock(0, i), now), store_shared(shared.clock(1, i), now);
-    }
-  }
   // The keys that this block takes after these. Returns whether there are any.
   __device__ __forceinline__ bool next_keys(KeyBlock &keys) const {
     keys.begin += kTileK;
@@ -116,7 +102,6 @@ private:
   // Both return the next iteration's number.
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    stamp(3);
     load<C.columns(), C.k_bytes(), kTileK>(a.tma_k, shared.k_full(), shared.k, k_row(keys), head_of(keys), keys.batch);
     wait_for_launch_before(); // which made the rows, and room for dQ; who computes waits for them
     const i32 batch = keys.batch;
@@ -128,7 +113,6 @@ private:
         mbarrier_wait(shared.k_full(), keys_parity(n)); // the block ends, and with it its shared memory
         return mbarrier_arrive(shared.q_full(n));
       }
-      if (n == 0) stamp(4);
       load<C.columns(), C.q_bytes(), kM>(a.tma_q, shared.q_full(n), shared.q_of(n), row, step.head, batch,
                                          C.lse_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u));
       if constexpr (C.bias_by_tma) load_bias(step, keys, n);
@@ -137,7 +121,6 @@ private:
   }
   __device__ __forceinline__ u32 dout(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
-    stamp(5);
     load<C.columns_v(), C.v_bytes(), kTileK>(a.tma_v, shared.v_full(), shared.v, k_row(keys), head_of(keys), keys.batch);
     wait_for_launch_before();
     if constexpr (C.persistent) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
@@ -150,7 +133,6 @@ private:
         return mbarrier_arrive(shared.dout_full(n));
       }
       wait_empty(shared.dout_empty(n), n);
-      if (n == 0) stamp(6);
       load<C.columns_v(), C.dout_bytes(), kM>(a.tma_dout, shared.dout_full(n), shared.dout_of(n), row, step.head, batch, C.row_bytes());
       bulk_load(shared.delta_of(n), rows(step) + C.lse_bytes() / 4, C.row_bytes(), shared.dout_full(n));
     });

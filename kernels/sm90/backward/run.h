@@ -8,9 +8,6 @@ namespace strobe::sm90 {
 template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_backward(const HopperBackwardArguments &a) {
   extern __shared__ __align__(128) unsigned char dynamic[];
   const BackwardShared<C> shared(shared_address(dynamic));
-  if constexpr (C.stamps) {
-    if (threadIdx.x % 128 == 0 && threadIdx.x) store_shared(shared.clock((int)threadIdx.x / 128 - 1, 1), clock_now());
-  }
   if (threadIdx.x == 0) {
     shared.begin();
     if constexpr (C.deterministic || C.features.part) wait_for_launch_before(); // for the ticket; for the table of ranges
@@ -21,9 +18,6 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
     if constexpr (C.bias_by_tma) tma_prefetch(a.tma_bias.map);
   }
   __syncthreads();
-  if constexpr (C.stamps) {
-    if (threadIdx.x % 128 == 0 && threadIdx.x) store_shared(shared.clock((int)threadIdx.x / 128 - 1, 2), clock_now());
-  }
   if constexpr (!C.owns_dq) {
     const bool some = there(read<KeyBlock>(shared.keys()));
     if constexpr (C.persistent) __syncthreads(); // others' keys come into their place
@@ -42,13 +36,8 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
     registers_raise<C.registers_compute>();
     u32 n = 0;
 #pragma unroll 1
-    do {
-      const BackwardShared<C> at = shared.at(n);
-      n = Compute(a, at, read<KeyBlock>(at.keys()), warpgroup - 1).all(n);
-    } while (other_keys<C>(shared, n));
-    if constexpr (C.bulk_store && C.persistent) {
-      if (threadIdx.x % 32 == 0) bulk_wait_read();
-    }
+    do n = Compute(a, shared, read<KeyBlock>(shared.keys()), warpgroup - 1).all(n);
+    while (other_keys<C>(shared, n));
   }
 }
 

@@ -196,25 +196,6 @@ template <BackwardConfig C> struct BackwardScores {
     store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x, factor);
   }
 
-  // The same by the copy engine, through a warp's rows of a tile in shared memory: `place` is where those of the warpgroup begin, `block`
-  // bytes lie between its blocks of 64 columns. Ends when the engine has been told.
-  template <int kColumns>
-  __device__ __forceinline__ void store_by_engine(const MappedOperand &map, const Operand &out, const KeyBlock &keys,
-                                                  const Accumulator<T, kColumns> &x, float factor, u32 place, u32 block) const {
-    if (!out) return;
-    const u32 rows = place + 16 * warp * kRowBytes;
-    stage_rows<T, kColumns>(x.x, factor, rows, block);
-    async_proxy_fence();
-    __syncwarp();
-    if (lane == 0) {
-#pragma unroll
-      for (int c = 0; c < kColumns; c += 64)
-        tma_store(map.map, rows + c / 64 * block, c, keys.begin + 64 * part + 16 * warp, keys.head_kv * map.head_step,
-                  keys.batch * map.batch_step);
-      bulk_commit();
-    }
-  }
-
 private:
   __device__ __forceinline__ BackwardBias<C> bias_of(u32 n) const {
     return BackwardBias<C>(shared, n, scores.in.bias.stride[2] != 0, part, warp, lane);

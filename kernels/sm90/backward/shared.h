@@ -45,23 +45,11 @@ template <BackwardConfig C> __device__ __forceinline__ int this_thread() {
 
 // From an address that is a multiple of 1024.
 template <BackwardConfig C> struct BackwardShared {
-  static constexpr int kPlaces = C.two_keys ? 2 : 1; // of K and V
-  u32 k, v, q, dout, ds, p, dq, stage, bias, rows, barriers;
-  u32 of_keys; // what follows of k_full() and others, of the keys at hand
+  u32 k, v, q, dout, ds, p, dq, bias, rows, barriers;
   __device__ __forceinline__ explicit BackwardShared(u32 base)
-      : k((base + 1023) & ~1023u), v(k + kPlaces * C.k_bytes()), q(v + kPlaces * C.v_bytes()), dout(q + 2 * C.q_bytes()),
-        ds(dout + 2 * C.dout_bytes()), p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), stage(dq + C.dq_bytes()),
-        bias(stage + C.stage_bytes()), rows(bias + 2 * C.bias_bytes()), barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())),
-        of_keys(barriers) {}
-  // Of the keys of iteration n, if there are two places for them.
-  __device__ __forceinline__ BackwardShared at(u32 n) const {
-    BackwardShared found = *this;
-    if constexpr (C.two_keys) {
-      const u32 place = n >> 30 & 1;
-      found.k += place * C.k_bytes(), found.v += place * C.v_bytes(), found.of_keys += place * C.kOfOtherKeys;
-    }
-    return found;
-  }
+      : k((base + 1023) & ~1023u), v(k + C.k_bytes()), q(v + C.v_bytes()), dout(q + 2 * C.q_bytes()), ds(dout + 2 * C.dout_bytes()),
+        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), bias(dq + C.dq_bytes()), rows(bias + 2 * C.bias_bytes()),
+        barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())) {}
   // Of iteration n: the stage is n % 2.
   __device__ __forceinline__ u32 q_of(u32 n) const { return q + n % 2 * C.q_bytes(); }
   __device__ __forceinline__ u32 dout_of(u32 n) const { return dout + n % 2 * C.dout_bytes(); }
@@ -75,26 +63,20 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 dout_empty(u32 n) const { return barriers + 48 + n % 2 * 8; }
   __device__ __forceinline__ u32 ds_full(u32 n) const { return barriers + 64 + n % 2 * 8; }
   __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
-  __device__ __forceinline__ u32 k_full() const { return own() + 96; }
-  __device__ __forceinline__ u32 v_full() const { return own() + 104; }
+  __device__ __forceinline__ u32 k_full() const { return barriers + 96; }
+  __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
   // Of persistent blocks: K and V are read, and the next ones may come.
-  __device__ __forceinline__ u32 keys_empty() const { return own() + 160; }
+  __device__ __forceinline__ u32 keys_empty() const { return barriers + 160; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.roles ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
   // By roles: P of an iteration, from one warpgroup to the other.
   __device__ __forceinline__ u32 p_full() const { return barriers + 112; }
   __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
-  __device__ __forceinline__ u32 keys() const { return own() + 352; }
+  __device__ __forceinline__ u32 keys() const { return barriers + 352; }
   __device__ __forceinline__ u32 held() const { return barriers + 368; }
   __device__ __forceinline__ u32 walk(int loader) const { return barriers + 384 + 48 * loader; }
-  // A clock of a warpgroup's, for BackwardConfig::stamps.
-  __device__ __forceinline__ u32 clock(int w, int i) const { return barriers + 384 + 64 * w + 4 * i; }
-  __device__ __forceinline__ u32 reach() const { return own() + 176; }
-  __device__ __forceinline__ u32 own() const {
-    if constexpr (C.two_keys) return of_keys;
-    return barriers;
-  }
+  __device__ __forceinline__ u32 reach() const { return barriers + 176; }
   // Deterministic: the steps once more, for the warp that adds up dQ: it is never eight steps behind, so that eight places suffice.
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
 
@@ -113,27 +95,21 @@ template <BackwardConfig C> struct BackwardShared {
       if (C.roles) mbarrier_init(w == 0 ? p_full() : p_empty(), 4);
       mbarrier_init(dq_empty(w), 1);
     }
-    for (u32 n = 0; n < kPlaces; ++n) {
-      const BackwardShared of = at(n << 30);
-      mbarrier_init(of.k_full(), 1);
-      mbarrier_init(of.v_full(), 1);
-      mbarrier_init(of.keys_empty(), kWarps + (C.deterministic ? C.kWarpgroups : 0));
-    }
+    mbarrier_init(k_full(), 1);
+    mbarrier_init(v_full(), 1);
+    mbarrier_init(keys_empty(), kWarps + (C.deterministic ? C.kWarpgroups : 0));
     mbarrier_init_fence();
   }
 };
 
 // Of persistent blocks: waits for the keys after those of iteration n - 1. Bit 31 of n: there have been an odd number of tiles of keys
 // before. Returns whether there are any.
-// Where there are two places for keys, bit 30 says which, and bit 31 whether there have been an odd number of tiles of keys there before.
 inline constexpr u32 kOddKeys = 1u << 31;
-template <BackwardConfig C> __device__ __forceinline__ u32 next_keys_number(u32 n) { return C.two_keys ? n + (1u << 30) : n ^ kOddKeys; }
 template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
   if constexpr (!C.persistent) return false;
-  n = next_keys_number<C>(n);
-  const BackwardShared<C> at = shared.at(n);
-  mbarrier_wait(at.k_full(), n >> 31);
-  return (i32)load_shared(at.keys()) != KeyBlock::kNone;
+  n ^= kOddKeys;
+  mbarrier_wait(shared.k_full(), n >> 31);
+  return (i32)load_shared(shared.keys()) != KeyBlock::kNone;
 }
 
 // Barriers of stages that are used in turn: full for iteration n, and empty again for it.

@@ -7,19 +7,6 @@
 
 namespace strobe::sm90 {
 
-// A warp's 16 rows to `place`, swizzled as tiles are; those of the next 64 columns lie `block` bytes further.
-template <class T, int kColumns>
-__device__ __forceinline__ void stage_rows(const float (&x)[kColumns / 2], float factor, u32 place, u32 block) {
-  const int lane = (int)threadIdx.x % 32, own = lane % 16;
-#pragma unroll
-  for (int c = 0; c < kColumns / 16; ++c) {
-    const float *y = x + 8 * c;
-    const u32 packed[4] = {pack<T>(y[0] * factor, y[1] * factor), pack<T>(y[2] * factor, y[3] * factor),
-                           pack<T>(y[4] * factor, y[5] * factor), pack<T>(y[6] * factor, y[7] * factor)};
-    stmatrix(place + block * (c / 4) + own * kRowBytes + ((c % 4 * 2 + lane / 16 ^ own % 8) << 4), packed);
-  }
-}
-
 // As store_rows (device/epilogue.h). place: the warp's 16 rows of 64 columns, swizzled as tiles are; those of the next 64 columns lie
 // `block` bytes further.
 template <class T, int kColumns>

@@ -20,7 +20,7 @@ namespace strobe::cuda {
 
 template <class V> void each_pointer(const HopperBackwardArguments &a, V &visit) {
   each_pointer(static_cast<const BackwardArguments &>(a), visit);
-  for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_dout, &a.tma_bias, &a.tma_dk, &a.tma_dv}) visit(x->map);
+  for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_dout, &a.tma_bias}) visit(x->map);
 }
 
 namespace {
@@ -29,40 +29,6 @@ using sm90::BackwardConfig;
 
 constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kByRoles{"sm90/backward/roles.h", "strobe::sm90::BackwardRoles", "strobe::sm90::BackwardConfig", true};
-
-// What a measurement tries: tile_q and tile_k from kTrial on ask for it (bench/backward_steps.py), by bits. Nothing is tried where that
-// cannot be.
-struct Trial {
-  static constexpr int64_t kTrial = 1 << 15;
-  bool owned = false;             // 1: blocks own dQ
-  bool here = false;              // 2: and have its sum in shared memory
-  bool bulk_store = false;        // 4
-  bool other_dq = false;          // 8: dQ leaves from registers where it leaves through shared memory, and the other way round
-  bool values = false;            // 16: V in registers
-  bool persistent = false;        // 32
-  bool other_tile = false;        // 64: tiles of 64 queries where there are 128 or 80, and the other way round
-  bool stamps = false;            // 128
-  bool other_keys = false;        // 256: K and V in registers where they are not, and the other way round
-  bool by_rows = false;           // 512
-  int64_t bundle = 0, shares = 0; // 1024 * 0 to 7: as chosen, 1, 2, 4, ... 64; 8192 * 0 to 3: as chosen, 1, 2, 4
-  bool last_apart = false;        // of tile_k, 1: the last tile of a walk has code of its own
-  bool two_keys = false;          // 2: persistent blocks have two places for K and V
-  explicit operator bool() const { return any; }
-  bool any = false;
-
-  static Trial of(const Problem &p) {
-    Trial t;
-    if (p.tile_q < kTrial || p.tile_q >= 2 * kTrial) return t;
-    const int64_t bits = p.tile_q - kTrial;
-    t.any = true;
-    t.owned = bits & 3, t.here = bits & 2, t.bulk_store = bits & 4, t.other_dq = bits & 8, t.values = bits & 16, t.persistent = bits & 32;
-    t.other_tile = bits & 64, t.stamps = bits & 128, t.other_keys = bits & 256, t.by_rows = bits & 512;
-    t.bundle = (1 << bits / 1024 % 8) / 2, t.shares = (1 << bits / 8192) / 2;
-    const int64_t more = p.tile_k < kTrial ? 0 : p.tile_k - kTrial;
-    t.last_apart = more & 1, t.two_keys = more & 2;
-    return t;
-  }
-};
 
 // The widest head that leaves a warpgroup registers for both dK and dV of its keys, whatever the options.
 constexpr int64_t kMostDimOf128Keys = 128;
@@ -140,7 +106,6 @@ bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   // The first keys are seen by all queries, and all keys by some.
   if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
-  if (Trial::of(p)) return Trial::of(p).owned;
   constexpr double kPartOfCache = 0.6; // measured: 15-34% faster at half of it, 5% at this, as fast at 0.7, slower beyond
   const double pairs = double(p.batch * p.heads_kv), blocks = pairs * double(tiles(p.seqlen_k, c.tile_k()));
   if (std::min(pairs, double(device.sms)) * double(pair_bytes(p, c)) > kPartOfCache * double(device.l2)) return false;
@@ -217,27 +182,6 @@ std::optional<BackwardConfig> of_128_wide_keys(const Problem &p, const Features 
   return c;
 }
 
-void try_out(BackwardConfig &c, const Trial &t, const Problem &p, const Device &device) {
-  const bool narrow = std::max(c.head_dim, c.head_dim_v) <= 64;
-  if (t.other_tile) c.tile_q = narrow ? 192 - c.tile_q : 144 - c.tile_q;
-  if (!narrow && c.tile_q == 80) c.registers_load = 24, c.registers_compute = 240;
-  if (t.other_keys) c.keys_in_registers = !c.keys_in_registers;
-  c.values_in_registers = t.values && !c.keys_in_registers;
-  if (!narrow && c.v_in_registers()) c.registers_load = 24, c.registers_compute = 240;
-  if (t.other_dq && !c.deterministic) c.dq_shared = !c.dq_shared;
-  c.stamps = t.stamps, c.last_apart = t.last_apart;
-  c.bulk_store = t.bulk_store && !c.features.part && !p.varlen && !p.seqused_k && !c.features.unrounded_gradients() &&
-                 c.columns() <= c.columns_v() && (narrow || !c.persistent);
-  if (c.owns_dq && t.here && c.columns() == 64) {
-    c.dq_shared = 0;
-    c.dq_tiles = int32_t(tiles(p.seqlen_q, c.tile_q) * p.group());
-    if (c.shared_bytes() > device.shared_per_block && c.tile_q == 128)
-      c.tile_q = 64, c.dq_tiles = int32_t(tiles(p.seqlen_q, c.tile_q) * p.group());
-    c.dq_by_rows = t.by_rows && c.tile_q == 128;
-  }
-  if (c.shared_bytes() > device.shared_per_block) c.bulk_store = 0;
-}
-
 BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c = begin(p, f);
   c.owns_dq = owns_dq(p, c, device);
@@ -254,7 +198,6 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
   else
     c.tile_q = wastes_80(p, f) ? 64 : 80;
   if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
-  if (const Trial t = Trial::of(p)) try_out(c, t, p, device);
   return c;
 }
 
@@ -272,7 +215,6 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
                                        : 4;
   const int64_t size = std::clamp<int64_t>(kCache / (some_longer ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
   const int64_t pairs = pairs_of(p, c.tile_k());
-  if (const int64_t bundle = Trial::of(p).bundle) return std::clamp<int64_t>(bundle, 1, std::max<int64_t>(1, pairs));
   return p.bundle ? std::clamp<int64_t>(p.bundle, 1, std::max<int64_t>(1, pairs)) : even_bundle(pairs, size);
 }
 
@@ -317,7 +259,6 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
   const int64_t group = p.group();
   if (c.owns_dq || p.invariant || (!p.dk && !p.dv)) return 1;
   if (p.shares && group % p.shares == 0) return p.shares;
-  if (const int64_t n = Trial::of(p).shares; n && group % n == 0) return n;
   int64_t best = 1;
   double least = kGain * (group > 1 ? predicted_seconds(p, c, 1, device) : 0);
   for (int64_t n = 2; n <= group; n++) {
@@ -353,7 +294,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
   else if (!takes_64_keys(p, f))
     of_128 = of_128_keys(p, f, device);
   if (!of_128 || (p.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);
-  if (!takes_either(p, f) || p.tile_k == 128 || Trial::of(p)) return *of_128;
+  if (!takes_either(p, f) || p.tile_k == 128) return *of_128;
   if (wide && of_128->deterministic) return *of_128;                     // an H200: 1.1 to 2.2 times as fast, with few blocks as well
   if (tiles_with_keys(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
   const BackwardConfig of_64 = of_64_keys(p, f);
@@ -368,7 +309,6 @@ bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const 
   if (c.deterministic && c.features.seqused && c.registers_load < 40) return false;    // those who load and order have too few registers
   if (c.packed && !c.deterministic && larger_dim(p) > kMostDimOf128Keys) return false; // so have those who compute
   if (p.persistent) return *p.persistent;
-  if (Trial::of(p).persistent) return true;
   return items > device.sms && (c.deterministic || c.features.blocks || narrow_window(p));
 }
 
@@ -401,10 +341,6 @@ Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Devi
   c.split_group = work.shares > 1;
   if (!c.owns_dq) c.persistent = persistent(p, c, tiles_with_keys(p, c.tile_k()) * shares, device);
   if (c.persistent || c.split_group) c.staged_store = 0;
-  if (c.split_group || (c.persistent && std::max(c.columns(), c.columns_v()) > 64)) c.bulk_store = 0;
-  if (c.split_group) c.stamps = 0;
-  c.two_keys = Trial::of(p).two_keys && c.draws_keys() && !c.deterministic;
-  if (c.two_keys && c.shared_bytes() > device.shared_per_block) c.two_keys = 0;
   const int64_t items = c.owns_dq ? work.pairs : work.tiles_k * work.pairs;
   work.blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;
   return work;
@@ -414,7 +350,7 @@ void take_workspace(HopperBackwardArguments &a, const Problem &p, const Backward
   a.rows = scratch.take<float>(work.tiles_q * (c.lse_bytes() + c.row_bytes()) / 4);
   a.query_tiles = i32(p.heads ? work.tiles_q / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   const int64_t dq_tiles = c.owns_dq ? work.blocks * p.group() * a.query_tiles : work.tiles_q;
-  if (p.dq) a.dq_sum = scratch.take<float>(c.dq_tiles ? 4 : dq_tiles * c.tile_q * c.columns());
+  if (p.dq) a.dq_sum = scratch.take<float>(dq_tiles * c.tile_q * c.columns());
   if (c.deterministic || c.draws_keys()) a.turns = scratch.take<uint32_t>(1 + 2 * work.tiles_q);
   a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
@@ -430,8 +366,6 @@ void map_operands(HopperBackwardArguments &a, const Problem &p, const BackwardCo
   a.tma_q = mapped_queries(p, p.q, p.head_dim, c.tile_q), a.tma_dout = mapped_queries(p, p.dout, p.head_dim_v, c.tile_q);
   a.tma_k = mapped_keys(p, p.k, p.head_dim, c.tile_k()), a.tma_v = mapped_keys(p, p.v, p.head_dim_v, c.tile_k());
   if (c.bias_by_tma) map_bias(a, p, c.tile_q, c.bias_bytes(), c.tile_k());
-  if (c.bulk_store && p.dk) a.tma_dk = mapped_keys(p, p.dk, p.head_dim, 16);
-  if (c.bulk_store && p.dv) a.tma_dv = mapped_keys(p, p.dv, p.head_dim_v, 16);
 }
 
 // The mask's bits take its place.
@@ -472,14 +406,6 @@ void describe(Program &program, const Problem &p, const BackwardConfig &c, int64
   if (c.draws_keys()) program.kernel += ", persistent blocks";
   if (shares > 1) program.kernel += text(", query heads of a key head in ", shares, " shares");
   if (p.mask) program.kernel += ", mask packed into bits";
-  if (!Trial::of(p)) return describe_tile(program, p, c.tile_q, c.tile_k(), true);
-  if (c.dq_tiles) program.kernel += c.dq_by_rows ? ", dQ's sum in shared memory by rows" : ", dQ's sum in shared memory";
-  if (c.bulk_store) program.kernel += ", results by the copy engine";
-  if (c.keys_in_registers) program.kernel += ", K and V in registers";
-  if (c.two_keys) program.kernel += ", two places for K and V";
-  if (c.last_apart) program.kernel += ", the last tile apart";
-  if (c.values_in_registers) program.kernel += ", V in registers";
-  program.kernel += c.dq_shared ? ", dQ through shared memory" : ", dQ from registers";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);
 }
 
