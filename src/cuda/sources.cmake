@@ -29,6 +29,8 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/families/simt.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90_backward.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/sm90_backward_forms.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/families/sm90_backward_work.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90_mask.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90_tiles.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/tf32.cpp)
