@@ -27,7 +27,7 @@ template <BackwardConfig C> struct Backward {
   static_assert(!C.owns_dq || (C.persistent && !C.split_group));
   static_assert(!C.persistent || !F.part);
   static_assert(!C.staged_store || (!C.persistent && !C.split_group && C.columns() <= C.columns_v()));
-  static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
+  static_assert(C.key_stages == 1 || (C.draws_keys() && !C.deterministic));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
   // Tiles of queries that see none of a warpgroup's keys are few: where registers are short they are computed all the same.
@@ -48,7 +48,7 @@ template <BackwardConfig C> struct Backward {
     Accumulator<T, C.dq_queries_of_third()> dQ_of_third;
     LeftOperand<kM> P, dS;
     LeftOperand<C.keys_in_registers ? kD : 4> K; // of this warpgroup's keys
-    LeftOperand<C.keys_in_registers ? kDv : 4> V;
+    LeftOperand<C.v_in_registers() ? kDv : 4> V;
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
         : a(a), shared(shared), w(w), lane(this_thread<C>() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)),
@@ -126,8 +126,8 @@ template <BackwardConfig C> struct Backward {
       begin_s_of_shared(n);
       mbarrier_wait(shared.v_full(), n >> 31);
       clear_nonfinite_keys();
-      if constexpr (C.keys_in_registers)
-        load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane), load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
+      if constexpr (C.keys_in_registers) load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane);
+      if constexpr (C.v_in_registers()) load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
     }
     // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the tile before, and S of the next one. Like the
     // other step it returns the number of the next iteration, which is n after the last tile.
@@ -200,7 +200,7 @@ template <BackwardConfig C> struct Backward {
       S.template begin_product<kD, kTileK, Place::free>(shared.k + 64 * kRowBytes * w, shared.q_of(n));
     }
     __device__ __forceinline__ void begin_dp(u32 n) {
-      if constexpr (C.keys_in_registers)
+      if constexpr (C.v_in_registers())
         dP.template begin_product<Place::free>(V, shared.dout_of(n));
       else
         dP.template begin_product<kDv, kTileK, Place::free>(shared.v + 64 * kRowBytes * w, shared.dout_of(n));

@@ -36,8 +36,10 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
     registers_raise<C.registers_compute>();
     u32 n = 0;
 #pragma unroll 1
-    do n = Compute(a, shared, read<KeyBlock>(shared.keys()), warpgroup - 1).all(n);
-    while (other_keys<C>(shared, n));
+    do {
+      const BackwardShared<C> at = shared.at(n);
+      n = Compute(a, at, read<KeyBlock>(at.keys()), warpgroup - 1).all(n);
+    } while (other_keys<C>(shared, n));
   }
 }
 

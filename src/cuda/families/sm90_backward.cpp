@@ -64,7 +64,7 @@ void take_workspace(HopperBackwardArguments &a, const Problem &p, const Backward
   a.rows = scratch.take<float>(work.tiles_q * (c.lse_bytes() + c.row_bytes()) / 4);
   a.query_tiles = i32(p.heads ? work.tiles_q / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   const int64_t dq_tiles = c.owns_dq ? work.blocks * p.group() * a.query_tiles : work.tiles_q;
-  if (p.dq) a.dq_sum = scratch.take<float>(dq_tiles * c.tile_q * c.columns());
+  if (p.dq && !c.dq_sum_in_shared()) a.dq_sum = scratch.take<float>(dq_tiles * c.tile_q * c.columns());
   if (c.deterministic || c.draws_keys()) a.turns = scratch.take<uint32_t>(1 + 2 * work.tiles_q);
   a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
@@ -98,7 +98,7 @@ void push_launches(Program &program, const Problem &p, const BackwardConfig &c, 
   if (work.shares > 1) sum = take_shares(main, p, scratch, work.shares);
   const passes::RowsConfig rows = rows_config(p, c.columns(), c.tile_q, passes::kWarpgroups, true);
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
-                            .main = Launch(c.roles ? kByRoles : kBackward, c, work.blocks, c.kThreads, c.shared_bytes(), main),
+                            .main = Launch(c.roles ? kByRoles : kBackward, c, work.blocks, c.kThreads, int32_t(shared_bytes(p, c)), main),
                             .shares = std::move(sum),
                             .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // the settle kernel wants D first
@@ -117,7 +117,10 @@ void describe(Program &program, const Problem &p, const BackwardConfig &c, int64
   program.kernel =
       text(strobe::name(p.dtype), " wgmma, ", c.kWarpgroups, " warpgroups, head dimensions ", c.head_dim, " and ", c.head_dim_v);
   if (c.owns_dq) program.kernel += ", a block all keys of a head";
+  if (c.dq_sum_in_shared()) program.kernel += " with dQ in shared memory";
   if (c.draws_keys()) program.kernel += ", persistent blocks";
+  if (c.key_stages == 2) program.kernel += " with two stages of keys";
+  if (c.v_in_registers()) program.kernel += c.keys_in_registers ? ", K and V in registers" : ", V in registers";
   if (shares > 1) program.kernel += text(", query heads of a key head in ", shares, " shares");
   if (p.mask) program.kernel += ", mask packed into bits";
   describe_tile(program, p, c.tile_q, c.tile_k(), true);

@@ -31,16 +31,20 @@ bool takes_64_keys(const Problem &p, const Features &f) {
 // The factor by which thread blocks take longer than if they kept every SM busy.
 double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
 
-// Do blocks that own a pair's dQ serve better than one for each tile of keys? They spare its zeros, its turns and the launch that rounds
-// it; but each works at a pair of its own, which must stay in the L2 cache, and SMs idle where pairs do not fill them evenly.
-bool owns_dq(const Problem &p, const BackwardConfig &c, const Device &device) {
-  const Features &f = c.features;
+// May blocks own a pair's dQ? They spare its zeros, its turns and the launch that rounds it. The block of a pair stores what its first keys
+// add, and adds the rest: so all queries must see some of the first keys, and all keys must be seen by some query.
+bool may_own_dq(const Problem &p, const Features &f) {
   if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
   if (f.part || f.unrounded_gradients()) return false;
   if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
-  // The first keys are seen by all queries, and all keys by some.
-  if (p.window_left != kUnbounded || band.high < 0 || band.high + p.seqlen_q < p.seqlen_k) return false;
+  return p.window_left == kUnbounded && band.high >= 0 && band.high + p.seqlen_q >= p.seqlen_k;
+}
+
+// Does the sum of more than 64 columns pay, in memory? Each block works at a pair of its own, which must stay in the L2 cache, and SMs idle
+// where pairs do not fill them evenly.
+bool owns_dq_in_memory(const Problem &p, const BackwardConfig &c, const Device &device) {
+  if (c.columns() == 64 || !may_own_dq(p, c.features)) return false;
   constexpr double kPartOfCache = 0.6; // measured: 15-34% faster at half of it, 5% at this, as fast at 0.7, slower beyond
   const double pairs = double(p.batch * p.heads_kv), blocks = pairs * double(tiles(p.seqlen_k, c.tile_k()));
   if (std::min(pairs, double(device.sms)) * double(pair_bytes(p, c)) > kPartOfCache * double(device.l2)) return false;
@@ -70,7 +74,7 @@ bool leaves_registers(const Problem &p, const Features &f) {
 // Let the copy engine bring the bias, if it can and there is room.
 BackwardConfig with_bias(BackwardConfig c, const Problem &p, const Device &device) {
   c.bias_by_tma = maps_bias(p);
-  if (c.shared_bytes() > device.shared_per_block) c.bias_by_tma = 0;
+  if (shared_bytes(p, c) > device.shared_per_block) c.bias_by_tma = 0;
   return c;
 }
 
@@ -87,6 +91,7 @@ BackwardConfig begin(const Problem &p, const Features &f) {
   c.registers_load = 40, c.registers_compute = 232;
   c.deterministic = in_turns(p) && p.dq;
   c.invariant = p.invariant;
+  c.key_stages = 1;
   return c;
 }
 
@@ -117,14 +122,60 @@ std::optional<BackwardConfig> of_128_wide_keys(const Problem &p, const Features 
   return c;
 }
 
+// From 65 to 112 columns S and dP of tiles of queries leave room for K and V, or for V, in registers, and dQ leaves from registers, too: on
+// an H100 1.05 to 1.12 at d 80 and 96, 1.06 at d 112. At d 128 there is no room, and dQ from registers is as fast, 0.98 beyond 4k.
+void hold_keys(BackwardConfig &c, const Problem &p) {
+  constexpr int32_t kRegisters = 208; // of a thread, for dK, dV, K, V, and S and dQ; beyond them it spills
+  const Features &f = c.features;
+  if (c.head_dim <= 64 || larger_dim(p) > 112 || c.deterministic || c.owns_dq || p.invariant) return;
+  if (f.additive() || f.mask || f.dropout || f.blocks || f.part) return; // what becomes of a score takes them
+  c.dq_shared = 0, c.registers_load = 24, c.registers_compute = 240;
+  const int32_t room = kRegisters - (c.head_dim + c.head_dim_v) / 2 - c.tile_q;
+  c.keys_in_registers = (c.head_dim + c.head_dim_v) / 4 <= room;
+  c.values_in_registers = !c.keys_in_registers && c.head_dim_v / 4 <= room;
+}
+
+// Seconds of an SM for the walk of a tile of keys over tiles of queries of heads of up to 64 columns. Tiles of 64 queries are slower than
+// those of 128. Measured on an H100 with d 32 and 64, as what follows: 128 to 577 keys.
+double narrow_walk(const Problem &p, const BackwardConfig &c) {
+  constexpr double kOf64Queries = 1.17;
+  const double score = (1.46e-6 + 7.5e-9 * (c.head_dim + c.head_dim_v)) / (128 * 128);
+  return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean * score * (c.tile_q == 64 ? kOf64Queries : 1);
+}
+
+// A form of up to 64 columns in which blocks own dQ, with its sum in shared memory. Nothing where that is too small for it.
+std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, const Device &device) {
+  if (c.features.function && c.features.bias) return {}; // registers
+  c.owns_dq = c.persistent = 1, c.deterministic = c.dq_shared = c.staged_store = 0;
+  BackwardConfig small = c;
+  small.tile_q = 64;
+  const auto fits = [&](BackwardConfig x) {
+    x.bias_by_tma = maps_bias(p);
+    return shared_bytes(p, x) <= device.shared_per_block;
+  };
+  if (fits(c) && narrow_walk(p, c) <= narrow_walk(p, small)) return c;
+  return fits(small) ? std::optional(small) : std::nullopt;
+}
+
+// Does it pay? dQ is neither set to 0, nor added up in the L2 cache, nor rounded by a launch of its own; but SMs idle where pairs do not
+// fill them evenly, and where there are two stages of keys a tile begins sooner and ends with fewer columns.
+bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardConfig &apart, const Device &device) {
+  constexpr double kTile = 2.74e-6, kColumnOfStagedTile = 18.5e-9;
+  const double pairs = double(p.batch * p.heads_kv), tiles_k = double(tiles(p.seqlen_k, own.tile_k()));
+  const double owned = std::ceil(pairs / device.sms) * tiles_k * (kTile + narrow_walk(p, own));
+  const double tile = stages_keys(p, apart, device) ? kColumnOfStagedTile * (own.head_dim + own.head_dim_v) : kTile;
+  const double others = std::max(1.0, pairs * tiles_k / device.sms) * (tile + narrow_walk(p, apart));
+  return owned - others < query_rows(p) * 8 * own.head_dim / (kBytes / 132 * device.sms);
+}
+
 BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c = begin(p, f);
-  c.owns_dq = owns_dq(p, c, device);
+  c.owns_dq = owns_dq_in_memory(p, c, device);
   if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // it is
   const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
   c.staged_store = p.staged_store && !f.part && !f.unrounded_gradients() && c.columns() <= c.columns_v();
   c.exact_p = f.function || f.dropout;
-  c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && (costly || c.owns_dq));
+  c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && costly);
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
     c.tile_q = leaves_registers(p, f) ? 128 : 64;
     c.keys_in_registers = walks_on(p, c);
@@ -133,7 +184,10 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
   else
     c.tile_q = wastes_80(p, f) ? 64 : 80;
   if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
-  return c;
+  hold_keys(c, p);
+  if (c.columns() > 64 || !may_own_dq(p, f)) return c;
+  const std::optional<BackwardConfig> own = with_own_dq(c, p, device);
+  return own && pays_to_own_dq(p, *own, c, device) ? *own : c;
 }
 
 // May a block have 64 keys or 128? Up to kMostDimOf128Keys dropout and functions of a score make dS of P in FP32 always, which 64 keys do

@@ -39,13 +39,17 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
 
 // Do blocks serve better that take one tile of keys after the other? They spare a block's start and fetch K and V while others are stored.
 // Measured on an H100: where tiles add to dQ in turns 0.99 to 1.13, with blocks 1.02 to 1.05, under a window 1.00 to 1.06; else 0.94 to
-// 1.03, at d 64 mostly below 1.
+// 1.03, at d 64 mostly below 1. With two stages of K and V, and 3 to 5 tiles of 128 queries to a tile of keys, 1.06 to 1.21; with 8 of them
+// no more than other blocks.
 bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
+  constexpr double kLongWalk = 8 * 128 * 128; // scores
   if (c.roles || c.features.part) return false;
   if (c.deterministic && c.features.seqused && c.registers_load < 40) return false;    // those who load and order have too few registers
   if (c.packed && !c.deterministic && larger_dim(p) > kMostDimOf128Keys) return false; // so have those who compute
   if (p.persistent) return *p.persistent;
-  return items > device.sms && (c.deterministic || c.features.blocks || narrow_window(p));
+  if (items <= device.sms) return false;
+  if (c.deterministic || c.features.blocks || narrow_window(p)) return true;
+  return stages_keys(p, c, device) && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean < kLongWalk;
 }
 
 } // namespace
@@ -57,6 +61,18 @@ int64_t tiles_with_keys(const Problem &p, int64_t tile_k) {
 
 int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
   return std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
+}
+
+int64_t shared_bytes(const Problem &p, const BackwardConfig &c) {
+  return c.shared_bytes() + (c.dq_sum_in_shared() ? tiles(p.seqlen_q, c.tile_q) * p.group() * c.dq_sum_bytes() : 0);
+}
+
+bool stages_keys(const Problem &p, BackwardConfig c, const Device &device) {
+  const Features &f = c.features;
+  if (c.roles || f.part || c.deterministic || c.owns_dq || larger_dim(p) > 64) return false;
+  if (f.function && f.bias) return false; // registers
+  c.key_stages = 2;
+  return shared_bytes(p, c) <= device.shared_per_block;
 }
 
 Problem of_shares(const Problem &p, int64_t shares) {
@@ -78,17 +94,19 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   constexpr double kRate = 5.2e12, kWideRate = 4.6e12, kWideRateOf32Queries = 4.1e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
   // Where up to 128 columns share a tile of 64 keys (an H100): of the rate, as long for a tile of queries as 128 keys take; and a start
   // that is 3 µs shorter.
-  constexpr double kShared = 0.667, kBlockSeconds[] = {7e-6, 4e-6};
-  constexpr double kBiasPerClock = 1400; // kernels/mma's products for dbias, of an SM
+  constexpr double kShared = 0.667, kBlockSeconds = 7e-6, kSharedBlockSeconds = 4e-6;
+  constexpr double kStagedBlockSeconds = 4.5e-6; // an H100: where the next keys come while these are read
+  constexpr double kBiasPerClock = 1400;         // kernels/mma's products for dbias, of an SM
   const Walks w = walks_of(p, c);
   const bool wide = larger_dim(p) > kMostDimOf128Keys, shared = c.roles && !wide;
   const double columns = c.head_dim + c.head_dim_v;
   const double of_128 = !wide ? kRate : c.tile_q > 32 ? kWideRate : kWideRateOf32Queries;
   const double rate = (c.roles ? kRolesRate : of_128) * (shared ? kShared : 1) / (5 * columns);
+  const double block = shared ? kSharedBlockSeconds : c.key_stages == 2 ? kStagedBlockSeconds : kBlockSeconds;
   const double sums = shares > 1 ? 3e-6 + key_rows(p) * 8 * (c.columns() + c.columns_v()) / kBytes : 0;
   const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
   const double missing = missing_seconds(p, w, device, c.tile_k(), pairs_in_bundle(p, c), 8 * c.columns() + 2 * c.columns_v());
-  const double main = std::max(seconds(w, device, 1, rate, kBlockSeconds[shared]), missing);
+  const double main = std::max(seconds(w, device, 1, rate, block), missing);
   return kLaunches + main + sums + bias + rows_seconds(p, c.head_dim, c.head_dim_v, !c.owns_dq);
 }
 
@@ -116,7 +134,8 @@ Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Devi
             .tiles_k = tiles_of_pair(p, c.tile_k()),
             .tiles_q = all_query_tiles(p, in, c.tile_q)};
   c.split_group = work.shares > 1;
-  if (!c.owns_dq) c.persistent = persistent(p, c, tiles_with_keys(p, c.tile_k()) * shares, device);
+  if (!c.owns_dq) c.persistent = persistent(of_shares(p, shares), c, tiles_with_keys(p, c.tile_k()) * shares, device);
+  c.key_stages = c.persistent && stages_keys(p, c, device) ? 2 : 1;
   if (c.persistent || c.split_group) c.staged_store = 0;
   const int64_t items = c.owns_dq ? work.pairs : work.tiles_k * work.pairs;
   work.blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;

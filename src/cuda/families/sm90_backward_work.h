@@ -21,6 +21,10 @@ inline int64_t larger_dim(const Problem &p) { return std::max(p.head_dim, p.head
 int64_t tiles_with_keys(const Problem &, int64_t tile_k);
 // What a (batch, key head) pair reads, and adds up, time after time.
 int64_t pair_bytes(const Problem &, const sm90::BackwardConfig &);
+// Of shared memory, with the sum of dQ that may be there.
+int64_t shared_bytes(const Problem &, const sm90::BackwardConfig &);
+// Have persistent blocks room for two stages of K and V? Then the next ones come while these are read.
+bool stages_keys(const Problem &, sm90::BackwardConfig, const Device &);
 // As the main launch sees it: each share of a key head's query heads has a key head of its own.
 Problem of_shares(const Problem &, int64_t shares);
 Walks walks_of(const Problem &, const sm90::BackwardConfig &);
