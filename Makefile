@@ -28,7 +28,7 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train bench test test-cpp test-python test-long test-emulated test-gpu test-gpu-random sanitize sanitize-cpu cross
+.PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-gpu test-gpu-random sanitize sanitize-cpu cross
 .PHONY: bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
 
@@ -72,28 +72,32 @@ bench: $(VENV)/.package ## speed beside PyTorch, in one run
 
 test: test-cpp test-python ## all tests, C++ and Python
 
-test-cpp: $(VENV)/.python
+# .dev brings the NVRTC that build/cpp is configured with: without it the emulated GPU has no compiler.
+test-cpp: $(VENV)/.dev
 	$(CMAKE) -S . -B build/cpp -G Ninja
 	$(CMAKE) --build build/cpp --parallel $(JOBS)
 	$(CTEST) --test-dir build/cpp
 
-test-python: setup
+# Tests on the emulated GPU need these two libraries of build/cpp.
+emulator: $(VENV)/.dev
+	$(CMAKE) -S . -B build/cpp -G Ninja
+	$(CMAKE) --build build/cpp --parallel $(JOBS) --target emulated_cuda emulated_nvrtc
+
+test-python: setup emulator
 	$(PYTEST) $(ARGS)
 
 test-long: setup ## all triples of the contract's options, computed and compiled, every GPU's kernels, more random calls; takes hours
 	STROBE_TRIPLES=1 $(PYTEST) tests/python/test_contract.py tests/python/test_shapes.py \
 	  tests/python/test_many_keys.py tests/python/test_random.py tests/nvrtc $(ARGS)
 
-test-emulated: setup ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
-	$(CMAKE) -S . -B build/cpp -G Ninja
-	$(CMAKE) --build build/cpp --parallel $(JOBS) --target emulated_cuda emulated_nvrtc
+test-emulated: setup emulator ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
 	STROBE_TEST_DEVICE=emulated tests/emulator/run build/cpp \
 	  $(PYTEST) tests/python/test_contract.py tests/python/test_ladder.py $(ARGS)
 
 # With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
 SANITIZE_FLAGS := -O1 -fno-var-tracking-assignments -fno-tree-pta -fira-region=one -fira-algorithm=priority
 
-sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize-cpu: $(VENV)/.dev ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Sanitize \
 	  -DCMAKE_CXX_FLAGS='$(SANITIZE_FLAGS)'
 	$(CMAKE) --build build/sanitize --parallel $(JOBS)

@@ -29,6 +29,7 @@ struct Instruction {
   Execute execute = nullptr;
   std::shared_ptr<const Tile> tile{};
 };
+inline void nothing(Warp &, const Instruction &, uint32_t) {} // an Execute
 
 // A register that nothing writes.
 struct Constant {
