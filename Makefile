@@ -9,20 +9,20 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# cmake finds ninja there
-export PATH := $(abspath $(BIN)):$(PATH)
+# Tools lie there, or beside $(PYTHON) where it had them installed.
+export PATH := $(abspath $(BIN)):$(PATH):$(abspath $(dir $(shell command -v $(PYTHON))))
 # The package, the C++ tests and the wheel are made of the same files. With ccache each is compiled once, if all builds call the compiler
 # by the same name.
 ifeq ($(origin CXX),default)
 CXX := c++
 endif
 export CXX
-export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell test -x $(BIN)/ccache && echo ccache)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell PATH="$(PATH)" command -v ccache > /dev/null && echo ccache)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A worker whose tests are done takes half of the others': one long test at the end of a fixed share is not waited for.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-CMAKE := $(BIN)/cmake
-CTEST := $(BIN)/ctest --output-on-failure --parallel $(JOBS)
+CMAKE := cmake
+CTEST := ctest --output-on-failure --parallel $(JOBS)
 
 NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src python/CMakeLists.txt python/glue -type f 2>/dev/null)
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
@@ -137,16 +137,16 @@ cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulat
 # Style
 
 lint: $(VENV)/.package $(VENV)/.dev ## formatting, lint and types
-	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
-	$(BIN)/ruff format --check
-	$(BIN)/ruff check
+	clang-format --dry-run -Werror $(C_FILES)
+	ruff format --check
+	ruff check
 	$(BIN)/python .ci/style.py
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 format: $(VENV)/.dev ## rewrite the files as lint wants them
-	$(BIN)/clang-format -i $(C_FILES)
-	$(BIN)/ruff format
-	$(BIN)/ruff check --fix
+	clang-format -i $(C_FILES)
+	ruff format
+	ruff check --fix
 	$(BIN)/python .ci/style.py --wrap
 
 # The wheel
@@ -154,7 +154,7 @@ format: $(VENV)/.dev ## rewrite the files as lint wants them
 wheel: $(VENV)/.dev ## a manylinux wheel in wheelhouse/, proven in an environment of its own
 	rm -rf dist wheelhouse
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir wheelhouse dist/*.whl
+	auditwheel repair --wheel-dir wheelhouse dist/*.whl
 	$(PYTHON) tests/wheel.py wheelhouse
 
 clean: ## remove what was built; rm -r .venv removes the environment too

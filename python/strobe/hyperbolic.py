@@ -219,9 +219,9 @@ def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options:
         if q.shape[0] != v.shape[0]:
             return bias
     else:
-        sequences = unfit("cu_seqlens_k", cu_seqlens, framework, "q", q) is None and cu_seqlens.ndim == 1
-        integers = cu_seqlens.dtype in (xp.int32, xp.int64)
-        if not (sequences and integers and is_integer([], "max_seqlen_k", options.get("max_seqlen_k") or 0, 0, 2**31 - 1)):
+        array = unfit("cu_seqlens_k", cu_seqlens, framework, "q", q) is None
+        sequences = array and cu_seqlens.ndim == 1 and cu_seqlens.dtype in (xp.int32, xp.int64)
+        if not (sequences and is_integer([], "max_seqlen_k", options.get("max_seqlen_k") or 0, 0, 2**31 - 1)):
             return bias
         tied = any(options.get(name) is not None for name in ("max_seqlen_k", "mask", "bias", "block_mask"))  # to max_seqlen_k, or to Tk
         if not tied and framework.is_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:

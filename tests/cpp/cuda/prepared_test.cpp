@@ -110,7 +110,7 @@ TEST_CASE("lists with gaps are copied first, by a launch after which none comes 
   const WithoutBytes untold;
   std::vector<std::vector<bool>> early;
   for (int64_t stride : {1, 3, 0, -1}) {
-    OnGpu call(1, 4096);
+    CallOnGpu call(1, 4096);
     call.place("seqused_k", DType::i32, {2});
     call["seqused_k"].strides[0] = stride;
     const size_t before = fake_cuda().early.size();
@@ -125,7 +125,7 @@ TEST_CASE("a page table whose rows are apart is read where it lies") {
   const Compiling c;
   const WithoutBytes untold;
   for (auto [row, column, copied] : {std::tuple{8, 1, false}, {13, 1, false}, {0, 1, false}, {16, 2, true}, {-8, 1, true}}) {
-    OnGpu call;
+    CallOnGpu call;
     for (const char *name : {"k", "v"}) call.place(name, DType::bf16, {40, 4, 16, 64});
     call.place("page_table", DType::i32, {2, 8});
     call["page_table"].strides[0] = row, call["page_table"].strides[1] = column;
