@@ -43,26 +43,28 @@ def options(name, b, h, sq, sk):
 
 def make(name):
     option, *words = name.split("; ")
-    sizes = {"b": 3, "h": 4, "hkv": 2, "sq": 130, "sk": 200, "d": 64}
+    sizes = {"b": 3, "h": 4, "hkv": 2, "sq": 130, "sk": 200, "d": 64, "shares": 1}
     for word in words:
         key, value = word.split()
         sizes[key] = int(value)
+    shares = sizes.pop("shares")
     given = options(option, *(sizes[x] for x in ("b", "h", "sq", "sk")))
     if option == "packed":
         sizes |= {"sq": 241, "sk": 433}
     gradients = tuple(x for x in ("bias", "sinks") if x in given)
     how = {flag: True for flag in ("deterministic", "invariant") if option == flag}
-    return call(dtype=torch.bfloat16, gradients=gradients, **sizes, **given), how | {"tile_k": 128}
+    return call(dtype=torch.bfloat16, gradients=gradients, **sizes, **given), how | {"tile_k": 128}, shares
 
 wanted, *names = sys.argv[1:]
 for name in names:
     torch.manual_seed(0)
-    inputs, how = make(name)
+    inputs, how, shares = make(name)
     with running_on("cuda-sm90"):
         text = strobe.explain(inputs.q, inputs.k, inputs.v, backward=True, engine="cuda-sm90", **inputs.options, **how)
     kernel = [line for line in text.splitlines() if " wgmma, " in line][-1]
     form = next((form for form, words in FORMS.items() if words in kernel), "")
     assert form == wanted, (name, kernel)
+    assert f"in {shares} shares" in kernel or (shares == 1 and "shares" not in kernel), (name, kernel)
     results = run(inputs, "cuda-sm90", **how)
     faults = Yardstick(inputs).faults(results)
     assert not faults, (name, faults)
@@ -72,7 +74,7 @@ SMS = "2"  # so that a block takes several tiles of keys, and several pairs of b
 
 
 def run(form: str, calls: list[str], **emulator: str) -> str:
-    found = output(PROGRAM, form, *calls, SMS=SMS, **emulator)
+    found = output(PROGRAM, form, *calls, **{"SMS": SMS} | emulator)
     assert [line.split("|")[0] for line in found.splitlines()] == calls
     return found
 
@@ -125,9 +127,29 @@ def test_persistent_blocks_with_two_stages_of_keys(calls):
     run("stages", calls, LATE="1", SEED="1", RACES="1")
 
 
+@needs_emulator
+def test_two_stages_of_keys_of_shares():
+    """Of a key head's query heads: enough blocks for five SMs."""
+    calls = ["causal; b 1; hkv 1; sq 207; sk 260; shares 2", "causal; b 1; hkv 1; sq 270; sk 263; shares 2"]
+    run("stages", calls, SMS="5", LATE="1", SEED="1", RACES="1")
+
+
 IN_REGISTERS = {
-    "keys": ["plain; d 72", "causal; d 88", "top left; d 96; dv 40; sq 70", "seqused; d 80", "window; d 96", "sinks; d 72"],
-    "values": ["causal; d 104", "packed; d 96", "top left; d 112; dv 96; sq 64; sk 333"],
+    "keys": [
+        "plain; b 1; hkv 1; sq 300; sk 100; d 72; shares 2",
+        "plain; d 72",
+        "causal; d 88",
+        "top left; d 96; dv 40; sq 70",
+        "seqused; d 80",
+        "window; d 96",
+        "sinks; d 72",
+    ],
+    "values": [
+        "causal; b 1; h 8; hkv 1; sq 300; sk 100; d 112; shares 2",
+        "causal; d 104",
+        "packed; d 96",
+        "top left; d 112; dv 96; sq 64; sk 333",
+    ],
 }
 
 
