@@ -36,8 +36,7 @@ struct BackwardConfig {
 
   static constexpr i32 kWarpgroups = 2; // that compute
   static constexpr i32 kThreads = 128 * (kWarpgroups + 1);
-  static constexpr i32 kStages = 2;     // of Q, of dO, of dS
-  static constexpr i32 kMessages = 384; // bytes of barriers and of what threads tell each other, for each stage of K and V
+  static constexpr i32 kStages = 2; // of Q, of dO, of dS
 
   STROBE_FN constexpr i32 tile_k() const { return roles ? 64 : 64 * kWarpgroups; }
   // Tiles in shared memory are blocks of 64 columns.
@@ -53,10 +52,11 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or its correction, or D
   STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
+  STROBE_FN constexpr i32 message_bytes() const { return 384; } // of barriers and what threads tell each other, for a stage of K and V
   STROBE_FN constexpr i32 shared_bytes() const {
     return key_stages * (k_bytes() + v_bytes()) +
            kStages * (q_bytes() + dout_bytes() + ds_bytes() + bias_bytes() + lse_bytes() + row_bytes()) + p_bytes() + dq_bytes() +
-           key_stages * kMessages + (features.part ? 96 : 0) + 1024;
+           key_stages * message_bytes() + (features.part ? 96 : 0) + 1024;
   }
   // Blocks that own dQ have its sum in shared memory, behind all of this: so many bytes for a tile of queries.
   STROBE_FN constexpr bool dq_sum_in_shared() const { return owns_dq && columns() == 64; }

@@ -56,7 +56,7 @@ template <BackwardConfig C> struct BackwardShared {
     BackwardShared found = *this;
     if constexpr (C.key_stages == 2) {
       const u32 stage = n >> 30 & 1;
-      found.k += stage * C.k_bytes(), found.v += stage * C.v_bytes(), found.of_keys += stage * C.kMessages;
+      found.k += stage * C.k_bytes(), found.v += stage * C.v_bytes(), found.of_keys += stage * C.message_bytes();
     }
     return found;
   }
@@ -85,10 +85,10 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
   __device__ __forceinline__ u32 keys() const { return of_keys + 352; }
   __device__ __forceinline__ u32 held() const { return barriers + 368; }
-  __device__ __forceinline__ u32 walk(int loader) const { return barriers + C.kMessages + 48 * loader; }
+  __device__ __forceinline__ u32 walk(int loader) const { return barriers + C.message_bytes() + 48 * loader; }
   __device__ __forceinline__ u32 reach() const { return of_keys + 176; }
   // Where blocks own dQ: its sum, tile of queries after tile.
-  __device__ __forceinline__ u32 dq_sum() const { return barriers + C.kMessages; }
+  __device__ __forceinline__ u32 dq_sum() const { return barriers + C.message_bytes(); }
   // Deterministic: the steps once more, for the warp that adds up dQ: it is never eight steps behind, so that eight places suffice.
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
 
