@@ -20,7 +20,7 @@ export CXX
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell PATH="$(PATH)" command -v ccache > /dev/null && echo ccache)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A worker whose tests are done takes half of the others': one long test at the end of a fixed share is not waited for.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
 CMAKE := cmake
 CTEST := ctest --output-on-failure --parallel $(JOBS)
 
@@ -87,7 +87,7 @@ test-python: setup emulator
 	$(PYTEST) $(ARGS)
 
 test-long: setup ## all triples of the contract's options, computed and compiled, every GPU's kernels, more random calls; takes hours
-	STROBE_TRIPLES=1 $(PYTEST) tests/python/test_contract.py tests/python/test_shapes.py \
+	STROBE_TEST_LONG=1 $(PYTEST) tests/python/test_contract.py tests/python/test_shapes.py \
 	  tests/python/test_many_keys.py tests/python/test_random.py tests/nvrtc $(ARGS)
 
 test-emulated: setup emulator ## the contract and the ladder on an emulated GPU; ARGS=... for pytest

@@ -294,8 +294,6 @@ FEW = ("--arch", "90", "--head-dim", "64", "--dtype", "bfloat16", "--feature", "
 
 
 def test_prewarm_says_that_nothing_was_kept(run, monkeypatch, tmp_path):
-    if not compiled_for():
-        pytest.skip("no NVRTC")
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "none"))
     monkeypatch.setenv("STROBE_CACHE_READONLY", "1")
     done = run("prewarm", *FEW)
@@ -305,8 +303,6 @@ def test_prewarm_says_that_nothing_was_kept(run, monkeypatch, tmp_path):
 
 def test_prewarm_ends_when_it_is_interrupted(tmp_path):
     """By Ctrl-C, which reaches all processes of a terminal's group. It waited for ever."""
-    if not compiled_for():
-        pytest.skip("no NVRTC")
     environment = os.environ | {"STROBE_CACHE_DIR": str(tmp_path)}
     command = [
         sys.executable,
@@ -335,8 +331,6 @@ def test_prewarm_ends_when_it_is_interrupted(tmp_path):
 @pytest.mark.parametrize("arch", [91, 130])
 def test_prewarm_promises_nothing_for_an_architecture_that_the_compiler_does_not_know(run, arch):
     possible = [cc for cc in compiled_for() if cc >= 61]
-    if not possible:
-        pytest.skip("no NVRTC")
     assert 90 in possible
     done = run("prewarm", "--arch", "90", "--arch", arch)
     assert done.exit_code == 2

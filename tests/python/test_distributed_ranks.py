@@ -461,7 +461,6 @@ def test_the_code_of_the_page(workers):
 )
 def test_dtensors(workers, placed, of, layout):
     """strobe.attention() of sharded heads and sequences, by what each rank has."""
-    pytest.importorskip("torch.distributed.tensor")
     answers = workers.run(calls.of_dtensors, 4, placed, of, layout)
     more = calls.learned() if of == "learned" else {}
     tensors = calls.laid_out(layout)
@@ -477,7 +476,6 @@ def test_dtensors(workers, placed, of, layout):
 
 
 def test_what_dtensors_are_refused(workers):
-    pytest.importorskip("torch.distributed.tensor")
     words = [
         "q: placement S(2) on dimension 0 of the mesh; accepted are Replicate(), Shard(0), Shard(1): batch and heads.",
         "k: Tensor; accepted is a DTensor, as q is",

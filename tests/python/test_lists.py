@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import strobe
-from check import available_engines, dtype_of
+from check import dtype_of
 from device import DEVICE, ON_GPU, running_on
+from engines import available_engines
 from paging import in_pages
 
 engines = pytest.mark.parametrize("engine", available_engines())

@@ -10,9 +10,10 @@ import torch
 
 import strobe
 from cases import FACTORS, _valid, build, call
-from check import Yardstick, available_engines, dtype_of
+from check import Yardstick, dtype_of
 from cuts import run_in_parts
 from device import DEVICE, ON_GPU, moved, running_on
+from engines import available_engines
 
 CUTS = 60
 

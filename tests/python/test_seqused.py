@@ -12,8 +12,9 @@ from torch import Tensor
 
 import strobe
 from cases import Inputs, call
-from check import Yardstick, available_engines, run, run_or_skip
+from check import Yardstick, run, run_or_skip
 from device import DEVICE, EMULATED, ON_GPU, on_device, running_on
+from engines import available_engines
 
 engines = pytest.mark.parametrize("engine", available_engines())
 SK = 150
