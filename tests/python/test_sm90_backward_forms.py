@@ -24,7 +24,8 @@ class Form(NamedTuple):
     what: str
 
 
-OWNED, STAGED, KEYS, VALUES, USUAL = "dQ in shared memory", "two stages of keys", "K and V in registers", "V in registers", "the usual one"
+OWNED, STAGED, IN_LINE = "dQ in shared memory", "two stages of keys", "two stages of keys in line"
+KEYS, VALUES, USUAL = "K and V in registers", "V in registers", "the usual one"
 
 
 def form(
@@ -47,6 +48,7 @@ def form(
     narrow = max(dim, dim_v) <= 64
     for what, there in (
         (OWNED, c["owns_dq"] and dim <= 64),
+        (IN_LINE, c["in_line"]),
         (STAGED, c["key_stages"] == 2),
         (KEYS, c["keys_in_registers"] and not narrow),
         (VALUES, c["values_in_registers"]),
@@ -57,17 +59,17 @@ def form(
     return Form(c["tile_q"], USUAL)
 
 
-# On an H100, over the form that ran before (docs/lab/hopper-backward.md, steps 46 to 48).
+# On an H100, over the form that ran before (docs/lab/hopper-backward.md, steps 46 to 50).
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((128, 12, 384, 32), (128, STAGED)),
+        ((128, 12, 384, 32), (128, IN_LINE)),
         ((128, 12, 128, 32), (128, STAGED)),
         ((64, 12, 512, 32, True), (128, STAGED)),
-        ((32, 12, 512, 48), (128, STAGED)),
-        ((64, 16, 1024, 64, True), (128, STAGED)),
-        ((12, 12, 1024, 64, True), (128, STAGED)),
-        ((32, 16, 577, 64), (128, STAGED)),
+        ((32, 12, 512, 48), (128, IN_LINE)),
+        ((64, 16, 1024, 64, True), (128, IN_LINE)),
+        ((12, 12, 1024, 64, True), (128, IN_LINE)),
+        ((32, 16, 577, 64), (128, IN_LINE)),
         ((32, 16, 2048, 64, True), (128, USUAL)),
         ((64, 16, 512, 64), (64, OWNED)),
         ((64, 16, 512, 64, True), (64, OWNED)),
@@ -91,7 +93,7 @@ def test_forms_that_were_measured(shape, expected):
 )
 def test_dq_is_in_shared_memory_as_long_as_it_fits(heads, dim, most):
     assert form(132, heads, (most, 128), dim).what == OWNED
-    assert form(132, heads, (most + 1, 128), dim).what == STAGED
+    assert form(132, heads, (most + 1, 128), dim).what == (IN_LINE if isinstance(heads, int) else STAGED)
 
 
 def test_a_bias_takes_room_in_shared_memory_as_well():
@@ -125,14 +127,31 @@ def test_every_key_must_be_seen_where_a_block_owns_dq():
     assert form(132, 4, (400, 300), 64, True).what != OWNED  # and the first ones see none
 
 
+# Blocks of a pair each, one or two tiles of keys: a launch for dQ alone would cost more than the stages of keys spare.
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((66, 2, 128, 32), (48, 2, 128, 32, True), (72, 2, 128, 64, True), (132, 2, 128, 32, True), (66, 2, 256, 32, True)),
+        *((99, 2, 128, 32), (72, 2, 128, 32, True), (48, 2, 256, 64)),
+    ],
+)
+def test_tiny_calls_own_dq(shape):
+    assert form(*shape).what == OWNED
+
+
+def test_the_first_tile_of_a_block_is_not_staged():
+    assert form(132, 1, 256, 32, True).what == OWNED  # a pair for each SM
+    assert form(133, 1, 256, 32, True).what == STAGED  # two for one of them
+
+
 def test_few_pairs_leave_sms_idle():
     assert form(33, 4, 512, 64).what == OWNED  # of 132 SMs
-    assert form(34, 4, 512, 64).what == STAGED
+    assert form(34, 4, 512, 64).what == IN_LINE
 
 
 @pytest.mark.parametrize("dim", [16, 24, 40, 64])
 def test_long_walks_gain_nothing_of_two_stages(dim):
-    assert form(16, 16, (1023 - 128, 600), dim).what == STAGED
+    assert form(16, 16, (1023 - 128, 600), dim).what == (IN_LINE if dim > 16 else STAGED)
     assert form(16, 16, (1024, 600), dim).what == USUAL
     assert form(16, (16, 8), (512, 600), dim).what == USUAL  # of two heads
     assert form(16, 16, (1024, 600), dim, window_left=100, window_right=0).what == STAGED  # no query sees more than two tiles
@@ -141,6 +160,20 @@ def test_long_walks_gain_nothing_of_two_stages(dim):
 def test_one_tile_of_keys_an_sm_is_not_staged():
     assert form(1, 12, (200, 11 * 128), 64).what == USUAL
     assert form(1, 12, (200, 12 * 128), 64).what == STAGED
+
+
+def test_tiles_of_keys_come_in_line_from_three_tiles_of_queries_on():
+    assert form(17, 8, (257, 600), 64).what == IN_LINE
+    assert form(17, 8, (256, 600), 64).what == STAGED
+    assert form(17, 8, 577, 32, True).what == IN_LINE  # a mean of three
+    assert form(17, 8, 512, 32, True).what == STAGED  # of 2.5
+    assert form(17, 8, (577, 640), 16).what == STAGED
+    assert form(17, (8, 4), (300, 600), 64).what == STAGED
+
+
+@pytest.mark.parametrize("more", [{"mask": Shape((1, 1, 600, 600), "bool")}, {"seqused_k": Shape((16,), "int32")}], ids=str)
+def test_what_does_not_come_in_line(more):
+    assert form(16, 16, 600, 64, more=tuple(more.items())).what == STAGED
 
 
 @pytest.mark.parametrize(

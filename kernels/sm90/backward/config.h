@@ -32,6 +32,7 @@ struct BackwardConfig {
   i32 split_group;
   i32 packed;     // tiles of keys are those of packed sequences (attention/packed_tiles.h)
   i32 key_stages; // of K and V: 2 where a persistent block fetches the next ones while these are read, else 1
+  i32 in_line;    // with these, the first product of the next keys begins before the last one of these ends (in_line.h)
   Features features;
 
   static constexpr i32 kWarpgroups = 2; // that compute

@@ -120,6 +120,7 @@ void describe(Program &program, const Problem &p, const BackwardConfig &c, int64
   if (c.dq_sum_in_shared()) program.kernel += " with dQ in shared memory";
   if (c.draws_keys()) program.kernel += ", persistent blocks";
   if (c.key_stages == 2) program.kernel += " with two stages of keys";
+  if (c.in_line) program.kernel += " in line";
   if (c.v_in_registers()) program.kernel += c.keys_in_registers ? ", K and V in registers" : ", V in registers";
   if (shares > 1) program.kernel += text(", query heads of a key head in ", shares, " shares");
   if (p.mask) program.kernel += ", mask packed into bits";

@@ -158,14 +158,16 @@ std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, co
 }
 
 // Does it pay? dQ is neither set to 0, nor added up in the L2 cache, nor rounded by a launch of its own; but SMs idle where pairs do not
-// fill them evenly, and where there are two stages of keys a tile begins sooner and ends with fewer columns.
+// fill them evenly, and where blocks have two stages of keys all tiles but their first begin sooner and end with fewer columns.
 bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardConfig &apart, const Device &device) {
-  constexpr double kTile = 2.74e-6, kColumnOfStagedTile = 18.5e-9;
-  const double pairs = double(p.batch * p.heads_kv), tiles_k = double(tiles(p.seqlen_k, own.tile_k()));
-  const double owned = std::ceil(pairs / device.sms) * tiles_k * (kTile + narrow_walk(p, own));
-  const double tile = stages_keys(p, apart, device) ? kColumnOfStagedTile * (own.head_dim + own.head_dim_v) : kTile;
-  const double others = std::max(1.0, pairs * tiles_k / device.sms) * (tile + narrow_walk(p, apart));
-  return owned - others < query_rows(p) * 8 * own.head_dim / (kBytes / 132 * device.sms);
+  constexpr double kTile = 2.74e-6, kColumnOfStagedTile = 18e-9, kLaunch = 0.5e-6;
+  const double owned = std::ceil(double(p.batch * p.heads_kv) / device.sms) * double(tiles(p.seqlen_k, own.tile_k()));
+  const Walks w = walks(p, Direction::backward, apart.tile_q, apart.tile_k());
+  const double others = std::max(1.0, w.last(device.sms) / w.mean); // tiles that an SM takes
+  const bool staged = stages_keys(p, apart, tiles_with_keys(p, apart.tile_k()), device);
+  const double tile = staged ? kColumnOfStagedTile * (own.head_dim + own.head_dim_v) : kTile;
+  const double lost = owned * (kTile + narrow_walk(p, own)) - kTile - others * narrow_walk(p, apart) - (others - 1) * tile;
+  return lost < kLaunch + query_rows(p) * 8 * own.head_dim / (kBytes / 132 * device.sms);
 }
 
 BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {

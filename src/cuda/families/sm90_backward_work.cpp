@@ -37,6 +37,15 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
   return p.bundle ? std::clamp<int64_t>(p.bundle, 1, std::max<int64_t>(1, pairs)) : even_bundle(pairs, size);
 }
 
+// Have persistent blocks room for two stages of K and V?
+bool has_stages(const Problem &p, BackwardConfig c, const Device &device) {
+  const Features &f = c.features;
+  if (c.roles || f.part || c.deterministic || c.owns_dq || larger_dim(p) > 64) return false;
+  if (f.function && f.bias) return false; // registers
+  c.key_stages = 2;
+  return shared_bytes(p, c) <= device.shared_per_block;
+}
+
 // Do blocks serve better that take one tile of keys after the other? They spare a block's start and fetch K and V while others are stored.
 // Measured on an H100: where tiles add to dQ in turns 0.99 to 1.13, with blocks 1.02 to 1.05, under a window 1.00 to 1.06; else 0.94 to
 // 1.03, at d 64 mostly below 1. With two stages of K and V, and 3 to 5 tiles of 128 queries to a tile of keys, 1.06 to 1.21; with 8 of them
@@ -49,7 +58,19 @@ bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const 
   if (p.persistent) return *p.persistent;
   if (items <= device.sms) return false;
   if (c.deterministic || c.features.blocks || narrow_window(p)) return true;
-  return stages_keys(p, c, device) && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean < kLongWalk;
+  return has_stages(p, c, device) && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean < kLongWalk;
+}
+
+// Does it pay that two stages of keys come in line? The tensor cores are not idle between two tiles of keys, but K is read longer, so that
+// the next tile's loads begin later. Measured on an H100, over two stages that do not: with walks of 3 to 5 tiles of queries 1.03 to 1.075
+// at d 64, 1.02 to 1.04 at d 40 and 48, 1.01 to 1.02 at d 32; with 2 or 2.5 of them 0.92 to 1.03, with one 0.81 to 1.04, with grouped
+// heads 0.995 to 1.02, d 16 0.98.
+bool comes_in_line(const Problem &p, const BackwardConfig &c) {
+  constexpr double kTilesOfQueries = 3;
+  const Features &f = c.features;
+  if (f.additive() || f.mask || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or of lengths not known here
+  if (p.group() > 1 || std::min(c.head_dim, c.head_dim_v) < 32) return false;
+  return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= kTilesOfQueries * c.tile_q * c.tile_k();
 }
 
 } // namespace
@@ -67,12 +88,8 @@ int64_t shared_bytes(const Problem &p, const BackwardConfig &c) {
   return c.shared_bytes() + (c.dq_sum_in_shared() ? tiles(p.seqlen_q, c.tile_q) * p.group() * c.dq_sum_bytes() : 0);
 }
 
-bool stages_keys(const Problem &p, BackwardConfig c, const Device &device) {
-  const Features &f = c.features;
-  if (c.roles || f.part || c.deterministic || c.owns_dq || larger_dim(p) > 64) return false;
-  if (f.function && f.bias) return false; // registers
-  c.key_stages = 2;
-  return shared_bytes(p, c) <= device.shared_per_block;
+bool stages_keys(const Problem &p, const BackwardConfig &c, int64_t tiles, const Device &device) {
+  return persistent(p, c, tiles, device) && has_stages(p, c, device);
 }
 
 Problem of_shares(const Problem &p, int64_t shares) {
@@ -135,7 +152,8 @@ Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Devi
             .tiles_q = all_query_tiles(p, in, c.tile_q)};
   c.split_group = work.shares > 1;
   if (!c.owns_dq) c.persistent = persistent(of_shares(p, shares), c, tiles_with_keys(p, c.tile_k()) * shares, device);
-  c.key_stages = c.persistent && stages_keys(p, c, device) ? 2 : 1;
+  c.key_stages = c.persistent && has_stages(p, c, device) ? 2 : 1;
+  c.in_line = c.key_stages == 2 && comes_in_line(p, c);
   if (c.persistent || c.split_group) c.staged_store = 0;
   const int64_t items = c.owns_dq ? work.pairs : work.tiles_k * work.pairs;
   work.blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;

@@ -23,8 +23,8 @@ int64_t tiles_with_keys(const Problem &, int64_t tile_k);
 int64_t pair_bytes(const Problem &, const sm90::BackwardConfig &);
 // Of shared memory, with the sum of dQ that may be there.
 int64_t shared_bytes(const Problem &, const sm90::BackwardConfig &);
-// Have persistent blocks room for two stages of K and V? Then the next ones come while these are read.
-bool stages_keys(const Problem &, sm90::BackwardConfig, const Device &);
+// Do blocks take one of these tiles of keys after the other, in two stages of K and V, so that the next ones come while these are read?
+bool stages_keys(const Problem &, const sm90::BackwardConfig &, int64_t tiles, const Device &);
 // As the main launch sees it: each share of a key head's query heads has a key head of its own.
 Problem of_shares(const Problem &, int64_t shares);
 Walks walks_of(const Problem &, const sm90::BackwardConfig &);
