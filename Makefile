@@ -126,8 +126,9 @@ bench-report: $(VENV)/.package ## docs/h200.md and the README's figure from benc
 	$(BIN)/strobe bench report $(H200) > docs/h200.md
 	$(BIN)/python bench/peers.py docs/figures/h200/fused-peers.png $(H200)
 
-api: $(VENV)/.package ## docs/api.md from the docstrings
+api: $(VENV)/.package ## docs/api.md from the docstrings, and the options of docs/reference.md
 	$(BIN)/python docs/make_api.py > docs/api.md
+	$(BIN)/python docs/make_options.py
 
 cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)
