@@ -23,7 +23,7 @@ from strobe_tools.cli import app
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
-BESIDE = [ROOT / "src" / "cpu" / "README.md", ROOT / "tests" / "emulator" / "README.md"]  # pages that lie beside their code
+BESIDE = [ROOT / name for name in ("bench/many_gpus.md", "src/cpu/README.md", "tests/emulator/README.md")]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *BESIDE])
 PYTORCH = "PyTorch's SDPA"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
