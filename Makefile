@@ -126,13 +126,13 @@ bench-gpu: setup ## speed on a GPU beside PyTorch's backends, in one run; figure
 	$(BIN)/strobe bench gpu --results bench/results $(ARGS)
 
 H200 := $(addprefix bench/results/h200-,forward.json backward.json)
-bench-report: $(VENV)/.package ## docs/h200.md, docs/h100.md and the README's figure from bench/results
+bench-report: $(VENV)/.package ## docs/h200.md and the README's figure from bench/results
 	$(BIN)/strobe bench report $(H200) > docs/h200.md
-	$(BIN)/strobe bench report bench/results/h100-80gb-hbm3-backward.json > docs/h100.md
 	$(BIN)/python bench/peers.py docs/figures/h200/fused-peers.png $(H200)
 
-api: $(VENV)/.package ## docs/api.md from the docstrings
+api: $(VENV)/.package ## docs/api.md from the docstrings, and the options of docs/reference.md
 	$(BIN)/python docs/make_api.py > docs/api.md
+	$(BIN)/python docs/make_options.py
 
 cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)

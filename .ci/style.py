@@ -11,7 +11,7 @@ from pathlib import Path
 COLUMNS, SUBJECT = 140, 72
 ROOT = Path(__file__).parents[1]
 # Written by programs, or taken from elsewhere.
-SKIPPED_FOLDERS = ("tests/third_party/", "bench/results/", "docs/figures/", "docs/h200.md", "docs/h100.md")
+SKIPPED_FOLDERS = ("tests/third_party/", "bench/results/", "docs/figures/", "docs/h200.md")
 EXCUSED = {"34d5902e8d", "5754cbbc63"}  # subjects that were merged too long: history is not rewritten for a character
 SKIPPED_SUFFIXES = {".ipynb", ".json", ".svg", ".png"}
 
