@@ -144,8 +144,7 @@ typedef struct strobe_attention {
   const strobe_part *part;    /* the tensors hold a part of a larger problem; null: all of it */
   int32_t accumulate;         /* backward: dq, dk and dv, which are float32 (float64 if q is), are added to */
   int32_t reserved_2;
-  int64_t
-  int64_t k_scale_group; /* with k_scale: 0: one scale for each key and head; else a multiple of 32: one for each column and this many rows */
+  int64_t k_scale_group; /* with k_scale: 0: one for each key and head; else a multiple of 32: one for each column and this many rows */
 } strobe_attention;
 
 /* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads all of these and writes the gradients; a null one is not
