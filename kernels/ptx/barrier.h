@@ -27,7 +27,7 @@ __device__ __forceinline__ bool barrier_any(bool condition, int threads) {
   return any != 0;
 }
 
-// Every lane adds its four numbers to the four at its own place after base, 512 bytes per warp; quad() gives the numbers.
+// Every lane adds its number i to base[quad(lane, i)], i < 4: 512 bytes per warp.
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ int quad(int lane, int i) { return 4 * lane + i; }
 __device__ __forceinline__ void add_quad(float *base, const float (&x)[4]) {

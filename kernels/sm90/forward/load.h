@@ -222,7 +222,7 @@ template <Config C> struct Load {
     if constexpr (!kPaged) load_v(k0 + before, kv, item.b);
   }
 
-  // The number of tiles that are walked over as one.
+  // The number of the chunk that the tile at `begin` belongs to, if keys are walked by chunks.
   template <class Tiles> static __device__ __forceinline__ i32 run(const Tiles &, i32 begin) {
     return C.walks_chunks() ? (i32)((u32)begin / C.chunk()) : 0;
   }
