@@ -252,7 +252,7 @@ typedef struct strobe_addresses {
   void *k_scale, *v_scale;
 } strobe_addresses;
 
-/* Of the execution only threads and reserved_sms are kept. On success *prepared is written; the caller has to release it. */
+/* Keeps only threads and reserved_sms of the execution. On success *prepared is written; the caller has to release it. */
 STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                   strobe_prepared **prepared);
 STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);

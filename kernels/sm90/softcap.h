@@ -21,7 +21,7 @@ template <Features F, bool kApproximate> struct Softcap {
         quintic(linear * kQuintic * to_caps * to_caps * (to_caps * to_caps)) {
     if (!(cubic > -1e30f && quintic < 1e30f)) most = -1;
   }
-  // Of the warp's scores.
+  // Whether all of the warp's scores are small.
   template <int N> __device__ __forceinline__ bool all_small(const float (&s)[N]) const {
     float x = fabsf(s[0]), y = fabsf(s[1]);
 #pragma unroll

@@ -12,7 +12,7 @@ struct Config {
   i32 products;      // 3: as exact as FP32; 1: plain TF32
   i32 aligned;       // adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 4: 16-byte copies
   i32 exact_max;     // the running maximum is followed exactly; else it may lag by a factor of 2^8
-  i32 deterministic; // backward: dQ is added to in turns
+  i32 deterministic; // backward: key tiles add to dQ in turns
   i32 blocks_per_sm;
   Features features;
 

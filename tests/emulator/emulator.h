@@ -1,7 +1,6 @@
 // Runs PTX, as NVRTC writes it for Strobe's kernels, on the CPU: one warp at a time, for small problems. Device memory is host memory.
 //
 // Unknown or illegal instructions throw a Fault that names the kernel, the PTX line, the block and the warp.
-// What is not known or not allowed throws a Fault that names the kernel, the PTX line, the block and the warp.
 #pragma once
 #include <cstdint>
 #include <memory>

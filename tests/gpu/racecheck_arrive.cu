@@ -6,12 +6,6 @@
 // Half of the warps write P and read LSE, the other half the other way round, as in the backward of cuda-mma. A barrier of all warps orders
 // the accesses of one iteration and those of the next. P is passed on through a barrier of its own, at which its writers need not wait:
 // with WAIT they wait nevertheless, which orders no more of these accesses.
-//   nvcc -arch=sm_90 -DWAIT=0 racecheck_arrive.cu -o arrive && compute-sanitizer --tool racecheck ./arrive     # races in 8 of 8 runs
-//   nvcc -arch=sm_90 -DWAIT=1 racecheck_arrive.cu -o wait && compute-sanitizer --tool racecheck ./wait         # none in 8 of 8
-//
-// Half of the warps write P and read LSE, the other half the other way round, as in the backward of cuda-mma. A barrier of all warps orders
-// the accesses of one iteration and those of the next. P is handed over by a barrier of its own, at which its writers need not wait: with
-// WAIT they do so all the same, which orders no more of these accesses.
 #include <cstdio>
 #include <cuda_runtime.h>
 

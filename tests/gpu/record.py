@@ -109,7 +109,7 @@ PARTS = {
 }
 
 
-# Of C++: a preprocessor's line, a string, a character, a comment, blanks, a word, an operator, anything else.
+# Tokens of C++: a preprocessor's line, a string, a character, a comment, blanks, a word, an operator, anything else.
 TOKEN = re.compile(
     r"""^[ \t]*\#(?:\\\n|[^\n])* | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\\n])' | //[^\n]* | /\*.*?\*/ | \s+ | \w+ | [-+*/%<>=!&|^:.]+ | .""",
     re.DOTALL | re.MULTILINE | re.VERBOSE,

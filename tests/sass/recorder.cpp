@@ -1,7 +1,6 @@
 // A libnvrtc.so and a libcuda.so.1 in one that compile and run nothing: programs to be compiled go to a folder, launches go to a function.
 // compare.py and launches.py build it and read its output.
-//   STROBE_RECORD     folder: programs/<hash> is the source, its options and its headers; `order` has one hash per line, one per
-// compilation
+//   STROBE_RECORD     folder: programs/<hash> is the source, its options and its headers; `order` has a hash a line, one per compilation
 //   STROBE_RECORD_CC  compute capability times ten of the one GPU
 #include <dlfcn.h>
 

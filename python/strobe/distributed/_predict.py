@@ -14,7 +14,7 @@ from ._seen import Band
 
 
 class Rates(NamedTuple):
-    """Of a rank: multiply-adds per second of calls on parts of a problem and of whole ones, bytes per second, and the latency of a
+    """Rates of a rank: multiply-adds per second of calls on parts of a problem and of whole ones, bytes per second, and the latency of a
     collective call."""
 
     parts: float

@@ -4,10 +4,6 @@
 // format, device, kernels. Each of the others names the calls that it is for, by TuningKey's members, and their tile: tile_q, tile_k. It
 // may have more requests, to try on a GPU what the engine would not choose: bundle, shares, staged_store, persistent. Other lines of a
 // section are not read.
-// A table is a text of lines "name = value" in sections that empty lines part. The first section says what the table is good for: format,
-// device, kernels. Each of the others names the calls that it is for, by TuningKey's members, and their tile: tile_q, tile_k. It may have
-// more wishes, to try on a GPU what the engine would not choose: bundle, shares, staged_store, persistent. What else a section has is not
-// read.
 #pragma once
 #include <compare>
 #include <map>
