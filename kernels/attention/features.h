@@ -47,7 +47,7 @@ inline constexpr i32 kRunOfColumns = 32;
 inline constexpr i32 kMostUsualDim = 256;
 STROBE_FN constexpr bool wide(i32 head_dim, i32 head_dim_v) { return max(head_dim, head_dim_v) > kMostUsualDim; }
 
-// The strobe_dtype of Q's type.
+// The values of strobe_dtype.
 inline constexpr i32 kF32 = 1, kF16 = 2, kBF16 = 3, kF64 = 4, kInt8 = 8, kE4M3 = 9, kInt4 = 10;
 STROBE_FN constexpr i32 element_bytes(i32 dtype) { return dtype == kF64 ? 8 : dtype == kF32 ? 4 : 2; }
 

@@ -67,7 +67,8 @@ struct Config {
   // Whether the forward keeps the rounding errors of l, and restarts O after some tiles: over many keys, the rounding of a single run
   // exceeds FP32's bound.
   STROBE_FN constexpr bool compensated() const { return dtype == kF32; }
-  // How many positions of keys such a run of O covers, from a multiple of that number on. If keys are split, each split has as many runs.
+  // How many positions of keys such a run of O covers, from a multiple of that number on. If keys are split, a run spans as many for each
+  // split.
   STROBE_FN constexpr i32 run_of_keys() const { return min(16 * tile_k, 1024); }
   // m of a row, l of a thread and row; if compensated: l's rounding error, m of a row where its last run of keys ended, a thread's run
   STROBE_FN constexpr i32 forward_shared_bytes() const {

@@ -164,7 +164,7 @@ private:
     }
   }
 
-  // Negates the elements of P^T that dropout drops.
+  // Whether dropout drops the element of P^T: it is then negated.
   static __device__ __forceinline__ bool dropped(float p) { return F.dropout && __float_as_uint(p) >> 31; }
 
   // The address of P^T and later dS^T in shared memory; rows are queries.

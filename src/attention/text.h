@@ -9,7 +9,7 @@
 
 namespace strobe {
 
-// significant digits of a number that is not whole
+// How many significant digits a number has that is not whole.
 struct Digits {
   double value;
   int count = 6;

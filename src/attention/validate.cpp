@@ -131,7 +131,7 @@ private:
     return tensor && needed;
   }
 
-  // The sizes of k and v. Two INT4 are one element.
+  // The dtypes accepted for k and v. Two INT4 are one element.
   Types key_types() const { return quantised ? kQuantised : input_types(); }
   static int64_t columns_each(const strobe_tensor *x) { return x && x->dtype == STROBE_UINT8 ? 2 : 1; }
   // Whether the keys are tokens in consecutive rows.

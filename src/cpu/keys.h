@@ -160,7 +160,7 @@ template <class Math> struct KeyPair {
 
   static constexpr int64_t kPacked = 64;
   static int64_t groups(const Problem &p) { return div_up(p.longest_k(), kPacked) + (p.part ? p.part.count_k : 0); }
-  // The first entries of a range.
+  // The number of the first group of keys of range n.
   static int64_t first_group(const RowRange &range, int64_t n) { return range.local / kPacked + n; }
   void take(Arena &arena, const Problem &p) {
     mask.take(arena);

@@ -119,7 +119,7 @@ struct Head {
         dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), Q(p.q, b, h, q, p.head_dim),
         K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale), dO(p.dout, b, h, q, p.head_dim_v) {}
 
-  // How far key j lies after query i.
+  // How far key j lies before query i.
   int64_t behind(int64_t i, int64_t j) const { return place_q[i] + offset - place_k[j]; }
 
   bool visible(int64_t i, int64_t j) const {

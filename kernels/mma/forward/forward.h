@@ -218,7 +218,7 @@ private:
     Warps::exchange(S, q_shared + C.forward_exchange_at(), (int)threadIdx.x);
   }
 
-  // The address of V's columns that belong to the warp's columns of O.
+  // The first of the warp's columns of O.
   static __device__ __forceinline__ int first_column() { return Warps::column((int)threadIdx.x) * 16 * Warps::columns(); }
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
@@ -257,7 +257,7 @@ private:
     }
   }
 
-  // Whether V has numbers that are not finite; the same for all threads.
+  // Clears V's numbers that are not finite. Returns whether there were any, the same for all threads.
   __device__ __forceinline__ bool clear_nonfinite(int stage) const {
     return __any_sync(0xFFFFFFFFu, __syncthreads_or(strobe::clear_nonfinite<T, C.tile_k, kDv, kThreads>(v_shared + stage * kVBytes,
                                                                                                         computed_here(threadIdx.x))));

@@ -46,7 +46,7 @@ template <Config C> struct TileSoftmax {
     if constexpr (F.part) dropout.head = dropout.dropout.whole_head(item.h), dropout.batch = dropout.dropout.whole_batch(item.b);
   }
 
-  // M of a lane's row r.
+  // The query and the head of a lane's row r.
   __device__ __forceinline__ RowPlace place(int r) const {
     if constexpr (!C.packed) return {row + tile::lane_row(r), item.h};
     return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
@@ -131,7 +131,7 @@ template <Config C> struct TileSoftmax {
   __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }
 
 private:
-  // Whether a row is far, judged by this lane's columns.
+  // Whether the reference must follow row r, judged by this lane's columns.
   __device__ __forceinline__ bool wants(int r) const { return running.M[r] == minus_infinity<float>() || running.l[r] >= kFar; }
   template <class Exponent> __device__ __forceinline__ void follow_by_row(const Exponent &of) {
     bool rows[2];
