@@ -32,7 +32,7 @@ template <Config C, class Score> struct Line {
           (float)(begin + tile::lane_column(0, 0) - row - tile::lane_row(0) - offset); // how far the key lies past the query
       start = slope * first;
       if (before || after || (F.band && high <= offset)) return;
-      const float twice = __fdividef(-2 * slope, unit); // turns -(slope x) into -|slope x| for keys past their query
+      const float twice = __fdividef(-2 * slope, unit); // changes -(slope x) to -|slope x| for keys past their query
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] = __fmaf_rn(fmaxf(first + place(i), 0), twice, s[i]);
     }
