@@ -1,15 +1,15 @@
-# What a developer runs. On a fresh machine: make train, make test.
+# The developer's commands. On a fresh machine: make train, make test.
 # They need a C++20 compiler, make and Python >= 3.10 with venv; the rest goes into .venv.
 
 PYTHON ?= python3
-# What pip installs where $(PYTHON) has no PyTorch; e.g. TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
+# The PyTorch that pip installs if $(PYTHON) has none; e.g. TORCH="torch --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell nproc)
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Tools lie there, or beside $(PYTHON) where it had them installed.
+# Tools are there, or beside $(PYTHON) if they are installed with it.
 export PATH := $(abspath $(BIN)):$(PATH):$(abspath $(dir $(shell command -v $(PYTHON))))
 # The package, the C++ tests and the wheel are made of the same files. With ccache each is compiled once, if all builds call the compiler
 # by the same name.
@@ -19,7 +19,7 @@ endif
 export CXX
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell PATH="$(PATH)" command -v ccache > /dev/null && echo ccache)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# A worker whose tests are done takes half of the others': one long test at the end of a fixed share is not waited for.
+# A worker that has finished its tests takes half of another's: no run waits for one long test at the end of a fixed share.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
 CMAKE := cmake
 CTEST := ctest --output-on-failure --parallel $(JOBS)
@@ -35,7 +35,7 @@ C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 22
 
-# The environment. Stamps lie in .venv, so that nothing is done twice and removing .venv starts anew.
+# The environment. Stamps are in .venv, so that nothing is done twice and removing .venv starts again.
 
 $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
@@ -106,7 +106,8 @@ sanitize-cpu: $(VENV)/.dev ## the C++ tests under AddressSanitizer and Undefined
 	$(CMAKE) --build build/sanitize --parallel $(JOBS)
 	$(CTEST) --test-dir build/sanitize
 
-# The GPU. The kernels are compiled when first used; `make prewarm` does so without a GPU, into a cache that can be taken along.
+# The GPU. Kernels are compiled on first use; `make prewarm` compiles them without a GPU, into a cache that can be copied to another
+# machine.
 
 ARCHS ?= 80 90 120
 

@@ -1,4 +1,5 @@
-"""What max_logit and column_sums cost on a GPU, beside the forward alone, and what reserved_sms leaves free: python bench/auxiliary.py
+"""The cost of max_logit and column_sums on a GPU, relative to the forward alone, and the work that fits beside a forward with reserved_sms:
+python bench/auxiliary.py
 
 Each line is one shape: the forward's time, the time with both results, the share of the pass as measured and as predicted, and the largest
 error of both results beside formulas in float64 on one head. The last lines time a small kernel on another stream while a forward runs."""
@@ -38,7 +39,7 @@ def milliseconds(run, calls: int = 10) -> float:
 
 
 def errors(q, k, found, causal: bool) -> tuple[float, float]:
-    """Of head 0, relative to the largest."""
+    """For head 0, relative to the largest."""
     s = q[0, 0].double() @ k[0, 0].double().T / q.shape[-1] ** 0.5
     if causal:
         s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)

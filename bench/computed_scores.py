@@ -1,4 +1,4 @@
-"""How many scores the Hopper forward computes at shapes drawn at random, over those of tiles of 128 rows that heads fill without gaps,
+"""How many scores the Hopper forward computes at shapes drawn at random, relative to tiles of 128 rows that heads fill without gaps,
 with keys from multiples of a tile on, as FlashAttention-4 has them.
 
 Counts; runs nothing and needs no GPU. The tiles are those that the library would take on a GPU of compute capability 9.0.
@@ -22,7 +22,7 @@ from strobe_tools.bench.gpu.problem import Problem
 
 
 class Tile(NamedTuple):
-    """rows of so many queries each, which walk over `keys` at a time."""
+    """Rows of this many queries each, which walk over `keys` at a time."""
 
     rows: int
     queries: float
@@ -36,7 +36,7 @@ def _up(count: float, unit: float) -> int:
 
 
 def scores(p: Problem, tile: Tile) -> int:
-    """That such tiles compute of all sequences."""
+    """The scores that such tiles compute for all sequences."""
     found = 0
     for length in p.lengths or (p.seqlen,):
         for n in range(_up(length, tile.queries)):
@@ -47,7 +47,7 @@ def scores(p: Problem, tile: Tile) -> int:
 
 
 def taken(p: Problem) -> Iterator[Tile]:
-    """The tile that the library takes; where heads share it, whichever of those that may be computes the least."""
+    """The tile that the library uses; if heads share it, the allowed one that computes the least."""
     tokens, dims = sum(p.lengths), (p.dim, p.dim, p.dim_v or p.dim)
     heads = (p.heads, p.heads_kv, p.heads_kv)
     arrays = {

@@ -1,6 +1,6 @@
-"""What binds a kernel: Nsight Compute's counters for Strobe's calls in the sets of `strobe bench gpu`, a line for each kernel.
+"""The limits of a kernel: Nsight Compute's counters for Strobe's calls in the sets of `strobe bench gpu`, one line per kernel.
 
-Prints time, the clock, how busy tensor cores, issue slots, L2 and DRAM were (per cent of what they can do), and what warps waited for (in
+Prints time, the clock, how busy tensor cores, issue slots, L2 and DRAM were (per cent of their peak), and what warps waited for (in
 cycles for each instruction issued, the three longest).
 
     python bench/counters.py [--set core36] [--direction forward] [--only d=64,causal=True] [--peers]
@@ -48,7 +48,7 @@ def chosen(args: argparse.Namespace) -> Iterator[tuple[Group, str]]:
 
 
 def make_calls(args: argparse.Namespace) -> None:
-    """In the process under Nsight Compute."""
+    """Runs in the process under Nsight Compute."""
     import torch
 
     for group, name in chosen(args):
@@ -92,7 +92,7 @@ def line(row: dict[str, str]) -> list[str]:
 
 
 def label(group: Group, run: str) -> str:
-    """The row that the run is for; of what several rows are compared with, what all of them have."""
+    """The label of the run's row; for a run that several rows are compared with, their common part."""
     rows = [row.where for row in group.rows if row.strobe == run] or [row.where for row in group.rows]
     return " ".join(f"{key}={value}" for key, value in rows[0].items() if all(row.get(key) == value for row in rows))
 

@@ -2,8 +2,8 @@
 
     python bench/cpu_decode.py [--threads 1] [--rounds 9] [--beyond-cache] [--queries 1] [--quantised]
 
-Prints the least of the rounds, in which all take turns; on one thread in the thread's own time, so that other work on the machine counts
-only where it takes the memory's.
+Prints the minimum over the rounds, in which all contestants take turns; on one thread in the thread's own time, so that other work on the
+machine counts only if it occupies the memory.
 """
 
 from __future__ import annotations

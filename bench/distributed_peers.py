@@ -1,4 +1,5 @@
-"""Who else shares a causal sequence between GPUs, as bench/distributed_speed.py calls them: on zigzag's tokens, all ranks with as many."""
+"""Other packages that divide a causal sequence between GPUs, as bench/distributed_speed.py calls them: on zigzag's tokens, the same number
+per rank."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def ring_flash_attention(group: dist.ProcessGroup, device: str, tokens: int) -> 
     if "ring_flash_attn" not in sys.modules:
         if (found := importlib.util.find_spec("ring_flash_attn")) is None:
             raise ImportError("ring-flash-attn is not installed")
-        package = types.ModuleType(found.name)  # without its adapter to transformers, which not every version of that lets it import
+        package = types.ModuleType(found.name)  # without its adapter to transformers, which cannot import every version of it
         package.__path__ = [*(found.submodule_search_locations or ())]
         sys.modules[found.name] = package
     from ring_flash_attn.zigzag_ring_flash_attn import zigzag_ring_flash_attn_func
@@ -43,8 +44,8 @@ def ring_flash_attention(group: dist.ProcessGroup, device: str, tokens: int) -> 
 
 @contextlib.contextmanager
 def pytorch(group: dist.ProcessGroup, device: str, tokens: int) -> Iterator[Attention]:
-    """torch.distributed.tensor.experimental.context_parallel, with its flash kernel. It knows as many key heads as query heads alone, so
-    that keys are repeated before."""
+    """torch.distributed.tensor.experimental.context_parallel, with its flash kernel. It only supports as many key heads as query heads, so
+    keys are repeated first."""
     from torch.distributed.tensor.experimental import context_parallel
 
     mesh, whole = DeviceMesh.from_group(group, device), torch.zeros(tokens, device=device)

@@ -3,13 +3,13 @@ strobe.attention() of the whole problem on one GPU in the same run.
 
 python bench/distributed_speed.py [--ranks 2] [--seconds 75] [--tokens 32768 131072] [--backend gloo] [--peers]
 
-E = T1 / (W TW): T1 of one GPU with the whole problem, of the fastest of those that compute it at the same time; TW of the slowest of W
-ranks; each the median. In a round the whole problem and the methods take turns, each round in another order, so that a GPU which grows warm
-slows all alike. "world" is causal attention with deterministic="world". "alone" is a call that nothing comes before and that is waited for,
-as T1 is; "in a row" is one of several calls that follow one another, as a model's layers do, over T1 of as many: the host then prepares a
+E = T1 / (W TW): T1 of one GPU with the whole problem, the fastest of those that compute it at the same time; TW of the slowest of W
+ranks; each the median. In a round the whole problem and the methods take turns, each round in another order, so that a warming GPU slows
+all alike. "world" is causal attention with deterministic="world". "alone" is a call with no call before it, which is waited for,
+like T1; "in a row" is one of several successive calls, as in a model's layers, relative to T1 of as many: the host then prepares a
 call while the GPU computes the one before. Other processes compile the kernels first, as tests/gpu/distributed_on_gpus.py does. --peers:
-those of distributed_peers.py in the same run, where they install. The lines of a problem come as all its rounds have ended; what the time
-does not suffice for is named."""
+those of distributed_peers.py in the same run, if they are installed. The lines of a problem are printed when all its rounds have ended;
+problems for which the time is too short are named."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Problem(NamedTuple):
         return ("heads",) if self.name == "world" else METHODS
 
     def options(self, device: str, whole: bool) -> dict[str, Any]:
-        """Of all tokens on one GPU (`whole`), or of a method's call: "world" compares a method that has the bits of every world with a
-        call that promises nothing."""
+        """For all tokens on one GPU (`whole`), or for a method's call: "world" compares a method that has the same bits in every world with
+        a call that guarantees nothing."""
         if self.name == "window":
             return {"window": (WINDOW, 0)}
         if self.name == "packed":
@@ -82,14 +82,14 @@ class Problem(NamedTuple):
         return (Layout.contiguous if self.name == "window" else Layout.zigzag)(self.tokens, world)
 
     def tensors(self, how: How, tokens: int) -> list[Tensor]:
-        """q, k, v and dO, of some of the tokens; of no values where nothing is measured."""
+        """q, k, v and dO, for some of the tokens; without values if nothing is measured."""
         make = torch.randn if how.repeats else torch.empty
         heads, heads_kv = self.heads
         shapes = [(tokens, n, 128) if self.name == "packed" else (1, n, tokens, 128) for n in (heads, heads_kv, heads_kv, heads)]
         return [make(shape, device=how.device, dtype=torch.bfloat16) for shape in shapes]
 
     def call(self, group: dist.ProcessGroup, name: str, how: How) -> Callable[..., Tensor]:
-        """Of q, k and v: of all tokens, or by a method of this rank's."""
+        """A function of q, k and v: for all tokens, or by this rank's method."""
         options = self.options(how.device, name == ONE)
         if name == ONE:
             return lambda *tensors: strobe.attention(*tensors, **options)
@@ -102,7 +102,7 @@ def both(call: Callable[..., Tensor], tensors: list[Tensor], gradient: Tensor) -
 
 
 class Times(NamedTuple):
-    """In ms: of one call that nothing comes before, and of one of several in a row."""
+    """In ms: of one call with no call before it, and of one of several in a row."""
 
     alone: float
     in_a_row: float
@@ -115,18 +115,18 @@ class Timer:
         self._group, self._how, self._times = group, how, list[Times]()
 
     def __call__(self, call: Callable[[], Any], in_a_row: int) -> None:
-        """in_a_row: of how many; 0: a call is so long that it is as long among others."""
+        """in_a_row: of how many; 0: the call is so long that others beside it make no difference."""
         one = self._seconds(call, 1)
         self._times.append(Times(one * 1e3, (self._seconds(call, in_a_row) if in_a_row else one) * 1e3))
 
     def calls_in_a_row(self) -> int:
-        """The same number for all ranks, since calls are collective ones, by the times so far."""
+        """The same number for all ranks, since calls are collective; from the times so far."""
         several = torch.tensor([int(_MOST_SECONDS * 1e3 / self._times[-1].alone)], device=self._how.device)
         dist.all_reduce(several, dist.ReduceOp.MIN, group=self._group)
         return min(_IN_A_ROW, int(several)) if several > 1 else 0
 
     def medians(self) -> Times:
-        """Without the first two, in which kernels are loaded and the number of calls in a row is found."""
+        """Without the first two, in which kernels are loaded and the number of calls in a row is determined."""
         return Times(*(statistics.median(x) for x in zip(*self._times[2:], strict=True)))
 
     def _seconds(self, call: Callable[[], Any], times: int) -> float:
@@ -144,29 +144,29 @@ class Timer:
 
 
 class Passes(NamedTuple):
-    """Of the forward, and of forward and backward."""
+    """The times of the forward, and of forward and backward."""
 
     forward: Times
     both: Times
 
 
 def anywhere(group: dist.ProcessGroup, how: How, failed: bool) -> bool:
-    """Whether on some rank: then none goes on with what others would wait in."""
+    """Whether the condition holds on some rank: then none continues with a call in which others would wait."""
     count = torch.tensor([failed], dtype=torch.int32, device=how.device)
     dist.all_reduce(count, group=group)
     return bool(count.item())
 
 
 def turns(group: dist.ProcessGroup, problem: Problem, how: How, names: tuple[str, ...]) -> dict[str, tuple[Passes, float] | str]:
-    """Of the whole problem on this GPU, of methods and peers: the times, and the peak of this GPU's memory in GiB; or why it is
-    refused."""
+    """For the whole problem on this GPU, for methods and peers: the times, and the peak of this GPU's memory in GiB; or the reason of the
+    refusal."""
     layout = problem.layout(group.size())
     whole, own = problem.tensors(how, problem.tokens), problem.tensors(how, layout.count(group.rank()))
 
     found: dict[str, tuple[Passes, float] | str] = {}
     timers = {name: (Timer(group, how), Timer(group, how)) for name in names}
     peaks = dict.fromkeys(names, 0.0)
-    in_a_row = [0, 0]  # of the two passes; the second round tells, for in the first kernels are loaded
+    in_a_row = [0, 0]  # of the two passes; determined in the second round, because the first loads kernels
     for n in range(how.repeats + 2):
         for name in (names[n % len(names) :] + names[: n % len(names)]) if n > 1 else names:
             if name in found:
@@ -204,7 +204,7 @@ def turns(group: dist.ProcessGroup, problem: Problem, how: How, names: tuple[str
 
 
 def compiled(task: tuple[Problem, str, int, int]) -> int:
-    """How many kernels were."""
+    """Returns how many kernels were compiled."""
     problem, name, ranks, compute_capability = task
     problem = problem._replace(tokens=min(problem.tokens, _ENOUGH))
     how = How("cpu", 0)

@@ -1,4 +1,4 @@
-"""The host's part of a call from PyTorch, beside scaled_dot_product_attention's: all in one process, interleaved.
+"""The host's share of a call from PyTorch, beside scaled_dot_product_attention's: all in one process, interleaved.
 
 Each call of small tensors is timed by itself on the host's clock. Between groups of calls the script waits for the GPU, outside of the
 clock, so that its queue never fills. It prints the median and the quartiles of each, and whether two bounds are met:
@@ -8,7 +8,7 @@ clock, so that its queue never fills. It prints the median and the quartiles of 
 
     python bench/host_time.py [--calls 2000] [--shape 1,8,128,64] [--dtype bfloat16] [--device cuda] [--json FILE]
 
-With --device cpu the computing is part of the times: small shapes show the host's part.
+With --device cpu the computation is included in the times: small shapes show the host's share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MARGIN = 60.0  # microseconds beyond the empty Function
 
 
 class Empty(torch.autograd.Function):
-    """Computes and keeps nothing: the least that a differentiable call of Python's takes."""
+    """Computes and keeps nothing: the minimum time of a differentiable call from Python."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Empty(torch.autograd.Function):
 
 
 class Allocating(torch.autograd.Function):
-    """Keeps and allocates what attention has to, and computes nothing."""
+    """Keeps and allocates what attention must, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What hyperbolic scores cost: each engine that runs here beside itself with plain ones, forward and backward, in shuffled order.
+"""The cost of hyperbolic scores: each engine that runs here beside itself with plain ones, forward and backward, in shuffled order.
 
 On the CPU by the time of one thread, so that a busy machine does not count; on a GPU, `python bench/hyperbolic.py --cuda`, by events.
 """

@@ -1,6 +1,6 @@
-// What the L2 cache does for the Hopper backward: every SM adds to tiles of 48 KB in FP32, as dQ is added up, and fetches as many bytes.
+// The rates of the L2 cache for the Hopper backward: every SM adds to tiles of 48 KB in FP32, as dQ is added up, and loads as many bytes.
 //   nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a -I kernels -o l2_rates bench/l2_rates.cu && ./l2_rates
-// docs/lab/hopper-backward.md, step 40, has what an H200 gives.
+// docs/lab/hopper-backward.md, step 40, has the results of an H200.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -32,7 +32,7 @@ template <Places places> __device__ void add_by_copy_engine(char *sums, u32 sour
   for (int step = 0; step < kSteps; ++step) {
     for (int at = 0; at < kTile; at += kPiece) bulk_add(sums + tile_of<places>(step) + at, source + at, kPiece);
     bulk_commit();
-    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory"); // two tiles under way
+    asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory"); // two tiles in flight
   }
   bulk_wait();
 }
@@ -52,7 +52,7 @@ template <Places places> __device__ void fetch(const char *source, u32 target, u
 
 template <Adders adders, bool fetches, Places places>
 __global__ void __launch_bounds__(kAdding + 32) work(char *sums, const char *source, uint64_t *clocks) {
-  extern __shared__ __align__(1024) char tiles[]; // one to add, two to fetch to
+  extern __shared__ __align__(1024) char tiles[]; // one to add, two to load into
   __shared__ uint64_t barriers[2];
   if (threadIdx.x == 0) {
     for (uint64_t &barrier : barriers) mbarrier_init(shared_address(&barrier), 1);

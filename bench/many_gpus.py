@@ -29,10 +29,10 @@ class Machine(NamedTuple):
     across: float  # and from other nodes
     start: float  # seconds of a transfer before the first byte
     message: float  # seconds for each rank that it sends to
-    parts: float  # speed of a call on a part of a problem, of that of a call on a whole one
+    parts: float  # speed of a call on a part of a problem, relative to a call on a whole one
 
     def exchange(self, world: int, bytes_: float) -> float:
-        """Each rank receives so many bytes, as many from each of the others."""
+        """Each rank receives this many bytes, as many from each of the others."""
         others, neighbours = max(world - 1, 1), min(world, NODE) - 1
         elsewhere = others - neighbours
         return (
@@ -77,8 +77,8 @@ def compute(call: Call, machine: Machine, share: float, heads: int, queries: int
 
 
 def pipelined(groups: int, transfer: float, call: float, home: float) -> float:
-    """Groups of heads: each call waits for its keys, which set out when the call before begins; its gradients then go home. The link
-    carries one transfer at a time, in the order in which they are begun."""
+    """Groups of heads: each call waits for its keys, which are sent when the previous call begins; its gradients are then sent back. The
+    link carries one transfer at a time, in the order of their starts."""
     link = arrived = transfer
     ended = 0.0
     for group in range(groups):
@@ -101,7 +101,7 @@ def gather(call: Call, machine: Machine) -> float:
 
 
 def ring(call: Call, machine: Machine) -> float:
-    """All ranks take their turns together: keys, and gradients of those of the turn before, travel beside the products of a turn."""
+    """All ranks take their turns together: keys, and gradients of the previous turn's, are sent during the products of a turn."""
     keys = call.seqlen / call.world * HEADS_KV * KEY
     each = compute(call, machine, 1 / call.world**2, HEADS, call.seqlen // call.world)
     transfer = machine.next_rank(call.world, keys * BF16)

@@ -1,6 +1,6 @@
-"""Which tile of cuda-sm90 is the fastest where: for each shape every tile of kForwardTiles (src/cuda/families/sm90_tiles.cpp), in one run.
+"""The fastest tile of cuda-sm90 for each shape: every tile of kForwardTiles (src/cuda/families/sm90_tiles.cpp), in one run.
 
-Prints a table, TFLOP/s (4·B·H·S²·D, half when causal), the best of a row marked; what differs by 3% is the power cap's.
+Prints a table, TFLOP/s (4·B·H·S²·D, half when causal), the best of a row marked; differences of 3% are due to the power cap.
 
     python bench/search_forward.py [--head-dim 64 128 256] [--seqlen 512 1024 ...] [--repeats 20]
 """
@@ -34,7 +34,7 @@ def tile_of(q: torch.Tensor, **options: Any) -> Tile:
 
 
 def rates(head_dim: int, seqlen: int, causal: bool, repeats: int) -> tuple[Tile, dict[Tile, float]]:
-    """The tile that runs without a wish, and what each does."""
+    """The tile that runs by default, and the rate of each."""
     shape = (TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     tiles = {tile_of(q, causal=causal, tile_q=a, tile_k=b) for a, b in product(QUERIES, KEYS)}

@@ -1,4 +1,4 @@
-# libstrobe and what `cmake --install` leaves for find_package(strobe).
+# libstrobe and the files that `cmake --install` installs for find_package(strobe).
 include(CMakePackageConfigHelpers)
 
 add_library(strobe $<TARGET_OBJECTS:strobe_core>)
@@ -12,7 +12,7 @@ if(BUILD_SHARED_LIBS AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
   set(exports ${PROJECT_SOURCE_DIR}/cmake/strobe.map)
   target_link_options(strobe PRIVATE -Wl,--version-script=${exports} -Wl,--no-undefined-version)
   set_target_properties(strobe PROPERTIES LINK_DEPENDS ${exports})
-  # The sanitizers' runtime has to see the program's own libstdc++.
+  # The sanitizers' runtime must see the program's own libstdc++.
   if(NOT STROBE_SANITIZE)
     target_link_options(strobe PRIVATE -static-libstdc++ -static-libgcc)
   endif()

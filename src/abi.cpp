@@ -1,4 +1,4 @@
-// The C ABI: nothing but the way from its structs to the core and from exceptions to a status.
+// The C ABI: it only turns its structs into the core's, and exceptions into a status.
 #include <cstring>
 #include <memory>
 #include <new>
@@ -29,7 +29,7 @@ int32_t fail(strobe_status status, const char *what) noexcept {
   try {
     last_error = what;
   } catch (...) {
-    last_error.clear(); // no memory even for the text
+    last_error.clear(); // there is no memory even for the text
   }
   return status;
 }
@@ -116,7 +116,7 @@ const Engine *engine_at(int32_t index) {
   return index >= 0 && static_cast<size_t>(index) < list.size() ? list[index] : nullptr;
 }
 
-// What is said of a call's kernels where the GPU need not be.
+// Reports on a call's kernels for a GPU that need not be present.
 int32_t ahead_of_time(std::string (*says)(const Problem &, Direction, int cc), const strobe_attention *a, const strobe_tensors *t,
                       int32_t direction, int32_t compute_capability, char *text, size_t capacity, size_t *needed) {
   return guarded([&] {

@@ -4,7 +4,7 @@
 
 namespace strobe {
 
-// Validated, and answered by every engine.
+// A validated call, with every engine's answer.
 struct Call {
   Problem problem;
   Execution execution;
@@ -15,10 +15,10 @@ struct Call {
   Decision decision() const { return decide(problem, execution, direction, choice); }
 };
 
-// Runs the plan in the caller's workspace, or in one from where the execution says.
+// Runs the plan in the caller's workspace, or in one from the execution's allocator.
 void perform(const Decision &, const Problem &, const Execution &, Direction);
 
-// Makes every check and throws what any of them found, as one.
+// Makes every check and throws all errors as one.
 template <class... Checks> void check_all(Checks &&...checks) {
   std::string found;
   auto run = [&](auto &check) {

@@ -1,4 +1,4 @@
-// What an engine is: it answers a problem with a plan or with the reason against it, and runs its plans.
+// The interface of an engine: it answers a problem with a plan or with the reason against it, and runs its plans.
 #pragma once
 #include <functional>
 #include <memory>
@@ -12,12 +12,12 @@ namespace strobe {
 
 struct Plan {
   const char *engine = nullptr;
-  std::string kernel;             // what runs, in words, e.g. "fp32 FMA, 16 lanes, 4x4 accumulators"
+  std::string kernel;             // a description of what runs, e.g. "fp32 FMA, 16 lanes, 4x4 accumulators"
   int64_t tile_q = 0, tile_k = 0; // the tile (Br, Bc) that runs
   uint64_t workspace_bytes = 0;
   double predicted_seconds = 0;
   std::vector<std::string> notes;      // what was rounded or fell back, and why; explain() prints them
-  std::shared_ptr<const void> program; // the engine's own: what run() need not work out again
+  std::shared_ptr<const void> program; // the engine's own: results that run() need not compute again
 };
 
 using Workspace = std::unique_ptr<void, std::function<void(void *)>>;
@@ -27,14 +27,14 @@ class Engine {
 public:
   virtual ~Engine() = default;
   virtual const char *name() const = 0;
-  virtual int32_t device_type() const { return STROBE_CPU; } // where its tensors lie
-  // Why this engine cannot run on this machine at all; empty if it can. Asked of the engines of a problem's device alone: a CUDA driver
-  // that was once initialised cannot be used after a fork.
+  virtual int32_t device_type() const { return STROBE_CPU; } // the device of its tensors
+  // The reason why this engine cannot run on this machine at all; empty if it can. Only the engines of a problem's device are asked: a CUDA
+  // driver that was once initialised cannot be used after a fork.
   virtual std::string missing() const = 0;
   // True: runs only when asked for by name (the oracle).
   virtual bool only_by_name() const { return false; }
   virtual Answer plan(const Problem &, const Execution &, Direction) const = 0;
-  // A workspace of the call's own, given back when the call returns.
+  // A workspace of the call's own, freed when the call returns.
   virtual Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const;
   // The workspace holds at least plan.workspace_bytes, 256-byte aligned.
   virtual void run(const Problem &, const Execution &, Direction, const Plan &, void *workspace) const = 0;
@@ -50,7 +50,7 @@ struct Choice {
   };
   std::vector<Row> rows;
   int chosen = -1;      // index into rows; -1: none
-  bool follows = false; // chosen for the forward's sake, not for the least predicted time
+  bool follows = false; // chosen because the forward's engine is the same, not for the least predicted time
 };
 Choice choose(const Problem &, const Execution &, Direction);
 // The same choice, where the caller asks the engines of the problem's device for plans, possibly for another machine than this one. `Ask`

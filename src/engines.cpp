@@ -20,8 +20,8 @@ Workspace Engine::allocate(const Problem &, const Execution &, uint64_t bytes) c
   return Workspace(memory, [](void *memory) { ::operator delete(memory, alignment); });
 }
 
-// From the fastest family to the slowest, device by device: the order is what `strict` goes by. The ladder's rungs stand here twice, a form
-// for each device under one name.
+// From the fastest family to the slowest, device by device: `strict` goes by this order. The ladder's rungs are listed twice, a form for
+// each device under one name.
 const std::vector<const Engine *> &engines() {
   static const std::vector<const Engine *> list = [] {
     std::vector<const Engine *> all = cuda_engines();
@@ -46,7 +46,7 @@ const std::string &missing(const Engine &engine) {
 
 void check_engine(const char *wanted) {
   if (!wanted || !*wanted) return;
-  std::vector<std::string> names; // each once: some engines have a form for each device
+  std::vector<std::string> names; // each name once: some engines have a form for each device
   for (const Engine *engine : engines()) {
     if (engine->name() == std::string(wanted)) return;
     if (std::find(names.begin(), names.end(), engine->name()) == names.end()) names.push_back(engine->name());
@@ -58,7 +58,7 @@ void check_engine(const char *wanted) {
                                             "; accepted are ", accepted, "or none for the fastest"));
 }
 
-// Lays it out as a tensor that is no part of a larger one: its elements are adjacent, at an address that suits every engine.
+// Lays the tensor out as one that is no slice of a larger one: its elements are adjacent, at an address that suits every engine.
 static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
   if (!x) return;
   x.data = reinterpret_cast<char *>(uintptr_t{256});
@@ -74,14 +74,14 @@ static Problem stored_densely(Problem p) {
   return p;
 }
 
-// Whether the backward should run on the engine that the forward of the same call would choose, if that engine takes it. Its P is exp(S -
-// LSE). In fp32 on a GPU, the rounding of S by another engine than the one that made LSE exceeds what the contract allows.
+// Whether the backward should run on the engine that the forward of the same call would choose, if that engine supports it. Its P is exp(S
+// - LSE). In fp32 on a GPU, S of another engine than the one that made LSE is rounded differently, by more than the contract allows.
 static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
 }
 
-// Invariant: the choice is the first engine that takes the dtype, head dimensions and options of dense tensors, because each engine has
-// bits of its own. If that engine does not take these tensors, no other one replaces it.
+// Invariant: the choice is the first engine that supports the dtype, head dimensions and options of dense tensors, because each engine has
+// bits of its own. If that engine does not support these tensors, no other one replaces it.
 static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
   const Problem dense = stored_densely(problem);
   choice.chosen = -1;
@@ -117,7 +117,7 @@ Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
   }
   if (problem.invariant && problem.engine.empty()) choose_first(choice, problem, direction, ask);
   if (choice.chosen >= 0 && follows_forward(problem, direction)) {
-    const int same = choose(problem, Direction::forward, ask).chosen; // the rows are all engines' in both
+    const int same = choose(problem, Direction::forward, ask).chosen; // both have one row per engine
     if (same >= 0 && same != choice.chosen && std::holds_alternative<Plan>(choice.rows[same].answer))
       choice.chosen = same, choice.follows = true;
   }
@@ -132,7 +132,7 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   });
 }
 
-// The same dtype and shape, densely stored, without a single option. To be planned, not to be run.
+// The same dtype and shape, densely stored, without any option. To be planned, not to be run.
 static Problem without_options(Problem p) {
   p = stored_densely(std::move(p));
   p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = p.max_logit = p.column_sums = {};

@@ -1,10 +1,10 @@
-// What the ABI asks of the list of engines.
+// The ABI's questions to the list of engines.
 #pragma once
 #include "engine.h"
 
 namespace strobe {
 
-// Why one of engines() cannot run on this machine (empty if it can); found out once, for it costs system calls.
+// The reason why one of engines() cannot run on this machine (empty if it can); determined once, because it costs system calls.
 const std::string &missing(const Engine &);
 
 // Throws Error(STROBE_INVALID_ARGUMENT) unless it is null, empty or the name of an engine.
@@ -13,15 +13,15 @@ void check_engine(const char *wanted);
 // Whether this row is the form for the other device of an engine that also has a form for the problem's device.
 bool stands_elsewhere(const Choice::Row &, const Choice &, const Problem &);
 
-// The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none took the problem, or if `strict` forbids the one that
-// did: an engine further up the list is here and takes this dtype and shape, but not with these options.
+// The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none supports the problem, or if `strict` forbids the one
+// that does: an engine further up the list is available and supports this dtype and shape, but not with these options.
 struct Decision {
   const Engine *engine;
   const Plan &plan;
 };
 Decision decide(const Problem &, const Execution &, Direction, const Choice &);
 
-// The walk in words: what was asked, each engine's plan or reason, the choice and its notes.
+// A report of the choice: the call, each engine's plan or reason, the choice and its notes.
 std::string explain(const Problem &, const Execution &, Direction, const Choice &);
 
 } // namespace strobe

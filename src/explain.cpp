@@ -1,4 +1,4 @@
-// The answers to "what would run, and why" in words.
+// The text that answers "what would run, and why".
 #include <algorithm>
 #include <cmath>
 #include <iomanip>

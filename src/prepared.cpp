@@ -12,7 +12,7 @@ void move(View &view, void *address) {
   if (view) view.data = static_cast<char *>(address); // a tensor without elements has no view
 }
 template <class T> void move(const T *&ints, void *address) {
-  if (address) ints = static_cast<const T *>(address); // a list without entries may lie nowhere
+  if (address) ints = static_cast<const T *>(address); // a list without entries may have no address
 }
 
 struct Field {
@@ -71,7 +71,7 @@ Prepared::Prepared(const strobe_attention *a, const strobe_tensors *t, const str
   problem_ = call.problem, problem_.lists.reset(); // each run has copies of its own
   threads_ = call.execution.threads, reserved_sms_ = call.execution.reserved_sms, engine_ = decision.engine, plan_ = decision.plan;
 
-  Reasons none; // after the call's own
+  Reasons none; // the call's own reasons have been raised
   const strobe_tensors given = read_versioned("tensors", t, none);
   for (const Field &field : kFields) {
     Was &was = was_.emplace_back();
@@ -97,7 +97,7 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
       if (address) reasons.add(field.name, "given, where the call was prepared without one; accepted is null");
       continue;
     }
-    if (was.placed < 0) continue; // nothing that this direction looks at
+    if (was.placed < 0) continue; // this direction does not use it
     Footprint &bytes = placed[was.placed].bytes;
     if (bytes.begin == bytes.end) continue;
     if (!address) {
@@ -126,7 +126,7 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   if (const auto lists = own_lists(problem)) check_contents(problem, [&](const int32_t *list, int64_t) { return lists->at(list); });
   how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;
   const Execution execution = validate(&how);
-  if (update_longest(problem)) // planned anew, as the same call in full is
+  if (update_longest(problem)) // planned again, like the full call
     perform(decide(problem, execution, direction_, choose(problem, execution, direction_)), problem, execution, direction_);
   else
     perform({engine_, plan_}, problem, execution, direction_);

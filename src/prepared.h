@@ -1,4 +1,4 @@
-// A call made ready once, to be run often on other addresses.
+// A call that is prepared once, to be run often on other addresses.
 #pragma once
 #include <vector>
 
@@ -19,7 +19,7 @@ private:
   struct Was {
     bool present = false;
     const char *address = nullptr;
-    int32_t placed = -1; // index into placed_; -1: this direction has no use for it
+    int32_t placed = -1; // index into placed_; -1: this direction does not use it
   };
 
   Problem problem_; // its addresses are those of the call that was prepared

@@ -23,7 +23,7 @@ assert gradients.dq.shape == q.shape
 assert "torch" not in sys.modules
 """
 
-# What a command says where its extra was not installed.
+# A command's message if its extra was not installed.
 WITHOUT_EXTRAS = {
     "bench": "torch: pip install 'torch>=2.4'",
     "bench gpu": "torch: pip install 'torch>=2.4'",

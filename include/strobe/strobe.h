@@ -13,9 +13,9 @@
  *   paged    k (pages,Hkv,page,D)   v (pages,Hkv,page,Dv)   with page_table (B,pages of a sequence); all else dense, or with cu_seqlens_q
  *   quantised  k, v as INT8, FP8 or INT4 with k_scale and v_scale; INT4 is uint8 (..,D/2), two numbers a byte, the low nibble first
  *   dq, dk, dv have the shapes of q, k, v. Strides are counted in elements and are arbitrary; those of inputs may be 0 or negative.
- *   This holds for lists of integers, too. Lengths and page tables are int32, in host memory int64 as well. Lists in host memory are
- *   copied by each call. Of those in device memory, the ones with gaps are copied into the workspace by a launch of their own, unless only
- *   the rows of page_table lie apart.
+ *   The same holds for lists of integers. Lengths and page tables are int32; in host memory int64 is accepted, too. Each call copies lists
+ *   in host memory. A list in device memory that has gaps is copied into the workspace by an extra launch, except a page_table of which
+ *   only the rows lie apart.
  *   docs/semantics.md has the formulas.
  */
 #ifndef STROBE_H
@@ -41,7 +41,7 @@ extern "C" {
 typedef enum strobe_status {
   STROBE_OK = 0,
   STROBE_INVALID_ARGUMENT = 1, /* the text names the argument, what was wrong and what is accepted */
-  STROBE_UNSUPPORTED = 2,      /* the call is valid, but no engine here takes it; the text has every engine's reason */
+  STROBE_UNSUPPORTED = 2,      /* the call is valid, but no engine here accepts it; the text has every engine's reason */
   STROBE_OUT_OF_MEMORY = 3,
   STROBE_DEVICE_ERROR = 4, /* a driver or compiler call failed */
   STROBE_INTERNAL = 5      /* a bug in Strobe */
@@ -52,13 +52,12 @@ typedef enum strobe_dtype {
   STROBE_FLOAT16 = 2,
   STROBE_BFLOAT16 = 3,
   STROBE_FLOAT64 = 4,
-  STROBE_BOOL = 5, /* one byte: 0 is false, all else true */
+  STROBE_BOOL = 5, /* one byte: 0 is false, any other value is true */
   STROBE_INT32 = 6,
   STROBE_INT64 = 7,
-  STROBE_INT8 = 8, /* k and v alone, with k_scale and v_scale, as the next two */
-  STROBE_FLOAT8_E4M3 =
-      9,            /* one sign bit, four of the exponent, which is off by 7, three of the fraction; NaN is 0x7F or 0xFF, no infinity */
-  STROBE_UINT8 = 10 /* two INT4 (-8 to 7, two's complement) a byte: column 2n is the low nibble of byte n */
+  STROBE_INT8 = 8,        /* k and v only, with k_scale and v_scale; the same holds for the next two */
+  STROBE_FLOAT8_E4M3 = 9, /* 1 sign bit, 4 exponent bits (bias 7), 3 fraction bits; NaN is 0x7F or 0xFF; no infinity */
+  STROBE_UINT8 = 10       /* two INT4 (-8 to 7, two's complement) per byte: column 2n is the low nibble of byte n */
 } strobe_dtype;
 
 typedef enum strobe_device_type { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device_type;
@@ -68,13 +67,13 @@ typedef enum strobe_alignment {
   STROBE_TOP_LEFT = 1      /* the first query sees the first key: offset = 0 */
 } strobe_alignment;
 
-/* What x = scale * q.k is turned into before a bias or ALiBi is added. */
+/* How x = scale * q.k is transformed before a bias or ALiBi is added. */
 typedef enum strobe_score {
   STROBE_DOT = 0,       /* x itself, or c * tanh(x / c) with softcap c */
   STROBE_HYPERBOLIC = 1 /* -beta * arccosh(max(-x, 1)) - shift, where x is a Lorentz product: see docs/hyperbolic.md */
 } strobe_score;
 
-/* The most that strobe_execution.threads, and strobe_attention.tile_q and tile_k, may be. */
+/* The upper limits of strobe_execution.threads, and of strobe_attention.tile_q and tile_k. */
 enum { STROBE_MAX_THREADS = 1024, STROBE_MAX_TILE = 65536 };
 
 typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
@@ -94,12 +93,12 @@ typedef struct strobe_tensor {
  * problem: see "Parts of a problem" in docs/semantics.md. The lists lie in host memory; the call copies them. */
 typedef struct strobe_part {
   uint64_t size;
-  /* int64 (B|1, n, 2): the rows of a sequence are its ranges (start, length), in order; they ascend and are disjoint; n is arbitrary */
+  /* int64 (B|1, n, 2): ranges (start, length) of the rows of a sequence, ascending and disjoint; n is arbitrary */
   const strobe_tensor *q_ranges, *k_ranges;
   const strobe_tensor *seqlens_q, *seqlens_k; /* int64 (B|1): the lengths of the whole sequences */
-  int64_t first_head;                         /* the place of the first query head among all */
-  int64_t heads;                              /* how many query heads there are in all; 0: first_head + H */
-  int64_t first_batch;                        /* the place of the first sequence among all */
+  int64_t first_head;                         /* the index of the first query head in the whole problem */
+  int64_t heads;                              /* the number of query heads in the whole problem; 0: first_head + H */
+  int64_t first_batch;                        /* the index of the first sequence in the whole problem */
   /* The queries see other keys as well: out is float32 (float64 if q is), and lse, (2,B,H,Sq) or (2,H,Tq), holds two numbers for each
    * row, whose sum is the LSE. The backward takes lse and delta of the whole row; dq, dk and dv are float32. Sinks are not accepted. */
   int32_t partial;
@@ -109,12 +108,12 @@ typedef struct strobe_part {
 /* WHAT is computed: everything except the tensors. */
 typedef struct strobe_attention {
   uint64_t size;
-  /* The factor of q.k; without has_scale it is 1/sqrt(D), or 1 with STROBE_HYPERBOLIC. Of scale, softcap, beta and shift at most 2e38 is
-     accepted, but for STROBE_FLOAT64 and the engine "reference". */
+  /* The factor of q.k; without has_scale it is 1/sqrt(D), or 1 with STROBE_HYPERBOLIC. scale, softcap, beta and shift are accepted up to
+     2e38, and without a limit for STROBE_FLOAT64 and the engine "reference". */
   double scale;
   int32_t has_scale;
   int32_t causal;          /* key j is visible to query i if j <= i + offset */
-  int32_t alignment;       /* a strobe_alignment: it gives the offset that causal, window and ALiBi share */
+  int32_t alignment;       /* a strobe_alignment: it sets the offset that causal, window and ALiBi share */
   int32_t has_window_left; /* j >= i + offset - window_left */
   int64_t window_left;     /* >= 0 */
   int64_t window_right;    /* >= 0; j <= i + offset + window_right */
@@ -122,45 +121,45 @@ typedef struct strobe_attention {
   int32_t deterministic;    /* gradients have the same bits in every run; on the CPU they always have */
   double softcap;           /* c * tanh(x / c); 0: no softcap */
   double dropout;           /* probability of dropping, in [0, 1), in steps of 1/256: see docs/semantics.md */
-  uint64_t seed, offset;    /* they choose the dropout mask, unless strobe_tensors.rng is given */
+  uint64_t seed, offset;    /* they determine the dropout mask, unless strobe_tensors.rng is given */
   int64_t block_q, block_k; /* the blocks of the block-sparse mask, multiples of 16 */
-  int64_t tile_q, tile_k;   /* the tile (Br, Bc) wished for; 0: the engine's own choice. strobe_explain names the tile that runs */
-  /* Varlen only: upper bounds of the lengths, which are also the sizes of mask, bias and blocks. 0: these sizes are Tq and Tk, and the
+  int64_t tile_q, tile_k;   /* the requested tile (Br, Bc); 0: the engine's own choice. strobe_explain names the tile that runs */
+  /* Varlen only: upper bounds of the lengths; they are also the sizes of mask, bias and blocks. 0: these sizes are Tq and Tk, and the
    * longest lengths are read from cu_seqlens if it lies in host memory. On a GPU it is not read, and the work is that of the bounds. */
   int64_t max_seqlen_q, max_seqlen_k;
-  int32_t exact_max;  /* follow the running maximum where an engine would let it lag, and compute the exact tanh of softcap */
-  int32_t allow_tf32; /* let a GPU compute fp32 by single TF32 products */
+  int32_t exact_max;  /* follow the running maximum even where an engine would let it lag, and compute the exact tanh of softcap */
+  int32_t allow_tf32; /* let a GPU compute each fp32 product as a single TF32 product */
   int32_t strict;     /* refuse a call that would not run on the fastest engine of this device */
-  int32_t check;      /* check values in device memory (lengths, page_table, CSR), which synchronises; those in host memory always are */
-  const char *engine; /* run on this engine only, e.g. "cpu-avx2"; null: on the one with the least predicted time */
+  int32_t check;      /* check values in device memory (lengths, page_table, CSR), which synchronises; values in host memory always are */
+  const char *engine; /* run on this engine only, e.g. "cpu-avx2"; null: on the engine with the least predicted time */
   int32_t score;      /* a strobe_score */
   int32_t reserved;
   double beta;  /* for STROBE_HYPERBOLIC; > 0 */
   double shift; /* for STROBE_HYPERBOLIC */
-  /* The bits of a row of out, lse and dq depend only on its query, the keys that it sees and the options; those of dk and dv depend only
-   * on their sequence and head: see docs/semantics.md. The engine is then the first one that takes the dtype, head dimensions and
+  /* The bits of a row of out, lse and dq depend only on its query, the keys that it sees and the options; the bits of dk and dv depend only
+   * on their sequence and head: see docs/semantics.md. The engine is then the first one that accepts the dtype, head dimensions and
    * options. */
   int32_t invariant;
   int32_t reserved_invariant; /* 0 */
   const strobe_part *part;    /* the tensors hold a part of a larger problem; null: all of it */
   int32_t accumulate;         /* backward: dq, dk and dv, which are float32 (float64 if q is), are added to */
   int32_t reserved_2;
-  int64_t k_scale_group; /* with k_scale: 0: one for each key and head; else a multiple of 32: one for each column and so many rows */
+  int64_t k_scale_group; /* with k_scale: 0: one for each key and head; else a multiple of 32: one for each column and this many rows */
 } strobe_attention;
 
-/* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads these too and writes the gradients; one that is null is
- * not computed. What is read may share memory. What is written shares no byte with any other tensor, and its strides are positive where it
- * has several elements; it may lie between the elements of another, as tensors cut out of one buffer do. That is found out exactly, unless
- * strides are so irregular that it would take long: then tensors whose ranges of memory meet are refused. */
+/* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads all of these and writes the gradients; a null one is not
+ * computed. Tensors that are read may share memory. A tensor that is written shares no byte with any other tensor, and its strides are
+ * positive on axes with several elements; it may be interleaved with another, as tensors cut out of one buffer are. Overlap is found
+ * exactly, unless strides are so irregular that this would take long: then tensors whose memory ranges meet are refused. */
 typedef struct strobe_tensors {
   uint64_t size;
   const strobe_tensor *q, *k, *v;
   const strobe_tensor *mask; /* bool, true = attend; (B|1, H|1, Sq|1, Sk|1); varlen: per sequence, (.., max_seqlen_q|1, max_seqlen_k|1) */
   const strobe_tensor *bias; /* added to the score; shaped like mask; q's dtype or float32 (float64 if q is) */
   const strobe_tensor *alibi_slopes; /* float32 (H) or (B,H): -slope * |i + offset - j| is added to the score */
-  const strobe_tensor *sinks;        /* float32 (float64 if q is), (H): a logit that joins the denominator and no value */
-  const strobe_tensor *cu_seqlens_q; /* int32 (B+1): sequence b is the tokens [cu[b], cu[b+1]); padding follows cu[B] */
-  const strobe_tensor *cu_seqlens_k; /* given if cu_seqlens_q is, but not beside page_table */
+  const strobe_tensor *sinks;        /* float32 (float64 if q is), (H): a logit that joins the denominator and has no value */
+  const strobe_tensor *cu_seqlens_q; /* int32 (B+1): sequence b has the tokens [cu[b], cu[b+1]); padding follows cu[B] */
+  const strobe_tensor *cu_seqlens_k; /* given with cu_seqlens_q, but not with page_table */
   const strobe_tensor *block_rows;   /* int32 (B|1, H|1, nq+1): query block r keeps block_cols[rows[r] .. rows[r+1] - 1] */
   const strobe_tensor *block_cols;   /* int32 (kept): key blocks, strictly ascending within a row */
   const strobe_tensor *block_rows_t; /* the transpose, int32 (B|1, H|1, nk+1) and int32 (kept): optional, but some engines need it */
@@ -175,13 +174,13 @@ typedef struct strobe_tensors {
   const strobe_tensor *dbias;  /* bias's shape and dtype; it is summed over the axes where bias has size 1 */
   const strobe_tensor *dsinks; /* sinks' shape and dtype */
   /* both */
-  const strobe_tensor *seqused_k; /* int32 (B): of sequence b the first seqused_k[b] keys count, as if there were no more */
+  const strobe_tensor *seqused_k; /* int32 (B): only the first seqused_k[b] keys of sequence b count */
   /* forward, written where given; lse's dtype. They take another pass over the scores, and column_sums needs lse. */
-  const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf where nothing is seen. Sinks do not count */
+  const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf if nothing is visible. Sinks do not count */
   const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): of P over the queries, before dropout */
-  const strobe_tensor *delta; /* shaped like dlse, of lse's dtype: D, the sum of dout * out of each row; with a partial part, for out */
+  const strobe_tensor *delta; /* shaped like dlse, of lse's dtype: D, the sum of dout * out of each row; a partial part gives it, not out */
   /* forward: int32 (B, pages of a sequence). k and v are pools of pages; key j of sequence b is row j % page of their page
-   * page_table[b][j / page]. Sk is the number of keys that a row of the table has room for. Entries behind the last key that counts are
+   * page_table[b][j / page]. Sk is the number of keys that a row of the table has room for. Entries past the last key that counts are
    * not read. */
   const strobe_tensor *page_table;
   /* forward: the scales of quantised k and v, float16 or float32. Each stored number stands for itself times its scale. They have the
@@ -190,7 +189,7 @@ typedef struct strobe_tensors {
   const strobe_tensor *k_scale, *v_scale;
 } strobe_tensors;
 
-/* A parallel region that the caller provides. It has to run body(arg, i) once for each i in [0, n), on as many threads as it likes, and to
+/* A parallel region that the caller provides. It must run body(arg, i) once for each i in [0, n), on any number of threads, and
  * return when all are done. */
 typedef void (*strobe_parallel)(void *pool, int32_t n, void (*body)(void *arg, int32_t i), void *arg);
 
@@ -198,19 +197,19 @@ typedef void (*strobe_parallel)(void *pool, int32_t n, void (*body)(void *arg, i
 typedef struct strobe_execution {
   uint64_t size;
   int32_t threads; /* CPU: how many threads to use; 0: as many as the process may run on */
-  /* CUDA: how many of the GPU's multiprocessors are left to others, such as communication; from 0 to one fewer than there are. Grids
+  /* CUDA: how many of the GPU's multiprocessors are left to other work, such as communication; from 0 to one fewer than there are. Grids
    * that would be as large as the GPU shrink, and their work is divided among the multiprocessors that remain. docs/reference.md says
    * what other grids do. */
   int32_t reserved_sms;
-  strobe_parallel parallel; /* CPU: how to run them; null: threads start and end with the call, so that fork is safe afterwards */
-  void *pool;               /* handed to parallel */
+  strobe_parallel parallel; /* CPU: runs the work in parallel; null: threads start and end with the call, so that fork is safe afterwards */
+  void *pool;               /* passed to parallel */
   void *stream;             /* CUDA: a CUstream */
-  void *workspace;          /* at least strobe_workspace_size() bytes, aligned to 256, where q lies; null: allocated for the call */
+  void *workspace;          /* at least strobe_workspace_size() bytes, aligned to 256, on q's device; null: allocated for the call */
   uint64_t workspace_bytes;
   /* Provides the workspace if `workspace` is null and one is needed: aligned to 256, and alive until the call's work is done. Null: it
-   * comes from host memory, or from the stream's own pool. */
+   * comes from host memory, or from the stream's memory pool. */
   void *(*allocate)(void *allocator, uint64_t bytes);
-  void *allocator; /* handed to allocate */
+  void *allocator; /* passed to allocate */
 } strobe_execution;
 
 /* What would run. Strings live as long as the library. */
@@ -218,7 +217,7 @@ typedef struct strobe_plan {
   uint64_t size;
   const char *engine;       /* e.g. "cpu-avx512" */
   int64_t tile_q, tile_k;   /* the tile (Br, Bc) that runs */
-  uint64_t workspace_bytes; /* where q lies; linear in the sequence, plus a byte per 16 queries x 32 keys of a mask (CPU) */
+  uint64_t workspace_bytes; /* on q's device; linear in the sequence, plus a byte per 16 queries x 32 keys of a mask (CPU) */
   double predicted_seconds;
 } strobe_plan;
 
@@ -235,12 +234,12 @@ STROBE_API int32_t strobe_make_plan(const strobe_attention *, const strobe_tenso
 STROBE_API int32_t strobe_workspace_size(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                          uint64_t *bytes);
 
-/* A call that is validated, and whose engine is chosen, once, so that it can run often on other addresses. It keeps shapes, strides,
+/* A call that is validated once, with its engine chosen, so that it can run often on other addresses. It keeps shapes, strides,
  * dtypes, devices and options, but no addresses. Several threads may run it at the same time. */
 typedef struct strobe_prepared strobe_prepared;
 
-/* Where the tensors of a prepared call lie now: null if the call was prepared without one. Whether an address is a multiple of 16 decides
- * how memory is read. Each address must therefore be a multiple of 16 if, and only if, it was one when the call was prepared. */
+/* The addresses of a prepared call's tensors: null if the call was prepared without the tensor. Whether an address is a multiple of 16
+ * decides how memory is read. Each address must therefore be a multiple of 16 if, and only if, it was one when the call was prepared. */
 typedef struct strobe_addresses {
   uint64_t size;
   void *q, *k, *v, *mask, *bias, *alibi_slopes, *sinks, *cu_seqlens_q, *cu_seqlens_k;
@@ -253,7 +252,7 @@ typedef struct strobe_addresses {
   void *k_scale, *v_scale;
 } strobe_addresses;
 
-/* Only threads and reserved_sms are kept of the execution. On success *prepared is written; the caller has to release it. */
+/* Keeps only threads and reserved_sms of the execution. On success *prepared is written; the caller has to release it. */
 STROBE_API int32_t strobe_prepare(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction,
                                   strobe_prepared **prepared);
 STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *plan);
@@ -263,7 +262,7 @@ STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *pl
 STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
 STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; no run may be under way */
 
-/* Says in words what strobe_make_plan finds: what was asked, each engine's plan or reason against, what was chosen and what was rounded.
+/* Reports in words what strobe_make_plan finds: the call, each engine's plan or its reason against, the choice, and what was rounded.
  * Writes at most capacity bytes, always with a terminator; needed (optional) receives the whole length including the terminator. */
 STROBE_API int32_t strobe_explain(const strobe_attention *, const strobe_tensors *, const strobe_execution *, int32_t direction, char *text,
                                   size_t capacity, size_t *needed);
@@ -279,27 +278,27 @@ STROBE_API int32_t strobe_kernels(const strobe_attention *, const strobe_tensors
                                   char *text, size_t capacity, size_t *needed);
 
 /* The engines of this library on this machine: the name of each, and the reason why it cannot run here (null if it can). Past the last one,
- * both return null. The name of an engine that has a form for each device appears twice. */
+ * both return null. An engine that has a form for each device is listed twice. */
 STROBE_API const char *strobe_engine_name(int32_t index);
 STROBE_API const char *strobe_engine_missing(int32_t index);
 
-/* What is known of CUDA here, a line each for driver, devices, NVRTC, what NVRTC compiles for (compute capabilities times ten) and cache
- * folder: paths and versions, or the reason why there is none.
+/* The state of CUDA here, a line each for driver, devices, NVRTC, the compute capabilities (times ten) that NVRTC compiles for, and the
+ * cache folder: paths and versions, or the reason why there is none.
  * The text is written as by strobe_explain. This call initialises the driver; a child that this process forks later cannot use CUDA. */
 STROBE_API int32_t strobe_cuda_info(char *text, size_t capacity, size_t *needed);
 
-/* What is known of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, as lines "name = value":
- * "file", where it lies (empty without a cache folder); "format", "device" and "kernels", which the table has to repeat to be used; and
- * "ignored", the reason if the table that is there is not used. The text is written as by strobe_explain. */
+/* The state of the table of tiles that `strobe tune` measures on a GPU and keeps beside the kernel cache, as lines "name = value":
+ * "file", its path (empty without a cache folder); "format", "device" and "kernels", which the table must repeat to be used; and
+ * "ignored", the reason if an existing table is not used. The text is written as by strobe_explain. */
 STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capacity, size_t *needed);
 
 /* Writes keep, a bool (B,H,Sq,Sk) on the CPU, which is true where dropout keeps the element. Reads dropout, seed and offset of the
- * attention, or rng (int64 (2), on the CPU) in the place of seed and offset. */
+ * attention, or rng (int64 (2), on the CPU) instead of seed and offset. */
 STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep,
                                        const strobe_execution *);
 
 /* The float64 reference on the CPU evaluates the formulas row by row; it is slow on purpose. Inputs may have any float dtype; out, lse and
- * all gradients are float64. Only dq, dk and dv that are added to (accumulate) may be float32 as well, unless q is float64.
+ * all gradients are float64. With accumulate, dq, dk and dv may be float32 as well, unless q is float64.
  * rows (optional) selects queries by ascending flat indices, (b*H + h)*Sq + i or with varlen h*Tq + t. The forward then computes and writes
  * only these rows, and the backward only their dq; dbias and dsinks are then refused.
  * cols (optional) selects keys likewise, (b*Hkv + h)*Sk + j or with varlen h*Tk + t. The backward then computes only their dk and dv. */

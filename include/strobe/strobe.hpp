@@ -76,7 +76,7 @@ struct bfloat16 {
 struct float8_e4m3 {
   uint8_t bits;
 };
-struct int4x2 { // column 2n in the low nibble of the n-th
+struct int4x2 { // column 2n is the low nibble of element n
   uint8_t bits;
 };
 
@@ -105,7 +105,7 @@ struct Shape {
   }
 };
 
-// What a call may read: memory that the caller owns, seen through a shape. By default it is absent.
+// A tensor that a call may read: memory that the caller owns, seen through a shape. By default it is absent.
 class ConstTensor {
 public:
   ConstTensor() = default;
@@ -136,7 +136,7 @@ public:
   }
 
   explicit operator bool() const { return present; }
-  // `name` is the argument's, for the InvalidArgument that a range which is too short for its shape raises.
+  // Makes the strobe_tensor; `name` is the argument's, for the InvalidArgument raised if a range is too short for its shape.
   const strobe_tensor *get(const char *name) const {
     if (!wrong.empty()) throw InvalidArgument(std::string(name) + ": " + wrong);
     return present ? &tensor : nullptr;
@@ -155,10 +155,10 @@ public:
 private:
   strobe_tensor tensor{};
   bool present = false;
-  std::string wrong; // empty, or the reason why no call can take it
+  std::string wrong; // empty, or the reason why no call can accept it
 };
 
-// What a call may write.
+// A tensor that a call may write.
 class Tensor : public ConstTensor {
 public:
   Tensor() = default;
@@ -207,7 +207,7 @@ struct Attention {
   ConstTensor page_table = {}; // if given, k and v are pools of pages; forward alone
 
   ConstTensor k_scale = {}, v_scale = {}; // if given, k and v are quantised; forward alone
-  int64_t k_scale_group = 0;              // 0: a scale for each key and head; else for each column and so many rows of k
+  int64_t k_scale_group = 0;              // 0: a scale for each key and head; else for each column and this many rows of k
 
   int64_t block_q = 0, block_k = 0; // for block sparsity
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
@@ -221,12 +221,12 @@ struct Attention {
 
 struct Forward {
   Tensor out = {}, lse = {};
-  Tensor max_logit = {}, column_sums = {}; // where wanted: another pass over the scores
+  Tensor max_logit = {}, column_sums = {}; // if given, they take another pass over the scores
 };
 // A gradient left out is not computed.
 struct Backward {
   ConstTensor out = {}, lse = {}, dout = {}, dlse = {};
-  ConstTensor delta = {};  // with a partial part, instead of out
+  ConstTensor delta = {};  // with a partial part, given instead of out
   bool accumulate = false; // dq, dk and dv, which are float32 (float64 if q is), are added to
   Tensor dq = {}, dk = {}, dv = {}, dbias = {}, dsinks = {};
 };
@@ -238,12 +238,12 @@ struct Execution {
   void *pool = nullptr;
   void *stream = nullptr;
   std::span<std::byte> workspace = {};
-  int32_t reserved_sms = 0; // of a GPU, left to others
+  int32_t reserved_sms = 0; // multiprocessors of the GPU that are left to other work
 };
 
 namespace detail {
 
-// The struct, which may point into itself: it stays where it is made.
+// The C struct. It may point into itself, so it is neither copied nor moved.
 struct RawAttention : strobe_attention {
   explicit RawAttention(const Attention &a) : strobe_attention{} {
     size = sizeof(strobe_attention);
@@ -336,7 +336,7 @@ inline void backward(const Attention &attention, const Backward &gradients, cons
   detail::check(strobe_backward(&a, &t, &e));
 }
 
-// What would run for these arguments of forward() or backward().
+// Reports what would run for these arguments of forward() or backward().
 template <detail::Direction D> strobe_plan plan(const Attention &attention, const D &direction, const Execution &execution = {}) {
   const detail::RawAttention a(attention, direction);
   const auto t = detail::raw(attention, direction);
@@ -380,7 +380,7 @@ public:
     detail::check(strobe_prepared_plan(prepared.get(), &plan));
     return plan;
   }
-  // `size` is filled in.
+  // run() sets `size` itself.
   void run(strobe_addresses addresses, const Execution &execution = {}) const {
     addresses.size = sizeof addresses;
     const auto e = detail::raw(execution);
@@ -403,9 +403,9 @@ inline void dropout_mask(const Attention &attention, const Tensor &keep, const E
 
 struct EngineInfo {
   std::string name;
-  std::optional<std::string> missing; // why it cannot run on this machine
+  std::optional<std::string> missing; // the reason why it cannot run on this machine
 };
-// Each name once. An engine that has a form for each device can run if either form can.
+// Each name once. An engine with a form for each device can run if either form can.
 inline std::vector<EngineInfo> engines() {
   std::vector<EngineInfo> list;
   for (int32_t i = 0; const char *name = strobe_engine_name(i); i++) {

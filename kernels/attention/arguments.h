@@ -1,4 +1,4 @@
-// What a kernel is called with, written by the host and read by the device: plain structs, the same bytes in both.
+// The arguments of kernels, written by the host and read by the device: plain structs, the same bytes in both.
 #pragma once
 #include "divisor.h"
 #include "features.h"
@@ -19,14 +19,14 @@ struct Operand {
   STROBE_FN explicit operator bool() const { return data != nullptr; }
 };
 
-// CSR over query blocks, or its transpose over key blocks.
+// CSR of kept mask blocks: over query blocks, or transposed over key blocks.
 struct BlockList {
   const i32 *offsets, *indices;        // offsets: (batch, heads, rows + 1), absolute
   i64 count;                           // entries
   i64 rows, batch_stride, head_stride; // strides of offsets; 0: broadcast
-  i64 row_tokens, column_tokens;       // of a block
+  i64 row_tokens, column_tokens;       // tokens of a mask block
 
-  // The list of block row `row`. Entries are clamped, never trusted.
+  // The list of row `row` of mask blocks. Entries are clamped, never trusted.
   STROBE_FN BlockRow row(i64 b, i64 h, i64 row) const {
     const i32 *o = offsets + b * batch_stride + h * head_stride + row;
     i64 begin = min(max((i64)o[0], 0ll), count), end = min(max((i64)o[1], begin), count);
@@ -40,31 +40,32 @@ struct HeldRows {
   i64 seqlen_q, seqlen_k;
 };
 
-// One sequence of the batch: where its tokens lie and what sees what. Positions within a sequence fit 31 bits (the host refuses more).
+// One sequence of the batch: where its tokens lie and which keys are visible. Positions within a sequence fit 31 bits (the host refuses
+// more).
 struct Sequence {
   i64 q0, k0; // first packed token; 0 when dense
   Band band;
 };
 
-// Where the keys of a sequence lie if K and V are pools of pages. A key is lacking, and hidden, if the table names no page of the pools.
+// Where the keys of a sequence lie if K and V are pools of pages. A key is missing, and hidden, if the table names no page of the pools for
+// it.
 struct SequencePages {
   const i32 *table;
-  u32 page, pages; // keys of a page; pages of the pools
-  i32 shift;       // log2 of page, -1: it is no power of two
+  u32 page, pages; // keys per page; pages in the pools
+  i32 shift;       // log2 of page; -1: page is no power of two
 
   STROBE_FN u32 number(i32 j) const { return shift >= 0 ? (u32)j >> shift : (u32)j / page; }
   STROBE_FN bool lacks(i32 j) const { return (u32)table[number(j)] >= pages; }
-  // The distance, in elements, from row 0 of page 0 to row j of a head. For a row that is lacking: to some row that may be read.
+  // The distance, in elements, from row 0 of page 0 to row j of a head. For a missing row: the distance to some row that may be read.
   STROBE_FN i64 offset(i32 j, i64 page_stride, i64 row_stride) const {
     const u32 n = number(j);
     return offset_of((u32)table[n], (u32)j - n * page, page_stride, row_stride);
   }
-  // The same of row `slot` of a page for which the table has `entry`.
+  // The same for row `slot` of the page that `entry` of the table names.
   STROBE_FN i64 offset_of(u32 entry, u32 slot, i64 page_stride, i64 row_stride) const {
     return (entry < pages ? (i64)entry * page_stride : 0) + (i64)slot * row_stride;
   }
-  // Whether any of the keys [begin, end) is lacking, judged by this thread's share of their pages: page `first` and every count-th one
-  // after it.
+  // Whether any of the keys [begin, end) is missing. This thread looks only at page `first` and every count-th page after it.
   STROBE_FN bool lacks_some(i32 begin, i32 end, u32 first, u32 count) const {
     bool some = false;
     for (u32 n = number(begin) + first; n <= number(end - 1); n += count) some |= (u32)table[n] >= pages;
@@ -74,8 +75,8 @@ struct SequencePages {
 
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
-  const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense; of keys in pages cu_seqlens_k is their table, see pages()
-  const i32 *seqused_k;   // (batch): how many keys of each sequence count (Features::seqused); of a part its table (part.h); null: all
+  const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense; with paged keys cu_seqlens_k is the page table, see pages()
+  const i32 *seqused_k;   // (batch): how many keys of each sequence count (Features::seqused); with a part: its table (part.h); null: all
   i64 seqlen_q, seqlen_k; // of the longest sequence
   i64 total_q, total_k;   // varlen: packed tokens
   i64 left, right;        // the window; Band::kFar: unbounded
@@ -99,16 +100,16 @@ struct Inputs {
         nk = min(min(max((i64)cu_seqlens_k[b + 1], k0), total_k) - k0, seqlen_k);
       }
     }
-    if constexpr (kSeqused == kCounted) nk = min((i64)max(seqused_k[b], 0), nk); // clamped, too
+    if constexpr (kSeqused == kCounted) nk = min((i64)max(seqused_k[b], 0), nk); // clamped as well
     if constexpr (kSeqused == kPaged) {
       if (seqused_k) nk = min((i64)max(seqused_k[b], 0), nk);
-      if (total_k == 0) nk = 0; // there is no page, and nothing may be read of the pools
+      if (total_k == 0) nk = 0; // without pages nothing may be read from the pools
     }
     return {q0, k0, Band::make(nq, nk, bottom_right != 0, left, right)};
   }
-  // The page table of keys in pages. Such keys are never packed, and the forward does not read blocks_t, so existing members hold it: the
-  // table (batch, pages of a sequence) is cu_seqlens_k, the number of pages is total_k, and blocks_t holds the entries from a row of the
-  // table to the next one, the keys of a page, their logarithm, and how to divide by them.
+  // The page table of paged keys. Such keys are never packed, and the forward does not read blocks_t, so existing members hold it: the
+  // table (batch, pages of a sequence) is cu_seqlens_k, the number of pages is total_k, and blocks_t holds the distance between two rows of
+  // the table, the keys per page, their logarithm, and the divisor.
   STROBE_FN SequencePages pages(i64 b) const {
     return {page_table(b), (u32)blocks_t.row_tokens, (u32)total_k, (i32)blocks_t.column_tokens};
   }
@@ -123,7 +124,7 @@ struct Inputs {
   STROBE_FN i64 rows() const { return cu_seqlens_q ? heads * total_q : (i64)batch * heads * seqlen_q; }
 };
 
-// Keys of a share of sequences of uneven lengths.
+// The keys of one share, where sequences have uneven lengths.
 STROBE_FN constexpr i32 least_keys_of_share() { return 256; }
 STROBE_FN constexpr i32 enough_keys_of_share() { return 4096; }
 
@@ -134,46 +135,46 @@ struct ForwardArguments {
   i32 splits;
   i32 bundle; // (batch, head) pairs whose tiles run together, sharing the L2 cache
   float *partial_out, *partial_lse;
-  // In place of `splits`, for sequences of uneven lengths (device/uneven_shares.h): how many shares there may be beyond one of each
-  // sequence, and how many fill the GPU once. Shares are numbered through all sequences. Each writes O, (shares, heads, seqlen_q,
-  // head_dim_v), and LSE to partial_out and partial_lse, unless its sequence has no other. share_places: (batch) a sequence's first share,
-  // and how many.
+  // Replaces `splits` for sequences of uneven lengths (device/uneven_shares.h): the largest number of shares beyond one per sequence, and
+  // the number of shares that fill the GPU once. Shares are numbered through all sequences. Each writes O, (shares, heads, seqlen_q,
+  // head_dim_v), and LSE to partial_out and partial_lse, unless it is its sequence's only share. share_places: (batch) a sequence's first
+  // share, and how many it has.
   i32 extra_shares, round_shares;
   i32 *share_places;
 };
 
-// Of the pass after a forward that makes max_logit and column_sums; either may be null.
+// The arguments of the pass after a forward that makes max_logit and column_sums; either may be null.
 struct AuxiliaryArguments {
   Inputs in;
   Operand lse, max_logit, column_sums; // (batch, head, query, -), (batch, head, -, -), (batch, query head, key, -)
-  void *largest;                       // of each (batch, head, tile of keys), in lse's type
-  void *inverse;                       // (rows), in lse's type, for column_sums: what P of a row is multiplied by
-  i32 tiles;                           // of keys, of a head
+  void *largest;                       // one per (batch, head, tile of keys), in lse's type
+  void *inverse;                       // (rows), in lse's type, for column_sums: the factor of P of a row
+  i32 tiles;                           // tiles of keys per head
 };
 
-// Of the pass that adds up dK and dV where the query heads of a key head are shared out among thread blocks. dk_shares, dv_shares: FP32,
-// (batch, share, key, columns), the shares of a key head one behind the other.
+// The arguments of the pass that adds up dK and dV where the query heads of a key head are divided among thread blocks. dk_shares,
+// dv_shares: FP32, (batch, share, key, columns); the shares of a key head follow one another.
 struct SharesArguments {
   Inputs in;
-  Operand dk, dv, dk_shares, dv_shares; // gradients that nobody wants are null
-  i32 shares;                           // of a key head
-  i32 tiles;                            // of keys, of a (batch, key head) pair
+  Operand dk, dv, dk_shares, dv_shares; // gradients that are not asked for are null
+  i32 shares;                           // shares per key head
+  i32 tiles;                            // tiles of keys per (batch, key head) pair
 };
 
 struct BackwardArguments {
   Inputs in;
-  Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that nobody wants are null
+  Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that are not asked for are null
   void *delta;   // (2, rows), in lse's type: D = rowsum(dO * O) - dLSE, and LSE's correction (device/settle_row.h; the ladder: D alone)
   float *dq_sum; // (rows, head_dim of the kernel), FP32: dq_sums of them: where several key tiles add to dQ
-  u32 *turns;    // deterministic: (query tiles of all rows) who may add next
+  u32 *turns;    // deterministic mode: for each query tile, how many key tiles have added to it
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
-  // Hopper. For each tile of tile_q queries -LSE in exp2's unit and D; with a bias -LSE, its correction in exp2's unit
-  // (kernels/device/settle_row.h) and D. A query that does not exist or sees nothing has -inf and 0; one whose dO is not finite has NaN and
-  // 0; one whose LSE alone is not finite has -LSE and 0.
+  // Hopper, for each tile of tile_q queries: -LSE in exp2's unit, and D; with a bias -LSE, its correction in exp2's unit
+  // (kernels/device/settle_row.h) and D. A query that does not exist or sees no key has -inf and 0; a query whose dO is not finite has NaN
+  // and 0; a query of which only LSE is not finite has -LSE and 0.
   float *rows;
-  i32 first_stores; // nothing clears dq_sum: the first to add to a tile stores instead
-  i32 dq_sums;      // how many dq_sum holds, one behind the other: a power of two (attention/dq_sum.h)
+  i32 first_stores; // dq_sum is not cleared: the first block that reaches a tile stores instead of adding
+  i32 dq_sums;      // how many copies of dQ's sum dq_sum holds, one after another: a power of two (attention/dq_sum.h)
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -1,4 +1,4 @@
-// The ground every shared piece stands on: no standard or CUDA header, so that NVRTC compiles these files unchanged.
+// Types and functions that every shared file needs: no standard or CUDA header, so that NVRTC compiles these files unchanged.
 // On the host each instruction set's translation unit defines STROBE_ISA, so that its inline functions are its own.
 #pragma once
 
@@ -19,7 +19,7 @@ using i32 = int;
 using i64 = long long;
 using u64 = unsigned long long;
 
-// Of natural logarithms and those to base 2.
+// ln 2 and log2 e.
 template <class T> inline constexpr T kLog2e = T(1.4426950408889634074);
 template <class T> inline constexpr T kLn2 = T(0.69314718055994530942);
 

@@ -1,4 +1,4 @@
-// Division by a number that the host knows: one multiplication.
+// Division by a number that the host knows, as one multiplication.
 #pragma once
 #include "base.h"
 

@@ -15,7 +15,8 @@ struct Philox {
 STROBE_FN Philox philox4x32_7(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
-    const u64 x0 = (u64)0xD2511F53u * c0, x2 = (u64)0xCD9E8D57u * c2; // whole: on the GPU two products would take two instructions each
+    const u64 x0 = (u64)0xD2511F53u * c0,
+              x2 = (u64)0xCD9E8D57u * c2; // 64-bit: on the GPU separate low and high products would take two instructions each
     c0 = (u32)(x2 >> 32) ^ c1 ^ k0;
     c1 = (u32)x2;
     c2 = (u32)(x0 >> 32) ^ c3 ^ k1;
@@ -47,7 +48,7 @@ STROBE_FN constexpr u32 dropout_threshold(double p) {
 }
 STROBE_FN constexpr float dropout_keep_rate(u32 threshold) { return (float)threshold / 256.0f; }
 
-// Position -> its group (a coordinate of the counter) and its slot (which of the group's 4 rows or columns), the same for queries and keys.
+// Position -> its group (a coordinate of the counter) and its slot (which of the group's 4 rows or columns); the same for queries and keys.
 STROBE_FN constexpr u32 dropout_group(i64 position) { return (u32)((position >> 4) * 4 + ((position & 7) >> 1)); }
 STROBE_FN constexpr u32 dropout_slot(i64 position) { return (u32)((position & 1) + 2 * ((position >> 3) & 1)); }
 

@@ -17,17 +17,17 @@ using Range = BasicRange<i64>;
 // Query i sees key j if i + low <= j <= i + high and 0 <= j < seqlen_k.
 template <class Int> struct BasicBand {
   using Range = BasicRange<Int>;
-  static constexpr i64 kFar = 1ll << 62; // an unbounded side
+  static constexpr i64 kFar = 1ll << 62; // a side without a bound
   Int seqlen_q, seqlen_k;
   Int low, high;
-  Int offset; // of the alignment: i + offset is the key opposite query i (ALiBi's distance is |i + offset - j|)
+  Int offset; // from the alignment: i + offset is the key opposite query i (ALiBi's distance is |i + offset - j|)
 
-  // left, right >= 0, or kFar and beyond for an unbounded side
+  // left, right: >= 0; kFar or more means no bound
   STROBE_FN static BasicBand make(i64 seqlen_q, i64 seqlen_k, bool bottom_right, i64 left, i64 right) {
     i64 offset = bottom_right ? seqlen_k - seqlen_q : 0;
     return {seqlen_q, seqlen_k, left >= kFar ? -kFar : offset - left, right >= kFar ? kFar : offset + right, offset};
   }
-  // The same relation with the roles exchanged: the queries that a key is seen by.
+  // The same relation with the roles exchanged: the queries to which a key is visible.
   STROBE_FN BasicBand transposed() const { return {seqlen_k, seqlen_q, -high, -low, -offset}; }
 
   STROBE_FN bool visible(Int i, Int j) const { return j >= i + low && j <= i + high && j >= 0 && j < seqlen_k; }
@@ -38,7 +38,7 @@ template <class Int> struct BasicBand {
 };
 using Band = BasicBand<i64>;
 
-// The same relation, its far sides cut to what 32 bits hold.
+// The same relation with its far sides limited to 32 bits.
 STROBE_FN BasicBand<i32> narrow(const Band &b) {
   constexpr i64 kMost = (1ll << 30) - 1;
   return {(i32)b.seqlen_q, (i32)b.seqlen_k, (i32)max(b.low, -kMost), (i32)min(b.high, kMost), (i32)b.offset};

@@ -1,4 +1,4 @@
-// Lists of integers that lie with gaps in the caller's memory (cu_seqlens_q = table[:, 0]): the host describes them, and a pass copies them
+// Lists of integers that have gaps in the caller's memory (cu_seqlens_q = table[:, 0]): the host describes them, and a pass copies them
 // into the workspace before kernels read them.
 #pragma once
 #include "base.h"

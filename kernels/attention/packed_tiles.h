@@ -1,5 +1,5 @@
-// Tiles of packed sequences, numbered through all of them without a sum over those before: the tiles of sequence b begin at number
-// row / tile + b, where row is its first one. Behind the last tile of a sequence there may be a number that no tile has.
+// Tiles of packed sequences, numbered through all of them without a sum over the sequences before: the tiles of sequence b begin at number
+// row / tile + b, where row is its first one. After the last tile of a sequence a number may be unused.
 #pragma once
 #include "base.h"
 
@@ -8,18 +8,18 @@ namespace strobe::inline STROBE_ISA {
 STROBE_FN constexpr i64 first_packed_tile(i64 row, i64 b, i64 tile) { return row / tile + b; }
 STROBE_FN constexpr i64 count_packed_tiles(i64 rows, i64 batch, i64 tile) { return div_up(rows, tile) + batch; }
 
-// A tile of sequence b, from its row `begin` on; below 0 or beyond its last one where no tile has the number.
+// A tile of sequence b that starts at its row `begin`; below 0 or past the last row if the number is unused.
 struct PackedTile {
   i32 b, begin;
 };
-// rows: of all sequences. cu_seqlens need not be what they should. In 32 bits, for threads with few registers.
+// rows: of all sequences. cu_seqlens may be illegal. 32-bit arithmetic, for threads with few registers.
 STROBE_FN PackedTile packed_tile(const i32 *cu_seqlens, i64 rows, i32 batch, i32 tile, i32 number) {
   const u32 most = (u32)min(rows, 0x7FFFFFFFll);
   const auto row_of = [&](i32 b) { return min((u32)max(cu_seqlens[b], 0), most); };
   i32 low = 0, high = batch;
   while (high - low > 1) {
     const i32 middle = (i32)((u32)(low + high) / 2);
-    if (middle <= number && row_of(middle) < (u32)(number - middle + 1) * (u32)tile) // its first tile's number is not greater
+    if (middle <= number && row_of(middle) < (u32)(number - middle + 1) * (u32)tile) // the number of its first tile is not greater
       low = middle;
     else
       high = middle;

@@ -14,21 +14,21 @@ struct HeldRange {
   STROBE_FN i32 shift() const { return local - start; } // row - position
 };
 
-// The lists lie behind this table.
+// The lists follow this table in memory.
 struct PartTable {
-  i64 lse_low; // of a partial part: how many elements behind a row's LSE its second number lies
+  i64 lse_low; // partial part: the distance, in elements, from a row's LSE to its second number
   i32 first_head, first_batch;
-  i32 count_q, count_k;                     // ranges of a sequence
-  i32 columns;                              // of mask, bias and dbias: positions of the longest sequence
-  i32 step_q, step_k;                       // from the ranges of a sequence to those of the next one; 0: all sequences have the same
-  i32 step_whole_q, step_whole_k;           // the same of the lengths of whole sequences
+  i32 count_q, count_k;                     // ranges per sequence
+  i32 columns;                              // columns of mask, bias and dbias: positions of the longest sequence
+  i32 step_q, step_k;                       // words between the ranges of two sequences; 0: all sequences have the same ranges
+  i32 step_whole_q, step_whole_k;           // the same for the lengths of whole sequences
   i32 ranges_q, ranges_k, whole_q, whole_k; // where the lists begin, in words
   i32 unused;
 
   STROBE_FN const i32 *words() const { return (const i32 *)this; }
 };
 
-// The kernel that writes it: some of its words.
+// Arguments of the kernel that writes the table: some of its words.
 enum : i32 { kMostWords = 1016 };
 struct WordArguments {
   i32 *to;
@@ -38,13 +38,12 @@ struct WordArguments {
 
 STROBE_FN const PartTable &part_of(const Inputs &in) { return *(const PartTable *)in.seqused_k; }
 
-// How many tiles of `tile` rows are numbered for a sequence that holds `rows` rows in `count` ranges. Each tile lies within one range and
-// begins where the range does; with blocks, tiles are cut at multiples of `tile` as well. Some numbers therefore belong to tiles without
-// rows.
-STROBE_FN constexpr i64 spare_tiles(bool blocks) { return blocks ? 2 : 1; } // of a range
+// How many tile numbers a sequence has that holds `rows` rows in `count` ranges. Each tile lies within one range; the first one begins
+// where the range does; with block sparsity, tiles are cut at multiples of `tile` as well. Some numbers therefore belong to empty tiles.
+STROBE_FN constexpr i64 spare_tiles(bool blocks) { return blocks ? 2 : 1; } // per range
 STROBE_FN constexpr i64 part_tiles(i64 rows, i64 count, i64 tile, bool blocks) { return rows / tile + count * spare_tiles(blocks); }
 
-// The first n below `count` for which is_so(n) is true, or `count`. If it is true of one n, it must be true of all that follow.
+// The first n below `count` for which is_so(n) is true, or `count`. If is_so(n) is true, it must be true for all larger n.
 template <class IsSo> STROBE_FN i32 first_where(i32 count, const IsSo &is_so) {
   i32 low = 0, high = count;
   while (low < high) {
@@ -56,7 +55,7 @@ template <class IsSo> STROBE_FN i32 first_where(i32 count, const IsSo &is_so) {
   }
   return low;
 }
-// The range to which the tile of this number belongs: the last one (of one or more) whose first number is not greater.
+// The range that contains the tile of this number: the last one (of one or more) whose first number is not greater.
 template <class FirstNumber> STROBE_FN i32 range_of_tile(i32 count, i32 number, const FirstNumber &first_number) {
   i32 low = 0, high = count;
   while (high - low > 1) {
@@ -69,8 +68,8 @@ template <class FirstNumber> STROBE_FN i32 range_of_tile(i32 count, i32 number, 
   return low;
 }
 
-// The ranges of one side of a sequence, ascending; the host has moved those without rows to the end. held: how many rows there are, which
-// limits the ranges whatever the list says.
+// The ranges of one side of a sequence, ascending; the host has moved empty ranges to the end. held: the number of rows, which limits the
+// ranges whatever the list says.
 struct HeldRanges {
   const HeldRange *ranges;
   i32 count;
@@ -81,7 +80,7 @@ struct HeldRanges {
     r.length = max(min(r.length, held - r.local), 0);
     return r;
   }
-  // The first range that ends behind this position, or `count`.
+  // The first range that ends after this position, or `count`.
   STROBE_FN i32 first_behind(i64 position) const {
     return first_where(count, [&](i32 n) { return ranges[n].end() > position; });
   }
@@ -95,7 +94,7 @@ STROBE_FN HeldRanges held_keys(const Inputs &in, i64 b) {
   return {(const HeldRange *)(t.words() + t.ranges_k) + b * t.step_k, t.count_k, (i32)in.held(b).seqlen_k};
 }
 
-// The whole sequence; q0 and k0 are where its rows here begin, until a tile adds its shift.
+// The whole sequence; q0 and k0 are the first of its rows in the tensors, until a tile adds its shift.
 STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
   const PartTable &t = part_of(in);
   const HeldRows held = in.held(b);
@@ -103,11 +102,11 @@ STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
   return {held.q0, held.k0, Band::make(nq, nk, in.bottom_right != 0, in.left, in.right)};
 }
 
-// A tile of rows by its number among those of a sequence: positions [begin, end), none of a number without rows.
+// A tile of rows by its number within a sequence: positions [begin, end), empty if the number has no rows.
 struct PartTile {
   i32 begin, end, shift; // row = position + shift
 };
-// Where the tiles of a range are counted from: the position, and the number, of its first tile.
+// The origin of a range's tiles: the position and the number of its first tile.
 STROBE_FN i32 first_of_tiles(const HeldRange &r, i32 tile, bool blocks) {
   return blocks ? (i32)((u32)r.start / (u32)tile) * tile : r.start;
 }
@@ -122,7 +121,7 @@ STROBE_FN PartTile part_tile(const HeldRanges &ranges, i32 number, i32 tile, boo
   return {max(at, r.start), min(at + tile, r.end()), r.shift()};
 }
 
-// How many tiles the sequence with the most tiles has, in a whole call or in a part.
+// The number of tiles of the sequence with the most tiles, in a whole call or in a part.
 template <Features F, i32 kTile> STROBE_FN i64 query_tiles(const Inputs &in) {
   if constexpr (F.part) return part_tiles(in.seqlen_q, part_of(in).count_q, kTile, F.blocks != 0);
   return div_up(in.seqlen_q, kTile);
@@ -131,8 +130,8 @@ template <Features F, i32 kTile> STROBE_FN i64 key_tiles(const Inputs &in) {
   if constexpr (F.part) return part_tiles(in.seqlen_k, part_of(in).count_k, kTile, F.blocks != 0);
   return div_up(in.seqlen_k, kTile);
 }
-// The tile of queries of a given number, which begins at position q0, and the sequence as this tile sees it: position i is row s.q0 + i,
-// and the tile's queries end at the band's seqlen_q.
+// The query tile with the given number, which begins at position q0, and the sequence as this tile sees it: position i is row s.q0 + i, and
+// the tile's queries end at the band's seqlen_q.
 struct Queries {
   i32 q0;
   Sequence s;
@@ -142,13 +141,13 @@ STROBE_FN Queries queries_at(const Inputs &in, i64 b, const PartTile &tile) {
   x.s.q0 += tile.shift, x.s.band.seqlen_q = tile.end;
   return x;
 }
-// The sequence as a tile of keys sees it: position j is row s.k0 + j, and the tile's keys end at seqlen_k.
+// The sequence as a key tile sees it: position j is row s.k0 + j, and the tile's keys end at seqlen_k.
 STROBE_FN Sequence keys_at(const Inputs &in, i64 b, const PartTile &tile) {
   Sequence s = whole_sequence(in, b);
   s.k0 += tile.shift, s.band.seqlen_k = tile.end;
   return s;
 }
-// As first_query_tile and count_query_tiles (dq_sum.h): the tiles of a head of a sequence one after another.
+// Like first_query_tile and count_query_tiles (dq_sum.h): the tiles of one head of a sequence are contiguous.
 STROBE_FN i64 first_part_tile(const Inputs &in, i64 b, i64 h, i64 tile, bool blocks) {
   const i64 count = part_of(in).count_q, spare = count * spare_tiles(blocks);
   if (!in.cu_seqlens_q) return (b * in.heads + h) * part_tiles(in.seqlen_q, count, tile, blocks);

@@ -1,4 +1,4 @@
-// The one question every kernel asks: for this tile of queries, which tiles of keys, and does this one need masking?
+// Answers the one question of every kernel: which tiles of keys belong to this tile of queries, and does this one need masking?
 // Dense, causal, window, varlen (one Band a sequence) and block-sparse differ here and nowhere else. The backward over key tiles asks the
 // same of band.transposed() and the transposed blocks.
 #pragma once
@@ -6,12 +6,12 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// One row of a block-sparse CSR: the kept blocks, ascending. Entries are clamped, never trusted. cols == nullptr: everything is kept.
+// One row of a block-sparse CSR: the kept mask blocks, ascending. Entries are clamped, never trusted. cols == nullptr: everything is kept.
 struct BlockRow {
   const i32 *cols;
   i64 count;
-  i64 block; // keys per block
-  // The first entry at or beyond a column of blocks.
+  i64 block; // keys per mask block
+  // The first entry at or after a given column of mask blocks.
   STROBE_FN i64 first_from(i64 column) const {
     i64 low = 0, high = count;
     while (low < high) {
@@ -37,15 +37,15 @@ template <class Int> struct BasicKeyTile {
 };
 using KeyTile = BasicKeyTile<i64>;
 
-// Tiles of keys for the queries [q0, q1), q0 < q1, which lie within one row of blocks. They ascend, do not overlap, have at most `tile`
-// keys, and each has a visible key in its hull. Adjacent kept blocks are walked as one run unless each block holds whole tiles. `align`
-// divides `tile` and, for block-sparse, the block. share: this walk's share where several divide the keys.
+// Tiles of keys for the queries [q0, q1), q0 < q1, which lie within one row of mask blocks. They ascend, do not overlap, have at most
+// `tile` keys, and the hull of each has a visible key. Adjacent kept blocks are walked as one run unless each block holds whole tiles.
+// `align` divides `tile` and, with block sparsity, the block. share: this walk's share if several walks divide the keys.
 template <class Int> class BasicSchedule {
 public:
   using Range = BasicRange<Int>;
   struct Share {
     Int index, count;
-    Int keys = 0; // not 0: the keys [index * keys, index * keys + keys), whatever the queries see
+    Int keys = 0; // not 0: the share has the keys [index * keys, index * keys + keys), whatever the queries see
   };
   STROBE_FN BasicSchedule(const BasicBand<Int> &band, Int q0, Int q1, Int tile, Int align, BlockRow row = {nullptr, 0, 0},
                           Share share = {0, 1})
@@ -53,13 +53,13 @@ public:
         seqlen_(band.seqlen_k) {
     begin();
   }
-  // any: the keys to walk over, out of those that some query sees.
+  // any: the keys to walk over, among those that some query sees.
   STROBE_FN BasicSchedule(Range any, const BasicBand<Int> &band, Int q0, Int q1, Int tile, Int align, BlockRow row)
       : any_(any), all_(band.keys_all(q0, q1)), row_(row), tile_(tile), align_(align), seqlen_(band.seqlen_k) {
     begin();
   }
 
-  // The keys that one of several walks over.
+  // The keys of one of several walks.
   STROBE_FN static Range keys_of_share(Range keys, Int tile, Int align, Share share) {
     if (share.keys) return intersect(keys, {share.index * share.keys, share.index * share.keys + share.keys});
     if (share.count == 1) return keys;
@@ -94,14 +94,14 @@ private:
     }
   }
   STROBE_FN Int below(Int x) const { return x / align_ * align_; }
-  // ahead_: the block of the next entry, cut to the sequence. If there is no next entry, it is empty and begins at the sequence's end.
+  // ahead_: the block of the next entry, clipped to the sequence. Without a next entry it is empty and begins at the sequence's end.
   STROBE_FN void advance() {
     ahead_ = {seqlen_, seqlen_};
     if (entry_ >= row_.count) return;
     const Int c = max((Int)row_.cols[entry_++], Int(0));
     if (c < blocks_) ahead_ = {c * block_, min(c * block_ + block_, seqlen_)};
   }
-  STROBE_FN bool next_run() { // dense has the one run that the constructor set
+  STROBE_FN bool next_run() { // a dense schedule has only the run that the constructor set
     if (!row_.cols) return false;
     while (entry_ < row_.count || !ahead_.empty()) {
       Range run = ahead_;
@@ -117,9 +117,9 @@ private:
   Range any_, all_, run_{0, 0}, ahead_{0, 0};
   BlockRow row_;
   Int tile_, align_, seqlen_, next_ = 0;
-  Int block_ = 1, blocks_ = 0; // keys of a block, blocks of the sequence
+  Int block_ = 1, blocks_ = 0; // keys of a mask block, mask blocks of the sequence
   i64 entry_ = 0;
-  bool join_ = false; // adjacent blocks: they do not hold whole tiles
+  bool join_ = false; // whether adjacent blocks are joined: they do not hold whole tiles
 };
 using Schedule = BasicSchedule<i64>;
 

@@ -1,14 +1,15 @@
 // From q.k to the score that softmax sees, and back: softcap, hyperbolic distance, ALiBi. V is a float on the GPU, a vector of lanes on the
-// CPU. tanh and abs are found with the type.
+// CPU; tanh and abs are found by V's type.
 #pragma once
 #include "base.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// c tanh(s / c) (Gemma 2), and its derivative by s. tanh(x, slope) comes with the type: 1 - tanh^2 would cancel where it saturates.
+// c tanh(s / c) (Gemma 2), and its derivative by s. tanh(x, slope) is defined with V and gives the derivative too: 1 - tanh^2 would cancel
+// where tanh saturates.
 template <class V> STROBE_FN V softcap(V s, V cap, V inverse_cap, V &slope) { return cap * tanh(s * inverse_cap, slope); }
-// -beta arccosh(max(-x, 1)) - shift of a Lorentz product x (Gulcehre et al. 2019), and its derivative by x: beta / sqrt(x^2 - 1), and 0
-// from x = -1 on. distance * factor: beta arccosh(max(-x, 1)); slope: the derivative of the arccosh, which becomes the score's.
+// -beta arccosh(max(-x, 1)) - shift of a Lorentz product x (Gulcehre et al. 2019), and its derivative by x: beta / sqrt(x^2 - 1), and 0 for
+// x >= -1. distance * factor is beta arccosh(max(-x, 1)); slope: on entry the derivative of arccosh, on return that of the score.
 template <class V> STROBE_FN V hyperbolic(V distance, V factor, V beta, V shift, V &slope) {
   slope *= beta;
   return -(factor * distance + shift);

@@ -1,5 +1,5 @@
-// Online softmax (Milakov & Gimelshein 2018; FlashAttention's m and l), one row a lane. m is the running maximum of the scores in their own
-// unit, l the sum of exp2((s - m) * unit). -inf is an ordinary value: there is no finite sentinel.
+// Online softmax (Milakov & Gimelshein 2018; FlashAttention's m and l), one row per lane. m is the running maximum of the scores in their
+// own unit, l the sum of exp2((s - m) * unit). -inf is an ordinary value: there is no finite sentinel.
 #pragma once
 #include "base.h"
 
@@ -9,11 +9,11 @@ template <class V> struct RowState {
   V m, l;
 };
 
-// What scores are measured against: m, or 0 in a row that has seen nothing yet (-inf - -inf is not a number).
+// The value that is subtracted from scores: m, or 0 in a row that has seen no key yet (-inf - -inf is not a number).
 template <class V> STROBE_FN V reference_of(V m, V minus_infinity) { return select(m == minus_infinity, V(0), m); }
 
-// Takes a tile's maximum in; returns the factor that l was multiplied by and O must be. m may stay behind by up to `slack` (in the scores'
-// unit; 0: the running maximum itself): P then grows to exp2(slack * unit) at most, and most tiles need no rescaling.
+// Updates m by a tile's maximum; returns the factor by which l was multiplied, and O must be. m may stay behind by up to `slack` (in the
+// scores' unit; 0: m is the running maximum): P then grows to exp2(slack * unit) at most, and most tiles need no rescaling.
 template <class V> STROBE_FN V rescale(RowState<V> &row, V tile_max, V unit, V slack, V minus_infinity) {
   V m = select(row.m + slack < tile_max, tile_max, row.m);
   V alpha = exp2((row.m - reference_of(m, minus_infinity)) * unit);

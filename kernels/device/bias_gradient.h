@@ -1,5 +1,5 @@
-// dbias = dS, summed over what bias was broadcast over. A block of threads owns a tile of dbias, walks over all tiles of scores that add to
-// it, in a fixed order, and computes them anew: nothing is shared, so it takes no workspace and is the same over runs.
+// dbias = dS, summed over the axes on which bias was broadcast. A thread block owns a tile of dbias, walks over all tiles of scores that
+// add to it, in a fixed order, and recomputes them. Blocks share nothing, so this takes no workspace and gives the same bits in every run.
 #pragma once
 #include "../attention/part.h"
 #include "../ptx/math.h"
@@ -8,7 +8,7 @@ namespace strobe {
 
 // Tile says how a family makes dS of a tile of scores. It has kTileQ, kTileK, kThreads, of_part() and T; Sum, a thread's elements of a
 // tile; take_queries(b, h, q0), which returns whether there are any queries (in a part q0 counts the rows held, while keys are positions of
-// the whole sequence); add(sum, lost, k0), which keeps what roundings lose in `lost`; put(sum), which writes the sum to shared memory,
+// the whole sequence); add(sum, lost, k0), which keeps the rounding errors in `lost`; put(sum), which writes the sum to shared memory,
 // where at(query, key) is an element; and add(x, lost, y) for two numbers.
 template <bool kPart> __device__ __forceinline__ i64 columns_of(const Inputs &in) {
   if constexpr (kPart) return part_of(in).columns;
@@ -19,7 +19,7 @@ template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(c
   using T = typename Tile::T;
   using B = typename Element<kBias>::type;
   const Inputs &in = a.in;
-  // The tiles that this block takes along an axis: one of its own, or all where bias was broadcast along the axis.
+  // The tiles that this block takes along an axis: one, or all if bias was broadcast along the axis.
   struct TilesAlong {
     i32 begin, end;
     __device__ __forceinline__ TilesAlong(u32 &item, i64 stride, i64 count) {

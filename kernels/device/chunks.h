@@ -1,4 +1,4 @@
-// Results over chunks of keys that begin at fixed places and are merged in ascending order: the bits of a row then do not depend on which
+// Chunks of keys begin at fixed places, and their results are merged in ascending order: the bits of a row then do not depend on which
 // thread block computes which chunk. (A Config's `invariant` asks for this; it is not one of the Features.)
 #pragma once
 #include "../attention/base.h"
@@ -6,13 +6,13 @@
 
 namespace strobe {
 
-// Merges two results over different keys, each a normalised O with its natural LSE: before * x + now * y. If one side saw nothing, the
-// other one keeps its bits.
+// Merges two results over different keys, each a normalised O with its natural LSE: before * x + now * y. If one side saw no key, the other
+// one keeps its bits.
 struct Merge {
   float lse, before, now;
-  bool keep, take; // the one or the other alone
+  bool keep, take; // only the earlier result counts; only the new one does
 
-  // precise: for a sink that may be far above, where an error of the smaller weight is an error of all of O.
+  // precise: for a sink that may be far above, where an error of the smaller weight becomes an error of all of O.
   __device__ __forceinline__ Merge(float a, float b, bool precise = false)
       : lse(a), before(1), now(0), keep(b == minus_infinity<float>()), take(false) {
     if (keep) return;
@@ -28,9 +28,9 @@ struct Merge {
     lse = row_lse(top, 1.0f, sum), before = __fdiv_rn(x, sum), now = __fdiv_rn(y, sum);
   }
   __device__ __forceinline__ float operator()(float x, float y) const {
-    return __fmaf_rn(take ? -0.0f : x, before, keep ? -0.0f : __fmul_rn(y, now)); // -0 changes nothing that it is added to
+    return __fmaf_rn(take ? -0.0f : x, before, keep ? -0.0f : __fmul_rn(y, now)); // adding -0 changes nothing
   }
-  // The same for results that hold infinities and NaN of V already: these stay, however little their chunk weighs.
+  // The same for results that already hold infinities and NaN from V: these stay, however small the weight of their chunk.
   __device__ __forceinline__ float of_any(float x, float y) const {
     if (x - x + (y - y) == 0) return (*this)(x, y);
     return keep ? x : take ? y : x + y;

@@ -8,7 +8,7 @@ namespace strobe {
 
 template <class T> __device__ __forceinline__ void add_to(T &o, float x) { o = Convert<T>::from(to_float(o) + x); }
 
-// Adds x to an element of out or, where the keys are split, of the partial result of part `split`.
+// Adds x to an element of out or, where the keys are split, of the partial result of split `split`.
 template <class T> __device__ __forceinline__ void add_to_out(const ForwardArguments &a, i32 split, i32 b, i32 h, i64 row, i32 c, float x) {
   if (a.splits > 1)
     a.partial_out[(split * a.in.rows() + a.in.row_index(b, h, row)) * a.in.head_dim_v + c] += x;
@@ -25,7 +25,7 @@ template <class T> __device__ __forceinline__ void store_sixteen(T *row, i32 the
   store_global_below(column, there, row + column, odd ? other : left, odd ? right : other);
 }
 
-// Stores a warp's part of a warpgroup's sums, times a factor, in the tensor. row: the warp's first row; `rows` rows exist from it on.
+// Stores a warp's rows of a warpgroup's sums, times a factor, in the tensor. row: the warp's first row; `rows` rows exist from it on.
 template <class T, int kColumns>
 __device__ __forceinline__ void store_rows(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns, const float (&x)[kColumns / 2],
                                            float factor) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_rows(const Operand &out, i32 b, i32 h, i64
   }
 }
 
-// The same in fp32, without an exchange between lanes. kAdds: adds to what the tensor holds.
+// The same in fp32, without an exchange between lanes. kAdds: adds to the tensor's contents.
 template <bool kAdds, int kColumns>
 __device__ __forceinline__ void store_rows_unrounded(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns,
                                                      const float (&x)[kColumns / 2], float factor) {

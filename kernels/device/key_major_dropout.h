@@ -1,4 +1,5 @@
-// Dropout of transposed 16x16 blocks of P (rows are keys): 16 bytes a Philox call, of which two lanes with neighbouring keys use 8 each.
+// Dropout of transposed 16x16 blocks of P (rows are keys): one Philox call gives 16 bytes, of which two lanes with neighbouring keys use 8
+// each.
 #pragma once
 #include "../tile/registers.h"
 #include "scores.h"
@@ -8,11 +9,11 @@ namespace strobe {
 template <Features F> struct KeyMajorDropout {
   Dropout<F> dropout;
 
-  // Gives what is dropped of P^T a sign. i, j: query and key of the corner of block [0][0], multiples of 16.
+  // Negates the dropped elements of P^T. i, j: query and key of the corner of block [0][0], multiples of 16.
   template <int kKeys, int kQueries>
   __device__ __forceinline__ void mark(tile::Accumulator (&P)[kKeys][kQueries], i32 i, i32 j, i32 head, i32 batch) const {
     const u32 of_head = dropout.whole_head(head), of_batch = dropout.whole_batch(batch);
-    if constexpr (F.part == kAnywhere) { // i and j are no multiples of 16
+    if constexpr (F.part == kAnywhere) { // i and j are not multiples of 16
 #pragma unroll
       for (int n = 0; n < kKeys * kQueries * 8; ++n) {
         const int m = n / 8 % kKeys, q = n / 8 / kKeys, c = n / 4 % 2, r = n / 2 % 2, e = n % 2;
@@ -23,8 +24,8 @@ template <Features F> struct KeyMajorDropout {
       }
       return;
     }
-    // Two blocks at a time: lanes with an even key call for the first one, their neighbours for the second one, and they trade what they
-    // do not need. A last block without partner is called for twice.
+    // Two blocks at a time: lanes with an even key call Philox for the first block, their neighbours for the second, and they exchange
+    // halves. Both call it for a last block that has no partner.
     constexpr int kBlocks = kKeys * kQueries;
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {

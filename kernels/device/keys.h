@@ -1,6 +1,6 @@
-// Where the rows of K and V of a sequence lie. Dense: batch after batch; packed: a sequence's tokens from cu_seqlens_k on; in pages: as a
-// table says. What finds rows in pages by itself: simt/tile.h, which copies them in another way, sm90/forward/load.h, which has the copy
-// engine bring them, and mma/decode/, whose warps each copy some. The CPU engines have src/cpu/keys.h.
+// Where the rows of K and V of a sequence lie. Dense: one batch after another; packed: a sequence's tokens from cu_seqlens_k on; paged:
+// where the table says. Three kernels find rows in pages themselves: simt/tile.h, which copies them in another way, sm90/forward/load.h,
+// where the copy engine loads them, and mma/decode/, whose warps each copy some. The CPU engines have src/cpu/keys.h.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/copy.h"
@@ -21,12 +21,12 @@ template <class T> struct Keys {
 
   __device__ __forceinline__ const T *row(i64 j) const { return first + j * x.stride[2]; }
   __device__ __forceinline__ T at(i64 j, i64 c) const { return first[j * x.stride[2] + c * x.stride[3]]; }
-  // Rows [begin, end), as tiles are copied from.
+  // Rows [begin, end), as a source for copies of tiles.
   __device__ __forceinline__ tile::Matrix<const T> rows(i64 begin, i64 end) const {
     return {row(begin), x.stride[2], x.stride[3], (i32)end - (i32)begin, columns};
   }
 };
-// The same in pages.
+// The same for pages.
 template <class T> struct PagedKeys {
   const Operand &x;
   const T *first; // row 0 of page 0
@@ -61,7 +61,7 @@ template <class T, class KeyTile> __device__ __forceinline__ bool lacks_some(con
   return __any_sync(0xFFFFFFFFu, keys.pages.lacks_some((i32)tile.begin, (i32)tile.end, threadIdx.x % 32, 32)) != 0;
 }
 
-// K or V of a head: in pages or not, as the forward's features say.
+// K or V of a head, paged or not, as the forward's features say.
 template <class T, Features F = Features{}>
 __device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, const Sequence &s, i64 b, i64 head, i32 columns) {
   if constexpr (F.seqused == kPaged)
@@ -75,7 +75,7 @@ template <class T, Features F = Features{}> __device__ __forceinline__ auto k_of
 template <class T, Features F = Features{}> __device__ __forceinline__ auto v_of(const Inputs &in, const Sequence &s, i64 b, i64 head) {
   return keys_of<T, F>(in.v, in, s, b, head, in.head_dim_v);
 }
-template <class T, Features F> struct KeysOf { // what these are
+template <class T, Features F> struct KeysOf { // the type of K and V as the kernel reads them
   using type = Keys<T>;
 };
 template <class T, Features F>
@@ -105,7 +105,7 @@ __device__ __forceinline__ auto v_of_call(const Arguments &a, const Sequence &s,
   else
     return v_of<T, F>(in, s, b, head);
 }
-// For the copy engine: the row of its maps of K and V at which row j of a sequence lies.
+// For the copy engine: the row of its maps of K and V that holds row j of a sequence.
 template <class Rows> __device__ __forceinline__ i32 mapped_row(const Rows &s, i32 j) { return (i32)s.k0 + j; }
 
 } // namespace strobe

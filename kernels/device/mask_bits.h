@@ -1,16 +1,16 @@
-// A bool mask as bits, which lie in the order in which lanes hold a tile of scores (in the forward) or a transposed one (in the backward);
-// and the arguments of the kernel that packs them.
+// A bool mask as bits, in the order in which lanes hold a tile of scores (forward) or a transposed tile (backward); and the arguments of
+// the kernel that packs them.
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/divisor.h"
 
 namespace strobe {
 
-// A byte holds what one lane has of 16 queries and 16 keys: bit 4 r + 2 c + e is row 8 r + lane / 4, column 8 c + 2 (lane % 4) + e. The
+// A byte holds one lane's elements of 16 queries and 16 keys: bit 4 r + 2 c + e is row 8 r + lane / 4, column 8 c + 2 (lane % 4) + e. The
 // bytes lie in the order (batch, head, 16 queries, 16 keys, lane); strides are 0 where the mask is broadcast. Transposed, rows are keys,
 // and columns queries.
 struct MaskBits {
-  STROBE_FN static constexpr i64 block_bytes() { return 32; } // of 16 x 16
+  STROBE_FN static constexpr i64 block_bytes() { return 32; } // bytes of 16 x 16 elements
   u8 *data;
   i64 batch_stride, head_stride, row_stride;
   STROBE_FN u8 *at(i64 b, i64 h, i64 rows, i64 keys, i32 lane) const {
@@ -21,16 +21,16 @@ struct MaskBits {
 struct MaskArguments {
   Operand mask;
   MaskBits bits;
-  u32 cells;                                                // of 16 queries and 64 keys, or of 64 and 16, in all heads that differ
-  Divisor heads;                                            // that differ, of a sequence
+  u32 cells;                                                // of 16 queries and 64 keys (transposed: 64 and 16), over all heads that differ
+  Divisor heads;                                            // distinct heads per sequence
   Divisor rows, columns;                                    // of cells
-  i32 queries, keys;                                        // of a head's mask, 1 where it is broadcast over queries
-  BasicBand<i32> band;                                      // what lies outside is not packed; transposed where the bits are
-  STROBE_FN static constexpr i32 tail() { return 32 * 16; } // bytes behind the last, which the forward may read
+  i32 queries, keys;                                        // of a head's mask; 1 if it is broadcast over queries
+  BasicBand<i32> band;                                      // elements outside the band are not packed; transposed like the bits
+  STROBE_FN static constexpr i32 tail() { return 32 * 16; } // bytes past the last one, which the forward may read
 };
 
 struct MaskConfig {
-  i32 aligned; // rows lie on 16-byte addresses: 16 keys are read at a time
+  i32 aligned; // rows begin at 16-byte addresses: 16 keys are read at a time
   i32 by_keys; // transposed
   STROBE_FN static constexpr i32 threads() { return 128; }
 };

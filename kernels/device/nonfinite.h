@@ -9,7 +9,7 @@
 
 namespace strobe {
 
-template <class T> struct ExponentBits; // of a pair: where its bits are, and the lowest one
+template <class T> struct ExponentBits; // the exponent bits of a pair, and the lowest one of each
 template <> struct ExponentBits<bf16> {
   static constexpr u32 kBits = 0x7F807F80, kUnit = 0x00800080, kOnes = 0x3F803F80;
 };
@@ -17,14 +17,14 @@ template <> struct ExponentBits<f16> {
   static constexpr u32 kBits = 0x7C007C00, kUnit = 0x04000400, kOnes = 0x3C003C00;
 };
 
-// The sign bit of each half: it is not finite. (An exponent of all ones carries into the sign.)
+// The sign bit of each half that is not finite. (An exponent of all ones carries into the sign.)
 template <class T> __device__ __forceinline__ u32 nonfinite(u32 pair) {
   return ((pair & ExponentBits<T>::kBits) + ExponentBits<T>::kUnit) & 0x80008000u;
 }
 // All bits of the halves whose sign bit is set.
 __device__ __forceinline__ u32 spread(u32 signs) { return (signs >> 15) * 0xFFFFu; }
 
-// Splits y: what is finite stays, the rest becomes 0 there and 1 in the result.
+// Splits y: finite numbers stay; the others become 0 in y and 1 in the result.
 template <class T, class Operand> __device__ __forceinline__ Operand split_nonfinite(Operand &y) {
   Operand flags;
 #pragma unroll
@@ -46,7 +46,7 @@ template <class T> __device__ __forceinline__ tile::Left nonzero(tile::Left x) {
   return x;
 }
 
-// d becomes NaN where something was counted.
+// d becomes NaN where a number was counted.
 __device__ __forceinline__ void make_nonfinite(tile::Accumulator &d, const tile::Accumulator &count) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void make_nonfinite(tile::Accumulator &d, const tile:
   }
 }
 
-// Whether this thread's share of the bytes at base (a multiple of 16) holds a number that is not finite.
+// Whether the bytes at base (a multiple of 16) that this thread reads hold a number that is not finite.
 template <class T> __device__ __forceinline__ bool any_nonfinite(u32 base, int bytes, int thread, int threads) {
   u32 found = 0;
 #pragma unroll 1
@@ -66,9 +66,9 @@ template <class T> __device__ __forceinline__ bool any_nonfinite(u32 base, int b
   return found != 0;
 }
 
-// Of V, in the forward.
+// For V, in the forward.
 
-// This thread's share of a tile of V in shared memory. Returns whether anything was replaced.
+// Clears numbers that are not finite in this thread's chunks of a tile of V in shared memory. Returns whether anything was replaced.
 template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinline__ bool clear_nonfinite(u32 v, int thread) {
   constexpr int kChunks = kRows * kColumns / 8;
   u32 any = 0;
@@ -89,9 +89,9 @@ template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinli
   return any;
 }
 
-// Adds what is not finite in V to the results, which are in memory. kThreads threads call it; `thread` is this one's number. rows: has
-// count, query(row), head(row) and add(row, column, x). keys: those that were walked over, of which only the keys of kept blocks count. v:
-// the V of this head, in global memory.
+// Adds V's numbers that are not finite to the results, which are in memory. kThreads threads call it; `thread` is this one's number. rows:
+// has count, query(row), head(row) and add(row, column, x). keys: the keys that were walked over; of these only keys of kept blocks count.
+// v: the V of this head, in global memory.
 template <int kThreads, Features F, Functions kFunctions, class KeysOfHead, class Rows>
 __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions> &scores, const Dropout<F> &dropout, const KeysOfHead &v,
                                               Range keys, BlockRow blocks, Rows rows, int thread) {
@@ -114,12 +114,12 @@ __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions>
   }
 }
 
-// FP32 by TF32. The split into hi and lo makes NaN of infinities, of NaN, and of numbers that TF32 rounds to infinity. They are rare: only
-// where a result is not finite is the work done again without them.
+// FP32 by TF32. The split into hi and lo turns infinities, NaN, and numbers that TF32 rounds to infinity into NaN. They are rare: only
+// where a result is not finite is the work repeated without them.
 
-__device__ __forceinline__ bool finite_tf32(float x) { return fabsf(x) < __int_as_float(0x7F7FF000); } // as TF32
+__device__ __forceinline__ bool finite_tf32(float x) { return fabsf(x) < __int_as_float(0x7F7FF000); } // when rounded to TF32
 
-// For each row of a lane: which of the columns of S that the lane holds the row sees. Bit 4n + 2c + e.
+// For each of a lane's rows: which of the columns of S that the lane holds are visible. Bit 4n + 2c + e.
 template <int kM, int kN> struct Seen {
   static_assert(4 * kN <= 32);
   u32 bits[kM][2];
@@ -134,7 +134,7 @@ template <int kM, int kN> struct Seen {
   }
 };
 
-// In kRows x kColumns elements; between barriers.
+// The same for kRows x kColumns elements; a barrier must come before and after.
 template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void clear_nonfinite_tf32(u32 base, int thread) {
 #pragma unroll 1
   for (int i = thread; i < kRows * kColumns; i += kThreads) {
@@ -144,7 +144,7 @@ template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void
 }
 
 // d += the numbers of the matrix B that are not finite, for the rows that see them. seen: for each of a lane's rows, which of its columns
-// of the left operand the row sees, bit 4n + 2c + e.
+// of the left operand are visible, bit 4n + 2c + e.
 template <int kM, int kC, class Rows>
 __device__ __forceinline__ void add_nonfinite_tf32(tile::Accumulator (&d)[kM][kC], const u32 (&seen)[kM][2], const Rows &B) {
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// The schedules of a part of a larger problem: tiles of keys, ascending, and of queries, descending, none of which crosses a range of rows
-// that are held.
+// The schedules of a part of a larger problem: tiles of keys, ascending, and of queries, descending. No tile crosses the border of a range
+// of held rows.
 #pragma once
 #include "../attention/part.h"
 #include "query_tiles.h"
@@ -10,7 +10,7 @@ struct PartKeyTile : KeyTile {
   i32 shift; // row of K and V = position + shift
 };
 
-// What some of the queries [q0, q1) see of the ranges of keys. align: 16, or 1 where ranges begin anywhere.
+// The tiles of keys that some of the queries [q0, q1) see. align: 16, or 1 where ranges begin anywhere.
 class PartKeys {
 public:
   __device__ __forceinline__ PartKeys(const Band &band, i64 q0, i64 q1, i64 tile, i64 align, const BlockRow &row, const HeldRanges &ranges)
@@ -32,7 +32,7 @@ private:
     Band band = band_;
     band.seqlen_k = r.end();
     BlockRow row = row_;
-    if (row.cols) { // those before the range
+    if (row.cols) { // skip the entries before the range
       const i64 skipped = row.first_from(r.start / row.block);
       row.cols += skipped, row.count -= skipped;
     }
@@ -48,8 +48,8 @@ private:
   Schedule schedule_;
 };
 
-// The same where registers are short: one thread finds the tiles, two ahead, and leaves them in shared memory. All threads of the block ask
-// together, and meet at a barrier between any two questions but the first two.
+// The same where registers are short: one thread finds the tiles, two ahead, and leaves them in shared memory. All threads of the block
+// call it together, and meet at a barrier between any two calls but the first two.
 class SharedKeys {
 public:
   struct Memory {
@@ -81,16 +81,16 @@ private:
 
 struct PartQueryTile {
   i32 begin, end; // positions
-  i32 masked;     // some key does not see, or is not seen by, some query of it
+  i32 masked;     // some key of the tile is hidden from some query
   i32 shift;      // row = position + shift
-  i32 number;     // among the tiles of the sequence
+  i32 number;     // its number within the sequence
 };
 
-// The queries that see some of the keys [k0, k1), which lie within one range and one block.
+// The tiles of queries that see some of the keys [k0, k1), which lie within one range and one mask block.
 template <bool kBlocks, int kTile> class PartQueries {
 public:
   PartQueries() = default;
-  // seqlen_k of the band: where the range of the keys ends.
+  // seqlen_k of the band: where the keys' range ends.
   __device__ __forceinline__ PartQueries(const HeldRanges &ranges, const Band &band, i64 k0, i64 k1, i64 tile_k, const BlockRow &row)
       : ranges_(ranges), band_(band), row_(row), k0_(k0), k1_(k1), tile_k_(tile_k), n_(ranges.count) {
     next_range();
@@ -106,7 +106,8 @@ public:
       const i32 at = t.begin + origin();
       tile.begin = max(at, range_.start), tile.end = min(at + kTile, range_.end());
       tile.masked = t.masked || at < range_.start;
-      if (at < range_.start && intersect(band_.keys_any(tile.begin, tile.end), {k0_, k1_}).empty()) continue; // seen by those before it
+      // Only queries before the range see these keys.
+      if (at < range_.start && intersect(band_.keys_any(tile.begin, tile.end), {k0_, k1_}).empty()) continue;
       tile.shift = range_.shift();
       tile.number = number_of_first(range_, n_, kTile, kBlocks) + (i32)((u32)(at - first_of_tiles(range_, kTile, kBlocks)) / (u32)kTile);
       return true;
@@ -114,7 +115,7 @@ public:
   }
 
 private:
-  // Positions are counted from where the range begins, so that tiles begin there; those of blocks from 0.
+  // Positions are counted from the beginning of the range, so that tiles begin there; with block sparsity from 0.
   __device__ __forceinline__ i32 origin() const { return kBlocks ? 0 : range_.start; }
   __device__ __forceinline__ void next_range() {
     do {

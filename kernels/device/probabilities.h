@@ -5,12 +5,12 @@
 
 namespace strobe {
 
-// What `probabilities` makes of a function's slope.
+// What `probabilities` does with the function's derivative.
 enum class Slope { none, times_p, apart };
 
-// S^T -> P^T, for keys from j on and queries from i on. lse(n) returns what has lse(c, e): the LSE of the query in this lane's column (c,
-// e) of block n, in exp2's unit. kExact: lse is natural, and correction(c, e) is what rounding took from LSE (settle_row.h), in exp2's
-// unit. kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's slope, or the slope alone; otherwise s
+// S^T -> P^T, for keys from j on and queries from i on. lse(n) returns an object with lse(c, e): the LSE of the query in this lane's column
+// (c, e) of block n, in exp2's unit. kExact: lse is natural, and correction(c, e) is LSE's rounding error (settle_row.h), in exp2's unit.
+// kSlope (for a function of q.k): P goes into `P`, and s becomes P times the function's derivative, or the derivative alone; otherwise s
 // becomes P.
 template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, Functions kFunctions, class Lse>
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],
@@ -38,7 +38,7 @@ __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], ti
               p = probability(p, natural, own, correction);
             else
               p = exp2(kExact ? fmaf(fmaf(p, natural, -own), kLog2e<float>, -correction) : fmaf(p, scores.unit, -own));
-            if (hidden) p = 0; // LSE may be no number
+            if (hidden) p = 0; // LSE may be NaN
             if constexpr (kSlope != Slope::none) P[m][n].x[c][2 * r + e] = p;
             x = kSlope == Slope::apart ? slope : kSlope == Slope::times_p ? p * slope : p;
           }

@@ -1,4 +1,4 @@
-// What quantised K and V hold, a number at a time: what is stored, times its scale.
+// The values of quantised K and V, one number at a time: the stored number times its scale.
 #pragma once
 #include "../attention/quantised.h"
 #include "../ptx/math.h"
@@ -6,7 +6,7 @@
 
 namespace strobe {
 
-// The low bits of x, as they are stored. Integers are the last bits of a fraction: 2^23 + 2^7 + x is a float for each INT8 x.
+// The number that the low bits of x store. Integers become the last bits of a fraction: 2^23 + 2^7 + x is a float for each INT8 x.
 template <i32 kStored> __device__ __forceinline__ float stored_number(u32 x);
 template <> __device__ __forceinline__ float stored_number<kInt8>(u32 x) {
   return __uint_as_float(0x4B000000 | ((x & 255) ^ 128)) - 8388736.0f;
@@ -14,7 +14,7 @@ template <> __device__ __forceinline__ float stored_number<kInt8>(u32 x) {
 template <> __device__ __forceinline__ float stored_number<kInt4>(u32 x) {
   return __uint_as_float(0x4B000000 | ((x & 15) ^ 8)) - 8388616.0f;
 }
-template <> __device__ __forceinline__ float stored_number<kE4M3>(u32 x) { // FP16 has the same fields, but for the bias
+template <> __device__ __forceinline__ float stored_number<kE4M3>(u32 x) { // FP16 has the same fields with another exponent bias
   const f16 y{(unsigned short)((x & 0x80) << 8 | (x & 0x7F) << 7)};
   return (x & 0x7F) == 0x7F ? __int_as_float(0x7FFFFFFF) : 256.0f * to_float(y);
 }
@@ -23,19 +23,18 @@ __device__ __forceinline__ float scale_at(const void *scales, i64 at, bool half)
   return half ? to_float(((const f16 *)scales)[at]) : ((const float *)scales)[at];
 }
 
-// A scale as it is stored. Each dtype has a register of its own: of two loads into one register, each under a condition, the second waits
-// for the first.
+// A stored scale. Each dtype has a register of its own: if two conditional loads shared a register, the second would wait for the first.
 struct StoredScale {
   u32 as_half = 0;
   float as_float = 0;
 };
 
-// K or V of one key head of a sequence. kByColumn: of K alone.
+// K or V of one key head of a sequence. kByColumn: for K only.
 template <Features F, bool kByColumn> struct QuantisedKeys {
   static constexpr bool kPages = F.seqused == kPaged;
   const Operand &x, &scale;
   const u8 *first;    // row 0, or row 0 of page 0
-  const void *scales; // of the same, with kByColumn of the tensor's first group
+  const void *scales; // scales of that row; with kByColumn, of the tensor's first group
   i64 k0;             // the sequence's first row in the tensor
   i32 columns, group;
   bool half;
@@ -57,7 +56,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
     else
       return first + j * x.stride[2];
   }
-  // Where row j has its scale, or those of its columns.
+  // The scale of row j, or the first of its column scales.
   __device__ __forceinline__ i64 scales_of(i32 j) const {
     if constexpr (!kByColumn) {
       return kPages ? pages.offset(j, scale.stride[0], scale.stride[2]) : j * scale.stride[2];
@@ -68,11 +67,11 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
       return (k0 + j) / group * scale.stride[2];
     }
   }
-  // at: the answer of scales_of(j).
+  // at: the result of scales_of(j).
   __device__ __forceinline__ float scale_of(i64 at, i32 c) const {
     return scale_at(scales, kByColumn ? at + c * scale.stride[3] : at, half);
   }
-  // The scale of a row in two steps, so that other work can be done between the load and its use.
+  // Reads the scale of a row in two steps, so that other work fits between the load and its use.
   __device__ __forceinline__ StoredScale stored_scale(i64 at) const {
     StoredScale x;
     if (half)
@@ -90,12 +89,12 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
   }
   __device__ __forceinline__ float at(i32 j, i32 c) const { return stored_number<F.quant>(stored(row(j), c)) * scale_of(scales_of(j), c); }
 
-  // The bytes of rows that are copied 16 at a time, as 16-bit elements; not in pages.
+  // The bytes of rows that are copied 16 at a time, as 16-bit elements; for keys that are not paged.
   __device__ __forceinline__ tile::StridedMatrix<const f16> bytes(i64 begin, i64 end) const {
     static_assert(!kPages);
     return {{(const f16 *)row((i32)begin), x.stride[2] / 2, 1, (i32)end - (i32)begin, elements()}};
   }
-  __device__ __forceinline__ i32 elements() const { return columns / (F.quant == kInt4 ? 4 : 2); } // of 16 bits, in a row
+  __device__ __forceinline__ i32 elements() const { return columns / (F.quant == kInt4 ? 4 : 2); } // 16-bit elements per row
 
   struct Matrix {
     const QuantisedKeys *keys;

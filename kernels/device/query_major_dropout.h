@@ -7,13 +7,14 @@ namespace strobe {
 
 template <Features F> struct QueryMajorDropout {
   Dropout<F> dropout;
-  u32 head, batch; // of a part, those of the whole problem
+  u32 head, batch; // in a part, those of the whole problem
 
   // Random bytes, one for each element of this lane's: rows g and g + 8 of the left block, then of the right one. i, j: query and key of
   // the corner, multiples of 16.
   __device__ __forceinline__ void draw(u32 (&bytes)[4], i32 i, i32 j) const {
     int lane = tile::lane_id(), odd = lane >> 2 & 1;
-    // Lanes 4g+t with even g call for the left block, those with odd g for the right one: both own rows g, g^1, 8 more, of either.
+    // Lanes 4g+t with even g call Philox for the left block, those with odd g for the right one: both own rows g, g^1, and 8 further, of
+    // either.
     u32 query_group = (u32)i / 4 + (lane >> 3), key_group = (u32)j / 4 + 4 * odd + (lane & 3);
     Philox own = dropout_bits(dropout.key, key_group, query_group, head, batch);
     u32 low = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[0] : own.x[1], 4), high = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[2] : own.x[3], 4);
@@ -21,9 +22,9 @@ template <Features F> struct QueryMajorDropout {
     bytes[0] = odd ? low : first, bytes[1] = odd ? high : second;
     bytes[2] = odd ? first : low, bytes[3] = odd ? second : high;
   }
-  // Sets what is dropped of P to 0.
+  // Sets the dropped elements of P to 0.
   __device__ __forceinline__ void apply(tile::Accumulator &left, tile::Accumulator &right, i32 i, i32 j) const {
-    if constexpr (F.part == kAnywhere) { // i and j are no multiples of 16
+    if constexpr (F.part == kAnywhere) { // i and j are not multiples of 16
       keep_each(left, i, j);
       keep_each(right, i, j + 16);
       return;
@@ -33,7 +34,7 @@ template <Features F> struct QueryMajorDropout {
     keep(left, bytes[0], bytes[1]);
     keep(right, bytes[2], bytes[3]);
   }
-  // The same of a packed pair: columns 8 c, 8 c + 1 (and the lane's share) of the row that the bytes are of.
+  // The same for a packed pair: columns 8 c, 8 c + 1 (plus the lane's offset) of the row that the bytes belong to.
   __device__ __forceinline__ u32 kept(u32 pair, u32 bytes, int c) const {
     return pair & less_pairs(__byte_perm(bytes, 0, c ? 0x4342 : 0x4140), dropout.threshold * 0x00010001u);
   }

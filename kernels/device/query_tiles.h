@@ -1,6 +1,6 @@
-// The schedule the other way round, for kernels that own a tile of keys: which tiles of queries see some of it, last to first (so that,
-// under a causal mask, all key tiles of a head begin with the same queries: sums over key tiles in ascending order then wait for no one
-// long). 32-bit positions and a few registers, where Schedule's registers are dear.
+// The transposed schedule, for kernels that own a tile of keys: the tiles of queries that see some of it, last to first. Under a causal
+// mask all key tiles of a head then begin with the same queries, so that key tiles that add in ascending order wait only briefly. It uses
+// 32-bit positions and few registers, where Schedule would take too many.
 #pragma once
 #include "../attention/schedule.h"
 
@@ -8,14 +8,14 @@ namespace strobe {
 
 struct QueryTile {
   i32 begin;  // a multiple of the tile
-  i32 masked; // some key does not see, or is not seen by, some query of it
+  i32 masked; // some key of the tile is hidden from some query
 };
 
 // Tiles of kTile queries on a fixed grid; kTile divides the blocks' queries.
 template <bool kBlocks, int kTile> class QueryTiles {
 public:
   QueryTiles() = default;
-  // The keys [k0, k1), which lie within one block; row: that block's queries.
+  // The keys [k0, k1) lie within one mask block; row: that block's queries.
   __device__ __forceinline__ QueryTiles(const Band &band, i64 k0, i64 k1, i64 tile_k, const BlockRow &row) {
     Band t = band.transposed();
     Range any = t.keys_any(k0, k1), all = t.keys_all(k0, k1);
@@ -48,7 +48,7 @@ public:
   }
 
 private:
-  i32 begin_, end_, all_begin_, all_end_; // queries that see some key, that see every key
+  i32 begin_, end_, all_begin_, all_end_; // queries that see some key; queries that see every key
   i32 next_, floor_;
   i32 entry_;
   BlockRow row_;

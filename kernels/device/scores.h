@@ -1,5 +1,5 @@
-// Device code: from q.k to what softmax sees, one element at a time, and back. Every kernel asks here; features that a kernel is not
-// compiled with cost nothing.
+// Device code: from q.k to the score that softmax sees, one element at a time, and back. Every kernel uses it; features that a kernel is
+// not compiled with cost nothing.
 #pragma once
 #include "../ptx/math.h" // first: score.h finds tanh there
 
@@ -12,21 +12,21 @@
 namespace strobe {
 
 // How exact a function of the score is. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: enough for 16-bit
-// elements, with an error of 2^-22 in arccosh, and in a tanh whose slope is wanted too. half_rounded: the same, and every product and sum
-// is rounded by itself, so that a score has the same bits whatever code stands around it: else the compiler may join a product and a sum
-// where nothing is hidden, and not where something may be. full: to a few units in the last place of T, and rounded so, too.
+// elements, with an error of 2^-22 in arccosh, and in tanh when its derivative is needed. half_rounded: the same, and every product and sum
+// is rounded by itself, so that a score has the same bits whatever code surrounds it: otherwise the compiler might fuse a product and a sum
+// in the code for unmasked tiles, and not in that for masked ones. full: to a few units in the last place of T, and rounded likewise.
 enum class Functions { rough, half, half_rounded, full };
 STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_rounded || f == Functions::full; }
 
-// What a part of a larger problem adds to a kernel's numbers; nothing without one.
-template <bool kPart> struct PlaceOfRows { // where mask and bias have the row of a query
+// The numbers that a part of a larger problem adds to a kernel's state; empty without a part.
+template <bool kPart> struct PlaceOfRows { // the row of mask and bias that belongs to a query
   __device__ __forceinline__ i32 row(i32 i) const { return i; }
 };
 template <> struct PlaceOfRows<true> {
-  i32 row_shift = 0; // of the tile of queries
+  i32 row_shift = 0; // of the query tile
   __device__ __forceinline__ i32 row(i32 i) const { return i + row_shift; }
 };
-template <bool kPart> struct PlaceOfHeads { // of dropout's counters
+template <bool kPart> struct PlaceOfHeads { // the heads in dropout's counters
   __device__ __forceinline__ explicit PlaceOfHeads(const Inputs &) {}
   __device__ __forceinline__ u32 whole_head(i64 h) const { return (u32)h; }
   __device__ __forceinline__ u32 whole_batch(i64 b) const { return (u32)b; }
@@ -40,12 +40,12 @@ template <> struct PlaceOfHeads<true> {
 };
 
 // The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a
-// tile ask with different h.
+// tile pass different h.
 template <Features F, class T, Functions kFunctions = Functions::full> struct Scores : PlaceOfRows<F.part != 0> {
   const Inputs &in;
   i64 b;
   i32 seqlen_q, seqlen_k;
-  i32 low, high; // query i sees key j if i + low <= j <= i + high; bounds that no query reaches are drawn in, so that sums fit 32 bits
+  i32 low, high; // query i sees key j if i + low <= j <= i + high; bounds that no query reaches are tightened, so that sums fit 32 bits
   i32 offset;    // ALiBi's distance is |i + offset - j|
   T scale;       // score = raw * scale
   T unit;        // exp2's argument = (s - m) * unit
@@ -58,7 +58,7 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
         offset((i32)s.band.offset), scale(T(in.scale)), unit(T(natural_factor<F>(in.scale) * kLog2e<double>)), cap(T(in.softcap)),
         inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * kLn2<double>)), shift(T(in.shift)) {}
 
-  // One query: what of it does not change from key to key.
+  // One query: the values that are the same for all its keys.
   struct Row {
     i32 i, h;       // i is clamped into the sequence, for reads
     i32 begin, end; // keys visible by position: [begin, end)
@@ -76,20 +76,20 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
 
   __device__ __forceinline__ i32 row_of(const Row &r) const { return PlaceOfRows<F.part != 0>::row(r.i); }
 
-  // raw = q.k of query r and key j -> its score, -inf where hidden. by_position: the tile holds keys that r does not see by position, by
-  // the end of the sequence, or beyond `limit` (the end of the schedule's tile); else all of them lie inside.
+  // raw = q.k of query r and key j -> its score, -inf where hidden. by_position: the tile holds keys that r does not see: outside its band,
+  // past the end of the sequence, or past `limit` (the end of the schedule's tile). Otherwise r sees all of them by position.
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit) const {
     T unused;
     return score<false>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, unused);
   }
-  // The same for a caller that has distance = r.i + offset - j at less cost than by converting it, and knows what mask and bias say:
+  // The same for a caller that has distance = r.i + offset - j more cheaply than by converting it, and knows the mask and the bias:
   // given.bias(), given.allowed().
   template <class Given>
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit) const {
     T unused;
     return score<false>(raw, r, j, distance, given, by_position, limit, unused);
   }
-  // Mask and bias of a query and a key, from memory.
+  // Mask and bias of a query and a key, read from memory.
   struct InMemory {
     const Scores &s;
     const Row &r;
@@ -111,8 +111,8 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
 private:
   static constexpr i32 kMost = 1 << 30;
 
-  // Where P is to be as exact as FP32, the forward and the kernels of the backward must compute the same score to the last bit: the last
-  // bit of a large score is worth more than that of P.
+  // Where P must be as exact as FP32, the forward and the kernels of the backward must compute the same score to the last bit: the last bit
+  // of a large score is worth more than that of P.
   static __device__ __forceinline__ T product(T x, T y) { return rounds_each(kFunctions) ? rounded_product(x, y) : x * y; }
   static __device__ __forceinline__ T sum(T x, T y) { return rounds_each(kFunctions) ? rounded_sum(x, y) : x + y; }
 
@@ -155,7 +155,7 @@ private:
     if constexpr (F.mask) {
       if (seen) seen = given.allowed();
     }
-    if constexpr (kSlope) slope = seen ? slope : T(0); // of NaN it is NaN, too
+    if constexpr (kSlope) slope = seen ? slope : T(0); // if s is NaN, so is the derivative
     return seen ? s : minus_infinity<T>();
   }
 };
@@ -176,7 +176,7 @@ template <Features F> struct Dropout : PlaceOfHeads<F.part && F.dropout> {
     else
       return true;
   }
-  // What kept elements are multiplied by.
+  // The factor of kept elements.
   __device__ __forceinline__ float factor() const { return F.dropout ? 1.0f / dropout_keep_rate(threshold) : 1.0f; }
 };
 

@@ -1,13 +1,13 @@
-// Online softmax of the rows of S that a lane holds. M is the reference: P = exp2(exponent - M). M is the running maximum, or stays behind
-// it by at most 8 (a factor of 2^8 in P), so that most tiles need no rescaling. S is an array of a warp's 16x16 blocks, or a warpgroup's
-// array.
+// Online softmax of the rows of S that a lane holds. M is the reference of a row's exponents: P = exp2(exponent - M). M is the running
+// maximum, or lags behind it by at most 8 (a factor of 2^8 in P), so that most tiles need no rescaling. S is an array of a warp's 16x16
+// blocks, or a warpgroup's array.
 #pragma once
 #include "../ptx/math.h"
 #include "../tile/registers.h"
 
 namespace strobe {
 
-// Forms of the exponent. Its value is at(s, i, c), where c = constant(-M) and i is the element's place in a warpgroup's array. A row's M
+// Forms of the exponent. Its value is at(s, i, c), where c = constant(-M) and i is the element's index in a warpgroup's array. A row's M
 // follows top(the largest comparable(s, i)). difference(the difference of two M) is an argument of exp2. Here M is in exp2's unit, which
 // saves an instruction:
 struct Linear {
@@ -19,7 +19,7 @@ struct Linear {
   __device__ __forceinline__ float difference(float x) const { return x; }
   __device__ __forceinline__ float from_natural(float x) const { return x / kLn2<float>; }
 };
-// Here M is in the unit of the scores, which may be as large as numbers go:
+// Here M is in the unit of the scores, which may be as large as FP32 allows:
 struct Natural {
   __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e<float>; }
   __device__ __forceinline__ float constant(float c) const { return c; }
@@ -35,23 +35,23 @@ template <bool kNatural> __device__ __forceinline__ auto exponent_of(float unit)
     return Linear{unit};
 }
 
-// Where a row's sum is kept from tile to tile: in l, or in memory together with what its roundings added too much, since over many keys the
-// roundings exceed FP32's bound. If it is in memory, l is only the sum of the current tile, until join().
+// Where a row's sum is kept from tile to tile: in l, or in memory together with its rounding error, since over many keys the rounding of
+// one running sum exceeds FP32's bound. If the sum is in memory, l is only that of the current tile, until join().
 struct OneSum {
   static constexpr bool kJoins = false;
 };
 
 template <int kRows, class Totals = OneSum> struct RowSoftmax {
   static constexpr bool kJoins = Totals::kJoins;
-  float M[kRows], l[kRows]; // l: of the columns that this lane has seen
-  float alpha[kRows];       // what l was multiplied by last, and O is to be
+  float M[kRows], l[kRows]; // l: over the columns that this lane has seen
+  float alpha[kRows];       // the factor by which l was multiplied last, and by which O is still to be multiplied
 
   __device__ __forceinline__ RowSoftmax() {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) M[row] = minus_infinity<float>(), l[row] = 0, alpha[row] = 1;
   }
 
-  // Takes a tile's maxima in, without a branch: O may be in the making meanwhile, and is rescaled later.
+  // Updates M and l by a tile's maxima, without a branch: O may still be in flight, and is rescaled later.
   template <bool kExact, class Tile, class Exponent> __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
@@ -62,7 +62,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       l[row] *= alpha[row];
     }
   }
-  // The same for some rows alone.
+  // The same for some rows only.
   template <class Tile, class Exponent>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, const bool (&rows)[kRows]) {
 #pragma unroll
@@ -87,8 +87,8 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       for (int i = 0; i < tile::elements_of_row(O); ++i) tile::row_element(O, row, i) *= alpha[row];
     }
   }
-  // The same where O is at hand: nothing is exchanged or rescaled unless some row of the warp is far from its reference. kOwn: then only
-  // the rows that are far move; without it all rows move.
+  // The same where O is complete in registers: nothing is exchanged or rescaled unless some row of the warp is far from its M. kOwn: then
+  // only the rows that are far move; otherwise all rows move.
   template <bool kExact, bool kOwn = false, class Tile, class Exponent, class Sum>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, Sum &O) {
     float top[kRows];
@@ -108,7 +108,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       M[row] = now;
       l[row] *= alpha[row];
       if constexpr (kJoins) {
-        float x[2]; // the sum, and what roundings added too much
+        float x[2]; // the sum, and its rounding error
         Totals::load(row, x);
         x[0] *= alpha[row], x[1] *= alpha[row];
         Totals::store(row, x);
@@ -126,7 +126,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       l[row] = 0;
     }
   }
-  // The sum over all tiles, of this lane's columns; below, of all lanes' columns.
+  // The sum over all tiles of this lane's columns; the next function adds all lanes' columns.
   __device__ __forceinline__ float own_sum(int row) const {
     if constexpr (!kJoins) return l[row];
     float x[2];
@@ -135,7 +135,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
   }
   __device__ __forceinline__ float sum(int row) const { return tile::row_sum(own_sum(row)); }
 
-  // S -> P, in a warpgroup's array; two sums of a row at a time.
+  // S -> P, in a warpgroup's array; each row has two sums at a time.
   template <int N, class Exponent> __device__ __forceinline__ void exponentiate(float (&S)[N], const Exponent &exponent) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -152,7 +152,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       l[r] = x + y;
     }
   }
-  // The same of one block, of rows first and first + 1.
+  // The same for one block, rows first and first + 1.
   template <class Exponent> __device__ __forceinline__ void exponentiate(tile::Accumulator &S, int first, const Exponent &exponent) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -166,7 +166,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
     }
   }
 
-  // What scores are measured against: M, or 0 in a row that has seen nothing yet (-inf - -inf is not a number).
+  // The value that is subtracted from scores: M, or 0 in a row that has seen no key yet (-inf - -inf is not a number).
   __device__ __forceinline__ float reference(int row) const { return M[row] == minus_infinity<float>() ? 0.0f : M[row]; }
 
   // Whether all of O and l is finite.
@@ -192,7 +192,7 @@ private:
 };
 
 // The end of a row: the factor by which O is to be multiplied, and the natural LSE. sink (in M's unit): one more term of the denominator;
-// -inf if there is none. To 2 ulp.
+// -inf if there is none. Exact to 2 ulp.
 struct RowEnd {
   float factor, lse;
 };
@@ -205,7 +205,7 @@ __device__ __forceinline__ RowEnd row_end(float M, float l, float sink, bool nat
   const float log2_l = __log2f(l); // l is far below 2^126
   return {__fdividef(alpha, l), natural ? top + log2_l * kLn2<float> : (top + log2_l) * kLn2<float>};
 }
-// The same as exactly as FP32 needs it; here the sink is natural. Beside a sink that is far above all scores the whole row has the error of
+// The same with FP32's full precision; here the sink is natural. Beside a sink that is far above all scores the whole row has the error of
 // exp(M - sink), so the difference is taken in FP64.
 __device__ __forceinline__ RowEnd precise_row_end(float M, float l, float sink, bool natural) {
   const double m = natural ? M * kLog2e<double> : (double)M, s = sink * kLog2e<double>;

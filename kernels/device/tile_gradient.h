@@ -1,5 +1,5 @@
-// A block of threads computes P and dS of one tile of scores anew, in the arithmetic of the family's backward. dbias sums them up, and rows
-// are settled by them.
+// A thread block recomputes P and dS of one tile of scores, in the arithmetic of the family's backward. dbias sums them, and rows are
+// settled by them.
 #pragma once
 #include "../tile/copy.h"
 #include "../tile/multiply.h"
@@ -19,7 +19,7 @@ template <TileConfig C> class TileGradient {
   static constexpr u32 kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + C.q_bytes();
 
 public:
-  static constexpr int kKeys = kTileK / C.key_warps / 16, kQueries = kTileQ / C.query_warps / 16; // of a warp, in blocks of 16
+  static constexpr int kKeys = kTileK / C.key_warps / 16, kQueries = kTileQ / C.query_warps / 16; // 16x16 blocks of a warp
   using Tile = tile::Accumulator[kKeys][kQueries];                                                // rows are keys
   struct Place {                                                                                  // of a tile
     i32 batch, head, q0, k0;
@@ -33,8 +33,8 @@ public:
       : a(a), in(a.in), thread((int)threadIdx.x), key_warp(thread / 32 % C.key_warps), query_warp(thread / 32 / C.key_warps),
         shared_(shared_address(memory)) {}
 
-  // Makes P, with a sign where dropout drops it, and dS, which is 0 where P is. Returns whether the queries see anything of the tile; if
-  // not, neither is written.
+  // Makes P, negated where dropout drops it, and dS, which is 0 where P is. Returns whether the queries see anything of the tile; if not,
+  // neither is written.
   __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Place &place) const {
     const Sequence sequence = in.sequence<F.seqused>(place.batch);
     const Band &band = sequence.band;
@@ -43,7 +43,7 @@ public:
     const Range all = band.keys_all(place.q0, q1);
     const bool masked = place.k0 < all.begin || place.k0 + kTileK > all.end;
 
-    __syncthreads(); // nobody reads the last tile any more
+    __syncthreads(); // no thread reads the last tile any more
     load<kTileK, kD>(0, k_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
     load<kTileK, kDv>(kV, v_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
     load<kTileQ, kD>(kQ, queries(in.q, place, sequence, q1, in.head_dim));
@@ -75,7 +75,7 @@ public:
             x = __float_as_uint(probability) >> 31 ? 0.0f : x * dropout.dropout.factor();
             probability = fabsf(probability);
           }
-          x = probability == 0 ? 0.0f : probability * (x - D); // what is not seen may be no number
+          x = probability == 0 ? 0.0f : probability * (x - D); // a hidden element may be NaN
         }
       }
     }
@@ -85,13 +85,13 @@ public:
 private:
   u32 shared_;
 
-  // Of the queries from `first` on, loaded where it is used: registers are short.
+  // The rows of the queries from `first` on; LSE and D are loaded where they are used: registers are short.
   struct RowLse {
     const TileGradient &gradient;
     const Place &place;
     const Sequence &sequence;
     i32 first, q1;
-    __device__ __forceinline__ float lse(int c, int e) const { // of rows that are not there, or see nothing: +inf
+    __device__ __forceinline__ float lse(int c, int e) const { // +inf for rows that do not exist or see no key
       const i32 row = first + tile::lane_column(c, e);
       const float x =
           row < q1 ? *gradient.a.lse.template at<const float>(place.batch, place.head, sequence.q0 + row, 0) : minus_infinity<float>();
@@ -124,11 +124,11 @@ private:
     else
       tile::multiply<T, kInner, false>(x, keys, queries);
   }
-  __device__ __forceinline__ bool kept(const Place &place) const { // a tile lies within one block
+  __device__ __forceinline__ bool kept(const Place &place) const { // a tile lies within one mask block
     if constexpr (F.blocks) return in.blocks.row(place.batch, place.head, place.q0 / in.blocks.row_tokens).keeps(place.k0);
     return true;
   }
-  // D of a row before q1, and in.rows() further its LSE's correction.
+  // D of a row before q1; in.rows() numbers further, the correction of its LSE.
   __device__ __forceinline__ const float *delta(const Place &place, const Sequence &sequence, i32 row, i32 q1) const {
     return (const float *)a.delta + in.row_index(place.batch, place.head, sequence.q0 + min(row, q1 - 1));
   }

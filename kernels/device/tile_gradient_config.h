@@ -1,4 +1,4 @@
-// The configuration of the kernels that compute P and dS of a tile of scores anew, in FP16, BF16, and FP32 by TF32.
+// The configuration of the kernels that recompute P and dS of a tile of scores, in FP16, BF16, and FP32 by TF32.
 #pragma once
 #include "../attention/features.h"
 
@@ -9,8 +9,8 @@ struct TileConfig {
   i32 dtype;                  // kF16, kBF16 or kF32
   i32 products;               // FP32: how many TF32 products make one product (kernels/tf32)
   i32 head_dim, head_dim_v;   // rounded up to multiples of 16, FP32: of 32
-  i32 tile_q, tile_k;         // of scores; with block sparsity a tile lies within a block
-  i32 key_warps, query_warps; // a tile is divided among key_warps x query_warps
+  i32 tile_q, tile_k;         // of scores; with block sparsity a tile lies within a mask block
+  i32 key_warps, query_warps; // a tile is divided among key_warps x query_warps warps
   i32 aligned, blocks_per_sm;
   Features features;
 

@@ -1,5 +1,5 @@
-// Device code: tiles of unequal length, the longest first. Where lists of blocks make them unequal, short ones then fill what would be idle
-// at the end.
+// Device code: tiles of unequal length, the longest first. Where lists of mask blocks make lengths unequal, the short ones then fill the
+// GPU's idle time at the end.
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/features.h"
@@ -9,11 +9,11 @@
 
 namespace strobe {
 
-// The tile with the given rank when `tiles` tiles are sorted, the longest first; of equally long tiles the one with the lower number comes
-// first. length(tile) <= most. All kThreads threads of the block ask together.
+// The tile with the given rank when `tiles` tiles are sorted, the longest first; among equally long tiles the lower number comes first.
+// length(tile) <= most. All kThreads threads of the thread block call it together.
 template <int kThreads, class Length> __device__ __forceinline__ i32 longest_first(i32 rank, i32 tiles, i32 most, const Length &length) {
   const u32 longest = min((u32)most, 0x7FFFFFFFu / (u32)tiles - 1);
-  const auto key = [&](i32 tile) { // no two alike
+  const auto key = [&](i32 tile) { // all keys differ
     return tile < tiles ? min((u32)length(tile), longest) * (u32)tiles + (u32)(tiles - tile) : 0u;
   };
   const u32 own = key((i32)threadIdx.x);
@@ -27,7 +27,7 @@ template <int kThreads, class Length> __device__ __forceinline__ i32 longest_fir
   return (i32)uniform((u32)tiles - 1 - (found - 1) % (u32)tiles);
 }
 
-// About how many blocks a tile keeps. row: the tile's row of blocks; the tile sees the keys [any.begin, any.end) of `length`.
+// Estimates how many mask blocks a tile keeps. row: the tile's row of mask blocks; the tile sees the keys [any.begin, any.end) of `length`.
 template <Features F> __device__ __forceinline__ i32 kept_of(const BlockRow &row, const Range &any, i64 length) {
   if (any.empty()) return 0;
   return F.band ? (i32)__float2int_ru((float)row.count * (float)(any.end - any.begin) / (float)length) : (i32)row.count;
@@ -42,7 +42,7 @@ template <Features F, int kThreads, int kTile> __device__ __forceinline__ i32 lo
     return q0 < q1 ? kept_of<F>(in.blocks.row(b, h, (u32)q0 / (u32)in.blocks.row_tokens), band.keys_any(q0, q1), band.seqlen_k) : 0;
   });
 }
-// The key tile of `rank` among those of a key head, the tiles of queries of all its query heads counted.
+// The key tile of `rank` among those of a key head, counting the query tiles of all its query heads.
 template <Features F, int kThreads, int kTile>
 __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_kv, i32 rank) {
   const Band band = in.sequence<F.seqused>(b).band.transposed();
@@ -56,7 +56,7 @@ __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_k
   });
 }
 
-// Which tile of queries, and which part of the keys, thread block `x` of the forward takes. Heads come in bundles that share the L2 cache;
+// Which query tile, and which split of the keys, thread block `x` of the forward takes. Heads come in bundles that share the L2 cache;
 // within a bundle the last tile comes first, which is the longest under a causal mask.
 template <int kTileQ> struct QueryItem {
   i32 b, h, q, split;
@@ -81,7 +81,7 @@ template <Features F, bool kTickets, int kTileK, class State>
 __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
   const Inputs &in = a.in;
   u32 index = blockIdx.x;
-  if constexpr (kTickets) index = fetch_add(a.turns, 1); // each block that this one waits for has drawn its ticket before
+  if constexpr (kTickets) index = fetch_add(a.turns, 1); // every block that this one waits for has drawn its ticket earlier
   u32 tiles = (u32)key_tiles<F, kTileK>(in), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
   u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
   u32 pair = first + rest % n;
@@ -95,8 +95,8 @@ __device__ __forceinline__ void take_keys(State &state, const BackwardArguments 
   }
 }
 
-// The same by all threads; where lists of blocks give tiles different lengths, the longest come first. (In turns the first keys must still
-// come first, because later ones wait for them.) begin() is called by the first thread once k0 and k1 of state are set.
+// The same, called by all threads; where lists of mask blocks give tiles different lengths, the longest come first. (In deterministic mode
+// the first keys must still come first, because later ones wait for them.) The first thread calls begin() once k0 and k1 of state are set.
 template <Features F, bool kTurns, int kThreads, int kTileK, class State, class Begin>
 __device__ __forceinline__ void choose_keys(State &state, const BackwardArguments &a, int thread, const Begin &begin) {
   if (thread == 0) take_keys<F, kTurns, kTileK>(state, a);
@@ -111,7 +111,7 @@ __device__ __forceinline__ void choose_keys(State &state, const BackwardArgument
   __syncthreads();
 }
 
-// state.tiles: of this head's queries, those that see some of the keys. Returns whether the head is one of those that share the keys.
+// state.tiles: the query tiles of this head that see some of the keys. Returns whether the head is one of those that share the keys.
 template <Features F, int kTileK, class State> __device__ __forceinline__ bool take_head(State &state, const Inputs &in, i32 head) {
   state.head = head;
   if (head == (state.head_kv + 1) * in.group) return false;
@@ -123,7 +123,7 @@ template <Features F, int kTileK, class State> __device__ __forceinline__ bool t
     state.tiles = decltype(state.tiles)(state.sequence.band, state.k0, state.k1, kTileK, row);
   return true;
 }
-// t: the next tile of queries, of this head or of one of the next, which take(head) takes; its head is -1 if there is none.
+// t: the next query tile, of this head or of a following one, to which take(head) switches; its head is -1 if there is none.
 template <int kTileQ, class State, class Tile, class Take>
 __device__ __forceinline__ void next_queries(State &state, const Inputs &in, Tile &t, const Take &take) {
   const i32 heads_end = (state.head_kv + 1) * in.group;

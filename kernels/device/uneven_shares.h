@@ -1,5 +1,5 @@
-// How the keys of sequences of uneven lengths are shared out among thread blocks. Shares have about equally many keys, and each sequence
-// has one or more, so a long one has many. Lengths may lie in the GPU's memory alone, so each block looks at all of them.
+// How the keys of sequences of uneven lengths are divided into shares for the thread blocks. Shares have about equally many keys, and each
+// sequence has one or more, so a long one has many. Lengths may lie in the GPU's memory only, so each block reads all of them.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/registers.h"
@@ -7,12 +7,12 @@
 namespace strobe {
 
 struct UnevenShare {
-  i32 batch; // the sequence; negative: there is no such share
+  i32 batch; // the sequence; negative: the share does not exist
   i32 index, count;
 };
 
-// All lanes of a warp find the same share together. There are at most `extra` shares beyond one of each sequence; `round` of them fill the
-// GPU once.
+// All lanes of a warp find the same share together. There are at most `extra` shares beyond one per sequence; `round` of them fill the GPU
+// once.
 class UnevenShares {
 public:
   __device__ __forceinline__ UnevenShares(const Inputs &in, i32 extra, i32 round) : in_(in) {
@@ -34,7 +34,7 @@ public:
     i32 lengths[kOfLane];
 #pragma unroll
     for (i32 i = 0; i < kOfLane; ++i) lengths[i] = first_[i];
-    i32 b = 0, before = 0; // before: shares of the sequences before b
+    i32 b = 0, before = 0; // before: shares of the preceding sequences
     while (true) {
       i32 counts[kOfLane], own = 0;
 #pragma unroll
@@ -65,19 +65,19 @@ public:
 
 private:
   static constexpr i32 kOfLane = 4, kAtOnce = 32 * kOfLane; // sequences
-  // With fewer keys, a block's start and end take as long as its keys. With more than enough, the last blocks run while much of the GPU is
-  // idle. Chosen by the figures of docs/lab/performance.md, "Decoding over uneven lengths"; not measured themselves.
+  // With fewer keys per share, a block's start and end take as long as its keys. With more than kEnoughKeys, the last blocks run while much
+  // of the GPU is idle. Chosen from the figures of docs/lab/performance.md, "Decoding over uneven lengths"; not measured themselves.
   static constexpr float kLeastKeys = least_keys_of_share(), kEnoughKeys = enough_keys_of_share();
   const Inputs &in_;
-  i32 first_[kOfLane]; // lengths of the first sequences; mostly there are no others
-  float per_key_;      // shares
+  i32 first_[kOfLane]; // lengths of the first sequences; usually these are all
+  float per_key_;      // shares per key
 
   static __device__ __forceinline__ i32 of_lane(i32 i) { return kOfLane * tile::lane_id() + i; }
   __device__ __forceinline__ i32 length(i32 b) const {
     return b < in_.batch ? min(max(in_.seqused_k[b], 0), (i32)in_.seqlen_k) : 0; // clamped, never trusted
   }
-  // Rounded, so that sequences of equal lengths have no short shares. All of them have at most batch + extra: each has at most 1 + length *
-  // per_key_, and these products add up to less than extra.
+  // Rounded, so that sequences of equal lengths have no short shares. Together they have at most batch + extra: each has at most 1 + length
+  // * per_key_, and these products add up to less than extra.
   __device__ __forceinline__ i32 of(i32 b, i32 keys) const { return b < in_.batch ? max((i32)((float)keys * per_key_ + 0.5f), 1) : 0; }
 };
 

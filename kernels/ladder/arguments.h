@@ -1,4 +1,4 @@
-// What the rungs need beyond the call itself.
+// The arguments of the rungs beyond those of the call.
 #pragma once
 #include "../attention/arguments.h"
 

@@ -1,4 +1,4 @@
-// What a kernel of the ladder is compiled for. The host reads here what a tile costs; the kernels are in the headers beside.
+// What a kernel of the ladder is compiled for. From this file the host computes the cost of a tile; the kernels are in the headers beside.
 #pragma once
 #include "../attention/features.h"
 
@@ -26,19 +26,19 @@ struct Config {
            (dtype == kF32 ? shared(tile_q, tile_k) : shared(tile_k, tile_q) + 8 * tile_q);
   }
 
-  // Tensor cores: a warp owns 16 queries of the tile (backward: 16 keys, of which at d > 128 two warps hold half of dK and dV each).
+  // Tensor cores: a warp owns 16 queries of the tile (backward: 16 keys; at d > 128 two warps each hold half of their dK and dV).
   STROBE_FN constexpr i32 parts() const { return head_dim > 128 ? 2 : 1; }
   STROBE_FN constexpr i32 threads_forward() const { return dtype == kF32 ? 256 : tile_q / 16 * 32; }
   STROBE_FN constexpr i32 threads_backward() const { return dtype == kF32 ? 256 : tile_k / 16 * parts() * 32; }
 
-  // Sums that a thread holds at once, at most.
+  // The largest number of sums that a thread holds at once.
   STROBE_FN constexpr i32 sums_naive() const { return max(tile_q, tile_k) * max(tile_k, head_dim) / 256; }
   STROBE_FN constexpr i32 sums_forward() const { return tile_q * (tile_k + head_dim) / threads_forward(); } // S, O
   STROBE_FN constexpr i32 sums_backward() const {                                                           // dK, dV; P and dS, or dQ
     if (dtype != kF32) return head_dim / parts() + 24;
     return (2 * tile_k * head_dim + tile_q * max(2 * tile_k, head_dim)) / 256;
   }
-  // How many CTAs share an SM's 65,536 registers, if all else of a thread takes 96.
+  // How many CTAs share an SM's 65,536 registers, if a thread needs 96 besides its sums.
   static STROBE_FN constexpr i32 blocks_per_sm(i32 threads, i32 sums) { return max(1, 65536 / (threads * (sums + 96))); }
 };
 

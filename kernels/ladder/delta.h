@@ -1,5 +1,5 @@
-// What frames the backward of FlashAttention-2: D before it, and the sum dQ, which it keeps in FP32, to where the caller wants it. A warp a
-// row.
+// The passes around the backward of FlashAttention-2: D before it; after it dQ, summed in FP32, is written to the caller's tensor. One warp
+// per row.
 #pragma once
 #include "tile.h"
 

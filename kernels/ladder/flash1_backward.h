@@ -1,7 +1,7 @@
 // Rung 1, backward. Dao et al. 2022, appendix B, Algorithm 4, whose lines stand beside the code (1, 14, 15 and 18 are about dropout).
 //   2-4: Divide Q, O, dO into Tr blocks, K and V into Tc blocks.
-// One CTA walks one key head, so dQ_i is read, added to and written in global memory by nobody else. S and P are computed again from Q and
-// K: that costs a product, and saves reading S x S numbers.
+// One CTA walks one key head, so no other one reads, adds to or writes its dQ_i in global memory. S and P are computed again from Q and K:
+// that costs a product, and saves reading S x S numbers.
 #pragma once
 #include "../attention/schedule.h"
 #include "tile.h"
@@ -31,7 +31,7 @@ template <Config C> struct Flash1Backward {
     }
     // 6: for 1 <= j <= Tc do
     for (i64 j0 = 0; j0 < in.seqlen_k; j0 += Bc) {
-      __syncthreads(); // all have read the tiles of before
+      __syncthreads(); // every thread has read the previous tiles
       // 7: Load K_j, V_j from HBM to on-chip SRAM.
       load(Kj, K, j0);
       load(Vj, V, j0);
@@ -41,12 +41,12 @@ template <Config C> struct Flash1Backward {
         const Matrix<const float> Q(in.q, b, h, in.seqlen_q, in.head_dim), O(a.out, b, h, in.seqlen_q, in.head_dim);
         const Matrix<const float> dO(a.dout, b, h, in.seqlen_q, in.head_dim);
         const Matrix<float> dQ(a.dq, b, h, in.seqlen_q, in.head_dim);
-        // 9: for 1 <= i <= Tr do (only those tiles of queries that see a key of this one)
+        // 9: for 1 <= i <= Tr do (only query tiles that see a key of this key tile)
         Schedule queries(band.transposed(), j0, min(j0 + Bc, in.seqlen_k), Br, Br);
         for (KeyTile tile; queries.next(tile);) {
           const i64 i0 = tile.begin;
           // 10: Load Q_i, O_i, dO_i, dQ_i, l_i, m_i from HBM to on-chip SRAM. (O_i, dQ_i below; l_i and m_i are LSE_i)
-          __syncthreads(); // all have read the tiles of before
+          __syncthreads(); // every thread has read the previous tiles
           load(Qi, Q, i0);
           load(dOi, dO, i0);
           __syncthreads();
@@ -79,7 +79,7 @@ template <Config C> struct Flash1Backward {
           for (i32 r = 0; r < P.kRows; r++)
 #pragma unroll
             for (i32 c = 0; c < P.kColumns; c++) dS.x[r][c] = P.x[r][c] * (dS.x[r][c] - D[r]);
-          __syncthreads(); // all have read P_ij
+          __syncthreads(); // every thread has read P_ij
           store(tile_ij, dS);
           __syncthreads();
           // 21: Write dQ_i <- dQ_i + tau dS_ij K_j to HBM.

@@ -37,7 +37,7 @@ template <Config C> struct Flash1Forward {
       // 6: Load K_j, V_j from HBM to on-chip SRAM.
       load(Kj, K, j0);
       load(Vj, V, j0);
-      // 7: for 1 <= i <= Tr do (only those tiles of queries that see a key of this one)
+      // 7: for 1 <= i <= Tr do (only query tiles that see a key of this key tile)
       Schedule queries(band.transposed(), j0, min(j0 + Bc, in.seqlen_k), Br, Br);
       for (KeyTile tile; queries.next(tile);) {
         const i64 i0 = tile.begin;
@@ -76,11 +76,11 @@ template <Config C> struct Flash1Forward {
 #pragma unroll
         for (i32 r = 0; r < S.kRows; r++)
           if (threadIdx.x % 16 == 0 && i0 + S.row(r) < in.seqlen_q) l[i0 + S.row(r)] = l_new[r], m[i0 + S.row(r)] = m_new[r];
-        __syncthreads(); // all have read Q_i, P_ij, K_j and V_j
+        __syncthreads(); // every thread has read Q_i, P_ij, K_j and V_j
       } // 14
     } // 15
 
-    // 16: Return O. (And what the backward needs of l and m: LSE = m + log l.)
+    // 16: Return O. (The backward needs of l and m only LSE = m + log l.)
     __syncthreads();
     if (a.call.lse)
       for (i64 i = threadIdx.x; i < in.seqlen_q; i += kThreads)

@@ -40,12 +40,12 @@ template <Config C> struct Flash2Backward {
       const i64 row0 = in.row_index(b, h, 0);
       const Matrix<float> dQ(a.dq_sum + row0 * in.head_dim, in.seqlen_q, in.head_dim);
       const float *delta = static_cast<const float *>(a.delta) + row0;
-      // 8: for 1 <= i <= Tr do (only those tiles of queries that see a key of this one)
+      // 8: for 1 <= i <= Tr do (only query tiles that see a key of this key tile)
       Schedule queries(band.transposed(), j0, min(j0 + Bc, in.seqlen_k), Br, Br);
       for (KeyTile tile; queries.next(tile);) {
         const i64 i0 = tile.begin;
         // 9: Load Q_i, dO_i, L_i, D_i from HBM to on-chip SRAM.
-        __syncthreads(); // all have read the tiles of before
+        __syncthreads(); // every thread has read the previous tiles
         load(Qi, Q, i0);
         load(dOi, dO, i0);
         __syncthreads();
@@ -72,7 +72,7 @@ template <Config C> struct Flash2Backward {
         for (i32 r = 0; r < P.kRows; r++)
 #pragma unroll
           for (i32 c = 0; c < P.kColumns; c++) dS.x[r][c] = P.x[r][c] * (dS.x[r][c] - D[r]);
-        __syncthreads(); // all have read P_ij
+        __syncthreads(); // every thread has read P_ij
         store(tile_ij, dS);
         __syncthreads();
         // 15: dQ_i <- dQ_i + dS_ij K_j in HBM.

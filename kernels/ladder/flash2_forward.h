@@ -17,7 +17,7 @@ template <Config C> struct Flash2Forward {
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
-    // 3: for 1 <= i <= Tr do, in parallel; with a causal mask the last tiles have the most to do and go first
+    // 3: for 1 <= i <= Tr do, in parallel; with a causal mask the last tiles are the longest and go first
     const i64 Tr = div_up(in.seqlen_q, Br), head = blockIdx.x / Tr, b = head / in.heads, h = head % in.heads;
     const i64 i0 = (Tr - 1 - blockIdx.x % Tr) * Br;
     const Band band = in.sequence<0>(b).band;
@@ -37,7 +37,7 @@ template <Config C> struct Flash2Forward {
 #pragma unroll
     for (i32 r = 0; r < Oi.kRows; r++) m[r] = -kInfinity, l[r] = 0;
 
-    // 6: for 1 <= j <= Tc do (only those tiles of keys that a query of this one sees)
+    // 6: for 1 <= j <= Tc do (only key tiles that a query of this tile sees)
     Schedule keys(band, i0, min(i0 + Br, in.seqlen_q), Bc, Bc);
     for (KeyTile tile; keys.next(tile);) {
       // 7: Load K_j, V_j from HBM to on-chip SRAM.
@@ -63,7 +63,7 @@ template <Config C> struct Flash2Forward {
       store(Pij, S);
       __syncthreads();
       multiply<Bc>(Oi, Pij, Vj);
-      __syncthreads(); // all have read P, K_j and V_j
+      __syncthreads(); // every thread has read P, K_j and V_j
     } // 11
 
     // 12: O_i = diag(l)^-1 O_i.

@@ -1,6 +1,6 @@
-// Tiles of the tensor-core rung. mma.sync multiplies A (16 x 16) by B (16 x 8), 16-bit numbers, and adds to C (16 x 8) in FP32, all three
-// spread over a warp. Lane 4g + t holds of C: rows g and g + 8, columns 2t and 2t + 1. That is how A wants its left and right half, too, so
-// a C rounded to 16 bits is an A without moving a number between lanes: P = exp(S) goes straight into P V.
+// Tiles of the tensor-core rung. mma.sync multiplies A (16 x 16) by B (16 x 8), 16-bit numbers, and adds to C (16 x 8) in FP32; all three
+// are spread over a warp. Lane 4g + t holds of C: rows g and g + 8, columns 2t and 2t + 1. The left and right half of A have the same
+// layout, so a C rounded to 16 bits is half of an A without moving a number between lanes: P = exp(S) goes straight into P V.
 #pragma once
 #include "../ptx/cp_async.h"
 #include "../ptx/ldmatrix.h"
@@ -9,7 +9,7 @@
 
 namespace strobe::ladder {
 
-// In shared memory. The pitch is an odd number of 16-byte units: the eight rows that ldmatrix reads at once lie in different banks.
+// A tile in shared memory. The pitch is an odd number of 16-byte units: the eight rows that ldmatrix reads at once lie in different banks.
 template <class T, i32 Rows, i32 Columns> struct SharedHalf {
   static constexpr i32 kPitch = Columns + 8;
   T *data;
@@ -18,14 +18,14 @@ template <class T, i32 Rows, i32 Columns> struct SharedHalf {
   __device__ void *end() const { return data + Rows * kPitch; }
   __device__ T *at(i32 i, i32 c) const { return data + i * kPitch + c; }
 
-  // 16 x 16 from row i and column c on, as an operand. Four 8 x 8 parts: `across` takes them left, right, below left, below right, else
-  // column by column.
+  // Loads 16 x 16 elements from row i and column c on as an operand, in four 8 x 8 matrices: with `across` left, right, below left, below
+  // right, otherwise column by column.
   __device__ void read(u32 (&x)[4], i32 i, i32 c, bool across, bool transposed) const {
     const i32 lane = threadIdx.x % 32, part = lane / 8, first = part % 2 * 8, second = part / 2 * 8;
     const u32 address = shared_address(at(i + lane % 8 + (across ? second : first), c + (across ? first : second)));
     transposed ? ldmatrix_transposed(x, address) : ldmatrix(x, address);
   }
-  // A, or A^T that is stored as A; B^T that is stored as B, or B.
+  // Loads A, or A^T that is stored as A; B^T that is stored as B, or B.
   __device__ void read_a(u32 (&x)[4], i32 i, i32 k) const { read(x, i, k, false, false); }
   __device__ void read_a_transposed(u32 (&x)[4], i32 k, i32 i) const { read(x, k, i, true, true); }
   __device__ void read_b(u32 (&x)[4], i32 k, i32 n) const { read(x, k, n, false, true); }
@@ -70,7 +70,7 @@ template <i32 Columns> struct Sums {
   }
 };
 
-// Global to shared memory, from row i0 on; zeros beyond the matrix. Aligned: 16 bytes at a time, which are there after arrived().
+// Global to shared memory, from row i0 on; zeros beyond the matrix. Aligned: 16 bytes at a time, asynchronously until arrived().
 template <i32 Threads, bool Aligned, class T, i32 Rows, i32 Columns>
 __device__ __forceinline__ void load(SharedHalf<T, Rows, Columns> tile, const Matrix<const T> &matrix, i64 i0) {
   constexpr i32 kUnit = Aligned ? 8 : 1;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void load(SharedHalf<T, Rows, Columns> tile, const Ma
       *tile.at(i, c) = holds ? matrix(i0 + i, c) : T{};
   }
 }
-// All that the CTA's threads have loaded is in shared memory.
+// Waits until all copies of the CTA's threads are in shared memory.
 __device__ __forceinline__ void arrived() {
   cp_async_commit();
   cp_async_wait<0>();

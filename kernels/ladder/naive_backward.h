@@ -4,13 +4,13 @@
 //   3: Read P, dP from HBM, compute dS, dS_ij = P_ij (dP_ij - sum_l P_il dP_il), write it.       SoftmaxGradient
 //   4: Load dS and K by blocks from HBM, compute dQ = dS K, write dQ to HBM.                     Product (naive_forward.h)
 //   5: Load dS and Q by blocks from HBM, compute dK = dS^T Q, write dK to HBM.                   ProductTransposed
-// The paper's P is left over from the forward. Here nothing is: Scores and Softmax make it again.
+// The paper keeps P from the forward. Here Scores and Softmax compute it again.
 #pragma once
 #include "tile.h"
 
 namespace strobe::ladder {
 
-// A warp a row.
+// One warp per row.
 template <Config C> struct SoftmaxGradient {
   using Arguments = SoftmaxArguments;
   static constexpr i32 kThreads = kTileThreads, kBlocksPerSm = 1;
@@ -28,7 +28,7 @@ template <Config C> struct SoftmaxGradient {
   }
 };
 
-// out = scores^T x, times factor, summed over the heads that share a key head: dV = P^T dO, dK = dS^T Q. A CTA a tile of keys.
+// out = scores^T x, times factor, summed over the heads that share a key head: dV = P^T dO, dK = dS^T Q. One CTA per tile of keys.
 template <Config C> struct ProductTransposed {
   using Arguments = ProductArguments;
   static constexpr i32 kThreads = kTileThreads, Br = C.tile_q, Bc = C.tile_k, d = C.head_dim;
@@ -48,7 +48,7 @@ template <Config C> struct ProductTransposed {
       const Matrix<const float> P(a.scores + (b * in.heads + h) * in.seqlen_q * in.seqlen_k, in.seqlen_q, in.seqlen_k);
       const Matrix<const float> dO(a.x, b, h, in.seqlen_q, in.head_dim);
       for (i64 i0 = 0; i0 < in.seqlen_q; i0 += Br) {
-        __syncthreads(); // all have read the tiles of before
+        __syncthreads(); // every thread has read the previous tiles
         load(Pij, P, i0, j0);
         load(dOi, dO, i0);
         __syncthreads();

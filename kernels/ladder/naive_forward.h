@@ -1,4 +1,4 @@
-// Rung 0: attention as it is written down, three kernels and the S x S matrix between them in global memory.
+// Rung 0: attention as its formula says: three kernels, with the S x S matrix in global memory between them.
 // Dao et al. 2022 (FlashAttention), Algorithm 0, Standard Attention Implementation:
 //   1: Load Q, K by blocks from HBM, compute S = Q K^T, write S to HBM.      Scores
 //   2: Read S from HBM, compute P = softmax(S), write P to HBM.              Softmax
@@ -9,7 +9,7 @@
 
 namespace strobe::ladder {
 
-// scores = x y^T: S = Q K^T, and in the backward dP = dO V^T. A CTA a tile of scores.
+// scores = x y^T: S = Q K^T, and in the backward dP = dO V^T. One CTA per tile of scores.
 template <Config C> struct Scores {
   using Arguments = ProductArguments;
   static constexpr i32 kThreads = kTileThreads, Br = C.tile_q, Bc = C.tile_k, d = C.head_dim;
@@ -34,7 +34,7 @@ template <Config C> struct Scores {
   }
 };
 
-// Each row in three passes: its maximum, its sum, its quotients. A warp a row.
+// Each row in three passes: its maximum, its sum, its quotients. One warp per row.
 template <Config C> struct Softmax {
   using Arguments = SoftmaxArguments;
   static constexpr i32 kThreads = kTileThreads, kBlocksPerSm = 1;
@@ -44,7 +44,7 @@ template <Config C> struct Softmax {
     const i64 row = ((i64)blockIdx.x * kThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (row >= in.rows()) return;
     const i64 i = row % in.seqlen_q, h = row / in.seqlen_q % in.heads, b = row / in.seqlen_q / in.heads;
-    const Range seen = in.sequence<0>(b).band.keys(i); // the others have P = 0
+    const Range seen = in.sequence<0>(b).band.keys(i); // outside this range P is 0
     const float unit = float(in.scale) * kLog2e<float>;
     float *P = a.P + row * in.seqlen_k;
 
@@ -58,7 +58,7 @@ template <Config C> struct Softmax {
   }
 };
 
-// out = scores y, times factor: O = P V, and in the backward dQ = dS K. A CTA a tile of queries.
+// out = scores y, times factor: O = P V, and in the backward dQ = dS K. One CTA per tile of queries.
 template <Config C> struct Product {
   using Arguments = ProductArguments;
   static constexpr i32 kThreads = kTileThreads, Br = C.tile_q, Bc = C.tile_k, d = C.head_dim;
@@ -76,7 +76,7 @@ template <Config C> struct Product {
 
     Registers<Br, d> Oi;
     for (i64 j0 = 0; j0 < in.seqlen_k; j0 += Bc) {
-      __syncthreads(); // all have read the tiles of before
+      __syncthreads(); // every thread has read the previous tiles
       load(Pij, P, i0, j0);
       load(Vj, V, j0);
       __syncthreads();

@@ -1,7 +1,7 @@
 // Rung 3, backward. Dao 2023, Algorithm 2, whose lines stand beside the code (1-4 as in flash2_backward.h).
 // A warp owns 16 keys of the tile and computes S^T and dP^T, keys by queries, 16 queries at a time: rounded to 16 bits they are the left
 // operands of dV and dK without leaving the registers. dQ sums over all keys, hence over warps, and takes dS through shared memory. At d >
-// 128 dK and dV of 16 keys do not fit a warp: two warps compute the same S^T and hold half of the columns each.
+// 128 dK and dV of 16 keys do not fit one warp: two warps compute the same S^T, and each holds half of the columns.
 #pragma once
 #include "../attention/schedule.h"
 #include "fragment.h"
@@ -42,7 +42,7 @@ template <Config C> struct TensorBackward {
       const i64 row0 = in.row_index(b, h, 0);
       const Matrix<float> dQ(a.dq_sum + row0 * in.head_dim, in.seqlen_q, in.head_dim);
       const float *delta = static_cast<const float *>(a.delta) + row0;
-      // 8: for 1 <= i <= Tr do (only those tiles of queries that see a key of this one)
+      // 8: for 1 <= i <= Tr do (only query tiles that see a key of this key tile)
       Schedule queries(seen_by, j0, min(j0 + Bc, in.seqlen_k), Br, Br);
       for (KeyTile tile; queries.next(tile);) {
         const i64 i0 = tile.begin;
@@ -106,7 +106,7 @@ template <Config C> struct TensorBackward {
             if (dQ.holds(i0 + q + i, c + column)) atomicAdd(&dQ(i0 + q + i, c + column), s);
           });
         }
-        __syncthreads(); // all have read Q_i, dO_i and dS_ij
+        __syncthreads(); // every thread has read Q_i, dO_i and dS_ij
       } // 17
     }
     // 18: Write dK_j, dV_j to HBM.

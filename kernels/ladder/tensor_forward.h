@@ -1,8 +1,8 @@
 // Rung 3: the same algorithm on tensor cores. Dao 2023 (FlashAttention-2), Algorithm 1, whose lines stand beside the code.
 //   1-2: Divide Q, O, L into Tr blocks, K and V into Tc blocks.
 // A warp owns 16 queries of the tile and all keys (section 3.3: "split Q", not "split K"), so warps exchange nothing: S, P, O, m and l live
-// in its registers. Products are FP16 (BF16) in, FP32 out. What is missing on the way to the library's own kernels: copies that run ahead
-// of the arithmetic, Q in registers, swizzled tiles.
+// in its registers. Products are FP16 (BF16) in, FP32 out. The library's own kernels add asynchronous copies that run ahead of the
+// arithmetic, Q in registers, and swizzled tiles.
 #pragma once
 #include "../attention/schedule.h"
 #include "fragment.h"
@@ -18,7 +18,7 @@ template <Config C> struct TensorForward {
   static __device__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
-    // 3: for 1 <= i <= Tr do, in parallel; with a causal mask the last tiles have the most to do and go first
+    // 3: for 1 <= i <= Tr do, in parallel; with a causal mask the last tiles are the longest and go first
     const i64 Tr = div_up(in.seqlen_q, Br), head = blockIdx.x / Tr, b = head / in.heads, h = head % in.heads;
     const i64 i0 = (Tr - 1 - blockIdx.x % Tr) * Br, i_warp = i0 + threadIdx.x / 32 * 16;
     const Band band = in.sequence<0>(b).band;
@@ -35,7 +35,7 @@ template <Config C> struct TensorForward {
     Sums<d> Oi;
     float m[2] = {-kInfinity, -kInfinity}, l[2] = {0, 0};
 
-    // 6: for 1 <= j <= Tc do (only those tiles of keys that a query of this one sees)
+    // 6: for 1 <= j <= Tc do (only key tiles that a query of this tile sees)
     Schedule keys(band, i0, min(i0 + Br, in.seqlen_q), Bc, Bc);
     for (KeyTile tile; keys.next(tile);) {
       // 7: Load K_j, V_j from HBM to on-chip SRAM.
@@ -77,7 +77,7 @@ template <Config C> struct TensorForward {
           Oi.template multiply<T>(n, x, y);
         }
       }
-      __syncthreads(); // all have read K_j and V_j
+      __syncthreads(); // every thread has read K_j and V_j
     } // 11
 
     // 12, 14: O_i = diag(l)^-1 O_i, written to HBM as the i-th block of O.

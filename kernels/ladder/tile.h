@@ -1,5 +1,6 @@
-// Tiles of the FP32 rungs: in global memory ("HBM" in the papers), in shared memory ("SRAM"), in registers. The 256 threads of a CTA stand
-// as 16 x 16: thread (y, x) holds the elements (y + 16 r, x + 16 c) of every tile in registers, so 16 adjacent lanes of a warp share a row.
+// Tiles of the FP32 rungs: in global memory ("HBM" in the papers), in shared memory ("SRAM"), in registers. The 256 threads of a CTA form a
+// 16 x 16 grid: thread (y, x) holds the elements (y + 16 r, x + 16 c) of every tile in registers, so 16 adjacent lanes of a warp share a
+// row.
 #pragma once
 #include "../ptx/math.h" // first: softmax.h finds exp2 and select there
 
@@ -30,7 +31,7 @@ template <class Tile> struct Transposed {
   __device__ float operator()(i32 i, i32 c) const { return tile(c, i); }
 };
 
-// In shared memory. The odd pitch puts a column's elements into different banks.
+// A tile in shared memory. The odd pitch puts a column's elements into different banks.
 template <i32 Rows, i32 Columns> struct Shared {
   static constexpr i32 kPitch = Columns + 1;
   float *data;
@@ -41,9 +42,9 @@ template <i32 Rows, i32 Columns> struct Shared {
   __device__ Transposed<Shared> transposed() const { return {*this}; }
 };
 
-// In registers.
+// A tile in registers.
 template <i32 Rows, i32 Columns> struct Registers {
-  static constexpr i32 kRows = Rows / 16, kColumns = Columns / 16; // of a thread
+  static constexpr i32 kRows = Rows / 16, kColumns = Columns / 16; // per thread
   float x[kRows][kColumns] = {};
 
   static __device__ i32 row(i32 r) { return threadIdx.x / 16 + 16 * r; }
@@ -115,8 +116,8 @@ template <class Tile> __device__ __forceinline__ void hide(Tile &S, const Band &
   });
 }
 
-// LSE of query i for the backward, times log2(e): exp(s - LSE) is exp2(s log2(e) - this). +inf, so that P is 0, in a row that saw no key
-// and beyond the sequence.
+// LSE of query i for the backward, times log2(e): exp(s - LSE) is exp2(s log2(e) - this). It is +inf, so that P is 0, for a row that sees
+// no key and for a row beyond the sequence.
 __device__ __forceinline__ float log2_sum(const Operand &lse, i64 b, i64 h, i64 i, i64 seqlen_q) {
   const float L = i < seqlen_q ? *lse.at<const float>(b, h, i, 0) : -kInfinity;
   return L == -kInfinity ? kInfinity : L * kLog2e<float>;

@@ -1,5 +1,5 @@
-// A group of warps side by side. They have the same rows of S, P, M and l, and each has its own columns of O. They divide the sum over the
-// columns of Q and K that makes S.
+// A group of warps that share rows: they have the same rows of S, P, M and l, and each has its own columns of O. To make S they divide the
+// sum over the columns of Q and K.
 #pragma once
 #include "../ptx/barrier.h"
 #include "../tile/shared.h"
@@ -7,27 +7,27 @@
 
 namespace strobe::mma {
 
-// The warp's place among the block's: groups follow one another, then come their next warps.
+// The warps of the block are numbered group by group for column 0, then for each further column.
 template <Config C> struct ColumnWarps {
   static __device__ constexpr bool alone() { return C.column_warps == 1; }
-  static __device__ constexpr int columns() { return C.head_dim_v / C.column_warps / 16; } // blocks of O that a warp has
-  static __device__ constexpr int inner() { return C.head_dim / C.column_warps; }          // columns of Q and K over which it sums S
+  static __device__ constexpr int columns() { return C.head_dim_v / C.column_warps / 16; } // 16-column blocks of O per warp
+  static __device__ constexpr int inner() { return C.head_dim / C.column_warps; }          // columns of Q and K over which a warp sums S
   static_assert(C.head_dim_v % (16 * C.column_warps) == 0 && C.head_dim % (16 * C.column_warps) == 0);
   static_assert(C.warps % C.column_warps == 0 && C.groups() < 16);
 
   static __device__ __forceinline__ int group(int thread) { return alone() ? thread / 32 : thread / 32 % C.groups(); }
   static __device__ __forceinline__ int column(int thread) { return alone() ? 0 : thread / 32 / C.groups(); }
-  // All of the group have come.
+  // Waits for all warps of the group.
   static __device__ __forceinline__ void meet(int thread) {
     if constexpr (alone())
       __syncwarp();
     else
       barrier_sync(1 + group(thread), 32 * C.column_warps);
   }
-  // S becomes the sum over all of its warps' columns, the same bits in each. Before the next exchange all must have met once more.
+  // Adds up S over the columns of all warps of the group; each gets the same bits. The warps must meet again before the next exchange.
   template <int kM, int kN> static __device__ __forceinline__ void exchange(tile::Accumulator (&S)[kM][kN], u32 places, int thread) {
     if constexpr (!alone()) {
-      constexpr u32 kBytes = 1024 * kM * kN; // of a warp
+      constexpr u32 kBytes = 1024 * kM * kN; // per warp
       const u32 at = places + (u32)group(thread) * C.column_warps * kBytes + tile::lane_id() * 16, own = at + (u32)column(thread) * kBytes;
 #pragma unroll
       for (int i = 0; i < 2 * kM * kN; ++i) store_shared(own + 512 * i, S[i / 2 / kN][i / 2 % kN].x[i % 2]);

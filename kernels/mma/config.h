@@ -9,28 +9,28 @@ struct Config {
   i32 head_dim, head_dim_v; // rounded up to multiples of 16
   i32 tile_q, tile_k;       // multiples of 16
   i32 warps;
-  i32 stages;    // K and V tiles in shared memory at a time
-  i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
-  i32 exact_max; // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
-  i32 invariant; // forward: a row's bits do not depend on the tile of queries that it is in; keys in chunks (device/chunks.h)
+  i32 stages;    // tiles of K, and of V, in shared memory at a time
+  i32 aligned;   // adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 exact_max; // the running maximum is followed exactly; else it may lag by a factor of 2^8
+  i32 invariant; // forward: a row's bits do not depend on its tile of queries; keys are walked in chunks (device/chunks.h)
   i32 blocks_per_sm;
-  i32 uneven;       // decode: of sequences of uneven lengths (device/uneven_shares.h)
-  i32 column_warps; // warps side by side that have columns of the same rows of O: more than 1 where O is too wide for one's registers
+  i32 uneven;       // decode: sequences have uneven lengths (device/uneven_shares.h)
+  i32 column_warps; // warps that divide the columns of the same rows of O: more than 1 where O is too wide for one warp's registers
   Features features;
 
   STROBE_FN constexpr i32 threads() const { return 32 * warps; }
   STROBE_FN static constexpr i32 chunk() { return 2048; }                 // keys of an invariant forward's chunk: a multiple of its tile_k
-  STROBE_FN constexpr i32 groups() const { return warps / column_warps; } // of warps with the same rows; of decode: with the same keys
-  // Each warp of a group sums S over columns of Q and K of its own; here they exchange what they have.
+  STROBE_FN constexpr i32 groups() const { return warps / column_warps; } // of warps with the same rows; in decode: with the same keys
+  // Whether each warp of a group sums S over its own columns of Q and K; shared memory for the exchange of these sums.
   STROBE_FN constexpr i32 exchange_bytes(i32 rows) const { return column_warps > 1 ? 4 * column_warps * rows * tile_k : 0; }
-  // Shared memory of the forward: Q, where O takes its place, then the stages of K, then those of V; then what warps exchange.
+  // Shared memory of the forward: Q, later replaced by O, then the stages of K, then those of V; then the warps' exchange.
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * max(head_dim, head_dim_v); }
   STROBE_FN constexpr i32 forward_exchange_at() const { return q_bytes() + 2 * stages * tile_k * (head_dim + head_dim_v); }
-  STROBE_FN constexpr i32 forward_walk_at() const { return forward_exchange_at() + exchange_bytes(tile_q); } // of a part: over its keys
+  STROBE_FN constexpr i32 forward_walk_at() const { return forward_exchange_at() + exchange_bytes(tile_q); } // a part's walk over keys
   STROBE_FN constexpr i32 forward_shared_bytes() const { return forward_walk_at() + (features.part ? 640 : 0); }
-  // Of a row of K or V as it lies in memory.
+  // Bytes of a row of K or V in shared memory.
   STROBE_FN constexpr i32 row_bytes(i32 dim) const { return features.quant == kInt4 ? dim / 2 : features.quant ? dim : 2 * dim; }
-  // Of decode: Q, then every group's stages of K, then those of V; then what warps exchange. At the end M, l and O of every group.
+  // Decode: Q, then every group's stages of K, then those of V; then the warps' exchange. At the end M, l and O of every group.
   STROBE_FN constexpr i32 decode_exchange_at() const {
     return 2 * tile_q * head_dim + groups() * stages * tile_k * (row_bytes(head_dim) + row_bytes(head_dim_v));
   }

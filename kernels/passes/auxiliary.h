@@ -1,8 +1,8 @@
-// The largest score of each head, and the sums of P's columns: passes over S after the forward, whose LSE they read. A block of threads
-// owns a tile of keys of one query head and walks over the queries that see some of it, so the sum of a column has one order and needs no
-// workspace. Each block leaves its own largest score, and a second launch takes the largest of a head. The scores made here may differ in
-// their last bits from those of the forward's engine, and P would show it. So an earlier launch adds up P over each row as it is made here,
-// and P is divided by that sum.
+// The largest score of each head, and the sums of P's columns: passes over S after the forward, which read its LSE. A thread block owns a
+// tile of keys of one query head and walks over the queries that see some of it, so the sum of a column has one order and needs no
+// workspace. Each block leaves its own largest score, and a second launch takes the largest of a head. The scores computed here may differ
+// in their last bits from those of the forward's engine, and P would show it. So an earlier launch adds up P over each row as it is
+// computed here, and P is divided by that sum.
 #pragma once
 #include "../attention/schedule.h"
 #include "../device/keys.h"
@@ -14,10 +14,10 @@
 
 namespace strobe::passes {
 
-// The larger; a NaN is larger than all numbers.
+// The larger of two numbers; a NaN counts as larger than all numbers.
 template <class T> __device__ __forceinline__ T larger(T a, T b) { return b > a || b != b ? b : a; }
 
-// The largest number of all threads; `shared` has room for one number of each.
+// The largest number of all threads; `shared` has room for one number per thread.
 template <int kThreads, class T> __device__ __forceinline__ T largest_of_block(T *shared, T mine) {
   shared[threadIdx.x] = mine;
   __syncthreads();
@@ -28,8 +28,8 @@ template <int kThreads, class T> __device__ __forceinline__ T largest_of_block(T
   return shared[0];
 }
 
-// Raw q.k of a tile by FMA: this thread has the keys key(m), m < kKeys, and the queries query(n), n < kQueries.
-// Taken: the rows that stay, as they lie in memory.
+// Raw q.k of a tile by FMA: this thread has the keys key(m), m < kKeys, and the queries query(n), n < kQueries. Taken: the rows that stay,
+// as they lie in memory.
 template <AuxiliaryConfig C, class Taken> struct FmaTile {
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
@@ -49,7 +49,7 @@ template <AuxiliaryConfig C, class Taken> struct FmaTile {
     for (int m = 0; m < kKeys; ++m)
 #pragma unroll
       for (int n = 0; n < kQueries; ++n) S[m][n] = T(0);
-    for (i32 c0 = 0; c0 < in.head_dim; c0 += C.kColumns) { // runs of columns, which are then added up
+    for (i32 c0 = 0; c0 < in.head_dim; c0 += C.kColumns) { // columns in runs, whose sums are then added up
       __syncthreads();
       stage<C.tile_k, kPitchK>(K, keys, c0);
       stage<C.tile_q, kPitchQ>(Q, queries, c0);
@@ -118,7 +118,7 @@ template <AuxiliaryConfig C> struct TensorTile {
     cp_async_wait<0>();
   }
   template <class Rows> __device__ __forceinline__ void multiply(const Rows &queries) {
-    __syncthreads(); // nobody reads the last queries any more
+    __syncthreads(); // no thread reads the last queries any more
     tile::load<C.tile_q, C.head_dim, kThreads, C.aligned != 0>(shared + C.k_bytes(), queries, (int)threadIdx.x);
     cp_async_commit();
     cp_async_wait<0>();
@@ -139,7 +139,7 @@ template <AuxiliaryConfig C, class Taken> struct TileOf<C, Taken, true> {
   using type = TensorTile<C>;
 };
 
-// What both passes over S have in common. Taken: the type of the rows that stay while the others pass; the tile calls them its keys.
+// The code that both passes over S share. Taken: the type of the rows that stay while the others stream by; the tile calls them its keys.
 template <AuxiliaryConfig C, class Taken> struct ScorePass {
   using Arguments = typename ArgumentsOf<AuxiliaryArguments, C.features.quant != 0>::type;
   using E = typename Element<C.dtype>::type;
@@ -149,20 +149,19 @@ template <AuxiliaryConfig C, class Taken> struct ScorePass {
   using HeadScores = Scores<F, T, C.dtype == kF16 || C.dtype == kBF16 ? Functions::half : Functions::full>;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
-  // exp(score * natural - lse). In FP32 more exactly: beside a large sink all sums have its error.
+  // exp(score * natural - lse). FP32 needs more than its usual precision here: beside a large sink all sums have this function's error.
   static __device__ __forceinline__ T exp_from(T score, T natural, T lse) {
     if constexpr (C.dtype == kF16 || C.dtype == kBF16) return exp2(fma(score, natural, -lse) * kLog2e<T>);
     return probability(score, natural, lse, T(0));
   }
-  // -inf where key j, one of those before k1, is hidden, or lacking.
+  // -inf where key j, one of those before k1, is hidden or missing.
   template <class KeysOfHead, class Row>
   static __device__ __forceinline__ T score(const HeadScores &scores, const KeysOfHead &keys, T raw, const Row &row, i32 j,
                                             bool by_position, i32 k1) {
     const T x = scores.score(raw, row, j, by_position, k1);
     return F.seqused == kPaged && j < k1 && lacks(keys, j) ? minus_infinity<T>() : x;
   }
-  // put(), which must follow a barrier, leaves in shared memory what each thread has summed of a row (Kahan); total() adds that up in
-  // order.
+  // put(), which must follow a barrier, leaves each thread's sum of a row in shared memory (Kahan); total() adds these up in order.
   static __device__ __forceinline__ void put(T *parts, const T (&sum)[Tile::kKeys], const T (&lost)[Tile::kKeys]) {
 #pragma unroll
     for (int m = 0; m < Tile::kKeys; ++m) parts[Tile::share() * C.tile_k + Tile::key(m)] = sum[m] - lost[m];
@@ -176,7 +175,7 @@ template <AuxiliaryConfig C, class Taken> struct ScorePass {
   }
 };
 
-// Of each query: 1 / (sum of exp(s - LSE) over the keys that it sees, and its sink's). A tile's keys and queries change places.
+// For each query: 1 / (sum of exp(s - LSE) over the keys that it sees, and its sink's term). A tile's keys and queries change places.
 template <AuxiliaryConfig C> struct RowTotals : ScorePass<C, tile::Matrix<const typename Element<C.dtype>::type>> {
   using Queries = tile::Matrix<const typename Element<C.dtype>::type>;
   using Pass = ScorePass<C, Queries>;
@@ -229,7 +228,7 @@ template <AuxiliaryConfig C> struct RowTotals : ScorePass<C, tile::Matrix<const 
       T all = Pass::total(parts, i);
       if (in.sinks)
         all += Pass::exp_from(*in.sinks.template at<const T>(0, h, 0, 0), T(1), *a.lse.template at<const T>(b, h, s.q0 + q0 + i, 0));
-      // A row that sees nothing, or whose sum is no finite number, is not divided.
+      // A row that sees no key, or whose sum is not finite, is not divided.
       ((T *)a.inverse)[in.row_index(b, h, s.q0 + q0 + i)] = all > T(0) && all < -minus_infinity<T>() ? T(1) / all : T(1);
     }
   }
@@ -247,7 +246,7 @@ template <AuxiliaryConfig C> struct Auxiliary : ScorePass<C, typename KeysOf<typ
     const u32 tiles = (u32)div_up(in.seqlen_k, C.tile_k), pair = blockIdx.x / tiles;
     const i32 number = (i32)(blockIdx.x % tiles), h = (i32)(pair % in.heads), b = (i32)(pair / in.heads);
     if (F.seqused != kPaged && a.column_sums && in.cu_seqlens_q) clear_behind(a, b, h, number, (i32)tiles);
-    if (b >= in.batch) return; // there is no sequence, and all tokens are padding
+    if (b >= in.batch) return; // the sequence does not exist, and all tokens are padding
 
     const Sequence s = in.sequence<F.seqused>(b);
     const i32 k0 = number * C.tile_k, k1 = (i32)min((i64)k0 + C.tile_k, s.band.seqlen_k);
@@ -303,7 +302,7 @@ private:
         const T x = Pass::score(scores, keys, tile.raw(m, n), row, k0 + tile.key(m), kMasked, k1);
         most = larger(most, x);
         if constexpr (C.column_sums != 0) {
-          if (x != minus_infinity<T>()) part[m] += Pass::exp_from(x, natural, lse) * inverse; // of what is hidden LSE may be no number
+          if (x != minus_infinity<T>()) part[m] += Pass::exp_from(x, natural, lse) * inverse; // LSE may be NaN for a hidden element
         }
       }
     }
@@ -313,7 +312,7 @@ private:
     }
   }
 
-  // Over the threads that share a key, in order. Keys that do not count have the sum 0.
+  // The sum over the threads that share a key, in order. Keys that do not count have the sum 0.
   static __device__ __forceinline__ void store_sums(const Arguments &a, T *parts, const T (&sum)[kKeys], const T (&lost)[kKeys], i32 b,
                                                     i32 h, const Sequence &s, i32 k0, i32 k1) {
     Pass::put(parts, sum, lost);
@@ -327,7 +326,7 @@ private:
     most = largest_of_block<kThreads>(largest, most);
     if (threadIdx.x == 0) ((T *)a.largest)[blockIdx.x] = most * natural_factor<F>(T(a.in.scale));
   }
-  // Tokens between the keys of this sequence and those of the next belong to none; without any sequence all do.
+  // Tokens between the keys of this sequence and those of the next belong to no sequence; without any sequence all tokens do.
   static __device__ __forceinline__ void clear_behind(const Arguments &a, i32 b, i32 h, i32 number, i32 tiles) {
     const Inputs &in = a.in;
     i64 begin = 0, end = in.total_k;
@@ -341,7 +340,7 @@ private:
   }
 };
 
-// Of a head: a block of threads takes the largest scores of its tiles.
+// For each head: a thread block takes the largest of its tiles' largest scores.
 template <LargestConfig C> struct LargestScore {
   using Arguments = AuxiliaryArguments;
   using T = typename Element<C.dtype>::real;

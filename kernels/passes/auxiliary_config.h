@@ -6,19 +6,19 @@ namespace strobe::passes {
 
 struct AuxiliaryConfig {
   i32 dtype;
-  i32 tensor_cores;   // S by mma.sync, of FP16 and BF16; else by FMA, of any dtype
-  i32 column_sums;    // wanted; else LSE is not read
+  i32 tensor_cores;   // S by mma.sync, for FP16 and BF16; else by FMA, for any dtype
+  i32 column_sums;    // column_sums is asked for; else LSE is not read
   i32 head_dim;       // with tensor cores: rounded up to a multiple of 16; else 0
-  i32 tile_q, tile_k; // of scores; with block sparsity a tile lies within a block
+  i32 tile_q, tile_k; // of scores; with block sparsity a tile lies within a mask block
   i32 aligned;        // with tensor cores: 16-byte copies
   i32 blocks_per_sm;
-  Features features; // but for dropout, which it does not look at
+  Features features; // without dropout, which has no effect here
 
   // By FMA: threads across keys and queries, and the columns of Q and K that are staged at a time.
   static constexpr i32 kThreadsK = 16, kThreadsQ = 8, kColumns = kRunOfColumns;
   STROBE_FN constexpr i32 threads() const { return tensor_cores ? 2 * tile_k : kThreadsK * kThreadsQ; } // a warp has 16 keys
   STROBE_FN constexpr i32 pitch(i32 tile) const { return tile + 1; }
-  // How many threads have elements of the same key.
+  // How many threads share the elements of one key.
   STROBE_FN constexpr i32 shares() const { return tensor_cores ? 4 : kThreadsQ; }
   STROBE_FN constexpr i32 k_bytes() const { return element_bytes(dtype) * tile_k * head_dim; }
   STROBE_FN constexpr i32 real_bytes() const { return dtype == kF64 ? 8 : 4; }

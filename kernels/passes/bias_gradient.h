@@ -21,12 +21,12 @@ private:
     static constexpr int kTileQ = C.tile_q, kTileK = C.tile_k, kThreads = C.threads();
     static __device__ constexpr bool of_part() { return false; }
     const Gradient gradient;
-    float *const sums; // of the tile, transposed, where the inputs were
+    float *const sums; // the tile's sums, transposed; they replace the inputs
     typename Gradient::Place place;
 
     __device__ __forceinline__ Tile(const Arguments &a, unsigned char *shared) : gradient(a, shared), sums((float *)shared) {}
 
-    // fp32 keeps what a sum of thousands of tiles loses; of 16 bits dS has lost more.
+    // fp32 keeps the rounding error of a sum over thousands of tiles; for 16 bits the rounding of dS is larger.
     static __device__ __forceinline__ void add(float &sum, float &lost, float x) {
       if constexpr (C.dtype == kF32)
         strobe::add(sum, lost, x);

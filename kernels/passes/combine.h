@@ -1,4 +1,4 @@
-// Merges what the splits over keys left: a block of threads takes a row, O = sum of exp(LSE_s - LSE) O_s. The sink joins here, once.
+// Merges the results of the splits over keys: a thread block takes a row, O = sum of exp(LSE_s - LSE) O_s. The sink joins here, once.
 #pragma once
 #include "../attention/arguments.h"
 #include "../device/chunks.h"
@@ -46,7 +46,7 @@ template <CombineConfig C> struct Combine {
   }
 
 private:
-  // Where a row's results are among those of all parts.
+  // The place of a row's results among those of all splits.
   struct Parts {
     i64 first, stride;
     i32 count;
@@ -58,16 +58,16 @@ private:
     const i32 *places = a.share_places + 2 * b;
     return {((i64)places[0] * in.heads + h) * in.seqlen_q + q, (i64)in.heads * in.seqlen_q, places[1]};
   }
-  // exp(lse - reference). Beside a large sink all of O has its error.
+  // exp(lse - reference). Beside a large sink all of O has this function's error.
   static __device__ __forceinline__ float weight(float lse, float reference) {
     if constexpr (C.dtype == kF32) return probability(lse, 1.0f, reference, 0.0f);
     return exp2((lse - reference) * kLog2e<float>);
   }
-  // FP32's sums are compensated: beside a large term many small ones would all be rounded the same way.
+  // FP32's sums are compensated: beside a large term many small ones would all be rounded in the same direction.
   static __device__ __forceinline__ void join(float &sum, float &lost, float x) {
     if constexpr (C.dtype == kF32) {
       add(sum, lost, x);
-      lost = abs(lost) < -minus_infinity<float>() ? lost : 0.0f; // an infinite sum stays what it is
+      lost = abs(lost) < -minus_infinity<float>() ? lost : 0.0f; // an infinite sum stays infinite
     } else {
       sum += x;
     }

@@ -1,26 +1,26 @@
-// What the passes that look at rows, and not at scores, are compiled for.
+// What the passes over rows, which look at no scores, are compiled for.
 #pragma once
 #include "../attention/base.h"
 
 namespace strobe::passes {
 
-// The backward that a pass belongs to: it decides in which order D is summed, and how dq_sum lies.
+// The backward that a pass belongs to: it determines the order in which D is summed, and the layout of dq_sum.
 inline constexpr i32 kFragments = 0;   // mma.sync: eight lanes share a row; 16x16 blocks as a warp's lanes hold them
-inline constexpr i32 kWarpgroups = 1;  // Hopper: all of a tile's loads under way at once; parts of a tile as a warpgroup's lanes hold them
-inline constexpr i32 kRowAfterRow = 2; // FP32 and FP64: in the order and the runs of dP; rows, which have the scale already
+inline constexpr i32 kWarpgroups = 1;  // Hopper: a tile's loads are all in flight at once; pieces of a tile as a warpgroup holds them
+inline constexpr i32 kRowAfterRow = 2; // FP32 and FP64: in the order and the runs of dP; whole rows, which are already scaled
 
 struct RowsConfig {
   i32 dtype;
   i32 head_dim, tile_q; // of the backward
-  i32 aligned;          // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 aligned;          // adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 form;             // kFragments, kWarpgroups or kRowAfterRow
-  i32 partial;          // of a part: D and both numbers of LSE are given (Features::partial)
-  i32 packed;           // tiles are those of packed sequences (attention/packed_tiles.h)
-  i32 part, sparse;     // tiles are those of a part's ranges (attention/part.h), and of blocks
-  i32 adds;             // dQ is added to what is there; such a dQ, and that of a partial part, has the type of sums
+  i32 partial;          // a partial part: D and both numbers of LSE are given (Features::partial)
+  i32 packed;           // packed sequences: tiles are numbered as in attention/packed_tiles.h
+  i32 part, sparse;     // tiles belong to a part's ranges (attention/part.h), or to mask blocks
+  i32 adds;             // dQ is added to the tensor's contents; then, and in a partial part, it has the type of sums
 
   static constexpr i32 kRowTile = 64;                                    // tile_q of kRowAfterRow
-  STROBE_FN constexpr bool unrounded() const { return partial || adds; } // dQ
+  STROBE_FN constexpr bool unrounded() const { return partial || adds; } // dQ has the type of sums
   STROBE_FN static constexpr i32 threads() { return 256; }
   STROBE_FN constexpr i32 delta_threads() const { return form == kRowAfterRow ? kRowTile : threads(); }
   STROBE_FN constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) const { return batch * heads * div_up(seqlen_q, tile_q); }
@@ -28,8 +28,8 @@ struct RowsConfig {
 
 struct CombineConfig {
   i32 dtype;     // of out
-  i32 invariant; // parts are chunks of keys, to be merged one after the other: device/chunks.h
-  i32 uneven;    // parts are shares of sequences of uneven lengths: device/uneven_shares.h
+  i32 invariant; // splits are chunks of keys, which are merged one after the other: device/chunks.h
+  i32 uneven;    // splits are shares of sequences of uneven lengths: device/uneven_shares.h
   STROBE_FN static constexpr i32 threads() { return 128; }
 };
 
@@ -45,9 +45,9 @@ struct ListsConfig {
 
 struct SharesConfig {
   i32 dtype;                                           // of q
-  i32 seqused;                                         // as Features
-  i32 partial, adds;                                   // as Features
-  STROBE_FN static constexpr i32 rows() { return 32; } // of a block of threads
+  i32 seqused;                                         // as in Features
+  i32 partial, adds;                                   // as in Features
+  STROBE_FN static constexpr i32 rows() { return 32; } // per thread block
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 
@@ -60,7 +60,7 @@ struct PaddingConfig {
   i32 dtype; // of q, k, v
   i32 backward;
   i32 packed, seqused;
-  i32 partial, adds; // as Features
+  i32 partial, adds; // as in Features
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 

@@ -1,5 +1,5 @@
-// What the backward needs of each row first: D = rowsum(dO * O) - dLSE, and LSE's correction, 0 until a row is settled. What it adds dQ to
-// becomes 0 here, too, tile by tile.
+// What the backward needs of each row first: D = rowsum(dO * O) - dLSE, and LSE's correction, 0 until a row is settled. The same kernel
+// clears the sum of dQ, tile by tile.
 #pragma once
 #include "../attention/features.h"
 #include "../attention/part.h"
@@ -25,7 +25,7 @@ template <RowsConfig C> struct Delta {
       if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
     }
     if (tile.rows == 0) return;
-    if constexpr (C.form != kRowAfterRow) clear_dq(a, tile); // first what waits for nothing
+    if constexpr (C.form != kRowAfterRow) clear_dq(a, tile); // first the stores, which wait for nothing
     if constexpr (C.partial && !kHopper)
       take_given(a, tile);
     else if constexpr (C.form == kRowAfterRow)
@@ -46,11 +46,11 @@ private:
     }
   }
 
-  // 16 bits: kLanes lanes share a row, each takes 8 columns at a time.
+  // 16 bits: kLanes lanes share a row, and each takes 8 columns at a time.
   static __device__ __forceinline__ void sum_across_lanes(const Arguments &a, const RowTile<C> &tile) {
     const Inputs &in = a.in;
     constexpr int kLanes = kHopper && C.head_dim > 64 ? 16 : 8, kRows = kThreads / kLanes; // rows at a time
-    constexpr int kSteps = kHopper ? C.tile_q / kRows : 1;                                 // of which all loads are under way at once
+    constexpr int kSteps = kHopper ? C.tile_q / kRows : 1;                                 // all loads of these steps are in flight at once
     static_assert(!kHopper || C.tile_q % kRows == 0);
     const int lane = (int)threadIdx.x % kLanes;
     float *const rows = kHopper ? a.rows + tile.number * ((in.bias ? 3 : 2) * C.tile_q) : nullptr;
@@ -58,7 +58,7 @@ private:
       const int first = i0 + (int)threadIdx.x / kLanes;
       const E *const out = a.out.at<const E>(tile.batch, tile.head, tile.row + first, 0);
       const E *const dout = a.dout.at<const E>(tile.batch, tile.head, tile.row + first, 0);
-      float D[kSteps] = {}, zero[kSteps] = {}, zero_q[kSteps] = {}; // zero: unless dO, or Q, is not finite
+      float D[kSteps] = {}, zero[kSteps] = {}, zero_q[kSteps] = {}; // zero: NaN unless dO, or Q, is finite
 #pragma unroll 1
       for (i32 c = 8 * lane; c < in.head_dim_v; c += 8 * kLanes) {
         uint4 x[kSteps] = {}, y[kSteps] = {};
@@ -75,7 +75,7 @@ private:
           if constexpr (kHopper) zero[n] += dot(uint4{}, y[n], 0);
         }
       }
-      if (kHopper && (in.sinks || C.partial)) { // then a row that sees nothing may have a finite LSE, whatever Q is
+      if (kHopper && (in.sinks || C.partial)) { // then a row that sees no key may have a finite LSE, whatever Q is
         const E *const q = in.q.at<const E>(tile.batch, tile.head, tile.row + first, 0);
 #pragma unroll 1
         for (i32 c = 8 * lane; c < in.head_dim; c += 8 * kLanes) {
@@ -102,7 +102,7 @@ private:
       }
     }
   }
-  // 8 columns of row i behind `first`; what lies beyond the last is 0.
+  // 8 columns of row i after `first`; columns past the last one are 0.
   static __device__ __forceinline__ uint4 load(const E *first, const Operand &o, int i, i32 c, i32 columns) {
     const E *const row = first + i * o.stride[2];
     if constexpr (C.aligned) return *(const uint4 *)(row + c);
@@ -118,7 +118,7 @@ private:
     return sum;
   }
 
-  // The order and the runs of dP: where a query sees a single key, dP - D is then 0 and not a rounding error. A thread has a row.
+  // The order and the runs of dP: where a query sees a single key, dP - D is then 0 and not a rounding error. One thread per row.
   static __device__ __forceinline__ void sum_in_runs(const Arguments &a, const RowTile<C> &tile) {
     constexpr int kWidth = kRunOfColumns;
     __shared__ T dO[kThreads][kWidth + 1], O[kThreads][kWidth + 1];
@@ -143,8 +143,8 @@ private:
     if (t < tile.rows) write(a, tile, t, D);
   }
 
-  // For a partial part. Its rows are sums over keys that are not all here, so the caller gives D (in the place of out) and LSE's correction
-  // (as the second number of LSE).
+  // For a partial part. Its rows are sums over keys of which some are elsewhere, so the caller gives D (in place of out) and LSE's
+  // correction (as the second number of LSE).
   static __device__ __forceinline__ void take_given(const Arguments &a, const RowTile<C> &tile) {
     for (i32 i = (i32)threadIdx.x; i < tile.rows; i += kThreads) {
       write(a, tile, i, *a.out.at<const T>(tile.batch, tile.head, tile.row + i, 0));
@@ -161,7 +161,7 @@ private:
     delta[0] = less_dlse(a, tile, i, D), delta[a.in.rows()] = T(0);
   }
 
-  // Hopper: what its backward loads of a tile of queries at once, LSE and D side by side. finite: dO is; q_finite: Q is.
+  // Hopper: the values of a query tile that its backward loads at once, LSE and D side by side. finite: dO is finite; q_finite: Q is.
   static __device__ __forceinline__ void write_statistics(const Arguments &a, const RowTile<C> &tile, float *rows, int i, float D,
                                                           bool finite, bool q_finite) {
     const float infinity = -minus_infinity<float>();
@@ -169,20 +169,19 @@ private:
     if (i < tile.rows) {
       lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
       float *const delta = (float *)a.delta + tile.index + i, *const correction_of = delta + a.in.rows();
-      if constexpr (C.partial) { // as take_given
+      if constexpr (C.partial) { // as in take_given
         D = less_dlse(a, tile, i, *a.out.at<const float>(tile.batch, tile.head, tile.row + i, 0));
         const float low = a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0)[part_of(a.in).lse_low];
         if (fabsf(low) < infinity) correction = low;
-      } else if (a.in.bias) { // rows are settled by now
+      } else if (a.in.bias) { // rows are already settled
         D = *delta, correction = *correction_of;
       } else {
         D = less_dlse(a, tile, i, D);
         if (a.delta) *delta = D, *correction_of = 0;
       }
     }
-    if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // LSE is the sink alone: a score of such a Q would have made it NaN
-    // Where dO or LSE of a row is not a number, P becomes NaN as well. If D alone is not a number, since the row sees such a V, then P
-    // stays for dV.
+    if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // LSE is the sink's alone: a score of such a Q would have made it NaN
+    // Where dO or LSE of a row is NaN, P becomes NaN as well. If only D is NaN, since the row sees such a V, P stays valid for dV.
     rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
     if (C.partial && !a.in.bias) rows[i] -= correction * kLog2e<float>;
     if (a.in.bias) rows[i + C.tile_q] = -correction * kLog2e<float>;

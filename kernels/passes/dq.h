@@ -1,4 +1,4 @@
-// dQ from the sum that the backward's blocks have added up, rounded.
+// dQ, rounded, from the sum that the backward's blocks have accumulated.
 #pragma once
 #include "../attention/features.h"
 #include "../device/hopper_dq.h"
@@ -16,7 +16,7 @@ template <RowsConfig C> struct ConvertDq {
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     const RowTile<C> tile(a.in);
-    if (tile.rows == 0) return; // of a sequence shorter than the longest: dq_sum may have no such tile
+    if (tile.rows == 0) return; // the sequence is shorter than the longest: dq_sum may have no such tile
     if constexpr (C.form == kFragments) from_fragments(a, tile);
     if constexpr (C.form == kWarpgroups) from_warpgroups(a, tile);
     if constexpr (C.form == kRowAfterRow) from_rows(a, tile);
@@ -75,12 +75,12 @@ private:
     }
   }
 
-  // A warp takes what warps of the backward have added up.
+  // A warp takes the sums that warps of the backward have accumulated.
   static __device__ __forceinline__ void from_warpgroups(const Arguments &a, const RowTile<C> &tile) {
     static_assert(kThreads == 256);
 #pragma unroll 1
     for (int part = (int)threadIdx.x / 128; part < C.tile_q / dq_queries(C.head_dim, C.tile_q) * (C.head_dim / 64); part += 2) {
-      const int turn = part % 2; // of a third part both warpgroups', which see the same tiles of keys; there is none by roles
+      const int turn = part % 2; // both warpgroups add to a third piece and see the same key tiles; with roles there is no third piece
       if constexpr (C.unrounded()) {
         store_dq_unrounded<C.adds != 0, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
                                                               a.first_stores && a.turns[1 + 2 * tile.number + turn] == 0);

@@ -1,5 +1,5 @@
-// Packs a bool mask: a warp takes 16 queries and 64 keys, each lane 32 keys of one query; then lanes exchange what the forward's lanes
-// want. Transposed: 16 keys and 64 queries, each lane 32 queries of one key.
+// Packs a bool mask: a warp takes 16 queries and 64 keys, each lane 32 keys of one query; then lanes exchange bits into the order of the
+// forward's lanes. Transposed: 16 keys and 64 queries, each lane 32 queries of one key.
 #pragma once
 #include "../device/mask_bits.h"
 #include "../ptx/math.h"
@@ -43,7 +43,7 @@ template <MaskConfig C> struct PackMask {
 private:
   // Bits of the 32 keys from j on.
   static __device__ __forceinline__ u32 load(const Arguments &a, i64 b, i64 h, i32 i, i32 j) {
-    const u8 *mask = a.mask.template at<const u8>(b, h, min(i, a.queries - 1), j); // nobody asks for queries that are not there
+    const u8 *mask = a.mask.template at<const u8>(b, h, min(i, a.queries - 1), j); // bits of queries that do not exist are not used
     u32 seen = 0;
     if constexpr (C.aligned) {
 #pragma unroll
@@ -63,7 +63,7 @@ private:
   // Bits of the 32 queries from i + 32 (lane % 2) on, of key j + lane / 2.
   static __device__ __forceinline__ u32 load_transposed(const Arguments &a, i64 b, i64 h, i32 i, i32 j) {
     const i32 lane = (i32)threadIdx.x % 32;
-    u32 own[2], seen = 0; // of queries i + lane and i + 32 + lane a bit for each of 16 keys
+    u32 own[2], seen = 0; // queries i + lane and i + 32 + lane: a bit for each of 16 keys
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const u8 *mask = a.mask.template at<const u8>(b, h, min(i + 32 * half + lane, a.queries - 1), j);

@@ -1,6 +1,6 @@
 // Clears packed tokens that belong to no sequence (padding at the end, and tokens that cu_seqlens leave out): out 0, LSE -inf, gradients 0.
-// Each group of thread blocks takes the tokens in front of one sequence, as all other kernels see it; the last group takes those behind all
-// sequences. In dense tensors each group takes those keys of one sequence that do not count (seqused_k).
+// Each group of thread blocks takes the tokens before one sequence, with the bounds that all other kernels use; the last group takes those
+// after all sequences. In dense tensors each group takes the keys of one sequence that do not count (seqused_k).
 #pragma once
 #include "../attention/part.h"
 #include "../ptx/math.h"
@@ -29,7 +29,7 @@ template <PaddingConfig C> struct Padding {
       const HeldRows behind = in.held<C.seqused>(group);
       q.end = behind.q0, k.end = behind.k0;
     }
-    if constexpr (C.adds) return; // nothing is added there
+    if constexpr (C.adds) return; // gradients of padding are not added to
     const T zero = Convert<T>::from(Lse(0));
     if constexpr (C.backward) {
       fill(a.dq, b, in.heads, in.head_dim, q, first, blocks, zero);

@@ -1,5 +1,5 @@
-// Writes the table of a part (attention/part.h) into the workspace: its words are the kernel's arguments, which a launch, and a graph that
-// has captured it, hold copies of.
+// Writes the table of a part (attention/part.h) into the workspace. Its words are the kernel's arguments, so a launch, and a graph that has
+// captured it, hold copies of them.
 #pragma once
 #include "../attention/part.h"
 #include "config.h"

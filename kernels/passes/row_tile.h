@@ -8,15 +8,15 @@ namespace strobe::passes {
 
 template <RowsConfig C> struct RowTile {
   i32 batch, head, rows;
-  i64 row, index, number; // of its first row in the tensors and in contiguous scratch; of the tile
+  i64 row, index, number; // row, index: of its first row in the tensors and in contiguous scratch; number: of the tile
 
   __device__ __forceinline__ explicit RowTile(const Inputs &in) {
     u32 block = blockIdx.x;
-    // On Hopper dq_sum of the first tiles is cleared last, so that it is still in the L2 cache when the backward begins with them (if
-    // packed, those of all heads). The pass after the backward also walks in this order, for the last tiles are then in the cache.
+    // On Hopper dq_sum of the first tiles is cleared last, so that it is still in the L2 cache when the backward begins with them (packed:
+    // the first tiles of all heads). The pass after the backward also walks in this order, because the last tiles are then in the cache.
     if constexpr (C.form == kWarpgroups) block = gridDim.x - 1 - block;
     const u32 tiles = (u32)count(in);
-    if constexpr (C.packed) { // all heads of a tile come together: of a token they lie side by side
+    if constexpr (C.packed) { // all heads of a tile are neighbours: the heads of a token are adjacent in memory
       const u32 tile = block / (u32)in.heads;
       const PackedTile of = packed_tile(in.cu_seqlens_q, in.total_q, in.batch, C.tile_q, (i32)tile);
       const HeldRows s = in.held(of.b);

@@ -22,7 +22,7 @@ private:
     static constexpr i32 kOwn = 0;
     static __device__ constexpr Features features() { return C.features; }
     const Gradient gradient;
-    float *const totals; // where the tiles lay before: (key warp, P or dS, query)
+    float *const totals; // replaces the tiles: (key warp, P or dS, query)
 
     __device__ __forceinline__ Tile(const Arguments &a, unsigned char *shared) : gradient(a, shared), totals((float *)shared) {}
 
@@ -56,11 +56,11 @@ private:
       return sums;
     }
   };
-  struct Sum { // with what its roundings lost (Kahan)
+  struct Sum { // with its rounding error (Kahan)
     float sum = 0, lost = 0;
     __device__ __forceinline__ void add(float x) { strobe::add(sum, lost, x); }
   };
-  // Of the lanes with the same queries.
+  // The sum over the lanes with the same queries.
   static __device__ __forceinline__ float over_keys(float x) {
 #pragma unroll
     for (int n = 4; n < 32; n *= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, n);

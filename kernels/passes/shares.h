@@ -1,4 +1,4 @@
-// dK and dV where the query heads of a key head are shared out among thread blocks, each of which left the sum over its own in FP32.
+// dK and dV where the query heads of a key head are divided among thread blocks, each of which has left the sum over its heads in FP32.
 #pragma once
 #include "../attention/arguments.h"
 #include "../ptx/math.h"
@@ -6,7 +6,7 @@
 
 namespace strobe::passes {
 
-// The sum over the shares, always in the same order. A block of threads takes some rows of one key head, a warp a row at a time.
+// The sum over the shares, always in the same order. A thread block takes some rows of one key head, a warp one row at a time.
 template <SharesConfig C> struct SumShares {
   using Arguments = SharesArguments;
   using T = Result<C.dtype, C.partial || C.adds>;
@@ -24,7 +24,7 @@ template <SharesConfig C> struct SumShares {
   }
 
 private:
-  // Four columns of a lane at a time: rows of all operands are multiples of 16 bytes, or Hopper's backward refuses them.
+  // Each lane takes four columns at a time: rows of all operands are multiples of 16 bytes, or Hopper's backward refuses them.
   static __device__ __forceinline__ void add(const Arguments &a, const Operand &to, const Operand &shares, i32 b, i32 h, i64 row,
                                              i32 columns) {
     if (!to) return;

@@ -8,7 +8,7 @@ namespace strobe::passes {
 
 // d sink = sum over batch and queries of exp(sink - LSE) * -D. One CTA takes a head, always in the same order. There are many queries, and
 // their terms may cancel to a small sum; in FP32 each addition would round a sum far above the result. So they are added up in double, and
-// `lost` keeps what roundings drop.
+// `lost` keeps the rounding errors.
 template <SinksConfig C> struct SinkGradient {
   using Arguments = BackwardArguments;
   using T = typename Element<C.dtype>::real;

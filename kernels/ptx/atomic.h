@@ -4,7 +4,8 @@
 
 namespace strobe {
 
-// 16 bytes, compared and exchanged as one (sm_90). Returns whether they were `before`; else before becomes what they are.
+// Compares 16 bytes with `before` and replaces them in one step (sm_90). Returns whether they were equal; otherwise `before` receives the
+// value found.
 __device__ __forceinline__ bool compare_exchange(void *address, u64 (&before)[2], u64 low, u64 high) {
   u64 x = before[0], y = before[1];
   asm volatile("{\n.reg .b128 old, expected, wanted;\n"
@@ -22,7 +23,7 @@ __device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) {
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(address), "r"(x) : "memory");
   return y;
 }
-#else // whose PTX names no order of memory
+#else // its PTX names no order of memory
 __device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) { return atomicAdd(address, x); }
 #endif
 

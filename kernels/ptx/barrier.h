@@ -1,23 +1,23 @@
-// Barriers among some warps of a block (1 ... 15; 0 is __syncthreads), reductions in global memory, and turns between blocks.
+// Barriers among some warps of a block (1 ... 15; 0 is __syncthreads), reductions in global memory, and counters of deterministic turns.
 #pragma once
 #include "../attention/base.h"
 
 namespace strobe {
 
-// threadIdx.x, asked anew each time: nothing that follows from it is kept in registers around a loop.
+// threadIdx.x, read again each time: no value derived from it stays in registers around a loop.
 __device__ __forceinline__ int thread_index() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
 
-// Waits until `threads` threads have come; `arrive` comes without waiting.
+// Waits until `threads` threads have arrived; `arrive` arrives without waiting.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Barrier 0 for `threads` threads; whether the condition held for one of them.
+// Barrier 0 for `threads` threads; returns whether the condition held for one of them.
 __device__ __forceinline__ bool barrier_any(bool condition, int threads) {
   int any;
   asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, 0, %2, p; selp.b32 %0, 1, 0, q; }"
@@ -27,7 +27,7 @@ __device__ __forceinline__ bool barrier_any(bool condition, int threads) {
   return any != 0;
 }
 
-// Every lane adds its four numbers to those of its own at base, 512 bytes in all, where quad() says.
+// Every lane adds its number i to base[quad(lane, i)], i < 4: 512 bytes per warp.
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ int quad(int lane, int i) { return 4 * lane + i; }
 __device__ __forceinline__ void add_quad(float *base, const float (&x)[4]) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ u32 load_relaxed(const u32 *p) {
 __device__ __forceinline__ void add_release(u32 *p, u32 x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
-#else // whose PTX has no order of memory but fences
+#else // this PTX has no memory order except fences
 __device__ __forceinline__ u32 load_acquire(const u32 *p) {
   const u32 x = *static_cast<const volatile u32 *>(p);
   __threadfence();

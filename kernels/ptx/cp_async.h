@@ -1,5 +1,5 @@
-// cp.async: 16 bytes from global to shared memory past the registers; where the source is not valid it is not read, and zeros are written.
-// Before sm_80 the same, at once.
+// cp.async: 16 bytes from global to shared memory past the registers. An invalid source is not read, and zeros are written. Before sm_80
+// the copy is synchronous.
 #pragma once
 #include "ldmatrix.h"
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Waits until at most kPending of this thread's groups are under way.
+// Waits until at most kPending of this thread's groups are in flight.
 template <int kPending> __device__ __forceinline__ void cp_async_wait() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

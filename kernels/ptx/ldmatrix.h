@@ -11,7 +11,7 @@ __device__ __forceinline__ void ldmatrix(u32 (&x)[4], u32 address) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address));
 }
-// Two matrices, whose rows' addresses lanes 0 to 15 give.
+// Two matrices; lanes 0 to 15 give the addresses of their rows.
 __device__ __forceinline__ void ldmatrix(u32 (&x)[2], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address));
 }
@@ -20,7 +20,7 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&x)[4], u32 address) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address));
 }
-// The other way.
+// Stores where the former loads.
 __device__ __forceinline__ void stmatrix(u32 address, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
@@ -31,7 +31,7 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 *x) {
                "r"(x[3])
                : "memory");
 }
-// A matrix in the warp's registers, lane 4r + t holding columns 2t and 2t + 1 of row r, transposed.
+// Stores a matrix in the warp's registers, of which lane 4r + t holds columns 2t and 2t + 1 of row r, transposed.
 __device__ __forceinline__ u32 transposed(u32 x) {
   u32 y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -61,7 +61,7 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
-// Of memory that nobody writes meanwhile.
+// Loads from memory that is not written meanwhile.
 __device__ __forceinline__ u32 load_global_byte(const u8 *address) {
   u32 x;
   asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
@@ -70,7 +70,7 @@ __device__ __forceinline__ u32 load_global_byte(const u8 *address) {
 __device__ __forceinline__ void store_global(void *address, u32 x, u32 y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
 }
-// If at < end, without a branch.
+// Stores if at < end, without a branch.
 __device__ __forceinline__ void store_global_below(int at, int end, void *address, u32 x, u32 y) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %0, %1;\n@p st.global.v2.b32 [%2], {%3, %4};\n}" ::"r"(at), "r"(end), "l"(address), "r"(x),
                "r"(y)

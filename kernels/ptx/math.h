@@ -1,4 +1,4 @@
-// Numbers of the GPU: conversions and the special functions, one instruction each where there is one. No CUDA header.
+// Numbers on the GPU: conversions, and the special functions as one instruction each where there is one. No CUDA header.
 #pragma once
 #include "../attention/base.h"
 
@@ -59,14 +59,14 @@ template <> __device__ __forceinline__ u32 multiply_add_pairs<f16>(u32 a, u32 b,
   return d;
 }
 
-// Four E4M3 become pairs of FP16, adjacent ones a pair (sm_89).
+// Converts four E4M3 to pairs of FP16, adjacent numbers to a pair (sm_89).
 __device__ __forceinline__ void pairs_of_e4m3(u32 x, u32 &first, u32 &second) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
       : "=r"(first), "=r"(second)
       : "r"(x));
 }
 
-// All bits of the halves that are not 0; NaN is not.
+// All bits of the halves that are not 0; a NaN half gives 0.
 template <class T> __device__ __forceinline__ u32 nonzero_pairs(u32 x);
 template <> __device__ __forceinline__ u32 nonzero_pairs<bf16>(u32 x) {
   u32 y;
@@ -79,7 +79,7 @@ template <> __device__ __forceinline__ u32 nonzero_pairs<f16>(u32 x) {
   return y;
 }
 
-// All bits of the halves that have a sign.
+// All bits of the halves whose sign is set.
 __device__ __forceinline__ u32 negative_pairs(u32 x) {
   u32 y;
   asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(y) : "r"(x));
@@ -93,7 +93,7 @@ __device__ __forceinline__ u32 less_pairs(u32 a, u32 b) {
   return y;
 }
 
-// An element as the kernel's real type has it.
+// An element as a number of the kernel's real type.
 template <class T, class E> __device__ __forceinline__ T to_real(E x) {
   if constexpr (sizeof(E) == 8)
     return x;
@@ -101,7 +101,7 @@ template <class T, class E> __device__ __forceinline__ T to_real(E x) {
     return T(to_float(x));
 }
 
-// The type of a strobe_dtype, and the type that its arithmetic is done in.
+// The type of a strobe_dtype, and the type of its arithmetic.
 template <i32 DType> struct Element;
 template <> struct Element<1> {
   using type = float;
@@ -120,7 +120,7 @@ template <> struct Element<4> {
   using real = double;
 };
 
-// What results are stored as: with the dtype, or, unrounded, as sums are kept.
+// The type in which results are stored: that of the dtype or, unrounded, that of sums.
 template <i32 DType, bool kUnrounded> struct ResultType {
   using type = typename Element<DType>::type;
 };
@@ -139,7 +139,7 @@ __device__ __forceinline__ float exp2(float x) { // ex2: 2 ulp; results below 2^
   return y;
 }
 __device__ __forceinline__ double exp2(double x) { return ::exp2(x); }
-// 2^x to 3 ulp, of an x that FP32 would round too far.
+// 2^x to 3 ulp, for an x that FP32 would round too coarsely.
 __device__ __forceinline__ float exp2_in_fp32(double x) {
   const float high = (float)x, low = (float)(x - high);
   return exp2(high) * fmaf(fabsf(low) < 1 ? low : 0.0f, kLn2<float>, 1.0f); // without low if x is infinite, or beyond FP32
@@ -150,25 +150,26 @@ __device__ __forceinline__ float abs(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs(double x) { return fabs(x); }
 __device__ __forceinline__ float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 __device__ __forceinline__ double fma(double a, double b, double c) { return ::fma(a, b, c); }
-// Returns x, but hides its value from the compiler: what depends on it is computed where it is used, and not earlier, to wait in registers.
+// Returns x, but hides its value from the compiler: values derived from it are computed where they are used, not earlier, when they would
+// occupy registers.
 __device__ __forceinline__ i32 computed_here(i32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-// Returns x, which all lanes of the warp have alike. From here on the compiler knows that, and may keep it in a uniform register.
+// Returns x, which is the same in all lanes of the warp. The compiler then knows that, and may keep it in a uniform register.
 __device__ __forceinline__ u32 uniform(u32 x) {
 #if __CUDA_ARCH__ >= 800
   asm("redux.sync.max.u32 %0, %0, 0xFFFFFFFF;" : "+r"(x));
 #endif
   return x;
 }
-// x * y and x + y, rounded each: no compiler makes one operation of two, as it may where it likes.
+// x * y and x + y, each rounded: the compiler may not fuse them into one operation, as it otherwise may.
 __device__ __forceinline__ float rounded_product(float x, float y) { return __fmul_rn(x, y); }
 __device__ __forceinline__ double rounded_product(double x, double y) { return __dmul_rn(x, y); }
 __device__ __forceinline__ float rounded_sum(float x, float y) { return __fadd_rn(x, y); }
 __device__ __forceinline__ double rounded_sum(double x, double y) { return __dadd_rn(x, y); }
 // s * factor - (LSE + n ln 2); P is 2^n times its exponential. The difference of two large numbers would be rounded to their last bits, so
-// the power of two is taken out of P = exp(s * factor - LSE) first [Cody & Waite 1980]. The high part of ln 2 has 9 bits, so that LSE + n
+// the power of two is first taken out of P = exp(s * factor - LSE) [Cody & Waite 1980]. The high part of ln 2 has 9 bits, so that LSE + n
 // ln 2 is exact, or rounded to the last bit of s.
 __device__ __forceinline__ float without_power(float s, float factor, float lse, float n) {
   constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
@@ -184,7 +185,7 @@ __device__ __forceinline__ float probability(float s, float factor, float lse, f
   const float of_rest = exp2(fmaf(without_power(s, factor, lse, n), kLog2e<float>, -correction));
   return of_rest * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3F800000); // n >= -127
 }
-// x times such a P, also of one below 2^-126, which FP32's exp2() takes for 0.
+// x times such a P, also for a P below 2^-126, which FP32's exp2() flushes to 0.
 __device__ __forceinline__ double times_probability(double x, double s, double lse, double correction) {
   return x * probability(s, 1.0, lse, correction);
 }
@@ -193,8 +194,8 @@ __device__ __forceinline__ float times_probability(float x, float s, float lse, 
   return ::ldexpf(x * exp2(fmaf(without_power(s, 1.0f, lse, n), kLog2e<float>, -correction)), (i32)n);
 }
 // A row's LSE, m * factor + ln(l). Its error becomes an error of the whole row of P, so in FP32 it is rounded only once: m * factor and the
-// power of two in l are added together with what their own roundings took. The __f..._rn keep the compiler from making an fma, which would
-// falsify what was taken.
+// power of two in l are added together with their own rounding errors. The __f..._rn keep the compiler from making an fma, which would
+// falsify these errors.
 __device__ __forceinline__ double row_lse(double m, double factor, double l) { return m * factor + log2(l) * kLn2<double>; }
 __device__ __forceinline__ float row_lse(float m, float factor, float l) {
   const float x = __fmul_rn(m, factor);
@@ -205,7 +206,7 @@ __device__ __forceinline__ float row_lse(float m, float factor, float l) {
   const float lost = __fadd_rn(__fsub_rn(x, __fsub_rn(sum, of_y)), __fsub_rn(y, of_y));
   return sum + (log2(rest) * kLn2<float> + (lost + __fmaf_rn(m, factor, -x) + __fmaf_rn((float)exponent, kLn2<float>, -y)));
 }
-// What rounding took from it, lse.
+// The rounding error of lse.
 __device__ __forceinline__ double rest_of_lse(double m, double factor, double l, double lse) {
   const double x = __dmul_rn(m, factor), y = __dmul_rn(log2(l), kLn2<double>), sum = __dadd_rn(x, y), of_y = __dsub_rn(sum, x);
   const double lost = __dadd_rn(__dsub_rn(x, __dsub_rn(sum, of_y)), __dsub_rn(y, of_y));
@@ -216,14 +217,14 @@ __device__ __forceinline__ float rest_of_lse(float m, float factor, float l, flo
   const float lost = __fadd_rn(__fsub_rn(x, __fsub_rn(sum, of_y)), __fsub_rn(y, of_y));
   return __fadd_rn(__fsub_rn(sum, lse), __fadd_rn(lost, __fmaf_rn(m, factor, -x)));
 }
-// sum + x; `lost` is what roundings added too much so far (Kahan 1965).
+// sum + x; `lost` accumulates the rounding errors (Kahan 1965).
 template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
   const T y = x - lost, t = sum + y;
   lost = (t - sum) - y;
   sum = t;
 }
-// y * factor + x, which joins two runs of keys. x becomes what the two roundings lose (Knuth 1969, 4.2.2, theorem B), or 0 if that is not a
-// number. last: x becomes the sum instead.
+// y * factor + x, which joins two runs of keys. x becomes the error of the two roundings (Knuth 1969, 4.2.2, theorem B), or 0 if that is
+// NaN. last: x becomes the sum instead.
 template <class T> __device__ __forceinline__ T join(T y, T factor, T &x, bool last) {
   const T scaled = rounded_product(y, factor), sum = rounded_sum(scaled, x), of_x = rounded_sum(sum, -scaled);
   const T lost = rounded_sum(rounded_sum(scaled, -rounded_sum(sum, -of_x)), rounded_sum(x, -of_x)) + fma(y, factor, -scaled);
@@ -245,14 +246,14 @@ template <class T> __device__ __forceinline__ T tanh(T x, T &slope) {
   slope = T(4) * e * inverse * inverse;
   return tanh(x);
 }
-// The same where scores need no more than elements of 16 bits do: an absolute error of 2^-22.
+// The same for scores of 16-bit elements: an absolute error of 2^-22.
 template <bool kSmall = true> __device__ __forceinline__ float tanh_approximate(float x, float &slope) {
   const float e = exp2(-2.88539008177792681472f * fabsf(x));
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1 + e));
   slope = 4 * (e * inverse) * inverse;
   if constexpr (!kSmall) return copysignf((1 - e) * inverse, x);
-  // 1 - e would cancel: a series, of which the next term is 3e-7 of the sum.
+  // 1 - e would cancel: a series instead, whose next term is 3e-7 of the sum.
   const float u = x * x, series = fmaf(u, fmaf(u, fmaf(u, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1.0f) * x;
   return fabsf(x) < 0.25f ? series : copysignf((1 - e) * inverse, x);
 }
@@ -265,7 +266,7 @@ __device__ __forceinline__ float arccosh(float y, float &slope) {
   slope = sinh > 0 ? __frcp_rn(sinh) : 0.0f;
   return ::log1pf((y - 1) + sinh);
 }
-// arccosh / ln 2 and the same derivative by the special functions' instructions, where scores need no more than elements of 16 bits do.
+// arccosh / ln 2 and the same derivative by the special functions' instructions, for scores of 16-bit elements.
 __device__ __forceinline__ float arccosh2_approximate(float y, float &slope) {
 #if __CUDA_ARCH__ >= 800
   asm("max.NaN.f32 %0, %0, 0f3F800000;" : "+f"(y));

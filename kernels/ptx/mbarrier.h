@@ -7,7 +7,7 @@ namespace strobe {
 __device__ __forceinline__ void mbarrier_init(u32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// Makes initialised barriers known to the copy engine and to other blocks of the cluster.
+// Makes initialised barriers visible to the copy engine and to other blocks of the cluster.
 __device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -16,7 +16,7 @@ __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
 __device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Until the phase of this parity has completed: a fresh barrier is in phase 0, so waiting for parity 1 returns at once.
+// Waits until the phase of this parity has completed. A fresh barrier is in phase 0, so waiting for parity 1 returns at once.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile("{\n.reg .pred done;\n"
                "WAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -25,7 +25,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
                : "memory");
 }
 
-// Registers handed from a warpgroup that needs few to one that needs many. The count is a multiple of 8.
+// Moves registers from a warpgroup that needs few to one that needs many. The count is a multiple of 8.
 template <int kRegisters> __device__ __forceinline__ void registers_lower() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }

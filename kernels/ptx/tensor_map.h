@@ -3,7 +3,7 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// What the copy engine knows of a tensor: a CUtensorMap, encoded by the host, part of a kernel's arguments.
+// A CUtensorMap, which describes a tensor to the copy engine: encoded by the host, part of a kernel's arguments.
 struct alignas(64) TensorMap {
   u64 opaque[16];
 };

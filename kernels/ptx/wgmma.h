@@ -8,11 +8,11 @@ namespace strobe {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most kPending committed groups of this warpgroup are under way.
+// Waits until at most kPending committed groups of this warpgroup are in flight.
 template <int kPending> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Registers that the tensor cores write behind the compiler's back: their values are not what it believes before this.
+// The tensor cores write these registers behind the compiler's back: before this their values are not what the compiler assumes.
 template <int N> __device__ __forceinline__ void registers_changed(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
@@ -30,12 +30,12 @@ __device__ __forceinline__ u64 descriptor_k_major(u32 base) { return (u64)((base
 __device__ __forceinline__ u64 descriptor_mn_major(u32 base, u32 block_bytes) {
   return (u64)((base & 0x3FFFF) >> 4) | (u64)(block_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
-// A descriptor `bytes` further on.
+// Moves a descriptor on by `bytes`.
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 
 // Wgmma<T, N>: shared<kAccumulate, kMnMajorA>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). The first product of a sum is
-// shared_anew<kMnMajorA>(d, a, b) or registers_anew<kMnMajorB>(d, a, b), which leave d's registers free until then; where d keeps its
-// registers over a loop, it is kAccumulate = false.
+// shared_anew<kMnMajorA>(d, a, b) or registers_anew<kMnMajorB>(d, a, b), which leave d's registers free until then; if d keeps its
+// registers over a loop, the first product is one with kAccumulate = false.
 template <class T, int N> struct Wgmma;
 
 #define STROBE_OUT(io, i) io(d[i])
@@ -148,7 +148,7 @@ template <class T, int N> struct Wgmma;
   "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "   \
   "%127}"
 
-// o0 ... o5: the numbers of the operands after d's.
+// o0 ... o5: the numbers of the operands that follow d's.
 #define STROBE_WGMMA(T, NAME, N, o0, o1, o2, o3, o4, o5)                                                                                   \
   template <> struct Wgmma<T, N> {                                                                                                         \
     template <bool kAccumulate, int kMnMajorA = 0> static __device__ __forceinline__ void shared(float (&d)[N / 2], u64 a, u64 b) {        \

@@ -1,6 +1,6 @@
-// Backward (Dao 2023, algorithm 2) with plain FMA: a CTA owns a tile of keys and walks the tiles of queries that see them, of every query
-// head of its key head. dK and dV grow in registers; dQ is added up in global memory, in any order, or key tile after key tile where the
-// result must be the same over runs.
+// Backward (Dao 2023, algorithm 2) with plain FMA: a CTA owns a tile of keys and walks over the query tiles that see them, of every query
+// head of its key head. dK and dV accumulate in registers; dQ is added up in global memory, in any order, or key tile after key tile where
+// the result must be the same in every run.
 #pragma once
 #include "../attention/dq_sum.h"
 #include "../device/tile_order.h"
@@ -24,14 +24,14 @@ template <Config C> struct Backward {
   using Tiles = TilesOfQueries<C>;
   using Tile = typename Tiles::Tile;
   using Grid = typename Multiply::Grid;
-  static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows of a thread; dK's and dV's
+  static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows per thread; dK's and dV's
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
-  // Sums over many queries are made in parts, of a head or of this many tiles, because that rounds less. In FP32 the parts may be long,
-  // since each tile is summed by itself (add_product). 16-bit types do without: rounding the output would hide the difference.
+  // Sums over many queries are made in runs, of a head or of this many tiles, because that rounds less. In FP32 the runs may be long, since
+  // each tile is summed by itself (add_product). 16-bit types need no runs: rounding the output would hide the difference.
   static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? (C.dtype == kF32 ? 2048 : 512) / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ
 
-  // In shared memory, for registers are short.
+  // This state lies in shared memory, because registers are short.
   struct Operands {
     Source Q, dO, K, V;
     Sequence sequence;
@@ -56,7 +56,7 @@ private:
   Multiply multiply;
   const Grid grid;
   const Kept<C> kept;
-  i32 n, h_kv, b, k0, k1; // n: the number of the tile of keys, which begins at k0 and ends at k1
+  i32 n, h_kv, b, k0, k1; // n: the number of the key tile, whose keys are [k0, k1)
 
   __device__ __forceinline__ Backward(const Arguments &a, unsigned char *shared)
       : a(a), in(a.in), walk(*reinterpret_cast<Walk<Tiles> *>(shared)), operands(*reinterpret_cast<Operands *>(shared + sizeof(walk))),
@@ -65,10 +65,10 @@ private:
     static_assert(sizeof(Walk<Tiles>) + sizeof(Operands) <= C.walk_bytes());
   }
 
-  // Returns whether there are any.
+  // Returns whether the tile has any keys.
   __device__ __forceinline__ bool choose_keys() {
     u32 number = blockIdx.x;
-    if (a.deterministic) { // Key tiles wait for the ones before them, so those must have started: numbers in the order of arrival.
+    if (a.deterministic) { // Key tiles wait for earlier ones, so those must have started: tiles are numbered in the order of arrival.
       u32 &ticket = *reinterpret_cast<u32 *>(P);
       if (threadIdx.x == 0) ticket = fetch_add(a.turns, 1);
       __syncthreads();
@@ -78,7 +78,7 @@ private:
     if constexpr (F.blocks && !F.part)
       if (!a.deterministic) item.tile = longest_key_tile<F, kThreads, C.tile_k>(in, item.batch, item.head, item.tile);
     n = item.tile, h_kv = item.head, b = item.batch;
-    // Of a part, the sequence as this tile of keys sees it; k0 and seqlen_k are where the tile begins and ends.
+    // In a part: the sequence as this key tile sees it; k0 and seqlen_k are where the tile begins and ends.
     Sequence &sequence = operands.sequence;
     if (threadIdx.x == 0) {
       if constexpr (F.part)
@@ -103,8 +103,8 @@ private:
     const Sequence &sequence = operands.sequence;
     const i32 seqlen_q = (i32)sequence.band.seqlen_q;
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
-    i32 summed = 0;             // tiles in dK and dV
-    bool flushed = F.adds != 0; // what is there stays
+    i32 summed = 0;             // tiles summed in dK and dV
+    bool flushed = F.adds != 0; // the tensor's contents stay
     for (i32 h = h_kv * in.group; h < (h_kv + 1) * in.group; ++h) {
       if (threadIdx.x == 0) {
         operands.Q = {in.q, b, h, sequence.q0, seqlen_q, in.head_dim};
@@ -118,7 +118,7 @@ private:
           summed = 0;
         }
       };
-      // The last queries first: all key tiles of a head see those, even under a causal mask, and do not wait long for their turn.
+      // The last queries come first: all key tiles of a head see those, even under a causal mask, and do not wait long for their turn.
       if constexpr (F.part)
         walk.run({{held_queries(in, b), sequence.band, k0, k1, C.tile_k, row}}, 0, 1, step_of);
       else
@@ -127,7 +127,7 @@ private:
     if (!kFlush || !flushed) flush(dK, dV, flushed);
   }
 
-  // One tile of queries of head h: P and dS, and what each gradient gets of them.
+  // One query tile of head h: computes P and dS, and adds to each gradient.
   __device__ __forceinline__ void step(T (&dK)[kKeys][kColumns], T (&dV)[kKeys][kColumnsV], i32 h, const Tile &tile) {
     const i32 q0 = tile.begin, q1 = tile.end;
     decltype(auto) s = sequence_of(operands.sequence, tile);
@@ -142,15 +142,15 @@ private:
                  });
     add_product(dV, P, dO, q0, q1 - q0); // dV += P^T dO
     __syncthreads();
-    T *const dS_t = P; // P has been read: dS, a line a key
+    T *const dS_t = P; // P has been read: its place takes dS, one line per key
     transpose(dS_t, dS);
     add_product(dK, dS, Q, q0, q1 - q0); // dK += dS^T Q
     if (a.dq_sum) add_dq(dS_t, h, s, tile);
     __syncthreads(); // P, dS and the rows' statistics have been read
   }
 
-  // sum += x^T B over a tile of queries. In FP32 runs of queries are first summed by themselves: after a row with a large part in the sum,
-  // each product that is added singly would be rounded to the last bit of that large sum.
+  // sum += x^T B over a query tile. In FP32 runs of queries are first summed by themselves: otherwise, after a row with a large term, every
+  // single product would be rounded to the last bit of that large sum.
   template <int kColumns>
   __device__ __forceinline__ void add_product(T (&sum)[kKeys][kColumns], const T *x, const Source &B, i32 q0, i32 count) {
     constexpr int kDim = kColumns * C.threads_k;
@@ -237,14 +237,14 @@ private:
     if (threadIdx.x == 0) end_turn(turn_of(h, tile));
   }
 
-  // dK and dV begin anew. add: to what is there, as the next ones will be.
+  // Starts dK and dV again. add: the sums are added to the tensor's contents, and so are the next ones.
   __device__ __forceinline__ void flush(T (&dK)[kKeys][kColumns], T (&dV)[kKeys][kColumnsV], bool &add) const {
     const i64 row = operands.sequence.k0 + k0;
     store(a.dk, row, in.head_dim, dK, T(in.scale), add);
     store(a.dv, row, in.head_dim_v, dV, Kept<C>::template factor<T>(operands.dropout), add);
     add = true;
   }
-  template <int kColumns> // a thread's columns are adjacent in pieces, as Products::tn left them
+  template <int kColumns> // a thread's columns are adjacent in pieces, as left by Products::tn
   __device__ __forceinline__ void store(const Operand &to, i64 row, i32 columns, T (&x)[kKeys][kColumns], T scale, bool add) const {
     const i64 batch = b, head = h_kv;
     Grid here = grid;

@@ -33,8 +33,8 @@ private:
     Multiply multiply;
     const Dropout<C.features> dropout;
     const Kept<C> kept;
-    i32 b, h, q0, q1; // of the queries that were taken
-    Range any, all;   // keys that some of them, and that all of them see
+    i32 b, h, q0, q1; // the queries taken last
+    Range any, all;   // keys that some of them see; keys that all of them see
     i32 seqlen_k;
 
     __device__ __forceinline__ Tile(const Arguments &a, unsigned char *shared)
@@ -72,7 +72,7 @@ private:
       const Source Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k),
           dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(v_of<E>(in, s, b, h_kv), seqlen_k);
       const Scores<C.features, T> scores(in, s, b);
-      if constexpr (C.features.dropout) __syncthreads(); // what was kept of the last tile has been asked
+      if constexpr (C.features.dropout) __syncthreads(); // every thread has read the last tile's dropout
       recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end,
                    [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
       add_dS(sum, lost);
@@ -92,7 +92,8 @@ private:
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) add(sum.x[i][j], lost.x[i][j], dS[place(i, j)]);
     }
-    // Rows of the tile are rows that are held, its columns positions of keys: of each range of queries and each of keys, what lies in it.
+    // Rows of the tile are held rows, its columns are positions of keys. Adds the intersection of each range of queries with each range of
+    // keys.
     __device__ __forceinline__ void add_part(Sum &sum, Sum &lost, i32 k0) {
       const HeldRanges queries = held_queries(in, b), keys = held_keys(in, b);
 #pragma unroll 1
@@ -103,14 +104,14 @@ private:
         const i32 first = q0 - r.shift(), end = min(r.end(), first + C.tile_q); // the tile's first row as a position
 #pragma unroll 1
         for (i32 i0 = max(r.start, first), i1; i0 < end; i0 = i1) {
-          i1 = C.features.blocks ? min(end, (i0 / C.tile_q + 1) * C.tile_q) : end; // in one row of blocks
+          i1 = C.features.blocks ? min(end, (i0 / C.tile_q + 1) * C.tile_q) : end; // within one row of mask blocks
 #pragma unroll 1
           for (i32 m = keys.first_behind(k0); m < keys.count && keys.at(m).start < k0 + C.tile_k; ++m)
             add_ranges(sum, lost, first, i0, i1, r.shift(), k0, keys.at(m));
         }
       }
     }
-    // Queries [i0, i1) of those from `first` on, and the keys of a range of those from k0 on.
+    // Adds queries [i0, i1) of those from `first` on, and the keys of a range from k0 on.
     __device__ __forceinline__ void add_ranges(Sum &sum, Sum &lost, i32 first, i32 i0, i32 i1, i32 shift, i32 k0, const HeldRange &range) {
       const i32 j0 = max(k0, range.start), j1 = min(k0 + C.tile_k, range.end());
       Sequence s = whole_sequence(in, b);
@@ -129,7 +130,7 @@ private:
                    [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
       add_dS(sum, lost);
     }
-    // Where recompute has the same thread leave its element (i, j).
+    // The place in which recompute lets the same thread leave its element (i, j).
     __device__ __forceinline__ i32 place(int i, int j) const {
       return multiply.grid.template row<piece<T>(kRows)>(i) * C.p_stride() + multiply.grid.template column<piece<T>(kKeys)>(j);
     }

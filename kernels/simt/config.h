@@ -1,5 +1,5 @@
-// How a kernel of this family is cut: any GPU from compute capability 6.1, plain FMA in FP32 (FP16 and BF16 are loaded as FP32) or FP64.
-// Host and device share this file.
+// How the work of a kernel of this family is divided: any GPU from compute capability 6.1, plain FMA in FP32 (FP16 and BF16 are loaded as
+// FP32) or FP64. Host and device share this file.
 #pragma once
 #include "../attention/features.h"
 
@@ -15,8 +15,8 @@ struct Config {
   i32 head_dim, head_dim_v; // rounded up to kDimStep, if wide to wide_step()
   i32 tile_q, tile_k;       // of S
   i32 threads_q, threads_k; // a thread owns tile_q / threads_q rows by tile_k / threads_k columns of S; threads_k: lanes of one warp
-  i32 chunk;                // how much of the sum over the head dimension is staged in shared memory at a time
-  i32 blocks_per_sm;        // resident CTAs that registers are limited for
+  i32 chunk;                // columns of the head dimension that are staged in shared memory at a time
+  i32 blocks_per_sm;        // resident CTAs for which registers are limited
   i32 copy;                 // kElements, kPieces or kWhole
   i32 invariant;            // forward: tiles of keys begin at multiples of tile_k
   Features features;
@@ -26,56 +26,56 @@ struct Config {
   static constexpr i32 kWalkBytes = 384; // of shared memory, for the schedule and what the threads have in common
   STROBE_FN constexpr i32 walk_bytes() const { return features.part ? 640 : kWalkBytes; }
 
-  STROBE_FN static constexpr i32 wide_step() { return 64; } // with 16 threads side by side four adjacent columns for each
+  STROBE_FN static constexpr i32 wide_step() { return 64; } // with 16 threads side by side: four adjacent columns per thread
   STROBE_FN constexpr i32 threads() const { return threads_q * threads_k; }
   STROBE_FN constexpr i32 real_bytes() const { return dtype == kF64 ? 8 : 4; }
   STROBE_FN constexpr i32 pad() const { return 16 / real_bytes(); }
-  // Columns over which q.k is summed in one run, by forward and backward alike. Where scores are large, what longer runs round shows.
+  // Columns over which q.k is summed in one run, in forward and backward alike. Where scores are large, the rounding of longer runs shows.
   STROBE_FN constexpr i32 score_run() const { return dtype == kF32 ? kRunOfColumns : head_dim; }
   // How many of a tile's keys or queries one run of the sums O, dK and dV covers. If N terms are summed in runs of r, and the runs are then
   // added up, the squares of all roundings are about N (r + N / r), and N is 1024 or 2048 (run_of_keys, Backward::kFlush). But beside one
   // large term, shorter runs lose more of the other terms.
   STROBE_FN constexpr i32 run_of_rows(i32 tile) const { return dtype == kF32 ? min(tile, 64) : tile; }
-  // P and dS, a line a query; the forward's P and the backward's second dS, a line a key. The distance of lines, in elements, spreads
-  // neighbours over the banks.
+  // P and dS have one line per query; the forward's P and the backward's second dS one line per key. The distance of lines, in elements,
+  // spreads neighbours over the banks.
   STROBE_FN constexpr i32 p_stride() const { return tile_k + pad(); }
   STROBE_FN constexpr i32 p_elements() const { return tile_q * p_stride(); }
   STROBE_FN constexpr i32 pt_stride() const { return tile_q + pad(); }
   STROBE_FN constexpr i32 pt_elements() const { return tile_k * pt_stride(); }
 
-  // Columns of `dim` of which O, dV, dK or dQ are multiplied at a time: wide rows are staged in parts.
+  // How many of the `dim` columns of O, dV, dK or dQ are multiplied at a time: wide rows are staged in pieces.
   STROBE_FN constexpr bool wide() const { return strobe::wide(head_dim, head_dim_v); }
   STROBE_FN constexpr i32 columns_staged(i32 dim) const { return wide() ? min(dim, wide_step()) : dim; }
-  // One of the two stages that operands pass through: a chunk of two tiles along the head dimension, or some rows of one.
+  // One of the two stages that operands pass through: a chunk of two tiles along the head dimension, or some rows of one tile.
   STROBE_FN constexpr i32 stage_elements() const {
     return max((tile_q + tile_k) * chunk, wide() ? 16 * wide_step() : pad() * max(head_dim, head_dim_v));
   }
-  // Rows of a tile of `rows` that are staged at a time when whole rows of `dim` elements are.
+  // How many rows of a tile of `rows` are staged at a time when whole rows of `dim` elements are staged.
   STROBE_FN constexpr i32 rows_staged(i32 rows, i32 dim) const {
     i32 n = rows < 16 ? rows : 16;
     while (n > pad() && n * dim > stage_elements()) n /= 2;
     return n;
   }
-  // Columns of a tile's part of dQ, dK or dV that the backward has in registers at a time, beside all of dK and dV.
+  // How many columns of a tile's dQ, dK or dV the backward has in registers at a time, beside all of dK and dV.
   STROBE_FN static constexpr i32 columns_at_once(i32 dim) { return dim <= 96 ? dim : dim % 64 ? 32 : 64; }
-  // Dropout of a tile of S, 16 elements in 2 bytes.
+  // Dropout of a tile of S: 16 elements in 2 bytes.
   STROBE_FN constexpr i32 kept_bytes() const { return features.dropout ? tile_q * tile_k / 8 : 0; }
   // Walk, P, stages, dropout; the states of rows
   STROBE_FN constexpr i32 forward_states_at() const {
     return walk_bytes() + (2 * stage_elements() + pt_elements()) * real_bytes() + kept_bytes();
   }
-  // Whether the forward keeps what the roundings of l dropped, and begins O anew after some tiles: over many keys, the roundings of a
-  // single run exceed FP32's bound.
+  // Whether the forward keeps the rounding errors of l, and restarts O after some tiles: over many keys, the rounding of a single run
+  // exceeds FP32's bound.
   STROBE_FN constexpr bool compensated() const { return dtype == kF32; }
-  // How many positions of keys such a run of O covers, from a multiple of them on. Where keys are split, a run covers so many for each
+  // How many positions of keys such a run of O covers, from a multiple of that number on. If keys are split, a run spans as many for each
   // split.
   STROBE_FN constexpr i32 run_of_keys() const { return min(16 * tile_k, 1024); }
-  // m of a row, l of a thread and row; if compensated, what l lost, m of a row where its last run of keys ended, a thread's run
+  // m of a row, l of a thread and row; if compensated: l's rounding error, m of a row where its last run of keys ended, a thread's run
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     const i32 each = tile_q / threads_q * threads(); // rows of all threads together
     return forward_states_at() + (compensated() ? 2 * tile_q + 2 * each + threads() : tile_q + each) * real_bytes();
   }
-  // Walk, P (then dS, a line a key), dS, three numbers of each query, stages, dropout. Also of the gradient of the bias.
+  // Walk, P (then dS, one line per key), dS, three numbers per query, stages, dropout. The gradient of the bias needs the same.
   STROBE_FN constexpr i32 backward_shared_bytes() const {
     return walk_bytes() + (2 * stage_elements() + 2 * max(p_elements(), pt_elements()) + 3 * tile_q) * real_bytes() + kept_bytes();
   }

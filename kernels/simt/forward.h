@@ -1,4 +1,4 @@
-// Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks the tiles of keys that they see.
+// Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks over the tiles of keys that they see.
 #pragma once
 #include "../ptx/math.h" // first: softmax.h finds exp2 and select there
 
@@ -35,14 +35,14 @@ template <Config C> struct Forward {
   }
 
 private:
-  // m and l of the online softmax, in shared memory between tiles. m is the same for all threads of a row; l is of a thread's own keys.
+  // m and l of the online softmax, in shared memory between tiles. m is the same for all threads of a row; l covers a thread's own keys.
   struct RowStates {
     T *m_, *l_;
     __device__ RowStates(const Grid &grid, T *shared) : m_(shared + grid.template row<WM>(0)), l_(shared + C.tile_q + (i32)threadIdx.x) {}
     __device__ __forceinline__ T &m(int i) const { return m_[WM * C.threads_q * (i / WM) + i % WM]; }
     __device__ __forceinline__ T &l(int i) const { return l_[i * kThreads]; }
-    __device__ __forceinline__ T &lost(int i) const { return l_[(kRows + i) * kThreads]; } // what l's roundings added too much
-    // m where the last run of keys ended; none(), which is not a number, if none has
+    __device__ __forceinline__ T &lost(int i) const { return l_[(kRows + i) * kThreads]; } // the rounding error of l
+    // m where the last run of keys ended; none(), which is NaN, before the first end
     static __device__ __forceinline__ T none() { return -minus_infinity<T>() + minus_infinity<T>(); }
     __device__ __forceinline__ T &earlier_m(int i) const { return (&m(i))[C.tile_q + 2 * kRows * kThreads]; }
     // The number of the run of keys that is being summed, from 0; -1: none
@@ -51,9 +51,9 @@ private:
   const Arguments &a;
   const Inputs &in;
   const Sequence sequence;
-  const i32 b, h, split, q0, q1; // q0, q1: where the tile of queries begins and ends
+  const i32 b, h, split, q0, q1; // q0, q1: the bounds of the query tile
   Walk<Tiles> &walk;
-  T *const P; // in shared memory, a line a key
+  T *const P; // in shared memory, one line per key
   Multiply multiply;
   const Grid grid;
   const Source Q;
@@ -95,7 +95,7 @@ private:
     if constexpr (C.compensated()) rows.run() = -1;
   }
 
-  // O takes the keys of a tile.
+  // Adds the keys of a tile to O.
   template <class RowsOfK, class RowsOfV>
   __device__ __forceinline__ void step(T (&O)[kRows][kColumns], const RowsOfK &all_K, const RowsOfV &all_V, const Tile &tile) {
     decltype(auto) K = rows_of(all_K, tile);
@@ -111,7 +111,7 @@ private:
     add_p_v(O, alpha, V, tile);
   }
 
-  // Where the tile's keys begin a run, O begins anew.
+  // Restarts O where the tile's keys begin a run.
   __device__ __forceinline__ void begin_run(T (&O)[kRows][kColumns], i32 k0) const {
     const i32 here = k0 / (C.run_of_keys() * a.splits);
     if (rows.run() != here && rows.run() >= 0) {
@@ -120,13 +120,13 @@ private:
     }
     rows.run() = here;
   }
-  // The result's memory holds O of the runs of keys that have ended. What rounding takes when a run joins it stays in O, and the next run
-  // begins with that. `invariant`: runs begin at the same keys in every tile of queries. last: O becomes the sum. FP32 alone has runs.
+  // The result's memory holds O of the runs of keys that have ended. The rounding error of joining a run stays in O, and the next run
+  // begins with it. `invariant`: runs begin at the same keys in every query tile. last: O becomes the sum. Only FP32 has runs.
   __device__ __forceinline__ void join_earlier(T (&O)[kColumns], int i, bool last) const {
     const Grid here = place_here();
     const T m = rows.m(i), before = rows.earlier_m(i);
     const bool any = before == before;
-    __syncwarp(); // all threads of the row have read it; they write the same
+    __syncwarp(); // every thread of the row has read it; all write the same value
     rows.earlier_m(i) = m;
     const i32 r = q0 + row(here, i);
     if (r >= q1 || last && !any) return;
@@ -144,8 +144,8 @@ private:
     if constexpr (C.head_dim > C.score_run()) transfer(grid, P, [&](T &p, int i, int j) { S[i][j] += p; });
   }
 
-  // Scores that need more than a comparison are made one by one, through shared memory, in a loop that is not unrolled: unrolled it would
-  // take the registers of O, and seconds to compile.
+  // Scores that need more than a comparison are computed one by one, through shared memory, in a loop that is not unrolled: unrolled it
+  // would take the registers of O, and seconds to compile.
   static constexpr bool kStaged = F.additive() || F.mask;
 
   __device__ __forceinline__ void score(T (&S)[kRows][kKeys], i32 k0, i32 k1, bool by_position) const {
@@ -170,7 +170,7 @@ private:
       }
     }
   }
-  // Hides the keys whose page does not exist, of which there are seldom any.
+  // Hides the keys whose page does not exist; there are rarely any.
   __device__ __forceinline__ void hide_lacking(T (&S)[kRows][kKeys], const SequencePages &pages, const Tile &tile) const {
     if (!pages.lacks_some(tile.begin, tile.end, 0, 1)) return;
 #pragma unroll
@@ -182,7 +182,7 @@ private:
     }
   }
 
-  // P = exp(S - m), left in shared memory for the threads of the same row: those of one warp. alpha: what O is multiplied by.
+  // P = exp(S - m), left in shared memory for the threads of the same row, which are in one warp. alpha: the factor of O.
   __device__ __forceinline__ void make_p(T (&alpha)[kRows], T (&S)[kRows][kKeys]) const {
     const Grid here = place_here();
 #pragma unroll
@@ -194,7 +194,7 @@ private:
       RowState<T> state{rows.m(i), rows.l(i)};
       alpha[i] = rescale(state, most, scores.unit, T(0), minus_infinity<T>());
       const T reference = reference_of(state.m, minus_infinity<T>());
-      __syncwarp(); // all of the row have read m
+      __syncwarp(); // every thread of the row has read m
       rows.m(i) = state.m;
       T l = C.compensated() ? T(0) : state.l;
 #pragma unroll
@@ -213,8 +213,8 @@ private:
     transfer(grid, P, [&](T &p, int i, int j) { p = S[i][j]; });
   }
 
-  // O = alpha O + P V, a run of keys after the other. The first barrier comes after all of P is written; that of the next product after
-  // all of P is read.
+  // O = alpha O + P V, one run of keys after another. The first barrier comes after all of P is written; the barrier of the next product
+  // after all of P is read.
   template <class RowsOfV>
   __device__ __forceinline__ void add_p_v(T (&O)[kRows][kColumns], const T (&alpha)[kRows], const RowsOfV &V, const Tile &tile) {
     multiply.template tn_in_runs<C.head_dim_v, C.tile_k, C.pt_stride(), C.run_of_rows(C.tile_k), kRows>(
@@ -244,7 +244,7 @@ private:
       store(sequence.q0 + r, O[i], scale, lse);
     }
   }
-  // One more term of the denominator. m becomes natural; scale: what O is multiplied by.
+  // One more term of the denominator. m becomes natural; scale: the factor of O.
   __device__ __forceinline__ void add_sink(T &m, T &l, T &scale, T &to_natural) const {
     const T sink = *in.sinks.template at<const T>(0, h, 0, 0);
     m *= to_natural, to_natural = T(1);
@@ -265,7 +265,7 @@ private:
   __device__ __forceinline__ void store_low(i64 row, T lse, T rest) const {
     if (grid.x == 0 && a.lse) a.lse.template at<T>(b, h, row, 0)[part_of(in).lse_low] = abs(lse) < -minus_infinity<T>() ? rest : T(0);
   }
-  // f<how rows are copied>(where the row of O belongs, the distance of its columns)
+  // f<how rows are copied>(place of the row of O, distance of its columns)
   template <class Write> __device__ __forceinline__ void at_row(i64 row, Write &&f) const {
     if (a.splits > 1)
       f.template operator()<kElements>(a.partial_out + row_of_split(row) * in.head_dim_v, 1);
@@ -276,13 +276,13 @@ private:
 
   static __device__ __forceinline__ i32 row(const Grid &grid, int i) { return grid.template row<WM>(i); }
   static __device__ __forceinline__ i32 column(const Grid &grid, int j) { return grid.template column<WN>(j); }
-  // The grid, but what is computed from it is not held in registers around the loop over keys.
+  // The grid, read again each time, so that no value computed from it stays in registers around the loop over keys.
   __device__ __forceinline__ Grid place_here() const {
     Grid here = grid;
     here.x = computed_here(here.x), here.y = computed_here(here.y);
     return here;
   }
-  // f(element in shared memory, i, j) for each of the thread's elements of S or P, which lie there a line a key.
+  // f(element in shared memory, i, j) for each of the thread's elements of S or P, which lie there one line per key.
   template <class Each> static __device__ __forceinline__ void transfer(const Grid &grid, T *P, Each &&f) {
 #pragma unroll
     for (int j = 0; j < kKeys; ++j)

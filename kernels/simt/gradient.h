@@ -1,11 +1,11 @@
-// One tile of P and dS, recomputed from Q, K, dO, V, LSE and D: what every gradient starts from.
+// One tile of P and dS, recomputed from Q, K, dO, V, LSE and D: every gradient starts from it.
 #pragma once
 #include "part.h"
 
 namespace strobe::simt {
 
-// LSE and D of a tile's queries, in shared memory; rows at `end` and beyond are hidden. correction: of LSE, where its rounding
-// shows, in exp2's unit.
+// LSE and D of a tile's queries, in shared memory; rows at `end` and beyond are hidden. correction: that of LSE, where its rounding shows,
+// in exp2's unit.
 template <Config C, class T> struct RowStatistics {
   T *lse, *correction, *delta;
 
@@ -20,7 +20,7 @@ template <Config C, class T> struct RowStatistics {
         y = static_cast<const T *>(a.delta)[index];
         z = static_cast<const T *>(a.delta)[a.in.rows() + index];
       }
-      lse[i] = x == minus_infinity<T>() ? -x : x; // a row that sees nothing
+      lse[i] = x == minus_infinity<T>() ? -x : x; // a row that sees no key
       delta[i] = y;
       correction[i] = z * kLog2e<T>;
     }
@@ -28,8 +28,8 @@ template <Config C, class T> struct RowStatistics {
 };
 
 // S = Q K^T and dP = dO V^T, which wait in shared memory, in the places of P and dS; then write(P's place, dS's place, P, kept, dS, d score
-// / d (scale * q.k)) for each element. This P has no dropout, dS has it. Rows that Q and K lack at their beginning are hidden. Each thread
-// reads only what it has written, element by element, since the products need the registers.
+// / d (scale * q.k)) for each element. This P is without dropout, dS is with it. Rows before the beginning of Q and K are hidden. Each
+// thread reads only what it has written, element by element, since the products need the registers.
 template <Config C, class Multiply, class T, class Source, class F>
 __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.features, T> &scores, const Dropout<C.features> &dropout,
                                           const Kept<C> &kept_of, const RowStatistics<C, T> &rows, T *P, T *dS, const Source &Q,
@@ -38,7 +38,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
   const auto grid = multiply.grid;
   constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
-  const auto leave = [&](T *where, T(&x)[kRows][kKeys], bool first) { // or add to what is there
+  const auto leave = [&](T *where, T(&x)[kRows][kKeys], bool first) { // or adds to the place
     auto grid = multiply.grid;
     grid.x = computed_here(grid.x), grid.y = computed_here(grid.y);
 #pragma unroll

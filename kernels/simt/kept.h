@@ -1,4 +1,5 @@
-// What dropout keeps of a tile of S, in shared memory: the CTA draws each group of 4x4 elements once (kernels/attention/dropout.h).
+// The elements of a tile of S that dropout keeps, in shared memory: the CTA draws each group of 4x4 elements once
+// (kernels/attention/dropout.h).
 #pragma once
 #include "../device/scores.h"
 #include "config.h"
@@ -13,10 +14,10 @@ template <Config C> class Kept {
 public:
   __device__ explicit Kept(void *shared) : groups_(static_cast<unsigned short *>(shared)) {}
 
-  // A barrier must follow before the tile is asked, and one after that before the next is drawn. q0 and k0 are multiples of 16, but where
+  // A barrier must follow before the tile is read, and another before the next tile is drawn. q0 and k0 are multiples of 16, except where
   // the ranges of a part are not.
   __device__ __forceinline__ void draw(const Dropout<C.features> &dropout, i64 b, i32 h, i32 q0, i32 k0) const {
-    if constexpr (C.features.dropout && C.features.part == kAnywhere) // groups are not those of the sequence: each element alone
+    if constexpr (C.features.dropout && C.features.part == kAnywhere) // groups do not match the sequence's: each element is drawn alone
       for (i32 n = (i32)threadIdx.x; n < C.tile_q * C.tile_k / 16; n += C.threads()) {
         const i32 across = n % kGroupsAcross, down = n / kGroupsAcross;
         u32 kept = 0;
@@ -34,14 +35,14 @@ public:
         groups_[n] = (unsigned short)kept;
       }
   }
-  // Of a group's row or column, by its slot, where in the tile it is: dropout_group and dropout_slot the other way round.
+  // The index within the tile of a group's row or column, by its slot: the inverse of dropout_group and dropout_slot.
   static __device__ __forceinline__ i32 place(i32 group, i32 slot) { return group / 4 * 16 + group % 4 * 2 + slot % 2 + slot / 2 * 8; }
 
-  // What kept elements are multiplied by.
+  // The factor of kept elements.
   template <class T> static __device__ __forceinline__ T factor(const Dropout<C.features> &dropout) {
     return C.features.dropout ? T(256) / T(dropout.threshold) : T(1);
   }
-  // Element (r, c) of the tile.
+  // Whether element (r, c) of the tile is kept.
   __device__ __forceinline__ bool operator()(i32 r, i32 c) const {
     if constexpr (C.features.dropout)
       return groups_[dropout_group(r) * kGroupsAcross + dropout_group(c)] >> (4 * dropout_slot(r) + dropout_slot(c)) & 1;

@@ -6,7 +6,7 @@
 
 namespace strobe::simt {
 
-// Of a number and not a number: the number.
+// If one of the two is NaN, the other one.
 __device__ __forceinline__ float maximum(float a, float b) { return ::fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return ::fmax(a, b); }
 

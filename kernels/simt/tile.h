@@ -1,4 +1,4 @@
-// Tiles: in registers, spread over the CTA's threads; in shared memory, staged a chunk at a time; and the three products of attention.
+// Tiles in registers, spread over the CTA's threads; tiles in shared memory, staged a chunk at a time; and the three products of attention.
 #pragma once
 #include "../attention/arguments.h"
 #include "../device/keys.h"
@@ -13,7 +13,7 @@ template <class T, int N> struct alignas(N * sizeof(T)) Pack {
 };
 template <class T, int N> __device__ __forceinline__ Pack<T, N> read(const T *p) { return *reinterpret_cast<const Pack<T, N> *>(p); }
 
-// The widest piece, up to 16 bytes, that n elements can be cut into.
+// The widest piece, up to 16 bytes, into which n elements can be cut.
 template <class T> STROBE_FN constexpr int piece(int n) { return n % 4 == 0 && sizeof(T) <= 4 ? 4 : n % 2 == 0 ? 2 : 1; }
 
 template <class T, int N> STROBE_FN constexpr int size(const T (&)[N]) { return N; }
@@ -29,28 +29,28 @@ template <int kY, int kX> struct Threads {
     x = (lane & 1) | (lane >> 2 & (kX / 2 - 1)) << 1;
     y = t / 32 * (32 / kX) + ((lane >> 1 & 1) | lane / (2 * kX) << 1);
   }
-  // Over the kX threads of equal y, which lie in one warp.
+  // Reductions over the kX threads of equal y, which lie in one warp.
   template <class T, class F> static __device__ __forceinline__ T reduce(T v, F &&f) {
     v = f(v, __shfl_xor_sync(0xffffffffu, v, 1));
 #pragma unroll
     for (int mask = 4; mask < 2 * kX; mask *= 2) v = f(v, __shfl_xor_sync(0xffffffffu, v, mask));
     return v;
   }
-  // Element i of n that a thread owns along an axis: in turns of one, or of W adjacent ones.
+  // The i-th of the n elements that a thread owns along an axis: the threads take one element, or W adjacent ones, in rotation.
   template <int W = 1> __device__ __forceinline__ int row(int i) const { return W * (y + kY * (i / W)) + i % W; }
   template <int W = 1> __device__ __forceinline__ int column(int j) const { return W * (x + kX * (j / W)) + j % W; }
 };
 
-// The loops below are unrolled to a few hundred FMA and no further: more compile for seconds and run no faster.
+// The loops below are unrolled to a few hundred FMA: unrolled further they compile for seconds and run no faster.
 
-// Where row r lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write a column apart meet in different
-// banks. kSpan: rows that the threads own at a stretch, a power of two of which whole multiples stay in place.
+// Where row r lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write columns one apart then meet in
+// different banks. kSpan: how many adjacent rows the threads own, a power of two of which whole multiples stay in place.
 template <int kSpan, class T> STROBE_FN constexpr int swizzled(int r, int line) {
   return r ^ (8 * (line / (16 / (int)sizeof(T)) % 4) & (kSpan - 1));
 }
 
-// acc += A^T B; A and B: kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). Of the forms measured
-// (lines or pieces of the sum side by side, operands held or read ahead) the fastest: 53 of 65 TFLOP/s on an H200, where pieces of the sum
+// acc += A^T B; A and B: kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). The fastest of the forms
+// measured (lines or pieces of the sum side by side, operands held or read ahead): 53 of 65 TFLOP/s on an H200, where pieces of the sum
 // reach 43 to 48.
 template <int kDepth, int kStrideA, int kStrideB, bool kSwizzled, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ void multiply(const Grid &g, T (&acc)[M][N], const T 
   }
 }
 
-// The same where B is not finite: what A has at 0, hidden or dropped, leaves the sum alone. Slow.
+// The same where B is not finite: an element of A that is 0, hidden or dropped, adds nothing. Slow.
 template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_seen(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
   constexpr int WM = piece<T>(M), WN = piece<T>(N);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply_seen(const Grid &g, T (&acc)[M][N], con
   }
 }
 
-// The first row that there is: 0, but where a tile may begin ahead of a part's range.
+// The first row that exists: 0, unless a tile may begin before a part's range.
 template <bool kBounded> struct FirstRow {
   static __device__ constexpr bool may_lack() { return false; }
   static __device__ __forceinline__ i32 from() { return 0; }
@@ -110,12 +110,12 @@ template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
   static constexpr bool kInPages = false;
   const E *data;
   i64 stride, column_stride;
-  i32 count, columns; // beyond them everything reads as 0
+  i32 count, columns; // elements past them read as 0
 
   __device__ Rows(const Keys<E> &keys, i32 count)
       : data(keys.first), stride(keys.x.stride[2]), column_stride(keys.x.stride[3]), count(count), columns(keys.columns) {}
   Rows() = default;
-  // These rows counted from `shift` rows further on; only those before `end` exist.
+  // The same rows, counted from `shift` rows further on; only those before `end` exist.
   __device__ __forceinline__ Rows shifted(i32 shift, i32 end) const {
     Rows rows = *this;
     rows.data += shift * stride, rows.count = end;
@@ -126,7 +126,7 @@ template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
       : data(o.at<const E>(b, h, first, 0)), stride(o.stride[2]), column_stride(o.stride[3]), count(count), columns(columns) {}
 };
 
-// y = f(y, x) for a thread's elements x of one row y in global memory. reads: what is there; else f gets 0. columns: how many exist.
+// y = f(y, x) for a thread's elements x of one row y in global memory. reads: y is read; else f gets 0. columns: how many exist.
 template <i32 kCopy, class E, class Grid, class X, int N, class F>
 __device__ __forceinline__ void update_row(const Grid &g, E *row, i64 column_stride, i32 columns, X (&x)[N], bool reads, F &&f) {
   constexpr int W = piece<X>(N);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void update_row(const Grid &g, E *row, i64 column_str
   }
 }
 
-// A thread's elements of one row, scaled, to global memory; add: to what is there.
+// Stores a thread's elements of one row, scaled, to global memory; add: adds them to the memory's contents.
 template <i32 kCopy, class E, class Grid, class T, int N>
 __device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stride, i32 columns, const T (&x)[N], T scale,
                                           bool add = false) {
@@ -159,21 +159,21 @@ __device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stri
                     [&](E y, T x) { return Convert<E>::from(add ? fma(x, scale, to_real<T>(y)) : x * scale); });
 }
 
-// kRows x kColumns elements on their way from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V
-// elements from a few rows, always at the same columns: one address, and one comparison a row, serve them all. Columns that do not exist
-// read as 0; rows that do not exist, as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.
+// kRows x kColumns elements in flight from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V
+// elements from a few rows, always at the same columns: one address, and one comparison per row, serve them all. Columns that do not exist
+// read as 0; rows that do not exist read as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.
 template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns> class Chunk : FirstRow<Source::may_lack()> {
 protected:
   Chunk() = default;
   using E = typename Source::Of;
-  static constexpr int V = 16 / sizeof(T), kAcrossAll = kColumns / V; // pieces of a row
+  static constexpr int V = 16 / sizeof(T), kAcrossAll = kColumns / V; // pieces per row
   static_assert(kColumns % V == 0);
   static constexpr int kAcross = min(kAcrossAll & -kAcrossAll, kThreads), kDown = kThreads / kAcross;
   static constexpr int kMine = (kRows + kDown - 1) / kDown, kMineAcross = kAcrossAll / kAcross;
 
   Pack<E, V> x_[kMine][kMineAcross] = {};
   const E *at_;
-  i32 rows_, columns_; // that exist from this thread's first on
+  i32 rows_, columns_; // how many exist from this thread's first one on
 
   static __device__ __forceinline__ i32 row() { return (i32)threadIdx.x / kAcross; }
   static __device__ __forceinline__ i32 column() { return (i32)threadIdx.x % kAcross * V; }
@@ -183,7 +183,7 @@ protected:
 public:
   __device__ __forceinline__ Chunk(const Source &from, i32 first_row, i32 first_column) {
     const i32 r = computed_here(first_row + row()),
-              c = first_column + column(); // addresses of several operands are not to wait in registers
+              c = first_column + column(); // addresses of several operands must not wait in registers
     at_ = from.data + r * from.stride + c * step(from);
     rows_ = from.count - r;
     if constexpr (Source::may_lack()) this->first = from.from() - r;
@@ -218,7 +218,7 @@ public:
     if constexpr (Source::may_lack()) this->first -= kRows;
   }
 
-  // A line a column, rows swizzled.
+  // One line per column, rows swizzled.
   template <int kSpan> __device__ __forceinline__ void store_transposed(T *shared) const {
 #pragma unroll
     for (int n = 0; n < kMine; ++n)
@@ -231,7 +231,7 @@ public:
           for (int v = 0; v < V; ++v) at[v * kRows] = to_real<T>(x_[n][m].x[v]);
         }
   }
-  // Returns whether all of it is finite.
+  // Returns whether all elements are finite.
   template <int kStride> __device__ __forceinline__ bool store(T *shared) const {
     T zero = T(0);
     shared += row() * kStride + column();
@@ -251,7 +251,7 @@ public:
   }
 };
 
-// Rows of K or V of a sequence that has pages of a pool: data is row 0 of page 0.
+// Rows of K or V of a paged sequence: data is row 0 of page 0.
 template <class E> struct PagedRows : FirstRow<false> {
   using Of = E;
   static constexpr bool kInPages = true;
@@ -274,7 +274,7 @@ class PagedChunk : public Chunk<Source, T, kThreads, kCopy, kRows, kColumns> {
 
   i32 first_row_, first_column_;
   static constexpr i64 kNone = (i64)1 << 63;
-  i64 row_at_[kMine]; // from row 0 of page 0 on; kNone: there is none
+  i64 row_at_[kMine]; // from row 0 of page 0 on; kNone: the row does not exist
 
   __device__ __forceinline__ void find(const Source &from) {
 #pragma unroll
@@ -322,13 +322,13 @@ template <Features F, bool kByColumn> struct QuantisedRows : FirstRow<false> {
   static constexpr bool kInPages = false;
   static constexpr i32 kStored = F.quant;
   QuantisedKeys<F, kByColumn> keys;
-  SequencePages pages; // where there are any
+  SequencePages pages; // empty if the keys are not paged
   i32 count;
 
   __device__ QuantisedRows(const QuantisedKeys<F, kByColumn> &keys, i32 count) : keys(keys), pages(keys.pages), count(count) {}
 };
 
-// The same as Chunk, of numbers that are made as they are read.
+// The same as Chunk, for numbers that are computed as they are read.
 template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns>
 class QuantisedChunk : public Chunk<Source, T, kThreads, kElements, kRows, kColumns> {
   using Base = Chunk<Source, T, kThreads, kElements, kRows, kColumns>;
@@ -362,7 +362,7 @@ public:
   __device__ __forceinline__ void next_rows(const Source &) { first_row_ += kRows; }
 };
 
-// How a chunk of a source is read.
+// The chunk type of a source.
 template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns> struct ChunkOf {
   using type = typename Either<Source::kInPages, PagedChunk<Source, T, kThreads, kCopy, kRows, kColumns>,
                                Chunk<Source, T, kThreads, kCopy, kRows, kColumns>>::type;
@@ -372,8 +372,8 @@ struct ChunkOf<QuantisedRows<F, kByColumn>, T, kThreads, kCopy, kRows, kColumns>
   using type = QuantisedChunk<QuantisedRows<F, kByColumn>, T, kThreads, kCopy, kRows, kColumns>;
 };
 
-// The products with their operands taken from global memory through two stages of shared memory: while one is multiplied, the next chunk is
-// on its way through registers, and one barrier a chunk keeps them apart.
+// The products, whose operands come from global memory through two stages of shared memory: while one chunk is multiplied, the next one is
+// in flight through registers; one barrier per chunk separates them.
 template <Config C> struct Products {
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
@@ -394,7 +394,7 @@ template <Config C> struct Products {
   }
 
   // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j). After each run
-  // of kRun columns but the last, end_of_run(whether it is the first) takes acc and lets it begin anew: a long sum in one run rounds more.
+  // of kRun columns except the last, end_of_run(whether it is the first) takes acc and restarts it: a long sum in one run rounds more.
   template <int kDim, int kRun, int M, int N, class Other, class F>
   __device__ __forceinline__ void nt_in_runs(T (&acc)[M][N], const Source &A, i32 a0, const Other &B, i32 b0, F &&end_of_run) {
     constexpr int kRowsA = C.threads_q * M, kRowsB = C.threads_k * N;
@@ -420,7 +420,7 @@ template <Config C> struct Products {
   // apart.
   template <int kDim, int kLines, int kStride, int M, int N, class Other>
   __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Other &B, i32 b0, i32 length, i32 column = 0) {
-    constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k; // of a thread
+    constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k; // per thread
     static_assert(kAtOnce == kDim || kMine % 4 == 0, "columns of a part are adjacent in acc");
     if constexpr (kAtOnce == kDim) {
       of_rows<kDim, kLines, kStride>(acc, p, B, b0, length, column, [](i32) {});
@@ -438,7 +438,7 @@ template <Config C> struct Products {
   }
 
   // The same, but after each kRun rows end_of_run(sum of these, which of the thread's columns is its first, whether the run is the first)
-  // takes what they add, since a long sum in one run rounds more. M: rows of a thread.
+  // takes their sum, since a long sum in one run rounds more. M: rows per thread.
   template <int kDim, int kLines, int kStride, int kRun, int M, class Other, class F>
   __device__ __forceinline__ void tn_in_runs(const T *p, const Other &B, i32 b0, i32 length, i32 column, F &&end_of_run) {
     constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k;

@@ -1,4 +1,4 @@
-// Tiles walked over by one thread for the whole CTA: its state lies in shared memory and not in every thread's registers.
+// One thread walks over tiles for the whole CTA: the walk's state lies in shared memory and not in every thread's registers.
 #pragma once
 #include "../device/part_tiles.h"
 
@@ -12,11 +12,11 @@ struct ShiftedTile : Tile {
   i32 shift; // row = position + shift
 };
 struct NumberedTile : ShiftedTile {
-  i32 number; // among the tiles of the sequence
+  i32 number; // its number within the sequence
 };
 
-// What a CTA works on, from its number: tiles of one head are neighbours, which share K and V in the L2 cache; or, where tiles are of
-// unequal length, those of equal length, so that the longest come first.
+// A CTA's work, from its number: tiles of one head are neighbours, which share K and V in the L2 cache; where tiles have unequal lengths,
+// equally long tiles are neighbours, and the longest come first.
 struct Item {
   i32 split, tile, head, batch;
 
@@ -38,7 +38,7 @@ private:
   }
 };
 
-// What is walked over: tiles of keys, ascending, or of queries, descending.
+// The tiles to walk over: of keys, ascending, or of queries, descending.
 struct KeyTiles {
   using Tile = simt::Tile;
   Schedule schedule;
@@ -61,7 +61,7 @@ template <bool kBlocks, int kTile> struct DescendingQueries {
   }
 };
 
-// The same of a part's ranges.
+// The same for a part's ranges.
 struct RangesOfKeys {
   using Tile = ShiftedTile;
   PartKeys tiles;
@@ -83,7 +83,7 @@ template <bool kBlocks, int kTile> struct RangesOfQueries {
   }
 };
 
-// Lies in shared memory. The tile after the current one is found while that is worked on.
+// This object lies in shared memory. The next tile is found while the current one is processed.
 template <class Tiles> class Walk {
   using Tile = typename Tiles::Tile;
   struct Slot {
@@ -99,8 +99,8 @@ template <class Tiles> class Walk {
   }
 
 public:
-  // body(tile, more) for every `stride`-th tile from number `first` on. Between the starts of two calls of body the CTA must meet at a
-  // barrier, and only then is `more` right: whether another tile follows.
+  // Calls body(tile, more) for every `stride`-th tile from number `first` on. Between the starts of two calls of body the CTA must meet at
+  // a barrier, and only then is `more` valid: whether another tile follows.
   template <class F> __device__ __forceinline__ void run(const Tiles &tiles, i32 first, i32 stride, F &&body) {
     __syncthreads(); // the last walk is over
     if (threadIdx.x == 0) {

@@ -1,7 +1,7 @@
-// What wgmma reads and writes in registers. The tensor cores do so behind the compiler's back: these types tell it when.
+// The registers that wgmma reads and writes. The tensor cores access them behind the compiler's back: these types tell the compiler when.
 //
-// A product begins at once and runs by itself, as a commit group of its own: wait_for<kPending>(x...) returns when all products of this
-// warpgroup but the last kPending have ended, those that x... take part in among them. Until then x... are neither read nor written.
+// A product begins at once and runs asynchronously, as a commit group of its own. wait_for<kPending>(x...) returns when all products of
+// this warpgroup but the last kPending have ended, including those of x... . Until then x... are neither read nor written.
 #pragma once
 #include "../ptx/ldmatrix.h"
 #include "../ptx/wgmma.h"
@@ -16,7 +16,7 @@ template <int K> struct LeftOperand {
   __device__ __forceinline__ void done() { registers_changed(x); }
 };
 
-// 16 rows, from `first` on, of a tile of kRows in shared memory.
+// Loads 16 rows, from `first` on, of a tile of kRows in shared memory.
 template <int kRows, int K> __device__ __forceinline__ void load_left(LeftOperand<K> &x, u32 tile, int first, int lane) {
   const int row = first + lane % 16;
 #pragma unroll
@@ -31,13 +31,13 @@ template <int kPending, class... Registers> __device__ __forceinline__ void wait
   (registers.done(), ...);
 }
 
-// The state of a sum's registers before its first product. kept: they hold the sum of the last iteration, and the compiler is to keep them
-// in place over the loop. free: they hold nothing, and may serve other values until the product begins.
+// The state of a sum's registers before its first product. kept: they hold the sum of the last iteration, and the compiler must keep them
+// in place over the loop. free: they hold nothing, and may hold other values until the product begins.
 enum class Place { kept, free };
 
 // A sum of products of T: 64 x N, FP32.
 template <class T, int N> struct Accumulator {
-  float x[N / 2]; // as wgmma has it (ptx/wgmma.h)
+  float x[N / 2]; // in wgmma's layout (ptx/wgmma.h)
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -45,7 +45,7 @@ template <class T, int N> struct Accumulator {
     done();
   }
 
-  // What computes it, here or on the tensor cores, has done so, and not later.
+  // Marks the point at which this sum has been computed, here or on the tensor cores; the compiler must not assume a later one.
   __device__ __forceinline__ void done() { registers_changed(x); }
 
   // = A B^T. A: 64 rows of a tile of kRows; B: N rows; both kInner columns wide.

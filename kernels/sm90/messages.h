@@ -1,4 +1,4 @@
-// What the threads of a block tell each other through shared memory, 16 bytes at a time; and how tiles lie there.
+// The 16-byte messages that the threads of a block exchange through shared memory; and the layout of tiles there.
 #pragma once
 #include "../ptx/ldmatrix.h"
 

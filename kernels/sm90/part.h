@@ -5,7 +5,7 @@
 
 namespace strobe::sm90 {
 
-// Range n of a sequence, as the table has it.
+// Range n of a sequence, as listed in the table.
 __device__ __forceinline__ HeldRange range_at(const Inputs &in, i32 list, i32 n) {
   const i32 *const at = part_of(in).words() + (list + 3 * n);
   return {at[0], at[1], at[2]};
@@ -16,13 +16,13 @@ __device__ __forceinline__ HeldRange range_of_keys(const Inputs &in, i32 b, i32 
 }
 __device__ __forceinline__ HeldRange range_of_queries(const Inputs &in, i32 b, i32 n) {
   const PartTable &t = part_of(in);
-  return range_at(in, t.ranges_q, b * t.step_q + computed_here(n)); // nothing is kept in registers for this
+  return range_at(in, t.ranges_q, b * t.step_q + computed_here(n)); // computed again: no value stays in registers for this
 }
-// Of a packed sequence, clamped as by Inputs::sequence; 0 when dense.
+// The first token of a packed sequence, clamped as by Inputs::sequence; 0 when dense.
 __device__ __forceinline__ i32 first_held_row(const i32 *cu_seqlens, i64 total, i32 b) {
   return cu_seqlens ? min(max(cu_seqlens[b], 0), (i32)min(total, 0x7FFFFFFFll)) : 0;
 }
-// Of a range the rows that there are, whatever the table says.
+// The rows of a range that exist, whatever the table says.
 __device__ __forceinline__ HeldRange held(HeldRange r, const i32 *cu_seqlens, i64 total, i64 seqlen, i32 b) {
   i32 rows = (i32)seqlen;
   if (cu_seqlens) {

@@ -1,18 +1,18 @@
-// A softcap in the exponent of Hopper's forward; its backward takes the same approximation, so that P is what LSE was summed of.
+// A softcap in the exponent of Hopper's forward; its backward uses the same approximation, so that its P matches the one that LSE sums up.
 #pragma once
 #include "../device/scores.h"
 
 namespace strobe::sm90 {
 
-// A softcap and nothing else: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up to
-// kSmall c with a relative error of 5e-5; else it becomes tanh(x / c).
+// A softcap and no other option: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up
+// to kSmall c with a relative error of 5e-5; else it becomes tanh(x / c).
 template <Features F, bool kApproximate> struct Softcap {
   static constexpr bool kApplies = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
   static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
-  float to_caps, most; // from q.k to x / c; |q.k| that is small
+  float to_caps, most; // the factor from q.k to x / c; the largest |q.k| that is small
   float cap;           // in exp2's unit
   float linear, cubic, quintic;
-  bool small; // the tile
+  bool small; // whether all of the tile is small
 
   template <class Score>
   __device__ __forceinline__ explicit Softcap(const Score &scores)
@@ -21,14 +21,14 @@ template <Features F, bool kApproximate> struct Softcap {
         quintic(linear * kQuintic * to_caps * to_caps * (to_caps * to_caps)) {
     if (!(cubic > -1e30f && quintic < 1e30f)) most = -1;
   }
-  // Of the warp's scores.
+  // Whether all of the warp's scores are small.
   template <int N> __device__ __forceinline__ bool all_small(const float (&s)[N]) const {
     float x = fabsf(s[0]), y = fabsf(s[1]);
 #pragma unroll
     for (int i = 2; i < N; i += 2) x = fmaxf(x, fabsf(s[i])), y = fmaxf(y, fabsf(s[i + 1]));
     return !__any_sync(0xFFFFFFFFu, !(fmaxf(x, y) <= most));
   }
-  // Before anything is hidden.
+  // Must be called before any element is hidden.
   template <int N> __device__ __forceinline__ void begin(float (&s)[N]) {
     small = all_small(s);
     if (small) return;
@@ -42,7 +42,7 @@ template <Features F, bool kApproximate> struct Softcap {
   }
   __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, factor(s), c); }
   __device__ __forceinline__ float constant(float c) const { return c; }
-  __device__ __forceinline__ float comparable(float s, int) const { return s; } // which keeps its order
+  __device__ __forceinline__ float comparable(float s, int) const { return s; } // tanh keeps the order
   __device__ __forceinline__ float top(float x) const { return x * factor(x); }
   __device__ __forceinline__ float difference(float x) const { return x; }
 };

@@ -1,10 +1,10 @@
-// dQ, dK and dV of attention (FlashAttention-2, algorithm 2) in FP32 on tensor cores. A block of threads owns a tile of keys, a warp
-// tile_k / warps of them, and walks over the tiles of queries that see some of it:
-//
+// dQ, dK and dV of attention (FlashAttention-2, algorithm 2) in FP32 on tensor cores. A thread block owns a tile of keys, a warp tile_k /
+// warps of them, and walks over the query tiles that see some of it:
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ += dS K, in global memory
 //
-// S is transposed, rows are keys: P^T and dS^T are left operands where they lie. dS goes through shared memory for dQ.
+// S is transposed, rows are keys: P^T and dS^T are left operands in the registers where they were made. dS goes through shared memory for
+// dQ.
 #pragma once
 #include "../device/key_major_dropout.h"
 #include "../device/nonfinite.h"
@@ -55,9 +55,9 @@ private:
     }
   }
 
-  // Walks over a segment: kSegment tiles of queries, or the rest. Infinities and NaN in dO and Q must reach the keys that see them and no
-  // others. They are rare: only if dK or dV are not finite is the segment, except for dQ, done again without them, in short segments.
-  // Returns whether there is another segment.
+  // Walks over a segment: kSegment query tiles, or the rest. Infinities and NaN in dO and Q must reach the keys that see them and no
+  // others. They are rare: only if dK or dV are not finite is the segment, except for dQ, repeated without them, in short segments. Returns
+  // whether there is another segment.
   __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
     set_zero(dK), set_zero(dV);
     begin_segment();
@@ -68,7 +68,7 @@ private:
     for (; shared_state().ring[n % 2].head >= 0; ++n) {
       const Tile &t = shared_state().ring[n % 2], &next = shared_state().ring[(n + 1) % 2];
       cp_async_wait<0>();
-      __syncthreads(); // Q and dO are here, and nobody reads the last dS
+      __syncthreads(); // Q and dO have arrived, and no thread reads the last dS
       if (threadIdx.x == 0) find_within_segment(n + 1);
       const u32 keys = first_key();
       Accumulator P[kM][kN] = {}, slope[kM][kN] = {}, dS[kM][kN] = {};
@@ -78,7 +78,7 @@ private:
       make_ds(dS, slope, keys);
       put(dS);
       accumulate<kD, false>(dK, dS, shared(kQ));
-      __syncthreads(); // all of dS is here, and nobody reads Q and dO any more
+      __syncthreads(); // all of dS is stored, and no thread reads Q and dO any more
       if (next.head >= 0) load_queries(next);
       cp_async_commit();
       add_dq(t);
@@ -89,7 +89,7 @@ private:
     return shared_state().ring[0].head < -1;
   }
 
-  // The tile of iteration n. Where the segment ends before it, its head becomes -2 - head until the next segment.
+  // Finds the tile of iteration n. Where the segment ends before it, its head becomes -2 - head until the next segment.
   __device__ __forceinline__ void find_within_segment(int n) const {
     find(n);
     State &state = shared_state();
@@ -114,7 +114,7 @@ private:
     for (int i = 0; i < 8 * kM * kC; ++i) x[i / (8 * kC)][i / 8 % kC].x[i / 4 % 2][i % 4] = 0;
   }
 
-  // S^T = K Q^T, P^T = exp(S^T - LSE). With a function of q.k `slope` becomes P^T times its slope. What is dropped has a sign.
+  // S^T = K Q^T, P^T = exp(S^T - LSE). With a function of q.k `slope` becomes P^T times its derivative. Dropped elements are negated.
   __device__ __forceinline__ void make_p(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t, u32 keys) const {
     multiply_rows<kD, C.products, Sum::of_scores_transposed>(F.function ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
     if (t.queries.masked)
@@ -132,13 +132,13 @@ private:
     differentiate(dS, slope);
   }
 
-  struct RowLse { // loaded where it is used: registers are short
+  struct RowLse { // LSE is loaded where it is used: registers are short
     const Backward &backward;
     int n;
     __device__ __forceinline__ float lse(int c, int e) const { return backward.statistic(0, n, c, e); }
     __device__ __forceinline__ float correction(int c, int e) const { return backward.statistic(2, n, c, e); }
   };
-  // S^T -> P^T. For a function of q.k: slope[..] holds S^T, and then P^T times its slope.
+  // S^T -> P^T. For a function of q.k: slope[..] holds S^T, and then P^T times its derivative.
   template <bool kMasked>
   __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t) const {
     const auto lse = [&](int n) { return RowLse{*this, n}; };
@@ -147,7 +147,7 @@ private:
         F.function ? slope : P, P, scores, t.head, t.queries.begin, shared_state().k0 + first_key(), shared_state().k1, lse);
   }
 
-  // dP^T -> dS^T, with P^T from shared memory, where this lane put it; where nothing is seen dS is 0, whatever dP is.
+  // dP^T -> dS^T, with P^T from shared memory, where this lane put it; dS is 0 where nothing is visible, whatever dP is.
   __device__ __forceinline__ void differentiate(Accumulator (&dP)[kM][kN], const Accumulator (&slope)[kM][kN]) const {
     float factor = Dropout<F>(in).factor();
 #pragma unroll
@@ -164,12 +164,12 @@ private:
     }
   }
 
-  // What dropout takes away of P^T has a sign.
+  // Whether dropout drops the element of P^T: it is then negated.
   static __device__ __forceinline__ bool dropped(float p) { return F.dropout && __float_as_uint(p) >> 31; }
 
-  // Of P^T and later dS^T in shared memory; rows are queries.
+  // The address of P^T and later dS^T in shared memory; rows are queries.
   __device__ __forceinline__ u32 address_ds(int query, int key) const { return shared(kDs) + 4 * (query * C.ds_pitch() + key); }
-  __device__ __forceinline__ u32 address_of(int m, int n, int c, int r, int e) const { // of what this lane holds
+  __device__ __forceinline__ u32 address_of(int m, int n, int c, int r, int e) const { // of this lane's elements
     return address_ds(16 * n + tile::lane_column(c, e), first_key() + 16 * m + tile::lane_row(r));
   }
   __device__ __forceinline__ void put(const Accumulator (&x)[kM][kN]) const {
@@ -203,7 +203,7 @@ private:
       multiply_pairs<kColumns, C.products>(sum, f, B, 16 * n);
     }
   }
-  // Where B is not finite: what x has at 0 leaves the sum alone.
+  // Where B is not finite: an element of x that is 0 adds nothing.
   template <int kColumns, bool kP>
   __device__ __forceinline__ void accumulate_nonfinite(Accumulator (&sum)[kM][kColumns / 16], u32 b) const {
 #pragma unroll 1
@@ -222,7 +222,8 @@ private:
     }
   }
 
-  // Adds dS K, 16 queries by 32 columns at a time, to the rows of the tile. In turns: each warp to parts of its own.
+  // Adds dS K, 16 queries by 32 columns at a time, to the rows of the tile. In deterministic mode each warp adds to its own columns, in
+  // turn.
   __device__ __forceinline__ void add_dq(const Tile &t) const {
     if (!a.dq_sum || shared_state().repeats_left) return;
     const i64 rows = in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin);
@@ -275,7 +276,7 @@ private:
       multiply_pairs<kD, C.products>(dQ, dS, K, k, column);
     }
   }
-  // Where K is not finite: what dS has at 0 leaves the sum alone.
+  // Where K is not finite: an element of dS that is 0 adds nothing.
   __device__ __forceinline__ void multiply_dq_nonfinite(Accumulator (&dQ)[1][2], int row, int column) const {
 #pragma unroll 1
     for (int j = 0; j < kTileK; ++j) {
@@ -306,7 +307,7 @@ private:
     return yes;
   }
 
-  // A segment after the first one adds to what is there.
+  // A segment after the first one adds to the tensor's contents.
   template <int kC> __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kM][kC], float factor, i32 columns) const {
     if (!out) return;
 #pragma unroll

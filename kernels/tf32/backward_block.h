@@ -1,5 +1,5 @@
-// A block of threads of the backward in FP32: its tile of keys, the tiles of queries that it walks over, and what it brings of both into
-// shared memory. The loop is in backward.h.
+// A thread block of the backward in FP32: its tile of keys, the query tiles that it walks over, and its loads of both into shared memory.
+// The loop is in backward.h.
 #pragma once
 #include "../attention/dq_sum.h"
 #include "../device/keys.h"
@@ -17,43 +17,43 @@ template <Config C> struct BackwardBlock {
   using Arguments = BackwardArguments;
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
-  static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, the queries, in blocks
-  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // of queries that dK and dV take at a time: registers are short
-  // dK and dV are summed up in parts of so many tiles, 2048 queries, which rounds less.
+  static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, and the queries, in 16x16 blocks
+  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // blocks of queries that dK and dV take at a time: registers are short
+  // dK and dV are summed in runs of this many tiles, 2048 queries, which rounds less.
   static constexpr int kSegment = 2048 / kTileQ;
-  // Where dO or Q are not finite, products join a sum one by one, in parts of two tiles.
+  // Where dO or Q are not finite, products join a sum one by one, in runs of two tiles.
   static constexpr int kRepeatSegment = 2;
   static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % kRepeatSegment == 0);
 
-  // In shared memory
+  // Offsets in shared memory
   static constexpr u32 kV = 4 * kTileK * kD, kQ = kV + 4 * kTileK * kDv, kDo = kQ + 4 * kTileQ * kD, kDs = kDo + 4 * kTileQ * kDv,
                        kStats = kDs + 4 * kTileQ * C.ds_pitch(), kState = kStats + 12 * kTileQ;
   static_assert(kState + C.state_bytes() == C.backward_shared_bytes());
 
   using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
   struct Tile { // of queries
-    i32 head;   // -1: there are no more; less: none in this segment
+    i32 head;   // -1: there are no more tiles; less: none in this segment
     QueryTile queries;
-    i32 rows; // that are there
+    i32 rows; // how many rows exist
   };
   struct Position {
-    i32 head; // that `tiles` are of
+    i32 head; // the head that `tiles` belongs to
     Tiles tiles;
     Tile tile; // the next one
   };
-  // What the threads have in common lies in shared memory: registers are short.
+  // State that the threads share lies in shared memory: registers are short.
   struct State {
-    Tile ring[2];               // iteration n's at n % 2
+    Tile ring[2];               // iteration n uses n % 2
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
-    i32 head; // that `tiles` are of
+    i32 head; // the head that `tiles` belongs to
     Tiles tiles;
     Position begin; // of the segment
     i32 k_finite;
     i32 walked;       // tiles of the last segment
-    i32 repeat;       // that one: dO or Q are not finite
-    i32 repeats_left; // so many tiles from here on are walked over for the second time
-    i32 segment;      // which
+    i32 repeat;       // the last segment is repeated: dO or Q are not finite
+    i32 repeats_left; // how many tiles from here on are walked over for the second time
+    i32 segment;      // its number
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
@@ -63,7 +63,7 @@ template <Config C> struct BackwardBlock {
 
   static __device__ __forceinline__ State &shared_state() { return *(State *)(shared_memory() + kState); }
   static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
-  static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp's, within the tile
+  static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp, within the tile
 
   __device__ __forceinline__ void choose_keys() const {
     strobe::choose_keys<F, C.deterministic, kThreads, kTileK>(shared_state(), a, (int)threadIdx.x, [&] {
@@ -72,7 +72,7 @@ template <Config C> struct BackwardBlock {
     });
   }
   __device__ __forceinline__ void take_head(i32 head) const { strobe::take_head<F, kTileK>(shared_state(), in, head); }
-  // The tile of iteration n.
+  // Loads the tile of iteration n.
   __device__ __forceinline__ void find(int n) const {
     next_queries<kTileQ>(shared_state(), in, shared_state().ring[n % 2], [&](i32 head) { take_head(head); });
   }
@@ -88,7 +88,7 @@ template <Config C> struct BackwardBlock {
   __device__ __forceinline__ tile::Matrix<const float> queries(const Operand &x, const Tile &t, i64 row, i32 columns) const {
     return {x.at<const float>(shared_state().batch, t.head, row, 0), x.stride[2], x.stride[3], t.rows, columns};
   }
-  // Also LSE (of rows that see nothing and of those that are not there +inf: P = 0), D, and LSE's correction.
+  // Loads LSE (+inf, so that P is 0, for rows that see no key and for rows that do not exist), D, and LSE's correction as well.
   __device__ __forceinline__ void load_queries(const Tile &t) const {
     i64 row = shared_state().sequence.q0 + t.queries.begin;
     load_tile<kTileQ, kD>(kQ, queries(in.q, t, row, in.head_dim));

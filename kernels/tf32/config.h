@@ -8,11 +8,11 @@ struct Config {
   i32 head_dim, head_dim_v; // rounded up to multiples of 32
   i32 tile_q, tile_k;       // tile_q (backward: tile_k): a multiple of 16 * warps; the other one: of 32
   i32 warps;
-  i32 stages;        // forward: K and V tiles in shared memory at a time
+  i32 stages;        // forward: tiles of K, and of V, in shared memory at a time
   i32 products;      // 3: as exact as FP32; 1: plain TF32
-  i32 aligned;       // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 4: 16-byte copies
-  i32 exact_max;     // the running maximum is followed exactly; else it may stay behind by a factor of 2^8
-  i32 deterministic; // backward: dQ is added to in turns
+  i32 aligned;       // adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 4: 16-byte copies
+  i32 exact_max;     // the running maximum is followed exactly; else it may lag by a factor of 2^8
+  i32 deterministic; // backward: key tiles add to dQ in turns
   i32 blocks_per_sm;
   Features features;
 
@@ -20,9 +20,9 @@ struct Config {
   // Bytes of shared memory. Forward: Q, the stages of K, those of V; backward: K, V, Q, dO, dS, three numbers of each query; both: the
   // schedule.
   STROBE_FN static constexpr i32 state_bytes() { return 512; }
-  // And two numbers of each row that a thread has.
+  // Two more numbers for each row of a thread.
   STROBE_FN constexpr i32 forward_state_bytes() const { return state_bytes() + 2 * (tile_q / warps / 8) * threads() * 4; }
-  // The forward begins O anew after so many tiles of keys: one sum over many keys loses more than FP32's bound allows.
+  // The forward restarts O after this many tiles of keys: one sum over many keys loses more than FP32's bound allows.
   STROBE_FN constexpr i32 tiles_of_run() const { return 512 / tile_k; }
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     return 4 * (tile_q * head_dim + stages * tile_k * (head_dim + head_dim_v)) + forward_state_bytes();

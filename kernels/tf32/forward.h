@@ -1,5 +1,5 @@
-// FlashAttention-2's forward (Dao 2023, algorithm 1) in FP32 on tensor cores: a block of threads owns a tile of queries and walks over the
-// tiles of keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers.
+// FlashAttention-2's forward (Dao 2023, algorithm 1) in FP32 on tensor cores: a thread block owns a tile of queries and walks over the
+// tiles of keys; a warp owns tile_q / warps rows, with their S, P, O, m and l in its registers.
 #pragma once
 #include "../device/nonfinite.h"
 #include "../device/query_major_dropout.h"
@@ -18,11 +18,11 @@ template <Config C> struct Forward {
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
-  static constexpr int kRows = C.tile_q / C.warps; // of a warp
+  static constexpr int kRows = C.tile_q / C.warps; // per warp
   static constexpr int kM = kRows / 16, kN = C.tile_k / 16, kC = kDv / 16;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0);
 
-  using Item = QueryItem<C.tile_q>; // block-sparse: of it the tile is a rank, the longest first
+  using Item = QueryItem<C.tile_q>; // block-sparse: the tile in it is a rank, the longest first
 
   static __device__ __forceinline__ void run(const Arguments &a) { Forward(a).compute(); }
 
@@ -30,21 +30,21 @@ private:
   struct Tile { // of keys
     i32 begin, end, masked, valid;
   };
-  enum : i32 { kLacks = 2 }; // Tile::masked: the pages of some keys are none of the pool's
+  enum : i32 { kLacks = 2 }; // Tile::masked: the pages of some keys are not in the pools
   struct Nothing {};
-  // What the threads have in common lies in shared memory: registers are short.
+  // State that the threads share lies in shared memory: registers are short.
   struct State {
-    Tile ring[4]; // iteration n's at n % 4
+    Tile ring[4]; // iteration n uses n % 4
     Item item;
     Sequence sequence;
     Schedule schedule;
-    const float *k, *v; // row 0; in pages, of page 0
-    i32 nonfinite;      // V holds some that are not finite
+    const float *k, *v; // row 0; paged: of page 0
+    i32 nonfinite;      // V holds numbers that are not finite
     typename Either<F.seqused == kPaged, SequencePages, Nothing>::type pages;
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
-  // P of a row that a thread has summed, and what roundings added too much, behind the state.
+  // The sum of P for each row of a thread, and its rounding error, after the state.
   struct Totals {
     static constexpr bool kJoins = true;
     static __device__ __forceinline__ u32 at(int row) { return shared(kState + C.state_bytes()) + (row * kThreads + thread_index()) * 8; }
@@ -83,7 +83,7 @@ private:
       __syncthreads();
     }
   }
-  // By one thread.
+  // Called by one thread.
   __device__ __forceinline__ void begin() const {
     const Item &item = shared_state().item;
     i64 q1 = min((i64)item.q + C.tile_q, shared_state().sequence.band.seqlen_q);
@@ -93,7 +93,7 @@ private:
     find(0);
     find(1);
   }
-  // The tile of iteration n.
+  // Finds the tile of iteration n.
   __device__ __forceinline__ void find(int n) const {
     KeyTile t;
     bool valid = shared_state().schedule.next(t);
@@ -105,7 +105,7 @@ private:
   }
   __device__ __forceinline__ i32 rows() const {
     return (i32)shared_state().sequence.band.seqlen_q - shared_state().item.q;
-  } // of Q that are there
+  } // rows of Q that exist
 
   // K and V of the item's key head.
   __device__ __forceinline__ auto k() const { return keys(in.k, shared_state().k, in.head_dim); }
@@ -154,7 +154,7 @@ private:
     softmax = {};
 #pragma unroll
     for (int row = 0; row < 2 * kM; ++row) Totals::store(row, {0, 0});
-    float earlier[2 * kM]; // M where the last run of tiles ended; no number: none has
+    float earlier[2 * kM]; // M where the last run of tiles ended; NaN before the first end
 #pragma unroll
     for (int row = 0; row < 2 * kM; ++row) earlier[row] = __int_as_float(0x7FC00000);
     if (threadIdx.x == 0) begin();
@@ -166,7 +166,7 @@ private:
     for (int n = 0; shared_state().ring[n % 4].valid; ++n) {
       const Tile &tile = shared_state().ring[n % 4], &next = shared_state().ring[(n + 1) % 4];
       int stage = C.stages > 1 ? n % 2 : 0;
-      arrive(); // K (with two stages: and V) of this tile is here, and nobody reads the last one's any more
+      arrive(); // K (with two stages also V) of this tile has arrived, and no thread reads the last one's any more
       if (threadIdx.x == 0) find(n + 2);
       if constexpr (C.stages == 1) {
         load_v(tile, 0);
@@ -181,7 +181,7 @@ private:
       score(S, tile);
       softmax.template follow<C.exact_max != 0>(S, exponent(), O);
       if constexpr (C.stages == 1) {
-        arrive(); // V is here, and nobody reads K any more
+        arrive(); // V has arrived, and no thread reads K any more
         if (next.valid) load_k(next, 0);
         cp_async_commit();
       }
@@ -199,8 +199,8 @@ private:
     join_earlier(O, softmax, earlier, true);
   }
 
-  // O of the runs of tiles that have ended waits in the place of the result, measured against M as it was then. What joining loses stays in
-  // O, for the next run to begin with. last: O becomes the sum.
+  // O of the runs of tiles that have ended waits in the result's place, relative to M as it was then. The rounding error of joining stays
+  // in O, for the next run to begin with. last: O becomes the sum.
   __device__ __forceinline__ void join_earlier(Accumulator (&O)[kM][kC], const Softmax &softmax, float (&earlier)[2 * kM],
                                                bool last) const {
 #pragma unroll
@@ -274,7 +274,7 @@ private:
   }
 
   __device__ __forceinline__ bool whole() const { return a.splits == 1; }
-  // The i-th row that this thread has, and where its O belongs.
+  // The i-th row of this thread, and the place of its O.
   struct Row {
     bool there;
     i64 row; // of the tensors

@@ -1,10 +1,10 @@
-// Tiles between global and shared memory, by kThreads threads, of which this one is number `thread`.
+// Copies tiles between global and shared memory, by kThreads threads; `thread` is this one's number.
 #pragma once
 #include "shared.h"
 
 namespace strobe::tile {
 
-// A matrix in global memory; what lies beyond its rows and columns is not touched, and read as zero.
+// A matrix in global memory; elements beyond its rows and columns are not accessed, and read as zero.
 template <class T> struct Matrix {
   T *data;
   i64 row_stride, column_stride; // elements
@@ -12,18 +12,19 @@ template <class T> struct Matrix {
   __device__ __forceinline__ T *row(i32 i) const { return data + i * row_stride; }
 };
 
-// A source whose rows lie where a table in memory says.
+// A source whose rows lie at addresses from a table in memory.
 template <class Rows>
 concept LooksUp = requires { Rows::kLooksUp; };
 
-// The same, for which load() finds rows by adding row_stride: fewer instructions than an address for each, where copies are a large part.
+// The same, for which load() finds rows by adding row_stride: fewer instructions than an address for each row, where copies take much of
+// the time.
 template <class T> struct StridedMatrix : Matrix<T> {
   static constexpr bool kStrided = true;
 };
 template <class Rows>
 concept Strided = requires { Rows::kStrided; };
 
-// Rows of 16-bit elements whose addresses a warp's lanes have, lane r that of row r; loaded if aligned.
+// Rows of 16-bit elements whose addresses are held by a warp's lanes, lane r that of row r; loaded if aligned.
 struct RowsOfLanes {
   static constexpr bool kOfLanes = true;
   const void *address;
@@ -40,15 +41,15 @@ template <int kRows, int kColumns, int kThreads> struct Share {
   int chunk, row;
   __device__ __forceinline__ explicit Share(int thread) : chunk(thread % kAcross), row(thread / kAcross) {}
   __device__ __forceinline__ bool inside(int i) const { return kRows % kDown == 0 || row + i * kDown < kRows; }
-  // Where row + i * kDown lies in the tile. Places repeat after so many steps, and come by adding what all threads share.
+  // Where row + i * kDown lies in the tile. Places repeat after this many steps, and are found by adding an offset that all threads share.
   static constexpr int kPeriod = kDown % 8 ? 8 / (kDown & -kDown) : 1;
   __device__ __forceinline__ u32 place(int i, int chunk) const {
     return L::offset(row + i % kPeriod * kDown, chunk) + (u32)(i / kPeriod * kPeriod * kDown * L::kPitch);
   }
 };
 
-// Global to shared memory; m: a Matrix, or what has its row(), rows, columns and column_stride. kAligned (for both directions): columns lie
-// side by side; base, rows and m.columns are multiples of 16 bytes; the copies are asynchronous.
+// Global to shared memory; m: a Matrix, or any type with row(), rows, columns and column_stride. kAligned (for both directions): columns
+// are adjacent; base, rows and m.columns are multiples of 16 bytes; the copies are asynchronous.
 template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows>
 __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   using S = Share<kRows, kColumns, kThreads>;
@@ -58,7 +59,7 @@ __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
     int chunk = s.chunk + k * S::kAcross;
     i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
     if constexpr (kAligned && LooksUp<Rows> && S::kSteps > 8) {
-      // Several addresses at a time, where a thread copies many rows: each is read from memory, and no copy begins until it is there.
+      // Reads several addresses at a time, where a thread copies many rows: each is read from memory, and a copy waits for its address.
       constexpr int kBatch = 8;
 #pragma unroll
       for (int first = 0; first < S::kSteps; first += kBatch) {

@@ -1,4 +1,4 @@
-// Tiles that warps hand to one another through shared memory: 16x16 blocks of 512 bytes, one after another.
+// Tiles that warps pass to one another through shared memory: 16x16 blocks of 512 bytes, one after another.
 #pragma once
 #include "../ptx/ldmatrix.h"
 #include "../ptx/math.h"
@@ -16,7 +16,7 @@ __device__ __forceinline__ Left take(u32 base, int block) {
   return f;
 }
 
-// A block as its four 8x8 parts, rows of 16 bytes: it can be taken transposed as well.
+// A block as its four 8x8 quarters, rows of 16 bytes: it can be taken transposed as well.
 __device__ __forceinline__ void put_parts(u32 base, int block, const Left &f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) store_shared(base + block * kBlockBytes + i * 128 + lane_id() * 4, f.x[i]);
@@ -40,7 +40,7 @@ template <> __device__ __forceinline__ float unpacked<bf16>(u32 pair, int e) {
 }
 template <> __device__ __forceinline__ float unpacked<f16>(u32 pair, int e) { return to_float(f16{(unsigned short)(pair >> 16 * e)}); }
 
-// Elements with a sign become 0.
+// Sets elements whose sign is set to 0.
 __device__ __forceinline__ Left positive(Left f) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) f.x[i] &= ~negative_pairs(f.x[i]);

@@ -1,6 +1,6 @@
-// Tiles of quantised K and V in shared memory, as they are stored, and operands of mma.sync made of them. A row lies as one of half as many
-// 16-bit elements would (shared.h). A word of n numbers, four INT8 or FP8 or eight INT4, becomes pairs of 16-bit numbers: pair i
-// holds number i in its low half and number i + n / 2 in the high one; of kConverted numbers 2 i and 2 i + 1.
+// Tiles of quantised K and V in shared memory, as they are stored, and operands of mma.sync made from them. A row has the layout of one
+// with half as many 16-bit elements (shared.h). A word of n numbers, four INT8 or FP8 or eight INT4, becomes pairs of 16-bit numbers: pair
+// i holds number i in its low half and number i + n / 2 in the high one; with kConverted numbers 2 i and 2 i + 1.
 #pragma once
 #include "../attention/features.h"
 #include "../ptx/math.h"
@@ -13,7 +13,7 @@ STROBE_FN constexpr int columns_of_word(i32 stored) { return stored == kInt4 ? 8
 template <class T> inline constexpr bool kIsHalf = false;
 template <> inline constexpr bool kIsHalf<f16> = true;
 
-// 16 bits twice.
+// The same 16 bits twice.
 __device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
 
 // The pairs of a word, of FP16 (T = f16) or BF16. How x, a stored number, becomes one, the fused multiply-add being exact:
@@ -43,22 +43,22 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, 
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       pairs[i] = multiply_add_pairs<T>((x >> 8 * i & 0x00FF00FFu) ^ (both(0x6480) + zero), kOne, both(0xE480) + zero);
-  } else if constexpr (kStored == kInt8) { // bit 7 of x is the last one of the exponent
+  } else if constexpr (kStored == kInt8) { // bit 7 of x is the last exponent bit
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const u32 y = x >> 8 * i;
       pairs[i] = multiply_add_pairs<T>((y & 0x00800080u) | (both(0x4300) + zero), both(0xBF80), (y & 0x007F007Fu) | (both(0x4300) + zero));
     }
   } else {
-    constexpr int kShift = kHalf ? 1 : 4; // FP16 has one bit more of the exponent, BF16 four
+    constexpr int kShift = kHalf ? 1 : 4; // FP16 has one more exponent bit, BF16 four
     constexpr u32 kFields = kHalf ? both(0x3F80) : both(0x07F0), kUnit = kHalf ? both(0x5C00) : both(0x7B80); // 2^8, 2^120
     const u32 low = (x << (8 - kShift) & kFields) | (x << 8 & 0x80008000u), high = (x >> kShift & kFields) | (x & 0x80008000u);
     pairs[0] = multiply_add_pairs<T>(low, kUnit, both(0x8000)), pairs[1] = multiply_add_pairs<T>(high, kUnit, both(0x8000));
   }
 }
 
-// K is multiplied as 16-bit numbers of KeyFactor's dtype, where Q has dtype T: as FP16 where that takes fewer instructions. FP8 is
-// converted to it by newer GPUs, NaN and all.
+// K is multiplied as 16-bit numbers of KeyFactor's dtype, where Q has dtype T: as FP16 where that takes fewer instructions. Newer GPUs
+// convert FP8 to FP16, NaN included.
 #if __CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201) // PTX 8.1
 template <i32 kStored> inline constexpr bool kConverted = kStored == kE4M3;
 #else
@@ -86,10 +86,10 @@ __device__ __forceinline__ bool has_nan(u32 bits) { return (bits & 0x80808080u) 
 // The column of a row of kColumns that the lanes with t = lane % 4 multiply in step c, as number e of half h. K's lanes hold a quarter of a
 // row each, and a sum over columns may take them in any order.
 template <i32 kStored, int kColumns> __device__ __forceinline__ int column_of_step(int t, int c, int h, int e) {
-  constexpr int kWord = columns_of_word(kStored), kSteps = kWord / 4; // steps of a word
+  constexpr int kWord = columns_of_word(kStored), kSteps = kWord / 4; // steps per word
   return kColumns / 4 * t + c / kSteps * kWord + c % kSteps * 2 + (kConverted<kStored> ? 2 * h + e : h + e * kWord / 2);
 }
-// Q as the left operand of such a step, from a tile of 16-bit numbers at `base`.
+// Loads Q as the left operand of such a step, from a tile of 16-bit numbers at `base`.
 template <i32 kStored, int kColumns> __device__ __forceinline__ Left left_of_steps(u32 base, int row, int c) {
   Left f;
 #pragma unroll
@@ -108,7 +108,7 @@ template <i32 kStored, int kColumns> __device__ __forceinline__ Left left_of_ste
 
 // Rows of K as right operands.
 template <i32 kStored, int kColumns> class StoredRows {
-  static constexpr int kBytes = kStored == kInt4 ? kColumns / 2 : kColumns, kShare = kBytes / 4; // of a row; of a lane
+  static constexpr int kBytes = kStored == kInt4 ? kColumns / 2 : kColumns, kShare = kBytes / 4; // per row; per lane
   using L = Layout<kBytes / 2>;
   static_assert(kShare % 8 == 0);
   u32 at_[kShare / 8];
@@ -122,14 +122,14 @@ public:
       at_[i] = base + L::offset(lane_id() / 4, byte / 16) + byte % 16;
     }
   }
-  // This lane's words of row lane / 4 of the eight from `row` on, a multiple of 8.
+  // Loads this lane's words of row lane / 4 of the eight from `row` on, a multiple of 8.
   __device__ __forceinline__ void load(u32 (&words)[kWords], int row) const {
 #pragma unroll
     for (int i = 0; i < kShare / 8; ++i) load_shared(words[2 * i], words[2 * i + 1], at_[i] + row * L::kPitch);
   }
 };
 
-// V's columns in O: accumulator a has, in half h of its columns, number n of these.
+// The columns of V in O: accumulator a has, in half h of its columns, number n of these.
 template <i32 kStored> __device__ __forceinline__ int column_of_sum(int a, int h, int n) {
   return kStored == kInt4 ? 32 * (a / 2) + 4 * n + 2 * (a % 2) + h : 16 * a + 2 * n + h;
 }

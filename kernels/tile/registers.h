@@ -1,5 +1,6 @@
-// Tiles in a warp's registers, as 16x16 blocks: the operands and the sums of mma.sync. Lane 4g+t holds rows g and g + 8, and of each half
-// of the columns 2t and 2t+1. A left and a right operand hold the same in another order: as the instruction wants it in adjacent registers.
+// Tiles in a warp's registers, as 16x16 blocks: the operands and the sums of mma.sync. Lane 4g+t holds rows g and g + 8, and in each half
+// of the columns 2t and 2t+1. A left and a right operand hold the same elements in the order in which the instruction takes adjacent
+// registers.
 #pragma once
 #include "../ptx/mma.h"
 
@@ -26,7 +27,7 @@ __device__ __forceinline__ int lane_id() { return (int)(threadIdx.x & 31); }
 __device__ __forceinline__ int lane_row(int r) { return (lane_id() >> 2) + 8 * r; }
 __device__ __forceinline__ int lane_column(int c, int e) { return 8 * c + 2 * (lane_id() & 3) + e; }
 
-// A lane's rows of a warp's blocks of 16x16, two of each block row, and of a warpgroup's array x[4j + 2r + e]: row r, column 8j + 2t + e.
+// A lane's rows of a warp's 16x16 blocks, two of each block row, and of a warpgroup's array x[4j + 2r + e]: row r, column 8j + 2t + e.
 template <int kM, int kN> __device__ __forceinline__ constexpr int elements_of_row(const Accumulator (&)[kM][kN]) { return 4 * kN; }
 template <int kM, int kN> __device__ __forceinline__ float &row_element(Accumulator (&x)[kM][kN], int row, int i) {
   return x[row / 2][i / 4].x[i / 2 % 2][2 * (row % 2) + i % 2];
@@ -50,7 +51,7 @@ template <class T> __device__ __forceinline__ Left rounded(const Accumulator &s)
   return {{pack<T>(s.x[0][0], s.x[0][1]), pack<T>(s.x[0][2], s.x[0][3]), pack<T>(s.x[1][0], s.x[1][1]), pack<T>(s.x[1][2], s.x[1][3])}};
 }
 
-// Over the four lanes that share a row.
+// Reductions over the four lanes that share a row.
 __device__ __forceinline__ float row_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));

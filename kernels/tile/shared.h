@@ -8,12 +8,12 @@
 
 namespace strobe::tile {
 
-// How a tile with kColumns columns (a multiple of 16) lies.
+// The layout of a tile with kColumns columns (a multiple of 16).
 template <int kColumns> struct Layout {
   static constexpr int kPitch = 2 * kColumns; // bytes
   static constexpr int kChunks = kColumns / 8;
-  static constexpr int kPower = kChunks & -kChunks;                  // the largest power of two that divides it
-  static constexpr int kGroup = kPower < 8 ? kPower : 8;             // chunks that change places among themselves
+  static constexpr int kPower = kChunks & -kChunks;                  // the largest power of two that divides kChunks
+  static constexpr int kGroup = kPower < 8 ? kPower : 8;             // chunks that are permuted among themselves
   static __device__ __forceinline__ u32 offset(int row, int chunk) { // bytes
     return (u32)(row * kPitch + (chunk ^ (row * kGroup / 8 & (kGroup - 1))) * 16);
   }
@@ -24,12 +24,12 @@ template <int kColumns> struct Layout {
 template <class Operand, int kColumns, bool kTransposed = false> class Blocks {
   using L = Layout<kColumns>;
   static constexpr int kPhases = L::kGroup / 2;
-  // Which of the four 8x8 matrices come to lie in adjacent registers: those above one another in shared memory, or those side by side.
+  // Which of the four 8x8 matrices go to adjacent registers: those above one another in shared memory, or those side by side.
   static constexpr bool kDown = Operand::kLeft != kTransposed;
   u32 lane_[kPhases];
 
 public:
-  // base: a multiple of 128; column: where the blocks' columns count from, a multiple of 16.
+  // base: a multiple of 128; column: the origin of the blocks' columns, a multiple of 16.
   __device__ __forceinline__ explicit Blocks(u32 base, int column = 0, int lane = lane_id()) {
     int low = lane >> 3 & 1, high = lane >> 4;
     int row = (lane & 7) + 8 * (kDown ? low : high), chunk = kDown ? high : low;

@@ -1,5 +1,5 @@
 // Tiles of FP32 in shared memory. Rows lie one after another, their 16-byte chunks permuted by the row's number, so that both ways of
-// reading below are free of bank conflicts: four chunks side by side of two adjacent rows, and two chunks of every other row of eight.
+// reading below are free of bank conflicts: four adjacent chunks of two adjacent rows, and two chunks of every other row of eight.
 #pragma once
 #include "../ptx/barrier.h"
 #include "../ptx/cp_async.h"
@@ -7,7 +7,7 @@
 
 namespace strobe::tile::tf32 {
 
-// All of a block's shared memory; its address is a constant, which no register holds.
+// All shared memory of a block; its address is a constant, which takes no register.
 __device__ __forceinline__ unsigned char *shared_memory() {
   extern __shared__ __align__(128) unsigned char shared[];
   return shared;
@@ -21,7 +21,7 @@ template <int kColumns> struct Layout {
   }
 };
 
-// Reads rows as they lie: lane 4g+t gets columns 4t ... 4t+3 of row g.
+// Reads rows: lane 4g+t gets columns 4t ... 4t+3 of row g.
 template <int kColumns> class Rows {
   u32 lane_[2];
 
@@ -62,7 +62,7 @@ public:
   }
 };
 
-// Global to shared memory, as tile::load. What lies beyond the matrix becomes zero.
+// Global to shared memory, like tile::load. Elements beyond the matrix become zero.
 template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows = tile::Matrix<const float>>
 __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   using S = tile::Share<kRows, 2 * kColumns, kThreads>;

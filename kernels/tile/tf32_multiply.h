@@ -1,8 +1,8 @@
 // FP32 products from TF32 ones: x = hi + lo, x y = hi hi + (hi lo + lo hi); lo lo is below FP32's precision. Tensor cores truncate when
 // they add, so a sum runs in them over 32 products at most, the small ones first, and joins the others in FP32.
 //
-// The inner axis has no order: both operands are read so that 16-byte loads are whole fragments and an accumulator is a left operand as it
-// is.
+// The inner axis has no order: both operands are read so that 16-byte loads are whole fragments, and an accumulator is a left operand
+// without a change of layout.
 #pragma once
 #include "tf32.h"
 
@@ -17,7 +17,7 @@ template <int n> struct Split {
     if constexpr (kProducts == 1) {
       hi[i] = round_to_tf32(x);
     } else {
-      hi[i] = __float_as_uint(x) + 0x1000 & 0xFFFFE000;    // the same, but for NaN, which then lo is: half of the instructions
+      hi[i] = __float_as_uint(x) + 0x1000 & 0xFFFFE000;    // the same, except for NaN, where lo becomes NaN: half of the instructions
       lo[i] = __float_as_uint(x - __uint_as_float(hi[i])); // exact
     }
   }
@@ -26,8 +26,8 @@ using Left = Split<4>;  // 16x8
 using Right = Split<2>; // 8x8
 
 // How q.k is summed. Its sums take 8 products at a time, since the truncation of longer ones would show in the exponential. They have the
-// same bits in the forward, where Q is the left operand, and in the backward, where K is; its low parts are then multiplied last. All other
-// sums take 32 products at a time.
+// same bits in the forward, where Q is the left operand, and in the backward, where K is, and where its low part is therefore multiplied
+// last. All other sums take 32 products at a time.
 enum class Sum { of_32, of_scores, of_scores_transposed };
 
 // d += a b over an inner axis of 8 kSteps.
@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u
   }
 }
 
-// Blocks side by side, from `first` on, as left operands: columns 2t, 2t+1 of each 8 are inner t, t+4.
+// Adjacent blocks, from `first` on, as left operands: columns 2t, 2t+1 of each 8 are inner t, t+4.
 template <int kProducts, int kSteps> __device__ __forceinline__ void set_left(Left (&x)[kSteps], const Accumulator *first) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
@@ -102,15 +102,15 @@ template <int kProducts, int kSteps> __device__ __forceinline__ void set_left(Le
   }
 }
 
-// How a sum of multiply_pairs lies: of each 32 columns a lane holds 8 side by side, columns 8t ... 8t+7; column(k) of the k-th of them in
-// block pair c is element e = k / 4 of part k % 4.
+// The layout of a sum of multiply_pairs: in each 32 columns a lane holds 8 adjacent ones, columns 8t ... 8t+7; column(k) of the k-th of
+// them in block pair c is element e = k / 4 of accumulator k % 4.
 __device__ __forceinline__ int first_column() { return 8 * (tile::lane_id() & 3); }
 template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator (&d)[kM][kC], int m, int r, int c, int k) {
   return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
 }
 
 // y = f(y, there, x) for the elements x of row r of a sum's block m, and the row y in memory. there: y exists and may be read. Only f reads
-// y, because y read ahead would not stay in registers. kAligned: the columns are side by side on 16-byte addresses, and their number is a
+// y, because y read ahead would not stay in registers. kAligned: the columns are adjacent on 16-byte addresses, and their number is a
 // multiple of 4.
 template <bool kAligned, int kM, int kC, class F>
 __device__ __forceinline__ void update_row(Accumulator (&d)[kM][kC], int m, int r, float *row, i64 stride, i32 columns, bool reads, F &&f) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void update_row(Accumulator (&d)[kM][kC], int m, int 
   }
 }
 
-// That row, times factor, to memory, or added to what is there.
+// Stores that row, times factor, to memory, or adds it to the contents.
 template <bool kAligned, int kM, int kC>
 __device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns,
                                           bool add = false) {

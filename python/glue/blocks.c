@@ -43,7 +43,7 @@ static int is_csr(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, co
 }
 
 /* Counting sort by column: counts, their running sum, then each entry to its place. Another thread may write to the caller's CSR meanwhile:
- * what was checked is read again, so whatever says where to write is held against its bounds. */
+ * checked values are read again, so every index that is written through is checked against its bounds. */
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
                               int32_t *offsets_t, int32_t *indices_t) {
   if (!is_csr(matrices, rows, cols, kept, offsets, indices)) return 0;

@@ -1,6 +1,6 @@
-/* strobe._eager: calls of torch tensors that come again, made without a Python object more than they need.
+/* strobe._eager: repeated calls of torch tensors, made with as few Python objects as possible.
  *
- * Nothing here depends on PyTorch's ABI, but for what is stable of it. Tensors are read by the DLPack C exchange API of their type (PyTorch
+ * Nothing here depends on PyTorch's ABI, except its stable part. Tensors are read by the DLPack C exchange API of their type (PyTorch
  * 2.10 and later) or by their Python attributes, the size of their storage by PyTorch's C shim or by their methods, and results are
  * allocated by PyTorch's own functions. Compiled for CPython's stable ABI. */
 #define PY_SSIZE_T_CLEAN
@@ -9,7 +9,7 @@
 
 #include "glue.h"
 
-/* --- What of PyTorch is called ------------------------------------------------------------------------------------------------------ */
+/* --- PyTorch's functions ------------------------------------------------------------------------------------------------------------ */
 
 static struct {
   PyObject *tensor, *parameter, *strided;
@@ -25,20 +25,20 @@ static struct {
   } name;
 } torch;
 
-/* Two functions of PyTorch's C shim, whose ABI is stable. A handle is the address of an at::Tensor, and that is a pointer, the one that
- * _cdata answers. It lies in the Python object, `place` bytes from its beginning; 0: by methods. `found`: of this PyTorch. */
+/* Two functions of PyTorch's C shim, whose ABI is stable. A handle is the address of an at::Tensor, which is also the pointer that
+ * _cdata returns. The at::Tensor lies in the Python object, `place` bytes from its beginning; 0: use methods. */
 static struct {
   int32_t (*storage_bytes)(const void *handle, int64_t *);
   int32_t (*offset)(const void *handle, int64_t *);
   size_t place, found;
 } shim;
 
-static PyObject *refused; /* raised by who finds that a call has to be made in full after all */
+static PyObject *refused; /* raised where a call turns out to need the full path */
 
 static int32_t (*run_prepared)(const strobe_prepared *, int32_t, const uint8_t *, const uintptr_t *, int32_t, uintptr_t, uintptr_t,
-                               uint64_t); /* strobe_glue_run, which lies in another library: strobe._core */
+                               uint64_t); /* strobe_glue_run, in another library: strobe._core */
 
-/* Py_None, and no error; or NULL with the error, if it is one that nobody may drop, such as KeyboardInterrupt. */
+/* Py_None, and no error; or NULL with the error, if it must not be dropped, such as KeyboardInterrupt. */
 static PyObject *nothing(void) {
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
@@ -47,7 +47,7 @@ static PyObject *nothing(void) {
   Py_RETURN_NONE;
 }
 
-/* Of a function without arguments: 1 for True, 0 for False, -1 for anything else. */
+/* Calls a function without arguments: 1 for True, 0 for False, -1 for anything else. */
 static int is_true(PyObject *function) {
   PyObject *found = PyObject_CallNoArgs(function);
   Py_XDECREF(found); /* True and False live on */
@@ -60,7 +60,7 @@ static int is_true_of(PyObject *function, PyObject *x) {
   return found == Py_True ? 1 : found == Py_False ? 0 : -1;
 }
 
-/* Of one without arguments that returns an integer; -1 with an error. */
+/* Calls one without arguments that returns an integer; -1 with an error. */
 static long long number(PyObject *function) {
   PyObject *found = PyObject_CallNoArgs(function);
   const long long n = found ? PyLong_AsLongLong(found) : -1;
@@ -68,7 +68,7 @@ static long long number(PyObject *function) {
   return n;
 }
 
-/* No transform or mode wants to see the call; whether a compiler does, Python asks, for its compiler has to see the question. */
+/* No transform or mode intercepts the call. Python asks whether a compiler does, because the compiler must see that question. */
 static int is_alone(void) {
   if (is_true(torch.functorch) != 0 || is_true(torch.tracing) != 0 || number(torch.modes) != 0) return 0;
   PyObject *level = PyObject_GetAttr(torch.forward_ad, torch.name.level);
@@ -107,9 +107,9 @@ enum { ON_CPU = 1, ON_CUDA = 2, MOST_AXES = 8 }; /* DLPack's numbers of devices 
 struct view {
   void *data;
   const int64_t *shape, *strides;
-  uint64_t dtype; /* a number of the reader's own */
+  uint64_t dtype; /* a number chosen by the reader */
   int32_t device_type, device_index, rank, item_bytes;
-  int64_t own[2 * MOST_AXES]; /* what shape and strides may point to */
+  int64_t own[2 * MOST_AXES]; /* shape and strides may point here */
 };
 
 static int copy_integers(PyObject *tuple, int64_t *to, Py_ssize_t count) {
@@ -144,7 +144,7 @@ static int read_by_attributes(PyObject *x, struct view *t) {
              (device = PyObject_GetAttr(x, torch.name.device)) && place(device, t);
   if (good) {
     t->rank = (int32_t)PyTuple_Size(shape);
-    t->dtype = (uintptr_t)dtype; /* there is one object of each dtype, and it lives for ever */
+    t->dtype = (uintptr_t)dtype; /* each dtype is a single object that lives for ever */
     t->shape = t->own, t->strides = t->own + MOST_AXES;
     good = t->rank <= MOST_AXES && copy_integers(shape, t->own, t->rank) && copy_integers(strides, t->own + MOST_AXES, t->rank);
   }
@@ -184,7 +184,7 @@ static int read_plain(PyObject *x, struct view *t) { return exchange ? read_by_e
 /* A plain tensor whose memory holds its numbers. 0, perhaps with an error, for any other object. */
 static int read_tensor(PyObject *x, struct view *t) {
   if (!is_plain(x) || is_true_of(torch.is_neg, x) != 0 || !read_plain(x, t)) return 0;
-  return t->data || is_true_of(torch.is_zero, x) == 0; /* zeros that nobody has written lie nowhere */
+  return t->data || is_true_of(torch.is_zero, x) == 0; /* zeros that are not written yet have no memory */
 }
 
 static int storage_by_calls(PyObject *x, int64_t *bytes, int64_t *offset) {
@@ -198,14 +198,14 @@ static int storage_by_calls(PyObject *x, int64_t *bytes, int64_t *offset) {
   return first && !PyErr_Occurred();
 }
 
-/* The size of x's storage in bytes, and where x begins in it, in elements. 0, perhaps with an error, if nobody can tell. */
+/* The size of x's storage in bytes, and where x begins in it, in elements. 0, perhaps with an error, if that cannot be determined. */
 static int storage_of(PyObject *x, int64_t *bytes, int64_t *offset) {
   if (!shim.place) return storage_by_calls(x, bytes, offset);
   const void *handle = (const char *)x + shim.place;
   return shim.storage_bytes(handle, bytes) == 0 && shim.offset(handle, offset) == 0;
 }
 
-/* Whether the storage reaches to the last number, as it does unless somebody has shortened it. */
+/* Whether the storage reaches to the last number, as it does unless it has been shortened. */
 static int is_whole(PyObject *x, const struct view *t) {
   int64_t bytes, last;
   if (!storage_of(x, &bytes, &last)) return 0;
@@ -216,7 +216,7 @@ static int is_whole(PyObject *x, const struct view *t) {
   return (last + 1) * t->item_bytes <= bytes;
 }
 
-/* --- Keys: all that decides what runs, as bytes ------------------------------------------------------------------------------------- */
+/* --- Keys: bytes that determine what runs ------------------------------------------------------------------------------------------ */
 
 enum { MOST_BYTES = 4096, MOST_TENSORS = 32 };
 
@@ -247,7 +247,7 @@ static void put_text(struct call *c, const char *text, Py_ssize_t size) {
 
 static void begin(struct call *c) { c->size = 0, c->count = 0, c->overflow = 0, c->device_type = 0; }
 
-/* What of the process decides, too. */
+/* The state of the process that determines what runs, too. */
 static int put_process(struct call *c) {
   const long long threads = number(torch.threads);
   const int deterministic = is_true(torch.deterministic);
@@ -281,7 +281,7 @@ static int put_tensor(struct call *c, PyObject *x, int with_grad) {
   return 1;
 }
 
-/* Values of different types are different, though Python calls 1, 1.0 and True equal. */
+/* Values of different types are different, although Python calls 1, 1.0 and True equal. */
 static int put_scalar(struct call *c, PyObject *x) {
   if (x == Py_None) return put_byte(c, 'n'), 1;
   if (x == Py_True || x == Py_False) return put_byte(c, x == Py_True ? 't' : 'f'), 1;
@@ -344,7 +344,7 @@ static int put_tensors(struct call *c, PyObject *tuple) {
 
 static PyObject *key_of(const struct call *c) { return PyBytes_FromStringAndSize((const char *)c->key, (Py_ssize_t)c->size); }
 
-/* --- Ready: a call in one direction, but for its addresses -------------------------------------------------------------------------- */
+/* --- Ready: a call in one direction, without its addresses --------------------------------------------------------------------------- */
 
 struct made {           /* a result, uninitialised */
   PyObject *short_args; /* (shape, strides, dtype) */
@@ -432,10 +432,10 @@ static PyObject *ready_new(PyTypeObject *type, PyObject *args, PyObject *keyword
   return NULL;
 }
 
-/* The shortest way of PyTorch to a tensor on this device, or NULL. */
+/* PyTorch's fastest function that makes a tensor on this device, or NULL. */
 static PyObject *short_way(const struct ready *r) {
   if (r->device_type == ON_CPU) return torch.empty_cpu;
-  /* On CUDA it takes the current device. */
+  /* On CUDA it uses the current device. */
   return torch.empty_cuda && torch.device_now && number(torch.device_now) == r->device_index ? torch.empty_cuda : NULL;
 }
 
@@ -453,7 +453,7 @@ static PyObject *make(const struct made *m, PyObject *maker, uintptr_t *address)
   return NULL;
 }
 
-/* As `form` has it: its bytes are places among the results, or 255 for None. Without one: a tuple of all, or the only one by itself. */
+/* Arranged as `form` says: its bytes are indices of results, or 255 for None. Without one: a tuple of all, or the only one by itself. */
 static PyObject *formed(const struct ready *r, PyObject **made) {
   const Py_ssize_t count = r->form ? PyBytes_Size(r->form) : r->made_count;
   if (!r->form && count == 1) return Py_NewRef(made[0]);
@@ -466,7 +466,7 @@ static PyObject *formed(const struct ready *r, PyObject **made) {
   return all;
 }
 
-/* Takes the addresses of c, and adds to them. None if the library refuses: the call in full says why. */
+/* Takes the addresses of c, and adds to them. None if the library refuses: the full call says why. */
 static PyObject *run(const struct ready *r, struct call *c) {
   PyObject *made[sizeof r->made / sizeof *r->made], *workspace = NULL, *found = NULL;
   uintptr_t stream = 0, scratch = 0;
@@ -517,7 +517,7 @@ static PyObject *ready_more(PyObject *self, void *unused) {
 
 /* --- The module's functions --------------------------------------------------------------------------------------------------------- */
 
-/* A new reference, for another thread may make the memory forget it; NULL if the call is not ready. */
+/* A new reference, because another thread may drop the call from the memory; NULL if the call is not ready. */
 static struct ready *known(PyObject *calls, const struct call *c) {
   PyObject *key = key_of(c), *found = key ? PyDict_GetItemWithError(calls, key) : NULL;
   Py_XDECREF(key);
@@ -541,7 +541,7 @@ static PyObject *eager_key(PyObject *self, PyObject *const *args, Py_ssize_t cou
   return count == 3 && sign(&c, args[0], args[1], args[2]) ? key_of(&c) : nothing();
 }
 
-/* Takes the reference. */
+/* Takes over the reference. */
 static PyObject *ran(struct ready *r, struct call *c) {
   if (!r) return nothing();
   PyObject *found = run(r, c);
@@ -568,7 +568,7 @@ static int sign_attention(struct call *c, PyObject *const *args) {
   if (!put_process(c)) return 0;
   for (int i = 0; i < 3; i++)
     if (!put_tensor(c, args[i], with_grad)) return 0;
-  PyObject *dtype = NULL; /* of autocast; NULL without one */
+  PyObject *dtype = NULL; /* the dtype of autocast; NULL without one */
   if (autocast) {
     PyObject *type = PyUnicode_FromString(c->device_type == ON_CPU ? "cpu" : "cuda");
     const int here = type ? is_true_of(torch.autocast, type) : -1;
@@ -634,7 +634,7 @@ static PyObject *eager_gradients(PyObject *self, PyObject *const *args, Py_ssize
   return ran(known(args[0], &c), &c);
 }
 
-/* is_whole(x): True of a plain tensor whose storage reaches to its last number; False of others, and where that cannot be told here. */
+/* is_whole(x): True for a plain tensor whose storage reaches to its last number; False for others, and if that cannot be told. */
 static PyObject *eager_is_whole(PyObject *self, PyObject *x) {
   (void)self;
   struct view t;
@@ -679,7 +679,7 @@ static PyType_Slot ready_slots[] = {
     {Py_tp_new, ready_new}, {Py_tp_dealloc, ready_free}, {Py_tp_methods, ready_functions}, {Py_tp_getset, ready_attributes}, {0}};
 static PyType_Spec ready_spec = {"strobe._eager.Ready", sizeof(struct ready), 0, Py_TPFLAGS_DEFAULT, ready_slots};
 
-/* The object at a dotted path below a module that is imported, or NULL; with no error if it may be absent. */
+/* The object at a dotted path below an imported module, or NULL; with no error if it may be absent. */
 static PyObject *found_at(PyObject *from, const char *path, int may_be_absent) {
   char name[64];
   PyObject *at = Py_NewRef(from);
@@ -699,13 +699,13 @@ static const struct dl_exchange *exchange_of(PyObject *tensor) {
   PyObject *capsule = found_at(tensor, "__dlpack_c_exchange_api__", 1);
   struct dl_header *header = capsule && PyCapsule_CheckExact(capsule) ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
   PyErr_Clear();
-  Py_XDECREF(capsule); /* what it points to lives for ever */
+  Py_XDECREF(capsule); /* its target lives for ever */
   while (header && header->major != 1) header = header->older;
   const struct dl_exchange *found = (const struct dl_exchange *)header;
   return found && found->tensor_of ? found : NULL;
 }
 
-/* The place of x's at::Tensor in x, as its _cdata tells; 0 if it is not there. */
+/* The place of x's at::Tensor in x, as _cdata says; 0 if it is not there. */
 static size_t place_of_handle(PyObject *x) {
   PyObject *cdata = PyObject_GetAttrString(x, "_cdata"), *size = PyObject_GetAttrString((PyObject *)Py_TYPE(x), "__basicsize__");
   void *impl = cdata ? PyLong_AsVoidPtr(cdata) : NULL;
@@ -718,7 +718,7 @@ static size_t place_of_handle(PyObject *x) {
   return place + sizeof impl <= end ? place : 0;
 }
 
-/* Fills `shim` if it answers what PyTorch's Python functions do, of a tensor, a view and a parameter. */
+/* Fills `shim` if it agrees with PyTorch's Python functions, for a tensor, a view and a parameter. */
 static void find_shim(PyObject *module) {
   void *library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (!library) return;

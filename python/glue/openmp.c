@@ -15,7 +15,7 @@
 typedef void (*gomp_parallel)(void (*body)(void *), void *arg, unsigned threads, unsigned flags);
 
 static gomp_parallel run_parallel;
-static int (*largest_team)(void); /* omp_get_max_threads: for the thread that asks, what torch.set_num_threads has set */
+static int (*largest_team)(void); /* omp_get_max_threads: for the calling thread, the number set by torch.set_num_threads */
 static pid_t owner;               /* the process in which run_parallel was found */
 
 /* A child of fork that has not called exec: the runtime may remember threads that only the parent has, and wait for them for ever. */
@@ -48,7 +48,7 @@ static void *pass(void *gate) {
   return NULL;
 }
 
-/* Whether the system gives `count` threads more, all at once. */
+/* Whether the system grants `count` more threads, all at once. */
 static int can_start(int count) {
   pthread_t *threads = malloc((size_t)count * sizeof *threads);
   if (!threads) return 0;
@@ -63,7 +63,7 @@ static int can_start(int count) {
 }
 
 /* Whether this thread may lead a team of its largest size. The runtime ends the process if it cannot start a thread, so the first time, and
- * whenever the team has grown, it is tried out. */
+ * whenever the team has grown, threads are started to find out. */
 static int has_team(void) {
   static _Thread_local int started = 1, refused;
   const int team = largest_team();
@@ -80,7 +80,7 @@ struct region {
   void *arg;
   int32_t n;
   atomic_int places; /* how many of the team may work */
-  atomic_int next;   /* the team may be smaller than that: whoever is there takes what is left */
+  atomic_int next;   /* the team may be smaller than that: its threads take items until none is left */
 };
 
 static void work(void *arg) {
@@ -89,7 +89,7 @@ static void work(void *arg) {
   for (int i; (i = atomic_fetch_add_explicit(&r->next, 1, memory_order_relaxed)) < r->n;) r->body(r->arg, i);
 }
 
-/* Always the whole team that PyTorch's operators run on (which 0 stands for), however small n: a team that shrinks ends threads, and the
+/* Always the whole team that PyTorch's operators run on (0 stands for it), however small n: a team that shrinks ends threads, and the
  * next one would start them again. */
 static void on_openmp(void *pool, int32_t n, void (*body)(void *arg, int32_t i), void *arg) {
   struct region r = {body, arg, n, (int)(uintptr_t)pool, 0};

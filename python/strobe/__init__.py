@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from . import kv as kv
     from . import nn as nn
 
-# Else it is done as torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
+# Otherwise this happens when torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
 if sys.modules.get("torch") is not None:
     from . import _fast_path as _fast_path  # registers the operators torch.ops.strobe.*
 
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-_LATE = ("compat", "distributed", "kv", "nn")  # they import torch, so only when they are asked for
+_LATE = ("compat", "distributed", "kv", "nn")  # they import torch, so they are loaded on first use
 
 
 def __dir__() -> list[str]:

@@ -25,7 +25,7 @@ DTYPES: dict[str, int] = {
     "float8_e4m3fn": lib.STROBE_FLOAT8_E4M3,
     "uint8": lib.STROBE_UINT8,  # two INT4 each
 }
-NO_DTYPE = 0  # of what the library has no name for
+NO_DTYPE = 0  # for types that the library has no name for
 MAX_RANK = 4
 
 _EXCEPTIONS: dict[int, type[Exception]] = {
@@ -36,12 +36,13 @@ _EXCEPTIONS: dict[int, type[Exception]] = {
 
 
 def text(chars: Any, errors: str = "backslashreplace") -> str:
-    """A damaged file or a folder's name may be quoted in it, whose bytes are anything; errors: as of bytes.decode."""
+    """The string behind a char pointer. It may quote a damaged file or a folder's name, whose bytes are arbitrary; errors: as in
+    bytes.decode."""
     return ffi.string(chars).decode(errors=errors)
 
 
 def said(ask: Callable[[Any, int, Any], object], errors: str = "backslashreplace") -> str:
-    """What a function of the library writes as strobe_explain does: ask(chars, size, needed) calls it, first for the size alone."""
+    """The text that a function of the library writes as strobe_explain does: ask(chars, size, needed) calls it, first for the size only."""
     needed = ffi.new("size_t *")
     ask(ffi.NULL, 0, needed)
     chars = ffi.new("char[]", needed[0])
@@ -50,7 +51,7 @@ def said(ask: Callable[[Any, int, Any], object], errors: str = "backslashreplace
 
 
 def told(function: Any, *arguments: Any, errors: str = "backslashreplace") -> str:
-    """The same of a function of which nothing but its status can be wrong."""
+    """The same for a function that can fail only by its status."""
 
     def ask(*buffer: Any) -> None:
         status = function(*arguments, *buffer)
@@ -61,7 +62,7 @@ def told(function: Any, *arguments: Any, errors: str = "backslashreplace") -> st
 
 
 def error(status: int, in_callers_words: Callable[[str], str]) -> Exception:
-    """Of a call that failed, with the library's reasons in words that fit the Python function; no argument is named twice."""
+    """The exception for a failed call, with the library's reasons in words that fit the Python function; no argument is named twice."""
     message = text(lib.strobe_last_error())
     if status == lib.STROBE_INVALID_ARGUMENT:
         reasons = {reason.partition(":")[0]: reason for reason in map(in_callers_words, reversed(message.splitlines())) if reason}

@@ -1,4 +1,4 @@
-"""The functions of the package that compute."""
+"""The computing functions of the package."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def attention(
         lse, if asked for: (B, H, Sq) in either layout, or (H, Tq); float32, or float64 if q is. It is the natural logarithm of the
         softmax's denominator. A query that sees no key has the output 0, and its lse is -inf or the sink.
         max_logit, if asked for: (B, H), of packed sequences one row each, in lse's dtype. The largest score of a head after bias and
-        masks; -inf where nothing is seen. Sinks do not count.
-        column_sums, if asked for: (B, H, Sk) in either layout, or (H, Tk), in lse's dtype. The sum over the queries of a head of what
-        each gives to a key, before dropout.
+        masks; -inf where no key is visible. Sinks do not count.
+        column_sums, if asked for: (B, H, Sk) in either layout, or (H, Tk), in lse's dtype. The sum, over the queries of a head, of the
+        weights that they give to a key, before dropout.
 
     Raises:
         TypeError: an argument has a wrong type. The message names each wrong argument and what is accepted.
@@ -108,10 +108,10 @@ def _calls(framework: Framework) -> _run.Calls:
 
 
 def _with_options(function: Callable[..., Any]) -> None:
-    """Lets help() show every option with its type, its default and what it means."""
+    """Lets help() show every option with its type, its default and its meaning."""
     own = [x for x in inspect.signature(function).parameters.values() if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
     function.__signature__ = inspect.Signature([*own, *parameters()])  # type: ignore[attr-defined]
-    if function.__doc__ is not None:  # which python -OO leaves out
+    if function.__doc__ is not None:  # python -OO leaves docstrings out
         function.__doc__ = inspect.cleandoc(function.__doc__).replace("    {options}", documentation("    "))
 
 
@@ -128,7 +128,7 @@ def _prepared(
     known: dict[str, Array] | None = None,
     aux: tuple[str, ...] = (),
 ) -> tuple[Framework, Request]:
-    """parse(), or the exception that tells all that is wrong. known: beside q, k and v."""
+    """parse(), or the exception that lists everything wrong. known: arrays beside q, k and v."""
     framework, p = parse(function, q, k, v, options, wrong)
     known = known or {}
     for name, x in known.items():
@@ -139,7 +139,7 @@ def _prepared(
 
 
 def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wrong, known: dict[str, Array]) -> Exception:
-    """One exception of all that is wrong, the library's reasons too."""
+    """Collects every refusal, the library's included, into one exception."""
     lines = {name_of(error): str(error) for error in wrong}
     if function.startswith("reference"):
         p.options["engine"] = _run.ORACLE
@@ -147,7 +147,7 @@ def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wron
     reasons = _run.reasons_against(framework, *_judgeable(p, more, lines.keys()), "backward" in function)
     for line in reasons:
         if "k_scale_group" in lines and line.startswith("k_scale: "):
-            continue  # it would be held against another group, or none
+            continue  # it would be checked against another group, or none
         lines.setdefault(line.partition(":")[0], line)
     if any(map(guesses_layout, reasons)):
         return ValueError("\n".join(line for line in lines.values() if not is_of_sizes(line)))
@@ -158,14 +158,14 @@ def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wron
 
 
 def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Request, dict[str, Array]]:
-    """The call without what is wrong already, and without what only that could be held against."""
+    """Drops the arguments that are already refused, and those that cannot be judged without them."""
     arrays = {name: x for name, x in p.arrays.items() if name not in wrong}
     options = {name: x for name, x in p.options.items() if name not in wrong}
     of_scores = {"mask", "bias", *BLOCKS, "block_q", "block_k"}
     withheld: set[str] = set()
     if "layout" in wrong:
         withheld = {"q", "k", "v"}
-    if wrong & {"cu_seqlens_q", "cu_seqlens_k", "page_table"}:  # which say how many axes the others have, and what these mean
+    if wrong & {"cu_seqlens_q", "cu_seqlens_k", "page_table"}:  # they determine how many axes the others have, and which
         withheld = {*INPUTS, "max_seqlen_q", "max_seqlen_k", "block_q", "block_k"}
         known = {}
     elif wrong & {"max_seqlen_q", "max_seqlen_k"}:
@@ -174,7 +174,7 @@ def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Re
         withheld |= {*BLOCKS, "block_q", "block_k"}
     if "score" in wrong:
         withheld |= {"beta", "shift"}
-    if wrong & {"k_scale", "v_scale"}:  # whether k and v are quantised is then for these to say
+    if wrong & {"k_scale", "v_scale"}:  # they determine whether k and v are quantised
         withheld |= {"k", "v", "k_scale", "v_scale"}
     arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (arrays, options))
     return Request(arrays, options), known
@@ -183,7 +183,7 @@ def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Re
 def _repeat(
     function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array]
 ) -> tuple[Framework, Request]:
-    """A call that has to apply the dropout mask of another."""
+    """A call that must apply the dropout mask of an earlier one."""
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
         wrong.append(ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
     return _prepared(function, q, k, v, options, wrong, known)
@@ -207,24 +207,24 @@ def attention_backward(
 ) -> Gradients:
     """The gradients of attention(), for callers without autograd.
 
-    With a partial part, lse and delta are those of the whole rows: what merge() made of all parts, and the sum of dout · out of the whole
-    rows' out. The gradients that several such calls give are to be added up.
+    With a partial part, lse and delta are those of the whole rows: the lse that merge() made of all parts, and the sum of dout · out of the
+    whole rows' out. The gradients of several such calls are to be added up.
 
     Args:
         dout: the gradient of out, in out's shape and q's dtype. Strides are arbitrary and may be 0.
-        q, k, v, options: those of attention() but return_lse and aux, and with dropout also its seed and offset, or its rng. Autocast
-            casts nothing here: what attention() was given under autocast must first be cast to out's dtype.
-        out, lse: what attention() returned. With a partial part, out is None, and lse, of two numbers, that of the whole rows.
+        q, k, v, options: those of attention() except return_lse and aux, and with dropout also its seed and offset, or its rng. Autocast
+            casts nothing here: tensors that attention() got under autocast must first be cast to out's dtype.
+        out, lse: the results of attention(). With a partial part, out is None, and lse, of two numbers, that of the whole rows.
         dlse: the gradient of lse, (B, H, Sq) or (H, Tq), in lse's dtype. None means that lse was not used.
         delta: with a partial part (dout · out).sum(-1) of the whole rows, in the shape of dlse and lse's dtype; otherwise None.
         dq, dk, dv: with accumulate, the float32 arrays (float64 if q is) to which the gradients are added, in the shapes of q, k and v.
             One that is None is not computed.
-        accumulate: adds the gradients to dq, dk and dv, which is nothing that autograd differentiates: a leaf that requires a gradient, or
-            a view of one, is refused, unless under torch.no_grad(). dbias and dsinks are made anew.
+        accumulate: adds the gradients to dq, dk and dv. Autograd does not differentiate this: a leaf that requires a gradient, or a view of
+            one, is refused, except under torch.no_grad(). dbias and dsinks are new arrays.
 
     Returns:
         Gradients(dq, dk, dv, dbias, dsinks), in the shapes and dtypes of q, k, v, bias and sinks; dq, dk and dv of a partial part in
-        float32. dbias and dsinks are None without bias and sinks. With accumulate, dq, dk and dv are those that were given.
+        float32. dbias and dsinks are None without bias and sinks. With accumulate, dq, dk and dv are the given arrays.
 
     Raises:
         The errors of attention().
@@ -250,7 +250,7 @@ def attention_backward(
 
 
 def _as_given(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
-    """In the shapes and dtypes of bias and sinks, of which the library may have had others."""
+    """The gradients in the shapes and dtypes of bias and sinks, which the library may have got in others."""
     sinks = options.get("sinks")
     if found.dsinks is not None and sinks is not None and found.dsinks.dtype != sinks.dtype:
         found = found._replace(dsinks=framework.cast(found.dsinks, sinks.dtype))
@@ -258,7 +258,7 @@ def _as_given(framework: Framework, found: Gradients, options: AttentionOptions)
 
 
 def _shaped(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
-    """dbias of a bias without elements, in place of which the library had another one."""
+    """dbias of a bias without elements, for which the library got another one."""
     bias = options.get("bias")
     if found.dbias is None or bias is None or found.dbias.shape == bias.shape:
         return found
@@ -268,7 +268,7 @@ def _shaped(framework: Framework, found: Gradients, options: AttentionOptions) -
 def _of_rows(
     wrong: Wrong, dout: Array, out: Array | None, lse: Array | None, dlse: Array | None, delta: Array | None, options: AttentionOptions
 ) -> dict[str, Array]:
-    """What a backward reads beside the inputs; delta takes the place of out with a partial part."""
+    """The tensors that a backward reads beside the inputs; delta replaces out with a partial part."""
     part = options.get("part")
     partial = isinstance(part, Part) and part.partial
     given = {"dout": dout, "lse": lse}
@@ -296,10 +296,10 @@ def reference(
     Args:
         q, k, v, options: as for attention().
         rows: the only queries to compute, as ascending flat indices into (B, H, Sq), or (H, Tq) of packed sequences. The rest is NaN.
-        aux: as for attention(); refused with rows, for all rows of a head belong to them.
+        aux: as for attention(); refused with rows, because it needs all rows of a head.
 
     Returns:
-        (out, lse), or with aux a named tuple of these and what it names: in the shapes of attention()'s, float64.
+        (out, lse), or with aux a named tuple of these and the named results: in the shapes of attention()'s, float64.
 
     Raises:
         The errors of attention().
@@ -312,7 +312,7 @@ def reference(
 
 
 def _chosen(wrong: Wrong, name: str, given: Any) -> list[int] | None:
-    """Of rows or columns, counted flat."""
+    """Rows or columns as flat indices."""
     indices = given
     if indices is None:
         return None
@@ -348,8 +348,8 @@ def reference_backward(
     Args:
         dout, dlse: the gradients of out and lse, in any float dtype.
         q, k, v, options: as for attention_backward().
-        out, lse: what reference() returned. They only save time if `cols` names few rows.
-        delta: with a partial part, as for attention_backward(), which lse then is too; in float32 or float64.
+        out, lse: the results of reference(). They only save time if `cols` names few rows.
+        delta: with a partial part, as for attention_backward(), and so is lse; in float32 or float64.
         rows: the only rows of dq to compute, as flat indices as in reference(). The rest is NaN. dbias and dsinks, which are sums over
             all rows, are then None.
         cols: the only rows of dk and dv to compute, as ascending flat indices into (B, Hkv, Sk), or (Hkv, Tk). The rest is NaN.
@@ -370,10 +370,11 @@ def reference_backward(
 
 @outside_graphs
 def explain(q: Array, k: Array, v: Array, *, backward: bool = False, aux: Sequence[str] = (), **options: Unpack[AttentionOptions]) -> str:
-    """Says what attention() or its backward would run for this call: each engine's plan or reason against, the choice, what was rounded.
+    """Says what attention() or its backward would run for this call: each engine's plan or its reason against, the choice, what was
+    rounded.
 
-    Nothing is computed. Arguments and errors are those of attention(), but where no engine takes the call, the text says so and nothing is
-    raised.
+    Nothing is computed. Arguments and errors are those of attention(), except that if no engine takes the call, the text says so and
+    nothing is raised.
     """
     wrong: Wrong = []
     names = parse_aux(wrong, aux)
@@ -395,7 +396,7 @@ def dropout_mask(
 
     Args:
         shape: (B, H, Sq, Sk). With packed sequences, B is their number, and Sq and Sk are at least the longest lengths.
-        dropout, seed, offset, rng: those of attention(). rng lies on the CPU and takes the place of seed and offset.
+        dropout, seed, offset, rng: those of attention(). rng lies on the CPU and replaces seed and offset.
         like: an array of the kind to return, if rng is not given.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Calls on torch tensors, made so that autograd can differentiate and compilers can see them."""
+"""Calls on torch tensors, in a form that autograd can differentiate and compilers can see."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .arrays.torch import TORCH
 
 
 class Calls(_run.Calls):
-    """Through autograd and PyTorch's dispatcher, unless nobody wants to see the call."""
+    """Goes through autograd and PyTorch's dispatcher, unless nothing needs to see the call."""
 
     def forward(self, p: Request) -> tuple[Tensor, ...]:
         arrays = TORCH.autocast(p.arrays)
@@ -28,7 +28,7 @@ class Calls(_run.Calls):
         if is_seen_by_dispatcher():
             return tuple(_operators.forward_aux(**more)) if p.aux else _operators.forward(**more)
         try:
-            return _differentiable_forward(**more)  # where the dispatcher's first step would lead
+            return _differentiable_forward(**more)  # the function that the dispatcher's first step would call
         except TypeError as refused:
             raise tensor_kinds.not_dispatched(arrays, refused) from None
 
@@ -42,20 +42,20 @@ class Calls(_run.Calls):
 
 
 def is_seen_by_dispatcher() -> bool:
-    """Whether a compiler, a transform or a tracer wants to see the operator as such."""
+    """Whether a compiler, a transform or a tracer must see the operator itself."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
 
 
 def is_plain(arrays: Iterable[Any]) -> bool:
-    """Whether nobody but the operators' own implementation wants to see the call: no mode that traces or fakes, no subclass of Tensor, no
-    other device."""
+    """Whether only the operators' own implementation needs to see the call: no mode that traces or fakes, no subclass of Tensor, no other
+    device."""
     if torch._C._len_torch_dispatch_stack():
         return False
     return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in arrays if isinstance(x, Tensor))
 
 
 def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The operator, past the dispatcher (some 10 µs) where it would lead straight to _operators.run_forward."""
+    """The operator, without the dispatcher (some 10 µs) where it would lead straight to _operators.run_forward."""
     plain = is_plain((q, k, v, *given.values()))
     if "aux" in given:
         if plain:
@@ -105,7 +105,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """Differentiable once: nothing follows the first gradient but the words why."""
+    """Differentiable once: a second differentiation raises an error that says so."""
 
     @staticmethod
     def forward(ctx: Any, given: dict[str, Any], *arguments: Tensor | None) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def _no_forward_mode() -> Exception:
 
 
 def is_tracked(*tensors: Tensor | None) -> bool:
-    """By reverse mode; or perhaps by forward mode, for which autograd.Function asks jvp()."""
+    """In reverse mode; or perhaps in forward mode, for which autograd.Function calls jvp()."""
     return (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)) or forward_ad._current_level >= 0
 
 
@@ -137,7 +137,7 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def _refuse_without_gradient(tracked: str, given: dict[str, Any]) -> None:
-    """Of a call that has no gradient. tracked: what requires one."""
+    """Refuses a call that has no gradient. tracked: the tensor that requires one."""
     if given.get("part") and given["part"][0]:
         raise NotImplementedError(
             "part: partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
@@ -162,7 +162,7 @@ def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tu
         if tracked := [name for name, x in named.items() if x is not None and x.requires_grad and torch.is_grad_enabled()]:
             _refuse_without_gradient(", ".join(tracked), given)
         if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in scales):
-            raise _no_forward_mode()  # as jvp() says of the others
+            raise _no_forward_mode()  # as jvp() says for the others
         return _Attention.apply(q, k, v, bias, sinks, given)
     return _below_autograd_forward(q, k, v, given)
 

@@ -104,7 +104,7 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """The share of blocks that are kept, or 0.0 if there are no blocks."""
+        """The fraction of blocks that are kept, or 0.0 if there are no blocks."""
         batch, heads, nq, nk = self.shape
         return self.cols.shape[0] / max(batch * heads * nq * nk, 1)
 
@@ -185,11 +185,11 @@ class BlockMask:
 
     @classmethod
     def _beside(cls, like: Array, csr: tuple[array[int], array[int]], sizes: tuple[int, int, int, int]) -> BlockMask:
-        """Of an offset for each row of each matrix of `like` (batch, heads, ...); where `like` lies."""
+        """A mask on the device of `like` (batch, heads, ...), from a CSR with offsets for each row of each of its matrices."""
         framework = framework_of("like", like)
         rows, cols = (framework.int32(x, like) for x in csr)
         seqlen_q, _, block_q, _ = sizes
-        return cls(rows.reshape(*like.shape[:2], -(-seqlen_q // block_q) + 1), cols, *sizes)  # -1 would not do: batch may be 0
+        return cls(rows.reshape(*like.shape[:2], -(-seqlen_q // block_q) + 1), cols, *sizes)  # -1 would fail: batch may be 0
 
     @classmethod
     def causal(
@@ -281,8 +281,8 @@ class BlockMask:
         like: Array | None,
         row: Callable[[range, int], list[Collection[int]]],
     ) -> BlockMask:
-        """row(diagonal, nk): what a query block keeps of the nk key blocks, in ascending pieces. Its queries stand at the key blocks
-        `diagonal`, which may reach past either end."""
+        """row(diagonal, nk): the key blocks, of nk, that a query block keeps, in ascending runs. The positions of its queries are those of
+        the key blocks `diagonal`, which may reach past either end."""
         lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
         seqlen_q, seqlen_k, block_q, block_k = lengths
         if not isinstance(alignment, str) or alignment not in ("bottom_right", "top_left"):
@@ -295,7 +295,7 @@ class BlockMask:
             last = min(first + block_q, seqlen_q) - 1
             of_row = row(range((first + offset) // block_k, (last + offset) // block_k + 1), nk)
             kept = rows[-1] + sum(map(len, of_row))
-            _limit(kept)  # before memory is filled with them
+            _limit(kept)  # before they fill memory
             rows.append(kept)
             pieces += of_row
         cols = array("i", chain.from_iterable(pieces))
@@ -308,7 +308,7 @@ class BlockMask:
 
 
 def _lengths(**given: tuple[Any, int]) -> list[int]:
-    """Each argument's value and the least that it may be."""
+    """Checks each argument's value against the least that is accepted."""
     wrong: Wrong = [
         ValueError(f"{name}: {shown(x)}; accepted is an integer of {least} or more")
         for name, (x, least) in given.items()

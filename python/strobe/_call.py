@@ -1,4 +1,4 @@
-"""One call of the library: its structs, filled, and its refusals in words that fit the Python function."""
+"""One call of the library: its structs, and its refusals in words that fit the Python function."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .arrays.known import known_framework
 
 _MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse", "delta")) + len(GRADIENTS) + len(AUX)
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
-# Those that broadcast to (B, H, Sq, Sk): what they have fewer axes lacks the first ones, as in NumPy.
+# Tensors that broadcast to (B, H, Sq, Sk): if they have fewer axes, the first ones are missing, as in NumPy.
 _SCORES = frozenset({"mask", "bias", "dbias"})
-# A field of strobe_attention that is no option of attention(): its backward alone has it.
+# A field of strobe_attention that is no option of attention(): only its backward has it.
 ACCUMULATE = "accumulate"
-# Those whose axes are (B,S,H,D) with layout "bshd".
+# Tensors whose axes are (B,S,H,D) with layout "bshd".
 _TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-_SCALES = frozenset({"k_scale", "v_scale"})  # the same but for the last one, if k has four
+_SCALES = frozenset({"k_scale", "v_scale"})  # the same without the last axis, if k has four
 _LAYOUT_HINT = "; did you mean layout="
 _OF_SIZES = re.compile(
     r"(mask|bias|alibi_slopes|sinks|lse|dlse|delta): (shape |a causal bias )|seqused_k: -?\d+ at |block_mask: (of |block_\w+: shape )"
@@ -32,7 +32,7 @@ _OF_SIZES = re.compile(
 
 @lru_cache(maxsize=1024)
 def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
-    """A strobe_attention and what must live as long. Nobody writes to it, so that calls share it."""
+    """A strobe_attention and the objects that must live as long. It is never written to again, so calls share it."""
     fields: dict[str, Any] = {"size": ffi.sizeof("strobe_attention")}
     for name, x in options:
         if name == ACCUMULATE or FIELDS[name].in_struct:
@@ -51,7 +51,7 @@ def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
 
 
 def _part_struct(part: tuple[int, ...]) -> tuple[Any, Any]:
-    """A strobe_part of an encoded Part, and what must live as long."""
+    """A strobe_part for an encoded Part, and the objects that must live as long."""
     lists = decoded(part)
     alive = []
 
@@ -70,21 +70,23 @@ def _part_struct(part: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def field_of(tensor: str) -> int:
-    """Its place among the tensors of strobe_addresses, as strobe_glue_run counts them."""
+    """The tensor's index among those of strobe_addresses, as strobe_glue_run counts them."""
     return _PLACES[tensor]
 
 
-# Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places). Returns what has to live as long.
+# Fills a strobe_tensor: (struct, name for messages, array, whether its axes 1 and 2 change places). Returns the objects that must live as
+# long.
 View = Callable[[Any, str, Any, bool], object]
 
 
 class Allocator:
-    """Where a call's workspace comes from: `allocate(bytes)` returns its owner, kept while the call is made, and its address.
+    """The source of a call's workspace: `allocate(bytes)` returns the memory's owner, which is kept during the call, and its address.
 
-    The owner may go before the work is done if its memory is used again in the stream's order."""
+    The owner may be released before the work is done if its memory is reused in the stream's order."""
 
     def __init__(self, allocate: Callable[[int], tuple[Any, int]]):
-        # The handle keeps it alive. It does not know the handle, so that no circle keeps tensors until the garbage collector comes.
+        # The handle keeps it alive. It does not refer to the handle, so that no reference cycle keeps tensors until the garbage collector
+        # runs.
         self._request = _Request(allocate)
         self.handle = ffi.new_handle(self._request)
 
@@ -108,7 +110,7 @@ class _Request:
             return ffi.NULL
 
 
-# Fills a strobe_execution; returns where the workspace comes from, None for the library's own memory.
+# Fills a strobe_execution; returns the source of the workspace, None for the library's own memory.
 Place = Callable[[Any], "Allocator | None"]
 
 
@@ -118,7 +120,7 @@ def strobe_python_allocate(allocator: Any, count: int) -> Any:
 
 
 class Call:
-    """One call's structs: what, on what, with what.
+    """One call's structs: what is computed, on what, with what.
 
     arrays: the caller's; made: those that the package has allocated for the call; options: those of FIELDS not at their default;
     place: says where it runs."""
@@ -168,13 +170,13 @@ class Call:
             raise error(status, self._in_callers_words)
 
     def prepare(self, direction: int) -> Any:
-        """The call made ready: a strobe_prepared, released with the last reference to it."""
+        """The prepared call: a strobe_prepared, released with the last reference to it."""
         prepared = ffi.new("strobe_prepared **")
         self.run(lib.strobe_prepare, direction, prepared)
         return ffi.gc(prepared[0], lib.strobe_release)
 
     def _in_callers_words(self, reason: str) -> str:
-        """One of the library's reasons, which begins with the name of what is wrong; empty if that is none of the caller's."""
+        """One of the library's reasons, which begins with the name of the wrong argument; empty if that is none of the caller's."""
         name = reason.partition(":")[0]
         if name in self._made:
             return ""
@@ -218,13 +220,13 @@ class Call:
         return reason.removeprefix("execution.")
 
     def _heads_come_first(self, name: str, reason: str) -> bool:
-        """Of a sequence that is too long for packed tokens: whether it fits where their heads were taken to be."""
+        """For a sequence that is too long for packed tokens: whether it fits if the axis taken for heads is that of tokens."""
         x = self._arrays.get(name[-1])
         length = re.search(r"has (\d+) tokens; accepted is at most", reason)
         return x is not None and x.ndim == MAX_RANK - 1 and length is not None and x.shape[0] < int(length[1]) <= x.shape[1]
 
     def _has_longer_pages(self, reason: str) -> bool:
-        """Of a length that no row of the page table has room for: whether it would have if the pools' axes 1 and 2 changed places."""
+        """For a length that exceeds a row of the page table: whether it would fit if the pools' axes 1 and 2 changed places."""
         q, k, table = (self._arrays.get(name) for name in ("q", "k", "page_table"))
         if q is None or k is None or table is None:
             return False
@@ -234,17 +236,17 @@ class Call:
         return used is not None and int(used[1]) <= table.shape[1] * page and heads > 0 and q_heads % heads == 0
 
     def _unsaid_lengths(self) -> str:
-        """Of a mask or bias over packed sequences: the options that would give its sizes, and are not there."""
+        """For a mask or bias over packed sequences: the missing options that would give its sizes."""
         if "cu_seqlens_q" not in self._arrays:
             return ""
-        if "page_table" in self._arrays:  # which gives the number of keys
+        if "page_table" in self._arrays:  # it gives the number of keys
             return "" if self._attention.max_seqlen_q else "; max_seqlen_q gives the length of its axis -2"
         if self._attention.max_seqlen_q and self._attention.max_seqlen_k:
             return ""
         return "; max_seqlen_q and max_seqlen_k give the lengths of its last two axes"
 
     def _other_scales(self, name: str) -> str:
-        """Of scales in a wrong shape: how the caller writes them in the right one."""
+        """For scales in a wrong shape: how the caller writes them in the right one."""
         scale, k = self._arrays[name], self._arrays.get("k")
         if k is None or (name == "k_scale" and self._attention.k_scale_group):
             return ""
@@ -261,10 +263,10 @@ class Call:
         return f"; one for many keys is a view of it, {framework.expanded_in_words(name + index, rows)}"
 
     def _missing_axes(self, name: str, shape: tuple[int, ...]) -> str:
-        """Of a mask or bias that does not broadcast: how it does, if its axes are a batch's and the keys'."""
+        """For a mask or bias that does not broadcast: how to make it broadcast, if its axes are those of a batch and of keys."""
         q, k, cu_seqlens_q = map(self._arrays.get, ("q", "k", "cu_seqlens_q"))
         if q is None or k is None or q.ndim != k.ndim or "page_table" in self._arrays:
-            return ""  # what is wrong with them is said beside it
+            return ""  # another line says what is wrong with them
         if q.ndim == MAX_RANK:
             tokens = 1 if self._bshd else 2
             batch, queries, keys = q.shape[0], q.shape[tokens], k.shape[tokens]
@@ -281,7 +283,7 @@ class Call:
 
 
 def _check_structs(structs: Mapping[str, Iterable[str]]) -> None:
-    """Each struct and the fields that the table of options wants of it."""
+    """Checks that each struct has the fields that the table of options needs."""
     for struct, wanted in structs.items():
         there = {name for name, _ in ffi.typeof(struct).fields}
         if lacking := [name for name in wanted if name not in there]:
@@ -300,13 +302,13 @@ _check_structs(
 )
 
 
-# What is cast without a loss, or is no result of a computation: the dtype in which messages ask for it, beside a q of other than float64.
+# Tensors that are cast without a loss, or are no results of a computation: the dtype in which messages ask for them, for any q but float64.
 _CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
 _CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
 
 
 def _ways_out(name: str, reason: str, array: Any, has_scales: bool) -> str:
-    """Of a wrong dtype: what the caller may have wanted."""
+    """For a wrong dtype: what the caller may have meant."""
     framework = known_framework(array)
     given, _, accepted = reason.partition("; accepted is ")
     number = re.search(r"dtype (torch\.)?(u?int|b?float)\d+$", given)
@@ -321,7 +323,7 @@ def _ways_out(name: str, reason: str, array: Any, has_scales: bool) -> str:
         return f"; {framework.cast_in_words(name, dtype)}" if not whole or number[2].endswith("int") else ""
     if has_scales and name in ("k", "v") and "float" in given and "float8" not in given and "," in accepted:
         return ", or none of k_scale and v_scale"
-    if has_scales and name == "v" and "," not in reason:  # one dtype alone is accepted where k has it
+    if has_scales and name == "v" and "," not in reason:  # if k has it, only one dtype is accepted
         return ", as k"
     if not has_scales and name in ("k", "v") and re.search(r"dtype (int8|uint8|float8_e4m3fn);", reason):
         return ", or with k_scale and v_scale int8, float8_e4m3fn, uint8"
@@ -329,7 +331,7 @@ def _ways_out(name: str, reason: str, array: Any, has_scales: bool) -> str:
 
 
 def _are_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:
-    """Whether the heads of q, k and v do not fit, and would be those of one call if axes 1 and 2 changed places."""
+    """Whether the heads of q, k and v do not fit, but would fit if axes 1 and 2 changed places."""
     shapes = [tuple(arrays[name].shape) for name in ("q", "k", "v") if name in arrays]
     paged = "page_table" in arrays
     if len(shapes) < 3 or any(len(shape) != MAX_RANK for shape in shapes[1:]) or len(shapes[0]) not in ((3, 4) if paged else (4,)):
@@ -343,7 +345,7 @@ def _are_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:
 
 
 def is_of_sizes(reason: str) -> bool:
-    """Whether it is a reason that goes by H, Sq or Sk. Where these are of another layout, it speaks against what may be right."""
+    """Whether the reason depends on H, Sq or Sk. If these are of another layout, it may refuse a correct argument."""
     return _OF_SIZES.match(reason) is not None
 
 

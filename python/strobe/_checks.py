@@ -1,6 +1,6 @@
-"""Whether one value is what an argument accepts.
+"""Checks of single values against what an argument accepts.
 
-What is wrong is gathered in a list, one exception for each argument, so that a caller sees all of it at once."""
+Errors are collected in a list, one exception for each argument, so that a caller sees all of them at once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
 Wrong = list[Exception]
-_MISSPELT = 0.8  # get_close_matches(): below it are names that mean something else, as block_table beside block_mask (0.67)
+_MISSPELT = 0.8  # get_close_matches(): less similar names mean something else, like block_table beside block_mask (0.67)
 
 
 def name_of(refused: Exception) -> str:
-    """Whose argument's refusal it is."""
+    """The argument that was refused."""
     return str(refused).partition(":")[0]
 
 
 def refusal(wrong: Wrong) -> Exception:
-    """One exception of all that is wrong: a TypeError if kinds are all that is."""
+    """One exception for all errors: a TypeError if all of them are about types."""
     if len(wrong) == 1:
         return wrong[0]
     kinds_alone = all(isinstance(each, TypeError) for each in wrong)
@@ -32,7 +32,7 @@ def refusal(wrong: Wrong) -> Exception:
 
 
 def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collection[str], hints: Mapping[str, str]) -> None:
-    """`function` is whose options they are, for messages; hints: for names of other functions."""
+    """`function` is the one that has these options, for messages; hints: for names of other functions."""
     for name in given:
         if name not in known:
             hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1, _MISSPELT))
@@ -45,15 +45,15 @@ def is_whole(x: object) -> bool:
 
 
 def _is_ordered_index(kind: type) -> bool:
-    """Whether its values stand for integers and can be held against bounds. (A class has the methods of its values, and is none.)"""
+    """Whether its values stand for integers and can be compared with bounds. (A class has the methods of its values, but is no value.)"""
     return hasattr(kind, "__index__") and kind.__lt__ is not object.__lt__  # type: ignore[operator]
 
 
 def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:
-    """Whether x is an array: of q's kind, where q lies, unless q itself is none; then framework is None."""
+    """Whether x is an array of q's kind, on q's device. framework is None if q itself is no array: then any array is one."""
     if (refused := unfit(name, x, framework, "q", None if framework is None else q)) is not None:
         wrong.append(refused)
-    elif x.ndim > MAX_RANK and name not in ("q", "k", "v"):  # those are held to a rank of their own
+    elif x.ndim > MAX_RANK and name not in ("q", "k", "v"):  # their ranks are checked elsewhere
         wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes"))
     else:
         return True
@@ -61,7 +61,7 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
 
 
 def of_generator(x: object) -> str:
-    """Of an argument that is a number or an array: what a generator of random numbers that stands there can give."""
+    """For an argument that is a number or an array and got a random generator: a hint how to get numbers from it."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(x, torch.Generator):
         return "; a generator draws rng by torch.randint(2**63 - 1, (2,), generator=..., device=...)"
@@ -78,7 +78,7 @@ def flag(wrong: Wrong, name: str, x: Any) -> bool:
 
 
 def number(wrong: Wrong, name: str, x: Any) -> float:
-    """x as a float; without a meaning where something is wrong with it."""
+    """x as a float; meaningless if x is refused."""
     numpy = sys.modules.get("numpy")
     scalar = isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)
     if not scalar or is_bool(x) or (numpy is not None and isinstance(x, _no_numbers(numpy))):
@@ -92,7 +92,7 @@ def number(wrong: Wrong, name: str, x: Any) -> float:
 
 
 def _no_numbers(numpy: Any) -> tuple[type, ...]:
-    """Of NumPy's scalars, which all have __float__."""
+    """Types among NumPy's scalars that have __float__ but are no numbers."""
     return numpy.complexfloating, numpy.flexible, numpy.datetime64, numpy.timedelta64
 
 
@@ -114,6 +114,6 @@ def is_choice(wrong: Wrong, name: str, x: Any, choices: Collection[str]) -> bool
 
 
 def plain(x: Any) -> Any:
-    """An integer, as one of Python's; one of a compiler's stays its."""
+    """An integer as Python's int; a compiler's integer stays as it is."""
     numpy = sys.modules.get("numpy")
     return int(x) if numpy is not None and isinstance(x, numpy.integer) else x

@@ -1,4 +1,4 @@
-"""Packages that a part of the library needs and the rest does not."""
+"""Packages that only a part of the library needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TORCH_EXTRA, NUMPY_EXTRA, TRANSFORMERS_EXTRA = "torch>=2.4", "numpy>=1.23", "tra
 
 @contextmanager
 def needed_by(whom: str, requirement: str) -> Iterator[None]:
-    """Of imports: what is said if the package is not there."""
+    """Surrounds imports: raises the remedy if the package is not installed."""
     package = requirement.partition(">")[0]
     try:
         yield

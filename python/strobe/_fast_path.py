@@ -1,7 +1,7 @@
-"""Calls of strobe.attention() on torch tensors that come again: they go past everything that only a first call needs.
+"""Repeated calls of strobe.attention() on torch tensors: they skip everything that only a first call needs.
 
-The first call is remembered, the second one is made ready, and from the third on one function in C (_eager) finds it and runs it. A call
-that a compiler, a transform, a mode or a subclass of Tensor wants to see has no key, and goes the whole way every time.
+The first call is remembered, the second one is prepared, and from the third one on one function in C (_eager) finds it and runs it. A call
+that a compiler, a transform, a mode or a subclass of Tensor must see has no key, and takes the full path every time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_RESULT = 255  # in the form of a Ready
 
 
 def fast_path(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
-    """What attention() returns, of a call that is known from one before; None if it has to be made in full."""
+    """The result of attention(), for a call that is known from an earlier one; None if the full call must be made."""
     if torch.compiler.is_compiling():
         return None
     found = _eager.attention(_repeated.CALLS.lately, q, k, v, return_lse, given)
@@ -61,13 +61,13 @@ class Calls(_autograd.Calls):
         if torch.compiler.is_compiling() or (key := _eager.attention_key(q, k, v, return_lse, given)) is None:
             return
         if [*p.arrays] != ["q", "k", "v", *_tensors(given)] or p.options.get("engine") == _run.ORACLE:
-            return  # some tensors are made anew for each call, or results have another dtype first
+            return  # some tensors are new objects in each call, or results are cast first
         if any(x is not p.arrays[name] for name, x in _tensors(given).items()):
             return  # or are copied for it from host memory
         if 0 in (p.options.get("max_seqlen_q"), p.options.get("max_seqlen_k")):
-            return  # lengths are held against it here
+            return  # lengths are checked against it here
         if any(x is not p.arrays[name] for name, x in TORCH.autocast(p.arrays).items()):
-            return  # so they are here
+            return  # so are they
         _repeated.CALLS.keep(key, Seen(p.options))
 
 
@@ -76,16 +76,16 @@ _run.FAST_PATHS.update(dict.fromkeys(PLAIN, fast_path))
 
 
 class _RepeatedCall:
-    """What the backward of a call of strobe.attention() has to know that comes again."""
+    """The state that the backward of a repeated call of strobe.attention() needs."""
 
     def __init__(self, names: tuple[str, ...], options: dict[str, Any], return_lse: bool):
         """names: of the arrays; options: the operator's."""
         self.return_lse = return_lse
-        self.prefix = repr((names, options)).encode()  # of its keys
+        self.prefix = repr((names, options)).encode()  # prefix of its keys
         self._names, self._options = names, options
 
     def gradients(self, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """Where there is no Ready for them, or none may be used. The results are for _Attention.backward to return."""
+        """Called if there is no Ready for them, or none may be used. Returns the results of _Attention.backward."""
         wanted = [self._wanted(name, needed) for name in GRADIENTS]
         names = [name for name, is_wanted in zip(GRADIENTS, wanted, strict=True) if is_wanted]
         if not torch.compiler.is_compiling():
@@ -93,7 +93,7 @@ class _RepeatedCall:
                 dout = with_dense_rows(dout, "bshd" in self._options)
             key = _eager.gradients_key(self.prefix, needed, dout, dlse, saved)
             if key is not None:
-                if _repeated.CALLS.get(key) is None:  # made ready at once: the forward has come before, and its gradients with it
+                if _repeated.CALLS.get(key) is None:  # prepared at once: the forward was repeated, and so are its gradients
                     _repeated.CALLS.keep(key, self._made_ready(names, dout, dlse, saved))
                 found = _eager.gradients(_repeated.CALLS.lately, self.prefix, needed, dout, dlse, saved)
                 if found is not None:
@@ -118,7 +118,7 @@ class _RepeatedCall:
 
 
 class _Attention(torch.autograd.Function):
-    """A call of strobe.attention() that is made ready. Autograd's graph shows the name that the first call has there."""
+    """A call of strobe.attention() that is prepared. Autograd's graph shows the same name as for the first call."""
 
     @staticmethod
     def forward(ctx: Any, ready: Ready, *arrays: Tensor) -> Any:
@@ -145,5 +145,5 @@ class _Attention(torch.autograd.Function):
         return call.gradients(needed, dout, dlse, saved)
 
 
-# Function.apply itself looks for transforms, of which there are none here, and binds arguments: a microsecond.
+# Function.apply itself looks for transforms, of which there are none here, and binds arguments: that takes a microsecond.
 _apply = super(torch.autograd.Function, _Attention).apply

@@ -1,4 +1,4 @@
-"""Of what kind a value is, and how a message shows it."""
+"""The kind of a value, and its text in a message."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ def kind(x: object) -> str:
 
 
 def is_bool(x: object) -> bool:
-    """Python's or NumPy's."""
+    """Whether x is a bool of Python or NumPy."""
     numpy = sys.modules.get("numpy")
     return isinstance(x, bool) or (numpy is not None and isinstance(x, numpy.bool_))
 
 
 def shown(x: object) -> str:
-    """What the caller gave, for a message: in one line that is not long."""
+    """The caller's value for a message, in one short line."""
     try:
         text = " ".join(repr(x).split())
-    except Exception:  # such as an integer of more digits than Python prints
+    except Exception:  # for example an integer with more digits than Python prints
         return kind(x)
     return text if len(text) <= 80 else f"{text[:77]}..."

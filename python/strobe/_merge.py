@@ -1,4 +1,4 @@
-"""Two partial attentions over disjoint sets of keys, made one."""
+"""Merges two partial attentions over disjoint sets of keys."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def merge(
         wrong = _unlike(out_a, lse_a, out_b, lse_b, sinks, layout)
     if wrong:
         raise refusal(wrong)
-    rows_first = out_a.ndim == 3 or layout == "bshd"  # in out; in lse the heads are
+    rows_first = out_a.ndim == 3 or layout == "bshd"  # of out; lse has the heads first
     in_pairs = [lse.ndim == out_a.ndim for lse in (lse_a, lse_b)]
     rows_a, rows_b = (_sum(framework, lse, pair) if any(in_pairs) else lse for lse, pair in zip((lse_a, lse_b), in_pairs, strict=True))
 
@@ -70,7 +70,7 @@ def merge(
         if any(in_pairs):
             weight = framework.cast(weight, lse_a.dtype)
         without_keys, weight = ((x.swapaxes(-1, -2) if rows_first else x)[..., None] for x in (rows == -xp.inf, weight))
-        # Not by the weight alone: 0 times a NaN is NaN, and so is the gradient of such a weight.
+        # The weight alone is not enough: 0 times a NaN is NaN, and so is the gradient of such a weight.
         return weight * xp.where(without_keys, xp.zeros_like(out[..., :1]), out)
 
     out = framework.cast(share(out_a, rows_a, weight_a) + share(out_b, rows_b, weight_b), out_a.dtype)
@@ -78,13 +78,13 @@ def merge(
 
 
 def _sum(framework: Framework, lse: Array, pair: bool) -> Array:
-    """Of one number a row, or of two, in float64. The second one of a row without keys is 0."""
+    """The lse of a row from one number, or from two, in float64. The second number of a row without keys is 0."""
     exact = framework.cast(lse, framework.xp.float64)
     return exact[0] + exact[1] if pair else exact
 
 
 def _pair(framework: Framework, lse: Array, dtype: Any) -> Array:
-    """The number as dtype rounds it, and what that took."""
+    """The number rounded to dtype, and the rounding error."""
     xp: Any = framework.xp
     value = framework.cast(lse, dtype)
     lost = lse - framework.cast(value, xp.float64)
@@ -92,7 +92,7 @@ def _pair(framework: Framework, lse: Array, dtype: Any) -> Array:
 
 
 def _unlike(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, sinks: Array | None, layout: str) -> Wrong:
-    """Dtypes and shapes that do not fit one another."""
+    """Refuses dtypes and shapes that do not fit one another."""
     wrong: Wrong = []
     arrays = [("out_a", out_a, _FLOATS), ("out_b", out_b, _FLOATS), ("lse_a", lse_a, _OF_SUMS), ("lse_b", lse_b, _OF_SUMS)]
     if sinks is not None:

@@ -18,7 +18,7 @@ from ._repeated import Seen, made_ready
 from ._request import Request, parse_aux
 from .arrays.torch import TORCH
 
-# The operators take everything that a call consists of, so that a graph holds nothing else. What is at its default is neither passed
+# The operators take all values that a call consists of, so that a graph holds nothing else. Values at their default are neither passed
 # nor kept in a graph.
 _SCHEMA_TYPES: dict[Any, str] = {
     bool: "bool",
@@ -34,16 +34,16 @@ _ARGUMENTS = ", ".join(
     + [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v")]
     + [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items()]
 )
-# Results lie in memory as the inputs do: a compiler may not choose other strides for these.
+# Results have the memory layout of the inputs: a compiler may not choose other strides for these.
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_backward"
 torch.library.define(FORWARD_NAME, f"({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 torch.library.define(
     BACKWARD_NAME,
-    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needed) -> Tensor[]",  # as GRADIENTS
+    f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_ARGUMENTS}, bool[] needed) -> Tensor[]",  # in the order of GRADIENTS
     tags=_TAGS,
 )
-# The same with what aux names (_options.AUX) behind out and lse.
+# The same with the results named by aux (_options.AUX) after out and lse.
 FORWARD_AUX_NAME = "strobe::attention_forward_aux"
 torch.library.define(FORWARD_AUX_NAME, f"({_ARGUMENTS}, str[] aux) -> Tensor[]", tags=_TAGS)
 forward = torch.ops.strobe.attention_forward.default
@@ -60,7 +60,7 @@ def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], aux: tuple[
 
 
 def _names(needed: list[bool], p: Request) -> list[str]:
-    """Those of GRADIENTS that are needed."""
+    """The names in GRADIENTS that are needed."""
     if len(needed) != len(GRADIENTS):
         raise ValueError(f"needed: {len(needed)} values; accepted are {len(GRADIENTS)}, of {', '.join(GRADIENTS)}")
     names = [name for name, wanted in zip(GRADIENTS, needed, strict=True) if wanted]
@@ -79,7 +79,7 @@ def _repeated_call(
     known: dict[str, Tensor],
     results: Callable[[Request], dict[str, Tensor]],
 ) -> tuple[Tensor, ...] | None:
-    """Runs the call as one that is made ready, from the second time on; None if it has to be made in full."""
+    """Runs the call as a prepared one, from the second time on; None if the full call must be made."""
     if (found := _eager.run(_repeated.CALLS.lately, prefix, tensors, given)) is not None:
         return found
     key = _eager.key(prefix, tensors, given)
@@ -100,7 +100,7 @@ def _repeated_call(
 
 
 def run_into(direction: int, p: Request, known: dict[str, Tensor], made: dict[str, Tensor]) -> None:
-    """A call that may come again, whose results are the caller's memory, `made` or among `known`."""
+    """Runs a call that may be repeated, whose results are in the caller's memory, `made` or among `known`."""
     tensors = *known.values(), *made.values()
     inputs = {name: x for name, x in p.arrays.items() if name not in ("q", "k", "v")}
     prefix = " ".join(("into", str(direction), *known, *made)).encode()
@@ -118,7 +118,7 @@ def _run_forward(aux: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor, given: d
 
 
 def run_again(p: Request) -> tuple[Tensor, Tensor]:
-    """out and lse of a call that may come again."""
+    """out and lse of a call that may be repeated."""
     out, lse = run_forward(**p.arrays, **p.options)
     return out, lse
 
@@ -150,8 +150,8 @@ def _fake_forward_aux(q: Tensor, k: Tensor, v: Tensor, *, aux: list[str], **give
 
 
 def with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
-    """dout, or a copy: GPU kernels that fetch whole tiles want columns that lie side by side, and rows that are not all one. An expanded
-    batch or head they take as it is."""
+    """dout, or a copy: GPU kernels that load whole tiles need adjacent columns, and rows with a stride other than 0. A batch or head axis
+    that is expanded needs no copy."""
     row = {3: 0, 4: 1 if bshd else 2}.get(dout.dim())
     if row is None or (dout.stride(-1) == 1 and (dout.stride(row) or dout.shape[row] == 1)):
         return dout

@@ -1,8 +1,8 @@
-"""The one table of the options of strobe.attention(): the rows are the keys of AttentionOptions, each with its type and what a row says.
+"""The one table of the options of strobe.attention(): the rows are the keys of AttentionOptions, each with its type and its Row.
 
-A row says the default, the words of help() and how a value becomes fields of the C ABI. From the table come the signature, the docstring,
-the defaults, the operators' schemas and what is handed to the library. So a new option is a field at the end of a C struct, a row here,
-and what computes it. What else has to know it is held to the table by a test:
+A row has the default, the words of help() and the conversion of a value to fields of the C ABI. The table determines the signature, the
+docstring, the defaults, the operators' schemas and the arguments of the library. So a new option is a field at the end of a C struct, a
+row here, and the code that computes it. Tests compare the table with the other places that must know the option:
 
 - the structs of include/strobe/strobe.h and strobe.hpp, and the options that the contract combines (tests/python/cases.py):
   tests/python/test_options.py;
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 INT32_MAX, INT64_MIN, INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # src/attention/validate.cpp
-_UNDOCUMENTED = ""  # the words are those of the row before
+_UNDOCUMENTED = ""  # the words are those of the previous row
 
 
 class Field(NamedTuple):
@@ -35,19 +35,19 @@ class Field(NamedTuple):
 
     type: Any
     default: Any
-    has: bool = False  # strobe_attention says by a has_... whether it is given
+    has: bool = False  # strobe_attention has a has_... flag that says whether it is given
     in_struct: bool = True  # a field of strobe_attention
 
 
 class Row:
-    """An option. Its kinds differ in what they accept and in the fields that they give."""
+    """An option. Its subclasses differ in the values that they accept and in the fields that they give."""
 
     def __init__(self, default: Any, doc: str):
         self.default = default
         self.doc = doc
 
     def fields(self, name: str) -> dict[str, Field]:
-        """What it becomes."""
+        """The fields that it becomes."""
         return {}
 
     def tensors(self, name: str) -> tuple[str, ...]:
@@ -55,11 +55,11 @@ class Row:
         return ()
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
-        """The fields of an x that is not the default; what is wrong with it goes to `wrong`."""
+        """The fields of an x that is not the default; errors are added to `wrong`."""
         return {}
 
     def written(self, name: str, fields: Mapping[str, Any]) -> Any:
-        """What the caller may have written, of the fields that are not at their default: read() the other way round."""
+        """The value that the caller may have written, from the fields that are not at their default: the inverse of read()."""
         return fields.get(name, self.default)
 
 
@@ -75,7 +75,7 @@ class Flag(Row):
 
 
 class Number(Row):
-    """absent: of the field, where None is the default but the library takes no has_...; or_none: None means the default, too."""
+    """absent: the field's value for None, where the library has no has_... flag; or_none: None means the default, too."""
 
     def __init__(self, default: float | None, doc: str, absent: float | None = None, or_none: bool = False):
         super().__init__(default, doc)
@@ -137,7 +137,7 @@ class Choice(Row):
 
 
 class Layout(Choice):
-    """The library knows one layout: the views of tensors are turned for it."""
+    """The library knows one layout: tensors of the other are passed as transposed views."""
 
     def fields(self, name: str) -> dict[str, Field]:
         return {"bshd": Field(bool, False, in_struct=False)}
@@ -174,13 +174,13 @@ class Window(Row):
 
 
 class Seed(Row):
-    """An integer of 64 bits. _request.py, which knows of seed, offset and rng together, hands it on."""
+    """A 64-bit integer. _request.py, which handles seed, offset and rng together, passes it on."""
 
     def __init__(self, doc: str):
         super().__init__(None, doc)
 
     def fields(self, name: str) -> dict[str, Field]:
-        return {name: Field(int, 0)}  # signed, as PyTorch's operators take integers
+        return {name: Field(int, 0)}  # signed, because PyTorch's operators take signed integers
 
 
 class Name(Row):
@@ -199,7 +199,7 @@ class Name(Row):
 
 
 class Tensor(Row):
-    """An array of q's kind, where q lies, or in host memory, if that is said; it is then copied to where q lies."""
+    """An array of q's kind, on q's device or, if that is stated, in host memory; it is then copied to q's device."""
 
     def __init__(self, doc: str, has_gradient: bool = False, may_lie_in_host_memory: bool = False):
         super().__init__(None, doc)
@@ -455,27 +455,27 @@ class AttentionOptions(TypedDict, total=False):
 ROWS: dict[str, Row] = {name: x.__metadata__[0] for name, x in AttentionOptions.__annotations__.items()}
 DEFAULTS: dict[str, Any] = {name: row.default for name, row in ROWS.items()}
 
-# The operators' schemas have these at the end.
+# The last arguments of the operators' schemas.
 _LAST = (
     *("tile_q", "tile_k", "deterministic", "exact_max", "allow_tf32", "invariant"),
     *("strict", "check", "engine", "bshd", "threads", "reserved_sms"),
 )
 _GIVEN = {field: x for name, row in ROWS.items() for field, x in row.fields(name).items()}
-# What a call says beside its tensors: the fields of strobe_attention, and three that say how the call is made.
+# The values of a call beside its tensors: the fields of strobe_attention, and three that say how the call is made.
 FIELDS: dict[str, Field] = {name: x for name, x in _GIVEN.items() if name not in _LAST} | {name: _GIVEN[name] for name in _LAST}
 _LAST_TENSORS = ("rng", "seqused_k", "page_table", "k_scale", "v_scale")  # as in strobe_tensors, which grows at its end
 _TENSORS = [tensor for name, row in ROWS.items() for tensor in row.tensors(name) if tensor not in _LAST_TENSORS]
 # The tensors that a call reads: their names in strobe_tensors, and the order of the operators' arguments.
 INPUTS = ("q", "k", "v", *_TENSORS, *_LAST_TENSORS)
 BLOCKS = ROWS["block_mask"].tensors("block_mask")
-# The tensors that a backward may be asked for, and the inputs whose gradients they are, in the order of the operators.
+# The gradients that a backward may be asked for, and their inputs, in the order of the operators.
 GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or getattr(ROWS.get(name), "has_gradient", False)}
-# What attention() and reference() return beside out and lse, where asked for.
+# The results of attention() and reference() beside out and lse, if asked for.
 AUX = ("max_logit", "column_sums")
 
 HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 
-# What other attention functions have.
+# Arguments that other attention functions have.
 _MASK_OR_BIAS = "did you mean mask (bool, True = attend) or bias (added to the scores)?"
 _PAGES = "did you mean page_table?"
 _HEADS = 'the heads are an axis of q, k and v, the second one, or the third with layout="bshd"'
@@ -508,17 +508,17 @@ ELSEWHERE = {
     "window_size": "did you mean window?",
 }
 
-# Where one of these is wrong, nobody can tell what the others should be.
+# If one of these is wrong, the others cannot be judged.
 SIZES = frozenset({"q", "k", "v", "layout", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
 
 
 def written(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are no tensors, as a caller writes them, of the fields of a call that are not at their default."""
+    """The options that are no tensors, as a caller writes them, from the fields of a call that are not at their default."""
     return {name: row.written(name, fields) for name, row in ROWS.items() if not row.tensors(name)}
 
 
 def parameters(kind: Any = inspect.Parameter.KEYWORD_ONLY) -> Iterator[inspect.Parameter]:
-    """Of a signature that shows every option with its type and default."""
+    """The parameters of a signature that shows every option with its type and default."""
     for name, x in AttentionOptions.__annotations__.items():
         yield inspect.Parameter(name, kind, default=ROWS[name].default, annotation=x.__origin__.__forward_arg__)
 

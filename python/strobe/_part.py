@@ -1,4 +1,4 @@
-"""The rows, heads and sequences that the tensors of a call hold of a larger problem."""
+"""Describes which rows, heads and sequences of a larger problem the tensors of a call hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._kinds import kind, shown
 from .arrays.known import known_framework
 
 _MOST = 2**63 - 1
-_MOST_POSITIONS = 2**31 - 1  # of a sequence
+_MOST_POSITIONS = 2**31 - 1  # per sequence
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,12 @@ class Part:
         q_ranges, k_ranges: (start, length) of each range, integers (n, 2) or (B, n, 2), or an array of them; ascending and disjoint, any
             n. Ranges of length 0 are allowed.
         seqlens_q, seqlens_k: the lengths of the whole sequences, an integer or (B,).
-        first_head: the place of the call's first query head among all. k and v have the key heads that the call's query heads read.
-        heads: how many query heads there are in all. None: first_head + H.
-        first_batch: the place of the call's first sequence among all.
+        first_head: the index of the call's first query head in the whole problem. k and v have the key heads that the call's query heads
+            read.
+        heads: the number of query heads in the whole problem. None: first_head + H.
+        first_batch: the index of the call's first sequence in the whole problem.
         partial: the queries see keys that this call does not have. out is then float32, and lse (2, B, H, Sq), or (2, H, Tq): two numbers
-            a row, whose sum it is. strobe.merge() makes such results one. There are no sinks: give them to the last merge. The backward
+            a row, whose sum is the lse. strobe.merge() combines such results. There are no sinks: give them to the last merge. The backward
             is attention_backward() with the whole row's lse and delta.
 
     Raises:
@@ -74,7 +75,7 @@ class Part:
             object.__setattr__(self, name, x)
 
     def encoded(self) -> tuple[int, ...]:
-        """As the operators take it; equal for Parts that mean the same."""
+        """The integers for the operators; equal for Parts that mean the same."""
         numbers = [int(self.partial), self.first_head, self.heads or 0, self.first_batch]
         for ranges in (self.q_ranges, self.k_ranges):
             numbers += [len(ranges), len(ranges[0]) if ranges else 0, *(x for of in ranges for pair in of for x in pair)]
@@ -84,12 +85,12 @@ class Part:
 
 
 def is_partial(options: dict[str, Any]) -> bool:
-    """Of a Request's options."""
+    """Whether a Request's options have a partial part."""
     return bool(options["part"][0]) if "part" in options else False
 
 
 class Lists(NamedTuple):
-    """What an encoded Part says."""
+    """The contents of an encoded Part."""
 
     partial: int
     first_head: int
@@ -117,15 +118,15 @@ def decoded(part: Sequence[int]) -> Lists:
 
 
 def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int], ...], ...], seqlens: tuple[int, ...]) -> None:
-    """Of queries or keys: the first range, or else length, that no sequence can have, in the library's words."""
+    """For queries or keys: the first range, or else length, that no sequence can have, in the library's words."""
     for b, n in enumerate(seqlens):
         if not 0 <= n <= _MOST_POSITIONS:
             wrong.append(ValueError(f"seqlens_{side}: {shown(n)} at [{b}]; accepted are 0 to {_MOST_POSITIONS}"))
             return
     shortest = min(seqlens, default=0)
     for b, of in enumerate(ranges):
-        most = seqlens[b] if len(ranges) == len(seqlens) else shortest  # ranges for all sequences lie within the shortest
-        end = 0  # of the ranges so far
+        most = seqlens[b] if len(ranges) == len(seqlens) else shortest  # ranges that serve all sequences must fit the shortest
+        end = 0  # end of the last range
         for n, (start, length) in enumerate(of):
             at = f"({shown(start)}, {shown(length)}) at [{b}, {n}]"
             refused = ""
@@ -140,7 +141,7 @@ def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int
 
 
 def _listed(x: Any) -> Any:
-    """Of an array its numbers, or None where it has none."""
+    """An array's numbers as lists, or None if it has none."""
     if not hasattr(x, "tolist"):
         return x
     return None if getattr(x, "is_meta", False) else x.tolist()

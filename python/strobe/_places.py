@@ -1,4 +1,4 @@
-"""Where new tokens of sequences stand that hold some already."""
+"""The positions of new tokens in sequences that already hold some."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def places(seqlens: Tensor, cu_seqlens: Tensor | None, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each of the new tokens: its sequence, its position there, and whether it is one of a sequence's.
+    """For each new token: its sequence, its position there, and whether it belongs to a sequence.
 
-    seqlens: integers (B,), how many tokens each sequence holds. cu_seqlens: (B + 1,), of packed tokens, behind which padding may follow;
-    None: each sequence gets as many.
+    seqlens: integers (B,), how many tokens each sequence holds. cu_seqlens: (B + 1,), for packed tokens, which padding may follow;
+    None: each sequence gets the same number.
     """
     batch = len(seqlens)
     token = torch.arange(tokens, device=seqlens.device)
-    if not batch:  # all of it is padding
+    if not batch:  # all tokens are padding
         return (none := torch.zeros_like(token)), none, none.bool()
     if cu_seqlens is None:
         each = max(tokens // batch, 1)

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that need not be here, into the cache."""
+"""Compiles kernels into the cache, for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Kernel(NamedTuple):
     name: str
     registers: int
     spilled: int  # bytes
-    serialized: bool  # ptxas lets its wgmma wait for one another
-    compiled: bool  # now; else found in the cache
+    serialized: bool  # ptxas serializes its wgmma
+    compiled: bool  # compiled now; otherwise found in the cache
 
 
 class Shape(NamedTuple):
-    """A tensor that nobody reads."""
+    """A tensor that is not read."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,16 +36,16 @@ class Shape(NamedTuple):
 
 
 def prewarm(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[Kernel]:
-    """Compiles what strobe.attention would run on a GPU of this compute capability (90 for 9.0), or finds it in the cache.
+    """Compiles the kernels that strobe.attention would run on a GPU of this compute capability (90 for 9.0), or finds them in the cache.
 
-    arrays: q, k, v and whatever of _options.INPUTS the call has, in the library's layout; options: those of _options.FIELDS that are not at
-    their default.
+    arrays: q, k, v and any of _options.INPUTS, in the library's layout; options: those of _options.FIELDS that are not at their
+    default.
     Raises as strobe.attention does; RuntimeError where NVRTC is missing."""
     return [_kernel(line) for line in _said(lib.strobe_prewarm, arrays, options, backward, compute_capability)]
 
 
 def kernels(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> dict[str, bool]:
-    """The names of the kernels that prewarm would give, and whether each is in the cache. Compiles nothing; raises as prewarm does."""
+    """The names of the kernels that prewarm would return, and whether each is in the cache. Compiles nothing; raises as prewarm does."""
     lines = (line.split(" ", 1) for line in _said(lib.strobe_kernels, arrays, options, backward, compute_capability))
     return {name: where == "cached" for where, name in lines}
 
@@ -81,7 +81,7 @@ def _results(arrays: Mapping[str, Shape], backward: bool, partial: bool) -> Iter
 
 
 class _Addresses:
-    """Gives every tensor an address of its own, dense strides and a place on device 0."""
+    """Gives every tensor an address of its own, dense strides and device 0."""
 
     def __init__(self) -> None:
         self._next = 1 << 40

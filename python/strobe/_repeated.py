@@ -1,4 +1,4 @@
-"""Calls of torch tensors made ready: what does not differ from call to call is found out once."""
+"""Prepared calls of torch tensors: work that is the same for every repetition is done once."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .arrays.torch import TORCH
 
 _eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run"))))
 
-# That are kept. A call that is differentiated passes three doors, and on several ranks a dozen; lengths of packed sequences may never come
-# again.
+# The number of calls that are kept. A differentiated call uses three entries, and on several ranks a dozen; lengths of packed sequences may
+# never be repeated.
 _MOST = 3 * 1024
 
 
@@ -29,8 +29,8 @@ class Seen(NamedTuple):
 
 
 class Memory:
-    """The calls that were made, by their keys: Ready from the second time on, or what strobe.distributed found out about its calls. Those
-    that come again are kept, however many others come but once."""
+    """The calls that were made, by their keys: Ready from the second time on, or the results of strobe.distributed's checks. Repeated calls
+    are kept, however many others come only once."""
 
     def __init__(self) -> None:
         self.lately: dict[bytes, Any] = {}
@@ -48,7 +48,8 @@ class Memory:
         self.lately[key] = call
 
 
-# The one memory of all doors: attention(), its gradients, and the two operators, through which compiled graphs come. A key says which door.
+# The one memory of all entry points: attention(), its gradients, and the two operators, which compiled graphs call. A key includes the
+# entry point.
 CALLS = Memory()
 
 
@@ -61,10 +62,10 @@ def made_ready(
     function: Callable[..., Any] | None = None,
     more: object = None,
 ) -> Ready:
-    """A call in one direction, but for its addresses.
+    """Prepares a call in one direction, without its addresses.
 
-    known: what it reads beside p.arrays, and results that are the caller's memory; made: what it returns, as an example; form: for each
-    place of the tuple to return the number of a result, or 255 for None; function: what is called with the Ready and the arrays in place of
+    known: arrays that it reads beside p.arrays, and results in the caller's memory; made: its results, as an example; form: for each
+    place of the tuple to return the index of a result, or 255 for None; function: is called with the Ready and the arrays instead of
     Ready.run; more: for that function."""
     call = _run.call(TORCH, p, known, made)
     prepared = call.prepare(direction)

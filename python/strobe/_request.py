@@ -1,7 +1,7 @@
-"""From what the caller wrote to what the library reads; the same for torch tensors and NumPy arrays.
+"""Converts the caller's arguments to those of the library; the same for torch tensors and NumPy arrays.
 
-Kinds and spellings are checked here, shapes and values in the library: it sees every caller, C and C++ included. What is wrong is gathered
-in a list, an exception an argument, so that a caller sees all of it at once.
+Types and spellings are checked here, shapes and values in the library: it serves every caller, C and C++ included. Errors are collected
+in a list, one exception for each argument, so that a caller sees all of them at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OF_BACKWARD = {
     "aux": "leave it out: max_logit and column_sums have no gradient",
     "return_lse": "leave it out: dlse is the gradient of lse, or None if lse was not used",
 }
-# By functions that take attention()'s options: what they say of its arguments that are no options.
+# For functions that take attention()'s options: hints about attention()'s arguments that are no options.
 _OF_FUNCTION = {
     "attention_backward": _OF_BACKWARD,
     "reference_backward": _OF_BACKWARD,
@@ -42,15 +42,15 @@ _OF_FUNCTION = {
 
 
 class Request(NamedTuple):
-    """A call as the library reads it."""
+    """A call in the library's terms."""
 
     arrays: dict[str, Array]  # those of _options.INPUTS that are given
     options: dict[str, Any]  # those of _options.FIELDS that are not at their default
-    aux: tuple[str, ...] = ()  # those of _options.AUX that are wanted
+    aux: tuple[str, ...] = ()  # those of _options.AUX that are asked for
 
 
 def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Request]:
-    """The framework is q's. `given`: AttentionOptions. What is wrong is added to `wrong`, and missing in the result."""
+    """The framework is q's. `given`: AttentionOptions. Errors are added to `wrong`; the result lacks the refused arguments."""
     framework = known_framework(q)
     arrays: dict[str, Array] = {}
     options: dict[str, Any] = {}
@@ -71,7 +71,7 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
             if x is not host and framework is not None:
                 if framework.is_readable(host):
                     _check_used(wrong, name, host, _lengths(arrays.get("q"), arrays.get("k"), given)[1])
-                if host.dtype == framework.xp.int64:  # as in host memory, where it stays; a GPU's kernels read int32
+                if host.dtype == framework.xp.int64:  # accepted in host memory, where it stays; a GPU's kernels read int32
                     x = framework.cast(x, framework.xp.int32)
             if is_array(wrong, name, x, framework, q):
                 arrays[name] = _exact_sinks(framework, q, x) if name == "sinks" else x
@@ -122,15 +122,15 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
 
 
 def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
-    """Sinks of 16 bits, as a model that was cast has them, in the dtype of lse, which takes nothing from them; their gradient comes back in
-    their own."""
+    """Sinks of 16 bits, as in a model that was cast, in the dtype of lse, which represents them exactly; their gradient comes back in their
+    own dtype."""
     if framework is None or str(sinks.dtype).removeprefix("torch.") not in ("float16", "bfloat16"):
         return sinks
     return framework.cast(sinks, framework.xp.float64 if q.dtype == framework.xp.float64 else framework.xp.float32)
 
 
 def _with_way_out(refused: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
-    """Why x is no array, and what array the caller may have meant."""
+    """Why x is no array, and which array the caller may have meant."""
     hint = ""
     if name == "rng":
         hint = "; an integer goes into seed" if is_whole(x) else of_generator(x)
@@ -140,7 +140,7 @@ def _with_way_out(refused: Exception, name: str, x: Any, framework: Framework | 
 
 
 def _as_scales(framework: Framework, x: Any, k: Array) -> str:
-    """Of what is no array: the scales that the caller may have meant."""
+    """For a value that is no array: the scales that the caller may have meant."""
     if "float" in (dtype := str(k.dtype).removeprefix("torch.")) and "float8" not in dtype:
         return f", or None: k of {dtype} has no scales"
     shape = tuple(k.shape[:-1])
@@ -151,7 +151,7 @@ def _as_scales(framework: Framework, x: Any, k: Array) -> str:
 
 
 def _rank_hint(layout: str, paged: bool) -> str:
-    """Of a q with three axes, where it has four."""
+    """For a q with three axes where four are needed."""
     if paged:
         single = "q[:, None]" if layout == "bshd" else "q[:, :, None]"
         return f"; did you mean cu_seqlens_q, of packed queries, or {single}, of one query each?"
@@ -159,7 +159,7 @@ def _rank_hint(layout: str, paged: bool) -> str:
 
 
 def parse_aux(wrong: Wrong, aux: Any) -> tuple[str, ...]:
-    """The names of auxiliary results that are wanted."""
+    """The names of auxiliary results that are asked for."""
     accepted = f"accepted is a tuple of one or more of {', '.join(map(repr, AUX))}, each once"
     if not isinstance(aux, (tuple, list)) or not all(isinstance(name, str) for name in aux):
         wrong.append(TypeError(f"aux: {shown(aux)}; {accepted}"))
@@ -171,7 +171,7 @@ def parse_aux(wrong: Wrong, aux: Any) -> tuple[str, ...]:
 
 
 def _longest(framework: Framework, cu_seqlens: Array) -> int:
-    """0 where the lengths cannot be read, or are no lengths, which the library says."""
+    """0 if the lengths cannot be read, or are invalid, which the library reports."""
     integers = cu_seqlens.dtype in (framework.xp.int32, framework.xp.int64)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or not integers or not framework.is_readable(cu_seqlens):
         return 0
@@ -179,8 +179,8 @@ def _longest(framework: Framework, cu_seqlens: Array) -> int:
 
 
 def _without_scores(wrong: Wrong, framework: Framework, arrays: dict[str, Array], options: dict[str, Any], name: str, axis: int) -> None:
-    """Of a max_seqlen of 0, which to the library is none: that what has the size of the scores has none of them, and to hand on what can be
-    held against the number of tokens, which are padding."""
+    """A max_seqlen of 0 means "none" to the library. So tensors of the scores' size are replaced by ones without scores, of sizes that the
+    library can check against the number of tokens, all of which are padding."""
     for of in ("mask", "bias"):
         x = arrays.get(of)
         if x is None or x.ndim < -axis:
@@ -188,14 +188,14 @@ def _without_scores(wrong: Wrong, framework: Framework, arrays: dict[str, Array]
         if x.shape[axis] > 1:
             wrong.append(ValueError(f"{of}: shape {tuple(x.shape)}; accepted is one whose axis {axis} is {name}, 0, or 1"))
         elif not x.shape[axis]:
-            arrays[of] = framework.cast(x.sum(axis)[..., None], x.dtype).swapaxes(-1, axis)  # of size 1, and x's to autograd
+            arrays[of] = framework.cast(x.sum(axis)[..., None], x.dtype).swapaxes(-1, axis)  # of size 1, and still x's to autograd
     if "block_rows" in arrays and "block_mask" not in map(name_of, wrong):
         for of in (*BLOCKS, "block_q", "block_k"):
             (arrays if of in BLOCKS else options).pop(of)
 
 
 def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:
-    """Of a list in host memory that the library gets a copy of elsewhere: what is wrong with its values, in the library's words."""
+    """Checks the values of a list in host memory of which the library gets a copy elsewhere, in the library's words."""
     if used.ndim != 1 or most is None or str(used.dtype).rpartition(".")[2] not in ("int32", "int64"):
         return
     for b, n in enumerate(used.tolist()):
@@ -205,7 +205,7 @@ def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:
 
 
 def _lengths(q: Array | None, k: Array | None, given: Mapping[str, Any]) -> list[int | None]:
-    """Sq and Sk, of packed sequences what max_seqlen_q and max_seqlen_k say; None where that cannot be told."""
+    """Sq and Sk, for packed sequences from max_seqlen_q and max_seqlen_k; None if that cannot be determined."""
     packed = _is_packed(given)
     row = 1 if given.get("layout") == "bshd" else 2
     axis = 0 if packed else row
@@ -224,12 +224,12 @@ def _is_packed(given: Mapping[str, Any]) -> bool:
 
 
 def _has_band(given: Mapping[str, Any]) -> bool:
-    """Whether the alignment means something."""
+    """Whether the alignment has an effect."""
     return given.get("causal") is True or any(given.get(name) is not None for name in ("window", "alibi_slopes"))
 
 
 def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: Mapping[str, Any], wrong: Wrong) -> Mapping[str, Any]:
-    """The options, with causal and an alignment in place of a mask or bias that is but a name for them."""
+    """The options, with causal and an alignment in place of a mask or bias that only stands for them."""
     for name in ("mask", "bias"):
         found = framework.causal_bias(given.get(name)) if framework is not None else None
         if found is None:
@@ -252,7 +252,7 @@ def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: 
 
 
 def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mapping[str, Any]) -> None:
-    """Whether the call has the mask's lengths, and its alignment where that has an effect."""
+    """Checks that the call has the mask's lengths, and its alignment where that has an effect."""
     if None in lengths:
         return
     aligned = given.get("alignment", "bottom_right")
@@ -287,7 +287,7 @@ def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
 def _dropout(
     wrong: Wrong, arrays: dict[str, Array], options: dict[str, Any], given: Mapping[str, Any], framework: Framework | None
 ) -> None:
-    """Sees to it that rng, or seed and offset, are there if dropout is, and only then."""
+    """Makes sure that rng, or seed and offset, are present if dropout is, and only then."""
     seed, offset = given.get("seed"), given.get("offset")
     seeded = [is_seed(wrong, name, x) for name, x in (("seed", seed), ("offset", offset)) if x is not None]
     if given.get("rng") is not None and seeded:
@@ -297,7 +297,7 @@ def _dropout(
     if options.get("dropout", 0.0) == 0.0:
         rng = arrays.get("rng")
         if rng is not None and framework is not None and tuple(rng.shape) == (2,) and rng.dtype == framework.xp.int64:
-            del arrays["rng"]  # it decides nothing; any other is for the library to refuse
+            del arrays["rng"]  # it has no effect; any other value is left for the library to refuse
     elif seed is not None and all(seeded):
         options.update(seed_options(seed, offset))
     elif "rng" not in arrays and framework is not None and not wrong:

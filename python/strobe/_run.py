@@ -1,4 +1,4 @@
-"""The library's functions on the arrays of a framework: results allocated, structs filled, the call made."""
+"""Calls the library's functions on the arrays of a framework: allocates results, fills structs, makes the call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._request import Request
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework
 
-ORACLE = "reference"  # the engine that writes float64 whatever it reads
+ORACLE = "reference"  # the engine that writes float64 for any input dtype
 
 
 class Gradients(NamedTuple):
@@ -32,7 +32,7 @@ class Gradients(NamedTuple):
 
 
 def results(framework: Framework, p: Request, in_float64: bool = False) -> dict[str, Array]:
-    """Uninitialised out and lse, and what p.aux names."""
+    """Uninitialised out and lse, and the results named by p.aux."""
     q, k, v = (p.arrays[name] for name in "qkv")
     head, row = _axes(p)
     shapes = {"lse": _rows(p)}
@@ -50,38 +50,38 @@ def results(framework: Framework, p: Request, in_float64: bool = False) -> dict[
 
 
 def width_v(framework: Framework, v: Array) -> int:
-    """Dv: of INT4, two columns lie in an element."""
+    """Dv: an element of INT4 holds two columns."""
     return v.shape[-1] * (2 if v.dtype == framework.xp.uint8 else 1)
 
 
 def of_rows(framework: Framework, p: Request) -> Array:
-    """Uninitialised: a number for each row."""
+    """An uninitialised array with one number per row."""
     return framework.empty(p.arrays["q"], _rows(p), _statistic(framework, p.arrays["q"]))
 
 
 def _axes(p: Request) -> tuple[int, int]:
-    """Where q has its head and its row."""
+    """The axes of q's heads and rows."""
     return (1, 0) if p.arrays["q"].ndim == 3 else (2, 1) if "bshd" in p.options else (1, 2)
 
 
 def _rows(p: Request) -> tuple[int, ...]:
-    """The shape of what has a number for each row."""
+    """The shape of an array with one number per row."""
     shape = p.arrays["q"].shape
     return (*shape[: len(shape) - 3], *(shape[axis] for axis in _axes(p)))
 
 
 def _statistic(framework: Framework, q: Array, in_float64: bool = False) -> Any:
-    """The dtype of lse and its like."""
+    """The dtype of lse and other row statistics."""
     return framework.xp.float64 if in_float64 or q.dtype == framework.xp.float64 else framework.xp.float32
 
 
 def _summed(framework: Framework, p: Request, dtype: Any) -> Any:
-    """The dtype of what is to be added to what other parts have."""
+    """The dtype of results that are to be added to those of other parts."""
     return framework.xp.float32 if is_partial(p.options) and dtype != framework.xp.float64 else dtype
 
 
 def gradients(framework: Framework, p: Request, needed: Iterable[str], in_float64: bool = False) -> dict[str, Array]:
-    """Uninitialised, those of GRADIENTS that are needed."""
+    """The gradients in GRADIENTS that are needed, uninitialised."""
     found = {}
     for name in needed:
         x = p.arrays[GRADIENTS[name]]
@@ -91,7 +91,7 @@ def gradients(framework: Framework, p: Request, needed: Iterable[str], in_float6
 
 
 def forward(framework: Framework, p: Request) -> tuple[Array, ...]:
-    """out, lse and what p.aux names."""
+    """out, lse and the results named by p.aux."""
     oracle = _is_oracle(p)
     found = results(framework, p, oracle)
     call(framework, p, {}, found).run(lib.strobe_forward)
@@ -99,7 +99,7 @@ def forward(framework: Framework, p: Request) -> tuple[Array, ...]:
         return tuple(found.values())
     q = p.arrays["q"]
     of_out, statistic = _summed(framework, p, q.dtype), _statistic(framework, q)
-    if is_partial(p.options):  # the second number is what the rounding below takes from the first one
+    if is_partial(p.options):  # the second number is the rounding error of the first one below
         whole, lost = found["lse"]
         rounded = framework.cast(framework.cast(whole, statistic), whole.dtype)
         finite = abs(rounded) < float("inf")
@@ -110,12 +110,12 @@ def forward(framework: Framework, p: Request) -> tuple[Array, ...]:
 def backward(
     framework: Framework, p: Request, known: dict[str, Array], needed: Iterable[str], into: dict[str, Array] | None = None
 ) -> dict[str, Array]:
-    """known: out, lse, dout and, if there is one, dlse; of a partial part delta, not out. into: gradients that are added to."""
+    """known: out, lse, dout and, if there is one, dlse; with a partial part delta, not out. into: gradients that are added to."""
     oracle = _is_oracle(p)
     into = into or {}
     found = gradients(framework, p, [name for name in needed if name not in into], oracle)
     if oracle and not is_partial(p.options):
-        known = {name: x for name, x in known.items() if name not in ("out", "lse")}  # works its own out again
+        known = {name: x for name, x in known.items() if name not in ("out", "lse")}  # the oracle computes its own out and lse
     how = Request(p.arrays, {**p.options, ACCUMULATE: True}, p.aux) if into else p
     call(framework, how, known | into, found).run(lib.strobe_backward)
     if oracle:
@@ -134,20 +134,20 @@ def reference(framework: Framework, p: Request, rows: list[int] | None) -> tuple
     return tuple(found.values())
 
 
-# attention()'s named tuples, by what is behind out.
+# attention()'s named tuples, by the results after out.
 _NAMED: dict[tuple[str, ...], Callable[..., Any]] = {
     (*lse, *aux): namedtuple("Attention", ("out", *lse, *aux))
     for count in range(1, len(AUX) + 1)
     for aux in permutations(AUX, count)
     for lse in ((), ("lse",))
 }
-for _tuple in _NAMED.values():  # where pickle finds them
+for _tuple in _NAMED.values():  # so that pickle finds them
     _tuple.__qualname__ = "_".join(("Attention", *_tuple._fields))  # type: ignore[attr-defined]
     globals()[_tuple.__qualname__] = _tuple
 
 
 def returned(found: tuple[Array, ...], return_lse: bool, aux: tuple[str, ...]) -> Any:
-    """What attention() returns of out, lse and what aux names."""
+    """The return value of attention(), from out, lse and the results named by aux."""
     out, lse, *more = found
     if not aux:
         return (out, lse) if return_lse else out
@@ -158,7 +158,7 @@ def returned(found: tuple[Array, ...], return_lse: bool, aux: tuple[str, ...]) -
 def reference_backward(
     framework: Framework, p: Request, known: dict[str, Array], rows: list[int] | None, cols: list[int] | None
 ) -> Gradients:
-    # dbias and dsinks are sums over all rows, not of some
+    # dbias and dsinks are sums over all rows, not over some
     needed = [name for name, of in GRADIENTS.items() if of in p.arrays and (rows is None or of in ("q", "k", "v"))]
     found = gradients(framework, p, needed, True)
     for name, chosen in (("dq", rows), ("dk", cols), ("dv", cols)):
@@ -184,7 +184,7 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], options: dict[str
 
 
 def _whole(framework: Framework, p: Request, of_backward: bool) -> Call:
-    """The call as attention() would make it, with results, and with all gradients, that nobody wants to see."""
+    """The call as attention() would make it, with results, and with all gradients; its arrays are not computed."""
     p = Request(framework.autocast(p.arrays), p.options, p.aux)
     oracle = _is_oracle(p)
     more = results(framework, p, oracle)
@@ -215,8 +215,8 @@ def tile(framework: Framework, p: Request, of_backward: bool) -> tuple[int, int]
 
 @outside_graphs
 def reasons_against(framework: Framework | None, p: Request, known: dict[str, Array], of_backward: bool) -> list[str]:
-    """What the library finds wrong with a call's arguments, a line each, where some are left out: what these would be held against, and
-    what would be held against these, is not judged. framework: None if q has none; known: beside p.arrays."""
+    """The library's objections to a call's arguments, one per line, when some are left out. Checks that compare with an argument that is
+    left out are not made. framework: None if q has none; known: arrays beside p.arrays."""
     framework = framework or next(filter(None, map(known_framework, (p.arrays | known).values())), None)
     if framework is None:
         return []
@@ -234,7 +234,7 @@ def reasons_against(framework: Framework | None, p: Request, known: dict[str, Ar
     except ValueError as refusal:
         absent = {"q", "k", "v", "out", "lse", "dout"} - arrays.keys() - known.keys()
         return [line for line in str(refusal).splitlines() if line.partition(":")[0] not in absent]
-    except (RuntimeError, TypeError):  # not of the arguments' making, or where tensors have no memory
+    except (RuntimeError, TypeError):  # not caused by the arguments, or tensors have no memory
         pass
     return []
 
@@ -244,7 +244,7 @@ def _is_oracle(p: Request) -> bool:
 
 
 def call(framework: Framework, p: Request, known: dict[str, Array], made: dict[str, Array]) -> Call:
-    """known: beside p.arrays, from the caller."""
+    """known: the caller's arrays beside p.arrays."""
 
     def place(execution: Any) -> Allocator | None:
         return _place(framework, execution, p.arrays["q"], p.options.get("threads"), p.options.get("reserved_sms", 0))
@@ -254,10 +254,10 @@ def call(framework: Framework, p: Request, known: dict[str, Array], made: dict[s
 
 
 def _place(framework: Framework, execution: Any, q: Array, threads: int | None, reserved_sms: int = 0) -> Allocator | None:
-    """Fills a strobe_execution for work where q lies; returns where its workspace comes from, None for the library's own memory."""
+    """Fills a strobe_execution for work on q's device; returns the source of its workspace, None for the library's own memory."""
     stream = framework.stream(q)
     if stream is None:
-        most = framework.default_threads()  # asked in any case: PyTorch then tells OpenMP of its number, if this thread is new
+        most = framework.default_threads()  # called in any case: PyTorch then tells OpenMP its number of threads, if this thread is new
         lib.strobe_glue_execution(execution, threads or most)
         execution.reserved_sms = reserved_sms
         return None
@@ -268,7 +268,7 @@ def _place(framework: Framework, execution: Any, q: Array, threads: int | None, 
 
 
 def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any]:
-    """A strobe_selection and what must live as long."""
+    """A strobe_selection and the objects that must live as long."""
     if rows is None and cols is None:
         return ffi.NULL, None
     selection = ffi.new("strobe_selection *", {"size": ffi.sizeof("strobe_selection")})
@@ -282,28 +282,28 @@ def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any
     return selection, alive
 
 
-# By the exact type of q: what makes a call of attention() that is known from one before. None: the call has to be made in full.
+# By the exact type of q: a function that makes a call of attention() known from an earlier one. None: the full call must be made.
 FAST_PATHS: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
 
-# What the process is in of strobe.distributed.context_parallel(); the innermost is last.
+# The contexts of strobe.distributed.context_parallel() that the process is in; the innermost is last.
 CONTEXTS: list[Any] = []
 
 
 class Calls:
-    """How attention() and its backward are called on a framework's arrays: here the library is, and nobody sees it."""
+    """How attention() and its backward are called on a framework's arrays: here directly, without a dispatcher."""
 
     def __init__(self, framework: Framework):
         self.framework = framework
 
     def remember(self, q: Array, k: Array, v: Array, return_lse: bool, given: Mapping[str, Any], p: Request) -> None:
-        """For FAST_PATHS: a call of attention() that was made."""
+        """For FAST_PATHS: remembers a call of attention() that was made."""
         return
 
     def forward(self, p: Request) -> tuple[Array, ...]:
-        """out and lse, differentiable in torch, and what p.aux names, which is not."""
+        """out and lse, differentiable in torch, and the results named by p.aux, which are not."""
         return forward(self.framework, p)
 
     def backward(self, p: Request, dout: Array, dlse: Array | None, out: Array, lse: Array, needed: list[str]) -> dict[str, Array]:
-        """Those of GRADIENTS that are needed."""
+        """The gradients in GRADIENTS that are needed."""
         known = {"dout": dout, "out": out, "lse": lse}
         return backward(self.framework, p, known if dlse is None else {**known, "dlse": dlse}, needed)

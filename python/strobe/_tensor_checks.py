@@ -1,4 +1,4 @@
-"""What functions of torch tensors check alike, before they look at shapes."""
+"""Checks that functions of torch tensors share, before they look at shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .arrays.torch import TORCH
 
 
 def tensor_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Exception | None:
-    """Why x is refused: it is no tensor, or one of a subclass whose memory does not hold its values."""
+    """Why x is refused: it is no tensor, or its class is a subclass whose memory does not hold its values."""
     return TORCH.unfit(name, x) if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
 
 
@@ -23,7 +23,7 @@ def unfit_tensors(given: Mapping[str, Any]) -> Wrong:
 
 
 def misplaced(given: Mapping[str, Tensor], on_host: Collection[str] = ()) -> Wrong:
-    """What does not lie where the first one does. on_host: what may lie in host memory as well."""
+    """Refuses tensors that are not on the device of the first one. on_host: names of tensors that may lie in host memory as well."""
     first, *_ = given
     there = given[first].device
     return [
@@ -34,7 +34,7 @@ def misplaced(given: Mapping[str, Tensor], on_host: Collection[str] = ()) -> Wro
 
 
 def incomplete(given: Mapping[str, object], *pairs: tuple[str, str]) -> Wrong:
-    """Of which pairs one is there, and the other one is not."""
+    """Refuses pairs of which only one argument is given."""
     wrong: Wrong = []
     for a, b in pairs:
         if (given[a] is None) != (given[b] is None):

@@ -1,6 +1,6 @@
 """The tuning table: which tile was measured to be the fastest on a GPU. The library reads it; this writes it.
 
-A table is a text of lines ``name = value`` in sections that empty lines part. The first one says what the table is good for (format,
+A table is a text of lines ``name = value`` in sections separated by empty lines. The first one says what the table is valid for (format,
 device, kernels); each of the others is an entry: the calls that it is for (``KEY``), their tile, and how fast it was."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ._abi import told
 from ._core import lib
 from ._whole_file import replacing
 
-# Of an entry: the calls that it is for. What else is in it is a result.
+# The names in an entry that say which calls it is for. The others are results.
 KEY = ("engine", "direction", "dtype", "head_dim", "head_dim_v", "group", "queries", "keys", "heads", "causal", "varlen", "deterministic")
 
 
@@ -21,15 +21,15 @@ Section = Mapping[str, Any]  # in a file all values are text
 
 
 class Header(NamedTuple):
-    """What the library says of a device's table."""
+    """The library's report on a device's table."""
 
     file: str  # empty: there is no cache folder
-    about: Section  # what a table has to say of itself to be used
-    ignored: str  # why the one that is there is not used
+    about: Section  # the values that a table must repeat to be used
+    ignored: str  # the reason why an existing table is not used
 
 
 def texts(section: Section) -> dict[str, str]:
-    """As in a file."""
+    """The values as text, as in a file."""
     return {name: str(x).lower() if isinstance(x, bool) else str(x) for name, x in section.items()}
 
 
@@ -38,18 +38,18 @@ def written(sections: list[Section]) -> str:
 
 
 def parsed(text: str) -> list[dict[str, str]]:
-    """Raises ValueError at a line that is none of ``name = value``."""
+    """Raises ValueError at a line that is not ``name = value``."""
     return [dict(line.split(" = ", 1) for line in section.split("\n") if line) for section in text.split("\n\n") if section.strip()]
 
 
 def header(device: int) -> Header:
-    (said,) = parsed(told(lib.strobe_tuning, device, errors="surrogateescape"))  # a file's name as Python wants it
+    (said,) = parsed(told(lib.strobe_tuning, device, errors="surrogateescape"))  # a file's name as Python represents it
     ignored = said["ignored"].encode(errors="surrogateescape").decode(errors="backslashreplace")  # to be shown
     return Header(said["file"], {name: said[name] for name in ("format", "device", "kernels")}, ignored)
 
 
 def merged(about: Section, old: str | None, measured: Sequence[Section], winners: Sequence[Section]) -> list[Section]:
-    """A table of the winners, and of those entries of the old one (its text, if there is one) that are still good and for other calls than
+    """A table of the winners, and of those entries of the old one (its text, if there is one) that are still valid and for other calls than
     were measured."""
 
     def calls(entry: Section) -> tuple[str, ...]:
@@ -68,8 +68,8 @@ def merged(about: Section, old: str | None, measured: Sequence[Section], winners
 
 
 def write(of: Header, measured: Sequence[Section], winners: Sequence[Section]) -> None:
-    """Brings the table up to date; whoever reads it meanwhile sees the old one or the new one, whole. Of one that the library ignores
-    nothing is kept."""
+    """Brings the table up to date; readers see the old one or the new one, whole. A table that the library ignores is replaced
+    entirely."""
     file = Path(of.file)
     old = file.read_text(encoding="utf-8", errors="replace") if not of.ignored and file.is_file() else None
     with replacing(file) as out:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """What is written takes the place of ``path`` when the block ends, and is on the disk by then.
+    """Replaces ``path`` by the bytes written to the yielded file when the block ends; they are on the disk by then.
 
-    Where that fails, as on a full disk, what was there stays and nothing else is left.
+    If that fails, as on a full disk, the old file stays and nothing else is left.
     """
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")

@@ -1,4 +1,4 @@
-"""Where results are written: memory that may be written, and in which nothing else lies that the call reads or writes."""
+"""Checks of memory for results: it may be written, and holds nothing else that the call reads or writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 def writes(*names: str, beside: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """torch.no_grad() for a function that writes into these arguments: a leaf that requires a gradient is refused, as PyTorch does, unless
-    the caller has switched gradients off. beside: nothing is written without this argument."""
+    the caller has switched gradients off. beside: without this argument nothing is written."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = [*inspect.signature(function).parameters]
@@ -43,7 +43,7 @@ def writes(*names: str, beside: str | None = None) -> Callable[[Callable[P, R]],
 
 
 def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> Wrong:
-    """Why results cannot be written where the caller wants them: known before anything is. read: what must not change meanwhile."""
+    """Why results cannot be written where the caller asks: known before the first write. read: tensors that must not change meanwhile."""
     wrong: Wrong = []
     earlier: dict[str, Tensor] = {}
     for name, x in written.items():
@@ -61,8 +61,8 @@ def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | Non
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements may lie at one address: some axis takes steps that do not pass what the shorter ones reach. Where compilers look
-    on, sizes may be symbols, which have no order."""
+    """Whether two elements may have one address: the stride of some axis does not exceed the reach of the shorter ones. Under a compiler
+    sizes may be symbols, which have no order."""
     if torch.compiler.is_compiling():
         return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) and x.numel() > 0
     reached = 0
@@ -74,9 +74,9 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether a byte belongs to both. Where compilers and modes look on, tensors have no addresses, and nobody knows.
+    """Whether a byte belongs to both. Under compilers and modes tensors have no addresses, and the answer is not known.
 
-    Exact, unless the strides are so irregular that the search takes long: then tensors whose ranges of memory meet count as shared."""
+    Exact, unless the strides are so irregular that the search takes long: then tensors whose memory ranges meet count as shared."""
     if not is_alone() or x.is_meta or x.device != y.device or not (x.numel() and y.numel()):
         return False
     a, b = _bytes_of(x), _bytes_of(y)
@@ -85,7 +85,7 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
     strides = {stride for stride, _ in a.axes + b.axes}
     if any(_apart_within(a, b, period) for period in strides | {gcd(m, n) for m in strides for n in strides}):
         return False
-    steps: dict[int, tuple[int, int]] = {}  # by stride: how often it is taken, from - to
+    steps: dict[int, tuple[int, int]] = {}  # by stride: the least and the largest multiple
     for stride, count in a.axes:
         steps[stride] = (1 - count, 0)
     for stride, count in b.axes:
@@ -100,7 +100,7 @@ _MOST_STEPS = 4096
 
 
 class _Bytes(NamedTuple):
-    """The bytes of a tensor: runs of so many, one at begin + each sum of multiples, below the counts, of the strides."""
+    """The bytes of a tensor: runs of this many, one at begin + each sum of multiples (below the counts) of the strides."""
 
     begin: int
     run: int
@@ -118,7 +118,7 @@ def _bytes_of(x: Tensor) -> _Bytes:
         if stride <= run and not axes:
             run += stride * (count - 1)
         else:
-            axes[stride] = axes.get(stride, 1) + count - 1  # two axes of one stride reach what one longer one does
+            axes[stride] = axes.get(stride, 1) + count - 1  # two axes of one stride have the reach of one longer axis
     return _Bytes(x.data_ptr(), run, tuple(axes.items()))
 
 
@@ -130,7 +130,7 @@ def _apart_within(a: _Bytes, b: _Bytes, period: int) -> bool:
 
 
 def _reaches(start: int, steps: list[tuple[int, tuple[int, int]]], low: int, high: int, budget: Iterator[int]) -> bool:
-    """Whether start and a sum of strides, of each as often as it may be taken, lies between low and high. steps: large strides first.
+    """Whether start and a sum of multiples of the strides lies between low and high. steps: large strides first.
     Raises StopIteration when the budget is spent."""
     if not steps:
         return low <= start <= high

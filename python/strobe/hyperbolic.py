@@ -36,7 +36,7 @@ __all__ = [
     "poincare_to_lorentz",
 ]
 _EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-_FIXED = ("score", "shift", "scale", "softcap")  # options of attention() that the distance leaves no room for
+_FIXED = ("score", "shift", "scale", "softcap")  # options of attention() that the distance determines
 _NAMES = ("c", "model", "aggregate", "return_lse", *(name for name in DEFAULTS if name not in _FIXED))
 _HINTS = ELSEWHERE | dict.fromkeys(("softmax_scale", "sm_scale"), "did you mean beta?")
 _HINTS |= {"score_mod": "a function is refused; there are alibi_slopes and bias"}
@@ -80,9 +80,9 @@ def hyperbolic_attention(
         aggregate: "centroid": the Lorentz centroid Σ P v / |Σ P v|. "midpoint": the Einstein midpoint, whose weights P γ(v) act as a bias
             on the keys, which lse includes. Up to rounding and dropout the two are the same point; the centroid costs less.
         options: those of attention() except score, shift, softcap, scale, k_scale and v_scale. A part is not partial, and with aggregate
-            "midpoint" it has all keys. check=True also checks every point of q, k and v, hidden ones included, and refuses what is not a
-            point of the model; it reads all three and waits for a GPU. Without it, what is not a point (points of the other model, or
-            outside the ball) gives numbers without a meaning.
+            "midpoint" it has all keys. check=True also checks every point of q, k and v, hidden ones included, and refuses vectors that are
+            no points of the model; it reads all three and waits for a GPU. Without it, other vectors (points of the other model, or outside
+            the ball) give numbers without a meaning.
 
     Returns:
         out: points with q's leading axes and v's width. A query that sees no key gets the origin.
@@ -124,7 +124,7 @@ def hyperbolic_attention(
 def _translated(
     model: object, aggregate: object, return_lse: object, beta: object, c: object, options: dict[str, Any]
 ) -> tuple[dict[str, Any], Wrong]:
-    """The options of attention(), and what is wrong with those that can be judged without the points."""
+    """The options of attention(), and the errors of those that can be judged without the points."""
     wrong: Wrong = []
     for name, choice, choices in (("model", model, ("lorentz", "poincare")), ("aggregate", aggregate, ("centroid", "midpoint"))):
         is_choice(wrong, name, choice, choices)
@@ -142,7 +142,7 @@ def _translated(
     scaled = [name for name in ("k_scale", "v_scale") if options.get(name) is not None]
     wrong += [ValueError(f"{name}: given; accepted is None, for quantised points lie beside the hyperboloid") for name in scaled]
     if scaled:
-        raise refusal(wrong)  # k and v are no points, so that nothing else can be said of them
+        raise refusal(wrong)  # k and v are no points, so that nothing else can be checked on them
     if isinstance(part := options.get("part"), Part):
         if part.partial:
             wrong.append(ValueError("part: partial=True; accepted is partial=False, for strobe.merge() does not add up points"))
@@ -152,7 +152,7 @@ def _translated(
 
 
 def _refuse(q: Array, k: Array, v: Array, options: Any, wrong: Wrong) -> NoReturn:
-    """Raises what is wrong and what attention() adds to it."""
+    """Raises the errors found and those that attention() adds."""
     if wrong:
         _prepared("hyperbolic_attention", q, k, v, options, wrong)
     attention(q, k, v, **options)
@@ -163,7 +163,7 @@ def _has_all_keys(part: Part) -> bool:
     """Whether it has every key of the whole sequences."""
     held = [sum(length for _, length in ranges) for ranges in part.k_ranges]
     lengths = part.seqlens_k
-    return all(n >= length for n, length in zip(held * len(lengths), lengths * len(held), strict=True))  # of either one may stand for all
+    return all(n >= length for n, length in zip(held * len(lengths), lengths * len(held), strict=True))  # one of either may stand for all
 
 
 def _may_be_points(framework: Framework, name: str, x: Array, q: Array) -> bool:
@@ -171,8 +171,8 @@ def _may_be_points(framework: Framework, name: str, x: Array, q: Array) -> bool:
 
 
 def _no_points(name: str, x: Array, model: str) -> Exception | None:
-    """What is wrong with points of a model. Within rounding: that of a coordinate to x's dtype is 8 ulps of the largest square here, that
-    of a sum one for each of its terms."""
+    """The reason against points of a model. Rounding is tolerated: that of a coordinate to x's dtype is 8 ulps of the largest square here,
+    that of a sum one for each of its terms."""
     framework = framework_of(name, x)
     if (refused := framework.without_values(name, x)) is not None:
         return refused
@@ -198,7 +198,7 @@ def _no_points(name: str, x: Array, model: str) -> Exception | None:
 
 
 def _time_reversed(framework: Framework, x: Array) -> Array:
-    """Of which a product with a point is the Lorentz product."""
+    """Its product with a point is the Lorentz product."""
     signs = framework.empty(x, x.shape[-1:], x.dtype)
     signs[:] = 1
     signs[:1] = -1
@@ -206,8 +206,8 @@ def _time_reversed(framework: Framework, x: Array) -> Array:
 
 
 def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options: dict[str, Any]) -> Array | None:
-    """The bias and the logarithm of v's Lorentz factors, which are its time-like coordinates. The bias alone where there are no values, or
-    where they, the bias or the sequences do not fit, which attention() says then."""
+    """The bias and the logarithm of v's Lorentz factors, which are its time-like coordinates. Only the bias if there are no values, or if
+    they, the bias or the sequences do not fit, which attention() reports."""
     xp: Any = framework.xp
     bias, cu_seqlens = options.get("bias"), options.get("cu_seqlens_k")
     heads_axis = 2 if cu_seqlens is None and options.get("layout") == "bshd" else 1
@@ -349,8 +349,8 @@ def _lift(xp: Any, x: Array) -> Array:
 
 
 def _mapped(formula: Callable[..., Array], x: Array, *second: Array, least: int = 0) -> Array:
-    """formula(torch or numpy, x), or of x and y, rounded to their dtype, or to what both promote to. least: how many coordinates they have;
-    one is the time-like coordinate."""
+    """formula(torch or numpy, x), or of x and y, rounded to their dtype, or to the one that both promote to. least: how many coordinates
+    they have; one is the time-like coordinate."""
     framework = _framework_of_points("x", x)
     xp: Any = framework.xp
     if x.shape[-1] < least:
@@ -367,7 +367,7 @@ def _mapped(formula: Callable[..., Array], x: Array, *second: Array, least: int 
 
 
 def _framework_of_points(name: str, x: Array) -> Framework:
-    """x's, whose last axis is to hold points."""
+    """x's framework; x's last axis must hold points."""
     framework = framework_of(name, x)
     if _dtype(x) not in _EPS:
         raise ValueError(f"{name}: dtype {_dtype(x)}; accepted is {', '.join(_EPS)}")

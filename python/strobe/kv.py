@@ -3,10 +3,11 @@
 A cache is two tensors, of K and V. Contiguous, they are (B, Hkv, Sc, D) and (B, Hkv, Sc, Dv), a row for each sequence. In pages, they are
 pools, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), and page_table, int32 (B, n), names the pages of each sequence, as
 strobe.attention() takes it. With layout "bshd" the axes of heads and tokens change places. Nothing here has a gradient. A cache that is a
-leaf which requires one is written under torch.no_grad() alone, as PyTorch has it.
+leaf which requires one can be written only under torch.no_grad(), as in PyTorch.
 
 Numbers in host memory are checked before anything is written. Those in device memory, and under torch.compile all of them, are not read, so
-that a CUDA graph can capture the calls: what would lie outside of a sequence's room, or in a page that is none of the pool's, is left out.
+that a CUDA graph can capture the calls: tokens that would lie outside of a sequence's room, or in a page that is not in the pool, are left
+out.
 """
 
 # No postponed annotations here: PyTorch 2.4 reads those of custom operators as they are.
@@ -30,7 +31,7 @@ from .arrays.torch import TORCH
 
 __all__ = ["append", "copy", "gather", "quantise", "quantize"]
 
-# The largest number that is stored; of uint8, two INT4 each.
+# The largest stored number; uint8 stores two INT4.
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.uint8: 7.0}
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -39,23 +40,23 @@ _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def quantise(
     x: Tensor, dtype: torch.dtype, *, group: int | None = None, scale_dtype: torch.dtype = torch.float32, layout: str = "bhsd"
 ) -> tuple[Tensor, Tensor]:
-    """K or V as strobe.attention() takes them with k_scale and v_scale: rounded to nearest. docs/semantics.md bounds what that takes.
+    """K or V as strobe.attention() takes them with k_scale and v_scale: rounded to nearest. docs/semantics.md bounds the rounding error.
     strobe.kv.quantize is the same function.
 
-    Numbers in device memory are not looked at. There a NaN or an infinity makes its scale NaN or infinite, and what is computed with the
-    row is NaN; a scale larger than scale_dtype's largest number becomes that, and what is larger than it holds is cut off.
+    Numbers in device memory are not checked. There a NaN or an infinity makes its scale NaN or infinite, and results computed from the row
+    are NaN; a scale larger than scale_dtype's largest number becomes that number, and numbers beyond its range are cut off.
 
     Args:
         x: K or V, (B, Hkv, Sk, D), (B, Sk, Hkv, D) with layout "bshd", or (Tk, Hkv, D); pools of pages are the first two. Of float64,
             float32, float16 or bfloat16, and finite.
-        dtype: torch.int8, torch.float8_e4m3fn, or torch.uint8, which stands for two INT4 and wants an even D.
-        group: of K, strobe.attention()'s k_scale_group, a multiple of 32: a scale for each column and so many rows. None: for each row.
-        scale_dtype: torch.float32, or torch.float16, which takes numbers up to 65504 times the largest that is stored (127, 448 or 7).
+        dtype: torch.int8, torch.float8_e4m3fn, or torch.uint8, which stands for two INT4 and needs an even D.
+        group: for K, strobe.attention()'s k_scale_group, a multiple of 32: a scale for each column and this many rows. None: for each row.
+        scale_dtype: torch.float32, or torch.float16, which takes numbers up to 65504 times the largest stored one (127, 448 or 7).
             A float16 scale is 2^-24 or more, unless it is 0.
         layout: "bhsd" or "bshd".
 
     Returns:
-        (data, scale): data of dtype, contiguous, in x's shape, of uint8 half as wide; scale in the shape that strobe.attention() takes,
+        (data, scale): data of dtype, contiguous, in x's shape, half as wide with uint8; scale in the shape that strobe.attention() takes,
         0 where all of its numbers are 0.
 
     Raises:
@@ -79,7 +80,7 @@ def quantise(
         raise refusal(wrong)
     row = 0 if x.dim() == 3 else 1 if layout == "bshd" else 2
     if group is not None:
-        group = min(group, max(x.shape[row], 1))  # one group, however much larger
+        group = min(group, max(x.shape[row], 1))  # one group, however large it was asked for
     largest = _largest(x, group, row)
     if TORCH.is_readable(x) and (wrong := _not_quantisable("x", largest, dtype, scale_dtype, "scale_dtype=torch.float32")):
         raise refusal(wrong)
@@ -99,7 +100,7 @@ def _no_dtype(name: str, given: object, accepted: tuple[torch.dtype, ...]) -> Ex
 
 
 def _largest(x: Tensor, group: int | None, row: int) -> Tensor:
-    """The size of the largest of the numbers that share a scale, in float32 or float64. row: the axis of rows."""
+    """The magnitude of the largest of the numbers that share a scale, in float32 or float64. row: the axis of rows."""
     x = (x if x.dtype == torch.float64 else x.float()).abs()
     if group is None:
         return x.amax(-1)
@@ -109,7 +110,7 @@ def _largest(x: Tensor, group: int | None, row: int) -> Tensor:
 
 
 def _not_quantisable(name: str, largest: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype, way_out: str) -> Wrong:
-    """Of numbers in host memory. way_out: how the caller asks for scales of float32."""
+    """Refuses numbers in host memory that do not fit. way_out: how the caller asks for scales of float32."""
     if not (finite := largest.isfinite()).all():
         return [ValueError(f"{name}: {largest[~finite][0].item()} in it; accepted are finite numbers")]
     most = _LARGEST[dtype]
@@ -123,7 +124,7 @@ def _not_quantisable(name: str, largest: Tensor, dtype: torch.dtype, scale_dtype
 def _rounded(
     x: Tensor, largest: Tensor, dtype: torch.dtype, group: int | None, row: int, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What quantise() returns."""
+    """The result of quantise()."""
     most = _LARGEST[dtype]
     scale = _scale(largest, most, scale_dtype)
     x = x if x.dtype == torch.float64 else x.float()
@@ -131,17 +132,17 @@ def _rounded(
     data = (x / torch.where(of_rows == 0, 1.0, of_rows.to(x.dtype))).clamp(-most, most)
     if dtype == torch.float8_e4m3fn:
         return data.contiguous().to(dtype), scale
-    data = data.nan_to_num(0.0).round().to(torch.int8)  # what is NaN has a scale that makes it NaN again
+    data = data.nan_to_num(0.0).round().to(torch.int8)  # a NaN has a scale that makes it NaN again
     if dtype == torch.uint8:
         data = (data[..., 0::2] & 15 | data[..., 1::2] << 4).view(torch.uint8)
     return data.contiguous(), scale
 
 
 def _scale(largest: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Of numbers that are all 0: 0. Of others it is a number of dtype that is not 0; a NaN or an infinity stays what it is."""
+    """The scale of numbers that are all 0 is 0. Other scales are numbers of dtype that are not 0; a NaN or an infinity is kept."""
     limits = torch.finfo(dtype)
     scale = largest / most
-    if dtype == torch.float16:  # a subnormal number has few bits: it is rounded up, so that the row's largest number has room
+    if dtype == torch.float16:  # a subnormal number has few bits: it is rounded up, so that the row's largest number fits
         scale = torch.where(scale < limits.tiny, (scale.clamp(min=2.0**-24) * 2.0**24).ceil() * 2.0**-24, scale)
     else:
         scale = scale.clamp(min=limits.tiny)
@@ -171,22 +172,22 @@ def append(
     v_scale: Tensor | None = None,
     layout: str = "bhsd",
 ) -> Tensor:
-    """Writes the keys and values of new tokens behind those that a cache holds, in place.
+    """Writes the keys and values of new tokens after those that a cache holds, in place.
 
     Args:
         k_cache, v_cache: the cache. These, and its scales, may be cut out of one buffer, as long as no byte belongs to two of them.
         k, v: (B, Hkv, Snew, D) and (B, Hkv, Snew, Dv), or (B, Snew, Hkv, D) and (B, Snew, Hkv, Dv) with layout "bshd"; the cache's dtype.
-            With cu_seqlens (Tnew, Hkv, D) and (Tnew, Hkv, Dv); layout is then the cache's alone.
+            With cu_seqlens (Tnew, Hkv, D) and (Tnew, Hkv, Dv); layout is then only the cache's.
         seqlens: int32 (B,): how many tokens of each sequence the cache holds. The new ones have the positions from there on.
-        page_table: of a cache in pages. Sequences may share pages, but not one that is written into: no entry of the table that is in use
+        page_table: for a paged cache. Sequences may share pages, but not one that is written into: no entry of the table that is in use
             names it a second time. In host memory that is checked.
-        cu_seqlens: int32 (B + 1,): the new tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of k and v. Rows behind the
+        cu_seqlens: int32 (B + 1,): the new tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of k and v. Rows after the
             last sequence are padding.
-        rotary_cos, rotary_sin: (length, R), 2R <= D, floating point: the first 2R columns of k turn by the angles of their token's
+        rotary_cos, rotary_sin: (length, R), 2R <= D, floating point: the first 2R columns of k are rotated by the angles of their token's
             position. They reach the last position of a new token.
-        rotary_interleaved: columns 2r and 2r + 1 turn together, else r and R + r.
-        k_scale, v_scale: of a quantised cache, as strobe.attention() takes them, one for each key and head: they are written, too. k and v
-            are then float64, float32, float16 or bfloat16, and quantise() makes of them what is written. Numbers in host memory that
+        rotary_interleaved: columns 2r and 2r + 1 form a pair, else r and R + r.
+        k_scale, v_scale: for a quantised cache, as strobe.attention() takes them, one for each key and head: they are written, too. k and v
+            are then float64, float32, float16 or bfloat16, and quantise() converts them. Numbers in host memory that
             it refuses are refused here, too, unless their row is padding.
         layout: "bhsd" or "bshd".
 
@@ -217,10 +218,10 @@ def append(
     table = torch.arange(len(seqlens), device=k.device, dtype=torch.int32)[:, None] if page_table is None else page_table
     new = k.shape[row] if cu_seqlens is None else cu_seqlens.diff()
     counts = _check_room(seqlens, new, table, k_cache.shape[row], k_cache.shape[0], in_pages=page_table is not None)
-    if cu_seqlens is None:  # a row for each token
+    if cu_seqlens is None:  # one row per token
         k, v = ((x if bshd else x.transpose(1, 2)).flatten(0, 1) for x in (k, v))
     if rotary_cos is not None and rotary_sin is not None:
-        furthest = 1 if len(seqlens) and len(k) else 0  # where nobody looks at numbers
+        furthest = 1 if len(seqlens) and len(k) else 0  # if numbers are not read
         if counts is not None:
             furthest = max((n + count for n, count in zip(seqlens.tolist(), counts, strict=True) if count), default=0)
         check_tables(rotary_cos, rotary_sin, k.shape[2], furthest)
@@ -235,7 +236,7 @@ def append(
 
 
 def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pages: int, in_pages: bool) -> list[int] | None:
-    """How many new tokens each sequence gets, for which it has to have room in pages of its own; None where nobody looks at numbers."""
+    """How many new tokens each sequence gets, checked to fit its room, in pages of its own; None if numbers are not read."""
     room = table.shape[1] * page
     if isinstance(new, int) and new > room:
         raise ValueError(f"k: {new} tokens; accepted are up to {room}, for which a sequence has room")
@@ -255,7 +256,7 @@ def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pa
 
 
 def _no_room(b: int, held: int, new: int, room: int, page: int, in_pages: bool) -> str:
-    """Of sequence b, which holds so many tokens that the new ones do not fit behind them."""
+    """Refuses sequence b, which holds so many tokens that the new ones do not fit after them."""
     full = "full" if held == room else "too small"
     counts = f"have room for {room} tokens, hold {held} (seqlens) and are to get {new} more"
     if in_pages:
@@ -264,8 +265,8 @@ def _no_room(b: int, held: int, new: int, room: int, page: int, in_pages: bool) 
 
 
 def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch.dtype, tokens: int | None) -> list[tuple[Tensor, Tensor]]:
-    """Data and scale of k and of v, (Tnew, Hkv, D), each given with the dtype of its scales. tokens: how many are to be written, behind
-    which is padding; None where nobody looks at numbers."""
+    """Data and scale of k and of v, (Tnew, Hkv, D), each given with the dtype of its scales. tokens: how many are to be written; the rest
+    is padding; None if numbers are not read."""
     largest = {name: _largest(x, None, 0) for name, (x, _) in given.items()}
     wrong: Wrong = []
     if tokens is not None and TORCH.is_readable(given["k"][0]):
@@ -286,15 +287,15 @@ def copy(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Copies pages of a cache, or rows of a contiguous one, in place: page target[i] becomes what page source[i] was.
+    """Copies pages of a cache, or rows of a contiguous one, in place: page target[i] gets the contents of page source[i].
 
-    It is what a sequence needs that goes another way than the one that it shares a page with.
+    A sequence needs it that diverges from another one with which it shares a page.
 
     Args:
         k_cache, v_cache: the cache, in either layout.
-        source, target: int32 or int64 (N,). The numbers of target differ from one another. A pair of which one is none of the cache's is
+        source, target: int32 or int64 (N,). The numbers of target differ from one another. A pair with a page that is not in the cache is
             left out, if the numbers lie in device memory.
-        k_scale, v_scale: of a quantised cache, which is not copied without them: their pages are copied, too. As strobe.attention() takes
+        k_scale, v_scale: for a quantised cache, which is not copied without them: their pages are copied, too. As strobe.attention() takes
             them; k_scale may be one with k_scale_group.
 
     Raises:
@@ -335,14 +336,14 @@ def copy(
 
 @torch.no_grad()
 def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, layout: str = "bhsd") -> Tensor:
-    """K or V of a cache in pages as one tensor, a copy: (B, Hkv, n · page, D), or (B, n · page, Hkv, D) with layout "bshd".
+    """K or V of a paged cache as one tensor, a copy: (B, Hkv, n · page, D), or (B, n · page, Hkv, D) with layout "bshd".
 
     Args:
-        cache: (pages, Hkv, page, D), or (pages, page, Hkv, D) with layout "bshd". Of a quantised cache also its scales, one for each key
+        cache: (pages, Hkv, page, D), or (pages, page, Hkv, D) with layout "bshd". For a quantised cache also its scales, one for each key
             and head, without the last axis, which the result then lacks, too.
         page_table: int32 (B, n).
-        seqlens: int32 (B,): how many tokens of each sequence there are; None: all. Behind them stand zeros, as where a page is none of the
-            pool's.
+        seqlens: int32 (B,): how many tokens each sequence has; None: all. After them come zeros, and also for pages that are not in the
+            pool.
         layout: "bhsd" or "bshd".
 
     Raises:
@@ -390,7 +391,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
 def _write(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: Tensor, page_table: Tensor, cu_seqlens: Tensor | None, bshd: bool
 ) -> None:
-    """The tokens, a row each, of sequence b to its positions from seqlens[b] on, but for those that have no place."""
+    """Writes the tokens of sequence b, one row each, to its positions from seqlens[b] on, except those that have no place."""
     pages, page = k_cache.shape[0], k_cache.shape[1 if bshd else 2]
     if not (len(seqlens) and len(k) and pages and page_table.shape[1]):
         return
@@ -399,7 +400,7 @@ def _write(
     there = there & (positions >= 0) & (column < page_table.shape[1])
     number = page_table.long()[sequence, column.clamp(0, page_table.shape[1] - 1)]
     there = there & (number >= 0) & (number < pages)
-    # A token without a place is written where the first one that has a place is, and is that token; where none has, what stands there.
+    # A token without a place repeats the first one that has a place; if none has, it repeats the contents of the cache.
     source = torch.where(there, torch.arange(len(k), device=k.device), there.int().argmax())
     some = there.any()
     number, slot = (torch.where(some, x[source], 0) for x in (number, positions % page))
@@ -410,7 +411,7 @@ def _write(
 
 @torch.library.custom_op("strobe::kv_copy", mutates_args=("k_cache", "v_cache"))
 def _copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """Pairs of which one is none of the cache's repeat the first of the others; where there is none, a page becomes what it is."""
+    """Pairs with a page that is not in the cache repeat the first of the others; if there is none, a page is copied to itself."""
     pages = k_cache.shape[0]
     there = (source >= 0) & (source < pages) & (target >= 0) & (target < pages)
     first = torch.where(there, torch.arange(len(there), device=there.device), there.int().argmax())
@@ -433,7 +434,7 @@ def _(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 def _check_lists(page_table: Tensor | None, seqlens: Tensor | None, batch: int | None = None) -> int:
-    """B."""
+    """Returns B."""
     if page_table is not None and (page_table.dim() != 2 or page_table.dtype != torch.int32 or batch not in (None, page_table.shape[0])):
         accepted = "(B, n)" if batch is None else f"({batch}, n)"
         raise ValueError(
@@ -453,17 +454,17 @@ def _as_int32(name: str, x: Tensor) -> str:
 
 
 class _Sizes(NamedTuple):
-    """Of a call of append(): what its tensors have alike."""
+    """The sizes that the tensors of a call of append() share."""
 
     batch: int
     heads: int
-    new: int  # tokens of a sequence; with cu_seqlens of all
+    new: int  # tokens per sequence; with cu_seqlens of all
     rows: int  # pages, or sequences
     page: int
 
 
 def _sizes_of_first(given: dict[str, Tensor], bshd: bool) -> _Sizes:
-    """As k_cache and k have them."""
+    """The sizes of k_cache and k."""
     k_cache, k, cu_seqlens = given["k_cache"], given["k"], given.get("cu_seqlens")
     head, row = (2, 1) if bshd else (1, 2)
     batch, new = (len(k), k.shape[row]) if cu_seqlens is None else (len(cu_seqlens) - 1, len(k))
@@ -471,7 +472,7 @@ def _sizes_of_first(given: dict[str, Tensor], bshd: bool) -> _Sizes:
 
 
 def _sizes_of_most(given: dict[str, Tensor], bshd: bool) -> _Sizes:
-    """Of tensors that do not fit together, as most of them have them, so that those are not called wrong that are right."""
+    """For tensors that do not fit together, the sizes of the majority, so that correct ones are not reported."""
     k_cache, v_cache, k, v, seqlens = (given[name] for name in ("k_cache", "v_cache", "k", "v", "seqlens"))
     paged, packed = "page_table" in given, "cu_seqlens" in given
     head, row = (2, 1) if bshd else (1, 2)
@@ -489,12 +490,12 @@ def _sizes_of_most(given: dict[str, Tensor], bshd: bool) -> _Sizes:
 
 
 def _most(sizes: list[int]) -> int:
-    """The one that most have, of several the first."""
+    """The most frequent one, the first of several."""
     return max(sizes, key=sizes.count)
 
 
 def _accepted_shapes(given: dict[str, Tensor], sizes: _Sizes, bshd: bool) -> dict[str, tuple[int, ...]]:
-    """Of the caches and the new tokens."""
+    """The shapes accepted for the caches and the new tokens."""
     accepted: dict[str, tuple[int, ...]] = {}
     for name in ("k", "v"):
         width = given[f"{name}_cache"].shape[3]
@@ -525,7 +526,7 @@ def _ways_out(given: dict[str, Tensor], name: str, sizes: _Sizes, bshd: bool) ->
 
 
 def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
-    """What does not fit, of a call of append()."""
+    """The tensors of a call of append() that do not fit."""
     k_cache, k, seqlens = (given[name] for name in ("k_cache", "k", "seqlens"))
     table, cu_seqlens, quantised = given.get("page_table"), given.get("cu_seqlens"), "k_scale" in given
     axes = {"k_cache": 4, "v_cache": 4} | dict.fromkeys(("k", "v"), 4 if cu_seqlens is None else 3)
@@ -543,7 +544,7 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
         )
     if wrong:
         return wrong
-    if not quantised and (k_cache.dtype in _LARGEST or given["v_cache"].dtype in _LARGEST):  # then nobody knows what k and v are to be
+    if not quantised and (k_cache.dtype in _LARGEST or given["v_cache"].dtype in _LARGEST):  # the intended dtype of k and v is not known
         of = f", float16 or float32 {tuple(k_cache.shape[:3])}: append() quantises k and v itself, and writes their scales"
         return _wrong_dtypes(k_cache, given["v_cache"], quantised, of)
     row = 1 if bshd else 2
@@ -587,7 +588,7 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
 
 
 def _wrong_dtypes(k_cache: Tensor, v_cache: Tensor, quantised: bool, scales: str = "") -> Wrong:
-    """What attention() does not take, of a cache that has scales, or has none. scales: what a message says of those that are not there."""
+    """Dtypes that attention() does not accept, for a cache with scales, or without. scales: a message's words for the missing ones."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype in _LARGEST and not quantised:
             return [ValueError(f"k_scale, v_scale: None beside {name} of {x.dtype}; accepted are the scales of a quantised cache{scales}")]
@@ -607,7 +608,7 @@ def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Wrong:
-    """What does not fit, of the caches and scales of a call of copy(), which does not know the layout."""
+    """The caches and scales of a call of copy(), which does not know the layout, that do not fit."""
     wrong = _wrong_dtypes(k_cache, v_cache, quantised=k_scale is not None)
     if wrong or k_scale is None or v_scale is None:
         return wrong
@@ -628,7 +629,7 @@ def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_s
 
 
 def _is_groups(count: int, rows: int) -> bool:
-    """Whether rows make so many groups of some k_scale_group."""
+    """Whether rows make this many groups for some k_scale_group."""
     if not count or not rows:
         return count == rows
     group = 32 * -(-rows // (32 * count))  # the least one that makes no more
@@ -640,7 +641,7 @@ def _accepted_pages(pages: int) -> str:
 
 
 def _check_pages(table: list[list[int]], begin: list[int], new: list[int], page: int, pages: int, writes: bool = True) -> None:
-    """Of the pages that hold the new[b] tokens from begin[b] on: each is one of the pool's. writes: and serves no other place of a
+    """Checks the pages that hold the new[b] tokens from begin[b] on: each is in the pool. writes: and serves no other place of a
     sequence."""
     written: dict[int, tuple[int, int]] = {}  # page: sequence, and which of its pages
     ends = [-(-(first + count) // page) for first, count in zip(begin, new, strict=True)]

@@ -31,7 +31,7 @@ class FlashAttention(torch.nn.Module):
     """strobe.attention() as a module whose options are set once. It has no parameters.
 
     Args:
-        head_dim: D, the last axis of q and k. Every call is held to it.
+        head_dim: D, the last axis of q and k. Every call must have it.
         options: the options of strobe.attention() that are not tensors, such as causal, window, softcap, layout and block_mask. Tensors
             (mask, bias and so on) are passed to the call. dropout applies in training mode only.
 
@@ -69,7 +69,7 @@ class FlashAttention(torch.nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **overrides: Unpack[AttentionOptions]) -> Any:
         """Computes attention. `overrides` replace options of the module for this call; a dropout among them holds in evaluation too."""
-        if isinstance(q, Tensor) and unfit("q", q) is None and q.dim() and q.shape[-1] != self.head_dim:  # else attention() says what
+        if isinstance(q, Tensor) and unfit("q", q) is None and q.dim() and q.shape[-1] != self.head_dim:  # else attention() raises
             raise ValueError(f"q: head dimension {q.shape[-1]}; accepted is the module's, {self.head_dim}")
         options: AttentionOptions = {**self.options, **overrides}
         if not self.training and "dropout" not in overrides:
@@ -83,22 +83,22 @@ class FlashAttention(torch.nn.Module):
         block_mask = self.options.get("block_mask")
         if block_mask is not None:
             device = fn(torch.empty_like(TORCH.own(block_mask.rows))).device
-            if device.type != "meta":  # from which nothing would bring its numbers back
+            if device.type != "meta":  # its numbers could not be brought back from it
                 self.options["block_mask"] = block_mask.to(device)
         return super()._apply(fn, recurse)
 
 
 def _check_values(head_dim: int, options: AttentionOptions) -> None:
-    """Raises what attention() would, whatever the tensors: of sequences without a token."""
+    """Raises the errors of attention() that do not depend on the tensors, by sequences without tokens."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return  # to a tracer, or of fake tensors, the library cannot speak; the call will
+        return  # the library cannot serve a tracer or fake tensors; the call can
     nothing = torch.zeros(0, 1, head_dim, device="cpu")
     starts = torch.zeros(2, dtype=torch.int32, device="cpu")
     given: AttentionOptions = {**options, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
     if given.get("seed") is None:
-        given["seed"] = 0  # none is drawn
+        given["seed"] = 0  # nothing is drawn
     if isinstance(given.get("block_mask"), BlockMask):
-        del given["block_mask"]  # fits lengths that come with the call
+        del given["block_mask"]  # it fits lengths that come with the call
     if isinstance(given.get("part"), Part):
-        del given["part"]  # fits rows that come with the call
+        del given["part"]  # it fits rows that come with the call
     explain(nothing, nothing, nothing[..., :MAX_HEAD_DIM_V], **given)

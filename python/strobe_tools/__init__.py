@@ -1,1 +1,1 @@
-"""Programs that use the library: the ``strobe`` command (cli), and what it runs of a size of its own (bench, figures, train)."""
+"""Programs that use the library: the ``strobe`` command (cli), and its larger parts (bench, figures, train)."""

@@ -1,4 +1,4 @@
-"""What this machine is, in words."""
+"""A description of this machine."""
 
 from __future__ import annotations
 

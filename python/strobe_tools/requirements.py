@@ -1,4 +1,4 @@
-"""Packages that a command needs and the library does not."""
+"""Packages that only a command needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 
 def require(command: str, *packages: str, extra: str) -> None:
-    """Leaves, with the remedy in one line, if a package is not installed.
+    """Exits, with the remedy in one line, if a package is not installed.
 
     The remedy installs what the extra of pyproject.toml would: naming the extra itself would compile Strobe again.
     """
@@ -23,10 +23,10 @@ def require(command: str, *packages: str, extra: str) -> None:
 
 
 def _versions(extra: str) -> dict[str, str]:
-    """What an extra asks of each of its packages: {"torch": ">=2.4"}."""
+    """The versions that an extra requires of its packages: {"torch": ">=2.4"}."""
     try:
         required = importlib.metadata.requires("strobe-attention") or []
-    except importlib.metadata.PackageNotFoundError:  # sources on the path
+    except importlib.metadata.PackageNotFoundError:  # run from sources that are not installed
         required = []
     found = {}
     for requirement in required:

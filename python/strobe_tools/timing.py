@@ -1,4 +1,4 @@
-"""Timing several functions fairly: warmed up, their repeats interleaved in shuffled order, medians. And the work that they did."""
+"""Timing several functions fairly: warmed up, their repeats interleaved in shuffled order, medians. And the count of their work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 Name = TypeVar("Name")
-_HOST_MARGIN = 1.5  # the GPU's time over the host's from which on the host is safely ahead
-_CLOCK = 2e9  # Hz, about what GPUs have
+_HOST_MARGIN = 1.5  # ratio of the GPU's time to the host's above which the host is safely ahead
+_CLOCK = 2e9  # Hz, about that of a GPU
 _LOAD = 0.05  # seconds of calls before those that count
 
 
@@ -27,7 +27,7 @@ def medians(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Cal
 
 
 def samples(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] | None = None) -> dict[str, list[float]]:
-    """The same, all that count."""
+    """The same, all calls that count."""
     now = clock or time.perf_counter
     for function in functions.values():
         function()
@@ -42,17 +42,17 @@ def samples(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Cal
 
 
 def medians_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, float]:
-    """The same by CUDA events on the current stream: the time on the GPU, whatever the host takes beside it.
+    """The same by CUDA events on the current stream: the time on the GPU, whatever the host takes meanwhile.
 
     As in a training step, under load: all calls are launched without a stop, after rounds that are not counted and have brought clocks and
-    power to where they stay. Each call finds an L2 cache of other data, none of which is to be written back. Where the calls are too short
+    power to a steady state. Each call finds an L2 cache of other data, none of which must be written back. If the calls are too short
     for the host to keep ahead, the GPU waits before each.
     """
     return {name: statistics.median(times) for name, times in samples_on_gpu(functions, repeats).items()}
 
 
 def samples_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, list[float]]:
-    """The same, all that count."""
+    """The same, all calls that count."""
     import torch
 
     properties = torch.cuda.get_device_properties("cuda")
@@ -69,7 +69,7 @@ def samples_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) ->
         return start, end
 
     def round_of_all() -> tuple[float, float]:
-        """Seconds that it takes the host, and the GPU."""
+        """Seconds of the host, and of the GPU."""
         torch.cuda.synchronize()
         begin = time.perf_counter()
         pairs = [timed(function, 0) for function in functions.values()]

@@ -1,4 +1,4 @@
-"""Checks of options' values that click has none for. Each leaves with one message that names the option and what is accepted."""
+"""Checks of options' values that click does not have. Each exits with one message that names the option and the accepted values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def known(given: Iterable[str] | None, accepted: Iterable[str], option: str) -> 
 
 
 def writable(path: Path | None, option: str) -> None:
-    """Before the work whose results are to go there."""
+    """Checks the path before the work whose results go there."""
     if path is None:
         return
     try:

@@ -1,4 +1,4 @@
-// What is computed: the problem as every engine sees it, after validation. No engine's concern lives here.
+// What is computed: the validated problem, as every engine sees it. Nothing here is specific to an engine.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -30,23 +30,23 @@ enum class DType : int32_t {
   i64 = STROBE_INT64,
   i8 = STROBE_INT8,
   e4m3 = STROBE_FLOAT8_E4M3,
-  i4x2 = STROBE_UINT8 // two a byte
+  i4x2 = STROBE_UINT8 // two per byte
 };
 enum class ScoreFunction : int32_t { dot = STROBE_DOT, hyperbolic = STROBE_HYPERBOLIC };
 enum class Direction : int32_t { forward = STROBE_FORWARD, backward = STROBE_BACKWARD };
 
 const char *name(DType);
-// Of an element as it is stored: INT4 are stored two at a time.
+// The bytes of a stored element: INT4 are stored two at a time.
 int64_t bytes(DType);
 
-// A tensor seen through the axes (batch, head, row, column). Strides count elements; an axis that the tensor lacks or broadcasts has
-// stride 0. Varlen tensors have batch stride 0: the row is the packed token. Of a pool of pages, stride[0] leads from page to page.
+// A tensor seen through the axes (batch, head, row, column). Strides count elements; an axis that the tensor lacks or broadcasts has stride
+// 0. Varlen tensors have batch stride 0: the row is the packed token. In a pool of pages, stride[0] is the distance of two pages.
 struct View {
   char *data = nullptr;
   DType dtype = DType::none;
   int64_t stride[4] = {0, 0, 0, 0};
-  const int32_t *page_table = nullptr;   // (batch, pages_each): where row i of a sequence lies, page_size rows a page
-  int64_t page_size = 0, pages_each = 0; // page_size 0: no pages
+  const int32_t *page_table = nullptr;   // (batch, pages_each): the page of each page_size rows of a sequence
+  int64_t page_size = 0, pages_each = 0; // page_size 0: not paged
 
   __attribute__((always_inline)) explicit operator bool() const { return dtype != DType::none; }
   __attribute__((always_inline)) int64_t index(int64_t b, int64_t h, int64_t i, int64_t c) const {
@@ -58,8 +58,8 @@ struct View {
   }
 };
 
-// What the stored numbers of K or V are multiplied by: one scale for each row, or for each column of `rows` consecutive rows. Both lie
-// where the tensor's own row does.
+// The factors of the stored numbers of K or V: one scale for each row, or for each column of `rows` consecutive rows. They are indexed like
+// the tensor's own rows.
 struct Scales : View {
   int64_t rows = 1;
 
@@ -69,13 +69,13 @@ struct Scales : View {
   }
 };
 
-// Rows of a sequence that tensors hold: its rows [local, local + length) are the positions from start on.
+// Rows of a sequence that the tensors hold: its rows [local, local + length) are the positions from start on.
 struct RowRange {
   int64_t start, length, local;
   __attribute__((always_inline)) int64_t end() const { return start + length; }
 };
 
-// The lists of a call as they lie in the caller's memory, in the order of each_list (contents.h); their addresses are the problem's own.
+// The lists of a call with their shapes in the caller's memory, in the order of each_list (contents.h); the problem has their addresses.
 struct ListForms {
   static constexpr int kCount = 9;
   strobe_tensor of[kCount] = {};
@@ -89,12 +89,12 @@ struct Problem {
   int64_t batch = 0, heads = 0, heads_kv = 0;
   int64_t seqlen_q = 0, seqlen_k = 0; // varlen: max_seqlen_q, max_seqlen_k
   int64_t head_dim = 0, head_dim_v = 0;
-  bool varlen = false;                              // of the keys, unless they are paged
-  int64_t page_size = 0, pages = 0, pages_each = 0; // keys of a page, 0: no pages; pages of the pool, and of a sequence
-  int64_t page_table_row = 0;                       // entries from a sequence's row of the page table to the next one's
+  bool varlen = false;                              // keys are packed as well, unless they are paged
+  int64_t page_size = 0, pages = 0, pages_each = 0; // keys per page, 0: not paged; pages of the pool; pages of a sequence
+  int64_t page_table_row = 0;                       // distance of two sequences' rows in the page table
   int64_t total_q = 0, total_k = 0;                 // varlen: packed tokens; dense: batch * seqlen
-  int64_t most_q = kUnbounded, most_k = kUnbounded; // varlen without a maximum, in host memory: the longest's lengths
-  DType dtype = DType::none;                        // of q and out, and of k and v unless they are quantised
+  int64_t most_q = kUnbounded, most_k = kUnbounded; // varlen without a given maximum, in host memory: the longest sequence's lengths
+  DType dtype = DType::none;                        // of q and out; of k and v as well, unless they are quantised
   DType quantised_as = DType::none;                 // how quantised k and v are stored; none: in dtype
   int32_t device_type = STROBE_CPU, device_index = 0;
 
@@ -102,18 +102,18 @@ struct Problem {
   ScoreFunction score = ScoreFunction::dot;
   double scale = 1, softcap = 0; // softcap 0: none
   double beta = 0, shift = 0;    // hyperbolic
-  // visibility: i + offset - left <= j <= i + offset + right, where offset = bottom_right ? Sk - Sq : 0 (of the sequence at hand).
-  // Causal has become right = min(right, 0).
+  // visibility: i + offset - left <= j <= i + offset + right, where offset = bottom_right ? Sk - Sq : 0 (of the sequence in question).
+  // Causal is stored as right = min(right, 0).
   bool bottom_right = true;
   int64_t window_left = kUnbounded, window_right = kUnbounded;
   // dropout
   double dropout = 0;
-  uint64_t seed = 0, offset = 0; // unless rng
-  // wishes
+  uint64_t seed = 0, offset = 0; // unless rng is given
+  // requests, and hints of a tuning table
   int64_t tile_q = 0, tile_k = 0;
-  int64_t bundle = 0;        // heads whose tiles run together; of a tuning table alone, as the next two are
+  int64_t bundle = 0;        // heads whose tiles run together; only set by a tuning table, like the next two
   int64_t shares = 0;        // see the Hopper backward's Config, split_group
-  bool staged_store = false; // see the Hopper backward's Config, as of the next one
+  bool staged_store = false; // see the Hopper backward's Config, like the next one
   std::optional<bool> persistent;
   bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
   std::string engine; // empty: any
@@ -124,9 +124,9 @@ struct Problem {
   View mask, bias;         // (batch, head, query, key), stride 0 where broadcast
   View alibi_slopes;       // (batch, head, -, -)
   View sinks;              // (-, head, -, -)
-  // The lists from here on. In host memory they are the call's own copies (contents.h), one integer behind the other. In device memory
-  // they are the caller's, of any strides, of which GPU engines make copies (cuda/program/lists.h).
-  std::shared_ptr<const void> lists;      // what owns the copies
+  // The lists follow. In host memory they are the call's own copies (contents.h), without gaps. In device memory they are the caller's,
+  // with any strides, and GPU engines copy them (cuda/program/lists.h).
+  std::shared_ptr<const void> lists;      // owns the copies
   std::shared_ptr<const ListForms> forms; // null: there are no lists
   const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
   const int32_t *seqused_k = nullptr; // (batch): how many keys of each sequence count; null: all
@@ -136,46 +136,46 @@ struct Problem {
     bool present = false, transposed = false;
     int64_t block_q = 0, block_k = 0;                     // tokens per block
     int64_t rows = 0, cols = 0, kept = 0;                 // ceil(seqlen_q / block_q), ceil(seqlen_k / block_k), entries
-    int64_t batch = 1, heads = 1;                         // 1 or the problem's: what the CSR is broadcast over
+    int64_t batch = 1, heads = 1;                         // 1 or the problem's: the axes over which the CSR is broadcast
     const int32_t *row_ptr = nullptr, *col = nullptr;     // row_ptr: (batch, heads, rows + 1) absolute offsets into col
     const int32_t *row_ptr_t = nullptr, *col_t = nullptr; // (batch, heads, cols + 1)
   } blocks;
 
   View out, lse;                                     // lse: (batch, head, query, -)
-  int64_t lse_low = 0;                               // of a partial part: how many elements behind a row's LSE its second number lies
-  View max_logit, column_sums;                       // of the forward, where wanted: (batch, head, -, -) and (batch, query head, key, -)
-  View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: of a partial part
+  int64_t lse_low = 0;                               // partial part: the distance, in elements, from a row's LSE to its second number
+  View max_logit, column_sums;                       // forward, if asked for: (batch, head, -, -) and (batch, query head, key, -)
+  View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: with a partial part
   bool accumulate = false;                           // dq, dk and dv are added to
 
-  // Of a larger problem: the rows, heads and sequences that the tensors hold (docs/semantics.md, "Parts of a problem").
+  // The rows, heads and sequences of a larger problem that the tensors hold (docs/semantics.md, "Parts of a problem").
   struct Part {
-    std::shared_ptr<const void> lists;                                  // what owns them
+    std::shared_ptr<const void> lists;                                  // owns the following lists
     const RowRange *q = nullptr, *k = nullptr;                          // (batch or 1, count); null: whole sequences
-    int64_t count_q = 1, count_k = 1, batch_q = 1, batch_k = 1;         // ranges of a sequence, sequences of the lists
-    const int64_t *seqlens_q = nullptr, *seqlens_k = nullptr;           // (batch or 1): of the whole sequences
-    int64_t batch_lens_q = 1, batch_lens_k = 1, most_q = 0, most_k = 0; // sequences of these lists; the longest
+    int64_t count_q = 1, count_k = 1, batch_q = 1, batch_k = 1;         // ranges per sequence, sequences in the lists
+    const int64_t *seqlens_q = nullptr, *seqlens_k = nullptr;           // (batch or 1): lengths of the whole sequences
+    int64_t batch_lens_q = 1, batch_lens_k = 1, most_q = 0, most_k = 0; // sequences in these lists; the longest length
     int64_t first_head = 0, heads = 0, first_batch = 0;
     bool partial = false;
-    const void *table = nullptr; // where a GPU engine has the lists in its workspace
+    const void *table = nullptr; // the lists in a GPU engine's workspace
     __attribute__((always_inline)) explicit operator bool() const { return q != nullptr; }
   } part;
 
-  // Whether the keys are tokens of one row after the other, sequence behind sequence.
+  // Whether the keys are tokens in consecutive rows, one sequence after another.
   __attribute__((always_inline)) bool packed_k() const { return varlen && !page_size; }
   const int32_t *page_table() const { return k.page_table; }
   void set_page_table(const int32_t *table) { k.page_table = v.page_table = k_scale.page_table = v_scale.page_table = table; }
   __attribute__((always_inline)) bool quantised() const { return quantised_as != DType::none; }
-  // Elements of a row of K or V.
+  // Elements per row of K or V.
   __attribute__((always_inline)) int64_t stored(int64_t columns) const { return quantised_as == DType::i4x2 ? columns / 2 : columns; }
-  bool scaled_by_channel() const { return k_scale.rows > 1; } // K; else by row
-  // Whether a forward is to be followed by the pass that makes max_logit and column_sums.
+  bool scaled_by_channel() const { return k_scale.rows > 1; } // of K; otherwise scales belong to rows
+  // Whether a forward is followed by the pass that makes max_logit and column_sums.
   bool auxiliary() const { return max_logit || column_sums; }
-  // Whether the score is no linear function of q.k.
+  // Whether the score is not linear in q.k.
   __attribute__((always_inline)) bool curved() const { return softcap > 0 || score == ScoreFunction::hyperbolic; }
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
 
   // The longest sequence has at most this many queries or keys, which bounds the work. seqlen_q and seqlen_k are the sizes of mask, bias
-  // and blocks.
+  // and mask blocks.
   __attribute__((always_inline)) int64_t longest_q() const { return least(seqlen_q, total_q, most_q); }
   __attribute__((always_inline)) int64_t longest_k() const { return least(seqlen_k, total_k, most_k); }
 
@@ -196,7 +196,7 @@ struct Problem {
     return rows(packed_k(), cu_seqlens_k, b, total_k, packed_k() ? longest_k() : seqlen_k);
   }
 
-  // The positions of a sequence's rows, range by range: one range of all unless the call is a part.
+  // The positions of a sequence's rows, range by range: one range with all of them unless the call is a part.
   __attribute__((always_inline)) RowRange range_q(int64_t b, int64_t n) const {
     if (part) return part.q[(part.batch_q > 1 ? b : 0) * part.count_q + n];
     return {0, rows_q(b).length, 0};
@@ -205,8 +205,8 @@ struct Problem {
     if (part) return part.k[(part.batch_k > 1 ? b : 0) * part.count_k + n];
     return {0, rows_k(b).length, 0};
   }
-  // The lengths of the whole sequence, and the sizes of what is indexed by the whole problem's positions: blocks, and mask's and bias's
-  // columns.
+  // The lengths of the whole sequence, and the sizes of tensors that are indexed by the whole problem's positions: mask blocks, and the
+  // columns of mask and bias.
   __attribute__((always_inline)) int64_t whole_q(int64_t b) const {
     return part ? part.seqlens_q[part.batch_lens_q > 1 ? b : 0] : rows_q(b).length;
   }
@@ -229,10 +229,10 @@ private:
   }
 };
 
-// How the caller wants it run.
+// How the call runs.
 struct Execution {
   int32_t threads = 1;      // >= 1, resolved
-  int32_t reserved_sms = 0; // of a GPU, left to others
+  int32_t reserved_sms = 0; // multiprocessors of a GPU that are left to other work
   strobe_parallel parallel = nullptr;
   void *pool = nullptr;
   void *stream = nullptr;
@@ -249,7 +249,7 @@ struct Execution {
 };
 
 // Checks everything; throws Error(STROBE_INVALID_ARGUMENT) listing each reason on a line of its own. A null execution is the default one.
-// placed (optional): receives what bytes are whose (tensor_check.h).
+// placed (optional): receives which bytes belong to which tensor (tensor_check.h).
 struct Placed;
 Problem validate(const strobe_attention *, const strobe_tensors *, Direction, std::vector<Placed> *placed = nullptr);
 Execution validate(const strobe_execution *);

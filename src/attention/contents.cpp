@@ -119,7 +119,7 @@ bool update_longest(Problem &p) {
 }
 
 std::string check_offsets(const Csr &m) {
-  int64_t at = 0; // where the next row has to begin
+  int64_t at = 0; // where the next row must begin
   for (int64_t n = 0; n < m.matrices; n++) {
     const int32_t *row = m.offsets + n * (m.rows + 1);
     if (row[0] != at)
@@ -153,7 +153,7 @@ std::string check_indices(const Csr &m) {
   return {};
 }
 
-// Rows are walked in ascending order, so the entries of each transposed row must turn up in their own order.
+// Rows are walked in ascending order, so the entries of each transposed row must appear in their own order.
 std::string check_transpose(const Csr &m, const Csr &t) {
   std::vector<int32_t> next(m.cols);
   for (int64_t n = 0; n < m.matrices; n++) {

@@ -1,5 +1,5 @@
-// What must hold of the integers in host memory: cu_seqlens, seqused_k, page_table and the block-sparse CSR. Each check answers with the
-// first thing wrong, or with an empty text.
+// Checks of the integers in host memory: cu_seqlens, seqused_k, page_table and the block-sparse CSR. Each check returns the first error, or
+// an empty text.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -20,7 +20,7 @@ public:
   Ints(const std::vector<int32_t> &all) : Ints(all.data()) {}
   int64_t operator[](int64_t n) const { return wide_ ? wide_[n] : narrow_[n]; }
   explicit operator bool() const { return narrow_; }
-  // In 32 bits. What does not fit, and may stand only where nothing is read, is negative.
+  // As 32 bits. A number that does not fit, and may stand only where it is not read, becomes negative.
   const int32_t *narrow() const { return narrow_; }
 
 private:
@@ -28,42 +28,43 @@ private:
   const int64_t *wide_;
 };
 
-// The lists of one call in host memory, copied: what is checked is what is read, whatever another thread writes to the caller's meanwhile.
+// Copies of the lists of one call in host memory. The checks and the engines read the same copies, whatever another thread writes to the
+// caller's lists meanwhile.
 class OwnLists {
 public:
-  // Without gaps, whatever the list's strides; the same copy for the same list. T: of the list's elements.
+  // A copy without gaps, whatever the list's strides; the same list gives the same copy. T: the type of the list's elements.
   template <class T> const T *copy(const strobe_tensor &list) { return reinterpret_cast<const T *>(copied(list).own.get()); }
-  // The same of a list of either width.
+  // The same for a list of either width.
   Ints ints(const strobe_tensor &list);
-  // The list whose copy in 32 bits lies there.
+  // The list whose 32-bit copy lies at this address.
   Ints at(const int32_t *narrow) const;
 
 private:
   struct Copy {
     strobe_tensor of;
     std::unique_ptr<char[]> own;
-    std::unique_ptr<int32_t[]> narrow; // of 64 bits
+    std::unique_ptr<int32_t[]> narrow; // made from 64 bits
   };
   Copy &copied(const strobe_tensor &list);
   static Ints ints_of(const Copy &);
   std::vector<Copy> copies_;
 };
-// Points the lists of a problem in host memory at copies of them, which it owns; null if it has none.
+// Points the lists of a problem in host memory at copies, which the result owns; null if the problem has no lists.
 std::shared_ptr<const OwnLists> own_lists(Problem &);
 
-// f(list, n) for each list that a problem may have: the pointer to its integers, and its place in ListForms.
+// f(list, n) for each list that a problem may have: the pointer to its integers, and its index in ListForms.
 template <class P, class F> void each_list(P &p, F &&f) {
   f(p.cu_seqlens_q, 0), f(p.cu_seqlens_k, 1), f(p.seqused_k, 2), f(p.rng, 3);
   f(p.blocks.row_ptr, 4), f(p.blocks.col, 5), f(p.blocks.row_ptr_t, 6), f(p.blocks.col_t, 7);
   f(p.k.page_table, 8); // see Problem::set_page_table
 }
 
-// Each also refuses what 32 bits have no room for.
+// Each check also refuses numbers that do not fit 32 bits.
 std::string check_cu_seqlens(Ints cu, int64_t batch, int64_t total, int64_t max_seqlen);
-// cu: of packed keys, which was checked before; null: each sequence has `length` of them.
+// cu: of packed keys, already checked; null: each sequence has `length` keys.
 std::string check_seqused(Ints used, int64_t batch, const int32_t *cu, int64_t length, bool paged);
 
-// Only the pages that hold keys that count are checked. used: how many keys of each sequence count, which has been checked; null: all.
+// Only pages that hold keys that count are checked. used: how many keys of each sequence count, already checked; null: all.
 struct PageTable {
   int64_t batch, pages_each, page_size, pages; // pages: of the pool
   Ints table;
@@ -76,14 +77,15 @@ struct Csr {
   const int32_t *offsets, *indices;
 };
 std::string check_offsets(const Csr &);
-std::string check_indices(const Csr &); // only after check_offsets found nothing
-// Whether `t` holds the transposes of `m`; both checked before. O(kept + cols).
+std::string check_indices(const Csr &); // only if check_offsets found no error
+// Whether `t` holds the transposes of `m`; both are already checked. O(kept + cols).
 std::string check_transpose(const Csr &m, const Csr &t);
 
-// Sets most_q and most_k, if the problem has them, to what the checked cu_seqlens say. Returns whether that changed them.
+// Sets most_q and most_k, if the problem has them, from the checked cu_seqlens. Returns whether that changed them.
 bool update_longest(Problem &);
 
-// All of them for a problem; throws what is wrong. read(ints, count) answers with the integers in host memory, of which Ints can be made.
+// Runs all checks for a problem; throws the first error. read(ints, count) returns the integers in host memory, as a type that converts to
+// Ints.
 template <class Read> void check_contents(const Problem &p, Read &&read) {
   auto require = [](const char *argument, const std::string &reason) {
     if (!reason.empty()) throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", reason));

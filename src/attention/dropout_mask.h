@@ -1,4 +1,4 @@
-// strobe_dropout_mask: which elements dropout keeps, written out.
+// strobe_dropout_mask: writes out which elements dropout keeps.
 #pragma once
 #include "strobe/strobe.h"
 

@@ -1,4 +1,4 @@
-// How the caller wants it run: strobe_execution, checked, its defaults resolved.
+// strobe_execution, checked, with its defaults resolved.
 #include <thread>
 #if defined(__linux__)
 #include <sched.h>
@@ -10,7 +10,7 @@
 namespace strobe {
 namespace {
 
-// As many as this process may run on.
+// As many threads as this process may run on.
 int32_t usable_processors() {
 #if defined(__linux__)
   cpu_set_t set;

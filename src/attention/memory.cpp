@@ -79,7 +79,7 @@ void gather(const strobe_tensor &t, int64_t element_bytes, void *to) {
 
 namespace {
 
-// A tensor's bytes as runs of `run`, one at begin + each sum of multiples, below the counts, of strides that are all larger than run.
+// A tensor's bytes as runs of `run` bytes, one at begin + each sum of multiples (below the counts) of strides that are all larger than run.
 struct Runs {
   int64_t begin, run;
   int32_t axes = 0;
@@ -121,7 +121,7 @@ bool apart_in_a_period(const Runs &x, const Runs &y) {
   return false;
 }
 
-// Whether a run of y meets one of x: whether some sum of y's steps, less some sum of x's, brings y's first run to x's.
+// Whether a run of y meets one of x: whether some sum of y's steps, minus some sum of x's, brings y's first run to x's.
 class Meeting {
 public:
   Meeting(const Runs &x, const Runs &y) : low_(1 - __int128{y.run}), high_(__int128{x.run} - 1) {
@@ -132,12 +132,12 @@ public:
       least_[n] = least_[n + 1] + steps_[n].stride * steps_[n].least, most_[n] = most_[n + 1] + steps_[n].stride * steps_[n].most;
     found_ = search(__int128{y.begin} - x.begin, 0);
   }
-  // Not so, too, where the search would take long.
+  // Also false where the search would take long.
   bool excluded() const { return !found_ && left_ >= 0; }
 
 private:
   struct Step {
-    __int128 stride, least, most; // taken so often
+    __int128 stride, least, most; // multiples of the stride from `least` to `most`
   };
   void add(int64_t stride, int64_t least, int64_t most) {
     for (int n = 0; n < count_; n++)
@@ -163,7 +163,7 @@ private:
   __int128 low_, high_;
   Step steps_[8];
   int count_ = 0;
-  __int128 least_[9] = {}, most_[9] = {}; // what the steps from the n-th on reach
+  __int128 least_[9] = {}, most_[9] = {}; // the reach of the steps from the n-th on
   int left_ = 4096;
   bool found_;
 };

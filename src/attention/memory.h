@@ -12,7 +12,7 @@ struct Footprint {
   struct Axis {
     int64_t stride, count;
   };
-  int64_t begin = 0, end = 0; // the range that holds them all; empty if the tensor is
+  int64_t begin = 0, end = 0; // the range that holds all of them; empty if the tensor is
   int64_t element = 0;
   int32_t axes = 0;
   Axis axis[4]; // strides ascending
@@ -21,7 +21,7 @@ struct Footprint {
 // Nothing if the tensor's number of elements or the distance between them passes 64 bits.
 std::optional<Footprint> footprint(const strobe_tensor &, int64_t element_bytes);
 
-// True only if no two indices share a byte (sufficient: each stride clears all that smaller strides reach).
+// True only if no two indices share a byte (sufficient: each stride exceeds the reach of all smaller strides).
 bool each_element_apart(const Footprint &);
 
 // Whether the elements follow one another in row-major order, without gaps.
@@ -30,8 +30,8 @@ bool is_dense(const strobe_tensor &);
 void gather(const strobe_tensor &, int64_t element_bytes, void *to);
 
 // True only if no byte belongs to both: by their ranges, because both repeat with a common period within which they stay apart (as do q, k
-// and v cut out of one packed tensor, or numbers and their scales), or because a search finds no byte. False without a byte in both only
-// where strides are so irregular that the search would take more than some thousand steps.
+// and v cut out of one packed tensor, or numbers and their scales), or because a search finds no common byte. If there is no common byte,
+// it is false only where strides are so irregular that the search would take more than some thousand steps.
 bool disjoint(const Footprint &, const Footprint &);
 
 } // namespace strobe

@@ -1,4 +1,4 @@
-// The fields of strobe_attention, each on its own; what they mean together with the tensors is checked in validate.cpp.
+// Checks of the fields of strobe_attention, each by itself; validate.cpp checks them together with the tensors.
 #pragma once
 #include "attention/reasons.h"
 

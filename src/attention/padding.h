@@ -1,10 +1,10 @@
-// Packed tokens that belong to no sequence: those at and after the last of cu_seqlens. And keys that do not count, by seqused_k.
+// Packed tokens that belong to no sequence: those at and after the last of cu_seqlens. And keys that do not count because of seqused_k.
 #pragma once
 #include "attention/attention.h"
 
 namespace strobe {
 
-// In host memory: out and dq of such queries become 0, their LSE -inf; dk, dv and column sums of such keys 0.
+// In host memory: sets out and dq of such queries to 0, their LSE to -inf, and dk, dv and column sums of such keys to 0.
 void clear_padding_of_queries(const Problem &, const Execution &, Direction);
 void clear_padding_of_keys(const Problem &, const Execution &, Direction);
 inline void clear_padding(const Problem &p, const Execution &execution, Direction direction) {

@@ -12,12 +12,12 @@
 namespace strobe {
 namespace {
 
-// The items of one region. The first exception of a body stops the hand-out of further items and is thrown again in the caller.
+// The items of one region. The first exception of a body stops the region and is thrown again in the caller.
 class Region {
 public:
   Region(int32_t n, void (*body)(void *, int32_t), void *arg) : n(n), body(body), arg(arg) {}
 
-  // One thread's share: items until none is left.
+  // One thread's work: takes items until none is left.
   void work() {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) item(static_cast<int32_t>(i));
   }
@@ -67,7 +67,7 @@ void Execution::run(int32_t n, void (*body)(void *arg, int32_t i), void *arg) co
     try {
       for (int32_t t = 1; t < std::min(threads, n); t++) team.emplace_back(&Region::work, &region);
     } catch (const std::system_error &) {
-      // The system has no further thread to give; those that started share the work.
+      // The system has no further thread; the threads that started do the work.
     } catch (const std::bad_alloc &) {}
     region.work();
     for (std::thread &thread : team) thread.join();

@@ -10,7 +10,7 @@
 namespace strobe {
 namespace {
 
-constexpr int64_t kMost = std::numeric_limits<int32_t>::max(); // of positions, heads and sequences: dropout counts them in 32 bits
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max(); // limit of positions, heads and sequences: dropout counts them in 32 bits
 
 struct Lists {
   std::vector<RowRange> q, k;
@@ -22,7 +22,7 @@ public:
   PartChecks(const strobe_part &part, int64_t batch, Reasons &reasons)
       : p_(read_versioned("part", &part, reasons)), batch_(batch), reasons_(reasons) {}
 
-  // The integers of a list of these axes; nothing, with reasons, if they cannot be read.
+  // The integers of a list with these axes; nothing, with reasons, if they cannot be read.
   std::optional<std::vector<int64_t>> ints(const char *name, const strobe_tensor *tensor, Axes axes) {
     if (!tensor) {
       reasons_.add(name, "missing; accepted is a list in host memory");
@@ -58,12 +58,12 @@ public:
     std::optional<std::vector<int64_t>> found = ints(name, tensor, {{"B", batch_, true}, {"n"}, {"start and length", 2}});
     if (!found) return false;
     const int64_t count = tensor->shape[1], sequences = tensor->shape[0];
-    if (sequences > 1 && seqlens.size() > 1 && sequences != int64_t(seqlens.size())) { // where nobody knows the batch, both may be any
+    if (sequences > 1 && seqlens.size() > 1 && sequences != int64_t(seqlens.size())) { // if the batch is not known, both may have any size
       reasons_.add(name, "ranges of ", sequences, " sequences; accepted are those of ", seqlens.size(), ", as ", of, " has, or of 1");
       return false;
     }
     for (int64_t b = 0; b < sequences; b++) {
-      // ranges for all sequences lie within the shortest
+      // ranges that serve all sequences must fit the shortest
       const int64_t most = sequences > 1 && seqlens.size() > 1 ? seqlens[b] : shortest(seqlens);
       int64_t before = 0, local = 0;
       for (int64_t n = 0; n < count; n++) {
@@ -102,7 +102,7 @@ public:
     if (!good) return {};
     Problem::Part made;
     made.q = lists->q.data(), made.k = lists->k.data();
-    static const RowRange none{}; // of a sequence without ranges
+    static const RowRange none{}; // for a sequence without ranges
     if (!made.q) made.q = &none;
     if (!made.k) made.k = &none;
     made.count_q = p_.q_ranges->shape[1], made.count_k = p_.k_ranges->shape[1];
@@ -152,7 +152,7 @@ int64_t most_held(const RowRange *ranges, int64_t range_batch, int64_t count) {
 }
 
 std::string check_held(const RowRange *ranges, int64_t range_batch, int64_t count, int64_t batch, const int32_t *cu, int64_t rows) {
-  // If neither ranges nor lengths differ, one sequence speaks for all: nothing has judged the size of the batch yet.
+  // If neither ranges nor lengths differ, one sequence stands for all: the size of the batch has not been checked yet.
   for (int64_t b = 0; b < (cu || range_batch > 1 ? batch : std::min<int64_t>(batch, 1)); b++) {
     const int64_t held = held_by(ranges + (range_batch > 1 ? b : 0) * count, count);
     const int64_t wanted = cu ? int64_t{cu[b + 1]} - cu[b] : rows;

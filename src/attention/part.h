@@ -7,12 +7,12 @@
 
 namespace strobe {
 
-// The call's own copies of them, with every reason against them; -1: how many sequences, or heads, the call has is not known.
+// Copies them and adds every reason against them; -1: the call's number of sequences, or heads, is not known.
 std::optional<Problem::Part> check_part(const strobe_part &, int64_t batch, int64_t heads, Reasons &);
 
-// Whether the ranges hold as many rows as each sequence has: those of cu, or `rows` if it is null. Answers as the checks of contents.h do.
+// Whether the ranges hold as many rows as each sequence has: those of cu, or `rows` if it is null. Returns an error as in contents.h.
 std::string check_held(const RowRange *ranges, int64_t range_batch, int64_t count, int64_t batch, const int32_t *cu, int64_t rows);
-// The rows of the sequence that has most.
+// The number of rows of the sequence with the most rows.
 int64_t most_held(const RowRange *ranges, int64_t range_batch, int64_t count);
 
 } // namespace strobe

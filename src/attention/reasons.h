@@ -1,4 +1,4 @@
-// The reasons against a call, gathered so that a caller sees all of them at once.
+// Collects the reasons against a call, so that a caller sees all of them at once.
 #pragma once
 #include <string>
 #include <vector>

@@ -1,4 +1,4 @@
-// Checks of one tensor against what its argument may be.
+// Checks of one tensor against its argument's requirements.
 #pragma once
 #include <vector>
 
@@ -9,7 +9,7 @@ namespace strobe {
 
 inline constexpr int64_t kAny = -1;
 
-// An axis by its name in the documentation, and the size that it must have; or_one: 1, to be broadcast, as well.
+// An axis by its name in the documentation, and its required size; or_one: 1, which is broadcast, is accepted as well.
 struct Axis {
   const char *symbol;
   int64_t size = kAny;
@@ -20,28 +20,28 @@ using Axes = std::vector<Axis>;
 using Types = std::vector<DType>;
 enum class Access { read, write };
 
-// A tensor of a call: what bytes are its own.
+// A tensor of a call, and which bytes belong to it.
 struct Placed {
   const char *argument;
   Footprint bytes;
   bool written;
 };
 
-// What is written shares no byte with any other tensor.
+// Refuses a written tensor that shares a byte with any other tensor.
 void check_overlaps(const std::vector<Placed> &, Reasons &);
 
 class TensorChecks {
 public:
   explicit TensorChecks(Reasons &reasons) : reasons(reasons) {}
 
-  // Every tensor from here on has to lie on the device of this one, if that is a valid device; `why` ends the message.
+  // Every tensor from here on must lie on the device of this one, if that is a valid device; `why` ends the message.
   void on_device_of(const strobe_tensor &, const char *why);
 
-  // False, with reasons, if anything is wrong. A tensor that is accepted is one of placed().
+  // Returns false, with reasons, if anything is wrong. An accepted tensor becomes one of placed().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
-  // The same of a list. If it has gaps, a copy will be made of it: with strides of 0 a few bytes could stand for more than memory holds.
+  // The same for a list. If it has gaps, it will be copied: with strides of 0 a few bytes could stand for more than memory holds.
   bool accept_list(const char *argument, const strobe_tensor &, const Axes &, const Types &);
-  // Rank and sizes alone; without a reason.
+  // Checks only rank and sizes, and adds no reason.
   static bool has_rank(const strobe_tensor *, int32_t rank);
 
   const std::vector<Placed> &placed() const { return seen; }

@@ -9,7 +9,7 @@
 
 namespace strobe {
 
-// Of a number that is not whole: how many digits count.
+// How many significant digits a number has that is not whole.
 struct Digits {
   double value;
   int count = 6;
@@ -29,7 +29,7 @@ inline void append(std::string &out, const void *address) {
 }
 inline void append(std::string &out, char part) { out += part; }
 template <std::integral T>
-  requires(!std::same_as<T, bool>) // say which word
+  requires(!std::same_as<T, bool>) // a word is clearer
 void append(std::string &out, T number) {
   char digits[32];
   out.append(digits, std::to_chars(digits, std::end(digits), number).ptr);
@@ -38,7 +38,7 @@ inline void append(std::string &out, double number) { append(out, Digits{number}
 
 } // namespace detail
 
-// Engines put their plans and reasons in words on every call: no stream, no locale.
+// Engines describe their plans and reasons on every call: no stream, no locale.
 template <class... Parts> std::string text(const Parts &...parts) {
   std::string out;
   (detail::append(out, parts), ...);

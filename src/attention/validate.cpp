@@ -1,4 +1,4 @@
-// From the structs of the C ABI to a Problem, or to every reason why there is none.
+// From the structs of the C ABI to a Problem, or to all reasons against one.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -20,17 +20,17 @@ const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64}, kQuanti
 
 int64_t div_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-// Where a tensor has its batch, head, row and column; -1: nowhere.
+// The axes in which a tensor has its batch, head, row and column; -1: none.
 using AxisMap = std::array<int, 4>;
-constexpr AxisMap kDense = {0, 1, 2, 3}, kPacked = {-1, 1, 0, 2};             // q and its like
+constexpr AxisMap kDense = {0, 1, 2, 3}, kPacked = {-1, 1, 0, 2};             // q, and tensors shaped like it
 constexpr AxisMap kDenseRows = {0, 1, 2, -1}, kPackedRows = {-1, 0, 1, -1};   // lse
 constexpr AxisMap kDensePairs = {1, 2, 3, -1}, kPackedPairs = {-1, 1, 2, -1}; // lse of a partial part
-constexpr AxisMap kPackedScales = {-1, 1, 0, -1};                             // of a row and head each
+constexpr AxisMap kPackedScales = {-1, 1, 0, -1};                             // one scale for each row and head
 constexpr AxisMap kHead = {-1, 0, -1, -1}, kBatchHead = {0, 1, -1, -1};       // sinks, ALiBi's slopes
 
 View view(const strobe_tensor *t, const AxisMap &map) {
   View v;
-  if (!t || std::count(t->shape, t->shape + t->rank, 0)) return v; // without elements: as if absent
+  if (!t || std::count(t->shape, t->shape + t->rank, 0)) return v; // a tensor without elements counts as absent
   v.data = static_cast<char *>(t->data);
   v.dtype = static_cast<DType>(t->dtype);
   for (int a = 0; a < 4; a++)
@@ -46,7 +46,7 @@ public:
         varlen(t.cu_seqlens_q || t.cu_seqlens_k), paged(t.page_table), quantised(t.k_scale || t.v_scale) {}
 
   Problem problem() {
-    reasons.raise_if_any(); // without the structs all that follows would be noise
+    reasons.raise_if_any(); // without the structs all later reasons would be noise
     check_options(a, reasons);
     inputs();
     sequences();
@@ -68,14 +68,14 @@ public:
   const std::vector<Placed> &placed() const { return checks.placed(); }
 
 private:
-  // Each size as the tensor that defines it says. A size is kAny if it cannot be told, and then nothing is held against it.
+  // Each size as given by the tensor that defines it. A size that cannot be determined is kAny, which no check refuses.
   struct Sizes {
     int64_t batch = kAny, heads = kAny, heads_kv = kAny, dim = kAny, dim_v = kAny;
     int64_t rows_q = kAny, rows_k = kAny;     // Sq, Sk; varlen: Tq, Tk
     int64_t seqlen_q = kAny, seqlen_k = kAny; // Sq, Sk; varlen: max_seqlen_q, max_seqlen_k
-    int64_t size_q = kAny, size_k = kAny;     // the same; of a part: the longest of the whole problem
+    int64_t size_q = kAny, size_k = kAny;     // the same; in a part: of the longest sequence of the whole problem
     int64_t blocks_q = kAny, blocks_k = kAny;
-    int64_t pages = kAny, page_size = kAny, pages_each = kAny; // of the pool, keys of one, of a sequence
+    int64_t pages = kAny, page_size = kAny, pages_each = kAny; // pages of the pool, keys per page, pages per sequence
   };
 
   Axes queries(Axis width) const {
@@ -108,7 +108,7 @@ private:
                           : "Sk",
              n.size_k, true}};
   }
-  // Of a partial part, a row's LSE is two numbers.
+  // With a partial part, a row's LSE is two numbers.
   Axes lse_rows() const {
     Axes rows = query_rows();
     if (part && part->partial) rows.insert(rows.begin(), {"two numbers", 2});
@@ -125,21 +125,21 @@ private:
     if (!tensor) reasons.add(argument, "missing; accepted is a tensor");
     return accept(argument, tensor, axes, types, access);
   }
-  // A tensor that has a meaning only beside another one.
+  // A tensor that has a meaning only with another one.
   bool beside(const char *argument, const strobe_tensor *tensor, const char *other, const strobe_tensor *needed) {
     if (tensor && !needed) reasons.add(argument, "given without ", other, "; accepted is both, or ", other, " alone");
     return tensor && needed;
   }
 
-  // Of k and v. Two INT4 are one element.
+  // The dtypes accepted for k and v. Two INT4 are one element.
   Types key_types() const { return quantised ? kQuantised : input_types(); }
   static int64_t columns_each(const strobe_tensor *x) { return x && x->dtype == STROBE_UINT8 ? 2 : 1; }
-  // Whether the keys are tokens of one row after the other.
+  // Whether the keys are tokens in consecutive rows.
   bool packed_k() const { return varlen && !paged; }
   Types input_types() const { return dtype == DType::none ? kFloats : Types{dtype}; }
   Types result_types() const { return oracle ? Types{DType::f64} : input_types(); }
   bool partial() const { return part && part->partial; }
-  Types statistics_types() const { // of what is kept per row or per head, and of what several calls add up
+  Types statistics_types() const { // of numbers per row or per head, and of sums over several calls
     if (dtype == DType::none && !oracle) return {DType::f32, DType::f64};
     return {oracle || dtype == DType::f64 ? DType::f64 : DType::f32};
   }
@@ -193,7 +193,7 @@ private:
     const bool good_k = good_cu_k = cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, n.seqlen_k);
     seqused(good_k ? ints(t.cu_seqlens_k) : nullptr, good_k);
   }
-  // Of quantised k and v. A row's scale lies where the row does, in the tensor, or in the page.
+  // The scales of quantised k and v. A row's scale has the place of the row, in the tensor or in the page.
   void scales() {
     const int64_t group = a.k_scale_group;
     if (!quantised) {
@@ -233,7 +233,7 @@ private:
     }
     return packed && given ? given : rows;
   }
-  // Sk is what a row of the page table has room for.
+  // Sk is the number of keys that a row of the page table has room for.
   void pages() {
     if (backward) reasons.add("page_table", "given in a backward; accepted is none: keys in pages have no gradients");
     if (t.cu_seqlens_k) reasons.add("cu_seqlens_k", "given beside page_table; accepted is cu_seqlens_q alone, for k and v are not packed");
@@ -247,7 +247,7 @@ private:
       n.rows_k = kAny;
     }
   }
-  // Whether they may be read.
+  // Whether the lists may be read.
   bool cu_seqlens(const char *argument, const strobe_tensor *cu, int64_t rows, int64_t most) {
     if (!cu) {
       reasons.add(argument, "missing; accepted is cu_seqlens_q and cu_seqlens_k, or neither");
@@ -258,21 +258,21 @@ private:
     }
     return false;
   }
-  // cu: of the keys, where they are packed. comparable: whether the lengths are known.
+  // cu: of the keys, if they are packed. comparable: whether the lengths are known.
   void seqused(const int32_t *cu, bool comparable) {
     const strobe_tensor *used = t.seqused_k;
     if (!accept_list("seqused_k", used, {{"B", n.batch}}, list_types(used))) return;
     if (on_cpu(*used) && comparable && n.batch != kAny && n.rows_k != kAny)
       good_used = add("seqused_k", check_seqused(lists->ints(*used), n.batch, cu, n.rows_k, paged));
   }
-  // In host memory: those that hold keys that count.
+  // In host memory: checks the entries of keys that count.
   void pages_in_pool() {
     if (!paged || n.rows_k == kAny || n.pages == kAny || n.batch == kAny || !on_cpu(*t.page_table) || (t.seqused_k && !good_used)) return;
     const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, lists->ints(*t.page_table)};
     add("page_table", check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr));
   }
 
-  // Engines compute float32 and 16 bits in float32, where larger factors are infinite, also times log2(e).
+  // Engines compute float32 and 16 bits in float32, where larger factors are infinite, at the latest when multiplied by log2(e).
   void floats() {
     constexpr double most = 2e38;
     if (oracle || dtype == DType::f64 || dtype == DType::none) return;
@@ -281,12 +281,12 @@ private:
         reasons.add(field, value, "; accepted for q of ", name(dtype), " is at most ", most);
   }
 
-  // Which rows, heads and sequences of a larger problem the call holds.
+  // The rows, heads and sequences of a larger problem that the call holds.
   void parts() {
     n.size_q = n.seqlen_q, n.size_k = n.seqlen_k;
     if (!a.part) return;
     part = check_part(*a.part, n.batch, n.heads, reasons);
-    if (!part) return reasons.raise_if_any(); // without it all that follows would be noise
+    if (!part) return reasons.raise_if_any(); // without it all later reasons would be noise
     if (t.seqused_k) reasons.add("seqused_k", "given beside part; accepted is part alone, whose ranges and seqlens_k say it");
     if (part->partial && t.sinks)
       reasons.add("sinks", "given with a partial part; accepted are none: they join the whole row once, in the last merge");
@@ -304,7 +304,7 @@ private:
     n.seqlen_q = most_held(part->q, part->batch_q, part->count_q);
     n.seqlen_k = most_held(part->k, part->batch_k, part->count_k);
   }
-  // Of packed sequences, max_seqlen bounds the whole ones.
+  // With packed sequences, max_seqlen bounds the whole ones.
   void whole(const char *field, int64_t given, int64_t &most) {
     if (!varlen || given <= 0) return;
     if (given < most) reasons.add(field, given, "; accepted beside part is ", most, " or more, the longest of the whole sequences");
@@ -389,7 +389,7 @@ private:
     if (partial()) {
       require("lse", t.lse, lse_rows(), oracle ? either : statistics_types());
       require("delta", t.delta, query_rows(), oracle ? either : statistics_types());
-    } else { // the oracle works its own out and lse out again
+    } else { // the oracle computes out and lse itself
       if (!oracle || t.out) require("out", t.out, queries({"Dv", n.dim_v}), result_types());
       if (!oracle || t.lse) require("lse", t.lse, query_rows(), statistics_types());
       if (t.delta) reasons.add("delta", "given without a partial part; accepted is out alone");
@@ -400,7 +400,7 @@ private:
     accept("dlse", t.dlse, query_rows(), oracle ? either : statistics_types());
 
     Types gradients = partial() || a.accumulate ? statistics_types() : result_types();
-    if (oracle && a.accumulate && dtype != DType::f64) gradients = either; // what other engines add to, and its own results
+    if (oracle && a.accumulate && dtype != DType::f64) gradients = either; // the types that other engines add to, and its own
     accept("dq", t.dq, queries({"D", n.dim}), gradients, Access::write);
     accept("dk", t.dk, keys({"D", n.dim}), gradients, Access::write);
     accept("dv", t.dv, keys({"Dv", n.dim_v}), gradients, Access::write);
@@ -414,9 +414,9 @@ private:
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
   }
 
-  // Engines count the bytes of a workspace in 64 bits, up to 2^20 for each row, so the sizes are bounded whatever tensors with strides of 0
-  // claim. For packed sequences they keep only the rows of the tokens, but count as many tiles for each sequence as the longest one would
-  // have.
+  // Engines count the bytes of a workspace in 64 bits, up to 2^20 per row, so the sizes are bounded whatever tensors with strides of 0
+  // claim. For packed sequences engines keep only the rows of the tokens, but count as many tiles for each sequence as the longest one
+  // would have.
   void total_size(const Problem &p) {
     if (!packed_k()) {
       if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;
@@ -430,7 +430,7 @@ private:
                   " are more than engines count; accepted is B * H * (max_seqlen_q + max_seqlen_k) below 2^58");
     }
   }
-  // Whether the product of the factors, of those at least 1, and of the sum is below 2^bits.
+  // Whether the product of all factors that are at least 1, and of the sum, is below 2^bits.
   static bool product_below(int bits, std::initializer_list<int64_t> factors, std::initializer_list<int64_t> addends) {
     int64_t count = 0;
     for (int64_t x : addends)
@@ -446,7 +446,7 @@ private:
     if (!tensor->data || !on_cpu(*tensor)) return static_cast<const int32_t *>(tensor->data);
     return lists->ints(*tensor).narrow();
   }
-  // Lengths and pages. In host memory they are copied, so that nobody but their check sees 64 bits.
+  // Lengths and pages. In host memory they are copied, so that only their check sees 64 bits.
   static Types list_types(const strobe_tensor *list) { return list && on_cpu(*list) ? Types{DType::i32, DType::i64} : Types{DType::i32}; }
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
   bool add(const char *argument, const std::string &reason) {
@@ -494,7 +494,7 @@ private:
     p.alibi_slopes = view(t.alibi_slopes, t.alibi_slopes && t.alibi_slopes->rank == 2 ? kBatchHead : kHead);
     p.sinks = view(t.sinks, kHead);
     p.cu_seqlens_q = ints(t.cu_seqlens_q), p.cu_seqlens_k = ints(t.cu_seqlens_k), p.seqused_k = ints(t.seqused_k);
-    if (varlen && !part && on_cpu(*t.q)) { // with a maximum of the caller's, plans do not depend on what the lengths are
+    if (varlen && !part && on_cpu(*t.q)) { // if the caller gives a maximum, plans do not depend on the lengths
       if (!a.max_seqlen_q) p.most_q = 0;
       if (!a.max_seqlen_k && !paged) p.most_k = 0;
       update_longest(p);
@@ -526,7 +526,7 @@ private:
     return forms;
   }
   Problem::Blocks kept_blocks() const {
-    static const int32_t nothing = 0; // what a CSR that keeps nothing may leave null
+    static const int32_t nothing = 0; // stands in for null pointers of a CSR that keeps no block
     auto columns = [this](const strobe_tensor *cols) { return cols && !cols->data ? &nothing : ints(cols); };
     Problem::Blocks blocks;
     blocks.present = true, blocks.transposed = t.block_rows_t != nullptr;

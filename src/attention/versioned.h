@@ -1,4 +1,4 @@
-// Structs of the C ABI begin with their size: what an older caller lacks is zero, what a newer caller adds must be zero.
+// Structs of the C ABI begin with their size: fields that an older caller lacks are zero; fields that a newer caller adds must be zero.
 #pragma once
 #include <algorithm>
 #include <cstring>

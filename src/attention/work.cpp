@@ -7,7 +7,7 @@
 
 namespace strobe {
 
-// Of a part: what the middle query of each range sees, for all queries of the range.
+// In a part: the keys of each range's middle query stand for those of all its queries.
 static double visible_in_part(const Problem &p) {
   double scores = 0;
   for (int64_t b = 0; b < p.batch; b++) {
@@ -30,7 +30,7 @@ static double visible_in_part(const Problem &p) {
 
 double mean_keys(const Problem &p, int64_t seqlen_q, int64_t seqlen_k) {
   if (seqlen_q == 0) return 0;
-  // The sum of min(max(t, 0), seqlen_k) over t up to x: of the keys that query after query loses at an end. Positions have 30 bits.
+  // The sum of min(max(t, 0), seqlen_k) over t up to x: the keys that successive queries lose at one end. Positions have 30 bits.
   const auto lost = [&](int64_t x) {
     const auto triangle = [](int64_t n) { return n > 0 ? n * (n + 1) / 2 : 0; };
     return triangle(x) - triangle(x - seqlen_k);

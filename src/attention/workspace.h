@@ -1,4 +1,4 @@
-// What every engine may rely on of a workspace.
+// The properties of a workspace that every engine may rely on.
 #pragma once
 #include <cstdint>
 

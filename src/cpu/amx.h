@@ -5,7 +5,7 @@
 namespace strobe::inline STROBE_ISA {
 
 struct Amx {
-  // Of few rows most of a tile is idle, and these CPUs multiply and add faster than they make dot products.
+  // With few rows most of a tile is idle, and these CPUs do multiply-adds faster than dot products.
   template <class Elements> using Few = FewRows<FmaLanes<float, Elements>>;
   template <class, class Elements> using Many = TileRows<Elements>;
   static constexpr int64_t kFewRows = 4; // measured (docs/lab/performance.md)
@@ -31,7 +31,7 @@ private:
   }
 
   // One block of C: kRows x kColumns tiles. Registers 0-3 hold C, 4-5 A, 6-7 B. Each instruction adds 32 products of two planes to the sum
-  // and rounds once. fp32 takes six of them for 32 terms: there a sum that is to be added to C starts from 0.
+  // and rounds once. fp32 takes six of them for 32 terms: there a sum starts from 0 even if it is to be added to C.
   template <int kPlanes, bool kExchanged, int kRows, int kColumns>
   static STROBE_INLINE void multiply_block(int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
     const bool apart = accumulate && kPlanes == 3;
@@ -63,7 +63,8 @@ private:
       });
   }
 
-  // The products of planes, the smallest first, in an order that reloads few tiles. kExchanged: that of the product with a and b exchanged.
+  // The products of planes, the smallest first, in an order that reloads few tiles. kExchanged: the order of the product with a and b
+  // exchanged.
   struct Product {
     int a, b;
   };

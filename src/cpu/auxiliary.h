@@ -1,5 +1,5 @@
-// The largest score of each head, and the sums of P's columns: a pass of its own over S after the forward, whose LSE it reads. An item is a
-// run of tiles of queries of one head, and its sums are rows of its own, which are added in order: no bit depends on the threads.
+// The largest score of each head, and the sums of P's columns: a separate pass over S after the forward, which reads its LSE. An item is a
+// run of query tiles of one head, and its sums are rows of its own, which are added in order: no bit depends on the threads.
 #pragma once
 #include "forward.h"
 #include "probability.h"
@@ -7,9 +7,9 @@
 namespace strobe::inline STROBE_ISA {
 
 struct AuxiliaryItems {
-  int64_t tiles_each, parts, count, keys; // tiles of queries of an item; items of a head, of all; elements of a row of sums
+  int64_t tiles_each, parts, count, keys; // query tiles per item; items per head; all items; elements in a row of sums
   AuxiliaryItems(const Problem &p, const TileSizes &tile) {
-    constexpr int64_t kEnough = 16; // items for many threads
+    constexpr int64_t kEnough = 16; // items enough for many threads
     const int64_t tiles = max((i64)query_tiles(p, tile.q), (i64)1), heads = p.batch * p.heads;
     tiles_each = div_up(tiles, min((i64)tiles, max(div_up(kEnough, max((i64)heads, (i64)1)), (i64)1)));
     parts = div_up(tiles, tiles_each);
@@ -24,8 +24,8 @@ template <class Math> struct AuxiliaryScratch {
   ScoreScratch<T> score;
   typename Math::Element *q;
   T *s, *lse, *excess;
-  T *sum, *sum_lost; // of a row's P
-  T *run, *lost;     // run: sums of a tile of queries; lost: what an item's sums lost to rounding
+  T *sum, *sum_lost; // the sum of a row's P, and its rounding error
+  T *run, *lost;     // run: sums of a query tile; lost: the rounding errors of an item's sums
 
   AuxiliaryScratch(Arena &arena, const Problem &p, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), score(arena, p, Math::kChunk, tile.width, max(p.head_dim, Math::kChunk)) {
@@ -41,7 +41,7 @@ template <class Math> struct AuxiliaryScratch {
   }
 };
 
-// Adds a chunk of scores: the largest of each lane to `most`; NaN to `nan`, if there is one; P of each key, over the lanes, to `sums`.
+// Adds a chunk of scores: the largest per lane to `most`; NaN to `nan`, if there is one; P of each key, summed over the lanes, to `sums`.
 template <class T>
 __attribute__((noinline)) void add_chunk(const Head<T> &head, const TileSpan &t, const T *s, const T *lse, const T *excess, Vec<T> &most,
                                          Vec<T> &nan, T *sums) {
@@ -76,7 +76,7 @@ __attribute__((noinline)) void add_rows(const Head<T> &head, const TileSpan &t, 
   }
 }
 
-// One tile of queries; the sums of its columns go to scratch.run.
+// Adds one query tile; the sums of its columns go to scratch.run.
 template <class Math>
 void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source,
                     AuxiliaryScratch<Math> &scratch, Vec<typename Math::Real> &most, Vec<typename Math::Real> &nan) {
@@ -90,7 +90,7 @@ void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile
                             scratch.q + n * Math::lanes_size(tile.width, p.head_dim), scratch.score.buffer);
   }
   bool any_large = false;
-  for (int64_t i = 0; i < rows; ++i) { // +inf: a lane past the end, or a row that sees nothing
+  for (int64_t i = 0; i < rows; ++i) { // +inf: a lane past the end, or a row that sees no key
     const T lse = i0 + i < i1 ? (p.column_sums ? *p.lse.at<T>(head.b, head.h, head.q0 + i0 + i, 0) : T(0)) : kInfinity<T>;
     const RowLse<T> row = Probability<Fma<T>>::row(head, lse == -kInfinity<T> ? kInfinity<T> : lse);
     scratch.lse[i] = row.lse, scratch.excess[i] = row.excess;
@@ -140,7 +140,7 @@ template <class Math> int64_t auxiliary_scratch(const Problem &p, const TileSize
   Arena arena(nullptr);
   const KeyPair<Math> keys = auxiliary_keys<Math>(p, tile);
   AuxiliaryScratch<Math> scratch(arena, p, tile, keys);
-  keys.v.take(arena); // prepare() takes both
+  keys.v.take(arena); // prepare() needs both
   return round_to(arena.used(), 256);
 }
 

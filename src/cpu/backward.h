@@ -1,6 +1,6 @@
-// The backward: FlashAttention-2's recomputation (Dao 2023, Algorithm 2), five products a tile. An item is one key head of one sequence:
-// its query tiles are walked in order, dQ of a tile is complete when its keys are done, and dK and dV gather in rows of the arithmetic's
-// real type. So the order of every sum is fixed by the shape alone, whatever the number of threads.
+// The backward: FlashAttention-2's recomputation (Dao 2023, Algorithm 2), five products per tile. An item is one key head of one sequence:
+// its query tiles are walked in order, dQ of a tile is complete when its keys are done, and dK and dV accumulate in rows of the
+// arithmetic's real type. So the order of every sum is fixed by the shape alone, whatever the number of threads.
 #pragma once
 #include "forward.h"
 #include "probability.h"
@@ -15,15 +15,15 @@ template <class Math> struct BackwardScratch {
   ScoreScratch<T> score;
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
   T *s, *dp, *dq, *dq_total, *lse, *dlse, *excess, *delta, *sum, *sum_lost, *rest, *rest_lost, *ones, *row;
-  T *settled;                // how D and P of a row follow from its sums, if they do: Settled
-  T *first_tile, *last_tile; // of keys that the row sees some of, for rows that might see one alone
+  T *settled;                // whether and how D and P of a row follow from its sums: Settled
+  T *first_tile, *last_tile; // tiles of keys that the row sees, for rows that might see a single tile
   T *keep = nullptr, *slopes = nullptr;
-  T *finite_q, *finite_do;       // of a tile of queries of which something is not finite
-  T *unrounded_p, *unrounded_ds; // of a piece that meets something that is not finite
+  T *finite_q, *finite_do;       // copies of a query tile with numbers that are not finite
+  T *unrounded_p, *unrounded_ds; // P and dS of a piece that meets numbers that are not finite
   struct {
     int64_t b = -1, kv = -1;
-    bool finite = true; // all of K
-  } known;              // of the key head that was looked at last
+    bool finite = true; // whether all of K is finite
+  } known;              // about the key head that was looked at last
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_k(arena, tile.k, problem.head_dim),
@@ -67,16 +67,16 @@ template <class Math> struct BackwardScratch {
 };
 
 // How D and P of a row are found (see add_rows). kDelta: D follows from the sums of P dP and of P. kDeltaAndLse: P follows as well, from
-// LSE and the sum of P. Unless invariant, all rows of a tile of queries have the same answer.
+// LSE and the sum of P. Unless invariant, all rows of a query tile have the same value.
 enum Settled { kAsItIs, kDelta, kDeltaAndLse };
 
-// A tile of queries, ready: Q and dO as lanes and as rows, LSE, D and dLSE.
+// A query tile, prepared: Q and dO as lanes and as rows, LSE, D and dLSE.
 template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
-  bool finite;     // Q and dO are; else their rows are finite_rows
-  bool whole;      // all keys that they see lie in one tile, where their sums are made
-  bool sums_first; // some row's sums are to be made ahead of the gradients
+  bool finite;     // Q and dO are finite; otherwise their rows are in finite_rows
+  bool whole;      // all keys that the queries see lie in one tile, where the rows' sums are made
+  bool sums_first; // the sums of some row must be made before the gradients
   typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
 
   int64_t piece_lanes(int64_t n) const { return min((i64)width, (i64)(i1 - i0 - n * width)); }
@@ -94,7 +94,7 @@ template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t t
   return sum;
 }
 
-// Whether all keys that a query sees may lie in one tile of keys: where masks or a bias hide, that is found out from the scores.
+// Whether all keys that a query sees may lie in one key tile: where masks or a bias hide keys, the scores decide.
 template <class T> STROBE_INLINE bool may_see_one_tile(const Head<T> &head, int64_t tile_k, int64_t i) {
   const Problem &p = *head.p;
   const Range keys = head.band.keys(i);
@@ -135,7 +135,7 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
     double lse = real ? double(*p.lse.at<T>(head.b, head.h, token + i, 0)) : -kInfinity<double>;
-    if (lse == -kInfinity<double>) lse = kInfinity<double>; // P = 0 in lanes past the end and in rows that see nothing
+    if (lse == -kInfinity<double>) lse = kInfinity<double>; // P is 0 in lanes past the end and in rows that see no key
     if (p.part.partial && __builtin_isfinite(lse)) lse += double(p.lse.at<T>(head.b, head.h, token + i, 0)[p.lse_low]);
     const RowLse<T> row = Probability<Math>::row(head, lse);
     scratch.lse[i] = row.lse, scratch.excess[i] = row.excess;
@@ -146,7 +146,7 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
     scratch.dlse[i] = real && p.dlse ? *p.dlse.at<T>(head.b, head.h, token + i, 0) : T(0);
     scratch.delta[i] = !real ? T(0) : p.delta ? *p.delta.at<T>(head.b, head.h, token + i, 0) : T(row_delta(head, token + i, scratch.row));
   }
-  if (p.part.partial) { // the sums of a row are not all here: LSE and D are the caller's
+  if (p.part.partial) { // some terms of a row's sums are elsewhere: the caller gives LSE and D
     out.sums_first = out.whole = false;
     return;
   }
@@ -160,10 +160,10 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   fill(scratch.settled, out.rows, T(any_large ? kDeltaAndLse : kDelta));
 }
 
-// Where a row sees few keys, or nearly all of its P lies on one, dP and D cancel; summed up separately, in different orders, they leave
+// Where a row sees few keys, or nearly all of its P lies on one key, dP and D cancel; summed separately, in different orders, they leave
 // their rounding. And LSE, rounded to its last bit, is off by eps |LSE|, which multiplies P = e^(s - LSE) by a wrong factor in the whole
-// row. So P and P (dP - D) are summed up once more, and D and P follow from the sums, for rows whose keys lie in one tile and for all rows
-// of a tile of queries where some LSE is large. Invariant: for a row whose own keys lie in one tile, or whose own LSE is large.
+// row. So P and P (dP - D) are summed once more, and D and P follow from the sums, for rows whose keys lie in one tile and for all rows of
+// a query tile where some LSE is large. Invariant: for a row whose own keys lie in one tile, or whose own LSE is large.
 template <class Math>
 __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
@@ -188,7 +188,7 @@ __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, c
   }
 }
 
-// Which tiles of keys the rows see some key of.
+// Finds the first and the last key tile that each row sees.
 template <class Math>
 __attribute__((noinline)) void note_tile(const TileSpan &t, int64_t lane, const typename Math::Real *s, int64_t tile,
                                          BackwardScratch<Math> &scratch) {
@@ -204,7 +204,7 @@ __attribute__((noinline)) void note_tile(const TileSpan &t, int64_t lane, const 
   }
 }
 
-// From the sums: D = sum of P dP / sum of P, the sink's P among the latter; LSE grows by ln of the sum of P.
+// From the sums: D = sum of P dP / sum of P, where the latter includes the sink's P; LSE grows by ln of the sum of P.
 template <class Math>
 __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head, int64_t lane, int64_t width,
                                            BackwardScratch<Math> &scratch) {
@@ -227,7 +227,7 @@ __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head
   }
 }
 
-// The sums of a whole tile of queries, ahead of its gradients.
+// The sums of a whole query tile, before its gradients.
 template <class Math>
 __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, const TileSizes &tile, const QueryTile<Math> &queries,
                                         const KeyPair<Math> &source, BackwardScratch<Math> &scratch) {
@@ -262,9 +262,9 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
   settle_rows(head, 0, queries.rows, scratch);
 }
 
-// P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile. They are made for one chunk of keys at a time and handed on by pairs
-// of keys: emit(first key of the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughFunction: dS is the gradient by scale q.k,
-// where the score is a function of that.
+// P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, one chunk of keys at a time and by pairs of keys: emit(first key of
+// the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughFunction: dS is the gradient by scale q.k, where the score is a
+// function of q.k.
 template <bool kThroughFunction, class Math, class Emit>
 STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
                              const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,
@@ -297,7 +297,7 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
         grad = V::load(dp + at);
         const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1));
         grad = (head.dropout ? grad * keep : grad) - delta;
-        grad = prob * (p.dlse ? grad + dlse : grad); // dP and D may cancel: dLSE is not to be rounded with either
+        grad = prob * (p.dlse ? grad + dlse : grad); // dP and D may cancel: dLSE must not be rounded with either
         if (scratch.slopes && kThroughFunction) grad *= V::load(scratch.slopes + at);
         if (masked) { // hidden, or past the last query: 0, whatever LSE, dP and D are
           const auto hidden = (score == V(-kInfinity<T>)) | (probability.lse == V(kInfinity<T>));
@@ -317,16 +317,16 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   }
 }
 
-// dK and dV of one key head gather here, keys x round_to(d, 16). Tile after tile added to one running sum would lose bits in long
-// sequences: every kTiles tiles the running sum is added to the total and starts again.
+// dK and dV of one key head accumulate here, keys x round_to(d, 16). One running sum over all tiles would lose bits in long sequences:
+// every kTiles tiles the running sum is added to the total and starts again.
 template <class T> struct KeyGradients {
   static constexpr int64_t kTiles = 16;
   T *dk, *dv;             // the running sum
-  T *total_dk, *total_dv; // the same where one run is all
+  T *total_dk, *total_dv; // the running sum itself where there is one run
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
-  // Products write 16 rows at a time, from any row on where ranges begin at any.
+  // Products write 16 rows at a time; they may start at any row if ranges begin anywhere.
   static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16) + (p.part ? 16 : 0); }
   static int64_t sums(int64_t tiles) { return tiles > kTiles ? 2 : 1; }
   static int64_t size(const Problem &p, int64_t tiles) {
@@ -365,7 +365,7 @@ private:
 };
 
 // sum[key][c] += weights[key][i] x(i, c), from the piece's first key on, for those elements of x that are not finite and whose weight is
-// not 0. finite_rows left them out.
+// not 0; finite_rows has left them out.
 template <class T>
 __attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const TileSpan &t, const View &x, int64_t columns,
                                                      const T *weights, T *sum, int64_t ld) {
@@ -381,7 +381,7 @@ __attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const 
     }
 }
 
-// Whether a score of these queries and keys may be -inf though nothing hides it.
+// Whether a score of these queries and keys may be -inf although it is not hidden.
 template <class Math>
 bool meets_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, BackwardScratch<Math> &scratch) {
   if (auto &known = scratch.known; known.b != head.b || known.kv != head.kv)
@@ -389,7 +389,7 @@ bool meets_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math
   return !queries.finite || !scratch.known.finite;
 }
 
-// A tile of queries, its dQ, and what it adds to dK and dV. Tiles of keys come one after the other.
+// A query tile, its dQ, and its additions to dK and dV. Key tiles come one after the other.
 template <class Math> struct TileGradients {
   using T = typename Math::Real;
   using V = Vec<T>;
@@ -445,7 +445,7 @@ template <class Math> struct TileGradients {
     const int64_t lane = n * tile.width;
     dq[n].expect(keys.begin);
     const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
-    // a product's rows past the keys belong to other keys: their P of 0 must not meet what is not finite either
+    // a product's rows past the keys belong to other keys: their P of 0 must not meet numbers that are not finite
     const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0,
                nonfinite = reads_nonfinite(head, piece, reads_others, rows_of_k(p), d);
     auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
@@ -473,7 +473,7 @@ template <class Math> struct TileGradients {
     if (nonfinite) add_nonfinite(t, scratch.unrounded_ds, rows_of_k(p), head.b, head.kv, piece.k0, d, dq[n].add_to());
   }
 
-  // Where the piece's keys begin among the rows of the sequence, in which dK and dV gather.
+  // The first row of the piece's keys among the rows of the sequence in which dK and dV accumulate.
   int64_t first_row(const KeysOfRange &keys, const TileSpan &t) const { return keys.k0 - head.k_begin + t.j0; }
 
   // dV += P^T dO and dK += dS^T Q over the queries [lane, lane + count) of the tile
@@ -490,7 +490,7 @@ template <class Math> struct TileGradients {
     if (want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.unrounded_ds, sums.dk + j0 * ldk, ldk);
   }
 
-  // dK and dV of pieces side by side that take part in the same keys, at once.
+  // dK and dV of adjacent pieces that see the same keys, at once.
   void multiply_neighbours(const KeysOfRange &keys, const TileSpan *spans) const {
     for (int64_t n = 0, end; n < queries.pieces; n = end) {
       const TileSpan &t = spans[n];
@@ -525,9 +525,9 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
 }
 
 // Items: key heads; where these are few, their query tiles are cut into chunks with sums of their own. Both follow from the shape alone.
-// Invariant: they are not cut, for how many there are depends on the batch.
+// Invariant: they are not cut, because their number depends on the batch.
 struct BackwardItems {
-  int64_t heads, chunks, tiles; // tiles: of the queries of all heads of a group
+  int64_t heads, chunks, tiles; // tiles: query tiles of all heads of a group
   BackwardItems(const Problem &p, const TileSizes &tile) {
     constexpr int64_t kEnough = 8;
     heads = p.batch * p.heads_kv;
@@ -536,11 +536,11 @@ struct BackwardItems {
   }
   int64_t count() const { return heads * chunks; }
   int64_t tiles_each() const { return div_up(tiles, chunks); }
-  // Sums are kept an item where chunks must be added up, else a thread.
+  // There is one set of sums per item where chunks must be added up, otherwise one per thread.
   int64_t sums(int64_t threads) const { return chunks > 1 ? count() : min((i64)threads, (i64)count()); }
 };
 
-// dst = scale * sum over parts (stride apart), rows [j0, j1) of one key head.
+// dst = scale * sum over chunks (stride apart), rows [j0, j1) of one key head.
 template <class T>
 void store_key_gradients(const View &dst, int64_t b, int64_t h, int64_t k0, int64_t j0, int64_t j1, int64_t d, T scale, const T *first,
                          int64_t parts, int64_t stride, T *buffer, bool add) {
@@ -596,7 +596,7 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
   });
   if (items.chunks == 1 || (!p.dk && !p.dv)) return;
 
-  constexpr int64_t kRows = 64; // of keys an item
+  constexpr int64_t kRows = 64; // keys per item
   const int64_t pieces = div_up(p.seqlen_k, kRows), stores = items.heads * pieces;
   next = 0;
   execution.run(int32_t(min((i64)execution.threads, (i64)stores)), [&](int32_t thread) {

@@ -1,5 +1,5 @@
 // The forward of few queries, as in decoding: the products of forward.h with queries and keys exchanged. Keys lie across lanes, the queries
-// of all heads of a group are rows, and K and V are read once for all of them. The keys are divided into spans of a fixed length, an item
+// of all heads of a group are rows, and K and V are read once for all of them. The keys are divided into spans of a fixed length, one item
 // each, whose results are merged in order: no bit depends on the threads. A score is summed in the order of forward.h, so that a backward,
 // which computes it again in that order, finds the LSE of its own scores.
 #pragma once
@@ -22,20 +22,19 @@ template <class T> struct DecodeScratch : DecodeTile {
   }
 };
 
-// A thread's products, and whose queries they have.
+// A thread's products, and the rows whose queries they have loaded.
 template <class T> struct LoadedProducts {
   DecodeProducts<T> &products;
   int64_t of_b = -1, of_kv = -1;
   bool holds(int64_t b, int64_t kv) const { return b == of_b && kv == of_kv; }
 };
 
-// What each item leaves for each of its rows: m, the largest score; l, the sum of P, which is measured against m; and O = P V. A sequence
-// has places, side by side, for the spans in which some query sees a key: as many as a window can touch, or as many spans as packed tokens
-// can have.
+// The results of each item for each of its rows: m, the largest score; l, the sum of P relative to m; and O = P V. A sequence has adjacent
+// places for the spans in which some query sees a key: as many as a window can touch, or as many spans as packed tokens can have.
 template <class T> struct DecodeResults : DecodeTile {
   const Problem &p;
-  int64_t each;                  // places of a sequence; 0: of packed tokens, by where its tokens lie
-  int64_t places, rows, columns; // of a key head; of O
+  int64_t each;                  // places per sequence; 0: packed tokens, the places follow from the tokens
+  int64_t places, rows, columns; // places and rows of a key head; columns of O
   T *m, *l, *o;
 
   DecodeResults(Arena &arena, const Problem &problem) : p(problem), rows(p.group() * p.longest_q()), columns(round_to(p.head_dim_v, 16)) {
@@ -56,7 +55,7 @@ template <class T> struct DecodeResults : DecodeTile {
   }
   STROBE_INLINE int64_t first(int64_t b) const { return each > 0 || !p.packed_k() ? b * each : p.rows_k(b).begin / kSpan + b; }
   STROBE_INLINE int64_t row(int64_t place, int64_t kv) const { return (place * p.heads_kv + kv) * rows; }
-  // Whose place it is: the last sequence that begins there or before.
+  // The sequence that a place belongs to: the last one that begins there or before.
   int64_t sequence(int64_t place) const {
     int64_t low = 0, high = p.batch;
     while (high - low > 1) {
@@ -67,7 +66,7 @@ template <class T> struct DecodeResults : DecodeTile {
   }
 };
 
-// Raw q.k of query i and the keys of a range -> scores, in place. add: room for as many.
+// Raw q.k of query i and the keys of a range -> scores, in place. add: a buffer of the same size.
 template <class T> __attribute__((noinline)) void score_row(const Head<T> &head, int64_t i, Range keys, T *add, T *s) {
   using V = Vec<T>;
   const Problem &p = *head.p;
@@ -98,16 +97,16 @@ template <class T> __attribute__((noinline)) void score_row(const Head<T> &head,
   }
   const Range seen = intersect(keys, head.band.keys(i));
   fill(s, min(max(seen.begin - keys.begin, 0ll), (i64)count), -kInfinity<T>);
-  for (int64_t j = max(seen.end - keys.begin, 0ll); j < round_to(count, 16); ++j) s[j] = -kInfinity<T>; // and behind the range
+  for (int64_t j = max(seen.end - keys.begin, 0ll); j < round_to(count, 16); ++j) s[j] = -kInfinity<T>; // and past the range
 }
 
-// P = exp2((s - reference) * unit); returns their sum. count: a multiple of 16. Meanwhile memory is asked for V: each_ahead bytes a step.
+// P = exp2((s - reference) * unit); returns their sum. count: a multiple of 16. It also prefetches V: each_ahead bytes per step.
 template <class Math>
 __attribute__((noinline)) typename Math::Real exponentials(const typename Math::Real *s, int64_t count, typename Math::Real reference,
                                                            typename Math::Real unit, typename Math::Real *probs,
                                                            const char *ahead = nullptr, int64_t each_ahead = 0) {
   using V = Vec<typename Math::Real>;
-  V sum[2] = {V(0), V(0)}, lost(0); // what sum[0] lost
+  V sum[2] = {V(0), V(0)}, lost(0); // lost: the rounding error of sum[0]
   for (int64_t j = 0; j < count; j += V::kLanes, ahead += each_ahead) {
     for (int64_t n = 0; n < each_ahead; n += 64) __builtin_prefetch(ahead + n, 0, 2);
     const V prob = Math::power((V::load(s + j) - V(reference)) * V(unit));
@@ -151,7 +150,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   loaded.products.scores(of_span, rows, scratch.s);
 
   const int64_t padded = round_to(keys.end - keys.begin, 16);
-  // V is fetched from memory meanwhile, if its rows lie side by side.
+  // V is prefetched meanwhile, if its rows are adjacent.
   const int64_t element = strobe::bytes(p.v.dtype);
   const char *const v = p.v.data + p.v.index(b, kv, any.k_begin + keys.begin, 0) * element;
   const bool dense = !p.v.page_size && p.v.stride[2] == p.stored(p.head_dim_v);
@@ -172,8 +171,8 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   }
   loaded.products.values(of_span, hides, rows, scratch.probs, o, results.columns);
 
-  // As in forward.h, P V is made once more, with m at log2 l above, where its sum overflowed, or where a key with a score of -inf has a V
-  // that is no number.
+  // As in forward.h, P V is computed once more, with m at log2 l above, where its sum overflowed, or where a key with a score of -inf has a
+  // V that is NaN.
   bool overflowed = false;
   for (int64_t r = 0; r < rows; ++r) {
     T zero = l[r] * T(0); // or NaN
@@ -207,10 +206,10 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
     fill(sum, results.columns, 0.0);
     for (int64_t n = 0; n < spans; ++n) {
       const int64_t at = at_span(n);
-      if (results.l[at] == T(0)) continue; // nothing is seen there, and O may not have been written
+      if (results.l[at] == T(0)) continue; // the span has no visible key, and its O may not have been written
       const double factor = __builtin_exp2((double(results.m[at]) - reference) * double(head.unit));
       const double weight = double(results.l[at]) * factor;
-      if (weight == 0) continue; // its P are 0 beside the others': an infinity of V does not show
+      if (weight == 0) continue; // its P is 0 relative to the others: an infinity of V does not show
       l += weight;
       for (int64_t c = 0; c < p.head_dim_v; ++c) sum[c] += double(results.o[at * results.columns + c]) * factor;
     }
@@ -222,7 +221,7 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
   }
 }
 
-// Calls f with the products that serve so many rows.
+// Calls f with the products that serve this many rows.
 template <class Math, class F> STROBE_INLINE void with_products(const Problem &p, F &&f) {
   using T = typename Math::Real;
   with_elements<T, Math::kDecodesQuantised, Math::kBFloat16>(p.k.dtype, [&](auto elements) {
@@ -256,7 +255,7 @@ template <class Math> void decode(const Problem &p, const Execution &execution, 
   const DecodeResults<T> results(arena, p);
   const auto queries_of = [&](int64_t b) { return query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1)); };
 
-  // The spans of a sequence one after the other: they lie so in memory.
+  // The spans of a sequence one after the other, as they lie in memory.
   const int64_t items = results.places * p.heads_kv;
   int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
   const auto take_spans = [&](DecodeProducts<T> &products, const DecodeScratch<T> &scratch) {

@@ -1,5 +1,5 @@
-// The two products of decode.h, S = Q K^T and O = P V of the rows of a group, over the keys of a span. Few rows are multiplied
-// by lanes.h, more by the tiles of an arithmetic.
+// The two products of decode.h, S = Q K^T and O = P V of the rows of a group, over the keys of a span. Few rows are multiplied by lanes.h,
+// more rows by the tiles of an arithmetic.
 #pragma once
 #include "fma.h"
 #include "keys.h"
@@ -9,8 +9,8 @@
 namespace strobe::inline STROBE_ISA {
 
 struct DecodeTile {
-  static constexpr int64_t kSpan = kPitch - 16; // keys of an item
-  static constexpr int64_t kKeys = 64;          // whose products are made at once
+  static constexpr int64_t kSpan = kPitch - 16; // keys per item
+  static constexpr int64_t kKeys = 64;          // keys whose products are computed at once
 };
 
 // The keys of a span, of one key head: key j is row k_begin + j of K and V.
@@ -23,19 +23,20 @@ struct DecodeKeys {
   int64_t count() const { return keys.end - keys.begin; }
 };
 
-// What decode.h wants to have multiplied. It is called once for many products, so that decode.h need not be compiled for each kind of them.
+// The products that decode.h asks for. One call has many products, so that decode.h need not be compiled for each kind of them.
 template <class T> class DecodeProducts {
 public:
   // Rows of round_to(d, 16) columns.
   virtual void load_queries(const T *queries, int64_t rows, int64_t d) = 0;
   // s[row * kPitch + key] = q.k of the loaded rows and the span's keys.
   virtual void scores(const DecodeKeys &span, int64_t rows, T *s) = 0;
-  // o[row * ldo + column] = P V. probs: rows of 0 behind the last one, up to a multiple of kMostRowsHeld, and keys of 0 behind the last
-  // one, up to a multiple of 16. hides: some P may be 0 though V is no number.
+  // o[row * ldo + column] = P V. probs: rows of 0 after the last one, up to a multiple of kMostRowsHeld, and keys of 0 after the last one,
+  // up to a multiple of 16. hides: some P may be 0 where V is not finite.
   virtual void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) = 0;
 };
 
-// What is not finite in V of the keys [j, j + n), added for the rows whose P is not 0 there. place(c): where column c of o lies.
+// The numbers of V that are not finite, for the keys [j, j + n), added to the rows whose P is not 0 there. place(c): where column c of o
+// lies.
 template <class T, class Place>
 void add_nonfinite_values(const DecodeKeys &span, int64_t j, int64_t n, int64_t rows, const T *probs, T *v, T *o, int64_t ldo,
                           Place &&place) {
@@ -47,14 +48,14 @@ void add_nonfinite_values(const DecodeKeys &span, int64_t j, int64_t n, int64_t 
   }
 }
 
-// Multiplies the scores of a span's keys by the scales of their rows. scales: room for them.
+// Multiplies the scores of a span's keys by the scales of their rows. scales: a buffer for them.
 template <class T> void scale_scores(const DecodeKeys &span, int64_t rows, T *scales, T *s) {
   load_row_scales(span.p.k_scale, span.b, span.kv, span.k_begin + span.keys.begin, span.count(), scales);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t j = 0; j < span.count(); ++j) s[r * kPitch + j] *= scales[j];
 }
 
-// to[term][r] = q[term][r] * scales[term], of `rows` rows side by side; 0 from term d on.
+// to[term][r] = q[term][r] * scales[term], for `rows` adjacent rows; 0 from term d on.
 template <class T> __attribute__((noinline)) void scale_terms(const T *q, const T *scales, int64_t d, int64_t terms, int64_t rows, T *to) {
   for (int64_t n = 0; n < terms; ++n) {
     const T scale = n < d ? scales[n] : T(0);
@@ -62,8 +63,8 @@ template <class T> __attribute__((noinline)) void scale_terms(const T *q, const 
   }
 }
 
-// weights[r * kPitch + j] = probs * scales[j] of the keys [0, count); hides: a P of 0 stays 0, because the scale of what is hidden may be
-// anything.
+// weights[r * kPitch + j] = probs * scales[j] of the keys [0, count); hides: a P of 0 stays 0, because the scale of a hidden key may be any
+// number.
 template <class T>
 __attribute__((noinline)) void scale_probabilities(const T *probs, const T *scales, bool hides, int64_t rows, int64_t count, T *weights) {
   for (int64_t r = 0; r < rows; ++r)
@@ -73,7 +74,7 @@ __attribute__((noinline)) void scale_probabilities(const T *probs, const T *scal
     }
 }
 
-// K and V are read once, as they lie, for up to kMostRowsHeld rows at a time.
+// K and V are read once, in place, for up to kMostRowsHeld rows at a time.
 template <class Lanes> class FewRows final : public DecodeProducts<typename Lanes::Real>, DecodeTile {
 public:
   using T = typename Lanes::Real;
@@ -116,7 +117,7 @@ public:
       if (p.quantised()) scale_scores(span, rows, scales_, s);
       return;
     }
-    for (int64_t done = 0, end; done < count; done = end) { // groups of rows that share the scales of their columns
+    for (int64_t done = 0, end; done < count; done = end) { // groups of rows that share their columns' scales
       const int64_t row = span.k_begin + span.keys.begin + done, in_page = p.page_size ? row % p.page_size : row;
       const int64_t left = p.k_scale.rows - in_page % p.k_scale.rows;
       end = min((i64)count, (i64)(done + (p.page_size ? min((i64)left, (i64)(p.page_size - in_page)) : left)));
@@ -171,7 +172,7 @@ private:
   int64_t terms() const { return words_k_ * Lanes::kTerms; }
   int64_t columns() const { return words_v_ * Elements::kPerWord; }
 
-  // s of the keys [done, end), counted from the span's first one.
+  // s of the keys [done, end), counted from the span's first key.
   void add_scores(const DecodeKeys &span, int64_t rows, const Operand *q, int64_t done, int64_t end, T *s) {
     const int64_t first = span.k_begin + span.keys.begin;
     const Rows k(span.p.k, span.b, span.kv, span.p.head_dim, first + end, Vec<T>::kLanes, Vec<T>::kLanes);
@@ -211,7 +212,7 @@ private:
   Word *copies_;
 };
 
-// Tiles of K and V are brought into an arithmetic's layout.
+// Tiles of K and V are converted to an arithmetic's layout.
 template <class Math> class ManyRows final : public DecodeProducts<typename Math::Real>, DecodeTile {
 public:
   using T = typename Math::Real;

@@ -1,7 +1,7 @@
 // The two products of decode.h in AMX's tiles, for queries in bf16. A product of tiles takes 16 cycles, however few of the 16 rows of Q or
 // P are used, and memory needs longer to bring the tile of K or V: so up to 16 rows cost little more than reading. Rows of K serve as tiles
-// as they lie; of V, two rows are interleaved. What is quantised, an integer or E4M3, is a bf16 number by itself, and scales of rows are
-// multiplied into S and P. Tile registers 0-3 hold sums, 4-6 are loaded in turn, and 7 holds the operand that four products share.
+// as they lie; of V, two rows are interleaved. A quantised number, an integer or E4M3, is itself a bf16 number, and scales of rows are
+// multiplied into S and P. Tile registers 0-3 hold sums, 4-6 are loaded in rotation, and 7 holds the operand that four products share.
 #pragma once
 #include "decode_products.h"
 #include "pairs.h"
@@ -29,7 +29,7 @@ public:
     copies_ = arena.take<Word>(kKeys * max(words_k_, words_v_));
   }
 
-  // queries: rows of round_to(d, 16) columns, all of them numbers of bf16. q_: [tile of rows][pair of columns][row].
+  // queries: rows of round_to(d, 16) columns, all of them bf16 numbers. q_: [tile of rows][pair of columns][row].
   void load_queries(const T *queries, int64_t rows, int64_t d) override {
     fill(q_, round_to(rows, kTile) * pairs_k(), 0u);
     for (int64_t r = 0; r < rows; ++r)
@@ -97,7 +97,7 @@ private:
   int64_t pairs_k() const { return words_k_ * kPerWord / 2; }
   int64_t columns_v() const { return words_v_ * kPerWord; }
 
-  // Fetches the rows of the next block. Each product of tiles asks for as many lines as it takes in, so that memory and products work at
+  // Fetches the rows of the next block. Each product of tiles asks for as many lines as it consumes, so that memory and products work at
   // the same time.
   struct Fetch {
     const Word *row;
@@ -111,14 +111,14 @@ private:
     }
   };
 
-  // Where column c of K lies among the numbers of its row: words side by side have [pair of each word][word].
+  // The place of column c of K among the numbers of its row: adjacent words have [pair of each word][word].
   static STROBE_INLINE int64_t place_k(int64_t c) {
     return c / (L * kPerWord) * (L * kPerWord) + c % kPerWord / 2 * kDepth + c / kPerWord % L * 2 + c % 2;
   }
-  // And column c of V in a row of O: [column of each word][word].
+  // The same for column c of V in a row of O: [column of each word][word].
   static STROBE_INLINE int64_t place_v(int64_t c) { return FmaLanes<T, E>::place(c); }
   static STROBE_INLINE WordsOf<T> load(const Word *at) { return (WordsOf<T>)Vec<T>::load(reinterpret_cast<const T *>(at)).v; }
-  // Numbers of bf16: low's in the low half of each lane.
+  // bf16 numbers: low's in the low half of each lane.
   static STROBE_INLINE __m512i pair(Vec<T> low, Vec<T> high) { return pair_up<2>((__m512)low.v, (__m512)high.v); }
   // Element n of the words of two rows.
   template <int n> static STROBE_INLINE __m512i pair(WordsOf<T> even, WordsOf<T> odd) {
@@ -170,7 +170,7 @@ private:
     });
   }
 
-  // v_: [32 keys][16 columns][pair of keys][column]; behind the last row zeros.
+  // v_: [32 keys][16 columns][pair of keys][column]; zeros after the last row.
   __attribute__((noinline)) void interleave_values(const WordBlock<Word> &keys) {
     for (int64_t key = 0; key < round_to(keys.count, kDepth); key += 2) {
       uint32_t *const to = v_ + key / kDepth * (kDepth / 2) * columns_v() + key % kDepth / 2 * kTile;
@@ -185,7 +185,7 @@ private:
   }
 
   // Products below 2^-126 count as 0. So powers of two lift the largest product of P and a scale to about 2^100: kLift is multiplied into
-  // P, and the rest into the scales, here. Returns what O must be multiplied by afterwards, beside 1 / kLift.
+  // P, and the rest into the scales, here. Returns the factor by which O must be multiplied afterwards, besides 1 / kLift.
   __attribute__((noinline)) T lift_scales(int64_t rows, int64_t count, const T *probs) {
     const Vec<T> none(T(0));
     fill(scales_ + count, round_to(count, L) - count, T(0));
@@ -193,7 +193,7 @@ private:
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t j = 0; j < count; j += L) {
         const Vec<T> p = Vec<T>::load(probs + r * kPitch + j);
-        most = max(most, select(none < p, abs(p * Vec<T>::load(scales_ + j)), none)); // the scale of what is hidden may be anything
+        most = max(most, select(none < p, abs(p * Vec<T>::load(scales_ + j)), none)); // the scale of a hidden key may be any number
       }
     T largest = 0;
     for (int lane = 0; lane < L; ++lane) largest = max(largest, T(most.v[lane]));
@@ -212,7 +212,7 @@ private:
         const int64_t left = r < rows ? count - key : 0;
         const __mmask16 some = left >= L ? 0xFFFF : left > 0 ? __mmask16((1u << left) - 1) : 0;
         __m512 x = _mm512_maskz_loadu_ps(some, probs + r * kPitch + key);
-        if (scales) { // the scale of what is hidden may be anything
+        if (scales) { // the scale of a hidden key may be any number
           const __mmask16 seen = hides ? _mm512_mask_cmp_ps_mask(some, x, _mm512_setzero_ps(), _CMP_NEQ_UQ) : some;
           x = _mm512_maskz_mul_ps(seen, _mm512_mul_ps(x, _mm512_set1_ps(kLift)), _mm512_maskz_loadu_ps(some, scales + key));
         }
@@ -227,7 +227,7 @@ private:
     int64_t c = 0;
     for (; c + 4 * kTile <= columns; c += 4 * kTile) multiply_columns<4>(c, keys, p, o, accumulate, fetch);
     for (; c < columns; c += 2 * kTile)
-      multiply_columns<2>(c, keys, p, o, accumulate, fetch); // words come by vectors, of two columns or more
+      multiply_columns<2>(c, keys, p, o, accumulate, fetch); // words are read in vectors, of two columns or more
   }
   template <int kTiles>
   STROBE_INLINE void multiply_columns(int64_t c, int64_t keys, const uint16_t *p, T *o, bool accumulate, Fetch &fetch) {

@@ -5,8 +5,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Products of few rows of queries, for lanes.h: a word of K is a pair, and two rows of V side by side make pairs of keys. Sums have the
-// order of Dot::multiply.
+// Products of few rows of queries, for lanes.h: a word of K is a pair, and two adjacent rows of V make pairs of keys. Sums have the order
+// of Dot::multiply.
 struct DotLanes {
   using Real = float;
   using Elements = BFloat16Elements;
@@ -24,7 +24,7 @@ struct DotLanes {
     const __m512i a = (__m512i)words[0], b = (__m512i)words[1];
     sum = dot(n == 0 ? _mm512_unpacklo_epi16(a, b) : _mm512_unpackhi_epi16(a, b), p, sum);
   }
-  // [32 columns][low or high 4 of 8][those of the same 8 side by side]
+  // [32 columns][low or high 4 of 8][adjacent columns of the same 8]
   static STROBE_INLINE int64_t place(int64_t c) { return c / 32 * 32 + c % 8 / 4 * 16 + c % 32 / 8 * 4 + c % 4; }
   static STROBE_INLINE void convert(const float *src, int64_t count, Operand *dst) { // count: a multiple of 16
     for (int64_t i = 0; i < count; i += 16)
@@ -66,7 +66,7 @@ private:
     for (; n < columns; n += 16) multiply_columns<kRows, 1>(rows, depth, a, b.columns_from(n), c + n, ldc, accumulate);
   }
 
-  // The left operand is padded to blocks of 32 rows and C to 16, so that rows of C come by twos, fours or eights.
+  // The left operand is padded to blocks of 32 rows and C to 16, so that C has two, four or eight rows at a time.
   template <int kRows, int kColumns>
   static STROBE_INLINE void multiply_columns(int64_t rows, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
                                              bool accumulate) {

@@ -1,4 +1,4 @@
-// What K and V are made of, for those who take their rows as words of the width of a lane: how many elements a word holds, and each of them
+// The elements of K and V, for code that takes their rows as words of the width of a lane: how many elements a word holds, and each of them
 // as a number. The same function serves keys across lanes, where a vector has one word of each of many rows, and columns across lanes,
 // where it has many words of one row. Words are little-endian: element 0 is the lowest.
 #pragma once
@@ -9,7 +9,7 @@ namespace strobe::inline STROBE_ISA {
 
 template <class T> using WordsOf = typename Vec<T>::RawInt;
 
-// float or double as they are
+// float or double, unchanged
 template <class T> struct PlainElements {
   using Real = T;
   using Stored = T;
@@ -33,7 +33,7 @@ struct HalfElements {
   using Stored = Half;
   using Word = int32_t;
   static constexpr int kPerWord = 2;
-  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // as widen does it
+  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // in the way of widen
     using V = Vec<float>;
     const WordsOf<float> high = n == 0 ? words << 16 : words, magnitude = (high & 0x7FFF0000) >> 3;
     const WordsOf<float> finite = (WordsOf<float>)(V((V::Raw)magnitude) * V(0x1p112f)).v;
@@ -42,7 +42,7 @@ struct HalfElements {
   }
 };
 
-// Quantised ones, as they are stored.
+// Quantised elements, as they are stored.
 struct Int8Elements {
   using Real = float;
   using Stored = uint8_t;
@@ -57,7 +57,7 @@ struct E4M3Elements {
   using Stored = E4M3;
   using Word = int32_t;
   static constexpr int kPerWord = 4;
-  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // as widen does it
+  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // in the way of widen
     using V = Vec<float>;
     const WordsOf<float> high = words << (24 - 8 * n), magnitude = (high & 0x7F000000) >> 4;
     const WordsOf<float> number = (WordsOf<float>)(V((V::Raw)magnitude) * V(0x1p120f)).v;
@@ -65,7 +65,7 @@ struct E4M3Elements {
     return V((V::Raw)(r | (high & int32_t(0x80000000))));
   }
 };
-struct Int4Elements { // two a byte
+struct Int4Elements { // two per byte
   using Real = float;
   using Stored = uint8_t;
   using Word = int32_t;
@@ -80,7 +80,7 @@ struct Int4Elements { // two a byte
   }
 };
 
-// Calls f with what a dtype is made of. kBFloat16: what is not quantised is bf16.
+// Calls f with the element type of a dtype. kBFloat16: elements that are not quantised are bf16.
 template <class T, bool kQuantised, bool kBFloat16, class F> STROBE_INLINE void with_elements(DType dtype, F &&f) {
   if constexpr (kQuantised) {
     if (dtype == DType::i8) return f(Int8Elements{});
@@ -109,28 +109,28 @@ template <class Stored> STROBE_INLINE bool is_finite(Stored x) {
 // Rows at a fixed distance from each other, in words. `ahead` points to as many rows that will be read soon.
 template <class Word> struct WordBlock {
   const Word *rows;
-  int64_t count; // rows; those behind the tensor's are 0
+  int64_t count; // rows; those past the tensor's end are 0
   int64_t stride;
   const Word *ahead;
 };
 
-// Rows of K or V of one head as whole steps of words: in place where they lie so in memory, else copies, with zeros behind their columns.
+// Rows of K or V of one head as whole steps of words: in place where they lie so in memory, else copies, with zeros after their columns.
 template <class Elements> class WordRows {
 public:
   using Word = typename Elements::Word;
   using Stored = typename Elements::Stored;
-  static constexpr int64_t kStored = sizeof(Word) / sizeof(Stored); // of a word; of INT4, two elements each
+  static constexpr int64_t kStored = sizeof(Word) / sizeof(Stored); // per word; a stored INT4 is two elements
   static constexpr int64_t kStep = Vec<typename Elements::Real>::kLanes < 4 ? 4 : Vec<typename Elements::Real>::kLanes;
   static int64_t words(int64_t d) { return (d + kStep * Elements::kPerWord - 1) / (kStep * Elements::kPerWord) * kStep; }
 
-  // Blocks of rows before `end` are wanted: cut at multiples of `unit` rows, and filled up to a multiple of `least`. ahead_bytes: measured
+  // Blocks of rows before `end` are read: cut at multiples of `unit` rows, and padded to a multiple of `least`. ahead_bytes: measured
   // (docs/lab/performance.md).
   WordRows(const View &x, int64_t b, int64_t h, int64_t d, int64_t end, int64_t unit, int64_t least, int64_t ahead_bytes = 8192)
       : x_(x), b_(b), h_(h), d_(d * kStored / Elements::kPerWord), end_(end), unit_(unit), least_(least), words_(words(d)),
         stride_(x.stride[2] / kStored), ahead_(max((i64)unit, (i64)(ahead_bytes / (words_ * int64_t(sizeof(Word)))))),
         in_place_(x.stride[3] == 1 && words_ * kStored == d_ && stride_ * kStored == x.stride[2]) {}
 
-  // The rows from i0 on, `most` or less. finite: what is not is 0 in them. copies: room for as many.
+  // The rows from i0 on, at most `most`. finite: numbers that are not finite are 0 in them. copies: a buffer for as many rows.
   STROBE_INLINE WordBlock<Word> block(int64_t i0, int64_t most, bool finite, Word *copies) const {
     const Word *ahead = at(min((i64)(i0 + ahead_), (i64)(end_ - 1)));
     int64_t n = min((i64)most, (i64)(end_ - i0));
@@ -147,7 +147,7 @@ private:
     for (int64_t i = 0; i < n; ++i) {
       const Stored *from = x_.at<Stored>(b_, h_, i0 + i, 0);
       Stored *const to = reinterpret_cast<Stored *>(copies + i * words_);
-      if (x_.stride[3] == 1 && d_ * int64_t(sizeof(Stored)) == 32 && words_ * int64_t(sizeof(Word)) == 64) { // INT4 of 64 columns
+      if (x_.stride[3] == 1 && d_ * int64_t(sizeof(Stored)) == 32 && words_ * int64_t(sizeof(Word)) == 64) { // 64 columns of INT4
         std::memcpy(to, from, 32);
         std::memset(to + d_, 0, 32);
       } else {

@@ -56,12 +56,13 @@ bool has_amx() {
 
 std::string amx_missing() {
   if (!has_amx() || !has_bf16_dot()) return "this CPU lacks AMX (TILE, BF16) or AVX512-BF16";
-  constexpr long kRequest = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM: for this process, once for all its threads
+  constexpr long kRequest = 0x1023, kTileData = 18; // ARCH_REQ_XCOMP_PERM: once per process, for all its threads
   if (syscall(SYS_arch_prctl, kRequest, kTileData) != 0) return "the kernel does not grant AMX's tile registers";
   return {};
 }
 
-// CPUs with AMX execute the dot product at less than half the rate of fp32 multiply-adds (measured: one in 2.5 cycles), others at twice it.
+// CPUs with AMX execute the dot product at less than half the rate of fp32 multiply-adds (measured: one per 2.5 cycles), others at twice
+// it.
 double bf16_dot_rate() { return has_amx() ? 26 : 128; }
 #endif
 
@@ -114,16 +115,16 @@ constexpr Foreign kForeign[] = {
 #endif
 };
 
-constexpr int64_t kFewQueries = 16; // with them most lanes would be idle
+constexpr int64_t kFewQueries = 16; // below it most lanes would be idle
 
 // What keeps the forward of few queries from laying keys across lanes (decode.h); empty if nothing does. Invariant bits must not depend on
-// how many queries there are.
+// the number of queries.
 const char *against_decoding(const Problem &p) {
   if (p.invariant) return "invariant";
   if (p.part) return "a part";
   if (p.blocks.present) return "block sparsity";
   if (p.dropout > 0) return "dropout";
-  if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // whose pass rounds scores in another place
+  if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // this pass rounds scores in another place
   if (p.score != ScoreFunction::dot) return "hyperbolic scores";
   if (p.group() * p.longest_q() > kMostDecodedRows) return "so many query heads of a key head";
   return p.tile_q > 0 || p.tile_k > 0 ? "tiles that are asked for" : "";
@@ -131,14 +132,14 @@ const char *against_decoding(const Problem &p) {
 bool has_few(const Problem &p) { return p.longest_q() <= kFewQueries && !*against_decoding(p); }
 bool decodes(const Problem &p, Direction direction) { return direction == Direction::forward && has_few(p); }
 
-// The model counts the products of all lanes, padding included, and the packing of K and V. The backward takes as many times the forward as
-// it has products, in every set alike: the set that is chosen for the forward must be chosen for the backward, because P = e^(s - LSE) is
-// exact only where both round s alike. The number of threads must not change a bit, so the order of the sets does not depend on it. Few
-// queries have no padding lanes, except in the backward. (With AMX they have some, which cost little beside reading.)
+// The model counts the products of all lanes, padding included, and the packing of K and V. The backward takes a multiple of the forward,
+// by the number of its products, on every set alike: the set that is chosen for the forward must be chosen for the backward, because P =
+// e^(s - LSE) is exact only where both round s alike. The number of threads must not change a bit, so the order of the sets does not depend
+// on it. Few queries have no padding lanes, except in the backward. (With AMX they have some, which cost little beside reading.)
 double predict(const InstructionSet &set, const CpuKernels &kernels, const Problem &p, int64_t threads, Direction direction) {
-  constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, share of the peak, and cost of a call
-  constexpr int64_t kShortestTile = 64;                       // of those that are made smaller until there is work for all
-  constexpr double kTransposed = 1;                           // cycles of an element of K and V that few queries do not read in place
+  constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, the fraction of the peak, and the cost of a call
+  constexpr int64_t kShortestTile = 64;                       // the limit to which tiles are shortened for more parallel work
+  constexpr double kTransposed = 1;                           // cycles per element of K and V that few queries do not read in place
   const int column = p.dtype == DType::bf16 ? 2 : p.dtype == DType::f16 ? 1 : 0;
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.seqlen_q) / double(std::max<int64_t>(p.varlen ? p.batch : 1, 1)));
   const double width = double(kernels.forward_tile.width), pieces = std::ceil(queries / width);
@@ -163,7 +164,7 @@ std::string rounded(const char *what, int64_t wish, int64_t got, const char *why
 
 constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512;
 
-// The multiple of 16 nearest to the wish that divides a block of queries, the larger of two.
+// The multiple of 16 nearest to the requested size that divides a block of queries; of two, the larger.
 int64_t nearest_divisor(int64_t block, int64_t wish) {
   int64_t best = 16;
   for (int64_t q = 32; q <= kLongestTileQ; q += 16)
@@ -171,10 +172,10 @@ int64_t nearest_divisor(int64_t block, int64_t wish) {
   return best;
 }
 
-// Br is a multiple of 16 that, under block sparsity, divides the query block. Wishes are rounded; without one the kernels' own preference
-// is halved until there is work for many threads. The number of threads must not change a bit, so everything follows from the shape alone.
-// Invariant: tiles of keys are the kernels' own, because the bits depend on them; so are the backward's tiles of queries, because dK and dV
-// depend on them.
+// Br is a multiple of 16 that, under block sparsity, divides the query block. Requested sizes are rounded; otherwise the kernels' own
+// preference is halved until there is work for many threads. The number of threads must not change a bit, so everything follows from the
+// shape alone. Invariant: key tiles are the kernels' own, because the bits depend on them; so are the backward's query tiles, because dK
+// and dV depend on them.
 TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction direction, std::vector<std::string> &notes) {
   auto round_up = [](int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; };
   TileSizes tile = preferred;
@@ -258,7 +259,7 @@ public:
     else
       (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
     if (!p.auxiliary()) return;
-    std::vector<std::string> told; // by the plan
+    std::vector<std::string> told; // collected by the plan
     kernels->auxiliary(p, execution, few ? choose_tiles(p, preferred, direction, told) : tile, workspace);
   }
 

@@ -1,4 +1,4 @@
-// The CPU engines, one an instruction set, from the fastest to the slowest.
+// The CPU engines, one per instruction set, from the fastest to the slowest.
 #pragma once
 #include <vector>
 
@@ -6,6 +6,6 @@
 
 namespace strobe {
 std::vector<const Engine *> cpu_engines();
-// The architecture that an engine needs which this library was not built for; null for any other name.
+// The architecture that an engine needs if this library was not built for it; null for any other name.
 const char *foreign_architecture(const std::string &engine);
 } // namespace strobe

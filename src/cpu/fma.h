@@ -1,5 +1,5 @@
-// The arithmetic of broadcast and fused multiply-add: fp32 and fp64 throughout, fp16 and bf16 widened on load.
-// A family of arithmetic says how a tile of each tensor is laid out for its multiply; forward.h and backward.h know nothing else of it.
+// The arithmetic of broadcast and fused multiply-add: fp32 and fp64 throughout, fp16 and bf16 widened on load. An arithmetic says how a
+// tile of each tensor is laid out for its multiply; forward.h and backward.h know nothing else of it.
 #pragma once
 #include "gemm.h"
 #include "lanes.h"
@@ -8,9 +8,9 @@
 namespace strobe::inline STROBE_ISA {
 
 template <class T> struct Fma {
-  using Real = T;                              // of scores, statistics and accumulators
-  using Element = T;                           // of packed operands
-  struct Session {};                           // what a thread holds while it works
+  using Real = T;                              // the type of scores, statistics and accumulators
+  using Element = T;                           // the type of packed operands
+  struct Session {};                           // a thread's state while it works
   static constexpr int64_t kChunk = 64;        // keys whose scores are computed at once
   static constexpr bool kScoresInPlace = true; // Scores overwrites its source
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
@@ -28,7 +28,7 @@ template <class T> struct Fma {
   static constexpr bool kExactPower = true;                       // P keeps all bits of T
   static STROBE_INLINE Vec<T> power(Vec<T> x) { return exp2(x); } // 2^x
 
-  struct Left { // the operand of a product whose elements are broadcast
+  struct Left { // the operand whose elements are broadcast
     Broadcast<T> a;
   };
   struct Right { // the operand whose columns are lanes
@@ -45,7 +45,7 @@ template <class T> struct Fma {
   struct Keys {
     Left rows, columns;
   };
-  // Whether a tensor serves as it lies in memory.
+  // Whether a tensor can be used in place.
   static STROBE_INLINE bool in_place(const View &x, int64_t /*d*/) {
     return matches(x) && !x.page_size && (x.stride[3] == 1 || x.stride[2] == 1);
   }
@@ -53,7 +53,7 @@ template <class T> struct Fma {
     const T *p = x.at<T>(b, h, j0, 0);
     return {{{p, x.stride[2], x.stride[3]}}, {{p, x.stride[3], x.stride[2]}}};
   }
-  static int64_t key_size(int64_t d, bool /*rows*/, bool /*columns*/) { return round_to(d, 16); } // elements a packed key takes
+  static int64_t key_size(int64_t d, bool /*rows*/, bool /*columns*/) { return round_to(d, 16); } // elements per packed key
   static Keys keys_at(const Element *base, int64_t /*n*/, int64_t d, bool /*rows*/) {
     int64_t ld = round_to(d, 16);
     return {{{base, ld, 1}}, {{base, 1, ld}}};
@@ -72,14 +72,14 @@ template <class T> struct Fma {
     return {{src, ld, 1}};
   }
 
-  // Queries: rows of Q or dO, one a lane (d x width).
+  // Queries: rows of Q or dO, one per lane (d x width).
   static STROBE_INLINE int64_t lanes_size(int64_t lanes, int64_t d) { return lanes * d; } // of scratch
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T factor, int64_t width, T *scratch,
                           T *buffer) {
     STROBE_ISA::load_lanes(x, b, h, i0, n, d, factor, scratch, width, buffer);
     return {scratch, width};
   }
-  // Queries: rows of Q or dO as they are (n x d), d padded to lanes.
+  // Queries: rows of Q or dO in place (n x d), d padded to lanes.
   static STROBE_INLINE int64_t rows_size(int64_t n, int64_t d) { return n * round_to(d, 16); } // of scratch
   static Right load_rows(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *scratch) {
     int64_t ld = round_to(d, 16);
@@ -93,7 +93,7 @@ template <class T> struct Fma {
 
   static STROBE_INLINE Right right_from(Right x, int64_t row) { return {x.b + row * x.ld, x.ld}; }
 
-  // Scores (P or dS) on their way into a product: keys x width, taken in by pairs of keys; the right operand of a product over keys, the
+  // Scores (P or dS) on their way into a product: keys x width, supplied by pairs of keys; the right operand of a product over keys, the
   // left one of a product over queries.
   struct Scores {
     T *s;

@@ -1,4 +1,4 @@
-// The forward: FlashAttention-2's loop (Dao 2023, Algorithm 1), a tile of queries an item, one query a lane.
+// The forward: FlashAttention-2's loop (Dao 2023, Algorithm 1), one query tile per item, one query per lane.
 #pragma once
 #include "../../kernels/attention/softmax.h"
 #include "fma.h"
@@ -10,7 +10,7 @@ namespace strobe::inline STROBE_ISA {
 
 inline constexpr int64_t kMaxPieces = 16; // Br / width at most
 
-// Everything one thread needs for one tile of queries.
+// The scratch that one thread needs for one query tile.
 template <class Math> struct ForwardScratch {
   using T = typename Math::Real;
   typename KeySource<Math>::Scratch k, v;
@@ -37,7 +37,7 @@ template <class Math> struct ForwardScratch {
 };
 
 // One step of online softmax over a chunk of scores s of the lanes from first_lane on: P goes to `out` from its key `at_key` on, m and l
-// move on. Returns whether m moved: then alpha is what O must be multiplied by.
+// are updated. Returns whether m changed: then alpha is the factor for O.
 template <class Math, class Scores>
 __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &span, const typename Math::Real *s,
                                             int64_t first_lane, const Scores &scores, int64_t at_key, ForwardScratch<Math> &scratch) {
@@ -57,7 +57,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
     V most[n], sum[n], reference[n];
     unroll<n>(STROBE_UNROLL(c) { most[c] = hidden; });
     for (int64_t j = 0; j < t.keys; ++j) unroll<n>(STROBE_UNROLL(c) { most[c] = max(most[c], V::load(s + j * t.width + lane + c * L)); });
-    bool ahead = false; // of some row's m, by more than the slack
+    bool ahead = false; // some row's score exceeds its m by more than the slack
     unroll<n>(STROBE_UNROLL(c) { ahead |= any(V::load(m + lane + c * L) + slack < most[c]); });
     unroll<n>(STROBE_UNROLL(c) {
       RowState<V> row{V::load(m + lane + c * L), V::load(l + lane + c * L)};
@@ -90,7 +90,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
         });
       }
     };
-    // Each P that is added to a much larger one may be lost: as many as are added at once.
+    // A P that is added to a much larger sum may be lost: several are added up first.
     constexpr int64_t kAtOnce = Math::kExactPower ? 4 : Math::kChunk;
     for (int64_t j = 0; j < t.keys; j += kAtOnce) {
       exponentiate(j, min((i64)(j + kAtOnce), (i64)t.keys));
@@ -104,8 +104,8 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
   return moved;
 }
 
-// sum[c * width + lane] += s[key * width + lane] x(key, c) for each x(key, c) that is not finite, where s is not 0. FiniteKeys left these
-// out, and the queries that see them must get them.
+// sum[c * width + lane] += s[key * width + lane] x(key, c) for each x(key, c) that is not finite, where s is not 0. FiniteKeys has left
+// these out, and the queries that see them must get them.
 template <class T>
 __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, const KeyRows &x, int64_t b, int64_t h, int64_t k0, int64_t d,
                                              T *sum) {
@@ -121,7 +121,7 @@ __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, cons
     }
 }
 
-// Scores on their way into a product, and as they are: `unrounded` from key `from` on.
+// Scores on their way into a product, and unrounded as well: `unrounded` from key `from` on.
 template <class Math> struct BothScores {
   typename Math::Scores probs;
   typename Math::Real *unrounded;
@@ -133,15 +133,15 @@ template <class Math> struct BothScores {
   }
 };
 
-// Whether the rows of K or V that a piece's products read hold something that is not finite, so that FiniteKeys are needed. That matters
+// Whether the rows of K or V that a piece's products read hold numbers that are not finite, so that FiniteKeys are needed. That matters
 // only if some query does not see such a key (hidden) or under `invariant`, where the bits of a row that sees the key must not depend on
 // whether other rows see it.
 template <class T> bool reads_nonfinite(const Head<T> &head, const Piece<T> &piece, bool hidden, const KeyRows &x, int64_t d) {
   return (hidden || head.p->invariant) && !all_finite(x, head.b, head.kv, piece.k0 + piece.span.j0, piece.keys_read(head), d);
 }
 
-// sum += x^T s, a product over keys; s begins at its key `from`. invariant: an arithmetic with kSumsApart sums a whole product up before it
-// adds it to `sum`, so each product is of kKeyAlign keys.
+// sum += x^T s, a product over keys; s begins at its key `from`. invariant: an arithmetic with kSumsApart finishes the sum of a product
+// before it adds it to `sum`, so each product has kKeyAlign keys.
 template <class Math>
 STROBE_INLINE void multiply_keys(const Head<typename Math::Real> &head, int64_t d, int64_t width, int64_t keys, typename Math::Left x,
                                  const typename Math::Scores &s, int64_t from, KeySum<typename Math::Real> &sum) {
@@ -153,14 +153,14 @@ STROBE_INLINE void multiply_keys(const Head<typename Math::Real> &head, int64_t 
   }
 }
 
-// A tile of queries at work: Q transposed, and O, piece by piece of tile.width lanes.
+// A query tile in progress: Q transposed, and O, piece by piece of tile.width lanes.
 template <class Math> struct ForwardTile {
   int64_t i0, i1, rows, pieces = 0;
   typename Math::Right q[kMaxPieces];
   KeySum<typename Math::Real> o[kMaxPieces];
 };
 
-// O, m and l of a tile of queries, measured against the m that there is. hides: whatever V holds, some key may have a P of 0.
+// O, m and l of a query tile, starting from the given m. hides: whatever V holds, some key may have a P of 0.
 template <class Math>
 void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source, ForwardScratch<Math> &scratch,
               ForwardTile<Math> &queries, bool hides) {
@@ -194,7 +194,7 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
       const bool nonfinite = reads_nonfinite(head, piece, hides || piece.reads_hidden(head), rows_of_v(p), dv);
       const auto columns = nonfinite ? scratch.finite_v.columns(rows_of_v(p), head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), dv)
                                      : Math::columns_from(v.keys.columns, t.j0 - v.origin);
-      int64_t multiplied = 0;                   // keys of the tile whose P V is in O
+      int64_t multiplied = 0;                   // keys of the tile whose P V is already in O
       auto multiply_values = [&](int64_t end) { // O += V^T P
         multiply_keys<Math>(head, dv, width, end - multiplied, Math::columns_from(columns, multiplied), probs, multiplied, o);
         multiplied = end;
@@ -209,7 +209,7 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
         const bool moved = nonfinite ? softmax_step<Math>(head, chunk, s, lane, BothScores<Math>{probs, s, done, width}, done, scratch)
                                      : softmax_step<Math>(head, chunk, s, lane, probs, done, scratch);
         if (moved) {
-          if (done > multiplied) multiply_values(done); // what was measured against the old m
+          if (done > multiplied) multiply_values(done); // their P belongs to the old m
           o.scale(scratch.alpha);
         }
         if (nonfinite) add_nonfinite(chunk, s, rows_of_v(p), head.b, head.kv, piece.k0, dv, o.add_to());
@@ -221,8 +221,8 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   for (int64_t i = 0; i < queries.rows; ++i) scratch.l[i] += scratch.l_lost[i];
 }
 
-// Whether some row has an O that is not finite and an l that is. Such a row starts anew from the m in `restart_m`, which is log2 l above
-// its m; all other rows start as they did.
+// Whether some row has an O that is not finite and an l that is. Such a row starts again from the m in `restart_m`, which is log2 l above
+// its m; all other rows start as before.
 template <class Math>
 bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
   using T = typename Math::Real;
@@ -264,8 +264,8 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
   fill(scratch.m, rows, -kInfinity<T>);
   add_keys(head, tile, source, scratch, queries, false);
-  // The sum P V, with P up to 2^8, may overflow where the mean does not, or take in a V that is no number from a key that an infinite K
-  // hides by a score of -inf. Then it is made once more, with m at log2 l above, so that P sums to 1.
+  // The sum P V, with P up to 2^8, may overflow where the mean does not, or it may take a NaN of V from a key that an infinite K hides by a
+  // score of -inf. Then it is computed once more, with m at log2 l above, so that P sums to 1.
   if (overflowed(head, scratch, queries)) {
     std::memcpy(scratch.m, scratch.restart_m, sizeof(T) * size_t(rows));
     add_keys(head, tile, source, scratch, queries, true);

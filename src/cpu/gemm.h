@@ -1,5 +1,5 @@
-// C (+)= A B on tiles in cache, outer products in registers. B and C hold one lane a column; A's elements are broadcast straight from where
-// they lie, so that K and V are read in place, transposed or not.
+// C (+)= A B on tiles in cache, outer products in registers. B and C hold one column per lane; A's elements are broadcast in place, so that
+// K and V are read where they lie, transposed or not.
 #pragma once
 #include "simd.h"
 
@@ -20,7 +20,7 @@ inline constexpr int64_t kRun = 32; // terms of a product that are added up one 
 #if defined(__FMA__) || defined(__aarch64__)
 inline constexpr bool kRoundsProducts = false;
 #else
-inline constexpr bool kRoundsProducts = true; // then four of them are added up first
+inline constexpr bool kRoundsProducts = true; // then four products are added up first
 #endif
 inline constexpr int kMaxColumns = kVectorRegisters == 32 ? 4 : 2; // vectors of C's columns held at once
 constexpr int block_rows(int columns) { return kVectorRegisters == 32 ? (columns == 4 ? 6 : 8) : (columns == 2 ? 4 : 8); }
@@ -40,7 +40,7 @@ STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int
     const int64_t end = kRun < depth - k ? k + kRun : depth;
     if constexpr (kRoundsProducts) {
       for (; k < end; k += 4, b += 4 * ldb) {
-        const int64_t left = end - k; // a sum of fewer than four has the bits of one of four whose last terms are 0
+        const int64_t left = end - k; // fewer than four terms give the bits of four with zeros at the end
         unroll<kRows>(STROBE_UNROLL(m) {
           const auto product = [&](int i, int n) __attribute__((always_inline)) {
             return V(kUnitRow ? a.a[i * a.col + m] : rows[m][k + i]) * V::load(b + i * ldb + n * L);
@@ -106,8 +106,8 @@ STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth
 }
 
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes. A sum of many terms one after the other loses
-// bits as it grows: each run of kRun terms starts from 0 and is then added to C. So a product over some terms and one over those that
-// follow have the bits of one over all, if the first ones are a multiple of kRun; and terms of 0 change nothing.
+// bits as it grows: each run of kRun terms starts from 0 and is then added to C. So a product over some terms and one over the terms that
+// follow have together the bits of one over all, if the first has a multiple of kRun terms; and terms of 0 change nothing.
 template <class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
                                         int64_t ldc, bool accumulate) {

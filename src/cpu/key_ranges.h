@@ -1,4 +1,4 @@
-// The schedule's tiles of keys, range by range: keys are positions of the sequence, of which the call may hold but some ranges.
+// The schedule's key tiles, range by range: keys are positions of the sequence, of which the call may hold only some ranges.
 #pragma once
 #include "scores.h"
 
@@ -9,7 +9,7 @@ struct KeysOfRange : KeyTile {
   int64_t k0, range;
 };
 
-// What some of the queries [i0, i1) see.
+// The keys that some of the queries [i0, i1) see.
 template <class T> class RangeTiles {
 public:
   RangeTiles(const Head<T> &head, int64_t i0, int64_t i1, int64_t tile_k)
@@ -24,7 +24,7 @@ public:
         } while (!seen());
         schedule_ = of_range();
       }
-      keys.begin = max((i64)(keys.begin + shift_), (i64)range_.start); // a block may begin ahead of the range
+      keys.begin = max((i64)(keys.begin + shift_), (i64)range_.start); // a block may begin before the range
       keys.end += shift_;
       keys.k0 = head_.k_begin + range_.local - range_.start;
       keys.range = n_;
@@ -34,7 +34,7 @@ public:
 
 private:
   bool seen() const { return !intersect(head_.band.keys_any(i0_, i1_), {range_.start, range_.end()}).empty(); }
-  // Without blocks, keys are counted from where the range begins, so that tiles begin there.
+  // Without blocks, keys are counted from the beginning of the range, so that tiles begin there.
   Schedule of_range() {
     const bool blocks = head_.p->blocks.present;
     shift_ = blocks ? 0 : range_.start;

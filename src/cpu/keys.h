@@ -1,12 +1,12 @@
-// K and V as the arithmetic wants them: in place where that serves; packed once a head where several tiles of queries will read them; else,
-// and where they lie in pages, packed tile by tile. Where row j of a sequence lies is said by View::index.
+// K and V as the arithmetic needs them: in place where that is possible; packed once per head where several query tiles will read them;
+// otherwise, and where they are paged, packed tile by tile. View::index says where row j of a sequence lies.
 #pragma once
 #include "key_ranges.h"
 #include "quantised.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// Rows as numbers of T, side by side. finite: what is not is 0 in them.
+// Adjacent rows as numbers of T. finite: numbers that are not finite are 0 in them.
 template <class T> View dense_rows(T *rows, int64_t d) {
   View view;
   view.data = reinterpret_cast<char *>(rows), view.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
@@ -39,7 +39,7 @@ public:
     return once_ ? (p_.total_k + kSlack * p_.batch * ranges()) * p_.heads_kv * Math::key_size(d_, rows_, columns_) : 0;
   }
 
-  // What each thread has of its own.
+  // Elements that each thread needs for itself.
   struct Scratch {
     Element *packed = nullptr;
     T *reals = nullptr, *buffer = nullptr, *numbers = nullptr;
@@ -54,8 +54,8 @@ public:
     return scratch;
   }
 
-  // Packs keys [j0, j1) of a range of key head kv of sequence b, counted from where the range begins, j0 a multiple of kPacked, if that is
-  // to be done once.
+  // Packs keys [j0, j1) of a range of key head kv of sequence b, counted from the beginning of the range, j0 a multiple of kPacked, if keys
+  // are packed once.
   void pack(Element *shared, int64_t b, int64_t kv, int64_t n, int64_t j0, int64_t j1, const Scratch &scratch) const {
     if (!once_) return;
     const RowRange range = p_.range_k(b, n);
@@ -77,7 +77,7 @@ public:
       return {Math::keys_at(range_at(shared, b, kv, keys.range), range.length, d_, rows_), range.start};
     }
     const int64_t n = keys.end - keys.begin;
-    if (x_.quantised()) { // its numbers may serve as they are
+    if (x_.quantised()) { // its stored numbers may serve directly
       const View numbers = dense_rows(scratch.numbers, d_);
       if (Math::in_place(numbers, d_)) {
         dense_copy(x_, b, kv, keys.k0 + keys.begin, n, d_, false, scratch.numbers);
@@ -90,10 +90,10 @@ public:
   }
 
 private:
-  static constexpr int64_t kSlack = 64; // keys of padding a range: see Math::keys_at
+  static constexpr int64_t kSlack = 64; // keys of padding per range: see Math::keys_at
 
   int64_t ranges() const { return p_.part ? p_.part.count_k : 1; }
-  // Whether tiles of keys begin at multiples of kKeyAlign from where their range begins: cells of a mask and blocks are cut elsewhere.
+  // Whether key tiles begin at multiples of kKeyAlign from the beginning of their range: mask cells and blocks are cut elsewhere.
   static bool aligned(const Problem &p) {
     if (!p.part || !(p.mask || p.blocks.present)) return true;
     for (int64_t n = 0; n < p.part.batch_k * p.part.count_k; ++n)
@@ -120,13 +120,13 @@ private:
   bool rows_, columns_, in_place_, once_;
 };
 
-// Rows of K, V, Q or dO without what is not finite, for products with weights that are 0 where a query does not see: 0 times an infinity is
-// not a number. What was left out is added to the sums of those who see it (add_nonfinite).
+// Rows of K, V, Q or dO without the numbers that are not finite, for products with weights that are 0 where a query does not see: 0 times
+// an infinity is NaN. add_nonfinite adds these numbers to the sums of the queries that see them.
 template <class Rows, class T> View finite_rows(const Rows &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *copy) {
   return dense_copy(x, b, h, i0, n, d, true, copy);
 }
 
-// A tile of K or V of which something is not finite, as the left operand of a product over keys.
+// A tile of K or V with numbers that are not finite, as the left operand of a product over keys.
 template <class Math> struct FiniteKeys {
   using T = typename Math::Real;
   T *copy, *reals = nullptr, *buffer = nullptr;
@@ -139,7 +139,7 @@ template <class Math> struct FiniteKeys {
     packed = arena.take<typename Math::Element>((tile_k + 64) * Math::key_size(d, false, true));
   }
 
-  // Of n keys from j0 on, d columns.
+  // For n keys from j0 on, d columns.
   typename Math::Left columns(const KeyRows &x, int64_t b, int64_t kv, int64_t j0, int64_t n, int64_t d) const {
     const View finite = finite_rows(x, b, kv, j0, n, d, copy);
     if (Math::in_place(finite, d)) return Math::keys_in_place(finite, 0, 0, 0).columns;
@@ -149,18 +149,18 @@ template <class Math> struct FiniteKeys {
   }
 };
 
-// K and V of one direction, the elements of them that the threads share, and what the mask says of them.
+// K and V of one direction, their elements that the threads share, and the map of the mask.
 template <class Math> struct KeyPair {
   using T = typename Math::Real;
   using Element = typename Math::Element;
   KeySource<Math> k, v;
   MaskMap mask;
   Element *shared_k = nullptr, *shared_v = nullptr;
-  uint8_t *used = nullptr; // of each key head, by kPacked keys: some query sees one of them
+  uint8_t *used = nullptr; // for each kPacked keys of each key head: whether some query sees one of them
 
   static constexpr int64_t kPacked = 64;
   static int64_t groups(const Problem &p) { return div_up(p.longest_k(), kPacked) + (p.part ? p.part.count_k : 0); }
-  // Where those of a range begin.
+  // The number of the first group of keys of range n.
   static int64_t first_group(const RowRange &range, int64_t n) { return range.local / kPacked + n; }
   void take(Arena &arena, const Problem &p) {
     mask.take(arena);
@@ -168,7 +168,7 @@ template <class Math> struct KeyPair {
     shared_v = arena.take<Element>(v.shared_size());
     used = arena.take<uint8_t>(p.batch * p.heads_kv * groups(p));
   }
-  // Reads the mask; packs what is to be packed once, a head an item.
+  // Reads the mask; packs the keys that are packed once, one head per item.
   void prepare(const Problem &p, const Execution &execution, char *scratch, int64_t each) const {
     if (mask) mask.make(execution);
     const int64_t heads = p.batch * p.heads_kv;
@@ -204,7 +204,7 @@ private:
       for (int64_t n = 0; n < ranges_of_queries(p); ++n) {
         const RowRange queries = p.range_q(b, n);
         const Head<T> head(p, b, h, {queries, 0, queries.start, queries.end()});
-        const int64_t rows = p.blocks.present ? p.blocks.block_q : max(queries.end(), int64_t(1)); // that lie in one row of blocks
+        const int64_t rows = p.blocks.present ? p.blocks.block_q : max(queries.end(), int64_t(1)); // within one row of mask blocks
         for (int64_t i0 = queries.start; i0 < queries.end(); i0 = (i0 / rows + 1) * rows) {
           const int64_t i1 = min((i0 / rows + 1) * rows, queries.end());
           RangeTiles<T> tiles(head, i0, i1, max((i64)p.longest_k(), (i64)1));

@@ -1,5 +1,6 @@
-// The products of few rows of queries with K and V, which read K and V once and as they lie: what is bound by memory. S = Q K^T has a key
-// a lane, whose words are transposed; O = P V has a word of V a lane. Rows of Q and P are broadcast, and their sums stay in registers.
+// The products of few rows of queries with K and V, which read K and V once and in place: they are limited by memory. S = Q K^T has one key
+// per lane, whose words are transposed; O = P V has one word of V per lane. Rows of Q and P are broadcast, and their sums stay in
+// registers.
 #pragma once
 #include "elements.h"
 #include "gemm.h"
@@ -15,9 +16,9 @@ template <class Math> class ManyRows;
 template <class T, class E> struct FmaLanes {
   using Real = T;
   using Elements = E;
-  using Operand = T; // of a row of Q or P, to be broadcast
+  using Operand = T; // an element of a row of Q or P, to be broadcast
   using Words = WordsOf<T>;
-  static constexpr int kTerms = E::kPerWord; // operands that a word of K holds
+  static constexpr int kTerms = E::kPerWord; // operands per word of K
   static constexpr int64_t kTermsOfRun = kRun;
   static constexpr int kTogether = kRoundsProducts ? 4 : 1; // terms that are added up before they join a sum
   template <int n> static STROBE_INLINE Vec<T> term(Words words) { return E::template element<n>(words); }
@@ -28,14 +29,14 @@ template <class T, class E> struct FmaLanes {
       sum = fma(x[0], V(*y), sum);
   }
 
-  // Of V: a row's words hold as many vectors of columns as a word holds elements.
-  static constexpr int kVectors = E::kPerWord, kKeys = kTogether, kOperands = kTogether; // keys taken in at once
+  // V: a row's words hold as many vectors of columns as a word holds elements.
+  static constexpr int kVectors = E::kPerWord, kKeys = kTogether, kOperands = kTogether; // keys that are added at once
   template <int n> static STROBE_INLINE void add_values(const Words (&words)[kKeys], const Operand *p, Vec<T> &sum) {
     Vec<T> x[kKeys];
     unroll<kKeys>(STROBE_UNROLL(i) { x[i] = E::template element<n>(words[i]); });
     add<1>(x, p, sum);
   }
-  // Where column c lies in a row of the sums: [vector of words][element][lane].
+  // The place of column c in a row of the sums: [vector of words][element][lane].
   static STROBE_INLINE int64_t place(int64_t c) {
     constexpr int64_t L = Vec<T>::kLanes, n = E::kPerWord;
     return c / (L * n) * (L * n) + c % n * L + c / n % L;
@@ -48,10 +49,10 @@ private:
 
 inline constexpr int kMostRowsHeld = kVectorRegisters == 32 ? 8 : 4;
 
-inline constexpr int64_t kPitch = 1024 + 16; // of a row of scores or of P, in elements or in operands: rows are not to share cache sets
+inline constexpr int64_t kPitch = 1024 + 16; // of a row of scores or of P, in elements or in operands: rows must not share cache sets
 
-// Fetches words of rows to come. Where rows lie side by side, it asks for words in the order of memory, because the CPU's own prefetcher
-// follows that order alone; elsewhere it asks for the same words of each row.
+// Prefetches words of later rows. Where rows are adjacent, it asks for words in the order of memory, because the CPU's own prefetcher
+// follows only that order; elsewhere it asks for the same words of each row.
 template <class Word> class Prefetch {
 public:
   // Serves a loop over the words [w, w + words) of `rows` rows of `all` words.
@@ -130,7 +131,7 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
   }
 }
 
-// o[r * ldo ...] (+)= P V of a run of keys, a multiple of Lanes::kKeys, in kWords words of the lanes side by side and then in fewer.
+// o[r * ldo ...] (+)= P V of a run of keys, a multiple of Lanes::kKeys, in kWords adjacent words of the lanes and then in fewer.
 template <class Lanes, int kRows, int kWords, int kParts>
 STROBE_INLINE void add_run(const WordBlock<typename Lanes::Elements::Word> &block, int64_t first, int64_t keys, int64_t w, int64_t words,
                            const typename Lanes::Operand *p, typename Lanes::Real *o, int64_t ldo, bool accumulate) {
@@ -168,7 +169,7 @@ STROBE_INLINE void add_run(const WordBlock<typename Lanes::Elements::Word> &bloc
   if constexpr (kWords > 1) add_run<Lanes, kRows, kWords / 2, kParts>(block, first, keys, w, words, p, o, ldo, accumulate);
 }
 
-// The same of a block of keys: sums of kRun of them start from 0.
+// The same for a block of keys: each run of kRun keys starts from 0.
 template <class Lanes, int kRows>
 __attribute__((noinline)) void add_values(const WordBlock<typename Lanes::Elements::Word> &block, int64_t words,
                                           const typename Lanes::Operand *p, typename Lanes::Real *o, int64_t ldo, bool accumulate) {

@@ -1,5 +1,5 @@
-// What the mask says of cells of queries x keys. The mask is read once a call, whatever shares it: all heads and passes then skip what it
-// hides, and where it hides nothing they work as if there were none.
+// The effect of the mask on cells of queries x keys. The mask is read once per call, whatever shares it: all heads and passes then skip
+// hidden cells, and compute fully visible cells as if there were no mask.
 #pragma once
 #include "query_tiles.h"
 #include "tile.h"
@@ -10,10 +10,10 @@ inline constexpr int64_t kKeyAlign = 32; // pieces of a tile of keys begin at mu
 
 STROBE_INLINE int64_t pieces_of(const TileSizes &tile) { return (tile.q + tile.width - 1) / tile.width; }
 
-// What the mask does in a cell; for several cells, the union.
-inline constexpr uint8_t kSeen = 1, kHidden = 2; // something is seen; something is hidden
+// The effect of the mask on a cell; for several cells, the union.
+inline constexpr uint8_t kSeen = 1, kHidden = 2; // some element is visible; some element is hidden
 
-// Of rows x columns bytes of the mask; 0 where there are none.
+// The effect of rows x columns bytes of the mask; 0 if there are none.
 inline uint8_t classify(const uint8_t *at, int64_t rows, int64_t row_stride, int64_t columns, int64_t stride) {
   if (stride != 1 && row_stride == 1) return classify(at, columns, stride, rows, 1);
   uint8_t least[kKeyAlign], most[kKeyAlign] = {};
@@ -38,13 +38,13 @@ inline uint8_t classify(const uint8_t *at, int64_t rows, int64_t row_stride, int
   return (seen ? kSeen : 0) | (hidden ? kHidden : 0);
 }
 
-// A byte a cell, of a piece of a tile of queries and kKeyAlign keys; an axis that the mask is broadcast over has one cell.
+// One byte per cell, which has a piece of a query tile and kKeyAlign keys; an axis over which the mask is broadcast has one cell.
 class MaskMap {
 public:
   MaskMap(const Problem &p, const TileSizes &tile) : p_(p), tile_(tile) {
     if (!p.mask) return;
     const int64_t *stride = p.mask.stride;
-    batch_ = stride[0] != 0 || (p.part && p.part.batch_q > 1) ? p.batch : 1; // where tiles differ, so do cells
+    batch_ = stride[0] != 0 || (p.part && p.part.batch_q > 1) ? p.batch : 1; // if tiles differ between sequences, so do cells
     heads_ = stride[1] != 0 ? p.heads : 1;
     rows_ = stride[2] != 0 ? query_tiles(p, tile.q) * pieces_of(tile) : 1;
     keys_ = stride[3] != 0 ? kKeyAlign : max(1ll, (i64)columns());
@@ -73,17 +73,17 @@ public:
     const int64_t tile = queries.first_tile + i0 / tile_.q - start / tile_.q;
     return cells_ + (slice(b, h) * rows_ + tile * pieces_of(tile_) + (i0 - begin) / tile_.width) * columns_;
   }
-  // What the mask does in the cell of key j, for the tile of queries at i0: the union over its pieces.
+  // The effect of the mask on the cell of key j, for the query tile at i0: the union over its pieces.
   uint8_t of_tile(int64_t b, int64_t h, const QuerySpan &queries, int64_t i0, int64_t j) const {
     const uint8_t *cell = row(b, h, queries, i0) + j / keys_;
     uint8_t kind = 0;
     for (int64_t n = 0; n < min((i64)pieces_of(tile_), (i64)rows_); ++n) kind |= cell[n * columns_];
     return kind;
   }
-  // The same of all queries.
+  // The same for all queries.
   uint8_t of_all(int64_t b, int64_t h, int64_t j) const { return totals_[slice(b, h) * columns_ + j / keys_]; }
 
-  // In a row of cells: the cells of keys [begin, end) together; the hull of those that something is seen of; the end of key j's cell.
+  // In a row of cells: the union of the cells of keys [begin, end); the hull of their visible cells; the end of key j's cell.
   uint8_t of(const uint8_t *row, int64_t begin, int64_t end) const {
     uint8_t kind = 0;
     for (int64_t c = begin / keys_; c * keys_ < end; ++c) kind |= row[c];
@@ -118,8 +118,8 @@ private:
 
   const Problem &p_;
   TileSizes tile_;
-  int64_t batch_ = 0, heads_ = 0, rows_ = 0, columns_ = 0; // of cells: slices of the mask, and each slice's
-  int64_t keys_ = 0;                                       // that a cell covers
+  int64_t batch_ = 0, heads_ = 0, rows_ = 0, columns_ = 0; // of cells: slices of the mask, and rows and columns per slice
+  int64_t keys_ = 0;                                       // keys per cell
   uint8_t *cells_ = nullptr, *totals_ = nullptr;
 };
 

@@ -1,8 +1,8 @@
-// The arithmetic of bf16 dot products, of AMX or of AVX512-BF16. Both want the left operand as bf16 rows and the right one as pairs of rows
-// interleaved (k, k+1 side by side in 32 bits), both padded with zeros to 32 along k and to 16 along the rest.
-// kPlanes 1: bf16 operands. 2: fp16 operands as a sum of two bf16 (8 bits of the significand each), three products. 3: fp32 operands as a
-// sum of three, of whose nine products the six above 2^-24 are added up in fp32 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16
-// Artificial Intelligence Datatype for Higher-Precision Computations").
+// The arithmetic of bf16 dot products, of AMX or of AVX512-BF16. Both take the left operand as bf16 rows and the right one as pairs of rows
+// interleaved (k, k+1 adjacent in 32 bits), both padded with zeros to 32 along k and to 16 along the other axis. kPlanes 1: bf16 operands.
+// 2: fp16 operands as a sum of two bf16 (8 bits of the significand each), three products. 3: fp32 operands as a sum of three, of whose nine
+// products the six above 2^-24 are added up in fp32 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype
+// for Higher-Precision Computations").
 #pragma once
 #include <immintrin.h>
 
@@ -11,7 +11,7 @@
 namespace strobe::inline STROBE_ISA {
 
 // x = sum of planes, each to be cut to the 8 significant bits of a bf16, the high half of a lane: the first ones are rounded to them, so
-// that what is left for the last is small and of either sign. FP32 beyond the largest bf16 is cut, for it would round to infinity.
+// that the remainder for the last is small and of either sign. FP32 beyond the largest bf16 is cut, because it would round to infinity.
 template <int kPlanes> struct Split {
   __m512 plane[kPlanes];
   static STROBE_INLINE __m512 largest() { return _mm512_castsi512_ps(_mm512_set1_epi32(0x7F7F0000)); } // bf16
@@ -32,13 +32,13 @@ template <int kPlanes> struct Split {
   }
 };
 
-// The left operand: rows of 32 elements along k. Strides in elements: of a row, from one 32 along k to the next, from 32 rows to the next,
-// of planes.
+// The left operand: rows of 32 elements along k. Strides in elements: between rows, between 32 elements along k, between 32 rows, and
+// between planes.
 struct PairsLeft {
   const uint16_t *a;
   int64_t row, step, block, plane;
   STROBE_INLINE PairsLeft rows_from(int64_t m) const { return {a + m / 32 * block, row, step, block, plane}; } // m: a multiple of 32
-  // Where element k of row m is packed.
+  // The place at which element k of row m is packed.
   STROBE_INLINE uint16_t *at(int64_t m, int64_t k) const {
     return const_cast<uint16_t *>(a) + m / 32 * block + m % 32 * row + k / 32 * step + k % 32;
   }
@@ -55,7 +55,7 @@ STROBE_INLINE __m512i interleave_order() {
                           0);
 }
 
-// The bf16 of two vectors: low's in the low, high's in the high half of each lane.
+// The bf16 of two vectors: low's in the low half, high's in the high half of each lane.
 template <int kPlanes> STROBE_INLINE __m512i pair_up(__m512 low, __m512 high) {
   if constexpr (kPlanes == 1) return _mm512_permutexvar_epi16(interleave_order(), (__m512i)_mm512_cvtne2ps_pbh(high, low));
   return _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high),
@@ -77,13 +77,13 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
   }
 }
 
-// The same of bf16 rows that lie in memory as they are wanted: pairs along a row, dst[c / 2][lane], of `count` rows in `width` lanes.
+// The same for bf16 rows that already have this form: pairs along a row, dst[c / 2][lane], of `count` rows in `width` lanes.
 inline __attribute__((noinline)) void pair_lanes(const uint16_t *src, int64_t row, int64_t count, int64_t columns, int64_t width,
                                                  uint32_t *dst) {
   for (int64_t lane = 0; lane < width; lane += 16)
     for (int64_t c = 0; c < columns; c += 32) {
-      Vec<float> block[16]; // of pairs, of which nothing is computed
-      unroll<16>(STROBE_UNROLL(r) { __builtin_prefetch(src + (lane + r + width) * row + c, 0, 2); }); // of the next tile
+      Vec<float> block[16];                                                                           // of pairs, which are only moved
+      unroll<16>(STROBE_UNROLL(r) { __builtin_prefetch(src + (lane + r + width) * row + c, 0, 2); }); // for the next tile
       unroll<16>(STROBE_UNROLL(r) {
         block[r] = lane + r < count ? Vec<float>::load(reinterpret_cast<const float *>(src + (lane + r) * row + c)) : Vec<float>(0.0f);
       });
@@ -98,21 +98,21 @@ STROBE_INLINE __m512i pair_of_rows(const uint16_t *src, int64_t row, int64_t i, 
   };
   return _mm512_or_si512(load(i), _mm512_slli_epi32(load(i + 1), 16));
 }
-// And pairs of rows, dst[i / 2][c]; behind the last row zeros, to a multiple of 32 rows.
+// The same as pairs of rows, dst[i / 2][c]; zeros after the last row, to a multiple of 32 rows.
 inline __attribute__((noinline)) void pair_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, uint32_t *dst) {
   for (int64_t i = 0; i < round_to(count, 32); i += 2)
     for (int64_t c = 0; c < columns; c += 16) _mm512_storeu_si512(dst + i / 2 * columns + c, pair_of_rows(src + c, row, i, count));
 }
-// Such rows as the left operand. Rows behind the last are not written: products with them make scores that nobody reads.
+// Such rows as the left operand. Rows after the last are not written: products with them make scores that are not read.
 inline __attribute__((noinline)) void copy_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
   for (int64_t i = 0; i < count; ++i)
     for (int64_t c = 0; c < columns; c += 32) _mm512_storeu_si512(to.at(i, c), _mm512_loadu_si512(src + i * row + c));
 }
-// And turned over, as columns of the left operand, over which a product sums: behind the last row zeros, to a multiple of 32 rows.
+// Such rows transposed, as columns of the left operand, over which a product sums: zeros after the last row, to a multiple of 32 rows.
 inline __attribute__((noinline)) void turn_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
   for (int64_t i = 0; i < count; i += 32)
     for (int64_t c = 0; c < columns; c += 16) {
-      Vec<float> block[16]; // of pairs, of which nothing is computed
+      Vec<float> block[16]; // of pairs, which are only moved
       unroll<16>(STROBE_UNROLL(r) { block[r] = Vec<float>((Vec<float>::Raw)pair_of_rows(src + c, row, i + 2 * r, count)); });
       transpose_block(block);
       uint16_t *const dst = to.at(c, i);
@@ -120,28 +120,28 @@ inline __attribute__((noinline)) void turn_rows(const uint16_t *src, int64_t row
     }
 }
 
-// Unit: what multiplies, amx.h or dot.h.
+// Unit: amx.h or dot.h, which multiplies.
 template <int planes, class Unit> struct Pairs {
   using Real = float;
   using Element = uint16_t;
   static constexpr int kPlanes = planes;
   static constexpr int64_t kChunk = 32;           // keys whose scores are held at once
-  static constexpr bool kScoresInPlace = false;   // Scores leaves its source alone
+  static constexpr bool kScoresInPlace = false;   // Scores leaves its source unchanged
   static constexpr bool kJointQueries = true;     // the products over queries are made over the whole tile: C moves less
-  static constexpr bool kSumsApart = planes == 3; // a product is summed up from 0, and then added to C: see amx.h
+  static constexpr bool kSumsApart = planes == 3; // the sum of a product starts from 0, and is then added to C: see amx.h
 
   using V = Vec<float>;
   static constexpr bool kBFloat16 = kPlanes == 1;
   static constexpr bool kQuantised = false;
-  // The products of decode.h. Sums of more planes than one have an order of their own, that of the backward.
+  // The products of decode.h. Sums of more planes than one have the order of the backward.
   template <class Elements> using Few = typename Unit::template Few<Elements>;
   template <class Elements> using Many = std::conditional_t<kPlanes == 1, typename Unit::template Many<Pairs, Elements>, ManyRows<Pairs>>;
   static constexpr int64_t kFewRows = kPlanes == 1 ? Unit::kFewRows : 0;
   static constexpr bool kManyInPlace = kPlanes == 1 && Unit::kManyInPlace;
-  static constexpr bool kDecodesQuantised = kPlanes == 1 && Unit::kDecodesQuantised; // by scales of rows
+  static constexpr bool kDecodesQuantised = kPlanes == 1 && Unit::kDecodesQuantised; // by the scales of rows
 
   static constexpr bool kExactPower = kPlanes == 3;
-  // bf16's P is rounded to 8 bits: a shorter polynomial (3e-6) serves it.
+  // bf16's P is rounded to 8 bits: a shorter polynomial (3e-6) is enough.
   static STROBE_INLINE V power(V x) { return exp2<kPlanes == 1 ? 4 : 5>(x); }
 
   using Left = PairsLeft;
@@ -159,7 +159,7 @@ template <int planes, class Unit> struct Pairs {
   };
   static STROBE_INLINE bool in_place(const View &, int64_t) { return false; }
   static STROBE_INLINE Keys keys_in_place(const View &, int64_t, int64_t, int64_t) { return {}; }
-  // Elements a packed key takes; n keys are padded to at most n + 64.
+  // Elements per packed key; n keys are padded to at most n + 64.
   static int64_t key_size(int64_t d, bool rows, bool columns) {
     return kPlanes * ((rows ? round_to(d, 32) : 0) + (columns ? round_to(d, 16) : 0));
   }
@@ -191,7 +191,7 @@ template <int planes, class Unit> struct Pairs {
       }
     }
   }
-  // From key `skip` on, a multiple of kKeyAlign.
+  // The operands from key `skip` on, a multiple of kKeyAlign.
   static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return x.rows_from(skip); }
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {x.a + skip / 32 * x.step, x.row, x.step, x.block, x.plane}; }
 
@@ -237,7 +237,7 @@ template <int planes, class Unit> struct Pairs {
 
   struct Scores {
     uint32_t *pairs; // [plane][round_to(keys, 32) / 2][width], or null
-    Left left;       // of the lanes of this piece, or null; like Keys::rows [keys / 32][tile_q / 32][plane][32][32]
+    Left left;       // of the lanes of this piece, or null; laid out like Keys::rows [keys / 32][tile_q / 32][plane][32][32]
     int64_t width, pairs_plane;
     STROBE_INLINE void put(int64_t j, int64_t lane, V first, V second, bool /*both: zero where not*/) const {
       Split<kPlanes> a((__m512)first.v), b((__m512)second.v);
@@ -251,7 +251,7 @@ template <int planes, class Unit> struct Pairs {
         if (pairs) _mm512_storeu_si512(pairs + p * pairs_plane + j / 2 * width + lane, pair_up<kPlanes>(a.plane[p], b.plane[p]));
       });
     }
-    STROBE_INLINE void finish(int64_t keys) const { // zeros where the padding lies
+    STROBE_INLINE void finish(int64_t keys) const { // zeros in the padding
       const int64_t even = round_to(keys, 2), end = round_to(keys, 32);
       for (int p = 0; p < kPlanes; ++p) {
         if (pairs) fill(pairs + p * pairs_plane + even / 2 * width, (end - even) / 2 * width, 0u);
@@ -282,7 +282,7 @@ template <int planes, class Unit> struct Pairs {
   }
 
 private:
-  // Whether the rows of a tensor are bf16 at one distance from each other, each side by side, in whole steps of 32.
+  // Whether the rows of a tensor are bf16, each contiguous, at one distance from each other, in whole steps of 32.
   static STROBE_INLINE bool is_paired(const View &x, int64_t d) {
     return x.dtype == DType::bf16 && !x.page_size && x.stride[3] == 1 && d % 32 == 0;
   }

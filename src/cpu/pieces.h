@@ -1,11 +1,11 @@
-// Which keys a tile of queries works on, and which of them a piece of it.
+// The keys that a query tile works on, and the keys of each of its pieces.
 #pragma once
 #include "keys.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// The schedule's tiles of keys, cut where a mask hides a cell from every query of the tile; invariant: and at multiples of tile.k among all
-// keys, wherever the first key lies that some query of the tile sees.
+// The schedule's key tiles, cut where a mask hides a cell from every query of the tile; invariant: and at multiples of tile.k among all
+// keys, wherever the first visible key lies.
 template <class T> class KeyTiles {
 public:
   KeyTiles(const Head<T> &head, const MaskMap &mask, const TileSizes &tile, int64_t i0, int64_t i1)
@@ -31,7 +31,7 @@ private:
   bool seen(int64_t j) const { return mask_.of_tile(head_.b, head_.h, head_.queries, i0_, j) & kSeen; }
   bool next_scheduled(KeysOfRange &keys) {
     if (!head_.p->invariant) return tiles_.next(keys);
-    if (run_.begin >= run_.end && !tiles_.next(run_)) return false; // of all adjacent keys
+    if (run_.begin >= run_.end && !tiles_.next(run_)) return false; // the run of all adjacent keys
     keys = run_;
     // A block may begin where sums of kKeyAlign keys do not.
     const int64_t unit = keys.begin % kKeyAlign == 0 ? tile_k_ : kKeyAlign;
@@ -47,12 +47,12 @@ private:
   KeysOfRange rest_{{0, 0, false}, 0, 0}, run_{{0, 0, false}, 0, 0};
 };
 
-// Whether, and how, a piece of lanes takes part in a tile of keys: the tile cut to what it sees.
+// Whether, and how, a piece of lanes takes part in a key tile: the tile cut to the keys that it sees.
 template <class T> struct Piece {
   TileSpan span;
   int64_t k0; // key j is row k0 + j of K and V
   bool band_masked, use_mask;
-  bool infinite = false; // something of Q or K is no number
+  bool infinite = false; // Q or K has numbers that are not finite
   const MaskMap *mask;
   const uint8_t *cells; // of the mask's map, if there is one
   bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || infinite; } // some score may be -inf
@@ -77,7 +77,7 @@ STROBE_INLINE bool make_piece(const Head<T> &head, const MaskMap &mask, int64_t 
   return true;
 }
 
-// A chunk of a piece's raw q.k -> score.
+// Raw q.k of a chunk of a piece -> scores.
 template <class T>
 STROBE_INLINE void apply_options(const Head<T> &head, const Piece<T> &piece, const TileSpan &chunk, ScoreScratch<T> &scratch, T *s,
                                  T *slopes) {

@@ -1,4 +1,4 @@
-// P = e^(score - LSE), made again from a row's LSE: in the backward, and for the sums of P's columns.
+// P = e^(score - LSE), recomputed from a row's LSE: in the backward, and for the sums of P's columns.
 #pragma once
 #include "scores.h"
 
@@ -16,19 +16,19 @@ template <class T> STROBE_INLINE bool is_large(const Problem &p, T lse) {
 }
 
 // FP32's difference of a score and LSE is rounded to the last bit of a number of tens, and where scores are nearly the same, this error of
-// P is the same in all rows. So the power of two is taken out ahead of it [Cody & Waite 1980]: P = 2^n e^(s - (lse + n ln 2) - excess),
-// where lse and the high part of ln 2 are multiples of 2^-9, and their sum is exact. Where LSE is too large for that, s - lse comes first,
-// which is exact for scores as large. Without multiply-adds of one rounding, the exponent is made in FP64. FP64, and products that round P
-// to 16 bits, do without.
+// P is the same in all rows. So the power of two is taken out first [Cody & Waite 1980]: P = 2^n e^(s - (lse + n ln 2) - excess), where lse
+// and the high part of ln 2 are multiples of 2^-9, and their sum is exact. Where LSE is too large for that, s - lse comes first, which is
+// exact for scores as large. Without fused multiply-adds, the exponent is computed in FP64. FP64, and products that round P to 16 bits,
+// need none of this.
 template <class Math> struct Probability {
   using T = typename Math::Real;
   using V = Vec<T>;
   static constexpr bool kExact = sizeof(T) == 4 && Math::kExactPower;
-  static constexpr double kSteps = 512, kLarge = 16384; // of lse: one step is 2^-9; from where on s - lse comes first
+  static constexpr double kSteps = 512, kLarge = 16384; // of lse: one step is 2^-9; from kLarge on s - lse comes first
 
   V factor, unit, lse, excess, high, low; // P = e^((s * factor - lse) * unit - excess); ln 2 = high + low
 
-  // both: LSE, natural. Of a partial part, scores in 16 bits and FP64 are measured in their own unit.
+  // both: LSE, natural. With a partial part, scores in 16 bits and FP64 keep their own unit.
   static STROBE_INLINE RowLse<T> row(const Head<T> &head, double both) {
     if (!__builtin_isfinite(both)) return {T(both), T(0)};
     const double unit = own_unit(head) ? double(head.measure()) : 1;

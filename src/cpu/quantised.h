@@ -1,4 +1,4 @@
-// K and V as numbers, whether they are stored as such or quantised: what is stored times its scale.
+// K and V as numbers, whether they are stored as such or quantised: the stored number times its scale.
 #pragma once
 #include "convert.h"
 
@@ -61,7 +61,7 @@ template <class T> STROBE_INLINE void load_scales_at(const Scales &scales, int64
 template <class T> STROBE_INLINE void load_scales(const Scales &scales, int64_t b, int64_t h, int64_t i, int64_t c0, int64_t n, T *dst) {
   load_scales_at(scales, scales.index(b, h, i, c0), scales.stride[3], n, dst);
 }
-// dst[r] = the scale of row i + r, of scales of rows.
+// dst[r] = the scale of row i + r, if scales belong to rows.
 template <class T>
 __attribute__((noinline)) void load_row_scales(const Scales &scales, int64_t b, int64_t h, int64_t i, int64_t n, T *dst) {
   for (int64_t r = 0, count; r < n; r += count) { // up to the end of a page
@@ -84,7 +84,7 @@ __attribute__((noinline)) void load_row(const KeyRows &rows, int64_t b, int64_t 
   }
 }
 
-// Whether something of rows as they are stored is no number, whatever their scales.
+// Whether stored rows hold a NaN, whatever their scales.
 inline bool stores_nonfinite(const KeyRows &rows, int64_t b, int64_t h, int64_t i, int64_t n, int64_t d) {
   if (!rows.quantised()) return !all_finite(rows.x, b, h, i, n, d);
   bool found = false;
@@ -96,7 +96,7 @@ inline bool stores_nonfinite(const KeyRows &rows, int64_t b, int64_t h, int64_t 
 }
 inline bool all_finite(const KeyRows &rows, int64_t b, int64_t h, int64_t i, int64_t n, int64_t d) {
   if (stores_nonfinite(rows, b, h, i, n, d)) return false;
-  constexpr float kLargest = 0x1.fp127f / 512; // times what is stored it is a number
+  constexpr float kLargest = 0x1.fp127f / 512; // times any stored number it is finite
   const bool of_row = rows.scales.rows == 1;
   for (int64_t r = i; rows.quantised() && r < i + n; ++r)
     for (int64_t c = 0; c < (of_row ? 1 : d); ++c) {

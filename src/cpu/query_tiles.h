@@ -1,5 +1,5 @@
-// Tiles of queries by their positions in the sequence. A call may hold but some ranges of the positions (a part of a larger problem): a
-// tile lies within one range, and begins at a multiple of tile_q or where the range begins, so that it lies in one row of blocks.
+// Query tiles by their positions in the sequence. A call may hold only some ranges of the positions (a part of a larger problem): a tile
+// lies within one range, and begins at a multiple of tile_q or where the range begins, so that it lies in one row of mask blocks.
 #pragma once
 #include "../../kernels/attention/geometry.h"
 #include "isa.h"
@@ -10,9 +10,9 @@ namespace strobe::inline STROBE_ISA {
 // Queries [i0, i1), positions of one range of the rows that the call holds.
 struct QuerySpan {
   RowRange range{0, 0, 0};
-  int64_t first_tile = 0; // which of the sequence's tiles is the range's first one
+  int64_t first_tile = 0; // the number of the range's first tile within the sequence
   int64_t i0 = 0, i1 = 0;
-  bool cut = false; // they are not all of their tile
+  bool cut = false; // they are only some of their tile
   STROBE_INLINE bool empty() const { return i0 >= i1; }
 };
 
@@ -20,7 +20,7 @@ STROBE_INLINE int64_t ranges_of_queries(const Problem &p) { return p.part ? p.pa
 STROBE_INLINE int64_t tiles_of(const RowRange &range, int64_t tile_q) {
   return range.length > 0 ? int64_t(div_up(range.end(), tile_q)) - range.start / tile_q : 0;
 }
-// Of the sequence that has most.
+// The number of tiles of the sequence with the most tiles.
 inline int64_t query_tiles(const Problem &p, int64_t tile_q) {
   if (!p.part) return div_up(p.longest_q(), tile_q);
   int64_t most = 0;
@@ -31,7 +31,7 @@ inline int64_t query_tiles(const Problem &p, int64_t tile_q) {
   }
   return most;
 }
-// Tile `index` of a sequence; without queries past the last one.
+// Tile `index` of a sequence; past the last one it has no queries.
 inline QuerySpan query_tile(const Problem &p, int64_t b, int64_t index, int64_t tile_q) {
   int64_t first = 0;
   for (int64_t n = 0; n < ranges_of_queries(p); ++n) {

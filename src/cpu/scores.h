@@ -1,4 +1,4 @@
-// One tile of scores: what the options of the problem do to it before softmax sees it. Keys are rows, queries lanes.
+// One tile of scores: the problem's options are applied to it before softmax sees it. Keys are rows, queries lanes.
 #pragma once
 #include "../../kernels/attention/dropout.h"
 #include "../../kernels/attention/schedule.h"
@@ -23,18 +23,18 @@ struct TileSpan {
 template <class T> struct Head {
   int64_t b, h;           // batch or sequence, query head
   int64_t kv;             // its key head
-  int64_t q0;             // query i is row q0 + i of Q and its like
+  int64_t q0;             // query i is row q0 + i of Q and of tensors like it
   int64_t row0;           // and row row0 + i of mask and bias
   int64_t k_begin, k_end; // the sequence's rows of K and V
-  QuerySpan queries;      // whose constants these are
+  QuerySpan queries;      // the queries that these constants belong to
   Band band;
   BlockRow no_blocks{nullptr, 0, 0};
   const Problem *p;
 
-  bool additive; // a function of q.k, ALiBi or bias: scores are kept in their own unit, else as raw q.k
+  bool additive; // a function of q.k, ALiBi or bias: scores are kept in their own unit, otherwise as raw q.k
   T scale, unit; // score = raw * scale; exp2's argument = (s - m) * unit
-  T slack;       // how far m may stay behind the running maximum
-  T sign;        // what Q is multiplied by, so that raw scores grow with the score
+  T slack;       // how far m may lag behind the running maximum
+  T sign;        // the factor of Q, so that raw scores grow with the score
   T cap, slope;
   bool dropout;
   DropoutKey key;
@@ -63,22 +63,22 @@ template <class T> struct Head {
     }
   }
 
-  // What the unit of raw scores is to that of scores.
+  // The ratio of the unit of raw scores to that of scores.
   STROBE_INLINE T measure() const { return additive ? T(1) : scale; }
-  // Whether these queries are only some of a tile's, so that the cells of a mask's map do not speak for them.
+  // Whether these queries are only some of a tile's, so that the cells of a mask's map do not apply to them.
   STROBE_INLINE bool cut() const { return queries.cut; }
   // The positions of the keys that the call holds.
   STROBE_INLINE int64_t ranges_k() const { return p->part ? p->part.count_k : 1; }
   STROBE_INLINE RowRange range_k(int64_t n) const { return p->range_k(b, n); }
 
-  // The row of blocks that the queries from i0 lie in.
+  // The row of mask blocks that contains the queries from i0 on.
   STROBE_INLINE BlockRow blocks(int64_t i0) const {
     const Problem::Blocks &m = p->blocks;
     if (!m.present) return no_blocks;
     const int64_t matrix = (m.batch > 1 ? p->part.first_batch + b : 0) * m.heads + (m.heads > 1 ? p->part.first_head + h : 0);
     int64_t row = i0 / m.block_q, base = matrix * (m.rows + 1);
     int64_t begin = clamp(m.row_ptr[base + row], 0, m.kept), end = clamp(m.row_ptr[base + row + 1], begin, m.kept);
-    static const i32 nothing = 0; // a row of no entries is still a row
+    static const i32 nothing = 0; // a row without entries is still a row
     return {m.kept > 0 ? m.col + begin : &nothing, end - begin, m.block_k};
   }
 
@@ -89,7 +89,7 @@ private:
   static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 };
 
-// Scratch of one tile; what the problem has no use for stays null.
+// Scratch of one tile; members that the problem does not need stay null.
 template <class T> struct ScoreScratch {
   T *add = nullptr;                    // bias, and -inf where the mask hides
   T *buffer = nullptr;                 // 16 rows
@@ -182,15 +182,15 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
   }
 }
 
-// keep[key][lane] = 1 / keep rate where dropout keeps the element, else 0. Bits are drawn for blocks of 16 x 16, which i0 and j0 need not
-// begin.
+// keep[key][lane] = 1 / keep rate where dropout keeps the element, else 0. Bits are drawn for blocks of 16 x 16, at whose borders i0 and j0
+// need not lie.
 template <class T> __attribute__((noinline)) void load_keep(const Head<T> &head, const TileSpan &t, T *keep) {
   const T kept = T(1) / T(dropout_keep_rate(head.threshold));
   const u32 of_head = u32(head.p->part.first_head + head.h), of_batch = u32(head.p->part.first_batch + head.b);
   for (int64_t j = t.j0 / 16 * 16; j < t.j0 + t.keys; j += 16) {
     for (int64_t i = t.i0 / 16 * 16; i < t.i0 + t.width; i += 16) {
       u32 key_group = dropout_group(j), query_group = dropout_group(i);
-      u32 bits[4][16]; // [word][4 * key group + query group]: sixteen calls side by side
+      u32 bits[4][16]; // [word][4 * key group + query group]: sixteen calls at once
       for (u32 g = 0; g < 16; ++g) {
         Philox x = dropout_bits(head.key, key_group + g / 4, query_group + g % 4, of_head, of_batch);
         for (int w = 0; w < 4; ++w) bits[w][g] = x.x[w];

@@ -70,7 +70,7 @@ template <class T> struct Vec {
   STROBE_INLINE Vec &operator+=(Vec b) { return v += b.v, *this; }
   STROBE_INLINE Vec &operator*=(Vec b) { return v *= b.v, *this; }
 
-  using Mask = RawInt; // all ones or all zeros a lane
+  using Mask = RawInt; // all ones or all zeros per lane
   friend STROBE_INLINE Mask operator==(Vec a, Vec b) { return a.v == b.v; }
   friend STROBE_INLINE Mask operator<(Vec a, Vec b) { return a.v < b.v; }
   friend STROBE_INLINE Mask operator>=(Vec a, Vec b) { return a.v >= b.v; }
@@ -80,10 +80,10 @@ template <class T> struct Vec {
   friend STROBE_INLINE Vec abs(Vec a) { return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1))))); }
 };
 
-// a b + c, with one rounding where the CPU can. The compiler may round a * b + c as it likes: of two places that must have the same bits,
-// it might round the product in one, because the product has other uses or was moved out of a branch.
+// a b + c, with one rounding where the CPU can. The compiler may round a * b + c either way: if two places must have the same bits, it
+// might round the product in one of them, because the product has other uses or was moved out of a branch.
 template <class T> STROBE_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
-  using Raw [[maybe_unused]] = typename Vec<T>::Raw; // where no instruction of that kind is known
+  using Raw [[maybe_unused]] = typename Vec<T>::Raw; // for types without such an instruction
   [[maybe_unused]] constexpr bool kSingle = sizeof(T) == 4;
 #if defined(__AVX512F__)
   if constexpr (kSingle) return Vec<T>((Raw)_mm512_fmadd_ps((__m512)a.v, (__m512)b.v, (__m512)c.v));
@@ -107,7 +107,7 @@ template <class T> STROBE_INLINE T sum_of_lanes(Vec<T> x) {
   return lanes[0];
 }
 
-// Whether any lane of a mask is set. (The mask is a vector of its own, whatever made it.)
+// Whether any lane of a mask is set. (The mask is copied into a vector of its own.)
 template <class M> STROBE_INLINE bool any(M mask) {
 #if defined(__AVX512DQ__)
   if constexpr (sizeof(mask[0]) == 4) return _mm512_movepi32_mask((__m512i)mask) != 0;
@@ -149,8 +149,8 @@ template <int kDegree> STROBE_INLINE Vec<double> exp2_fraction(Vec<double> r) {
   return p * r + 1.0;
 }
 
-// 2^x for x <= a little over 0 (attention never needs more), or 0 where that is no normal number: many CPUs take a hundred cycles for each
-// vector with a subnormal one. NaN stays NaN.
+// 2^x for x up to a little over 0 (attention never needs more), or 0 where that is not a normal number: many CPUs take a hundred cycles for
+// each vector with a subnormal one. NaN stays NaN.
 #if defined(__AVX512DQ__)
 template <int kDegree = 5> STROBE_INLINE Vec<float> exp2(Vec<float> x) {
   constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
@@ -185,10 +185,10 @@ STROBE_INLINE Vec<float> exp_fraction(Vec<float> r) {
   p = p * r + 0.04166845678553441f;
   p = p * r + 0.1666651479149428f;
   p = p * r + 0.4999999305073412f;
-  return p * (r * r) + r + 1.0f; // 1 last: its rounding is the only one that counts
+  return p * (r * r) + r + 1.0f; // 1 last: only its rounding counts
 }
 
-// x 2^n, where shifted = n + kIntegers; not where n is less than kLeastExponent / ln 2.
+// x 2^n, where shifted = n + kIntegers; n must not be less than kLeastExponent / ln 2.
 inline constexpr float kIntegers = 0x1.8p23f;   // adding it rounds to an integer, kept in the low bits
 inline constexpr float kLeastExponent = -87.3f; // of normal numbers
 #if defined(__AVX512DQ__)
@@ -217,7 +217,7 @@ template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x, Vec<T> &slope) {
 }
 
 template <class T> STROBE_INLINE Vec<T> sqrt(Vec<T> x) {
-  T lanes[Vec<T>::kLanes]; // of an array the compiler makes vectors
+  T lanes[Vec<T>::kLanes]; // an array that the compiler turns into vectors
   x.store(lanes);
   for (T &lane : lanes) lane = sizeof(T) == 4 ? __builtin_sqrtf(lane) : __builtin_sqrt(lane);
   return Vec<T>::load(lanes);

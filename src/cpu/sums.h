@@ -1,10 +1,10 @@
-// Sums over more terms than a running sum can take: each addition rounds, to the last bit of what is there already.
+// Sums over more terms than a running sum can take: each addition rounds to the last bit of the sum so far.
 #pragma once
 #include "tile.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// sum += x, one a lane; returns what rounding takes (Knuth's two-sum).
+// sum += x, per lane; returns the rounding error (Knuth's two-sum).
 template <class T> STROBE_INLINE Vec<T> add_rounded(Vec<T> x, Vec<T> &sum) {
   const Vec<T> before = sum, added = (sum = before + x) - before;
   return (before - (sum - added)) + (x - added);
@@ -16,10 +16,10 @@ template <class T> STROBE_INLINE Vec<T> add_rounded(Vec<T> x, T *sum) {
   return lost;
 }
 
-// The same; what rounding takes is added to lost. The sum is sum + lost.
+// The same; the rounding error is added to lost. The sum is sum + lost.
 template <class T> STROBE_INLINE void add_exactly(Vec<T> x, T *sum, T *lost) { (Vec<T>::load(lost) + add_rounded(x, sum)).store(lost); }
 
-// The same of `size` numbers in memory, x being cleared.
+// The same for `size` numbers in memory; x is cleared.
 template <class T> __attribute__((noinline)) void move_exactly(T *x, T *sum, T *lost, int64_t size) {
   for (int64_t i = 0; i < size; i += Vec<T>::kLanes) add_exactly(Vec<T>::load(x + i), sum + i, lost + i);
   fill(x, size, T(0));
@@ -33,20 +33,20 @@ template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t wi
       (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
 }
 
-// O or dQ of a piece, rows x width. Products over keys gather in `run`. Wherever the keys pass a multiple of kKeys, `run` is added to
-// `total`, and starts anew with what that addition lost.
+// O or dQ of a piece, rows x width. Products over keys accumulate in `run`. Wherever the keys pass a multiple of kKeys, `run` is added to
+// `total`, and starts again with that addition's rounding error.
 template <class T> struct KeySum {
   static constexpr int64_t kKeys = 512;
   T *run, *total;
   int64_t rows, width;
-  int64_t segment = 0;                   // of kKeys keys: whose terms are in run
-  bool started = false, carried = false; // run, total hold something
+  int64_t segment = 0;                   // the kKeys keys whose terms are in run
+  bool started = false, carried = false; // run, total have been written
 
-  void expect(int64_t key) { // the next terms are those of the tile of keys that begins here
+  void expect(int64_t key) { // announces the terms of the key tile that begins here
     if (key / kKeys != segment) carry();
     segment = key / kKeys;
   }
-  // For products that add to it: `started` says whether there is something to add to.
+  // For products that add to it: `started` says whether there is a sum to add to.
   T *add_to() {
     if (!started) fill(run, rows * width, T(0));
     started = true;
@@ -69,7 +69,7 @@ private:
       using V = Vec<T>;
       for (int64_t i = 0; i < rows * width; i += V::kLanes) {
         const V lost = add_rounded(V::load(run + i), total + i);
-        select(lost * V(0) == V(0), lost, V(0)).store(run + i); // an infinite sum loses nothing
+        select(lost * V(0) == V(0), lost, V(0)).store(run + i); // an infinite sum has no rounding error
       }
     } else {
       std::memcpy(total, run, sizeof(T) * rows * width);

@@ -6,7 +6,7 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Hands out 64-byte aligned pieces of the caller's workspace; over a null base it only counts.
+// Hands out 64-byte aligned pieces of the caller's workspace; with a null base it only counts bytes.
 class Arena {
 public:
   explicit Arena(void *base) : base_(static_cast<char *>(base)) {}
@@ -48,7 +48,7 @@ template <int s = 1, class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec
 
 // dst[c * width + lane] = x[c] * factor for lane < count (0 in the lanes above, up to width) and c < columns, where x is row_of(lane,
 // room), which may write to room. width is a multiple of 16; x has round_to(columns, 16) elements that can be read, and buffer 16 such
-// rows. ahead: so many elements behind each row lies one that will be read soon (0: it is not known).
+// rows. ahead: how many elements past each row a row lies that will be read soon (0: not known).
 template <class T, class Row>
 STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T factor, T *dst, int64_t width, T *buffer, int64_t ahead = 0) {
   constexpr int L = Vec<T>::kLanes;
@@ -77,7 +77,7 @@ STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T fa
   }
 }
 
-// The same of rows i0 + lane of a tensor.
+// The same for rows i0 + lane of a tensor.
 template <class T>
 __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns, T factor,
                                           T *dst, int64_t width, T *buffer) {
@@ -90,8 +90,8 @@ __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h,
   load_lanes<T>(row_of, count, columns, factor, dst, width, buffer, in_place && !src.page_size ? width * src.stride[2] : 0);
 }
 
-// The way back: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count; add: to what is there. buffer: 16 rows of
-// round_to(columns, 16).
+// The inverse: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count; add: to the tensor's contents. buffer: 16
+// rows of round_to(columns, 16).
 template <class T>
 __attribute__((noinline)) void store_lanes(const View &dst, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns,
                                            const T *factor, const T *src, int64_t width, T *buffer, bool add = false) {

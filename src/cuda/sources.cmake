@@ -24,7 +24,7 @@ strobe_sources(program
   program/program.cpp
   program/tensor_maps.cpp
   program/tuning.cpp)
-# Families have names of their own, Config above all: they are not one group.
+# Families have names of their own, above all Config: they do not form one group.
 strobe_sources(sm90
   families/engines.cpp
   families/sm90.cpp
@@ -41,7 +41,7 @@ target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/families/simt.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/tf32.cpp)
 
-# Writes a C++ file that holds every header below the folders given, under its name there.
+# Writes a C++ file that holds every header below the given folders, under its name there.
 function(strobe_embed_headers output)
   set(list "")
   set(files "")

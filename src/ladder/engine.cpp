@@ -12,7 +12,7 @@ namespace strobe {
 namespace ladder::cpu {
 namespace {
 
-constexpr int64_t kTile = 64; // Br and Bc where nothing else is wished
+constexpr int64_t kTile = 64; // Br and Bc if none is requested
 
 template <class Algorithm> class Rung final : public Engine {
 public:
@@ -32,7 +32,7 @@ public:
     const int64_t threads = shares(p, size, execution, direction);
     plan.workspace_bytes =
         sizeof(float) * uint64_t(Algorithm::memory(p, direction) + threads * Algorithm::sram(size, p.head_dim, direction));
-    plan.predicted_seconds = flops(p, direction) / (4e9 * double(execution.threads)); // nobody chooses by it
+    plan.predicted_seconds = flops(p, direction) / (4e9 * double(execution.threads)); // no choice depends on it
     return plan;
   }
 

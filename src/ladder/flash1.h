@@ -38,7 +38,7 @@ public:
       // 6: Load K_j, V_j from HBM to on-chip SRAM.
       load_transposed(KjT, K, j0, j1);
       load(Vj, V, j0, j1);
-      // 7: for 1 <= i <= Tr do (only those tiles of queries that see a key of this one)
+      // 7: for 1 <= i <= Tr do (only query tiles that see a key of this key tile)
       Schedule queries(band.transposed(), j0, j1, size.q, size.q);
       for (KeyTile tile; queries.next(tile);) {
         const int64_t i0 = tile.begin;
@@ -64,7 +64,7 @@ public:
         }
       } // 14
     } // 15
-    // 16: Return O. (And what the backward needs of l and m: LSE = m + log l.)
+    // 16: Return O. (The backward needs of l and m only LSE = m + log l.)
     for (int64_t i = 0; i < p.seqlen_q && p.lse; i++) *p.lse.at<float>(b, h, i, 0) = log_sum(m[i], l[i], scale);
   }
 
@@ -91,7 +91,7 @@ public:
       for (int64_t h = h0; h < h0 + p.group(); h++) {
         const Matrix Q = head(p.q, b, h, p.seqlen_q, d), O = head(p.out, b, h, p.seqlen_q, d), dO = head(p.dout, b, h, p.seqlen_q, d);
         const Matrix dQ = head(p.dq, b, h, p.seqlen_q, d);
-        // 9: for 1 <= i <= Tr do (only those tiles of queries that see a key of this one)
+        // 9: for 1 <= i <= Tr do (only query tiles that see a key of this key tile)
         Schedule queries(band.transposed(), j0, j1, size.q, size.q);
         for (KeyTile tile; queries.next(tile);) {
           const int64_t i0 = tile.begin;

@@ -34,7 +34,7 @@ public:
     // 5: On chip, initialize O_i = 0, l_i = 0, m_i = -inf.
     zero(Oi, i1 - i0, d);
     l.fill(0), m.fill(-kInfinity);
-    // 6: for 1 <= j <= Tc do (only those tiles of keys that a query of this one sees)
+    // 6: for 1 <= j <= Tc do (only key tiles that a query of this tile sees)
     Schedule keys(band, i0, i1, size.k, size.k);
     for (KeyTile tile; keys.next(tile);) {
       // 7: Load K_j, V_j from HBM to on-chip SRAM.
@@ -63,8 +63,8 @@ public:
     for (int64_t r = 0; r < Oi.rows && p.lse; r++) *p.lse.at<float>(b, h, i0 + r, 0) = log_sum(m[0][r], l[0][r], scale);
   } // 16, 17
 
-  // A key head, with the query heads that share it. The paper shares out tiles of keys as well, and adds to dQ atomically; here the order
-  // of every sum is to be the same in each run.
+  // A key head, with the query heads that share it. The paper also divides key tiles among blocks, and adds to dQ atomically; here the
+  // order of every sum must be the same in each run.
   static void backward(const Problem &p, const TileSize &size, int64_t item, float *memory, Sram sram) {
     const int64_t b = item / p.heads_kv, kv = item % p.heads_kv, d = p.head_dim, h0 = kv * p.group();
     const Band band = band_of(p);
@@ -96,7 +96,7 @@ public:
       for (int64_t n = 0; n < p.group(); n++) {
         const Matrix Q = head(p.q, b, h0 + n, p.seqlen_q, d), dO = head(p.dout, b, h0 + n, p.seqlen_q, d);
         const Matrix dQ = head(p.dq, b, h0 + n, p.seqlen_q, d);
-        // 8: for 1 <= i <= Tr do (only those tiles of queries that see a key of this one)
+        // 8: for 1 <= i <= Tr do (only query tiles that see a key of this key tile)
         Schedule queries(band.transposed(), j0, j1, size.q, size.q);
         for (KeyTile tile; queries.next(tile);) {
           const int64_t i0 = tile.begin;

@@ -1,4 +1,4 @@
-// Rung 0: attention as it is written down, S and P whole in memory. Dao et al. 2022 (FlashAttention), Algorithm 0, and Algorithm 3 of
+// Rung 0: attention as its formula says, S and P whole in memory. Dao et al. 2022 (FlashAttention), Algorithm 0, and Algorithm 3 of
 // appendix B. The products go tile by tile, nothing is fused, and a causal mask saves no work.
 #pragma once
 #include "ladder/tile.h"
@@ -42,7 +42,7 @@ public:
     clear(dK), clear(dV);
     for (int64_t h = kv * p.group(); h < (kv + 1) * p.group(); h++) {
       const Matrix Q = head(p.q, b, h, p.seqlen_q, d), dO = head(p.dout, b, h, p.seqlen_q, d);
-      // The paper's P is left over from the forward. Here nothing is: it is made again.
+      // The paper keeps P from the forward. Here it is computed again.
       const Matrix P = whole(p, memory, b, h), dP = whole(p, memory + memory_of(p), b, h);
       outer(P, Q, K, size, t);
       softmax(P, p, {}, b, h);
@@ -65,7 +65,7 @@ public:
 
 private:
   struct Tiles {
-    Tile x, y, scores, result; // of Q or dO, of K or V, of S and its like
+    Tile x, y, scores, result; // of Q or dO; of K or V; of S and matrices like it
     Tiles(Sram &sram, const TileSize &size, int64_t d)
         : x(sram.tile(size.q, d)), y(sram.tile(size.k, d)), scores(sram.tile(size.q, size.k)),
           result(sram.tile(std::max(size.q, size.k), std::max(size.k, d))) {}

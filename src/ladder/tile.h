@@ -1,5 +1,5 @@
-// What the CPU's rungs are made of: the matrix of a head in memory ("HBM" in the papers), a tile of it at hand ("SRAM"), and the product of
-// tiles. A tile has as many rows as are there, so nothing is padded.
+// The building blocks of the CPU's rungs: the matrix of a head in memory ("HBM" in the papers), a tile of it at hand ("SRAM"), and the
+// product of tiles. A tile has only the rows that exist, so nothing is padded.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -21,7 +21,7 @@ struct Matrix { // one head, with the caller's strides; or a whole S, P, dP or d
   float &operator()(int64_t i, int64_t c) const { return x[i * row_stride + c * column_stride]; }
 };
 
-// Of a tensor that nobody gave or wants: no rows.
+// An absent tensor has no rows.
 inline Matrix head(const View &tensor, int64_t b, int64_t h, int64_t rows, int64_t columns) {
   if (!tensor) return {};
   return {tensor.at<float>(b, h, 0, 0), rows, columns, tensor.stride[2], tensor.stride[3]};
@@ -39,7 +39,7 @@ inline void zero(Tile &tile, int64_t rows, int64_t columns) {
   tile.fill(0);
 }
 
-// Hands out a thread's tiles. Without memory it counts what they take.
+// Hands out a thread's tiles. Without memory it counts their bytes.
 class Sram {
 public:
   explicit Sram(float *memory = nullptr) : memory_(memory) {}
@@ -62,7 +62,7 @@ inline void load(Tile &tile, const Matrix &m, int64_t i0, int64_t i1, int64_t c0
 }
 inline void load(Tile &tile, const Matrix &m, int64_t i0, int64_t i1) { load(tile, m, i0, i1, 0, m.columns); }
 
-// tile = rows [i0, i1) of m, turned over: so that a product's inner loop runs along them.
+// tile = rows [i0, i1) of m, transposed, so that a product's inner loop runs along them.
 inline void load_transposed(Tile &tile, const Matrix &m, int64_t i0, int64_t i1) {
   tile.rows = m.columns, tile.columns = i1 - i0;
   for (int64_t i = i0; i < i1; i++)
@@ -117,7 +117,7 @@ inline void multiply(Tile &C, const Tile &A, const Tile &B) {
 
 inline Band band_of(const Problem &p) { return Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right); }
 
-// Scores of queries from i0 on, keys from j0 on, that the band does not show.
+// Hides the scores of queries from i0 on and keys from j0 on that lie outside the band.
 inline void hide(const Tile &S, const Band &band, int64_t i0, int64_t j0) {
   for (int64_t i = 0; i < S.rows; i++)
     for (int64_t j = 0; j < S.columns; j++)
@@ -126,7 +126,7 @@ inline void hide(const Tile &S, const Band &band, int64_t i0, int64_t j0) {
 
 inline float row_max(const float *row, int64_t n) { return n ? *std::max_element(row, row + n) : -kInfinity; }
 
-// A row that has seen nothing measures against 0, or -inf - (-inf) would be NaN.
+// A row that has seen no key subtracts 0, or -inf - (-inf) would be NaN.
 inline float reference_of(float m) { return m == -kInfinity ? 0 : m; }
 
 // row = exp(scale (row - m)); its sum
@@ -147,7 +147,7 @@ inline void probabilities(const Tile &S, const View &lse, int64_t b, int64_t h, 
   }
 }
 
-// What both backwards hold on the chip.
+// The tiles that both backwards hold on the chip.
 struct Backward {
   Tile Qi, dOi, Kj, KjT, VjT, P, dS, dKj, dVj, dQi;
   Backward(Sram &sram, const TileSize &size, int64_t d)

@@ -35,7 +35,7 @@ inline double load(const View &x, int64_t b, int64_t h, int64_t i, int64_t c) {
   throw Error(STROBE_INTERNAL, text("the oracle cannot read ", name(x.dtype)));
 }
 
-// FP8 E4M3: no infinity, and the exponent's largest value is of numbers too.
+// FP8 E4M3: it has no infinity, and the largest exponent holds numbers too.
 inline double e4m3(uint8_t bits) {
   const int exponent = (bits >> 3) & 15, fraction = bits & 7;
   double value = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
@@ -43,7 +43,7 @@ inline double e4m3(uint8_t bits) {
   return bits & 0x80 ? -value : value;
 }
 
-// Of K or V: the number that is stored, times its scale where it has one.
+// An element of K or V: the stored number, times its scale if it has one.
 inline double load(const View &x, const Scales &scales, int64_t b, int64_t h, int64_t i, int64_t c) {
   if (!scales) return load(x, b, h, i, c);
   double stored;

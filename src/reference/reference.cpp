@@ -43,11 +43,11 @@ Tokens held_keys(const Problem &p, int64_t b) {
 }
 Tokens keys(const Problem &p, int64_t b) {
   Tokens t = held_keys(p, b);
-  if (p.seqused_k) t.length = p.seqused_k[b]; // which was checked
+  if (p.seqused_k) t.length = p.seqused_k[b]; // already checked
   return t;
 }
 
-// The place of each token within its whole sequence.
+// The position of each token within its whole sequence.
 std::vector<int64_t> places(const RowRange *ranges, int64_t sequences, int64_t count, int64_t b, Tokens t) {
   std::vector<int64_t> at(size_t(t.length), 0);
   if (!ranges) {
@@ -79,7 +79,7 @@ private:
 
 // P = exp(s - LSE) of one row. The maximum is kept apart from the sum so that LSE's own rounding does not enter P.
 struct Softmax {
-  double max = 0, sum = 0; // a row that sees nothing: LSE = log 0 = -inf, P = 0
+  double max = 0, sum = 0; // a row that sees no key: LSE = log 0 = -inf, P = 0
   double lse() const { return max + std::log(sum); }
   double operator()(double s) const { return sum == 0 || s == -kInfinity ? 0 : std::exp(s - max) / sum; }
 };
@@ -89,7 +89,7 @@ struct Score {
   double slope; // ds / d(scale q.k): the softcap's, or the hyperbolic score's
 };
 
-// What the backward needs to know of a row.
+// The row statistics that the backward needs.
 struct Row {
   Softmax softmax;
   double D, dlse;
@@ -119,7 +119,7 @@ struct Head {
         dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), Q(p.q, b, h, q, p.head_dim),
         K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale), dO(p.dout, b, h, q, p.head_dim_v) {}
 
-  // How far key j lies behind query i.
+  // How far key j lies before query i.
   int64_t behind(int64_t i, int64_t j) const { return place_q[i] + offset - place_k[j]; }
 
   bool visible(int64_t i, int64_t j) const {
@@ -300,7 +300,7 @@ private:
       const Softmax P = head.softmax(scores);
       write(p.out, b, h, head.q.begin + i, head.output(i, scores, P));
       if (p.lse) *p.lse.at<double>(b, h, head.q.begin + i, 0) = P.lse();
-      if (p.lse && p.part.partial) p.lse.at<double>(b, h, head.q.begin + i, 0)[p.lse_low] = 0; // as exact as it gets
+      if (p.lse && p.part.partial) p.lse.at<double>(b, h, head.q.begin + i, 0)[p.lse_low] = 0; // LSE itself is exact enough
       for (const Score &x : scores)
         if (x.s > most || std::isnan(x.s)) most = x.s; // a NaN stays: nothing is larger
       for (size_t j = 0; j < columns.size(); j++)
@@ -325,14 +325,14 @@ private:
   // dK_j = scale sum_i dx_ij Q_i, dV_j = sum_i P_ij dO_i, over all query heads of the key head
   void columns_of_dk_dv(int64_t b, int64_t h_kv) const {
     const Tokens k = keys(p, b);
-    const auto chosen = selected(cols, b, h_kv, p.heads_kv, held_keys(p, b), p.seqlen_k, p.total_k); // those that do not count get 0
+    const auto chosen = selected(cols, b, h_kv, p.heads_kv, held_keys(p, b), p.seqlen_k, p.total_k); // keys that do not count get 0
     if (chosen.empty()) return;
     const bool given = cols && p.lse && p.out;
     std::vector<Vector> dK(chosen.size(), Vector(size_t(p.head_dim))), dV(chosen.size(), Vector(size_t(p.head_dim_v)));
     for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); h++) {
       const Head head(p, b, h);
       for (int64_t i = 0; i < head.q.length; i++) {
-        std::optional<Row> row; // once a chosen column is seen from it
+        std::optional<Row> row; // set once a chosen column is visible to it
         for (size_t n = 0; n < chosen.size() && chosen[n] < k.length; n++) {
           const Score score = head.score(i, chosen[n]);
           if (score.s == -kInfinity) continue;
@@ -389,7 +389,7 @@ private:
   void write(const View &x, int64_t b, int64_t h, int64_t i, const Vector &values) const {
     if (!x) return;
     for (size_t c = 0; c < values.size(); c++) {
-      if (x.dtype == DType::f32) { // of gradients that are added to
+      if (x.dtype == DType::f32) { // gradients that are added to
         float &to = *x.at<float>(b, h, i, int64_t(c));
         to = float(to + values[c]);
       } else {

@@ -1,5 +1,5 @@
 /* A program of version 0.1, whose header stands beside it, on the library of today: forward, plan, backward and a prepared call, against
- * loops. It knows no field that came later. */
+ * loops. It knows no later field. */
 #include <strobe/strobe.h>
 
 #include <math.h>
@@ -29,7 +29,7 @@ static int failed(const char *what) {
   return 1;
 }
 
-/* Of causal attention: out, and the gradient of sum(out * dout) with respect to v. */
+/* Causal attention: out, and the gradient of sum(out * dout) with respect to v. */
 static void plain(const float *q, const float *k, const float *v, const float *dout, double *out, double *dv) {
   int i, j, c;
   for (i = 0; i < QUERIES * DIM; i++) out[i] = 0;
@@ -83,7 +83,7 @@ int main(void) {
 
   struct {
     strobe_plan plan;
-    uint64_t behind; /* which no version may write */
+    uint64_t behind; /* no version may write it */
   } planned = {{0}, 0x1234};
   planned.plan.size = sizeof planned.plan;
   if (strobe_make_plan(&attention, &tensors, &execution, STROBE_FORWARD, &planned.plan) != STROBE_OK) return failed("plan");

@@ -1,4 +1,4 @@
-// The C ABI: versions by size, statuses, texts, workspaces, threads; and that what runs is right.
+// The C ABI: versions by size, statuses, texts, workspaces, threads; and the correctness of results.
 #include "call.h"
 
 #include <cmath>
@@ -12,7 +12,7 @@ using namespace strobe::test;
 
 namespace {
 
-// A dense call with numbers in it.
+// A dense call filled with numbers.
 void make_filled(Call &c, Direction direction) {
   make_dense(c, direction);
   int n = 1;
@@ -102,7 +102,7 @@ TEST_CASE("abi: sizes that no version has") {
 TEST_CASE("abi: an older caller's missing tail is zero") {
   Call call;
   make_dense(call, Direction::forward);
-  call.attention.size = offsetof(strobe_attention, max_seqlen_q); // what follows does not exist for this caller
+  call.attention.size = offsetof(strobe_attention, max_seqlen_q); // the later fields do not exist for this caller
   call.attention.max_seqlen_q = call.attention.tile_q = -1;
   call.attention.tile_q = 0;
   call.attention.engine = reinterpret_cast<const char *>(1);
@@ -267,7 +267,7 @@ TEST_CASE("abi: explain answers where nothing would run") {
   Call call;
   make_dense(call, Direction::forward);
   for (const NamedSlot &s : kSlots)
-    if (call.has(s.name)) call[s.name].device_type = STROBE_CUDA; // described, not followed
+    if (call.has(s.name)) call[s.name].device_type = STROBE_CUDA; // described only, never accessed
   CHECK(call.run() == STROBE_UNSUPPORTED);
   CHECK(error().starts_with("no engine takes this problem:\n"));
   CHECK(call.untouched());
@@ -279,12 +279,12 @@ TEST_CASE("abi: explain answers where nothing would run") {
 TEST_CASE("abi: the reference follows no pointer of a device") {
   Call call;
   make_dense(call, Direction::forward);
-  int64_t address = int64_t{1} << 40; // of nothing
+  int64_t address = int64_t{1} << 40; // it points to no memory
   for (const NamedSlot &s : kSlots) {
     if (!call.has(s.name)) continue;
     call[s.name].device_type = STROBE_CUDA, call[s.name].data = reinterpret_cast<void *>(address += int64_t{1} << 32);
   }
-  for (const char *name : {"out", "lse", "max_logit", "column_sums"}) call[name].dtype = STROBE_FLOAT64; // what the reference writes
+  for (const char *name : {"out", "lse", "max_logit", "column_sums"}) call[name].dtype = STROBE_FLOAT64; // the reference's dtype
   CHECK(strobe_reference_forward(&call.attention, &call.tensors, &call.execution, nullptr) == STROBE_INVALID_ARGUMENT);
   CHECK(error() == "q: on a CUDA device; accepted are tensors on the CPU, where the reference computes");
 }

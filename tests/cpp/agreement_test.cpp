@@ -1,6 +1,6 @@
 // Every engine that runs here against the oracle, forward and every gradient, over options and shapes drawn at random. tests/python judges
-// accuracy and covers all pairs of options; this is for where there is no Python: other machines, emulated or not, and the sanitizers.
-// STROBE_AGREEMENT_ROUNDS sets the number of rounds; STROBE_AGREEMENT_CALLS ends an engine after it has taken so many backwards;
+// accuracy and covers all pairs of options; this test serves where there is no Python: other machines, emulated or not, and the sanitizers.
+// STROBE_AGREEMENT_ROUNDS sets the number of rounds; STROBE_AGREEMENT_CALLS ends an engine after this many backwards;
 // STROBE_AGREEMENT_ENGINES names the engines to test (commas between). Under an emulated GPU (tests/emulator) only the CUDA engines are
 // tested.
 #include "call.h"
@@ -20,7 +20,7 @@ constexpr const char *kOracle = "reference";
 
 bool on_gpu(const char *engine) { return std::strncmp(engine, "cuda-", 5) == 0; }
 
-// Far above rounding, far below what a lost lane, row or tile does.
+// Far above rounding, far below the effect of a lost lane, row or tile.
 double tolerance(DType type) { return type == DType::f64 ? 1e-11 : type == DType::f32 ? 2e-5 : type == DType::f16 ? 1e-2 : 6e-2; }
 
 double half(uint16_t bits, int mantissa, int bias) {
@@ -30,12 +30,12 @@ double half(uint16_t bits, int mantissa, int bias) {
   return bits >> 15 ? -size : size;
 }
 
-// Which calls are drawn. packed_softcap: of 16 bits, where queries beyond a sequence's end might spoil its gradients by their slope.
-// lengthy: more keys or queries than a running sum takes before it starts anew. grouped: of 16 bits, many query heads of one key head,
-// which a large GPU shares out among blocks of threads.
+// Kinds of drawn calls. packed_softcap: in 16 bits, where queries past a sequence's end might spoil its gradients by their derivative.
+// lengthy: more keys or queries than one running sum takes. grouped: in 16 bits, many query heads per key head, which a large GPU divides
+// among thread blocks.
 enum class Calls { any, packed_softcap, lengthy, wide, grouped };
 
-// The calls that one seed stands for: the same inputs whatever the direction and the engine.
+// The calls of one seed: the same inputs whatever the direction and the engine.
 class Drawn {
 public:
   Drawn(uint32_t seed, Calls calls, Call &call, Direction direction, bool oracle)
@@ -66,7 +66,7 @@ private:
   const Calls calls;
   const bool oracle;
   DType wide;
-  int64_t group, hkv, h, b, d, dv, sq, sk, total_q, total_k, used_q, used_k; // of packed tokens: all, and those of sequences
+  int64_t group, hkv, h, b, d, dv, sq, sk, total_q, total_k, used_q, used_k; // packed tokens: all, and those of sequences
   bool varlen;
 
   int draw(int n) { return std::uniform_int_distribution<int>(0, n - 1)(random); }
@@ -114,7 +114,7 @@ private:
       cu_q.push_back(cu_q.back() + q), cu_k.push_back(cu_k.back() + k);
       sq = std::max<int64_t>(sq, q), sk = std::max<int64_t>(sk, k);
     }
-    b += 2, total_q = cu_q.back() + draw(3) * 20, total_k = cu_k.back() + draw(3) * 20; // with padding behind the last sequence
+    b += 2, total_q = cu_q.back() + draw(3) * 20, total_k = cu_k.back() + draw(3) * 20; // with padding after the last sequence
     c.add_values("cu_seqlens_q", DType::i32, cu_q);
     c.add_values("cu_seqlens_k", DType::i32, cu_k);
     c.attention.max_seqlen_q = sq, c.attention.max_seqlen_k = sk;
@@ -124,7 +124,7 @@ private:
     numbers("v", dtype, {total_k, hkv, dv});
     spoil_padding("q", used_q), spoil_padding("k", used_k), spoil_padding("v", used_k);
   }
-  // Nobody reads the tokens from `used` on: NaN.
+  // The tokens from `used` on must not be read: NaN.
   void spoil_padding(const char *name, int64_t used) { spoil(name, used, c[name].shape[0] - used); }
 
   int64_t or_one(int64_t n) { return draw(2) ? n : 1; }
@@ -176,12 +176,12 @@ private:
     const size_t all = static_cast<size_t>(varlen ? t.shape[0] : t.shape[0] * t.shape[1] * t.shape[2]), bytes = c.memory_bytes(name) / all;
     std::memset(static_cast<char *>(t.data) + bytes * static_cast<size_t>(row), 0xFF, bytes * static_cast<size_t>(rows));
   }
-  // Products of q and k near -64: at -1 a distance has a cusp, where rounding counts for more than tolerances allow.
+  // Products of q and k near -64: at -1 a distance has a cusp, where rounding has a larger effect than tolerances allow.
   void hyperbolic() {
     c.attention.score = STROBE_HYPERBOLIC, c.attention.beta = pick({0.5, 2.0}), c.attention.shift = draw(2);
     c.attention.has_scale = 0, c.attention.scale = 0;
     for (auto [name, x, f16, bf16] : {std::tuple{"q", -8, 0xC800, 0xC100}, {"k", 8, 0x4800, 0x4100}}) {
-      const int64_t tokens = *name == 'q' ? used_q : used_k; // padding stays as it is
+      const int64_t tokens = *name == 'q' ? used_q : used_k; // padding stays unchanged
       const size_t rows =
           varlen ? static_cast<size_t>(tokens * c[name].shape[1]) : c.memory_bytes(name) / static_cast<size_t>(bytes(dtype) * d);
       for (size_t n = 0; n < rows * d; n += d) {
@@ -253,7 +253,7 @@ void compare(Call &found, Call &expected, const char *name, DType dtype, double 
   CAPTURE(std::string(name));
   const std::vector<double> x = values(found, name), ref = values(expected, name);
   REQUIRE(x.size() == ref.size());
-  double most = std::max(1e-3, cancelled); // of numbers of size 1; what is smaller has cancelled
+  double most = std::max(1e-3, cancelled); // of numbers of size 1; smaller ones have cancelled
   for (double r : ref)
     if (std::isfinite(r)) most = std::max(most, std::fabs(r));
   for (size_t n = 0; n < x.size(); n++) {
@@ -266,8 +266,8 @@ void compare(Call &found, Call &expected, const char *name, DType dtype, double 
   }
 }
 
-// A bias of one column sums up whole rows of dS, where sum_j P dP and D cancel. What remains is the rounding of D, which comes from an O
-// rounded to dtype and is new in each row.
+// A bias of one column sums whole rows of dS, where sum_j P dP and D cancel. The rest is the rounding of D, which comes from an O rounded
+// to dtype and differs from row to row.
 double cancelled_in_dbias(Call &backward, Call &forward_oracle) {
   if (!backward.has("dbias") || backward["dbias"].shape[3] != 1) return 0;
   const std::vector<double> out = values(forward_oracle, "out"), dout = values(backward, "dout");
@@ -282,7 +282,7 @@ double cancelled_in_dbias(Call &backward, Call &forward_oracle) {
   return std::sqrt(squares);
 }
 
-// False: the engine does not take it.
+// False: the engine does not support it.
 bool runs(Call &call, const char *engine) {
   call.attention.engine = engine;
   if (on_gpu(engine)) call.move_to_gpu();
@@ -292,7 +292,7 @@ bool runs(Call &call, const char *engine) {
   return true;
 }
 struct Taken {
-  int forward = 0, backward = 0, shared = 0; // backwards that share out the query heads of a key head
+  int forward = 0, backward = 0, shared = 0; // shared: backwards that divide the query heads of a key head
 };
 bool shares(const Call &call) {
   std::string said(1 << 16, '\0');
@@ -331,9 +331,9 @@ void every_engine_agrees(Calls calls, int rounds) {
   int engines = 0;
   for (int32_t e = 0; const char *engine = strobe_engine_name(e); e++) {
     if (strobe_engine_missing(e) || std::strcmp(engine, kOracle) == 0) continue;
-    if (std::strncmp(engine, "ladder-", 7) == 0) continue; // takes no options: tests/python/test_ladder.py
+    if (std::strncmp(engine, "ladder-", 7) == 0) continue; // supports no options: tests/python/test_ladder.py
     if (calls == Calls::wide && (std::strcmp(engine, "cuda-sm90") == 0 || std::strcmp(engine, "cuda-tf32") == 0)) continue;
-    if (on_gpu(engine) != emulated) continue; // a GPU that is there has memory of its own
+    if (on_gpu(engine) != emulated) continue; // a real GPU has memory of its own
     if (listed && text(",", listed, ",").find(text(",", engine, ",")) == std::string::npos) continue;
     CAPTURE(std::string(engine));
     Taken taken;
@@ -342,7 +342,7 @@ void every_engine_agrees(Calls calls, int rounds) {
       CAPTURE(n);
       agrees(static_cast<uint32_t>(n), calls, engine, taken);
     }
-    if (calls == Calls::packed_softcap && std::strcmp(engine, "cuda-tf32") == 0) continue; // of fp32 alone
+    if (calls == Calls::packed_softcap && std::strcmp(engine, "cuda-tf32") == 0) continue; // only fp32
     MESSAGE(std::string(engine) << ": " << taken.forward << " forwards and " << taken.backward << " backwards of " << n);
     CHECK(taken.forward > 0);
     CHECK(taken.backward > 0);

@@ -1,4 +1,4 @@
-// A call of the C ABI with memory of its own, for tests to bend.
+// A call of the C ABI with memory of its own, for tests to modify.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -96,7 +96,7 @@ public:
     if (!values.empty()) std::memcpy(t.data, values.data(), values.size() * sizeof(T));
     return t;
   }
-  // The same values, of which others lie between: the last axis has this stride. backwards: all strides are negative.
+  // The same values with gaps between them: the last axis has this stride. backwards: all strides are negative.
   void spread(const std::string &name, int64_t stride, bool backwards) {
     Held &h = held.at(name);
     strobe_tensor &t = h.tensor;
@@ -115,7 +115,7 @@ public:
       std::memcpy(static_cast<unsigned char *>(t.data) + at * element, values.data() + n * element, element);
     }
   }
-  // Every tensor that it holds counts as memory of the first CUDA device.
+  // All its tensors count as memory of the first CUDA device.
   void move_to_gpu() {
     for (auto &[name, h] : held) h.tensor.device_type = STROBE_CUDA;
   }
@@ -136,7 +136,7 @@ public:
   }
   Problem validated() { return validate(&attention, &tensors, direction); }
 
-  // Whether the results still hold what they were filled with.
+  // Whether the results still hold their fill values.
   bool untouched() const {
     for (const char *name : direction == Direction::forward ? kForwardResults : kBackwardResults)
       if (auto h = held.find(name); h != held.end())
@@ -163,10 +163,10 @@ private:
     strobe_tensor tensor;
     std::vector<unsigned char> memory;
   };
-  std::map<std::string, Held> held; // nodes stay where they are
+  std::map<std::string, Held> held; // nodes do not move
 };
 
-// Where the call's tensors lie.
+// The addresses of the call's tensors.
 inline strobe_addresses addresses(const Call &call) {
   strobe_addresses at{};
   at.size = sizeof at;
@@ -185,7 +185,7 @@ inline void add_results(Call &c, Direction direction, const std::vector<int64_t>
   c.add("lse", DType::f32, rows);
   if (direction == Direction::forward) {
     const bool packed = c.has("cu_seqlens_q");
-    c.add("max_logit", DType::f32, {B, H}); // there are B packed sequences, too
+    c.add("max_logit", DType::f32, {B, H}); // there are B packed sequences as well
     c.add("column_sums", DType::f32, packed ? std::vector{H, Sk} : std::vector{B, H, Sk});
     return;
   }
@@ -246,7 +246,7 @@ inline void make_paged(Call &c, bool packed) {
   c.add("column_sums", DType::f32, {B, H, kPagesEach * kPage});
 }
 
-// Quantised keys, of which the reference alone knows: dense, packed or in pages; scales of k by key, or by column and 32 rows.
+// Quantised keys, which only the reference supports: dense, packed or paged; scales of k by key, or by column and 32 rows.
 inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(Call &, Direction)) {
   make(c, Direction::forward);
   const int64_t each = stored == DType::i4x2 ? 2 : 1;
@@ -263,7 +263,7 @@ inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(C
   }
   c.attention.k_scale_group = by_column ? 32 : 0;
 }
-// As the reference wants its results.
+// With the reference's result dtypes.
 inline void make_for_reference(Call &c) {
   c.attention.engine = "reference";
   for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})

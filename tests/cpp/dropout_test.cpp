@@ -11,7 +11,7 @@ using namespace strobe;
 
 namespace {
 
-// docs/semantics.md, word for word. Written apart from dropout.h on purpose.
+// docs/semantics.md, word for word. Deliberately written without dropout.h.
 uint64_t finalise(uint64_t x) {
   x ^= x >> 30, x *= 0xBF58476D1CE4E5B9;
   x ^= x >> 27, x *= 0x94D049BB133111EB;

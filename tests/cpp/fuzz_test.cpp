@@ -1,5 +1,5 @@
-// Calls bent at random, within memory that exists: no crash (run it under the sanitizers), and statuses that agree with one another.
-// STROBE_FUZZ_ROUNDS sets how many.
+// Calls modified at random, within existing memory: no crash (run it under the sanitizers), and statuses that agree with one another.
+// STROBE_FUZZ_ROUNDS sets the number of rounds.
 #include "call.h"
 
 #include <cstdlib>
@@ -36,7 +36,7 @@ public:
 
 private:
   std::mt19937 random;
-  std::vector<std::unique_ptr<unsigned char[]>> more; // memory for tensors that outgrew theirs
+  std::vector<std::unique_ptr<unsigned char[]>> more; // memory for tensors that outgrew their own
 
   int draw(int n) { return std::uniform_int_distribution<int>(0, n - 1)(random); }
   template <class T> T pick(std::initializer_list<T> from) { return *std::next(from.begin(), draw(static_cast<int>(from.size()))); }
@@ -80,7 +80,7 @@ private:
     case 5:
       call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved_sms}) = flag();
       return;
-    case 6: { // what cu_seqlens and the CSR hold
+    case 6: { // the contents of cu_seqlens and the CSR
       const std::string name = pick<const char *>(
           {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "block_rows", "block_cols", "block_rows_t", "block_cols_t"});
       if (call.has(name)) call.data<int32_t>(name)[draw(static_cast<int>(call.memory_bytes(name) / 4))] = static_cast<int32_t>(size());
@@ -126,7 +126,7 @@ private:
   struct Reach {
     __int128 low, high; // bytes from data
   };
-  static std::optional<Reach> reach(const strobe_tensor &t) { // none: no element, or no tensor at all
+  static std::optional<Reach> reach(const strobe_tensor &t) { // empty: no element, or no tensor
     const int64_t element = bytes(static_cast<DType>(t.dtype));
     if (element == 0 || t.rank < 0 || t.rank > 4) return {};
     Reach r = {0, element};
@@ -139,7 +139,7 @@ private:
     return r;
   }
 
-  // Memory for all that the tensor claims, or none.
+  // Memory for the whole extent of the tensor, or none.
   void give_memory(const std::string &name) {
     strobe_tensor &t = call[name];
     const auto r = reach(t);
@@ -150,7 +150,7 @@ private:
     }
     const int64_t element = bytes(static_cast<DType>(t.dtype));
     const __int128 at = static_cast<char *>(t.data) - call.data<char>(name);
-    const bool misaligned = at % element != 0; // has to be refused before it is read
+    const bool misaligned = at % element != 0; // must be refused before it is read
     if (misaligned || (at + r->low >= 0 && at + r->high <= static_cast<__int128>(call.memory_bytes(name)))) return;
     more.emplace_back(new unsigned char[static_cast<size_t>(r->high - r->low)]());
     t.data = more.back().get() - static_cast<int64_t>(r->low);
@@ -197,7 +197,7 @@ TEST_CASE("fuzz: no crash, and statuses that agree") {
     REQUIRE(explained == (planned == STROBE_UNSUPPORTED ? STROBE_OK : planned));
     REQUIRE((explained != STROBE_OK || needed > 1));
 
-    if (planned == STROBE_OK && (work(c) > 1e9 || plan.workspace_bytes > (64u << 20))) continue; // valid, and more than a test should run
+    if (planned == STROBE_OK && (work(c) > 1e9 || plan.workspace_bytes > (64u << 20))) continue; // valid, but more than a test should run
     const int32_t ran = c.run();
     REQUIRE(ran == planned);
     if (ran == STROBE_OK) {

@@ -1,4 +1,4 @@
-// Lists in host memory that another thread changes while a call runs: what was checked is what counts, and nothing else is read or written.
+// Lists in host memory that another thread changes while a call runs: the checked values count, and nothing else is read or written.
 #include <atomic>
 #include <thread>
 
@@ -13,13 +13,13 @@ namespace {
 constexpr const char *kLists[] = {"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols", "block_rows_t",
                                   "block_cols_t", "rng",          "seqused_k",  "page_table"};
 
-// Numbers that no check would let through; as a seed, another one.
+// Numbers that every check refuses; as a seed, another one.
 void spoil(Call &c) {
   for (const char *name : kLists)
     if (c.has(name)) std::memset(c.data<char>(name), 0x3F, c.memory_bytes(name));
 }
 
-// A caller's pool that spoils the lists as soon as it is asked to work.
+// A caller's pool that spoils the lists when its work begins.
 void spoiling(void *pool, int32_t n, void (*body)(void *, int32_t), void *arg) {
   spoil(*static_cast<Call *>(pool));
   for (int32_t i = 0; i < n; i++) body(arg, i);
@@ -35,7 +35,7 @@ void make_padded(Call &c, Direction direction) { // three tokens of q and two of
 }
 
 using Make = void (*)(Call &, Direction);
-void make_in_pages(Call &c, Direction direction) { // which have no backward
+void make_in_pages(Call &c, Direction direction) { // they have no backward
   direction == Direction::forward ? make_paged(c, true) : make_dense(c, direction);
 }
 constexpr Make kCalls[] = {make_padded, make_sparse, make_dense, make_in_pages};
@@ -104,7 +104,7 @@ TEST_CASE("lists: changed in the midst of a prepared call") {
 }
 
 TEST_CASE("lists: changed in the midst of the reference") {
-  constexpr int64_t last = H * Sq - 4; // of the last head, before the padding
+  constexpr int64_t last = H * Sq - 4; // in the last head, before the padding
   for (bool selected : {false, true})
     for (Direction direction : {Direction::forward, Direction::backward}) {
       struct Both {
@@ -128,7 +128,7 @@ TEST_CASE("lists: changed in the midst of the reference") {
             {"dq", {Sq, H, D}},   {"dk", {Sk, Hkv, D}}, {"dv", {Sk, Hkv, Dv}}};
         for (const auto &[name, shape] : wide)
           if (c.has(name)) c.add(name, DType::f64, shape);
-        for (const char *name : {"max_logit", "column_sums"}) c.drop(name); // which want all rows
+        for (const char *name : {"max_logit", "column_sums"}) c.drop(name); // they need all rows
         for (const char *name : {"q", "k", "v"}) c.fill<float>(name, 0.3, 0.7);
         for (const char *name : {"dout", "dlse", "out", "lse"})
           if (c.has(name)) c.fill<double>(name, 0.2, 0.3);
@@ -144,7 +144,7 @@ TEST_CASE("lists: changed in the midst of the reference") {
     }
 }
 
-// Between any two reads of a check: for sanitizers to watch. The call runs or says what is wrong.
+// The lists change between any two reads of a check: for sanitizers to watch. The call runs or reports an error.
 TEST_CASE("lists: changed by another thread all the time") {
   Call c;
   make(c, make_sparse, Direction::forward);
@@ -161,7 +161,7 @@ TEST_CASE("lists: changed by another thread all the time") {
         for (size_t n = 0; n < bytes.size(); n++) at[n] = bytes[n];
       }
   });
-  int refused = 0; // whatever the lists hold when they are copied, they are taken or refused, and never read outside of what there is
+  int refused = 0; // whatever the lists hold when they are copied, they are accepted or refused, and never read out of bounds
   for (int n = 0; n < 2000; n++) {
     const int32_t status = c.run();
     CHECK((status == STROBE_OK || status == STROBE_INVALID_ARGUMENT));
@@ -200,7 +200,7 @@ void widen(Call &c, const std::string &name) {
   std::copy(values.begin(), values.end(), c.data<int64_t>(name));
 }
 
-// A whole call, one that was prepared, and their results beside those of `plain`.
+// A full call, a prepared one, and their results beside those of `plain`.
 void check_same(Call &plain, Call &other) {
   REQUIRE_MESSAGE(plain.run() == STROBE_OK, std::string(strobe_last_error()));
   strobe_prepared *prepared = nullptr;
@@ -216,7 +216,7 @@ void check_same(Call &plain, Call &other) {
   strobe_release(prepared);
 }
 
-// For each kind of call and engine: two calls that are alike, the second one to be changed.
+// For each kind of call and engine: two equal calls; the second one is to be changed.
 template <class Change> void with_each(Change change) {
   for (Make made : {make_padded, make_sparse, make_dense, make_in_pages})
     for (Direction direction : {Direction::forward, Direction::backward})
@@ -290,7 +290,7 @@ TEST_CASE("lists: of 64 bits, with numbers that 32 bits would take for others") 
     refused(strobe_run(prepared, &at, nullptr));
     strobe_release(prepared);
   }
-  Call plain, wide; // entries of a page table behind the last key that counts may be anything
+  Call plain, wide; // entries of a page table past the last key that counts may be anything
   for (Call *c : {&plain, &wide}) make(*c, make_in_pages, Direction::forward);
   widen(wide, "page_table");
   wide.data<int64_t>("page_table")[6] = INT64_MAX, wide.data<int64_t>("page_table")[7] = wrap;

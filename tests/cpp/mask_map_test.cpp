@@ -1,4 +1,4 @@
-// The map of the mask against brute force over its bytes, and what it shares.
+// The map of the mask against brute force over its bytes, and which cells share it.
 #define STROBE_VECTOR_BYTES 16
 #include "cpu/mask_map.h"
 

@@ -63,7 +63,7 @@ TEST_CASE("memory: what is apart is said to be, and nothing else, for random ten
     CHECK(disjoint(fy, fx) == found);
     separate += found;
   }
-  CHECK(apart > 1000); // neither answer is rare among what was drawn
+  CHECK(apart > 1000); // both answers are frequent among the drawn cases
   CHECK(separate > 1000);
   CHECK(separate < 3500);
 }
@@ -94,7 +94,7 @@ TEST_CASE("memory: numbers and scales of one buffer are told apart, whatever lie
   for (int64_t gap : {0, 4, 12, 60}) {
     const int64_t pages = 100000, rows = 16, heads = 8, D = 128, row = 2 * (D + 4), page = heads * rows * row + gap;
     auto numbers = [&](int64_t at) { return footprint(make(4096 + at, {pages, heads, rows, D}, {page, row, heads * row, 1}), 1).value(); };
-    auto scales = [&](int64_t at) { // strides count elements: here bytes, which pages need not be multiples of
+    auto scales = [&](int64_t at) { // strides count elements: here bytes; the page size need not be a multiple
       Footprint f = footprint(make(4096 + at, {pages, heads, rows}, {page, row, heads * row}), 1).value();
       f.element = 4, f.end += 3;
       return f;

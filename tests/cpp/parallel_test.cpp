@@ -56,7 +56,7 @@ TEST_CASE("parallel: one thread or one item stays in the caller") {
 
 TEST_CASE("parallel: several threads do run at once") {
   std::atomic<int> arrived = 0;
-  auto body = [&](int32_t) { // returns only once all three are inside
+  auto body = [&](int32_t) { // returns only once all three have begun
     for (arrived++; arrived < 3;) std::this_thread::yield();
   };
   run(with(3), 3, body);

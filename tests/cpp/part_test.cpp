@@ -1,4 +1,4 @@
-// Parts of a larger problem: what is refused, and ranges drawn at random, which are right if, and only if, nothing is said against them.
+// Parts of a larger problem: refusals, and ranges drawn at random, which are valid if and only if no error is reported.
 #include <cstddef>
 #include <random>
 
@@ -37,7 +37,7 @@ struct PartOf {
   }
 };
 
-// make_dense without what a part has no place for.
+// make_dense without the tensors that a part excludes.
 void make_part(Call &call, PartOf &of, Direction direction, bool partial = false) {
   make_dense(call, direction);
   for (const char *name : {"seqused_k", "mask", "bias", "dbias", "max_logit", "column_sums"}) call.drop(name);
@@ -149,10 +149,10 @@ TEST_CASE("part: what is legal although it looks odd") {
     }
   };
   runs([](Call &, PartOf &) {});
-  runs([](Call &, PartOf &p) { // a range without rows stands anywhere
+  runs([](Call &, PartOf &p) { // an empty range may stand anywhere
     p.q_ranges.values = {5, 12, 0, 0, 20, 9, 30, 0}, p.q_ranges.shape({1, 4, 2});
   });
-  runs([](Call &, PartOf &p) { // of each sequence
+  runs([](Call &, PartOf &p) { // for each sequence
     p.q_ranges.values = {5, 12, 20, 9, 0, 0, 9, 21}, p.q_ranges.shape({2, 2, 2});
     p.seqlens_q.values = {29, 30}, p.seqlens_q.shape({2});
   });
@@ -222,7 +222,7 @@ TEST_CASE("part: a prepared call keeps its ranges") {
       REQUIRE(call.run() == STROBE_OK);
       const std::vector<float> wanted(call.data<float>(result), call.data<float>(result) + call.memory_bytes(result) / 4);
       std::fill_n(call.data<float>(result), wanted.size(), 0.0f);
-      of.q_ranges.values = {0, 21, 0, 0}, of.part = {}; // nobody reads them again
+      of.q_ranges.values = {0, 21, 0, 0}, of.part = {}; // they are not read again
       strobe_addresses at{};
       at.size = sizeof at;
       const std::pair<const char *, void *strobe_addresses::*> fields[] = {{"q", &strobe_addresses::q},
@@ -254,7 +254,7 @@ TEST_CASE("part: a program built before there were parts") {
   PartOf of;
   make_part(call, of, Direction::forward);
   call.attention.size = offsetof(strobe_attention, part);
-  call.attention.part = reinterpret_cast<const strobe_part *>(1); // what lies behind its struct
+  call.attention.part = reinterpret_cast<const strobe_part *>(1); // the word after its struct
   CHECK_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
 }
 

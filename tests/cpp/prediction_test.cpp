@@ -1,4 +1,4 @@
-// What predictions count, against the tiles that kernels walk over and against brute force.
+// The quantities in predictions, against the tiles that kernels walk over and against brute force.
 #include "cuda/program/prediction.h"
 
 #include <doctest/doctest.h>
@@ -25,7 +25,7 @@ Problem banded(int64_t queries, int64_t keys, int64_t left, int64_t right) {
 
 Band band(const Problem &p) { return Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right); }
 
-// Keys that each tile of queries walks over, whole tiles of them, as the forward's kernels do.
+// Keys that each query tile walks over, in whole tiles, as in the forward's kernels.
 std::vector<double> walked_keys(const Problem &p, int64_t tile_q, int64_t tile_k) {
   std::vector<double> found;
   for (i64 q0 = 0; q0 < p.seqlen_q; q0 += tile_q) {
@@ -37,7 +37,7 @@ std::vector<double> walked_keys(const Problem &p, int64_t tile_q, int64_t tile_k
   }
   return found;
 }
-// Queries that each tile of keys walks over: of a fixed grid of tiles, those between the first and the last with one that sees a key.
+// Queries that each key tile walks over: on a fixed grid, the tiles from the first to the last one that sees a key.
 std::vector<double> walked_queries(const Problem &p, int64_t tile_q, int64_t tile_k) {
   std::vector<double> found;
   const Band sees = band(p);
@@ -107,7 +107,7 @@ TEST_CASE("predict: blocks of threads in rounds") {
   CHECK(equal.last(10) == 5);
   CHECK(equal.last(9) == 10); // one more round for one block
   CHECK(equal.last(1) == 50);
-  CHECK(longest_first.last(100) == 9); // the longest is waited for
+  CHECK(longest_first.last(100) == 9); // the longest block determines the end
   CHECK(longest_first.last(9) == 9);
   CHECK(longest_first.last(2) == 25); // short ones fill the gaps
 }
@@ -144,7 +144,7 @@ TEST_CASE("prediction: bundles of heads are few, and nearly equal") {
       const int64_t size = even_bundle(heads, most), bundles = (heads + size - 1) / size;
       CHECK(size >= 1);
       CHECK(size <= std::max<int64_t>(1, std::min(heads, std::max<int64_t>(1, most))));
-      CHECK(bundles * std::max<int64_t>(1, most) < heads + std::max<int64_t>(1, most)); // as few as there can be
+      CHECK(bundles * std::max<int64_t>(1, most) < heads + std::max<int64_t>(1, most)); // as few as possible
       CHECK(bundles * size - heads < std::max<int64_t>(1, bundles));
     }
   }

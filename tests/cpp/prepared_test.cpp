@@ -1,4 +1,4 @@
-// Calls made ready: the same bits on other addresses, every check at every run, many threads at a time.
+// Prepared calls: the same bits on other addresses, every check at every run, many threads at a time.
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -21,7 +21,7 @@ Held prepared(Call &call) {
 
 using Make = void (*)(Call &, Direction);
 
-// Numbers of their own for each `seed`.
+// Different numbers for each `seed`.
 void make_filled(Call &c, Make make, Direction direction, int seed) {
   make(c, direction);
   for (const char *name : {"q", "k", "v", "bias", "alibi_slopes", "sinks", "dout", "dlse"})
@@ -183,7 +183,7 @@ TEST_CASE("prepared: a program built before there was seqused_k") {
   make_filled(call, make_dense, Direction::backward, 1);
   call.drop("seqused_k");
   call.tensors.size = offsetof(strobe_tensors, seqused_k);
-  call.tensors.seqused_k = reinterpret_cast<const strobe_tensor *>(1); // what lies behind its struct
+  call.tensors.seqused_k = reinterpret_cast<const strobe_tensor *>(1); // the word after its struct
   const Held held = prepared(call);
   call.tensors.seqused_k = nullptr;
   strobe_addresses at = addresses(call);
@@ -247,7 +247,7 @@ TEST_CASE("prepared: what cannot run cannot be prepared") {
   strobe_prepared *made = nullptr;
   CHECK(strobe_prepare(&call.attention, &call.tensors, nullptr, 7, &made) == STROBE_INVALID_ARGUMENT);
   CHECK(strobe_prepare(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, nullptr) == STROBE_INVALID_ARGUMENT);
-  call.attention.engine = "reference"; // whose results are float64
+  call.attention.engine = "reference"; // its results are float64
   CHECK(strobe_prepare(&call.attention, &call.tensors, nullptr, STROBE_FORWARD, &made) == STROBE_INVALID_ARGUMENT);
   CHECK(error().starts_with("out: dtype float32"));
   CHECK(made == nullptr);

@@ -122,7 +122,7 @@ struct Tensor {
   }
 };
 
-// Everything at once: GQA, D != Dv, a causal window, softcap, ALiBi, bias, mask, sinks, dropout and blocks, with rows that see nothing.
+// All features at once: GQA, D != Dv, a causal window, softcap, ALiBi, bias, mask, sinks, dropout and blocks, with rows that see no key.
 struct Example {
   static constexpr int64_t B = 2, H = 4, H_kv = 2, Sq = 21, Sk = 37, D = 3, Dv = 2;
   std::mt19937 generator{7};
@@ -161,7 +161,7 @@ struct Example {
 
   void run(Direction direction, const strobe_selection *selection = nullptr) { reference(p, execution, direction, selection); }
 
-  // What the gradients are of.
+  // The function that is differentiated.
   double loss() {
     run(Direction::forward);
     double sum = 0;

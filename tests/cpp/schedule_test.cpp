@@ -12,7 +12,7 @@ using namespace strobe;
 
 namespace {
 
-// One sequence: its own predicate, spelled out from docs/semantics.md.
+// One sequence: its own predicate, written out from docs/semantics.md.
 struct Case {
   i64 seqlen_q, seqlen_k;
   bool bottom_right;
@@ -43,7 +43,7 @@ struct Case {
 };
 
 struct Tally {
-  i64 tiles = 0, whole = 0; // all of them; those without masking
+  i64 tiles = 0, whole = 0; // all tiles; tiles without masking
 };
 
 // Walks [0, rows) in tiles of tile_q; `sees(row, column)` is the brute force. Blocks are those of the rows.

@@ -1,4 +1,4 @@
-// Each argument, wrong in each way: one clear message that names it and says what is accepted, and nothing written.
+// Each argument, wrong in each way: one clear message that names it and the accepted values, and nothing written.
 #include "call.h"
 
 #include <cmath>
@@ -17,7 +17,7 @@ using Make = void (*)(Call &, Direction);
 using Break = std::function<void(Call &)>;
 
 struct Wrong {
-  const char *message; // its beginning: the argument and what was wrong
+  const char *message; // its beginning: the argument and the error
   Break how;
 };
 
@@ -355,7 +355,7 @@ TEST_CASE("validate: what host memory holds") {
        {"block_rows_t: ends at 6", value("block_rows_t", 7, 6)},
        {"block_cols_t: [1] is 2", value("block_cols_t", 1, 2)},
        {"block_rows_t: row 2 of matrix 0 is not what block_cols holds", value("block_cols_t", 2, 0)},
-       {"block_rows_t: row 0 of matrix 0 is not what block_cols holds", [](Call &c) { // as many, in other rows
+       {"block_rows_t: row 0 of matrix 0 is not what block_cols holds", [](Call &c) { // the same number of entries, in other rows
           c.data<int32_t>("block_rows_t")[1] = 1, c.data<int32_t>("block_rows_t")[2] = 2;
         }}});
   Call call;
@@ -390,7 +390,7 @@ TEST_CASE("validate: results may lie between what is read") {
       c->drop(extra);
     c->attention.dropout = 0;
   }
-  // q, out and half a gap behind one another in each row of a buffer whose sequences have room for some bytes more
+  // q, out and half a gap one after another in each row of a buffer whose sequences have room for some bytes more
   constexpr int64_t row = D + Dv + 2, sequence = H * Sq * row + 3;
   std::vector<float> buffer(static_cast<size_t>(B * sequence));
   strobe_tensor &q = between["q"], &out = between["out"];
@@ -434,7 +434,7 @@ TEST_CASE("validate: sizes beyond what engines count") {
 
 namespace {
 
-// `batch` sequences of `length` queries and as many keys, in memory that is not there: strides of 0.
+// `batch` sequences of `length` queries and as many keys, without memory: strides of 0.
 void make_many(Call &call, int64_t batch, int64_t length) {
   make_varlen(call, Direction::forward);
   for (const char *name : {"lse", "max_logit", "column_sums"}) call.drop(name);
@@ -458,7 +458,7 @@ TEST_CASE("validate: lengths in host memory bound the work, those of a caller th
   for (int64_t b : {0, 299}) CHECK(p.rows_q(b).length == 16);
   call.attention.max_seqlen_q = 100;
   p = call.validated();
-  CHECK((p.longest_q() == 100 && p.longest_k() == 16)); // plans of a call with a maximum do not depend on the lengths
+  CHECK((p.longest_q() == 100 && p.longest_k() == 16)); // with a given maximum, plans do not depend on the lengths
   strobe_plan plan{}, bounded{};
   plan.size = bounded.size = sizeof plan;
   call.attention.max_seqlen_q = 0;

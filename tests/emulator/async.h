@@ -1,4 +1,4 @@
-// What a thread starts and later waits for. Where Machine::late is set it happens only when a wait (or the end) demands it.
+// Asynchronous operations of a thread. With Machine::late they happen only when a wait (or the end) demands it.
 #pragma once
 #include <array>
 #include <vector>
@@ -13,7 +13,7 @@ struct Transfer {
   std::function<void(const Warp &)> perform; // for any warp of the block
 };
 struct BlockAsync {
-  std::vector<Transfer> transfers; // late ones
+  std::vector<Transfer> transfers; // delayed ones
   uint32_t warps_ended = 0;
 };
 
@@ -44,8 +44,8 @@ struct WarpAsync {
   std::vector<Product> products;
 };
 
-void copies_end(Warp &);    // of copy.cpp: additions that are under way are done
-void products_end(Warp &);  // of wgmma.cpp
-void barriers_end(Block &); // of mbarrier.cpp
+void copies_end(Warp &);    // in copy.cpp: completes additions that are in flight
+void products_end(Warp &);  // in wgmma.cpp
+void barriers_end(Block &); // in mbarrier.cpp
 
 } // namespace strobe::emulator

@@ -1,4 +1,4 @@
-// Copies and the barriers they complete on, at once and as late as the waits permit.
+// Copies and the barriers on which they complete, at once and as late as the waits permit.
 #include "lone_warp.h"
 #include "tensor_map.h"
 
@@ -82,7 +82,7 @@ TEST_CASE("emulator: a bulk copy completes on its barrier") {
   Barrier barrier(w, 1);
   w.set(3, kTarget), w.set(4, sizeof kSource), w.set_wide(5, reinterpret_cast<uint64_t>(kSource));
   w.run("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", {address(3), wide_address(5), word(4), address(0)}, 1);
-  CHECK_THROWS_AS(finish(w.warp), Fault); // nobody waited
+  CHECK_THROWS_AS(finish(w.warp), Fault); // a copy was not waited for
 }
 
 TEST_CASE("emulator: a box of a tensor, swizzled, with zeros where there is none") {

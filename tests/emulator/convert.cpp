@@ -1,4 +1,4 @@
-// Conversions between integers, and of them and doubles to floating point. A register may be wider than the number that is taken from it.
+// Conversions between integers, and from them and doubles to floating point. A register may be wider than the number that is read from it.
 #include <cmath>
 
 #include "numbers.h"
@@ -17,7 +17,7 @@ template <> const char *kName<uint32_t> = "u32";
 template <> const char *kName<int64_t> = "s64";
 template <> const char *kName<uint64_t> = "u64";
 
-// A register is read and written at 16 bits at least.
+// A register is read and written with at least 16 bits.
 template <class T> using Register = std::conditional_t<sizeof(T) == 1, std::conditional_t<std::is_signed_v<T>, int16_t, uint16_t>, T>;
 
 template <class D, class S> void add_pair(Opcodes &o) {
@@ -34,7 +34,7 @@ template <class T> void add_floats(Opcodes &o) {
   o[std::string("cvt.rn.f64.") + kName<T>] = of<[](T a) { return double(a); }, double, T>();
 }
 
-// Clamped to what the integer holds; NaN is 0.
+// Clamped to the integer's range; NaN becomes 0.
 int32_t to_integer(float x) {
   if (x != x) return 0;
   return x < -0x1p31f ? INT32_MIN : x >= 0x1p31f ? INT32_MAX : int32_t(x);

@@ -10,7 +10,7 @@ namespace {
 
 uint32_t address_of(const Warp &warp, const Operand &o, uint32_t lane) { return static_cast<uint32_t>(warp.value(o, lane)); }
 
-// Takes out what one lane waits for: all of its committed groups but the last `pending`.
+// Removes the groups that a lane waits for: all of its committed groups but the last `pending`.
 template <class Work> std::vector<Work> waited_for(std::vector<Work> &all, uint32_t lane, uint32_t committed, uint64_t pending) {
   auto is = [&](const Work &w) { return w.lane == lane && w.group + pending < committed; };
   std::vector<Work> found;
@@ -85,7 +85,7 @@ Tile bulk_copy(const Operands &operands) {
   };
 }
 
-// The rows of a box one after another, axis 0 contiguous; what lies outside of the tensor is zero.
+// The rows of a box one after another, axis 0 contiguous; elements outside of the tensor are zero.
 void copy_box(const Warp &warp, const TensorMap &map, const int32_t *origin, uint32_t to, uint32_t barrier) {
   const uint32_t row_bytes = map.box[0] * map.element_bytes;
   uint32_t rows = 1;
@@ -171,7 +171,7 @@ Tile bulk_add(const Operands &operands, bool adds) {
     });
   };
 }
-// read: until the shared memory has been read, the sums may come later.
+// read: until the shared memory has been read; the additions may come later.
 Tile wait_additions(uint64_t pending, bool read_only) {
   return [=](Warp &warp, uint32_t lanes) {
     for_each_lane(lanes, [&](uint32_t lane) {

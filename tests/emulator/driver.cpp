@@ -1,12 +1,12 @@
-// A libcuda.so.1 whose one GPU is emulated: as far as Strobe calls it. Device pointers are host pointers, and a call has done its work when
-// it returns. Memory that is allocated holds NaN. From the environment, once:
+// A libcuda.so.1 with one emulated GPU and the functions that Strobe calls. Device pointers are host pointers, and a call has done its work
+// when it returns. Newly allocated memory holds NaN. Environment variables, read once:
 //   STROBE_EMULATOR_CC     compute capability times ten; 90 if not set
 //   STROBE_EMULATOR_SMS    streaming multiprocessors; 4
 //   STROBE_EMULATOR_LATE   1: asynchronous copies and products happen as late as the program's waits permit
 //   STROBE_EMULATOR_RACES  1: look for races in shared memory
-//   STROBE_EMULATOR_EDIT   a change of a kernel's source, of controls/ (nvrtc.cpp)
+//   STROBE_EMULATOR_EDIT   a change of a kernel's source, in controls/ (nvrtc.cpp)
 //   STROBE_EMULATOR_SEED   not 0: warps run in an order drawn from it
-//   STROBE_EMULATOR_IDLE   1: an H200 that takes code of any kind and runs none of it, so that its kernels are compiled without one
+//   STROBE_EMULATOR_IDLE   1: an H200 that accepts any code and runs none, so that kernels are compiled for a GPU without one
 #include "cuda/driver/driver.h"
 
 #include <sys/mman.h>
@@ -58,12 +58,12 @@ const Gpu &gpu() {
   return only;
 }
 
-thread_local std::string words; // of the last error
+thread_local std::string words; // the last error's text
 thread_local int pushed = 0;
 thread_local CUstreamCaptureMode mode{};
 std::mutex one_at_a_time;
 
-// Memory ends where nothing is mapped: a kernel that goes beyond its workspace faults.
+// Memory ends at an unmapped page: a kernel that exceeds its workspace faults.
 constexpr size_t kPage = 4096, kBeyond = 64 << 20;
 std::unordered_map<CUdeviceptr, std::span<std::byte>> allocated;
 
@@ -219,7 +219,7 @@ CUresult cuStreamSynchronize(CUstream) { return CUDA_SUCCESS; }
 CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus *status) { return *status = CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS; }
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *wanted) { return std::swap(*wanted, mode), CUDA_SUCCESS; }
 
-// Refuses what the driver's documentation refuses, of what Strobe asks for.
+// Refuses what the driver's documentation refuses, among Strobe's requests.
 CUresult cuTensorMapEncodeTiled(CUtensorMap *encoded, int type, uint32_t rank, void *address, const uint64_t *sizes,
                                 const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int,
                                 int fill) {

@@ -1,11 +1,11 @@
-// Floating point. Nothing is contracted; approximations are the host's functions, which are nearer to the truth than the GPU's.
+// Floating point. Nothing is contracted; approximations are the host's functions, which are more exact than the GPU's.
 #include "numbers.h"
 #include "opcodes.h"
 
 namespace strobe::emulator {
 namespace {
 
-// NaN gives way to a number; -0 is below +0.
+// If one operand is NaN, the other one is the result; -0 is below +0.
 template <class T> T greater(T a, T b) {
   if (a != a) return b;
   if (b != b) return a;
@@ -13,7 +13,7 @@ template <class T> T greater(T a, T b) {
 }
 template <class T> T lesser(T a, T b) { return -greater<T>(-a, -b); }
 
-// a + b, rounded toward zero: what the nearest number is too large by follows exactly (Knuth's sum).
+// a + b, rounded toward zero: the error of the nearest number is computed exactly (Knuth's sum).
 template <class T> T sum_toward_zero(T a, T b) {
   const T sum = a + b, of_b = sum - a, lost = (a - (sum - of_b)) + (b - of_b);
   return lost != 0 && (lost < 0) == (sum > 0) ? std::nextafter(sum, T(0)) : sum;
@@ -36,7 +36,7 @@ template <class T> void add_type(Opcodes &o, const std::string &type) {
   o["min." + type] = of<lesser<T>, T, T, T>();
   o["max." + type] = of<greater<T>, T, T, T>();
 
-  // Ordered: false where one is NaN, but ne, which PTX orders, too; ...u: true there.
+  // Ordered: false if one is NaN, except ne, which PTX orders, too; ...u: true then.
   o["setp.eq." + type] = of<[](T a, T b) { return a == b; }, bool, T, T>();
   o["setp.ne." + type] = of<[](T a, T b) { return a < b || b < a; }, bool, T, T>();
   o["setp.lt." + type] = of<[](T a, T b) { return a < b; }, bool, T, T>();

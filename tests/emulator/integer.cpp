@@ -4,7 +4,7 @@
 namespace strobe::emulator {
 namespace {
 
-// Lanes hold unsigned numbers, so that sums and products wrap as the GPU's do.
+// Lanes hold unsigned numbers, so that sums and products wrap as on the GPU.
 template <class T> void add_arithmetic(Opcodes &o, const std::string &type) {
   using U = std::make_unsigned_t<T>;
   o["add." + type] = of<[](U a, U b) { return U(a + b); }, U, U, U>();
@@ -15,7 +15,7 @@ template <class T> void add_arithmetic(Opcodes &o, const std::string &type) {
   o["abs." + type] = of<[](T a) { return a < 0 ? U(0 - U(a)) : U(a); }, U, T>();
   o["min." + type] = of<[](T a, T b) { return a < b ? a : b; }, T, T, T>();
   o["max." + type] = of<[](T a, T b) { return a < b ? b : a; }, T, T, T>();
-  // What division by 0 gives is nobody's business; by -1 it may overflow.
+  // The result of division by 0 is unspecified; by -1 it may overflow.
   o["div." + type] = of<[](T a, T b) { return b == 0 ? T(-1) : b == T(-1) && std::is_signed_v<T> ? T(U(0) - U(a)) : T(a / b); }, T, T, T>();
   o["rem." + type] = of<[](T a, T b) { return b == 0 ? a : b == T(-1) && std::is_signed_v<T> ? T(0) : T(a % b); }, T, T, T>();
   o["shr." + type] = of<[](T a, uint32_t n) { return n < sizeof(T) * 8 ? T(a >> n) : T(a < 0 ? -1 : 0); }, T, T, uint32_t>();
@@ -54,7 +54,7 @@ template <class T> void add_moves(Opcodes &o, const std::string &width) {
   }
 }
 
-// Predicates are a bit for each lane: one operation for all.
+// Predicates are one bit per lane: one operation serves all lanes.
 template <auto f> void masks(Warp &w, const Instruction &i, uint32_t lanes) {
   const auto mask = [&](uint32_t slot) { return slot == kNoSlot ? 0 : *w.lanes<uint32_t>(slot); };
   write_mask(w, i.d, lanes, f(mask(i.a[0]), mask(i.a[1])));
@@ -68,7 +68,7 @@ template <class T> T insert_bits(T a, T b, uint32_t at, uint32_t length) {
   return (b & ~field) | (a << at & field);
 }
 
-// Each of the selector's four numbers names a byte of b:a; its highest bit takes that byte's sign in place of the byte.
+// Each of the selector's four numbers names a byte of b:a; its highest bit replicates that byte's sign instead.
 uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t from = uint64_t(b) << 32 | a;
   uint32_t d = 0;

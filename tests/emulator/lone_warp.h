@@ -1,4 +1,4 @@
-// A warp by itself, for tests of single instructions.
+// A single warp, for tests of single instructions.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -20,7 +20,7 @@ struct LoneWarp {
   Block block{grid, {0, 0, 0}, nullptr, kSharedBegin + 128 * 1024, make_block_async()};
   Warp warp{.block = block, .index = 0, .registers = file.data(), .async = make_warp_async()};
 
-  std::deque<Tile> tiles; // live as long as what they left under way
+  std::deque<Tile> tiles; // they live as long as the operations in flight
 
   explicit LoneWarp(bool late = false) {
     machine.late = late;
@@ -35,7 +35,7 @@ struct LoneWarp {
     tile(warp, lanes);
   }
   uint32_t *words(uint32_t slot) { return warp.lanes<uint32_t>(slot); }
-  void set(uint32_t slot, uint32_t value) { std::fill_n(words(slot), kLanes, value); } // of every lane
+  void set(uint32_t slot, uint32_t value) { std::fill_n(words(slot), kLanes, value); } // in every lane
   void set_wide(uint32_t slot, uint64_t value) { std::fill_n(warp.lanes<uint64_t>(slot), kLanes, value); }
   float number(uint32_t slot, uint32_t lane) { return std::bit_cast<float>(words(slot)[lane]); }
   template <class T> T &shared(uint32_t address) {
@@ -60,7 +60,7 @@ inline Operand vector(uint32_t first, uint32_t count) {
 }
 inline Operand sink() { return {}; }
 
-// bfloat16 of a small integer, which it holds exactly; so do all sums of their products.
+// bfloat16 of a small integer, which it represents exactly; so are all sums of their products.
 inline uint16_t bfloat(int x) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(x)) >> 16); }
 
 // Rows x columns of small integers.

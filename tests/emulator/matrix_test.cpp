@@ -1,4 +1,4 @@
-// What is laid into memory row by row comes out of ldmatrix, mma.sync and wgmma as the plain product.
+// Matrices stored in memory row by row give the plain product through ldmatrix, mma.sync and wgmma.
 #include "lone_warp.h"
 
 using namespace strobe::emulator;
@@ -13,7 +13,7 @@ void write(LoneWarp &w, uint32_t at, const Table &x, uint32_t rows, uint32_t col
   for (uint32_t r = 0; r < rows; r++)
     for (uint32_t c = 0; c < columns; c++) w.shared<uint16_t>(at + (r * columns + c) * 2) = bfloat(x(r, c));
 }
-// The four 8 x 8 parts of 16 x 16: lane's row of matrix lane / 8, which stands at row 8 * (i % 2), column 8 * (i / 2).
+// The four 8 x 8 matrices of 16 x 16: the lane's row of matrix lane / 8, which stands at row 8 * (i % 2), column 8 * (i / 2).
 void point_at_parts(LoneWarp &w, uint32_t slot, uint32_t at) {
   for (uint32_t lane = 0; lane < kLanes; lane++) w.words(slot)[lane] = at + (lane % 16) * 32 + lane / 16 * 16;
 }
@@ -26,7 +26,7 @@ int product(const Table &a, const Table &b, uint32_t m, uint32_t n, uint32_t inn
 uint32_t row_of(uint32_t lane, uint32_t i) { return lane / 4 + 8 * (i / 2 % 2); }
 uint32_t column_of(uint32_t lane, uint32_t i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
 
-// Rows of 64 numbers as the copy engine lays them with 128-byte swizzle, in blocks of 64 columns.
+// Rows of 64 numbers as the copy engine stores them with 128-byte swizzle, in blocks of 64 columns.
 void write_swizzled(LoneWarp &w, uint32_t at, const Table &x, uint32_t rows, uint32_t columns) {
   for (uint32_t r = 0; r < rows; r++)
     for (uint32_t c = 0; c < columns; c++) {

@@ -1,4 +1,4 @@
-// The GPU's small floating-point numbers, as bits. Rounded to nearest even; NaN is the one that the GPU makes.
+// The GPU's small floating-point numbers, as bits. Rounded to nearest even; NaN is the one that the GPU produces.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -28,7 +28,7 @@ inline uint16_t to_half(float x) {
   if (magnitude >= 0x477FF000) half = 0x7C00;
   return magnitude > 0x7F800000 ? 0x7FFF : sign | half;
 }
-// Of FP8 (E4M3), which has FP16's fields with another bias, and NaN alone above 448.
+// FP8 (E4M3) has FP16's fields with another bias, and only NaN above 448.
 inline uint16_t half_of_e4m3(uint8_t x) {
   if ((x & 0x7F) == 0x7F) return 0x7FFF;
   return to_half((x & 0x80 ? -256.0f : 256.0f) * from_half(static_cast<uint16_t>((x & 0x7F) << 7)));
@@ -42,7 +42,7 @@ inline float to_tf32(float x) {
 
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
-// a b + c, rounded to odd, so that rounding it again to fewer bits is right. The product of a and b must fit a double.
+// a b + c, rounded to odd, so that rounding it again to fewer bits is correct. The product of a and b must fit a double.
 inline float fma_to_odd(float a, float b, float c) {
   const double product = double(a) * b, sum = product + c, part = sum - product;
   const double error = (product - (sum - part)) + (c - part);

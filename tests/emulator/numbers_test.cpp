@@ -1,4 +1,4 @@
-// Conversions of every half and bfloat and of what lies between; packed sums rounded once.
+// Conversions of every half and bfloat and of numbers between; packed sums rounded once.
 #include <doctest/doctest.h>
 
 #include <random>
@@ -9,7 +9,7 @@ using namespace strobe::emulator;
 
 namespace {
 
-// From each number to the next: itself, the point half-way, and the nearest floats on either side of it.
+// From each number to the next: the number itself, the midpoint, and the nearest floats on either side of the midpoint.
 template <auto from, auto to> void check_rounding(uint16_t largest) {
   int wrong = 0;
   for (uint32_t n = 0; n < largest; n++)
@@ -59,7 +59,7 @@ TEST_CASE("emulator: a product and a sum of halves are rounded once") {
   std::mt19937 random(1);
   int wrong = 0;
   for (int n = 0; n < 200'000; n++) {
-    // Of 11 bits each, the sum no wider than the 64 bits of a long double: exact.
+    // 11 bits each, the sum no wider than the 64 bits of a long double: exact.
     auto draw = [&](int spread) {
       const float fraction = static_cast<float>(random() % 2048) * 0x1p-10f;
       return from_half(to_half(std::ldexp(fraction, static_cast<int>(random() % static_cast<unsigned>(spread)) - spread / 2)));

@@ -1,6 +1,7 @@
-// A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled to PTX alone, which it hands
-// out where the cubin would be. ptxas never runs, so the log says nothing of registers. Most programs are optimised less, a third faster,
-// not those with WGMMA: a register that is copied between two products is read before its product is there.
+// A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled only to PTX, which it
+// returns in place of the cubin. ptxas never runs, so the log says nothing about registers. Programs are compiled with fewer optimisations,
+// which saves a third of the time, except those with WGMMA: an additional register between two products would be read before its product is
+// complete.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -19,7 +20,7 @@ namespace {
 void *open(const char *path) {
   if (!path) return std::fputs("STROBE_EMULATOR_NVRTC is not set; accepted is the path of a libnvrtc.so\n", stderr), nullptr;
   std::error_code ignored;
-  // NVRTC looks for its builtins by name alone.
+  // NVRTC looks for its builtins by name only.
   for (const auto &file : std::filesystem::directory_iterator(std::filesystem::path(path).parent_path(), ignored))
     if (file.path().filename().string().starts_with("libnvrtc-builtins.so.")) dlopen(file.path().c_str(), RTLD_NOW | RTLD_LOCAL);
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
@@ -32,7 +33,7 @@ void *real() {
 }
 
 std::mutex of_wgmma_mutex;
-std::set<void *> of_wgmma; // programs
+std::set<void *> of_wgmma; // programs with WGMMA
 
 // Result 7 is NVRTC's internal error.
 template <class... Arguments> int forward(const char *name, Arguments... arguments) {
@@ -40,8 +41,7 @@ template <class... Arguments> int forward(const char *name, Arguments... argumen
   return function ? reinterpret_cast<int (*)(Arguments...)>(function)(arguments...) : 7;
 }
 
-// A change: the header's name, a line that says what is wrong, and lines to take out (-), each run of them followed by those that come in
-// their place (+).
+// A change: the header's name, a line that says what is wrong, and lines to remove (-), each run of them followed by its replacement (+).
 struct Edit {
   std::string header;
   std::vector<std::pair<std::string, std::string>> changes;

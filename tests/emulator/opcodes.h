@@ -41,7 +41,7 @@ template <class F> void each(uint32_t lanes, F f) {
   for (; lanes; lanes &= lanes - 1) f(uint32_t(__builtin_ctz(lanes)));
 }
 
-// D = f(S...): computed of every lane, for it is free of effects, written for those that execute it.
+// D = f(S...): computed for every lane, because it has no side effects, written for the lanes that execute it.
 template <auto f, class D, class... S, size_t... n>
 void map_lanes(Warp &w, const Instruction &i, uint32_t lanes, std::index_sequence<n...>) {
   const std::tuple<Source<S>...> s{Source<S>(w, i.a[n])...};
@@ -59,7 +59,7 @@ template <auto f, class D, class... S> void map(Warp &w, const Instruction &i, u
   map_lanes<f, D, S...>(w, i, lanes, std::index_sequence_for<S...>{});
 }
 
-// An opcode that takes registers and immediates alone.
+// An opcode with only registers and immediates.
 struct Opcode {
   Execute execute;
   uint8_t d, a[4]; // bits; 1: a predicate, 0: none
@@ -74,13 +74,13 @@ void add_integer(Opcodes &);
 void add_floating(Opcodes &);
 void add_conversions(Opcodes &);
 
-// Of memory.cpp, shuffle.cpp, barrier.cpp: false if the opcode is none of theirs.
+// In memory.cpp, shuffle.cpp, barrier.cpp: false if the opcode is none of theirs.
 bool decode_memory(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 bool decode_warp(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 bool decode_barrier(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 
 std::vector<std::string> split(const std::string &, char at);
-// The slot of an operand that is read: a register of so many bits or an immediate.
+// The slot of an operand that is read: a register of this many bits or an immediate.
 uint32_t source(Kernel &, const Operand &, uint8_t bits);
 uint32_t destination(const Operand &, uint8_t bits);
 void set_address(Instruction &, const Operand &);

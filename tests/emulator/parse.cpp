@@ -1,4 +1,4 @@
-// PTX as NVRTC writes it: one module, entries without functions, globals that nobody uses.
+// PTX as NVRTC writes it: one module, entries without functions, globals that are not used.
 #include <charconv>
 
 #include "opcodes.h"
@@ -40,7 +40,7 @@ uint64_t aligned(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 
 struct Scope {
   std::unordered_map<std::string, Operand> names;
-  std::unordered_map<std::string, Operand> families; // %r<9>: %r0 ... %r8; a register gets its place where it is first named
+  std::unordered_map<std::string, Operand> families; // %r<9>: %r0 ... %r8; a register gets its slot when it is first named
   std::unordered_map<std::string, uint32_t> labels;
   std::vector<std::pair<uint32_t, std::string>> branches; // to labels not yet found
 };
@@ -65,7 +65,7 @@ public:
         need(word == ".visible", ("the emulator does not know " + word).c_str());
     }
   }
-  uint32_t line() const { return line_; } // of the token taken last
+  uint32_t line() const { return line_; } // of the last token
 
 private:
   const std::string &peek() const { return tokens_[at_].text; }
@@ -119,7 +119,7 @@ private:
     dynamic_ |= is_extern, shared_ += v.bytes;
   }
 
-  // A constant of the program. Kernels read those that are zero; of the others they have the values themselves.
+  // A constant of the program. Kernels read those that are zero; the values of the others are inlined.
   void parse_global() {
     const Variable v = variable();
     if (take("=")) return skip_to(";");
@@ -220,7 +220,7 @@ private:
       std::vector<Operand> operands;
       while (!take(";")) {
         if (peek() == "%clock" || peek() == "%clock64" || peek() == "%globaltimer")
-          word += next(); // read anew each time: an opcode of its own
+          word += next(); // read again each time: an opcode of its own
         else
           operands.push_back(operand());
         if (peek() != ";") expect(",");

@@ -12,8 +12,8 @@ using Execute = void (*)(Warp &, const Instruction &, uint32_t lanes); // for th
 struct Instruction {
   enum Kind : uint8_t {
     kPlain,
-    kAligned, // waits until all lanes of the warp that have not ended have come
-    kMasked,  // waits until those of them have come that are in the mask
+    kAligned, // waits until all lanes of the warp that have not ended have arrived
+    kMasked,  // waits until those of them have arrived that are in the mask
     kBranch,
     kEnd,
   };
@@ -31,7 +31,7 @@ struct Instruction {
 };
 inline void nothing(Warp &, const Instruction &, uint32_t) {} // an Execute
 
-// A register that nothing writes.
+// A register that is never written.
 struct Constant {
   enum Of : uint8_t { kNumber, kThread, kThreads, kBlock, kBlocks, kLane };
   Of of = kNumber;
@@ -57,10 +57,10 @@ struct Kernel {
 struct Module {
   std::vector<std::string> lines;
   std::map<std::string, Kernel> kernels;
-  std::vector<std::unique_ptr<std::byte[]>> globals; // where their code finds what lies in global memory
+  std::vector<std::unique_ptr<std::byte[]>> globals; // the memory of their globals
 };
 
-// Fills in what the opcode and its operands say. Throws Fault for an opcode that is not known or operands that do not suit it.
+// Sets the members that follow from the opcode and its operands. Throws Fault for an unknown opcode or unsuitable operands.
 void decode(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 
 } // namespace strobe::emulator

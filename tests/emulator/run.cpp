@@ -10,7 +10,7 @@ namespace strobe::emulator {
 namespace {
 
 constexpr int kSlice = 2048; // instructions of a warp before another runs
-// Rounds of all warps in which nothing changed, the clock apart, until it is a deadlock. Where every warp waits a round is short.
+// Rounds of all warps in which nothing changed, except the clock, after which it is a deadlock. If every warp waits a round is short.
 constexpr uint32_t kStillRounds = 1 << 17, kBusyRound = 16, kRoundCycles = 1 << 16;
 
 class Runner {
@@ -65,7 +65,7 @@ private:
     const size_t begin = (shared + kPage - 1) / kPage * kPage;
     if (!r.memory)
       r.memory.reset(static_cast<std::byte *>(std::aligned_alloc(kPage, (begin + warps * warp_bytes + kPage - 1) / kPage * kPage)));
-    std::memset(r.memory.get(), 0xFF, begin + warps * warp_bytes); // NaN to all that reads what nobody wrote
+    std::memset(r.memory.get(), 0xFF, begin + warps * warp_bytes); // NaN for reads of memory that was not written
     const std::array<uint32_t, 3> index = {uint32_t(n % launch_.grid[0]), uint32_t(n / launch_.grid[0] % launch_.grid[1]),
                                            uint32_t(n / launch_.grid[0] / launch_.grid[1])};
     r.block.reset(new RunningBlock{
@@ -127,7 +127,7 @@ private:
     return busy;
   }
 
-  // The path that is furthest behind; the next after the one that had its time.
+  // The path that is furthest behind; the next one after the path whose time slice is over.
   static void choose(RunningWarp &w) {
     const size_t count = w.paths.size();
     size_t best = count;
@@ -140,7 +140,7 @@ private:
     w.at = best;
   }
 
-  // Lanes that have come to the same instruction go on together.
+  // Lanes that have arrived at the same instruction continue together.
   static void merge(RunningWarp &w) {
     for (size_t n = 0; n < w.paths.size(); n++) {
       if (n == w.at || w.paths[n].pc != w.paths[w.at].pc) continue;

@@ -1,4 +1,4 @@
-// What cuTensorMapEncodeTiled (driver.cpp) leaves in a CUtensorMap and the copy engine (copy.cpp) reads.
+// The contents that cuTensorMapEncodeTiled (driver.cpp) writes to a CUtensorMap and the copy engine (copy.cpp) reads.
 #pragma once
 #include <cstdint>
 
@@ -10,7 +10,7 @@ struct alignas(64) TensorMap {
   uint8_t element_bytes, rank;
   bool swizzled; // over 128 bytes
   uint64_t address;
-  uint64_t sizes[kMostRank], strides[kMostRank]; // of axis 0: elements side by side
+  uint64_t sizes[kMostRank], strides[kMostRank]; // of axis 0: adjacent elements
   uint32_t box[kMostRank];
 };
 static_assert(sizeof(TensorMap) == 128);

@@ -1,4 +1,4 @@
-// Decoding of the instructions that work on tiles, a function for each family. Empty if the opcode is of another.
+// Decoding of the instructions that work on tiles, one function per family. Empty if the opcode belongs to another.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -25,10 +25,10 @@ template <class F> void for_each_lane(uint32_t lanes, F use) {
     if (lanes >> lane & 1) use(lane);
 }
 
-// Tiles of 128 bytes a row lie with their 16-byte pieces exchanged, by the row's number.
+// In tiles of 128 bytes per row the 16-byte pieces are exchanged, by the row's number.
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// mbarrier.cpp: bytes have come that the barrier at this address expects.
+// mbarrier.cpp: bytes have arrived that the barrier at this address expects.
 void complete_bytes(const Warp &, uint32_t barrier, uint32_t bytes);
 
 } // namespace strobe::emulator

@@ -1,4 +1,4 @@
-// What an instruction sees: the registers of the warp that executes it and the memory of its block.
+// The state that an instruction sees: the registers of the warp that executes it and the memory of its block.
 #pragma once
 #include <cstddef>
 #include <functional>
@@ -12,10 +12,10 @@ namespace strobe::emulator {
 constexpr uint32_t kLanes = 32, kAllLanes = ~0u, kNoSlot = ~0u;
 constexpr uint32_t kSharedBegin = 1024; // the first address of shared memory, so that a null pointer to it is found
 
-struct BlockAsync; // async.h: the copies and products that are under way
+struct BlockAsync; // async.h: the copies and products that are in flight
 struct WarpAsync;
 
-struct alignas(128) ArgumentLine { // tensor maps among the arguments want 64 bytes
+struct alignas(128) ArgumentLine { // tensor maps among the arguments need 64 bytes
   std::byte bytes[128];
 };
 struct Grid {
@@ -23,7 +23,7 @@ struct Grid {
   std::vector<ArgumentLine> arguments{};
   size_t argument_bytes = 0;
   uint32_t blocks[3] = {}, threads[3] = {};
-  uint64_t changes = 0; // counted up by whatever may end a wait (stores, arrivals); while it stands still and all wait, there is a deadlock
+  uint64_t changes = 0; // counts events that may end a wait (stores, arrivals); while it does not change and all wait, there is a deadlock
   uint64_t clock = 0;
   uint32_t line = 0; // of the instruction that is executed
 };
@@ -34,7 +34,7 @@ struct Block {
   std::byte *shared; // at kSharedBegin
   uint32_t shared_end;
   std::shared_ptr<BlockAsync> async;
-  std::unique_ptr<Races> races{};               // null: nobody asked for them
+  std::unique_ptr<Races> races{};               // null: not asked for
   bool lets_next_begin = false, waited = false; // griddepcontrol
 };
 
@@ -60,7 +60,7 @@ struct Warp {
   std::byte *registers;       // slots of 32 words
   std::byte *local = nullptr; // of lane 0; the others' follow
   uint32_t local_bytes = 0;   // of a lane
-  bool waits = false;         // set by an instruction that found what it waits for not to be there: another warp runs next
+  bool waits = false;         // set by an instruction whose condition is not met: another warp runs next
   std::shared_ptr<WarpAsync> async{};
 
   // A register of 32 (64) bits: one word (two) for each lane. Registers of 16 bits: the halves of the first 16 words.
@@ -72,7 +72,7 @@ struct Warp {
     return o.bits == 64 ? o.value + lanes<uint64_t>(o.slot)[lane] : uint32_t(o.value + lanes<uint32_t>(o.slot)[lane]);
   }
 
-  // For a lane. Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
+  // For one lane. Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
   std::byte *shared(uint64_t address, size_t bytes, size_t alignment, Access access, uint32_t lane) const {
     if (address < kSharedBegin || address + bytes > block.shared_end || address % alignment) bad_shared(address, bytes, alignment);
     const size_t at = address - kSharedBegin;
@@ -83,10 +83,10 @@ struct Warp {
 };
 
 [[noreturn]] void bad_global(uint64_t address, size_t bytes, size_t alignment);
-bool is_mapped(uint64_t page); // remembers it, until run() ends
+bool is_mapped(uint64_t page); // caches the answer until run() ends
 constexpr uint64_t kPage = 4096;
 inline constinit thread_local uint64_t mapped_pages[64] = {}; // their complements
-// A generic address is one of the host. Whether there is memory at all is asked here; AddressSanitizer knows whether it is anyone's.
+// A generic address is a host address. This only asks whether it is mapped; AddressSanitizer knows whether it is allocated.
 inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
   const uint64_t first = address / kPage, last = (address + bytes - 1) / kPage;
   for (uint64_t page = first; page <= last; page++)
@@ -95,8 +95,8 @@ inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
   return reinterpret_cast<std::byte *>(address);
 }
 
-// An instruction of those in tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...), decoded: executes it for the lanes whose bit is
-// set. One that is .aligned is called when all lanes of the warp have come.
+// A decoded instruction from the tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...): executes it for the lanes whose bit is set. One
+// that is .aligned is called when all lanes of the warp have arrived.
 using Tile = std::function<void(Warp &, uint32_t lanes)>;
 // opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if the
 // opcode is none of its own; throws Fault if it is, with modifiers that are not supported.
@@ -104,7 +104,7 @@ Tile decode_tile(std::string_view opcode, const std::vector<Operand> &operands);
 
 std::shared_ptr<BlockAsync> make_block_async();
 std::shared_ptr<WarpAsync> make_warp_async();
-// A warp's threads have all ended: what it left under way is done or, where shared memory would be read after its end, a Fault.
+// A warp's threads have all ended: completes its operations in flight or, if shared memory would be read after its end, throws a Fault.
 void finish(Warp &);
 
 } // namespace strobe::emulator

@@ -1,5 +1,5 @@
 // wgmma: D (64 x N) (+)= A (64 x 16) B (16 x N) of a warpgroup, in fp32. Each of its warps computes its own 16 rows by itself. Lane 4g + t
-// of warp w has of rows 16w + g and 16w + g + 8 columns 2t, 2t + 1 of every eight.
+// of warp w holds of rows 16w + g and 16w + g + 8 columns 2t, 2t + 1 of every eight.
 #include <charconv>
 #include <cstring>
 
@@ -18,7 +18,7 @@ struct Form {
 };
 using SharedMatrix = float[kDepth][256];
 
-// Where an operand lies in shared memory, in rows of 128 bytes that are swizzled.
+// The place of an operand in shared memory, in rows of 128 bytes that are swizzled.
 struct Descriptor {
   uint32_t begin, leading, stride;
   explicit Descriptor(uint64_t bits)
@@ -29,7 +29,7 @@ struct Descriptor {
   }
 };
 
-// Rows (of A, columns of B) first ... first + count of the operand. A piece is 8 numbers that lie side by side.
+// Rows (of A, columns of B) first ... first + count of the operand. A piece is 8 adjacent numbers.
 void read(const Warp &warp, const Form &form, uint64_t bits, bool mn_major, uint32_t first, uint32_t count, SharedMatrix &x) {
   const Descriptor d(bits);
   auto piece = [&](uint32_t linear) {

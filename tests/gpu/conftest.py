@@ -1,4 +1,4 @@
-"""What the contract's tests are made of serves here, too."""
+"""Makes the modules of the contract's tests available here."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The kernels of a call of strobe.distributed.attention(), compiled into the cache ahead of it: no GPU is needed, and nothing is sent.
 
-A rank after the other, the call is made on CPU tensors of which the library believes that a GPU has them, in a group whose transfers bring
-nothing; in place of each run the library compiles what it would run."""
+For one rank after the other, the call is made on CPU tensors that the library takes for GPU tensors, in a group whose transfers do
+nothing; instead of each run the library compiles the kernels of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEXT_BYTES = 1 << 16
 
 
 def compile_case(case: dict[str, Any], compute_capability: int) -> int:
-    """How many kernels were not in the cache. A refusal is no fault here: the ranks will say it."""
+    """Returns how many kernels were not in the cache. A refusal is no error here: the ranks will report it."""
     return compile_ranks(case["how"][0], compute_capability, lambda group: run_on_rank(group, case))
 
 

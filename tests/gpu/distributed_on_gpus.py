@@ -48,7 +48,7 @@ def tell(words: str) -> None:
     print(f"{since():6.1f} s  {words}", flush=True)
 
 
-# What other processes do
+# Functions of the other processes
 
 
 def on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) -> Any:
@@ -80,7 +80,7 @@ def faults(case: dict[str, Any], answers: list[Any]) -> list[str]:
     return Yardstick(inputs).faults(joined(case, inputs, answers))
 
 
-# The parent
+# The parent process
 
 
 def cases_for(ranks: int) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ def cases_for(ranks: int) -> list[dict[str, Any]]:
 
 
 def short(case: dict[str, Any]) -> str:
-    """What is not at its first value."""
+    """The values that differ from the first ones."""
     world, method = case["how"]
     usual = {"how", "layout", "dtype", "dims", "lengths", "heads"}
     more = [f"{name} {x}" for name, x in case.items() if name not in usual and x not in (None, 0.0, False)]
@@ -103,7 +103,7 @@ def short(case: dict[str, Any]) -> str:
 
 
 class Run:
-    """The ranks, and what became of the cases."""
+    """The ranks, and the outcomes of the cases."""
 
     def __init__(self, ranks: int, backend: str, patience: float):
         self.ranks, self.backend, self.patience = ranks, backend, patience
@@ -135,7 +135,7 @@ class Run:
         self.look(0.0)
 
     def replace_ranks(self) -> None:
-        """If they are of no use any more."""
+        """Replaces ranks that can no longer be used."""
         try:
             if not self.workers.closed and self.workers.run(all_there, self.ranks, self.device) == [self.ranks] * self.ranks:
                 return
@@ -144,7 +144,7 @@ class Run:
         self.workers.close()
 
     def look(self, until: float) -> None:
-        """At what was judged meanwhile."""
+        """Looks at the cases that were judged meanwhile."""
         waiting = []
         for number, case, seconds, judged in self.judging:
             judged.wait(max(0.0, until - since()))
@@ -165,7 +165,7 @@ class Run:
 
 
 def until_then(found: Any, until: float) -> Iterator[Any]:
-    """What a pool's iterator gives until the time has come."""
+    """The items of a pool's iterator until that time."""
     while True:
         try:
             yield found.next(max(0.01, until - since()))
@@ -179,13 +179,13 @@ def covering(
     cases = cases_for(ranks)
     tasks = [(number, cases[number], compute_capability) for number in numbers or range(len(cases))]
     Random(0).shuffle(tasks)  # neighbours share kernels, and would wait for one another
-    # What is begun ends, and is judged, before all has to have ended.
+    # Cases that have begun end, and are judged, before all must have ended.
     until, judged_until = 0.85 * seconds, 0.97 * seconds
     kernels, done, all_compiled = 0, 0, 0.0
     context = multiprocessing.get_context("spawn")
     tell(f"{len(tasks)} cases on {ranks} ranks of {backend}; {jobs} processes compile and judge")
     with context.Pool(jobs) as pool, context.Pool(max(1, jobs // 4)) as judges:
-        ready = pool.imap_unordered(compiled, tasks)  # they compile while the ranks begin
+        ready = pool.imap_unordered(compiled, tasks)  # they compile while the ranks start
         run = Run(ranks, backend, patience)
         tell("the ranks are ready")
         for done, (number, of_case) in enumerate(until_then(ready, until), 1):

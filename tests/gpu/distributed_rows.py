@@ -31,7 +31,7 @@ D = 128
 
 
 def formulas(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out and dq of some rows of one head, by its keys (S, D); products and what they give are rounded to dtype."""
+    """out and dq of some rows of one head, from its keys (S, D); products and their operands are rounded to dtype."""
     q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
     scores = (q @ k.T) * D**-0.5
     scores = scores.masked_fill(torch.arange(len(k), device=k.device) > positions[:, None], -torch.inf)
@@ -44,7 +44,7 @@ def formulas(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, positions: Tensor, d
 def judged(
     group: dist.ProcessGroup, tokens: int, heads: tuple[int, int], method: str, device: str, samples: int
 ) -> tuple[dict[str, tuple[float, float]], float]:
-    """The largest error and the largest that is allowed, of out and dq; and the seconds of forward and backward."""
+    """The largest error and the largest allowed error, of out and dq; and the seconds of forward and backward."""
     layout, rank = Layout.zigzag(tokens, group.size()), group.rank()
     generator = torch.Generator(device).manual_seed(rank)
     own = layout.count(rank)

@@ -1,4 +1,4 @@
-"""Decoding over quantised keys beside bf16: right, and how many times as fast. On one GPU, under a minute beyond compiling:
+"""Decoding over quantised keys beside bf16: correctness, and the speedup. On one GPU, under a minute besides compiling:
 
 python tests/gpu/quantised.py"""
 

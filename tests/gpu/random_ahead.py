@@ -18,13 +18,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
 
 def compile_set(number: int) -> list[str]:
-    """What was not compiled, and why: calls that the engine refuses aside."""
+    """The calls that were not compiled, and why, except calls that the engine refuses."""
     from random_calls import CALLS_A_SET
 
     import random_call
     from random_draw import CALLS
 
-    random_call.EMULATED = False  # lengths are a GPU's
+    random_call.EMULATED = False  # lengths as on a GPU
     missing = []
     for n in range(number * CALLS, number * CALLS + CALLS_A_SET):
         try:

@@ -50,15 +50,15 @@ def work(calls: int) -> None:
             try:
                 call = drawn(number, gpu=True)
                 names = engines(call)
-                names = names[number // CALLS % len(names) :][:1]  # one a set, for its kernels take longer than all its calls
+                names = names[number // CALLS % len(names) :][:1]  # one per set, because its kernels take longer than all its calls
                 found = faults(call, names)
             except torch.OutOfMemoryError:
                 tell(left_out=number)
                 torch.cuda.empty_cache()
                 continue
-            except Exception as error:  # whatever it is, this call is wrong, and the next may be right
+            except Exception as error:  # of any type: this call is wrong, and the next may be right
                 tell(number=number, runs=[], faults=[f"{type(error).__name__}: {error}"], replay=replay(number, None, True), call="")
-                if on_gpu and "CUDA" in str(error):  # of which a context does not recover
+                if on_gpu and "CUDA" in str(error):  # a context does not recover from it
                     return
                 continue
             words = str(call) if found else ""
@@ -68,7 +68,7 @@ def work(calls: int) -> None:
         tell(end=int(line))
 
 
-# The parent
+# The parent process
 
 
 @dataclasses.dataclass
@@ -76,8 +76,8 @@ class Tally:
     calls: int = 0
     option_sets: int = 0
     wrong: int = 0
-    left_out: int = 0  # for want of memory
-    runs: Counter[str] = dataclasses.field(default_factory=Counter)  # of each engine
+    left_out: int = 0  # for lack of memory
+    runs: Counter[str] = dataclasses.field(default_factory=Counter)  # per engine
     device: str = ""
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -96,7 +96,7 @@ class Tally:
 
 
 class Worker:
-    """A process, and what it has told."""
+    """A process, and its messages so far."""
 
     def __init__(self, index: int, calls: int):
         from spread import devices_from
@@ -117,12 +117,12 @@ class Worker:
 
     def ask(self, number: int) -> None:
         assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # next_event() tells that it has ended
+        with contextlib.suppress(BrokenPipeError):  # next_event() reports that it has ended
             self._process.stdin.write(f"{number}\n")
             self._process.stdin.flush()
 
     def next_event(self, seconds: float) -> dict[str, Any] | None:
-        """None: the process has ended. queue.Empty: it has told nothing for so long."""
+        """None: the process has ended. queue.Empty: no message came in that time."""
         line = self._told.get(timeout=max(0.01, seconds))
         return None if line is None else json.loads(line)
 
@@ -135,7 +135,7 @@ class Worker:
 
 
 class Sets:
-    """Numbers of option sets, until there are enough or the time has come."""
+    """Numbers of option sets, until there are enough or the time is over."""
 
     def __init__(self, seed: int, most: int, until: float):
         self._next, self._end, self._until, self._lock = seed * SETS_A_SEED, seed * SETS_A_SEED + most, until, threading.Lock()
@@ -149,7 +149,7 @@ class Sets:
 
 
 def attend(index: int, sets: Sets, tally: Tally, calls: int, patience: float, deadline: float) -> None:
-    """Keeps one worker busy, and replaces it where it dies."""
+    """Keeps one worker busy, and replaces it if it dies."""
     worker: Worker | None = None
     try:
         while (asked := sets.draw()) is not None:
@@ -176,7 +176,7 @@ def started(worker: Worker, tally: Tally, deadline: float) -> bool:
 
 
 def follow(worker: Worker, asked: int, tally: Tally, patience: float, deadline: float) -> bool:
-    """Through one set; whether the worker can take another one. What is under way at the deadline counts as nothing."""
+    """Follows one set; returns whether the worker can take another one. Calls in progress at the deadline do not count."""
     number = None
     while True:
         try:
@@ -203,7 +203,7 @@ def follow(worker: Worker, asked: int, tally: Tally, patience: float, deadline: 
 
 
 def cores() -> int:
-    """As many as this process may use, a container's quota regarded."""
+    """As many as this process may use, a container's quota included."""
     found = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
@@ -214,7 +214,7 @@ def cores() -> int:
 def run(seed: int, seconds: float, most: int, workers: int, calls: int, patience: float) -> tuple[Tally, float]:
     began = time.monotonic()
     deadline = began + seconds
-    tally, sets = Tally(), Sets(seed, most, deadline - min(15.0, 0.1 * seconds))  # what begins later may not end in time
+    tally, sets = Tally(), Sets(seed, most, deadline - min(15.0, 0.1 * seconds))  # sets that begin later may not end in time
     threads = [threading.Thread(target=attend, args=(i, sets, tally, calls, patience, deadline)) for i in range(workers)]
     for thread in threads:
         thread.start()
@@ -245,7 +245,7 @@ def main() -> int:
     import record
     import torch
 
-    if os.environ["STROBE_TEST_DEVICE"] == "cuda" and not torch.cuda.is_available():  # does not make CUDA begin
+    if os.environ["STROBE_TEST_DEVICE"] == "cuda" and not torch.cuda.is_available():  # does not initialise CUDA
         parser.exit(2, "PyTorch sees no CUDA device here; CONTRIBUTING.md has the command for the emulated GPU\n")
     digest = record.digest()
     print(f"seed {asked.seed}, {asked.workers} workers", flush=True)

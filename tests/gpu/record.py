@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "gpu-record.json"
-# The contract on the GPU's engines, beside what tests/gpu holds; and what it was extended by, with the interfaces of other libraries.
+# The contract on the GPU's engines, beside the tests of tests/gpu; and its extensions, with the interfaces of other libraries.
 CONTRACT = (
     *("test_contract.py", "test_corners.py", "test_hidden.py", "test_known_bugs.py", "test_hyperbolic.py", "test_ladder.py"),
     *("test_bounds.py", "test_many_keys.py"),
@@ -56,7 +56,8 @@ HELPERS = (
     "random_*.py",
 )
 LEAST_OPTION_SETS = 3000  # of random calls
-# What decides what runs on a GPU, and what its results are compared with. Each tracked file of these folders is one of SOURCES or EXCLUDED.
+# The files that determine what runs on a GPU, and the references of its results. Each tracked file of these folders is in SOURCES or
+# EXCLUDED.
 ROOTS = ("include", "kernels", "python", "src", "tests/gpu", "tests/python", "tests/reference")
 TESTS = ("tests/gpu/test_*.py", *(f"tests/python/{name}" for name in (*CONTRACT, *EXTENSIONS)))
 SOURCES = (
@@ -69,7 +70,7 @@ SOURCES = (
     *(f"tests/python/{name}" for name in HELPERS),
     "tests/reference/philox.py",
 )
-# What no random call runs: it makes calls of strobe.attention() in one process.
+# Files that no random call uses: it makes calls of strobe.attention() in one process.
 NOT_OF_RANDOM_CALLS = (
     *TESTS,
     *("python/strobe/distributed/*.py", "python/strobe/compat/**/*.py", "python/strobe_tools/train/*.py"),
@@ -77,7 +78,7 @@ NOT_OF_RANDOM_CALLS = (
 )
 EXCLUDED = (
     *("src/**/sources.cmake", "python/CMakeLists.txt"),  # how files are built that are sources themselves
-    *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which no GPU result is judged by
+    *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which judge no GPU result
     *("python/strobe/*.pyi", "python/*/py.typed"),  # for mypy
     "python/_strobe_autoload/__init__.py",  # for other programs
     *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # the tools but training
@@ -86,18 +87,18 @@ EXCLUDED = (
     "tests/python/test_*.py",  # the rest of the contract is the CPU's
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )
-HOW = re.compile(r"-n|\d+|auto|-q+|-v+|--durations=\d+")  # options of pytest that choose no tests
+HOW = re.compile(r"-n|\d+|auto|-q+|-v+|--durations=\d+")  # options of pytest that select no tests
 ENDED = (0, 1)  # pytest's exit status: all passed, some failed
 
 
 class Part(NamedTuple):
-    """Of the tests: by files and folders, and marks."""
+    """A part of the tests: by files and folders, and marks."""
 
     files: tuple[str, ...]
     marks: str
 
 
-# What takes tens of gigabytes runs by itself, one process for each GPU, or the processes beside it find no memory; and so do the tests
+# Tests that take tens of gigabytes run by themselves, one process per GPU, or the processes beside them find no memory; and so do the tests
 # whose ranks take all GPUs, in one process, or they wait for cores.
 PARTS = {
     "contract": Part(tuple(f"tests/python/{name}" for name in CONTRACT), "not gigabytes and not all_gpus"),
@@ -108,7 +109,7 @@ PARTS = {
 }
 
 
-# Of C++: a preprocessor's line, a string, a character, a comment, blanks, a word, an operator, anything else.
+# Tokens of C++: a preprocessor's line, a string, a character, a comment, blanks, a word, an operator, anything else.
 TOKEN = re.compile(
     r"""^[ \t]*\#(?:\\\n|[^\n])* | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\\n])' | //[^\n]* | /\*.*?\*/ | \s+ | \w+ | [-+*/%<>=!&|^:.]+ | .""",
     re.DOTALL | re.MULTILINE | re.VERBOSE,
@@ -116,7 +117,7 @@ TOKEN = re.compile(
 
 
 def essence(file: Path) -> str:
-    """The file's text; of C++ its tokens, without comments and blanks, which decide nothing."""
+    """The file's text; for C++ its tokens, without comments and blanks, which have no effect."""
     text = file.read_text()
     if file.suffix not in (".c", ".h", ".hpp", ".cpp"):
         return text
@@ -128,8 +129,8 @@ def matched(patterns: Iterable[str]) -> set[Path]:
 
 
 def digest(part: str | None = None) -> str:
-    """A digest of the sources that a part of the tests depends on; without one of those that random calls depend on. Of this file PARTS
-    alone decides what runs: which tests there are shows in the names of the others."""
+    """A digest of the sources that a part of the tests depends on; without one of those that random calls depend on. In this file only
+    PARTS determines what runs: which tests there are shows in the names of the others."""
     files = matched(SOURCES) - {Path(__file__).resolve()} - matched(TESTS if part else NOT_OF_RANDOM_CALLS)
     if part:
         files |= {file for each in PARTS[part].files for file in matched([each if each.endswith(".py") else f"{each}/test_*.py"])}
@@ -174,7 +175,7 @@ def check() -> int:
 
 
 def add_random(found: dict[str, Any], of: str, file: Path | None = None) -> None:
-    """What a run of random calls gave, of sources of that digest: its counts join those of the same sources and device."""
+    """Adds the results of a run of random calls, of sources of that digest: its counts join those of the same sources and device."""
     file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     before = record.get("random")
@@ -186,7 +187,7 @@ def add_random(found: dict[str, Any], of: str, file: Path | None = None) -> None
 
 
 def add_part(name: str, found: dict[str, Any], of: str, file: Path | None = None) -> None:
-    """What a run of one of PARTS gave, of sources of that digest, in place of what it gave before."""
+    """Adds the results of a run of one of PARTS, of sources of that digest, in place of its earlier results."""
     file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     parts = {each: part for each, part in record.get("parts", {}).items() if each in PARTS}
@@ -194,7 +195,7 @@ def add_part(name: str, found: dict[str, Any], of: str, file: Path | None = None
 
 
 def suite_of(options: list[str], environment: dict[str, str]) -> tuple[ElementTree.Element | None, int]:
-    """What pytest reports of a run, None if it left no report; and its exit status."""
+    """pytest's report of a run, None if it left none; and its exit status."""
     report = ROOT / "build" / "gpu-tests.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
@@ -214,10 +215,10 @@ def run(names: Iterable[str], options: list[str]) -> int:
         return 2
     found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # spread
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
-    environment.setdefault("OMP_NUM_THREADS", "1")  # the references are the CPU's, and the processes of -n many
+    environment.setdefault("OMP_NUM_THREADS", "1")  # the references run on the CPU, and -n starts many processes
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
     worst = 0
-    before = {name: digest(name) for name in names}  # what is edited from now on is in no result
+    before = {name: digest(name) for name in names}  # edits from now on are in no result
     for name in before:
         files, marks = PARTS[name]
         processes = {"gigabytes": ["-n", str(torch.cuda.device_count())], "ranks": ["-n", "0"]}.get(name, [])

@@ -23,12 +23,12 @@ import torch
 import strobe
 
 TOOLS = ("memcheck", "racecheck")
-# Of an mbarrier at which one lane arrives for its warp, after __syncwarp, racecheck does not know that it orders the other lanes' reads: it
+# If one lane arrives at an mbarrier for its warp, after __syncwarp, racecheck does not know that this orders the other lanes' reads: it
 # reports every such hand-over of cuda-sm90 as a race.
 NOT_UNDERSTOOD = {"racecheck": ("cuda-sm90",)}
-# Where some warps arrive at a barrier without waiting (bar.arrive), racecheck loses what a barrier of all warps ordered before:
-# racecheck_arrive.cu shows that. The backward of cuda-mma hands P over so. It was reported now and then with 22 pairs of heads and more,
-# never with 4 (docs/lab/performance.md), so only the case of many is left out.
+# Where some warps arrive at a barrier without waiting (bar.arrive), racecheck forgets the accesses that a barrier of all warps ordered
+# before: racecheck_arrive.cu shows that. The backward of cuda-mma passes P on this way. It was reported now and then with 22 pairs of heads
+# and more, never with 4 (docs/lab/performance.md), so only the case of many heads is left out.
 BACKWARD_NOT_UNDERSTOOD = {"racecheck": (("cuda-mma", "many heads"),)}
 SQ, SK = 130, 150
 DTYPES = {"cuda-sm90": ("bfloat16",), "cuda-mma": ("bfloat16", "float16"), "cuda-tf32": ("float32",), "cuda-simt": ("float32", "float64")}
@@ -59,7 +59,7 @@ FEATURES = {
     "bias": Feature(lambda: {"bias": torch.randn(1, 2, SQ, SK), "causal": True}),
     "blocks": Feature(lambda: {"block_mask": blocks()}),
     "one key head": Feature(lambda: {"causal": True}, heads_kv=1),
-    # the last one so short that the longest's tiles do not fit behind it
+    # the last one so short that the longest's tiles do not fit after it
     "packed": Feature(lambda: {"causal": True}, lengths=(300, 0, 20)),
     "deterministic": Feature(lambda: {"deterministic": True}),
     "exact_max": Feature(lambda: {"exact_max": True}),
@@ -78,7 +78,7 @@ class Case(NamedTuple):
         return f"{self.engine} {self.dtype} d{self.dims[0]}/{self.dims[1]} {self.feature}"
 
     def run(self, tool: str | None = None) -> str:
-        """What ran of forward and backward, under that tool."""
+        """The directions that ran under that tool."""
         torch.manual_seed(0)
         options, heads_kv, lengths, batch = FEATURES[self.feature]
         dtype, (d, dv) = getattr(torch, self.dtype), self.dims
@@ -95,7 +95,7 @@ class Case(NamedTuple):
         more = {name: x.to("cuda") if isinstance(x, torch.Tensor | strobe.BlockMask) else x for name, x in more.items()}
         q, k, v, dout = (x.to("cuda") for x in (q, k, v, dout))
         ran = "nothing"
-        with contextlib.suppress(NotImplementedError):  # the engine does not take it
+        with contextlib.suppress(NotImplementedError):  # the engine does not support it
             out, lse = strobe.attention(q, k, v, return_lse=True, engine=self.engine, **more)
             ran = "forward"
             if (self.engine, self.feature) in BACKWARD_NOT_UNDERSTOOD.get(tool, ()):
@@ -119,7 +119,7 @@ def _cases(tool: str | None) -> Iterator[Case]:
             for feature in FEATURES:
                 yield Case(engine, dtype, feature, DIMS[turn % len(DIMS)])
                 turn += 1
-            turn += 1  # the next dtype's features meet other head dimensions
+            turn += 1  # the next dtype's features get other head dimensions
             yield from (Case(engine, dtype, "causal", dims) for dims in DIMS)
     for engine, dtype in LADDER.items():
         if engine in here:
@@ -127,10 +127,10 @@ def _cases(tool: str | None) -> Iterator[Case]:
 
 
 def check(tool: str, indices: Iterable[int]) -> str:
-    """What the tool says of these of its cases."""
+    """The tool's report on these of its cases."""
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=kernel", "--print-limit", "20"]
     if tool == "memcheck":
-        command += ["--report-api-errors", "no"]  # PyTorch asks the driver for what it need not have
+        command += ["--report-api-errors", "no"]  # PyTorch asks the driver for features that may be absent
     command += calls(tool, indices)
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
@@ -143,7 +143,7 @@ def calls(tool: str | None, indices: Iterable[int]) -> list[str]:
 
 
 def shares(tool: str | None, jobs: int) -> list[range]:
-    """Of the tool's cases, one for each process."""
+    """The tool's cases, divided among the processes."""
     return [range(i, len(cases(tool)), jobs) for i in range(jobs)]
 
 
@@ -188,7 +188,7 @@ def main() -> int:
     with ThreadPoolExecutor(asked.jobs) as pool:
         clean = True
         began = time.monotonic()
-        compiling = [calls(None, share) for share in shares(None, asked.jobs)]  # of the kernels, outside of the tools
+        compiling = [calls(None, share) for share in shares(None, asked.jobs)]  # compiles the kernels, outside of the tools
         list(pool.map(lambda command: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), compiling))
         print(f"without a tool: {time.monotonic() - began:.0f} s", flush=True)
         for tool in asked.tool or TOOLS:

@@ -1,4 +1,4 @@
-"""strobe.distributed on NCCL, beside the covering array (distributed_on_gpus.py): the bits of every world, CUDA graphs, one rank's fault,
+"""strobe.distributed on NCCL, beside the covering array (distributed_on_gpus.py): the bits of every world, CUDA graphs, one rank's error,
 PyTorch's modes, and training, on all GPUs of the machine."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def own(group: dist.ProcessGroup, layout: Layout, seed: int = 0) -> list[Tensor]
 
 
 def shared(group: dist.ProcessGroup, kind: str, way: str, options: dict[str, Any]) -> list[Tensor]:
-    """The same of the rank's tokens."""
+    """The same for the rank's tokens."""
     layout = getattr(Layout, kind)(S, group.size())
     q, k, v, dout = own(group, layout)
 
@@ -107,7 +107,7 @@ def test_ways_to_call(ranks, way, method):
 
 
 def replayed(group: dist.ProcessGroup, method: str) -> list[Tensor]:
-    """A graph of forward and backward of some numbers, replayed with others."""
+    """A graph of forward and backward with some numbers, replayed with others."""
     layout = Layout.zigzag(S, group.size())
     tensors = own(group, layout)
 
@@ -140,7 +140,7 @@ def test_a_graph_is_replayed_with_other_numbers(ranks, method):
 
 
 def fails(group: dist.ProcessGroup, what: str) -> tuple[str, str]:
-    """What this rank is told where the last one errs. Afterwards a right call goes through."""
+    """The error that this rank gets when the last one fails. Afterwards a valid call succeeds."""
     layout = Layout.zigzag(S, group.size())
     q, k, v, _ = own(group, layout)
     is_wrong = group.rank() == group.size() - 1

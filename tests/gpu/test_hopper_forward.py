@@ -1,4 +1,4 @@
-"""The Hopper forward, by name: every tile, what is hidden, scores that rise, keys that are split; held to the oracle."""
+"""The Hopper forward, by name: every tile, hidden elements, rising scores, split keys; compared with the oracle."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_next_sequence_is_not_seen():
 
 
 def ramp(dtype: torch.dtype, top: float, **options: Any) -> Inputs:
-    """Each 64 keys score higher than those before."""
+    """Each 64 keys score higher than the 64 before."""
     inputs = call(h=2, sq=200, sk=1024, d=128, dtype=dtype, **options)
     grown = inputs.k.abs() * torch.logspace(-2, top, 16).repeat_interleave(64)[:, None]
     return Inputs(inputs.q.abs(), grown.to(dtype), inputs.v, inputs.dout, inputs.dlse, inputs.options, inputs.gradients)
@@ -105,7 +105,7 @@ def test_rows_that_a_mask_hides_for_long():
     assert not faults(call(h=2, sq=300, sk=512, d=128, dtype=BF16, mask=mask))
 
 
-@pytest.mark.parametrize("keys", [512, 500])  # rows on 16-byte addresses, or not
+@pytest.mark.parametrize("keys", [512, 500])  # rows at 16-byte addresses, or not
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("what", ["mask", "bias", "both"])
 def test_mask_and_bias(what, d, keys):
@@ -137,7 +137,7 @@ def test_broadcast_mask_and_bias(what, axes):
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_logits_as_low_as_numbers_go(d):
-    """Rows of finfo.min are rows of equal logits; rows of -inf are empty; an infinity that nobody sees does nothing."""
+    """Rows of finfo.min are rows of equal logits; rows of -inf are empty; an infinity in a hidden place has no effect."""
     bias = torch.randn(1, 1, 200, 208).to(BF16)
     bias[:, :, 7:9] = bias[:, :, 20:30, 100:] = torch.finfo(BF16).min
     bias[:, :, 40:42] = -INF

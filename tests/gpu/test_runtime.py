@@ -1,4 +1,4 @@
-"""What a GPU adds to the contract: graphs, streams, determinism on request, contents of device memory, decoding."""
+"""Behaviour that only a GPU has: graphs, streams, determinism on request, contents of device memory, decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tensors(*shape: int, dtype: torch.dtype, n: int = 3) -> list[torch.Tensor]:
 
 
 def memory_settles(at, seconds=2.0):
-    """Whether no more than that is allocated soon: PyTorch's thread of backwards lets go of tensors after the call has returned."""
+    """Whether no more than that is allocated soon: PyTorch's thread of backwards releases tensors after the call has returned."""
     torch.cuda.synchronize()
     until = monotonic() + seconds
     while torch.cuda.memory_allocated() > at and monotonic() < until:
@@ -76,7 +76,7 @@ def test_a_graph_replays_with_other_keys_that_count(queries, dtype):
 
 @pytest.fixture(params=[False, True], ids=["option", "use_deterministic_algorithms"])
 def deterministic(request):
-    """The option that asks for it, if PyTorch does not."""
+    """The option that asks for it, unless PyTorch does."""
     torch.use_deterministic_algorithms(request.param)
     yield {} if request.param else {"deterministic": True}
     torch.use_deterministic_algorithms(False)
@@ -188,7 +188,7 @@ def test_another_stream():
 
 
 def test_repeated_calls_in_a_graph_on_a_side_stream():
-    """Calls that are found by their key before and while they are captured; a sum's gradient too, which is copied first."""
+    """Repeated calls that are found by their key before and during capture; also a sum's gradient, which is copied first."""
     q, k, v, dout = tensors(2, 4, 256, 64, dtype=torch.bfloat16, n=4)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
@@ -218,7 +218,7 @@ def test_repeated_calls_in_a_graph_on_a_side_stream():
 
 def test_repeated_calls_leave_no_memory_behind():
     q, k, v, dout = tensors(1, 2, 128, 64, dtype=torch.bfloat16, n=4)
-    gc.collect()  # what tests before have left would be missed after
+    gc.collect()  # garbage of earlier tests would distort the comparison
     for n in range(200):
         gradients(q, k, v, dout)
         torch.cuda.synchronize()
@@ -228,7 +228,7 @@ def test_repeated_calls_leave_no_memory_behind():
 
 
 def test_no_call_waits_for_the_garbage_collector():
-    """Neither its tensors nor its workspace; each of these calls is the first of its kind."""
+    """Neither its tensors nor its workspace wait; each of these calls is the first of its kind."""
     gc.collect()
     gc.disable()
     try:
@@ -270,7 +270,7 @@ several_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one 
 def test_the_callers_device_stays_current():
     q, k, v = (x.to("cuda:1").requires_grad_() for x in tensors(1, 2, 128, 64, dtype=torch.bfloat16))
     with torch.cuda.device(0):
-        for _ in range(3):  # the whole call, and as one that was made ready
+        for _ in range(3):  # the full call, and the prepared one
             out = strobe.attention(q, k, v)
             assert torch.cuda.current_device() == 0
             found = torch.autograd.grad(out.sum(), (q, k, v))

@@ -30,7 +30,7 @@ def losses(config: Config, corpus: Corpus) -> list[float]:
 
 @pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-3), ("fp16", 2e-2)])
 def test_a_compiled_step_learns_what_another_one_does(corpus, monkeypatch, precision, within):
-    """Gradients of every batch are added up, though each replay writes to the same memory."""
+    """Gradients of every batch are added up, although each replay writes to the same memory."""
     config = SMOKE.replace(precision=precision, lr=1e-2)
     compiled, eager = (losses(config.replace(compile=compile), corpus) for compile in (True, False))
     assert compiled == pytest.approx(eager, abs=within)
@@ -43,7 +43,7 @@ def test_a_compiled_step_learns_what_another_one_does(corpus, monkeypatch, preci
             yield batch
 
     monkeypatch.setattr(Trainer, "_batches", forgetting)
-    assert losses(config, corpus) != pytest.approx(eager, abs=2 * within)  # what is lost would show
+    assert losses(config, corpus) != pytest.approx(eager, abs=2 * within)  # a lost gradient would show
 
 
 def test_a_compiled_run_resumes(corpus, tmp_path):

@@ -36,7 +36,7 @@ def test_a_table_is_written_and_read(tmp_path, monkeypatch):
     assert _tuning.parsed(file.read_text(encoding="utf-8"))[0] == header.about
     assert header.ignored == ""
 
-    # A tile that nobody would choose otherwise shows that the table was read.
+    # A tile that is never chosen otherwise shows that the table was read.
     winner = {"engine": "cuda-mma", "direction": "forward", "dtype": "float16", "head_dim": 64, "head_dim_v": 64, "group": 1}
     winner |= {"queries": 300, "keys": 300, "heads": 8, "causal": False, "varlen": False, "deterministic": False}
     winner |= {"tile_q": 16, "tile_k": 32, "seconds": 1e-5, "usual_seconds": 2e-5}

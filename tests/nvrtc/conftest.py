@@ -1,4 +1,4 @@
-"""The generator of the contract's cases and the draw serve here, too."""
+"""Makes the generator of the contract's cases and the draw available here."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 from engines import LONG, SEED, draw
 
-# Tests whose cases are a kernel or two each, which take seconds to compile. One case in DRAWN is; make test-long: all.
+# Tests with one or two kernels per case, which take seconds to compile. One case in DRAWN runs; make test-long: all.
 COMPILED = ("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills")
 DRAWN = 4
 
@@ -24,6 +24,6 @@ def pytest_collection_modifyitems(config, items):
     if LONG:
         return
     left_out = [item for item in items if is_left(item)]
-    if len(left_out) < len(items):  # else a few were named
+    if len(left_out) < len(items):  # otherwise a few were named
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -1,4 +1,4 @@
-"""Just enough of NVRTC, through ctypes, from the wheel nvidia-cuda-nvrtc. Needs no GPU and no driver."""
+"""The functions of NVRTC that tests need, through ctypes, from the wheel nvidia-cuda-nvrtc. Needs no GPU and no driver."""
 
 from __future__ import annotations
 

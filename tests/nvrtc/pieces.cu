@@ -1,6 +1,6 @@
-// One kernel that calls every piece of kernels/attention, and of kernels/device what takes no tile, float on the device: they compile with
+// One kernel that calls every piece of kernels/attention, and those of kernels/device that take no tile, with float: they compile with
 // nothing but NVRTC itself.
-#include "ptx/math.h" // first: what numbers offer must be declared before the templates that use it
+#include "ptx/math.h" // first: numbers must be declared before the templates that use them
 
 #include "attention/arguments.h"
 #include "attention/base.h"
@@ -36,7 +36,7 @@ struct Arguments {
   u64 seed, offset;
 };
 
-// A thread a query.
+// One thread per query.
 extern "C" __global__ void pieces(Arguments a) {
   const float lowest = minus_infinity<float>(), log2e = 1.4426950408889634f, cap = 30.0f;
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -63,7 +63,7 @@ extern "C" __global__ void pieces(Arguments a) {
   a.slopes[i] = slopes + (float)band.transposed().keys(0).begin;
 }
 
-// The pieces of a backward over lists of blocks.
+// The pieces of a backward over lists of mask blocks.
 extern "C" __global__ void backward_pieces(const BackwardArguments a, u32 *before) {
   constexpr Features kFeatures{1, 1};
   const i32 tile = longest_key_tile<kFeatures, 64, 16>(a.in, 0, 0, (i32)blockIdx.x),
@@ -74,7 +74,7 @@ extern "C" __global__ void backward_pieces(const BackwardArguments a, u32 *befor
   if (large_lse<kF32>(lse)) settle_row(a, 0, 0, 0, lse, 1.0f, 0.0f);
 }
 
-// The ranges of a part: how many keys a tile of queries walks over, how many queries a tile of keys.
+// The ranges of a part: how many keys a query tile walks over, how many queries a key tile.
 extern "C" __global__ void part_pieces(const BackwardArguments a, u32 *walked) {
   constexpr Features kFeatures{.band = 1, .blocks = 1, .part = kAnywhere};
   const auto [q0, s] = queries_of<kFeatures, 64>(a.in, 0, (i32)blockIdx.x);

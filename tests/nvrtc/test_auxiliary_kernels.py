@@ -1,4 +1,4 @@
-"""The pass that makes max_logit and column_sums compiles for GPUs that are not here, without spills, in FP64 too."""
+"""The pass that makes max_logit and column_sums compiles for absent GPUs, without spills, in FP64 too."""
 
 from __future__ import annotations
 

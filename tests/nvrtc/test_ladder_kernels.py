@@ -1,4 +1,4 @@
-"""The teaching kernels compile, through the library, for GPUs that are not here, and no thread spills."""
+"""The teaching kernels compile, through the library, for absent GPUs, and no thread spills."""
 
 from __future__ import annotations
 

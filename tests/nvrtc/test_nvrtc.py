@@ -1,4 +1,4 @@
-"""What the CPU engine includes from kernels/attention, CUDA code includes unchanged: NVRTC compiles it, without a header of std or CUDA."""
+"""The files of kernels/attention that the CPU engine includes compile unchanged as CUDA code, by NVRTC, without a header of std or CUDA."""
 
 from __future__ import annotations
 

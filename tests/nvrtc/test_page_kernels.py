@@ -1,4 +1,4 @@
-"""Kernels that find K and V by a page table compile for GPUs that are not here, with no spills but one."""
+"""Kernels that find K and V by a page table compile for absent GPUs, with no spills but one."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def test_it_compiles_without_spills(arch, engine, dtype, dims, options, sq):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles_of_a_full_gpu_do_not_spill(dim):
-    """Where queries fill the GPU, calls without pages take tiles that have no registers for pages and ALiBi."""
+    """If queries fill the GPU, calls without pages use tiles that have no registers for pages and ALiBi."""
     test_it_compiles_without_spills(90, "cuda-sm90", "bfloat16", (dim, dim), "ALiBi", 4096)

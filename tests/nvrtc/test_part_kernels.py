@@ -1,4 +1,4 @@
-"""Kernels of parts of larger problems compile for GPUs that are not here, without spills where the same ones without a part have none."""
+"""Kernels for parts of larger problems compile for absent GPUs, without spills if the same ones without a part have none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = {
     "block-sparse": ({name: Shape(shape, "int32") for name, shape in BLOCKS.items()}, {"block_q": 128, "block_k": 128}),
 }
 STARTS = {"multiples of 16": 0, "anywhere": 8}
-# Bytes of local memory of the worst kernel, where one of these takes some.
+# Bytes of local memory of the worst kernel, if it uses any.
 SPILLS = {
     (90, "strobe::mma::Backward"): 16,  # d 64, of 256 keys
     (90, "strobe::simt::Forward"): 8,  # causal

@@ -1,4 +1,4 @@
-"""Kernels that read quantised K and V compile for GPUs that are not here, without spills."""
+"""Kernels that read quantised K and V compile for absent GPUs, without spills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the contract as factors, their pairs (or triples) as cases, and each case as inputs."""
+"""The options of the contract as factors, their pairs (or triples) as cases, and the inputs of each case."""
 
 from __future__ import annotations
 
@@ -90,16 +90,16 @@ Names, Indices = tuple[str, ...], tuple[int, ...]
 
 
 def _valid(case: dict[str, Any]) -> bool:
-    """Whether the values, of some or of all options, can stand in one call. Every rule speaks of two options."""
+    """Whether the values, of some or of all options, are allowed in one call. Every rule is about two options."""
     rules = [
-        # negative strides come from NumPy, which has no bfloat16 and whose gradients nobody expands
+        # negative strides come from NumPy, which has no bfloat16 and whose gradients are never expanded
         not (case.get("storage") == "reversed" and case.get("dtype") == "bfloat16"),
         not (case.get("storage") == "reversed" and case.get("dout") == "expanded"),
         # packed tokens have one layout and no batch axis
         not (case.get("varlen") and case.get("storage") in ("bshd", "expanded batch")),
-        # the ranges of a part say which keys count
+        # the ranges of a part determine which keys count
         not (case.get("part") and case.get("used")),
-        # refused beside a part
+        # refused with a part
         not (case.get("part") and (case.get("aux") or case.get("flag") == "invariant" or case.get("page"))),
         not ({"bias", "bias kind"} <= case.keys() and (case["bias"] is None) != (case["bias kind"] is None)),
         # a score is one function of q.k
@@ -112,14 +112,14 @@ def _valid(case: dict[str, Any]) -> bool:
             not case.get("part"),
             # two INT4 are a byte
             not (quant.stored == "int4" and any(n % 2 for n in case.get("dims", ()))),
-            # which NumPy does not have
+            # NumPy does not have it
             not (quant.stored == "float8" and case.get("storage") == "reversed"),
         ]
     return all(rules)
 
 
 def tuples(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid) -> dict[Names, set[Indices]]:
-    """For every `strength` options, the combinations of their values (as indices) that can stand in one call."""
+    """For every `strength` options, the combinations of their values (as indices) that are allowed in one call."""
     found = {}
     for names in itertools.combinations(factors, strength):
         indices = itertools.product(*(range(len(factors[name])) for name in names))
@@ -128,7 +128,7 @@ def tuples(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str,
 
 
 def contract(strength: int) -> list[dict[str, Any]]:
-    """Cases that hold every combination: those of quantised keys, which have no gradients, stand in cases of their own."""
+    """Cases that hold every combination: quantised keys, which have no gradients, have cases of their own."""
     plain = combinations(strength, FACTORS | {"quant": [None]})
     return plain + combinations(strength, FACTORS | {"quant": FACTORS["quant"][1:]}, among="quant")
 
@@ -136,9 +136,8 @@ def contract(strength: int) -> list[dict[str, Any]]:
 def combinations(
     strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid, among: str | None = None
 ) -> list[dict[str, Any]]:
-    """Cases that hold every possible combination of `strength` options' values at least once: each starts from a combination not yet
-    held, then gives every other option the value that holds the most of what is left. among: of those combinations alone that this option
-    is one of."""
+    """Cases that hold every possible combination of `strength` options' values at least once: each starts from a combination not yet held,
+    then gives every other option the value that holds the most of the missing ones. among: only combinations that include this option."""
     left = {names: found for names, found in tuples(strength, factors, valid).items() if among is None or among in names}
     order = list(factors)
     shuffle = random.Random(strength)
@@ -174,13 +173,13 @@ class Inputs:
     dout: Tensor
     dlse: Tensor | None
     options: dict[str, Any]
-    gradients: list[str] = field(default_factory=list)  # of "bias" and "sinks", those that are wanted
+    gradients: list[str] = field(default_factory=list)  # those of "bias" and "sinks" that are asked for
     lse: bool = True
     numpy: bool = False  # pass NumPy arrays with negative strides, backward through attention_backward
-    run: dict[str, Any] = field(default_factory=dict)  # how, not what: tile, threads, flags
+    run: dict[str, Any] = field(default_factory=dict)  # how it runs, not what: tile, threads, flags
     aux: tuple[str, ...] = ()
-    page: int | None = None  # k and v are handed over in pages of so many keys, forward alone; Sk is a multiple
-    quant: Quantised | None = None  # what is handed over of k and v, which then are what it stands for, in float64; forward alone
+    page: int | None = None  # k and v are passed in pages of this many keys, forward only; Sk is a multiple
+    quant: Quantised | None = None  # the stored k and v that are passed; k and v are then their values in float64; forward only
 
     @property
     def varlen(self) -> bool:
@@ -223,14 +222,14 @@ class Inputs:
         return replace(self, k=next(pools), v=next(pools), options=options)
 
     def _one_by_one(self, x: Tensor, starts: list[int], most: int) -> Tensor:
-        """Packed rows as (B, H, most, width), zeros behind them."""
+        """Packed rows as (B, H, most, width), with zeros after them."""
         found = x.new_zeros(len(starts) - 1, x.shape[1], most, x.shape[2])
         for b, (start, end) in enumerate(itertools.pairwise(starts)):
             found[b, :, : end - start] = x[start:end].transpose(0, 1)
         return found
 
     def packed_columns(self, sums: Tensor) -> Tensor:
-        """column_sums of the call in pages, as the call without pages has them."""
+        """column_sums of the paged call, in the shape of the call without pages."""
         if not self.varlen:
             return sums
         found = sums.new_zeros(sums.shape[1], self.k.shape[0])
@@ -257,12 +256,12 @@ def _storage(kind: str, t: Tensor) -> Tensor:
 
 
 def _on_hyperboloid(x: Tensor) -> Tensor:
-    """The points that these are above, their first coordinate left out."""
+    """The points of the hyperboloid above x, without their first coordinate."""
     return torch.cat([(1 + (x[..., 1:] ** 2).sum(-1, keepdim=True)).sqrt(), x[..., 1:]], dim=-1)
 
 
 def _flipped(x: Tensor) -> Tensor:
-    """Of which a product with a point is the Lorentz product."""
+    """Its product with a point is the Lorentz product."""
     return torch.cat([-x[..., :1], x[..., 1:]], dim=-1)
 
 
@@ -278,9 +277,9 @@ def _lengths(generator: torch.Generator, n: int, most: int, zeros: bool) -> list
 
 @dataclass
 class Placed:
-    """Where the rows that a call holds stand in the sequences of a larger problem."""
+    """The positions of a call's rows in the sequences of a larger problem."""
 
-    ranges: list[list[tuple[int, int]]]  # of each sequence
+    ranges: list[list[tuple[int, int]]]  # per sequence
     lengths: list[int]  # of the whole sequences
 
     @classmethod
@@ -307,7 +306,7 @@ class Placed:
 
 
 def positions(ranges: Any) -> Tensor:
-    """Of one sequence's ranges."""
+    """The positions in one sequence's ranges."""
     return torch.cat([torch.arange(0), *(torch.arange(start, start + length) for start, length in ranges)])
 
 
@@ -339,7 +338,7 @@ def build(case: dict[str, Any]) -> Inputs:
     """The inputs of a case; the same for the same case."""
     g = torch.Generator().manual_seed(zlib.crc32(repr(sorted(case.items(), key=str)).encode()))
     dtype = DTYPES[case["dtype"]]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32  # of lse, sinks and, if asked for, bias
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # of lse and sinks, and of bias if asked for
     (d, dv), (sq, sk), (h, hkv), b = case["dims"], case["lengths"], case["heads"], case["batch"]
     options: dict[str, Any] = {}
     varlen = case["varlen"]
@@ -366,7 +365,7 @@ def build(case: dict[str, Any]) -> Inputs:
             some[:1] = counted[:1]
         options["seqused_k"] = torch.tensor(some, dtype=torch.int32)
 
-    # Of the whole problem: the queries and keys of its longest sequence, and its heads and sequences.
+    # The sizes of the whole problem: the queries and keys of its longest sequence, and its heads and sequences.
     whole_q, whole_k, whole_h, whole_b = sq, sk, h, b
     if case["part"] and b:
         places = [Placed.drawn(g, of, case["part"]) for of in ((lengths_q, lengths_k) if varlen else ([sq] * b, [sk] * b))]
@@ -472,8 +471,8 @@ def build(case: dict[str, Any]) -> Inputs:
 
 
 def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], plain.Score, Any]]:
-    """The call as dense ones for the formulas: ((q, k, v, dout, dlse), score, where the sequence lies), one for each sequence of a
-    varlen call, and of one with seqused_k or a part."""
+    """The call as dense ones for the formulas: ((q, k, v, dout, dlse), score, the sequence's place), one for each sequence of a varlen
+    call, and of one with seqused_k or a part."""
     o = inputs.options
     q, k, v = inputs.q, inputs.k, inputs.v
     alignment, softcap, dropout = o.get("alignment", "bottom_right"), o.get("softcap", 0.0), o.get("dropout", 0.0)
@@ -513,7 +512,7 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
         return plain.Score(scale, softcap, hyperbolic, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
 
     def score_of_part(held: strobe.Part, b: int, sq: int, sk: int) -> plain.Score:
-        """Of sequence b, whose rows stand somewhere in a larger problem."""
+        """The score of sequence b, whose rows stand anywhere in a larger problem."""
         at_q, at_k = (positions(x[b if len(x) > 1 else 0]) for x in (held.q_ranges, held.k_ranges))
         whole_q, whole_k = (x[b if len(x) > 1 else 0] for x in (held.seqlens_q, held.seqlens_k))
         heads = slice(held.first_head, held.first_head + h)
@@ -584,7 +583,7 @@ def call(
     gradients: tuple[str, ...] = (),
     **options: Any,
 ) -> Inputs:
-    """A dense (B,H,S,D) call of normal numbers; a varlen one where cu_seqlens_q is among the options (sq, sk: the totals)."""
+    """A dense (B,H,S,D) call of normal numbers; a varlen one if cu_seqlens_q is among the options (sq, sk: the totals)."""
     g = torch.Generator().manual_seed(0)
     sk, dv, hkv = sq if sk is None else sk, d if dv is None else dv, h if hkv is None else hkv
     wide = torch.float64 if dtype == torch.float64 else torch.float32

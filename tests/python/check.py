@@ -1,4 +1,4 @@
-"""Runs a call on an engine, on the fp64 oracle and as the plain formulas, and holds the first to the accuracy clause."""
+"""Runs a call on an engine, on the fp64 oracle and by the plain formulas, and checks the first by the accuracy clause."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from cases import Inputs, dense_problems
 from device import DEVICE, EMULATED, on_device, running_on
 from engines import beside_the_default, engines_under_test
 
-Results = dict[str, Tensor]  # of "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
+Results = dict[str, Tensor]  # by name: "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
 STATISTICS = ("lse", "max_logit", "column_sums")
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
-ORDERS = 3  # in which the plain formulas are summed
-# Elements of q, and of the gradient of a bias or sinks. Fewer meet a small error by chance, and DRAWS calls of the same kind tell more.
+ORDERS = 3  # orders of summation of the plain formulas
+# Elements of q, and of the gradient of a bias or sinks. Smaller calls may have a small error by chance, so DRAWS calls of the same kind are
+# measured.
 SMALL, FEW = 50_000, 1000
 DRAWS = 4
 
 
 def takes(engine: str, dtype: torch.dtype, d: int = 1, **options: Any) -> bool:
-    """Whether the engine takes a call of that dtype, of heads of d columns; some are for one dtype alone."""
+    """Whether the engine supports a call with that dtype and heads of d columns; some engines have one dtype only."""
     try:
         with running_on(engine):
             strobe.attention(*(torch.zeros(1, 1, 1, d, dtype=dtype, device=DEVICE) for _ in "qkv"), engine=engine, **options)
@@ -45,7 +46,7 @@ def dtype_of(engine: str) -> torch.dtype:
 
 
 def runs(inputs: Inputs, **how: Any) -> Iterator[tuple[str, Results]]:
-    """The call on each engine under test that takes it: one that is asked for by name may refuse, the library may not."""
+    """The call on each engine under test that supports it: an engine requested by name may refuse, the library may not."""
     yield from _runs(inputs, engines_under_test(inputs.q.shape, inputs.k.shape, how), how)
 
 
@@ -65,8 +66,8 @@ def run_or_skip(inputs: Inputs, engine: str, **how: Any) -> Results:
 
 
 def keys_of_a_block() -> dict[str, int]:
-    """Of the Hopper backward. Small calls leave SMs of a GPU idle and are given 64, larger ones 128. Every other test asks for what its
-    size would not give, which moves the forward's tile as well."""
+    """A tile for the Hopper backward. Small calls leave SMs of a GPU idle and are given 64 keys, larger ones 128. Every other test asks for
+    the tile that its size would not give, which changes the forward's tile as well."""
     asks = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0].encode()) % 2
     return {"tile_k": 64 if EMULATED else 128} if asks else {}
 
@@ -102,7 +103,7 @@ def _run_autograd(inputs: Inputs, options: dict[str, Any]) -> Results:
 
 
 def _run_forward(inputs: Inputs, options: dict[str, Any]) -> Results:
-    """Of keys in pages, or quantised."""
+    """The forward of paged or quantised keys."""
     handed = inputs.handed()
     options = {name: x for name, x in options.items() if name not in inputs.options} | handed.options
     arrays: list[Any] = [handed.q, handed.k, handed.v]
@@ -119,7 +120,7 @@ def _run_forward(inputs: Inputs, options: dict[str, Any]) -> Results:
 
 
 def _split(result: Any, inputs: Inputs) -> tuple[Any, Any, dict[str, Any]]:
-    """out, lse if it was asked for, and what inputs.aux names, of what attention() returned."""
+    """out, lse if it was asked for, and the results named by inputs.aux, from the result of attention()."""
     if not inputs.aux:
         return (*result, {}) if inputs.lse else (result, None, {})
     assert result._fields == ("out", *["lse"] * inputs.lse, *inputs.aux)
@@ -144,8 +145,8 @@ def _run_numpy(inputs: Inputs, options: dict[str, Any]) -> Results:
 
 
 def oracle(inputs: Inputs) -> Results:
-    """The reference: float64, from the same inputs; of a call in pages, the gradients are those of the call without. Of quantised k and v
-    there are none."""
+    """The reference: float64, from the same inputs; for a paged call, the gradients are those of the call without pages. With quantised k
+    and v there are none."""
     with running_on("reference"):
         forward = inputs.handed()
         out, lse, *aux = strobe.reference(forward.q, forward.k, forward.v, aux=inputs.aux, **forward.options)
@@ -169,7 +170,7 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
     dlse = None if inputs.dlse is None else inputs.dlse.to(dtype)
     leaf_inputs = dataclasses.replace(inputs, q=q, k=k, v=v, dout=inputs.dout.to(dtype), dlse=dlse, options=options)
     outs, lses, outputs, gradients = [], [], [], []
-    statistics = []  # of each problem, and the keys that it has
+    statistics = []  # for each problem, with the keys that it has
     for (qs, ks, vs, dout, dl), score, place in dense_problems(leaf_inputs):
         order = None
         if seed is not None:
@@ -203,7 +204,7 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
 
 
 def _auxiliary(inputs: Inputs, statistics: list[tuple[Tensor, Tensor, slice]]) -> Results:
-    """From those of dense problems: 0 for keys that none of them has."""
+    """From the results of dense problems: 0 for keys that none of them has."""
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     heads, keys = inputs.q.shape[1 if inputs.varlen or axis == 2 else 2], inputs.k.shape[axis]
     if inputs.varlen:
@@ -227,7 +228,7 @@ def _magnitude(t: Tensor) -> float:
 
 
 def error(t: Tensor, ref: Tensor) -> float:
-    """The largest difference; infinite where one is infinite or NaN and the other is not the same."""
+    """The largest difference; infinite if one is infinite or NaN and the other is not the same."""
     t, ref = t.double(), ref.double()
     same = (t == ref) | (t.isnan() & ref.isnan())
     difference = torch.where(same, 0.0, (t - ref).abs())
@@ -239,7 +240,7 @@ def ulp(dtype: torch.dtype, magnitude: float) -> float:
 
 
 def shuffled(inputs: Inputs, seed: int) -> Inputs:
-    """The tokens of q, of k, of v and of dout in another order: a call of the same kind, where all else stays in place."""
+    """The tokens of q, of k, of v and of dout in another order: a call of the same kind, where everything else stays in place."""
     g = torch.Generator().manual_seed(seed)
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout")}
@@ -248,7 +249,7 @@ def shuffled(inputs: Inputs, seed: int) -> Inputs:
 
 
 class Yardstick:
-    """What each result may differ from the oracle by: the accuracy clause of the contract.
+    """The allowed difference of each result from the oracle: the accuracy clause of the contract.
 
     float32 (float64): max(1e-6 (1e-12) of max|ref|, twice the plain formulas' error); float16 and bfloat16: twice the plain
     formulas' error in that precision and one ulp of the output; LSE, which is float32 there, within 1e-4 of max|ref| besides.
@@ -285,7 +286,7 @@ class Yardstick:
             self.allowed = {name: max(self.oracle_error[name], allowed) for name, allowed in self.allowed.items()}
         if dtype in (torch.float16, torch.bfloat16):
             for name, size in self.size.items():
-                output = dtype if name in vanishing else self._dtype(name)  # what cancels there carries the rounding of O
+                output = dtype if name in vanishing else self._dtype(name)  # if it cancels, it carries the rounding of O
                 self.allowed[name] += ulp(output, size)
             if "column_sums" in self.allowed:  # P in float32: docs/semantics.md, "Rows"
                 self.allowed["column_sums"] += self.size["column_sums"] * 2.0**-21 * (1 + 2 * self.size["lse"])
@@ -315,7 +316,7 @@ class Yardstick:
         return {name: size for name, size in gross.items() if name in ref}
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Of a result, by the contract."""
+        """The dtype of a result, by the contract."""
         wide = torch.float64 if self.inputs.q.dtype == torch.float64 else torch.float32
         if name in ("dbias", "dsinks"):
             return self.inputs.options[name[1:]].dtype
@@ -345,7 +346,7 @@ class Yardstick:
 
 
 def assert_matches(inputs: Inputs, flushed: float = 0.0, **how: Any) -> None:
-    """Holds every engine that takes the call, and the library's own choice, to the accuracy clause."""
+    """Checks every engine that supports the call, and the library's own choice, by the accuracy clause."""
     yardstick = Yardstick(inputs, flushed)
     faults = [f"default: {fault}" for fault in yardstick.faults(run(inputs, **how))]
     for engine, results in _runs(inputs, beside_the_default(inputs.q.shape, inputs.k.shape, how), how):

@@ -8,7 +8,7 @@ import os
 from collections import Counter, defaultdict
 from pathlib import Path
 
-# Tests run beside each other, and the plain formulas are small: threads are what a test asks for, never the default.
+# Tests run concurrently, and the plain formulas are small: a test uses the threads that it asks for, never the default.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -23,14 +23,14 @@ THREADS = torch.get_num_threads()
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Every run draws the same numbers, whichever worker a test falls to, on as many threads, whatever the test before it asked for."""
+    """Every run draws the same numbers, whichever worker runs a test, on as many threads, whatever the previous test requested."""
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session")
 def workers():
-    """Processes of torch.distributed for all tests that want some."""
+    """Processes of torch.distributed for all tests that need some."""
     from distributed_workers import Workers
 
     made = Workers()
@@ -43,11 +43,11 @@ def pytest_report_header():
 
 
 def pytest_collection_finish():
-    gc.freeze()  # PyTorch and all tests are not looked through each time that garbage is
+    gc.freeze()  # PyTorch and all tests are not scanned at each garbage collection
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps those of the engines under test, among tests that differ in their engine alone."""
+    """Among tests that differ only in their engine, keeps those of the engines under test."""
     alike, engines = defaultdict(list), available_engines()
     for item in items:
         callspec = getattr(item, "callspec", None)

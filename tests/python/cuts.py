@@ -16,7 +16,7 @@ from cases import Inputs, dense_problems
 from check import Results
 from device import DEVICE, on_device, running_on
 
-Rows = list[Tensor]  # of each sequence: the positions that a part has, ascending
+Rows = list[Tensor]  # for each sequence: the positions in a part, ascending
 
 
 def ranges(positions: Tensor) -> list[tuple[int, int]]:
@@ -31,14 +31,14 @@ def ranges(positions: Tensor) -> list[tuple[int, int]]:
 
 
 def all_ranges(rows: Rows) -> list[list[tuple[int, int]]]:
-    """Of all sequences, with empty ranges where others have more."""
+    """The ranges of all sequences, with empty ranges where others have more."""
     found = [ranges(positions) for positions in rows]
     most = max(map(len, found), default=0)
     return [of + [(0, 0)] * (most - len(of)) for of in found]
 
 
 def owners(rng: random.Random, length: int, parts: int) -> Tensor:
-    """Which part has each position: contiguous, from both ends, or blocks of any size in any order."""
+    """The part that owns each position: contiguous, from both ends, or blocks of any size in any order."""
     kind = rng.choice(["ring", "zigzag", "blocks", "blocks"])
     size = {"ring": -(-length // parts), "zigzag": -(-length // (2 * parts))}.get(kind) or rng.choice([1, 5, 16, 16, 32, 48])
     block = torch.arange(length) // max(size, 1)
@@ -50,7 +50,7 @@ def owners(rng: random.Random, length: int, parts: int) -> Tensor:
 
 
 def _cut(rng: random.Random, lengths: list[int], parts: int, packed: bool) -> list[Rows]:
-    """Of each part, its rows. Those of dense tensors are as many in each sequence: the pattern of one sequence, turned."""
+    """The rows of each part. Dense tensors have the same number in each sequence: the pattern of one sequence, rotated."""
     if packed:
         of = [owners(rng, n, parts) for n in lengths]
     else:
@@ -62,7 +62,7 @@ def _cut(rng: random.Random, lengths: list[int], parts: int, packed: bool) -> li
 
 @dataclass
 class Whole:
-    """The call in axes (sequence, head, row, column), a list of sequences where these have lengths of their own."""
+    """The call in axes (sequence, head, row, column), a list of sequences if these have lengths of their own."""
 
     inputs: Inputs
     q: list[Tensor]
@@ -70,7 +70,7 @@ class Whole:
     v: list[Tensor]
     dout: list[Tensor]
     dlse: list[Tensor] | None
-    seen: list[Tensor] | None  # which query sees which key; None: keys that nobody sees hold numbers
+    seen: list[Tensor] | None  # which query sees which key; None: hidden keys hold numbers
 
     @classmethod
     def of(cls, inputs: Inputs, spoiled: bool) -> Whole:
@@ -107,7 +107,7 @@ class Piece:
     k: Rows
 
     def tensor(self, of: list[Tensor], heads: range, rows: Rows) -> Tensor:
-        """Of its sequences, as the call takes it."""
+        """The rows of its sequences, in the form that the call takes."""
         found = [of[b][heads.start : heads.stop, rows[b]] for b in self.batch]
         return torch.cat([x.transpose(0, 1) for x in found]) if self.whole.inputs.varlen else torch.stack(found)
 
@@ -170,12 +170,12 @@ class Piece:
         return found
 
     def unread(self, b: int) -> Tensor:
-        """(Hkv, keys): which of its keys none of its queries sees."""
+        """(Hkv, keys): whether none of its queries sees the key."""
         of_heads = self.whole.seen[b][self.heads.start : self.heads.stop][:, self.q[b]][..., self.k[b]]
         return ~of_heads.reshape(len(self.heads_kv), len(self.heads) // len(self.heads_kv), *of_heads.shape[1:]).any(1).any(1)
 
     def moved(self, partial: bool) -> tuple[Inputs, dict[str, Any]]:
-        """The piece as a call, where the tests run."""
+        """The piece as a call, on the device of the tests."""
         w = self.whole
         q, dout = (self.tensor(t, self.heads, self.q) for t in (w.q, w.dout))
         k, v = (self.tensor(t, self.heads_kv, self.k) for t in (w.k, w.v))
@@ -213,7 +213,7 @@ Placed = Callable[[list[Tensor], range, Rows, Tensor], None]
 
 
 def run_in_parts(inputs: Inputs, seed: int, engine: str | None = None) -> Results:
-    """The results of the whole call. What no query of a part sees is no number there, with half of the seeds."""
+    """The results of the whole call. With half of the seeds, keys that no query of a part sees hold NaN."""
     rng = random.Random(seed)
     whole = Whole.of(inputs, rng.random() < 0.5)
     o, wide = inputs.options, torch.float64 if inputs.q.dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""Where the tests run: STROBE_TEST_DEVICE=cuda moves every call to the GPU, strides and all, and its results back.
+"""The device of the tests: STROBE_TEST_DEVICE=cuda moves every call to the GPU, strides and all, and its results back.
 
 STROBE_TEST_DEVICE=emulated: on the GPU of tests/emulator, whose memory is the CPU's."""
 
@@ -30,7 +30,7 @@ _QUANTISED = ("k", "v", "k_scale", "v_scale")
 
 @contextmanager
 def running_on(engine: str | None) -> Iterator[None]:
-    """Where a GPU is emulated, CPU tensors are memory of it, but for the oracle."""
+    """If the GPU is emulated, CPU tensors are its memory, except for the oracle."""
     before = torch_arrays.CPU
     numpy_arrays.CPU = torch_arrays.CPU = _abi.CUDA if EMULATED and engine != "reference" else _abi.CPU
     try:
@@ -54,7 +54,7 @@ def _moved(x: Any, device: str) -> Any:
 
 
 def on_device(inputs: Inputs, device: str) -> Inputs:
-    """NumPy calls, which know the CPU alone, become calls with torch tensors."""
+    """NumPy calls, which run only on the CPU, become calls with torch tensors."""
     if device == "cpu":
         return inputs
     tensors = {name: _moved(getattr(inputs, name), device) for name in ("q", "k", "v", "dout", "dlse")}

@@ -1,4 +1,5 @@
-"""What ranks do in the tests of strobe.distributed beside the contract's cases: calls that fail, seeds, bits, modes of PyTorch."""
+"""The functions that ranks run in the tests of strobe.distributed beside the contract's cases: calls that fail, seeds, bits, modes of
+PyTorch."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def said(call: Callable[[], Any]) -> tuple[str, str]:
     return "", "nothing was raised"
 
 
-# On one rank, something is wrong. Each changes the arguments of the call.
+# One rank's call is wrong. Each entry changes the arguments of the call.
 WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "rows": lambda a: a.update(q=a["q"][:, :, 1:]),
     "rows of k": lambda a: a.update(k=a["k"][:, :, 1:]),
@@ -85,7 +86,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "deterministic": lambda a: a.update(deterministic="always"),
     "time_limit": lambda a: a.update(time_limit=-1.0),
 }
-# On one rank, something is other than on the first one.
+# One rank's call differs from the first one's.
 OTHERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "window": lambda a: a.update(window=(3, None)),
     "scale": lambda a: a.update(scale=0.5),
@@ -107,7 +108,7 @@ OTHERS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple[str, str]:
-    """What this rank is told where one rank's call is changed so. Afterwards a right call goes through."""
+    """The error that this rank gets if one rank's call is changed so. Afterwards a valid call succeeds."""
     layout = Layout.zigzag(S, group.size())
     q, k, v, _ = shards(layout, group.rank())
     contiguous = Layout.contiguous(S, group.size())
@@ -123,7 +124,7 @@ def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple
     return found
 
 
-# A call, and others that differ from it in one thing. Each rank has as many tokens as heads, so that shapes tell no axes apart.
+# A call, and others that differ from it in one thing. Each rank has as many tokens as heads, so that shapes do not distinguish the axes.
 AGAIN: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.5},
@@ -197,7 +198,7 @@ def _differs(
 
 
 def refused_again(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Of calls that differ in one thing from one that was made."""
+    """The refusals of calls that differ in one thing from a call that was made."""
     layout = Layout.zigzag(S, group.size())
     q, k, v, _ = shards(layout, group.rank())
     given: dict[str, Any] = {"layout": layout, "group": group, "method": "gather", "agree": True, "causal": True}
@@ -216,7 +217,7 @@ def refused_again(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 
 
 def forgets_its_group(group: dist.ProcessGroup) -> bool:
-    """Whether a group that is destroyed goes, though its calls are remembered."""
+    """Whether a destroyed group is freed, although its calls are remembered."""
     own = dist.new_group(list(range(group.size())))
     layout = Layout.zigzag(S, group.size())
     q, k, v, dout = shards(layout, group.rank())
@@ -252,7 +253,7 @@ def no_memory(after: int) -> Iterator[None]:
 
 
 def padded_with_sinks(group: dist.ProcessGroup, method: str) -> tuple[Tensor, Tensor]:
-    """lse of packed tokens of which the last ones belong to no sequence, and this rank's part of dsinks where the loss uses lse."""
+    """lse of packed tokens of which the last ones belong to no sequence, and this rank's share of dsinks where the loss uses lse."""
     layout = Layout.contiguous(12, group.size())
     q, k, v = (layout.shard(torch.randn(12, 2, 8, generator=torch.Generator().manual_seed(n)), 0, group.rank()) for n in range(3))
     sinks, cu = torch.zeros(2, requires_grad=True), torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -264,7 +265,7 @@ def padded_with_sinks(group: dist.ProcessGroup, method: str) -> tuple[Tensor, Te
 
 
 def cannot_prepare(group: dist.ProcessGroup, rank: int, wrong: int) -> tuple[str, str]:
-    """What this rank is told where one rank cannot copy what it would send, and another one's call is wrong."""
+    """The error that this rank gets if one rank cannot copy the rows to send, and another one's call is wrong."""
     layout = Layout.zigzag(S, group.size())
     q, k, v, _ = shards(layout, group.rank())
     causal = "yes" if group.rank() == wrong else True
@@ -290,7 +291,7 @@ def runs_out_of_memory(group: dist.ProcessGroup, rank: int, method: str, in_back
 
 
 def agrees_without_a_cpu_backend(group: dist.ProcessGroup) -> tuple[list[tuple[int, ...]], tuple[str, str], str]:
-    """The group looks like one of NCCL alone. Its ranks are in different numbers of groups: the first is in all of the workers' groups."""
+    """The group looks like one with NCCL only. Its ranks are in different numbers of groups: the first is in all of the workers' groups."""
     own = dist.new_group(list(range(group.size())))
     devices = _group._devices
     try:
@@ -304,7 +305,7 @@ def agrees_without_a_cpu_backend(group: dist.ProcessGroup) -> tuple[list[tuple[i
 
 
 def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) -> tuple[str, str, float]:
-    """What each rank is told where one rank does not come. The group is a new one, since nobody can use it afterwards."""
+    """The error that each rank gets if one rank does not come. The group is a new one, since it cannot be used afterwards."""
     own = dist.new_group(list(range(group.size())))
     layout = Layout.zigzag(S, group.size())
     q, k, v, dout = shards(layout, group.rank())
@@ -324,7 +325,7 @@ def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) 
 
 
 def leaves(group: dist.ProcessGroup, absent: int, how: str) -> tuple[str, str, float]:
-    """One rank passes what is no group, mesh or layout. The group is a new one, since nobody can use it afterwards."""
+    """One rank passes an object that is no group, mesh or layout. The group is a new one, since it cannot be used afterwards."""
     own = dist.new_group(list(range(group.size())))
     layout = Layout.zigzag(S, group.size())
     q, k, v, _ = shards(layout, group.rank())
@@ -345,7 +346,7 @@ def leaves(group: dist.ProcessGroup, absent: int, how: str) -> tuple[str, str, f
 
 
 def drawn(group: dist.ProcessGroup, method: str, agree: bool) -> dict[str, Tensor]:
-    """Dropout without a seed, where every rank's generator is another one: this rank's results, and what the first one drew."""
+    """Dropout without a seed, where every rank's generator differs: this rank's results, and the numbers drawn by the first one."""
     torch.manual_seed(100 + group.rank())
     expected = torch.randint(2**63 - 1, (2,), dtype=torch.int64)
     torch.manual_seed(100 + group.rank())
@@ -365,7 +366,7 @@ def bits(group: dist.ProcessGroup, kind: str, dtype: torch.dtype, options: dict[
 
 
 def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[str, Tensor]:
-    """The same call through other doors; `group` has all ranks."""
+    """The same call through other functions; `group` has all ranks."""
     layout = Layout.zigzag(S, group.size())
     q, k, v, dout = shards(layout, group.rank())
     how: dict[str, Any] = {"layout": layout, "method": method, "causal": True}
@@ -395,7 +396,7 @@ def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[st
 
 
 def lse_on_the_first_rank(group: dist.ProcessGroup, method: str) -> dict[str, Tensor]:
-    """A loss of which one rank's share alone uses lse."""
+    """A loss in which only one rank's share uses lse."""
     layout = Layout.zigzag(S, group.size())
     q, k, v, dout = shards(layout, group.rank())
     where = {"mesh": mesh_of(group.size(), "cpu")} if method == "levels" else {"group": group}
@@ -454,19 +455,19 @@ def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tu
     q, k, v, dout = shards(layout, group.rank())
     with (
         mock.patch.object(_run, "call", call),
-        mock.patch.object(_repeated, "CALLS", _repeated.Memory()),  # no call has come before
+        mock.patch.object(_repeated, "CALLS", _repeated.Memory()),  # an empty memory of calls
         mock.patch.object(_operators, "sms_for_transfers", return_value=5),
         mock.patch.object(_gather, "LEAST_BYTES", {"cpu": 1}),  # key heads come in groups
     ):
         out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, **given)
         of_forward, found = found, []
         out.backward(dout)
-    return of_forward[1:], found[1:]  # the first is judged, and not made
+    return of_forward[1:], found[1:]  # the first is checked, and not made
 
 
 def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[str, str]]]:
-    """By how much nn.MultiheadAttention of shards differs from that of whole sequences, with and without gradients; and its words where
-    weights are wanted."""
+    """By how much nn.MultiheadAttention of shards differs from that of whole sequences, with and without gradients; and its message if
+    weights are asked for."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     torch.manual_seed(0)
     module, x = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, S, 32)
@@ -483,13 +484,13 @@ def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[
 
 
 def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Within a context calls that see the rank's tokens alone, then strobe.distributed's; and one after the context."""
+    """Within a context: calls that see only the rank's tokens, then strobe.distributed's; and one after the context."""
     from strobe.compat import sdpa
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     q, k, v, _ = whole()
     module = strobe.nn.FlashAttention(D, causal=True)
-    strobe.attention(q, k, v)  # known from here on
+    strobe.attention(q, k, v)  # the call is remembered from here on
     strobe.attention(q, k, v)
     with strobe.distributed.context_parallel(mesh, layout=Layout.zigzag(S, group.size())) as layout:
         own = [layout.shard(x, 2, group.rank()) for x in (q, k, v)]
@@ -505,7 +506,7 @@ def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, st
 
 
 def changed_in_place(group: dist.ProcessGroup, method: str) -> float:
-    """Of packed sequences, tracked and not."""
+    """The same for packed sequences, tracked and not."""
     layout, cu = Layout.contiguous(32, group.size()), torch.tensor([0, 20, 32], dtype=torch.int32)
     q, k, v = (torch.randn(32 // group.size(), 4, 16) for _ in "qkv")
     differences = []
@@ -545,7 +546,7 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 
 
 def in_two_levels(group: dist.ProcessGroup) -> tuple[list[str], list[tuple[str, str]]]:
-    """What explain() says of a mesh of two dimensions; and what is refused."""
+    """explain()'s text for a mesh of two dimensions; and the refusals."""
     layout, mesh = Layout.zigzag(S, group.size()), mesh_of(group.size(), "cpu")
     q, k, v, _ = shards(layout, group.rank())
     one = shards(layout, group.rank(), hkv=1)
@@ -569,7 +570,7 @@ def explained(group: dist.ProcessGroup, method: str | None, hkv: int, backward: 
 
 
 def bytes_received(group: dist.ProcessGroup, method: str, kind: str, options: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """By this rank from others, forward and backward: what was moved, and what explain() has from its model."""
+    """The bytes that this rank receives from others, forward and backward: those moved, and those in explain()'s model."""
     layout = getattr(Layout, kind)(S, group.size())
     q, k, v, dout = shards(layout, group.rank(), hkv=2)
     real, found = _exchange.begin, [0]
@@ -616,7 +617,7 @@ def trained_and_resumed(group: dist.ProcessGroup, folder: str, cache: str) -> tu
 
 
 def runs_the_page(group: dist.ProcessGroup, page: str) -> float:
-    """The Python of docs/many-gpus.md, and by how much the results that it prints differ. `group` has all ranks and stays."""
+    """Runs the Python of docs/many-gpus.md; by how much the results that it prints differ. `group` has all ranks and stays."""
     printed: list[float] = []
     names: dict[str, Any] = {"print": lambda x: printed.append(float(x))}
     there = {"init_process_group": lambda backend: None, "destroy_process_group": lambda: None}
@@ -645,7 +646,7 @@ DTENSOR_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def laid_out(layout: str) -> list[Tensor]:
-    """whole() as a layout, or packed, has it."""
+    """whole() in a layout, or packed."""
     if layout == "packed":
         return [x.transpose(1, 2).flatten(0, 1).contiguous() for x in whole()]
     return [x.transpose(1, 2).contiguous() if layout == "bshd" else x for x in whole()]

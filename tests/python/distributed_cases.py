@@ -1,4 +1,4 @@
-"""Calls of strobe.distributed.attention(): the contract's options beside ranks, layouts and methods, and what a rank computes of one."""
+"""Calls of strobe.distributed.attention(): the contract's options with ranks, layouts and methods, and a rank's results."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ FACTORS: dict[str, list[Any]] = {
     "lse": ["none", "returned", "gradient"],
     "flag": [None, "deterministic", "exact_max", "invariant", "check"],
 }
-# Of the other options of the contract the plain values.
+# The other options of the contract have their plain values.
 PLAIN = {name: values[0] for name, values in cases.FACTORS.items() if name not in FACTORS}
 
 
 def valid(case: dict[str, Any]) -> bool:
-    """Every rule speaks of two options."""
+    """Every rule is about two options."""
     world, method = case.get("how", (1, "heads"))
     beside = {name: case[name] for name in ("used", "flag") if case.get(name) in ("some", "invariant")}
     heads = case.get("heads")
     rules = [
         not (heads and method == "heads" and heads[1] % world),
         not (heads and method == "levels" and heads[1] % node_of(world)),
-        # they need method "heads", and no dropout or block mask of several heads beside it
+        # they need method "heads", and exclude dropout and a block mask of several heads
         not (beside and "how" in case and method != "heads"),
         not (beside and (case.get("dropout") or (case.get("blocks") or " ")[-1].endswith("H"))),
-        not (case.get("storage") in ("transposed", "sliced") and case.get("layout") in ("zigzag", "balanced")),  # which copy
+        not (case.get("storage") in ("transposed", "sliced") and case.get("layout") in ("zigzag", "balanced")),  # they copy
     ]
     return all(rules) and cases._valid(case)
 
 
 def every_pair() -> list[dict[str, Any]]:
-    """Cases that hold every pair of values at least once. Where a rank would have one query beside a mask or bias, which method "heads"
-    refuses, another method takes the case, and it comes once more with other lengths, and once without mask and bias."""
+    """Cases that hold every pair of values at least once. If a rank would have one query with a mask or bias, which method "heads" refuses,
+    another method takes the case, and it is repeated once with other lengths, and once without mask and bias."""
     found = []
     for case in cases.combinations(2, FACTORS, valid):
         (world, method), inputs = case["how"], build(case)
@@ -88,7 +88,7 @@ def node_of(world: int) -> int:
 
 @functools.cache
 def mesh_of(world: int, device: str) -> dist.device_mesh.DeviceMesh:
-    """Of all processes, as nodes."""
+    """The mesh of all processes, as nodes."""
     return dist.device_mesh.init_device_mesh(device, (world // node_of(world), node_of(world)))
 
 
@@ -102,7 +102,7 @@ def build(case: dict[str, Any]) -> Inputs:
 
 
 def layouts(case: dict[str, Any], inputs: Inputs) -> tuple[Layout, Layout]:
-    """Of the queries and of the keys. Where these are as many, they are the same."""
+    """The layouts of the queries and of the keys: the same if their numbers are equal."""
     world = case["how"][0]
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     found = []
@@ -146,7 +146,7 @@ class Shard:
         return self.layouts[side].shard(x, axis, self.rank)
 
     def rows(self) -> list[Tensor]:
-        """Of each sequence (of dense tensors of one) the positions of this rank's queries."""
+        """For each sequence (dense tensors: for one) the positions of this rank's queries."""
         positions = self.layouts[0].positions(self.rank)
         if not self.inputs.varlen:
             return [positions]
@@ -191,13 +191,13 @@ class Shard:
 
 
 def own_options(options: dict[str, Any]) -> dict[str, Any]:
-    """In the words of strobe.distributed.attention()."""
+    """The options in the terms of strobe.distributed.attention()."""
     found = {name: x for name, x in options.items() if name != "layout"}
     return found | ({"axes": options["layout"]} if "layout" in options else {})
 
 
 def run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str = "cpu") -> Results:
-    """What a rank's part of the case gives: its rows, and its parts of dbias and dsinks."""
+    """A rank's results of the case: its rows, and its shares of dbias and dsinks."""
     before = _gather.LEAST_BYTES
     if len(repr(case)) % 2:
         _gather.LEAST_BYTES = dict.fromkeys(before, 1)  # key heads come in groups
@@ -240,7 +240,7 @@ def _run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) ->
 
 
 def joined(case: dict[str, Any], inputs: Inputs, of_ranks: list[Results]) -> Results:
-    """The whole call's results. What ranks have parts of is added up."""
+    """The whole call's results. Shares of ranks are added up."""
     both = layouts(case, inputs)
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     found: Results = {}

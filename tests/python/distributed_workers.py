@@ -1,4 +1,5 @@
-"""Processes that stay for many tests: ranks on gloo, of one thread each, or on NCCL with a GPU each, and groups of the first n of them."""
+"""Processes that live for many tests: ranks on gloo, with one thread each, or on NCCL with a GPU each, and groups of the first n of
+them."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 MOST = 4
-SECONDS = 120  # for which an answer is waited
+SECONDS = 120  # time limit of an answer
 
 
 def _serve(rank: int, most: int, backend: str, folder: str, seconds: float, pipe: Any) -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # where it hangs, for show_stacks()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # dumps the stacks if it hangs, for show_stacks()
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    limit = datetime.timedelta(seconds=10 * seconds)  # who waits for an answer gives up before
+    limit = datetime.timedelta(seconds=10 * seconds)  # the parent gives up earlier
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=most, timeout=limit)
     groups = {n: dist.new_group(list(range(n)), timeout=limit) for n in range(1, most + 1)}
     pipe.send("ready")
@@ -34,12 +35,12 @@ def _serve(rank: int, most: int, backend: str, folder: str, seconds: float, pipe
         function, world, arguments = pipe.recv()
         try:
             pipe.send((None, function(groups[world], *arguments)))
-        except BaseException as failure:  # told to the test, whatever it is
+        except BaseException as failure:  # of any type: the test gets it
             pipe.send((f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}", None))
 
 
 class Workers:
-    """Calls functions of modules on the ranks: function(group, *arguments). seconds: for which each answer is waited."""
+    """Calls functions of modules on the ranks: function(group, *arguments). seconds: the time limit of each answer."""
 
     def __init__(self, most: int = MOST, backend: str = "gloo", seconds: float = SECONDS) -> None:
         self._folder, self._seconds = tempfile.TemporaryDirectory(), seconds
@@ -50,7 +51,7 @@ class Workers:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, most, backend, self._folder.name, seconds, there), daemon=True)
             process.start()
-            there.close()  # so that a process that ends is told of
+            there.close()  # so that the end of a process is noticed
             self._pipes.append(here)
             self._processes.append(process)
         for rank in range(most):
@@ -58,7 +59,7 @@ class Workers:
 
     def send(self, function: Callable[..., Any], world: int, *arguments: Any) -> None:
         for pipe in self._pipes[:world]:
-            with contextlib.suppress(BrokenPipeError):  # receive() tells that it has ended
+            with contextlib.suppress(BrokenPipeError):  # receive() reports that it has ended
                 pipe.send((function, world, arguments))
 
     def receive(self, world: int) -> list[Any]:
@@ -85,7 +86,7 @@ class Workers:
         raise AssertionError(f"rank {rank} {words}")
 
     def _show_stacks(self) -> None:
-        """Of all ranks, to stderr."""
+        """Prints the stacks of all ranks to stderr."""
         for process in self._processes:
             if process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -94,7 +95,7 @@ class Workers:
 
     @property
     def closed(self) -> bool:
-        """They are then of no use any more: an answer did not come."""
+        """They can then no longer be used: an answer did not come."""
         return not self._processes
 
     def close(self) -> None:

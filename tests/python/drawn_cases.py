@@ -48,7 +48,7 @@ def cases(draw):
     if case["quant"] and case["quant"].stored == "float8" and case["storage"] == "reversed":
         case["storage"] = "sliced"
     if case["score"] != "dot":
-        case["softcap"] = FACTORS["softcap"][0]  # none: it is a score of its own
+        case["softcap"] = FACTORS["softcap"][0]  # none: the two exclude each other
     if case["bias kind"] == "float32" and case["dtype"] == "float64":
         case["bias kind"] = "gradient"
     return case

@@ -12,7 +12,7 @@ BUILD = ROOT / "build" / "cpp"  # make emulator
 
 
 def output(program: str, *arguments: str, **emulator: str) -> str:
-    """What a Python program prints on the emulated GPU, which `make emulator` builds. emulator: values of STROBE_EMULATOR_<name>
+    """The output of a Python program on the emulated GPU, which `make emulator` builds. emulator: values of STROBE_EMULATOR_<name>
     (tests/emulator/driver.cpp)."""
     environment = {
         **os.environ,

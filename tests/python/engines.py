@@ -1,5 +1,5 @@
-"""The engines that a test runs. On a GPU, on an emulated one and in `make test-long` all; else the CPU's usual one, the baseline and one
-that is drawn for each test, so that a run sees every engine, but not everything on each."""
+"""The engines that a test runs. On a GPU, on an emulated one and in `make test-long` all; otherwise the CPU's usual one, the baseline and
+one that is drawn for each test, so that a run covers every engine, but not everything on each."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import strobe
 from device import ON_GPU, here
 
 LONG = bool(os.environ.get("STROBE_TEST_LONG"))  # make test-long: all engines, more options together, other random calls each time
-# What is drawn, here and in the workers that pytest starts; it is printed.
+# The seed of all draws, here and in the workers that pytest starts; it is printed.
 SEED = os.environ.setdefault("STROBE_TEST_SEED", str(random.randrange(10**6)))
 
 
 def available_engines() -> list[str]:
-    """Those that the oracle judges; it runs by the name "reference" itself."""
+    """The engines that the oracle judges; it runs by the name "reference" itself."""
     return [name for name, missing in strobe.engines() if missing is None and name != "reference" and here(name)]
 
 
 def engines_under_test(*what: object) -> list[str]:
-    """For a loop within a test. The draw depends on the seed, the test and what else is given."""
+    """For a loop within a test. The draw depends on the seed, the test and the other arguments."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
     return thinned(available_engines(), f"{test} {what}")
 
@@ -33,7 +33,7 @@ def beside_the_default(*what: object) -> list[str]:
 
 
 def usual_engine() -> str:
-    """What a float32 call without options runs on."""
+    """The engine of a float32 call without options."""
     engines = available_engines()
     return next((name for name in ("cpu-avx512", "cpu-avx2") if name in engines), engines[-1])
 

@@ -1,4 +1,4 @@
-"""What flash-attn's functions compute, by its documentation: the formulas in float64."""
+"""The results of flash-attn's functions, by its documentation: the formulas in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random mixes for `invariant`: a problem by itself, and the same rows among others, whose bits have to be the same."""
+"""Random mixes for `invariant`: a problem by itself, and the same rows among others, whose bits must be the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def differing(a: Tensor, b: Tensor) -> int:
-    """How many elements have other bits; a NaN is like any other."""
+    """How many elements have other bits; all NaN are equal."""
     bits = INTEGERS[a.element_size()]
     return int(((a.contiguous().view(bits) != b.contiguous().view(bits)) & ~(a.isnan() & b.isnan())).sum())
 
@@ -33,7 +33,7 @@ class Problem:
     k: Tensor
     v: Tensor
     dout: Tensor
-    options: Options  # causal, window, and those that no row or column has a part of
+    options: Options  # causal, window, and options that are not divided by rows or columns
     rows_of: Options  # bias and mask (1, H, S, S)
     heads_of: Options  # alibi_slopes and sinks (H)
     in_place: bool  # dropout: only the same batch, heads and positions draw the same bytes
@@ -43,18 +43,18 @@ class Problem:
         return not self.options.get("causal")
 
     def run(self, variant: Variant, backward: bool, given: Results | None, **how: Any) -> Results:
-        """Rows [variant.first, variant.end) with keys [0, variant.end), in the surroundings of the variant. The backward of rows takes out
-        and lse of those that are given."""
+        """Rows [variant.first, variant.end) with keys [0, variant.end), in the surroundings of the variant. The backward of rows takes the
+        given out and lse."""
         return variant.run(self, backward, given, how)
 
 
 @dataclasses.dataclass
 class Variant:
-    """What else is in a call, and how it is stored."""
+    """The other contents of a call, and its storage."""
 
     first: int
     end: int
-    heads_kv: list[int]  # of the problem; None stands for one that is not of it
+    heads_kv: list[int]  # of the problem; None stands for a head of the surroundings
     share: int  # query heads of each key head, from its first one on
     kind: str  # "dense", "packed", "used"
     lengths: list[tuple[int, int]]  # of the other sequences of a packed call: queries and keys
@@ -78,7 +78,7 @@ class Variant:
         rows = slice(self.first, self.end)
 
         def picked(x: Tensor, which: list[int], part: slice) -> Tensor:
-            """(1, heads, rows, ...) of the call: the problem's, and others where there is none."""
+            """(1, heads, rows, ...) of the call: the problem's, and others where the problem has none."""
             pieces = [x[:, one : one + 1, part] if one >= 0 else self.other(g, x[:, :1, part]) for one in which]
             return torch.cat(pieces, 1)
 
@@ -164,7 +164,7 @@ class Variant:
         return found
 
     def expected(self, p: Problem, base: Results) -> Results:
-        """The same rows of what the problem gave by itself."""
+        """The same rows of the problem's results by itself."""
         group = p.q.shape[1] // p.k.shape[1]
         kv = [one for one in self.heads_kv if one >= 0]
         heads = [one * group + n for one in kv for n in range(self.share)]
@@ -283,8 +283,8 @@ def mixes(
     most_dim: int = 256,
     **how: Any,
 ) -> Iterator[tuple[int, dict[str, int], str]]:
-    """For each mix its number, how many elements of each result have other bits, and what it was in words. A problem that no engine takes
-    with `invariant` is left out, and so are the gradients where its backward is refused."""
+    """For each mix its number, how many elements of each result have other bits, and its description. A problem that no engine supports
+    with `invariant` is left out, and so are the gradients if its backward is refused."""
     for n in range(problems):
         rng = random.Random(f"{seed}/{n}")
         p = draw_problem(rng, dtype, device, longest, most_dim)

@@ -19,8 +19,8 @@ def in_pages(
     k: Tensor, v: Tensor, lengths: list[int], page: int, generator: torch.Generator, empty: Callable[[Tensor], Tensor] | None = None
 ) -> Pages:
     """k, v: (B, Hkv, Sk, D), where Sk is a multiple of page; lengths: how many keys of each sequence count. Pages lie in the pools in any
-    order, with others between them, of which empty() makes what they hold (None: NaN, or bytes of 255). What the table says behind the last
-    key that counts is no page."""
+    order, with others between them, which empty() fills (None: NaN, or bytes of 255). Entries of the table past the last key that counts
+    name no page."""
     each = k.shape[2] // page
     needed = [-(-n // page) for n in lengths]
     pages = sum(needed) + 3
@@ -29,7 +29,7 @@ def in_pages(
     table = table.to(k.device, torch.int32)
     pools = []
     for x in (k, v):
-        nothing = torch.nan if x.is_floating_point() else 255  # of bytes; as FP8 it is NaN
+        nothing = torch.nan if x.is_floating_point() else 255  # as FP8 these bytes are NaN
         pool = torch.full((pages, x.shape[1], page, x.shape[3]), nothing, dtype=x.dtype, device=x.device)
         pools.append(pool if empty is None else empty(pool))
     first = 0

@@ -27,7 +27,7 @@ def band(sq: int, sk: int, causal: bool, window: tuple[int | None, int | None], 
 
 
 def seen_at(d: Tensor, causal: bool, window: tuple[int | None, int | None]) -> Tensor:
-    """The same by how far each key lies behind each query."""
+    """The same from the distance of each key behind each query."""
     seen = torch.ones(d.shape, dtype=torch.bool)
     left, right = window
     if left is not None:
@@ -40,7 +40,7 @@ def seen_at(d: Tensor, causal: bool, window: tuple[int | None, int | None]) -> T
 
 
 def keep_rate(dropout: float) -> float:
-    """The quantised share of kept elements: a random byte below T keeps, T in 1..255."""
+    """The quantised fraction of kept elements: a random byte below T keeps, T in 1..255."""
     if dropout == 0.0:
         return 1.0
     return min(max(round((1.0 - dropout) * 256), 1), 255) / 256
@@ -48,7 +48,7 @@ def keep_rate(dropout: float) -> float:
 
 @dataclass
 class Score:
-    """What stands between q·k and the softmax, all dense: broadcastable to (B, H, Sq, Sk)."""
+    """The operations between q·k and the softmax, all dense: broadcastable to (B, H, Sq, Sk)."""
 
     scale: float
     softcap: float = 0.0
@@ -62,7 +62,7 @@ class Score:
 
 
 def hyperbolic(x: Tensor, beta: float, shift: float) -> Tensor:
-    """-beta arccosh(max(-x, 1)) - shift; of gradient 0 from x = -1 on."""
+    """-beta arccosh(max(-x, 1)) - shift; its gradient is 0 for x >= -1."""
     t = -x - 1
     far = t > 0
     t = torch.where(far, t, 1.0)
@@ -70,7 +70,7 @@ def hyperbolic(x: Tensor, beta: float, shift: float) -> Tensor:
 
 
 def _rounded_once(q: Tensor, k: Tensor, s: Tensor) -> Tensor:
-    """q k^T of float64, summed in what the CPU has beyond it; of s, the same, are the gradients."""
+    """q k^T of float64, summed in the CPU's wider precision; the gradients are those of s, which has the same values."""
     exact = np.matmul(*(t.detach().numpy().astype(np.longdouble) for t in (q, k.transpose(-1, -2))))
     return s + (torch.from_numpy(exact.astype(np.float64)) - s).detach()
 
@@ -82,7 +82,7 @@ def _drop(p: Tensor, keep: Tensor | None, rate: float) -> Tensor:
 class SoftmaxTimesV(torch.autograd.Function):
     """softmax(s) V, with the backward of the contract's formulas: D = rowsum(dO * O), from O as it was rounded for the caller.
 
-    s holds one column more than v has rows where there is a sink."""
+    If there is a sink, s has one column more than v has rows."""
 
     @staticmethod
     def forward(ctx, s: Tensor, v: Tensor, empty: Tensor, keep: Tensor | None, rate: float) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class SoftmaxTimesV(torch.autograd.Function):
 
 
 def statistics(q: Tensor, k: Tensor, score: Score, order: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """The largest score of each head (B,H), and the sums of P's columns (B,H,Sk), of q's dtype. order: as of attention()."""
+    """The largest score of each head (B,H), and the sums of P's columns (B,H,Sk), of q's dtype. order: as in attention()."""
     (b, h, sq), sk = q.shape[:3], k.shape[2]
     p, s = attention(q, k, torch.eye(sk, dtype=q.dtype).expand(b, k.shape[1], sk, sk), replace(score, keep=None), False, order, True)
     largest = s.flatten(2).amax(2) if sq * sk else q.new_full((b, h), -torch.inf)
@@ -127,7 +127,7 @@ def attention(
     order permutes (head dimension of q and k, keys): the same formulas, summed in another order.
     from_output: the backward takes D from the output, not from P and dP.
     with_scores: returns out and the scores, in `order`.
-    round_once: q·k of float64 is its exact sum, rounded, where the CPU can.
+    round_once: q·k of float64 is its exact sum, rounded, if the CPU can compute it.
     """
     dtype = q.dtype
     b, h, sq, _ = q.shape
@@ -157,7 +157,7 @@ def attention(
         s = torch.cat([s, score.sinks.to(dtype)[None, :, None, None].expand(b, h, sq, 1)], dim=-1)
     if not s.shape[-1]:
         return s @ v, scores if with_scores else s.sum(dim=-1) - torch.inf
-    # A row of nothing but -inf: any finite value keeps NaN out of the gradients, and the row is taken out of P.
+    # In a row of -inf only, any finite value keeps NaN out of the gradients, and the row is removed from P.
     empty = (s == -torch.inf).all(dim=-1, keepdim=True)
     s = s.masked_fill(empty, 0.0)
     keep = None if score.keep is None else ordered(score.keep)

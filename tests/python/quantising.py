@@ -1,4 +1,4 @@
-"""K and V of a call quantised, by formulas of the tests' own: what is stored, the scales, and what both stand for in float64."""
+"""K and V of a call quantised, by the tests' own formulas: the stored numbers, the scales, and their values in float64."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# By name: the largest number that is stored, and the dtype that stores it. int4: two a byte.
+# By name: the largest stored number, and the dtype that stores it. int4: two per byte.
 KINDS = {"int8": (127.0, torch.int8), "float8": (448.0, torch.float8_e4m3fn), "int4": (7.0, torch.uint8)}
 SCALES = {"float16": torch.float16, "float32": torch.float32}
 
 
 class Kind(NamedTuple):
-    stored: str  # of KINDS
-    scale: str  # of SCALES
+    stored: str  # one of KINDS
+    scale: str  # one of SCALES
     group: int | None = None  # rows of k that share a scale for each column; None: a scale for each row
 
 
 @dataclass
 class Quantised:
-    """What is handed over in the place of k and v; of scales, a row for each row of k and v, of one column or of all."""
+    """The stored k and v that a call gets; the scales have a row for each row of k and v, with one column or all."""
 
     kind: Kind
     k: Tensor  # bytes
@@ -40,8 +40,8 @@ class Quantised:
 
 
 def quantised(kind: Kind, k: Tensor, v: Tensor, row: int, groups: Tensor | None) -> tuple[Quantised, Tensor, Tensor]:
-    """k and v, of any strides, as they are stored, contiguous; and what that stands for, in float64. groups: of each row of k along the
-    axis `row`, the number of the group of rows whose scales it shares."""
+    """k and v, of any strides, as they are stored, contiguous; and their values, in float64. groups: for each row of k along the axis
+    `row`, the number of the group of rows that share its scales."""
     k_data, k_scale = _stored(kind, k, _largest_of_groups(k, row, groups) if groups is not None else k.abs().amax(-1, keepdim=True))
     v_data, v_scale = _stored(kind, v, v.abs().amax(-1, keepdim=True))
     both = Quantised(kind, _bytes(kind, k_data), _bytes(kind, v_data), k_scale.contiguous(), v_scale.contiguous())
@@ -49,14 +49,14 @@ def quantised(kind: Kind, k: Tensor, v: Tensor, row: int, groups: Tensor | None)
 
 
 def group_of(positions: Tensor, group: int, page: int | None) -> Tensor:
-    """Which group of rows the row at each position belongs to: in pages, each has groups of its own."""
+    """The group of rows of each position: in pages, each page has groups of its own."""
     if page is None:
         return positions // group
     return positions // page * -(-page // group) + positions % page // group
 
 
 def _largest_of_groups(x: Tensor, row: int, groups: Tensor) -> Tensor:
-    """|x| at most in the group of each row, column by column."""
+    """The largest |x| in the group of each row, column by column."""
     _, which = groups.unique(return_inverse=True)
     moved = x.abs().movedim(row, 0)
     largest = moved.new_zeros(int(which.max()) + 1 if len(which) else 0, *moved.shape[1:])

@@ -1,6 +1,6 @@
-"""Makes the random call of a number again: python tests/python/random_call.py NUMBER [--engine NAME] [--gpu].
+"""Repeats the random call of a number: python tests/python/random_call.py NUMBER [--engine NAME] [--gpu].
 
---gpu: one of those that tests/gpu/random_calls.py draws; other numbers are of test_random.py. STROBE_TEST_DEVICE says where it runs."""
+--gpu: one of those that tests/gpu/random_calls.py draws; other numbers are those of test_random.py. STROBE_TEST_DEVICE sets the device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drawn(number: int, gpu: bool = False) -> Call:
 
 
 def engines(call: Call) -> list[str | None]:
-    """None: the library's own choice; and another one that computes here, drawn. The ladder's keep nothing from what is hidden."""
+    """None: the library's own choice; and another one that computes here, drawn. Those of the ladder do not keep hidden numbers out."""
     names = [name for name, missing in strobe.engines() if missing is None and name != "reference"]
     usable = [name for name in names if here(name) or (name.startswith("ladder-") and not call.spoiled)]
     rng = random.Random(f"engine {call.number // CALLS}")
@@ -68,7 +68,7 @@ def taken_by(engine: str, call: Call) -> bool:
 
 
 def run(call: Call, engine: str | None) -> Results:
-    """Forward and the gradients that are wanted, through autograd. NotImplementedError: the engine does not take the call."""
+    """Forward and the gradients that are asked for, through autograd. NotImplementedError: the engine does not support the call."""
     if call.handed:
         return _run_forward(call, call.handed, engine)
     tensors: dict[str, Any] = {"q": call.q, "k": call.k, "v": call.v}
@@ -99,7 +99,7 @@ def _run_forward(call: Call, handed: Handed, engine: str | None) -> Results:
 
 
 def faults(call: Call, names: list[str | None]) -> list[str]:
-    """Of these engines."""
+    """The errors of these engines."""
     judge = Judge(call, torch.finfo(torch.float32).tiny if ON_GPU and call.q.dtype == torch.float32 else 0.0)
     found = []
     for engine in names:
@@ -107,8 +107,8 @@ def faults(call: Call, names: list[str | None]) -> list[str]:
             results = run(call, engine)
         except NotImplementedError as refusal:
             if engine is None and not (ON_GPU and call.options.get("invariant") and "invariant" in str(refusal)):
-                raise  # but for block masks that cut tiles of keys, and the like
-            continue  # one that is asked for by name may refuse, for the strides of dO too
+                raise  # except for block masks that cut key tiles, and the like
+            continue  # an engine requested by name may refuse, also because of the strides of dO
         found += [f"{engine or 'default'}: {fault}" for fault in judge.faults(results)]
         if call.options.get("deterministic"):
             again = run(call, engine)

@@ -18,7 +18,7 @@ import philox
 
 @dataclass
 class Packing:
-    """Where the tokens of packed sequences lie."""
+    """The places of the tokens of packed sequences."""
 
     lengths_q: list[int]
     lengths_k: list[int]
@@ -44,7 +44,7 @@ class Packing:
         return found
 
     def pack(self, t: Tensor, keys: bool, fill: Any) -> Tensor:
-        """(B, H, longest) as (H, tokens), behind the last sequence filled."""
+        """(B, H, longest) as (H, tokens), filled after the last sequence."""
         found = torch.full((t.shape[1], self.total_k if keys else self.total_q), fill, dtype=t.dtype, device=t.device)
         for b, (first, n) in enumerate(self.spans(keys)):
             found[:, first : first + n] = t[b, :, :n]
@@ -53,7 +53,7 @@ class Packing:
 
 @dataclass
 class Held:
-    """Where the rows of a part stand in the whole problem: (B, Sq) and (B, Sk), 0 behind a sequence's last."""
+    """The positions of a part's rows in the whole problem: (B, Sq) and (B, Sk), 0 after a sequence's last row."""
 
     q: Tensor
     k: Tensor
@@ -75,31 +75,31 @@ class Held:
         return cls(*sides, part.first_head, part.first_batch)
 
     def columns(self, x: Tensor) -> Tensor:
-        """(B|1, H|1, Sq|1, columns of the whole) as the call's own keys."""
+        """(B|1, H|1, Sq|1, columns of the whole) for the call's own keys."""
         if x.shape[3] == 1:
             return x
         b, sk = self.k.shape
         return x.expand(b, *x.shape[1:]).gather(3, self.k[:, None, None, :].expand(b, *x.shape[1:3], sk))
 
     def rows(self, x: Tensor) -> Tensor:
-        """The same of the rows of the whole."""
+        """The same for the rows of the whole."""
         b, sq = self.q.shape
         return x.expand(b, *x.shape[1:]).gather(2, self.q[:, None, :, None].expand(b, x.shape[1], sq, x.shape[3]))
 
     def own(self, x: Tensor, heads: int) -> Tensor:
-        """What is the whole problem's in all axes."""
+        """The call's own slice of a tensor that has all axes of the whole problem."""
         x = x[self.first_batch : self.first_batch + len(self.q)] if x.shape[0] > 1 else x
         x = x[:, self.first_head : self.first_head + heads] if x.shape[1] > 1 else x
         return self.columns(self.rows(x))
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """Rows for the longest sequence that there may be."""
+    """Pads the rows to those of the longest possible sequence."""
     return torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[2])) if x.shape[2] != 1 and x.shape[2] < rows else x
 
 
 def _positions(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packing | None, device: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """i + offset - j; and which queries and keys there are, of each sequence."""
+    """i + offset - j; and which queries and keys exist, for each sequence."""
     i, j = torch.arange(sq, device=device)[:, None], torch.arange(sk, device=device)[None, :]
     if (held := Held.of(options, b, sq, sk, device)) is not None:
         part = options["part"]
@@ -146,7 +146,8 @@ def visible(options: dict[str, Any], b: int, heads: int, sq: int, sk: int, packi
 
 
 def dropout_keeps(options: dict[str, Any], b: int, h: int, sq: int, sk: int, device: Any) -> tuple[Tensor | None, float]:
-    """What dropout keeps, and its share. A call of Philox serves a group of 4 x 4, which lie in a block of 16 x 16 as the contract says."""
+    """The elements that dropout keeps, and their fraction. A call of Philox serves a group of 4 x 4 in a block of 16 x 16, as in the
+    contract."""
     if not options.get("dropout"):
         return None, 1.0
     seed, offset = options["rng"].tolist() if "rng" in options else (options["seed"], options["offset"])
@@ -191,7 +192,7 @@ class Dense:
         cls, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any], seen: Tensor,
         packing: Packing | None,
     ) -> Dense:  # fmt: skip
-        """Of the call's tensors, (B, H, S, D) or packed."""
+        """From the call's tensors, (B, H, S, D) or packed."""
         if packing:
             q, k, v, dout = (packing.dense(t, keys) for t, keys in ((q, False), (k, True), (v, True), (dout, False)))
             dlse = None if dlse is None else packing.dense(dlse.T[..., None], False)[..., 0]
@@ -201,7 +202,7 @@ class Dense:
             slopes = slopes.view(-1, h, 1, 1)
         if dlse is None:
             dlse = torch.zeros(b, h, sq, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
-        elif sinks is None:  # of a row that sees no key it is ignored
+        elif sinks is None:  # in a row that sees no key it is ignored
             dlse = torch.where(seen.expand(b, h, sq, sk).any(3), dlse, 0)
         held = Held.of(options, b, sq, sk, q.device)
         if held is None:
@@ -221,8 +222,8 @@ class Dense:
         )  # fmt: skip
 
     def ordered(self, seed: int) -> tuple[Dense, Tensor, Tensor]:
-        """The same with keys and head dimensions in other orders, which are given: sums then have another order. In odd ones a head
-        dimension stays near its place, so that a large one at the front, as points of a hyperboloid have, comes early."""
+        """The same with keys and head dimensions in other orders, which are returned: sums then have another order. In odd ones a head
+        dimension stays near its place, so that a large one at the front, as in points of a hyperboloid, comes early."""
         g = torch.Generator().manual_seed(seed)
         keys, dims = (torch.randperm(n, generator=g) for n in (self.k.shape[2], self.q.shape[3]))
         if seed % 2:
@@ -236,8 +237,8 @@ class Dense:
         return dataclasses.replace(self, q=self.q[..., dims], k=self.k[:, :, keys][..., dims], v=self.v[:, :, keys], **more), keys, dims
 
     def shuffled(self, seed: int) -> Dense:
-        """A call of the same kind: the tokens of q, of k, of v and of dout in another order, across sequences and heads: within one, a few
-        tokens have few orders, which would be the call's own luck again. Each number, and each of the bias, moves by an ulp or two: where
+        """A call of the same kind: the tokens of q, of k, of v and of dout in another order, across sequences and heads, because a few
+        tokens within one have few orders, which would repeat the call's own luck. Each number, also of the bias, moves by an ulp or two: if
         scores do not depend on the order, and a key has nearly all of P, the same numbers would round in the same way."""
         g = torch.Generator().manual_seed(seed)
 
@@ -250,7 +251,7 @@ class Dense:
 
         def moved(t: Tensor) -> Tensor:
             up = torch.randint(2, t.shape, generator=g).to(t.device)
-            of = self.q.dtype if t.dtype == torch.float64 else t.dtype  # quantised keys stand here in float64
+            of = self.q.dtype if t.dtype == torch.float64 else t.dtype  # quantised keys are float64 here
             return (t.double() * (1 + torch.finfo(of).eps * (2 * up - 1))).to(t.dtype)
 
         q, k, v, dout = (moved(mixed(t, keys)) for t, keys in ((self.q, False), (self.k, True), (self.v, True), (self.dout, False)))

@@ -1,6 +1,6 @@
-"""A call drawn at random from all that docs/semantics.md allows: one number is one call.
+"""Draws a call at random from all that docs/semantics.md allows: one number is one call.
 
-Calls of the same number // CALLS have the same options, as far as those decide what a GPU's kernels are compiled for; lengths, heads,
+Calls with the same number // CALLS have the same options, as far as these determine a GPU's kernels; lengths, heads,
 strides and values are the call's own."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paging import in_pages
 from quantising import SCALES, Kind, Quantised, group_of, quantised
 from random_dense import Dense, Packing, visible
 
-CALLS = 16  # numbers of the same options
+CALLS = 16  # consecutive numbers with the same options
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Options = dict[str, Any]
 
@@ -36,14 +36,14 @@ class Call:
     dout: Tensor
     dlse: Tensor | None
     options: dict[str, Any]
-    leaves: list[str]  # of q, k, v, bias and sinks: those whose gradients are wanted
+    leaves: list[str]  # those of q, k, v, bias and sinks whose gradients are asked for
     returns_lse: bool
     dense: Dense
     packing: Packing | None
-    spoiled: bool  # what nobody may read holds no numbers
+    spoiled: bool  # memory that must not be read holds NaN
     words: dict[str, Any] = field(default_factory=dict)  # what was drawn
     aux: tuple[str, ...] = ()
-    handed: Handed | None = None  # k, v and options in pages, or quantised; the forward alone is called
+    handed: Handed | None = None  # k, v and options in pages, or quantised; only the forward is called
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.words.items())
@@ -51,7 +51,7 @@ class Call:
 
 @dataclass
 class Handed:
-    """What is handed over in the place of k, v and the options."""
+    """The values that replace k, v and the options."""
 
     k: Tensor
     v: Tensor
@@ -77,7 +77,7 @@ def _wide(rng: random.Random, most: int) -> int:
 
 
 def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options:
-    """What the calls of a number // CALLS have in common. dtypes: the weight of each."""
+    """The options that the calls of a number // CALLS share. dtypes: the weight of each."""
     rng = random.Random(f"options {number // CALLS}")
     o: Options = {"dtype": _one(rng, dtypes or {"float32": 0.35, "bfloat16": 0.3, "float16": 0.2, "float64": 0.15})}
     o["d"] = _width(rng)
@@ -94,8 +94,8 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     own = sign * round(_log_uniform(rng, 0.02, 1.5), 4)
     o["scale"] = _one(rng, {None: 0.6, 0.0: 0.03, own: 0.3, 4.0 * sign / math.sqrt(o["d"]): 0.07})
     if o["score"] == "hyperbolic":
-        # Where x is about -1 its last bit decides of the derivative, from 0 to as large as can be: points on a line often meet, and a scale
-        # below 1 takes others there.
+        # Near x = -1 its last bit determines the derivative, from 0 to any size: points on a line often meet, and a scale below 1 moves
+        # others there.
         o["d"], o["scale"] = max(o["d"], 8), _one(rng, {None: 0.7, 1.5: 0.2, -0.5: 0.1})
     o["alibi"] = _one(rng, {None: 0.75, "H": 0.15, "BH": 0.1})
     o["bias"] = _one(rng, {None: 0.68, "own": 0.2, "float32": 0.12})
@@ -110,7 +110,7 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     o["flags"] = sorted(name for name, p in {"deterministic": 0.25, "exact_max": 0.2, "check": 0.05}.items() if rng.random() < p)
     o["tile"] = None if rng.random() < 0.88 else (rng.choice([1, 16, 64, 100, 128, 256]), rng.choice([1, 16, 48, 64, 128, 300]))
     o["leaves"] = [name for name in ("q", "k", "v", "bias", "sinks") if rng.random() < 0.6] if rng.random() < 0.2 else None
-    o["aligned"] = rng.random() < 0.75  # rows on 16-byte addresses, where their width lets them
+    o["aligned"] = rng.random() < 0.75  # rows at 16-byte addresses, if their width allows it
     o["length"] = _one(rng, {"any": 0.5, "short": 0.1, "long keys": 0.1, "long": 0.3})
     if rng.random() < 0.05:
         which = rng.choice(["both", "both", "both", "d", "dv"])
@@ -120,14 +120,14 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     o["aux"] = rng.choice([("max_logit",), ("column_sums",), ("max_logit", "column_sums")]) if rng.random() < 0.2 else ()
     if rng.random() < 0.1:
         o["flags"] = sorted([*o["flags"], "invariant"])
-    o["part"] = _one(rng, {None: 0.82, "aligned": 0.08, "any": 0.1})  # where rows stand in a larger problem
-    if o["part"]:  # beside which these are refused
+    o["part"] = _one(rng, {None: 0.82, "aligned": 0.08, "any": 0.1})  # the positions of rows in a larger problem
+    if o["part"]:  # with it these are refused
         o |= {"used": False, "aux": (), "flags": [name for name in o["flags"] if name != "invariant"]}
-    o["page"] = None  # how many keys a page holds
+    o["page"] = None  # keys per page
     if not o["part"] and rng.random() < 0.12:
         o["page"] = rng.choice([16, 16, 32, 64, 64, 128, 256, 1, rng.randint(1, 300)])
         o["flags"] = [name for name in o["flags"] if name != "deterministic"]
-    o["quant"] = None  # how k and v are stored
+    o["quant"] = None  # the stored kind of k and v
     if not o["part"] and o["dtype"] != "float64" and rng.random() < 0.15:
         even = o["d"] % 2 == 0 and o["dv"] % 2 == 0
         stored = rng.choice(["int8", "float8", "int4"] if even else ["int8", "float8"])
@@ -138,8 +138,8 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
 
 @dataclass
 class Placing:
-    """Of each sequence: the ranges of positions that its rows have, and how long it is as a whole. All of a dense call have the same ranges
-    or their own."""
+    """For each sequence: the ranges of positions of its rows, and its whole length. All sequences of a dense call have the same ranges or
+    their own."""
 
     ranges_q: list[list[tuple[int, int]]]
     ranges_k: list[list[tuple[int, int]]]
@@ -158,7 +158,7 @@ class Placing:
 
 
 def _placed(rng: random.Random, length: int, unit: int) -> tuple[list[tuple[int, int]], int]:
-    """The rows of one sequence cut into ranges, with gaps between them; and a whole length that holds them."""
+    """The rows of one sequence cut into ranges, with gaps between them; and a whole length that contains them."""
     ranges, at = [], 0
     for n in range(4):
         at += rng.choice([0, rng.randint(0, 80)]) // unit * unit
@@ -192,9 +192,9 @@ class Shape:
     sk: int
     lengths_q: list[int] | None = None
     lengths_k: list[int] | None = None
-    total_q: int = 0  # of tokens, with padding behind the last sequence
+    total_q: int = 0  # tokens, with padding after the last sequence
     total_k: int = 0
-    used: list[int] | None = None  # of each sequence's keys
+    used: list[int] | None = None  # per sequence
     part: Placing | None = None
 
 
@@ -218,11 +218,11 @@ def _lengths(rng: random.Random, o: Options, most: int, most_keys: int) -> tuple
 
 
 def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float], most: int = 4096, most_keys: int = 16384) -> Shape:
-    """scores: draws how many of them there may be in all; most, most_keys: of a length, and where they are many."""
+    """scores: draws the largest number of scores in all; most, most_keys: the largest length, and where they are many."""
     rng = random.Random(f"shape {number}")
     budget = scores(rng) if o["length"] != "long keys" else max(scores(rng), 2 * most_keys)
     sq, sk = _lengths(rng, o, most, most_keys)
-    while sq * sk > budget:  # the longer one gives way, but for keys that are to be many
+    while sq * sk > budget:  # the longer one is shortened, except keys that are meant to be many
         if o["length"] == "long keys" and sq > 1 and sk < budget:
             sq = max(1, int(budget / sk))
         elif sq >= sk:
@@ -248,7 +248,7 @@ def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float]
 
     s.lengths_q = lengths(sq)
     s.lengths_k = list(s.lengths_q) if sq == sk and rng.random() < 0.6 else lengths(sk)
-    s.sq, s.sk = max(1, sq), _whole_pages(o, max(1, sk))  # a bound of 0 is none
+    s.sq, s.sk = max(1, sq), _whole_pages(o, max(1, sk))  # a bound of 0 means none
     padding = rng.random() < 0.6
     s.used = _used(rng, o, s.lengths_k)
     s.total_q = sum(s.lengths_q) + (rng.choice([1, 7, 40, 130]) if padding else 0)
@@ -272,7 +272,7 @@ SPOILS = {"nan": [math.nan], "inf": [math.inf], "-inf": [-math.inf], "huge": [1.
 
 
 class _Values:
-    """Of one call."""
+    """The values of one call."""
 
     def __init__(self, number: int, device: str):
         self.rng = random.Random(f"values {number}")
@@ -287,7 +287,7 @@ class _Values:
         return torch.rand(shape, generator=self.generator, device=self.device) < p
 
     def spoil_like(self, x: Tensor) -> Tensor:
-        """As many of what is no number, or a huge one; random bytes for bool."""
+        """As many NaN, infinities or huge numbers; random bytes for bool."""
         if x.dtype == torch.bool:
             return self.chance(0.5, *x.shape)
         if x.dtype == torch.uint8:  # bytes of quantised keys
@@ -297,18 +297,18 @@ class _Values:
         return kinds.to(self.device)[index].to(x.dtype).repeat(x.numel() // 1009 + 1)[: x.numel()].view(x.shape)
 
     def spoiled(self, x: Tensor, where: Tensor) -> Tensor:
-        """x but for `where`, in its own memory."""
+        """x except at `where`, in its own memory."""
         if self.spoil is None or not where.numel():
             return x
         return x.copy_(torch.where(where, self.spoil_like(x), x))
 
     def empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """What lies between the rows of a tensor."""
+        """The memory between the rows of a tensor."""
         t = torch.zeros(shape, dtype=dtype, device=self.device)
         return t if self.spoil is None else self.spoil_like(t)
 
     def stored(self, t: Tensor, aligned: bool, expands: bool = True) -> Tensor:
-        """t in other strides; of heads or a batch that are broadcast, the first one's."""
+        """t in other strides; if heads or a batch are broadcast, the first one's."""
         kinds = {"dense": 4, "heads last": 4, "wider": 3, "expanded": 0 if not expands else 0.6 if t.dim() == 4 else 0.3}
         if not aligned:
             kinds |= {"sliced": 2, "offset": 2, "transposed": 1.5}
@@ -344,7 +344,7 @@ class _Values:
 
 
 def _lorentz(x: Tensor, flip: bool) -> Tensor:
-    """The points of the hyperboloid above these, their first coordinate left out; flipped, so that a product is a Lorentz product."""
+    """The points of the hyperboloid above these, without their first coordinate; flipped, so that a product is a Lorentz product."""
     first = (1 + (x[..., 1:] ** 2).sum(-1, keepdim=True)).sqrt()
     return torch.cat([-first if flip else first, x[..., 1:]], dim=-1)
 
@@ -384,7 +384,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     if s.used is not None:
         options["seqused_k"] = torch.tensor(s.used, dtype=torch.int32, device=device)
 
-    # What is indexed by the whole problem's positions
+    # Tensors that are indexed by the whole problem's positions
     whole_b, whole_h, whole_q, whole_k = s.b, s.h, s.sq, s.sk
     if s.part is not None:
         options["part"] = s.part.option()
@@ -416,7 +416,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     lse = rng.choice(["none", "returned", "gradient", "gradient"])
     dlse = values.normal(*((s.h, s.total_q) if packing else (s.b, s.h, s.sq))).to(wide) if lse == "gradient" else None
 
-    # What stands between q.k and the softmax
+    # The operations between q.k and the softmax
     if "window" in o["band"]:
         longest = max(s.sq, s.sk, 1)
         sides = [None if rng.random() < 0.3 else int(_log_uniform(rng, 1, 2 * longest)) - 1 for _ in range(2)]
@@ -499,8 +499,8 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
 
 
 def _with_gaps(number: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with some lists in other strides. What lies between their numbers is none that a list may have."""
-    rng = random.Random(f"lists {number}")  # of its own, so that all else is drawn as without it
+    """The options with some lists in other strides. The numbers in the gaps would be illegal in the list."""
+    rng = random.Random(f"lists {number}")  # a generator of its own, so that everything else is drawn as without it
     given = dict(options)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "rng"):
         x = options.get(name)
@@ -516,8 +516,8 @@ def _with_gaps(number: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lacking(values: _Values, o: Options, s: Shape, device: str) -> Tensor | None:
-    """Of each sequence, pages whose numbers are none of the pool's, which hides their keys: (B, pages of a sequence). In host memory, and
-    where it is checked, that is refused."""
+    """For each sequence, pages whose numbers are not in the pool, which hides their keys: (B, pages of a sequence). In host memory, and if
+    it is checked, that is refused."""
     if not o["page"] or not ON_GPU or "check" in o["flags"] or values.rng.random() < 0.6:
         return None
     return values.chance(values.rng.choice([0.02, 0.3, 1.0]), s.b, s.sk // o["page"])
@@ -527,7 +527,7 @@ def _paged(
     values: _Values, o: Options, s: Shape, packing: Packing | None, k: Tensor, v: Tensor, options: dict[str, Any], lacking: Tensor | None,
     seed: int | None = None,
 ) -> Handed:  # fmt: skip
-    """The call in pages, among which others lie that hold no numbers. seed: of where the pages lie."""
+    """The paged call, with other pages between that hold NaN. seed: of the places of the pages."""
     counted = s.used if s.used is not None else s.lengths_k if s.lengths_k is not None else [s.sk] * s.b
     if packing:
         k, v = (packing.dense(x, True, values.empty([s.b, s.hkv, s.sk, x.shape[2]], x.dtype)) for x in (k, v))
@@ -543,7 +543,7 @@ def _paged(
 
 
 def _quantised(o: Options, packing: Packing | None, k: Tensor, v: Tensor) -> tuple[Quantised, Tensor, Tensor]:
-    """What is stored of k and v, and what that stands for."""
+    """The stored k and v, and their values."""
     kind, row = o["quant"], 0 if packing else 2
     groups = None
     if kind.group is not None:
@@ -577,7 +577,7 @@ def _handed(
 
 
 def _spoil_quantised(values: _Values, s: Shape, packing: Packing | None, seen: Tensor, quant: Quantised) -> None:
-    """Keys that no query sees hold any bytes and scales, but for scales that others share."""
+    """Keys that no query sees hold any bytes and scales, except scales that others share."""
     unread = _unread(s, seen).to(quant.k.device)
     where = (packing.pack(unread, True, True).T if packing else unread)[..., None]
     values.spoiled(quant.v_scale, where)
@@ -597,14 +597,15 @@ def _spoil(
     values: _Values, s: Shape, packing: Packing | None, seen: Tensor,
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    """What nobody may read holds no numbers: keys that no query sees, tokens of no sequence, queries without keys, parts of the bias."""
+    """Fills memory that must not be read with NaN: keys that no query sees, tokens of no sequence, queries without keys, regions of the
+    bias."""
     full = seen.expand(s.b, s.h, s.sq, s.sk)
     unread = _unread(s, seen)
     empty = ~full.any(3) if s.sk else torch.ones(s.b, s.h, s.sq, dtype=torch.bool)
     unread, empty = unread.to(q.device), empty.to(q.device)
     nobody = torch.zeros_like(empty)
     queries = empty if values.rng.random() < 0.3 else nobody
-    # With a sink D of a row that sees no key is dO O, 0 times what dO holds.
+    # With a sink D of a row that sees no key is dO O, 0 times the numbers of dO.
     for t, where in ((k, unread), (v, unread), (q, queries), (dout, nobody if "sinks" in options else queries)):
         if t.numel() and all(stride or n == 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
             values.spoiled(t, (packing.pack(where, where is unread, True).T if packing else where)[..., None])
@@ -620,4 +621,4 @@ def _spoil(
         and all(bias.stride(i) or bias.shape[i] == 1 for i in range(4))
     ):
         axes = [i for i in range(4) if bias.shape[i] == 1]
-        values.spoiled(bias, ~(full.any(dim=axes, keepdim=True) if axes else full) & (bias != -math.inf))  # which hides by itself
+        values.spoiled(bias, ~(full.any(dim=axes, keepdim=True) if axes else full) & (bias != -math.inf))  # -inf hides by itself

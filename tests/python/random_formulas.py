@@ -1,5 +1,5 @@
-"""The formulas of docs/semantics.md, forward and every gradient, as it writes them: a line each, S and P whole, in float64 or in the
-precision of a call. Nothing here is shared with Strobe, its reference, or the formulas of the other tests; autograd has no part in it."""
+"""The formulas of docs/semantics.md, forward and every gradient, as written there: one line each, S and P whole, in float64 or in the
+precision of a call. Nothing here is shared with Strobe, its reference, or the formulas of the other tests; autograd is not used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from random_dense import Dense
 
-Results = dict[str, Tensor]  # of "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
+Results = dict[str, Tensor]  # by name: "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -26,9 +26,9 @@ def _in_runs(q: Tensor, k: Tensor) -> Tensor:
 
 
 def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool = False, p_from_lse: bool = False) -> Results:
-    """dtype: of each step's result. A product of 16-bit matrices is summed in float32, as tensor cores and BLAS sum it, and a sum of 16-bit
-    numbers too. d_from_p: D is the sum of P dP, not of dO O: the same, but for rounding. in_runs: q.k is summed in runs of 32 columns.
-    p_from_lse: the gradients' P is exp(S - LSE), as the page writes it, of the LSE that a caller gets; else that of the output."""
+    """dtype: of each step's result. A product of 16-bit matrices is summed in float32, as tensor cores and BLAS sum it, and so is a sum of
+    16-bit numbers. d_from_p: D is the sum of P dP, not of dO O: equal except for rounding. in_runs: q.k is summed in runs of 32 columns.
+    p_from_lse: the gradients' P is exp(S - LSE), as in the page, with the LSE that a caller gets; otherwise that of the output."""
     work = torch.float32 if dtype in HALF else dtype
     r: Callable[[Tensor], Tensor] = (lambda t: t.to(dtype).to(work)) if dtype in HALF else (lambda t: t)
     q, k, v, dout, dlse = (t.to(work) for t in (x.q, x.k, x.v, x.dout, x.dlse))
@@ -57,7 +57,7 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         s = r(s + x.bias.to(work))
     s = torch.where(x.seen, s, -torch.inf)
 
-    # Softmax: measured against the largest score, a row of none against 0
+    # Softmax: relative to the largest score; a row without one relative to 0
     sink = None if x.sinks is None else x.sinks.to(work).view(1, h, 1, 1)
     m = s.amax(3, keepdim=True) if sk else s.new_full((b, h, sq, 1), -torch.inf)
     if sink is not None:
@@ -94,6 +94,6 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         results["dbias"] = total_ds.to(x.bias.dtype).to(work) if x.bias.dtype in HALF and dtype in HALF else total_ds
     if sink is not None:
         share = torch.exp(sink - lse)
-        ds = share * (dlse[..., None] - delta)  # of the sink as one more key, rounded as its dS is; else in the precision of lse
+        ds = share * (dlse[..., None] - delta)  # of the sink as one more key, rounded like its dS; otherwise in the precision of lse
         results["dsinks"] = (r(ds) if d_from_p else ds).sum(dim=(0, 2, 3))
     return results

@@ -1,4 +1,4 @@
-"""Holds the results of a random call to the accuracy clause of docs/semantics.md."""
+"""Checks the results of a random call by the accuracy clause of docs/semantics.md."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from random_draw import DTYPES, Call
 from random_formulas import HALF, Results, evaluate
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
-ORDERS = 12  # in which the formulas are summed, beside their own: one may meet a small error by chance
-# Calls of the same kind, where that is so of the whole call, and as many of a call with fewer rows than FEW that see something. The
-# largest error is that of a row whose terms happen to cancel, and twelve calls of six queries hold few rows: over 60 calls of 112 rows
-# each, cuda-tf32 erred by 1.8 times what the formulas did, over 300 calls of 24 rows by 1.7. With more of larger calls an engine that
+ORDERS = 12  # orders of summation of the formulas, beside their own: one may have a small error by chance
+# Calls of the same kind that are measured, if that is possible for the whole call, and as many of a call with fewer visible rows than FEW.
+# The largest error is that of a row whose terms happen to cancel, and twelve calls of six queries hold few rows: over 60 calls of 112 rows
+# each, cuda-tf32 erred by 1.8 times as much as the formulas, over 300 calls of 24 rows by 1.7. With more of larger calls an engine that
 # sums all 256 columns of q.k in one run goes unnoticed.
 DRAWS, FEW, DRAWS_OF_FEW = 12, 300, 100
 STATISTICS = ("lse", "max_logit", "column_sums")
 
 
 def magnitude(t: Tensor) -> float:
-    """Of the largest number."""
+    """The magnitude of the largest number."""
     t = t.double()
     return float(torch.where(t.isfinite(), t.abs(), 0.0).max()) if t.numel() else 0.0
 
 
 def error(t: Tensor, ref: Tensor) -> float:
-    """The largest difference; infinite where one is no number, or infinite, and the other is not the same."""
+    """The largest difference; infinite if one is NaN or infinite, and the other is not the same."""
     if not t.numel():
         return 0.0
     t, ref = t.double(), ref.double()
@@ -80,8 +80,8 @@ class Judge:
         return {name: size for name, size in gross.items() if name in self.ref}
 
     def _steps(self) -> dict[str, float]:
-        """What float16's steps of 2^-24 take from P and dS below 2^-14 (docs/semantics.md, "Rows"): each element is off by up to half a
-        step, one way or the other, so a sum of n of them by sqrt(n) of these; four standard deviations. The largest of each gradient."""
+        """The error of P and dS below 2^-14 by float16's steps of 2^-24 (docs/semantics.md, "Rows"): each element is off by up to half a
+        step, either way, so a sum of n of them by sqrt(n) of these; four standard deviations. The largest of each gradient."""
         x = self.call.dense
         seen, k, v, dout = (t.double() for t in (x.seen, x.k, x.v, x.dout))
         (b, h, sq), (hkv, sk), d = dout.shape[:3], k.shape[1:3], x.q.shape[3]
@@ -101,7 +101,7 @@ class Judge:
         return found
 
     def _variants(self) -> Iterator[tuple[Dense, Results, bool]]:
-        """Problems, what comes out of them, and whether q.k is summed in runs."""
+        """Problems, their results, and whether q.k is summed in runs."""
         dense = self.call.dense
         yield dense, self.ref, False
         yield dense, self.ref, True
@@ -118,7 +118,7 @@ class Judge:
             if dtype in HALF:
                 single = evaluate(x, torch.float32, in_runs=in_runs)
                 self.plain_statistics = {name: max(off, error(single[name], ref[name])) for name, off in self.plain_statistics.items()}
-            # An LSE of more than 16 is rounded too far for float32: engines make up for it, and these formulas must not.
+            # An LSE of more than 16 is rounded too much for float32: engines compensate, and these formulas must not.
             from_lse = [(False, True)] if dtype == torch.float32 and self.size["lse"] <= 16 else []
             for d_from_p, p_from_lse in [(True, False), (False, False), *from_lse]:
                 errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_runs, p_from_lse).items()}
@@ -129,7 +129,7 @@ class Judge:
                 yield
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of a result, by the contract."""
+        """The dtype of a result, by the contract."""
         if name in ("dbias", "dsinks"):
             return self.call.options[name[1:]].dtype
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -141,9 +141,7 @@ class Judge:
         if self.dtype == torch.float64:
             bound = max(bound, self.rounding[name])
         if self.dtype in HALF:
-            bound += ulp(
-                self.dtype if name in self.vanishing else self.dtype_of(name), size
-            )  # what cancels there carries the rounding of O
+            bound += ulp(self.dtype if name in self.vanishing else self.dtype_of(name), size)  # if it cancels, it carries the rounding of O
             if name == "column_sums":
                 bound += size * 2.0**-21 * (1 + 2 * self.size["lse"])  # P in float32: docs/semantics.md, "Rows"
             if name in STATISTICS:
@@ -151,7 +149,7 @@ class Judge:
         return bound if name in ("out", *STATISTICS) else max(bound + self.steps.get(name, 0.0), self.flushed)
 
     def _dense(self, name: str, t: Tensor) -> Tensor:
-        """A result in the axes of the formulas'; where packed sequences have no token, what these have."""
+        """A result in the axes of the formulas'; where packed sequences have no token, it has the formulas' values."""
         packing = self.call.packing
         if name in ("dbias", "dsinks", "max_logit"):
             return t
@@ -163,7 +161,7 @@ class Judge:
         return packing.dense(t, keys, ref)
 
     def _behind(self, name: str, t: Tensor) -> Tensor:
-        """Of tokens of no sequence."""
+        """The results of tokens of no sequence."""
         packing = self.call.packing
         if packing is None or name in ("dbias", "dsinks", "max_logit"):
             return t[:0]

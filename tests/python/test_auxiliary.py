@@ -1,4 +1,4 @@
-"""max_logit and column_sums: what attention() returns where aux names them, corners, and who must not notice."""
+"""max_logit and column_sums: attention()'s results if aux names them, corners, and calls that must not change."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_reference_wants_all_rows():
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_only_key_of_a_query_gets_all_of_it(engine, seed):
-    """Scores of the pass are those that LSE is of, or near enough."""
+    """The scores of the pass are those in LSE, or close enough."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = ((3 * torch.randn(1, 4, n, 128, generator=g)).to(DEVICE, dtype_of(engine)) for n in (16, 1, 1))
     found = attention(q, k, v, engine=engine, aux=("column_sums",)).column_sums
@@ -91,7 +91,7 @@ def test_they_have_no_gradient_and_leave_the_others_alone(engine):
     with running_on(engine):
         out = attention(q, k, v, causal=True, engine=engine)
         expected = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    for _ in range(3):  # a call that comes again is made another way
+    for _ in range(3):  # a repeated call takes another path
         found = attention(q, k, v, causal=True, aux=BOTH, engine=engine)
         assert not found.max_logit.requires_grad
         assert not found.column_sums.requires_grad
@@ -184,7 +184,7 @@ def test_the_same_bits_for_any_number_of_threads(engine, shape):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_long_sums(engine):
-    """Of many queries that all give the same to a key."""
+    """Many queries that all give the same weight to a key."""
     dtype, queries = dtype_of(engine), 40_000 if engine.startswith("cpu-") else 4_000
     q, k = torch.zeros(1, 1, queries, 64, dtype=dtype, device=DEVICE), torch.zeros(1, 1, 3, 64, dtype=dtype, device=DEVICE)
     found = attention(q, k, k, aux=BOTH, engine=engine)
@@ -204,7 +204,7 @@ def test_explain_says_what_they_cost():
 @pytest.mark.parametrize("engine", available_engines())
 @pytest.mark.parametrize("first", [1, 16, 48, 97])
 def test_no_key_is_left_out_wherever_the_first_one_lies(engine, first):
-    """Tiles of queries see keys from anywhere on: by a window, and where a mask hides the first ones."""
+    """Query tiles see keys from any position on: by a window, and where a mask hides the first ones."""
     q, k, v = (torch.randn(1, 2, 200, 16, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in range(3))
     mask = (torch.arange(200) >= first).to(DEVICE)[None, None, None]
     for options in ({"window": (first, 0)}, {"mask": mask}):

@@ -1,4 +1,4 @@
-"""`strobe bench gpu` and `strobe bench report`, as far as a machine without a GPU can tell."""
+"""`strobe bench gpu` and `strobe bench report`, as far as a machine without a GPU can test them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def every_group():
     return [group for make in SETS.values() for group in make()]
 
 
-# What is counted
+# The work counted
 
 
 @pytest.mark.parametrize(("backward", "causal"), list(itertools.product((False, True), repeat=2)))
@@ -134,7 +134,7 @@ def test_figures(direction):
 
 
 class PeersOwnError(Exception):
-    """As a compiler's that a peer brings along."""
+    """Like the exception of a compiler that a peer brings along."""
 
 
 def test_a_peer_may_fail_in_any_way_strobe_may_not(monkeypatch):
@@ -169,7 +169,7 @@ def test_nan_is_a_difference():
 
 
 class FakeGpu:
-    """Time that passes for a stream: the host launches, the GPU runs what was launched when it gets there."""
+    """The time of a stream: the host launches, and the GPU runs each launch when it gets there."""
 
     def __init__(self, monkeypatch, host):
         self.host_time = self.gpu_time = self.slept = 0.0
@@ -342,7 +342,7 @@ def test_shapes_are_drawn_from_what_is_named(seed):
         assert p.heads % p.heads_kv == 0
         assert p.heads // p.heads_kv in range(1, 9)
         lengths = p.lengths or (p.seqlen,) * p.batch
-        assert all(64 <= n <= 32768 for n in lengths[: -1 if p.lengths else None])  # the last packed sequence has what is left
+        assert all(64 <= n <= 32768 for n in lengths[: -1 if p.lengths else None])  # the last packed sequence has the rest
         assert 4096 <= sum(lengths) <= 65536
         assert max(lengths) == where["s"]
         assert 0 <= p.window < 32768
@@ -406,7 +406,7 @@ def test_a_drawn_window_is_the_calls():
 
 def drawn_rows():
     rows = [row("random", 100.0 + i, peers={"fa2": 50.0, "fa4": 110.0}, seed=9) | {"s": 100 + i} for i in range(20)]
-    return [*rows, row("random", 90.0, peers={}, seed=9)]  # beside nobody, it has no part in any of the figures
+    return [*rows, row("random", 90.0, peers={}, seed=9)]  # without a peer it adds to none of the figures
 
 
 def test_summary_of_shapes_drawn_at_random():
@@ -427,7 +427,7 @@ def test_a_seed_is_no_part_of_a_shapes_name():
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """Seconds that have passed: ten for each group measured."""
+    """The seconds passed: ten for each group measured."""
     now = [0.0]
 
     def measure(group, repeats):

@@ -1,4 +1,4 @@
-"""The CPU's results are the same bits for any number of threads, over runs, after fork, and whoever calls at the same time."""
+"""The CPU's results have the same bits for any number of threads, over runs, after fork, and with concurrent callers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ engines = pytest.mark.parametrize("engine", available_engines())
 
 
 def everything(dtype: torch.dtype) -> Inputs:
-    """Grouped heads, ragged tiles, every score option and every gradient: whatever is reduced over tiles or threads."""
+    """Grouped heads, ragged tiles, every score option and every gradient: everything that is reduced over tiles or threads."""
     g = torch.Generator().manual_seed(7)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return call(

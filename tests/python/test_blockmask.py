@@ -30,7 +30,7 @@ SIZES = [
 
 
 def diagonal(sq: int, sk: int, block_q: int, block_k: int, alignment: str, i: int) -> set[int]:
-    """The key blocks, which may lie outside, at which the queries of block i stand."""
+    """The key blocks, possibly outside, at the positions of the queries of block i."""
     offset = sk - sq if alignment == "bottom_right" else 0
     return {(token + offset) // block_k for token in range(i * block_q, min((i + 1) * block_q, sq))}
 
@@ -82,7 +82,7 @@ def test_pattern(pattern, sizes, alignment):
 
 
 def assert_consistent(blocks: BlockMask) -> None:
-    """CSR and transpose say what to_kept() says, in the order and type that the library wants."""
+    """CSR and transpose agree with to_kept(), in the order and type that the library needs."""
     kept = np.asarray(blocks.to_kept())
     matrices = kept.reshape(kept.shape[0] * kept.shape[1], *kept.shape[2:])
     for rows, cols, dense in ((blocks.rows, blocks.cols, matrices), (blocks.rows_t, blocks.cols_t, matrices.swapaxes(1, 2))):
@@ -262,7 +262,7 @@ def test_blocks_that_another_thread_adds_after_they_were_counted():
     assert list(columns) == [0, 1, 2, 7, 7, 7, 7, 7]
 
 
-# what a mask knows of the calls that it is for
+# the mask's knowledge of the calls that it fits
 
 
 def shape_of(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,7 +299,7 @@ def test_a_call_has_the_lengths_of_its_mask(made):
 @pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (8, 8)}, {"alibi_slopes": torch.ones(2)}], ids=str)
 def test_a_call_has_the_alignment_of_its_mask(alignment, options):
-    """Where it has an effect: of lengths that differ, beside something else that is aligned."""
+    """If it has an effect: with different lengths, beside another aligned option."""
     other = "top_left" if alignment == "bottom_right" else "bottom_right"
     q, k = shape_of(40, 50)
     for make in (BlockMask.causal, BlockMask.butterfly):

@@ -1,4 +1,4 @@
-"""What docs/semantics.md says beyond the accuracy clause: errors of rows of gradients in 16 bits, and numbers near the largest."""
+"""The bounds of docs/semantics.md beyond the accuracy clause: errors of rows of gradients in 16 bits, and numbers near the largest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bounds_of_rows(inputs: Inputs) -> dict[str, Tensor]:
     dp = dout @ v.transpose(-1, -2)
     delta = (dout * (p @ v)).sum(-1, keepdim=True)
     dlse = 0 if inputs.dlse is None else inputs.dlse.double()[..., None]
-    of_d = (dout.abs() * (p @ v.abs())).sum(-1, keepdim=True)  # what D and dP are sums of
+    of_d = (dout.abs() * (p @ v.abs())).sum(-1, keepdim=True)  # the terms of D and dP
     fp32 = 2.0**-21 * (1 + s.abs() + lse.abs())  # of P = exp(S - LSE), and of sums in fp32
     lost = torch.finfo(inputs.q.dtype).tiny * unit  # of P and of dS, below the dtype's normal numbers
     ds = dp - delta + dlse
@@ -63,7 +63,7 @@ def measured(shape: str, dtype: torch.dtype) -> tuple[Yardstick, dict[str, Tenso
 @halves
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_row_of_a_gradient(shape, dtype, engine):
-    """Rows of dq in which P is nearly 1 have a dS that cancels: D, made of a rounded O, is off by more than such a dS is large."""
+    """Rows of dq in which P is nearly 1 have a dS that cancels: the error of D, made from a rounded O, exceeds such a dS."""
     yardstick, bounds = measured(shape, dtype)
     results = run_or_skip(yardstick.inputs, engine)
     assert not (faults := yardstick.faults(results)), faults  # as whole tensors
@@ -76,7 +76,7 @@ def test_each_row_of_a_gradient(shape, dtype, engine):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("at", [40, 400])
 def test_large_values_and_a_late_maximum(at, dtype, engine):
-    """P that is measured against an early maximum may be as large as 1e29: the product with V must not overflow where O does not."""
+    """P relative to an early maximum may be as large as 1e29: the product with V must not overflow if O does not."""
     inputs = call(h=1, sq=64, sk=512, d=64, dtype=dtype, dlse=False)
     inputs.q.fill_(1)
     inputs.k.mul_(0.01)
@@ -92,7 +92,7 @@ def test_large_values_and_a_late_maximum(at, dtype, engine):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sk", [7, 300, 4096])
 def test_sums_of_large_values(sk, dtype, engine):
-    """Finite as far as docs/semantics.md promises it of GPU engines."""
+    """Finite as far as docs/semantics.md promises it for GPU engines."""
     inputs = call(h=1, sq=17, sk=sk, d=16, dtype=dtype, dlse=False)
     inputs.v.fill_(1.3e36 / sk)
     results, ref = run_or_skip(inputs, engine), oracle(inputs)
@@ -101,8 +101,8 @@ def test_sums_of_large_values(sk, dtype, engine):
 
 @pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
 def test_scores_of_a_hundred(engine):
-    """P is off by as much of itself as its score is off, so a sum of 256 products must not be rounded in one run: on the average of all
-    numbers, for the largest error is one row's luck."""
+    """P has the relative error of its score's absolute error, so a sum of 256 products must not be rounded in one run. Measured on the
+    average of all numbers, because the largest error is one row's luck."""
     inputs = call(h=2, sq=303, sk=192, d=256, scale=-0.25)
     inputs.q.mul_(3)
     inputs.k.mul_(3)
@@ -120,7 +120,7 @@ def test_scores_of_a_hundred(engine):
 @engines
 @pytest.mark.parametrize(("width", "far"), [(24, 100), (64, 80), (160, 60)])
 def test_hyperbolic_slopes_below_the_steps_of_float16(width, far, engine):
-    """Where keys are many and points far away, P times the slope of the distance is of the size of float16's last step, 2^-24: that must
+    """If keys are many and points far away, P times the derivative of the distance is of the size of float16's last step, 2^-24: it must
     not be rounded before dP - D, which is larger than 1, multiplies it."""
     inputs = call(h=1, sq=5, sk=1024, d=width, dv=24, dtype=torch.float16, dlse=False, score="hyperbolic", beta=0.5, shift=0.0)
     for t, sign in ((inputs.q, -1), (inputs.k, 1)):
@@ -145,8 +145,8 @@ def test_hyperbolic_slopes_below_the_steps_of_float16(width, far, engine):
 @pytest.mark.parametrize("hidden", [0.0, math.inf])
 def test_small_terms_of_a_sum_whose_first_are_large(hidden, engine):
     """The last queries see a few keys, which get most of dK and dV from them, and then small terms of hundreds of others: each addition
-    would round to the last bit of the large ones. The test looks at the average of all numbers. hidden: what the queries that see nothing
-    hold; each engine keeps it out in a way of its own."""
+    would round to the last bit of the large ones. The test looks at the average of all numbers. hidden: the contents of the queries that
+    see no key; each engine keeps them out in its own way."""
     sq, sk, left, right = 915, 887, 23, 385
     inputs = call(h=1, sq=sq, sk=sk, d=64, window=(left, right), alignment="top_left", dlse=False)
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout

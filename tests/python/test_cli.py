@@ -125,7 +125,7 @@ def test_check_passes_and_counts(run):
     rows = {name.strip(): [int(n) for n in counts] for name, *counts in lines}
     assert sorted(rows) == sorted(available)
     assert all(failed == 0 and passed + not_taken == 24 for passed, failed, not_taken in rows.values())
-    assert all(row[0] > 0 for name, row in rows.items() if name.startswith("cpu"))  # the ladder takes few options
+    assert all(row[0] > 0 for name, row in rows.items() if name.startswith("cpu"))  # the ladder supports few options
     assert f"{sum(row[0] for row in rows.values())} cases checked" in done.output
 
 
@@ -244,7 +244,7 @@ def test_prewarm_says_why_a_kernel_does_not_compile(run, monkeypatch):
 
 @pytest.fixture
 def without_compiler(monkeypatch, tmp_path):
-    """strobe prewarm, beside a compiler that takes 20 s for each call."""
+    """strobe prewarm, with a fake compiler that takes 20 s for each call."""
     clock = 0.0
 
     def run(job):
@@ -252,10 +252,10 @@ def without_compiler(monkeypatch, tmp_path):
         clock += 20.0
         return [Kernel(name, 168, 0, False, True) for name in job.names()[0]], ""
 
-    in_turn = SimpleNamespace(map=map)  # a call begins when the one before has been told
+    in_turn = SimpleNamespace(map=map)  # a call begins when the previous one has been reported
     monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, **_: nullcontext(in_turn))
     monkeypatch.setattr(prewarm.Job, "run", run)
-    monkeypatch.setattr(prewarm, "_missing", lambda asked: set())  # as if they were kept
+    monkeypatch.setattr(prewarm, "_missing", lambda asked: set())  # as if they were in the cache
     monkeypatch.setattr(progress, "perf_counter", lambda: clock)
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
 
@@ -302,7 +302,7 @@ def test_prewarm_says_that_nothing_was_kept(run, monkeypatch, tmp_path):
 
 
 def test_prewarm_ends_when_it_is_interrupted(tmp_path):
-    """By Ctrl-C, which reaches all processes of a terminal's group. It waited for ever."""
+    """Ctrl-C reaches all processes of a terminal's group. It used to wait for ever."""
     environment = os.environ | {"STROBE_CACHE_DIR": str(tmp_path)}
     command = [
         sys.executable,
@@ -318,7 +318,7 @@ def test_prewarm_ends_when_it_is_interrupted(tmp_path):
     ]
     process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        while not list(tmp_path.glob("*/*")):  # it compiles
+        while not list(tmp_path.glob("*/*")):  # until it compiles
             assert process.poll() is None
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
@@ -402,7 +402,7 @@ def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
 
 
 def test_prewarms_two_counts_agree(run, monkeypatch, tmp_path):
-    """Where some kernels are in the cache, and one of the others does not compile."""
+    """If some kernels are in the cache, and one of the others does not compile."""
     name = "strobe::mma::Forward<{}>"
     kept = {"plain": [0, 1], "causal": [1, 2], "varlen": [3]}  # by feature; 0 and 1 are in the cache
 
@@ -574,7 +574,7 @@ def test_interrupt_and_resume_is_the_whole_run(run, tmp_path, monkeypatch):
     assert all(summary.pop("tokens_per_second") > 0 for summary in summaries)
     assert summaries[0] == summaries[1]
     assert f"no attention: {tmp_path / 'parts' / 'no-attention.pt'} does not exist; starts at step 0" in done.output
-    assert train(run, tmp_path / "parts").exit_code == 0  # afresh, and what was there is kept
+    assert train(run, tmp_path / "parts").exit_code == 0  # from the beginning; existing files are kept
     assert (tmp_path / "parts" / "attention.previous.pt").exists()
 
 

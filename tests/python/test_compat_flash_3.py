@@ -28,7 +28,7 @@ def _device():
 
 @pytest.fixture
 def unread(monkeypatch):
-    """Numbers that nobody reads, as where they lie in device memory."""
+    """Makes numbers unreadable, as if they were in device memory."""
     monkeypatch.setattr(TORCH, "is_readable", lambda _: False)
 
 
@@ -128,7 +128,7 @@ LENGTHS, NEW, QUERIES, ROOM, PAGE = [5, 0, 11], [3, 2, 1], [4, 1, 2], 16, 4
 
 
 def the_cache(kind: str) -> tuple[Tensor, Tensor, dict[str, Any], list[tuple[int, Tensor]]]:
-    """Caches, the arguments that say where sequences lie in them, and of each (where it begins, the rows of the flattened cache)."""
+    """Caches, the arguments that locate sequences in them, and for each sequence (its beginning, the rows of the flattened cache)."""
     each = torch.arange(ROOM)
     if kind == "pages":
         k_cache, v_cache = (torch.randn(14, PAGE, HKV, d) for d in (D, DV))

@@ -1,4 +1,4 @@
-"""strobe.compat.flash_attn under the name flash_attn, as code finds it that imports flash-attn by itself."""
+"""strobe.compat.flash_attn under the name flash_attn, for code that imports flash-attn itself."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ for name in ("flash_attn.ops", "flash_attn.modules.mha", "flash_attn.losses", "f
 
 
 def test_an_alias_is_a_package():
-    """Its modules are imported under its name and are the same functions; it is found, with a version of flash-attn's; what it lacks is not
-    there. In a process of its own, for an alias stays."""
+    """Its modules are imported under its name and are the same functions; it is found, with flash-attn's version; missing modules stay
+    missing. It runs in a process of its own, because an alias stays."""
     done = subprocess.run([sys.executable, "-c", ALIASED + MODULES + FOUND], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
 
@@ -74,7 +74,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_the_signatures_of_the_passes(name):
-    """Callers build their arguments from inspect.getfullargspec(), which looks through no wrapper."""
+    """Callers build their arguments from inspect.getfullargspec(), which does not unwrap."""
     function = getattr(flash_attn_interface, name)
     assert list(inspect.signature(function).parameters) == SIGNATURES[name].split()
     spec = inspect.getfullargspec(function)

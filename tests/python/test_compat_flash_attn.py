@@ -88,7 +88,7 @@ def test_varlen_forms(options):
 
 
 def test_max_seqlen_is_a_number_of_any_kind():
-    """lengths.max() is what transformers hands over."""
+    """transformers passes lengths.max()."""
     q, k, v = (torch.randn(32, 4, 16) for _ in range(3))
     lengths = torch.tensor([20, 12], dtype=torch.int32)
     cu = torch.tensor([0, 20, 32], dtype=torch.int32)
@@ -112,7 +112,7 @@ WINDOWS = [
 
 @pytest.mark.parametrize("window_size", WINDOWS, ids=repr)
 def test_window_size_is_numbers_of_any_kind(window_size):
-    """torch.randint(0, S, (2,)) is what flash-attn's own tests hand over."""
+    """flash-attn's own tests pass torch.randint(0, S, (2,))."""
     q, k, v = inputs(1, 20, 4, 16)
     expected = flash_attn.flash_attn_func(q, k, v, window_size=(2, -1))
     assert torch.equal(flash_attn.flash_attn_func(q, k, v, window_size=window_size), expected)

@@ -29,7 +29,7 @@ def cache(b: int, s: int, h: int = 4, d: int = 16) -> tuple[Tensor, Tensor]:
 
 
 def there(x: Tensor) -> Tensor:
-    """x where the tests run, with its strides if it has some."""
+    """x on the device of the tests, with its strides if it has some."""
     if x.is_meta:
         return x
     return moved(x, DEVICE) if x.layout == torch.strided and not x.is_nested else x.to(DEVICE)
@@ -90,7 +90,8 @@ def test_rows_of_the_cache_by_index_and_left_padding():
 @pytest.mark.parametrize("filled", [7, [12, 7, 0, 38], None], ids=str)
 @pytest.mark.parametrize("options", CACHE_OPTIONS[:4], ids=str)
 def test_named_rows_are_those_rows_taken_out(options, filled, begin, module):
-    """To the last bit on a CPU, unless a left padding hides keys there that are left out here. A row may serve several sequences."""
+    """The same to the last bit on a CPU, unless a left padding hides keys there that are left out here. A row may serve several
+    sequences."""
     k_cache, v_cache = cache(6, 40)
     q, rows = torch.randn(4, 2, 8, 16), torch.tensor([5, 0, 0, 2])
     given: dict[str, Any] = {**options, "return_softmax_lse": True}
@@ -108,7 +109,7 @@ def test_named_rows_are_those_rows_taken_out(options, filled, begin, module):
 
 
 def largest_allocation(call: Any) -> int:
-    """In bytes, of those that a call makes of PyTorch."""
+    """The largest of a call's allocations from PyTorch, in bytes."""
     kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
         call()
@@ -126,7 +127,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", ["plain", "rows", "rows and leftpad", "leftpad", "packed queries", "new keys in rows"])
 @pytest.mark.parametrize("filled", [900, [900, 3, 1000, 0]], ids=str)
 def test_nothing_of_the_cache_is_copied(filled, kind, layout):
-    """Not as much as a row of it; and what comes out is what comes of a cache in one piece."""
+    """Less than a row of it is copied; and the result is that of a contiguous cache."""
     k_cache, v_cache = (LAYOUTS[layout](x) for x in cache(4, 1100))
     lengths = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
     q, rows = torch.randn(4, 1, 4, 16), torch.tensor([3, 0, 2, 1])
@@ -180,7 +181,7 @@ def test_named_rows_of_nothing(shape):
 
 
 def test_named_rows_where_something_requires_a_gradient():
-    """The cache has none: no_grad() is the function's own. Nor does forward mode, where nothing has a tangent, matter."""
+    """The cache has no gradient: the function itself uses no_grad(). Forward mode does not matter either, if nothing has a tangent."""
     q, rows = torch.randn(2, 1, 4, 16), torch.tensor([3, 1])
     k_cache, v_cache = cache(4, 8)
     expected = flash_attn.flash_attn_with_kvcache(q, k_cache[rows], v_cache[rows])
@@ -198,7 +199,7 @@ def test_named_rows_where_something_requires_a_gradient():
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("new", [0, 1, 5])
 def test_a_cache_in_pages(new, rotary):
-    """As the same cache in one piece; with no new keys it is only read."""
+    """The same as a contiguous cache; without new keys it is only read."""
     page, each = 8, 5
     table = torch.randperm(3 * each)[: 3 * each].view(3, each).int()
     pools = [torch.randn(3 * each, page, 4, 16) for _ in range(2)]
@@ -236,7 +237,7 @@ def test_packed_queries_over_pages():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary(interleaved, causal):
-    """q and k turn as pairs of columns, by complex numbers here."""
+    """q and k are rotated as pairs of columns, by complex numbers here."""
     angles = torch.rand(40, 4) * 6
     k_cache, v_cache = cache(2, 40)
     cached = k_cache.clone()
@@ -322,7 +323,7 @@ def test_a_numpy_integer_is_a_length():
 @pytest.mark.parametrize("filled", [5, [3, 5]])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary_tables_reach_the_last_token(filled, causal):
-    """Of k, and of q where each query has a position of its own; in host memory, for nobody waits for a GPU."""
+    """For k, and for q if each query has a position of its own; in host memory, because the check must not wait for a GPU."""
     with torch.device("cpu"):
         q, k, v = torch.ones(2, 3, 4, 16), *(torch.ones(2, 2, 4, 16) for _ in "kv")
         lengths = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
@@ -358,7 +359,7 @@ def test_rotary_tables_reach_no_sequence_without_a_token(causal):
         with pytest.raises(ValueError, match=f"^rotary_cos, rotary_sin: length {needed - 1}; accepted is {needed} or more"):
             call(needed - 1, q, k, cu_q, cu_k)
         before = k_cache.clone()
-        for queries, keys in ((q, k), (q[:0], k[:0])):  # padding, or nothing at all
+        for queries, keys in ((q, k), (q[:0], k[:0])):  # padding, or no tokens
             assert not call(0, queries, keys, 0 * cu_q, 0 * cu_k).any()
             assert not call(0, queries, keys, cu_q[:1], cu_k[:1]).any()
         assert torch.equal(k_cache, before)
@@ -381,7 +382,7 @@ def test_rotary_tables_come_with_each_other_and_with_new_keys():
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int32], ids=str)
 def test_rotary_tables_are_floating_point(dtype):
-    """Of complex ones the imaginary part would go, and wrong keys would be in the cache."""
+    """The imaginary part of complex ones would be dropped, and wrong keys would be in the cache."""
     k_cache, v_cache = cache(2, 8)
     kept = k_cache.clone()
     q, table = torch.ones(2, 1, 4, 16), torch.ones(8, 4).to(dtype)
@@ -453,14 +454,14 @@ def test_what_the_attention_refuses_is_refused_before_the_cache_is_written(wrong
 
 @pytest.fixture
 def unread(monkeypatch):
-    """Numbers that nobody reads, as where they lie in device memory."""
+    """Makes numbers unreadable, as if they were in device memory."""
     monkeypatch.setattr(TORCH, "is_readable", lambda _: False)
 
 
 @pytest.mark.parametrize("lengths", [[3, 9], [-5, 4], [2**31 - 1, -(2**31)]])
 @pytest.mark.parametrize("new", [0, 2])
 def test_lengths_that_nobody_reads_are_brought_into_the_cache(unread, lengths, new):
-    """And nothing beyond the cache is touched, where it is a part of a larger tensor."""
+    """No memory beyond the cache is accessed, even if it is a view of a larger tensor."""
     around = [torch.randn(4, 12, 4, 16) for _ in "kv"]
     before = [x.clone() for x in around]
     caches = [x[1:3, 2:10] for x in around]
@@ -482,7 +483,7 @@ def test_lengths_that_nobody_reads_are_brought_into_the_cache(unread, lengths, n
 @pytest.mark.parametrize("filled", [4, [4, 3, 6]])
 @pytest.mark.parametrize("new", [0, 2])
 def test_rows_that_are_not_in_the_cache_are_left_out(unread, rows, filled, new):
-    """Nothing is written for them, not even what stands there already, beside a sequence that writes the same place."""
+    """Nothing is written for them, not even the existing contents, beside a sequence that writes the same place."""
     k_cache, v_cache = cache(4, 8)
     before = [k_cache.clone(), v_cache.clone()]
     q = torch.randn(3, 2, 4, 16)
@@ -507,7 +508,7 @@ def test_rows_that_are_not_in_the_cache_are_left_out(unread, rows, filled, new):
 
 
 def test_left_padding_and_rotary_tables_that_nobody_reads(unread):
-    """Padding ends where the sequence does, and positions beyond the tables take their last row."""
+    """Padding ends where the sequence does, and positions beyond the tables use their last row."""
     k_cache, v_cache = cache(2, 8)
     q, k, v = (torch.randn(2, 1, 4, 16) for _ in "qkv")
     filled, begin = torch.tensor([3, 5], dtype=torch.int32), torch.tensor([-2, 9], dtype=torch.int32)
@@ -584,7 +585,7 @@ def test_a_cache_has_no_gradient():
     ],
 )
 def test_what_does_not_fit_the_cache_is_named(wrong, message):
-    """A shape in place of the right one, or a dtype."""
+    """A wrong shape or dtype in place of the right one."""
     k_cache, v_cache = cache(2, 8)
     q = torch.zeros(2, 1, 4, 16)
     good = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": q, "v": q, "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}
@@ -650,7 +651,7 @@ def test_that_pages_have_no_gradient_is_said_of_the_block_table():
 
 
 def test_what_is_written_lies_in_no_memory_that_is_read():
-    """Views of the cache are refused by name, for whether their numbers change before they are read is chance."""
+    """Views of the cache are refused by name, because it is chance whether their numbers change before they are read."""
     k_cache, v_cache = cache(2, 8)
     copies = k_cache.clone(), v_cache.clone()
     fresh = torch.randn(2, 1, 4, 16)
@@ -676,7 +677,7 @@ def test_what_is_written_lies_in_no_memory_that_is_read():
 
 
 def test_caches_and_new_keys_may_share_a_buffer():
-    """Side by side, or interleaved."""
+    """One after the other, or interleaved."""
     k_cache, v_cache = cache(2, 8)
     q, k, v = (torch.randn(2, 2, 4, 16) for _ in "qkv")
     expected = flash_attn.flash_attn_with_kvcache(q, k_cache.clone(), v_cache.clone(), k, v, cache_seqlens=3)
@@ -691,7 +692,7 @@ def test_caches_and_new_keys_may_share_a_buffer():
 
 
 def test_memory_that_is_shared_is_found_exactly():
-    """Against the sets of addresses."""
+    """Compared with the sets of addresses."""
     generator = random.Random(0)
     buffer = torch.zeros(400)
     found = 0

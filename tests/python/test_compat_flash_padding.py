@@ -85,7 +85,7 @@ def test_masks_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16, torch.uint8], ids=str)
 def test_indices_are_of_any_integer_dtype(dtype):
-    """cu_seqlens[:-1] is what transformers hands over when it decodes token by token."""
+    """transformers passes cu_seqlens[:-1] when it decodes token by token."""
     x = torch.randn(6, 2, 3, requires_grad=True)
     indices = torch.tensor([4, 0, 3], dtype=dtype)
     rows = index_first_axis(x, indices)
@@ -222,7 +222,7 @@ def test_indices_in_host_memory_are_checked():
 
 
 def turned(x: torch.Tensor, angles: torch.Tensor, positions: list[int], interleaved: bool) -> torch.Tensor:
-    """x (S, H, D) by complex numbers, in float64."""
+    """x (S, H, D) rotated by complex numbers, in float64."""
     r = angles.shape[1]
     head = x[..., : 2 * r].double()
     pairs = head.unflatten(-1, (r, 2)) if interleaved else head.unflatten(-1, (2, r)).mT
@@ -249,7 +249,7 @@ def test_rotary_embedding(interleaved, dtype):
     expected = turned(x[0].detach(), angles, [4, 5, 1, 2, 3], bool(interleaved))
     torch.testing.assert_close(packed.detach().double(), expected, rtol=0, atol=size * 4)
     dout = torch.randn_like(packed)
-    (dx,) = torch.autograd.grad(packed, x, dout)  # a turn back
+    (dx,) = torch.autograd.grad(packed, x, dout)  # the inverse rotation
     expected = turned(dout, -angles, [4, 5, 1, 2, 3], bool(interleaved))
     torch.testing.assert_close(dx[0].double(), expected, rtol=0, atol=size * 4)
     y = x.detach().clone()
@@ -307,7 +307,7 @@ def test_rotary_sequences_in_host_memory_are_checked(ends, message):
 
 @pytest.mark.parametrize("length", [5, 9])
 def test_rotary_tables_reach_the_tokens_and_not_the_padding(length):
-    """Nor a sequence without a token."""
+    """And they need not reach a sequence without a token."""
     with torch.device("cpu"):
         x, ends, offsets = torch.randn(8, 3, 12), torch.tensor([0, 0, 2], dtype=torch.int32), torch.tensor([40, 3])
         angles = torch.rand(9, 4)[:length]

@@ -1,4 +1,4 @@
-"""Forward and backward of flash_attn_interface apart from autograd: by themselves, and as ring attention calls them."""
+"""Forward and backward of flash_attn_interface without autograd: by themselves, and as ring attention calls them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_both_passes_are_those_of_the_function(options):
-    """In whatever memory the gradients are to lie."""
+    """For gradients in any memory."""
     q, k, v = leaves = inputs()
     torch.manual_seed(7)
     out, lse, probabilities, rng_state = _flash_attn_forward(q, k, v, **PLAIN | options, return_softmax=False)
@@ -81,7 +81,7 @@ def test_both_passes_are_those_of_the_function(options):
 @pytest.mark.parametrize("length", [40, 700])
 def test_keys_that_several_calls_share_have_the_gradients_of_one(dtype, scale, length):
     """Ring attention: parts of the keys, merged by their LSE; each part's backward gets the merged out and LSE. With scale 4 some LSE are
-    large, and with 40 keys all lie in one tile: where a backward that takes the LSE for its own would sum up rows again."""
+    large, and with 40 keys all lie in one tile, where a backward that took the LSE for its own would sum up rows again."""
     q, k, v = (x.detach() for x in inputs(dtype, length))
     wide = torch.promote_types(dtype, torch.float32)
     spans = (slice(0, length // 3), slice(length // 3, length))
@@ -108,7 +108,7 @@ def test_keys_that_several_calls_share_have_the_gradients_of_one(dtype, scale, l
 
 
 def test_a_part_that_no_query_sees():
-    """Behind a causal mask: nothing flows to it, whatever the LSE of the whole."""
+    """A part behind a causal mask: its gradients are 0, whatever the LSE of the whole."""
     q, k, v = (x.detach() for x in inputs(sk=40))
     options = PLAIN | {"causal": True}
     out, lse, *_ = _flash_attn_forward(q, k[:, :3], v[:, :3], **options, return_softmax=False)
@@ -153,7 +153,7 @@ def test_packed_passes_are_those_of_the_function(options):
 
 @pytest.mark.parametrize("slopes", [None, torch.stack([SLOPES, 2 * SLOPES, 3 * SLOPES])], ids=["plain", "alibi"])
 def test_sequences_of_which_some_keys_are_there(slopes):
-    """seqused_k and leftpad_k: the others may hold anything."""
+    """seqused_k and leftpad_k: the other keys may hold anything."""
     (q, k, v), sequences = packed()
     k, v = k.detach(), v.detach()
     used, begin = torch.tensor([12, 0, 11], dtype=torch.int32), torch.tensor([2, 0, 5], dtype=torch.int32)
@@ -255,7 +255,7 @@ def test_wrong_names_and_flags_of_the_passes_are_refused():
 
 
 def test_a_part_with_little_weight_keeps_its_gradients():
-    """Keys whose scores are 12 below the others': their dO' is that much smaller, and float16 has no such numbers."""
+    """Keys whose scores are 12 below the others': their dO' is smaller by that factor, and float16 has no such numbers."""
     q, k, v = (torch.randn(1, 64, 2, 32, dtype=torch.float16) for _ in range(3))
     q, k = q * 0.1, k * 0.1
     q[..., 0] = 8.0
@@ -275,7 +275,7 @@ def test_a_part_with_little_weight_keeps_its_gradients():
 
 
 def test_where_gradients_go():
-    """dq may lie where dout does; what cannot be written is refused before anything is."""
+    """dq may share memory with dout; memory that cannot be written is refused before the first write."""
     q, k, v = (t.detach() for t in inputs())
     dout = torch.randn_like(q)
     out, lse, _, _ = _flash_attn_forward(q, k, v, **PLAIN, return_softmax=False)

@@ -1,4 +1,4 @@
-"""Models of transformers on Strobe beside their own eager attention: logits, gradients and generated text."""
+"""Models of transformers on Strobe compared with their own eager attention: logits, gradients and generated text."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def padded(*shape: int) -> dict[str, torch.Tensor]:
 
 
 def assert_as_eager(model: Any, given: dict[str, torch.Tensor]) -> None:
-    """What the model gives, and the gradients of its parameters."""
+    """Compares the model's output, and the gradients of its parameters."""
     found = []
     for implementation in ("strobe", "eager"):
         model.set_attn_implementation(implementation)
         model.zero_grad()
-        out = model(**given)[0][given["attention_mask"].bool()]  # what a padding token sees is not defined
+        out = model(**given)[0][given["attention_mask"].bool()]  # the output of a padding token is not defined
         out.square().mean().backward()
         found.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for got, want in zip(*found, strict=True):
@@ -81,7 +81,7 @@ def test_as_eager(name, padding):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_sinks_in_the_dtype_of_the_statistics(dtype):
-    """float64 beside float64, else float32."""
+    """float64 with float64, else float32."""
     q, sinks = torch.randn(1, 2, 5, 8, device=DEVICE, dtype=dtype), torch.randn(2, device=DEVICE, dtype=dtype)
     out, _ = attention_forward(torch.nn.Module(), q, q, q, None, s_aux=sinks, is_causal=False)
     scores = torch.cat([q.double() @ q.double().mT / 8**0.5, sinks.double()[None, :, None, None].expand(1, 2, 5, 1)], -1)
@@ -90,7 +90,7 @@ def test_sinks_in_the_dtype_of_the_statistics(dtype):
 
 
 def test_a_loss_over_left_padding_is_that_of_sdpa():
-    """A padding token on the left sees no key, of which eager makes another output: docs/compat.md."""
+    """A padding token on the left sees no key, for which eager makes another output: docs/compat.md."""
     model, given = made("Llama", GROUPED), padded(2, 13)
     found = {}
     for implementation in ("strobe", "sdpa", "eager"):
@@ -104,7 +104,7 @@ def test_a_loss_over_left_padding_is_that_of_sdpa():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generates_the_same(name):
-    """With a cache: a prompt, then a token at a time."""
+    """With a cache: a prompt, then one token at a time."""
     model, given = made(*MODELS[name]), padded(2, 7)
     found = []
     for implementation in ("strobe", "eager"):
@@ -114,7 +114,7 @@ def test_generates_the_same(name):
 
 
 def test_its_own_flash_attention_runs_on_an_alias(monkeypatch):
-    """attn_implementation="flash_attention_2" imports flash_attn. Padded on the left, it hands int32 indices to pad_input as it decodes."""
+    """attn_implementation="flash_attention_2" imports flash_attn. With left padding it passes int32 indices to pad_input as it decodes."""
     from transformers import modeling_flash_attention_utils as utils
 
     from strobe.compat import flash_attn
@@ -139,7 +139,7 @@ def test_its_own_flash_attention_runs_on_an_alias(monkeypatch):
 
 
 def test_encoder_with_a_position_bias():
-    """T5: bidirectional, relative positions added to the scores, and learned."""
+    """T5: bidirectional, learned relative positions added to the scores."""
     torch.manual_seed(0)
     config = transformers.T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0)
     assert_as_eager(transformers.T5EncoderModel(config).to(DEVICE), padded(2, 13))
@@ -156,7 +156,7 @@ PROMPTS = [[*range(3, 20)], [7, 8], [9, 30, 31], [40] * 25, [50, 51, 52, 53, 54]
 
 
 def updates_the_cache_itself() -> bool:
-    """transformers 5.24 and later: a model copies the keys out of the pages, and attention does not meet the cache."""
+    """transformers 5.24 and later: a model copies the keys out of the pages, and attention does not get the cache."""
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     return "cache" in inspect.signature(LlamaAttention.forward).parameters
@@ -165,7 +165,8 @@ def updates_the_cache_itself() -> bool:
 @pytest.mark.skipif(DEVICE != "cpu", reason="the comparison is of the CPU's texts")
 @pytest.mark.parametrize("case", [case for case in MODELS if case != "other dimensions of values"])
 def test_continuous_batching(case, monkeypatch):
-    """Prompts in pieces beside single tokens, in pages of 4, with fewer pages than all requests need at once: what each generates alone."""
+    """Prompts in pieces beside single tokens, in pages of 4, with fewer pages than all requests need at once: each generates the same as
+    alone."""
     if not hasattr(transformers, "ContinuousBatchingConfig"):
         pytest.skip("an earlier transformers, whose generate_batch has other arguments")
     from transformers.generation.continuous_batching import cache as batching

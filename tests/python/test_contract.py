@@ -12,7 +12,7 @@ from engines import LONG, beside_the_default
 
 STRENGTH = 3 if LONG else 2
 CASES = contract(STRENGTH)
-# The dtypes of an engine that does not take all of them.
+# The dtypes of an engine that does not support all of them.
 SPECIAL = {
     "cpu-avx512bf16": {"bfloat16"},
     "cpu-amx": {"bfloat16"},
@@ -38,12 +38,12 @@ def leaves_quantised(engine: str | None, refusal: str) -> bool:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_case(number, record_property):
     case = CASES[number]
-    if ON_GPU and case["flag"] == "allow_tf32":  # what it allows is less than the contract asks: tests/gpu/test_runtime.py
+    if ON_GPU and case["flag"] == "allow_tf32":  # it allows less accuracy than the contract asks: tests/gpu/test_runtime.py
         case = case | {"flag": None}
     inputs = build(case)
     yardstick = Yardstick(inputs)
     faults = []
-    for name, t in run_plain(inputs, torch.float64).items():  # two independent evaluations in float64: the oracle has its own faults
+    for name, t in run_plain(inputs, torch.float64).items():  # two independent evaluations in float64: the oracle may err, too
         off = error(t, yardstick.ref[name])
         if not off <= max(1e-12 * yardstick.size[name], yardstick.oracle_error[name]):
             faults.append(f"the oracle and the formulas in float64 differ by {off:.3g} in {name}")
@@ -53,11 +53,11 @@ def test_case(number, record_property):
             results = run(inputs, engine)
         except NotImplementedError as refusal:
             if ON_GPU and case["flag"] == "invariant" and "invariant" in str(refusal):
-                continue  # with these block masks, this bias, or never
+                continue  # refused with these block masks, this bias, or always
             special = SPECIAL.get(engine, {case["dtype"]})
-            if case["part"] and case["bias"] and engine == "cuda-mma":  # which leaves the backward of most of these to cuda-simt
+            if case["part"] and case["bias"] and engine == "cuda-mma":  # it leaves the backward of most of these to cuda-simt
                 special = set()
-            if case["page"] and engine not in (None, "cuda-simt", "cuda-mma") and ON_GPU:  # which read pages
+            if case["page"] and engine not in (None, "cuda-simt", "cuda-mma") and ON_GPU:  # these engines read pages
                 special = set()
             if case["quant"] and leaves_quantised(engine, str(refusal)):
                 special = set()

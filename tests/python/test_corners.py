@@ -1,4 +1,4 @@
-"""The corners of the contract: nothing to do, nothing to see, extreme sizes, extreme numbers."""
+"""The corners of the contract: empty calls, rows without keys, extreme sizes, extreme numbers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from engines import available_engines
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)
 INF = torch.inf
-# V as the sum of two TF32 numbers has 22 bits, not 24: where P is 0 or 1, assert_matches alone holds the engine to the contract.
+# V as the sum of two TF32 numbers has 22 bits, not 24: if P is 0 or 1, only assert_matches checks the engine by the contract.
 NOT_TO_THE_BIT = {"cuda-tf32"}
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
 engines = pytest.mark.parametrize("engine", available_engines())
 
 
-# Nothing to do
+# Empty calls
 
 
 @dtypes
@@ -45,7 +45,7 @@ def test_empty(b, sq, sk, sinks, dtype):
 
 
 def test_empty_with_everything():
-    """Every option at once over no key at all: shapes still have to agree, and every gradient is zero."""
+    """Every option at once without any key: shapes must still agree, and every gradient is zero."""
     inputs = call(
         b=2,
         sq=3,
@@ -83,7 +83,7 @@ def test_one_token(dtype):
 @pytest.mark.parametrize("sk", [1, 40])
 @pytest.mark.parametrize("dlse", [False, True])
 def test_one_key_of_a_row(engine, sk, dlse):
-    """P = 1 and dP = D, each row to the last bits of its own D, however long the sum behind it: dLSE alone is left of dS."""
+    """P = 1 and dP = D, each row to the last bits of its own D, however long the sum behind it: only dLSE remains of dS."""
     if dtype_of(engine) != torch.float32:
         pytest.skip(f"{engine} is not for float32")
     inputs = call(b=300, h=1, sq=1, sk=sk, d=256, dlse=dlse, mask=(torch.arange(sk) == sk // 2)[None, None, None])
@@ -98,7 +98,7 @@ def test_one_key_of_a_row(engine, sk, dlse):
     ).all()
 
 
-# Nothing to see
+# Rows without keys
 
 
 @dtypes
@@ -174,9 +174,9 @@ def test_more_scores_than_32_bits_count(engine):
 
 
 def virtual(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """So many elements of address space; only the pages that are touched become memory."""
+    """This many elements of address space; only the touched pages become memory."""
     size = elements * torch.empty(0, dtype=dtype).element_size()
-    no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python names since 3.11
+    no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python has since 3.11
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), dtype=dtype)
 
 
@@ -237,7 +237,7 @@ def test_differences_of_1e5(dtype):
 
 
 def test_rows_of_one_large_score():
-    """P = 1, whatever was rounded on the way to the score and to LSE: all that compute P must round in the same places."""
+    """P = 1, whatever was rounded in the score and in LSE: all computations of P must round in the same places."""
     inputs = call(sq=300, d=2, scale=2.83, window=(0, 0), sinks=torch.zeros(2))
     inputs.q.mul_(20)
     assert_matches(inputs)
@@ -246,13 +246,13 @@ def test_rows_of_one_large_score():
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("size", [20.0, -160.0, 160.0, 1e4, -2e4, 1e6])
 def test_keys_that_share_rows_of_large_scores(size, sinks):
-    """Scores that are exact, a few units below a large one: P of a row, made again from its LSE, is as exact, whatever LSE's last bit."""
+    """Exact scores, a few units below a large one: P of a row, recomputed from its LSE, is as exact, whatever LSE's last bit."""
     bias = size - torch.randint(0, 7, (1, 2, 33, 33), generator=torch.Generator().manual_seed(1)).float()
     options = {"sinks": torch.full((2,), size)} if sinks else {}
     if ON_GPU and size > 2**14:
         pytest.skip("docs/performance.md: P of such scores on a GPU")
     inputs = dataclasses.replace(call(bias=bias, gradients=("bias",), **options), aux=("column_sums",))
-    inputs.q.zero_()  # q.k would have digits that bias + q.k has not
+    inputs.q.zero_()  # q.k would have digits that bias + q.k lacks
     assert_matches(inputs)
 
 
@@ -337,7 +337,7 @@ def test_nan_reaches_only_the_rows_that_see_it(hidden_by, what, value, engine):
     "options", [{}, {"causal": True}, {"invariant": True}, {"bias": torch.zeros(1, 1, 1, 70)}], ids=["plain", "causal", "invariant", "bias"]
 )
 def test_a_score_of_minus_infinity_hides(options, sq, engine):
-    """By an infinite K, where neither a mask nor a bias says so."""
+    """An infinite K hides, although neither a mask nor a bias does."""
     if not engine.startswith("cpu-"):
         pytest.skip("docs/semantics.md and docs/hopper.md: what of the others an infinite K breaks")
     dtype = torch.bfloat16 if engine == "cpu-amx" else dtype_of(engine)  # there float32's infinities become NaN: docs/semantics.md
@@ -366,7 +366,7 @@ def test_a_bias_of_minus_infinity_hides_what_is_no_number(engine):
 
 @pytest.mark.parametrize("sq", [4, 20])
 def test_a_softcap_of_large_scores(sq):
-    """It makes small scores of them: what a product of float16 leaves out shows in LSE."""
+    """It turns them into small scores: the terms that float16 products leave out show in LSE."""
     inputs = call(b=2, h=8, sq=sq, sk=1, d=64, dv=16, hkv=2, dtype=torch.float16, softcap=3.0, dlse=False)
     assert_matches(dataclasses.replace(inputs, q=inputs.q * 100, k=inputs.k * 100))
 
@@ -409,7 +409,7 @@ def test_all_nan_is_not_zero(engine):
 
 @engines
 def test_sinks_far_below_the_scores(engine):
-    """Each row gives less than 2^-126 or little more, which exp() may take for 0, and the gradient is the sum of two thousand."""
+    """Each row adds less than 2^-126 or little more, which exp() may flush to 0, and the gradient is the sum of two thousand rows."""
     sinks = torch.tensor([-82.5, -83.5])
     inputs = call(sq=2000, sk=64, gradients=("sinks",), dlse=False, sinks=sinks)
     if not takes(engine, torch.float32, 16):
@@ -434,12 +434,12 @@ def test_sinks_far_above_the_scores(sq, sk, invariant):
 
 @engines
 def test_sinks_whose_terms_cancel(engine):
-    """Rows that see no key each give their dLSE: thousands of terms, whose sum is as small as one of them."""
+    """Each row that sees no key adds its dLSE: thousands of terms, whose sum is as small as one of them."""
     if not takes(engine, torch.float32, 16):
         pytest.skip("takes no float32 of 16 columns")
     inputs = call(h=8, sq=3085, sk=1, causal=True, gradients=("sinks",), sinks=torch.linspace(-1, 1, 8))
     assert inputs.dlse is not None
-    inputs.dout[:, :, -1] = inputs.dlse[:, :, -1] = 0  # the last row alone sees the key
+    inputs.dout[:, :, -1] = inputs.dlse[:, :, -1] = 0  # only the last row sees the key
     inputs.dlse[:, :, -2] -= inputs.dlse.double().sum(2).float()
     expected = inputs.dlse.double().sum((0, 2))
     assert expected.abs().max() < 1e-4

@@ -26,7 +26,7 @@ def test_every_pair_is_among_the_cases():
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_case(workers, number):
     case = CASES[number]
-    workers.send(run_on_rank, case["how"][0], case)  # while the ranks compute, the case is judged
+    workers.send(run_on_rank, case["how"][0], case)  # the case is judged while the ranks compute
     inputs = build(case)
     yardstick = Yardstick(inputs)
     results = joined(case, inputs, workers.receive(case["how"][0]))

@@ -1,4 +1,4 @@
-"""strobe.distributed.Layout: every token has one owner, and what is sharded comes back."""
+"""strobe.distributed.Layout: every token has one owner, and sharded tensors can be joined again."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_token_has_one_owner_and_comes_back(name, seqlen, world, seed, dim
 @settings(max_examples=80, deadline=None)
 @given(LENGTHS, WORLDS)
 def test_shares_are_even(seqlen, world):
-    """Contiguous within one token, zigzag within two; where there are fewer tokens than ranks, some have none."""
+    """Contiguous within one token, zigzag within two; with fewer tokens than ranks, some have none."""
     contiguous = [Layout.contiguous(seqlen, world).count(rank) for rank in range(world)]
     assert max(contiguous) - min(contiguous) <= 1
     zigzag = [Layout.zigzag(seqlen, world).count(rank) for rank in range(world)]
@@ -62,7 +62,7 @@ def test_shares_are_even(seqlen, world):
 
 
 def work(layout: Layout, cu: list[int], left: int | None, causal: bool) -> list[int]:
-    """How many keys the queries of each rank see."""
+    """The number of keys that the queries of each rank see."""
     found = []
     for rank in range(layout.world_size):
         total = 0
@@ -105,7 +105,7 @@ def test_balanced_by_a_block_mask():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_together_are_the_whole(name):
-    """What each rank computes of its queries and all keys, and packed sequences that cross ranks."""
+    """Each rank computes its queries over all keys, also for packed sequences that cross ranks."""
     q, k, v = (torch.randn(1, 2, 37, 16) for _ in range(3))
     layout = layout_of(name, 37, 3, 5)
     outs = [strobe.attention(layout.shard(q, 2, rank), k, v, causal=True, part=layout.part(rank)) for rank in range(3)]
@@ -209,7 +209,7 @@ def test_what_a_layout_refuses():
     st.booleans(),
 )  # fmt: skip
 def test_seen_keys_are_those_that_positions_and_blocks_leave(world, seed, packed, causal, left, right, blocks):
-    """By the formulas of the contract, for sequences of other lengths on either side."""
+    """Compared with the formulas of the contract, for sequences of different lengths on the two sides."""
     rng = random.Random(seed)
     lengths = [(rng.randrange(1, 60), rng.randrange(0, 60)) for _ in range(3 if packed else 1)]
     cu_q, cu_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))

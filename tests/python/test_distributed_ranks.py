@@ -1,4 +1,5 @@
-"""strobe.distributed beside its covering array: one rank's fault is every rank's error, seeds, bits, and the ways in which it is called."""
+"""strobe.distributed beside its covering array: one rank's error is raised on every rank; seeds, bits, and the ways in which it is
+called."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ def test_calls_that_differ_raise_on_all(workers, change):
 
 
 def test_options_that_differ_are_told_as_they_are_written():
-    """And not as fields of the C ABI; those at their default too."""
+    """Not as fields of the C ABI; options at their default are named, too."""
     drawn = _operators._written({"deterministic": True, "invariant": True, "bshd": True, "window_right": 0, "dropout": 0.5}, True)
     plain = _operators._written({}, False)
     differ = {name: (drawn[name], plain[name]) for name in plain if drawn[name] != plain[name]}
@@ -113,7 +114,7 @@ def test_options_that_differ_are_told_as_they_are_written():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_calls_that_come_again(workers, method):
-    """What was found out about a call is used for the same call alone."""
+    """Cached checks of a call are used only for the same call."""
     for found, kept in workers.run(calls.comes_again, 4, method):
         assert all(difference < 1e-5 for difference in found.values()), found
         assert kept == 0
@@ -161,7 +162,7 @@ def test_rows_behind_the_last_sequence_see_no_sink(workers, method):
 
 @pytest.mark.parametrize("wrong", [None, 0])
 def test_a_rank_that_cannot_copy_what_it_sends(workers, wrong):
-    """It says so before the others send anything; the first rank that failed is the one that is named."""
+    """It reports so before the others send anything; the first rank that failed is the one that is named."""
     answers = workers.run(calls.cannot_prepare, 3, 1, wrong)
     assert len(set(answers)) == 1
     assert answers[0][0] == ("MemoryError" if wrong is None else "TypeError")
@@ -193,7 +194,7 @@ def test_a_rank_that_does_not_come_is_named(workers, agree, how):
     ],
 )
 def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
-    """It does not know who waits for it; those who wait look."""
+    """It does not know which ranks wait for it; the waiting ranks check."""
     answers = workers.run(calls.leaves, 4, 2, how)
     for rank, (_, text, seconds) in enumerate(answers):
         assert text == (words if rank == 2 else f"{words} [rank 2 of 4]")
@@ -202,7 +203,7 @@ def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
 
 
 def test_a_group_without_a_cpu_backend(workers):
-    """Its ranks agree in a group of gloo, however many other groups each of them is in."""
+    """Its ranks agree in a gloo group, however many other groups each of them is in."""
     answers = workers.run(calls.agrees_without_a_cpu_backend, 4)
     assert len({repr(answer) for answer in answers}) == 1
     numbers, (kind, text), _ = answers[0]
@@ -271,7 +272,8 @@ def test_a_compiled_call_is_the_eager_one(workers):
 
 
 def test_an_agreement_that_ends_as_the_look_around_does_is_no_failure():
-    """The wait times out, but the agreement ends before anybody looks. On a busy machine that happens once in a few thousand calls."""
+    """The wait times out, but the agreement ends before the check for ranks that left. On a busy machine that happens once in a few
+    thousand calls."""
 
     class Work:
         def wait(self, limit: Any = None) -> None:
@@ -409,7 +411,7 @@ def test_predicted_pairs_are_those_that_are_seen():
 
 
 def test_calls_on_parts_are_predicted_at_their_own_rate():
-    """On Hopper the fastest engine takes whole problems alone."""
+    """On Hopper the fastest engine supports only whole problems."""
     layout, band = Layout.zigzag(2**20, 2), _seen.Band.of(True, None)
     plan = _call.Plan(layout.ranges, layout.ranges, (0, 2**20), (0, 2**20), False, band, None)
     of = _call.Facts(plan, 1, 32, 8, (128, 128), 2, "cuda", ())
@@ -425,7 +427,7 @@ def test_calls_on_parts_are_predicted_at_their_own_rate():
 
 
 def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
-    """All of them where it takes as long as the call; and nothing is reserved where nothing is on its way, or for a CPU."""
+    """All of them if it takes as long as the call; nothing is reserved without a transfer, or for a CPU."""
     band = _seen.Band.of(True, None)
 
     def reserved(seqlen: int, world: int, device: str = "cuda", backward: bool = False) -> int:
@@ -443,7 +445,7 @@ def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
 @pytest.mark.parametrize(("given", "expected"), [({}, [5, 5, 5, 0]), ({"reserved_sms": 2}, [2, 2, 2, 2])])
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_multiprocessors_are_left_beside_transfers(workers, method, given, expected):
-    """Only gradients are on their way beside the last group of heads and in the last turn. Who asks for another number gets it."""
+    """Only gradients are in flight beside the last group of heads and in the last turn. A caller's own number is used."""
     assert workers.run(calls.reserved, 4, method, given) == [(expected, [expected[0]] * 4)] * 4
 
 
@@ -460,7 +462,7 @@ def test_the_code_of_the_page(workers):
     ],
 )
 def test_dtensors(workers, placed, of, layout):
-    """strobe.attention() of sharded heads and sequences, by what each rank has."""
+    """strobe.attention() of sharded heads and sequences, on the tensors that each rank has."""
     answers = workers.run(calls.of_dtensors, 4, placed, of, layout)
     more = calls.learned() if of == "learned" else {}
     tensors = calls.laid_out(layout)

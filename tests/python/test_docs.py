@@ -23,7 +23,7 @@ def test_the_code_runs(page, monkeypatch):
     names: dict[str, object] = {}
     for number, code in enumerate(blocks):
         if page == "compat.md":
-            names = {}  # of which a reader copies one
+            names = {}  # a reader copies one of these
         exec(compile(code, f"{page}, block {number}", "exec"), names)
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:  # an alias, which a block makes
         del sys.modules[name]

@@ -1,4 +1,4 @@
-"""python/glue/eager.c: which calls of torch tensors are the same call, who may take the short way, and what it leaves behind."""
+"""python/glue/eager.c: which calls of torch tensors are the same call, which may use the fast path, and its leftovers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(found, expected, strict=True))
 
 
-# What is the same call, and what is another
+# Equal calls, and different ones
 
 
 def test_a_key_says_all_that_decides_what_runs():
@@ -167,14 +167,14 @@ def test_other_objects_have_no_key():
 
 @pytest.mark.skipif(sys.platform != "linux" or torch.__version__ < "2.10", reason="elsewhere a tensor's methods are asked")
 def test_the_shim_is_found():
-    """Without it a repeated call of three tensors takes a tenth longer, at the least that one takes."""
+    """Without it a repeated call of three tensors takes at least a tenth longer."""
     assert _eager.HAS_SHIM
 
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 def test_a_call_that_comes_again_sees_that_a_storage_was_shortened(grad, view, short_ways):
-    """However it was before; and takes the short way again where the storage is long enough."""
+    """However it was before; and it uses the fast path again when the storage is long enough."""
     memory = torch.randn(3, 1, 2, 20, 16)
     for _ in range(2):
         for n in range(3):
@@ -271,7 +271,7 @@ def test_the_third_call_has_the_bits_of_the_first(options, short_ways, monkeypat
 
 
 def test_any_choice_of_gradients(short_ways):
-    """Those that are wanted are there, and no others are worked out."""
+    """The requested ones are returned, and no others are computed."""
     q, k, v = qkv(grad=True)
     expected = step(q, k, v)[1:]
     for wanted in ((0,), (1,), (2,), (0, 2), (2, 1)):
@@ -307,7 +307,7 @@ def test_incoming_gradients_of_other_strides_are_other_calls():
 
 
 def test_what_hooks_make_of_saved_tensors_is_looked_at():
-    """Unpacked, they may lie elsewhere and have other strides than what was saved."""
+    """Unpacked, they may lie elsewhere and have other strides than the saved tensors."""
     q, k, v = qkv(grad=True)
     expected = step(q, k, v)
     turn = lambda x: x.detach().transpose(-1, -2).contiguous().transpose(-1, -2)  # noqa: E731
@@ -392,7 +392,7 @@ def test_inference_mode_has_inference_tensors():
         assert not strobe.attention(q, k, v).is_inference()
 
 
-# What it leaves behind
+# Leftovers
 
 
 def test_nothing_is_left_behind():
@@ -507,7 +507,8 @@ GPU = """
 
 
 def test_on_a_gpu(reader):
-    """Its stream and its workspace reach the library, and results lie on its device, current or not. PyTorch's functions are pretended."""
+    """Its stream and its workspace reach the library, and results lie on its device, current or not. PyTorch's functions are replaced by
+    fakes."""
     code = textwrap.dedent(GPU)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
@@ -534,7 +535,7 @@ def test_what_no_call_can_be_made_of(changed):
 
 
 def test_examples_are_gone_when_the_call_runs(monkeypatch):
-    """A call that comes again is made ready by examples of its results, whose memory the call itself can have."""
+    """A repeated call is prepared with examples of its results, whose memory the call itself can use."""
     examples: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Query heads of a key head share a tile on Hopper where that computes less, and are right with every option that such a tile takes."""
+"""Query heads of a key head share a tile on Hopper if that computes less, and are right with every option that such a tile supports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from emulated import output
 
-# argv: how the call is given, and its numbers. What nobody wrote to shared memory is NaN there.
+# argv: how the call is given, and its numbers. Shared memory that was not written is NaN there.
 CALL = """
 import sys
 import torch, strobe
@@ -65,7 +65,7 @@ def test_they_are_right(name):
     output(CALL, how, *(str(int(x)) for x in numbers), LATE="1", SEED="1")
 
 
-# With a mask, a bias, ALiBi or dropout, where cuda-mma's tile of few rows serves as well, and where tiles of one head are full, they have
+# With a mask, a bias, ALiBi or dropout, where cuda-mma's tile of few rows serves as well, and if tiles of one head are full, heads have
 # tiles of their own.
 APART = """
 import torch, strobe
@@ -96,7 +96,7 @@ def test_some_options_keep_heads_apart():
     output(APART)
 
 
-# An infinity of V in a tile that position does not mask, and that lacks a page, reaches those who see it.
+# An infinity of V in a tile that is not masked by position, and that lacks a page, reaches the queries that see it.
 INFINITY = """
 import torch, strobe
 from device import running_on
@@ -131,7 +131,7 @@ def test_an_infinity_beside_a_page_that_is_not_there():
     output(INFINITY)
 
 
-# Packed queries of which one row serves all tokens are not read at tokens that are not there.
+# Packed queries of which one row serves all tokens are not read at tokens that do not exist.
 ONE_ROW = """
 import torch, strobe
 from device import running_on

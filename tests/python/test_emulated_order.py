@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from emulated import output
 
-# Keys of the second sequence lie in the first one's last tile of keys. They are large, so that a softcap's polynomial does not serve them.
+# Keys of the second sequence lie in the first one's last key tile. They are large, so that a softcap's polynomial does not serve them.
 CALL = """
 import hashlib, torch, strobe, device
 torch.manual_seed(0)

@@ -45,7 +45,7 @@ CALLS = {
     "by roles": (2, 1, 256, 256, "{}"),
     "the last bundle of heads is not full": (17, 17, 64, 64, '{"causal": true}'),
 }
-# One long sequence among short ones, so that blocks search for their tiles, and sequences that are nearly alike.
+# One long sequence among short ones, so that blocks search for their tiles, and sequences of nearly equal lengths.
 LENGTHS = {
     "uneven": [[0, 1, 300, 7, 0, 64, 3, 0, 9, 1, 2, 30, 0, 5], [5, 1, 290, 7, 9, 0, 4, 0, 9, 1, 2, 20, 3, 5]],
     "alike": [[100, 70, 120], [90, 0, 110]],

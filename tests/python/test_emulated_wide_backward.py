@@ -1,5 +1,5 @@
-"""The Hopper backward of heads beyond 128 columns with 128 keys a block: its gradients are right, and those that are added up in order do
-not depend on when products end."""
+"""The Hopper backward of heads beyond 128 columns with 128 keys a block: its gradients are right, and gradients that are added up in order
+do not depend on when products end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from emulated import output
 
-# argv: the tile that the call is to have, and what the call is like.
+# argv: the requested tile, and the kind of call.
 CALL = """
 import hashlib, sys
 import torch, strobe
@@ -33,7 +33,7 @@ for name in ("dq", "dk", "dv"):
     print(hashlib.sha256(x.view(torch.int16).numpy().tobytes()).hexdigest())
 """
 
-# The tile; heads, key heads, queries, keys, D, Dv, causal, in turns, top left, ALiBi.
+# The tile; heads, key heads, queries, keys, D, Dv, causal, deterministic, top left, ALiBi.
 CALLS = {
     "192/128": ("48 x 128", (2, 1, 140, 300, 192, 128, True, False, False, False)),
     "176/168, keys that nobody sees": ("32 x 128", (1, 1, 70, 140, 176, 168, True, True, True, False)),
@@ -52,7 +52,7 @@ def test_gradients(name):
         assert late == output(CALL, tile, *call, LATE="0").split()
 
 
-# dK and dV of an invariant call are sums over tiles of queries, which do not depend on whether anybody wants dQ.
+# dK and dV of an invariant call are sums over query tiles, which do not depend on whether dQ is asked for.
 INVARIANT = """
 import hashlib
 import torch, strobe

@@ -1,4 +1,4 @@
-"""Bad input: one clear error that names the argument, what was wrong and what is accepted; nothing is computed and nothing written."""
+"""Bad input: one clear error that names the argument, the error and the accepted values; nothing is computed and nothing written."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def tampered(rows: torch.Tensor, cols: torch.Tensor) -> strobe.BlockMask:
-    """A mask whose arrays were replaced after it was made (rows 0, 2, 4 and cols 0, 1, 0, 1), as nothing stops a caller from doing."""
+    """A mask whose arrays were replaced after it was made (rows 0, 2, 4 and cols 0, 1, 0, 1), which a caller can always do."""
     blocks = strobe.BlockMask.causal(SQ, SK, 16, 16)
     blocks.rows, blocks.cols = rows.reshape(1, 1, 3), cols
     return blocks
 
 
-# (argument that the message names, what replaces the good values)
+# (argument that the message names, replacements of the good values)
 DENSE = [
     ("q", {"q": None}),
     ("q", {"q": [[1.0]]}),
@@ -229,7 +229,7 @@ PACKED = [
 ]
 
 
-# For attention_backward, beside what it shares with attention.
+# For attention_backward, beside those that it shares with attention.
 BACKWARD = [
     ("dout", {"dout": None}),
     ("dout", {"dout": torch.randn(B, H, SQ, D)}),
@@ -255,7 +255,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 
 def expect(name: str, arguments: dict, function=strobe.attention, positional: tuple[str, ...] = ("q", "k", "v")) -> str:
-    """The call fails with one line that starts with the argument's name; its tensors hold what they held. Returns the line."""
+    """The call fails with one line that starts with the argument's name; its tensors keep their contents. Returns the line."""
     readable = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.numel() and not x.is_sparse]
     before = [bits(x) for x in readable]
     options = {n: x for n, x in arguments.items() if n not in positional}
@@ -282,7 +282,7 @@ class Unprintable:
         raise RuntimeError
 
 
-# What no option takes, whatever it is; and what each of them takes no more than that.
+# Values that no option accepts; and further values that each of them refuses.
 ANYWHERE = [
     "text",
     SURROGATE,
@@ -319,7 +319,7 @@ OPTIONS += [("beta", x) for x in (HUGE, NAN, INF, 0, -1, *ANYWHERE)] + [("shift"
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in OPTIONS))
 def test_options(name):
-    """One short line, whatever is given; and the dropout mask and the hyperbolic functions say the same."""
+    """One short line for any value; and the dropout mask and the hyperbolic functions say the same."""
     q = torch.randn(1, 1, 4, 8)
     beside: dict = {"offset": {"seed": 1}, "beta": {"score": "hyperbolic"}, "shift": {"score": "hyperbolic"}}.get(name, {})
     for x in (x for of, x in OPTIONS if of == name and not (name in ("engine", "scale") and x is None)):
@@ -357,7 +357,7 @@ def test_the_shape_of_a_dropout_mask(shape):
 
 
 def test_gradients_of_what_is_not_there():
-    """The operators are public to those who trace them."""
+    """Programs that trace the operators can call them directly."""
     q = torch.randn(1, 1, 4, 8)
     out, lse = strobe.attention(q, q, q, return_lse=True)
     for device in ("cpu", "meta"):
@@ -369,7 +369,7 @@ def test_gradients_of_what_is_not_there():
 
 
 def test_no_memory_for_the_results():
-    """MemoryError, as promised; and torch's own error, for those who wait for that."""
+    """MemoryError, as promised; and torch's own error, for handlers of that one."""
     for heads, length in ((2**20, 2**24), (2**30, 2**27)):
         q = torch.zeros(1).expand(1, heads, length, 8)
         for call in (lambda q=q: strobe.attention(q, q, q), lambda q=q: strobe.reference(q, q, q)):
@@ -411,13 +411,13 @@ def test_shapes_are_shown_as_they_were_given():
 
 
 def test_every_reason_is_told():
-    """Two wrong arguments: two lines, so that nobody mends a call one error at a time."""
+    """Two wrong arguments: two lines, so that a caller need not correct a call one error at a time."""
     with pytest.raises(ValueError, match=r"(?s)softcap: .*\nsinks: |sinks: .*\nsoftcap: "):
         strobe.attention(**good() | {"softcap": -1.0, "sinks": torch.randn(H + 1)})
 
 
 def names(arguments: dict, function=strobe.attention) -> list[str]:
-    """The arguments that the refusal names, a line each."""
+    """The arguments that the refusal names, one per line."""
     with pytest.raises((ValueError, TypeError)) as raised:
         function(**arguments)
     lines = str(raised.value).splitlines()
@@ -445,7 +445,7 @@ def names(arguments: dict, function=strobe.attention) -> list[str]:
 )
 def test_every_wrong_argument_is_named(wrong):
     """Those that Python finds and those that the library finds, in one message."""
-    alright = {"shift"}  # beside what is wrong
+    alright = {"shift"}  # beside the wrong ones
     assert names(good() | wrong) == sorted(name for name, x in wrong.items() if (x is not None or name == "q") and name not in alright)
 
 
@@ -489,7 +489,7 @@ def test_scales_beside_a_k_that_is_no_tensor(k):
 
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_longest_length_of_zero_is_no_absent_one(side):
-    """Every time, for the library takes 0 for none."""
+    """In every call, because the library takes 0 for none."""
     name, most = f"max_seqlen_{side}", {"q": 12, "k": 20}[side]
     arguments = {x: y for x, y in packed().items() if x not in ("mask", "bias", "block_mask")} | {name: 0}
     message = f"{name}: 0, and a sequence has {most} tokens; accepted is {most} or more, or None"
@@ -503,7 +503,7 @@ def test_a_longest_length_of_zero_is_no_absent_one(side):
 
 
 class Index:
-    """Stands for an integer, and cannot be held against another one."""
+    """Converts to an integer, and cannot be compared with another one."""
 
     def __index__(self) -> int:
         return 3
@@ -520,7 +520,7 @@ def test_what_only_looks_like_an_integer_is_named(name, value):
 @pytest.mark.parametrize("array", [torch.Tensor, np.ndarray])
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_longest_length_of_zero_is_the_size_of_the_scores(side, array):
-    """Of a batch without queries, or without keys, of which padding remains."""
+    """In a batch without queries, or without keys, only padding remains."""
     lengths = {"q": 3, "k": 4} | {side: 0}
     cu = {x: ints(0, 2, 5) if x != side else ints(0, 0, 0) for x in "qk"}
     given = {x: torch.randn(6, 2, 16) for x in "qkv"} | {f"cu_seqlens_{x}": cu[x] for x in "qk"}
@@ -566,7 +566,7 @@ def test_a_wrong_layout_is_guessed(layout, sk):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_right_arguments_are_not_called_wrong_beside_a_guess(layout):
-    """Of shapes that go by H, Sq and Sk, which are not what the call says."""
+    """Shapes that depend on H, Sq and Sk, which the call does not really have."""
     other = {"bhsd": "bshd", "bshd": "bhsd"}[layout]
     q, k = torch.randn(2, 12, 4, 16), torch.randn(2, 20, 2, 16)
     if layout == "bshd":
@@ -640,7 +640,7 @@ def test_functions_without_a_layout_say_which_is_theirs(function, head_axis, hin
         function(*other)
     assert str(raised.value).endswith(hint)
     assert function(*own).shape == own[0].shape
-    three = torch.randn(2, 3, 3, 64)  # which no layout makes right
+    three = torch.randn(2, 3, 3, 64)  # no layout makes it right
     with pytest.raises(ValueError, match="heads for the ") as raised:
         function(q, three, three)
     assert "did you mean" not in str(raised.value)
@@ -715,7 +715,7 @@ def test_wrong_kinds_alone_are_a_type_error():
     ],
 )
 def test_a_padding_mask_is_told_its_axes(name, shape, hint, layout):
-    """As it was given; what is no padding mask is told nothing."""
+    """The mask as it was given; a tensor that is no padding mask gets no hint."""
     batch = shape[0] if len(shape) == 3 and hint else B
     q, k = torch.randn(batch, H, SQ, D), torch.randn(batch, HKV, SK, D)
     if layout == "bshd":
@@ -772,7 +772,7 @@ def test_a_dtype_of_v_beside_scales_is_that_of_k(of_v):
 
 
 def test_k_scale_group_is_refused_in_pythons_words():
-    """And no hint asks for what is refused, where the scales are those of columns."""
+    """And no hint asks for a refused value, if the scales belong to columns."""
     k, scale = torch.zeros(B, H, SK, D, dtype=torch.int8), torch.ones(B, H, SK)
     quantised = good() | {"k": k, "v": k, "k_scale": scale, "v_scale": scale}
     for group in (40, 0, -32, 2**31):
@@ -827,7 +827,7 @@ def test_sinks_beside_float64_are_told_to_be_that_too():
 @pytest.mark.parametrize("of_q", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sinks_of_16_bits_are_taken(dtype, of_q):
-    """As a model that was cast has them: the same numbers, and a gradient in their own dtype."""
+    """As in a model that was cast: the same numbers, and a gradient in their own dtype."""
     wide = torch.float64 if of_q == torch.float64 else torch.float32
     leaves = [x.to(of_q).requires_grad_() for name, x in good().items() if name in ("q", "k", "v")]
     sinks = torch.randn(H).to(dtype).requires_grad_()
@@ -835,7 +835,7 @@ def test_sinks_of_16_bits_are_taken(dtype, of_q):
     dout = torch.randn(B, H, SQ, DV).to(of_q)
     expected = strobe.attention(*leaves, sinks=exact)
     of_leaves = torch.autograd.grad(expected, (*leaves, exact), dout)
-    for _ in range(3):  # also where the call comes again
+    for _ in range(3):  # also in a repeated call
         out, lse = strobe.attention(*leaves, sinks=sinks, return_lse=True)
         assert torch.equal(out, expected)
         *found, dsinks = torch.autograd.grad(out, (*leaves, sinks), dout)
@@ -864,7 +864,7 @@ def test_sinks_of_16_bits_under_a_compiler():
 
 
 def test_no_softcap_may_be_written_none():
-    """As many configs have it."""
+    """As in many configurations."""
     q, k, v = (good()[name] for name in "qkv")
     for _ in range(3):
         assert torch.equal(strobe.attention(q, k, v, softcap=None), strobe.attention(q, k, v))
@@ -1017,7 +1017,7 @@ def test_slopes_that_require_grad_are_refused():
 
 
 def test_strict_names_what_stands_in_the_way():
-    """strict refuses what would not run on the fastest engine; the oracle never is that."""
+    """strict refuses a call that would not run on the fastest engine; the oracle never is that."""
     with pytest.raises((NotImplementedError, ValueError), match="strict"):
         strobe.attention(**good(), engine="reference", strict=True)
 
@@ -1061,7 +1061,7 @@ def test_pools_in_the_other_layout_are_named():
 
 
 def test_what_has_no_places_names_none():
-    """No range from 0 to -1."""
+    """Not a range from 0 to -1."""
     rows, cols = ints(0, 1)[None, None], ints(0)
     with pytest.raises(
         ValueError, match="^rows, cols: not a CSR of 1 x 0 blocks; accepted are offsets of 0 and empty cols, for there are no "

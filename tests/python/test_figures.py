@@ -1,4 +1,4 @@
-"""strobe figures: what is measured is what the labels say, and every figure is drawn."""
+"""strobe figures: the labels name what is measured, and every figure is drawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Every figure in seconds, which say nothing."""
+    """Every figure in seconds; the results mean nothing."""
     monkeypatch.setattr(clock, "SPREAD", math.inf)
     monkeypatch.setattr(measure, "_gpt2_medium", lambda setting: (1, 2, 64, 16))
     monkeypatch.setattr(measure, "_blocks", lambda setting: ((1, 1, 64, 16), (16, 32)))
@@ -99,7 +99,7 @@ def test_refusals_are_kept_apart_from_times():
 
 @pytest.fixture
 def processor(monkeypatch):
-    """A clock that calls set forward, by as many seconds as are listed for each."""
+    """A clock that calls advance, by the seconds listed for each."""
     now = 0.0
 
     def call(name, seconds):
@@ -133,7 +133,7 @@ def test_a_point_is_the_median_of_three_calls_at_least(processor, budget, second
 @pytest.mark.parametrize("stalls", [0, 1, 2, 3])
 @pytest.mark.parametrize("budget", [0.0, 0.04, 2.0])
 def test_a_call_that_stalls_is_no_data(processor, budget, stalls):
-    """One of 4.42 s among others of 0.05 s was drawn."""
+    """A call of 4.42 s among others of 0.05 s was drawn as data."""
     seconds = [0.05] * 30
     seconds[stalls] = 4.42
     times, notes = clock.times(processor("a", seconds), Setting("cpu", True, budget))
@@ -154,7 +154,7 @@ def test_a_call_that_stalls_is_warned_of(run, tmp_path, monkeypatch):
 
 
 def test_gradients_that_are_let_go_late_are_not_taken_for_what_was_there_before(monkeypatch):
-    """150 bytes at most, over 40 that stay; the call before still held 60 when the first look was taken."""
+    """150 bytes at most, over 40 that stay; the previous call still held 60 at the first look."""
     held = iter([100, 40])
     for name, found in (("synchronize", None), ("reset_peak_memory_stats", None), ("max_memory_allocated", 150)):
         monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
@@ -163,7 +163,7 @@ def test_gradients_that_are_let_go_late_are_not_taken_for_what_was_there_before(
 
 
 def test_memory_that_a_method_takes_is_limited(monkeypatch):
-    """Out of memory is found out by running out of it, in a process of its own."""
+    """Out of memory is detected by running out of it, in a process of its own."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rows = lengths._in_a_process(CPU, rivals.STROBE)
     assert [row["length"] for row in rows] == lengths.lengths(CPU)
@@ -194,7 +194,7 @@ def test_csv_keeps_numbers_and_gaps(tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_peers_have_lines_in_quick_figures_too(device):
-    """Of two lengths at least in every panel."""
+    """With two lengths at least in every panel."""
     panels: dict[str, int] = {}
     for case in measure.peers(Setting(device, True, 0.0)):
         panel = case.name.partition(",")[0] + ", causal" * case.name.endswith("causal")
@@ -250,7 +250,7 @@ def test_a_folder_that_nobody_can_make_is_refused(run):
 
 
 def test_a_method_looks_the_same_everywhere():
-    """By its name, in both figures that have it and on both machines; and like no other on the same picture."""
+    """By its name, in both figures that have it and on both machines; and different from all others in the same picture."""
     from strobe_tools.figures.draw import look
 
     both = [rivals.methods(device) for device in ("cpu", "cuda")]
@@ -284,7 +284,7 @@ def test_what_ran_out_of_memory_is_marked_at_its_length():
 
 
 def test_what_only_a_gpu_measures_is_drawn(run, tmp_path):
-    """Bytes that were counted stand beside the model, and what did not fit says so."""
+    """Counted bytes stand beside the model, and methods that did not fit are marked."""
     where = {"batch": 2, "heads": 8, "length": 64, "head_dim": 64, "dtype": "bfloat16", "note": None}
     bar = {"gflop": 1.5, "model_bytes": 2e9, "measured_bytes": 3e9, "seconds": 0.01, **where}
     write_csv(tmp_path / "a-standard-against-flash.csv", [{"attention": name, **bar} for name in ("standard", "flash")])

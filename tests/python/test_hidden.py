@@ -1,4 +1,4 @@
-"""What is hidden reaches no result, whatever it holds and whatever lies beside it in a tile."""
+"""Hidden elements affect no result, whatever they hold and whatever lies beside them in a tile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def assert_clean(inputs: Inputs, engine: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("what", "value"), [("k", NAN), ("v", INF), ("v", NAN)])
 def test_behind_the_diagonal(what, value, dtype, engine):
-    """A tile of keys packed once a head: what a product reads in its last step lies past the diagonal."""
+    """A tile of keys packed once per head: a product's last step reads past the diagonal."""
     inputs = call(h=4, hkv=1, sq=128, sk=141, d=64, dtype=dtype, causal=True)
     getattr(inputs, what)[..., 78:, :] = value
     assert_clean(inputs, engine)
@@ -45,14 +45,14 @@ ADDED: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2])},
 }
 PACKED = [(torch.float32, 33, 65, True), (torch.bfloat16, 32, 32, False), (torch.float16, 112, 256, True), (torch.bfloat16, 200, 48, True)]
-# Each function and each of these twice, over other types and head dimensions in turn: their kernels take long to compile.
+# Each function and each of these twice, over other types and head dimensions in rotation: their kernels take long to compile.
 PADDED = [(f, x, *PACKED[(i + j + k) % 4]) for i, f in enumerate(FUNCTIONS) for j, x in enumerate(ADDED) for k in (0, 2)]
 
 
 @engines
 @pytest.mark.parametrize(("function", "added", "dtype", "d", "dv", "causal"), PADDED, ids=str)
 def test_padding_behind_packed_tokens(function, added, dtype, d, dv, causal, engine):
-    """A tile of a sequence's last queries reaches into the padding: what lies there has no score, and no slope of one."""
+    """A tile of a sequence's last queries reaches into the padding, whose numbers have no score, and no derivative of one."""
     ends_q, ends_k = torch.tensor([0, 70, 70, 85], dtype=torch.int32), torch.tensor([0, 90, 130, 130], dtype=torch.int32)
     options = {"max_seqlen_q": 70, "max_seqlen_k": 90, "causal": causal, **FUNCTIONS[function], **ADDED[added]}
     inputs = call(sq=125, sk=161, d=d, dv=dv, dtype=dtype, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, dlse=False, **options)
@@ -69,7 +69,7 @@ def test_padding_behind_packed_tokens(function, added, dtype, d, dv, causal, eng
 @pytest.mark.parametrize("what", ["k", "v"])
 @pytest.mark.parametrize("how", ["mask", "every other one", "bias", "causal", "packed"])
 def test_largest_numbers(how, what, dtype, engine):
-    """A product with the largest number there is may overflow, and be rounded to infinity before."""
+    """A product with the largest number may overflow, and be rounded to infinity before."""
     hidden = torch.arange(64) % 2 == 1 if how == "every other one" else torch.arange(64) >= 40
     rows = (slice(40, None),) if how == "packed" else (..., hidden, slice(None))
     hidden = hidden.view(1, 1, 1, 64)
@@ -89,7 +89,7 @@ def test_largest_numbers(how, what, dtype, engine):
 @engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_query_whose_scores_are_minus_infinity(dtype, engine):
-    """Beside a sink: it sees that alone, and what the other queries give to dv stays. (Its own part of dk is 0 times an infinity.)"""
+    """Beside a sink: the query sees only the sink, and the other queries' terms of dv stay. (Its own term of dk is 0 times an infinity.)"""
     inputs = call(h=1, sq=128, d=64, dtype=dtype, sinks=torch.zeros(1))
     inputs.k[..., 0] = inputs.k[..., 0].abs() + 0.1
     inputs.q[..., 5, 0] = -INF
@@ -125,7 +125,7 @@ def test_padding_with_other_options(options, what, dtype, engine):
 @engines
 @pytest.mark.parametrize("what", ["k", "v"])
 def test_mask_of_each_query_and_a_bias_gradient(what, engine):
-    """40 queries do not fill their lanes: the mask says nothing of the rest."""
+    """40 queries do not fill their lanes: the mask has no rows for the others."""
     mask = (torch.arange(64).view(1, 1, 1, 64) < 60).expand(1, 1, 40, 64).contiguous()
     inputs = call(sq=40, sk=64, mask=mask, bias=torch.randn(1, 1, 1, 64), gradients=("bias",))
     getattr(inputs, what)[..., 60:, :] = NAN
@@ -136,7 +136,7 @@ def test_mask_of_each_query_and_a_bias_gradient(what, engine):
 @dtypes
 @pytest.mark.parametrize("sq", [1, 65, 257])
 def test_gradient_that_is_not_finite(sq, dtype, engine):
-    """The last query's dO spoils the keys that it sees, not those beside them."""
+    """The last query's dO makes the keys that it sees NaN, not those beside them."""
     inputs = call(sq=sq, sk=400, dtype=dtype, causal=True, alignment="top_left")
     inputs.dout[..., -1, :] = INF
     assert_clean(inputs, engine)
@@ -163,7 +163,7 @@ def test_bias_gradient_of_nothing_is_zero(b, sq, shape, engine):
 @dtypes
 @pytest.mark.parametrize("scale", [1e-38, 1e-50, 1e-40, 1e9, -1e12, 1e31])
 def test_scale_at_the_ends_of_fp32(scale, dtype):
-    """Engines that do not take it say so; the library does. What a GPU adds up in memory may lose what is below fp32's normal numbers."""
+    """Engines that do not support it say so; the library does. Sums in a GPU's memory may lose numbers below fp32's normal ones."""
     flushed = torch.finfo(dtype).tiny if ON_GPU and dtype == torch.float32 else 0.0
     assert_matches(call(sq=20, sk=64, dtype=dtype, scale=scale, dlse=False), flushed)
 
@@ -171,7 +171,7 @@ def test_scale_at_the_ends_of_fp32(scale, dtype):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("engine", "dtype"), [("cuda-tf32", "float32"), ("cuda-mma", "bfloat16"), ("cuda-sm90", "bfloat16")])
 def test_tensor_cores_refuse_a_large_scale(engine, dtype, backward):
-    """On a GPU that need not be here."""
+    """On a GPU that need not be present."""
     x = Shape((1, 2, 64, 64), dtype)
     with pytest.raises(NotImplementedError, match=f"{engine}: takes a scale of up to 10000 in size, not -20000"):
         prewarm({"q": x, "k": x, "v": x}, {"engine": engine, "scale": -2e4}, backward, 90)
@@ -197,11 +197,11 @@ def test_three_products_in_tf32_are_not_for_sums_that_show_them(d, dv, options, 
     assert kernels(enough, {"engine": "cuda-tf32"}, backward, 90)
 
 
-# What a mask hides whole blocks of, it costs nothing: such keys are not even packed
+# Blocks that a mask hides entirely cost nothing: such keys are not even packed
 
 
 def assert_unchanged(results: Results, before: Results, yardstick: Yardstick) -> None:
-    """Bits are promised on the CPU alone: a GPU may compute a call with a mask, or with NaN in it, in another way."""
+    """Bits are promised only on the CPU: a GPU may compute a call with a mask, or with NaN in it, in another way."""
     faults = yardstick.faults(results)
     assert not faults, "\n".join(faults)
     if not ON_GPU:
@@ -250,7 +250,7 @@ def test_keys_that_nobody_sees(by, dtype, engine):
 @dtypes
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 20.0}], ids=str)
 def test_mask_that_hides_nothing(options, dtype, engine):
-    """On the CPU it takes the path without one."""
+    """On the CPU it takes the path without a mask."""
     inputs = call(b=2, h=4, hkv=2, sq=150, sk=290, d=32, dtype=dtype, **options)
     without, yardstick = run_or_skip(inputs, engine), Yardstick(inputs)
     inputs.options["mask"] = torch.ones(1, 1, 150, 290, dtype=torch.bool)

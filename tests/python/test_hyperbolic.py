@@ -21,7 +21,7 @@ MODELS, AGGREGATES = ("lorentz", "poincare"), ("centroid", "midpoint")
 
 
 def ball(*shape: int, radius: float = 0.9) -> Tensor:
-    """Points of the unit ball, evenly by their distance from its middle."""
+    """Points of the unit ball, uniform in their distance from its centre."""
     x = torch.randn(shape, dtype=torch.float64)
     return radius * torch.rand(*shape[:-1], 1, dtype=torch.float64) * x / x.norm(dim=-1, keepdim=True)
 
@@ -86,7 +86,7 @@ def test_gradients_of_maps_of_the_hyperboloid(function):
 
 def test_distance_has_gradient_0_at_0_and_hides_no_nan():
     x = h.poincare_to_lorentz(ball(6, 3))
-    x[0] = torch.tensor([1.25, 0.75, 0, 0])  # whose Lorentz product with itself is -1 to the bit
+    x[0] = torch.tensor([1.25, 0.75, 0, 0])  # its Lorentz product with itself is exactly -1
     x[1] = torch.nan
     q, k = x.clone().requires_grad_(), x.flip(0).clone().requires_grad_()
     assert h.distance(x[0], x[0]) == 0
@@ -117,7 +117,7 @@ def test_half_precision_is_rounded_once(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_products_and_distances_of_half_precision_are_rounded_once(dtype):
-    """Far out the squares are large, and their difference is all that counts: computed in half precision it would be lost."""
+    """Far out the squares are large, and only their difference counts: in half precision it would be lost."""
     direction = torch.randn(50, 15, dtype=torch.float64)
     x = h.exp_map(3 * direction / direction.norm(dim=-1, keepdim=True)).to(dtype)
     y = x.flip(0)
@@ -197,7 +197,7 @@ def test_attention_is_the_formulas(model, aggregate, heads_kv, layout):
         torch.testing.assert_close(gradient, right, msg=f"d{name}", rtol=1e-6, atol=1e-9)
     if aggregate == "centroid":
         torch.testing.assert_close(own_lse, lse)
-    else:  # the bias log gamma is a part of it
+    else:  # the bias log gamma is included
         gamma = h.poincare_to_lorentz(v)[..., 0].repeat_interleave(4 // heads_kv, 1)
         s = -1.7 * poincare_distance(q[:, :, :, None], k.repeat_interleave(4 // heads_kv, 1)[:, :, None]) - 0.3 + gamma[:, :, None].log()
         torch.testing.assert_close(own_lse, s.masked_fill(~causal, -torch.inf).logsumexp(-1))
@@ -321,7 +321,7 @@ def test_every_unknown_name_is_told():
         strobe.hyperbolic_attention(x, x, x, curvature=1.0, casual=True)
 
 
-# What is no point
+# Vectors that are no points
 
 
 @pytest.mark.parametrize("as_array", [torch.Tensor.clone, torch.Tensor.numpy], ids=["torch", "numpy"])
@@ -352,7 +352,7 @@ def test_what_is_no_point_is_refused_on_request(name, model, change, message, as
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [2, 15, 127])
 def test_rounded_points_are_points(dtype, dim):
-    """Near the origin, and as far out as the dtype tells two from one."""
+    """Near the origin, and as far out as the dtype can separate two points."""
     for size in (1e-3, 0.5, 2.0, 5.0):
         direction = torch.randn(1, 1, 200, dim, dtype=torch.float64)
         x = h.exp_map(size * direction / direction.norm(dim=-1, keepdim=True)).to(dtype)
@@ -411,7 +411,7 @@ def test_a_constant_is_a_number_of_any_kind():
     ],
 )
 def test_what_midpoints_add_to_is_refused_as_ever(options, error, message):
-    """The bias of the Lorentz factors is made before attention() looks at anything."""
+    """The bias of the Lorentz factors is made before attention() makes its checks."""
     x = h.lift(torch.zeros(1, 4, 6, 3))
     if "cu_seqlens_k" in options or "max_seqlen_k" in options:
         x = x[0].transpose(0, 1)
@@ -473,8 +473,8 @@ def scores_by(engine: str, q: Tensor, k: Tensor, beta: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("radius", [1e-4, 1e-2, 1.0, 30.0])
 def test_scores_are_within_the_stated_error(dtype, radius):
-    """docs/hyperbolic.md: x is off by delta = D eps sum |q_i k_i|, so d by min(sqrt(2 delta), delta / sinh m), m the mean of what is true
-    and what is computed, and by 4 eps max(1, d) besides."""
+    """docs/hyperbolic.md: x is off by delta = D eps sum |q_i k_i|, so d by min(sqrt(2 delta), delta / sinh m), where m is the mean of the
+    true and the computed distance, and by 4 eps max(1, d) besides."""
     base = torch.randn(1, 1, 1, 15, dtype=torch.float64) * radius
     q, k = (h.lift(base + torch.randn(1, 1, 24, 15, dtype=torch.float64) * radius * 1e-2).to(dtype) for _ in range(2))
     k[:, :, :8] = q[:, :, :8]
@@ -494,7 +494,7 @@ def test_scores_are_within_the_stated_error(dtype, radius):
 
 
 def test_the_stated_error_is_a_bound():
-    """Of the arccosh alone, at every size of the error beside cosh d - 1, in both directions and where it is clamped."""
+    """For the arccosh alone, at every ratio of the error to cosh d - 1, in both directions and where it is clamped."""
     delta = torch.logspace(-12, 1, 60, dtype=torch.float64)[:, None, None]
     t = delta * torch.logspace(-3, 6, 90, dtype=torch.float64)[:, None]
     share = torch.linspace(-1, 1, 41, dtype=torch.float64)
@@ -508,7 +508,7 @@ def test_the_stated_error_is_a_bound():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_at_the_cusp_the_gradient_is_0(dtype):
-    """Points whose Lorentz products with themselves are -1 to the bit, and products beyond it."""
+    """Points whose Lorentz products with themselves are exactly -1, and products beyond it."""
     points = torch.tensor([[1.0, 0, 0], [1.25, 0.75, 0], [1.25, 0, -0.75], [2.125, 1.875, 0]], dtype=dtype, device=DEVICE)
     v, dout = (torch.randn(4, 1, 5, 3, device=DEVICE).to(dtype) for _ in range(2))
     for engine, shrink in itertools.product(engines(dtype), (1.0, 0.5, -1.0)):
@@ -541,7 +541,7 @@ def test_far_points_and_nan(dtype):
 
 @pytest.mark.parametrize("array", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
 def test_the_midpoint_of_packed_sequences_is_as_long_as_the_longest(array):
-    """Its bias would have a gigabyte, were it as long as all of them."""
+    """Its bias would take a gigabyte if it were as long as all of them."""
     sequences, length = 4000, 16
     x = strobe.hyperbolic.lift(np.random.default_rng(0).standard_normal((sequences * length, 1, 3), np.float32))
     cu = np.arange(0, sequences * length + 1, length, dtype=np.int32)
@@ -556,7 +556,7 @@ def test_the_midpoint_of_packed_sequences_is_as_long_as_the_longest(array):
     assert peak < 2**26
 
 
-# What attention() takes and points cannot be
+# Options of attention() that points exclude
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
@@ -570,7 +570,7 @@ def test_quantised_points_are_refused(dtype, scales):
 
 
 def test_what_is_no_point_never_has_a_result(monkeypatch):
-    """Whatever attention() comes to take."""
+    """Whatever attention() may accept in the future."""
     q = h.lift(torch.zeros(1, 2, 4, 7))
     monkeypatch.setattr(h, "attention", lambda *_, **__: q)
     with pytest.raises(ValueError, match="^q, k, v: float32, int8, int8; accepted are points, of float16"):

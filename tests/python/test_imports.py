@@ -1,4 +1,4 @@
-"""Who imports whom in the package: one way, without a circle, function-level imports and those for type checkers included."""
+"""The imports within the package: in one direction, without a cycle, function-level imports and those for type checkers included."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_no_circle():
 
 
 def test_a_circle_would_be_found():
-    """In a function, and for type checkers alone, too."""
+    """In a function, and only for type checkers, too."""
     for text in ("def f():\n    from .._run import forward\n", "if TYPE_CHECKING:\n    from .. import _run\n", "import strobe._run\n"):
         with pytest.raises(CycleError):
             in_order(IMPORTS | {"strobe.arrays.base": imported("strobe.arrays.base", text, False)})

@@ -11,14 +11,14 @@ from device import DEVICE, EMULATED, ON_GPU, running_on
 from engines import available_engines
 from invariant_mixes import Variant, alone, differing, draw_problem, mixes
 
-# Of each engine and dtype: 1,000 mixes and more in all. Those of a seed are compiled one after the other.
+# For each engine and dtype: 1,000 mixes and more in all. Those of a seed are compiled one after the other.
 SEEDS, PROBLEMS, VARIANTS = (range(16, 17), 3, 2) if EMULATED else (range(16, 21), 5, 4)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 engines = pytest.mark.parametrize("engine", available_engines())
 
 
 def refusal(engine: str, **options) -> str:
-    """Why the engine does not take a plain call, if it does not."""
+    """Why the engine does not support a plain call, if it does not."""
     q = torch.ones(1, 1, 4, 64, dtype=torch.bfloat16 if takes(engine, torch.bfloat16, 64) else torch.float32, device=DEVICE)
     try:
         with running_on(engine):
@@ -54,32 +54,32 @@ def test_the_mixes_find_what_is_not_invariant():
 
 @engines
 def test_chunks_of_a_long_cache(engine):
-    """A few queries over the keys of more than one chunk, which may be shared out, and many queries, which walk over them. Few queries of
-    many heads may share a tile. What is not finite is added to parts, or to the result."""
+    """A few queries over the keys of more than one chunk, which may be divided, and many queries, which walk over them. Few queries of many
+    heads may share a tile. Numbers that are not finite are added to splits, or to the result."""
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
     g = torch.Generator().manual_seed(3)
     keys, d, group = 4096 + 77, 16, 3
     dtype = torch.bfloat16 if takes(engine, torch.bfloat16, d) else torch.float32
     q, k, v = (torch.randn(1, h, n, d, generator=g).to(dtype) for h, n in ((group, 150), (1, keys), (1, keys)))
-    k[0, 0, 2048:4096, 0] -= 1e3 * q[0, 1].float().sign().mean(0)[0].item()  # rows whose first chunks weigh nothing, or all
+    k[0, 0, 2048:4096, 0] -= 1e3 * q[0, 1].float().sign().mean(0)[0].item()  # rows whose first chunks have no weight, or all of it
     v[0, 0, 100, 3], v[0, 0, 4150, 5] = torch.inf, torch.nan
     q, k, v = (x.to(DEVICE) for x in (q, k, v))
     sinks = torch.tensor([0.3, -1.0, 20.0], device=DEVICE)
     options = {"return_lse": True, "engine": engine, "causal": True, "invariant": True}
     with running_on(engine):
         many = strobe.attention(q, k, v, sinks=sinks, **options)
-        copies = 150 if ON_GPU and not EMULATED else 2  # more blocks of threads than SMs: they walk over all chunks
+        copies = 150 if ON_GPU and not EMULATED else 2  # more thread blocks than SMs: they walk over all chunks
         walked = strobe.attention(*(x.expand(copies, -1, -1, -1) for x in (q, k, v)), sinks=sinks, **options)
         assert [differing(x[-1:], y) for x, y in zip(walked, many, strict=True)] == [0, 0]
         for first, end in ((149, 150), (140, 143), (100, 150)):
             seen = keys - 150 + end
             some = strobe.attention(q[:, :, first:end], k[:, :, :seen], v[:, :, :seen], sinks=sinks, **options)
             assert [differing(x, y[:, :, first:end]) for x, y in zip(some, many, strict=True)] == [0, 0]
-        for h in range(group):  # a head by itself, which is not packed
+        for h in range(group):  # a single head, which is not packed
             alone = strobe.attention(q[:, h : h + 1, -1:], k, v, sinks=sinks[h : h + 1], **options)
             assert [differing(x, y[:, h : h + 1, -1:]) for x, y in zip(alone, many, strict=True)] == [0, 0]
-        reached = strobe.attention(q, k, v, **options, window=(900, 0))  # some rows see the last chunk alone
+        reached = strobe.attention(q, k, v, **options, window=(900, 0))  # some rows see only the last chunk
         one = strobe.attention(q[:, :, -1:], k, v, **options, window=(900, 0))
         assert [differing(x, y[:, :, -1:]) for x, y in zip(one, reached, strict=True)] == [0, 0]
     expected = strobe.reference(q.cpu(), k.cpu(), v.cpu(), causal=True, sinks=sinks.cpu(), rows=[149, 299])[0]
@@ -150,8 +150,8 @@ def test_a_row_that_overflows_is_followed_again_by_itself(engine):
 @pytest.mark.parametrize("keys", [300, 4096 + 200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
-    """Some rows' later scores are far above their first ones, so much that P, or P V, overflows if nothing follows them; V holds NaN that
-    some rows do not see."""
+    """Some rows' later scores are far above their first ones, so much that P, or P V, overflows unless the reference follows; V holds NaN
+    that some rows do not see."""
     if not takes(engine, dtype, 32) or "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} does not take it")
     g = torch.Generator().manual_seed(6)
@@ -183,8 +183,8 @@ def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
 @engines
 @pytest.mark.parametrize("option", ["bias", "alibi_slopes"])
 def test_rows_lie_elsewhere_in_their_tiles(engine, option):
-    """The tile of keys before a row's diagonal is one in which something is hidden, or not, as the rows beside it have it: what is added to
-    a score is rounded alike in both."""
+    """The key tile before a row's diagonal has hidden elements, or not, depending on the rows beside it: the terms that are added to a
+    score are rounded alike in both."""
     dtype = torch.bfloat16 if takes(engine, torch.bfloat16, 64) else torch.float32
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
@@ -209,7 +209,7 @@ def test_rows_lie_elsewhere_in_their_tiles(engine, option):
 
 
 def test_a_variant_compares_the_rows_that_it_says():
-    """The harness: a problem with other queries differs in them alone."""
+    """The harness: a problem with other queries differs only in them."""
     import random
 
     p = draw_problem(random.Random(5), torch.float32, "cpu", 80, 64)

@@ -1,4 +1,4 @@
-"""Who may include whom in kernels/: a family knows what all share and nothing of another; passes know no family."""
+"""The includes in kernels/: a family includes the common files and nothing of another; passes know no family."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FAMILIES = ("sm90", "mma", "tf32", "simt", "ladder")
 
 
 def named(text: str) -> list[str]:
-    """What its lines include, with quotes or angle brackets; or the word there, of a macro."""
+    """The files in its #include lines, with quotes or angle brackets; or the word there, for a macro."""
     return re.findall(r'^\s*#\s*include\s*("[^"\n]*"|<[^>\n]*>|\w+)', text, re.MULTILINE)
 
 
 def includes(file: Path) -> list[str]:
-    """As files below kernels/."""
+    """The includes as files below kernels/."""
     names = named(file.read_text())
     assert all(name.startswith('"') for name in names), f"{file}: NVRTC has no standard headers: {names}"
     targets = [(file.parent / name.strip('"')).resolve() for name in names]
@@ -58,7 +58,7 @@ def allowed(includer: str, included: str) -> bool:
         return target in SHARED[folder]
     if target != folder:
         return target in SHARED["device"]
-    # forward, backward and decode of a family share what lies in its own folder, and nothing of one another
+    # forward, backward and decode of a family share the files of its own folder, and nothing of one another
     inner, other = includer.split("/")[1:-1], included.split("/")[1:-1]
     return not other or inner == other
 

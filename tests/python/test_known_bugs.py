@@ -1,4 +1,4 @@
-"""Reported bugs of other attention libraries, each as the call that showed it. None of them may happen here."""
+"""Reported bugs of other attention libraries, each as the call that showed it. None of them may occur here."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from engines import available_engines
 DTYPES = (torch.float32, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
 engines = pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
-BITS = {"deterministic": True}  # of calls that are compared by torch.equal: else a GPU adds dq up in any order
+BITS = {"deterministic": True}  # for calls that are compared by torch.equal: otherwise a GPU adds dq up in any order
 
-call = partial(cases.call, d=64)  # which every engine takes
+call = partial(cases.call, d=64)  # every engine supports it
 
 
 def cumulated(*lengths):
@@ -133,7 +133,7 @@ def test_output_alone_after_lse_was_asked_for(engine):
 
 @dtypes
 def test_expanded_gradient(dtype):
-    """facebookresearch/xformers#282: attention(...).sum().backward() hands over a gradient of stride 0."""
+    """facebookresearch/xformers#282: attention(...).sum().backward() passes a gradient of stride 0."""
     inputs = call(dtype=dtype)
     inputs.dout = torch.ones((), dtype=dtype).expand(inputs.dout.shape)
     inputs.dlse = torch.ones(()).expand(inputs.dlse.shape)
@@ -207,7 +207,7 @@ def test_bias_whose_last_axis_is_not_contiguous(dtype):
 @dtypes
 @pytest.mark.parametrize("shape", [(1, 1, 60, 70), (3, 1, 60, 70), (1, 2, 60, 70), (3, 1, 1, 70), (1, 2, 60, 1), (1, 1, 1, 1)])
 def test_gradient_of_a_broadcast_bias(shape, dtype):
-    """facebookresearch/xformers#783, #587, HKUSTDial/flash-sparse-attention#193: it is summed over what was broadcast."""
+    """facebookresearch/xformers#783, #587, HKUSTDial/flash-sparse-attention#193: it is summed over the broadcast axes."""
     assert_matches(call(b=3, sq=60, sk=70, dtype=dtype, gradients=("bias",), bias=torch.randn(shape, dtype=dtype)))
 
 
@@ -276,7 +276,7 @@ def test_dropout_masks_of_heads_batches_seeds_and_offsets_differ():
 
 @engines
 def test_dropout_keeps_the_expected_output(engine):
-    """Kept values are scaled by the rate that is kept in fact, so the mean over masks is the output without dropout."""
+    """Kept values are scaled by the actual keep rate, so the mean over masks is the output without dropout."""
     inputs = on_device(call(h=1, sq=16, sk=64), DEVICE)
     n = 2000
     q, k, v = (t.expand(n, *t.shape[1:]) for t in (inputs.q, inputs.k, inputs.v))
@@ -318,7 +318,7 @@ def test_sequences_without_keys(dtype):
 
 @pytest.fixture
 def poisoned_memory():
-    """What torch.empty gives is NaN."""
+    """torch.empty returns NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -327,7 +327,7 @@ def poisoned_memory():
 @dtypes
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout": 0.3, "seed": 1}, {"max_seqlen_q": 40, "max_seqlen_k": 30}], ids=str)
 def test_padding_behind_packed_sequences(options, dtype, poisoned_memory):
-    """pytorch/pytorch#176793, Dao-AILab/flash-attention#1228: what no sequence holds came back as whatever was in memory."""
+    """pytorch/pytorch#176793, Dao-AILab/flash-attention#1228: rows of no sequence came back with whatever was in memory."""
     held = {"q": 45, "dout": 45, "k": 44, "v": 44}
     padded = {name: torch.randn(n + 19, 4 if name in ("q", "dout") else 2, 24, dtype=dtype) for name, n in held.items()}
     for name, n in held.items():
@@ -358,7 +358,7 @@ def test_decode_with_zero_lengths():
 
 @dtypes
 def test_packed_is_each_alone(dtype):
-    """tile-ai/tilelang#2461, Dao-AILab/flash-attention#752: what lies beyond a sequence's end leaked into its last tile."""
+    """tile-ai/tilelang#2461, Dao-AILab/flash-attention#752: numbers past a sequence's end leaked into its last tile."""
     lengths = (137, 1, 349)
     packed = call(sq=487, dtype=dtype, causal=True, cu_seqlens_q=cumulated(*lengths), cu_seqlens_k=cumulated(*lengths), dlse=False)
     for engine, results in runs(packed):
@@ -495,11 +495,11 @@ def test_some_gradients_only(wanted, engine):
 
 
 def test_what_is_negated_lazily_is_read_negated():
-    """x.conj().imag holds the numbers before their sign is turned."""
+    """x.conj().imag holds the numbers before their sign is changed."""
     z = torch.randn(1, 2, 40, 16, dtype=torch.complex64)
     q, (k, v) = z.conj().imag, torch.randn(2, 1, 2, 40, 16)
     assert q.is_neg()
-    for _ in range(2):  # the second call is one that is known
+    for _ in range(2):  # the second call is a remembered one
         assert torch.equal(strobe.attention(q, k, v), strobe.attention(q.resolve_neg(), k, v))
 
     leaves = [x.clone().requires_grad_() for x in (q.resolve_neg(), k, v)]

@@ -1,4 +1,4 @@
-"""strobe.kv: what is written into caches, contiguous and in pages."""
+"""strobe.kv: the tokens that are written into caches, contiguous and paged."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_append_to_pages(count, layout, rotary):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
 def test_append_packed_tokens(layout, paged):
-    """As many as each sequence has, none of the second, and padding behind the last: what one call for each sequence writes."""
+    """As many as each sequence has, none of the second, and padding after the last: the same as one call for each sequence writes."""
     counts, padding = [5, 0, 1], 2
     angles = torch.rand(PAGE * EACH, 3, device=DEVICE)
     options: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "layout": layout}
     k_pool, v_pool, table = cache(layout)
-    if not paged:  # a row is a page that all of a sequence's tokens have room in
+    if not paged:  # a row is a page with room for all of a sequence's tokens
         k_pool, v_pool = (x.repeat(1, *((EACH, 1) if layout == "bshd" else (1, EACH)), 1)[:3] for x in (k_pool, v_pool))
     g = torch.Generator().manual_seed(2)
     k, v = (torch.randn(sum(counts) + padding, HKV, d, generator=g).to(DEVICE) for d in (D, DV))
@@ -95,7 +95,7 @@ def test_append_packed_tokens(layout, paged):
 
 
 def test_a_sequence_without_new_tokens_writes_in_no_page():
-    """Though others share the page that it would go on in."""
+    """Although others share the page in which it would continue."""
     k_pool, v_pool = torch.zeros(3, 1, 4, 2, device=DEVICE), torch.zeros(3, 1, 4, 2, device=DEVICE)
     table = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32, device=DEVICE)
     k = torch.ones(1, 1, 2, device=DEVICE)
@@ -107,7 +107,7 @@ def test_a_sequence_without_new_tokens_writes_in_no_page():
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_append_nothing_but_padding(quantised, paged, length):
-    """Of no sequence, with rotary tables, of whatever length."""
+    """Padding of no sequence, with rotary tables, of any length."""
     stored = torch.int8 if quantised else torch.float32
     pool = torch.zeros(3 if paged else 0, 1, 4, 8, dtype=stored, device=DEVICE)
     table = torch.ones(length, 4, device=DEVICE)
@@ -123,7 +123,7 @@ def test_append_nothing_but_padding(quantised, paged, length):
 @pytest.mark.skipif(DEVICE != "cpu", reason="nobody looks at numbers in device memory")
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_rotary_tables_reach_the_new_tokens_alone(layout):
-    """A sequence without a new token needs no row of them, and padding none; where there is no token at all, no row is needed."""
+    """A sequence without a new token needs no row of them, and padding none; without any token no row is needed."""
     caches = [torch.randn(2, HKV, 20, D).transpose(1, 2 if layout == "bshd" else 1).contiguous() for _ in "kv"]
     before = [x.clone() for x in caches]
     k, held = torch.randn(5, HKV, D), ints(19, 2)
@@ -272,7 +272,7 @@ def test_what_does_not_fit_writes_nothing(wrong, message):
 
 
 def test_kinds():
-    none = torch.zeros(1, dtype=torch.int32)  # where the caches are: in host memory
+    none = torch.zeros(1, dtype=torch.int32)  # on the caches' device: host memory
     sparse, eights = torch.zeros(1, 1, 1, 4).to_sparse(), torch.zeros(1, 1, 1, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="^k_cache: layout torch.sparse_coo; accepted is torch.strided"):
         strobe.kv.append(sparse, *[torch.zeros(1, 1, 1, 4)] * 3, none)
@@ -289,7 +289,7 @@ def test_kinds():
 
 
 def test_numbers_that_nobody_reads_write_nothing_elsewhere(monkeypatch):
-    """As in device memory: what has no place is left out."""
+    """As in device memory: tokens without a place are left out."""
     monkeypatch.setattr(TORCH, "is_readable", lambda x: False)
     for table, used, written in (
         ([[0, 9], [2, 3]], [3, 3], {(0, 3): (0, 0), (2, 3): (1, 0), (3, 0): (1, 1)}),  # a page outside the pool
@@ -310,7 +310,7 @@ def test_numbers_that_nobody_reads_write_nothing_elsewhere(monkeypatch):
         packed = k.transpose(1, 2).flatten(0, 1)
         strobe.kv.append(*again, packed, -packed, ints(*used), page_table=page_table, cu_seqlens=ints(0, 2, 4))
         assert torch.equal(again[0], expected)
-        for nowhere in (ints(3, -1, 1), ints(9, 9, 9), ints(4, 4, 2)):  # whatever the numbers are, nothing lies outside
+        for nowhere in (ints(3, -1, 1), ints(9, 9, 9), ints(4, 4, 2)):  # whatever the numbers are, nothing is written outside
             strobe.kv.append(*again, packed, packed, ints(*used), page_table=page_table, cu_seqlens=nowhere)
     pool = torch.arange(3.0, device=DEVICE).view(3, 1, 1, 1)
     strobe.kv.copy(pool, pool.clone(), ints(0, 7, 1), ints(2, 1, -1))
@@ -376,7 +376,7 @@ def test_an_inference_tensor_is_not_written_outside_of_inference_mode():
 
 
 def test_a_negated_view_is_not_written():
-    """PyTorch would write the other cache before it finds out."""
+    """PyTorch would write the other cache before it finds the error."""
     caches = {"k_cache": torch.zeros(4, 2, 4, 8), "v_cache": torch.zeros(4, 2, 4, 8)}
     k, held = torch.ones(2, 2, 1, 8), torch.zeros(2, dtype=torch.int32)
     for name in caches:
@@ -413,7 +413,7 @@ QUANTISED = {torch.int8: 127, torch.float8_e4m3fn: 448, torch.uint8: 7}
 
 
 def _numbers(data, dtype):
-    """What is stored, in float64."""
+    """The stored numbers, in float64."""
     if dtype != torch.uint8:
         return data.double()
     nibbles = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).to(torch.int64)
@@ -424,7 +424,7 @@ def _numbers(data, dtype):
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("of", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_quantising_stays_within_the_bound(dtype, scale_dtype, of):
-    """Of docs/semantics.md, for numbers drawn at random."""
+    """The bound of docs/semantics.md, for numbers drawn at random."""
     g = torch.Generator().manual_seed(QUANTISED[dtype])
     u = torch.finfo(scale_dtype).eps / 2
     for number in range(60):
@@ -451,13 +451,13 @@ def test_quantising_stays_within_the_bound(dtype, scale_dtype, of):
         step = torch.maximum(x.abs() / 16, s / 1024) if dtype == torch.float8_e4m3fn else s / 2
         off = (_numbers(data, dtype) * s - x).abs()
         assert (off <= step + 2 * u * largest).all(), (off - step - 2 * u * largest).max()
-        assert (off > 0.75 * step).any() or x.numel() < 8 * scale.numel() + 500  # no bound that nothing comes near
+        assert (off > 0.75 * step).any() or x.numel() < 8 * scale.numel() + 500  # the bound is nearly reached
 
 
 @pytest.mark.parametrize("gap", [0, 12], ids=["no gap", "pages apart"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_scales_between_the_numbers_of_one_buffer(layout, gap):
-    """A row's numbers and its scale side by side, as other libraries lay out their pages."""
+    """A row's numbers and its scale are adjacent, as in other libraries' pages."""
     d, pages, heads, page = 16, 9, 2, 4
     sizes = (heads, page) if layout == "bhsd" else (page, heads)
     buffer = torch.zeros(pages, page * heads * 2 * (d + 4) + gap, dtype=torch.int8, device=DEVICE)
@@ -493,7 +493,7 @@ def test_scales_between_the_numbers_of_one_buffer(layout, gap):
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_a_quantised_cache(dtype, paged, layout):
-    """What append writes is what quantise makes of the tokens; gather and copy take the scales, too."""
+    """append writes the result of quantise for the tokens; gather and copy take the scales, too."""
     g = torch.Generator().manual_seed(7)
     each, d, page = 2 if dtype == torch.uint8 else 1, 16, 4
     table = torch.tensor([[3, 0, 5], [1, 6, 2]], dtype=torch.int32) if paged else None
@@ -599,7 +599,7 @@ APPENDED = ("k_cache", "v_cache", "k", "v")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("wrong", APPENDED)
 def test_what_is_laid_out_wrongly_alone_is_named_alone(wrong, paged, new, layout):
-    """Not what is held against it."""
+    """Tensors that are compared with it are not named."""
     caches = {name: torch.zeros(6 if paged else 2, 3, 16, width) for name, width in (("k_cache", 8), ("v_cache", 4))}
     tokens = {name: torch.ones(2, 3, 5, width) for name, width in (("k", 8), ("v", 4))}
     given = caches | tokens if layout == "bhsd" else {name: x.transpose(1, 2) for name, x in (caches | tokens).items()}
@@ -646,7 +646,7 @@ def test_appends_other_layout_is_guessed(layout):
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16], ids=str)
 def test_zeros_have_the_scale_zero(dtype, group, scale_dtype):
-    """And stand for zeros; so they do not have the largest scale among small ones."""
+    """And they mean zeros; so they do not have the largest scale among small ones."""
     x = torch.randn(1, 2, 96, 16, generator=torch.Generator().manual_seed(1)) * 1e-3
     x[:, :, 32:64] = 0
     data, scale = strobe.kv.quantise(x, dtype, group=group, scale_dtype=scale_dtype)
@@ -679,7 +679,7 @@ def test_the_scales_of_small_numbers_hold_them(dtype, group):
         assert scale.double().min() == s
         step = max(size / 16, s / 1024) if dtype == torch.float8_e4m3fn else s / 2
         assert (_numbers(data, dtype) * s - x).abs().max() <= step + size * 2**-10
-    data, scale = strobe.kv.quantise(torch.full((1, 1, 32, 8), 1e-42), dtype, group=group)  # nor do those of float32 vanish
+    data, scale = strobe.kv.quantise(torch.full((1, 1, 32, 8), 1e-42), dtype, group=group)  # nor do scales of float32 vanish
     assert (scale == torch.finfo(torch.float32).tiny).all()
     assert not _numbers(data, dtype).any()
 
@@ -709,7 +709,7 @@ def test_what_cannot_be_quantised_is_refused(group):
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 def test_what_a_device_makes_of_what_cannot_be_quantised(dtype, monkeypatch):
-    """Where nothing is read."""
+    """If numbers are not read."""
     monkeypatch.setattr(type(strobe.kv.TORCH), "is_readable", lambda *_: False)
     x = torch.ones(5, 1, 16)
     x[1, 0, 4], x[2, 0, 5], x[3, 0, 6] = float("nan"), -float("inf"), 1e9
@@ -828,7 +828,7 @@ def test_compiled_for_any_size_of_the_cache():
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn, torch.uint8])
 @pytest.mark.parametrize("of_new", [torch.float32, None])
 def test_a_quantised_cache_is_not_appended_to_without_its_scales(of_new, stored, layout):
-    """Or the old scales would stand beside new numbers. The message speaks of them alone, whatever k and v are."""
+    """Otherwise the old scales would stand beside new numbers. The message only names the scales, whatever k and v are."""
     axes = (3, 2, 16) if layout == "bhsd" else (3, 16, 2)
     cache = torch.zeros(*axes, 4 if stored == torch.uint8 else 8, dtype=torch.uint8).view(stored)
     x = torch.ones(3, 2, 1, 8).to(of_new or stored)

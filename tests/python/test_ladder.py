@@ -1,4 +1,4 @@
-"""The ladder against the float64 reference: every rung, tiles that change for real, both directions; on the CPU its plain C++ form."""
+"""The ladder against the float64 reference: every rung, tiles that really change, both directions; on the CPU its plain C++ form."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def dtypes(rung: str) -> tuple[torch.dtype, ...]:
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-    """(B, H, S, D), the rows of one token beside each other as a model has them."""
+    """(B, H, S, D), the heads of one token adjacent as in a model."""
     b, h, s, d = shape
     return torch.randn(b, s, h, d, generator=GENERATOR).to(dtype).transpose(1, 2)
 
 
 def check(rung: str, q: Tensor, k: Tensor, v: Tensor, tile: tuple[int, int] | None = None, **options: Any) -> None:
-    """Forward and backward, held to the accuracy clause of the contract."""
+    """Forward and backward, checked by the accuracy clause of the contract."""
     inputs = Inputs(q, k, v, drawn(*q.shape, dtype=q.dtype), None, options)
     how = {"engine": rung} | ({} if tile is None else {"tile_q": tile[0], "tile_k": tile[1]})
     leaves = [moved(x, DEVICE).detach().requires_grad_() for x in (q, k, v)]

@@ -24,14 +24,14 @@ def ints(*values: int) -> Tensor:
 
 
 def wider(x: Tensor) -> Tensor:
-    """Its first columns are those of x; the others hold what no call may read."""
+    """Its first columns are those of x; the others hold numbers that a call must not read."""
     room = torch.full((*x.shape[:-1], x.shape[-1] + 5), 2**31 - 1, dtype=x.dtype, device=x.device)
     room[..., : x.shape[-1]] = x
     return room[..., : x.shape[-1]]
 
 
 def column(x: Tensor) -> Tensor:
-    """Of a matrix with three columns."""
+    """One column of a matrix with three."""
     return torch.stack([torch.full_like(x, -7), x, torch.full_like(x, 2**31 - 1)], dim=-1)[..., 1]
 
 
@@ -63,7 +63,7 @@ def call(lists: dict[str, Tensor], engine: str, *arrays: Tensor, backward: bool 
 def same(lists: dict[str, Tensor], given: Callable[[Tensor], Tensor], engine: str, *arrays: Tensor, **options: Any) -> None:
     expected = call(lists, engine, *arrays, **options)
     strided = {name: given(x) for name, x in lists.items()}
-    for _ in range(3):  # remembered, made ready, run again
+    for _ in range(3):  # remembered, prepared, run again
         found = call(strided, engine, *arrays, **options)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
@@ -136,7 +136,7 @@ def test_what_they_hold_is_checked(engine):
 
 @pytest.mark.skipif(ON_GPU, reason="NumPy arrays lie in host memory")
 def test_numpy():
-    """From behind, every second entry, one for all, and the fields of records."""
+    """Reversed, every second entry, one for all, and the fields of records."""
     g = np.random.default_rng(0)
     q, k = (g.standard_normal(shape).astype(np.float32) for shape in ((12, 2, 16), (20, 1, 16)))
     cu_q, cu_k = np.array([0, 5, 12], np.int32), np.array([0, 9, 20], np.int32)
@@ -199,7 +199,7 @@ def test_of_64_bits_on_a_gpu():
         pytest.skip("in host memory they are taken")
     with running_on(None), pytest.raises(ValueError, match=r"^seqused_k: dtype int64; accepted is int32; seqused_k.int\(\)$"):
         strobe.attention(q, k, k, seqused_k=used)
-    if DEVICE == "cuda":  # in host memory beside tensors that are not: it is copied
+    if DEVICE == "cuda":  # in host memory beside GPU tensors: it is copied
         expected = strobe.attention(q, k, k, seqused_k=used.int())
         assert torch.equal(strobe.attention(q, k, k, seqused_k=used.cpu()), expected)
         with pytest.raises(ValueError, match=r"^seqused_k: 4294967299 at \[0\]; accepted are 0 to 40, the length of k$"):

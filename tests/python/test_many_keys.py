@@ -1,6 +1,6 @@
 """Long sums: many keys for few queries, many queries for few keys, many heads for one bias. A sum whose terms are added one after the
-other rounds each time to the last bit of what is there already, so its error grows with their number. And one of them may overflow where
-the mean that it leads to does not."""
+other rounds each time to the last bit of the sum so far, so its error grows with their number. And a partial sum may overflow although
+the mean does not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drawn_cases import cases
 from engines import LONG
 
 MANY = [16384, 65536, 131072] if LONG else [8192]
-MORE = 600 if ON_GPU or LONG else 40  # queries than share out their keys; the plain formulas of 600 take 20 s
+MORE = 600 if ON_GPU or LONG else 40  # more queries than with which keys are split; the plain formulas of 600 take 20 s
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ def _packed(n: int, queries: bool) -> Inputs:
 
 
 def _above(n: int, share: float) -> torch.Tensor:
-    """A bias that leaves all keys but the first this share of P."""
+    """A bias that leaves all keys but the first this fraction of P."""
     bias = torch.full((1, 1, 1, n), math.log(share / n))
     bias[..., 0] = 0
     return bias
@@ -107,7 +107,7 @@ def test_terms_whose_last_bits_a_long_run_drops(n):
 
 
 def test_infinities_of_values_show():
-    """Also where keys are shared out: what a compensated sum takes for lost is then no number."""
+    """Also if keys are split: a compensated sum's rounding error is then NaN."""
     inputs = call(sq=5, sk=8192, d=32)
     inputs.v[:, :, 77, 3] = inputs.v[:, :, 1000, 4] = torch.inf
     inputs.v[:, :, 6000, 5] = inputs.v[:, :, 7000, 4] = -torch.inf
@@ -120,7 +120,7 @@ def test_infinities_of_values_show():
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_scores_that_crowd_near_a_few_values(invariant):
-    """Adding one number again and again rounds one way: l of a thread was off by 3e-6. Invariant: no engine shares the keys out."""
+    """Adding one number again and again rounds in one direction: l of a thread was off by 3e-6. Invariant: no engine splits the keys."""
     assert_matches(call(sq=2, sk=40_000, h=1, d=64, scale=0.6, softcap=1.0, invariant=invariant))
 
 
@@ -129,7 +129,7 @@ def test_scores_that_crowd_near_a_few_values(invariant):
 @pytest.mark.parametrize("p", [2.8e-11, 9e-10, 3.6e-9])
 def test_a_key_beside_which_sums_of_the_others_round_away(p, invariant, n):
     """All keys but the first have this P each: 2048, 64 or 16 of them together are less than half of the last bit of 1. Invariant, or with
-    more queries than a GPU needs to share the keys out: O was off by up to 2e-6."""
+    more queries than a GPU needs before it stops splitting the keys: O was off by up to 2e-6."""
     sq = 5 if invariant else MORE
     assert_matches(_with_mean(call(sq=sq, sk=n, d=64, scale=1e-3, bias=_above(n, p * n), invariant=invariant), 1.0))
 
@@ -150,7 +150,7 @@ def test_many_queries_few_keys(kind, n):
 
 @st.composite
 def long_cases(draw):
-    """A row of the contract's table with few queries and many keys, or the other way round."""
+    """A row of the contract's table with few queries and many keys, or the reverse."""
     case = draw(cases())
     many, few = int(2 ** draw(st.floats(11, 17 if LONG else 14))), draw(st.integers(1, 12))
     case |= {"lengths": draw(st.permutations((many, few))), "batch": 1, "heads": draw(st.sampled_from([(1, 1), (2, 1)]))}
@@ -163,7 +163,7 @@ def test_any_legal_call(case):
     try:
         assert_matches(build(case))
     except NotImplementedError:
-        if not (ON_GPU and case["flag"] == "invariant" and case["blocks"]):  # blocks that cut a GPU engine's tiles of keys
+        if not (ON_GPU and case["flag"] == "invariant" and case["blocks"]):  # blocks that cut a GPU engine's key tiles
             raise
 
 

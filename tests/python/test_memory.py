@@ -15,7 +15,7 @@ from check import takes
 from engines import available_engines
 from strobe._call import Allocator
 
-# Peak resident memory over what stands before the call, with every page of the inputs touched. glibc's arenas would keep what was freed.
+# Peak resident memory beyond that before the call, with every page of the inputs touched. glibc's arenas would keep freed memory.
 SCRIPT = """
 import json, resource, sys
 import torch, strobe
@@ -65,7 +65,7 @@ def test_extra_memory_per_token(engine, dtype, record_property):
 
 
 def test_an_allocator_does_not_wait_for_the_garbage_collector():
-    """It knows q and the workspace of a call on a GPU: in a circle both would stay until the collector comes."""
+    """It refers to q and the workspace of a call on a GPU: in a reference cycle both would stay until the collector runs."""
     gc.disable()
     try:
         memory = torch.empty(8)

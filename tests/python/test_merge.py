@@ -1,4 +1,4 @@
-"""merge: attention over parts of the keys, put together, is attention over all of them."""
+"""merge: attentions over parts of the keys, merged, are the attention over all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_two_parts_are_the_whole(layout, dtype):
     torch.manual_seed(0)
     shape = (2, 3, 20, 16) if layout == "bhsd" else (2, 20, 3, 16)
     q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
-    options = {"layout": layout, "engine": "reference"}  # so that every rounding is merge's own, or that of what it reads
+    options = {"layout": layout, "engine": "reference"}  # so that every rounding is merge's own, or that of its inputs
     halves = parts(q, k, v, 7, 2 if layout == "bhsd" else 1, **options)
     out, lse = strobe.merge(*halves, layout=layout)
     expected, expected_lse = strobe.attention(q, k, v, return_lse=True, **options)
@@ -93,7 +93,7 @@ GARBAGE = [float("nan"), float("inf"), -float("inf")]
 @pytest.mark.parametrize("shape", ["bhsd", "bshd", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_what_lies_in_the_out_of_a_part_without_keys_reaches_nothing(dtype, shape, empty, pair):
-    """Nobody has to have written it: neither the result, with sinks as without, nor a gradient has it."""
+    """It need not have been written: neither the result, with sinks or without, nor a gradient has it."""
     torch.manual_seed(0)
     layout = "bshd" if shape == "bshd" else "bhsd"
     outs = {name: torch.randn({"bhsd": (1, 2, 3, 4), "bshd": (1, 3, 2, 4), "packed": (3, 2, 4)}[shape]).to(dtype) for name in "ab"}
@@ -158,14 +158,14 @@ def test_an_infinite_lse_makes_its_row_nan_until_it_is_replaced():
 
 
 def test_a_nan_in_the_out_of_a_part_with_keys_is_seen():
-    """However small its weight: what a query sees propagates."""
+    """However small its weight: a NaN that a query sees propagates."""
     nan = torch.full((1, 1, 1, 4), torch.nan)
     out, _ = strobe.merge(nan, torch.full((1, 1, 1), -1e4), torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1))
     assert out.isnan().all()
 
 
 def test_far_apart():
-    """Logits of 1e4 neither overflow nor push each other out wrongly."""
+    """Logits of 1e4 neither overflow nor displace each other wrongly."""
     out_a, out_b = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
     lse_a, lse_b = torch.tensor([[[1e4, -1e4, 1e4]]]), torch.tensor([[[-1e4, 1e4, 1e4]]])
     out, lse = strobe.merge(out_a, lse_a, out_b, lse_b)
@@ -192,7 +192,7 @@ def test_numpy():
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_a_partial_result_and_an_ordinary_one(layout):
-    """The first one says which form the result has; a partial part's backward takes it where that is the partial one."""
+    """The first one determines the form of the result; a partial part's backward accepts it if that is the partial one."""
     torch.manual_seed(0)
     axis = 2 if layout == "bhsd" else 1
     q, k, v = (torch.randn((1, 2, 40, 16) if layout == "bhsd" else (1, 40, 2, 16)).bfloat16() for _ in range(3))

@@ -234,7 +234,7 @@ import numpy as np
 
 
 def test_what_is_not_installed_is_named_with_the_way_to_it():
-    """However it is asked for: as an attribute, or imported."""
+    """For every way to ask for it: as an attribute, or imported."""
     code = """
         import sys
         import strobe

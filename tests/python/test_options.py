@@ -1,4 +1,4 @@
-"""Who is made from the table of options, or repeats it: each consumer, held to python/strobe/_options.py."""
+"""The consumers of the table of options, and its copies: each is compared with python/strobe/_options.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IN_STRUCT = {name: field for name, field in FIELDS.items() if field.in_struct}
 
 
 def members(struct: str) -> dict[str, str]:
-    """A C struct's, without its size, what is reserved, and what the backward alone has: name and type."""
+    """A C struct's members, without its size, reserved ones, and those that only the backward has: name and type."""
     fields = ffi.typeof(struct).fields
     return {name: x.type.cname for name, x in fields if name not in ("size", _call.ACCUMULATE) and not name.startswith("reserved")}
 
@@ -35,7 +35,7 @@ def test_the_signature():
 
 
 def test_the_types_are_types():
-    """They are written as strings, which nothing evaluates when the package runs."""
+    """They are written as strings, which are not evaluated when the package runs."""
     names = {"Array": object, "BlockMask": strobe.BlockMask, "Part": strobe.Part}
     for name, hint in get_type_hints(_options.AttentionOptions, localns=names).items():
         default = DEFAULTS[name]
@@ -52,7 +52,7 @@ def test_the_docstring():
 
 
 def test_the_operators():
-    """Everything that a call consists of is an argument by name, and what is absent is not in a graph."""
+    """Every value that a call consists of is an argument by name, and absent ones are not in a graph."""
     known = {
         "bool": bool,
         "int": int,
@@ -109,7 +109,7 @@ def test_the_struct_of_cpp():
 
 
 def test_the_module_and_hyperbolic_attention():
-    """The one takes what is no tensor, the other what the distance leaves room for."""
+    """The former takes every option that is no tensor, the latter every one that the distance does not determine."""
     tensors = {name for name, row in ROWS.items() if set(row.tensors(name)) - set(BLOCKS)}
     for name, default in DEFAULTS.items():
         if name in tensors:
@@ -126,7 +126,7 @@ def test_the_module_and_hyperbolic_attention():
 
 
 def test_every_option_is_in_the_contract():
-    """But for which engine is asked, which is each in turn, and strict, which is tested in test_errors.py."""
+    """Except engine, which each test varies, and strict, which is tested in test_errors.py."""
     used = {name for case in cases.combinations(1) for name in cases.build(case).options}
     used |= {"tile_q", "tile_k", "threads", *cases.FACTORS["flag"]} if {"tile", "threads"} <= cases.FACTORS.keys() else set()
     used |= {"page_table"} if "page" in cases.FACTORS else set()
@@ -135,7 +135,7 @@ def test_every_option_is_in_the_contract():
 
 
 def test_what_each_row_reads():
-    """All its fields and no others of a good value, nothing but one refusal of a bad one."""
+    """All its fields and no others for a good value, exactly one refusal for a bad one."""
     examples = {bool: True, float: 0.5, int: 32, str: "cpu-baseline", tuple[int, ...]: strobe.Part([], [], 1, 1)}
     for name, row in ROWS.items():
         if isinstance(row, (_options.Tensor, _options.Blocks, _options.Seed)):

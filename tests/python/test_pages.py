@@ -52,7 +52,7 @@ def problem(
 
 
 def widths(engine: str) -> dict[str, int]:
-    """Head dimensions that it takes."""
+    """Head dimensions that it supports."""
     return {"d": 64, "dv": 72} if engine == "cuda-tf32" else {}
 
 
@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sq", [1, 5, 70])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_as_contiguous(name, sq, dtype, engine):
-    """On CPUs bit by bit: nothing but where a row lies is another."""
+    """On CPUs bit by bit: only the places of rows differ."""
     p = problem(16, sq, dtype, **widths(engine))
     options = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in OPTIONS[name].items()}
     with running_on(engine):
@@ -118,7 +118,7 @@ def test_layouts_and_strides():
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_packed_queries(layout):
-    """cu_seqlens_q alone: chunked prefill, with decoding beside it."""
+    """Only cu_seqlens_q: chunked prefill, beside decoding."""
     p = problem(16, 70)
     lengths = [70, 0, 1]
     cu = torch.tensor([0, 70, 70, 71], dtype=torch.int32, device=DEVICE)
@@ -201,7 +201,7 @@ def test_nothing_counts(dtype):
 
 
 def _workspace(text: str) -> float:
-    """Of the engine that is chosen, in bytes: all the memory that a call has of its own."""
+    """The bytes of the chosen engine: all the memory that a call allocates."""
     chosen = text.split("choice\n")[1].split()[0]
     line = next(line for line in text.splitlines() if line.split()[:1] == [chosen] and "workspace" in line)
     size, unit = line.rpartition("workspace ")[2].split()
@@ -211,8 +211,8 @@ def _workspace(text: str) -> float:
 @pytest.mark.parametrize("sq", [1, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_is_gathered(dtype, sq):
-    """Beside 1 GiB of keys and values in float32, half as many in bfloat16. (A GPU of 132 SMs shares out keys to as many,
-    and takes 20 MB for what each finds.)"""
+    """Compared with 1 GiB of keys and values in float32, half as much in bfloat16. (A GPU of 132 SMs splits keys among as many, and takes
+    20 MB for their results.)"""
     keys, page, d = 2**20, 64, 128
     pool = torch.zeros(1, 1, page, d, dtype=dtype, device=DEVICE).expand(keys // page, 1, page, d)
     table = torch.randperm(keys // page).int()[None].to(DEVICE)
@@ -257,7 +257,7 @@ def test_pages_outside_the_pool():
         p.pages.table[2, 3] = page
         with pytest.raises(ValueError, match=rf"page_table: page {page} at \[2, 3\]; accepted are 0 to {pages - 1}, the pages of k and v"):
             p.paged()
-    p.used[2] = 48  # the page is behind the last key that counts
+    p.used[2] = 48  # the page is past the last key that counts
     p.paged()
 
 
@@ -267,7 +267,7 @@ def test_pages_outside_the_pool():
 @pytest.mark.parametrize("sq", [1, 20])
 @pytest.mark.parametrize("page", [1, 7, 16, 64])
 def test_keys_of_pages_outside_the_pool_are_hidden(page, sq, dtype, engine):
-    """In device memory, where nobody checks the numbers; V of the page that stands in their place may hold no numbers."""
+    """In device memory, where the numbers are not checked; V of the page that is read instead may hold NaN."""
     p = problem(page, sq, dtype, **widths(engine))
     p.pages.v[0, :, 0] = torch.inf
     seen = torch.ones(B, 1, 1, p.k.shape[2], dtype=torch.bool, device=DEVICE)
@@ -275,7 +275,7 @@ def test_keys_of_pages_outside_the_pool_are_hidden(page, sq, dtype, engine):
         p.pages.table[b, place] = (-1, len(p.pages.k), 2**31 - 1)[n]
         seen[b, ..., place * page : (place + 1) * page] = False
     v = p.v.clone()
-    for b, n in enumerate(USED):  # page 0 may be somebody's
+    for b, n in enumerate(USED):  # page 0 may belong to a sequence
         for place in range(-(-n // page)):
             if p.pages.table[b, place] == 0:
                 v[b, :, place * page] = torch.inf
@@ -294,8 +294,8 @@ def test_keys_of_pages_outside_the_pool_are_hidden(page, sq, dtype, engine):
 @pytest.mark.parametrize("rises", [False, True], ids=["", "scores that rise"])
 @pytest.mark.parametrize("sq", [20, 200])
 def test_many_tiles(sq, rises, engine):
-    """Of which some in the middle have a page outside the pool, where nobody checks; and scores whose maxima come late, for which a tile of
-    queries may be computed again."""
+    """Some tiles in the middle have a page outside the pool, which is not checked; and scores whose maxima come late, for which a query
+    tile may be computed again."""
     used = [1000, 0, 777]
     p = problem(16, sq, dtype_of(engine), keys=1000, used=used, **widths(engine))
     if rises:

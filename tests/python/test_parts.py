@@ -1,4 +1,4 @@
-"""strobe.Part: calls cut into parts are the uncut call, and what a part may not say. Options in pairs are in test_contract.py."""
+"""strobe.Part: calls cut into parts give the uncut call, and refused parts. Options in pairs are in test_contract.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUTS = 60
 
 
 def drawn(seed: int) -> dict:
-    """A case of any options, most of them plain."""
+    """A case with any options, most of them plain."""
     rng = random.Random(seed)
     while True:
         case = {name: rng.choice(values) if rng.random() < 0.6 else values[0] for name, values in FACTORS.items()}
@@ -27,7 +27,7 @@ def drawn(seed: int) -> dict:
         case["flag"] = None if case["flag"] == "invariant" else case["flag"]
         case["storage"] = "bhsd" if case["storage"] == "reversed" else case["storage"]
         case["bias kind"] = None if case["bias"] is None else case["bias kind"] or "gradient"
-        if ON_GPU and case["dtype"] == "float32" and case["score"] != "dot":  # whose bound is known to be missed, seldom and by little
+        if ON_GPU and case["dtype"] == "float32" and case["score"] != "dot":  # its bound is known to be missed, rarely and by little
             continue
         if _valid(case):
             return case
@@ -80,7 +80,7 @@ def test_large_lse(sign, by, dtype, engine):
 
 @pytest.mark.parametrize("engine", available_engines())
 def test_a_partial_backward_takes_the_gradient_of_lse(engine):
-    """dS = P (dP - (D - dLSE)): to give dLSE is to give a smaller D."""
+    """dS = P (dP - (D - dLSE)): giving dLSE is the same as giving a smaller D."""
     dtype = dtype_of(engine)
     q, k, v, dout = (torch.randn(2, 2, 64, 64).to(dtype).to(DEVICE) for _ in range(4))
     part = strobe.Part([(0, 64)], [(0, 64)], 64, 64, partial=True)
@@ -118,7 +118,7 @@ def test_the_same_bits_in_every_run(seed):
 @pytest.mark.skipif(ON_GPU, reason="GPU engines choose tiles, and share out keys, by how many rows there are")
 @pytest.mark.parametrize("engine", available_engines())
 def test_starts_do_not_change_bits(engine):
-    """Of a query's out and lse on one engine where keys are the same: only which rows a call has differs."""
+    """For a query's out and lse on one engine with the same keys: only the call's set of rows differs."""
     x = call(sq=128, sk=128, d=32, h=2, b=1, dtype=torch.bfloat16)
     how = {"causal": True, "return_lse": True, "tile_q": 16, "engine": engine}
     out, lse = strobe.attention(x.q, x.k, x.v, **how)
@@ -166,7 +166,7 @@ def test_a_read_only_array_is_not_added_to():
 
 
 def test_ranges_of_more_sequences_than_have_lengths():
-    """Of a q with too few axes nobody knows the batch, and ranges were read with lengths from behind their list."""
+    """With a q with too few axes the batch is not known, and ranges were read with lengths from past the end of their list."""
     x = call(b=2, sq=4)
     part = strobe.Part([[(0, 4)]] * 3, [[(0, 4)]] * 2, [8, 8], [8, 8])
     words = "\npart.q_ranges: ranges of 3 sequences; accepted are those of 2, as seqlens_q has, or of 1"
@@ -236,7 +236,7 @@ def test_accumulate_without_a_part(dtype, engine):
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_the_reference_adds_to_what_other_engines_add_to(dtype, partial):
-    """It wanted float64, though nothing but the engine's name was another."""
+    """It required float64, although only the engine's name differed."""
     x = call(sq=20, h=4, hkv=2, dtype=dtype)
     options = {"part": strobe.Part([(0, 20)], [(0, x.k.shape[2])], 20, x.k.shape[2], partial=True)} if partial else {}
     out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True, **options)
@@ -258,7 +258,7 @@ def test_the_reference_adds_to_what_other_engines_add_to(dtype, partial):
 
 @pytest.mark.parametrize("engine", available_engines())
 def test_no_sequences(engine):
-    """The lists of the block mask are empty, then, and have no addresses, though the heads begin behind the whole problem's first."""
+    """The lists of the block mask are then empty, and have no addresses, although the heads begin after the whole problem's first."""
     dtype = torch.bfloat16 if engine in ("cuda-sm90", "cuda-mma") else torch.float32
     q, k, v, sinks = (
         torch.zeros(shape, dtype=of, device=DEVICE, requires_grad=True) for shape, of in [((0, 2, 64), dtype)] * 3 + [((2,), torch.float32)]
@@ -279,7 +279,7 @@ def test_no_sequences(engine):
 
 @pytest.mark.parametrize("engine", available_engines())
 def test_keys_behind_the_last_query_are_hidden(engine):
-    """The queries of a part end before those of the whole sequence, which would see the keys that hold no numbers here."""
+    """The queries of a part end before those of the whole sequence, which would see the keys that hold NaN here."""
     g = torch.Generator().manual_seed(2)
     dtype = dtype_of(engine)
     q, dout, k, v = (torch.randn(1, 1, n, 64, generator=g).to(dtype) for n in (4, 4, 80, 80))
@@ -322,7 +322,7 @@ def test_merge_with_sinks(layout):
 
 
 def test_autograd():
-    """Of a call with all the keys that its queries see; a partial one is refused."""
+    """For a call with all the keys that its queries see; a partial one is refused."""
     x = call(sq=16, sk=48, d=32)
     q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
     part = strobe.Part([(32, 16)], [(0, 48)], 48, 48)
@@ -422,7 +422,7 @@ def test_what_a_call_refuses():
 
 
 def test_the_reference_has_both_numbers_of_a_partial_lse():
-    """Two float32 numbers are as exact as float64 here; a row that sees nothing has no second one."""
+    """Two float32 numbers are as exact as float64 here; a row that sees no key has no second one."""
     inputs = call(sq=5, sk=20, d=8, bias=torch.full((1, 1, 5, 20), 1e4), causal=True)
     at = strobe.Part([(0, 5)], [(2, 18)], 5, 20, partial=True)
     of = {"causal": True, "alignment": "top_left", "bias": inputs.options["bias"], "part": at, "return_lse": True}

@@ -1,4 +1,4 @@
-"""Quantised keys where engines read them in ways of their own: few queries over many keys, by each of the stored kinds."""
+"""Quantised keys where engines read them in special ways: few queries over many keys, with each of the stored kinds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def quantised_call(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, page:
 
 
 def check(inputs: Inputs, *wanted: str) -> None:
-    """On every engine that takes the call; those that are `wanted` have to, where they are there."""
+    """On every engine that supports the call; the `wanted` ones must, if they are available."""
     yardstick, took, faults = Yardstick(inputs), set(), []
     for engine in engines_under_test():
         try:
@@ -63,7 +63,7 @@ def test_few_queries(shape, dtype, kind):
     inputs = quantised_call(kind, shape, dtype, causal=shape[3] > 1)
     check(
         inputs,
-        *["cuda-mma"] * (shape[5] % 32 == 0 and shape[6] % 32 == 0),  # rows of whole 16 bytes, of INT4 too
+        *["cuda-mma"] * (shape[5] % 32 == 0 and shape[6] % 32 == 0),  # rows of whole 16 bytes, with INT4 too
         *["cpu-amx"] * (dtype == torch.bfloat16 and shape[3] <= 16 and shape[1] // shape[2] * shape[3] > 4),
     )
 
@@ -94,7 +94,7 @@ def test_options(options, kind, page):
 @pytest.mark.parametrize("page", [None, 16, 24])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (300, 5)}, {"dropout": 0.2, "seed": 3, "mask": True}], ids=str)
 def test_many_queries(options, page, kind):
-    """More rows of a group than a tile has; rows of a tile in two pages; keys in parts."""
+    """More rows of a group than a tile has; rows of a tile in two pages; split keys."""
     dtype = HALF[kind.stored == "int8"]
     if options.get("mask"):
         options = {**options, "mask": torch.rand(1, 1, 37, 816, generator=torch.Generator().manual_seed(3)) < 0.9}
@@ -104,7 +104,7 @@ def test_many_queries(options, page, kind):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_scales_far_apart(kind, dtype):
-    """Of which float16, in which P times a scale is rounded, has few powers."""
+    """float16, to which P times a scale is rounded, has few powers for them."""
     inputs = call(1, 4, 2, 96, 64, 64, 1, dtype, dlse=False)
     far = 10.0 ** torch.linspace(-5, 2, 96).view(1, 1, -1, 1)
     k, v = (inputs.k.double(), far.double() * inputs.v.double())
@@ -119,7 +119,7 @@ def test_scales_far_apart(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("scale", [1e6, 1e30])
 def test_a_large_scale_of_small_numbers(kind, dtype, scale):
-    """A row that stores 0 has any scale, and weighs nothing beside the others."""
+    """A row that stores 0 has any scale, and no weight beside the others."""
     inputs = quantised_call(kind._replace(scale="float32"), (1, 4, 1, 2, 96, 64, 64), dtype)
     for x, scales in ((inputs.quant.k, inputs.quant.k_scale), (inputs.quant.v, inputs.quant.v_scale)):
         x[:, :, 70], scales[:, :, 70] = 0, scale
@@ -131,7 +131,7 @@ def test_a_large_scale_of_small_numbers(kind, dtype, scale):
 @pytest.mark.skipif(ON_GPU, reason="there a P times a scale below 2^-126 may count as 0: docs/semantics.md")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_small_scales(kind):
-    """Times a small P they leave the numbers that products hold; O does not, for the key with a P near 1 has a V of 0."""
+    """Times a small P they leave the range of product operands; O does not, because the key with a P near 1 has a V of 0."""
     inputs = call(1, 8, 1, 512, 64, 64, 1, torch.bfloat16, dlse=False)
     q, k, v = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), inputs.v.double() * 1e-35
     q[..., 0], k[..., 0], k[:, :, 0, 0], v[:, :, 0] = 2, -20, 0, 0

@@ -1,5 +1,5 @@
-"""Calls drawn at random from all that the contract allows, beside formulas of their own: random_draw.py draws them, random_formulas.py has
-the formulas, random_judge.py holds the results to the accuracy clause. random_call.py makes one of them again."""
+"""Calls drawn at random from all that the contract allows, compared with formulas of their own: random_draw.py draws them,
+random_formulas.py has the formulas, random_judge.py applies the accuracy clause. random_call.py repeats one of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_calls_of_the_same_kind_have_the_same_tokens_elsewhere():
         for before, after, lengths in ((x.q, y.q, x.lengths and x.lengths[0]), (x.k, y.k, x.lengths and x.lengths[1])):
             rows, mixed = ([t[b, :, : lengths[b] if lengths else t.shape[2]] for b in range(t.shape[0])] for t in (before, after))
             for b, n in enumerate(lengths or []):
-                assert torch.equal(before[b, :, n:], after[b, :, n:])  # padding stays
+                assert torch.equal(before[b, :, n:], after[b, :, n:])  # padding stays unchanged
             if before.shape[0]:
                 ulps = 4 * torch.finfo(x.q.dtype).eps * float(before.double().abs().sum(3).max()) if before.numel() else 0.0
                 same = partial(_same_in_some_order, atol=ulps)
@@ -104,7 +104,7 @@ def test_dropout_by_groups_is_the_contracts(shape):
 
 
 def test_the_judge_refuses_what_is_a_little_wrong():
-    """Of a few calls in float32: results that are off by 5e-6 of themselves, and q·k without its last column."""
+    """A few calls in float32: results that are off by 5e-6 of themselves, and q·k without its last column."""
     calls = [call for call in (drawn(number) for number in range(0, 240 * CALLS, CALLS)) if call.words["dtype"] == "float32"]
     calls = [call for call in calls if call.packing is None and call.words["score"] == "dot" and call.dense.q.shape[2] >= 20][:4]
     assert len(calls) == 4

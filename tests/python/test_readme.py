@@ -1,4 +1,4 @@
-"""README and docs/reference.md are true: their tables say what the package says, their figures are those of bench/results, and the links
+"""README and docs/reference.md are true: their tables agree with the package, their figures are those of bench/results, and the links
 of all pages lead somewhere. tests/python/test_docs.py runs the Python of the pages, tests/consumer builds the C++."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_what_runs_where(engine, backward):
             assert answer == f"no: adds nothing for {str(dtype).removeprefix('torch.')}"
         elif entry == "no":
             assert answer.startswith("no: ")
-        elif backward and engine.startswith("ladder-"):  # explain speaks of a backward through LSE, too
+        elif backward and engine.startswith("ladder-"):  # explain includes a backward through LSE, too
             assert answer == "no: no gradient through LSE"
         else:
             assert f" predicted; {entry}" in answer
@@ -129,7 +129,7 @@ def test_the_comparison_has_the_measured_speeds(direction):
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of a page's headings."""
+    """The anchors that GitHub makes of a page's headings."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     words = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]

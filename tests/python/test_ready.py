@@ -1,4 +1,4 @@
-"""Calls that were made before: they take a shorter way, and nobody can tell but by the time."""
+"""Repeated calls: they take a shorter path, with no difference but the time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def qkv(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torc
 
 
 def expected(q, k, v, **options):
-    """By the long way: NumPy's calls are never made ready."""
+    """The result of the full path: NumPy's calls are never prepared."""
     given = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     return torch.from_numpy(strobe.attention(q.numpy(), k.numpy(), v.numpy(), **given))
 
 
 @pytest.fixture
 def short_ways(monkeypatch):
-    """How many calls took the short way."""
+    """How many calls took the short path."""
     counts = {"found": 0}
     fast_path = _run.FAST_PATHS[torch.Tensor]
 
@@ -58,7 +58,7 @@ def test_the_second_call_takes_the_short_way_to_the_same_result(name, short_ways
 
 @pytest.mark.parametrize("tracked", [False, True])
 def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
-    """Once for each direction, and not for shapes that come but once."""
+    """Once for each direction, and not for shapes that come only once."""
     made = []
     prepare = _call.Call.prepare
     monkeypatch.setattr(_call.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
@@ -177,7 +177,7 @@ def test_the_number_of_threads_is_heeded():
 
 
 def test_what_is_kept_is_bounded():
-    """What comes but once, as lengths of packed sequences do, is forgotten, and what comes all the time is not."""
+    """Calls that come only once, as lengths of packed sequences do, are forgotten, and constantly repeated ones are not."""
     memory, seen = _repeated.Memory(), [_repeated.Seen({"number": n}) for n in range(5001)]
     memory.keep(b"fixed", seen[-1])
     for n in range(5000):

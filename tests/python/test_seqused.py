@@ -1,4 +1,4 @@
-"""seqused_k: sequences that use a part of the keys that a tensor, or a packed sequence, has room for."""
+"""seqused_k: sequences that use only some of the keys that a tensor, or a packed sequence, has room for."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def spoiled(inputs: Inputs, behind: float = torch.nan) -> Inputs:
 
 
 def assert_counts(inputs: Inputs, engine: str, behind: float = torch.nan) -> None:
-    """The contract's bounds, whatever lies behind the keys that count, whose gradients are 0 exactly."""
+    """The contract's bounds, whatever lies after the keys that count; the gradients there are exactly 0."""
     yardstick = Yardstick(inputs)
     there = spoiled(inputs, behind)
     results = run_or_skip(there, engine)
@@ -95,7 +95,7 @@ def test_other_widths(dtype, d, engine):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["nothing", "causal", "window", "alibi", "sinks", "dropout", "deterministic"])
 def test_packed(name, dtype, engine):
-    """Padding lies between what counts of two sequences, and behind the last one."""
+    """Padding lies between the used keys of two sequences, and after the last ones."""
     options = OPTIONS[name] | {"cu_seqlens_q": ints(0, 37, 37, 60, 90), "cu_seqlens_k": ints(0, 90, 130, 131, 200)}
     gradients = ("sinks",) if name == "sinks" else ()
     inputs = call(
@@ -109,7 +109,7 @@ def test_packed(name, dtype, engine):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("sq", "options"), [(1, {}), (1, {"mask": _ramp(3, 1, 1, 1100) > -0.5}), (4, {"causal": True})], ids=str)
 def test_few_queries(sq, options, dtype, engine):
-    """A cache that is filled in part; a GPU shares its keys among blocks of threads, of which some get none."""
+    """A cache that is partly filled; a GPU splits its keys among thread blocks, of which some get none."""
     inputs = call(b=3, h=4, hkv=1, sq=sq, sk=1100, d=64, dtype=dtype, seqused_k=ints(1100, 300, 5), **options)
     assert_counts(inputs, engine)
 
@@ -119,7 +119,7 @@ def test_few_queries(sq, options, dtype, engine):
 @pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize(("sq", "options"), [(1, {"sinks": torch.tensor([0.5, -1.0, 2.0, 9.0])}), (3, {"causal": True})], ids=["1", "3"])
 def test_decoding_over_uneven_lengths(sq, options, page, dtype, engine):
-    """A GPU shares out the keys of all sequences evenly: the longest has many shares, others one, and each row's are merged."""
+    """A GPU divides the keys of all sequences evenly: the longest has many shares, others one, and each row's are merged."""
     used = [2048, 0, 1, 777, 1300, *(n * n % 61 for n in range(36)), 1999]
     inputs = call(b=len(used), h=4, hkv=2, sq=sq, sk=2048, d=64, dtype=dtype, dlse=False, seqused_k=ints(*used), **options)
     there = spoiled(inputs)
@@ -143,7 +143,7 @@ def test_decoding_over_uneven_lengths(sq, options, page, dtype, engine):
     "used", [[0] * 5, [-7, 700, 2**31 - 1], [600] * 129, [300 * (n == 140) for n in range(150)]], ids=["0", "any", "=", "1"]
 )
 def test_decoding_over_other_lengths(used, engine):
-    """All empty; out of bounds, where they are clamped; more sequences than a warp looks at at once, alike, and one of them alone."""
+    """All empty; out of bounds, where they are clamped; more sequences than a warp reads at once, equal ones, and one of them alone."""
     b, sk = len(used), 640
     g = torch.Generator().manual_seed(b)
     q, k, v = (torch.randn(b, 1, n, 64, generator=g).bfloat16() for n in (1, sk, sk))
@@ -218,7 +218,7 @@ def test_a_call_that_comes_again_reads_the_lengths_anew():
 
 @pytest.mark.skipif(EMULATED, reason="of PyTorch's CPU and GPU alone")
 def test_a_list_in_host_memory():
-    """Beside tensors of a GPU it is copied, each time anew."""
+    """With GPU tensors it is copied, each time again."""
     inputs = on_device(dense(torch.float32, 16), DEVICE)
     used = inputs.options["seqused_k"].cpu()
     for counts in (USED, [5, 6, 7, 8], [9, 0, 1, SK], USED):
@@ -232,7 +232,7 @@ def test_a_list_in_host_memory():
 
 @engines
 def test_bad_lengths_in_device_memory_read_nothing_beyond(engine):
-    """They count as the nearest that there are."""
+    """They count as the nearest legal ones."""
     if not engine.startswith("cuda"):
         pytest.skip("in host memory they are refused")
     inputs = dense(torch.bfloat16, 64, causal=True)
@@ -319,7 +319,7 @@ def test_compiled():
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the reference runs on the CPU")
 def test_the_reference_writes_keys_that_do_not_count():
-    """0, where a selection asks for them, and where it is one of queries alone."""
+    """They get 0, if a selection asks for them, also if it selects queries only."""
     q, k, v, dout = (torch.randn(1, 1, n, 8) for n in (3, 6, 6, 3))
     used = torch.tensor([2], dtype=torch.int32)
     for selection in ({"rows": [0]}, {"cols": [1, 4]}):

@@ -1,4 +1,4 @@
-"""examples/serve: texts do not depend on the load, who goes away frees pages, a full pool queues."""
+"""examples/serve: texts do not depend on the load, a client that leaves frees pages, a full pool queues."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "serve"
 
 @pytest.fixture(scope="module")
 def serve():
-    """The example's modules, by the names that they have to each other."""
+    """The example's modules, by the names under which they import each other."""
     names = ("cache", "model", "engine", "server", "load")
     sys.path.insert(0, str(EXAMPLE))
     try:
@@ -37,7 +37,7 @@ def serve():
 
 @pytest.fixture(scope="module")
 def trained():
-    """A model whose weights are large enough for its texts not to repeat one token, and a tokenizer."""
+    """A model whose weights are large enough that its texts do not repeat one token, and a tokenizer."""
     torch.manual_seed(0)
     config = Config(vocab_size=300, d_model=96, heads=3, d_ff=192, sequence=192, init_std=0.12, must_learn=False)
     tokenizer = data.train_tokenizer(["def f(x):\n    return x + 1\n" * 50, "for each of the words there is a number"], config.vocab_size)
@@ -103,7 +103,7 @@ def test_texts_are_the_same_at_every_load(serve, trained, alone, settings):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.int8, 0.05)], ids=str)
 def test_the_bits_of_logits_are_the_same_at_every_load(serve, trained, dtype, tolerance):
-    """Which is more than the same texts: a prompt in pieces beside others, and whole and alone."""
+    """This is more than the same texts: a prompt in pieces beside others, and whole and alone."""
     model, _ = trained
     config = model.config
     g = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""Shapes and options by hypothesis: whatever is legal is right."""
+"""Shapes and options by hypothesis: every legal call is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tile of queries the Hopper forward takes: measured at the benchmark's shapes, and by the scores that it computes at others."""
+"""Which query tile the Hopper forward takes: measured at the benchmark's shapes, and by the scores that it computes at others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strobe._prewarm import Shape, kernels
 
 
 def tile(batch, heads, heads_kv, seqlen, dim, causal=False, window=0, lengths=(), dim_v=0, more=(), **fields):
-    """Warpgroups, keys of a tile, and whether query heads share it. more: arrays beside q, k and v; fields: further options."""
+    """Warpgroups, keys per tile, and whether query heads share it. more: arrays beside q, k and v; fields: further options."""
     tokens = sum(lengths)
     shapes = ((heads, dim), (heads_kv, dim), (heads_kv, dim_v or dim))
     arrays = {
@@ -38,8 +38,8 @@ def test_the_tiles_that_were_measured(dim, causal, seqlen):
     assert tile(16384 // seqlen, 2048 // dim, 2048 // dim, seqlen, dim, causal) == (*expected, False)
 
 
-# What was the fastest on an H200 at lengths that are no powers of two. Rows of 24, 72 and 88 numbers are not whole sectors of 32 bytes:
-# tiles of few queries wait for the copy engine.
+# The fastest on an H200 at lengths that are no powers of two. Rows of 24, 72 and 88 numbers are not whole sectors of 32 bytes: tiles of few
+# queries wait for the copy engine.
 @pytest.mark.parametrize(
     ("dim", "seqlen", "causal", "expected"),
     [
@@ -67,7 +67,7 @@ def test_the_tiles_that_were_measured_at_other_lengths(dim, seqlen, causal, expe
         (128, "bias", False, (2, 128)),
         (64, "alibi_slopes", True, (4, 64)),
         (128, "alibi_slopes", True, (3, 80)),
-        # What lies across the diagonal is bent, which takes registers.
+        # The correction of keys past the diagonal takes registers.
         (64, "alibi_slopes", False, (3, 80)),
         (128, "alibi_slopes", False, (2, 128)),
     ],
@@ -86,7 +86,7 @@ def test_lengths_do_not_choose_an_invariant_tile(dim, fields):
 
 
 def walked(queries, seqlen, keys, causal, window):
-    """Keys of the tiles that tiles of so many queries walk over, all together."""
+    """The keys of the tiles that tiles of this many queries walk over, all together."""
     found = 0
     for first in range(0, seqlen, queries):
         end = min(first + queries, seqlen) if causal else seqlen
@@ -115,7 +115,7 @@ def test_heads_share_tiles_where_a_tenth_less_is_computed(group, dim, seqlen, ca
 
 
 def test_packed_sequences():
-    assert tile(0, 10, 2, 0, 128, lengths=(64,) * 16) == (1, 64, False)  # which a tile of one head fills
+    assert tile(0, 10, 2, 0, 128, lengths=(64,) * 16) == (1, 64, False)  # a tile of one head fills it
     assert tile(0, 32, 8, 0, 128, causal=True, lengths=(128,) * 64) == (2, 128, False)
     assert tile(0, 15, 3, 0, 248, lengths=(134, *range(60, 134))) == (2, 64, True)
     assert tile(0, 2, 2, 0, 128, causal=True, lengths=(4640, *[36] * 63)) == (2, 128, False)  # not by the mean length

@@ -29,7 +29,7 @@ BOOL = torch.ones(5, 9, dtype=torch.bool)
 
 
 class Tagged(Tensor):
-    """Says something of its own about functions, which it does not change."""
+    """Overrides functions, and does not change them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,7 +37,7 @@ class Tagged(Tensor):
 
 
 class Deaf(Tensor):
-    """Takes no operator."""
+    """Supports no operator."""
 
     @staticmethod
     def __new__(cls, x: Tensor) -> Any:
@@ -49,7 +49,7 @@ class Deaf(Tensor):
 
 
 class Plain(Tensor):
-    """Numbers, by another name."""
+    """Plain numbers, under another name."""
 
 
 def nested(layout: torch.layout) -> Callable[[Tensor], Tensor]:
@@ -58,7 +58,7 @@ def nested(layout: torch.layout) -> Callable[[Tensor], Tensor]:
 
 pytestmark = pytest.mark.filterwarnings("ignore::PendingDeprecationWarning", "ignore:.*(MaskedTensor|quantize_per_tensor)")
 
-# Nobody can take one of these for its numbers: what it is made of; the words that a refusal of it has.
+# Kinds that must not be taken for their numbers: how to make them; the words of their refusal.
 TORCH: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a causal bias": (lambda x: causal_upper_left(5, 9), "CausalBias; accepted is"),
     "nested": (nested(torch.strided), "a nested tensor, layout torch.strided; accepted is a dense one; sequences of several"),
@@ -74,7 +74,7 @@ NUMPY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "matrix": (lambda x: np.matrix(np.zeros((5, 9))), "numpy.matrix; accepted is a numpy.ndarray, which np.asarray() gives"),
 }
 
-# Every place for an array: its name, what may stand there, and the call.
+# Every place for an array: its name, the accepted values, and the call.
 PLACES: dict[str, tuple[str, Tensor, Callable[..., Any]]] = {
     "q": ("q", Q, lambda x, of: strobe.attention(x, of(K), of(K))),
     "k": ("k", K, lambda x, of: strobe.attention(of(Q), x, of(K))),
@@ -126,7 +126,7 @@ def as_numpy(x: Tensor) -> Any:
 
 
 def refused(name: str, call: Callable[[], Any]) -> str:
-    """The call fails with one line, or with one of `name` among those of others, which begins with it and says what is accepted."""
+    """The call fails with one line, or with one for `name` among those for others, which begins with it and states the accepted values."""
     with pytest.raises((TypeError, ValueError)) as raised:
         call()
     lines = [line for line in str(raised.value).splitlines() if re.match(rf"{name}: .*accepted", line)]
@@ -157,7 +157,7 @@ def test_numpy(place, kind):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_meta_tensors_have_no_numbers(place):
-    """Where only shapes are asked for they are served: test_torch_op.py."""
+    """Functions that only need shapes accept them: test_torch_op.py."""
     _, like, call = PLACES[place]
     if place in ("dropout_mask's like", "lift's x"):
         call(like.to("meta"), lambda x: x)
@@ -173,7 +173,7 @@ SHORT = r"its numbers reach to byte \d+ of a storage of \d+; accepted is a stora
 @pytest.mark.parametrize("left", ["nothing", "an element too few", "all"])
 @pytest.mark.parametrize("place", PLACES | OF_SCORES | OF_TORCH)
 def test_a_storage_that_was_shortened(place, left, view):
-    """By what FSDP frees memory with. PyTorch's own functions read beyond its end."""
+    """By the function with which FSDP frees memory. PyTorch's own functions read past its end."""
     name, like, call = (PLACES | OF_SCORES | OF_TORCH)[place]
     x = torch.cat([like, like])[len(like) :] if view else like.clone()
     size = x.untyped_storage().nbytes()
@@ -195,7 +195,7 @@ def test_a_view_of_what_is_left_of_a_storage_is_served():
 
 
 def test_a_storage_that_was_shortened_since_the_forward():
-    """What autograd has saved is looked at again; and so is what an operator is called with."""
+    """Tensors that autograd has saved are checked again; and so are an operator's arguments."""
     q, k = Q.clone().requires_grad_(), K.clone()
     out = strobe.attention(q, k, K)
     k.untyped_storage().resize_(8)
@@ -217,12 +217,12 @@ def test_a_view_of_an_array_that_was_resized(place):
     first, second = (x.reshape(like.shape) for x in np.split(whole, 2))
     call(first[::-1][::-1], as_numpy)
     call(second, as_numpy)
-    whole.resize(like.numel(), refcheck=False)  # which PyTorch's refusal is for, and NumPy's own without refcheck
+    whole.resize(like.numel(), refcheck=False)  # PyTorch refuses this, and NumPy itself without refcheck
     assert "a view of an array that resize() has moved or shortened" in refused(name, lambda: call(second, as_numpy))
 
 
 def test_what_is_plain_data_is_served(tmp_path):
-    """A file in memory, a parameter, a subclass that overrides nothing, and one that hands functions on."""
+    """A file in memory, a parameter, a subclass that overrides nothing, and one that passes functions on."""
     expected = strobe.attention(Q, K, K)
     mapped = np.memmap(tmp_path / "q", np.float32, "w+", shape=tuple(Q.shape))
     mapped[...] = Q.numpy()
@@ -241,7 +241,7 @@ def test_what_is_plain_data_is_served(tmp_path):
 
 
 def test_a_kind_that_overrides_functions_is_asked():
-    """__torch_function__, by the function's name, as PyTorch's own functions do it."""
+    """__torch_function__, with the function's name, as PyTorch's own functions do it."""
     asked: list[Any] = []
 
     class Answering(Tensor):
@@ -259,7 +259,7 @@ def test_a_kind_that_overrides_functions_is_asked():
 
 
 def test_a_mask_that_may_mean_more_than_its_memory_is_refused_by_name():
-    """It passed the function on to us; CausalBias, of whose memory nobody wrote a byte, does so too."""
+    """It passed the function on to us; CausalBias, whose memory is never written, does so too."""
     for name, x in (("mask", BOOL), ("bias", torch.randn(5, 9))):
         with pytest.raises(
             TypeError, match=rf"^{name}: .*Tagged, whose memory may not hold what it means; accepted is a torch.Tensor; as_su"
@@ -271,7 +271,7 @@ def test_a_mask_that_may_mean_more_than_its_memory_is_refused_by_name():
 
 
 def test_kinds_with_a_dispatch_of_their_own():
-    """Those that take any operator are served; the others are named; and nobody reads what they have in place of memory."""
+    """Kinds that support any operator are served; the others are named; and their memory is never read."""
     two = TwoTensor(Q, Q)
     expected = strobe.attention(Q, K, K)
     assert torch.equal(strobe.attention(two, K, K).a, expected)
@@ -406,7 +406,7 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_random_kinds_in_random_places():
-    """Whatever stands wherever: a result, or an exception of a documented kind in lines that each begin with a name."""
+    """Any kind at any place: a result, or an exception of a documented kind in lines that each begin with a name."""
     random.seed(7)
     places = PLACES | OF_SCORES | OF_TORCH
     told: list[tuple[str, str, str]] = []
@@ -422,7 +422,7 @@ def test_random_kinds_in_random_places():
 
 
 class Longer(Tensor):
-    """Says that more lies in its memory than does."""
+    """Reports more elements than its memory has."""
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""`threads=` beyond what the system gives: fewer threads, the same result, and never the end of the process."""
+"""`threads=` beyond the system's limit: fewer threads, the same result, and never the end of the process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# Address space is what every user, root included, can be denied: each thread takes its stack of it.
+# Address space is the one resource that every user, root included, can be denied: each thread takes its stack from it.
 PROGRAM = """
 import ctypes, resource
 import torch

@@ -1,4 +1,5 @@
-"""The torch operators: what PyTorch asks of an operator, and that strobe.attention keeps its promises under each of PyTorch's machines."""
+"""The torch operators: PyTorch's requirements of an operator, and that strobe.attention keeps its promises under each of PyTorch's
+systems."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def ints(*values: int) -> Tensor:
 
 
 def everything(dtype: torch.dtype = torch.float32, grad: bool = True) -> dict[str, Any]:
-    """Options beside each other that reach every argument of the dense operators."""
+    """Options that together reach every argument of the dense operators."""
     torch.manual_seed(1)
     return {
         "causal": True,
@@ -182,7 +183,7 @@ def test_vmap_is_a_loop():
 
 
 class Calls(TorchDispatchMode):
-    """Notes every operator that runs below autograd, and with what."""
+    """Records every operator that runs below autograd, and its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ def test_any_strides_of_the_incoming_gradient(kind):
 
 
 class OnGPU(Tensor):
-    """Says so of itself; its memory is the CPU's."""
+    """Claims to be on a GPU; its memory is the CPU's."""
 
     is_cuda = True
 
@@ -245,7 +246,7 @@ INCOMING = {
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("case", INCOMING)
 def test_on_a_gpu_an_incoming_gradient_has_rows(case, layout, monkeypatch):
-    """The fastest kernels fetch no tile of one number, nor of one row; what they do fetch is not copied."""
+    """The fastest kernels load no tile of one number, nor of one row; gradients that they can load are not copied."""
     loss, is_copied = INCOMING[case]
     q, k, v = qkv(bshd=layout == "bshd")
     out, lse = strobe.attention(q, k, v, layout=layout, return_lse=True)
@@ -283,7 +284,7 @@ def test_gradient_through_lse_alone():
 
 
 def test_no_layout_is_copied():
-    """Nothing but the operator runs, whatever the strides."""
+    """Only the operator runs, whatever the strides."""
     for bshd in (False, True):
         tensors = qkv(grad=False, bshd=bshd)
         for layout, views in (("bshd" if bshd else "bhsd", tensors), ("bhsd" if bshd else "bshd", [x.transpose(1, 2) for x in tensors])):
@@ -353,7 +354,7 @@ def test_compile_with_dynamic_shapes_once():
         return strobe.attention(q * 2, k, v, causal=True, window=(q.shape[2] // 2, None), mask=mask)
 
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
-    for b, s in ((3, 17), (5, 40), (7, 33)):  # other than the numbers of heads, with which sizes would be unified
+    for b, s in ((3, 17), (5, 40), (7, 33)):  # different from the numbers of heads, with which sizes would be unified
         tensors = [randn(b, 4, s, 16), randn(b, 2, s, 16), randn(b, 2, s, 16)]
         mask = torch.rand(b, 1, 1, s) > 0.2
         found, expected = (torch.autograd.grad(f(*tensors, mask).square().sum(), tensors) for f in (compiled, block))
@@ -373,7 +374,7 @@ def test_compiled_dropout_follows_the_generator():
 
 
 def test_seed_and_offset_are_values():
-    """No tensor holds them, which on a GPU would wait for a copy, and break a graph that is being captured."""
+    """No tensor holds them: on a GPU it would wait for a copy, and break a graph that is being captured."""
     q, k, v = qkv()
     for seed, offset in ((3, 4), (-3, 2**63), (2**64 - 3, None)):
         with Calls() as calls:
@@ -441,7 +442,7 @@ def test_every_public_function_is_tried_in_a_graph():
 
 @pytest.mark.parametrize("case", IN_GRAPHS)
 def test_every_function_may_stand_in_what_is_compiled(case):
-    """Where a graph cannot hold it, it ends before it."""
+    """If a graph cannot hold it, the graph ends before it."""
     torch._dynamo.reset()
     inputs = qkv(grad=False)
 
@@ -748,7 +749,7 @@ def test_the_interpreter_is_free_during_a_call():
     def count() -> None:
         while not done.is_set():
             ticks[0] += 1
-            time.sleep(0)  # gives up the interpreter's lock, and has to get it back
+            time.sleep(0)  # releases the interpreter's lock, and must get it back
 
     counter = threading.Thread(target=count)
     counter.start()
@@ -761,7 +762,7 @@ def test_the_interpreter_is_free_during_a_call():
 
 
 def test_torch_may_be_imported_after_strobe():
-    """Even if the first call of all is compiled."""
+    """Even if the very first call is compiled."""
     code = """
         import strobe, torch
         q = torch.randn(1, 2, 32, 16)
@@ -812,7 +813,7 @@ def test_torch_works_without_numpy():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_pytorch_wants_determinism(compiled, monkeypatch):
-    """It reaches the library in the backward, also of a call that is known from before."""
+    """It reaches the library in the backward, also for a remembered call."""
     asked = []
 
     class Call(_run.Call):

@@ -1,4 +1,4 @@
-"""The trainer: what it promises of data, attention, schedule, checkpoints and report, on the smoke configuration."""
+"""The trainer: its promises about data, attention, schedule, checkpoints and report, on the smoke configuration."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_an_epoch_sees_every_window_once_in_an_order_of_its_own(corpus):
         epochs.append(torch.stack(rows))
         texts = Counter(tuple(row.tolist()) for row in rows)
         possible = Counter(tuple(w.tolist()) for w in corpus.train.unfold(0, SMOKE.sequence + 1, 1))
-        assert not texts - possible  # no window more often than it stands in the text
+        assert not texts - possible  # no window more often than it occurs in the text
     assert epochs[0].shape == (run.steps_per_epoch * SMOKE.batch * SMOKE.accumulation, SMOKE.sequence + 1)
     assert not torch.equal(*epochs)
     other = Trainer(SMOKE.replace(seed=1), corpus)
@@ -240,7 +240,7 @@ def test_resume_is_bitwise(corpus, tmp_path, attention):
                 signal.raise_signal(signal.SIGINT)  # Ctrl-C, in the midst of a step
             return super().train_step()
 
-    torch.manual_seed(123)  # what else the process draws is no matter
+    torch.manual_seed(123)  # other draws of the process have no effect
     with pytest.raises(KeyboardInterrupt):
         Stopped(config, corpus).run(tmp_path / "run.pt")
     torch.manual_seed(456)
@@ -256,7 +256,7 @@ def test_resume_is_bitwise(corpus, tmp_path, attention):
 
 @pytest.fixture
 def interruptible():
-    """Python's own answer to Ctrl-C, also where the tests run in the background and a shell has it ignored."""
+    """Python's own answer to Ctrl-C, also if the tests run in the background and a shell has it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -279,7 +279,7 @@ def test_a_second_interrupt_strikes_at_once(corpus, tmp_path, interruptible):
 def test_resume_refuses_another_run(corpus, tmp_path):
     config = SMOKE.replace(precision="auto")
     Trainer(config.replace(precision="bf16"), corpus).save(tmp_path / "run.pt")
-    assert Trainer.load(tmp_path / "run.pt", config, corpus).config.precision == "bf16"  # what was picked then
+    assert Trainer.load(tmp_path / "run.pt", config, corpus).config.precision == "bf16"  # the precision picked at that time
     with pytest.raises(ValueError, match=r"trained with lr 0\.003 instead of 1\.0; accepted: the same configuration, or another --out"):
         Trainer.load(tmp_path / "run.pt", config.replace(lr=1.0), corpus)
     other = data.load(None, vocab_size=SMOKE.vocab_size, most_bytes=50_000)
@@ -322,7 +322,7 @@ def test_a_damaged_checkpoint_is_named(corpus, tmp_path):
 
 @pytest.fixture
 def full_disk():
-    """No file may grow beyond some bytes."""
+    """Makes every file fail beyond some bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))

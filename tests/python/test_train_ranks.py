@@ -1,4 +1,4 @@
-"""`strobe train --context-parallel 2`, on gloo: two processes that share the tokens of every sequence train as one does."""
+"""`strobe train --context-parallel 2`, on gloo: two processes that divide the tokens of every sequence train like one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_losses_are_those_of_one_process(tmp_path):
 
 
 def test_dropout_and_resuming_bit_for_bit(workers, tmp_path):
-    """Each rank drops other elements, and the same ones when the step is taken again."""
+    """Each rank drops other elements, and the same ones when the step is repeated."""
     data.load(None, vocab_size=SMOKE.vocab_size, most_bytes=SMOKE.text_bytes)  # trains the tokenizer once
     for whole, resumed in workers.run(distributed_calls.trained_and_resumed, 4, str(tmp_path), os.environ["STROBE_CACHE"]):
         assert whole == resumed
@@ -72,7 +72,7 @@ def test_what_is_refused(tmp_path, options, message):
 
 
 def test_the_example_of_fsdp_and_context_parallel(tmp_path):
-    """It learns, and by the same losses on one rank and on two."""
+    """It learns, with the same losses on one rank and on two."""
     if not hasattr(torch.distributed.fsdp, "fully_shard"):
         pytest.skip("FSDP2 came with PyTorch 2.6")
     example = Path(__file__).parents[2] / "examples" / "fsdp_context_parallel.py"

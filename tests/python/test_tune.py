@@ -1,4 +1,4 @@
-"""``strobe tune`` without a GPU: what it would measure, and the table that it writes."""
+"""``strobe tune`` without a GPU: its measurements, and the table that it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What results may be written to: memory of their own, which may lie between that of others."""
+"""Memory for results: it must not be shared, but may lie between that of others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_memory_that_is_shared_is_found_exactly():
 
 
 def interleaved(pages: int, page: int, heads: int, d: int, gap: int) -> tuple[Tensor, ...]:
-    """int8 data and float32 scales of K and V of a row and head, side by side; gap: bytes behind each page."""
+    """int8 data and float32 scales of K and V of a row and head, side by side; gap: bytes after each page."""
     row = 2 * (d + 4)
     whole = torch.zeros(pages, page * heads * row + gap, dtype=torch.int8)[:, : page * heads * row]
     k, k_scale, v, v_scale = whole.view(pages, page, heads, row).split([d, 4, d, 4], -1)

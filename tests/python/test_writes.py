@@ -1,4 +1,4 @@
-"""Functions that write into the caller's tensors: where PyTorch's own would not, they do not."""
+"""Functions that write into the caller's tensors: they refuse where PyTorch's own would."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def copy_quantised(k_scale: Tensor, v_scale: Tensor) -> None:
     strobe.kv.copy(QUANTISED, QUANTISED.clone(), PAGE, PAGE, k_scale=k_scale[..., 0], v_scale=v_scale[..., 0])
 
 
-# What is written, and the call; each of Q's shape.
+# The written argument, and the call; each of Q's shape.
 WRITERS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "attention_backward": (
         ("dq", "dk", "dv"),
@@ -76,7 +76,7 @@ WRITERS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_leaf_that_requires_a_gradient_is_written_under_no_grad_alone(writer):
-    """As by PyTorch's own functions in place; a view of it, too. What was not asked of autograd is written anyway."""
+    """As by PyTorch's own functions in place; a view of it, too. Tensors that autograd does not track are written anyway."""
     names, call = WRITERS[writer]
     for place, name in enumerate(names):
         with torch.device(DEVICE):

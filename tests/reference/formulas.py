@@ -6,7 +6,7 @@ import torch
 
 
 def visible(Sq, Sk, *, causal, window, alignment):
-    """(Sq, Sk) of bool from the three options that depend on positions alone."""
+    """(Sq, Sk) of bool from the three options that depend on positions only."""
     left, right = window
     i = torch.arange(Sq)[:, None] + (Sk - Sq if alignment == "bottom_right" else 0)
     j = torch.arange(Sk)[None, :]
@@ -48,7 +48,7 @@ def probabilities(
             seen = seen & more
     s = s.masked_fill(~seen, -math.inf)
 
-    # The sink is one more column, which no value belongs to. A column of -inf stands in where there is none, so that no row is of length 0.
+    # The sink is one more column, without a value. If there is no sink, a column of -inf replaces it, so that no row has length 0.
     sink = torch.full((B, H, Sq, 1), -math.inf, dtype=s.dtype) if sinks is None else sinks.reshape(1, H, 1, 1).expand(B, H, Sq, 1)
     s = torch.cat([s, sink], dim=-1)
     m = s.detach().amax(-1, keepdim=True)
@@ -63,7 +63,7 @@ def probabilities(
 
 
 def attention(q, k, v, *, kept=None, keep_rate=1.0, **options):
-    """(B, H, Sq, D) and so on -> out, lse. kept: what dropout keeps, (B, H, Sq, Sk) or broadcast to it."""
+    """(B, H, Sq, D) and so on -> out, lse. kept: the elements that dropout keeps, (B, H, Sq, Sk) or broadcast to it."""
     _, P, lse = probabilities(q, k, **options)
     if kept is not None:
         P = P * kept / keep_rate
@@ -78,7 +78,7 @@ def statistics(q, k, v, *, kept=None, keep_rate=1.0, **options):
 
 
 def varlen_statistics(**inputs):
-    """The same of packed sequences: (sequences, H) and (H, Tk)."""
+    """The same for packed sequences: (sequences, H) and (H, Tk)."""
     largest, sums = zip(*(statistics(**x) for x in sequences(**inputs)), strict=True)
     return torch.cat(largest), torch.cat([x[0] for x in sums], dim=1)
 

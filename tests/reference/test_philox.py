@@ -1,4 +1,4 @@
-"""The NumPy Philox that the oracle's dropout is held against: itself against published figures."""
+"""The NumPy Philox that the oracle's dropout is compared with: checked against published figures."""
 
 import numpy as np
 import pytest

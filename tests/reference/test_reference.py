@@ -14,7 +14,7 @@ from . import formulas, philox
 
 TOLERANCE = 1e-12  # of max |expected|
 
-# (batch, head, query, key) of mask, bias and blocks: the letter where the axis is there, 1 where it is broadcast
+# (batch, head, query, key) of mask, bias and blocks: the letter if the axis exists, 1 if it is broadcast
 SPREADS = ["bhij", "b11j", "11ij", "1hi1", "bh1j", "1111"]
 OPTIONS = {
     "dtype": [torch.float64, torch.float32, torch.float16, torch.bfloat16],
@@ -67,7 +67,7 @@ def relative_error(found, expected, size=None):
 
 
 class Case:
-    """What strobe.reference is called with, and the same through formulas.py."""
+    """The arguments of strobe.reference, and the same through formulas.py."""
 
     def __init__(self, number):
         o = draw(number)
@@ -109,7 +109,7 @@ class Case:
         self.tensors = tensors
 
         self.dropout, self.blocks = {}, {}
-        self.dense = {}  # what formulas.py wants in place of those two
+        self.dense = {}  # the arguments of formulas.py in place of those two
         if o["dropout"]:
             self.dropout = {"dropout": o["dropout"], "seed": number, "offset": 3}
             self.dense["kept"] = torch.from_numpy(philox.keep((B, H, Sq, Sk), o["dropout"], number, 3))
@@ -149,7 +149,7 @@ class Case:
         return formulas.varlen_statistics(**inputs, **{name: self.cu[name] for name in ("cu_seqlens_q", "cu_seqlens_k")})
 
     def expected(self):
-        """out, lse and the gradients of q, k, v, bias, sinks (None where there is none), by autograd."""
+        """out, lse and the gradients of q, k, v, bias, sinks (None for an absent input), by autograd."""
         leaves = {name: x.double().requires_grad_() for name, x in (("q", self.q), ("k", self.k), ("v", self.v))}
         more = {name: x if name == "mask" else x.double() for name, x in self.tensors.items()}
         leaves |= {name: more[name].requires_grad_() for name in ("bias", "sinks") if name in more}
@@ -174,7 +174,7 @@ def test_against_autograd(number):
     found_out, found_lse = case.forward()
     assert relative_error(found_out, out) < TOLERANCE
     assert relative_error(found_lse, lse) < TOLERANCE
-    # Some gradients vanish but for rounding, such as dbias summed over all keys: the terms that cancel are of the size of the others.
+    # Some gradients vanish except for rounding, such as dbias summed over all keys: the terms that cancel are of the size of the others.
     size = largest(*(x for x in gradients if x is not None))
     for name, found, expected in zip(strobe.Gradients._fields, case.backward(), gradients, strict=True):
         assert (found is None) == (expected is None), name
@@ -272,7 +272,7 @@ def test_columns_of_a_long_windowed_problem_from_scratch():
 
 @pytest.mark.parametrize("logits", [[-8e4, -8e4, -8e4], [1e5, 1e5, 1e5 - 1], [-8e4, 1e5, 0.0], [-8e4, -8e4 + 2, -8e4 - 1]])
 def test_huge_logits(logits):
-    # Whole numbers, so that scores are exact and nothing but the softmax is under test.
+    # Whole numbers, so that scores are exact and only the softmax is under test.
     q = torch.ones(1, 1, 2, 1, dtype=torch.float64, requires_grad=True)
     k = torch.tensor(logits, dtype=torch.float64).reshape(1, 1, -1, 1).requires_grad_()
     v, dout, dlse = normal(1, 1, len(logits), 3).requires_grad_(), normal(1, 1, 2, 3, seed=1), normal(1, 1, 2, seed=2)

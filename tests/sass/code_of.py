@@ -1,4 +1,4 @@
-"""What NVRTC makes of a kernel: its PTX, and its SASS. Kept on disk by the key of the program."""
+"""NVRTC's results for a kernel: its PTX, and its SASS. Kept on disk by the key of the program."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import nvrtc
 
 @dataclass(frozen=True)
 class Sass:
-    digest: str  # of everything that the GPU sees: instructions, constants, what the loader is told
+    digest: str  # of everything that the GPU sees: instructions, constants, information for the loader
     instructions: int
     registers: int
     spilled: int  # bytes stored and loaded
-    serialized: bool  # ptxas lets its wgmma wait for one another
+    serialized: bool  # ptxas serializes its wgmma
 
     def __str__(self) -> str:
         serialized = ", wgmma serialized" if self.serialized else ""
@@ -33,7 +33,7 @@ class Sass:
 
 
 def ptx(program: Program) -> str:
-    """The digest of its PTX, with names of its own in place of those that the source gives."""
+    """The digest of its PTX, with canonical names in place of the source's."""
     return _kept("ptx", program, lambda: {"digest": _digest_of_ptx(compiled(program, "PTX")[0])})["digest"]
 
 
@@ -62,7 +62,7 @@ def _kept(what: str, program: Program, make) -> dict:
 
 @cache
 def _version() -> str:
-    """NVRTC's."""
+    """NVRTC's version."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.load().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
@@ -92,8 +92,8 @@ def _digest_of_ptx(code: bytes) -> str:
 
 
 def _read_cubin(cubin: bytes) -> tuple[str, int]:
-    """The digest of the sections that the GPU and its loader see, under their names but for mangled ones, and the number of instructions,
-    those that fill up the last line included. Constants of classes are variables too: they count only if the code has addresses of some."""
+    """The digest of the sections that the GPU and its loader see, under their names except mangled ones, and the number of instructions,
+    padding included. Constants of classes are variables too: they count only if the code has their addresses."""
     (offset,) = struct.unpack_from("<Q", cubin, 40)
     size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Whether two trees have the same kernels: the code of every kernel that `strobe prewarm` lists, compared without line numbers.
 
-A kernel of one tree is that of the other which the same call launches in the same place, whatever its file, type or Config are called.
-Programs that differ in comments and files alone are equal; else their PTX is compared, whose names are replaced; where that differs their
-SASS. What was compiled is kept in ~/.cache/strobe-sass (STROBE_SASS_CACHE), so a base is compiled once.
+A kernel of one tree corresponds to the one in the other tree that the same call launches in the same place, whatever its file, type or
+Config are called. Programs that differ only in comments and files are equal; else their PTX is compared, whose names are replaced; if it
+differs their SASS. Compiled code is kept in ~/.cache/strobe-sass (STROBE_SASS_CACHE), so a base is compiled once.
 
     tests/sass/compare.py ../base . --arch 90 --family sm90
     tests/sass/compare.py 0b4b415 . --sample 50     # a revision whose checkout was compared before
@@ -29,13 +29,13 @@ from code_of import Sass
 from tree import Program, Tree, read
 
 ARCHS = (75, 80, 90, 120)
-LONGER = 1.01  # what a rewrite may take: the geometric mean over a template's kernels, those with the same code not counted
-LONGEST = 1.03  # and any one kernel
+LONGER = 1.01  # the limit of a rewrite: the geometric mean over a template's kernels, those with the same code not counted
+LONGEST = 1.03  # the limit of any one kernel
 
 
 @dataclass(frozen=True)
 class Pair:
-    call: str  # the first that launches it
+    call: str  # the first call that launches it
     base: Path  # of the programs
     new: Path
 
@@ -50,7 +50,7 @@ class Difference:
 
 
 def pairs(base: Tree, new: Tree) -> tuple[list[Pair], list[str]]:
-    """The kernels of both, each pair once, and what one tree launches and the other does not."""
+    """The kernels of both, each pair once, and the kernels that only one tree launches."""
     found: dict[tuple[str, str], Pair] = {}
     faults = [f"{call}: no call of the new tree" for call in base.calls.keys() - new.calls.keys()]
     faults += [f"{call}: no call of the base" for call in new.calls.keys() - base.calls.keys()]
@@ -70,7 +70,7 @@ def template(name: str) -> str:
 
 
 def chosen(all_: Iterable[Pair], family: str | None, sample: int | None, seed: int) -> list[Pair]:
-    """Of a sample each template of each dtype and architecture has its share."""
+    """In a sample each template of each dtype and architecture has its share."""
     of: dict[tuple[str, ...], list[Pair]] = defaultdict(list)
     for pair in all_:
         name = Program.read(pair.base).name
@@ -107,12 +107,13 @@ def report(differences: list[Difference]) -> str:
 
 
 def ratio(d: Difference) -> float:
-    """Of the numbers of instructions, new over base."""
+    """The ratio of the numbers of instructions, new to base."""
     return d.new.instructions / d.base.instructions
 
 
 def longer(differences: list[Difference]) -> dict[tuple[str, str], float]:
-    """Of each architecture and template the geometric mean of the ratios. What kept its code has no part in it: it would hide what grew."""
+    """For each architecture and template the geometric mean of the ratios. Kernels with unchanged code do not count: they would hide
+    growth."""
     of: dict[tuple[str, str], list[float]] = defaultdict(list)
     for d in differences:
         of[d.call.split()[0], template(d.new_name)].append(math.log(ratio(d)))
@@ -120,7 +121,7 @@ def longer(differences: list[Difference]) -> dict[tuple[str, str], float]:
 
 
 def broken(differences: list[Difference], named: Sequence[str] = ()) -> list[str]:
-    """The rules of a rewrite. named: kernels that may be longer than others may."""
+    """Applies the rules of a rewrite. named: kernels that may be longer than others may."""
     faults = [f"spills more: {d.new_name} ({d.base.spilled} -> {d.new.spilled} B)" for d in differences if d.new.spilled > d.base.spilled]
     faults += [f"serialized wgmma: {d.new_name}" for d in differences if d.new.serialized and not d.base.serialized]
 

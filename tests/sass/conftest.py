@@ -1,4 +1,4 @@
-"""The scripts of this folder are modules of its tests."""
+"""Makes the scripts of this folder importable for its tests."""
 
 import sys
 from pathlib import Path

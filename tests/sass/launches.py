@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Whether two trees launch the same: kernel, Config, grid and every word of the arguments of all calls of the contract's pairs, with every
-engine that takes them. The pairs are the base's: tests/python/cases.py may have changed since. Nothing is compiled but the sizes of
-arguments, and nothing is computed.
+engine that supports them. The pairs are the base's: tests/python/cases.py may have changed since. Only the sizes of arguments are compiled,
+and nothing is computed.
 
-Addresses stand as the allocation that they lie in, numbered as they are met, and the offset there. A kernel may be called something else;
-which ones are is printed.
+An address is written as its allocation, numbered in order of appearance, and the offset there. A kernel may be renamed; renamed ones are
+printed.
 
     tests/sass/launches.py ../base . --arch 90
 """
@@ -29,7 +29,7 @@ Calls = dict[str, list[dict[str, Any]]]
 
 
 def read(tree: str, arch: int, base: str) -> Calls:
-    """What the tree launches for the base's calls."""
+    """The launches of the tree for the base's calls."""
     cases = text_of(base, CASES)
     file = CACHE / "launches" / f"{digest(tree)}-{hashlib.sha256(cases.encode()).hexdigest()[:16]}-{arch}.json"
     if not file.exists():
@@ -41,7 +41,7 @@ def read(tree: str, arch: int, base: str) -> Calls:
             environment = {"STROBE_RECORD": new, "STROBE_RECORD_CC": str(arch), "STROBE_TEST_DEVICE": "emulated", "PYTHONMALLOC": "malloc"}
             Path(new, "cases").mkdir()
             Path(new, "cases", "cases.py").write_text(cases)
-            environment["PYTHONOPTIMIZE"] = "1"  # nothing is computed, and the cases assert what results hold
+            environment["PYTHONOPTIMIZE"] = "1"  # nothing is computed, and the cases assert properties of results
             environment["PYTHONPATH"] = f"{new}/cases:{Path(tree, CASES).resolve().parent}"
             run(Path(tree).resolve(), "record_launches.py", f"{new}/calls.json", LD_PRELOAD=str(recorder()), **environment)
             Path(new, "calls.json").replace(file)

@@ -24,7 +24,7 @@ Step = dict[str, Any]
 
 
 class Recorder:
-    """What the library launches, and the names of its kernels."""
+    """The library's launches, and the names of its kernels."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(os.environ["STROBE_NVRTC"])
@@ -34,7 +34,7 @@ class Recorder:
         cleared = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t)
         self._functions = launched(self._launched), cleared(self._cleared)
         self.library.recorder_listen(*self._functions)
-        self.sizes: dict[str, int] = {}  # of the kernels' arguments; empty: nobody knows them yet
+        self.sizes: dict[str, int] = {}  # of the kernels' arguments; empty: not known yet
         self.names: set[str] = set()
         self._steps: list[Step] = []
         self._places: dict[int, int] = {}
@@ -55,14 +55,14 @@ class Recorder:
         return (len(word) == 8 and self._place(int.from_bytes(word, "little"))) or word.hex()
 
     def _place(self, address: int) -> str | None:
-        """Allocations are numbered as they are met; an address may stand just behind its own."""
+        """Allocations are numbered in order of appearance; an address may be just past the end of its own."""
         for inside in (address, address - 1):
             if inside > 0 and (begin := self.library.recorder_allocation(inside)):
                 return f"memory {self._places.setdefault(begin, len(self._places))} + {address - begin}"
         return "static memory" if self.library.recorder_is_static(address) else None
 
     def steps(self) -> list[Step]:
-        """Those since the last time."""
+        """The steps since the last call of this function."""
         found, self._steps, self._places = self._steps, [], {}
         self.library.recorder_release()
         return found
@@ -83,7 +83,7 @@ ENGINES = ("cuda-sm90", "cuda-mma", "cuda-tf32", "cuda-simt")
 
 
 def sizes(programs: list[Program]) -> dict[str, int]:
-    """Of their kernels' arguments, in bytes: asked of the compiler, a header at a time."""
+    """The sizes of their kernels' arguments, in bytes: from the compiler, one header at a time."""
     by_header: dict[str, list[Program]] = {}
     for program in programs:
         by_header.setdefault(program.source.partition("\n")[0], []).append(program)

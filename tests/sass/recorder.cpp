@@ -1,5 +1,5 @@
-// A libnvrtc.so and a libcuda.so.1 in one that compile and run nothing: what the library would compile goes to a folder, what it would
-// launch to a function. compare.py and launches.py build it and read what it wrote.
+// A libnvrtc.so and a libcuda.so.1 in one that compile and run nothing: programs to be compiled go to a folder, launches go to a function.
+// compare.py and launches.py build it and read its output.
 //   STROBE_RECORD     folder: programs/<hash> is the source, its options and its headers; `order` has a hash a line, one per compilation
 //   STROBE_RECORD_CC  compute capability times ten of the one GPU
 #include <dlfcn.h>
@@ -40,15 +40,15 @@ int cc() {
   return given ? std::atoi(given) : 90;
 }
 
-// Memory that is allocated, so that an address in a kernel's arguments can be told by where it lies.
+// Allocated memory, so that an address in a kernel's arguments can be written as allocation and offset.
 std::mutex growing;
 std::map<uintptr_t, size_t> *const allocated = new std::map<uintptr_t, size_t>;
 std::set<void *> *const tensors = new std::set<void *>;
-std::vector<void *> *const later = new std::vector<void *>; // freed, but kept: in one call an address is one tensor's
+std::vector<void *> *const later = new std::vector<void *>; // freed, but kept: within one call an address belongs to one tensor
 thread_local bool within = false;                           // the maps allocate, too
 
 template <class F> void noted(F change) {
-  if (within || !later) return; // memory is allocated before the maps are there
+  if (within || !later) return; // memory is allocated before the maps exist
   within = true;
   {
     const std::lock_guard lock(growing);
@@ -91,7 +91,7 @@ void __libc_free(void *);
 
 // For launches.py.
 void recorder_listen(Launched launch, Cleared clear) { launched = launch, cleared = clear; }
-// Where the allocation that holds an address begins; 0 if none does.
+// The beginning of the allocation that holds an address; 0 if none does.
 uintptr_t recorder_allocation(uintptr_t address) {
   const std::lock_guard lock(growing);
   auto next = allocated->upper_bound(address);
@@ -110,7 +110,7 @@ int recorder_is_static(uintptr_t address) {
   return dladdr(reinterpret_cast<void *>(address), &library) != 0;
 }
 
-// Preloaded, these stand before the C library's. Tensors begin at multiples of 256, as on a GPU.
+// Preloaded, these replace the C library's. Tensors begin at multiples of 256, as on a GPU.
 void *malloc(size_t bytes) { return remember(__libc_malloc(bytes), bytes); }
 void *calloc(size_t count, size_t bytes) { return remember(__libc_calloc(count, bytes), count * bytes); }
 void *realloc(void *memory, size_t bytes) { return remember(__libc_realloc(forget(memory), bytes), bytes); }
@@ -216,7 +216,7 @@ int cuMemFreeAsync(unsigned long long memory, void *) { return std::free(reinter
 int cuStreamSynchronize(void *) { return 0; }
 int cuStreamIsCapturing(void *, int *status) { return *status = 0, 0; }
 int cuThreadExchangeStreamCaptureMode(int *) { return 0; }
-// The map is what it was made of.
+// The map consists of its inputs.
 int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *sizes, const uint64_t *strides,
                            const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill) {
   uint64_t words[16] = {reinterpret_cast<uint64_t>(address)};

@@ -1,4 +1,4 @@
-"""The proofs can fail: what changes code or launches is found, and what changes neither is not."""
+"""The proofs can fail: changed code or launches are found, and other changes are not."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_rules_of_a_rewrite():
     assert faults(Sass("b", 1020, 128, 8, False))
     assert faults(Sass("b", 1031, 128, 8, False))
     assert not faults(Sass("b", 1031, 128, 8, False), ("K<C{1}>",))
-    assert faults(Sass("b", 1000, 128, 16, False), ("K<C{1}>",))  # a spill is none of that
-    assert faults(Sass("b", 1000, 128, 8, False), ("K<C{2}>",))  # which is none of the kernels that differ
+    assert faults(Sass("b", 1000, 128, 16, False), ("K<C{1}>",))  # a spill is not covered by it
+    assert faults(Sass("b", 1000, 128, 8, False), ("K<C{2}>",))  # which is not among the kernels that differ
 
 
 def grown(arch: int, name: str, instructions: int) -> Difference:
@@ -101,7 +101,7 @@ def test_what_shrinks_or_stays_hides_nothing_that_grows():
     one_of_many = [grown(90, "K<C{1}>", 1040), *(grown(90, f"K<C{{{i}}}>", 999) for i in range(2, 100))]
     assert [fault.split(" (")[0] for fault in broken(one_of_many)] == ["4.00% more instructions: K<C{1}>"]
     assert not broken(one_of_many, ("K<C{1}>",))
-    named = grown(90, "K<C{1}>", 500)  # nor does what is named
+    named = grown(90, "K<C{1}>", 500)  # nor does a named kernel
     assert broken([named, grown(90, "K<C{2}>", 1018)], ("K<C{1}>",))
 
 

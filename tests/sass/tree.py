@@ -1,4 +1,4 @@
-"""What a tree compiles: its kernels by the calls of `strobe prewarm`, with their whole source. Recording compiles nothing.
+"""The programs that a tree compiles: its kernels by the calls of `strobe prewarm`, with their whole source. Recording compiles nothing.
 
 A tree is a folder with a checkout whose package is built (make setup), or the git revision of one that was recorded before.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("STROBE_SASS_CACHE") or Path.home() / ".cache" / "strobe-sass")
-PARTS = ("kernels", "src", "include", "python")  # of a checkout: what decides which kernels there are, and what is in them
+PARTS = ("kernels", "src", "include", "python")  # of a checkout: they determine which kernels there are, and their contents
 SUFFIXES = (".h", ".hpp", ".cpp", ".c", ".cmake", ".txt", ".py")
 
 
@@ -38,7 +38,7 @@ def recorder() -> Path:
 
 
 def run(tree: Path, script: str, *arguments: str, **environment: str) -> None:
-    """A script of this folder in the tree's Python: the recorder is its driver and its compiler, and no cache of kernels counts."""
+    """Runs a script of this folder in the tree's Python: the recorder is its driver and its compiler, and no cache of kernels counts."""
     python = tree / ".venv" / "bin" / "python"
     if not python.exists():
         raise SystemExit(f"{tree} has no .venv: run `make setup` there first")
@@ -50,7 +50,7 @@ def run(tree: Path, script: str, *arguments: str, **environment: str) -> None:
 
 
 def digest(tree: str, parts: tuple[str, ...] = PARTS) -> str:
-    """Of the sources of a folder or a revision."""
+    """The digest of the sources of a folder or a revision."""
     root = Path(tree)
     if (root / "kernels").is_dir():
         paths = (path for part in parts for path in (root / part).rglob("*") if path.is_file() and path.suffix in SUFFIXES)
@@ -72,7 +72,7 @@ def _digest(files: Iterable[tuple[str, bytes]]) -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """One kernel's whole source, and the options that it is compiled with."""
+    """One kernel's whole source, and the options of its compilation."""
 
     options: tuple[str, ...]
     source: str
@@ -91,7 +91,8 @@ class Program:
 
     @cached_property
     def key(self) -> str:
-        """Of the text that the compiler sees, without comments and the names of files: two programs of one key have one code."""
+        """The digest of the text that the compiler sees, without comments and the names of files: two programs with one key have the same
+        code."""
         seen: set[str] = set()
 
         def once(include: re.Match[str]) -> str:
@@ -113,7 +114,7 @@ _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 @dataclass(frozen=True)
 class Tree:
-    """calls: of each call of `strobe prewarm`, in its words, the keys of its kernels' programs, in the order of their launches."""
+    """calls: for each call of `strobe prewarm`, in words, the keys of its kernels' programs, in the order of their launches."""
 
     folder: Path
     calls: dict[str, list[str]]
@@ -123,7 +124,7 @@ class Tree:
 
 
 def read(tree: str, archs: Iterable[int]) -> Tree:
-    """A tree is recorded when it is first asked for."""
+    """Reads a tree, which is recorded on first use."""
     folder = CACHE / "trees" / digest(tree)
     calls: dict[str, list[str]] = {}
     for arch in archs:
@@ -152,7 +153,7 @@ def _record(tree: Path, arch: int, folder: Path) -> None:
 
 
 def _check_that_it_is_built(tree: Path, headers: dict[str, str]) -> None:
-    """The kernels are within the library. (Their includes are named anew there.)"""
+    """The kernels are embedded in the library. (Their includes are renamed there.)"""
     for name, text in headers.items():
         file = tree / "kernels" / name
         if not file.exists() or _without_includes(file.read_text()) != _without_includes(text):

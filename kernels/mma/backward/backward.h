@@ -1,13 +1,13 @@
-// dQ, dK and dV of attention (FlashAttention-2, algorithm 2) on tensor cores. A block of threads owns a tile of keys and walks over the
-// tiles of queries that see some of it:
+// dQ, dK and dV of attention (FlashAttention-2, algorithm 2) on tensor cores. A thread block owns a tile of keys and walks over the tiles
+// of queries that see some of it:
 //
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ += dS K, in global memory
 //
-// Half of the warps have the role on the left (PAndDv), half the one on the right (DsAndDk), so that every sum stays in registers, P and dS
-// are operands where they lie, and one role multiplies while the other one exponentiates. P goes from left to right through shared memory;
-// dS goes there for dQ, which all warps multiply one iteration later, so that the roles meet once an iteration. S is transposed: rows are
-// keys.
+// Half of the warps have the role on the left (PAndDv), half the one on the right (DsAndDk). Every sum then stays in registers, P and dS
+// are operands in the registers where they were made, and one role multiplies while the other one exponentiates. P goes from left to right
+// through shared memory, and so does dS for dQ, which all warps multiply one iteration later, so that the roles meet once per iteration. S
+// is transposed: its rows are keys.
 #pragma once
 #include "steps.h"
 
@@ -34,13 +34,13 @@ private:
   static constexpr Features F = C.features;
   static constexpr int kQueries = Steps::kQueries, kSpan = Steps::kSpan, kKeys = Steps::kKeys, kStep = Steps::kStep;
 
-  // The role on the left: makes P, and dV of it.
+  // The role on the left: makes P, and from it dV.
   struct PAndDv : Steps {
     using Steps::Steps;
     using Sum = Accumulator[kKeys][Steps::kColumnsV]; // dV
 
     __device__ __forceinline__ bool load_first() const { return false; }
-    // Whether this thread found a number that is not finite in what it loaded for the next iteration.
+    // Whether this thread found a number that is not finite in its loads for the next iteration.
     template <bool kNonfinite> __device__ __forceinline__ bool iterate(Sum &dV, int n) const {
       const Blocks<Right, C.head_dim_v, true> dO(this->shared + Steps::kDo + n % 2 * C.dout_bytes(),
                                                  this->dim_warp * Steps::kColumnsV * 16);
@@ -67,7 +67,7 @@ private:
     static __device__ __forceinline__ Left kept(const Left &x) { return F.dropout ? tile::positive(x) : x; }
   };
 
-  // The role on the right: makes dS, and dK of it. Its threads load the next queries, while those on the left begin to multiply.
+  // The role on the right: makes dS, and from it dK. Its threads load the next queries while those on the left begin to multiply.
   struct DsAndDk : Steps {
     using Steps::Steps;
     using Sum = Accumulator[kKeys][Steps::kColumns]; // dK
@@ -111,17 +111,17 @@ private:
     }
   };
 
-  // All tiles of queries, of one role.
+  // Walks over all tiles of queries, in one role.
   template <class Role> struct Walk : Role {
     using Role::Role;
 
     __device__ __forceinline__ void run() const {
-      typename Role::Sum sum = {}; // no member: until loops are unrolled the compiler keeps such an object in memory, and then spills
+      typename Role::Sum sum = {}; // not a member: until loops are unrolled the compiler keeps such an object in memory, and then it spills
       this->load_keys();
-      bool suspect = this->load_first(); // something of the tile that was loaded last is not finite
+      bool suspect = this->load_first(); // some number of the tile that was loaded last is not finite
       cp_async_commit();
       suspect = meet(suspect);
-      // From the first number on that is not finite and may be hidden, tiles are multiplied with care.
+      // From the first number on that is not finite and may be hidden, tiles take the careful path.
       bool nonfinite = barrier_any(any_nonfinite<T>(this->shared, C.k_bytes(), this->thread, kThreads), kThreads);
       int n = 0;
       for (; this->tile_of(n).head >= 0; ++n) {
@@ -144,7 +144,7 @@ private:
     }
 
   private:
-    // All threads have come, and what they loaded is there. Does the condition hold for some thread?
+    // Waits for all threads and for their loads. Returns whether the condition holds for some thread.
     static __device__ __forceinline__ bool meet(bool condition) {
       cp_async_wait<0>();
       return barrier_any(condition, kThreads);

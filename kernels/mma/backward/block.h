@@ -1,5 +1,5 @@
-// A block of threads of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and what it brings of both
-// into shared memory. The loop is in backward.h.
+// A thread block of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and its loads of both into shared
+// memory. The loop is in backward.h.
 #pragma once
 #include "../../attention/dq_sum.h"
 #include "../../device/keys.h"
@@ -17,7 +17,7 @@ using tile::Blocks;
 using tile::Left;
 using tile::Right;
 
-// Only parts have these: the number of the tile of keys among those of the sequence, and where the rows of a tile of queries lie.
+// State that only parts have: the number of the key tile within the sequence, and where the rows of a query tile lie.
 template <bool kPart> struct NumberOfTile {};
 template <> struct NumberOfTile<true> {
   i32 number;
@@ -32,38 +32,37 @@ template <BackwardConfig C> struct BackwardBlock {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
-  // What a warp takes, in blocks of 16: keys; queries of S at a time; queries that it multiplies by dO or Q at a time; columns of dK and of
-  // dV.
+  // A warp's 16x16 blocks: keys; queries of S at a time; queries that it multiplies by dO or Q at a time; columns of dK and of dV.
   static constexpr int kKeys = kTileK / C.key_warps / 16, kStep = C.step_q / 16, kSpan = C.repeats() ? kStep : kStep * C.dim_warps,
                        kQueries = kTileQ / 16;
   static constexpr int kColumns = kD / C.dim_warps / 16, kColumnsV = kDv / C.dim_warps / 16;
   static constexpr int kDqRows = kTileQ / C.dq_rows() / 16, kDqColumns = kD / C.dq_columns() / 16;
-  // Elements may be hidden in any tile, not in those alone that position masks.
+  // Whether elements may be hidden in any tile, not only in tiles that are masked by position.
   static constexpr bool kHides = F.mask || F.bias;
 
-  // In shared memory
+  // Offsets in shared memory.
   static constexpr u32 kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + 2 * C.q_bytes(), kP = kDo + 2 * C.dout_bytes(),
                        kDs = kP + C.p_planes() * C.p_bytes(), kStats = kDs + 2 * C.p_bytes(), kState = kStats + C.stats_bytes();
 
   using Tiles = typename Either<F.part != 0, PartQueries<F.blocks != 0, kTileQ>, QueryTiles<F.blocks != 0, kTileQ>>::type;
-  // Where the rows of a head of the sequence begin.
+  // The first rows of a head of the sequence.
   struct Head {
     const T *q, *dout;
     const float *lse, *delta;
-    i64 query_tile; // its first one's number
+    i64 query_tile; // the number of its first query tile
   };
   struct __align__(16) Tile : ShiftOfTile<F.part != 0> { // of queries
-    i32 head;                                            // -1: there are no more
+    i32 head;                                            // -1: there are no more tiles
     QueryTile queries;
-    i32 rows; // that are there
+    i32 rows; // how many rows exist
     Head at;
   };
-  // What the threads have in common lies in shared memory: registers are short.
+  // State that the threads share lies in shared memory: registers are short.
   struct State : NumberOfTile<F.part != 0> {
-    Tile ring[4];               // iteration n's at n % 4
+    Tile ring[4];               // iteration n uses n % 4
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
-    i32 head; // that the following are about
+    i32 head; // the head that the following members belong to
     Tiles tiles;
     Head at;
   };
@@ -92,7 +91,7 @@ template <BackwardConfig C> struct BackwardBlock {
     state.at = {in.q.at<const T>(b, head, q0, 0), a.dout.at<const T>(b, head, q0, 0), a.lse.at<const float>(b, head, q0, 0),
                 (const float *)a.delta + in.row_index(b, head, q0), first_tile(b, head)};
   }
-  // By one thread: the tile of iteration n.
+  // Finds the tile of iteration n; one thread calls it.
   __device__ __forceinline__ void schedule(int n) const {
     Tile &t = state.ring[n % 4];
     if constexpr (F.part) {
@@ -102,7 +101,7 @@ template <BackwardConfig C> struct BackwardBlock {
       t.at = state.at;
     }
   }
-  // The same for a part, where a tile's rows do not lie where its positions say, and the tile brings its own number.
+  // The same for a part, where a tile's rows are not at its positions, and the tile has its own number.
   template <class TileOfPart> __device__ __forceinline__ void schedule_part(TileOfPart &t) const {
     const i32 heads_end = (state.head_kv + 1) * in.group;
     PartQueryTile tile = {};
@@ -118,7 +117,7 @@ template <BackwardConfig C> struct BackwardBlock {
     if constexpr (F.part) return first_part_tile(in, b, head, kTileQ, F.blocks != 0);
     return first_query_tile(in, b, head, kTileQ);
   }
-  // In dq_sum and the turns.
+  // The tile's number in dq_sum and among the turns.
   static __device__ __forceinline__ i64 number_of(const Tile &t) {
     return F.part ? t.at.query_tile : t.at.query_tile + t.queries.begin / kTileQ;
   }
@@ -132,9 +131,9 @@ template <BackwardConfig C> struct BackwardBlock {
     tile::load<kTileK, kDv, kThreads, C.aligned != 0>(
         shared + kV, v_of<T>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1), thread);
   }
-  // By the threads of the role on the right, while the other one begins to multiply.
+  // The threads of the role on the right call it, while the other role begins to multiply.
   static constexpr int kLoaders = kThreads / 2;
-  // Where registers are short its number is asked anew, so that nothing that follows from it is kept in one.
+  // Where registers are short the tile's number is read again, so that no value derived from it stays in a register.
   static constexpr bool kShort = kD > 128 || kDv > 128 || F.additive() || F.mask || kTileK > 128;
   __device__ __forceinline__ int loader() const { return (kShort ? thread_index() : thread) % kLoaders; }
   template <int kColumns>
@@ -150,8 +149,8 @@ template <BackwardConfig C> struct BackwardBlock {
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
-  // Whether Q or dO of a tile that hides something has a number that is not finite. LSE or D would have shown it (suspect), unless a row
-  // sees its sink alone.
+  // Whether Q or dO of a tile with hidden elements has a number that is not finite. LSE or D would have shown it (suspect), except in a row
+  // that sees only its sink.
   __device__ __forceinline__ bool queries_nonfinite(const Tile &t, int stage, bool suspect) const {
     if (!(kHides || t.queries.masked) || !(suspect || in.sinks)) return false;
     return barrier_any(any_nonfinite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
@@ -160,7 +159,7 @@ template <BackwardConfig C> struct BackwardBlock {
   }
 
   // A tile's LSE, -D and, with a bias, LSE's correction. The threads hold them until there is room in shared memory. LSE is +inf, and so P
-  // is 0, in rows that see nothing and in rows that do not exist.
+  // is 0, in rows that see no key and in rows that do not exist.
   static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
@@ -185,8 +184,8 @@ template <BackwardConfig C> struct BackwardBlock {
   }
   // Stores them in the order in which lanes read them: for each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and its
   // correction likewise; -D of 2t and 2t + 1 twice, for the two rows of an accumulator.
-  static constexpr int kStatsBytes = C.stats_bytes() / 2; // of a stage
-  // Was some number of this thread's not finite?
+  static constexpr int kStatsBytes = C.stats_bytes() / 2; // per stage
+  // Whether some number that this thread loaded was not finite.
   __device__ __forceinline__ bool write_stats(const Stats &s, int iteration) const {
     int thread = loader(), stage = iteration % 2;
     bool suspect = false;
@@ -210,7 +209,7 @@ template <BackwardConfig C> struct BackwardBlock {
   }
   __device__ __forceinline__ u32 delta_of(int stage, int n) const { return lse_of(stage, 2 * n) + kTileQ * 4; }
 
-  // LSE of a block's queries, four side by side. Its correction is seldom used, so it is loaded only where it is used: registers are short.
+  // LSE of a block's queries, four side by side. Its correction is rarely used, so it is loaded only where it is used: registers are short.
   struct StagedLse {
     u32 at;
     float lse_[4];

@@ -1,4 +1,4 @@
-// What a backward kernel of the mma family is compiled for, and how much it needs.
+// What a backward kernel of the mma family is compiled for, and how much memory it needs.
 #pragma once
 #include "../../attention/arguments.h"
 #include "../../attention/features.h"
@@ -7,20 +7,20 @@ namespace strobe::mma {
 
 struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
-  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps or, if wide, of 64
-  i32 tile_q, tile_k; // queries of an iteration, a multiple of step_q * dim_warps, or step_q; keys of a block of threads, of 16 * key_warps
+  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps; if wide, of 64
+  i32 tile_q, tile_k;       // per iteration, a multiple of step_q * dim_warps, or step_q; per thread block, a multiple of 16 * key_warps
   i32 key_warps,
-      dim_warps; // tile_k is divided among key_warps; head dims (and S, by queries) among dim_warps; all of it twice, for two roles
+      dim_warps; // key_warps divide tile_k; dim_warps divide the head dims (and S, by queries); each of the two roles has all of them
   i32 step_q;    // queries of which a warp computes S at once, a multiple of 16
-  i32 aligned;   // columns side by side, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 aligned;   // adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 deterministic;
-  i32 invariant; // and a row's bits do not depend on what is hidden in its tiles
+  i32 invariant; // deterministic, and a row's bits do not depend on what is hidden in its tiles
   i32 blocks_per_sm;
   Features features;
 
   STROBE_FN constexpr i32 warps() const { return 2 * key_warps * dim_warps; }
   STROBE_FN constexpr i32 threads() const { return 32 * warps(); }
-  // Queries are too few to be divided: warps that divide the head dims compute the same S.
+  // Whether the queries are too few to be divided: warps that divide the head dims then compute the same S.
   STROBE_FN constexpr bool repeats() const { return tile_q < step_q * dim_warps; }
 
   // Bytes of shared memory.
@@ -29,9 +29,10 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * head_dim; }
   STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * head_dim_v; }
   STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
-  // With a function of q.k dS needs its slope too: P * slope, or in FP16, whose steps may be too wide for that, the slope apart.
+  // With a function of q.k dS needs its derivative too: P * derivative, or in FP16, whose steps may be too wide for that, the derivative by
+  // itself.
   STROBE_FN constexpr i32 p_planes() const { return features.function ? 2 : 1; }
-  // Numbers of a query: LSE, D twice, with a bias LSE's correction.
+  // Numbers per query: LSE, D twice, with a bias LSE's correction.
   STROBE_FN constexpr i32 stats() const { return features.bias ? 4 : 3; }
   STROBE_FN constexpr i32 stats_bytes() const { return 2 * stats() * tile_q * 4; }
   STROBE_FN constexpr i32 state_bytes() const { return features.part ? 768 : 512; }
@@ -39,11 +40,12 @@ struct BackwardConfig {
     return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + stats_bytes() + state_bytes();
   }
 
-  // How dQ of an iteration (tile_q x head_dim) is divided: dq_rows x dq_columns warps, as many as go, and as square as can be.
+  // How dQ of an iteration (tile_q x head_dim) is divided: dq_rows x dq_columns warps, as many as possible, in a shape as square as
+  // possible.
   STROBE_FN constexpr i32 dq_rows() const { return dq_split(true); }
   STROBE_FN constexpr i32 dq_columns() const { return dq_split(false); }
 
-  // BackwardArguments::turns, in words: a ticket, and one for each warp's part of each tile of queries.
+  // BackwardArguments::turns, in words: a ticket, and a counter for each warp's region of each query tile.
   STROBE_FN constexpr i64 turns(i64 query_tiles) const { return 1 + query_tiles * warps(); }
 
 private:

@@ -1,4 +1,4 @@
-// The steps of the backward on mma.sync: what a warp makes of its keys and a span of queries.
+// The steps of the backward on mma.sync: what a warp computes from its keys and a span of queries.
 #pragma once
 #include "../../device/key_major_dropout.h"
 #include "../../device/probabilities.h"
@@ -20,35 +20,35 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
 
   const Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half> scores;
   const KeyMajorDropout<F> dropout;
-  const float factor; // of what dropout keeps
+  const float factor; // of the elements that dropout keeps
 
-  // After choose_keys().
+  // Must follow choose_keys().
   __device__ __forceinline__ explicit BackwardSteps(const Block &block)
       : Block(block), scores(in, state.sequence, state.batch), dropout{Dropout<F>(in)}, factor(dropout.dropout.factor()) {}
 
-  // Where block (m of this warp's keys, n of the tile's queries) lies among those that are handed on.
+  // The place of block (m of this warp's keys, n of the tile's queries) among the blocks that are exchanged.
   __device__ __forceinline__ int block(int m, int n) const { return (key_warp * kKeys + m) * kQueries + n; }
-  // The warps that share keys have a barrier for each role, if it is several warps, and one for each span of P, because its writers do not
-  // wait.
+  // Barriers of the warps that share keys: one for each role, if it has several such warps, and one for each span of P, because the warps
+  // that write P do not wait.
   static constexpr int kSpans = kQueries / kSpan, kBarriers = kSpans + (C.dim_warps > 1 ? 2 : 0);
   static_assert(C.key_warps * kBarriers < 16);
   __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
   __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
-  // The queries of the span from `span` on of which this warp computes S and dP.
+  // The queries of the span at `span` for which this warp computes S and dP.
   __device__ __forceinline__ int own(int span) const { return C.repeats() ? span : span + dim_warp * kStep; }
-  // Whether this warp hands P and dS on: of several warps that compute the same, only the first does.
+  // Whether this warp passes P and dS on: if several warps compute the same, only the first does.
   __device__ __forceinline__ bool hands_on() const { return !C.repeats() || dim_warp == 0; }
 
-  // The slope of a function of q.k goes from left to right as P * slope. Below 2^-14 the steps of FP16 are 2^-24, so with many keys it
-  // would lose that product. It takes P and the slope separately, and in units that keep the slope above those steps: the slope of arccosh
-  // is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of softcap is at most 1.
+  // The derivative of a function of q.k goes from left to right as P * derivative. Below 2^-14 the steps of FP16 are 2^-24, so with many
+  // keys that product would be lost. FP16 therefore passes P and the derivative separately, in units that keep the derivative above those
+  // steps: that of arccosh is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of softcap is at most 1.
   static constexpr Slope kSlope = !F.function ? Slope::none : C.dtype == kF16 ? Slope::apart : Slope::times_p;
   __device__ __forceinline__ float slope_unit() const {
     return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
   }
 
-  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes the factor of dS, which is P^T times the slope, or the slope in its unit;
-  // without one P is not written. Dropped elements get a sign, in S unless S is the slope alone.
+  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes the factor of dS, which is P^T times the derivative, or the derivative in
+  // its unit; without one P is not written. Dropped elements are negated, in S unless S is the derivative alone.
   template <bool kNonfinite>
   __device__ __forceinline__ void make_p(Accumulator (&S)[kKeys][kStep], Accumulator (&P)[kKeys][kStep], int iteration, int span) const {
     const int stage = iteration % 2, n0 = own(span);
@@ -89,7 +89,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       return (scores);
     }
   }
-  // Hands P, rounded, to the warps of the other role and to those of this role. p: this warp's P, as dV takes it.
+  // Passes P, rounded, to the warps of the other role and to those of this role. p: this warp's P, as dV's operand.
   __device__ __forceinline__ void hand_on_p(Left (&p)[kKeys][kStep], const Accumulator (&S)[kKeys][kStep],
                                             const Accumulator (&P)[kKeys][kStep], int span) const {
 #pragma unroll
@@ -107,7 +107,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     barrier_arrive(barrier_of_p(span / kSpan), 64 * C.dim_warps);
   }
 
-  // dP^T - D^T = V dO^T - D^T. Dropout: without D, which joins when P is known.
+  // dP^T - D^T = V dO^T - D^T. With dropout D is subtracted later, when P is known.
   template <bool kNonfinite> __device__ __forceinline__ void make_dp(Accumulator (&dP)[kKeys][kStep], int iteration, int span) const {
     const int stage = iteration % 2, n0 = own(span);
     if constexpr (!F.dropout) {
@@ -123,7 +123,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
                                        shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
   }
   __device__ __forceinline__ void await_p(int span) const { barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps); }
-  // dS^T from dP^T - D and P^T. Dropout: from dP^T.
+  // dS^T from dP^T - D and P^T; with dropout from dP^T.
   template <bool kHidden>
   __device__ __forceinline__ void differentiate(Left (&dS)[kKeys][kStep], Accumulator (&dP)[kKeys][kStep], int n0, int stage) const {
     const float unit = slope_unit();
@@ -151,7 +151,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
             }
             y *= p;
             if constexpr (kSlope == Slope::apart) y *= tile::unpacked<T>(slope.x[r + 2 * c], e) * unit;
-            if (kHidden && p == 0) y = 0; // whatever dP is: what is not seen may be no number
+            if (kHidden && p == 0) y = 0; // dP may be NaN where nothing is visible
           }
           dS[m][n] = tile::rounded<T>(x);
         }
@@ -217,7 +217,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       for (int m = 0; m < kKeys; ++m) make_nonfinite(sum[m][c], count[m]);
     }
   }
-  // Blocks of dQ's columns at a time: all, but beside dK or dV of a wide head.
+  // How many blocks of dQ's columns are computed at a time: all, except beside dK or dV of a wide head.
   static __device__ constexpr int dq_at_once() { return wide(kD, kDv) ? min(3, kDqColumns) : kDqColumns; }
   // Adds an iteration's dQ (without the scale) to the rows of its tile.
   template <bool kNonfinite> __device__ __forceinline__ void add_dq(int iteration) const {
@@ -228,7 +228,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     const Tile &t = tile_of(iteration);
     i64 number = this->number_of(t);
     u32 *turn = a.turns + 1 + number * C.warps() + warp, seen = 0;
-    if constexpr (C.deterministic) seen = load_relaxed(turn); // most often it is our turn: then nobody waits
+    if constexpr (C.deterministic) seen = load_relaxed(turn); // usually it is already this warp's turn, and no lane waits
     Blocks<Right, kD, true> K(shared, column);
     auto taken = [&](int m, int k) {
       return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
@@ -238,7 +238,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
         if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, seen, key_tiles_before(t));
         __syncwarp();
       }
-      // dq_sum holds 16x16 blocks as the lanes hold them, row by row of blocks.
+      // dq_sum holds 16x16 blocks as the lanes hold them, one row of blocks after another.
       return a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
     });
     if constexpr (C.deterministic) {
@@ -246,12 +246,12 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       if (tile::lane_id() == 0) end_turn(turn);
     }
   }
-  // From block kFirst of its columns on. place(): where the sum lies, once it is this warp's turn.
+  // Adds the columns from block kFirst on. place(): where the sum lies; called once it is this warp's turn.
   template <bool kNonfinite, int kFirst, class Taken, class Place>
   __device__ __forceinline__ void add_dq_columns(const Taken &taken, const Blocks<Right, kD, true> &K, const Place &place) const {
     constexpr int kCount = min(dq_at_once(), kDqColumns - kFirst);
     Accumulator dQ[kDqRows][kCount] = {};
-    if constexpr (kNonfinite) { // not finite numbers of K count only where dS is not 0
+    if constexpr (kNonfinite) { // K's numbers that are not finite count only where dS is not 0
 #pragma unroll
       for (int c = 0; c < kCount; ++c) {
         Accumulator count[kDqRows] = {};
@@ -299,7 +299,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
                                                       t.queries.begin + t.rows, state.number);
     return strobe::key_tiles_before<F.blocks != 0, kTileK>(in, state.sequence.band, state.batch, t.head, t.queries.begin, state.k0);
   }
-  // Writes dK or dV in fp32 straight from the registers, or adds it to what is there.
+  // Writes dK or dV in fp32 straight from the registers, or adds it to the tensor's contents.
   template <int kN>
   __device__ __forceinline__ void store_unrounded(const Operand &out, const Accumulator (&x)[kKeys][kN], float factor, i32 columns) const {
     if (!out) return;
@@ -321,7 +321,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // Writes dK or dV, which is x rounded, by way of the shared memory that held K or V.
+  // Writes dK or dV, which is x rounded, through the shared memory that held K or V.
   template <int kInner, int kN>
   __device__ __forceinline__ void store_sum(const Operand &out, Accumulator (&x)[kKeys][kN], float factor, u32 place, i32 columns) const {
     if constexpr (F.unrounded_gradients()) return store_unrounded(out, x, factor, columns);

@@ -1,6 +1,6 @@
-// Few queries over many keys; of quantised keys any number of queries. The query heads that share a key head are packed into the rows of
-// one tile, row = query * group + head, so that K and V are read once; each warp walks over keys of its own with its own copies under way,
-// and at the end the warps' O are merged. Where O is too wide for one warp, a group of warps (column_warps.h) takes the place of each warp.
+// Few queries over many keys; for quantised keys any number of queries. The query heads that share a key head are packed into the rows of
+// one tile, row = query * group + head, so that K and V are read once. Each warp walks over its own keys with its own copies in flight, and
+// at the end the warps' O are merged. Where O is too wide for one warp, a group of warps (column_warps.h) replaces each warp.
 #pragma once
 #include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
@@ -32,7 +32,7 @@ template <Config C> struct Decode {
   static __device__ __forceinline__ void run(const Arguments &a) {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
-    u32 tiles = (u32)div_up(in.seqlen_q * in.group, C.tile_q), x = blockIdx.x; // blocks that read the same keys follow one another
+    u32 tiles = (u32)div_up(in.seqlen_q * in.group, C.tile_q), x = blockIdx.x; // blocks that read the same keys are neighbours
     i32 row = (i32)(x % tiles) * C.tile_q;
     x /= tiles;
     i32 head = (i32)(x % in.heads_kv);
@@ -47,7 +47,7 @@ template <Config C> struct Decode {
   }
 
 private:
-  // Of a sequence's keys: `split` of `splits`. place: of its results among those of all parts.
+  // Runs split `split` of `splits` of a sequence's keys. place: of its results among those of all splits.
   struct Part {
     i32 b, split, splits, place;
   };
@@ -64,14 +64,14 @@ private:
   const Inputs &in;
   Sequence sequence;
   Part part;
-  i32 b, head, first; // head: of K and V; first: row of the tile
-  i32 rows;           // of the sequence
+  i32 b, head, first; // head: of K and V; first: the tile's first row
+  i32 rows;           // rows of the sequence
   Scores<F, float, Functions::half> scores;
   Dropout<F> dropout;
   int group = Warps::group((int)threadIdx.x), column = Warps::column((int)threadIdx.x);
-  int lane = column * 32 + tile::lane_id(); // among the group's
+  int lane = column * 32 + tile::lane_id(); // within the group
   unsigned char *shared;
-  u32 q_shared, k_shared, v_shared; // K, V: this group's
+  u32 q_shared, k_shared, v_shared; // K, V: of this group
 
   static constexpr u32 kKBytes = C.tile_k * C.row_bytes(kD), kVBytes = C.tile_k * C.row_bytes(kDv);
   static constexpr int kOPitch = kDv + 8; // floats; spreads rows over the banks
@@ -95,12 +95,12 @@ private:
     }
   };
 
-  __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // query + 1
+  __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // the last query + 1
   __device__ __forceinline__ Schedule::Share share(int w) const {
     return {(i64)part.split * C.groups() + w, (i64)part.splits * C.groups()};
   }
   __device__ __forceinline__ bool whole() const { return part.splits == 1; }
-  // Of a query's results among those of all parts.
+  // The place of a query's results among those of all splits.
   __device__ __forceinline__ i64 partial_row(i32 h, i64 q) const {
     if constexpr (C.uneven) return ((i64)part.place * in.heads + h) * in.seqlen_q + q;
     return part.place * in.rows() + in.row_index(b, h, q);
@@ -112,7 +112,7 @@ private:
     Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, share(group)), tiles = ahead;
     int loading = 0, stage = 0;
     PlacesAhead<typename KeysOf<T, F>::type, C.stages> places(k, ahead);
-    u32 lacking_tiles = 0; // a bit for each tile that is under way, the next one's first: it lacks keys
+    u32 lacking_tiles = 0; // a bit for each tile in flight, the next one's first: some of its keys are missing
     tile::load<C.tile_q, kD, kThreads, kAligned>(q_shared, PackedRows{*this, rows - first, in.head_dim, in.q.stride[3]}, threadIdx.x);
     cp_async_commit();
 #pragma unroll
@@ -131,7 +131,7 @@ private:
     const QueryScales<T, F.quant, kM> row_scales(Q);
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
-      Warps::meet((int)threadIdx.x); // this tile is here, and the warp no longer reads the one before it
+      Warps::meet((int)threadIdx.x); // this tile has arrived, and the warps no longer read the previous one
       const bool lacking = lacking_tiles & 1;
       load_next(ahead, loading, k, v, places, lacking_tiles);
       Accumulator S[kM][kN] = {};
@@ -156,7 +156,7 @@ private:
   }
 
   static __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == C.stages ? 0 : stage + 1; }
-  // Copies the next tile of keys; without one it still commits a group, an empty one.
+  // Copies the next tile of keys; after the last tile it commits an empty group.
   template <class RowsOfK, class RowsOfV>
   __device__ __forceinline__ void load_next(Schedule &ahead, int &stage, const RowsOfK &k, const RowsOfV &v,
                                             PlacesAhead<RowsOfK, C.stages> &places, u32 &lacking_tiles) const {
@@ -233,7 +233,7 @@ private:
     }
     return nonfinite;
   }
-  // The same of quantised V.
+  // The same for quantised V.
   __device__ __forceinline__ bool add_stored_p_v(Accumulator (&O)[kM][Warps::columns()], Accumulator (&S)[kM][kN],
                                                  RowSoftmax<2 * kM> &softmax, const KeyTile &tile, int stage,
                                                  const TileScales<C.features> &key_scales) const {
@@ -255,7 +255,7 @@ private:
       return scores.row(query(packed), query_head(packed));
     });
   }
-  // A group of dropout's 4x4 elements is spread over heads here: every element asks for itself.
+  // A group of dropout's 4x4 elements is spread over heads here: dropout is computed for each element.
   __device__ __forceinline__ void drop(Accumulator &P, i32 row, i32 key) const {
 #pragma unroll
     for (int k = 0; k < 8; ++k) {

@@ -17,8 +17,8 @@ template <class Values> inline constexpr bool kInPages = false;
 template <class T> inline constexpr bool kInPages<PagedKeys<T>> = true;
 template <Features F, bool kByColumn> inline constexpr bool kInPages<QuantisedKeys<F, kByColumn>> = F.seqused == kPaged;
 
-// Where the rows of a warp's next tiles lie, a row a lane: read from the table a tile before they are loaded, so that no copy waits for it,
-// and kept until the tile is next but one, when its scales are read. Otherwise nothing.
+// Where the rows of a warp's next tiles lie, one row per lane: read from the table one tile before the rows are loaded, so that no copy
+// waits for it, and kept until the tile's scales are read. Empty where the keys are not paged.
 template <class K, int kStages> class PlacesAhead {
 public:
   __device__ __forceinline__ PlacesAhead(const K &, const Schedule &) {}
@@ -41,7 +41,8 @@ public:
     const u32 number = k.pages.number(j);
     entry_[0] = (u32)k.pages.table[number], slot_[0] = (u32)j - number * k.pages.page;
   }
-  // Of the next tile, the distance of this lane's row from row 0 of page 0. And of the scale of a row of the tile that is multiplied next.
+  // The distance, from row 0 of page 0, of this lane's row of the next tile to load; and of its row's scale, in the tile that is multiplied
+  // next.
   template <class Values> __device__ __forceinline__ i64 row(const Values &values) const { return offset(values.pages, 0, values.x); }
   template <class Values> __device__ __forceinline__ i64 scale(const Values &values) const {
     return offset(values.pages, kStages - 1, values.scale);
@@ -66,7 +67,7 @@ __device__ __forceinline__ tile::RowsOfLanes rows_of_lanes(const QuantisedKeys<F
   return {values.first + place, rows, values.elements()};
 }
 
-// Loads K and V of a tile by tile::load(). In pages lanes ask one another for a row's place.
+// Loads K and V of a tile by tile::load(). With pages, lanes exchange the rows' places.
 template <int kRows, int kD, int kDv, int kThreads, bool kAligned, class K, class V, class Places>
 __device__ __forceinline__ void load_rows(u32 base_k, u32 base_v, const K &k, const V &v, const KeyTile &tile, const Places &places,
                                           int thread) {

@@ -1,12 +1,12 @@
-// The products of a warp's tile with quantised K and V: what is stored is multiplied as it is, a row's scale of K multiplies a column of S,
-// and one of V a column of P.
+// The products of a warp's tile with quantised K and V: stored numbers are multiplied without their scales; the scale of a row of K
+// multiplies a column of S, and the scale of a row of V a column of P.
 #pragma once
 #include "../../device/keys.h"
 #include "../../tile/quantised.h"
 
 namespace strobe::mma {
 
-// The scales of a warp's tile of at most 32 keys, a key a lane, read a tile ahead.
+// The scales of a warp's tile of at most 32 keys, one key per lane, read one tile ahead.
 template <Features F> struct TileScales {
   template <class K, class V, class Places> __device__ __forceinline__ TileScales(const K &, const V &, const Schedule &, const Places &) {}
 };
@@ -20,8 +20,8 @@ struct TileScales<F> {
   __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles, const Places &places) {
     read(keys, values, tiles, places);
   }
-  // Takes the scales of the next tile, and begins to read those of the tile after it, which is the first one of `tiles`. Returns whether
-  // one of V's scales is not finite: it is 0 here, and the values of its row are still to be added.
+  // Switches to the scales of the next tile, and begins to read those of the tile after it, which is the first one of `tiles`. Returns
+  // whether one of V's scales is not finite: it is 0 here, and the values of its row must still be added.
   template <class K, class V, class Places>
   __device__ __forceinline__ bool next(const K &keys, const V &values, const Schedule &tiles, const Places &places) {
     k = keys.number(next_k_), v = values.number(next_v_);
@@ -30,7 +30,7 @@ struct TileScales<F> {
     read(keys, values, tiles, places);
     return nonfinite;
   }
-  // Of key i of the tile.
+  // The scale of key i of the tile.
   __device__ __forceinline__ static float of(float scales, int i) { return __shfl_sync(0xFFFFFFFFu, scales, i); }
 
 private:
@@ -50,7 +50,7 @@ private:
   }
 };
 
-// Where K becomes FP16, Q of BF16 does, too: each row is divided by a power of two that brings its largest number to 2^15. FP16 has more
+// Where K becomes FP16, Q in BF16 does, too: each row is divided by a power of two that brings its largest number to 2^15. FP16 has more
 // digits than BF16, and loses only numbers below 2^-39 of the row's largest.
 template <class T, i32 kStored, int kM> struct QueryScales {
   template <int kSteps> __device__ __forceinline__ explicit QueryScales(tile::Left (&)[kM][kSteps]) {}
@@ -81,20 +81,20 @@ struct QueryScales<bf16, kStored, kM> {
       }
     }
   }
-  // A score of a row.
+  // Scales a row's score.
   __device__ __forceinline__ float unscaled(int row, float s) const { return s * unit_[row]; }
 
 private:
   float unit_[2 * kM];
 };
 
-// S = Q K^T of 16 kN keys.
+// S = Q K^T for 16 kN keys.
 template <class T, i32 kStored, int kD, int kM, int kN, int kSteps, class Scales>
 __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], const tile::Left (&Q)[kM][kSteps], u32 k,
                                                 const QueryScales<T, kStored, kM> &row_scales, const Scales &scales, u32 zero) {
   using Rows = tile::StoredRows<kStored, kD>;
   constexpr bool kFindsNan = kStored == kE4M3 && !tile::kConverted<kStored>;
-  constexpr int kPairs = tile::columns_of_word(kStored) / 2; // two for each step
+  constexpr int kPairs = tile::columns_of_word(kStored) / 2; // two per step
   const Rows rows(k);
 #pragma unroll
   for (int half = 0; half < 2 * kN; ++half) { // 8 keys
@@ -112,10 +112,10 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
           mma_m16n8k16<typename tile::KeyFactor<T, kStored>::type>(S[m][half / 2].x[half % 2], Q[m][w * (kPairs / 2) + p / 2].x, pairs[p],
                                                                    pairs[p + 1]);
     }
-    const u32 keys = kFindsNan ? __ballot_sync(0xFFFFFFFFu, tile::has_nan(nan)) : 0; // four bits a key
+    const u32 keys = kFindsNan ? __ballot_sync(0xFFFFFFFFu, tile::has_nan(nan)) : 0; // four bits per key
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int key = tile::lane_column(0, e); // of the eight
+      const int key = tile::lane_column(0, e); // among the eight
       float scale = scales.of(scales.k, 8 * half + key);
       if (kFindsNan && keys >> 4 * key & 15) scale = __int_as_float(0x7FC00000);
 #pragma unroll
@@ -129,14 +129,14 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
   }
 }
 
-// O += P V, where P is multiplied by V's scales. Returns whether this tile of V holds NaN: the product takes NaN for a number, so the
+// O += P V, where P is multiplied by V's scales. Returns whether this tile of V holds NaN: the product treats NaN as a number, so the
 // caller must still add it. A scale may have any exponent, so the factors are BF16, which holds all stored numbers. Its fraction is too
 // short for FP16's results: for these a factor is two terms.
 template <class T, i32 kStored, int kDv, int kM, int kN, int kSums, class Scales>
 __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], tile::Accumulator (&P)[kM][kN], u32 v, const Scales &scales,
                                            u32 zero) {
   constexpr int kTerms = tile::kIsHalf<T> ? 2 : 1;
-  constexpr int kPairs = tile::columns_of_word(kStored) / 2, kUnits = kStored == kInt4 ? kDv / 4 : kDv / 2; // of 16 bits, in a row
+  constexpr int kPairs = tile::columns_of_word(kStored) / 2, kUnits = kStored == kInt4 ? kDv / 4 : kDv / 2; // 16-bit units per row
   tile::Left factors[kTerms][kM][kN];
 #pragma unroll
   for (int k = 0; k < 4 * kN; ++k) {
@@ -159,13 +159,13 @@ __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], ti
   u32 nan = 0;
 #pragma unroll
   for (int c = 0; c < kUnits / 16; ++c) {
-    constexpr int kEach = kPairs; // accumulators of 16 units: half of them for each half's words
+    constexpr int kEach = kPairs; // accumulators for 16 units: half of them for the words of each half
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const tile::Right stored = V.load(16 * n, 16 * c);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {    // of the units
-        u32 low[kPairs], high[kPairs]; // keys 0 to 7, and the others
+      for (int h = 0; h < 2; ++h) {    // halves of the units
+        u32 low[kPairs], high[kPairs]; // keys 0 to 7; keys 8 to 15
         tile::pairs_of<bf16, kStored>(stored.x[2 * h], low, zero), tile::pairs_of<bf16, kStored>(stored.x[2 * h + 1], high, zero);
         if constexpr (kStored == kE4M3) nan |= tile::nan_bits<kStored>(stored.x[2 * h]) | tile::nan_bits<kStored>(stored.x[2 * h + 1]);
 #pragma unroll

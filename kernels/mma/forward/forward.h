@@ -1,6 +1,6 @@
-// FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a block of threads owns a tile of queries and walks over the tiles of
-// keys; a warp owns tile_q / warps rows, all of S, P, O, m and l of them in its registers. Where O is too wide for that, several warps have
-// the same rows (column_warps.h).
+// FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a thread block owns a tile of queries and walks over the tiles of keys; a
+// warp owns tile_q / warps rows, with their S, P, O, m and l in its registers. Where O is too wide for that, several warps have the same
+// rows (column_warps.h).
 #pragma once
 #include "../../device/chunks.h"
 #include "../../device/epilogue.h"
@@ -27,7 +27,7 @@ template <Config C> struct Forward {
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v;
   using Warps = ColumnWarps<C>;
-  static constexpr int kRows = C.tile_q / C.groups(); // of a warp
+  static constexpr int kRows = C.tile_q / C.groups(); // rows per warp
   static constexpr int kM = kRows / 16, kN = C.tile_k / 16;
   static constexpr bool kAligned = C.aligned;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0 && kD % 16 == 0 && kDv % 16 == 0);
@@ -42,7 +42,7 @@ template <Config C> struct Forward {
     if (item.q >= sequence.band.seqlen_q) return;
     if constexpr (C.invariant) return run_chunks(a, item, sequence, shared_address(shared));
     if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
-    Item again(a, computed_here(blockIdx.x)); // nothing is kept in registers for this
+    Item again(a, computed_here(blockIdx.x)); // computed again, so that it takes no registers meanwhile
     Forward(a, again, a.in.sequence<F.seqused>(again.b), 0).add_nonfinite();
   }
 
@@ -62,7 +62,7 @@ private:
     const Sequence again = place(computed_here(blockIdx.x), item);
     Forward(a, item, again, 0).add_nonfinite();
   }
-  // The chunks of keys that the tile of queries sees, in order; or the one that is this block's part.
+  // Walks over the chunks of keys that the tile of queries sees, in order; or over the one chunk that is this block's split.
   static __device__ __forceinline__ void run_chunks(const Arguments &a, Item item, const Sequence &sequence, u32 shared) {
     const Range keys = sequence.band.keys_any(item.q, min((i64)item.q + C.tile_q, sequence.band.seqlen_q));
     const i32 first = a.splits > 1 ? item.split : keys.empty() ? 0 : (i32)keys.begin / C.chunk();
@@ -74,22 +74,22 @@ private:
       Forward forward(a, item, sequence, shared);
       forward.begins = chunk == first, forward.ends = chunk + 1 == end;
       nonfinite |= forward.compute();
-      __syncthreads(); // nobody reads the chunk's tiles any more
+      __syncthreads(); // no thread reads the chunk's tiles any more
     }
     if (!nonfinite) return;
-    if (a.splits == 1) item.split = -1; // of all
+    if (a.splits == 1) item.split = -1; // all keys
     Forward(a, item, sequence, 0).add_nonfinite();
   }
 
   const Arguments &a;
   const Inputs &in;
-  Item item;                       // split: of keys the part, or the chunk
+  Item item;                       // split: the split of the keys, or the chunk
   bool begins = true, ends = true; // invariant: the chunk is the first or the last one of the tile of queries
   Sequence sequence;
   Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half> scores;
   QueryMajorDropout<F> dropout;
   const typename KeysOf<T, F>::type k, v;
-  u32 q_shared, k_shared, v_shared; // Q's place takes O at the end
+  u32 q_shared, k_shared, v_shared; // O takes Q's place at the end
   int warp_row = Warps::group((int)threadIdx.x) * kRows;
 
   static constexpr u32 kKBytes = C.tile_k * kD * 2, kVBytes = C.tile_k * kDv * 2;
@@ -122,7 +122,7 @@ private:
     tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, rows_of(v, t), computed_here(threadIdx.x));
   }
 
-  __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // query + 1
+  __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // the last query + 1
   __device__ __forceinline__ BlockRow blocks() const {
     if constexpr (F.blocks) return in.blocks.row(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
     return {nullptr, 0, 0};
@@ -132,7 +132,7 @@ private:
     return {item.split, a.splits};
   }
 
-  // Those that some of the queries see.
+  // The keys that some of the queries see.
   __device__ __forceinline__ auto tiles_of_keys() const {
     if constexpr (F.part) {
       extern __shared__ __align__(128) unsigned char shared[];
@@ -144,7 +144,7 @@ private:
     }
   }
 
-  // Returns whether V had numbers that were not finite.
+  // Returns whether V had numbers that are not finite.
   __device__ __forceinline__ bool compute() {
     Accumulator O[kM][Warps::columns()] = {};
     RowSoftmax<2 * kM> softmax;
@@ -160,7 +160,7 @@ private:
     while (more) {
       tile = next;
       more = tiles.next(next);
-      arrive(); // K (with two stages: and V) of this tile is here, and nobody reads the last one's any more
+      arrive(); // K (with two stages also V) of this tile has arrived, and no thread reads the last one's any more
       if constexpr (C.stages == 1) {
         load_v(tile, 0);
       } else if (more) {
@@ -175,7 +175,7 @@ private:
       const bool lacking = lacks_some(k, tile);
       if (lacking) hide_lacking(S, k, tile);
       softmax.template follow<C.exact_max, C.invariant>(S, exponent(), O);
-      if constexpr (C.stages == 1) arrive(); // V is here, and nobody reads K any more
+      if constexpr (C.stages == 1) arrive(); // V has arrived, and no thread reads K any more
       if (C.invariant || masked(tile) || lacking) nonfinite |= clear_nonfinite(stage);
       if constexpr (C.stages == 1) {
         if (more) load_k(next, 0);
@@ -218,14 +218,14 @@ private:
     Warps::exchange(S, q_shared + C.forward_exchange_at(), (int)threadIdx.x);
   }
 
-  // Of the warp's part of O.
+  // The first of the warp's columns of O.
   static __device__ __forceinline__ int first_column() { return Warps::column((int)threadIdx.x) * 16 * Warps::columns(); }
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
   // Raw products -> scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
     score_tile(S, scores, tile, [&](int row) {
-      const i32 first = item.q + Warps::group(computed_here(threadIdx.x)) * kRows; // found here, not kept: registers are short
+      const i32 first = item.q + Warps::group(computed_here(threadIdx.x)) * kRows; // computed here, not kept: registers are short
       return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), item.h);
     });
   }
@@ -257,7 +257,7 @@ private:
     }
   }
 
-  // Of V; the same for all threads.
+  // Clears V's numbers that are not finite. Returns whether there were any, the same for all threads.
   __device__ __forceinline__ bool clear_nonfinite(int stage) const {
     return __any_sync(0xFFFFFFFFu, __syncthreads_or(strobe::clear_nonfinite<T, C.tile_k, kDv, kThreads>(v_shared + stage * kVBytes,
                                                                                                         computed_here(threadIdx.x))));
@@ -319,7 +319,7 @@ private:
     }
     if (whole && !F.partial) store_o(O);
   }
-  // Row q's part of O in fp32, and LSE as two numbers.
+  // Writes row q's columns of O in fp32, and LSE as two numbers.
   __device__ __forceinline__ void store_partial(const Accumulator (&O)[Warps::columns()], int r, i32 q, float M, float l) const {
     if (q >= scores.seqlen_q) return;
     const i64 row = sequence.q0 + q;
@@ -333,7 +333,7 @@ private:
     float *const to = a.lse.at<float>(item.b, item.h, row, 0);
     to[0] = lse, to[part_of(in).lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
   }
-  // O of a chunk / l joins what came before it. What is not stored yet waits where parts do.
+  // Merges O / l of a chunk with the chunks before it. A result that is not final waits where the results of splits do.
   __device__ __forceinline__ void finish_chunk(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {
     const bool part = a.splits > 1, alone = part || begins, stores = !part && ends;
     const auto query = [&](int i) { return item.q + warp_row + 16 * (i / 2) + tile::lane_row(i % 2); };
@@ -346,7 +346,7 @@ private:
     if constexpr (C.column_warps > 1)
       __syncthreads();
     else
-      __syncwarp(); // all who want it have it
+      __syncwarp(); // every lane has read the LSE
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, r = i % 2;
@@ -380,7 +380,7 @@ private:
   }
   __device__ __forceinline__ void store_o(const Accumulator (&O)[kM][Warps::columns()]) {
     cp_async_wait<0>();
-    __syncthreads(); // Q's place is O's now
+    __syncthreads(); // O replaces Q
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// One thread of a block decides which tiles of queries the block computes.
+// One thread of a block determines which query tiles the block computes.
 #pragma once
 #include "../../attention/packed_tiles.h"
 #include "../arguments.h"
@@ -17,8 +17,8 @@ template <Config C> struct Assign {
 
   __device__ __forceinline__ void all() {
     // Where items take different times, the next one is drawn only when the current one has been loaded: drawn earlier, it would be fixed
-    // while two items are still to be computed, and the last items would be distributed badly. Where all take the same time it is drawn
-    // earlier, so that nobody waits for a ticket.
+    // while two items are still to be computed, and the last items would be distributed badly. Where all items take the same time the next
+    // one is drawn earlier, so that no warp waits for a ticket.
     const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q && !C.features.seqused;
     Item before{0, 0, 0, kNone};
     bool first = true;
@@ -49,8 +49,8 @@ template <Config C> struct Assign {
     if (ticket == a.items - 1) return_tickets(a.tickets);
     return gridDim.x + ticket;
   }
-  // Within a bundle of heads the last (longest, if causal) tile first. C.packed: heads share a tile. Sequences that are packed count as one
-  // batch here, for tiles are numbered through all of them.
+  // Within a bundle of heads the last (longest, if causal) tile first. C.packed: heads share a tile. Packed sequences count as one batch
+  // here, because their tiles are numbered through all of them.
   __device__ __forceinline__ Item item(u32 x) const {
     const u32 split = C.split ? x - a.splits_divisor.divide(x) * a.splits_divisor.by : 0;
     if constexpr (C.split) x = a.splits_divisor.divide(x);
@@ -73,7 +73,7 @@ template <Config C> struct Assign {
     return (i32)kv * in.group + (i32)(piece - kv * packed(a).pieces.by) * packed(a).packed;
   }
   __device__ __forceinline__ Item held_item(i32 b, u32 head, i32 number) const {
-    const i32 count = part_of(in).count_q, n = range_of_tile(count, number, [&](i32 n) { return first_number(b, n); }); // as part_tile
+    const i32 count = part_of(in).count_q, n = range_of_tile(count, number, [&](i32 n) { return first_number(b, n); }); // as in part_tile
     if (count == 0) return {b, (i32)head, 0, kNone};
     const HeldRange r = held_range_of_queries(in, b, n);
     const i32 q = r.start + (number - first_number(b, n)) * C.tile_q();
@@ -81,7 +81,7 @@ template <Config C> struct Assign {
   }
   __device__ __forceinline__ void tell_held(const Item &item) const {
     if (item.kind() == kNone) return;
-    // The range that the tile is of, the last one if no earlier is.
+    // The range that contains the tile; the last one if no earlier one does.
     const i32 n = first_where(part_of(in).count_q - 1, [&](i32 n) { return range_of_queries(in, item.b, n).end() > item.q; });
     const HeldRange r = held_range_of_queries(in, item.b, n);
     const PartTable &t = part_of(in);
@@ -91,8 +91,8 @@ template <Config C> struct Assign {
   __device__ __forceinline__ i32 first_number(i32 b, i32 n) const {
     return number_of_first(range_of_queries(in, b, n), n, C.tile_q(), false);
   }
-  // Until all have read the last item told, and the copy engine has been told of all of its keys, and of its values unless they lie in
-  // pages.
+  // Waits until all warps have read the last item, and the copy engine has been given all of its keys, and its values unless they are
+  // paged.
   __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }
   __device__ __forceinline__ void tell(const Item &item) {
     wait_loaded();
@@ -102,7 +102,7 @@ template <Config C> struct Assign {
     mbarrier_arrive(shared.item_full());
   }
   // Waits for the verdict on an item that was computed fast, and has it computed again if it failed. (The next item is computed fast all
-  // the same, because how an item is computed must not depend on which block does it.)
+  // the same, because how an item is computed must not depend on which block computes it.)
   __device__ __forceinline__ void judge(const Item &item) {
     if (item.kind() != kFast) return;
     const u32 n = verdicts++;

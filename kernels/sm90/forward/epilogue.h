@@ -8,7 +8,7 @@
 
 namespace strobe::sm90 {
 
-// Columns of row r of a lane's O, times a factor, as part of the results of all keys. Returns whether something is not finite.
+// Stores columns of row r of a lane's O, times a factor, as the partial result of a split. Returns whether something is not finite.
 template <Config C>
 __device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, int r, float factor) {
   float *out = partial_out(group.a, item, h, row) + tile::lane_column(0, 0);
@@ -18,12 +18,12 @@ __device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const I
     const i32 c = n / 2 * 8 + n % 2;
     const float x = group.O.x[n / 2 * 4 + 2 * r + n % 2] * factor;
     if (c + tile::lane_column(0, 0) < group.in.head_dim_v) out[c] = x;
-    if (r == 0 || C.invariant) nonfinite |= !(x - x == 0); // invariant: a row that sees nothing of a part leaves nothing in the results
+    if (r == 0 || C.invariant) nonfinite |= !(x - x == 0); // invariant: a row that sees no key of a split leaves nothing in the results
   }
   return nonfinite;
 }
-// The same as the results themselves. Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and all of
-// them whole sectors. Without branches: within one the compiler computes the address anew, and waits for each exchange.
+// Stores them as final results. Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and together
+// they store whole sectors. There are no branches: within one the compiler computes the address again, and waits for each exchange.
 template <Config C>
 __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, bool there, int r,
                                               float factor) {
@@ -39,13 +39,13 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
     const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
     const u32 x = odd ? other : left, y = odd ? right : other;
     store_global_below(c, columns, out + c, x, y);
-    // What is not finite in V is so in all rows; invariant: a sum may be so in one.
+    // A number of V that is not finite makes all rows so; invariant: the sum of a single row may be not finite.
     if (r == 0 || C.invariant) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
   }
   return (r == 0 || C.invariant) && there && multiply_add_pairs<T>(zero, 0, 0) != 0;
 }
 
-// The same of a partial part (attention/part.h), and the LSE as two numbers.
+// The same for a partial part (attention/part.h), with the LSE as two numbers.
 template <Config C>
 __device__ __forceinline__ bool store_partial_of_part(const Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, i32 h,
                                                       i64 row, bool there, int r, float factor) {
@@ -67,19 +67,20 @@ __device__ __forceinline__ bool store_partial_of_part(const Warpgroup<C> &group,
   }
   return zero != 0;
 }
-// Row r of a lane's O of a chunk / l joins what came before it. What is not the result yet waits in memory of the block's own, which stays
-// in the L2 cache: each thread reads what it wrote. Returns the LSE of all so far. zero: NaN if something of the chunk is not finite.
+// Merges row r of a lane's O of a chunk / l with the chunks before it. A result that is not final waits in the block's own memory, which
+// stays in the L2 cache: each thread reads what it wrote. Returns the LSE of all chunks so far. zero: NaN if something of the chunk is not
+// finite.
 template <Config C>
 __device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &end, float factor, bool there, int r, bool first, bool last,
                                            float &zero) {
-  constexpr int kPairs = C.head_dim_v / 8; // of columns, of a lane's row; its LSE comes after them
+  constexpr int kPairs = C.head_dim_v / 8; // pairs of columns in a lane's row; its LSE follows them
   float2 *const own = (float2 *)group.a.partial_out + ((blockIdx.x * C.warpgroups + group.w) * 2 + r) * (C.walked_floats() / 2);
   float2 *const out = own + threadIdx.x % 128;
   float *const lse = (float *)(own + 128 * kPairs) + threadIdx.x % 128;
   const bool reads = !first && there, writes = !last && there;
   float2 old[kPairs];
 #pragma unroll
-  for (int n = 0; n < kPairs; ++n) old[n] = reads ? out[128 * n] : float2{0, 0}; // all of them before the first is waited for
+  for (int n = 0; n < kPairs; ++n) old[n] = reads ? out[128 * n] : float2{0, 0}; // all loads are issued before the first is used
   const Merge merge(reads ? *lse : minus_infinity<float>(), end.lse);
 #pragma unroll
   for (int n = 0; n < kPairs; ++n) {
@@ -92,14 +93,14 @@ __device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &en
   if (writes) *lse = merge.lse;
   return merge.lse;
 }
-// What a chunk of keys makes of O and LSE: the result, if there is no other one. counts: of which of a lane's rows.
+// Turns O and LSE of a chunk of keys into the result, or merges them. counts: which of a lane's rows count.
 template <Config C>
 __device__ __forceinline__ void finish_chunk(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, bool first, bool last,
                                              const bool (&counts)[2]) {
   const HopperForwardArguments &a = group.a;
   const Inputs &in = group.in;
   const float infinity = -minus_infinity<float>();
-  const HeldRows held = in.held<C.features.seqused>(computed_here(item.b)); // nothing is kept in registers for this
+  const HeldRows held = in.held<C.features.seqused>(computed_here(item.b)); // computed again: no value stays in registers for this
   bool nonfinite = false;
   float zero = 0;
 #pragma unroll
@@ -153,7 +154,7 @@ template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &
     const RowEnd end = row_end(running.M[r], tile::row_sum(running.l[r]), C.packed ? sink_of(h) : sink, natural);
     const bool there = i < softmax.scores.seqlen_q;
     overflow = overflow || (there && C.reference == kFixed && !(running.l[r] < TileSoftmax<C>::kMost));
-    if constexpr (C.features.bias) overflow = overflow || (there && running.M[r] == minus_infinity<float>()); // it may be low instead
+    if constexpr (C.features.bias) overflow = overflow || (there && running.M[r] == minus_infinity<float>()); // M may be that low instead
     const i64 row = softmax.sequence.q0 + i;
     const float factor = end.factor * softmax.dropout.dropout.factor();
     if constexpr (C.split) {

@@ -1,5 +1,5 @@
-// Forms of the exponent (device/softmax.h) of Hopper's forward: where options of the score are a few multiply-adds, they join the one that
-// plain scores take.
+// Forms of the exponent (device/softmax.h) of Hopper's forward: where options of the score are a few multiply-adds, they are fused into the
+// one that plain scores take.
 #pragma once
 #include "../../device/scores.h"
 #include "../../device/softmax.h"
@@ -15,29 +15,29 @@ template <Config C, class Score> struct Line {
   static constexpr bool kApplies = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.bias_by_tma);
   const i32 offset, high; // as in Score
   const float unit, full_slope;
-  float slope, start; // of the tile: ALiBi's, the latter at the lane's first row and column
-  bool before;        // all its keys lie before their queries, where ALiBi's penalty grows from tile to tile
+  float slope, start; // for the tile: ALiBi's slope, and its term at the lane's first row and column
+  bool before;        // all keys of the tile come before their queries, where ALiBi's penalty grows from tile to tile
 
   __device__ __forceinline__ Line(const Score &scores, float slope)
       : offset(scores.offset), high(scores.high), unit(scores.scale * kLog2e<float>),
         full_slope(__shfl_sync(0xFFFFFFFFu, slope * kLog2e<float>, 0)) {}
 
-  // S of the keys [begin, end) and the warp's queries from row on, before anything is hidden.
+  // S of the keys [begin, end) and the warp's queries from row on, before any element is hidden.
   template <int N> __device__ __forceinline__ void begin(float (&s)[N], i32 row, i32 begin, i32 end) {
     if constexpr (F.alibi) {
       const bool after = begin >= row + 15 + offset;
       before = end <= row + offset + 1;
       slope = after ? -full_slope : full_slope;
       const float first =
-          (float)(begin + tile::lane_column(0, 0) - row - tile::lane_row(0) - offset); // how far the key lies beyond the query
+          (float)(begin + tile::lane_column(0, 0) - row - tile::lane_row(0) - offset); // how far the key lies past the query
       start = slope * first;
       if (before || after || (F.band && high <= offset)) return;
-      const float twice = __fdividef(-2 * slope, unit); // bends what lies beyond from -(slope x) to -|slope x|
+      const float twice = __fdividef(-2 * slope, unit); // changes -(slope x) to -|slope x| for keys past their query
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] = __fmaf_rn(fmaxf(first + place(i), 0), twice, s[i]);
     }
   }
-  // Column minus row, from the lane's first on.
+  // Column minus row, relative to the lane's first element.
   static __device__ __forceinline__ float place(int i) { return (float)(i / 4 * 8 + i % 2 - 8 * (i / 2 % 2)); }
 
   struct Exponent {

@@ -1,7 +1,7 @@
-// FlashAttention-2's forward on Hopper. One thread of a block (where K and V lie in pages, two warps) has the copy engine bring Q and, tile
-// by tile, K and V into shared memory; each of the other warpgroups owns 64 rows: S, P, O, m and l of them in its registers. While the
-// tensor cores compute P V of one tile and Q K^T of the next, the warpgroup takes the softmax of the one between (FlashAttention-3, Shah et
-// al. 2024); the warpgroups take turns at issuing. query_tile.h has the loop.
+// FlashAttention-2's forward on Hopper. A producer thread of the block (two warps where K and V are paged) has the copy engine load Q and,
+// tile by tile, K and V into shared memory; each of the other warpgroups, the consumers, owns 64 rows, with their S, P, O, m and l in its
+// registers. While the tensor cores compute P V of one tile and Q K^T of the next, the warpgroup computes the softmax of the tile between
+// (FlashAttention-3, Shah et al. 2024); the warpgroups issue products alternately (ping-pong). query_tile.h has the loop.
 #pragma once
 #include "assign.h"
 #include "load.h"
@@ -33,7 +33,7 @@ template <Config C> struct Forward {
     }
   }
 
-  // Rows of Q that are no head's become 0, once. Of what happens to lie there sums may overflow, and the tile would follow its maxima.
+  // Clears rows of Q that belong to no head, once. With arbitrary contents sums might overflow, and the tile would follow their maxima.
   static __device__ __forceinline__ void clear_spare_rows(const Warpgroup<C> &group) {
     const u32 first = (u32)packed(group.a).packed * packed(group.a).queries.by, zeros[4] = {};
 #pragma unroll 1
@@ -46,7 +46,7 @@ template <Config C> struct Forward {
     group.together();
   }
 
-  // Tile of queries by tile of queries, as they are assigned.
+  // Computes one query tile after another, as they are assigned.
   static __device__ __forceinline__ void compute(Warpgroup<C> group) {
     if constexpr (C.packed && !C.invariant) clear_spare_rows(group);
     group.first_turn();

@@ -1,4 +1,4 @@
-// What mask and bias say of the scores that a lane holds of a tile.
+// Mask and bias for the scores of a tile that a lane holds.
 #pragma once
 #include "../../device/scores.h"
 #include "../arguments.h"
@@ -6,7 +6,7 @@
 
 namespace strobe::sm90 {
 
-// What a mask says, a byte for each 16 keys: device/mask_bits.h has its bits.
+// The mask's bits, a byte for each 16 keys: device/mask_bits.h has their layout.
 template <Config C> struct GivenMask {
   const u8 *bytes;
   u32 x[C.tile_k / 16];
@@ -16,7 +16,7 @@ template <Config C> struct GivenMask {
   __device__ __forceinline__ GivenMask(const MaskBits &mask, const Score &scores, i32 h, i32 row)
       : bytes(mask.at(scores.b, h, min(row, scores.seqlen_q - 1) / 16, 0, tile::lane_id())) {}
 
-  // begin: a multiple of 16. Beyond the last key the bytes are somebody else's.
+  // begin: a multiple of 16. Bytes past the last key belong to other rows.
   __device__ __forceinline__ void fetch(i32 begin) {
 #pragma unroll
     for (int n = 0; n < C.tile_k / 16; ++n) x[n] = load_global_byte(bytes + 2 * begin + 32 * n);
@@ -29,14 +29,14 @@ template <Config C> struct GivenMask {
   }
 };
 
-// A bias of 16 bits, from shared memory as S lies in registers. It is read where it is needed: all of it at once would take as many
-// registers as P does. Indices are constants once loops are unrolled, so that only what was read last is kept in registers. Element i of a
-// lane is, in the lane's row i / 2 % 2, key 8 (i / 4) + i % 2, and its share of the 8; tiles lie swizzled (messages.h).
+// A 16-bit bias, read from shared memory in the layout of S in registers. It is read where it is needed: all of it at once would take as
+// many registers as P does. Indices are constants once loops are unrolled, so that only the last values read stay in registers. Element i
+// of a lane is, in the lane's row i / 2 % 2, key 8 (i / 4) + i % 2, plus the lane's offset within the 8; tiles are swizzled (messages.h).
 template <Config C> struct GivenBias {
   using E = typename Element<C.features.bias>::type;
   static_assert(C.stages > 1, "a tile's K, with its bias, is given back after V of the same tile was waited for");
-  u32 first, next_row; // where this lane's first row lies in stage 0, and how far on its second one does
-  u32 stage = 0;       // where the stage lies that is read
+  u32 first, next_row; // where this lane's first row lies in stage 0, and the distance to its second one
+  u32 stage = 0;       // the offset of the stage that is read
   u32 x[2][C.tile_k / 16][2];
 
   // w: the warpgroup; warp: within it.
@@ -46,7 +46,7 @@ template <Config C> struct GivenBias {
     next_row = a.bias_rows_step ? 8 * kRowBytes : 0;
   }
   __device__ __forceinline__ void begin(int n) { stage = n * C.bias_bytes(); }
-  // By the whole warp, for each i before at(i): 16 keys of one of a lane's two rows, if i is the first of their elements.
+  // The whole warp calls it for each i before at(i). It loads 16 keys of one of a lane's two rows if i is the first of their elements.
   __device__ __forceinline__ void read(int i) {
     const int r = i / 2 % 2, n = i / 8;
     if (i % 8 == 2 * r) ldmatrix(x[r][n], (first ^ 32 * (n % 4)) + (stage + r * next_row + n / 4 * C.bias_columns()));
@@ -78,7 +78,7 @@ template <Config C, class Score> struct Given {
                                    int w, int warp)
       : mask(a.mask, scores, h, row), bias(a, shared, w, warp) {}
 
-  // Of the element i of a lane's S.
+  // The bias of element i of a lane's S.
   struct At {
     const Given &given;
     typename Score::InMemory memory;
@@ -89,7 +89,7 @@ template <Config C, class Score> struct Given {
       else
         return memory.bias();
     }
-    __device__ __forceinline__ bool allowed() const { return true; } // what the mask hides is hidden afterwards
+    __device__ __forceinline__ bool allowed() const { return true; } // the mask is applied afterwards
   };
 };
 

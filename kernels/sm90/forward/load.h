@@ -1,5 +1,4 @@
-// One thread of a block tells the copy engine what to fetch of K and V, tile by tile; another one, of Q. Where K and V lie in pages, a warp
-// each does.
+// One producer thread of a block has the copy engine load K and V, tile by tile; another one Q. Where K and V are paged, a warp loads each.
 #pragma once
 #include "../../attention/schedule.h"
 #include "../../device/keys.h"
@@ -11,7 +10,7 @@
 
 namespace strobe::sm90 {
 
-// Of the keys: what the item walks over.
+// The keys that the item walks over.
 template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Share share_of(const HopperForwardArguments &a, const Item &item) {
   if constexpr (C.chunked() && C.split) return {item.split(), 1, C.chunk()};
   return {item.split(), C.split ? a.splits : 1};
@@ -30,7 +29,7 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArgume
   return schedule<C>(a, band, item, share_of<C>(a, item));
 }
 
-// The same, each chunk of keys twice: where a tile of queries is computed again (kFixedByRow).
+// The same with each chunk of keys twice: where a query tile is computed again (kFixedByRow).
 template <Config C> class TwiceByChunk {
 public:
   __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared)
@@ -53,15 +52,15 @@ public:
     }
     return true;
   }
-  // The run that the tile found last belongs to; and the mark for the tile before it, which says whether this one begins another run or the
-  // repetition of the last chunk.
+  // The number of the run that the last tile belongs to; and the mark for the tile before it, which says whether this one begins another
+  // run or repeats the last chunk.
   __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
   __device__ __forceinline__ Tile::Last before() const {
     return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk;
   }
 
 private:
-  // The item is read again: nothing is kept in registers for this.
+  // The item is read again, so that it takes no registers.
   __device__ __forceinline__ BasicSchedule<i32> of(i32 chunk) const {
     const Item item = read<Item>(shared_.item());
     const BasicBand<i32> band = narrow(a_.in.sequence<C.features.seqused>(item.b).band);
@@ -76,8 +75,8 @@ private:
 };
 
 // The same keys as one run, in another order: from the last query's own key down, and then up from there. ALiBi's penalty then grows from
-// tile to tile, and the fixed reference holds. Under a window the walk begins at its far end, because what a warpgroup sees must be one run
-// in this order as well.
+// tile to tile, and the fixed reference holds. Under a window the walk begins at its far end, because the keys that a warpgroup sees must
+// be one run in this order as well.
 class FromDiagonal {
 public:
   __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
@@ -103,12 +102,12 @@ private:
   i32 tile_, down_, up_;
 };
 
-// Rows of K or V in pages: each lane of the warp that loads looks up where 16 of a tile lie, all of them in one page.
+// Rows of paged K or V: each lane of the warp that loads looks up where 16 rows of a tile lie, all of them in one page.
 struct PagedRows {
   enum : i32 { kCount = 16 };
-  i32 row;   // of the first one in its page; behind the page's last row, where the copy engine finds zeros, if the lane has none
-  u32 entry; // of the table: which page, or none of the pool's
-  // Of the lane's rows of a tile of keys, which begins at a multiple of kCount; what the table has behind `end` is not read.
+  i32 row;   // the first row in its page; past the page's last row, where the copy engine finds zeros, if the lane has none
+  u32 entry; // the table's entry: a page, or none of the pools'
+  // Looks up the lane's rows of a tile of keys, which begins at a multiple of kCount; entries of the table past `end` are not read.
   __device__ __forceinline__ PagedRows(const Inputs &in, i32 b, i32 begin, i32 end) : row((i32)in.page_divisor().by), entry(0) {
     const i32 j = begin + (i32)((u32)thread_index() % 32 * kCount);
     if (j >= end) return;
@@ -117,16 +116,16 @@ struct PagedRows {
     const u32 n = page.divide((u32)j);
     row = j - (i32)(n * page.by), entry = (u32)in.page_table(b)[n];
   }
-  // Takes zeros for the rows of a page that is none of the pool's, and returns which lanes have such rows.
+  // Loads zeros for the rows of a page that is not in the pools, and returns which lanes have such rows.
   __device__ __forceinline__ u32 settle(const Inputs &in) {
     const bool lacks = entry >= (u32)in.total_k;
     if (lacks) row = (i32)in.page_divisor().by;
     return __ballot_sync(0xFFFFFFFFu, lacks);
   }
-  // The tile of kN rows, kColumns of each.
+  // Loads the tile of kN rows, kColumns of each.
   template <int kN, int kColumns> __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 head) const {
     const i32 page = (i32)entry * x.batch_step;
-    // So many boxes are written as one run of instructions: more have no registers.
+    // This many boxes are issued as one run of instructions: there are no registers for more.
     constexpr int kGroups = kN / kCount, kBoxes = 6, kTogether = min(4, max(1, kBoxes * 64 / kColumns));
 #pragma unroll
     for (int n = 0; n < kGroups; n += kTogether) {
@@ -149,7 +148,7 @@ struct PagedRows {
 
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
-  // In pages: then a warp loads K, and LoadV V; else a thread loads both. (As an enum it leaves no symbol in kernels that read none.)
+  // paged: then one warp loads K, and LoadV V; otherwise a thread loads both. (As an enum it leaves no symbol in kernels that read none.)
   enum : bool { kPaged = C.features.seqused == strobe::kPaged };
   static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
@@ -168,7 +167,7 @@ template <Config C> struct Load {
       const Item item = read<Item>(shared.item());
       if (item.kind() == kNone) break;
       load(item);
-      if (one()) mbarrier_arrive(shared.item_empty()); // only now: assign.h draws the next item when this one is loaded
+      if (one()) mbarrier_arrive(shared.item_empty()); // not earlier: assign.h draws the next item when this one is loaded
     }
   }
 
@@ -191,13 +190,13 @@ template <Config C> struct Load {
     bool more = tiles.next(next);
     if (!more) next.begin = next.end = 0, next.masked = true;
     if constexpr (C.features.part) next.shift = more ? next.shift : 0;
-    i32 before = -1; // the first row of the tile whose V is still to be loaded
+    i32 before = -1; // the first row of the tile whose V is loaded next
     [[maybe_unused]] auto rows = rows_of(item, next);
 #pragma unroll 1
     do {
       const KeyTile tile = next;
       const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
-      if constexpr (C.reference == kFixed && kPaged) // all lanes as one: meanwhile it may be written
+      if constexpr (C.reference == kFixed && kPaged) // all lanes read it at once: it may be written meanwhile
         more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
       else if constexpr (C.reference == kFixed)
         more = more && load_shared(shared.lost()) != items;
@@ -223,12 +222,12 @@ template <Config C> struct Load {
     if constexpr (!kPaged) load_v(k0 + before, kv, item.b);
   }
 
-  // Of tiles that are walked over as one.
+  // The number of the chunk that the tile at `begin` belongs to, if keys are walked by chunks.
   template <class Tiles> static __device__ __forceinline__ i32 run(const Tiles &, i32 begin) {
     return C.walks_chunks() ? (i32)((u32)begin / C.chunk()) : 0;
   }
   static __device__ __forceinline__ i32 run(const TwiceByChunk<C> &tiles, i32) { return tiles.run(); }
-  // What is said of a tile of `run`, after which comes one at `next`.
+  // The message for a tile of `run`, after which one at `next` follows.
   template <class Tiles> static __device__ __forceinline__ i32 end_of_run(const Tiles &tiles, i32 run, i32 next) {
     return Load::run(tiles, next) != run ? Tile::kLastOfChunk : 0;
   }
@@ -240,12 +239,12 @@ template <Config C> struct Load {
     load<C.columns_v()>(a.tma_v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
     v.advance();
   }
-  // The thread that tells the others.
+  // The thread that writes the messages.
   static __device__ __forceinline__ bool one() {
     if constexpr (!kPaged) return true;
     return elected();
   }
-  // In pages a tile is looked up when the one before is asked for: the table answers while its place in shared memory is not yet free.
+  // A paged tile is looked up when the previous one is requested: the table answers while the stage is not yet free.
   template <class KeyTile> __device__ __forceinline__ auto rows_of(const Item &item, const KeyTile &tile) const {
     if constexpr (kPaged)
       return PagedRows(in, item.b, tile.begin, tile.end);
@@ -262,7 +261,7 @@ template <Config C> struct Load {
     rows.template load<kN, C.columns()>(a.tma_k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), kv);
     k.advance();
   }
-  // It comes with K.
+  // It arrives together with K.
   __device__ __forceinline__ void load_bias(const Item &item, i32 column) {
     for (i32 c = 0; c < C.tile_k; c += 64) {
       const u32 address = shared.bias + k.index * C.bias_bytes() + c / 64 * C.bias_columns();
@@ -280,7 +279,7 @@ template <Config C> struct Load {
   }
 };
 
-// V in pages: a warp of its own, which follows the one that loads K from tile to tile.
+// Loads paged V: a warp of its own, which follows the warp that loads K from tile to tile.
 template <Config C> struct LoadV {
   const HopperForwardArguments &a;
   const Inputs &in;
@@ -314,7 +313,7 @@ template <Config C> struct LoadV {
   }
 
 private:
-  // What all lanes have read may be written again.
+  // Frees messages that all lanes have read.
   static __device__ __forceinline__ void release(u32 empty) {
     __syncwarp();
     if (elected()) mbarrier_arrive(empty);
@@ -325,7 +324,7 @@ template <Config C> struct LoadQ {
   const HopperForwardArguments &a;
   const SharedMemory<C> &shared;
 
-  // For each warpgroup, in turn, when it is through with its last.
+  // Loads Q for one warpgroup after another, when it has finished its last tile.
   __device__ __forceinline__ void all() {
     tma_prefetch(a.tma_q.map);
 #pragma unroll 1
@@ -351,12 +350,12 @@ template <Config C> struct LoadQ {
   }
 
 private:
-  // Where the row of query 0 would be.
+  // Where the row of query 0 would lie.
   __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
     if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
     return a.in.held<C.features.seqused>(item.b).q0;
   }
-  // Beyond the last of the piece's heads there is nothing, or another one.
+  // Past the last head of the piece there is no head, or another piece's.
   __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
     mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
     for (int c = 0; c < C.columns(); c += 64)

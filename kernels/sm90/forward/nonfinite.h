@@ -1,5 +1,5 @@
-// Infinities and NaN in V where a tile of queries is computed again: they are taken out of the tiles, and added at the end to the results
-// of the queries that see them.
+// Infinities and NaN in V where a query tile is computed again: they are cleared in the tiles, and added at the end to the results of the
+// queries that see them.
 #pragma once
 #include "../../device/nonfinite.h"
 #include "load.h"
@@ -8,7 +8,7 @@
 
 namespace strobe::sm90 {
 
-// What is not finite in a tile of V becomes 0, until add_nonfinite().
+// Clears the numbers of a tile of V that are not finite; add_nonfinite() adds them later.
 template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warpgroup<C> &group, const Stage<C> &value) {
   using T = typename Element<C.dtype>::type;
   mbarrier_wait(group.shared.v_full(value.index), value.parity);
@@ -21,7 +21,7 @@ template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warp
   group.together();
 }
 
-// A row of what this part of the keys makes of O.
+// A row of this split's partial O.
 __device__ __forceinline__ float *partial_out(const HopperForwardArguments &a, const Item &item, i32 h, i64 row) {
   return a.partial_out + (item.split() * a.in.rows() + a.in.row_index(item.b, h, row)) * a.in.head_dim_v;
 }
@@ -30,7 +30,7 @@ template <Config C> struct Results {
   const HopperForwardArguments &a;
   const Item &item;
   i64 q0;
-  i32 first, queries, count; // of the sequence's queries, of each head; and all rows
+  i32 first, queries, count; // first, queries: of the sequence, in each head; count: of all rows
   __device__ __forceinline__ i32 query(i32 r) const { return first + (C.packed ? r % queries : r); }
   __device__ __forceinline__ i32 head(i32 r) const { return item.h + (C.packed ? r / queries : 0); }
   __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
@@ -66,9 +66,9 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   using T = typename Element<C.dtype>::type;
   constexpr Features F = C.features;
   const Inputs &in = group.in;
-  const Sequence sequence = sequence_of(in, group.shared, item, group.items); // again: nothing is kept in registers for this
+  const Sequence sequence = sequence_of(in, group.shared, item, group.items); // read again, so that it takes no registers
   const Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half> scores(in, sequence, item.b);
-  group.together(); // the results are in memory
+  group.together(); // all results are in memory
   const Results<C> results = results_of(group, item, sequence.q0, scores.seqlen_q);
   const auto value = v_of<T, F>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
   if constexpr (F.part) return add_nonfinite_of_part(item, sequence, scores, dropout, value, results);
@@ -76,7 +76,8 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   BasicKeyTile<i32> t;
 #pragma unroll 1
   while (tiles.next(t)) {
-    // In pages tiles that lack keys were cleared as well; what was not, and is added once more, is not finite before and after.
+    // With pages, tiles that have missing keys were cleared as well; a number that was not cleared and is added again is not finite either
+    // way.
     if (C.invariant || F.mask || F.bias || F.seqused == kPaged || t.masked || t.end - t.begin < C.tile_k)
       strobe::add_nonfinite<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
   }

@@ -1,5 +1,5 @@
-// Parts of a larger problem (attention/part.h) in the forward: which keys are loaded for a tile of queries, and which tile that is. The
-// threads that ask have few registers: 32-bit numbers, and tables are read again rather than kept.
+// Parts of a larger problem (attention/part.h) in the forward: which keys are loaded for a query tile, and which tile that is. The calling
+// threads have few registers: numbers have 32 bits, and tables are read again rather than kept.
 #pragma once
 #include "../../device/part_tiles.h"
 #include "../part.h"
@@ -10,9 +10,8 @@ namespace strobe::sm90 {
 struct HeldKeyTile : BasicKeyTile<i32> {
   i32 shift; // row of K and V = position + shift
 };
-// Tiles of the keys that are held and that some queries of an item see, ascending, none of which crosses a range: from multiples of 16 on,
-// as dropout wants it, if the ranges are. kUnchecked: with an illegal cu_seqlens_k they may lie beyond the tensor, which the copy engine
-// finds out itself.
+// Tiles of held keys that some queries of an item see, ascending, none of which crosses a range. They begin at multiples of 16, as dropout
+// needs, if the ranges do. kUnchecked: with an illegal cu_seqlens_k they may lie beyond the tensor, which the copy engine detects itself.
 template <Config C, bool kUnchecked> class HeldKeys {
 public:
   __device__ __forceinline__ HeldKeys(const Inputs &in, const BasicBand<i32> &band, const Item &item)
@@ -43,7 +42,7 @@ private:
   BasicRange<i32> any_, all_;
   i32 n_, next_ = 0, end_ = 0, shift_ = 0;
 };
-// Rows of tiles of keys.
+// The rows of key tiles.
 __device__ __forceinline__ i32 first_row(const BasicKeyTile<i32> &t) { return t.begin; }
 __device__ __forceinline__ i32 first_row(const HeldKeyTile &t) { return t.begin + t.shift; }
 

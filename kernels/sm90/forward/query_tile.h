@@ -13,7 +13,7 @@ template <Config C> struct QueryTile {
   TileSoftmax<C> softmax;
   // Keys that some query of this warpgroup sees by position.
   const BasicRange<i32> visible;
-  Tile t; // the one whose scores are computed
+  Tile t; // the tile whose scores are computed
 
   __device__ __forceinline__ QueryTile(Warpgroup<C> &group, const Item &item)
       : group(group), item(item), softmax(group, item),
@@ -51,7 +51,7 @@ template <Config C> struct QueryTile {
   __device__ __forceinline__ void finish_chunk(bool first, bool last) {
     sm90::finish_chunk(group, item, softmax, first, last, {true, true});
   }
-  // From the first tile that is seen on, by chunks of keys, each with a softmax of its own.
+  // Walks from the first visible tile on in chunks of keys, each with a softmax of its own.
   __device__ __forceinline__ void walk_chunks(bool turn) {
     const bool any = sees();
     for (bool first = true;; first = false) {
@@ -69,9 +69,9 @@ template <Config C> struct QueryTile {
       turn = true;
     }
   }
-  // Each chunk of keys comes twice: for all rows, and then, lagging, for those that were not finite.
+  // Walks over each chunk of keys twice: for all rows, and then, lagging, for those that were not finite.
   __device__ __forceinline__ void compute_safely() {
-    bool failed[2] = {}, first = true, repeats = false, turn = false; // failed, and when they come again: the others
+    bool failed[2] = {}, first = true, repeats = false, turn = false; // failed, and in the repetition: the other rows
     for (;;) {
       group.O.clear();
       softmax.restart(repeats);
@@ -85,7 +85,7 @@ template <Config C> struct QueryTile {
         p_v();
         turn = true;
       }
-      if (!sees()) { // nor what follows
+      if (!sees()) { // nor the following ones
         group.skip_tile(turn);
         turn = true;
         while (!t.last) {
@@ -103,7 +103,7 @@ template <Config C> struct QueryTile {
     }
     add_nonfinite(group, item, softmax.dropout.dropout);
   }
-  // A lane's row r, its other lanes' columns included.
+  // Whether a lane's row r failed, in the columns of the other lanes as well.
   __device__ __forceinline__ bool finite(int r) const {
     float zero = tile::row_sum(softmax.running.l[r]) * 0.0f;
 #pragma unroll
@@ -114,7 +114,7 @@ template <Config C> struct QueryTile {
   __device__ __forceinline__ bool is_last() const { return C.walks_chunks() ? t.last == Tile::kLast : t.last; }
   __device__ __forceinline__ bool sees() const { return t.begin < visible.end && t.end > visible.begin; }
 
-  // Skips tiles that are not seen. Every tile of an item but its first takes a turn: returns whether this one is to.
+  // Skips tiles that are not visible. Every tile of an item but its first takes a turn: returns whether this one must.
   __device__ __forceinline__ bool find_first_tile() {
     t = group.wait_tile();
     bool turn = false;
@@ -125,13 +125,13 @@ template <Config C> struct QueryTile {
     }
     return turn;
   }
-  // From this tile on; but for the last tile's O += P V.
+  // From this tile on, except for the last tile's O += P V.
   __device__ __forceinline__ void walk(bool turn) {
     bool more = first_tile(turn);
 #pragma unroll 1
     while (more) more = steady_step();
   }
-  // S = Q K^T, P = softmax(S). Returns, as the next step does, whether there is another tile to be computed.
+  // S = Q K^T, P = softmax(S). Returns, as the next step does, whether another tile must be computed.
   __device__ __forceinline__ bool first_tile(bool turn) {
     if (turn) group.wait_turn();
     group.begin_q_k();
@@ -143,7 +143,7 @@ template <Config C> struct QueryTile {
     softmax.round(group.P);
     return next_tile();
   }
-  // S = Q K^T of this tile and O += P V of the one before; meanwhile P = softmax(S) of this one.
+  // S = Q K^T of this tile and O += P V of the previous one; meanwhile P = softmax(S) of this one.
   __device__ __forceinline__ bool steady_step() {
     group.wait_turn();
     group.begin_q_k();
@@ -154,7 +154,7 @@ template <Config C> struct QueryTile {
     const bool followed = softmax.follows;
     softmax.exponentiate(t, group.v.next());
     leave_bias();
-    group.S.done(); // the compiler is to wait for P V after the softmax
+    group.S.done(); // the compiler must wait for P V only after the softmax
     const bool more = next_tile();
     wait_for<0>(group.O, group.P);
     group.release_v();
@@ -162,7 +162,7 @@ template <Config C> struct QueryTile {
     if (followed) softmax.rescale(group.O);
     return more;
   }
-  // O += P V of the last tile that is seen.
+  // O += P V of the last visible tile.
   __device__ __forceinline__ void last_p_v() {
     release_q(false);
     p_v();
@@ -172,7 +172,7 @@ template <Config C> struct QueryTile {
     wait_for<0>(group.O, group.P);
     group.release_v();
   }
-  // This tile, which is not seen, and what follows it.
+  // Skips this tile, which is not visible, and the following ones.
   __device__ __forceinline__ void drain(bool turn) {
     group.skip_tile(turn);
     while (!is_last()) {
@@ -181,7 +181,7 @@ template <Config C> struct QueryTile {
     }
   }
 
-  // Scores are in registers: K may go, but for a bias that came with it.
+  // Scores are in registers: K's stage is freed, unless a bias arrived with it.
   __device__ __forceinline__ void take_k() {
     softmax.given.bias.begin(group.k.index);
     if constexpr (!Given<C, typename TileSoftmax<C>::Score>::kBias) group.release_k();
@@ -197,7 +197,7 @@ template <Config C> struct QueryTile {
       group.release(group.shared.q_empty(group.w));
     }
   }
-  // Whether there is a tile after t to be computed; t becomes it.
+  // Whether a tile after t must be computed; t becomes that tile.
   __device__ __forceinline__ bool next_tile() {
     if (t.last) return false;
     softmax.watch(t);

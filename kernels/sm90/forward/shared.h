@@ -1,4 +1,4 @@
-// Shared memory of a Hopper kernel, and what the threads of a block tell each other through it.
+// Shared memory of a Hopper kernel, and the messages that the threads of a block exchange through it.
 #pragma once
 #include "../../ptx/mbarrier.h"
 #include "../messages.h"
@@ -6,37 +6,37 @@
 
 namespace strobe::sm90 {
 
-// How a tile of queries is computed.
+// How a query tile is computed.
 enum Kind : i32 {
   kNone,
-  kFast, // the first time: it may be that P overflows, or that something in V is not finite; then it is computed again
-  kSafe, // the reference follows the maxima, and infinities and NaN in V are kept from those who do not see them
+  kFast, // the first time: P may overflow, or V may hold numbers that are not finite; then the tile is computed again
+  kSafe, // the reference follows the maxima, and infinities and NaN in V are kept from queries that do not see them
 };
-// What the assigning thread tells the others.
+// The message of the assigning thread.
 struct Item {
   i32 b, h, q;
-  i32 how;                         // the kind, and which part of the keys
-  static constexpr i32 kKinds = 4; // room for the kinds; a power of two, for the part of the keys stands above it
+  i32 how;                         // the kind, and which split of the keys
+  static constexpr i32 kKinds = 4; // room for the kinds; a power of two, because the split is stored above it
   __device__ __forceinline__ i32 kind() const { return how % kKinds; }
   __device__ __forceinline__ i32 split() const { return how / kKinds; }
   __device__ __forceinline__ Item safely() const { return {b, h, q, split() * kKinds + kSafe}; }
 };
-// Of a part of a larger problem: what the tile of queries, whose q is a position, has beside the item.
+// A part's addition to an item, whose q is a position.
 struct HeldQueries {
   i32 end, shift;         // its queries end before this position; row = position + shift
   i32 seqlen_q, seqlen_k; // of the whole sequence
 };
-// What the loading thread tells the others: a tile of keys. It reaches them with K.
+// The message of the loading thread: a tile of keys. It arrives together with K.
 struct Tile {
   i32 begin, end;
   i32 masked, last;
-  enum : i32 { kLacks = 2 }; // further bits of masked, from this one on: for each 16 keys, whether their page is none of the pool's
-  // last: whether the tile is the last one of the item, of a chunk of keys (if they are walked by chunks), or of the last chunk, which
-  // comes again.
+  enum : i32 { kLacks = 2 }; // the bits of masked from this one on: for each 16 keys, whether their page is not in the pools
+  // last: whether the tile is the last one of the item, of a chunk of keys (if they are walked by chunks), or of a chunk's first walk,
+  // after which the chunk is repeated.
   enum Last : i32 { kLast = 1, kLastOfChunk, kLastBeforeAgain };
 };
 
-// From an address that is a multiple of 1024.
+// The offsets of shared memory, from an address that is a multiple of 1024.
 template <Config C> struct SharedMemory {
   static_assert(C.stages <= 6 && C.warpgroups <= 4, "the barriers' place");
   u32 q, k, v, bias, barriers, messages;
@@ -54,13 +54,13 @@ template <Config C> struct SharedMemory {
   __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 120 + 32 * stage; }
   __device__ __forceinline__ u32 item() const { return messages; }
   __device__ __forceinline__ u32 failed(u32 n) const { return messages + 16 + 4 * (n % 2); } // P overflowed, or O is not finite
-  // The number of an item that is lost to an overflow. It is read without order: who sees it late fetches tiles that nobody needs.
+  // The number of an item that is lost to an overflow. Relaxed read: a late reader only loads tiles that are not used.
   __device__ __forceinline__ u32 lost() const { return messages + 32; }
   __device__ __forceinline__ u32 tile(int stage) const { return messages + 48 + 16 * stage; }
 
-  __device__ __forceinline__ u32 held(u32 item) const { return messages + 144 + 16 * (item % 2); } // two: an item's is read to its end
+  __device__ __forceinline__ u32 held(u32 item) const { return messages + 144 + 16 * (item % 2); } // two: an item's is read until its end
 
-  enum : i32 { kLoadsV = C.features.seqused == kPaged }; // a warp of its own, which reads the messages as those that compute do
+  enum : i32 { kLoadsV = C.features.seqused == kPaged }; // a warp of its own loads V, and reads the messages as the consumers do
   __device__ __forceinline__ void begin() const {
     for (int w = 0; w < C.warpgroups; ++w) mbarrier_init(q_full(w), 1), mbarrier_init(q_empty(w), 4);
     mbarrier_init(item_full(), 1);
@@ -80,7 +80,7 @@ template <Config C> struct SharedMemory {
   }
 };
 
-// The stage of shared memory that is next, and the parity of its barriers.
+// The next stage of shared memory, and the parity of its barriers.
 template <Config C> struct Stage {
   int index = 0;
   u32 parity = 0;

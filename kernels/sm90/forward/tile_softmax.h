@@ -1,5 +1,5 @@
-// From a tile of S to P, and the running softmax of a warpgroup's queries: options of the score, what is hidden, the reference that
-// exponents are measured against.
+// From a tile of S to P, and the running softmax of a warpgroup's queries: options of the score, masking, and the reference of the
+// exponents.
 #pragma once
 #include "../../device/query_major_dropout.h"
 #include "../../device/softmax.h"
@@ -17,7 +17,7 @@ template <Config C> struct TileSoftmax {
   using Softcap = sm90::Softcap<F, C.reference != kExact>;
   static constexpr bool kLine = Line<C, Score>::kApplies;
   static constexpr int kN = C.tile_k;
-  // Of l: up to kMost P is what its type holds; from kFar on the reference follows.
+  // Bounds of l: up to kMost P fits its type; from kFar on the reference follows.
   static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f, kFar = C.dtype == kF16 ? 4096.0f : 1e12f;
   static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
 
@@ -27,13 +27,13 @@ template <Config C> struct TileSoftmax {
   const Sequence sequence;
   const Score scores;
   QueryMajorDropout<F> dropout;
-  const i32 q, row; // the warpgroup's first query, and the warp's (unless packed: only options that are not packed ask for it)
+  const i32 q, row; // the warpgroup's first query, and the warp's (not for packed heads: options that use them are never packed)
   const typename Score::Row rows[2];
   Given<C, Score> given;
   Line<C, Score> line;
   Softcap softcap;
   RowSoftmax<2> running;
-  bool follows = true, rising; // the reference follows the maxima (of some rows), and always will (of all)
+  bool follows = true, rising; // follows: the reference follows the maxima (of some rows); rising: it always will (of all rows)
   u32 random[F.dropout ? kN / 32 : 1][4];
 
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
@@ -46,12 +46,12 @@ template <Config C> struct TileSoftmax {
     if constexpr (F.part) dropout.head = dropout.dropout.whole_head(item.h), dropout.batch = dropout.dropout.whole_batch(item.b);
   }
 
-  // Of a lane's row r.
+  // The query and the head of a lane's row r.
   __device__ __forceinline__ RowPlace place(int r) const {
     if constexpr (!C.packed) return {row + tile::lane_row(r), item.h};
     return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
   }
-  // Of another chunk of keys. kFixedByRow: all rows lag, or as they do by themselves; one that is not there never does.
+  // Starts another chunk of keys. kFixedByRow: all rows lag, or each row decides; a row that does not exist never lags.
   __device__ __forceinline__ void restart(bool lags = false) {
     running = RowSoftmax<2>();
     if constexpr (C.reference == kFixedByRow) {
@@ -63,12 +63,12 @@ template <Config C> struct TileSoftmax {
     }
   }
 
-  // Whether scores and M are natural logarithms, as they are where a tile with a bias is computed again: they may be as low as numbers go,
+  // Whether scores and M are natural logarithms, as in a tile with a bias that is computed again: they may then be as low as FP32 allows,
   // and -inf.
   __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
 
-  // What is not finite in V is cleared in all tiles, not only in those that hide something by position: mask and bias hide anywhere, and an
-  // invariant row's bits do not depend on who else is in its tile.
+  // V's numbers that are not finite are cleared in all tiles, not only in those that are masked by position: mask and bias may hide any
+  // element, and an invariant row's bits must not depend on the other rows of its tile.
   static constexpr bool kClearsEachTile = F.mask || F.bias || C.invariant;
   // Q K^T of tile t, in S -> P, in S. value: where its V lies.
   __device__ __forceinline__ void exponentiate(const Tile &t, const Stage<C> &value) {
@@ -97,7 +97,7 @@ template <Config C> struct TileSoftmax {
     }
     running.exponentiate(S, of);
   }
-  // P as the tensor cores take it, without what is dropped.
+  // P as operand of the tensor cores, without the dropped elements.
   __device__ __forceinline__ void round(LeftOperand<kN> &P) const {
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) {
@@ -105,12 +105,12 @@ template <Config C> struct TileSoftmax {
       if constexpr (F.dropout) P.x[i] = dropout.kept(P.x[i], random[i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2);
     }
   }
-  // O as the reference is now.
+  // Rescales O to the current reference.
   template <int N> __device__ __forceinline__ void rescale(Accumulator<T, N> &O) const {
     if (running.moved()) running.rescale(O.x);
   }
 
-  // After tile t: decides whether the reference goes on following the maxima, and whether P has become too large for that to help.
+  // After tile t: determines whether the reference goes on following the maxima, and whether P has become too large for that to help.
   __device__ __forceinline__ void watch(const Tile &t) {
     if constexpr (C.reference == kFixed) {
       const float l = fmaxf(running.l[0], running.l[1]);
@@ -119,7 +119,7 @@ template <Config C> struct TileSoftmax {
         if (item.kind() == kFast && !(l < kMost))
           store_shared(group.shared.failed(group.verdicts), 1), store_shared(group.shared.lost(), group.items);
       }
-      bool hidden = t.masked; // it may be that a row has seen nothing yet, or only keys beyond it, with ALiBi
+      bool hidden = t.masked; // a row may have seen no key yet, or with ALiBi only keys past its query
       if constexpr (kLine && F.alibi) hidden = hidden || !line.before;
       if constexpr (F.mask || F.bias)
         hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(running.M[0], running.M[1]) == minus_infinity<float>());
@@ -127,11 +127,11 @@ template <Config C> struct TileSoftmax {
     }
     if constexpr (C.reference == kFixedByRow) follows = rising || __any_sync(0xFFFFFFFFu, wants(0) || wants(1));
   }
-  // Always false, but the compiler has to finish the softmax to find that out.
+  // Always false, but the compiler must finish the softmax to know it.
   __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }
 
 private:
-  // By what this lane knows of a row.
+  // Whether the reference must follow row r, judged by this lane's columns.
   __device__ __forceinline__ bool wants(int r) const { return running.M[r] == minus_infinity<float>() || running.l[r] >= kFar; }
   template <class Exponent> __device__ __forceinline__ void follow_by_row(const Exponent &of) {
     bool rows[2];
@@ -161,7 +161,7 @@ private:
     }
     given.mask.hide(S);
   }
-  // Hides what lies outside the rows' bands, or beyond the tile.
+  // Hides elements outside the rows' bands, or past the tile's end.
   __device__ __forceinline__ void hide(const Tile &t) {
     const i32 column = t.begin + tile::lane_column(0, 0);
 #pragma unroll

@@ -1,5 +1,5 @@
-// A warpgroup of the forward that computes: the matrices in its registers, its place among the stages of shared memory, and what it tells
-// the other threads of the block.
+// A consumer warpgroup of the forward: the matrices in its registers, its place among the stages of shared memory, and its messages to the
+// other threads of the block.
 #pragma once
 #include "../../ptx/wgmma.h"
 #include "../accumulator.h"
@@ -10,14 +10,14 @@ namespace strobe::sm90 {
 template <Config C> struct Warpgroup {
   using T = typename Element<C.dtype>::type;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
-  // Named barriers, + the warpgroup's number: it is its turn; all of it have come.
+  // Named barriers, + the warpgroup's number: kTurn: it may issue; kAll: all its threads have arrived.
   static constexpr int kTurn = 1, kTogether = kTurn + C.warpgroups;
 
   const HopperForwardArguments &a;
   const Inputs &in;
   const SharedMemory<C> &shared;
   const int w, lane, warp; // warpgroup; warp within it
-  Stage<C> k{}, v{};       // of the next tile
+  Stage<C> k{}, v{};       // stage of the next tile
   u32 items = 0, verdicts = 0;
   Accumulator<T, kDv> O;
   Accumulator<T, kN> S;
@@ -33,7 +33,7 @@ template <Config C> struct Warpgroup {
     __syncwarp();
     release(shared.q_empty(w));
   }
-  // S = Q K^T of the next tile of K, which is there.
+  // S = Q K^T with the next tile of K, which has arrived.
   __device__ __forceinline__ void begin_q_k() {
     const u32 key = shared.k + k.index * C.k_bytes();
     if constexpr (C.q_in_registers)
@@ -41,7 +41,7 @@ template <Config C> struct Warpgroup {
     else
       S.template begin_product<kD, 64, Place::kept>(q_address(), key);
   }
-  // O += P V of the next tile of V, once it is there.
+  // O += P V with the next tile of V, once it has arrived.
   __device__ __forceinline__ void begin_p_v() {
     mbarrier_wait(shared.v_full(v.index), v.parity);
     O.begin_adding(P, shared.v + v.index * C.v_bytes());
@@ -63,7 +63,7 @@ template <Config C> struct Warpgroup {
     mbarrier_wait(shared.k_full(k.index), k.parity ^ other_parity);
     return read<Tile>(shared.tile(k.index));
   }
-  // The next tile, which this warpgroup sees nothing of.
+  // Skips the next tile, which this warpgroup does not see.
   __device__ __forceinline__ void skip_tile(bool turn) {
     if (turn) {
       wait_turn();
@@ -74,7 +74,7 @@ template <Config C> struct Warpgroup {
     mbarrier_wait(shared.v_full(v.index), v.parity);
     release_v();
   }
-  // What was computed is right, or the tile of queries has to be computed again.
+  // Reports whether the result is right; if not, the query tile must be computed again.
   __device__ __forceinline__ void judge(bool failed) {
     const u32 n = verdicts++;
     if (failed) store_shared(shared.failed(n), 1);
@@ -83,7 +83,7 @@ template <Config C> struct Warpgroup {
   }
 
   __device__ __forceinline__ void first_turn() const {
-    if (C.warpgroups > 1 && w == C.warpgroups - 1) barrier_arrive(kTurn, 256); // it is warpgroup 0's
+    if (C.warpgroups > 1 && w == C.warpgroups - 1) barrier_arrive(kTurn, 256); // warpgroup 0 comes next
   }
   __device__ __forceinline__ void wait_turn() const {
     if constexpr (C.warpgroups > 1) barrier_sync(kTurn + w, 256);

@@ -1,3 +1,3 @@
-"""Array libraries: what the package asks of one (base), PyTorch's and NumPy's answers, and whose an array is (known).
+"""Array libraries: the interface that the package needs (base), its PyTorch and NumPy versions, and the framework of an array (known).
 
-Nothing here knows of calls. base is at the bottom; known, which imports torch and numpy as it needs them, is on top."""
+Nothing here knows of calls. base is at the bottom; known, which imports torch and numpy on demand, is on top."""

@@ -1,4 +1,4 @@
-"""Whose an array is, and whether the package takes it."""
+"""The framework of an array, and whether the package accepts it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .base import Array, Framework
 
 
 def known_framework(x: object) -> Framework | None:
-    """For arrays of x's kind; None if it is no array. Imports neither torch nor NumPy: whoever has an array has done so."""
+    """The framework for arrays of x's type; None if it is no array. Imports neither torch nor NumPy: the owner of an array has done so."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        import strobe.arrays.torch  # every call comes by here, and "from" takes a microsecond more
+        import strobe.arrays.torch  # every call passes here, and "from" takes a microsecond more
 
         return strobe.arrays.torch.TORCH
     numpy = sys.modules.get("numpy")
@@ -30,9 +30,9 @@ def no_array(name: str, x: object) -> TypeError:
 
 
 def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "q", q: Array | None = None) -> Exception | None:
-    """Why x is no array that the package takes: of `framework`, if that is known, as the argument `beside` is, and where q lies.
+    """Why the package does not accept x: it must be of `framework`, if that is known, like the argument `beside`, and on q's device.
 
-    Every array of every function passes here; what its shape and dtype have to be is checked elsewhere."""
+    Every array of every function passes here; its shape and dtype are checked elsewhere."""
     own = framework if framework is not None and framework.is_array(x) else known_framework(x)
     if framework is not None and own is not framework:
         return TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as {beside} is")
@@ -40,7 +40,7 @@ def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "
 
 
 def framework_of(name: str, x: object) -> Framework:
-    """known_framework, where x has to be an array; `name` is x's in a message."""
+    """known_framework, for an x that must be an array; `name` is x's in a message."""
     framework = known_framework(x)
     if framework is None:
         raise no_array(name, x)
@@ -50,8 +50,8 @@ def framework_of(name: str, x: object) -> Framework:
 
 
 def framework_like(like: Array | None, whose: str) -> Framework:
-    """For arrays that come from no other: `like`'s, or without it torch if the program has imported torch, else NumPy. whose: they are, for
-    messages."""
+    """The framework for arrays that derive from no other: `like`'s, or without it torch if the program has imported torch, else NumPy.
+    whose: the argument that they belong to, for messages."""
     if like is not None:
         return framework_of("like", like)
     if sys.modules.get("torch") is not None:

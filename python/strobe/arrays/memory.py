@@ -1,4 +1,4 @@
-"""Torch tensors and their memory: which are their numbers and nothing else, and where new ones come from."""
+"""Torch tensors and their memory: which tensors are plain numbers, and how new ones are allocated."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def in_memory(x: Tensor) -> Tensor:
 
 
 def shortened(name: str, x: Tensor) -> Exception | None:
-    """What is wrong with x, a dense tensor, if its storage ends before its last number. Where compilers and tracers look on, and where a
-    transform wraps x, nobody asks."""
+    """The reason against x, a dense tensor, if its storage ends before its last number. It is not checked under compilers and tracers, or
+    if a transform wraps x."""
     if torch.compiler.is_compiling() or is_whole(x) or torch._C._is_tracing() or not x.numel():
         return None
     try:
         size = x.untyped_storage().nbytes()
-    except NotImplementedError:  # it has none of its own
+    except NotImplementedError:  # it has no storage of its own
         return None
     last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     if (end := (last + 1) * x.element_size()) <= size:
@@ -37,11 +37,11 @@ def shortened(name: str, x: Tensor) -> Exception | None:
 
 
 class OutOfMemoryError(MemoryError, torch.cuda.OutOfMemoryError):
-    """For who expects Python's error, and for who expects PyTorch's."""
+    """Both Python's and PyTorch's error, so that either handler catches it."""
 
 
 def allocated(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised; strides: None for those of a tensor without gaps."""
+    """An uninitialised tensor; strides: None for those of a tensor without gaps."""
     try:
         if strides is None:
             return torch.empty(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""NumPy arrays, without torch. bfloat16 is the dtype of that name out of ml_dtypes."""
+"""NumPy arrays, without torch. bfloat16 is the dtype of that name from ml_dtypes."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class NumPy(Framework):
         of = type(x)
         if of is np.ndarray:
             return _shortened(name, x) if type(x.base) is np.ndarray else None
-        if isinstance(x, np.ma.MaskedArray):  # whose mask nobody would read
+        if isinstance(x, np.ma.MaskedArray):  # its mask would be ignored
             return TypeError(f"{name}: {kind(x)}; accepted is a numpy.ndarray, which filled() gives")
         overrides = of.__array_ufunc__ is not np.ndarray.__array_ufunc__ or of.__array_function__ is not np.ndarray.__array_function__
-        if overrides or isinstance(x, np.matrix):  # which means more than its numbers; and which has two axes, whatever one does
+        if overrides or isinstance(x, np.matrix):  # the former has meaning beyond its numbers; the latter always has two axes
             return TypeError(f"{name}: {kind(x)}; accepted is a numpy.ndarray, which np.asarray() gives")
         return None
 
@@ -99,7 +99,7 @@ class NumPy(Framework):
 
 
 def _shortened(name: str, x: _NDArray) -> Exception | None:
-    """What is wrong with x, a view, if it reaches out of the memory of its base: that has been resized since."""
+    """The reason against x, a view, if it exceeds the memory of its base, which has been resized since."""
     base = x.base
     if base is None or not base.flags.owndata or not x.size:
         return None

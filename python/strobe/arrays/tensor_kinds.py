@@ -12,16 +12,16 @@ from torch import Tensor
 from .._kinds import kind
 from .memory import PLAIN, shortened
 
-# What stands for one of these may be the idea of a mask, as PyTorch's CausalBias is, over memory that nobody wrote.
+# A subclass that overrides one of these may only describe a mask, as PyTorch's CausalBias does, over memory that was not written.
 _OF_SCORES = frozenset({"mask", "bias"})
 
 
-# What tells where a tensor's numbers lie: a type that answers otherwise would have other memory read.
+# These say where a tensor's numbers lie: a type that overrides them would make the library read other memory.
 _OF_MEMORY = frozenset({"shape", "size", "stride", "data_ptr", "storage_offset", "dtype", "device", "numel", "dim", "ndim"})
 
 
 def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | None:
-    """What is wrong with x unless it is dense, means its numbers alone, and lies where q, the argument `beside`, does."""
+    """The reason against x unless it is dense, means only its numbers, and is on the device of q, the argument `beside`."""
     if type(x) not in PLAIN and (refused := _unfit_subclass(name, x)) is not None:
         return refused
     if x.is_nested:
@@ -31,7 +31,7 @@ def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | No
         return ValueError(f"{name}: layout {x.layout}; accepted is torch.strided, which to_dense() gives")
     if x.is_quantized:
         return ValueError(f"{name}: dtype {x.dtype}, quantized; accepted is a torch.Tensor of numbers, which dequantize() gives")
-    if q is not None and not causal_bias(q) and x.device != q.device:  # up to PyTorch 2.6 a causal bias tells no device
+    if q is not None and not causal_bias(q) and x.device != q.device:  # up to PyTorch 2.6 a causal bias has no device
         return ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where {beside} lies")
     return None if has_own_dispatch(x) else shortened(name, x)
 
@@ -74,7 +74,7 @@ def _is_uninitialized(x: Tensor) -> bool:
 
 
 def causal_bias(x: object) -> tuple[str, int, int] | None:
-    """Of PyTorch's causal_upper_left() and causal_lower_right(), whose memory holds nothing: the alignment, Sq and Sk."""
+    """For PyTorch's causal_upper_left() and causal_lower_right(), whose memory holds no values: the alignment, Sq and Sk."""
     if type(x) in PLAIN:
         return None
     module = sys.modules.get("torch.nn.attention.bias")
@@ -84,19 +84,19 @@ def causal_bias(x: object) -> tuple[str, int, int] | None:
 
 
 def without_values(name: str, x: Tensor) -> Exception | None:
-    """What is wrong with x if its numbers cannot be read at its address."""
+    """The reason against x if its numbers cannot be read at its address."""
     if x.is_meta:
         return ValueError(f"{name}: on device meta; accepted is an array that has values")
     return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor that holds its values itself") if has_own_dispatch(x) else None
 
 
 def has_own_dispatch(x: Tensor) -> bool:
-    """Whether operators are told of x by its __torch_dispatch__, so that its own memory says nothing."""
+    """Whether operators call x's __torch_dispatch__, so that its own memory means nothing."""
     return type(x) not in PLAIN and _has_own(type(x), "__torch_dispatch__")
 
 
 def overriding(arguments: Iterable[Any]) -> list[Tensor]:
-    """Those tensors whose type says by its own __torch_function__ what becomes of a call."""
+    """The tensors whose type takes over a call by its own __torch_function__."""
     if torch.compiler.is_compiling() or not torch._C._is_torch_function_enabled():
         return []
     subclasses = [x for x in arguments if isinstance(x, Tensor) and type(x) not in PLAIN]
@@ -106,7 +106,7 @@ def overriding(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def not_dispatched(arrays: dict[str, Tensor], refused: TypeError) -> TypeError:
-    """`refused` came of a call on these: in words that name them, if they are why."""
+    """`refused` was raised by a call on these: worded so that it names them, if they are the cause."""
     kinds = [f"{name}: {kind(x)}, whose __torch_dispatch__ takes no torch.ops.strobe" for name, x in arrays.items() if has_own_dispatch(x)]
     return TypeError("\n".join(f"{line}; accepted is a torch.Tensor" for line in kinds)) if kinds else refused
 

@@ -51,10 +51,10 @@ class Torch(Framework):
         return tracked_leaf(name, x)
 
     def written(self, x: Tensor) -> None:
-        increment_version(x)  # so that a backward that has saved x as it was says so
+        increment_version(x)  # so that a backward that has saved the old x says so
 
     def is_readable(self, x: Tensor) -> bool:
-        return is_alone() and type(x) in PLAIN and x.is_cpu  # in this order: PyTorch 2.4 traces no more than the first
+        return is_alone() and type(x) in PLAIN and x.is_cpu  # in this order: PyTorch 2.4 traces only the first
 
     def causal_bias(self, x: object) -> tuple[str, int, int] | None:
         return tensor_kinds.causal_bias(x)
@@ -95,7 +95,7 @@ class Torch(Framework):
             device, index = CUDA, x.get_device()
         else:
             raise NotImplementedError(f"{name}: on device {x.device}; accepted are cpu and cuda")
-        if (refused := shortened(name, x)) is not None:  # since it was looked at, perhaps: autograd has saved it
+        if (refused := shortened(name, x)) is not None:  # it may have changed since it was checked: autograd has saved it
             raise refused
         x = in_memory(x)
         lib.strobe_glue_tensor(tensor, x.data_ptr(), _DTYPES.get(x.dtype, NO_DTYPE), device, index, rank, x.shape, x.stride(), swap_1_2)
@@ -155,7 +155,7 @@ TORCH = Torch()
 
 
 def tracked_leaf(name: str, x: Tensor) -> Exception | None:
-    """Why nothing is written into x where gradients are on, as PyTorch has it of its own functions."""
+    """Why x may not be written to with gradients enabled, as in PyTorch's own functions."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return None
     base = x._base
@@ -166,7 +166,7 @@ def tracked_leaf(name: str, x: Tensor) -> Exception | None:
 
 
 def is_alone() -> bool:
-    """No compiler, transform or mode wants to see the call."""
+    """Whether no compiler, transform or mode must see the call."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -177,7 +177,7 @@ def is_alone() -> bool:
 
 
 def _autocast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """As autocast treats scaled_dot_product_attention: q, k, v in `dtype`, float64 left alone. A float32 bias is taken as it is."""
+    """As autocast treats scaled_dot_product_attention: q, k, v in `dtype`, float64 unchanged. A float32 bias is unchanged, too."""
     cast = dict(arrays)
     for name in ("q", "bias") if "k_scale" in arrays or "v_scale" in arrays else ("q", "k", "v", "bias"):
         x = arrays.get(name)

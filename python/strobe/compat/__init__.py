@@ -16,7 +16,7 @@ from typing import Any
 
 from .._extras import TORCH_EXTRA, needed_by
 
-with needed_by(__name__, TORCH_EXTRA):  # all of them do
+with needed_by(__name__, TORCH_EXTRA):  # all modules need it
     import torch as torch
 
 __all__ = ["block_sizes", "flash_attn", "flash_attn_3", "functional", "ladder", "learned_scale", "sdpa", "transformers", "varlen"]

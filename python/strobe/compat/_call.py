@@ -13,7 +13,7 @@ from strobe._kinds import shown
 
 from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
 
-Window = tuple[int, int] | Tensor  # two integers, or tensors of one; a tensor of two
+Window = tuple[int, int] | Tensor  # two integers, or tensors of one element; a tensor of two elements
 NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
 KV = NAMES | {"k": "kv", "v": "kv"}
 QKV = NAMES | dict.fromkeys("qkv", "qkv")
@@ -55,7 +55,7 @@ def translated(
     deterministic: bool,
     **packed: Any,
 ) -> dict[str, Any]:
-    """The options of strobe.attention(); in place of one that is wrong the exception that says so, for in_words_of(). max_seqlen may be a
+    """The options of strobe.attention(); a wrong one is replaced by the exception that says so, for in_words_of(). max_seqlen may be a
     tensor of one element, whose value waits for the GPU."""
     for name, x in packed.items():
         own = names.get(name, name)
@@ -84,7 +84,7 @@ def sequences(*of_packed: Any) -> dict[str, Any]:
 
 
 def bounds(window_size: Window) -> Any:
-    """The window of strobe.attention(), where a side below 0 is unbounded; or the exception that says what is wrong."""
+    """The window of strobe.attention(), where a negative side is unbounded; or the exception that says what is wrong."""
     accepted = "accepted is (left, right), two integers of 64 bits, -1 for no bound"
     window_size = python_numbers(window_size)
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(map(is_whole, window_size))):
@@ -96,7 +96,7 @@ def bounds(window_size: Window) -> Any:
 
 
 def parts(name: str, packed: Tensor, count: int, axis: int, shape: str) -> tuple[Any, ...]:
-    """The views of q, k and v, or of k and v, in one tensor; in place of each the exception that says what is wrong with it."""
+    """The views of q, k and v, or of k and v, in one tensor; each is replaced by the exception that says what is wrong with it."""
     x = tensor_or_refusal(name, packed, f"a torch.Tensor, {shape}")
     if isinstance(x, Tensor):
         if x.dim() == axis + 3 and x.shape[axis] == count:

@@ -68,7 +68,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func of qkv (B, S, 3, H, D)."""
+    """flash_attn_func with qkv (B, S, 3, H, D)."""
     q, k, v = parts("qkv", qkv, 3, 2, "(B, S, 3, H, D)")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return attend(q, k, v, *options, names=QKV)
@@ -87,7 +87,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func of q (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D)."""
+    """flash_attn_func with q (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D)."""
     k, v = parts("kv", kv, 2, 2, "(B, Sk, 2, Hkv, D)")
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     return attend(q, k, v, *options, names=KV)
@@ -112,10 +112,10 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """flash_attn_func of packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D), sequence b at [cu_seqlens[b], cu_seqlens[b + 1]).
+    """flash_attn_func for packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D), sequence b at [cu_seqlens[b], cu_seqlens[b + 1]).
 
     With block_table, int32 (B, n), k and v are pools of pages, (pages, page, Hkv, D), and a row of the table names those of a sequence.
-    cu_seqlens_k then says how many keys each has, max_seqlen_k nothing, and there are no gradients.
+    cu_seqlens_k then gives the number of keys of each sequence, max_seqlen_k has no effect, and there are no gradients.
 
     Returns:
         out (Tq, H, D); softmax_lse (H, Tq).
@@ -148,7 +148,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_varlen_func of qkv (T, 3, H, D)."""
+    """flash_attn_varlen_func with qkv (T, 3, H, D)."""
     q, k, v = parts("qkv", qkv, 3, 1, "(T, 3, H, D)")
     packed = sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -172,7 +172,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_varlen_func of q (Tq, H, D) and kv (Tk, 2, Hkv, D)."""
+    """flash_attn_varlen_func with q (Tq, H, D) and kv (Tk, 2, Hkv, D)."""
     k, v = parts("kv", kv, 2, 1, "(Tk, 2, Hkv, D)")
     packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -201,7 +201,7 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Writes k and v, if given, behind the filled part of a cache, and attends with q (B, Sq, H, D) to what is filled then.
+    """Writes k and v, if given, after the filled part of a cache, and attends with q (B, Sq, H, D) to the part filled then.
 
     As in flash-attn there are no gradients: the output does not require a gradient, even if q does.
 
@@ -212,14 +212,15 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: floating point (length, R), up to the last token's position: the first 2R columns of k are rotated by it,
             those of q as well: with causal or a window by cache_seqlens + i, else all by cache_seqlens.
         cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it, which leaves no room for k and v.
-        cache_batch_idx: int (B,): which row of the cache each sequence has. It is read where it lies; under autocast, which copies what it
-            casts, the rows that are named are copied first.
+        cache_batch_idx: int (B,): which row of the cache each sequence has. The cache is read in place; autocast copies what it casts, and
+            then the named rows are copied first.
         cache_leftpad: int32 (B,): where in the cache each sequence begins.
-        block_table: int32 (B, n): the pages of each sequence; Sc is n · page. Beside it cache_batch_idx and cache_leftpad are refused.
+        block_table: int32 (B, n): the pages of each sequence; Sc is n · page. With it cache_batch_idx and cache_leftpad are refused.
         num_splits: an integer; it has no effect.
 
-    Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is taken
-    for the nearest that fits, and a sequence whose row of the cache does not exist is left out: nothing is written, it sees no key.
+    Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is
+    replaced by the nearest one that fits, and a sequence whose row of the cache does not exist is left out: nothing is written, and
+    it sees no key.
 
     Returns:
         out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)).

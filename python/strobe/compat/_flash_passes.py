@@ -1,6 +1,6 @@
-"""Forward and backward apart from autograd, as flash-attn keeps them for who splits the keys of one softmax among several calls, or
-devices: ring attention, context parallelism. They merge the parts by their softmax_lse, and hand each part's backward the merged out and
-softmax_lse."""
+"""Forward and backward without autograd, as flash-attn has them for callers that split the keys of one softmax among several calls, or
+devices: ring attention, context parallelism. They merge the parts by their softmax_lse, and pass the merged out and softmax_lse to each
+part's backward."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _flash_attn_forward(
         return_softmax: without effect.
 
     Returns:
-        out (B, Sq, H, D); softmax_lse (B, H, Sq), -inf for a query that sees no key; an empty tensor, for the probabilities are never made;
-        rng_state, int64 (2,): which dropout mask it was, for the backward. Zeros without dropout.
+        out (B, Sq, H, D); softmax_lse (B, H, Sq), -inf for a query that sees no key; an empty tensor, because the probabilities are never
+        made; rng_state, int64 (2,): identifies the dropout mask for the backward. Zeros without dropout.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     return _forward(q, k, v, options, return_softmax)
@@ -79,16 +79,16 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """_flash_attn_forward of packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D).
+    """_flash_attn_forward for packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D).
 
     Args:
         block_table: refused.
-        seqused_k, leftpad_k: int32 (B,): of each sequence's keys those from leftpad_k up to before seqused_k alone are there; None: all.
-            With leftpad_k without dropout.
+        seqused_k, leftpad_k: int32 (B,): of each sequence's keys only those from leftpad_k up to before seqused_k count; None: all.
+            leftpad_k is refused with dropout.
         zero_tensors, num_splits: without effect.
 
     Returns:
-        out (Tq, H, D); softmax_lse (H, Tq); the other two as there.
+        out (Tq, H, D); softmax_lse (H, Tq); the other two as in _flash_attn_forward.
     """
     refuse_pages(block_table)
     wrong: Wrong = [x for x in (switch_or_refusal("zero_tensors", zero_tensors),) if isinstance(x, Exception)]
@@ -130,9 +130,9 @@ def _flash_attn_backward(
     """The gradients of _flash_attn_forward, written into dq, dk and dv.
 
     Args:
-        out, softmax_lse: of these keys, or of more, of which they are a part; then the gradients are those of the whole.
+        out, softmax_lse: of these keys, or of a larger set that includes them; then the gradients are those of the larger set.
         dq, dk, dv: of q's, k's and v's shape and dtype, any strides; one that is None is not written.
-        rng_state: of the forward; needed where dropout_p > 0.
+        rng_state: that of the forward; needed if dropout_p > 0.
 
     Returns:
         softmax_d, (B, H, Sq), float32 (float64 with float64): the sums of dout · out over the head dimension.
@@ -168,7 +168,7 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    """_flash_attn_backward of packed sequences. zero_tensors: without effect.
+    """_flash_attn_backward for packed sequences. zero_tensors: without effect.
 
     Returns:
         softmax_d, (H, Tq).
@@ -190,7 +190,7 @@ def _options(
     alibi_slopes: Tensor | None,
     deterministic: bool = False,
 ) -> dict[str, Any]:
-    """As translated() takes them."""
+    """The arguments of translated()."""
     return {
         "dropout_p": dropout_p,
         "softmax_scale": softmax_scale,
@@ -205,7 +205,7 @@ def _options(
 def _without_gaps(
     cu_q: Tensor, cu_k: Tensor, leftpad: Tensor, used: Tensor | None, slopes: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cu_seqlens of both sides and alibi_slopes of the keys that are there."""
+    """cu_seqlens of both sides and alibi_slopes for the keys that count."""
     given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "leftpad_k": leftpad, "seqused_k": used, "alibi_slopes": slopes}
     given = {name: x for name, x in given.items() if x is not None or name.startswith("cu_seqlens")}
     wrong = unfit_tensors(given)
@@ -257,7 +257,7 @@ def _backward(
     given = translated(_NAMES, **options, **packed, rng=rng_state)
     with in_words_of(_NAMES, given), _without_autocast(q):
         found = _backward_of_a_part(dout, q, k, v, out, softmax_lse, **given)
-    softmax_d = _by_head(_row_sums(dout, out))  # before anything is written: dq may be where dout or out is
+    softmax_d = _by_head(_row_sums(dout, out))  # before the first write: dq may share memory with dout or out
     for x, gradient in zip((dq, dk, dv), found, strict=False):
         if x is not None:
             x.copy_(gradient)
@@ -265,7 +265,7 @@ def _backward(
 
 
 def _misfits(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor]], is_packed: bool) -> Wrong:
-    """What does not fit q, k and v, or has to before anything is written."""
+    """The arguments that do not fit q, k and v, or must fit before the first write."""
     dout, q, k, v, out, lse = known.values()
     rank = 3 if is_packed else 4
     wrong: Wrong = []
@@ -295,7 +295,7 @@ def _misfits(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tens
 
 
 def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
-    """It casts nothing here: the backward has to see what the forward saw."""
+    """Autocast casts nothing here: the backward must see what the forward saw."""
     if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         return torch.autocast(q.device.type, enabled=False)
     return nullcontext()
@@ -303,15 +303,15 @@ def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
 
 def _backward_of_a_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **given: Any) -> Gradients:
     """The gradients of these keys, where out and lse may be those of more. (attention_backward() takes the LSE for that of these keys: it
-    may sum up P of a row once more and divide by the sum, to be rid of the LSE's rounding.) With out' and lse' of these keys alone and
+    may sum P of a row once more and divide by the sum, to remove the LSE's rounding.) With out' and lse' of these keys alone and
     w = exp(lse' - lse), the weights of the whole are P = w P', and
 
         dV = Pᵀ dO = P'ᵀ (w dO)
         dS = P (dP - D) = P' (dP' - D' + dLSE')    where dO' = w dO, D = rowsum(dO · out) and dLSE' = w rowsum(dO · (out' - out)).
     """
     own, own_lse = attention(q, k, v, return_lse=True, **given)
-    weight = torch.where(own_lse == -math.inf, 0.0, torch.exp(own_lse - lse))  # hidden from all these keys: no part in them
-    # Weights may all be so small that dO' leaves float16: the largest becomes a number from 1 to 2, and the gradients make up for it.
+    weight = torch.where(own_lse == -math.inf, 0.0, torch.exp(own_lse - lse))  # the row sees none of these keys
+    # All weights may be so small that dO' leaves float16: the largest is scaled to a number from 1 to 2, and the gradients are scaled back.
     unit = torch.exp2(weight.amax().clamp_min(1e-30).log2().floor()) if weight.numel() else weight.new_ones(())
     weight = weight / unit
     scaled = (dout * _by_head(weight)[..., None]).to(dout.dtype)

@@ -1,5 +1,5 @@
-"""Sequences that fill their place among the packed keys in part, as those of a cache do: lengths that are checked or brought into bounds,
-and cu_seqlens that leave the rest out."""
+"""Sequences that fill only part of their place among the packed keys, like those of a cache: lengths are checked or clamped, and cu_seqlens
+leave the rest out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..arrays.torch import TORCH
 def check_cu_seqlens(
     name: str, cu: Tensor, of: str | None = None, packed: Tensor | None = None, dtypes: tuple[torch.dtype, ...] = (torch.int32,)
 ) -> int:
-    """B, of cu_seqlens (B + 1,); packed: the tokens that they divide, the argument `of`."""
+    """B, from cu_seqlens (B + 1,); packed: the tokens that they divide, the argument `of`."""
     if cu.dim() != 1 or not len(cu) or cu.dtype not in dtypes:
         accepted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name}: {cu.dtype} of shape {tuple(cu.shape)}; accepted is {accepted} (B + 1,)")
@@ -21,13 +21,13 @@ def check_cu_seqlens(
         ends = cu.tolist()
         if ends[0] != 0 or ends != sorted(ends):
             raise ValueError(f"{name}: {shown(ends)}; accepted are numbers that begin at 0 and never fall")
-        if packed is not None and packed.dim() == 3 and ends[-1] > len(packed):  # another rank is refused by who looks at shapes
+        if packed is not None and packed.dim() == 3 and ends[-1] > len(packed):  # another rank is refused by the check of shapes
             raise ValueError(f"{name}: {ends[-1]} at its end; accepted are up to {len(packed)}, the tokens of {of}")
     return len(cu) - 1
 
 
 def check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> None:
-    """One for each of q's batches, from 0 to `most` if they are read. x is dense."""
+    """One integer for each of q's batches, from 0 to `most`, if they can be read. x is dense."""
     if x.shape != (batch,):
         raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is ({batch},), as q has batches")
     if x.dtype not in (torch.int32, torch.int64):
@@ -39,7 +39,7 @@ def check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: st
 
 
 def within(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> Tensor:
-    """x, checked; what is not read is brought into 0 ... most, so that nothing beyond its place is touched whatever it holds."""
+    """x, checked; numbers that are not read are clamped to 0 ... most, so that no memory beyond its place is accessed."""
     check_integers(name, x, batch, most, why)
     if TORCH.is_readable(x):
         return x
@@ -47,8 +47,8 @@ def within(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> Te
 
 
 def parts(cu_q: Tensor, cu_k: Tensor, begin: Tensor, end: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cu_seqlens of both sides and alibi_slopes, where of sequence b only the keys [begin[b], end[b]) are there. Each is three packed
-    sequences: what lies before the keys (no queries), the keys (all queries), what lies behind them (no queries)."""
+    """cu_seqlens of both sides and alibi_slopes, where sequence b has only the keys [begin[b], end[b]). Each becomes three packed
+    sequences: the keys before (no queries), the keys that count (all queries), the keys after them (no queries)."""
     keys = torch.cat([torch.stack([cu_k[:-1], begin, end], 1).flatten(), cu_k[-1:]]).int()
     queries = cu_q.repeat_interleave(3)[1:-1].int()  # 0 0 Sq Sq Sq 2Sq ...
     if slopes is not None and slopes.dim() == 2:

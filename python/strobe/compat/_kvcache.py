@@ -23,7 +23,7 @@ from ._words import in_words_of, python_numbers, switch_or_refusal
 
 
 class Queries(NamedTuple):
-    """(B, Sq, H, D); with cu_seqlens (Tq, H, D), the longest sequence being of `longest` tokens, if that is known."""
+    """(B, Sq, H, D); with cu_seqlens (Tq, H, D), where the longest sequence has `longest` tokens, if that is known."""
 
     q: Tensor
     cu_seqlens: Tensor | None
@@ -52,11 +52,11 @@ class Rotary(NamedTuple):
         check_tables(self.cos, self.sin, width, positions)
 
     def turned(self, x: Tensor, cu_seqlens: Tensor | None, first: Tensor, from_each: bool) -> Tensor:
-        """x (B, S, H, D), or packed (T, H, D), rotated: each token by its own position, from first[b] on, or all by first[b]."""
+        """x (B, S, H, D), or packed (T, H, D), rotated: each token by its own position, from first[b] on, or all tokens by first[b]."""
         if cu_seqlens is None:
             positions = first[:, None] + torch.arange(x.shape[1] if from_each else 1, device=x.device)
             return rotate(x, self.cos, self.sin, positions, self.interleaved)
-        if not len(first):  # all of it is padding
+        if not len(first):  # all tokens are padding
             return x
         sequence, positions, _ = places(first, cu_seqlens, len(x))
         return rotate_tokens(x, self.cos, self.sin, positions if from_each else first[sequence], self.interleaved)
@@ -91,10 +91,10 @@ def attend_to_cache(
     rotary_seqlens: Tensor | None = None,
     beside: Wrong | None = None,
 ) -> Any:
-    """The two libraries' flash_attn_with_kvcache: what their docstrings say.
+    """The flash_attn_with_kvcache of both libraries: see their docstrings.
 
-    names: as in_words_of() takes them; the table is what stands there for page_table. cu_seqlens_q: q is (Tq, H, D), and softmax_lse
-    (H, Tq). cu_seqlens_k_new: k and v are (Tnew, Hkv, D). beside: what else is wrong with the call.
+    names: as in_words_of() takes them; the table is the one named for page_table. cu_seqlens_q: q is (Tq, H, D), and softmax_lse
+    (H, Tq). cu_seqlens_k_new: k and v are (Tnew, Hkv, D). beside: other errors of the call.
     """
     table_name = names["page_table"]
     tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
@@ -120,7 +120,7 @@ def attend_to_cache(
     filled, new = _lengths(cache_seqlens, k, cu_seqlens_k_new, batch, length, q.device)
     rows, exists = _rows_of_cache(cache_batch_idx, batch, k_cache.shape[0], written=k is not None)
     place = table if rows is None else _pages_of(rows, exists, q.device)
-    copied = rows is not None and (not length or _is_cast(k_cache))  # a page has a key or more; and what is cast is copied in any case
+    copied = rows is not None and (not length or _is_cast(k_cache))  # a page has a key or more; a cache that is cast is copied in any case
     cache = Cache(k_cache, v_cache, None if copied else place)
     if cache_leftpad is not None:
         cache_leftpad = within("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends").to(q.device)
@@ -166,7 +166,7 @@ def attend_to_cache(
 
 
 def _wrong_numbers(cache_seqlens: object, switches: Mapping[str, object], num_splits: object, window: object) -> Wrong:
-    """What is wrong with arguments that are no tensors. window: as bounds() answers."""
+    """Errors of arguments that are no tensors. window: the result of bounds()."""
     wrong: Wrong = []
     if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor) or is_whole(cache_seqlens)):
         wrong.append(TypeError(f"cache_seqlens: {kind(cache_seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"))
@@ -176,7 +176,7 @@ def _wrong_numbers(cache_seqlens: object, switches: Mapping[str, object], num_sp
 
 
 def _misfit_arguments(maybe: dict[str, Tensor | None], table_name: str) -> Wrong:
-    """What is given beside what excludes it, or without what it belongs to."""
+    """Refuses arguments that exclude each other, and arguments without their counterpart."""
     wrong: Wrong = []
     for name in ("cache_batch_idx", "cache_leftpad"):
         if maybe[table_name] is not None and maybe[name] is not None:
@@ -189,7 +189,7 @@ def _misfit_arguments(maybe: dict[str, Tensor | None], table_name: str) -> Wrong
 
 
 def _check_shapes(tensors: dict[str, Tensor], named_table: tuple[str, Tensor] | None) -> int:
-    """B, if shapes and dtypes fit and the caches may be written where they are. tensors: those that are given, by their names."""
+    """B, if shapes and dtypes fit and the caches may be written in place. tensors: those that are given, by their names."""
     q, cu_q, cu_new = tensors["q"], tensors.get("cu_seqlens_q"), tensors.get("cu_seqlens_k_new")
     caches: dict[str, Tensor] = {name: tensors[name] for name in ("k_cache", "v_cache")}
     fresh: dict[str, Tensor] = {name: tensors[name] for name in ("k", "v") if name in tensors}
@@ -214,13 +214,13 @@ def _lengths(
         new: int | Tensor = 0 if k is None else k.shape[1]
     else:
         new = cu_new.diff()
-        filled = torch.as_tensor(filled, device=device)  # beside the new ones, wherever these are
+        filled = torch.as_tensor(filled, device=device)  # on the device of the new ones
         filled = filled if isinstance(cache_seqlens, Tensor) else filled.expand(batch)
     return _filled(filled, new, batch, length), new
 
 
 def _rows_of_cache(cache_batch_idx: Tensor | None, batch: int, count: int, written: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The row of the cache that each sequence has, and whether there is such a row: None where that is known."""
+    """The row of the cache for each sequence, and whether that row exists: None if it does for certain."""
     if cache_batch_idx is None:
         return None, None
     rows = within("cache_batch_idx", cache_batch_idx, batch, count - 1, f"a cache of {count} rows").long()
@@ -236,18 +236,18 @@ def _pages_of(rows: Tensor, exists: Tensor | None, device: torch.device) -> Tens
 
 
 def _is_cast(cache: Tensor) -> bool:
-    """Whether autocast makes a copy of it for the attention."""
+    """Whether autocast casts, and so copies, it for the attention."""
     device = cache.device.type
     return torch.is_autocast_enabled(device) and cache.dtype not in (torch.float64, torch.get_autocast_dtype(device))
 
 
 def _follow_one_another(cache: Tensor) -> bool:
-    """Whether its rows lie in memory as one row, so that flatten(0, 1) is a view."""
+    """Whether its rows are contiguous in memory, so that flatten(0, 1) is a view."""
     return cache.shape[0] < 2 or not cache.shape[1] or cache.stride(0) == cache.shape[1] * cache.stride(1)
 
 
 def _try_attention(queries: Queries, k: Tensor, v: Tensor, cache: Cache, end: Tensor, options: dict[str, Any]) -> None:
-    """Makes calls of no queries or no keys, so that what is wrong with the call, or with its pages, is said before anything is written."""
+    """Makes calls with no queries or no keys, so that errors of the call, or of its pages, are raised before the first write."""
     of_none, no_k, no_v = [x.new_empty(len(end), 0, *x.shape[-2:]) for x in (queries.q, k, v)]
     attend(of_none, no_k, no_v, **options)
     if queries.cu_seqlens is not None:
@@ -258,7 +258,7 @@ def _try_attention(queries: Queries, k: Tensor, v: Tensor, cache: Cache, end: Te
 
 
 def _filled(filled: int | Tensor, new: int | Tensor, batch: int, length: int) -> int | Tensor:
-    """cache_seqlens, checked or brought into bounds, of caches with room for `length` keys."""
+    """cache_seqlens, checked or clamped, for caches with room for `length` keys."""
     why = f"a cache has room for {length} keys" + (f", of which {new} are new" if isinstance(new, int) and new else "")
     if isinstance(new, Tensor):
         why += ", those of cu_seqlens_k_new among them"
@@ -275,8 +275,8 @@ def _filled(filled: int | Tensor, new: int | Tensor, batch: int, length: int) ->
 def _shapes_against(
     given: dict[str, Tensor], fresh: dict[str, Tensor], batch: int, packed: set[str], indexed: bool, named_table: tuple[str, Tensor] | None
 ) -> Wrong:
-    """What does not fit, of what has to before anything is written. fresh: k and v, if they are given; packed: which have three axes;
-    indexed: by cache_batch_idx; named_table: of a cache in pages, and what it is called."""
+    """The shapes that do not fit, among those that must fit before the first write. fresh: k and v, if they are given; packed: the names of
+    those with three axes; indexed: by cache_batch_idx; named_table: that of a paged cache, and its name."""
     both = {**given, **fresh}
     wrong: Wrong = []
     for name, x in both.items():
@@ -296,7 +296,7 @@ def _shapes_against(
         room, where = length * table.shape[1], f"a row of {name}"
     elif indexed and batch and not rows:
         return [ValueError(f"k_cache: shape {tuple(k_cache.shape)}; accepted is one row or more, for cache_batch_idx to name")]
-    elif indexed and heads and q.shape[-2] % heads:  # the library would speak of pages
+    elif indexed and heads and q.shape[-2] % heads:  # the library's message would name pages
         accepted = f"accepted are the divisors of {q.shape[-2]}"
         wrong.append(ValueError(f"k_cache: {heads} heads for the {q.shape[-2]} of q; {accepted}"))
     first = rows if indexed or named_table is not None else batch
@@ -305,7 +305,7 @@ def _shapes_against(
         "v_cache": (first, length, heads, v_cache.shape[3]),
     }
     if fresh:
-        measure = fresh["v"] if fresh["k"].shape[-2] != heads == fresh["v"].shape[-2] else fresh["k"]  # whose axes are in their places
+        measure = fresh["v"] if fresh["k"].shape[-2] != heads == fresh["v"].shape[-2] else fresh["k"]  # the one whose axes are in place
         tokens = measure.shape[:1] if "k" in packed else (batch, measure.shape[1])
         if "k" not in packed and tokens[1] > room:
             wrong.append(ValueError(f"k: {tokens[1]} tokens; accepted are up to {room}, as {where} has"))
@@ -321,8 +321,8 @@ def _shapes_against(
 
 
 def _furthest(first: int | Tensor, count: int | Tensor, tokens: Tensor) -> int:
-    """Where the last sequence ends that has a token, if sequences of `count` tokens begin at `first`; as far as it is known without looking
-    at numbers that nobody reads. 0 if there are no tokens: `tokens` is what they lie in."""
+    """The end of the last sequence that has a token, if sequences of `count` tokens begin at `first`, as far as it is known without reading
+    numbers in device memory. 0 if there are no tokens: `tokens` holds them."""
     if not (tokens.shape[0] and tokens.shape[1]) or (not isinstance(count, Tensor) and not count):
         return 0
     if not isinstance(first, Tensor) and not isinstance(count, Tensor):
@@ -337,8 +337,8 @@ def _furthest(first: int | Tensor, count: int | Tensor, tokens: Tensor) -> int:
 def _attend_in_place(
     queries: Queries, cache: Cache, begin: Tensor | None, end: Tensor, known: int | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """out and softmax_lse, by the least general call that has them and copies nothing of the cache. known: where all sequences end, if that
-    is one number."""
+    """out and softmax_lse, by the least general call that gives them and copies nothing of the cache. known: the common end of all
+    sequences, if there is one."""
     if cache.table is None and (queries.cu_seqlens is not None or begin is not None):
         if _follow_one_another(cache.k) and _follow_one_another(cache.v):
             return _packed(queries, cache, begin, end, options)
@@ -359,7 +359,7 @@ def _attend_in_place(
 
 
 def _packed(queries: Queries, cache: Cache, begin: Tensor | None, end: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Sequences that begin and end somewhere in their rows of the cache, read in place."""
+    """Sequences that begin and end anywhere in their rows of the cache, read in place."""
     q, are_packed = queries.q, queries.cu_seqlens is not None
     batch, count, length = len(end), q.shape[1], cache.k.shape[1]
     cu_k = torch.arange(batch + 1, device=q.device) * length

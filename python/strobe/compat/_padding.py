@@ -25,20 +25,20 @@ _MOST = 2**63 - 1
 
 
 class Unpadded(NamedTuple):
-    """What unpad_input returns."""
+    """The result of unpad_input."""
 
     hidden_states: Tensor  # (T, ...)
-    indices: Tensor  # int64 (T,): where each token stood among the B · S
+    indices: Tensor  # int64 (T,): the place of each token among the B · S
     cu_seqlens: Tensor  # int32 (B + 1,)
     max_seqlen_in_batch: int
     seqused: Tensor  # int32 (B,): how many tokens of each sequence attention_mask keeps
 
 
 class Separated(NamedTuple):
-    """What unpad_input_for_concatenated_sequences returns, of N sequences in all."""
+    """The result of unpad_input_for_concatenated_sequences, for N sequences in all."""
 
     hidden_states: Tensor  # (T, ...)
-    indices: Tensor  # int64 (T,): where each token stood among the B · S
+    indices: Tensor  # int64 (T,): the place of each token among the B · S
     cu_seqlens: Tensor  # int32 (N + 1,)
     max_seqlen_in_batch: int
 
@@ -81,7 +81,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
         raise ValueError(f"attention_mask_in_length: dtype {of}; accepted are integers, lengths of sequences")
     room = hidden_states.shape[1]
     each = attention_mask_in_length.long()
-    outside = (each < 0) | (each > room)  # it waits for a GPU in any case; and beyond, sums may not fit 64 bits
+    outside = (each < 0) | (each > room)  # it waits for a GPU in any case; without this check, sums may not fit 64 bits
     if outside.any():
         raise ValueError(f"attention_mask_in_length: {_number(each[outside][0], of)}; accepted are 0 to {room}")
     filled = each.sum(1)
@@ -93,7 +93,7 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Puts the packed tokens (T, ...) back where they stood: (batch, seqlen, ...), with zeros elsewhere. No two indices may be equal."""
+    """Puts the packed tokens (T, ...) back to their places: (batch, seqlen, ...), with zeros elsewhere. No two indices may be equal."""
     wrong: Wrong = []
     sized = [is_integer(wrong, name, x, 0, _MOST) for name, x in (("batch", batch), ("seqlen", seqlen))]
     if all(sized):
@@ -115,7 +115,7 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Puts the rows of `values` at `indices`: (first_axis_dim, ...), with zeros elsewhere. No two indices may be equal: in host memory that
+    """Puts the rows of `values` at `indices`: (first_axis_dim, ...), with zeros elsewhere. No two indices may be equal: in host memory this
     is checked."""
     wrong: Wrong = []
     if not is_integer(wrong, "first_axis_dim", first_axis_dim, 0, _MOST):
@@ -145,7 +145,7 @@ def _check(hidden_states: Tensor, **masks: Tensor) -> None:
 
 
 def _check_ones(name: str, mask: Tensor) -> None:
-    """A mask that is added to the scores says the opposite, and would be taken for one."""
+    """Refuses a mask that is added to the scores: it means the opposite, and would be taken for a mask of ones."""
     if mask.dtype == torch.bool:
         return
     if mask.is_floating_point() or mask.is_complex():
@@ -156,7 +156,7 @@ def _check_ones(name: str, mask: Tensor) -> None:
 
 
 def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The first four of the results. kept: bool (B, S); lengths: of the sequences that the tokens kept are."""
+    """The first four of the results. kept: bool (B, S); lengths: those of the sequences of the kept tokens."""
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
     longest = int(lengths.max()) if len(lengths) else 0
@@ -171,7 +171,7 @@ def _check_rows(name: str, x: Tensor) -> None:
 
 
 def _rows(indices: Tensor, count: int, beside: str, of: Tensor) -> Tensor:
-    """Which of `count` rows, as torch's functions take them: int64, where callers have other integers, on the device of `of`."""
+    """Indices of `count` rows for torch's functions: int64, where callers have other integers, on the device of `of`."""
     if isinstance(wrong := tensor_or_refusal("indices", indices, "a torch.Tensor, integers (T,)"), Exception):
         raise wrong
     if indices.dim() != 1 or indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
@@ -193,5 +193,5 @@ def _is_looked_at(rows: Tensor) -> bool:
 
 
 def _number(x: Tensor, dtype: torch.dtype) -> int:
-    """x, of int64, as it was in another dtype."""
+    """x, an int64 number, as it was in another dtype."""
     return int(x) % 2**64 if dtype == torch.uint64 else int(x)

@@ -27,13 +27,13 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """x, of which the first 2R columns turn by the angles of their token's position; differentiable in x.
+    """x, whose first 2R columns are rotated by the angles of their token's position; differentiable in x.
 
     Args:
         x: (B, S, H, D), or packed (T, H, D) with cu_seqlens.
         cos, sin: (length, R), 2R <= D, floating point as x.
-        interleaved: columns 2r and 2r + 1 turn together, else r and R + r.
-        inplace: write into x, and return it. Each number of x then has memory of its own.
+        interleaved: columns 2r and 2r + 1 form a pair, else r and R + r.
+        inplace: write into x, and return it. Each number of x must then have memory of its own.
         seqlen_offsets: the position of each sequence's first token: an integer, or integers (B,).
         cu_seqlens: int32 or int64 (B + 1,).
         max_seqlen: without effect.

@@ -1,4 +1,4 @@
-"""m and l of the papers: the maximum of each row of scores and the sum of exp(score - m). Strobe keeps their LSE = m + log l alone."""
+"""m and l of the papers: the maximum of each row of scores and the sum of exp(score - m). Strobe keeps only their LSE = m + log l."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from strobe import BlockMask
 
-_CHUNK = 2**22  # scores at once
+_CHUNK = 2**22  # scores computed at once
 
 
 def statistics(
@@ -58,7 +58,7 @@ def statistics(
 
 
 def lse_of(l: Tensor, m: Tensor) -> Any:
-    """What statistics() took apart; or the exception that says what is wrong with the two."""
+    """The LSE of statistics()' two results; or the exception that says what is wrong with them."""
     refused = unfit_tensors({"l": l, "m": m})
     if refused:
         return refusal(refused)

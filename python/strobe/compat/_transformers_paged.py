@@ -1,8 +1,8 @@
 """Attention over the paged cache of transformers' continuous batching.
 
-transformers 5.0 to 5.21 keep a tensor of all layers' keys for each group of layers, and later ones views of one tensor for each layer; in
-both, read_index says where in those rows the keys of every sequence lie, one after the other, and write_index where new ones go. From 5.24
-on a model writes into the cache and copies the keys of all sequences out of it by itself, and attention is handed the copy alone.
+transformers 5.0 to 5.21 keep one tensor of all layers' keys for each group of layers, and later versions views of one tensor for each
+layer; in both, read_index gives the rows of the keys of every sequence, one sequence after another, and write_index the rows for new ones.
+From 5.24 on the model itself writes into the cache and copies the keys of all sequences out of it, and attention gets only the copy.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def paged_attention_forward(
     cache: Any = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in continuous batching: (out (1, T, H, Dv), no weights).
+    """The function that transformers calls in continuous batching: (out (1, T, H, Dv), no weights).
 
-    Layers that see all keys read them in the pages of the cache. Of layers with a sliding window the cache returns a copy of the window.
+    Layers that see all keys read them in the pages of the cache. For layers with a sliding window the cache returns a copy of the window.
 
     Args:
         query, key, value: (1, H, T, D), (1, Hkv, T, D) and (1, Hkv, T, Dv): the new tokens of all sequences, one after the other. Without
             `cache`, key and value hold the earlier tokens, too: (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv).
         attention_mask: refused.
-        cache: the PagedAttentionCache; None where the model has updated it, as from transformers 5.24 on.
+        cache: the PagedAttentionCache; None if the model has updated it, as from transformers 5.24 on.
         others: cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k (or max_seqlen_q, max_seqlen_k), read_index and write_index.
     """
     if cache is None and (others.get("read_index") is None or not isinstance(others.get("cu_seq_lens_k"), Tensor)):
@@ -77,11 +77,11 @@ def paged_attention_forward(
 
 
 class _Layer:
-    """What the cache holds of one layer, in either of the forms in which attention is handed it."""
+    """The cache of one layer, in either of the forms in which attention gets it."""
 
     def __init__(self, cache: Any, index: int, sliding: int | None, given: dict[str, Any]) -> None:
         self._cache, self._index, self._given = cache, index, given
-        self.pages: tuple[Tensor, Tensor] | None = None  # (pages, page, Hkv, D) each, of a layer that sees all keys
+        self.pages: tuple[Tensor, Tensor] | None = None  # (pages, page, Hkv, D) each, for a layer that sees all keys
         self._is_later = hasattr(cache, "layer_to_allocator")
         if self._is_later:
             allocator = cache.layer_to_allocator[index]
@@ -104,7 +104,7 @@ class _Layer:
         self.write: Tensor = given["write_index"][group]
 
     def table(self) -> Tensor:
-        """int32 (B, n): the pages of each sequence. A row of read_index is a page's number times its size, plus the place in it."""
+        """int32 (B, n): the pages of each sequence. A row of read_index is a page's number times its size, plus the place in the page."""
         assert self.pages is not None
         page = self.pages[0].shape[1]
         begins = self.cu_seqlens_k[:-1].long()[:, None] + torch.arange(0, self.longest, page, device=self.read.device)

@@ -23,12 +23,12 @@ R = TypeVar("R")
 
 
 def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
-    """Each line of a refusal begins with the name of an argument of strobe.attention(); `names` says what the caller calls it.
+    """Each line of a refusal begins with the name of an argument of strobe.attention(); `names` gives the caller's name for it.
 
-    given: of what attention() gets, by its names. What the caller's own check refuses is handed on as the exception that says why:
-    attention() refuses it, beside all else that is wrong, and the line is the exception's.
+    given: the arguments of attention(), by its names. An argument that the caller's own check refuses is replaced by the exception that
+    says why: attention() refuses it, along with all other errors, and the line is the exception's.
     """
-    # PyTorch 2.4 traces no generator. What is refused while a compiler looks on is refused again without it.
+    # PyTorch 2.4 traces no generator. An error that is raised under a compiler is raised again without it.
     return nullcontext() if torch.compiler.is_compiling() else _in_words_of(names, given)
 
 
@@ -38,7 +38,7 @@ def _in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None) -> I
         yield
     except (TypeError, ValueError, NotImplementedError) as refused:
         own = {name: x for name, x in (given or {}).items() if isinstance(x, Exception)}
-        lines: dict[str, None] = {}  # of several arguments that are one to the caller, one line
+        lines: dict[str, None] = {}  # several arguments that are one to the caller give one line
         for line in str(refused).splitlines():
             name, colon, rest = line.partition(":")
             if name in own:
@@ -50,16 +50,16 @@ def _in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None) -> I
         raise error("\n".join(lines)) from None
 
 
-# Where a refusal speaks of an argument: "as q and k have", "q[None]", "mask.bool()", "q, k, v are".
+# Places where a refusal mentions an argument: "as q and k have", "q[None]", "mask.bool()", "q, k, v are".
 _PLACES = re.compile(
     r"(?<=\bas )[qkv]\b|(?<=\bof )[qkv]\b|(?<=\bwhere )[qkv]\b|(?<=\b[qk] and )[qkv]\b|\b[qkv](?= and [qkv]\b)"
     r"|\b[a-z]\w*(?=\[|\.\w+\()|\b[qkv](?=, [kv]\b| are \()|\bmax_seqlen_[qk]\b"
 )
-_IN_PART = frozenset({"kv", "qkv", "k_cache"})  # of which attention() gets a part: it is another tensor whose axes would change places
+_IN_PART = frozenset({"kv", "qkv", "k_cache"})  # attention() gets a part of it: a hint about axes would be about another tensor
 
 
 def _with_hints_for(names: Mapping[str, str], rest: str) -> str:
-    """attention()'s hints name options. The callers' functions have none for a layout, and others for packed sequences and for a bias."""
+    """attention()'s hints name options. The callers' functions have no layout, and other arguments for packed sequences and for a bias."""
     rest = re.sub(r"; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences, or", "; did you mean", rest)
     rest = re.sub(r"; what is added to the scores is bias$", "", rest)
     if (layout := re.search(r'; did you mean layout="(bhsd|bshd)"\?$', rest)) is not None:
@@ -81,15 +81,15 @@ def flag_or_refusal(name: str, x: Any) -> Any:
 
 
 def switch_or_refusal(name: str, x: Any) -> Any:
-    """A flag, where callers also write 1 and 0."""
+    """A flag that callers also write as 1 and 0."""
     if is_bool(x) or (is_whole(x) and x in (0, 1)):
         return bool(x)
     return TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False, or 1 or 0")
 
 
 def python_numbers(x: Any) -> Any:
-    """x with plain numbers in place of tensors: a tensor becomes a list, tensors of one element in a sequence become what they hold. To
-    read them waits for a GPU. What has no values (device meta), or is not dense, stays as it is."""
+    """x with plain numbers in place of tensors: a tensor becomes a list, one-element tensors in a sequence become their number. Reading
+    them waits for a GPU. A tensor without values (device meta), or that is not dense, stays as it is."""
     if isinstance(x, (tuple, list)):
         return type(x)([python_numbers(each) if _has_values(each) and each.numel() == 1 else each for each in x])
     if _has_values(x):
@@ -102,8 +102,8 @@ def _has_values(x: Any) -> bool:
 
 
 def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
-    """Which of the two options of strobe.attention() it is."""
-    if TORCH.causal_bias(attn_mask):  # up to PyTorch 2.6 it tells no dtype
+    """The one of the two options of strobe.attention() that attn_mask is."""
+    if TORCH.causal_bias(attn_mask):  # up to PyTorch 2.6 it has no dtype
         return {"bias": attn_mask}
     if not isinstance(attn_mask, Tensor) or attn_mask.dtype == torch.bool:
         return {"mask": attn_mask}
@@ -114,7 +114,7 @@ def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
 
 
 def names_checked(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The function refuses keywords that it does not have all at once, each with what the caller may have meant: `names` as above."""
+    """The function refuses all unknown keywords at once, each with a suggestion: `names` as above."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         known = tuple(inspect.signature(function).parameters)
@@ -128,7 +128,7 @@ def names_checked(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callab
                 raise refusal(wrong)
             return function(*arguments, **named)
 
-        # inspect.getfullargspec() looks through no wrapper, and callers ask it which arguments there are.
+        # inspect.getfullargspec() does not unwrap, and callers use it to list the arguments.
         checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
         return checked
 

@@ -1,6 +1,6 @@
 """flash_attention_forward(Q, K, V, Bc, Br, use_half), its backward and module, on (B, H, N, D): the tile is the caller's.
 
-Bc and Br wish for the tile of keys and of queries that the engine works on; strobe.explain(..., tile_q=Br, tile_k=Bc) names the tile that
+Bc and Br request the tile of keys and of queries that the engine works on; strobe.explain(..., tile_q=Br, tile_k=Bc) names the tile that
 runs. use_half computes in float16; results and gradients keep the dtype of Q. Beyond the original, the forward is differentiable and takes
 any device, head dimension and float dtype, and flash_attention_forward_lm returns the l and m that the backward needs.
 """
@@ -45,7 +45,7 @@ def flash_attention_forward(
 def flash_attention_forward_lm(
     Q: Tensor, K: Tensor, V: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(O, l, m) of the paper's Algorithm 1: of each row of scores, the sum l of exp(score - m) and the maximum m, (B, H, N), float32.
+    """(O, l, m) of the paper's Algorithm 1: for each row of scores, the sum l of exp(score - m) and the maximum m, (B, H, N), float32.
     O is differentiable; l and m are not."""
     O, lse = _forward(Q, K, V, Bc, Br, use_half)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def flash_attention_forward_lm(
 def flash_attention_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV) from what flash_attention_forward_lm returned."""
+    """(dQ, dK, dV) from the results of flash_attention_forward_lm."""
     q, k, v, out, dout = (_rounded(x, use_half) for x in (Q, K, V, O, dO))
     lse = lse_of(l, m)
     with torch.no_grad(), in_words_of(_NAMES, {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}):
@@ -81,7 +81,7 @@ class FlashAttention(torch.nn.Module):
 
 @names_checked(_NAMES)
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
-    """(Bc, Br) that Strobe chooses by itself for a forward of one float32 head of that size, on the GPU if there is one."""
+    """(Bc, Br) that Strobe itself chooses for a forward of one float32 head of that size, on the GPU if there is one."""
     _check_integers(sequence_length=(sequence_length, _LONGEST), head_dim=(head_dim, MAX_HEAD_DIM_V))
     shape = (1, 1, sequence_length, head_dim)
     x = torch.empty(shape, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -95,7 +95,7 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
 
 @names_checked(_NAMES)
 def estimate_memory_usage(batch_size: int, num_heads: int, seq_len: int, head_dim: int, use_half: bool = False) -> dict[str, float]:
-    """Bytes of a forward: Q, K, V; the LSE, which is all that is kept of the scores; O. An engine's workspace is not among them."""
+    """Bytes of a forward: Q, K, V; the LSE, the only statistic of the scores that is kept; O. An engine's workspace is not included."""
     sizes = {"batch_size": batch_size, "num_heads": num_heads, "seq_len": seq_len, "head_dim": head_dim}
     _check_integers(flag_or_refusal("use_half", use_half), **{name: (x, _LONGEST) for name, x in sizes.items()})
     rows = batch_size * num_heads * seq_len
@@ -106,7 +106,7 @@ def estimate_memory_usage(batch_size: int, num_heads: int, seq_len: int, head_di
 
 
 def _check_integers(*others: Any, **given: tuple[int, int]) -> None:
-    """Each from 1 to its bound; `others` that are exceptions are told with them."""
+    """Each from 1 to its bound; `others` that are exceptions are raised with them."""
     wrong: Wrong = []
     for name, (x, most) in given.items():
         is_integer(wrong, name, x, 1, most)
@@ -123,7 +123,7 @@ def _spelled(name: str, x: int | None, other: int | None) -> Any:
 
 
 def _rounded(x: Tensor, use_half: bool) -> Any:
-    """What is computed with; of a wrong use_half, the exception that says so."""
+    """x in the dtype of the computation; or, for a wrong use_half, the exception that says so."""
     half = flag_or_refusal("use_half", use_half)
     if isinstance(half, Exception):
         return half

@@ -5,7 +5,7 @@
 >>> sys.modules["flash_attn_interface"] = strobe.compat.flash_attn_3
 >>> from flash_attn_interface import flash_attn_func, flash_attn_with_kvcache
 
-What strobe.compat.flash_attn says holds here too. There is no dropout and there are no alibi_slopes, as there; functions that return
+The differences that strobe.compat.flash_attn lists hold here too. There is no dropout and there are no alibi_slopes; functions that return
 softmax_lse return (out, softmax_lse). These arguments have no effect: num_splits, pack_gqa, sm_margin and scheduler_metadata; the engine
 decides. These are refused: qv, q_descale, k_descale, v_descale, attention_chunk.
 """
@@ -86,7 +86,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func of qkv (B, S, 3, H, D), or of (B, S, num_heads_q + 2 · Hkv, D): the heads of q, then those of k, then those of v."""
+    """flash_attn_func with qkv (B, S, 3, H, D), or (B, S, num_heads_q + 2 · Hkv, D): the heads of q, then those of k, then those of v."""
     wrong = _wrong(None, q_descale, k_descale, v_descale, attention_chunk, 1, None, sm_margin)
     if num_heads_q is not None:
         is_integer(wrong, "num_heads_q", num_heads_q, 1, 2**31 - 1)
@@ -131,12 +131,12 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func of packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D), sequence b at [cu_seqlens[b], cu_seqlens[b + 1]).
+    """flash_attn_func for packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D), sequence b at [cu_seqlens[b], cu_seqlens[b + 1]).
 
     Args:
-        seqused_q, seqused_k: int32 (B,): of each sequence's tokens the first so many are there; None: all. Causal and windows count from
-            their ends. A query that is not there has out 0 and softmax_lse -inf. In host memory the numbers are checked; in device memory
-            one out of bounds is taken for the nearest that fits.
+        seqused_q, seqused_k: int32 (B,): how many of each sequence's tokens, from its first on, count; None: all. Causal and windows count
+            from their ends. A query that does not count has out 0 and softmax_lse -inf. In host memory the numbers are checked; in device
+            memory one out of bounds is replaced by the nearest one that fits.
 
     Returns:
         out (Tq, H, D); softmax_lse (H, Tq).
@@ -181,7 +181,7 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Writes k and v, if given, behind the filled part of a cache, and attends with q (B, Sq, H, D) to what is filled then.
+    """Writes k and v, if given, after the filled part of a cache, and attends with q (B, Sq, H, D) to the part filled then.
 
     The output does not require a gradient, even if q does.
 
@@ -190,20 +190,20 @@ def flash_attn_with_kvcache(
             page_table pools of pages, (pages, page, Hkv, D) and (pages, page, Hkv, Dv), of any size of a page.
         k, v: (B, Snew, Hkv, D) and (B, Snew, Hkv, Dv), written into the cache at cache_seqlens, in place.
         rotary_cos, rotary_sin: floating point (length, R), up to the last token's position: the first 2R columns of k are rotated by it,
-            those of q as well: with causal or a window by their own, else all by that of the first new key.
+            those of q as well: with causal or a window by their own position, else all by that of the first new key.
         cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it, which leaves no room for k and v.
-        cache_batch_idx: int (B,): which row of the cache each sequence has. It is read where it lies; under autocast, which copies what it
-            casts, the rows that are named are copied first.
+        cache_batch_idx: int (B,): which row of the cache each sequence has. The cache is read in place; autocast copies what it casts, and
+            then the named rows are copied first.
         cache_leftpad: int32 (B,): where in the cache each sequence begins.
-        page_table: int32 (B, n): the pages of each sequence; Sc is n · page. Beside it cache_batch_idx and cache_leftpad are refused.
+        page_table: int32 (B, n): the pages of each sequence; Sc is n · page. With it cache_batch_idx and cache_leftpad are refused.
         cu_seqlens_q: int32 (B + 1,): q is packed, (Tq, H, D), of at most max_seqlen_q queries a sequence.
         cu_seqlens_k_new: int32 (B + 1,): k and v are packed, (Tnew, Hkv, D) and (Tnew, Hkv, Dv).
-        rotary_seqlens: int32 (B,): where rotation counts from, in the place of cache_seqlens.
+        rotary_seqlens: int32 (B,): the position from which rotation counts, instead of cache_seqlens.
         scheduler_metadata, num_splits, pack_gqa, sm_margin: without effect.
         qv, q_descale, k_descale, v_descale, attention_chunk: refused.
 
-    Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is taken
-    for the nearest that fits, and what has no place in the cache is left out.
+    Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is
+    replaced by the nearest one that fits, and tokens without a place in the cache are left out.
 
     Returns:
         out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)); packed (Tq, H, D) and (H, Tq).
@@ -223,7 +223,7 @@ def flash_attn_with_kvcache(
 def _wrong(
     qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, attention_chunk: Any, num_splits: Any, pack_gqa: Any, sm_margin: Any
 ) -> Wrong:
-    """What is wrong with the arguments that strobe.attention() has none for."""
+    """Errors of the arguments that strobe.attention() does not have."""
     wrong: Wrong = []
     if qv is not None:
         wrong.append(NotImplementedError("qv: given; accepted is None: pass q and qv, and k and v, as one tensor each, joined by columns"))
@@ -263,11 +263,11 @@ def _attend(
 def _those_used(
     q: Tensor, cu_q: Tensor, cu_k: Tensor, used_q: Tensor, used_k: Tensor | None, max_seqlen_q: object, max_seqlen_k: object
 ) -> dict[str, Any]:
-    """cu_seqlens and seqused_k of packed sequences of which used_q queries are there: each is two, those queries with all keys, and the
+    """cu_seqlens and seqused_k for packed sequences of which used_q queries count: each becomes two, those queries with all keys, and the
     others without a key."""
     given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q}
     given.update({} if used_k is None else {"seqused_k": used_k})
-    if wrong := unfit_tensors(given) or misplaced(given, on_host=("seqused_k",)):  # which strobe.attention() copies
+    if wrong := unfit_tensors(given) or misplaced(given, on_host=("seqused_k",)):  # strobe.attention() copies it
         raise refusal(wrong)
     batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
     if check_cu_seqlens("cu_seqlens_k", cu_k) != batch:

@@ -1,12 +1,13 @@
-"""The paper's functional forms on (B, H, N, d) (Dao et al. 2022, Algorithms 2, 4, 5): all that a step needs goes in and comes out.
+"""The paper's functional forms on (B, H, N, d) (Dao et al. 2022, Algorithms 2, 4, 5): all inputs of a step are arguments, all outputs are
+results.
 
 >>> O, l, m, R = flash_attention_forward(Q, K, V, mask=mask, dropout_p=0.1)
 >>> dQ, dK, dV = flash_attention_backward(Q, K, V, O, dO, l, m, R, mask=mask, dropout_p=0.1)
 
-l and m are the sum and the maximum of each row of scores. R is the state of the random numbers that chose the dropout mask, an int64 tensor
-of two numbers (Strobe's seed and offset): given to a forward, it gives the same mask; None draws one from torch's default generator. mask
-is bool, True = attend, and broadcasts to (B, H, N, N). block_mask is bool over blocks of block_q queries by block_k keys, True = computed;
-the work is proportional to the blocks kept. flash_attention and block_sparse_flash_attention are the same for autograd.
+l and m are the sum and the maximum of each row of scores. R is the state of the random numbers that determined the dropout mask, an int64
+tensor of two numbers (Strobe's seed and offset): given to a forward, it gives the same mask; None draws one from torch's default generator.
+mask is bool, True = attend, and broadcasts to (B, H, N, N). block_mask is bool over blocks of block_q queries by block_k keys, True =
+computed; the work is proportional to the blocks kept. flash_attention and block_sparse_flash_attention are the same for autograd.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor | None:
 
 
 def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -> Any:
-    """A BlockMask; or the exception that says what is wrong; or None, where Q or K has no length, which attention() says."""
+    """A BlockMask; or the exception that says what is wrong; or None, if Q or K has no length, which attention() reports."""
     wrong: Wrong = []
     block_mask = tensor_or_refusal("block_mask", block_mask, "a torch.Tensor of bool")
     if isinstance(block_mask, Exception):

@@ -1,7 +1,7 @@
 """flash_attention_1_forward and _backward, flash_attention_2_forward and _backward, on (B, H, N, d): the papers' algorithms themselves.
 
 They run on the teaching kernels (docs/ladder.md), the loops of the papers line by line: on a GPU as CUDA, on the CPU as plain C++. float32,
-d from 1 to 256, causal or not; Br and Bc change the tile for real. The forms whose signatures these are always mask future keys: here that
+d from 1 to 256, causal or not; Br and Bc really set the tile. The forms whose signatures these are always mask future keys: here that
 is causal=True, and the default is False. For speed, use strobe.attention.
 """
 
@@ -31,7 +31,7 @@ def flash_attention_1_forward(
     Br: int | None = None,
     Bc: int | None = None,
 ) -> list[Tensor]:
-    """FlashAttention, Algorithm 1: [O, l, m], of each row of scores the sum l of exp(score - m) and the maximum m, (B, H, N)."""
+    """FlashAttention, Algorithm 1: [O, l, m], for each row of scores the sum l of exp(score - m) and the maximum m, (B, H, N)."""
     O, lse = _forward("ladder-flash1", Q, K, V, causal, softmax_scale, Br, Bc)
     with torch.no_grad():
         l, m = statistics(Q, K, lse, scale=softmax_scale, causal=causal)

@@ -43,7 +43,7 @@ class FlashAttention(torch.nn.Module):
     The gradient of scale, sum dQ o Q / scale, costs one pass over Q and dQ.
 
     Args:
-        head_dim: D, from 1 to 576. Every call is held to it.
+        head_dim: D, from 1 to 576. Every call must have it.
         dropout: 0 <= dropout < 1; it applies in training mode only.
 
     Raises:
@@ -52,7 +52,7 @@ class FlashAttention(torch.nn.Module):
 
     def __init__(self, head_dim: int = 64, dropout: float = 0.0):
         super().__init__()
-        nn.FlashAttention(head_dim, dropout=dropout)  # which refuses what no call could have
+        nn.FlashAttention(head_dim, dropout=dropout)  # refuses values that no call could have
         self.head_dim = head_dim
         self.dropout = dropout
         self.scale = torch.nn.Parameter(torch.tensor(head_dim**-0.5))
@@ -63,7 +63,7 @@ class FlashAttention(torch.nn.Module):
         if isinstance(q, Tensor) and q.dim() and q.shape[-1] != self.head_dim:
             q = ValueError(f"Q: head dimension {q.shape[-1]}; accepted is the module's, {self.head_dim}")
         options = {"dropout": self.dropout if self.training else 0.0, **mask_or_bias(attn_mask)}
-        # relative to the kernel's own 1/sqrt(D), so that a half Q is not rounded before the scale was learned
+        # relative to the kernel's own 1/sqrt(D), so that a half Q is not rounded while the scale is at its initial value
         relative = self.scale * self.head_dim**0.5
         if isinstance(q, Tensor) and q.is_floating_point():
             q = _Scaled.apply(q, relative)

@@ -46,8 +46,8 @@ def scaled_dot_product_attention(
     Args:
         query: (L, E), (N, L, E), (N, Hq, L, E), or more axes in front; float32, float16, bfloat16 or float64. E is up to 576, Ev up to 512.
         key, value: (..., H, S, E) and (..., H, S, Ev), in query's dtype. Axes in front broadcast, and so does a single head.
-        attn_mask: it broadcasts to (..., Hq, L, S). A bool mask says True = attend; a float one, in query's dtype or float32, is added to
-            the scores. A torch.nn.attention.bias.CausalBias of L and S is taken too.
+        attn_mask: it broadcasts to (..., Hq, L, S). A bool mask means True = attend; a float one, in query's dtype or float32, is added to
+            the scores. A torch.nn.attention.bias.CausalBias of L and S is accepted too.
         is_causal: query i sees the keys j <= i, whatever L and S are.
         scale: None means 1/sqrt(E).
         enable_gqa: it has no effect, because Hq may always be a multiple of H.
@@ -67,7 +67,7 @@ def scaled_dot_product_attention(
         options["return_lse"] = gqa
     checked = {name: _with_length(name, x) for name, x in given.items()}
     with in_words_of(_NAMES, dict(zip("qkv", checked.values(), strict=True)) | options):
-        if any(isinstance(x, Exception) for x in checked.values()):  # beside which the others' shapes mean nothing
+        if any(isinstance(x, Exception) for x in checked.values()):  # with one of these wrong, the others' shapes mean nothing
             return attention(*(x if isinstance(x, Exception) else x.new_empty(0, 1, 0, 1) for x in checked.values()), **options)
         if all(x.dim() == 4 and x.shape[0] == query.shape[0] for x in given.values()) and query.shape[1] >= key.shape[1] == value.shape[1]:
             return attention(query, key, value, alignment="top_left", **options)
@@ -83,7 +83,7 @@ def _with_length(name: str, x: Tensor) -> Any:
 
 
 def _broadcast(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
-    """One head as many, a view; all axes in front of the heads as one, a copy of what broadcasts there if there are several."""
+    """Views one head as many; joins all axes before the heads into one, which copies tensors that broadcast there if there are several."""
     rank = max(x.dim() for x in given.values())
     query, key, value = (x[(None,) * max(0, 3 - x.dim())] for x in given.values())
     try:

@@ -62,7 +62,7 @@ def _paged_names(name: str) -> tuple[str, str]:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Which keys a token sees follows from the sequences' lengths."""
+    """Makes no mask: the sequences' lengths determine which keys a token sees."""
 
 
 def attention_forward(
@@ -79,14 +79,14 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: (out (B, Sq, H, Dv), no weights).
+    """The function that transformers calls: (out (B, Sq, H, Dv), no weights).
 
     Args:
         module: its `is_causal` is used if the argument is None.
         query: (B, H, Sq, D).
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). H is a multiple of Hkv; heads are not repeated.
         attention_mask: bool, True = attend, or added to the scores; broadcasts to (B, H, Sq, Sk). A sliding window is in it.
-            None: all keys, or if causal those up to the query's place.
+            None: all keys, or if causal those up to the query's position.
         softcap, s_aux, position_bias: softcap, sinks (H,) and bias of strobe.attention.
         others: refused if they are cache (paged) or output_attentions; without effect otherwise.
     """

@@ -25,7 +25,7 @@ _NAMES |= {"max_seqlen_k": "max_k", "window": "window_size", "page_table": "bloc
 
 
 class AuxRequest(NamedTuple):
-    """What is wanted beside the output. One of torch.nn.attention.varlen is taken as well."""
+    """The results that are asked for beside the output. The AuxRequest of torch.nn.attention.varlen is accepted as well."""
 
     lse: bool = False
 
@@ -48,18 +48,18 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Any:
-    """Attention of packed sequences; differentiable, but with block_table.
+    """Attention of packed sequences; differentiable, except with block_table.
 
     Args:
         query: (Tq, H, D), sequence b at [cu_seq_q[b], cu_seq_q[b + 1]).
         key, value: (Tk, Hkv, D) and (Tk, Hkv, Dv); with block_table pools of pages, (pages, page, Hkv, D) and (pages, page, Hkv, Dv).
-        cu_seq_q, cu_seq_k: int32 (B + 1,). Beside block_table cu_seq_k may be None, and has no effect.
-        max_q, max_k: the most queries and keys of a sequence; max_k has no effect beside block_table.
+        cu_seq_q, cu_seq_k: int32 (B + 1,). With block_table cu_seq_k may be None, and has no effect.
+        max_q, max_k: the most queries and keys of a sequence; max_k has no effect with block_table.
         return_aux: AuxRequest(lse=True) returns (out, lse).
         scale: the factor of q·k; None means 1/sqrt(D).
         window_size: (left, right) keys around the query's own, -1 for no bound; the last query stands at the last key. (-1, 0) is causal.
         enable_gqa: without effect: key and value may always have fewer heads.
-        seqused_k: int32 (B,): of each sequence's keys the first so many count. Needed beside block_table.
+        seqused_k: int32 (B,): how many of each sequence's keys, from its first on, count. Needed with block_table.
         block_table: int32 (B, n): the pages of each sequence.
         num_splits: 1 is the invariant=True of strobe.attention(): the bits of a sequence's rows do not depend on the others. Other numbers
             have no effect.
@@ -117,7 +117,7 @@ def varlen_attn_out(
 ) -> Any:
     """varlen_attn whose output is copied into out, (Tq, H, Dv) of query's dtype, any strides; without gradients.
 
-    out may share memory with query, key and value, for nothing is written before all of them are read.
+    out may share memory with query, key and value, because nothing is written before all of them are read.
 
     Returns:
         out, or (out, lse (H, Tq)).

@@ -1,4 +1,4 @@
-"""All ranks go on, or all raise what one of them found wrong."""
+"""All ranks continue, or all raise the error that one of them found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MESSAGE = struct.Struct("=?32sqq")  # whether the rank has failed, the digest o
 
 
 class Signature:
-    """What has to be the same on all ranks, by the names of arguments."""
+    """The values that must be the same on all ranks, by the names of arguments."""
 
     def __init__(self, said: Mapping[str, object]):
         self.said = said
@@ -31,7 +31,7 @@ class Signature:
 
 
 class Said(NamedTuple):
-    """What a rank has to say of its call."""
+    """A rank's report on its call."""
 
     signature: Signature
     failure: Exception | None = None
@@ -39,7 +39,7 @@ class Said(NamedTuple):
 
 
 def agree(group: ProcessGroup, said: Said, seconds: float | None) -> tuple[int, int]:
-    """The first rank's seed and offset. Raises on all ranks what the first rank that failed has said, or how signatures differ. A
+    """The first rank's seed and offset. Raises on all ranks the error of the first rank that failed, or how signatures differ. A
     collective call: one small message, and a second one if something is wrong."""
     waits = Waits(on_host(group), seconds)
     mine = _MESSAGE.pack(said.failure is not None, said.signature.digest, *said.rng)
@@ -64,7 +64,7 @@ def drawn_by_first(group: ProcessGroup, drawn: Tensor, seconds: float | None) ->
 
 
 def _refusal(waits: Waits, said: Said) -> Exception:
-    """The same on all ranks."""
+    """The error, the same on all ranks."""
     failure = said.failure
     mine = None if failure is None else told(failure), {name: repr(x) for name, x in said.signature.said.items()}
     found: list[tuple[tuple[str, str] | None, dict[str, str]]] = [mine] * waits.group.size()

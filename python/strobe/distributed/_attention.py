@@ -34,7 +34,7 @@ from ._seen import Band
 
 _LONGEST = 1e6  # seconds that a rank may be asked to wait
 _AXES = ("bhsd", "bshd")
-_OF_KEYS = ROWS.keys() - {"alibi_slopes"}  # of which it is asked whether they require grad
+_OF_KEYS = ROWS.keys() - {"alibi_slopes"}  # options of calls that have a key; alibi_slopes are checked for a gradient
 _HINTS = ELSEWHERE | {
     "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
     "dropout_p": "did you mean dropout?",
@@ -67,11 +67,11 @@ def attention(
     time_limit: float | None = None,
     **options: Any,
 ) -> Any:
-    """strobe.attention() of sequences whose tokens lie on several ranks of a process group. All ranks of the group call it.
+    """strobe.attention() for sequences whose tokens lie on several ranks of a process group. All ranks of the group call it.
 
-    Every option means what it means in strobe.attention() for the whole sequences. Each rank has the rows of q, k and v that the layout
+    Every option has its meaning in strobe.attention() for the whole sequences. Each rank has the rows of q, k and v that the layout
     gives it, and gets its rows of the result. It is differentiable once in q, k, v, bias and sinks, under torch.compile as well; all
-    ranks then differentiate. Gradients of what all ranks have alike (sinks, a bias whose rows are broadcast) are local parts, to be
+    ranks then differentiate. Gradients of tensors that all ranks share (sinks, a bias whose rows are broadcast) are local parts, to be
     added up over the ranks, as those of parameters are.
 
     Args:
@@ -81,28 +81,28 @@ def attention(
             the call is in, and its group.
         layout_k: which rank has which keys. None: the same.
         group: the process group. None: the default one.
-        mesh: in place of group a DeviceMesh of one dimension, or of two: nodes, and the ranks of a node. The layout then counts ranks node
+        mesh: instead of group a DeviceMesh of one dimension, or of two: nodes, and the ranks of a node. The layout then counts ranks node
             by node.
         method: "gather", "heads", "ring" or "levels": how keys and queries meet. None: with a mesh of two dimensions "levels" if it takes
             the call, else the one with the least predicted time; explain() shows it.
         axes: "bhsd" or "bshd", the order of the axes of q, k, v and the output, which strobe.attention() calls layout.
         return_lse: True returns (out, lse).
-        agree: the ranks tell one another before the first transfer, forward and backward, whether their arguments are valid, alike, and
-            have memory: what is wrong on one is raised on all. False saves two small messages in a step, and nobody is told: a rank whose
-            arguments are wrong raises, and the others wait for it until the time limit.
+        agree: before the first transfer, forward and backward, the ranks tell one another whether their arguments are valid and the same,
+            and whether they have memory: an error on one is raised on all. False saves two small messages in a step, and no rank is told: a
+            rank whose arguments are wrong raises, and the others wait for it until the time limit.
         time_limit: seconds for which a rank waits for the others; the error then names those that did not come. It is raised up to as many
-            seconds and 2 more later, for a rank that came late says so when its own limit ends. None: the group's own. On a GPU a transfer
-            is waited for by the stream, and the limit is the group's.
+            seconds and 2 more later, because a rank that came late says so when its own limit ends. None: the group's own. On a GPU the
+            stream waits for a transfer, and the limit is the group's.
         mask, bias: rows for the rank's own queries, or broadcast, and columns for all keys: (B or 1, H or 1, rows of q or 1, Sk or 1).
         cu_seqlens_q, cu_seqlens_k: those of the whole axes, not of this rank's tokens (tokens past the last number are padding, whose rows
             are zeros), in host memory or where q lies; on a GPU they are read, which waits for it. The sizes of mask and bias are the
             longest sequence's, or max_seqlen_k.
         deterministic: True, or "world": the bits of out, lse, dq, dk and dv do not depend on the number of ranks and the layout, and are
-            those of strobe.attention(invariant=True, deterministic=True). Method "heads" alone has them, without dropout.
+            those of strobe.attention(invariant=True, deterministic=True). Only method "heads" supports it, without dropout.
         seed, offset, rng: the same on all ranks. Without them the group's first rank draws, from its default generator on the CPU (the
             other ranks draw as well, and their draws are not used).
-        options: all others are those of strobe.attention(), the same on all ranks. part is refused, for the layout says it. Beside more
-            than one rank, seqused_k and invariant need method "heads".
+        options: all others are those of strobe.attention(), the same on all ranks. part is refused, because the layout determines it. With
+            more than one rank, seqused_k and invariant need method "heads".
 
     Returns:
         out: the rank's rows, in q's dtype. lse, if asked for: (B, H, Sq) or (H, Tq) of the rank's rows.
@@ -119,7 +119,7 @@ def attention(
     wants = [agree, time_limit, return_lse]
     try:
         prepared = prepare(group, levels, q, k, v, layout, layout_k, method, axes, wants, dict(options))
-    except Exception as failure:  # whatever it is, the others have to know
+    except Exception as failure:  # of any type: the others must be told
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
         raise
@@ -148,7 +148,7 @@ def attention(
 def in_context(
     group: ProcessGroup | None, mesh: Any, layout: Any, method: str | None
 ) -> tuple[ProcessGroup, Levels | None, Any, str | None]:
-    """Of a call without a layout those of context_parallel()."""
+    """For a call without a layout, those of context_parallel()."""
     if layout is None and CONTEXTS:
         context = CONTEXTS[-1]
         own = (context.group, None) if group is None and mesh is None else groups_of(group, mesh)
@@ -175,8 +175,8 @@ def prepare(
     wants: list[Any],
     options: dict[str, Any],
 ) -> Prepared:
-    """Judges what can be judged without the library, which sees the call of the rank's own rows later. A call that comes again on tensors
-    of the same shapes and strides was found right."""
+    """Makes the checks that do not need the library, which sees the call of the rank's own rows later. They are skipped for a repeated call
+    on tensors of the same shapes and strides."""
     asked = _Asked(q, k, v, layout, layout if layout_k is None else layout_k, method, axes, wants, options)
     arrays = {"q": q, "k": k, "v": v} | {name: x for name, x in options.items() if isinstance(x, Tensor)}
     key = _key(group, levels, asked)
@@ -184,13 +184,13 @@ def prepare(
         return known._replace(p=Request(arrays, known.p.options))
     prepared = _judge(group, levels, asked)
     given = prepared.p.arrays
-    if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # none is made anew in each call
+    if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # none is new in each call
         _repeated.CALLS.keep(key, prepared._replace(p=Request({}, prepared.p.options)))
     return prepared
 
 
 class _Asked(NamedTuple):
-    """What the caller wrote."""
+    """The caller's arguments."""
 
     q: Any
     k: Any
@@ -204,7 +204,7 @@ class _Asked(NamedTuple):
 
 
 def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | None:
-    """All that decides whether the call is right, and by which method it is made; None if that cannot be told so."""
+    """The bytes that determine whether the call is valid, and its method; None if that depends on more."""
     layouts = asked.layout, asked.layout_k
     if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(layout, Layout) for layout in layouts):
         return None
@@ -280,9 +280,9 @@ def _parsed(
     draw = bool(options.get("dropout")) and all(options.get(name) is None for name in ("seed", "rng"))
     given = options | {name: TORCH.beside(q, x) if isinstance(x, Tensor) else x for name, x in lists.items()} | {"layout": axes}
     if draw and options.get("offset") is None:
-        given["seed"] = 0  # none is drawn
+        given["seed"] = 0  # nothing is drawn
     if isinstance(mask := options.get("block_mask"), BlockMask):
-        given["part"] = _whole_part(layouts, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)  # whose lengths it has
+        given["part"] = _whole_part(layouts, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)  # which has its lengths
     _, p = parse("attention", q, k, v, given, wrong)
     if wrong:
         raise refusal(wrong)
@@ -315,7 +315,7 @@ def _parsed(
 
 
 def _check_against(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    """What has to fit before rows are sent. The library judges the rest of a call."""
+    """The checks that must pass before rows are sent. The library makes the others."""
     wrong: Wrong = []
     if not packed and k.shape[0] != q.shape[0]:
         wrong.append(ValueError(f"k: shape {tuple(k.shape)}; accepted is a batch of {q.shape[0]}, as q has"))
@@ -328,10 +328,10 @@ def _check_against(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
 
 
 def _hint(name: str, x: Tensor, axis: int, tokens: int, layout: Layout, packed: bool) -> str:
-    """What a tensor with a wrong number of tokens may have been meant to be."""
+    """A guess at what was meant by a tensor with a wrong number of tokens."""
     if x.shape[axis] == layout.seqlen:
         return f"; layout.shard({name}, {axis}) takes this rank's"
-    if not packed and x.shape[3 - axis] == tokens:  # of bhsd the tokens are axis 2, and of bshd axis 1
+    if not packed and x.shape[3 - axis] == tokens:  # axis 2 of bhsd, axis 1 of bshd
         return f'; did you mean axes="{_AXES[axis - 1]}"?'
     return ""
 
@@ -346,7 +346,7 @@ def _chosen(
     method: str | None,
     of_world: bool,
 ) -> tuple[str, str | None]:
-    """choose() of what a compiler knows: packed sequences as one, and without a block mask."""
+    """choose() from what a compiler knows: packed sequences count as one, and without a block mask."""
     layouts = _operators.decoded(layout_q), _operators.decoded(layout_k)
     plan = replace(_operators.plan_of_layouts(*layouts, packed), band=Band(*band))
     return choose(Facts(plan, *facts), method, of_world)
@@ -372,7 +372,7 @@ def _layouts(wrong: Wrong, layout: Any, layout_k: Any, world: int) -> tuple[Layo
 
 
 def _is_list(x: Any) -> bool:
-    """Whether it is of the kind of cu_seqlens."""
+    """Whether it is an int32 tensor of one axis, like cu_seqlens."""
     return isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() == 1 and len(x) > 0
 
 

@@ -1,4 +1,4 @@
-"""One call on one rank: what is the same on all of them, what is its own, and calls of the library on parts of it."""
+"""One call on one rank: the values that all ranks share, the rank's own, and calls of the library on parts of it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """What positions say, the same on all ranks. What follows from it is looked up by it."""
+    """The positions of tokens, the same on all ranks. Values derived from it are cached by it."""
 
     q: tuple[Ranges, ...]  # of each rank
     k: tuple[Ranges, ...]
-    cu_q: tuple[int, ...]  # of dense tensors one sequence, which stands for all of the batch
+    cu_q: tuple[int, ...]  # dense tensors have one sequence, which stands for all of the batch
     cu_k: tuple[int, ...]
     packed: bool
     band: Band
@@ -46,7 +46,7 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        """Worked out once, for there may be thousands of ranges."""
+        """Computed once, because there may be thousands of ranges."""
         return hash((self.q, self.k, self.cu_q, self.cu_k, self.packed, self.band, self.blocks))
 
     @property
@@ -59,7 +59,7 @@ class Plan:
 
 
 class Facts(NamedTuple):
-    """What decides which methods take a call, and how fast they are; the same on all ranks."""
+    """The values that determine which methods support a call, and how fast they are; the same on all ranks."""
 
     plan: Plan
     batch: int
@@ -68,8 +68,8 @@ class Facts(NamedTuple):
     columns: tuple[int, int]  # D, Dv
     itemsize: int
     device: str
-    given: tuple[str, ...]  # options of which methods differ
-    inside: int = 0  # how many ranks a node has; 0: nobody has said it
+    given: tuple[str, ...]  # the given options for which methods differ
+    inside: int = 0  # the number of ranks in a node; 0: not given
 
 
 def facts_of(p: Request, plan: Plan, inside: int = 0) -> Facts:
@@ -77,7 +77,7 @@ def facts_of(p: Request, plan: Plan, inside: int = 0) -> Facts:
 
 
 def facts_beside_plan(p: Request, packed: bool, inside: int) -> tuple[Any, ...]:
-    """Those of Facts behind the first one."""
+    """Facts without its first member."""
     q, k, v = (p.arrays[name] for name in "qkv")
     axis = 1 if packed or "bshd" not in p.options else 2
     given: list[str] = [name for name in ("mask", "bias", "seqused_k") if name in p.arrays]
@@ -91,25 +91,25 @@ def facts_beside_plan(p: Request, packed: bool, inside: int) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1024)
 def part_numbers(plan: Plan, q: Ranges, k: Ranges, first_head: int, heads: int, partial: bool) -> tuple[int, ...]:
-    """A Part of these tokens as the library takes it."""
+    """A Part of these tokens in the library's form."""
     part = part_of(q, k, plan.cu_q, plan.cu_k, partial=partial, packed=plan.packed, first_head=first_head, heads=heads)
     return part.encoded()
 
 
 @lru_cache(maxsize=1024)
 def cu_seqlens_of(ranges: Ranges, cu: tuple[int, ...], device: torch.device) -> Tensor:
-    """Of the tokens that are here."""
+    """cu_seqlens of the tokens in these ranges."""
     return torch.tensor([0, *rows_of_sequences(ranges, cu)]).cumsum(0).int().to(device)
 
 
 @lru_cache(maxsize=1024)
 def rows_for(of: tuple[Ranges, ...], among: Ranges, device: torch.device) -> Tensor:
-    """Where the tokens of several ranges, one after the other, stand among a rank's."""
+    """Indices, among a rank's tokens, of the tokens of several ranges, one range after the other."""
     return torch.cat([torch.arange(0), *(indices(places(each, among)) for each in of)]).to(device)
 
 
 class Order(NamedTuple):
-    """What brings tokens, which arrived from several ranks, into the order of their positions, and back."""
+    """The permutation that brings tokens, which arrived from several ranks, into the order of their positions, and its inverse."""
 
     there: Tensor
     back: Tensor
@@ -117,7 +117,7 @@ class Order(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
-    """None if they are in that order."""
+    """None if they are already in that order."""
     positions = indices([each for of in arrived for each in of])
     order = positions.argsort()
     return None if torch.equal(order, torch.arange(len(order))) else Order(order.to(device), order.argsort().to(device))
@@ -125,8 +125,8 @@ def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
 
 @dataclass
 class Call:
-    """p: the caller's, with the rank's own rows. needs: the names of those of p.arrays whose gradients are wanted. reserved_sms: of a GPU,
-    for a transfer beside a call of the library, unless the caller has said it. first_head, all_heads: of a call on some of the heads."""
+    """p: the caller's, with the rank's own rows. needs: the names in p.arrays whose gradients are asked for. reserved_sms: of a GPU,
+    for a transfer beside a call of the library, unless the caller gives it. first_head, all_heads: for a call on some of the heads."""
 
     p: Request
     plan: Plan
@@ -152,7 +152,7 @@ class Call:
 
     @property
     def axis(self) -> int:
-        """Of the tokens."""
+        """The axis of the tokens."""
         return 0 if self.plan.packed else 1 if "bshd" in self.p.options else 2
 
     @cached_property
@@ -169,7 +169,7 @@ class Call:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Of lse, and of sums."""
+        """The dtype of lse, and of sums."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def rows(self, x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class Call:
         return x.movedim(self.axis, 0) if self.axis != 1 else x.transpose(0, 1)
 
     def tokens(self, rows: Tensor) -> Tensor:
-        """The other way round."""
+        """The inverse of rows()."""
         return rows.movedim(0, self.axis) if self.axis != 1 else rows.transpose(0, 1)
 
     @property
@@ -196,7 +196,7 @@ class Call:
         return _run.results(TORCH, self.p)
 
     def as_results(self, out: Tensor) -> Tensor:
-        """out, with the strides and dtype that a compiler was told of, and no view, which autograd lets nobody change in place."""
+        """out, with the strides and dtype that a compiler was told, and no view, because autograd forbids changing a view in place."""
         expected = self.results()["out"]
         fits = out.stride() == expected.stride() and out.dtype == expected.dtype and not out._is_view()
         return out if fits else expected.copy_(out)
@@ -206,11 +206,11 @@ class Call:
         return x.narrow(axis, heads.start, len(heads))
 
     def statistic_of_heads(self, x: Tensor, heads: range) -> Tensor:
-        """Of lse and its like, whose last axes are heads and rows."""
+        """Some heads of lse or another statistic, whose last axes are heads and rows."""
         return x.narrow(-2, heads.start, len(heads))
 
     def scores_of_heads(self, x: Tensor, heads: range) -> Tensor:
-        """Of mask or bias, with all of its four axes."""
+        """Some heads of mask or bias, with all four axes."""
         x = four_axes(x)
         return x.narrow(1, heads.start, len(heads)) if x.shape[1] > 1 else x
 
@@ -230,7 +230,7 @@ class Call:
         beside_transfer: bool = False,
     ) -> Request:
         """The call of the library on these tensors: some query heads and their key heads, queries and keys at these positions.
-        beside_transfer: whether one is on its way meanwhile."""
+        beside_transfer: whether a transfer is in flight meanwhile."""
         arrays: dict[str, Tensor] = {"q": q, "k": k, "v": v}
         for name, x in self.p.arrays.items():
             if name in ("mask", "bias"):
@@ -255,10 +255,11 @@ class Pass(Protocol):
     call: Call
 
     def example(self) -> Request:
-        """A call of the library as it will be made, for the library to judge."""
+        """A call of the library as it will be made, for the library to check."""
 
     def prepare(self) -> None:
-        """What the first transfer needs and a rank does by itself, before it says that it is ready: no memory is asked for after that."""
+        """Does the work before the first transfer that a rank does by itself, before it reports ready: no memory is allocated after
+        that."""
 
 
 def four_axes(x: Tensor) -> Tensor:
@@ -270,7 +271,7 @@ def is_oracle(p: Request) -> bool:
 
 
 def forward_into(p: Request, out: Tensor, lse: Tensor) -> None:
-    if is_oracle(p):  # which writes float64
+    if is_oracle(p):  # it writes float64
         for to, x in zip((out, lse), _run.forward(TORCH, p), strict=True):
             to.copy_(x)
         return
@@ -278,7 +279,7 @@ def forward_into(p: Request, out: Tensor, lse: Tensor) -> None:
 
 
 def in_own_words(call: Call, refused: Exception) -> Exception:
-    """What is wrong with the rank's own tensors, in their shapes, if that is why a call on others was refused."""
+    """The error in terms of the rank's own tensors and their shapes, if they are why a call on others was refused."""
     if not isinstance(refused, ValueError):
         return refused
     reasons = _own_reasons(call)
@@ -286,7 +287,7 @@ def in_own_words(call: Call, refused: Exception) -> Exception:
 
 
 def check_shapes(call: Call) -> None:
-    """Raises what is wrong with arguments that methods cut by heads or send by rows before the library sees them."""
+    """Raises the errors of arguments that methods cut by heads or send by rows before the library sees them."""
     names = {"alibi_slopes", "sinks", "mask", "bias"} & call.p.arrays.keys()
     if names and (wrong := [reason for reason in _own_reasons(call) if reason.partition(":")[0] in names]):
         raise ValueError("\n".join(wrong))
@@ -311,7 +312,7 @@ def backward_into(p: Request, known: Results, made: Results) -> Results:
 
 
 def backward_added(p: Request, known: Results, wanted: list[str], into: Results) -> Results:
-    """Gradients, of which those in `into` are added to what these hold."""
+    """Gradients; those in `into` are added to the given contents."""
     if is_oracle(p) or len(wanted) > len(into):
         return _run.backward(TORCH, p, known, wanted, into)
     run_into(BACKWARD, Request(p.arrays, {**p.options, ACCUMULATE: True}), known | into, {})
@@ -319,8 +320,8 @@ def backward_added(p: Request, known: Results, wanted: list[str], into: Results)
 
 
 def check(p: Request, of_backward: bool) -> list[int]:
-    """Raises what the library has against the call, or its backward; nothing is computed. Memory for results is asked for meanwhile, and
-    on a GPU as much as the workspace. It goes back to the allocator, where what follows finds it. Returns how many bytes each has."""
+    """Raises the library's objections to the call, or its backward; nothing is computed. Memory for results is allocated meanwhile, and on
+    a GPU as much as the workspace. It goes back to the allocator, for later allocations. Returns the size of each in bytes."""
     whole: LibraryCall = _run._whole(TORCH, p, of_backward)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     whole.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
@@ -332,5 +333,5 @@ def check(p: Request, of_backward: bool) -> list[int]:
 
 
 def ask_for(memory: Sequence[int], device: torch.device) -> None:
-    """The memory that check() asked for, of a call that it need not judge again."""
+    """Allocates and releases the memory of check(), for a call that need not be checked again."""
     _held = [allocated((n,), None, torch.uint8, device) for n in memory]

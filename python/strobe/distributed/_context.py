@@ -36,17 +36,17 @@ def context_parallel(
     this name: torch.nn.functional.scaled_dot_product_attention, and strobe.distributed.attention() without a layout. All ranks enter it,
     with the same buffers. It yields the layout.
 
-    F.scaled_dot_product_attention has to be looked up within, where it is another function: a name that was imported before still stands
-    for PyTorch's, which attends among this rank's tokens. nn.MultiheadAttention calls it with need_weights=False, and its fast path for
-    inference is switched off within. What would attend among this rank's tokens raises a RuntimeError within: nn.MultiheadAttention with
-    need_weights=True, strobe.attention(), and what is made of that in strobe.nn and strobe.compat.
+    F.scaled_dot_product_attention must be looked up within, where it is another function: a name that was imported earlier is still
+    PyTorch's, which attends among this rank's tokens. nn.MultiheadAttention calls it with need_weights=False, and its fast path for
+    inference is switched off within. Functions that would attend among this rank's tokens raise a RuntimeError within:
+    nn.MultiheadAttention with need_weights=True, strobe.attention(), and the functions of strobe.nn and strobe.compat that call it.
 
     Args:
         mesh: a DeviceMesh of one dimension.
         buffers: tensors that have all tokens along an axis: the batch, its labels, positions. Within the context they have the rank's
-            own tokens; afterwards they are what they were. They require no gradient.
-        buffer_seq_dims: of each buffer the axis of its tokens. All have the same length there.
-        no_restore_buffers: those of the buffers that stay sharded.
+            own tokens; afterwards they have their former contents. They require no gradient.
+        buffer_seq_dims: for each buffer the axis of its tokens. All have the same length there.
+        no_restore_buffers: the buffers that stay sharded.
         layout: a Layout of the buffers' length. None: Layout.zigzag. It is needed where there are no buffers.
         method: as of attention().
 
@@ -137,13 +137,13 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention of tensors that have the rank's tokens, (B, H, S, D); attn_mask has its rows, and all keys."""
+    """F.scaled_dot_product_attention on tensors that have the rank's tokens, (B, H, S, D); attn_mask has its rows, and all keys."""
     of_scores: dict[str, Any] = {} if attn_mask is None else {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
     return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, alignment="top_left", **of_scores)
 
 
 def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """nn.MultiheadAttention's function, which computes weights among the tokens that it is given."""
+    """nn.MultiheadAttention's function, which would compute weights among the rank's tokens only."""
     place = list(inspect.signature(forward).parameters).index("need_weights")
 
     @functools.wraps(forward)

@@ -11,12 +11,12 @@ from ._layout import Layout
 
 
 class Context(NamedTuple):
-    """What attention() takes where no layout is given."""
+    """The arguments that attention() uses if no layout is given."""
 
     layout: Layout
     group: ProcessGroup
     method: str | None
 
 
-# The innermost is last. All of the process sees them, its backward threads too, as PyTorch's replaced functions are seen.
+# The innermost is last. The whole process sees them, its backward threads included, like PyTorch's replaced functions.
 CONTEXTS: list[Context] = _run.CONTEXTS

@@ -21,7 +21,7 @@ except ImportError:  # PyTorch before 2.5
 
 
 class Own(NamedTuple):
-    """What of the whole this rank has."""
+    """The rank's portion of the whole."""
 
     batch: range
     heads: range
@@ -30,7 +30,7 @@ class Own(NamedTuple):
 
 
 def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: Mapping[str, Any]) -> Any:
-    """As _run.FAST_PATHS calls it."""
+    """Called by _run.FAST_PATHS."""
     packed = options.get("cu_seqlens_q") is not None
     bshd = options.get("layout") == "bshd"
     batch_axis, head_axis = (None, 1) if packed else (0, 2 if bshd else 1)
@@ -59,7 +59,7 @@ def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: M
         if isinstance(x, Tensor):
             given[name] = _own_of(name, x, own)
     blocks = given.get("block_mask")
-    if given.get("dropout") or (isinstance(blocks, BlockMask) and max(blocks.shape[:2]) > 1):  # which count heads and sequences
+    if given.get("dropout") or (isinstance(blocks, BlockMask) and max(blocks.shape[:2]) > 1):  # they count heads and sequences
         if given.get("dropout") and given.get("seed") is None and given.get("rng") is None:
             raise ValueError("seed: missing beside dropout and DTensors; accepted is one that is the same on all ranks, or rng")
         given["part"] = _part(local, given, own, packed, bshd)
@@ -96,7 +96,7 @@ def _check(q: Any, k: Any, placements: Sequence[Placement], batch_axis: int | No
 
 def _own(q: Any, local: Tensor, placements: Sequence[Placement], batch_axis: int | None, head_axis: int) -> Own:
     def along(axis: int) -> range:
-        """Where this rank's part of an axis is: dimensions of the mesh shard one after the other."""
+        """The rank's range of an axis: dimensions of the mesh shard it one after the other."""
         place = 0
         for n, placement in enumerate(placements):
             if isinstance(placement, Shard) and placement.dim == axis:
@@ -108,7 +108,7 @@ def _own(q: Any, local: Tensor, placements: Sequence[Placement], batch_axis: int
 
 
 def _whole(name: str, x: Any, mesh: Any, placements: Sequence[Placement]) -> Tensor:
-    """All of it on each rank. Where q is sharded each rank's gradient is a part of the whole's."""
+    """All of it on each rank. If q is sharded each rank's gradient is one addend of the whole's."""
     if x.device_mesh != mesh:
         raise ValueError(f"{name}: on {x.device_mesh}; accepted is q's mesh, {mesh}")
     parts = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
@@ -116,7 +116,7 @@ def _whole(name: str, x: Any, mesh: Any, placements: Sequence[Placement]) -> Ten
 
 
 def _own_of(name: str, x: Tensor, own: Own) -> Tensor:
-    """This rank's sequences and heads of what has them all."""
+    """This rank's sequences and heads of a tensor that has all of them."""
     if name in ("mask", "bias"):
         x = x[(None,) * (4 - x.dim())]
         x = x.narrow(0, own.batch.start, len(own.batch)) if own.batches and x.shape[0] > 1 else x

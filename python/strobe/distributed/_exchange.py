@@ -1,4 +1,4 @@
-"""Rows of tensors from every rank to every rank, as torch.distributed carries them."""
+"""Sends rows of tensors from every rank to every rank by torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._late import Waits
 
 
 class Underway(NamedTuple):
-    """Rows that are on their way. What is sent must live as long."""
+    """Rows in flight. The sent tensor must live as long."""
 
     received: Tensor
     sent: Tensor
@@ -56,12 +56,12 @@ def exchange(waits: Waits, what: str, sent: Tensor, to: Sequence[int], of: Seque
 
 
 def room(like: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised rows, of the shape of those of `like`."""
+    """Uninitialised rows, in the shape of those of `like`."""
     return allocated((rows, *like.shape[1:]), None, dtype or like.dtype, like.device)
 
 
 def gathered(x: Tensor, dim: int, counts: Sequence[int], group: ProcessGroup | None) -> list[Tensor]:
-    """Every rank's tensor, of counts[r] entries along dim."""
+    """Every rank's tensor, with counts[r] entries along dim."""
     if len(counts) == 1:
         return [x]
     waits = Waits(group_of(group), None)

@@ -35,10 +35,10 @@ def explain(
     axes: str = "bhsd",
     **options: Any,
 ) -> str:
-    """Says what attention() or its backward would do for this call: the method, what every method would move and how long it would take
-    by a model of constant rates, and what strobe.explain() says of this rank's call of the library.
+    """Says what attention() or its backward would do for this call: the method, the bytes that every method would move and the time it
+    would take by a model of constant rates, and the strobe.explain() of this rank's call of the library.
 
-    Nothing is computed or sent: one rank may ask alone, and what is wrong elsewhere it does not know. Arguments and errors are those of
+    Nothing is computed or sent: one rank may ask alone, and errors of other ranks are not known. Arguments and errors are those of
     attention(), on this rank.
     """
     group, levels, layout, method = in_context(group, mesh, layout, method)

@@ -1,4 +1,4 @@
-"""Keys come to the queries: each rank gets those that some of its queries sees, a group of key heads at a time."""
+"""Keys come to the queries: each rank gets the keys that some of its queries sees, a group of key heads at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ._call import Call, Plan, Results, backward_added, forward_into, order_of, 
 from ._exchange import Underway, begin, room
 from ._ranges import Ranges, common, count, places
 
-_GROUPS = 4  # of key heads at most: while one is computed, the next one is on its way
-# What a rank receives, and in the backward sends back, of a group of key heads: with less, what a further group costs the host before the
-# first one is computed (0.3 ms on a GPU's host) is more than the shorter wait for the first transfer saves.
+_GROUPS = 4  # groups of key heads at most: while one is computed, the next one is in flight
+# The bytes that a rank receives, and in the backward sends back, for a group of key heads: with less, the host's cost of a further group
+# before the first one is computed (0.3 ms on a GPU's host) exceeds the time saved by the shorter first transfer.
 LEAST_BYTES = {"cuda": 2**26, "cpu": 2**21}
-_MOST_PIECES = 8  # of rows that are copied one by one; more are picked by their numbers, which reads and writes them twice
+_MOST_PIECES = 8  # runs of rows that are copied one by one; more are gathered by index, which reads and writes them twice
 
 
 class Route(NamedTuple):
-    """Which rows of keys a rank sends to whom, and which it gets."""
+    """The rows of keys that a rank sends to each rank, and those that it gets."""
 
     sent: tuple[Ranges, ...]  # to each rank, positions
     got: tuple[Ranges, ...]  # from each rank
@@ -41,12 +41,12 @@ def route(plan: Plan, rank: int) -> Route:
 
 @lru_cache(maxsize=256)
 def received(plan: Plan) -> int:
-    """How many keys the rank gets that gets most from others."""
+    """The number of keys that the rank with the most keys from others gets."""
     return max(sum(route(plan, r).of) - route(plan, r).of[r] for r in range(plan.world))
 
 
 def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], bytes_each: int, device: str) -> list[range]:
-    """Of key heads, as they come; the same on all ranks. bytes_each: that are moved for a number of K or V, there and back."""
+    """Groups of key heads, in their order; the same on all ranks. bytes_each: moved per number of K or V, there and back."""
     whole = received(plan) * batch * heads_kv * sum(columns) * bytes_each
     n = max(min(heads_kv, _GROUPS, whole // LEAST_BYTES.get(device, LEAST_BYTES["cpu"])), 1)
     return [range(heads_kv * i // n, heads_kv * (i + 1) // n) for i in range(n)]
@@ -54,15 +54,15 @@ def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], byte
 
 @lru_cache(maxsize=256)
 def pieces_sent(plan: Plan, rank: int) -> Ranges:
-    """The rank's rows that go to rank 0, to rank 1 and so on, as ranges of its own tokens, one after the other."""
+    """The rank's rows for rank 0, rank 1 and so on, as ranges of its own tokens, one after the other."""
     return tuple(piece for of in route(plan, rank).sent for piece in places(of, plan.k[rank]))
 
 
 class Keys:
-    """The keys and values of one group of key heads after the other, of which the next one is on its way."""
+    """The keys and values of one group of key heads after the other; the next one is in flight."""
 
     def __init__(self, call: Call, of_gradients: int = 0):
-        """of_gradients: bytes of a number whose gradient goes back."""
+        """of_gradients: bytes per number of the gradients that go back."""
         self.call = call
         self.route = route(call.plan, call.rank)
         self.columns = call.k.shape[-1], call.v.shape[-1]
@@ -82,18 +82,18 @@ class Keys:
         self.ordered = None if self.order is None else call.new((got, *shape), k.dtype)
 
     def _of(self, memory: Tensor, heads: range) -> Tensor:
-        """As many heads of it, without gaps."""
+        """The beginning of the memory as rows of these heads, without gaps."""
         if len(heads) == memory.shape[-2]:
             return memory
         shape = (*memory.shape[:-2], len(heads), memory.shape[-1])
         return memory.reshape(-1)[: torch.Size(shape).numel()].view(shape)
 
     def example(self) -> tuple[Tensor, Tensor]:
-        """k and v of the first group, of no values."""
+        """k and v of the first group, without values."""
         return self._split(self._of(self.memory[0][1], self.groups[0]))
 
     def pack(self, number: int) -> None:
-        """Copies the rows of a group that are sent to where they are sent from."""
+        """Copies a group's rows into the send buffer."""
         heads = self.groups[number]
         sent = self._of(self.memory[number % 2][0], heads)
         for x, at, width in ((self.call.k, 0, self.columns[0]), (self.call.v, self.columns[0], self.columns[1])):
@@ -109,7 +109,7 @@ class Keys:
         return begin(self.call.waits, "gathering keys", sent, self.route.to, got, self.route.of)
 
     def __iter__(self) -> Iterator[tuple[range, Tensor, Tensor]]:
-        """The first group is packed."""
+        """Yields the groups; the first one is already packed."""
         under = self.send(0)
         for number, heads in enumerate(self.groups):
             arrived = under.wait()
@@ -154,7 +154,7 @@ class Forward:
 
 
 class Backward:
-    """Gradients of keys go back in float32 and are added up, in the order of the ranks, where their keys are."""
+    """Gradients of keys go back in float32 and are added up, in the order of the ranks, on the rank that has their keys."""
 
     def __init__(self, call: Call, given: Results, saved: list[Tensor]):
         self.call, self.given = call, given
@@ -163,7 +163,7 @@ class Backward:
         self.dq = call.new(call.q.shape, call.sum_dtype).zero_() if "q" in call.needs else None
         self.home = {name: call.new(call.p.arrays[name].shape, call.sum_dtype).zero_() for name in self.to_keys}
         got = self.keys.memory[0][1]
-        # A group's gradients are on their way while those of the next one are added up.
+        # A group's gradients are in flight while those of the next one are added up.
         there, here = (len(got), sum(self.keys.route.to)) if self.to_keys else (0, 0)
         self.sums = [room(got, there, call.sum_dtype) for _ in self.keys.memory]
         self.back = room(got, here, call.sum_dtype)
@@ -202,7 +202,7 @@ class Backward:
         known = {name: call.of_heads(self.given[name], heads) for name in ("dout", "out")}
         known |= {name: call.statistic_of_heads(self.given[name], heads) for name in ("lse", "dlse") if name in self.given}
         if self.dbias is not None and call.sum_dtype != p.arrays["bias"].dtype and p.arrays["bias"].shape[1] == 1:
-            p.arrays["bias"] = p.arrays["bias"].to(call.sum_dtype)  # several of its gradients are added up
+            p.arrays["bias"] = p.arrays["bias"].to(call.sum_dtype)  # several gradients of it are added up
         wanted = [*into, *(name for name, x in (("dbias", self.dbias), ("dsinks", self.dsinks)) if x is not None)]
         found = backward_added(p, known, wanted, into) if wanted else {}
         if self.dbias is not None:
@@ -211,7 +211,7 @@ class Backward:
             self.dsinks[heads.start : heads.stop] = found["dsinks"]
 
     def _begin_home(self, sums: Tensor, heads_kv: range) -> Underway:
-        """The rows of a group's gradients to where their keys are."""
+        """Sends the rows of a group's gradients to the ranks that have their keys."""
         route = self.keys.route
         if self.keys.order is not None:
             sums = sums.index_select(0, self.keys.order.back)

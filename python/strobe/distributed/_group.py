@@ -1,4 +1,4 @@
-"""Process groups: which one, who is who in it, and one whose tensors lie in host memory."""
+"""Process groups: the caller's group, ranks in it, and a group for tensors in host memory."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def group_of(group: ProcessGroup | None, mesh: Any = None) -> ProcessGroup:
 
 
 class Levels(NamedTuple):
-    """The names of two groups of a rank, of those in its node and of those that have its place in the other nodes; and how many ranks a
-    node has."""
+    """The names of two groups of a rank: the ranks of its node, and the ranks with its place in the other nodes; and the number of ranks in
+    a node."""
 
     inside: str
     across: str
@@ -45,7 +45,7 @@ class Levels(NamedTuple):
 
 
 def groups_of(group: ProcessGroup | None, mesh: Any) -> tuple[ProcessGroup, Levels | None]:
-    """As group_of(); of a mesh of two dimensions, nodes and places in a node, all of its ranks, node by node."""
+    """Like group_of(); for a mesh of two dimensions, nodes and places in a node, all of its ranks, node by node."""
     if group is not None or getattr(mesh, "ndim", None) != 2 or not hasattr(mesh, "get_group"):
         return group_of(group, mesh), None
     if not torch.compiler.is_compiling():  # numbers in tensors are then not known
@@ -67,12 +67,12 @@ def rank_in(group: ProcessGroup | None, world_size: int) -> int:
 
 
 def of_name(name: str) -> ProcessGroup:
-    """As an operator carries it."""
+    """The group that an operator names."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def on_host(group: ProcessGroup) -> ProcessGroup:
-    """A group of the same ranks for tensors in host memory: itself, or one of gloo that all its ranks make when they first need it."""
+    """A group of the same ranks for tensors in host memory: itself, or a gloo group that all its ranks create on first use."""
     if "cpu" in _devices(group):
         return group
     found = _ON_HOST.get(group)
@@ -83,7 +83,7 @@ def on_host(group: ProcessGroup) -> ProcessGroup:
 
 def _of_gloo(group: ProcessGroup) -> ProcessGroup:
     """Not dist.new_group(): all processes would have to call it, or, with use_local_synchronization, to be in equally many groups, because
-    how many these are is part of the name by which its ranks find one another."""
+    that number is part of the name by which the ranks find one another."""
     if not dist.is_gloo_available():
         raise ValueError("group: without a backend for tensors in host memory, and this PyTorch has no gloo; accepted is one that has it")
     name, rank, size = f"{group.group_name}/strobe", group.rank(), group.size()
@@ -111,5 +111,5 @@ def _devices(group: ProcessGroup) -> set[str]:
 
 
 def takes(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether it has a backend for tensors there."""
+    """Whether it has a backend for tensors on that device."""
     return device.type in _devices(group)

@@ -22,12 +22,12 @@ from ._ranges import Ranges, count, union
 
 
 class Places(NamedTuple):
-    """Where the tokens of some ranks stand."""
+    """The positions of the tokens of some ranks."""
 
-    counts: list[int]  # of each rank
+    counts: list[int]  # per rank
     order: Order | None  # of the tokens, as they arrive
     tokens: Ranges  # of all ranks
-    positions: Tensor  # of each rank's, one after the other, among all
+    positions: Tensor  # of each rank's tokens, one rank after another, among all
 
 
 @lru_cache(maxsize=256)
@@ -37,7 +37,7 @@ def places_of(ranges: tuple[Ranges, ...], device: torch.device) -> Places:
 
 
 class Exchange:
-    """Rows of tokens, (tokens, ..., heads, columns), to rows of all tokens with a rank's share of the heads, and back."""
+    """Exchanges rows of tokens, (tokens, ..., heads, columns), for rows of all tokens with a rank's share of the heads, and back."""
 
     def __init__(self, call: Call, ranges: tuple[Ranges, ...], waits: Waits):
         self.call, self.waits, self.rank = call, waits, waits.group.rank()
@@ -49,7 +49,7 @@ class Exchange:
         return self._ordered(exchange(self.waits, "exchanging heads", sent, [own] * world, self.counts))
 
     def to_all(self, rows: Tensor) -> Tensor:
-        """All tokens of what has no share of heads."""
+        """All tokens of a tensor that is not divided by heads."""
         world = len(self.counts)
         sent = rows.expand(world, *rows.shape).flatten(0, 1).contiguous()
         return self._ordered(exchange(self.waits, "gathering rows", sent, [rows.shape[0]] * world, self.counts))
@@ -59,7 +59,7 @@ class Exchange:
         return found.flatten(-3, -2)
 
     def sum(self, rows: Tensor) -> Tensor:
-        """Of each rank's the sum, of the rank's own tokens."""
+        """The sum of all ranks' rows, for the rank's own tokens."""
         return self._back(rows).sum(0)
 
     def _back(self, rows: Tensor) -> Tensor:
@@ -73,10 +73,10 @@ class Exchange:
 
 
 class Whole:
-    """The call of the library on all tokens of the rank's heads, or on those of some ranks that share the heads."""
+    """The call of the library on all tokens of the rank's heads, or on those of some ranks that divide the heads."""
 
     def __init__(self, call: Call, waits: Waits, members: range):
-        """waits: for the members, of which this rank is one."""
+        """waits: for the members, which include this rank."""
         self.call = call
         self.q, self.k = (Exchange(call, side[members.start : members.stop], waits) for side in (call.plan.q, call.plan.k))
         place, share, share_kv = waits.group.rank(), call.heads // len(members), call.heads_kv // len(members)
@@ -96,7 +96,7 @@ class Whole:
                 yield name, four_axes(x)
 
     def room_for_scores(self) -> Results:
-        """Of no values: what scores() returns."""
+        """Buffers without values for the results of scores()."""
         rows, found = self.all_scores, {}
         for name, x in self.scores_with_rows():
             heads = len(self.heads) if x.shape[1] > 1 else 1
@@ -105,7 +105,7 @@ class Whole:
         return found
 
     def scores(self) -> Results:
-        """mask and bias whose rows are not broadcast: those of all queries, of the rank's heads."""
+        """mask and bias whose rows are not broadcast: the rows of all queries, for the rank's heads."""
         found = {}
         for name, x in self.scores_with_rows():
             rows = self.own_scores.to_rows(x)
@@ -114,7 +114,7 @@ class Whole:
         return found
 
     def bias_gradient(self, own: Tensor) -> Tensor:
-        """Of the rank's own rows, or where these are broadcast the rank's part."""
+        """The gradient of the rank's own rows, or if these are broadcast the rank's addend."""
         given = four_axes(self.call.p.arrays["bias"])
         if not has_rows(given):
             found = own.new_zeros(given.shape)
@@ -125,7 +125,7 @@ class Whole:
         return self.own_scores.of_rows(rows, given.shape[0])
 
     def request(self, q: Tensor, k: Tensor, v: Tensor, scores: Results) -> Request:
-        """scores: mask and bias of all rows, where their rows are not broadcast."""
+        """scores: mask and bias of all rows, if their rows are not broadcast."""
         call, plan = self.call, self.call.plan
         p = call.local(q, k, v, self.heads, (self.q.tokens, self.k.tokens))
         p.arrays.update(scores)
@@ -140,13 +140,13 @@ class Whole:
 
 def _among_all(call: Call) -> Whole:
     whole = Whole(call, call.waits, range(call.plan.world))
-    if not needs_part(call.p):  # beside a part they have as many rows as the longest sequence
+    if not needs_part(call.p):  # with a part they have as many rows as the longest sequence
         whole.all_scores.most = max(whole.all_scores.most, call.p.options.get("max_seqlen_q") or 0)
     return whole
 
 
 def needs_part(p: Request) -> bool:
-    """Whether the library has to know which heads they are: as _methods.py judges it."""
+    """Whether the library must know the heads' indices in the whole problem: the same test as in _methods.py."""
     return bool(p.options.get("dropout")) or (BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1)
 
 
@@ -159,7 +159,7 @@ def longest(cu_q: tuple[int, ...], cu_k: tuple[int, ...], options: dict[str, obj
 
 
 def most_rows(plan: Plan, rank: int) -> int:
-    """How many rows a mask or bias has that has rows for the rank's queries: of packed sequences those of the longest one here."""
+    """The number of rows of a mask or bias with rows for the rank's queries: for packed sequences those of the longest one here."""
     return max(rows_of_sequences(plan.q[rank], plan.cu_q), default=0)
 
 
@@ -172,7 +172,7 @@ class ScoreRows:
         if self.packed:
             counts = rows_of_sequences(ranges, call.plan.cu_q)
             self.most, self.batch = max(counts, default=0), len(counts)
-            self.tokens = sum(n for _, n in ranges)  # with those behind the last sequence
+            self.tokens = sum(n for _, n in ranges)  # including those after the last sequence
             self.sequence = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(call.device)
             self.row = torch.cat([torch.arange(0), *map(torch.arange, counts)]).to(call.device)
 
@@ -184,7 +184,7 @@ class ScoreRows:
         return rows
 
     def of_rows(self, rows: Tensor, batch: int) -> Tensor:
-        """batch: 1 to add up what sequences have alike."""
+        """batch: 1 adds up the rows that sequences share."""
         if not self.packed:
             return rows.movedim(0, 2)
         found = rows.new_zeros((batch, self.most, *rows.shape[1:]))
@@ -193,7 +193,7 @@ class ScoreRows:
 
 
 def has_rows(x: Tensor) -> bool:
-    """Whether a mask or bias has rows of its own for queries."""
+    """Whether a mask or bias has a row for each query."""
     return x.dim() > 1 and x.shape[-2] != 1
 
 
@@ -210,7 +210,7 @@ class Forward:
         return self._example
 
     def prepare(self) -> None:
-        """Nothing: the rows of all heads are copied in one go with what sends them."""
+        """Does nothing: the rows of all heads are copied in one step by the code that sends them."""
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, whole = self.call, self.whole
@@ -243,7 +243,7 @@ class Backward:
         return self.p
 
     def prepare(self) -> None:
-        """Nothing, as in the forward."""
+        """Does nothing, as in the forward."""
 
     def run(self) -> Results:
         call, whole = self.call, self.whole

@@ -1,4 +1,4 @@
-"""What becomes of a collective call that fails: an error that names the ranks that did not come, or says why one has left."""
+"""Handles a collective call that fails: raises an error that names the ranks that did not come, or says why one has left."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-_GRACE = 2.0  # seconds for those that came to say so, beyond the time limit
-_LOOK = 1.0  # seconds of waiting after which a rank looks whether another one has left
+_GRACE = 2.0  # seconds beyond the time limit in which the ranks that came report so
+_LOOK = 1.0  # seconds of waiting after which a rank checks whether another one has left
 _LEFT = "strobe/left"
 
 
 @dataclass
 class _Left:
-    """How often this process has left, whether the store says so now, and how much more often others had when this one raised for them."""
+    """How often this process has left, whether the store says so now, and how many more times others had left when this one raised for
+    them."""
 
     times: int = 0
     is_told: bool = False
@@ -40,7 +41,7 @@ class AnotherLeftError(Exception):
 
 
 def leave(failure: Exception) -> None:
-    """Tells the ranks that wait for this one why it does not come. In which group they do it does not know."""
+    """Tells the ranks that wait for this one why it does not come. It does not know in which group they wait."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _left.times += 1
         with contextlib.suppress(Exception):  # the store's process has ended
@@ -51,14 +52,14 @@ def leave(failure: Exception) -> None:
 
 
 def come_back() -> None:
-    """It takes part again."""
+    """The rank takes part again."""
     if _left.is_told:
         _left.is_told = False
         _store().delete_key(f"{_LEFT}/{dist.get_rank()}")
 
 
 def _failure_of(ranks: Sequence[int]) -> Exception | None:
-    """What the first of the ranks has said that have left, and not as this one did: a program that calls wrongly may do so on all ranks,
+    """The error of the first rank that has left, and not for the same reason as this one: a program with wrong calls may fail on all ranks,
     and then none of them waits for another."""
     try:
         store = _store()
@@ -79,7 +80,7 @@ KINDS: dict[str, type[Exception]] = {of.__name__: of for of in (TypeError, Value
 
 
 def told(failure: Exception) -> tuple[str, str]:
-    """Its kind, and its words."""
+    """Its type, and its message."""
     kind = next((name for of in type(failure).__mro__ if (name := of.__name__) in KINDS), None)
     return (kind, str(failure)) if kind and str(failure) else ("RuntimeError", f"{type(failure).__name__}: {failure}")
 
@@ -90,23 +91,23 @@ def said_by(rank: int, world: int, kind: str, words: str) -> Exception:
 
 
 def _store() -> Any:
-    """That of all processes."""
+    """The store of all processes."""
     return dist.distributed_c10d._get_default_store()
 
 
 class Waits:
-    """How long a rank waits for the others, and what it says if they do not come. seconds: None for the group's own limit."""
+    """How long a rank waits for the others, and its error if they do not come. seconds: None for the group's own limit."""
 
     def __init__(self, group: ProcessGroup, seconds: float | None):
         self.group, self.seconds = group, seconds
 
     def for_(self, work: dist.Work, what: str, on_gpu: bool = False) -> None:
-        """Until the work is done. On a GPU the stream waits for it, not the host, and the group's own limit counts."""
+        """Waits until the work is done. On a GPU the stream waits for it, not the host, and the group's own limit counts."""
         limit = None if self.seconds is None or on_gpu else datetime.timedelta(seconds=self.seconds)
         self.of(what, work.wait if limit is None else lambda: work.wait(limit))
 
     def unless_one_left(self, work: dist.Work, what: str, ranks: Sequence[int]) -> None:
-        """Until the work is done, or one of the ranks, which are all processes' numbers, has left. Not for a GPU's work."""
+        """Waits until the work is done, or one of the ranks, given as process numbers, has left. Not for a GPU's work."""
         until = time.monotonic() + (math.inf if self.seconds is None else self.seconds)
 
         def wait() -> None:
@@ -117,7 +118,7 @@ class Waits:
                     return
                 except RuntimeError:
                     if work.is_completed():
-                        work.wait()  # it was done just as the time had passed, or it failed: then this raises why
+                        work.wait()  # it finished at the time limit, or it failed: then this raises why
                         return
                     if time.monotonic() >= until:
                         raise
@@ -148,7 +149,7 @@ class Waits:
 
 
 def _missing(group: ProcessGroup, seconds: float) -> list[int] | None:
-    """The ranks that do not say in the processes' common store that they wait as well; None if nobody can tell."""
+    """The ranks that do not report in the processes' common store that they wait as well; None if that is unknown."""
     try:
         store = _store()
         prefix = f"strobe/{group.group_name}/failed"

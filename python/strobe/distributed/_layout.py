@@ -1,4 +1,4 @@
-"""Which rank has which tokens."""
+"""The assignment of tokens to ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _MOST = 2**63 - 1
-_GRAINS = (4, 16, 64)  # blocks for each rank, among which balanced() looks for the best
-_CLOSE = 1.03  # a layout of fewer pieces is taken if its largest share is larger by no more than this
+_GRAINS = (4, 16, 64)  # blocks per rank, among which balanced() looks for the best
+_CLOSE = 1.03  # a layout with fewer ranges is preferred if its largest share of the work is larger by no more than this
 
 
 def in_short(numbers: Sequence[int]) -> str:
-    """Stands for them in the key of a call, which has no room for those of many ranks or sequences."""
+    """A digest for the key of a call, which has no room for the numbers of many ranks or sequences."""
     return hashlib.sha256(array("q", numbers).tobytes()).hexdigest()
 
 
@@ -38,12 +38,12 @@ def in_short(numbers: Sequence[int]) -> str:
 class Layout:
     """Assigns the tokens of an axis to ranks, each token to one of them: the sequence axis, or that of packed tokens.
 
-    A rank's tokens are ranges of positions, in ascending order. Ranks may have different numbers of tokens, or none. The functions that
-    take a rank mean by None this process's rank in `group`, and by a group of None the default one, which must have the layout's size.
+    A rank's tokens are ranges of positions, in ascending order. Ranks may have different numbers of tokens, or none. In functions that take
+    a rank, None means this process's rank in `group`, and a group of None means the default one, which must have the layout's size.
 
     Args:
         seqlen: the length of the axis.
-        ranges: of each rank its ranges (start, length). Together they have each position from 0 to seqlen - 1 once.
+        ranges: for each rank its ranges (start, length). Together they have each position from 0 to seqlen - 1 once.
 
     Raises:
         TypeError, ValueError: an argument has a wrong kind or value.
@@ -51,7 +51,7 @@ class Layout:
 
     seqlen: int
     ranges: tuple[Ranges, ...]
-    encoded: tuple[int, ...] = field(init=False, repr=False, compare=False)  # as the operators carry it
+    encoded: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the operators' form of it
     digest: str = field(init=False, repr=False, compare=False)  # stands for it in keys
 
     def __post_init__(self) -> None:
@@ -90,10 +90,11 @@ class Layout:
 
     @classmethod
     def zigzag(cls, seqlen: int, world_size: int) -> Layout:
-        """Of 2 · world_size blocks, rank r has block r and block 2 · world_size - 1 - r: a causal mask then leaves each rank the same work.
+        """Divides the axis into 2 · world_size blocks; rank r has blocks r and 2 · world_size - 1 - r: a causal mask then leaves each rank
+        the same work.
 
         Args:
-            seqlen: the number of tokens. No multiple of anything: the lengths of blocks differ by 1 at most.
+            seqlen: the number of tokens. It need not be a multiple of anything: the lengths of blocks differ by 1 at most.
             world_size: the number of ranks.
         """
         _check(seqlen, world_size)
@@ -117,9 +118,9 @@ class Layout:
         Args:
             seqlen: the number of tokens.
             world_size: the number of ranks.
-            cu_seqlens: of packed sequences (B + 1,), integers or an array in host memory; None: one sequence.
+            cu_seqlens: for packed sequences (B + 1,), integers or an array in host memory; None: one sequence.
             window, causal: those of the attention. Queries and keys are the same tokens.
-            block_mask: that of the attention, of its lengths.
+            block_mask: that of the attention, with its lengths.
 
         Raises:
             TypeError, ValueError: an argument is not as described above.
@@ -140,7 +141,7 @@ class Layout:
 
     @classmethod
     def _dealt(cls, seqlen: int, world_size: int, grain: int, before: list[int]) -> Layout:
-        """Blocks, the one with most work first, each to the rank that has least work among those that have room for a block more."""
+        """Deals blocks, the one with most work first, each to the rank with the least work among those that have room for one more."""
         blocks = [(begin, end) for begin, end in _cuts(seqlen, grain * world_size) if end > begin]
         room = -(-len(blocks) // world_size)
         work, ranges = [0] * world_size, [[] for _ in range(world_size)]  # type: tuple[list[int], list[list[tuple[int, int]]]]
@@ -159,7 +160,7 @@ class Layout:
         return indices(self.ranges[self._rank(rank, group)])
 
     def shard(self, x: Tensor, dim: int, rank: int | None = None, *, group: ProcessGroup | None = None) -> Tensor:
-        """A rank's tokens of a tensor that has all of them along `dim`: a view where they are one range, else a copy. Differentiable."""
+        """A rank's tokens of a tensor that has all of them along `dim`: a view if they are one range, else a copy. Differentiable."""
         self._check_length(x, dim, self.seqlen)
         pieces = [x.narrow(dim, start, length) for start, length in self.ranges[self._rank(rank, group)]]
         if len(pieces) == 1:
@@ -167,7 +168,7 @@ class Layout:
         return x.index_select(dim, self.positions(rank, group=group).to(x.device))
 
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """All tokens, in their order, of tensors that each have a rank's along `dim`, in the order of the ranks."""
+        """All tokens, in their order, from tensors that each have a rank's tokens along `dim`, in the order of the ranks."""
         if len(shards) != self.world_size:
             raise ValueError(f"shards: {len(shards)} of them; accepted are {self.world_size}, one for each rank")
         for r, x in enumerate(shards):
@@ -179,7 +180,7 @@ class Layout:
         """All tokens of a tensor of which each rank of the group has its own along `dim`. A collective call; not differentiable.
 
         Raises:
-            ValueError: x has another length along `dim`, or requires a gradient: accepted is then x.detach().
+            ValueError: x has another length along `dim`, or requires a gradient: x.detach() is then accepted.
         """
         from ._exchange import gathered
 
@@ -199,13 +200,13 @@ class Layout:
         cu_seqlens_k: Any = None,
         group: ProcessGroup | None = None,
     ) -> Part:
-        """What strobe.attention() has to know of a call whose queries are a rank's, of this layout.
+        """The strobe.Part of a call whose queries are a rank's, of this layout.
 
         Args:
-            rank: whose queries the call has.
+            rank: the rank whose queries the call has.
             keys: the layout of the keys; None: this one.
-            k_rank: whose keys the call has; the part is then partial. None: all keys.
-            cu_seqlens_q, cu_seqlens_k: of packed sequences, whose ranges are then (B, n, 2). Integers, or arrays in host memory.
+            k_rank: the rank whose keys the call has; the part is then partial. None: all keys.
+            cu_seqlens_q, cu_seqlens_k: for packed sequences, whose ranges are then (B, n, 2). Integers, or arrays in host memory.
 
         Raises:
             TypeError, ValueError: an argument is not as described above.
@@ -251,7 +252,7 @@ def part_of(
     first_head: int = 0,
     heads: int | None = None,
 ) -> Part:
-    """Of tokens, those of queries and those of keys, the ranges of each sequence."""
+    """The Part of these tokens of queries and keys, with the ranges of each sequence."""
 
     def side(ranges: Ranges, cu: Sequence[int]) -> tuple[Any, Any]:
         of = [within(ranges, begin, end) for begin, end in itertools.pairwise(cu)]
@@ -270,7 +271,7 @@ def rows_of_sequences(ranges: Ranges, cu: Sequence[int]) -> list[int]:
 
 
 def host_integers(name: str, x: Any) -> tuple[int, ...]:
-    """Of a list, or of an array, whose numbers are read (of a GPU's, which waits for it)."""
+    """The integers of a list, or of an array, whose numbers are read (if it is on a GPU, this waits for it)."""
     if isinstance(x, Tensor) and (x.is_meta or x.layout != torch.strided):
         raise TypeError(f"{name}: {'on the device meta' if x.is_meta else f'layout {x.layout}'}; accepted are integers (B + 1,)")
     numbers = x.tolist() if hasattr(x, "tolist") else x
@@ -280,7 +281,7 @@ def host_integers(name: str, x: Any) -> tuple[int, ...]:
 
 
 def cumulated(name: str, x: Any, tokens: int) -> tuple[int, ...]:
-    """cu_seqlens of packed sequences among so many tokens, checked."""
+    """cu_seqlens of packed sequences of this many tokens, checked."""
     cu = host_integers(name, x)
     if cu[0] != 0 or list(cu) != sorted(cu) or cu[-1] > tokens:
         raise ValueError(f"{name}: {shown(cu)}; accepted are numbers that begin at 0, never fall, and end at {tokens} or before")
@@ -300,7 +301,7 @@ def _check(seqlen: int, world_size: int) -> None:
 
 
 def _check_seen(starts: Sequence[int], causal: object, window: object, block_mask: object, packed: bool) -> None:
-    """What balanced() is told of who sees whom."""
+    """Checks balanced()'s arguments about visibility."""
     wrong: Wrong = []
     for name, x in (("causal", causal), ("window", window)):
         if x is not None or name == "causal":
@@ -318,5 +319,5 @@ def _check_seen(starts: Sequence[int], causal: object, window: object, block_mas
 
 
 def _cuts(seqlen: int, n: int) -> list[tuple[int, int]]:
-    """n pieces as even as can be."""
+    """n ranges of lengths as equal as possible."""
     return [(seqlen * i // n, seqlen * (i + 1) // n) for i in range(n)]

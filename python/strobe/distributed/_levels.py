@@ -17,7 +17,7 @@ from ._ranges import Ranges, union
 
 
 class _Node:
-    """This rank's share of heads, of all of its node's tokens, as a call among those that have the same share in the other nodes."""
+    """This rank's share of heads, for all tokens of its node, as a call among the ranks that have the same share in the other nodes."""
 
     def __init__(self, call: Call):
         assert call.levels is not None
@@ -29,7 +29,7 @@ class _Node:
         self.plan, self.across = replace(call.plan, q=sides[0], k=sides[1]), across
 
     def memory(self) -> list[Tensor]:
-        """Of no values: what exchanged() returns."""
+        """Buffers without values for the results of exchanged()."""
         call, whole = self.call, self.whole
         return [
             whole.memory(x, sum(on.counts), len(heads))
@@ -53,7 +53,7 @@ class _Node:
         return Call(p, self.plan, self.node, self.across, call.needs, call.reserved_sms, first_head=heads.start, all_heads=call.heads)
 
     def rows_back(self, x: Tensor) -> Tensor:
-        """Of the rank's own tokens, all heads."""
+        """The rank's own tokens, with all heads."""
         return self.call.tokens(self.whole.q.to_tokens(self.call.rows(x)))
 
     def statistic_there(self, x: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Forward:
         return self.across.example()
 
     def prepare(self) -> None:
-        """Nothing: what goes to other nodes comes from this one first."""
+        """Does nothing: the rows for other nodes come from this node first."""
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         node, arrays = self.node, self.across.call.p.arrays
@@ -94,7 +94,7 @@ class Backward:
         return self.across.example()
 
     def prepare(self) -> None:
-        """Nothing: what goes to other nodes comes from this one first."""
+        """Does nothing: the rows for other nodes come from this node first."""
 
     def run(self) -> Results:
         call, node, whole = self.call, self.node, self.node.whole

@@ -10,11 +10,11 @@ from ._call import Facts
 from ._predict import OF_HEADS, seconds
 
 METHODS: dict[str, Any] = {"gather": _gather, "heads": _heads, "ring": _ring, "levels": _levels}
-_BESIDE_A_PART = ("seqused_k", "invariant")  # refused beside a strobe.Part
+_BESIDE_A_PART = ("seqused_k", "invariant")  # refused with a strobe.Part
 
 
 def reason_against(method: str, of: Facts) -> str | None:
-    """Why the method does not take the call; None if it does."""
+    """Why the method does not support the call; None if it does."""
     given = [name for name in _BESIDE_A_PART if name in of.given]
     if method != "heads":
         if given:
@@ -47,8 +47,8 @@ def _against_rows(method: str, of: Facts) -> str | None:
 
 @lru_cache(maxsize=256)
 def choose(of: Facts, method: str | None, of_world: bool) -> tuple[str, str | None]:
-    """The method that is asked for, or the one with the least predicted time of those that take the call; and what is against it.
-    of_world: whether bits may not depend on the number of ranks."""
+    """The requested method, or the one with the least predicted time of those that support the call; and the reason against it.
+    of_world: whether bits must not depend on the number of ranks."""
     if of_world:
         against = reason_against("heads", of)
         return "heads", against and f"deterministic: 'world', which needs method 'heads', and {against}"
@@ -58,5 +58,5 @@ def choose(of: Facts, method: str | None, of_world: bool) -> tuple[str, str | No
         return "levels", None
     taken = [name for name in METHODS if reason_against(name, of) is None]
     if not taken:
-        return "heads", reason_against("heads", of)  # which takes what the others refuse
+        return "heads", reason_against("heads", of)  # it supports what the others refuse
     return min(taken, key=lambda name: seconds(name, of)), None

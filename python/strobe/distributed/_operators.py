@@ -1,6 +1,6 @@
 """The operators strobe::distributed_forward and distributed_backward: a call on one rank as torch.compile and autograd see it.
 
-They carry the group's name, and layouts as integers, so that a graph holds nothing else. Who takes part in them is all ranks of the group.
+They carry the group's name, and layouts as integers, so that a graph holds nothing else. All ranks of the group take part in them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OWN = "int[] layout_q, int[] layout_k, str group, str[] levels, str method, boo
 _OWN_NAMES = tuple(argument.split()[1] for argument in _OWN.split(", "))
 FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
-# saved: what the backward takes of the forward; the seed and offset that were drawn are its last.
+# saved: the forward's results for the backward; the drawn seed and offset are the last ones.
 torch.library.define(FORWARD_NAME, f"({_ARGUMENTS}, {_OWN}) -> (Tensor out, Tensor lse, Tensor[] saved)", tags=_TAGS)
 torch.library.define(
     BACKWARD_NAME, f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] saved, {_ARGUMENTS}, {_OWN}) -> Tensor[]", tags=_TAGS
@@ -41,8 +41,8 @@ torch.library.define(
 forward = torch.ops.strobe.distributed_forward.default
 backward = torch.ops.strobe.distributed_backward.default
 _NAMES = tuple(GRADIENTS.values())  # q, k, v, bias, sinks
-WORLD = "world"  # of deterministic
-# How a rank runs its share may differ.
+WORLD = "world"  # a value of deterministic
+# Options that may differ between ranks: they only say how a rank runs its share.
 _LOCAL = frozenset({"threads", "check", "reserved_sms"})
 CU = ("cu_seqlens_q", "cu_seqlens_k")
 _READ = frozenset({*BLOCKS, "seqused_k"})  # tensors whose numbers may be read before the call is made, beside CU
@@ -68,12 +68,12 @@ def plan_of(p: Request, layout_q: Layout, layout_k: Layout) -> Plan:
 
 @lru_cache(maxsize=256)
 def _plan(layout_q: Layout, layout_k: Layout, *more: Any) -> Plan:
-    """One object of each plan, by which to look up what follows from it."""
+    """One object per plan, by which derived values are cached."""
     return Plan(layout_q.ranges, layout_k.ranges, *more)
 
 
 def plan_of_layouts(layout_q: Layout, layout_k: Layout, packed: bool) -> Plan:
-    """Of one sequence, whose queries see all keys."""
+    """The plan of one sequence, whose queries see all keys."""
     return Plan(layout_q.ranges, layout_k.ranges, (0, layout_q.seqlen), (0, layout_k.seqlen), packed, Band(), None)
 
 
@@ -93,11 +93,11 @@ def _blocks(p: Request) -> Blocks | None:
 
 
 class Judged(NamedTuple):
-    """What is kept of a call that was found right. The same call on other tensors, of the same shapes and strides, is right again."""
+    """The kept result for a call that was valid. The same call on other tensors, of the same shapes and strides, is valid again."""
 
     plan: Plan
     reserved_sms: int
-    memory: list[int]  # that the judging took, in bytes
+    memory: list[int]  # bytes allocated by the checks
     signature: Signature
 
 
@@ -118,17 +118,17 @@ class _Own:
         self.agrees = self.world > 1 and agree
 
     def key(self, of: str, p: Request) -> bytes | None:
-        """All that decides whether a call of its own is right, and how it is made; None if numbers in other tensors than cu_seqlens do."""
+        """The bytes that determine whether a call is valid, and how it is made; None if numbers in other tensors than cu_seqlens matter."""
         if p.options.get("check") or not _READ.isdisjoint(p.arrays) or ("rng" in p.arrays and not self.draw):
             return None
-        prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()  # names of groups may come again
+        prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()  # names of groups may be used again
         inputs: dict[str, Any] = {name: x for name, x in p.arrays.items() if name not in ("q", "k", "v")}
         inputs |= {f"numbers of {name}": in_short(host_integers(name, inputs[name])) for name in CU if name in inputs}
         return _eager.key(prefix, tuple(p.arrays[name] for name in "qkv"), inputs | p.options | self._of_key)
 
 
 def size_of(levels: Levels | None) -> int:
-    """How many ranks a node has; 0 where nobody has said it."""
+    """The number of ranks in a node; 0 if it was not given."""
     return 0 if levels is None else levels.size
 
 
@@ -140,10 +140,10 @@ def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
 
 
 def _signature(call: Call, own: _Own, of: str) -> Signature:
-    """What has to be the same on all ranks, by the names that callers know. The first that differs is told: options come before shapes,
-    which follow from axes, and last the method, which follows from all where nobody asked for one."""
+    """The values that must be the same on all ranks, by the names that callers know. The first difference is reported: options come before
+    shapes, which follow from axes, and last comes the method, which follows from all others if none was requested."""
     if not own.agrees:
-        return Signature({})  # nobody asks, and numbers of a GPU's rng would have to be waited for
+        return Signature({})  # it is not compared, and numbers of a GPU's rng would have to be waited for
     p, plan = call.p, call.plan
     said: dict[str, object] = {
         "the pass": of,
@@ -174,7 +174,7 @@ def _signature(call: Call, own: _Own, of: str) -> Signature:
 
 
 def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
-    """The options that ranks have alike, as they write them."""
+    """The options that ranks share, as callers write them."""
     options = {name: x for name, x in written(fields).items() if name not in _LOCAL}
     options["axes"] = options.pop("layout")
     if options["deterministic"] and options["invariant"]:
@@ -183,17 +183,17 @@ def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
 
 
 def _mask_of_blocks(p: Request, plan: Plan) -> object:
-    """Of a mask that lies on a GPU, and is not read, the size of its blocks."""
+    """For a mask on a GPU, which is not read, the size of its blocks."""
     return plan.blocks if plan.blocks is not None or BLOCKS[0] not in p.arrays else (p.options["block_q"], p.options["block_k"])
 
 
 def _but(x: Tensor, axis: int) -> tuple[object, ...]:
-    """The shape without the tokens, which ranks have different numbers of."""
+    """The shape without the axis of tokens, whose number differs between ranks."""
     return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
 
 
 def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], drawn: Tensor | None = None) -> PassT:
-    """Validates, allocates, and agrees with the other ranks to go on. drawn: a seed and offset, of which the first rank's become rng."""
+    """Validates, allocates, and agrees with the other ranks to continue. drawn: a seed and offset, of which the first rank's become rng."""
     call: Call | None = None
     failure: Exception | None = None
     known: Judged | None = None
@@ -214,7 +214,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
         else:
             ask_for(known.memory, q.device)
         made.prepare()
-    except Exception as refused:  # whatever it is, the others have to know
+    except Exception as refused:  # of any type: the others must be told
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
     if own.agrees:
@@ -230,7 +230,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
 
 
 def _judge(call: Call, own: _Own, of: str) -> int:
-    """Raises what is wrong with the call by itself, before the library sees a part of it; returns reserved_sms."""
+    """Raises the errors of the call itself, before the library sees a part of it; returns reserved_sms."""
     check_shapes(call)
     facts = facts_of(call.p, call.plan, size_of(own.levels))
     if (against := reason_against(own.method, facts)) is not None:
@@ -347,7 +347,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """Differentiable once: nothing follows the first gradient but the words why."""
+    """Differentiable once: a second differentiation raises an error that says so."""
 
     @staticmethod
     def forward(ctx: Any, rest: dict[str, Any], names: tuple[str, ...], n: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -374,7 +374,7 @@ def _differentiable_backward(*arguments: Any, **given: Any) -> list[Tensor]:
 
 
 def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The operator, past the dispatcher where it would lead straight to run_forward: it would read fifty arguments one by one."""
+    """The operator, without the dispatcher where it would lead straight to run_forward: it would read fifty arguments one by one."""
     if is_plain((q, k, v, *given.values())):
         return run_forward(q, k, v, **given)
     with torch._C._AutoDispatchBelowAutograd():
@@ -394,7 +394,7 @@ def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor,
 
 
 def names_of(tensors: Iterable[str]) -> list[bool]:
-    """As `needed` says them."""
+    """The flags that `needed` takes."""
     chosen = [*tensors]
     return [name in chosen for name in _NAMES]
 

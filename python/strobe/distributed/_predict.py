@@ -14,27 +14,27 @@ from ._seen import Band
 
 
 class Rates(NamedTuple):
-    """Of a rank: multiply-adds a second of calls on parts of a problem and of whole ones, bytes a second, and what a collective call takes
-    before the first byte."""
+    """Rates of a rank: multiply-adds per second of calls on parts of a problem and of whole ones, bytes per second, and the latency of a
+    collective call."""
 
     parts: float
     whole: float
     link: float
     start: float
-    sms: int = 0  # multiprocessors with which transfers run at the rate of the link
+    sms: int = 0  # multiprocessors with which transfers reach the rate of the link
 
 
 # A GPU's are those of an H200: bf16 forward of parts and of whole problems by cuda-sm90, and all_gather over NVLink as it was measured; how
 # many multiprocessors that takes is a guess. A CPU's are two cores and gloo on one host.
 RATES = {"cuda": Rates(3.1e14, 3.3e14, 3.1e11, 2e-5, 16), "cpu": Rates(1e11, 1e11, 1e9, 3e-4)}
-# With which method "heads" too makes calls on parts: the library has to know which heads they are.
+# With these, method "heads", too, makes calls on parts: the library must know the heads' indices in the whole problem.
 OF_HEADS = ("dropout", "block_mask of several heads")
 _STATISTIC = 4  # bytes
 
 
 @lru_cache(maxsize=256)
 def pairs(plan: Plan, rank: int) -> int:
-    """How many keys the rank's queries see in all, by positions."""
+    """The number of keys that the rank's queries see in all, by position."""
     total = 0
     for q0, q1, k0, k1 in zip(plan.cu_q[:-1], plan.cu_q[1:], plan.cu_k[:-1], plan.cu_k[1:], strict=True):
         total += sum(_pairs(start, length, q1 - q0, k1 - k0, plan.band) for start, length in within(plan.q[rank], q0, q1))
@@ -42,12 +42,12 @@ def pairs(plan: Plan, rank: int) -> int:
 
 
 def _pairs(start: int, length: int, seqlen_q: int, seqlen_k: int, band: Band) -> int:
-    """Of consecutive queries: a sum of two functions that are linear but for their ends."""
+    """The same for consecutive queries: a sum of two functions that are linear except at their ends."""
 
     def below(first: int, n: int, most: int) -> int:
         """The sum of min(max(x, 0), most) over x = first ... first + n - 1."""
 
-        def upto(x: int) -> int:  # of 1 ... x
+        def upto(x: int) -> int:  # over 1 ... x
             x = max(x, 0)
             rising = min(x, most)
             return rising * (rising + 1) // 2 + (x - rising) * most
@@ -61,7 +61,7 @@ def _pairs(start: int, length: int, seqlen_q: int, seqlen_k: int, band: Band) ->
 
 
 class Moved(NamedTuple):
-    """Bytes that the busiest rank receives, and in how many collective calls; the backward's are as many again where gradients go back."""
+    """Bytes that the busiest rank receives, and the number of collective calls; the backward has the same again if gradients go back."""
 
     forward: int
     backward: int
@@ -70,7 +70,7 @@ class Moved(NamedTuple):
 
 
 def moved(method: str, of: Facts) -> Moved:
-    """Without what a rank sends to itself."""
+    """Does not count what a rank sends to itself."""
     plan, world, batch, (d, dv) = of.plan, of.plan.world, of.batch, of.columns
     size, sum_bytes = of.itemsize, max(of.itemsize, 4)
     tokens_q, tokens_k = [count(x) for x in plan.q], [count(x) for x in plan.k]
@@ -102,7 +102,7 @@ def moved(method: str, of: Facts) -> Moved:
 
 
 def _moved_by_levels(of: Facts) -> Moved:
-    """All exchange heads as in a world of one node, and gather a node's share of heads from all others."""
+    """All ranks exchange heads as in a world of one node, and gather a node's share of heads from all others."""
     size, plan = max(of.inside, 1), of.plan
     nodes = [range(at, at + size) for at in range(0, plan.world, size)]
     sides = [tuple(union(each for r in node for each in side[r]) for node in nodes) for side in (plan.q, plan.k)]
@@ -121,7 +121,7 @@ def _of_members(plan: Plan, members: range) -> Plan:
 
 
 class Seconds(NamedTuple):
-    """Of the slowest rank: compute, transfers, and both as the method has them beside each other."""
+    """For the slowest rank: compute, transfers, and their time together as the method overlaps them."""
 
     compute: float
     transfer: float
@@ -142,17 +142,17 @@ def predicted(method: str, of: Facts, backward: bool = False) -> Seconds:
     transfer = moved_bytes / rates.link + start * calls * (2 if backward else 1)
     if method in ("heads", "levels"):
         return Seconds(compute, transfer, compute + transfer)
-    # The first of several transfers is waited for, the others run beside the products.
+    # The first of several transfers is waited for; the others overlap with the products.
     first = transfer / max(calls, 1)
-    if method == "ring":  # in each turn all wait for the rank that has most to compute
+    if method == "ring":  # in each turn all wait for the rank with the most to compute
         return Seconds(compute, transfer, max(compute, transfer) + min(compute, transfer) / max(world, 1))
     return Seconds(compute, transfer, max(compute, transfer - first) + first)
 
 
 @lru_cache(maxsize=256)
 def sms_for_transfers(method: str, of: Facts, backward: bool = False) -> int:
-    """How many multiprocessors a call leaves to the transfer that runs beside it: as few as let that end before the call does, if its rate
-    grows with their number. A kernel that has all of them would let the transfer wait until it ends."""
+    """How many multiprocessors a call leaves to the concurrent transfer: the fewest with which the transfer ends before the call, if its
+    rate grows with their number. A kernel on all of them would delay the transfer until it ends."""
     rates = RATES.get(of.device, RATES["cpu"])
     if of.plan.world == 1 or not rates.sms:
         return 0
@@ -163,5 +163,5 @@ def sms_for_transfers(method: str, of: Facts, backward: bool = False) -> int:
 
 
 def seconds(method: str, of: Facts) -> float:
-    """Forward and backward."""
+    """The time of forward and backward."""
     return predicted(method, of).both + predicted(method, of, backward=True).both

@@ -12,7 +12,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Of any ranges, in any order: those that touch become one."""
+    """The union of any ranges, in any order: ranges that touch become one."""
     found: list[tuple[int, int]] = []
     for start, length in sorted(ranges):
         if length <= 0:
@@ -30,7 +30,7 @@ def count(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def within(ranges: Ranges, begin: int, end: int) -> Ranges:
-    """What lies in [begin, end), counted from begin on."""
+    """The part of the ranges in [begin, end), counted from begin on."""
     found = []
     for start, length in ranges[max(bisect_right(ranges, (begin,)) - 1, 0) :]:
         if start >= end:
@@ -46,7 +46,7 @@ def common(a: Ranges, b: Ranges) -> Ranges:
 
 
 def places(of: Ranges, among: Ranges) -> Ranges:
-    """Where the positions `of` stand when those of `among`, which has them all, are put one after the other."""
+    """The places of the positions `of` when those of `among`, which includes them, are put one after the other."""
     found, before, at = [], 0, 0
     for start, length in among:
         while at < len(of) and of[at][0] < start + length:

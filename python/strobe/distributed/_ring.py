@@ -1,4 +1,4 @@
-"""Keys go round: each rank has one rank's at a time, and merges what it computes of them."""
+"""Keys go round: each rank has one rank's keys at a time, and merges its results over them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._ranges import common, count
 
 
 class Round:
-    """Tensors that every rank has one of go from rank to rank: rows of one shape, as many as their first owner has keys."""
+    """Tensors that go from rank to rank, one per rank: rows of one shape, as many as their first owner has keys."""
 
     def __init__(self, call: Call, row: tuple[int, ...], dtype: torch.dtype, what: str):
         self.call, self.what = call, what
@@ -30,11 +30,11 @@ class Round:
         return (self.call.rank - turn) % len(self.counts)
 
     def memory(self, turn: int) -> Tensor:
-        """Where they lie in a turn."""
+        """The place of the rows in a turn."""
         return self.room[turn % 2][: self.counts[self.owner(turn)]]
 
     def begin(self, turn: int) -> Underway:
-        """Those of this turn to the next rank."""
+        """Sends the rows of this turn to the next rank."""
         world = len(self.counts)
         to, of = [0] * world, [0] * world
         to[(self.call.rank + 1) % world] = self.counts[self.owner(turn)]
@@ -49,7 +49,7 @@ def sees(plan: Plan, rank: int, owner: int) -> bool:
 
 
 class Ring:
-    """The rounds of a call: in each turn the keys of one rank are here, and calls of the library on those that are seen."""
+    """The turns of a call: in each, the keys of one rank are here, and the library is called on the visible ones."""
 
     def __init__(self, call: Call):
         self.call = call
@@ -75,7 +75,7 @@ class Ring:
         return sees(self.call.plan, self.call.rank, self.keys.owner(turn))
 
     def local(self, turn: int, beside_transfer: bool) -> Request:
-        """On all keys of the rank whose turn it is."""
+        """The call on all keys of the rank whose turn it is."""
         plan = self.call.plan
         of = plan.q[self.call.rank], plan.k[self.keys.owner(turn)]
         kv = self.split(self.keys.memory(turn))
@@ -85,7 +85,7 @@ class Ring:
 class Forward:
     def __init__(self, call: Call):
         self.call, self.ring = call, Ring(call)
-        self.made = _run.results(TORCH, self.example())  # of the first turn's, and of the merged ones
+        self.made = _run.results(TORCH, self.example())  # for the first turn, and for the merged results
 
     def example(self) -> Request:
         return self.ring.local(0, len(self.ring.turns) > 1)
@@ -107,7 +107,7 @@ class Forward:
         out, lse = merged if merged is not None else self._nothing()
         if "sinks" in call.p.arrays:
             out, lse = merge(out, lse, *self._nothing(), sinks=call.p.arrays["sinks"], **how)
-            if call.plan.packed:  # rows behind the last sequence belong to none, and see no sink
+            if call.plan.packed:  # rows after the last sequence belong to none, and see no sink
                 used = sum(rows_of_sequences(call.plan.q[call.rank], call.plan.cu_q))
                 lse[0, :, used:], lse[1, :, used:] = -torch.inf, 0
         return call.as_results(out), lse.double().sum(0).to(call.sum_dtype), [lse]
@@ -120,7 +120,7 @@ class Forward:
 
 
 class Backward:
-    """Gradients of keys go round with their keys, and one step further, which is home."""
+    """Gradients of keys go round with their keys, and one step further, back to their owner."""
 
     def __init__(self, call: Call, given: Results, saved: list[Tensor]):
         self.call, self.given, self.ring = call, given, Ring(call)
@@ -163,7 +163,7 @@ class Backward:
         return found
 
     def _add(self, turn: int, known: Results) -> Tensor | None:
-        """What the keys of this turn give; returns the gradients of these."""
+        """Computes the gradients from the keys of this turn; returns those of the keys."""
         p, into, own = self.ring.local(turn, len(self.ring.turns) > 1), {}, None
         if self.dq is not None:
             into["dq"] = self.dq
@@ -180,7 +180,7 @@ class Backward:
         return own
 
     def _pass_on(self, sums: Round, turn: int, arriving: Underway | None, added: Tensor | None) -> Underway:
-        """The gradients of this turn's keys to the next rank, with what was added here while they were on their way."""
+        """Sends the gradients of this turn's keys to the next rank, including this rank's addends, computed while they were in flight."""
         here = sums.memory(turn)
         if arriving is None:
             here.zero_()
@@ -191,13 +191,13 @@ class Backward:
         return sums.begin(turn)
 
     def _delta(self) -> Tensor:
-        """(dout · out) of each row, as lse lies."""
+        """(dout · out) of each row, in the layout of lse."""
         products = (self.given["dout"].double() * self.given["out"].double()).sum(-1).to(self.call.sum_dtype)
         rows_first = self.call.plan.packed or "bshd" in self.call.p.options
         return (products.transpose(-1, -2) if rows_first else products).contiguous()
 
     def _sinks(self, known: Results) -> Tensor:
-        """Of this rank's rows."""
+        """The gradient of the sinks from this rank's rows."""
         sinks = self.call.p.arrays["sinks"]
         below = -known["delta"].double()
         if "dlse" in known:

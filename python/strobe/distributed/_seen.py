@@ -1,4 +1,4 @@
-"""Which keys some query sees, as far as positions and block masks say; and how much work that is."""
+"""The keys that some query sees, by positions and block masks; and the amount of work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Band(NamedTuple):
         return seqlen_k - seqlen_q if self.bottom_right else 0
 
     def keys(self, first: int, last: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """Where the keys that some of the queries first ... last sees begin, and how many they are."""
+        """The first of the keys that some of the queries first ... last sees, and how many they are."""
         offset = self.offset(seqlen_q, seqlen_k)
         low = 0 if self.left is None else max(first + offset - self.left, 0)
         high = seqlen_k if self.right is None else min(last + offset + self.right + 1, seqlen_k)
@@ -42,8 +42,8 @@ class Band(NamedTuple):
 
 
 class Blocks:
-    """Which blocks of a block mask some sequence and some head keeps: for each row of blocks the ranges of columns. A digest tells whether
-    two are equal."""
+    """The blocks of a block mask that some sequence and some head keeps: for each row of blocks the ranges of columns. A digest says
+    whether two are equal."""
 
     def __init__(self, block_q: int, block_k: int, rows: tuple[Ranges, ...]):
         self.block_q, self.block_k, self.rows = block_q, block_k, rows
@@ -59,13 +59,13 @@ class Blocks:
         return f"Blocks({self.block_q}, {self.block_k}, {self.digest[:16]})"
 
 
-# By the offsets of a mask that a call was given, and what has been written to them since.
+# By the offsets of a mask that a call was given, and by the number of writes to them since.
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def blocks_of(rows: Tensor, cols: Tensor, columns: int, block_q: int, block_k: int) -> Blocks:
-    """Of a CSR in host memory, (B, H, query blocks + 1), of that many columns."""
-    changes = [None if x.is_inference() else x._version for x in (rows, cols)]  # inference tensors do not count what is written
+    """From a CSR in host memory, (B, H, query blocks + 1), with this many columns."""
+    changes = [None if x.is_inference() else x._version for x in (rows, cols)]  # inference tensors do not count writes
     version = (*changes, cols.data_ptr(), block_q, block_k)
     found = _KNOWN.get(rows)
     if found is not None and found[0] == version and None not in changes:
@@ -106,8 +106,8 @@ def seen_keys(q: Ranges, cu_q: Sequence[int], cu_k: Sequence[int], band: Band, b
 
 
 def work_of_tokens(seqlen: int, cu: Sequence[int], band: Band, block_mask: BlockMask | None) -> Tensor:
-    """How many keys each query sees, where queries and keys are the same tokens: int64 (seqlen,). Of block masks by whole blocks, their
-    share of the band's keys."""
+    """The number of keys that each query sees, where queries and keys are the same tokens: int64 (seqlen,). Block masks count by whole
+    blocks, their share of the band's keys."""
     work = torch.zeros(seqlen, dtype=torch.int64)
     share = None
     if block_mask is not None:

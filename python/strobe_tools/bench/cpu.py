@@ -90,7 +90,7 @@ def speed(repeats: int, peaks: dict[str, float]) -> list[dict[str, Any]]:
 
 
 def masks(repeats: int) -> list[dict[str, Any]]:
-    """What masks cost, forward and backward together: the masked call over the call that never had what is masked."""
+    """The cost of masks, forward and backward together: the masked call relative to the call without the masked part."""
     import torch
 
     (heads, seqlen, head_dim), block = MASK_SHAPE, 64
@@ -129,7 +129,7 @@ def masks(repeats: int) -> list[dict[str, Any]]:
 
 
 def memory_use() -> list[dict[str, Any]]:
-    """The peak beyond the inputs at two lengths, and the bytes that each further token takes."""
+    """The peak beyond the inputs at two lengths, and the bytes per further token."""
     rows = []
     for dtype in DTYPES:
         peaks = {length: memory.peak(length, dtype) for length in LENGTHS}

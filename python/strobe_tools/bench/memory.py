@@ -34,17 +34,17 @@ def _measure(length: int, dtype: str) -> int:
         q, k, v, dout = tensors
         strobe.attention(q, k, v, causal=True).backward(dout)
 
-    run(inputs(64))  # what is loaded and started once
+    run(inputs(64))  # loads and starts everything once
     tensors = inputs(length)
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     run(tensors)
     return _status("VmHWM") - before
 
 
 def peak(length: int, dtype: str) -> int:
-    """Bytes beyond the inputs, in a fresh process. Raises RuntimeError where /proc does not tell (it does on Linux)."""
+    """Bytes beyond the inputs, in a fresh process. Raises RuntimeError if /proc does not report it (it does on Linux)."""
     done = subprocess.run([sys.executable, "-m", __name__, str(length), dtype], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"the memory at length {length} could not be measured: {done.stderr.strip()}")

@@ -1,5 +1,5 @@
-/* What one core can do at most: independent multiply-adds in registers, nothing else. `strobe bench` compiles this for the machine at
- * hand with the system's compiler. Each function runs on the calling thread for about so many seconds and returns FLOP per second of its
+/* The peak rate of one core: independent multiply-adds in registers, nothing else. `strobe bench` compiles this for the machine at
+ * hand with the system's compiler. Each function runs on the calling thread for about this many seconds and returns FLOP per second of its
  * own time, 0 where the instruction is missing. */
 #include <time.h>
 #if defined(__x86_64__)
@@ -19,7 +19,7 @@ static double now(void) {
 /* Defines a function that repeats STEP, an update of x. */
 #define PEAK(NAME, VECTOR, INPUT, STEP, FLOPS)                                                                                             \
   double NAME(double seconds) {                                                                                                            \
-    volatile float start_value = 0; /* opaque, else the compiler sees that all chains are one */                                           \
+    volatile float start_value = 0; /* opaque, else the compiler sees that all chains are the same */                                      \
     VECTOR acc[CHAINS];                                                                                                                    \
     UNROLLED acc[i] = (VECTOR){0} + start_value;                                                                                           \
     INPUT;                                                                                                                                 \

@@ -1,4 +1,4 @@
-"""What the machine's cores can do at most, measured: multiply-adds in registers on every core at once."""
+"""The peak rate of the machine's cores, measured: multiply-adds in registers on every core at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def describe(peaks: dict[str, float]) -> str:
 
 
 def of_dtype(peaks: dict[str, float], dtype: str) -> float | None:
-    """The fastest that the machine multiplies and adds in this dtype."""
+    """The highest rate at which the machine multiplies and adds in this dtype."""
     return max((peak for unit, peak in peaks.items() if unit == "fma" or dtype != "float32"), default=None)
 
 

@@ -38,22 +38,22 @@ def main() -> None:
             app()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # else it is Python that meets what fails here, as it ends
+                sys.stdout.flush()  # otherwise Python itself would meet an error here, as it ends
     except OSError:
         if (reason := _output_fails()) is None:
             raise
-        # What is left of the output is written once more as Python ends, and would fail again.
+        # Python writes the rest of the output once more as it ends, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         click.echo(f"Error: the output cannot be written: {reason}", err=True)
         sys.exit(1)
 
 
 def _output_fails() -> str | None:
-    """Why nothing more can be written to the standard output: an error of another file does not say whose it is."""
+    """Why the standard output cannot be written any more: an error does not say to which file it belongs."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError as failure:
         return failure.strerror
-    except (AttributeError, ValueError):  # there is none, or it is no file
+    except (AttributeError, ValueError):  # it does not exist, or is no file
         pass
     return None

@@ -17,8 +17,8 @@ from rich.table import Table
 import strobe
 from strobe_tools.requirements import require
 
-# The largest error accepted: some ulps, within which a right result stays at these sizes and a wrong one does not. How accurate an engine
-# is beside the plain formulas is for the test suite to say.
+# The largest error accepted: some ulps, which a correct result keeps at these sizes and a wrong one exceeds. The test suite measures how
+# accurate an engine is relative to the plain formulas.
 TOLERANCE = {"float64": 1e-14, "float32": 2e-6, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 
 SHAPES = {  # batch, heads, heads_kv, Sq, Sk, D, Dv
@@ -68,7 +68,7 @@ def _problem(case: Case, seed: int) -> Problem:
         return x.astype(dtype)
 
     def beside(x: Any) -> Any:
-        """As torch tensors where q is one."""
+        """As torch tensors if q is one."""
         if case.dtype == "bfloat16":
             import torch
 
@@ -127,8 +127,8 @@ def _results(out: Any, lse: Any, gradients: Any) -> dict[str, Any]:
 
 
 def _error(x: Any, reference: Any) -> float:
-    """The largest difference, relative to the largest finite element of the reference, or to the inputs' 1 where that is more (a sum that
-    cancels is no better than its terms). inf where an infinity or NaN stands in one of the two alone."""
+    """The largest difference, relative to the largest finite element of the reference, or to the inputs' 1 if that is more (a sum that
+    cancels is no better than its terms). inf if only one of the two has an infinity or NaN."""
     import numpy as np
 
     finite = np.isfinite(reference)
@@ -138,7 +138,7 @@ def _error(x: Any, reference: Any) -> float:
 
 
 def _outcomes(case: Case, engines: Iterable[str], seed: int) -> Iterator[tuple[str, str | None]]:
-    """For each engine: its name, and what was wrong ("": nothing; None: it does not take such a call)."""
+    """For each engine: its name, and the error ("": none; None: it does not support such a call)."""
     problem = _problem(case, seed)
     dout, q, k, v = problem.tensors
     out, lse = strobe.reference(q, k, v, **problem.options)

@@ -1,4 +1,4 @@
-"""``strobe prewarm``: the kernels of the usual calls, compiled before anyone waits for them. Needs NVRTC, but no GPU."""
+"""``strobe prewarm``: compiles the kernels of the usual calls ahead of their first use. Needs NVRTC, but no GPU."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ FEATURES: dict[str, tuple[dict[str, Shape], dict[str, Any]]] = {
 }
 HEAD_DIMS = tuple(range(32, 257, 32))
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-# Where the Hopper backward takes another tile than at _S, beyond d 64.
+# The length for which the Hopper backward uses another tile than at _S, beyond d 64.
 _OTHER_LENGTHS = {"plain": 512, "causal": 8192, "deterministic": 8192}
 _SMALL = 512  # tokens of a call for which it takes 64 keys a block, up to d 160
 # Tokens of a sequence and how many, up to d 64: two stages of keys, in line or not, and dQ in shared memory.
 _SHORT = ((512, 16), (512, 33), (1024, 16))
-_AS_WIDE = ("bias", "sinks")  # beside float64 they are float64
+_AS_WIDE = ("bias", "sinks")  # with float64 they are float64
 _EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
 _FEATURE_DIMS = (64, 128)
 # --common: what transformers are mostly trained and run with.
 _COMMON_DTYPES, _COMMON_DIMS, _COMMON_FEATURES = ("bfloat16",), (64, 128), ("plain", "causal", "varlen")
-# Of a kernel, on the average of the table: seconds of one core of a server, and bytes in the cache.
+# Per kernel, on the average of the table: seconds of one core of a server, and bytes in the cache.
 _SECONDS, _BYTES = 0.7, 65_000
 
 
@@ -82,7 +82,7 @@ class Job(NamedTuple):
     feature: str
     backward: bool
     seqlen: int = _S
-    sequences: int | None = None  # as many as have the example's tokens
+    sequences: int | None = None  # None: as many as have the example's tokens
 
     def __str__(self) -> str:
         length = "" if self.seqlen == _S else f" of {self.seqlen}" if self.sequences is None else f" of {self.sequences} x {self.seqlen}"
@@ -90,7 +90,7 @@ class Job(NamedTuple):
         return f"sm_{self.compute_capability} {self.dtype} d{self.head_dim} {self.feature} {direction}{length}"
 
     def names(self) -> tuple[dict[str, bool], str]:
-        """The kernels' names, and whether each is in the cache; or the reason why no engine takes the call."""
+        """The kernels' names, and whether each is in the cache; or the reason why no engine supports the call."""
         return self._asked(kernels, {})
 
     def run(self) -> tuple[list[Kernel], str]:
@@ -117,7 +117,7 @@ class Job(NamedTuple):
 def jobs(
     archs: Sequence[int], head_dims: Sequence[int] | None, dtypes: Sequence[str] | None, features: Sequence[str] | None
 ) -> Iterator[Job]:
-    """All that are asked for; by default the table that Strobe ships."""
+    """All jobs that are asked for; by default the table that Strobe ships."""
     for arch, dtype, feature in product(archs, dtypes or DTYPES, features or FEATURES):
         for dim in head_dims or (HEAD_DIMS if feature in _EVERY_DIM else _FEATURE_DIMS):
             yield Job(arch, dtype, dim, feature, False)
@@ -130,7 +130,7 @@ def jobs(
                 yield from (Job(arch, dtype, dim, feature, True, *length) for length in _SHORT)
 
 
-# What NVRTC 12.9 and 13 compile for of what Strobe has kernels for.
+# The compute capabilities that NVRTC 12.9 and 13 support and Strobe has kernels for.
 _KNOWN = (61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 107, 110, 120, 121)
 _OLDEST, _OLDEST_OF_NVRTC_13 = _KNOWN[0], 75
 _NVRTC_12 = '; this one needs NVRTC 12: pip install "nvidia-cuda-nvrtc-cu12==12.9.*"'
@@ -148,7 +148,7 @@ def _reasons(refused: Iterable[tuple[Job, str]]) -> Iterator[str]:
     """Each reason once, with the calls that it keeps out."""
     calls: dict[str, list[Job]] = {}
     for job, reason in refused:
-        # The name of the kernel that was asked for first is no part of the reason.
+        # The name of the kernel that was compiled first is no part of the reason.
         calls.setdefault(re.sub(r"strobe::\S+ for sm_\w+: not in", "a kernel is not in", reason), []).append(job)
     for reason, jobs_ in calls.items():
         more = f" and {len(jobs_) - 3} more" if len(jobs_) > 3 else ""
@@ -246,7 +246,7 @@ def command(
 @contextlib.contextmanager
 def _ended_by_interrupts() -> Iterator[None]:
     """Ctrl-C ends all processes at once. As an exception it would wait, as the pool ends, for a lock that one of its processes holds, and
-    where it comes while Python frees an object nobody would see it."""
+    if it comes while Python frees an object it would be lost."""
 
     def end(*_: object) -> None:
         for process in active_children():
@@ -256,7 +256,7 @@ def _ended_by_interrupts() -> Iterator[None]:
             sys.stdout.flush()
         os._exit(130)
 
-    if threading.current_thread() is not threading.main_thread():  # which alone is told of signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
     before = signal.signal(signal.SIGINT, end)
@@ -267,7 +267,8 @@ def _ended_by_interrupts() -> Iterator[None]:
 
 
 def _leave_interrupts() -> None:
-    """In a process that compiles: one that Ctrl-C ends within a call of the pool may leave a lock behind, for which the others wait."""
+    """Called in a compiling process: if Ctrl-C ended it within a call of the pool, it might leave a lock behind, for which the others
+    wait."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -277,7 +278,7 @@ def _missing(asked: Sequence[Job]) -> set[tuple[int, str]]:
 
 
 def _missing_for_good(asked: Sequence[Job]) -> str:
-    """Where nothing compiles: what the cache does not have, and what to install; empty if it has all."""
+    """If nothing can be compiled: the kernels missing in the cache, and what to install; empty if none is missing."""
     for job in asked:
         if not all(job.names()[0].values()) and (reason := job.run()[1]):
             return next(_reasons([(job, reason)]))
@@ -285,7 +286,7 @@ def _missing_for_good(asked: Sequence[Job]) -> str:
 
 
 def _announce(asked: Sequence[Job], small: Sequence[Job], processes: int, cache: str, console: Console) -> set[tuple[int, str]]:
-    """Says what is to be done before it begins. The kernels that are missing: compute capability and name."""
+    """Prints the work ahead before it begins. Returns the missing kernels: compute capability and name."""
     missing: set[tuple[int, str]] = set()
     kept: set[tuple[int, str]] = set()
     of_small: set[tuple[int, str]] = set()

@@ -23,7 +23,7 @@ from strobe_tools.values import known
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Wishes; an engine rounds each to a tile that it has.
+# Requests; an engine rounds each to a tile that it has.
 TILES_Q = (16, 32, 64, 128, 192, 256)
 TILES_K = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 256)
 # B, H, S, D
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What one tile is looked for: calls of an engine, in one direction."""
+    """The calls for which one tile is sought: of an engine, in one direction."""
 
     engine: str
     shape: Shape
@@ -99,7 +99,7 @@ class Case(NamedTuple):
 class Found(NamedTuple):
     tile: Tile
     seconds: float
-    usual: Tile  # what runs without the table
+    usual: Tile  # the tile that runs without the table
     usual_seconds: float
     tried: int
 
@@ -121,7 +121,7 @@ def tensors(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(case: Case, repeats: int) -> Found:
-    """Raises NotImplementedError where the engine does not take the call."""
+    """Raises NotImplementedError if the engine does not support the call."""
     import torch
 
     q, k, v = tensors(case)
@@ -196,7 +196,7 @@ def command(
         try:
             found = measure(case, repeats)
         except NotImplementedError:
-            continue  # the engine does not take it
+            continue  # the engine does not support it
         except (torch.OutOfMemoryError, MemoryError) as refusal:
             console.print(f"[yellow]not measured[/yellow] {case}: {str(refusal).splitlines()[0]}", soft_wrap=True, highlight=False)
             continue

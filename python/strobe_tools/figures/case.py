@@ -11,11 +11,11 @@ Row = dict[str, Any]
 
 
 class Setting(NamedTuple):
-    """Where, and how thoroughly."""
+    """The device, and the thoroughness."""
 
     device: str  # "cpu" or "cuda"
     quick: bool
-    budget: float  # seconds that a figure's calls may be repeated for, each case
+    budget: float  # seconds for the repetitions of a figure's calls, per case
 
     @property
     def on_gpu(self) -> bool:
@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A step of a figure: what is timed together."""
+    """A step of a figure: the calls that are timed together."""
 
     name: str
     run: Callable[[], list[Row]]
@@ -44,7 +44,7 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Numbers as numbers; what is missing is None."""
+    """Numbers as numbers; missing values are None."""
     with path.open(newline="", encoding="utf-8") as file:
         return [{name: _value(x) for name, x in row.items()} for row in csv.DictReader(file)]
 

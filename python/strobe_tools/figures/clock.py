@@ -1,4 +1,4 @@
-"""Time of calls that may not fit. On the CPU it is processor time, of one thread: other people's programs do not count."""
+"""Times calls that may not fit. On the CPU it is processor time, of one thread: other programs do not count."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 Call = Callable[[], Any]
 LEAST_REPEATS, MOST_REPEATS = 3, 15
-PATIENCE = 20  # times the budget: where a call takes longer, the first one counts as well
-SPREAD = 2.0  # of a point's longest call over its shortest one, from which on something else has run meanwhile
+PATIENCE = 20  # times the budget: if a call takes longer, the first one counts as well
+SPREAD = 2.0  # ratio of a point's longest call to its shortest one, above which something else has run meanwhile
 DIFFERS = "its calls took "  # begins the note of such a point
 STARTING = 10.0  # seconds that a first call on a GPU may take to load libraries and compile kernels
 
 
 class RefusedError(Exception):
-    """A call that cannot be made, in few words: out of memory, or what the library says."""
+    """A call that cannot be made, in few words: out of memory, or the library's error."""
 
 
 def attempt(call: Call) -> Any:
@@ -56,8 +56,8 @@ def once(call: Call, setting: Setting) -> float:
 
 
 def times(calls: Mapping[str, Call], setting: Setting, warm: bool = False) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds of each call; and notes: the reasons of those that refuse, and how far calls of one point lie apart, if that is far. Medians
-    of as many calls as the budget allows, three at least, after one that is not counted; warm: that one was made before."""
+    """Seconds of each call; and notes: the reasons of those that refuse, and how far the calls of one point differ, if much. Medians of as
+    many calls as the budget allows, at least three, after one that is not counted; warm: that one was already made."""
     patience = max(PATIENCE * setting.budget, STARTING if setting.on_gpu else 0.0)
     single: dict[str, float] = {}
     notes: dict[str, str] = {}

@@ -31,7 +31,7 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
     from strobe_tools.figures.measure import FIGURES
 
     setting = Setting(device, quick, budget)
-    torch.set_num_threads(1)  # what is measured on the CPU is the processor time of one thread
+    torch.set_num_threads(1)  # on the CPU the processor time of one thread is measured
     on = torch.cuda.get_device_name() if setting.on_gpu else f"{machine.cpu_name()}, one thread"
     facts: dict[str, object] = {
         "device": on,
@@ -65,7 +65,7 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
 
 
 def _point(row: Row) -> str:
-    """Which one of a figure's it is."""
+    """The name of a figure's point."""
     return " ".join(
         str(row[column]) for column in ("name", "attention", "engine", "block", "method", "direction", "length") if column in row
     )
@@ -108,7 +108,7 @@ def command(
             reason = "PyTorch sees no CUDA device" if device == "cuda" else "accepted are cpu and cuda"
             raise click.BadParameter(f"{device!r}: {reason}", param_hint="--device")
         began = time.perf_counter()
-        gc.freeze()  # what is there before, PyTorch among it, is not looked through once more for each call
+        gc.freeze()  # existing objects, PyTorch's among them, are not scanned again for each call
         try:
             _measure(out, wanted, device or ("cuda" if gpu else "cpu"), quick, budget, console)
         finally:

@@ -1,4 +1,4 @@
-"""The pictures, from the CSV files. Okabe and Ito's colours, which every kind of colour vision tells apart; markers and hatches say the
+"""The pictures, from the CSV files. Okabe and Ito's colours, which every kind of colour vision distinguishes; markers and hatches say the
 same."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY, BROWN, PURPLE =
     "#7F4F24",
     "#4B2E83",
 )
-# By the first of these words that a method's name has, so that it looks the same in every picture and on every machine.
+# By the first of these words in a method's name, so that it looks the same in every picture and on every machine.
 LOOKS = {
     "Strobe": (VERMILLION, "o"),
     "math": (BLUE, "s"),
@@ -84,7 +84,7 @@ def save(figure: Figure, path: Path, where: str) -> Path:
 
 
 def _save_png(figure: Figure, path: Path) -> None:
-    """In a palette: less than half the bytes."""
+    """With a palette: less than half the bytes."""
     figure.set_dpi(PNG_DPI)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -105,7 +105,7 @@ def _number(x: float) -> str:
 
 
 def _bars(axes: Axes, names: Sequence[str], values: Sequence[float | None], colours: Sequence[str], unit: str, **how: Any) -> None:
-    """Bars with their figures on top; what is missing says so."""
+    """Bars with their figures on top; a missing one says so."""
     for i, (value, colour) in enumerate(zip(values, colours, strict=True)):
         if value is None:
             axes.text(i, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=7, color="#555555")
@@ -127,7 +127,8 @@ def _log2(axes: Axes, values: Iterable[float], label: str) -> None:
 
 
 def look(name: str) -> dict[str, Any]:
-    """How a method's line is drawn: Strobe's the thickest, under the others, that none is hidden; what it does beside dashed and hollow."""
+    """The style of a method's line: Strobe's is the thickest, below the others, so that it hides none; its other runs are dashed and
+    hollow."""
     colour, marker = next(found for word, found in LOOKS.items() if word in name)
     how: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.2, "zorder": 2.2}
     if name == "Strobe":
@@ -146,7 +147,7 @@ def _lines(axes: Axes, rows: Sequence[Row], by: str, x: str, y: Callable[[Row], 
 
 
 def _legend(figure: Figure, handles: Sequence[Any], ncols: int) -> None:
-    """Under the pictures, off their curves, column by column; the last row is left to the machine's name."""
+    """Below the pictures, outside their curves, column by column; the last row is left to the machine's name."""
     rows, blank = -(-len(handles) // ncols), Line2D([], [], linestyle="none", label=" ")
     columns = [[*handles[i : i + rows], *[blank] * (rows + 1 - len(handles[i : i + rows]))] for i in range(0, len(handles), rows)]
     shown = [handle for column in columns for handle in column]
@@ -235,7 +236,7 @@ def sequence_length(rows: list[Row]) -> Figure:
         if row["note"] == "out of memory":
             failed.setdefault(row["method"], row["length"])
     for axes in (time, memory):
-        for i, (name, length) in enumerate(failed.items()):  # above the curves, for it has no height of its own
+        for i, (name, length) in enumerate(failed.items()):  # above the curves: the label has no height of its own
             at, colour = (length, 0.97 - 0.05 * i), look(name)["color"]
             axes.plot(*at, "x", color=colour, markersize=6, markeredgewidth=1.6, transform=axes.get_xaxis_transform())
             where = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
@@ -281,7 +282,7 @@ def _has_half(rows: list[Row]) -> bool:
 
 
 def _rate(rows: Iterable[Row]) -> tuple[float, str]:
-    """What FLOP/s are divided by, and its name."""
+    """The divisor of FLOP/s, and the unit's name."""
     fastest = max((row["flops"] or 0.0 for row in rows), default=0.0)
     return (1e12, "TFLOP/s") if fastest > 2e12 else (1e9, "GFLOP/s")
 

@@ -1,5 +1,5 @@
 """Runtime and peak memory over the sequence length, forward and backward, with dropout and a padding mask. On the CPU each method runs in a
-process of its own, whose memory is limited, so that running out of it harms nobody:
+process of its own with limited memory, so that running out of it does no harm:
 ``python -m strobe_tools.figures.lengths METHOD QUICK BUDGET`` prints a line of JSON for each length."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .clock import RefusedError, attempt, release, times
 SHAPE = {"cuda": (2, 8, 64), "cpu": (1, 2, 64)}  # batch, heads, head dimension
 LONGEST = {("cuda", False): 65536, ("cuda", True): 8192, ("cpu", False): 65536, ("cpu", True): 2048}
 CPU_LIMIT = 4 * 2**30  # bytes that a method may take beyond what its process holds to begin with
-MOST_SECONDS = 25.0  # of a call: where the next would take longer, by the square of its length, it is left out
+MOST_SECONDS = 25.0  # per call: if the next would take longer, by the square of its length, it is left out
 
 
 def lengths(setting: Setting) -> list[int]:
@@ -46,7 +46,7 @@ def _row(setting: Setting, method: str, n: int, seconds: float | None, peak: int
 
 
 def _on_gpu(setting: Setting, n: int) -> list[Row]:
-    """Each method alone on the GPU: what another holds is not its memory."""
+    """Each method alone on the GPU, so that no other method holds memory."""
     return [_measured(setting, method, n) for method in rivals.methods(setting.device)]
 
 
@@ -68,20 +68,20 @@ def _gpu_peak(call: Callable[[], Any]) -> int:
     """Bytes that PyTorch's allocator hands out at once, beyond what it had handed out before."""
     import torch
 
-    attempt(call)  # a library's own workspace is not the method's
+    attempt(call)  # a library's own workspace does not count as the method's
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = [torch.cuda.memory_allocated()]
     attempt(call)
     torch.cuda.synchronize()
     held.append(torch.cuda.memory_allocated())
-    return torch.cuda.max_memory_allocated() - min(held)  # autograd's thread may let go of a call's gradients late
+    return torch.cuda.max_memory_allocated() - min(held)  # autograd's thread may release a call's gradients late
 
 
 def _cpu_peak(call: Callable[[], Any]) -> int:
-    """The same of the process's resident pages."""
+    """The same for the process's resident pages."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     attempt(call)
     return max(0, _status("VmHWM") - before)
@@ -93,7 +93,7 @@ def _status(field: str) -> int:
 
 
 def _in_a_process(setting: Setting, method: str) -> list[Row]:
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back at once
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back at once
     command = [sys.executable, "-m", __name__, method, str(int(setting.quick)), str(setting.budget)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -104,11 +104,11 @@ def _in_a_process(setting: Setting, method: str) -> list[Row]:
 
 
 def _ascending(setting: Setting, method: str) -> Iterator[Row]:
-    """Until a length does not fit."""
+    """Measures until a length does not fit."""
     import torch
 
     torch.set_num_threads(1)
-    _measured(setting, method, 64)  # what is loaded and started once
+    _measured(setting, method, 64)  # loads and starts everything once
     limit = _status("VmSize") + CPU_LIMIT
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for n in lengths(setting):

@@ -69,7 +69,7 @@ def _where(shape: Shape) -> Row:
 def _rates(
     attends: Mapping[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]], backward: bool, work: float, setting: Setting
 ) -> list[Row]:
-    """A row each: FLOP/s, or why not."""
+    """One row each: FLOP/s, or the reason why not."""
     calls: dict[str, Call] = {}
     notes: dict[str, str] = {}
     for name, (attend, leaves) in attends.items():
@@ -197,7 +197,7 @@ def block_sparsity(setting: Setting) -> list[Case]:
 
 
 class Rung(NamedTuple):
-    """What is timed as one bar; the tiles are each rung's best of docs/ladder.md, on the CPU the engine's own."""
+    """One bar; the tiles are each rung's best of docs/ladder.md, on the CPU the engine's own."""
 
     name: str
     dtype: str
@@ -259,7 +259,7 @@ PEERS = {
 def peers(setting: Setting) -> list[Case]:
     tokens, width = (16384, 2048) if setting.on_gpu else (2048, 512)
     every = [tokens >> i for i in range(6 if setting.on_gpu else 4)]
-    ns = every[:0:-2] if setting.quick else every[::-1]  # a line takes two
+    ns = every[:0:-2] if setting.quick else every[::-1]  # a line in the quick figure takes every second one
 
     def run(d: int, n: int, causal: bool) -> list[Row]:
         shape = (tokens // n, width // d, n, d)
@@ -313,7 +313,7 @@ FIGURES: dict[str, tuple[str, Callable[[Setting], list[Case]]]] = {
 
 
 def _profiled(figure: str, setting: Setting) -> Iterable[Call]:
-    """The calls whose bytes are counted, in the order in which rows are made of them."""
+    """The calls whose bytes are counted, in the order of the rows made from them."""
     if figure == "a":
         leaves = _tensors(_gpt2_medium(setting), setting.dtype, setting.device)
         return [_both(attend, leaves) for attend in ATTENTIONS.values()]

@@ -1,4 +1,4 @@
-"""The attentions that Strobe is measured beside, each a real forward and backward: exact ones, and those that compute less."""
+"""The attentions that Strobe is compared with, each a real forward and backward: exact ones, and those that compute less."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPARSE_BLOCK = 128
 
 
 class Inputs(NamedTuple):
-    """q, k, v (B, H, N, D) that require grad, a padding mask (B, 1, 1, N), True = attend, and what a method adds of its own."""
+    """q, k, v (B, H, N, D) that require grad, a padding mask (B, 1, 1, N), True = attend, and a method's own parameters."""
 
     leaves: tuple[Tensor, ...]
     mask: Tensor
@@ -57,7 +57,7 @@ def both(attend: Attend, given: Inputs) -> Callable[[], Any]:
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """As Megatron-LM does without its fused kernels: baddbmm, scale and mask, softmax, dropout, bmm."""
+    """Like Megatron-LM without its fused kernels: baddbmm, scale and mask, softmax, dropout, bmm."""
     import torch
 
     batch, heads, n, d = q.shape

@@ -19,7 +19,7 @@ def standard(n: int, d: int, backward: bool) -> int:
 
 
 def fused(n: int, d: int, backward: bool) -> int:
-    """Each tensor once, LSE with them: what is left if a head's K and V, read again by every tile of queries, stay in a cache."""
+    """Each tensor once, and the LSE: the traffic if a head's K and V, read again by every tile of queries, stay in a cache."""
     return 8 * n * d + n if backward else 4 * n * d + n
 
 
@@ -35,14 +35,14 @@ def flash2(n: int, d: int, br: int, bc: int) -> float:
     return 2 * n * d + n + n / br * 2 * n * d
 
 
-# Nsight Compute. A program that calls profile() is run under it; the counters of each call are added up.
+# Nsight Compute. It runs a program that calls profile(); the counters of each call are added up.
 
 COUNTERS = {"dram__bytes_read.sum": "read", "dram__bytes_write.sum": "written", "lts__t_bytes.sum": "cache"}
-_BETWEEN = "spin_kernel"  # what torch.cuda._sleep launches
+_BETWEEN = "spin_kernel"  # the kernel of torch.cuda._sleep
 
 
 def profile(calls: Iterable[Callable[[], Any]]) -> None:
-    """To be called in a process under Nsight Compute."""
+    """Must be called in a process under Nsight Compute."""
     import torch
 
     calls = list(calls)
@@ -72,7 +72,7 @@ def measured(module: str, arguments: list[str], count: int) -> list[dict[str, fl
 
 
 def parse(output: str) -> list[dict[str, float]]:
-    """Of ncu's CSV: a sum of the counters for each call."""
+    """From ncu's CSV: a sum of the counters for each call."""
     calls: list[dict[str, float]] = []
     sums = dict.fromkeys(COUNTERS.values(), 0.0)
     for row in csv.DictReader(line for line in output.splitlines() if line.startswith('"')):

@@ -20,7 +20,7 @@ _CONFIGS, _ATTENTIONS, _PRECISIONS = (", ".join(names) for names in (CONFIGS, AT
 
 
 def _overrides(config: Config, assignments: Iterable[str]) -> dict[str, Any]:
-    """What --set says, each value of the type that the field has."""
+    """The assignments of --set, each value of the type of its field."""
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     changes: dict[str, Any] = {}
     for assignment in assignments:
@@ -29,7 +29,7 @@ def _overrides(config: Config, assignments: Iterable[str]) -> dict[str, Any]:
             raise ValueError(f"--set {assignment}: no such field; accepted is NAME=VALUE with NAME one of {', '.join(fields)}")
         try:
             value = ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the latter two: brackets in brackets
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the latter two: deeply nested brackets
             value = text
         default = fields[name]
         if isinstance(default, float) and type(value) is int:
@@ -76,7 +76,7 @@ def command(
     The default configuration takes about three minutes on two CPU cores, and fails unless attention was seen to learn.
     """
     require("train", "torch", "numpy", "tokenizers", "matplotlib", extra="train")
-    # Before torch comes in: beside other work, threads that wait actively make small steps several times slower.
+    # Before torch is imported: beside other work, threads that wait actively make small steps several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from strobe_tools.train.experiment import train
 

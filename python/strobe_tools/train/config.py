@@ -1,4 +1,4 @@
-"""What a training run is: one dataclass, and the configurations that ``strobe train --config`` knows."""
+"""The description of a training run: one dataclass, and the configurations that ``strobe train --config`` knows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _is_float(x: object) -> bool:
     return _is_int(x) or (isinstance(x, float) and math.isfinite(x))
 
 
-# By the type of a field: what it takes, and in words.
+# By the type of a field: the accepted values, and their description.
 _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "int": (_is_int, "a whole number of 64 bits"),
     "float": (_is_float, "a finite number"),
@@ -34,14 +34,14 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
 class Config:
     """A training run. The defaults are the configuration "default", which fits two CPU cores.
 
-    Length is given by ``steps`` or, where that is None, by ``epochs``. ``block_size`` is the tile that strobe is asked for and the block of
+    Length is given by ``steps`` or, if that is None, by ``epochs``. ``block_size`` is the tile requested of strobe and the block of
     block-sparse's mask; 0 leaves the tile to the engine.
     """
 
     # text
     vocab_size: int = 1024
-    text_bytes: int | None = 6_000_000  # at most so much text is used; None: all of it
-    val_tokens: int = 32_768  # the validation loss and the bigram entropy are both measured on so many tokens at most
+    text_bytes: int | None = 6_000_000  # at most this much text is used; None: all of it
+    val_tokens: int = 32_768  # the validation loss and the bigram entropy are each measured on at most this many tokens
     # model
     d_model: int = 128
     layers: int = 2
@@ -66,13 +66,13 @@ class Config:
     # how it runs
     precision: str = "auto"
     compile: bool = False
-    context_parallel: int = 1  # processes that share the tokens of every sequence
+    context_parallel: int = 1  # processes that divide the tokens of every sequence
     device: str = "auto"
     seed: int = 0
     evaluate_every: int = 100
     save_every: int = 300
     sample_tokens: int = 256
-    ablation: bool = True  # train the same model with its attention removed, too
+    ablation: bool = True  # also train the same model without its attention
     must_learn: bool = True  # the command fails if attention did not learn
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycach
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens to learn from, tokens to be measured on, and the tokenizer that made them."""
+    """Training tokens, validation tokens, and the tokenizer that made them."""
 
     train: Tensor  # int64
     validation: Tensor
@@ -43,7 +43,7 @@ def standard_library() -> list[Path]:
 
 
 def _files(root: Path) -> list[Path]:
-    """All files below, sorted, but for those in hidden and in skipped folders."""
+    """All files below, sorted, except those in hidden and in skipped folders."""
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [f for f in subfolders if f not in _SKIPPED_FOLDERS and not f.startswith(".")]
@@ -54,7 +54,7 @@ def _files(root: Path) -> list[Path]:
 def gather(source: Path | None, most_bytes: int | None) -> list[str]:
     """The documents under ``source`` (a file, or a folder with its subfolders; None: the standard library), shuffled by a fixed seed.
 
-    What is not UTF-8 is skipped. At most ``most_bytes`` of text are taken, in whole documents but for the last.
+    Files that are not UTF-8 are skipped. At most ``most_bytes`` of text are taken, in whole documents except the last.
     Raises FileNotFoundError or ValueError if there is no text.
     """
     if source is None:
@@ -93,7 +93,7 @@ def split(documents: list[str]) -> tuple[list[str], list[str]]:
     begins = np.cumsum([0, *map(len, documents)])
     total = int(begins[-1])
     cut = int(total * (1 - VALIDATION_SHARE))
-    index = int(np.searchsorted(begins, cut, side="right")) - 1  # the document that the cut falls into
+    index = int(np.searchsorted(begins, cut, side="right")) - 1  # the document that contains the cut
     if index > 0 and total - begins[index] <= 2 * VALIDATION_SHARE * total:
         return documents[:index], documents[index:]
     at = cut - int(begins[index])
@@ -157,14 +157,14 @@ def load(source: Path | None, *, vocab_size: int, most_bytes: int | None) -> Cor
 
 
 def _stored(path: Path) -> tuple[Tokenizer, NDArray[np.int32], NDArray[np.int32]] | None:
-    """What _store has kept, if it is there and whole."""
+    """The files of _store, if they exist and are whole."""
     if not path.is_file():
         return None
     try:
         with np.load(path) as stored:
             tokenizer = Tokenizer.from_str(str(stored["tokenizer"]))
             train, validation = stored["train"], stored["validation"]
-    except Exception:  # a damaged file brings zip, zlib, NumPy and the tokenizer to exceptions of any kind
+    except Exception:  # a damaged file makes zip, zlib, NumPy and the tokenizer raise exceptions of any kind
         return None
     size = tokenizer.get_vocab_size()
     good = all(x.dtype == np.int32 and x.ndim == 1 and x.size and x.min() >= 0 and x.max() < size for x in (train, validation))
@@ -172,13 +172,13 @@ def _stored(path: Path) -> tuple[Tokenizer, NDArray[np.int32], NDArray[np.int32]
 
 
 def _store(path: Path, **arrays: NDArray[np.generic]) -> None:
-    """A cache that cannot be written is done without."""
+    """Works without a cache if it cannot be written."""
     with contextlib.suppress(OSError), replacing(path) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def windows(tokens: Tensor, length: int, most: int) -> Tensor:
-    """(n, length + 1): windows of ``length`` predictions each, evenly spread over the tokens; no more than ``most`` predictions in all."""
+    """(n, length + 1): windows of ``length`` predictions each, evenly spread over the tokens; at most ``most`` predictions in all."""
     fit = (len(tokens) - 1) // length
     if fit < 1:
         raise ValueError(
@@ -189,10 +189,10 @@ def windows(tokens: Tensor, length: int, most: int) -> Tensor:
 
 
 def bigram_entropy(train: NDArray[np.int64], windows: NDArray[np.int64], vocab_size: int) -> float:
-    """Cross entropy, in nats per token, of a bigram model of the training tokens, on what the windows (n, length + 1) predict.
+    """Cross entropy, in nats per token, of a bigram model of the training tokens, on the predictions of the windows (n, length + 1).
 
-    The model is interpolated Kneser-Ney (Chen and Goodman 1999, section 2.7), about the best that a bigram can do, with the discount that
-    is best on these very windows: a bar that knowledge of the previous token alone does not get under.
+    The model is interpolated Kneser-Ney (Chen and Goodman 1999, section 2.7), about the best possible bigram model, with the discount that
+    is best on these very windows: a bound that knowledge of the previous token alone does not beat.
     """
     pairs, counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)
     first, second = np.divmod(pairs, vocab_size)

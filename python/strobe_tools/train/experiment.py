@@ -25,16 +25,16 @@ CUT = "--- how the model goes on:"
 
 
 def train(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console, ranks: Ranks | None = None) -> Result:
-    """Trains as the configuration says and leaves loss.png, sample.txt, summary.json and the checkpoints in the folder ``out``.
+    """Trains as configured and writes loss.png, sample.txt, summary.json and the checkpoints to the folder ``out``.
 
-    Of several ranks all call it, and the first one writes.
+    All ranks call it, and the first one writes.
 
     Raises ValueError or FileNotFoundError, naming the argument, for a text or a checkpoint that does not fit.
     """
-    pick_device(config)  # before the text takes its time
+    pick_device(config)  # before the text, which takes time
     out.mkdir(parents=True, exist_ok=True)
     if ranks is not None and not ranks.is_first:
-        ranks.barrier()  # until the first one has trained the tokenizer and kept it
+        ranks.barrier()  # until the first one has trained and stored the tokenizer
     with console.status("gathering the text, training its tokenizer"):
         corpus = data.load(text, vocab_size=config.vocab_size, most_bytes=config.text_bytes)
     if ranks is not None and ranks.is_first:
@@ -92,7 +92,7 @@ def _run(
     else:
         if resume:
             console.print(f"{name}: {checkpoint} does not exist; starts at step 0")
-        if first and checkpoint.exists():  # hours may lie in it
+        if first and checkpoint.exists():  # it may hold hours of training
             checkpoint.replace(checkpoint.with_suffix(".previous.pt"))
         trainer = Trainer(config, corpus, ranks)
     if config.device == "auto" and trainer.device.type == "cpu" and torch.cuda.is_available():
@@ -132,16 +132,16 @@ def _size(count: int) -> str:
 
 
 def _sample(trainer: Trainer) -> tuple[str, str]:
-    """The beginning of the held-out text, half a sequence of it, and what the model goes on to write.
+    """The beginning of the held-out text, half a sequence of it, and the model's continuation.
 
-    A model as small as these has seen too few beginnings of documents to make one up from nothing: where it starts from the end of a
+    A model as small as these has seen too few beginnings of documents to invent one: if it starts from the end of a
     document, its first tokens lead it astray.
     """
     tokenizer, config = trainer.corpus.tokenizer, trainer.config
     prompt = trainer.validation[0, : max(1, config.sequence // 2)].to(trainer.device)
     generator = torch.Generator(trainer.device).manual_seed(config.seed)
     tokens = trainer.model.generate(prompt, config.sample_tokens, generator=generator)
-    # The end of a document is shown: what follows it is another one.
+    # The end of a document is shown: another one follows.
     shown = (tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in tokens.tensor_split([len(prompt)]))
     before, after = shown
     return before.removeprefix(data.END_OF_DOCUMENT), after

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from strobe_tools.train.attention import ATTENTIONS
 from strobe_tools.train.config import Config
 
-_WIDTH = 64  # what logits are computed in multiples of: tensor cores take products of an odd width at a fifth of their speed
+_WIDTH = 64  # logits are computed in multiples of it: tensor cores compute products of an odd width at a fifth of their speed
 
 
 class SelfAttention(nn.Module):
@@ -64,8 +64,8 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits (B, S, vocabulary) of the next token, for tokens (B, S), S at most config.sequence. positions (S,): where the tokens
-        stand in their sequences; None: from 0 on."""
+        """Logits (B, S, vocabulary) of the next token, for tokens (B, S), S at most config.sequence. positions (S,): the positions of the
+        tokens in their sequences; None: from 0 on."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token(tokens) + self.position(positions)
@@ -78,7 +78,7 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), weight)[..., : self.config.vocab_size]
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross entropy, in nats, of tokens[:, 1:] given what is before each."""
+        """Mean cross entropy, in nats, of tokens[:, 1:] given the tokens before each."""
         return F.cross_entropy(self(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
     @torch.no_grad()

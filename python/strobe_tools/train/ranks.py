@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process among those that train. All of them see the same batches, take the same steps, and have the same weights."""
+    """This process among the training ones. All of them see the same batches, take the same steps, and have the same weights."""
 
     def __init__(self, world: int, rank: int, device: str, store: str | None) -> None:
-        """store: a file through which the ranks find one another; None: they have, and are the default process group."""
+        """store: a file through which the ranks find one another; None: they already are the default process group."""
         self.world, self.rank = world, rank
         if device == "cuda":
             torch.cuda.set_device(rank)
@@ -43,7 +43,7 @@ class Ranks:
         return self.rank == 0
 
     def seed(self, seed: int, step: int) -> None:
-        """Each rank drops other elements of its tokens in each step, the same ones whenever the step is taken."""
+        """Each rank drops other elements of its tokens in each step, the same ones whenever the step is repeated."""
         torch.manual_seed((seed * 1_000_003 + step) * self.world + self.rank)
 
     def over_ranks(self, model: GPT) -> None:
@@ -62,7 +62,7 @@ class Ranks:
         return attend
 
     def loss(self, model: GPT, tokens: Tensor) -> Tensor:
-        """This rank's part of the mean cross entropy of tokens[:, 1:]: the parts of all ranks add up to it."""
+        """This rank's share of the mean cross entropy of tokens[:, 1:]: the shares of all ranks add up to it."""
         before, targets = tokens[:, :-1], tokens[:, 1:]
         layout = _layout(before.shape[1], self.world)
         before, targets = (layout.shard(x, 1, self.rank) for x in (before, targets))
@@ -76,7 +76,7 @@ class Ranks:
         return losses / (tokens.shape[0] * layout.seqlen)
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each rank's are those of its part of the loss."""
+        """Each rank's gradients are those of its share of the loss."""
         for x in parameters:
             if x.grad is None:
                 x.grad = torch.zeros_like(x)
@@ -90,7 +90,7 @@ class Ranks:
         return bool(self.total(torch.tensor(float(mine), device=device)))
 
     def of_first(self, x: T) -> T:
-        """The first rank's."""
+        """The first rank's value."""
         held = [x]
         dist.broadcast_object_list(held)
         return held[0]

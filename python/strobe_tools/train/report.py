@@ -1,4 +1,4 @@
-"""What a training run leaves behind: the loss curves as a picture, the figures, and whether attention learned."""
+"""The output of a training run: the loss curves as a picture, the figures, and whether attention learned."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 
 from strobe_tools.train.trainer import History
 
-# Okabe and Ito's palette: told apart by every kind of colour vision. Line styles tell the same in print.
+# Okabe and Ito's palette: distinct for every kind of colour vision. Line styles say the same in print.
 _BLUE, _VERMILLION, _BLACK, _GREY = "#0072B2", "#D55E00", "#000000", "#999999"
 
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of a training, in nats per token. ``ablation`` is the same model without attention; None where that was not trained."""
+    """The figures of a training, in nats per token. ``ablation`` is the same model without attention; None if that was not trained."""
 
     attention: str
     run: History

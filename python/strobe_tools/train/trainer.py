@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class History:
-    """What a run has seen: the training loss of every step, and (step, validation loss) where it was measured."""
+    """The record of a run: the training loss of every step, and (step, validation loss) where it was measured."""
 
     train: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
@@ -74,7 +74,8 @@ def _runs_on_gpu(config: Config) -> bool:
 
 
 def pick_precision(config: Config, device: torch.device) -> str:
-    """Of the matrix products. "auto": on a GPU bf16 if it has that, else fp16; on a CPU bf16 if that is measurably faster, else fp32."""
+    """The precision of the matrix products. "auto": on a GPU bf16 if it has that, else fp16; on a CPU bf16 if it is measurably faster, else
+    fp32."""
     if config.precision != "auto":
         return config.precision
     if device.type == "cuda":
@@ -83,7 +84,7 @@ def pick_precision(config: Config, device: torch.device) -> str:
 
 
 def _bf16_speedup(config: Config) -> float:
-    """fp32's time over bf16's, for the model's own largest kind of product."""
+    """The ratio of fp32's time to bf16's, for the model's own largest kind of product."""
 
     def seconds(dtype: torch.dtype) -> float:
         a = torch.ones(config.batch * config.sequence, config.d_model, dtype=dtype)
@@ -100,7 +101,8 @@ def _bf16_speedup(config: Config) -> float:
 
 @contextlib.contextmanager
 def _held_interrupt() -> Iterator[Callable[[], bool]]:
-    """Holds Ctrl-C back, since half a step could not be resumed bit for bit, and yields what tells of it. A second one strikes at once."""
+    """Delays Ctrl-C, since half a step could not be resumed bit for bit, and yields a function that reports it. A second one takes effect
+    at once."""
     interrupted = False
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -108,7 +110,7 @@ def _held_interrupt() -> Iterator[Callable[[], bool]]:
         interrupted = True
         signal.signal(signal.SIGINT, before)
 
-    if threading.current_thread() is not threading.main_thread():  # where Python takes no signals
+    if threading.current_thread() is not threading.main_thread():  # Python receives no signals there
         yield lambda: False
         return
     before = signal.signal(signal.SIGINT, note)
@@ -120,7 +122,7 @@ def _held_interrupt() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def _of_a_checkpoint(path: Path) -> Iterator[None]:
-    """Whatever a damaged checkpoint brings its readers to becomes a ValueError that names it."""
+    """Turns any error of reading a damaged checkpoint into a ValueError that names it."""
     try:
         yield
     except Exception as error:
@@ -133,14 +135,14 @@ def _of_a_checkpoint(path: Path) -> Iterator[None]:
 class Trainer:
     """One run. ``Trainer.load`` continues one from its checkpoint as if it had never stopped.
 
-    Where it replays CUDA graphs it marks the beginning of each batch's (``torch.compiler.cudagraph_mark_step_begin``), for all of the
-    process: what other functions compiled with "reduce-overhead" have returned ends there, too.
+    If it replays CUDA graphs it marks the beginning of each batch's (``torch.compiler.cudagraph_mark_step_begin``), for the whole
+    process: the results of other functions compiled with "reduce-overhead" end there, too.
     """
 
     def __init__(self, config: Config, corpus: Corpus, ranks: Ranks | None = None) -> None:
         self.device = pick_device(config)
         self.ranks = ranks
-        precision = pick_precision(config, self.device)  # by a measurement, which other ranks may find otherwise
+        precision = pick_precision(config, self.device)  # measured, and other ranks may measure otherwise
         self.config = config.replace(device=str(self.device), precision=precision if ranks is None else ranks.of_first(precision))
         self.corpus = corpus
         self.step = 0
@@ -157,7 +159,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = GPT(config).to(self.device)
         # On a GPU, which would wait for the host, a batch's kernels are replayed as CUDA graphs. They write gradients to the same memory
-        # each time, so what is summed over batches lies elsewhere.
+        # each time, so sums over batches lie elsewhere.
         # They belong to a thread, PyTorch's for now to the main one (pytorch/pytorch#123177).
         self._replayed = config.compile and self.device.type == "cuda" and threading.current_thread() is threading.main_thread()
         mode = "reduce-overhead" if self._replayed else None
@@ -181,8 +183,8 @@ class Trainer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the median step. The first two of this process, which compile kernels and the model and record graphs, count only if there are
-        no others."""
+        """The rate of the median step. The first two of this process, which compile kernels and the model and record graphs, count only if
+        there are no others."""
         return self.tokens_per_step / statistics.median(self._seconds[2:] or self._seconds[-1:]) if self._seconds else None
 
     def learning_rate(self, step: int) -> float:
@@ -271,7 +273,7 @@ class Trainer:
         return self.history
 
     def save(self, path: Path) -> None:
-        """Everything that the next step depends on. A crash or a full disk leaves the last checkpoint whole.
+        """Saves everything that the next step depends on. A crash or a full disk leaves the last checkpoint whole.
 
         Raises OSError, naming the file, if it cannot be written.
         """
@@ -289,12 +291,12 @@ class Trainer:
         try:
             with replacing(path) as file:
                 torch.save(state, file)
-        except (OSError, RuntimeError) as error:  # the latter is PyTorch's word for a write that failed
+        except (OSError, RuntimeError) as error:  # PyTorch raises the latter if a write failed
             raise OSError(f"checkpoint: {path} cannot be written ({_first_line(error)}); accepted: a folder with room, as --out") from None
 
     @classmethod
     def load(cls, path: Path, config: Config, corpus: Corpus, ranks: Ranks | None = None) -> Trainer:
-        """Raises ValueError if the checkpoint is damaged, or of another configuration or text."""
+        """Continues a run. Raises ValueError if the checkpoint is damaged, or of another configuration or text."""
         with _of_a_checkpoint(path):
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():  # PyTorch does not look at the checksums
@@ -302,7 +304,7 @@ class Trainer:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
             saved = Config(**state["config"])
             digest = state["corpus"]
-        # "auto" means what was picked then, whatever would be picked now
+        # "auto" means the precision picked at that time, whatever would be picked now
         config = config.replace(
             device=saved.device if config.device == "auto" else str(pick_device(config)),
             precision=saved.precision if config.precision == "auto" else config.precision,

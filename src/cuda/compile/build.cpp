@@ -11,9 +11,9 @@ namespace strobe::cuda {
 namespace {
 
 std::string source_text(const KernelSource &source, const std::string &name, int cc) {
-  const char *constant = cc >= 70 ? "__grid_constant__ " : ""; // read in place, not copied; older architectures have no word for it
-  // Blocks of the next launch may begin as soon as places become free. Blocks of this launch have begun in the same way, so each waits for
-  // the end of the launch before, here or, if the kernel waits itself, later. Every block must wait, or the next launch could not know that
+  const char *constant = cc >= 70 ? "__grid_constant__ " : ""; // read in place, not copied; older architectures have no such keyword
+  // Blocks of the next launch may begin as soon as there is room. Blocks of this launch have begun in the same way, so each waits for the
+  // end of the previous launch, here or, if the kernel waits itself, later. Every block must wait, or the next launch could not know that
   // all earlier ones have ended.
   const char *overlap = cc >= 90 ? "asm volatile(\"griddepcontrol.launch_dependents;\");\n"
                                    "if constexpr (!kWaitsItself<Kernel>) asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"

@@ -21,10 +21,10 @@ namespace strobe::cuda {
 namespace fs = std::filesystem;
 namespace {
 
-// A file: this, the log, the cubin.
+// The layout of a file: this header, the log, the cubin.
 struct Head {
   char magic[8];
-  Sha256::Digest digest; // of all that follows
+  Sha256::Digest digest; // of all bytes that follow
   Sha256::Digest key;
   int32_t registers, spill_bytes;
   uint64_t log_bytes, cubin_bytes;
@@ -33,7 +33,7 @@ static_assert(std::has_unique_object_representations_v<Head>);
 constexpr char kMagic[8] = {'S', 'T', 'R', 'O', 'B', 'E', '0', '1'};
 constexpr size_t kDigested = offsetof(Head, key);
 constexpr std::string_view kFolderPrefix = "nvrtc-";
-constexpr size_t kMostBytes = 64 << 20; // of an entry; those of today have less than a hundredth of it
+constexpr size_t kMostBytes = 64 << 20; // of an entry; today's have less than a hundredth of it
 
 } // namespace
 
@@ -61,7 +61,7 @@ CacheSettings CacheSettings::from_environment() {
 static std::vector<std::string> all_refused() {
   CacheSettings s = CacheSettings::from_environment();
   s.further.push_back(s.folder);
-  for (const std::string &folder : s.further) { // their own folders, one for each NVRTC
+  for (const std::string &folder : s.further) { // the folders in it, one per NVRTC
     std::error_code none;
     for (const auto &entry : std::filesystem::directory_iterator(folder, none))
       if (entry.path().filename().string().starts_with(kFolderPrefix))
@@ -136,7 +136,7 @@ CacheLock::CacheLock(const std::string &file) : path_(file + ".lock") {
     if (!lock_) lock_ = open_own_lock(path_);
     if (!lock_) return;
     if (flock(*lock_, LOCK_EX | LOCK_NB) == 0) {
-      // The last holder removes the file: the lock counts if it is still this one that bears the name.
+      // The last holder removes the file: a lock counts only if its file is still the one with this name.
       struct stat held, named;
       if (fstat(*lock_, &held) == 0 && lstat(path_.c_str(), &named) == 0 && held.st_ino == named.st_ino && held.st_dev == named.st_dev)
         return;

@@ -1,6 +1,6 @@
 # Writes OUTPUT, which defines strobe::cuda::kernel_headers(), from the files that LIST names, one a line, "name=path".
 #   cmake -D LIST=<file> -D OUTPUT=<file> -P embed.cmake
-# String literals stay below 16 kB, which every compiler takes; adjacent ones are one.
+# String literals stay below 16 kB, which every compiler accepts; adjacent ones are joined.
 cmake_minimum_required(VERSION 3.21)
 set(limit 16000)
 
@@ -15,7 +15,7 @@ foreach(line IN LISTS lines)
   string(APPEND out "{\"${name}\",")
   string(LENGTH "${rest}" length)
   while(length GREATER limit)
-    # Between two lines, so that no character is cut in two.
+    # Cuts between two lines, so that no character is split.
     string(SUBSTRING "${rest}" 0 ${limit} head)
     string(FIND "${head}" "\n" end REVERSE)
     if(end LESS 0)

@@ -1,4 +1,4 @@
-// The files of kernels/, as they lie in the library.
+// The files of kernels/, embedded in the library.
 #pragma once
 #include <span>
 #include <string>
@@ -12,14 +12,14 @@ struct Header {
   std::string_view text;
 };
 
-// All of them; the build writes this function's file (embed.cmake).
+// All of them; the build generates this function's file (embed.cmake).
 std::span<const Header> kernel_headers();
 
-// One header as NVRTC takes it: it resolves no include relative to the including file, so each names the file below kernels/.
+// One header in the form for NVRTC, which resolves no include relative to the including file: each names the file below kernels/.
 struct Included {
   std::string name, text;
 };
-// The header and all that it includes, directly or not, each once.
+// The header and all that it includes, directly or indirectly, each once.
 std::vector<Included> included_by(std::string_view header);
 
 } // namespace strobe::cuda

@@ -3,7 +3,7 @@
 
 namespace strobe::cuda {
 
-// What `strobe info` says of CUDA: driver, GPUs, NVRTC, cache; or why there is none.
+// The CUDA lines of `strobe info`: driver, GPUs, NVRTC, cache; or the reason why there is none.
 std::string info();
 
 } // namespace strobe::cuda

@@ -58,7 +58,7 @@ private:
   std::vector<std::atomic<const Entry *>> slots_;
 };
 
-// Hashes of the kernels that some thread is loading: a kernel is loaded once, others meanwhile.
+// Hashes of the kernels that some thread is loading: a kernel is loaded once, while other kernels load.
 class Loading {
 public:
   class Turn {
@@ -117,7 +117,7 @@ Kernels &kernels() {
   return *only;
 }
 
-// Code on a device, or which call of the driver refused it.
+// Code on a device, or the driver's call that refused it.
 struct OnDevice {
   CUkernel handle = nullptr;
   CUresult result = CUDA_SUCCESS;
@@ -126,12 +126,12 @@ struct OnDevice {
   explicit OnDevice(const Build &built) {
     const Driver &d = *driver();
     CUlibrary library = nullptr;
-    CUfunction loaded = nullptr; // asked for so that the code is on the device now, not lazily in the first launch
+    CUfunction loaded = nullptr; // requested now, so that the code is loaded here and not lazily in the first launch
     call = "cuLibraryLoadData", result = d.cuLibraryLoadData(&library, built.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (!result) call = "cuLibraryGetKernel", result = d.cuLibraryGetKernel(&handle, library, "kernel");
     if (!result) call = "cuKernelGetFunction", result = d.cuKernelGetFunction(&loaded, handle);
   }
-  // Whether other code might be taken.
+  // Whether other code might be accepted.
   bool code_is_wrong() const {
     constexpr CUresult such[] = {CUDA_ERROR_INVALID_IMAGE,           CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_INVALID_PTX,
                                  CUDA_ERROR_UNSUPPORTED_PTX_VERSION, CUDA_ERROR_INVALID_SOURCE,    CUDA_ERROR_NOT_FOUND};
@@ -154,7 +154,7 @@ Kernel load_now(const KernelSource &source, std::span<const int32_t> config, con
   const DeviceGuard current(device);
   const RelaxedCapture relaxed; // the first call may be within a capture
   OnDevice code(built);
-  if (code.code_is_wrong() && !built.file.empty() && can_build(device.cc)) { // what a cache had, whoever made it
+  if (code.code_is_wrong() && !built.file.empty() && can_build(device.cc)) { // the cache's entry may be from any process
     cache_discard(built);
     built = build(source, config, device.cc, From::source);
     code = OnDevice(built);
@@ -187,7 +187,7 @@ const Kernel &load(const KernelSource &source, std::span<const int32_t> config, 
   if (const Kernel *known = find_loaded(source, config, device)) return *known;
   Kernels &all = kernels();
   const uint64_t hash = hash_of(source, config, device.ordinal);
-  cuda::device(device.ordinal); // in a forked child another thread of the parent may hold a lock for ever: this throws there
+  cuda::device(device.ordinal); // in a forked child another thread of the parent may hold a lock for ever: this call throws there
   const Loading::Turn turn(all.loading, hash);
   if (const Kernel *known = find_loaded(source, config, device)) return *known;
   std::unique_ptr<const Entry> entry(
@@ -211,7 +211,7 @@ void load_together(std::span<const KernelName> names, const Device &device) {
   try {
     for (team.reserve(names.size()); started < names.size(); started++) team.emplace_back(load_one, started);
   } catch (const std::system_error &) {
-    // The system has no further thread to give.
+    // The system has no further thread.
   } catch (const std::bad_alloc &) {}
   if (!names.empty()) load_one(0);
   for (size_t i = started; i < names.size(); i++) load_one(i);

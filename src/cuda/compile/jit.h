@@ -1,5 +1,4 @@
-// Kernels: compiled for a GPU when first asked for, kept on disk and in memory, launched.
-//
+// Kernels: compiled for a GPU when first needed, kept on disk and in memory, launched.
 // A kernel is a template over one Config in a header of kernels/, with
 //   struct Arguments                          passed by value (__grid_constant__)
 //   static constexpr int kThreads, kBlocksPerSm
@@ -19,7 +18,7 @@ struct KernelSource {
   const char *header;    // below kernels/: "simt/forward.h"
   const char *entry;     // the template: "strobe::simt::Forward"
   const char *config;    // the type of its parameter: "strobe::simt::Config"
-  bool specific = false; // it has instructions of one architecture alone: sm_90a, not sm_90
+  bool specific = false; // uses instructions of one architecture only: sm_90a, not sm_90
 };
 
 // A Config is a struct of int32_t: it prints as a list of its integers, and its bytes are the key.
@@ -35,48 +34,49 @@ struct Build {
   std::string cubin, log; // log: of NVRTC and ptxas
   int32_t registers = 0, spill_bytes = 0;
   std::string nvrtc;     // its version
-  bool compiled = false; // now, not found in a cache
-  std::string file;      // of the cache where it was found
+  bool compiled = false; // compiled now, not found in a cache
+  std::string file;      // the cache file in which it was found
 };
 enum class From { anywhere, source }; // source: compiled now, whatever a cache has
 // Through the disk cache. Needs no GPU.
 Build build(const KernelSource &, std::span<const int32_t> config, int cc, From = From::anywhere);
 // Whether build would find it in a cache.
 bool is_kept(const KernelSource &, std::span<const int32_t> config, int cc);
-// Whether there is a compiler for this compute capability, and leave to use it.
+// Whether there is a compiler for this compute capability, and permission to use it.
 bool can_build(int cc);
 template <class Config> Build build(const KernelKey<Config> &key, int cc) { return build(*key.source, key.integers(), cc); }
 // "strobe::simt::Forward<strobe::simt::Config{1,2,3}>"
 std::string kernel_name(const KernelSource &, std::span<const int32_t> config);
 
-// On one device, for the life of the process.
+// A kernel on one device, for the life of the process.
 struct Kernel {
   std::string name;
   CUfunction function = nullptr; // the CUkernel, which no context owns
   int cc = 0;
   int registers = 0, spill_bytes = 0;
   int64_t most_shared = 0;   // dynamic shared memory that a launch may ask for, bytes
-  size_t argument_bytes = 0; // 0: the driver is too old to tell
+  size_t argument_bytes = 0; // 0: the driver is too old to report it
 };
 // Once per kernel and device; then a look-up without a lock.
 const Kernel &load(const KernelSource &, std::span<const int32_t> config, const Device &);
 template <class Config> const Kernel &load(const KernelKey<Config> &key, const Device &device) {
   return load(*key.source, key.integers(), device);
 }
-// Null if it has not been loaded; without a lock.
+// Null if it has not been loaded; takes no lock.
 const Kernel *find_loaded(const KernelSource &, std::span<const int32_t> config, const Device &);
 struct KernelName {
   const KernelSource *source;
   std::span<const int32_t> config;
 };
-// All of them, each in a thread of its own, for a compiler takes a core for a second or two. Throws what the first that fails threw.
+// Loads all of them, each in a thread of its own, because a compilation occupies a core for a second or two. Throws the exception of the
+// first that fails.
 void load_together(std::span<const KernelName>, const Device &);
 
 struct Grid {
   int64_t x = 1, y = 1, z = 1;
 };
-// In the current context (DeviceGuard). An empty grid launches nothing. early: its thread blocks may come as soon as those of the kernel
-// launched before it have all begun; on their own they wait for its end where they need it (build.cpp). From compute capability 9.0 on.
+// Launches in the current context (DeviceGuard). An empty grid launches nothing. early: its thread blocks may begin as soon as those of the
+// previous kernel have all begun; they wait for its end where they need its results (build.cpp). From compute capability 9.0 on.
 void launch(const Kernel &, Grid, int threads, int64_t shared_bytes, CUstream, const void *arguments, size_t argument_bytes,
             bool early = false);
 

@@ -27,19 +27,19 @@ struct Nvrtc {
   std::string version() const { return std::to_string(major) + "." + std::to_string(minor); }
 };
 
-// One that compiles for this compute capability and that the driver (if there is one) can follow; null if there is none. STROBE_NVRTC
-// (libraries or folders, colon between) is asked alone where it is set; else the wheels beside the libraries of this process, CUDA_HOME and
-// CUDA_PATH, /usr/local/cuda, the loader's path. NVRTC 13 comes before 12, and after it where only 12 compiles (before 7.5).
+// An NVRTC that compiles for this compute capability and that the driver (if there is one) supports; null if there is none. If STROBE_NVRTC
+// is set (libraries or folders, separated by colons), only these are tried; else the wheels beside the libraries of this process, CUDA_HOME
+// and CUDA_PATH, /usr/local/cuda, the loader's path. NVRTC 13 is tried before 12, and after it where only 12 compiles (before 7.5).
 const Nvrtc *nvrtc(int cc);
-// What was looked for, where, and what was wrong with what was found.
+// What was searched for, where, and what was wrong with the libraries found.
 std::string nvrtc_missing(int cc);
-// The compute capabilities for which nvrtc() finds one, ascending.
+// The compute capabilities for which nvrtc() finds an NVRTC, ascending.
 std::vector<int> nvrtc_archs();
 // False if the driver is of an older major version than a cubin's compiler.
 bool driver_follows(int nvrtc_major);
 
 struct Translation {
-  std::string name; // in messages
+  std::string name; // for messages
   std::string text;
   std::vector<Included> headers;
   std::vector<std::string> options;

@@ -1,6 +1,6 @@
-// Files of the cache folders. What lies there is run on the GPU, so a file counts only where nobody but its owner can have written it: a
-// regular file of this user's or of root's, in a folder of theirs, neither of them open to others for writing. What the system refuses is
-// an empty answer, no exception.
+// Files of the cache folders. Their contents run on the GPU, so a file is used only if no other user can have written it: a regular file of
+// this user's or of root's, in a folder of theirs, neither of them writable by others. An error of the system gives an empty result, no
+// exception.
 #pragma once
 #include <optional>
 #include <string>
@@ -21,19 +21,19 @@ private:
   int fd_;
 };
 
-// Why what lies at a path is not used, as "PATH: reason"; empty if it is, or if there is nothing.
+// The reason why a path is not used, as "PATH: reason"; empty if it is used, or if it does not exist.
 std::string folder_refused(const std::string &path);
 std::string file_refused(const std::string &path);
 
-// The folder of a file, if it is used; make: created with those above it, for others to read and not to write.
+// The folder of a file, if it is used; make: created with its parents, readable by others and not writable.
 Descriptor open_folder_of(const std::string &file, bool make);
-// Never a link's target, never waits; nothing if it is not used.
+// Never follows a link, never waits; empty if the file is not used.
 Descriptor open_own_file(const std::string &file);
 Descriptor open_own_lock(const std::string &file);
 
-// Nothing unless the file is used and has at most so many bytes.
+// Empty unless the file is used and has at most this many bytes.
 std::optional<std::string> read_own_file(const std::string &file, size_t most);
-// Under another name first, so that nobody sees half a file.
+// Written under a temporary name, then renamed: readers never see half a file.
 bool write_own_file(const std::string &file, const std::string &bytes);
 void remove_own_file(const std::string &file);
 

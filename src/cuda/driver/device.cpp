@@ -13,7 +13,7 @@ namespace {
 struct Devices {
   std::string missing;
   std::vector<Device> list;
-  mutable std::vector<std::atomic<CUcontext>> contexts; // primary ones, retained at first use and kept
+  mutable std::vector<std::atomic<CUcontext>> contexts; // primary contexts, retained at first use and kept
   int forks = cuda::forks();
 
   Devices() {
@@ -60,7 +60,7 @@ struct Devices {
 const Devices &devices() {
   static std::atomic<const Devices *> known = nullptr;
   if (const Devices *done = known.load(std::memory_order_acquire)) return *done;
-  driver(); // passes the gate by itself
+  driver(); // enters the gate itself
   const ForkGate gate;
   static const Devices *const once = new Devices; // never destroyed: other threads may still run at exit
   known.store(once, std::memory_order_release);
@@ -91,7 +91,7 @@ const Device &device(int ordinal) {
 Device described(int cc) {
   constexpr int64_t KiB = 1024, MiB = KiB * KiB;
   static const Device known[] = {
-      // cc, SMs, shared memory per block and SM, L2, clock, the GPU it is taken from
+      // cc, SMs, shared memory per block and SM, L2, clock, the GPU that the row describes
       {-1, -1, 50, 5, 48 * KiB, 64 * KiB, 2 * MiB, 1.08e9, "GTX 750 Ti"},
       {-1, -1, 52, 24, 48 * KiB, 96 * KiB, 3 * MiB, 1.08e9, "GTX Titan X"},
       {-1, -1, 60, 56, 48 * KiB, 64 * KiB, 4 * MiB, 1.48e9, "P100"},
@@ -111,7 +111,7 @@ Device described(int cc) {
       {-1, -1, 120, 170, 99 * KiB, 100 * KiB, 96 * MiB, 2.41e9, "RTX 5090"},
       {-1, -1, 121, 48, 99 * KiB, 100 * KiB, 24 * MiB, 2.4e9, "GB10"},
   };
-  const Device *nearest = nullptr; // the newest that is not newer than asked for: it promises nothing that cc may lack
+  const Device *nearest = nullptr; // the newest one not newer than requested: it has nothing that cc may lack
   for (const Device &one : known)
     if (one.cc <= cc) nearest = &one;
   if (!nearest) throw Error(STROBE_UNSUPPORTED, text("compute capability ", cc / 10, ".", cc % 10, "; accepted is 5.0 or newer"));

@@ -9,7 +9,7 @@ namespace strobe::cuda {
 
 struct Device {
   int ordinal;
-  CUdevice handle;          // the driver's own number for it
+  CUdevice handle;          // the driver's handle
   int cc;                   // compute capability, 90 for 9.0
   int sms;                  // streaming multiprocessors
   int64_t shared_per_block; // bytes, by opt-in
@@ -18,15 +18,15 @@ struct Device {
   std::string name;
 };
 
-// Why no GPU can be used; empty if one can. This and all below initialises the driver, after which a forked child cannot use CUDA, so ask
-// driver_missing() first where that is enough.
+// The reason why no GPU can be used; empty if one can. This function and all below initialise the driver, after which a forked child cannot
+// use CUDA, so ask driver_missing() first where that is enough.
 std::string devices_missing();
 int device_count();
-const Device &device(int ordinal); // throws if there is none such
-// A stand-in for planning and compiling where there is no GPU: what is typical of this compute capability. Its ordinal is -1.
+const Device &device(int ordinal); // throws if it does not exist
+// A stand-in for planning and compiling without a GPU: typical values of this compute capability. Its ordinal is -1.
 Device described(int cc);
 
-// Makes the device's primary context current for its lifetime, then the caller's again.
+// Makes the device's primary context current during its lifetime, then the caller's again.
 class DeviceGuard {
 public:
   explicit DeviceGuard(const Device &);

@@ -1,4 +1,4 @@
-// libcuda.so.1, loaded at run time: what Strobe uses of it, under its own names. Declared here, so that no CUDA header is needed to build.
+// libcuda.so.1, loaded at run time: the functions that Strobe uses, under their own names. Declared here, so that no CUDA header is needed.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -89,7 +89,7 @@ struct Driver {
   Call<CUstream, CUstreamCaptureStatus *> cuStreamIsCapturing;
   Call<CUstreamCaptureMode *> cuThreadExchangeStreamCaptureMode;
 
-  // Null where the driver is too old for them.
+  // Null if the driver is too old for them.
   Call<CUkernel, size_t, size_t *, size_t *> cuKernelGetParamInfo; // CUDA 12.4
   // tensor map, element type, rank, address, sizes, strides (bytes, from axis 1), box, element strides, interleave, swizzle, L2 promotion,
   // fill
@@ -100,12 +100,12 @@ struct Driver {
   std::string path; // of the library
 };
 
-// Null if there is none; driver_missing() says why. Loads the library but does not initialise it: device.h does.
+// Null if there is no driver; driver_missing() says why. Loads the library but does not initialise it: device.h does.
 const Driver *driver();
 const std::string &driver_missing();
 
 [[noreturn]] void fail(CUresult, const std::string &what);
-// Throws with the driver's own name and text of the error; `what` says what was being done.
+// Throws with the driver's own name and text of the error; `what` names the operation.
 inline void check(CUresult result, const char *what) {
   if (result != CUDA_SUCCESS) fail(result, what);
 }

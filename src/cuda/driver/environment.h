@@ -1,5 +1,5 @@
-// Environment variables. They are read at each use, but not when a kernel runs again. All count as unset in a program that runs with more
-// rights than the user who started it has.
+// Environment variables. They are read at each use, but not when a prepared kernel runs again. All count as unset in a program that has
+// more rights than the user who started it.
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -18,7 +18,7 @@ inline bool environment_flag(const char *name) {
   return !value.empty() && value != "0";
 }
 
-// Colon between; empty entries do not count.
+// Split at colons; empty entries do not count.
 inline std::vector<std::string> environment_list(const char *name) {
   std::vector<std::string> all;
   const std::string value = environment(name);

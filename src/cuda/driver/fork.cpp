@@ -9,7 +9,7 @@ namespace strobe::cuda {
 namespace {
 
 struct Gate {
-  std::mutex door; // passed on the way in; a fork that waits holds it, so that nobody new keeps it waiting
+  std::mutex door; // taken on the way in; a waiting fork holds it, so that newcomers do not keep it waiting
   std::mutex mutex;
   std::condition_variable empty;
   int within = 0;
@@ -23,10 +23,10 @@ Gate &gate() {
   return *only;
 }
 
-thread_local int depth = 0; // of this thread's gates
+thread_local int depth = 0; // how many gates this thread has entered
 
-// A call of the driver within the gate may itself fork (cuInit does, to run nvidia-modprobe). Such a fork does not wait, since it would
-// wait for itself; its child runs another program.
+// A driver call within the gate may itself fork (cuInit does, to run nvidia-modprobe). Such a fork does not wait, since it would wait for
+// itself; its child runs another program.
 void before_fork() {
   if (depth) return;
   Gate &g = gate();
@@ -42,7 +42,7 @@ void in_child() { gate().forks++, after_fork(); }
 
 Gate::Gate() { pthread_atfork(before_fork, after_fork, in_child); }
 
-// Before main or in dlopen: no other thread can be halfway through the first call when a process forks.
+// Before main or in dlopen: no other thread can then be halfway through the first call when a process forks.
 [[maybe_unused]] const Gate &early = gate();
 
 } // namespace

@@ -43,11 +43,11 @@ const KernelSource tensor_backward{"ladder/tensor_backward.h", "strobe::ladder::
 const KernelSource delta{"ladder/delta.h", "strobe::ladder::Delta", kConfig};
 const KernelSource store_dq{"ladder/delta.h", "strobe::ladder::StoreQueryGradient", kConfig};
 
-constexpr int kRowThreads = 256; // of the kernels that give a warp to each row
+constexpr int kRowThreads = 256; // for kernels with one warp per row
 
 enum class Kind { naive, flash1, flash2, tensor_cores };
 
-// What a CTA of the rung's largest kernel takes.
+// The shared memory of a CTA of the rung's largest kernel.
 struct Needs {
   int64_t threads, shared_bytes, sums;
 };
@@ -61,7 +61,7 @@ Needs needs(Kind kind, const Config &c, Direction direction) {
   return {c.threads_backward(), c.shared_backward(), c.sums_backward()};
 }
 
-// Why a tile does not fit the device; empty if it does.
+// The reason why a tile does not fit the device; empty if it does.
 std::string too_large(Kind kind, const Config &c, Direction direction, const Device &device) {
   const Needs n = needs(kind, c, direction);
   const std::string tile = text("a tile of (", c.tile_q, ", ", c.tile_k, ") at head dimension ", c.head_dim);
@@ -117,7 +117,7 @@ private:
     return {};
   }
 
-  // The tile that was wished for, rounded up to multiples of 16, or the first that fits. The reason against, or empty.
+  // The requested tile, rounded up to multiples of 16, or the first that fits. Otherwise the reason against it, or empty.
   std::string choose_tile(const Problem &p, Direction direction, const Device &device, Config &c, std::vector<std::string> &notes) const {
     auto wished = [&notes](const char *what, int64_t wish) -> i32 {
       const int64_t rounded = (std::min<int64_t>(wish, 1 << 16) + 15) / 16 * 16;
@@ -139,7 +139,7 @@ private:
   double predicted(const Problem &p, Direction direction, const Device &device) const {
     const double products = direction == Direction::forward ? 4 : 10;
     const double flops = products * double(p.batch) * double(p.heads) * double(p.seqlen_q) * double(p.seqlen_k) * double(p.head_dim);
-    return flops / (64 * device.sms * device.clock_hz); // a quarter of the FP32 peak; nobody chooses by it
+    return flops / (64 * device.sms * device.clock_hz); // a quarter of the FP32 peak; no choice depends on it
   }
 
   void forward(const Problem &p, const Config &c, Scratch &scratch, std::vector<Step> &steps) const {
@@ -177,7 +177,7 @@ private:
     BackwardArguments a = backward_arguments(p);
     const int64_t heads = p.batch * p.heads, rows = heads * p.seqlen_q, row_ctas = tiles(rows, kRowThreads / 32);
     const int64_t query_tiles = heads * tiles(p.seqlen_q, c.tile_q), key_tiles = p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k);
-    // A gradient that nobody wants goes into the workspace.
+    // A gradient that is not asked for goes into the workspace.
     auto wanted = [&](Operand &gradient, int64_t heads, int64_t length) {
       if (gradient) return;
       const int64_t d = p.head_dim;

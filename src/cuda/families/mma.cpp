@@ -24,57 +24,56 @@ using mma::Config;
 constexpr KernelSource kForward{"mma/forward/forward.h", "strobe::mma::Forward", "strobe::mma::Config"};
 constexpr KernelSource kDecode{"mma/decode/decode.h", "strobe::mma::Decode", "strobe::mma::Config"};
 
-// What a tile has registers for.
+// The features that a tile has registers for.
 enum Load { plain, sparse, sparse_band, features, anything };
 
 struct Suits {
   int32_t least_cc = 75, most_cc = 1000;
-  int64_t least_queries = 0; // of shorter causal sequences smaller tiles waste less
+  int64_t least_queries = 0; // for shorter causal sequences smaller tiles waste less
   int32_t least_dim = 0;
 };
 struct ForwardTile {
   int32_t most_dim, q, k, warps, stages;
-  int32_t blocks_per_sm; // that registers are limited for
-  int32_t column_warps;  // that divide the columns of the same queries
+  int32_t blocks_per_sm; // for which registers are limited
+  int32_t column_warps;  // warps that divide the columns of the same queries
   Load most_load;
   Suits suits{};
 };
 
-// From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 read K and V from shared memory half
-// as often as 16 do, but leave no registers for features or copies by element.
-// clang-format off
+// From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 rows read K and V from shared memory
+// half as often as 16, but leave no registers for features or copies by element.
 constexpr ForwardTile kForwardTiles[] = {
     // up                   stages,   warps that divide
     // to D  q,   k, warps   |  per SM   columns; the most features, what it suits
-    { 64, 128,  96,   4,   2,   2,   1, plain, {.least_cc = 80, .most_cc = 99, .least_queries = 2048}},
-    { 64, 128,  64,   4,   2,   2,   1, sparse_band, {.least_cc = 80, .least_queries = 2048}},
-    {128, 128,  64,   4,   2,   2,   1, plain, {.least_cc = 90, .most_cc = 90}}, // whose uniform registers hold the loop's state
-    {128, 128,  64,   4,   2,   2,   1, sparse, {.least_cc = 90, .most_cc = 90, .least_dim = 97}},
-    {128, 128,  32,   4,   2,   2,   1, plain, {.least_cc = 80, .most_cc = 89}},
-    {128, 128,  32,   4,   2,   2,   1, sparse_band, {.least_cc = 90, .most_cc = 90}},
-    {192, 128, 128,   8,   1,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096}},
-    {256, 128, 128,   8,   1,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096, .least_dim = 225}},
-    {128,  64,  64,   4,   1,   2,   1, features, {.least_cc = 100}},
-    {128,  64,  64,   4,   2,   2,   1, features},
-    {128,  64,  64,   4,   1,   2,   1, features},
-    {192,  64,  64,   4,   1,   2,   1, sparse_band, {.least_cc = 90, .most_cc = 90}},
-    {256,  64,  64,   4,   1,   2,   1, plain, {.least_cc = 90, .most_cc = 90}},
-    {128,  64,  32,   4,   2,   2,   1, anything},
-    {256,  64,  32,   4,   1,   2,   1, anything},
-    {256,  32,  32,   2,   1,   2,   1, anything},
-    {256,  16,  32,   1,   1,   2,   1, anything},
-    {576,  64,  32,   8,   2,   1,   2, anything, {.least_dim = kWide}}, // from here on guessed
-    {576,  64,  32,   8,   1,   1,   2, anything, {.least_dim = kWide}},
-    {576,  32,  32,   4,   1,   1,   2, anything, {.least_dim = kWide}},
-    {576,  16,  32,   2,   1,   1,   2, anything, {.least_dim = kWide}},
+    {64, 128, 96, 4, 2, 2, 1, plain, {.least_cc = 80, .most_cc = 99, .least_queries = 2048}},
+    {64, 128, 64, 4, 2, 2, 1, sparse_band, {.least_cc = 80, .least_queries = 2048}},
+    {128, 128, 64, 4, 2, 2, 1, plain, {.least_cc = 90, .most_cc = 90}}, // whose uniform registers hold the loop's state
+    {128, 128, 64, 4, 2, 2, 1, sparse, {.least_cc = 90, .most_cc = 90, .least_dim = 97}},
+    {128, 128, 32, 4, 2, 2, 1, plain, {.least_cc = 80, .most_cc = 89}},
+    {128, 128, 32, 4, 2, 2, 1, sparse_band, {.least_cc = 90, .most_cc = 90}},
+    {192, 128, 128, 8, 1, 1, 1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096}},
+    {256, 128, 128, 8, 1, 1, 1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096, .least_dim = 225}},
+    {128, 64, 64, 4, 1, 2, 1, features, {.least_cc = 100}},
+    {128, 64, 64, 4, 2, 2, 1, features},
+    {128, 64, 64, 4, 1, 2, 1, features},
+    {192, 64, 64, 4, 1, 2, 1, sparse_band, {.least_cc = 90, .most_cc = 90}},
+    {256, 64, 64, 4, 1, 2, 1, plain, {.least_cc = 90, .most_cc = 90}},
+    {128, 64, 32, 4, 2, 2, 1, anything},
+    {256, 64, 32, 4, 1, 2, 1, anything},
+    {256, 32, 32, 2, 1, 2, 1, anything},
+    {256, 16, 32, 1, 1, 2, 1, anything},
+    {576, 64, 32, 8, 2, 1, 2, anything, {.least_dim = kWide}}, // from here on guessed
+    {576, 64, 32, 8, 1, 1, 2, anything, {.least_dim = kWide}},
+    {576, 32, 32, 4, 1, 1, 2, anything, {.least_dim = kWide}},
+    {576, 16, 32, 2, 1, 1, 2, anything, {.least_dim = kWide}},
 };
 // clang-format on
 
 struct DecodeTile {
   int32_t most_rows; // query heads of a group times queries
   int32_t most_dim, q, k, warps, stages, blocks_per_sm;
-  int32_t column_warps = 1; // more: of wide heads
-  int32_t most_queries = 0; // so many take it with any number of heads
+  int32_t column_warps = 1; // more than 1: for wide heads
+  int32_t most_queries = 0; // up to this number of queries the tile serves any number of heads
 };
 constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 2},
@@ -89,17 +88,17 @@ constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 64, .most_dim = 576, .q = 16, .k = 16, .warps = 2, .stages = 2, .blocks_per_sm = 1, .column_warps = 2, .most_queries = 8},
 };
 
-constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max() - 15; // a tile's last row has a number, too
-// Of quantised K and V: a warp's lanes have a key's scales each, and Q's columns, in another order, stay in registers.
+constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max() - 15; // the number of a tile's last row must fit as well
+// For quantised K and V: a warp's lanes each have the scales of a key, and Q's columns, in another order, stay in registers.
 constexpr DecodeTile kQuantisedTiles[] = {
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 32, .warps = 4, .stages = 3, .blocks_per_sm = 2},
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // see lacks_registers()
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
 };
 
-// But for the tile.
+// The Config without the tile.
 Config config_for(const Problem &p) {
-  const bool in_quarters = p.quantised_as == DType::i4x2; // of a row of K: whole words
+  const bool in_quarters = p.quantised_as == DType::i4x2; // whether the quarters of a row of K are whole words
   Config c = begin_config<Config>(p, wide(p) || in_quarters ? 64 : 32);
   c.aligned = aligned_keys(p) && aligned(p.q, p.head_dim) && aligned(p.out, p.head_dim_v);
   c.exact_max = p.exact_max;
@@ -119,18 +118,18 @@ Load load_of(const Config &c) {
   const int many = 2 * !!f.function + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
   if (many > 2) return anything;
   if (many || !c.aligned) return features;
-  if (f.part || f.seqused == kPaged) return sparse_band; // whose walk, or rows' addresses, take registers as well
+  if (f.part || f.seqused == kPaged) return sparse_band; // the walk, or the rows' addresses, take registers as well
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
-// Invariant: in wider heads O leaves a warp no registers for merging chunks, so two warps share its columns, as in heads beyond
+// Invariant: in wider heads O leaves a warp no registers for merging chunks, so two warps divide its columns, as in heads beyond
 // kMostUsualDim.
 int32_t most_dim_of_one_warp(const Device &device) { return device.cc < 100 ? 192 : 96; }
 
-// Invariant: this many scores are compared with the running maximum at once, in every tile of queries and for any dtype, option and stride.
+// Invariant: how many scores are compared with the running maximum at once, in every query tile and for any dtype, option and stride.
 constexpr int32_t kInvariantKeys = 32;
 
-// The first tile that fits, or with wishes the nearest.
+// The first tile that fits, or if a tile is requested the nearest.
 std::optional<Config> choose(const Problem &p, const Device &device) {
   const Config any = config_for(p);
   const int32_t dim = std::max(any.head_dim, any.head_dim_v);
@@ -152,8 +151,8 @@ bool lacks_registers(const Problem &p, const Device &device) {
   return p.dtype == DType::f16 || (p.quantised_as == DType::e4m3 && device.cc < 90);
 }
 
-// Decode packs the query heads of a group into the rows of a tile, where they are few, and over quantised keys always; a block-sparse mask
-// may differ between them.
+// Decode packs the query heads of a group into the rows of a tile if they are few, and for quantised keys always; a block-sparse mask may
+// differ between them.
 std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   if (p.blocks.present || p.invariant) return std::nullopt;
   const int64_t rows = p.seqlen_q * p.group();
@@ -161,7 +160,7 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   const std::span<const DecodeTile> tiles = p.quantised() ? std::span<const DecodeTile>(kQuantisedTiles) : kDecodeTiles;
   const DecodeTile *best = cheapest(tiles, [&](const DecodeTile &tile) {
     const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-    // The places of FP8 rows in pages are one thing more.
+    // The addresses of paged FP8 rows take further registers.
     const bool crowded = load_of(any) >= features || (p.page_size && p.dtype == DType::f16 && p.quantised_as == DType::e4m3);
     const bool registers = !p.quantised() || dim <= 64 || tile.k <= 16 || !crowded || !lacks_registers(p, device);
     const bool suits = registers && dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) &&
@@ -184,10 +183,10 @@ double rate(const Device &device) {
   }
 }
 
-// Measured on an H200. A block of the decode merges its warps' rows at the end, one after another.
+// Measured on an H200. At its end a decode block merges its warps' rows, one after another.
 constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6,
                  kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
-                 kExposed = 0.4, // of a block's end, as fitted: mostly others read meanwhile
+                 kExposed = 0.4, // of a block's end, as fitted: the rest overlaps with other blocks' reads
     kReread = 0.4,               // of the time to read, for each further tile of rows: it finds the keys in the L2 cache
     kQuantisedClocks = 0.06;     // of an SM, for one stored number and a tile's rows
 
@@ -198,7 +197,7 @@ double row_tiles(const Problem &p, const Config &c) {
   return double(p.heads_kv * of_all);
 }
 
-// Each tile of rows makes numbers of the keys that it sees.
+// Each tile of rows converts the keys that it sees.
 double converting_seconds(const Problem &p, const Config &c, const Device &device) {
   const double keys = visible_scores(p) / std::max(1.0, double(query_rows(p)));
   return row_tiles(p, c) * keys * (c.head_dim + c.head_dim_v) * kQuantisedClocks / (device.clock_hz * device.sms);
@@ -220,8 +219,8 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   return kLaunchSeconds + ends + std::max(computing, reading) + (parts > 1 ? combining_seconds(p) : 0);
 }
 
-// How many parts quantised keys are divided into. A block converts them to numbers more slowly than memory delivers them, so blocks fill
-// all places, in rounds.
+// How many splits quantised keys are divided into. A block converts them more slowly than memory delivers them, so blocks fill all slots,
+// in rounds.
 int32_t quantised_parts(const Problem &p, const Config &c, const Device &device, int64_t slots) {
   constexpr double kBytesPerSecond = 3e12; // of partial results, written and read
   const double whole = std::max(reading_seconds(p, device), converting_seconds(p, c, device));
@@ -237,7 +236,7 @@ int32_t quantised_parts(const Problem &p, const Config &c, const Device &device,
   return best;
 }
 
-// Queries times heads of a group: with more there are blocks enough.
+// Queries times heads of a group: with more there are enough blocks.
 constexpr int64_t kMostSharedRows = 64;
 
 class MmaEngine final : public CudaEngine {
@@ -273,9 +272,9 @@ private:
     const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * query_tiles(p, c.tile_q);
-    const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer parts to merge
+    const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer splits to merge
     const int64_t chunks = tiles(p.seqlen_k, Config::chunk());
-    // Invariant: chunks are merged where a block of threads walks over them, or, where blocks are few, by the combination of parts.
+    // Invariant: chunks are merged where a thread block walks over them, or, if blocks are few, by the pass that combines splits.
     a.splits = p.invariant     ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
                : p.part        ? 1
                : p.quantised() ? quantised_parts(p, c, device, device.sms * resident(device, shared, c.blocks_per_sm))
@@ -308,7 +307,7 @@ private:
     return program;
   }
 
-  // Why it leaves quantised keys to cuda-simt.
+  // The reason why it leaves quantised keys to cuda-simt.
   static std::string against_quantised(const Problem &p, const std::optional<Config> &packed, const Device &device) {
     if (device.cc < 80) return text("multiplies quantised v as bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
     if (p.scaled_by_channel()) return "k has scales of columns: it takes those of rows alone";

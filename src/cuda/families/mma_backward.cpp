@@ -1,4 +1,4 @@
-// The backward of kernels/mma: D and room for dQ; dQ, dK and dV; dQ in 16 bits; dbias, dsinks.
+// The backward of kernels/mma: D, and memory for dQ; dQ, dK and dV; dQ in 16 bits; dbias, dsinks.
 #include "cuda/families/mma_backward.h"
 
 #include <algorithm>
@@ -24,9 +24,9 @@ constexpr KernelSource kBackward{"mma/backward/backward.h", "strobe::mma::Backwa
 constexpr int32_t kAll = 16;
 struct BackwardTile {
   int32_t most_dim, q, k, key_warps, dim_warps, step_q;
-  int32_t most_features = kAll; // beside one another: what the registers hold
-  // How fast the products are, relative to other rows. It is measured on an H200: in large problems, and for 32 x 32 and 32 x 16 in small
-  // ones. For the other rows (0.25 and below) it is guessed, since an H200 has memory enough to pass over them.
+  int32_t most_features = kAll; // how many of them together: limited by registers
+  // The rate of the products, relative to other rows. It is measured on an H200: in large problems, and for 32 x 32 and 32 x 16 in small
+  // ones. For the other rows (0.25 and below) it is guessed, since on an H200, with its large shared memory, they are never chosen.
   double speed;
   int32_t least_dim = 0;
 };
@@ -61,13 +61,14 @@ struct Chosen {
   double speed;
 };
 
-// The fastest tile that fits, or with wishes the nearest. A small grid does not fill the GPU: then tiles of fewer keys may be faster.
+// The fastest tile that fits, or if a tile is requested the nearest. A small grid does not fill the GPU: then tiles of fewer keys may be
+// faster.
 std::optional<Chosen> choose(const Problem &p, const Device &device) {
   BackwardConfig any = begin_config<BackwardConfig>(p, 16);
   any.aligned = aligned_backward(p), any.deterministic = (p.deterministic || p.invariant) && p.dq, any.blocks_per_sm = 1;
   any.invariant = p.invariant;
   any.features = features_of(p);
-  // Invariant: the tile follows from neither strides nor lengths.
+  // Invariant: the tile depends on neither strides nor lengths.
   const int32_t features = costly_features(any) + (p.invariant && any.aligned);
   const auto with = [&](const BackwardTile &tile) {
     BackwardConfig c = any;
@@ -88,8 +89,8 @@ std::optional<Chosen> choose(const Problem &p, const Device &device) {
   return best ? std::optional(Chosen{with(*best), best->speed}) : std::nullopt;
 }
 
-// Measured on an H200: what an SM computes with the tile of speed 1; what each kernel takes; what a block takes to begin and to store; what
-// a step takes beside its products.
+// Measured on an H200: the rate of an SM with the tile of speed 1; the time of a launch; a block's time to begin and to store; the time of
+// a step besides its products.
 constexpr double kFlopPerClock = 1370, kBiasPerClock = 1400, kLaunchSeconds = 3e-6, kBlockSeconds = 5.5e-6, kStepSeconds = 0.5e-6;
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed, const Device &device, size_t launches) {
@@ -119,7 +120,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   push(program, p, a,
        {.delta = delta(p, rows, a),
         .settle = p.bias && !p.part.partial ? std::optional(settle(p, device, a))
-                                            : std::nullopt, // of other scores P's 16 bits hide LSE's rounding
+                                            : std::nullopt, // with other scores the rounding of P to 16 bits hides that of LSE
         .main = Launch(kBackward, c, tiles_k, c.threads(), c.shared_bytes(), a),
         .dq = dq_from_sum(p, rows, a),
         .dbias = bias_gradient(p, device, a)});

@@ -27,7 +27,7 @@ enum class Kind { forward, backward, bias_gradient };
 
 int64_t shared_bytes(const Config &c, Kind kind) { return kind == Kind::forward ? c.forward_shared_bytes() : c.backward_shared_bytes(); }
 
-// Registers that a thread's numbers take in the product that needs the most: accumulators, operands, the chunk on its way.
+// Registers that a thread's numbers take in the product that needs the most: accumulators, operands, the chunk in flight.
 int64_t registers(const Config &c, Kind kind) {
   const int64_t words = c.real_bytes() / 4, rows = c.tile_q / c.threads_q, keys = c.tile_k / c.threads_k;
   const auto nt = [&](int64_t held) { // S or dP
@@ -36,7 +36,7 @@ int64_t registers(const Config &c, Kind kind) {
   const auto by_rows = [&](int64_t held, int64_t operands, int64_t dim, int64_t staged) { // O, dV, dK, dQ
     return held + words * (operands + 4) + words * staged * dim / c.threads();
   };
-  if (kind == Kind::bias_gradient) return nt(2 * words * rows * keys); // the sum and what it lost
+  if (kind == Kind::bias_gradient) return nt(2 * words * rows * keys); // the sum and its rounding error
   if (kind == Kind::forward) {
     const int64_t o = words * rows * c.head_dim_v / c.threads_k, at_once = c.columns_staged(c.head_dim_v);
     return std::max(nt(o), by_rows(2 * o, rows, at_once, c.rows_staged(c.tile_k, at_once)));
@@ -51,7 +51,7 @@ int64_t registers(const Config &c, Kind kind) {
   const int64_t lines = c.tile_k / c.threads_q;
   return std::max({held, part(lines, c.tile_q, c.head_dim), part(lines, c.tile_q, c.head_dim_v)});
 }
-// Of 255; addresses and loops take the rest. FP64's loops want more.
+// Of 255; addresses and loops take the rest. FP64's loops need more.
 int64_t most_registers(const Config &c) {
   const bool paged = c.features.seqused == kPaged || c.features.quant; // each thread keeps the addresses of its rows
   if (c.dtype == kF64) return paged ? 120 : 160;
@@ -78,14 +78,14 @@ constexpr Tile kBackwardTiles[] = {
     {.q = 16, .k = 32, .threads_q = 8, .threads_k = 16},  {.q = 16, .k = 16, .threads_q = 8, .threads_k = 16},
 };
 
-// Of wide heads, forward and backward: more threads, since each has O, or dK and dV, of all columns of its own.
+// Wide heads use more threads: each thread keeps all columns of its rows of O (backward: dK and dV).
 constexpr Tile kWideTiles[] = {
     {.q = 32, .k = 64, .threads_q = 16, .threads_k = 16}, {.q = 32, .k = 32, .threads_q = 16, .threads_k = 16},
     {.q = 32, .k = 16, .threads_q = 16, .threads_k = 16}, {.q = 16, .k = 64, .threads_q = 16, .threads_k = 16},
     {.q = 16, .k = 32, .threads_q = 16, .threads_k = 16}, {.q = 16, .k = 16, .threads_q = 16, .threads_k = 16},
 };
 
-// What all kernels of a call share.
+// The Config that all kernels of a call share.
 Config config_for(const Problem &p) {
   Config c = begin_config<Config>(p, wide(p) ? Config::wide_step() : Config::kDimStep);
   c.chunk = 16;
@@ -98,7 +98,7 @@ Config config_for(const Problem &p) {
   return c;
 }
 
-// Invariant: all tiles sum the same keys together, and a thread takes the same of them in each.
+// Invariant: all tiles sum the same keys together, and a thread has the same keys in each.
 constexpr int32_t kInvariantKeys = 64, kInvariantThreads = 16;
 
 Config with(Config c, const Tile &tile) {
@@ -106,8 +106,8 @@ Config with(Config c, const Tile &tile) {
   return c;
 }
 
-// The first tile that fits shared memory, the blocks of a sparse mask and, if any does, the registers. With wishes it is the nearest of
-// these. A tile that is longer than the queries is taken only if no shorter one will do.
+// The first tile that fits shared memory, the blocks of a sparse mask and, if any does, the registers. If a tile is requested it is the
+// nearest of these. A tile that is longer than the queries is taken only if no shorter one will do.
 std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, const Device &device) {
   const std::span<const Tile> tiles = wide(p)                 ? std::span<const Tile>(kWideTiles)
                                       : kind == Kind::forward ? std::span<const Tile>(kForwardTiles)
@@ -118,7 +118,7 @@ std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, con
     if (!divides_blocks(p, tile.q, kind == Kind::forward ? 1 : tile.k) || shared_bytes(c, kind) > device.shared_per_block)
       return kCannotRun;
     const int64_t spare = tile.q - std::max<int64_t>(16, p.longest_q());
-    const bool shorter = spare >= 16 && !(p.invariant && kind == Kind::backward); // whose dk and dv are sums over tiles of queries
+    const bool shorter = spare >= 16 && !(p.invariant && kind == Kind::backward); // dk and dv are sums over query tiles
     double cost = 1e3 * distance(p, tile.q, tile.k) + (shorter ? double(spare) : 0.0);
     cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c)));                  // they would spill
     if (p.blocks.present && p.blocks.block_k % tile.k) cost += 10.0 * tile.k / double(p.blocks.block_k); // computed, not kept
@@ -193,7 +193,7 @@ private:
     const Config any = config_for(p);
     const std::optional<Config> c = choose(any, Kind::backward, p, device);
     Config with_bias = any;
-    if (p.part) with_bias.features.part = kAnywhere; // whose tiles are of rows that are held, wherever they stand
+    if (p.part) with_bias.features.part = kAnywhere; // its tiles consist of held rows, whatever their positions
     const std::optional<Config> of_bias = p.dbias ? choose(with_bias, Kind::bias_gradient, p, device) : c;
     if (!c || !of_bias) return no_tile(device);
     BackwardArguments a = backward_arguments(p);

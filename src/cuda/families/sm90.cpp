@@ -33,8 +33,8 @@ using sm90::Config;
 
 constexpr KernelSource kForward{"sm90/forward/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
 
-// Heads whose tiles run together, of `heads` in all: as many as share the L2 cache; where later tiles take longer, enough to begin with
-// long ones.
+// Heads whose tiles run together, of `heads` in all: as many as share the L2 cache; where later tiles take longer, enough of them that the
+// long ones come first.
 int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   const bool some_longer = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
@@ -43,9 +43,9 @@ int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   return p.bundle ? std::clamp<int64_t>(p.bundle, 1, std::max<int64_t>(1, heads)) : even_bundle(heads, size);
 }
 
-constexpr int32_t kRowsOfPage = 16; // that one copy brings; a tile of keys begins at a multiple
+constexpr int32_t kRowsOfPage = 16; // rows that one copy brings; a key tile begins at a multiple
 
-// Invariant: why some query's bits would follow from those beside it.
+// Invariant: the reason why some query's bits would depend on the queries beside it.
 std::string against_invariant(const Problem &p, const Config &c) {
   if (p.bias) return "is not invariant with a bias: a tile that is computed again takes other roundings";
   if (p.alibi_slopes) return "is not invariant with ALiBi: it is added from where a tile's own queries stand";
@@ -54,7 +54,7 @@ std::string against_invariant(const Problem &p, const Config &c) {
   return cuts_blocks(p, c.tile_k);
 }
 
-// Why it does not carry this part of a larger problem; empty if it does.
+// The reason why it does not support this part of a larger problem; empty if it does.
 std::string against_part(const Problem &p) {
   if (!p.part) return {};
   for (const auto &[there, option] : {std::pair{bool(p.mask), "a mask"}, {bool(p.bias), "a bias"}, {p.blocks.present, "block sparsity"}})
@@ -65,27 +65,27 @@ std::string against_part(const Problem &p) {
 
 constexpr double kFlopsPerSm = 5e12; // measured on an H200, on whole tiles
 
-// Of a tile of queries, while its SM computes nothing else.
+// The time of a query tile whose SM computes nothing else.
 double tile_seconds(const Problem &p, const Config &c) {
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads));
-  const double keys = visible_scores(p) / queries; // of one query
+  const double keys = visible_scores(p) / queries; // per query
   return 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
 }
 
-// Where tiles of queries leave SMs idle: in how many parts each takes its keys. As many as fill the GPU once, if that gains more than
+// Where query tiles leave SMs idle: how many splits of the keys each tile has. As many as fill the GPU once, if that gains more than
 // combining them takes.
 int32_t parts_for_idle_sms(const Problem &p, const Config &c, const Device &device, int64_t items) {
   const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeysOfPart);
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
 }
 
-// Invariant: chunks of keys are merged where a block of threads walks over them, or, where there are fewer tiles of queries than SMs, by
-// the combination of parts.
+// Invariant: chunks of keys are merged where a thread block walks over them, or, if there are fewer query tiles than SMs, by the pass that
+// combines splits.
 int32_t parts_by_chunk(const Problem &p, const Config &c, const Device &device, int64_t items) {
   return c.chunked() && items < device.sms * c.blocks_per_sm ? int32_t(std::max<int64_t>(1, tiles(p.seqlen_k, c.chunk()))) : 1;
 }
 
-// Why it carries nothing of this call, forward or backward; empty if it may.
+// The reason why it supports neither direction of this call; empty if it may.
 std::string against_call(const Problem &p, const Device &device) {
   if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
   if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
@@ -95,7 +95,7 @@ std::string against_call(const Problem &p, const Device &device) {
   return against_part(p);
 }
 
-// Why the forward cannot read or write these tensors; empty if it can.
+// The reason why the forward cannot read or write these tensors; empty if it can.
 std::string against_tensors(const Problem &p) {
   if (!p.q || !p.k || !p.v || !p.seqlen_k || (p.page_size && !p.pages)) return "there are no queries or no keys to fetch";
   if (std::string reason = unmapped_inputs(p); !reason.empty()) return reason;
@@ -104,18 +104,18 @@ std::string against_tensors(const Problem &p) {
   return broadcast_row({&p.q}, {&p.k, &p.v}, p);
 }
 
-// What thread blocks share out among them.
+// The work that is divided among thread blocks.
 struct Work {
   HeadsOfTile rows;
   int64_t pieces;    // of a sequence's heads
-  int64_t heads;     // pieces of all sequences, or each for all sequences
-  int64_t tiles;     // of queries, of each of these
-  int64_t bundle;    // of heads, which come together
-  int32_t parts = 1; // in which each tile takes its keys
+  int64_t heads;     // pieces of all sequences, or of each if tiles are numbered through all sequences
+  int64_t tiles;     // query tiles, of each of these
+  int64_t bundle;    // of heads, which run together
+  int32_t parts = 1; // splits of the keys of each tile
   int64_t items = 0; // as if the last bundle were full
 };
 
-// Also decides what of the Config follows from how much work there is.
+// Also determines the members of the Config that depend on the amount of work.
 Work share_out(Config &c, const Problem &p, const Device &device) {
   const HeadsOfTile rows = heads_of_tile(p, c);
   const int64_t queries = rows.queries * c.warpgroups, pieces = p.heads_kv * rows.pieces;
@@ -134,7 +134,7 @@ Work share_out(Config &c, const Problem &p, const Device &device) {
 }
 
 double predicted_seconds(const Problem &p, const Config &c, const Device &device, const Work &work) {
-  constexpr double kStart = 5.2e-6, kBlockSeconds = 2.5e-6; // measured on an H200: of the call, and of a thread block
+  constexpr double kStart = 5.2e-6, kBlockSeconds = 2.5e-6; // measured on an H200: per call, and per thread block
   Problem of_pieces = p;
   of_pieces.heads = work.pieces;
   const Walks w = walks(of_pieces, Direction::forward, work.rows.queries * c.warpgroups, c.tile_k);
@@ -160,7 +160,7 @@ void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, 
   a.bias_rows_step = p.bias.stride[2] != 0;
 }
 
-// The arguments but for addresses in the workspace. Those of packed heads count only where there are some.
+// The arguments without addresses in the workspace. The arguments of packed heads are used only if heads are packed.
 PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const Work &work) {
   PackedForwardArguments a{};
   static_cast<ForwardArguments &>(a) = forward_arguments(p);
@@ -177,7 +177,7 @@ void push_launches(Program &program, const Problem &p, const Config &c, PackedFo
   const int64_t grid = std::min<int64_t>(a.items, device.sms * c.blocks_per_sm);
   if (grid < a.items) a.tickets = scratch.take<TicketCounter>(1);
   take_parts(a, p, scratch);
-  if (c.walks_chunks() && p.seqlen_k > c.chunk()) // of the chunks that a block has walked over
+  if (c.walks_chunks() && p.seqlen_k > c.chunk()) // for the chunks that a block has walked over
     a.partial_out = scratch.take<float>(grid * c.warpgroups * 2 * c.walked_floats());
   if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask, scratch));
   const auto launch = [&](const auto &arguments) {

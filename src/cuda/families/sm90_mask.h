@@ -7,9 +7,9 @@
 
 namespace strobe::cuda {
 
-// As the forward's lanes hold S, or as the backward's hold S^T.
+// In the order in which the forward's lanes hold S, or the backward's hold S^T.
 enum class MaskOrder { by_queries, by_keys };
-// What packs it; `bits` will say where.
+// The launch that packs the mask; `bits` receives the place.
 Launch pack_mask(const Problem &, const Inputs &, MaskOrder, MaskBits &bits, Scratch &);
 
 } // namespace strobe::cuda

@@ -1,4 +1,4 @@
-// What the forward and the backward of the Hopper family do alike.
+// Steps that the forward and the backward of the Hopper family share.
 #pragma once
 #include <algorithm>
 #include <string>
@@ -9,14 +9,14 @@
 
 namespace strobe::cuda {
 
-// A part's ranges count as aligned: where they begin matters to none of the options that it takes.
+// A part's ranges count as aligned: none of the supported options depends on where they begin.
 inline Features hopper_features(const Problem &p) {
   Features f = features_of(p);
   if (f.part) f.part = kAligned;
   return f;
 }
 
-// Why the copy engine cannot fetch Q, K or V; empty if it can.
+// The reason why the copy engine cannot load Q, K or V; empty if it can.
 inline std::string unmapped_inputs(const Problem &p) {
   for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
     if (!reason.empty()) return reason;
@@ -25,14 +25,14 @@ inline std::string unmapped_inputs(const Problem &p) {
 
 // Heads of a bundle, at most `most`: as few bundles as possible, of nearly equal size. The last one may have fewer.
 inline int64_t even_bundle(int64_t heads, int64_t most) { return heads <= 0 ? 1 : tiles(heads, tiles(heads, std::max<int64_t>(1, most))); }
-// Tiles of queries or keys, so many of each head, run in the order of bundles of heads.
+// Query or key tiles, the same number for each head, run in the order of bundles of heads.
 template <class Arguments> void order_tiles(Arguments &a, int64_t tiles_of_head, int64_t bundle) {
   a.tiles = i32(tiles_of_head), a.bundle = i32(bundle);
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, bundle * tiles_of_head)));
   a.bundle_divisor = Divisor::make(uint32_t(bundle));
 }
 
-// The copy engine fetches the bias by boxes of so many queries: tile_bytes for a tile, or one row where all queries have the same.
+// The copy engine loads the bias in boxes of this many queries: tile_bytes for a tile, or one row if all queries share it.
 template <class Arguments> void map_bias(Arguments &a, const Problem &p, int32_t box, int32_t tile_bytes, int32_t tile_k) {
   a.tma_bias = mapped_bias(p, box);
   a.bias_bytes = uint32_t(p.bias.stride[2] ? tile_bytes : tiles(tile_k, 64) * 128);

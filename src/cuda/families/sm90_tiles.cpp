@@ -15,22 +15,22 @@ using sm90::Config;
 
 namespace {
 
-// What a tile has registers for.
+// The features that a tile has registers for.
 constexpr int kFixed = 1;         // the fixed reference
-constexpr int kLagging = 2;       // a maximum of every tile
+constexpr int kLagging = 2;       // the maximum of every tile is taken
 constexpr int kAlibi = 4;         // ALiBi; a softcap or a mask alone needs no more registers than no option
-constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window, of keys that do not lie in pages
+constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window, with keys that are not paged
 constexpr int kBlockSparse = 8;   // blocks, with the fixed reference
 constexpr int kDropout = 16;      // dropout: tile_k a multiple of 32
-constexpr int kBias = 32;         // a bias that comes by the copy engine: shared memory, too
+constexpr int kBias = 32;         // a bias loaded by the copy engine: it needs shared memory, too
 constexpr int kHyperbolicScore = 64;
-constexpr int kAnything = 128; // all of these at a time
+constexpr int kAnything = 128; // all of these at once
 
 // Unless the caller asks for tile_q or tile_k, the tile runs that takes the least time for all that it computes.
 struct Suits {
-  double rate = 1; // of scores, relative to the fastest tile's for such heads
+  double rate = 1; // of scores, relative to the fastest tile for such heads
   int64_t least_keys = 0, most_keys = INT64_MAX;
-  double blocks = 0; // for each SM, at least: of tiles, or of parts where even the smallest tiles are too few
+  double blocks = 0; // for each SM, at least: tiles, or splits if even the smallest tiles are too few
 };
 struct ForwardTile {
   int32_t most_dim, most_dim_v;
@@ -39,38 +39,37 @@ struct ForwardTile {
   Suits suits{};
 };
 
-// Rates are such that the tiles run that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). None spills.
-// clang-format off
+// Rates are such that the chosen tiles are those that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). None spills.
 constexpr ForwardTile kForwardTiles[] = {
     // up to  warp-      stages  registers to  Q in  blocks
     // D, Dv  groups  tile_k  |  load, compute regs  per SM   loads, what it suits
-    { 64,  64,   1,  64,   4,  32, 128,   1,   3, kFixed, {.rate = 0.84}},
-    { 64,  64,   3, 128,   4,  32, 160,   0,   1, kFixed, {.least_keys = 8192, .blocks = 1}},
-    { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging | kAlibiInBand, {.rate = 0.96, .blocks = 1}},
-    { 64,  64,   3,  64,   4,  40, 152,   1,   1, kDropout | kBias},
-    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kAlibiInBand | kHyperbolicScore, {.rate = 0.94}},
-    { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout, {.rate = 0.75}},
-    { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias, {.rate = 0.7}},
-    { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse},
-    { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse, {.rate = 0.83}},
-    {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed | kAlibiInBand, {.blocks = 1}},
-    {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.88, .blocks = 0.5}},
-    {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.54}},
-    {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kHyperbolicScore},
-    {128, 128,   2, 128,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
-    {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias, {.rate = 0.62}},
-    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kAlibiInBand | kHyperbolicScore, {.rate = 0.83}},
-    {128, 128,   2, 128,   3,  56, 224,   1,   1, kBlockSparse},
-    {128, 128,   2,  96,   3,  56, 224,   1,   1, kDropout, {.rate = 0.83}},
-    {128, 128,   2,  64,   4,  56, 224,   1,   1, kAnything},
-    {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand},
-    {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand, {.most_keys = 512}},
-    {256, 256,   2,  80,   2,  40, 232,   0,   1, kFixed | kLagging},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kAlibi | kAlibiInBand | kHyperbolicScore | kDropout | kBias},
-    {256, 256,   2,  64,   2,  56, 224,   0,   1, kBlockSparse},
-    {256, 256,   2,  48,   2,  56, 224,   0,   1, kAnything},
-    {256, 256,   2,  32,   2,  56, 224,   0,   1, kAnything},
+    {64, 64, 1, 64, 4, 32, 128, 1, 3, kFixed, {.rate = 0.84}},
+    {64, 64, 3, 128, 4, 32, 160, 0, 1, kFixed, {.least_keys = 8192, .blocks = 1}},
+    {64, 64, 4, 64, 5, 32, 112, 0, 1, kFixed | kLagging | kAlibiInBand, {.rate = 0.96, .blocks = 1}},
+    {64, 64, 3, 64, 4, 40, 152, 1, 1, kDropout | kBias},
+    {64, 64, 3, 80, 4, 40, 152, 0, 1, kAlibi | kAlibiInBand | kHyperbolicScore, {.rate = 0.94}},
+    {64, 64, 2, 128, 4, 40, 232, 1, 1, kLagging | kDropout, {.rate = 0.75}},
+    {64, 64, 1, 64, 3, 40, 208, 1, 2, kBias, {.rate = 0.7}},
+    {64, 64, 1, 128, 3, 56, 200, 1, 2, kBlockSparse},
+    {64, 64, 2, 128, 4, 56, 224, 1, 1, kBlockSparse, {.rate = 0.83}},
+    {128, 128, 3, 80, 3, 32, 160, 0, 1, kFixed | kAlibiInBand, {.blocks = 1}},
+    {128, 128, 2, 128, 3, 40, 232, 1, 1, kFixed, {.rate = 0.88, .blocks = 0.5}},
+    {128, 128, 1, 64, 3, 40, 208, 1, 2, kFixed, {.rate = 0.54}},
+    {128, 128, 3, 64, 3, 40, 152, 0, 1, kDropout | kHyperbolicScore},
+    {128, 128, 2, 128, 2, 40, 232, 0, 1, kBias, {.blocks = 0.5}},
+    {128, 128, 1, 64, 2, 40, 208, 1, 2, kBias, {.rate = 0.62}},
+    {128, 128, 2, 128, 3, 40, 232, 0, 1, kLagging | kAlibi | kAlibiInBand | kHyperbolicScore, {.rate = 0.83}},
+    {128, 128, 2, 128, 3, 56, 224, 1, 1, kBlockSparse},
+    {128, 128, 2, 96, 3, 56, 224, 1, 1, kDropout, {.rate = 0.83}},
+    {128, 128, 2, 64, 4, 56, 224, 1, 1, kAnything},
+    {192, 128, 2, 128, 2, 40, 232, 0, 1, kFixed | kLagging | kAlibi | kAlibiInBand},
+    {192, 192, 2, 96, 2, 40, 232, 0, 1, kFixed | kLagging | kAlibi | kAlibiInBand},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kFixed | kLagging | kAlibi | kAlibiInBand, {.most_keys = 512}},
+    {256, 256, 2, 80, 2, 40, 232, 0, 1, kFixed | kLagging},
+    {256, 256, 2, 64, 2, 40, 232, 0, 1, kAlibi | kAlibiInBand | kHyperbolicScore | kDropout | kBias},
+    {256, 256, 2, 64, 2, 56, 224, 0, 1, kBlockSparse},
+    {256, 256, 2, 48, 2, 56, 224, 0, 1, kAnything},
+    {256, 256, 2, 32, 2, 56, 224, 0, 1, kAnything},
 };
 // clang-format on
 
@@ -85,18 +84,18 @@ int load_of(const Config &c) {
   if (f.dropout) return kDropout;
   if (hyperbolic) return kHyperbolicScore;
   if (alibi)
-    return f.alibi && f.band && !c.invariant && f.seqused != kPaged ? kAlibiInBand : kAlibi; // invariant: a band may follow from lengths
+    return f.alibi && f.band && !c.invariant && f.seqused != kPaged ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
-// But for the tile.
+// The Config without the tile.
 Config config_for(const Problem &p) {
   Config c = begin_config<Config>(p, 16);
   c.features = hopper_features(p);
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
-  // Tiles of a part come by ascending keys, and ALiBi's penalty falls towards the diagonal.
+  // A part's tiles come in ascending order of keys, and ALiBi's penalty falls towards the diagonal.
   if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;
   c.bias_by_tma = maps_bias(p);
@@ -110,7 +109,7 @@ Config with(Config c, const ForwardTile &t) {
   return c;
 }
 
-// Scores that tiles of such rows compute of one sequence. Where other sequences have other lengths, its last tile is full by half.
+// Scores that tiles with such rows compute in one sequence. If other sequences have other lengths, its last tile counts as half full.
 double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int64_t seqlen_q, int64_t seqlen_k, bool others) {
   constexpr int64_t kSamples = 32;
   const Band band = Band::make(seqlen_q, seqlen_k, p.bottom_right, p.window_left, p.window_right);
@@ -119,7 +118,8 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int6
   const double count = others ? std::max(1.0, double(seqlen_q) / double(queries) + 0.5) : double(w.tiles);
   return count * w.mean * c.tile_q() * double(p.heads_kv * rows.pieces);
 }
-// The same of all sequences. Of packed ones the longest is known and how many tokens the others have, who count as equally long.
+// The same for all sequences. For packed ones the longest length and the number of the other tokens are known; the others count as equally
+// long.
 double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
   if (!p.varlen) return double(p.batch) * computed(p, c, rows, p.seqlen_q, p.seqlen_k, false);
   const int64_t q = p.longest_q(), k = p.longest_k(), others = std::max<int64_t>(0, p.batch - 1);
@@ -130,12 +130,12 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
 
 } // namespace
 
-// A mask and dropout come by 16 queries of a head, and blocks by tiles of one; of ALiBi a tile has one slope, and of a bias or a part it is
-// one head's; heads of which all have the same queries are not loaded apart. `invariant` refuses a bias and ALiBi. Up to 16 rows cuda-mma
-// computes at the memory's rate.
+// A mask and dropout are read for 16 queries of a head, and blocks for tiles of one head; for ALiBi a tile has one slope, and for a bias or
+// a part it has one head. If Q is broadcast over the heads, the copy engine cannot load several of them at once. `invariant` refuses a bias
+// and ALiBi. Up to 16 rows cuda-mma computes at the memory's rate.
 HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   constexpr int64_t kRowsOfMma = 16;
-  constexpr double kWorth = 0.9; // of the scores of heads apart, at most: heads together take longer to load and to store (guessed)
+  constexpr double kWorth = 0.9; // of the scores of separate heads, at most: packed heads take longer to load and to store (guessed)
   const HeadsOfTile apart{1, 64, p.group()};
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return apart;
   if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || p.alibi_slopes || p.part)) return apart;
@@ -151,15 +151,15 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
 
 namespace {
 
-// Clocks of an SM in which the copy engine brings a key and its value whose rows are not whole sectors of 32 bytes. Where rows are whole
+// Clocks of an SM in which the copy engine brings a key and its value whose rows are not whole sectors of 32 bytes. If rows are whole
 // sectors, copying never was the limit.
 double clocks_of_key(const Problem &p) {
-  constexpr double kLine = 6.5; // for 128 bytes that a row begins (an H200, head dimensions 24 to 88)
+  constexpr double kLine = 6.5; // for each 128 bytes that a row begins (an H200, head dimensions 24 to 88)
   const auto of_row = [](int64_t head_dim) { return head_dim % 16 ? kLine * double(tiles(head_dim, 64)) : 0; };
   return of_row(p.head_dim) + of_row(p.head_dim_v);
 }
 
-// What tiles of this kind take for the whole call, in clocks of an SM. Beyond kUnsuited they do not suit, but run.
+// The time of tiles of this kind for the whole call, in clocks of an SM. Beyond kUnsuited they do not suit, but run.
 constexpr double kUnsuited = 1e100;
 double cost(const Suits &row, const Problem &p, const Config &c, const Device &device) {
   const int64_t queries = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, heads = p.batch * p.heads;
@@ -180,7 +180,7 @@ std::optional<Config> choose_tile(const Problem &p, const Device &device) {
   const Config any = config_for(p);
   const int load = load_of(any);
   const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
-  const ForwardTile *first = nullptr; // that runs: the next ones for such heads are made for them as well
+  const ForwardTile *first = nullptr; // the first that fits: only tiles with its limits of the head dimensions compete
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {
     const Config c = with(any, t);
     const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) &&

@@ -1,4 +1,4 @@
-// The kernels of kernels/tf32: FP32 on tensor cores, from sm_80. What looks at rows and not at scores is done by kernels of the other
+// The kernels of kernels/tf32: FP32 on tensor cores, from sm_80. Passes over rows, which look at no scores, are kernels of the other
 // families.
 #include <algorithm>
 #include <optional>
@@ -21,13 +21,13 @@ using tf32::Config;
 constexpr KernelSource kForward{"tf32/forward.h", "strobe::tf32::Forward", "strobe::tf32::Config"};
 constexpr KernelSource kBackward{"tf32/backward.h", "strobe::tf32::Backward", "strobe::tf32::Config"};
 
-constexpr int64_t kFewestColumns = 64; // of Q and K, and of V, but for plain TF32
+constexpr int64_t kFewestColumns = 64; // of Q and K, and of V, except for plain TF32
 
 // From the fastest to the smallest.
 struct Tile {
-  int32_t most_dims; // of Q and V together: what the registers hold
+  int32_t most_dims; // of Q and V together: limited by registers
   int32_t q, k, warps, stages;
-  int32_t blocks_per_sm; // that registers are limited for
+  int32_t blocks_per_sm; // for which registers are limited
 };
 constexpr Tile kForwardTiles[] = {
     {.most_dims = 128, .q = 64, .k = 32, .warps = 4, .stages = 2, .blocks_per_sm = 3},
@@ -63,7 +63,7 @@ int32_t shared_bytes(const Config &c, Direction direction) {
   return direction == Direction::forward ? c.forward_shared_bytes() : c.backward_shared_bytes();
 }
 
-// The first tile that fits, or with wishes the nearest.
+// The first tile that fits, or if a tile is requested the nearest.
 std::optional<Config> choose(const Problem &p, const Device &device, Direction direction) {
   const bool forward = direction == Direction::forward;
   const Config any = config_for(p, direction);
@@ -106,8 +106,8 @@ protected:
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (p.invariant) return "is not invariant: its tiles of keys begin where a tile of queries sees some";
     if (!p.allow_tf32) {
-      // Three products of parts of 11 bits are off by 2^-23.8 of a product (rms), and FP32's sum of n of them by n / 1.4 2^-25.8: even at
-      // n = 31, but at 32 columns single rows of dK were still off by 1.3 of the bound.
+      // Three products of 11-bit numbers are off by 2^-23.8 of a product (rms), and FP32's sum of n of them by n / 1.4 2^-25.8: the two are
+      // equal at n = 31, but at 32 columns single rows of dK were still off by 1.3 of the bound.
       if (std::min(p.head_dim, p.head_dim_v) < kFewestColumns)
         return text("head dimensions under ", kFewestColumns, ": FP32 rounds a sum of so few products less than TF32's parts do");
       if (p.score == ScoreFunction::hyperbolic) return "a Lorentz product cancels, which shows what TF32's parts leave of FP32's last bits";
@@ -119,7 +119,7 @@ private:
   static bool exceeds_registers(const Problem &p) { return rounded(p.head_dim, 32) + rounded(p.head_dim_v, 32) > 256; }
 
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
-    // The backward rebuilds P from this forward's LSE: it must come from the same arithmetic, or rows of P no longer sum to 1.
+    // The backward rebuilds P from this forward's LSE: both must use the same arithmetic, or rows of P no longer sum to 1.
     if (exceeds_registers(p) || !choose(p, device, Direction::backward))
       return "takes no forward whose backward it would leave to another arithmetic: dK and dV of these head dimensions or blocks do not "
              "fit";

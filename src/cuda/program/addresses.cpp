@@ -5,9 +5,9 @@
 namespace strobe::cuda {
 namespace {
 
-// Marks look like no address and like no other number: this, and one after the other, farther apart than any tensor is large.
+// Marks resemble neither an address nor any other number: this one, and successive ones farther apart than any tensor is large.
 constexpr uintptr_t kFirst = uintptr_t{0x57B0} << 48, kApart = uintptr_t{1} << 40, kWorkspace = kFirst + 30 * kApart;
-constexpr uintptr_t kOff = 8; // of a mark for an address that does not lie on 16 bytes
+constexpr uintptr_t kOff = 8; // added to a mark if its address is not a multiple of 16
 
 uintptr_t off_16_bytes(const void *address) { return reinterpret_cast<uintptr_t>(address) % 16 ? kOff : 0; }
 

@@ -1,5 +1,5 @@
-// A program is made once and run on other addresses each time. While it is made a mark stands for each tensor's address and for the
-// workspace's; a run puts addresses in place of the marks.
+// A program is made once and run on other addresses each time. While it is made, marks stand for the addresses of the tensors and of the
+// workspace; a run puts addresses in place of the marks.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -10,24 +10,24 @@
 
 namespace strobe::cuda {
 
-// The call with marks for addresses. A mark lies on 16 bytes where the address does: kernels are chosen by that.
+// The call with marks for addresses. A mark is a multiple of 16 if its address is: the choice of kernels depends on that.
 Problem marked(const Problem &);
 std::byte *workspace_mark();
 bool is_mark(const void *address);
 bool is_workspace_mark(const void *address);
 
-// What the marks stand for in one run.
+// The addresses that the marks stand for in one run.
 class Addresses {
 public:
   Addresses(const Problem &, void *workspace);
-  // The address of what lies somewhere behind a mark.
+  // The address at some distance from a mark.
   void *of(const void *marked) const;
 
 private:
-  std::array<uintptr_t, 31> bases_{}; // of the tensors and lists of a Problem, and of the workspace
+  std::array<uintptr_t, 31> bases_{}; // the addresses of the tensors and lists of a Problem, and of the workspace
 };
 
-// The workspace while a program is made: 256-byte aligned pieces, behind the workspace's mark.
+// The workspace while a program is made: 256-byte aligned pieces, addressed from the workspace's mark.
 class Scratch {
 public:
   template <class T> T *take(int64_t count) {
@@ -41,7 +41,8 @@ private:
   uint64_t bytes_ = 0;
 };
 
-// visit(pointer) for each pointer in a kernel's arguments; a launch binds these. Arguments of one family's kernels have theirs there.
+// Calls visit(pointer) for each pointer in a kernel's arguments; a launch binds these. The arguments of one family only have an overload in
+// that family.
 template <class V> void each_pointer(const BlockList &list, V &visit) { visit(list.offsets), visit(list.indices); }
 template <class V> void each_pointer(const Inputs &in, V &visit) {
   for (const Operand *x : {&in.q, &in.k, &in.v, &in.mask, &in.bias, &in.slopes, &in.sinks}) visit(x->data);

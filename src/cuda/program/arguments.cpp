@@ -17,7 +17,7 @@ BlockList list(const int32_t *offsets, const int32_t *indices, const Problem &p,
   const Problem::Blocks &m = p.blocks;
   const Problem::Part &part = p.part;
   const i64 head = m.heads > 1 ? rows + 1 : 0, batch = m.batch > 1 ? m.heads * (rows + 1) : 0;
-  if (offsets) offsets += part.first_batch * batch + part.first_head * head; // a list of nothing has no address
+  if (offsets) offsets += part.first_batch * batch + part.first_head * head; // an empty list has no address
   return {offsets, indices, m.kept, rows, batch, head, row_tokens, column_tokens};
 }
 
@@ -35,7 +35,7 @@ Inputs inputs(const Problem &p) {
   in.threshold = dropout_threshold(p.dropout);
   in.scale = p.scale, in.softcap = p.softcap, in.beta = p.beta, in.shift = p.shift;
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
-  const Problem::Blocks &m = p.blocks; // of a part: the whole problem's, from the first of its sequences and heads on
+  const Problem::Blocks &m = p.blocks; // in a part: the whole problem's, from the first of its sequences and heads on
   if (m.present) in.blocks = list(m.row_ptr, m.col, p, m.rows, m.block_q, m.block_k);
   if (p.page_size) { // Inputs::pages
     in.cu_seqlens_k = p.page_table(), in.total_k = std::min<int64_t>(p.pages, int64_t{1} << 31);

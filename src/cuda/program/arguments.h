@@ -1,4 +1,4 @@
-// From a Problem to what kernels are called with.
+// From a Problem to kernel arguments.
 #pragma once
 #include <algorithm>
 #include <initializer_list>
@@ -14,27 +14,27 @@ namespace strobe::cuda {
 Operand operand(const View &);
 Features features_of(const Problem &);
 // A larger scale is applied to the scores, not in exp2's argument, where a score's rounding, as a factor, would leave fp32 from 2^31 on.
-// Tensor cores' kernels, which have it in the argument even so, refuse it: why; empty if it is not larger.
+// Tensor cores' kernels, which always have it in the argument, refuse it: the reason; empty if it is not larger.
 inline constexpr double kMostScale = 1e4;
 std::string outsized_scale(const Problem &);
-ForwardArguments forward_arguments(const Problem &);   // but for the split over keys
-BackwardArguments backward_arguments(const Problem &); // but for the workspace
+ForwardArguments forward_arguments(const Problem &);   // without the split over keys
+BackwardArguments backward_arguments(const Problem &); // without the workspace
 AuxiliaryArguments auxiliary_arguments(const Problem &);
 KeyScales key_scales(const Problem &); // of quantised keys
 
-// Base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may be copied 16 bytes at a time.
+// Whether base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may then be copied 16 bytes at a time.
 bool aligned(const View &, int64_t row_elements);
 bool aligned(std::initializer_list<const View *>, int64_t row_elements);
 bool aligned_keys(const Problem &);     // K and V, quantised or not
-bool aligned_backward(const Problem &); // all that a backward copies so
+bool aligned_backward(const Problem &); // all tensors that a backward copies this way
 
 inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
 
-// Wide heads have tiles of their own, whose least dimension this is.
+// The least dimension of the tiles for wide heads.
 inline constexpr int32_t kWide = kMostUsualDim + 1;
 inline bool wide(const Problem &p) { return strobe::wide(i32(p.head_dim), i32(p.head_dim_v)); }
 
-// What all kernels' Configs begin with; head dimensions are rounded up to multiples of dim_unit.
+// Sets the members that all kernels' Configs begin with; head dimensions are rounded up to multiples of dim_unit.
 template <class Config> Config begin_config(const Problem &p, int32_t dim_unit) {
   Config c{};
   if constexpr (requires { c.dtype; }) c.dtype = int32_t(p.dtype);
@@ -42,7 +42,7 @@ template <class Config> Config begin_config(const Problem &p, int32_t dim_unit) 
   return c;
 }
 
-// Tiles of `tile` queries (keys) over all sequences, and the longest's; varlen counts max_seqlen for each.
+// Tiles of `tile` queries (keys) over all sequences, and of the longest; varlen counts max_seqlen for each.
 inline int64_t tiles(int64_t seqlen, int64_t tile) { return (seqlen + tile - 1) / tile; }
 
 } // namespace strobe::cuda

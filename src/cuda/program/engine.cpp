@@ -22,7 +22,7 @@ std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream
   return host;
 }
 
-// What a run is going to launch.
+// The launches that a run is about to make.
 void load_all(const Program &program, const Device &on) {
   std::vector<KernelName> names;
   for (const Step &step : program.steps)
@@ -143,8 +143,8 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
   if (p.check)
     check_contents(program.copied ? with_copies(p, *program.copied, addresses) : p,
                    [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
-  // Whether what this thread put on the stream before is a kernel of this program. Not so of copied lists: some kernels read lists before
-  // they wait for the launch before their own.
+  // Whether the last operation that this thread put on the stream is a kernel of this program. Copied lists are none: some kernels read
+  // lists before they wait for the launch before their own.
   bool early = false;
   for (; step != program.steps.end(); ++step) {
     if (const Zero *zero = std::get_if<Zero>(&*step)) {

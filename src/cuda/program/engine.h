@@ -1,4 +1,4 @@
-// What the CUDA engines share.
+// The base class of the CUDA engines.
 #pragma once
 #include <variant>
 
@@ -19,25 +19,25 @@ public:
   Answer plan(const Problem &, const Execution &, Direction) const override;
   Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const override; // from the stream's memory pool
   void run(const Problem &, const Execution &, Direction, const Plan &, void *workspace) const override;
-  // As plan(), on a device that may be one that is only described.
+  // Like plan(), for a device that may only be described.
   Answer plan_on(const Device &, const Problem &, Direction) const;
 
 protected:
-  // Whether it takes parts of larger problems, and adds to gradients that exist.
+  // Whether it supports parts of larger problems, and adds to existing gradients.
   virtual bool computes_parts() const { return false; }
-  // Whether its forward finds K and V by a page table.
+  // Whether its forward supports a page table.
   virtual bool reads_pages() const { return false; }
   // Whether its forward reads quantised K and V.
   virtual bool reads_quantised() const { return false; }
-  // Of a call whose addresses are marks.
+  // The program for a call whose addresses are marks.
   virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
 
 private:
-  // The tile to wish for in the caller's place; null: none.
+  // The tile to request for the caller; null: none.
   const TunedTile *tuned(const Problem &, Direction, const Device &) const;
 };
 
-// What a plan of a CudaEngine runs.
+// The program that a plan of a CudaEngine runs.
 const Program &program_of(const Plan &);
 
 } // namespace strobe::cuda

@@ -20,7 +20,7 @@ constexpr const char *kNames[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_k",  
 static_assert(std::size(kNames) == ListForms::kCount && kMostLists == ListForms::kCount);
 constexpr int kPageTable = ListForms::kCount - 1;
 
-// Kernels find a sequence's row of the table by a product of 32 bits.
+// Kernels find a sequence's row of the table by a 32-bit product.
 bool has_whole_rows(const strobe_tensor &table) {
   const int64_t row = table.strides[0];
   return (table.shape[1] == 1 || table.strides[1] == 1) && row >= 0 && row <= INT32_MAX;

@@ -8,12 +8,12 @@
 
 namespace strobe::cuda {
 
-// Takes room for the copies, points p's lists at them, and answers with the launch that makes them; nothing if no list has to be copied. A
-// page table whose rows alone are apart is read where it lies.
+// Reserves memory for the copies, points p's lists at them, and returns the launch that makes them; nothing if no list must be copied. A
+// page table of which only the rows lie apart is read in place.
 std::optional<Launch> copy_lists(Problem &p, Scratch &);
-// The names of those lists of a program's call that are copies; empty: none.
+// The names of the lists of a program's call that are copies; empty: none.
 std::string copied_lists(const Problem &);
-// A run's call with the copies, which have been made, in place of the lists. marked: the program's.
+// A run's call with the finished copies in place of the lists. marked: the program's.
 Problem with_copies(const Problem &, const Problem &marked, const Addresses &);
 
 } // namespace strobe::cuda

@@ -8,20 +8,20 @@
 
 namespace strobe::cuda {
 
-// Takes room for it, sets p.part.table, and answers with the launches that write it: one, but for lists of hundreds of ranges.
+// Reserves memory for the table, sets p.part.table, and returns the launches that write it: one, except for lists of hundreds of ranges.
 std::vector<Launch> part_table(Problem &p, Scratch &);
 // Whether all ranges begin at multiples of 16, where dropout's groups and blocks may.
 bool begins_aligned(const Problem &);
-// Are tiles numbered through all sequences, as kernels/attention/packed_tiles.h says, so that short ones have no more of them than they
-// fill?
+// Whether tiles are numbered through all sequences, as in kernels/attention/packed_tiles.h, so that short ones have no more of them than
+// they fill.
 inline bool numbers_tiles(const Problem &p) { return p.varlen && !p.part; }
-// Whether they are where every block must search for its own tile first, which takes half a microsecond on an H200: if that halves the
-// number of blocks. Otherwise each sequence has as many tiles as the longest one. rows: of all sequences.
+// The same for kernels in which every block must first search for its own tile, which takes half a microsecond on an H200: true if that
+// halves the number of blocks. Otherwise each sequence has as many tiles as the longest one. rows: of all sequences.
 bool worth_numbering(const Problem &, int64_t rows, int64_t longest, int64_t tile);
 
-// Tiles of a sequence that has most, of queries and of keys, counted as kernels do.
+// Query and key tiles of the sequence with the most tiles, counted as kernels do.
 int64_t query_tiles(const Problem &, int64_t tile);
 int64_t key_tiles(const Problem &, int64_t tile);
-int64_t all_query_tiles(const Problem &, const Inputs &, int64_t tile); // of all heads and sequences: how many dq_sum has
+int64_t all_query_tiles(const Problem &, const Inputs &, int64_t tile); // over all heads and sequences: the size of dq_sum
 
 } // namespace strobe::cuda

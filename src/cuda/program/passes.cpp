@@ -28,7 +28,7 @@ constexpr KernelSource kRowTotals{"passes/auxiliary.h", "strobe::passes::RowTota
 constexpr KernelSource kLargestScore{"passes/auxiliary.h", "strobe::passes::LargestScore", "strobe::passes::LargestConfig"};
 constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
 
-// Of FP32 and FP64: they do not vary with tiles and features.
+// For FP32 and FP64: these do not vary with tiles and features.
 passes::RowsConfig row_after_row(const Problem &p, int32_t head_dim) {
   return {.dtype = int32_t(p.dtype),
           .head_dim = head_dim,
@@ -92,18 +92,18 @@ void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
   a.partial_lse = scratch.take<float>(a.splits * a.in.rows());
 }
 
-// Beyond so many sequences they fill a GPU by themselves, and a block would look at their lengths for too long.
+// More sequences fill a GPU by themselves, and a block would read their lengths for too long.
 constexpr int64_t kMostUneven = 1024;
-// A GPU is filled so often at most: with more shares, what each does before its first and after its last key takes too long.
+// How often a GPU is filled at most: with more shares, the start and end of each share take too long.
 constexpr int64_t kMostRounds = 6;
 constexpr int64_t kMostReals = int64_t(1) << 24; // FP32 numbers of all shares' results: 64 MiB
 
 UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &scratch, int64_t slots, int64_t blocks_of_share) {
-  const bool uneven = p.seqused_k && !p.varlen && p.window_left >= p.seqlen_k; // within a window all have as many keys
-  const int64_t reals = p.heads * p.seqlen_q * p.head_dim_v;                   // of a share
+  const bool uneven = p.seqused_k && !p.varlen && p.window_left >= p.seqlen_k; // within a window all sequences have as many keys
+  const int64_t reals = p.heads * p.seqlen_q * p.head_dim_v;                   // per share
   if (!uneven || p.batch < 2 || p.batch > kMostUneven || blocks_of_share <= 0 || reals <= 0 || most_parts(p) < 2) return {};
   const int64_t round = std::max<int64_t>(1, slots / blocks_of_share);
-  // More than device/uneven_shares.h makes would be blocks that look at the lengths and end.
+  // More shares than device/uneven_shares.h makes would be blocks that read the lengths and end.
   const int64_t full = std::max<int64_t>(round, div_up(p.batch * p.seqlen_k, enough_keys_of_share()));
   const int64_t extra = std::min({full, kMostRounds * round, p.batch * most_parts(p), kMostReals / reals - p.batch});
   if (extra < std::min(round, p.batch)) return {};
@@ -216,7 +216,7 @@ Launch settle(const Problem &p, const Device &device, const BackwardArguments &a
 std::optional<Launch> bias_gradient(const Problem &p, const Device &device, const BackwardArguments &a) {
   if (!p.dbias) return std::nullopt;
   const std::span<const GradientTile> tiles = p.dtype == DType::f32 ? std::span<const GradientTile>(kBiasTilesTf32) : kBiasTiles;
-  const TileConfig c = *gradient_config(tiles, p, device); // the smallest tile is settle's, too
+  const TileConfig c = *gradient_config(tiles, p, device); // settle uses the smallest tile, too
   return Launch(kBiasGradient, c, bias_tiles(p, c.tile_q, c.tile_k), c.threads(), c.shared_bytes(), a);
 }
 
@@ -232,7 +232,7 @@ constexpr AuxiliaryTile kAuxiliaryTiles[] = {
     {.q = 32, .k = 32, .tensor_cores = 0, .blocks_per_sm = 2},  {.q = 16, .k = 16, .tensor_cores = 0, .blocks_per_sm = 2},
 };
 
-// The first tile that fits; the last one always does. of_rows: its keys and queries change places.
+// The first tile that fits; the last one always does. of_rows: keys and queries change places.
 passes::AuxiliaryConfig auxiliary_config(const Problem &p, const Device &device, bool of_rows = false) {
   const bool multiplied = p.dtype == DType::f16 ? device.cc >= 75 : p.dtype == DType::bf16 && device.cc >= 80;
   passes::AuxiliaryConfig c{};
@@ -242,7 +242,7 @@ passes::AuxiliaryConfig auxiliary_config(const Problem &p, const Device &device,
     c.tile_q = tile.q, c.tile_k = tile.k, c.tensor_cores = tile.tensor_cores, c.blocks_per_sm = tile.blocks_per_sm;
     c.head_dim = tile.tensor_cores ? rounded(p.head_dim, 16) : 0;
     c.aligned = tile.tensor_cores && aligned({&p.q, &p.k}, p.head_dim);
-    if (tile.tensor_cores && (!multiplied || p.quantised())) continue; // quantised keys are made numbers one by one
+    if (tile.tensor_cores && (!multiplied || p.quantised())) continue; // quantised keys are converted one by one
     if (c.shared_bytes() <= device.shared_per_block && c.shared_bytes() * c.blocks_per_sm <= device.shared_per_sm &&
         (of_rows ? divides_blocks(p, tile.k, tile.q) : divides_blocks(p, tile.q, tile.k)))
       break;
@@ -269,7 +269,7 @@ void auxiliary(Program &program, const Problem &p, const Device &device, Scratch
   const passes::LargestConfig largest{.dtype = int32_t(p.dtype)};
   if (p.max_logit) program.steps.push_back(Launch(kLargestScore, largest, heads, largest.threads(), 0, a));
 
-  // Multiply-adds of an SM per clock, and as many of them as what follows q.k takes: fitted to an H200, FP64's guessed.
+  // Multiply-adds of an SM per clock, and the cost of the work after q.k in multiply-adds: fitted to an H200, FP64's guessed.
   constexpr double kLaunchSeconds = 5e-6, kTensorCores = 520, kFma = 28, kDouble = 14;
   const double rate = c.tensor_cores ? kTensorCores : p.dtype == DType::f64 ? kDouble : kFma, after = c.tensor_cores ? 200 : 16;
   const double pass = kLaunchSeconds * (1 + bool(p.max_logit) + bool(p.column_sums)) +
@@ -279,7 +279,7 @@ void auxiliary(Program &program, const Problem &p, const Device &device, Scratch
 }
 
 Launch padding(const Problem &p, Direction direction) {
-  constexpr int64_t most = 128; // blocks of threads for long padding behind few sequences
+  constexpr int64_t most = 128; // thread blocks for long padding after few sequences
   const passes::PaddingConfig c{.dtype = int32_t(p.dtype),
                                 .backward = direction == Direction::backward,
                                 .packed = p.varlen,

@@ -1,5 +1,5 @@
-// What families launch beside their own kernels, and in which order. The kernels are those of kernels/passes, but for cuda-simt's settle
-// and dbias, which are its own over the same frames (kernels/device/settle_row.h, bias_gradient.h).
+// The launches that families make beside their own kernels, and their order. The kernels are those of kernels/passes, except cuda-simt's
+// settle and dbias, which are its own in the same frames (kernels/device/settle_row.h, bias_gradient.h).
 #pragma once
 #include <optional>
 
@@ -12,7 +12,7 @@
 
 namespace strobe::cuda {
 
-// A launch that reads K and V, which have scales where they are quantised.
+// A launch that reads K and V, with scales if they are quantised.
 template <class Config, class Arguments>
 Launch with_scales(const Problem &p, const KernelSource &source, const Config &config, int64_t grid, int32_t threads, int32_t shared_bytes,
                    const Arguments &arguments) {
@@ -22,31 +22,31 @@ Launch with_scales(const Problem &p, const KernelSource &source, const Config &c
   return Launch(source, config, grid, threads, shared_bytes, all);
 }
 
-// How many parts the keys are split into where tiles of queries are too few to fill the GPU: as many as fill `slots` places for thread
-// blocks once, since fewer leave it idle and more begin a second wave. At most `most`, since each part has an O of its own.
+// How many splits the keys have where query tiles are too few to fill the GPU: as many as fill `slots` slots for thread blocks once, since
+// fewer leave it idle and more begin a second wave. At most `most`, since each split has an O of its own.
 int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most);
-// The most parts that still have keys enough to be worth their O, on tensor cores by mma.sync.
+// The largest number of splits that still have enough keys to be worth their O, on tensor cores by mma.sync.
 int64_t most_parts(const Problem &);
-// Room for what the parts compute, if a.splits says that there are several.
+// Memory for the splits' results, if a.splits says that there are several.
 void take_parts(ForwardArguments &a, const Problem &, Scratch &);
-// The same for sequences whose lengths lie in the GPU's memory and may be uneven. slots: places for thread blocks.
+// The same for sequences whose lengths lie in the GPU's memory and may be uneven. slots: slots for thread blocks.
 struct UnevenShares {
-  int64_t most = 0;   // of all sequences; 0: none are made, and the call is one for take_parts()
-  int32_t likely = 0; // of a sequence, if all are as long as they can be
+  int64_t most = 0;   // over all sequences; 0: none are made, and take_parts() serves the call
+  int32_t likely = 0; // per sequence, if all have their maximum length
 };
 UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &, Scratch &, int64_t slots, int64_t blocks_of_share);
-// Their combination, after the launch that computes them.
+// The pass that combines them, after the launch that computes them.
 void combine_parts(Program &, const Problem &, const ForwardArguments &a);
 
-// A backward's memory. D, and LSE's correction; if dQ is wanted, its sum, to which the thread blocks of several tiles of keys add; with
-// `turns` their turns, which begin as 0.
+// A backward's memory: D, and LSE's correction; if dQ is asked for, its sum, to which the thread blocks of several key tiles add; with
+// `turns` the counters of their turns, which begin at 0.
 struct BackwardSums {
   int64_t real_bytes = 4; // of D and of dQ's sum
   int64_t dq = 0;         // reals of dQ's sum
   int64_t turns = 0;      // words; 0: the order of additions is free
   bool zero_dq = false;   // the launch that computes D does not set dQ's sum to 0
 };
-// How many sums of so many reals dQ has: in FP32 one for each keys_of_dq_sum() keys, but fewer where they would be large. Invariant: their
+// How many sums of this many reals dQ has: in FP32 one for each keys_of_dq_sum() keys, but fewer if they would be large. Invariant: their
 // size does not matter.
 int32_t dq_sums(const Problem &, int64_t reals);
 void take_sums(Program &, BackwardArguments &a, const Problem &, Scratch &, const BackwardSums &);
@@ -54,34 +54,34 @@ void take_sums(Program &, BackwardArguments &a, const Problem &, Scratch &, cons
 // A backward's launches, in the order in which they run.
 struct BackwardLaunches {
   std::optional<Launch> delta{};         // D of each row
-  std::optional<Launch> settle{};        // of rows whose LSE is large: D anew, and LSE's correction
-  std::optional<Launch> rows_by_tiles{}; // LSE and D in the order in which the main kernel reads them
-  std::optional<Launch> main{};          // dK, dV and dQ's sum: where one of them is wanted
-  std::optional<Launch> shares{};        // dK and dV from those of shares of a group
-  std::optional<Launch> dq{};            // from its sum: where it is wanted
+  std::optional<Launch> settle{};        // for rows whose LSE is large: D again, and LSE's correction
+  std::optional<Launch> rows_by_tiles{}; // LSE and D in the main kernel's order
+  std::optional<Launch> main{};          // dK, dV and dQ's sum: if one of them is asked for
+  std::optional<Launch> shares{};        // dK and dV from those of the shares of a group
+  std::optional<Launch> dq{};            // from its sum: if it is asked for
   std::optional<Launch> dbias{};
 };
 void push(Program &, const Problem &, const BackwardArguments &, BackwardLaunches &&); // and dsinks
 
-// What the next two are compiled for where they go by tiles of the main kernel; form: passes::kFragments or kWarpgroups.
+// The Config of the next two where they go by tiles of the main kernel; form: passes::kFragments or kWarpgroups.
 passes::RowsConfig rows_config(const Problem &, int32_t head_dim, int32_t tile_q, int32_t form, bool aligned);
-// D, and room for dQ's sum; dQ from its sum.
+// D, and the clearing of dQ's sum; dQ from its sum.
 Launch delta(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
 // The same in FP32 and FP64, D in the order of dP's products.
 Launch delta(const Problem &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const BackwardArguments &, int32_t head_dim);
 
-// Takes room for dK and dV of each of `shares` shares of a key head's query heads, and points `a` to it. Returns the launch that adds them
-// up, or nothing where nobody wants dK or dV.
+// Reserves memory for dK and dV of each of `shares` shares of a key head's query heads, and points `a` to it. Returns the launch that adds
+// them up, or nothing if neither dK nor dV is asked for.
 std::optional<Launch> take_shares(BackwardArguments &a, const Problem &, Scratch &, int64_t shares);
 
-// On tensor cores, tiles of scores computed anew. Whether some tile fits the GPU and the blocks of a sparse mask; then there is a launch.
+// On tensor cores, with recomputed tiles of scores. Whether some tile fits the GPU and the blocks of a sparse mask; then there is a launch.
 bool tensor_cores_settle(const Problem &, const Device &);
 Launch settle(const Problem &, const Device &, const BackwardArguments &);
-std::optional<Launch> bias_gradient(const Problem &, const Device &, const BackwardArguments &); // where dbias is wanted
+std::optional<Launch> bias_gradient(const Problem &, const Device &, const BackwardArguments &); // if dbias is asked for
 
-// max_logit and column_sums, after a forward that leaves LSE; adds to what is predicted, and a note that says how much.
+// max_logit and column_sums, after a forward that leaves LSE; adds to the predicted time, and a note that says how much.
 void auxiliary(Program &, const Problem &, const Device &, Scratch &);
 
 Launch padding(const Problem &, Direction); // packed tokens of no sequence: results 0, LSE -inf

@@ -6,7 +6,7 @@
 namespace strobe::cuda {
 namespace {
 
-// What would run, by the choice that runs it.
+// The program that would run, by the same choice.
 Plan plan(const Problem &p, Direction direction, int cc) {
   const Device device = described(cc);
   const auto may_run = [&p](const Engine &engine) { return p.engine.empty() ? !engine.only_by_name() : p.engine == engine.name(); };
@@ -21,7 +21,7 @@ Plan plan(const Problem &p, Direction direction, int cc) {
   throw Error(STROBE_UNSUPPORTED, "no engine takes this problem:" + reasons);
 }
 
-// A line of each launch.
+// One line per launch.
 template <class F> std::string lines(const Plan &plan, F line) {
   std::string all;
   for (const Step &step : program_of(plan).steps)

@@ -1,4 +1,4 @@
-// What a CUDA engine does for a problem: the steps, in order, each enough to compile, to print or, on addresses, to launch.
+// The steps of a CUDA engine for a problem, in order, each complete enough to compile, to print or, with addresses, to launch.
 #pragma once
 #include <cstddef>
 #include <cstring>
@@ -16,7 +16,7 @@
 namespace strobe::cuda {
 
 struct Launch {
-  static constexpr size_t kMostArguments = 4096; // bytes that a kernel can be called with
+  static constexpr size_t kMostArguments = 4096; // bytes of a kernel's arguments
 
   const KernelSource *source;
   std::vector<int32_t> config; // the ints of the kernel's Config
@@ -24,8 +24,8 @@ struct Launch {
   int32_t threads;
   int32_t shared_bytes;               // dynamic
   std::vector<std::byte> arguments;   // with marks for addresses
-  std::vector<uint16_t> marks;        // where they lie
-  std::vector<uint16_t> map_requests; // where a TensorMap lies that is to be encoded
+  std::vector<uint16_t> marks;        // where the marks lie
+  std::vector<uint16_t> map_requests; // where a TensorMap lies that must be encoded
 
   template <class Config, class Arguments>
   Launch(const KernelSource &source, const Config &config, int64_t grid, int32_t threads, int32_t shared_bytes, const Arguments &arguments)
@@ -43,7 +43,7 @@ struct Launch {
   void bind(const Addresses &, std::byte *arguments) const;
 
 private:
-  struct Marks { // of the arguments, as each_pointer visits them
+  struct Marks { // in the arguments, as each_pointer visits them
     Launch &launch;
     const std::byte *begin;
 
@@ -59,7 +59,7 @@ private:
   };
 };
 
-// Bytes of the workspace set to zero.
+// A step that sets bytes of the workspace to zero.
 struct Zero {
   void *begin; // a mark
   uint64_t bytes;
@@ -70,9 +70,9 @@ using Step = std::variant<Launch, Zero>;
 struct Program {
   std::vector<Step> steps;
   std::shared_ptr<const Problem> copied; // the call on marks, if its first step copies lists; null: it copies none
-  bool overlap = false;                  // thread blocks of a launch may come as soon as those of the one before have all begun
-  bool persistent = false;               // the main kernel's grid is no larger than the GPU: it takes no more SMs than the Device has
-  std::string kernel;                    // in words, for explain()
+  bool overlap = false;                  // thread blocks of a launch may begin as soon as those of the previous one have all begun
+  bool persistent = false;               // the main kernel's grid is no larger than the GPU: it uses no more SMs than the Device has
+  std::string kernel;                    // a description, for explain()
   int64_t tile_q = 0, tile_k = 0;
   double predicted_seconds = 0;
   std::vector<std::string> notes;

@@ -1,4 +1,4 @@
-// Which tile (Br, Bc) of a family's table runs, and what explain() says of it.
+// Which tile (Br, Bc) of a family's table runs, and explain()'s note about it.
 #pragma once
 #include <cmath>
 #include <iterator>
@@ -11,7 +11,7 @@
 
 namespace strobe::cuda {
 
-// A table's row of least cost, of equals the first; null where every row costs infinitely much, which says that it cannot run.
+// The table's row of least cost, the first among equals; null if every row has infinite cost, which means that it cannot run.
 inline constexpr double kCannotRun = HUGE_VAL;
 template <class Table, class Cost> auto cheapest(const Table &table, Cost cost) {
   decltype(&*std::begin(table)) best = nullptr;
@@ -21,7 +21,7 @@ template <class Table, class Cost> auto cheapest(const Table &table, Cost cost) 
   return best;
 }
 
-// How far a tile is from the wish, in powers of two; 0 without one.
+// The distance of a tile from the requested one, in powers of two; 0 without a request.
 inline double distance(int64_t wish, int64_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / double(got))) : 0.0; }
 inline double distance(const Problem &p, int64_t tile_q, int64_t tile_k) { return distance(p.tile_q, tile_q) + distance(p.tile_k, tile_k); }
 
@@ -30,7 +30,7 @@ inline bool divides_blocks(const Problem &p, int64_t tile_q, int64_t tile_k = 1)
   return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
 }
 
-// Invariant: why blocks of keys would make each row's sums begin elsewhere than at multiples of tile_k; empty if they do not.
+// Invariant: the reason why blocks of keys would make each row's sums begin elsewhere than at multiples of tile_k; empty if they do not.
 inline std::string cuts_blocks(const Problem &p, int64_t tile_k) {
   if (!p.blocks.present || p.blocks.block_k % tile_k == 0) return {};
   return text("is invariant with blocks of multiples of ", tile_k, " keys, not ", p.blocks.block_k, ": sums begin at such keys alone");
@@ -38,11 +38,11 @@ inline std::string cuts_blocks(const Problem &p, int64_t tile_k) {
 
 inline const char *const kNoInvariantBias = "has no invariant backward with a bias: rows are settled by tiles of queries";
 
-// Heads whose tiles of keys run together, where mma.sync adds up dQ in the L2 cache that they share. In turns: the more heads, the fewer
-// tiles of one wait for one another.
+// Heads whose key tiles run together, where mma.sync adds up dQ in the L2 cache that they share. In deterministic mode: the more heads, the
+// fewer tiles of one wait for one another.
 inline int32_t bundle_of_heads(bool in_turns) { return in_turns ? 16 : 4; }
 
-// Of dbias: one along an axis over which it is broadcast.
+// Tiles of dbias: one along an axis over which it is broadcast.
 inline int64_t bias_tiles(const Problem &p, int64_t tile_q, int64_t tile_k) {
   const int64_t along[4] = {p.batch, p.heads, tiles(p.seqlen_q, tile_q), tiles(p.part ? p.size_k() : p.seqlen_k, tile_k)};
   int64_t count = 1;
@@ -63,7 +63,7 @@ inline void describe_tile(Program &program, const Problem &p, int64_t tile_q, in
   if (!vectors) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
 }
 
-// The family has the call, but no fast kernel of such heads.
+// The family supports the call, but has no fast kernel for such heads.
 inline void describe_width(Program &program, const Problem &p) {
   if (wide(p))
     program.notes.push_back(text("head dimensions beyond ", kMostUsualDim, " are slow: cuda-sm90 has no kernel for them, and their sums ",

@@ -69,7 +69,7 @@ private:
   std::map<std::string, std::string> values_;
 };
 
-// Empty lines part the sections.
+// Sections are separated by empty lines.
 std::vector<Section> sections(std::string_view table) {
   std::vector<Section> all;
   bool within = false;
@@ -197,7 +197,7 @@ const Tuning &tuning(const Device &device) {
     Tuning tuning;
   };
   static const Tuning none;
-  if (device.ordinal < 0) return none; // only described
+  if (device.ordinal < 0) return none; // the device is only described
   static auto *const tables = new std::vector<Table>(static_cast<size_t>(device_count()));
   Table &table = tables->at(static_cast<size_t>(device.ordinal));
   std::call_once(table.once, [&] {

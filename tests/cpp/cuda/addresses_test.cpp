@@ -1,4 +1,4 @@
-// Programs are made on marks; a run puts addresses in their place, each of them.
+// Programs are made on marks; each run puts addresses in their place.
 #include "cuda/program/addresses.h"
 
 #include <cstring>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr uintptr_t kTensors = uintptr_t{1} << 40, kWorkspace = uintptr_t{1} << 46;
 
-// Tensors that lie nowhere, for nobody reads them.
+// Tensors without memory, because they are not read.
 struct OnGpu : Problem {
   Direction direction;
   uintptr_t placed = 0;
@@ -59,7 +59,7 @@ struct OnGpu : Problem {
   }
 };
 
-// Where a launch's arguments hold marks, whoever knows of them.
+// The places of marks in a launch's arguments.
 std::vector<size_t> marks_in(const std::byte *arguments, size_t bytes) {
   std::vector<size_t> marks;
   for (size_t at = 0; at + 8 <= bytes; at += 8) {
@@ -70,7 +70,7 @@ std::vector<size_t> marks_in(const std::byte *arguments, size_t bytes) {
   return marks;
 }
 
-// The engines that take the call on such a GPU. A run leaves no mark in what their kernels are called with, nor in what is set to zero.
+// The engines that support the call on such a GPU. A run leaves no mark in the arguments of its kernels, nor in the memory that it clears.
 std::vector<std::string> bound(const OnGpu &call, int cc) {
   const Addresses addresses(call, reinterpret_cast<void *>(kWorkspace));
   std::vector<std::string> taken;

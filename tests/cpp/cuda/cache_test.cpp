@@ -1,4 +1,4 @@
-// The disk cache: what is found, what is not, and what happens when it cannot be used. The compiler is the pretended one, which counts.
+// The disk cache: hits, misses, and a cache that cannot be used. The compiler is the fake one, which counts.
 #include "cuda/compile/cache.h"
 
 #include <sys/stat.h>
@@ -36,7 +36,7 @@ TEST_CASE("cache: compiled once, then read") {
   CHECK(first.spill_bytes == 20);
   CHECK(first.nvrtc == "13.7");
   CHECK(c.compiled() == 1);
-  REQUIRE(c.files().size() == 1); // no lock, no temporary file is left
+  REQUIRE(c.files().size() == 1); // neither a lock nor a temporary file is left
   CHECK(has(c.files()[0], "/cache/nvrtc-13.7/"));
 }
 
@@ -60,7 +60,7 @@ TEST_CASE("cache: what is compiled") {
   const KernelSource specific{"test/plain.h", "test::Plain", "test::Config", true};
   CHECK(build(specific, plain(7).integers(), 90).cubin.starts_with("--gpu-architecture=sm_90a\n"));
   const Variable both("STROBE_NVRTC", nvrtc_file(12));
-  CHECK_FALSE(has(build(plain(7), 61).cubin, "__grid_constant__")); // a word that begins at sm_70
+  CHECK_FALSE(has(build(plain(7), 61).cubin, "__grid_constant__")); // a keyword that begins at sm_70
 }
 
 TEST_CASE("cache: another kernel, config, architecture or compiler is another entry") {
@@ -115,8 +115,8 @@ TEST_CASE("cache: lengths that an entry does not have make it no entry") {
   std::memcpy(&cubin, whole.data() + cubin_at, sizeof cubin);
   REQUIRE(log == good.log.size());
   REQUIRE(cubin == good.cubin.size());
-  for (const auto &[log_bytes, cubin_bytes] : {std::pair{log + cubin + 1, uint64_t(0)}, // behind the end
-                                               {~uint64_t(0) - 90, cubin},              // its sum with what is before wraps
+  for (const auto &[log_bytes, cubin_bytes] : {std::pair{log + cubin + 1, uint64_t(0)}, // past the end
+                                               {~uint64_t(0) - 90, cubin},              // its sum with the number before it wraps
                                                {log, cubin - 1},
                                                {log, cubin + 1},
                                                {log + 1, cubin - 2},
@@ -153,7 +153,7 @@ TEST_CASE("cache: what is no regular file is no entry, and nobody waits for it")
   fs::remove(file);
   fs::create_symlink("/dev/zero", file);
   compiles("a link to endless zeros");
-  fs::resize_file(file, uint64_t(1) << 40); // takes no place on the disk
+  fs::resize_file(file, uint64_t(1) << 40); // takes no space on the disk
   compiles("a terabyte");
 }
 
@@ -202,7 +202,7 @@ TEST_CASE("cache: what others can write to is not used, and info says so") {
   open_to(file, group);
   CHECK(build(plain(1), 90).compiled); // and replaces it
   CHECK_FALSE(build(plain(1), 90).compiled);
-  if (geteuid() == 0) { // who else may give a file away?
+  if (geteuid() == 0) { // only root may give a file away
     REQUIRE(chown(file.c_str(), 12345, 12345) == 0);
     CHECK(build(plain(1), 90).compiled);
     CHECK_FALSE(build(plain(1), 90).compiled);
@@ -293,10 +293,10 @@ TEST_CASE("cache: made elsewhere") {
   fs::rename(c.folder / "cache", c.folder / "elsewhere");
   {
     const Variable further("STROBE_CACHE_PATH", c.folder / "none" + ":" + c.folder / "elsewhere"), other("STROBE_NVRTC", nvrtc_file(12));
-    CHECK(build(plain(1), 90).nvrtc == "13.7"); // whichever compiler made it
+    CHECK(build(plain(1), 90).nvrtc == "13.7"); // of any compiler
     CHECK_FALSE(fs::exists(c.folder / "cache"));
     CHECK(build(plain(2), 90).nvrtc == "12.9");
-    CHECK(c.files().size() == 1); // the own folder keeps what is compiled
+    CHECK(c.files().size() == 1); // compiled kernels stay in the own folder
   }
   CHECK(build(plain(1), 90).compiled);
 }
@@ -317,7 +317,7 @@ TEST_CASE("cache: of two compilers' entries made elsewhere, the newer") {
 TEST_CASE("cache: 8 cold processes of 4 threads compile each kernel once") {
   const Compiling c;
   constexpr int processes = 8, threads = 4, keys = 3;
-  int start[2]; // closes once all are there
+  int start[2]; // closes once all have started
   REQUIRE(pipe(start) == 0);
   std::vector<pid_t> children;
   for (int p = 0; p < processes; p++) {
@@ -355,7 +355,7 @@ TEST_CASE("cache: a lock that a dead process left holds nobody up") {
   build(plain(1), 90);
   const std::string file = c.files().at(0);
   fs::remove(file);
-  in_child([&] { // ends without letting go
+  in_child([&] { // ends without releasing the lock
     new CacheLock(file);
     return std::string();
   });

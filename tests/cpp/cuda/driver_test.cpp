@@ -1,4 +1,4 @@
-// The driver: absent, too old, there; devices; contexts; small work on streams.
+// The driver: absent, too old, present; devices; contexts; small operations on streams.
 #include "cuda/driver/driver.h"
 
 #include <cstdio>
@@ -12,7 +12,7 @@ using namespace strobe::cuda::test;
 
 namespace {
 
-// What a program of its own says with this libcuda.so.1.
+// The output of a separate program with this libcuda.so.1.
 std::string info_with(const std::string &libcuda) {
   const std::string command = "LD_LIBRARY_PATH=" BINARY_FOLDER "/" + libcuda + " " BINARY_FOLDER "/cuda_info";
   FILE *out = popen(command.c_str(), "r");
@@ -54,7 +54,7 @@ TEST_CASE("driver: strobe_cuda_info says what is there, or why it is not") {
 
 TEST_CASE("driver: strobe_cuda_info writes what fits") {
   const Compiling c;
-  CHECK(in_child([] { // which initialises the driver
+  CHECK(in_child([] { // this initialises the driver
           size_t needed = 0;
           char cut[10];
           if (strobe_cuda_info(cut, sizeof cut, &needed) != STROBE_OK) return std::string("failed");
@@ -115,7 +115,7 @@ TEST_CASE("driver: a guard makes its device current and gives the caller's back"
     }
     CHECK(current() == first);
     const int pushes = fake.pushes;
-    const DeviceGuard same(one); // nothing to do
+    const DeviceGuard same(one); // no change
     CHECK(fake.pushes == pushes);
   }
   CHECK(current() == nullptr);

@@ -1,4 +1,4 @@
-// A libcuda.so.1 of two devices, as far as Strobe calls it. Device pointers are host pointers.
+// A fake libcuda.so.1 with two devices and the functions that Strobe calls. Device pointers are host pointers.
 #include "fake_cuda.h"
 
 #include <sys/wait.h>

@@ -1,4 +1,4 @@
-// The pretended driver's memory, which a test reads and sets.
+// The fake driver's state, which a test reads and sets.
 #pragma once
 #include <atomic>
 #include <mutex>
@@ -10,19 +10,19 @@
 namespace strobe::cuda::test {
 
 struct FakeCuda {
-  // what it answers
+  // its answers
   std::atomic<CUresult> init = 0, load = 0, launch = 0;
   std::atomic<int> version = 13020, argument_bytes = 16, static_shared = 1024;
-  std::atomic<bool> tells_bytes = true;                    // of a kernel's arguments; argument_bytes of each
-  std::atomic<bool> capturing = false, init_forks = false; // the latter: as cuInit runs nvidia-modprobe
-  // what it was asked
+  std::atomic<bool> tells_bytes = true;                    // whether it reports argument_bytes, the size of a kernel's arguments
+  std::atomic<bool> capturing = false, init_forks = false; // init_forks: as cuInit runs nvidia-modprobe
+  // its calls
   std::atomic<int> inits = 0, loads = 0, retains = 0, pushes = 0, launches = 0, relaxed = 0, synchronised = 0;
   std::atomic<int> most_shared = -1, most_shared_device = -1;
-  std::mutex mutex;    // of all below
-  std::string code;    // of the last library
-  std::string refused; // code that holds this is no image
+  std::mutex mutex;    // guards all members below
+  std::string code;    // the last library that was loaded
+  std::string refused; // code that contains this is rejected
   CUlaunchConfig config{};
-  std::vector<bool> early; // of each launch
+  std::vector<bool> early; // per launch
   std::vector<char> arguments;
 };
 

@@ -1,5 +1,5 @@
-// A libnvrtc.so that "compiles" to a text of what it was given, slowly, and adds a line to the file that FAKE_NVRTC_LOG names each time.
-// With FAKE_NVRTC_MEET no call succeeds before so many have come.
+// A fake libnvrtc.so that "compiles" to a text of its inputs, slowly, and adds a line to the file named by FAKE_NVRTC_LOG each time. With
+// FAKE_NVRTC_MEET no call succeeds before this many have begun.
 #include <fcntl.h>
 #include <unistd.h>
 

@@ -13,7 +13,7 @@ std::string built_in_child(int add) {
   return in_child([=] { return build(plain(add), 90).compiled ? "compiled" : "read"; });
 }
 
-// A child inherits AddressSanitizer's locked allocator from a thread that was in it (seen with GCC 12), and waits for ever.
+// A child inherits AddressSanitizer's allocator, locked by a thread that was in it (seen with GCC 12), and waits for ever.
 #ifdef __SANITIZE_ADDRESS__
 constexpr bool kAllocatorForks = false;
 #else
@@ -22,7 +22,7 @@ constexpr bool kAllocatorForks = true;
 
 } // namespace
 
-// In this order: nothing is loaded yet.
+// Must come first: nothing is loaded yet.
 TEST_CASE("fork: before and after the first compilation") {
   const Compiling c;
   CHECK(built_in_child(1) == "compiled");
@@ -45,13 +45,13 @@ TEST_CASE("fork: while other threads compile" * doctest::skip(!kAllocatorForks))
     });
   for (int i = 0; i < 10; i++) {
     CHECK(built_in_child(i) == "compiled");
-    CHECK(in_child([] { return build(plain(1000), 90).nvrtc; }) == "13.7"); // another may be at it
+    CHECK(in_child([] { return build(plain(1000), 90).nvrtc; }) == "13.7"); // another thread may be compiling
   }
   stop = true;
   for (std::thread &thread : busy) thread.join();
 }
 
-// Before the driver is initialised in this process.
+// Must come before the driver is initialised in this process.
 TEST_CASE("fork: by the driver itself, in a thread that is within") {
   const Compiling c;
   fake_cuda().init_forks = true;

@@ -1,4 +1,4 @@
-// The embedded headers: byte by byte the files, and what a kernel includes.
+// The embedded headers: equal to the files byte by byte; and the includes of a kernel.
 #include "cuda/compile/headers.h"
 
 #include "surroundings.h"

@@ -1,4 +1,4 @@
-// Loaded kernels and launches, against the pretended driver and compiler.
+// Loaded kernels and launches, with the fake driver and compiler.
 #include "cuda/compile/jit.h"
 
 #include <chrono>
@@ -91,18 +91,18 @@ TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
   CHECK((contents(file) == whole));
 
   build(plain(41), 90);
-  refuse("Config{41,2}"); // what is compiled anew, too
+  refuse("Config{41,2}"); // a kernel that is compiled again, too
   const int loads = fake.loads;
   CHECK(has(thrown(STROBE_DEVICE_ERROR, [] { load(plain(41), device(1)); }), "cuLibraryLoadData of test::Plain<test::Config{41,2}>"));
   CHECK(fake.loads == loads + 2);
   CHECK(c.compiled() == 4);
   {
-    const Variable offline("STROBE_OFFLINE", "1"); // nothing better is to be had
+    const Variable offline("STROBE_OFFLINE", "1"); // no better code can be compiled
     CHECK(has(thrown(STROBE_DEVICE_ERROR, [] { load(plain(41), device(1)); }), "by NVRTC 13.7 and found in " + c.folder / "cache"));
   }
   refuse("");
   CHECK(c.files().size() == 2);
-  fake.load = CUDA_ERROR_OUT_OF_MEMORY; // is not the code's fault
+  fake.load = CUDA_ERROR_OUT_OF_MEMORY; // an error that is not the code's fault
   CHECK(has(thrown(STROBE_OUT_OF_MEMORY, [] { load(plain(41), device(1)); }), "cuLibraryLoadData"));
   fake.load = CUDA_SUCCESS;
   CHECK(c.compiled() == 4);
@@ -134,7 +134,7 @@ TEST_CASE("jit: many threads, many kernels, each loaded once and found again") {
 
 TEST_CASE("jit: kernels of one call are compiled at the same time") {
   const Compiling c;
-  const Variable meet("FAKE_NVRTC_MEET", "12"); // one after another they would not compile
+  const Variable meet("FAKE_NVRTC_MEET", "12"); // compiled one after another they would never finish
   FakeCuda &fake = fake_cuda();
   const int loads = fake.loads;
   std::vector<KernelKey<Config>> keys;
@@ -224,7 +224,7 @@ TEST_CASE("jit: launches that cannot be") {
   auto with = [&](Grid grid, int64_t shared = 0, size_t bytes = sizeof kArguments) {
     return thrown(STROBE_INTERNAL, [&] { launch(kernel, grid, 128, shared, nullptr, kArguments, bytes); });
   };
-  CHECK(with({0, 1, 1}) == ""); // nothing to do
+  CHECK(with({0, 1, 1}) == ""); // an empty grid
   CHECK(with({1, 1, 0}) == "");
   CHECK(with({1, 65536, 1}) ==
         "launch of test::Plain<test::Config{50,2}>: grid 1 x 65536 x 1; accepted is up to 2147483647 x 65535 x 65535");

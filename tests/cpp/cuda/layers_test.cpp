@@ -1,5 +1,5 @@
-// The folders of src/cuda depend on one another one way: driver <- compile <- program <- families. Of kernels/ a family includes what all
-// kernels share and its own folder, and no other.
+// The folders of src/cuda depend on one another in one direction: driver <- compile <- program <- families. In kernels/ a family includes
+// the common files and its own folder, and no other.
 #include <doctest/doctest.h>
 
 #include <filesystem>
@@ -16,7 +16,7 @@ namespace {
 
 const fs::path kProject = fs::path(SOURCE_FOLDER), kSource = kProject / "src";
 
-// What a text names in #include "...".
+// The names in a text's #include "..." lines.
 std::vector<std::string> quoted(const std::string &text) {
   static const std::regex include(R"re((^|\n)[ \t]*#[ \t]*include[ \t]*"([^"\n]*)")re");
   std::vector<std::string> all;
@@ -30,7 +30,7 @@ std::string text_of(const fs::path &file) {
   return text.str();
 }
 
-// From the folder of the project: "src/cuda/driver/device.h". Empty if there is no such file.
+// The path from the project's folder: "src/cuda/driver/device.h". Empty if there is no such file.
 std::string found(const fs::path &includer, const std::string &name) {
   for (const fs::path &root : {includer.parent_path(), kSource, kProject, kProject / "include"})
     if (fs::exists(root / name)) return fs::relative(root / name, kProject).generic_string();
@@ -48,7 +48,7 @@ std::vector<std::string> included(const fs::path &file) {
   return all;
 }
 
-// What the files of a family share the beginning of: "mma" of mma_backward.cpp. engines.cpp and families.h belong to none.
+// The common beginning of a family's file names: "mma" of mma_backward.cpp. engines.cpp and families.h belong to none.
 const std::string kFamilies[] = {"ladder", "mma", "simt", "sm90", "tf32"};
 std::string family_of(const std::string &file) {
   const std::string stem = fs::path(file).stem();
@@ -63,7 +63,7 @@ bool begins_with_one(const std::string &name, const std::vector<std::string> &be
   return false;
 }
 
-// May this file of src/cuda include that header?
+// Whether this file of src/cuda may include that header.
 bool allowed(const std::string &includer, const std::string &header) {
   static const std::map<std::string, std::vector<std::string>> below = [] {
     std::map<std::string, std::vector<std::string>> all;
@@ -81,7 +81,7 @@ bool allowed(const std::string &includer, const std::string &header) {
   if (rule->first == "families") {
     const std::string own = family_of(includer);
     if (!own.empty() && header.starts_with("kernels/" + own + "/")) return true;
-    // What a rung of the ladder takes is said once for the CPU and the GPU, whose refusals are not to differ.
+    // The ladder's limits are stated once for the CPU and the GPU, so that their refusals agree.
     if (own == "ladder" && header == "src/ladder/subset.h") return true;
     const std::string other = header.starts_with("src/cuda/families/") ? family_of(header) : "";
     if (!other.empty() && other != own && fs::path(includer).stem() != "engines") return false;

@@ -1,4 +1,4 @@
-// Which NVRTC is chosen, what is said when there is none, and how a failed compilation is told.
+// The choice of NVRTC, the message without one, and the report of a failed compilation.
 #include "cuda/compile/nvrtc.h"
 
 #include "surroundings.h"
@@ -14,7 +14,7 @@ int chosen(int cc) { return nvrtc(cc) ? nvrtc(cc)->major : 0; }
 
 } // namespace
 
-// First: the driver is not loaded yet.
+// Must come first: the driver is not loaded yet.
 TEST_CASE("nvrtc: none newer than the driver can follow") {
   const Variable both("STROBE_NVRTC", folder_of(12) + ":" + folder_of(13));
   CHECK(in_child([] {

@@ -1,4 +1,4 @@
-// Calls made ready, on the pretended driver: what is launched, on which addresses, and at what cost.
+// Prepared calls on the fake driver: their launches, their addresses, and their cost.
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kDevice = 1;
 
-// bf16 on the GPU, whose memory nobody reads here; addresses are multiples of 256.
+// bf16 on the GPU, whose memory is not read here; addresses are multiples of 256.
 struct CallOnGpu : Call {
   std::vector<std::vector<char>> memory;
 
@@ -50,7 +50,7 @@ struct CallOnGpu : Call {
   }
 };
 
-// A call's kernels have arguments of several types, and the pretended driver tells one number for all.
+// A call's kernels have arguments of several types, and the fake driver reports one size for all.
 struct WithoutBytes {
   WithoutBytes() { fake_cuda().tells_bytes = false; }
   ~WithoutBytes() { fake_cuda().tells_bytes = true; }
@@ -98,7 +98,7 @@ TEST_CASE("prepared on a GPU: the launch of the whole call, but for addresses an
 
 TEST_CASE("a call's second launch may come early, the next call's first one may not") {
   const Compiling c;
-  CallOnGpu call(1, 4096); // keys are split, and the parts merged
+  CallOnGpu call(1, 4096); // keys are split, and the splits merged
   const size_t before = fake_cuda().early.size();
   for (int n = 0; n < 2; n++) REQUIRE_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
   const std::vector<bool> early(fake_cuda().early.begin() + ptrdiff_t(before), fake_cuda().early.end());

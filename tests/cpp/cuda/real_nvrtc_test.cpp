@@ -1,4 +1,4 @@
-// The real NVRTC that STROBE_TEST_NVRTC names: what the pretended one cannot show.
+// The real NVRTC named by STROBE_TEST_NVRTC: checks that the fake one cannot serve.
 #include <chrono>
 
 #include "cuda/compile/nvrtc.h"
@@ -22,7 +22,7 @@ double milliseconds(const std::function<void()> &f) {
 
 } // namespace
 
-// First: NVRTC is not loaded yet.
+// Must come first: NVRTC is not loaded yet.
 TEST_CASE("real NVRTC: first use and disk hit") {
   const Real r;
   MESSAGE("first use, of " << std::string(std::getenv("STROBE_TEST_NVRTC")) << ": "

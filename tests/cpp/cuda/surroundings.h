@@ -1,4 +1,4 @@
-// What a test of src/cuda stands on: environment variables, folders, forked processes, pretended libraries.
+// The environment of the tests of src/cuda: environment variables, folders, forked processes, fake libraries.
 #pragma once
 #include <dlfcn.h>
 #include <doctest/doctest.h>
@@ -27,7 +27,7 @@ struct Config {
 };
 inline KernelKey<Config> plain(int add) { return {&kPlain, {add, 2}}; }
 
-class Variable { // of the environment, until the end of the scope; null: unset
+class Variable { // an environment variable, until the end of the scope; null: unset
 public:
   Variable(const char *name, const char *value) : name_(name), had_(std::getenv(name) != nullptr), old_(had_ ? std::getenv(name) : "") {
     set(value);
@@ -43,7 +43,7 @@ private:
   std::string old_;
 };
 
-class Folder { // of its own, until the end of the scope
+class Folder { // a temporary folder, until the end of the scope
 public:
   Folder() {
     char name[] = "/tmp/strobe-test-XXXXXX";
@@ -70,7 +70,7 @@ inline std::string nvrtc_file(int major) {
   return BINARY_FOLDER "/nvrtc" + m + "/libnvrtc.so." + m;
 }
 
-// An empty cache and the pretended NVRTC 13, which counts.
+// An empty cache and the fake NVRTC 13, which counts.
 struct Compiling {
   Folder folder;
   Variable cache{"STROBE_CACHE_DIR", folder / "cache"}, log{"FAKE_NVRTC_LOG", folder / "log"}, nvrtc{"STROBE_NVRTC", nvrtc_file(13)};
@@ -80,7 +80,7 @@ struct Compiling {
     const std::string lines = contents(folder / "log");
     return static_cast<int>(std::ranges::count(lines, '\n'));
   }
-  std::vector<std::string> files() const { // of the cache
+  std::vector<std::string> files() const { // in the cache
     std::vector<std::string> all;
     if (fs::exists(folder / "cache"))
       for (const auto &file : fs::recursive_directory_iterator(folder / "cache"))
@@ -89,7 +89,7 @@ struct Compiling {
   }
 };
 
-// What a forked child answers; it has a minute, for a child that waits for a lock of its parent's would wait for ever.
+// The answer of a forked child, which has a minute, because a child that waits for a lock of its parent's would wait for ever.
 inline std::string in_child(const std::function<std::string()> &answer) {
   int ends[2];
   REQUIRE(pipe(ends) == 0);
@@ -128,7 +128,7 @@ template <class F> std::string thrown(strobe_status status, F f) {
 }
 inline bool has(const std::string &text, const std::string &part) { return text.find(part) != text.npos; }
 
-// The pretended driver: loaded before anybody asks, so it is the only one here, whatever the machine has.
+// The fake driver, loaded first, so that it is the only one here, whatever the machine has.
 inline FakeCuda &fake_cuda() {
   static FakeCuda *const fake = [] {
     void *library = dlopen(BINARY_FOLDER "/driver/libcuda.so.1", RTLD_NOW | RTLD_LOCAL);

@@ -17,18 +17,18 @@ causal and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), hea
 - dropout_p is rounded to steps of 1/256. Its mask is Strobe's own (strobe.dropout_mask), seeded from torch's default generator.
 - return_attn_probs=True returns (out, softmax_lse, None), because the S x S probabilities are never made. softmax_lse is differentiable.
   That of a query that sees no key is -inf, not +inf.
-- block_table (a paged cache) is taken by flash_attn_with_kvcache and flash_attn_varlen_func, with pages of any size, without gradients.
+- block_table (a paged cache) is accepted by flash_attn_with_kvcache and flash_attn_varlen_func, with pages of any size, without gradients.
 - num_splits has no effect, because the engine itself decides whether to split the keys of a short query.
 - autograd stacks the gradients of the packed forms from those of q, k and v, which is one copy.
 """
 
-# Under another name the modules of this folder are made a second time; so they import by absolute names, and define nothing.
+# Under another name the modules of this folder are created a second time; so they use absolute imports, and define nothing.
 from strobe.compat._flash_forms import *  # noqa: F403
 from strobe.compat._flash_forms import __all__ as __all__
 from strobe.compat.flash_attn import bert_padding as bert_padding
 from strobe.compat.flash_attn import flash_attn_interface as flash_attn_interface
 
-__version__ = "2.8.3"  # of the flash-attn whose signatures these are: callers ask for it to know what they may pass
+__version__ = "2.8.3"  # of the flash-attn with these signatures: callers read it to know which arguments exist
 
 
 def __dir__() -> list[str]:

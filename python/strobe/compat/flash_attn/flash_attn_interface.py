@@ -1,4 +1,4 @@
-"""flash_attn.flash_attn_interface: the functions that strobe.compat.flash_attn exports, and forward and backward apart from autograd."""
+"""flash_attn.flash_attn_interface: the functions that strobe.compat.flash_attn exports, and forward and backward without autograd."""
 
 from strobe.compat._flash_forms import *  # noqa: F403
 from strobe.compat._flash_forms import __all__ as __all__

@@ -26,11 +26,11 @@ from strobe_tools.requirements import require
 from strobe_tools.table import table
 from strobe_tools.values import PATH, known
 
-_FILES = {"forward": "forward", "backward": "backward", "both": "backward"}  # where a group's rows go
+_FILES = {"forward": "forward", "backward": "backward", "both": "backward"}  # the file of a group's rows
 
 
 def host(repeats: int = 300) -> dict[str, float]:
-    """Microseconds that a forward call takes the host: many calls of a small shape, the GPU waited for outside of the clock."""
+    """Microseconds of host time per forward call: many calls of a small shape; waiting for the GPU is not included."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -70,7 +70,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-Figures = dict[str, list[dict[str, Any]]]  # rows, by the file that they go to
+Figures = dict[str, list[dict[str, Any]]]  # rows, by their file
 
 
 def _file(results: Path, device: str, direction: str) -> Path:
@@ -78,7 +78,7 @@ def _file(results: Path, device: str, direction: str) -> Path:
 
 
 def _kept(results: Path, record: dict[str, Any], figures: Figures, sets: Iterable[str]) -> Figures:
-    """What an earlier call measured of other sets: on the same GPU and of the same commit."""
+    """The figures of other sets from an earlier call: on the same GPU and of the same commit."""
     kept: Figures = {}
     for direction in figures:
         file = _file(results, record["device"], direction)
@@ -91,7 +91,7 @@ def _kept(results: Path, record: dict[str, Any], figures: Figures, sets: Iterabl
 
 
 def _write(results: Path, record: dict[str, Any], figures: Figures) -> None:
-    """A file a direction, named after the GPU."""
+    """One file per direction, named after the GPU."""
     results.mkdir(parents=True, exist_ok=True)
     order = list(SETS)
     for direction, rows in figures.items():
@@ -102,7 +102,7 @@ def _write(results: Path, record: dict[str, Any], figures: Figures) -> None:
 
 
 def chosen(sets: Sequence[str], drawn: int | None, seed: int, direction: str | None) -> dict[str, list[Group]]:
-    """What is to be measured, by set."""
+    """The groups to be measured, by set."""
     names = list(sets) or ([] if drawn else list(SETS))
     if drawn and "random" not in names:
         names.append("random")
@@ -193,7 +193,7 @@ def command(
             wrong |= any(row.strobe in found.absent for row in group.rows)
             torch.cuda.empty_cache()
             if results:
-                _write(results, record, {file: kept[file] + of_file for file, of_file in rows.items()})  # whatever becomes of the rest
+                _write(results, record, {file: kept[file] + of_file for file, of_file in rows.items()})  # whatever happens to the rest
         for file, of_file in rows.items():
             if measured := [row for row in of_file if row["set"] == name]:
                 heads, lines = report.columns(measured)

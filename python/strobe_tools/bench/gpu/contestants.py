@@ -1,4 +1,4 @@
-"""Who is timed: Strobe, and other attentions on the same numbers."""
+"""The contestants: Strobe, and other attentions on the same numbers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "efficient": "memory-efficient"}
 _BACKENDS = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}  # of PyTorch
 
-Call = Callable[[], Any]  # gives the results: out, or the gradients
+Call = Callable[[], Any]  # returns the results: out, or the gradients
 
 
 def missing(peer: str) -> bool:
-    """FlashAttention-4 is timed where it is installed."""
+    """FlashAttention-4 is timed if it is installed."""
     try:
         return peer == "fa4" and importlib.util.find_spec("flash_attn.cute") is None
     except ModuleNotFoundError:
@@ -44,7 +44,7 @@ def _sdpa(backend: str, p: Problem) -> Callable[..., Tensor]:
 
 
 def _fa2(p: Problem, device: str) -> Callable[..., Tensor]:
-    """PyTorch's kernels with what scaled_dot_product_attention does not hand on to them: windows, and packed sequences."""
+    """PyTorch's kernels with the options that scaled_dot_product_attention does not pass on to them: windows, and packed sequences."""
     import torch
 
     starts, longest = (p.starts(device), max(p.lengths)) if p.lengths else (None, p.seqlen)
@@ -62,7 +62,7 @@ def _fa2(p: Problem, device: str) -> Callable[..., Tensor]:
 
 
 def fa4(p: Problem, device: str = "cuda") -> Callable[..., Tensor]:
-    # Its kernels take seconds each to compile: kept on disk, so that several processes can do it for one.
+    # Its kernels take seconds each to compile: they are kept on disk, so that several processes can compile them for one.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
 
@@ -90,7 +90,7 @@ def call(who: str, p: Problem, feature: str, direction: str, inputs: tuple[Tenso
     elif who == "fa4":
         attend = fa4(p, device)
         if not p.lengths:
-            inputs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # as it wants them
+            inputs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # their layout
     else:
         options = p.options(device) | FEATURES[feature](p, device) | {"engine": None if who == "strobe" else who}
 
@@ -111,6 +111,6 @@ def call(who: str, p: Problem, feature: str, direction: str, inputs: tuple[Tenso
 
 
 def results(who: str, run: Call) -> list[Tensor]:
-    """What the call gives, in the layout that all others give."""
+    """The call's results, in the layout common to all contestants."""
     found = [x.detach() for x in run()]
     return [x.transpose(1, 2) for x in found] if who == "fa4" and found[0].ndim == 4 else found

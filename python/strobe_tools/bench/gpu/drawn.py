@@ -1,4 +1,4 @@
-"""Shapes drawn at random, so that nobody tunes for those that stand in a table."""
+"""Shapes drawn at random, so that kernels are not tuned for the shapes of a table."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from strobe_tools.bench.gpu.problem import Problem
 
 DIMS = range(16, 257, 8)
-GROUPS = range(1, 9)  # query heads of a key head
+GROUPS = range(1, 9)  # query heads per key head
 LENGTHS = (64, 32768)  # of any parity, log-uniform
-TOKENS = (4096, 65536)  # of a call
-WIDTHS = (1024, 4096)  # of all query heads together, about
-PACKED, WINDOWS, OTHER_DIM_V = 1 / 4, 1 / 4, 1 / 4  # shares of all shapes
+TOKENS = (4096, 65536)  # per call
+WIDTHS = (1024, 4096)  # of all query heads together, approximately
+PACKED, WINDOWS, OTHER_DIM_V = 1 / 4, 1 / 4, 1 / 4  # fractions of all shapes
 
 
 def shape(draw: Random) -> tuple[Problem, dict[str, Any]]:
-    """A problem, and what says so in the figures."""
+    """A problem, and its description in the figures."""
     dim = draw.choice(DIMS)
     dim_v = draw.choice(DIMS) if draw.random() < OTHER_DIM_V else dim
     group = draw.choice(GROUPS)
@@ -44,7 +44,7 @@ def shape(draw: Random) -> tuple[Problem, dict[str, Any]]:
 
 
 def _lengths(draw: Random, batch: int, longest: int) -> tuple[int, ...]:
-    """Of packed sequences, together as many tokens as `batch` of the longest."""
+    """Lengths of packed sequences, together as many tokens as `batch` of the longest."""
     left, lengths = batch * longest, []
     while left > 0:
         lengths.append(min(left, _log_integer(draw, LENGTHS[0], longest)))
@@ -57,5 +57,5 @@ def _log_uniform(draw: Random, least: float, most: float) -> float:
 
 
 def _log_integer(draw: Random, least: int, most: int) -> int:
-    """From least to most, both among them."""
+    """From least to most, both included."""
     return min(most, max(least, int(_log_uniform(draw, least, most + 1))))

@@ -19,8 +19,8 @@ from strobe_tools.bench.gpu.sets import Group, Run
 
 
 def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int, seconds: float | None = None) -> tuple[int, list[str]]:
-    """How many calls' kernels were seen to, and what went wrong; that is tried again when the call is timed. seconds: begin no other ones
-    afterwards, and take those first that are timed first."""
+    """How many calls' kernels were compiled, and the errors; those calls are tried again when they are timed. seconds: begin no others
+    afterwards, and compile first those that are timed first."""
     of_strobe = {(run, g.direction): None for g in groups for run in g.runs.values() if run.who not in contestants.PEERS}
     of_fa4 = {
         (_small(run.problem), g.direction): Group(g.set, g.direction, {"fa4": run._replace(problem=_small(run.problem))}, [])
@@ -47,7 +47,7 @@ def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int, sec
 
 
 def _small(p: Problem) -> Problem:
-    """What has the same kernels of FlashAttention-4, and is over soon."""
+    """A problem with the same kernels of FlashAttention-4 that takes little time."""
     return p._replace(lengths=(512, 512)) if p.lengths else p._replace(batch=1, seqlen=1024)
 
 
@@ -61,7 +61,7 @@ def _of_strobe(run: Run, direction: str, compute_capability: int) -> None:
     _, request = parse("attention", q, k, v, options, [])
     arrays = {name: Shape(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in request.arrays.items()}
     for backward in (False,) if direction == "forward" else (False, True):  # a backward needs its forward's results
-        with suppress(NotImplementedError):  # told where it is timed
+        with suppress(NotImplementedError):  # reported when it is timed
             prewarm(arrays, request.options, backward, compute_capability)
 
 

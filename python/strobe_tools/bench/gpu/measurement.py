@@ -15,20 +15,21 @@ from strobe_tools.timing import medians_on_gpu
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SECONDS = {"µs": 1e6}  # what a unit of time is of a second; other units are rates
+_SECONDS = {"µs": 1e6}  # units of time per second; other units are rates
 _RATES = {"TFLOP/s": 1e12, "TB/s": 1e12}
-_DIFFERENCE = 0.03  # that makes a result wrong; in 16 bits, right ones lie about 0.005 apart
+_DIFFERENCE = 0.03  # from which on a result is wrong; in 16 bits, correct ones are about 0.005 apart
 
 Timer = Callable[[Mapping[str, Call], int], dict[str, float]]
 
 
 class Found(NamedTuple):
     rows: list[dict[str, Any]]
-    absent: dict[str, str]  # whose call did not run or gave something else, and why
+    absent: dict[str, str]  # the runs that failed or gave a different result, and why
 
 
 def make(group: Group, device: str) -> tuple[dict[str, Call], dict[str, str]]:
-    """Every run of the group as a call that has been made once; and why some have not. What is alike has the same numbers in it."""
+    """Every run of the group as a call that has been made once; and the reasons of those that failed. Equal inputs have the same
+    numbers."""
     import torch
 
     made: dict[str, Call] = {}
@@ -59,7 +60,7 @@ def make(group: Group, device: str) -> tuple[dict[str, Call], dict[str, str]]:
 
 
 def _judges(group: Group, made: list[str]) -> Iterator[tuple[str, str]]:
-    """Each of Strobe's runs with the first peer's of the same problem, where there is one and their numbers should be the same."""
+    """Each of Strobe's runs with the first peer's of the same problem, if there is one and their numbers should be the same."""
     runs = group.runs
     peers = {runs[name].problem: name for name in reversed(made) if runs[name].who in contestants.PEERS}
     for name in made:
@@ -69,7 +70,7 @@ def _judges(group: Group, made: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _difference(x: Tensor, y: Tensor) -> float:
-    """The root mean square of what lies between, over that of y. NaN counts as infinite."""
+    """The root mean square of the difference, over that of y. NaN counts as infinite."""
     difference = float((x.float() - y.float()).square().mean().sqrt() / y.float().square().mean().sqrt())
     return inf if isnan(difference) else difference
 

@@ -1,4 +1,4 @@
-"""What is timed: a call of attention, written down so that another process can make it, too."""
+"""A problem to be timed: a call of attention, written down so that another process can make it, too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 128  # of block-sparse masks, and of the tiles that a window's work is counted in
+BLOCK = 128  # of block-sparse masks, and of the tiles in which a window's work is counted
 
 
 class Problem(NamedTuple):
-    """The shapes; 0 for what is as the query's."""
+    """The shapes; 0: as the query's."""
 
     batch: int
     heads: int
@@ -26,18 +26,18 @@ class Problem(NamedTuple):
     seqlen_k: int = 0
     dim_v: int = 0
     dropout: float = 0.0
-    lengths: tuple[int, ...] = ()  # packed sequences, in place of batch and seqlen
-    window: int = 0  # how many keys to the left of its own a query of a causal call sees; 0: all
+    lengths: tuple[int, ...] = ()  # packed sequences, instead of batch and seqlen
+    window: int = 0  # how many keys before its own position a query of a causal call sees; 0: all
 
     def flops(self, backward: bool) -> float:
         """Two products forward, five backward (three of the keys' dimension, two of the values'); half of them when causal, and with a
-        window those of the scores that it leaves."""
+        window only the visible scores."""
         dim_v = self.dim_v or self.dim
         width = 3 * self.dim + 2 * dim_v if backward else self.dim + dim_v
         return 2.0 * self.heads * self._scores() * width
 
     def _scores(self) -> float:
-        """Of one head."""
+        """The scores of one head."""
         if self.window:
             seen = (min(n, self.window + 1) for n in self.lengths or (self.seqlen,))  # by the last query
             lengths = self.lengths or (self.seqlen,)
@@ -58,7 +58,7 @@ class Problem(NamedTuple):
         return normal(self.heads, self.seqlen, self.dim), normal(heads_kv, seqlen_k, self.dim), normal(heads_kv, seqlen_k, dim_v)
 
     def options(self, device: str) -> dict[str, Any]:
-        """Of strobe.attention."""
+        """The options of strobe.attention."""
         found: dict[str, Any] = {"causal": self.causal} | ({"window": (self.window, 0)} if self.window else {})
         if self.dropout:
             found |= {"dropout": self.dropout, "seed": 1}
@@ -68,7 +68,7 @@ class Problem(NamedTuple):
         return found
 
     def starts(self, device: str) -> Tensor:
-        """Of packed sequences, and their end."""
+        """The starts of packed sequences, and their end."""
         import torch
 
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
@@ -117,7 +117,7 @@ def _uneven_keys(p: Problem, device: str) -> dict[str, Any]:
 
 
 def _blocks(share: float) -> Callable[[Problem, str], dict[str, Any]]:
-    """Exactly this share of all blocks, drawn at random."""
+    """Exactly this fraction of all blocks, drawn at random."""
 
     def options(p: Problem, device: str) -> dict[str, Any]:
         import torch
@@ -138,7 +138,7 @@ def _constant(**options: Any) -> Callable[[Problem, str], dict[str, Any]]:
 
 WINDOW = 1024
 SHARES = {"1/2 kept": 1 / 2, "1/4 kept": 1 / 4, "1/8 kept": 1 / 8}
-# What a call has beside its shapes.
+# The features of a call beside its shapes.
 FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
     "plain": _constant(),
     "window": _constant(window=(WINDOW, 0)),
@@ -159,7 +159,7 @@ FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
 
 
 def tiles(seqlen: int, left: int | None = None) -> int:
-    """Of BLOCK x BLOCK scores: those that a causal mask, with a window to the left if there is one, leaves something of."""
+    """The number of BLOCK x BLOCK tiles of scores that a causal mask, with a window to the left if there is one, leaves partly visible."""
     rows = range(0, seqlen, BLOCK)
     first = (0 if left is None else max(0, row - left) // BLOCK for row in rows)
     return sum(row // BLOCK - begin + 1 for row, begin in zip(rows, first, strict=True))

@@ -14,7 +14,7 @@ Row = dict[str, Any]  # a line of a figures' file
 _MEASURED = ("set", "unit", "strobe", "peers", "beside", "seed")  # the other keys say what was measured
 _LOWEST = 10  # shapes drawn at random that a summary names
 
-# What a table is about, and how Strobe's run of its own beside it is put: as a ratio of rates or as a cost in time.
+# The subject of a table, and the comparison with Strobe's own second run: a ratio of rates or a cost in time.
 TITLES = {
     "core36": "16k tokens, heads·d = 2048, bf16",
     "random": "Shapes drawn at random, bf16",
@@ -41,7 +41,7 @@ def is_time(row: Row) -> bool:
 
 
 def ratio(row: Row) -> float | None:
-    """Strobe's speed over the best peer's."""
+    """Strobe's speed relative to the best peer's."""
     peers = row.get("peers")
     if not peers:
         return None
@@ -49,7 +49,7 @@ def ratio(row: Row) -> float | None:
 
 
 def beside(row: Row) -> str:
-    """Strobe's speed against its own run beside it."""
+    """Strobe's speed relative to its own second run."""
     if not row.get("beside"):
         return ""
     (base,) = row["beside"].values()
@@ -57,7 +57,7 @@ def beside(row: Row) -> str:
 
 
 def mean(ratios: Sequence[float]) -> float:
-    """The geometric one."""
+    """The geometric mean."""
     return exp(sum(map(log, ratios)) / len(ratios))
 
 
@@ -78,7 +78,7 @@ def by_set(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def summary(rows: Sequence[Row], direction: str) -> list[str]:
-    """A line a set: the mean of the ratios to the best peer, the lowest and where; or the worst against Strobe's own run beside it."""
+    """One line per set: the mean of the ratios to the best peer, the lowest and where; or the worst against Strobe's own second run."""
     lines = []
     for name, group in by_set(rows):
         if ratios := [(r, where(row)) for row in group if (r := ratio(row)) is not None]:
@@ -101,7 +101,7 @@ def summary(rows: Sequence[Row], direction: str) -> list[str]:
 
 
 def columns(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Heads and lines of a table of one set's rows."""
+    """Headings and lines of a table of one set's rows."""
     peers = [who for who in PEERS if any(who in row.get("peers", {}) for row in rows)]
     bases = list(dict.fromkeys(base for row in rows for base in row.get("beside", {})))
     heads = [rows[0]["set"], f"Strobe, {rows[0]['unit']}", *(PEERS[who] for who in peers)]
@@ -122,7 +122,7 @@ def _number(x: float | None) -> str:
 
 
 def _by_length(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """The core shapes: a column a length, a line for everyone."""
+    """The core shapes: one column per length, one line per contestant."""
     lengths = sorted({row["s"] for row in rows})
     peers = [who for who in PEERS if any(who in row["peers"] for row in rows)]
     names = {"strobe": "Strobe"} | {who: PEERS[who] for who in peers}

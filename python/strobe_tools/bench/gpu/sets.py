@@ -1,4 +1,4 @@
-"""The sets of figures: which calls, beside whom, counted how."""
+"""The sets of figures: their calls, their contestants, their units."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Run(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of the figures: Strobe's run, beside peers, or beside a run of its own."""
+    """A line of the figures: Strobe's run, beside peers, or beside a second run of its own."""
 
     where: dict[str, Any]
     strobe: str
     peers: tuple[str, ...] = ()
-    base: str | None = None  # its rate is what Strobe's is measured against
+    base: str | None = None  # the run whose rate Strobe's is compared with
 
 
 class Group(NamedTuple):
-    """What is timed together."""
+    """Runs that are timed together."""
 
     set: str
     direction: str  # "forward", "backward" or "both"
@@ -131,7 +131,7 @@ def varlen() -> Iterator[Group]:
 
 
 def window() -> Iterator[Group]:
-    """A window of 1k at 16k: the work is that of the tiles that it leaves something of."""
+    """A window of 1k at 16k: the work is that of the tiles that are partly visible."""
     for d, direction in product((64, 128), DIRECTIONS):
         p = Problem(1, WIDTH // d, 16384, d, True)
         of_tile = p._replace(seqlen=BLOCK, causal=False).flops(direction == "backward")
@@ -155,7 +155,7 @@ def sparse() -> Iterator[Group]:
 def options() -> Iterator[Group]:
     names = [
         name for name in FEATURES if name not in ("plain", "window", "deterministic", "invariant", "uneven", *SHARES)
-    ]  # those have sets of their own
+    ]  # these have sets of their own
     for d, direction in product((64, 128), DIRECTIONS):
         p = Problem(4, WIDTH // d, 4096, d, True)
         runs = {name: Run("strobe", p, name) for name in ("plain", *names)}
@@ -237,5 +237,5 @@ SETS: dict[str, Callable[[], Iterator[Group]]] = {
     "deterministic": deterministic,
     "invariant": invariant,
     "step": step,
-    "random": random,  # last: a kernel, mostly a peer's, that cannot take a drawn shape ends the run
+    "random": random,  # last: a kernel, usually a peer's, that cannot take a drawn shape ends the run
 }

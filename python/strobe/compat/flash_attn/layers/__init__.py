@@ -1,4 +1,4 @@
-"""flash_attn.layers: of its modules, rotary."""
+"""flash_attn.layers: only its module rotary."""
 
 from strobe.compat.flash_attn._alias import stands_for
 

@@ -1,4 +1,4 @@
-"""flash_attn.layers.rotary: of its functions, apply_rotary_emb."""
+"""flash_attn.layers.rotary: only its function apply_rotary_emb."""
 
 from strobe.compat._rotary import apply_rotary_emb as apply_rotary_emb
 from strobe.compat.flash_attn._alias import stands_for

@@ -1,4 +1,4 @@
-// A kernel as jit.h wants it.
+// A kernel in the form of jit.h.
 #pragma once
 #include "attention/base.h"
 #include "piece.h"
