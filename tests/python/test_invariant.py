@@ -180,10 +180,10 @@ def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
 
 
 @engines
-@pytest.mark.parametrize("option", ["bias", "alibi_slopes"])
+@pytest.mark.parametrize("option", ["bias", "alibi_slopes", "window"])
 def test_rows_lie_elsewhere_in_their_tiles(engine, option):
     """The tile of keys before a row's diagonal is one in which something is hidden, or not, as the rows beside it have it: what is added to
-    a score is rounded alike in both."""
+    a score is rounded alike in both. And the first key that a window leaves to a tile's rows is another one."""
     dtype = torch.bfloat16 if takes(engine, torch.bfloat16, 64) else torch.float32
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
@@ -194,7 +194,7 @@ def test_rows_lie_elsewhere_in_their_tiles(engine, option):
     slopes = torch.rand(8, generator=g).to(DEVICE)
 
     def attend(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        given = bias[:, :, first:end, :end] if option == "bias" else slopes
+        given = {"bias": bias[:, :, first:end, :end], "alibi_slopes": slopes, "window": (70, 0)}[option]
         options = {option: given, "causal": True, "invariant": True, "engine": engine}
         return strobe.attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], return_lse=True, **options)
 
