@@ -28,8 +28,8 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train bench test test-cpp test-python test-long test-emulated test-gpu test-gpu-random sanitize sanitize-cpu cross
-.PHONY: bench-gpu bench-report api prewarm lint format wheel clean
+.PHONY: help setup train bench test test-cpp test-python test-long test-emulated test-faults test-gpu test-gpu-random sanitize
+.PHONY: sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -89,6 +89,9 @@ test-emulated: setup ## the contract and the ladder on an emulated GPU; ARGS=...
 	$(CMAKE) --build build/cpp --parallel $(JOBS) --target emulated_cuda emulated_nvrtc
 	STROBE_TEST_DEVICE=emulated tests/emulator/run build/cpp \
 	  $(PYTEST) tests/python/test_contract.py tests/python/test_ladder.py $(ARGS)
+
+test-faults: setup ## whether make test finds the mistakes planted by tests/faults, one after the other; takes most of an hour
+	$(BIN)/python tests/faults/plant.py --jobs $(JOBS) $(ARGS)
 
 # With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
 SANITIZE_FLAGS := -O1 -fno-var-tracking-assignments -fno-tree-pta -fira-region=one -fira-algorithm=priority
