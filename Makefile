@@ -9,27 +9,27 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# cmake finds ninja there
-export PATH := $(abspath $(BIN)):$(PATH)
+# Tools lie there, or beside $(PYTHON) where it had them installed.
+export PATH := $(abspath $(BIN)):$(PATH):$(abspath $(dir $(shell command -v $(PYTHON))))
 # The package, the C++ tests and the wheel are made of the same files. With ccache each is compiled once, if all builds call the compiler
 # by the same name.
 ifeq ($(origin CXX),default)
 CXX := c++
 endif
 export CXX
-export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell test -x $(BIN)/ccache && echo ccache)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell PATH="$(PATH)" command -v ccache > /dev/null && echo ccache)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A worker whose tests are done takes half of the others': one long test at the end of a fixed share is not waited for.
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
-CMAKE := $(BIN)/cmake
-CTEST := $(BIN)/ctest --output-on-failure --parallel $(JOBS)
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
+CMAKE := cmake
+CTEST := ctest --output-on-failure --parallel $(JOBS)
 
 NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src python/CMakeLists.txt python/glue -type f 2>/dev/null)
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train bench test test-cpp test-python test-long test-emulated test-faults test-gpu test-gpu-random sanitize
-.PHONY: sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
+.PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-faults test-gpu test-gpu-random
+.PHONY: sanitize sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -72,31 +72,35 @@ bench: $(VENV)/.package ## speed beside PyTorch, in one run
 
 test: test-cpp test-python ## all tests, C++ and Python
 
-test-cpp: $(VENV)/.python
+# .dev brings the NVRTC that build/cpp is configured with: without it the emulated GPU has no compiler.
+test-cpp: $(VENV)/.dev
 	$(CMAKE) -S . -B build/cpp -G Ninja
 	$(CMAKE) --build build/cpp --parallel $(JOBS)
 	$(CTEST) --test-dir build/cpp
 
-test-python: setup
+# Tests on the emulated GPU need these two libraries of build/cpp.
+emulator: $(VENV)/.dev
+	$(CMAKE) -S . -B build/cpp -G Ninja
+	$(CMAKE) --build build/cpp --parallel $(JOBS) --target emulated_cuda emulated_nvrtc
+
+test-python: setup emulator
 	$(PYTEST) $(ARGS)
 
 test-long: setup ## all triples of the contract's options, computed and compiled, every GPU's kernels, more random calls; takes hours
-	STROBE_TRIPLES=1 $(PYTEST) tests/python/test_contract.py tests/python/test_shapes.py \
+	STROBE_TEST_LONG=1 $(PYTEST) tests/python/test_contract.py tests/python/test_shapes.py \
 	  tests/python/test_many_keys.py tests/python/test_random.py tests/nvrtc $(ARGS)
 
-test-emulated: setup ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
-	$(CMAKE) -S . -B build/cpp -G Ninja
-	$(CMAKE) --build build/cpp --parallel $(JOBS) --target emulated_cuda emulated_nvrtc
+test-emulated: setup emulator ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
 	STROBE_TEST_DEVICE=emulated tests/emulator/run build/cpp \
 	  $(PYTEST) tests/python/test_contract.py tests/python/test_ladder.py $(ARGS)
 
-test-faults: setup ## whether make test finds the mistakes planted by tests/faults, one after the other; takes most of an hour
+test-faults: setup ## whether make test finds the mistakes planted by tests/faults, one after the other; takes half an hour
 	$(BIN)/python tests/faults/plant.py --jobs $(JOBS) $(ARGS)
 
 # With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
 SANITIZE_FLAGS := -O1 -fno-var-tracking-assignments -fno-tree-pta -fira-region=one -fira-algorithm=priority
 
-sanitize-cpu: $(VENV)/.python ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize-cpu: $(VENV)/.dev ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Sanitize \
 	  -DCMAKE_CXX_FLAGS='$(SANITIZE_FLAGS)'
 	$(CMAKE) --build build/sanitize --parallel $(JOBS)
@@ -136,16 +140,16 @@ cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulat
 # Style
 
 lint: $(VENV)/.package $(VENV)/.dev ## formatting, lint and types
-	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
-	$(BIN)/ruff format --check
-	$(BIN)/ruff check
+	clang-format --dry-run -Werror $(C_FILES)
+	ruff format --check
+	ruff check
 	$(BIN)/python .ci/style.py
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 format: $(VENV)/.dev ## rewrite the files as lint wants them
-	$(BIN)/clang-format -i $(C_FILES)
-	$(BIN)/ruff format
-	$(BIN)/ruff check --fix
+	clang-format -i $(C_FILES)
+	ruff format
+	ruff check --fix
 	$(BIN)/python .ci/style.py --wrap
 
 # The wheel
@@ -153,7 +157,7 @@ format: $(VENV)/.dev ## rewrite the files as lint wants them
 wheel: $(VENV)/.dev ## a manylinux wheel in wheelhouse/, proven in an environment of its own
 	rm -rf dist wheelhouse
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir wheelhouse dist/*.whl
+	auditwheel repair --wheel-dir wheelhouse dist/*.whl
 	$(PYTHON) tests/wheel.py wheelhouse
 
 clean: ## remove what was built; rm -r .venv removes the environment too

@@ -1,7 +1,6 @@
 #include "prepared.h"
 
 #include <cstring>
-#include <span>
 
 #include "attention/contents.h"
 #include "attention/versioned.h"
@@ -124,9 +123,7 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
     reasons.add("execution.reserved_sms", how.reserved_sms, "; accepted is ", reserved_sms_, ", as prepared",
                 reserved_sms_ ? ", or 0 for the same" : "");
   reasons.raise_if_any();
-  own_lists(problem);
-  if (problem.device_type == STROBE_CPU)
-    check_contents(problem, [](const int32_t *ints, int64_t count) { return std::span(ints, static_cast<size_t>(count)); });
+  if (const auto lists = own_lists(problem)) check_contents(problem, [&](const int32_t *list, int64_t) { return lists->at(list); });
   how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;
   const Execution execution = validate(&how);
   if (update_longest(problem)) // planned anew, as the same call in full is

@@ -13,6 +13,9 @@
  *   paged    k (pages,Hkv,page,D)   v (pages,Hkv,page,Dv)   with page_table (B,pages of a sequence); all else dense, or with cu_seqlens_q
  *   quantised  k, v as INT8, FP8 or INT4 with k_scale and v_scale; INT4 is uint8 (..,D/2), two numbers a byte, the low nibble first
  *   dq, dk, dv have the shapes of q, k, v. Strides are counted in elements and are arbitrary; those of inputs may be 0 or negative.
+ *   This holds for lists of integers, too. Lengths and page tables are int32, in host memory int64 as well. Lists in host memory are
+ *   copied by each call. Of those in device memory, the ones with gaps are copied into the workspace by a launch of their own, unless only
+ *   the rows of page_table lie apart.
  *   docs/semantics.md has the formulas.
  */
 #ifndef STROBE_H
@@ -88,7 +91,7 @@ typedef struct strobe_tensor {
 } strobe_tensor;
 
 /* The tensors hold some rows, heads and sequences of a larger problem. Every option refers to the positions, heads and batch of that
- * problem: see "Parts of a problem" in docs/semantics.md. The lists lie in host memory and are contiguous; the call copies them. */
+ * problem: see "Parts of a problem" in docs/semantics.md. The lists lie in host memory; the call copies them. */
 typedef struct strobe_part {
   uint64_t size;
   /* int64 (B|1, n, 2): the rows of a sequence are its ranges (start, length), in order; they ascend and are disjoint; n is arbitrary */
@@ -146,7 +149,9 @@ typedef struct strobe_attention {
 } strobe_attention;
 
 /* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads these too and writes the gradients; one that is null is
- * not computed. */
+ * not computed. What is read may share memory. What is written shares no byte with any other tensor, and its strides are positive where it
+ * has several elements; it may lie between the elements of another, as tensors cut out of one buffer do. That is found out exactly, unless
+ * strides are so irregular that it would take long: then tensors whose ranges of memory meet are refused. */
 typedef struct strobe_tensors {
   uint64_t size;
   const strobe_tensor *q, *k, *v;
@@ -154,9 +159,9 @@ typedef struct strobe_tensors {
   const strobe_tensor *bias; /* added to the score; shaped like mask; q's dtype or float32 (float64 if q is) */
   const strobe_tensor *alibi_slopes; /* float32 (H) or (B,H): -slope * |i + offset - j| is added to the score */
   const strobe_tensor *sinks;        /* float32 (float64 if q is), (H): a logit that joins the denominator and no value */
-  const strobe_tensor *cu_seqlens_q; /* int32 (B+1), contiguous: sequence b is the tokens [cu[b], cu[b+1]); padding follows cu[B] */
+  const strobe_tensor *cu_seqlens_q; /* int32 (B+1): sequence b is the tokens [cu[b], cu[b+1]); padding follows cu[B] */
   const strobe_tensor *cu_seqlens_k; /* given if cu_seqlens_q is, but not beside page_table */
-  const strobe_tensor *block_rows;   /* int32 (B|1, H|1, nq+1), contiguous: query block r keeps block_cols[rows[r] .. rows[r+1] - 1] */
+  const strobe_tensor *block_rows;   /* int32 (B|1, H|1, nq+1): query block r keeps block_cols[rows[r] .. rows[r+1] - 1] */
   const strobe_tensor *block_cols;   /* int32 (kept): key blocks, strictly ascending within a row */
   const strobe_tensor *block_rows_t; /* the transpose, int32 (B|1, H|1, nk+1) and int32 (kept): optional, but some engines need it */
   const strobe_tensor *block_cols_t;
@@ -170,12 +175,12 @@ typedef struct strobe_tensors {
   const strobe_tensor *dbias;  /* bias's shape and dtype; it is summed over the axes where bias has size 1 */
   const strobe_tensor *dsinks; /* sinks' shape and dtype */
   /* both */
-  const strobe_tensor *seqused_k; /* int32 (B), contiguous: of sequence b the first seqused_k[b] keys count, as if there were no more */
+  const strobe_tensor *seqused_k; /* int32 (B): of sequence b the first seqused_k[b] keys count, as if there were no more */
   /* forward, written where given; lse's dtype. They take another pass over the scores, and column_sums needs lse. */
   const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf where nothing is seen. Sinks do not count */
   const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): of P over the queries, before dropout */
   const strobe_tensor *delta; /* shaped like dlse, of lse's dtype: D, the sum of dout * out of each row; with a partial part, for out */
-  /* forward: int32 (B, pages of a sequence), contiguous. k and v are pools of pages; key j of sequence b is row j % page of their page
+  /* forward: int32 (B, pages of a sequence). k and v are pools of pages; key j of sequence b is row j % page of their page
    * page_table[b][j / page]. Sk is the number of keys that a row of the table has room for. Entries behind the last key that counts are
    * not read. */
   const strobe_tensor *page_table;
@@ -294,7 +299,7 @@ STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_te
                                        const strobe_execution *);
 
 /* The float64 reference on the CPU evaluates the formulas row by row; it is slow on purpose. Inputs may have any float dtype; out, lse and
- * all gradients are float64.
+ * all gradients are float64. Only dq, dk and dv that are added to (accumulate) may be float32 as well, unless q is float64.
  * rows (optional) selects queries by ascending flat indices, (b*H + h)*Sq + i or with varlen h*Tq + t. The forward then computes and writes
  * only these rows, and the backward only their dq; dbias and dsinks are then refused.
  * cols (optional) selects keys likewise, (b*Hkv + h)*Sk + j or with varlen h*Tk + t. The backward then computes only their dk and dv. */

@@ -11,6 +11,7 @@
 #error "strobe.hpp needs C++20: compile with -std=c++20, or include strobe.h"
 #endif
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -33,7 +34,7 @@ inline namespace api {
 
 struct Error : std::runtime_error {
   strobe_status status;
-  Error(strobe_status status, const std::string &text) : std::runtime_error(text), status(status) {}
+  Error(strobe_status code, const std::string &text) : std::runtime_error(text), status(code) {}
 };
 template <strobe_status S> struct ErrorOf : Error {
   explicit ErrorOf(const std::string &text) : Error(S, text) {}
@@ -108,7 +109,7 @@ struct Shape {
 class ConstTensor {
 public:
   ConstTensor() = default;
-  explicit ConstTensor(const strobe_tensor &tensor) : tensor(tensor), present(true) {} // device memory, or any other tensor of strobe.h
+  explicit ConstTensor(const strobe_tensor &given) : tensor(given), present(true) {} // device memory, or any other tensor of strobe.h
   // A contiguous tensor, or one with strides. The range has to hold every element that they reach.
   template <std::ranges::contiguous_range Range>
   ConstTensor(Range &&elements, const Shape &shape) : ConstTensor(elements, shape, contiguous(shape)) {}
@@ -120,7 +121,7 @@ public:
     tensor.rank = shape.rank;
     bool empty = false;
     int64_t last = 0;
-    for (int32_t a = 0; a < shape.rank; a++) {
+    for (size_t a = 0; a < static_cast<size_t>(shape.rank); a++) {
       tensor.shape[a] = shape.size[a];
       tensor.strides[a] = strides.size[a];
       empty |= shape.size[a] <= 0;
@@ -144,7 +145,7 @@ public:
   static Shape contiguous(const Shape &shape) {
     Shape strides = shape;
     int64_t stride = 1;
-    for (int32_t a = shape.rank - 1; a >= 0; a--) {
+    for (size_t a = static_cast<size_t>(shape.rank); a-- > 0;) {
       strides.size[a] = stride;
       stride *= shape.size[a] > 1 ? shape.size[a] : 1;
     }
@@ -161,7 +162,7 @@ private:
 class Tensor : public ConstTensor {
 public:
   Tensor() = default;
-  explicit Tensor(const strobe_tensor &tensor) : ConstTensor(tensor) {}
+  explicit Tensor(const strobe_tensor &given) : ConstTensor(given) {}
   template <std::ranges::contiguous_range Range>
     requires(!std::is_const_v<std::remove_reference_t<std::ranges::range_reference_t<Range>>>)
   Tensor(Range &&elements, const Shape &shape) : ConstTensor(elements, shape) {}
@@ -404,11 +405,17 @@ struct EngineInfo {
   std::string name;
   std::optional<std::string> missing; // why it cannot run on this machine
 };
+// Each name once. An engine that has a form for each device can run if either form can.
 inline std::vector<EngineInfo> engines() {
   std::vector<EngineInfo> list;
   for (int32_t i = 0; const char *name = strobe_engine_name(i); i++) {
     const char *missing = strobe_engine_missing(i);
-    list.push_back({name, missing ? std::optional<std::string>(missing) : std::nullopt});
+    const EngineInfo form = {name, missing ? std::optional<std::string>(missing) : std::nullopt};
+    const auto known = std::ranges::find(list, form.name, &EngineInfo::name);
+    if (known == list.end())
+      list.push_back(form);
+    else if (known->missing)
+      *known = form;
   }
   return list;
 }

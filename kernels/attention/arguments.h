@@ -107,11 +107,10 @@ struct Inputs {
     return {q0, k0, Band::make(nq, nk, bottom_right != 0, left, right)};
   }
   // The page table of keys in pages. Such keys are never packed, and the forward does not read blocks_t, so existing members hold it: the
-  // table (batch, pages of a sequence) is cu_seqlens_k, the number of pages is total_k, and blocks_t holds the keys of a page, their
-  // logarithm, and how to divide by them.
+  // table (batch, pages of a sequence) is cu_seqlens_k, the number of pages is total_k, and blocks_t holds the entries from a row of the
+  // table to the next one, the keys of a page, their logarithm, and how to divide by them.
   STROBE_FN SequencePages pages(i64 b) const {
-    const u32 page = (u32)blocks_t.row_tokens;
-    return {cu_seqlens_k + b * ((u32)seqlen_k / page), page, (u32)total_k, (i32)blocks_t.column_tokens};
+    return {page_table(b), (u32)blocks_t.row_tokens, (u32)total_k, (i32)blocks_t.column_tokens};
   }
   STROBE_FN Divisor page_divisor() const { return {(u32)blocks_t.row_tokens, (u32)blocks_t.batch_stride, (u32)blocks_t.head_stride}; }
   STROBE_FN const i32 *page_table(i64 b) const { return cu_seqlens_k + (u64)(u32)b * (u32)blocks_t.rows; }

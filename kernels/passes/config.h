@@ -38,6 +38,11 @@ struct WordsConfig {
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 
+struct ListsConfig {
+  i32 unused;
+  STROBE_FN static constexpr i32 threads() { return 256; }
+};
+
 struct SharesConfig {
   i32 dtype;                                           // of q
   i32 seqused;                                         // as Features

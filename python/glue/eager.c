@@ -1,9 +1,11 @@
 /* strobe._eager: calls of torch tensors that come again, made without a Python object more than they need.
  *
- * Nothing here depends on PyTorch's ABI. Tensors are read by the DLPack C exchange API of their type (PyTorch 2.10 and later) or by their
- * Python attributes, and results are allocated by PyTorch's own functions. Compiled for CPython's stable ABI. */
+ * Nothing here depends on PyTorch's ABI, but for what is stable of it. Tensors are read by the DLPack C exchange API of their type (PyTorch
+ * 2.10 and later) or by their Python attributes, the size of their storage by PyTorch's C shim or by their methods, and results are
+ * allocated by PyTorch's own functions. Compiled for CPython's stable ABI. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <dlfcn.h>
 
 #include "glue.h"
 
@@ -11,16 +13,25 @@
 
 static struct {
   PyObject *tensor, *parameter, *strided;
-  PyObject *is_neg, *is_zero, *data_ptr, *stride; /* methods of torch.Tensor */
+  PyObject *is_neg, *is_zero, *data_ptr, *stride, *storage, *offset; /* methods of torch.Tensor */
+  PyObject *storage_bytes;                                           /* of torch.UntypedStorage */
   PyObject *functorch, *modes, *tracing, *forward_ad;
   PyObject *grad, *threads, *deterministic, *any_autocast, *autocast, *autocast_dtype;
   PyObject *empty_strided, *empty_cpu, *empty_cuda; /* the latter two: PyTorch's shortest way, absent in some versions */
   PyObject *device_now, *stream_now;                /* absent where PyTorch has no CUDA */
   PyObject *uint8;
   struct {
-    PyObject *shape, *dtype, *device, *layout, *type, *index, *requires_grad, *level;
+    PyObject *shape, *dtype, *device, *layout, *type, *index, *requires_grad, *level, *itemsize;
   } name;
 } torch;
+
+/* Two functions of PyTorch's C shim, whose ABI is stable. A handle is the address of an at::Tensor, and that is a pointer, the one that
+ * _cdata answers. It lies in the Python object, `place` bytes from its beginning; 0: by methods. `found`: of this PyTorch. */
+static struct {
+  int32_t (*storage_bytes)(const void *handle, int64_t *);
+  int32_t (*offset)(const void *handle, int64_t *);
+  size_t place, found;
+} shim;
 
 static PyObject *refused; /* raised by who finds that a call has to be made in full after all */
 
@@ -97,7 +108,7 @@ struct view {
   void *data;
   const int64_t *shape, *strides;
   uint64_t dtype; /* a number of the reader's own */
-  int32_t device_type, device_index, rank;
+  int32_t device_type, device_index, rank, item_bytes;
   int64_t own[2 * MOST_AXES]; /* what shape and strides may point to */
 };
 
@@ -137,7 +148,13 @@ static int read_by_attributes(PyObject *x, struct view *t) {
     t->shape = t->own, t->strides = t->own + MOST_AXES;
     good = t->rank <= MOST_AXES && copy_integers(shape, t->own, t->rank) && copy_integers(strides, t->own + MOST_AXES, t->rank);
   }
-  if (good) t->data = address_by_call(x), good = !PyErr_Occurred();
+  if (good) {
+    PyObject *size = PyObject_GetAttr(dtype, torch.name.itemsize);
+    t->item_bytes = size ? (int32_t)PyLong_AsLong(size) : 0;
+    Py_XDECREF(size);
+    if (size) t->data = address_by_call(x);
+    good = !PyErr_Occurred();
+  }
   Py_XDECREF(layout);
   Py_XDECREF(shape);
   Py_XDECREF(strides);
@@ -152,6 +169,7 @@ static int read_by_exchange(PyObject *x, struct view *t) {
   t->data = (char *)found.data + found.byte_offset;
   t->shape = found.shape, t->strides = found.strides;
   t->dtype = (uint64_t)found.lanes << 16 | (uint64_t)found.bits << 8 | found.kind;
+  t->item_bytes = (found.lanes * found.bits + 7) / 8;
   t->device_type = found.device_type, t->device_index = found.device_index, t->rank = found.rank;
   return t->device_type == ON_CPU || t->device_type == ON_CUDA;
 }
@@ -161,11 +179,41 @@ static int is_plain(PyObject *x) {
   return type == (PyTypeObject *)torch.tensor || type == (PyTypeObject *)torch.parameter;
 }
 
+static int read_plain(PyObject *x, struct view *t) { return exchange ? read_by_exchange(x, t) : read_by_attributes(x, t); }
+
 /* A plain tensor whose memory holds its numbers. 0, perhaps with an error, for any other object. */
 static int read_tensor(PyObject *x, struct view *t) {
-  if (!is_plain(x) || is_true_of(torch.is_neg, x) != 0) return 0;
-  if (!(exchange ? read_by_exchange(x, t) : read_by_attributes(x, t))) return 0;
+  if (!is_plain(x) || is_true_of(torch.is_neg, x) != 0 || !read_plain(x, t)) return 0;
   return t->data || is_true_of(torch.is_zero, x) == 0; /* zeros that nobody has written lie nowhere */
+}
+
+static int storage_by_calls(PyObject *x, int64_t *bytes, int64_t *offset) {
+  PyObject *storage = PyObject_CallFunctionObjArgs(torch.storage, x, NULL);
+  PyObject *size = storage ? PyObject_CallFunctionObjArgs(torch.storage_bytes, storage, NULL) : NULL;
+  PyObject *first = size ? PyObject_CallFunctionObjArgs(torch.offset, x, NULL) : NULL;
+  if (first) *bytes = PyLong_AsLongLong(size), *offset = PyLong_AsLongLong(first);
+  Py_XDECREF(storage);
+  Py_XDECREF(size);
+  Py_XDECREF(first);
+  return first && !PyErr_Occurred();
+}
+
+/* The size of x's storage in bytes, and where x begins in it, in elements. 0, perhaps with an error, if nobody can tell. */
+static int storage_of(PyObject *x, int64_t *bytes, int64_t *offset) {
+  if (!shim.place) return storage_by_calls(x, bytes, offset);
+  const void *handle = (const char *)x + shim.place;
+  return shim.storage_bytes(handle, bytes) == 0 && shim.offset(handle, offset) == 0;
+}
+
+/* Whether the storage reaches to the last number, as it does unless somebody has shortened it. */
+static int is_whole(PyObject *x, const struct view *t) {
+  int64_t bytes, last;
+  if (!storage_of(x, &bytes, &last)) return 0;
+  for (int i = 0; i < t->rank; i++) {
+    if (!t->shape[i]) return 1;
+    last += (t->shape[i] - 1) * t->strides[i];
+  }
+  return (last + 1) * t->item_bytes <= bytes;
 }
 
 /* --- Keys: all that decides what runs, as bytes ------------------------------------------------------------------------------------- */
@@ -212,7 +260,7 @@ static int put_process(struct call *c) {
 
 static int put_tensor(struct call *c, PyObject *x, int with_grad) {
   struct view t;
-  if (c->count == MOST_TENSORS || !read_tensor(x, &t)) return 0;
+  if (c->count == MOST_TENSORS || !read_tensor(x, &t) || !is_whole(x, &t)) return 0;
   char flags = (char)((uintptr_t)t.data % 16 == 0);
   if (with_grad) {
     PyObject *tracked = PyObject_GetAttr(x, torch.name.requires_grad);
@@ -586,6 +634,15 @@ static PyObject *eager_gradients(PyObject *self, PyObject *const *args, Py_ssize
   return ran(known(args[0], &c), &c);
 }
 
+/* is_whole(x): True of a plain tensor whose storage reaches to its last number; False of others, and where that cannot be told here. */
+static PyObject *eager_is_whole(PyObject *self, PyObject *x) {
+  (void)self;
+  struct view t;
+  if (is_plain(x) && read_plain(x, &t) && is_whole(x, &t)) Py_RETURN_TRUE;
+  PyErr_Clear();
+  Py_RETURN_FALSE;
+}
+
 /* connect(address of strobe_glue_run) */
 static PyObject *eager_connect(PyObject *self, PyObject *address) {
   (void)self;
@@ -594,10 +651,12 @@ static PyObject *eager_connect(PyObject *self, PyObject *address) {
   Py_RETURN_NONE;
 }
 
-/* by_attributes(True): read tensors as in PyTorch before 2.10, for tests. */
+/* by_attributes(True): read tensors as in PyTorch before 2.10, and their storage without the shim, for tests. */
 static PyObject *eager_by_attributes(PyObject *self, PyObject *wanted) {
   (void)self;
-  exchange = PyObject_IsTrue(wanted) ? NULL : available;
+  const int attributes = PyObject_IsTrue(wanted);
+  exchange = attributes ? NULL : available;
+  shim.place = attributes ? 0 : shim.found;
   return PyBool_FromLong(exchange == NULL);
 }
 
@@ -608,6 +667,7 @@ static PyMethodDef functions[] = {
     {"attention", (PyCFunction)(void (*)(void))eager_attention, METH_FASTCALL, NULL},
     {"gradients_key", (PyCFunction)(void (*)(void))eager_gradients_key, METH_FASTCALL, NULL},
     {"gradients", (PyCFunction)(void (*)(void))eager_gradients, METH_FASTCALL, NULL},
+    {"is_whole", eager_is_whole, METH_O, NULL},
     {"connect", eager_connect, METH_O, NULL},
     {"by_attributes", eager_by_attributes, METH_O, NULL},
     {0},
@@ -645,6 +705,51 @@ static const struct dl_exchange *exchange_of(PyObject *tensor) {
   return found && found->tensor_of ? found : NULL;
 }
 
+/* The place of x's at::Tensor in x, as its _cdata tells; 0 if it is not there. */
+static size_t place_of_handle(PyObject *x) {
+  PyObject *cdata = PyObject_GetAttrString(x, "_cdata"), *size = PyObject_GetAttrString((PyObject *)Py_TYPE(x), "__basicsize__");
+  void *impl = cdata ? PyLong_AsVoidPtr(cdata) : NULL;
+  const size_t end = size ? PyLong_AsSize_t(size) : 0;
+  size_t place = sizeof(PyObject);
+  Py_XDECREF(cdata);
+  Py_XDECREF(size);
+  if (!impl || PyErr_Occurred()) return 0;
+  while (place + sizeof impl <= end && memcmp((const char *)x + place, &impl, sizeof impl) != 0) place += sizeof impl;
+  return place + sizeof impl <= end ? place : 0;
+}
+
+/* Fills `shim` if it answers what PyTorch's Python functions do, of a tensor, a view and a parameter. */
+static void find_shim(PyObject *module) {
+  void *library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (!library) return;
+  *(void **)&shim.storage_bytes = dlsym(library, "aoti_torch_get_storage_size");
+  *(void **)&shim.offset = dlsym(library, "aoti_torch_get_storage_offset");
+  dlclose(library);
+  PyObject *zeros = found_at(module, "zeros", 0), *shape = Py_BuildValue("(ii)", 2, 3), *on_cpu = Py_BuildValue("{ss}", "device", "cpu");
+  PyObject *args = shape ? PyTuple_Pack(1, shape) : NULL;
+  PyObject *x = zeros && args && on_cpu ? PyObject_Call(zeros, args, on_cpu) : NULL;
+  PyObject *all[] = {x, x ? PyObject_CallMethod(x, "select", "ii", 0, 1) : NULL,
+                     x ? PyObject_CallFunctionObjArgs(torch.parameter, x, NULL) : NULL};
+  const size_t place = x && shim.storage_bytes && shim.offset ? place_of_handle(x) : 0;
+  int good = place != 0;
+  for (int i = 0; i < 3; i++) {
+    int64_t found[2], expected[2];
+    if (good && all[i] && place_of_handle(all[i]) == place && storage_by_calls(all[i], expected, expected + 1)) {
+      shim.place = place;
+      good = storage_of(all[i], found, found + 1) && found[0] == expected[0] && found[1] == expected[1];
+    } else {
+      good = 0;
+    }
+    Py_XDECREF(all[i]);
+  }
+  shim.place = shim.found = good ? place : 0;
+  PyErr_Clear();
+  Py_XDECREF(zeros);
+  Py_XDECREF(shape);
+  Py_XDECREF(on_cpu);
+  Py_XDECREF(args);
+}
+
 static int find_torch(void) {
   PyObject *module = PyImport_ImportModule("torch"), *forward_ad = PyImport_ImportModule("torch.autograd.forward_ad");
   if (!module || !forward_ad) return 0;
@@ -662,6 +767,9 @@ static int find_torch(void) {
       {&torch.is_zero, "Tensor._is_zerotensor", 0},
       {&torch.data_ptr, "Tensor.data_ptr", 0},
       {&torch.stride, "Tensor.stride", 0},
+      {&torch.storage, "Tensor.untyped_storage", 0},
+      {&torch.offset, "Tensor.storage_offset", 0},
+      {&torch.storage_bytes, "UntypedStorage.nbytes", 0},
       {&torch.functorch, "_C._are_functorch_transforms_active", 0},
       {&torch.modes, "_C._len_torch_dispatch_stack", 0},
       {&torch.tracing, "_C._is_tracing", 0},
@@ -682,7 +790,7 @@ static int find_torch(void) {
     *all[i].to = found_at(module, all[i].path, all[i].may_be_absent);
     good = *all[i].to || all[i].may_be_absent;
   }
-  if (good) exchange = available = exchange_of(torch.tensor);
+  if (good) exchange = available = exchange_of(torch.tensor), find_shim(module);
   Py_DECREF(module);
   return good;
 }
@@ -695,6 +803,7 @@ static int find_names(void) {
   torch.name.type = PyUnicode_InternFromString("type");
   torch.name.index = PyUnicode_InternFromString("index");
   torch.name.requires_grad = PyUnicode_InternFromString("requires_grad");
+  torch.name.itemsize = PyUnicode_InternFromString("itemsize");
   torch.name.level = PyUnicode_InternFromString("_current_level");
   return !PyErr_Occurred();
 }
@@ -707,7 +816,8 @@ PyMODINIT_FUNC PyInit__eager(void) {
   refused = PyErr_NewException("strobe._eager.RefusedError", NULL, NULL);
   ready_type = (PyTypeObject *)PyType_FromSpec(&ready_spec);
   if (refused && ready_type && find_names() && find_torch() && PyModule_AddObjectRef(made, "RefusedError", refused) == 0 &&
-      PyModule_AddObjectRef(made, "Ready", (PyObject *)ready_type) == 0)
+      PyModule_AddObjectRef(made, "Ready", (PyObject *)ready_type) == 0 &&
+      PyModule_AddObjectRef(made, "HAS_SHIM", shim.found ? Py_True : Py_False) == 0)
     return made;
   Py_DECREF(made);
   return NULL;

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
 from ._call import guesses_layout, is_of_sizes
-from ._checks import Wrong, flag, is_array, is_integer, name_of, number, refusal
+from ._checks import Wrong, flag, is_array, is_integer, name_of, number, of_generator, refusal
 from ._graphs import outside_graphs
 from ._kinds import shown
 from ._options import BLOCKS, GRADIENTS, INPUTS, AttentionOptions, documentation, parameters
@@ -146,6 +146,8 @@ def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wron
     more = {name: x for name, x in known.items() if name not in lines}
     reasons = _run.reasons_against(framework, *_judgeable(p, more, lines.keys()), "backward" in function)
     for line in reasons:
+        if "k_scale_group" in lines and line.startswith("k_scale: "):
+            continue  # it would be held against another group, or none
         lines.setdefault(line.partition(":")[0], line)
     if any(map(guesses_layout, reasons)):
         return ValueError("\n".join(line for line in lines.values() if not is_of_sizes(line)))
@@ -172,6 +174,8 @@ def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Re
         withheld |= {*BLOCKS, "block_q", "block_k"}
     if "score" in wrong:
         withheld |= {"beta", "shift"}
+    if wrong & {"k_scale", "v_scale"}:  # whether k and v are quantised is then for these to say
+        withheld |= {"k", "v", "k_scale", "v_scale"}
     arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (arrays, options))
     return Request(arrays, options), known
 
@@ -215,7 +219,8 @@ def attention_backward(
         delta: with a partial part (dout · out).sum(-1) of the whole rows, in the shape of dlse and lse's dtype; otherwise None.
         dq, dk, dv: with accumulate, the float32 arrays (float64 if q is) to which the gradients are added, in the shapes of q, k and v.
             One that is None is not computed.
-        accumulate: adds the gradients to dq, dk and dv, which is nothing that autograd differentiates. dbias and dsinks are made anew.
+        accumulate: adds the gradients to dq, dk and dv, which is nothing that autograd differentiates: a leaf that requires a gradient, or
+            a view of one, is refused, unless under torch.no_grad(). dbias and dsinks are made anew.
 
     Returns:
         Gradients(dq, dk, dv, dbias, dsinks), in the shapes and dtypes of q, k, v, bias and sinks; dq, dk and dv of a partial part in
@@ -240,8 +245,16 @@ def attention_backward(
         found = _run.backward(framework, p, known, wanted, into)
         for x in into.values():
             framework.written(x)
-        return _shaped(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
-    return _shaped(framework, Gradients(**_calls(framework).backward(p, dout, dlse, known["out"], lse, needed)), options)
+        return _as_given(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
+    return _as_given(framework, Gradients(**_calls(framework).backward(p, dout, dlse, known["out"], lse, needed)), options)
+
+
+def _as_given(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
+    """In the shapes and dtypes of bias and sinks, of which the library may have had others."""
+    sinks = options.get("sinks")
+    if found.dsinks is not None and sinks is not None and found.dsinks.dtype != sinks.dtype:
+        found = found._replace(dsinks=framework.cast(found.dsinks, sinks.dtype))
+    return _shaped(framework, found, options)
 
 
 def _shaped(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
@@ -408,8 +421,8 @@ def dropout_mask(
     if rng is not None and like is not None:
         wrong.append(ValueError("like: given beside rng; accepted is one of the two: an array of rng's kind is returned"))
     for name, x in (("rng", rng), ("like", like)):
-        if x is not None:
-            is_array(wrong, name, x, None, None)
+        if x is not None and not is_array(wrong, name, x, None, None):
+            wrong[-1] = type(wrong[-1])(f"{wrong[-1]}{of_generator(x)}")
     if wrong:
         raise refusal(wrong)
     framework = framework_like(like if rng is None else rng, "strobe.dropout_mask")

@@ -136,6 +136,20 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     return tracked
 
 
+def _refuse_without_gradient(tracked: str, given: dict[str, Any]) -> None:
+    """Of a call that has no gradient. tracked: what requires one."""
+    if given.get("part") and given["part"][0]:
+        raise NotImplementedError(
+            "part: partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
+            "whole row's lse and delta"
+        )
+    accepted = f"{tracked} requires grad; accepted is torch.no_grad(), or detach()"
+    if given.get("page_table") is not None:
+        raise NotImplementedError(f"page_table: keys in pages have no gradients, and {accepted}")
+    if given.get("k_scale") is not None or given.get("v_scale") is not None:
+        raise NotImplementedError(f"k_scale: quantised keys have no gradients, and {accepted}")
+
+
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
     bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
@@ -144,18 +158,11 @@ def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tu
         )
     scales = given.get("k_scale"), given.get("v_scale")
     if _is_differentiated(q, k, v, bias, sinks, *scales):
-        if "part" in given and given["part"] and given["part"][0]:
-            raise NotImplementedError(
-                "part: partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
-                "whole row's lse and delta"
-            )
         named = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "k_scale": scales[0], "v_scale": scales[1]}
-        tracked = ", ".join(name for name, x in named.items() if x is not None and x.requires_grad)
-        accepted = f"{tracked} requires grad; accepted is torch.no_grad(), or detach()"
-        if given.get("page_table") is not None:
-            raise NotImplementedError(f"page_table: keys in pages have no gradients, and {accepted}")
-        if scales != (None, None):
-            raise NotImplementedError(f"k_scale: quantised keys have no gradients, and {accepted}")
+        if tracked := [name for name, x in named.items() if x is not None and x.requires_grad and torch.is_grad_enabled()]:
+            _refuse_without_gradient(", ".join(tracked), given)
+        if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in scales):
+            raise _no_forward_mode()  # as jvp() says of the others
         return _Attention.apply(q, k, v, bias, sinks, given)
     return _below_autograd_forward(q, k, v, given)
 

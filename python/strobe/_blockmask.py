@@ -77,10 +77,13 @@ class BlockMask:
         sizes = (batch * heads, nq, nk, kept)
         csr = (_pointer(framework, "int32_t *", host_rows), _pointer(framework, "int32_t *", host_cols))
         if not lib.strobe_glue_transpose(*sizes, *csr, ffi.from_buffer("int32_t[]", rows_t), ffi.from_buffer("int32_t[]", cols_t)):
-            raise ValueError(
-                f"rows, cols: not a CSR of {nq} x {nk} blocks; accepted are absolute offsets that ascend from 0 to {kept}, the size of "
-                f"cols, and key blocks of 0 to {nk - 1}, strictly ascending within a row"
+            accepted = (
+                f"accepted are absolute offsets that ascend from 0 to {kept}, the size of cols, and key blocks of 0 to {nk - 1}, strictly "
+                "ascending within a row"
             )
+            if not nk:
+                accepted = "accepted are offsets of 0 and empty cols, for there are no keys"
+            raise ValueError(f"rows, cols: not a CSR of {nq} x {nk} blocks; {accepted}")
         self.rows, self.cols = rows, cols
         self.rows_t = framework.int32(rows_t, rows).reshape(batch, heads, nk + 1)
         self.cols_t = framework.int32(cols_t, rows)

@@ -13,6 +13,7 @@ from ._abi import MAX_RANK, NO_DTYPE, engines, error
 from ._core import ffi, lib
 from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN
 from ._part import decoded
+from .arrays.known import known_framework
 
 _MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse", "delta")) + len(GRADIENTS) + len(AUX)
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
@@ -191,7 +192,7 @@ class Call:
                 reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
                 reason += self._missing_axes(name, tuple(array.shape))
             if ": dtype" in reason:
-                reason += _ways_out(name, reason, not _SCALES.isdisjoint(self._arrays))
+                reason += _ways_out(name, reason, array, not _SCALES.isdisjoint(self._arrays))
             guessed = _are_in_the_other_layout(self._arrays, self._bshd)
             if guessed and is_of_sizes(reason):
                 return ""
@@ -206,13 +207,11 @@ class Call:
                 reason = reason.replace("at most max_seqlen = ", f"at most {f'max_seqlen_{name[-1]}' if given else f'T{name[-1]}'} = ")
             if name.startswith("cu_seqlens") and self._heads_come_first(name, reason):
                 reason += f"; packed {name[-1]} is (tokens, heads, D), and this one looks like (heads, tokens, D)"
-            unsaid = not (self._attention.max_seqlen_q and self._attention.max_seqlen_k)
-            if name in _SCORES and ": shape" in reason and unsaid and "cu_seqlens_q" in self._arrays:
-                reason += "; max_seqlen_q and max_seqlen_k give the lengths of its last two axes"
-            k = self._arrays.get("k")
-            if name == "k_scale" and not self._attention.k_scale_group and k is not None and array.ndim == k.ndim and array.shape[-1] > 1:
-                reason += "; did you mean a scale for each column, with k_scale_group?"
-        if name == "k_scale_group":
+            if name in _SCORES and ": shape" in reason:
+                reason += self._unsaid_lengths()
+            if name in _SCALES and re.search(": (rank|shape) ", reason):
+                reason += self._other_scales(name)
+        if name in ("k_scale_group", "max_seqlen_q", "max_seqlen_k"):
             reason = reason.replace("accepted is 0", "accepted is None")
         if name == "engine":
             reason = reason.replace("or none", "or None") + _close_engine(reason)
@@ -233,6 +232,33 @@ class Call:
         q_heads = q.shape[1] if q.ndim < MAX_RANK or not self._bshd else q.shape[2]
         used = re.search(r"seqused_k: (\d+) at", reason)
         return used is not None and int(used[1]) <= table.shape[1] * page and heads > 0 and q_heads % heads == 0
+
+    def _unsaid_lengths(self) -> str:
+        """Of a mask or bias over packed sequences: the options that would give its sizes, and are not there."""
+        if "cu_seqlens_q" not in self._arrays:
+            return ""
+        if "page_table" in self._arrays:  # which gives the number of keys
+            return "" if self._attention.max_seqlen_q else "; max_seqlen_q gives the length of its axis -2"
+        if self._attention.max_seqlen_q and self._attention.max_seqlen_k:
+            return ""
+        return "; max_seqlen_q and max_seqlen_k give the lengths of its last two axes"
+
+    def _other_scales(self, name: str) -> str:
+        """Of scales in a wrong shape: how the caller writes them in the right one."""
+        scale, k = self._arrays[name], self._arrays.get("k")
+        if k is None or (name == "k_scale" and self._attention.k_scale_group):
+            return ""
+        shape, rows = tuple(scale.shape), tuple(k.shape[:-1])
+        if len(shape) == k.ndim and shape[-1] == 1:
+            return f"; did you mean {name}[..., 0]?"
+        if len(shape) == k.ndim and name == "k_scale":
+            return "; did you mean a scale for each column, with k_scale_group?"
+        by_head = len(shape) == 1 and shape[0] > 1 and not self._bshd and k.ndim == MAX_RANK
+        full, index = ((*shape, 1), "[:, None]") if by_head else (shape, "")
+        framework = known_framework(scale)
+        if framework is None or len(full) > len(rows) or any(n not in (1, m) for n, m in zip(full[::-1], rows[::-1], strict=False)):
+            return ""
+        return f"; one for many keys is a view of it, {framework.expanded_in_words(name + index, rows)}"
 
     def _missing_axes(self, name: str, shape: tuple[int, ...]) -> str:
         """Of a mask or bias that does not broadcast: how it does, if its axes are a batch's and the keys'."""
@@ -274,17 +300,32 @@ _check_structs(
 )
 
 
-def _ways_out(name: str, reason: str, has_scales: bool) -> str:
+# What is cast without a loss, or is no result of a computation: the dtype in which messages ask for it, beside a q of other than float64.
+_CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
+_CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
+
+
+def _ways_out(name: str, reason: str, array: Any, has_scales: bool) -> str:
     """Of a wrong dtype: what the caller may have wanted."""
+    framework = known_framework(array)
+    given, _, accepted = reason.partition("; accepted is ")
+    number = re.search(r"dtype (torch\.)?(u?int|b?float)\d+$", given)
     if name == "mask":
-        return "; what is added to the scores is bias" if "float" in reason else f"; of zeros and ones, {name}.bool()"
-    if name == "bias" and "dtype bool" in reason:
+        cast = "" if framework is None else f"; of zeros and ones, {framework.cast_in_words(name, 'bool')}"
+        return "; what is added to the scores is bias" if "float" in given else cast
+    if name == "bias" and "dtype bool" in given:
         return "; what hides is mask"
+    if framework is not None and name in _CASTS and number is not None:
+        dtype = "float64" if accepted == "float64" else _CASTS[name]
+        whole = dtype.startswith("int")
+        return f"; {framework.cast_in_words(name, dtype)}" if not whole or number[2].endswith("int") else ""
+    if has_scales and name in ("k", "v") and "float" in given and "float8" not in given and "," in accepted:
+        return ", or none of k_scale and v_scale"
     if has_scales and name == "v" and "," not in reason:  # one dtype alone is accepted where k has it
         return ", as k"
     if not has_scales and name in ("k", "v") and re.search(r"dtype (int8|uint8|float8_e4m3fn);", reason):
         return ", or with k_scale and v_scale int8, float8_e4m3fn, uint8"
-    return f"; {name}.int()" if name.startswith(("cu_seqlens", "seqused", "page_table")) and "dtype int64" in reason else ""
+    return ""
 
 
 def _are_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:

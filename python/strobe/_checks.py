@@ -60,6 +60,16 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
     return False
 
 
+def of_generator(x: object) -> str:
+    """Of an argument that is a number or an array: what a generator of random numbers that stands there can give."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(x, torch.Generator):
+        return "; a generator draws rng by torch.randint(2**63 - 1, (2,), generator=..., device=...)"
+    if numpy is not None and isinstance(x, numpy.random.Generator):
+        return "; a generator draws rng by its integers(2**63 - 1, size=2)"
+    return ""
+
+
 def flag(wrong: Wrong, name: str, x: Any) -> bool:
     if is_bool(x):
         return bool(x)

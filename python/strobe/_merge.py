@@ -18,7 +18,9 @@ def merge(
     """Merges the attentions over two disjoint parts of the keys into the attention over all keys.
 
     With torch tensors, the result is differentiable in all arguments. Give a sink only once: to one of the parts, or to the last merge.
-    An lse may be -inf, in both parts too: that part then has no key for this query.
+    An lse may be -inf, in both parts too: that part then has no key for this query, and its out there is not read, whatever it holds.
+    An lse of +inf or NaN makes the row's out and lse NaN. flash-attn writes +inf where a query sees no key: replace it by -inf first,
+    lse.masked_fill(lse == torch.inf, -torch.inf). attention() and strobe.compat write -inf.
 
     Args:
         out_a, out_b: (B, H, Sq, Dv), (B, Sq, H, Dv) with layout "bshd", or (Tq, H, Dv) packed; any float dtype.
@@ -61,13 +63,15 @@ def merge(
     total = xp.where(none, 1.0, total)
     lse = xp.where(none, -xp.inf, m + xp.log(total))
 
-    def scaled(out: Array, weight: Array) -> Array:
+    def share(out: Array, rows: Array, weight: Array) -> Array:
         weight = weight / total
         if any(in_pairs):
             weight = framework.cast(weight, lse_a.dtype)
-        return (weight.swapaxes(-1, -2) if rows_first else weight)[..., None] * out
+        without_keys, weight = ((x.swapaxes(-1, -2) if rows_first else x)[..., None] for x in (rows == -xp.inf, weight))
+        # Not by the weight alone: 0 times a NaN is NaN, and so is the gradient of such a weight.
+        return weight * xp.where(without_keys, xp.zeros_like(out[..., :1]), out)
 
-    out = framework.cast(scaled(out_a, weight_a) + scaled(out_b, weight_b), out_a.dtype)
+    out = framework.cast(share(out_a, rows_a, weight_a) + share(out_b, rows_b, weight_b), out_a.dtype)
     return out, _pair(framework, lse, lse_a.dtype) if in_pairs[0] else framework.cast(lse, lse_a.dtype)
 
 

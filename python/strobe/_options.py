@@ -12,7 +12,7 @@ Random calls know an option once tests/python/random_draw.py draws it and tests/
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
@@ -58,6 +58,10 @@ class Row:
         """The fields of an x that is not the default; what is wrong with it goes to `wrong`."""
         return {}
 
+    def written(self, name: str, fields: Mapping[str, Any]) -> Any:
+        """What the caller may have written, of the fields that are not at their default: read() the other way round."""
+        return fields.get(name, self.default)
+
 
 class Flag(Row):
     def __init__(self, doc: str):
@@ -71,16 +75,19 @@ class Flag(Row):
 
 
 class Number(Row):
-    """absent: of the field, where None is the default but the library takes no has_..."""
+    """absent: of the field, where None is the default but the library takes no has_...; or_none: None means the default, too."""
 
-    def __init__(self, default: float | None, doc: str, absent: float | None = None):
+    def __init__(self, default: float | None, doc: str, absent: float | None = None, or_none: bool = False):
         super().__init__(default, doc)
         self.absent = default if absent is None else absent
+        self.or_none = or_none
 
     def fields(self, name: str) -> dict[str, Field]:
         return {name: Field(float | None, None, has=True) if self.absent is None else Field(float, self.absent)}
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        if x is None and self.or_none:
+            return {}
         found: Wrong = []
         value = number(found, name, x)
         wrong += found
@@ -125,6 +132,9 @@ class Choice(Row):
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         return {name: self.choices[x]} if is_choice(wrong, name, x, self.choices) else {}
 
+    def written(self, name: str, fields: Mapping[str, Any]) -> str:
+        return next(word for word, number in self.choices.items() if number == fields.get(name, self.choices[self.default]))
+
 
 class Layout(Choice):
     """The library knows one layout: the views of tensors are turned for it."""
@@ -134,6 +144,9 @@ class Layout(Choice):
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         return {"bshd": True} if is_choice(wrong, name, x, self.choices) and self.choices[x] else {}
+
+    def written(self, name: str, fields: Mapping[str, Any]) -> str:
+        return "bshd" if fields.get("bshd") else "bhsd"
 
 
 class Window(Row):
@@ -154,6 +167,10 @@ class Window(Row):
             wrong.append(error(f"{name}: {shown(x)}; accepted is {accepted}"))
             return {}
         return {field: plain(side) for field, side in zip(self._SIDES, sides, strict=True) if side is not None}
+
+    def written(self, name: str, fields: Mapping[str, Any]) -> tuple[int | None, int | None] | None:
+        left, right = (fields.get(side) for side in self._SIDES)
+        return None if left is right is None else (left, right)
 
 
 class Seed(Row):
@@ -241,7 +258,10 @@ class AttentionOptions(TypedDict, total=False):
         ),
     ]
     scale: Annotated["float | None", Number(None, "the factor of q·k. None: 1/sqrt(D), or 1 with a hyperbolic score.")]
-    softcap: Annotated["float", Number(0.0, "c > 0 turns each score into c · tanh(score / c), before ALiBi and bias are added.")]
+    softcap: Annotated[
+        "float | None",
+        Number(0.0, "c > 0 turns each score into c · tanh(score / c), before ALiBi and bias are added. 0 or None: none.", or_none=True),
+    ]
     score: Annotated[
         "str",
         Choice(
@@ -271,7 +291,11 @@ class AttentionOptions(TypedDict, total=False):
     ]
     sinks: Annotated[
         "Array | None",
-        Tensor("(H,), float32, or float64 if q is: a logit per head that joins the softmax's denominator and no value.", True),
+        Tensor(
+            "(H,), float32, or float64 if q is: a logit per head that joins the softmax's denominator and no value. Those of a model in "
+            "float16 or bfloat16 are cast, which takes nothing from them, and their gradient is cast back.",
+            True,
+        ),
     ]
     dropout: Annotated[
         "float",
@@ -293,7 +317,8 @@ class AttentionOptions(TypedDict, total=False):
     cu_seqlens_q: Annotated[
         "Array | None",
         Tensor(
-            "int32 (B + 1,): sequences of various lengths are packed, and sequence b holds the tokens [cu_seqlens[b], cu_seqlens[b + 1]). "
+            "int32 (B + 1,), in host memory int64 as well: sequences of various lengths are packed, and sequence b holds the tokens "
+            "[cu_seqlens[b], cu_seqlens[b + 1]). "
             "What follows the last sequence is padding: its out is 0 and its lse -inf. q is then (Tq, H, D), k (Tk, Hkv, D) and v "
             "(Tk, Hkv, Dv), whatever layout says."
         ),
@@ -312,7 +337,8 @@ class AttentionOptions(TypedDict, total=False):
     seqused_k: Annotated[
         "Array | None",
         Tensor(
-            "int32 (B,): of sequence b the first seqused_k[b] keys count, as if k and v ended there: the last query stands at the last of "
+            "int32 (B,), in host memory int64 as well: of sequence b the first seqused_k[b] keys count, as if k and v ended there: the "
+            "last query stands at the last of "
             "them. The others may hold anything, and their gradients are 0. mask, bias and block_mask keep their sizes. On a GPU it is "
             "read when the work runs; a tensor in host memory is copied there.",
             may_lie_in_host_memory=True,
@@ -321,7 +347,8 @@ class AttentionOptions(TypedDict, total=False):
     page_table: Annotated[
         "Array | None",
         Tensor(
-            "int32 (B, n): k and v are pools of pages, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), or (pages, page, Hkv, D) with "
+            "int32 (B, n), in host memory int64 as well: k and v are pools of pages, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), "
+            "or (pages, page, Hkv, D) with "
             'layout "bshd". Key j of sequence b is row j % page of the page page_table[b, j // page]; Sk is n · page, of which seqused_k '
             "says how many count. The entries behind these are not read. q is dense, or packed with cu_seqlens_q alone. There are no "
             "gradients."
@@ -448,7 +475,7 @@ _PAGES = "did you mean page_table?"
 _HEADS = 'the heads are an axis of q, k and v, the second one, or the third with layout="bshd"'
 ELSEWHERE = {
     "alibi": "did you mean alibi_slopes?",
-    "attention_mask": _MASK_OR_BIAS + " A padding mask (B, Sk) is mask=attention_mask.bool()[:, None, None, :]",
+    "attention_mask": _MASK_OR_BIAS + " A padding mask (B, Sk) is mask=(attention_mask != 0)[:, None, None, :]",
     "attn_bias": "did you mean bias?",
     "attn_mask": _MASK_OR_BIAS,
     "block_table": _PAGES,
@@ -477,6 +504,11 @@ ELSEWHERE = {
 
 # Where one of these is wrong, nobody can tell what the others should be.
 SIZES = frozenset({"q", "k", "v", "layout", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
+
+
+def written(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are no tensors, as a caller writes them, of the fields of a call that are not at their default."""
+    return {name: row.written(name, fields) for name, row in ROWS.items() if not row.tensors(name)}
 
 
 def parameters(kind: Any = inspect.Parameter.KEYWORD_ONLY) -> Iterator[inspect.Parameter]:

@@ -11,6 +11,7 @@ from ._kinds import kind, shown
 from .arrays.known import known_framework
 
 _MOST = 2**63 - 1
+_MOST_POSITIONS = 2**31 - 1  # of a sequence
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Part:
             is attention_backward() with the whole row's lse and delta.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong kind or shape, or a number is negative. How they fit together is checked by the call.
+        TypeError, ValueError: an argument has a wrong kind or shape, a number is negative, or ranges of a sequence do not ascend, overlap
+            or pass its end. Whether they fit the tensors is checked by the call.
     """
 
     q_ranges: Any
@@ -63,6 +65,9 @@ class Part:
                 is_integer(wrong, name, x, 1 if name == "heads" else 0, _MOST)
                 read[name] = plain(x)
         flag(wrong, "partial", self.partial)
+        if not wrong:
+            for side in "qk":
+                _check_positions(wrong, side, read[f"{side}_ranges"], read[f"seqlens_{side}"])
         if wrong:
             raise refusal(wrong)
         for name, x in read.items():
@@ -109,6 +114,29 @@ def decoded(part: Sequence[int]) -> Lists:
         seqlens[side] = list(part[at + 1 : at + 1 + part[at]])
         at += 1 + part[at]
     return Lists(part[0], part[1], part[2], part[3], ranges, seqlens)
+
+
+def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int], ...], ...], seqlens: tuple[int, ...]) -> None:
+    """Of queries or keys: the first range, or else length, that no sequence can have, in the library's words."""
+    for b, n in enumerate(seqlens):
+        if not 0 <= n <= _MOST_POSITIONS:
+            wrong.append(ValueError(f"seqlens_{side}: {shown(n)} at [{b}]; accepted are 0 to {_MOST_POSITIONS}"))
+            return
+    shortest = min(seqlens, default=0)
+    for b, of in enumerate(ranges):
+        most = seqlens[b] if len(ranges) == len(seqlens) else shortest  # ranges for all sequences lie within the shortest
+        end = 0  # of the ranges so far
+        for n, (start, length) in enumerate(of):
+            at = f"({shown(start)}, {shown(length)}) at [{b}, {n}]"
+            refused = ""
+            if start < 0 or length < 0 or start + length > most:
+                refused = f"; accepted are a start and a length within the {most} positions that seqlens_{side} says"
+            elif length and start < end:
+                refused = f" begins before {end}, where the range before ends; accepted are ascending and disjoint ranges"
+            if refused:
+                wrong.append(ValueError(f"{side}_ranges: {at}{refused}"))
+                return
+            end = start + length if length else end
 
 
 def _listed(x: Any) -> Any:

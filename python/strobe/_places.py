@@ -13,11 +13,13 @@ def places(seqlens: Tensor, cu_seqlens: Tensor | None, tokens: int) -> tuple[Ten
     None: each sequence gets as many.
     """
     batch = len(seqlens)
-    token = torch.arange(tokens if batch else 0, device=seqlens.device)
+    token = torch.arange(tokens, device=seqlens.device)
+    if not batch:  # all of it is padding
+        return (none := torch.zeros_like(token)), none, none.bool()
     if cu_seqlens is None:
-        each = max(tokens // max(batch, 1), 1)
+        each = max(tokens // batch, 1)
         return (sequence := token // each), seqlens.long()[sequence] + token % each, torch.ones_like(token, dtype=torch.bool)
     begins = cu_seqlens.long()
-    sequence = torch.bucketize(token, begins[1:], right=True).clamp(max=max(batch - 1, 0))
+    sequence = torch.bucketize(token, begins[1:], right=True).clamp(max=batch - 1)
     nth = token - begins[sequence]
     return sequence, seqlens.long()[sequence] + nth, (nth >= 0) & (token < begins[sequence + 1])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ._blockmask import BlockMask
-from ._checks import Wrong, check_names, is_array, is_whole, name_of
+from ._checks import Wrong, check_names, is_array, is_whole, name_of, of_generator
 from ._kinds import kind, shown
 from ._options import AUX, BLOCKS, ELSEWHERE, HYPERBOLIC, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
 from ._part import decoded
@@ -25,6 +25,19 @@ _SHAPES = {
 _PAGED_SHAPES = {
     "k": {"bhsd": "(pages, Hkv, page, D) with page_table", "bshd": "(pages, page, Hkv, D) with page_table"},
     "v": {"bhsd": "(pages, Hkv, page, Dv) with page_table", "bshd": "(pages, page, Hkv, Dv) with page_table"},
+}
+
+
+_OF_BACKWARD = {
+    "aux": "leave it out: max_logit and column_sums have no gradient",
+    "return_lse": "leave it out: dlse is the gradient of lse, or None if lse was not used",
+}
+# By functions that take attention()'s options: what they say of its arguments that are no options.
+_OF_FUNCTION = {
+    "attention_backward": _OF_BACKWARD,
+    "reference_backward": _OF_BACKWARD,
+    "reference": {"return_lse": "leave it out: out and lse are returned in any case"},
+    "explain": {"return_lse": "leave it out: lse makes no difference to what runs"},
 }
 
 
@@ -48,17 +61,22 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
     for name, x in given.items():
         row = ROWS.get(name)
         if row is None:
-            check_names(function, [name], wrong, ROWS, ELSEWHERE)
+            check_names(function, [name], wrong, ROWS, ELSEWHERE | _OF_FUNCTION.get(function, {}))
         elif x is row.default:
             continue
         elif isinstance(row, Tensor):
             host = x
             if row.may_lie_in_host_memory and framework is not None and framework.is_array(x) and framework.unfit(name, x) is None:
                 x = framework.beside(q, x)
+            if x is not host and framework is not None:
+                if framework.is_readable(host):
+                    _check_used(wrong, name, host, _lengths(arrays.get("q"), arrays.get("k"), given)[1])
+                if host.dtype == framework.xp.int64:  # as in host memory, where it stays; a GPU's kernels read int32
+                    x = framework.cast(x, framework.xp.int32)
             if is_array(wrong, name, x, framework, q):
-                arrays[name] = x
-            if x is not host and framework is not None and framework.is_readable(host):
-                _check_used(wrong, name, host, _lengths(arrays.get("q"), arrays.get("k"), given)[1])
+                arrays[name] = _exact_sinks(framework, q, x) if name == "sinks" else x
+            else:
+                wrong[-1] = _with_way_out(wrong[-1], name, host, framework, arrays.get("k"))
         elif isinstance(row, Blocks):
             if not isinstance(x, BlockMask):
                 wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.BlockMask"))
@@ -103,6 +121,35 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
     return framework, Request(arrays, options)
 
 
+def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
+    """Sinks of 16 bits, as a model that was cast has them, in the dtype of lse, which takes nothing from them; their gradient comes back in
+    their own."""
+    if framework is None or str(sinks.dtype).removeprefix("torch.") not in ("float16", "bfloat16"):
+        return sinks
+    return framework.cast(sinks, framework.xp.float64 if q.dtype == framework.xp.float64 else framework.xp.float32)
+
+
+def _with_way_out(refused: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
+    """Why x is no array, and what array the caller may have meant."""
+    hint = ""
+    if name == "rng":
+        hint = "; an integer goes into seed" if is_whole(x) else of_generator(x)
+    if name in ("k_scale", "v_scale") and framework is not None and k is not None and k.ndim > 2:
+        hint = _as_scales(framework, x, k)
+    return type(refused)(f"{refused}{hint}") if hint else refused
+
+
+def _as_scales(framework: Framework, x: Any, k: Array) -> str:
+    """Of what is no array: the scales that the caller may have meant."""
+    if "float" in (dtype := str(k.dtype).removeprefix("torch.")) and "float8" not in dtype:
+        return f", or None: k of {dtype} has no scales"
+    shape = tuple(k.shape[:-1])
+    if not isinstance(x, (int, float)):
+        return f", of shape {shape}, a scale for each key and head"
+    one = f"np.float32({x})" if framework.name.startswith("numpy") else f"torch.tensor({x}, device=k.device)"
+    return f"; one for all keys is {framework.expanded_in_words(one, shape)}"
+
+
 def _rank_hint(layout: str, paged: bool) -> str:
     """Of a q with three axes, where it has four."""
     if paged:
@@ -125,7 +172,8 @@ def parse_aux(wrong: Wrong, aux: Any) -> tuple[str, ...]:
 
 def _longest(framework: Framework, cu_seqlens: Array) -> int:
     """0 where the lengths cannot be read, or are no lengths, which the library says."""
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype != framework.xp.int32 or not framework.is_readable(cu_seqlens):
+    integers = cu_seqlens.dtype in (framework.xp.int32, framework.xp.int64)
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or not integers or not framework.is_readable(cu_seqlens):
         return 0
     return max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 0)
 
@@ -148,7 +196,7 @@ def _without_scores(wrong: Wrong, framework: Framework, arrays: dict[str, Array]
 
 def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:
     """Of a list in host memory that the library gets a copy of elsewhere: what is wrong with its values, in the library's words."""
-    if used.ndim != 1 or most is None or not str(used.dtype).endswith("int32"):
+    if used.ndim != 1 or most is None or str(used.dtype).rpartition(".")[2] not in ("int32", "int64"):
         return
     for b, n in enumerate(used.tolist()):
         if not 0 <= n <= most:
@@ -215,8 +263,11 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
         if given.get("part") is not None:
             whose = "the longest whole sequences of part"
         accepted = f"accepted is one of {lengths[0]} queries and {lengths[1]} keys, as {whose} have"
-        if _is_packed(given) and given.get("part") is None and any(given.get(name) is None for name in ("max_seqlen_q", "max_seqlen_k")):
-            accepted += "; without max_seqlen_q and max_seqlen_k these are the numbers of tokens"
+        if _is_packed(given) and given.get("part") is None:
+            sides = "q" if given.get("page_table") is not None else "qk"
+            if any(given.get(f"max_seqlen_{side}") is None for side in sides):
+                counts = "this is the number" if sides == "q" else "these are the numbers"
+                accepted += f"; without {' and '.join(f'max_seqlen_{side}' for side in sides)} {counts} of tokens"
         wrong.append(ValueError(f"block_mask: of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"))
     elif mask.alignment not in (None, aligned) and not any(name_of(x) == "alignment" for x in wrong) and _has_band(given):
         accepted = f"accepted beside causal, window or alibi_slopes is the alignment of these, {aligned}"
@@ -225,7 +276,7 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
 
 def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
     if not is_whole(x):
-        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng"))
+        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng{of_generator(x)}"))
     elif not INT64_MIN <= x < 2**64:
         wrong.append(ValueError(f"{name}: {shown(x)}; accepted are integers of 64 bits"))
     else:

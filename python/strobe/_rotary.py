@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def check_tables(cos: Tensor, sin: Tensor, head_dim: int, positions: int, names: str = "rotary_cos, rotary_sin") -> None:
-    """Of what rotate() takes for heads of that many columns, at positions that end before `positions`."""
+    """Of what rotate() takes for heads of that many columns, at positions that end before `positions`: 0 if no token is to turn."""
     if cos.shape != sin.shape or cos.dim() != 2 or 2 * cos.shape[-1] > head_dim:
         shapes = f"shapes {tuple(cos.shape)}, {tuple(sin.shape)}"
         raise ValueError(f"{names}: {shapes}; accepted is (length, R) twice, 2R <= {head_dim}, the head dimension")
     if not (cos.is_floating_point() and sin.is_floating_point()):
         raise ValueError(f"{names}: dtypes {cos.dtype}, {sin.dtype}; accepted is floating point twice")
-    if len(cos) < max(positions, 1):
-        raise ValueError(f"{names}: length {len(cos)}; accepted is {max(positions, 1)} or more, to the last token's position")
+    if len(cos) < positions:
+        raise ValueError(f"{names}: length {len(cos)}; accepted is {positions} or more, to the last token's position")
 
 
 def rotate_tokens(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -25,9 +25,11 @@ def rotate_tokens(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interl
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """x (B, S, H, D), of which the first 2R columns turn by the angles of their token's position.
 
-    cos, sin: (length, R). positions: int64 (B, S) or (B, 1), beyond the tables taken for their ends. interleaved: columns 2r and 2r + 1
-    turn together, else r and R + r.
+    cos, sin: (length, R); of length 0 they turn nothing. positions: int64 (B, S) or (B, 1), beyond the tables taken for their ends.
+    interleaved: columns 2r and 2r + 1 turn together, else r and R + r.
     """
+    if not len(cos):
+        return x.clone()
     turning = 2 * cos.shape[-1]
     positions = positions.clamp(0, len(cos) - 1)  # those in device memory nobody has looked at
     sum_dtype = torch.promote_types(x.dtype, torch.float32)

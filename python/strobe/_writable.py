@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from math import gcd
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from ._checks import Wrong
-from .arrays.torch import TORCH, is_alone
+from ._checks import Wrong, refusal
+from .arrays.torch import TORCH, is_alone, tracked_leaf
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def writes(*names: str, beside: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """torch.no_grad() for a function that writes into these arguments: a leaf that requires a gradient is refused, as PyTorch does, unless
+    the caller has switched gradients off. beside: nothing is written without this argument."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = [*inspect.signature(function).parameters]
+        of_function = torch.no_grad()(function)
+
+        @wraps(function)
+        def checked(*arguments: P.args, **named: P.kwargs) -> R:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                given: dict[str, Any] = {**dict(zip(parameters, arguments, strict=False)), **named}
+                written = [(name, x) for name in names if isinstance(x := given.get(name), Tensor)]
+                if beside is not None and given.get(beside) is None:
+                    written = []
+                if wrong := [refused for name, x in written if (refused := tracked_leaf(name, x)) is not None]:
+                    raise refusal(wrong)
+            return of_function(*arguments, **named)
+
+        return checked
+
+    return decorate
 
 
 def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> Wrong:
@@ -43,32 +74,72 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether an element of each lies at one address. Where compilers and modes look on, tensors have none, and nobody knows."""
+    """Whether a byte belongs to both. Where compilers and modes look on, tensors have no addresses, and nobody knows.
+
+    Exact, unless the strides are so irregular that the search takes long: then tensors whose ranges of memory meet count as shared."""
     if not is_alone() or x.is_meta or x.device != y.device or not (x.numel() and y.numel()):
         return False
-    size = x.element_size()
-    ends = [[(n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)] for t in (x, y)]
-    between = x.data_ptr() - y.data_ptr()
-    if between > sum(ends[1]) * y.element_size() or -between > sum(ends[0]) * size:
+    a, b = _bytes_of(x), _bytes_of(y)
+    if a.end <= b.begin or b.end <= a.begin:
         return False
-    if size != y.element_size() or between % size or x.dim() != y.dim():
+    strides = {stride for stride, _ in a.axes + b.axes}
+    if any(_apart_within(a, b, period) for period in strides | {gcd(m, n) for m in strides for n in strides}):
+        return False
+    steps: dict[int, tuple[int, int]] = {}  # by stride: how often it is taken, from - to
+    for stride, count in a.axes:
+        steps[stride] = (1 - count, 0)
+    for stride, count in b.axes:
+        steps[stride] = (steps.get(stride, (0, 0))[0], count - 1)
+    try:
+        return _reaches(b.begin - a.begin, sorted(steps.items(), reverse=True), 1 - b.run, a.run - 1, iter(range(_MOST_STEPS)))
+    except StopIteration:
         return True
-    axes = []
-    for n, m, of_x, of_y in zip(x.shape, y.shape, x.stride(), y.stride(), strict=True):
-        stride = of_x if n > 1 else of_y
-        if n > 1 and m > 1 and of_x != of_y:
-            return True  # in one range of memory: it would take long to find out whether they are interleaved
-        axes.append((stride, 1 - n, m - 1))
-    return _reaches(between // size, sorted(axes, reverse=True))
 
 
-def _reaches(distance: int, axes: list[tuple[int, int, int]]) -> bool:
-    """Whether distance is a sum of strides, of each from the least to the most times. axes: (stride, least, most), large strides first."""
-    if not axes:
-        return distance == 0
-    (stride, least, most), *rest = axes
-    if stride == 0:
-        return _reaches(distance, rest)
-    low, high = (sum(each[0] * each[end] for each in rest) for end in (1, 2))
-    steps = range(max(least, -((high - distance) // stride)), min(most, (distance - low) // stride) + 1)
-    return any(_reaches(distance - step * stride, rest) for step in steps)
+_MOST_STEPS = 4096
+
+
+class _Bytes(NamedTuple):
+    """The bytes of a tensor: runs of so many, one at begin + each sum of multiples, below the counts, of the strides."""
+
+    begin: int
+    run: int
+    axes: tuple[tuple[int, int], ...]  # (stride, count): ascending strides, all larger than run
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.run + sum(stride * (count - 1) for stride, count in self.axes)
+
+
+def _bytes_of(x: Tensor) -> _Bytes:
+    size = run = x.element_size()
+    axes: dict[int, int] = {}
+    for stride, count in sorted((stride * size, n) for n, stride in zip(x.shape, x.stride(), strict=True) if n > 1):
+        if stride <= run and not axes:
+            run += stride * (count - 1)
+        else:
+            axes[stride] = axes.get(stride, 1) + count - 1  # two axes of one stride reach what one longer one does
+    return _Bytes(x.data_ptr(), run, tuple(axes.items()))
+
+
+def _apart_within(a: _Bytes, b: _Bytes, period: int) -> bool:
+    """Whether both repeat with this period, and stay apart within it."""
+    reach = [x.run + sum(stride * (count - 1) for stride, count in x.axes if stride % period) for x in (a, b)]
+    between = (b.begin - a.begin) % period
+    return reach[0] <= between and reach[1] <= period - between
+
+
+def _reaches(start: int, steps: list[tuple[int, tuple[int, int]]], low: int, high: int, budget: Iterator[int]) -> bool:
+    """Whether start and a sum of strides, of each as often as it may be taken, lies between low and high. steps: large strides first.
+    Raises StopIteration when the budget is spent."""
+    if not steps:
+        return low <= start <= high
+    (stride, (least, most)), *rest = steps
+    ends = [sum(stride * times[end] for stride, times in rest) for end in (0, 1)]
+    first = max(least, -((start + ends[1] - low) // stride))
+    last = min(most, (high - start - ends[0]) // stride)
+    for times in range(first, last + 1):
+        next(budget)
+        if _reaches(start + times * stride, rest, low, high, budget):
+            return True
+    return False

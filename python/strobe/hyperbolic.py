@@ -40,6 +40,7 @@ _FIXED = ("score", "shift", "scale", "softcap")  # options of attention() that t
 _NAMES = ("c", "model", "aggregate", "return_lse", *(name for name in DEFAULTS if name not in _FIXED))
 _HINTS = ELSEWHERE | dict.fromkeys(("softmax_scale", "sm_scale"), "did you mean beta?")
 _HINTS |= {"score_mod": "a function is refused; there are alibi_slopes and bias"}
+_HINTS |= {"aux": "max_logit and column_sums are results of attention() alone"}
 _WEIGH = "midpoints weigh v in each call"
 
 
@@ -218,7 +219,8 @@ def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options:
         if q.shape[0] != v.shape[0]:
             return bias
     else:
-        sequences = unfit("cu_seqlens_k", cu_seqlens, framework, "q", q) is None and cu_seqlens.ndim == 1 and cu_seqlens.dtype == xp.int32
+        array = unfit("cu_seqlens_k", cu_seqlens, framework, "q", q) is None
+        sequences = array and cu_seqlens.ndim == 1 and cu_seqlens.dtype in (xp.int32, xp.int64)
         if not (sequences and is_integer([], "max_seqlen_k", options.get("max_seqlen_k") or 0, 0, 2**31 - 1)):
             return bias
         tied = any(options.get(name) is not None for name in ("max_seqlen_k", "mask", "bias", "block_mask"))  # to max_seqlen_k, or to Tk

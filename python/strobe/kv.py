@@ -2,13 +2,16 @@
 
 A cache is two tensors, of K and V. Contiguous, they are (B, Hkv, Sc, D) and (B, Hkv, Sc, Dv), a row for each sequence. In pages, they are
 pools, (pages, Hkv, page, D) and (pages, Hkv, page, Dv), and page_table, int32 (B, n), names the pages of each sequence, as
-strobe.attention() takes it. With layout "bshd" the axes of heads and tokens change places. Nothing here has a gradient.
+strobe.attention() takes it. With layout "bshd" the axes of heads and tokens change places. Nothing here has a gradient. A cache that is a
+leaf which requires one is written under torch.no_grad() alone, as PyTorch has it.
 
 Numbers in host memory are checked before anything is written. Those in device memory, and under torch.compile all of them, are not read, so
 that a CUDA graph can capture the calls: what would lie outside of a sequence's room, or in a page that is none of the pool's, is left out.
 """
 
 # No postponed annotations here: PyTorch 2.4 reads those of custom operators as they are.
+
+from typing import NamedTuple
 
 from ._extras import TORCH_EXTRA, needed_by
 
@@ -22,10 +25,10 @@ from ._kinds import shown
 from ._places import places
 from ._rotary import check_tables, rotate_tokens
 from ._tensor_checks import incomplete, misplaced, unfit_tensors
-from ._writable import not_writable
+from ._writable import not_writable, writes
 from .arrays.torch import TORCH
 
-__all__ = ["append", "copy", "gather", "quantise"]
+__all__ = ["append", "copy", "gather", "quantise", "quantize"]
 
 # The largest number that is stored; of uint8, two INT4 each.
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.uint8: 7.0}
@@ -37,6 +40,7 @@ def quantise(
     x: Tensor, dtype: torch.dtype, *, group: int | None = None, scale_dtype: torch.dtype = torch.float32, layout: str = "bhsd"
 ) -> tuple[Tensor, Tensor]:
     """K or V as strobe.attention() takes them with k_scale and v_scale: rounded to nearest. docs/semantics.md bounds what that takes.
+    strobe.kv.quantize is the same function.
 
     Numbers in device memory are not looked at. There a NaN or an infinity makes its scale NaN or infinite, and what is computed with the
     row is NaN; a scale larger than scale_dtype's largest number becomes that, and what is larger than it holds is cut off.
@@ -60,8 +64,8 @@ def quantise(
     wrong = unfit_tensors({"x": x})
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     for name, given, accepted in (("dtype", dtype, (*_LARGEST,)), ("scale_dtype", scale_dtype, (torch.float32, torch.float16))):
-        if given not in accepted:
-            wrong.append(ValueError(f"{name}: {given}; accepted is {', '.join(map(str, accepted))}"))
+        if not isinstance(given, torch.dtype) or given not in accepted:
+            wrong.append(_no_dtype(name, given, accepted))
     if group is not None and not (is_whole(group) and group > 0 and group % 32 == 0):
         wrong.append(ValueError(f"group: {group!r}; accepted are the multiples of 32, or None"))
     if not wrong and (x.dim() not in (3, 4) or x.dtype not in _PLAIN):
@@ -80,6 +84,18 @@ def quantise(
     if TORCH.is_readable(x) and (wrong := _not_quantisable("x", largest, dtype, scale_dtype, "scale_dtype=torch.float32")):
         raise refusal(wrong)
     return _rounded(x, largest, dtype, group, row, scale_dtype)
+
+
+quantize = quantise
+
+
+def _no_dtype(name: str, given: object, accepted: tuple[torch.dtype, ...]) -> Exception:
+    """given may be a dtype's name, or a dtype of NumPy's."""
+    word = getattr(given, "__name__", getattr(given, "name", given))
+    close = [dtype for dtype in accepted if isinstance(word, str) and str(dtype).removeprefix("torch.") == word.removeprefix("torch.")]
+    what = given if isinstance(given, torch.dtype) else shown(given)
+    error = ValueError if isinstance(given, torch.dtype) else TypeError
+    return error(f"{name}: {what}; accepted is {_listed(accepted)}" + "".join(f"; did you mean {dtype}?" for dtype in close))
 
 
 def _largest(x: Tensor, group: int | None, row: int) -> Tensor:
@@ -138,7 +154,7 @@ def _as_bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-@torch.no_grad()
+@writes("k_cache", "v_cache", "k_scale", "v_scale")
 def append(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -158,7 +174,7 @@ def append(
     """Writes the keys and values of new tokens behind those that a cache holds, in place.
 
     Args:
-        k_cache, v_cache: the cache.
+        k_cache, v_cache: the cache. These, and its scales, may be cut out of one buffer, as long as no byte belongs to two of them.
         k, v: (B, Hkv, Snew, D) and (B, Hkv, Snew, Dv), or (B, Snew, Hkv, D) and (B, Snew, Hkv, Dv) with layout "bshd"; the cache's dtype.
             With cu_seqlens (Tnew, Hkv, D) and (Tnew, Hkv, Dv); layout is then the cache's alone.
         seqlens: int32 (B,): how many tokens of each sequence the cache holds. The new ones have the positions from there on.
@@ -167,7 +183,7 @@ def append(
         cu_seqlens: int32 (B + 1,): the new tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of k and v. Rows behind the
             last sequence are padding.
         rotary_cos, rotary_sin: (length, R), 2R <= D, floating point: the first 2R columns of k turn by the angles of their token's
-            position.
+            position. They reach the last position of a new token.
         rotary_interleaved: columns 2r and 2r + 1 turn together, else r and R + r.
         k_scale, v_scale: of a quantised cache, as strobe.attention() takes them, one for each key and head: they are written, too. k and v
             are then float64, float32, float16 or bfloat16, and quantise() makes of them what is written. Numbers in host memory that
@@ -204,7 +220,9 @@ def append(
     if cu_seqlens is None:  # a row for each token
         k, v = ((x if bshd else x.transpose(1, 2)).flatten(0, 1) for x in (k, v))
     if rotary_cos is not None and rotary_sin is not None:
-        furthest = 0 if counts is None else max((seqlens + new).tolist(), default=0)
+        furthest = 1 if len(seqlens) and len(k) else 0  # where nobody looks at numbers
+        if counts is not None:
+            furthest = max((n + count for n, count in zip(seqlens.tolist(), counts, strict=True) if count), default=0)
         check_tables(rotary_cos, rotary_sin, k.shape[2], furthest)
         _, positions, _ = places(seqlens, cu_seqlens, len(k))
         k = rotate_tokens(k, rotary_cos, rotary_sin, positions, rotary_interleaved)
@@ -258,7 +276,7 @@ def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch
     return [_rounded(x, largest[name], dtype, None, 0, scale_dtype) for name, (x, scale_dtype) in given.items()]
 
 
-@torch.no_grad()
+@writes("k_cache", "v_cache", "k_scale", "v_scale")
 def copy(
     k_cache: Tensor,
     v_cache: Tensor,
@@ -306,7 +324,7 @@ def copy(
         if TORCH.is_readable(x):
             for n, number in enumerate(x.tolist()):
                 if not 0 <= number < pages:
-                    raise ValueError(f"{name}: {number} at [{n}]; accepted are 0 to {pages - 1}, the pages of the cache")
+                    raise ValueError(f"{name}: {number} at [{n}]; {_accepted_pages(pages)}")
     if TORCH.is_readable(target) and len(set(target.tolist())) < len(target):
         raise ValueError("target: a page stands there twice; accepted are numbers that differ from one another")
     if len(source) and pages:
@@ -434,12 +452,74 @@ def _as_int32(name: str, x: Tensor) -> str:
     return f"; {name}.int()" if x.dtype in (torch.int64, torch.int16, torch.int8, torch.uint8) else ""
 
 
-def _ways_out(given: dict[str, Tensor], name: str, heads: int, rows: int, bshd: bool) -> str:
+class _Sizes(NamedTuple):
+    """Of a call of append(): what its tensors have alike."""
+
+    batch: int
+    heads: int
+    new: int  # tokens of a sequence; with cu_seqlens of all
+    rows: int  # pages, or sequences
+    page: int
+
+
+def _sizes_of_first(given: dict[str, Tensor], bshd: bool) -> _Sizes:
+    """As k_cache and k have them."""
+    k_cache, k, cu_seqlens = given["k_cache"], given["k"], given.get("cu_seqlens")
+    head, row = (2, 1) if bshd else (1, 2)
+    batch, new = (len(k), k.shape[row]) if cu_seqlens is None else (len(cu_seqlens) - 1, len(k))
+    return _Sizes(batch, k_cache.shape[head], new, k_cache.shape[0] if "page_table" in given else batch, k_cache.shape[row])
+
+
+def _sizes_of_most(given: dict[str, Tensor], bshd: bool) -> _Sizes:
+    """Of tensors that do not fit together, as most of them have them, so that those are not called wrong that are right."""
+    k_cache, v_cache, k, v, seqlens = (given[name] for name in ("k_cache", "v_cache", "k", "v", "seqlens"))
+    paged, packed = "page_table" in given, "cu_seqlens" in given
+    head, row = (2, 1) if bshd else (1, 2)
+    of_new = 1 if packed else head
+    heads = _most([k_cache.shape[head], v_cache.shape[head], k.shape[of_new], v.shape[of_new]])
+    turned = k.shape[of_new] != heads == v.shape[of_new]  # then k's other axes are no measure for v
+    if packed:
+        batch, new = len(given["cu_seqlens"]) - 1, len(v if turned else k)
+    else:
+        of_caches = [] if paged else [len(k_cache), len(v_cache)]
+        batch = _most([len(k), len(v), *of_caches, *([len(seqlens)] if seqlens.dim() else [])])
+        new = (v if turned else k).shape[row]
+    cache = v_cache if k_cache.shape[head] != heads == v_cache.shape[head] else k_cache
+    return _Sizes(batch, heads, new, len(cache) if paged else batch, cache.shape[row])
+
+
+def _most(sizes: list[int]) -> int:
+    """The one that most have, of several the first."""
+    return max(sizes, key=sizes.count)
+
+
+def _accepted_shapes(given: dict[str, Tensor], sizes: _Sizes, bshd: bool) -> dict[str, tuple[int, ...]]:
+    """Of the caches and the new tokens."""
+    accepted: dict[str, tuple[int, ...]] = {}
+    for name in ("k", "v"):
+        width = given[f"{name}_cache"].shape[3]
+        new = width * (2 if "k_scale" in given and given["k_cache"].dtype == torch.uint8 else 1)
+        for whose, first, tokens, columns in ((f"{name}_cache", sizes.rows, sizes.page, width), (name, sizes.batch, sizes.new, new)):
+            accepted[whose] = (first, tokens, sizes.heads, columns) if bshd else (first, sizes.heads, tokens, columns)
+        if "cu_seqlens" in given:
+            accepted[name] = (sizes.new, sizes.heads, new)
+    return accepted
+
+
+def _fit(given: dict[str, Tensor], accepted: dict[str, tuple[int, ...]]) -> bool:
+    return all(given[name].shape == shape for name, shape in accepted.items())
+
+
+def _ways_out(given: dict[str, Tensor], name: str, sizes: _Sizes, bshd: bool) -> str:
     """What the caller may have meant by a tensor that does not fit."""
+    if _fit(given, _accepted_shapes(given, _sizes_of_first(given, not bshd), not bshd)):
+        return f'; did you mean layout="{"bhsd" if bshd else "bshd"}"?'
     shape = given[name].shape
-    if name in ("k", "v") and len(shape) == 4 and shape[1 if bshd else 2] == heads != shape[2 if bshd else 1]:
-        return f"; if tokens lie {'behind' if bshd else 'before'} heads, {name}.transpose(1, 2)"
-    if name in ("k_cache", "v_cache") and "page_table" not in given and shape[0] != rows:
+    packed = name in ("k", "v") and "cu_seqlens" in given
+    head, row = (1, 0) if packed else (2, 1) if bshd else (1, 2)
+    if shape[row] == sizes.heads != shape[head]:
+        return f"; if tokens lie {'before' if head < row else 'behind'} heads, {name}.transpose({min(head, row)}, {max(head, row)})"
+    if name in ("k_cache", "v_cache") and "page_table" not in given and shape[0] != sizes.rows:
         return ", a row for each sequence; a pool of pages is accepted beside page_table"
     return ""
 
@@ -466,30 +546,24 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
     if not quantised and (k_cache.dtype in _LARGEST or given["v_cache"].dtype in _LARGEST):  # then nobody knows what k and v are to be
         of = f", float16 or float32 {tuple(k_cache.shape[:3])}: append() quantises k and v itself, and writes their scales"
         return _wrong_dtypes(k_cache, given["v_cache"], quantised, of)
-    head, row = (2, 1) if bshd else (1, 2)
-    batch, heads = len(k) if cu_seqlens is None else len(cu_seqlens) - 1, k_cache.shape[head]
-    rows = batch if table is None else k_cache.shape[0]
-
-    accepted: dict[str, tuple[int, ...]] = {}
-    for name in ("k", "v"):
-        width = given[f"{name}_cache"].shape[3]
-        new = width * (2 if quantised and k_cache.dtype == torch.uint8 else 1)
-        both = ((f"{name}_cache", rows, k_cache.shape[row], width), (name, batch, k.shape[row] if k.dim() == 4 else 0, new))
-        for whose, first, tokens, columns in both:
-            accepted[whose] = (first, tokens, heads, columns) if bshd else (first, heads, tokens, columns)
-        if cu_seqlens is not None:
-            accepted[name] = (len(k), heads, new)
+    row = 1 if bshd else 2
+    sizes = _sizes_of_first(given, bshd)
+    accepted = _accepted_shapes(given, sizes, bshd)
+    if not _fit(given, accepted):
+        sizes = _sizes_of_most(given, bshd)
+        accepted = _accepted_shapes(given, sizes, bshd)
+    batch = sizes.batch
     wrong += [
-        ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {sizes}" + _ways_out(given, name, heads, rows, bshd))
-        for name, sizes in accepted.items()
-        if given[name].shape != sizes
+        ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {shape}" + _ways_out(given, name, sizes, bshd))
+        for name, shape in accepted.items()
+        if given[name].shape != shape
     ]
     if not k_cache.shape[row]:
         wrong.append(ValueError("k_cache: room for 0 tokens; accepted is 1 or more"))
     for name in ("k_scale", "v_scale") if quantised else ():
-        x, sizes = given[name], k_cache.shape[:3]
-        if x.shape != sizes or x.dtype not in (torch.float16, torch.float32):
-            wrong.append(ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted is float16 or float32 {tuple(sizes)}"))
+        x, shape = given[name], accepted["k_cache"][:3]
+        if x.shape != shape or x.dtype not in (torch.float16, torch.float32):
+            wrong.append(ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted is float16 or float32 {shape}"))
         if not given[name[0]].shape[-1]:
             wrong.append(ValueError(f"{name[0]}: shape {tuple(given[name[0]].shape)}; accepted is a last axis of 1 or more"))
     wrong += _wrong_dtypes(k_cache, given["v_cache"], quantised)
@@ -561,6 +635,10 @@ def _is_groups(count: int, rows: int) -> bool:
     return -(-rows // group) == count
 
 
+def _accepted_pages(pages: int) -> str:
+    return f"accepted are 0 to {pages - 1}, the pages of the cache" if pages else "accepted is none, for the cache has no pages"
+
+
 def _check_pages(table: list[list[int]], begin: list[int], new: list[int], page: int, pages: int, writes: bool = True) -> None:
     """Of the pages that hold the new[b] tokens from begin[b] on: each is one of the pool's. writes: and serves no other place of a
     sequence."""
@@ -569,7 +647,7 @@ def _check_pages(table: list[list[int]], begin: list[int], new: list[int], page:
     for b, (row, first, count, end) in enumerate(zip(table, begin, new, ends, strict=True)):
         for n in range(first // page, end) if count else ():
             if not 0 <= row[n] < pages:
-                raise ValueError(f"page_table: page {row[n]} at [{b}, {n}]; accepted are 0 to {pages - 1}, the pages of the cache")
+                raise ValueError(f"page_table: page {row[n]} at [{b}, {n}]; {_accepted_pages(pages)}")
             if writes and written.setdefault(row[n], (b, n)) != (b, n):
                 places = f"[{written[row[n]][0]}, {written[row[n]][1]}] and at [{b}, {n}]"
                 raise ValueError(f"page_table: page {row[n]} is to be written at {places}; accepted is a page of its own for each")

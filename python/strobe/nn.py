@@ -51,7 +51,7 @@ class FlashAttention(torch.nn.Module):
     def __init__(self, head_dim: int, **options: Unpack[AttentionOptions]):
         super().__init__()
         wrong: Wrong = []
-        check_names("FlashAttention", options, wrong, DEFAULTS, ELSEWHERE)
+        check_names("FlashAttention", options, wrong, DEFAULTS, ELSEWHERE | dict.fromkeys(("aux", "return_lse"), "it goes to the call"))
         for name, value in options.items():
             if known_framework(value) is not None:
                 wrong.append(TypeError(f"{name}: {kind(value)}; accepted here are options that are no arrays; those go to the call"))

@@ -23,6 +23,11 @@ def flops(shape: tuple[int, int, int, int], backward: bool, causal: bool) -> flo
 
 def medians(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] | None = None) -> dict[str, float]:
     """Seconds of each function, the median over ``repeats`` calls after one that is not counted. clock: else time.perf_counter."""
+    return {name: statistics.median(times) for name, times in samples(functions, repeats, clock).items()}
+
+
+def samples(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] | None = None) -> dict[str, list[float]]:
+    """The same, all that count."""
     now = clock or time.perf_counter
     for function in functions.values():
         function()
@@ -33,7 +38,7 @@ def medians(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Cal
         start = now()
         functions[name]()
         seconds[name].append(now() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    return seconds
 
 
 def medians_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, float]:
@@ -43,6 +48,11 @@ def medians_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) ->
     power to where they stay. Each call finds an L2 cache of other data, none of which is to be written back. Where the calls are too short
     for the host to keep ahead, the GPU waits before each.
     """
+    return {name: statistics.median(times) for name, times in samples_on_gpu(functions, repeats).items()}
+
+
+def samples_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, list[float]]:
+    """The same, all that count."""
     import torch
 
     properties = torch.cuda.get_device_properties("cuda")
@@ -77,4 +87,4 @@ def medians_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) ->
     for name in order:
         events[name].append(timed(functions[name], clocks))
     torch.cuda.synchronize()
-    return {name: statistics.median(start.elapsed_time(end) for start, end in pairs[-repeats:]) / 1e3 for name, pairs in events.items()}
+    return {name: [start.elapsed_time(end) / 1e3 for start, end in pairs[-repeats:]] for name, pairs in events.items()}

@@ -75,6 +75,12 @@ struct RowRange {
   __attribute__((always_inline)) int64_t end() const { return start + length; }
 };
 
+// The lists of a call as they lie in the caller's memory, in the order of each_list (contents.h); their addresses are the problem's own.
+struct ListForms {
+  static constexpr int kCount = 9;
+  strobe_tensor of[kCount] = {};
+};
+
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
 // The validated call. Sizes are those of the longest sequence; varlen lengths come from cu_seqlens.
@@ -85,6 +91,7 @@ struct Problem {
   int64_t head_dim = 0, head_dim_v = 0;
   bool varlen = false;                              // of the keys, unless they are paged
   int64_t page_size = 0, pages = 0, pages_each = 0; // keys of a page, 0: no pages; pages of the pool, and of a sequence
+  int64_t page_table_row = 0;                       // entries from a sequence's row of the page table to the next one's
   int64_t total_q = 0, total_k = 0;                 // varlen: packed tokens; dense: batch * seqlen
   int64_t most_q = kUnbounded, most_k = kUnbounded; // varlen without a maximum, in host memory: the longest's lengths
   DType dtype = DType::none;                        // of q and out, and of k and v unless they are quantised
@@ -112,12 +119,15 @@ struct Problem {
   std::string engine; // empty: any
 
   // tensors
-  View q, k, v;                      // INT4: strides count bytes, of which each holds two columns
-  Scales k_scale, v_scale;           // of quantised k and v
-  View mask, bias;                   // (batch, head, query, key), stride 0 where broadcast
-  View alibi_slopes;                 // (batch, head, -, -)
-  View sinks;                        // (-, head, -, -)
-  std::shared_ptr<const void> lists; // in host memory: the call's own copies of the lists from here on (contents.h)
+  View q, k, v;            // INT4: strides count bytes, of which each holds two columns
+  Scales k_scale, v_scale; // of quantised k and v
+  View mask, bias;         // (batch, head, query, key), stride 0 where broadcast
+  View alibi_slopes;       // (batch, head, -, -)
+  View sinks;              // (-, head, -, -)
+  // The lists from here on. In host memory they are the call's own copies (contents.h), one integer behind the other. In device memory
+  // they are the caller's, of any strides, of which GPU engines make copies (cuda/program/lists.h).
+  std::shared_ptr<const void> lists;      // what owns the copies
+  std::shared_ptr<const ListForms> forms; // null: there are no lists
   const int32_t *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;
   const int32_t *seqused_k = nullptr; // (batch): how many keys of each sequence count; null: all
   const int64_t *rng = nullptr;

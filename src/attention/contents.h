@@ -7,39 +7,66 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/memory.h"
 #include "attention/part.h"
 #include "attention/text.h"
 
 namespace strobe {
 
+// A list of integers of 32 bits, or of 64 as the caller may have them in host memory: until they are checked, no bits may be lost.
+class Ints {
+public:
+  Ints(const int32_t *narrow = nullptr, const int64_t *wide = nullptr) : narrow_(narrow), wide_(wide) {}
+  Ints(const std::vector<int32_t> &all) : Ints(all.data()) {}
+  int64_t operator[](int64_t n) const { return wide_ ? wide_[n] : narrow_[n]; }
+  explicit operator bool() const { return narrow_; }
+  // In 32 bits. What does not fit, and may stand only where nothing is read, is negative.
+  const int32_t *narrow() const { return narrow_; }
+
+private:
+  const int32_t *narrow_;
+  const int64_t *wide_;
+};
+
 // The lists of one call in host memory, copied: what is checked is what is read, whatever another thread writes to the caller's meanwhile.
 class OwnLists {
 public:
-  // The same copy for the same list.
-  template <class T> const T *copy(const T *list, int64_t count) {
-    return static_cast<const T *>(copy_bytes(list, static_cast<size_t>(count) * sizeof(T)));
-  }
+  // Without gaps, whatever the list's strides; the same copy for the same list. T: of the list's elements.
+  template <class T> const T *copy(const strobe_tensor &list) { return reinterpret_cast<const T *>(copied(list).own.get()); }
+  // The same of a list of either width.
+  Ints ints(const strobe_tensor &list);
+  // The list whose copy in 32 bits lies there.
+  Ints at(const int32_t *narrow) const;
 
 private:
-  const void *copy_bytes(const void *list, size_t bytes);
   struct Copy {
-    const void *of;
-    size_t bytes;
+    strobe_tensor of;
     std::unique_ptr<char[]> own;
+    std::unique_ptr<int32_t[]> narrow; // of 64 bits
   };
+  Copy &copied(const strobe_tensor &list);
+  static Ints ints_of(const Copy &);
   std::vector<Copy> copies_;
 };
-// Points the lists of a problem in host memory at copies of them, which it owns.
-void own_lists(Problem &);
+// Points the lists of a problem in host memory at copies of them, which it owns; null if it has none.
+std::shared_ptr<const OwnLists> own_lists(Problem &);
 
-std::string check_cu_seqlens(const int32_t *cu, int64_t batch, int64_t total, int64_t max_seqlen);
+// f(list, n) for each list that a problem may have: the pointer to its integers, and its place in ListForms.
+template <class P, class F> void each_list(P &p, F &&f) {
+  f(p.cu_seqlens_q, 0), f(p.cu_seqlens_k, 1), f(p.seqused_k, 2), f(p.rng, 3);
+  f(p.blocks.row_ptr, 4), f(p.blocks.col, 5), f(p.blocks.row_ptr_t, 6), f(p.blocks.col_t, 7);
+  f(p.k.page_table, 8); // see Problem::set_page_table
+}
+
+// Each also refuses what 32 bits have no room for.
+std::string check_cu_seqlens(Ints cu, int64_t batch, int64_t total, int64_t max_seqlen);
 // cu: of packed keys, which was checked before; null: each sequence has `length` of them.
-std::string check_seqused(const int32_t *used, int64_t batch, const int32_t *cu, int64_t length, bool paged);
+std::string check_seqused(Ints used, int64_t batch, const int32_t *cu, int64_t length, bool paged);
 
 // Only the pages that hold keys that count are checked. used: how many keys of each sequence count, which has been checked; null: all.
 struct PageTable {
   int64_t batch, pages_each, page_size, pages; // pages: of the pool
-  const int32_t *table;
+  Ints table;
 };
 std::string check_pages(const PageTable &, const int32_t *used);
 
@@ -56,40 +83,40 @@ std::string check_transpose(const Csr &m, const Csr &t);
 // Sets most_q and most_k, if the problem has them, to what the checked cu_seqlens say. Returns whether that changed them.
 bool update_longest(Problem &);
 
-// All of them for a problem; throws what is wrong. read(ints, count) answers with something that has data(): the integers in host memory.
+// All of them for a problem; throws what is wrong. read(ints, count) answers with the integers in host memory, of which Ints can be made.
 template <class Read> void check_contents(const Problem &p, Read &&read) {
   auto require = [](const char *argument, const std::string &reason) {
     if (!reason.empty()) throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", reason));
   };
   if (p.varlen) {
-    require("cu_seqlens_q", check_cu_seqlens(read(p.cu_seqlens_q, p.batch + 1).data(), p.batch, p.total_q, p.seqlen_q));
-    if (p.packed_k()) require("cu_seqlens_k", check_cu_seqlens(read(p.cu_seqlens_k, p.batch + 1).data(), p.batch, p.total_k, p.seqlen_k));
+    require("cu_seqlens_q", check_cu_seqlens(read(p.cu_seqlens_q, p.batch + 1), p.batch, p.total_q, p.seqlen_q));
+    if (p.packed_k()) require("cu_seqlens_k", check_cu_seqlens(read(p.cu_seqlens_k, p.batch + 1), p.batch, p.total_k, p.seqlen_k));
   }
   if (p.varlen && p.part) {
     const auto q = read(p.cu_seqlens_q, p.batch + 1), k = read(p.cu_seqlens_k, p.batch + 1);
-    require("part.q_ranges", check_held(p.part.q, p.part.batch_q, p.part.count_q, p.batch, q.data(), 0));
-    require("part.k_ranges", check_held(p.part.k, p.part.batch_k, p.part.count_k, p.batch, k.data(), 0));
+    require("part.q_ranges", check_held(p.part.q, p.part.batch_q, p.part.count_q, p.batch, Ints(q).narrow(), 0));
+    require("part.k_ranges", check_held(p.part.k, p.part.batch_k, p.part.count_k, p.batch, Ints(k).narrow(), 0));
   }
   if (p.seqused_k) {
     const auto used = read(p.seqused_k, p.batch);
-    require("seqused_k", p.packed_k() ? check_seqused(used.data(), p.batch, read(p.cu_seqlens_k, p.batch + 1).data(), 0, false)
-                                      : check_seqused(used.data(), p.batch, nullptr, p.seqlen_k, p.page_size > 0));
+    require("seqused_k", p.packed_k() ? check_seqused(used, p.batch, Ints(read(p.cu_seqlens_k, p.batch + 1)).narrow(), 0, false)
+                                      : check_seqused(used, p.batch, nullptr, p.seqlen_k, p.page_size > 0));
   }
   if (p.page_size) {
     const auto table = read(p.page_table(), p.batch * p.pages_each);
-    const PageTable pages{p.batch, p.pages_each, p.page_size, p.pages, table.data()};
-    require("page_table", p.seqused_k ? check_pages(pages, read(p.seqused_k, p.batch).data()) : check_pages(pages, nullptr));
+    const PageTable pages{p.batch, p.pages_each, p.page_size, p.pages, table};
+    require("page_table", p.seqused_k ? check_pages(pages, Ints(read(p.seqused_k, p.batch)).narrow()) : check_pages(pages, nullptr));
   }
   const Problem::Blocks &m = p.blocks;
   if (!m.present) return;
   const int64_t matrices = m.batch * m.heads;
   const auto offsets = read(m.row_ptr, matrices * (m.rows + 1)), indices = read(m.col, m.kept);
-  const Csr csr{matrices, m.rows, m.cols, m.kept, offsets.data(), indices.data()};
+  const Csr csr{matrices, m.rows, m.cols, m.kept, Ints(offsets).narrow(), Ints(indices).narrow()};
   require("block_rows", check_offsets(csr));
   require("block_cols", check_indices(csr));
   if (!m.transposed) return;
   const auto offsets_t = read(m.row_ptr_t, matrices * (m.cols + 1)), indices_t = read(m.col_t, m.kept);
-  const Csr transpose{matrices, m.cols, m.rows, m.kept, offsets_t.data(), indices_t.data()};
+  const Csr transpose{matrices, m.cols, m.rows, m.kept, Ints(offsets_t).narrow(), Ints(indices_t).narrow()};
   require("block_rows_t", check_offsets(transpose));
   require("block_cols_t", check_indices(transpose));
   require("block_rows_t", check_transpose(csr, transpose));

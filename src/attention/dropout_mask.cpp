@@ -45,13 +45,14 @@ void dropout_mask(const strobe_attention *attention, const strobe_tensor *rng, c
   } else {
     checks.accept("keep", *keep, {{"B"}, {"H"}, {"Sq"}, {"Sk"}}, {DType::boolean}, Access::write);
   }
-  if (rng && checks.accept("rng", *rng, {{"seed and offset", 2}}, {DType::i64}, Access::read)) checks.contiguous("rng", *rng);
+  if (rng) checks.accept("rng", *rng, {{"seed and offset", 2}}, {DType::i64}, Access::read);
   check_overlaps(checks.placed(), reasons);
   reasons.raise_if_any();
   const Execution execution = validate(how);
 
-  const int64_t *drawn = rng ? static_cast<const int64_t *>(rng->data) : nullptr;
-  const DropoutKey key = drawn ? dropout_key(drawn[0], drawn[1]) : dropout_key(a.seed, a.offset);
+  int64_t drawn[2] = {static_cast<int64_t>(a.seed), static_cast<int64_t>(a.offset)};
+  if (rng) gather(*rng, sizeof *drawn, drawn);
+  const DropoutKey key = dropout_key(drawn[0], drawn[1]);
   const u32 threshold = dropout_threshold(a.dropout);
   const int64_t *size = keep->shape;
   if (std::count(size, size + 4, 0)) return;

@@ -1,6 +1,8 @@
 #include "attention/memory.h"
 
 #include <algorithm>
+#include <cstring>
+#include <numeric>
 
 namespace strobe {
 
@@ -44,26 +46,134 @@ bool each_element_apart(const Footprint &f) {
   return true;
 }
 
+bool is_dense(const strobe_tensor &t) {
+  if (std::find(t.shape, t.shape + t.rank, 0) != t.shape + t.rank) return true; // no elements: NumPy's strides are 0 there
+  int64_t stride = 1;
+  for (int32_t a = t.rank - 1; a >= 0; a--) {
+    if (t.shape[a] > 1 && t.strides[a] != stride) return false;
+    stride *= t.shape[a];
+  }
+  return true;
+}
+
+void gather(const strobe_tensor &t, int64_t element_bytes, void *to) {
+  char *next = static_cast<char *>(to);
+  auto copy = [&](int64_t first, int64_t count) { // elements of the tensor's memory
+    std::memcpy(next, static_cast<const char *>(t.data) + first * element_bytes, static_cast<size_t>(count * element_bytes));
+    next += count * element_bytes;
+  };
+  int64_t size[4] = {1, 1, 1, 1}, stride[4] = {0, 0, 0, 0};
+  for (int32_t a = 0; a < t.rank; a++) size[4 - t.rank + a] = t.shape[a], stride[4 - t.rank + a] = t.strides[a];
+  if (std::count(size, size + 4, 0)) return;
+  if (is_dense(t)) return copy(0, size[0] * size[1] * size[2] * size[3]);
+  for (int64_t i = 0; i < size[0]; i++)
+    for (int64_t j = 0; j < size[1]; j++)
+      for (int64_t k = 0; k < size[2]; k++) {
+        const int64_t row = i * stride[0] + j * stride[1] + k * stride[2];
+        if (stride[3] == 1)
+          copy(row, size[3]);
+        else
+          for (int64_t n = 0; n < size[3]; n++) copy(row + n * stride[3], 1);
+      }
+}
+
+namespace {
+
+// A tensor's bytes as runs of `run`, one at begin + each sum of multiples, below the counts, of strides that are all larger than run.
+struct Runs {
+  int64_t begin, run;
+  int32_t axes = 0;
+  Footprint::Axis axis[4];
+};
+
+Runs runs(const Footprint &f) {
+  Runs r{.begin = f.begin, .run = f.element, .axis = {}};
+  for (int32_t a = 0; a < f.axes; a++) {
+    if (!r.axes && f.axis[a].stride <= r.run)
+      r.run += f.axis[a].stride * (f.axis[a].count - 1);
+    else
+      r.axis[r.axes++] = f.axis[a];
+  }
+  return r;
+}
+
 // Within a period, the tensor stays in [begin, begin + this) modulo the period.
-static int64_t reach_within(const Footprint &f, int64_t period) {
-  int64_t reach = f.element;
-  for (int32_t a = 0; a < f.axes; a++)
-    if (f.axis[a].stride % period) reach += f.axis[a].stride * (f.axis[a].count - 1);
+int64_t reach_within(const Runs &r, int64_t period) {
+  int64_t reach = r.run;
+  for (int32_t a = 0; a < r.axes; a++)
+    if (r.axis[a].stride % period) reach += r.axis[a].stride * (r.axis[a].count - 1);
   return reach;
 }
 
-static bool apart_modulo(const Footprint &x, const Footprint &y, int64_t period) {
+bool apart_modulo(const Runs &x, const Runs &y, int64_t period) {
   int64_t shift = (y.begin - x.begin) % period;
   if (shift < 0) shift += period;
   return reach_within(x, period) <= shift && reach_within(y, period) <= period - shift;
 }
 
+bool apart_in_a_period(const Runs &x, const Runs &y) {
+  for (const Runs *r : {&x, &y})
+    for (int32_t a = 0; a < r->axes; a++)
+      if (apart_modulo(x, y, r->axis[a].stride)) return true;
+  for (int32_t a = 0; a < x.axes; a++)
+    for (int32_t b = 0; b < y.axes; b++)
+      if (apart_modulo(x, y, std::gcd(x.axis[a].stride, y.axis[b].stride))) return true;
+  return false;
+}
+
+// Whether a run of y meets one of x: whether some sum of y's steps, less some sum of x's, brings y's first run to x's.
+class Meeting {
+public:
+  Meeting(const Runs &x, const Runs &y) : low_(1 - __int128{y.run}), high_(__int128{x.run} - 1) {
+    for (int32_t a = 0; a < x.axes; a++) add(x.axis[a].stride, 1 - x.axis[a].count, 0);
+    for (int32_t a = 0; a < y.axes; a++) add(y.axis[a].stride, 0, y.axis[a].count - 1);
+    std::sort(steps_, steps_ + count_, [](const Step &x, const Step &y) { return x.stride > y.stride; });
+    for (int n = count_ - 1; n >= 0; n--)
+      least_[n] = least_[n + 1] + steps_[n].stride * steps_[n].least, most_[n] = most_[n + 1] + steps_[n].stride * steps_[n].most;
+    found_ = search(__int128{y.begin} - x.begin, 0);
+  }
+  // Not so, too, where the search would take long.
+  bool excluded() const { return !found_ && left_ >= 0; }
+
+private:
+  struct Step {
+    __int128 stride, least, most; // taken so often
+  };
+  void add(int64_t stride, int64_t least, int64_t most) {
+    for (int n = 0; n < count_; n++)
+      if (steps_[n].stride == stride) {
+        steps_[n].least += least, steps_[n].most += most;
+        return;
+      }
+    steps_[count_++] = {stride, least, most};
+  }
+  static __int128 floor_div(__int128 a, __int128 b) { return a / b - (a % b < 0); } // b > 0
+  bool search(__int128 at, int n) {
+    if (n == count_) return low_ <= at && at <= high_;
+    const Step &step = steps_[n];
+    const __int128 first = std::max(step.least, -floor_div(at + most_[n + 1] - low_, step.stride));
+    const __int128 last = std::min(step.most, floor_div(high_ - at - least_[n + 1], step.stride));
+    for (__int128 times = first; times <= last; times++) {
+      if (--left_ < 0) return false;
+      if (search(at + times * step.stride, n + 1)) return true;
+    }
+    return false;
+  }
+
+  __int128 low_, high_;
+  Step steps_[8];
+  int count_ = 0;
+  __int128 least_[9] = {}, most_[9] = {}; // what the steps from the n-th on reach
+  int left_ = 4096;
+  bool found_;
+};
+
+} // namespace
+
 bool disjoint(const Footprint &x, const Footprint &y) {
   if (x.begin == x.end || y.begin == y.end || x.end <= y.begin || y.end <= x.begin) return true;
-  for (const Footprint *f : {&x, &y})
-    for (int32_t a = 0; a < f->axes; a++)
-      if (f->axis[a].stride > 0 && apart_modulo(x, y, f->axis[a].stride)) return true;
-  return false;
+  const Runs rx = runs(x), ry = runs(y);
+  return apart_in_a_period(rx, ry) || Meeting(rx, ry).excluded();
 }
 
 } // namespace strobe

@@ -24,8 +24,14 @@ std::optional<Footprint> footprint(const strobe_tensor &, int64_t element_bytes)
 // True only if no two indices share a byte (sufficient: each stride clears all that smaller strides reach).
 bool each_element_apart(const Footprint &);
 
-// True only if no byte belongs to both: by their ranges, or because both repeat with a common period within which they stay apart (as do
-// q, k and v cut out of one packed tensor).
+// Whether the elements follow one another in row-major order, without gaps.
+bool is_dense(const strobe_tensor &);
+// Copies the elements to `to`, in row-major order and without gaps.
+void gather(const strobe_tensor &, int64_t element_bytes, void *to);
+
+// True only if no byte belongs to both: by their ranges, because both repeat with a common period within which they stay apart (as do q, k
+// and v cut out of one packed tensor, or numbers and their scales), or because a search finds no byte. False without a byte in both only
+// where strides are so irregular that the search would take more than some thousand steps.
 bool disjoint(const Footprint &, const Footprint &);
 
 } // namespace strobe

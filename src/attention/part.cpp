@@ -29,15 +29,16 @@ public:
       return {};
     }
     TensorChecks checks(reasons_);
-    if (!checks.accept(name, *tensor, axes, {DType::i64}, Access::read) || !checks.contiguous(name, *tensor)) return {};
+    if (!checks.accept_list(name, *tensor, axes, {DType::i64})) return {};
     if (tensor->device_type != STROBE_CPU) {
       reasons_.add(name, "lies on a CUDA device; accepted is a list in host memory");
       return {};
     }
     int64_t count = 1;
     for (int32_t a = 0; a < tensor->rank; a++) count *= tensor->shape[a];
-    const int64_t *list = static_cast<const int64_t *>(tensor->data);
-    return std::vector<int64_t>(list, list + count);
+    std::vector<int64_t> list(static_cast<size_t>(count));
+    gather(*tensor, sizeof(int64_t), list.data());
+    return list;
   }
 
   bool lengths(const char *name, const strobe_tensor *tensor, std::vector<int64_t> &to) {

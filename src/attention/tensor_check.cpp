@@ -42,6 +42,20 @@ bool TensorChecks::accept(const char *argument, const strobe_tensor &t, const Ax
   return good && memory(argument, t, access);
 }
 
+bool TensorChecks::accept_list(const char *argument, const strobe_tensor &t, const Axes &axes, const Types &types) {
+  if (!accept(argument, t, axes, types, Access::read)) return false;
+  if (is_dense(t)) return true;
+  int64_t entries = 1;
+  for (int32_t a = 0; a < t.rank; a++) entries *= t.shape[a]; // memory() has seen that they can be counted
+  const Footprint &f = seen.back().bytes;
+  const bool apart = entries <= (f.end - f.begin) / f.element;
+  const int64_t most = apart ? INT32_MAX : 1 << 24;
+  if (entries <= most) return true;
+  reasons.add(argument, "shape ", tuple(t.shape, t.rank), " with strides ", tuple(t.strides, t.rank), "; accepted are up to ", most,
+              " entries", apart ? " of a list with gaps" : " where some share an address");
+  return false;
+}
+
 bool TensorChecks::shape(const char *argument, const strobe_tensor &t, const Axes &axes) {
   if (t.rank != static_cast<int32_t>(axes.size())) {
     reasons.add(argument, "rank ", t.rank, "; accepted is rank ", axes.size(), ", ", describe(axes));
@@ -113,20 +127,6 @@ bool TensorChecks::memory(const char *argument, const strobe_tensor &t, Access a
     }
   }
   seen.push_back({argument, *f, access == Access::write});
-  return true;
-}
-
-bool TensorChecks::contiguous(const char *argument, const strobe_tensor &t) {
-  if (std::find(t.shape, t.shape + t.rank, 0) != t.shape + t.rank) return true; // no elements: NumPy's strides are 0 there
-  int64_t stride = 1;
-  for (int32_t a = t.rank - 1; a >= 0; a--) {
-    if (t.shape[a] > 1 && t.strides[a] != stride) {
-      reasons.add(argument, "strides ", tuple(t.strides, t.rank), " for shape ", tuple(t.shape, t.rank),
-                  "; accepted is a contiguous tensor");
-      return false;
-    }
-    stride *= std::max<int64_t>(t.shape[a], 1);
-  }
   return true;
 }
 

@@ -39,7 +39,8 @@ public:
 
   // False, with reasons, if anything is wrong. A tensor that is accepted is one of placed().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
-  bool contiguous(const char *argument, const strobe_tensor &); // in row-major order
+  // The same of a list. If it has gaps, a copy will be made of it: with strides of 0 a few bytes could stand for more than memory holds.
+  bool accept_list(const char *argument, const strobe_tensor &, const Axes &, const Types &);
   // Rank and sizes alone; without a reason.
   static bool has_rank(const strobe_tensor *, int32_t rank);
 

@@ -3,8 +3,6 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <functional>
-#include <numeric>
 
 #include "attention/contents.h"
 #include "attention/options.h"
@@ -120,6 +118,9 @@ private:
   bool accept(const char *argument, const strobe_tensor *tensor, const Axes &axes, const Types &types, Access access = Access::read) {
     return tensor && checks.accept(argument, *tensor, axes, types, access);
   }
+  bool accept_list(const char *argument, const strobe_tensor *tensor, const Axes &axes, const Types &types) {
+    return tensor && checks.accept_list(argument, *tensor, axes, types);
+  }
   bool require(const char *argument, const strobe_tensor *tensor, const Axes &axes, const Types &types, Access access = Access::read) {
     if (!tensor) reasons.add(argument, "missing; accepted is a tensor");
     return accept(argument, tensor, axes, types, access);
@@ -209,10 +210,6 @@ private:
       reasons.add("k_scale_group", group, "; accepted are the multiples of ", kScaleGroup, " below 2^31, and 0 for a scale for each key");
     const Types types = {DType::f16, DType::f32};
     const Axes rows = scale_rows();
-    for (const auto &[name, scale] : {std::pair{"k_scale", t.k_scale}, std::pair{"v_scale", t.v_scale}}) {
-      if (scale && size_t(scale->rank) < rows.size())
-        reasons.add(name, "a scale for many rows is accepted as a view with strides of 0, as of scale.expand(shape)");
-    }
     accept("v_scale", t.v_scale, rows, types);
     if (!good) return;
     Axes of_k = rows;
@@ -241,8 +238,8 @@ private:
     if (backward) reasons.add("page_table", "given in a backward; accepted is none: keys in pages have no gradients");
     if (t.cu_seqlens_k) reasons.add("cu_seqlens_k", "given beside page_table; accepted is cu_seqlens_q alone, for k and v are not packed");
     if (a.part) reasons.add("page_table", "given beside part; accepted is one of the two");
-    if (!accept("page_table", t.page_table, {{"B", n.batch}, {"pages of a sequence"}}, {DType::i32}) ||
-        !checks.contiguous("page_table", *t.page_table) || n.page_size == kAny)
+    if (!accept_list("page_table", t.page_table, {{"B", n.batch}, {"pages of a sequence"}}, list_types(t.page_table)) ||
+        n.page_size == kAny)
       return;
     n.pages_each = t.page_table->shape[1];
     if (__builtin_mul_overflow(n.pages_each, n.page_size, &n.rows_k) || n.rows_k > INT32_MAX) {
@@ -256,22 +253,22 @@ private:
       reasons.add(argument, "missing; accepted is cu_seqlens_q and cu_seqlens_k, or neither");
     } else if (cu->rank == 1 && cu->shape[0] == 0) {
       reasons.add(argument, "shape (0); accepted is (B+1), which is 1 or more");
-    } else if (accept(argument, cu, {{"B+1", n.batch == kAny ? kAny : n.batch + 1}}, {DType::i32}) && checks.contiguous(argument, *cu)) {
-      return on_cpu(*cu) && rows != kAny && most != kAny && add(argument, check_cu_seqlens(ints(cu), cu->shape[0] - 1, rows, most));
+    } else if (accept_list(argument, cu, {{"B+1", n.batch == kAny ? kAny : n.batch + 1}}, list_types(cu))) {
+      return on_cpu(*cu) && rows != kAny && most != kAny && add(argument, check_cu_seqlens(lists->ints(*cu), cu->shape[0] - 1, rows, most));
     }
     return false;
   }
   // cu: of the keys, where they are packed. comparable: whether the lengths are known.
   void seqused(const int32_t *cu, bool comparable) {
     const strobe_tensor *used = t.seqused_k;
-    if (!accept("seqused_k", used, {{"B", n.batch}}, {DType::i32}) || !checks.contiguous("seqused_k", *used)) return;
+    if (!accept_list("seqused_k", used, {{"B", n.batch}}, list_types(used))) return;
     if (on_cpu(*used) && comparable && n.batch != kAny && n.rows_k != kAny)
-      good_used = add("seqused_k", check_seqused(ints(used), n.batch, cu, n.rows_k, paged));
+      good_used = add("seqused_k", check_seqused(lists->ints(*used), n.batch, cu, n.rows_k, paged));
   }
   // In host memory: those that hold keys that count.
   void pages_in_pool() {
     if (!paged || n.rows_k == kAny || n.pages == kAny || n.batch == kAny || !on_cpu(*t.page_table) || (t.seqused_k && !good_used)) return;
-    const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, ints(t.page_table)};
+    const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, lists->ints(*t.page_table)};
     add("page_table", check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr));
   }
 
@@ -322,7 +319,7 @@ private:
     const bool per_batch = t.alibi_slopes && t.alibi_slopes->rank == 2;
     accept("alibi_slopes", t.alibi_slopes, per_batch ? Axes{{"B", n.batch}, {"H", n.heads}} : Axes{{"H", n.heads}}, {DType::f32});
     good_sinks = accept("sinks", t.sinks, {{"H", n.heads}}, dtype == DType::none ? Types{DType::f32, DType::f64} : Types{sink_type()});
-    if (accept("rng", t.rng, {{"seed and offset", 2}}, {DType::i64})) checks.contiguous("rng", *t.rng);
+    accept("rng", t.rng, {{"seed and offset", 2}}, {DType::i64});
   }
   DType sink_type() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
@@ -370,8 +367,9 @@ private:
   // True if the CSR may be walked: its shapes and, in host memory, its contents are right.
   bool csr(const char *rows_argument, const strobe_tensor *rows, const Axes &axes, const char *cols_argument, const strobe_tensor *cols,
            int64_t kept, int64_t bound, Csr &m) {
-    const bool good_rows = require(rows_argument, rows, axes, {DType::i32}) && checks.contiguous(rows_argument, *rows);
-    const bool good_cols = require(cols_argument, cols, {{"kept", kept}}, {DType::i32}) && checks.contiguous(cols_argument, *cols);
+    const bool good_rows = accept_list(rows_argument, rows, axes, {DType::i32});
+    if (!cols) reasons.add(cols_argument, "missing; accepted is a tensor");
+    const bool good_cols = accept_list(cols_argument, cols, {{"kept", kept}}, {DType::i32});
     if (!good_rows || !good_cols || bound == kAny || axes[2].size == kAny) return false;
     m = {rows->shape[0] * rows->shape[1], rows->shape[2] - 1, bound, cols->shape[0], ints(rows), ints(cols)};
     if (!on_cpu(*rows)) return true;
@@ -401,7 +399,8 @@ private:
     require("dout", t.dout, queries({"Dv", n.dim_v}), dout);
     accept("dlse", t.dlse, query_rows(), oracle ? either : statistics_types());
 
-    const Types gradients = partial() || a.accumulate ? statistics_types() : result_types();
+    Types gradients = partial() || a.accumulate ? statistics_types() : result_types();
+    if (oracle && a.accumulate && dtype != DType::f64) gradients = either; // what other engines add to, and its own results
     accept("dq", t.dq, queries({"D", n.dim}), gradients, Access::write);
     accept("dk", t.dk, keys({"D", n.dim}), gradients, Access::write);
     accept("dv", t.dv, keys({"Dv", n.dim_v}), gradients, Access::write);
@@ -441,13 +440,14 @@ private:
     return count < int64_t{1} << bits;
   }
 
-  // The integers of an accepted tensor; those in host memory are the call's own copy.
-  template <class Int = int32_t> const Int *ints(const strobe_tensor *tensor) const {
+  // The integers of an accepted tensor; those in host memory are the call's own copy, without gaps.
+  const int32_t *ints(const strobe_tensor *tensor) const {
     if (!tensor) return nullptr;
-    const Int *list = static_cast<const Int *>(tensor->data);
-    if (!list || !on_cpu(*tensor)) return list;
-    return lists->copy(list, std::accumulate(tensor->shape, tensor->shape + tensor->rank, int64_t{1}, std::multiplies()));
+    if (!tensor->data || !on_cpu(*tensor)) return static_cast<const int32_t *>(tensor->data);
+    return lists->ints(*tensor).narrow();
   }
+  // Lengths and pages. In host memory they are copied, so that nobody but their check sees 64 bits.
+  static Types list_types(const strobe_tensor *list) { return list && on_cpu(*list) ? Types{DType::i32, DType::i64} : Types{DType::i32}; }
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
   bool add(const char *argument, const std::string &reason) {
     if (!reason.empty()) reasons.add(argument, reason);
@@ -485,7 +485,7 @@ private:
       if (a.k_scale_group) p.k_scale.rows = a.k_scale_group;
     }
     if (paged) {
-      p.page_size = n.page_size, p.pages = n.pages, p.pages_each = n.pages_each;
+      p.page_size = n.page_size, p.pages = n.pages, p.pages_each = p.page_table_row = n.pages_each;
       for (View *x : {&p.k, &p.v, static_cast<View *>(&p.k_scale), static_cast<View *>(&p.v_scale)})
         x->page_size = n.page_size, x->pages_each = n.pages_each;
       p.set_page_table(ints(t.page_table));
@@ -499,8 +499,9 @@ private:
       if (!a.max_seqlen_k && !paged) p.most_k = 0;
       update_longest(p);
     }
-    p.rng = ints<int64_t>(t.rng);
+    if (t.rng) p.rng = on_cpu(*t.rng) ? lists->copy<int64_t>(*t.rng) : static_cast<const int64_t *>(t.rng->data);
     if (t.block_rows) p.blocks = kept_blocks();
+    p.forms = forms();
     if (part) p.part = *part;
     p.accumulate = backward && a.accumulate;
     p.out = view(t.out, tokens);
@@ -515,6 +516,15 @@ private:
     return p;
   }
 
+  std::shared_ptr<const ListForms> forms() const {
+    const strobe_tensor *const given[ListForms::kCount] = {t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k,    t.rng,       t.block_rows,
+                                                           t.block_cols,   t.block_rows_t, t.block_cols_t, t.page_table};
+    if (std::count(std::begin(given), std::end(given), nullptr) == ListForms::kCount) return nullptr;
+    const auto forms = std::make_shared<ListForms>();
+    for (int n = 0; n < ListForms::kCount; n++)
+      if (given[n]) forms->of[n] = *given[n];
+    return forms;
+  }
   Problem::Blocks kept_blocks() const {
     static const int32_t nothing = 0; // what a CSR that keeps nothing may leave null
     auto columns = [this](const strobe_tensor *cols) { return cols && !cols->data ? &nothing : ints(cols); };

@@ -10,20 +10,23 @@
 namespace strobe::inline STROBE_ISA {
 
 // Query i of the n-th head of a group is row n * queries + i.
-template <class Products> struct DecodeScratch : DecodeTile {
-  using T = typename Products::T;
-  Products products;
+template <class T> struct DecodeScratch : DecodeTile {
   T *s, *probs, *add, *reals;
-  int64_t of_b = -1, of_kv = -1; // whose queries the products have
-  bool holds(int64_t b, int64_t kv) const { return b == of_b && kv == of_kv; }
 
-  DecodeScratch(Arena &arena, const Problem &problem, int64_t rows) : products(arena, problem, rows) {
+  DecodeScratch(Arena &arena, const Problem &problem, int64_t rows) {
     const int64_t padded = round_to(rows, 32);
     s = arena.take<T>(padded * kPitch);
     probs = arena.take<T>(padded * kPitch);
     add = arena.take<T>(kPitch);
     reals = arena.take<T>(max(rows * round_to(problem.head_dim, 16), round_to(problem.head_dim_v, 16)));
   }
+};
+
+// A thread's products, and whose queries they have.
+template <class T> struct LoadedProducts {
+  DecodeProducts<T> &products;
+  int64_t of_b = -1, of_kv = -1;
+  bool holds(int64_t b, int64_t kv) const { return b == of_b && kv == of_kv; }
 };
 
 // What each item leaves for each of its rows: m, the largest score; l, the sum of P, which is measured against m; and O = P V. A sequence
@@ -121,8 +124,9 @@ __attribute__((noinline)) typename Math::Real exponentials(const typename Math::
 }
 
 // The rows of a group of heads and a span of the sequence's keys.
-template <class Math, class Products>
-void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const QuerySpan &queries, DecodeScratch<Products> &scratch,
+template <class Math>
+void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const QuerySpan &queries,
+                 LoadedProducts<typename Math::Real> &loaded, const DecodeScratch<typename Math::Real> &scratch,
                  const DecodeResults<typename Math::Real> &results) {
   using T = typename Math::Real;
   const int64_t group = p.group(), count = queries.i1, rows = group * count, d = p.head_dim;
@@ -137,14 +141,14 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   const bool hides = p.mask || p.bias || keys.begin < all.begin || keys.end > all.end;
 
   const DecodeKeys of_span{p, b, kv, any.k_begin, keys};
-  for (int64_t r = 0; r < rows && !scratch.holds(b, kv); ++r) {
+  for (int64_t r = 0; r < rows && !loaded.holds(b, kv); ++r) {
     T *const row = scratch.reals + r * round_to(d, 16);
     load_row(p.q, b, kv * group + r / count, any.q0 + r % count, 0, d, row);
     for (int64_t c = 0; c < d; ++c) row[c] *= any.sign;
   }
-  if (!scratch.holds(b, kv)) scratch.products.load_queries(scratch.reals, rows, d);
-  scratch.of_b = b, scratch.of_kv = kv;
-  scratch.products.scores(of_span, rows, scratch.s);
+  if (!loaded.holds(b, kv)) loaded.products.load_queries(scratch.reals, rows, d);
+  loaded.of_b = b, loaded.of_kv = kv;
+  loaded.products.scores(of_span, rows, scratch.s);
 
   const int64_t padded = round_to(keys.end - keys.begin, 16);
   // V is fetched from memory meanwhile, if its rows lie side by side.
@@ -166,7 +170,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
                                 r == 0 ? each_ahead : 0);
     }
   }
-  scratch.products.values(of_span, hides, rows, scratch.probs, o, results.columns);
+  loaded.products.values(of_span, hides, rows, scratch.probs, o, results.columns);
 
   // As in forward.h, P V is made once more, with m at log2 l above, where its sum overflowed, or where a key with a score of -inf has a V
   // that is no number.
@@ -180,7 +184,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
     m[r] = T(double(m[r]) + __builtin_log2(double(l[r])) / double(any.unit));
     l[r] = exponentials<Math>(scratch.s + r * kPitch, padded, m[r], any.unit, scratch.probs + r * kPitch);
   }
-  if (overflowed) scratch.products.values(of_span, true, rows, scratch.probs, o, results.columns);
+  if (overflowed) loaded.products.values(of_span, true, rows, scratch.probs, o, results.columns);
 }
 
 // O / l and LSE of a group's rows from those of the spans; the sink joins the denominator.
@@ -229,52 +233,63 @@ template <class Math, class F> STROBE_INLINE void with_products(const Problem &p
   });
 }
 
-template <class Products> int64_t decode_scratch(const Problem &p) {
+// Bytes of a thread's scratch and products.
+template <class Math> int64_t decode_scratch(const Problem &p) {
+  const int64_t rows = p.group() * p.longest_q();
   Arena arena(nullptr);
-  DecodeScratch<Products>(arena, p, p.group() * p.longest_q());
+  DecodeScratch<typename Math::Real>(arena, p, rows);
+  with_products<Math>(p, [&](auto *type) { std::remove_pointer_t<decltype(type)>(arena, p, rows); });
   return round_to(arena.used(), 256);
 }
 template <class Math> int64_t decode_workspace(const Problem &p, int64_t threads) {
   Arena arena(nullptr);
-  with_products<Math>(p, [&](auto *products) { arena.take<char>(threads * decode_scratch<std::remove_pointer_t<decltype(products)>>(p)); });
+  arena.take<char>(threads * decode_scratch<Math>(p));
   DecodeResults<typename Math::Real>(arena, p);
   return arena.used();
 }
 
-template <class Math, class Products> void decode_by(const Problem &p, const Execution &execution, void *workspace) {
+template <class Math> void decode(const Problem &p, const Execution &execution, void *workspace) {
   using T = typename Math::Real;
-  const int64_t each = decode_scratch<Products>(p), heads = p.batch * p.heads_kv;
+  const int64_t each = decode_scratch<Math>(p), heads = p.batch * p.heads_kv, rows = p.group() * p.longest_q();
   Arena arena(workspace);
   char *const scratches = arena.take<char>(execution.threads * each);
   const DecodeResults<T> results(arena, p);
-  // Calls work(scratch, item) for each item.
-  auto share = [&](int64_t items, auto &&work) {
-    int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
-    execution.run(int32_t(min((i64)execution.threads, (i64)items)), [&](int32_t thread) {
-      [[maybe_unused]] typename Math::Session session;
-      Arena own(scratches + thread * each);
-      const int64_t rows = p.group() * p.longest_q();
-      DecodeScratch<Products> scratch(own, p, rows);
-      for (int64_t r = rows; r < round_to(rows, 8); ++r) fill(scratch.probs + r * kPitch, kPitch, T(0));
-      for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) work(scratch, item);
-    });
-  };
+  const auto queries_of = [&](int64_t b) { return query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1)); };
+
   // The spans of a sequence one after the other: they lie so in memory.
-  share(results.places * p.heads_kv, [&](DecodeScratch<Products> &scratch, int64_t item) {
-    const int64_t place = item % results.places, b = results.sequence(place);
-    const Range spans = results.spans(b);
-    const int64_t span = spans.begin + place - results.first(b);
-    if (span >= spans.begin && span < spans.end)
-      decode_span<Math>(p, b, item / results.places, span, query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1)), scratch, results);
+  const int64_t items = results.places * p.heads_kv;
+  int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
+  const auto take_spans = [&](DecodeProducts<T> &products, const DecodeScratch<T> &scratch) {
+    LoadedProducts<T> loaded{products};
+    for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
+      const int64_t place = item % results.places, b = results.sequence(place);
+      const Range spans = results.spans(b);
+      const int64_t span = spans.begin + place - results.first(b);
+      if (span >= spans.begin && span < spans.end)
+        decode_span<Math>(p, b, item / results.places, span, queries_of(b), loaded, scratch, results);
+    }
+  };
+  execution.run(int32_t(min((i64)execution.threads, (i64)items)), [&](int32_t thread) {
+    [[maybe_unused]] typename Math::Session session;
+    Arena own(scratches + thread * each);
+    const DecodeScratch<T> scratch(own, p, rows);
+    for (int64_t r = rows; r < round_to(rows, 8); ++r) fill(scratch.probs + r * kPitch, kPitch, T(0));
+    with_products<Math>(p, [&](auto *type) {
+      std::remove_pointer_t<decltype(type)> products(own, p, rows);
+      take_spans(products, scratch);
+    });
   });
-  share(heads, [&](DecodeScratch<Products> &scratch, int64_t head) {
-    const int64_t b = head / p.heads_kv;
-    const QuerySpan queries = query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1));
-    if (!queries.empty()) merge_spans<T>(p, b, head % p.heads_kv, queries, results, (double *)scratch.s, scratch.reals);
+
+  next = 0;
+  execution.run(int32_t(min((i64)execution.threads, (i64)heads)), [&](int32_t thread) {
+    Arena own(scratches + thread * each);
+    const DecodeScratch<T> scratch(own, p, rows);
+    for (int64_t head; (head = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < heads;) {
+      const int64_t b = head / p.heads_kv;
+      const QuerySpan queries = queries_of(b);
+      if (!queries.empty()) merge_spans<T>(p, b, head % p.heads_kv, queries, results, (double *)scratch.s, scratch.reals);
+    }
   });
-}
-template <class Math> void decode(const Problem &p, const Execution &execution, void *workspace) {
-  with_products<Math>(p, [&](auto *products) { decode_by<Math, std::remove_pointer_t<decltype(products)>>(p, execution, workspace); });
 }
 
 } // namespace strobe::inline STROBE_ISA

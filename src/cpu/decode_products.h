@@ -23,6 +23,18 @@ struct DecodeKeys {
   int64_t count() const { return keys.end - keys.begin; }
 };
 
+// What decode.h wants to have multiplied. It is called once for many products, so that decode.h need not be compiled for each kind of them.
+template <class T> class DecodeProducts {
+public:
+  // Rows of round_to(d, 16) columns.
+  virtual void load_queries(const T *queries, int64_t rows, int64_t d) = 0;
+  // s[row * kPitch + key] = q.k of the loaded rows and the span's keys.
+  virtual void scores(const DecodeKeys &span, int64_t rows, T *s) = 0;
+  // o[row * ldo + column] = P V. probs: rows of 0 behind the last one, up to a multiple of kMostRowsHeld, and keys of 0 behind the last
+  // one, up to a multiple of 16. hides: some P may be 0 though V is no number.
+  virtual void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) = 0;
+};
+
 // What is not finite in V of the keys [j, j + n), added for the rows whose P is not 0 there. place(c): where column c of o lies.
 template <class T, class Place>
 void add_nonfinite_values(const DecodeKeys &span, int64_t j, int64_t n, int64_t rows, const T *probs, T *v, T *o, int64_t ldo,
@@ -42,8 +54,27 @@ template <class T> void scale_scores(const DecodeKeys &span, int64_t rows, T *sc
     for (int64_t j = 0; j < span.count(); ++j) s[r * kPitch + j] *= scales[j];
 }
 
+// to[term][r] = q[term][r] * scales[term], of `rows` rows side by side; 0 from term d on.
+template <class T> __attribute__((noinline)) void scale_terms(const T *q, const T *scales, int64_t d, int64_t terms, int64_t rows, T *to) {
+  for (int64_t n = 0; n < terms; ++n) {
+    const T scale = n < d ? scales[n] : T(0);
+    for (int64_t i = 0; i < rows; ++i) to[n * rows + i] = q[n * rows + i] * scale;
+  }
+}
+
+// weights[r * kPitch + j] = probs * scales[j] of the keys [0, count); hides: a P of 0 stays 0, because the scale of what is hidden may be
+// anything.
+template <class T>
+__attribute__((noinline)) void scale_probabilities(const T *probs, const T *scales, bool hides, int64_t rows, int64_t count, T *weights) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t j = 0; j < count; ++j) {
+      const T weight = probs[r * kPitch + j], product = weight * scales[j];
+      weights[r * kPitch + j] = (hides && weight == T(0)) ? T(0) : product;
+    }
+}
+
 // K and V are read once, as they lie, for up to kMostRowsHeld rows at a time.
-template <class Lanes> class FewRows : DecodeTile {
+template <class Lanes> class FewRows final : public DecodeProducts<typename Lanes::Real>, DecodeTile {
 public:
   using T = typename Lanes::Real;
   using Elements = typename Lanes::Elements;
@@ -54,31 +85,30 @@ public:
   FewRows(Arena &arena, const Problem &p, int64_t rows) : padded_(round_to(rows, kMostRowsHeld)) {
     const int64_t most = Rows::words(max(p.head_dim, p.head_dim_v));
     words_k_ = Rows::words(p.head_dim), words_v_ = Rows::words(p.head_dim_v);
-    q_ = arena.take<Operand>(padded_ * words_k_ * Lanes::kTerms);
-    row_ = arena.take<Operand>(words_k_ * Lanes::kTerms);
+    q_ = arena.take<Operand>(padded_ * terms());
+    row_ = arena.take<Operand>(terms());
     if (!kWeightsAreP || p.quantised()) p_ = arena.take<Operand>(padded_ * kPitch);
     if (p.quantised()) scales_ = arena.take<T>(max(kPitch, round_to(p.head_dim, 16)));
-    if (p.scaled_by_channel()) scaled_q_ = arena.take<Operand>(padded_ * words_k_ * Lanes::kTerms);
-    for (T **o : {&o_, &o_total_}) *o = arena.take<T>(padded_ * words_v_ * Elements::kPerWord);
+    if (p.scaled_by_channel()) scaled_q_ = arena.take<Operand>(padded_ * terms());
+    for (T **o : {&o_, &o_total_}) *o = arena.take<T>(padded_ * columns());
     reals_ = arena.take<T>(max(words_k_ * Elements::kPerWord, round_to(p.head_dim_v, 16)));
     copies_ = arena.take<Word>(kKeys * most);
   }
 
-  // queries: rows of round_to(d, 16) columns.
-  void load_queries(const T *queries, int64_t rows, int64_t d) {
-    const int64_t terms = words_k_ * Lanes::kTerms, columns = words_k_ * Elements::kPerWord;
-    fill(q_, padded_ * terms, Operand(0));
-    batches(rows, [&](auto batch, int64_t first) {
-      for (int64_t r = first; r < min((i64)first + batch, (i64)rows); ++r) {
+  void load_queries(const T *queries, int64_t rows, int64_t d) override {
+    const int64_t all = words_k_ * Elements::kPerWord;
+    fill(q_, padded_ * terms(), Operand(0));
+    batches(rows, [&](int64_t batch, int64_t first) {
+      for (int64_t r = first; r < min(first + batch, rows); ++r) {
         std::memcpy(reals_, queries + r * round_to(d, 16), sizeof(T) * size_t(d));
-        fill(reals_ + d, columns - d, T(0));
-        Lanes::convert(reals_, columns, row_);
-        for (int64_t n = 0; n < terms; ++n) q_[first * terms + n * batch + r - first] = row_[n];
+        fill(reals_ + d, all - d, T(0));
+        Lanes::convert(reals_, all, row_);
+        for (int64_t n = 0; n < terms(); ++n) q_[first * terms() + n * batch + r - first] = row_[n];
       }
     });
   }
 
-  void scores(const DecodeKeys &span, int64_t rows, T *s) {
+  void scores(const DecodeKeys &span, int64_t rows, T *s) override {
     const Problem &p = span.p;
     const int64_t count = span.count();
     if (!p.scaled_by_channel()) {
@@ -91,37 +121,28 @@ public:
       const int64_t left = p.k_scale.rows - in_page % p.k_scale.rows;
       end = min((i64)count, (i64)(done + (p.page_size ? min((i64)left, (i64)(p.page_size - in_page)) : left)));
       load_scales(p.k_scale, span.b, span.kv, row, 0, p.head_dim, scales_);
-      const int64_t terms = words_k_ * Lanes::kTerms;
-      batches(rows, [&](auto batch, int64_t r) {
-        for (int64_t n = 0; n < terms; ++n) {
-          const T scale = n < p.head_dim ? scales_[n] : T(0);
-          for (int64_t i = 0; i < batch; ++i) {
-            const int64_t at = r * terms + n * batch + i;
-            if constexpr (kWeightsAreP) scaled_q_[at] = q_[at] * scale;
-          }
-        }
-      });
+      if constexpr (kWeightsAreP)
+        batches(rows, [&](int64_t batch, int64_t r) {
+          scale_terms(q_ + r * terms(), scales_, p.head_dim, terms(), batch, scaled_q_ + r * terms());
+        });
       add_scores(span, rows, scaled_q_, done, end, s);
     }
   }
 
-  // probs: rows of 0 behind the last one, up to a multiple of kMostRowsHeld, and keys of 0 behind the last one, up to a multiple of 16.
-  void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) {
+  void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) override {
     const Problem &p = span.p;
     const Rows v(p.v, span.b, span.kv, p.head_dim_v, span.k_begin + span.keys.end, kRun, Lanes::kKeys);
-    const int64_t ld = words_v_ * Elements::kPerWord, count = span.count();
+    const int64_t ld = columns(), count = span.count();
     KeySum<T> sum{o_, o_total_, rows, ld};
     const Operand *weights = p_;
-    if (p.quantised()) {
-      load_row_scales(p.v_scale, span.b, span.kv, span.k_begin + span.keys.begin, count, scales_);
-      fill(scales_ + count, round_to(count, 16) - count, T(0));
-      for (int64_t r = 0; r < padded_; ++r)
-        for (int64_t j = 0; j < round_to(count, 16); ++j) { // the scale of what is hidden may be anything
-          const T weight = probs[r * kPitch + j], product = weight * scales_[j];
-          if constexpr (kWeightsAreP) p_[r * kPitch + j] = (hides && weight == T(0)) ? T(0) : product;
-        }
-    } else if constexpr (kWeightsAreP) {
-      weights = probs;
+    if constexpr (kWeightsAreP) {
+      if (p.quantised()) {
+        load_row_scales(p.v_scale, span.b, span.kv, span.k_begin + span.keys.begin, count, scales_);
+        fill(scales_ + count, round_to(count, 16) - count, T(0));
+        scale_probabilities(probs, scales_, hides, padded_, round_to(count, 16), p_);
+      } else {
+        weights = probs;
+      }
     } else {
       for (int64_t r = 0; r < padded_; ++r) Lanes::convert(probs + r * kPitch, round_to(count, 16), p_ + r * kPitch);
     }
@@ -130,9 +151,8 @@ public:
       const bool nonfinite = hides && stores_nonfinite(span.v(), span.b, span.kv, span.k_begin + j, most, p.head_dim_v);
       const auto keys = v.block(span.k_begin + j, most, nonfinite, copies_);
       sum.expect(j);
-      batches(rows, [&](auto batch, int64_t r) __attribute__((always_inline)) {
-        add_values<Lanes, batch>(keys, words_v_, weights + r * kPitch + done * Lanes::kOperands / Lanes::kKeys, o_ + r * ld, ld,
-                                 sum.started);
+      batches(rows, [&](int64_t batch, int64_t r) {
+        add(batch)(keys, words_v_, weights + r * kPitch + done * Lanes::kOperands / Lanes::kKeys, o_ + r * ld, ld, sum.started);
       });
       sum.started = true;
       if (nonfinite)
@@ -148,32 +168,41 @@ public:
 private:
   static constexpr bool kWeightsAreP = std::is_same_v<Operand, T>;
 
-  // Of the keys [done, end), counted from the span's first one.
+  int64_t terms() const { return words_k_ * Lanes::kTerms; }
+  int64_t columns() const { return words_v_ * Elements::kPerWord; }
+
+  // s of the keys [done, end), counted from the span's first one.
   void add_scores(const DecodeKeys &span, int64_t rows, const Operand *q, int64_t done, int64_t end, T *s) {
-    const int64_t first = span.k_begin + span.keys.begin, terms = words_k_ * Lanes::kTerms;
+    const int64_t first = span.k_begin + span.keys.begin;
     const Rows k(span.p.k, span.b, span.kv, span.p.head_dim, first + end, Vec<T>::kLanes, Vec<T>::kLanes);
     while (done < end) {
       const auto keys = k.block(first + done, kKeys, false, copies_);
-      batches(rows, [&](auto batch, int64_t r)
-                        __attribute__((always_inline)) { score_keys<Lanes, batch>(keys, words_k_, q + r * terms, s + r * kPitch + done); });
+      batches(rows, [&](int64_t batch, int64_t r) { score(batch)(keys, words_k_, q + r * terms(), s + r * kPitch + done); });
       done += keys.count;
     }
   }
+
+  // Calls f(rows, first row) for 8, 4, 2 or 1 rows at a time.
   template <class F> static STROBE_INLINE void batches(int64_t rows, F &&f) {
-    for (int64_t r = 0, left; r < rows;) {
-      left = rows - r;
-      if constexpr (kMostRowsHeld == 8)
-        if (left > 4) {
-          f(Index<8>{}, r), r += 8;
-          continue;
-        }
-      if (left > 2)
-        f(Index<4>{}, r), r += 4;
-      else if (left > 1)
-        f(Index<2>{}, r), r += 2;
-      else
-        f(Index<1>{}, r), r += 1;
+    for (int64_t r = 0, batch; r < rows; r += batch) {
+      const int64_t left = rows - r;
+      batch = kMostRowsHeld == 8 && left > 4 ? 8 : left > 2 ? 4 : left > 1 ? 2 : 1;
+      f(batch, r);
     }
+  }
+  static auto score(int64_t batch) {
+    constexpr int kMost = kMostRowsHeld;
+    return batch == 8   ? score_keys<Lanes, kMost>
+           : batch == 4 ? score_keys<Lanes, 4>
+           : batch == 2 ? score_keys<Lanes, 2>
+                        : score_keys<Lanes, 1>;
+  }
+  static auto add(int64_t batch) {
+    constexpr int kMost = kMostRowsHeld;
+    return batch == 8   ? add_values<Lanes, kMost>
+           : batch == 4 ? add_values<Lanes, 4>
+           : batch == 2 ? add_values<Lanes, 2>
+                        : add_values<Lanes, 1>;
   }
 
   int64_t padded_, words_k_, words_v_;
@@ -183,7 +212,7 @@ private:
 };
 
 // Tiles of K and V are brought into an arithmetic's layout.
-template <class Math> class ManyRows : DecodeTile {
+template <class Math> class ManyRows final : public DecodeProducts<typename Math::Real>, DecodeTile {
 public:
   using T = typename Math::Real;
 
@@ -198,9 +227,9 @@ public:
     buffer_ = arena.take<T>(16 * round_to(d, 16));
   }
 
-  void load_queries(const T *queries, int64_t rows, int64_t d) { left_ = Math::left_rows(queries, rows, d, round_to(d, 16), q_); }
+  void load_queries(const T *queries, int64_t rows, int64_t d) override { left_ = Math::left_rows(queries, rows, d, round_to(d, 16), q_); }
 
-  void scores(const DecodeKeys &span, int64_t rows, T *s) {
+  void scores(const DecodeKeys &span, int64_t rows, T *s) override {
     const int64_t d = span.p.head_dim;
     for (int64_t j = span.keys.begin; j < span.keys.end; j += kKeys) {
       const int64_t n = min((i64)kKeys, span.keys.end - j);
@@ -211,7 +240,7 @@ public:
     }
   }
 
-  void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) {
+  void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) override {
     const Problem &p = span.p;
     const int64_t dv = p.head_dim_v, ld = round_to(dv, 16);
     KeySum<T> sum{o_, o_total_, rows, ld};

@@ -9,7 +9,7 @@
 
 namespace strobe::inline STROBE_ISA {
 
-template <class E> class TileRows : DecodeTile {
+template <class E> class TileRows final : public DecodeProducts<float>, DecodeTile {
 public:
   using T = float;
   using Word = typename E::Word;
@@ -30,7 +30,7 @@ public:
   }
 
   // queries: rows of round_to(d, 16) columns, all of them numbers of bf16. q_: [tile of rows][pair of columns][row].
-  void load_queries(const T *queries, int64_t rows, int64_t d) {
+  void load_queries(const T *queries, int64_t rows, int64_t d) override {
     fill(q_, round_to(rows, kTile) * pairs_k(), 0u);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t c = 0; c < d; ++c) {
@@ -40,7 +40,7 @@ public:
       }
   }
 
-  void scores(const DecodeKeys &span, int64_t rows, T *s) {
+  void scores(const DecodeKeys &span, int64_t rows, T *s) override {
     const Problem &p = span.p;
     const int64_t first = span.k_begin + span.keys.begin, count = span.count();
     const Rows k(p.k, span.b, span.kv, p.head_dim, first + count, kTile, kTile, ahead(words_k_));
@@ -60,7 +60,7 @@ public:
     if (p.quantised()) scale_scores(span, rows, scales_, s);
   }
 
-  void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) {
+  void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) override {
     const Problem &p = span.p;
     const int64_t first = span.k_begin + span.keys.begin, count = span.count(), ld = columns_v();
     const Rows v(p.v, span.b, span.kv, p.head_dim_v, first + count, kDepth, 2, ahead(words_v_));

@@ -5,7 +5,7 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// The same of few rows of queries, for lanes.h: a word of K is a pair, and two rows of V side by side make pairs of keys. Sums have the
+// Products of few rows of queries, for lanes.h: a word of K is a pair, and two rows of V side by side make pairs of keys. Sums have the
 // order of Dot::multiply.
 struct DotLanes {
   using Real = float;
@@ -15,7 +15,7 @@ struct DotLanes {
   static constexpr int kTerms = 1, kTogether = 1;
   static constexpr int64_t kTermsOfRun = 0;
   template <int> static STROBE_INLINE Vec<float> term(Words words) { return Vec<float>((Vec<float>::Raw)words); }
-  template <int> static STROBE_INLINE void add(Vec<float> (&x)[1], const Operand *y, Vec<float> &sum) {
+  template <int> static STROBE_INLINE void add(const Vec<float> (&x)[1], const Operand *y, Vec<float> &sum) {
     sum = dot((__m512i)x[0].v, y, sum);
   }
 

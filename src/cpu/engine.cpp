@@ -38,7 +38,7 @@ namespace {
 
 std::string never_missing() { return {}; }
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(STROBE_UP_TO_AVX2)
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vl");
@@ -67,7 +67,7 @@ double bf16_dot_rate() { return has_amx() ? 26 : 128; }
 
 // From the fastest to the slowest. Idle lanes and packing are measured: 1 to 256 queries, 512 to 8192 keys, D 64 and 128.
 const InstructionSet kInstructionSets[] = {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(STROBE_UP_TO_AVX2)
     {"cpu-amx", amx_missing, amx::kernels, {80, 160, 240}, 0, {1.5, 1.3, 1.0}},
     {"cpu-avx512bf16",
      [] { return std::string(has_bf16_dot() ? "" : "this CPU lacks AVX512-BF16"); },
@@ -81,6 +81,8 @@ const InstructionSet kInstructionSets[] = {
      {64, 64, 64},
      24,
      {0, 0.15, 0.15}},
+#endif
+#if defined(__x86_64__)
     {"cpu-avx2",
      [] {
        bool all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

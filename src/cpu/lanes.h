@@ -1,6 +1,5 @@
 // The products of few rows of queries with K and V, which read K and V once and as they lie: what is bound by memory. S = Q K^T has a key
-// a lane, whose words are transposed in registers; O = P V has a word of V a lane. Rows of Q and P are broadcast, and their sums stay in
-// registers.
+// a lane, whose words are transposed; O = P V has a word of V a lane. Rows of Q and P are broadcast, and their sums stay in registers.
 #pragma once
 #include "elements.h"
 #include "gemm.h"
@@ -22,7 +21,7 @@ template <class T, class E> struct FmaLanes {
   static constexpr int64_t kTermsOfRun = kRun;
   static constexpr int kTogether = kRoundsProducts ? 4 : 1; // terms that are added up before they join a sum
   template <int n> static STROBE_INLINE Vec<T> term(Words words) { return E::template element<n>(words); }
-  template <int kStride> static STROBE_INLINE void add(Vec<T> (&x)[kTogether], const Operand *y, Vec<T> &sum) {
+  template <int kStride> static STROBE_INLINE void add(const Vec<T> (&x)[kTogether], const Operand *y, Vec<T> &sum) {
     if constexpr (kTogether == 4)
       sum += (x[0] * V(y[0]) + x[1] * V(y[kStride])) + (x[2] * V(y[2 * kStride]) + x[3] * V(y[3 * kStride]));
     else
@@ -73,9 +72,9 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
                                           const typename Lanes::Operand *q, typename Lanes::Real *s) {
   using T = typename Lanes::Real;
   using V = Vec<T>;
-  using Words = typename Lanes::Words;
-  constexpr int L = V::kLanes, kStep = WordRows<typename Lanes::Elements>::kStep, kTerms = Lanes::kTerms * kStep;
-  constexpr int64_t kRunTerms = Lanes::kTermsOfRun;
+  constexpr int L = V::kLanes, kTerms = Lanes::kTerms, kTogether = Lanes::kTogether, kStep = max(1, kTogether / kTerms);
+  constexpr int kSquare = max(L, kStep); // words that are transposed at a time
+  constexpr int64_t kRunWords = Lanes::kTermsOfRun / kTerms;
   for (int64_t key = 0; key < block.count; key += L) {
     V run[kRows];
     unroll<kRows>(STROBE_UNROLL(r) { run[r] = V(T(0)); });
@@ -89,10 +88,23 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
       started = true;
     };
     const auto *const keys = block.rows + key * block.stride;
-    for (int64_t w = 0; w < words; w += kStep) {
-      const Prefetch prefetch(block.ahead + key * block.stride, block.stride, L, w, kStep, words);
-      V x[kStep];
-      unroll<kStep / L>(STROBE_UNROLL(part) {
+    const typename Lanes::Operand *operand = q;
+    // The terms of kStep words.
+    const auto add_step = [&](const V *word) __attribute__((always_inline)) {
+      unroll<kStep * kTerms / kTogether>(STROBE_UNROLL(n) {
+        V terms[kTogether];
+        unroll<kTogether>(STROBE_UNROLL(i) {
+          constexpr int kTerm = n * kTogether + i;
+          terms[i] = Lanes::template term<kTerm % kTerms>((typename Lanes::Words)word[kTerm / kTerms].v);
+        });
+        unroll<kRows>(STROBE_UNROLL(r) { Lanes::template add<kRows>(terms, operand + r, run[r]); });
+        operand += kTogether * kRows;
+      });
+    };
+    for (int64_t w = 0; w < words; w += kSquare) {
+      const Prefetch prefetch(block.ahead + key * block.stride, block.stride, L, w, kSquare, words);
+      V x[kSquare];
+      unroll<kSquare / L>(STROBE_UNROLL(part) {
         V square[L];
         unroll<L>(STROBE_UNROLL(i) {
           prefetch(i, part * L);
@@ -101,21 +113,20 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
         transpose_block(square);
         unroll<L>(STROBE_UNROLL(i) { x[part * L + i] = square[i]; });
       });
-      const typename Lanes::Operand *const of_step = q + w * Lanes::kTerms * kRows;
-      unroll<kTerms / Lanes::kTogether>(STROBE_UNROLL(n) {
-        constexpr int kFirst = n * Lanes::kTogether;
-        V terms[Lanes::kTogether];
-        unroll<Lanes::kTogether>(STROBE_UNROLL(i) {
-          constexpr int kTerm = kFirst + i;
-          terms[i] = Lanes::template term<kTerm % Lanes::kTerms>((Words)x[kTerm / Lanes::kTerms].v);
-        });
-        unroll<kRows>(STROBE_UNROLL(r) { Lanes::template add<kRows>(terms, of_step + kFirst * kRows + r, run[r]); });
-        if constexpr (kRunTerms > 0 && (kFirst + Lanes::kTogether) % (kRunTerms > 0 ? kRunTerms : 1) == 0) end_run();
-      });
-      if constexpr (kRunTerms > kTerms)
-        if ((w + kStep) * Lanes::kTerms % kRunTerms == 0) end_run();
+      if constexpr (kTerms <= 2) { // in registers
+        unroll<kSquare / kStep>(STROBE_UNROLL(i) { add_step(x + i * kStep); });
+        if (kRunWords > 0 && (w + kSquare) % max(kRunWords, int64_t(1)) == 0) end_run();
+      } else { // by a loop, whose code is shorter, through memory
+        alignas(64) T stored[kSquare * L];
+        unroll<kSquare>(STROBE_UNROLL(i) { x[i].store(stored + i * L); });
+        for (int64_t i = 0; i < kSquare; ++i) {
+          const V word[1] = {V::load(stored + i * L)};
+          add_step(word);
+          if ((w + i + 1) % max(kRunWords, int64_t(1)) == 0) end_run();
+        }
+      }
     }
-    if (kRunTerms == 0 || words * Lanes::kTerms % (kRunTerms > 0 ? kRunTerms : 1) != 0) end_run();
+    if (kRunWords == 0 || words % max(kRunWords, int64_t(1)) != 0) end_run();
   }
 }
 

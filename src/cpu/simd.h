@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -19,12 +20,8 @@ namespace strobe::inline STROBE_ISA {
 template <int i> struct Index {
   STROBE_INLINE constexpr operator int() const { return i; }
 };
-template <int n, int i = 0, class F> STROBE_INLINE void unroll(F &&f) {
-  if constexpr (i < n) {
-    f(Index<i>{});
-    unroll<n, i + 1>(f);
-  }
-}
+template <class F, int... i> STROBE_INLINE void unroll(F &&f, std::integer_sequence<int, i...>) { (f(Index<i>{}), ...); }
+template <int n, class F> STROBE_INLINE void unroll(F &&f) { unroll(f, std::make_integer_sequence<int, n>{}); }
 #define STROBE_UNROLL(i) [&](auto i) __attribute__((always_inline))
 
 #define STROBE_VECTOR(T) T __attribute__((vector_size(STROBE_VECTOR_BYTES)))

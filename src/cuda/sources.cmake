@@ -1,36 +1,41 @@
+strobe_sources(driver
+  driver/device.cpp
+  driver/driver.cpp
+  driver/fork.cpp
+  driver/stream.cpp
+  compile/build.cpp
+  compile/cache.cpp
+  compile/headers.cpp
+  compile/info.cpp
+  compile/jit.cpp
+  compile/launch.cpp
+  compile/nvrtc.cpp
+  compile/own_file.cpp
+  compile/sha256.cpp)
+strobe_sources(program
+  program/addresses.cpp
+  program/arguments.cpp
+  program/engine.cpp
+  program/lists.cpp
+  program/part.cpp
+  program/passes.cpp
+  program/prediction.cpp
+  program/prewarm.cpp
+  program/program.cpp
+  program/tensor_maps.cpp
+  program/tuning.cpp)
+# Families have names of their own, Config above all: they are not one group.
+strobe_sources(sm90
+  families/engines.cpp
+  families/sm90.cpp
+  families/sm90_mask.cpp
+  families/sm90_tiles.cpp)
 target_sources(strobe_core PRIVATE
-  ${CMAKE_CURRENT_LIST_DIR}/driver/device.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/driver/driver.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/driver/fork.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/driver/stream.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/compile/build.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/compile/cache.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/compile/headers.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/compile/info.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/compile/jit.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/compile/launch.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/compile/nvrtc.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/compile/own_file.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/compile/sha256.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/addresses.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/arguments.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/engine.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/part.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/passes.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/prediction.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/prewarm.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/program.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/tensor_maps.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/program/tuning.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/families/engines.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/ladder.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/mma.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/mma_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/simt.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/families/sm90.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/sm90_backward.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/families/sm90_mask.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/families/sm90_tiles.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/tf32.cpp)
 
 # Writes a C++ file that holds every header below the folders given, under its name there.

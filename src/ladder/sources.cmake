@@ -1,1 +1,1 @@
-target_sources(strobe_core PRIVATE ${CMAKE_CURRENT_LIST_DIR}/engine.cpp ${CMAKE_CURRENT_LIST_DIR}/subset.cpp)
+target_sources(strobe_core PRIVATE ${CMAKE_CURRENT_LIST_DIR}/engine.cpp)

@@ -389,8 +389,13 @@ private:
   void write(const View &x, int64_t b, int64_t h, int64_t i, const Vector &values) const {
     if (!x) return;
     for (size_t c = 0; c < values.size(); c++) {
-      double &to = *x.at<double>(b, h, i, int64_t(c));
-      to = p.accumulate ? to + values[c] : values[c];
+      if (x.dtype == DType::f32) { // of gradients that are added to
+        float &to = *x.at<float>(b, h, i, int64_t(c));
+        to = float(to + values[c]);
+      } else {
+        double &to = *x.at<double>(b, h, i, int64_t(c));
+        to = p.accumulate ? to + values[c] : values[c];
+      }
     }
   }
 

@@ -12,8 +12,6 @@ using namespace strobe::test;
 
 namespace {
 
-std::string error() { return strobe_last_error(); }
-
 // A dense call with numbers in it.
 void make_filled(Call &c, Direction direction) {
   make_dense(c, direction);

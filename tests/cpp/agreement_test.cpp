@@ -54,6 +54,8 @@ public:
     varlen ? packed() : dense();
     options();
     results(direction);
+    for (const char *name : {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_rows", "block_cols", "block_rows_t", "block_cols_t"})
+      if (const uint32_t layout = counts() % 6; c.has(name) && layout < 2) c.spread(name, 2, layout);
   }
 
   DType dtype;

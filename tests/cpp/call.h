@@ -19,42 +19,45 @@ inline doctest::String toString(DType type) { return name(type); }
 
 namespace strobe::test {
 
+inline std::string error() { return strobe_last_error(); }
+
 using Slot = const strobe_tensor *strobe_tensors::*;
 struct NamedSlot {
   const char *name;
   Slot slot;
+  void *strobe_addresses::*address;
 };
 inline constexpr NamedSlot kSlots[] = {
-    {"q", &strobe_tensors::q},
-    {"k", &strobe_tensors::k},
-    {"v", &strobe_tensors::v},
-    {"mask", &strobe_tensors::mask},
-    {"bias", &strobe_tensors::bias},
-    {"alibi_slopes", &strobe_tensors::alibi_slopes},
-    {"sinks", &strobe_tensors::sinks},
-    {"cu_seqlens_q", &strobe_tensors::cu_seqlens_q},
-    {"cu_seqlens_k", &strobe_tensors::cu_seqlens_k},
-    {"block_rows", &strobe_tensors::block_rows},
-    {"block_cols", &strobe_tensors::block_cols},
-    {"block_rows_t", &strobe_tensors::block_rows_t},
-    {"block_cols_t", &strobe_tensors::block_cols_t},
-    {"rng", &strobe_tensors::rng},
-    {"out", &strobe_tensors::out},
-    {"lse", &strobe_tensors::lse},
-    {"dout", &strobe_tensors::dout},
-    {"dlse", &strobe_tensors::dlse},
-    {"dq", &strobe_tensors::dq},
-    {"dk", &strobe_tensors::dk},
-    {"dv", &strobe_tensors::dv},
-    {"dbias", &strobe_tensors::dbias},
-    {"dsinks", &strobe_tensors::dsinks},
-    {"seqused_k", &strobe_tensors::seqused_k},
-    {"max_logit", &strobe_tensors::max_logit},
-    {"column_sums", &strobe_tensors::column_sums},
-    {"delta", &strobe_tensors::delta},
-    {"page_table", &strobe_tensors::page_table},
-    {"k_scale", &strobe_tensors::k_scale},
-    {"v_scale", &strobe_tensors::v_scale},
+    {"q", &strobe_tensors::q, &strobe_addresses::q},
+    {"k", &strobe_tensors::k, &strobe_addresses::k},
+    {"v", &strobe_tensors::v, &strobe_addresses::v},
+    {"mask", &strobe_tensors::mask, &strobe_addresses::mask},
+    {"bias", &strobe_tensors::bias, &strobe_addresses::bias},
+    {"alibi_slopes", &strobe_tensors::alibi_slopes, &strobe_addresses::alibi_slopes},
+    {"sinks", &strobe_tensors::sinks, &strobe_addresses::sinks},
+    {"cu_seqlens_q", &strobe_tensors::cu_seqlens_q, &strobe_addresses::cu_seqlens_q},
+    {"cu_seqlens_k", &strobe_tensors::cu_seqlens_k, &strobe_addresses::cu_seqlens_k},
+    {"block_rows", &strobe_tensors::block_rows, &strobe_addresses::block_rows},
+    {"block_cols", &strobe_tensors::block_cols, &strobe_addresses::block_cols},
+    {"block_rows_t", &strobe_tensors::block_rows_t, &strobe_addresses::block_rows_t},
+    {"block_cols_t", &strobe_tensors::block_cols_t, &strobe_addresses::block_cols_t},
+    {"rng", &strobe_tensors::rng, &strobe_addresses::rng},
+    {"out", &strobe_tensors::out, &strobe_addresses::out},
+    {"lse", &strobe_tensors::lse, &strobe_addresses::lse},
+    {"dout", &strobe_tensors::dout, &strobe_addresses::dout},
+    {"dlse", &strobe_tensors::dlse, &strobe_addresses::dlse},
+    {"dq", &strobe_tensors::dq, &strobe_addresses::dq},
+    {"dk", &strobe_tensors::dk, &strobe_addresses::dk},
+    {"dv", &strobe_tensors::dv, &strobe_addresses::dv},
+    {"dbias", &strobe_tensors::dbias, &strobe_addresses::dbias},
+    {"dsinks", &strobe_tensors::dsinks, &strobe_addresses::dsinks},
+    {"seqused_k", &strobe_tensors::seqused_k, &strobe_addresses::seqused_k},
+    {"max_logit", &strobe_tensors::max_logit, &strobe_addresses::max_logit},
+    {"column_sums", &strobe_tensors::column_sums, &strobe_addresses::column_sums},
+    {"delta", &strobe_tensors::delta, &strobe_addresses::delta},
+    {"page_table", &strobe_tensors::page_table, &strobe_addresses::page_table},
+    {"k_scale", &strobe_tensors::k_scale, &strobe_addresses::k_scale},
+    {"v_scale", &strobe_tensors::v_scale, &strobe_addresses::v_scale},
 };
 
 class Call {
@@ -92,6 +95,25 @@ public:
     strobe_tensor &t = add(name, dtype, {static_cast<int64_t>(values.size())});
     if (!values.empty()) std::memcpy(t.data, values.data(), values.size() * sizeof(T));
     return t;
+  }
+  // The same values, of which others lie between: the last axis has this stride. backwards: all strides are negative.
+  void spread(const std::string &name, int64_t stride, bool backwards) {
+    Held &h = held.at(name);
+    strobe_tensor &t = h.tensor;
+    const std::vector<unsigned char> values = h.memory;
+    const int64_t element = bytes(static_cast<DType>(t.dtype));
+    for (int a = t.rank - 1; a >= 0; a--) t.strides[a] = stride, stride *= t.shape[a] + 1;
+    h.memory.assign(static_cast<size_t>(stride * element), 0x3F);
+    t.data = h.memory.data();
+    for (int a = 0; backwards && a < t.rank; a++) {
+      t.data = static_cast<unsigned char *>(t.data) + std::max<int64_t>(0, t.shape[a] - 1) * t.strides[a] * element;
+      t.strides[a] = -t.strides[a];
+    }
+    for (size_t n = 0; n < values.size() / element; n++) {
+      int64_t at = 0, rest = static_cast<int64_t>(n);
+      for (int a = t.rank - 1; a >= 0; a--) at += rest % t.shape[a] * t.strides[a], rest /= t.shape[a];
+      std::memcpy(static_cast<unsigned char *>(t.data) + at * element, values.data() + n * element, element);
+    }
   }
   // Every tensor that it holds counts as memory of the first CUDA device.
   void move_to_gpu() {
@@ -143,6 +165,15 @@ private:
   };
   std::map<std::string, Held> held; // nodes stay where they are
 };
+
+// Where the call's tensors lie.
+inline strobe_addresses addresses(const Call &call) {
+  strobe_addresses at{};
+  at.size = sizeof at;
+  for (const NamedSlot &s : kSlots)
+    if (const strobe_tensor *tensor = call.tensors.*s.slot) at.*s.address = tensor->data;
+  return at;
+}
 
 // Sizes that differ from one another, so that no check passes by accident.
 inline constexpr int64_t B = 2, H = 4, Hkv = 2, Sq = 21, Sk = 38, D = 8, Dv = 6;

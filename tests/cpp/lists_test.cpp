@@ -92,26 +92,7 @@ TEST_CASE("lists: changed in the midst of a prepared call") {
     disturbed.execution.parallel = spoiling, disturbed.execution.pool = &disturbed;
     strobe_prepared *prepared = nullptr;
     REQUIRE(strobe_prepare(&disturbed.attention, &disturbed.tensors, &disturbed.execution, STROBE_FORWARD, &prepared) == STROBE_OK);
-    strobe_addresses at{};
-    at.size = sizeof at;
-    for (auto [name, slot] : {std::pair{"q", &strobe_addresses::q},
-                              {"k", &strobe_addresses::k},
-                              {"v", &strobe_addresses::v},
-                              {"cu_seqlens_q", &strobe_addresses::cu_seqlens_q},
-                              {"cu_seqlens_k", &strobe_addresses::cu_seqlens_k},
-                              {"block_rows", &strobe_addresses::block_rows},
-                              {"block_cols", &strobe_addresses::block_cols},
-                              {"block_rows_t", &strobe_addresses::block_rows_t},
-                              {"block_cols_t", &strobe_addresses::block_cols_t},
-                              {"rng", &strobe_addresses::rng},
-                              {"seqused_k", &strobe_addresses::seqused_k},
-                              {"mask", &strobe_addresses::mask},
-                              {"page_table", &strobe_addresses::page_table},
-                              {"out", &strobe_addresses::out},
-                              {"lse", &strobe_addresses::lse},
-                              {"max_logit", &strobe_addresses::max_logit},
-                              {"column_sums", &strobe_addresses::column_sums}})
-      if (disturbed.has(name)) at.*slot = disturbed[name].data;
+    const strobe_addresses at = addresses(disturbed);
     REQUIRE(calm.run() == STROBE_OK);
     const int32_t status = strobe_run(prepared, &at, &disturbed.execution);
     INFO(strobe_last_error());
@@ -193,11 +174,150 @@ TEST_CASE("lists: changed by another thread all the time") {
 }
 
 TEST_CASE("lists: one copy of a list that is given twice") {
-  const int32_t list[] = {0, 5, 9};
+  int32_t list[] = {0, 5, 9};
+  strobe_tensor t{};
+  t.data = list, t.dtype = STROBE_INT32, t.rank = 1, t.shape[0] = 3, t.strides[0] = 1;
   OwnLists own;
-  const int32_t *copy = own.copy(list, 3);
+  const int32_t *copy = own.ints(t).narrow();
   CHECK(copy != list);
   CHECK(std::equal(list, list + 3, copy));
-  CHECK(own.copy(list, 3) == copy);
-  CHECK(own.copy(list, 2) != copy);
+  CHECK(own.ints(t).narrow() == copy);
+  t.shape[0] = 2;
+  CHECK(own.ints(t).narrow() != copy);
+  t.strides[0] = 2;
+  CHECK(own.ints(t).narrow()[1] == 9);
+}
+
+namespace {
+
+constexpr const char *kOfEitherWidth[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"};
+
+// The same values as int64.
+void widen(Call &c, const std::string &name) {
+  const std::vector<int32_t> values(c.data<int32_t>(name), c.data<int32_t>(name) + c.memory_bytes(name) / sizeof(int32_t));
+  const std::vector<int64_t> shape(c[name].shape, c[name].shape + c[name].rank);
+  c.add(name, DType::i64, shape);
+  std::copy(values.begin(), values.end(), c.data<int64_t>(name));
+}
+
+// A whole call, one that was prepared, and their results beside those of `plain`.
+void check_same(Call &plain, Call &other) {
+  REQUIRE_MESSAGE(plain.run() == STROBE_OK, std::string(strobe_last_error()));
+  strobe_prepared *prepared = nullptr;
+  REQUIRE_MESSAGE(strobe_prepare(&other.attention, &other.tensors, &other.execution, int32_t(other.direction), &prepared) == STROBE_OK,
+                  std::string(strobe_last_error()));
+  REQUIRE_MESSAGE(other.run() == STROBE_OK, std::string(strobe_last_error()));
+  CHECK((results(plain) == results(other)));
+  for (const char *name : {"max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
+    if (other.has(name)) std::memset(other.data<char>(name), 0, other.memory_bytes(name));
+  const strobe_addresses at = addresses(other);
+  REQUIRE_MESSAGE(strobe_run(prepared, &at, &other.execution) == STROBE_OK, std::string(strobe_last_error()));
+  CHECK((results(plain) == results(other)));
+  strobe_release(prepared);
+}
+
+// For each kind of call and engine: two calls that are alike, the second one to be changed.
+template <class Change> void with_each(Change change) {
+  for (Make made : {make_padded, make_sparse, make_dense, make_in_pages})
+    for (Direction direction : {Direction::forward, Direction::backward})
+      for (const char *engine : {"", "reference"}) {
+        Call plain, other;
+        for (Call *c : {&plain, &other}) {
+          make(*c, made, direction);
+          if (*engine) make_for_reference(*c);
+          if (*engine && direction == Direction::backward) c->drop("out"), c->drop("lse");
+        }
+        change(other);
+        check_same(plain, other);
+      }
+}
+
+} // namespace
+
+TEST_CASE("lists: of any strides, in a whole call, in one that was prepared, and in the reference") {
+  for (const auto &[stride, backwards] : {std::pair{1, false}, {3, false}, {2, true}})
+    with_each([&](Call &c) {
+      for (const char *name : kLists)
+        if (c.has(name)) c.spread(name, stride, backwards);
+    });
+}
+
+TEST_CASE("lists: of 64 bits") {
+  for (bool spread : {false, true})
+    with_each([&](Call &c) {
+      for (const char *name : kOfEitherWidth)
+        if (c.has(name)) {
+          widen(c, name);
+          if (spread) c.spread(name, 2, true);
+        }
+    });
+}
+
+TEST_CASE("lists: of 64 bits, with numbers that 32 bits would take for others") {
+  constexpr int64_t wrap = int64_t{1} << 32;
+  struct Wrong {
+    Make make;
+    const char *name;
+    int index;
+    int64_t value;
+    const char *message;
+  };
+  const Wrong wrongs[] = {
+      {make_padded, "cu_seqlens_q", 2, wrap + Sq - 3,
+       "cu_seqlens_q: sequence 1 has 4294967301 tokens; accepted is at most max_seqlen = 13"},
+      {make_padded, "cu_seqlens_q", 1, INT64_MAX, "cu_seqlens_q: sequence 0 has 9223372036854775807 tokens"},
+      {make_padded, "cu_seqlens_q", 1, INT64_MIN, "cu_seqlens_q: falls from 0 at [0] to -9223372036854775808"},
+      {make_padded, "cu_seqlens_q", 0, wrap, "cu_seqlens_q: starts at 4294967296; accepted is 0"},
+      {make_dense, "seqused_k", 1, wrap + 5, "seqused_k: 4294967301 at [1]; accepted are 0 to 38, the length of k"},
+      {make_in_pages, "page_table", 1, wrap + 3, "page_table: page 4294967299 at [0, 1]; accepted are 0 to 15"},
+  };
+  for (const Wrong &wrong : wrongs) {
+    Call c;
+    make(c, wrong.make, Direction::forward);
+    widen(c, wrong.name);
+    strobe_prepared *prepared = nullptr;
+    REQUIRE_MESSAGE(strobe_prepare(&c.attention, &c.tensors, &c.execution, STROBE_FORWARD, &prepared) == STROBE_OK,
+                    std::string(strobe_last_error()));
+    c.data<int64_t>(wrong.name)[wrong.index] = wrong.value;
+    const auto refused = [&](int32_t status) {
+      CHECK(status == STROBE_INVALID_ARGUMENT);
+      const std::string said = strobe_last_error();
+      CHECK_MESSAGE(said.starts_with(wrong.message), said);
+      CHECK(c.untouched());
+    };
+    refused(c.run());
+    const strobe_addresses at = addresses(c);
+    refused(strobe_run(prepared, &at, nullptr));
+    strobe_release(prepared);
+  }
+  Call plain, wide; // entries of a page table behind the last key that counts may be anything
+  for (Call *c : {&plain, &wide}) make(*c, make_in_pages, Direction::forward);
+  widen(wide, "page_table");
+  wide.data<int64_t>("page_table")[6] = INT64_MAX, wide.data<int64_t>("page_table")[7] = wrap;
+  check_same(plain, wide);
+}
+
+TEST_CASE("lists: of 64 bits in device memory are refused") {
+  for (const char *name : kOfEitherWidth) {
+    Call c;
+    make(c, std::strcmp(name, "page_table") == 0 ? make_in_pages : make_padded, Direction::forward);
+    widen(c, name);
+    c.move_to_gpu();
+    CHECK(strobe_kernels(&c.attention, &c.tensors, STROBE_FORWARD, 90, nullptr, 0, nullptr) == STROBE_INVALID_ARGUMENT);
+    CHECK(std::string(strobe_last_error()) == std::string(name) + ": dtype int64; accepted is int32");
+  }
+}
+
+TEST_CASE("lists: one length for all sequences") {
+  Call plain, strided;
+  for (Call *c : {&plain, &strided}) make(*c, make_dense, Direction::forward);
+  std::ranges::fill_n(plain.data<int32_t>("seqused_k"), B, 17);
+  strided.data<int32_t>("seqused_k")[0] = 17, strided.data<int32_t>("seqused_k")[1] = -1;
+  strided["seqused_k"].strides[0] = 0;
+  REQUIRE(plain.run() == STROBE_OK);
+  REQUIRE_MESSAGE(strided.run() == STROBE_OK, strobe_last_error());
+  CHECK((results(plain) == results(strided)));
+  strided.data<int32_t>("seqused_k")[0] = Sk + 1;
+  CHECK(strided.run() == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()) == "seqused_k: 39 at [0]; accepted are 0 to 38, the length of k");
 }

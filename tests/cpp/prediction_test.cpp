@@ -16,7 +16,7 @@ using namespace strobe::cuda;
 
 namespace {
 
-Problem problem(int64_t queries, int64_t keys, int64_t left, int64_t right) {
+Problem banded(int64_t queries, int64_t keys, int64_t left, int64_t right) {
   Problem p;
   p.batch = 2, p.heads = 6, p.heads_kv = 2, p.seqlen_q = queries, p.seqlen_k = keys, p.head_dim = p.head_dim_v = 64;
   p.total_q = 2 * queries, p.total_k = 2 * keys, p.window_left = left, p.window_right = right;
@@ -59,7 +59,7 @@ TEST_CASE("predict: whole tiles of what a tile's rows see") {
       for (int64_t right : {kUnbounded, int64_t{0}, int64_t{25}})
         for (bool bottom_right : {true, false})
           for (auto [tile_q, tile_k] : {std::pair{64, 64}, {128, 96}, {80, 128}, {16, 32}}) {
-            Problem p = problem(queries, keys, left, right);
+            Problem p = banded(queries, keys, left, right);
             p.bottom_right = bottom_right;
             for (Direction direction : {Direction::forward, Direction::backward}) {
               const bool forward = direction == Direction::forward;
@@ -85,7 +85,7 @@ TEST_CASE("predict: keys that a query sees in the mean") {
     for (int64_t left : {kUnbounded, int64_t{0}, int64_t{40}, int64_t{1000}})
       for (int64_t right : {kUnbounded, int64_t{0}, int64_t{25}, int64_t{250}})
         for (bool bottom_right : {true, false}) {
-          Problem p = problem(queries, keys, left, right);
+          Problem p = banded(queries, keys, left, right);
           p.bottom_right = bottom_right;
           const Band sees = band(p);
           int64_t scores = 0;
@@ -113,7 +113,7 @@ TEST_CASE("predict: blocks of threads in rounds") {
 }
 
 TEST_CASE("a workload takes its launches, its rows, its walks and what combines their parts") {
-  Problem p = problem(256, 512, kUnbounded, kUnbounded);
+  Problem p = banded(256, 512, kUnbounded, kUnbounded);
   Device device{};
   device.sms = 4, device.clock_hz = 1e9;
   const Measured measured{.share_of_peak = {0.5, 0.25}, .launch_seconds = 1e-6, .block_seconds = {2e-6, 4e-6}};
@@ -151,7 +151,7 @@ TEST_CASE("prediction: bundles of heads are few, and nearly equal") {
 }
 
 TEST_CASE("prediction: blocks search for their tiles where that halves them") {
-  Problem p = problem(1000, 1000, kUnbounded, kUnbounded);
+  Problem p = banded(1000, 1000, kUnbounded, kUnbounded);
   CHECK_FALSE(worth_numbering(p, 2000, 1000, 128)); // not packed
   p.varlen = true;
   p.batch = 20;

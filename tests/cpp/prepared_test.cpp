@@ -13,8 +13,6 @@ using namespace strobe::test;
 
 namespace {
 
-std::string error() { return strobe_last_error(); }
-
 using Held = std::unique_ptr<strobe_prepared, decltype(&strobe_release)>;
 
 Held prepared(Call &call) {
@@ -22,47 +20,6 @@ Held prepared(Call &call) {
   REQUIRE_MESSAGE(strobe_prepare(&call.attention, &call.tensors, &call.execution, static_cast<int32_t>(call.direction), &made) == STROBE_OK,
                   error());
   return {made, strobe_release};
-}
-
-#define ADDRESS(name)                                                                                                                      \
-  std::pair<const char *, void *strobe_addresses::*> { #name, &strobe_addresses::name }
-const std::map<std::string, void *strobe_addresses::*> kAddresses = {ADDRESS(q),
-                                                                     ADDRESS(k),
-                                                                     ADDRESS(v),
-                                                                     ADDRESS(mask),
-                                                                     ADDRESS(bias),
-                                                                     ADDRESS(alibi_slopes),
-                                                                     ADDRESS(sinks),
-                                                                     ADDRESS(cu_seqlens_q),
-                                                                     ADDRESS(cu_seqlens_k),
-                                                                     ADDRESS(block_rows),
-                                                                     ADDRESS(block_cols),
-                                                                     ADDRESS(block_rows_t),
-                                                                     ADDRESS(block_cols_t),
-                                                                     ADDRESS(rng),
-                                                                     ADDRESS(out),
-                                                                     ADDRESS(lse),
-                                                                     ADDRESS(dout),
-                                                                     ADDRESS(dlse),
-                                                                     ADDRESS(dq),
-                                                                     ADDRESS(dk),
-                                                                     ADDRESS(dv),
-                                                                     ADDRESS(dbias),
-                                                                     ADDRESS(dsinks),
-                                                                     ADDRESS(seqused_k),
-                                                                     ADDRESS(max_logit),
-                                                                     ADDRESS(column_sums),
-                                                                     ADDRESS(delta),
-                                                                     ADDRESS(page_table),
-                                                                     ADDRESS(k_scale),
-                                                                     ADDRESS(v_scale)};
-
-strobe_addresses addresses(Call &call) {
-  strobe_addresses at{};
-  at.size = sizeof at;
-  for (const NamedSlot &s : kSlots)
-    if (const strobe_tensor *tensor = call.tensors.*s.slot) at.*kAddresses.at(s.name) = tensor->data;
-  return at;
 }
 
 using Make = void (*)(Call &, Direction);
@@ -76,7 +33,7 @@ void make_filled(Call &c, Make make, Direction direction, int seed) {
     if (direction == Direction::backward) c.fill<float>(name, seed, 0.37);
 }
 
-std::vector<unsigned char> results(Call &call) {
+std::vector<unsigned char> bytes_of_results(Call &call) {
   std::vector<unsigned char> all;
   for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
     if (call.has(name)) all.insert(all.end(), call.data<unsigned char>(name), call.data<unsigned char>(name) + call.memory_bytes(name));
@@ -98,7 +55,7 @@ TEST_CASE("prepared: on other addresses, the bits of the whole call") {
         REQUIRE_MESSAGE(whole.run() == STROBE_OK, error());
         const strobe_addresses at = addresses(again);
         REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
-        CHECK(results(whole) == results(again));
+        CHECK(bytes_of_results(whole) == bytes_of_results(again));
       }
     }
 }
@@ -215,7 +172,7 @@ TEST_CASE("prepared: how many keys count is read, and checked, at every run") {
     for (Call *call : {&first, &whole}) call->data<int32_t>("seqused_k")[0] = 7;
     REQUIRE_MESSAGE(whole.run() == STROBE_OK, error());
     REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
-    CHECK(results(first) == results(whole));
+    CHECK(bytes_of_results(first) == bytes_of_results(whole));
     first.data<int32_t>("seqused_k")[0] = -1;
     CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
     CHECK(error() == "seqused_k: -1 at [0]; accepted are 0 to 38, the length of k");
@@ -235,7 +192,7 @@ TEST_CASE("prepared: pages are read, and checked, at every run") {
     for (Call *call : {&first, &whole}) call->data<int32_t>("page_table")[1] = page;
     REQUIRE_MESSAGE(whole.run() == STROBE_OK, error());
     REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
-    CHECK(results(first) == results(whole));
+    CHECK(bytes_of_results(first) == bytes_of_results(whole));
   }
   first.data<int32_t>("page_table")[1] = 16;
   CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
@@ -253,9 +210,9 @@ TEST_CASE("prepared: a program built before there was seqused_k") {
   strobe_addresses at = addresses(call);
   at.size = offsetof(strobe_addresses, seqused_k), at.seqused_k = &call;
   REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
-  const std::vector<unsigned char> found = results(call);
+  const std::vector<unsigned char> found = bytes_of_results(call);
   REQUIRE_MESSAGE(call.run() == STROBE_OK, error());
-  CHECK(results(call) == found);
+  CHECK(bytes_of_results(call) == found);
   at.size = sizeof at;
   CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
   CHECK(error() == "seqused_k: given, where the call was prepared without one; accepted is null");
@@ -275,7 +232,7 @@ TEST_CASE("prepared: without a maximum, other lengths are other plans") {
       REQUIRE_MESSAGE(whole.run() == STROBE_OK, error());
       const strobe_addresses at = addresses(again);
       REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
-      CHECK(results(whole) == results(again));
+      CHECK(bytes_of_results(whole) == bytes_of_results(again));
     }
 }
 
@@ -332,7 +289,8 @@ TEST_CASE("prepared: many threads run one call at a time") {
         make_filled(whole, make_dense, Direction::forward, 10 * n + round),
             make_filled(again, make_dense, Direction::forward, 10 * n + round);
         const strobe_addresses at = addresses(again);
-        wrong[n] += whole.run() != STROBE_OK || strobe_run(held.get(), &at, nullptr) != STROBE_OK || results(whole) != results(again);
+        wrong[n] += whole.run() != STROBE_OK || strobe_run(held.get(), &at, nullptr) != STROBE_OK ||
+                    bytes_of_results(whole) != bytes_of_results(again);
       }
     });
   for (std::thread &t : team) t.join();

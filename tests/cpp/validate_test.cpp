@@ -197,7 +197,8 @@ TEST_CASE("validate: dtypes that do not agree") {
               {{"dlse: dtype float16", dtype("dlse", DType::f16)},
                {"dq: dtype float16", dtype("dq", DType::f16)},
                {"dbias: dtype float64", dtype("dbias", DType::f64)}});
-  expect_each(make_varlen, Direction::forward, {{"cu_seqlens_q: dtype int64; accepted is int32", dtype("cu_seqlens_q", DType::i64)}});
+  expect_each(make_varlen, Direction::forward,
+              {{"cu_seqlens_q: dtype bool; accepted is int32, int64", dtype("cu_seqlens_q", DType::boolean)}});
   expect_each(make_sparse, Direction::forward, {{"block_cols: dtype int64; accepted is int32", dtype("block_cols", DType::i64)}});
 }
 
@@ -278,16 +279,12 @@ TEST_CASE("validate: what host memory holds") {
        {"cu_seqlens_q: ends at 22; accepted is at most the number of packed tokens, 21", value("cu_seqlens_q", 2, 22)},
        {"cu_seqlens_q: sequence 0 has 13 tokens; accepted is at most max_seqlen = 12", set(&strobe_attention::max_seqlen_q, int64_t{12})},
        {"cu_seqlens_k: falls from 0 at [0] to -1", value("cu_seqlens_k", 1, -1)},
-       {"cu_seqlens_k: ends at 39", [](Call &c) { c.attention.max_seqlen_k = 40, c.data<int32_t>("cu_seqlens_k")[2] = 39; }},
-       {"cu_seqlens_k: strides (2)", [](Call &c) {
-          c.resize_memory("cu_seqlens_k", 5 * sizeof(int32_t));
-          c["cu_seqlens_k"].strides[0] = 2;
-        }}});
+       {"cu_seqlens_k: ends at 39", [](Call &c) { c.attention.max_seqlen_k = 40, c.data<int32_t>("cu_seqlens_k")[2] = 39; }}});
   expect_each(make_dense, Direction::forward,
               {{"seqused_k: 39 at [0]; accepted are 0 to 38, the length of k", value("seqused_k", 0, 39)},
                {"seqused_k: -1 at [1]; accepted are 0 to 38, the length of k", value("seqused_k", 1, -1)},
                {"seqused_k: shape (1); accepted is (B) = (2)", shape("seqused_k", 0, 1)},
-               {"seqused_k: dtype int64; accepted is int32", dtype("seqused_k", DType::i64)}});
+               {"seqused_k: dtype bool; accepted is int32, int64", dtype("seqused_k", DType::boolean)}});
   expect_each(make_varlen, Direction::forward,
               {{"seqused_k: 1 at [0]; accepted are 0 to 0, the length of that sequence's keys",
                 [](Call &c) { c.add_values<int32_t>("seqused_k", DType::i32, {1, 5}); }}});
@@ -297,12 +294,9 @@ TEST_CASE("validate: what host memory holds") {
                {"page_table: page -1 at [1, 7]", value("page_table", 15, -1)},
                {"page_table: page -7 at [0, 6]", [](Call &c) { c.drop("seqused_k"); }},
                {"page_table: shape (1, 8); accepted is (B, pages of a sequence) = (2, any)", shape("page_table", 0, 1)},
-               {"page_table: dtype int64; accepted is int32", dtype("page_table", DType::i64)},
-               {"page_table: strides (9, 1)",
-                [](Call &c) {
-                  c.resize_memory("page_table", 17 * sizeof(int32_t));
-                  c["page_table"].strides[0] = 9;
-                }},
+               {"page_table: dtype float32; accepted is int32, int64", dtype("page_table", DType::f32)},
+               {"page_table: shape (2, 268435456) with strides (8, 0); accepted are up to 16777216 entries where some share an address",
+                [](Call &c) { c["page_table"].shape[1] = 1 << 28, c["page_table"].strides[1] = 0; }},
                {"seqused_k: 41 at [0]; accepted are 0 to 40, the positions of a row of page_table", value("seqused_k", 0, 41)},
                {"v: shape (15, 2, 5, 6); accepted is (pages, Hkv, page, Dv) = (16, 2, 5, any)", shape("v", 0, 15)},
                {"mask: shape (2, 1, 21, 39)", shape("mask", 3, 39)},
@@ -327,6 +321,8 @@ TEST_CASE("validate: what host memory holds") {
                {"k_scale: shape (2, 2, 37); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("k_scale", 2, 37)},
                {"k_scale: dtype bfloat16; accepted is float16, float32", dtype("k_scale", DType::bf16)},
                {"v_scale: shape (2, 1, 38); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("v_scale", 1, 1)},
+               {"k_scale: rank 0; accepted is rank 3, (B, Hkv, Sk) = (2, 2, 38)", [](Call &c) { c["k_scale"].rank = 0; }},
+               {"v_scale: rank 1; accepted is rank 3, (B, Hkv, Sk) = (2, 2, 38)", [](Call &c) { c["v_scale"].rank = 1; }},
                {"k_scale: rank 3; accepted is rank 4, (B, Hkv, rows of k / k_scale_group, D) = (2, 2, 1, 8)",
                 set(&strobe_attention::k_scale_group, int64_t{64})},
                {"k_scale_group: 48; accepted are the multiples of 32 below 2^31, and 0 for a scale for each key",
@@ -384,6 +380,40 @@ TEST_CASE("validate: what is written has memory of its own") {
                {"dv: shares memory with dk", [](Call &c) { c["dv"].data = c["dk"].data; }},
                {"dq: shares memory with lse", [](Call &c) { c["lse"].data = c["dq"].data; }},
                {"dsinks: strides (0)", stride("dsinks", 0, 0)}});
+}
+
+TEST_CASE("validate: results may lie between what is read") {
+  Call apart, between;
+  for (Call *c : {&apart, &between}) {
+    make_dense(*c, Direction::forward);
+    for (const char *extra : {"mask", "bias", "alibi_slopes", "sinks", "rng", "seqused_k", "max_logit", "column_sums", "lse"})
+      c->drop(extra);
+    c->attention.dropout = 0;
+  }
+  // q, out and half a gap behind one another in each row of a buffer whose sequences have room for some bytes more
+  constexpr int64_t row = D + Dv + 2, sequence = H * Sq * row + 3;
+  std::vector<float> buffer(static_cast<size_t>(B * sequence));
+  strobe_tensor &q = between["q"], &out = between["out"];
+  q.data = buffer.data(), out.data = buffer.data() + D;
+  for (strobe_tensor *t : {&q, &out}) t->strides[0] = sequence, t->strides[1] = row, t->strides[2] = H * row;
+  apart.fill<float>("q", 1, 0.3);
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t h = 0; h < H; h++)
+      for (int64_t i = 0; i < Sq; i++)
+        for (int64_t c = 0; c < D; c++)
+          buffer[b * sequence + i * H * row + h * row + c] = apart.data<float>("q")[((b * H + h) * Sq + i) * D + c];
+  for (Call *c : {&apart, &between})
+    for (const char *name : {"k", "v"}) c->fill<float>(name, 2, 0.7);
+  REQUIRE_MESSAGE(apart.run() == STROBE_OK, std::string(strobe_last_error()));
+  REQUIRE_MESSAGE(between.run() == STROBE_OK, std::string(strobe_last_error()));
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t h = 0; h < H; h++)
+      for (int64_t i = 0; i < Sq; i++)
+        for (int64_t c = 0; c < Dv; c++)
+          REQUIRE(buffer[b * sequence + i * H * row + h * row + D + c] == apart.data<float>("out")[((b * H + h) * Sq + i) * Dv + c]);
+  out.data = buffer.data() + D - 1;
+  CHECK(between.run() == STROBE_INVALID_ARGUMENT);
+  CHECK(std::string(strobe_last_error()).starts_with("out: shares memory with q"));
 }
 
 TEST_CASE("validate: sizes beyond what engines count") {

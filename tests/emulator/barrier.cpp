@@ -41,8 +41,6 @@ template <Result result, bool waits> void come(Warp &warp, const Instruction &i,
   block.grid.changes++;
 }
 
-void nothing(Warp &, const Instruction &, uint32_t) {}
-
 } // namespace
 
 bool decode_barrier(Kernel &k, Instruction &i, const std::string &opcode, const std::vector<Operand> &operands) {

@@ -206,7 +206,6 @@ template <Space space, bool back> void convert_address(Warp &w, const Instructio
   });
 }
 
-void nothing(Warp &, const Instruction &, uint32_t) {}
 void let_next_begin(Warp &w, const Instruction &, uint32_t) { w.block.lets_next_begin = true; }
 void wait_for_launch_before(Warp &w, const Instruction &, uint32_t) { w.block.waited = true; } // it has ended
 void proxy_fence(Warp &w, const Instruction &, uint32_t lanes) {

@@ -1,11 +1,14 @@
 // A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled to PTX alone, which it hands
-// out where the cubin would be. ptxas never runs, so the log says nothing of registers.
+// out where the cubin would be. ptxas never runs, so the log says nothing of registers. Programs are optimised less, which takes a third off the
+// compilation, but for those of WGMMA: a register more between two products would be read before its product is there.
 #include <dlfcn.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -27,6 +30,9 @@ void *real() {
   static void *const library = open(std::getenv("STROBE_EMULATOR_NVRTC"));
   return library;
 }
+
+std::mutex of_wgmma_mutex;
+std::set<void *> of_wgmma; // programs
 
 // Result 7 is NVRTC's internal error.
 template <class... Arguments> int forward(const char *name, Arguments... arguments) {
@@ -81,7 +87,12 @@ int nvrtcCreateProgram(void **program, const char *source, const char *name, int
       changed[i] = text.c_str();
     }
   }
-  return forward("nvrtcCreateProgram", program, source, name, headers, static_cast<const char *const *>(changed.data()), names);
+  const int result = forward("nvrtcCreateProgram", program, source, name, headers, static_cast<const char *const *>(changed.data()), names);
+  if (result == 0 && std::string_view(source).find("sm90") != std::string_view::npos) {
+    const std::lock_guard lock(of_wgmma_mutex);
+    of_wgmma.insert(*program);
+  }
+  return result;
 }
 int nvrtcCompileProgram(void *program, int count, const char *const *options) {
   constexpr std::string_view kReal = "--gpu-architecture=sm_", kVirtual = "--gpu-architecture=compute_", kPtxas = "--ptxas-options";
@@ -91,6 +102,10 @@ int nvrtcCompileProgram(void *program, int count, const char *const *options) {
       changed.push_back(std::string(kVirtual) + std::string(option.substr(kReal.size())));
     else if (!option.starts_with(kPtxas))
       changed.emplace_back(option);
+  {
+    const std::lock_guard lock(of_wgmma_mutex);
+    if (!of_wgmma.contains(program)) changed.emplace_back("--Ofast-compile=mid");
+  }
   std::vector<const char *> pointers;
   for (const std::string &option : changed) pointers.push_back(option.c_str());
   return forward("nvrtcCompileProgram", program, static_cast<int>(pointers.size()), pointers.data());
@@ -99,7 +114,11 @@ int nvrtcGetCUBINSize(void *program, size_t *size) { return forward("nvrtcGetPTX
 int nvrtcGetCUBIN(void *program, char *code) { return forward("nvrtcGetPTX", program, code); }
 int nvrtcGetProgramLogSize(void *program, size_t *size) { return forward("nvrtcGetProgramLogSize", program, size); }
 int nvrtcGetProgramLog(void *program, char *log) { return forward("nvrtcGetProgramLog", program, log); }
-int nvrtcDestroyProgram(void **program) { return forward("nvrtcDestroyProgram", program); }
+int nvrtcDestroyProgram(void **program) {
+  const std::lock_guard lock(of_wgmma_mutex);
+  of_wgmma.erase(*program);
+  return forward("nvrtcDestroyProgram", program);
+}
 const char *nvrtcGetErrorString(int result) {
   void *function = real() ? dlsym(real(), "nvrtcGetErrorString") : nullptr;
   return function ? reinterpret_cast<const char *(*)(int)>(function)(result) : "there is no NVRTC to ask";

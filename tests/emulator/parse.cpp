@@ -60,7 +60,7 @@ public:
       else if (word == ".shared" || word == ".extern")
         parse_shared(word == ".extern");
       else if (word == ".global")
-        skip_to(";");
+        parse_global();
       else
         need(word == ".visible", ("the emulator does not know " + word).c_str());
     }
@@ -117,6 +117,16 @@ private:
     shared_ = aligned(shared_, is_extern ? std::max<uint64_t>(v.alignment, 16) : v.alignment);
     name(v.name, kSharedBegin + shared_);
     dynamic_ |= is_extern, shared_ += v.bytes;
+  }
+
+  // A constant of the program. Kernels read those that are zero; of the others they have the values themselves.
+  void parse_global() {
+    const Variable v = variable();
+    if (take("=")) return skip_to(";");
+    expect(";");
+    auto zeros = std::make_unique<std::byte[]>(v.bytes + v.alignment);
+    name(v.name, aligned(reinterpret_cast<uint64_t>(zeros.get()), v.alignment));
+    module_.globals.push_back(std::move(zeros));
   }
 
   void parse_kernel() {

@@ -29,6 +29,7 @@ struct Instruction {
   Execute execute = nullptr;
   std::shared_ptr<const Tile> tile{};
 };
+inline void nothing(Warp &, const Instruction &, uint32_t) {} // an Execute
 
 // A register that nothing writes.
 struct Constant {
@@ -56,6 +57,7 @@ struct Kernel {
 struct Module {
   std::vector<std::string> lines;
   std::map<std::string, Kernel> kernels;
+  std::vector<std::unique_ptr<std::byte[]>> globals; // where their code finds what lies in global memory
 };
 
 // Fills in what the opcode and its operands say. Throws Fault for an opcode that is not known or operands that do not suit it.

@@ -42,7 +42,6 @@ void elect(Warp &w, const Instruction &i, uint32_t lanes) {
   if (i.d != kNoSlot) each(lanes, [&](uint32_t lane) { w.lanes<uint32_t>(i.d)[lane] = first; });
   if (i.d2 != kNoSlot) write_mask(w, i.d2, lanes, 1u << first);
 }
-void nothing(Warp &, const Instruction &, uint32_t) {}
 
 } // namespace
 

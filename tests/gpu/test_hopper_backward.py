@@ -9,8 +9,9 @@ import torch
 
 import strobe
 from cases import Inputs, call
-from check import Results, available_engines, error, keys_of_a_block, oracle, run_plain, ulp
+from check import Results, error, keys_of_a_block, oracle, run_plain, ulp
 from device import on_device
+from engines import available_engines
 
 pytestmark = pytest.mark.skipif("cuda-sm90" not in available_engines(), reason="no Hopper GPU")
 BF16, F16 = torch.bfloat16, torch.float16

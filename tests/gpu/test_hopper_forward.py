@@ -11,8 +11,9 @@ import torch
 
 import strobe
 from cases import Inputs, call
-from check import Yardstick, available_engines, oracle
+from check import Yardstick, oracle
 from device import on_device
+from engines import available_engines
 
 pytestmark = pytest.mark.skipif("cuda-sm90" not in available_engines(), reason="no Hopper GPU")
 BF16, F16 = torch.bfloat16, torch.float16

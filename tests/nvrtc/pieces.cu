@@ -9,6 +9,7 @@
 #include "attention/dropout.h"
 #include "attention/features.h"
 #include "attention/geometry.h"
+#include "attention/lists.h"
 #include "attention/packed_tiles.h"
 #include "attention/part.h"
 #include "attention/quantised.h"

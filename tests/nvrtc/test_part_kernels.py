@@ -34,7 +34,7 @@ KINDS = list(product(STARTS, [False, True]))  # where ranges begin, whether resu
 CASES = [
     (option, *kind)
     for n, option in enumerate(OPTIONS)
-    for kind in (KINDS if os.environ.get("STROBE_TRIPLES") else KINDS[n % len(KINDS) :][:1])
+    for kind in (KINDS if os.environ.get("STROBE_TEST_LONG") else KINDS[n % len(KINDS) :][:1])
 ]
 
 
@@ -60,9 +60,7 @@ def test_it_compiles_without_spills(arch, engine, dtype, dim, options, starts, p
         refuses = options in HOPPER_REFUSES or (options, starts) == ("dropout", "anywhere")
         if engine == "cuda-sm90" and refuses and ("in parts whose" in str(refusal) or "takes parts of larger" in str(refusal)):
             return
-        if "no NVRTC" not in str(refusal):
-            raise
-        pytest.skip(str(refusal))
+        raise
     assert kernels[0].name.startswith("strobe::passes::WriteWords")
     for kernel in kernels:
         assert kernel.spilled <= SPILLS.get((arch, kernel.name.partition("<")[0]), 0), kernel

@@ -17,7 +17,8 @@ from torch import Tensor
 import plain
 import strobe
 from cases import Inputs, dense_problems
-from device import DEVICE, EMULATED, here, on_device, running_on
+from device import DEVICE, EMULATED, on_device, running_on
+from engines import beside_the_default, engines_under_test
 
 Results = dict[str, Tensor]  # of "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
 STATISTICS = ("lse", "max_logit", "column_sums")
@@ -27,11 +28,6 @@ ORDERS = 3  # in which the plain formulas are summed
 # Elements of q, and of the gradient of a bias or sinks. Fewer meet a small error by chance, and DRAWS calls of the same kind tell more.
 SMALL, FEW = 50_000, 1000
 DRAWS = 4
-
-
-def available_engines() -> list[str]:
-    """Those that the oracle judges; it runs by the name "reference" itself."""
-    return [name for name, missing in strobe.engines() if missing is None and name != "reference" and here(name)]
 
 
 def takes(engine: str, dtype: torch.dtype, d: int = 1, **options: Any) -> bool:
@@ -49,8 +45,12 @@ def dtype_of(engine: str) -> torch.dtype:
 
 
 def runs(inputs: Inputs, **how: Any) -> Iterator[tuple[str, Results]]:
-    """The call on each engine that takes it: one that is asked for by name may refuse, the library may not."""
-    for engine in available_engines():
+    """The call on each engine under test that takes it: one that is asked for by name may refuse, the library may not."""
+    yield from _runs(inputs, engines_under_test(inputs.q.shape, inputs.k.shape, how), how)
+
+
+def _runs(inputs: Inputs, engines: list[str], how: dict[str, Any]) -> Iterator[tuple[str, Results]]:
+    for engine in engines:
         try:
             yield engine, run(inputs, engine, **how)
         except NotImplementedError:
@@ -348,6 +348,6 @@ def assert_matches(inputs: Inputs, flushed: float = 0.0, **how: Any) -> None:
     """Holds every engine that takes the call, and the library's own choice, to the accuracy clause."""
     yardstick = Yardstick(inputs, flushed)
     faults = [f"default: {fault}" for fault in yardstick.faults(run(inputs, **how))]
-    for engine, results in runs(inputs, **how):
+    for engine, results in _runs(inputs, beside_the_default(inputs.q.shape, inputs.k.shape, how), how):
         faults += [f"{engine}: {fault}" for fault in yardstick.faults(results)]
     assert not faults, "\n".join(faults)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+import random
+from collections import Counter, defaultdict
 from pathlib import Path
 
 # Tests run beside each other, and the plain formulas are small: threads are what a test asks for, never the default.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Which engines are drawn, here and in all workers: tests/python/engines.py.
+os.environ.setdefault("STROBE_TEST_SEED", str(random.randrange(10**6)))
 
 import pytest
 import torch
+
+from device import ON_GPU
+from engines import LONG, available_engines, thinned
 
 RECORD = Path(__file__).parents[2] / "build" / "contract.json"
 THREADS = torch.get_num_threads()
@@ -32,6 +38,27 @@ def workers():
     made = Workers()
     yield made
     made.close()
+
+
+def pytest_report_header():
+    seed = os.environ["STROBE_TEST_SEED"]
+    return "every engine" if LONG or ON_GPU else f"engines drawn with STROBE_TEST_SEED={seed}; make test-long takes all"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of tests that differ in nothing but their engine, those of the engines under test are kept."""
+    alike, engines = defaultdict(list), available_engines()
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec and isinstance(callspec.params.get("engine"), str) and callspec.params["engine"] in engines:
+            alike[item.nodeid.replace(callspec.params["engine"], "")].append(item)
+    left_out = set()
+    for what, found in alike.items():
+        kept = thinned([item.callspec.params["engine"] for item in found], what)
+        left_out.update(item for item in found if item.callspec.params["engine"] not in kept)
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -87,13 +87,21 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 # On one rank, something is other than on the first one.
 OTHERS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "window_left": lambda a: a.update(window=(3, None)),
+    "window": lambda a: a.update(window=(3, None)),
     "scale": lambda a: a.update(scale=0.5),
+    "causal": lambda a: a.update(causal=True),
+    "softcap": lambda a: a.update(softcap=2.0),
+    "alignment": lambda a: a.update(alignment="top_left"),
+    "axes": lambda a: a.update({name: a[name].transpose(1, 2) for name in "qkv"}, axes="bshd"),
+    "deterministic": lambda a: a.update(deterministic=True),
+    "dropout": lambda a: a.update(dropout=0.1, seed=2),
+    "offset": lambda a: a.update(offset=3),
+    "block_mask": lambda a: a.update(block_mask=strobe.BlockMask.causal(S, S, 16, 16)),
     "method": lambda a: a.update(method="ring"),
     "layout": lambda a: a.update(layout=Layout.contiguous(S, a["layout"].world_size), **a["others"]),
     "tensors that require grad": lambda a: a.update(q=a["q"].detach()),
     "sinks": lambda a: a.update(sinks=torch.zeros(H)),
-    "seed": lambda a: a.update(dropout=0.1, seed=2),
+    "seed": lambda a: a.update(seed=2),
     "q": lambda a: a.update({name: a[name].double() for name in "qkv"}),
 }
 
@@ -105,7 +113,7 @@ def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple
     contiguous = Layout.contiguous(S, group.size())
     others = dict(zip("qkv", shards(contiguous, group.rank()), strict=False))
     arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "layout": layout, "group": group, "method": "gather", "others": others}
-    if change == "seed":
+    if change in ("seed", "offset"):
         arguments |= {"dropout": 0.1, "seed": 0}
     if group.rank() == rank:
         (WRONG if of == "wrong" else OTHERS)[change](arguments)

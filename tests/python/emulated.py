@@ -7,17 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "cpp"  # make test-cpp
-needs_emulator = pytest.mark.skipif(
-    not (BUILD / "tests" / "emulator" / "libnvrtc.so").exists(), reason="make test-cpp builds the emulated GPU"
-)
+BUILD = ROOT / "build" / "cpp"  # make emulator
 
 
 def output(program: str, *arguments: str, **emulator: str) -> str:
-    """What a Python program prints. emulator: values of STROBE_EMULATOR_<name> (tests/emulator/driver.cpp)."""
+    """What a Python program prints on the emulated GPU, which `make emulator` builds. emulator: values of STROBE_EMULATOR_<name>
+    (tests/emulator/driver.cpp)."""
     environment = {
         **os.environ,
         "STROBE_TEST_DEVICE": "emulated",

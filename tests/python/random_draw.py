@@ -490,11 +490,29 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     words |= {name: tuple(options[name].shape) for name in ("bias", "mask") if name in options}
     spoiled = values.spoil is not None
     if handed is not None:
-        handed.options |= run
+        handed.options = _with_gaps(number, handed.options | run)
         leaves = []
     else:
         leaves = leaves or ["q"]
-    return Call(number, q, k, v, dout, dlse, options | run, leaves, lse != "none", dense, packing, spoiled, words, o["aux"], handed)
+    options = _with_gaps(number, options | run)
+    return Call(number, q, k, v, dout, dlse, options, leaves, lse != "none", dense, packing, spoiled, words, o["aux"], handed)
+
+
+def _with_gaps(number: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with some lists in other strides. What lies between their numbers is none that a list may have."""
+    rng = random.Random(f"lists {number}")  # of its own, so that all else is drawn as without it
+    given = dict(options)
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "rng"):
+        x = options.get(name)
+        if x is None or rng.random() < 0.7:
+            continue
+        kind = rng.choice(["column", "wider", "transposed"])
+        if kind == "transposed" and x.dim() > 1:
+            given[name] = x.mT.contiguous().mT
+            continue
+        between = torch.full_like(x, 2**31 - 1)
+        given[name] = torch.stack([between, x], -1)[..., 1] if kind == "column" else torch.cat([x, between], -1)[..., : x.shape[-1]]
+    return given
 
 
 def _lacking(values: _Values, o: Options, s: Shape, device: str) -> Tensor | None:

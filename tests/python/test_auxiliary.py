@@ -11,8 +11,9 @@ import torch
 
 import strobe
 from cases import call
-from check import available_engines, dtype_of, run_or_skip
+from check import dtype_of, run_or_skip
 from device import DEVICE, running_on
+from engines import available_engines
 
 BOTH = ("max_logit", "column_sums")
 ENGINES = available_engines()

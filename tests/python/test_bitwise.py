@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cases import Inputs, call
-from check import available_engines, dtype_of, run, run_or_skip
+from check import dtype_of, run, run_or_skip
+from engines import available_engines
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 IDS = [*(str(d)[6:] for d in DTYPES), "packed", "few queries"]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cases import Inputs, call
-from check import Yardstick, available_engines, oracle, run_or_skip, takes
+from check import Yardstick, oracle, run_or_skip, takes
+from engines import available_engines
 
 engines = pytest.mark.parametrize("engine", available_engines())
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

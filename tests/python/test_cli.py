@@ -294,8 +294,6 @@ FEW = ("--arch", "90", "--head-dim", "64", "--dtype", "bfloat16", "--feature", "
 
 
 def test_prewarm_says_that_nothing_was_kept(run, monkeypatch, tmp_path):
-    if not compiled_for():
-        pytest.skip("no NVRTC")
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "none"))
     monkeypatch.setenv("STROBE_CACHE_READONLY", "1")
     done = run("prewarm", *FEW)
@@ -305,8 +303,6 @@ def test_prewarm_says_that_nothing_was_kept(run, monkeypatch, tmp_path):
 
 def test_prewarm_ends_when_it_is_interrupted(tmp_path):
     """By Ctrl-C, which reaches all processes of a terminal's group. It waited for ever."""
-    if not compiled_for():
-        pytest.skip("no NVRTC")
     environment = os.environ | {"STROBE_CACHE_DIR": str(tmp_path)}
     command = [
         sys.executable,
@@ -335,8 +331,6 @@ def test_prewarm_ends_when_it_is_interrupted(tmp_path):
 @pytest.mark.parametrize("arch", [91, 130])
 def test_prewarm_promises_nothing_for_an_architecture_that_the_compiler_does_not_know(run, arch):
     possible = [cc for cc in compiled_for() if cc >= 61]
-    if not possible:
-        pytest.skip("no NVRTC")
     assert 90 in possible
     done = run("prewarm", "--arch", "90", "--arch", arch)
     assert done.exit_code == 2
@@ -353,6 +347,46 @@ def test_prewarm_names_the_compiler_that_older_gpus_need(run, monkeypatch):
     assert "NVRTC 12" not in run("prewarm", "--arch", "91").output
 
 
+def test_prewarm_knows_every_architecture_of_the_compiler():
+    assert {cc for cc in compiled_for() if cc >= 61} <= {*prewarm._KNOWN}
+
+
+def test_prewarm_knows_architectures_without_a_compiler(run, monkeypatch):
+    monkeypatch.setattr(prewarm, "compiled_for", list)
+    for arch in (91, 999):
+        done = run("prewarm", "--arch", arch)
+        assert done.exit_code == 2
+        said = " ".join(done.output.replace("│", "").split())
+        assert f"--arch: {arch}; accepted is an architecture that some NVRTC compiles for: 61, 62, " in said
+        assert "kernels" not in done.output
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    """And an empty cache."""
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("STROBE_NVRTC", str(tmp_path / "none"))
+    monkeypatch.setattr(prewarm, "_announce", lambda *_: pytest.fail("a plan that cannot be kept"))
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_prewarm_without_a_compiler_says_at_once_what_to_install(run, tmp_path):
+    done = run("prewarm", "--arch", "90")
+    assert done.exit_code == 1
+    assert done.output.startswith("strobe prewarm: sm_90 bfloat16 d32 plain forward: a kernel is not in a cache (")
+    assert "no NVRTC that compiles for sm_90 (looked in STROBE_NVRTC=" in done.output
+    assert 'accepted is NVRTC 12 or 13: pip install "nvidia-cuda-nvrtc", or name the library in STROBE_NVRTC' in done.output
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_prewarm_offline_says_at_once_that_it_may_not_compile(run, monkeypatch):
+    monkeypatch.setenv("STROBE_OFFLINE", "1")
+    done = run("prewarm", "--arch", "90")
+    assert done.exit_code == 1
+    assert done.output.startswith("strobe prewarm: sm_90 bfloat16 d32 plain forward: a kernel is not in a cache (")
+    assert "STROBE_OFFLINE forbids to compile it" in done.output
+
+
 def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
     def refuses(job):
         name = next(iter(job.names()[0]))
@@ -365,6 +399,30 @@ def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
     assert done.exit_code == 1
     assert done.output.count("there is no NVRTC") == 1
     assert "and 15 more: a kernel is not in a cache (/none), and there is no NVRTC" in done.output
+
+
+def test_prewarms_two_counts_agree(run, monkeypatch, tmp_path):
+    """Where some kernels are in the cache, and one of the others does not compile."""
+    name = "strobe::mma::Forward<{}>"
+    kept = {"plain": [0, 1], "causal": [1, 2], "varlen": [3]}  # by feature; 0 and 1 are in the cache
+
+    def names(job):
+        return {name.format(n): n < 2 for n in kept[job.feature]}, ""
+
+    def made(job):
+        refused = job.feature == "varlen"
+        return ([] if refused else [Kernel(name.format(n), 168, 0, False, n > 1) for n in kept[job.feature]]), "not today" * refused
+
+    monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, **_: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(prewarm, "compiled_for", lambda: [90])
+    monkeypatch.setattr(prewarm.Job, "names", names)
+    monkeypatch.setattr(prewarm.Job, "run", made)
+    monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
+    done = run("prewarm", "--arch", "90", "--common")
+    assert done.exit_code == 1
+    assert "18 calls take 4 kernels: 2 to compile (" in done.output
+    assert "MB), 2 in the cache" in done.output
+    assert "4 kernels, 1 compiled, 2 found in the cache, 1 not compiled, " in done.output
 
 
 # bench

@@ -85,6 +85,116 @@ def test_rows_of_the_cache_by_index_and_left_padding():
         assert_close(out[b], expected[0])
 
 
+@pytest.mark.parametrize("module", [flash_attn, flash_attn_3], ids=["2", "3"])
+@pytest.mark.parametrize("begin", [None, [4, 0, 0, 7]], ids=["", "leftpad"])
+@pytest.mark.parametrize("filled", [7, [12, 7, 0, 38], None], ids=str)
+@pytest.mark.parametrize("options", CACHE_OPTIONS[:4], ids=str)
+def test_named_rows_are_those_rows_taken_out(options, filled, begin, module):
+    """To the last bit on a CPU, unless a left padding hides keys there that are left out here. A row may serve several sequences."""
+    k_cache, v_cache = cache(6, 40)
+    q, rows = torch.randn(4, 2, 8, 16), torch.tensor([5, 0, 0, 2])
+    given: dict[str, Any] = {**options, "return_softmax_lse": True}
+    given["cache_seqlens"] = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
+    if begin is not None:
+        given["cache_leftpad"] = torch.tensor(begin, dtype=torch.int32)
+    call = module.flash_attn_with_kvcache
+    for of_q, packing in ((q, {}), (q.flatten(0, 1), {"cu_seqlens_q": 2 * torch.arange(5, dtype=torch.int32), "max_seqlen_q": 2})):
+        if packing and module is flash_attn:
+            continue
+        found = call(of_q, k_cache, v_cache, **given, **packing, cache_batch_idx=rows)
+        expected = call(of_q, k_cache[rows], v_cache[rows], **given, **packing)
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y) if begin is None and not ON_GPU else torch.allclose(x, y, atol=1e-5)
+
+
+def largest_allocation(call: Any) -> int:
+    """In bytes, of those that a call makes of PyTorch."""
+    kinds = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+        call()
+    return max(max(x.self_cpu_memory_usage, x.self_device_memory_usage) for x in profile.events())
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "cut out": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["plain", "rows", "rows and leftpad", "leftpad", "packed queries", "new keys in rows"])
+@pytest.mark.parametrize("filled", [900, [900, 3, 1000, 0]], ids=str)
+def test_nothing_of_the_cache_is_copied(filled, kind, layout):
+    """Not as much as a row of it; and what comes out is what comes of a cache in one piece."""
+    k_cache, v_cache = (LAYOUTS[layout](x) for x in cache(4, 1100))
+    lengths = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
+    q, rows = torch.randn(4, 1, 4, 16), torch.tensor([3, 0, 2, 1])
+    given: dict[str, Any] = {"cache_seqlens": lengths, "causal": True}
+    if "rows" in kind:
+        given["cache_batch_idx"] = rows
+    if "leftpad" in kind:
+        given["cache_leftpad"] = torch.tensor([5, 0, 700, 0], dtype=torch.int32)
+    if "new" in kind:
+        given |= {"k": torch.randn(4, 1, 4, 16), "v": torch.randn(4, 1, 4, 16)}
+    if "packed" in kind:
+        q, given = q.flatten(0, 1), {**given, "cu_seqlens_q": torch.arange(5, dtype=torch.int32), "max_seqlen_q": 1}
+    outs = []
+
+    def call() -> None:
+        outs.append(flash_attn_3.flash_attn_with_kvcache(q, k_cache, v_cache, **given))
+
+    call()
+    assert largest_allocation(call) < v_cache[0].numel() * v_cache.element_size()
+    assert torch.equal(*outs)
+    whole = [x.contiguous() for x in (k_cache, v_cache)]
+    torch.testing.assert_close(flash_attn_3.flash_attn_with_kvcache(q, *whole, **given), outs[0])
+    if "rows" in kind:
+        whole = [x[rows] for x in whole]
+        given = {name: x for name, x in given.items() if name != "cache_batch_idx"}
+        torch.testing.assert_close(flash_attn_3.flash_attn_with_kvcache(q, *whole, **given), outs[0])
+
+
+def test_what_autocast_casts_is_as_little_as_it_was():
+    k_cache, v_cache = cache(64, 100)
+    q, rows, filled = torch.randn(2, 1, 4, 16), torch.tensor([63, 5]), torch.tensor([7, 100], dtype=torch.int32)
+    outs = []
+
+    def call() -> None:
+        with torch.autocast(DEVICE.partition(":")[0], torch.bfloat16):
+            outs.append(flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, cache_batch_idx=rows, cache_seqlens=filled))
+
+    assert largest_allocation(call) <= 2 * k_cache[0].numel() * 4
+    half = [x.bfloat16() for x in (q, k_cache[rows], v_cache[rows])]
+    torch.testing.assert_close(outs[0], flash_attn.flash_attn_with_kvcache(*half, cache_seqlens=filled))
+
+
+@pytest.mark.parametrize("shape", [(0, 6, 8), (0, 0, 8), (2, 6, 0)], ids=["no sequence", "no row either", "no room"])
+def test_named_rows_of_nothing(shape):
+    batch, rows, room = shape
+    q, index = torch.randn(batch, 2, 4, 16), torch.arange(batch)
+    out, lse = flash_attn.flash_attn_with_kvcache(q, *cache(rows, room), cache_batch_idx=index, return_softmax_lse=True)
+    assert out.shape == q.shape
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+def test_named_rows_where_something_requires_a_gradient():
+    """The cache has none: no_grad() is the function's own. Nor does forward mode, where nothing has a tangent, matter."""
+    q, rows = torch.randn(2, 1, 4, 16), torch.tensor([3, 1])
+    k_cache, v_cache = cache(4, 8)
+    expected = flash_attn.flash_attn_with_kvcache(q, k_cache[rows], v_cache[rows])
+    tracked = [x.clone().requires_grad_() for x in (q, k_cache, v_cache)]
+    found = flash_attn.flash_attn_with_kvcache(*tracked, cache_batch_idx=rows)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, expected)
+    with torch.autograd.forward_ad.dual_level():
+        torch.testing.assert_close(flash_attn.flash_attn_with_kvcache(*tracked, cache_batch_idx=rows), expected)
+        torch.testing.assert_close(strobe.attention(q, k_cache, v_cache, layout="bshd", page_table=rows.int()[:, None]), expected)
+    with pytest.raises(ValueError, match="^k_cache: 4 heads for the 3 of q; accepted are the divisors of 3$"):
+        flash_attn.flash_attn_with_kvcache(q[:, :, :3], k_cache, v_cache, cache_batch_idx=rows)
+
+
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("new", [0, 1, 5])
 def test_a_cache_in_pages(new, rotary):
@@ -225,6 +335,35 @@ def test_rotary_tables_reach_the_last_token(filled, causal):
         assert call(needed).isfinite().all()
         with pytest.raises(ValueError, match=f"^rotary_cos, rotary_sin: length {needed - 1}; accepted is {needed} or more"):
             call(needed - 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rotary_tables_reach_no_sequence_without_a_token(causal):
+    """New keys and queries that are packed; in host memory."""
+    with torch.device("cpu"):
+        k_cache, v_cache = cache(3, 40)
+        filled, cu_k = torch.tensor([39, 3, 30], dtype=torch.int32), torch.tensor([0, 0, 2, 2], dtype=torch.int32)
+        cu_q = torch.tensor([0, 0, 3, 3], dtype=torch.int32)
+        q, k = torch.randn(5, 4, 16), torch.randn(4, 4, 16)
+        needed = 6 if causal else 5
+
+        def call(length: int, q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+            table = torch.ones(length, 4)
+            return flash_attn_3.flash_attn_with_kvcache(
+                q, k_cache, v_cache, k, k, rotary_cos=table, rotary_sin=table, cache_seqlens=filled[: len(cu_q) - 1], causal=causal,
+                cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_k, cache_batch_idx=torch.arange(len(cu_q) - 1),
+            )  # fmt: skip
+
+        assert call(needed, q, k, cu_q, cu_k).isfinite().all()
+        with pytest.raises(ValueError, match=f"^rotary_cos, rotary_sin: length {needed - 1}; accepted is {needed} or more"):
+            call(needed - 1, q, k, cu_q, cu_k)
+        before = k_cache.clone()
+        for queries, keys in ((q, k), (q[:0], k[:0])):  # padding, or nothing at all
+            assert not call(0, queries, keys, 0 * cu_q, 0 * cu_k).any()
+            assert not call(0, queries, keys, cu_q[:1], cu_k[:1]).any()
+        assert torch.equal(k_cache, before)
+    none, table = torch.zeros(2, 0, 4, 16), torch.ones(0, 4)
+    assert not flash_attn.flash_attn_with_kvcache(none, *cache(2, 8), none, none, table, table, 7, causal=causal).numel()
 
 
 def test_rotary_tables_come_with_each_other_and_with_new_keys():
@@ -457,6 +596,15 @@ def test_what_does_not_fit_the_cache_is_named(wrong, message):
 NESTED = torch.nested.nested_tensor([torch.tensor([1]), torch.tensor([2])], layout=torch.jagged)
 META = torch.zeros(2, dtype=torch.int32, device="meta")
 TABLE = torch.ones(9, 4)
+
+
+def test_new_keys_that_are_laid_out_wrongly_alone_are_named_alone():
+    k_cache, v_cache = cache(2, 8)
+    new = {"k": torch.randn(2, 3, 4, 16), "v": torch.randn(2, 3, 4, 16)}
+    given = {"q": torch.randn(2, 1, 4, 16), "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": torch.zeros(2, dtype=torch.int32)}
+    for name, x in new.items():
+        with pytest.raises(ValueError, match=rf"^{name}: shape \(2, 4, 3, 16\); accepted is \(2, 3, 4, 16\)$"):
+            flash_attn.flash_attn_with_kvcache(**given, **{**new, name: x.transpose(1, 2)})
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,32 @@ def test_rotary_sequences_in_host_memory_are_checked(ends, message):
         apply_rotary_emb(torch.zeros(8, 3, 12), torch.ones(9, 4), torch.ones(9, 4), cu_seqlens=torch.tensor(ends, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("length", [5, 9])
+def test_rotary_tables_reach_the_tokens_and_not_the_padding(length):
+    """Nor a sequence without a token."""
+    with torch.device("cpu"):
+        x, ends, offsets = torch.randn(8, 3, 12), torch.tensor([0, 0, 2], dtype=torch.int32), torch.tensor([40, 3])
+        angles = torch.rand(9, 4)[:length]
+        out = apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=offsets, cu_seqlens=ends)
+        expected = apply_rotary_emb(x[None, :2], angles.cos(), angles.sin(), seqlen_offsets=3)[0]
+        assert torch.equal(out[:2], expected)
+        with pytest.raises(ValueError, match="^cos, sin: length 4; accepted is 5 or more"):
+            apply_rotary_emb(x, angles.cos()[:4], angles.sin()[:4], seqlen_offsets=offsets, cu_seqlens=ends)
+        with pytest.raises(ValueError, match="^seqlen_offsets: a token at position -1"):
+            apply_rotary_emb(x, angles.cos(), angles.sin(), seqlen_offsets=torch.tensor([-9, -1]), cu_seqlens=ends)
+
+
+@pytest.mark.parametrize("length", [0, 1, 9])
+def test_rotary_embedding_of_no_token(length):
+    tables = [torch.rand(length, 4)] * 2
+    none, x = torch.zeros(2, 0, 3, 12), torch.randn(8, 3, 12)
+    assert apply_rotary_emb(none, *tables, seqlen_offsets=7).shape == none.shape
+    for ends in ([0], [0, 0, 0]):
+        out = apply_rotary_emb(x, *tables, seqlen_offsets=5, cu_seqlens=torch.tensor(ends, device="cpu").to(x.device))
+        assert out.shape == x.shape
+        assert out.data_ptr() != x.data_ptr()
+
+
 @pytest.mark.parametrize(
     ("offset", "message"), [(0, "^cos, sin: length 4; accepted is 5 or more"), (-2, "^seqlen_offsets: a token at position -2")]
 )

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from device import DEVICE
 from strobe.compat import transformers as strobe_in_transformers
 from strobe.compat.transformers import attention_forward, register
-
-transformers = pytest.importorskip("transformers")
 
 SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
@@ -167,9 +166,10 @@ def updates_the_cache_itself() -> bool:
 @pytest.mark.parametrize("case", [case for case in MODELS if case != "other dimensions of values"])
 def test_continuous_batching(case, monkeypatch):
     """Prompts in pieces beside single tokens, in pages of 4, with fewer pages than all requests need at once: what each generates alone."""
-    batching = pytest.importorskip("transformers.generation.continuous_batching.cache")
     if not hasattr(transformers, "ContinuousBatchingConfig"):
         pytest.skip("an earlier transformers, whose generate_batch has other arguments")
+    from transformers.generation.continuous_batching import cache as batching
+
     page_size = "page_size" if hasattr(transformers.ContinuousBatchingConfig, "page_size") else "block_size"
     if page_size == "block_size" and case != "grouped heads":
         pytest.skip("an earlier transformers, whose continuous batching keeps other windows than generate(), on every attention")

@@ -1,17 +1,16 @@
-"""All pairs (STROBE_TRIPLES=1: all triples) of the contract's options, on every engine, forward and every gradient, against the oracle."""
+"""All pairs (make test-long: all triples) of the contract's options, forward and every gradient, on several engines, against the oracle."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
 
 from cases import FACTORS, build, contract, tuples
-from check import Yardstick, available_engines, error, oracle, run, run_plain
+from check import Yardstick, error, oracle, run, run_plain
 from device import ON_GPU
+from engines import LONG, beside_the_default
 
-STRENGTH = 3 if os.environ.get("STROBE_TRIPLES") else 2
+STRENGTH = 3 if LONG else 2
 CASES = contract(STRENGTH)
 # The dtypes of an engine that does not take all of them.
 SPECIAL = {
@@ -49,7 +48,7 @@ def test_case(number, record_property):
         if not off <= max(1e-12 * yardstick.size[name], yardstick.oracle_error[name]):
             faults.append(f"the oracle and the formulas in float64 differ by {off:.3g} in {name}")
     compared = {}
-    for engine in (None, *available_engines()):
+    for engine in (None, *beside_the_default()):
         try:
             results = run(inputs, engine)
         except NotImplementedError as refusal:

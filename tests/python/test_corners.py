@@ -10,8 +10,9 @@ import torch
 
 import strobe
 from cases import call
-from check import Yardstick, assert_matches, available_engines, dtype_of, oracle, run, run_or_skip, runs, takes
+from check import Yardstick, assert_matches, dtype_of, oracle, run, run_or_skip, runs, takes
 from device import ON_GPU
+from engines import available_engines
 
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)

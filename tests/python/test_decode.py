@@ -10,8 +10,9 @@ import torch
 
 import strobe
 from cases import Inputs, call
-from check import Yardstick, available_engines, run, run_or_skip
+from check import Yardstick, run, run_or_skip
 from device import ON_GPU
+from engines import available_engines
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the CPU's engines")
 SPAN = 1024

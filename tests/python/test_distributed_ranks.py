@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import distributed_calls as calls
 import strobe
 from device import ON_GPU
-from strobe.distributed import Layout, _call, _late, _methods, _predict, _seen
+from strobe.distributed import Layout, _call, _late, _methods, _operators, _predict, _seen
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo on the CPU")
 METHODS = ["gather", "heads", "ring"]
@@ -77,8 +78,37 @@ def test_calls_that_differ_raise_on_all(workers, change):
     assert kind == "ValueError"
     assert text.startswith(f"{change}: ")
     assert text.endswith("accepted is the same on all 3 ranks")
-    assert "on rank 2, and " in text
-    assert change != "seed" or "2 on rank 2, and 0 on rank 0" in text
+    others, own = re.fullmatch(rf"{change}: (.*) on rank 2, and (.*) on rank 0; accepted is the same on all 3 ranks", text).groups()
+    expected = {
+        "window": ("(3, None)", "None"),
+        "scale": ("0.5", "None"),
+        "causal": ("True", "False"),
+        "softcap": ("2.0", "0.0"),
+        "alignment": ("'top_left'", "'bottom_right'"),
+        "axes": ("'bshd'", "'bhsd'"),
+        "deterministic": ("True", "False"),
+        "dropout": ("0.1", "0.0"),
+        "offset": ("3", "0"),
+        "method": ("'ring'", "'gather'"),
+        "seed": ("2", "0"),
+    }
+    assert (others, own) == expected.get(change, (others, own))
+    assert others != own
+
+
+def test_options_that_differ_are_told_as_they_are_written():
+    """And not as fields of the C ABI; those at their default too."""
+    drawn = _operators._written({"deterministic": True, "invariant": True, "bshd": True, "window_right": 0, "dropout": 0.5}, True)
+    plain = _operators._written({}, False)
+    differ = {name: (drawn[name], plain[name]) for name in plain if drawn[name] != plain[name]}
+    assert differ == {
+        "window": ((None, 0), None),
+        "dropout": (0.5, 0.0),
+        "seed": ("drawn", 0),
+        "deterministic": ("world", False),
+        "invariant": (True, False),
+        "axes": ("bshd", "bhsd"),
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -431,7 +461,6 @@ def test_the_code_of_the_page(workers):
 )
 def test_dtensors(workers, placed, of, layout):
     """strobe.attention() of sharded heads and sequences, by what each rank has."""
-    pytest.importorskip("torch.distributed.tensor")
     answers = workers.run(calls.of_dtensors, 4, placed, of, layout)
     more = calls.learned() if of == "learned" else {}
     tensors = calls.laid_out(layout)
@@ -447,7 +476,6 @@ def test_dtensors(workers, placed, of, layout):
 
 
 def test_what_dtensors_are_refused(workers):
-    pytest.importorskip("torch.distributed.tensor")
     words = [
         "q: placement S(2) on dimension 0 of the mesh; accepted are Replicate(), Shard(0), Shard(1): batch and heads.",
         "k: Tensor; accepted is a DTensor, as q is",

@@ -165,6 +165,52 @@ def test_other_objects_have_no_key():
     assert _eager.key(b"", [q], {}) is None
 
 
+@pytest.mark.skipif(sys.platform != "linux" or torch.__version__ < "2.10", reason="elsewhere a tensor's methods are asked")
+def test_the_shim_is_found():
+    """Without it a repeated call of three tensors takes a tenth longer, at the least that one takes."""
+    assert _eager.HAS_SHIM
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_call_that_comes_again_sees_that_a_storage_was_shortened(grad, view, short_ways):
+    """However it was before; and takes the short way again where the storage is long enough."""
+    memory = torch.randn(3, 1, 2, 20, 16)
+    for _ in range(2):
+        for n in range(3):
+            q, k, v = qkv(grad=grad)
+            whole = memory.clone()
+            k = whole[n] if view else whole[n].clone()
+            expected = strobe.attention(q, k, v)
+            before = short_ways["attention"]
+            assert torch.equal(strobe.attention(q, k, v), expected)
+            assert short_ways["attention"] > before
+            needed = (n + 1) * 2560 if view else 2560
+            for size in (needed + 1000, needed, needed - 1, needed // 2, 4, 0):
+                k.untyped_storage().resize_(size)
+                assert (key(q, k, v) is not None) == (size >= needed)
+                if size >= needed:
+                    assert torch.equal(strobe.attention(q, k, v), expected)
+                    continue
+                with pytest.raises(ValueError, match=f"^k: its numbers reach to byte {needed} of a storage of {size}; accepted"):
+                    strobe.attention(q, k, v)
+                with pytest.raises(ValueError, match=f"^bias: its numbers reach to byte {needed} of a storage of {size}; accepted"):
+                    strobe.attention(q, q, v, bias=k)
+
+
+def test_a_backward_that_comes_again_sees_that_a_storage_was_shortened():
+    for n in range(4):
+        q, k, v = qkv(grad=True)
+        fresh = v.detach().clone()
+        out = strobe.attention(q, k, fresh)
+        if n == 3:
+            fresh.untyped_storage().resize_(100)
+            with pytest.raises(ValueError, match="^v: its numbers reach to byte 2560 of a storage of 100; accepted"):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+
+
 def test_who_wants_to_see_a_call_sees_it():
     q, k, v = qkv(grad=True)
     out = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from emulated import needs_emulator, output
+from emulated import output
 
 PYTEST = "import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
 # The file, which tests of it, and how many at least are not skipped.
@@ -22,7 +22,6 @@ SELECTIONS = {
 }
 
 
-@needs_emulator
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_as_on_a_gpu(name):
     file, tests, least = SELECTIONS[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated import needs_emulator, output
+from emulated import output
 
 # argv: how the call is given, and its numbers. What nobody wrote to shared memory is NaN there.
 CALL = """
@@ -59,7 +59,6 @@ CALLS = {
 }
 
 
-@needs_emulator
 @pytest.mark.parametrize("name", CALLS)
 def test_they_are_right(name):
     how, numbers = CALLS[name]
@@ -93,7 +92,6 @@ assert not packed(q)
 """
 
 
-@needs_emulator
 def test_some_options_keep_heads_apart():
     output(APART)
 
@@ -129,7 +127,6 @@ for more in ({}, {"invariant": True}):
 """
 
 
-@needs_emulator
 def test_an_infinity_beside_a_page_that_is_not_there():
     output(INFINITY)
 
@@ -153,6 +150,5 @@ with running_on("cuda-sm90"):
 """
 
 
-@needs_emulator
 def test_a_row_of_all_tokens_is_refused():
     output(ONE_ROW)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulated import needs_emulator, output
+from emulated import output
 
 # Keys of the second sequence lie in the first one's last tile of keys. They are large, so that a softcap's polynomial does not serve them.
 CALL = """
@@ -22,7 +22,6 @@ for x in (found.dq, found.dk, found.dv):
 """
 
 
-@needs_emulator
 def test_deterministic_softcap_beside_large_hidden_keys():
     def digests(**emulator: str) -> list[str]:
         return output(CALL, **emulator).split()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from emulated import needs_emulator, output
+from emulated import output
 
 CALL = """
 import json, sys
@@ -52,7 +52,6 @@ LENGTHS = {
 }
 
 
-@needs_emulator
 @pytest.mark.parametrize(("name", "lengths"), [*((name, "uneven") for name in CALLS), ("causal", "alike"), ("by roles", "alike")])
 def test_each_tile_is_computed_once(name, lengths):
     output(CALL, *(str(x) for x in CALLS[name]), json.dumps(LENGTHS[lengths]), LATE="1", SEED="1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated import ROOT, needs_emulator, output
+from emulated import ROOT, output
 
 # The lists say that each tile of queries sees all keys, their transpose that nobody sees the first ones.
 CALL = """
@@ -29,7 +29,6 @@ print("ended")
 """
 
 
-@needs_emulator
 @pytest.mark.parametrize(("engine", "dtype"), [("cuda-simt", "float32"), ("cuda-mma", "float16")])
 def test_lists_that_contradict_their_transpose(engine, dtype, tmp_path):
     edit = tmp_path / "impatient.edit"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulated import needs_emulator, output
+from emulated import output
 
 # argv: the tile that the call is to have, and what the call is like.
 CALL = """
@@ -42,7 +42,6 @@ CALLS = {
 }
 
 
-@needs_emulator
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients(name):
     tile, numbers = CALLS[name]
@@ -70,7 +69,6 @@ with running_on("cuda-sm90"):
 """
 
 
-@needs_emulator
 def test_invariant_gradients_without_dq():
     lines = output(INVARIANT).splitlines()
     assert len(lines) == 4

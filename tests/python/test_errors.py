@@ -119,7 +119,7 @@ DENSE = [
     ("alibi_slopes", {"alibi_slopes": torch.rand(1, B, H)}),
     ("alibi_slopes", {"alibi_slopes": True}),
     ("sinks", {"sinks": torch.randn(HKV)}),
-    ("sinks", {"sinks": torch.randn(H).half()}),
+    ("sinks", {"sinks": torch.ones(H, dtype=torch.int32)}),
     ("sinks", {"sinks": torch.randn(H).double()}),
     ("sinks", {"sinks": torch.randn(1, H)}),
     ("sinks", {"sinks": [0.0] * H}),
@@ -150,7 +150,7 @@ DENSE = [
     ("softcap", {"softcap": -1.0}),
     ("softcap", {"softcap": NAN}),
     ("softcap", {"softcap": INF}),
-    ("softcap", {"softcap": None}),
+    ("softcap", {"softcap": "none"}),
     ("causal", {"causal": 1}),
     ("causal", {"causal": None}),
     ("window", {"window": -1}),
@@ -210,7 +210,7 @@ PACKED = [
     ("v", {"v": torch.randn(SK + 1, HKV, DV)}),
     ("cu_seqlens_q", {"cu_seqlens_q": None}),
     ("cu_seqlens_k", {"cu_seqlens_k": None}),
-    ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0, 12, SQ])}),
+    ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0, 12, SQ + 2**32])}),
     ("cu_seqlens_q", {"cu_seqlens_q": torch.tensor([0.0, 12, SQ])}),
     ("cu_seqlens_q", {"cu_seqlens_q": [0, 12, SQ]}),
     ("cu_seqlens_q", {"cu_seqlens_q": ints(0, 12, SQ)[None]}),
@@ -745,8 +745,8 @@ def test_other_signatures_name_their_own_mask(dtype):
 
 def test_other_signatures_name_their_own_lengths():
     qkv = torch.randn(8, 3, H, D)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: dtype int64; accepted is int32; cu_seqlens.int\(\)$"):
-        flash_attn_varlen_qkvpacked_func(qkv, torch.tensor([0, 8]), 8)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: dtype torch.int16; accepted is int32, int64; cu_seqlens.int\(\)$"):
+        flash_attn_varlen_qkvpacked_func(qkv, torch.tensor([0, 8]).short(), 8)
     with pytest.raises(ValueError, match=r"^Q: shape \(4, 8, 16\); accepted is \(B, H, Sq, D\); did you mean Q\[None\], of one sequence\?"):
         learned_scale.flash_attention(*(torch.randn(4, 8, D) for _ in range(3)))
 
@@ -772,18 +772,103 @@ def test_a_dtype_of_v_beside_scales_is_that_of_k(of_v):
 
 
 def test_k_scale_group_is_refused_in_pythons_words():
+    """And no hint asks for what is refused, where the scales are those of columns."""
     k, scale = torch.zeros(B, H, SK, D, dtype=torch.int8), torch.ones(B, H, SK)
     quantised = good() | {"k": k, "v": k, "k_scale": scale, "v_scale": scale}
     for group in (40, 0, -32, 2**31):
-        assert expect("k_scale_group", quantised | {"k_scale_group": group}) == (
-            f"k_scale_group: {group}; accepted are the multiples of 32 below 2^31, or None"
-        )
+        for of_k in (scale, torch.ones(B, H, 1, D)):
+            assert expect("k_scale_group", quantised | {"k_scale_group": group, "k_scale": of_k}) == (
+                f"k_scale_group: {group}; accepted are the multiples of 32 below 2^31, or None"
+            )
     assert expect("k_scale_group", good() | {"k_scale_group": 32}) == "k_scale_group: 32 without k_scale; accepted is None"
 
 
-def test_cu_seqlens_of_int64_name_the_way_out():
-    message = expect("cu_seqlens_q", packed() | {"cu_seqlens_q": torch.tensor([0, 12, SQ])})
-    assert message == "cu_seqlens_q: dtype int64; accepted is int32; cu_seqlens_q.int()"
+CASTS = [
+    ("cu_seqlens_k", "int16", "int32, int64", ".int()"),
+    ("seqused_k", "uint8", "int32, int64", ".int()"),
+    ("cu_seqlens_q", "float32", "int32, int64", ""),
+    ("rng", "int32", "int64", ".long()"),
+    ("rng", "float32", "int64", ""),
+    ("mask", "uint8", "bool", ".bool()"),
+    ("bias", "float64", "float32", ".float()"),
+    ("sinks", "float64", "float32", ".float()"),
+    ("alibi_slopes", "float16", "float32", ".float()"),
+    ("k_scale", "float64", "float16, float32", ".float()"),
+    ("v_scale", "int32", "float16, float32", ".float()"),
+]
+
+
+@pytest.mark.parametrize("numpys", [False, True], ids=["torch", "numpy"])
+@pytest.mark.parametrize(("name", "given", "accepted", "cast"), CASTS)
+def test_a_wrong_dtype_names_the_cast_that_the_caller_writes(name, given, accepted, cast, numpys):
+    arguments: dict = {}
+    if name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
+        arguments = {x: y for x, y in packed().items() if x not in ("block_mask", "mask", "bias")} | {"seqused_k": ints(10, 20)}
+    elif name in ("k_scale", "v_scale"):
+        k, scale = torch.zeros(B, HKV, SK, D, dtype=torch.int8), torch.ones(B, HKV, SK)
+        arguments = {"q": good()["q"], "k": k, "v": k, "k_scale": scale, "v_scale": scale}
+    else:
+        arguments = {x: y for x, y in good().items() if x != "block_mask"}
+    arguments[name] = arguments[name].to(getattr(torch, given))
+    if numpys:
+        arguments = {x: y.numpy() if isinstance(y, torch.Tensor) else y for x, y in arguments.items()}
+        dtype = "int32" if "int32" in accepted else accepted.split(", ")[-1]
+        cast = cast and f".astype({dtype if dtype == 'bool' else f'np.{dtype}'})"
+    hint = f"; of zeros and ones, {name}{cast}" if name == "mask" else f"; {name}{cast}" if cast else ""
+    shown = given if numpys or given != "int16" else f"torch.{given}"
+    assert expect(name, arguments) == f"{name}: dtype {shown}; accepted is {accepted}{hint}"
+
+
+def test_sinks_beside_float64_are_told_to_be_that_too():
+    arguments = {name: x.double() for name, x in good().items() if name in "qkv"} | {"sinks": torch.zeros(H)}
+    assert expect("sinks", arguments) == "sinks: dtype float32; accepted is float64; sinks.double()"
+
+
+@pytest.mark.parametrize("of_q", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sinks_of_16_bits_are_taken(dtype, of_q):
+    """As a model that was cast has them: the same numbers, and a gradient in their own dtype."""
+    wide = torch.float64 if of_q == torch.float64 else torch.float32
+    leaves = [x.to(of_q).requires_grad_() for name, x in good().items() if name in ("q", "k", "v")]
+    sinks = torch.randn(H).to(dtype).requires_grad_()
+    exact = sinks.detach().to(wide).requires_grad_()
+    dout = torch.randn(B, H, SQ, DV).to(of_q)
+    expected = strobe.attention(*leaves, sinks=exact)
+    of_leaves = torch.autograd.grad(expected, (*leaves, exact), dout)
+    for _ in range(3):  # also where the call comes again
+        out, lse = strobe.attention(*leaves, sinks=sinks, return_lse=True)
+        assert torch.equal(out, expected)
+        *found, dsinks = torch.autograd.grad(out, (*leaves, sinks), dout)
+        assert all(map(torch.equal, found, of_leaves[:3]))
+        assert dsinks.dtype == dtype
+        assert torch.equal(dsinks, of_leaves[3].to(dtype))
+    q, k, v = (x.detach() for x in leaves)
+    backward = strobe.attention_backward(dout, q, k, v, out.detach(), lse.detach(), sinks=sinks.detach())
+    assert torch.equal(backward.dsinks, dsinks)
+    assert torch.equal(strobe.reference(q, k, v, sinks=sinks.detach())[0], strobe.reference(q, k, v, sinks=exact.detach())[0])
+    assert "forward" in strobe.explain(q, k, v, sinks=sinks.detach())
+    if dtype == torch.float16 and of_q == torch.float32:
+        arrays = [x.numpy() for x in (dout, q, k, v, out.detach(), lse.detach())]
+        of_numpy = strobe.attention_backward(*arrays, sinks=sinks.detach().numpy()).dsinks
+        assert of_numpy.dtype == np.float16
+        assert torch.equal(torch.from_numpy(of_numpy), dsinks)
+
+
+def test_sinks_of_16_bits_under_a_compiler():
+    q = torch.randn(1, H, 8, D)
+    sinks = torch.randn(H).bfloat16().requires_grad_()
+    call = torch.compile(lambda sinks: strobe.attention(q, q, q, sinks=sinks), backend="aot_eager", fullgraph=True)
+    (expected,) = torch.autograd.grad(strobe.attention(q, q, q, sinks=sinks).sum(), sinks)
+    (found,) = torch.autograd.grad(call(sinks).sum(), sinks)
+    assert torch.equal(found, expected)
+
+
+def test_no_softcap_may_be_written_none():
+    """As many configs have it."""
+    q, k, v = (good()[name] for name in "qkv")
+    for _ in range(3):
+        assert torch.equal(strobe.attention(q, k, v, softcap=None), strobe.attention(q, k, v))
+    assert torch.equal(strobe.nn.FlashAttention(D, softcap=None)(q, k, v), strobe.attention(q, k, v))
 
 
 @pytest.mark.parametrize("shape", [(SK,), (SQ, SK), (1, SQ, SK)])
@@ -975,12 +1060,133 @@ def test_pools_in_the_other_layout_are_named():
         assert str(raised.value) == f"seqused_k: {length} at [1]; accepted are 0 to 16, the positions of a row of page_table{hint}"
 
 
+def test_what_has_no_places_names_none():
+    """No range from 0 to -1."""
+    rows, cols = ints(0, 1)[None, None], ints(0)
+    with pytest.raises(
+        ValueError, match="^rows, cols: not a CSR of 1 x 0 blocks; accepted are offsets of 0 and empty cols, for there are no "
+    ):
+        strobe.BlockMask(rows, cols, 16, 0, 16, 16)
+    mask = strobe.BlockMask.causal(16, 0, 16, 16)
+    mask.rows, mask.cols, mask.cols_t = rows, cols, cols
+    q = torch.randn(1, 1, 16, 8)
+    message = expect("block_mask", {"q": q, "k": q[:, :, :0], "v": q[:, :, :0], "block_mask": mask})
+    assert message.endswith("[0] is 0 (row 0 of matrix 0); accepted is none, for there are no blocks")
+    with pytest.raises(ValueError, match="^ranges: .*; accepted are ranges that have no position, for seqlen is 0$"):
+        strobe.distributed.Layout(0, (((0, 1),),))
+
+
 def test_scales_in_another_form_are_named():
     k, scale = strobe.kv.quantise(torch.randn(1, 2, 64, 32), torch.uint8, group=64)
     with pytest.raises(ValueError, match=r"^k_scale: rank 4; .*; did you mean a scale for each column, with k_scale_group\?$"):
         strobe.attention(torch.randn(1, 2, 1, 32), k, k, k_scale=scale, v_scale=torch.ones(1, 2, 64))
-    with pytest.raises(ValueError, match=r"k_scale: a scale for many rows is accepted as .* of scale.expand\(shape\)"):
-        strobe.attention(torch.randn(1, 2, 1, 32), k, k, k_scale=torch.ones(()), v_scale=torch.ones(1, 2, 64))
+
+
+@pytest.mark.parametrize("numpys", [False, True], ids=["torch", "numpy"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
+def test_scales_in_a_wrong_shape_are_told_the_right_one(layout, numpys):
+    shape, names = {
+        "bhsd": ((1, 2, 64), "(B, Hkv, Sk)"),
+        "bshd": ((1, 64, 2), "(B, Sk, Hkv)"),
+        "packed": ((64, 2), "(Tk, Hkv)"),
+    }[layout]
+    right = f"{names} = {shape}"
+
+    def own(x: torch.Tensor):
+        return x.numpy() if numpys else x
+
+    def message(k_scale, **more) -> str:
+        k = own(torch.zeros(*shape, 32, dtype=torch.int8))
+        q = own(torch.randn({"bhsd": (1, 2, 1, 32), "bshd": (1, 1, 2, 32), "packed": (1, 2, 32)}[layout]))
+        given = {"q": q, "k": k, "v": k, "k_scale": k_scale, "v_scale": own(torch.ones(shape))}
+        if layout == "packed":
+            given |= {"cu_seqlens_q": own(ints(0, 1)), "cu_seqlens_k": own(ints(0, 64))}
+        else:
+            given["layout"] = layout
+        return expect("k_scale", given | more)
+
+    def view(x: str) -> str:
+        return f"np.broadcast_to({x}, {shape})" if numpys else f"{x}.expand{shape}"
+
+    rank = len(shape)
+    one = "; one for many keys is a view of it, "
+    assert message(own(torch.ones(()))) == f"k_scale: rank 0; accepted is rank {rank}, {right}{one}{view('k_scale')}"
+    by_head = "k_scale[:, None]" if layout == "bhsd" else "k_scale"
+    assert message(own(torch.ones(2))) == f"k_scale: rank 1; accepted is rank {rank}, {right}{one}{view(by_head)}"
+    assert message(own(torch.ones(3))) == f"k_scale: rank 1; accepted is rank {rank}, {right}"
+    assert message(own(torch.ones(*shape[:-1], 3))) == f"k_scale: shape {(*shape[:-1], 3)}; accepted is {right}"
+    assert message(own(torch.ones(*shape, 1))).endswith(f"; accepted is rank {rank}, {right}; did you mean k_scale[..., 0]?")
+    assert message(own(torch.ones((), dtype=torch.int32))) == f"k_scale: rank 0; accepted is rank {rank}, {right}{one}{view('k_scale')}"
+    kind = "numpy.ndarray" if numpys else "torch.Tensor"
+    number = "np.float32(0.5)" if numpys else "torch.tensor(0.5, device=k.device)"
+    assert message(0.5) == f"k_scale: float; accepted is a {kind}, as q is; one for all keys is {view(number)}"
+    assert message([0.5]) == f"k_scale: list; accepted is a {kind}, as q is, of shape {shape}, a scale for each key and head"
+
+
+def test_scales_beside_keys_that_are_not_quantised_are_told_so():
+    q, k, scale = torch.randn(1, 2, 1, 32), torch.randn(1, 2, 64, 32), torch.ones(1, 2, 64)
+    way = "dtype float32; accepted is int8, float8_e4m3fn, uint8, or none of k_scale and v_scale"
+    for k_scale, more in ((scale, []), (torch.ones(2), ["k_scale: rank 1; accepted is rank 3, (B, Hkv, Sk) = (1, 2, 64)"])):
+        with pytest.raises(ValueError, match="^k: dtype") as raised:
+            strobe.attention(q, k, k, k_scale=k_scale, v_scale=scale)
+        lines = str(raised.value).splitlines()
+        assert lines[:2] == [f"k: {way}", f"v: {way}"]
+        assert [line.partition("; one for")[0] for line in lines[2:]] == more
+    with pytest.raises(TypeError, match="^k_scale: float; accepted is a torch.Tensor, as q is, or None: k of float32 has no scales$"):
+        strobe.attention(q, k, k, k_scale=0.5)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_scores_over_pages_are_not_told_of_a_length_that_is_refused(name):
+    pool, table = torch.randn(10, 2, 16, 16), torch.arange(10).int().view(2, 5)
+    given = {"q": torch.randn(6, 4, 16), "k": pool, "v": pool, "page_table": table, "cu_seqlens_q": ints(0, 3, 6)}
+    wide = torch.ones(2, 1, 3, 81) if name == "bias" else torch.ones(2, 1, 3, 81, dtype=torch.bool)
+    accepted = "accepted is (B|1, H|1, max_seqlen_q|1, Sk, the keys of all pages of a sequence|1) = "
+    hint = "; max_seqlen_q gives the length of its axis -2"
+    assert expect(name, given | {name: wide}) == f"{name}: shape (2, 1, 3, 81); {accepted}(2|1, 4|1, 6|1, 80|1){hint}"
+    assert expect(name, given | {name: wide, "max_seqlen_q": 3}) == f"{name}: shape (2, 1, 3, 81); {accepted}(2|1, 4|1, 3|1, 80|1)"
+    assert expect("max_seqlen_k", given | {"max_seqlen_k": 80}) == "max_seqlen_k: 80 beside page_table; accepted is None"
+    blocks = strobe.BlockMask.causal(3, 80, 16, 16)
+    assert expect("block_mask", given | {"block_mask": blocks}).endswith("; without max_seqlen_q this is the number of tokens")
+
+
+@pytest.mark.parametrize("name", ["rng", "seed"])
+def test_a_generator_is_told_what_it_gives(name):
+    q = torch.randn(1, 1, 4, 8)
+    for array, generator, hint in (
+        (q, torch.Generator(), "; a generator draws rng by torch.randint(2**63 - 1, (2,), generator=..., device=...)"),
+        (q.numpy(), np.random.default_rng(), "; a generator draws rng by its integers(2**63 - 1, size=2)"),
+    ):
+        assert expect(name, {"q": array, "k": array, "v": array, "dropout": 0.5, name: generator}).endswith(hint)
+        with pytest.raises(TypeError, match=f"^{name}: .*{re.escape(hint)}$"):
+            strobe.dropout_mask((1, 1, 4, 4), 0.5, **{name: generator})
+    assert expect("rng", {"q": q, "k": q, "v": q, "rng": 3}) == "rng: int; accepted is a torch.Tensor, as q is; an integer goes into seed"
+    g = torch.Generator()
+    assert strobe.attention(q, q, q, dropout=0.5, rng=torch.randint(2**63 - 1, (2,), generator=g, device=g.device)).shape == q.shape
+    rng = np.random.default_rng().integers(2**63 - 1, size=2)
+    assert strobe.attention(q.numpy(), q.numpy(), q.numpy(), dropout=0.5, rng=rng).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (
+            lambda q, lse: strobe.attention_backward(q, q, q, q, q, lse, aux=("max_logit",)),
+            "'aux'; leave it out: max_logit and column_sums",
+        ),
+        (lambda q, lse: strobe.attention_backward(q, q, q, q, q, lse, return_lse=True), "'return_lse'; leave it out: dlse is"),
+        (lambda q, lse: strobe.reference_backward(q, q, q, q, aux=()), "'aux'; leave it out: max_logit and column_sums"),
+        (lambda q, lse: strobe.reference(q, q, q, return_lse=True), "'return_lse'; leave it out: out and lse are returned"),
+        (lambda q, lse: strobe.explain(q, q, q, return_lse=True), "'return_lse'; leave it out: lse makes no difference"),
+        (lambda q, lse: strobe.nn.FlashAttention(8, return_lse=True), "'return_lse'; it goes to the call"),
+        (lambda q, lse: strobe.nn.FlashAttention(8, aux=("max_logit",)), "'aux'; it goes to the call"),
+        (lambda q, lse: strobe.hyperbolic_attention(q, q, q, aux=("max_logit",)), "'aux'; max_logit and column_sums are results of"),
+    ],
+)
+def test_what_attention_alone_returns_is_told_elsewhere(call, hint):
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(TypeError, match=re.escape(hint)):
+        call(q, q[..., 0])
 
 
 def test_a_hint_wants_no_tensor_that_is_missing():
@@ -990,7 +1196,7 @@ def test_a_hint_wants_no_tensor_that_is_missing():
     with pytest.raises((TypeError, ValueError), match="^v: list"):
         strobe.attention(q, v, [1], page_table=torch.zeros(1, 1).int(), seqused_k=torch.tensor([40]).int())
     packed = torch.zeros(5, 8, dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"\nk_scale: a scale for many rows"):
+    with pytest.raises(ValueError, match=r"\nk_scale: rank 2; accepted is rank 3, "):
         strobe.attention(q[0], packed, v, k_scale=torch.ones(5, 2), v_scale=torch.ones(1))
 
 

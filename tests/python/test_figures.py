@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import strobe
 from strobe_tools.cli import app
 from strobe_tools.figures import clock, lengths, measure, rivals, traffic
-from strobe_tools.figures.case import Setting, read_csv, write_csv
+from strobe_tools.figures.case import Case, Setting, read_csv, write_csv
 
 CPU = Setting("cpu", True, 0.0)
 
@@ -27,7 +27,8 @@ def run():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Every figure in seconds."""
+    """Every figure in seconds, which say nothing."""
+    monkeypatch.setattr(clock, "SPREAD", math.inf)
     monkeypatch.setattr(measure, "_gpt2_medium", lambda setting: (1, 2, 64, 16))
     monkeypatch.setattr(measure, "_blocks", lambda setting: ((1, 1, 64, 16), (16, 32)))
     monkeypatch.setattr(measure, "SHARES", (1.0, 0.5))
@@ -91,17 +92,65 @@ def test_refusals_are_kept_apart_from_times():
     def refuses():
         raise NotImplementedError("no engine takes this problem:\ncpu-x: not today")
 
-    seconds, refusals = clock.times({"a": lambda: sum(range(10000)), "b": fails, "c": refuses}, Setting("cpu", True, 0.01))
+    seconds, notes = clock.times({"a": lambda: sum(range(10000)), "b": fails, "c": refuses}, Setting("cpu", True, 0.01))
     assert list(seconds) == ["a"]
-    assert refusals == {"b": "out of memory", "c": "cpu-x: not today"}
+    assert {name: note for name, note in notes.items() if name != "a"} == {"b": "out of memory", "c": "cpu-x: not today"}
 
 
-def test_calls_beyond_the_budget_are_not_repeated(monkeypatch):
-    monkeypatch.setattr(clock, "medians", lambda functions, *_: pytest.fail("repeated") if not functions else {})
-    calls = []
-    seconds, _ = clock.times({"a": lambda: calls.append(sum(range(100000)))}, Setting("cpu", True, 0.0))
-    assert len(calls) == 1
-    assert seconds["a"] > 0
+@pytest.fixture
+def processor(monkeypatch):
+    """A clock that calls set forward, by as many seconds as are listed for each."""
+    now = 0.0
+
+    def call(name, seconds):
+        left = iter(seconds)
+
+        def function():
+            nonlocal now
+            now += next(left)
+
+        return {name: function}
+
+    monkeypatch.setattr(clock.time, "process_time", lambda: now)
+    return call
+
+
+@pytest.mark.parametrize(
+    ("budget", "seconds", "found"),
+    [
+        (0.0, [0.5, 0.75, 0.5], 0.5),  # the first one counts
+        (0.01, [0.15, 0.125, 0.125, 0.25], 0.125),
+        (2.0, [0.05] * 22, 0.05),
+    ],
+)
+def test_a_point_is_the_median_of_three_calls_at_least(processor, budget, seconds, found):
+    """However long they are."""
+    times, notes = clock.times(processor("a", seconds), Setting("cpu", True, budget))
+    assert times == {"a": pytest.approx(found)}
+    assert not notes
+
+
+@pytest.mark.parametrize("stalls", [0, 1, 2, 3])
+@pytest.mark.parametrize("budget", [0.0, 0.04, 2.0])
+def test_a_call_that_stalls_is_no_data(processor, budget, stalls):
+    """One of 4.42 s among others of 0.05 s was drawn."""
+    seconds = [0.05] * 30
+    seconds[stalls] = 4.42
+    times, notes = clock.times(processor("a", seconds), Setting("cpu", True, budget))
+    assert times == {"a": pytest.approx(0.05)}
+    counted = {0.0: [0, 1, 2], 0.04: [0, 1, 2] if stalls == 0 else [1, 2, 3], 2.0: [1, 2, 3] if stalls == 1 else [3]}[budget]
+    assert notes == ({"a": "its calls took 0.05 to 4.42 s"} if stalls in counted else {})
+
+
+def test_a_call_that_stalls_is_warned_of(run, tmp_path, monkeypatch):
+    apart = {"name": "fused", "seconds": 0.05, "note": f"{clock.DIFFERS}0.05 to 4.42 s"}
+    case = Case("x", lambda: [apart, {"name": "softmax", "seconds": 0.05, "note": ""}])
+    monkeypatch.setitem(measure.FIGURES, "h", ("h-fused", lambda setting: [case]))
+    done = run("--quick", "--device", "cpu", "--figure", "h", "--measure-only", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    assert done.output.count("warning") == 1
+    assert "warning h-fused, fused: its calls took 0.05 to 4.42 s" in done.output
+    assert read_csv(tmp_path / "h-fused.csv")[0] == apart
 
 
 def test_gradients_that_are_let_go_late_are_not_taken_for_what_was_there_before(monkeypatch):
@@ -118,7 +167,8 @@ def test_memory_that_a_method_takes_is_limited(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rows = lengths._in_a_process(CPU, rivals.STROBE)
     assert [row["length"] for row in rows] == lengths.lengths(CPU)
-    assert all(row["seconds"] > 0 and row["note"] == "" for row in rows)
+    assert all(row["seconds"] > 0 for row in rows)
+    assert all(row["note"] == "" or row["note"].startswith(clock.DIFFERS) for row in rows)
 
 
 def test_the_io_model_is_that_of_the_ladder():

@@ -9,8 +9,9 @@ import torch
 
 import strobe
 from cases import Inputs, call
-from check import Results, Yardstick, assert_matches, available_engines, oracle, run, run_or_skip
+from check import Results, Yardstick, assert_matches, oracle, run, run_or_skip
 from device import ON_GPU
+from engines import available_engines
 from strobe._prewarm import Shape, kernels, prewarm
 
 INF, NAN = torch.inf, torch.nan

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import strobe
-from check import available_engines, takes
+from check import takes
 from device import DEVICE
+from engines import available_engines
 from strobe import hyperbolic as h
 
 MODELS, AGGREGATES = ("lorentz", "poincare"), ("centroid", "midpoint")

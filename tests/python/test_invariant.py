@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import strobe
-from check import available_engines, takes
+from check import takes
 from device import DEVICE, EMULATED, ON_GPU, running_on
+from engines import available_engines
 from invariant_mixes import Variant, alone, differing, draw_problem, mixes
 
 # Of each engine and dtype: 1,000 mixes and more in all. Those of a seed are compiled one after the other.

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cases
 import strobe
-from check import Yardstick, assert_matches, available_engines, run, runs, takes
+from check import Yardstick, assert_matches, run, runs, takes
 from device import DEVICE, on_device, running_on
+from engines import available_engines
 
 DTYPES = (torch.float32, torch.bfloat16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -100,6 +101,48 @@ def test_a_sequence_without_new_tokens_writes_in_no_page():
     k = torch.ones(1, 1, 2, device=DEVICE)
     strobe.kv.append(k_pool, v_pool, k, k, ints(2, 4), page_table=table, cu_seqlens=ints(0, 0, 1))
     assert k_pool.sum() == k_pool[2, 0, 0].sum() == 2
+
+
+@pytest.mark.parametrize("length", [0, 4])
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_append_nothing_but_padding(quantised, paged, length):
+    """Of no sequence, with rotary tables, of whatever length."""
+    stored = torch.int8 if quantised else torch.float32
+    pool = torch.zeros(3 if paged else 0, 1, 4, 8, dtype=stored, device=DEVICE)
+    table = torch.ones(length, 4, device=DEVICE)
+    options: dict[str, Any] = {"rotary_cos": table, "rotary_sin": table, "cu_seqlens": ints(0)}
+    options |= {"page_table": torch.zeros(0, 2, dtype=torch.int32, device=DEVICE)} if paged else {}
+    options |= {name: torch.ones(pool.shape[:3], device=DEVICE) for name in ("k_scale", "v_scale") if quantised}
+    k = torch.randn(3, 1, 8, device=DEVICE)
+    used = strobe.kv.append(pool, pool.clone(), k, k, ints(), **options)
+    assert used.shape == (0,)
+    assert not pool.any()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="nobody looks at numbers in device memory")
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_rotary_tables_reach_the_new_tokens_alone(layout):
+    """A sequence without a new token needs no row of them, and padding none; where there is no token at all, no row is needed."""
+    caches = [torch.randn(2, HKV, 20, D).transpose(1, 2 if layout == "bshd" else 1).contiguous() for _ in "kv"]
+    before = [x.clone() for x in caches]
+    k, held = torch.randn(5, HKV, D), ints(19, 2)
+
+    def append(length: int, *ends: int) -> Tensor:
+        table = torch.rand(length, 3)
+        return strobe.kv.append(*caches, k, k, held, cu_seqlens=ints(*ends), rotary_cos=table, rotary_sin=table, layout=layout)
+
+    assert append(0, 0, 0, 0).tolist() == [19, 2]
+    assert all(torch.equal(x, y) for x, y in zip(caches, before, strict=True))
+    with pytest.raises(ValueError, match="^rotary_cos, rotary_sin: length 4; accepted is 5 or more, to the last token's position$"):
+        append(4, 0, 0, 3)
+    assert append(5, 0, 0, 3).tolist() == [19, 5]
+    assert all(torch.equal(x[0], y[0]) for x, y in zip(caches, before, strict=True))
+    with pytest.raises(ValueError, match="^rotary_cos, rotary_sin: length 19; accepted is 20 or more"):
+        append(19, 0, 1, 4)
+    no_token = torch.zeros(2, 0, HKV, D) if layout == "bshd" else torch.zeros(2, HKV, 0, D)
+    table = torch.rand(0, 3)
+    strobe.kv.append(*caches, no_token, no_token, held, rotary_cos=table, rotary_sin=table, layout=layout)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -411,6 +454,41 @@ def test_quantising_stays_within_the_bound(dtype, scale_dtype, of):
         assert (off > 0.75 * step).any() or x.numel() < 8 * scale.numel() + 500  # no bound that nothing comes near
 
 
+@pytest.mark.parametrize("gap", [0, 12], ids=["no gap", "pages apart"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_scales_between_the_numbers_of_one_buffer(layout, gap):
+    """A row's numbers and its scale side by side, as other libraries lay out their pages."""
+    d, pages, heads, page = 16, 9, 2, 4
+    sizes = (heads, page) if layout == "bhsd" else (page, heads)
+    buffer = torch.zeros(pages, page * heads * 2 * (d + 4) + gap, dtype=torch.int8, device=DEVICE)
+    rows = buffer[:, : page * heads * 2 * (d + 4)].view(pages, *sizes, 2 * (d + 4))
+    k, k_bytes, v, v_bytes = rows.split([d, 4, d, 4], -1)
+    inside = [k, v, *(x.view(torch.float32)[..., 0] for x in (k_bytes, v_bytes))]
+    apart = [x.clone() for x in inside]
+    new = [x if layout == "bhsd" else x.transpose(1, 2).contiguous() for x in torch.randn(2, 3, heads, 6, d).to(DEVICE)]
+    table = torch.tensor([[8, 1], [3, 0], [5, 6]], dtype=torch.int32, device=DEVICE)
+    for cache in (inside, apart):
+        scales = {"k_scale": cache[2], "v_scale": cache[3]}
+        held = strobe.kv.append(cache[0], cache[1], *new, ints(0, 2, 1), page_table=table, layout=layout, **scales)
+        strobe.kv.copy(cache[0], cache[1], ints(8), ints(2), **scales)
+    for x, y in zip(inside, apart, strict=True):
+        assert torch.equal(x, y)
+    assert inside[2].count_nonzero() > 0
+    if EMULATED:
+        return
+    q = torch.randn(3, 4, 2, d).to(DEVICE)
+    q = q if layout == "bhsd" else q.transpose(1, 2)
+    found = [
+        strobe.attention(q, x[0], x[1], k_scale=x[2], v_scale=x[3], page_table=table, seqused_k=held, layout=layout)
+        for x in (inside, apart)
+    ]
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+    # Scales that begin within the numbers are refused.
+    moved = buffer.view(-1)[4:].as_strided(k_bytes.shape, k_bytes.stride()).view(torch.float32)[..., 0]
+    with pytest.raises(ValueError, match="^k_scale: the memory of k_cache; accepted is memory of its own$"):
+        strobe.kv.append(inside[0], inside[1], *new, ints(0, 2, 1), page_table=table, layout=layout, k_scale=moved, v_scale=inside[3])
+
+
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -478,6 +556,90 @@ def test_a_quantised_caches_errors():
     narrow, scales = torch.zeros(2, 2, 8, 0, dtype=torch.int8), {"k_scale": scale, "v_scale": scale.clone()}
     with pytest.raises(ValueError, match=r"^v: shape \(2, 2, 1, 0\); accepted is a last axis of 1 or more$"):
         strobe.kv.append(k_cache, narrow, k, v[..., :0], held, **scales)
+
+
+@pytest.mark.parametrize("word", ["int8", "torch.int8", np.int8, np.dtype("int8")], ids=str)
+def test_a_dtype_by_another_name_is_told(word):
+    x = torch.ones(1, 2, 3, 16)
+    with pytest.raises(TypeError, match=r"^dtype: .*int8.*; accepted is torch.int8, .*; did you mean torch.int8\?$"):
+        strobe.kv.quantise(x, word)
+    with pytest.raises(TypeError, match="^dtype: 'int9'; accepted is torch.int8, torch.float8_e4m3fn, torch.uint8$"):
+        strobe.kv.quantise(x, "int9")
+    with pytest.raises(TypeError, match=r"^scale_dtype: 'float16'; accepted is .*; did you mean torch.float16\?$"):
+        strobe.kv.quantise(x, torch.int8, scale_dtype="float16")
+    with pytest.raises(TypeError, match="^dtype: tensor"):
+        strobe.kv.quantise(x, torch.ones(2))
+
+
+def test_the_other_spelling():
+    x = torch.randn(1, 2, 3, 16)
+    assert all(map(torch.equal, strobe.kv.quantize(x, torch.int8), strobe.kv.quantise(x, torch.int8)))
+
+
+def test_a_cache_without_pages_has_none_to_name():
+    pool, table, held = torch.zeros(0, 2, 4, 8), torch.tensor([[0], [1]], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    new, message = torch.ones(2, 2, 1, 8), r" at \[0.*\]; accepted is none, for the cache has no pages$"
+    with pytest.raises(ValueError, match="^page_table: page 0" + message):
+        strobe.kv.append(pool, pool.clone(), new, new, held, page_table=table)
+    with pytest.raises(ValueError, match="^page_table: page 0" + message):
+        strobe.kv.gather(pool, table)
+    pages = torch.zeros(1, dtype=torch.int64)
+    strobe.kv.copy(pool, pool.clone(), pages[:0], pages[:0])
+    with pytest.raises(ValueError, match="^source: 0" + message):
+        strobe.kv.copy(pool, pool.clone(), pages, pages)
+    with pytest.raises(ValueError, match=r"^page_table: page 0 at \[0, 0\]; accepted is none, for k and v have no pages"):
+        strobe.attention(torch.ones(2, 2, 1, 8), pool, pool, page_table=table)
+
+
+APPENDED = ("k_cache", "v_cache", "k", "v")
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("new", ["dense", "packed"])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("wrong", APPENDED)
+def test_what_is_laid_out_wrongly_alone_is_named_alone(wrong, paged, new, layout):
+    """Not what is held against it."""
+    caches = {name: torch.zeros(6 if paged else 2, 3, 16, width) for name, width in (("k_cache", 8), ("v_cache", 4))}
+    tokens = {name: torch.ones(2, 3, 5, width) for name, width in (("k", 8), ("v", 4))}
+    given = caches | tokens if layout == "bhsd" else {name: x.transpose(1, 2) for name, x in (caches | tokens).items()}
+    given["seqlens"] = torch.zeros(2, dtype=torch.int32)
+    if new == "packed":
+        given |= {name: x.transpose(1, 2).flatten(0, 1) for name, x in tokens.items()}
+        given["cu_seqlens"] = torch.tensor([0, 5, 10], dtype=torch.int32)
+    if paged:
+        given["page_table"] = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    strobe.kv.append(**given, layout=layout)
+    axes = (0, 1) if new == "packed" and wrong in ("k", "v") else (1, 2)
+    shape = tuple(given[wrong].shape)
+    given[wrong] = given[wrong].transpose(*axes)
+    hint = f"; if tokens lie {'behind' if axes == (0, 1) or layout == 'bshd' else 'before'} heads, {wrong}.transpose({axes[0]}, {axes[1]})"
+    message = f"{wrong}: shape {tuple(given[wrong].shape)}; accepted is {shape}{hint}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        strobe.kv.append(**given, layout=layout)
+
+
+@pytest.mark.parametrize("wrong", [*APPENDED, "seqlens"])
+def test_what_has_another_batch_alone_is_named_alone(wrong):
+    given = {"k_cache": torch.zeros(2, 3, 16, 8), "v_cache": torch.zeros(2, 3, 16, 4)}
+    given |= {"k": torch.ones(2, 3, 5, 8), "v": torch.ones(2, 3, 5, 4), "seqlens": torch.zeros(2, dtype=torch.int32)}
+    given[wrong] = torch.cat([given[wrong], given[wrong]])
+    with pytest.raises(ValueError, match=f"^{wrong}: ") as raised:
+        strobe.kv.append(**given)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_appends_other_layout_is_guessed(layout):
+    other = {"bhsd": "bshd", "bshd": "bhsd"}[layout]
+    cache, new, held = torch.zeros(2, 3, 16, 8), torch.ones(2, 3, 5, 8), torch.zeros(2, dtype=torch.int32)
+    if layout == "bshd":
+        cache, new = cache.transpose(1, 2), new.transpose(1, 2)
+    given = cache.clone().transpose(1, 2), cache.clone().transpose(1, 2), new.transpose(1, 2), new.transpose(1, 2), held
+    strobe.kv.append(*given, layout=other)
+    with pytest.raises(ValueError, match="^k: ") as raised:
+        strobe.kv.append(*given, layout=layout)
+    assert all(line.endswith(f'; did you mean layout="{other}"?') for line in str(raised.value).splitlines())
 
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)

@@ -11,7 +11,8 @@ import weakref
 import pytest
 import torch
 
-from check import available_engines, takes
+from check import takes
+from engines import available_engines
 from strobe._call import Allocator
 
 # Peak resident memory over what stands before the call, with every page of the inputs touched. glibc's arenas would keep what was freed.

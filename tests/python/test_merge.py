@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -82,6 +83,85 @@ def test_parts_without_keys():
     gradients = torch.autograd.grad((out.sum() + lse[..., :3].sum()), (out_a, lse_a, out_b, lse_b))
     assert all(x.isfinite().all() for x in gradients)
     assert all((x[..., 3] == 0).all() for x in (gradients[1], gradients[3]))
+
+
+GARBAGE = [float("nan"), float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("pair", [False, True], ids=["one number", "pairs"])
+@pytest.mark.parametrize("empty", ["a", "b"])
+@pytest.mark.parametrize("shape", ["bhsd", "bshd", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_what_lies_in_the_out_of_a_part_without_keys_reaches_nothing(dtype, shape, empty, pair):
+    """Nobody has to have written it: neither the result, with sinks as without, nor a gradient has it."""
+    torch.manual_seed(0)
+    layout = "bshd" if shape == "bshd" else "bhsd"
+    outs = {name: torch.randn({"bhsd": (1, 2, 3, 4), "bshd": (1, 3, 2, 4), "packed": (3, 2, 4)}[shape]).to(dtype) for name in "ab"}
+    lses = {name: torch.randn((2, 3) if shape == "packed" else (1, 2, 3)) for name in "ab"}
+    lses[empty][..., 1] = lses["a"][..., 2] = lses["b"][..., 2] = -torch.inf  # the last row is in neither part
+
+    def merged(garbage: float, **options: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        given = []
+        for name in "ab":
+            out, lse = outs[name].clone(), lses[name]
+            row = lse == -torch.inf
+            out[row if shape == "bhsd" else row.transpose(-1, -2)] = garbage
+            given += [out, torch.stack([lse, torch.zeros_like(lse)]) if pair else lse]
+        given = [x.clone().requires_grad_() for x in given]
+        found = strobe.merge(*given, layout=layout, **options)
+        weights = [torch.linspace(1, 2, x.numel()).view(x.shape).to(x.dtype) for x in found]
+        loss = (found[0] * weights[0]).sum().float() + torch.where(found[1].isfinite(), found[1] * weights[1], 0).sum()
+        return [x.detach() for x in found], list(torch.autograd.grad(loss, given))
+
+    for options in ({}, {"sinks": torch.zeros(2)}):
+        expected = merged(0.0, **options)
+        assert all(x.isfinite().all() for x in expected[1])
+        for garbage in GARBAGE:
+            found = merged(garbage, **options)
+            for x, y in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+                assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("empty", [0, 2])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_numpy_reads_no_out_of_a_part_without_keys(dtype, layout, empty):
+    rng = np.random.default_rng(0)
+    shape = {"bhsd": (1, 2, 3, 4), "bshd": (1, 3, 2, 4), "packed": (3, 2, 4)}[layout]
+    of = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+    given = [rng.standard_normal(shape).astype(of), np.zeros((2, 3) if layout == "packed" else (1, 2, 3), np.float32)] * 2
+    given = [x.copy() for x in given]
+    given[empty + 1][..., 1] = -np.inf
+    row = (..., 1, slice(None)) if layout == "bhsd" else (..., 1, slice(None), slice(None))
+    results = []
+    for garbage in (0.0, *GARBAGE):
+        given[empty][row] = garbage
+        with np.errstate(all="raise"):
+            results.append(strobe.merge(*given, layout="bshd" if layout == "bshd" else "bhsd"))
+        assert results[-1][0].dtype == given[0].dtype
+        for x, y in zip(results[-1], results[0], strict=True):
+            np.testing.assert_array_equal(x.astype(np.float64), y.astype(np.float64))
+    np.testing.assert_array_equal(results[0][0][row].astype(np.float64), given[2 - empty][row].astype(np.float64))
+
+
+def test_an_infinite_lse_makes_its_row_nan_until_it_is_replaced():
+    """flash-attn writes +inf where a query sees no key."""
+    out_a, out_b = torch.randn(2, 1, 1, 2, 4)
+    lse_a, lse_b = torch.tensor([[[torch.inf, 1.0]]]), torch.tensor([[[2.0, torch.inf]]])
+    out, lse = strobe.merge(out_a, lse_a, out_b, lse_b)
+    assert out.isnan().all()
+    assert lse.isnan().all()
+    lse_a, lse_b = (x.masked_fill(x == torch.inf, -torch.inf) for x in (lse_a, lse_b))
+    out, lse = strobe.merge(out_a, lse_a, out_b, lse_b)
+    assert torch.equal(out, torch.stack([out_b[0, 0, 0], out_a[0, 0, 1]])[None, None])
+    assert torch.equal(lse, torch.tensor([[[2.0, 1.0]]]))
+
+
+def test_a_nan_in_the_out_of_a_part_with_keys_is_seen():
+    """However small its weight: what a query sees propagates."""
+    nan = torch.full((1, 1, 1, 4), torch.nan)
+    out, _ = strobe.merge(nan, torch.full((1, 1, 1), -1e4), torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1))
+    assert out.isnan().all()
 
 
 def test_far_apart():

@@ -10,9 +10,10 @@ import torch
 
 import strobe
 from cases import FACTORS, _valid, build, call
-from check import Yardstick, assert_matches, available_engines, dtype_of
+from check import Yardstick, assert_matches, dtype_of
 from cuts import run_in_parts
 from device import DEVICE, ON_GPU, moved, running_on
+from engines import available_engines
 
 CUTS = 60
 
@@ -240,6 +241,29 @@ def test_accumulate_without_a_part(dtype, engine):
     torch.testing.assert_close((dk - 3).to(dtype), once.dk, atol=3e-6, rtol=1e-2)
 
 
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_reference_adds_to_what_other_engines_add_to(dtype, partial):
+    """It wanted float64, though nothing but the engine's name was another."""
+    x = call(sq=20, h=4, hkv=2, dtype=dtype)
+    options = {"part": strobe.Part([(0, 20)], [(0, x.k.shape[2])], 20, x.k.shape[2], partial=True)} if partial else {}
+    out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True, **options)
+    known = {"delta": (out * x.dout).sum(-1).to(lse.dtype)} if partial else {}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for engine in ("reference", None):
+        sums = {f"d{name}": torch.full(getattr(x, name).shape, 3.0, dtype=wide) for name in "qkv"}
+        found = strobe.attention_backward(
+            x.dout, x.q, x.k, x.v, None if partial else out, lse, accumulate=True, engine=engine, **sums, **known, **options
+        )
+        once = strobe.attention_backward(x.dout, x.q, x.k, x.v, None if partial else out, lse, engine="reference", **known, **options)
+        for name, of in sums.items():
+            assert getattr(found, name) is of
+            torch.testing.assert_close(of - 3, getattr(once, name).to(wide), atol=2e-2 if dtype == torch.bfloat16 else 3e-6, rtol=1e-2)
+    how = {"accumulate": True, "engine": "reference", "dk": torch.zeros(x.k.shape, dtype=torch.float16)} | known | options
+    with pytest.raises(ValueError, match=r"^dk: dtype float16; accepted is float(32, float)?64$"):
+        strobe.attention_backward(x.dout, x.q, x.k, x.v, None if partial else out, lse, **how)
+
+
 @pytest.mark.parametrize("engine", available_engines())
 def test_no_sequences(engine):
     """The lists of the block mask are empty, then, and have no addresses, though the heads begin behind the whole problem's first."""
@@ -328,21 +352,51 @@ def test_what_a_part_refuses():
         ({"first_head": 0.5}, "first_head: float; accepted is an integer"),
         ({"heads": 0}, "heads: 0; accepted are integers from 1"),
         ({"partial": 1}, "partial: int 1; accepted is True or False"),
+        ({"seqlens_q": -1}, "seqlens_q: -1 at [0]; accepted are 0 to 2147483647"),
+        ({"seqlens_k": [8, -3]}, "seqlens_k: -3 at [1]; accepted are 0 to 2147483647"),
+        ({"seqlens_k": 2**31}, "seqlens_k: 2147483648 at [0]; accepted are 0 to 2147483647"),
+        (
+            {"q_ranges": [(-1, 4)]},
+            "q_ranges: (-1, 4) at [0, 0]; accepted are a start and a length within the 8 positions that seqlens_q says",
+        ),
+        ({"k_ranges": [[(0, 8)], [(4, -4)]]}, "k_ranges: (4, -4) at [1, 0]; accepted are a start and a length within the 8 positions"),
+        ({"k_ranges": [(0, 4), (3, 2)]}, "k_ranges: (3, 2) at [0, 1] begins before 4, where the range before ends; accepted are ascending"),
+        ({"q_ranges": [(4, 4), (0, 4)]}, "q_ranges: (0, 4) at [0, 1] begins before 8, where the range before ends; accepted are ascending"),
+        (
+            {"q_ranges": [(0, 9)]},
+            "q_ranges: (0, 9) at [0, 0]; accepted are a start and a length within the 8 positions that seqlens_q says",
+        ),
+        (
+            {"q_ranges": [(9, 0)]},
+            "q_ranges: (9, 0) at [0, 0]; accepted are a start and a length within the 8 positions that seqlens_q says",
+        ),
+        (
+            {"k_ranges": [(0, 8)], "seqlens_k": [9, 7]},
+            "k_ranges: (0, 8) at [0, 0]; accepted are a start and a length within the 7 positions",
+        ),
+        ({"k_ranges": [[(0, 8)], [(0, 8)]], "seqlens_k": [8, 7]}, "k_ranges: (0, 8) at [1, 0]; accepted are a start and a length within"),
+        ({"q_ranges": [(0, 2**70)]}, "q_ranges: (0, 1180591620717411303424) at [0, 0]; accepted are"),
     ):
         with pytest.raises((TypeError, ValueError)) as refused:
             strobe.Part(**({"q_ranges": [(0, 8)], "k_ranges": [(0, 8)], "seqlens_q": 8, "seqlens_k": 8} | wrong))
         assert str(refused.value).startswith(message)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"^q_ranges: \(-1, 2\) .*\nk_ranges: \(0, 9\) .*within the 8 positions that seqlens_k says$"):
+        strobe.Part([(-1, 2)], [(0, 9)], 8, 8)
+
+
+def test_ranges_that_look_odd_and_are_right():
+    """Empty ones stand anywhere within the sequence; others touch; each sequence has ranges of its own."""
+    strobe.Part([(3, 2), (0, 0), (5, 3), (8, 0)], [], 8, 0)
+    strobe.Part([[(0, 8)], [(2, 3)]], [[]], [8, 5], [])
+    strobe.Part([[(0, 4)]] * 3, [[(0, 4)]] * 2, [4, 8], [8, 4])
 
 
 def test_what_a_call_refuses():
     x = call(sq=8, sk=8, d=16)
     given = {"q_ranges": [(0, 8)], "k_ranges": [(0, 8)], "seqlens_q": 16, "seqlens_k": 16}
     for wrong, options, message in (
-        ({"q_ranges": [(8, 4), (0, 4)]}, {}, "part.q_ranges: (0, 4) at [0, 1] begins before 12, where the range before ends"),
-        ({"q_ranges": [(0, 5), (4, 3)]}, {}, "part.q_ranges: (4, 3) at [0, 1] begins before 5"),
-        ({"k_ranges": [(9, 8)]}, {}, "part.k_ranges: (9, 8) at [0, 0]; accepted are a start and a length within the 16 positions"),
         ({"k_ranges": [(0, 7)]}, {}, "part.k_ranges: hold 7 rows of sequence 0; accepted is 8, as many as it has here"),
-        ({"q_ranges": [(0, 2**70)]}, {}, "part.q_ranges: (0, 9223372036854775807)"),
         ({"first_head": 3, "heads": 4}, {}, "part.heads: 4 with first_head 3 and 2 heads of q; accepted are 5 or more"),
         ({}, {"seqused_k": torch.tensor([8], dtype=torch.int32)}, "seqused_k: given beside part"),
         ({}, {"invariant": True}, "invariant: given beside part"),

@@ -10,8 +10,9 @@ import torch
 
 import strobe
 from cases import FACTORS, Inputs, call
-from check import Yardstick, available_engines, run
+from check import Yardstick, run
 from device import DEVICE, ON_GPU, moved, running_on
+from engines import engines_under_test
 from quantising import Kind, group_of, quantised
 
 HALF = [torch.bfloat16, torch.float16]
@@ -42,7 +43,7 @@ def quantised_call(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, page:
 def check(inputs: Inputs, *wanted: str) -> None:
     """On every engine that takes the call; those that are `wanted` have to, where they are there."""
     yardstick, took, faults = Yardstick(inputs), set(), []
-    for engine in available_engines():
+    for engine in engines_under_test():
         try:
             found = run(inputs, engine)
         except NotImplementedError as refusal:
@@ -186,7 +187,7 @@ def test_nan_that_is_seen_is_seen(in_v):
         q, k, v = (moved(x, DEVICE) for x in (handed.q, handed.k, handed.v))
         options = {name: moved(x, DEVICE) if isinstance(x, torch.Tensor) else x for name, x in handed.options.items()}
         took = set()
-        for engine in (*available_engines(), "reference"):
+        for engine in (*engines_under_test(), "reference"):
             if engine == "reference" and ON_GPU:
                 continue
             with running_on(engine):

@@ -4,7 +4,6 @@ the formulas, random_judge.py holds the results to the accuracy clause. random_c
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from device import DEVICE
+from engines import LONG
 from random_call import drawn, engines, faults, replay, run
 from random_dense import dropout_keeps
 from random_draw import CALLS
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 import philox
 
 CALLS_A_TEST = 25
-TESTS = 80 * (10 if os.environ.get("STROBE_TRIPLES") else 1)
+TESTS = 80 * (10 if LONG else 1)
 
 
 @pytest.mark.parametrize("first", range(0, TESTS * CALLS_A_TEST, CALLS_A_TEST))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 from hypothesis import HealthCheck, given, settings
 
 from cases import build
-from check import Yardstick, available_engines, run
+from check import Yardstick, run
 from drawn_cases import cases
-
-LONG = bool(os.environ.get("STROBE_TRIPLES"))  # more shapes, others each time
+from engines import LONG, beside_the_default
 
 
 @settings(max_examples=3000 if LONG else 80, deadline=None, derandomize=not LONG, suppress_health_check=[HealthCheck.too_slow])
@@ -19,7 +16,7 @@ def test_any_legal_call(case):
     inputs = build(case)
     yardstick = Yardstick(inputs)
     faults = []
-    for engine in (None, *available_engines()):
+    for engine in (None, *beside_the_default(case)):
         try:
             results = run(inputs, engine)
         except NotImplementedError:

@@ -166,6 +166,61 @@ def test_meta_tensors_have_no_numbers(place):
             call(like.to("meta"), lambda x: x)
 
 
+SHORT = r"its numbers reach to byte \d+ of a storage of \d+; accepted is a storage that holds all of them"
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
+@pytest.mark.parametrize("left", ["nothing", "an element too few", "all"])
+@pytest.mark.parametrize("place", PLACES | OF_SCORES | OF_TORCH)
+def test_a_storage_that_was_shortened(place, left, view):
+    """By what FSDP frees memory with. PyTorch's own functions read beyond its end."""
+    name, like, call = (PLACES | OF_SCORES | OF_TORCH)[place]
+    x = torch.cat([like, like])[len(like) :] if view else like.clone()
+    size = x.untyped_storage().nbytes()
+    x.untyped_storage().resize_({"nothing": 0, "an element too few": max(size - x.element_size(), 0), "all": size}[left])
+    if left == "all" or not like.numel():
+        call(x, lambda x: x)
+    else:
+        assert re.search(SHORT, refused(name, lambda: call(x, lambda x: x)))
+
+
+def test_a_view_of_what_is_left_of_a_storage_is_served():
+    whole = torch.cat([Q, Q])
+    q, other = whole[:2], whole[2:]
+    assert torch.equal(strobe.attention(q, K, K), strobe.attention(Q, K, K))
+    whole.untyped_storage().resize_(q.numel() * q.element_size())
+    assert torch.equal(strobe.attention(q, K, K), strobe.attention(Q, K, K))
+    with pytest.raises(ValueError, match=f"^k: {SHORT}"):
+        strobe.attention(Q, other, Q)
+
+
+def test_a_storage_that_was_shortened_since_the_forward():
+    """What autograd has saved is looked at again; and so is what an operator is called with."""
+    q, k = Q.clone().requires_grad_(), K.clone()
+    out = strobe.attention(q, k, K)
+    k.untyped_storage().resize_(8)
+    with pytest.raises(ValueError, match=f"^k: {SHORT}"):
+        out.sum().backward()
+    with pytest.raises(ValueError, match=f"^k: {SHORT}"):
+        torch.ops.strobe.attention_forward(Q, k, K)
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match=f"k: {SHORT}"):
+        torch.compile(strobe.attention, backend="aot_eager")(Q, k, K)
+
+
+@pytest.mark.parametrize("place", PLACES | OF_SCORES)
+def test_a_view_of_an_array_that_was_resized(place):
+    name, like, call = (PLACES | OF_SCORES)[place]
+    if not like.numel():
+        return
+    whole = np.concatenate([like.numpy().ravel()] * 2)
+    first, second = (x.reshape(like.shape) for x in np.split(whole, 2))
+    call(first[::-1][::-1], as_numpy)
+    call(second, as_numpy)
+    whole.resize(like.numel(), refcheck=False)  # which PyTorch's refusal is for, and NumPy's own without refcheck
+    assert "a view of an array that resize() has moved or shortened" in refused(name, lambda: call(second, as_numpy))
+
+
 def test_what_is_plain_data_is_served(tmp_path):
     """A file in memory, a parameter, a subclass that overrides nothing, and one that hands functions on."""
     expected = strobe.attention(Q, K, K)
@@ -240,8 +295,9 @@ def test_kinds_with_a_dispatch_of_their_own():
 
 
 def test_a_distributed_tensor_is_refused_by_name():
-    dist = pytest.importorskip("torch.distributed")
-    tensor = pytest.importorskip("torch.distributed.tensor")
+    from torch import distributed as dist
+    from torch.distributed import tensor
+
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         mesh = tensor.init_device_mesh("cpu", (1,))

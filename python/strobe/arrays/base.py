@@ -102,6 +102,14 @@ class Framework(ABC):
     def cast(self, x: Array, dtype: Any) -> Array: ...
 
     @abstractmethod
+    def cast_in_words(self, x: str, dtype: str) -> str:
+        """How a caller writes that cast, for messages; dtype: as DTYPES of the library name it."""
+
+    @abstractmethod
+    def expanded_in_words(self, x: str, shape: tuple[int, ...]) -> str:
+        """How a caller writes a view of x with strides of 0, for messages; x: an expression, or a number."""
+
+    @abstractmethod
     def constant(self, x: Array) -> Array:
         """x, through which no gradient flows."""
 

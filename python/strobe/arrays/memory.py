@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._eager import is_whole
+
 PLAIN = Tensor, torch.nn.Parameter
 
 
@@ -16,6 +18,22 @@ def is_lazy(x: Tensor) -> bool:
 def in_memory(x: Tensor) -> Tensor:
     """x, or its numbers written out."""
     return x.clone() if is_lazy(x) else x
+
+
+def shortened(name: str, x: Tensor) -> Exception | None:
+    """What is wrong with x, a dense tensor, if its storage ends before its last number. Where compilers and tracers look on, and where a
+    transform wraps x, nobody asks."""
+    if torch.compiler.is_compiling() or is_whole(x) or torch._C._is_tracing() or not x.numel():
+        return None
+    try:
+        size = x.untyped_storage().nbytes()
+    except NotImplementedError:  # it has none of its own
+        return None
+    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    if (end := (last + 1) * x.element_size()) <= size:
+        return None
+    accepted = "accepted is a storage that holds all of them, as it did before untyped_storage().resize_()"
+    return ValueError(f"{name}: its numbers reach to byte {end} of a storage of {size}; {accepted}")
 
 
 class OutOfMemoryError(MemoryError, torch.cuda.OutOfMemoryError):

@@ -33,7 +33,7 @@ class NumPy(Framework):
     def unfit(self, name: str, x: _NDArray, beside: str = "q", q: _NDArray | None = None) -> Exception | None:
         of = type(x)
         if of is np.ndarray:
-            return None
+            return _shortened(name, x) if type(x.base) is np.ndarray else None
         if isinstance(x, np.ma.MaskedArray):  # whose mask nobody would read
             return TypeError(f"{name}: {kind(x)}; accepted is a numpy.ndarray, which filled() gives")
         overrides = of.__array_ufunc__ is not np.ndarray.__array_ufunc__ or of.__array_function__ is not np.ndarray.__array_function__
@@ -73,6 +73,12 @@ class NumPy(Framework):
     def cast(self, x: _NDArray, dtype: Any) -> _NDArray:
         return x.astype(dtype)
 
+    def cast_in_words(self, x: str, dtype: str) -> str:
+        return f"{x}.astype({dtype if dtype == 'bool' else f'np.{dtype}'})"
+
+    def expanded_in_words(self, x: str, shape: tuple[int, ...]) -> str:
+        return f"np.broadcast_to({x}, {shape})"
+
     def constant(self, x: _NDArray) -> _NDArray:
         return x
 
@@ -90,6 +96,19 @@ class NumPy(Framework):
 
     def int32(self, values: array[int], like: _NDArray | None = None) -> _NDArray:
         return np.array(values, np.int32)
+
+
+def _shortened(name: str, x: _NDArray) -> Exception | None:
+    """What is wrong with x, a view, if it reaches out of the memory of its base: that has been resized since."""
+    base = x.base
+    if base is None or not base.flags.owndata or not x.size:
+        return None
+    first = x.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    reach = [(n - 1) * stride for n, stride in zip(x.shape, x.strides, strict=True)]
+    first, end = first + sum(r for r in reach if r < 0), first + sum(r for r in reach if r > 0) + x.itemsize
+    if first >= 0 and end <= base.nbytes:
+        return None
+    return ValueError(f"{name}: a view of an array that resize() has moved or shortened; accepted is a view of the array as it is now")
 
 
 def _allocated(shape: tuple[int, ...], dtype: Any) -> _NDArray:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._kinds import kind
-from .memory import PLAIN
+from .memory import PLAIN, shortened
 
 # What stands for one of these may be the idea of a mask, as PyTorch's CausalBias is, over memory that nobody wrote.
 _OF_SCORES = frozenset({"mask", "bias"})
@@ -33,7 +33,7 @@ def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | No
         return ValueError(f"{name}: dtype {x.dtype}, quantized; accepted is a torch.Tensor of numbers, which dequantize() gives")
     if q is not None and not causal_bias(q) and x.device != q.device:  # up to PyTorch 2.6 a causal bias tells no device
         return ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where {beside} lies")
-    return None
+    return None if has_own_dispatch(x) else shortened(name, x)
 
 
 def _unfit_subclass(name: str, x: Tensor) -> Exception | None:

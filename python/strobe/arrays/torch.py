@@ -15,7 +15,7 @@ from .._abi import CPU, CUDA, DTYPES, MAX_RANK, NO_DTYPE
 from .._core import lib
 from . import tensor_kinds
 from .base import Framework
-from .memory import PLAIN, allocated, in_memory, is_lazy
+from .memory import PLAIN, allocated, in_memory, is_lazy, shortened
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
@@ -48,7 +48,7 @@ class Torch(Framework):
             return ValueError(f"{name}: a negated view or zeros without memory; accepted is a tensor of its own numbers, as clone() makes")
         if x.is_inference() and not torch.is_inference_mode_enabled():
             return ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode")
-        return None
+        return tracked_leaf(name, x)
 
     def written(self, x: Tensor) -> None:
         increment_version(x)  # so that a backward that has saved x as it was says so
@@ -95,6 +95,8 @@ class Torch(Framework):
             device, index = CUDA, x.get_device()
         else:
             raise NotImplementedError(f"{name}: on device {x.device}; accepted are cpu and cuda")
+        if (refused := shortened(name, x)) is not None:  # since it was looked at, perhaps: autograd has saved it
+            raise refused
         x = in_memory(x)
         lib.strobe_glue_tensor(tensor, x.data_ptr(), _DTYPES.get(x.dtype, NO_DTYPE), device, index, rank, x.shape, x.stride(), swap_1_2)
         return x
@@ -122,6 +124,13 @@ class Torch(Framework):
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
 
+    def cast_in_words(self, x: str, dtype: str) -> str:
+        methods = {"float32": "float", "float64": "double", "int32": "int", "int64": "long"}
+        return f"{x}.{methods.get(dtype, dtype)}()"
+
+    def expanded_in_words(self, x: str, shape: tuple[int, ...]) -> str:
+        return f"{x}.expand{shape}"
+
     def constant(self, x: Tensor) -> Tensor:
         return x.detach()
 
@@ -143,6 +152,17 @@ class Torch(Framework):
 
 
 TORCH = Torch()
+
+
+def tracked_leaf(name: str, x: Tensor) -> Exception | None:
+    """Why nothing is written into x where gradients are on, as PyTorch has it of its own functions."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    base = x._base
+    if not x.is_leaf and (base is None or not base.is_leaf):
+        return None
+    what = "a leaf that requires grad" if x.is_leaf else "a view of a leaf that requires grad"
+    return ValueError(f"{name}: {what}; accepted is a tensor that does not, as detach() gives, or torch.no_grad()")
 
 
 def is_alone() -> bool:

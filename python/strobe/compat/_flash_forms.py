@@ -212,7 +212,8 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: floating point (length, R), up to the last token's position: the first 2R columns of k are rotated by it,
             those of q as well: with causal or a window by cache_seqlens + i, else all by cache_seqlens.
         cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it, which leaves no room for k and v.
-        cache_batch_idx: int (B,). The rows that it names are copied before the attention (the update is in place).
+        cache_batch_idx: int (B,): which row of the cache each sequence has. It is read where it lies; under autocast, which copies what it
+            casts, the rows that are named are copied first.
         cache_leftpad: int32 (B,): where in the cache each sequence begins.
         block_table: int32 (B, n): the pages of each sequence; Sc is n · page. Beside it cache_batch_idx and cache_leftpad are refused.
         num_splits: an integer; it has no effect.

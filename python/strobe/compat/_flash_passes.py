@@ -18,7 +18,7 @@ from strobe._run import Gradients
 from strobe.arrays.torch import TORCH
 
 from .._tensor_checks import unfit_tensors
-from .._writable import not_writable
+from .._writable import not_writable, writes
 from ._call import NAMES, attend, refuse_pages, sequences, translated
 from ._gaps import parts, within
 from ._words import in_words_of, names_checked, switch_or_refusal
@@ -106,7 +106,7 @@ def _flash_attn_varlen_forward(
 
 
 @names_checked(_NAMES)
-@torch.no_grad()
+@writes("dq", "dk", "dv")
 def _flash_attn_backward(
     dout: Tensor,
     q: Tensor,
@@ -142,7 +142,7 @@ def _flash_attn_backward(
 
 
 @names_checked(_NAMES)
-@torch.no_grad()
+@writes("dq", "dk", "dv")
 def _flash_attn_varlen_backward(
     dout: Tensor,
     q: Tensor,

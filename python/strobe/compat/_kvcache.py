@@ -15,7 +15,7 @@ from strobe._rotary import check_tables, rotate, rotate_tokens
 from strobe._tensor_checks import incomplete, misplaced, unfit_tensors
 from strobe.kv import append
 
-from .._writable import not_writable
+from .._writable import not_writable, writes
 from ..arrays.torch import TORCH
 from ._call import Window, attend, bounds
 from ._gaps import check_cu_seqlens, parts, within
@@ -56,13 +56,13 @@ class Rotary(NamedTuple):
         if cu_seqlens is None:
             positions = first[:, None] + torch.arange(x.shape[1] if from_each else 1, device=x.device)
             return rotate(x, self.cos, self.sin, positions, self.interleaved)
-        if not len(first):
+        if not len(first):  # all of it is padding
             return x
         sequence, positions, _ = places(first, cu_seqlens, len(x))
         return rotate_tokens(x, self.cos, self.sin, positions if from_each else first[sequence], self.interleaved)
 
 
-@torch.no_grad()
+@writes("k_cache", "v_cache", beside="k")
 def attend_to_cache(
     names: Mapping[str, str],
     q: Tensor,
@@ -119,10 +119,15 @@ def attend_to_cache(
     length = k_cache.shape[1] * (1 if table is None else table.shape[1])
     filled, new = _lengths(cache_seqlens, k, cu_seqlens_k_new, batch, length, q.device)
     rows, exists = _rows_of_cache(cache_batch_idx, batch, k_cache.shape[0], written=k is not None)
+    place = table if rows is None else _pages_of(rows, exists, q.device)
+    copied = rows is not None and (not length or _is_cast(k_cache))  # a page has a key or more; and what is cast is copied in any case
+    cache = Cache(k_cache, v_cache, None if copied else place)
     if cache_leftpad is not None:
         cache_leftpad = within("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends").to(q.device)
     start = torch.as_tensor(filled, device=q.device).long().expand(batch)
     end = start + new
+    if exists is not None:
+        end = end * exists.to(q.device)
 
     options: dict[str, Any] = {
         "dropout_p": 0.0,
@@ -133,31 +138,30 @@ def attend_to_cache(
         "alibi_slopes": alibi_slopes,
         "deterministic": False,
         "return_attn_probs": True,
-        "names": names,
+        "names": names if rows is None else {**names, "page_table": "cache_batch_idx"},
     }
     if k is not None and v is not None:
-        _try_attention(Queries(q, cu_seqlens_q, max_seqlen_q), k, v, Cache(k_cache, v_cache, table), end, options)
+        _try_attention(Queries(q, cu_seqlens_q, max_seqlen_q), k, v, cache, end, options)
         if rotary_cos is not None and rotary_sin is not None:
             first = filled
             if rotary_seqlens is not None:
                 first = within("rotary_seqlens", rotary_seqlens, batch, len(rotary_cos), "the length of rotary_cos")
             tables = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
             from_each = causal or window is not None
-            counts = (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()) if from_each else 1
-            tables.check(q.shape[-1], max(_furthest(first, new), _furthest(first, counts)))
+            counts = q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
+            if not from_each:  # one position serves all queries of a sequence
+                counts = counts.clamp(max=1) if isinstance(counts, Tensor) else min(counts, 1)
+            tables.check(q.shape[-1], max(_furthest(first, new, k), _furthest(first, counts, q)))
             begin = torch.as_tensor(first, device=q.device).long().expand(batch)
             q, k = tables.turned(q, cu_seqlens_q, begin, from_each), tables.turned(k, cu_seqlens_k_new, begin, from_each=True)
-        place = table if rows is None else _pages_of(rows, exists, q.device)
         with in_words_of({**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}):
             append(k_cache, v_cache, k, v, start.int(), page_table=place, cu_seqlens=cu_seqlens_k_new, layout="bshd")
-    if rows is not None:
-        k_cache, v_cache = k_cache[rows], v_cache[rows]
-    if exists is not None:
-        end = end * exists
-        cache_leftpad = None if cache_leftpad is None else cache_leftpad * exists
+    if copied:
+        cache = Cache(k_cache[rows], v_cache[rows], None)
+    if cache_leftpad is not None and exists is not None:
+        cache_leftpad = cache_leftpad * exists.to(q.device)
     known = filled + new if isinstance(filled, int) and not isinstance(new, Tensor) and exists is None else None
-    queries, cache = Queries(q, cu_seqlens_q, max_seqlen_q), Cache(k_cache, v_cache, table)
-    out, lse = _attend_in_place(queries, cache, cache_leftpad, end, known, options)
+    out, lse = _attend_in_place(Queries(q, cu_seqlens_q, max_seqlen_q), cache, cache_leftpad, end, known, options)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -231,6 +235,17 @@ def _pages_of(rows: Tensor, exists: Tensor | None, device: torch.device) -> Tens
     return (rows if exists is None else torch.where(exists, rows, -1)).to(device, torch.int32)[:, None]
 
 
+def _is_cast(cache: Tensor) -> bool:
+    """Whether autocast makes a copy of it for the attention."""
+    device = cache.device.type
+    return torch.is_autocast_enabled(device) and cache.dtype not in (torch.float64, torch.get_autocast_dtype(device))
+
+
+def _follow_one_another(cache: Tensor) -> bool:
+    """Whether its rows lie in memory as one row, so that flatten(0, 1) is a view."""
+    return cache.shape[0] < 2 or not cache.shape[1] or cache.stride(0) == cache.shape[1] * cache.stride(1)
+
+
 def _try_attention(queries: Queries, k: Tensor, v: Tensor, cache: Cache, end: Tensor, options: dict[str, Any]) -> None:
     """Makes calls of no queries or no keys, so that what is wrong with the call, or with its pages, is said before anything is written."""
     of_none, no_k, no_v = [x.new_empty(len(end), 0, *x.shape[-2:]) for x in (queries.q, k, v)]
@@ -281,13 +296,17 @@ def _shapes_against(
         room, where = length * table.shape[1], f"a row of {name}"
     elif indexed and batch and not rows:
         return [ValueError(f"k_cache: shape {tuple(k_cache.shape)}; accepted is one row or more, for cache_batch_idx to name")]
+    elif indexed and heads and q.shape[-2] % heads:  # the library would speak of pages
+        accepted = f"accepted are the divisors of {q.shape[-2]}"
+        wrong.append(ValueError(f"k_cache: {heads} heads for the {q.shape[-2]} of q; {accepted}"))
     first = rows if indexed or named_table is not None else batch
     shapes: dict[str, tuple[int, ...]] = {
         "k_cache": (first, length, heads, width),
         "v_cache": (first, length, heads, v_cache.shape[3]),
     }
     if fresh:
-        tokens = fresh["k"].shape[:1] if "k" in packed else (batch, fresh["k"].shape[1])
+        measure = fresh["v"] if fresh["k"].shape[-2] != heads == fresh["v"].shape[-2] else fresh["k"]  # whose axes are in their places
+        tokens = measure.shape[:1] if "k" in packed else (batch, measure.shape[1])
         if "k" not in packed and tokens[1] > room:
             wrong.append(ValueError(f"k: {tokens[1]} tokens; accepted are up to {room}, as {where} has"))
         shapes.update({"k": (*tokens, heads, width), "v": (*tokens, heads, v_cache.shape[3])})
@@ -301,23 +320,29 @@ def _shapes_against(
     return wrong
 
 
-def _furthest(first: int | Tensor, count: int | Tensor) -> int:
-    """Where the last of sequences ends whose `count` tokens begin at `first`; as far as it is known without looking at numbers that nobody
-    reads."""
+def _furthest(first: int | Tensor, count: int | Tensor, tokens: Tensor) -> int:
+    """Where the last sequence ends that has a token, if sequences of `count` tokens begin at `first`; as far as it is known without looking
+    at numbers that nobody reads. 0 if there are no tokens: `tokens` is what they lie in."""
+    if not (tokens.shape[0] and tokens.shape[1]) or (not isinstance(count, Tensor) and not count):
+        return 0
     if not isinstance(first, Tensor) and not isinstance(count, Tensor):
         return first + count
     ends = first + count
     if isinstance(ends, Tensor) and TORCH.is_readable(ends):
-        return max(ends.tolist(), default=0)
-    return 0 if isinstance(count, Tensor) else count
+        some = torch.as_tensor(count).expand(ends.shape) > 0
+        return max(ends[some].tolist(), default=0)
+    return 1 if isinstance(count, Tensor) else count
 
 
 def _attend_in_place(
     queries: Queries, cache: Cache, begin: Tensor | None, end: Tensor, known: int | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """out and softmax_lse, by the least general call that has them. known: where all sequences end, if that is one number."""
+    """out and softmax_lse, by the least general call that has them and copies nothing of the cache. known: where all sequences end, if that
+    is one number."""
     if cache.table is None and (queries.cu_seqlens is not None or begin is not None):
-        return _packed(queries, cache, begin, end, options)
+        if _follow_one_another(cache.k) and _follow_one_another(cache.v):
+            return _packed(queries, cache, begin, end, options)
+        cache = Cache(cache.k, cache.v, torch.arange(len(end), device=queries.q.device, dtype=torch.int32)[:, None])
     if cache.table is None and known is not None:
         out, lse, _ = attend(queries.q, cache.k[:, :known], cache.v[:, :known], **options)
         return out, lse
@@ -325,6 +350,10 @@ def _attend_in_place(
         options = {**options, "page_table": cache.table}
     if queries.cu_seqlens is not None:
         options = {**options, **queries.packing()}
+    if begin is not None and cache.table is not None:
+        key = torch.arange(cache.k.shape[1] * cache.table.shape[1], device=queries.q.device)
+        names = {**options["names"], "mask": "cache_leftpad"}
+        options = {**options, "names": names, "mask": (key >= begin[:, None])[:, None, None]}
     out, lse, _ = attend(queries.q, cache.k, cache.v, **options, seqused_k=end.int())
     return out, lse
 

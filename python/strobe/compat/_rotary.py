@@ -62,12 +62,17 @@ def apply_rotary_emb(
     offsets = offsets.expand(batch)
     if cu_seqlens is None:
         positions = offsets[:, None] + torch.arange(x.shape[1], device=x.device)
+        of_tokens = positions
     else:
-        positions = places(offsets, cu_seqlens, len(x))[1][None] if batch else torch.arange(len(x), device=x.device)[None]
-    looked_at = positions.is_cpu and positions.numel() and not torch.compiler.is_compiling()
-    check_tables(cos, sin, x.shape[-1], int(positions.max()) + 1 if looked_at else 0, "cos, sin")
-    if looked_at and positions.min() < 0:
-        raise ValueError(f"seqlen_offsets: a token at position {int(positions.min())}; accepted are positions from 0 on")
+        _, positions, there = places(offsets, cu_seqlens, len(x))
+        of_tokens, positions = positions, positions[None]
+    least, most = 0, min(positions.numel(), 1) - 1
+    if positions.is_cpu and not torch.compiler.is_compiling():
+        of_tokens = of_tokens if cu_seqlens is None else of_tokens[there]  # padding needs no row of the tables
+        least, most = map(int, of_tokens.aminmax()) if of_tokens.numel() else (0, -1)
+    check_tables(cos, sin, x.shape[-1], most + 1, "cos, sin")
+    if least < 0:
+        raise ValueError(f"seqlen_offsets: a token at position {least}; accepted are positions from 0 on")
     turned = rotate(x if cu_seqlens is None else x[None], cos, sin, positions, flags["interleaved"])
     turned = turned if cu_seqlens is None else turned[0]
     return x.copy_(turned) if flags["inplace"] else turned

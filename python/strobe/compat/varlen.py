@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, is_integer, refusal
 from strobe._kinds import kind, shown
 
-from .._writable import not_writable
+from .._writable import not_writable, writes
 from ._call import Window, attend, sequences
 from ._gaps import check_cu_seqlens
 from ._words import flag_or_refusal, names_checked, tensor_or_refusal
@@ -97,7 +96,7 @@ def varlen_attn(
 
 
 @names_checked(_NAMES)
-@torch.no_grad()
+@writes("out")
 def varlen_attn_out(
     out: Tensor,
     query: Tensor,

@@ -32,13 +32,13 @@ from ._methods import METHODS, choose
 from ._ranges import count
 from ._seen import Band
 
-WORLD = "world"
 _LONGEST = 1e6  # seconds that a rank may be asked to wait
 _AXES = ("bhsd", "bshd")
 _OF_KEYS = ROWS.keys() - {"alibi_slopes"}  # of which it is asked whether they require grad
 _HINTS = ELSEWHERE | {
     "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
     "dropout_p": "did you mean dropout?",
+    **dict.fromkeys(("agree", "return_lse", "time_limit"), "leave it out: explain() tells the same with any"),  # arguments of attention()
 }
 
 
@@ -238,7 +238,7 @@ def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> Prepare
         if options.pop(name, None) is not None:
             wrong.append(ValueError(f"{name}: given; accepted is None, for quantised keys are not sent between ranks"))
     check_names("attention", options, wrong, ROWS, _HINTS)
-    of_world = options.get("deterministic") == WORLD and isinstance(options["deterministic"], str)
+    of_world = options.get("deterministic") == _operators.WORLD and isinstance(options["deterministic"], str)
     if of_world:
         options |= {"deterministic": True, "invariant": True}
         if method not in (None, "heads"):

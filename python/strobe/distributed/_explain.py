@@ -11,7 +11,7 @@ from .. import _run
 from .._graphs import outside_graphs
 from ..arrays.torch import TORCH
 from . import _operators
-from ._attention import WORLD, in_context, prepare
+from ._attention import in_context, prepare
 from ._call import Call, Facts, facts_of
 from ._late import Waits
 from ._layout import Layout
@@ -51,7 +51,7 @@ def explain(
     made = METHODS[prepared.method].Forward(call)
     shares = [pairs(plan, r) for r in range(plan.world)]
     mean = sum(shares) / plan.world
-    by_time = method is None and options.get("deterministic") != WORLD
+    by_time = method is None and options.get("deterministic") != _operators.WORLD
     lines = [
         f"{'backward' if backward else 'forward'} by method {prepared.method!r} on {plan.world} ranks; rank {rank} has "
         f"{count(plan.q[rank])} of {prepared.layouts[0].seqlen} queries and {count(plan.k[rank])} of {prepared.layouts[1].seqlen} keys",

@@ -64,7 +64,8 @@ class Layout:
         ranges = tuple(union((int(start), int(length)) for start, length in of) for of in self.ranges)
         given = sum(int(length) for of in self.ranges for _, length in of if length > 0)
         if given != self.seqlen or union(each for of in ranges for each in of) != union([(0, self.seqlen)]):
-            raise ValueError(f"ranges: {shown(self.ranges)}; accepted are ranges that have each position from 0 to {self.seqlen - 1} once")
+            whole = f"each position from 0 to {self.seqlen - 1} once" if self.seqlen else "no position, for seqlen is 0"
+            raise ValueError(f"ranges: {shown(self.ranges)}; accepted are ranges that have {whole}")
         object.__setattr__(self, "seqlen", int(self.seqlen))
         object.__setattr__(self, "ranges", ranges)
         numbers = [x for of in ranges for x in (len(of), *itertools.chain(*of))]

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _eager, _repeated, _run
 from .._autograd import is_plain, is_seen_by_dispatcher, is_tracked
 from .._operators import _ARGUMENTS
-from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS
+from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS, written
 from .._request import Request
 from ..arrays.torch import TORCH
 from ._agree import Said, Signature, agree, drawn_by_first
@@ -41,6 +41,7 @@ torch.library.define(
 forward = torch.ops.strobe.distributed_forward.default
 backward = torch.ops.strobe.distributed_backward.default
 _NAMES = tuple(GRADIENTS.values())  # q, k, v, bias, sinks
+WORLD = "world"  # of deterministic
 # How a rank runs its share may differ.
 _LOCAL = frozenset({"threads", "check", "reserved_sms"})
 CU = ("cu_seqlens_q", "cu_seqlens_k")
@@ -139,24 +140,24 @@ def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
 
 
 def _signature(call: Call, own: _Own, of: str) -> Signature:
-    """What has to be the same on all ranks, by the names that callers know."""
+    """What has to be the same on all ranks, by the names that callers know. The first that differs is told: options come before shapes,
+    which follow from axes, and last the method, which follows from all where nobody asked for one."""
     if not own.agrees:
         return Signature({})  # nobody asks, and numbers of a GPU's rng would have to be waited for
     p, plan = call.p, call.plan
     said: dict[str, object] = {
         "the pass": of,
+        **_written(p.options, own.draw),
         "layout": plan.q,
         "layout_k": plan.k,
         "cu_seqlens_q": plan.cu_q,
         "cu_seqlens_k": plan.cu_k,
-        "block_mask": plan.blocks,
-        "method": own.method,
+        "block_mask": _mask_of_blocks(p, plan),
         "ranks of a node": size_of(own.levels),
         "tensors that require grad": sorted(call.needs),
         "q": (_but(call.q, call.axis), call.q.dtype, call.q.device.type),
         "k": (_but(call.k, call.axis), call.k.dtype),
         "v": (_but(call.v, call.axis), call.v.dtype),
-        "seed": "drawn" if own.draw else p.options.get("seed", 0),
     }
     for name in INPUTS[3:]:
         x = p.arrays.get(name)
@@ -169,7 +170,21 @@ def _signature(call: Call, own: _Own, of: str) -> Signature:
             said[name] = None if own.draw else x.tolist()
         else:
             said[name] = tuple(x.shape), x.dtype
-    return Signature(said | {name: x for name, x in p.options.items() if name not in _LOCAL})
+    return Signature(said | {"method": own.method})
+
+
+def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
+    """The options that ranks have alike, as they write them."""
+    options = {name: x for name, x in written(fields).items() if name not in _LOCAL}
+    options["axes"] = options.pop("layout")
+    if options["deterministic"] and options["invariant"]:
+        options["deterministic"] = WORLD
+    return options | {"seed": "drawn" if draw else fields.get("seed", 0), "offset": fields.get("offset", 0)}
+
+
+def _mask_of_blocks(p: Request, plan: Plan) -> object:
+    """Of a mask that lies on a GPU, and is not read, the size of its blocks."""
+    return plan.blocks if plan.blocks is not None or BLOCKS[0] not in p.arrays else (p.options["block_q"], p.options["block_k"])
 
 
 def _but(x: Tensor, axis: int) -> tuple[object, ...]:

@@ -126,7 +126,9 @@ def jobs(
                 yield Job(arch, dtype, dim, feature, True, _SMALL, 1)
 
 
-_OLDEST, _OLDEST_OF_NVRTC_13 = 61, 75
+# What NVRTC 12.9 and 13 compile for of what Strobe has kernels for.
+_KNOWN = (61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 107, 110, 120, 121)
+_OLDEST, _OLDEST_OF_NVRTC_13 = _KNOWN[0], 75
 _NVRTC_12 = '; this one needs NVRTC 12: pip install "nvidia-cuda-nvrtc-cu12==12.9.*"'
 _HEAD_DIM_HELP = f"Head dimensions, up to {MAX_HEAD_DIM} (that of V: {MAX_HEAD_DIM_V}); by default 32 to 256 by 32."
 _ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
@@ -179,16 +181,20 @@ def command(
     if not arch:
         raise click.BadParameter(f"missing; accepted is the {_ARCH}", param_hint="--arch")
     possible = [cc for cc in compiled_for() if cc >= _OLDEST]
-    if possible and (none := [cc for cc in arch if cc not in possible]):  # without any NVRTC, kernels may be in the cache
-        accepted = ", ".join(map(str, possible))
-        more = _NVRTC_12 if none[0] < _OLDEST_OF_NVRTC_13 and possible[0] >= _OLDEST_OF_NVRTC_13 else ""
-        raise click.BadParameter(f"{none[0]}; accepted is what this machine's NVRTC compiles for: {accepted}{more}", param_hint="--arch")
+    if none := [cc for cc in arch if cc not in (possible or _KNOWN)]:  # without any NVRTC, kernels may be in the cache
+        accepted = ", ".join(map(str, possible or _KNOWN))
+        whose = "what this machine's NVRTC compiles for" if possible else "an architecture that some NVRTC compiles for"
+        more = _NVRTC_12 if possible and none[0] < _OLDEST_OF_NVRTC_13 <= possible[0] else ""
+        raise click.BadParameter(f"{none[0]}; accepted is {whose}: {accepted}{more}", param_hint="--arch")
     if (cache := kernel_cache()).startswith("none"):
         click.echo(f"strobe prewarm: nothing would be kept; kernel cache: {cache}", err=True)
         raise SystemExit(1)
     console = Console(soft_wrap=True, highlight=False)
     small = list(jobs(arch, head_dim or _COMMON_DIMS, dtype or _COMMON_DTYPES, feature or _COMMON_FEATURES))
     asked = small if common else list(jobs(arch, head_dim, dtype, feature))
+    if (not possible or ", offline: " in cache) and (reason := _missing_for_good(asked)):
+        click.echo(f"strobe prewarm: {reason}", err=True)
+        raise SystemExit(1)
     began = perf_counter()
     refused: dict[Job, str] = {}
     found: dict[tuple[int, str], Kernel] = {}
@@ -214,7 +220,9 @@ def command(
     if list_kernels:
         for (cc, name), kernel in sorted(found.items()):
             console.print(f"sm_{cc} {kernel.registers:3} registers {kernel.spilled:4} B spilled  {name}", markup=False)
-    console.print(f"{len(found)} kernels, {compiled} compiled, {len(found) - compiled} found in the cache, {perf_counter() - began:.1f} s")
+    absent = missing - found.keys()
+    counts = f"{compiled} compiled, {len(found) - compiled} found in the cache" + (f", {len(absent)} not compiled" if absent else "")
+    console.print(f"{len(found) + len(absent)} kernels, {counts}, {perf_counter() - began:.1f} s")
     for reason in _reasons(refused.items()):
         console.print(f"[yellow]not compiled[/yellow] {reason}")
     for (cc, _), kernel in found.items():
@@ -227,7 +235,7 @@ def command(
     if lost:
         click.echo(f"strobe prewarm: {lost} of {compiled} compiled kernels were not kept; kernel cache: {cache}", err=True)
     nothing = [cc for cc in arch if all(job in refused for job in asked if job.compute_capability == cc)]
-    if spilling or nothing or lost:
+    if spilling or nothing or lost or absent:
         raise SystemExit(1)
 
 
@@ -262,6 +270,14 @@ def _leave_interrupts() -> None:
 def _missing(asked: Sequence[Job]) -> set[tuple[int, str]]:
     """The kernels that the cache does not have: compute capability and name."""
     return {(job.compute_capability, name) for job in asked for name, there in job.names()[0].items() if not there}
+
+
+def _missing_for_good(asked: Sequence[Job]) -> str:
+    """Where nothing compiles: what the cache does not have, and what to install; empty if it has all."""
+    for job in asked:
+        if not all(job.names()[0].values()) and (reason := job.run()[1]):
+            return next(_reasons([(job, reason)]))
+    return ""
 
 
 def _announce(asked: Sequence[Job], small: Sequence[Job], processes: int, cache: str, console: Console) -> set[tuple[int, str]]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from strobe_tools.timing import medians, medians_on_gpu
+from strobe_tools.timing import samples, samples_on_gpu
 
 if TYPE_CHECKING:
     from .case import Setting
 
 Call = Callable[[], Any]
-MOST_REPEATS = 15
-PATIENCE = 20  # times the budget: a call that takes longer is made once
+LEAST_REPEATS, MOST_REPEATS = 3, 15
+PATIENCE = 20  # times the budget: where a call takes longer, the first one counts as well
+SPREAD = 2.0  # of a point's longest call over its shortest one, from which on something else has run meanwhile
+DIFFERS = "its calls took "  # begins the note of such a point
 STARTING = 10.0  # seconds that a first call on a GPU may take to load libraries and compile kernels
 
 
@@ -53,25 +56,36 @@ def once(call: Call, setting: Setting) -> float:
 
 
 def times(calls: Mapping[str, Call], setting: Setting, warm: bool = False) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds of each call, and the reasons of those that refuse. Medians of as many calls as the budget allows; what takes longer than the
-    budget is one call, after one that is not counted; warm: that one was made before."""
+    """Seconds of each call; and notes: the reasons of those that refuse, and how far calls of one point lie apart, if that is far. Medians
+    of as many calls as the budget allows, three at least, after one that is not counted; warm: that one was made before."""
     patience = max(PATIENCE * setting.budget, STARTING if setting.on_gpu else 0.0)
     single: dict[str, float] = {}
-    refusals: dict[str, str] = {}
+    notes: dict[str, str] = {}
     for name, call in calls.items():
         try:
             single[name] = once(call, setting)
             if not warm and single[name] < patience:  # the first call starts things and allocates
                 single[name] = once(call, setting)
         except RefusedError as refusal:
-            refusals[name] = str(refusal)
+            notes[name] = str(refusal)
         release(setting)
     brief = {name: calls[name] for name, seconds in single.items() if seconds < setting.budget}
     repeats = min(MOST_REPEATS, int(setting.budget / max(1e-9, sum(single[name] for name in brief))))
-    repeats = max(repeats, 2 if setting.on_gpu else 0)  # by events, not by the host's clock
-    if brief and repeats >= 2:
-        single |= medians_on_gpu(brief, repeats) if setting.on_gpu else medians(brief, repeats, time.process_time)
-    return single, refusals
+    repeats = max(repeats, LEAST_REPEATS)
+    found = {name: [seconds] for name, seconds in single.items() if name not in brief}
+    for _ in range(LEAST_REPEATS - 1):
+        for name in list(found):
+            try:
+                found[name].append(once(calls[name], setting))
+            except RefusedError as refusal:
+                notes[name] = str(refusal)
+                del found[name]
+            release(setting)
+    if brief:
+        found |= samples_on_gpu(brief, repeats) if setting.on_gpu else samples(brief, repeats, time.process_time)
+    apart = {name: (min(seconds), max(seconds)) for name, seconds in found.items() if max(seconds) > SPREAD * min(seconds)}
+    notes |= {name: f"{DIFFERS}{least:.3g} to {most:.3g} s" for name, (least, most) in apart.items()}
+    return {name: statistics.median(seconds) for name, seconds in found.items()}, notes
 
 
 def release(setting: Setting) -> None:

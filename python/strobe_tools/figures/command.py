@@ -10,10 +10,12 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import strobe
 from strobe_tools import machine
+from strobe_tools.figures.case import Row
 from strobe_tools.requirements import require
 from strobe_tools.values import PATH
 
@@ -23,7 +25,8 @@ MACHINE = "machine.json"
 def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: float, console: Console) -> None:
     import torch
 
-    from strobe_tools.figures.case import Row, Setting, write_csv
+    from strobe_tools.figures.case import Setting, write_csv
+    from strobe_tools.figures.clock import DIFFERS
     from strobe_tools.figures.measure import FIGURES
 
     setting = Setting(device, quick, budget)
@@ -50,10 +53,21 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
             task = progress.add_task(title, total=len(steps))
             for case in steps:
                 progress.update(task, description=f"{title}: {case.name}")
-                rows += case.run()
+                found = case.run()
+                rows += found
+                for row in found:
+                    if (note := str(row.get("note", ""))).startswith(DIFFERS):
+                        progress.console.print(f"[yellow]warning[/yellow] {escape(f'{title}, {_point(row)}: {note}')}", soft_wrap=True)
                 write_csv(out / f"{title}.csv", rows)
                 progress.advance(task)
             progress.update(task, description=title)
+
+
+def _point(row: Row) -> str:
+    """Which one of a figure's it is."""
+    return " ".join(
+        str(row[column]) for column in ("name", "attention", "engine", "block", "method", "direction", "length") if column in row
+    )
 
 
 @click.command(short_help="Measure and draw the papers' figures.")

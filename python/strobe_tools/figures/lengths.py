@@ -56,8 +56,8 @@ def _measured(setting: Setting, method: str, n: int) -> Row:
         given = attempt(lambda: rivals.inputs(method, shape(setting, n), setting.dtype, setting.device))
         call = rivals.both(attend, given)
         peak = (_gpu_peak if setting.on_gpu else _cpu_peak)(call)
-        seconds, refusals = times({method: call}, setting, warm=True)
-        return _row(setting, method, n, seconds.get(method), peak, refusals.get(method, ""))
+        seconds, notes = times({method: call}, setting, warm=True)
+        return _row(setting, method, n, seconds.get(method), peak, notes.get(method, ""))
     except RefusedError as refusal:
         return _row(setting, method, n, None, None, str(refusal))
     finally:

@@ -77,8 +77,8 @@ def _rates(
             calls[name] = attempt(partial(_direction, attend, leaves, backward))
         except RefusedError as refusal:
             notes[name] = str(refusal)
-    seconds, refusals = times(calls, setting)
-    notes |= refusals
+    seconds, more = times(calls, setting)
+    notes |= more
     direction = "backward" if backward else "forward"
     return [
         {"name": name, "direction": direction, "flops": work / seconds[name] if name in seconds else None, "note": notes.get(name, "")}
@@ -101,7 +101,7 @@ def standard_against_flash(setting: Setting) -> list[Case]:
     def run() -> list[Row]:
         batch, heads, n, d = shape = _gpt2_medium(setting)
         leaves = _tensors(shape, setting.dtype, setting.device)
-        seconds, refusals = times({name: _both(attend, leaves) for name, attend in ATTENTIONS.items()}, setting)
+        seconds, notes = times({name: _both(attend, leaves) for name, attend in ATTENTIONS.items()}, setting)
         counted = traffic.measured(__name__, ["a", str(int(setting.quick))], len(ATTENTIONS)) if setting.on_gpu else "no GPU"
         rows = []
         for i, name in enumerate(ATTENTIONS):
@@ -112,7 +112,7 @@ def standard_against_flash(setting: Setting) -> list[Case]:
             row: Row = {"attention": name, "dtype": setting.dtype, **_where(shape)}
             row |= {"gflop": 2e-9 * products * n * n * d * batch * heads, "model_bytes": numbers * leaves[0].element_size()}
             row |= {"measured_bytes": "" if isinstance(counted, str) else counted[i]["read"] + counted[i]["written"]}
-            row |= {"seconds": seconds.get(name), "note": refusals.get(name, counted if isinstance(counted, str) else "")}
+            row |= {"seconds": seconds.get(name), "note": notes.get(name, counted if isinstance(counted, str) else "")}
             rows.append(row)
         return rows
 
@@ -142,7 +142,7 @@ def block_size(setting: Setting) -> list[Case]:
     def run() -> list[Row]:
         leaves = _tensors(shape, "float32", setting.device, grad=False)
         calls = {f"{engine} {block}": _direction(_tiled(engine, block), leaves, False) for engine, block in asked}
-        seconds, refusals = times(calls, setting)
+        seconds, notes = times(calls, setting)
         counted = traffic.measured(__name__, ["b", str(int(setting.quick))], len(asked)) if setting.on_gpu else "no GPU"
         rows = []
         for i, (engine, block) in enumerate(asked):
@@ -151,7 +151,7 @@ def block_size(setting: Setting) -> list[Case]:
             row: Row = {"engine": engine, "block": block, "dtype": "float32", **_where(shape)}
             row |= {"model_bytes": 4.0 * batch * heads * LADDER_MODELS[engine](n, d, block, block)}
             row |= {"cache_bytes": counters["cache"], "read_bytes": counters["read"], "written_bytes": counters["written"]}
-            row |= {"seconds": seconds.get(name), "note": refusals.get(name, counted if isinstance(counted, str) else "")}
+            row |= {"seconds": seconds.get(name), "note": notes.get(name, counted if isinstance(counted, str) else "")}
             rows.append(row)
         return rows
 
@@ -183,10 +183,10 @@ def block_sparsity(setting: Setting) -> list[Case]:
             mask = strobe.BlockMask.from_kept(drawn <= drawn.flatten().quantile(share), block, block).to(setting.device)
             kept[f"{share:g}"] = mask.density
             calls[f"{share:g}"] = _both(partial(strobe.attention, block_mask=mask), leaves)
-        seconds, refusals = times(calls, setting)
+        seconds, notes = times(calls, setting)
         where = {"block": block, "dtype": setting.dtype, **_where(shape)}
         return [
-            {"name": name, "kept": kept.get(name, 1.0), "seconds": seconds.get(name), "note": refusals.get(name, ""), **where}
+            {"name": name, "kept": kept.get(name, 1.0), "seconds": seconds.get(name), "note": notes.get(name, ""), **where}
             for name in calls
         ]
 
@@ -294,9 +294,9 @@ def fused_against_ops(setting: Setting) -> list[Case]:
             "P V": lambda: S @ v,
             "fused": lambda: strobe.attention(q, k, v, causal=True, dropout=rivals.DROPOUT),
         }
-        seconds, refusals = times(calls, setting)
+        seconds, notes = times(calls, setting)
         where = {"dtype": setting.dtype, **_where(shape)}
-        return [{"name": name, "seconds": seconds.get(name), "note": refusals.get(name, ""), **where} for name in calls]
+        return [{"name": name, "seconds": seconds.get(name), "note": notes.get(name, ""), **where} for name in calls]
 
     return [Case("op by op, and fused", run)]
 

@@ -21,11 +21,11 @@ namespace fs = std::filesystem;
 namespace {
 
 // A library that was tried, and stays loaded.
-struct Loaded {
+struct LoadedNvrtc {
   Nvrtc nvrtc{};
   std::string failure;
 
-  explicit Loaded(const std::string &path) {
+  explicit LoadedNvrtc(const std::string &path) {
     nvrtc.path = path;
     load_builtins(path);
     void *library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -119,13 +119,13 @@ std::vector<std::string> candidates(int cc) {
   return all;
 }
 
-const Loaded &load(const std::string &path) {
+const LoadedNvrtc &load(const std::string &path) {
   static auto &mutex = *new std::mutex;
-  static auto &loaded = *new std::map<std::string, std::unique_ptr<const Loaded>>;
+  static auto &loaded = *new std::map<std::string, std::unique_ptr<const LoadedNvrtc>>;
   const ForkGate gate;
   const std::lock_guard lock(mutex);
   auto &one = loaded[path];
-  if (!one) one = std::make_unique<const Loaded>(path);
+  if (!one) one = std::make_unique<const LoadedNvrtc>(path);
   return *one;
 }
 
@@ -137,7 +137,7 @@ struct Search {
 Search search(int cc) {
   Search result;
   for (const std::string &path : candidates(cc)) {
-    const Loaded &one = load(path);
+    const LoadedNvrtc &one = load(path);
     const Nvrtc &n = one.nvrtc;
     std::string failure = one.failure;
     if (failure.empty() && !std::ranges::binary_search(n.archs, cc))
@@ -178,7 +178,7 @@ std::string nvrtc_missing(int cc) {
 std::vector<int> nvrtc_archs() {
   std::vector<int> all;
   for (const std::string &path : candidates(90)) { // the same libraries for each, but in another order
-    const Loaded &one = load(path);
+    const LoadedNvrtc &one = load(path);
     if (one.failure.empty() && driver_follows(one.nvrtc.major)) all.insert(all.end(), one.nvrtc.archs.begin(), one.nvrtc.archs.end());
   }
   std::ranges::sort(all);

@@ -10,11 +10,11 @@
 namespace strobe::cuda {
 namespace {
 
-struct Loaded {
+struct LoadedDriver {
   Driver driver{};
   std::string missing;
 
-  Loaded() {
+  LoadedDriver() {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!library) {
       missing = text("no NVIDIA driver: ", dlerror());
@@ -62,11 +62,11 @@ struct Loaded {
   }
 };
 
-const Loaded &loaded() {
-  static std::atomic<const Loaded *> known = nullptr;
-  if (const Loaded *done = known.load(std::memory_order_acquire)) return *done;
+const LoadedDriver &loaded() {
+  static std::atomic<const LoadedDriver *> known = nullptr;
+  if (const LoadedDriver *done = known.load(std::memory_order_acquire)) return *done;
   const ForkGate gate;
-  static const Loaded *const once = new Loaded; // never destroyed: other threads may still run at exit
+  static const LoadedDriver *const once = new LoadedDriver; // never destroyed: other threads may still run at exit
   known.store(once, std::memory_order_release);
   return *once;
 }

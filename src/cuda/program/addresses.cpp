@@ -35,10 +35,12 @@ Problem marked(const Problem &p) {
 
 std::byte *workspace_mark() { return reinterpret_cast<std::byte *>(kWorkspace); }
 
-bool is_mark(const void *address) {
+static bool is_between(uintptr_t begin, const void *address) {
   const uintptr_t value = reinterpret_cast<uintptr_t>(address);
-  return value >= kFirst && value < kWorkspace + kApart;
+  return value >= begin && value < kWorkspace + kApart;
 }
+bool is_mark(const void *address) { return is_between(kFirst, address); }
+bool is_workspace_mark(const void *address) { return is_between(kWorkspace, address); }
 
 Addresses::Addresses(const Problem &p, void *workspace) {
   size_t n = 0;

@@ -14,6 +14,7 @@ namespace strobe::cuda {
 Problem marked(const Problem &);
 std::byte *workspace_mark();
 bool is_mark(const void *address);
+bool is_workspace_mark(const void *address);
 
 // What the marks stand for in one run.
 class Addresses {

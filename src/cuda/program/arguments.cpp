@@ -42,7 +42,7 @@ Inputs inputs(const Problem &p) {
     const uint64_t page = static_cast<uint64_t>(p.page_size);
     in.blocks_t.row_tokens = p.page_size, in.blocks_t.column_tokens = std::has_single_bit(page) ? std::countr_zero(page) : -1;
     const Divisor divisor = Divisor::make(uint32_t(page));
-    in.blocks_t.rows = p.seqlen_k / p.page_size, in.blocks_t.batch_stride = divisor.multiplier, in.blocks_t.head_stride = divisor.shift;
+    in.blocks_t.rows = p.page_table_row, in.blocks_t.batch_stride = divisor.multiplier, in.blocks_t.head_stride = divisor.shift;
     return in;
   }
   if (m.transposed) in.blocks_t = list(m.row_ptr_t, m.col_t, p, m.cols, m.block_k, m.block_q);

@@ -5,6 +5,7 @@
 #include "cuda/compile/cache.h"
 #include "cuda/driver/driver.h"
 #include "cuda/driver/stream.h"
+#include "cuda/program/lists.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/tuning.h"
@@ -51,6 +52,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
     p.tile_q = tile->q, p.tile_k = tile->k, p.bundle = tile->bundle, p.shares = tile->shares, p.staged_store = tile->staged_store,
     p.persistent = tile->persistent;
   Scratch scratch;
+  const std::optional<Launch> lists = copy_lists(p, scratch);
   std::vector<Launch> first;
   if (p.part) first = part_table(p, scratch);
   Made made = program(p, direction, device, scratch);
@@ -60,6 +62,11 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
   if (p.auxiliary()) auxiliary(*program, p, device, scratch);
   program->steps.insert(program->steps.begin(), first.begin(), first.end());
+  if (lists) {
+    program->steps.insert(program->steps.begin(), *lists);
+    program->copied = std::make_shared<Problem>(p);
+    program->notes.push_back(text("lists with gaps, copied first: ", copied_lists(p)));
+  }
   for (const Step &step : program->steps)
     if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
       return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");
@@ -120,20 +127,30 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
   const CUstream stream = static_cast<CUstream>(execution.stream);
   if (p.check && capturing(stream))
     throw Error(STROBE_INVALID_ARGUMENT, "check: 1 while the stream is captured; accepted is 0, for it waits for the stream");
-  if (p.check) check_contents(p, [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
   const Program &program = program_of(plan);
   const Addresses addresses(p, workspace);
   alignas(TensorMap) std::byte arguments[Launch::kMostArguments];
-  bool early = false; // what this thread put on the stream before is a kernel of this program
-  for (const Step &step : program.steps) {
-    if (const Zero *zero = std::get_if<Zero>(&step)) {
+  const auto start = [&](const Launch &l, bool early) {
+    if (!l.grid) return false;
+    l.bind(addresses, arguments);
+    const Kernel *kernel = find_loaded(*l.source, l.config, on);
+    if (!kernel) load_all(program, on), kernel = &load(*l.source, l.config, on);
+    launch(*kernel, {.x = l.grid}, l.threads, l.shared_bytes, stream, arguments, l.arguments.size(), early);
+    return true;
+  };
+  auto step = program.steps.begin();
+  if (program.copied) start(std::get<Launch>(*step++), false);
+  if (p.check)
+    check_contents(program.copied ? with_copies(p, *program.copied, addresses) : p,
+                   [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
+  // Whether what this thread put on the stream before is a kernel of this program. Not so of copied lists: some kernels read lists before
+  // they wait for the launch before their own.
+  bool early = false;
+  for (; step != program.steps.end(); ++step) {
+    if (const Zero *zero = std::get_if<Zero>(&*step)) {
       fill(addresses.of(zero->begin), 0, zero->bytes, stream);
       early = false;
-    } else if (const Launch &l = std::get<Launch>(step); l.grid) {
-      l.bind(addresses, arguments);
-      const Kernel *kernel = find_loaded(*l.source, l.config, on);
-      if (!kernel) load_all(program, on), kernel = &load(*l.source, l.config, on);
-      launch(*kernel, {.x = l.grid}, l.threads, l.shared_bytes, stream, arguments, l.arguments.size(), early);
+    } else if (start(std::get<Launch>(*step), early)) {
       early = program.overlap && on.cc >= 90;
     }
   }

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <variant>
@@ -68,9 +69,10 @@ using Step = std::variant<Launch, Zero>;
 
 struct Program {
   std::vector<Step> steps;
-  bool overlap = false;    // thread blocks of a launch may come as soon as those of the one before have all begun
-  bool persistent = false; // the main kernel's grid is no larger than the GPU: it takes no more SMs than the Device has
-  std::string kernel;      // in words, for explain()
+  std::shared_ptr<const Problem> copied; // the call on marks, if its first step copies lists; null: it copies none
+  bool overlap = false;                  // thread blocks of a launch may come as soon as those of the one before have all begun
+  bool persistent = false;               // the main kernel's grid is no larger than the GPU: it takes no more SMs than the Device has
+  std::string kernel;                    // in words, for explain()
   int64_t tile_q = 0, tile_k = 0;
   double predicted_seconds = 0;
   std::vector<std::string> notes;

@@ -89,7 +89,9 @@ CUresult cuKernelSetAttribute(CUfunction_attribute, int value, CUkernel, CUdevic
   fake.most_shared = value, fake.most_shared_device = device;
   return 0;
 }
-CUresult cuKernelGetParamInfo(CUkernel, size_t, size_t *offset, size_t *size) { return *offset = 0, *size = fake.argument_bytes, 0; }
+CUresult cuKernelGetParamInfo(CUkernel, size_t, size_t *offset, size_t *size) {
+  return *offset = 0, *size = fake.tells_bytes ? fake.argument_bytes.load() : 0, 0;
+}
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction, void **parameters, void **) {
   if (!usable()) return CUDA_ERROR_NOT_INITIALIZED;
   fake.launches++;

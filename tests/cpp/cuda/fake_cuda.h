@@ -13,6 +13,7 @@ struct FakeCuda {
   // what it answers
   std::atomic<CUresult> init = 0, load = 0, launch = 0;
   std::atomic<int> version = 13020, argument_bytes = 16, static_shared = 1024;
+  std::atomic<bool> tells_bytes = true;                    // of a kernel's arguments; argument_bytes of each
   std::atomic<bool> capturing = false, init_forks = false; // the latter: as cuInit runs nvidia-modprobe
   // what it was asked
   std::atomic<int> inits = 0, loads = 0, retains = 0, pushes = 0, launches = 0, relaxed = 0, synchronised = 0;

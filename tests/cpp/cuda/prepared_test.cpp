@@ -17,10 +17,10 @@ namespace {
 constexpr int kDevice = 1;
 
 // bf16 on the GPU, whose memory nobody reads here; addresses are multiples of 256.
-struct OnGpu : Call {
+struct CallOnGpu : Call {
   std::vector<std::vector<char>> memory;
 
-  explicit OnGpu(int64_t queries = 128, int64_t keys = 128) {
+  explicit CallOnGpu(int64_t queries = 128, int64_t keys = 128) {
     fake_cuda().argument_bytes = sizeof(ForwardArguments);
     for (const char *name : {"q", "out"}) place(name, DType::bf16, {2, 4, queries, 64});
     for (const char *name : {"k", "v"}) place(name, DType::bf16, {2, 4, keys, 64});
@@ -50,6 +50,12 @@ struct OnGpu : Call {
   }
 };
 
+// A call's kernels have arguments of several types, and the pretended driver tells one number for all.
+struct WithoutBytes {
+  WithoutBytes() { fake_cuda().tells_bytes = false; }
+  ~WithoutBytes() { fake_cuda().tells_bytes = true; }
+};
+
 ForwardArguments launched() {
   const std::lock_guard lock(fake_cuda().mutex);
   ForwardArguments a;
@@ -63,7 +69,7 @@ ForwardArguments launched() {
 TEST_CASE("prepared on a GPU: the launch of the whole call, but for addresses and stream") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
-  OnGpu call;
+  CallOnGpu call;
   REQUIRE_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
   const ForwardArguments whole = launched();
   const CUlaunchConfig config = fake.config;
@@ -92,17 +98,50 @@ TEST_CASE("prepared on a GPU: the launch of the whole call, but for addresses an
 
 TEST_CASE("a call's second launch may come early, the next call's first one may not") {
   const Compiling c;
-  OnGpu call(1, 4096); // keys are split, and the parts merged
+  CallOnGpu call(1, 4096); // keys are split, and the parts merged
   const size_t before = fake_cuda().early.size();
   for (int n = 0; n < 2; n++) REQUIRE_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
   const std::vector<bool> early(fake_cuda().early.begin() + ptrdiff_t(before), fake_cuda().early.end());
   CHECK(early == std::vector{false, true, false, true});
 }
 
+TEST_CASE("lists with gaps are copied first, by a launch after which none comes early") {
+  const Compiling c;
+  const WithoutBytes untold;
+  std::vector<std::vector<bool>> early;
+  for (int64_t stride : {1, 3, 0, -1}) {
+    CallOnGpu call(1, 4096);
+    call.place("seqused_k", DType::i32, {2});
+    call["seqused_k"].strides[0] = stride;
+    const size_t before = fake_cuda().early.size();
+    for (int n = 0; n < 2; n++) REQUIRE_MESSAGE(call.run() == STROBE_OK, std::string(strobe_last_error()));
+    early.emplace_back(fake_cuda().early.begin() + ptrdiff_t(before), fake_cuda().early.end());
+  }
+  CHECK(early[0] == std::vector{false, true, false, true});
+  for (size_t n = 1; n < early.size(); n++) CHECK(early[n] == std::vector{false, false, true, false, false, true});
+}
+
+TEST_CASE("a page table whose rows are apart is read where it lies") {
+  const Compiling c;
+  const WithoutBytes untold;
+  for (auto [row, column, copied] : {std::tuple{8, 1, false}, {13, 1, false}, {0, 1, false}, {16, 2, true}, {-8, 1, true}}) {
+    CallOnGpu call;
+    for (const char *name : {"k", "v"}) call.place(name, DType::bf16, {40, 4, 16, 64});
+    call.place("page_table", DType::i32, {2, 8});
+    call["page_table"].strides[0] = row, call["page_table"].strides[1] = column;
+    const int launches = fake_cuda().launches;
+    REQUIRE_MESSAGE(call.run() == STROBE_OK, std::string(strobe_last_error()));
+    CHECK(fake_cuda().launches == launches + 1 + copied);
+    const Inputs in = launched().in;
+    CHECK(in.blocks_t.rows == (copied ? 8 : row));
+    CHECK((in.cu_seqlens_k == call["page_table"].data) == !copied);
+  }
+}
+
 TEST_CASE("prepared on a GPU: the caller's device stays current, whatever the outcome") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
-  OnGpu call;
+  CallOnGpu call;
   strobe_prepared *prepared = call.prepare();
   const strobe_addresses at = call.addresses();
   auto current = [] {
@@ -123,7 +162,7 @@ TEST_CASE("prepared on a GPU: the caller's device stays current, whatever the ou
 
 TEST_CASE("prepared on a GPU: an address off 16 bytes would be read by another kernel, and is refused") {
   const Compiling c;
-  OnGpu call;
+  CallOnGpu call;
   strobe_prepared *prepared = call.prepare();
   strobe_addresses at = call.addresses();
   at.k = static_cast<char *>(at.k) + 2;
@@ -136,7 +175,7 @@ TEST_CASE("prepared on a GPU: an address off 16 bytes would be read by another k
 
 TEST_CASE("prepared on a GPU: reserved_sms is kept, and at least one is left") {
   const Compiling c;
-  OnGpu call;
+  CallOnGpu call;
   const int sms = device(kDevice).sms;
   call.execution.reserved_sms = sms;
   CHECK(call.run() == STROBE_INVALID_ARGUMENT);
@@ -162,7 +201,7 @@ TEST_CASE("prepared on a GPU: reserved_sms is kept, and at least one is left") {
 TEST_CASE("prepared on a GPU: many threads, one call; what it costs the host is printed") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
-  OnGpu call;
+  CallOnGpu call;
   strobe_prepared *prepared = call.prepare();
   const strobe_addresses at = call.addresses();
   REQUIRE(strobe_run(prepared, &at, &call.execution) == STROBE_OK);

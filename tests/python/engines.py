@@ -1,0 +1,47 @@
+"""The engines that a test runs: all of them on a GPU, an emulated one and in `make test-long`; else, of the CPU's, the usual one, the
+baseline and one that is drawn for each test, so that a run sees every engine and not everything on each."""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections.abc import Sequence
+
+import strobe
+from device import ON_GPU, here
+
+LONG = bool(os.environ.get("STROBE_TEST_LONG"))  # make test-long: all engines, more options together, other random calls each time
+SEED = os.environ.get("STROBE_TEST_SEED", "0")  # conftest.py draws and prints it
+
+
+def available_engines() -> list[str]:
+    """Those that the oracle judges; it runs by the name "reference" itself."""
+    return [name for name, missing in strobe.engines() if missing is None and name != "reference" and here(name)]
+
+
+def engines_under_test(*what: object) -> list[str]:
+    """For a loop within a test. The draw depends on the seed, the test and what else is given."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
+    return thinned(available_engines(), f"{test} {what}")
+
+
+def beside_the_default(*what: object) -> list[str]:
+    """For a loop that runs engine=None, too: on a CPU that is the usual engine."""
+    return [name for name in engines_under_test(*what) if LONG or ON_GPU or name != usual_engine()]
+
+
+def usual_engine() -> str:
+    """What a float32 call without options runs on."""
+    engines = available_engines()
+    return next((name for name in ("cpu-avx512", "cpu-avx2") if name in engines), engines[-1])
+
+
+def thinned(engines: Sequence[str], what: str) -> list[str]:
+    """The usual engine, the baseline and one of the others, in their order."""
+    kept = {usual_engine(), "cpu-baseline"}
+    others = [name for name in engines if name not in kept]
+    if LONG or ON_GPU or not others:
+        return list(engines)
+    kept.add(random.Random(zlib.crc32(f"{SEED} {what}".encode())).choice(others))
+    return [name for name in engines if name in kept]
