@@ -29,15 +29,15 @@ ROOT = Path(__file__).resolve().parents[2]
 PLANTED = Path(__file__).resolve().parent / "planted"
 WORK = ROOT / "build" / "faults"
 PRODUCT = ("src/", "kernels/", "include/", "python/", "docs/", "README.md")  # where a fault may be
-COPIED = ("src/cpu", "kernels/attention")  # of what a file of an instruction set is compiled from
-LINKED = ("src/attention",)  # the rest that these include by their place beside it
+COPIED = ("src/cpu", "kernels/attention")  # where a fault of one instruction set may be: its file is compiled from a copy of these
+LINKED = ("src/attention",)  # what these include by its place beside them
 LIMIT = 900  # seconds that a run of tests may take
-# What a test says that failed because something was not as it expected, and not because it could not run.
+# What a failing test says where something was not as it expected. A test that could not run says something else.
 ASSERTED = {
     "pytest": re.compile(r"\b(AssertionError|Failed: (DID NOT RAISE|Regex))|^assert ", re.MULTILINE),
     "ctest": re.compile(r"is NOT correct|didn't throw|AddressSanitizer|runtime error:"),
 }
-# By the beginning of a ctest's name: what has to be built for it. All others are files of strobe_tests.
+# What has to be built for a ctest, by the beginning of its name. All others are files of strobe_tests.
 TARGETS = {
     "cuda_": ("strobe_cuda_tests",),
     "emulated_": ("strobe_tests", "emulated_cuda", "emulated_nvrtc"),
@@ -47,7 +47,7 @@ TARGETS = {
 
 
 class FaultError(Exception):
-    """Of a file of planted/, or of the tree: nothing is known of the tests."""
+    """A file of planted/ or the tree is wrong, so that nothing was tested."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Of build/cpp."""
+        """What has to be built in build/cpp."""
         if self.program == "pytest":
             return TARGETS["emulated_"][1:] if "emulated" in self.selection else ()
         return next((targets for name, targets in TARGETS.items() if self.selection.startswith(name)), ("strobe_tests",))
@@ -113,7 +113,7 @@ class Fault:
         return fault
 
     def units(self) -> list[str]:
-        """The files of the instruction set that alone has it."""
+        """The files of the one instruction set that has it; STROBE_UNITY leaves them alone."""
         names = sorted(path.name for path in (ROOT / "src" / "cpu").glob("isa_*.cpp"))
         return [f"src/cpu/{name}" for name in names if re.fullmatch(rf"isa_{self.only}(_\w+)?\.cpp", name)]
 
@@ -139,7 +139,7 @@ class Fault:
 
 
 def _occurrences(text: str, lines: str) -> int:
-    """Of whole lines."""
+    """Counts where whole lines occur."""
     return ("\n" + text).count("\n" + lines)
 
 
@@ -250,7 +250,7 @@ class Tree:
                 return process.returncode, output
             except subprocess.TimeoutExpired:
                 return None, f"no end within {LIMIT} s"
-            finally:  # those that it started end with it
+            finally:  # what it started ends with it
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
 
@@ -276,8 +276,8 @@ class Outcome:
             return Outcome(True)
         cases = ElementTree.parse(report).getroot().iter("testcase") if report.exists() else iter(())
         for case in cases:
-            failure, error = case.find("failure"), case.find("error")  # the latter says that the test itself did not run
-            if error is not None and "crashed while running" in (error.get("message") or ""):  # or that it ended its process
+            failure, error = case.find("failure"), case.find("error")  # an error: the test itself did not run
+            if error is not None and "crashed while running" in (error.get("message") or ""):  # but a crash of its process is a failure
                 failure = error
             if failure is not None:
                 file = (case.get("classname") or "").rpartition(".")[2]
@@ -296,7 +296,7 @@ class Outcome:
 
 
 def _split(selection: str) -> list[str]:
-    """Words; what is between quotes is one."""
+    """Splits into words; what is between quotes is one."""
     return [quoted or word for quoted, word in re.findall(r'"([^"]*)"|(\S+)', selection)]
 
 
@@ -308,7 +308,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _nvrtc() -> str:
-    """Which one the working tree's own tests take; they may not have been built."""
+    """The NVRTC that the working tree's own tests take, or would take."""
     cache = ROOT / "build" / "cpp" / "CMakeCache.txt"
     found = re.search(r"^STROBE_TEST_NVRTC:FILEPATH=(.+)$", cache.read_text(), re.MULTILINE) if cache.exists() else None
     if found and not found[1].endswith("NOTFOUND"):
