@@ -72,7 +72,7 @@ TEST_CASE("prepared: its plan is the call's") {
   CHECK(strobe_prepared_plan(held.get(), nullptr) == STROBE_INVALID_ARGUMENT);
 }
 
-#if defined(__GLIBC__) && __GLIBC_MINOR__ >= 33 && !defined(__SANITIZE_ADDRESS__) // which finds leaks itself
+#if defined(__GLIBC__) && __GLIBC_MINOR__ >= 33 && !defined(__SANITIZE_ADDRESS__) // ASan finds leaks itself
 TEST_CASE("prepared: what is released leaves no memory behind, whether it ran or not") {
   Call call;
   make_filled(call, make_sparse, Direction::forward, 1);
@@ -83,7 +83,7 @@ TEST_CASE("prepared: what is released leaves no memory behind, whether it ran or
       REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
     }
   };
-  many(); // what is made once
+  many(); // allocates what is made once
   const size_t before = mallinfo2().uordblks;
   many();
   CHECK(mallinfo2().uordblks <= before + 50 * 64); // a prepared call is several hundred bytes

@@ -51,7 +51,7 @@ def packed() -> Inputs:
 
 
 def few_queries() -> Inputs:
-    """As in decoding, of more items than threads. Keys lie across lanes there, and threads have scratch of their own."""
+    """A decode of more items than threads: each thread has scratch of its own."""
     return call(b=3, h=8, hkv=4, sq=2, sk=3000, d=32, causal=True)
 
 

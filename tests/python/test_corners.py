@@ -149,7 +149,7 @@ def test_head_dims(d, dtype):
 @dtypes
 @pytest.mark.parametrize("n", [79, 95, 127])
 def test_one_short_of_a_tile(n, dtype):
-    """Of tiles of 16, 32, 48, 64, 80, 96 and 128."""
+    """The last tile of keys lacks one key, whether tiles have 16, 32, 48, 64, 80, 96 or 128."""
     assert_matches(call(h=1, hkv=1, sq=n, sk=n, d=64, dtype=dtype))
 
 

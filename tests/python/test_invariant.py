@@ -184,7 +184,7 @@ def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
 @pytest.mark.parametrize("option", ["bias", "alibi_slopes", "window"])
 def test_rows_lie_elsewhere_in_their_tiles(engine, option):
     """The tile of keys before a row's diagonal is one in which something is hidden, or not, as the rows beside it have it: what is added to
-    a score is rounded alike in both. And the first key that a window leaves to a tile's rows is another one."""
+    a score is rounded alike in both. Under a window, the first key that a tile sees differs, too."""
     dtype = torch.bfloat16 if takes(engine, torch.bfloat16, 64) else torch.float32
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")

@@ -107,7 +107,7 @@ def test_many_queries(options, page, kind):
 @pytest.mark.parametrize("sq", [2, 20])
 @pytest.mark.parametrize("how", ["dense", "packed", "pages of 80"])
 def test_groups_of_rows(how, sq, dtype, kind):
-    """Of packed sequences they are counted over all tokens, and sequences begin within one; each page begins with a group of its own."""
+    """Groups of packed keys are counted over all tokens, so that a sequence begins within one; each page begins with a new group."""
     starts = torch.tensor([0, 45, 150, 300], dtype=torch.int32)
     if how == "packed":
         options = {"cu_seqlens_q": torch.arange(4, dtype=torch.int32) * sq, "cu_seqlens_k": starts, "max_seqlen_q": sq, "max_seqlen_k": 150}
