@@ -86,9 +86,8 @@ emulator: $(VENV)/.dev
 test-python: setup emulator
 	$(PYTEST) $(ARGS)
 
-test-long: setup ## all triples of the contract's options, computed and compiled, every GPU's kernels, more random calls; takes hours
-	STROBE_TEST_LONG=1 $(PYTEST) tests/python/test_contract.py tests/python/test_shapes.py \
-	  tests/python/test_many_keys.py tests/python/test_random.py tests/nvrtc $(ARGS)
+test-long: setup emulator ## the Python tests on every engine, all triples of options, every GPU's kernels, more random calls; takes hours
+	STROBE_TEST_LONG=1 $(PYTEST) $(ARGS)
 
 test-emulated: setup emulator ## the contract and the ladder on an emulated GPU; ARGS=... for pytest
 	STROBE_TEST_DEVICE=emulated tests/emulator/run build/cpp \

@@ -26,7 +26,7 @@ def merge(
         out_a, out_b: (B, H, Sq, Dv), (B, Sq, H, Dv) with layout "bshd", or (Tq, H, Dv) packed; any float dtype.
         lse_a, lse_b: (B, H, Sq), or (H, Tq) packed; float32 or float64, as attention() returns it. The sums have its precision. Or two
             numbers a row, (2, B, H, Sq) or (2, H, Tq), whose sum is the lse, as partial parts have it: the sums are then float64's.
-        sinks: (H,), float32 or float64: a logit of each head that joins the denominator, where no part had it.
+        sinks: (H,), any float dtype: a logit of each head that joins the denominator, where no part had it.
         layout: "bhsd" or "bshd".
 
     Returns:
@@ -52,6 +52,8 @@ def merge(
 
     m = xp.maximum(rows_a, rows_b)
     if sinks is not None:
+        if str(sinks.dtype).removeprefix("torch.") not in _OF_SUMS:
+            sinks = framework.cast(sinks, m.dtype)
         logits = sinks[:, None] if out_a.ndim == 3 else sinks[None, :, None]
         m = xp.maximum(m, framework.cast(logits, m.dtype))
     m = framework.constant(xp.where(m == -xp.inf, 0.0, m))  # any value gives the same result
@@ -94,7 +96,7 @@ def _unlike(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, sinks: Array
     wrong: Wrong = []
     arrays = [("out_a", out_a, _FLOATS), ("out_b", out_b, _FLOATS), ("lse_a", lse_a, _OF_SUMS), ("lse_b", lse_b, _OF_SUMS)]
     if sinks is not None:
-        arrays.append(("sinks", sinks, _OF_SUMS))
+        arrays.append(("sinks", sinks, _FLOATS))
     for name, x, accepted in arrays:
         if (dtype := str(x.dtype).removeprefix("torch.")) not in accepted:
             wrong.append(ValueError(f"{name}: dtype {dtype}; accepted is {', '.join(accepted)}"))

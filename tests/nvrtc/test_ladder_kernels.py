@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from engines import LONG
 from strobe._prewarm import Shape, prewarm
 
 RUNGS = {"ladder-naive": "float32", "ladder-flash1": "float32", "ladder-flash2": "float32", "ladder-tensor-cores": "float16"}
-LONG = bool(os.environ.get("STROBE_TEST_LONG"))
+
 TILES = {64: [(None, None), (128, 16), (32, 64)], 128: [(None, None), (48, 32)], 256: [(None, None), (16, 16)], 7: [(None, None)]}
 
 
@@ -26,7 +25,7 @@ def kernels(rung, cc, head_dim, tile, backward, dtype=None):
 @pytest.mark.parametrize("cc", [80, 90])
 @pytest.mark.parametrize("rung", RUNGS)
 def test_compiles_without_spills(rung, cc):
-    compiled, table = 0, TILES if LONG or cc == 90 else USUAL
+    compiled, table = 0, TILES if LONG else USUAL
     for head_dim, tiles in table.items():
         for tile in tiles:
             for backward in (False, True):

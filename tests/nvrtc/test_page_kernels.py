@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from engines import LONG
 from strobe._prewarm import Shape, prewarm
 
 B, PAGES, PAGE = 4, 40, 16
@@ -19,7 +18,7 @@ OPTIONS = {
 }
 LENGTHS = (1, 100)
 CASES = [(o, LENGTHS[n % 2]) for n, o in enumerate(OPTIONS)]  # make test-long: all
-if os.environ.get("STROBE_TEST_LONG"):
+if LONG:
     CASES = [(o, sq) for o in OPTIONS for sq in LENGTHS]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from itertools import product
 
 import pytest
 
 import strobe
+from engines import LONG
 from strobe._prewarm import Shape, prewarm
 
 S, WHOLE = 4096, 16384
@@ -31,11 +31,7 @@ SPILLS = {
 HOPPER_REFUSES = ("mask", "block-sparse")
 KINDS = list(product(STARTS, [False, True]))  # where ranges begin, whether results are partial
 # Each option with one of them (make test-long: with all).
-CASES = [
-    (option, *kind)
-    for n, option in enumerate(OPTIONS)
-    for kind in (KINDS if os.environ.get("STROBE_TEST_LONG") else KINDS[n % len(KINDS) :][:1])
-]
+CASES = [(option, *kind) for n, option in enumerate(OPTIONS) for kind in (KINDS if LONG else KINDS[n % len(KINDS) :][:1])]
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
+from engines import LONG
 from strobe._prewarm import Shape, prewarm
 
 B, HKV, SK, PAGE = 4, 4, 640, 16
@@ -18,7 +17,7 @@ OPTIONS = {
 }
 STORED = ("int8", "float8_e4m3fn", "uint8")
 CASES = [(o, STORED[n % 3]) for n, o in enumerate(OPTIONS)]  # make test-long: all
-if os.environ.get("STROBE_TEST_LONG"):
+if LONG:
     CASES = [(o, stored) for o in OPTIONS for stored in STORED]
 
 

@@ -6,7 +6,6 @@ test-long) every triple, the whole table, and GPUs older and newer than the two 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from itertools import product
@@ -16,12 +15,13 @@ from typing import Any
 import pytest
 
 from cases import combinations
+from engines import LONG
 from strobe._prewarm import Kernel, Shape, prewarm
 from strobe_tools.cli.prewarm import FEATURES as ONE_FEATURE
 from strobe_tools.cli.prewarm import Job, jobs
 
 FEATURES = len(re.findall(r"^  i32 \w+;", (Path(__file__).parents[2] / "kernels/attention/features.h").read_text(), re.MULTILINE))
-LONG = bool(os.environ.get("STROBE_TEST_LONG"))
+
 ARCHS = (80, 90, 120)
 OTHER = 80  # beside 90 where not all of them are compiled for
 OLD_ARCHS = (61, 70)  # NVRTC 12 compiles for them

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-import random
 from collections import Counter, defaultdict
 from pathlib import Path
 
 # Tests run beside each other, and the plain formulas are small: threads are what a test asks for, never the default.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Which engines are drawn, here and in all workers: tests/python/engines.py.
-os.environ.setdefault("STROBE_TEST_SEED", str(random.randrange(10**6)))
 
 import pytest
 import torch
 
 from device import ON_GPU
-from engines import LONG, available_engines, thinned
+from engines import LONG, SEED, available_engines, thinned
 
 RECORD = Path(__file__).parents[2] / "build" / "contract.json"
 THREADS = torch.get_num_threads()
@@ -41,12 +39,15 @@ def workers():
 
 
 def pytest_report_header():
-    seed = os.environ["STROBE_TEST_SEED"]
-    return "every engine" if LONG or ON_GPU else f"engines drawn with STROBE_TEST_SEED={seed}; make test-long takes all"
+    return "every engine" if LONG or ON_GPU else f"engines and kernels drawn by STROBE_TEST_SEED={SEED}; make test-long takes all"
+
+
+def pytest_collection_finish():
+    gc.freeze()  # PyTorch and all tests are not looked through each time that garbage is
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of tests that differ in nothing but their engine, those of the engines under test are kept."""
+    """Keeps those of the engines under test, among tests that differ in their engine alone."""
     alike, engines = defaultdict(list), available_engines()
     for item in items:
         callspec = getattr(item, "callspec", None)

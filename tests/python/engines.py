@@ -1,5 +1,5 @@
-"""The engines that a test runs: all of them on a GPU, an emulated one and in `make test-long`; else, of the CPU's, the usual one, the
-baseline and one that is drawn for each test, so that a run sees every engine and not everything on each."""
+"""The engines that a test runs. On a GPU, on an emulated one and in `make test-long` all; else the CPU's usual one, the baseline and one
+that is drawn for each test, so that a run sees every engine, but not everything on each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import strobe
 from device import ON_GPU, here
 
 LONG = bool(os.environ.get("STROBE_TEST_LONG"))  # make test-long: all engines, more options together, other random calls each time
-SEED = os.environ.get("STROBE_TEST_SEED", "0")  # conftest.py draws and prints it
+# What is drawn, here and in the workers that pytest starts; it is printed.
+SEED = os.environ.setdefault("STROBE_TEST_SEED", str(random.randrange(10**6)))
 
 
 def available_engines() -> list[str]:
@@ -37,11 +38,15 @@ def usual_engine() -> str:
     return next((name for name in ("cpu-avx512", "cpu-avx2") if name in engines), engines[-1])
 
 
+def draw(what: str) -> random.Random:
+    return random.Random(zlib.crc32(f"{SEED} {what}".encode()))
+
+
 def thinned(engines: Sequence[str], what: str) -> list[str]:
     """The usual engine, the baseline and one of the others, in their order."""
     kept = {usual_engine(), "cpu-baseline"}
     others = [name for name in engines if name not in kept]
     if LONG or ON_GPU or not others:
         return list(engines)
-    kept.add(random.Random(zlib.crc32(f"{SEED} {what}".encode())).choice(others))
+    kept.add(draw(what).choice(others))
     return [name for name in engines if name in kept]

@@ -244,3 +244,17 @@ def test_bad_arguments(name, wrong):
     strobe.merge(**good)
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*accepted"):
         strobe.merge(**good | wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sinks_of_16_bits_are_their_values(dtype):
+    torch.manual_seed(4)
+    out, lse, sinks = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3), torch.randn(2).to(dtype).requires_grad_()
+    found, expected = (strobe.merge(out, lse, out, lse, sinks=x) for x in (sinks, sinks.float()))
+    assert all(map(torch.equal, found, expected))
+    (grad,) = torch.autograd.grad(found[0].sum(), sinks)
+    assert grad.dtype == dtype
+    assert grad.any()
+    as_numpy = strobe.merge(*(x.numpy() for x in (out, lse, out, lse)), sinks=sinks.detach().float().numpy().astype(ml_dtypes.bfloat16))
+    if dtype == torch.bfloat16:
+        np.testing.assert_allclose(as_numpy[0], expected[0].detach().numpy(), rtol=1e-6, atol=1e-6)

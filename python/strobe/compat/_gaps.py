@@ -31,7 +31,7 @@ def check_integers(name: str, x: Tensor, batch: int, most: int | Tensor, why: st
     if x.shape != (batch,):
         raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is ({batch},), as q has batches")
     if x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: dtype {x.dtype}; accepted is torch.int32")
+        raise ValueError(f"{name}: dtype {x.dtype}; accepted is torch.int32; {name}.int()")
     if TORCH.is_readable(x):
         for b, (value, bound) in enumerate(zip(x.tolist(), torch.as_tensor(most).expand(batch).tolist(), strict=True)):
             if not 0 <= value <= bound:

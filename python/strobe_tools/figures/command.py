@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
@@ -107,7 +108,11 @@ def command(
             reason = "PyTorch sees no CUDA device" if device == "cuda" else "accepted are cpu and cuda"
             raise click.BadParameter(f"{device!r}: {reason}", param_hint="--device")
         began = time.perf_counter()
-        _measure(out, wanted, device or ("cuda" if gpu else "cpu"), quick, budget, console)
+        gc.freeze()  # what is there before, PyTorch among it, is not looked through once more for each call
+        try:
+            _measure(out, wanted, device or ("cuda" if gpu else "cpu"), quick, budget, console)
+        finally:
+            gc.unfreeze()
         console.print(f"measured in {time.perf_counter() - began:.0f} s")
     if not measure_only:
         from strobe_tools.figures.draw import draw
