@@ -28,8 +28,8 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-faults test-gpu test-gpu-random
-.PHONY: sanitize sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
+.PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-apart test-faults test-gpu
+.PHONY: test-gpu-random sanitize sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -93,6 +93,10 @@ test-emulated: setup emulator ## the contract and the ladder on an emulated GPU;
 	STROBE_TEST_DEVICE=emulated tests/emulator/run build/cpp \
 	  $(PYTEST) tests/python/test_contract.py tests/python/test_ladder.py $(ARGS)
 
+test-apart: $(VENV)/.dev ## each C++ file compiled by itself
+	$(CMAKE) -S . -B build/apart -G Ninja -DSTROBE_UNITY=OFF
+	$(CMAKE) --build build/apart --parallel $(JOBS)
+
 test-faults: setup ## whether make test finds the mistakes planted by tests/faults, one after the other; takes half an hour
 	$(BIN)/python tests/faults/plant.py --jobs $(JOBS) $(ARGS)
 
@@ -125,13 +129,13 @@ bench-gpu: setup ## speed on a GPU beside PyTorch's backends, in one run; figure
 	$(BIN)/strobe bench gpu --results bench/results $(ARGS)
 
 H200 := $(addprefix bench/results/h200-,forward.json backward.json)
-bench-report: $(VENV)/.package ## docs/h200.md, docs/h100.md and the README's figure from bench/results
+bench-report: $(VENV)/.package ## docs/h200.md and the README's figure from bench/results
 	$(BIN)/strobe bench report $(H200) > docs/h200.md
-	$(BIN)/strobe bench report bench/results/h100-80gb-hbm3-backward.json > docs/h100.md
 	$(BIN)/python bench/peers.py docs/figures/h200/fused-peers.png $(H200)
 
-api: $(VENV)/.package ## docs/api.md from the docstrings
+api: $(VENV)/.package ## docs/api.md from the docstrings, and the options of docs/reference.md
 	$(BIN)/python docs/make_api.py > docs/api.md
+	$(BIN)/python docs/make_options.py
 
 cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)

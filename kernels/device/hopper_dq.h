@@ -5,25 +5,35 @@
 
 namespace strobe {
 
-// part: 64 columns of the tile, or half of its queries (dq_queries). row: the tile's first row in the tensor, where `rows` of them exist;
-// number: the tile's place in dq_sum. nobody: no thread block has added to the tile, so it holds no sum.
+// part: 64 columns of the tile, or half of its queries (dq_queries). row: the tile's first row in the tensor, where `rows` of them exist.
+// sum: the quads that the lane holds of the part, of eight queries each.
+template <class T, i32 kColumns, i32 kTileQ>
+__device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, int part,
+                                         const float4 (&sum)[dq_queries(kColumns, kTileQ) / 8]) {
+  constexpr int kN = dq_queries(kColumns, kTileQ);
+  const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
+  const i32 column = dq_column(kColumns, part, warp), first = (kN == kTileQ ? 0 : kN * part) + lane / 4;
+  const float scale = (float)a.in.scale;
+#pragma unroll
+  for (int i = 0; i < kN / 8; ++i) {
+    const float4 x = sum[i];
+    const u32 left = transposed(pack<T>(x.x * scale, x.y * scale)), right = transposed(pack<T>(x.z * scale, x.w * scale));
+    store_sixteen(a.dq.at<T>(batch, head, row + first + 8 * i, column), first + 8 * i < rows ? a.in.head_dim - column : 0, left, right);
+  }
+}
+
+// From memory. number: the tile's place in dq_sum. nobody: no thread block has added to the tile, so it holds no sum.
 template <class T, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
                                          bool nobody) {
   constexpr int kN = dq_queries(kColumns, kTileQ);
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
-  const i32 column = dq_column(kColumns, part, warp), first = (kN == kTileQ ? 0 : kN * part) + lane / 4;
-  if (column >= a.in.head_dim) return; // padding
+  if (dq_column(kColumns, part, warp) >= a.in.head_dim) return; // padding
   const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (part * 4 + warp) * (16 * kN)) + lane;
-  const float scale = (float)a.in.scale;
   float4 x[kN / 8];
 #pragma unroll
   for (int i = 0; i < kN / 8; ++i) x[i] = nobody ? float4{0, 0, 0, 0} : __ldcg(sum + 32 * i);
-#pragma unroll
-  for (int i = 0; i < kN / 8; ++i) {
-    const u32 left = transposed(pack<T>(x[i].x * scale, x[i].y * scale)), right = transposed(pack<T>(x[i].z * scale, x[i].w * scale));
-    store_sixteen(a.dq.at<T>(batch, head, row + first + 8 * i, column), first + 8 * i < rows ? a.in.head_dim - column : 0, left, right);
-  }
+  store_dq<T, kColumns, kTileQ>(a, batch, head, row, rows, part, x);
 }
 
 // The same in fp32. kAdds: to what is there.

@@ -6,7 +6,7 @@ and what computes it. What else has to know it is held to the table by a test:
 
 - the structs of include/strobe/strobe.h and strobe.hpp, and the options that the contract combines (tests/python/cases.py):
   tests/python/test_options.py;
-- the table of docs/reference.md: tests/python/test_readme.py; docs/api.md, which `make api` writes: tests/python/test_docs.py.
+- the table of docs/reference.md and docs/api.md, which `make api` writes: tests/python/test_docs.py.
 
 Random calls know an option once tests/python/random_draw.py draws it and tests/python/random_formulas.py computes it.
 """
@@ -270,8 +270,8 @@ class AttentionOptions(TypedDict, total=False):
             "Lorentz product; hyperbolic_attention() makes it one.",
         ),
     ]
-    beta: Annotated["float | None", Number(None, "factor and offset of a hyperbolic score. beta > 0; None means 1.", absent=0.0)]
-    shift: Annotated["float", Number(0.0, _UNDOCUMENTED)]
+    beta: Annotated["float | None", Number(None, "the factor of a hyperbolic score, > 0. None means 1.", absent=0.0)]
+    shift: Annotated["float", Number(0.0, "what is subtracted from a hyperbolic score.")]
     mask: Annotated[
         "Array | None",
         Tensor(
@@ -308,8 +308,8 @@ class AttentionOptions(TypedDict, total=False):
     seed: Annotated[
         "int | None",
         Seed(
-            "integers that choose the dropout mask. If neither they nor rng are given, they are drawn from the default generator of "
-            "torch (torch.manual_seed) or NumPy (np.random.seed)."
+            "integers that choose the dropout mask; seed alone means offset 0, and offset alone is refused. If neither they nor rng are "
+            "given, they are drawn from the default generator of torch (torch.manual_seed) or NumPy (np.random.seed)."
         ),
     ]
     offset: Annotated["int | None", Seed(_UNDOCUMENTED)]
@@ -409,7 +409,13 @@ class AttentionOptions(TypedDict, total=False):
         ),
     ]
     tile_q: Annotated[
-        "int | None", Whole(1, lib.STROBE_MAX_TILE, "the tile (Br, Bc) that you wish for; explain() names the tile that runs.")
+        "int | None",
+        Whole(
+            1,
+            lib.STROBE_MAX_TILE,
+            "the tile (Br, Bc) that you wish for; explain() names the tile that runs. A tile_k of 64 or 128 also says how many keys a "
+            "block of threads of the Hopper backward owns, where either would do.",
+        ),
     ]
     tile_k: Annotated["int | None", Whole(1, lib.STROBE_MAX_TILE, _UNDOCUMENTED)]
     engine: Annotated[

@@ -2,7 +2,9 @@
 set(strobe_kernel_flags -ffp-contract=fast -fno-trapping-math -fno-math-errno -fno-exceptions -fno-rtti)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # What GCC's -O3 adds to this (clones of functions, loops taken apart) takes half as long again to compile and gives nothing.
-  list(APPEND strobe_kernel_flags $<$<CONFIG:Release>:-O2> $<$<CONFIG:Release>:-ftree-vectorize> $<$<CONFIG:Release>:-fvect-cost-model=dynamic>)
+  foreach(flag -O2 -ftree-vectorize -fvect-cost-model=dynamic)
+    list(APPEND strobe_kernel_flags $<$<CONFIG:Release>:${flag}>)
+  endforeach()
   list(APPEND strobe_kernel_flags -Wno-maybe-uninitialized) # GCC bug 105593: in its own AVX-512 intrinsics
 endif()
 function(strobe_instruction_set name)

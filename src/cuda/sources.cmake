@@ -30,12 +30,15 @@ strobe_sources(sm90
   families/sm90.cpp
   families/sm90_mask.cpp
   families/sm90_tiles.cpp)
+strobe_sources(sm90_backward
+  families/sm90_backward.cpp
+  families/sm90_backward_forms.cpp
+  families/sm90_backward_work.cpp)
 target_sources(strobe_core PRIVATE
   ${CMAKE_CURRENT_LIST_DIR}/families/ladder.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/mma.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/mma_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/simt.cpp
-  ${CMAKE_CURRENT_LIST_DIR}/families/sm90_backward.cpp
   ${CMAKE_CURRENT_LIST_DIR}/families/tf32.cpp)
 
 # Writes a C++ file that holds every header below the folders given, under its name there.

@@ -1,6 +1,6 @@
 // A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled to PTX alone, which it hands
-// out where the cubin would be. ptxas never runs, so the log says nothing of registers. Programs are optimised less, which takes a third off the
-// compilation, but for those of WGMMA: a register more between two products would be read before its product is there.
+// out where the cubin would be. ptxas never runs, so the log says nothing of registers. Most programs are optimised less, a third faster,
+// not those with WGMMA: a register that is copied between two products is read before its product is there.
 #include <dlfcn.h>
 
 #include <cstdio>

@@ -80,7 +80,12 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (128, 128), (96, 96), (80, 112), (64, 128), (40, 24), (256, 256), (192, 128), (136, 200), (48, 192)], ids=str
+    "dims",
+    [
+        *((64, 64), (128, 128), (96, 96), (80, 112), (72, 88), (112, 112), (64, 128)),
+        *((40, 24), (256, 256), (192, 128), (136, 200), (48, 192)),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature(feature, dims, dtype):
@@ -120,8 +125,8 @@ def owns(inputs: Inputs) -> bool:
     return "all keys of a head" in plan(inputs)
 
 
-# batch, key heads, queries, keys: as many (batch, key head) pairs as two rounds of an H200's SMs, more, and fewer
-SHORT = ((66, 4, 64, 64), (70, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180), (75, 2, 80, 150), (40, 4, 150, 180))
+# batch, key heads, queries, keys: as many (batch, key head) pairs as two rounds of an H200's SMs, or three, and fewer
+SHORT = ((66, 4, 64, 64), (99, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180), (64, 2, 80, 150), (32, 4, 150, 180))
 
 
 @pytest.mark.parametrize("d", [64, 96, 128])
@@ -144,15 +149,22 @@ def test_a_block_of_a_heads_keys(feature, d):
             assert all(torch.equal(once[name], again[name]) for name in once)
 
 
+@pytest.mark.parametrize("queries", [512, 513])
+def test_dq_is_in_shared_memory_as_long_as_it_fits(queries):
+    inputs = call(b=66, h=2, sq=queries, sk=300, d=64, dtype=BF16)
+    assert ("dQ in shared memory" in plan(inputs)) == (queries == 512)
+    assert not faults(inputs)
+
+
 PERSISTENT = ["plain", "causal", "causal top left", "window", "softcap", "dropout, causal", "alibi", "mask", "bias", "blocks", "packed"]
 PERSISTENT += [f"{feature}, window" for feature in ("softcap", "dropout", "alibi", "mask", "bias")]
 
 
-@pytest.mark.parametrize("d", [64, 96, 128, 160])
+@pytest.mark.parametrize("d", [24, 64, 96, 128, 160])
 @pytest.mark.parametrize("feature", PERSISTENT)
 def test_persistent_blocks(feature, d):
-    """More tiles of keys than SMs, added in order, with blocks or under a window: a block takes one tile after the other, some of which no
-    query sees."""
+    """More tiles of keys than SMs: a block takes one tile after the other, some of which no query sees, where they are added in order, with
+    blocks, under a window, and up to 64 columns, where there are two stages of keys."""
     sizes = {"b": 24, "sq": 300, "sk": 400}
     feature, window, _ = feature.partition(", window")
     options = dict(FEATURES.get(feature, {}))
@@ -177,8 +189,9 @@ def test_persistent_blocks(feature, d):
     ref = run_plain(inputs, torch.float64)
     for how in ({}, {"deterministic": True}):
         crowded = (feature == "softcap" and d > 64 and how) or (feature in ("bias", "blocks") and d > 128)  # 64 keys a block
-        persistent = bool(how or window) or feature in ("blocks", "window")
+        persistent = d <= 64 or bool(how or window) or feature in ("blocks", "window")
         assert crowded or ("persistent blocks" in plan(inputs, **how)) == persistent
+        assert ("two stages of keys" in plan(inputs, **how)) == (d <= 64 and not how and feature != "blocks")
         assert not faults(inputs, **how)
         once, again = (gradients(inputs, ref, **how) for _ in range(2))
         assert all(torch.equal(once[name], again[name]) for name in (once if how else ("dk", "dv")))
@@ -232,15 +245,16 @@ def test_shares_are_added_to_what_is_there(part, d):
         assert (found - expected).norm() < 4e-3 * expected.norm(), name
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("d", "b"), [(64, 132), (64, 75), (128, 132)])
 @pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 @pytest.mark.parametrize("batches", [slice(2, 4), slice(70, 72)], ids=["first pair", "second pair"])
-def test_a_block_of_a_heads_keys_spreads_nothing_hidden(batches, value, what, d):
-    """Of 150 pairs, 4 to 7 or 140 to 143 hold what is no number. It reaches neither the other pair that the same block takes (an H200 has
-    132), nor the queries and keys that do not see it."""
-    inputs = call(b=75, h=4, hkv=2, sq=90, sk=180, d=d, dtype=BF16, causal=True)
-    assert owns(inputs)
+def test_a_block_of_several_pairs_spreads_nothing_hidden(batches, value, what, d, b):
+    """Pairs 4 to 7 or 140 to 143 hold what is no number. It reaches neither other pairs that the same block takes (an H200 has 132), nor
+    the queries and keys that do not see it."""
+    inputs = call(b=b, h=4, hkv=2, sq=90, sk=180, d=d, dtype=BF16, causal=True)
+    assert owns(inputs) == (b == 132)
+    assert owns(inputs) or "two stages of keys" in plan(inputs)
     getattr(inputs, what)[batches, :, slice(175, 180) if what in ("k", "v") else slice(0, 5)] = value
     spreads_nothing(inputs)
 

@@ -9,7 +9,7 @@ from engines import LONG, SEED, draw
 
 # Tests whose cases are a kernel or two each, which take seconds to compile. One case in DRAWN is; make test-long: all.
 COMPILED = ("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills")
-DRAWN = 3
+DRAWN = 4
 
 
 def pytest_report_header():

@@ -1,4 +1,4 @@
-"""The code on the documentation's pages runs, block after block, and docs/api.md is what the docstrings say."""
+"""The code on the documentation's pages runs, block after block, and what `make api` writes is what the package says."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def test_the_code_runs(page, monkeypatch):
 def test_the_api_page_is_made_from_the_docstrings():
     made = runpy.run_path(str(DOCS / "make_api.py"))["page"]()
     assert (DOCS / "api.md").read_text() == made + "\n", "run `make api`"
+
+
+def test_the_options_are_written_from_their_table():
+    page = (DOCS / "reference.md").read_text()
+    assert runpy.run_path(str(DOCS / "make_options.py"))["page"](page) == page, "run `make api`"

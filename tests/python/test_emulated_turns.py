@@ -12,7 +12,7 @@ CALL = """
 import sys, torch, strobe, device
 engine, dtype = sys.argv[1], getattr(torch, sys.argv[2])
 torch.manual_seed(0)
-q, k, v, dout = (torch.randn(2, 32, 256, 32).to(dtype) for _ in range(4))
+q, k, v, dout = (torch.randn(1, 16, 256, 32).to(dtype) for _ in range(4))
 full = strobe.BlockMask(*(torch.tensor(x, dtype=torch.int32) for x in ([[[0, 2, 4]]], [0, 1, 0, 1])), 256, 256, 128, 128)
 torn = strobe.BlockMask(full.rows, full.cols, 256, 256, 128, 128)
 torn.rows_t = torch.tensor([[[0, 0, 2]]], dtype=torch.int32)

@@ -38,7 +38,7 @@ peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 print(json.dumps((peak - before) * 1024))
 """
 
-SHORT, LONG = 2048, 8192
+SHORT, LONG = 1024, 4096
 
 
 def extra(engine: str, dtype: str, length: int) -> int:

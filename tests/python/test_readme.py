@@ -23,7 +23,8 @@ from strobe_tools.cli import app
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+BESIDE = [ROOT / name for name in ("bench/many_gpus.md", "src/cpu/README.md", "tests/emulator/README.md")]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *BESIDE])
 PYTORCH = "PyTorch's SDPA"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -38,10 +39,7 @@ def test_the_python_runs(capsys):
     code = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
     torch.set_num_threads(1)
     exec(compile(code, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert "the least predicted time" in printed
-    difference = re.search(r"tensor\((\S+?),", printed)
-    assert float(difference[1]) < 1e-5
+    assert "the least predicted time" in capsys.readouterr().out
 
 
 def test_every_option_and_its_default_is_listed():
@@ -83,6 +81,11 @@ def results(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
 
 
+def said() -> str:
+    """README without its line breaks."""
+    return " ".join(README.split())
+
+
 def test_the_first_screen_has_the_measured_ratios():
     mean, lowest, ahead = {}, {}, {}
     for direction in ("forward", "backward"):
@@ -90,30 +93,27 @@ def test_the_first_screen_has_the_measured_ratios():
         assert len(ratios) == 36
         mean[direction], lowest[direction] = f"{report.mean(ratios):.2f}", f"{min(ratios):.2f}"
         ahead[direction] = sum(ratio >= 1 for ratio in ratios)
-    text = " ".join(README.split())
-    assert (
-        f"Strobe's forward runs at {mean['forward']} times the speed of that kernel (geometric mean; lowest {lowest['forward']}) "
-        f"and its backward at {mean['backward']} times (lowest {lowest['backward']}). "
-        f"It is ahead at {ahead['forward']} of the shapes forward and at {ahead['backward']} backward."
-    ) in text
+    peers = "cuDNN, FlashAttention-4 and FlashAttention-2"
+    assert f"On an H200: {mean['forward']} times the best of {peers} forward, {mean['backward']} times backward" in said()
+    forward, backward = (f"at {ahead[way]} {way} (lowest {lowest[way]}" for way in ("forward", "backward"))
+    assert f"Of the 36 shapes Strobe is ahead of {peers} {forward}) and {backward}" in said()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_first_screen_has_the_measured_ratios_of_cpus(direction):
+def test_the_comparison_has_the_measured_ratios_of_cpus(direction):
     ratios = [row["ratio"] for row in results("cpu-amx-2cores")["speed"] if row["direction"] == direction]
-    assert f"{direction} {'runs ' * (direction == 'forward')}at {min(ratios):.2f} to {max(ratios):.2f} times" in " ".join(README.split())
+    assert f"{direction} {'runs ' * (direction == 'forward')}at {min(ratios):.2f} to {max(ratios):.2f} times" in said()
 
 
-def test_the_first_screen_has_the_measured_cost_of_options():
+def test_the_limits_have_the_measured_cost_of_options():
     rows = {row["option"]: row for row in results("h200-forward")["rows"] if row["set"] == "options" and row["d"] == 128}
     cost = {name: report.beside(row).strip("+") for name, row in rows.items()}
-    said = f"{cost['mask']} longer with a boolean mask, {cost['ALiBi']} with ALiBi and {cost['bias']} with a bias"
-    assert said in " ".join(README.split())
+    assert f"{cost['mask']} longer with a boolean mask, {cost['ALiBi']} with ALiBi and {cost['bias']} with a bias" in said()
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_comparison_has_the_measured_speeds(direction):
-    rows = {cells[0]: cells[1:] for cells in table("| Strobe | flash-attn 2.8", README)}
+    rows = {cells[0]: cells[1:4] for cells in table("| Strobe | flash-attn 2.8", README)}
     here = {"set": "core36", "d": 128, "s": 4096, "causal": True}
     record = results(f"h200-{direction}")
     (row,) = (row for row in record["rows"] if here.items() <= row.items())
@@ -121,8 +121,8 @@ def test_the_comparison_has_the_measured_speeds(direction):
     assert rows[f"H200 {direction}, TFLOP/s¹"] == [strobe_is, f"{fa2} (FlashAttention-4: {fa4})", cudnn]
     host = record["host_microseconds"]
     if direction == "forward":
-        said = [f"{host['Strobe']}", f"(FlashAttention-4: {host['FlashAttention-4']})", f"{host[PYTORCH]}"]
-        assert rows["host time of a forward call, µs"] == said
+        microseconds = [f"{host['Strobe']}", f"(FlashAttention-4: {host['FlashAttention-4']})", f"{host[PYTORCH]}"]
+        assert rows["host time of a forward call, µs"] == microseconds
     here = {"shape": [1, 8, 2048, 64], "dtype": "bfloat16", "causal": True, "direction": direction}
     (row,) = (row for row in results("cpu-amx-2cores")["speed"] if here.items() <= row.items())
     assert rows[f"CPU {direction}, GFLOP/s²"] == [f"{row['strobe_flops'] / 1e9:.0f}", "—", f"{row['torch_flops'] / 1e9:.0f}"]
@@ -150,7 +150,13 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 120
+    assert len(README.splitlines()) <= 100
+    first_screen = README.split("Strobe is on no package index", 1)[0]
+    bullets = [" ".join(bullet.split()) for bullet in re.findall(r"^- (.*?)(?=\n- |\n\n)", first_screen, re.MULTILINE | re.DOTALL)]
+    assert len(bullets) == 3
+    for bullet in bullets:
+        words = re.sub(r"\]\([^)]*\)", "", bullet).split()
+        assert len(words) <= 25, bullet
 
 
 def test_dir_shows_what_is_public():

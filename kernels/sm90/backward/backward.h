@@ -9,10 +9,18 @@
 // exponentiates.
 #pragma once
 #include "dq.h"
+#include "in_line.h"
 #include "run.h"
 #include "scores.h"
 
 namespace strobe::sm90 {
+
+template <bool kReference, class X> struct ReferenceIf {
+  using type = X;
+};
+template <class X> struct ReferenceIf<true, X> {
+  using type = X &;
+};
 
 template <BackwardConfig C> struct Backward {
   using Arguments = HopperBackwardArguments;
@@ -27,7 +35,8 @@ template <BackwardConfig C> struct Backward {
   static_assert(!C.owns_dq || (C.persistent && !C.split_group));
   static_assert(!C.persistent || !F.part);
   static_assert(!C.staged_store || (!C.persistent && !C.split_group && C.columns() <= C.columns_v()));
-  static_assert(!C.keys_in_registers || (kD <= 64 && kDv <= 64));
+  static_assert(C.key_stages == 1 || (C.draws_keys() && !C.deterministic));
+  static_assert(!C.in_line || (C.key_stages == 2 && !C.third() && !C.split_group));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
   // Tiles of queries that see none of a warpgroup's keys are few: where registers are short they are computed all the same.
@@ -37,25 +46,39 @@ template <BackwardConfig C> struct Backward {
   static constexpr int kTensorCores = BackwardScores<C>::kBoth + 1;
 
   struct Compute {
+    using Scores = Accumulator<T, kM>;
+    using Keys = LeftOperand<C.keys_in_registers ? kD : 4>; // of this warpgroup
+    using Carried = InLineCarried<C, Scores, Keys>;
+    // What is handed on from a tile of keys to the next, where these come in line.
+    template <class X> using Kept = typename ReferenceIf<C.in_line != 0, X>::type;
+
     const Arguments &a;
     const BackwardShared<C> &shared;
+    Carried *const carried = nullptr;
     const int w, lane, warp; // warpgroup; warp within it
     const BackwardScores<C> scores;
     Accumulator<T, kD> dK;
     Accumulator<T, kDv> dV;
-    Accumulator<T, kM> S, dP;
+    Kept<Scores> S;
+    Accumulator<T, kM> dP;
     Accumulator<T, C.dq_queries()> dQ;
     Accumulator<T, C.dq_queries_of_third()> dQ_of_third;
     LeftOperand<kM> P, dS;
-    LeftOperand<C.keys_in_registers ? kD : 4> K; // of this warpgroup's keys
-    LeftOperand<C.keys_in_registers ? kDv : 4> V;
+    Kept<Keys> K;
+    LeftOperand<C.v_in_registers() ? kDv : 4> V;
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
+      requires(!C.in_line)
         : a(a), shared(shared), w(w), lane(this_thread<C>() % 32), warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)),
           scores(shared, a, keys, w) {}
+    __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w, Carried &carried)
+      requires(C.in_line != 0)
+        : a(a), shared(shared), carried(&carried), w(w), lane(this_thread<C>() % 32),
+          warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(shared, a, keys, w), S(carried.S), K(carried.K) {}
 
     // n: the first iteration's number. Returns that of the one after the last.
     __device__ __forceinline__ u32 all(u32 n) {
+      if constexpr (C.in_line) return in_line().all(n);
       dK.clear();
       dV.clear();
       if (w == 1 && n == 0) leave_tensor_cores(); // the other one begins
@@ -126,8 +149,8 @@ template <BackwardConfig C> struct Backward {
       begin_s_of_shared(n);
       mbarrier_wait(shared.v_full(), n >> 31);
       clear_nonfinite_keys();
-      if constexpr (C.keys_in_registers)
-        load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane), load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
+      if constexpr (C.keys_in_registers) load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane);
+      if constexpr (C.v_in_registers()) load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
     }
     // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the tile before, and S of the next one. Like the
     // other step it returns the number of the next iteration, which is n after the last tile.
@@ -149,10 +172,16 @@ template <BackwardConfig C> struct Backward {
         begin_dq(n - 1);
         wait_for<1>(dK, dS);
         if constexpr (C.third()) add_third(n - 1, before);
+        if constexpr (C.in_line) {
+          if (next == n) return in_line().end_keys(n, true, before);
+        }
         begin_next_s(n, next, true);
         end_dq(n - 1, before);
       } else {
         wait_for<0>(dK, dS);
+        if constexpr (C.in_line) {
+          if (next == n) return in_line().end_keys(n, false, before);
+        }
         begin_next_s(n, next, false);
       }
       return next;
@@ -168,9 +197,15 @@ template <BackwardConfig C> struct Backward {
       if (later(n, before)) { // two ways, or ptxas lets the products wait for one another
         begin_dq(n - 1);
         if constexpr (C.third()) add_third(n - 1, before);
+        if constexpr (C.in_line) {
+          if (next == n) return in_line().end_keys(n, true, before);
+        }
         begin_next_s(n, next, true);
         end_dq(n - 1, before);
       } else {
+        if constexpr (C.in_line) {
+          if (next == n) return in_line().end_keys(n, false, before);
+        }
         begin_next_s(n, next, false);
       }
       return next;
@@ -200,14 +235,17 @@ template <BackwardConfig C> struct Backward {
       S.template begin_product<kD, kTileK, Place::free>(shared.k + 64 * kRowBytes * w, shared.q_of(n));
     }
     __device__ __forceinline__ void begin_dp(u32 n) {
-      if constexpr (C.keys_in_registers)
+      if constexpr (C.v_in_registers())
         dP.template begin_product<Place::free>(V, shared.dout_of(n));
       else
         dP.template begin_product<kDv, kTileK, Place::free>(shared.v + 64 * kRowBytes * w, shared.dout_of(n));
     }
     // This warpgroup's part of dQ: columns, or queries.
     static constexpr bool kByColumns = C.columns() > 64;
-    __device__ __forceinline__ u32 columns_of_k() const { return shared.k + (kByColumns ? w * kTileK * kRowBytes : 0); }
+    __device__ __forceinline__ u32 columns_of_k() const {
+      if constexpr (C.in_line) return carried->k;
+      return shared.k + (kByColumns ? w * kTileK * kRowBytes : 0);
+    }
     __device__ __forceinline__ void begin_dq(u32 n) {
       wait_full(shared.ds_full(n), n);
       if constexpr (C.third())
@@ -224,18 +262,25 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ void end_dq(u32 n, i32 number) {
       wait_for<1>(dQ);
       scores.release(shared.ds_empty(n));
+      if constexpr (C.in_line) in_line().release_keys_before(n);
       dq_sum().add(dQ, n, number, C.owns_dq ? (i32)load_shared(shared.keys() + 8) : 0);
     }
     __device__ __forceinline__ DqSum<C> dq_sum() const { return {a, shared, w, lane, warp}; }
+    __device__ __forceinline__ InLine<C, Compute> in_line() { return {*this}; }
 
     // Of this warp's keys, once S of the first tile has been made of them. All warps come to a barrier before the next product of K. V
     // stays as it is where dP of a hidden key is not looked at.
     __device__ __forceinline__ void clear_nonfinite_keys() {
       if (!scores.hides()) return;
       wait_for<0>(S);
-      if (!scores.shows_nonfinite(S)) return;
+      clear_keys_that_show();
+    }
+    // Returns whether S showed any.
+    __device__ __forceinline__ bool clear_keys_that_show() {
+      if (!scores.shows_nonfinite(S)) return false;
       scores.template clear_nonfinite_keys<true>(shared.k, C.columns() / 64);
       if constexpr (!kHidden) scores.template clear_nonfinite_keys<false>(shared.v, C.columns_v() / 64);
+      return true;
     }
 
     // Something may be hidden in any tile of keys, not in the last one alone.

@@ -18,18 +18,21 @@ struct BackwardConfig {
   // A block takes tiles of keys, one after the other, as long as there are any: it fetches the next ones while dK and dV are stored. Else
   // it takes one.
   i32 persistent;
-  // It then takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order in memory
-  // that stays in the L2 cache, and leaves it rounded.
+  // It then takes all keys of a (batch, key head) pair, tile after tile, and pair after pair: dQ is its own, added up in order, and leaves
+  // it rounded. The sum is in shared memory where there are 64 columns, else in memory that stays in the L2 cache.
   i32 owns_dq;
-  // A warpgroup holds K and V of its keys in registers, as the left operands of S and dP; up to 64 columns, by roles up to 192.
+  // A warpgroup holds K and V of its keys in registers, as the left operands of S and dP; up to 96 columns, by roles up to 192.
   i32 keys_in_registers;
-  i32 staged_store; // dK and dV leave through the shared memory of V; not by roles, nor where a block takes more keys after these
-  i32 invariant;    // a row's bits do not depend on what is hidden in its tiles
-  i32 bias_by_tma;  // of 16 bits, by the copy engine
+  i32 values_in_registers; // V alone; up to 112 columns
+  i32 staged_store;        // dK and dV leave through the shared memory of V; not by roles, nor where a block takes more keys after these
+  i32 invariant;           // a row's bits do not depend on what is hidden in its tiles
+  i32 bias_by_tma;         // of 16 bits, by the copy engine
   // The query heads of a key head are shared out: a thread block takes some of them, as if they had a key head of their own, and leaves dK
   // and dV of these in FP32, for passes/shares.h to add up.
   i32 split_group;
-  i32 packed; // tiles of keys are those of packed sequences (attention/packed_tiles.h)
+  i32 packed;     // tiles of keys are those of packed sequences (attention/packed_tiles.h)
+  i32 key_stages; // of K and V: 2 where a persistent block fetches the next ones while these are read, else 1
+  i32 in_line;    // with these, the first product of the next keys begins before the last one of these ends (in_line.h)
   Features features;
 
   static constexpr i32 kWarpgroups = 2; // that compute
@@ -50,10 +53,16 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // LSE, or its correction, or D
   STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
+  STROBE_FN constexpr i32 message_bytes() const { return 384; } // of barriers and what threads tell each other, for a stage of K and V
   STROBE_FN constexpr i32 shared_bytes() const {
-    return k_bytes() + v_bytes() + kStages * (q_bytes() + dout_bytes() + ds_bytes() + bias_bytes() + lse_bytes() + row_bytes()) +
-           p_bytes() + dq_bytes() + 384 + (features.part ? 96 : 0) + 1024;
+    return key_stages * (k_bytes() + v_bytes()) +
+           kStages * (q_bytes() + dout_bytes() + ds_bytes() + bias_bytes() + lse_bytes() + row_bytes()) + p_bytes() + dq_bytes() +
+           key_stages * message_bytes() + (features.part ? 96 : 0) + 1024;
   }
+  // Blocks that own dQ have its sum in shared memory, behind all of this: so many bytes for a tile of queries.
+  STROBE_FN constexpr bool dq_sum_in_shared() const { return owns_dq && columns() == 64; }
+  STROBE_FN constexpr i32 dq_sum_bytes() const { return 4 * tile_q * head_dim; }
+  STROBE_FN constexpr bool v_in_registers() const { return keys_in_registers || values_in_registers; }
   // Persistent blocks draw tickets for tiles of keys, unless a pair's are theirs.
   STROBE_FN constexpr bool draws_keys() const { return persistent && !owns_dq; }
   // dK and dV leave in FP32.

@@ -1,5 +1,5 @@
-// Where a block's part of dQ goes: to the sum over key tiles in global memory, which holds a tile of queries as the warps' lanes do, 512
-// bytes for each eight queries of a warp.
+// Where a block's part of dQ goes: to the sum over key tiles, which holds a tile of queries as the warps' lanes do, 512 bytes for each
+// eight queries of a warp. It is in global memory or, for heads of up to 64 columns whose dQ is the block's own, in shared memory.
 #pragma once
 #include "../../device/hopper_dq.h"
 #include "../../ptx/atomic.h"
@@ -13,6 +13,7 @@ namespace strobe::sm90 {
 template <BackwardConfig C> struct DqSum {
   using T = typename Element<C.dtype>::type;
   static constexpr int kM = C.tile_q, kN = C.dq_queries(), kOfThird = C.dq_queries_of_third();
+  static_assert(!C.dq_sum_in_shared() || !C.dq_shared);
   static_assert(!C.third() || (!C.owns_dq && C.dq_shared == C.deterministic));
   const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
@@ -23,8 +24,9 @@ template <BackwardConfig C> struct DqSum {
 
   // Of iteration n, of tile `number` of the queries and of keys from `begin` on.
   __device__ __forceinline__ void add(const Accumulator<T, kN> &dQ, u32 n, i32 number, i32 begin) const {
-    if (!a.dq_sum) return;
     const bool first = C.owns_dq && begin == 0; // which all queries see: nobody has added yet
+    if constexpr (C.dq_sum_in_shared()) return add_in_shared(dQ, number, first);
+    if (!a.dq_sum) return;
     float *const target = a.dq_sum + first_tile() * (kM * C.columns()) + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
     if constexpr (C.dq_shared) {
       add_from_shared(dQ, n, target, first);
@@ -49,7 +51,7 @@ template <BackwardConfig C> struct DqSum {
   // Behind the last tile of queries.
   __device__ __forceinline__ void finish(const KeyBlock &keys) const {
     if constexpr (C.owns_dq) {
-      if (!a.dq_sum) return;
+      if (!C.dq_sum_in_shared() && !a.dq_sum) return;
       if (C.dq_shared && lane == 0) bulk_wait();
       if (keys.begin + C.tile_k() >= keys.seqlen_k) round(keys);
     } else {
@@ -96,17 +98,47 @@ private:
       bulk_commit();
     }
   }
+  // A warp's part of the sum of a tile; the lanes that add to it are those that read it.
+  __device__ __forceinline__ u32 in_shared(i32 number) const {
+    return shared.dq_sum() + number * C.dq_sum_bytes() + (w * C.dq_warps(0) + warp) * (64 * kN) + 16 * lane;
+  }
+  __device__ __forceinline__ void add_in_shared(const Accumulator<T, kN> &dQ, i32 number, bool first) const {
+    if (!has_columns(w)) return;
+    const u32 sum = in_shared(number);
+#pragma unroll
+    for (int i = 0; i < kN / 8; ++i) {
+      float x[4] = {0, 0, 0, 0};
+      if (!first) load_shared<0>(x, sum + 512 * i);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) x[k] += dQ.x[4 * i + k];
+      store_shared(sum + 512 * i, x);
+    }
+  }
   // All keys of the pair are done.
   __device__ __forceinline__ void round(const KeyBlock &keys) const {
-    async_proxy_fence_global();
-    __syncwarp();
+    if constexpr (C.dq_sum_in_shared()) {
+      if (!has_columns(w)) return;
+    } else {
+      async_proxy_fence_global();
+      __syncwarp();
+    }
     const Inputs &in = a.in;
-    i64 number = (i64)blockIdx.x * in.group * a.query_tiles;
+    i64 number = C.dq_sum_in_shared() ? 0 : (i64)blockIdx.x * in.group * a.query_tiles;
 #pragma unroll 1
     for (i32 h = 0; h < in.group; ++h) {
 #pragma unroll 1
-      for (i32 q = 0; q < in.seqlen_q; q += kM)
-        store_dq<T, C.columns(), kM>(a, keys.batch, keys.head_kv * in.group + h, q, in.seqlen_q - q, number++, w, false);
+      for (i32 q = 0; q < in.seqlen_q; q += kM) round(keys.batch, keys.head_kv * in.group + h, q, number++);
+    }
+  }
+  __device__ __forceinline__ void round(i32 batch, i32 head, i32 q, i64 number) const {
+    const i32 rows = (i32)a.in.seqlen_q - q;
+    if constexpr (C.dq_sum_in_shared()) {
+      float4 sum[kN / 8];
+#pragma unroll
+      for (int i = 0; i < kN / 8; ++i) load_shared<0>(reinterpret_cast<float (&)[4]>(sum[i]), in_shared((i32)number) + 512 * i);
+      store_dq<T, C.columns(), kM>(a, batch, head, q, rows, w, sum);
+    } else {
+      store_dq<T, C.columns(), kM>(a, batch, head, q, rows, number, w, false);
     }
   }
 };

@@ -15,7 +15,7 @@ template <BackwardConfig C> struct BackwardLoad {
   static constexpr int kM = C.tile_q, kTileK = C.tile_k();
   using Tiles = QueryTiles<F.blocks != 0, kM>;
   const HopperBackwardArguments &a;
-  const BackwardShared<C> &shared;
+  const BackwardShared<C> shared;
 
   // This block's (first) keys; by one thread, before the others begin.
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
@@ -64,17 +64,17 @@ template <BackwardConfig C> struct BackwardLoad {
     write(shared.held(), tile.shift, number, 0, 0);
   }
 
-  // Of persistent blocks bit 31 of an iteration's number says of how many tiles of keys before: odd.
   __device__ __forceinline__ void q() const {
 #pragma unroll 1
-    for (u32 n = 0;; n ^= kOddKeys) {
-      n = q(n);
+    for (u32 n = 0;; n = next_keys_number<C>(n)) {
+      n = of_keys(n).q(n);
       if constexpr (!C.persistent) return;
       if constexpr (C.draws_keys()) {
         const u32 x = next_item(a);
-        mbarrier_wait(shared.keys_empty(), n >> 31);
-        if (take_keys(a, shared, x)) continue;
-        return mbarrier_arrive(shared.k_full());
+        const BackwardShared<C> next = shared.at(next_keys_number<C>(n));
+        mbarrier_wait(next.keys_empty(), parity_before_next_keys<C>(n));
+        if (take_keys(a, next, x)) continue;
+        return mbarrier_arrive(next.k_full());
       }
       KeyBlock keys = read<KeyBlock>(shared.keys());
       const bool more = next_keys(keys);
@@ -85,11 +85,12 @@ template <BackwardConfig C> struct BackwardLoad {
   }
   __device__ __forceinline__ void dout() const {
     u32 n = 0;
-    do n = dout(n);
+    do n = of_keys(n).dout(n);
     while (other_keys<C>(shared, n));
   }
 
 private:
+  __device__ __forceinline__ BackwardLoad of_keys(u32 n) const { return {a, shared.at(n)}; }
   // The keys that this block takes after these. Returns whether there are any.
   __device__ __forceinline__ bool next_keys(KeyBlock &keys) const {
     keys.begin += kTileK;

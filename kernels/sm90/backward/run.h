@@ -35,9 +35,20 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
   } else {
     registers_raise<C.registers_compute>();
     u32 n = 0;
+    if constexpr (C.in_line) {
+      typename Compute::Carried carried{shared};
 #pragma unroll 1
-    do n = Compute(a, shared, read<KeyBlock>(shared.keys()), warpgroup - 1).all(n);
-    while (other_keys<C>(shared, n));
+      do {
+        const BackwardShared<C> at = shared.at(n);
+        n = Compute(a, at, read<KeyBlock>(at.keys()), warpgroup - 1, carried).all(n);
+      } while (carried.more);
+    } else {
+#pragma unroll 1
+      do {
+        const BackwardShared<C> at = shared.at(n);
+        n = Compute(a, at, read<KeyBlock>(at.keys()), warpgroup - 1).all(n);
+      } while (other_keys<C>(shared, n));
+    }
   }
 }
 

@@ -46,10 +46,20 @@ template <BackwardConfig C> __device__ __forceinline__ int this_thread() {
 // From an address that is a multiple of 1024.
 template <BackwardConfig C> struct BackwardShared {
   u32 k, v, q, dout, ds, p, dq, bias, rows, barriers;
+  u32 of_keys; // barriers and messages of the keys of one stage: at `barriers`, those of the second stage behind all of the first
   __device__ __forceinline__ explicit BackwardShared(u32 base)
-      : k((base + 1023) & ~1023u), v(k + C.k_bytes()), q(v + C.v_bytes()), dout(q + 2 * C.q_bytes()), ds(dout + 2 * C.dout_bytes()),
-        p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), bias(dq + C.dq_bytes()), rows(bias + 2 * C.bias_bytes()),
-        barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())) {}
+      : k((base + 1023) & ~1023u), v(k + C.key_stages * C.k_bytes()), q(v + C.key_stages * C.v_bytes()), dout(q + 2 * C.q_bytes()),
+        ds(dout + 2 * C.dout_bytes()), p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), bias(dq + C.dq_bytes()),
+        rows(bias + 2 * C.bias_bytes()), barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())), of_keys(barriers) {}
+  // With the stage of K and V that iteration n reads.
+  __device__ __forceinline__ BackwardShared at(u32 n) const {
+    BackwardShared found = *this;
+    if constexpr (C.key_stages == 2) {
+      const u32 stage = n >> 30 & 1;
+      found.k += stage * C.k_bytes(), found.v += stage * C.v_bytes(), found.of_keys += stage * C.message_bytes();
+    }
+    return found;
+  }
   // Of iteration n: the stage is n % 2.
   __device__ __forceinline__ u32 q_of(u32 n) const { return q + n % 2 * C.q_bytes(); }
   __device__ __forceinline__ u32 dout_of(u32 n) const { return dout + n % 2 * C.dout_bytes(); }
@@ -63,20 +73,22 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 dout_empty(u32 n) const { return barriers + 48 + n % 2 * 8; }
   __device__ __forceinline__ u32 ds_full(u32 n) const { return barriers + 64 + n % 2 * 8; }
   __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
-  __device__ __forceinline__ u32 k_full() const { return barriers + 96; }
-  __device__ __forceinline__ u32 v_full() const { return barriers + 104; }
+  __device__ __forceinline__ u32 k_full() const { return of_keys + 96; }
+  __device__ __forceinline__ u32 v_full() const { return of_keys + 104; }
   // Of persistent blocks: K and V are read, and the next ones may come.
-  __device__ __forceinline__ u32 keys_empty() const { return barriers + 160; }
+  __device__ __forceinline__ u32 keys_empty() const { return of_keys + 160; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.roles ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
   // By roles: P of an iteration, from one warpgroup to the other.
   __device__ __forceinline__ u32 p_full() const { return barriers + 112; }
   __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
-  __device__ __forceinline__ u32 keys() const { return barriers + 352; }
+  __device__ __forceinline__ u32 keys() const { return of_keys + 352; }
   __device__ __forceinline__ u32 held() const { return barriers + 368; }
-  __device__ __forceinline__ u32 walk(int loader) const { return barriers + 384 + 48 * loader; }
-  __device__ __forceinline__ u32 reach() const { return barriers + 176; }
+  __device__ __forceinline__ u32 walk(int loader) const { return barriers + C.message_bytes() + 48 * loader; }
+  __device__ __forceinline__ u32 reach() const { return of_keys + 176; }
+  // Where blocks own dQ: its sum, tile of queries after tile.
+  __device__ __forceinline__ u32 dq_sum() const { return barriers + C.message_bytes(); }
   // Deterministic: the steps once more, for the warp that adds up dQ: it is never eight steps behind, so that eight places suffice.
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
 
@@ -95,21 +107,33 @@ template <BackwardConfig C> struct BackwardShared {
       if (C.roles) mbarrier_init(w == 0 ? p_full() : p_empty(), 4);
       mbarrier_init(dq_empty(w), 1);
     }
-    mbarrier_init(k_full(), 1);
-    mbarrier_init(v_full(), 1);
-    mbarrier_init(keys_empty(), kWarps + (C.deterministic ? C.kWarpgroups : 0));
+    for (u32 stage = 0; stage < C.key_stages; ++stage) {
+      const BackwardShared keys = at(stage << 30);
+      mbarrier_init(keys.k_full(), 1);
+      mbarrier_init(keys.v_full(), 1);
+      mbarrier_init(keys.keys_empty(), kWarps + (C.deterministic ? C.kWarpgroups : 0));
+    }
     mbarrier_init_fence();
   }
 };
 
-// Of persistent blocks: waits for the keys after those of iteration n - 1. Bit 31 of n: there have been an odd number of tiles of keys
-// before. Returns whether there are any.
+// The two highest bits of an iteration's number count a persistent block's tiles of keys. Bit 31 is the parity of the tiles that have been
+// in the same stage; bit 30 is the stage, where there are two.
 inline constexpr u32 kOddKeys = 1u << 31;
+template <BackwardConfig C> __device__ __forceinline__ u32 next_keys_number(u32 n) {
+  return C.key_stages == 2 ? n + (1u << 30) : n ^ kOddKeys;
+}
+// Of keys_empty() in the stage of the next tile of keys, when it is free for them.
+template <BackwardConfig C> __device__ __forceinline__ u32 parity_before_next_keys(u32 n) {
+  return C.key_stages == 2 ? next_keys_number<C>(n) >> 31 ^ 1 : n >> 31;
+}
+// Waits for a persistent block's next tile of keys; n: behind the last iteration with the tile before. Returns whether there is one.
 template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
   if constexpr (!C.persistent) return false;
-  n ^= kOddKeys;
-  mbarrier_wait(shared.k_full(), n >> 31);
-  return (i32)load_shared(shared.keys()) != KeyBlock::kNone;
+  n = next_keys_number<C>(n);
+  const BackwardShared<C> at = shared.at(n);
+  mbarrier_wait(at.k_full(), n >> 31);
+  return (i32)load_shared(at.keys()) != KeyBlock::kNone;
 }
 
 // Barriers of stages that are used in turn: full for iteration n, and empty again for it.

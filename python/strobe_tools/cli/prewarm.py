@@ -62,6 +62,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Where the Hopper backward takes another tile than at _S, beyond d 64.
 _OTHER_LENGTHS = {"plain": 512, "causal": 8192, "deterministic": 8192}
 _SMALL = 512  # tokens of a call for which it takes 64 keys a block, up to d 160
+# Tokens of a sequence and how many, up to d 64: two stages of keys, in line or not, and dQ in shared memory.
+_SHORT = ((512, 16), (512, 33), (1024, 16))
 _AS_WIDE = ("bias", "sinks")  # beside float64 they are float64
 _EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
 _FEATURE_DIMS = (64, 128)
@@ -124,6 +126,8 @@ def jobs(
                 yield Job(arch, dtype, dim, feature, True, _OTHER_LENGTHS[feature])
             if arch == 90 and dim <= 160 and dtype in ("bfloat16", "float16") and feature in _EVERY_DIM:
                 yield Job(arch, dtype, dim, feature, True, _SMALL, 1)
+            if arch == 90 and dim <= 64 and dtype in ("bfloat16", "float16") and feature in _EVERY_DIM:
+                yield from (Job(arch, dtype, dim, feature, True, *length) for length in _SHORT)
 
 
 # What NVRTC 12.9 and 13 compile for of what Strobe has kernels for.

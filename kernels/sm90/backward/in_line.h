@@ -1,0 +1,141 @@
+// A form of the Hopper backward for persistent blocks with two stages of keys: tiles of keys come in line. S of a tile's first queries
+// begins before dK and dV of the tile before leave, and dQ of a tile's last queries is made in the first iteration of the tile after it. So
+// the tensor cores are not idle between two tiles of keys, but the loading threads are half a tile of keys less ahead: K of a tile is read
+// until the first iteration after it has ended.
+#pragma once
+#include "scores.h"
+
+namespace strobe::sm90 {
+
+// What a warpgroup hands on from a tile of keys to the next; S, K: as of Backward::Compute.
+template <BackwardConfig C, class S_, class K_> struct InLineCarried {
+  const BackwardShared<C> &block;
+  S_ S;
+  K_ K;
+  i32 number = -1;  // of the last tile of queries, in dq_sum; -1: its dQ has been added
+  u32 k = 0;        // the K that its dQ is made of
+  bool more = true; // there are other keys
+};
+
+template <BackwardConfig C, class Compute> struct InLine {
+  static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kTileK = C.tile_k();
+  static constexpr bool kSkips = C.features.band && !C.features.function; // as Backward's
+  Compute &my;
+
+  // n: the first iteration's number. Returns that of the next keys' first one.
+  __device__ __forceinline__ u32 all(u32 n) const {
+    my.dK.clear();
+    my.dV.clear();
+    if (n == 0) {
+      if (my.w == 1) my.leave_tensor_cores(); // the other one begins
+      mbarrier_wait(my.shared.k_full(), 0);
+      begin_s_of_keys(my.shared, n);
+    }
+    const QueryStep step = read<QueryStep>(my.shared.step(n));
+    KeyBlock keys;
+    if (step.flags & kNothing) {
+      keys = read<KeyBlock>(my.shared.keys());
+      pass(n);
+    } else {
+      walk(step, n);
+      keys = read<KeyBlock>(my.shared.keys());
+    }
+    my.scores.template store<kDv>(my.a.dv, my.a.in, keys, my.a.in.head_dim_v, my.dV, my.scores.dropout.dropout.factor());
+    my.scores.template store<kD>(my.a.dk, my.a.in, keys, my.a.in.head_dim, my.dK, (float)my.a.in.scale);
+    if (!my.carried->more) {
+      wait_for<0>(my.S);
+      add_last_dq(n);
+      my.dq_sum().finish(keys);
+    }
+    return next_keys_number<C>(n + 1);
+  }
+  // Behind the last tile of queries, when the tensor cores are about to be the other warpgroup's; later: dQ of the tile before has begun.
+  __device__ __forceinline__ u32 end_keys(u32 n, bool later, i32 before) const {
+    my.leave_tensor_cores();
+    if (later) {
+      wait_for<0>(my.dQ);
+      my.scores.release(my.shared.ds_empty(n - 1));
+      release_keys_before(n - 1);
+    }
+    my.scores.release(my.shared.q_empty(n));
+    begin_other_keys(n);
+    if (later) my.dq_sum().add(my.dQ, n - 1, before, 0);
+    return n;
+  }
+  // dQ of iteration n, the last one with other keys than these, has been made, and nobody reads those any more.
+  __device__ __forceinline__ void release_keys_before(u32 n) const {
+    if (my.carried->k != my.shared.k) my.scores.release(my.carried->block.at(next_keys_number<C>(n)).keys_empty());
+  }
+
+private:
+  // These keys have no tile of queries.
+  __device__ __forceinline__ void pass(u32 n) const {
+    wait_for<0>(my.S);
+    add_last_dq(n - 1);
+    my.carried->k = 0;
+    my.pass(n);
+    __syncwarp();
+    for (u32 read : {my.shared.q_empty(n), my.shared.ds_empty(n), my.shared.keys_empty()}) my.scores.release(read);
+    begin_other_keys(n);
+  }
+  __device__ __forceinline__ void walk(QueryStep step, u32 &n) const {
+    auto &carried = *my.carried;
+    mbarrier_wait(my.shared.v_full(), n >> 31);
+    if constexpr (!Compute::kHidden) look_at_keys();
+#pragma unroll 1
+    for (;; ++n) {
+      const u32 allowed = my.scores.allowed(step);
+      wait_for<0>(my.S);
+      if (Compute::kHidden && carried.k != my.shared.k) look_at_keys(); // within the loop, or ptxas finds no registers for the products
+      u32 next;
+      if (!kSkips || !(step.flags & kUnseen << my.w))
+        next = my.steady_step(step, allowed, n, carried.number);
+      else
+        next = my.unseen_step(step, n, carried.number);
+      carried.number = step.number, carried.k = my.shared.k;
+      if (next == n) break;
+      step = read<QueryStep>(my.shared.step(next));
+    }
+  }
+  // Once S of the first queries has been made: as in Compute::first_scores.
+  __device__ __forceinline__ void look_at_keys() const {
+    if (my.scores.hides()) {
+      if constexpr (!Compute::kHidden) wait_for<0>(my.S);
+      const bool cleared = my.clear_keys_that_show();
+      if (C.keys_in_registers && cleared) load_keys(my.shared);
+    }
+    if constexpr (C.v_in_registers()) load_left<kTileK>(my.V, my.shared.v, 64 * my.w + 16 * my.warp, my.lane);
+  }
+  __device__ __forceinline__ void load_keys(const BackwardShared<C> &keys) const {
+    if constexpr (C.keys_in_registers) load_left<kTileK>(my.K, keys.k, 64 * my.w + 16 * my.warp, my.lane);
+  }
+  // S of the first queries of these keys begins, if there are any.
+  __device__ __forceinline__ void begin_s_of_keys(const BackwardShared<C> &keys, u32 n) const {
+    wait_full(keys.q_full(n), n);
+    load_keys(keys);
+    if constexpr (C.keys_in_registers)
+      my.S.template begin_product<Place::free>(my.K, keys.q_of(n));
+    else
+      my.S.template begin_product<kD, kTileK, Place::free>(keys.k + 64 * kRowBytes * my.w, keys.q_of(n));
+  }
+  // Behind iteration n, the last one with these keys: S of the first queries of the next ones, or a product that nobody reads.
+  __device__ __forceinline__ void begin_other_keys(u32 n) const {
+    const u32 next = next_keys_number<C>(n + 1);
+    const BackwardShared<C> keys = my.carried->block.at(next);
+    mbarrier_wait(keys.k_full(), next >> 31);
+    my.carried->more = (i32)load_shared(keys.keys()) != KeyBlock::kNone;
+    begin_s_of_keys(keys, my.carried->more ? next : n);
+  }
+  // Of iteration n, if it has not been added.
+  __device__ __forceinline__ void add_last_dq(u32 n) const {
+    if (my.carried->number < 0) return;
+    my.begin_dq(n);
+    wait_for<0>(my.dQ);
+    my.scores.release(my.shared.ds_empty(n));
+    release_keys_before(n);
+    my.dq_sum().add(my.dQ, n, my.carried->number, 0);
+    my.carried->number = -1;
+  }
+};
+
+} // namespace strobe::sm90

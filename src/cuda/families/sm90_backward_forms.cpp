@@ -1,0 +1,233 @@
+#include "cuda/families/sm90_backward_forms.h"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+
+#include "attention/work.h"
+#include "cuda/families/sm90_backward_work.h"
+#include "cuda/program/arguments.h"
+#include "cuda/program/tensor_maps.h"
+
+namespace strobe::cuda {
+namespace {
+
+using sm90::BackwardConfig;
+
+// Sums of dQ have one order: tiles of keys add to it in turns.
+bool in_turns(const Problem &p) { return p.deterministic || p.invariant; }
+
+// Do 64 keys a block serve better than 128 up to kMostDimOf128Keys, however many blocks there are?
+bool takes_64_keys(const Problem &p, const Features &f) {
+  if (larger_dim(p) <= 64) return false;
+  // A warpgroup's registers with dK and dV.
+  const bool costly_pair = (f.function && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
+  // Those who load walk over ranges, and these leave them too few registers.
+  if (f.part && (f.function || (f.dropout && in_turns(p)))) return true;
+  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + costly_pair > 1;
+  return crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
+}
+
+// The factor by which thread blocks take longer than if they kept every SM busy.
+double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
+
+// May blocks own a pair's dQ? They spare its zeros, its turns and the launch that rounds it. The block of a pair stores what its first keys
+// add, and adds the rest: so all queries must see some of the first keys, and all keys must be seen by some query.
+bool may_own_dq(const Problem &p, const Features &f) {
+  if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
+  if (f.part || f.unrounded_gradients()) return false;
+  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
+  const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
+  return p.window_left == kUnbounded && band.high >= 0 && band.high + p.seqlen_q >= p.seqlen_k;
+}
+
+// Does the sum of more than 64 columns pay, in memory? Each block works at a pair of its own, which must stay in the L2 cache, and SMs idle
+// where pairs do not fill them evenly.
+bool owns_dq_in_memory(const Problem &p, const BackwardConfig &c, const Device &device) {
+  if (c.columns() == 64 || !may_own_dq(p, c.features)) return false;
+  constexpr double kPartOfCache = 0.6; // measured: 15-34% faster at half of it, 5% at this, as fast at 0.7, slower beyond
+  const double pairs = double(p.batch * p.heads_kv), blocks = pairs * double(tiles(p.seqlen_k, c.tile_k()));
+  if (std::min(pairs, double(device.sms)) * double(pair_bytes(p, c)) > kPartOfCache * double(device.l2)) return false;
+  const double products = 5 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (kFlopsPerSm * device.sms);
+  const double rows = double(p.batch * p.heads * p.seqlen_q);
+  return products * (uneven(pairs, device) - uneven(blocks, device)) < rows * 8 * c.columns() / kBytes;
+}
+
+// Tiles of 80 queries multiply at a higher rate, but hold more of what is not seen or not there: 64 are faster by 1 to 10% (measured on an
+// H200) where a band has up to 4096 queries or is as narrow, and without one where 80 make 7% more rows. Invariant: dK and dV are sums over
+// tiles of queries, which are the same for all lengths.
+bool wastes_80(const Problem &p, const Features &f) {
+  if (p.invariant) return f.band;
+  if (f.band) {
+    const bool bounded = p.window_left != kUnbounded && p.window_right != kUnbounded;
+    return std::min(p.seqlen_q, bounded ? p.window_left + p.window_right + 1 : p.seqlen_q) <= 4096;
+  }
+  return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
+}
+
+// Does what becomes of a score leave a head of up to 64 columns registers for tiles of 128 queries? Measured on an H200, 128 over 64:
+// blocks 1.21 to 1.30, ALiBi 1.14 to 1.25; a bias 0.94, softcap slower, dropout spills.
+bool leaves_registers(const Problem &p, const Features &f) {
+  return !f.mask && !f.bias && !f.function && !f.scaled && !f.dropout && (!f.blocks || p.blocks.block_q % 128 == 0);
+}
+
+// Let the copy engine bring the bias, if it can and there is room.
+BackwardConfig with_bias(BackwardConfig c, const Problem &p, const Device &device) {
+  c.bias_by_tma = maps_bias(p);
+  if (shared_bytes(p, c) > device.shared_per_block) c.bias_by_tma = 0;
+  return c;
+}
+
+// Do blocks walk over so many tiles of queries that it is worth while to hold their keys in registers? Shared memory is read less in each
+// iteration, but the walk begins later. On an H200, heads of up to 64 columns: 1.02 to 1.08 without a band, and with one 1.01 from 8
+// iterations on, 0.97 for 4.
+bool walks_on(const Problem &p, const BackwardConfig &c) {
+  return !c.features.band || (!p.invariant && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k());
+}
+
+BackwardConfig begin(const Problem &p, const Features &f) {
+  BackwardConfig c = begin_config<BackwardConfig>(p, 16);
+  c.features = f;
+  c.registers_load = 40, c.registers_compute = 232;
+  c.deterministic = in_turns(p) && p.dq;
+  c.invariant = p.invariant;
+  c.key_stages = 1;
+  return c;
+}
+
+BackwardConfig of_64_keys(const Problem &p, const Features &f) {
+  BackwardConfig c = begin(p, f);
+  c.roles = 1, c.tile_q = 64;
+  // Beyond these a warpgroup that computes spills, or threads that load, which then have fewer registers.
+  const bool room = larger_dim(p) <= 192 && !f.blocks && !f.part && !(f.bias && f.function);
+  c.keys_in_registers = room && walks_on(p, c);
+  if (c.keys_in_registers) c.registers_load = 24, c.registers_compute = 240;
+  return c;
+}
+
+// Of heads beyond kMostDimOf128Keys, whose dK and dV leave a warpgroup registers for tiles of few queries: S and dP of as many, beside 32
+// for the rest. Nothing, where these are fewer than 32, or where an option takes more.
+std::optional<BackwardConfig> of_128_wide_keys(const Problem &p, const Features &f, const Device &device) {
+  const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + (f.function != 0);
+  BackwardConfig c = begin(p, f);
+  if (f.blocks || f.bias || f.scaled || options + (f.part != 0) > 1 || std::max(c.columns(), c.columns_v()) > 192) return {};
+  if (!f.part) c.registers_load = 24, c.registers_compute = 240; // those who load parts walk over ranges
+  c.exact_p = f.function || f.dropout;
+  c.tile_q = std::min(64, (c.registers_compute - 32 - (c.head_dim + c.head_dim_v) / 2) / 16 * 16 - 16 * options);
+  // In turns dQ leaves through shared memory. Without a dQ tiles are the same, for dK and dV of an invariant call are sums over them.
+  c.dq_shared = in_turns(p);
+  while (c.tile_q >= 32 && c.shared_bytes() > device.shared_per_block) c.tile_q -= 16;
+  c.dq_shared = c.deterministic;
+  if (c.tile_q < 32) return {};
+  return c;
+}
+
+// From 65 to 112 columns S and dP of tiles of queries leave room for K and V, or for V, in registers, and dQ leaves from registers, too: on
+// an H100 1.05 to 1.12 at d 80 and 96, 1.06 at d 112. At d 128 there is no room, and dQ from registers is as fast, 0.98 beyond 4k.
+void hold_keys(BackwardConfig &c, const Problem &p) {
+  constexpr int32_t kRegisters = 208; // of a thread, for dK, dV, K, V, and S and dQ; beyond them it spills
+  const Features &f = c.features;
+  if (c.head_dim <= 64 || larger_dim(p) > 112 || c.deterministic || c.owns_dq || p.invariant) return;
+  if (f.additive() || f.mask || f.dropout || f.blocks || f.part) return; // what becomes of a score takes them
+  c.dq_shared = 0, c.registers_load = 24, c.registers_compute = 240;
+  const int32_t room = kRegisters - (c.head_dim + c.head_dim_v) / 2 - c.tile_q;
+  c.keys_in_registers = (c.head_dim + c.head_dim_v) / 4 <= room;
+  c.values_in_registers = !c.keys_in_registers && c.head_dim_v / 4 <= room;
+}
+
+// Seconds of an SM for the walk of a tile of keys over tiles of queries of heads of up to 64 columns. Tiles of 64 queries are slower than
+// those of 128. Measured on an H100 with d 32 and 64, as what follows: 128 to 577 keys.
+double narrow_walk(const Problem &p, const BackwardConfig &c) {
+  constexpr double kOf64Queries = 1.17;
+  const double score = (1.46e-6 + 7.5e-9 * (c.head_dim + c.head_dim_v)) / (128 * 128);
+  return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean * score * (c.tile_q == 64 ? kOf64Queries : 1);
+}
+
+// A form of up to 64 columns in which blocks own dQ, with its sum in shared memory. Nothing where that is too small for it.
+std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, const Device &device) {
+  if (c.features.function && c.features.bias) return {}; // registers
+  c.owns_dq = c.persistent = 1, c.deterministic = c.dq_shared = c.staged_store = 0;
+  BackwardConfig small = c;
+  small.tile_q = 64;
+  const auto fits = [&](BackwardConfig x) {
+    x.bias_by_tma = maps_bias(p);
+    return shared_bytes(p, x) <= device.shared_per_block;
+  };
+  if (fits(c) && narrow_walk(p, c) <= narrow_walk(p, small)) return c;
+  return fits(small) ? std::optional(small) : std::nullopt;
+}
+
+// Does it pay? dQ is neither set to 0, nor added up in the L2 cache, nor rounded by a launch of its own; but SMs idle where pairs do not
+// fill them evenly, and where blocks have two stages of keys all tiles but their first begin sooner and end with fewer columns.
+bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardConfig &apart, const Device &device) {
+  constexpr double kTile = 2.74e-6, kColumnOfStagedTile = 18e-9, kLaunch = 0.5e-6;
+  const double owned = std::ceil(double(p.batch * p.heads_kv) / device.sms) * double(tiles(p.seqlen_k, own.tile_k()));
+  const Walks w = walks(p, Direction::backward, apart.tile_q, apart.tile_k());
+  const double others = std::max(1.0, w.last(device.sms) / w.mean); // tiles that an SM takes
+  const bool staged = stages_keys(p, apart, tiles_with_keys(p, apart.tile_k()), device);
+  const double tile = staged ? kColumnOfStagedTile * (own.head_dim + own.head_dim_v) : kTile;
+  const double lost = owned * (kTile + narrow_walk(p, own)) - kTile - others * narrow_walk(p, apart) - (others - 1) * tile;
+  return lost < kLaunch + query_rows(p) * 8 * own.head_dim / (kBytes / 132 * device.sms);
+}
+
+BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {
+  BackwardConfig c = begin(p, f);
+  c.owns_dq = owns_dq_in_memory(p, c, device);
+  if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // it is
+  const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
+  c.staged_store = p.staged_store && !f.part && !f.unrounded_gradients() && c.columns() <= c.columns_v();
+  c.exact_p = f.function || f.dropout;
+  c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && costly);
+  if (std::max(c.head_dim, c.head_dim_v) <= 64) {
+    c.tile_q = leaves_registers(p, f) ? 128 : 64;
+    c.keys_in_registers = walks_on(p, c);
+  } else if (costly || c.head_dim <= 64 || c.owns_dq || (f.part && c.deterministic)) // registers of those who load and order
+    c.tile_q = 64;
+  else
+    c.tile_q = wastes_80(p, f) ? 64 : 80;
+  if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
+  hold_keys(c, p);
+  if (c.columns() > 64 || !may_own_dq(p, f)) return c;
+  const std::optional<BackwardConfig> own = with_own_dq(c, p, device);
+  return own && pays_to_own_dq(p, *own, c, device) ? *own : c;
+}
+
+// May a block have 64 keys or 128? Up to kMostDimOf128Keys dropout and functions of a score make dS of P in FP32 always, which 64 keys do
+// not; invariant: lengths have no say.
+bool takes_either(const Problem &p, const Features &f) {
+  const bool wide = larger_dim(p) > kMostDimOf128Keys, crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.function || f.dropout);
+  return !(crowded || f.blocks || f.part || p.invariant || p.persistent);
+}
+
+// Do 64 keys a block serve better where either would do? A tile of queries takes such a block, whose warpgroups work at the same keys in
+// turn, about as long as one of 128 keys (beyond 128 columns, 0.65 of it), but it begins 3 µs sooner, and walks that differ fill the SMs
+// more evenly (an H100, d 64 and 128: 1.01 to 1.29 times as fast where it is chosen, 0.63 to 1.02 where it is not).
+bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardConfig &of_128, const Device &device) {
+  const auto queries = [&](const BackwardConfig &c) { // that the last block has walked over when it ends
+    return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();
+  };
+  return (larger_dim(p) > kMostDimOf128Keys ? 0.65 : 1.0) * queries(of_64) <= 1.05 * queries(of_128);
+}
+
+BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
+  const bool wide = larger_dim(p) > kMostDimOf128Keys;
+  std::optional<BackwardConfig> of_128;
+  if (wide)
+    of_128 = of_128_wide_keys(p, f, device);
+  else if (!takes_64_keys(p, f))
+    of_128 = of_128_keys(p, f, device);
+  if (!of_128 || (p.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);
+  if (!takes_either(p, f) || p.tile_k == 128) return *of_128;
+  if (wide && of_128->deterministic) return *of_128;                     // an H200: 1.1 to 2.2 times as fast, with few blocks as well
+  if (tiles_with_keys(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
+  const BackwardConfig of_64 = of_64_keys(p, f);
+  return fill_better(p, of_64, *of_128, device) ? of_64 : *of_128;
+}
+
+} // namespace
+
+BackwardConfig choose_form(const Problem &p, const Features &f, const Device &device) {
+  return with_bias(configuration(p, f, device), p, device);
+}
+
+} // namespace strobe::cuda

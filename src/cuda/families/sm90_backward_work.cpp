@@ -1,0 +1,163 @@
+#include "cuda/families/sm90_backward_work.h"
+
+#include <algorithm>
+
+#include "../../../kernels/attention/packed_tiles.h"
+#include "attention/work.h"
+#include "cuda/families/sm90_steps.h"
+#include "cuda/program/part.h"
+
+namespace strobe::cuda {
+
+using sm90::BackwardConfig;
+
+namespace {
+
+bool numbers_keys(const Problem &p, int64_t tile_k) { return worth_numbering(p, p.total_k, p.seqlen_k, tile_k); }
+// (batch, key head) pairs, and the tiles of keys of one; where these are numbered, key heads, and the tiles of all sequences.
+int64_t pairs_of(const Problem &p, int64_t tile_k) { return (numbers_keys(p, tile_k) ? 1 : p.batch) * p.heads_kv; }
+int64_t tiles_of_pair(const Problem &p, int64_t tile_k) {
+  return numbers_keys(p, tile_k) ? count_packed_tiles(p.total_k, p.batch, tile_k) : key_tiles(p, tile_k);
+}
+
+// (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of
+// them begin with long ones; where they take turns, the more pairs, the fewer tiles of one wait for one another.
+int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
+  constexpr int64_t kCache = 64 << 20;
+  const bool some_longer = c.features.band || c.features.blocks || p.varlen;
+  // In turns: 16 of up to 64 columns, though they leave the cache (on an H200 1.07 to 1.09 at 8k and 16k, causal); of 128, 0.96 to 1.03.
+  const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16
+                        : some_longer                          ? 4
+                                                               : 1,
+                most = c.deterministic ? 32
+                       : some_longer   ? 16
+                                       : 4;
+  const int64_t size = std::clamp<int64_t>(kCache / (some_longer ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
+  const int64_t pairs = pairs_of(p, c.tile_k());
+  return p.bundle ? std::clamp<int64_t>(p.bundle, 1, std::max<int64_t>(1, pairs)) : even_bundle(pairs, size);
+}
+
+// Have persistent blocks room for two stages of K and V?
+bool has_stages(const Problem &p, BackwardConfig c, const Device &device) {
+  const Features &f = c.features;
+  if (c.roles || f.part || c.deterministic || c.owns_dq || larger_dim(p) > 64) return false;
+  if (f.function && f.bias) return false; // registers
+  c.key_stages = 2;
+  return shared_bytes(p, c) <= device.shared_per_block;
+}
+
+// Do blocks serve better that take one tile of keys after the other? They spare a block's start and fetch K and V while others are stored.
+// Measured on an H100: where tiles add to dQ in turns 0.99 to 1.13, with blocks 1.02 to 1.05, under a window 1.00 to 1.06; else 0.94 to
+// 1.03, at d 64 mostly below 1. With two stages of K and V, and 3 to 5 tiles of 128 queries to a tile of keys, 1.06 to 1.21; with 8 of them
+// no more than other blocks.
+bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
+  constexpr double kLongWalk = 8 * 128 * 128; // scores
+  if (c.roles || c.features.part) return false;
+  if (c.deterministic && c.features.seqused && c.registers_load < 40) return false;    // those who load and order have too few registers
+  if (c.packed && !c.deterministic && larger_dim(p) > kMostDimOf128Keys) return false; // so have those who compute
+  if (p.persistent) return *p.persistent;
+  if (items <= device.sms) return false;
+  if (c.deterministic || c.features.blocks || narrow_window(p)) return true;
+  return has_stages(p, c, device) && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean < kLongWalk;
+}
+
+// Does it pay that two stages of keys come in line? The tensor cores are not idle between two tiles of keys, but K is read longer, so that
+// the next tile's loads begin later. Measured on an H100, over two stages that do not: with walks of 3 to 5 tiles of queries 1.03 to 1.075
+// at d 64, 1.02 to 1.04 at d 40 and 48, 1.01 to 1.02 at d 32; with 2 or 2.5 of them 0.92 to 1.03, with one 0.81 to 1.04, with grouped
+// heads 0.995 to 1.02, d 16 0.98.
+bool comes_in_line(const Problem &p, const BackwardConfig &c) {
+  constexpr double kTilesOfQueries = 3;
+  const Features &f = c.features;
+  if (f.additive() || f.mask || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or of lengths not known here
+  if (p.group() > 1 || std::min(c.head_dim, c.head_dim_v) < 32) return false;
+  return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= kTilesOfQueries * c.tile_q * c.tile_k();
+}
+
+} // namespace
+
+int64_t tiles_with_keys(const Problem &p, int64_t tile_k) {
+  const int64_t all = p.batch * key_tiles(p, tile_k);
+  return p.heads_kv * (numbers_tiles(p) ? std::min<int64_t>(all, count_packed_tiles(p.total_k, p.batch, tile_k)) : all);
+}
+
+int64_t pair_bytes(const Problem &p, const BackwardConfig &c) {
+  return std::max<int64_t>(1, p.seqlen_q * p.group() * (8 * c.columns() + 2 * c.columns_v()));
+}
+
+int64_t shared_bytes(const Problem &p, const BackwardConfig &c) {
+  return c.shared_bytes() + (c.dq_sum_in_shared() ? tiles(p.seqlen_q, c.tile_q) * p.group() * c.dq_sum_bytes() : 0);
+}
+
+bool stages_keys(const Problem &p, const BackwardConfig &c, int64_t tiles, const Device &device) {
+  return persistent(p, c, tiles, device) && has_stages(p, c, device);
+}
+
+Problem of_shares(const Problem &p, int64_t shares) {
+  Problem split = p;
+  split.heads_kv *= shares;
+  return split;
+}
+
+Walks walks_of(const Problem &p, const BackwardConfig &c) {
+  const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
+  if (!c.owns_dq) return w;
+  const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k())); // one walk over all tiles of a pair's keys
+  return {w.scores() / all, all, all};
+}
+
+double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t shares, const Device &device) {
+  const Problem p = of_shares(whole, shares);
+  // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
+  constexpr double kRate = 5.2e12, kWideRate = 4.6e12, kWideRateOf32Queries = 4.1e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
+  // Where up to 128 columns share a tile of 64 keys (an H100): of the rate, as long for a tile of queries as 128 keys take; and a start
+  // that is 3 µs shorter.
+  constexpr double kShared = 0.667, kBlockSeconds = 7e-6, kSharedBlockSeconds = 4e-6;
+  constexpr double kStagedBlockSeconds = 4.5e-6; // an H100: where the next keys come while these are read
+  constexpr double kBiasPerClock = 1400;         // kernels/mma's products for dbias, of an SM
+  const Walks w = walks_of(p, c);
+  const bool wide = larger_dim(p) > kMostDimOf128Keys, shared = c.roles && !wide;
+  const double columns = c.head_dim + c.head_dim_v;
+  const double of_128 = !wide ? kRate : c.tile_q > 32 ? kWideRate : kWideRateOf32Queries;
+  const double rate = (c.roles ? kRolesRate : of_128) * (shared ? kShared : 1) / (5 * columns);
+  const double block = shared ? kSharedBlockSeconds : c.key_stages == 2 ? kStagedBlockSeconds : kBlockSeconds;
+  const double sums = shares > 1 ? 3e-6 + key_rows(p) * 8 * (c.columns() + c.columns_v()) / kBytes : 0;
+  const double bias = p.dbias ? 2 * w.scores() * columns / (kBiasPerClock * device.sms * device.clock_hz) : 0;
+  const double missing = missing_seconds(p, w, device, c.tile_k(), pairs_in_bundle(p, c), 8 * c.columns() + 2 * c.columns_v());
+  const double main = std::max(seconds(w, device, 1, rate, block), missing);
+  return kLaunches + main + sums + bias + rows_seconds(p, c.head_dim, c.head_dim_v, !c.owns_dq);
+}
+
+int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &device) {
+  constexpr double kGain = 0.93; // predicted; for which it is worth the memory
+  const int64_t group = p.group();
+  if (c.owns_dq || p.invariant || (!p.dk && !p.dv)) return 1;
+  if (p.shares && group % p.shares == 0) return p.shares;
+  int64_t best = 1;
+  double least = kGain * (group > 1 ? predicted_seconds(p, c, 1, device) : 0);
+  for (int64_t n = 2; n <= group; n++) {
+    if (group % n || double(n) * key_rows(p) > query_rows(p)) continue;
+    if (n * pairs_of(p, c.tile_k()) * tiles_of_pair(p, c.tile_k()) > int64_t{1} << 28) break; // far more blocks than help
+    if (const double time = predicted_seconds(p, c, n, device); time < least) best = n, least = time;
+  }
+  return best;
+}
+
+Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Device &device) {
+  c.packed = numbers_keys(p, c.tile_k());
+  const int64_t shares = count_shares(p, c, device), bundle = c.owns_dq ? 1 : pairs_in_bundle(of_shares(p, shares), c);
+  Work work{.shares = shares,
+            .bundle = bundle,
+            .pairs = tiles(pairs_of(p, c.tile_k()) * shares, bundle) * bundle,
+            .tiles_k = tiles_of_pair(p, c.tile_k()),
+            .tiles_q = all_query_tiles(p, in, c.tile_q)};
+  c.split_group = work.shares > 1;
+  if (!c.owns_dq) c.persistent = persistent(of_shares(p, shares), c, tiles_with_keys(p, c.tile_k()) * shares, device);
+  c.key_stages = c.persistent && has_stages(p, c, device) ? 2 : 1;
+  c.in_line = c.key_stages == 2 && comes_in_line(p, c);
+  if (c.persistent || c.split_group) c.staged_store = 0;
+  const int64_t items = c.owns_dq ? work.pairs : work.tiles_k * work.pairs;
+  work.blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;
+  return work;
+}
+
+} // namespace strobe::cuda
