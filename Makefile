@@ -28,8 +28,8 @@ NATIVE := $(shell find CMakeLists.txt pyproject.toml cmake include kernels src p
 C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third_party')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-apart test-gpu test-gpu-random sanitize
-.PHONY: sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
+.PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-apart test-faults test-gpu
+.PHONY: test-gpu-random sanitize sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -96,6 +96,9 @@ test-emulated: setup emulator ## the contract and the ladder on an emulated GPU;
 test-apart: $(VENV)/.dev ## each C++ file compiled by itself
 	$(CMAKE) -S . -B build/apart -G Ninja -DSTROBE_UNITY=OFF
 	$(CMAKE) --build build/apart --parallel $(JOBS)
+
+test-faults: setup ## whether make test finds the mistakes planted by tests/faults, one after the other; takes half an hour
+	$(BIN)/python tests/faults/plant.py --jobs $(JOBS) $(ARGS)
 
 # With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
 SANITIZE_FLAGS := -O1 -fno-var-tracking-assignments -fno-tree-pta -fira-region=one -fira-algorithm=priority

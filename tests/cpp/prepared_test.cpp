@@ -2,6 +2,9 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 #include "call.h"
 
@@ -68,6 +71,24 @@ TEST_CASE("prepared: its plan is the call's") {
   CHECK(std::memcmp(&whole, &of_prepared, sizeof whole) == 0);
   CHECK(strobe_prepared_plan(held.get(), nullptr) == STROBE_INVALID_ARGUMENT);
 }
+
+#if defined(__GLIBC__) && __GLIBC_MINOR__ >= 33 && !defined(__SANITIZE_ADDRESS__) // ASan finds leaks itself
+TEST_CASE("prepared: what is released leaves no memory behind, whether it ran or not") {
+  Call call;
+  make_filled(call, make_sparse, Direction::forward, 1);
+  const strobe_addresses at = addresses(call);
+  auto many = [&] {
+    for (int n = 0; n < 50; n++) {
+      const Held held = prepared(call), unused = prepared(call);
+      REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
+    }
+  };
+  many(); // allocates what is made once
+  const size_t before = mallinfo2().uordblks;
+  many();
+  CHECK(mallinfo2().uordblks <= before + 50 * 64); // a prepared call is several hundred bytes
+}
+#endif
 
 TEST_CASE("prepared: what the caller lent while preparing is not needed later") {
   auto call = std::make_unique<Call>();

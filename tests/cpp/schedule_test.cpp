@@ -8,6 +8,10 @@
 #include <random>
 #include <vector>
 
+#define __device__ // the host has no such word
+#define __forceinline__ inline
+#include "kernels/device/query_tiles.h"
+
 using namespace strobe;
 
 namespace {
@@ -89,6 +93,38 @@ void check_both_ways(const Case &c, i64 tile_q, i64 tile_k, i64 align, Tally &ta
   check_walk(c.band().transposed(), c.seqlen_k, c.seqlen_q, tile_q, tile_k, align, t, [&](i64 j, i64 i) { return c.visible(i, j); }, tally);
 }
 
+// The same for kernels that own a tile of keys and walk over tiles of queries, last to first.
+template <bool kBlocks> void check_queries(const Case &c, i64 tile_k, Tally &tally) {
+  constexpr i32 kTile = 16, kNothing = 0;
+  const Case t = c.transposed_blocks();
+  for (i64 k0 = 0; k0 < c.seqlen_k; k0 += tile_k) {
+    const i64 k1 = std::min(k0 + tile_k, c.seqlen_k);
+    BlockRow row{nullptr, 0, 0};
+    if constexpr (kBlocks) {
+      const std::vector<i32> &kept = t.kept[k0 / t.block_q];
+      row = {kept.empty() ? &kNothing : kept.data(), static_cast<i64>(kept.size()), t.block_k};
+    }
+    QueryTiles<kBlocks, kTile> tiles(c.band(), k0, k1, tile_k, row);
+    std::vector<bool> covered(c.seqlen_q);
+    i64 before = c.seqlen_q;
+    for (QueryTile tile{}; tiles.next(tile); before = tile.begin) {
+      tally.tiles++, tally.whole += !tile.masked;
+      REQUIRE(tile.begin >= 0);
+      REQUIRE(tile.begin % kTile == 0);
+      REQUIRE(tile.begin < before);
+      bool all = k1 - k0 == tile_k && tile.begin + kTile <= c.seqlen_q;
+      for (i64 i = tile.begin; i < std::min<i64>(tile.begin + kTile, c.seqlen_q); i++) {
+        covered[i] = true;
+        for (i64 j = k0; j < k1; j++) all &= c.in_window(i, j);
+      }
+      REQUIRE((tile.masked != 0) == !all);
+    }
+    for (i64 i = 0; i < c.seqlen_q; i++)
+      for (i64 j = k0; j < k1; j++)
+        if (c.visible(i, j)) REQUIRE(covered[i]);
+  }
+}
+
 } // namespace
 
 TEST_CASE("geometry: visible(), keys() and their hulls are the window") {
@@ -124,6 +160,18 @@ TEST_CASE("schedule: dense, causal and windows, every alignment, lengths that di
   CHECK(tally.tiles - tally.whole > 1000);
 }
 
+TEST_CASE("schedule: tiles of queries that see a tile of keys, dense, causal and windows") {
+  Tally tally;
+  for (i64 seqlen_q : {0, 1, 15, 16, 17, 31, 65})
+    for (i64 seqlen_k : {1, 16, 31, 48, 49})
+      for (bool bottom_right : {false, true})
+        for (i64 left : {-1, 0, 1, 14, 15, 16, 17, 40})
+          for (i64 right : {-1, 0, 1, 15, 16, 40})
+            for (i64 tile_k : {16, 48}) check_queries<false>({seqlen_q, seqlen_k, bottom_right, left, right, 0, 0, {}}, tile_k, tally);
+  CHECK(tally.whole > 1000);
+  CHECK(tally.tiles - tally.whole > 1000);
+}
+
 TEST_CASE("schedule: block-sparse, alone and with a window, the last block partial") {
   std::mt19937 random(5);
   auto draw = [&](i64 lo, i64 hi) { return std::uniform_int_distribution<i64>(lo, hi)(random); };
@@ -144,6 +192,7 @@ TEST_CASE("schedule: block-sparse, alone and with a window, the last block parti
         if (draw(1, 4) <= density) c.kept.back().push_back(static_cast<i32>(j));
     }
     for (i64 tile_k : {16, 48}) check_both_ways(c, 16, tile_k, 16, tally);
+    check_queries<true>(c, 16, tally);
   }
   CHECK(tally.whole > 1000);
   CHECK(tally.tiles - tally.whole > 1000);

@@ -22,5 +22,5 @@ def output(program: str, *arguments: str, **emulator: str) -> str:
     }
     command = [str(ROOT / "tests" / "emulator" / "run"), str(BUILD), sys.executable, "-c", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

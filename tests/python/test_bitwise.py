@@ -14,6 +14,7 @@ from check import dtype_of, run, run_or_skip
 from engines import available_engines
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+IDS = [*(str(d)[6:] for d in DTYPES), "packed", "few queries"]
 engines = pytest.mark.parametrize("engine", available_engines())
 
 
@@ -49,12 +50,17 @@ def packed() -> Inputs:
     return call(h=4, hkv=1, sq=300, sk=300, d=32, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
 
 
+def few_queries() -> Inputs:
+    """A decode of more items than threads: each thread has scratch of its own."""
+    return call(b=3, h=8, hkv=4, sq=2, sk=3000, d=32, causal=True)
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(t, b[name]) for name, t in a.items())
 
 
 @engines
-@pytest.mark.parametrize("make", [*(lambda d=d: everything(d) for d in DTYPES), packed], ids=[*(str(d)[6:] for d in DTYPES), "packed"])
+@pytest.mark.parametrize("make", [*(lambda d=d: everything(d) for d in DTYPES), packed, few_queries], ids=IDS)
 def test_any_number_of_threads(make, engine):
     """pytorch/pytorch#176091: results changed with the number of threads. Also more threads than there are tiles."""
     inputs = make()

@@ -146,6 +146,13 @@ def test_head_dims(d, dtype):
     assert_matches(call(sq=19, sk=35, d=d, dv=257 - d, dtype=dtype, causal=True))
 
 
+@dtypes
+@pytest.mark.parametrize("n", [79, 95, 127])
+def test_one_short_of_a_tile(n, dtype):
+    """The last tile of keys lacks one key, whether tiles have 16, 32, 48, 64, 80, 96 or 128."""
+    assert_matches(call(h=1, hkv=1, sq=n, sk=n, d=64, dtype=dtype))
+
+
 @pytest.mark.parametrize(("b", "h"), [(70000, 1), (1, 70000), (300, 300)])
 def test_many_heads(b, h):
     assert_matches(call(b=b, h=h, sq=2, sk=3, d=4))

@@ -36,6 +36,17 @@ def test_behind_the_diagonal(what, value, dtype, engine):
     assert_clean(inputs, engine)
 
 
+@engines
+@dtypes
+@pytest.mark.parametrize("at", [0, 15, 16, 31, 63, 64, 127])
+@pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
+def test_one_number_at_the_edge_of_a_tile(what, at, dtype, engine):
+    """The engine looks for such numbers in tiles of 128 rows and in pieces of these; here the first or last row of one has it."""
+    inputs = call(h=1, hkv=1, sq=128, sk=128, d=64, dtype=dtype, causal=True)
+    getattr(inputs, what)[0, 0, at, 63] = INF
+    assert_clean(inputs, engine)
+
+
 FUNCTIONS: dict[str, dict[str, Any]] = {"softcap": {"softcap": 30.0}, "hyperbolic": {"score": "hyperbolic"}, "dot": {}}
 ADDED: dict[str, dict[str, Any]] = {
     "nothing": {},

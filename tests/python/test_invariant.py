@@ -181,10 +181,10 @@ def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
 
 
 @engines
-@pytest.mark.parametrize("option", ["bias", "alibi_slopes"])
+@pytest.mark.parametrize("option", ["bias", "alibi_slopes", "window"])
 def test_rows_lie_elsewhere_in_their_tiles(engine, option):
     """The key tile before a row's diagonal has hidden elements, or not, depending on the rows beside it: the terms that are added to a
-    score are rounded alike in both."""
+    score are rounded alike in both. With a window, the first visible key of a tile differs, too."""
     dtype = torch.bfloat16 if takes(engine, torch.bfloat16, 64) else torch.float32
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
@@ -195,7 +195,7 @@ def test_rows_lie_elsewhere_in_their_tiles(engine, option):
     slopes = torch.rand(8, generator=g).to(DEVICE)
 
     def attend(first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        given = bias[:, :, first:end, :end] if option == "bias" else slopes
+        given = {"bias": bias[:, :, first:end, :end], "alibi_slopes": slopes, "window": (70, 0)}[option]
         options = {option: given, "causal": True, "invariant": True, "engine": engine}
         return strobe.attention(q[:, :, first:end], k[:, :, :end], v[:, :, :end], return_lse=True, **options)
 

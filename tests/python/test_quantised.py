@@ -13,10 +13,11 @@ from cases import FACTORS, Inputs, call
 from check import Yardstick, run
 from device import DEVICE, ON_GPU, moved, running_on
 from engines import engines_under_test
-from quantising import Kind, quantised
+from quantising import Kind, group_of, quantised
 
 HALF = [torch.bfloat16, torch.float16]
 KINDS = [Kind("int8", "float32"), Kind("int8", "float16"), Kind("float8", "float32"), Kind("int4", "float16")]
+GROUPED = [Kind("int4", "float32", 32), Kind("int8", "float16", 64)]
 # b, h, hkv, sq, sk, d, dv
 SHAPES = [
     (1, 4, 1, 1, 300, 128, 128),
@@ -99,6 +100,25 @@ def test_many_queries(options, page, kind):
     if options.get("mask"):
         options = {**options, "mask": torch.rand(1, 1, 37, 816, generator=torch.Generator().manual_seed(3)) < 0.9}
     check(quantised_call(kind, (2, 8, 2, 37, 816, 64, 128), dtype, page, **options), "cuda-mma")
+
+
+@pytest.mark.parametrize("kind", GROUPED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("sq", [2, 20])
+@pytest.mark.parametrize("how", ["dense", "packed", "pages of 80"])
+def test_groups_of_rows(how, sq, dtype, kind):
+    """Groups of packed keys are counted over all tokens, so that a sequence begins within one; each page begins with a new group."""
+    starts = torch.tensor([0, 45, 150, 300], dtype=torch.int32)
+    if how == "packed":
+        options = {"cu_seqlens_q": torch.arange(4, dtype=torch.int32) * sq, "cu_seqlens_k": starts, "max_seqlen_q": sq, "max_seqlen_k": 150}
+        inputs, row, page = call(1, 4, 3 * sq, 300, 64, 32, 2, dtype, dlse=False, **options), 0, None
+    else:
+        page = 80 if how != "dense" else None
+        inputs, row = call(2, 4, sq, 320, 64, 32, 2, dtype, dlse=False), 2
+    keys = inputs.k.shape[row]
+    far = 2.0 ** torch.linspace(-1, 1, keys).view(-1, *[1] * (inputs.k.dim() - row - 1))  # so that another group's scale shows
+    quant, k, v = quantised(kind, far * inputs.k, inputs.v, row, group_of(torch.arange(keys), kind.group, page))
+    check(replace(inputs, k=k, v=v, quant=quant, page=page))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
