@@ -42,30 +42,31 @@ struct ForwardTile {
 
 // From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 rows read K and V from shared memory
 // half as often as 16, but leave no registers for features or copies by element.
+// clang-format off
 constexpr ForwardTile kForwardTiles[] = {
     // up                   stages,   warps that divide
     // to D  q,   k, warps   |  per SM   columns; the most features, what it suits
-    {64, 128, 96, 4, 2, 2, 1, plain, {.least_cc = 80, .most_cc = 99, .least_queries = 2048}},
-    {64, 128, 64, 4, 2, 2, 1, sparse_band, {.least_cc = 80, .least_queries = 2048}},
-    {128, 128, 64, 4, 2, 2, 1, plain, {.least_cc = 90, .most_cc = 90}}, // whose uniform registers hold the loop's state
-    {128, 128, 64, 4, 2, 2, 1, sparse, {.least_cc = 90, .most_cc = 90, .least_dim = 97}},
-    {128, 128, 32, 4, 2, 2, 1, plain, {.least_cc = 80, .most_cc = 89}},
-    {128, 128, 32, 4, 2, 2, 1, sparse_band, {.least_cc = 90, .most_cc = 90}},
-    {192, 128, 128, 8, 1, 1, 1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096}},
-    {256, 128, 128, 8, 1, 1, 1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096, .least_dim = 225}},
-    {128, 64, 64, 4, 1, 2, 1, features, {.least_cc = 100}},
-    {128, 64, 64, 4, 2, 2, 1, features},
-    {128, 64, 64, 4, 1, 2, 1, features},
-    {192, 64, 64, 4, 1, 2, 1, sparse_band, {.least_cc = 90, .most_cc = 90}},
-    {256, 64, 64, 4, 1, 2, 1, plain, {.least_cc = 90, .most_cc = 90}},
-    {128, 64, 32, 4, 2, 2, 1, anything},
-    {256, 64, 32, 4, 1, 2, 1, anything},
-    {256, 32, 32, 2, 1, 2, 1, anything},
-    {256, 16, 32, 1, 1, 2, 1, anything},
-    {576, 64, 32, 8, 2, 1, 2, anything, {.least_dim = kWide}}, // from here on guessed
-    {576, 64, 32, 8, 1, 1, 2, anything, {.least_dim = kWide}},
-    {576, 32, 32, 4, 1, 1, 2, anything, {.least_dim = kWide}},
-    {576, 16, 32, 2, 1, 1, 2, anything, {.least_dim = kWide}},
+    { 64, 128,  96,   4,   2,   2,   1, plain, {.least_cc = 80, .most_cc = 99, .least_queries = 2048}},
+    { 64, 128,  64,   4,   2,   2,   1, sparse_band, {.least_cc = 80, .least_queries = 2048}},
+    {128, 128,  64,   4,   2,   2,   1, plain, {.least_cc = 90, .most_cc = 90}}, // whose uniform registers hold the loop's state
+    {128, 128,  64,   4,   2,   2,   1, sparse, {.least_cc = 90, .most_cc = 90, .least_dim = 97}},
+    {128, 128,  32,   4,   2,   2,   1, plain, {.least_cc = 80, .most_cc = 89}},
+    {128, 128,  32,   4,   2,   2,   1, sparse_band, {.least_cc = 90, .most_cc = 90}},
+    {192, 128, 128,   8,   1,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096}},
+    {256, 128, 128,   8,   1,   1,   1, plain, {.least_cc = 90, .most_cc = 90, .least_queries = 4096, .least_dim = 225}},
+    {128,  64,  64,   4,   1,   2,   1, features, {.least_cc = 100}},
+    {128,  64,  64,   4,   2,   2,   1, features},
+    {128,  64,  64,   4,   1,   2,   1, features},
+    {192,  64,  64,   4,   1,   2,   1, sparse_band, {.least_cc = 90, .most_cc = 90}},
+    {256,  64,  64,   4,   1,   2,   1, plain, {.least_cc = 90, .most_cc = 90}},
+    {128,  64,  32,   4,   2,   2,   1, anything},
+    {256,  64,  32,   4,   1,   2,   1, anything},
+    {256,  32,  32,   2,   1,   2,   1, anything},
+    {256,  16,  32,   1,   1,   2,   1, anything},
+    {576,  64,  32,   8,   2,   1,   2, anything, {.least_dim = kWide}}, // from here on guessed
+    {576,  64,  32,   8,   1,   1,   2, anything, {.least_dim = kWide}},
+    {576,  32,  32,   4,   1,   1,   2, anything, {.least_dim = kWide}},
+    {576,  16,  32,   2,   1,   1,   2, anything, {.least_dim = kWide}},
 };
 // clang-format on
 
