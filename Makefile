@@ -17,6 +17,9 @@ ifeq ($(origin CXX),default)
 CXX := c++
 endif
 export CXX
+# ccache sees paths below this folder as relative ones: files that CMake writes are alike in each build's folder.
+export CCACHE_BASEDIR ?= $(CURDIR)
+export CCACHE_NOHASHDIR ?= 1
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell PATH="$(PATH)" command -v ccache > /dev/null && echo ccache)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A worker that has finished its tests takes half of another's: no run waits for one long test at the end of a fixed share.

@@ -77,7 +77,7 @@ NOT_OF_RANDOM_CALLS = (
     *("tests/python/distributed_*.py", "tests/gpu/distributed_*.py"),
 )
 EXCLUDED = (
-    *("src/**/sources.cmake", "python/CMakeLists.txt"),  # how files are built that are sources themselves
+    *("src/**/sources.cmake", "src/**/README.md", "python/CMakeLists.txt"),  # how files are built that are sources themselves
     *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which judge no GPU result
     *("python/strobe/*.pyi", "python/*/py.typed"),  # for mypy
     "python/_strobe_autoload/__init__.py",  # for other programs

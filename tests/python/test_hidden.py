@@ -42,8 +42,10 @@ def test_behind_the_diagonal(what, value, dtype, engine):
 @pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
 def test_one_number_at_the_edge_of_a_tile(what, at, dtype, engine):
     """The engine looks for such numbers in tiles of 128 rows and in pieces of these; here the first or last row of one has it."""
+    if engine == "cuda-sm90" and what == "dout":
+        pytest.skip("docs/semantics.md: a dO that is not finite shows in all columns of dv")
     inputs = call(h=1, hkv=1, sq=128, sk=128, d=64, dtype=dtype, causal=True)
-    getattr(inputs, what)[0, 0, at, 63] = INF
+    getattr(inputs, what)[0, 0, at, 63] = NAN if ON_GPU else INF  # docs/semantics.md: what a visible infinity does on a GPU
     assert_clean(inputs, engine)
 
 
