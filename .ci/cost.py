@@ -26,7 +26,7 @@ def compile_and_note(command: list[str]) -> int:
     status = subprocess.run(command, check=False).returncode
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     if "-o" in command and "-c" in command:
-        line = json.dumps({"folder": os.getcwd(), "object": command[command.index("-o") + 1], "seconds": used.ru_utime + used.ru_stime})
+        line = json.dumps({"folder": str(Path.cwd()), "object": command[command.index("-o") + 1], "seconds": used.ru_utime + used.ru_stime})
         with Path(os.environ["STROBE_COST"]).open("a") as file:
             file.write(line + "\n")
     return status
