@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from device import ON_GPU
-from engines import LONG, SEED, available_engines, thinned
+from engines import LONG, SEED, WHOLE, available_engines, draw, thinned
 
+MOST = 12
+COMPLETE = {"tests/python/test_contract.py::test_case"}  # all pairs of options, each time
 RECORD = Path(__file__).parents[2] / "build" / "contract.json"
 THREADS = torch.get_num_threads()
 
@@ -39,24 +41,38 @@ def workers():
 
 
 def pytest_report_header():
-    return "every engine" if LONG or ON_GPU else f"engines and kernels drawn by STROBE_TEST_SEED={SEED}; make test-long takes all"
+    return "every engine" if LONG or ON_GPU else f"drawn by STROBE_TEST_SEED={SEED}: engines, cases, kernels; make test-long takes all"
 
 
 def pytest_collection_finish():
     gc.freeze()  # PyTorch and all tests are not scanned at each garbage collection
 
 
+def pytest_configure(config):
+    if config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword and not (LONG or ON_GPU):
+        os.environ[WHOLE] = "1"
+
+
 def pytest_collection_modifyitems(config, items):
-    """Among tests that differ only in their engine, keeps those of the engines under test."""
-    alike, engines = defaultdict(list), available_engines()
+    """Where all tests are run at once: keeps those of the engines under test, among tests that differ in their engine alone, and draws a
+    third of the cases of each test that has more than MOST."""
+    if not os.environ.get(WHOLE):
+        return
+    alike, cases, engines = defaultdict(list), defaultdict(list), available_engines()
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        if callspec and isinstance(callspec.params.get("engine"), str) and callspec.params["engine"] in engines:
-            alike[item.nodeid.replace(callspec.params["engine"], "")].append(item)
+        engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+        if isinstance(engine, str) and engine in engines:
+            alike[item.nodeid.replace(engine, "")].append(item)
     left_out = set()
     for what, found in alike.items():
         kept = thinned([item.callspec.params["engine"] for item in found], what)
         left_out.update(item for item in found if item.callspec.params["engine"] not in kept)
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item not in left_out and name not in COMPLETE and Path(__file__).parent in item.path.parents:
+            cases[name].append(item)
+    for name, found in cases.items():
+        left_out.update(draw(name).sample(found, len(found) - max(MOST, len(found) // 3)) if len(found) > MOST else ())
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

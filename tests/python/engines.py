@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import strobe
 from device import ON_GPU, here
 
+# make test and make test-python without arguments, which take a part of what is there; set by conftest.py for its workers.
+WHOLE = "STROBE_TEST_WHOLE"
 LONG = bool(os.environ.get("STROBE_TEST_LONG"))  # make test-long: all engines, more options together, other random calls each time
 # The seed of all draws, here and in the workers that pytest starts; it is printed.
 SEED = os.environ.setdefault("STROBE_TEST_SEED", str(random.randrange(10**6)))

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 import philox
 
 CALLS_A_TEST = 25
-TESTS = 48 * (20 if LONG else 1)
+TESTS = 20 * (50 if LONG else 1)
 
 
 @pytest.mark.parametrize("first", range(0, TESTS * CALLS_A_TEST, CALLS_A_TEST))
