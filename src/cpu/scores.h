@@ -193,7 +193,7 @@ template <class T> __attribute__((noinline)) void load_keep(const Head<T> &head,
       u32 bits[4][16]; // [word][4 * key group + query group]: sixteen calls at once
       for (u32 g = 0; g < 16; ++g) {
         Philox x = dropout_bits(head.key, key_group + g / 4, query_group + g % 4, of_head, of_batch);
-        for (int w = 0; w < 4; ++w) bits[w][g] = x.x[w];
+        unroll<4>(STROBE_UNROLL(w) { bits[w][g] = x.x[w]; });
       }
       const i64 first_row = max((i64)(t.j0 - j), 0ll), last_row = min((i64)(t.j0 + t.keys - j), 16ll);
       const i64 first = max((i64)(t.i0 - i), 0ll), last = min((i64)(t.i0 + t.width - i), 16ll);
@@ -204,7 +204,7 @@ template <class T> __attribute__((noinline)) void load_keep(const Head<T> &head,
           to[c] = (bits[dropout_slot(c)][4 * g + dropout_group(c)] >> shift & 0xFF) < head.threshold ? kept : T(0);
         };
         if (last - first == 16)
-          for (int64_t c = 0; c < 16; ++c) put(c);
+          unroll<16>(STROBE_UNROLL(c) { put(c); });
         else
           for (int64_t c = first; c < last; ++c) put(c);
       }
