@@ -163,7 +163,7 @@ format: $(VENV)/.dev ## rewrite the files as lint wants them
 
 wheel: $(VENV)/.dev ## a manylinux wheel in wheelhouse/, proven in an environment of its own
 	rm -rf dist wheelhouse
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip wheel --quiet --no-deps --config-settings=build-dir=build/wheel --wheel-dir dist .
 	auditwheel repair --wheel-dir wheelhouse dist/*.whl
 	$(PYTHON) tests/wheel.py wheelhouse
 
