@@ -22,24 +22,24 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
   }
 }
 
-// From memory. number: the tile's place in dq_sum. nobody: no thread block has added to the tile, so it holds no sum.
+// From memory. number: the tile's place in dq_sum. empty: no thread block has added to the tile, so it holds no sum.
 template <class T, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
-                                         bool nobody) {
+                                         bool empty) {
   constexpr int kN = dq_queries(kColumns, kTileQ);
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
   if (dq_column(kColumns, part, warp) >= a.in.head_dim) return; // padding
   const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (part * 4 + warp) * (16 * kN)) + lane;
   float4 x[kN / 8];
 #pragma unroll
-  for (int i = 0; i < kN / 8; ++i) x[i] = nobody ? float4{0, 0, 0, 0} : __ldcg(sum + 32 * i);
+  for (int i = 0; i < kN / 8; ++i) x[i] = empty ? float4{0, 0, 0, 0} : __ldcg(sum + 32 * i);
   store_dq<T, kColumns, kTileQ>(a, batch, head, row, rows, part, x);
 }
 
 // The same in fp32. kAdds: to what is there.
 template <bool kAdds, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq_unrounded(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
-                                                   bool nobody) {
+                                                   bool empty) {
   constexpr int kN = dq_queries(kColumns, kTileQ);
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
   const i32 column = dq_column(kColumns, part, warp) + lane / 4, first = (kN == kTileQ ? 0 : kN * part) + lane % 4 * 2;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_dq_unrounded(const BackwardArguments &a, i
   const float scale = (float)a.in.scale;
 #pragma unroll 2
   for (int i = 0; i < kN / 8; ++i) {
-    const float4 quad = nobody ? float4{0, 0, 0, 0} : __ldcg(sum + 32 * i);
+    const float4 quad = empty ? float4{0, 0, 0, 0} : __ldcg(sum + 32 * i);
     const float x[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
     for (int k = 0; k < 4; ++k) {

@@ -101,14 +101,14 @@ template <BackwardConfig C> struct Backward {
         if constexpr (C.third()) dq_sum().add_third(dQ_of_third, n, last);
         dq_sum().add(dQ, n, last, keys.begin);
       }
-      if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // where there is nothing, nobody has waited for V
+      if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // without a tile of queries V was not awaited yet
       scores.template store<kDv>(a.dv, a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
       scores.template store<kD>(a.dk, a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
       dq_sum().finish(keys);
       return n + 1;
     }
 
-    // An iteration that has no tile at all: what is handed on in each goes its way, so that the next one finds it as ever.
+    // An iteration without a tile still completes every barrier phase, so that the next one waits for the same phases.
     __device__ __forceinline__ void pass(u32 n) const {
       wait_full(shared.dout_full(n), n);
       scores.hand_on_nothing(n);
@@ -220,8 +220,8 @@ template <BackwardConfig C> struct Backward {
     }
     // Has there been an iteration with these keys?
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.persistent ? before >= 0 : n > 0; }
-    // S of the next tile, when the tensor cores are the other warpgroup's; after the last one a product that nobody reads. later: this
-    // is not the first iteration.
+    // S of the next tile, when the tensor cores are the other warpgroup's; after the last one a product whose result is not read.
+    // later: this is not the first iteration.
     __device__ __forceinline__ void begin_next_s(u32 n, u32 next, bool later) {
       if (!C.third() || !later) leave_tensor_cores(); // else add_third has
       if (next != n) scores.release(shared.q_empty(n));
@@ -268,8 +268,8 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ DqSum<C> dq_sum() const { return {a, shared, w, lane, warp}; }
     __device__ __forceinline__ InLine<C, Compute> in_line() { return {*this}; }
 
-    // Of this warp's keys, once S of the first tile has been made of them. All warps come to a barrier before the next product of K. V
-    // stays as it is where dP of a hidden key is not looked at.
+    // Clears this warp's keys, once S of the first tile has been computed from them. All warps come to a barrier before the next product
+    // of K. V stays as it is where dP of a hidden key is not looked at.
     __device__ __forceinline__ void clear_nonfinite_keys() {
       if (!scores.hides()) return;
       wait_for<0>(S);

@@ -24,9 +24,9 @@ template <BackwardConfig C> struct BackwardBias<C, true> {
     address = shared.bias_of(n) + part * C.tile_q * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
     step = rows ? 16 * kRowBytes : 0;
   }
-  // Of the lane's scores from 8 i on.
+  // Loads the bias of the lane's scores from 8 i on.
   __device__ __forceinline__ void take(int i) { ldmatrix_transposed(x, address + i * step); }
-  // Of one of them, which was taken.
+  // The bias of score i, which take() has loaded.
   __device__ __forceinline__ float at(int i) const { return to_float(E{(unsigned short)(x[i / 2 % 4] >> 16 * (i % 2))}); }
 };
 

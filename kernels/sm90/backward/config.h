@@ -71,7 +71,7 @@ struct BackwardConfig {
   // Not by roles: of a third block of 64 columns of dQ each warpgroup makes half of the queries.
   STROBE_FN constexpr bool third() const { return !roles && columns() > 128; }
   STROBE_FN constexpr i32 dq_queries_of_third() const { return tile_q / 2; }
-  // Of a part of dQ, whose warps have 16 columns each: the warps whose columns are not padding. Nobody adds up the others'.
+  // The warps of a part of dQ, of 16 columns each, whose columns are not padding. Those of the others are not added up.
   STROBE_FN constexpr i32 dq_warps(i32 part) const { return min(4, (head_dim - dq_column(columns(), part, 0)) / 16); }
 };
 // Where a warp's part of it begins, in numbers, in a tile of the sum of dQ.

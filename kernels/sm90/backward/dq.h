@@ -22,9 +22,9 @@ template <BackwardConfig C> struct DqSum {
   // The tiles of queries of this block's (first) pair, where blocks own dQ.
   __device__ __forceinline__ i64 first_tile() const { return C.owns_dq ? (i64)blockIdx.x * (a.in.group * a.query_tiles) : 0; }
 
-  // Of iteration n, of tile `number` of the queries and of keys from `begin` on.
+  // Adds dQ of iteration n, for tile `number` of the queries and keys from `begin` on.
   __device__ __forceinline__ void add(const Accumulator<T, kN> &dQ, u32 n, i32 number, i32 begin) const {
-    const bool first = C.owns_dq && begin == 0; // which all queries see: nobody has added yet
+    const bool first = C.owns_dq && begin == 0; // these keys come first and all queries see them: the sum is empty
     if constexpr (C.dq_sum_in_shared()) return add_in_shared(dQ, number, first);
     if (!a.dq_sum) return;
     float *const target = a.dq_sum + first_tile() * (kM * C.columns()) + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);

@@ -62,7 +62,7 @@ template <BackwardConfig C, class Compute> struct InLine {
     if (later) my.dq_sum().add(my.dQ, n - 1, before, 0);
     return n;
   }
-  // dQ of iteration n, the last one with other keys than these, has been made, and nobody reads those any more.
+  // dQ of iteration n, the last one with other keys than these, has been made, and those are not read any more.
   __device__ __forceinline__ void release_keys_before(u32 n) const {
     if (my.carried->k != my.shared.k) my.scores.release(my.carried->block.at(next_keys_number<C>(n)).keys_empty());
   }
@@ -118,7 +118,7 @@ private:
     else
       my.S.template begin_product<kD, kTileK, Place::free>(keys.k + 64 * kRowBytes * my.w, keys.q_of(n));
   }
-  // Behind iteration n, the last one with these keys: S of the first queries of the next ones, or a product that nobody reads.
+  // Behind iteration n, the last one with these keys: S of the first queries of the next ones, or a product whose result is not read.
   __device__ __forceinline__ void begin_other_keys(u32 n) const {
     const u32 next = next_keys_number<C>(n + 1);
     const BackwardShared<C> keys = my.carried->block.at(next);
@@ -126,7 +126,7 @@ private:
     my.carried->more = (i32)load_shared(keys.keys()) != KeyBlock::kNone;
     begin_s_of_keys(keys, my.carried->more ? next : n);
   }
-  // Of iteration n, if it has not been added.
+  // Adds dQ of iteration n, if it has not been added.
   __device__ __forceinline__ void add_last_dq(u32 n) const {
     if (my.carried->number < 0) return;
     my.begin_dq(n);

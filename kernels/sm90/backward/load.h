@@ -104,7 +104,7 @@ private:
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns(), C.k_bytes(), kTileK>(a.tma_k, shared.k_full(), shared.k, k_row(keys), head_of(keys), keys.batch);
-    wait_for_launch_before(); // which made the rows, and room for dQ; who computes waits for them
+    wait_for_launch_before(); // which made the rows, and room for dQ; the computing warpgroups wait for them
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       wait_empty(shared.q_empty(n), n);
@@ -147,7 +147,7 @@ private:
                step.head * a.tma_bias.head_step, keys.batch * a.tma_bias.batch_step);
   }
 
-  // Of a tile, in dq_sum; where blocks own dQ, in the block's part, which holds what it adds up at present.
+  // The tile's place in dq_sum; where blocks own dQ, in the block's part, which holds the pair that it works on.
   __device__ __forceinline__ i32 number_of_dq(const QueryStep &step) const {
     if (!C.owns_dq) return step.number;
     const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.in.group;

@@ -8,7 +8,7 @@
 
 namespace strobe::sm90 {
 
-// Of a warpgroup's part of a tile of queries.
+// The turn of a warpgroup's part of a tile of queries.
 __device__ __forceinline__ u32 *turn_of(const HopperBackwardArguments &a, i32 number, int w) { return a.turns + 1 + 2 * (i64)number + w; }
 
 template <BackwardConfig C> struct BackwardOrder {
@@ -63,7 +63,7 @@ private:
     i32 number;
     bool last;
   };
-  // Of iteration n, asked for while the addition before is under way. (Who handed that one over had read this step.)
+  // The turn of iteration n, read while the addition before is under way. (The warpgroup that handed that one over had read this step.)
   __device__ __forceinline__ Turn turn(const KeyBlock &keys, u32 n) const {
     const QueryStep step = read<QueryStep>(shared.dq_step(n));
     const Reach reach = read<Reach>(shared.reach());

@@ -43,7 +43,7 @@ private:
   static constexpr u32 kRow = 16, kHead = 32, kRange = 36, kTile = 40, kFirst = 44;
   __device__ __forceinline__ i32 load(u32 what) const { return (i32)load_shared(place_ + what); }
   __device__ __forceinline__ i32 batch() const { return (i32)load_shared(shared_.keys()); }
-  // The positions of those who see some of the keys.
+  // The positions of the queries that see some of the keys.
   __device__ __forceinline__ BasicRange<i32> queries() const {
     const KeyBlock keys = read<KeyBlock>(shared_.keys());
     const Reach reach = read<Reach>(shared_.reach());

@@ -19,7 +19,7 @@ template <BackwardConfig C> struct BackwardRoles {
   // A warpgroup's part of dQ: blocks of columns, or half of the queries where there is one block.
   static constexpr bool kByColumns = kBlocks > 1;
   static constexpr int kEndLeft = kByColumns ? kBlocks / 2 : 1, kBeginRight = kByColumns ? kEndLeft : 0;
-  // Of keys, where they are held in registers.
+  // An operand of keys, where they are held in registers.
   template <int kColumns> using KeyOperand = LeftOperand<C.keys_in_registers ? kColumns : 4>;
   static_assert(C.roles && !C.exact_p && !C.dq_shared);
 
@@ -105,7 +105,7 @@ template <BackwardConfig C> struct BackwardRoles {
         wait_full(my.shared.dout_full(n), n);
         dV.begin_adding(P, my.shared.dout_of(n));
       }
-      // dV has ended; S of the next tile begins; after the last one a product that nobody reads.
+      // dV has ended; S of the next tile begins; after the last one a product whose result is not read.
       __device__ __forceinline__ void end(u32 n, u32 next) {
         dV.done();
         P.done();
@@ -154,7 +154,7 @@ template <BackwardConfig C> struct BackwardRoles {
         my.scores.hand_on(dS, n);
         dK.begin_adding(dS, my.shared.q_of(n));
       }
-      // dK has ended; dP of the next tile begins; after the last one a product that nobody reads.
+      // dK has ended; dP of the next tile begins; after the last one a product whose result is not read.
       __device__ __forceinline__ void end(u32 n, u32 next) {
         dK.done();
         dS.done();

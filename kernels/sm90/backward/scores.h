@@ -70,7 +70,7 @@ template <BackwardConfig C> struct BackwardScores {
     }
     return bits;
   }
-  // Of score i of the lane's.
+  // The bit of the lane's score i.
   static constexpr __device__ __forceinline__ u32 mask_bit(int i) {
     return 1u << (8 * (i / 8) + 4 * (i / 2 % 2) + 2 * (i / 4 % 2) + i % 2);
   }
@@ -200,7 +200,7 @@ private:
   __device__ __forceinline__ BackwardBias<C> bias_of(u32 n) const {
     return BackwardBias<C>(shared, n, scores.in.bias.stride[2] != 0, part, warp, lane);
   }
-  // Of one score.
+  // The bias and mask of one score.
   struct Given {
     const typename Score::InMemory memory;
     const BackwardBias<C> &tile;

@@ -27,7 +27,7 @@ struct KeyBlock {                  // head_kv: the number of a share where query
   i32 batch, head_kv, begin, seqlen_k;
 };
 __device__ __forceinline__ bool there(const KeyBlock &keys) { return keys.begin < keys.seqlen_k; }
-// Of a part of a larger problem: keys.begin is a position, and there are none from seqlen_k on.
+// The block's keys in a part of a larger problem: keys.begin is a position, and there are none from seqlen_k on.
 struct HeldKeyBlock {
   i32 shift, number; // row = position + shift; of the tile among those of the sequence
   i32 unused, unused_too;
@@ -60,7 +60,7 @@ template <BackwardConfig C> struct BackwardShared {
     }
     return found;
   }
-  // Of iteration n: the stage is n % 2.
+  // Iteration n uses stage n % 2.
   __device__ __forceinline__ u32 q_of(u32 n) const { return q + n % 2 * C.q_bytes(); }
   __device__ __forceinline__ u32 dout_of(u32 n) const { return dout + n % 2 * C.dout_bytes(); }
   __device__ __forceinline__ u32 ds_of(u32 n) const { return ds + n % 2 * C.ds_bytes(); }
@@ -75,7 +75,7 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
   __device__ __forceinline__ u32 k_full() const { return of_keys + 96; }
   __device__ __forceinline__ u32 v_full() const { return of_keys + 104; }
-  // Of persistent blocks: K and V are read, and the next ones may come.
+  // For persistent blocks: K and V have been read, and the next ones may come.
   __device__ __forceinline__ u32 keys_empty() const { return of_keys + 160; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.roles ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
@@ -123,7 +123,7 @@ inline constexpr u32 kOddKeys = 1u << 31;
 template <BackwardConfig C> __device__ __forceinline__ u32 next_keys_number(u32 n) {
   return C.key_stages == 2 ? n + (1u << 30) : n ^ kOddKeys;
 }
-// Of keys_empty() in the stage of the next tile of keys, when it is free for them.
+// The parity that keys_empty() completes when the stage of the next tile of keys is free.
 template <BackwardConfig C> __device__ __forceinline__ u32 parity_before_next_keys(u32 n) {
   return C.key_stages == 2 ? next_keys_number<C>(n) >> 31 ^ 1 : n >> 31;
 }
