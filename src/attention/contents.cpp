@@ -1,7 +1,8 @@
 #include "attention/contents.h"
 
 #include <algorithm>
-#include <cstring>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 #include "attention/text.h"
@@ -13,13 +14,15 @@ static bool is_same(const strobe_tensor &x, const strobe_tensor &y) {
          std::equal(x.strides, x.strides + x.rank, y.strides);
 }
 
+static int64_t count_of(const strobe_tensor &list) {
+  return std::accumulate(list.shape, list.shape + list.rank, int64_t{1}, std::multiplies<>());
+}
+
 OwnLists::Copy &OwnLists::copied(const strobe_tensor &list) {
   for (Copy &known : copies_)
     if (is_same(known.of, list)) return known;
   const int64_t element = bytes(static_cast<DType>(list.dtype));
-  int64_t size = element;
-  for (int32_t a = 0; a < list.rank; a++) size *= list.shape[a];
-  Copy copy{list, std::unique_ptr<char[]>(new char[static_cast<size_t>(size)]), nullptr};
+  Copy copy{list, std::unique_ptr<char[]>(new char[static_cast<size_t>(count_of(list) * element)]), nullptr};
   gather(list, element, copy.own.get());
   copies_.push_back(std::move(copy));
   return copies_.back();
@@ -33,8 +36,7 @@ Ints OwnLists::ints_of(const Copy &copy) {
 Ints OwnLists::ints(const strobe_tensor &list) {
   Copy &copy = copied(list);
   if (list.dtype == STROBE_INT64 && !copy.narrow) {
-    int64_t count = 1;
-    for (int32_t a = 0; a < list.rank; a++) count *= list.shape[a];
+    const int64_t count = count_of(list);
     copy.narrow.reset(new int32_t[static_cast<size_t>(count)]);
     const int64_t *wide = reinterpret_cast<const int64_t *>(copy.own.get());
     std::transform(wide, wide + count, copy.narrow.get(),

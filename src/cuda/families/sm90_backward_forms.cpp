@@ -22,7 +22,7 @@ bool takes_64_keys(const Problem &p, const Features &f) {
   if (larger_dim(p) <= 64) return false;
   // A warpgroup's registers with dK and dV.
   const bool costly_pair = (f.function && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
-  // Those who load walk over ranges, and these leave them too few registers.
+  // The loading threads walk over ranges, and these options leave them too few registers.
   if (f.part && (f.function || (f.dropout && in_turns(p)))) return true;
   const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + costly_pair > 1;
   return crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
@@ -82,7 +82,7 @@ BackwardConfig with_bias(BackwardConfig c, const Problem &p, const Device &devic
 // iteration, but the walk begins later. On an H200, heads of up to 64 columns: 1.02 to 1.08 without a band, and with one 1.01 from 8
 // iterations on, 0.97 for 4.
 bool walks_on(const Problem &p, const BackwardConfig &c) {
-  return !c.features.band || (!p.invariant && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= 8.0 * c.tile_q * c.tile_k());
+  return !c.features.band || (!p.invariant && mean_walk(p, c) >= 8.0 * c.tile_q * c.tile_k());
 }
 
 BackwardConfig begin(const Problem &p, const Features &f) {
@@ -105,13 +105,13 @@ BackwardConfig of_64_keys(const Problem &p, const Features &f) {
   return c;
 }
 
-// Of heads beyond kMostDimOf128Keys, whose dK and dV leave a warpgroup registers for tiles of few queries: S and dP of as many, beside 32
-// for the rest. Nothing, where these are fewer than 32, or where an option takes more.
+// The form of heads beyond kMostDimOf128Keys, whose dK and dV leave a warpgroup registers for tiles of few queries: S and dP of as many,
+// beside 32 for the rest. Nothing, where these are fewer than 32, or where an option takes more.
 std::optional<BackwardConfig> of_128_wide_keys(const Problem &p, const Features &f, const Device &device) {
   const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + (f.function != 0);
   BackwardConfig c = begin(p, f);
   if (f.blocks || f.bias || f.scaled || options + (f.part != 0) > 1 || std::max(c.columns(), c.columns_v()) > 192) return {};
-  if (!f.part) c.registers_load = 24, c.registers_compute = 240; // those who load parts walk over ranges
+  if (!f.part) c.registers_load = 24, c.registers_compute = 240; // loading threads of a part walk over ranges
   c.exact_p = f.function || f.dropout;
   c.tile_q = std::min(64, (c.registers_compute - 32 - (c.head_dim + c.head_dim_v) / 2) / 16 * 16 - 16 * options);
   // In turns dQ leaves through shared memory. Without a dQ tiles are the same, for dK and dV of an invariant call are sums over them.
@@ -140,7 +140,7 @@ void hold_keys(BackwardConfig &c, const Problem &p) {
 double narrow_walk(const Problem &p, const BackwardConfig &c) {
   constexpr double kOf64Queries = 1.17;
   const double score = (1.46e-6 + 7.5e-9 * (c.head_dim + c.head_dim_v)) / (128 * 128);
-  return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean * score * (c.tile_q == 64 ? kOf64Queries : 1);
+  return mean_walk(p, c) * score * (c.tile_q == 64 ? kOf64Queries : 1);
 }
 
 // A form of up to 64 columns in which blocks own dQ, with its sum in shared memory. Nothing where that is too small for it.
@@ -181,7 +181,7 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
     c.tile_q = leaves_registers(p, f) ? 128 : 64;
     c.keys_in_registers = walks_on(p, c);
-  } else if (costly || c.head_dim <= 64 || c.owns_dq || (f.part && c.deterministic)) // registers of those who load and order
+  } else if (costly || c.head_dim <= 64 || c.owns_dq || (f.part && c.deterministic)) // registers of the threads that load and order
     c.tile_q = 64;
   else
     c.tile_q = wastes_80(p, f) ? 64 : 80;

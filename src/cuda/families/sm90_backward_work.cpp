@@ -53,12 +53,13 @@ bool has_stages(const Problem &p, BackwardConfig c, const Device &device) {
 bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
   constexpr double kLongWalk = 8 * 128 * 128; // scores
   if (c.roles || c.features.part) return false;
-  if (c.deterministic && c.features.seqused && c.registers_load < 40) return false;    // those who load and order have too few registers
-  if (c.packed && !c.deterministic && larger_dim(p) > kMostDimOf128Keys) return false; // so have those who compute
+  if (c.deterministic && c.features.seqused && c.registers_load < 40)
+    return false; // the threads that load and order have too few registers
+  if (c.packed && !c.deterministic && larger_dim(p) > kMostDimOf128Keys) return false; // so have the computing threads
   if (p.persistent) return *p.persistent;
   if (items <= device.sms) return false;
   if (c.deterministic || c.features.blocks || narrow_window(p)) return true;
-  return has_stages(p, c, device) && walks(p, Direction::backward, c.tile_q, c.tile_k()).mean < kLongWalk;
+  return has_stages(p, c, device) && mean_walk(p, c) < kLongWalk;
 }
 
 // Does it pay that two stages of keys come in line? The tensor cores are not idle between two tiles of keys, but K is read longer, so that
@@ -70,7 +71,7 @@ bool comes_in_line(const Problem &p, const BackwardConfig &c) {
   const Features &f = c.features;
   if (f.additive() || f.mask || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or of lengths not known here
   if (p.group() > 1 || std::min(c.head_dim, c.head_dim_v) < 32) return false;
-  return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean >= kTilesOfQueries * c.tile_q * c.tile_k();
+  return mean_walk(p, c) >= kTilesOfQueries * c.tile_q * c.tile_k();
 }
 
 } // namespace

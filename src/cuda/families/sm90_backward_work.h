@@ -16,12 +16,16 @@ constexpr int64_t kMostDimOf128Keys = 128;
 constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
 
 inline int64_t larger_dim(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
+// Scores in the walk of a tile of keys over tiles of queries, on average.
+inline double mean_walk(const Problem &p, const sm90::BackwardConfig &c) {
+  return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean;
+}
 
 // All tiles that may have keys: packed sequences that are not numbered have empty ones as well.
 int64_t tiles_with_keys(const Problem &, int64_t tile_k);
 // What a (batch, key head) pair reads, and adds up, time after time.
 int64_t pair_bytes(const Problem &, const sm90::BackwardConfig &);
-// Of shared memory, with the sum of dQ that may be there.
+// Bytes of a block's shared memory, with the sum of dQ that may be there.
 int64_t shared_bytes(const Problem &, const sm90::BackwardConfig &);
 // Do blocks take one of these tiles of keys after the other, in two stages of K and V, so that the next ones come while these are read?
 bool stages_keys(const Problem &, const sm90::BackwardConfig &, int64_t tiles, const Device &);
