@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
-from engines import WHOLE, draw
+from engines import WHOLE, draw, leave_out
 
 # Tests with one or two kernels per case, which take seconds to compile. One case in DRAWN runs; make test-long: all.
 COMPILED = ("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills")
@@ -14,13 +14,7 @@ DRAWN = 4
 
 
 def pytest_collection_modifyitems(config, items):
-    def is_left(item):
-        cases = Path(__file__).parent in item.path.parents and item.originalname in COMPILED
-        return cases and draw(item.nodeid).randrange(DRAWN) > 0
-
     if not os.environ.get(WHOLE):
         return
-    left_out = [item for item in items if is_left(item)]
-    if len(left_out) < len(items):  # otherwise a few were named
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    cases = [item for item in items if Path(__file__).parent in item.path.parents and item.originalname in COMPILED]
+    leave_out(config, items, {item for item in cases if draw(item.nodeid).randrange(DRAWN) > 0})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,7 @@ import plain
 import strobe
 from cases import Inputs, dense_problems
 from device import DEVICE, EMULATED, on_device, running_on
-from engines import beside_the_default, engines_under_test
+from engines import beside_the_default, current_test, engines_under_test
 
 Results = dict[str, Tensor]  # by name: "out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"
 STATISTICS = ("lse", "max_logit", "column_sums")
@@ -68,7 +67,7 @@ def run_or_skip(inputs: Inputs, engine: str, **how: Any) -> Results:
 def keys_of_a_block() -> dict[str, int]:
     """A tile for the Hopper backward. Small calls leave SMs of a GPU idle and are given 64 keys, larger ones 128. Every other test asks for
     the tile that its size would not give, which changes the forward's tile as well."""
-    asks = zlib.crc32(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0].encode()) % 2
+    asks = zlib.crc32(current_test().encode()) % 2
     return {"tile_k": 64 if EMULATED else 128} if asks else {}
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from device import ON_GPU
-from engines import LONG, SEED, WHOLE, available_engines, draw, thinned
+from engines import LONG, SEED, WHOLE, available_engines, draw, leave_out, thinned
 
 MOST = 12
 COMPLETE = {"tests/python/test_contract.py::test_case"}  # all pairs of options, each time
@@ -73,9 +73,7 @@ def pytest_collection_modifyitems(config, items):
             cases[name].append(item)
     for name, found in cases.items():
         left_out.update(draw(name).sample(found, len(found) - max(MOST, len(found) // 3)) if len(found) > MOST else ())
-    if left_out:
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+    leave_out(config, items, left_out)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -7,6 +7,7 @@ import os
 import random
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import strobe
 from device import ON_GPU, here
@@ -23,10 +24,13 @@ def available_engines() -> list[str]:
     return [name for name, missing in strobe.engines() if missing is None and name != "reference" and here(name)]
 
 
+def current_test() -> str:
+    return os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
+
+
 def engines_under_test(*what: object) -> list[str]:
     """For a loop within a test. The draw depends on the seed, the test and the other arguments."""
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" (")[0]
-    return thinned(available_engines(), f"{test} {what}")
+    return thinned(available_engines(), f"{current_test()} {what}")
 
 
 def beside_the_default(*what: object) -> list[str]:
@@ -42,6 +46,12 @@ def usual_engine() -> str:
 
 def draw(what: str) -> random.Random:
     return random.Random(zlib.crc32(f"{SEED} {what}".encode()))
+
+
+def leave_out(config: Any, items: list[Any], left_out: set[Any]) -> None:
+    """Deselects tests that pytest has collected."""
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def thinned(engines: Sequence[str], what: str) -> list[str]:
