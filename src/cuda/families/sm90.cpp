@@ -40,7 +40,7 @@ int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
   const int64_t size =
       some_longer ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
-  return p.bundle ? std::clamp<int64_t>(p.bundle, 1, std::max<int64_t>(1, heads)) : even_bundle(heads, size);
+  return p.wishes.bundle ? std::clamp<int64_t>(p.wishes.bundle, 1, std::max<int64_t>(1, heads)) : even_bundle(heads, size);
 }
 
 constexpr int32_t kRowsOfPage = 16; // rows that one copy brings; a key tile begins at a multiple
