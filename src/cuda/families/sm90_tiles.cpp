@@ -84,8 +84,7 @@ int load_of(const Config &c) {
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
   if (hyperbolic) return kHyperbolicScore;
-  if (alibi)
-    return f.alibi && f.band && !c.invariant && f.seqused != kPaged ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
+  if (alibi) return f.alibi && f.band && !c.invariant && !f.pages ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
