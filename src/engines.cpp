@@ -77,7 +77,8 @@ static Problem stored_densely(Problem p) {
 // Whether the backward should run on the engine that the forward of the same call would choose, if that engine supports it. Its P is exp(S
 // - LSE). In fp32 on a GPU, S of another engine than the one that made LSE is rounded differently, by more than the contract allows.
 static bool follows_forward(const Problem &problem, Direction direction) {
-  return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
+  return direction == Direction::backward && problem.wishes.engine.empty() && problem.dtype == DType::f32 &&
+         problem.device_type != STROBE_CPU;
 }
 
 // Invariant: the choice is the first engine that supports the dtype, head dimensions and options of dense tensors, because each engine has
@@ -108,14 +109,14 @@ Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
     Answer answer = engine->device_type() == problem.device_type ? ask(*engine, problem, direction)
                     : problem.device_type == STROBE_CPU          ? "the tensors are on the CPU"
                                                                  : "the tensors are on a CUDA device";
-    if (const Plan *plan = std::get_if<Plan>(&answer); plan && (problem.engine.empty() || problem.engine == engine->name()))
+    if (const Plan *plan = std::get_if<Plan>(&answer); plan && (problem.wishes.engine.empty() || problem.wishes.engine == engine->name()))
       if (choice.chosen < 0 || plan->predicted_seconds < least) {
         choice.chosen = static_cast<int>(choice.rows.size());
         least = plan->predicted_seconds;
       }
     choice.rows.push_back({engine, std::move(answer)});
   }
-  if (problem.invariant && problem.engine.empty()) choose_first(choice, problem, direction, ask);
+  if (problem.invariant && problem.wishes.engine.empty()) choose_first(choice, problem, direction, ask);
   if (choice.chosen >= 0 && follows_forward(problem, direction)) {
     const int same = choose(problem, Direction::forward, ask).chosen; // both have one row per engine
     if (same >= 0 && same != choice.chosen && std::holds_alternative<Plan>(choice.rows[same].answer))
@@ -127,7 +128,7 @@ Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
 Choice choose(const Problem &problem, const Execution &execution, Direction direction) {
   return choose(problem, direction, [&](const Engine &engine, const Problem &problem, Direction direction) -> Answer {
     if (const std::string &reason = missing(engine); !reason.empty()) return reason;
-    if (engine.only_by_name() && problem.engine != engine.name()) return "runs only when asked for by name";
+    if (engine.only_by_name() && problem.wishes.engine != engine.name()) return "runs only when asked for by name";
     return engine.plan(problem, execution, direction);
   });
 }
@@ -144,7 +145,7 @@ static Problem without_options(Problem p) {
   p.window_left = p.window_right = kUnbounded;
   p.score = ScoreFunction::dot, p.beta = p.shift = 0;
   p.softcap = p.dropout = 0;
-  p.tile_q = p.tile_k = 0;
+  p.wishes.tile_q = p.wishes.tile_k = 0;
   p.deterministic = p.exact_max = p.invariant = false;
   return p;
 }
@@ -160,11 +161,11 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
   if (choice.chosen < 0) {
     std::string reasons;
     for (const Choice::Row &row : choice.rows)
-      if ((problem.engine.empty() || problem.engine == row.engine->name()) && !stands_elsewhere(row, choice, problem))
+      if ((problem.wishes.engine.empty() || problem.wishes.engine == row.engine->name()) && !stands_elsewhere(row, choice, problem))
         reasons += text("\n", row.engine->name(), ": ", std::get<std::string>(row.answer));
-    throw Error(STROBE_UNSUPPORTED,
-                (problem.engine.empty() ? "no engine takes this problem:" : "the engine that was asked for cannot take this problem:") +
-                    reasons);
+    throw Error(STROBE_UNSUPPORTED, (problem.wishes.engine.empty() ? "no engine takes this problem:"
+                                                                   : "the engine that was asked for cannot take this problem:") +
+                                        reasons);
   }
   const Choice::Row &chosen = choice.rows[choice.chosen];
   for (int i = 0; problem.strict && i < choice.chosen; i++) {

@@ -97,8 +97,9 @@ void asked(Page &page, const Problem &p, const Execution &e) {
   if (!extras.empty()) page.line("with", extras);
   if (p.blocks.present) page.line("blocks", blocks(p.blocks));
   if (p.dropout > 0) page.line("dropout", dropout(p));
-  if (p.tile_q || p.tile_k)
-    page.line("tile wish", text(p.tile_q ? std::to_string(p.tile_q) : "any", " x ", p.tile_k ? std::to_string(p.tile_k) : "any"));
+  if (p.wishes.tile_q || p.wishes.tile_k)
+    page.line("tile wish", text(p.wishes.tile_q ? std::to_string(p.wishes.tile_q) : "any", " x ",
+                                p.wishes.tile_k ? std::to_string(p.wishes.tile_k) : "any"));
   std::string wishes;
   for (auto [on, what] : {std::pair{p.deterministic, "deterministic"},
                           {p.exact_max, "exact_max"},
@@ -108,7 +109,7 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                           {p.check, "check"},
                           {p.invariant, "invariant"}})
     if (on) wishes += (wishes.empty() ? "" : ", ") + std::string(what);
-  if (!p.engine.empty()) wishes += (wishes.empty() ? "" : ", ") + ("engine " + p.engine);
+  if (!p.wishes.engine.empty()) wishes += (wishes.empty() ? "" : ", ") + ("engine " + p.wishes.engine);
   if (!wishes.empty()) page.line("options", wishes);
 }
 
@@ -132,8 +133,8 @@ std::string explain(const Problem &problem, const Execution &execution, Directio
   page.heading("choice");
   try {
     const Decision decision = decide(problem, execution, direction, choice);
-    page.line(decision.engine->name(), !problem.engine.empty() ? "asked for by name"
-                                       : choice.follows        ? "the forward's engine, whose LSE the backward takes"
+    page.line(decision.engine->name(), !problem.wishes.engine.empty() ? "asked for by name"
+                                       : choice.follows               ? "the forward's engine, whose LSE the backward takes"
                                        : problem.invariant ? "invariant: the first one that takes the dtype, head dimensions and options"
                                                            : "the least predicted time");
     for (const std::string &note : decision.plan.notes) page.line("note", note);

@@ -47,8 +47,8 @@ struct Sequence {
   Band band;
 };
 
-// Where the keys of a sequence lie if K and V are pools of pages. A key is missing, and hidden, if the table names no page of the pools for
-// it.
+// Where the keys of one sequence lie if K and V are pools of pages. A key is missing, and hidden, if the table names no page of the pools
+// for it.
 struct SequencePages {
   const i32 *table;
   u32 page, pages; // keys per page; pages in the pools
@@ -73,55 +73,69 @@ struct SequencePages {
   }
 };
 
+// The same for all sequences (Features::pages).
+struct Pages {
+  const i32 *table; // (batch, pages of a sequence): which page holds the next keys; null: K and V are tensors
+  u32 row;          // distance between two rows of the table
+  u32 count;        // pages in the pools
+  Divisor size;     // keys per page
+  i32 shift;        // log2 of size; -1: size is no power of two
+
+  STROBE_FN const i32 *table_of(i64 b) const { return table + (u64)(u32)b * row; }
+  STROBE_FN SequencePages of(i64 b) const { return {table_of(b), size.by, count, shift}; }
+};
+
+struct PartTable; // part.h
+
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
-  const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense; with paged keys cu_seqlens_k is the page table, see pages()
-  const i32 *seqused_k;   // (batch): how many keys of each sequence count (Features::seqused); with a part: its table (part.h); null: all
-  i64 seqlen_q, seqlen_k; // of the longest sequence
-  i64 total_q, total_k;   // varlen: packed tokens
-  i64 left, right;        // the window; Band::kFar: unbounded
+  const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense; keys in pages are never packed
+  const i32 *seqused_k;                   // (batch): how many keys of each sequence count; null: all
+  Pages pages;
+  const PartTable *part;             // which rows of a larger problem the tensors hold (Features::part); null: all
+  i64 seqlen_q, seqlen_k;            // of the longest sequence
+  i64 total_q, total_k;              // varlen: packed tokens
+  i64 left, right;                   // the window; Band::kFar: unbounded
   i32 batch, heads, heads_kv, group; // group = heads / heads_kv
   i32 head_dim, head_dim_v;
   i32 bottom_right;
   u32 threshold; // of dropout: keep if byte < threshold
   double scale, softcap;
   u64 seed, offset;
-  const i64 *rng; // seed, offset on the device, if not null
-  BlockList blocks, blocks_t;
-  double beta, shift; // of hyperbolic scores
+  const i64 *rng;             // seed, offset on the device, if not null
+  BlockList blocks, blocks_t; // the backward reads both, the forward only blocks
+  double beta, shift;         // of hyperbolic scores
 
-  template <i32 kSeqused> STROBE_FN Sequence sequence(i64 b) const {
+  template <Features F = Features{}> STROBE_FN Sequence sequence(i64 b) const {
     i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;
     if (cu_seqlens_q) { // clamped, never trusted
       q0 = min(max((i64)cu_seqlens_q[b], 0ll), total_q);
       nq = min(min(max((i64)cu_seqlens_q[b + 1], q0), total_q) - q0, seqlen_q);
-      if constexpr (kSeqused != kPaged) {
+      if constexpr (!F.pages) {
         k0 = min(max((i64)cu_seqlens_k[b], 0ll), total_k);
         nk = min(min(max((i64)cu_seqlens_k[b + 1], k0), total_k) - k0, seqlen_k);
       }
     }
-    if constexpr (kSeqused == kCounted) nk = min((i64)max(seqused_k[b], 0), nk); // clamped as well
-    if constexpr (kSeqused == kPaged) {
+    if constexpr (F.seqused) nk = min((i64)max(seqused_k[b], 0), nk); // clamped as well
+    if constexpr (F.pages) {
       if (seqused_k) nk = min((i64)max(seqused_k[b], 0), nk);
-      if (total_k == 0) nk = 0; // without pages nothing may be read from the pools
+      if (pages.count == 0) nk = 0; // nothing may be read from empty pools
     }
     return {q0, k0, Band::make(nq, nk, bottom_right != 0, left, right)};
   }
-  // The page table of paged keys. Such keys are never packed, and the forward does not read blocks_t, so existing members hold it: the
-  // table (batch, pages of a sequence) is cu_seqlens_k, the number of pages is total_k, and blocks_t holds the distance between two rows of
-  // the table, the keys per page, their logarithm, and the divisor.
-  STROBE_FN SequencePages pages(i64 b) const {
-    return {page_table(b), (u32)blocks_t.row_tokens, (u32)total_k, (i32)blocks_t.column_tokens};
-  }
-  STROBE_FN Divisor page_divisor() const { return {(u32)blocks_t.row_tokens, (u32)blocks_t.batch_stride, (u32)blocks_t.head_stride}; }
-  STROBE_FN const i32 *page_table(i64 b) const { return cu_seqlens_k + (u64)(u32)b * (u32)blocks_t.rows; }
-  template <i32 kSeqused = 0> STROBE_FN HeldRows held(i64 b) const {
-    const Sequence s = sequence<kSeqused == kPaged ? kPaged : 0>(b);
+  template <Features F = Features{}> STROBE_FN HeldRows held(i64 b) const {
+    const Sequence s = sequence<without_seqused(F)>(b);
     return {s.q0, s.k0, s.band.seqlen_q, s.band.seqlen_k};
   }
   // Index of a query's row in contiguous per-row scratch: (batch, head, query), varlen (head, token).
   STROBE_FN i64 row_index(i64 b, i64 h, i64 row) const { return cu_seqlens_q ? h * total_q + row : (b * heads + h) * seqlen_q + row; }
   STROBE_FN i64 rows() const { return cu_seqlens_q ? heads * total_q : (i64)batch * heads * seqlen_q; }
+
+private:
+  STROBE_FN static constexpr Features without_seqused(Features f) {
+    f.seqused = 0;
+    return f;
+  }
 };
 
 // The keys of one share, where sequences have uneven lengths.
@@ -164,9 +178,13 @@ struct SharesArguments {
 struct BackwardArguments {
   Inputs in;
   Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that are not asked for are null
+  Operand given_delta; // a partial part, which has no `out`: rowsum(dO * O) of whole rows, (batch, head, query, -), in lse's type
   void *delta;   // (2, rows), in lse's type: D = rowsum(dO * O) - dLSE, and LSE's correction (device/settle_row.h; the ladder: D alone)
   float *dq_sum; // (rows, head_dim of the kernel), FP32: dq_sums of them: where several key tiles add to dQ
-  u32 *turns;    // deterministic mode: for each query tile, how many key tiles have added to it
+  // A counter from which thread blocks draw tickets for tiles of keys: in deterministic mode, so that each one waits only for blocks that
+  // have begun, and where persistent blocks (Hopper) draw their next tile.
+  u32 *ticket;
+  u32 *turns; // deterministic mode: for each query tile (of some families: of each warp), how many key tiles have added to it
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
   // Hopper, for each tile of tile_q queries: -LSE in exp2's unit, and D; with a bias -LSE, its correction in exp2's unit

@@ -1,4 +1,5 @@
-// The options that a kernel is compiled for. All others (lengths, strides, scale, window, GQA, varlen, sinks) are arguments.
+// The options that a kernel is compiled for. Its Config holds them, beside what belongs to its family (tiles, dtype, `invariant`, ...). What
+// an option reads, and all other options (lengths, strides, scale, window, GQA, varlen, sinks), are arguments (arguments.h).
 #pragma once
 #include "base.h"
 
@@ -10,10 +11,6 @@ inline constexpr i32 kLinear = 0, kSoftcap = 1, kHyperbolic = 2;
 // Values of Features::part: ranges begin at multiples of 16, or anywhere.
 enum Starts : i32 { kAligned = 1, kAnywhere = 2 };
 
-// Values of Features::seqused. kCounted: seqused_k says how many keys of each sequence count; kPaged: K and V lie in pages, with or without
-// a seqused_k.
-inline constexpr i32 kCounted = 1, kPaged = 2;
-
 // int32 fields only: a kernel's Config holds one, and its bytes are the key that the compiled kernel is cached under.
 struct Features {
   i32 band;   // causal or a window: which keys are visible differs from query to query
@@ -24,7 +21,8 @@ struct Features {
   i32 function; // the function of x = scale q.k: kLinear, kSoftcap or kHyperbolic
   i32 scaled;   // the scale cannot be folded into exp2's argument: not positive, too small or too large; kHyperbolic: it is not 1
   i32 dropout;
-  i32 seqused;   // how the keys of a sequence are found and counted: kCounted, kPaged; 0: all keys of the tensors count
+  i32 seqused;   // seqused_k says how many keys of each sequence count; 0 with pages
+  i32 pages;     // K and V lie in pages; whether there is a seqused_k is asked at run time
   i32 part;      // the tensors hold a part of a larger problem (part.h): kAligned, kAnywhere, or 0
   i32 partial;   // a partial part: results are fp32 (fp64 if q is), LSE is two numbers; the backward takes both, and D, of the whole row
   i32 adds;      // gradients are fp32 (fp64 if q is) and added to the tensors' contents

@@ -1,6 +1,6 @@
-// Parts of a larger problem: the table that says which rows the tensors hold, and how tiles of these rows are counted. The host writes the
-// table into the workspace, and kernels read it. The sizes in `Inputs` are then those of the rows held; positions are those of the whole
-// sequences.
+// Parts of a larger problem: the table that says which rows the tensors hold (Inputs::part), and how tiles of these rows are counted. The
+// host writes the table into the workspace, and kernels read it. The sizes in `Inputs` are then those of the rows held; positions are those
+// of the whole sequences.
 #pragma once
 #include "arguments.h"
 #include "features.h"
@@ -35,8 +35,6 @@ struct WordArguments {
   i32 count, unused;
   i32 words[kMostWords];
 };
-
-STROBE_FN const PartTable &part_of(const Inputs &in) { return *(const PartTable *)in.seqused_k; }
 
 // How many tile numbers a sequence has that holds `rows` rows in `count` ranges. Each tile lies within one range; the first one begins
 // where the range does; with block sparsity, tiles are cut at multiples of `tile` as well. Some numbers therefore belong to empty tiles.
@@ -86,17 +84,17 @@ struct HeldRanges {
   }
 };
 STROBE_FN HeldRanges held_queries(const Inputs &in, i64 b) {
-  const PartTable &t = part_of(in);
+  const PartTable &t = *in.part;
   return {(const HeldRange *)(t.words() + t.ranges_q) + b * t.step_q, t.count_q, (i32)in.held(b).seqlen_q};
 }
 STROBE_FN HeldRanges held_keys(const Inputs &in, i64 b) {
-  const PartTable &t = part_of(in);
+  const PartTable &t = *in.part;
   return {(const HeldRange *)(t.words() + t.ranges_k) + b * t.step_k, t.count_k, (i32)in.held(b).seqlen_k};
 }
 
 // The whole sequence; q0 and k0 are the first of its rows in the tensors, until a tile adds its shift.
 STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
-  const PartTable &t = part_of(in);
+  const PartTable &t = *in.part;
   const HeldRows held = in.held(b);
   const i64 nq = t.words()[t.whole_q + b * t.step_whole_q], nk = t.words()[t.whole_k + b * t.step_whole_k];
   return {held.q0, held.k0, Band::make(nq, nk, in.bottom_right != 0, in.left, in.right)};
@@ -123,11 +121,11 @@ STROBE_FN PartTile part_tile(const HeldRanges &ranges, i32 number, i32 tile, boo
 
 // The number of tiles of the sequence with the most tiles, in a whole call or in a part.
 template <Features F, i32 kTile> STROBE_FN i64 query_tiles(const Inputs &in) {
-  if constexpr (F.part) return part_tiles(in.seqlen_q, part_of(in).count_q, kTile, F.blocks != 0);
+  if constexpr (F.part) return part_tiles(in.seqlen_q, in.part->count_q, kTile, F.blocks != 0);
   return div_up(in.seqlen_q, kTile);
 }
 template <Features F, i32 kTile> STROBE_FN i64 key_tiles(const Inputs &in) {
-  if constexpr (F.part) return part_tiles(in.seqlen_k, part_of(in).count_k, kTile, F.blocks != 0);
+  if constexpr (F.part) return part_tiles(in.seqlen_k, in.part->count_k, kTile, F.blocks != 0);
   return div_up(in.seqlen_k, kTile);
 }
 // The query tile with the given number, which begins at position q0, and the sequence as this tile sees it: position i is row s.q0 + i, and
@@ -149,7 +147,7 @@ STROBE_FN Sequence keys_at(const Inputs &in, i64 b, const PartTile &tile) {
 }
 // Like first_query_tile and count_query_tiles (dq_sum.h): the tiles of one head of a sequence are contiguous.
 STROBE_FN i64 first_part_tile(const Inputs &in, i64 b, i64 h, i64 tile, bool blocks) {
-  const i64 count = part_of(in).count_q, spare = count * spare_tiles(blocks);
+  const i64 count = in.part->count_q, spare = count * spare_tiles(blocks);
   if (!in.cu_seqlens_q) return (b * in.heads + h) * part_tiles(in.seqlen_q, count, tile, blocks);
   return h * (in.total_q / tile + in.batch * spare) + in.held(b).q0 / tile + b * spare;
 }
@@ -157,7 +155,7 @@ template <Features F, i32 kTile> STROBE_FN Queries queries_of(const Inputs &in, 
   if constexpr (F.part)
     return queries_at(in, b, part_tile(held_queries(in, b), number, kTile, F.blocks != 0));
   else
-    return {number * kTile, in.sequence<F.seqused>(b)};
+    return {number * kTile, in.sequence<F>(b)};
 }
 
 } // namespace strobe::inline STROBE_ISA

@@ -11,7 +11,7 @@ namespace strobe {
 // the whole sequence); add(sum, lost, k0), which keeps the rounding errors in `lost`; put(sum), which writes the sum to shared memory,
 // where at(query, key) is an element; and add(x, lost, y) for two numbers.
 template <bool kPart> __device__ __forceinline__ i64 columns_of(const Inputs &in) {
-  if constexpr (kPart) return part_of(in).columns;
+  if constexpr (kPart) return in.part->columns;
   return in.seqlen_k;
 }
 template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(const BackwardArguments &a) {

@@ -64,8 +64,8 @@ template <class T, class KeyTile> __device__ __forceinline__ bool lacks_some(con
 // K or V of a head, paged or not, as the forward's features say.
 template <class T, Features F = Features{}>
 __device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, const Sequence &s, i64 b, i64 head, i32 columns) {
-  if constexpr (F.seqused == kPaged)
-    return PagedKeys<T>(x, in.pages(b), head, columns);
+  if constexpr (F.pages)
+    return PagedKeys<T>(x, in.pages.of(b), head, columns);
   else
     return Keys<T>(x, s, b, head, columns);
 }
@@ -79,7 +79,7 @@ template <class T, Features F> struct KeysOf { // the type of K and V as the ker
   using type = Keys<T>;
 };
 template <class T, Features F>
-  requires(F.seqused == kPaged && !F.quant)
+  requires(F.pages != 0 && !F.quant)
 struct KeysOf<T, F> {
   using type = PagedKeys<T>;
 };

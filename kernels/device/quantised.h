@@ -31,7 +31,7 @@ struct StoredScale {
 
 // K or V of one key head of a sequence. kByColumn: for K only.
 template <Features F, bool kByColumn> struct QuantisedKeys {
-  static constexpr bool kPages = F.seqused == kPaged;
+  static constexpr bool kPages = F.pages;
   const Operand &x, &scale;
   const u8 *first;    // row 0, or row 0 of page 0
   const void *scales; // scales of that row; with kByColumn, of the tensor's first group
@@ -47,7 +47,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
     first = x.at<const u8>(batch, head, row, 0);
     const i64 at = batch * scale.stride[0] + head * scale.stride[1] + (kByColumn ? 0 : row * scale.stride[2]);
     scales = half ? (const void *)((const f16 *)scale.data + at) : (const float *)scale.data + at;
-    if constexpr (kPages) pages = in.pages(b);
+    if constexpr (kPages) pages = in.pages.of(b);
   }
 
   __device__ __forceinline__ const u8 *row(i32 j) const {
@@ -104,7 +104,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
   __device__ __forceinline__ Matrix rows(i64 begin, i64 end) const { return {this, (i32)begin, (i32)end - (i32)begin, columns}; }
 };
 template <Features F, bool kByColumn> __device__ __forceinline__ bool lacks(const QuantisedKeys<F, kByColumn> &keys, i32 j) {
-  if constexpr (F.seqused == kPaged)
+  if constexpr (F.pages)
     return keys.pages.lacks(j);
   else
     return false;

@@ -34,7 +34,7 @@ template <bool kPart> struct PlaceOfHeads { // the heads in dropout's counters
 template <> struct PlaceOfHeads<true> {
   u32 first_head, first_batch;
   __device__ __forceinline__ explicit PlaceOfHeads(const Inputs &in)
-      : first_head((u32)part_of(in).first_head), first_batch((u32)part_of(in).first_batch) {}
+      : first_head((u32)in.part->first_head), first_batch((u32)in.part->first_batch) {}
   __device__ __forceinline__ u32 whole_head(i64 h) const { return (u32)h + first_head; }
   __device__ __forceinline__ u32 whole_batch(i64 b) const { return (u32)b + first_batch; }
 };

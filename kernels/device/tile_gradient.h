@@ -36,7 +36,7 @@ public:
   // Makes P, negated where dropout drops it, and dS, which is 0 where P is. Returns whether the queries see anything of the tile; if not,
   // neither is written.
   __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Place &place) const {
-    const Sequence sequence = in.sequence<F.seqused>(place.batch);
+    const Sequence sequence = in.sequence<F>(place.batch);
     const Band &band = sequence.band;
     const i32 q1 = (i32)min((i64)place.q0 + kTileQ, band.seqlen_q), k1 = (i32)min((i64)place.k0 + kTileK, band.seqlen_k);
     if (q1 <= place.q0 || k1 <= place.k0 || intersect(band.keys_any(place.q0, q1), {place.k0, k1}).empty() || !kept(place)) return false;

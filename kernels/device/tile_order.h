@@ -35,7 +35,7 @@ template <Features F> __device__ __forceinline__ i32 kept_of(const BlockRow &row
 
 // The query tile of `rank` among those of a head.
 template <Features F, int kThreads, int kTile> __device__ __forceinline__ i32 longest_query_tile(const Inputs &in, i32 b, i32 h, i32 rank) {
-  const Band band = in.sequence<F.seqused>(b).band;
+  const Band band = in.sequence<F>(b).band;
   const i32 most = (i32)((u32)in.seqlen_k / (u32)in.blocks.column_tokens) + 1;
   return longest_first<kThreads>(rank, (i32)div_up(in.seqlen_q, kTile), most, [&](i32 tile) {
     const i64 q0 = (i64)tile * kTile, q1 = min(q0 + kTile, band.seqlen_q);
@@ -45,7 +45,7 @@ template <Features F, int kThreads, int kTile> __device__ __forceinline__ i32 lo
 // The key tile of `rank` among those of a key head, counting the query tiles of all its query heads.
 template <Features F, int kThreads, int kTile>
 __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_kv, i32 rank) {
-  const Band band = in.sequence<F.seqused>(b).band.transposed();
+  const Band band = in.sequence<F>(b).band.transposed();
   const i32 most = ((i32)((u32)in.seqlen_q / (u32)in.blocks_t.column_tokens) + 1) * in.group;
   return longest_first<kThreads>(rank, (i32)div_up(in.seqlen_k, kTile), most, [&](i32 tile) {
     const i64 k0 = (i64)tile * kTile, k1 = min(k0 + kTile, band.seqlen_q);
@@ -81,7 +81,7 @@ template <Features F, bool kTickets, int kTileK, class State>
 __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
   const Inputs &in = a.in;
   u32 index = blockIdx.x;
-  if constexpr (kTickets) index = fetch_add(a.turns, 1); // every block that this one waits for has drawn its ticket earlier
+  if constexpr (kTickets) index = fetch_add(a.ticket, 1); // every block that this one waits for has drawn its ticket earlier
   u32 tiles = (u32)key_tiles<F, kTileK>(in), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
   u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
   u32 pair = first + rest % n;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void take_keys(State &state, const BackwardArguments 
     const PartTile tile = part_tile(held_keys(in, state.batch), state.number, kTileK, F.blocks != 0);
     state.k0 = tile.begin, state.sequence = keys_at(in, state.batch, tile);
   } else {
-    state.sequence = in.sequence<F.seqused>(state.batch);
+    state.sequence = in.sequence<F>(state.batch);
   }
 }
 

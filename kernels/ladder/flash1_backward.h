@@ -16,7 +16,7 @@ template <Config C> struct Flash1Backward {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.in;
     const i64 b = blockIdx.x / in.heads_kv, h_kv = blockIdx.x % in.heads_kv, h0 = h_kv * in.group;
-    const Band band = in.sequence<0>(b).band;
+    const Band band = in.sequence(b).band;
     const float tau = float(in.scale), unit = tau * kLog2e<float>; // exp(tau s) = exp2(unit s)
     const Matrix<const float> K(in.k, b, h_kv, in.seqlen_k, in.head_dim), V(in.v, b, h_kv, in.seqlen_k, in.head_dim);
     const Matrix<float> dK(a.dk, b, h_kv, in.seqlen_k, in.head_dim), dV(a.dv, b, h_kv, in.seqlen_k, in.head_dim);

@@ -18,7 +18,7 @@ template <Config C> struct Flash1Forward {
     extern __shared__ __align__(128) unsigned char shared[];
     const Inputs &in = a.call.in;
     const i64 b = blockIdx.x / in.heads, h = blockIdx.x % in.heads;
-    const Band band = in.sequence<0>(b).band;
+    const Band band = in.sequence(b).band;
     const float unit = float(in.scale) * kLog2e<float>; // exp(scale s) = exp2(unit s)
     const Matrix<const float> Q(in.q, b, h, in.seqlen_q, in.head_dim);
     const Matrix<const float> K(in.k, b, h / in.group, in.seqlen_k, in.head_dim), V(in.v, b, h / in.group, in.seqlen_k, in.head_dim);

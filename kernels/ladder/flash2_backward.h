@@ -21,7 +21,7 @@ template <Config C> struct Flash2Backward {
     // 5: for 1 <= j <= Tc do, in parallel
     const i64 Tc = div_up(in.seqlen_k, Bc), head = blockIdx.x / Tc, b = head / in.heads_kv, h_kv = head % in.heads_kv;
     const i64 j0 = blockIdx.x % Tc * Bc;
-    const Band band = in.sequence<0>(b).band;
+    const Band band = in.sequence(b).band;
     const float scale = float(in.scale), unit = scale * kLog2e<float>; // exp(scale s) = exp2(unit s)
     const Matrix<const float> K(in.k, b, h_kv, in.seqlen_k, in.head_dim), V(in.v, b, h_kv, in.seqlen_k, in.head_dim);
     const Matrix<float> dK(a.dk, b, h_kv, in.seqlen_k, in.head_dim), dV(a.dv, b, h_kv, in.seqlen_k, in.head_dim);

@@ -20,7 +20,7 @@ template <Config C> struct Flash2Forward {
     // 3: for 1 <= i <= Tr do, in parallel; with a causal mask the last tiles are the longest and go first
     const i64 Tr = div_up(in.seqlen_q, Br), head = blockIdx.x / Tr, b = head / in.heads, h = head % in.heads;
     const i64 i0 = (Tr - 1 - blockIdx.x % Tr) * Br;
-    const Band band = in.sequence<0>(b).band;
+    const Band band = in.sequence(b).band;
     const float unit = float(in.scale) * kLog2e<float>; // exp(scale s) = exp2(unit s)
     const Matrix<const float> Q(in.q, b, h, in.seqlen_q, in.head_dim);
     const Matrix<const float> K(in.k, b, h / in.group, in.seqlen_k, in.head_dim), V(in.v, b, h / in.group, in.seqlen_k, in.head_dim);

@@ -44,7 +44,7 @@ template <Config C> struct Softmax {
     const i64 row = ((i64)blockIdx.x * kThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
     if (row >= in.rows()) return;
     const i64 i = row % in.seqlen_q, h = row / in.seqlen_q % in.heads, b = row / in.seqlen_q / in.heads;
-    const Range seen = in.sequence<0>(b).band.keys(i); // outside this range P is 0
+    const Range seen = in.sequence(b).band.keys(i); // outside this range P is 0
     const float unit = float(in.scale) * kLog2e<float>;
     float *P = a.P + row * in.seqlen_k;
 

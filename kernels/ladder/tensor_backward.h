@@ -22,7 +22,7 @@ template <Config C> struct TensorBackward {
     const i64 Tc = div_up(in.seqlen_k, Bc), head = blockIdx.x / Tc, b = head / in.heads_kv, h_kv = head % in.heads_kv;
     const i64 j0 = blockIdx.x % Tc * Bc;
     const i32 warp = threadIdx.x / 32, key = warp / C.parts() * 16, c0 = warp % C.parts() * kPart; // the warp's keys and columns
-    const Band band = in.sequence<0>(b).band, seen_by = band.transposed();
+    const Band band = in.sequence(b).band, seen_by = band.transposed();
     const float scale = float(in.scale), unit = scale * kLog2e<float>; // exp(scale s) = exp2(unit s)
     const Matrix<const T> K(in.k, b, h_kv, in.seqlen_k, in.head_dim), V(in.v, b, h_kv, in.seqlen_k, in.head_dim);
     const Matrix<T> dK(a.dk, b, h_kv, in.seqlen_k, in.head_dim), dV(a.dv, b, h_kv, in.seqlen_k, in.head_dim);

@@ -159,7 +159,7 @@ template <AuxiliaryConfig C, class Taken> struct ScorePass {
   static __device__ __forceinline__ T score(const HeadScores &scores, const KeysOfHead &keys, T raw, const Row &row, i32 j,
                                             bool by_position, i32 k1) {
     const T x = scores.score(raw, row, j, by_position, k1);
-    return F.seqused == kPaged && j < k1 && lacks(keys, j) ? minus_infinity<T>() : x;
+    return F.pages && j < k1 && lacks(keys, j) ? minus_infinity<T>() : x;
   }
   // put(), which must follow a barrier, leaves each thread's sum of a row in shared memory (Kahan); total() adds these up in order.
   static __device__ __forceinline__ void put(T *parts, const T (&sum)[Tile::kKeys], const T (&lost)[Tile::kKeys]) {
@@ -188,7 +188,7 @@ template <AuxiliaryConfig C> struct RowTotals : ScorePass<C, tile::Matrix<const 
     const Inputs &in = a.in;
     const u32 tiles = (u32)div_up(in.seqlen_q, C.tile_k), pair = blockIdx.x / tiles;
     const i32 q0 = (i32)(blockIdx.x % tiles) * C.tile_k, h = (i32)(pair % in.heads), b = (i32)(pair / in.heads);
-    const Sequence s = in.sequence<F.seqused>(b);
+    const Sequence s = in.sequence<F>(b);
     const i32 q1 = (i32)min((i64)q0 + C.tile_k, s.band.seqlen_q);
     if (q0 >= q1) return;
 
@@ -245,10 +245,10 @@ template <AuxiliaryConfig C> struct Auxiliary : ScorePass<C, typename KeysOf<typ
     const Inputs &in = a.in;
     const u32 tiles = (u32)div_up(in.seqlen_k, C.tile_k), pair = blockIdx.x / tiles;
     const i32 number = (i32)(blockIdx.x % tiles), h = (i32)(pair % in.heads), b = (i32)(pair / in.heads);
-    if (F.seqused != kPaged && a.column_sums && in.cu_seqlens_q) clear_behind(a, b, h, number, (i32)tiles);
+    if (!F.pages && a.column_sums && in.cu_seqlens_q) clear_behind(a, b, h, number, (i32)tiles);
     if (b >= in.batch) return; // the sequence does not exist, and all tokens are padding
 
-    const Sequence s = in.sequence<F.seqused>(b);
+    const Sequence s = in.sequence<F>(b);
     const i32 k0 = number * C.tile_k, k1 = (i32)min((i64)k0 + C.tile_k, s.band.seqlen_k);
     T sum[kKeys], lost[kKeys], most = minus_infinity<T>(); // lost: what sum's roundings dropped (Kahan)
 #pragma unroll
@@ -316,7 +316,7 @@ private:
   static __device__ __forceinline__ void store_sums(const Arguments &a, T *parts, const T (&sum)[kKeys], const T (&lost)[kKeys], i32 b,
                                                     i32 h, const Sequence &s, i32 k0, i32 k1) {
     Pass::put(parts, sum, lost);
-    const i64 held = F.seqused == kPaged ? a.in.seqlen_k : a.in.held(b).seqlen_k;
+    const i64 held = F.pages ? a.in.seqlen_k : a.in.held(b).seqlen_k;
     for (i32 j = (i32)threadIdx.x; j < C.tile_k && k0 + j < held; j += kThreads) {
       const T all = Pass::total(parts, j);
       *a.column_sums.template at<T>(b, h, s.k0 + k0 + j, 0) = k0 + j < k1 ? all : T(0);

@@ -1,6 +1,6 @@
 // What the passes over rows, which look at no scores, are compiled for.
 #pragma once
-#include "../attention/base.h"
+#include "../attention/features.h"
 
 namespace strobe::passes {
 
@@ -43,10 +43,17 @@ struct ListsConfig {
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 
+// The features that say how long sequences are.
+STROBE_FN constexpr Features keys_of(i32 seqused, i32 pages) {
+  Features f{};
+  f.seqused = seqused, f.pages = pages;
+  return f;
+}
+
 struct SharesConfig {
-  i32 dtype;                                           // of q
-  i32 seqused;                                         // as in Features
-  i32 partial, adds;                                   // as in Features
+  i32 dtype;                  // of q
+  i32 seqused, partial, adds; // as in Features
+  STROBE_FN constexpr Features keys() const { return keys_of(seqused, 0); }
   STROBE_FN static constexpr i32 rows() { return 32; } // per thread block
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
@@ -59,8 +66,9 @@ struct SinksConfig {
 struct PaddingConfig {
   i32 dtype; // of q, k, v
   i32 backward;
-  i32 packed, seqused;
-  i32 partial, adds; // as in Features
+  i32 packed;
+  i32 seqused, pages, partial, adds; // as in Features
+  STROBE_FN constexpr Features keys() const { return keys_of(seqused, pages); }
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 

@@ -22,7 +22,7 @@ template <RowsConfig C> struct Delta {
   static __device__ __forceinline__ void run(const Arguments &a) {
     const RowTile<C> tile(a.in);
     if constexpr (kHopper) {
-      if (a.turns && blockIdx.x == 0 && threadIdx.x == 0) a.turns[0] = 0;
+      if (a.ticket && blockIdx.x == 0 && threadIdx.x == 0) *a.ticket = 0;
     }
     if (tile.rows == 0) return;
     if constexpr (C.form != kRowAfterRow) clear_dq(a, tile); // first the stores, which wait for nothing
@@ -37,7 +37,7 @@ template <RowsConfig C> struct Delta {
 private:
   static __device__ __forceinline__ void clear_dq(const Arguments &a, const RowTile<C> &tile) {
     if constexpr (kHopper) {
-      if (a.turns && threadIdx.x < 2) a.turns[1 + 2 * tile.number + threadIdx.x] = 0;
+      if (a.turns && threadIdx.x < 2) a.turns[2 * tile.number + threadIdx.x] = 0;
     }
     if (!a.dq_sum || (kHopper && a.first_stores)) return;
     float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
@@ -143,12 +143,12 @@ private:
     if (t < tile.rows) write(a, tile, t, D);
   }
 
-  // For a partial part. Its rows are sums over keys of which some are elsewhere, so the caller gives D (in place of out) and LSE's
-  // correction (as the second number of LSE).
+  // For a partial part. Its rows are sums over keys of which some are elsewhere, so the caller gives D and LSE's correction (as
+  // the second number of LSE).
   static __device__ __forceinline__ void take_given(const Arguments &a, const RowTile<C> &tile) {
     for (i32 i = (i32)threadIdx.x; i < tile.rows; i += kThreads) {
-      write(a, tile, i, *a.out.at<const T>(tile.batch, tile.head, tile.row + i, 0));
-      const T low = a.lse.at<const T>(tile.batch, tile.head, tile.row + i, 0)[part_of(a.in).lse_low];
+      write(a, tile, i, *a.given_delta.at<const T>(tile.batch, tile.head, tile.row + i, 0));
+      const T low = a.lse.at<const T>(tile.batch, tile.head, tile.row + i, 0)[a.in.part->lse_low];
       static_cast<T *>(a.delta)[tile.index + i + a.in.rows()] = abs(low) < -minus_infinity<T>() ? low : T(0);
     }
   }
@@ -170,8 +170,8 @@ private:
       lse = *a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0);
       float *const delta = (float *)a.delta + tile.index + i, *const correction_of = delta + a.in.rows();
       if constexpr (C.partial) { // as in take_given
-        D = less_dlse(a, tile, i, *a.out.at<const float>(tile.batch, tile.head, tile.row + i, 0));
-        const float low = a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0)[part_of(a.in).lse_low];
+        D = less_dlse(a, tile, i, *a.given_delta.at<const float>(tile.batch, tile.head, tile.row + i, 0));
+        const float low = a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0)[a.in.part->lse_low];
         if (fabsf(low) < infinity) correction = low;
       } else if (a.in.bias) { // rows are already settled
         D = *delta, correction = *correction_of;

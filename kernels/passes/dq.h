@@ -83,11 +83,11 @@ private:
       const int turn = part % 2; // both warpgroups add to a third piece and see the same key tiles; with roles there is no third piece
       if constexpr (C.unrounded()) {
         store_dq_unrounded<C.adds != 0, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
-                                                              a.first_stores && a.turns[1 + 2 * tile.number + turn] == 0);
+                                                              a.first_stores && a.turns[2 * tile.number + turn] == 0);
         continue;
       }
       store_dq<E, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
-                                        a.first_stores && a.turns[1 + 2 * tile.number + turn] == 0);
+                                        a.first_stores && a.turns[2 * tile.number + turn] == 0);
     }
   }
 

@@ -20,13 +20,13 @@ template <PaddingConfig C> struct Padding {
     const i32 b = C.packed ? 0 : group;
     Range q = {0, in.total_q}, k = {0, in.total_k};
     if constexpr (!C.packed) {
-      q = {0, 0}, k = {in.sequence<C.seqused>(b).band.seqlen_k, in.seqlen_k};
+      q = {0, 0}, k = {in.sequence<C.keys()>(b).band.seqlen_k, in.seqlen_k};
     } else if (group > 0) {
-      const Sequence before = in.sequence<C.seqused>(group - 1);
+      const Sequence before = in.sequence<C.keys()>(group - 1);
       q.begin = before.q0 + before.band.seqlen_q, k.begin = before.k0 + before.band.seqlen_k;
     }
     if (C.packed && group < in.batch) {
-      const HeldRows behind = in.held<C.seqused>(group);
+      const HeldRows behind = in.held<C.keys()>(group);
       q.end = behind.q0, k.end = behind.k0;
     }
     if constexpr (C.adds) return; // gradients of padding are not added to
@@ -40,7 +40,7 @@ template <PaddingConfig C> struct Padding {
       fill(a.lse, b, in.heads, 1, q, first, blocks, minus_infinity<Lse>());
       if constexpr (C.partial) {
         Operand low = a.lse;
-        if (low) low.data = a.lse.template at<Lse>(0, 0, 0, 0) + part_of(in).lse_low;
+        if (low) low.data = a.lse.template at<Lse>(0, 0, 0, 0) + in.part->lse_low;
         fill(low, b, in.heads, 1, q, first, blocks, Lse(0));
       }
     }

@@ -42,7 +42,7 @@ template <RowsConfig C> struct RowTile {
 
 private:
   static __device__ __forceinline__ i64 count(const Inputs &in) {
-    if constexpr (C.part) return part_tiles(in.seqlen_q, part_of(in).count_q, C.tile_q, C.sparse != 0);
+    if constexpr (C.part) return part_tiles(in.seqlen_q, in.part->count_q, C.tile_q, C.sparse != 0);
     return C.packed ? count_packed_tiles(in.total_q, in.batch, C.tile_q) : div_up(in.seqlen_q, C.tile_q);
   }
 };

@@ -15,7 +15,7 @@ template <SharesConfig C> struct SumShares {
   static __device__ void run(const Arguments &a) {
     const Inputs &in = a.in;
     const i32 tile = (i32)blockIdx.x % a.tiles, pair = (i32)blockIdx.x / a.tiles, b = pair / in.heads_kv, h = pair % in.heads_kv;
-    const Sequence s = in.sequence<C.seqused>(b);
+    const Sequence s = in.sequence<C.keys()>(b);
     const i64 end = min((i64)(tile + 1) * C.rows(), s.band.seqlen_k);
     for (i64 j = (i64)tile * C.rows() + threadIdx.x / 32; j < end; j += kThreads / 32) {
       add(a, a.dk, a.dk_shares, b, h, s.k0 + j, in.head_dim);

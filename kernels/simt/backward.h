@@ -70,7 +70,7 @@ private:
     u32 number = blockIdx.x;
     if (a.deterministic) { // Key tiles wait for earlier ones, so those must have started: tiles are numbered in the order of arrival.
       u32 &ticket = *reinterpret_cast<u32 *>(P);
-      if (threadIdx.x == 0) ticket = fetch_add(a.turns, 1);
+      if (threadIdx.x == 0) ticket = fetch_add(a.ticket, 1);
       __syncthreads();
       number = ticket;
     }
@@ -84,7 +84,7 @@ private:
       if constexpr (F.part)
         sequence = keys_at(in, b, part_tile(held_keys(in, b), n, C.tile_k, F.blocks != 0));
       else
-        sequence = in.sequence<F.seqused>(b);
+        sequence = in.sequence<F>(b);
       operands.dropout = Dropout<F>(in);
     }
     __syncthreads();
@@ -214,7 +214,7 @@ private:
         for (int j = 0; j < kColumns; ++j) atomicAdd(sum + r * C.head_dim + grid.template column<W>(j), dQ[i][j] * scale);
   }
   __device__ __forceinline__ u32 *turn_of(i64 h, const Tile &tile) const {
-    u32 *const of_head = a.turns + 1 + ((i64)b * in.heads + h) * query_tiles<F, C.tile_q>(in);
+    u32 *const of_head = a.turns + ((i64)b * in.heads + h) * query_tiles<F, C.tile_q>(in);
     if constexpr (F.part)
       return of_head + tile.number;
     else

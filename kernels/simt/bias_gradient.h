@@ -52,7 +52,7 @@ private:
         rows.load(a, b, h, {held.q0, held.k0, {}}, q0, q1);
         return true;
       }
-      const Sequence s = in.sequence<C.features.seqused>(b);
+      const Sequence s = in.sequence<C.features>(b);
       if (q0 >= s.band.seqlen_q) return false;
       q1 = min(q0 + C.tile_q, (i32)s.band.seqlen_q), seqlen_k = (i32)s.band.seqlen_k;
       any = s.band.keys_any(q0, q1), all = s.band.keys_all(q0, q1);
@@ -67,7 +67,7 @@ private:
       }
       const i32 k1 = min(k0 + C.tile_k, seqlen_k);
       if (k0 >= seqlen_k || k1 <= any.begin || k0 >= any.end || !block_kept(k0)) return;
-      const Sequence s = in.sequence<C.features.seqused>(b);
+      const Sequence s = in.sequence<C.features>(b);
       const i32 h_kv = h / in.group, seqlen_q = (i32)s.band.seqlen_q;
       const Source Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k),
           dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(v_of<E>(in, s, b, h_kv), seqlen_k);

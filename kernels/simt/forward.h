@@ -106,7 +106,7 @@ private:
     T S[kRows][kKeys] = {}, alpha[kRows];
     multiply_q_k(S, K, tile.begin);
     score(S, tile.begin, tile.end, by_position);
-    if constexpr (F.seqused == kPaged) hide_lacking(S, all_K.pages, tile);
+    if constexpr (F.pages) hide_lacking(S, all_K.pages, tile);
     make_p(alpha, S);
     add_p_v(O, alpha, V, tile);
   }
@@ -263,7 +263,7 @@ private:
       *a.lse.template at<T>(b, h, row, 0) = lse;
   }
   __device__ __forceinline__ void store_low(i64 row, T lse, T rest) const {
-    if (grid.x == 0 && a.lse) a.lse.template at<T>(b, h, row, 0)[part_of(in).lse_low] = abs(lse) < -minus_infinity<T>() ? rest : T(0);
+    if (grid.x == 0 && a.lse) a.lse.template at<T>(b, h, row, 0)[in.part->lse_low] = abs(lse) < -minus_infinity<T>() ? rest : T(0);
   }
   // f<how rows are copied>(place of the row of O, distance of its columns)
   template <class Write> __device__ __forceinline__ void at_row(i64 row, Write &&f) const {

@@ -21,8 +21,8 @@ template <Config C, class T> __device__ __forceinline__ Scores<C.features, T> sc
 // K or V of a key head of a sequence.
 template <Config C, class E, class Source>
 __device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, const Sequence &s, i64 b, i64 head, i32 columns) {
-  if constexpr (C.features.seqused == kPaged)
-    return PagedRows<E>(x, in.pages(b), head, (i32)s.band.seqlen_k, columns);
+  if constexpr (C.features.pages)
+    return PagedRows<E>(x, in.pages.of(b), head, (i32)s.band.seqlen_k, columns);
   else
     return Source(Keys<E>(x, s, b, head, columns), (i32)s.band.seqlen_k);
 }

@@ -7,15 +7,15 @@ namespace strobe::sm90 {
 
 // Range n of a sequence, as listed in the table.
 __device__ __forceinline__ HeldRange range_at(const Inputs &in, i32 list, i32 n) {
-  const i32 *const at = part_of(in).words() + (list + 3 * n);
+  const i32 *const at = in.part->words() + (list + 3 * n);
   return {at[0], at[1], at[2]};
 }
 __device__ __forceinline__ HeldRange range_of_keys(const Inputs &in, i32 b, i32 n) {
-  const PartTable &t = part_of(in);
+  const PartTable &t = *in.part;
   return range_at(in, t.ranges_k, b * t.step_k + n);
 }
 __device__ __forceinline__ HeldRange range_of_queries(const Inputs &in, i32 b, i32 n) {
-  const PartTable &t = part_of(in);
+  const PartTable &t = *in.part;
   return range_at(in, t.ranges_q, b * t.step_q + computed_here(n)); // computed again: no value stays in registers for this
 }
 // The first token of a packed sequence, clamped as by Inputs::sequence; 0 when dense.

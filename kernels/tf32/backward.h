@@ -232,7 +232,7 @@ private:
     u32 *turn = nullptr, before = 0;
     if constexpr (C.deterministic) {
       const i64 number = first_query_tile(in, shared_state().batch, t.head, kTileQ) + t.queries.begin / kTileQ;
-      turn = a.turns + 1 + number * C.warps + thread_index() / 32;
+      turn = a.turns + number * C.warps + thread_index() / 32;
       before = key_tiles_before<F.blocks != 0, kTileK>(in, shared_state().sequence.band, shared_state().batch, t.head, t.queries.begin,
                                                        shared_state().k0);
     }

@@ -40,7 +40,7 @@ private:
     Schedule schedule;
     const float *k, *v; // row 0; paged: of page 0
     i32 nonfinite;      // V holds numbers that are not finite
-    typename Either<F.seqused == kPaged, SequencePages, Nothing>::type pages;
+    typename Either<F.pages != 0, SequencePages, Nothing>::type pages;
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
@@ -70,9 +70,9 @@ private:
     State &state = shared_state();
     if (threadIdx.x == 0) {
       const Item item(a, blockIdx.x);
-      Sequence s = in.sequence<F.seqused>(item.b);
+      Sequence s = in.sequence<F>(item.b);
       state.item = item, state.sequence = s, state.nonfinite = 0;
-      if constexpr (F.seqused == kPaged) state.pages = in.pages(item.b);
+      if constexpr (F.pages) state.pages = in.pages.of(item.b);
       state.k = k_of<float, F>(in, s, item.b, item.h / in.group).first, state.v = v_of<float, F>(in, s, item.b, item.h / in.group).first;
     }
     __syncthreads();
@@ -98,7 +98,7 @@ private:
     KeyTile t;
     bool valid = shared_state().schedule.next(t);
     i32 masked = t.masked;
-    if constexpr (F.seqused == kPaged) {
+    if constexpr (F.pages) {
       if (valid && shared_state().pages.lacks_some((i32)t.begin, (i32)t.end, 0, 1)) masked = kLacks;
     }
     shared_state().ring[n % 4] = valid ? Tile{(i32)t.begin, (i32)t.end, masked, 1} : Tile{0, 0, 0, 0};
@@ -111,7 +111,7 @@ private:
   __device__ __forceinline__ auto k() const { return keys(in.k, shared_state().k, in.head_dim); }
   __device__ __forceinline__ auto v() const { return keys(in.v, shared_state().v, in.head_dim_v); }
   __device__ __forceinline__ auto keys(const Operand &x, const float *first, i32 columns) const {
-    if constexpr (F.seqused == kPaged)
+    if constexpr (F.pages)
       return PagedKeys<float>(x, first, columns, shared_state().pages);
     else
       return Keys<float>(x, first, columns);
@@ -226,7 +226,7 @@ private:
     const Scores<F, float> scores(in, shared_state().sequence, shared_state().item.b);
     const i32 first = shared_state().item.q + warp_row(), head = shared_state().item.h;
     score_tile(S, scores, tile, [&](int row) { return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), head); });
-    if constexpr (F.seqused == kPaged) {
+    if constexpr (F.pages) {
       if (tile.masked == kLacks) hide_lacking(S, k(), tile);
     }
   }

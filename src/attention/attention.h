@@ -1,4 +1,4 @@
-// What is computed: the validated problem, as every engine sees it. Nothing here is specific to an engine.
+// What is computed: the validated problem, as every engine sees it. Two things are an engine's own: Wishes, and Part::table.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -83,6 +83,17 @@ struct ListForms {
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
+// What the caller, or a tuning table in its place, wishes of the engine. Each wish is an engine's concern; another engine ignores it.
+struct Wishes {
+  std::string engine;             // its name; empty: any
+  int64_t tile_q = 0, tile_k = 0; // 0: any; an engine takes the nearest tile that it has
+  // Wishes of a tuning table for Hopper's kernels:
+  int64_t bundle = 0;             // heads whose tiles run together; 0: any
+  int64_t shares = 0;             // of the query heads of a key head (sm90::BackwardConfig::split_group); 0: any
+  bool staged_store = false;      // sm90::BackwardConfig::staged_store
+  std::optional<bool> persistent; // sm90::BackwardConfig::persistent
+};
+
 // The validated call. Sizes are those of the longest sequence; varlen lengths come from cu_seqlens.
 struct Problem {
   // sizes
@@ -109,14 +120,9 @@ struct Problem {
   // dropout
   double dropout = 0;
   uint64_t seed = 0, offset = 0; // unless rng is given
-  // requests, and hints of a tuning table
-  int64_t tile_q = 0, tile_k = 0;
-  int64_t bundle = 0;        // heads whose tiles run together; only set by a tuning table, like the next two
-  int64_t shares = 0;        // see the Hopper backward's Config, split_group
-  bool staged_store = false; // see the Hopper backward's Config, like the next one
-  std::optional<bool> persistent;
+  // requests
   bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
-  std::string engine; // empty: any
+  Wishes wishes;
 
   // tensors
   View q, k, v;            // INT4: strides count bytes, of which each holds two columns

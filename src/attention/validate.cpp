@@ -472,9 +472,9 @@ private:
     if (a.has_window_right && a.window_right < all) p.window_right = a.window_right;
     if (a.causal) p.window_right = 0;
     p.dropout = a.dropout, p.seed = a.seed, p.offset = a.offset;
-    p.tile_q = a.tile_q, p.tile_k = a.tile_k;
+    p.wishes.tile_q = a.tile_q, p.wishes.tile_k = a.tile_k;
     p.deterministic = a.deterministic, p.exact_max = a.exact_max, p.allow_tf32 = a.allow_tf32, p.strict = a.strict, p.check = a.check;
-    p.invariant = a.invariant, p.engine = a.engine ? a.engine : "";
+    p.invariant = a.invariant, p.wishes.engine = a.engine ? a.engine : "";
 
     const AxisMap &tokens = varlen ? kPacked : kDense, &rows = varlen ? kPackedRows : kDenseRows;
     p.q = view(t.q, tokens), p.k = view(t.k, packed_k() ? kPacked : kDense), p.v = view(t.v, packed_k() ? kPacked : kDense);

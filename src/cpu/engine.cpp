@@ -127,7 +127,7 @@ const char *against_decoding(const Problem &p) {
   if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // this pass rounds scores in another place
   if (p.score != ScoreFunction::dot) return "hyperbolic scores";
   if (p.group() * p.longest_q() > kMostDecodedRows) return "so many query heads of a key head";
-  return p.tile_q > 0 || p.tile_k > 0 ? "tiles that are asked for" : "";
+  return p.wishes.tile_q > 0 || p.wishes.tile_k > 0 ? "tiles that are asked for" : "";
 }
 bool has_few(const Problem &p) { return p.longest_q() <= kFewQueries && !*against_decoding(p); }
 bool decodes(const Problem &p, Direction direction) { return direction == Direction::forward && has_few(p); }
@@ -181,20 +181,20 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction d
   TileSizes tile = preferred;
   const bool fixed = p.invariant && direction == Direction::backward;
   auto items = [&] { return p.batch * p.heads * ((p.longest_q() + tile.q - 1) / tile.q); };
-  if (p.tile_q > 0)
-    tile.q = std::min(kLongestTileQ, round_up(p.tile_q, 16));
+  if (p.wishes.tile_q > 0)
+    tile.q = std::min(kLongestTileQ, round_up(p.wishes.tile_q, 16));
   else
     while (!fixed && tile.q > 64 && items() < 32) tile.q /= 2;
   if (!fixed) tile.q = std::min(tile.q, std::max<int64_t>(16, round_up(p.longest_q(), 16)));
   if (p.blocks.present) tile.q = nearest_divisor(p.blocks.block_q, tile.q);
-  if (p.tile_k > 0 && !p.invariant) tile.k = std::min(kLongestTileK, round_up(p.tile_k, 32));
+  if (p.wishes.tile_k > 0 && !p.invariant) tile.k = std::min(kLongestTileK, round_up(p.wishes.tile_k, 32));
   tile.width = std::min(tile.width, tile.q);
-  if (p.tile_q > 0 && tile.q != p.tile_q)
+  if (p.wishes.tile_q > 0 && tile.q != p.wishes.tile_q)
+    notes.push_back(rounded("tile_q", p.wishes.tile_q, tile.q,
+                            "a multiple of 16, at most 256 and the queries, dividing the block of a block-sparse mask"));
+  if (p.wishes.tile_k > 0 && tile.k != p.wishes.tile_k)
     notes.push_back(
-        rounded("tile_q", p.tile_q, tile.q, "a multiple of 16, at most 256 and the queries, dividing the block of a block-sparse mask"));
-  if (p.tile_k > 0 && tile.k != p.tile_k)
-    notes.push_back(
-        rounded("tile_k", p.tile_k, tile.k, p.invariant ? "invariant bits have one tile of keys" : "a multiple of 32, at most 512"));
+        rounded("tile_k", p.wishes.tile_k, tile.k, p.invariant ? "invariant bits have one tile of keys" : "a multiple of 32, at most 512"));
   return tile;
 }
 

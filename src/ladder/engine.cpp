@@ -24,7 +24,7 @@ public:
   Answer plan(const Problem &p, const Execution &execution, Direction direction) const override {
     if (p.dtype != DType::f32) return "float32 only";
     if (std::string reason = against(p); !reason.empty()) return reason;
-    const TileSize size{p.tile_q ? p.tile_q : kTile, p.tile_k ? p.tile_k : kTile};
+    const TileSize size{p.wishes.tile_q ? p.wishes.tile_q : kTile, p.wishes.tile_k ? p.wishes.tile_k : kTile};
     Plan plan;
     plan.engine = name_;
     plan.kernel = words_;

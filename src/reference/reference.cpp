@@ -419,7 +419,7 @@ public:
     // About one multiply-add per nanosecond; backward recomputes the forward for each gradient.
     const double scores = double(p.batch) * double(p.heads) * double(p.seqlen_q) * double(p.seqlen_k);
     plan.predicted_seconds = 1e-9 * scores * double(p.head_dim + p.head_dim_v) * (direction == Direction::forward ? 1 : 5);
-    if (p.tile_q || p.tile_k) plan.notes.push_back("tile_q, tile_k: no tiles here, each row is computed whole");
+    if (p.wishes.tile_q || p.wishes.tile_k) plan.notes.push_back("tile_q, tile_k: no tiles here, each row is computed whole");
     return plan;
   }
 

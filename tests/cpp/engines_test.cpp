@@ -47,7 +47,7 @@ TEST_CASE("decide: nobody takes it") {
   Problem p;
   CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nbest: no softcap\nabsent: this CPU lacks it\nplain: no masks",
                        Error);
-  p.engine = "plain"; // only the reason of the requested one
+  p.wishes.engine = "plain"; // only the reason of the requested one
   CHECK_THROWS_WITH_AS(decide(p, choice), "the engine that was asked for cannot take this problem:\nplain: no masks", Error);
 }
 

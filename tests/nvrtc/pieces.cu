@@ -68,7 +68,7 @@ extern "C" __global__ void backward_pieces(const BackwardArguments a, u32 *befor
   constexpr Features kFeatures{1, 1};
   const i32 tile = longest_key_tile<kFeatures, 64, 16>(a.in, 0, 0, (i32)blockIdx.x),
             query = longest_query_tile<kFeatures, 64, 16>(a.in, 0, 0, 0);
-  *before = key_tiles_before<true, 16>(a.in, a.in.sequence<0>(0).band, 0, 0, query * 16, tile * 16);
+  *before = key_tiles_before<true, 16>(a.in, a.in.sequence(0).band, 0, 0, query * 16, tile * 16);
   await_turn<true>(a.turns, 0, *before);
   const float lse = *a.lse.at<const float>(0, 0, 0, 0);
   if (large_lse<kF32>(lse)) settle_row(a, 0, 0, 0, lse, 1.0f, 0.0f);

@@ -45,8 +45,8 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 dq_rows() const { return dq_split(true); }
   STROBE_FN constexpr i32 dq_columns() const { return dq_split(false); }
 
-  // BackwardArguments::turns, in words: a ticket, and a counter for each warp's region of each query tile.
-  STROBE_FN constexpr i64 turns(i64 query_tiles) const { return 1 + query_tiles * warps(); }
+  // The counters of BackwardArguments::turns: one for each warp's region of each query tile.
+  STROBE_FN constexpr i64 turns(i64 query_tiles) const { return query_tiles * warps(); }
 
 private:
   STROBE_FN constexpr i32 dq_split(bool rows) const {

@@ -227,7 +227,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     int row = warp / C.dq_columns() * kDqRows * 16, column = warp % C.dq_columns() * kDqColumns * 16;
     const Tile &t = tile_of(iteration);
     i64 number = this->number_of(t);
-    u32 *turn = a.turns + 1 + number * C.warps() + warp, seen = 0;
+    u32 *turn = a.turns + number * C.warps() + warp, seen = 0;
     if constexpr (C.deterministic) seen = load_relaxed(turn); // usually it is already this warp's turn, and no lane waits
     Blocks<Right, kD, true> K(shared, column);
     auto taken = [&](int m, int k) {

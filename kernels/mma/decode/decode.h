@@ -41,7 +41,7 @@ template <Config C> struct Decode {
     if (part.b < 0) return;
     if (C.uneven && part.split == 0 && head == 0 && row == 0 && threadIdx.x == 0)
       a.share_places[2 * part.b] = part.place, a.share_places[2 * part.b + 1] = part.splits;
-    Sequence sequence = in.sequence<F.seqused>(part.b);
+    Sequence sequence = in.sequence<F>(part.b);
     if (row >= sequence.band.seqlen_q * in.group) return;
     Decode(a, sequence, head, row, part, shared).compute();
   }

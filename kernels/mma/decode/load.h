@@ -15,7 +15,7 @@ __device__ __forceinline__ auto rows_of(const QuantisedKeys<F, kByColumn> &value
 
 template <class Values> inline constexpr bool kInPages = false;
 template <class T> inline constexpr bool kInPages<PagedKeys<T>> = true;
-template <Features F, bool kByColumn> inline constexpr bool kInPages<QuantisedKeys<F, kByColumn>> = F.seqused == kPaged;
+template <Features F, bool kByColumn> inline constexpr bool kInPages<QuantisedKeys<F, kByColumn>> = F.pages;
 
 // Where the rows of a warp's next tiles lie, one row per lane: read from the table one tile before the rows are loaded, so that no copy
 // waits for it, and kept until the tile's scales are read. Empty where the keys are not paged.

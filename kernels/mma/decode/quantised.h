@@ -43,7 +43,7 @@ private:
     if (!tiles.next(tile)) return;
     const i32 j = (i32)tile.begin + tile::lane_id();
     if (j >= (i32)tile.end) return;
-    if constexpr (F.seqused == kPaged)
+    if constexpr (F.pages)
       next_k_ = keys.stored_scale(places.scale(keys)), next_v_ = values.stored_scale(places.scale(values));
     else
       next_k_ = keys.stored_scale(keys.scales_of(j)), next_v_ = values.stored_scale(values.scales_of(j));

@@ -38,12 +38,12 @@ template <Config C> struct Forward {
     extern __shared__ __align__(128) unsigned char shared[];
     if constexpr (F.part) return run_part(a, shared_address(shared));
     Item item(a, blockIdx.x);
-    Sequence sequence = a.in.sequence<F.seqused>(item.b);
+    Sequence sequence = a.in.sequence<F>(item.b);
     if (item.q >= sequence.band.seqlen_q) return;
     if constexpr (C.invariant) return run_chunks(a, item, sequence, shared_address(shared));
     if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
     Item again(a, computed_here(blockIdx.x)); // computed again, so that it takes no registers meanwhile
-    Forward(a, again, a.in.sequence<F.seqused>(again.b), 0).add_nonfinite();
+    Forward(a, again, a.in.sequence<F>(again.b), 0).add_nonfinite();
   }
 
 private:
@@ -331,7 +331,7 @@ private:
     if (!a.lse || first_column() + tile::lane_column(0, 0) != 0) return;
     const float natural = F.bias ? 1.0f : kLn2<float>, lse = l == 0 ? minus_infinity<float>() : row_lse(M, natural, l);
     float *const to = a.lse.at<float>(item.b, item.h, row, 0);
-    to[0] = lse, to[part_of(in).lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
+    to[0] = lse, to[in.part->lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
   }
   // Merges O / l of a chunk with the chunks before it. A result that is not final waits where the results of splits do.
   __device__ __forceinline__ void finish_chunk(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {

@@ -102,8 +102,8 @@ template <BackwardConfig C> struct Backward {
         dq_sum().add(dQ, n, last, keys.begin);
       }
       if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // without a tile of queries V was not awaited yet
-      scores.template store<kDv>(a.dv, a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
-      scores.template store<kD>(a.dk, a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
+      scores.template store<kDv>(a.dv_of(C.split_group), a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
+      scores.template store<kD>(a.dk_of(C.split_group), a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
       dq_sum().finish(keys);
       return n + 1;
     }

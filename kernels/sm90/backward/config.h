@@ -83,16 +83,25 @@ namespace strobe::inline STROBE_ISA {
 
 struct HopperBackwardArguments : BackwardArguments { // delta: null unless there is a bias or dsinks is wanted
   MappedOperand tma_q, tma_k, tma_v, tma_dout;
-  i32 query_tiles; // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
-  i32 tiles;       // of keys
+  MaskBits mask_bits; // with a mask: its bits, transposed
+  i64 mask_step;      // bytes from 16 of its queries to the next 16; 0: it is broadcast over queries
+  i32 query_tiles;    // of a head, or varlen of all sequences of a head: in the order of rows and dq_sum
+  i32 tiles;          // of keys
   // (batch, key head) pairs, or, where tiles of packed sequences are numbered as PackedTile says, key heads. They come in bundles,
   // `bundle` of them, that share the L2 cache, and are counted as if the last bundle were full.
   i32 pairs;
   Divisor bundle_items, bundle_divisor, heads_kv_divisor;
-  Divisor shares; // of a key head's query heads, where they are shared out: in.heads_kv, in.group, dk and dv then count shares as key heads
+  Divisor shares;    // of a key head's query heads (split_group)
+  i32 heads_of_keys; // query heads that a thread block takes for its keys: in.group, or those of a share
+  // split_group: as in SharesArguments, for passes/shares.h to add up. A block's key head is then the number of a share.
+  Operand dk_shares, dv_shares;
   MappedOperand tma_bias; // if it comes by the copy engine; of one row where it is broadcast over queries
   u32 bias_bytes;         // of a tile
   float unit;             // Scores::unit, for persistent blocks
+
+  // Where thread blocks leave dK and dV.
+  STROBE_FN const Operand &dk_of(bool shares) const { return shares ? dk_shares : dk; }
+  STROBE_FN const Operand &dv_of(bool shares) const { return shares ? dv_shares : dv; }
 };
 
 } // namespace strobe::inline STROBE_ISA

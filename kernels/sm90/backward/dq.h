@@ -20,7 +20,7 @@ template <BackwardConfig C> struct DqSum {
   const int w, lane, warp; // warpgroup; warp within it
 
   // The tiles of queries of this block's (first) pair, where blocks own dQ.
-  __device__ __forceinline__ i64 first_tile() const { return C.owns_dq ? (i64)blockIdx.x * (a.in.group * a.query_tiles) : 0; }
+  __device__ __forceinline__ i64 first_tile() const { return C.owns_dq ? (i64)blockIdx.x * (a.heads_of_keys * a.query_tiles) : 0; }
 
   // Adds dQ of iteration n, for tile `number` of the queries and keys from `begin` on.
   __device__ __forceinline__ void add(const Accumulator<T, kN> &dQ, u32 n, i32 number, i32 begin) const {
@@ -123,11 +123,11 @@ private:
       __syncwarp();
     }
     const Inputs &in = a.in;
-    i64 number = C.dq_sum_in_shared() ? 0 : (i64)blockIdx.x * in.group * a.query_tiles;
+    i64 number = C.dq_sum_in_shared() ? 0 : (i64)blockIdx.x * a.heads_of_keys * a.query_tiles;
 #pragma unroll 1
-    for (i32 h = 0; h < in.group; ++h) {
+    for (i32 h = 0; h < a.heads_of_keys; ++h) {
 #pragma unroll 1
-      for (i32 q = 0; q < in.seqlen_q; q += kM) round(keys.batch, keys.head_kv * in.group + h, q, number++);
+      for (i32 q = 0; q < in.seqlen_q; q += kM) round(keys.batch, keys.head_kv * a.heads_of_keys + h, q, number++);
     }
   }
   __device__ __forceinline__ void round(i32 batch, i32 head, i32 q, i64 number) const {

@@ -40,8 +40,8 @@ template <BackwardConfig C, class Compute> struct InLine {
       walk(step, n);
       keys = read<KeyBlock>(my.shared.keys());
     }
-    my.scores.template store<kDv>(my.a.dv, my.a.in, keys, my.a.in.head_dim_v, my.dV, my.scores.dropout.dropout.factor());
-    my.scores.template store<kD>(my.a.dk, my.a.in, keys, my.a.in.head_dim, my.dK, (float)my.a.in.scale);
+    my.scores.template store<kDv>(my.a.dv_of(C.split_group), my.a.in, keys, my.a.in.head_dim_v, my.dV, my.scores.dropout.dropout.factor());
+    my.scores.template store<kD>(my.a.dk_of(C.split_group), my.a.in, keys, my.a.in.head_dim, my.dK, (float)my.a.in.scale);
     if (!my.carried->more) {
       wait_for<0>(my.S);
       add_last_dq(n);

@@ -20,7 +20,7 @@ template <BackwardConfig C> struct BackwardLoad {
   // This block's (first) keys; by one thread, before the others begin.
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
     // A ticket: whatever a block waits for has drawn its own before.
-    const u32 x = C.deterministic ? fetch_add(a.turns, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
+    const u32 x = C.deterministic ? fetch_add(a.ticket, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
     if constexpr (C.draws_keys())
       take_keys(a, shared, x);
     else
@@ -37,9 +37,9 @@ template <BackwardConfig C> struct BackwardLoad {
     write(shared.keys(), KeyBlock::kNone, 0, 0, 0);
     return false;
   }
-  // The launch before has set the tickets to 0.
+  // The launch before has set the ticket to 0.
   static __device__ __forceinline__ u32 next_item(const HopperBackwardArguments &a) {
-    return (C.deterministic ? 0 : gridDim.x) + fetch_add(a.turns, 1);
+    return (C.deterministic ? 0 : gridDim.x) + fetch_add(a.ticket, 1);
   }
   // Within a bundle of heads the first tile comes first (the longest, if causal).
   static __device__ __forceinline__ void place_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 x) {
@@ -50,7 +50,7 @@ template <BackwardConfig C> struct BackwardLoad {
     if constexpr (F.part) return choose_held_keys(a, shared, none ? 0 : (i32)b, head_kv, (i32)tile, none);
     PackedTile of{none ? 0 : (i32)b, (i32)tile * kTileK};
     if constexpr (C.packed) of = packed_tile(a.in.cu_seqlens_k, a.in.total_k, a.in.batch, kTileK, (i32)tile), none |= of.begin < 0;
-    const BasicBand<i32> band = narrow(a.in.sequence<F.seqused>(of.b).band);
+    const BasicBand<i32> band = narrow(a.in.sequence<F>(of.b).band);
     write(shared.keys(), of.b, head_kv, none ? band.seqlen_k : of.begin, band.seqlen_k);
     write(shared.reach(), band.low, band.high, band.seqlen_q, 0);
   }
@@ -150,7 +150,7 @@ private:
   // The tile's place in dq_sum; where blocks own dQ, in the block's part, which holds the pair that it works on.
   __device__ __forceinline__ i32 number_of_dq(const QueryStep &step) const {
     if (!C.owns_dq) return step.number;
-    const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.in.group;
+    const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.heads_of_keys;
     return (step.head - first) * a.query_tiles + (i32)((u32)step.begin / kM);
   }
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
@@ -169,9 +169,9 @@ private:
     if constexpr (F.part) return walk_held(n, visit);
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Inputs &in = a.in;
-    const i32 q0 = (i32)in.held(keys.batch).q0, end = (keys.head_kv + 1) * in.group;
+    const i32 q0 = (i32)in.held(keys.batch).q0, end = (keys.head_kv + 1) * a.heads_of_keys;
     const i32 first = in.cu_seqlens_q ? (i32)((u32)q0 / kM) + keys.batch : keys.batch * in.heads * a.query_tiles;
-    i32 head = keys.head_kv * in.group;
+    i32 head = keys.head_kv * a.heads_of_keys;
     const Tiles of_first = tiles_of(keys, head);
     Tiles tiles = of_first;
     QueryTile next;
@@ -218,7 +218,7 @@ private:
   __device__ __forceinline__ Tiles tiles_of(const KeyBlock &keys, i32 head) const {
     BlockRow row{nullptr, 0, 0};
     if constexpr (F.blocks) row = a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.in.blocks_t.row_tokens);
-    return Tiles(a.in.sequence<F.seqused>(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
+    return Tiles(a.in.sequence<F>(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
   }
   // Whether these keys mask the queries from q on, and which 64 of them none of these sees.
   __device__ __forceinline__ i32 masks(i32 q) const {

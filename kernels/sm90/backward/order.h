@@ -9,7 +9,7 @@
 namespace strobe::sm90 {
 
 // The turn of a warpgroup's part of a tile of queries.
-__device__ __forceinline__ u32 *turn_of(const HopperBackwardArguments &a, i32 number, int w) { return a.turns + 1 + 2 * (i64)number + w; }
+__device__ __forceinline__ u32 *turn_of(const HopperBackwardArguments &a, i32 number, int w) { return a.turns + 2 * (i64)number + w; }
 
 template <BackwardConfig C> struct BackwardOrder {
   const HopperBackwardArguments &a;

@@ -12,7 +12,7 @@ template <BackwardConfig C> class HeldQueryTiles {
 public:
   __device__ __forceinline__ HeldQueryTiles(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 place)
       : a_(a), shared_(shared), place_(place) {
-    store_shared(place_ + kHead, load_shared(shared_.keys() + 4) * a_.in.group);
+    store_shared(place_ + kHead, load_shared(shared_.keys() + 4) * a_.heads_of_keys);
     store_shared(place_ + kRange, last_range());
     store_shared(place_ + kTile, 0), store_shared(place_ + kFirst, 0);
   }
@@ -29,7 +29,7 @@ public:
     store_shared(place_ + kRow, first_row + begin + r.shift());
     // Its number as by first_part_tile.
     i32 first = b * a_.in.heads * a_.query_tiles;
-    if (a_.in.cu_seqlens_q) first = (i32)((u32)first_row / (u32)C.tile_q) + b * part_of(a_.in).count_q;
+    if (a_.in.cu_seqlens_q) first = (i32)((u32)first_row / (u32)C.tile_q) + b * a_.in.part->count_q;
     write(place_, begin, load(kHead), first + load(kHead) * a_.query_tiles + number_of_first(r, n, C.tile_q, false) + tile,
           min(C.tile_q, r.end() - begin) * kRows);
     return true;
@@ -52,13 +52,13 @@ private:
   // The number behind that of the last range that begins before their end.
   __device__ __forceinline__ i32 last_range() const {
     const i32 end = queries().end, b = batch();
-    return first_where(part_of(a_.in).count_q, [&](i32 n) { return range_of_queries(a_.in, b, n).start >= end; });
+    return first_where(a_.in.part->count_q, [&](i32 n) { return range_of_queries(a_.in, b, n).start >= end; });
   }
   __device__ __forceinline__ bool next_range() {
     i32 n = load(kRange) - 1;
     while (n < 0 || held_range_of_queries(a_.in, batch(), n).end() <= queries().begin) {
       const i32 head = load(kHead) + 1;
-      if (head == ((i32)load_shared(shared_.keys() + 4) + 1) * a_.in.group) return false;
+      if (head == ((i32)load_shared(shared_.keys() + 4) + 1) * a_.heads_of_keys) return false;
       store_shared(place_ + kHead, head);
       n = last_range() - 1;
     }
@@ -78,7 +78,7 @@ private:
 // How many tiles of keys before the block's own add to dQ of these queries: as part_tiles_before (device/turns.h).
 template <BackwardConfig C>
 __device__ __forceinline__ u32 held_tiles_before(const Inputs &in, const BackwardShared<C> &shared, const QueryStep &step) {
-  const i32 b = (i32)load_shared(shared.keys()), own = (i32)load_shared(shared.held() + 4), count = part_of(in).count_k;
+  const i32 b = (i32)load_shared(shared.keys()), own = (i32)load_shared(shared.held() + 4), count = in.part->count_k;
   const i32 begin = max(step.begin + (i32)load_shared(shared.reach()), 0);
   const i32 end = step.begin + (i32)((u32)step.flags / kRows) + (i32)load_shared(shared.reach() + 4);
   i32 n = first_where(count, [&](i32 n) { return range_of_keys(in, b, n).end() > begin; });

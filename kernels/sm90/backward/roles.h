@@ -38,11 +38,12 @@ template <BackwardConfig C> struct BackwardRoles {
       if (w == 0) {
         Left left{*this};
         walk<0, kEndLeft>(left);
-        scores.template store<kDv>(a.dv, in, read<KeyBlock>(shared.keys()), in.head_dim_v, left.dV, scores.dropout.dropout.factor());
+        scores.template store<kDv>(a.dv_of(C.split_group), in, read<KeyBlock>(shared.keys()), in.head_dim_v, left.dV,
+                                   scores.dropout.dropout.factor());
       } else {
         Right right{*this};
         walk<kBeginRight, kBlocks>(right);
-        scores.template store<kD>(a.dk, in, read<KeyBlock>(shared.keys()), in.head_dim, right.dK, (float)in.scale);
+        scores.template store<kD>(a.dk_of(C.split_group), in, read<KeyBlock>(shared.keys()), in.head_dim, right.dK, (float)in.scale);
       }
       return 0;
     }

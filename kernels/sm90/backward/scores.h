@@ -28,6 +28,7 @@ template <BackwardConfig C> struct BackwardScores {
   static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
   static_assert(!F.mask || kM <= 64, "a lane's part of the mask is a word");
 
+  const HopperBackwardArguments &a;
   const BackwardShared<C> &shared;
   const int w, part, lane, warp; // warpgroup; which 64 of the block's keys
   using Score = Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half>;
@@ -35,7 +36,7 @@ template <BackwardConfig C> struct BackwardScores {
   const KeyMajorDropout<F> dropout;
 
   static __device__ __forceinline__ Sequence sequence(const Inputs &in, const KeyBlock &keys) {
-    if constexpr (!F.part) return in.sequence<F.seqused>(keys.batch);
+    if constexpr (!F.part) return in.sequence<F>(keys.batch);
     Sequence s = whole_sequence(in, keys.batch);
     s.band.seqlen_k = keys.seqlen_k;
     return s;
@@ -52,21 +53,19 @@ template <BackwardConfig C> struct BackwardScores {
     return scores;
   }
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const HopperBackwardArguments &a, const KeyBlock &keys, int w)
-      : shared(shared), w(w), part(C.roles ? 0 : w), lane(this_thread<C>() % 32),
+      : a(a), shared(shared), w(w), part(C.roles ? 0 : w), lane(this_thread<C>() % 32),
         warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(scores_of(a, keys)), dropout{Dropout<F>(a.in)} {}
 
   static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
 
-  // What the mask says of this lane's scores, a bit for each: to be asked for while the tensor cores make them. in.mask holds its bits
-  // (device/mask_bits.h), transposed, its axes (batch, head, 16 keys, 16 queries).
+  // The mask's bits for this lane's scores: to be asked for while the tensor cores make them.
   __device__ __forceinline__ u32 allowed(const QueryStep &step) const {
     u32 bits = 0;
     if constexpr (F.mask) {
-      const Operand &mask = scores.in.mask;
       const i32 keys = min(key() - tile::lane_row(0), scores.seqlen_k - 1) / 16;
-      const u8 *bytes = mask.at<const u8>(scores.b, step.head, keys, step.begin / 16) + lane;
+      const u8 *bytes = a.mask_bits.at(scores.b, step.head, keys, 0, lane) + step.begin / 16 * a.mask_step;
 #pragma unroll
-      for (int n = 0; n < kM / 16; ++n) bits |= (u32)bytes[n * mask.stride[3]] << 8 * n;
+      for (int n = 0; n < kM / 16; ++n) bits |= (u32)bytes[n * a.mask_step] << 8 * n;
     }
     return bits;
   }

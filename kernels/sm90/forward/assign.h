@@ -19,7 +19,7 @@ template <Config C> struct Assign {
     // Where items take different times, the next one is drawn only when the current one has been loaded: drawn earlier, it would be fixed
     // while two items are still to be computed, and the last items would be distributed badly. Where all items take the same time the next
     // one is drawn earlier, so that no warp waits for a ticket.
-    const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q && !C.features.seqused;
+    const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q && !C.features.seqused && !C.features.pages;
     Item before{0, 0, 0, kNone};
     bool first = true;
 #pragma unroll 1
@@ -64,7 +64,7 @@ template <Config C> struct Assign {
     if (in.cu_seqlens_q) {
       const PackedTile of = packed_tile(in.cu_seqlens_q, in.total_q, in.batch, queries, number);
       item.b = of.b, item.q = of.begin;
-      if (of.begin < 0 || of.begin >= in.held<C.features.seqused>(of.b).seqlen_q) item.how = kNone;
+      if (of.begin < 0 || of.begin >= in.held<C.features>(of.b).seqlen_q) item.how = kNone;
     }
     return item;
   }
@@ -73,7 +73,7 @@ template <Config C> struct Assign {
     return (i32)kv * in.group + (i32)(piece - kv * packed(a).pieces.by) * packed(a).packed;
   }
   __device__ __forceinline__ Item held_item(i32 b, u32 head, i32 number) const {
-    const i32 count = part_of(in).count_q, n = range_of_tile(count, number, [&](i32 n) { return first_number(b, n); }); // as in part_tile
+    const i32 count = in.part->count_q, n = range_of_tile(count, number, [&](i32 n) { return first_number(b, n); }); // as in part_tile
     if (count == 0) return {b, (i32)head, 0, kNone};
     const HeldRange r = held_range_of_queries(in, b, n);
     const i32 q = r.start + (number - first_number(b, n)) * C.tile_q();
@@ -82,9 +82,9 @@ template <Config C> struct Assign {
   __device__ __forceinline__ void tell_held(const Item &item) const {
     if (item.kind() == kNone) return;
     // The range that contains the tile; the last one if no earlier one does.
-    const i32 n = first_where(part_of(in).count_q - 1, [&](i32 n) { return range_of_queries(in, item.b, n).end() > item.q; });
+    const i32 n = first_where(in.part->count_q - 1, [&](i32 n) { return range_of_queries(in, item.b, n).end() > item.q; });
     const HeldRange r = held_range_of_queries(in, item.b, n);
-    const PartTable &t = part_of(in);
+    const PartTable &t = *in.part;
     write(shared.held(told), min(item.q + C.tile_q(), r.end()), r.shift(), t.words()[t.whole_q + item.b * t.step_whole_q],
           t.words()[t.whole_k + item.b * t.step_whole_k]);
   }

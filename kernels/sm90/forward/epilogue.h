@@ -63,7 +63,7 @@ __device__ __forceinline__ bool store_partial_of_part(const Warpgroup<C> &group,
   if (a.lse && group.lane % 4 == 0) {
     const float natural = softmax.natural() ? 1.0f : kLn2<float>, lse = l == 0 ? minus_infinity<float>() : row_lse(M, natural, l);
     float *const to = a.lse.template at<float>(item.b, h, row, 0);
-    to[0] = lse, to[part_of(group.in).lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
+    to[0] = lse, to[group.in.part->lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
   }
   return zero != 0;
 }
@@ -74,7 +74,7 @@ template <Config C>
 __device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &end, float factor, bool there, int r, bool first, bool last,
                                            float &zero) {
   constexpr int kPairs = C.head_dim_v / 8; // pairs of columns in a lane's row; its LSE follows them
-  float2 *const own = (float2 *)group.a.partial_out + ((blockIdx.x * C.warpgroups + group.w) * 2 + r) * (C.walked_floats() / 2);
+  float2 *const own = (float2 *)group.a.walked + ((blockIdx.x * C.warpgroups + group.w) * 2 + r) * (C.walked_floats() / 2);
   float2 *const out = own + threadIdx.x % 128;
   float *const lse = (float *)(own + 128 * kPairs) + threadIdx.x % 128;
   const bool reads = !first && there, writes = !last && there;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void finish_chunk(Warpgroup<C> &group, const Item &it
   const HopperForwardArguments &a = group.a;
   const Inputs &in = group.in;
   const float infinity = -minus_infinity<float>();
-  const HeldRows held = in.held<C.features.seqused>(computed_here(item.b)); // computed again: no value stays in registers for this
+  const HeldRows held = in.held<C.features>(computed_here(item.b)); // computed again: no value stays in registers for this
   bool nonfinite = false;
   float zero = 0;
 #pragma unroll

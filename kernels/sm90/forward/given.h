@@ -76,7 +76,7 @@ template <Config C, class Score> struct Given {
   // row: the first of the warp's queries.
   __device__ __forceinline__ Given(const HopperForwardArguments &a, const SharedMemory<C> &shared, const Score &scores, i32 h, i32 row,
                                    int w, int warp)
-      : mask(a.mask, scores, h, row), bias(a, shared, w, warp) {}
+      : mask(a.mask_bits, scores, h, row), bias(a, shared, w, warp) {}
 
   // The bias of element i of a lane's S.
   struct At {

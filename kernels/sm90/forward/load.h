@@ -36,7 +36,7 @@ public:
       : a_(a), shared_(shared), tiles_(of(-1)) {
     if constexpr (C.walks_chunks()) {
       const Item item = read<Item>(shared.item());
-      const BasicBand<i32> band = narrow(a.in.sequence<C.features.seqused>(item.b).band);
+      const BasicBand<i32> band = narrow(a.in.sequence<C.features>(item.b).band);
       const BasicRange<i32> keys = band.keys_any(item.q, min(item.q + queries_of_tile<C>(a), band.seqlen_q));
       if (!keys.empty()) chunk_ = keys.begin / C.chunk(), end_ = (keys.end + C.chunk() - 1) / C.chunk();
       BasicKeyTile<i32> any;
@@ -63,7 +63,7 @@ private:
   // The item is read again, so that it takes no registers.
   __device__ __forceinline__ BasicSchedule<i32> of(i32 chunk) const {
     const Item item = read<Item>(shared_.item());
-    const BasicBand<i32> band = narrow(a_.in.sequence<C.features.seqused>(item.b).band);
+    const BasicBand<i32> band = narrow(a_.in.sequence<C.features>(item.b).band);
     if (!C.walks_chunks() || chunk < 0) return schedule<C>(a_, band, item);
     return schedule<C>(a_, band, item, {chunk, 1, C.chunk()});
   }
@@ -108,18 +108,18 @@ struct PagedRows {
   i32 row;   // the first row in its page; past the page's last row, where the copy engine finds zeros, if the lane has none
   u32 entry; // the table's entry: a page, or none of the pools'
   // Looks up the lane's rows of a tile of keys, which begins at a multiple of kCount; entries of the table past `end` are not read.
-  __device__ __forceinline__ PagedRows(const Inputs &in, i32 b, i32 begin, i32 end) : row((i32)in.page_divisor().by), entry(0) {
+  __device__ __forceinline__ PagedRows(const Inputs &in, i32 b, i32 begin, i32 end) : row((i32)in.pages.size.by), entry(0) {
     const i32 j = begin + (i32)((u32)thread_index() % 32 * kCount);
     if (j >= end) return;
-    const Divisor page = in.page_divisor();
+    const Divisor page = in.pages.size;
     __builtin_assume(page.by != 1); // a page holds a multiple of kCount keys
     const u32 n = page.divide((u32)j);
-    row = j - (i32)(n * page.by), entry = (u32)in.page_table(b)[n];
+    row = j - (i32)(n * page.by), entry = (u32)in.pages.table_of(b)[n];
   }
   // Loads zeros for the rows of a page that is not in the pools, and returns which lanes have such rows.
   __device__ __forceinline__ u32 settle(const Inputs &in) {
-    const bool lacks = entry >= (u32)in.total_k;
-    if (lacks) row = (i32)in.page_divisor().by;
+    const bool lacks = entry >= in.pages.count;
+    if (lacks) row = (i32)in.pages.size.by;
     return __ballot_sync(0xFFFFFFFFu, lacks);
   }
   // Loads the tile of kN rows, kColumns of each.
@@ -149,7 +149,7 @@ struct PagedRows {
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
   // paged: then one warp loads K, and LoadV V; otherwise a thread loads both. (As an enum it leaves no symbol in kernels that read none.)
-  enum : bool { kPaged = C.features.seqused == strobe::kPaged };
+  enum : bool { kPaged = C.features.pages != 0 };
   static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
@@ -353,7 +353,7 @@ private:
   // Where the row of query 0 would lie.
   __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
     if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
-    return a.in.held<C.features.seqused>(item.b).q0;
+    return a.in.held<C.features>(item.b).q0;
   }
   // Past the last head of the piece there is no head, or another piece's.
   __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {

@@ -78,7 +78,7 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   while (tiles.next(t)) {
     // With pages, tiles that have missing keys were cleared as well; a number that was not cleared and is added again is not finite either
     // way.
-    if (C.invariant || F.mask || F.bias || F.seqused == kPaged || t.masked || t.end - t.begin < C.tile_k)
+    if (C.invariant || F.mask || F.bias || F.pages || t.masked || t.end - t.begin < C.tile_k)
       strobe::add_nonfinite<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
   }
 }

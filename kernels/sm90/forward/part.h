@@ -16,7 +16,7 @@ template <Config C, bool kUnchecked> class HeldKeys {
 public:
   __device__ __forceinline__ HeldKeys(const Inputs &in, const BasicBand<i32> &band, const Item &item)
       : in_(in), b_(item.b), any_(band.keys_any(item.q, band.seqlen_q)), all_(band.keys_all(item.q, band.seqlen_q)) {
-    const i32 count = part_of(in).count_k;
+    const i32 count = in.part->count_k;
     n_ = any_.empty() ? count : first_where(count, [&](i32 n) { return range_of_keys(in_, b_, n).end() > any_.begin; });
   }
   __device__ __forceinline__ bool next(HeldKeyTile &t) {
@@ -30,7 +30,7 @@ public:
 
 private:
   __device__ __forceinline__ bool next_range() {
-    if (n_ >= part_of(in_).count_k) return false;
+    if (n_ >= in_.part->count_k) return false;
     const HeldRange r = kUnchecked ? range_of_keys(in_, b_, n_) : held_range_of_keys(in_, b_, n_);
     ++n_;
     next_ = max(any_.begin / 16 * 16, r.start), end_ = min(any_.end, r.end()), shift_ = r.shift();

@@ -16,7 +16,7 @@ enum : i32 { kNoQuery = 1 << 30 };
 // row.
 template <Config C>
 __device__ __forceinline__ Sequence sequence_of(const Inputs &in, const SharedMemory<C> &shared, const Item &item, u32 n) {
-  if constexpr (!C.features.part) return in.sequence<C.features.seqused>(item.b);
+  if constexpr (!C.features.part) return in.sequence<C.features>(item.b);
   const HeldRows rows = in.held(item.b);
   const HeldQueries held = read<HeldQueries>(shared.held(n));
   Sequence s{rows.q0 + held.shift, rows.k0, Band::make(held.seqlen_q, held.seqlen_k, in.bottom_right != 0, in.left, in.right)};

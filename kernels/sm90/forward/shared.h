@@ -60,7 +60,7 @@ template <Config C> struct SharedMemory {
 
   __device__ __forceinline__ u32 held(u32 item) const { return messages + 144 + 16 * (item % 2); } // two: an item's is read until its end
 
-  enum : i32 { kLoadsV = C.features.seqused == kPaged }; // a warp of its own loads V, and reads the messages as the consumers do
+  enum : i32 { kLoadsV = C.features.pages }; // a warp of its own loads V, and reads the messages as the consumers do
   __device__ __forceinline__ void begin() const {
     for (int w = 0; w < C.warpgroups; ++w) mbarrier_init(q_full(w), 1), mbarrier_init(q_empty(w), 4);
     mbarrier_init(item_full(), 1);

@@ -153,7 +153,7 @@ private:
         score<true>(t);
       else
         hide(t);
-      if constexpr (F.seqused == kPaged) {
+      if constexpr (F.pages) {
         if (t.masked >= Tile::kLacks) hide_lacking(t);
       }
     } else if (scored) {

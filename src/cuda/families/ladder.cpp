@@ -124,7 +124,7 @@ private:
       if (wish > 0 && rounded != wish) notes.push_back(text(what, " ", wish, " rounded to ", rounded, ": tiles are multiples of 16"));
       return i32(rounded);
     };
-    const i32 wish_q = wished("tile_q", p.tile_q), wish_k = wished("tile_k", p.tile_k);
+    const i32 wish_q = wished("tile_q", p.wishes.tile_q), wish_k = wished("tile_k", p.wishes.tile_k);
     static constexpr std::pair<i32, i32> kTiles[] = {{64, 64}, {64, 32}, {32, 32}, {32, 16}, {16, 16}};
     std::string reason;
     // Measured on an H200: with (64, 32) two CTAs of FlashAttention-2's forward share an SM, and it is the fastest.

@@ -119,7 +119,7 @@ Load load_of(const Config &c) {
   const int many = 2 * !!f.function + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
   if (many > 2) return anything;
   if (many || !c.aligned) return features;
-  if (f.part || f.seqused == kPaged) return sparse_band; // the walk, or the rows' addresses, take registers as well
+  if (f.part || f.pages) return sparse_band; // the walk, or the rows' addresses, take registers as well
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 

@@ -116,7 +116,8 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   const int64_t tiles_q = all_query_tiles(p, a.in, c.tile_q), tiles_k = p.batch * p.heads_kv * key_tiles(p, c.tile_k);
   const passes::RowsConfig rows = rows_config(p, c.head_dim, c.tile_q, passes::kFragments, c.aligned);
   Program program;
-  take_sums(program, a, p, scratch, {.dq = tiles_q * c.tile_q * c.head_dim, .turns = c.deterministic ? c.turns(tiles_q) : 0});
+  take_sums(program, a, p, scratch,
+            {.dq = tiles_q * c.tile_q * c.head_dim, .turns = c.deterministic ? std::optional(c.turns(tiles_q)) : std::nullopt});
   push(program, p, a,
        {.delta = delta(p, rows, a),
         .settle = p.bias && !p.part.partial ? std::optional(settle(p, device, a))

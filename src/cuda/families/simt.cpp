@@ -53,7 +53,7 @@ int64_t registers(const Config &c, Kind kind) {
 }
 // Of 255; addresses and loops take the rest. FP64's loops need more.
 int64_t most_registers(const Config &c) {
-  const bool paged = c.features.seqused == kPaged || c.features.quant; // each thread keeps the addresses of its rows
+  const bool paged = c.features.pages || c.features.quant; // each thread keeps the addresses of its rows
   if (c.dtype == kF64) return paged ? 120 : 160;
   if (paged) return c.wide() ? 90 : 136;
   return c.features.part ? 150 : 204;
@@ -204,7 +204,7 @@ private:
     take_sums(program, a, p, scratch,
               {.real_bytes = c->real_bytes(),
                .dq = a.dq_sums * a.in.rows() * c->head_dim,
-               .turns = (p.deterministic || p.invariant) && p.dq ? 1 + tiles_q : 0,
+               .turns = (p.deterministic || p.invariant) && p.dq ? std::optional(tiles_q) : std::nullopt,
                .zero_dq = true});
     const int32_t shared = c->backward_shared_bytes();
     push(program, p, a,

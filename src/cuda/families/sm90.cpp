@@ -24,7 +24,7 @@ namespace strobe::cuda {
 template <class V> void each_pointer(const HopperForwardArguments &a, V &visit) {
   each_pointer(static_cast<const ForwardArguments &>(a), visit);
   for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_bias}) visit(x->map);
-  visit(a.tickets), visit(a.mask.data);
+  visit(a.tickets), visit(a.mask_bits.data), visit(a.walked);
 }
 
 namespace {
@@ -40,7 +40,7 @@ int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
   const int64_t size =
       some_longer ? std::clamp<int64_t>(device.l2 / head_bytes, 16, 64) : std::clamp<int64_t>(device.l2 / 3 / head_bytes, 1, 16);
-  return p.bundle ? std::clamp<int64_t>(p.bundle, 1, std::max<int64_t>(1, heads)) : even_bundle(heads, size);
+  return p.wishes.bundle ? std::clamp<int64_t>(p.wishes.bundle, 1, std::max<int64_t>(1, heads)) : even_bundle(heads, size);
 }
 
 constexpr int32_t kRowsOfPage = 16; // rows that one copy brings; a key tile begins at a multiple
@@ -177,9 +177,8 @@ void push_launches(Program &program, const Problem &p, const Config &c, PackedFo
   const int64_t grid = std::min<int64_t>(a.items, device.sms * c.blocks_per_sm);
   if (grid < a.items) a.tickets = scratch.take<TicketCounter>(1);
   take_parts(a, p, scratch);
-  if (c.walks_chunks() && p.seqlen_k > c.chunk()) // for the chunks that a block has walked over
-    a.partial_out = scratch.take<float>(grid * c.warpgroups * 2 * c.walked_floats());
-  if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask, scratch));
+  if (c.walks_chunks() && p.seqlen_k > c.chunk()) a.walked = scratch.take<float>(grid * c.warpgroups * 2 * c.walked_floats());
+  if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask_bits, scratch));
   const auto launch = [&](const auto &arguments) {
     program.steps.push_back(Launch(kForward, c, grid, c.threads(), c.shared_bytes(), arguments));
   };

@@ -19,6 +19,7 @@ namespace strobe::cuda {
 template <class V> void each_pointer(const HopperBackwardArguments &a, V &visit) {
   each_pointer(static_cast<const BackwardArguments &>(a), visit);
   for (const MappedOperand *x : {&a.tma_q, &a.tma_k, &a.tma_v, &a.tma_dout, &a.tma_bias}) visit(x->map);
+  visit(a.mask_bits.data), visit(a.dk_shares.data), visit(a.dv_shares.data);
 }
 
 namespace {
@@ -65,7 +66,7 @@ void take_workspace(HopperBackwardArguments &a, const Problem &p, const Backward
   a.query_tiles = i32(p.heads ? work.tiles_q / (p.varlen ? p.heads : p.batch * p.heads) : 0);
   const int64_t dq_tiles = c.owns_dq ? work.blocks * p.group() * a.query_tiles : work.tiles_q;
   if (p.dq && !c.dq_sum_in_shared()) a.dq_sum = scratch.take<float>(dq_tiles * c.tile_q * c.columns());
-  if (c.deterministic || c.draws_keys()) a.turns = scratch.take<uint32_t>(1 + 2 * work.tiles_q);
+  if (c.deterministic || c.draws_keys()) a.ticket = scratch.take<uint32_t>(1 + 2 * work.tiles_q), a.turns = a.ticket + 1;
   a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
   if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
 }
@@ -74,6 +75,7 @@ void order_pairs(HopperBackwardArguments &a, const Problem &p, const Work &work)
   a.pairs = i32(work.pairs);
   order_tiles(a, work.tiles_k, work.bundle);
   a.heads_kv_divisor = Divisor::make(uint32_t(p.heads_kv * work.shares)), a.shares = Divisor::make(uint32_t(work.shares));
+  a.heads_of_keys = i32(p.group() / work.shares);
 }
 
 void map_operands(HopperBackwardArguments &a, const Problem &p, const BackwardConfig &c) {
@@ -82,24 +84,20 @@ void map_operands(HopperBackwardArguments &a, const Problem &p, const BackwardCo
   if (c.bias_by_tma) map_bias(a, p, c.tile_q, c.bias_bytes(), c.tile_k());
 }
 
-// The mask's bits take its place.
-Launch replace_mask(HopperBackwardArguments &a, const Problem &p, Scratch &scratch) {
-  MaskBits bits{};
-  Launch packing = pack_mask(p, a.in, MaskOrder::by_keys, bits, scratch);
-  a.in.mask = {bits.data, {bits.batch_stride, bits.head_stride, bits.row_stride, p.mask.stride[2] ? MaskBits::block_bytes() : 0}};
-  return packing;
-}
-
 void push_launches(Program &program, const Problem &p, const BackwardConfig &c, const Work &work, const HopperBackwardArguments &a,
                    const Device &device, Scratch &scratch) {
   HopperBackwardArguments main = a;
-  if (p.mask) program.steps.push_back(replace_mask(main, p, scratch));
-  std::optional<Launch> sum;
-  if (work.shares > 1) sum = take_shares(main, p, scratch, work.shares);
+  if (p.mask) {
+    program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_keys, main.mask_bits, scratch));
+    main.mask_step = p.mask.stride[2] ? MaskBits::block_bytes() : 0;
+  }
+  Shares shares{};
+  if (work.shares > 1) shares = take_shares(a, p, scratch, work.shares);
+  main.dk_shares = shares.dk, main.dv_shares = shares.dv;
   const passes::RowsConfig rows = rows_config(p, c.columns(), c.tile_q, passes::kWarpgroups, true);
   BackwardLaunches launches{.rows_by_tiles = delta(p, rows, a),
                             .main = Launch(c.roles ? kByRoles : kBackward, c, work.blocks, c.kThreads, int32_t(shared_bytes(p, c)), main),
-                            .shares = std::move(sum),
+                            .shares = std::move(shares.sum),
                             .dbias = bias_gradient(p, device, a)};
   if (p.bias) { // the settle kernel wants D first
     BackwardArguments before_settle = a;

@@ -175,7 +175,7 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
   c.owns_dq = owns_dq_in_memory(p, c, device);
   if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // it is
   const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
-  c.staged_store = p.staged_store && !f.part && !f.unrounded_gradients() && c.columns() <= c.columns_v();
+  c.staged_store = p.wishes.staged_store && !f.part && !f.unrounded_gradients() && c.columns() <= c.columns_v();
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && costly);
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
@@ -196,7 +196,7 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
 // not; invariant: lengths have no say.
 bool takes_either(const Problem &p, const Features &f) {
   const bool wide = larger_dim(p) > kMostDimOf128Keys, crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.function || f.dropout);
-  return !(crowded || f.blocks || f.part || p.invariant || p.persistent);
+  return !(crowded || f.blocks || f.part || p.invariant || p.wishes.persistent);
 }
 
 // Do 64 keys a block serve better where either would do? A tile of queries takes such a block, whose warpgroups work at the same keys in
@@ -216,8 +216,8 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
     of_128 = of_128_wide_keys(p, f, device);
   else if (!takes_64_keys(p, f))
     of_128 = of_128_keys(p, f, device);
-  if (!of_128 || (p.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);
-  if (!takes_either(p, f) || p.tile_k == 128) return *of_128;
+  if (!of_128 || (p.wishes.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);
+  if (!takes_either(p, f) || p.wishes.tile_k == 128) return *of_128;
   if (wide && of_128->deterministic) return *of_128;                     // an H200: 1.1 to 2.2 times as fast, with few blocks as well
   if (tiles_with_keys(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
   const BackwardConfig of_64 = of_64_keys(p, f);

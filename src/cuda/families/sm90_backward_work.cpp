@@ -34,7 +34,7 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
                                        : 4;
   const int64_t size = std::clamp<int64_t>(kCache / (some_longer ? 1 : c.deterministic ? 2 : 4) / pair_bytes(p, c), least, most);
   const int64_t pairs = pairs_of(p, c.tile_k());
-  return p.bundle ? std::clamp<int64_t>(p.bundle, 1, std::max<int64_t>(1, pairs)) : even_bundle(pairs, size);
+  return p.wishes.bundle ? std::clamp<int64_t>(p.wishes.bundle, 1, std::max<int64_t>(1, pairs)) : even_bundle(pairs, size);
 }
 
 // Have persistent blocks room for two stages of K and V?
@@ -56,7 +56,7 @@ bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const 
   if (c.deterministic && c.features.seqused && c.registers_load < 40)
     return false; // the threads that load and order have too few registers
   if (c.packed && !c.deterministic && larger_dim(p) > kMostDimOf128Keys) return false; // so have the computing threads
-  if (p.persistent) return *p.persistent;
+  if (p.wishes.persistent) return *p.wishes.persistent;
   if (items <= device.sms) return false;
   if (c.deterministic || c.features.blocks || narrow_window(p)) return true;
   return has_stages(p, c, device) && mean_walk(p, c) < kLongWalk;
@@ -132,7 +132,7 @@ int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &de
   constexpr double kGain = 0.93; // predicted; for which it is worth the memory
   const int64_t group = p.group();
   if (c.owns_dq || p.invariant || (!p.dk && !p.dv)) return 1;
-  if (p.shares && group % p.shares == 0) return p.shares;
+  if (p.wishes.shares && group % p.wishes.shares == 0) return p.wishes.shares;
   int64_t best = 1;
   double least = kGain * (group > 1 ? predicted_seconds(p, c, 1, device) : 0);
   for (int64_t n = 2; n <= group; n++) {

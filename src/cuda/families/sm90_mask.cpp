@@ -25,7 +25,7 @@ Launch pack_mask(const Problem &p, const Inputs &in, MaskOrder order, MaskBits &
   a.heads = Divisor::make(uint32_t(heads)), a.rows = Divisor::make(uint32_t(rows)), a.columns = Divisor::make(uint32_t(columns));
   a.queries = i32(queries), a.keys = i32(p.seqlen_k);
   const bool one = !p.varlen && !p.seqused_k && queries > 1; // one band for all
-  a.band = narrow(one ? in.sequence<0>(0).band : Band::make(queries, p.seqlen_k, false, Band::kFar, Band::kFar));
+  a.band = narrow(one ? in.sequence(0).band : Band::make(queries, p.seqlen_k, false, Band::kFar, Band::kFar));
   if (by_keys) a.band = a.band.transposed();
   const MaskConfig config{.aligned = aligned(p.mask, p.seqlen_k), .by_keys = by_keys};
   return Launch(kPackMask, config, tiles(int64_t{a.cells}, config.threads() / 32), config.threads(), 0, a);

@@ -84,8 +84,7 @@ int load_of(const Config &c) {
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
   if (hyperbolic) return kHyperbolicScore;
-  if (alibi)
-    return f.alibi && f.band && !c.invariant && f.seqused != kPaged ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
+  if (alibi) return f.alibi && f.band && !c.invariant && !f.pages ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
@@ -177,7 +176,7 @@ double cost(const Suits &row, const Problem &p, const Config &c, const Device &d
 } // namespace
 
 std::optional<Config> choose_tile(const Problem &p, const Device &device) {
-  const bool wishes = p.tile_q > 0 || p.tile_k > 0;
+  const bool wishes = p.wishes.tile_q > 0 || p.wishes.tile_k > 0;
   const Config any = config_for(p);
   const int load = load_of(any);
   const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;

@@ -150,7 +150,7 @@ private:
     describe(program, p, *c);
     take_sums(program, a, p, scratch,
               {.dq = a.dq_sums * a.in.rows() * c->head_dim,
-               .turns = c->deterministic ? 1 + count_query_tiles(a.in, c->tile_q) * c->warps : 0,
+               .turns = c->deterministic ? std::optional(count_query_tiles(a.in, c->tile_q) * c->warps) : std::nullopt,
                .zero_dq = true});
     const int64_t ctas = p.batch * p.heads_kv * tiles(p.seqlen_k, c->tile_k);
     push(program, p, a,

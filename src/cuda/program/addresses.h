@@ -46,7 +46,7 @@ private:
 template <class V> void each_pointer(const BlockList &list, V &visit) { visit(list.offsets), visit(list.indices); }
 template <class V> void each_pointer(const Inputs &in, V &visit) {
   for (const Operand *x : {&in.q, &in.k, &in.v, &in.mask, &in.bias, &in.slopes, &in.sinks}) visit(x->data);
-  visit(in.cu_seqlens_q), visit(in.cu_seqlens_k), visit(in.seqused_k), visit(in.rng);
+  visit(in.cu_seqlens_q), visit(in.cu_seqlens_k), visit(in.seqused_k), visit(in.pages.table), visit(in.part), visit(in.rng);
   each_pointer(in.blocks, visit), each_pointer(in.blocks_t, visit);
 }
 template <class V> void each_pointer(const ForwardArguments &a, V &visit) {
@@ -67,8 +67,8 @@ template <class V> void each_pointer(const SharesArguments &a, V &visit) {
 }
 template <class V> void each_pointer(const BackwardArguments &a, V &visit) {
   each_pointer(a.in, visit);
-  for (const Operand *x : {&a.out, &a.lse, &a.dout, &a.dlse, &a.dq, &a.dk, &a.dv, &a.dbias, &a.dsinks}) visit(x->data);
-  visit(a.delta), visit(a.dq_sum), visit(a.turns), visit(a.rows);
+  for (const Operand *x : {&a.out, &a.lse, &a.dout, &a.dlse, &a.dq, &a.dk, &a.dv, &a.dbias, &a.dsinks, &a.given_delta}) visit(x->data);
+  visit(a.delta), visit(a.dq_sum), visit(a.ticket), visit(a.turns), visit(a.rows);
 }
 
 } // namespace strobe::cuda

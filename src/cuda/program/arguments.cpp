@@ -21,12 +21,22 @@ BlockList list(const int32_t *offsets, const int32_t *indices, const Problem &p,
   return {offsets, indices, m.kept, rows, batch, head, row_tokens, column_tokens};
 }
 
+Pages pages(const Problem &p) {
+  if (!p.page_size) return {};
+  const uint32_t size = uint32_t(std::min<int64_t>(p.page_size, INT32_MAX));
+  return {.table = p.page_table(),
+          .row = uint32_t(p.page_table_row),
+          .count = uint32_t(std::min<int64_t>(p.pages, int64_t{1} << 31)),
+          .size = Divisor::make(size),
+          .shift = std::has_single_bit(size) ? std::countr_zero(size) : -1};
+}
+
 Inputs inputs(const Problem &p) {
   Inputs in{};
   in.q = operand(p.q), in.k = operand(p.k), in.v = operand(p.v);
   in.mask = operand(p.mask), in.bias = operand(p.bias), in.slopes = operand(p.alibi_slopes), in.sinks = operand(p.sinks);
   in.cu_seqlens_q = p.cu_seqlens_q, in.cu_seqlens_k = p.cu_seqlens_k;
-  in.seqused_k = p.part ? static_cast<const i32 *>(p.part.table) : p.seqused_k;
+  in.seqused_k = p.seqused_k, in.pages = pages(p), in.part = static_cast<const PartTable *>(p.part.table);
   in.seqlen_q = p.seqlen_q, in.seqlen_k = p.seqlen_k, in.total_q = p.total_q, in.total_k = p.total_k;
   in.left = side(p.window_left), in.right = side(p.window_right);
   in.batch = i32(p.batch), in.heads = i32(p.heads), in.heads_kv = i32(p.heads_kv), in.group = i32(p.group());
@@ -37,14 +47,6 @@ Inputs inputs(const Problem &p) {
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks; // in a part: the whole problem's, from the first of its sequences and heads on
   if (m.present) in.blocks = list(m.row_ptr, m.col, p, m.rows, m.block_q, m.block_k);
-  if (p.page_size) { // Inputs::pages
-    in.cu_seqlens_k = p.page_table(), in.total_k = std::min<int64_t>(p.pages, int64_t{1} << 31);
-    const uint64_t page = static_cast<uint64_t>(p.page_size);
-    in.blocks_t.row_tokens = p.page_size, in.blocks_t.column_tokens = std::has_single_bit(page) ? std::countr_zero(page) : -1;
-    const Divisor divisor = Divisor::make(uint32_t(page));
-    in.blocks_t.rows = p.page_table_row, in.blocks_t.batch_stride = divisor.multiplier, in.blocks_t.head_stride = divisor.shift;
-    return in;
-  }
   if (m.transposed) in.blocks_t = list(m.row_ptr_t, m.col_t, p, m.cols, m.block_k, m.block_q);
   return in;
 }
@@ -69,7 +71,7 @@ Features features_of(const Problem &p) {
   f.function = p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
   f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;
-  f.seqused = p.page_size ? kPaged : p.seqused_k ? kCounted : 0;
+  f.pages = p.page_size > 0, f.seqused = p.seqused_k && !f.pages;
   f.part = !p.part ? 0 : begins_aligned(p) ? kAligned : kAnywhere;
   f.partial = p.part.partial;
   f.adds = p.accumulate;
@@ -93,7 +95,7 @@ ForwardArguments forward_arguments(const Problem &p) {
 BackwardArguments backward_arguments(const Problem &p) {
   BackwardArguments a{};
   a.in = inputs(p);
-  a.out = operand(p.part.partial ? p.delta : p.out), a.lse = operand(p.lse), a.dout = operand(p.dout), a.dlse = operand(p.dlse);
+  a.out = operand(p.out), a.given_delta = operand(p.delta), a.lse = operand(p.lse), a.dout = operand(p.dout), a.dlse = operand(p.dlse);
   a.dq = operand(p.dq), a.dk = operand(p.dk), a.dv = operand(p.dv);
   a.dbias = operand(p.dbias), a.dsinks = operand(p.dsinks);
   a.deterministic = p.deterministic;

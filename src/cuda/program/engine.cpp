@@ -49,8 +49,13 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   Problem p = marked(call);
   const TunedTile *tile = tuned(p, direction, device);
   if (tile)
-    p.tile_q = tile->q, p.tile_k = tile->k, p.bundle = tile->bundle, p.shares = tile->shares, p.staged_store = tile->staged_store,
-    p.persistent = tile->persistent;
+    p.wishes = {.engine = std::move(p.wishes.engine),
+                .tile_q = tile->q,
+                .tile_k = tile->k,
+                .bundle = tile->bundle,
+                .shares = tile->shares,
+                .staged_store = tile->staged_store,
+                .persistent = tile->persistent};
   Scratch scratch;
   const std::optional<Launch> lists = copy_lists(p, scratch);
   std::vector<Launch> first;
@@ -86,7 +91,7 @@ const Program &program_of(const Plan &plan) { return *static_cast<const Program 
 
 const TunedTile *CudaEngine::tuned(const Problem &p, Direction direction, const Device &device) const {
   const Tuning &table = tuning(device);
-  if (table.empty() || p.tile_q || p.tile_k) return nullptr;
+  if (table.empty() || p.wishes.tile_q || p.wishes.tile_k) return nullptr;
   const std::optional<TuningKey> key = tuning_key(name(), direction, p);
   return key ? table.find(*key) : nullptr;
 }

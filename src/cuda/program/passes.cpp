@@ -142,10 +142,10 @@ void take_sums(Program &program, BackwardArguments &a, const Problem &p, Scratch
     a.dq_sum = reinterpret_cast<float *>(scratch.take<char>(bytes));
     if (sums.zero_dq) program.steps.push_back(Zero{a.dq_sum, uint64_t(bytes)});
   }
-  a.deterministic = sums.turns > 0;
-  if (sums.turns > 0) {
-    a.turns = scratch.take<uint32_t>(sums.turns);
-    program.steps.push_back(Zero{a.turns, uint64_t(sums.turns) * sizeof(uint32_t)});
+  a.deterministic = sums.turns.has_value();
+  if (sums.turns) {
+    a.ticket = scratch.take<uint32_t>(1 + *sums.turns), a.turns = a.ticket + 1;
+    program.steps.push_back(Zero{a.ticket, uint64_t(1 + *sums.turns) * sizeof(uint32_t)});
   }
 }
 
@@ -164,7 +164,7 @@ void push(Program &program, const Problem &p, const BackwardArguments &a, Backwa
   next(launches.dbias);
 }
 
-std::optional<Launch> take_shares(BackwardArguments &a, const Problem &p, Scratch &scratch, int64_t shares) {
+Shares take_shares(const BackwardArguments &a, const Problem &p, Scratch &scratch, int64_t shares) {
   SharesArguments sum{.in = a.in, .dk = a.dk, .dv = a.dv, .dk_shares = {}, .dv_shares = {}, .shares = i32(shares), .tiles = 0};
   const int64_t rows = p.varlen ? p.total_k : p.seqlen_k, heads = p.heads_kv * shares;
   const auto take = [&](const Operand &wanted, int64_t width) {
@@ -172,13 +172,12 @@ std::optional<Launch> take_shares(BackwardArguments &a, const Problem &p, Scratc
     return Operand{scratch.take<float>((p.varlen ? 1 : p.batch) * heads * rows * width),
                    {p.varlen ? 0 : heads * rows * width, rows * width, width, 1}};
   };
-  a.dk = sum.dk_shares = take(a.dk, p.head_dim), a.dv = sum.dv_shares = take(a.dv, p.head_dim_v);
-  a.in.heads_kv = i32(heads), a.in.group = i32(p.group() / shares);
-  if (!sum.dk && !sum.dv) return std::nullopt;
+  sum.dk_shares = take(a.dk, p.head_dim), sum.dv_shares = take(a.dv, p.head_dim_v);
+  if (!sum.dk && !sum.dv) return {};
   const passes::SharesConfig c{
       .dtype = int32_t(p.dtype), .seqused = features_of(p).seqused, .partial = p.part.partial, .adds = p.accumulate};
   sum.tiles = i32(tiles(p.seqlen_k, c.rows()));
-  return Launch(kSumShares, c, sum.tiles * p.batch * p.heads_kv, c.threads(), 0, sum);
+  return {sum.dk_shares, sum.dv_shares, Launch(kSumShares, c, sum.tiles * p.batch * p.heads_kv, c.threads(), 0, sum)};
 }
 
 passes::RowsConfig rows_config(const Problem &p, int32_t head_dim, int32_t tile_q, int32_t form, bool aligned) {
@@ -284,6 +283,7 @@ Launch padding(const Problem &p, Direction direction) {
                                 .backward = direction == Direction::backward,
                                 .packed = p.varlen,
                                 .seqused = features_of(p).seqused,
+                                .pages = features_of(p).pages,
                                 .partial = p.part.partial,
                                 .adds = direction == Direction::backward && p.accumulate};
   const int64_t groups = p.batch + c.packed, grid = groups * std::max<int64_t>(1, most / std::max<int64_t>(1, groups));

@@ -39,12 +39,12 @@ UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &, Scratch &,
 void combine_parts(Program &, const Problem &, const ForwardArguments &a);
 
 // A backward's memory: D, and LSE's correction; if dQ is asked for, its sum, to which the thread blocks of several key tiles add; with
-// `turns` the counters of their turns, which begin at 0.
+// `turns` a ticket, and as many counters of their turns, which begin at 0.
 struct BackwardSums {
-  int64_t real_bytes = 4; // of D and of dQ's sum
-  int64_t dq = 0;         // reals of dQ's sum
-  int64_t turns = 0;      // words; 0: the order of additions is free
-  bool zero_dq = false;   // the launch that computes D does not set dQ's sum to 0
+  int64_t real_bytes = 4;         // of D and of dQ's sum
+  int64_t dq = 0;                 // reals of dQ's sum
+  std::optional<int64_t> turns{}; // none: the order of additions is free
+  bool zero_dq = false;           // the launch that computes D does not set dQ's sum to 0
 };
 // How many sums of this many reals dQ has: in FP32 one for each keys_of_dq_sum() keys, but fewer if they would be large. Invariant: their
 // size does not matter.
@@ -72,9 +72,13 @@ Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardAr
 Launch delta(const Problem &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const BackwardArguments &, int32_t head_dim);
 
-// Reserves memory for dK and dV of each of `shares` shares of a key head's query heads, and points `a` to it. Returns the launch that adds
-// them up, or nothing if neither dK nor dV is asked for.
-std::optional<Launch> take_shares(BackwardArguments &a, const Problem &, Scratch &, int64_t shares);
+// Memory for dK and dV of each of `shares` shares of a key head's query heads, and the launch that adds them up; no launch if neither dK
+// nor dV is asked for.
+struct Shares {
+  Operand dk, dv;
+  std::optional<Launch> sum;
+};
+Shares take_shares(const BackwardArguments &a, const Problem &, Scratch &, int64_t shares);
 
 // On tensor cores, with recomputed tiles of scores. Whether some tile fits the GPU and the blocks of a sparse mask; then there is a launch.
 bool tensor_cores_settle(const Problem &, const Device &);

@@ -9,7 +9,9 @@ namespace {
 // The program that would run, by the same choice.
 Plan plan(const Problem &p, Direction direction, int cc) {
   const Device device = described(cc);
-  const auto may_run = [&p](const Engine &engine) { return p.engine.empty() ? !engine.only_by_name() : p.engine == engine.name(); };
+  const auto may_run = [&p](const Engine &engine) {
+    return p.wishes.engine.empty() ? !engine.only_by_name() : p.wishes.engine == engine.name();
+  };
   Choice choice = choose(p, direction, [&](const Engine &engine, const Problem &p, Direction direction) -> Answer {
     return may_run(engine) ? static_cast<const CudaEngine &>(engine).plan_on(device, p, direction) : "not asked";
   });

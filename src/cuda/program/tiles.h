@@ -23,7 +23,9 @@ template <class Table, class Cost> auto cheapest(const Table &table, Cost cost) 
 
 // The distance of a tile from the requested one, in powers of two; 0 without a request.
 inline double distance(int64_t wish, int64_t got) { return wish > 0 ? std::abs(std::log2(double(wish) / double(got))) : 0.0; }
-inline double distance(const Problem &p, int64_t tile_q, int64_t tile_k) { return distance(p.tile_q, tile_q) + distance(p.tile_k, tile_k); }
+inline double distance(const Problem &p, int64_t tile_q, int64_t tile_k) {
+  return distance(p.wishes.tile_q, tile_q) + distance(p.wishes.tile_k, tile_k);
+}
 
 // With block sparsity a tile lies within a block: of queries; in a backward of keys, too.
 inline bool divides_blocks(const Problem &p, int64_t tile_q, int64_t tile_k = 1) {
@@ -58,8 +60,10 @@ inline std::string no_tile(const Device &device) {
 // vectors: rows are copied 16 bytes at a time.
 inline void describe_tile(Program &program, const Problem &p, int64_t tile_q, int64_t tile_k, bool vectors) {
   program.tile_q = tile_q, program.tile_k = tile_k;
-  if (p.tile_q > 0 && p.tile_q != tile_q) program.notes.push_back(text("tile_q ", p.tile_q, " rounded to ", tile_q, ": what fits"));
-  if (p.tile_k > 0 && p.tile_k != tile_k) program.notes.push_back(text("tile_k ", p.tile_k, " rounded to ", tile_k, ": what fits"));
+  if (p.wishes.tile_q > 0 && p.wishes.tile_q != tile_q)
+    program.notes.push_back(text("tile_q ", p.wishes.tile_q, " rounded to ", tile_q, ": what fits"));
+  if (p.wishes.tile_k > 0 && p.wishes.tile_k != tile_k)
+    program.notes.push_back(text("tile_k ", p.wishes.tile_k, " rounded to ", tile_k, ": what fits"));
   if (!vectors) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
 }
 

@@ -133,8 +133,8 @@ TEST_CASE("a page table whose rows are apart is read where it lies") {
     REQUIRE_MESSAGE(call.run() == STROBE_OK, std::string(strobe_last_error()));
     CHECK(fake_cuda().launches == launches + 1 + copied);
     const Inputs in = launched().in;
-    CHECK(in.blocks_t.rows == (copied ? 8 : row));
-    CHECK((in.cu_seqlens_k == call["page_table"].data) == !copied);
+    CHECK(i64{in.pages.row} == (copied ? 8 : row));
+    CHECK((in.pages.table == call["page_table"].data) == !copied);
   }
 }
 
