@@ -19,28 +19,14 @@ from strobe.arrays.torch import TORCH
 
 from ._words import flag_or_refusal, in_words_of, mask_or_bias, tensor_or_refusal
 
-_NAMES = {
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "mask": "attn_mask",
-    "bias": "attn_mask",
-    "dropout": "dropout_p",
-    "causal": "is_causal",
-    "return_lse": "enable_gqa",
-}
+_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}
+_NAMES |= {"causal": "is_causal", "return_lse": "enable_gqa"}
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """softmax(scale · query · keyᵀ + attn_mask) · value, differentiable in query, key, value and a float attn_mask.
 
     Args:
