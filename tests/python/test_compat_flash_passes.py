@@ -174,6 +174,8 @@ def test_sequences_of_which_some_keys_are_there(slopes):
         _flash_attn_varlen_forward(q, k, v, **sequences, **plain | {"dropout_p": 0.1}, leftpad_k=begin)
     with pytest.raises(ValueError, match="^leftpad_k: given beside block_table; accepted is None"):
         _flash_attn_varlen_forward(q, k, v, **sequences, **plain, leftpad_k=begin, block_table=used[:, None])
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: dtype torch\.int64; accepted is int32\ncu_seqlens_k: dtype torch\.int64; accepted"):
+        _flash_attn_varlen_forward(q, k, v, cu_q.long(), cu_k.long(), 30, 20, **plain, leftpad_k=begin)
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match=r"^seqused_k: 6 at \[1\]; accepted are 0 to 5, the length of that sequence's keys$"):
             _flash_attn_varlen_forward(q, k, v, **sequences, **plain, seqused_k=used + 6)

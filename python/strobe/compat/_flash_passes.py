@@ -127,7 +127,7 @@ def _left_out(cu_q: Tensor, cu_k: Tensor, leftpad: Tensor, used: Tensor | None, 
     lists = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
     maybe = {"seqused_k": used, "alibi_slopes": slopes}
     refuse(*unfit_tensors({**lists, "leftpad_k": leftpad, **{name: x for name, x in maybe.items() if x is not None}}))
-    refuse(*(ValueError(f"{name}: dtype {kind(x.dtype)}; accepted is int32") for name, x in lists.items() if x.dtype != torch.int32))
+    refuse(*(ValueError(f"{name}: dtype {x.dtype}; accepted is int32") for name, x in lists.items() if x.dtype != torch.int32))
     if cu_q.dim() != 1 or not len(cu_q) or cu_k.shape != cu_q.shape:
         raise ValueError(f"cu_seqlens_q, cu_seqlens_k: shapes {tuple(cu_q.shape)}, {tuple(cu_k.shape)}; accepted is (B + 1,) twice")
     batch, lengths = len(cu_q) - 1, cu_k.diff()
