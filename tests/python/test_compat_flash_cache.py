@@ -282,6 +282,8 @@ def test_refusals_of_a_cache():
         call(q, k_cache, v_cache, k=q, v=q)
     with pytest.raises(ValueError, match="^cache_seqlens: 8; accepted are 0 to 7"):
         call(q, k_cache, v_cache, k=q, v=q, cache_seqlens=8)
+    with pytest.raises(ValueError, match="^cache_seqlens: -1; accepted are 0 to 8, a cache has room for 8 keys$"):
+        call(q, k_cache, v_cache, cache_seqlens=-1)
     with pytest.raises(ValueError, match=r"^cache_seqlens: shape \(3,\)"):
         call(q, k_cache, v_cache, cache_seqlens=torch.zeros(3, dtype=torch.int32))
 

@@ -174,11 +174,15 @@ def test_sequences_of_which_some_keys_are_there(slopes):
         _flash_attn_varlen_forward(q, k, v, **sequences, **plain | {"dropout_p": 0.1}, leftpad_k=begin)
     with pytest.raises(ValueError, match="^leftpad_k: given beside block_table; accepted is None"):
         _flash_attn_varlen_forward(q, k, v, **sequences, **plain, leftpad_k=begin, block_table=used[:, None])
-    with pytest.raises(ValueError, match=r"^cu_seqlens_q: dtype torch\.int64; accepted is int32\ncu_seqlens_k: dtype torch\.int64; accepted"):
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: torch\.int64 of shape \(4,\); accepted is int32 \(B \+ 1,\)$"):
         _flash_attn_varlen_forward(q, k, v, cu_q.long(), cu_k.long(), 30, 20, **plain, leftpad_k=begin)
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match=r"^seqused_k: 6 at \[1\]; accepted are 0 to 5, the length of that sequence's keys$"):
             _flash_attn_varlen_forward(q, k, v, **sequences, **plain, seqused_k=used + 6)
+        with pytest.raises(ValueError, match="^cu_seqlens_k: sequence 2 has 11 tokens; accepted is at most max_seqlen_k = 10$"):
+            _flash_attn_varlen_forward(q, k, v, cu_q, torch.tensor([0, 9, 14, 25], dtype=torch.int32), 30, 10, **plain, leftpad_k=begin)
+        with pytest.raises(ValueError, match="^cu_seqlens_q: 37 at its end; accepted are up to 36, the tokens of q$"):
+            _flash_attn_varlen_forward(q[:-1], k, v, **sequences, **plain, leftpad_k=begin)
         with pytest.raises(ValueError, match=r"^seqused_k: 6 at \[1\]; accepted are 0 to 5, the sequence's length$"):
             _flash_attn_varlen_forward(q, k, v, **sequences, **plain, seqused_k=used + 6, leftpad_k=begin)
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from strobe import attention
 from strobe._checks import is_whole
 from strobe._kinds import shown
+from strobe._tensor_checks import misplaced, unfit_tensors
+from strobe.arrays.torch import TORCH
 
-from ._lengths import check_cu_seqlens, refuse
+from ._lengths import check_cu_seqlens, refuse, within
 from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
 
 Window = tuple[int, int] | Tensor  # two integers, or tensors of one element; a tensor of two elements
@@ -111,11 +113,41 @@ def pages(table: Tensor, cu_q: Tensor, max_q: int, used: Tensor | None, cu_k: An
     return {"cu_seqlens_q": cu_q, "max_seqlen_q": max_q, "page_table": table, "seqused_k": used}
 
 
-def without_gaps(cu_q: Tensor, cu_k: Tensor, begin: Tensor, end: Tensor, slopes: Tensor | None) -> dict[str, Any]:
-    """cu_seqlens of both sides and alibi_slopes, where sequence b has only the keys [begin[b], end[b]). Each becomes three packed
-    sequences: the keys before (no queries), the keys that count (all queries), the keys after them (no queries)."""
-    keys = torch.cat([torch.stack([cu_k[:-1], begin, end], 1).flatten(), cu_k[-1:]]).int()
-    queries = cu_q.repeat_interleave(3)[1:-1].int()  # 0 0 Sq Sq Sq 2Sq ...
+def some_tokens(
+    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: object, max_k: object, *, slopes: Tensor | None = None,
+    used_q: Tensor | None = None, leftpad: Tensor | None = None, used_k: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Packed sequences, as attend() takes them, of which only the queries before seqused_q[b] count, and the keys from leftpad_k[b] up to
+    before seqused_k[b]."""
+    maybe = {"seqused_q": used_q, "leftpad_k": leftpad, "seqused_k": used_k}
+    given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **{name: x for name, x in maybe.items() if x is not None}}
+    refuse(*(unfit_tensors(given) or misplaced(given, on_host=("seqused_k",))))
+    batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
+    if check_cu_seqlens("cu_seqlens_k", cu_k, "k", k if isinstance(k, Tensor) else None) != batch:
+        raise ValueError(f"cu_seqlens_k: shape {tuple(cu_k.shape)}; accepted is ({batch + 1},), as cu_seqlens_q has")
+    for side, cu, most in (("q", cu_q, max_q), ("k", cu_k, max_k)):  # by the caller's count of sequences
+        for b, n in enumerate(cu.diff().tolist() if TORCH.is_readable(cu) and isinstance(most, int) else []):
+            if n > most:
+                raise ValueError(f"cu_seqlens_{side}: sequence {b} has {n} tokens; accepted is at most max_seqlen_{side} = {most}")
+    last = None if used_q is None else within("seqused_q", used_q, batch, cu_q.diff(), "the tokens of the sequence")
+    end = cu_k.diff()
+    if used_k is not None:
+        end = within("seqused_k", used_k, batch, end, "the sequence's length").to(end.device)
+    begin = torch.zeros_like(end) if leftpad is None else within("leftpad_k", leftpad, batch, end, "where the sequence ends")
+    return {"max_seqlen_q": max_q, "max_seqlen_k": max_k, **in_threes(cu_q, cu_k, begin, end, slopes, last)}
+
+
+def in_threes(
+    cu_q: Tensor, cu_k: Tensor, begin: Tensor, end: Tensor, slopes: Tensor | None, used_q: Tensor | None = None
+) -> dict[str, Any]:
+    """Each packed sequence as three: its keys before begin[b], and no query; its keys before end[b], and the first used_q[b] queries (None:
+    all); its other keys, of which none counts, and the other queries."""
+    q, k = cu_q[:-1], cu_k[:-1]
+    queries = torch.stack([q, q, cu_q[1:] if used_q is None else q + used_q], 1).flatten()
+    keys = torch.stack([k, k + begin, k + end], 1).flatten()
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes.repeat_interleave(3, 0)
-    return {"cu_seqlens_q": queries, "cu_seqlens_k": keys, "alibi_slopes": slopes}
+    split = {"cu_seqlens_q": torch.cat([queries, cu_q[-1:]]).int(), "cu_seqlens_k": torch.cat([keys, cu_k[-1:]]).int()}
+    if used_q is not None:
+        split["seqused_k"] = torch.stack([torch.zeros_like(end), end - begin, torch.zeros_like(end)], 1).flatten().int()
+    return {**split, "alibi_slopes": slopes}

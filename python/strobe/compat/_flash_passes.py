@@ -19,9 +19,9 @@ from strobe.arrays.torch import TORCH
 
 from .._tensor_checks import unfit_tensors
 from .._writable import not_writable, writes
-from ._call import NAMES, Options, attend, pages, sequences, translated, without_gaps
-from ._lengths import integer_or_refusal, refuse, within
-from ._words import in_words_of, names_checked, switch_or_refusal
+from ._call import NAMES, Options, attend, pages, sequences, some_tokens, translated
+from ._lengths import integer_or_refusal, refuse
+from ._words import in_words_of, names_checked, switch_or_refusal, tensor_or_refusal
 
 _NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse", "page_table": "block_table"}
 _Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -77,9 +77,12 @@ def _flash_attn_varlen_forward(
     if block_table is not None:
         names = _NAMES if seqused_k is not None else {**_NAMES, "seqused_k": "cu_seqlens_k"}
         return _forward(q, k, v, options, return_softmax, names, **pages(block_table, cu_seqlens_q, max_seqlen_q, seqused_k, cu_seqlens_k))
-    packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    more = {"seqused_k": seqused_k} if leftpad_k is None else _left_out(cu_seqlens_q, cu_seqlens_k, leftpad_k, seqused_k, alibi_slopes)
-    return _forward(q, k, v, options, return_softmax, _NAMES, **{**packed, **more})
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if leftpad_k is None:
+        return _forward(q, k, v, options, return_softmax, _NAMES, **sequences(*lengths), seqused_k=seqused_k)
+    refuse(None if alibi_slopes is None else tensor_or_refusal("alibi_slopes", alibi_slopes))
+    some = some_tokens(q, k, *lengths, slopes=alibi_slopes, leftpad=leftpad_k, used_k=seqused_k)
+    return _forward(q, k, v, options, return_softmax, _NAMES, **some)
 
 
 @names_checked(_NAMES)
@@ -120,20 +123,6 @@ def _flash_attn_varlen_backward(
     options = Options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes, deterministic)
     packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return _backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options, **packed, rng=rng_state)
-
-
-def _left_out(cu_q: Tensor, cu_k: Tensor, leftpad: Tensor, used: Tensor | None, slopes: Tensor | None) -> dict[str, Any]:
-    """without_gaps() of sequences that begin at leftpad_k, and end at seqused_k if that is given."""
-    lists = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-    maybe = {"seqused_k": used, "alibi_slopes": slopes}
-    refuse(*unfit_tensors({**lists, "leftpad_k": leftpad, **{name: x for name, x in maybe.items() if x is not None}}))
-    refuse(*(ValueError(f"{name}: dtype {x.dtype}; accepted is int32") for name, x in lists.items() if x.dtype != torch.int32))
-    if cu_q.dim() != 1 or not len(cu_q) or cu_k.shape != cu_q.shape:
-        raise ValueError(f"cu_seqlens_q, cu_seqlens_k: shapes {tuple(cu_q.shape)}, {tuple(cu_k.shape)}; accepted is (B + 1,) twice")
-    batch, lengths = len(cu_q) - 1, cu_k.diff()
-    end = lengths if used is None else within("seqused_k", used, batch, lengths, "the sequence's length")
-    begin = within("leftpad_k", leftpad, batch, end, "where the sequence ends")
-    return without_gaps(cu_q, cu_k, cu_k[:-1] + begin, cu_k[:-1] + end, slopes)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options, return_softmax: bool, names: dict[str, str], **packed: Any) -> _Results:

@@ -16,7 +16,7 @@ from strobe.kv import append
 
 from .._writable import not_writable
 from ..arrays.torch import TORCH
-from ._call import Options, attend, bounds, without_gaps
+from ._call import Options, attend, bounds, in_threes
 from ._lengths import check_cu_seqlens, counts, refuse, within
 from ._rotary import furthest, turn
 from ._words import in_words_of, switch_or_refusal
@@ -82,9 +82,9 @@ def attend_to_cache(
     given = _checked(table_name, new, cache, rotary, options, found)
     batch, device = _check_shapes(given, None if cache.table is None else table_name), new.q.device
     filled, added = _lengths(cache, new, batch)
-    rows, exists = _rows(cache, batch, written=new.k is not None)
-    keys, table = _keys(cache, filled, added, rows, exists, batch, device)
-    names = {**names, "mask": "cache_leftpad", "page_table": table_name if rows is None else "cache_batch_idx"}
+    table = cache.table if cache.rows is None else _table_of_rows(cache, batch, device, written=new.k is not None)
+    keys = _keys(cache, filled, added, table, batch, device)
+    names = {**names, "mask": "cache_leftpad", "page_table": table_name if cache.rows is None else "cache_batch_idx"}
     if new.k is not None and new.v is not None:
         _try_attention(new, keys, options, names)
         q, k = _rotated(new, new.k, rotary, filled, added, from_each=bool(options.causal) or window is not None)
@@ -92,8 +92,9 @@ def attend_to_cache(
             start = _each(filled, batch, device).int()
             append(cache.k, cache.v, k, new.v, start, page_table=table, cu_seqlens=new.cu_seqlens_k, layout="bshd")
         new = Tokens(q, *new[1:])
-    if rows is not None and keys.table is None:
-        keys = Keys(cache.k[rows], cache.v[rows], *keys[2:])
+    if table is not None and keys.table is None:
+        row = table[:, 0].clamp(min=0)
+        keys = Keys(cache.k[row], cache.v[row], *keys[2:])
     out, lse = _attend_in_place(new, keys, options, names)
     return (out, lse) if return_lse else out
 
@@ -109,30 +110,21 @@ def _checked(table_name: str, new: Tokens, cache: Cache, rotary: Rotary, options
         given["cache_seqlens"] = cache.seqlens
     elif not (cache.seqlens is None or is_whole(cache.seqlens)):
         found = [TypeError(f"cache_seqlens: {kind(cache.seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"), *found]
-    lonely = incomplete(maybe, ("k", "v"), ("rotary_cos", "rotary_sin"))
-    refuse(*unfit_tensors(given), *found, *lonely, *_misfit_arguments(given, table_name))
+    wrong = incomplete(maybe, ("k", "v"), ("rotary_cos", "rotary_sin"))
+    for name in ("cache_batch_idx", "cache_leftpad"):
+        if name in given and table_name in given:
+            wrong.append(ValueError(f"{name}: given beside {table_name}; accepted is None, for the table says where a sequence lies"))
+    keys, tables = "k and v, new keys", "rotary_cos and rotary_sin"
+    for name, of, needed in (
+        ("rotary_cos", "k", f"{keys} to be turned"), ("cu_seqlens_k_new", "k", keys), ("rotary_seqlens", "rotary_cos", tables),
+    ):  # fmt: skip
+        if name in given and of not in given:
+            wrong.append(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}"))
+    refuse(*unfit_tensors(given), *found, *wrong)
     if new.k is not None and cache.seqlens is None:
         raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
     refuse(*misplaced(given, on_host=("cache_seqlens", "cache_batch_idx", "cache_leftpad")))
     return given
-
-
-_NEEDED = (  # beside an argument: another, or both of a pair
-    ("rotary_cos", "k", "k and v, new keys to be turned"),
-    ("cu_seqlens_k_new", "k", "k and v, new keys"),
-    ("rotary_seqlens", "rotary_cos", "rotary_cos and rotary_sin"),
-)
-
-
-def _misfit_arguments(given: Mapping[str, Any], table_name: str) -> Wrong:
-    """Refuses arguments that exclude each other, and arguments without their counterpart."""
-    why = f"given beside {table_name}; accepted is None, for the table says where a sequence lies"
-    beside = [name for name in ("cache_batch_idx", "cache_leftpad") if name in given and table_name in given]
-    alone = [(name, of, needed) for name, of, needed in _NEEDED if name in given and of not in given]
-    return [
-        *(ValueError(f"{name}: {why}") for name in beside),
-        *(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}") for name, of, needed in alone),
-    ]
 
 
 _PACKED_BY = {"q": "cu_seqlens_q", "k": "cu_seqlens_k_new", "v": "cu_seqlens_k_new"}
@@ -210,47 +202,35 @@ def _lengths(cache: Cache, new: Tokens, batch: int) -> tuple[int | Tensor, int |
         why += f", of which {added} are new"
     if isinstance(filled, Tensor):
         return within("cache_seqlens", filled, batch, room - added, why), added
-    if not 0 <= filled <= (most := room - int(added)):
-        raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {most}, {why}")
+    if not 0 <= filled <= room - added:
+        raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {room - added}, {why}")
     return int(filled), added
 
 
-def _rows(cache: Cache, batch: int, written: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The row of the cache for each sequence, and whether that row exists: None if it does for certain."""
-    if cache.rows is None:
-        return None, None
+def _table_of_rows(cache: Cache, batch: int, device: torch.device, written: bool) -> Tensor:
+    """cache_batch_idx as a page table, int32 (B, 1): each row of the cache is a page, and a row that does not exist is -1."""
+    assert cache.rows is not None
     count = len(cache.k)
-    rows = within("cache_batch_idx", cache.rows, batch, count - 1, f"a cache of {count} rows").long()
-    exists = None if TORCH.is_readable(cache.rows) else rows == cache.rows
-    if written and exists is None and len(set(numbers := rows.tolist())) < batch:
+    rows = within("cache_batch_idx", cache.rows, batch, count - 1, f"a cache of {count} rows")
+    if written and TORCH.is_readable(rows) and len(set(numbers := rows.tolist())) < batch:
         raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
-    return rows, exists
+    return torch.where(rows == cache.rows, rows, -1).to(device, torch.int32)[:, None]
 
 
-def _keys(
-    cache: Cache, filled: int | Tensor, added: int | Tensor, rows: Tensor | None, exists: Tensor | None, batch: int, device: torch.device
-) -> tuple[Keys, Tensor | None]:
-    """What is attended to when the new keys are written, and the page table by which they are: a row that is named is a page. The keys have
-    no table if their rows are to be copied first."""
-    table, begin, end = cache.table, cache.leftpad, _each(filled, batch, device) + added
+def _keys(cache: Cache, filled: int | Tensor, added: int | Tensor, table: Tensor | None, batch: int, device: torch.device) -> Keys:
+    """What is attended to once the new keys are written. It has no table if rows that are named are to be copied first: a page has a key or
+    more, and autocast copies what it casts."""
+    same_end = filled + added if isinstance(filled, int) and not isinstance(added, Tensor) else None
+    begin, end = cache.leftpad, _each(filled, batch, device) + added
     if begin is not None:
         begin = within("cache_leftpad", begin, batch, filled + added, "where the sequence ends").to(device)
-    if rows is not None:
-        table = (rows if exists is None else torch.where(exists, rows, -1)).to(device, torch.int32)[:, None]
-    if exists is not None:
-        there = exists.to(device)
-        end, begin = end * there, None if begin is None else begin * there
-    same_end = filled + added if isinstance(filled, int) and not isinstance(added, Tensor) and exists is None else None
-    copied = rows is not None and (
-        not cache.k.shape[1] or _is_cast(cache.k)
-    )  # a page has a key or more; what is cast is copied in any case
-    return Keys(cache.k, cache.v, None if copied else table, begin, end, same_end), table
-
-
-def _is_cast(cache: Tensor) -> bool:
-    """Whether autocast casts, and so copies, it for the attention."""
-    device = cache.device.type
-    return torch.is_autocast_enabled(device) and cache.dtype not in (torch.float64, torch.get_autocast_dtype(device))
+    if table is not None and cache.rows is not None and not TORCH.is_readable(cache.rows):
+        there = table[:, 0] >= 0
+        begin, end, same_end = None if begin is None else begin * there, end * there, None
+    copied = cache.rows is not None and not cache.k.shape[1]
+    if cache.rows is not None and torch.is_autocast_enabled(device.type):
+        copied = copied or cache.k.dtype not in (torch.float64, torch.get_autocast_dtype(device.type))
+    return Keys(cache.k, cache.v, None if copied else table, begin, end, same_end)
 
 
 def _try_attention(new: Tokens, keys: Keys, options: Options, names: Mapping[str, str]) -> None:
@@ -283,7 +263,8 @@ def _attend_in_place(new: Tokens, keys: Keys, options: Options, names: Mapping[s
     """out and softmax_lse, by the least general call that gives them and copies nothing of the cache."""
     q, (k, v, table, begin, end, same_end) = new.q, keys
     if table is None and (new.cu_seqlens_q is not None or begin is not None):
-        if _follow_one_another(k) and _follow_one_another(v):
+        # Where rows follow one another in memory, flatten(0, 1) is a view.
+        if all(x.shape[0] < 2 or not x.shape[1] or x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v)):
             return _attend_packed(new, keys, options, names)
         table = torch.arange(len(end), device=q.device, dtype=torch.int32)[:, None]  # each row is a page
     if table is None and same_end is not None:
@@ -295,11 +276,6 @@ def _attend_in_place(new: Tokens, keys: Keys, options: Options, names: Mapping[s
     return attend(q, k, v, options, names=names, **more)
 
 
-def _follow_one_another(cache: Tensor) -> bool:
-    """Whether its rows are contiguous in memory, so that flatten(0, 1) is a view."""
-    return cache.shape[0] < 2 or not cache.shape[1] or cache.stride(0) == cache.shape[1] * cache.stride(1)
-
-
 def _attend_packed(new: Tokens, keys: Keys, options: Options, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
     """Sequences that begin and end anywhere in their rows of the cache, read in place."""
     q, cu_q, batch, length = new.q, new.cu_seqlens_q, len(keys.end), keys.k.shape[1]
@@ -309,7 +285,7 @@ def _attend_packed(new: Tokens, keys: Keys, options: Options, names: Mapping[str
         q, longest, cu_q = q.flatten(0, 1), q.shape[1], torch.arange(batch + 1, device=q.device) * q.shape[1]
     packed: dict[str, Any] = {"cu_seqlens_q": cu_q.int(), "cu_seqlens_k": cu_k.int(), "seqused_k": keys.end.int()}
     if keys.begin is not None:
-        packed = without_gaps(cu_q, cu_k, cu_k[:-1] + keys.begin.long(), cu_k[:-1] + keys.end, options.alibi_slopes)
+        packed = in_threes(cu_q, cu_k, keys.begin.long(), keys.end, options.alibi_slopes)
     k, v = keys.k.flatten(0, 1), keys.v.flatten(0, 1)
     out, lse = attend(q, k, v, options, names=names, **packed, max_seqlen_q=longest, max_seqlen_k=length)
     if new.cu_seqlens_q is not None:

@@ -91,8 +91,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """input[indices], the rows of (N, ...) that indices name. indices may have any integer dtype."""
-    _check_rows("input", input)
-    return input.index_select(0, _rows(indices, len(input), "input", input))
+    rows = _rows("input", input, indices)
+    return input.index_select(0, rows)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +104,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     """Puts the rows of `values` at `indices`: (first_axis_dim, ...), with zeros elsewhere. No two indices may be equal: in host memory this
     is checked."""
     refuse(integer_or_refusal("first_axis_dim", first_axis_dim, 0, _MOST))
-    _check_rows("values", values)
-    rows = _rows(indices, first_axis_dim, "values", values)
+    rows = _rows("values", values, indices, first_axis_dim)
     if values.shape[:1] != rows.shape:
         raise ValueError(f"indices: shape {tuple(rows.shape)}; accepted is {tuple(values.shape[:1])}, one for each of the values")
     if _is_looked_at(rows) and (several := rows.bincount() > 1).any():
@@ -148,22 +147,19 @@ def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tenso
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest
 
 
-def _check_rows(name: str, x: Tensor) -> None:
+def _rows(name: str, x: Tensor, indices: Tensor, count: int | None = None) -> Tensor:
+    """Indices of `count` rows (None: those of x, the argument `name`) for torch's functions: int64, where callers have other integers."""
     refuse(tensor_or_refusal(name, x))
     if not x.dim():
         raise ValueError(f"{name}: a number; accepted is (N, ...)")
-
-
-def _rows(indices: Tensor, count: int, beside: str, of: Tensor) -> Tensor:
-    """Indices of `count` rows for torch's functions: int64, where callers have other integers, on the device of `of`."""
     refuse(tensor_or_refusal("indices", indices, "a torch.Tensor, integers (T,)"))
     if indices.dim() != 1 or not _is_integral(indices):
         raise ValueError(f"indices: shape {tuple(indices.shape)}, dtype {indices.dtype}; accepted are integers (T,)")
-    if indices.device != of.device:
-        raise ValueError(f"indices: on device {indices.device}; accepted is {of.device}, where {beside} lies")
-    rows = indices.long()
+    if indices.device != x.device:
+        raise ValueError(f"indices: on device {indices.device}; accepted is {x.device}, where {name} lies")
+    rows, count = indices.long(), len(x) if count is None else count
     if _is_looked_at(rows):
-        least, most = sorted(_number(x, indices.dtype) for x in rows.aminmax())
+        least, most = sorted(_number(n, indices.dtype) for n in rows.aminmax())
         if least < 0 or most >= count:
             accepted = f"accepted are 0 to {count - 1}" if count else "accepted is none, for there are no rows"
             raise ValueError(f"indices: {least} to {most}; {accepted}")

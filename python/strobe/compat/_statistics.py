@@ -75,8 +75,7 @@ def statistics(
 
 def lse_of(l: Tensor, m: Tensor) -> Any:
     """The LSE of statistics()' two results; or the exception that says what is wrong with them."""
-    refused = unfit_tensors({"l": l, "m": m})
-    if refused:
+    if refused := unfit_tensors({"l": l, "m": m}):
         return refusal(refused)
     if l.shape != m.shape:
         return ValueError(f"l, m: shapes {tuple(l.shape)}, {tuple(m.shape)}; accepted is (B, H, N) twice")

@@ -14,16 +14,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from strobe._tensor_checks import misplaced, unfit_tensors
 from strobe._writable import writes
-from strobe.arrays.torch import TORCH
 
-from ._call import NAMES, QKV, Options, Window, attend, parts, sequences
+from ._call import NAMES, QKV, Options, Window, attend, parts, sequences, some_tokens
 from ._kvcache import Cache, Rotary, Tokens, attend_to_cache
-from ._lengths import check_cu_seqlens, integer_or_refusal, refuse, within
+from ._lengths import integer_or_refusal, refuse
 from ._words import names_checked, python_numbers, switch_or_refusal, tensor_or_refusal
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -97,9 +94,10 @@ def flash_attn_varlen_func(
         out (Tq, H, D); softmax_lse (H, Tq).
     """
     refuse(*_of_hopper(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin))
-    packed = {**sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "seqused_k": seqused_k}
-    if seqused_q is not None:
-        packed.update(_those_used(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k))
+    if seqused_q is None:
+        packed = {**sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "seqused_k": seqused_k}
+    else:
+        packed = some_tokens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, used_q=seqused_q, used_k=seqused_k)
     options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
     return attend(q, k, v, options, return_attn_probs, **packed)
 
@@ -168,27 +166,3 @@ def _of_hopper(
         chunk = NotImplementedError(f"attention_chunk: {chunk}; accepted is 0, no chunks")
     found += [chunk, integer_or_refusal("num_splits", num_splits), integer_or_refusal("sm_margin", sm_margin)]
     return [*found, None if pack_gqa is None else switch_or_refusal("pack_gqa", pack_gqa)]
-
-
-def _those_used(
-    q: Tensor, cu_q: Tensor, cu_k: Tensor, used_q: Tensor, used_k: Tensor | None, max_seqlen_q: object, max_seqlen_k: object
-) -> dict[str, Any]:
-    """cu_seqlens and seqused_k for packed sequences of which used_q queries count: each becomes two, those queries with all keys, and the
-    others without a key."""
-    given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q}
-    given.update({} if used_k is None else {"seqused_k": used_k})
-    refuse(*(unfit_tensors(given) or misplaced(given, on_host=("seqused_k",))))  # strobe.attention() copies it
-    batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
-    if check_cu_seqlens("cu_seqlens_k", cu_k) != batch:
-        raise ValueError(f"cu_seqlens_k: shape {tuple(cu_k.shape)}; accepted is ({batch + 1},), as cu_seqlens_q has")
-    for side, cu, most in (("q", cu_q, max_seqlen_q), ("k", cu_k, max_seqlen_k)):  # by the caller's count of sequences
-        for b, n in enumerate(cu.diff().tolist() if TORCH.is_readable(cu) and isinstance(most, int) else []):
-            if n > most:
-                raise ValueError(f"cu_seqlens_{side}: sequence {b} has {n} tokens; accepted is at most max_seqlen_{side} = {most}")
-    used_q = within("seqused_q", used_q, batch, cu_q.diff(), "the tokens of the sequence")
-    used_k = cu_k.diff() if used_k is None else within("seqused_k", used_k, batch, cu_k.diff(), "the tokens of the sequence")
-    return {
-        "cu_seqlens_q": torch.cat([torch.stack([cu_q[:-1], cu_q[:-1] + used_q], 1).flatten(), cu_q[-1:]]).int(),
-        "cu_seqlens_k": torch.cat([cu_k[:1], cu_k[1:].repeat_interleave(2)]),
-        "seqused_k": torch.stack([used_k, torch.zeros_like(used_k)], 1).flatten().int(),
-    }
