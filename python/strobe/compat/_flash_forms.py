@@ -10,7 +10,6 @@ from strobe._writable import writes
 
 from ._call import KV, NAMES, PACKED_QKV, QKV, Options, Window, attend, pages, parts, sequences
 from ._kvcache import Cache, Rotary, Tokens, attend_to_cache
-from ._lengths import integer_or_refusal
 from ._words import names_checked, python_numbers
 
 __all__ = [
@@ -160,8 +159,7 @@ def flash_attn_with_kvcache(
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
     options = Options(0.0, softmax_scale, causal, python_numbers(window_size), softcap, alibi_slopes)
-    splits = integer_or_refusal("num_splits", num_splits)
-    return attend_to_cache(_CACHE, Tokens(q, k, v), cache, rotary, options, return_softmax_lse, [splits])
+    return attend_to_cache(_CACHE, Tokens(q, k, v), cache, rotary, options, return_softmax_lse, num_splits)
 
 
 def _and_no_probs(found: Any) -> Any:

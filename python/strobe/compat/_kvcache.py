@@ -17,7 +17,7 @@ from strobe.kv import append
 from .._writable import not_writable
 from ..arrays.torch import TORCH
 from ._call import Options, attend, bounds, in_threes
-from ._lengths import check_cu_seqlens, counts, refuse, within
+from ._lengths import check_cu_seqlens, counts, integer_or_refusal, refuse, within
 from ._rotary import furthest, turn
 from ._words import in_words_of, switch_or_refusal
 
@@ -70,16 +70,17 @@ class Keys(NamedTuple):
 
 
 def attend_to_cache(
-    names: Mapping[str, str], new: Tokens, cache: Cache, rotary: Rotary, options: Options, return_lse: bool, beside: Sequence[Any]
-) -> Any:
+    names: Mapping[str, str], new: Tokens, cache: Cache, rotary: Rotary, options: Options, return_lse: bool, num_splits: int = 0,
+    beside: Sequence[Any] = (),
+) -> Any:  # fmt: skip
     """The flash_attn_with_kvcache of both libraries, whose docstrings describe it.
 
     names: as in_words_of() takes them; the table is the one named for page_table. beside: what checks of further arguments found.
     """
     table_name, window = names["page_table"], bounds(options.window_size)
     flags = {"causal": options.causal, "rotary_interleaved": rotary.interleaved, "return_softmax_lse": return_lse}
-    found = [*(switch_or_refusal(name, x) for name, x in flags.items()), *beside, window]
-    given = _checked(table_name, new, cache, rotary, options, found)
+    found = [switch_or_refusal(name, x) for name, x in flags.items()] + [integer_or_refusal("num_splits", num_splits), window]
+    given = _checked(table_name, new, cache, rotary, options, beside, found)
     batch, device = _check_shapes(given, None if cache.table is None else table_name), new.q.device
     filled, added = _lengths(cache, new, batch)
     table = cache.table if cache.rows is None else _table_of_rows(cache, batch, device, written=new.k is not None)
@@ -99,8 +100,10 @@ def attend_to_cache(
     return (out, lse) if return_lse else out
 
 
-def _checked(table_name: str, new: Tokens, cache: Cache, rotary: Rotary, options: Options, found: list[Any]) -> dict[str, Any]:
-    """The tensors that are given, by their names, after the checks that need no shapes. found: what other checks found."""
+def _checked(
+    table_name: str, new: Tokens, cache: Cache, rotary: Rotary, options: Options, beside: Sequence[Any], found: list[Any]
+) -> dict[str, Any]:
+    """The tensors that are given, by their names, after the checks that need no shapes. beside, found: what other checks found."""
     maybe = {"k": new.k, "v": new.v, "rotary_cos": rotary.cos, "rotary_sin": rotary.sin, "cache_batch_idx": cache.rows}
     maybe.update({"cache_leftpad": cache.leftpad, "alibi_slopes": options.alibi_slopes, table_name: cache.table})
     maybe.update({"cu_seqlens_q": new.cu_seqlens_q, "cu_seqlens_k_new": new.cu_seqlens_k, "rotary_seqlens": rotary.seqlens})
@@ -120,7 +123,7 @@ def _checked(table_name: str, new: Tokens, cache: Cache, rotary: Rotary, options
     ):  # fmt: skip
         if name in given and of not in given:
             wrong.append(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}"))
-    refuse(*unfit_tensors(given), *found, *wrong)
+    refuse(*unfit_tensors(given), *beside, *found, *wrong)
     if new.k is not None and cache.seqlens is None:
         raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
     refuse(*misplaced(given, on_host=("cache_seqlens", "cache_batch_idx", "cache_leftpad")))

@@ -148,7 +148,7 @@ def flash_attn_with_kvcache(
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
     rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     options = Options(0.0, softmax_scale, causal, python_numbers(window_size), softcap)
-    return attend_to_cache(_CACHE, new, cache, rotary, options, return_softmax_lse, beside)
+    return attend_to_cache(_CACHE, new, cache, rotary, options, return_softmax_lse, beside=beside)
 
 
 def _of_hopper(
