@@ -86,15 +86,11 @@ def _broadcast(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
 
     for name in ("mask", "bias"):
         x = options.get(name)
-        if not isinstance(x, Tensor) or x.dim() < 4:
-            continue
-        if prod(x.shape[:-3]) == 1:  # attention() broadcasts it without a copy
-            options[name] = x.reshape(1, *x.shape[-3:])
-            continue
-        try:
-            options[name] = flat(x)
-        except RuntimeError:
-            whole = (*front, heads, query.shape[-2], key.shape[-2])
-            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is one that broadcasts to {whole}") from None
+        if isinstance(x, Tensor) and x.dim() >= 4:
+            try:  # attention() broadcasts one for all axes in front without a copy
+                options[name] = x.reshape(1, *x.shape[-3:]) if prod(x.shape[:-3]) == 1 else flat(x)
+            except RuntimeError:
+                whole = (*front, heads, query.shape[-2], key.shape[-2])
+                raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is one that broadcasts to {whole}") from None
     out = attention(flat(query, heads), flat(key, heads_kv), flat(value, heads_kv), alignment="top_left", **options)
     return out.reshape(*front, *out.shape[-3:])[(0,) * (3 - min(rank, 3))]
