@@ -1,8 +1,7 @@
-"""The results of flash-attn's functions, by its documentation: the formulas in float64."""
+"""What flash-attn's functions compute, by its documentation, in the terms of plain.py: the formulas in float64."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,24 +14,17 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)
 
 
 def formulas(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, H, D) and lse (B, H, Sq) in float64 of the same layout and options."""
+    """out (B, Sq, H, D) and lse (B, H, Sq) of plain.attention() in float64. Tensors and options are flash-attn's."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     sq, sk = q.shape[2], k.shape[2]
     window = tuple(None if side < 0 else side for side in options.get("window_size", (-1, -1)))
-    visible = plain.band(sq, sk, options.get("causal", False), window, "bottom_right")
-    S = q @ k.mT * options.get("softmax_scale", q.shape[-1] ** -0.5)
-    if options.get("softcap"):
-        S = options["softcap"] * torch.tanh(S / options["softcap"])
-    slopes = options.get("alibi_slopes")
+    alibi, slopes = None, options.get("alibi_slopes")
     if slopes is not None:
-        slopes = slopes.double() if slopes.dim() == 2 else slopes.double()[None]
-        S = S - slopes[:, :, None, None] * plain.distance(sq, sk, "bottom_right").abs()
-    S = S.masked_fill(~visible, -math.inf)
-    lse = S.logsumexp(-1)
-    P = torch.where(lse[..., None] == -math.inf, 0.0, torch.exp(S - lse[..., None]))
-    return (P @ v).transpose(1, 2), lse
+        alibi = -slopes.double().view(-1, q.shape[1], 1, 1) * plain.distance(sq, sk, "bottom_right").abs()
+    visible = plain.band(sq, sk, options.get("causal", False), window, "bottom_right")
+    scale = options.get("softmax_scale", q.shape[-1] ** -0.5)
+    out, lse = plain.attention(q, k, v, plain.Score(scale, options.get("softcap", 0.0), alibi=alibi, visible=visible))
+    return out.transpose(1, 2), lse
 
 
 def inputs(*shape: int, kv: tuple[int, int] | None = None) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, scaled_dot_product_attention
 
+import plain
 import strobe
 from device import DEVICE
 from strobe.compat import block_sizes, functional, ladder, learned_scale
@@ -25,15 +26,19 @@ def qkv(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> 
     return [torch.randn(*shape, dtype=dtype, requires_grad=grad) for _ in "qkv"]
 
 
+def _plain(
+    Q: Tensor, K: Tensor, V: Tensor, scale: float | None, visible: Tensor | None, with_scores: bool = False
+) -> tuple[Tensor, Tensor]:
+    score = plain.Score(Q.shape[-1] ** -0.5 if scale is None else scale, visible=visible)
+    return plain.attention(Q.double(), K.double(), V.double(), score, with_scores=with_scores)
+
+
 def scores(Q: Tensor, K: Tensor, scale: float | None = None, visible: Tensor | None = None) -> Tensor:
-    S = Q.double() @ K.double().mT * (Q.shape[-1] ** -0.5 if scale is None else scale)
-    return S if visible is None else S.masked_fill(~visible, -math.inf)
+    return _plain(Q, K, K, scale, visible, with_scores=True)[1]
 
 
 def formulas(Q: Tensor, K: Tensor, V: Tensor, scale: float | None = None, visible: Tensor | None = None) -> Tensor:
-    S = scores(Q, K, scale, visible)
-    empty = S.isneginf().all(-1, keepdim=True)
-    return torch.where(empty, 0.0, S.masked_fill(empty, 0.0).softmax(-1)) @ V.double()
+    return _plain(Q, K, V, scale, visible)[0]
 
 
 def close(got: Tensor, expected: Tensor, tolerance: float = 3e-6) -> None:

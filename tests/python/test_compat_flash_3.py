@@ -330,3 +330,5 @@ def test_sequences_of_used_queries_are_counted_as_the_caller_does():
     cu_q, cu_k, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 4], [0, 4, 12], [1, 2]))
     with pytest.raises(ValueError, match="cu_seqlens_k: sequence 1 has 8 tokens; accepted is at most max_seqlen_k = 4"):
         flash_attn_3.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 2, 4, seqused_q=used)
+    with pytest.raises(ValueError, match="^cu_seqlens_k: 12 at its end; accepted are up to 11, the tokens of k$"):
+        flash_attn_3.flash_attn_varlen_func(q, k[1:], k[1:], cu_q, cu_k, 2, 8, seqused_q=used)

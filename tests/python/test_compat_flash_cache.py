@@ -282,6 +282,8 @@ def test_refusals_of_a_cache():
         call(q, k_cache, v_cache, k=q, v=q)
     with pytest.raises(ValueError, match="^cache_seqlens: 8; accepted are 0 to 7"):
         call(q, k_cache, v_cache, k=q, v=q, cache_seqlens=8)
+    with pytest.raises(ValueError, match="^cache_seqlens: -1; accepted are 0 to 8, a cache has room for 8 keys$"):
+        call(q, k_cache, v_cache, cache_seqlens=-1)
     with pytest.raises(ValueError, match=r"^cache_seqlens: shape \(3,\)"):
         call(q, k_cache, v_cache, cache_seqlens=torch.zeros(3, dtype=torch.int32))
 
@@ -711,3 +713,56 @@ def test_memory_that_is_shared_is_found_exactly():
         assert share_memory(*views) == bool(addresses[0] & addresses[1])
         found += share_memory(*views)
     assert 300 < found < 2700
+
+
+Q64, K64, CACHE64, POOL64 = (torch.randn(shape, device="cpu") for shape in ((7, 4, 16), (9, 2, 16), (2, 8, 2, 16), (5, 4, 2, 16)))
+LISTS = {"cu_seqlens_q": [0, 3, 7], "cu_seqlens_k": [0, 4, 9], "table": [[0, 1], [2, 3]], "two": [2, 3], "one": [1, 0]}
+VARLEN64 = {"cu_seqlens_q": "cu_seqlens_q", "cu_seqlens_k": "cu_seqlens_k"}
+AS_INT64: list[tuple[Any, dict[str, str], set[str]]] = [  # a call; its lists; those that have to be int32
+    (lambda **x: flash_attn.flash_attn_varlen_func(Q64, K64, K64, **x, max_seqlen_q=4, max_seqlen_k=5), VARLEN64, set()),
+    (
+        lambda **x: flash_attn.flash_attn_varlen_func(Q64, POOL64, POOL64, **x, max_seqlen_q=4, max_seqlen_k=5),
+        VARLEN64 | {"block_table": "table"},
+        {"cu_seqlens_k"},
+    ),
+    (
+        lambda **x: flash_attn.flash_attn_interface._flash_attn_varlen_forward(Q64, K64, K64, **x, **PASS64)[0],
+        VARLEN64 | {"seqused_k": "two", "leftpad_k": "one"},
+        {"cu_seqlens_q", "cu_seqlens_k"},
+    ),
+    (
+        lambda **x: flash_attn_3.flash_attn_varlen_func(Q64, K64, K64, **x, max_seqlen_q=4, max_seqlen_k=5),
+        VARLEN64 | {"seqused_k": "two"},
+        set(),
+    ),
+    (
+        lambda **x: flash_attn_3.flash_attn_varlen_func(Q64, K64, K64, **x, max_seqlen_q=4, max_seqlen_k=5),
+        VARLEN64 | {"seqused_q": "two", "seqused_k": "two"},
+        {"cu_seqlens_q", "cu_seqlens_k"},
+    ),
+    (
+        lambda **x: flash_attn_3.flash_attn_with_kvcache(Q64[:6].view(2, 3, 4, 16), CACHE64, CACHE64, **x),
+        {"cache_seqlens": "two", "cache_leftpad": "one", "cache_batch_idx": "one"},
+        set(),
+    ),
+    (
+        lambda **x: flash_attn_3.flash_attn_with_kvcache(Q64, POOL64, POOL64, **x, max_seqlen_q=4),
+        {"cache_seqlens": "two", "cu_seqlens_q": "cu_seqlens_q", "page_table": "table"},
+        {"cu_seqlens_q", "page_table"},
+    ),
+]
+PASS64: dict[str, Any] = {"max_seqlen_q": 4, "max_seqlen_k": 5, "dropout_p": 0.0, "softmax_scale": None, "causal": True}
+
+
+@pytest.mark.parametrize(("call", "lists", "int32"), AS_INT64)
+def test_int64_in_host_memory(call, lists, int32):
+    """As docs/compat.md says it."""
+    with torch.device("cpu"):
+        given = {name: torch.tensor(LISTS[of], dtype=torch.int32) for name, of in lists.items()}
+        expected = call(**given)
+        for name, x in given.items():
+            if name in int32:
+                with pytest.raises(ValueError, match=f"^{name}: torch.int64 of shape .*; accepted is int32"):
+                    call(**given | {name: x.long()})
+            else:
+                assert torch.equal(call(**given | {name: x.long()}), expected), name

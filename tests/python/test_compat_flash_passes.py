@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -170,11 +172,17 @@ def test_sequences_of_which_some_keys_are_there(slopes):
     torch.testing.assert_close(lse, expected_lse)
     with pytest.raises(ValueError, match=r"^dropout_p: 0\.1 beside leftpad_k; accepted is 0$"):
         _flash_attn_varlen_forward(q, k, v, **sequences, **plain | {"dropout_p": 0.1}, leftpad_k=begin)
-    with pytest.raises(NotImplementedError, match="^block_table: given"):
-        _flash_attn_varlen_forward(q, k, v, **sequences, **plain, block_table=used)
+    with pytest.raises(ValueError, match="^leftpad_k: given beside block_table; accepted is None"):
+        _flash_attn_varlen_forward(q, k, v, **sequences, **plain, leftpad_k=begin, block_table=used[:, None])
+    with pytest.raises(ValueError, match=r"^cu_seqlens_q: torch\.int64 of shape \(4,\); accepted is int32 \(B \+ 1,\)$"):
+        _flash_attn_varlen_forward(q, k, v, cu_q.long(), cu_k.long(), 30, 20, **plain, leftpad_k=begin)
     if DEVICE == "cpu":
         with pytest.raises(ValueError, match=r"^seqused_k: 6 at \[1\]; accepted are 0 to 5, the length of that sequence's keys$"):
             _flash_attn_varlen_forward(q, k, v, **sequences, **plain, seqused_k=used + 6)
+        with pytest.raises(ValueError, match="^cu_seqlens_k: sequence 2 has 11 tokens; accepted is at most max_seqlen_k = 10$"):
+            _flash_attn_varlen_forward(q, k, v, cu_q, torch.tensor([0, 9, 14, 25], dtype=torch.int32), 30, 10, **plain, leftpad_k=begin)
+        with pytest.raises(ValueError, match="^cu_seqlens_q: 37 at its end; accepted are up to 36, the tokens of q$"):
+            _flash_attn_varlen_forward(q[:-1], k, v, **sequences, **plain, leftpad_k=begin)
         with pytest.raises(ValueError, match=r"^seqused_k: 6 at \[1\]; accepted are 0 to 5, the sequence's length$"):
             _flash_attn_varlen_forward(q, k, v, **sequences, **plain, seqused_k=used + 6, leftpad_k=begin)
 
@@ -191,6 +199,73 @@ def test_some_keys_of_each_sequence_with_dropout():
     expected, expected_lse = attention(q, k, v, dropout=0.2, rng=rng, causal=True, seqused_k=used, return_lse=True, **lists)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)
+
+
+def in_pages(k: Tensor, v: Tensor, cu_k: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed keys in pools whose other rows are NaN, and the table: each sequence's pages, and then -1."""
+    each = [-(-n // page) for n in cu_k.diff().tolist()]
+    table = torch.full((len(each), max(each)), -1, dtype=torch.int32)
+    pools = [torch.full((sum(each) + 2, page, *x.shape[1:]), math.nan) for x in (k, v)]
+    free = iter(torch.randperm(sum(each) + 2, device="cpu").tolist())
+    for b, (begin, end) in enumerate(itertools.pairwise(cu_k.tolist())):
+        for j, first in enumerate(range(begin, end, page)):
+            table[b, j] = number = next(free)
+            for x, pool in zip((k, v), pools, strict=True):
+                pool[number, : min(page, end - first)] = x[first : min(first + page, end)]
+    return *pools, table
+
+
+PAGED: list[dict[str, Any]] = [{}, {"causal": True, "softcap": 2.0}, {"alibi_slopes": SLOPES, "window_size_left": 7}, {"dropout_p": 0.25}]
+
+
+@pytest.mark.parametrize("page", [1, 4, 16])
+@pytest.mark.parametrize("options", PAGED, ids=str)
+def test_keys_in_pages(options, page):
+    """The results of the same keys one after the other, also where q requires a gradient. seqused_k or else cu_seqlens_k counts them."""
+    (q, k, v), sequences = packed()
+    k_pool, v_pool, table = in_pages(k.detach(), v.detach(), sequences["cu_seqlens_k"], page)
+    given = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": False} | options
+    used = torch.tensor([12, 0, 11], dtype=torch.int32)
+    for some in ({}, {"seqused_k": used}):
+        torch.manual_seed(5)
+        expected, expected_lse, _, expected_rng = _flash_attn_varlen_forward(q, k, v, **sequences, **given, **some)
+        anything = {"cu_seqlens_k": torch.zeros_like(sequences["cu_seqlens_k"])} if some else {}
+        torch.manual_seed(5)
+        out, lse, _, rng = _flash_attn_varlen_forward(q, k_pool, v_pool, **sequences | anything, **given, **some, block_table=table)
+        assert not out.requires_grad
+        assert torch.equal(rng, expected_rng)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, expected_lse)
+
+
+def test_what_is_refused_of_pages():
+    leaves, sequences = packed()
+    q, k, v = (x.detach() for x in leaves)
+    pools = in_pages(k, v, sequences["cu_seqlens_k"], 4)
+    given = {"dropout_p": 0.0, "softmax_scale": None, "causal": True}
+    call = partial(_flash_attn_varlen_forward, q, *pools[:2], **given)
+    with pytest.raises(ValueError, match="^block_table: dtype float32; accepted is int32"):
+        call(**sequences, block_table=pools[2].float())
+    with pytest.raises(TypeError, match="^block_table: list; accepted is a torch.Tensor"):
+        call(**sequences, block_table=[[0]])
+    with pytest.raises(TypeError, match=r"^cu_seqlens_k: NoneType; accepted is a torch.Tensor, int32 \(B \+ 1,\)$"):
+        call(**sequences | {"cu_seqlens_k": None}, block_table=pools[2])
+    with pytest.raises(
+        ValueError, match="^leftpad_k: given beside block_table; accepted is None, for the table says where a sequence lies$"
+    ):
+        call(**sequences, leftpad_k=torch.zeros(3, dtype=torch.int32), block_table=pools[2])
+    if DEVICE == "cpu":
+        room = pools[2].shape[1] * 4
+        with pytest.raises(ValueError, match=rf"^seqused_k: {room + 1} at \[0\]; accepted are 0 to {room}"):
+            call(**sequences, seqused_k=torch.tensor([room + 1, 0, 0], dtype=torch.int32), block_table=pools[2])
+        too_many = sequences | {"cu_seqlens_k": torch.tensor([0, *[room + 1] * 3], dtype=torch.int32)}
+        with pytest.raises(ValueError, match=rf"^cu_seqlens_k: {room + 1} at \[0\]; accepted are 0 to {room}"):
+            call(**too_many, block_table=pools[2])
+    out, lse, *_ = call(**sequences, block_table=pools[2])
+    into = [torch.zeros_like(x) for x in (q, *pools[:2])]
+    with pytest.raises(ValueError, match=r"^k: shape \(\d+, 4, 2, 16\); accepted is \(tokens, heads, head dimension\)"):
+        _flash_attn_varlen_backward(out, q, *pools[:2], out, lse, *into, **sequences, **PLAIN, deterministic=False)
+    assert not any(x.any() for x in into)
 
 
 REFUSED = [

@@ -1,4 +1,4 @@
-"""The imports within the package: in one direction, without a cycle, function-level imports and those for type checkers included."""
+"""The imports within the two packages: in one direction, without a cycle, function-level imports and those for type checkers included."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "python" / "strobe"
+FOLDER = Path(__file__).parents[2] / "python"
+PACKAGES = ("strobe", "strobe_tools")
 
 
 def name_of(file: Path) -> str:
-    parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+    parts = file.relative_to(FOLDER).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(file): file for file in PACKAGE.rglob("*.py")}
-MODULES |= {f"strobe.{name}": PACKAGE / f"{name}.pyi" for name in ("_core", "_eager")}  # in C
+MODULES = {name_of(file): file for package in PACKAGES for file in (FOLDER / package).rglob("*.py")}
+MODULES |= {f"strobe.{name}": FOLDER / "strobe" / f"{name}.pyi" for name in ("_core", "_eager")}  # in C
 
 
 def imported(module: str, text: str, is_package: bool) -> set[str]:
-    """The modules of the package that the text of a module of this name imports, wherever in it."""
+    """The modules of the packages that the text of a module of this name imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -31,7 +32,7 @@ def imported(module: str, text: str, is_package: bool) -> set[str]:
             of = ".".join([*above, *([node.module] if node.module else [])])
             names = {f"{of}.{alias.name}" for alias in node.names}
             found |= names & MODULES.keys() or {of}
-    found = {name for name in found if name.split(".")[0] == "strobe"}
+    found = {name for name in found if name.split(".")[0] in PACKAGES}
     assert found <= MODULES.keys(), f"{module} imports what is not there"
     return found - {module}
 
@@ -48,13 +49,23 @@ def test_no_circle():
     names = ("strobe._core", "strobe.arrays.torch", "strobe._request", "strobe._autograd", "strobe._fast_path", "strobe")
     places = [order.index(name) for name in names]
     assert places == sorted(places)
+    assert sum(name.startswith("strobe_tools.") for name in order) > 30
 
 
 def test_a_circle_would_be_found():
     """In a function, and only for type checkers, too."""
+    for text in ("from strobe_tools.train.launch import launch\n", "def f():\n    from strobe_tools.train import experiment\n"):
+        with pytest.raises(CycleError):
+            in_order(IMPORTS | {"strobe_tools.train.trainer": imported("strobe_tools.train.trainer", text, False)})
     for text in ("def f():\n    from .._run import forward\n", "if TYPE_CHECKING:\n    from .. import _run\n", "import strobe._run\n"):
         with pytest.raises(CycleError):
             in_order(IMPORTS | {"strobe.arrays.base": imported("strobe.arrays.base", text, False)})
+
+
+def test_the_library_knows_nothing_of_its_tools():
+    assert [name for name, imports in IMPORTS.items() if name.split(".")[0] == "strobe" and any("_tools" in each for each in imports)] == [
+        "strobe.__main__"
+    ]
 
 
 def test_arrays_know_nothing_of_calls():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from strobe import attention
 from strobe._checks import is_whole
 from strobe._kinds import shown
+from strobe._tensor_checks import misplaced, unfit_tensors
+from strobe.arrays.torch import TORCH
 
+from ._lengths import check_cu_seqlens, refuse, within
 from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
 
 Window = tuple[int, int] | Tensor  # two integers, or tensors of one element; a tensor of two elements
@@ -18,69 +22,58 @@ NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_siz
 KV = NAMES | {"k": "kv", "v": "kv"}
 QKV = NAMES | dict.fromkeys("qkv", "qkv")
 PACKED_QKV = QKV | {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
+_CU_SEQLENS = "a torch.Tensor, int32 (B + 1,)"
+
+
+class Options(NamedTuple):
+    """The options that the functions share, in flash-attn's order."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Window = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    names: Mapping[str, str] = NAMES,
-    **packed: Any,
+    q: Tensor, k: Tensor, v: Tensor, options: Options, return_attn_probs: bool = True, names: Mapping[str, str] = NAMES, **more: Any
 ) -> Any:
-    """out, or (out, softmax_lse, None). names: as in_words_of() takes them. packed: cu_seqlens and max_seqlen of both sides; rng."""
-    given = translated(names, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, **packed)
+    """out, or (out, softmax_lse). names: as in_words_of() takes them. more: other arguments of strobe.attention()."""
+    given = translated(names, options, **more)
     with_lse = switch_or_refusal("return_attn_probs", return_attn_probs)
     given["return_lse"] = with_lse if isinstance(with_lse, Exception) else True
     with in_words_of(names, {"q": q, "k": k, "v": v, **given}):
         out, lse = attention(q, k, v, **given)
-    return (out, lse, None) if with_lse else out
+    return (out, lse) if with_lse else out
 
 
-def translated(
-    names: Mapping[str, str],
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    **packed: Any,
-) -> dict[str, Any]:
-    """The options of strobe.attention(); a wrong one is replaced by the exception that says so, for in_words_of(). max_seqlen may be a
-    tensor of one element, whose value waits for the GPU."""
-    for name, x in packed.items():
-        own = names.get(name, name)
-        if name.startswith("cu_seqlens"):
-            packed[name] = tensor_or_refusal(own, x, "a torch.Tensor, int32 (B + 1,)")
-        elif name.startswith("max_seqlen") and isinstance(x, Tensor) and x.is_meta:
-            packed[name] = ValueError(f"{own}: on device meta; accepted is an integer, or a tensor of one that has a value")
-        elif name.startswith("max_seqlen") and isinstance(x, Tensor) and x.numel() == 1:
-            packed[name] = x.item()
+def translated(names: Mapping[str, str], options: Options, **more: Any) -> dict[str, Any]:
+    """The arguments of strobe.attention() beside q, k and v. A wrong one is replaced by the exception that says so, for in_words_of()."""
     return {
-        "causal": switch_or_refusal("causal", causal),
-        "window": bounds(window_size),
-        "scale": softmax_scale,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "dropout": dropout_p,
-        "deterministic": switch_or_refusal("deterministic", deterministic),
+        "causal": switch_or_refusal("causal", options.causal),
+        "window": bounds(options.window_size),
+        "scale": options.softmax_scale,
+        "softcap": options.softcap,
+        "alibi_slopes": options.alibi_slopes,
+        "dropout": options.dropout_p,
+        "deterministic": switch_or_refusal("deterministic", options.deterministic),
         "layout": "bshd",
-        **packed,
+        **{name: _converted(name, names.get(name, name), x) for name, x in more.items()},
     }
 
 
-def sequences(*of_packed: Any) -> dict[str, Any]:
-    """attend()'s `packed`."""
-    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), of_packed, strict=True))
+def _converted(name: str, own: str, x: Any) -> Any:
+    """x, the argument of strobe.attention() that the caller knows as `own`. max_seqlen may be a tensor of one element, whose value waits
+    for the GPU."""
+    if name.startswith("cu_seqlens"):
+        return tensor_or_refusal(own, x, _CU_SEQLENS)
+    if name.startswith("max_seqlen") and isinstance(x, Tensor):
+        if x.is_meta:
+            return ValueError(f"{own}: on device meta; accepted is an integer, or a tensor of one that has a value")
+        return x.item() if x.numel() == 1 else x
+    return x
 
 
 def bounds(window_size: Window) -> Any:
@@ -105,6 +98,56 @@ def parts(name: str, packed: Tensor, count: int, axis: int, shape: str) -> tuple
     return (x,) * count
 
 
-def refuse_pages(block_table: Tensor | None) -> None:
-    if block_table is not None:
-        raise NotImplementedError("block_table: given; accepted is None, for paged caches are not there yet")
+def sequences(*packing: Any) -> dict[str, Any]:
+    """Packed sequences, as attend() takes them: cu_seqlens of q and k, max_seqlen of q and k."""
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packing, strict=True))
+
+
+def pages(table: Tensor, cu_q: Tensor, max_q: int, used: Tensor | None, cu_k: Any, name: str = "cu_seqlens_k") -> dict[str, Any]:
+    """Packed queries whose keys lie in pages, as attend() takes them. How many keys a sequence has is said by `used`, or else by cu_k, the
+    cu_seqlens of k, which the caller knows as `name`."""
+    if cu_k is not None or used is None:
+        refuse(tensor_or_refusal(name, cu_k, _CU_SEQLENS))
+        check_cu_seqlens(name, cu_k)
+        used = cu_k.diff() if used is None else used
+    return {"cu_seqlens_q": cu_q, "max_seqlen_q": max_q, "page_table": table, "seqused_k": used}
+
+
+def some_tokens(
+    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: object, max_k: object, *, slopes: Tensor | None = None,
+    used_q: Tensor | None = None, leftpad: Tensor | None = None, used_k: Tensor | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Packed sequences, as attend() takes them, of which only the queries before seqused_q[b] count, and the keys from leftpad_k[b] up to
+    before seqused_k[b]."""
+    maybe = {"seqused_q": used_q, "leftpad_k": leftpad, "seqused_k": used_k}
+    given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **{name: x for name, x in maybe.items() if x is not None}}
+    refuse(*(unfit_tensors(given) or misplaced(given, on_host=("seqused_k",))))
+    batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
+    if check_cu_seqlens("cu_seqlens_k", cu_k, "k", k if isinstance(k, Tensor) else None) != batch:
+        raise ValueError(f"cu_seqlens_k: shape {tuple(cu_k.shape)}; accepted is ({batch + 1},), as cu_seqlens_q has")
+    for side, cu, most in (("q", cu_q, max_q), ("k", cu_k, max_k)):  # by the caller's count of sequences
+        for b, n in enumerate(cu.diff().tolist() if TORCH.is_readable(cu) and isinstance(most, int) else []):
+            if n > most:
+                raise ValueError(f"cu_seqlens_{side}: sequence {b} has {n} tokens; accepted is at most max_seqlen_{side} = {most}")
+    last = None if used_q is None else within("seqused_q", used_q, batch, cu_q.diff(), "the tokens of the sequence")
+    end = cu_k.diff()
+    if used_k is not None:
+        end = within("seqused_k", used_k, batch, end, "the sequence's length").to(end.device)
+    begin = torch.zeros_like(end) if leftpad is None else within("leftpad_k", leftpad, batch, end, "where the sequence ends")
+    return {"max_seqlen_q": max_q, "max_seqlen_k": max_k, **in_threes(cu_q, cu_k, begin, end, slopes, last)}
+
+
+def in_threes(
+    cu_q: Tensor, cu_k: Tensor, begin: Tensor, end: Tensor, slopes: Tensor | None, used_q: Tensor | None = None
+) -> dict[str, Any]:
+    """Each packed sequence as three: its keys before begin[b], and no query; its keys before end[b], and the first used_q[b] queries (None:
+    all); its other keys, of which none counts, and the other queries."""
+    q, k = cu_q[:-1], cu_k[:-1]
+    queries = torch.stack([q, q, cu_q[1:] if used_q is None else q + used_q], 1).flatten()
+    keys = torch.stack([k, k + begin, k + end], 1).flatten()
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes.repeat_interleave(3, 0)
+    split = {"cu_seqlens_q": torch.cat([queries, cu_q[-1:]]).int(), "cu_seqlens_k": torch.cat([keys, cu_k[-1:]]).int()}
+    if used_q is not None:
+        split["seqused_k"] = torch.stack([torch.zeros_like(end), end - begin, torch.zeros_like(end)], 1).flatten().int()
+    return {**split, "alibi_slopes": slopes}

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ._call import KV, NAMES, PACKED_QKV, QKV, Window, attend, parts, sequences
-from ._gaps import check_cu_seqlens
-from ._kvcache import attend_to_cache
-from ._words import names_checked, tensor_or_refusal
+from strobe._writable import writes
+
+from ._call import KV, NAMES, PACKED_QKV, QKV, Options, Window, attend, pages, parts, sequences
+from ._kvcache import Cache, Rotary, Tokens, attend_to_cache
+from ._words import names_checked, python_numbers
 
 __all__ = [
     "flash_attn_func",
@@ -21,23 +22,16 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
+_PAGES = NAMES | {"page_table": "block_table", "seqused_k": "cu_seqlens_k"}
 _CACHE = NAMES | {"k": "k_cache", "v": "v_cache", "page_table": "block_table"}
 
 
 @names_checked(NAMES)
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Attention of q (B, Sq, H, D) over k and v (B, Sk, Hkv, D); differentiable.
 
     Args:
@@ -53,65 +47,40 @@ def flash_attn_func(
     Returns:
         out (B, Sq, H, D); softmax_lse (B, H, Sq).
     """
-    return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _and_no_probs(attend(q, k, v, options, return_attn_probs))
 
 
 @names_checked(NAMES)
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """flash_attn_func with qkv (B, S, 3, H, D)."""
     q, k, v = parts("qkv", qkv, 3, 2, "(B, S, 3, H, D)")
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return attend(q, k, v, *options, names=QKV)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _and_no_probs(attend(q, k, v, options, return_attn_probs, QKV))
 
 
 @names_checked(NAMES)
 def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """flash_attn_func with q (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D)."""
     k, v = parts("kv", kv, 2, 2, "(B, Sk, 2, Hkv, D)")
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return attend(q, k, v, *options, names=KV)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    return _and_no_probs(attend(q, k, v, options, return_attn_probs, KV))
 
 
 @names_checked(NAMES)
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """flash_attn_func for packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D), sequence b at [cu_seqlens[b], cu_seqlens[b + 1]).
 
     With block_table, int32 (B, n), k and v are pools of pages, (pages, page, Hkv, D), and a row of the table names those of a sequence.
@@ -120,87 +89,49 @@ def flash_attn_varlen_func(
     Returns:
         out (Tq, H, D); softmax_lse (H, Tq).
     """
-    if block_table is not None:
-        cu_k = tensor_or_refusal("cu_seqlens_k", cu_seqlens_k, "a torch.Tensor, int32 (B + 1,)")
-        if isinstance(cu_k, Exception):
-            raise cu_k
-        check_cu_seqlens("cu_seqlens_k", cu_k)
-        paged: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "page_table": block_table}
-        return attend(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-            names=NAMES | {"page_table": "block_table", "seqused_k": "cu_seqlens_k"}, **paged, seqused_k=cu_k.diff().to(cu_k.dtype),
-        )  # fmt: skip
-    packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packed)
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    if block_table is None:
+        packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return _and_no_probs(attend(q, k, v, options, return_attn_probs, **packed))
+    paged = pages(block_table, cu_seqlens_q, max_seqlen_q, None, cu_seqlens_k)
+    return _and_no_probs(attend(q, k, v, options, return_attn_probs, _PAGES, **paged))
 
 
 @names_checked(NAMES)
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """flash_attn_varlen_func with qkv (T, 3, H, D)."""
     q, k, v = parts("qkv", qkv, 3, 1, "(T, 3, H, D)")
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     packed = sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return attend(q, k, v, *options, names=PACKED_QKV, **packed)
+    return _and_no_probs(attend(q, k, v, options, return_attn_probs, PACKED_QKV, **packed))
 
 
 @names_checked(NAMES)
 def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """flash_attn_varlen_func with q (Tq, H, D) and kv (Tk, 2, Hkv, D)."""
     k, v = parts("kv", kv, 2, 1, "(Tk, 2, Hkv, D)")
+    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return attend(q, k, v, *options, names=KV, **packed)
+    return _and_no_probs(attend(q, k, v, options, return_attn_probs, KV, **packed))
 
 
 @names_checked(NAMES)
+@writes("k_cache", "v_cache", beside="k")
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Tensor | None = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Any:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, block_table: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None,
+    num_splits: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
     """Writes k and v, if given, after the filled part of a cache, and attends with q (B, Sq, H, D) to the part filled then.
 
     As in flash-attn there are no gradients: the output does not require a gradient, even if q does.
@@ -225,7 +156,12 @@ def flash_attn_with_kvcache(
     Returns:
         out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)).
     """
-    return attend_to_cache(
-        _CACHE, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, window_size, softcap, rotary_interleaved, alibi_slopes, num_splits, return_softmax_lse,
-    )  # fmt: skip
+    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
+    options = Options(0.0, softmax_scale, causal, python_numbers(window_size), softcap, alibi_slopes)
+    return attend_to_cache(_CACHE, Tokens(q, k, v), cache, rotary, options, return_softmax_lse, num_splits)
+
+
+def _and_no_probs(found: Any) -> Any:
+    """flash-attn's third result, the probabilities, is never made."""
+    return (*found, None) if isinstance(found, tuple) else found

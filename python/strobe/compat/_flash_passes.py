@@ -11,36 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import attention, attention_backward
-from strobe._checks import Wrong, is_integer, refusal
+from strobe import Gradients, attention, attention_backward
+from strobe._checks import Wrong
 from strobe._kinds import kind
-from strobe._run import Gradients
 from strobe.arrays.torch import TORCH
 
 from .._tensor_checks import unfit_tensors
 from .._writable import not_writable, writes
-from ._call import NAMES, attend, refuse_pages, sequences, translated
-from ._gaps import parts, within
-from ._words import in_words_of, names_checked, switch_or_refusal
+from ._call import NAMES, Options, attend, pages, sequences, some_tokens, translated
+from ._lengths import integer_or_refusal, refuse
+from ._words import in_words_of, names_checked, switch_or_refusal, tensor_or_refusal
 
-_NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse"}
+_NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse", "page_table": "block_table"}
+_Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @names_checked(_NAMES)
 @torch.no_grad()
 def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention of q (B, Sq, H, D) over k and v (B, Sk, Hkv, D), as flash_attn_func; not differentiable.
 
     Args:
@@ -51,82 +42,55 @@ def _flash_attn_forward(
         out (B, Sq, H, D); softmax_lse (B, H, Sq), -inf for a query that sees no key; an empty tensor, because the probabilities are never
         made; rng_state, int64 (2,): identifies the dropout mask for the backward. Zeros without dropout.
     """
-    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
-    return _forward(q, k, v, options, return_softmax)
+    options = Options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    return _forward(q, k, v, options, return_softmax, _NAMES)
 
 
 @names_checked(_NAMES)
 @torch.no_grad()
 def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-    num_splits: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """_flash_attn_forward for packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D).
 
     Args:
-        block_table: refused.
+        block_table: int32 (B, n): k and v are pools of pages, (pages, page, Hkv, D), and a row of the table names those of a sequence. Its
+            keys are as many as seqused_k says, or else cu_seqlens_k; max_seqlen_k has no effect. There is no backward.
         seqused_k, leftpad_k: int32 (B,): of each sequence's keys only those from leftpad_k up to before seqused_k count; None: all.
-            leftpad_k is refused with dropout.
+            leftpad_k is refused with dropout and with block_table.
         zero_tensors, num_splits: without effect.
 
     Returns:
         out (Tq, H, D); softmax_lse (H, Tq); the other two as in _flash_attn_forward.
     """
-    refuse_pages(block_table)
-    wrong: Wrong = [x for x in (switch_or_refusal("zero_tensors", zero_tensors),) if isinstance(x, Exception)]
-    is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
-    if wrong:
-        raise refusal(wrong)
-    if leftpad_k is not None:
-        if dropout_p:
-            raise ValueError(f"dropout_p: {dropout_p!r} beside leftpad_k; accepted is 0")
-        cu_seqlens_q, cu_seqlens_k, alibi_slopes = _without_gaps(cu_seqlens_q, cu_seqlens_k, leftpad_k, seqused_k, alibi_slopes)
-        seqused_k = None
-    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
-    packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _forward(q, k, v, options, return_softmax, **packed, seqused_k=seqused_k)
+    wrong: list[Any] = [switch_or_refusal("zero_tensors", zero_tensors), integer_or_refusal("num_splits", num_splits)]
+    if leftpad_k is not None and dropout_p:
+        wrong.append(ValueError(f"dropout_p: {dropout_p!r} beside leftpad_k; accepted is 0"))
+    if leftpad_k is not None and block_table is not None:
+        wrong.append(ValueError("leftpad_k: given beside block_table; accepted is None, for the table says where a sequence lies"))
+    refuse(*wrong)
+    options = Options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
+    if block_table is not None:
+        names = _NAMES if seqused_k is not None else {**_NAMES, "seqused_k": "cu_seqlens_k"}
+        return _forward(q, k, v, options, return_softmax, names, **pages(block_table, cu_seqlens_q, max_seqlen_q, seqused_k, cu_seqlens_k))
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if leftpad_k is None:
+        return _forward(q, k, v, options, return_softmax, _NAMES, **sequences(*lengths), seqused_k=seqused_k)
+    refuse(None if alibi_slopes is None else tensor_or_refusal("alibi_slopes", alibi_slopes))
+    some = some_tokens(q, k, *lengths, slopes=alibi_slopes, leftpad=leftpad_k, used_k=seqused_k)
+    return _forward(q, k, v, options, return_softmax, _NAMES, **some)
 
 
 @names_checked(_NAMES)
 @writes("dq", "dk", "dv")
 def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Tensor:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
+    dv: Tensor | None, dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The gradients of _flash_attn_forward, written into dq, dk and dv.
 
     Args:
@@ -137,161 +101,75 @@ def _flash_attn_backward(
     Returns:
         softmax_d, (B, H, Sq), float32 (float64 with float64): the sums of dout · out over the head dimension.
     """
-    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic)
-    return _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, options, rng_state)
+    options = Options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes, deterministic)
+    return _backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options, rng=rng_state)
 
 
 @names_checked(_NAMES)
 @writes("dq", "dk", "dv")
 def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
-    """_flash_attn_backward for packed sequences. zero_tensors: without effect.
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
+    dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
+    deterministic: bool, rng_state: Tensor | None = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
+    """_flash_attn_backward for packed sequences; keys in pages have none. zero_tensors: without effect.
 
     Returns:
         softmax_d, (H, Tq).
     """
-    if isinstance(wrong := switch_or_refusal("zero_tensors", zero_tensors), Exception):
-        raise wrong
-    options = _options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic)
+    refuse(switch_or_refusal("zero_tensors", zero_tensors))
+    options = Options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes, deterministic)
     packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, options, rng_state, **packed)
+    return _backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options, **packed, rng=rng_state)
 
 
-def _options(
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool = False,
-) -> dict[str, Any]:
-    """The arguments of translated()."""
-    return {
-        "dropout_p": dropout_p,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": (left, right),
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "deterministic": deterministic,
-    }
-
-
-def _without_gaps(
-    cu_q: Tensor, cu_k: Tensor, leftpad: Tensor, used: Tensor | None, slopes: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cu_seqlens of both sides and alibi_slopes for the keys that count."""
-    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "leftpad_k": leftpad, "seqused_k": used, "alibi_slopes": slopes}
-    given = {name: x for name, x in given.items() if x is not None or name.startswith("cu_seqlens")}
-    wrong = unfit_tensors(given)
-    if not wrong:
-        lists = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
-        wrong = [ValueError(f"{name}: dtype {kind(x.dtype)}; accepted is int32") for name, x in lists.items() if x.dtype != torch.int32]
-    if wrong:
-        raise refusal(wrong)
-    if cu_q.dim() != 1 or not len(cu_q) or cu_k.shape != cu_q.shape:
-        raise ValueError(f"cu_seqlens_q, cu_seqlens_k: shapes {tuple(cu_q.shape)}, {tuple(cu_k.shape)}; accepted is (B + 1,) twice")
-    batch = len(cu_q) - 1
-    lengths = cu_k.diff()
-    end = lengths if used is None else within("seqused_k", used, batch, lengths, "the sequence's length")
-    begin = within("leftpad_k", leftpad, batch, end, "where the sequence ends")
-    return parts(cu_q, cu_k, cu_k[:-1] + begin, cu_k[:-1] + end, slopes)
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], return_softmax: bool, **packed: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if isinstance(wrong := switch_or_refusal("return_softmax", return_softmax), Exception):
-        raise wrong
-    rng = TORCH.drawn_rng(q) if options["dropout_p"] and isinstance(q, Tensor) else None
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options, return_softmax: bool, names: dict[str, str], **packed: Any) -> _Results:
+    refuse(switch_or_refusal("return_softmax", return_softmax))
+    rng = TORCH.drawn_rng(q) if options.dropout_p and isinstance(q, Tensor) else None
     with _without_autocast(q):
-        out, lse, _ = attend(q, k, v, **options, return_attn_probs=True, names=_NAMES, **packed, rng=rng)
+        out, lse = attend(q, k, v, options, names=names, **packed, rng=rng)
     return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64) if rng is None else rng
 
 
-def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    options: dict[str, Any],
-    rng_state: Tensor | None,
-    **packed: Any,
-) -> Tensor:
-    known = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
-    wrong = unfit_tensors(known)
-    if not wrong:
-        wrong = _misfits(known, {"dq": (dq, q), "dk": (dk, k), "dv": (dv, v)}, "cu_seqlens_q" in packed)
-    if wrong:
-        raise refusal(wrong)
-    given = translated(_NAMES, **options, **packed, rng=rng_state)
-    with in_words_of(_NAMES, given), _without_autocast(q):
-        found = _backward_of_a_part(dout, q, k, v, out, softmax_lse, **given)
+def _backward(given: tuple[Tensor, ...], into: tuple[Tensor | None, ...], options: Options, **packed: Any) -> Tensor:
+    """given: dout, q, k, v, out, softmax_lse; into: dq, dk, dv. packed: rng_state, and how sequences are packed."""
+    known = dict(zip(("dout", "q", "k", "v", "out", "softmax_lse"), given, strict=True))
+    written = {name: x for name, x in zip(("dq", "dk", "dv"), into, strict=True) if x is not None}
+    refuse(*unfit_tensors(known))
+    refuse(*_misfits(known, written, "cu_seqlens_q" in packed))
+    dout, q, k, v, out, lse = given
+    arguments = translated(_NAMES, options, **packed)
+    with in_words_of(_NAMES, arguments), _without_autocast(q):
+        found = _backward_of_a_part(dout, q, k, v, out, lse, **arguments)
     softmax_d = _by_head(_row_sums(dout, out))  # before the first write: dq may share memory with dout or out
-    for x, gradient in zip((dq, dk, dv), found, strict=False):
-        if x is not None:
-            x.copy_(gradient)
+    for name, x in written.items():
+        x.copy_(getattr(found, name))
     return softmax_d
 
 
-def _misfits(known: dict[str, Tensor], into: dict[str, tuple[Tensor | None, Tensor]], is_packed: bool) -> Wrong:
+def _misfits(known: dict[str, Tensor], into: dict[str, Tensor], is_packed: bool) -> Wrong:
     """The arguments that do not fit q, k and v, or must fit before the first write."""
-    dout, q, k, v, out, lse = known.values()
-    rank = 3 if is_packed else 4
+    q, v = known["q"], known["v"]
+    rank, accepted = (3, "(tokens, heads, head dimension)") if is_packed else (4, "(batches, tokens, heads, head dimension)")
+    ranks = {name: known[name] for name in "qkv" if known[name].dim() != rank}
+    if ranks:
+        return [ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {accepted}") for name, x in ranks.items()]
+    result, sums = (*q.shape[:-1], v.shape[-1]), q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+    fitting: dict[str, tuple[tuple[int, ...], Tensor]] = {"dout": (result, q), "out": (result, q)}
+    fitting["softmax_lse"] = (*q.shape[:-3], q.shape[-2], q.shape[-3]), sums
+    fitting.update({name: (known[name[1:]].shape, known[name[1:]]) for name in into})
     wrong: Wrong = []
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != rank:
-            accepted = "(tokens, heads, head dimension)" if is_packed else "(batches, tokens, heads, head dimension)"
-            wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {accepted}"))
-    if wrong:
-        return wrong
-    result = (*q.shape[:-1], v.shape[-1])
-    sum_dtype = torch.promote_types(q.dtype, torch.float32)
-    needed: dict[str, tuple[Any, ...]] = {
-        "dout": (dout, result, q),
-        "out": (out, result, q),
-        "softmax_lse": (lse, (*q.shape[:-3], q.shape[-2], q.shape[-3]), q.new_empty(0, dtype=sum_dtype)),
-    }
-    needed |= {name: (x, like.shape, like) for name, (x, like) in into.items() if x is not None}
-    for name, (x, shape, like) in needed.items():
+    for name, (shape, like) in fitting.items():
+        x: Any = {**known, **into}[name]
         if not isinstance(x, Tensor):
             wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor, or None"))
         elif x.shape != shape or x.dtype != like.dtype or x.device != like.device:
             found = f"shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
             wrong.append(ValueError(f"{name}: {found}; accepted is {tuple(shape)}, {like.dtype}, on {like.device}"))
-    written = {name: x for name, (x, _) in into.items() if isinstance(x, Tensor)}
-    wrong += unfit_tensors(written)
-    return wrong or not_writable(written)
+    tensors = {name: x for name, x in into.items() if isinstance(x, Tensor)}
+    wrong += unfit_tensors(tensors)
+    return wrong or not_writable(tensors)
 
 
 def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:

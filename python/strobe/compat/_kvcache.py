@@ -2,377 +2,295 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from strobe._checks import Wrong, is_integer, is_whole, refusal
+from strobe._checks import Wrong, is_whole
 from strobe._kinds import kind, shown
-from strobe._places import places
-from strobe._rotary import check_tables, rotate, rotate_tokens
+from strobe._rotary import check_tables
 from strobe._tensor_checks import incomplete, misplaced, unfit_tensors
 from strobe.kv import append
 
-from .._writable import not_writable, writes
+from .._writable import not_writable
 from ..arrays.torch import TORCH
-from ._call import Window, attend, bounds
-from ._gaps import check_cu_seqlens, parts, within
-from ._words import in_words_of, python_numbers, switch_or_refusal
+from ._call import Options, attend, bounds, in_threes
+from ._lengths import check_cu_seqlens, counts, integer_or_refusal, refuse, within
+from ._rotary import furthest, turn
+from ._words import in_words_of, switch_or_refusal
 
 
-class Queries(NamedTuple):
-    """(B, Sq, H, D); with cu_seqlens (Tq, H, D), where the longest sequence has `longest` tokens, if that is known."""
+class Tokens(NamedTuple):
+    """q (B, Sq, H, D), and k and v (B, Snew, Hkv, D), which are to be written. With cu_seqlens_q q is packed, (Tq, H, D), and its longest
+    sequence has max_seqlen_q tokens, if that is known; with cu_seqlens_k k and v are packed."""
 
     q: Tensor
-    cu_seqlens: Tensor | None
-    longest: int | None
+    k: Tensor | None
+    v: Tensor | None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
 
     def packing(self) -> dict[str, Any]:
-        return {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self.longest}
+        return {} if self.cu_seqlens_q is None else {"cu_seqlens_q": self.cu_seqlens_q, "max_seqlen_q": self.max_seqlen_q}
 
 
 class Cache(NamedTuple):
-    """k and v (B, S, Hkv, D); with a page table (pages, page, Hkv, D)."""
+    """k and v (Bc, Sc, Hkv, D): sequence b has the keys from leftpad[b] up to before seqlens[b] of row rows[b] (None: of row b). With a
+    table k and v are pools of pages, (pages, page, Hkv, D)."""
 
     k: Tensor
     v: Tensor
+    seqlens: int | Tensor | None
+    rows: Tensor | None
+    leftpad: Tensor | None
     table: Tensor | None
 
 
 class Rotary(NamedTuple):
-    """The tables, and whether pairs of columns are neighbours."""
+    """The tables; whether pairs of columns are neighbours; the position of each sequence's first new token (None: after its keys)."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
     interleaved: bool
-
-    def check(self, width: int, positions: int) -> None:
-        check_tables(self.cos, self.sin, width, positions)
-
-    def turned(self, x: Tensor, cu_seqlens: Tensor | None, first: Tensor, from_each: bool) -> Tensor:
-        """x (B, S, H, D), or packed (T, H, D), rotated: each token by its own position, from first[b] on, or all tokens by first[b]."""
-        if cu_seqlens is None:
-            positions = first[:, None] + torch.arange(x.shape[1] if from_each else 1, device=x.device)
-            return rotate(x, self.cos, self.sin, positions, self.interleaved)
-        if not len(first):  # all tokens are padding
-            return x
-        sequence, positions, _ = places(first, cu_seqlens, len(x))
-        return rotate_tokens(x, self.cos, self.sin, positions if from_each else first[sequence], self.interleaved)
+    seqlens: Tensor | None = None
 
 
-@writes("k_cache", "v_cache", beside="k")
+class Keys(NamedTuple):
+    """What is attended to: of each sequence the keys from begin[b] (None: the first) up to before end[b]."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor | None
+    begin: Tensor | None
+    end: Tensor
+    same_end: int | None  # where all sequences end, if that is known without reading numbers
+
+
 def attend_to_cache(
-    names: Mapping[str, str],
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    cache_seqlens: int | Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    table: Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    rotary_interleaved: bool,
-    alibi_slopes: Tensor | None,
-    num_splits: int,
-    return_softmax_lse: bool,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None,
-    beside: Wrong | None = None,
-) -> Any:
-    """The flash_attn_with_kvcache of both libraries: see their docstrings.
+    names: Mapping[str, str], new: Tokens, cache: Cache, rotary: Rotary, options: Options, return_lse: bool, num_splits: int = 0,
+    beside: Sequence[Any] = (),
+) -> Any:  # fmt: skip
+    """The flash_attn_with_kvcache of both libraries, whose docstrings describe it.
 
-    names: as in_words_of() takes them; the table is the one named for page_table. cu_seqlens_q: q is (Tq, H, D), and softmax_lse
-    (H, Tq). cu_seqlens_k_new: k and v are (Tnew, Hkv, D). beside: other errors of the call.
+    names: as in_words_of() takes them; the table is the one named for page_table. beside: what checks of further arguments found.
     """
-    table_name = names["page_table"]
-    tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    maybe = {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx}
-    maybe.update({"cache_leftpad": cache_leftpad, "alibi_slopes": alibi_slopes, table_name: table})  # PyTorch 2.4 does not trace |=
-    maybe.update({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new, "rotary_seqlens": rotary_seqlens})
-    if isinstance(cache_seqlens, Tensor):
-        maybe["cache_seqlens"] = cache_seqlens
-    tensors.update({name: x for name, x in maybe.items() if x is not None})
-    window_size = python_numbers(window_size)
-    window = bounds(window_size)
-    switches = {"causal": causal, "rotary_interleaved": rotary_interleaved, "return_softmax_lse": return_softmax_lse}
-    wrong = unfit_tensors(tensors) + (beside or []) + _wrong_numbers(cache_seqlens, switches, num_splits, window)
-    wrong += incomplete(maybe, ("k", "v"), ("rotary_cos", "rotary_sin")) + _misfit_arguments(maybe, table_name)
-    if wrong:
-        raise refusal(wrong)
-    if k is not None and cache_seqlens is None:
-        raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
-    if wrong := misplaced(tensors, on_host=("cache_seqlens", "cache_batch_idx", "cache_leftpad")):
-        raise refusal(wrong)
-    batch = _check_shapes(tensors, None if table is None else (table_name, table))
-    length = k_cache.shape[1] * (1 if table is None else table.shape[1])
-    filled, new = _lengths(cache_seqlens, k, cu_seqlens_k_new, batch, length, q.device)
-    rows, exists = _rows_of_cache(cache_batch_idx, batch, k_cache.shape[0], written=k is not None)
-    place = table if rows is None else _pages_of(rows, exists, q.device)
-    copied = rows is not None and (not length or _is_cast(k_cache))  # a page has a key or more; a cache that is cast is copied in any case
-    cache = Cache(k_cache, v_cache, None if copied else place)
-    if cache_leftpad is not None:
-        cache_leftpad = within("cache_leftpad", cache_leftpad, batch, filled + new, "where the sequence ends").to(q.device)
-    start = torch.as_tensor(filled, device=q.device).long().expand(batch)
-    end = start + new
-    if exists is not None:
-        end = end * exists.to(q.device)
-
-    options: dict[str, Any] = {
-        "dropout_p": 0.0,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": window_size,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "deterministic": False,
-        "return_attn_probs": True,
-        "names": names if rows is None else {**names, "page_table": "cache_batch_idx"},
-    }
-    if k is not None and v is not None:
-        _try_attention(Queries(q, cu_seqlens_q, max_seqlen_q), k, v, cache, end, options)
-        if rotary_cos is not None and rotary_sin is not None:
-            first = filled
-            if rotary_seqlens is not None:
-                first = within("rotary_seqlens", rotary_seqlens, batch, len(rotary_cos), "the length of rotary_cos")
-            tables = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
-            from_each = causal or window is not None
-            counts = q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff()
-            if not from_each:  # one position serves all queries of a sequence
-                counts = counts.clamp(max=1) if isinstance(counts, Tensor) else min(counts, 1)
-            tables.check(q.shape[-1], max(_furthest(first, new, k), _furthest(first, counts, q)))
-            begin = torch.as_tensor(first, device=q.device).long().expand(batch)
-            q, k = tables.turned(q, cu_seqlens_q, begin, from_each), tables.turned(k, cu_seqlens_k_new, begin, from_each=True)
+    table_name, window = names["page_table"], bounds(options.window_size)
+    flags = {"causal": options.causal, "rotary_interleaved": rotary.interleaved, "return_softmax_lse": return_lse}
+    found = [switch_or_refusal(name, x) for name, x in flags.items()] + [integer_or_refusal("num_splits", num_splits), window]
+    given = _checked(table_name, new, cache, rotary, options, beside, found)
+    batch, device = _check_shapes(given, None if cache.table is None else table_name), new.q.device
+    filled, added = _lengths(cache, new, batch)
+    table = cache.table if cache.rows is None else _table_of_rows(cache, batch, device, written=new.k is not None)
+    keys = _keys(cache, filled, added, table, batch, device)
+    names = {**names, "mask": "cache_leftpad", "page_table": table_name if cache.rows is None else "cache_batch_idx"}
+    if new.k is not None and new.v is not None:
+        _try_attention(new, keys, options, names)
+        q, k = _rotated(new, new.k, rotary, filled, added, from_each=bool(options.causal) or window is not None)
         with in_words_of({**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}):
-            append(k_cache, v_cache, k, v, start.int(), page_table=place, cu_seqlens=cu_seqlens_k_new, layout="bshd")
-    if copied:
-        cache = Cache(k_cache[rows], v_cache[rows], None)
-    if cache_leftpad is not None and exists is not None:
-        cache_leftpad = cache_leftpad * exists.to(q.device)
-    known = filled + new if isinstance(filled, int) and not isinstance(new, Tensor) and exists is None else None
-    out, lse = _attend_in_place(Queries(q, cu_seqlens_q, max_seqlen_q), cache, cache_leftpad, end, known, options)
-    return (out, lse) if return_softmax_lse else out
+            start = _each(filled, batch, device).int()
+            append(cache.k, cache.v, k, new.v, start, page_table=table, cu_seqlens=new.cu_seqlens_k, layout="bshd")
+        new = Tokens(q, *new[1:])
+    if table is not None and keys.table is None:
+        row = table[:, 0].clamp(min=0)
+        keys = Keys(cache.k[row], cache.v[row], *keys[2:])
+    out, lse = _attend_in_place(new, keys, options, names)
+    return (out, lse) if return_lse else out
 
 
-def _wrong_numbers(cache_seqlens: object, switches: Mapping[str, object], num_splits: object, window: object) -> Wrong:
-    """Errors of arguments that are no tensors. window: the result of bounds()."""
-    wrong: Wrong = []
-    if not (cache_seqlens is None or isinstance(cache_seqlens, Tensor) or is_whole(cache_seqlens)):
-        wrong.append(TypeError(f"cache_seqlens: {kind(cache_seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"))
-    wrong += [x for x in [switch_or_refusal(name, x) for name, x in switches.items()] if isinstance(x, Exception)]
-    is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
-    return [*wrong, window] if isinstance(window, Exception) else wrong
-
-
-def _misfit_arguments(maybe: dict[str, Tensor | None], table_name: str) -> Wrong:
-    """Refuses arguments that exclude each other, and arguments without their counterpart."""
-    wrong: Wrong = []
+def _checked(
+    table_name: str, new: Tokens, cache: Cache, rotary: Rotary, options: Options, beside: Sequence[Any], found: list[Any]
+) -> dict[str, Any]:
+    """The tensors that are given, by their names, after the checks that need no shapes. beside, found: what other checks found."""
+    maybe = {"k": new.k, "v": new.v, "rotary_cos": rotary.cos, "rotary_sin": rotary.sin, "cache_batch_idx": cache.rows}
+    maybe.update({"cache_leftpad": cache.leftpad, "alibi_slopes": options.alibi_slopes, table_name: cache.table})
+    maybe.update({"cu_seqlens_q": new.cu_seqlens_q, "cu_seqlens_k_new": new.cu_seqlens_k, "rotary_seqlens": rotary.seqlens})
+    given: dict[str, Any] = {"q": new.q, "k_cache": cache.k, "v_cache": cache.v}
+    given.update({name: x for name, x in maybe.items() if x is not None})  # PyTorch 2.4 does not trace |=
+    if isinstance(cache.seqlens, Tensor):
+        given["cache_seqlens"] = cache.seqlens
+    elif not (cache.seqlens is None or is_whole(cache.seqlens)):
+        found = [TypeError(f"cache_seqlens: {kind(cache.seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"), *found]
+    wrong = incomplete(maybe, ("k", "v"), ("rotary_cos", "rotary_sin"))
     for name in ("cache_batch_idx", "cache_leftpad"):
-        if maybe[table_name] is not None and maybe[name] is not None:
+        if name in given and table_name in given:
             wrong.append(ValueError(f"{name}: given beside {table_name}; accepted is None, for the table says where a sequence lies"))
-    for name, of in (("rotary_cos", "k"), ("cu_seqlens_k_new", "k"), ("rotary_seqlens", "rotary_cos")):
-        if maybe[name] is not None and maybe[of] is None:
-            needed = "k and v, new keys" + (" to be turned" if name == "rotary_cos" else "") if of == "k" else "rotary_cos and rotary_sin"
+    keys, tables = "k and v, new keys", "rotary_cos and rotary_sin"
+    for name, of, needed in (
+        ("rotary_cos", "k", f"{keys} to be turned"), ("cu_seqlens_k_new", "k", keys), ("rotary_seqlens", "rotary_cos", tables),
+    ):  # fmt: skip
+        if name in given and of not in given:
             wrong.append(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}"))
-    return wrong
+    refuse(*unfit_tensors(given), *beside, *found, *wrong)
+    if new.k is not None and cache.seqlens is None:
+        raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
+    refuse(*misplaced(given, on_host=("cache_seqlens", "cache_batch_idx", "cache_leftpad")))
+    return given
 
 
-def _check_shapes(tensors: dict[str, Tensor], named_table: tuple[str, Tensor] | None) -> int:
-    """B, if shapes and dtypes fit and the caches may be written in place. tensors: those that are given, by their names."""
-    q, cu_q, cu_new = tensors["q"], tensors.get("cu_seqlens_q"), tensors.get("cu_seqlens_k_new")
-    caches: dict[str, Tensor] = {name: tensors[name] for name in ("k_cache", "v_cache")}
-    fresh: dict[str, Tensor] = {name: tensors[name] for name in ("k", "v") if name in tensors}
+_PACKED_BY = {"q": "cu_seqlens_q", "k": "cu_seqlens_k_new", "v": "cu_seqlens_k_new"}
+
+
+def _check_shapes(given: dict[str, Any], table_name: str | None) -> int:
+    """B, if shapes and dtypes fit and the caches may be written in place."""
+    q, cu_q, cu_new = given["q"], given.get("cu_seqlens_q"), given.get("cu_seqlens_k_new")
     batch = next(iter(q.shape), 0) if cu_q is None else check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
-    if cu_new is not None and (found := check_cu_seqlens("cu_seqlens_k_new", cu_new, "k", fresh["k"])) != batch:
+    if cu_new is not None and (found := check_cu_seqlens("cu_seqlens_k_new", cu_new, "k", given["k"])) != batch:
         raise ValueError(f"cu_seqlens_k_new: shape ({found + 1},); accepted is ({batch + 1},), as q has batches")
-    packed = {name for name, cu in (("q", cu_q), ("k", cu_new), ("v", cu_new)) if cu is not None}
-    wrong = _shapes_against({"q": q, **caches}, fresh, batch, packed, "cache_batch_idx" in tensors, named_table)
-    if fresh:
-        wrong += not_writable(caches, {"q": q, **fresh})
-    if wrong:
-        raise refusal(wrong)
+    wrong: Wrong = []
+    for name in ("q", "k_cache", "v_cache", "k", "v"):
+        rank, accepted = 4, "(batches, tokens, heads, head dimension)"
+        if (packed_by := _PACKED_BY.get(name)) in given:
+            rank, accepted = 3, f"(tokens, heads, head dimension) with {packed_by}"
+        if name in given and given[name].dim() != rank:
+            wrong.append(ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {accepted}"))
+    wrong = wrong or _wrong_shapes(given, batch, table_name)
+    if "k" in given:
+        wrong += not_writable({name: given[name] for name in ("k_cache", "v_cache")}, {name: given[name] for name in ("q", "k", "v")})
+    refuse(*wrong)
     return batch
 
 
-def _lengths(
-    cache_seqlens: int | Tensor | None, k: Tensor | None, cu_new: Tensor | None, batch: int, length: int, device: torch.device
-) -> tuple[int | Tensor, int | Tensor]:
-    """How many keys of each sequence lie in a cache with room for `length`, and how many are new."""
-    filled = length if cache_seqlens is None else cache_seqlens
-    if cu_new is None:
-        new: int | Tensor = 0 if k is None else k.shape[1]
-    else:
-        new = cu_new.diff()
-        filled = torch.as_tensor(filled, device=device)  # on the device of the new ones
-        filled = filled if isinstance(cache_seqlens, Tensor) else filled.expand(batch)
-    return _filled(filled, new, batch, length), new
-
-
-def _rows_of_cache(cache_batch_idx: Tensor | None, batch: int, count: int, written: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The row of the cache for each sequence, and whether that row exists: None if it does for certain."""
-    if cache_batch_idx is None:
-        return None, None
-    rows = within("cache_batch_idx", cache_batch_idx, batch, count - 1, f"a cache of {count} rows").long()
-    exists = None if TORCH.is_readable(cache_batch_idx) else rows == cache_batch_idx
-    if written and exists is None and len(set(numbers := rows.tolist())) < batch:
-        raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
-    return rows, exists
-
-
-def _pages_of(rows: Tensor, exists: Tensor | None, device: torch.device) -> Tensor:
-    """The page_table of a contiguous cache: each row is a page that has all of its sequence's keys."""
-    return (rows if exists is None else torch.where(exists, rows, -1)).to(device, torch.int32)[:, None]
-
-
-def _is_cast(cache: Tensor) -> bool:
-    """Whether autocast casts, and so copies, it for the attention."""
-    device = cache.device.type
-    return torch.is_autocast_enabled(device) and cache.dtype not in (torch.float64, torch.get_autocast_dtype(device))
-
-
-def _follow_one_another(cache: Tensor) -> bool:
-    """Whether its rows are contiguous in memory, so that flatten(0, 1) is a view."""
-    return cache.shape[0] < 2 or not cache.shape[1] or cache.stride(0) == cache.shape[1] * cache.stride(1)
-
-
-def _try_attention(queries: Queries, k: Tensor, v: Tensor, cache: Cache, end: Tensor, options: dict[str, Any]) -> None:
-    """Makes calls with no queries or no keys, so that errors of the call, or of its pages, are raised before the first write."""
-    of_none, no_k, no_v = [x.new_empty(len(end), 0, *x.shape[-2:]) for x in (queries.q, k, v)]
-    attend(of_none, no_k, no_v, **options)
-    if queries.cu_seqlens is not None:
-        none: dict[str, Any] = {"cu_seqlens_k": torch.zeros_like(queries.cu_seqlens), "max_seqlen_k": 0}
-        attend(queries.q, no_k.flatten(0, 1), no_v.flatten(0, 1), **options, **queries.packing(), **none)
-    if cache.table is not None:
-        attend(of_none, cache.k, cache.v, **options, page_table=cache.table, seqused_k=end.int())
-
-
-def _filled(filled: int | Tensor, new: int | Tensor, batch: int, length: int) -> int | Tensor:
-    """cache_seqlens, checked or clamped, for caches with room for `length` keys."""
-    why = f"a cache has room for {length} keys" + (f", of which {new} are new" if isinstance(new, int) and new else "")
-    if isinstance(new, Tensor):
-        why += ", those of cu_seqlens_k_new among them"
-        if TORCH.is_readable(new) and (most := max(new.tolist(), default=0)) > length:
-            raise ValueError(f"cu_seqlens_k_new: {most} tokens of a sequence; accepted are up to {length}, for which a cache has room")
-    if isinstance(filled, Tensor):
-        return within("cache_seqlens", filled, batch, length - new, why)
-    most = length - int(new)
-    if not 0 <= filled <= most:
-        raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {most}, {why}")
-    return int(filled)
-
-
-def _shapes_against(
-    given: dict[str, Tensor], fresh: dict[str, Tensor], batch: int, packed: set[str], indexed: bool, named_table: tuple[str, Tensor] | None
-) -> Wrong:
-    """The shapes that do not fit, among those that must fit before the first write. fresh: k and v, if they are given; packed: the names of
-    those with three axes; indexed: by cache_batch_idx; named_table: that of a paged cache, and its name."""
-    both = {**given, **fresh}
-    wrong: Wrong = []
-    for name, x in both.items():
-        if x.dim() != (3 if name in packed else 4):
-            accepted = f"(tokens, heads, head dimension) with cu_seqlens_{'q' if name == 'q' else 'k_new'}"
-            accepted = accepted if name in packed else "(batches, tokens, heads, head dimension)"
-            wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {accepted}"))
-    if wrong:
-        return wrong
-    q, k_cache, v_cache = given.values()
-    (rows, length, heads, _), width = k_cache.shape, q.shape[-1]
+def _wrong_shapes(given: dict[str, Any], batch: int, table_name: str | None) -> Wrong:
+    """The shapes and dtypes that do not fit, among those that must fit before the first write. All have the right number of axes."""
+    q, k_cache, v_cache, k, v = given["q"], given["k_cache"], given["v_cache"], given.get("k"), given.get("v")
+    (rows, length, heads, _), indexed = k_cache.shape, "cache_batch_idx" in given
     room, where = length, "k_cache"
-    if named_table is not None:
-        name, table = named_table
+    wrong: Wrong = []
+    if table_name is not None:
+        table = given[table_name]
         if table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32:
-            return [ValueError(f"{name}: {table.dtype} of shape {tuple(table.shape)}; accepted is int32 ({batch}, n)")]
-        room, where = length * table.shape[1], f"a row of {name}"
+            return [ValueError(f"{table_name}: {table.dtype} of shape {tuple(table.shape)}; accepted is int32 ({batch}, n)")]
+        room, where = length * table.shape[1], f"a row of {table_name}"
     elif indexed and batch and not rows:
         return [ValueError(f"k_cache: shape {tuple(k_cache.shape)}; accepted is one row or more, for cache_batch_idx to name")]
     elif indexed and heads and q.shape[-2] % heads:  # the library's message would name pages
-        accepted = f"accepted are the divisors of {q.shape[-2]}"
-        wrong.append(ValueError(f"k_cache: {heads} heads for the {q.shape[-2]} of q; {accepted}"))
-    first = rows if indexed or named_table is not None else batch
-    shapes: dict[str, tuple[int, ...]] = {
-        "k_cache": (first, length, heads, width),
-        "v_cache": (first, length, heads, v_cache.shape[3]),
-    }
-    if fresh:
-        measure = fresh["v"] if fresh["k"].shape[-2] != heads == fresh["v"].shape[-2] else fresh["k"]  # the one whose axes are in place
-        tokens = measure.shape[:1] if "k" in packed else (batch, measure.shape[1])
-        if "k" not in packed and tokens[1] > room:
+        wrong = [ValueError(f"k_cache: {heads} heads for the {q.shape[-2]} of q; accepted are the divisors of {q.shape[-2]}")]
+    each = rows if indexed or table_name is not None else batch, length, heads
+    shapes: dict[str, tuple[int, ...]] = {"k_cache": (*each, q.shape[-1]), "v_cache": (*each, v_cache.shape[3])}
+    if k is not None and v is not None:
+        measure = v if k.shape[-2] != heads == v.shape[-2] else k  # the one whose axes are in place
+        tokens = measure.shape[:1] if "cu_seqlens_k_new" in given else (batch, measure.shape[1])
+        if "cu_seqlens_k_new" not in given and tokens[1] > room:
             wrong.append(ValueError(f"k: {tokens[1]} tokens; accepted are up to {room}, as {where} has"))
-        shapes.update({"k": (*tokens, heads, width), "v": (*tokens, heads, v_cache.shape[3])})
+        shapes.update({"k": (*tokens, heads, q.shape[-1]), "v": (*tokens, heads, v_cache.shape[3])})
     for name, shape in shapes.items():
-        if (found := both[name].shape) != shape:
-            wrong.append(ValueError(f"{name}: shape {tuple(found)}; accepted is {shape}"))
-    for name, x in fresh.items():
-        cache = given[f"{name}_cache"]
-        if x.dtype != cache.dtype:
+        if given[name].shape != shape:
+            wrong.append(ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {shape}"))
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x is not None and x.dtype != cache.dtype:
             wrong.append(ValueError(f"{name}: dtype {x.dtype}; accepted is {cache.dtype}, as {name}_cache has"))
     return wrong
 
 
-def _furthest(first: int | Tensor, count: int | Tensor, tokens: Tensor) -> int:
-    """The end of the last sequence that has a token, if sequences of `count` tokens begin at `first`, as far as it is known without reading
-    numbers in device memory. 0 if there are no tokens: `tokens` holds them."""
-    if not (tokens.shape[0] and tokens.shape[1]) or (not isinstance(count, Tensor) and not count):
-        return 0
-    if not isinstance(first, Tensor) and not isinstance(count, Tensor):
-        return first + count
-    ends = first + count
-    if isinstance(ends, Tensor) and TORCH.is_readable(ends):
-        some = torch.as_tensor(count).expand(ends.shape) > 0
-        return max(ends[some].tolist(), default=0)
-    return 1 if isinstance(count, Tensor) else count
+def _each(x: int | Tensor, batch: int, device: torch.device) -> Tensor:
+    """A number for each sequence, int64 (B,)."""
+    return torch.as_tensor(x, device=device).long().expand(batch)
 
 
-def _attend_in_place(
-    queries: Queries, cache: Cache, begin: Tensor | None, end: Tensor, known: int | None, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """out and softmax_lse, by the least general call that gives them and copies nothing of the cache. known: the common end of all
-    sequences, if there is one."""
-    if cache.table is None and (queries.cu_seqlens is not None or begin is not None):
-        if _follow_one_another(cache.k) and _follow_one_another(cache.v):
-            return _packed(queries, cache, begin, end, options)
-        cache = Cache(cache.k, cache.v, torch.arange(len(end), device=queries.q.device, dtype=torch.int32)[:, None])
-    if cache.table is None and known is not None:
-        out, lse, _ = attend(queries.q, cache.k[:, :known], cache.v[:, :known], **options)
-        return out, lse
-    if cache.table is not None:
-        options = {**options, "page_table": cache.table}
-    if queries.cu_seqlens is not None:
-        options = {**options, **queries.packing()}
-    if begin is not None and cache.table is not None:
-        key = torch.arange(cache.k.shape[1] * cache.table.shape[1], device=queries.q.device)
-        names = {**options["names"], "mask": "cache_leftpad"}
-        options = {**options, "names": names, "mask": (key >= begin[:, None])[:, None, None]}
-    out, lse, _ = attend(queries.q, cache.k, cache.v, **options, seqused_k=end.int())
-    return out, lse
+def _lengths(cache: Cache, new: Tokens, batch: int) -> tuple[int | Tensor, int | Tensor]:
+    """How many keys of each sequence the cache holds, checked or clamped, and how many are new."""
+    room = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
+    filled = room if cache.seqlens is None else cache.seqlens
+    added = 0 if new.k is None else counts(new.k, new.cu_seqlens_k)
+    why = f"a cache has room for {room} keys"
+    if isinstance(added, Tensor):
+        why += ", those of cu_seqlens_k_new among them"
+        if TORCH.is_readable(added) and (most := max(added.tolist(), default=0)) > room:
+            raise ValueError(f"cu_seqlens_k_new: {most} tokens of a sequence; accepted are up to {room}, for which a cache has room")
+        filled = filled.to(new.q.device) if isinstance(filled, Tensor) else torch.as_tensor(filled, device=new.q.device).expand(batch)
+    elif added:
+        why += f", of which {added} are new"
+    if isinstance(filled, Tensor):
+        return within("cache_seqlens", filled, batch, room - added, why), added
+    if not 0 <= filled <= room - added:
+        raise ValueError(f"cache_seqlens: {filled}; accepted are 0 to {room - added}, {why}")
+    return int(filled), added
 
 
-def _packed(queries: Queries, cache: Cache, begin: Tensor | None, end: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _table_of_rows(cache: Cache, batch: int, device: torch.device, written: bool) -> Tensor:
+    """cache_batch_idx as a page table, int32 (B, 1): each row of the cache is a page, and a row that does not exist is -1."""
+    assert cache.rows is not None
+    count = len(cache.k)
+    rows = within("cache_batch_idx", cache.rows, batch, count - 1, f"a cache of {count} rows")
+    if written and TORCH.is_readable(rows) and len(set(numbers := rows.tolist())) < batch:
+        raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
+    return torch.where(rows == cache.rows, rows, -1).to(device, torch.int32)[:, None]
+
+
+def _keys(cache: Cache, filled: int | Tensor, added: int | Tensor, table: Tensor | None, batch: int, device: torch.device) -> Keys:
+    """What is attended to once the new keys are written. It has no table if rows that are named are to be copied first: a page has a key or
+    more, and autocast copies what it casts."""
+    same_end = filled + added if isinstance(filled, int) and not isinstance(added, Tensor) else None
+    begin, end = cache.leftpad, _each(filled, batch, device) + added
+    if begin is not None:
+        begin = within("cache_leftpad", begin, batch, filled + added, "where the sequence ends").to(device)
+    if table is not None and cache.rows is not None and not TORCH.is_readable(cache.rows):
+        there = table[:, 0] >= 0
+        begin, end, same_end = None if begin is None else begin * there, end * there, None
+    copied = cache.rows is not None and not cache.k.shape[1]
+    if cache.rows is not None and torch.is_autocast_enabled(device.type):
+        copied = copied or cache.k.dtype not in (torch.float64, torch.get_autocast_dtype(device.type))
+    return Keys(cache.k, cache.v, None if copied else table, begin, end, same_end)
+
+
+def _try_attention(new: Tokens, keys: Keys, options: Options, names: Mapping[str, str]) -> None:
+    """Makes calls with no queries or no keys, so that errors of the call, or of its pages, are raised before the first write."""
+    no_q, no_k, no_v = [x.new_empty(len(keys.end), 0, *x.shape[-2:]) for x in new[:3] if x is not None]
+    attend(no_q, no_k, no_v, options, names=names)
+    if new.cu_seqlens_q is not None:
+        none = {**new.packing(), "cu_seqlens_k": torch.zeros_like(new.cu_seqlens_q), "max_seqlen_k": 0}
+        attend(new.q, no_k.flatten(0, 1), no_v.flatten(0, 1), options, names=names, **none)
+    if keys.table is not None:
+        attend(no_q, keys.k, keys.v, options, names=names, page_table=keys.table, seqused_k=keys.end.int())
+
+
+def _rotated(new: Tokens, k: Tensor, rotary: Rotary, filled: int | Tensor, added: int | Tensor, from_each: bool) -> tuple[Tensor, Tensor]:
+    """q and k. Each token of k is rotated by its own position, and those of q too if from_each, or else by that of the first new key."""
+    q, cu_q, (cos, sin, interleaved, seqlens) = new.q, new.cu_seqlens_q, rotary
+    if cos is None or sin is None:
+        return q, k
+    batch, first, count = q.shape[0] if cu_q is None else len(cu_q) - 1, filled, counts(q, cu_q)
+    if seqlens is not None:
+        first = within("rotary_seqlens", seqlens, batch, len(cos), "the length of rotary_cos")
+    if not from_each:  # one position serves all queries of a sequence
+        count = count.clamp(max=1) if isinstance(count, Tensor) else min(count, 1)
+    check_tables(cos, sin, q.shape[-1], max(furthest(first, added, k), furthest(first, count, q)))
+    begin = _each(first, batch, q.device)
+    return turn(q, cos, sin, begin, cu_q, bool(interleaved), from_each), turn(k, cos, sin, begin, new.cu_seqlens_k, bool(interleaved))
+
+
+def _attend_in_place(new: Tokens, keys: Keys, options: Options, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
+    """out and softmax_lse, by the least general call that gives them and copies nothing of the cache."""
+    q, (k, v, table, begin, end, same_end) = new.q, keys
+    if table is None and (new.cu_seqlens_q is not None or begin is not None):
+        # Where rows follow one another in memory, flatten(0, 1) is a view.
+        if all(x.shape[0] < 2 or not x.shape[1] or x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v)):
+            return _attend_packed(new, keys, options, names)
+        table = torch.arange(len(end), device=q.device, dtype=torch.int32)[:, None]  # each row is a page
+    if table is None and same_end is not None:
+        return attend(q, k[:, :same_end], v[:, :same_end], options, names=names)
+    more: dict[str, Any] = {**new.packing(), "page_table": table, "seqused_k": end.int()}
+    if table is not None and begin is not None:
+        key = torch.arange(k.shape[1] * table.shape[1], device=q.device)
+        more["mask"] = (key >= begin[:, None])[:, None, None]
+    return attend(q, k, v, options, names=names, **more)
+
+
+def _attend_packed(new: Tokens, keys: Keys, options: Options, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
     """Sequences that begin and end anywhere in their rows of the cache, read in place."""
-    q, are_packed = queries.q, queries.cu_seqlens is not None
-    batch, count, length = len(end), q.shape[1], cache.k.shape[1]
+    q, cu_q, batch, length = new.q, new.cu_seqlens_q, len(keys.end), keys.k.shape[1]
+    longest: Any = new.max_seqlen_q
     cu_k = torch.arange(batch + 1, device=q.device) * length
-    of_q = torch.arange(batch + 1, device=q.device) * count if queries.cu_seqlens is None else queries.cu_seqlens
-    packed: dict[str, Any] = {"max_seqlen_q": queries.longest if are_packed else count, "max_seqlen_k": length}
-    if begin is None:
-        packed.update({"cu_seqlens_q": of_q.int(), "cu_seqlens_k": cu_k.int(), "seqused_k": end.int()})
-    else:
-        of_q, cu_k, slopes = parts(of_q, cu_k, cu_k[:-1] + begin.long(), cu_k[:-1] + end, options["alibi_slopes"])
-        packed.update({"cu_seqlens_q": of_q, "cu_seqlens_k": cu_k})
-        options = {**options, "alibi_slopes": slopes}
-    tokens = q if are_packed else q.flatten(0, 1)
-    out, lse, _ = attend(tokens, cache.k.flatten(0, 1), cache.v.flatten(0, 1), **options, **packed)
-    if are_packed:
+    if cu_q is None:
+        q, longest, cu_q = q.flatten(0, 1), q.shape[1], torch.arange(batch + 1, device=q.device) * q.shape[1]
+    packed: dict[str, Any] = {"cu_seqlens_q": cu_q.int(), "cu_seqlens_k": cu_k.int(), "seqused_k": keys.end.int()}
+    if keys.begin is not None:
+        packed = in_threes(cu_q, cu_k, keys.begin.long(), keys.end, options.alibi_slopes)
+    k, v = keys.k.flatten(0, 1), keys.v.flatten(0, 1)
+    out, lse = attend(q, k, v, options, names=names, **packed, max_seqlen_q=longest, max_seqlen_k=length)
+    if new.cu_seqlens_q is not None:
         return out, lse
-    return out.view(batch, count, *out.shape[1:]), lse.view(lse.shape[0], batch, count).transpose(0, 1)
+    return out.unflatten(0, (batch, longest)), lse.unflatten(1, (batch, longest)).transpose(0, 1)

@@ -7,19 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from strobe._checks import Wrong, is_integer, refusal
-
+from ._lengths import integer_or_refusal, refuse
 from ._words import tensor_or_refusal
 
 __all__ = [
-    "index_first_axis",
-    "index_first_axis_residual",
-    "index_put_first_axis",
-    "pad_input",
-    "unpad_input",
+    "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
     "unpad_input_for_concatenated_sequences",
-]
-
+]  # fmt: skip
 
 _MOST = 2**63 - 1
 
@@ -56,8 +50,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     """
     masks = {"attention_mask": attention_mask, **({} if unused_mask is None else {"unused_mask": unused_mask})}
     _check(hidden_states, **masks)
-    for name, mask in masks.items():
-        _check_ones(name, mask)
+    refuse(*(_not_of_ones(name, mask) for name, mask in masks.items()))
     used = attention_mask.bool()
     kept = used if unused_mask is None else used | unused_mask.bool()
     lengths = kept.sum(1, dtype=torch.int32)
@@ -76,37 +69,30 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
         As unpad_input(), without seqused.
     """
     _check(hidden_states, attention_mask_in_length=attention_mask_in_length)
-    of = attention_mask_in_length.dtype
-    if attention_mask_in_length.is_floating_point() or attention_mask_in_length.is_complex() or of == torch.bool:
-        raise ValueError(f"attention_mask_in_length: dtype {of}; accepted are integers, lengths of sequences")
-    room = hidden_states.shape[1]
-    each = attention_mask_in_length.long()
+    if not _is_integral(attention_mask_in_length):
+        raise ValueError(f"attention_mask_in_length: dtype {attention_mask_in_length.dtype}; accepted are integers, lengths of sequences")
+    room, each = hidden_states.shape[1], attention_mask_in_length.long()
     outside = (each < 0) | (each > room)  # it waits for a GPU in any case; without this check, sums may not fit 64 bits
     if outside.any():
-        raise ValueError(f"attention_mask_in_length: {_number(each[outside][0], of)}; accepted are 0 to {room}")
+        raise ValueError(f"attention_mask_in_length: {_number(each[outside][0], attention_mask_in_length.dtype)}; accepted are 0 to {room}")
     filled = each.sum(1)
     if (filled > room).any():
         raise ValueError(f"attention_mask_in_length: lengths of a row that add up to {int(filled.max())}; accepted are 0 to {room}")
     kept = torch.arange(room, device=filled.device) < filled[:, None]
-    lengths = each[each > 0]
-    return Separated(*_packed(hidden_states, kept, lengths))
+    return Separated(*_packed(hidden_states, kept, each[each > 0]))
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Puts the packed tokens (T, ...) back to their places: (batch, seqlen, ...), with zeros elsewhere. No two indices may be equal."""
-    wrong: Wrong = []
-    sized = [is_integer(wrong, name, x, 0, _MOST) for name, x in (("batch", batch), ("seqlen", seqlen))]
-    if all(sized):
-        is_integer(wrong, "batch * seqlen", batch * seqlen, 0, _MOST)
-    if wrong:
-        raise refusal(wrong)
+    refuse(integer_or_refusal("batch", batch, 0, _MOST), integer_or_refusal("seqlen", seqlen, 0, _MOST))
+    refuse(integer_or_refusal("batch * seqlen", batch * seqlen, 0, _MOST))
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """input[indices], the rows of (N, ...) that indices name. indices may have any integer dtype."""
-    _check_rows("input", input)
-    return input.index_select(0, _rows(indices, len(input), "input", input))
+    rows = _rows("input", input, indices)
+    return input.index_select(0, rows)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,24 +103,17 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Puts the rows of `values` at `indices`: (first_axis_dim, ...), with zeros elsewhere. No two indices may be equal: in host memory this
     is checked."""
-    wrong: Wrong = []
-    if not is_integer(wrong, "first_axis_dim", first_axis_dim, 0, _MOST):
-        raise refusal(wrong)
-    _check_rows("values", values)
-    rows = _rows(indices, first_axis_dim, "values", values)
+    refuse(integer_or_refusal("first_axis_dim", first_axis_dim, 0, _MOST))
+    rows = _rows("values", values, indices, first_axis_dim)
     if values.shape[:1] != rows.shape:
-        raise ValueError(
-            f"indices: shape {tuple(rows.shape)}; accepted is ({', '.join(map(str, values.shape[:1]))},), one for each of the values"
-        )
+        raise ValueError(f"indices: shape {tuple(rows.shape)}; accepted is {tuple(values.shape[:1])}, one for each of the values")
     if _is_looked_at(rows) and (several := rows.bincount() > 1).any():
         raise ValueError(f"indices: {int(several.nonzero()[0])} more than once; accepted are indices that differ from one another")
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, rows, values)
 
 
 def _check(hidden_states: Tensor, **masks: Tensor) -> None:
-    for name, x in {"hidden_states": hidden_states, **masks}.items():
-        if isinstance(wrong := tensor_or_refusal(name, x), Exception):
-            raise wrong
+    refuse(*(tensor_or_refusal(name, x) for name, x in {"hidden_states": hidden_states, **masks}.items()))
     if hidden_states.dim() < 2:
         raise ValueError(f"hidden_states: shape {tuple(hidden_states.shape)}; accepted is (B, S, ...)")
     for name, mask in masks.items():
@@ -144,15 +123,20 @@ def _check(hidden_states: Tensor, **masks: Tensor) -> None:
             raise ValueError(f"{name}: shape {tuple(mask.shape)}; accepted is {tuple(hidden_states.shape[:2])}, as hidden_states begins")
 
 
-def _check_ones(name: str, mask: Tensor) -> None:
+def _is_integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def _not_of_ones(name: str, mask: Tensor) -> Exception | None:
     """Refuses a mask that is added to the scores: it means the opposite, and would be taken for a mask of ones."""
     if mask.dtype == torch.bool:
-        return
-    if mask.is_floating_point() or mask.is_complex():
-        raise ValueError(f"{name}: dtype {mask.dtype}; accepted is bool, True = a token, or integers, 1 = a token")
+        return None
+    if not _is_integral(mask):
+        return ValueError(f"{name}: dtype {mask.dtype}; accepted is bool, True = a token, or integers, 1 = a token")
     each = mask.long()
     if not torch.compiler.is_compiling() and (other := each[(each != 0) & (each != 1)]).numel():
-        raise ValueError(f"{name}: {_number(other[0], mask.dtype)}; accepted are 0 and 1")
+        return ValueError(f"{name}: {_number(other[0], mask.dtype)}; accepted are 0 and 1")
+    return None
 
 
 def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -163,25 +147,19 @@ def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tenso
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest
 
 
-def _check_rows(name: str, x: Tensor) -> None:
-    if isinstance(wrong := tensor_or_refusal(name, x), Exception):
-        raise wrong
+def _rows(name: str, x: Tensor, indices: Tensor, count: int | None = None) -> Tensor:
+    """Indices of `count` rows (None: those of x, the argument `name`) for torch's functions: int64, where callers have other integers."""
+    refuse(tensor_or_refusal(name, x))
     if not x.dim():
         raise ValueError(f"{name}: a number; accepted is (N, ...)")
-
-
-def _rows(indices: Tensor, count: int, beside: str, of: Tensor) -> Tensor:
-    """Indices of `count` rows for torch's functions: int64, where callers have other integers, on the device of `of`."""
-    if isinstance(wrong := tensor_or_refusal("indices", indices, "a torch.Tensor, integers (T,)"), Exception):
-        raise wrong
-    if indices.dim() != 1 or indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
-        found = f"shape {tuple(indices.shape)}, dtype {indices.dtype}"
-        raise ValueError(f"indices: {found}; accepted are integers (T,)")
-    if indices.device != of.device:
-        raise ValueError(f"indices: on device {indices.device}; accepted is {of.device}, where {beside} lies")
-    rows = indices.long()
+    refuse(tensor_or_refusal("indices", indices, "a torch.Tensor, integers (T,)"))
+    if indices.dim() != 1 or not _is_integral(indices):
+        raise ValueError(f"indices: shape {tuple(indices.shape)}, dtype {indices.dtype}; accepted are integers (T,)")
+    if indices.device != x.device:
+        raise ValueError(f"indices: on device {indices.device}; accepted is {x.device}, where {name} lies")
+    rows, count = indices.long(), len(x) if count is None else count
     if _is_looked_at(rows):
-        least, most = sorted(_number(x, indices.dtype) for x in rows.aminmax())
+        least, most = sorted(_number(n, indices.dtype) for n in rows.aminmax())
         if least < 0 or most >= count:
             accepted = f"accepted are 0 to {count - 1}" if count else "accepted is none, for there are no rows"
             raise ValueError(f"indices: {least} to {most}; {accepted}")

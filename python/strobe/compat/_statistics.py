@@ -1,14 +1,19 @@
-"""m and l of the papers: the maximum of each row of scores and the sum of exp(score - m). Strobe keeps only their LSE = m + log l."""
+"""The papers' forward and backward, and their m and l: the maximum of each row of scores and the sum of exp(score - m). Strobe keeps only
+their LSE = m + log l."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from strobe import attention, attention_backward
 from strobe._checks import refusal
 from strobe._tensor_checks import unfit_tensors
+
+from ._words import in_words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,16 +23,27 @@ if TYPE_CHECKING:
 _CHUNK = 2**22  # scores computed at once
 
 
+def forward(names: Mapping[str, str], Q: Tensor, K: Tensor, V: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """(O, LSE), O differentiable. names, and arguments that are exceptions: see in_words_of()."""
+    with in_words_of(names, {"q": Q, "k": K, "v": V, **options}):
+        return attention(Q, K, V, return_lse=True, **options)
+
+
+@torch.no_grad()
+def backward(
+    names: Mapping[str, str], Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, lse: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV) from the results of forward()."""
+    with in_words_of(names, {"q": Q, "k": K, "v": V, "out": O, "dout": dO, "lse": lse, **options}):
+        found = attention_backward(dO, Q, K, V, O, lse, **options)
+    return found.dq, found.dk, found.dv
+
+
+@torch.no_grad()
 def statistics(
-    Q: Tensor,
-    K: Tensor,
-    lse: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    mask: Tensor | None = None,
+    Q: Tensor, K: Tensor, lse: Tensor, *, scale: float | None = None, causal: bool = False, mask: Tensor | None = None,
     block_mask: BlockMask | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(l, m), each (B, H, N), float32 (float64 with float64). A row that sees no key has m = -inf and l = 0.
 
     The scores are computed once more, some rows at a time: half the work of a forward, and beside K a few MiB of memory.
@@ -59,8 +75,7 @@ def statistics(
 
 def lse_of(l: Tensor, m: Tensor) -> Any:
     """The LSE of statistics()' two results; or the exception that says what is wrong with them."""
-    refused = unfit_tensors({"l": l, "m": m})
-    if refused:
+    if refused := unfit_tensors({"l": l, "m": m}):
         return refusal(refused)
     if l.shape != m.shape:
         return ValueError(f"l, m: shapes {tuple(l.shape)}, {tuple(m.shape)}; accepted is (B, H, N) twice")

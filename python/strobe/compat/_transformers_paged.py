@@ -15,20 +15,17 @@ from torch import Tensor
 from strobe import attention
 
 
+def model_options(query: Tensor, dropout: float, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
+    """The options of strobe.attention() that models set."""
+    sinks = None if s_aux is None else s_aux.to(torch.promote_types(query.dtype, torch.float32))
+    return {"scale": scaling, "softcap": softcap or 0.0, "sinks": sinks, "dropout": dropout}
+
+
 def paged_attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    cache: Any = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, sliding_window: int | None = None,
+    cache: Any = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls in continuous batching: (out (1, T, H, Dv), no weights).
 
     Layers that see all keys read them in the pages of the cache. For layers with a sliding window the cache returns a copy of the window.
@@ -60,20 +57,8 @@ def paged_attention_forward(
     else:
         k, v = layer.update(key, value)
         options |= {"cu_seqlens_k": layer.cu_seqlens_k, "max_seqlen_k": layer.longest}
-    out = attention(
-        query[0].transpose(0, 1),
-        k,
-        v,
-        causal=True,
-        window=None if sliding is None else (sliding - 1, 0),
-        scale=scaling,
-        softcap=softcap or 0.0,
-        sinks=None if s_aux is None else s_aux.to(torch.promote_types(query.dtype, torch.float32)),
-        dropout=dropout,
-        layout="bshd",
-        **options,
-    )
-    return out[None], None
+    options |= {**model_options(query, dropout, scaling, softcap, s_aux), "window": None if sliding is None else (sliding - 1, 0)}
+    return attention(query[0].transpose(0, 1), k, v, causal=True, layout="bshd", **options)[None], None
 
 
 class _Layer:

@@ -13,29 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import attention, attention_backward, explain
-from strobe._checks import Wrong, is_integer, refusal
+from strobe import attention, explain
 from strobe._options import MAX_HEAD_DIM_V
 
-from ._statistics import lse_of, statistics
+from ._lengths import integer_or_refusal, refuse
+from ._statistics import backward, lse_of, statistics
 from ._words import flag_or_refusal, in_words_of, names_checked
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO", "lse": "l, m"}
-_LONGEST = 2**31 - 1
 
 
 @names_checked(_NAMES)
 def flash_attention_forward(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    Bc: int | None = None,
-    Br: int | None = None,
-    use_half: bool = False,
-    *,
-    bc: int | None = None,
+    Q: Tensor, K: Tensor, V: Tensor, Bc: int | None = None, Br: int | None = None, use_half: bool = False, *, bc: int | None = None,
     br: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """softmax(Q Kᵀ / sqrt(D)) V; differentiable. Bc: keys of a tile, Br: queries of a tile, 32 if None (bc and br are other spellings of
     them)."""
     return _forward(Q, K, V, _spelled("Bc", Bc, bc), _spelled("Br", Br, br), use_half)[0].to(Q.dtype)
@@ -48,9 +40,7 @@ def flash_attention_forward_lm(
     """(O, l, m) of the paper's Algorithm 1: for each row of scores, the sum l of exp(score - m) and the maximum m, (B, H, N), float32.
     O is differentiable; l and m are not."""
     O, lse = _forward(Q, K, V, Bc, Br, use_half)
-    with torch.no_grad():
-        l, m = statistics(_rounded(Q, use_half), _rounded(K, use_half), lse)
-    return O.to(Q.dtype), l, m
+    return O.to(Q.dtype), *statistics(_rounded(Q, use_half), _rounded(K, use_half), lse)
 
 
 @names_checked(_NAMES)
@@ -59,10 +49,8 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) from the results of flash_attention_forward_lm."""
     q, k, v, out, dout = (_rounded(x, use_half) for x in (Q, K, V, O, dO))
-    lse = lse_of(l, m)
-    with torch.no_grad(), in_words_of(_NAMES, {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}):
-        found = attention_backward(dout, q, k, v, out, lse, tile_q=Br, tile_k=Bc)
-    return found.dq.to(Q.dtype), found.dk.to(K.dtype), found.dv.to(V.dtype)
+    dQ, dK, dV = backward(_NAMES, q, k, v, out, dout, lse_of(l, m), tile_q=Br, tile_k=Bc)
+    return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype)
 
 
 class FlashAttention(torch.nn.Module):
@@ -82,7 +70,7 @@ class FlashAttention(torch.nn.Module):
 @names_checked(_NAMES)
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
     """(Bc, Br) that Strobe itself chooses for a forward of one float32 head of that size, on the GPU if there is one."""
-    _check_integers(sequence_length=(sequence_length, _LONGEST), head_dim=(head_dim, MAX_HEAD_DIM_V))
+    refuse(integer_or_refusal("sequence_length", sequence_length, 1), integer_or_refusal("head_dim", head_dim, 1, MAX_HEAD_DIM_V))
     shape = (1, 1, sequence_length, head_dim)
     x = torch.empty(shape, device="cuda" if torch.cuda.is_available() else "cpu")
     answer = explain(x, x, x)
@@ -97,22 +85,12 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
 def estimate_memory_usage(batch_size: int, num_heads: int, seq_len: int, head_dim: int, use_half: bool = False) -> dict[str, float]:
     """Bytes of a forward: Q, K, V; the LSE, the only statistic of the scores that is kept; O. An engine's workspace is not included."""
     sizes = {"batch_size": batch_size, "num_heads": num_heads, "seq_len": seq_len, "head_dim": head_dim}
-    _check_integers(flag_or_refusal("use_half", use_half), **{name: (x, _LONGEST) for name, x in sizes.items()})
+    refuse(*(integer_or_refusal(name, x, 1) for name, x in sizes.items()), flag_or_refusal("use_half", use_half))
     rows = batch_size * num_heads * seq_len
     tensor = rows * head_dim * (2 if use_half else 4)
     memory = {"input_memory": 3 * tensor, "internal_memory": 4 * rows, "output_memory": tensor}
     total = sum(memory.values())
     return {**memory, "total_memory": total, "total_memory_mb": total / 2**20}
-
-
-def _check_integers(*others: Any, **given: tuple[int, int]) -> None:
-    """Each from 1 to its bound; `others` that are exceptions are raised with them."""
-    wrong: Wrong = []
-    for name, (x, most) in given.items():
-        is_integer(wrong, name, x, 1, most)
-    wrong += [x for x in others if isinstance(x, Exception)]
-    if wrong:
-        raise refusal(wrong)
 
 
 def _spelled(name: str, x: int | None, other: int | None) -> Any:

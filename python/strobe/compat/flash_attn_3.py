@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from strobe._checks import Wrong, is_integer, refusal
-from strobe._tensor_checks import misplaced, unfit_tensors
-from strobe.arrays.torch import TORCH
+from strobe._writable import writes
 
-from ._call import NAMES, QKV, Window, attend, parts, sequences
-from ._gaps import check_cu_seqlens, within
-from ._kvcache import attend_to_cache
-from ._words import names_checked, switch_or_refusal, tensor_or_refusal
+from ._call import NAMES, QKV, Options, Window, attend, parts, sequences, some_tokens
+from ._kvcache import Cache, Rotary, Tokens, attend_to_cache
+from ._lengths import integer_or_refusal, refuse
+from ._words import names_checked, python_numbers, switch_or_refusal, tensor_or_refusal
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -33,24 +30,10 @@ _CACHE = NAMES | {"k": "k_cache", "v": "v_cache", "page_table": "page_table"}
 
 @names_checked(NAMES)
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, qv: None = None, q_descale: None = None,
+    k_descale: None = None, v_descale: None = None, window_size: Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """Attention of q (B, Sq, H, D) over k and v (B, Sk, Hkv, D); differentiable.
 
     Args:
@@ -66,71 +49,40 @@ def flash_attn_func(
     Returns:
         out (B, Sq, H, D); softmax_lse (B, H, Sq).
     """
-    _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
-    return _attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    refuse(*_of_hopper(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin))
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    return attend(q, k, v, options, return_attn_probs)
 
 
 @names_checked(NAMES)
 def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: None = None, k_descale: None = None,
+    v_descale: None = None, window_size: Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """flash_attn_func with qkv (B, S, 3, H, D), or (B, S, num_heads_q + 2 · Hkv, D): the heads of q, then those of k, then those of v."""
-    wrong = _wrong(None, q_descale, k_descale, v_descale, attention_chunk, 1, None, sm_margin)
-    if num_heads_q is not None:
-        is_integer(wrong, "num_heads_q", num_heads_q, 1, 2**31 - 1)
-    if wrong:
-        raise refusal(wrong)
+    count = None if num_heads_q is None else integer_or_refusal("num_heads_q", num_heads_q, 1)
+    refuse(*_of_hopper(None, q_descale, k_descale, v_descale, attention_chunk, 1, None, sm_margin), count)
     if num_heads_q is None:
         q, k, v = parts("qkv", qkv, 3, 2, "(B, S, 3, H, D)")
     else:
-        refused = tensor_or_refusal("qkv", qkv, "a torch.Tensor, (B, S, num_heads_q + 2 Hkv, D)")
-        if isinstance(refused, Exception):
-            raise refused
+        refuse(tensor_or_refusal("qkv", qkv, "a torch.Tensor, (B, S, num_heads_q + 2 Hkv, D)"))
         heads = qkv.shape[2] - num_heads_q if qkv.dim() == 4 else -1
         if heads < 2 or heads % 2:
             raise ValueError(f"qkv: shape {tuple(qkv.shape)}; accepted is (B, S, {num_heads_q} + 2 Hkv, D), with num_heads_q {num_heads_q}")
         q, k, v = qkv.split([num_heads_q, heads // 2, heads // 2], 2)
-    return _attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, names=QKV)
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    return attend(q, k, v, options, return_attn_probs, QKV)
 
 
 @names_checked(NAMES)
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    qv: None = None, q_descale: None = None, k_descale: None = None, v_descale: None = None, window_size: Window = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """flash_attn_func for packed sequences: q (Tq, H, D), k and v (Tk, Hkv, D), sequence b at [cu_seqlens[b], cu_seqlens[b + 1]).
 
     Args:
@@ -141,46 +93,27 @@ def flash_attn_varlen_func(
     Returns:
         out (Tq, H, D); softmax_lse (H, Tq).
     """
-    _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
-    packed: dict[str, Any] = {**sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "seqused_k": seqused_k}
-    if seqused_q is not None:
-        packed.update(_those_used(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k))
-    return _attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, **packed)
+    refuse(*_of_hopper(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin))
+    if seqused_q is None:
+        packed = {**sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), "seqused_k": seqused_k}
+    else:
+        packed = some_tokens(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, used_q=seqused_q, used_k=seqused_k)
+    options = Options(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    return attend(q, k, v, options, return_attn_probs, **packed)
 
 
 @names_checked(NAMES)
+@writes("k_cache", "v_cache", beside="k")
 def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    qv: None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    page_table: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None,
-    q_descale: None = None,
-    k_descale: None = None,
-    v_descale: None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-) -> Any:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, qv: None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None, q_descale: None = None, k_descale: None = None, v_descale: None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1), attention_chunk: int = 0,
+    softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
     """Writes k and v, if given, after the filled part of a cache, and attends with q (B, Sq, H, D) to the part filled then.
 
     The output does not require a gradient, even if q does.
@@ -208,78 +141,28 @@ def flash_attn_with_kvcache(
     Returns:
         out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)); packed (Tq, H, D) and (H, Tq).
     """
-    wrong = _wrong(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
-    metadata = (
-        None if scheduler_metadata is None else tensor_or_refusal("scheduler_metadata", scheduler_metadata, "a torch.Tensor, or None")
-    )
-    wrong += [metadata] if isinstance(metadata, Exception) else []
-    return attend_to_cache(
-        _CACHE, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, softmax_scale,
-        causal, window_size, softcap, rotary_interleaved, None, 0, return_softmax_lse, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, rotary_seqlens=rotary_seqlens, beside=wrong,
-    )  # fmt: skip
+    beside = _of_hopper(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    if scheduler_metadata is not None:
+        beside.append(tensor_or_refusal("scheduler_metadata", scheduler_metadata, "a torch.Tensor, or None"))
+    new = Tokens(q, k, v, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q)
+    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+    rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+    options = Options(0.0, softmax_scale, causal, python_numbers(window_size), softcap)
+    return attend_to_cache(_CACHE, new, cache, rotary, options, return_softmax_lse, beside=beside)
 
 
-def _wrong(
+def _of_hopper(
     qv: Any, q_descale: Any, k_descale: Any, v_descale: Any, attention_chunk: Any, num_splits: Any, pack_gqa: Any, sm_margin: Any
-) -> Wrong:
-    """Errors of the arguments that strobe.attention() does not have."""
-    wrong: Wrong = []
+) -> list[Any]:
+    """The arguments that strobe.attention() does not have, or the exceptions that say what is wrong with them."""
+    found: list[Any] = []
     if qv is not None:
-        wrong.append(NotImplementedError("qv: given; accepted is None: pass q and qv, and k and v, as one tensor each, joined by columns"))
+        found.append(NotImplementedError("qv: given; accepted is None: pass q and qv, and k and v, as one tensor each, joined by columns"))
     for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         if x is not None:
-            wrong.append(NotImplementedError(f"{name}: given; accepted is None, for q, k and v of 8 bits are not taken"))
-    if is_integer(wrong, "attention_chunk", attention_chunk, 0, 2**31 - 1) and attention_chunk:
-        wrong.append(NotImplementedError(f"attention_chunk: {attention_chunk}; accepted is 0, no chunks"))
-    is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
-    is_integer(wrong, "sm_margin", sm_margin, 0, 2**31 - 1)
-    if pack_gqa is not None and isinstance(refused := switch_or_refusal("pack_gqa", pack_gqa), Exception):
-        wrong.append(refused)
-    return wrong
-
-
-def _check(*of_hopper: Any) -> None:
-    if wrong := _wrong(*of_hopper):
-        raise refusal(wrong)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Window,
-    softcap: float,
-    deterministic: bool,
-    return_attn_probs: bool,
-    **more: Any,
-) -> Any:
-    found = attend(q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs, **more)
-    return found[:2] if isinstance(found, tuple) else found
-
-
-def _those_used(
-    q: Tensor, cu_q: Tensor, cu_k: Tensor, used_q: Tensor, used_k: Tensor | None, max_seqlen_q: object, max_seqlen_k: object
-) -> dict[str, Any]:
-    """cu_seqlens and seqused_k for packed sequences of which used_q queries count: each becomes two, those queries with all keys, and the
-    others without a key."""
-    given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q}
-    given.update({} if used_k is None else {"seqused_k": used_k})
-    if wrong := unfit_tensors(given) or misplaced(given, on_host=("seqused_k",)):  # strobe.attention() copies it
-        raise refusal(wrong)
-    batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
-    if check_cu_seqlens("cu_seqlens_k", cu_k) != batch:
-        raise ValueError(f"cu_seqlens_k: shape {tuple(cu_k.shape)}; accepted is ({batch + 1},), as cu_seqlens_q has")
-    for side, cu, most in (("q", cu_q, max_seqlen_q), ("k", cu_k, max_seqlen_k)):  # by the caller's count of sequences
-        for b, n in enumerate(cu.diff().tolist() if TORCH.is_readable(cu) and isinstance(most, int) else []):
-            if n > most:
-                raise ValueError(f"cu_seqlens_{side}: sequence {b} has {n} tokens; accepted is at most max_seqlen_{side} = {most}")
-    used_q = within("seqused_q", used_q, batch, cu_q.diff(), "the tokens of the sequence")
-    used_k = cu_k.diff() if used_k is None else within("seqused_k", used_k, batch, cu_k.diff(), "the tokens of the sequence")
-    return {
-        "cu_seqlens_q": torch.cat([torch.stack([cu_q[:-1], cu_q[:-1] + used_q], 1).flatten(), cu_q[-1:]]).int(),
-        "cu_seqlens_k": torch.cat([cu_k[:1], cu_k[1:].repeat_interleave(2)]),
-        "seqused_k": torch.stack([used_k, torch.zeros_like(used_k)], 1).flatten().int(),
-    }
+            found.append(NotImplementedError(f"{name}: given; accepted is None, for q, k and v of 8 bits are not taken"))
+    chunk = integer_or_refusal("attention_chunk", attention_chunk)
+    if not isinstance(chunk, Exception) and chunk:
+        chunk = NotImplementedError(f"attention_chunk: {chunk}; accepted is 0, no chunks")
+    found += [chunk, integer_or_refusal("num_splits", num_splits), integer_or_refusal("sm_margin", sm_margin)]
+    return [*found, None if pack_gqa is None else switch_or_refusal("pack_gqa", pack_gqa)]

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import BlockMask, attention, attention_backward
+from strobe import BlockMask
 from strobe._checks import Wrong, is_integer, refusal
 from strobe.arrays.known import unfit
 
-from ._statistics import lse_of, statistics
+from ._statistics import backward, forward, lse_of, statistics
 from ._words import in_words_of, names_checked, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
@@ -30,86 +30,46 @@ _NAMES |= {"kept": "block_mask", "block_rows": "block_mask", "lse": "l, m"}
 
 @names_checked(_NAMES)
 def flash_attention(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-) -> Tensor:
+    Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
+    dropout_p: float = 0.0, rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """O, differentiable."""
-    return _attend(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, rng_state, None))[0]
+    return forward(_NAMES, Q, K, V, **_options(mask, causal, softmax_scale, dropout_p, rng_state))[0]
 
 
 @names_checked(_NAMES)
 def flash_attention_forward(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
+    dropout_p: float = 0.0, rng_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 2: (O, l, m, rng_state). O is differentiable; l and m are not."""
-    return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), None))
+    return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q)))
 
 
 @names_checked(_NAMES)
 def flash_attention_backward(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    O: Tensor,
-    dO: Tensor,
-    l: Tensor,
-    m: Tensor,
-    rng_state: Tensor | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, rng_state: Tensor | None = None,
+    mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 4: (dQ, dK, dV)."""
-    return _backward(Q, K, V, O, dO, l, m, _options(mask, causal, softmax_scale, dropout_p, rng_state, None))
+    return backward(_NAMES, Q, K, V, O, dO, lse_of(l, m), **_options(mask, causal, softmax_scale, dropout_p, rng_state))
 
 
 @names_checked(_NAMES)
 def block_sparse_flash_attention(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    block_mask: Tensor,
-    block_q: int,
-    block_k: int,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-) -> Tensor:
+    Q: Tensor, K: Tensor, V: Tensor, block_mask: Tensor, block_q: int, block_k: int, mask: Tensor | None = None, causal: bool = False,
+    softmax_scale: float | None = None, dropout_p: float = 0.0, rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """O, differentiable; block_mask (..., ceil(N / block_q), ceil(N / block_k))."""
     blocks = _blocks(block_mask, block_q, block_k, Q, K)
-    return _attend(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))[0]
+    return forward(_NAMES, Q, K, V, **_options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))[0]
 
 
 @names_checked(_NAMES)
 def block_sparse_flash_attention_forward(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    block_mask: Tensor,
-    block_q: int,
-    block_k: int,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    dropout_p: float = 0.0,
-    rng_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    Q: Tensor, K: Tensor, V: Tensor, block_mask: Tensor, block_q: int, block_k: int, mask: Tensor | None = None, causal: bool = False,
+    softmax_scale: float | None = None, dropout_p: float = 0.0, rng_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 5: (O, l, m, rng_state). O is differentiable; l and m are not."""
     blocks = _blocks(block_mask, block_q, block_k, Q, K)
     return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), blocks))
@@ -117,31 +77,27 @@ def block_sparse_flash_attention_forward(
 
 @names_checked(_NAMES)
 def block_sparse_flash_attention_backward(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    O: Tensor,
-    dO: Tensor,
-    l: Tensor,
-    m: Tensor,
-    block_mask: Tensor,
-    block_q: int,
-    block_k: int,
-    rng_state: Tensor | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
+    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, block_mask: Tensor, block_q: int, block_k: int,
+    rng_state: Tensor | None = None, mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
     dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The backward of Algorithm 5: (dQ, dK, dV)."""
     blocks = _blocks(block_mask, block_q, block_k, Q, K)
-    return _backward(Q, K, V, O, dO, l, m, _options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))
+    return backward(_NAMES, Q, K, V, O, dO, lse_of(l, m), **_options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))
 
 
-def _options(mask: Tensor | None, causal: bool, scale: float | None, dropout: float, rng: Tensor | None, blocks: Any) -> dict[str, Any]:
+def _options(
+    mask: Tensor | None, causal: bool, scale: float | None, dropout: float, rng: Tensor | None, blocks: Any = None
+) -> dict[str, Any]:
     if mask is not None:
         mask = tensor_or_refusal("mask", mask, "a torch.Tensor of bool")
     return {"mask": mask, "causal": causal, "scale": scale, "dropout": dropout, "rng": rng, "block_mask": blocks}
+
+
+def _forward(Q: Tensor, K: Tensor, V: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    O, lse = forward(_NAMES, Q, K, V, **options)
+    l, m = statistics(Q, K, lse, **{name: options[name] for name in ("scale", "causal", "mask", "block_mask")})
+    return O, l, m, options["rng"]
 
 
 def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor | None:
@@ -152,10 +108,8 @@ def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor | None:
 
 def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -> Any:
     """A BlockMask; or the exception that says what is wrong; or None, if Q or K has no length, which attention() reports."""
-    wrong: Wrong = []
     block_mask = tensor_or_refusal("block_mask", block_mask, "a torch.Tensor of bool")
-    if isinstance(block_mask, Exception):
-        wrong.append(block_mask)
+    wrong: Wrong = [block_mask] if isinstance(block_mask, Exception) else []
     sized = [is_integer(wrong, name, x, 1, 2**31 - 1) for name, x in (("block_q", block_q), ("block_k", block_k))]
     if not all(isinstance(x, Tensor) and unfit("", x) is None and x.dim() == 4 for x in (Q, K)):
         return refusal(wrong) if wrong else None
@@ -169,25 +123,3 @@ def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -
         return refusal(wrong)
     with in_words_of(_NAMES):
         return BlockMask.from_kept(block_mask.bool(), block_q, block_k, *lengths)
-
-
-def _attend(Q: Tensor, K: Tensor, V: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    with in_words_of(_NAMES, options):
-        return attention(Q, K, V, return_lse=True, **options)
-
-
-def _forward(Q: Tensor, K: Tensor, V: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    O, lse = _attend(Q, K, V, options)
-    with torch.no_grad():
-        l, m = statistics(Q, K, lse, **{name: options[name] for name in ("scale", "causal", "mask", "block_mask")})
-    return O, l, m, options["rng"]
-
-
-@torch.no_grad()
-def _backward(
-    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor]:
-    lse = lse_of(l, m)
-    with in_words_of(_NAMES, {"lse": lse, **options}):
-        found = attention_backward(dO, Q, K, V, O, lse, **options)
-    return found.dq, found.dk, found.dv

@@ -19,28 +19,14 @@ from strobe.arrays.torch import TORCH
 
 from ._words import flag_or_refusal, in_words_of, mask_or_bias, tensor_or_refusal
 
-_NAMES = {
-    "q": "query",
-    "k": "key",
-    "v": "value",
-    "mask": "attn_mask",
-    "bias": "attn_mask",
-    "dropout": "dropout_p",
-    "causal": "is_causal",
-    "return_lse": "enable_gqa",
-}
+_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}
+_NAMES |= {"causal": "is_causal", "return_lse": "enable_gqa"}
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """softmax(scale · query · keyᵀ + attn_mask) · value, differentiable in query, key, value and a float attn_mask.
 
     Args:
@@ -100,15 +86,11 @@ def _broadcast(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
 
     for name in ("mask", "bias"):
         x = options.get(name)
-        if not isinstance(x, Tensor) or x.dim() < 4:
-            continue
-        if prod(x.shape[:-3]) == 1:  # attention() broadcasts it without a copy
-            options[name] = x.reshape(1, *x.shape[-3:])
-            continue
-        try:
-            options[name] = flat(x)
-        except RuntimeError:
-            whole = (*front, heads, query.shape[-2], key.shape[-2])
-            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is one that broadcasts to {whole}") from None
+        if isinstance(x, Tensor) and x.dim() >= 4:
+            try:  # attention() broadcasts one for all axes in front without a copy
+                options[name] = x.reshape(1, *x.shape[-3:]) if prod(x.shape[:-3]) == 1 else flat(x)
+            except RuntimeError:
+                whole = (*front, heads, query.shape[-2], key.shape[-2])
+                raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is one that broadcasts to {whole}") from None
     out = attention(flat(query, heads), flat(key, heads_kv), flat(value, heads_kv), alignment="top_left", **options)
     return out.reshape(*front, *out.shape[-3:])[(0,) * (3 - min(rank, 3))]

@@ -21,7 +21,7 @@ from strobe import attention
 from strobe._extras import TRANSFORMERS_EXTRA, needed_by
 from strobe._kinds import kind
 
-from ._transformers_paged import paged_attention_forward
+from ._transformers_paged import model_options, paged_attention_forward
 
 
 def register(name: str = "strobe") -> None:
@@ -66,19 +66,10 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """The function that transformers calls: (out (B, Sq, H, Dv), no weights).
 
     Args:
@@ -100,17 +91,7 @@ def attention_forward(
     mask, bias = attention_mask, position_bias
     if mask is not None and mask.dtype != torch.bool:
         bias, mask = mask if bias is None else mask + bias, None
-    out = attention(
-        query,
-        key,
-        value,
-        causal=bool(causal) and attention_mask is None and query.shape[2] > 1,
-        alignment="top_left",
-        scale=scaling,
-        softcap=softcap or 0.0,
-        mask=mask,
-        bias=bias,
-        sinks=None if s_aux is None else s_aux.to(torch.promote_types(query.dtype, torch.float32)),
-        dropout=dropout,
-    )
+    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    options = model_options(query, dropout, scaling, softcap, s_aux)
+    out = attention(query, key, value, causal=causal, alignment="top_left", mask=mask, bias=bias, **options)
     return out.transpose(1, 2).contiguous(), None

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from strobe._checks import Wrong, is_integer, refusal
 from strobe._kinds import kind, shown
 
 from .._writable import not_writable, writes
-from ._call import Window, attend, sequences
-from ._gaps import check_cu_seqlens
+from ._call import Options, Window, attend, pages, sequences
+from ._lengths import integer_or_refusal, refuse
 from ._words import flag_or_refusal, names_checked, tensor_or_refusal
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
@@ -32,22 +31,10 @@ class AuxRequest(NamedTuple):
 
 @names_checked(_NAMES)
 def varlen_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: Window = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
+    return_aux: Any = None, scale: float | None = None, window_size: Window = (-1, -1), enable_gqa: bool = False,
+    seqused_k: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
+) -> Any:  # fmt: skip
     """Attention of packed sequences; differentiable, except with block_table.
 
     Args:
@@ -67,54 +54,30 @@ def varlen_attn(
     Returns:
         out (Tq, H, Dv), or (out, lse (H, Tq)).
     """
-    wrong: Wrong = []
-    is_gqa = flag_or_refusal("enable_gqa", enable_gqa)
-    wrong += [is_gqa] if isinstance(is_gqa, Exception) else []
-    with_lse = getattr(return_aux, "lse", False)
+    found: list[Any] = [flag_or_refusal("enable_gqa", enable_gqa)]
     if not (return_aux is None or (isinstance(return_aux, tuple) and hasattr(return_aux, "lse"))):
-        wrong.append(TypeError(f"return_aux: {kind(return_aux)} {shown(return_aux)}; accepted is an AuxRequest, or None"))
-    if num_splits is not None:
-        is_integer(wrong, "num_splits", num_splits, 0, 2**31 - 1)
+        found.append(TypeError(f"return_aux: {kind(return_aux)} {shown(return_aux)}; accepted is an AuxRequest, or None"))
+    found.append(None if num_splits is None else integer_or_refusal("num_splits", num_splits))
     if cu_seq_k is None and block_table is None:
-        wrong.append(TypeError("cu_seq_k: None; accepted is a torch.Tensor, int32 (B + 1,), or None beside block_table"))
+        found.append(TypeError("cu_seq_k: None; accepted is a torch.Tensor, int32 (B + 1,), or None beside block_table"))
     if block_table is not None and seqused_k is None:
-        wrong.append(ValueError("seqused_k: None beside block_table; accepted is int32 (B,), how many keys of each sequence there are"))
-    if wrong:
-        raise refusal(wrong)
-    packed: dict[str, Any] = {**sequences(cu_seq_q, cu_seq_k, max_q, max_k), "seqused_k": seqused_k}
+        found.append(ValueError("seqused_k: None beside block_table; accepted is int32 (B,), how many keys of each sequence there are"))
+    refuse(*found)
+    packed = {**sequences(cu_seq_q, cu_seq_k, max_q, max_k), "seqused_k": seqused_k}
     if block_table is not None:
-        if cu_seq_k is not None:
-            cu_k = tensor_or_refusal("cu_seq_k", cu_seq_k, "a torch.Tensor, int32 (B + 1,)")
-            if isinstance(cu_k, Exception):
-                raise cu_k
-            check_cu_seqlens("cu_seq_k", cu_k)
-        packed = {"cu_seqlens_q": cu_seq_q, "max_seqlen_q": max_q, "seqused_k": seqused_k, "page_table": block_table}
-    found = attend(
-        query, key, value, 0.0, scale, False, window_size, 0.0, None, False, True, names=_NAMES, **packed, invariant=num_splits == 1
-    )
-    return found[:2] if with_lse else found[0]
+        packed = pages(block_table, cu_seq_q, max_q, seqused_k, cu_seq_k, "cu_seq_k")
+    options = Options(softmax_scale=scale, window_size=window_size)
+    out, lse = attend(query, key, value, options, names=_NAMES, **packed, invariant=num_splits == 1)
+    return (out, lse) if getattr(return_aux, "lse", False) else out
 
 
 @names_checked(_NAMES)
 @writes("out")
 def varlen_attn_out(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: Window = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Any:
+    out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
+    return_aux: Any = None, scale: float | None = None, window_size: Window = (-1, -1), enable_gqa: bool = False,
+    seqused_k: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
+) -> Any:  # fmt: skip
     """varlen_attn whose output is copied into out, (Tq, H, Dv) of query's dtype, any strides; without gradients.
 
     out may share memory with query, key and value, because nothing is written before all of them are read.
@@ -122,11 +85,8 @@ def varlen_attn_out(
     Returns:
         out, or (out, lse (H, Tq)).
     """
-    refused = tensor_or_refusal("out", out)
-    if isinstance(refused, Exception):
-        raise refused
-    if wrong := not_writable({"out": out}):
-        raise refusal(wrong)
+    refuse(tensor_or_refusal("out", out))
+    refuse(*not_writable({"out": out}))
     shape = (*query.shape[:-1], value.shape[-1]) if isinstance(query, Tensor) and isinstance(value, Tensor) and value.dim() else None
     if shape is not None and (out.shape != shape or out.dtype != query.dtype or out.device != query.device):
         accepted = f"{query.dtype} of shape {shape} on {query.device}"
@@ -134,6 +94,4 @@ def varlen_attn_out(
     options: dict[str, Any] = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa, "seqused_k": seqused_k}
     options.update({"return_aux": return_aux, "block_table": block_table, "num_splits": num_splits})
     found = varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
-    if isinstance(found, tuple):
-        return out.copy_(found[0]), found[1]
-    return out.copy_(found)
+    return (out.copy_(found[0]), found[1]) if isinstance(found, tuple) else out.copy_(found)

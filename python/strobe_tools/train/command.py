@@ -96,7 +96,7 @@ def command(
         chosen = chosen.replace(**changes)
         how: dict[str, Any] = {"text": text, "out": folder, "resume": resume, "console": Console(soft_wrap=True)}
         if chosen.context_parallel > 1:
-            from strobe_tools.train.ranks import launch
+            from strobe_tools.train.launch import launch
 
             result = launch(chosen, **how)
         else:
