@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
-from ._call import guesses_layout, is_of_sizes
 from ._checks import Wrong, flag, is_array, is_integer, name_of, number, of_generator, refusal
 from ._graphs import outside_graphs
 from ._kinds import shown
 from ._options import BLOCKS, GRADIENTS, INPUTS, AttentionOptions, documentation, parameters
 from ._part import Part
+from ._refusals import guesses_layout, is_of_sizes
 from ._request import Request, is_seed, parse, parse_aux, seed_options
 from ._run import Gradients
 from .arrays.base import Array, Framework
