@@ -174,7 +174,7 @@ class Window(Row):
 
 
 class Seed(Row):
-    """A 64-bit integer. _request.py, which handles seed, offset and rng together, passes it on."""
+    """A 64-bit integer. _parse.py, which handles seed, offset and rng together, passes it on."""
 
     def __init__(self, doc: str):
         super().__init__(None, doc)

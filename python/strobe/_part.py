@@ -85,7 +85,7 @@ class Part:
 
 
 def is_partial(options: dict[str, Any]) -> bool:
-    """Whether a Request's options have a partial part."""
+    """Whether a Call's options have a partial part."""
     return bool(options["part"][0]) if "part" in options else False
 
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import strobe
 from distributed_cases import mesh_of
-from strobe import _repeated, _run
-from strobe._request import Request
+from strobe import _prepared
+from strobe._call import Call
 from strobe.arrays import torch as torch_arrays
 from strobe.arrays.memory import OutOfMemoryError
 from strobe.distributed import Layout, _agree, _call, _exchange, _gather, _group, _late, _operators, _predict, _ring
@@ -150,12 +150,12 @@ def comes_again(group: dist.ProcessGroup, method: str) -> tuple[dict[str, float]
     that were not after the second time."""
     own, found, kept = dist.new_group(list(range(group.size()))), {}, 0
     for _ in range(3):
-        before = len(_repeated.CALLS.lately)
+        before = len(_prepared.CALLS.lately)
         found = {
             name: _differs(**({"group": group, "method": method} | given | ({"group": own} if "group" in given else {})))
             for name, given in AGAIN.items()
         }
-        kept = len(_repeated.CALLS.lately) - before
+        kept = len(_prepared.CALLS.lately) - before
     return found, kept
 
 
@@ -446,16 +446,16 @@ def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tu
     """reserved_sms of this rank's calls of the library, forward and backward, if the method takes 5 beside transfers."""
     found: list[int] = []
 
-    def call(framework: Any, p: Request, *more: Any) -> Any:
-        found.append(p.options.get("reserved_sms", 0))
-        return real(framework, p, *more)
+    def structs(call: Call, *more: Any) -> Any:
+        found.append(call.options.get("reserved_sms", 0))
+        return real(call, *more)
 
-    real = _run.call
+    real = Call.structs
     layout = Layout.zigzag(S, group.size())
     q, k, v, dout = shards(layout, group.rank())
     with (
-        mock.patch.object(_run, "call", call),
-        mock.patch.object(_repeated, "CALLS", _repeated.Memory()),  # an empty memory of calls
+        mock.patch.object(Call, "structs", structs),
+        mock.patch.object(_prepared, "CALLS", _prepared.Memory()),  # an empty memory of calls
         mock.patch.object(_operators, "sms_for_transfers", return_value=5),
         mock.patch.object(_gather, "LEAST_BYTES", {"cpu": 1}),  # key heads come in groups
     ):
@@ -590,7 +590,7 @@ def bytes_received(group: dist.ProcessGroup, method: str, kind: str, options: di
     finally:
         for module in modules:
             module.begin = real
-    p = Request({"q": q, "k": k, "v": v}, {"window_right": 0} if options.get("causal") else {})
+    p = Call(torch_arrays.TORCH, {"q": q, "k": k, "v": v}, {"window_right": 0} if options.get("causal") else {})
     told = _predict.moved(method, _call.facts_of(p, _operators.plan_of(p, layout, layout)))
     return [forward, found[0]], [told.forward, told.backward]
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import attention, attention_backward
+from strobe import Gradients, attention, attention_backward
 from strobe._checks import Wrong, is_integer, refusal
 from strobe._kinds import kind
-from strobe._run import Gradients
 from strobe.arrays.torch import TORCH
 
 from .._tensor_checks import unfit_tensors

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import _eager, _repeated
+from .. import _eager, _prepared
+from .._attention import CONTEXTS
 from .._autograd import is_seen_by_dispatcher
 from .._blockmask import BlockMask
+from .._call import Call
 from .._checks import Wrong, check_names, flag, is_choice, number, refusal
 from .._kinds import kind, shown
 from .._options import ELSEWHERE, ROWS, parameters
+from .._parse import read
 from .._part import Part
-from .._request import Request, parse
 from .._tensor_checks import tensor_refusal
 from ..arrays.torch import TORCH
 from . import _operators
 from ._agree import Said, Signature, agree
 from ._call import Facts, facts_beside_plan, facts_of
-from ._contexts import CONTEXTS
 from ._group import Levels, groups_of
 from ._late import leave
 from ._layout import Layout, cumulated, host_integers, in_short
@@ -42,10 +43,19 @@ _HINTS = ELSEWHERE | {
 }
 
 
+class Context(NamedTuple):
+    """A context_parallel() in _attention.CONTEXTS, which the whole process sees, its backward threads included, like PyTorch's replaced
+    functions: the arguments that attention() uses if no layout is given."""
+
+    layout: Layout
+    group: ProcessGroup
+    method: str | None
+
+
 class Prepared(NamedTuple):
     """A call that is ready for the operator."""
 
-    p: Request
+    p: Call
     layouts: tuple[Layout, Layout]
     method: str
     draw: bool
@@ -180,12 +190,12 @@ def prepare(
     asked = _Asked(q, k, v, layout, layout if layout_k is None else layout_k, method, axes, wants, options)
     arrays = {"q": q, "k": k, "v": v} | {name: x for name, x in options.items() if isinstance(x, Tensor)}
     key = _key(group, levels, asked)
-    if key is not None and (known := _repeated.CALLS.get(key)) is not None:
-        return known._replace(p=Request(arrays, known.p.options))
+    if key is not None and (known := _prepared.CALLS.get(key)) is not None:
+        return known._replace(p=known.p.on(arrays))
     prepared = _judge(group, levels, asked)
     given = prepared.p.arrays
     if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # none is new in each call
-        _repeated.CALLS.keep(key, prepared._replace(p=Request({}, prepared.p.options)))
+        _prepared.CALLS.keep(key, prepared._replace(p=prepared.p.on({})))
     return prepared
 
 
@@ -283,7 +293,7 @@ def _parsed(
         given["seed"] = 0  # nothing is drawn
     if isinstance(mask := options.get("block_mask"), BlockMask):
         given["part"] = _whole_part(layouts, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)  # which has its lengths
-    _, p = parse("attention", q, k, v, given, wrong)
+    p = read("attention", q, k, v, given, wrong)
     if wrong:
         raise refusal(wrong)
     p.options.pop("part", None)

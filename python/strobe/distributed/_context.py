@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .._attention import CONTEXTS
 from .._checks import is_whole
 from .._kinds import kind, shown
-from ._attention import attention
-from ._contexts import CONTEXTS, Context
+from ._attention import Context, attention
 from ._group import group_of
 from ._late import leave
 from ._layout import Layout

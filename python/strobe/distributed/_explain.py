@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import _run
-from .._graphs import outside_graphs
+from .._abi import outside_graphs
 from ..arrays.torch import TORCH
 from . import _operators
 from ._attention import in_context, prepare
-from ._call import Call, Facts, facts_of
+from ._call import Facts, RankCall, facts_of
 from ._late import Waits
 from ._layout import Layout
 from ._methods import METHODS, reason_against
@@ -47,7 +46,7 @@ def explain(
     plan = _operators.plan_of(p, *prepared.layouts)
     of = facts_of(p, plan, _operators.size_of(levels))
     rank, needs = group.rank(), frozenset(("q", "k", "v") if backward else ())
-    call = Call(p, plan, rank, Waits(group, None), needs, sms_for_transfers(prepared.method, of, backward), levels=levels)
+    call = RankCall(p, plan, rank, Waits(group, None), needs, sms_for_transfers(prepared.method, of, backward), levels=levels)
     made = METHODS[prepared.method].Forward(call)
     shares = [pairs(plan, r) for r in range(plan.world)]
     mean = sum(shares) / plan.world
@@ -58,7 +57,7 @@ def explain(
         f"layout: the rank with most work has {max(shares) / mean if mean else 1:.2f} times the mean (by positions)",
         *(_line(name, of, backward, name == prepared.method, by_time) for name in METHODS),
         "this rank's first call of the library:",
-        _run.explain(TORCH, made.example(), backward),
+        made.example().explain(backward),
     ]
     return "\n".join(lines)
 

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from .. import _eager, _repeated, _run
+from .. import _eager, _prepared
 from .._autograd import is_plain, is_seen_by_dispatcher, is_tracked
-from .._operators import _ARGUMENTS
+from .._call import Call
+from .._operators import ARGUMENTS
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS, written
-from .._request import Request
 from ..arrays.torch import TORCH
 from ._agree import Said, Signature, agree, drawn_by_first
-from ._call import Call, Pass, Plan, Results, ask_for, check, check_shapes, facts_of, in_own_words
+from ._call import Pass, Plan, RankCall, Results, ask_for, check, check_shapes, facts_of, in_own_words
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
 from ._late import Waits
@@ -34,9 +34,9 @@ _OWN_NAMES = tuple(argument.split()[1] for argument in _OWN.split(", "))
 FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 # saved: the forward's results for the backward; the drawn seed and offset are the last ones.
-torch.library.define(FORWARD_NAME, f"({_ARGUMENTS}, {_OWN}) -> (Tensor out, Tensor lse, Tensor[] saved)", tags=_TAGS)
+torch.library.define(FORWARD_NAME, f"({ARGUMENTS}, {_OWN}) -> (Tensor out, Tensor lse, Tensor[] saved)", tags=_TAGS)
 torch.library.define(
-    BACKWARD_NAME, f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] saved, {_ARGUMENTS}, {_OWN}) -> Tensor[]", tags=_TAGS
+    BACKWARD_NAME, f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] saved, {ARGUMENTS}, {_OWN}) -> Tensor[]", tags=_TAGS
 )
 forward = torch.ops.strobe.distributed_forward.default
 backward = torch.ops.strobe.distributed_backward.default
@@ -59,7 +59,7 @@ def decoded(numbers: tuple[int, ...]) -> Layout:
     return Layout(numbers[0], tuple(ranges))
 
 
-def plan_of(p: Request, layout_q: Layout, layout_k: Layout) -> Plan:
+def plan_of(p: Call, layout_q: Layout, layout_k: Layout) -> Plan:
     """Reads cu_seqlens, and block masks that lie in host memory."""
     packed = CU[0] in p.arrays
     cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in CU) if packed else ((0, layout_q.seqlen), (0, layout_k.seqlen))
@@ -84,7 +84,7 @@ def band_of(options: dict[str, Any]) -> Band:
     return Band.of(bool(options.get("causal")), (left, right), alignment)
 
 
-def _blocks(p: Request) -> Blocks | None:
+def _blocks(p: Call) -> Blocks | None:
     rows = p.arrays.get(BLOCKS[0])
     if rows is None or not rows.is_cpu:
         return None
@@ -117,7 +117,7 @@ class _Own:
         self.rank, self.world = self.group.rank(), self.group.size()
         self.agrees = self.world > 1 and agree
 
-    def key(self, of: str, p: Request) -> bytes | None:
+    def key(self, of: str, p: Call) -> bytes | None:
         """The bytes that determine whether a call is valid, and how it is made; None if numbers in other tensors than cu_seqlens matter."""
         if p.options.get("check") or not _READ.isdisjoint(p.arrays) or ("rng" in p.arrays and not self.draw):
             return None
@@ -132,14 +132,14 @@ def size_of(levels: Levels | None) -> int:
     return 0 if levels is None else levels.size
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
+def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Call:
     arrays: dict[str, Tensor] = {"q": q, "k": k, "v": v}
     arrays |= {name: x for name, x in given.items() if name not in FIELDS and x is not None}
     options = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name in FIELDS}
-    return Request(arrays, options)
+    return Call(TORCH, arrays, options)
 
 
-def _signature(call: Call, own: _Own, of: str) -> Signature:
+def _signature(call: RankCall, own: _Own, of: str) -> Signature:
     """The values that must be the same on all ranks, by the names that callers know. The first difference is reported: options come before
     shapes, which follow from axes, and last comes the method, which follows from all others if none was requested."""
     if not own.agrees:
@@ -182,7 +182,7 @@ def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
     return options | {"seed": "drawn" if draw else fields.get("seed", 0), "offset": fields.get("offset", 0)}
 
 
-def _mask_of_blocks(p: Request, plan: Plan) -> object:
+def _mask_of_blocks(p: Call, plan: Plan) -> object:
     """For a mask on a GPU, which is not read, the size of its blocks."""
     return plan.blocks if plan.blocks is not None or BLOCKS[0] not in p.arrays else (p.options["block_q"], p.options["block_k"])
 
@@ -192,17 +192,17 @@ def _but(x: Tensor, axis: int) -> tuple[object, ...]:
     return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
 
 
-def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], drawn: Tensor | None = None) -> PassT:
+def _started(p: Call, own: _Own, of: str, build: Callable[[RankCall], PassT], drawn: Tensor | None = None) -> PassT:
     """Validates, allocates, and agrees with the other ranks to continue. drawn: a seed and offset, of which the first rank's become rng."""
-    call: Call | None = None
+    call: RankCall | None = None
     failure: Exception | None = None
     known: Judged | None = None
     q = p.arrays["q"]
     try:
         key = own.key(of, p)
-        known = None if key is None else _repeated.CALLS.get(key)
+        known = None if key is None else _prepared.CALLS.get(key)
         plan = plan_of(p, own.layout_q, own.layout_k) if known is None else known.plan
-        call = Call(p, plan, own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
+        call = RankCall(p, plan, own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
         if not takes(own.group, q.device):
             raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {own.group.name()}")
         call.reserved_sms = _judge(call, own, of) if known is None else known.reserved_sms
@@ -210,7 +210,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
         if known is None:
             known = Judged(plan, call.reserved_sms, check(made.example(), of == "backward"), _signature(call, own, of))
             if key is not None:
-                _repeated.CALLS.keep(key, known)
+                _prepared.CALLS.keep(key, known)
         else:
             ask_for(known.memory, q.device)
         made.prepare()
@@ -229,7 +229,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
     return made
 
 
-def _judge(call: Call, own: _Own, of: str) -> int:
+def _judge(call: RankCall, own: _Own, of: str) -> int:
     """Raises the errors of the call itself, before the library sees a part of it; returns reserved_sms."""
     check_shapes(call)
     facts = facts_of(call.p, call.plan, size_of(own.levels))
@@ -282,7 +282,7 @@ def _as_given(gradient: Tensor, of: Tensor) -> Tensor:
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
     p = _request(q, k, v, given)
-    found = _run.results(TORCH, p)
+    found = p.results()
     return (
         found["out"],
         found["lse"],
@@ -290,13 +290,13 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor
     )
 
 
-def _fake_saved(p: Request, own: _Own, lse: Tensor) -> list[Tensor]:
+def _fake_saved(p: Call, own: _Own, lse: Tensor) -> list[Tensor]:
     if own.method == "ring":
         return [lse.new_empty((2, *lse.shape))]
     if own.method == "gather":
         return []
     plan = plan_of_layouts(own.layout_q, own.layout_k, CU[0] in p.arrays)
-    call = Call(p, plan, own.rank, Waits(own.group, None), own.needs)
+    call = RankCall(p, plan, own.rank, Waits(own.group, None), own.needs)
     size = size_of(own.levels) if own.method == "levels" else own.world
     members = range(own.rank // size * size, (own.rank // size + 1) * size)
     whole = []
@@ -304,7 +304,7 @@ def _fake_saved(p: Request, own: _Own, lse: Tensor) -> list[Tensor]:
         rows = call.rows(x)
         tokens, heads = sum(layout.count(r) for r in members), rows.shape[-2] // size
         whole.append(call.tokens(rows.new_empty((tokens, *rows.shape[1:-2], heads, rows.shape[-1]))))
-    found = _run.results(TORCH, Request(dict(zip("qkv", whole, strict=True)), {name: x for name, x in p.options.items() if name == "bshd"}))
+    found = Call(TORCH, dict(zip("qkv", whole, strict=True)), {name: x for name, x in p.options.items() if name == "bshd"}).results()
     whole += [found["out"], found["lse"]]
     return whole
 
@@ -317,7 +317,7 @@ def _fake_backward(
     return [p.arrays[name].new_empty(p.arrays[name].shape) for name, needed in zip(_NAMES, given["needed"], strict=True) if needed]
 
 
-class _Attention(torch.autograd.Function):
+class _DistributedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
@@ -365,7 +365,7 @@ def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tu
     bias, sinks = given.get("bias"), given.get("sinks")
     if not is_tracked(q, k, v, bias, sinks):
         return _below_autograd_forward(q, k, v, given)
-    out, lse, *saved = _Attention.apply(q, k, v, bias, sinks, given)
+    out, lse, *saved = _DistributedAttention.apply(q, k, v, bias, sinks, given)
     return out, lse, saved
 
 
