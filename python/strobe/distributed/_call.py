@@ -19,9 +19,9 @@ from ..arrays.memory import allocated
 from ..arrays.torch import TORCH
 from ._group import Levels
 from ._late import Waits
-from ._layout import part_of, rows_of_sequences
 from ._ranges import Ranges, indices, places
 from ._seen import Band, Blocks, seen_keys
+from ._sharding import part_of, rows_of_sequences
 
 Results = dict[str, Tensor]
 

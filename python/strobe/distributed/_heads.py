@@ -15,8 +15,8 @@ from .._options import BLOCKS
 from ._call import Order, Plan, RankCall, Results, backward_into, forward_into, four_axes, order_of, rows_for
 from ._exchange import exchange
 from ._late import Waits
-from ._layout import rows_of_sequences
 from ._ranges import Ranges, count, union
+from ._sharding import rows_of_sequences
 
 
 class Places(NamedTuple):

@@ -1,6 +1,6 @@
 """The operators strobe::distributed_forward and distributed_backward: a call on one rank as torch.compile and autograd see it.
 
-They carry the group's name, and layouts as integers, so that a graph holds nothing else. All ranks of the group take part in them.
+They carry the group's name, and shardings as integers, so that a graph holds nothing else. All ranks of the group take part in them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ._call import Pass, Plan, RankCall, Results, ask_for, check, check_shapes, 
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
 from ._late import Waits
-from ._layout import Layout, host_integers, in_short
 from ._methods import METHODS, reason_against
 from ._predict import sms_for_transfers
 from ._seen import Band, Blocks, blocks_of
+from ._sharding import Sharding, host_integers, in_short
 
 PassT = TypeVar("PassT", bound=Pass)
-_OWN = "int[] layout_q, int[] layout_k, str group, str[] levels, str method, bool agree, float? time_limit, bool draw, bool[] needed"
+_OWN = "int[] sharding_q, int[] sharding_k, str group, str[] levels, str method, bool agree, float? time_limit, bool draw, bool[] needed"
 _OWN_NAMES = tuple(argument.split()[1] for argument in _OWN.split(", "))
 FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
@@ -49,32 +49,32 @@ _READ = frozenset({*BLOCKS, "seqused_k"})  # tensors whose numbers may be read b
 
 
 @lru_cache(maxsize=256)
-def decoded(numbers: tuple[int, ...]) -> Layout:
+def decoded(numbers: tuple[int, ...]) -> Sharding:
     ranges, at = [], 2
     for _ in range(numbers[1]):
         n = numbers[at]
         flat = numbers[at + 1 : at + 1 + 2 * n]
         ranges.append(tuple(zip(flat[::2], flat[1::2], strict=True)))
         at += 1 + 2 * n
-    return Layout(numbers[0], tuple(ranges))
+    return Sharding(numbers[0], tuple(ranges))
 
 
-def plan_of(p: Call, layout_q: Layout, layout_k: Layout) -> Plan:
+def plan_of(p: Call, sharding_q: Sharding, sharding_k: Sharding) -> Plan:
     """Reads cu_seqlens, and block masks that lie in host memory."""
     packed = CU[0] in p.arrays
-    cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in CU) if packed else ((0, layout_q.seqlen), (0, layout_k.seqlen))
-    return _plan(layout_q, layout_k, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
+    cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in CU) if packed else ((0, sharding_q.seqlen), (0, sharding_k.seqlen))
+    return _plan(sharding_q, sharding_k, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
 
 
 @lru_cache(maxsize=256)
-def _plan(layout_q: Layout, layout_k: Layout, *more: Any) -> Plan:
+def _plan(sharding_q: Sharding, sharding_k: Sharding, *more: Any) -> Plan:
     """One object per plan, by which derived values are cached."""
-    return Plan(layout_q.ranges, layout_k.ranges, *more)
+    return Plan(sharding_q.ranges, sharding_k.ranges, *more)
 
 
-def plan_of_layouts(layout_q: Layout, layout_k: Layout, packed: bool) -> Plan:
+def plan_of_shardings(sharding_q: Sharding, sharding_k: Sharding, packed: bool) -> Plan:
     """The plan of one sequence, whose queries see all keys."""
-    return Plan(layout_q.ranges, layout_k.ranges, (0, layout_q.seqlen), (0, layout_k.seqlen), packed, Band(), None)
+    return Plan(sharding_q.ranges, sharding_k.ranges, (0, sharding_q.seqlen), (0, sharding_k.seqlen), packed, Band(), None)
 
 
 def band_of(options: dict[str, Any]) -> Band:
@@ -106,8 +106,8 @@ class _Own:
 
     def __init__(self, given: dict[str, Any]):
         self._of_key = {name: tuple(x) if isinstance(x, list) else x for name in _OWN_NAMES if (x := given[name]) is not None}
-        self.layout_q, self.layout_k = (decoded(tuple(given.pop(f"layout_{side}"))) for side in "qk")
-        self._of_key |= {"layout_q": self.layout_q.digest, "layout_k": self.layout_k.digest}
+        self.sharding_q, self.sharding_k = (decoded(tuple(given.pop(f"sharding_{side}"))) for side in "qk")
+        self._of_key |= {"sharding_q": self.sharding_q.digest, "sharding_k": self.sharding_k.digest}
         self.group = of_name(given.pop("group"))
         names = given.pop("levels")
         self.levels = Levels(names[0], names[1], of_name(names[0]).size()) if names else None
@@ -141,15 +141,15 @@ def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Call:
 
 def _signature(call: RankCall, own: _Own, of: str) -> Signature:
     """The values that must be the same on all ranks, by the names that callers know. The first difference is reported: options come before
-    shapes, which follow from axes, and last comes the method, which follows from all others if none was requested."""
+    shapes, which follow from layout, and last comes the method, which follows from all others if none was requested."""
     if not own.agrees:
         return Signature({})  # it is not compared, and numbers of a GPU's rng would have to be waited for
     p, plan = call.p, call.plan
     said: dict[str, object] = {
         "the pass": of,
         **_written(p.options, own.draw),
-        "layout": plan.q,
-        "layout_k": plan.k,
+        "sharding": plan.q,
+        "sharding_k": plan.k,
         "cu_seqlens_q": plan.cu_q,
         "cu_seqlens_k": plan.cu_k,
         "block_mask": _mask_of_blocks(p, plan),
@@ -176,7 +176,6 @@ def _signature(call: RankCall, own: _Own, of: str) -> Signature:
 def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
     """The options that ranks share, as callers write them."""
     options = {name: x for name, x in written(fields).items() if name not in _LOCAL}
-    options["axes"] = options.pop("layout")
     if options["deterministic"] and options["invariant"]:
         options["deterministic"] = WORLD
     return options | {"seed": "drawn" if draw else fields.get("seed", 0), "offset": fields.get("offset", 0)}
@@ -201,7 +200,7 @@ def _started(p: Call, own: _Own, of: str, build: Callable[[RankCall], PassT], dr
     try:
         key = own.key(of, p)
         known = None if key is None else _prepared.CALLS.get(key)
-        plan = plan_of(p, own.layout_q, own.layout_k) if known is None else known.plan
+        plan = plan_of(p, own.sharding_q, own.sharding_k) if known is None else known.plan
         call = RankCall(p, plan, own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
         if not takes(own.group, q.device):
             raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {own.group.name()}")
@@ -295,14 +294,14 @@ def _fake_saved(p: Call, own: _Own, lse: Tensor) -> list[Tensor]:
         return [lse.new_empty((2, *lse.shape))]
     if own.method == "gather":
         return []
-    plan = plan_of_layouts(own.layout_q, own.layout_k, CU[0] in p.arrays)
+    plan = plan_of_shardings(own.sharding_q, own.sharding_k, CU[0] in p.arrays)
     call = RankCall(p, plan, own.rank, Waits(own.group, None), own.needs)
     size = size_of(own.levels) if own.method == "levels" else own.world
     members = range(own.rank // size * size, (own.rank // size + 1) * size)
     whole = []
-    for x, layout in ((call.q, own.layout_q), (call.k, own.layout_k), (call.v, own.layout_k)):
+    for x, sharding in ((call.q, own.sharding_q), (call.k, own.sharding_k), (call.v, own.sharding_k)):
         rows = call.rows(x)
-        tokens, heads = sum(layout.count(r) for r in members), rows.shape[-2] // size
+        tokens, heads = sum(sharding.count(r) for r in members), rows.shape[-2] // size
         whole.append(call.tokens(rows.new_empty((tokens, *rows.shape[1:-2], heads, rows.shape[-1]))))
     found = Call(TORCH, dict(zip("qkv", whole, strict=True)), {name: x for name, x in p.options.items() if name == "bshd"}).results()
     whole += [found["out"], found["lse"]]

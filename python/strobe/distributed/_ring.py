@@ -12,8 +12,8 @@ from .._call import Call
 from .._merge import merge
 from ._call import Plan, RankCall, Results, backward_added
 from ._exchange import Underway, begin
-from ._layout import rows_of_sequences
 from ._ranges import common, count
+from ._sharding import rows_of_sequences
 
 
 class Round:
