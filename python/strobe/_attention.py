@@ -204,7 +204,7 @@ def attention_backward(
     else:
         from . import _autograd
 
-        found = _autograd.backward(call, known, needed)
+        found = dict(zip(needed, _autograd.backward(call, known, needed), strict=True))
     for x in into.values():
         framework.written(x)
     return _as_given(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)

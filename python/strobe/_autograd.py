@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +30,8 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
 def forward(call: Call) -> tuple[Tensor, ...]:
     """out and lse, differentiable, and the results named by aux. The dispatcher is left out unless a compiler, a transform or a tracer must
     see the operator itself."""
-    call = call.on(call.framework.autocast(call.arrays))
+    if (arrays := call.framework.autocast(call.arrays)) is not call.arrays:
+        call = call.on(arrays)
     if is_seen_by_dispatcher():
         return _operators.forward(call)
     try:
@@ -39,7 +40,7 @@ def forward(call: Call) -> tuple[Tensor, ...]:
         raise tensor_kinds.not_dispatched(call.arrays, refused) from None
 
 
-def backward(call: Call, known: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+def backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
     """The gradients of these names, which are in the order of GRADIENTS. known: dout, out, lse and dlse, if there is one."""
     if is_seen_by_dispatcher():
         return _operators.backward(call, known, names)
@@ -59,7 +60,13 @@ def is_plain(arrays: Iterable[Any]) -> bool:
     device."""
     if torch._C._len_torch_dispatch_stack():
         return False
-    return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in arrays if isinstance(x, Tensor))
+    for x in arrays:
+        if type(x) in PLAIN:
+            if not (x.is_cuda or x.is_cpu):
+                return False
+        elif isinstance(x, Tensor):
+            return False
+    return True
 
 
 def _below_autograd(call: Call) -> tuple[Tensor, ...]:
@@ -70,7 +77,7 @@ def _below_autograd(call: Call) -> tuple[Tensor, ...]:
         return _operators.forward(call)
 
 
-def _backward_below_autograd(call: Call, known: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+def _backward_below_autograd(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
     if is_plain((*known.values(), *call.arrays.values())):
         return _prepared.backward(call, known, names)
     with torch._C._AutoDispatchBelowAutograd():
@@ -112,8 +119,9 @@ class _Attention(torch.autograd.Function):
                 return found
         call = kept.on(saved[2:])
         known = {"dout": dout, "out": saved[0], "lse": saved[1]} | ({} if dlse is None else {"dlse": dlse})
-        made = _differentiable_backward(call, known, kept.needed(flags))
-        return None, *(made.get(f"d{name}") for name in call.arrays)
+        names = kept.needed(flags)
+        made = dict(zip(names, _differentiable_backward(call, known, names), strict=True))
+        return None, *(made.get("d" + name) for name in kept.names)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -124,17 +132,19 @@ class _Attention(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-class _Gradients(torch.autograd.Function):
-    """Differentiable once: a second differentiation raises an error that says so."""
+class DifferentiatedOnce(torch.autograd.Function):
+    """Gradients that cannot be differentiated again: that raises an error that says so. whose: the function's name."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Kept, known: list[str], names: list[str], *tensors: Tensor) -> tuple[Tensor, ...]:
-        n = len(known)
-        return tuple(_backward_below_autograd(kept.on(tensors[n:]), dict(zip(known, tensors[:n], strict=True)), names).values())
+    def forward(
+        ctx: Any, whose: str, compute: Callable[[tuple[Any, ...]], Iterable[Tensor]], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.whose = whose
+        return tuple(compute(tensors))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError("strobe.attention has no second derivative: a gradient of it cannot be differentiated again")
+        raise NotImplementedError(f"{ctx.whose} has no second derivative: a gradient of it cannot be differentiated again")
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -147,7 +157,11 @@ def _no_forward_mode() -> Exception:
 
 def is_tracked(*tensors: Tensor | None) -> bool:
     """In reverse mode; or perhaps in forward mode, for which autograd.Function calls jvp()."""
-    return (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)) or forward_ad._current_level >= 0
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return forward_ad._current_level >= 0
 
 
 def _is_differentiated(*tensors: Tensor) -> bool:
@@ -188,23 +202,18 @@ def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
 _TRACKED = (*GRADIENTS.values(), "k_scale", "v_scale")  # arrays that have gradients, or would have some
 
 
-def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
-    if not _is_differentiated(*known.values(), *(call.arrays[name] for name in "qkv")):
+def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+    q, k, v, *_ = call.arrays.values()
+    if not _is_differentiated(*known.values(), q, k, v):
         return _backward_below_autograd(call, known, names)
-    return dict(zip(names, _Gradients.apply(Kept(call), [*known], names, *known.values(), *call.arrays.values()), strict=True))
+
+    def compute(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = dict(zip((*known, *call.arrays), tensors, strict=True))
+        own = call.on({name: given[name] for name in call.arrays})
+        return _backward_below_autograd(own, {name: given[name] for name in known}, names)
+
+    return DifferentiatedOnce.apply("strobe.attention", compute, *known.values(), *call.arrays.values())
 
 
-torch.library.impl(
-    _operators.FORWARD_NAME, "Autograd", lambda *tensors, **given: _differentiable_forward(_operators.forward_arguments(*tensors, **given))
-)
-torch.library.impl(
-    _operators.FORWARD_AUX_NAME,
-    "Autograd",
-    lambda *tensors, **given: [*_differentiable_forward(_operators.forward_arguments(*tensors, **given))],
-)
-torch.library.impl(
-    _operators.BACKWARD_NAME,
-    "Autograd",
-    lambda *tensors, **given: [*_differentiable_backward(*_operators.backward_arguments(*tensors, **given)).values()],
-)
+_operators.implement("Autograd", _differentiable_forward, _differentiable_backward)
 FAST_PATHS.update(dict.fromkeys(PLAIN, again))

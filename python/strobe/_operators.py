@@ -3,7 +3,8 @@ nowhere else, a Call is taken apart into keywords, and put together again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,66 +55,70 @@ def forward(call: Call) -> tuple[Tensor, ...]:
     return found
 
 
-def backward(call: Call, known: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+def backward(call: Call, known: dict[str, Tensor], names: Sequence[str]) -> tuple[Tensor, ...]:
     """The gradients of these names, which are in the order of GRADIENTS, by PyTorch's dispatcher. known: dout, dlse or not, out and lse."""
     needed = [name in names for name in GRADIENTS]
-    found = torch.ops.strobe.attention_backward.default(**{"dlse": None, **known}, **call.arrays, **call.options, needed=needed)
-    return dict(zip(names, found, strict=True))
+    return tuple(torch.ops.strobe.attention_backward.default(**{"dlse": None, **known}, **call.arrays, **call.options, needed=needed))
 
 
-def forward_arguments(q: Tensor, k: Tensor, v: Tensor, *, aux: Sequence[str] = (), **given: Any) -> Call:
-    """The call of the two operators' arguments."""
+def call_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> Call:
+    """The call of the arguments of a forward: q, k and v, and what is given by name."""
     wrong: Wrong = []
-    call = Call(TORCH, {"q": q, "k": k, "v": v}, {}, parse_aux(wrong, [*aux]) if aux else ())
+    aux = parse_aux(wrong, [*given["aux"]]) if "aux" in given else ()
     if wrong:
         raise wrong[0]
+    q, k, v = tensors
+    arrays, options = {"q": q, "k": k, "v": v}, {}
     for name, x in given.items():
-        if name not in FIELDS:
-            call.arrays[name] = x
-        else:
-            call.options[name] = tuple(x) if isinstance(x, list) else x
-    return call
+        if name in FIELDS:
+            options[name] = tuple(x) if isinstance(x, list) else x
+        elif x is not None and name != "aux":
+            arrays[name] = x
+    return Call(TORCH, arrays, options, aux)
 
 
-def backward_arguments(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *, needed: list[bool], **given: Any
-) -> tuple[Call, dict[str, Tensor], list[str]]:
-    """The call, the tensors beside its arrays, and the names in GRADIENTS that are needed."""
-    call = forward_arguments(q, k, v, **given)
-    known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    if len(needed) != len(GRADIENTS):
-        raise ValueError(f"needed: {len(needed)} values; accepted are {len(GRADIENTS)}, of {', '.join(GRADIENTS)}")
-    names = [name for name, is_needed in zip(GRADIENTS, needed, strict=True) if is_needed]
+def gradients_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> tuple[Call, dict[str, Tensor], list[str]]:
+    """The call of the arguments of a backward, the tensors beside its arrays, and the names in GRADIENTS that are needed."""
+    names = _needed(*given.pop("needed"))
+    dout, dlse, out, lse, *qkv = tensors
+    call, known = call_of(qkv, given), {"dout": dout, "out": out, "lse": lse}
+    if dlse is not None:
+        known["dlse"] = dlse
     for name in names:
         if GRADIENTS[name] not in call.arrays:
             raise ValueError(f"needed: {name} of a call without {GRADIENTS[name]}; accepted are the gradients of what is given")
     return call, known, names
 
 
+@lru_cache
+def _needed(*flags: bool) -> list[str]:
+    if len(flags) != len(GRADIENTS):
+        raise ValueError(f"needed: {len(flags)} values; accepted are {len(GRADIENTS)}, of {', '.join(GRADIENTS)}")
+    return [name for name, is_needed in zip(GRADIENTS, flags, strict=True) if is_needed]
+
+
 @torch.library.register_fake(FORWARD_NAME)
-def _fake_forward(*arguments: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    return tuple(forward_arguments(*arguments, **given).results().values())
+def _fake_forward(*tensors: Tensor, **given: Any) -> tuple[Tensor, ...]:
+    return tuple(call_of(tensors, given).results().values())
 
 
 @torch.library.register_fake(FORWARD_AUX_NAME)
-def _fake_forward_aux(*arguments: Tensor, **given: Any) -> list[Tensor]:
-    return [*_fake_forward(*arguments, **given)]
+def _fake_forward_aux(*tensors: Tensor, **given: Any) -> list[Tensor]:
+    return [*call_of(tensors, given).results().values()]
 
 
 @torch.library.register_fake(BACKWARD_NAME)
-def _fake_backward(*arguments: Any, **given: Any) -> list[Tensor]:
-    call, _, names = backward_arguments(*arguments, **given)
+def _fake_backward(*tensors: Tensor, **given: Any) -> list[Tensor]:
+    call, _, names = gradients_of(tensors, given)
     return [*call.gradients(names).values()]
 
 
-def _forward(*arguments: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    return _prepared.forward(forward_arguments(*arguments, **given))
+def implement(key: str, forward: Callable[[Call], tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Registers what the operators do at a dispatch key."""
+    impl = torch.library.impl
+    impl(FORWARD_NAME, key, lambda *tensors, **given: forward(call_of(tensors, given)))
+    impl(FORWARD_AUX_NAME, key, lambda *tensors, **given: [*forward(call_of(tensors, given))])
+    impl(BACKWARD_NAME, key, lambda *tensors, **given: [*backward(*gradients_of(tensors, given))])
 
 
-def _backward(*arguments: Any, **given: Any) -> list[Tensor]:
-    return [*_prepared.backward(*backward_arguments(*arguments, **given)).values()]
-
-
-torch.library.impl(FORWARD_NAME, "CompositeExplicitAutograd", _forward)
-torch.library.impl(FORWARD_AUX_NAME, "CompositeExplicitAutograd", lambda *arguments, **given: [*_forward(*arguments, **given)])
-torch.library.impl(BACKWARD_NAME, "CompositeExplicitAutograd", _backward)
+implement("CompositeExplicitAutograd", _prepared.forward, _prepared.backward)

@@ -12,6 +12,7 @@ direction, which compiled graphs, attention_backward() and strobe.distributed ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -60,19 +61,20 @@ CALLS = Memory()  # the one memory of all entry points
 class Kept:
     """A call as autograd keeps it, whose graph saves the arrays."""
 
+    __slots__ = ("__weakref__", "call", "names", "prefix", "return_lse")
+
     def __init__(self, call: Call, return_lse: bool = True, *, is_repeated: bool = False):
-        self.call = call.on(dict.fromkeys(call.arrays))
+        self.names, self.call = tuple(call.arrays), call.on({})
         self.return_lse = return_lse
         # Of the keys of its gradients. Those of a call that was made once are found as a parsed call, if they come again.
-        self.prefix = repr((tuple(call.arrays), call.options)).encode() if is_repeated else b""
+        self.prefix = repr((self.names, call.options)).encode() if is_repeated else b""
 
     def needed(self, flags: tuple[bool, ...]) -> list[str]:
         """The names in GRADIENTS that are needed, from flags of the call's arrays, which follow another one."""
-        needed = {name for name, is_needed in zip(self.call.arrays, flags[1:], strict=True) if is_needed}
-        return [name for name, of in GRADIENTS.items() if of in needed]
+        return [name for name, of in GRADIENTS.items() if of in self.names and flags[1 + self.names.index(of)]]
 
     def on(self, arrays: tuple[Tensor, ...]) -> Call:
-        return self.call.on(dict(zip(self.call.arrays, arrays, strict=True)))
+        return self.call.on(dict(zip(self.names, arrays, strict=True)))
 
 
 def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> None:
@@ -133,40 +135,41 @@ def gradients(kept: Kept, flags: tuple[bool, ...], dout: Tensor, dlse: Tensor | 
 
 def forward(call: Call) -> tuple[Tensor, ...]:
     """out, lse and the results named by aux, of a parsed call that may be repeated."""
-    found = _repeated(FORWARD, " ".join(("forward", *call.aux)), call, {}, call.results)
+    found = _repeated(FORWARD, _prefix("forward", *call.aux), call, {}, call.results)
     return call.forward() if found is None else found
 
 
-def backward(call: Call, known: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+def backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
     """The gradients of these names, of a parsed call that may be repeated. known: dout, dlse if there is one, out and lse."""
     if known["dout"].is_cuda:
         known = {**known, "dout": with_dense_rows(known["dout"], "bshd" in call.options)}
     if names:
-        found = _repeated(BACKWARD, " ".join(("backward", *known, *names)), call, known, lambda: call.gradients(names))
+        found = _repeated(BACKWARD, _prefix("backward", *known, *names), call, known, lambda: call.gradients(names))
         if found is not None:
-            return dict(zip(names, found, strict=True))
-    return call.backward(known, names)
+            return found
+    return tuple(call.backward(known, names).values())
 
 
 def into(direction: int, call: Call, known: dict[str, Tensor], made: dict[str, Tensor]) -> None:
     """Runs a call that may be repeated, whose results are in the caller's memory, `made` or among `known`."""
-    found = _repeated(direction, " ".join(("into", str(direction), *known, *made)), call, known | made, dict)
+    found = _repeated(direction, _prefix("into", str(direction), *known, *made), call, known | made, dict)
     if found is None:
         call.structs(known, made).run(_FUNCTIONS[direction])
 
 
+@lru_cache
+def _prefix(*words: str) -> bytes:
+    return " ".join(words).encode()
+
+
 def _repeated(
-    direction: int, prefix: str, call: Call, known: dict[str, Tensor], results: Callable[[], dict[str, Tensor]]
+    direction: int, prefix: bytes, call: Call, known: dict[str, Tensor], results: Callable[[], dict[str, Tensor]]
 ) -> tuple[Tensor, ...] | None:
     """Runs a parsed call as a prepared one, from the second time on; None if the full call must be made."""
-    q, k, v, *_ = call.arrays.values()
-    tensors = *known.values(), q, k, v
-    given = {**call.arrays, **call.options}
-    del given["q"], given["k"], given["v"]
-    start = prefix.encode()
-    if (found := _eager.run(CALLS.lately, start, tensors, given)) is not None:
+    signed = prefix, tuple(known.values()), call.arrays, call.options
+    if (found := _eager.run(CALLS.lately, *signed)) is not None:
         return found
-    key = _eager.key(start, tensors, given)
+    key = _eager.key(*signed)
     if key is None or call.is_oracle:
         return None
     seen = CALLS.get(key)
@@ -177,7 +180,7 @@ def _repeated(
         made = results()
         CALLS.keep(key, _ready(call, known, made, direction, form=bytes(range(len(made)))))
         del made  # an example, whose memory the call can use
-    return _eager.run(CALLS.lately, start, tensors, given)
+    return _eager.run(CALLS.lately, *signed)
 
 
 def _ready(

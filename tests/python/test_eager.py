@@ -163,7 +163,8 @@ def test_other_objects_have_no_key():
     assert key(q, k, v, 1) is None
     assert key(q, k, v, **{f"n{n}": q for n in range(40)}) is None
     assert _eager.attention({}, q, k, v, False, []) is None
-    assert _eager.key(b"", [q], {}) is None
+    assert _eager.key(b"", [q], {}, {}) is None
+    assert _eager.key(b"", (q,), [], {}) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux" or torch.__version__ < "2.10", reason="elsewhere a tensor's methods are asked")

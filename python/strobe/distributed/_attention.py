@@ -228,7 +228,7 @@ def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | N
         return None
     own |= {f"numbers of {name}": in_short(host_integers(name, x)) for name, x in lists.items()}
     prefix = f"distributed {group.rank()} {group.size()} {_operators.size_of(levels)}".encode()
-    return _eager.key(prefix, (asked.q, asked.k, asked.v), own | asked.options)
+    return _eager.key(prefix, (asked.q, asked.k, asked.v), own, asked.options)
 
 
 def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> Prepared:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import _eager, _prepared
-from .._autograd import is_plain, is_seen_by_dispatcher, is_tracked
+from .._autograd import DifferentiatedOnce, is_plain, is_seen_by_dispatcher, is_tracked
 from .._call import Call
-from .._operators import ARGUMENTS
+from .._operators import ARGUMENTS, call_of
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS, written
 from ..arrays.torch import TORCH
 from ._agree import Said, Signature, agree, drawn_by_first
@@ -122,21 +122,13 @@ class _Own:
         if p.options.get("check") or not _READ.isdisjoint(p.arrays) or ("rng" in p.arrays and not self.draw):
             return None
         prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()  # names of groups may be used again
-        inputs: dict[str, Any] = {name: x for name, x in p.arrays.items() if name not in ("q", "k", "v")}
-        inputs |= {f"numbers of {name}": in_short(host_integers(name, inputs[name])) for name in CU if name in inputs}
-        return _eager.key(prefix, tuple(p.arrays[name] for name in "qkv"), inputs | p.options | self._of_key)
+        numbers = {f"numbers of {name}": in_short(host_integers(name, p.arrays[name])) for name in CU if name in p.arrays}
+        return _eager.key(prefix, (), p.arrays, p.options | self._of_key | numbers)
 
 
 def size_of(levels: Levels | None) -> int:
     """The number of ranks in a node; 0 if it was not given."""
     return 0 if levels is None else levels.size
-
-
-def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Call:
-    arrays: dict[str, Tensor] = {"q": q, "k": k, "v": v}
-    arrays |= {name: x for name, x in given.items() if name not in FIELDS and x is not None}
-    options = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name in FIELDS}
-    return Call(TORCH, arrays, options)
 
 
 def _signature(call: RankCall, own: _Own, of: str) -> Signature:
@@ -239,7 +231,7 @@ def _judge(call: RankCall, own: _Own, of: str) -> int:
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
-    p = _request(q, k, v, given)
+    p = call_of((q, k, v), given)
     drawn = p.arrays["rng"] if own.draw else None
     if drawn is not None:
         p.arrays["rng"] = torch.empty_like(drawn, device=q.device)
@@ -261,7 +253,7 @@ def run_backward(
     **given: Any,
 ) -> list[Tensor]:
     own = _Own(given)
-    p = _request(q, k, v, given)
+    p = call_of((q, k, v), given)
     if own.draw:
         *saved, p.arrays["rng"] = saved
     if dlse is None and own.method in ("heads", "levels"):  # another rank's loss may have used lse: all exchange the same tensors
@@ -280,7 +272,7 @@ def _as_given(gradient: Tensor, of: Tensor) -> Tensor:
 @torch.library.register_fake(FORWARD_NAME)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
-    p = _request(q, k, v, given)
+    p = call_of((q, k, v), given)
     found = p.results()
     return (
         found["out"],
@@ -312,7 +304,7 @@ def _fake_saved(p: Call, own: _Own, lse: Tensor) -> list[Tensor]:
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], q: Tensor, k: Tensor, v: Tensor, **given: Any
 ) -> list[Tensor]:
-    p = _request(q, k, v, {name: x for name, x in given.items() if name in (*FIELDS, *INPUTS)})
+    p = call_of((q, k, v), {name: x for name, x in given.items() if name in (*FIELDS, *INPUTS)})
     return [p.arrays[name].new_empty(p.arrays[name].shape) for name, needed in zip(_NAMES, given["needed"], strict=True) if needed]
 
 
@@ -339,25 +331,17 @@ class _DistributedAttention(torch.autograd.Function):
         given = dict(zip(ctx.names, arrays, strict=True))
         tensors = dout, dlse, out, lse, *saved, q, k, v, *given.values()
         if is_tracked(*tensors):
-            found = iter(_Gradients.apply(ctx.rest, ctx.names, len(saved), *tensors))
+
+            def compute(tensors: tuple[Any, ...]) -> list[Tensor]:
+                dout, dlse, out, lse, *more = tensors
+                saved, (q, k, v, *arrays) = more[:n], more[n:]
+                return _below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), {**rest, **dict(zip(names, arrays, strict=True))})
+
+            n, rest, names = len(saved), ctx.rest, ctx.names
+            found = iter(DifferentiatedOnce.apply("strobe.distributed.attention", compute, *tensors))
         else:
             found = iter(_below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), {**ctx.rest, **given}))
         return *(next(found) if needed else None for needed in ctx.rest["needed"]), None
-
-
-class _Gradients(torch.autograd.Function):
-    """Differentiable once: a second differentiation raises an error that says so."""
-
-    @staticmethod
-    def forward(ctx: Any, rest: dict[str, Any], names: tuple[str, ...], n: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        dout, dlse, out, lse, *more = tensors
-        saved, (q, k, v, *arrays) = more[:n], more[n:]
-        given = {**rest, **dict(zip(names, arrays, strict=True))}
-        return tuple(_below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), given))
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError("strobe.distributed.attention has no second derivative: a gradient of it cannot be differentiated again")
 
 
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
