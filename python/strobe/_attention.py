@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ._abi import outside_graphs
 from ._call import FAST_PATHS, Call, Gradients
-from ._call import dropout_mask as _dropout_mask
+from ._call import drawn_mask
 from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
 from ._kinds import shown
 from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
@@ -386,4 +386,4 @@ def dropout_mask(
     if wrong:
         raise refusal(wrong)
     framework = framework_like(like if rng is None else rng, "strobe.dropout_mask")
-    return _dropout_mask(framework, tuple(sizes), {"dropout": share, **seed_options(seed, offset)}, rng)
+    return drawn_mask(framework, tuple(sizes), {"dropout": share, **seed_options(seed, offset)}, rng)

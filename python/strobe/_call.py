@@ -368,7 +368,7 @@ class Call(NamedTuple):
 FAST_PATHS: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
 
 
-def dropout_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:
+def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:
     """options: dropout and, unless there is an rng, seed and offset."""
     keep = framework.empty(None, shape, framework.bool_dtype)
     views = ffi.new("strobe_tensor[2]")

@@ -9,7 +9,7 @@ class RefusedError(Exception):
     """The call has to be made in full."""
 
 class Ready:
-    """A call in one direction, but for its addresses: _repeated.made_ready()."""
+    """A call in one direction, but for its addresses: see _prepared.py."""
 
     def __new__(
         cls,
