@@ -9,10 +9,9 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ._abi import outside_graphs
-from ._call import FAST_PATHS, Call, Gradients
-from ._call import drawn_mask
+from ._call import FAST_PATHS, Call, Gradients, drawn_mask
 from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
-from ._kinds import shown
+from ._messages import shown
 from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
 from ._parse import is_seed, parse, parse_aux, seed_options
 from ._part import Part

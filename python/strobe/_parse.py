@@ -13,7 +13,7 @@ from ._abi import outside_graphs
 from ._blockmask import BlockMask
 from ._call import ORACLE, Call
 from ._checks import Wrong, check_names, is_array, is_whole, name_of, of_generator
-from ._kinds import kind, shown
+from ._messages import kind, shown
 from ._options import AUX, BLOCKS, ELSEWHERE, HYPERBOLIC, INPUTS, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
 from ._part import decoded
 from ._refusals import guesses_layout, is_of_sizes

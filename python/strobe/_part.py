@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ._checks import Wrong, flag, is_integer, is_whole, plain, refusal
-from ._kinds import kind, shown
+from ._messages import kind, shown
 from .arrays.known import known_framework
 
 _MOST = 2**63 - 1

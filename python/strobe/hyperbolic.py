@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ._attention import attention
 from ._checks import Wrong, check_names, flag, is_choice, is_integer, number, refusal
-from ._kinds import is_bool, shown
+from ._messages import is_bool, shown
 from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from ._parse import parse, without_causal_bias
 from ._part import Part

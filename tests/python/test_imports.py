@@ -58,12 +58,12 @@ def test_a_circle_would_be_found():
 
 
 def test_arrays_know_nothing_of_calls():
-    low = {"strobe._abi", "strobe._core", "strobe._eager", "strobe._extras", "strobe._kinds"}
+    low = {"strobe._abi", "strobe._core", "strobe._eager", "strobe._messages"}
     for name, imports in IMPORTS.items():
         if name.startswith("strobe.arrays"):
             assert {each for each in imports if not each.startswith("strobe.arrays")} <= low, name
 
 
 def test_what_the_bottom_imports():
-    assert all(IMPORTS[f"strobe.{name}"] == set() for name in ("_core", "_extras", "_kinds"))
+    assert all(IMPORTS[f"strobe.{name}"] == set() for name in ("_core", "_messages"))
     assert IMPORTS["strobe._abi"] == {"strobe._core"}

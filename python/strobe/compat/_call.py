@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strobe import attention
 from strobe._checks import is_whole
-from strobe._kinds import shown
+from strobe._messages import shown
 
 from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
 

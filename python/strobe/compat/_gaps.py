@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._kinds import shown
+from .._messages import shown
 from ..arrays.torch import TORCH
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, is_integer, is_whole, refusal
-from strobe._kinds import kind, shown
-from strobe._places import places
-from strobe._rotary import check_tables, rotate, rotate_tokens
+from strobe._messages import kind, shown
+from strobe._rotary import check_tables, places, rotate, rotate_tokens
 from strobe._tensor_checks import incomplete, misplaced, unfit_tensors
 from strobe.kv import append
 

@@ -5,7 +5,7 @@
 >>> out = strobe.distributed.attention(q, k, v, sharding=sharding, causal=True)
 """
 
-from .._extras import TORCH_EXTRA, needed_by
+from .._messages import TORCH_EXTRA, needed_by
 
 with needed_by(__name__, TORCH_EXTRA):
     import torch.distributed

@@ -17,7 +17,7 @@ from .._autograd import is_seen_by_dispatcher
 from .._blockmask import BlockMask
 from .._call import Call
 from .._checks import Wrong, check_names, flag, is_choice, number, refusal
-from .._kinds import kind, shown
+from .._messages import kind, shown
 from .._options import ELSEWHERE, ROWS, parameters
 from .._parse import read
 from .._part import Part

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from .._attention import CONTEXTS
 from .._checks import Wrong, check_names, is_whole, refusal
-from .._kinds import kind, shown
+from .._messages import kind, shown
 from ._attention import Context, attention
 from ._group import group_of
 from ._late import leave

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .._kinds import kind, shown
+from .._messages import kind, shown
 
 _ON_HOST: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 

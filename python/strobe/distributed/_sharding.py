@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._blockmask import BlockMask
 from .._checks import Wrong, is_integer, is_whole, refusal
-from .._kinds import kind, shown
+from .._messages import kind, shown
 from .._options import ROWS
 from .._part import Part
 from ._group import rank_in
