@@ -7,7 +7,7 @@ in a list, one exception for each argument, so that a caller sees all of them at
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Any, cast
+from typing import Any
 
 from ._abi import outside_graphs
 from ._blockmask import BlockMask
@@ -61,7 +61,7 @@ def parse(
         is_array(wrong, name, x, call.framework, q)
     if wrong:
         raise _refusal(function, call, wrong, known)
-    return call._replace(aux=aux) if aux else call
+    return Call(call.framework, call.arrays, call.options, aux) if aux else call
 
 
 def _refusal(function: str, call: Call, wrong: Wrong, known: dict[str, Array]) -> Exception:
@@ -180,7 +180,7 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
             elif "part" not in options:
                 _without_scores(wrong, framework, arrays, options, name, axis)
     _dropout(wrong, arrays, options, given, framework)
-    return Call(cast(Framework, framework), arrays, options)
+    return Call(framework, arrays, options)  # type: ignore[arg-type]
 
 
 def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
