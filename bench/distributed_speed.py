@@ -40,7 +40,7 @@ from torch import Tensor
 
 import strobe
 from distributed_workers import Workers
-from strobe.distributed import Layout
+from strobe.distributed import Sharding
 
 METHODS = ("gather", "heads", "ring")
 ONE = "one"  # the whole problem on one GPU
@@ -76,10 +76,10 @@ class Problem(NamedTuple):
     def cu(self, device: str) -> Tensor:
         return torch.tensor([0, *DOCUMENTS]).cumsum(0).mul(self.tokens // sum(DOCUMENTS)).int().to(device)
 
-    def layout(self, world: int) -> Layout:
+    def sharding(self, world: int) -> Sharding:
         if self.name == "packed":
-            return Layout.balanced(self.tokens, world, cu_seqlens=self.cu("cpu"))
-        return (Layout.contiguous if self.name == "window" else Layout.zigzag)(self.tokens, world)
+            return Sharding.balanced(self.tokens, world, cu_seqlens=self.cu("cpu"))
+        return (Sharding.contiguous if self.name == "window" else Sharding.zigzag)(self.tokens, world)
 
     def tensors(self, how: How, tokens: int) -> list[Tensor]:
         """q, k, v and dO, for some of the tokens; without values if nothing is measured."""
@@ -93,8 +93,8 @@ class Problem(NamedTuple):
         options = self.options(how.device, name == ONE)
         if name == ONE:
             return lambda *tensors: strobe.attention(*tensors, **options)
-        layout = self.layout(group.size())
-        return lambda *tensors: strobe.distributed.attention(*tensors, layout=layout, group=group, method=name, **options)
+        sharding = self.sharding(group.size())
+        return lambda *tensors: strobe.distributed.attention(*tensors, sharding=sharding, group=group, method=name, **options)
 
 
 def both(call: Callable[..., Tensor], tensors: list[Tensor], gradient: Tensor) -> None:
@@ -160,8 +160,8 @@ def anywhere(group: dist.ProcessGroup, how: How, failed: bool) -> bool:
 def turns(group: dist.ProcessGroup, problem: Problem, how: How, names: tuple[str, ...]) -> dict[str, tuple[Passes, float] | str]:
     """For the whole problem on this GPU, for methods and peers: the times, and the peak of this GPU's memory in GiB; or the reason of the
     refusal."""
-    layout = problem.layout(group.size())
-    whole, own = problem.tensors(how, problem.tokens), problem.tensors(how, layout.count(group.rank()))
+    sharding = problem.sharding(group.size())
+    whole, own = problem.tensors(how, problem.tokens), problem.tensors(how, sharding.count(group.rank()))
 
     found: dict[str, tuple[Passes, float] | str] = {}
     timers = {name: (Timer(group, how), Timer(group, how)) for name in names}
@@ -210,7 +210,7 @@ def compiled(task: tuple[Problem, str, int, int]) -> int:
     how = How("cpu", 0)
 
     def call(group: dist.ProcessGroup) -> None:
-        *tensors, dout = problem.tensors(how, problem.tokens if name == ONE else problem.layout(ranks).count(group.rank()))
+        *tensors, dout = problem.tensors(how, problem.tokens if name == ONE else problem.sharding(ranks).count(group.rank()))
         both(problem.call(group, name, how), tensors, dout)
 
     return distributed_ahead.compile_ranks(1 if name == ONE else ranks, compute_capability, call)

@@ -1,10 +1,12 @@
 """The host's share of a call from PyTorch, beside scaled_dot_product_attention's: all in one process, interleaved.
 
 Each call of small tensors is timed by itself on the host's clock. Between groups of calls the script waits for the GPU, outside of the
-clock, so that its queue never fills. It prints the median and the quartiles of each, and whether two bounds are met:
+clock, so that its queue never fills. It prints the median and the quartiles of each, and whether these bounds are met:
 
 - forward without a gradient: at most SDPA's;
-- forward and backward: at most those of an autograd.Function of the same tensors that computes nothing, plus 60 microseconds.
+- forward and backward: at most those of an autograd.Function of the same tensors that computes nothing, plus 60 microseconds;
+- forward and backward() of leaves in layout "bshd": at most SDPA's, in a fresh process, and again after the process has run twenty other
+  shapes, causal and not, in both layouts, and FlashAttention-4 if that is installed. The garbage collector then runs as it would.
 
     python bench/host_time.py [--calls 2000] [--shape 1,8,128,64] [--dtype bfloat16] [--device cuda] [--json FILE]
 
@@ -31,6 +33,9 @@ import strobe
 
 GROUP = 20  # calls between two waits for the GPU
 MARGIN = 60.0  # microseconds beyond the empty Function
+OTHERS = 20  # other shapes
+LEAVES = "leaves, bshd: {}"
+AFTER = ", after other work"
 
 
 class Empty(torch.autograd.Function):
@@ -88,8 +93,51 @@ def subjects(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[st
     return made
 
 
-def measured(made: dict[str, Callable[[], Any]], calls: int, wait: Callable[[], Any]) -> dict[str, list[float]]:
-    """Microseconds of each call."""
+def on_leaves(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> dict[str, Callable[[], Any]]:
+    """Forward and backward() of leaves (B, S, H, D), as in a step of training: SDPA gets transposed views, as its callers write them."""
+    b, h, s, d = shape
+    tracked, dout = leaves((b, s, h, d), dtype, device), torch.randn((b, s, h, d), device=device).to(dtype)
+
+    def step(attend: Callable[..., Tensor]) -> Callable[[], Any]:
+        return lambda: attend(*tracked).backward(dout)
+
+    return {LEAVES.format(name): step(attend) for name, attend in (("strobe", _strobe_bshd), ("SDPA", _sdpa_bshd))}
+
+
+def leaves(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> list[Tensor]:
+    return [torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def _strobe_bshd(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    return strobe.attention(q, k, v, layout="bshd", causal=causal)
+
+
+def _sdpa_bshd(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
+
+
+def other_work(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
+    """Runs what a long-lived process has run before; says what."""
+    b, h, s, d = shape
+    for n in range(1, OTHERS + 1):
+        for causal in (False, True):
+            for attend in (_strobe_bshd, _sdpa_bshd):
+                attend(*leaves((b + 1, s + 16 * n, h, d), dtype, device), causal=causal).sum().backward()
+            strobe.attention(*leaves((b + 1, h, s + 16 * n, d), dtype, device), causal=causal).sum().backward()
+    done = f"{OTHERS} other shapes"
+    try:
+        from flash_attn.cute.interface import flash_attn_func  # type: ignore[import-not-found]
+    except ImportError:
+        return done
+    if device.startswith("cuda"):
+        for n in (1, 2, 4, 7):
+            out = flash_attn_func(*leaves((b + 1, s + 64 * n, h, d), dtype, device), causal=True)
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
+    return f"{done} and FlashAttention-4"
+
+
+def measured(made: dict[str, Callable[[], Any]], calls: int, wait: Callable[[], Any], *, frozen: bool = True) -> dict[str, list[float]]:
+    """Microseconds of each call. frozen: the garbage collector looks at nothing that was there before."""
     found: dict[str, list[float]] = {name: [] for name in made}
     groups = [name for name in made for _ in range(-(-calls // GROUP))]
     random.Random(0).shuffle(groups)
@@ -99,7 +147,8 @@ def measured(made: dict[str, Callable[[], Any]], calls: int, wait: Callable[[], 
             call()
         wait()
     gc.collect()
-    gc.freeze()
+    if frozen:
+        gc.freeze()
     for name in groups:
         call, times = made[name], found[name]
         call()  # warm again after the others
@@ -122,12 +171,17 @@ def main() -> None:
     arguments = parser.parse_args()
     shape = tuple(map(int, arguments.shape.split(",")))
     on_gpu = arguments.device.startswith("cuda")
-    made = subjects(shape, getattr(torch, arguments.dtype), arguments.device)
-    times = measured(made, arguments.calls, torch.cuda.synchronize if on_gpu else lambda: None)
+    how = shape, getattr(torch, arguments.dtype), arguments.device
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    made = on_leaves(*how)
+    times = measured(subjects(*how) | made, arguments.calls, wait)
+    gc.unfreeze()
+    done = other_work(*how)
+    times |= {name + AFTER: x for name, x in measured(made, arguments.calls, wait, frozen=False).items()}
 
     where = torch.cuda.get_device_name() if on_gpu else "the CPU"
     print(f"{where}, PyTorch {torch.__version__}, strobe {strobe.__version__}, {arguments.dtype} {shape}; microseconds of the host,")
-    print(f"medians of {len(next(iter(times.values())))} calls in groups of {GROUP}")
+    print(f"medians of {len(next(iter(times.values())))} calls in groups of {GROUP}; other work: {done}")
     print(f"{'':40}{'median':>9}{'25%':>9}{'75%':>9}")
     quartiles = {name: statistics.quantiles(x, n=4) for name, x in times.items()}
     for name, (low, median, high) in quartiles.items():
@@ -136,12 +190,20 @@ def main() -> None:
     bounds = {
         "no gradient: strobe": ("SDPA's", medians["no gradient: SDPA"]),
         "forward + backward: strobe": (f"the empty Function's + {MARGIN:g}", medians["forward + backward: empty Function"] + MARGIN),
+        **{LEAVES.format("strobe") + when: ("SDPA's", medians[LEAVES.format("SDPA") + when]) for when in ("", AFTER)},
     }
     for name, (words, bound) in bounds.items():
         verdict = "met" if medians[name] <= bound else "NOT met"
         print(f"{name}: {medians[name]:.1f}, accepted {bound:.1f} ({words}): {verdict}")
     if arguments.json:
-        record = {"where": where, "torch": torch.__version__, "shape": shape, "dtype": arguments.dtype, "quartiles": quartiles}
+        record = {
+            "where": where,
+            "torch": torch.__version__,
+            "shape": shape,
+            "dtype": arguments.dtype,
+            "other work": done,
+            "quartiles": quartiles,
+        }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -2,8 +2,8 @@
 
 python bench/many_gpus.py [--across 40] [--inside 308] [--parts 0.92]
 
-Causal attention of 32/8 heads, d 128, bf16, Layout.zigzag, nodes of 8 GPUs. It follows the methods step by step as they are written: which
-transfer a call waits for, and which runs beside it. bench/many_gpus.md has its tables, and what it assumes."""
+Causal attention of 32/8 heads, d 128, bf16, Sharding.zigzag, nodes of 8 GPUs. It follows the methods step by step as they are written:
+which transfer a call waits for, and which runs beside it. bench/many_gpus.md has its tables, and what it assumes."""
 
 from __future__ import annotations
 

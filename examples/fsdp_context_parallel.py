@@ -34,7 +34,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).unbind(2)
         # Within context_parallel() it is attention over whole sequences, of which each rank has some tokens.
-        x = x + self.out(strobe.distributed.attention(q, k, v, axes="bshd", causal=True).flatten(2))
+        x = x + self.out(strobe.distributed.attention(q, k, v, layout="bshd", causal=True).flatten(2))
         return x + self.mlp(x)
 
 

@@ -6,4 +6,4 @@ import sys
 def register() -> None:
     """Registers the operators torch.ops.strobe.* where strobe was imported before torch."""
     if "strobe._core" in sys.modules:  # a file of that name does not count
-        import strobe._fast_path  # noqa: F401
+        import strobe._autograd  # noqa: F401

@@ -524,21 +524,22 @@ static struct ready *known(PyObject *calls, const struct call *c) {
   return found && Py_TYPE(found) == ready_type ? (struct ready *)Py_NewRef(found) : NULL;
 }
 
-/* prefix, tensors, options */
-static int sign(struct call *c, PyObject *prefix, PyObject *tensors, PyObject *options) {
+/* prefix; tensors, of which the prefix says what they are; arrays and options, by their names */
+static int sign(struct call *c, PyObject *const *args) {
   char *bytes;
   Py_ssize_t size;
   begin(c);
-  if (PyBytes_AsStringAndSize(prefix, &bytes, &size) < 0 || !PyTuple_Check(tensors) || !PyDict_Check(options)) return 0;
+  if (PyBytes_AsStringAndSize(args[0], &bytes, &size) < 0 || !PyTuple_Check(args[1]) || !PyDict_Check(args[2]) || !PyDict_Check(args[3]))
+    return 0;
   put_byte(c, 'O');
   put_text(c, bytes, size);
-  return put_process(c) && put_tensors(c, tensors) && put_options(c, options, 0) && !c->overflow;
+  return put_process(c) && put_tensors(c, args[1]) && put_options(c, args[2], 0) && put_options(c, args[3], 0) && !c->overflow;
 }
 
 static PyObject *eager_key(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   (void)self;
-  return count == 3 && sign(&c, args[0], args[1], args[2]) ? key_of(&c) : nothing();
+  return count == 4 && sign(&c, args) ? key_of(&c) : nothing();
 }
 
 /* Takes over the reference. */
@@ -552,7 +553,7 @@ static PyObject *ran(struct ready *r, struct call *c) {
 static PyObject *eager_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   (void)self;
-  if (count != 4 || !sign(&c, args[1], args[2], args[3])) return nothing();
+  if (count != 5 || !sign(&c, args + 1)) return nothing();
   return ran(known(args[0], &c), &c);
 }
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ._abi import engines, version
 from ._attention import attention, attention_backward, dropout_mask, explain, reference, reference_backward
 from ._blockmask import BlockMask
+from ._call import Gradients
 from ._merge import merge
 from ._part import Part
-from ._run import Gradients
 from .hyperbolic import hyperbolic_attention
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Otherwise this happens when torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
 if sys.modules.get("torch") is not None:
-    from . import _fast_path as _fast_path  # registers the operators torch.ops.strobe.*
+    from . import _autograd as _autograd  # registers the operators torch.ops.strobe.*
 
 __version__ = version()
 __all__ = [

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from ._core import ffi, lib
-from ._graphs import outside_graphs
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FORWARD: int = lib.STROBE_FORWARD
 BACKWARD: int = lib.STROBE_BACKWARD
@@ -68,6 +72,19 @@ def error(status: int, in_callers_words: Callable[[str], str]) -> Exception:
         reasons = {reason.partition(":")[0]: reason for reason in map(in_callers_words, reversed(message.splitlines())) if reason}
         message = "\n".join(reversed(reasons.values())) or message
     return _EXCEPTIONS.get(status, RuntimeError)(message)
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """torch.compile ends its graph before a call of `function`, which makes calls that no graph can hold, and begins another one after
+    it."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if sys.modules.get("torch._dynamo") is None:  # torch.compile is not in use
+            return function(*args, **kwargs)
+        return sys.modules["torch"].compiler.disable(function)(*args, **kwargs)
+
+    return call
 
 
 def version() -> str:

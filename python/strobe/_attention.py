@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Sequence
+from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from . import _run
-from ._call import guesses_layout, is_of_sizes
-from ._checks import Wrong, flag, is_array, is_integer, name_of, number, of_generator, refusal
-from ._graphs import outside_graphs
-from ._kinds import shown
-from ._options import BLOCKS, GRADIENTS, INPUTS, AttentionOptions, documentation, parameters
+from ._abi import outside_graphs
+from ._call import FAST_PATHS, Call, Gradients, drawn_mask
+from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
+from ._messages import shown
+from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
+from ._parse import is_seed, parse, parse_aux, seed_options
 from ._part import Part
-from ._request import Request, is_seed, parse, parse_aux, seed_options
-from ._run import Gradients
 from .arrays.base import Array, Framework
 from .arrays.known import framework_like, known_framework
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 ArrayT = TypeVar("ArrayT")
+
+# The contexts of strobe.distributed.context_parallel() that the process is in; the innermost is last.
+CONTEXTS: list[Any] = []
 
 
 @overload
@@ -78,10 +81,10 @@ def attention(
         raise TypeError(
             f"attention() takes q, k and v by their places, and {len(unnamed)} more were given; options are named, as in causal=True"
         )
-    if _run.CONTEXTS:
+    if CONTEXTS:
         raise RuntimeError("attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention")
     plain = isinstance(aux, tuple) and not aux
-    fast_path = _run.FAST_PATHS.get(type(q)) if plain else None
+    fast_path = FAST_PATHS.get(type(q)) if plain else None
     if fast_path is not None and (found := fast_path(q, k, v, return_lse, options)) is not None:
         return found
     framework = known_framework(q)
@@ -91,20 +94,36 @@ def attention(
     wrong: Wrong = []
     flag(wrong, "return_lse", return_lse)
     names = parse_aux(wrong, aux)
-    framework, p = _prepared("attention", q, k, v, options, wrong, aux=names)
-    calls = _calls(framework)
-    results = calls.forward(p)
+    call = parse("attention", q, k, v, options, wrong, aux=names)
+    if not call.framework.is_traced:
+        return _returned(call.forward(), return_lse, names)
+    from . import _autograd, _prepared
+
+    results = _autograd.forward(call)
     if plain:
-        calls.remember(q, k, v, return_lse, options, p)
-    return _run.returned(results, return_lse, names)
+        _prepared.remember(call, q, k, v, return_lse, options)
+    return _returned(results, return_lse, names)
 
 
-def _calls(framework: Framework) -> _run.Calls:
-    if framework.is_traced:
-        from ._fast_path import TORCH_CALLS
+# attention()'s named tuples, by the results after out.
+_NAMED: dict[tuple[str, ...], Callable[..., Any]] = {
+    (*lse, *aux): namedtuple("Attention", ("out", *lse, *aux))
+    for count in range(1, len(AUX) + 1)
+    for aux in permutations(AUX, count)
+    for lse in ((), ("lse",))
+}
+for _tuple in _NAMED.values():  # so that pickle finds them
+    _tuple.__qualname__ = "_".join(("Attention", *_tuple._fields))  # type: ignore[attr-defined]
+    globals()[_tuple.__qualname__] = _tuple
 
-        return TORCH_CALLS
-    return _run.Calls(framework)
+
+def _returned(found: tuple[Array, ...], return_lse: bool, aux: tuple[str, ...]) -> Any:
+    """The return value of attention(), from out, lse and the results named by aux."""
+    out, lse, *more = found
+    if not aux:
+        return (out, lse) if return_lse else out
+    names = ("lse", *aux) if return_lse else aux
+    return _NAMED[names](out, lse, *more) if return_lse else _NAMED[names](out, *more)
 
 
 def _with_options(function: Callable[..., Any]) -> None:
@@ -118,75 +137,11 @@ def _with_options(function: Callable[..., Any]) -> None:
 _with_options(attention)
 
 
-def _prepared(
-    function: str,
-    q: Array,
-    k: Array,
-    v: Array,
-    options: AttentionOptions,
-    wrong: Wrong,
-    known: dict[str, Array] | None = None,
-    aux: tuple[str, ...] = (),
-) -> tuple[Framework, Request]:
-    """parse(), or the exception that lists everything wrong. known: arrays beside q, k and v."""
-    framework, p = parse(function, q, k, v, options, wrong)
-    known = known or {}
-    for name, x in known.items():
-        is_array(wrong, name, x, framework, q)
-    if wrong or framework is None:
-        raise _refusal(function, framework, p, wrong, known)
-    return framework, Request(p.arrays, p.options, aux)
-
-
-def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wrong, known: dict[str, Array]) -> Exception:
-    """Collects every refusal, the library's included, into one exception."""
-    lines = {name_of(error): str(error) for error in wrong}
-    if function.startswith("reference"):
-        p.options["engine"] = _run.ORACLE
-    more = {name: x for name, x in known.items() if name not in lines}
-    reasons = _run.reasons_against(framework, *_judgeable(p, more, lines.keys()), "backward" in function)
-    for line in reasons:
-        if "k_scale_group" in lines and line.startswith("k_scale: "):
-            continue  # it would be checked against another group, or none
-        lines.setdefault(line.partition(":")[0], line)
-    if any(map(guesses_layout, reasons)):
-        return ValueError("\n".join(line for line in lines.values() if not is_of_sizes(line)))
-    if len(lines) == 1:
-        return wrong[0]
-    kinds_alone = len(lines) == len(wrong) and all(isinstance(error, TypeError) for error in wrong)
-    return (TypeError if kinds_alone else ValueError)("\n".join(lines.values()))
-
-
-def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Request, dict[str, Array]]:
-    """Drops the arguments that are already refused, and those that cannot be judged without them."""
-    arrays = {name: x for name, x in p.arrays.items() if name not in wrong}
-    options = {name: x for name, x in p.options.items() if name not in wrong}
-    of_scores = {"mask", "bias", *BLOCKS, "block_q", "block_k"}
-    withheld: set[str] = set()
-    if "layout" in wrong:
-        withheld = {"q", "k", "v"}
-    if wrong & {"cu_seqlens_q", "cu_seqlens_k", "page_table"}:  # they determine how many axes the others have, and which
-        withheld = {*INPUTS, "max_seqlen_q", "max_seqlen_k", "block_q", "block_k"}
-        known = {}
-    elif wrong & {"max_seqlen_q", "max_seqlen_k"}:
-        withheld |= of_scores
-    if "block_mask" in wrong:
-        withheld |= {*BLOCKS, "block_q", "block_k"}
-    if "score" in wrong:
-        withheld |= {"beta", "shift"}
-    if wrong & {"k_scale", "v_scale"}:  # they determine whether k and v are quantised
-        withheld |= {"k", "v", "k_scale", "v_scale"}
-    arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (arrays, options))
-    return Request(arrays, options), known
-
-
-def _repeat(
-    function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array]
-) -> tuple[Framework, Request]:
-    """A call that must apply the dropout mask of an earlier one."""
+def _parse_again(function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array]) -> Call:
+    """parse(), for a call that must apply the dropout mask of an earlier one."""
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
         wrong.append(ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
-    return _prepared(function, q, k, v, options, wrong, known)
+    return parse(function, q, k, v, options, wrong, known=known)
 
 
 def attention_backward(
@@ -236,17 +191,22 @@ def attention_backward(
         wrong.append(ValueError("accumulate: True without dq, dk or dv; accepted is one or more of them, to be added to"))
     elif not accumulate:
         wrong += [ValueError(f"{name}: given without accumulate; accepted is None, or accumulate=True") for name in into]
-    framework, p = _repeat("attention_backward", q, k, v, options, wrong, known | into)
+    call = _parse_again("attention_backward", q, k, v, options, wrong, known | into)
+    framework = call.framework
     if unwritable := [refused for name, x in into.items() if (refused := framework.unwritable(name, x)) is not None]:
         raise refusal(unwritable)
-    needed = [name for name, of in GRADIENTS.items() if of in p.arrays]
-    if into or "delta" in known:
-        wanted = [name for name in needed if name in into or not into or name not in ("dq", "dk", "dv")]
-        found = _run.backward(framework, p, known, wanted, into)
-        for x in into.values():
-            framework.written(x)
-        return _as_given(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
-    return _as_given(framework, Gradients(**_calls(framework).backward(p, dout, dlse, known["out"], lse, needed)), options)
+    needed = [name for name, of in GRADIENTS.items() if of in call.arrays]
+    if into:
+        needed = [name for name in needed if name in into or name not in ("dq", "dk", "dv")]
+    if into or "delta" in known or not framework.is_traced:
+        found = call.backward(known, needed, into)
+    else:
+        from . import _autograd
+
+        found = dict(zip(needed, _autograd.backward(call, known, needed), strict=True))
+    for x in into.values():
+        framework.written(x)
+    return _as_given(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
 
 
 def _as_given(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
@@ -271,9 +231,9 @@ def _of_rows(
     """The tensors that a backward reads beside the inputs; delta replaces out with a partial part."""
     part = options.get("part")
     partial = isinstance(part, Part) and part.partial
-    given = {"dout": dout, "lse": lse}
+    given = {"dout": dout} | ({} if partial else {"out": out}) | {"lse": lse}
     if not partial:
-        given["out"] = out
+        pass
     elif delta is not None:
         given["delta"] = delta
     else:
@@ -307,8 +267,7 @@ def reference(
     wrong: Wrong = []
     chosen = _chosen(wrong, "rows", rows)
     names = parse_aux(wrong, aux)
-    framework, p = _prepared("reference", q, k, v, options, wrong, aux=names)
-    return _run.returned(_run.reference(framework, p, chosen), True, names)
+    return _returned(parse("reference", q, k, v, options, wrong, aux=names).reference(chosen), True, names)
 
 
 def _chosen(wrong: Wrong, name: str, given: Any) -> list[int] | None:
@@ -364,8 +323,8 @@ def reference_backward(
     given = _of_rows(wrong, dout, out, lse, dlse, delta, options)
     known = {name: x for name, x in given.items() if x is not None or name == "dout" or "delta" in given}
     chosen = _chosen(wrong, "rows", rows), _chosen(wrong, "cols", cols)
-    framework, p = _repeat("reference_backward", q, k, v, options, wrong, known)
-    return _shaped(framework, _run.reference_backward(framework, p, known, *chosen), options)
+    call = _parse_again("reference_backward", q, k, v, options, wrong, known)
+    return _shaped(call.framework, call.reference_backward(known, *chosen), options)
 
 
 @outside_graphs
@@ -378,8 +337,7 @@ def explain(q: Array, k: Array, v: Array, *, backward: bool = False, aux: Sequen
     """
     wrong: Wrong = []
     names = parse_aux(wrong, aux)
-    framework, p = _prepared("explain", q, k, v, options, wrong, aux=names)
-    return _run.explain(framework, p, backward)
+    return parse("explain", q, k, v, options, wrong, aux=names).explain(backward)
 
 
 @outside_graphs
@@ -427,4 +385,4 @@ def dropout_mask(
     if wrong:
         raise refusal(wrong)
     framework = framework_like(like if rng is None else rng, "strobe.dropout_mask")
-    return _run.dropout_mask(framework, tuple(sizes), {"dropout": share, **seed_options(seed, offset)}, rng)
+    return drawn_mask(framework, tuple(sizes), {"dropout": share, **seed_options(seed, offset)}, rng)

@@ -1,44 +1,53 @@
-"""Calls on torch tensors, in a form that autograd can differentiate and compilers can see."""
+"""Calls of torch tensors, as autograd differentiates them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _operators, _run
-from ._options import FIELDS, GRADIENTS
-from ._request import Request
+from . import _eager, _operators, _prepared
+from ._call import FAST_PATHS, Call
+from ._eager import Ready
+from ._options import GRADIENTS
+from ._part import is_partial
+from ._prepared import Kept
 from .arrays import tensor_kinds
 from .arrays.memory import PLAIN
-from .arrays.torch import TORCH
 
 
-class Calls(_run.Calls):
-    """Goes through autograd and PyTorch's dispatcher, unless nothing needs to see the call."""
+def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
+    """The result of attention(), for a call that is known from an earlier one; None if the full call must be made."""
+    if torch.compiler.is_compiling():
+        return None
+    found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+    return _prepared.attention(q, k, v, return_lse, given, _apply) if found is None else found
 
-    def forward(self, p: Request) -> tuple[Tensor, ...]:
-        arrays = TORCH.autocast(p.arrays)
-        more: dict[str, Any] = {**arrays, **p.options}
-        if p.aux:
-            more["aux"] = [*p.aux]
-        if is_seen_by_dispatcher():
-            return tuple(_operators.forward_aux(**more)) if p.aux else _operators.forward(**more)
-        try:
-            return _differentiable_forward(**more)  # the function that the dispatcher's first step would call
-        except TypeError as refused:
-            raise tensor_kinds.not_dispatched(arrays, refused) from None
 
-    def backward(self, p: Request, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, needed: list[str]) -> dict[str, Tensor]:
-        try:
-            found = _operators.backward(dout, dlse, out, lse, **p.arrays, **p.options, needed=[name in needed for name in GRADIENTS])
-        except TypeError as refused:
-            known = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-            raise tensor_kinds.not_dispatched(known | p.arrays, refused) from None
-        return dict(zip(needed, found, strict=True))
+def forward(call: Call) -> tuple[Tensor, ...]:
+    """out and lse, differentiable, and the results named by aux. The dispatcher is left out unless a compiler, a transform or a tracer must
+    see the operator itself."""
+    if (arrays := call.framework.autocast(call.arrays)) is not call.arrays:
+        call = call.on(arrays)
+    if is_seen_by_dispatcher():
+        return _operators.forward(call)
+    try:
+        return _differentiable_forward(call)  # the function that the dispatcher's first step would call
+    except TypeError as refused:
+        raise tensor_kinds.not_dispatched(call.arrays, refused) from None
+
+
+def backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+    """The gradients of these names, which are in the order of GRADIENTS. known: dout, out, lse and dlse, if there is one."""
+    if is_seen_by_dispatcher():
+        return _operators.backward(call, known, names)
+    try:
+        return _differentiable_backward(call, known, names)
+    except TypeError as refused:
+        raise tensor_kinds.not_dispatched(known | call.arrays, refused) from None
 
 
 def is_seen_by_dispatcher() -> bool:
@@ -51,69 +60,91 @@ def is_plain(arrays: Iterable[Any]) -> bool:
     device."""
     if torch._C._len_torch_dispatch_stack():
         return False
-    return all(type(x) in PLAIN and (x.is_cuda or x.is_cpu) for x in arrays if isinstance(x, Tensor))
+    for x in arrays:
+        if type(x) in PLAIN:
+            if not (x.is_cuda or x.is_cpu):
+                return False
+        elif isinstance(x, Tensor):
+            return False
+    return True
 
 
-def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The operator, without the dispatcher (some 10 µs) where it would lead straight to _operators.run_forward."""
-    plain = is_plain((q, k, v, *given.values()))
-    if "aux" in given:
-        if plain:
-            return tuple(_operators.run_forward_aux(q, k, v, **given))
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(_operators.forward_aux(q, k, v, **given))
-    if plain:
-        return _operators.run_forward(q, k, v, **given)
+def _below_autograd(call: Call) -> tuple[Tensor, ...]:
+    """The forward, without the dispatcher (some 10 µs) where it would lead straight to _prepared.forward."""
+    if is_plain(call.arrays.values()):
+        return _prepared.forward(call)
     with torch._C._AutoDispatchBelowAutograd():
-        return _operators.forward(q, k, v, **given)
+        return _operators.forward(call)
 
 
-def _below_autograd_backward(arguments: tuple[Tensor | None, ...], given: dict[str, Any]) -> list[Tensor]:
-    if is_plain((*arguments, *given.values())):
-        return _operators.run_backward(*arguments, **given)  # type: ignore[arg-type]
+def _backward_below_autograd(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+    if is_plain((*known.values(), *call.arrays.values())):
+        return _prepared.backward(call, known, names)
     with torch._C._AutoDispatchBelowAutograd():
-        return _operators.backward(*arguments, **given)
+        return _operators.backward(call, known, names)
 
 
 class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
-    ) -> tuple[Tensor, ...]:
-        out, lse, *aux = _below_autograd_forward(q, k, v, given)
-        ctx.mark_non_differentiable(*aux)
-        ctx.options = {name: x for name, x in given.items() if name in FIELDS}
-        arrays = {name: x for name, x in given.items() if name not in FIELDS and name != "aux"}
-        ctx.names = tuple(arrays)
-        ctx.save_for_backward(out, lse, q, k, v, *arrays.values())
-        ctx.set_materialize_grads(False)
-        return out, lse, *aux
+    """The call of attention(), or a Ready one, on its arrays."""
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        out, lse, q, k, v, *arrays = ctx.saved_tensors
+    def forward(ctx: Any, of: Call | Ready, *arrays: Tensor) -> Any:
+        if isinstance(of, Ready):
+            found = of.run(*arrays)
+            if found is None:
+                raise _eager.RefusedError
+            out, lse = found
+            kept = of.more
+        else:
+            found = out, lse, *aux = _below_autograd(of.on(dict(zip(of.arrays, arrays, strict=True))))
+            kept = Kept(of)
+            ctx.mark_non_differentiable(*aux)
+        ctx.save_for_backward(out, lse, *arrays)
+        ctx.kept = kept
+        if not kept.return_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> tuple[Tensor | None, ...]:
+        kept, flags, saved = ctx.kept, ctx.needs_input_grad, ctx.saved_tensors
         if dout is None:
-            dout = torch.zeros_like(out)
-        needed = ctx.needs_input_grad[:5]  # in the order of GRADIENTS
-        given = dict(zip(ctx.names, arrays, strict=True))
-        found = iter(differentiable_backward(dout, dlse, out, lse, q, k, v, **given, **ctx.options, needed=needed))
-        return *(next(found) if wanted else None for wanted in needed), None
+            dout = torch.zeros_like(saved[0])
+        if kept.prefix and not torch.compiler.is_compiling():
+            found = _eager.gradients(_prepared.CALLS.lately, kept.prefix, flags, dout, dlse, saved)
+            if found is None:
+                found = _prepared.gradients(kept, flags, dout, dlse, saved)
+            if found is not None:
+                return found
+        call = kept.on(saved[2:])
+        known = {"dout": dout, "out": saved[0], "lse": saved[1]} | ({} if dlse is None else {"dlse": dlse})
+        names = kept.needed(flags)
+        made = dict(zip(names, _differentiable_backward(call, known, names), strict=True))
+        return None, *(made.get("d" + name) for name in kept.names)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
         raise _no_forward_mode()
 
 
-class _Gradients(torch.autograd.Function):
-    """Differentiable once: a second differentiation raises an error that says so."""
+# Function.apply itself looks for transforms, of which a Ready call has none, and binds arguments: that takes a microsecond.
+_apply = super(torch.autograd.Function, _Attention).apply
+
+
+class DifferentiatedOnce(torch.autograd.Function):
+    """Gradients that cannot be differentiated again: that raises an error that says so. whose: the function's name."""
 
     @staticmethod
-    def forward(ctx: Any, given: dict[str, Any], *arguments: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(_below_autograd_backward(arguments, given))
+    def forward(
+        ctx: Any, whose: str, compute: Callable[[tuple[Any, ...]], Iterable[Tensor]], *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.whose = whose
+        return tuple(compute(tensors))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError("strobe.attention has no second derivative: a gradient of it cannot be differentiated again")
+        raise NotImplementedError(f"{ctx.whose} has no second derivative: a gradient of it cannot be differentiated again")
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -126,53 +157,63 @@ def _no_forward_mode() -> Exception:
 
 def is_tracked(*tensors: Tensor | None) -> bool:
     """In reverse mode; or perhaps in forward mode, for which autograd.Function calls jvp()."""
-    return (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)) or forward_ad._current_level >= 0
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return forward_ad._current_level >= 0
 
 
-def _is_differentiated(*tensors: Tensor | None) -> bool:
+def _is_differentiated(*tensors: Tensor) -> bool:
     tracked = is_tracked(*tensors)
     if tracked and torch._C._are_functorch_transforms_active():
         raise NotImplementedError("strobe.attention under torch.func.grad, vjp, jvp, ...: accepted are torch.autograd.grad and backward()")
     return tracked
 
 
-def _refuse_without_gradient(tracked: str, given: dict[str, Any]) -> None:
-    """Refuses a call that has no gradient. tracked: the tensor that requires one."""
-    if given.get("part") and given["part"][0]:
+def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
+    """Refuses a call that has no gradient. tracked: the arrays that require one."""
+    if is_partial(call.options):
         raise NotImplementedError(
             "part: partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
             "whole row's lse and delta"
         )
-    accepted = f"{tracked} requires grad; accepted is torch.no_grad(), or detach()"
-    if given.get("page_table") is not None:
+    accepted = f"{', '.join(tracked)} requires grad; accepted is torch.no_grad(), or detach()"
+    if "page_table" in call.arrays:
         raise NotImplementedError(f"page_table: keys in pages have no gradients, and {accepted}")
-    if given.get("k_scale") is not None or given.get("v_scale") is not None:
+    if "k_scale" in call.arrays or "v_scale" in call.arrays:
         raise NotImplementedError(f"k_scale: quantised keys have no gradients, and {accepted}")
 
 
-def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
-    bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
+def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
+    arrays = call.arrays
+    slopes = arrays.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
         )
-    scales = given.get("k_scale"), given.get("v_scale")
-    if _is_differentiated(q, k, v, bias, sinks, *scales):
-        named = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "k_scale": scales[0], "v_scale": scales[1]}
-        if tracked := [name for name, x in named.items() if x is not None and x.requires_grad and torch.is_grad_enabled()]:
-            _refuse_without_gradient(", ".join(tracked), given)
-        if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in scales):
-            raise _no_forward_mode()  # as jvp() says for the others
-        return _Attention.apply(q, k, v, bias, sinks, given)
-    return _below_autograd_forward(q, k, v, given)
+    if not _is_differentiated(*arrays.values()):
+        return _below_autograd(call)
+    if tracked := [name for name in _TRACKED if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled()]:
+        _refuse_without_gradient(call, tracked)
+    return _Attention.apply(call, *arrays.values())
 
 
-def differentiable_backward(*arguments: Tensor | None, **given: Any) -> list[Tensor]:
-    if _is_differentiated(*arguments):
-        return list(_Gradients.apply(given, *arguments))
-    return _below_autograd_backward(arguments, given)
+_TRACKED = (*GRADIENTS.values(), "k_scale", "v_scale")  # arrays that have gradients, or would have some
 
 
-torch.library.impl(_operators.FORWARD_NAME, "Autograd", _differentiable_forward)
-torch.library.impl(_operators.FORWARD_AUX_NAME, "Autograd", lambda q, k, v, **given: [*_differentiable_forward(q, k, v, **given)])
-torch.library.impl(_operators.BACKWARD_NAME, "Autograd", differentiable_backward)
+def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+    q, k, v, *_ = call.arrays.values()
+    if not _is_differentiated(*known.values(), q, k, v):
+        return _backward_below_autograd(call, known, names)
+
+    def compute(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        given = dict(zip((*known, *call.arrays), tensors, strict=True))
+        own = call.on({name: given[name] for name in call.arrays})
+        return _backward_below_autograd(own, {name: given[name] for name in known}, names)
+
+    return DifferentiatedOnce.apply("strobe.attention", compute, *known.values(), *call.arrays.values())
+
+
+_operators.implement("Autograd", _differentiable_forward, _differentiable_backward)
+FAST_PATHS.update(dict.fromkeys(PLAIN, again))

@@ -9,11 +9,10 @@ from itertools import chain
 from operator import index
 from typing import Any
 
-from ._abi import MAX_RANK
+from ._abi import MAX_RANK, outside_graphs
 from ._checks import Wrong, is_whole, refusal
 from ._core import ffi, lib
-from ._graphs import outside_graphs
-from ._kinds import shown
+from ._messages import shown
 from .arrays.base import Array, Framework
 from .arrays.known import framework_like, framework_of, unfit
 

@@ -1,33 +1,24 @@
-"""One call of the library: its structs, and its refusals in words that fit the Python function."""
+"""One call: parsed once from the caller's arguments, kept across autograd, and what runs it: its results and its C structs."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
-from ._abi import MAX_RANK, NO_DTYPE, engines, error
+from ._abi import BACKWARD, FORWARD, MAX_RANK, error, said
 from ._core import ffi, lib
 from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN
-from ._part import decoded
-from .arrays.known import known_framework
+from ._part import decoded, is_partial
+from ._refusals import SCALES, SCORES, TOKENS, Words
+from .arrays.base import Array, Framework
 
 _MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse", "delta")) + len(GRADIENTS) + len(AUX)
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
-# Tensors that broadcast to (B, H, Sq, Sk): if they have fewer axes, the first ones are missing, as in NumPy.
-_SCORES = frozenset({"mask", "bias", "dbias"})
 # A field of strobe_attention that is no option of attention(): only its backward has it.
 ACCUMULATE = "accumulate"
-# Tensors whose axes are (B,S,H,D) with layout "bshd".
-_TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-_SCALES = frozenset({"k_scale", "v_scale"})  # the same without the last axis, if k has four
-_LAYOUT_HINT = "; did you mean layout="
-_OF_SIZES = re.compile(
-    r"(mask|bias|alibi_slopes|sinks|lse|dlse|delta): (shape |a causal bias )|seqused_k: -?\d+ at |block_mask: (of |block_\w+: shape )"
-)
+ORACLE = "reference"  # the engine that writes float64 for any input dtype
 
 
 @lru_cache(maxsize=1024)
@@ -79,23 +70,11 @@ def field_of(tensor: str) -> int:
 View = Callable[[Any, str, Any, bool], object]
 
 
-class Allocator:
+class Workspace:
     """The source of a call's workspace: `allocate(bytes)` returns the memory's owner, which is kept during the call, and its address.
 
     The owner may be released before the work is done if its memory is reused in the stream's order."""
 
-    def __init__(self, allocate: Callable[[int], tuple[Any, int]]):
-        # The handle keeps it alive. It does not refer to the handle, so that no reference cycle keeps tensors until the garbage collector
-        # runs.
-        self._request = _Request(allocate)
-        self.handle = ffi.new_handle(self._request)
-
-    def raise_if_failed(self) -> None:
-        if self._request.error is not None:
-            raise self._request.error
-
-
-class _Request:
     def __init__(self, allocate: Callable[[int], tuple[Any, int]]):
         self._allocate = allocate
         self._owner: Any = None
@@ -105,27 +84,27 @@ class _Request:
         try:
             self._owner, address = self._allocate(count)
             return ffi.cast("void *", address)
-        except BaseException as error:  # no exception crosses the library: Call.run raises it
+        except BaseException as error:  # no exception crosses the library: Structs.run raises it
             self.error = error
             return ffi.NULL
 
 
 # Fills a strobe_execution; returns the source of the workspace, None for the library's own memory.
-Place = Callable[[Any], "Allocator | None"]
+Place = Callable[[Any], Workspace | None]
 
 
 @ffi.def_extern()
-def strobe_python_allocate(allocator: Any, count: int) -> Any:
-    return ffi.from_handle(allocator)(count)
+def strobe_python_allocate(workspace: Any, count: int) -> Any:
+    return ffi.from_handle(workspace)(count)
 
 
-class Call:
-    """One call's structs: what is computed, on what, with what.
+class Structs:
+    """A call's C structs: what is computed, on what, with what.
 
     arrays: the caller's; made: those that the package has allocated for the call; options: those of FIELDS not at their default;
     place: says where it runs."""
 
-    __slots__ = ("_alive", "_allocator", "_arrays", "_attention", "_bshd", "_execution", "_made", "_tensors")
+    __slots__ = ("_alive", "_arrays", "_attention", "_bshd", "_execution", "_made", "_tensors", "_workspace")
 
     def __init__(self, arrays: dict[str, Any], made: dict[str, Any], options: dict[str, Any], view: View, place: Place):
         attention = attention_struct(tuple(options.items()))
@@ -139,19 +118,19 @@ class Call:
         k = arrays.get("k")
         for named in (arrays, made):
             for name, array in named.items():
-                swapped = bshd and name in _TOKENS and len(array.shape) == MAX_RANK  # packed ones have no such axes
-                if bshd and name in _SCALES:
+                swapped = bshd and name in TOKENS and len(array.shape) == MAX_RANK  # packed ones have no such axes
+                if bshd and name in SCALES:
                     swapped = k is not None and len(k.shape) == MAX_RANK and len(array.shape) >= MAX_RANK - 1
-                if name in _SCORES and array.ndim < MAX_RANK:
+                if name in SCORES and array.ndim < MAX_RANK:
                     array = array[(None,) * (MAX_RANK - array.ndim)]
                 alive.append(view(t, name, array, swapped))
                 setattr(tensors, name, t)
                 t += 1
         execution = ffi.new("strobe_execution *")
-        self._allocator = allocator = place(execution)
-        if allocator is not None:
-            execution.allocate = lib.strobe_python_allocate
-            execution.allocator = allocator.handle
+        self._workspace = workspace = place(execution)
+        if workspace is not None:  # which does not refer to its handle: a reference cycle would keep tensors until it is collected
+            alive.append(handle := ffi.new_handle(workspace))
+            execution.allocate, execution.allocator = lib.strobe_python_allocate, handle
         self._attention, self._tensors, self._execution = attention[0], tensors, execution
         self._alive = alive
 
@@ -160,126 +139,22 @@ class Call:
         return self._made
 
     def run(self, function: Any, *more: Any) -> None:
-        self.run_without_execution(function, self._execution, *more)
+        self._check(function(self._attention, self._tensors, self._execution, *more))
 
     def run_without_execution(self, function: Any, *more: Any) -> None:
-        status = function(self._attention, self._tensors, *more)
+        self._check(function(self._attention, self._tensors, *more))
+
+    def _check(self, status: int) -> None:
         if status != lib.STROBE_OK:
-            if self._allocator is not None:
-                self._allocator.raise_if_failed()
-            raise error(status, self._in_callers_words)
+            if self._workspace is not None and self._workspace.error is not None:
+                raise self._workspace.error
+            raise error(status, Words(self._arrays, self._made, self._bshd, self._attention).line)
 
     def prepare(self, direction: int) -> Any:
         """The prepared call: a strobe_prepared, released with the last reference to it."""
         prepared = ffi.new("strobe_prepared **")
         self.run(lib.strobe_prepare, direction, prepared)
         return ffi.gc(prepared[0], lib.strobe_release)
-
-    def _in_callers_words(self, reason: str) -> str:
-        """One of the library's reasons, which begins with the name of the wrong argument; empty if that is none of the caller's."""
-        name = reason.partition(":")[0]
-        if name in self._made:
-            return ""
-        if name.startswith("block_"):
-            reason = "block_mask: " + reason
-            return "" if is_of_sizes(reason) and _are_in_the_other_layout(self._arrays, self._bshd) else reason
-        if self._bshd and name in _TOKENS:
-            reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+), ([^(),]+)\)", r"(\1, \3, \2, \4)", reason)
-        if self._bshd and name in _SCALES:
-            reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+)((?:, [^(),]+)?)\)", r"(\1, \3, \2\4)", reason)
-        array = self._arrays.get(name)
-        if array is not None:
-            reason = reason.replace(f"dtype {NO_DTYPE} (none)", f"dtype {array.dtype}")
-            if name in _SCORES and array.ndim < MAX_RANK and ": shape" in reason:
-                reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
-                reason += self._missing_axes(name, tuple(array.shape))
-            if ": dtype" in reason:
-                reason += _ways_out(name, reason, array, not _SCALES.isdisjoint(self._arrays))
-            guessed = _are_in_the_other_layout(self._arrays, self._bshd)
-            if guessed and is_of_sizes(reason):
-                return ""
-            heads = name == "k" and " heads for the " in reason
-            rows = name == "seqused_k" and reason.endswith("the positions of a row of page_table")
-            if heads and self._bshd:
-                reason = reason.replace("on the second axis of (pages", "on the third axis of (pages")
-            if (heads and guessed) or (rows and self._has_longer_pages(reason)):
-                reason += f'{_LAYOUT_HINT}"{"bhsd" if self._bshd else "bshd"}"?'
-            if name.startswith("cu_seqlens"):
-                given = getattr(self._attention, f"max_seqlen_{name[-1]}")
-                reason = reason.replace("at most max_seqlen = ", f"at most {f'max_seqlen_{name[-1]}' if given else f'T{name[-1]}'} = ")
-            if name.startswith("cu_seqlens") and self._heads_come_first(name, reason):
-                reason += f"; packed {name[-1]} is (tokens, heads, D), and this one looks like (heads, tokens, D)"
-            if name in _SCORES and ": shape" in reason:
-                reason += self._unsaid_lengths()
-            if name in _SCALES and re.search(": (rank|shape) ", reason):
-                reason += self._other_scales(name)
-        if name in ("k_scale_group", "max_seqlen_q", "max_seqlen_k"):
-            reason = reason.replace("accepted is 0", "accepted is None")
-        if name == "engine":
-            reason = reason.replace("or none", "or None") + _close_engine(reason)
-        return reason.removeprefix("execution.")
-
-    def _heads_come_first(self, name: str, reason: str) -> bool:
-        """For a sequence that is too long for packed tokens: whether it fits if the axis taken for heads is that of tokens."""
-        x = self._arrays.get(name[-1])
-        length = re.search(r"has (\d+) tokens; accepted is at most", reason)
-        return x is not None and x.ndim == MAX_RANK - 1 and length is not None and x.shape[0] < int(length[1]) <= x.shape[1]
-
-    def _has_longer_pages(self, reason: str) -> bool:
-        """For a length that exceeds a row of the page table: whether it would fit if the pools' axes 1 and 2 changed places."""
-        q, k, table = (self._arrays.get(name) for name in ("q", "k", "page_table"))
-        if q is None or k is None or table is None:
-            return False
-        page, heads = k.shape[1:3] if not self._bshd else k.shape[2:0:-1]
-        q_heads = q.shape[1] if q.ndim < MAX_RANK or not self._bshd else q.shape[2]
-        used = re.search(r"seqused_k: (\d+) at", reason)
-        return used is not None and int(used[1]) <= table.shape[1] * page and heads > 0 and q_heads % heads == 0
-
-    def _unsaid_lengths(self) -> str:
-        """For a mask or bias over packed sequences: the missing options that would give its sizes."""
-        if "cu_seqlens_q" not in self._arrays:
-            return ""
-        if "page_table" in self._arrays:  # it gives the number of keys
-            return "" if self._attention.max_seqlen_q else "; max_seqlen_q gives the length of its axis -2"
-        if self._attention.max_seqlen_q and self._attention.max_seqlen_k:
-            return ""
-        return "; max_seqlen_q and max_seqlen_k give the lengths of its last two axes"
-
-    def _other_scales(self, name: str) -> str:
-        """For scales in a wrong shape: how the caller writes them in the right one."""
-        scale, k = self._arrays[name], self._arrays.get("k")
-        if k is None or (name == "k_scale" and self._attention.k_scale_group):
-            return ""
-        shape, rows = tuple(scale.shape), tuple(k.shape[:-1])
-        if len(shape) == k.ndim and shape[-1] == 1:
-            return f"; did you mean {name}[..., 0]?"
-        if len(shape) == k.ndim and name == "k_scale":
-            return "; did you mean a scale for each column, with k_scale_group?"
-        by_head = len(shape) == 1 and shape[0] > 1 and not self._bshd and k.ndim == MAX_RANK
-        full, index = ((*shape, 1), "[:, None]") if by_head else (shape, "")
-        framework = known_framework(scale)
-        if framework is None or len(full) > len(rows) or any(n not in (1, m) for n, m in zip(full[::-1], rows[::-1], strict=False)):
-            return ""
-        return f"; one for many keys is a view of it, {framework.expanded_in_words(name + index, rows)}"
-
-    def _missing_axes(self, name: str, shape: tuple[int, ...]) -> str:
-        """For a mask or bias that does not broadcast: how to make it broadcast, if its axes are those of a batch and of keys."""
-        q, k, cu_seqlens_q = map(self._arrays.get, ("q", "k", "cu_seqlens_q"))
-        if q is None or k is None or q.ndim != k.ndim or "page_table" in self._arrays:
-            return ""  # another line says what is wrong with them
-        if q.ndim == MAX_RANK:
-            tokens = 1 if self._bshd else 2
-            batch, queries, keys = q.shape[0], q.shape[tokens], k.shape[tokens]
-        elif cu_seqlens_q is None or not cu_seqlens_q.ndim:
-            return ""
-        else:
-            batch = cu_seqlens_q.shape[0] - 1
-            queries, keys = self._attention.max_seqlen_q or q.shape[0], self._attention.max_seqlen_k or k.shape[0]
-        if shape == (batch, keys):
-            return f"; of (B, Sk), {name}[:, None, None, :]"
-        if shape in ((batch, 1, keys), (batch, queries, keys)):
-            return f"; of (B, {'1' if shape[1] == 1 else 'Sq'}, Sk), {name}[:, None]"
-        return ""
 
 
 def _check_structs(structs: Mapping[str, Iterable[str]]) -> None:
@@ -302,58 +177,235 @@ _check_structs(
 )
 
 
-# Tensors that are cast without a loss, or are no results of a computation: the dtype in which messages ask for them, for any q but float64.
-_CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
-_CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
+class Gradients(NamedTuple):
+    """The gradients of the inputs of the same names. None stands for an input that was not given."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None
 
 
-def _ways_out(name: str, reason: str, array: Any, has_scales: bool) -> str:
-    """For a wrong dtype: what the caller may have meant."""
-    framework = known_framework(array)
-    given, _, accepted = reason.partition("; accepted is ")
-    number = re.search(r"dtype (torch\.)?(u?int|b?float)\d+$", given)
-    if name == "mask":
-        cast = "" if framework is None else f"; of zeros and ones, {framework.cast_in_words(name, 'bool')}"
-        return "; what is added to the scores is bias" if "float" in given else cast
-    if name == "bias" and "dtype bool" in given:
-        return "; what hides is mask"
-    if framework is not None and name in _CASTS and number is not None:
-        dtype = "float64" if accepted == "float64" else _CASTS[name]
-        whole = dtype.startswith("int")
-        return f"; {framework.cast_in_words(name, dtype)}" if not whole or number[2].endswith("int") else ""
-    if has_scales and name in ("k", "v") and "float" in given and "float8" not in given and "," in accepted:
-        return ", or none of k_scale and v_scale"
-    if has_scales and name == "v" and "," not in reason:  # if k has it, only one dtype is accepted
-        return ", as k"
-    if not has_scales and name in ("k", "v") and re.search(r"dtype (int8|uint8|float8_e4m3fn);", reason):
-        return ", or with k_scale and v_scale int8, float8_e4m3fn, uint8"
-    return ""
+class Call(NamedTuple):
+    """A call of attention() in the library's terms: parsed once, and only read afterwards.
+
+    Autograd keeps it without its arrays, the memory of repeated calls too; PyTorch's dispatcher takes it apart into keywords."""
+
+    framework: Framework
+    arrays: dict[str, Array]  # those of _options.INPUTS that are given
+    options: dict[str, Any]  # those of _options.FIELDS that are not at their default
+    aux: tuple[str, ...] = ()  # those of _options.AUX that are asked for
+
+    def on(self, arrays: dict[str, Array]) -> Call:
+        """The same call on other arrays."""
+        return Call(self.framework, arrays, self.options, self.aux)
+
+    @property
+    def is_oracle(self) -> bool:
+        return self.options.get("engine") == ORACLE
+
+    def results(self, in_float64: bool = False) -> dict[str, Array]:
+        """Uninitialised out and lse, and the results named by aux."""
+        framework, q, k = self.framework, self.arrays["q"], self.arrays["k"]
+        head, row = self._axes()
+        shapes = {"lse": self._rows()}
+        if is_partial(self.options):
+            shapes["lse"] = (2, *shapes["lse"])
+        if self.aux:
+            cu_seqlens_q = self.arrays.get("cu_seqlens_q")
+            batch = q.shape[0] if q.ndim == 4 else 0 if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+            sums: tuple[int, ...] = (*self._rows()[:-1], k.shape[row])
+            if (table := self.arrays.get("page_table")) is not None:
+                page = k.shape[1 if "bshd" in self.options else 2] if k.ndim == 4 else 0
+                sums = (batch, q.shape[head], page * (table.shape[1] if table.ndim == 2 else 0))
+            shapes.update({"max_logit": (batch, q.shape[head]), "column_sums": sums})
+        out = framework.dense_like(q, self._width_v(), framework.xp.float64 if in_float64 else self._summed(q.dtype))
+        return {"out": out, **{name: framework.empty(q, shapes[name], self._statistic(in_float64)) for name in ("lse", *self.aux)}}
+
+    def gradients(self, needed: Iterable[str], in_float64: bool = False) -> dict[str, Array]:
+        """The gradients in GRADIENTS that are needed, uninitialised."""
+        framework, found = self.framework, {}
+        for name in needed:
+            x = self.arrays[GRADIENTS[name]]
+            dtype = framework.xp.float64 if in_float64 else self._summed(x.dtype) if name in ("dq", "dk", "dv") else x.dtype
+            found[name] = framework.empty(x, x.shape, dtype) if name in ("dbias", "dsinks") else framework.dense_like(x, x.shape[-1], dtype)
+        return found
+
+    def structs(self, known: dict[str, Array], made: dict[str, Array]) -> Structs:
+        """known: the caller's arrays beside these; made: its results."""
+        options = self.options | {"deterministic": True} if self.framework.is_deterministic() else self.options
+        return Structs(self.arrays | known, made, options, self.framework.view, self._place)
+
+    def forward(self) -> tuple[Array, ...]:
+        """out, lse and the results named by aux."""
+        found = self.results(self.is_oracle)
+        self.structs({}, found).run(lib.strobe_forward)
+        return self._rounded(found) if self.is_oracle else tuple(found.values())
+
+    def _rounded(self, found: dict[str, Array]) -> tuple[Array, ...]:
+        """The oracle's results in the dtypes of any other engine's."""
+        framework, of_out, statistic = self.framework, self._summed(self.arrays["q"].dtype), self._statistic()
+        if is_partial(self.options):  # the second number is the rounding error of the first one below
+            whole, lost = found["lse"]
+            rounded = framework.cast(framework.cast(whole, statistic), whole.dtype)
+            finite = abs(rounded) < float("inf")
+            lost[finite] = whole[finite] - rounded[finite]
+        return tuple(framework.cast(x, of_out if name == "out" else statistic) for name, x in found.items())
+
+    def backward(self, known: dict[str, Array], needed: Iterable[str], into: dict[str, Array] | None = None) -> dict[str, Array]:
+        """known: out, lse, dout and, if there is one, dlse; with a partial part delta, not out. into: gradients that are added to."""
+        oracle, into = self.is_oracle, into or {}
+        found = self.gradients([name for name in needed if name not in into], oracle)
+        if oracle and not is_partial(self.options):
+            known = {name: x for name, x in known.items() if name not in ("out", "lse")}  # the oracle computes its own out and lse
+        (self.adding() if into else self).structs(known | into, found).run(lib.strobe_backward)
+        if oracle:
+            for name, x in found.items():
+                of = self.arrays[GRADIENTS[name]].dtype
+                found[name] = self.framework.cast(x, self._summed(of) if name in ("dq", "dk", "dv") else of)
+        return found | into
+
+    def adding(self) -> Call:
+        """The same call, whose backward adds to gradients in the caller's memory."""
+        return Call(self.framework, self.arrays, {**self.options, ACCUMULATE: True}, self.aux)
+
+    def reference(self, rows: list[int] | None) -> tuple[Array, ...]:
+        found = self.results(True)
+        if rows is not None:
+            found["out"][...] = found["lse"][...] = float("nan")
+        selection, _alive = _selection(rows, None)
+        self.structs({}, found).run(lib.strobe_reference_forward, selection)
+        return tuple(found.values())
+
+    def reference_backward(self, known: dict[str, Array], rows: list[int] | None, cols: list[int] | None) -> Gradients:
+        # dbias and dsinks are sums over all rows, not over some
+        needed = [name for name, of in GRADIENTS.items() if of in self.arrays and (rows is None or of in ("q", "k", "v"))]
+        found = self.gradients(needed, True)
+        for name, chosen in (("dq", rows), ("dk", cols), ("dv", cols)):
+            if chosen is not None:
+                found[name][...] = float("nan")
+        selection, _alive = _selection(rows, cols)
+        self.structs(known, found).run(lib.strobe_reference_backward, selection)
+        return Gradients(**found)
+
+    def whole(self, of_backward: bool) -> Structs:
+        """As attention() would make the call, with results, and with all gradients; its arrays are not computed."""
+        call = self.on(self.framework.autocast(self.arrays))
+        made = call.results(call.is_oracle)
+        if of_backward:
+            q = call.arrays["q"]
+            made["dout"], made["dlse"] = call.framework.dense_like(q, call._width_v(), q.dtype), call._of_rows()
+            if is_partial(call.options):
+                made["delta"] = call._of_rows()
+                del made["out"]
+            made |= call.gradients([name for name, of in GRADIENTS.items() if of in call.arrays], call.is_oracle)
+        return call.structs({}, made)
+
+    def explain(self, of_backward: bool) -> str:
+        return said(partial(self.whole(of_backward).run, lib.strobe_explain, BACKWARD if of_backward else FORWARD))
+
+    def tile(self, of_backward: bool) -> tuple[int, int]:
+        """The tile (Br, Bc) that would run."""
+        plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
+        self.whole(of_backward).run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+        return plan.tile_q, plan.tile_k
+
+    def reasons_against(self, known: dict[str, Array], of_backward: bool) -> list[str]:
+        """The library's objections to arguments, one per line, when some are left out. Checks that compare with an argument that is left
+        out are not made. known: arrays beside these."""
+        framework, options = self.framework, self.options
+        arrays, known = ({name: x for name, x in given.items() if framework.is_array(x)} for given in (self.arrays, known))
+        if "q" in arrays and not of_backward:
+            arrays = framework.autocast(arrays)
+
+        def place(execution: Any) -> None:
+            lib.strobe_glue_execution(execution, options.get("threads") or 1)
+
+        try:
+            structs = Structs(arrays | known, {}, options, framework.view, place)
+            structs.run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
+        except ValueError as refusal:
+            absent = {"q", "k", "v", "out", "lse", "dout"} - arrays.keys() - known.keys()
+            return [line for line in str(refusal).splitlines() if line.partition(":")[0] not in absent]
+        except (RuntimeError, TypeError):  # not caused by the arguments, or tensors have no memory
+            pass
+        return []
+
+    def _axes(self) -> tuple[int, int]:
+        """The axes of q's heads and rows."""
+        return (1, 0) if self.arrays["q"].ndim == 3 else (2, 1) if "bshd" in self.options else (1, 2)
+
+    def _rows(self) -> tuple[int, ...]:
+        """The shape of an array with one number per row."""
+        shape = self.arrays["q"].shape
+        return (*shape[: len(shape) - 3], *(shape[axis] for axis in self._axes()))
+
+    def _of_rows(self) -> Array:
+        """An uninitialised array with one number per row."""
+        return self.framework.empty(self.arrays["q"], self._rows(), self._statistic())
+
+    def _width_v(self) -> int:
+        """Dv: an element of INT4 holds two columns."""
+        v = self.arrays["v"]
+        return v.shape[-1] * (2 if v.dtype == self.framework.xp.uint8 else 1)
+
+    def _statistic(self, in_float64: bool = False) -> Any:
+        """The dtype of lse and other row statistics."""
+        xp = self.framework.xp
+        return xp.float64 if in_float64 or self.arrays["q"].dtype == xp.float64 else xp.float32
+
+    def _summed(self, dtype: Any) -> Any:
+        """The dtype of results that are to be added to those of other parts."""
+        xp = self.framework.xp
+        return xp.float32 if is_partial(self.options) and dtype != xp.float64 else dtype
+
+    def _place(self, execution: Any) -> Workspace | None:
+        return _place(self.framework, execution, self.arrays["q"], self.options.get("threads"), self.options.get("reserved_sms", 0))
 
 
-def _are_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:
-    """Whether the heads of q, k and v do not fit, but would fit if axes 1 and 2 changed places."""
-    shapes = [tuple(arrays[name].shape) for name in ("q", "k", "v") if name in arrays]
-    paged = "page_table" in arrays
-    if len(shapes) < 3 or any(len(shape) != MAX_RANK for shape in shapes[1:]) or len(shapes[0]) not in ((3, 4) if paged else (4,)):
-        return False
-    of_q, of_k, of_v = shapes
-    fit = [
-        heads_kv > 0 and of_q[axis if len(of_q) == MAX_RANK else 1] % heads_kv == 0
-        for axis, heads_kv in ((2 if bshd else 1, of_k[2 if bshd else 1]), (1 if bshd else 2, of_k[1 if bshd else 2]))
-    ]
-    return fit == [False, True] and of_k[:3] == of_v[:3] and of_q[-1] == of_k[3] and (paged or of_q[0] == of_k[0])
+# By the exact type of q: a function that makes a call of attention() known from an earlier one. None: the full call must be made.
+FAST_PATHS: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
 
 
-def is_of_sizes(reason: str) -> bool:
-    """Whether the reason depends on H, Sq or Sk. If these are of another layout, it may refuse a correct argument."""
-    return _OF_SIZES.match(reason) is not None
+def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:
+    """options: dropout and, unless there is an rng, seed and offset."""
+    keep = framework.empty(None, shape, framework.bool_dtype)
+    views = ffi.new("strobe_tensor[2]")
+    framework.view(views + 0, "keep", keep, False)
+    given, _alive = (ffi.NULL, None) if rng is None else (views + 1, framework.view(views + 1, "rng", rng, False))
+    execution = ffi.new("strobe_execution *")
+    _place(framework, execution, keep, None)
+    status = lib.strobe_dropout_mask(attention_struct(tuple(options.items()))[0], given, views + 0, execution)
+    if status != lib.STROBE_OK:
+        raise error(status, str)
+    return keep
 
 
-def guesses_layout(reason: str) -> bool:
-    return _LAYOUT_HINT in reason
+def _place(framework: Framework, execution: Any, q: Array, threads: int | None, reserved_sms: int = 0) -> Workspace | None:
+    """Fills a strobe_execution for work on q's device; returns the source of its workspace, None for the library's own memory."""
+    stream = framework.stream(q)
+    if stream is None:
+        most = framework.default_threads()  # called in any case: PyTorch then tells OpenMP its number of threads, if this thread is new
+        lib.strobe_glue_execution(execution, threads or most)
+        execution.reserved_sms = reserved_sms
+        return None
+    execution.size = ffi.sizeof("strobe_execution")
+    execution.stream = ffi.cast("void *", stream)
+    execution.reserved_sms = reserved_sms
+    return Workspace(partial(framework.scratch, q))
 
 
-def _close_engine(reason: str) -> str:
-    unknown = re.match(r'engine: "(.*)" is unknown', reason)
-    close = get_close_matches(unknown[1], [name for name, _ in engines()], 1) if unknown else []
-    return "".join(f"; did you mean {name}?" for name in close)
+def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any]:
+    """A strobe_selection and the objects that must live as long."""
+    if rows is None and cols is None:
+        return ffi.NULL, None
+    selection = ffi.new("strobe_selection *", {"size": ffi.sizeof("strobe_selection")})
+    alive = []
+    for name, chosen in (("rows", rows), ("cols", cols)):
+        if chosen is not None:
+            numbers = ffi.new("int64_t[]", chosen)
+            setattr(selection, name, numbers)
+            setattr(selection, "n_" + name, len(numbers))
+            alive.append(numbers)
+    return selection, alive

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ._abi import MAX_RANK
-from ._kinds import is_bool, kind, shown
+from ._messages import is_bool, kind, shown
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 

@@ -9,7 +9,7 @@ class RefusedError(Exception):
     """The call has to be made in full."""
 
 class Ready:
-    """A call in one direction, but for its addresses: _repeated.made_ready()."""
+    """A call in one direction, but for its addresses: see _prepared.py."""
 
     def __new__(
         cls,
@@ -28,15 +28,17 @@ class Ready:
     @property
     def more(self) -> Any: ...
 
-# The bytes that determine what runs; None if the call cannot be repeated here.
-def key(prefix: bytes, tensors: tuple[Tensor, ...], options: Mapping[str, Any]) -> bytes | None: ...
+# The bytes that determine what runs; None if the call cannot be repeated here. prefix: says what the tensors are.
+def key(prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> bytes | None: ...
 def attention_key(q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> bytes | None: ...
 def gradients_key(
     prefix: bytes, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> bytes | None: ...
 
 # Runs the call with that key, if it is a Ready in `calls`. None if it is not, or if the library refuses.
-def run(calls: dict[bytes, Any], prefix: bytes, tensors: tuple[Tensor, ...], options: Mapping[str, Any]) -> Any: ...
+def run(
+    calls: dict[bytes, Any], prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]
+) -> Any: ...
 def attention(calls: dict[bytes, Any], q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> Any: ...
 def gradients(
     calls: dict[bytes, Any],

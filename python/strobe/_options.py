@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 from ._checks import Wrong, flag, is_choice, is_integer, is_whole, number, plain
 from ._core import lib
-from ._kinds import kind, shown
+from ._messages import kind, shown
 from ._part import Part
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Window(Row):
 
 
 class Seed(Row):
-    """A 64-bit integer. _request.py, which handles seed, offset and rng together, passes it on."""
+    """A 64-bit integer. _parse.py, which handles seed, offset and rng together, passes it on."""
 
     def __init__(self, doc: str):
         super().__init__(None, doc)

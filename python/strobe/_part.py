@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ._checks import Wrong, flag, is_integer, is_whole, plain, refusal
-from ._kinds import kind, shown
+from ._messages import kind, shown
 from .arrays.known import known_framework
 
 _MOST = 2**63 - 1
@@ -85,7 +85,7 @@ class Part:
 
 
 def is_partial(options: dict[str, Any]) -> bool:
-    """Whether a Request's options have a partial part."""
+    """Whether a Call's options have a partial part."""
     return bool(options["part"][0]) if "part" in options else False
 
 

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ._abi import BACKWARD, CUDA, DTYPES, FORWARD, text
-from ._call import Call
+from ._call import Structs
 from ._core import ffi, lib
 from ._options import GRADIENTS
 from ._part import is_partial
@@ -52,9 +52,9 @@ def kernels(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: b
 
 def _said(function: Any, arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[str]:
     made = dict(_results(arrays, backward, is_partial(dict(options))))
-    call = Call(dict(arrays), made, dict(options), _Addresses(), lambda _: None)
+    structs = Structs(dict(arrays), made, dict(options), _Addresses(), lambda _: None)
     chars = ffi.new("char[]", _TEXT_BYTES)
-    call.run_without_execution(function, BACKWARD if backward else FORWARD, compute_capability, chars, _TEXT_BYTES, ffi.NULL)
+    structs.run_without_execution(function, BACKWARD if backward else FORWARD, compute_capability, chars, _TEXT_BYTES, ffi.NULL)
     return text(chars).splitlines()
 
 

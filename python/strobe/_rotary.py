@@ -1,4 +1,4 @@
-"""Rotary embedding (Su et al. 2021, arXiv:2104.09864) of torch tensors."""
+"""The positions of new tokens, and the rotary embedding (Su et al. 2021, arXiv:2104.09864) of torch tensors by them."""
 
 from __future__ import annotations
 
@@ -39,3 +39,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
     turned = (a * c - b * s, a * s + b * c)
     head = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
     return torch.cat([head.to(x.dtype), x[..., turning:]], -1)
+
+
+def places(seqlens: Tensor, cu_seqlens: Tensor | None, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each new token: its sequence, its position there, and whether it belongs to a sequence.
+
+    seqlens: integers (B,), how many tokens each sequence holds. cu_seqlens: (B + 1,), for packed tokens, which padding may follow;
+    None: each sequence gets the same number.
+    """
+    batch = len(seqlens)
+    token = torch.arange(tokens, device=seqlens.device)
+    if not batch:  # all tokens are padding
+        return (none := torch.zeros_like(token)), none, none.bool()
+    if cu_seqlens is None:
+        each = max(tokens // batch, 1)
+        return (sequence := token // each), seqlens.long()[sequence] + token % each, torch.ones_like(token, dtype=torch.bool)
+    begins = cu_seqlens.long()
+    sequence = torch.bucketize(token, begins[1:], right=True).clamp(max=batch - 1)
+    nth = token - begins[sequence]
+    return sequence, seqlens.long()[sequence] + nth, (nth >= 0) & (token < begins[sequence + 1])

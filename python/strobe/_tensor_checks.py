@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ._checks import Wrong
-from ._kinds import kind
+from ._messages import kind
 from .arrays.torch import TORCH
 
 

@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ._attention import _prepared, attention
+from ._attention import attention
 from ._checks import Wrong, check_names, flag, is_choice, is_integer, number, refusal
-from ._kinds import is_bool, shown
+from ._messages import is_bool, shown
 from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, MAX_HEAD_DIM_V
+from ._parse import parse, without_causal_bias
 from ._part import Part
-from ._request import without_causal_bias
 from .arrays.base import Array, Framework
 from .arrays.known import framework_of, known_framework, unfit
 
@@ -154,7 +154,7 @@ def _translated(
 def _refuse(q: Array, k: Array, v: Array, options: Any, wrong: Wrong) -> NoReturn:
     """Raises the errors found and those that attention() adds."""
     if wrong:
-        _prepared("hyperbolic_attention", q, k, v, options, wrong)
+        parse("hyperbolic_attention", q, k, v, options, wrong)
     attention(q, k, v, **options)
     raise ValueError(f"q, k, v: {', '.join(_dtype(x) for x in (q, k, v))}; accepted are points, of {', '.join(_EPS)}")
 

@@ -14,7 +14,7 @@ out.
 
 from typing import NamedTuple
 
-from ._extras import TORCH_EXTRA, needed_by
+from ._messages import TORCH_EXTRA, needed_by
 
 with needed_by(__name__, TORCH_EXTRA):
     import torch
@@ -22,9 +22,8 @@ with needed_by(__name__, TORCH_EXTRA):
 from torch import Tensor
 
 from ._checks import Wrong, flag, is_choice, is_whole, refusal
-from ._kinds import shown
-from ._places import places
-from ._rotary import check_tables, rotate_tokens
+from ._messages import shown
+from ._rotary import check_tables, places, rotate_tokens
 from ._tensor_checks import incomplete, misplaced, unfit_tensors
 from ._writable import not_writable, writes
 from .arrays.torch import TORCH

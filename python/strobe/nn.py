@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ._extras import TORCH_EXTRA, needed_by
+from ._messages import TORCH_EXTRA, needed_by
 
 with needed_by(__name__, TORCH_EXTRA):
     import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ._attention import attention, explain
 from ._blockmask import BlockMask
 from ._checks import Wrong, check_names, is_integer, refusal
-from ._kinds import kind
+from ._messages import kind
 from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from ._part import Part
 from .arrays.known import known_framework, unfit

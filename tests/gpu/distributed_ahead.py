@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distributed_cases import mesh_of, run_on_rank
 from strobe import _abi
-from strobe._call import Call
+from strobe._call import Structs
 from strobe._core import ffi, lib
 from strobe.arrays import torch as torch_arrays
 from strobe.distributed import _gather, _operators
@@ -54,7 +54,7 @@ def _group(rank: int, world: int) -> Iterator[dist.ProcessGroup]:
 def _in_place_of_runs(compute_capability: int, compiled: list[str]) -> Iterator[None]:
     directions = {lib.strobe_forward: _abi.FORWARD, lib.strobe_backward: _abi.BACKWARD}
 
-    def run(self: Call, function: Any, *more: Any) -> None:
+    def run(self: Structs, function: Any, *more: Any) -> None:
         direction = more[0] if function in (lib.strobe_make_plan, lib.strobe_prepare) else directions.get(function)
         if direction is None:
             return
@@ -69,7 +69,7 @@ def _in_place_of_runs(compute_capability: int, compiled: list[str]) -> Iterator[
 
     with (
         mock.patch.dict(_gather.LEAST_BYTES, cpu=_gather.LEAST_BYTES["cuda"]),
-        mock.patch.object(Call, "run", run),
+        mock.patch.object(Structs, "run", run),
         mock.patch.object(_operators, "agree", agreed),
         mock.patch.object(torch_arrays, "CPU", _abi.CUDA),
         torch.autograd.set_multithreading_enabled(False),

@@ -96,10 +96,10 @@ def cases_for(ranks: int) -> list[dict[str, Any]]:
 def short(case: dict[str, Any]) -> str:
     """The values that differ from the first ones."""
     world, method = case["how"]
-    usual = {"how", "layout", "dtype", "dims", "lengths", "heads"}
+    usual = {"how", "sharding", "dtype", "dims", "lengths", "heads"}
     more = [f"{name} {x}" for name, x in case.items() if name not in usual and x not in (None, 0.0, False)]
     d, lengths, heads = ("x".join(map(str, case[name])) for name in ("dims", "lengths", "heads"))
-    return f"W {world} {method} {case['layout']} {case['dtype']} d{d} S {lengths} H {heads} " + ", ".join(more)
+    return f"W {world} {method} {case['sharding']} {case['dtype']} d{d} S {lengths} H {heads} " + ", ".join(more)
 
 
 class Run:

@@ -25,7 +25,7 @@ from torch import Tensor
 import strobe
 from check import ulp
 from distributed_workers import Workers
-from strobe.distributed import Layout
+from strobe.distributed import Sharding
 
 D = 128
 
@@ -45,23 +45,25 @@ def judged(
     group: dist.ProcessGroup, tokens: int, heads: tuple[int, int], method: str, device: str, samples: int
 ) -> tuple[dict[str, tuple[float, float]], float]:
     """The largest error and the largest allowed error, of out and dq; and the seconds of forward and backward."""
-    layout, rank = Layout.zigzag(tokens, group.size()), group.rank()
+    sharding, rank = Sharding.zigzag(tokens, group.size()), group.rank()
     generator = torch.Generator(device).manual_seed(rank)
-    own = layout.count(rank)
+    own = sharding.count(rank)
     q, k, v, dout = (
         torch.randn(1, n, own, D, device=device, dtype=torch.bfloat16, generator=generator) for n in (heads[0], *[heads[1]] * 2, heads[0])
     )
     began = time.perf_counter()
     leaf = q.detach().requires_grad_()
-    out = strobe.distributed.attention(leaf, k.requires_grad_(), v.requires_grad_(), layout=layout, group=group, method=method, causal=True)
+    out = strobe.distributed.attention(
+        leaf, k.requires_grad_(), v.requires_grad_(), sharding=sharding, group=group, method=method, causal=True
+    )
     out.backward(dout)
     assert leaf.grad is not None
     found = {"out": out.detach(), "dq": leaf.grad}
     leaf.grad[0, 0, 0, 0].item()  # waits for it
     seconds = time.perf_counter() - began
-    k, v = (layout.unshard(x.detach(), 2, group=group)[0] for x in (k, v))
+    k, v = (sharding.unshard(x.detach(), 2, group=group)[0] for x in (k, v))
     places = torch.linspace(own // 2, own - 1, samples, device=device).round().long()  # the later block: rows of many keys
-    positions = layout.positions(rank).to(device)[places]
+    positions = sharding.positions(rank).to(device)[places]
     errors: dict[str, list[Tensor]] = {name: [] for name in found}
     plain: dict[str, list[Tensor]] = {name: [] for name in found}
     largest = dict.fromkeys(found, 0.0)

@@ -20,7 +20,7 @@ import strobe
 from cases import Inputs
 from check import Yardstick
 from distributed_workers import Workers
-from strobe.distributed import Layout
+from strobe.distributed import Sharding
 
 WORLD = torch.cuda.device_count()
 pytestmark = [pytest.mark.skipif(WORLD < 2, reason="one GPU alone"), pytest.mark.all_gpus]
@@ -51,17 +51,17 @@ def one_device(seed: int = 0, **options: Any) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def own(group: dist.ProcessGroup, layout: Layout, seed: int = 0) -> list[Tensor]:
-    return [layout.shard(x, 2, group.rank()).detach().requires_grad_(n < 3) for n, x in enumerate(whole(seed))]
+def own(group: dist.ProcessGroup, sharding: Sharding, seed: int = 0) -> list[Tensor]:
+    return [sharding.shard(x, 2, group.rank()).detach().requires_grad_(n < 3) for n, x in enumerate(whole(seed))]
 
 
 def shared(group: dist.ProcessGroup, kind: str, way: str, options: dict[str, Any]) -> list[Tensor]:
     """The same for the rank's tokens."""
-    layout = getattr(Layout, kind)(S, group.size())
-    q, k, v, dout = own(group, layout)
+    sharding = getattr(Sharding, kind)(S, group.size())
+    q, k, v, dout = own(group, sharding)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return strobe.distributed.attention(q, k, v, layout=layout, group=group, causal=True, **options)
+        return strobe.distributed.attention(q, k, v, sharding=sharding, group=group, causal=True, **options)
 
     if way == "checkpoint":
         out = checkpoint(call, q, k, v, use_reentrant=False)
@@ -76,8 +76,8 @@ def shared(group: dist.ProcessGroup, kind: str, way: str, options: dict[str, Any
 
 
 def joined(kind: str, world: int, of_ranks: list[list[Tensor]]) -> list[Tensor]:
-    layout = getattr(Layout, kind)(S, world)
-    return [layout.join([*parts], 2) for parts in zip(*of_ranks, strict=True)]
+    sharding = getattr(Sharding, kind)(S, world)
+    return [sharding.join([*parts], 2) for parts in zip(*of_ranks, strict=True)]
 
 
 @cache
@@ -108,12 +108,12 @@ def test_ways_to_call(ranks, way, method):
 
 def replayed(group: dist.ProcessGroup, method: str) -> list[Tensor]:
     """A graph of forward and backward with some numbers, replayed with others."""
-    layout = Layout.zigzag(S, group.size())
-    tensors = own(group, layout)
+    sharding = Sharding.zigzag(S, group.size())
+    tensors = own(group, sharding)
 
     def step() -> list[Tensor]:
         q, k, v, dout = tensors
-        out = strobe.distributed.attention(q, k, v, layout=layout, group=group, causal=True, method=method, agree=False)
+        out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, causal=True, method=method, agree=False)
         return [out, *torch.autograd.grad(out, (q, k, v), dout)]
 
     aside = torch.cuda.Stream()
@@ -126,7 +126,7 @@ def replayed(group: dist.ProcessGroup, method: str) -> list[Tensor]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = step()
     with torch.no_grad():
-        for x, y in zip(tensors, own(group, layout, seed=1), strict=True):
+        for x, y in zip(tensors, own(group, sharding, seed=1), strict=True):
             x.copy_(y)
     for _ in range(3):
         graph.replay()
@@ -141,20 +141,20 @@ def test_a_graph_is_replayed_with_other_numbers(ranks, method):
 
 def fails(group: dist.ProcessGroup, what: str) -> tuple[str, str]:
     """The error that this rank gets when the last one fails. Afterwards a valid call succeeds."""
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, _ = own(group, layout)
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, _ = own(group, sharding)
     is_wrong = group.rank() == group.size() - 1
     options: dict[str, Any] = {"causal": "yes"} if what == "argument" and is_wrong else {"causal": True}
     if what == "memory" and is_wrong:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**16) / torch.cuda.mem_get_info()[1])
     try:
-        strobe.distributed.attention(q, k, v, layout=layout, group=group, method="gather", **options)
+        strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method="gather", **options)
         found = "", "nothing was raised"
     except Exception as failure:
         found = type(failure).__name__, str(failure)
     torch.cuda.set_per_process_memory_fraction(1.0)
-    strobe.distributed.attention(q, k, v, layout=layout, group=group, causal=True)
+    strobe.distributed.attention(q, k, v, sharding=sharding, group=group, causal=True)
     torch.cuda.synchronize()
     return found
 

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import strobe
 from distributed_cases import mesh_of
-from strobe import _repeated, _run
-from strobe._request import Request
+from strobe import _prepared
+from strobe._call import Call
 from strobe.arrays import torch as torch_arrays
 from strobe.arrays.memory import OutOfMemoryError
-from strobe.distributed import Layout, _agree, _call, _exchange, _gather, _group, _late, _operators, _predict, _ring
+from strobe.distributed import Sharding, _agree, _call, _exchange, _gather, _group, _late, _operators, _predict, _ring
 
 S, H, HKV, D = 37, 4, 4, 16
 
@@ -37,8 +37,8 @@ def whole(dtype: torch.dtype = torch.float32, seqlen: int = S, hkv: int = HKV, s
     return tuple(torch.randn(2, h, seqlen, D, generator=g).to(dtype) for h in (H, hkv, hkv, H))  # type: ignore[return-value]
 
 
-def shards(layout: Layout, rank: int, **how: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(layout.shard(x, 2, rank).detach().requires_grad_(n < 3) for n, x in enumerate(whole(**how)))  # type: ignore[return-value]
+def shards(sharding: Sharding, rank: int, **how: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(sharding.shard(x, 2, rank).detach().requires_grad_(n < 3) for n, x in enumerate(whole(**how)))  # type: ignore[return-value]
 
 
 def said(call: Callable[[], Any]) -> tuple[str, str]:
@@ -56,7 +56,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "rows of k": lambda a: a.update(k=a["k"][:, :, 1:]),
     "whole q": lambda a: a.update(q=whole()[0]),
     "rows before heads": lambda a: a.update({name: a[name].transpose(1, 2) for name in "qkv"}),
-    "heads before rows": lambda a: a.update(axes="bshd"),
+    "heads before rows": lambda a: a.update(layout="bshd"),
     "a NumPy array": lambda a: a.update(v=np.zeros((2, 4, 9, 16), np.float32)),
     "another dtype": lambda a: a.update(k=a["k"].double()),
     "another head dimension": lambda a: a.update(k=a["k"][..., 1:]),
@@ -72,14 +72,16 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "sinks of other heads": lambda a: a.update(sinks=torch.zeros(H - 1)),
     "a mask of other heads": lambda a: a.update(mask=torch.ones(1, 2 * H, 1, S, dtype=torch.bool)),
     "a bias of other rows": lambda a: a.update(
-        bias=torch.zeros(1, 1, a["q"].shape[2] + 1, S), method="heads" if a["layout"].world_size == 2 else "gather"
+        bias=torch.zeros(1, 1, a["q"].shape[2] + 1, S), method="heads" if a["sharding"].world_size == 2 else "gather"
     ),
     "meta": lambda a: a.update({name: a[name].to("meta") for name in "qkv"}),
     "a part": lambda a: a.update(part=strobe.Part([(0, 1)], [(0, 1)], 1, 1)),
     "an engine": lambda a: a.update(engine="no such engine"),
-    "a layout": lambda a: a.update(layout="bshd"),
-    "a layout of other ranks": lambda a: a.update(layout=Layout.zigzag(S, 7)),
-    "axes": lambda a: a.update(axes="hbsd"),
+    "a sharding": lambda a: a.update(sharding="bshd"),
+    "the old axes": lambda a: a.update(axes="bshd"),
+    "the old layout": lambda a: a.update(layout=a["sharding"]),
+    "a sharding of other ranks": lambda a: a.update(sharding=Sharding.zigzag(S, 7)),
+    "layout": lambda a: a.update(layout="hbsd"),
     "a method": lambda a: a.update(method="shuttle"),
     "cu_seqlens": lambda a: a.update(cu_seqlens_q=torch.tensor([0, 5], dtype=torch.int32)),
     "aux": lambda a: a.update(aux=("max_logit",)),
@@ -93,13 +95,13 @@ OTHERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "causal": lambda a: a.update(causal=True),
     "softcap": lambda a: a.update(softcap=2.0),
     "alignment": lambda a: a.update(alignment="top_left"),
-    "axes": lambda a: a.update({name: a[name].transpose(1, 2) for name in "qkv"}, axes="bshd"),
+    "layout": lambda a: a.update({name: a[name].transpose(1, 2) for name in "qkv"}, layout="bshd"),
     "deterministic": lambda a: a.update(deterministic=True),
     "dropout": lambda a: a.update(dropout=0.1, seed=2),
     "offset": lambda a: a.update(offset=3),
     "block_mask": lambda a: a.update(block_mask=strobe.BlockMask.causal(S, S, 16, 16)),
     "method": lambda a: a.update(method="ring"),
-    "layout": lambda a: a.update(layout=Layout.contiguous(S, a["layout"].world_size), **a["others"]),
+    "sharding": lambda a: a.update(sharding=Sharding.contiguous(S, a["sharding"].world_size), **a["others"]),
     "tensors that require grad": lambda a: a.update(q=a["q"].detach()),
     "sinks": lambda a: a.update(sinks=torch.zeros(H)),
     "seed": lambda a: a.update(seed=2),
@@ -109,18 +111,18 @@ OTHERS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple[str, str]:
     """The error that this rank gets if one rank's call is changed so. Afterwards a valid call succeeds."""
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, _ = shards(layout, group.rank())
-    contiguous = Layout.contiguous(S, group.size())
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, _ = shards(sharding, group.rank())
+    contiguous = Sharding.contiguous(S, group.size())
     others = dict(zip("qkv", shards(contiguous, group.rank()), strict=False))
-    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "layout": layout, "group": group, "method": "gather", "others": others}
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v, "sharding": sharding, "group": group, "method": "gather", "others": others}
     if change in ("seed", "offset"):
         arguments |= {"dropout": 0.1, "seed": 0}
     if group.rank() == rank:
         (WRONG if of == "wrong" else OTHERS)[change](arguments)
     del arguments["others"]
     found = said(lambda: strobe.distributed.attention(**arguments))
-    strobe.distributed.attention(q, k, v, layout=layout, group=group)
+    strobe.distributed.attention(q, k, v, sharding=sharding, group=group)
     return found
 
 
@@ -135,7 +137,7 @@ AGAIN: dict[str, dict[str, Any]] = {
     "another mask": {"mask": torch.arange(16) % 5 > 0},
     "packed": {"cu_seqlens_q": torch.tensor([0, 6, 16], dtype=torch.int32)},
     "packed otherwise": {"cu_seqlens_q": torch.tensor([0, 11, 16], dtype=torch.int32)},
-    "layout": {"layout": Layout.contiguous(16, 4)},
+    "sharding": {"sharding": Sharding.contiguous(16, 4)},
     "dtype": {"dtype": torch.float64},
     "strides": {"bshd": True},
     "axes": {"axes": "bshd"},
@@ -150,18 +152,18 @@ def comes_again(group: dist.ProcessGroup, method: str) -> tuple[dict[str, float]
     that were not after the second time."""
     own, found, kept = dist.new_group(list(range(group.size()))), {}, 0
     for _ in range(3):
-        before = len(_repeated.CALLS.lately)
+        before = len(_prepared.CALLS.lately)
         found = {
             name: _differs(**({"group": group, "method": method} | given | ({"group": own} if "group" in given else {})))
             for name, given in AGAIN.items()
         }
-        kept = len(_repeated.CALLS.lately) - before
+        kept = len(_prepared.CALLS.lately) - before
     return found, kept
 
 
 def _differs(
     *,
-    layout: Layout | None = None,
+    sharding: Sharding | None = None,
     dtype: torch.dtype = torch.float32,
     bshd: bool = False,
     axes: str = "bhsd",
@@ -170,7 +172,7 @@ def _differs(
     method: str,
     **options: Any,
 ) -> float:
-    layout = layout or Layout.zigzag(16, group.size())
+    sharding = sharding or Sharding.zigzag(16, group.size())
     options, packed = {"causal": True} | options, "cu_seqlens_q" in options
     if packed:
         options["cu_seqlens_k"] = options["cu_seqlens_q"]
@@ -180,31 +182,37 @@ def _differs(
         *whole_ones, dout = (x[0].transpose(0, 1) for x in (*whole_ones, dout))
     elif axes == "bshd":
         *whole_ones, dout = (x.transpose(1, 2) for x in (*whole_ones, dout))
-    given = [layout.shard(x, axis, group.rank()).contiguous() for x in whole_ones]
+    given = [sharding.shard(x, axis, group.rank()).contiguous() for x in whole_ones]
     if bshd:
         given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
     results = []
     for tensors, function, how in (
-        (given, strobe.distributed.attention, {"axes": axes, "layout": layout, "group": group, "method": method}),
+        (given, strobe.distributed.attention, {"layout": axes, "sharding": sharding, "group": group, "method": method}),
         (whole_ones, strobe.attention, {"layout": axes}),
     ):
         leaves = [x.detach().requires_grad_(name in needs) for name, x in zip("qkv", tensors, strict=True)]
         out, lse = function(*leaves, return_lse=True, **how, **options)
         if needs:
-            out.backward(layout.shard(dout, axis, group.rank()) if tensors is given else dout)
+            out.backward(sharding.shard(dout, axis, group.rank()) if tensors is given else dout)
         results.append([out.detach(), *(x.grad for x in leaves if x.grad is not None)])
         results[-1].append(lse.detach().transpose(-1, axis))
-    return max(float((a - layout.shard(b, axis, group.rank())).abs().max()) for a, b in zip(*results, strict=True))
+    return max(float((a - sharding.shard(b, axis, group.rank())).abs().max()) for a, b in zip(*results, strict=True))
 
 
 def refused_again(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     """The refusals of calls that differ in one thing from a call that was made."""
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, _ = shards(layout, group.rank())
-    given: dict[str, Any] = {"layout": layout, "group": group, "method": "gather", "agree": True, "causal": True}
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, _ = shards(sharding, group.rank())
+    given: dict[str, Any] = {"sharding": sharding, "group": group, "method": "gather", "agree": True, "causal": True}
     for _ in range(3):
         strobe.distributed.attention(q, k, v, **given)
-    wrong: list[dict[str, Any]] = [{"agree": 1}, {"causal": 1}, {"layout_q": layout.encoded}, {"time_limit": True}, {"layout_k": "bshd"}]
+    wrong: list[dict[str, Any]] = [
+        {"agree": 1},
+        {"causal": 1},
+        {"sharding_q": sharding.encoded},
+        {"time_limit": True},
+        {"sharding_k": "bshd"},
+    ]
     found = [said(lambda change=change: strobe.distributed.attention(q, k, v, **given | change)) for change in wrong]
 
     def packed(*numbers: int) -> None:
@@ -219,10 +227,10 @@ def refused_again(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 def forgets_its_group(group: dist.ProcessGroup) -> bool:
     """Whether a destroyed group is freed, although its calls are remembered."""
     own = dist.new_group(list(range(group.size())))
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, dout = shards(layout, group.rank())
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank())
     for _ in range(3):
-        strobe.distributed.attention(q, k, v, layout=layout, group=own).backward(dout)
+        strobe.distributed.attention(q, k, v, sharding=sharding, group=own).backward(dout)
     group.barrier().wait()
     dist.destroy_process_group(own)
     alive = weakref.ref(own)
@@ -254,11 +262,11 @@ def no_memory(after: int) -> Iterator[None]:
 
 def padded_with_sinks(group: dist.ProcessGroup, method: str) -> tuple[Tensor, Tensor]:
     """lse of packed tokens of which the last ones belong to no sequence, and this rank's share of dsinks where the loss uses lse."""
-    layout = Layout.contiguous(12, group.size())
-    q, k, v = (layout.shard(torch.randn(12, 2, 8, generator=torch.Generator().manual_seed(n)), 0, group.rank()) for n in range(3))
+    sharding = Sharding.contiguous(12, group.size())
+    q, k, v = (sharding.shard(torch.randn(12, 2, 8, generator=torch.Generator().manual_seed(n)), 0, group.rank()) for n in range(3))
     sinks, cu = torch.zeros(2, requires_grad=True), torch.tensor([0, 3, 8], dtype=torch.int32)
     given = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "sinks": sinks, "return_lse": True}
-    _, lse = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, **given)
+    _, lse = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method, **given)
     lse.masked_fill(lse.isinf(), 0).sum().backward()
     assert sinks.grad is not None
     return lse.detach(), sinks.grad
@@ -266,24 +274,24 @@ def padded_with_sinks(group: dist.ProcessGroup, method: str) -> tuple[Tensor, Te
 
 def cannot_prepare(group: dist.ProcessGroup, rank: int, wrong: int) -> tuple[str, str]:
     """The error that this rank gets if one rank cannot copy the rows to send, and another one's call is wrong."""
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, _ = shards(layout, group.rank())
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, _ = shards(sharding, group.rank())
     causal = "yes" if group.rank() == wrong else True
     poor = mock.patch.object(_gather.Keys, "pack", side_effect=OutOfMemoryError("can't allocate memory: 1 TB"))
     with poor if group.rank() == rank else contextlib.nullcontext():
-        found = said(lambda: strobe.distributed.attention(q, k, v, layout=layout, group=group, method="gather", causal=causal))
-    strobe.distributed.attention(q, k, v, layout=layout, group=group)
+        found = said(lambda: strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method="gather", causal=causal))
+    strobe.distributed.attention(q, k, v, sharding=sharding, group=group)
     return found
 
 
 def runs_out_of_memory(group: dist.ProcessGroup, rank: int, method: str, in_backward: bool) -> tuple[str, str]:
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, dout = shards(layout, group.rank())
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank())
 
     def call() -> None:
         poor = no_memory(0) if group.rank() == rank else contextlib.nullcontext()
         with contextlib.nullcontext() if in_backward else poor:
-            out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method)
+            out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method)
         with poor if in_backward else contextlib.nullcontext():
             out.backward(dout)
 
@@ -307,9 +315,9 @@ def agrees_without_a_cpu_backend(group: dist.ProcessGroup) -> tuple[list[tuple[i
 def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) -> tuple[str, str, float]:
     """The error that each rank gets if one rank does not come. The group is a new one, since it cannot be used afterwards."""
     own = dist.new_group(list(range(group.size())))
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, dout = shards(layout, group.rank())
-    given: dict[str, Any] = {"layout": layout, "group": own, "method": "gather", "agree": agree, "time_limit": 0.5}
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank())
+    given: dict[str, Any] = {"sharding": sharding, "group": own, "method": "gather", "agree": agree, "time_limit": 0.5}
     _late._GRACE = 0.5
     began = time.monotonic()
     if how == "backward":
@@ -325,22 +333,22 @@ def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) 
 
 
 def leaves(group: dist.ProcessGroup, absent: int, how: str) -> tuple[str, str, float]:
-    """One rank passes an object that is no group, mesh or layout. The group is a new one, since it cannot be used afterwards."""
+    """One rank passes an object that is no group, mesh or sharding. The group is a new one, since it cannot be used afterwards."""
     own = dist.new_group(list(range(group.size())))
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, _ = shards(layout, group.rank())
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, _ = shards(sharding, group.rank())
     is_wrong = group.rank() == absent
     began = time.monotonic()
 
     def call() -> None:
         if how == "context":
             with strobe.distributed.context_parallel(
-                dist.device_mesh.DeviceMesh.from_group(own, "cpu"), layout=None if is_wrong else layout, method="gather"
+                dist.device_mesh.DeviceMesh.from_group(own, "cpu"), sharding=None if is_wrong else sharding, method="gather"
             ):
                 strobe.distributed.attention(q, k, v)
         else:
             given = {"group": own} if not is_wrong else {"group": "all"} if how == "group" else {"mesh": 4}
-            strobe.distributed.attention(q, k, v, layout=layout, **given)
+            strobe.distributed.attention(q, k, v, sharding=sharding, **given)
 
     return *said(call), time.monotonic() - began
 
@@ -350,26 +358,26 @@ def drawn(group: dist.ProcessGroup, method: str, agree: bool) -> dict[str, Tenso
     torch.manual_seed(100 + group.rank())
     expected = torch.randint(2**63 - 1, (2,), dtype=torch.int64)
     torch.manual_seed(100 + group.rank())
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, dout = shards(layout, group.rank())
-    out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, agree=agree, dropout=0.3, causal=True)
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank())
+    out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method, agree=agree, dropout=0.3, causal=True)
     out.backward(dout)
     return {"rng": expected, "out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
 def bits(group: dist.ProcessGroup, kind: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
-    layout = getattr(Layout, kind)(S, group.size())
-    q, k, v, dout = shards(layout, group.rank(), dtype=dtype)
-    out, lse = strobe.distributed.attention(q, k, v, layout=layout, group=group, deterministic="world", return_lse=True, **options)
+    sharding = getattr(Sharding, kind)(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank(), dtype=dtype)
+    out, lse = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, deterministic="world", return_lse=True, **options)
     torch.autograd.backward([out, lse], [dout, torch.ones_like(lse)])
     return {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
 def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[str, Tensor]:
     """The same call through other functions; `group` has all ranks."""
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, dout = shards(layout, group.rank())
-    how: dict[str, Any] = {"layout": layout, "method": method, "causal": True}
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank())
+    how: dict[str, Any] = {"sharding": sharding, "method": method, "causal": True}
     if method == "levels":
         how["mesh"] = mesh_of(group.size(), "cpu")
     elif way == "mesh":
@@ -384,7 +392,7 @@ def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[st
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = call(q, k, v).float()
     elif way == "bshd":
-        how["axes"] = "bshd"
+        how["layout"] = "bshd"
         out = call(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     elif way == "compile":
         torch._dynamo.reset()
@@ -397,27 +405,27 @@ def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[st
 
 def lse_on_the_first_rank(group: dist.ProcessGroup, method: str) -> dict[str, Tensor]:
     """A loss in which only one rank's share uses lse."""
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, dout = shards(layout, group.rank())
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank())
     where = {"mesh": mesh_of(group.size(), "cpu")} if method == "levels" else {"group": group}
-    out, lse = strobe.distributed.attention(q, k, v, layout=layout, **where, method=method, causal=True, return_lse=True)
+    out, lse = strobe.distributed.attention(q, k, v, sharding=sharding, **where, method=method, causal=True, return_lse=True)
     loss = (out * dout).sum()
     (loss + lse.sum() if group.rank() == 0 else loss).backward()
     return {"dq": q.grad, "dk": k.grad, "dv": v.grad}
 
 
 def twice_differentiated(group: dist.ProcessGroup) -> tuple[str, str]:
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, dout = shards(layout, group.rank())
-    out = strobe.distributed.attention(q, k, v, layout=layout, group=group)
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank())
+    out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group)
     (dq,) = torch.autograd.grad(out, q, dout.requires_grad_(), create_graph=True)
     return said(lambda: torch.autograd.grad(dq.sum(), dout))
 
 
 def unsharded(group: dist.ProcessGroup) -> Tensor:
-    layout = Layout(11, (((0, 2), (9, 2)), ((2, 7),), ())[: group.size()]) if group.size() == 3 else Layout.zigzag(11, group.size())
+    sharding = Sharding(11, (((0, 2), (9, 2)), ((2, 7),), ())[: group.size()]) if group.size() == 3 else Sharding.zigzag(11, group.size())
     x = torch.arange(33.0).reshape(3, 11)
-    return layout.unshard(layout.shard(x, 1, group=group), -1, group=group)
+    return sharding.unshard(sharding.shard(x, 1, group=group), -1, group=group)
 
 
 def in_a_context(group: dist.ProcessGroup, door: str) -> dict[str, Any]:
@@ -428,17 +436,17 @@ def in_a_context(group: dist.ProcessGroup, door: str) -> dict[str, Any]:
     before = torch.nn.functional.scaled_dot_product_attention
     with strobe.distributed.context_parallel(
         mesh, buffers=[q, k, v, dout, kept], buffer_seq_dims=[2, 2, -2, 2, 0], no_restore_buffers={kept}
-    ) as layout:
+    ) as sharding:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         if door == "sdpa":
             out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
         else:
             out = strobe.distributed.attention(*leaves, causal=True)
         out.backward(dout)
-        whole_out = layout.unshard(out.detach(), 2)
+        whole_out = sharding.unshard(out.detach(), 2)
     assert torch.nn.functional.scaled_dot_product_attention is before
     assert all(torch.equal(a, b) for a, b in zip((q, k, v, dout), whole(), strict=True))
-    assert torch.equal(kept, layout.positions())
+    assert torch.equal(kept, sharding.positions())
     return {"out": out.detach(), "whole": whole_out} | {f"d{name}": x.grad for name, x in zip("qkv", leaves, strict=True)}
 
 
@@ -446,20 +454,20 @@ def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tu
     """reserved_sms of this rank's calls of the library, forward and backward, if the method takes 5 beside transfers."""
     found: list[int] = []
 
-    def call(framework: Any, p: Request, *more: Any) -> Any:
-        found.append(p.options.get("reserved_sms", 0))
-        return real(framework, p, *more)
+    def structs(call: Call, *more: Any) -> Any:
+        found.append(call.options.get("reserved_sms", 0))
+        return real(call, *more)
 
-    real = _run.call
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, dout = shards(layout, group.rank())
+    real = Call.structs
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank())
     with (
-        mock.patch.object(_run, "call", call),
-        mock.patch.object(_repeated, "CALLS", _repeated.Memory()),  # an empty memory of calls
+        mock.patch.object(Call, "structs", structs),
+        mock.patch.object(_prepared, "CALLS", _prepared.Memory()),  # an empty memory of calls
         mock.patch.object(_operators, "sms_for_transfers", return_value=5),
         mock.patch.object(_gather, "LEAST_BYTES", {"cpu": 1}),  # key heads come in groups
     ):
-        out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, **given)
+        out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method, **given)
         of_forward, found = found, []
         out.backward(dout)
     return of_forward[1:], found[1:]  # the first is checked, and not made
@@ -473,10 +481,10 @@ def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[
     module, x = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, S, 32)
     expected, own, found = module(x, x, x, need_weights=False)[0].detach(), x.clone(), []
     refused: list[tuple[str, str]] = []
-    with strobe.distributed.context_parallel(mesh, buffers=[own], buffer_seq_dims=[1]) as layout:
+    with strobe.distributed.context_parallel(mesh, buffers=[own], buffer_seq_dims=[1]) as sharding:
         for mode in (torch.no_grad(), torch.enable_grad()):
             with mode:
-                found.append(layout.unshard(module(own, own, own, need_weights=False)[0].detach(), 1))
+                found.append(sharding.unshard(module(own, own, own, need_weights=False)[0].detach(), 1))
                 refused.append(said(lambda: module(own, own, own)))
     assert module(x, x, x)[1] is not None
     assert torch.backends.mha.get_fastpath_enabled()
@@ -492,8 +500,8 @@ def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, st
     module = strobe.nn.FlashAttention(D, causal=True)
     strobe.attention(q, k, v)  # the call is remembered from here on
     strobe.attention(q, k, v)
-    with strobe.distributed.context_parallel(mesh, layout=Layout.zigzag(S, group.size())) as layout:
-        own = [layout.shard(x, 2, group.rank()) for x in (q, k, v)]
+    with strobe.distributed.context_parallel(mesh, sharding=Sharding.zigzag(S, group.size())) as sharding:
+        own = [sharding.shard(x, 2, group.rank()) for x in (q, k, v)]
         found = [
             said(lambda: strobe.attention(q, k, v)),
             said(lambda: strobe.attention(*(x.numpy() for x in own))),
@@ -507,12 +515,12 @@ def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, st
 
 def changed_in_place(group: dist.ProcessGroup, method: str) -> float:
     """The same for packed sequences, tracked and not."""
-    layout, cu = Layout.contiguous(32, group.size()), torch.tensor([0, 20, 32], dtype=torch.int32)
+    sharding, cu = Sharding.contiguous(32, group.size()), torch.tensor([0, 20, 32], dtype=torch.int32)
     q, k, v = (torch.randn(32 // group.size(), 4, 16) for _ in "qkv")
     differences = []
     for tracked in (False, True):
         q = q.detach().requires_grad_(tracked)
-        out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, cu_seqlens_q=cu, cu_seqlens_k=cu)
+        out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method, cu_seqlens_q=cu, cu_seqlens_k=cu)
         expected = out.detach() + 1
         out += 1
         differences.append(float((out.detach() - expected).abs().max()))
@@ -530,8 +538,8 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
         {"buffers": [x, y], "buffer_seq_dims": [1, 1]},
         {"buffers": [x.clone().requires_grad_()], "buffer_seq_dims": [1]},
         {"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": {y}},
-        {"layout": Layout.zigzag(8, 7)},
-        {"buffers": [x], "buffer_seq_dims": [1], "layout": Layout.zigzag(9, group.size())},
+        {"sharding": Sharding.zigzag(8, 7)},
+        {"buffers": [x], "buffer_seq_dims": [1], "sharding": Sharding.zigzag(9, group.size())},
         {"buffers": x, "buffer_seq_dims": [1]},
         {"buffers": [x], "buffer_seq_dims": 1},
         {"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": x},
@@ -547,32 +555,32 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 
 def in_two_levels(group: dist.ProcessGroup) -> tuple[list[str], list[tuple[str, str]]]:
     """explain()'s text for a mesh of two dimensions; and the refusals."""
-    layout, mesh = Layout.zigzag(S, group.size()), mesh_of(group.size(), "cpu")
-    q, k, v, _ = shards(layout, group.rank())
-    one = shards(layout, group.rank(), hkv=1)
+    sharding, mesh = Sharding.zigzag(S, group.size()), mesh_of(group.size(), "cpu")
+    q, k, v, _ = shards(sharding, group.rank())
+    one = shards(sharding, group.rank(), hkv=1)
     attention, explain = strobe.distributed.attention, strobe.distributed.explain
     wrong = dist.device_mesh.DeviceMesh("cpu", [[1, 0], [2, 3]])
     three = dist.device_mesh.init_device_mesh("cpu", (1, 2, 2))
-    return [explain(q, k, v, layout=layout, mesh=mesh), explain(*one[:3], layout=layout, mesh=mesh)], [
-        said(lambda: attention(q, k, v, layout=layout, group=group, method="levels")),
-        said(lambda: attention(*one[:3], layout=layout, mesh=mesh, method="levels")),
-        said(lambda: attention(q, k, v, layout=layout, mesh=mesh, method="levels", invariant=True)),
-        said(lambda: attention(q, k, v, layout=Layout.zigzag(S, 2), mesh=mesh)),
-        said(lambda: attention(q, k, v, layout=layout, mesh=wrong)),
-        said(lambda: attention(q, k, v, layout=layout, mesh=three)),
+    return [explain(q, k, v, sharding=sharding, mesh=mesh), explain(*one[:3], sharding=sharding, mesh=mesh)], [
+        said(lambda: attention(q, k, v, sharding=sharding, group=group, method="levels")),
+        said(lambda: attention(*one[:3], sharding=sharding, mesh=mesh, method="levels")),
+        said(lambda: attention(q, k, v, sharding=sharding, mesh=mesh, method="levels", invariant=True)),
+        said(lambda: attention(q, k, v, sharding=Sharding.zigzag(S, 2), mesh=mesh)),
+        said(lambda: attention(q, k, v, sharding=sharding, mesh=wrong)),
+        said(lambda: attention(q, k, v, sharding=sharding, mesh=three)),
     ]
 
 
 def explained(group: dist.ProcessGroup, method: str | None, hkv: int, backward: bool, options: dict[str, Any]) -> str:
-    layout = Layout.zigzag(S, group.size())
-    q, k, v, _ = shards(layout, group.rank(), hkv=hkv)
-    return strobe.distributed.explain(q, k, v, layout=layout, group=group, method=method, backward=backward, **options)
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, _ = shards(sharding, group.rank(), hkv=hkv)
+    return strobe.distributed.explain(q, k, v, sharding=sharding, group=group, method=method, backward=backward, **options)
 
 
 def bytes_received(group: dist.ProcessGroup, method: str, kind: str, options: dict[str, Any]) -> tuple[list[int], list[int]]:
     """The bytes that this rank receives from others, forward and backward: those moved, and those in explain()'s model."""
-    layout = getattr(Layout, kind)(S, group.size())
-    q, k, v, dout = shards(layout, group.rank(), hkv=2)
+    sharding = getattr(Sharding, kind)(S, group.size())
+    q, k, v, dout = shards(sharding, group.rank(), hkv=2)
     real, found = _exchange.begin, [0]
 
     def begin(waits: Any, what: str, sent: Tensor, to: Any, received: Tensor, of: Any) -> Any:
@@ -584,14 +592,14 @@ def bytes_received(group: dist.ProcessGroup, method: str, kind: str, options: di
     for module in modules:
         module.begin = begin
     try:
-        out = strobe.distributed.attention(q, k, v, layout=layout, group=group, method=method, **options)
+        out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method, **options)
         forward, found[0] = found[0], 0
         out.backward(dout)
     finally:
         for module in modules:
             module.begin = real
-    p = Request({"q": q, "k": k, "v": v}, {"window_right": 0} if options.get("causal") else {})
-    told = _predict.moved(method, _call.facts_of(p, _operators.plan_of(p, layout, layout)))
+    p = Call(torch_arrays.TORCH, {"q": q, "k": k, "v": v}, {"window_right": 0} if options.get("causal") else {})
+    told = _predict.moved(method, _call.facts_of(p, _operators.plan_of(p, sharding, sharding)))
     return [forward, found[0]], [told.forward, told.backward]
 
 
@@ -696,22 +704,22 @@ def dtensors_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
         said(lambda: strobe.attention(by_heads[0], few, few)),
         said(lambda: strobe.attention(*by_heads, dropout=0.1)),
         said(lambda: strobe.attention(*by_heads, sinks=torch.zeros(H, requires_grad=True))),
-        said(lambda: strobe.distributed.attention(*by_heads, layout=Layout.zigzag(S, 4))),
+        said(lambda: strobe.distributed.attention(*by_heads, sharding=Sharding.zigzag(S, 4))),
     ]
 
 
 def compiled_beside_eager(group: dist.ProcessGroup) -> float:
     """The largest difference of a packed call with dropout whose seed is drawn, and of its gradients."""
     torch._dynamo.reset()
-    layout = Layout.zigzag(2 * S, group.size())
-    q, k, v, dout = (layout.shard(x, 0, group.rank()).detach().requires_grad_() for x in laid_out("packed"))
+    sharding = Sharding.zigzag(2 * S, group.size())
+    q, k, v, dout = (sharding.shard(x, 0, group.rank()).detach().requires_grad_() for x in laid_out("packed"))
     sinks = torch.zeros(H, requires_grad=True)
     cu = torch.tensor([0, 30, 2 * S], dtype=torch.int32)
 
     def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v, sinks = tensors
         options = {"causal": True, "sinks": sinks, "dropout": 0.3, "cu_seqlens_q": cu, "cu_seqlens_k": cu}
-        return strobe.distributed.attention(q, k, v, layout=layout, group=group, return_lse=True, **options)
+        return strobe.distributed.attention(q, k, v, sharding=sharding, group=group, return_lse=True, **options)
 
     found = []
     for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):

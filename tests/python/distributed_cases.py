@@ -1,4 +1,4 @@
-"""Calls of strobe.distributed.attention(): the contract's options with ranks, layouts and methods, and a rank's results."""
+"""Calls of strobe.distributed.attention(): the contract's options with ranks, shardings and methods, and a rank's results."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import cases
 import strobe
 from cases import Inputs
 from check import Results
-from strobe.distributed import Layout, _gather
+from strobe.distributed import Sharding, _gather
 
 FACTORS: dict[str, list[Any]] = {
     "how": [*((w, method) for w in (2, 3, 4, 1) for method in ("gather", "heads", "ring")), (2, None), (4, "levels")],
-    "layout": ["zigzag", "contiguous", "balanced", "blocks", "a rank has none", "one rank has all"],
+    "sharding": ["zigzag", "contiguous", "balanced", "blocks", "a rank has none", "one rank has all"],
     "dtype": ["float32", "float64", "float16", "bfloat16"],
     "dims": [(64, 64), (16, 24), (7, 5), (33, 65)],
     "lengths": [(64, 64), (1, 1), (3, 3), (31, 31), (257, 257), (17, 129), (129, 64), (2, 40)],
@@ -60,7 +60,7 @@ def valid(case: dict[str, Any]) -> bool:
         # they need method "heads", and exclude dropout and a block mask of several heads
         not (beside and "how" in case and method != "heads"),
         not (beside and (case.get("dropout") or (case.get("blocks") or " ")[-1].endswith("H"))),
-        not (case.get("storage") in ("transposed", "sliced") and case.get("layout") in ("zigzag", "balanced")),  # they copy
+        not (case.get("storage") in ("transposed", "sliced") and case.get("sharding") in ("zigzag", "balanced")),  # they copy
     ]
     return all(rules) and cases._valid(case)
 
@@ -72,9 +72,9 @@ def every_pair() -> list[dict[str, Any]]:
     for case in cases.combinations(2, FACTORS, valid):
         (world, method), inputs = case["how"], build(case)
         scores = case["mask"] or case["bias"]
-        if method in ("heads", "levels") and world > 1 and scores and 1 in _most_rows(inputs, layouts(case, inputs)[0]):
-            longer = [case | {"lengths": n, "layout": "contiguous"} for n in ((64, 64), (129, 64), (257, 257))]  # packed ones: by chance
-            plain = next(x for x in longer if 1 not in _most_rows(build(x), layouts(x, build(x))[0]))
+        if method in ("heads", "levels") and world > 1 and scores and 1 in _most_rows(inputs, shardings(case, inputs)[0]):
+            longer = [case | {"lengths": n, "sharding": "contiguous"} for n in ((64, 64), (129, 64), (257, 257))]  # packed ones: by chance
+            plain = next(x for x in longer if 1 not in _most_rows(build(x), shardings(x, build(x))[0]))
             found += [plain, case | {"mask": None, "bias": None, "bias kind": None}]
             case = case | {"how": (1, "heads") if case["used"] or case["flag"] == "invariant" else (world, "ring")}
         found.append(case)
@@ -92,35 +92,35 @@ def mesh_of(world: int, device: str) -> dist.device_mesh.DeviceMesh:
     return dist.device_mesh.init_device_mesh(device, (world // node_of(world), node_of(world)))
 
 
-def _most_rows(inputs: Inputs, layout: Layout) -> set[int]:
-    shards = [Shard(inputs, (layout, layout), rank) for rank in range(layout.world_size)]
+def _most_rows(inputs: Inputs, sharding: Sharding) -> set[int]:
+    shards = [Shard(inputs, (sharding, sharding), rank) for rank in range(sharding.world_size)]
     return {max(map(len, shard.rows()), default=0) for shard in shards}
 
 
 def build(case: dict[str, Any]) -> Inputs:
-    return cases.build(PLAIN | {name: x for name, x in case.items() if name not in ("how", "layout")})
+    return cases.build(PLAIN | {name: x for name, x in case.items() if name not in ("how", "sharding")})
 
 
-def layouts(case: dict[str, Any], inputs: Inputs) -> tuple[Layout, Layout]:
-    """The layouts of the queries and of the keys: the same if their numbers are equal."""
+def shardings(case: dict[str, Any], inputs: Inputs) -> tuple[Sharding, Sharding]:
+    """The shardings of the queries and of the keys: the same if their numbers are equal."""
     world = case["how"][0]
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     found = []
     for side, x in (("q", inputs.q), ("k", inputs.k)):
         cu = inputs.options[f"cu_seqlens_{side}"].tolist() if inputs.varlen else None
-        found.append(drawn_layout(case["layout"], x.shape[axis], world, cu, side))
+        found.append(drawn_sharding(case["sharding"], x.shape[axis], world, cu, side))
     return found[0], found[0] if found[0].seqlen == found[1].seqlen else found[1]
 
 
-def drawn_layout(kind: str, seqlen: int, world: int, cu: list[int] | None = None, side: str = "q") -> Layout:
+def drawn_sharding(kind: str, seqlen: int, world: int, cu: list[int] | None = None, side: str = "q") -> Sharding:
     if kind in ("zigzag", "contiguous"):
-        return getattr(Layout, kind)(seqlen, world)
+        return getattr(Sharding, kind)(seqlen, world)
     if kind == "balanced":
-        return Layout.balanced(seqlen, world, cu_seqlens=cu)
+        return Sharding.balanced(seqlen, world, cu_seqlens=cu)
     if kind == "one rank has all":
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(world)]
         ranges[-1 if side == "q" else 0] = [(0, seqlen)]
-        return Layout(seqlen, tuple(map(tuple, ranges)))
+        return Sharding(seqlen, tuple(map(tuple, ranges)))
     rng = random.Random(f"{kind} {seqlen} {world} {side}")
     ranges = [[] for _ in range(world)]
     owners = range(1, world) if kind == "a rank has none" and world > 1 else range(world)
@@ -129,7 +129,7 @@ def drawn_layout(kind: str, seqlen: int, world: int, cu: list[int] | None = None
         n = min(rng.choice([1, 5, 16, 23]), seqlen - at)
         ranges[rng.choice(owners)].append((at, n))
         at += n
-    return Layout(seqlen, tuple(map(tuple, ranges)))
+    return Sharding(seqlen, tuple(map(tuple, ranges)))
 
 
 @dataclasses.dataclass
@@ -137,17 +137,17 @@ class Shard:
     """A rank's rows of a call."""
 
     inputs: Inputs
-    layouts: tuple[Layout, Layout]
+    shardings: tuple[Sharding, Sharding]
     rank: int
 
     def tokens(self, x: Tensor, side: int, axis: int | None = None) -> Tensor:
         i = self.inputs
         axis = (0 if i.varlen else 1 if i.options.get("layout") == "bshd" else 2) if axis is None else axis
-        return self.layouts[side].shard(x, axis, self.rank)
+        return self.shardings[side].shard(x, axis, self.rank)
 
     def rows(self) -> list[Tensor]:
         """For each sequence (dense tensors: for one) the positions of this rank's queries."""
-        positions = self.layouts[0].positions(self.rank)
+        positions = self.shardings[0].positions(self.rank)
         if not self.inputs.varlen:
             return [positions]
         cu = self.inputs.options["cu_seqlens_q"].tolist()
@@ -190,12 +190,6 @@ class Shard:
         return dataclasses.replace(i, q=q, k=k, v=v, dout=dout, dlse=dlse, options=options)
 
 
-def own_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options in the terms of strobe.distributed.attention()."""
-    found = {name: x for name, x in options.items() if name != "layout"}
-    return found | ({"axes": options["layout"]} if "layout" in options else {})
-
-
 def run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str = "cpu") -> Results:
     """A rank's results of the case: its rows, and its shares of dbias and dsinks."""
     before = _gather.LEAST_BYTES
@@ -209,8 +203,8 @@ def run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str = "c
 
 def _run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) -> Results:
     inputs = build(case)
-    layout_q, layout_k = layouts(case, inputs)
-    shard = Shard(inputs, (layout_q, layout_k), group.rank()).local()
+    sharding_q, sharding_k = shardings(case, inputs)
+    shard = Shard(inputs, (sharding_q, sharding_k), group.rank()).local()
 
     def leaf(t: Tensor) -> Tensor:
         return t.detach().to(device).requires_grad_()
@@ -223,12 +217,12 @@ def _run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) ->
         q,
         k,
         v,
-        layout=layout_q,
-        layout_k=layout_k,
+        sharding=sharding_q,
+        sharding_k=sharding_k,
         **({"mesh": mesh_of(group.size(), device)} if case["how"][1] == "levels" else {"group": group}),
         method=case["how"][1],
         return_lse=inputs.lse,
-        **own_options(options),
+        **options,
     )
     out, lse = found if inputs.lse else (found, None)
     outputs, gradients = [out], [shard.dout.to(device)]
@@ -241,7 +235,7 @@ def _run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) ->
 
 def joined(case: dict[str, Any], inputs: Inputs, of_ranks: list[Results]) -> Results:
     """The whole call's results. Shares of ranks are added up."""
-    both = layouts(case, inputs)
+    both = shardings(case, inputs)
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     found: Results = {}
     for name in of_ranks[0]:

@@ -13,24 +13,25 @@ import torch
 import distributed_calls as calls
 import strobe
 from device import ON_GPU
-from strobe.distributed import Layout, _call, _late, _methods, _operators, _predict, _seen
+from strobe.distributed import Sharding, _call, _late, _methods, _operators, _predict, _seen
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="gloo on the CPU")
 METHODS = ["gather", "heads", "ring"]
 
 
-def joined(layout: Layout, of_ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    return {name: layout.join([found[name] for found in of_ranks], 2) for name in of_ranks[0] if name != "rng"}
+def joined(sharding: Sharding, of_ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: sharding.join([found[name] for found in of_ranks], 2) for name in of_ranks[0] if name != "rng"}
 
 
 WORDS = {
-    "rows": "q: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the layout says",
-    "rows of k": "k: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the layout says",
-    "whole q": "q: shape (2, 4, 37, 16); accepted are {own} tokens along axis 2, as the layout says; layout.shard(q, 2) takes this rank's",
-    "rows before heads": "q: shape (2, {own}, 4, 16); accepted are {own} tokens along axis 2, as the layout says; "
-    'did you mean axes="bshd"?',
-    "heads before rows": "q: shape (2, 4, {own}, 16); accepted are {own} tokens along axis 1, as the layout says; "
-    'did you mean axes="bhsd"?',
+    "rows": "q: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the sharding says",
+    "rows of k": "k: shape (2, 4, {less}, 16); accepted are {own} tokens along axis 2, as the sharding says",
+    "whole q": "q: shape (2, 4, 37, 16); accepted are {own} tokens along axis 2, as the sharding says; sharding.shard(q, 2) takes this "
+    "rank's",
+    "rows before heads": "q: shape (2, {own}, 4, 16); accepted are {own} tokens along axis 2, as the sharding says; "
+    'did you mean layout="bshd"?',
+    "heads before rows": "q: shape (2, 4, {own}, 16); accepted are {own} tokens along axis 1, as the sharding says; "
+    'did you mean layout="bhsd"?',
     "a NumPy array": "v: numpy.ndarray; accepted is a torch.Tensor",
     "another dtype": "k: dtype float64",
     "another head dimension": "k: shape (2, 4, {own}, 15); accepted is",
@@ -44,11 +45,13 @@ WORDS = {
     "a mask of other heads": "mask: shape (1, 8, 1, 37); accepted is",
     "a bias of other rows": "bias: shape (1, 1, {more}, 37); accepted is",
     "meta": "q: on the device meta; accepted is one that has memory",
-    "a part": "part: given; accepted is None, for the layout says it",
+    "a part": "part: given; accepted is None, for the sharding says it",
     "an engine": "engine: ",
-    "a layout": 'layout: str; accepted is a strobe.distributed.Layout; the order of axes is axes="bshd"',
-    "a layout of other ranks": "layout: of 7 ranks; accepted is one of {world}, the group's size",
-    "axes": "axes: 'hbsd'; accepted is 'bhsd' or 'bshd'",
+    "a sharding": 'sharding: str; accepted is a strobe.distributed.Sharding; the order of the axes is layout="bshd"',
+    "the old axes": "attention() got an unexpected keyword argument 'axes'; did you mean layout, the order of the axes?",
+    "the old layout": "layout: a Sharding; accepted is 'bhsd' or 'bshd'; which rank has which tokens goes into sharding",
+    "a sharding of other ranks": "sharding: of 7 ranks; accepted is one of {world}, the group's size",
+    "layout": "layout: 'hbsd'; accepted is 'bhsd' or 'bshd'",
     "v of other heads": "v: shape (2, ",
     "v of another batch": "v: shape (3, ",
     "k and v of another batch": "k: shape (3, 4, {own}, 16); accepted is a batch of 2, as q has",
@@ -65,7 +68,7 @@ def test_one_wrong_call_raises_on_all(workers, change):
     for world, rank in ((2, 1), (3, 0)):
         answers = workers.run(calls.fails_on, world, rank, change, "wrong")
         assert len(set(answers)) == 1
-        own = Layout.zigzag(calls.S, world).count(rank)
+        own = Sharding.zigzag(calls.S, world).count(rank)
         assert answers[0][1].startswith(WORDS[change].format(own=own, less=own - 1, more=own + 1, world=world)), answers[0]
         assert all(line.endswith(f"[rank {rank} of {world}]") for line in answers[0][1].splitlines())
         assert answers[0][0] in ("TypeError", "ValueError", "NotImplementedError")
@@ -86,7 +89,7 @@ def test_calls_that_differ_raise_on_all(workers, change):
         "causal": ("True", "False"),
         "softcap": ("2.0", "0.0"),
         "alignment": ("'top_left'", "'bottom_right'"),
-        "axes": ("'bshd'", "'bhsd'"),
+        "layout": ("'bshd'", "'bhsd'"),
         "deterministic": ("True", "False"),
         "dropout": ("0.1", "0.0"),
         "offset": ("3", "0"),
@@ -108,7 +111,7 @@ def test_options_that_differ_are_told_as_they_are_written():
         "seed": ("drawn", 0),
         "deterministic": ("world", False),
         "invariant": (True, False),
-        "axes": ("bshd", "bhsd"),
+        "layout": ("bshd", "bhsd"),
     }
 
 
@@ -131,9 +134,9 @@ def test_what_is_refused_beside_a_call_that_came_before(workers):
     assert first == [
         ("TypeError", "agree: int 1; accepted is True or False [rank 0 of 2]"),
         ("TypeError", "causal: int 1; accepted is True or False [rank 0 of 2]"),
-        ("TypeError", "attention() got an unexpected keyword argument 'layout_q'; did you mean layout? [rank 0 of 2]"),
+        ("TypeError", "attention() got an unexpected keyword argument 'sharding_q'; did you mean sharding_k? [rank 0 of 2]"),
         ("TypeError", "time_limit: bool; accepted is a number [rank 0 of 2]"),
-        ("TypeError", 'layout_k: str; accepted is a strobe.distributed.Layout; the order of axes is axes="bshd" [rank 0 of 2]'),
+        ("TypeError", 'sharding_k: str; accepted is a strobe.distributed.Sharding; the order of the axes is layout="bshd" [rank 0 of 2]'),
         (
             "ValueError",
             "cu_seqlens_q: (0, 9, 38); accepted are numbers that begin at 0, never fall, and end at 37 or before [rank 0 of 2]",
@@ -190,7 +193,7 @@ def test_a_rank_that_does_not_come_is_named(workers, agree, how):
     [
         ("group", "group: str; accepted is a torch.distributed.ProcessGroup that this process is a member of, or None"),
         ("mesh", "mesh: int; accepted is a torch.distributed.device_mesh.DeviceMesh"),
-        ("context", "layout: None without buffers; accepted is a strobe.distributed.Layout, or buffers, whose length says it"),
+        ("context", "sharding: None without buffers; accepted is a strobe.distributed.Sharding, or buffers, whose length says it"),
     ],
 )
 def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
@@ -219,7 +222,7 @@ def test_the_first_rank_draws_the_seed(workers, method, agree):
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = strobe.attention(q, k, v, dropout=0.3, causal=True, rng=answers[0]["rng"])
     out.backward(dout)
-    for name, x in joined(Layout.zigzag(calls.S, 2), answers).items():
+    for name, x in joined(Sharding.zigzag(calls.S, 2), answers).items():
         torch.testing.assert_close(x, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}[name], atol=2e-6, rtol=1e-5)
 
 
@@ -233,7 +236,7 @@ def test_bits_do_not_depend_on_the_world(workers, dtype, options):
     expected = {"out": out.detach(), "lse": lse.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     for world, kind in ((1, "zigzag"), (2, "zigzag"), (2, "contiguous"), (4, "contiguous")):
         answers = workers.run(calls.bits, world, kind, dtype, options)
-        for name, x in joined(getattr(Layout, kind)(calls.S, world), answers).items():
+        for name, x in joined(getattr(Sharding, kind)(calls.S, world), answers).items():
             assert torch.equal(x, expected[name]), (world, kind, name)
 
 
@@ -250,20 +253,20 @@ def test_ways_to_call(workers, way, method):
         out = strobe.attention(q, k, v, causal=True)
     out.backward(dout)
     near = {"atol": 3e-2, "rtol": 3e-2} if way == "autocast" else {"atol": 2e-6, "rtol": 1e-5}
-    for name, x in joined(Layout.zigzag(calls.S, 4), answers).items():
+    for name, x in joined(Sharding.zigzag(calls.S, 4), answers).items():
         torch.testing.assert_close(x, {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}[name], **near)
 
 
 @pytest.mark.parametrize("method", [*METHODS, "levels"])
 def test_lse_in_the_loss_of_one_rank(workers, method):
     world = 4 if method == "levels" else 2
-    layout = Layout.zigzag(calls.S, world)
+    sharding = Sharding.zigzag(calls.S, world)
     q, k, v, dout = calls.whole()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = strobe.attention(q, k, v, causal=True, return_lse=True)
-    ((out * dout).sum() + layout.shard(lse, 2, 0).sum()).backward()
+    ((out * dout).sum() + sharding.shard(lse, 2, 0).sum()).backward()
     expected = {"dq": q.grad, "dk": k.grad, "dv": v.grad}
-    for name, x in joined(layout, workers.run(calls.lse_on_the_first_rank, world, method)).items():
+    for name, x in joined(sharding, workers.run(calls.lse_on_the_first_rank, world, method)).items():
         torch.testing.assert_close(x, expected[name], atol=3e-6, rtol=1e-5)
 
 
@@ -308,7 +311,7 @@ def test_context_parallel(workers, door):
     expected = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
     for answer in answers:
         torch.testing.assert_close(answer.pop("whole"), expected["out"], atol=2e-6, rtol=1e-5)
-    for name, x in joined(Layout.zigzag(calls.S, 4), answers).items():
+    for name, x in joined(Sharding.zigzag(calls.S, 4), answers).items():
         torch.testing.assert_close(x, expected[name], atol=2e-6, rtol=1e-5)
 
 
@@ -328,14 +331,14 @@ def test_local_attention_in_a_context_is_refused(workers):
 
 def test_what_a_context_refuses(workers):
     words = [
-        "layout: None without buffers",
+        "sharding: None without buffers",
         "buffer_seq_dims: 0 numbers; accepted are 1, one for each buffer",
         "buffer_seq_dims: 2 at [0]; accepted is an axis of a buffer of shape (2, 8)",
         "buffers: 9 tokens at [1]; accepted are 8, as at [0]",
         "buffers: requires grad at [0]",
         "no_restore_buffers: a tensor that is not among buffers",
-        "layout: of 7 ranks; accepted is one of 4",
-        "layout: of 9 tokens; accepted is one of 8, as the buffers have",
+        "sharding: of 7 ranks; accepted is one of 4",
+        "sharding: of 9 tokens; accepted is one of 8, as the buffers have",
         "buffers: torch.Tensor; accepted are several tensors in a list, or None",
         "buffer_seq_dims: int; accepted are integers in a list, or None",
         "no_restore_buffers: torch.Tensor; accepted are several tensors in a list, or None",
@@ -350,7 +353,7 @@ def test_explain(workers):
     first, balance, *methods, _, engine = text.splitlines()[:8]
     assert first.startswith("forward by method '")
     assert first.endswith("on 4 ranks; rank 1 has 10 of 37 queries and 10 of 37 keys")
-    assert balance.startswith("layout: the rank with most work has 1.")
+    assert balance.startswith("sharding: the rank with most work has 1.")
     assert [line.split()[0] for line in methods] == ["gather", "heads", "ring", "levels"]
     assert "refused: k: 2 key heads with method 'heads'; accepted is a multiple of 4, the number of ranks" in methods[1]
     assert "refused: mesh: of one dimension, or none, with method 'levels'" in methods[3]
@@ -373,7 +376,7 @@ def test_two_levels(workers):
             "mesh: of one dimension, or none, with method 'levels'; accepted is one of two: nodes, and the ranks of a node",
             "k: 1 key heads with method 'levels'; accepted is a multiple of 2, the number of ranks in a node",
             "invariant: given with method 'levels', whose calls hold parts of a problem; accepted is method 'heads'",
-            "layout: of 2 ranks; accepted is one of 4, the group's size",
+            "sharding: of 2 ranks; accepted is one of 4, the group's size",
             "mesh: of ranks [[1, 0], [2, 3]]; accepted are ascending ones, node by node",
             "mesh: of 3 dimensions; accepted is one of 1",
         ],
@@ -396,14 +399,14 @@ def test_the_bytes_that_are_told_are_those_that_move(workers, method, options, k
 
 
 def test_predicted_pairs_are_those_that_are_seen():
-    layout = Layout.balanced(61, 3, cu_seqlens=[0, 20, 61])
+    sharding = Sharding.balanced(61, 3, cu_seqlens=[0, 20, 61])
     for causal, window, alignment in ((True, None, "top_left"), (False, (3, 5), "bottom_right"), (True, (7, None), "bottom_right")):
         band = _seen.Band.of(causal, window, alignment)
-        plan = _call.Plan(layout.ranges, layout.ranges, (0, 20, 61), (0, 33, 61), True, band, None)
+        plan = _call.Plan(sharding.ranges, sharding.ranges, (0, 20, 61), (0, 33, 61), True, band, None)
         for rank in range(3):
             total = 0
             for q0, q1, k0, k1 in ((0, 20, 0, 33), (20, 61, 33, 61)):
-                mine = [i - q0 for i in layout.positions(rank).tolist() if q0 <= i < q1]
+                mine = [i - q0 for i in sharding.positions(rank).tolist() if q0 <= i < q1]
                 i, j = torch.tensor(mine)[:, None] + band.offset(q1 - q0, k1 - k0), torch.arange(k1 - k0)
                 left, right = (x if x is not None else 10**6 for x in (band.left, band.right))
                 total += int(((j >= i - left) & (j <= i + right)).sum()) if mine else 0
@@ -412,8 +415,8 @@ def test_predicted_pairs_are_those_that_are_seen():
 
 def test_calls_on_parts_are_predicted_at_their_own_rate():
     """On Hopper the fastest engine supports only whole problems."""
-    layout, band = Layout.zigzag(2**20, 2), _seen.Band.of(True, None)
-    plan = _call.Plan(layout.ranges, layout.ranges, (0, 2**20), (0, 2**20), False, band, None)
+    sharding, band = Sharding.zigzag(2**20, 2), _seen.Band.of(True, None)
+    plan = _call.Plan(sharding.ranges, sharding.ranges, (0, 2**20), (0, 2**20), False, band, None)
     of = _call.Facts(plan, 1, 32, 8, (128, 128), 2, "cuda", ())
 
     def compute(method: str, *given: str) -> float:
@@ -431,8 +434,8 @@ def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
     band = _seen.Band.of(True, None)
 
     def reserved(seqlen: int, world: int, device: str = "cuda", backward: bool = False) -> int:
-        layout = Layout.zigzag(seqlen, world)
-        plan = _call.Plan(layout.ranges, layout.ranges, (0, seqlen), (0, seqlen), False, band, None)
+        sharding = Sharding.zigzag(seqlen, world)
+        plan = _call.Plan(sharding.ranges, sharding.ranges, (0, seqlen), (0, seqlen), False, band, None)
         return _predict.sms_for_transfers("gather", _call.Facts(plan, 1, 32, 8, (128, 128), 2, device, ()), backward)
 
     most = _predict.RATES["cuda"].sms

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
-from strobe import _eager, _fast_path, _operators, _repeated, _run
+from strobe import _autograd, _eager, _prepared
+from strobe._call import Call
 
 
 @pytest.fixture(autouse=True, params=["by the exchange API", "by attributes"])
@@ -162,7 +163,8 @@ def test_other_objects_have_no_key():
     assert key(q, k, v, 1) is None
     assert key(q, k, v, **{f"n{n}": q for n in range(40)}) is None
     assert _eager.attention({}, q, k, v, False, []) is None
-    assert _eager.key(b"", [q], {}) is None
+    assert _eager.key(b"", [q], {}, {}) is None
+    assert _eager.key(b"", (q,), [], {}) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux" or torch.__version__ < "2.10", reason="elsewhere a tensor's methods are asked")
@@ -253,7 +255,7 @@ def test_the_graph_shows_one_name():
     ids=lambda x: next(iter(x), "plain"),
 )
 def test_the_third_call_has_the_bits_of_the_first(options, short_ways, monkeypatch):
-    monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
+    monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
     q, k, v = qkv(grad=True)
     biases = [x.requires_grad_() for name, x in options.items() if name == "bias"]
 
@@ -329,14 +331,14 @@ def test_what_was_saved_may_not_be_written_to():
 
 def test_determinism_asked_for_between_forward_and_backward(monkeypatch):
     prepared = []
-    made_ready = _repeated.made_ready
+    ready = _prepared._ready
 
-    def watched(p, known, made, direction, **more):
+    def watched(call, known, made, direction, **more):
         prepared.append(torch.are_deterministic_algorithms_enabled())
-        return made_ready(p, known, made, direction, **more)
+        return ready(call, known, made, direction, **more)
 
-    monkeypatch.setattr(_fast_path, "made_ready", watched)
-    monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
+    monkeypatch.setattr(_prepared, "_ready", watched)
+    monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
     q, k, v = qkv(grad=True)
     for _ in range(3):
         step(q, k, v)
@@ -420,8 +422,8 @@ def test_nothing_is_left_behind():
 
 
 def test_a_call_that_is_forgotten_is_released(monkeypatch):
-    memory = _repeated.Memory()
-    monkeypatch.setattr(_repeated, "CALLS", memory)
+    memory = _prepared.Memory()
+    monkeypatch.setattr(_prepared, "CALLS", memory)
     q, k, v = qkv()
     for _ in range(2):
         strobe.attention(q, k, v)
@@ -470,7 +472,7 @@ GPU = """
     torch._C._cuda_getDevice = lambda: now[0]
     torch._C._cuda_getCurrentRawStream = lambda index: 1000 + index
 
-    from strobe import _eager, _repeated  # which looks these functions up
+    from strobe import _eager, _prepared  # which looks these functions up
     from strobe._core import ffi
     @ffi.callback("int32_t(strobe_prepared *, int32_t, uint8_t *, uintptr_t *, int32_t, uintptr_t, uintptr_t, uint64_t)")
     def run(prepared, count, fields, addresses, threads, stream, workspace, size):
@@ -548,18 +550,19 @@ def test_examples_are_gone_when_the_call_runs(monkeypatch):
         return call
 
     for name in ("results", "gradients"):
-        monkeypatch.setattr(_run, name, noted(getattr(_run, name)))
-    for module, name in ((_fast_path, "attention"), (_operators, "run")):
-        seen = SimpleNamespace(**{x: getattr(_eager, x) for x in dir(_eager) if not x.startswith("__")})
+        monkeypatch.setattr(Call, name, noted(getattr(Call, name)))
+    seen = SimpleNamespace(**{x: getattr(_eager, x) for x in dir(_eager) if not x.startswith("__")})
 
-        def counted(run):
-            def call(*given):
-                alive.append(sum(example() is not None for example in examples))
-                return run(*given)
+    def counted(run):
+        def call(*given):
+            alive.append(sum(example() is not None for example in examples))
+            return run(*given)
 
-            return call
+        return call
 
+    for name in ("attention", "run"):
         setattr(seen, name, counted(getattr(_eager, name)))
+    for module in (_autograd, _prepared):
         monkeypatch.setattr(module, "_eager", seen)
     q = torch.randn(1, 2, 77, 8)
     made = []

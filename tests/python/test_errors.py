@@ -1073,7 +1073,7 @@ def test_what_has_no_places_names_none():
     message = expect("block_mask", {"q": q, "k": q[:, :, :0], "v": q[:, :, :0], "block_mask": mask})
     assert message.endswith("[0] is 0 (row 0 of matrix 0); accepted is none, for there are no blocks")
     with pytest.raises(ValueError, match="^ranges: .*; accepted are ranges that have no position, for seqlen is 0$"):
-        strobe.distributed.Layout(0, (((0, 1),),))
+        strobe.distributed.Sharding(0, (((0, 1),),))
 
 
 def test_scales_in_another_form_are_named():

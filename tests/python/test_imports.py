@@ -46,7 +46,7 @@ def in_order(imports: dict[str, set[str]]) -> list[str]:
 
 def test_no_circle():
     order = in_order(IMPORTS)
-    names = ("strobe._core", "strobe.arrays.torch", "strobe._request", "strobe._autograd", "strobe._fast_path", "strobe")
+    names = ("strobe._core", "strobe.arrays.torch", "strobe._call", "strobe._parse", "strobe._prepared", "strobe._autograd", "strobe")
     places = [order.index(name) for name in names]
     assert places == sorted(places)
     assert sum(name.startswith("strobe_tools.") for name in order) > 30
@@ -57,7 +57,7 @@ def test_a_circle_would_be_found():
     for text in ("from strobe_tools.train.launch import launch\n", "def f():\n    from strobe_tools.train import experiment\n"):
         with pytest.raises(CycleError):
             in_order(IMPORTS | {"strobe_tools.train.trainer": imported("strobe_tools.train.trainer", text, False)})
-    for text in ("def f():\n    from .._run import forward\n", "if TYPE_CHECKING:\n    from .. import _run\n", "import strobe._run\n"):
+    for text in ("def f():\n    from .._call import Call\n", "if TYPE_CHECKING:\n    from .. import _call\n", "import strobe._call\n"):
         with pytest.raises(CycleError):
             in_order(IMPORTS | {"strobe.arrays.base": imported("strobe.arrays.base", text, False)})
 
@@ -69,12 +69,12 @@ def test_the_library_knows_nothing_of_its_tools():
 
 
 def test_arrays_know_nothing_of_calls():
-    low = {"strobe._abi", "strobe._core", "strobe._eager", "strobe._extras", "strobe._kinds"}
+    low = {"strobe._abi", "strobe._core", "strobe._eager", "strobe._messages"}
     for name, imports in IMPORTS.items():
         if name.startswith("strobe.arrays"):
             assert {each for each in imports if not each.startswith("strobe.arrays")} <= low, name
 
 
 def test_what_the_bottom_imports():
-    assert all(IMPORTS[f"strobe.{name}"] == set() for name in ("_core", "_extras", "_graphs", "_kinds"))
-    assert IMPORTS["strobe._abi"] == {"strobe._core", "strobe._graphs"}
+    assert all(IMPORTS[f"strobe.{name}"] == set() for name in ("_core", "_messages"))
+    assert IMPORTS["strobe._abi"] == {"strobe._core"}

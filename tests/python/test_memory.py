@@ -13,7 +13,7 @@ import torch
 
 from check import takes
 from engines import available_engines
-from strobe._call import Allocator
+from strobe._call import Structs, Workspace
 
 # Peak resident memory beyond that before the call, with every page of the inputs touched. glibc's arenas would keep freed memory.
 SCRIPT = """
@@ -64,13 +64,14 @@ def test_extra_memory_per_token(engine, dtype, record_property):
     assert slope <= bound
 
 
-def test_an_allocator_does_not_wait_for_the_garbage_collector():
-    """It refers to q and the workspace of a call on a GPU: in a reference cycle both would stay until the collector runs."""
+def test_a_workspace_does_not_wait_for_the_garbage_collector():
+    """It refers to q and the memory of a call on a GPU: in a reference cycle both would stay until the collector runs."""
     gc.disable()
     try:
         memory = torch.empty(8)
-        allocator, gone = Allocator(lambda count, memory=memory: (memory, memory.data_ptr())), weakref.ref(memory)
-        del memory, allocator
+        gone = weakref.ref(memory)
+        structs = Structs({}, {}, {}, lambda *_: None, lambda _, memory=memory: Workspace(lambda count: (memory, memory.data_ptr())))
+        del memory, structs
         assert gone() is None
     finally:
         gc.enable()

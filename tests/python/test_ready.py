@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import strobe
-from strobe import _abi, _call, _repeated, _run
+from strobe import _abi, _call, _prepared
 
 
 def qkv(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -24,14 +24,14 @@ def expected(q, k, v, **options):
 def short_ways(monkeypatch):
     """How many calls took the short path."""
     counts = {"found": 0}
-    fast_path = _run.FAST_PATHS[torch.Tensor]
+    fast_path = _call.FAST_PATHS[torch.Tensor]
 
     def counted(*arguments):
         found = fast_path(*arguments)
         counts["found"] += found is not None
         return found
 
-    monkeypatch.setitem(_run.FAST_PATHS, torch.Tensor, counted)
+    monkeypatch.setitem(_call.FAST_PATHS, torch.Tensor, counted)
     return counts
 
 
@@ -60,9 +60,9 @@ def test_the_second_call_takes_the_short_way_to_the_same_result(name, short_ways
 def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
     """Once for each direction, and not for shapes that come only once."""
     made = []
-    prepare = _call.Call.prepare
-    monkeypatch.setattr(_call.Call, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
-    monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
+    prepare = _call.Structs.prepare
+    monkeypatch.setattr(_call.Structs, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
+    monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
 
     def step(length):
         q, k, v = (x.requires_grad_(tracked) for x in qkv(1, 1, 2, length, 16))
@@ -178,11 +178,11 @@ def test_the_number_of_threads_is_heeded():
 
 def test_what_is_kept_is_bounded():
     """Calls that come only once, as lengths of packed sequences do, are forgotten, and constantly repeated ones are not."""
-    memory, seen = _repeated.Memory(), [_repeated.Seen({"number": n}) for n in range(5001)]
+    memory, seen = _prepared.Memory(), [object() for n in range(5001)]
     memory.keep(b"fixed", seen[-1])
     for n in range(5000):
         memory.keep(b"%d" % n, seen[n])
         assert memory.get(b"%d" % n) is seen[n]
         if n % 100 == 0:
             assert memory.get(b"fixed") is seen[-1]
-    assert sum(memory.get(b"%d" % n) is not None for n in range(5000)) <= _repeated._MOST
+    assert sum(memory.get(b"%d" % n) is not None for n in range(5000)) <= _prepared._MOST

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import strobe
-from strobe import _repeated, _run
+from strobe import _call, _prepared
 from strobe.compat import flash_attn, functional, ladder
 
 FORWARD = torch.ops.strobe.attention_forward.default
@@ -254,12 +254,12 @@ def test_on_a_gpu_an_incoming_gradient_has_rows(case, layout, monkeypatch):
     (dout,) = torch.autograd.grad(loss(leaf), leaf)
     read = []
 
-    def call(framework, p, known, made, full=_run.call):
+    def structs(call, known, made, full=_call.Call.structs):
         read.append(known["dout"])
-        return full(framework, p, known, made)
+        return full(call, known, made)
 
-    monkeypatch.setattr(_run, "call", call)
-    monkeypatch.setattr(_repeated, "CALLS", _repeated.Memory())
+    monkeypatch.setattr(_call.Call, "structs", structs)
+    monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
     found = strobe.attention_backward(dout.as_subclass(OnGPU), q, k, v, out, lse, layout=layout)
     assert (read[0].data_ptr() != dout.data_ptr()) == is_copied
     rows = 1 if layout == "bshd" else 2
@@ -771,7 +771,7 @@ def test_torch_may_be_imported_after_strobe():
     assert python(code) == "True"
 
 
-@pytest.mark.parametrize("order", ["torch, strobe", "strobe, torch", "strobe.nn", "strobe._fast_path"])
+@pytest.mark.parametrize("order", ["torch, strobe", "strobe, torch", "strobe.nn", "strobe._autograd"])
 def test_operators_are_there_once_both_are_imported(order):
     code = f"import {order}; import torch; print(torch.ops.strobe.attention_forward.default.name())"
     assert python(code) == "strobe::attention_forward"
@@ -816,12 +816,12 @@ def test_pytorch_wants_determinism(compiled, monkeypatch):
     """It reaches the library in the backward, also for a remembered call."""
     asked = []
 
-    class Call(_run.Call):
+    class Structs(_call.Structs):
         def __init__(self, arrays, made, options, view, place):
             asked.append(("dq" in made, bool(options.get("deterministic"))))
             super().__init__(arrays, made, options, view, place)
 
-    monkeypatch.setattr(_run, "Call", Call)
+    monkeypatch.setattr(_call, "Structs", Structs)
     q, k, v = (torch.randn(1, 2, 37, 24, requires_grad=True) for _ in range(3))
     attend = torch.compile(strobe.attention, backend="aot_eager") if compiled else strobe.attention
     for wanted in (False, True):

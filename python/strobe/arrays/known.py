@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .._extras import NUMPY_EXTRA, needed_by
-from .._kinds import kind
+from .._messages import NUMPY_EXTRA, kind, needed_by
 from .base import Array, Framework
 
 

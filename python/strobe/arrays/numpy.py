@@ -10,7 +10,7 @@ import numpy as np
 
 from .._abi import CPU, DTYPES, MAX_RANK, NO_DTYPE
 from .._core import lib
-from .._kinds import kind
+from .._messages import kind
 from .base import Framework
 
 _NDArray = np.ndarray[Any, Any]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._kinds import kind
+from .._messages import kind
 from .memory import PLAIN, shortened
 
 # A subclass that overrides one of these may only describe a mask, as PyTorch's CausalBias does, over memory that was not written.

@@ -14,7 +14,7 @@
 from importlib import import_module
 from typing import Any
 
-from .._extras import TORCH_EXTRA, needed_by
+from .._messages import TORCH_EXTRA, needed_by
 
 with needed_by(__name__, TORCH_EXTRA):  # all modules need it
     import torch as torch

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strobe import attention
 from strobe._checks import is_whole
-from strobe._kinds import shown
+from strobe._messages import shown
 from strobe._tensor_checks import misplaced, unfit_tensors
 from strobe.arrays.torch import TORCH
 

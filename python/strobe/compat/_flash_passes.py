@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strobe import Gradients, attention, attention_backward
 from strobe._checks import Wrong
-from strobe._kinds import kind
+from strobe._messages import kind
 from strobe.arrays.torch import TORCH
 
 from .._tensor_checks import unfit_tensors

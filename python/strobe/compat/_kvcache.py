@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, is_whole
-from strobe._kinds import kind, shown
+from strobe._messages import kind, shown
 from strobe._rotary import check_tables
 from strobe._tensor_checks import incomplete, misplaced, unfit_tensors
 from strobe.kv import append

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._checks import Wrong, is_integer, refusal
-from .._kinds import shown
+from .._messages import shown
 from ..arrays.torch import TORCH
 
 MOST = 2**31 - 1

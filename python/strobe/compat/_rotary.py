@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, is_whole
-from strobe._kinds import kind, shown
-from strobe._places import places
-from strobe._rotary import check_tables, rotate, rotate_tokens
+from strobe._messages import kind, shown
+from strobe._rotary import check_tables, places, rotate, rotate_tokens
 from strobe._writable import not_writable
 from strobe.arrays.known import unfit
 from strobe.arrays.torch import TORCH

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, check_names, flag, is_whole, refusal
-from strobe._kinds import is_bool, kind
+from strobe._messages import is_bool, kind
 from strobe._tensor_checks import tensor_refusal
 from strobe.arrays.known import unfit
 from strobe.arrays.torch import TORCH

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from strobe import attention
-from strobe._extras import TRANSFORMERS_EXTRA, needed_by
-from strobe._kinds import kind
+from strobe._messages import TRANSFORMERS_EXTRA, kind, needed_by
 
 from ._transformers_paged import model_options, paged_attention_forward
 

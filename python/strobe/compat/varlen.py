@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from strobe._kinds import kind, shown
+from strobe._messages import kind, shown
 
 from .._writable import not_writable, writes
 from ._call import Options, Window, attend, pages, sequences

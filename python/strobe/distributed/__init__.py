@@ -1,11 +1,11 @@
 """One attention over the ranks of a torch.distributed process group, with every option of strobe.attention().
 
->>> layout = strobe.distributed.Layout.zigzag(seqlen, world_size)
->>> q, k, v = (layout.shard(x, 2) for x in (q, k, v))  # each rank's tokens of (B, H, S, D)
->>> out = strobe.distributed.attention(q, k, v, layout=layout, causal=True)
+>>> sharding = strobe.distributed.Sharding.zigzag(seqlen, world_size)
+>>> q, k, v = (sharding.shard(x, 2) for x in (q, k, v))  # each rank's tokens of (B, H, S, D)
+>>> out = strobe.distributed.attention(q, k, v, sharding=sharding, causal=True)
 """
 
-from .._extras import TORCH_EXTRA, needed_by
+from .._messages import TORCH_EXTRA, needed_by
 
 with needed_by(__name__, TORCH_EXTRA):
     import torch.distributed
@@ -17,6 +17,11 @@ from . import _dtensor as _dtensor
 from ._attention import attention
 from ._context import context_parallel
 from ._explain import explain
-from ._layout import Layout
+from ._sharding import Sharding
 
-__all__ = ["Layout", "attention", "context_parallel", "explain"]
+__all__ = ["Sharding", "attention", "context_parallel", "explain"]
+
+
+def __getattr__(name: str) -> object:
+    hint = "; did you mean Sharding?" if name == "Layout" else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

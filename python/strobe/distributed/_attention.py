@@ -11,42 +11,55 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import _eager, _repeated
+from .. import _eager, _prepared
+from .._attention import CONTEXTS
 from .._autograd import is_seen_by_dispatcher
 from .._blockmask import BlockMask
+from .._call import Call
 from .._checks import Wrong, check_names, flag, is_choice, number, refusal
-from .._kinds import kind, shown
+from .._messages import kind, shown
 from .._options import ELSEWHERE, ROWS, parameters
+from .._parse import read
 from .._part import Part
-from .._request import Request, parse
 from .._tensor_checks import tensor_refusal
 from ..arrays.torch import TORCH
 from . import _operators
 from ._agree import Said, Signature, agree
 from ._call import Facts, facts_beside_plan, facts_of
-from ._contexts import CONTEXTS
 from ._group import Levels, groups_of
 from ._late import leave
-from ._layout import Layout, cumulated, host_integers, in_short
 from ._methods import METHODS, choose
 from ._ranges import count
 from ._seen import Band
+from ._sharding import Sharding, cumulated, host_integers, in_short
 
 _LONGEST = 1e6  # seconds that a rank may be asked to wait
-_AXES = ("bhsd", "bshd")
+_LAYOUTS = ("bhsd", "bshd")
 _OF_KEYS = ROWS.keys() - {"alibi_slopes"}  # options of calls that have a key; alibi_slopes are checked for a gradient
+_NAMES = ROWS.keys() | {"sharding", "sharding_k", "group", "mesh", "method"}
 _HINTS = ELSEWHERE | {
     "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
+    "axes": "did you mean layout, the order of the axes?",
     "dropout_p": "did you mean dropout?",
+    "layout_k": "did you mean sharding_k?",
     **dict.fromkeys(("agree", "return_lse", "time_limit"), "leave it out: explain() tells the same with any"),  # arguments of attention()
 }
+
+
+class Context(NamedTuple):
+    """A context_parallel() in _attention.CONTEXTS, which the whole process sees, its backward threads included, like PyTorch's replaced
+    functions: the arguments that attention() uses if no sharding is given."""
+
+    sharding: Sharding
+    group: ProcessGroup
+    method: str | None
 
 
 class Prepared(NamedTuple):
     """A call that is ready for the operator."""
 
-    p: Request
-    layouts: tuple[Layout, Layout]
+    p: Call
+    shardings: tuple[Sharding, Sharding]
     method: str
     draw: bool
 
@@ -56,12 +69,12 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    layout: Layout | None = None,
-    layout_k: Layout | None = None,
+    sharding: Sharding | None = None,
+    sharding_k: Sharding | None = None,
     group: ProcessGroup | None = None,
     mesh: Any = None,
     method: str | None = None,
-    axes: str = "bhsd",
+    layout: str = "bhsd",
     return_lse: bool = False,
     agree: bool = True,
     time_limit: float | None = None,
@@ -69,23 +82,23 @@ def attention(
 ) -> Any:
     """strobe.attention() for sequences whose tokens lie on several ranks of a process group. All ranks of the group call it.
 
-    Every option has its meaning in strobe.attention() for the whole sequences. Each rank has the rows of q, k and v that the layout
+    Every option has its meaning in strobe.attention() for the whole sequences. Each rank has the rows of q, k and v that the sharding
     gives it, and gets its rows of the result. It is differentiable once in q, k, v, bias and sinks, under torch.compile as well; all
     ranks then differentiate. Gradients of tensors that all ranks share (sinks, a bias whose rows are broadcast) are local parts, to be
     added up over the ranks, as those of parameters are.
 
     Args:
-        q: the rank's rows, (B, H, Sq, D), (B, Sq, H, D) with axes "bshd", or (Tq, H, D) packed; as strobe.attention() takes it.
+        q: the rank's rows, (B, H, Sq, D), (B, Sq, H, D) with layout "bshd", or (Tq, H, D) packed; as strobe.attention() takes it.
         k, v: the rank's rows of keys and values, likewise.
-        layout: which rank has which queries: a strobe.distributed.Layout of the group's size. None: that of the context_parallel() that
+        sharding: which rank has which queries: a strobe.distributed.Sharding of the group's size. None: that of the context_parallel() that
             the call is in, and its group.
-        layout_k: which rank has which keys. None: the same.
+        sharding_k: which rank has which keys. None: the same.
         group: the process group. None: the default one.
-        mesh: instead of group a DeviceMesh of one dimension, or of two: nodes, and the ranks of a node. The layout then counts ranks node
+        mesh: instead of group a DeviceMesh of one dimension, or of two: nodes, and the ranks of a node. The sharding then counts ranks node
             by node.
         method: "gather", "heads", "ring" or "levels": how keys and queries meet. None: with a mesh of two dimensions "levels" if it takes
             the call, else the one with the least predicted time; explain() shows it.
-        axes: "bhsd" or "bshd", the order of the axes of q, k, v and the output, which strobe.attention() calls layout.
+        layout: "bhsd" or "bshd", the order of the axes of q, k, v and the output, as in strobe.attention().
         return_lse: True returns (out, lse).
         agree: before the first transfer, forward and backward, the ranks tell one another whether their arguments are valid and the same,
             and whether they have memory: an error on one is raised on all. False saves two small messages in a step, and no rank is told: a
@@ -97,12 +110,12 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: those of the whole axes, not of this rank's tokens (tokens past the last number are padding, whose rows
             are zeros), in host memory or where q lies; on a GPU they are read, which waits for it. The sizes of mask and bias are the
             longest sequence's, or max_seqlen_k.
-        deterministic: True, or "world": the bits of out, lse, dq, dk and dv do not depend on the number of ranks and the layout, and are
+        deterministic: True, or "world": the bits of out, lse, dq, dk and dv do not depend on the number of ranks and the sharding, and are
             those of strobe.attention(invariant=True, deterministic=True). Only method "heads" supports it, without dropout.
         seed, offset, rng: the same on all ranks. Without them the group's first rank draws, from its default generator on the CPU (the
             other ranks draw as well, and their draws are not used).
-        options: all others are those of strobe.attention(), the same on all ranks. part is refused, because the layout determines it. With
-            more than one rank, seqused_k and invariant need method "heads".
+        options: all others are those of strobe.attention(), the same on all ranks. part is refused, because the sharding determines it.
+            With more than one rank, seqused_k and invariant need method "heads".
 
     Returns:
         out: the rank's rows, in q's dtype. lse, if asked for: (B, H, Sq) or (H, Tq) of the rank's rows.
@@ -112,13 +125,13 @@ def attention(
         RuntimeError: a rank did not come, or a transfer failed.
     """
     try:
-        group, levels, layout, method = in_context(group, mesh, layout, method)
+        group, levels, sharding, method = in_context(group, mesh, sharding, method)
     except Exception as failure:
         leave(failure)
         raise
     wants = [agree, time_limit, return_lse]
     try:
-        prepared = prepare(group, levels, q, k, v, layout, layout_k, method, axes, wants, dict(options))
+        prepared = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, wants, dict(options))
     except Exception as failure:  # of any type: the others must be told
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
@@ -132,8 +145,8 @@ def attention(
         arrays["v"],
         **given,
         **p.options,
-        layout_q=prepared.layouts[0].encoded,
-        layout_k=prepared.layouts[1].encoded,
+        sharding_q=prepared.shardings[0].encoded,
+        sharding_k=prepared.shardings[1].encoded,
         group=group.group_name,
         levels=(levels.inside, levels.across) if levels else (),
         method=prepared.method,
@@ -146,14 +159,14 @@ def attention(
 
 
 def in_context(
-    group: ProcessGroup | None, mesh: Any, layout: Any, method: str | None
+    group: ProcessGroup | None, mesh: Any, sharding: Any, method: str | None
 ) -> tuple[ProcessGroup, Levels | None, Any, str | None]:
-    """For a call without a layout, those of context_parallel()."""
-    if layout is None and CONTEXTS:
+    """For a call without a sharding, those of context_parallel()."""
+    if sharding is None and CONTEXTS:
         context = CONTEXTS[-1]
         own = (context.group, None) if group is None and mesh is None else groups_of(group, mesh)
-        return *own, context.layout, method or context.method
-    return *groups_of(group, mesh), layout, method
+        return *own, context.sharding, method or context.method
+    return *groups_of(group, mesh), sharding, method
 
 
 def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> None:
@@ -168,24 +181,24 @@ def prepare(
     q: Any,
     k: Any,
     v: Any,
-    layout: Any,
-    layout_k: Any,
+    sharding: Any,
+    sharding_k: Any,
     method: Any,
-    axes: Any,
+    layout: Any,
     wants: list[Any],
     options: dict[str, Any],
 ) -> Prepared:
     """Makes the checks that do not need the library, which sees the call of the rank's own rows later. They are skipped for a repeated call
     on tensors of the same shapes and strides."""
-    asked = _Asked(q, k, v, layout, layout if layout_k is None else layout_k, method, axes, wants, options)
+    asked = _Asked(q, k, v, sharding, sharding if sharding_k is None else sharding_k, method, layout, wants, options)
     arrays = {"q": q, "k": k, "v": v} | {name: x for name, x in options.items() if isinstance(x, Tensor)}
     key = _key(group, levels, asked)
-    if key is not None and (known := _repeated.CALLS.get(key)) is not None:
-        return known._replace(p=Request(arrays, known.p.options))
+    if key is not None and (known := _prepared.CALLS.get(key)) is not None:
+        return known._replace(p=known.p.on(arrays))
     prepared = _judge(group, levels, asked)
     given = prepared.p.arrays
     if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # none is new in each call
-        _repeated.CALLS.keep(key, prepared._replace(p=Request({}, prepared.p.options)))
+        _prepared.CALLS.keep(key, prepared._replace(p=prepared.p.on({})))
     return prepared
 
 
@@ -195,49 +208,52 @@ class _Asked(NamedTuple):
     q: Any
     k: Any
     v: Any
-    layout: Any
-    layout_k: Any
+    sharding: Any
+    sharding_k: Any
     method: Any
-    axes: Any
+    layout: Any
     wants: list[Any]  # agree, time_limit, return_lse
     options: dict[str, Any]
 
 
 def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | None:
     """The bytes that determine whether the call is valid, and its method; None if that depends on more."""
-    layouts = asked.layout, asked.layout_k
-    if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(layout, Layout) for layout in layouts):
+    shardings = asked.sharding, asked.sharding_k
+    if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(sharding, Sharding) for sharding in shardings):
         return None
-    own = dict(zip(("agree", "time_limit", "return_lse"), asked.wants, strict=True)) | {"method": asked.method, "axes": asked.axes}
-    own |= {"layout_q": layouts[0].digest, "layout_k": layouts[1].digest}
+    own = dict(zip(("agree", "time_limit", "return_lse"), asked.wants, strict=True)) | {"method": asked.method, "layout": asked.layout}
+    own |= {"sharding_q": shardings[0].digest, "sharding_k": shardings[1].digest}
     lists = {name: x for name in _operators.CU if (x := asked.options.get(name)) is not None}
     if not all(_is_list(x) and x.layout == torch.strided and not x.is_meta for x in lists.values()):
         return None
     own |= {f"numbers of {name}": in_short(host_integers(name, x)) for name, x in lists.items()}
     prefix = f"distributed {group.rank()} {group.size()} {_operators.size_of(levels)}".encode()
-    return _eager.key(prefix, (asked.q, asked.k, asked.v), own | asked.options)
+    return _eager.key(prefix, (asked.q, asked.k, asked.v), own, asked.options)
 
 
 def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> Prepared:
-    q, k, v, layout, layout_k, method, axes, wants, options = asked
+    q, k, v, sharding, sharding_k, method, layout, wants, options = asked
     wrong: Wrong = []
     world, rank = group.size(), group.rank()
     flag(wrong, "agree", wants[0])
     if wants[1] is not None and not 0 < number(wrong, "time_limit", wants[1]) <= _LONGEST and not wrong:
         wrong.append(ValueError(f"time_limit: {shown(wants[1])}; accepted are seconds above 0, up to {_LONGEST:.0f}, or None"))
     flag(wrong, "return_lse", wants[2])
-    is_choice(wrong, "axes", axes, _AXES)
+    if isinstance(layout, Sharding):
+        wrong.append(TypeError("layout: a Sharding; accepted is 'bhsd' or 'bshd'; which rank has which tokens goes into sharding"))
+    else:
+        is_choice(wrong, "layout", layout, _LAYOUTS)
     if method is not None:
         is_choice(wrong, "method", method, METHODS)
-    layouts = _layouts(wrong, layout, layout_k, world)
+    shardings = _shardings(wrong, sharding, sharding_k, world)
     if options.pop("part", None) is not None:
-        wrong.append(ValueError("part: given; accepted is None, for the layout says it"))
+        wrong.append(ValueError("part: given; accepted is None, for the sharding says it"))
     if options.pop("page_table", None) is not None:
         wrong.append(ValueError("page_table: given; accepted is None, for keys of several ranks do not lie in one rank's pages"))
     for name in ("k_scale", "v_scale"):
         if options.pop(name, None) is not None:
             wrong.append(ValueError(f"{name}: given; accepted is None, for quantised keys are not sent between ranks"))
-    check_names("attention", options, wrong, ROWS, _HINTS)
+    check_names("attention", options, wrong, _NAMES, _HINTS)
     of_world = options.get("deterministic") == _operators.WORLD and isinstance(options["deterministic"], str)
     if of_world:
         options |= {"deterministic": True, "invariant": True}
@@ -251,18 +267,18 @@ def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> Prepare
             refused = ValueError(f"{name}: on the device meta; accepted is one that has memory, whose rows can be sent to other ranks")
         if refused is not None:
             wrong.append(refused)
-    if wrong or layouts is None:
+    if wrong or shardings is None:
         raise refusal(wrong)
-    return _parsed(q, k, v, layouts, method, axes, rank, options, of_world, _operators.size_of(levels))
+    return _parsed(q, k, v, shardings, method, layout, rank, options, of_world, _operators.size_of(levels))
 
 
 def _parsed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layouts: tuple[Layout, Layout],
+    shardings: tuple[Sharding, Sharding],
     method: str | None,
-    axes: str,
+    layout: str,
     rank: int,
     options: dict[str, Any],
     of_world: bool,
@@ -274,16 +290,18 @@ def _parsed(
         (missing,) = set(_operators.CU) - lists.keys()
         raise ValueError(f"{missing}: missing beside {next(iter(lists))}; accepted are both, or none")
     compiling = torch.compiler.is_compiling()  # numbers in tensors are then not known
-    cu = [] if compiling else [_cu_seqlens(name, x, layout.seqlen) for (name, x), layout in zip(lists.items(), layouts, strict=False)]
+    cu = [] if compiling else [_cu_seqlens(name, x, sharding.seqlen) for (name, x), sharding in zip(lists.items(), shardings, strict=False)]
     if cu and len(cu[0]) != len(cu[1]):
         raise ValueError(f"cu_seqlens_k: {len(cu[1])} numbers; accepted are {len(cu[0])}, as cu_seqlens_q has")
     draw = bool(options.get("dropout")) and all(options.get(name) is None for name in ("seed", "rng"))
-    given = options | {name: TORCH.beside(q, x) if isinstance(x, Tensor) else x for name, x in lists.items()} | {"layout": axes}
+    given = options | {name: TORCH.beside(q, x) if isinstance(x, Tensor) else x for name, x in lists.items()} | {"layout": layout}
     if draw and options.get("offset") is None:
         given["seed"] = 0  # nothing is drawn
     if isinstance(mask := options.get("block_mask"), BlockMask):
-        given["part"] = _whole_part(layouts, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)  # which has its lengths
-    _, p = parse("attention", q, k, v, given, wrong)
+        given["part"] = (
+            _whole_part(shardings, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)
+        )  # which has its lengths
+    p = read("attention", q, k, v, given, wrong)
     if wrong:
         raise refusal(wrong)
     p.options.pop("part", None)
@@ -291,13 +309,13 @@ def _parsed(
     if draw:
         p.options.pop("seed", None)
         p.arrays["rng"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device="cpu")
-    axis = 0 if lists else 1 if axes == "bshd" else 2
-    for name, x, layout in (("q", q, layouts[0]), ("k", k, layouts[1]), ("v", v, layouts[1])):
-        if x.shape[axis] != (n := count(layout.ranges[rank])):
-            hint = _hint(name, x, axis, n, layout, bool(lists))
-            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are {n} tokens along axis {axis}, as the layout says{hint}")
+    axis = 0 if lists else 1 if layout == "bshd" else 2
+    for name, x, sharding in (("q", q, shardings[0]), ("k", k, shardings[1]), ("v", v, shardings[1])):
+        if x.shape[axis] != (n := count(sharding.ranges[rank])):
+            hint = _hint(name, x, axis, n, sharding, bool(lists))
+            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are {n} tokens along axis {axis}, as the sharding says{hint}")
     _check_against(q, k, v, packed=bool(lists))
-    head_axis = 1 if lists or axes == "bhsd" else 2
+    head_axis = 1 if lists or layout == "bhsd" else 2
     heads, heads_kv = (x.shape[head_axis] for x in (q, k))
     if heads_kv == 0 or heads % heads_kv:
         raise ValueError(f"k: {heads_kv} heads; accepted is a divisor of q's {heads}")
@@ -306,12 +324,12 @@ def _parsed(
     if compiling:
         band = tuple(_operators.band_of(p.options))
         facts = facts_beside_plan(p, bool(lists), inside)
-        chosen, against = _chosen(layouts[0].encoded, layouts[1].encoded, bool(lists), band, facts, method, of_world)
+        chosen, against = _chosen(shardings[0].encoded, shardings[1].encoded, bool(lists), band, facts, method, of_world)
     else:
-        chosen, against = choose(facts_of(p, _operators.plan_of(p, *layouts), inside), method, of_world)
+        chosen, against = choose(facts_of(p, _operators.plan_of(p, *shardings), inside), method, of_world)
     if against is not None:
         raise ValueError(against)
-    return Prepared(p, layouts, chosen, draw)
+    return Prepared(p, shardings, chosen, draw)
 
 
 def _check_against(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -327,19 +345,19 @@ def _check_against(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         raise refusal(wrong)
 
 
-def _hint(name: str, x: Tensor, axis: int, tokens: int, layout: Layout, packed: bool) -> str:
+def _hint(name: str, x: Tensor, axis: int, tokens: int, sharding: Sharding, packed: bool) -> str:
     """A guess at what was meant by a tensor with a wrong number of tokens."""
-    if x.shape[axis] == layout.seqlen:
-        return f"; layout.shard({name}, {axis}) takes this rank's"
+    if x.shape[axis] == sharding.seqlen:
+        return f"; sharding.shard({name}, {axis}) takes this rank's"
     if not packed and x.shape[3 - axis] == tokens:  # axis 2 of bhsd, axis 1 of bshd
-        return f'; did you mean axes="{_AXES[axis - 1]}"?'
+        return f'; did you mean layout="{_LAYOUTS[axis - 1]}"?'
     return ""
 
 
 @torch.compiler.assume_constant_result
 def _chosen(
-    layout_q: tuple[int, ...],
-    layout_k: tuple[int, ...],
+    sharding_q: tuple[int, ...],
+    sharding_k: tuple[int, ...],
     packed: bool,
     band: tuple[Any, ...],
     facts: tuple[Any, ...],
@@ -347,22 +365,22 @@ def _chosen(
     of_world: bool,
 ) -> tuple[str, str | None]:
     """choose() from what a compiler knows: packed sequences count as one, and without a block mask."""
-    layouts = _operators.decoded(layout_q), _operators.decoded(layout_k)
-    plan = replace(_operators.plan_of_layouts(*layouts, packed), band=Band(*band))
+    shardings = _operators.decoded(sharding_q), _operators.decoded(sharding_k)
+    plan = replace(_operators.plan_of_shardings(*shardings, packed), band=Band(*band))
     return choose(Facts(plan, *facts), method, of_world)
 
 
-def _whole_part(layouts: tuple[Layout, Layout], cu: list[tuple[int, ...]]) -> Part:
-    lengths = [[b - a for a, b in itertools.pairwise(of)] for of in cu] or [[layout.seqlen] for layout in layouts]
+def _whole_part(shardings: tuple[Sharding, Sharding], cu: list[tuple[int, ...]]) -> Part:
+    lengths = [[b - a for a, b in itertools.pairwise(of)] for of in cu] or [[sharding.seqlen] for sharding in shardings]
     return Part([], [], lengths[0], lengths[1])
 
 
-def _layouts(wrong: Wrong, layout: Any, layout_k: Any, world: int) -> tuple[Layout, Layout] | None:
+def _shardings(wrong: Wrong, sharding: Any, sharding_k: Any, world: int) -> tuple[Sharding, Sharding] | None:
     found = []
-    for name, x in (("layout", layout), ("layout_k", layout_k)):
-        if not isinstance(x, Layout):
-            hint = '; the order of axes is axes="bshd"' if isinstance(x, str) else ""
-            wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.distributed.Layout{hint}"))
+    for name, x in (("sharding", sharding), ("sharding_k", sharding_k)):
+        if not isinstance(x, Sharding):
+            hint = '; the order of the axes is layout="bshd"' if isinstance(x, str) else ""
+            wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.distributed.Sharding{hint}"))
             return None
         if x.world_size != world:
             wrong.append(ValueError(f"{name}: of {x.world_size} ranks; accepted is one of {world}, the group's size"))

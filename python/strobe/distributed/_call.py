@@ -10,21 +10,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import _run
 from .._abi import BACKWARD, FORWARD
-from .._call import ACCUMULATE
-from .._call import Call as LibraryCall
+from .._call import Call
 from .._core import ffi, lib
-from .._operators import run_into
 from .._options import BLOCKS
-from .._request import Request
+from .._prepared import into as run_into
 from ..arrays.memory import allocated
 from ..arrays.torch import TORCH
 from ._group import Levels
 from ._late import Waits
-from ._layout import part_of, rows_of_sequences
 from ._ranges import Ranges, indices, places
 from ._seen import Band, Blocks, seen_keys
+from ._sharding import part_of, rows_of_sequences
 
 Results = dict[str, Tensor]
 
@@ -72,11 +69,11 @@ class Facts(NamedTuple):
     inside: int = 0  # the number of ranks in a node; 0: not given
 
 
-def facts_of(p: Request, plan: Plan, inside: int = 0) -> Facts:
+def facts_of(p: Call, plan: Plan, inside: int = 0) -> Facts:
     return Facts(plan, *facts_beside_plan(p, plan.packed, inside))
 
 
-def facts_beside_plan(p: Request, packed: bool, inside: int) -> tuple[Any, ...]:
+def facts_beside_plan(p: Call, packed: bool, inside: int) -> tuple[Any, ...]:
     """Facts without its first member."""
     q, k, v = (p.arrays[name] for name in "qkv")
     axis = 1 if packed or "bshd" not in p.options else 2
@@ -124,11 +121,11 @@ def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
 
 
 @dataclass
-class Call:
+class RankCall:
     """p: the caller's, with the rank's own rows. needs: the names in p.arrays whose gradients are asked for. reserved_sms: of a GPU,
     for a transfer beside a call of the library, unless the caller gives it. first_head, all_heads: for a call on some of the heads."""
 
-    p: Request
+    p: Call
     plan: Plan
     rank: int
     waits: Waits
@@ -193,7 +190,7 @@ class Call:
 
     def results(self) -> Results:
         """Uninitialised out and lse of the rank's rows."""
-        return _run.results(TORCH, self.p)
+        return self.p.results()
 
     def as_results(self, out: Tensor) -> Tensor:
         """out, with the strides and dtype that a compiler was told, and no view, because autograd forbids changing a view in place."""
@@ -228,7 +225,7 @@ class Call:
         *,
         partial: bool = False,
         beside_transfer: bool = False,
-    ) -> Request:
+    ) -> Call:
         """The call of the library on these tensors: some query heads and their key heads, queries and keys at these positions.
         beside_transfer: whether a transfer is in flight meanwhile."""
         arrays: dict[str, Tensor] = {"q": q, "k": k, "v": v}
@@ -246,15 +243,15 @@ class Call:
                 arrays[name] = cu_seqlens_of(ranges, cu, self.device)
         numbers = part_numbers(self.plan, *of, self.first_head + heads.start, self.all_heads or self.heads, partial)
         reserved = {"reserved_sms": self.reserved_sms} if self.reserved_sms and beside_transfer else {}
-        return Request(arrays, {**reserved, **self.p.options, "part": numbers})
+        return Call(TORCH, arrays, {**reserved, **self.p.options, "part": numbers})
 
 
 class Pass(Protocol):
     """A forward or backward of a method, its memory allocated."""
 
-    call: Call
+    call: RankCall
 
-    def example(self) -> Request:
+    def example(self) -> Call:
         """A call of the library as it will be made, for the library to check."""
 
     def prepare(self) -> None:
@@ -266,19 +263,15 @@ def four_axes(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
-def is_oracle(p: Request) -> bool:
-    return p.options.get("engine") == _run.ORACLE
-
-
-def forward_into(p: Request, out: Tensor, lse: Tensor) -> None:
-    if is_oracle(p):  # it writes float64
-        for to, x in zip((out, lse), _run.forward(TORCH, p), strict=True):
+def forward_into(p: Call, out: Tensor, lse: Tensor) -> None:
+    if p.is_oracle:  # it writes float64
+        for to, x in zip((out, lse), p.forward(), strict=True):
             to.copy_(x)
         return
     run_into(FORWARD, p, {}, {"out": out, "lse": lse})
 
 
-def in_own_words(call: Call, refused: Exception) -> Exception:
+def in_own_words(call: RankCall, refused: Exception) -> Exception:
     """The error in terms of the rank's own tensors and their shapes, if they are why a call on others was refused."""
     if not isinstance(refused, ValueError):
         return refused
@@ -286,14 +279,14 @@ def in_own_words(call: Call, refused: Exception) -> Exception:
     return ValueError("\n".join(reasons)) if reasons else refused
 
 
-def check_shapes(call: Call) -> None:
+def check_shapes(call: RankCall) -> None:
     """Raises the errors of arguments that methods cut by heads or send by rows before the library sees them."""
     names = {"alibi_slopes", "sinks", "mask", "bias"} & call.p.arrays.keys()
     if names and (wrong := [reason for reason in _own_reasons(call) if reason.partition(":")[0] in names]):
         raise ValueError("\n".join(wrong))
 
 
-def _own_reasons(call: Call) -> list[str]:
+def _own_reasons(call: RankCall) -> list[str]:
     own = call.plan.q[call.rank], call.plan.k[call.rank]
     arrays = {name: x for name, x in call.p.arrays.items() if name != "seqused_k"}
     if call.plan.packed:
@@ -301,28 +294,28 @@ def _own_reasons(call: Call) -> list[str]:
             arrays[name] = cu_seqlens_of(ranges, cu, call.device)
     options = {name: x for name, x in call.p.options.items() if name != "invariant"}
     options["part"] = part_numbers(call.plan, *own, 0, call.heads, False)
-    return _run.reasons_against(TORCH, Request(arrays, options), {}, False)
+    return Call(TORCH, arrays, options).reasons_against({}, False)
 
 
-def backward_into(p: Request, known: Results, made: Results) -> Results:
-    if is_oracle(p):
-        return _run.backward(TORCH, p, known, made)
+def backward_into(p: Call, known: Results, made: Results) -> Results:
+    if p.is_oracle:
+        return p.backward(known, made)
     run_into(BACKWARD, p, known, made)
     return made
 
 
-def backward_added(p: Request, known: Results, wanted: list[str], into: Results) -> Results:
+def backward_added(p: Call, known: Results, wanted: list[str], into: Results) -> Results:
     """Gradients; those in `into` are added to the given contents."""
-    if is_oracle(p) or len(wanted) > len(into):
-        return _run.backward(TORCH, p, known, wanted, into)
-    run_into(BACKWARD, Request(p.arrays, {**p.options, ACCUMULATE: True}), known | into, {})
+    if p.is_oracle or len(wanted) > len(into):
+        return p.backward(known, wanted, into)
+    run_into(BACKWARD, p.adding(), known | into, {})
     return into
 
 
-def check(p: Request, of_backward: bool) -> list[int]:
+def check(p: Call, of_backward: bool) -> list[int]:
     """Raises the library's objections to the call, or its backward; nothing is computed. Memory for results is allocated meanwhile, and on
     a GPU as much as the workspace. It goes back to the allocator, for later allocations. Returns the size of each in bytes."""
-    whole: LibraryCall = _run._whole(TORCH, p, of_backward)
+    whole = p.whole(of_backward)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     whole.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
     q, asked = p.arrays["q"], [x.nbytes for x in whole.made.values()]

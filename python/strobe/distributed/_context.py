@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .._checks import is_whole
-from .._kinds import kind, shown
-from ._attention import attention
-from ._contexts import CONTEXTS, Context
+from .._attention import CONTEXTS
+from .._checks import Wrong, check_names, is_whole, refusal
+from .._messages import kind, shown
+from ._attention import Context, attention
 from ._group import group_of
 from ._late import leave
-from ._layout import Layout
+from ._sharding import Sharding
 
 
 @contextlib.contextmanager
@@ -29,12 +29,13 @@ def context_parallel(
     buffers: Sequence[Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: Collection[Tensor] | None = None,
-    layout: Layout | None = None,
+    sharding: Sharding | None = None,
     method: str | None = None,
-) -> Iterator[Layout]:
+    **others: Any,
+) -> Iterator[Sharding]:
     """Within it each rank has its own tokens of the buffers, and attention sees the whole sequences, as in PyTorch's context manager of
-    this name: torch.nn.functional.scaled_dot_product_attention, and strobe.distributed.attention() without a layout. All ranks enter it,
-    with the same buffers. It yields the layout.
+    this name: torch.nn.functional.scaled_dot_product_attention, and strobe.distributed.attention() without a sharding. All ranks enter it,
+    with the same buffers. It yields the sharding.
 
     F.scaled_dot_product_attention must be looked up within, where it is another function: a name that was imported earlier is still
     PyTorch's, which attends among this rank's tokens. nn.MultiheadAttention calls it with need_weights=False, and its fast path for
@@ -47,26 +48,30 @@ def context_parallel(
             own tokens; afterwards they have their former contents. They require no gradient.
         buffer_seq_dims: for each buffer the axis of its tokens. All have the same length there.
         no_restore_buffers: the buffers that stay sharded.
-        layout: a Layout of the buffers' length. None: Layout.zigzag. It is needed where there are no buffers.
+        sharding: a Sharding of the buffers' length. None: Sharding.zigzag. It is needed where there are no buffers.
         method: as of attention().
 
     Raises:
         TypeError, ValueError: an argument is not as described above.
     """
+    wrong: Wrong = []
+    check_names("context_parallel", others, wrong, (), {"layout": "did you mean sharding?"})
     try:
-        group, layout, given, dims, kept = _judged(mesh, buffers, buffer_seq_dims, no_restore_buffers, layout)
+        if wrong:
+            raise refusal(wrong)
+        group, sharding, given, dims, kept = _judged(mesh, buffers, buffer_seq_dims, no_restore_buffers, sharding)
     except Exception as failure:  # the others will wait for this rank
         leave(failure)
         raise
     before = [x.data for x in given]
     own, of_module, fast = F.scaled_dot_product_attention, F.multi_head_attention_forward, torch.backends.mha.get_fastpath_enabled()
-    CONTEXTS.append(Context(layout, group, method))
+    CONTEXTS.append(Context(sharding, group, method))
     try:
         for x, dim in zip(given, dims, strict=True):
-            x.data = layout.shard(x.data, dim, group.rank()).contiguous()
+            x.data = sharding.shard(x.data, dim, group.rank()).contiguous()
         F.scaled_dot_product_attention, F.multi_head_attention_forward = _sdpa, _without_weights(of_module)
         torch.backends.mha.set_fastpath_enabled(False)  # it does not call F.scaled_dot_product_attention
-        yield layout
+        yield sharding
     finally:
         F.scaled_dot_product_attention, F.multi_head_attention_forward = own, of_module
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -77,9 +82,9 @@ def context_parallel(
 
 
 def _judged(
-    mesh: Any, buffers: Any, buffer_seq_dims: Any, no_restore_buffers: Any, layout: Any
-) -> tuple[ProcessGroup, Layout, list[Tensor], list[int], list[Tensor]]:
-    """The group and the layout, and the three lists."""
+    mesh: Any, buffers: Any, buffer_seq_dims: Any, no_restore_buffers: Any, sharding: Any
+) -> tuple[ProcessGroup, Sharding, list[Tensor], list[int], list[Tensor]]:
+    """The group and the sharding, and the three lists."""
     group = group_of(None, mesh)
     given, dims, kept = (
         _several(name, x)
@@ -87,17 +92,17 @@ def _judged(
     )
     _check(given, dims, kept)
     lengths = {x.shape[dim] for x, dim in zip(given, dims, strict=True)}
-    if layout is None:
+    if sharding is None:
         if not lengths:
-            raise ValueError("layout: None without buffers; accepted is a strobe.distributed.Layout, or buffers, whose length says it")
-        layout = Layout.zigzag(lengths.pop(), group.size())
-    elif not isinstance(layout, Layout):
-        raise TypeError(f"layout: {kind(layout)}; accepted is a strobe.distributed.Layout, or None")
-    elif lengths - {layout.seqlen}:
-        raise ValueError(f"layout: of {layout.seqlen} tokens; accepted is one of {lengths.pop()}, as the buffers have")
-    if layout.world_size != group.size():
-        raise ValueError(f"layout: of {layout.world_size} ranks; accepted is one of {group.size()}, the group's size")
-    return group, layout, given, dims, kept
+            raise ValueError("sharding: None without buffers; accepted is a strobe.distributed.Sharding, or buffers, whose length says it")
+        sharding = Sharding.zigzag(lengths.pop(), group.size())
+    elif not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding: {kind(sharding)}; accepted is a strobe.distributed.Sharding, or None")
+    elif lengths - {sharding.seqlen}:
+        raise ValueError(f"sharding: of {sharding.seqlen} tokens; accepted is one of {lengths.pop()}, as the buffers have")
+    if sharding.world_size != group.size():
+        raise ValueError(f"sharding: of {sharding.world_size} ranks; accepted is one of {group.size()}, the group's size")
+    return group, sharding, given, dims, kept
 
 
 def _several(name: str, x: Any) -> list[Any]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _run
 from .._attention import attention
 from .._blockmask import BlockMask
+from .._call import FAST_PATHS
 from .._part import Part
 
 try:
@@ -30,7 +30,7 @@ class Own(NamedTuple):
 
 
 def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: Mapping[str, Any]) -> Any:
-    """Called by _run.FAST_PATHS."""
+    """Called by _call.FAST_PATHS."""
     packed = options.get("cu_seqlens_q") is not None
     bshd = options.get("layout") == "bshd"
     batch_axis, head_axis = (None, 1) if packed else (0, 2 if bshd else 1)
@@ -145,4 +145,4 @@ def _distributed(local: Tensor, mesh: Any, placements: Sequence[Placement], shap
 
 
 if DTensor is not None:
-    _run.FAST_PATHS[DTensor] = attention_of_dtensors
+    FAST_PATHS[DTensor] = attention_of_dtensors

@@ -7,17 +7,16 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import _run
-from .._graphs import outside_graphs
+from .._abi import outside_graphs
 from ..arrays.torch import TORCH
 from . import _operators
 from ._attention import in_context, prepare
-from ._call import Call, Facts, facts_of
+from ._call import Facts, RankCall, facts_of
 from ._late import Waits
-from ._layout import Layout
 from ._methods import METHODS, reason_against
 from ._predict import moved, pairs, predicted, seconds, sms_for_transfers
 from ._ranges import count
+from ._sharding import Sharding
 
 
 @outside_graphs
@@ -27,12 +26,12 @@ def explain(
     v: Tensor,
     *,
     backward: bool = False,
-    layout: Layout | None = None,
-    layout_k: Layout | None = None,
+    sharding: Sharding | None = None,
+    sharding_k: Sharding | None = None,
     group: ProcessGroup | None = None,
     mesh: Any = None,
     method: str | None = None,
-    axes: str = "bhsd",
+    layout: str = "bhsd",
     **options: Any,
 ) -> str:
     """Says what attention() or its backward would do for this call: the method, the bytes that every method would move and the time it
@@ -41,24 +40,24 @@ def explain(
     Nothing is computed or sent: one rank may ask alone, and errors of other ranks are not known. Arguments and errors are those of
     attention(), on this rank.
     """
-    group, levels, layout, method = in_context(group, mesh, layout, method)
-    prepared = prepare(group, levels, q, k, v, layout, layout_k, method, axes, [True, None, False], dict(options))
+    group, levels, sharding, method = in_context(group, mesh, sharding, method)
+    prepared = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, [True, None, False], dict(options))
     p = prepared.p._replace(arrays=TORCH.autocast(prepared.p.arrays))
-    plan = _operators.plan_of(p, *prepared.layouts)
+    plan = _operators.plan_of(p, *prepared.shardings)
     of = facts_of(p, plan, _operators.size_of(levels))
     rank, needs = group.rank(), frozenset(("q", "k", "v") if backward else ())
-    call = Call(p, plan, rank, Waits(group, None), needs, sms_for_transfers(prepared.method, of, backward), levels=levels)
+    call = RankCall(p, plan, rank, Waits(group, None), needs, sms_for_transfers(prepared.method, of, backward), levels=levels)
     made = METHODS[prepared.method].Forward(call)
     shares = [pairs(plan, r) for r in range(plan.world)]
     mean = sum(shares) / plan.world
     by_time = method is None and options.get("deterministic") != _operators.WORLD
     lines = [
         f"{'backward' if backward else 'forward'} by method {prepared.method!r} on {plan.world} ranks; rank {rank} has "
-        f"{count(plan.q[rank])} of {prepared.layouts[0].seqlen} queries and {count(plan.k[rank])} of {prepared.layouts[1].seqlen} keys",
-        f"layout: the rank with most work has {max(shares) / mean if mean else 1:.2f} times the mean (by positions)",
+        f"{count(plan.q[rank])} of {prepared.shardings[0].seqlen} queries and {count(plan.k[rank])} of {prepared.shardings[1].seqlen} keys",
+        f"sharding: the rank with most work has {max(shares) / mean if mean else 1:.2f} times the mean (by positions)",
         *(_line(name, of, backward, name == prepared.method, by_time) for name in METHODS),
         "this rank's first call of the library:",
-        _run.explain(TORCH, made.example(), backward),
+        made.example().explain(backward),
     ]
     return "\n".join(lines)
 

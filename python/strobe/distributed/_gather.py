@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._request import Request
-from ._call import Call, Plan, Results, backward_added, forward_into, order_of, rows_for
+from .._call import Call
+from ._call import Plan, RankCall, Results, backward_added, forward_into, order_of, rows_for
 from ._exchange import Underway, begin, room
 from ._ranges import Ranges, common, count, places
 
@@ -61,7 +61,7 @@ def pieces_sent(plan: Plan, rank: int) -> Ranges:
 class Keys:
     """The keys and values of one group of key heads after the other; the next one is in flight."""
 
-    def __init__(self, call: Call, of_gradients: int = 0):
+    def __init__(self, call: RankCall, of_gradients: int = 0):
         """of_gradients: bytes per number of the gradients that go back."""
         self.call = call
         self.route = route(call.plan, call.rank)
@@ -127,7 +127,7 @@ class Keys:
         k, v = kv.split(self.columns, -1)
         return self.call.tokens(k), self.call.tokens(v)
 
-    def local(self, k: Tensor, v: Tensor, heads_kv: range, beside_transfer: bool) -> tuple[Request, range]:
+    def local(self, k: Tensor, v: Tensor, heads_kv: range, beside_transfer: bool) -> tuple[Call, range]:
         heads = self.call.query_heads(heads_kv)
         q = self.call.of_heads(self.call.q, heads)
         of = self.call.plan.q[self.call.rank], self.route.seen
@@ -135,11 +135,11 @@ class Keys:
 
 
 class Forward:
-    def __init__(self, call: Call):
+    def __init__(self, call: RankCall):
         self.call, self.keys = call, Keys(call)
         self.made = call.results()
 
-    def example(self) -> Request:
+    def example(self) -> Call:
         return self.keys.local(*self.keys.example(), self.keys.groups[0], len(self.keys.groups) > 1)[0]
 
     def prepare(self) -> None:
@@ -156,7 +156,7 @@ class Forward:
 class Backward:
     """Gradients of keys go back in float32 and are added up, in the order of the ranks, on the rank that has their keys."""
 
-    def __init__(self, call: Call, given: Results, saved: list[Tensor]):
+    def __init__(self, call: RankCall, given: Results, saved: list[Tensor]):
         self.call, self.given = call, given
         self.to_keys = [name for name in "kv" if name in call.needs]
         self.keys = Keys(call, call.sum_dtype.itemsize if self.to_keys else 0)
@@ -170,7 +170,7 @@ class Backward:
         self.dbias = call.room_for_bias()
         self.dsinks = torch.zeros_like(call.p.arrays["sinks"]) if "sinks" in call.needs else None
 
-    def example(self) -> Request:
+    def example(self) -> Call:
         return self.keys.local(*self.keys.example(), self.keys.groups[0], len(self.keys.groups) > 1)[0]
 
     def prepare(self) -> None:
@@ -197,7 +197,7 @@ class Backward:
         found = {"dq": self.dq} | {f"d{name}": x for name, x in self.home.items()} | {"dbias": self.dbias, "dsinks": self.dsinks}
         return {name: x for name, x in found.items() if x is not None}
 
-    def _add(self, p: Request, heads: range, into: Results) -> None:
+    def _add(self, p: Call, heads: range, into: Results) -> None:
         call = self.call
         known = {name: call.of_heads(self.given[name], heads) for name in ("dout", "out")}
         known |= {name: call.statistic_of_heads(self.given[name], heads) for name in ("lse", "dlse") if name in self.given}

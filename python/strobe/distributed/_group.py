@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from .._kinds import kind, shown
+from .._messages import kind, shown
 
 _ON_HOST: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
@@ -62,7 +62,7 @@ def rank_in(group: ProcessGroup | None, world_size: int) -> int:
         return 0
     group = group_of(group)
     if group.size() != world_size:
-        raise ValueError(f"group: of {group.size()} ranks; accepted is one of {world_size}, the layout's size")
+        raise ValueError(f"group: of {group.size()} ranks; accepted is one of {world_size}, the sharding's size")
     return group.rank()
 
 

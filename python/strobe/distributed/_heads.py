@@ -10,15 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _run
+from .._call import Call
 from .._options import BLOCKS
-from .._request import Request
-from ..arrays.torch import TORCH
-from ._call import Call, Order, Plan, Results, backward_into, forward_into, four_axes, order_of, rows_for
+from ._call import Order, Plan, RankCall, Results, backward_into, forward_into, four_axes, order_of, rows_for
 from ._exchange import exchange
 from ._late import Waits
-from ._layout import rows_of_sequences
 from ._ranges import Ranges, count, union
+from ._sharding import rows_of_sequences
 
 
 class Places(NamedTuple):
@@ -39,7 +37,7 @@ def places_of(ranges: tuple[Ranges, ...], device: torch.device) -> Places:
 class Exchange:
     """Exchanges rows of tokens, (tokens, ..., heads, columns), for rows of all tokens with a rank's share of the heads, and back."""
 
-    def __init__(self, call: Call, ranges: tuple[Ranges, ...], waits: Waits):
+    def __init__(self, call: RankCall, ranges: tuple[Ranges, ...], waits: Waits):
         self.call, self.waits, self.rank = call, waits, waits.group.rank()
         self.counts, self.order, self.tokens, self.positions = places_of(ranges, call.device)
 
@@ -75,7 +73,7 @@ class Exchange:
 class Whole:
     """The call of the library on all tokens of the rank's heads, or on those of some ranks that divide the heads."""
 
-    def __init__(self, call: Call, waits: Waits, members: range):
+    def __init__(self, call: RankCall, waits: Waits, members: range):
         """waits: for the members, which include this rank."""
         self.call = call
         self.q, self.k = (Exchange(call, side[members.start : members.stop], waits) for side in (call.plan.q, call.plan.k))
@@ -124,7 +122,7 @@ class Whole:
         rows = self.q.to_tokens(rows) if given.shape[1] > 1 else self.q.sum(rows)
         return self.own_scores.of_rows(rows, given.shape[0])
 
-    def request(self, q: Tensor, k: Tensor, v: Tensor, scores: Results) -> Request:
+    def local(self, q: Tensor, k: Tensor, v: Tensor, scores: Results) -> Call:
         """scores: mask and bias of all rows, if their rows are not broadcast."""
         call, plan = self.call, self.call.plan
         p = call.local(q, k, v, self.heads, (self.q.tokens, self.k.tokens))
@@ -138,14 +136,14 @@ class Whole:
         return p
 
 
-def _among_all(call: Call) -> Whole:
+def _among_all(call: RankCall) -> Whole:
     whole = Whole(call, call.waits, range(call.plan.world))
     if not needs_part(call.p):  # with a part they have as many rows as the longest sequence
         whole.all_scores.most = max(whole.all_scores.most, call.p.options.get("max_seqlen_q") or 0)
     return whole
 
 
-def needs_part(p: Request) -> bool:
+def needs_part(p: Call) -> bool:
     """Whether the library must know the heads' indices in the whole problem: the same test as in _methods.py."""
     return bool(p.options.get("dropout")) or (BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1)
 
@@ -166,7 +164,7 @@ def most_rows(plan: Plan, rank: int) -> int:
 class ScoreRows:
     """Rows of mask and bias as rows of tokens, (tokens, batch of dense tensors, heads, Sk), and back: of a rank's tokens, or of all."""
 
-    def __init__(self, call: Call, ranges: Ranges):
+    def __init__(self, call: RankCall, ranges: Ranges):
         self.call = call
         self.packed, self.most, self.batch = call.plan.packed, 0, 0
         if self.packed:
@@ -198,15 +196,15 @@ def has_rows(x: Tensor) -> bool:
 
 
 class Forward:
-    def __init__(self, call: Call):
+    def __init__(self, call: RankCall):
         self.call, self.whole = call, _among_all(call)
         whole, n = self.whole, sum(self.whole.q.counts)
         q = whole.memory(call.q, n, len(whole.heads))
         k, v = (whole.memory(x, sum(whole.k.counts), len(whole.heads_kv)) for x in (call.k, call.v))
-        self._example = whole.request(q, k, v, whole.room_for_scores())
-        self.made = _run.results(TORCH, self._example)
+        self._example = whole.local(q, k, v, whole.room_for_scores())
+        self.made = self._example.results()
 
-    def example(self) -> Request:
+    def example(self) -> Call:
         return self._example
 
     def prepare(self) -> None:
@@ -217,29 +215,29 @@ class Forward:
         del self._example  # its memory is used again
         q, k, v = (call.tokens(on.to_heads(call.rows(x))) for on, x in ((whole.q, call.q), (whole.k, call.k), (whole.k, call.v)))
         out, lse = self.made.values()
-        forward_into(whole.request(q, k, v, whole.scores()), out, lse)
+        forward_into(whole.local(q, k, v, whole.scores()), out, lse)
         mine = call.as_results(call.tokens(whole.q.to_tokens(call.rows(out))))
         of_rows = whole.q.to_tokens(lse.movedim(-1, 0)[..., None])[..., 0].movedim(0, -1).contiguous()
         return mine, of_rows, [q, k, v, out, lse]
 
 
 class Backward:
-    def __init__(self, call: Call, given: Results, saved: list[Tensor]):
+    def __init__(self, call: RankCall, given: Results, saved: list[Tensor]):
         self.call, self.given, self.whole = call, given, _among_all(call)
         *self.tensors, self.out, self.lse = saved
-        self.p = self._request(self.whole.room_for_scores())
+        self.p = self._local(self.whole.room_for_scores())
         names = [name for name in ("q", "k", "v", "bias", "sinks") if name in call.needs]
-        self.found = _run.gradients(TORCH, self.p, [f"d{name}" for name in names])
+        self.found = self.p.gradients([f"d{name}" for name in names])
 
-    def _request(self, scores: Results) -> Request:
+    def _local(self, scores: Results) -> Call:
         call = self.call
         q, k, v = self.tensors
-        p = self.whole.request(q, k, v, scores)
+        p = self.whole.local(q, k, v, scores)
         if "bias" in call.needs and has_rows(bias := call.p.arrays["bias"]) and four_axes(bias).shape[1] == 1:
             p.arrays["bias"] = p.arrays["bias"].to(call.sum_dtype)  # gradients of several ranks are added up
         return p
 
-    def example(self) -> Request:
+    def example(self) -> Call:
         return self.p
 
     def prepare(self) -> None:
@@ -247,7 +245,7 @@ class Backward:
 
     def run(self) -> Results:
         call, whole = self.call, self.whole
-        self.p = self._request(whole.scores())
+        self.p = self._local(whole.scores())
         known = {"dout": call.tokens(whole.q.to_heads(call.rows(self.given["dout"]))), "out": self.out, "lse": self.lse}
         if "dlse" in self.given:
             known["dlse"] = whole.q.to_heads(self.given["dlse"].movedim(-1, 0)[..., None])[..., 0].movedim(0, -1).contiguous()

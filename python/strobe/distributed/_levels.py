@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._request import Request
+from .._call import Call
 from . import _gather
-from ._call import Call, Results, four_axes
+from ._call import RankCall, Results, four_axes
 from ._group import of_name
 from ._heads import Whole
 from ._late import Waits
@@ -19,7 +19,7 @@ from ._ranges import Ranges, union
 class _Node:
     """This rank's share of heads, for all tokens of its node, as a call among the ranks that have the same share in the other nodes."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: RankCall):
         assert call.levels is not None
         inside, across = (Waits(of_name(name), call.waits.seconds) for name in call.levels[:2])
         self.call, size, self.node = call, call.levels.size, across.group.rank()
@@ -41,7 +41,7 @@ class _Node:
         call, whole = self.call, self.whole
         return [call.tokens(on.to_heads(call.rows(x))) for x, on in ((call.q, whole.q), (call.k, whole.k), (call.v, whole.k))]
 
-    def call_across(self, tensors: list[Tensor], scores: Results) -> Call:
+    def call_across(self, tensors: list[Tensor], scores: Results) -> RankCall:
         call, heads = self.call, self.whole.heads
         arrays = dict(call.p.arrays) | dict(zip("qkv", tensors, strict=True))
         for name, x in call.p.arrays.items():
@@ -49,8 +49,8 @@ class _Node:
                 arrays[name] = scores[name] if name in scores else call.scores_of_heads(x, heads)
             elif name in ("alibi_slopes", "sinks") and x.dim():
                 arrays[name] = x.narrow(-1, heads.start, len(heads))
-        p = Request(arrays, call.p.options)
-        return Call(p, self.plan, self.node, self.across, call.needs, call.reserved_sms, first_head=heads.start, all_heads=call.heads)
+        p = call.p.on(arrays)
+        return RankCall(p, self.plan, self.node, self.across, call.needs, call.reserved_sms, first_head=heads.start, all_heads=call.heads)
 
     def rows_back(self, x: Tensor) -> Tensor:
         """The rank's own tokens, with all heads."""
@@ -64,11 +64,11 @@ class _Node:
 
 
 class Forward:
-    def __init__(self, call: Call):
+    def __init__(self, call: RankCall):
         self.call, self.node = call, _Node(call)
         self.across = _gather.Forward(self.node.call_across(self.node.memory(), self.node.whole.room_for_scores()))
 
-    def example(self) -> Request:
+    def example(self) -> Call:
         return self.across.example()
 
     def prepare(self) -> None:
@@ -84,13 +84,13 @@ class Forward:
 
 
 class Backward:
-    def __init__(self, call: Call, given: Results, saved: list[Tensor]):
+    def __init__(self, call: RankCall, given: Results, saved: list[Tensor]):
         self.call, self.given, self.node = call, given, _Node(call)
         *tensors, out, lse = saved
         self.known: Results = {"out": out, "lse": lse, "dout": torch.empty_like(out)}
         self.across = _gather.Backward(self.node.call_across(tensors, self.node.whole.room_for_scores()), self.known, [])
 
-    def example(self) -> Request:
+    def example(self) -> Call:
         return self.across.example()
 
     def prepare(self) -> None:

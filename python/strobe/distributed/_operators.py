@@ -1,42 +1,42 @@
 """The operators strobe::distributed_forward and distributed_backward: a call on one rank as torch.compile and autograd see it.
 
-They carry the group's name, and layouts as integers, so that a graph holds nothing else. All ranks of the group take part in them.
+They carry the group's name, and shardings as integers, so that a graph holds nothing else. All ranks of the group take part in them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from .. import _eager, _repeated, _run
-from .._autograd import is_plain, is_seen_by_dispatcher, is_tracked
-from .._operators import _ARGUMENTS
+from .. import _eager, _prepared
+from .._autograd import DifferentiatedOnce, is_plain, is_seen_by_dispatcher, is_tracked
+from .._call import Call
+from .._operators import ARGUMENTS, call_of
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS, written
-from .._request import Request
 from ..arrays.torch import TORCH
 from ._agree import Said, Signature, agree, drawn_by_first
-from ._call import Call, Pass, Plan, Results, ask_for, check, check_shapes, facts_of, in_own_words
+from ._call import Pass, Plan, RankCall, Results, ask_for, check, check_shapes, facts_of, in_own_words
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
 from ._late import Waits
-from ._layout import Layout, host_integers, in_short
 from ._methods import METHODS, reason_against
 from ._predict import sms_for_transfers
 from ._seen import Band, Blocks, blocks_of
+from ._sharding import Sharding, host_integers, in_short
 
 PassT = TypeVar("PassT", bound=Pass)
-_OWN = "int[] layout_q, int[] layout_k, str group, str[] levels, str method, bool agree, float? time_limit, bool draw, bool[] needed"
+_OWN = "int[] sharding_q, int[] sharding_k, str group, str[] levels, str method, bool agree, float? time_limit, bool draw, bool[] needed"
 _OWN_NAMES = tuple(argument.split()[1] for argument in _OWN.split(", "))
 FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
 _TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 # saved: the forward's results for the backward; the drawn seed and offset are the last ones.
-torch.library.define(FORWARD_NAME, f"({_ARGUMENTS}, {_OWN}) -> (Tensor out, Tensor lse, Tensor[] saved)", tags=_TAGS)
+torch.library.define(FORWARD_NAME, f"({ARGUMENTS}, {_OWN}) -> (Tensor out, Tensor lse, Tensor[] saved)", tags=_TAGS)
 torch.library.define(
-    BACKWARD_NAME, f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] saved, {_ARGUMENTS}, {_OWN}) -> Tensor[]", tags=_TAGS
+    BACKWARD_NAME, f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] saved, {ARGUMENTS}, {_OWN}) -> Tensor[]", tags=_TAGS
 )
 forward = torch.ops.strobe.distributed_forward.default
 backward = torch.ops.strobe.distributed_backward.default
@@ -49,32 +49,32 @@ _READ = frozenset({*BLOCKS, "seqused_k"})  # tensors whose numbers may be read b
 
 
 @lru_cache(maxsize=256)
-def decoded(numbers: tuple[int, ...]) -> Layout:
+def decoded(numbers: tuple[int, ...]) -> Sharding:
     ranges, at = [], 2
     for _ in range(numbers[1]):
         n = numbers[at]
         flat = numbers[at + 1 : at + 1 + 2 * n]
         ranges.append(tuple(zip(flat[::2], flat[1::2], strict=True)))
         at += 1 + 2 * n
-    return Layout(numbers[0], tuple(ranges))
+    return Sharding(numbers[0], tuple(ranges))
 
 
-def plan_of(p: Request, layout_q: Layout, layout_k: Layout) -> Plan:
+def plan_of(p: Call, sharding_q: Sharding, sharding_k: Sharding) -> Plan:
     """Reads cu_seqlens, and block masks that lie in host memory."""
     packed = CU[0] in p.arrays
-    cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in CU) if packed else ((0, layout_q.seqlen), (0, layout_k.seqlen))
-    return _plan(layout_q, layout_k, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
+    cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in CU) if packed else ((0, sharding_q.seqlen), (0, sharding_k.seqlen))
+    return _plan(sharding_q, sharding_k, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
 
 
 @lru_cache(maxsize=256)
-def _plan(layout_q: Layout, layout_k: Layout, *more: Any) -> Plan:
+def _plan(sharding_q: Sharding, sharding_k: Sharding, *more: Any) -> Plan:
     """One object per plan, by which derived values are cached."""
-    return Plan(layout_q.ranges, layout_k.ranges, *more)
+    return Plan(sharding_q.ranges, sharding_k.ranges, *more)
 
 
-def plan_of_layouts(layout_q: Layout, layout_k: Layout, packed: bool) -> Plan:
+def plan_of_shardings(sharding_q: Sharding, sharding_k: Sharding, packed: bool) -> Plan:
     """The plan of one sequence, whose queries see all keys."""
-    return Plan(layout_q.ranges, layout_k.ranges, (0, layout_q.seqlen), (0, layout_k.seqlen), packed, Band(), None)
+    return Plan(sharding_q.ranges, sharding_k.ranges, (0, sharding_q.seqlen), (0, sharding_k.seqlen), packed, Band(), None)
 
 
 def band_of(options: dict[str, Any]) -> Band:
@@ -84,7 +84,7 @@ def band_of(options: dict[str, Any]) -> Band:
     return Band.of(bool(options.get("causal")), (left, right), alignment)
 
 
-def _blocks(p: Request) -> Blocks | None:
+def _blocks(p: Call) -> Blocks | None:
     rows = p.arrays.get(BLOCKS[0])
     if rows is None or not rows.is_cpu:
         return None
@@ -106,8 +106,8 @@ class _Own:
 
     def __init__(self, given: dict[str, Any]):
         self._of_key = {name: tuple(x) if isinstance(x, list) else x for name in _OWN_NAMES if (x := given[name]) is not None}
-        self.layout_q, self.layout_k = (decoded(tuple(given.pop(f"layout_{side}"))) for side in "qk")
-        self._of_key |= {"layout_q": self.layout_q.digest, "layout_k": self.layout_k.digest}
+        self.sharding_q, self.sharding_k = (decoded(tuple(given.pop(f"sharding_{side}"))) for side in "qk")
+        self._of_key |= {"sharding_q": self.sharding_q.digest, "sharding_k": self.sharding_k.digest}
         self.group = of_name(given.pop("group"))
         names = given.pop("levels")
         self.levels = Levels(names[0], names[1], of_name(names[0]).size()) if names else None
@@ -117,14 +117,13 @@ class _Own:
         self.rank, self.world = self.group.rank(), self.group.size()
         self.agrees = self.world > 1 and agree
 
-    def key(self, of: str, p: Request) -> bytes | None:
+    def key(self, of: str, p: Call) -> bytes | None:
         """The bytes that determine whether a call is valid, and how it is made; None if numbers in other tensors than cu_seqlens matter."""
         if p.options.get("check") or not _READ.isdisjoint(p.arrays) or ("rng" in p.arrays and not self.draw):
             return None
         prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()  # names of groups may be used again
-        inputs: dict[str, Any] = {name: x for name, x in p.arrays.items() if name not in ("q", "k", "v")}
-        inputs |= {f"numbers of {name}": in_short(host_integers(name, inputs[name])) for name in CU if name in inputs}
-        return _eager.key(prefix, tuple(p.arrays[name] for name in "qkv"), inputs | p.options | self._of_key)
+        numbers = {f"numbers of {name}": in_short(host_integers(name, p.arrays[name])) for name in CU if name in p.arrays}
+        return _eager.key(prefix, (), p.arrays, p.options | self._of_key | numbers)
 
 
 def size_of(levels: Levels | None) -> int:
@@ -132,24 +131,17 @@ def size_of(levels: Levels | None) -> int:
     return 0 if levels is None else levels.size
 
 
-def _request(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Request:
-    arrays: dict[str, Tensor] = {"q": q, "k": k, "v": v}
-    arrays |= {name: x for name, x in given.items() if name not in FIELDS and x is not None}
-    options = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items() if name in FIELDS}
-    return Request(arrays, options)
-
-
-def _signature(call: Call, own: _Own, of: str) -> Signature:
+def _signature(call: RankCall, own: _Own, of: str) -> Signature:
     """The values that must be the same on all ranks, by the names that callers know. The first difference is reported: options come before
-    shapes, which follow from axes, and last comes the method, which follows from all others if none was requested."""
+    shapes, which follow from layout, and last comes the method, which follows from all others if none was requested."""
     if not own.agrees:
         return Signature({})  # it is not compared, and numbers of a GPU's rng would have to be waited for
     p, plan = call.p, call.plan
     said: dict[str, object] = {
         "the pass": of,
         **_written(p.options, own.draw),
-        "layout": plan.q,
-        "layout_k": plan.k,
+        "sharding": plan.q,
+        "sharding_k": plan.k,
         "cu_seqlens_q": plan.cu_q,
         "cu_seqlens_k": plan.cu_k,
         "block_mask": _mask_of_blocks(p, plan),
@@ -176,13 +168,12 @@ def _signature(call: Call, own: _Own, of: str) -> Signature:
 def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
     """The options that ranks share, as callers write them."""
     options = {name: x for name, x in written(fields).items() if name not in _LOCAL}
-    options["axes"] = options.pop("layout")
     if options["deterministic"] and options["invariant"]:
         options["deterministic"] = WORLD
     return options | {"seed": "drawn" if draw else fields.get("seed", 0), "offset": fields.get("offset", 0)}
 
 
-def _mask_of_blocks(p: Request, plan: Plan) -> object:
+def _mask_of_blocks(p: Call, plan: Plan) -> object:
     """For a mask on a GPU, which is not read, the size of its blocks."""
     return plan.blocks if plan.blocks is not None or BLOCKS[0] not in p.arrays else (p.options["block_q"], p.options["block_k"])
 
@@ -192,17 +183,17 @@ def _but(x: Tensor, axis: int) -> tuple[object, ...]:
     return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
 
 
-def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], drawn: Tensor | None = None) -> PassT:
+def _started(p: Call, own: _Own, of: str, build: Callable[[RankCall], PassT], drawn: Tensor | None = None) -> PassT:
     """Validates, allocates, and agrees with the other ranks to continue. drawn: a seed and offset, of which the first rank's become rng."""
-    call: Call | None = None
+    call: RankCall | None = None
     failure: Exception | None = None
     known: Judged | None = None
     q = p.arrays["q"]
     try:
         key = own.key(of, p)
-        known = None if key is None else _repeated.CALLS.get(key)
-        plan = plan_of(p, own.layout_q, own.layout_k) if known is None else known.plan
-        call = Call(p, plan, own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
+        known = None if key is None else _prepared.CALLS.get(key)
+        plan = plan_of(p, own.sharding_q, own.sharding_k) if known is None else known.plan
+        call = RankCall(p, plan, own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
         if not takes(own.group, q.device):
             raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {own.group.name()}")
         call.reserved_sms = _judge(call, own, of) if known is None else known.reserved_sms
@@ -210,7 +201,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
         if known is None:
             known = Judged(plan, call.reserved_sms, check(made.example(), of == "backward"), _signature(call, own, of))
             if key is not None:
-                _repeated.CALLS.keep(key, known)
+                _prepared.CALLS.keep(key, known)
         else:
             ask_for(known.memory, q.device)
         made.prepare()
@@ -229,7 +220,7 @@ def _started(p: Request, own: _Own, of: str, build: Callable[[Call], PassT], dra
     return made
 
 
-def _judge(call: Call, own: _Own, of: str) -> int:
+def _judge(call: RankCall, own: _Own, of: str) -> int:
     """Raises the errors of the call itself, before the library sees a part of it; returns reserved_sms."""
     check_shapes(call)
     facts = facts_of(call.p, call.plan, size_of(own.levels))
@@ -240,7 +231,7 @@ def _judge(call: Call, own: _Own, of: str) -> int:
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
-    p = _request(q, k, v, given)
+    p = call_of((q, k, v), given)
     drawn = p.arrays["rng"] if own.draw else None
     if drawn is not None:
         p.arrays["rng"] = torch.empty_like(drawn, device=q.device)
@@ -262,7 +253,7 @@ def run_backward(
     **given: Any,
 ) -> list[Tensor]:
     own = _Own(given)
-    p = _request(q, k, v, given)
+    p = call_of((q, k, v), given)
     if own.draw:
         *saved, p.arrays["rng"] = saved
     if dlse is None and own.method in ("heads", "levels"):  # another rank's loss may have used lse: all exchange the same tensors
@@ -281,8 +272,8 @@ def _as_given(gradient: Tensor, of: Tensor) -> Tensor:
 @torch.library.register_fake(FORWARD_NAME)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
-    p = _request(q, k, v, given)
-    found = _run.results(TORCH, p)
+    p = call_of((q, k, v), given)
+    found = p.results()
     return (
         found["out"],
         found["lse"],
@@ -290,21 +281,21 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor
     )
 
 
-def _fake_saved(p: Request, own: _Own, lse: Tensor) -> list[Tensor]:
+def _fake_saved(p: Call, own: _Own, lse: Tensor) -> list[Tensor]:
     if own.method == "ring":
         return [lse.new_empty((2, *lse.shape))]
     if own.method == "gather":
         return []
-    plan = plan_of_layouts(own.layout_q, own.layout_k, CU[0] in p.arrays)
-    call = Call(p, plan, own.rank, Waits(own.group, None), own.needs)
+    plan = plan_of_shardings(own.sharding_q, own.sharding_k, CU[0] in p.arrays)
+    call = RankCall(p, plan, own.rank, Waits(own.group, None), own.needs)
     size = size_of(own.levels) if own.method == "levels" else own.world
     members = range(own.rank // size * size, (own.rank // size + 1) * size)
     whole = []
-    for x, layout in ((call.q, own.layout_q), (call.k, own.layout_k), (call.v, own.layout_k)):
+    for x, sharding in ((call.q, own.sharding_q), (call.k, own.sharding_k), (call.v, own.sharding_k)):
         rows = call.rows(x)
-        tokens, heads = sum(layout.count(r) for r in members), rows.shape[-2] // size
+        tokens, heads = sum(sharding.count(r) for r in members), rows.shape[-2] // size
         whole.append(call.tokens(rows.new_empty((tokens, *rows.shape[1:-2], heads, rows.shape[-1]))))
-    found = _run.results(TORCH, Request(dict(zip("qkv", whole, strict=True)), {name: x for name, x in p.options.items() if name == "bshd"}))
+    found = Call(TORCH, dict(zip("qkv", whole, strict=True)), {name: x for name, x in p.options.items() if name == "bshd"}).results()
     whole += [found["out"], found["lse"]]
     return whole
 
@@ -313,11 +304,11 @@ def _fake_saved(p: Request, own: _Own, lse: Tensor) -> list[Tensor]:
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], q: Tensor, k: Tensor, v: Tensor, **given: Any
 ) -> list[Tensor]:
-    p = _request(q, k, v, {name: x for name, x in given.items() if name in (*FIELDS, *INPUTS)})
+    p = call_of((q, k, v), {name: x for name, x in given.items() if name in (*FIELDS, *INPUTS)})
     return [p.arrays[name].new_empty(p.arrays[name].shape) for name, needed in zip(_NAMES, given["needed"], strict=True) if needed]
 
 
-class _Attention(torch.autograd.Function):
+class _DistributedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
@@ -340,32 +331,24 @@ class _Attention(torch.autograd.Function):
         given = dict(zip(ctx.names, arrays, strict=True))
         tensors = dout, dlse, out, lse, *saved, q, k, v, *given.values()
         if is_tracked(*tensors):
-            found = iter(_Gradients.apply(ctx.rest, ctx.names, len(saved), *tensors))
+
+            def compute(tensors: tuple[Any, ...]) -> list[Tensor]:
+                dout, dlse, out, lse, *more = tensors
+                saved, (q, k, v, *arrays) = more[:n], more[n:]
+                return _below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), {**rest, **dict(zip(names, arrays, strict=True))})
+
+            n, rest, names = len(saved), ctx.rest, ctx.names
+            found = iter(DifferentiatedOnce.apply("strobe.distributed.attention", compute, *tensors))
         else:
             found = iter(_below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), {**ctx.rest, **given}))
         return *(next(found) if needed else None for needed in ctx.rest["needed"]), None
-
-
-class _Gradients(torch.autograd.Function):
-    """Differentiable once: a second differentiation raises an error that says so."""
-
-    @staticmethod
-    def forward(ctx: Any, rest: dict[str, Any], names: tuple[str, ...], n: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        dout, dlse, out, lse, *more = tensors
-        saved, (q, k, v, *arrays) = more[:n], more[n:]
-        given = {**rest, **dict(zip(names, arrays, strict=True))}
-        return tuple(_below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), given))
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:
-        raise NotImplementedError("strobe.distributed.attention has no second derivative: a gradient of it cannot be differentiated again")
 
 
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     bias, sinks = given.get("bias"), given.get("sinks")
     if not is_tracked(q, k, v, bias, sinks):
         return _below_autograd_forward(q, k, v, given)
-    out, lse, *saved = _Attention.apply(q, k, v, bias, sinks, given)
+    out, lse, *saved = _DistributedAttention.apply(q, k, v, bias, sinks, given)
     return out, lse, saved
 
 

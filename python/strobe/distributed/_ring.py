@@ -7,21 +7,19 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .. import _run
+from .. import _prepared
+from .._call import Call
 from .._merge import merge
-from .._operators import run_again
-from .._request import Request
-from ..arrays.torch import TORCH
-from ._call import Call, Plan, Results, backward_added
+from ._call import Plan, RankCall, Results, backward_added
 from ._exchange import Underway, begin
-from ._layout import rows_of_sequences
 from ._ranges import common, count
+from ._sharding import rows_of_sequences
 
 
 class Round:
     """Tensors that go from rank to rank, one per rank: rows of one shape, as many as their first owner has keys."""
 
-    def __init__(self, call: Call, row: tuple[int, ...], dtype: torch.dtype, what: str):
+    def __init__(self, call: RankCall, row: tuple[int, ...], dtype: torch.dtype, what: str):
         self.call, self.what = call, what
         self.counts = [count(of) for of in call.plan.k]
         self.room = [call.new((max(self.counts), *row), dtype) for _ in range(2)]
@@ -51,7 +49,7 @@ def sees(plan: Plan, rank: int, owner: int) -> bool:
 class Ring:
     """The turns of a call: in each, the keys of one rank are here, and the library is called on the visible ones."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: RankCall):
         self.call = call
         k = call.rows(call.k)
         self.columns = call.k.shape[-1], call.v.shape[-1]
@@ -74,7 +72,7 @@ class Ring:
     def is_seen(self, turn: int) -> bool:
         return sees(self.call.plan, self.call.rank, self.keys.owner(turn))
 
-    def local(self, turn: int, beside_transfer: bool) -> Request:
+    def local(self, turn: int, beside_transfer: bool) -> Call:
         """The call on all keys of the rank whose turn it is."""
         plan = self.call.plan
         of = plan.q[self.call.rank], plan.k[self.keys.owner(turn)]
@@ -83,11 +81,11 @@ class Ring:
 
 
 class Forward:
-    def __init__(self, call: Call):
+    def __init__(self, call: RankCall):
         self.call, self.ring = call, Ring(call)
-        self.made = _run.results(TORCH, self.example())  # for the first turn, and for the merged results
+        self.made = self.example().results()  # for the first turn, and for the merged results
 
-    def example(self) -> Request:
+    def example(self) -> Call:
         return self.ring.local(0, len(self.ring.turns) > 1)
 
     def prepare(self) -> None:
@@ -95,13 +93,13 @@ class Forward:
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, ring = self.call, self.ring
-        merged: tuple[Tensor, Tensor] | None = None
+        merged: tuple[Tensor, ...] | None = None
         how = {"layout": "bshd" if "bshd" in call.p.options else "bhsd"}
         for turn in ring.turns:
             under = ring.keys.begin(turn) if turn + 1 < len(ring.turns) else None
             if ring.is_seen(turn):
-                found = run_again(ring.local(turn, under is not None))
-                merged = found if merged is None else merge(*merged, *found, **how)
+                found = _prepared.forward(ring.local(turn, under is not None))
+                merged = found if merged is None else merge(merged[0], merged[1], found[0], found[1], **how)
             if under is not None:
                 under.wait()
         out, lse = merged if merged is not None else self._nothing()
@@ -122,7 +120,7 @@ class Forward:
 class Backward:
     """Gradients of keys go round with their keys, and one step further, back to their owner."""
 
-    def __init__(self, call: Call, given: Results, saved: list[Tensor]):
+    def __init__(self, call: RankCall, given: Results, saved: list[Tensor]):
         self.call, self.given, self.ring = call, given, Ring(call)
         (self.lse,) = saved
         self.to_keys = any(name in call.needs for name in "kv")
@@ -131,7 +129,7 @@ class Backward:
         self.dq = call.new(call.q.shape, call.sum_dtype).zero_() if "q" in call.needs else None
         self.dbias = call.room_for_bias()
 
-    def example(self) -> Request:
+    def example(self) -> Call:
         return self.ring.local(0, len(self.ring.turns) > 1)
 
     def prepare(self) -> None:

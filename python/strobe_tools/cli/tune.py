@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 import strobe
-from strobe import _run, _tuning
+from strobe import _tuning
 from strobe._options import MAX_HEAD_DIM, MAX_HEAD_DIM_V
-from strobe._request import parse
+from strobe._parse import parse
 from strobe_tools.requirements import require
 from strobe_tools.timing import medians_on_gpu
 from strobe_tools.values import known
@@ -128,9 +128,7 @@ def measure(case: Case, repeats: int) -> Found:
     options: dict[str, Any] = {"causal": case.causal, "engine": case.engine, "deterministic": case.deterministic}
 
     def tile_of(**wish: int) -> Tile:
-        framework, p = parse("tune", q, k, v, {**options, **wish}, [])
-        assert framework is not None
-        return _run.tile(framework, p, case.backward)
+        return parse("tune", q, k, v, {**options, **wish}, []).tile(case.backward)
 
     usual = tile_of()
     tiles = {tile_of(tile_q=q_, tile_k=k_) for q_, k_ in product(TILES_Q, TILES_K)}

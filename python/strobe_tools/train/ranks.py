@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import strobe
-from strobe.distributed import Layout
+from strobe.distributed import Sharding
 from strobe_tools.train.attention import Attention
 from strobe_tools.train.model import GPT, SelfAttention
 
@@ -52,23 +52,23 @@ class Ranks:
             if not self._sharded:
                 return own(q, k, v, dropout, block)
             tile = block or None
-            return strobe.distributed.attention(q, k, v, causal=True, axes="bshd", dropout=dropout, tile_q=tile, tile_k=tile)
+            return strobe.distributed.attention(q, k, v, causal=True, layout="bshd", dropout=dropout, tile_q=tile, tile_k=tile)
 
         return attend
 
     def loss(self, model: GPT, tokens: Tensor) -> Tensor:
         """This rank's share of the mean cross entropy of tokens[:, 1:]: the shares of all ranks add up to it."""
         before, targets = tokens[:, :-1], tokens[:, 1:]
-        layout = _layout(before.shape[1], self.world)
-        before, targets = (layout.shard(x, 1, self.rank) for x in (before, targets))
+        sharding = _sharding(before.shape[1], self.world)
+        before, targets = (sharding.shard(x, 1, self.rank) for x in (before, targets))
         self._sharded = True
         try:
-            with strobe.distributed.context_parallel(self._mesh, layout=layout):
-                logits = model(before, layout.positions(self.rank).to(tokens.device))
+            with strobe.distributed.context_parallel(self._mesh, sharding=sharding):
+                logits = model(before, sharding.positions(self.rank).to(tokens.device))
         finally:
             self._sharded = False
         losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-        return losses / (tokens.shape[0] * layout.seqlen)
+        return losses / (tokens.shape[0] * sharding.seqlen)
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Each rank's gradients are those of its share of the loss."""
@@ -95,5 +95,5 @@ class Ranks:
 
 
 @lru_cache(maxsize=8)
-def _layout(sequence: int, world: int) -> Layout:
-    return Layout.zigzag(sequence, world)
+def _sharding(sequence: int, world: int) -> Sharding:
+    return Sharding.zigzag(sequence, world)

@@ -52,17 +52,17 @@ def _small(p: Problem) -> Problem:
 
 
 def _of_strobe(run: Run, direction: str, compute_capability: int) -> None:
-    from strobe._request import parse
+    from strobe._parse import parse
 
     q, k, v = run.problem.tensors("meta")
     options = run.problem.options("meta") | FEATURES[run.feature](run.problem, "meta")
     if run.who != "strobe":
         options["engine"] = run.who
-    _, request = parse("attention", q, k, v, options, [])
-    arrays = {name: Shape(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in request.arrays.items()}
+    call = parse("attention", q, k, v, options, [])
+    arrays = {name: Shape(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in call.arrays.items()}
     for backward in (False,) if direction == "forward" else (False, True):  # a backward needs its forward's results
         with suppress(NotImplementedError):  # reported when it is timed
-            prewarm(arrays, request.options, backward, compute_capability)
+            prewarm(arrays, call.options, backward, compute_capability)
 
 
 def _of_fa4(group: Group) -> None:

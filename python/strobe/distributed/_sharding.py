@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._blockmask import BlockMask
 from .._checks import Wrong, is_integer, is_whole, refusal
-from .._kinds import kind, shown
+from .._messages import kind, shown
 from .._options import ROWS
 from .._part import Part
 from ._group import rank_in
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST = 2**63 - 1
 _GRAINS = (4, 16, 64)  # blocks per rank, among which balanced() looks for the best
-_CLOSE = 1.03  # a layout with fewer ranges is preferred if its largest share of the work is larger by no more than this
+_CLOSE = 1.03  # a sharding with fewer ranges is preferred if its largest share of the work is larger by no more than this
 
 
 def in_short(numbers: Sequence[int]) -> str:
@@ -35,11 +35,11 @@ def in_short(numbers: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Sharding:
     """Assigns the tokens of an axis to ranks, each token to one of them: the sequence axis, or that of packed tokens.
 
     A rank's tokens are ranges of positions, in ascending order. Ranks may have different numbers of tokens, or none. In functions that take
-    a rank, None means this process's rank in `group`, and a group of None means the default one, which must have the layout's size.
+    a rank, None means this process's rank in `group`, and a group of None means the default one, which must have the sharding's size.
 
     Args:
         seqlen: the length of the axis.
@@ -77,7 +77,7 @@ class Layout:
         return len(self.ranges)
 
     @classmethod
-    def contiguous(cls, seqlen: int, world_size: int) -> Layout:
+    def contiguous(cls, seqlen: int, world_size: int) -> Sharding:
         """Each rank has one range, in the order of the ranks; their lengths differ by 1 at most. For windows that are short beside seqlen,
         and for attention that is not causal.
 
@@ -89,7 +89,7 @@ class Layout:
         return cls(seqlen, tuple(((begin, end - begin),) for begin, end in _cuts(seqlen, world_size)))
 
     @classmethod
-    def zigzag(cls, seqlen: int, world_size: int) -> Layout:
+    def zigzag(cls, seqlen: int, world_size: int) -> Sharding:
         """Divides the axis into 2 · world_size blocks; rank r has blocks r and 2 · world_size - 1 - r: a causal mask then leaves each rank
         the same work.
 
@@ -111,8 +111,8 @@ class Layout:
         block_mask: BlockMask | None = None,
         *,
         causal: bool = True,
-    ) -> Layout:
-        """The layout that gives the ranks nearly the same work, and nearly as many tokens each: contiguous or zigzag if they do, else
+    ) -> Sharding:
+        """The sharding that gives the ranks nearly the same work, and nearly as many tokens each: contiguous or zigzag if they do, else
         blocks of tokens that are dealt out, those with most work first.
 
         Args:
@@ -131,16 +131,16 @@ class Layout:
         work = work_of_tokens(seqlen, starts, Band.of(causal, window), block_mask)
         before = [0, *work.cumsum(0).tolist()]
 
-        def most(layout: Layout) -> int:
-            return max(sum(before[start + n] - before[start] for start, n in of) for of in layout.ranges)
+        def most(sharding: Sharding) -> int:
+            return max(sum(before[start + n] - before[start] for start, n in of) for of in sharding.ranges)
 
         plain = [cls.contiguous(seqlen, world_size), cls.zigzag(seqlen, world_size)]
         candidates = [*plain, *(cls._dealt(seqlen, world_size, grain, before) for grain in _GRAINS)]
         least = min(map(most, candidates))
-        return next(layout for layout in candidates if most(layout) <= least * _CLOSE)
+        return next(sharding for sharding in candidates if most(sharding) <= least * _CLOSE)
 
     @classmethod
-    def _dealt(cls, seqlen: int, world_size: int, grain: int, before: list[int]) -> Layout:
+    def _dealt(cls, seqlen: int, world_size: int, grain: int, before: list[int]) -> Sharding:
         """Deals blocks, the one with most work first, each to the rank with the least work among those that have room for one more."""
         blocks = [(begin, end) for begin, end in _cuts(seqlen, grain * world_size) if end > begin]
         room = -(-len(blocks) // world_size)
@@ -194,25 +194,25 @@ class Layout:
         self,
         rank: int | None = None,
         *,
-        keys: Layout | None = None,
+        keys: Sharding | None = None,
         k_rank: int | None = None,
         cu_seqlens_q: Any = None,
         cu_seqlens_k: Any = None,
         group: ProcessGroup | None = None,
     ) -> Part:
-        """The strobe.Part of a call whose queries are a rank's, of this layout.
+        """The strobe.Part of a call whose queries are a rank's, of this sharding.
 
         Args:
             rank: the rank whose queries the call has.
-            keys: the layout of the keys; None: this one.
+            keys: the sharding of the keys; None: this one.
             k_rank: the rank whose keys the call has; the part is then partial. None: all keys.
             cu_seqlens_q, cu_seqlens_k: for packed sequences, whose ranges are then (B, n, 2). Integers, or arrays in host memory.
 
         Raises:
             TypeError, ValueError: an argument is not as described above.
         """
-        if keys is not None and not isinstance(keys, Layout):
-            raise TypeError(f"keys: {kind(keys)}; accepted is a Layout, or None")
+        if keys is not None and not isinstance(keys, Sharding):
+            raise TypeError(f"keys: {kind(keys)}; accepted is a Sharding, or None")
         keys = keys or self
         wrong: Wrong = []
         if k_rank is not None and not is_integer(wrong, "k_rank", k_rank, 0, keys.world_size - 1):
@@ -238,7 +238,7 @@ class Layout:
         if not is_whole(dim) or not -x.dim() <= dim < x.dim():
             raise ValueError(f"dim: {shown(dim)}; accepted is an axis of x, of shape {tuple(x.shape)}")
         if x.shape[dim] != length:
-            raise ValueError(f"x: shape {tuple(x.shape)}; accepted are {length} tokens along axis {dim}, as the layout says")
+            raise ValueError(f"x: shape {tuple(x.shape)}; accepted are {length} tokens along axis {dim}, as the sharding says")
 
 
 def part_of(

@@ -1,4 +1,4 @@
-"""Converts the caller's arguments to those of the library; the same for torch tensors and NumPy arrays.
+"""From the caller's arguments to a Call, or to one exception that lists everything wrong; the same for torch tensors and NumPy arrays.
 
 Types and spellings are checked here, shapes and values in the library: it serves every caller, C and C++ included. Errors are collected
 in a list, one exception for each argument, so that a caller sees all of them at once.
@@ -6,14 +6,17 @@ in a list, one exception for each argument, so that a caller sees all of them at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Set
+from typing import Any
 
+from ._abi import outside_graphs
 from ._blockmask import BlockMask
+from ._call import ORACLE, Call
 from ._checks import Wrong, check_names, is_array, is_whole, name_of, of_generator
-from ._kinds import kind, shown
-from ._options import AUX, BLOCKS, ELSEWHERE, HYPERBOLIC, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
+from ._messages import kind, shown
+from ._options import AUX, BLOCKS, ELSEWHERE, HYPERBOLIC, INPUTS, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
 from ._part import decoded
+from ._refusals import guesses_layout, is_of_sizes
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
@@ -41,16 +44,75 @@ _OF_FUNCTION = {
 }
 
 
-class Request(NamedTuple):
-    """A call in the library's terms."""
+def parse(
+    function: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    options: Mapping[str, Any],
+    wrong: Wrong,
+    *,
+    known: dict[str, Array] | None = None,
+    aux: tuple[str, ...] = (),
+) -> Call:
+    """read(), or the exception that lists everything wrong, the library's refusals included. known: arrays beside q, k and v."""
+    call, known = read(function, q, k, v, options, wrong), known or {}
+    for name, x in known.items():
+        is_array(wrong, name, x, call.framework, q)
+    if wrong:
+        raise _refusal(function, call, wrong, known)
+    return Call(call.framework, call.arrays, call.options, aux) if aux else call
 
-    arrays: dict[str, Array]  # those of _options.INPUTS that are given
-    options: dict[str, Any]  # those of _options.FIELDS that are not at their default
-    aux: tuple[str, ...] = ()  # those of _options.AUX that are asked for
+
+def _refusal(function: str, call: Call, wrong: Wrong, known: dict[str, Array]) -> Exception:
+    """Collects every refusal, the library's included, into one exception."""
+    lines = {name_of(error): str(error) for error in wrong}
+    if function.startswith("reference"):
+        call.options["engine"] = ORACLE
+    reasons = _reasons(*_judgeable(call, {name: x for name, x in known.items() if name not in lines}, lines.keys()), "backward" in function)
+    for line in reasons:
+        if "k_scale_group" in lines and line.startswith("k_scale: "):
+            continue  # it would be checked against another group, or none
+        lines.setdefault(line.partition(":")[0], line)
+    if any(map(guesses_layout, reasons)):
+        return ValueError("\n".join(line for line in lines.values() if not is_of_sizes(line)))
+    if len(lines) == 1:
+        return wrong[0]
+    kinds_alone = len(lines) == len(wrong) and all(isinstance(error, TypeError) for error in wrong)
+    return (TypeError if kinds_alone else ValueError)("\n".join(lines.values()))
 
 
-def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> tuple[Framework | None, Request]:
-    """The framework is q's. `given`: AttentionOptions. Errors are added to `wrong`; the result lacks the refused arguments."""
+@outside_graphs
+def _reasons(call: Call, known: dict[str, Array], of_backward: bool) -> list[str]:
+    """The library's objections; none if it is not known which arrays these are."""
+    framework = call.framework or next(filter(None, map(known_framework, (call.arrays | known).values())), None)
+    return [] if framework is None else Call(framework, call.arrays, call.options).reasons_against(known, of_backward)
+
+
+def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Call, dict[str, Array]]:
+    """Drops the arguments that are already refused, and those that cannot be judged without them."""
+    of_scores = {"mask", "bias", *BLOCKS, "block_q", "block_k"}
+    withheld: set[str] = {*wrong}
+    if "layout" in wrong:
+        withheld |= {"q", "k", "v"}
+    if wrong & {"cu_seqlens_q", "cu_seqlens_k", "page_table"}:  # they determine how many axes the others have, and which
+        withheld |= {*INPUTS, "max_seqlen_q", "max_seqlen_k", "block_q", "block_k"}
+        known = {}
+    elif wrong & {"max_seqlen_q", "max_seqlen_k"}:
+        withheld |= of_scores
+    if "block_mask" in wrong:
+        withheld |= {*BLOCKS, "block_q", "block_k"}
+    if "score" in wrong:
+        withheld |= {"beta", "shift"}
+    if wrong & {"k_scale", "v_scale"}:  # they determine whether k and v are quantised
+        withheld |= {"k", "v", "k_scale", "v_scale"}
+    arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (call.arrays, call.options))
+    return Call(call.framework, arrays, options), known
+
+
+def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> Call:
+    """A call whose shapes and values the library has not seen. `given`: AttentionOptions. Errors are added to `wrong`; the result lacks the
+    refused arguments. Its framework is q's: None if q is no array, which is then among the errors."""
     framework = known_framework(q)
     arrays: dict[str, Array] = {}
     options: dict[str, Any] = {}
@@ -118,7 +180,7 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
             elif "part" not in options:
                 _without_scores(wrong, framework, arrays, options, name, axis)
     _dropout(wrong, arrays, options, given, framework)
-    return framework, Request(arrays, options)
+    return Call(framework, arrays, options)  # type: ignore[arg-type]
 
 
 def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:

@@ -1,0 +1,225 @@
+"""Repeated calls of torch tensors: what is the same for every repetition is done once.
+
+A call is remembered when it is made, prepared when it comes a second time, and from then on one function in C (_eager) finds it and runs
+it. Its key, which C makes, is all that decides what runs: the entry point, shapes, strides, dtypes, devices, alignment, options, the
+gradients that are wanted, threads, determinism, autocast. A call that a compiler, a transform, a mode or a subclass of Tensor must see has
+no key, and takes the full path every time.
+
+There are three entry points: strobe.attention() itself, whose repetition is not even parsed; its gradients; and a parsed call in one
+direction, which compiled graphs, attention_backward() and strobe.distributed make, and calls whose arrays are new in each repetition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _eager
+from ._abi import BACKWARD, FORWARD
+from ._call import Call, field_of
+from ._core import ffi, lib
+from ._eager import Ready
+from ._options import GRADIENTS
+from .arrays.torch import TORCH
+
+_eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run"))))
+
+# The number of calls that are kept. A differentiated call uses three entries, and on several ranks a dozen; lengths of packed sequences may
+# never be repeated.
+_MOST = 3 * 1024
+_NO_RESULT = 255  # in the form of a Ready
+_FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
+
+
+class Memory:
+    """The calls that were made, by their keys: a Call without arrays the first time and Ready from the second time on, or the results of
+    strobe.distributed's checks. Repeated calls are kept, however many others come only once."""
+
+    def __init__(self) -> None:
+        self.lately: dict[bytes, Any] = {}
+        self._before: dict[bytes, Any] = {}
+
+    def get(self, key: bytes) -> Any:
+        found = self.lately.get(key)
+        if found is None and (found := self._before.get(key)) is not None:
+            self.keep(key, found)
+        return found
+
+    def keep(self, key: bytes, call: Any) -> None:
+        if len(self.lately) >= _MOST // 2:
+            self.lately, self._before = {}, self.lately
+        self.lately[key] = call
+
+
+CALLS = Memory()  # the one memory of all entry points
+
+
+class Kept:
+    """A call as autograd keeps it, whose graph saves the arrays."""
+
+    __slots__ = ("__weakref__", "call", "names", "prefix", "return_lse")
+
+    def __init__(self, call: Call, return_lse: bool = True, *, is_repeated: bool = False):
+        self.names, self.call = tuple(call.arrays), call.on({})
+        self.return_lse = return_lse
+        # Of the keys of its gradients. Those of a call that was made once are found as a parsed call, if they come again.
+        self.prefix = repr((self.names, call.options)).encode() if is_repeated else b""
+
+    def needed(self, flags: tuple[bool, ...]) -> list[str]:
+        """The names in GRADIENTS that are needed, from flags of the call's arrays, which follow another one."""
+        return [name for name, of in GRADIENTS.items() if of in self.names and flags[1 + self.names.index(of)]]
+
+    def on(self, arrays: tuple[Tensor, ...]) -> Call:
+        return self.call.on(dict(zip(self.names, arrays, strict=True)))
+
+
+def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> None:
+    """Remembers a call of attention() that was made with these arguments."""
+    if torch.compiler.is_compiling() or (key := _eager.attention_key(q, k, v, return_lse, given)) is None:
+        return
+    arrays, tensors = call.arrays, _tensors(given)
+    if [*arrays] != ["q", "k", "v", *tensors] or call.is_oracle:
+        return  # some tensors are new objects in each call, or results are cast first
+    if any(x is not arrays[name] for name, x in tensors.items()):
+        return  # or are copied for it from host memory
+    if 0 in (call.options.get("max_seqlen_q"), call.options.get("max_seqlen_k")):
+        return  # lengths are checked against it here
+    if any(x is not arrays[name] for name, x in TORCH.autocast(arrays).items()):
+        return  # so are they
+    CALLS.keep(key, call.on({}))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any], differentiable: Callable[..., Any]) -> Any:
+    """The result of a call of attention() that is remembered, and not yet prepared or not lately used; None if the full call must be made.
+    differentiable: is called with the Ready and the arrays if gradients are tracked."""
+    key = _eager.attention_key(q, k, v, return_lse, given)
+    known = None if key is None else CALLS.get(key)
+    if key is None or known is None:
+        return None
+    if isinstance(known, Call):
+        call = known.on({"q": q, "k": k, "v": v, **_tensors(given)})
+        is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in call.arrays.values())
+        made = call.results()
+        if not (return_lse or is_tracked):
+            del made["lse"]
+        function = differentiable if is_tracked else None
+        CALLS.keep(key, _ready(call, {}, made, FORWARD, function=function, more=Kept(call, return_lse, is_repeated=True)))
+        del made  # an example, whose memory the call can use
+    return _eager.attention(CALLS.lately, q, k, v, return_lse, given)
+
+
+def _tensors(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: x for name, x in given.items() if isinstance(x, Tensor)}
+
+
+def gradients(kept: Kept, flags: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> Any:
+    """The gradients of a repeated call of attention() that are not prepared, as autograd wants them; None if the full call must be made.
+    They are prepared at once, because the forward was repeated. saved: out, lse and the call's arrays."""
+    if dout.is_cuda:
+        dout = with_dense_rows(dout, "bshd" in kept.call.options)
+    key = _eager.gradients_key(kept.prefix, flags, dout, dlse, saved)
+    if key is None:
+        return None
+    if CALLS.get(key) is None:
+        call, names = kept.on(saved[2:]), kept.needed(flags)
+        known = {"dout": dout} | ({} if dlse is None else {"dlse": dlse}) | {"out": saved[0], "lse": saved[1]}
+        places = {GRADIENTS[name]: place for place, name in enumerate(names)}
+        form = bytes(places.get(of, _NO_RESULT) for of in ("", *call.arrays))
+        CALLS.keep(key, _ready(call, known, call.gradients(names), BACKWARD, form=form))
+    return _eager.gradients(CALLS.lately, kept.prefix, flags, dout, dlse, saved)
+
+
+def forward(call: Call) -> tuple[Tensor, ...]:
+    """out, lse and the results named by aux, of a parsed call that may be repeated."""
+    found = _repeated(FORWARD, _prefix("forward", *call.aux), call, {}, call.results)
+    return call.forward() if found is None else found
+
+
+def backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
+    """The gradients of these names, of a parsed call that may be repeated. known: dout, dlse if there is one, out and lse."""
+    if known["dout"].is_cuda:
+        known = {**known, "dout": with_dense_rows(known["dout"], "bshd" in call.options)}
+    if names:
+        found = _repeated(BACKWARD, _prefix("backward", *known, *names), call, known, lambda: call.gradients(names))
+        if found is not None:
+            return found
+    return tuple(call.backward(known, names).values())
+
+
+def into(direction: int, call: Call, known: dict[str, Tensor], made: dict[str, Tensor]) -> None:
+    """Runs a call that may be repeated, whose results are in the caller's memory, `made` or among `known`."""
+    found = _repeated(direction, _prefix("into", str(direction), *known, *made), call, known | made, dict)
+    if found is None:
+        call.structs(known, made).run(_FUNCTIONS[direction])
+
+
+@lru_cache
+def _prefix(*words: str) -> bytes:
+    return " ".join(words).encode()
+
+
+def _repeated(
+    direction: int, prefix: bytes, call: Call, known: dict[str, Tensor], results: Callable[[], dict[str, Tensor]]
+) -> tuple[Tensor, ...] | None:
+    """Runs a parsed call as a prepared one, from the second time on; None if the full call must be made."""
+    signed = prefix, tuple(known.values()), call.arrays, call.options
+    if (found := _eager.run(CALLS.lately, *signed)) is not None:
+        return found
+    key = _eager.key(*signed)
+    if key is None or call.is_oracle:
+        return None
+    seen = CALLS.get(key)
+    if seen is None:
+        CALLS.keep(key, call.on({}))
+        return None
+    if isinstance(seen, Call):
+        made = results()
+        CALLS.keep(key, _ready(call, known, made, direction, form=bytes(range(len(made)))))
+        del made  # an example, whose memory the call can use
+    return _eager.run(CALLS.lately, *signed)
+
+
+def _ready(
+    call: Call,
+    known: dict[str, Tensor],
+    made: dict[str, Tensor],
+    direction: int,
+    form: bytes | None = None,
+    function: Callable[..., Any] | None = None,
+    more: object = None,
+) -> Ready:
+    """Prepares a call in one direction, without its addresses.
+
+    known: arrays that it reads beside its own, and results in the caller's memory; made: its results, as an example; form: for each
+    place of the tuple to return the index of a result, or 255 for None; function: is called with the Ready and the arrays instead of
+    Ready.run; more: for that function."""
+    prepared = call.structs(known, made).prepare(direction)
+    plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
+    lib.strobe_prepared_plan(prepared, plan)
+    device = call.arrays["q"].device
+    on_gpu = device.type == "cuda"
+    return Ready(
+        owner=prepared,
+        address=int(ffi.cast("uintptr_t", prepared)),
+        fields=bytes(map(field_of, (*known, *call.arrays, *made))),
+        made=tuple((tuple(x.shape), x.stride(), x.dtype) for x in made.values()),
+        device=device,
+        workspace_bytes=plan.workspace_bytes if on_gpu else 0,  # on the CPU the library has its own
+        threads=0 if on_gpu else call.options.get("threads") or torch.get_num_threads(),
+        form=form,
+        function=function,
+        more=more,
+    )
+
+
+def with_dense_rows(dout: Tensor, bshd: bool) -> Tensor:
+    """dout, or a copy: GPU kernels that load whole tiles need adjacent columns, and rows with a stride other than 0. A batch or head axis
+    that is expanded needs no copy."""
+    row = {3: 0, 4: 1 if bshd else 2}.get(dout.dim())
+    if row is None or (dout.stride(-1) == 1 and (dout.stride(row) or dout.shape[row] == 1)):
+        return dout
+    return dout.contiguous()
