@@ -58,9 +58,6 @@ class Words:
                 reason = reason.replace("on the second axis of (pages", "on the third axis of (pages")
             if (heads and guessed) or (rows and self._has_longer_pages(reason)):
                 reason += f'{_LAYOUT_HINT}"{"bhsd" if self._bshd else "bshd"}"?'
-            if name.startswith("cu_seqlens"):
-                given = getattr(self._attention, f"max_seqlen_{name[-1]}")
-                reason = reason.replace("at most max_seqlen = ", f"at most {f'max_seqlen_{name[-1]}' if given else f'T{name[-1]}'} = ")
             if name.startswith("cu_seqlens") and self._heads_come_first(name, reason):
                 reason += f"; packed {name[-1]} is (tokens, heads, D), and this one looks like (heads, tokens, D)"
             if name in SCORES and ": shape" in reason:
