@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from . import _run
-from ._checks import Wrong, flag, is_array, is_integer, name_of, number, of_generator, refusal
+from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
 from ._graphs import outside_graphs
+from ._hints import guesses_layout, is_of_sizes
 from ._kinds import shown
 from ._options import BLOCKS, GRADIENTS, INPUTS, AttentionOptions, documentation, parameters
 from ._part import Part
-from ._refusals import guesses_layout, is_of_sizes
+from ._refusals import Refusal, raised_for, refusals_of, refusing
 from ._request import Request, is_seed, parse, parse_aux, seed_options
 from ._run import Gradients
 from .arrays.base import Array, Framework
@@ -140,21 +141,21 @@ def _prepared(
 
 def _refusal(function: str, framework: Framework | None, p: Request, wrong: Wrong, known: dict[str, Array]) -> Exception:
     """Collects every refusal, the library's included, into one exception."""
-    lines = {name_of(error): str(error) for error in wrong}
+    found: dict[str, Refusal] = {each.argument or each.words: each for error in wrong for each in refusals_of(error)}
     if function.startswith("reference"):
         p.options["engine"] = _run.ORACLE
-    more = {name: x for name, x in known.items() if name not in lines}
-    reasons = _run.reasons_against(framework, *_judgeable(p, more, lines.keys()), "backward" in function)
-    for line in reasons:
-        if "k_scale_group" in lines and line.startswith("k_scale: "):
+    more = {name: x for name, x in known.items() if name not in found}
+    reasons = _run.reasons_against(framework, *_judgeable(p, more, found.keys()), "backward" in function)
+    for each in reasons:
+        if "k_scale_group" in found and each.argument == "k_scale":
             continue  # it would be checked against another group, or none
-        lines.setdefault(line.partition(":")[0], line)
+        found.setdefault(each.argument or each.words, each)
     if any(map(guesses_layout, reasons)):
-        return ValueError("\n".join(line for line in lines.values() if not is_of_sizes(line)))
-    if len(lines) == 1:
+        return raised_for(ValueError, [each for each in found.values() if not is_of_sizes(each)])
+    if len(found) == 1:
         return wrong[0]
-    kinds_alone = len(lines) == len(wrong) and all(isinstance(error, TypeError) for error in wrong)
-    return (TypeError if kinds_alone else ValueError)("\n".join(lines.values()))
+    kinds_alone = len(found) == len(wrong) and all(isinstance(error, TypeError) for error in wrong)
+    return raised_for(TypeError if kinds_alone else ValueError, found.values())
 
 
 def _judgeable(p: Request, known: dict[str, Array], wrong: Set[str]) -> tuple[Request, dict[str, Array]]:
@@ -185,7 +186,7 @@ def _repeat(
 ) -> tuple[Framework, Request]:
     """A call that must apply the dropout mask of an earlier one."""
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
-        wrong.append(ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
+        wrong.append(refusing(ValueError, "rng", "missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
     return _prepared(function, q, k, v, options, wrong, known)
 
 
@@ -233,9 +234,9 @@ def attention_backward(
     known = _of_rows(wrong, dout, out, lse, dlse, delta, options)
     into = {name: x for name, x in (("dq", dq), ("dk", dk), ("dv", dv)) if x is not None}
     if flag(wrong, "accumulate", accumulate) and not into:
-        wrong.append(ValueError("accumulate: True without dq, dk or dv; accepted is one or more of them, to be added to"))
+        wrong.append(refusing(ValueError, "accumulate", "True without dq, dk or dv; accepted is one or more of them, to be added to"))
     elif not accumulate:
-        wrong += [ValueError(f"{name}: given without accumulate; accepted is None, or accumulate=True") for name in into]
+        wrong += [refusing(ValueError, name, "given without accumulate; accepted is None, or accumulate=True") for name in into]
     framework, p = _repeat("attention_backward", q, k, v, options, wrong, known | into)
     if unwritable := [refused for name, x in into.items() if (refused := framework.unwritable(name, x)) is not None]:
         raise refusal(unwritable)
@@ -278,12 +279,18 @@ def _of_rows(
         given["delta"] = delta
     else:
         wrong.append(
-            ValueError("delta: missing; accepted with a partial part is (dout * out).sum(-1) of the whole rows, (B, H, Sq) or (H, Tq)")
+            refusing(
+                ValueError,
+                "delta",
+                "missing; accepted with a partial part is (dout * out).sum(-1) of the whole rows, (B, H, Sq) or (H, Tq)",
+            )
         )
     if partial and out is not None:
-        wrong.append(ValueError("out: given with a partial part; accepted is None, for delta and lse are those of the whole rows"))
+        wrong.append(
+            refusing(ValueError, "out", "given with a partial part; accepted is None, for delta and lse are those of the whole rows")
+        )
     if not partial and delta is not None:
-        wrong.append(ValueError("delta: given without a partial part; accepted is None, for out says it"))
+        wrong.append(refusing(ValueError, "delta", "given without a partial part; accepted is None, for out says it"))
     return given if dlse is None else {**given, "dlse": dlse}
 
 
@@ -324,7 +331,7 @@ def _chosen(wrong: Wrong, name: str, given: Any) -> list[int] | None:
         indices = framework.on_host(indices).tolist() if indices.ndim == 1 else None
     if isinstance(indices, Iterable) and not isinstance(indices, (str, bytes)):
         return [int(i) for i in indices if is_integer(wrong, name, i, 0, 2**63 - 1)]
-    wrong.append(TypeError(f"{name}: {shown(given)}; accepted are several integers, along one axis"))
+    wrong.append(refusing(TypeError, name, f"{shown(given)}; accepted are several integers, along one axis"))
     return None
 
 
@@ -416,11 +423,11 @@ def dropout_mask(
         if x is not None:
             is_seed(wrong, name, x)
     if seed is None and rng is None:
-        wrong.append(ValueError("seed: missing; accepted is seed (and offset), or rng"))
+        wrong.append(refusing(ValueError, "seed", "missing; accepted is seed (and offset), or rng"))
     elif rng is not None and (seed is not None or offset is not None):
-        wrong.append(ValueError("rng: given beside seed or offset; accepted is one of the two"))
+        wrong.append(refusing(ValueError, "rng", "given beside seed or offset; accepted is one of the two"))
     if rng is not None and like is not None:
-        wrong.append(ValueError("like: given beside rng; accepted is one of the two: an array of rng's kind is returned"))
+        wrong.append(refusing(ValueError, "like", "given beside rng; accepted is one of the two: an array of rng's kind is returned"))
     for name, x in (("rng", rng), ("like", like)):
         if x is not None and not is_array(wrong, name, x, None, None):
             wrong[-1] = type(wrong[-1])(f"{wrong[-1]}{of_generator(x)}")

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from . import _operators, _run
 from ._options import FIELDS, GRADIENTS
+from ._refusals import Name, refusing
 from ._request import Request
 from .arrays import tensor_kinds
 from .arrays.memory import PLAIN
@@ -136,31 +137,33 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
     return tracked
 
 
-def _refuse_without_gradient(tracked: str, given: dict[str, Any]) -> None:
-    """Refuses a call that has no gradient. tracked: the tensor that requires one."""
+def _refuse_without_gradient(tracked: list[str], given: dict[str, Any]) -> None:
+    """Refuses a call that has no gradient. tracked: the tensors that require one."""
     if given.get("part") and given["part"][0]:
-        raise NotImplementedError(
-            "part: partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
-            "whole row's lse and delta"
+        raise refusing(
+            NotImplementedError,
+            "part",
+            "partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
+            "whole row's lse and delta",
         )
-    accepted = f"{tracked} requires grad; accepted is torch.no_grad(), or detach()"
+    all_of_them = ", ".join(f"{{{n}}}" for n in range(len(tracked)))
+    words, names = f"have no gradients, and {all_of_them} requires grad; accepted is torch.no_grad(), or detach()", map(Name, tracked)
     if given.get("page_table") is not None:
-        raise NotImplementedError(f"page_table: keys in pages have no gradients, and {accepted}")
+        raise refusing(NotImplementedError, "page_table", f"keys in pages {words}", *names)
     if given.get("k_scale") is not None or given.get("v_scale") is not None:
-        raise NotImplementedError(f"k_scale: quantised keys have no gradients, and {accepted}")
+        raise refusing(NotImplementedError, "k_scale", f"quantised keys {words}", *names)
 
 
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, ...]:
     bias, sinks, slopes = given.get("bias"), given.get("sinks"), given.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
-        )
+        words = "requires grad, and strobe.attention has no gradient of it; accepted is {0}.detach()"
+        raise refusing(NotImplementedError, "alibi_slopes", words, Name("alibi_slopes"))
     scales = given.get("k_scale"), given.get("v_scale")
     if _is_differentiated(q, k, v, bias, sinks, *scales):
         named = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks, "k_scale": scales[0], "v_scale": scales[1]}
         if tracked := [name for name, x in named.items() if x is not None and x.requires_grad and torch.is_grad_enabled()]:
-            _refuse_without_gradient(", ".join(tracked), given)
+            _refuse_without_gradient(tracked, given)
         if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in scales):
             raise _no_forward_mode()  # as jvp() says for the others
         return _Attention.apply(q, k, v, bias, sinks, given)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from ._abi import MAX_RANK, error
+from ._abi import MAX_RANK
 from ._core import ffi, lib
+from ._hints import SCALES, SCORES, TOKENS, OfCall
 from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN
 from ._part import decoded
-from ._refusals import SCALES, SCORES, TOKENS, Words
+from ._refusals import failure
 
 _MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse", "delta")) + len(GRADIENTS) + len(AUX)
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
@@ -156,7 +157,7 @@ class Call:
         if status != lib.STROBE_OK:
             if self._allocator is not None:
                 self._allocator.raise_if_failed()
-            raise error(status, Words(self._arrays, self._made, self._bshd, self._attention).line)
+            raise failure(status, OfCall(self._arrays, self._made, self._bshd, self._attention))
 
     def prepare(self, direction: int) -> Any:
         """The prepared call: a strobe_prepared, released with the last reference to it."""

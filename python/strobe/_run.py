@@ -8,12 +8,13 @@ from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, error, said
+from ._abi import BACKWARD, FORWARD, said
 from ._call import ACCUMULATE, Allocator, Call, attention_struct
 from ._core import ffi, lib
 from ._graphs import outside_graphs
 from ._options import AUX, GRADIENTS
 from ._part import is_partial
+from ._refusals import Refusal, failure, refusals_of
 from ._request import Request
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework
@@ -179,7 +180,7 @@ def dropout_mask(framework: Framework, shape: tuple[int, ...], options: dict[str
     _place(framework, execution, keep, None)
     status = lib.strobe_dropout_mask(attention_struct(tuple(options.items()))[0], given, views + 0, execution)
     if status != lib.STROBE_OK:
-        raise error(status, str)
+        raise failure(status)
     return keep
 
 
@@ -214,8 +215,8 @@ def tile(framework: Framework, p: Request, of_backward: bool) -> tuple[int, int]
 
 
 @outside_graphs
-def reasons_against(framework: Framework | None, p: Request, known: dict[str, Array], of_backward: bool) -> list[str]:
-    """The library's objections to a call's arguments, one per line, when some are left out. Checks that compare with an argument that is
+def reasons_against(framework: Framework | None, p: Request, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
+    """The library's refusals of a call's arguments, when some are left out. Checks that compare with an argument that is
     left out are not made. framework: None if q has none; known: arrays beside p.arrays."""
     framework = framework or next(filter(None, map(known_framework, (p.arrays | known).values())), None)
     if framework is None:
@@ -233,7 +234,7 @@ def reasons_against(framework: Framework | None, p: Request, known: dict[str, Ar
         made.run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
     except ValueError as refusal:
         absent = {"q", "k", "v", "out", "lse", "dout"} - arrays.keys() - known.keys()
-        return [line for line in str(refusal).splitlines() if line.partition(":")[0] not in absent]
+        return [each for each in refusals_of(refusal) if each.argument not in absent]
     except (RuntimeError, TypeError):  # not caused by the arguments, or tensors have no memory
         pass
     return []

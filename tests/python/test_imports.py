@@ -58,7 +58,7 @@ def test_a_circle_would_be_found():
 
 
 def test_arrays_know_nothing_of_calls():
-    low = {"strobe._abi", "strobe._core", "strobe._eager", "strobe._extras", "strobe._kinds"}
+    low = {"strobe._abi", "strobe._core", "strobe._eager", "strobe._extras", "strobe._kinds", "strobe._refusals"}
     for name, imports in IMPORTS.items():
         if name.startswith("strobe.arrays"):
             assert {each for each in imports if not each.startswith("strobe.arrays")} <= low, name
@@ -67,3 +67,4 @@ def test_arrays_know_nothing_of_calls():
 def test_what_the_bottom_imports():
     assert all(IMPORTS[f"strobe.{name}"] == set() for name in ("_core", "_extras", "_graphs", "_kinds"))
     assert IMPORTS["strobe._abi"] == {"strobe._core", "strobe._graphs"}
+    assert IMPORTS["strobe._refusals"] == {"strobe._abi", "strobe._core"}
