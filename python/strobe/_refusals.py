@@ -183,9 +183,9 @@ def refusals_of(error: BaseException) -> tuple[Refusal, ...]:
     return tuple(Refusal(None, line) for line in str(error).splitlines()) if found is None else found
 
 
-def arguments_of(errors: Iterable[BaseException]) -> set[str | None]:
+def arguments_of(errors: Iterable[BaseException]) -> list[str | None]:
     """The arguments that are refused."""
-    return {refusal.argument for error in errors for refusal in refusals_of(error)}
+    return [refusal.argument for error in errors for refusal in refusals_of(error)]
 
 
 def first_of_each(refusals: Iterable[Refusal]) -> list[Refusal]:
@@ -200,9 +200,9 @@ def failure(status: int, of_call: Callable[[Refusal], Refusal | None] = lambda r
     """The exception for a failed call. of_call: the library's refusal in terms of the Python call; None if that is no argument of it."""
     kind = exception_for(status)
     if status == lib.STROBE_INVALID_ARGUMENT:
-        found = first_of_each(each for each in map(of_call, last_refusals()) if each is not None)
-        if found:
-            return raised_for(kind, found)
+        said = last_refusals()
+        of_caller = [each for each in map(of_call, said) if each is not None]
+        return raised_for(kind, first_of_each(of_caller or said))
     return kind(text(lib.strobe_last_error()))
 
 

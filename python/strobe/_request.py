@@ -104,7 +104,7 @@ def parse(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any],
                 hints = (_rank_hint(layout, paged),) if name == "q" and arrays[name].ndim == 3 else ()
                 shape = tuple(arrays[name].shape)
                 wrong.append(refusing(ValueError, name, f"shape {shape}; accepted is {accepted}", code="rank", hints=hints))
-    if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & arguments_of(wrong):
+    if isinstance(block_mask := given.get("block_mask"), BlockMask) and SIZES.isdisjoint(arguments_of(wrong)):
         part = options.get("part")
         lengths = _lengths(arrays.get("q"), arrays.get("k"), given)
         if part:

@@ -174,17 +174,21 @@ private:
       (paged ? n.page_size : n.rows_k) = t.k->shape[row_k];
       if (paged) n.pages = t.k->shape[0];
       if (n.page_size == 0) reasons.add("k", Code::shape, "pages of 0 keys; accepted is 1 or more"), n.page_size = kAny;
-      if (n.heads > 0 && (n.heads_kv < 1 || n.heads % n.heads_kv))
-        reasons.add("k", Code::heads,
-                    paged ? "{0} heads for the {1} of {2}; accepted are the divisors of {1}, on the {3} axis of {4}"
-                          : "{0} heads for the {1} of {2}; accepted are the divisors of {1}",
-                    n.heads_kv, n.heads, Argument{"q"}, AxisOf{1}, Axes{{"pages"}, {"Hkv"}, {"page size"}, {"D"}});
+      if (n.heads > 0 && (n.heads_kv < 1 || n.heads % n.heads_kv)) wrong_heads();
     }
     Types types = key_types();
     if (quantised && t.k && std::count(types.begin(), types.end(), static_cast<DType>(t.k->dtype)))
       types = {static_cast<DType>(t.k->dtype)};
     require("v", t.v, keys({each_v > 1 ? "Dv/2" : "Dv"}), types);
     if (TensorChecks::has_rank(t.v, rank_k)) n.dim_v = width("v", t.v->shape[rank_k - 1] * each_v, kMaxHeadDimV);
+  }
+
+  void wrong_heads() {
+    const Argument q = {"q"};
+    if (!paged)
+      return reasons.add("k", Code::heads, "{0} heads for the {1} of {2}; accepted are the divisors of {1}", n.heads_kv, n.heads, q);
+    reasons.add("k", Code::heads, "{0} heads for the {1} of {2}; accepted are the divisors of {1}, on the {3} axis of {4}", n.heads_kv,
+                n.heads, q, AxisOf{1}, Axes{{"pages"}, {"Hkv"}, {"page size"}, {"D"}});
   }
 
   void sequences() {

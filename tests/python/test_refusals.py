@@ -185,10 +185,11 @@ def test_hostile_calls_are_answered_in_the_functions_own_names(function):
         try:
             function(**arguments)
         except (TypeError, ValueError, NotImplementedError) as error:
-            message = str(error)
+            message, refusals = str(error), refusals_of(error)
         else:
             continue
         told += 1
+        assert "\n".join(dict.fromkeys(map(OWN.line, refusals))) == message
         for line in message.splitlines():
             assert set(line.partition(":")[0].split(", ")) <= own, message
             assert "accepted" in line, message
