@@ -5,7 +5,7 @@
 
 #include "attention/dropout_mask.h"
 #include "attention/padding.h"
-#include "attention/text.h"
+#include "attention/reasons.h"
 #include "attention/versioned.h"
 #include "cuda/compile/info.h"
 #include "cuda/program/prewarm.h"
@@ -23,13 +23,30 @@ struct strobe_prepared {
 namespace strobe {
 namespace {
 
-thread_local std::string last_error;
+// This thread's last failure. The refusals are kept with the C structs that show them.
+struct Failure {
+  std::string text;
+  std::vector<Refusal> refusals;
+  std::vector<std::vector<const strobe_value *>> values; // by refusal
+  std::vector<strobe_refusal> shown;
 
-int32_t fail(strobe_status status, const char *what) noexcept {
+  Failure() = default;
+  Failure(const char *what, std::vector<Refusal> all) : text(what), refusals(std::move(all)), values(refusals.size()) {
+    for (size_t n = 0; n < refusals.size(); n++) {
+      Refusal &r = refusals[n];
+      for (Value &value : r.values) value.is.text = value.own.c_str(), values[n].push_back(&value.is);
+      shown.push_back({sizeof(strobe_refusal), r.argument, static_cast<int32_t>(r.code), static_cast<int32_t>(r.values.size()), r.words,
+                       values[n].data()});
+    }
+  }
+};
+thread_local Failure last;
+
+int32_t fail(strobe_status status, const char *what, const std::vector<Refusal> &refusals = {}) noexcept {
   try {
-    last_error = what;
+    last = Failure(what, refusals); // whose vectors keep their places in memory
   } catch (...) {
-    last_error.clear(); // there is no memory even for the text
+    last = {}; // there is no memory even for the text
   }
   return status;
 }
@@ -39,6 +56,8 @@ template <class F> int32_t guarded(F &&body) noexcept {
   try {
     body();
     return STROBE_OK;
+  } catch (const Refused &e) {
+    return fail(e.status, e.what(), e.refusals);
   } catch (const Error &e) {
     return fail(e.status, e.what());
   } catch (const std::bad_alloc &) {
@@ -52,8 +71,8 @@ template <class F> int32_t guarded(F &&body) noexcept {
 
 Direction checked(int32_t direction) {
   if (direction != STROBE_FORWARD && direction != STROBE_BACKWARD)
-    throw Error(STROBE_INVALID_ARGUMENT, text("direction: ", direction, "; accepted is ", int(STROBE_FORWARD), " (forward) or ",
-                                              int(STROBE_BACKWARD), " (backward)"));
+    refuse("direction", Code::value, "{0}; accepted is {1} (forward) or {2} (backward)", direction, int(STROBE_FORWARD),
+           int(STROBE_BACKWARD));
   return static_cast<Direction>(direction);
 }
 
@@ -65,7 +84,7 @@ void run(const strobe_attention *a, const strobe_tensors *t, const strobe_execut
 void check_plan(const strobe_plan *plan) {
   Reasons reasons;
   if (!plan)
-    reasons.add("plan", "missing; accepted is a pointer to a strobe_plan");
+    reasons.add("plan", Code::missing, "missing; accepted is a pointer to a strobe_plan");
   else
     size_is_sane<strobe_plan>("plan", plan->size, reasons);
   reasons.raise_if_any();
@@ -77,7 +96,7 @@ void write_plan(const Plan &chosen, strobe_plan *plan) {
 }
 
 void check_prepared(const strobe_prepared *prepared) {
-  if (!prepared) throw Error(STROBE_INVALID_ARGUMENT, "prepared: null; accepted is what strobe_prepare wrote");
+  if (!prepared) refuse("prepared", Code::missing, "null; accepted is what strobe_prepare wrote");
 }
 
 void run_reference(const strobe_attention *attention, const strobe_tensors *t, const strobe_execution *e, const strobe_selection *selection,
@@ -92,15 +111,14 @@ void run_reference(const strobe_attention *attention, const strobe_tensors *t, c
   Execution execution;
   check_all([&] { problem = validate(&a, t, direction); }, [&] { execution = validate(e); });
   if (problem.device_type != STROBE_CPU)
-    throw Error(STROBE_INVALID_ARGUMENT, "q: on a CUDA device; accepted are tensors on the CPU, where the reference computes");
+    refuse("q", Code::device, "on a CUDA device; accepted are tensors on the CPU, where the reference computes");
   reference(problem, execution, direction, selection ? &selected : nullptr);
   if (!selected.rows) clear_padding_of_queries(problem, execution, direction);
   if (!selected.cols) clear_padding_of_keys(problem, execution, direction);
 }
 
 void check_text(const char *text, size_t capacity) {
-  if (!text && capacity)
-    throw Error(STROBE_INVALID_ARGUMENT, "text: null; accepted is memory of `capacity` bytes, or null with capacity 0");
+  if (!text && capacity) refuse("text", Code::missing, "null; accepted is memory of `capacity` bytes, or null with capacity 0");
 }
 
 void write_text(const std::string &all, char *text, size_t capacity, size_t *needed) {
@@ -122,7 +140,7 @@ int32_t ahead_of_time(std::string (*says)(const Problem &, Direction, int cc), c
   return guarded([&] {
     check_text(text, capacity);
     const Problem problem = validate(a, t, checked(direction));
-    if (problem.device_type != STROBE_CUDA) throw Error(STROBE_INVALID_ARGUMENT, "q: on the CPU; accepted is a tensor on a CUDA device");
+    if (problem.device_type != STROBE_CUDA) refuse("q", Code::device, "on the CPU; accepted is a tensor on a CUDA device");
     write_text(says(problem, checked(direction), compute_capability), text, capacity, needed);
   });
 }
@@ -136,7 +154,9 @@ const char *strobe_version(void) {
   return STROBE_STRING(STROBE_VERSION_MAJOR) "." STROBE_STRING(STROBE_VERSION_MINOR) "." STROBE_STRING(STROBE_VERSION_PATCH);
 }
 
-const char *strobe_last_error(void) { return last_error.c_str(); }
+const char *strobe_last_error(void) { return last.text.c_str(); }
+
+const strobe_refusal *strobe_last_refusal(size_t n) { return n < last.shown.size() ? &last.shown[n] : nullptr; }
 
 const char *strobe_status_name(int32_t status) {
   switch (status) {
@@ -176,7 +196,7 @@ int32_t strobe_make_plan(const strobe_attention *a, const strobe_tensors *t, con
 int32_t strobe_prepare(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction,
                        strobe_prepared **prepared) {
   return guarded([&] {
-    if (!prepared) throw Error(STROBE_INVALID_ARGUMENT, "prepared: null; accepted is where to write the prepared call");
+    if (!prepared) refuse("prepared", Code::missing, "null; accepted is where to write the prepared call");
     *prepared = new strobe_prepared{{a, t, e, checked(direction)}};
   });
 }
@@ -201,7 +221,7 @@ void strobe_release(strobe_prepared *prepared) { delete prepared; }
 int32_t strobe_workspace_size(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, int32_t direction,
                               uint64_t *bytes) {
   return guarded([&] {
-    if (!bytes) throw Error(STROBE_INVALID_ARGUMENT, "bytes: null; accepted is where to write the size");
+    if (!bytes) refuse("bytes", Code::missing, "null; accepted is where to write the size");
     const Call call(a, t, e, checked(direction));
     *bytes = call.decision().plan.workspace_bytes;
   });

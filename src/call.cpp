@@ -1,6 +1,7 @@
 #include "call.h"
 
 #include "attention/padding.h"
+#include "attention/text.h"
 #include "attention/versioned.h"
 
 namespace strobe {
@@ -26,8 +27,8 @@ void perform(const Decision &decision, const Problem &problem, const Execution &
       workspace = own.get();
     }
   } else if (execution.workspace_bytes < plan.workspace_bytes) {
-    throw Error(STROBE_INVALID_ARGUMENT, text("execution.workspace_bytes: ", execution.workspace_bytes, "; accepted is ",
-                                              plan.workspace_bytes, " or more, as strobe_workspace_size() says"));
+    refuse("execution.workspace_bytes", Code::value, "{0}; accepted is {1} or more, as strobe_workspace_size() says",
+           execution.workspace_bytes, plan.workspace_bytes);
   }
   engine->run(problem, execution, direction, plan, workspace);
   if (engine->device_type() == STROBE_CPU) clear_padding(problem, execution, direction);

@@ -1,5 +1,6 @@
 // A call on its way from the ABI to an engine.
 #pragma once
+#include "attention/reasons.h"
 #include "engines.h"
 
 namespace strobe {
@@ -18,19 +19,18 @@ struct Call {
 // Runs the plan in the caller's workspace, or in one from the execution's allocator.
 void perform(const Decision &, const Problem &, const Execution &, Direction);
 
-// Makes every check and throws all errors as one.
+// Makes every check and raises all refusals as one.
 template <class... Checks> void check_all(Checks &&...checks) {
-  std::string found;
+  Reasons found;
   auto run = [&](auto &check) {
     try {
       check();
-    } catch (const Error &e) {
-      if (e.status != STROBE_INVALID_ARGUMENT) throw;
-      found += (found.empty() ? "" : "\n") + std::string(e.what());
+    } catch (const Refused &e) {
+      found.add(e.refusals);
     }
   };
   (run(checks), ...);
-  if (!found.empty()) throw Error(STROBE_INVALID_ARGUMENT, found);
+  found.raise_if_any();
 }
 
 } // namespace strobe

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <new>
 
+#include "attention/refusal.h"
 #include "attention/text.h"
 #include "attention/workspace.h"
 #include "cpu/engine.h"
@@ -52,10 +53,12 @@ void check_engine(const char *wanted) {
     if (std::find(names.begin(), names.end(), engine->name()) == names.end()) names.push_back(engine->name());
   }
   std::string accepted;
-  for (const std::string &name : names) accepted += name + ", ";
+  for (const std::string &name : names) accepted += (accepted.empty() ? "" : ", ") + name;
   const char *elsewhere = foreign_architecture(wanted);
-  throw Error(STROBE_INVALID_ARGUMENT, text("engine: \"", wanted, "\" ", elsewhere ? text("runs on ", elsewhere, " alone") : "is unknown",
-                                            "; accepted are ", accepted, "or none for the fastest"));
+  if (elsewhere)
+    refuse("engine", Code::elsewhere, "\"{0}\" runs on {3} alone; accepted are {1}, or {2} for the fastest", wanted, accepted,
+           Absent{"none"}, elsewhere);
+  refuse("engine", Code::unknown, "\"{0}\" is unknown; accepted are {1}, or {2} for the fastest", wanted, accepted, Absent{"none"});
 }
 
 // Lays the tensor out as one that is no slice of a larger one: its elements are adjacent, at an address that suits every engine.

@@ -7,7 +7,7 @@ namespace strobe {
 // The reason why one of engines() cannot run on this machine (empty if it can); determined once, because it costs system calls.
 const std::string &missing(const Engine &);
 
-// Throws Error(STROBE_INVALID_ARGUMENT) unless it is null, empty or the name of an engine.
+// Throws Refused unless it is null, empty or the name of an engine.
 void check_engine(const char *wanted);
 
 // Whether this row is the form for the other device of an engine that also has a form for the problem's device.

@@ -94,20 +94,23 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
     const Was &was = was_[i];
     void *address = at.*field.address;
     if (!was.present) {
-      if (address) reasons.add(field.name, "given, where the call was prepared without one; accepted is null");
+      if (address)
+        reasons.add(field.name, Code::excluded, "given, where the call was prepared without one; accepted is {0}", Absent{"null"});
       continue;
     }
     if (was.placed < 0) continue; // this direction does not use it
     Footprint &bytes = placed[was.placed].bytes;
     if (bytes.begin == bytes.end) continue;
     if (!address) {
-      reasons.add(field.name, "null; accepted is null only for a tensor without elements");
+      reasons.add(field.name, Code::memory, "null; accepted is null only for a tensor without elements");
     } else if (on_16_bytes(address) != on_16_bytes(was.address)) {
-      reasons.add(field.name, "address ", address, "; accepted ",
-                  on_16_bytes(address) ? "is none that is a multiple of 16, for it was none" : "are multiples of 16, for it was one",
-                  " when the call was prepared");
+      reasons.add(field.name, Code::memory,
+                  on_16_bytes(address)
+                      ? "address {0}; accepted is none that is a multiple of 16, for it was none when the call was prepared"
+                      : "address {0}; accepted are multiples of 16, for it was one when the call was prepared",
+                  address);
     } else if (reinterpret_cast<uintptr_t>(address) % bytes.element) {
-      reasons.add(field.name, "address ", address, "; accepted are multiples of ", bytes.element, ", the size of its element");
+      reasons.add(field.name, Code::memory, "address {0}; accepted are multiples of {1}, the size of its element", address, bytes.element);
     }
     const int64_t shift = static_cast<const char *>(address) - was.address;
     bytes.begin += shift, bytes.end += shift;
@@ -118,10 +121,12 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   strobe_execution how{};
   if (e) how = read_versioned("execution", e, reasons);
   if (how.threads && how.threads != threads_)
-    reasons.add("execution.threads", how.threads, "; accepted is ", threads_, ", as prepared, or 0 for the same");
+    reasons.add("execution.threads", Code::value, "{0}; accepted is {1}, as prepared, or {2} for the same", how.threads, threads_,
+                Absent{"0"});
   if (how.reserved_sms && how.reserved_sms != reserved_sms_)
-    reasons.add("execution.reserved_sms", how.reserved_sms, "; accepted is ", reserved_sms_, ", as prepared",
-                reserved_sms_ ? ", or 0 for the same" : "");
+    reasons.add("execution.reserved_sms", Code::value,
+                reserved_sms_ ? "{0}; accepted is {1}, as prepared, or {2} for the same" : "{0}; accepted is {1}, as prepared",
+                how.reserved_sms, reserved_sms_, Absent{"0"});
   reasons.raise_if_any();
   if (const auto lists = own_lists(problem)) check_contents(problem, [&](const int32_t *list, int64_t) { return lists->at(list); });
   how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;

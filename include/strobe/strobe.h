@@ -3,7 +3,8 @@
  * Conventions
  *   - Every struct begins with `size`; set it to sizeof the struct. A library newer than its caller then reads only what the caller has.
  *   - Zero is the default of every field. Where zero has a meaning of its own, a `has_*` flag says that the field is given.
- *   - Functions return a strobe_status. strobe_last_error() holds the text of this thread's last failure.
+ *   - Functions return a strobe_status. strobe_last_error() holds the text of this thread's last failure, strobe_last_refusal() the same
+ *     as data.
  *   - Nothing is launched or written unless the whole call is valid. Nothing is printed. No exception leaves the library.
  *   - A null pointer stands for an absent tensor. The library never keeps a pointer after it returns.
  *
@@ -221,8 +222,67 @@ typedef struct strobe_plan {
   double predicted_seconds;
 } strobe_plan;
 
+/* The kinds of refusals. */
+typedef enum strobe_code {
+  STROBE_CODE_MISSING = 1,   /* absent, and needed */
+  STROBE_CODE_EXCLUDED = 2,  /* given beside an argument that excludes it, or without one that it needs */
+  STROBE_CODE_VERSION = 3,   /* the size of a struct, or a field that has to be zero */
+  STROBE_CODE_VALUE = 4,     /* a number, flag or choice that is not accepted */
+  STROBE_CODE_UNKNOWN = 5,   /* a name that this library does not have */
+  STROBE_CODE_ELSEWHERE = 6, /* a name that libraries for other processors have */
+  STROBE_CODE_RANK = 7,      /* the number of axes */
+  STROBE_CODE_SHAPE = 8,     /* the size of an axis */
+  STROBE_CODE_HEAD_DIM = 9,  /* the head dimension */
+  STROBE_CODE_HEADS = 10,    /* the number of heads */
+  STROBE_CODE_DTYPE = 11,
+  STROBE_CODE_DEVICE = 12,
+  STROBE_CODE_MEMORY = 13,  /* an address, or strides */
+  STROBE_CODE_OVERLAP = 14, /* memory that another tensor has as well */
+  STROBE_CODE_LENGTH = 15,  /* a sequence that is longer than its place */
+  STROBE_CODE_LIST = 16,    /* other numbers in a list */
+  STROBE_CODE_SIZE = 17     /* a problem that is larger than engines count */
+} strobe_code;
+
+typedef enum strobe_value_kind {
+  STROBE_VALUE_INTEGER = 1,
+  STROBE_VALUE_NUMBER = 2,
+  STROBE_VALUE_TEXT = 3,     /* text */
+  STROBE_VALUE_ARGUMENT = 4, /* text: the name of an argument */
+  STROBE_VALUE_ABSENT = 5,   /* no value; text: how C writes it: 0, null or none */
+  STROBE_VALUE_DTYPES = 6,   /* sizes: one or more strobe_dtype */
+  STROBE_VALUE_SIZES = 7,    /* sizes: those, or the strides, of each axis */
+  STROBE_VALUE_AXES = 8,     /* roles, sizes and or_one: the axes that are accepted */
+  STROBE_VALUE_AXIS = 9      /* integer: the index of an axis of the argument */
+} strobe_value_kind;
+
+typedef struct strobe_value {
+  uint64_t size; /* written by the library */
+  int32_t kind;  /* a strobe_value_kind */
+  int32_t count; /* of the entries of sizes and roles */
+  int64_t integer;
+  double number;
+  const char *text;
+  int64_t sizes[4];     /* of axes: -1 where every size is accepted */
+  const char *roles[4]; /* "B", "Hkv", ... */
+  int32_t or_one;       /* bit n: axis n may have size 1 as well, which is broadcast */
+  int32_t reserved;
+} strobe_value;
+
+/* Why one argument was refused, in parts from which a caller can make a text in terms of its own. */
+typedef struct strobe_refusal {
+  uint64_t size;        /* written by the library */
+  const char *argument; /* e.g. "q", "part.seqlens_q", "execution.threads" */
+  int32_t code;         /* a strobe_code */
+  int32_t n_values;
+  const char *words; /* e.g. "{0} heads for the {1} of {2}; accepted are the divisors of {1}": {n} is the place of the n-th value */
+  const strobe_value *const *values;
+} strobe_refusal;
+
 STROBE_API const char *strobe_version(void);
 STROBE_API const char *strobe_last_error(void);
+/* The n-th refusal of this thread's last failure, or null past the last one. After STROBE_INVALID_ARGUMENT, strobe_last_error() is made of
+ * them: a line for each, "argument: words". After other failures there are none. The result is valid until this thread's next failure. */
+STROBE_API const strobe_refusal *strobe_last_refusal(size_t n);
 STROBE_API const char *strobe_status_name(int32_t status);
 
 STROBE_API int32_t strobe_forward(const strobe_attention *, const strobe_tensors *, const strobe_execution *);

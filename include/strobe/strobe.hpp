@@ -23,6 +23,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "strobe/strobe.h"
@@ -32,12 +33,31 @@ inline namespace api {
 
 // ---- errors ----------------------------------------------------------------------------------------------------------------------------
 
+// Why one argument was refused, in parts: strobe_refusal in strobe.h.
+struct Refusal {
+  struct Value {
+    strobe_value_kind kind;
+    int64_t integer;
+    double number;
+    std::string text;
+    std::vector<int64_t> sizes;
+    std::vector<std::string> roles; // those of STROBE_VALUE_AXES
+    int32_t or_one;
+  };
+  std::string argument;
+  strobe_code code;
+  std::string words;
+  std::vector<Value> values;
+};
+
 struct Error : std::runtime_error {
   strobe_status status;
-  Error(strobe_status code, const std::string &text) : std::runtime_error(text), status(code) {}
+  std::vector<Refusal> refusals; // those that what() has as lines, for InvalidArgument
+  Error(strobe_status code, const std::string &text, std::vector<Refusal> why = {})
+      : std::runtime_error(text), status(code), refusals(std::move(why)) {}
 };
 template <strobe_status S> struct ErrorOf : Error {
-  explicit ErrorOf(const std::string &text) : Error(S, text) {}
+  explicit ErrorOf(const std::string &text, std::vector<Refusal> why = {}) : Error(S, text, std::move(why)) {}
 };
 using InvalidArgument = ErrorOf<STROBE_INVALID_ARGUMENT>;
 using Unsupported = ErrorOf<STROBE_UNSUPPORTED>;
@@ -46,12 +66,33 @@ using DeviceError = ErrorOf<STROBE_DEVICE_ERROR>;
 using InternalError = ErrorOf<STROBE_INTERNAL>;
 
 namespace detail {
+inline InvalidArgument refused(const char *argument, strobe_code code, const std::string &words) {
+  return InvalidArgument(std::string(argument) + ": " + words, {{argument, code, words, {}}});
+}
+inline std::vector<Refusal> last_refusals() {
+  std::vector<Refusal> all;
+  while (const strobe_refusal *r = strobe_last_refusal(all.size())) {
+    Refusal &found = all.emplace_back(Refusal{r->argument, static_cast<strobe_code>(r->code), r->words, {}});
+    for (int32_t n = 0; n < r->n_values; n++) {
+      const strobe_value &v = *r->values[n];
+      const bool has_roles = v.kind == STROBE_VALUE_AXES;
+      found.values.push_back({static_cast<strobe_value_kind>(v.kind),
+                              v.integer,
+                              v.number,
+                              v.text,
+                              {v.sizes, v.sizes + v.count},
+                              {v.roles, v.roles + (has_roles ? v.count : 0)},
+                              v.or_one});
+    }
+  }
+  return all;
+}
 inline void check(int32_t status) {
   switch (status) {
   case STROBE_OK:
     return;
   case STROBE_INVALID_ARGUMENT:
-    throw InvalidArgument(strobe_last_error());
+    throw InvalidArgument(strobe_last_error(), last_refusals());
   case STROBE_UNSUPPORTED:
     throw Unsupported(strobe_last_error());
   case STROBE_OUT_OF_MEMORY:
@@ -100,7 +141,8 @@ struct Shape {
 
   Shape(std::initializer_list<int64_t> sizes) : Shape(std::span(sizes.begin(), sizes.size())) {}
   explicit Shape(std::span<const int64_t> sizes) : rank(static_cast<int32_t>(sizes.size())) {
-    if (sizes.size() > 4) throw InvalidArgument("shape: rank " + std::to_string(sizes.size()) + "; accepted is at most 4");
+    if (sizes.size() > 4)
+      throw detail::refused("shape", STROBE_CODE_RANK, "rank " + std::to_string(sizes.size()) + "; accepted is at most 4");
     for (size_t a = 0; a < sizes.size(); a++) size[a] = sizes[a];
   }
 };
@@ -138,7 +180,7 @@ public:
   explicit operator bool() const { return present; }
   // Makes the strobe_tensor; `name` is the argument's, for the InvalidArgument raised if a range is too short for its shape.
   const strobe_tensor *get(const char *name) const {
-    if (!wrong.empty()) throw InvalidArgument(std::string(name) + ": " + wrong);
+    if (!wrong.empty()) throw detail::refused(name, STROBE_CODE_MEMORY, wrong);
     return present ? &tensor : nullptr;
   }
 

@@ -60,18 +60,13 @@ def told(function: Any, *arguments: Any, errors: str = "backslashreplace") -> st
     def ask(*buffer: Any) -> None:
         status = function(*arguments, *buffer)
         if status != lib.STROBE_OK:
-            raise error(status, str)
+            raise exception_for(status)(text(lib.strobe_last_error()))
 
     return said(ask, errors)
 
 
-def error(status: int, in_callers_words: Callable[[str], str]) -> Exception:
-    """The exception for a failed call, with the library's reasons in words that fit the Python function; no argument is named twice."""
-    message = text(lib.strobe_last_error())
-    if status == lib.STROBE_INVALID_ARGUMENT:
-        reasons = {reason.partition(":")[0]: reason for reason in map(in_callers_words, reversed(message.splitlines())) if reason}
-        message = "\n".join(reversed(reasons.values())) or message
-    return _EXCEPTIONS.get(status, RuntimeError)(message)
+def exception_for(status: int) -> type[Exception]:
+    return _EXCEPTIONS.get(status, RuntimeError)
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:

@@ -15,6 +15,7 @@ from ._messages import shown
 from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
 from ._parse import is_seed, parse, parse_aux, seed_options
 from ._part import Part
+from ._refusals import refusing
 from .arrays.base import Array, Framework
 from .arrays.known import framework_like, known_framework
 
@@ -140,7 +141,7 @@ _with_options(attention)
 def _parse_again(function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array]) -> Call:
     """parse(), for a call that must apply the dropout mask of an earlier one."""
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
-        wrong.append(ValueError("rng: missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
+        wrong.append(refusing(ValueError, "rng", "missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
     return parse(function, q, k, v, options, wrong, known=known)
 
 
@@ -188,9 +189,9 @@ def attention_backward(
     known = _of_rows(wrong, dout, out, lse, dlse, delta, options)
     into = {name: x for name, x in (("dq", dq), ("dk", dk), ("dv", dv)) if x is not None}
     if flag(wrong, "accumulate", accumulate) and not into:
-        wrong.append(ValueError("accumulate: True without dq, dk or dv; accepted is one or more of them, to be added to"))
+        wrong.append(refusing(ValueError, "accumulate", "True without dq, dk or dv; accepted is one or more of them, to be added to"))
     elif not accumulate:
-        wrong += [ValueError(f"{name}: given without accumulate; accepted is None, or accumulate=True") for name in into]
+        wrong += [refusing(ValueError, name, "given without accumulate; accepted is None, or accumulate=True") for name in into]
     call = _parse_again("attention_backward", q, k, v, options, wrong, known | into)
     framework = call.framework
     if unwritable := [refused for name, x in into.items() if (refused := framework.unwritable(name, x)) is not None]:
@@ -238,12 +239,18 @@ def _of_rows(
         given["delta"] = delta
     else:
         wrong.append(
-            ValueError("delta: missing; accepted with a partial part is (dout * out).sum(-1) of the whole rows, (B, H, Sq) or (H, Tq)")
+            refusing(
+                ValueError,
+                "delta",
+                "missing; accepted with a partial part is (dout * out).sum(-1) of the whole rows, (B, H, Sq) or (H, Tq)",
+            )
         )
     if partial and out is not None:
-        wrong.append(ValueError("out: given with a partial part; accepted is None, for delta and lse are those of the whole rows"))
+        wrong.append(
+            refusing(ValueError, "out", "given with a partial part; accepted is None, for delta and lse are those of the whole rows")
+        )
     if not partial and delta is not None:
-        wrong.append(ValueError("delta: given without a partial part; accepted is None, for out says it"))
+        wrong.append(refusing(ValueError, "delta", "given without a partial part; accepted is None, for out says it"))
     return given if dlse is None else {**given, "dlse": dlse}
 
 
@@ -283,7 +290,7 @@ def _chosen(wrong: Wrong, name: str, given: Any) -> list[int] | None:
         indices = framework.on_host(indices).tolist() if indices.ndim == 1 else None
     if isinstance(indices, Iterable) and not isinstance(indices, (str, bytes)):
         return [int(i) for i in indices if is_integer(wrong, name, i, 0, 2**63 - 1)]
-    wrong.append(TypeError(f"{name}: {shown(given)}; accepted are several integers, along one axis"))
+    wrong.append(refusing(TypeError, name, f"{shown(given)}; accepted are several integers, along one axis"))
     return None
 
 
@@ -374,11 +381,11 @@ def dropout_mask(
         if x is not None:
             is_seed(wrong, name, x)
     if seed is None and rng is None:
-        wrong.append(ValueError("seed: missing; accepted is seed (and offset), or rng"))
+        wrong.append(refusing(ValueError, "seed", "missing; accepted is seed (and offset), or rng"))
     elif rng is not None and (seed is not None or offset is not None):
-        wrong.append(ValueError("rng: given beside seed or offset; accepted is one of the two"))
+        wrong.append(refusing(ValueError, "rng", "given beside seed or offset; accepted is one of the two"))
     if rng is not None and like is not None:
-        wrong.append(ValueError("like: given beside rng; accepted is one of the two: an array of rng's kind is returned"))
+        wrong.append(refusing(ValueError, "like", "given beside rng; accepted is one of the two: an array of rng's kind is returned"))
     for name, x in (("rng", rng), ("like", like)):
         if x is not None and not is_array(wrong, name, x, None, None):
             wrong[-1] = type(wrong[-1])(f"{wrong[-1]}{of_generator(x)}")

@@ -15,6 +15,7 @@ from ._eager import Ready
 from ._options import GRADIENTS
 from ._part import is_partial
 from ._prepared import Kept
+from ._refusals import Name, refusing
 from .arrays import tensor_kinds
 from .arrays.memory import PLAIN
 
@@ -174,24 +175,26 @@ def _is_differentiated(*tensors: Tensor) -> bool:
 def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
     """Refuses a call that has no gradient. tracked: the arrays that require one."""
     if is_partial(call.options):
-        raise NotImplementedError(
-            "part: partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
-            "whole row's lse and delta"
+        raise refusing(
+            NotImplementedError,
+            "part",
+            "partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
+            "whole row's lse and delta",
         )
-    accepted = f"{', '.join(tracked)} requires grad; accepted is torch.no_grad(), or detach()"
+    all_of_them = ", ".join(f"{{{n}}}" for n in range(len(tracked)))
+    words, names = f"have no gradients, and {all_of_them} requires grad; accepted is torch.no_grad(), or detach()", map(Name, tracked)
     if "page_table" in call.arrays:
-        raise NotImplementedError(f"page_table: keys in pages have no gradients, and {accepted}")
+        raise refusing(NotImplementedError, "page_table", f"keys in pages {words}", *names)
     if "k_scale" in call.arrays or "v_scale" in call.arrays:
-        raise NotImplementedError(f"k_scale: quantised keys have no gradients, and {accepted}")
+        raise refusing(NotImplementedError, "k_scale", f"quantised keys {words}", *names)
 
 
 def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
     arrays = call.arrays
     slopes = arrays.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "alibi_slopes: requires grad, and strobe.attention has no gradient of it; accepted is alibi_slopes.detach()"
-        )
+        words = "requires grad, and strobe.attention has no gradient of it; accepted is {0}.detach()"
+        raise refusing(NotImplementedError, "alibi_slopes", words, Name("alibi_slopes"))
     if not _is_differentiated(*arrays.values()):
         return _below_autograd(call)
     if tracked := [name for name in _TRACKED if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled()]:

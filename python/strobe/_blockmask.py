@@ -13,6 +13,7 @@ from ._abi import MAX_RANK, outside_graphs
 from ._checks import Wrong, is_whole, refusal
 from ._core import ffi, lib
 from ._messages import shown
+from ._refusals import refusing
 from .arrays.base import Array, Framework
 from .arrays.known import framework_like, framework_of, unfit
 
@@ -63,11 +64,13 @@ class BlockMask:
             if (refused := unfit(name, x, framework, "rows") or framework.without_values(name, x)) is not None:
                 raise refused
             if x.dtype != framework.xp.int32:
-                raise TypeError(f"{name}: {x.dtype}; accepted is a {framework.name} of int32")
+                raise refusing(TypeError, name, f"{x.dtype}; accepted is a {framework.name} of int32")
         if rows.ndim != 3 or rows.shape[2] != nq + 1:
-            raise ValueError(f"rows: shape {tuple(rows.shape)}; accepted is (B|1, H|1, {nq + 1}), one more than the query blocks")
+            raise refusing(
+                ValueError, "rows", f"shape {tuple(rows.shape)}; accepted is (B|1, H|1, {nq + 1}), one more than the query blocks"
+            )
         if cols.ndim != 1:
-            raise ValueError(f"cols: shape {tuple(cols.shape)}; accepted is (kept,)")
+            raise refusing(ValueError, "cols", f"shape {tuple(cols.shape)}; accepted is (kept,)")
         batch, heads = rows.shape[:2]
         kept = cols.shape[0]
         host_rows, host_cols = framework.on_host(rows), framework.on_host(cols)
@@ -156,7 +159,7 @@ class BlockMask:
             (block,) = _lengths(**{name.replace("seqlen", "block"): (block, 1)})
             (length,) = [count * block] if length is None else _lengths(**{name: (length, 0)})
             if -(-length // block) != count:
-                raise ValueError(f"{name}: {length}; accepted is a length of {count} blocks of {block}, as kept has")
+                raise refusing(ValueError, name, f"{length}; accepted is a length of {count} blocks of {block}, as kept has")
             sizes.append(length)
         host = framework.on_host(kept)
         return cls._beside(kept, _csr(_pointer(framework, "uint8_t *", host), kept.shape), (sizes[0], sizes[1], block_q, block_k))
@@ -285,7 +288,7 @@ class BlockMask:
         lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
         seqlen_q, seqlen_k, block_q, block_k = lengths
         if not isinstance(alignment, str) or alignment not in ("bottom_right", "top_left"):
-            raise ValueError(f"alignment: {shown(alignment)}; accepted is 'bottom_right' or 'top_left'")
+            raise refusing(ValueError, "alignment", f"{shown(alignment)}; accepted is 'bottom_right' or 'top_left'")
         _limit_grid(seqlen_q, seqlen_k, block_q, block_k)
         offset = seqlen_k - seqlen_q if alignment == "bottom_right" else 0
         nk = -(-seqlen_k // block_k)
@@ -300,7 +303,7 @@ class BlockMask:
         cols = array("i", chain.from_iterable(pieces))
         framework = framework_like(like, "strobe.BlockMask")
         if getattr(like, "is_meta", False):
-            raise ValueError("like: on device meta; accepted is an array that has values")
+            raise refusing(ValueError, "like", "on device meta; accepted is an array that has values")
         made = cls(framework.int32(rows, like)[None, None], framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k)
         made.alignment = None if seqlen_q == seqlen_k else alignment
         return made
@@ -309,7 +312,7 @@ class BlockMask:
 def _lengths(**given: tuple[Any, int]) -> list[int]:
     """Checks each argument's value against the least that is accepted."""
     wrong: Wrong = [
-        ValueError(f"{name}: {shown(x)}; accepted is an integer of {least} or more")
+        refusing(ValueError, name, f"{shown(x)}; accepted is an integer of {least} or more")
         for name, (x, least) in given.items()
         if not is_whole(x) or x < least
     ]
@@ -325,7 +328,7 @@ def _limit(kept: int) -> None:
 
 def _limit_grid(seqlen_q: int, seqlen_k: int, block_q: int, block_k: int) -> None:
     wrong: Wrong = [
-        ValueError(f"seqlen_{side}: {length} in blocks of {block}; accepted are up to {_MOST} blocks, what an int32 can count")
+        refusing(ValueError, f"seqlen_{side}", f"{length} in blocks of {block}; accepted are up to {_MOST} blocks, what an int32 can count")
         for side, length, block in (("q", seqlen_q, block_q), ("k", seqlen_k, block_k))
         if -(-length // block) > _MOST
     ]
@@ -339,8 +342,10 @@ def _matrices(name: str, x: Array) -> tuple[Framework, Array]:
     if (refused := framework.without_values(name, x)) is not None:
         raise refused
     if x.dtype != framework.bool_dtype or not 2 <= x.ndim <= MAX_RANK:
-        raise ValueError(
-            f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted is bool of shape (..., rows, columns) with up to two axes before"
+        raise refusing(
+            ValueError,
+            name,
+            f"{x.dtype} of shape {tuple(x.shape)}; accepted is bool of shape (..., rows, columns) with up to two axes before",
         )
     return framework, x[(None,) * (MAX_RANK - x.ndim)]
 

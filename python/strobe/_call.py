@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, MAX_RANK, error, said
+from ._abi import BACKWARD, FORWARD, MAX_RANK, said
 from ._core import ffi, lib
+from ._hints import SCALES, SCORES, TOKENS, OfCall
 from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN
 from ._part import decoded, is_partial
-from ._refusals import SCALES, SCORES, TOKENS, Words
+from ._refusals import Refusal, failure, refusals_of
 from .arrays.base import Array, Framework
 
 _MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse", "delta")) + len(GRADIENTS) + len(AUX)
@@ -148,7 +149,7 @@ class Structs:
         if status != lib.STROBE_OK:
             if self._workspace is not None and self._workspace.error is not None:
                 raise self._workspace.error
-            raise error(status, Words(self._arrays, self._made, self._bshd, self._attention).line)
+            raise failure(status, OfCall(self._arrays, self._made, self._bshd, self._attention))
 
     def prepare(self, direction: int) -> Any:
         """The prepared call: a strobe_prepared, released with the last reference to it."""
@@ -311,8 +312,8 @@ class Call(NamedTuple):
         self.whole(of_backward).run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
         return plan.tile_q, plan.tile_k
 
-    def reasons_against(self, known: dict[str, Array], of_backward: bool) -> list[str]:
-        """The library's objections to arguments, one per line, when some are left out. Checks that compare with an argument that is left
+    def reasons_against(self, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
+        """The library's refusals of arguments, when some are left out. Checks that compare with an argument that is left
         out are not made. known: arrays beside these."""
         framework, options = self.framework, self.options
         arrays, known = ({name: x for name, x in given.items() if framework.is_array(x)} for given in (self.arrays, known))
@@ -327,7 +328,7 @@ class Call(NamedTuple):
             structs.run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
         except ValueError as refusal:
             absent = {"q", "k", "v", "out", "lse", "dout"} - arrays.keys() - known.keys()
-            return [line for line in str(refusal).splitlines() if line.partition(":")[0] not in absent]
+            return [each for each in refusals_of(refusal) if each.argument not in absent]
         except (RuntimeError, TypeError):  # not caused by the arguments, or tensors have no memory
             pass
         return []
@@ -378,7 +379,7 @@ def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, 
     _place(framework, execution, keep, None)
     status = lib.strobe_dropout_mask(attention_struct(tuple(options.items()))[0], given, views + 0, execution)
     if status != lib.STROBE_OK:
-        raise error(status, str)
+        raise failure(status)
     return keep
 
 

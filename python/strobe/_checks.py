@@ -11,6 +11,7 @@ from typing import Any
 
 from ._abi import MAX_RANK
 from ._messages import is_bool, kind, shown
+from ._refusals import raised_for, refusals_of, refusing
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
@@ -18,17 +19,12 @@ Wrong = list[Exception]
 _MISSPELT = 0.8  # get_close_matches(): less similar names mean something else, like block_table beside block_mask (0.67)
 
 
-def name_of(refused: Exception) -> str:
-    """The argument that was refused."""
-    return str(refused).partition(":")[0]
-
-
 def refusal(wrong: Wrong) -> Exception:
     """One exception for all errors: a TypeError if all of them are about types."""
     if len(wrong) == 1:
         return wrong[0]
     kinds_alone = all(isinstance(each, TypeError) for each in wrong)
-    return (TypeError if kinds_alone else ValueError)("\n".join(map(str, wrong)))
+    return raised_for(TypeError if kinds_alone else ValueError, [refusal for each in wrong for refusal in refusals_of(each)])
 
 
 def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collection[str], hints: Mapping[str, str]) -> None:
@@ -36,7 +32,7 @@ def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collec
     for name in given:
         if name not in known:
             hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1, _MISSPELT))
-            wrong.append(TypeError(f"{function}() got an unexpected keyword argument {name!r}" + (hint and f"; {hint}")))
+            wrong.append(refusing(TypeError, None, f"{function}() got an unexpected keyword argument {name!r}" + (hint and f"; {hint}")))
 
 
 def is_whole(x: object) -> bool:
@@ -54,7 +50,7 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
     if (refused := unfit(name, x, framework, "q", None if framework is None else q)) is not None:
         wrong.append(refused)
     elif x.ndim > MAX_RANK and name not in ("q", "k", "v"):  # their ranks are checked elsewhere
-        wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes"))
+        wrong.append(refusing(ValueError, name, f"shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes", code="shape"))
     else:
         return True
     return False
@@ -73,7 +69,7 @@ def of_generator(x: object) -> str:
 def flag(wrong: Wrong, name: str, x: Any) -> bool:
     if is_bool(x):
         return bool(x)
-    wrong.append(TypeError(f"{name}: {kind(x)} {shown(x)}; accepted is True or False"))
+    wrong.append(refusing(TypeError, name, f"{kind(x)} {shown(x)}; accepted is True or False"))
     return False
 
 
@@ -82,12 +78,12 @@ def number(wrong: Wrong, name: str, x: Any) -> float:
     numpy = sys.modules.get("numpy")
     scalar = isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)
     if not scalar or is_bool(x) or (numpy is not None and isinstance(x, _no_numbers(numpy))):
-        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a number"))
+        wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is a number"))
         return 0.0
     try:
         return float(x)
     except (OverflowError, TypeError, ValueError):
-        wrong.append(ValueError(f"{name}: {shown(x)}; accepted is a number that float64 has"))
+        wrong.append(refusing(ValueError, name, f"{shown(x)}; accepted is a number that float64 has"))
         return 0.0
 
 
@@ -98,9 +94,9 @@ def _no_numbers(numpy: Any) -> tuple[type, ...]:
 
 def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:
     if not is_whole(x):
-        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer"))
+        wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is an integer"))
     elif not least <= x <= most:
-        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are integers from {least} to {most}"))
+        wrong.append(refusing(ValueError, name, f"{shown(x)}; accepted are integers from {least} to {most}"))
     else:
         return True
     return False
@@ -108,7 +104,7 @@ def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:
 
 def is_choice(wrong: Wrong, name: str, x: Any, choices: Collection[str]) -> bool:
     if not isinstance(x, str) or x not in choices:
-        wrong.append(ValueError(f"{name}: {shown(x)}; accepted is {' or '.join(map(repr, choices))}"))
+        wrong.append(refusing(ValueError, name, f"{shown(x)}; accepted is {' or '.join(map(repr, choices))}"))
         return False
     return True
 

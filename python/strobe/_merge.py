@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._checks import Wrong, is_choice, refusal
+from ._refusals import refusing
 from .arrays.base import Array, Framework
 from .arrays.known import framework_of, unfit
 
@@ -99,16 +100,18 @@ def _unlike(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, sinks: Array
         arrays.append(("sinks", sinks, _FLOATS))
     for name, x, accepted in arrays:
         if (dtype := str(x.dtype).removeprefix("torch.")) not in accepted:
-            wrong.append(ValueError(f"{name}: dtype {dtype}; accepted is {', '.join(accepted)}"))
+            wrong.append(refusing(ValueError, name, f"dtype {dtype}; accepted is {', '.join(accepted)}"))
     if out_a.ndim not in (3, 4):
-        return [*wrong, ValueError(f"out_a: shape {tuple(out_a.shape)}; accepted is rank 4, or rank 3 for packed sequences")]
+        return [*wrong, refusing(ValueError, "out_a", f"shape {tuple(out_a.shape)}; accepted is rank 4, or rank 3 for packed sequences")]
     whole, rows = tuple(out_a.shape), tuple(out_a.shape[:-1])
     if out_a.ndim == 3 or layout == "bshd":
         rows = (*rows[:-2], rows[-1], rows[-2])
     for name, x, shapes in (("out_b", out_b, [whole]), ("lse_a", lse_a, [rows, (2, *rows)]), ("lse_b", lse_b, [rows, (2, *rows)])):
         if tuple(x.shape) not in shapes:
             either = " or ".join(map(str, shapes))
-            wrong.append(ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {either}, as out_a has shape {whole}"))
+            wrong.append(refusing(ValueError, name, f"shape {tuple(x.shape)}; accepted is {either}, as out_a has shape {whole}"))
     if sinks is not None and tuple(sinks.shape) != rows[-2:-1]:
-        wrong.append(ValueError(f"sinks: shape {tuple(sinks.shape)}; accepted is {rows[-2:-1]}, a number for each head of out_a"))
+        wrong.append(
+            refusing(ValueError, "sinks", f"shape {tuple(sinks.shape)}; accepted is {rows[-2:-1]}, a number for each head of out_a")
+        )
     return wrong

@@ -20,6 +20,7 @@ from ._checks import Wrong, flag, is_choice, is_integer, is_whole, number, plain
 from ._core import lib
 from ._messages import kind, shown
 from ._part import Part
+from ._refusals import refusing
 
 if TYPE_CHECKING:
     from ._blockmask import BlockMask
@@ -115,7 +116,7 @@ class Multiple(Whole):
         if not is_whole(x) or (0 < x <= self.most and x % self.least == 0):
             return super().read(wrong, name, x)
         end = f"2^{self.most.bit_length()}"
-        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are the multiples of {self.least} below {end}, or None"))
+        wrong.append(refusing(ValueError, name, f"{shown(x)}; accepted are the multiples of {self.least} below {end}, or None"))
         return {}
 
 
@@ -164,7 +165,7 @@ class Window(Row):
         if len(sides) != 2 or not whole or not all(side is None or 0 <= side <= INT64_MAX for side in sides):
             error = ValueError if whole else TypeError
             accepted = "(left, right), each None (no bound) or an integer from 0 on, in 64 bits, or one integer for both"
-            wrong.append(error(f"{name}: {shown(x)}; accepted is {accepted}"))
+            wrong.append(refusing(error, name, f"{shown(x)}; accepted is {accepted}"))
             return {}
         return {field: plain(side) for field, side in zip(self._SIDES, sides, strict=True) if side is not None}
 
@@ -194,7 +195,7 @@ class Name(Row):
         if isinstance(x, str) and x.isprintable() and 0 < len(x) < 80:
             return {name: x}
         error = ValueError if isinstance(x, str) else TypeError
-        wrong.append(error(f"{name}: {shown(x)}; accepted is a name out of strobe.engines(), or None"))
+        wrong.append(refusing(error, name, f"{shown(x)}; accepted is a name out of strobe.engines(), or None"))
         return {}
 
 
@@ -235,7 +236,7 @@ class PartOfProblem(Row):
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         if isinstance(x, Part):
             return {name: x.encoded()}
-        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.Part"))
+        wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is a strobe.Part"))
         return {}
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from ._abi import outside_graphs
 from ._blockmask import BlockMask
 from ._call import ORACLE, Call
-from ._checks import Wrong, check_names, is_array, is_whole, name_of, of_generator
+from ._checks import Wrong, check_names, is_array, is_whole, of_generator
+from ._hints import guesses_layout, is_of_sizes
 from ._messages import kind, shown
 from ._options import AUX, BLOCKS, ELSEWHERE, HYPERBOLIC, INPUTS, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
 from ._part import decoded
-from ._refusals import guesses_layout, is_of_sizes
+from ._refusals import AnyHint, Either, Hint, Name, Refusal, arguments_of, raised_for, refusals_of, refusing
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
@@ -66,25 +67,25 @@ def parse(
 
 def _refusal(function: str, call: Call, wrong: Wrong, known: dict[str, Array]) -> Exception:
     """Collects every refusal, the library's included, into one exception."""
-    lines = {name_of(error): str(error) for error in wrong}
+    found: dict[str, Refusal] = {each.argument or each.words: each for error in wrong for each in refusals_of(error)}
     if function.startswith("reference"):
         call.options["engine"] = ORACLE
-    reasons = _reasons(*_judgeable(call, {name: x for name, x in known.items() if name not in lines}, lines.keys()), "backward" in function)
-    for line in reasons:
-        if "k_scale_group" in lines and line.startswith("k_scale: "):
+    reasons = _reasons(*_judgeable(call, {name: x for name, x in known.items() if name not in found}, found.keys()), "backward" in function)
+    for each in reasons:
+        if "k_scale_group" in found and each.argument == "k_scale":
             continue  # it would be checked against another group, or none
-        lines.setdefault(line.partition(":")[0], line)
+        found.setdefault(each.argument or each.words, each)
     if any(map(guesses_layout, reasons)):
-        return ValueError("\n".join(line for line in lines.values() if not is_of_sizes(line)))
-    if len(lines) == 1:
+        return raised_for(ValueError, [each for each in found.values() if not is_of_sizes(each)])
+    if len(found) == 1:
         return wrong[0]
-    kinds_alone = len(lines) == len(wrong) and all(isinstance(error, TypeError) for error in wrong)
-    return (TypeError if kinds_alone else ValueError)("\n".join(lines.values()))
+    kinds_alone = len(found) == len(wrong) and all(isinstance(error, TypeError) for error in wrong)
+    return raised_for(TypeError if kinds_alone else ValueError, found.values())
 
 
 @outside_graphs
-def _reasons(call: Call, known: dict[str, Array], of_backward: bool) -> list[str]:
-    """The library's objections; none if it is not known which arrays these are."""
+def _reasons(call: Call, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
+    """The library's refusals; none if it is not known which arrays these are."""
     framework = call.framework or next(filter(None, map(known_framework, (call.arrays | known).values())), None)
     return [] if framework is None else Call(framework, call.arrays, call.options).reasons_against(known, of_backward)
 
@@ -141,7 +142,7 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
                 wrong[-1] = _with_way_out(wrong[-1], name, host, framework, arrays.get("k"))
         elif isinstance(row, Blocks):
             if not isinstance(x, BlockMask):
-                wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a strobe.BlockMask"))
+                wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is a strobe.BlockMask"))
             elif framework is not None:
                 arrays.update(zip(BLOCKS, (framework.own(a) for a in x.arrays), strict=True))
                 options["block_q"], options["block_k"] = x.block_q, x.block_k
@@ -151,20 +152,21 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
     if options.get("score") == HYPERBOLIC:
         options["beta"] = options.get("beta", 1.0)
     elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
-        wrong.append(ValueError(f"beta: {beta} with score 'dot'; accepted is None, or a hyperbolic score"))
+        wrong.append(refusing(ValueError, "beta", f"{beta} with score 'dot'; accepted is None, or a hyperbolic score"))
     layout = given.get("layout", "bhsd")
     packed, paged = _is_packed(given), given.get("page_table") is not None
     if packed and not paged:
         options.pop("bshd", None)
-    if "layout" not in [*map(name_of, wrong)]:
+    if "layout" not in arguments_of(wrong):
         for name in ("q", "k", "v"):
             in_pages = paged and name != "q"
             rank = 3 if packed and not in_pages else 4
             accepted = _PAGED_SHAPES[name][layout] if in_pages else _SHAPES[name]["packed" if packed else layout]
             if name in arrays and arrays[name].ndim != rank:
-                hint = _rank_hint(layout, paged) if name == "q" and arrays[name].ndim == 3 else ""
-                wrong.append(ValueError(f"{name}: shape {tuple(arrays[name].shape)}; accepted is {accepted}{hint}"))
-    if isinstance(block_mask := given.get("block_mask"), BlockMask) and not SIZES & set(map(name_of, wrong)):
+                hints = (_rank_hint(layout, paged),) if name == "q" and arrays[name].ndim == 3 else ()
+                shape = tuple(arrays[name].shape)
+                wrong.append(refusing(ValueError, name, f"shape {shape}; accepted is {accepted}", code="rank", hints=hints))
+    if isinstance(block_mask := given.get("block_mask"), BlockMask) and SIZES.isdisjoint(arguments_of(wrong)):
         part = options.get("part")
         lengths = _lengths(arrays.get("q"), arrays.get("k"), given)
         if part:
@@ -173,10 +175,10 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
     for side, axis in (("q", -2), ("k", -1)):
         name, cu_seqlens = f"max_seqlen_{side}", arrays.get(f"cu_seqlens_{side}")
         if options.get(name) and not packed:
-            wrong.append(ValueError(f"{name}: {options[name]} without cu_seqlens; accepted is None"))
+            wrong.append(refusing(ValueError, name, f"{options[name]} without cu_seqlens; accepted is None"))
         elif options.get(name) == 0 and cu_seqlens is not None and framework is not None:
             if n := _longest(framework, cu_seqlens):
-                wrong.append(ValueError(f"{name}: 0, and a sequence has {n} tokens; accepted is {n} or more, or None"))
+                wrong.append(refusing(ValueError, name, f"0, and a sequence has {n} tokens; accepted is {n} or more, or None"))
             elif "part" not in options:
                 _without_scores(wrong, framework, arrays, options, name, axis)
     _dropout(wrong, arrays, options, given, framework)
@@ -191,14 +193,14 @@ def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
     return framework.cast(sinks, framework.xp.float64 if q.dtype == framework.xp.float64 else framework.xp.float32)
 
 
-def _with_way_out(refused: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
+def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
     """Why x is no array, and which array the caller may have meant."""
-    hint = ""
+    hint = Hint("")
     if name == "rng":
-        hint = "; an integer goes into seed" if is_whole(x) else of_generator(x)
+        hint = Hint("; an integer goes into {0}", (Name("seed"),), needs=("seed",)) if is_whole(x) else Hint(of_generator(x))
     if name in ("k_scale", "v_scale") and framework is not None and k is not None and k.ndim > 2:
-        hint = _as_scales(framework, x, k)
-    return type(refused)(f"{refused}{hint}") if hint else refused
+        hint = Hint(_as_scales(framework, x, k))
+    return raised_for(type(error), [each.beside(hint) for each in refusals_of(error)]) if hint.words else error
 
 
 def _as_scales(framework: Framework, x: Any, k: Array) -> str:
@@ -212,21 +214,23 @@ def _as_scales(framework: Framework, x: Any, k: Array) -> str:
     return f"; one for all keys is {framework.expanded_in_words(one, shape)}"
 
 
-def _rank_hint(layout: str, paged: bool) -> str:
+def _rank_hint(layout: str, paged: bool) -> AnyHint:
     """For a q with three axes where four are needed."""
+    q, cu_q, cu_k = Name("q"), Name("cu_seqlens_q"), Name("cu_seqlens_k")
     if paged:
-        single = "q[:, None]" if layout == "bshd" else "q[:, :, None]"
-        return f"; did you mean cu_seqlens_q, of packed queries, or {single}, of one query each?"
-    return "; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences, or q[None], of one sequence?"
+        one = Hint("{0}[:, None], of one query each" if layout == "bshd" else "{0}[:, :, None], of one query each", (q,), axes_of="q")
+        return Either((Hint("{0}, of packed queries", (cu_q,), needs=(cu_q.of,)), one))
+    one = Hint("{0}[None], of one sequence", (q,), axes_of="q")
+    return Either((Hint("{0} and {1}, of packed sequences", (cu_q, cu_k), needs=(cu_q.of, cu_k.of)), one))
 
 
 def parse_aux(wrong: Wrong, aux: Any) -> tuple[str, ...]:
     """The names of auxiliary results that are asked for."""
     accepted = f"accepted is a tuple of one or more of {', '.join(map(repr, AUX))}, each once"
     if not isinstance(aux, (tuple, list)) or not all(isinstance(name, str) for name in aux):
-        wrong.append(TypeError(f"aux: {shown(aux)}; {accepted}"))
+        wrong.append(refusing(TypeError, "aux", f"{shown(aux)}; {accepted}"))
     elif not set(aux) <= {*AUX} or len(set(aux)) < len(aux):
-        wrong.append(ValueError(f"aux: {shown(aux)}; {accepted}"))
+        wrong.append(refusing(ValueError, "aux", f"{shown(aux)}; {accepted}"))
     else:
         return tuple(aux)
     return ()
@@ -248,10 +252,11 @@ def _without_scores(wrong: Wrong, framework: Framework, arrays: dict[str, Array]
         if x is None or x.ndim < -axis:
             continue
         if x.shape[axis] > 1:
-            wrong.append(ValueError(f"{of}: shape {tuple(x.shape)}; accepted is one whose axis {axis} is {name}, 0, or 1"))
+            words = "shape {0}; accepted is one whose axis {1} is {2}, 0, or 1"
+            wrong.append(refusing(ValueError, of, words, tuple(x.shape), axis, Name(name), code="shape"))
         elif not x.shape[axis]:
             arrays[of] = framework.cast(x.sum(axis)[..., None], x.dtype).swapaxes(-1, axis)  # of size 1, and still x's to autograd
-    if "block_rows" in arrays and "block_mask" not in map(name_of, wrong):
+    if "block_rows" in arrays and "block_mask" not in arguments_of(wrong):
         for of in (*BLOCKS, "block_q", "block_k"):
             (arrays if of in BLOCKS else options).pop(of)
 
@@ -262,7 +267,9 @@ def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:
         return
     for b, n in enumerate(used.tolist()):
         if not 0 <= n <= most:
-            wrong.append(ValueError(f"{name}: {n} at [{b}]; accepted are 0 to {most}, the length of k"))
+            wrong.append(
+                refusing(ValueError, name, "{0} at [{1}]; accepted are 0 to {2}, the length of {3}", n, b, most, Name("k"), code="length")
+            )
             return
 
 
@@ -300,14 +307,17 @@ def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: 
         given = {option: x for option, x in given.items() if option != name}
         arrays = [x if unfit("", x, framework) is None else None for x in (q, k)]
         own, aligned = _lengths(arrays[0], arrays[1], given), given.get("alignment", "bottom_right")
-        said = f"{name}: a causal bias of {lengths[0]} x {lengths[1]}, {alignment}"
+        said = f"a causal bias of {lengths[0]} x {lengths[1]}, {alignment}"
         if _is_packed(given) or given.get("part") is not None:
             beside = "cu_seqlens" if _is_packed(given) else "part"
-            wrong.append(ValueError(f'{said}, with {beside}; accepted is causal=True, alignment="{alignment}"'))
+            words = f'{said}, with {beside}; accepted is causal=True, alignment="{alignment}"'
+            wrong.append(refusing(ValueError, name, words, code="shape"))
         elif any(there is not None and here != there for here, there in zip(lengths, own, strict=True)):
-            wrong.append(ValueError(f"{said}; accepted is one of {own[0]} x {own[1]}, as q and k have"))
+            words = f"{said}; accepted is one of {own[0]} x {own[1]}, as {{0}} and {{1}} have"
+            wrong.append(refusing(ValueError, name, words, Name("q"), Name("k"), code="shape"))
         elif lengths[0] != lengths[1] and aligned != alignment and _has_band(given):
-            wrong.append(ValueError(f"{said}, beside causal, window or alibi_slopes, {aligned}; accepted is one alignment"))
+            words = f"{said}, beside causal, window or alibi_slopes, {aligned}; accepted is one alignment"
+            wrong.append(refusing(ValueError, name, words, code="shape"))
         else:
             given = {**given, "causal": True, "alignment": alignment}
     return given
@@ -319,28 +329,31 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
         return
     aligned = given.get("alignment", "bottom_right")
     if [mask.seqlen_q, mask.seqlen_k] != lengths:
-        whose = "the maxima of the sequences" if _is_packed(given) else "q and k"
+        whose = "the maxima of the sequences" if _is_packed(given) else "{0} and {1}"
         if given.get("page_table") is not None:
-            whose = "q and a row of page_table"
+            whose = "{0} and a row of {4}"
         if given.get("part") is not None:
             whose = "the longest whole sequences of part"
         accepted = f"accepted is one of {lengths[0]} queries and {lengths[1]} keys, as {whose} have"
         if _is_packed(given) and given.get("part") is None:
             sides = "q" if given.get("page_table") is not None else "qk"
             if any(given.get(f"max_seqlen_{side}") is None for side in sides):
-                counts = "this is the number" if sides == "q" else "these are the numbers"
-                accepted += f"; without {' and '.join(f'max_seqlen_{side}' for side in sides)} {counts} of tokens"
-        wrong.append(ValueError(f"block_mask: of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"))
-    elif mask.alignment not in (None, aligned) and not any(name_of(x) == "alignment" for x in wrong) and _has_band(given):
+                without = "{2} this is the number" if sides == "q" else "{2} and {3} these are the numbers"
+                accepted += f"; without {without} of tokens"
+        names = map(Name, ("q", "k", "max_seqlen_q", "max_seqlen_k", "page_table"))
+        words = f"of {mask.seqlen_q} queries and {mask.seqlen_k} keys; {accepted}"
+        wrong.append(refusing(ValueError, "block_mask", words, *names, code="shape"))
+    elif mask.alignment not in (None, aligned) and "alignment" not in arguments_of(wrong) and _has_band(given):
         accepted = f"accepted beside causal, window or alibi_slopes is the alignment of these, {aligned}"
-        wrong.append(ValueError(f'block_mask: {mask.alignment}; {accepted}: make it with alignment="{aligned}"'))
+        wrong.append(refusing(ValueError, "block_mask", f'{mask.alignment}; {accepted}: make it with alignment="{aligned}"'))
 
 
 def is_seed(wrong: Wrong, name: str, x: Any) -> bool:
     if not is_whole(x):
-        wrong.append(TypeError(f"{name}: {kind(x)}; accepted is an integer; an array goes into rng{of_generator(x)}"))
+        hints = (Hint("; an array goes into {0}", (Name("rng"),), needs=("rng",)), Hint(of_generator(x)))
+        wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is an integer", hints=hints))
     elif not INT64_MIN <= x < 2**64:
-        wrong.append(ValueError(f"{name}: {shown(x)}; accepted are integers of 64 bits"))
+        wrong.append(refusing(ValueError, name, f"{shown(x)}; accepted are integers of 64 bits"))
     else:
         return True
     return False
@@ -353,9 +366,9 @@ def _dropout(
     seed, offset = given.get("seed"), given.get("offset")
     seeded = [is_seed(wrong, name, x) for name, x in (("seed", seed), ("offset", offset)) if x is not None]
     if given.get("rng") is not None and seeded:
-        wrong.append(ValueError("rng: given beside seed or offset; accepted is one of the two"))
+        wrong.append(refusing(ValueError, "rng", "given beside seed or offset; accepted is one of the two"))
     elif offset is not None and seed is None and all(seeded):
-        wrong.append(ValueError("offset: given without seed; accepted is seed alone, or both"))
+        wrong.append(refusing(ValueError, "offset", "given without seed; accepted is seed alone, or both"))
     if options.get("dropout", 0.0) == 0.0:
         rng = arrays.get("rng")
         if rng is not None and framework is not None and tuple(rng.shape) == (2,) and rng.dtype == framework.xp.int64:

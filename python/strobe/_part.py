@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ._checks import Wrong, flag, is_integer, is_whole, plain, refusal
 from ._messages import kind, shown
+from ._refusals import refusing
 from .arrays.known import known_framework
 
 _MOST = 2**63 - 1
@@ -121,7 +122,7 @@ def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int
     """For queries or keys: the first range, or else length, that no sequence can have, in the library's words."""
     for b, n in enumerate(seqlens):
         if not 0 <= n <= _MOST_POSITIONS:
-            wrong.append(ValueError(f"seqlens_{side}: {shown(n)} at [{b}]; accepted are 0 to {_MOST_POSITIONS}"))
+            wrong.append(refusing(ValueError, f"seqlens_{side}", f"{shown(n)} at [{b}]; accepted are 0 to {_MOST_POSITIONS}"))
             return
     shortest = min(seqlens, default=0)
     for b, of in enumerate(ranges):
@@ -156,7 +157,7 @@ def _ranges(wrong: Wrong, name: str, given: Any) -> tuple[tuple[tuple[int, int],
     accepted = "accepted are integers (n, 2) or (B, n, 2): the start and the length of each range"
     rows = _listed(given)
     if not _is_several(rows):
-        wrong.append(TypeError(f"{name}: {kind(given)}; {accepted}"))
+        wrong.append(refusing(TypeError, name, f"{kind(given)}; {accepted}"))
         return ()
     rows = [_listed(row) for row in rows]
     one = not rows or all(_is_several(row) and not any(_is_several(x) for x in row) and list(row) for row in rows)
@@ -164,7 +165,7 @@ def _ranges(wrong: Wrong, name: str, given: Any) -> tuple[tuple[tuple[int, int],
     for of in [rows] if one else rows:
         pairs = [[plain(_listed(x)) for x in pair] if _is_several(pair) else [] for pair in map(_listed, of)] if _is_several(of) else [[]]
         if not all(len(pair) == 2 and all(map(is_whole, pair)) for pair in pairs) or (found and len(found[0]) != len(pairs)):
-            wrong.append(ValueError(f"{name}: {shown(given)}; {accepted}"))
+            wrong.append(refusing(ValueError, name, f"{shown(given)}; {accepted}"))
             return ()
         found.append(tuple((pair[0], pair[1]) for pair in pairs))
     return tuple(found)
@@ -175,5 +176,5 @@ def _lengths(wrong: Wrong, name: str, given: Any) -> tuple[int, ...]:
     numbers = [plain(_listed(n)) for n in x] if _is_several(x) else [plain(x)]
     if all(map(is_whole, numbers)):
         return tuple(numbers)
-    wrong.append(TypeError(f"{name}: {shown(given)}; accepted are integers (B,), or one for all sequences"))
+    wrong.append(refusing(TypeError, name, f"{shown(given)}; accepted are integers (B,), or one for all sequences"))
     return ()

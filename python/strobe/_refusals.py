@@ -1,193 +1,236 @@
-"""The library's reasons against a call, in words that fit the Python function."""
+"""Refusals as data: which argument, what is wrong and what is accepted, in parts. Here a line of text is made of them, in the names of the
+function that was called.
+
+The library gives them as records (strobe_last_refusal); Python's own checks make them with refusing(). An exception carries its refusals,
+so that a function with names of its own can word them again."""
 
 from __future__ import annotations
 
-import re
-from difflib import get_close_matches
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any, NamedTuple, TypeVar
 
-from ._abi import MAX_RANK, NO_DTYPE, engines
-from .arrays.known import known_framework
+from ._abi import DTYPES, NO_DTYPE, exception_for, text
+from ._core import ffi, lib
 
-# Tensors that broadcast to (B, H, Sq, Sk): if they have fewer axes, the first ones are missing, as in NumPy.
-SCORES = frozenset({"mask", "bias", "dbias"})
-# Tensors whose axes are (B,S,H,D) with layout "bshd".
-TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-SCALES = frozenset({"k_scale", "v_scale"})  # the same without the last axis, if k has four
-_LAYOUT_HINT = "; did you mean layout="
-_OF_SIZES = re.compile(
-    r"(mask|bias|alibi_slopes|sinks|lse|dlse|delta): (shape |a causal bias )|seqused_k: -?\d+ at |block_mask: (of |block_\w+: shape )"
-)
+ErrorT = TypeVar("ErrorT", bound=Exception)
+
+# The kinds of the library's refusals, by their number: "shape", "dtype", ...
+CODES: dict[int, str] = {number: name.removeprefix("STROBE_CODE_").lower() for number, name in ffi.typeof("strobe_code").elements.items()}
+_DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
+
+
+class Name(NamedTuple):
+    """An argument of strobe.attention(), for which the caller's function may have another name."""
+
+    of: str
+
+
+class Absent(NamedTuple):
+    """What a caller of C writes where one of Python writes None."""
+
+    in_c: str
+
+
+class Sizes(NamedTuple):
+    """The size, or the stride, of each axis."""
+
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.sizes))})"
+
+
+class Axes(NamedTuple):
+    """Accepted axes: their names, their sizes (-1: any), and whether size 1 is accepted as well."""
+
+    roles: tuple[str, ...]
+    sizes: tuple[int, ...]
+    or_one: tuple[bool, ...]
+
+    def __str__(self) -> str:
+        ones = ["|1" if one else "" for one in self.or_one]
+        roles = ", ".join(role + one for role, one in zip(self.roles, ones, strict=True))
+        sizes = ", ".join("any" if size < 0 else f"{size}{one}" for size, one in zip(self.sizes, ones, strict=True))
+        return f"({roles})" + ("" if all(size < 0 for size in self.sizes) else f" = ({sizes})")
+
+
+class AxisOf(NamedTuple):
+    """An axis of the refused tensor."""
+
+    axis: int
+
+    def __str__(self) -> str:
+        return ("first", "second", "third", "fourth")[self.axis]
+
+
+class Types(NamedTuple):
+    """One or more dtypes."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(self.names)
+
+
+class Hint(NamedTuple):
+    """What the caller may have meant, behind the line. It is left out where the caller's function lacks an argument that it needs."""
+
+    words: str
+    values: tuple[Any, ...] = ()
+    needs: tuple[str, ...] = ()  # arguments of strobe.attention() beside the refused one
+    axes_of: str = ""  # it speaks of this tensor's axes
+
+
+class Either(NamedTuple):
+    """Hints of which each is an alternative."""
+
+    hints: tuple[Hint, ...]
+
+
+class OtherLayout(NamedTuple):
+    """The tensors would fit in this layout."""
+
+    layout: str
+
+
+AnyHint = Hint | Either | OtherLayout
+
+
+class Refusal(NamedTuple):
+    argument: str | None  # None: the words name it
+    words: str  # {0} is the place of the first value
+    values: tuple[Any, ...] = ()
+    code: str = ""  # of CODES
+    hints: tuple[AnyHint, ...] = ()
+
+    def beside(self, *hints: AnyHint) -> Refusal:
+        return self._replace(hints=(*self.hints, *hints))
+
+
+_WITHOUT_LAYOUT = {"bhsd": "(B, S, H, D)", "bshd": "(B, H, S, D)"}  # by the layout in which the tensors would fit: that of the function
 
 
 class Words:
-    """How the caller of one call writes it.
+    """The words of a function: names of strobe.attention()'s arguments → its own; known: the arguments of strobe.attention() that it has,
+    None for all; parts: those of q, k and v that are views of another tensor of the caller's, so that a hint about axes would mislead."""
 
-    arrays: the caller's; made: those that the package has allocated for the call; bshd: whether the layout is "bshd"; attention: the
-    call's strobe_attention."""
+    def __init__(self, names: Mapping[str, str] | None = None, known: Set[str] | None = None, parts: Set[str] = frozenset()):
+        self._names, self._known, self._parts = names or {}, known, parts
 
-    def __init__(self, arrays: dict[str, Any], made: dict[str, Any], bshd: bool, attention: Any):
-        self._arrays, self._made, self._bshd, self._attention = arrays, made, bshd, attention
+    def name(self, argument: str) -> str:
+        return self._names.get(argument, argument)
 
-    def line(self, reason: str) -> str:
-        """One of the library's reasons, which begins with the name of the wrong argument; empty if that is none of the caller's."""
-        name = reason.partition(":")[0]
-        if name in self._made:
+    def line(self, refusal: Refusal) -> str:
+        said = self.said(refusal)
+        return said.words if said.argument is None else f"{said.argument}: {said.words}"
+
+    def said(self, refusal: Refusal) -> Refusal:
+        """The refusal in this function's names, with nothing left to be filled in."""
+        argument = None if refusal.argument is None else self.name(refusal.argument)
+        words = self._filled(refusal.words, refusal.values) + "".join(self._hint(each, argument) for each in refusal.hints)
+        return Refusal(argument, words, code=refusal.code)
+
+    def _filled(self, words: str, values: tuple[Any, ...]) -> str:
+        return words.format(*map(self._value, values)) if values else words
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, Name):
+            return self.name(value.of)
+        if isinstance(value, Absent):
+            return "None"
+        return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+    def _hint(self, hint: AnyHint, argument: str | None) -> str:
+        if isinstance(hint, OtherLayout):
+            return self._layout(hint.layout)
+        if isinstance(hint, Either):
+            fit = [self._filled(each.words, each.values) for each in hint.hints if self._applies(each, argument)]
+            return f"; did you mean {', or '.join(fit)}?" if fit else ""
+        return self._filled(hint.words, hint.values) if self._applies(hint, argument) else ""
+
+    def _applies(self, hint: Hint, argument: str | None) -> bool:
+        known = all((self._known is None or name in self._known) and self.name(name) != argument for name in hint.needs)
+        return known and hint.axes_of not in self._parts
+
+    def _layout(self, layout: str) -> str:
+        if self._known is None or "layout" in self._known:
+            return f'; did you mean layout="{layout}"?'
+        if not self._parts.isdisjoint("qkv"):
             return ""
-        if name.startswith("block_"):
-            reason = "block_mask: " + reason
-            return "" if is_of_sizes(reason) and _are_in_the_other_layout(self._arrays, self._bshd) else reason
-        if self._bshd and name in TOKENS:
-            reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+), ([^(),]+)\)", r"(\1, \3, \2, \4)", reason)
-        if self._bshd and name in SCALES:
-            reason = re.sub(r"\(([^(),]+), ([^(),]+), ([^(),]+)((?:, [^(),]+)?)\)", r"(\1, \3, \2\4)", reason)
-        array = self._arrays.get(name)
-        if array is not None:
-            reason = reason.replace(f"dtype {NO_DTYPE} (none)", f"dtype {array.dtype}")
-            if name in SCORES and array.ndim < MAX_RANK and ": shape" in reason:
-                reason = re.sub(r"shape \([^()]*\)", f"shape {tuple(array.shape)}", reason, count=1)
-                reason += self._missing_axes(name, tuple(array.shape))
-            if ": dtype" in reason:
-                reason += _ways_out(name, reason, array, not SCALES.isdisjoint(self._arrays))
-            guessed = _are_in_the_other_layout(self._arrays, self._bshd)
-            if guessed and is_of_sizes(reason):
-                return ""
-            heads = name == "k" and " heads for the " in reason
-            rows = name == "seqused_k" and reason.endswith("the positions of a row of page_table")
-            if heads and self._bshd:
-                reason = reason.replace("on the second axis of (pages", "on the third axis of (pages")
-            if (heads and guessed) or (rows and self._has_longer_pages(reason)):
-                reason += f'{_LAYOUT_HINT}"{"bhsd" if self._bshd else "bshd"}"?'
-            if name.startswith("cu_seqlens"):
-                given = getattr(self._attention, f"max_seqlen_{name[-1]}")
-                reason = reason.replace("at most max_seqlen = ", f"at most {f'max_seqlen_{name[-1]}' if given else f'T{name[-1]}'} = ")
-            if name.startswith("cu_seqlens") and self._heads_come_first(name, reason):
-                reason += f"; packed {name[-1]} is (tokens, heads, D), and this one looks like (heads, tokens, D)"
-            if name in SCORES and ": shape" in reason:
-                reason += self._unsaid_lengths()
-            if name in SCALES and re.search(": (rank|shape) ", reason):
-                reason += self._other_scales(name)
-        if name in ("k_scale_group", "max_seqlen_q", "max_seqlen_k"):
-            reason = reason.replace("accepted is 0", "accepted is None")
-        if name == "engine":
-            reason = reason.replace("or none", "or None") + _close_engine(reason)
-        return reason.removeprefix("execution.")
-
-    def _heads_come_first(self, name: str, reason: str) -> bool:
-        """For a sequence that is too long for packed tokens: whether it fits if the axis taken for heads is that of tokens."""
-        x = self._arrays.get(name[-1])
-        length = re.search(r"has (\d+) tokens; accepted is at most", reason)
-        return x is not None and x.ndim == MAX_RANK - 1 and length is not None and x.shape[0] < int(length[1]) <= x.shape[1]
-
-    def _has_longer_pages(self, reason: str) -> bool:
-        """For a length that exceeds a row of the page table: whether it would fit if the pools' axes 1 and 2 changed places."""
-        q, k, table = (self._arrays.get(name) for name in ("q", "k", "page_table"))
-        if q is None or k is None or table is None:
-            return False
-        page, heads = k.shape[1:3] if not self._bshd else k.shape[2:0:-1]
-        q_heads = q.shape[1] if q.ndim < MAX_RANK or not self._bshd else q.shape[2]
-        used = re.search(r"seqused_k: (\d+) at", reason)
-        return used is not None and int(used[1]) <= table.shape[1] * page and heads > 0 and q_heads % heads == 0
-
-    def _unsaid_lengths(self) -> str:
-        """For a mask or bias over packed sequences: the missing options that would give its sizes."""
-        if "cu_seqlens_q" not in self._arrays:
-            return ""
-        if "page_table" in self._arrays:  # it gives the number of keys
-            return "" if self._attention.max_seqlen_q else "; max_seqlen_q gives the length of its axis -2"
-        if self._attention.max_seqlen_q and self._attention.max_seqlen_k:
-            return ""
-        return "; max_seqlen_q and max_seqlen_k give the lengths of its last two axes"
-
-    def _other_scales(self, name: str) -> str:
-        """For scales in a wrong shape: how the caller writes them in the right one."""
-        scale, k = self._arrays[name], self._arrays.get("k")
-        if k is None or (name == "k_scale" and self._attention.k_scale_group):
-            return ""
-        shape, rows = tuple(scale.shape), tuple(k.shape[:-1])
-        if len(shape) == k.ndim and shape[-1] == 1:
-            return f"; did you mean {name}[..., 0]?"
-        if len(shape) == k.ndim and name == "k_scale":
-            return "; did you mean a scale for each column, with k_scale_group?"
-        by_head = len(shape) == 1 and shape[0] > 1 and not self._bshd and k.ndim == MAX_RANK
-        full, index = ((*shape, 1), "[:, None]") if by_head else (shape, "")
-        framework = known_framework(scale)
-        if framework is None or len(full) > len(rows) or any(n not in (1, m) for n, m in zip(full[::-1], rows[::-1], strict=False)):
-            return ""
-        return f"; one for many keys is a view of it, {framework.expanded_in_words(name + index, rows)}"
-
-    def _missing_axes(self, name: str, shape: tuple[int, ...]) -> str:
-        """For a mask or bias that does not broadcast: how to make it broadcast, if its axes are those of a batch and of keys."""
-        q, k, cu_seqlens_q = map(self._arrays.get, ("q", "k", "cu_seqlens_q"))
-        if q is None or k is None or q.ndim != k.ndim or "page_table" in self._arrays:
-            return ""  # another line says what is wrong with them
-        if q.ndim == MAX_RANK:
-            tokens = 1 if self._bshd else 2
-            batch, queries, keys = q.shape[0], q.shape[tokens], k.shape[tokens]
-        elif cu_seqlens_q is None or not cu_seqlens_q.ndim:
-            return ""
-        else:
-            batch = cu_seqlens_q.shape[0] - 1
-            queries, keys = self._attention.max_seqlen_q or q.shape[0], self._attention.max_seqlen_k or k.shape[0]
-        if shape == (batch, keys):
-            return f"; of (B, Sk), {name}[:, None, None, :]"
-        if shape in ((batch, 1, keys), (batch, queries, keys)):
-            return f"; of (B, {'1' if shape[1] == 1 else 'Sq'}, Sk), {name}[:, None]"
-        return ""
+        q, k, v = map(self.name, "qkv")
+        return f"; {q}, {k}, {v} are {_WITHOUT_LAYOUT[layout]} here; did you mean {q}.transpose(1, 2)?"
 
 
-# Tensors that are cast without a loss, or are no results of a computation: the dtype in which messages ask for them, for any q but float64.
-_CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
-_CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
+OWN = Words()  # strobe.attention() itself
 
 
-def _ways_out(name: str, reason: str, array: Any, has_scales: bool) -> str:
-    """For a wrong dtype: what the caller may have meant."""
-    framework = known_framework(array)
-    given, _, accepted = reason.partition("; accepted is ")
-    number = re.search(r"dtype (torch\.)?(u?int|b?float)\d+$", given)
-    if name == "mask":
-        cast = "" if framework is None else f"; of zeros and ones, {framework.cast_in_words(name, 'bool')}"
-        return "; what is added to the scores is bias" if "float" in given else cast
-    if name == "bias" and "dtype bool" in given:
-        return "; what hides is mask"
-    if framework is not None and name in _CASTS and number is not None:
-        dtype = "float64" if accepted == "float64" else _CASTS[name]
-        whole = dtype.startswith("int")
-        return f"; {framework.cast_in_words(name, dtype)}" if not whole or number[2].endswith("int") else ""
-    if has_scales and name in ("k", "v") and "float" in given and "float8" not in given and "," in accepted:
-        return ", or none of k_scale and v_scale"
-    if has_scales and name == "v" and "," not in reason:  # if k has it, only one dtype is accepted
-        return ", as k"
-    if not has_scales and name in ("k", "v") and re.search(r"dtype (int8|uint8|float8_e4m3fn);", reason):
-        return ", or with k_scale and v_scale int8, float8_e4m3fn, uint8"
-    return ""
+def refusing(kind: type[ErrorT], argument: str | None, words: str, *values: Any, code: str = "", hints: tuple[AnyHint, ...] = ()) -> ErrorT:
+    """An exception for one refusal. words: literal if there are no values."""
+    return raised_for(kind, [Refusal(argument, words, values, code, hints)])
 
 
-def _are_in_the_other_layout(arrays: dict[str, Any], bshd: bool) -> bool:
-    """Whether the heads of q, k and v do not fit, but would fit if axes 1 and 2 changed places."""
-    shapes = [tuple(arrays[name].shape) for name in ("q", "k", "v") if name in arrays]
-    paged = "page_table" in arrays
-    if len(shapes) < 3 or any(len(shape) != MAX_RANK for shape in shapes[1:]) or len(shapes[0]) not in ((3, 4) if paged else (4,)):
-        return False
-    of_q, of_k, of_v = shapes
-    fit = [
-        heads_kv > 0 and of_q[axis if len(of_q) == MAX_RANK else 1] % heads_kv == 0
-        for axis, heads_kv in ((2 if bshd else 1, of_k[2 if bshd else 1]), (1 if bshd else 2, of_k[1 if bshd else 2]))
-    ]
-    return fit == [False, True] and of_k[:3] == of_v[:3] and of_q[-1] == of_k[3] and (paged or of_q[0] == of_k[0])
+def raised_for(kind: type[ErrorT], refusals: Iterable[Refusal]) -> ErrorT:
+    """One exception for all of them: a line each, no line twice."""
+    found = list(refusals)
+    error = kind("\n".join(dict.fromkeys(map(OWN.line, found))))
+    error.refusals = tuple(found)  # type: ignore[attr-defined]
+    return error
 
 
-def is_of_sizes(reason: str) -> bool:
-    """Whether the reason depends on H, Sq or Sk. If these are of another layout, it may refuse a correct argument."""
-    return _OF_SIZES.match(reason) is not None
+def refusals_of(error: BaseException) -> tuple[Refusal, ...]:
+    """Those that an exception carries; of one that carries none its lines, as they are."""
+    found: tuple[Refusal, ...] | None = getattr(error, "refusals", None)
+    return tuple(Refusal(None, line) for line in str(error).splitlines()) if found is None else found
 
 
-def guesses_layout(reason: str) -> bool:
-    return _LAYOUT_HINT in reason
+def arguments_of(errors: Iterable[BaseException]) -> list[str | None]:
+    """The arguments that are refused."""
+    return [refusal.argument for error in errors for refusal in refusals_of(error)]
 
 
-def _close_engine(reason: str) -> str:
-    unknown = re.match(r'engine: "(.*)" is unknown', reason)
-    close = get_close_matches(unknown[1], [name for name, _ in engines()], 1) if unknown else []
-    return "".join(f"; did you mean {name}?" for name in close)
+def first_of_each(refusals: Iterable[Refusal]) -> list[Refusal]:
+    """No argument twice."""
+    found: dict[str, Refusal] = {}
+    for refusal in refusals:
+        found.setdefault(refusal.argument or refusal.words, refusal)
+    return list(found.values())
+
+
+def failure(status: int, of_call: Callable[[Refusal], Refusal | None] = lambda refusal: refusal) -> Exception:
+    """The exception for a failed call. of_call: the library's refusal in terms of the Python call; None if that is no argument of it."""
+    kind = exception_for(status)
+    if status == lib.STROBE_INVALID_ARGUMENT:
+        said = last_refusals()
+        of_caller = [each for each in map(of_call, said) if each is not None]
+        return raised_for(kind, first_of_each(of_caller or said))
+    return kind(text(lib.strobe_last_error()))
+
+
+def last_refusals() -> list[Refusal]:
+    """The library's, of this thread's last failure."""
+    found: list[Refusal] = []
+    while (record := lib.strobe_last_refusal(len(found))) != ffi.NULL:
+        values = tuple(_value(record.values[n]) for n in range(record.n_values))
+        found.append(Refusal(text(record.argument), text(record.words), values, CODES[record.code]))
+    return found
+
+
+def _value(v: Any) -> Any:
+    if v.kind == lib.STROBE_VALUE_INTEGER:
+        return v.integer
+    if v.kind == lib.STROBE_VALUE_NUMBER:
+        return v.number
+    if v.kind == lib.STROBE_VALUE_AXIS:
+        return AxisOf(v.integer)
+    if v.kind == lib.STROBE_VALUE_ARGUMENT:
+        return Name(text(v.text))
+    if v.kind == lib.STROBE_VALUE_ABSENT:
+        return Absent(text(v.text))
+    if v.kind == lib.STROBE_VALUE_TEXT:
+        return text(v.text)
+    sizes = tuple(v.sizes[n] for n in range(v.count))
+    if v.kind == lib.STROBE_VALUE_SIZES:
+        return Sizes(sizes)
+    if v.kind == lib.STROBE_VALUE_AXES:
+        return Axes(tuple(text(v.roles[n]) for n in range(v.count)), sizes, tuple(bool(v.or_one >> n & 1) for n in range(v.count)))
+    return Types(tuple(_DTYPE_NAMES.get(n, f"{n} (none)" if n == NO_DTYPE else f"{n} (unknown)") for n in sizes))

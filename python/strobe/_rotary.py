@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._refusals import refusing
+
 
 def check_tables(cos: Tensor, sin: Tensor, head_dim: int, positions: int, names: str = "rotary_cos, rotary_sin") -> None:
     """Checks rotate()'s tables for heads of that many columns, at positions that end before `positions`: 0 if no token is rotated."""
     if cos.shape != sin.shape or cos.dim() != 2 or 2 * cos.shape[-1] > head_dim:
         shapes = f"shapes {tuple(cos.shape)}, {tuple(sin.shape)}"
-        raise ValueError(f"{names}: {shapes}; accepted is (length, R) twice, 2R <= {head_dim}, the head dimension")
+        raise refusing(ValueError, names, f"{shapes}; accepted is (length, R) twice, 2R <= {head_dim}, the head dimension")
     if not (cos.is_floating_point() and sin.is_floating_point()):
-        raise ValueError(f"{names}: dtypes {cos.dtype}, {sin.dtype}; accepted is floating point twice")
+        raise refusing(ValueError, names, f"dtypes {cos.dtype}, {sin.dtype}; accepted is floating point twice")
     if len(cos) < positions:
-        raise ValueError(f"{names}: length {len(cos)}; accepted is {positions} or more, to the last token's position")
+        raise refusing(ValueError, names, f"length {len(cos)}; accepted is {positions} or more, to the last token's position")
 
 
 def rotate_tokens(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ._checks import Wrong
 from ._messages import kind
+from ._refusals import refusing
 from .arrays.torch import TORCH
 
 
 def tensor_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Exception | None:
     """Why x is refused: it is no tensor, or its class is a subclass whose memory does not hold its values."""
-    return TORCH.unfit(name, x) if isinstance(x, Tensor) else TypeError(f"{name}: {kind(x)}; accepted is {accepted}")
+    return TORCH.unfit(name, x) if isinstance(x, Tensor) else refusing(TypeError, name, f"{kind(x)}; accepted is {accepted}")
 
 
 def unfit_tensors(given: Mapping[str, Any]) -> Wrong:
@@ -27,7 +28,7 @@ def misplaced(given: Mapping[str, Tensor], on_host: Collection[str] = ()) -> Wro
     first, *_ = given
     there = given[first].device
     return [
-        ValueError(f"{name}: on device {x.device}; accepted is {there}, where {first} lies")
+        refusing(ValueError, name, f"on device {x.device}; accepted is {there}, where {first} lies")
         for name, x in given.items()
         if x.device != there and not (name in on_host and x.is_cpu)
     ]
@@ -39,5 +40,5 @@ def incomplete(given: Mapping[str, object], *pairs: tuple[str, str]) -> Wrong:
     for a, b in pairs:
         if (given[a] is None) != (given[b] is None):
             absent, there = (a, b) if given[a] is None else (b, a)
-            wrong.append(ValueError(f"{absent}: None beside {there}; accepted are both or neither"))
+            wrong.append(refusing(ValueError, absent, f"None beside {there}; accepted are both or neither"))
     return wrong

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Wrong, refusal
+from ._refusals import refusing
 from .arrays.torch import TORCH, is_alone, tracked_leaf
 
 P = ParamSpec("P")
@@ -48,15 +49,15 @@ def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | Non
     earlier: dict[str, Tensor] = {}
     for name, x in written.items():
         if overlaps_itself(x):
-            wrong.append(ValueError(f"{name}: strides {tuple(x.stride())}; accepted is memory of its own for each number"))
+            wrong.append(refusing(ValueError, name, f"strides {tuple(x.stride())}; accepted is memory of its own for each number"))
         elif (refused := TORCH.unwritable(name, x)) is not None:
             wrong.append(refused)
         for other in (other for other, y in earlier.items() if share_memory(x, y)):
-            wrong.append(ValueError(f"{name}: the memory of {other}; accepted is memory of its own"))
+            wrong.append(refusing(ValueError, name, f"the memory of {other}; accepted is memory of its own"))
         earlier[name] = x
     for name, x in (read or {}).items():
         for other in [other for other, y in written.items() if share_memory(x, y)][:1]:
-            wrong.append(ValueError(f"{name}: in the memory of {other}, which is written; accepted is memory of its own"))
+            wrong.append(refusing(ValueError, name, f"in the memory of {other}, which is written; accepted is memory of its own"))
     return wrong
 
 

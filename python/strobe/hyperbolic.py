@@ -18,6 +18,7 @@ from ._messages import is_bool, shown
 from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from ._parse import parse, without_causal_bias
 from ._part import Part
+from ._refusals import refusing
 from .arrays.base import Array, Framework
 from .arrays.known import framework_of, known_framework, unfit
 
@@ -97,12 +98,12 @@ def hyperbolic_attention(
     if framework is None or not all(_may_be_points(framework, name, x, q) for name, x in points.items()):
         _refuse(q, k, v, options, wrong)
     if aggregate == "midpoint" and options.get("page_table") is not None:
-        wrong.append(ValueError("page_table: given with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH))
+        wrong.append(refusing(ValueError, "page_table", "given with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH))
     options = dict(without_causal_bias(framework, q, k, options, wrong))
     for name, x in points.items():
         most = (MAX_HEAD_DIM_V if name == "v" else MAX_HEAD_DIM) - 1  # a point has one more on the hyperboloid
         if model == "poincare" and x.shape[-1] > most:
-            wrong.append(ValueError(f"{name}: {x.shape[-1]} coordinates; accepted with model 'poincare' are 1 to {most}"))
+            wrong.append(refusing(ValueError, name, f"{x.shape[-1]} coordinates; accepted with model 'poincare' are 1 to {most}"))
     if wrong:
         _refuse(q, k, v, options, wrong)
     if is_bool(check := options.get("check")) and check:
@@ -132,22 +133,26 @@ def _translated(
     refused: Wrong = []
     shift = number(refused, "c", c)
     if refused or not math.isfinite(shift):
-        wrong.append(ValueError(f"c: {shown(c)}; accepted is a finite number"))
+        wrong.append(refusing(ValueError, "c", f"{shown(c)}; accepted is a finite number"))
         shift = 0.0
     for name in _FIXED:
         if (x := options.pop(name, None)) is not None:
-            wrong.append(ValueError(f"{name}: {shown(x)}; accepted is none: the score is the distance's"))
+            wrong.append(refusing(ValueError, name, f"{shown(x)}; accepted is none: the score is the distance's"))
     check_names("hyperbolic_attention", options, wrong, _NAMES, _HINTS)
     options = {**{name: x for name, x in options.items() if name in _NAMES}, "score": "hyperbolic", "beta": beta, "shift": shift}
     scaled = [name for name in ("k_scale", "v_scale") if options.get(name) is not None]
-    wrong += [ValueError(f"{name}: given; accepted is None, for quantised points lie beside the hyperboloid") for name in scaled]
+    wrong += [refusing(ValueError, name, "given; accepted is None, for quantised points lie beside the hyperboloid") for name in scaled]
     if scaled:
         raise refusal(wrong)  # k and v are no points, so that nothing else can be checked on them
     if isinstance(part := options.get("part"), Part):
         if part.partial:
-            wrong.append(ValueError("part: partial=True; accepted is partial=False, for strobe.merge() does not add up points"))
+            wrong.append(refusing(ValueError, "part", "partial=True; accepted is partial=False, for strobe.merge() does not add up points"))
         elif aggregate == "midpoint" and not _has_all_keys(part):
-            wrong.append(ValueError("part: of fewer keys than there are, with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH))
+            wrong.append(
+                refusing(
+                    ValueError, "part", "of fewer keys than there are, with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH
+                )
+            )
     return options, wrong
 
 
@@ -189,11 +194,15 @@ def _no_points(name: str, x: Array, model: str) -> Exception | None:
     place = tuple(int(axis[0]) for axis in framework.xp.where(~good))
     found = float(square[place])
     if model == "poincare":
-        return ValueError(f"{name}: |p|² = {found:g} at {[*place]}; accepted with model 'poincare' are points of the unit ball, |p| < 1")
+        return refusing(
+            ValueError, name, f"|p|² = {found:g} at {[*place]}; accepted with model 'poincare' are points of the unit ball, |p| < 1"
+        )
     time = float(exact[..., 0][place])
     hint = "; points of the ball are model='poincare'" if bool((_square(exact) < 1).all()) else ""
-    return ValueError(
-        f"{name}: <x, x> = {found:g} and x0 = {time:g} at {[*place]}; accepted with model 'lorentz' are <x, x> = -1 and x0 > 0{hint}"
+    return refusing(
+        ValueError,
+        name,
+        f"<x, x> = {found:g} and x0 = {time:g} at {[*place]}; accepted with model 'lorentz' are <x, x> = -1 and x0 > 0{hint}",
     )
 
 
@@ -354,7 +363,7 @@ def _mapped(formula: Callable[..., Array], x: Array, *second: Array, least: int 
     framework = _framework_of_points("x", x)
     xp: Any = framework.xp
     if x.shape[-1] < least:
-        raise ValueError(f"x: {x.shape[-1]} coordinates; accepted is {least} or more")
+        raise refusing(ValueError, "x", f"{x.shape[-1]} coordinates; accepted is {least} or more")
     if not second:
         return framework.cast(formula(xp, _at_least_float32(framework, x)), x.dtype)
     (y,) = second
@@ -362,7 +371,7 @@ def _mapped(formula: Callable[..., Array], x: Array, *second: Array, least: int 
         raise refused
     _framework_of_points("y", y)
     if y.shape[-1] != x.shape[-1]:
-        raise ValueError(f"y: {y.shape[-1]} coordinates; accepted are {x.shape[-1]}, as x has")
+        raise refusing(ValueError, "y", f"{y.shape[-1]} coordinates; accepted are {x.shape[-1]}, as x has")
     return framework.cast(formula(xp, _at_least_float32(framework, x), _at_least_float32(framework, y)), xp.promote_types(x.dtype, y.dtype))
 
 
@@ -370,9 +379,9 @@ def _framework_of_points(name: str, x: Array) -> Framework:
     """x's framework; x's last axis must hold points."""
     framework = framework_of(name, x)
     if _dtype(x) not in _EPS:
-        raise ValueError(f"{name}: dtype {_dtype(x)}; accepted is {', '.join(_EPS)}")
+        raise refusing(ValueError, name, f"dtype {_dtype(x)}; accepted is {', '.join(_EPS)}")
     if x.ndim == 0:
-        raise ValueError(f"{name}: a number; accepted are points, along the last axis")
+        raise refusing(ValueError, name, "a number; accepted are points, along the last axis")
     return framework
 
 

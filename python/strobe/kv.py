@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ._checks import Wrong, flag, is_choice, is_whole, refusal
 from ._messages import shown
+from ._refusals import refusing
 from ._rotary import check_tables, places, rotate_tokens
 from ._tensor_checks import incomplete, misplaced, unfit_tensors
 from ._writable import not_writable, writes
@@ -67,14 +68,14 @@ def quantise(
         if not isinstance(given, torch.dtype) or given not in accepted:
             wrong.append(_no_dtype(name, given, accepted))
     if group is not None and not (is_whole(group) and group > 0 and group % 32 == 0):
-        wrong.append(ValueError(f"group: {group!r}; accepted are the multiples of 32, or None"))
+        wrong.append(refusing(ValueError, "group", f"{group!r}; accepted are the multiples of 32, or None"))
     if not wrong and (x.dim() not in (3, 4) or x.dtype not in _PLAIN):
         taken = f"{', '.join(map(str, _PLAIN))}, of three or four axes"
-        wrong.append(ValueError(f"x: {x.dtype} of shape {tuple(x.shape)}; accepted are {taken}"))
+        wrong.append(refusing(ValueError, "x", f"{x.dtype} of shape {tuple(x.shape)}; accepted are {taken}"))
     elif not wrong and not x.shape[-1]:
-        wrong.append(ValueError(f"x: shape {tuple(x.shape)}; accepted is D of 1 or more"))
+        wrong.append(refusing(ValueError, "x", f"shape {tuple(x.shape)}; accepted is D of 1 or more"))
     elif not wrong and dtype == torch.uint8 and x.shape[-1] % 2:
-        wrong.append(ValueError(f"x: shape {tuple(x.shape)}; accepted for two INT4 a byte is an even D"))
+        wrong.append(refusing(ValueError, "x", f"shape {tuple(x.shape)}; accepted for two INT4 a byte is an even D"))
     if wrong:
         raise refusal(wrong)
     row = 0 if x.dim() == 3 else 1 if layout == "bshd" else 2
@@ -95,7 +96,7 @@ def _no_dtype(name: str, given: object, accepted: tuple[torch.dtype, ...]) -> Ex
     close = [dtype for dtype in accepted if isinstance(word, str) and str(dtype).removeprefix("torch.") == word.removeprefix("torch.")]
     what = given if isinstance(given, torch.dtype) else shown(given)
     error = ValueError if isinstance(given, torch.dtype) else TypeError
-    return error(f"{name}: {what}; accepted is {_listed(accepted)}" + "".join(f"; did you mean {dtype}?" for dtype in close))
+    return refusing(error, name, f"{what}; accepted is {_listed(accepted)}" + "".join(f"; did you mean {dtype}?" for dtype in close))
 
 
 def _largest(x: Tensor, group: int | None, row: int) -> Tensor:
@@ -111,13 +112,13 @@ def _largest(x: Tensor, group: int | None, row: int) -> Tensor:
 def _not_quantisable(name: str, largest: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype, way_out: str) -> Wrong:
     """Refuses numbers in host memory that do not fit. way_out: how the caller asks for scales of float32."""
     if not (finite := largest.isfinite()).all():
-        return [ValueError(f"{name}: {largest[~finite][0].item()} in it; accepted are finite numbers")]
+        return [refusing(ValueError, name, f"{largest[~finite][0].item()} in it; accepted are finite numbers")]
     most = _LARGEST[dtype]
     if not (of_scale := (largest / most).to(scale_dtype).isinf()).any():
         return []
     accepted = f"{most * torch.finfo(scale_dtype).max:g}" + (f", or more with {way_out}" if scale_dtype == torch.float16 else "")
     too_large = f"a number of size {largest[of_scale][0].item():g}, too large for a scale of {scale_dtype}"
-    return [ValueError(f"{name}: {too_large}; accepted are sizes up to {accepted}")]
+    return [refusing(ValueError, name, f"{too_large}; accepted are sizes up to {accepted}")]
 
 
 def _rounded(
@@ -238,15 +239,17 @@ def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pa
     """How many new tokens each sequence gets, checked to fit its room, in pages of its own; None if numbers are not read."""
     room = table.shape[1] * page
     if isinstance(new, int) and new > room:
-        raise ValueError(f"k: {new} tokens; accepted are up to {room}, for which a sequence has room")
+        raise refusing(ValueError, "k", f"{new} tokens; accepted are up to {room}, for which a sequence has room")
     if not (TORCH.is_readable(seqlens) and (not isinstance(new, Tensor) or TORCH.is_readable(new))):
         return None
     counts: list[int] = new.tolist() if isinstance(new, Tensor) else [new] * len(seqlens)
     for b, (n, count) in enumerate(zip(seqlens.tolist(), counts, strict=True)):
         if count > room:
-            raise ValueError(f"cu_seqlens: {count} tokens at [{b}]; accepted are up to {room}, for which a sequence has room")
+            raise refusing(ValueError, "cu_seqlens", f"{count} tokens at [{b}]; accepted are up to {room}, for which a sequence has room")
         if not 0 <= n <= room:
-            raise ValueError(f"seqlens: {n} at [{b}]; accepted are 0 to {room - count}, for a sequence has room for {room} tokens")
+            raise refusing(
+                ValueError, "seqlens", f"{n} at [{b}]; accepted are 0 to {room - count}, for a sequence has room for {room} tokens"
+            )
         if n + count > room:
             raise ValueError(_no_room(b, n, count, room, page, in_pages))
     if TORCH.is_readable(table):
@@ -318,15 +321,15 @@ def copy(
     pages = k_cache.shape[0]
     for name, x in (("source", source), ("target", target)):
         if x.dim() != 1 or x.shape != source.shape or x.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted are integers ({source.shape[0] if source.dim() else 1},)"
+            raise refusing(
+                ValueError, name, f"{x.dtype} of shape {tuple(x.shape)}; accepted are integers ({source.shape[0] if source.dim() else 1},)"
             )
         if TORCH.is_readable(x):
             for n, number in enumerate(x.tolist()):
                 if not 0 <= number < pages:
-                    raise ValueError(f"{name}: {number} at [{n}]; {_accepted_pages(pages)}")
+                    raise refusing(ValueError, name, f"{number} at [{n}]; {_accepted_pages(pages)}")
     if TORCH.is_readable(target) and len(set(target.tolist())) < len(target):
-        raise ValueError("target: a page stands there twice; accepted are numbers that differ from one another")
+        raise refusing(ValueError, "target", "a page stands there twice; accepted are numbers that differ from one another")
     if len(source) and pages:
         _copy(_as_bytes(k_cache), _as_bytes(v_cache), source, target)
         if k_scale is not None and v_scale is not None:
@@ -359,20 +362,22 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     if cache.dtype == torch.float8_e4m3fn:
         return gather(_as_bytes(cache), page_table, seqlens, layout=layout).view(cache.dtype)
     if cache.dim() != 4:
-        raise ValueError(
-            f"cache: shape {tuple(cache.shape)}; accepted is (pages, Hkv, page, D), or (pages, page, Hkv, D) with layout 'bshd'"
+        raise refusing(
+            ValueError,
+            "cache",
+            f"shape {tuple(cache.shape)}; accepted is (pages, Hkv, page, D), or (pages, page, Hkv, D) with layout 'bshd'",
         )
     row = 1 if layout == "bshd" else 2
     batch = _check_lists(page_table, seqlens)
     pages, page = cache.shape[0], cache.shape[row]
     if not page:
-        raise ValueError(f"cache: shape {tuple(cache.shape)}; accepted are pages of one key or more")
+        raise refusing(ValueError, "cache", f"shape {tuple(cache.shape)}; accepted are pages of one key or more")
     positions = torch.arange(page_table.shape[1] * page, device=cache.device).expand(batch, -1)
     counts = torch.full((batch,), positions.shape[1], device=cache.device) if seqlens is None else seqlens.long()
     if TORCH.is_readable(page_table) and TORCH.is_readable(counts):
         for b, n in enumerate(counts.tolist()):
             if not 0 <= n <= positions.shape[1]:
-                raise ValueError(f"seqlens: {n} at [{b}]; accepted are 0 to {positions.shape[1]}, the room of a sequence")
+                raise refusing(ValueError, "seqlens", f"{n} at [{b}]; accepted are 0 to {positions.shape[1]}, the room of a sequence")
         _check_pages(page_table.tolist(), [0] * batch, counts.tolist(), page, pages, writes=False)
     shape = (batch, positions.shape[1], *cache.shape[2:]) if row == 1 else (batch, cache.shape[1], positions.shape[1], cache.shape[3])
     if not pages or not positions.numel():
@@ -436,14 +441,17 @@ def _check_lists(page_table: Tensor | None, seqlens: Tensor | None, batch: int |
     """Returns B."""
     if page_table is not None and (page_table.dim() != 2 or page_table.dtype != torch.int32 or batch not in (None, page_table.shape[0])):
         accepted = "(B, n)" if batch is None else f"({batch}, n)"
-        raise ValueError(
-            f"page_table: {page_table.dtype} of shape {tuple(page_table.shape)}; accepted is int32 {accepted}"
-            + _as_int32("page_table", page_table)
+        raise refusing(
+            ValueError,
+            "page_table",
+            f"{page_table.dtype} of shape {tuple(page_table.shape)}; accepted is int32 {accepted}" + _as_int32("page_table", page_table),
         )
     batch = page_table.shape[0] if batch is None and page_table is not None else batch
     if seqlens is not None and (seqlens.shape != (batch,) or seqlens.dtype != torch.int32):
-        raise ValueError(
-            f"seqlens: {seqlens.dtype} of shape {tuple(seqlens.shape)}; accepted is int32 ({batch},)" + _as_int32("seqlens", seqlens)
+        raise refusing(
+            ValueError,
+            "seqlens",
+            f"{seqlens.dtype} of shape {tuple(seqlens.shape)}; accepted is int32 ({batch},)" + _as_int32("seqlens", seqlens),
         )
     return batch or 0
 
@@ -530,15 +538,18 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
     table, cu_seqlens, quantised = given.get("page_table"), given.get("cu_seqlens"), "k_scale" in given
     axes = {"k_cache": 4, "v_cache": 4} | dict.fromkeys(("k", "v"), 4 if cu_seqlens is None else 3)
     wrong: Wrong = [
-        ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted are {'four axes' if n == 4 else 'three axes, with cu_seqlens'}")
+        refusing(
+            ValueError, name, f"shape {tuple(given[name].shape)}; accepted are {'four axes' if n == 4 else 'three axes, with cu_seqlens'}"
+        )
         for name, n in axes.items()
         if given[name].dim() != n
     ]
     if cu_seqlens is not None and (cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype != torch.int32):
         wrong.append(
-            ValueError(
-                f"cu_seqlens: {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; accepted is int32 (B + 1,)"
-                + _as_int32("cu_seqlens", cu_seqlens)
+            refusing(
+                ValueError,
+                "cu_seqlens",
+                f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; accepted is int32 (B + 1,)" + _as_int32("cu_seqlens", cu_seqlens),
             )
         )
     if wrong:
@@ -554,21 +565,21 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
         accepted = _accepted_shapes(given, sizes, bshd)
     batch = sizes.batch
     wrong += [
-        ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {shape}" + _ways_out(given, name, sizes, bshd))
+        refusing(ValueError, name, f"shape {tuple(given[name].shape)}; accepted is {shape}" + _ways_out(given, name, sizes, bshd))
         for name, shape in accepted.items()
         if given[name].shape != shape
     ]
     if not k_cache.shape[row]:
-        wrong.append(ValueError("k_cache: room for 0 tokens; accepted is 1 or more"))
+        wrong.append(refusing(ValueError, "k_cache", "room for 0 tokens; accepted is 1 or more"))
     for name in ("k_scale", "v_scale") if quantised else ():
         x, shape = given[name], accepted["k_cache"][:3]
         if x.shape != shape or x.dtype not in (torch.float16, torch.float32):
-            wrong.append(ValueError(f"{name}: {x.dtype} of shape {tuple(x.shape)}; accepted is float16 or float32 {shape}"))
+            wrong.append(refusing(ValueError, name, f"{x.dtype} of shape {tuple(x.shape)}; accepted is float16 or float32 {shape}"))
         if not given[name[0]].shape[-1]:
             wrong.append(ValueError(f"{name[0]}: shape {tuple(given[name[0]].shape)}; accepted is a last axis of 1 or more"))
     wrong += _wrong_dtypes(k_cache, given["v_cache"], quantised)
     if quantised and k.dtype not in _PLAIN:
-        wrong.append(ValueError(f"k: dtype {k.dtype}; accepted are {_listed(_PLAIN)}"))
+        wrong.append(refusing(ValueError, "k", f"dtype {k.dtype}; accepted are {_listed(_PLAIN)}"))
     for name, of in (("v", "k"),) if quantised else (("k", "k_cache"), ("v", "k_cache")):
         wrong += _other_dtype(name, given[name], of, given[of])
     if wrong:
@@ -577,7 +588,11 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends != sorted(ends) or ends[-1] > len(k):
             wrong.append(
-                ValueError(f"cu_seqlens: {shown(ends)}; accepted are numbers from 0 to at most {len(k)}, the rows of k, that never fall")
+                refusing(
+                    ValueError,
+                    "cu_seqlens",
+                    f"{shown(ends)}; accepted are numbers from 0 to at most {len(k)}, the rows of k, that never fall",
+                )
             )
     try:
         _check_lists(table, seqlens, batch)
@@ -594,12 +609,12 @@ def _wrong_dtypes(k_cache: Tensor, v_cache: Tensor, quantised: bool, scales: str
     accepted, beside = ((*_LARGEST,), " beside k_scale") if quantised else (_PLAIN, "")
     wrong: Wrong = []
     if k_cache.dtype not in accepted:
-        wrong.append(ValueError(f"k_cache: dtype {k_cache.dtype}{beside}; accepted are {_listed(accepted)}"))
+        wrong.append(refusing(ValueError, "k_cache", f"dtype {k_cache.dtype}{beside}; accepted are {_listed(accepted)}"))
     return wrong + _other_dtype("v_cache", v_cache, "k_cache", k_cache)
 
 
 def _other_dtype(name: str, x: Tensor, of: str, other: Tensor) -> Wrong:
-    return [] if x.dtype == other.dtype else [ValueError(f"{name}: dtype {x.dtype}; accepted is {other.dtype}, as {of} has")]
+    return [] if x.dtype == other.dtype else [refusing(ValueError, name, f"dtype {x.dtype}; accepted is {other.dtype}, as {of} has")]
 
 
 def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -621,9 +636,11 @@ def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_s
     if (k_scale.shape != sizes and not by_column) or k_scale.dtype not in types:
         groups = f"with k_scale_group G ({pages}, {one}, ceil({other} / G), {columns}), or ({pages}, ceil({one} / G), {other}, {columns})"
         given = f"{k_scale.dtype} of shape {tuple(k_scale.shape)}"
-        wrong.append(ValueError(f"k_scale: {given}; accepted is float16 or float32 {sizes}, {groups} in layout bshd"))
+        wrong.append(refusing(ValueError, "k_scale", f"{given}; accepted is float16 or float32 {sizes}, {groups} in layout bshd"))
     if v_scale.shape != sizes or v_scale.dtype not in types:
-        wrong.append(ValueError(f"v_scale: {v_scale.dtype} of shape {tuple(v_scale.shape)}; accepted is float16 or float32 {sizes}"))
+        wrong.append(
+            refusing(ValueError, "v_scale", f"{v_scale.dtype} of shape {tuple(v_scale.shape)}; accepted is float16 or float32 {sizes}")
+        )
     return wrong
 
 
@@ -647,14 +664,18 @@ def _check_pages(table: list[list[int]], begin: list[int], new: list[int], page:
     for b, (row, first, count, end) in enumerate(zip(table, begin, new, ends, strict=True)):
         for n in range(first // page, end) if count else ():
             if not 0 <= row[n] < pages:
-                raise ValueError(f"page_table: page {row[n]} at [{b}, {n}]; {_accepted_pages(pages)}")
+                raise refusing(ValueError, "page_table", f"page {row[n]} at [{b}, {n}]; {_accepted_pages(pages)}")
             if writes and written.setdefault(row[n], (b, n)) != (b, n):
                 places = f"[{written[row[n]][0]}, {written[row[n]][1]}] and at [{b}, {n}]"
-                raise ValueError(f"page_table: page {row[n]} is to be written at {places}; accepted is a page of its own for each")
+                raise refusing(
+                    ValueError, "page_table", f"page {row[n]} is to be written at {places}; accepted is a page of its own for each"
+                )
     for b, (row, end) in enumerate(zip(table, ends, strict=True)):
         for n in range(end):
             if (place := written.get(row[n], (b, n))) != (b, n):
-                raise ValueError(
-                    f"page_table: page {row[n]}, which holds keys at [{b}, {n}], is to be written at [{place[0]}, {place[1]}]; "
-                    "accepted is a page of its own there: strobe.kv.copy makes one"
+                raise refusing(
+                    ValueError,
+                    "page_table",
+                    f"page {row[n]}, which holds keys at [{b}, {n}], is to be written at [{place[0]}, {place[1]}]; "
+                    "accepted is a page of its own there: strobe.kv.copy makes one",
                 )

@@ -254,7 +254,7 @@ struct Execution {
   }
 };
 
-// Checks everything; throws Error(STROBE_INVALID_ARGUMENT) listing each reason on a line of its own. A null execution is the default one.
+// Checks everything; throws Refused with each reason. A null execution is the default one.
 // placed (optional): receives which bytes belong to which tensor (tensor_check.h).
 struct Placed;
 Problem validate(const strobe_attention *, const strobe_tensors *, Direction, std::vector<Placed> *placed = nullptr);

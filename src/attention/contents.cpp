@@ -5,8 +5,6 @@
 #include <numeric>
 #include <vector>
 
-#include "attention/text.h"
-
 namespace strobe {
 
 static bool is_same(const strobe_tensor &x, const strobe_tensor &y) {
@@ -68,39 +66,44 @@ std::shared_ptr<const OwnLists> own_lists(Problem &p) {
   return lists;
 }
 
-std::string check_cu_seqlens(Ints cu, int64_t batch, int64_t total, int64_t max_seqlen) {
-  if (cu[0] != 0) return text("starts at ", cu[0], "; accepted is 0, and then the sums of the lengths so far");
+void check_cu_seqlens(const char *argument, Ints cu, int64_t batch, int64_t total, Longest most, Reasons &reasons) {
+  auto refuse = [&](Code code, const char *words, const auto &...values) { reasons.add(argument, code, words, values...); };
+  if (cu[0] != 0) return refuse(Code::list, "starts at {0}; accepted is 0, and then the sums of the lengths so far", cu[0]);
   for (int64_t b = 0; b < batch; b++) {
-    if (cu[b + 1] < cu[b]) return text("falls from ", cu[b], " at [", b, "] to ", cu[b + 1], "; accepted are values that never fall");
+    if (cu[b + 1] < cu[b])
+      return refuse(Code::list, "falls from {0} at [{1}] to {2}; accepted are values that never fall", cu[b], b, cu[b + 1]);
     const int64_t length = cu[b + 1] - cu[b];
-    if (length > max_seqlen) return text("sequence ", b, " has ", length, " tokens; accepted is at most max_seqlen = ", max_seqlen);
+    if (length <= most.tokens) continue;
+    constexpr const char *words = "sequence {0} has {1} tokens; accepted is at most {2} = {3}";
+    if (most.argument) return refuse(Code::length, words, b, length, Argument{most.argument}, most.tokens);
+    return refuse(Code::length, words, b, length, argument == std::string_view("cu_seqlens_q") ? "Tq" : "Tk", most.tokens);
   }
-  if (cu[batch] > total) return text("ends at ", cu[batch], "; accepted is at most the number of packed tokens, ", total);
-  if (cu[batch] > INT32_MAX) return text("ends at ", cu[batch], "; accepted is at most ", INT32_MAX);
-  return {};
+  if (cu[batch] > total) return refuse(Code::list, "ends at {0}; accepted is at most the number of packed tokens, {1}", cu[batch], total);
+  if (cu[batch] > INT32_MAX) return refuse(Code::list, "ends at {0}; accepted is at most {1}", cu[batch], INT32_MAX);
 }
 
-std::string check_seqused(Ints used, int64_t batch, const int32_t *cu, int64_t length, bool paged) {
-  const char *what = cu ? ", the length of that sequence's keys" : paged ? ", the positions of a row of page_table" : ", the length of k";
+void check_seqused(Ints used, int64_t batch, const int32_t *cu, int64_t length, bool paged, Reasons &reasons) {
+  const char *words = cu      ? "{0} at [{1}]; accepted are 0 to {2}, the length of that sequence's keys"
+                      : paged ? "{0} at [{1}]; accepted are 0 to {2}, the positions of a row of {3}"
+                              : "{0} at [{1}]; accepted are 0 to {2}, the length of {3}";
   for (int64_t b = 0; b < batch; b++) {
     const int64_t most = cu ? int64_t{cu[b + 1]} - cu[b] : length;
-    if (used[b] < 0 || used[b] > most) return text(used[b], " at [", b, "]; accepted are 0 to ", most, what);
-    if (used[b] > INT32_MAX) return text(used[b], " at [", b, "]; accepted are 0 to ", INT32_MAX);
+    if (used[b] < 0 || used[b] > most)
+      return reasons.add("seqused_k", Code::length, words, used[b], b, most, Argument{paged ? "page_table" : "k"});
+    if (used[b] > INT32_MAX) return reasons.add("seqused_k", Code::length, "{0} at [{1}]; accepted are 0 to {2}", used[b], b, INT32_MAX);
   }
-  return {};
 }
 
-std::string check_pages(const PageTable &t, const int32_t *used) {
+void check_pages(const PageTable &t, const int32_t *used, Reasons &reasons) {
   for (int64_t b = 0; b < t.batch; b++) {
     const int64_t keys = used ? used[b] : t.pages_each * t.page_size, counted = keys / t.page_size + (keys % t.page_size != 0);
     for (int64_t n = 0; n < counted; n++)
       if (const int64_t page = t.table[b * t.pages_each + n]; page < 0 || page >= t.pages || page > INT32_MAX)
-        return text("page ", page, " at [", b, ", ", n, "]; accepted ",
-                    t.pages ? text("are 0 to ", std::min<int64_t>(t.pages - 1, INT32_MAX), ", the pages of k and v,")
-                            : "is none, for k and v have no pages,",
-                    " where keys count");
+        return reasons.add("page_table", Code::list,
+                           t.pages ? "page {0} at [{1}, {2}]; accepted are 0 to {3}, the pages of {4} and {5}, where keys count"
+                                   : "page {0} at [{1}, {2}]; accepted is none, for {4} and {5} have no pages, where keys count",
+                           page, b, n, std::min<int64_t>(t.pages - 1, INT32_MAX), Argument{"k"}, Argument{"v"});
   }
-  return {};
 }
 
 static int64_t longest(const int32_t *cu, int64_t batch) {
@@ -120,22 +123,25 @@ bool update_longest(Problem &p) {
   return changed;
 }
 
-std::string check_offsets(const Csr &m) {
+void check_offsets(const char *argument, const Csr &m, Reasons &reasons) {
   int64_t at = 0; // where the next row must begin
   for (int64_t n = 0; n < m.matrices; n++) {
     const int32_t *row = m.offsets + n * (m.rows + 1);
     if (row[0] != at)
-      return text("row 0 of matrix ", n, " begins at ", row[0], "; accepted is ", at, n ? ", where the matrix before ends" : "");
+      return reasons.add(argument, Code::list,
+                         n ? "row 0 of matrix {0} begins at {1}; accepted is {2}, where the matrix before ends"
+                           : "row 0 of matrix {0} begins at {1}; accepted is {2}",
+                         n, row[0], at);
     for (int64_t i = 0; i < m.rows; i++)
       if (row[i + 1] < row[i])
-        return text("falls from ", row[i], " to ", row[i + 1], " after row ", i, " of matrix ", n, "; accepted are values that never fall");
+        return reasons.add(argument, Code::list, "falls from {0} to {1} after row {2} of matrix {3}; accepted are values that never fall",
+                           row[i], row[i + 1], i, n);
     at = row[m.rows];
   }
-  if (at != m.kept) return text("ends at ", at, "; accepted is the number of columns' entries, ", m.kept);
-  return {};
+  if (at != m.kept) reasons.add(argument, Code::list, "ends at {0}; accepted is the number of columns' entries, {1}", at, m.kept);
 }
 
-std::string check_indices(const Csr &m) {
+void check_indices(const char *argument, const Csr &m, Reasons &reasons) {
   for (int64_t n = 0; n < m.matrices; n++) {
     const int32_t *row = m.offsets + n * (m.rows + 1);
     for (int64_t i = 0; i < m.rows; i++) {
@@ -143,20 +149,22 @@ std::string check_indices(const Csr &m) {
       for (int64_t e = row[i]; e < row[i + 1]; e++) {
         int64_t j = m.indices[e];
         if (j < 0 || j >= m.cols)
-          return text("[", e, "] is ", j, " (row ", i, " of matrix ", n, "); accepted is ",
-                      m.cols ? text("0 to ", m.cols - 1) : "none, for there are no blocks");
+          return reasons.add(argument, Code::list,
+                             m.cols ? "[{0}] is {1} (row {2} of matrix {3}); accepted is 0 to {4}"
+                                    : "[{0}] is {1} (row {2} of matrix {3}); accepted is none, for there are no blocks",
+                             e, j, i, n, m.cols - 1);
         if (j <= before)
-          return text("[", e, "] is ", j, " after ", before, " (row ", i, " of matrix ", n,
-                      "); accepted are strictly ascending entries per row");
+          return reasons.add(argument, Code::list,
+                             "[{0}] is {1} after {2} (row {3} of matrix {4}); accepted are strictly ascending entries per row", e, j,
+                             before, i, n);
         before = j;
       }
     }
   }
-  return {};
 }
 
 // Rows are walked in ascending order, so the entries of each transposed row must appear in their own order.
-std::string check_transpose(const Csr &m, const Csr &t) {
+void check_transpose(const char *argument, const Csr &m, const Csr &t, Reasons &reasons) {
   std::vector<int32_t> next(m.cols);
   for (int64_t n = 0; n < m.matrices; n++) {
     const int32_t *row = m.offsets + n * (m.rows + 1), *row_t = t.offsets + n * (t.rows + 1);
@@ -165,11 +173,11 @@ std::string check_transpose(const Csr &m, const Csr &t) {
       for (int64_t e = row[i]; e < row[i + 1]; e++) {
         int64_t j = m.indices[e];
         if (next[j] == row_t[j + 1] || t.indices[next[j]++] != i)
-          return text("row ", j, " of matrix ", n, " is not what block_cols holds: query block ", i,
-                      " comes next; accepted is its transpose");
+          return reasons.add(argument, Code::list,
+                             "row {0} of matrix {1} is not what {2} holds: query block {3} comes next; accepted is its transpose", j, n,
+                             Argument{"block_cols"}, i);
       }
   }
-  return {};
 }
 
 } // namespace strobe

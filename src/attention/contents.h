@@ -1,15 +1,13 @@
-// Checks of the integers in host memory: cu_seqlens, seqused_k, page_table and the block-sparse CSR. Each check returns the first error, or
-// an empty text.
+// Checks of the integers in host memory: cu_seqlens, seqused_k, page_table and the block-sparse CSR. Each check adds at most one reason.
 #pragma once
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "attention/attention.h"
 #include "attention/memory.h"
 #include "attention/part.h"
-#include "attention/text.h"
+#include "attention/reasons.h"
 
 namespace strobe {
 
@@ -60,26 +58,31 @@ template <class P, class F> void each_list(P &p, F &&f) {
 }
 
 // Each check also refuses numbers that do not fit 32 bits.
-std::string check_cu_seqlens(Ints cu, int64_t batch, int64_t total, int64_t max_seqlen);
+// most: the longest length that is accepted, as the caller gave it in the argument of that name, or the number of all tokens.
+struct Longest {
+  int64_t tokens;
+  const char *argument; // null: it was not given
+};
+void check_cu_seqlens(const char *argument, Ints cu, int64_t batch, int64_t total, Longest most, Reasons &);
 // cu: of packed keys, already checked; null: each sequence has `length` keys.
-std::string check_seqused(Ints used, int64_t batch, const int32_t *cu, int64_t length, bool paged);
+void check_seqused(Ints used, int64_t batch, const int32_t *cu, int64_t length, bool paged, Reasons &);
 
 // Only pages that hold keys that count are checked. used: how many keys of each sequence count, already checked; null: all.
 struct PageTable {
   int64_t batch, pages_each, page_size, pages; // pages: of the pool
   Ints table;
 };
-std::string check_pages(const PageTable &, const int32_t *used);
+void check_pages(const PageTable &, const int32_t *used, Reasons &);
 
 // A stack of `matrices` CSR matrices: offsets (matrices, rows + 1), absolute, into indices[kept] in [0, cols), ascending within a row.
 struct Csr {
   int64_t matrices, rows, cols, kept;
   const int32_t *offsets, *indices;
 };
-std::string check_offsets(const Csr &);
-std::string check_indices(const Csr &); // only if check_offsets found no error
-// Whether `t` holds the transposes of `m`; both are already checked. O(kept + cols).
-std::string check_transpose(const Csr &m, const Csr &t);
+void check_offsets(const char *argument, const Csr &, Reasons &);
+void check_indices(const char *argument, const Csr &, Reasons &); // only if check_offsets found no error
+// Whether `t`, whose offsets are the argument, holds the transposes of `m`; both are already checked. O(kept + cols).
+void check_transpose(const char *argument, const Csr &m, const Csr &t, Reasons &);
 
 // Sets most_q and most_k, if the problem has them, from the checked cu_seqlens. Returns whether that changed them.
 bool update_longest(Problem &);
@@ -87,41 +90,54 @@ bool update_longest(Problem &);
 // Runs all checks for a problem; throws the first error. read(ints, count) returns the integers in host memory, as a type that converts to
 // Ints.
 template <class Read> void check_contents(const Problem &p, Read &&read) {
-  auto require = [](const char *argument, const std::string &reason) {
-    if (!reason.empty()) throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", reason));
-  };
+  Reasons reasons;
+  auto done = [&] { reasons.raise_if_any(); };
+  auto longest = [](const char *argument, int64_t most, int64_t total) { return Longest{most, most < total ? argument : nullptr}; };
   if (p.varlen) {
-    require("cu_seqlens_q", check_cu_seqlens(read(p.cu_seqlens_q, p.batch + 1), p.batch, p.total_q, p.seqlen_q));
-    if (p.packed_k()) require("cu_seqlens_k", check_cu_seqlens(read(p.cu_seqlens_k, p.batch + 1), p.batch, p.total_k, p.seqlen_k));
+    check_cu_seqlens("cu_seqlens_q", read(p.cu_seqlens_q, p.batch + 1), p.batch, p.total_q, longest("max_seqlen_q", p.seqlen_q, p.total_q),
+                     reasons);
+    done();
+    if (p.packed_k())
+      check_cu_seqlens("cu_seqlens_k", read(p.cu_seqlens_k, p.batch + 1), p.batch, p.total_k,
+                       longest("max_seqlen_k", p.seqlen_k, p.total_k), reasons);
+    done();
   }
   if (p.varlen && p.part) {
     const auto q = read(p.cu_seqlens_q, p.batch + 1), k = read(p.cu_seqlens_k, p.batch + 1);
-    require("part.q_ranges", check_held(p.part.q, p.part.batch_q, p.part.count_q, p.batch, Ints(q).narrow(), 0));
-    require("part.k_ranges", check_held(p.part.k, p.part.batch_k, p.part.count_k, p.batch, Ints(k).narrow(), 0));
+    check_held("part.q_ranges", p.part.q, p.part.batch_q, p.part.count_q, p.batch, Ints(q).narrow(), 0, reasons);
+    check_held("part.k_ranges", p.part.k, p.part.batch_k, p.part.count_k, p.batch, Ints(k).narrow(), 0, reasons);
+    done();
   }
   if (p.seqused_k) {
     const auto used = read(p.seqused_k, p.batch);
-    require("seqused_k", p.packed_k() ? check_seqused(used, p.batch, Ints(read(p.cu_seqlens_k, p.batch + 1)).narrow(), 0, false)
-                                      : check_seqused(used, p.batch, nullptr, p.seqlen_k, p.page_size > 0));
+    if (p.packed_k())
+      check_seqused(used, p.batch, Ints(read(p.cu_seqlens_k, p.batch + 1)).narrow(), 0, false, reasons);
+    else
+      check_seqused(used, p.batch, nullptr, p.seqlen_k, p.page_size > 0, reasons);
+    done();
   }
   if (p.page_size) {
     const auto table = read(p.page_table(), p.batch * p.pages_each);
     const PageTable pages{p.batch, p.pages_each, p.page_size, p.pages, table};
-    require("page_table", p.seqused_k ? check_pages(pages, Ints(read(p.seqused_k, p.batch)).narrow()) : check_pages(pages, nullptr));
+    if (p.seqused_k)
+      check_pages(pages, Ints(read(p.seqused_k, p.batch)).narrow(), reasons);
+    else
+      check_pages(pages, nullptr, reasons);
+    done();
   }
   const Problem::Blocks &m = p.blocks;
   if (!m.present) return;
   const int64_t matrices = m.batch * m.heads;
   const auto offsets = read(m.row_ptr, matrices * (m.rows + 1)), indices = read(m.col, m.kept);
   const Csr csr{matrices, m.rows, m.cols, m.kept, Ints(offsets).narrow(), Ints(indices).narrow()};
-  require("block_rows", check_offsets(csr));
-  require("block_cols", check_indices(csr));
+  check_offsets("block_rows", csr, reasons), done();
+  check_indices("block_cols", csr, reasons), done();
   if (!m.transposed) return;
   const auto offsets_t = read(m.row_ptr_t, matrices * (m.cols + 1)), indices_t = read(m.col_t, m.kept);
   const Csr transpose{matrices, m.cols, m.rows, m.kept, Ints(offsets_t).narrow(), Ints(indices_t).narrow()};
-  require("block_rows_t", check_offsets(transpose));
-  require("block_cols_t", check_indices(transpose));
-  require("block_rows_t", check_transpose(csr, transpose));
+  check_offsets("block_rows_t", transpose, reasons), done();
+  check_indices("block_cols_t", transpose, reasons), done();
+  check_transpose("block_rows_t", csr, transpose, reasons), done();
 }
 
 } // namespace strobe

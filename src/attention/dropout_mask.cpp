@@ -39,9 +39,9 @@ void dropout_mask(const strobe_attention *attention, const strobe_tensor *rng, c
   check_dropout(a, reasons);
   TensorChecks checks(reasons);
   const strobe_tensor host{}; // zeros stand for the CPU
-  checks.on_device_of(host, "");
+  checks.on_device_of(host, nullptr);
   if (!keep) {
-    reasons.add("keep", "missing; accepted is a tensor");
+    reasons.add("keep", Code::missing, "missing; accepted is a tensor");
   } else {
     checks.accept("keep", *keep, {{"B"}, {"H"}, {"Sq"}, {"Sk"}}, {DType::boolean}, Access::write);
   }

@@ -27,14 +27,15 @@ Execution validate(const strobe_execution *execution) {
   strobe_execution e{};
   if (execution) e = read_versioned("execution", execution, reasons);
   if (e.threads < 0 || e.threads > STROBE_MAX_THREADS)
-    reasons.add("execution.threads", e.threads, "; accepted is 1 to ", int(STROBE_MAX_THREADS),
-                ", or 0 for as many as the process may run on");
-  if (e.reserved_sms < 0) reasons.add("execution.reserved_sms", e.reserved_sms, "; accepted is 0 to one fewer than the GPU has");
+    reasons.add("execution.threads", Code::value, "{0}; accepted is 1 to {1}, or {2} for as many as the process may run on", e.threads,
+                int(STROBE_MAX_THREADS), Absent{"0"});
+  if (e.reserved_sms < 0)
+    reasons.add("execution.reserved_sms", Code::value, "{0}; accepted is 0 to one fewer than the GPU has", e.reserved_sms);
   if (reinterpret_cast<uintptr_t>(e.workspace) % kWorkspaceAlignment)
-    reasons.add("execution.workspace", e.workspace, "; accepted is an address aligned to ", kWorkspaceAlignment, " bytes");
+    reasons.add("execution.workspace", Code::memory, "{0}; accepted is an address aligned to {1} bytes", e.workspace, kWorkspaceAlignment);
   if (!e.workspace && e.workspace_bytes)
-    reasons.add("execution.workspace", "null, with workspace_bytes ", e.workspace_bytes,
-                "; accepted is null with 0, or memory of that size");
+    reasons.add("execution.workspace", Code::memory, "null, with workspace_bytes {0}; accepted is null with 0, or memory of that size",
+                e.workspace_bytes);
   reasons.raise_if_any();
 
   result.threads = e.threads ? e.threads : usable_processors();

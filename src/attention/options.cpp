@@ -6,23 +6,24 @@
 namespace strobe {
 
 void check_dropout(const strobe_attention &a, Reasons &reasons) {
-  if (!(a.dropout >= 0 && a.dropout < 1)) reasons.add("dropout", a.dropout, "; accepted is 0 to below 1, the probability of dropping");
+  if (!(a.dropout >= 0 && a.dropout < 1))
+    reasons.add("dropout", Code::value, "{0}; accepted is 0 to below 1, the probability of dropping", a.dropout);
 }
 
 static void check_score(const strobe_attention &a, Reasons &reasons) {
   for (auto [field, value] :
        {std::pair{"reserved", a.reserved}, {"reserved_invariant", a.reserved_invariant}, {"reserved_2", a.reserved_2}})
-    if (value) reasons.add(field, value, "; accepted is 0");
+    if (value) reasons.add(field, Code::version, "{0}; accepted is 0", value);
   if (a.score == STROBE_DOT) {
     for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
-      if (value != 0) reasons.add(field, value, " with a score of q.k itself; accepted is 0, or a hyperbolic score");
+      if (value != 0) reasons.add(field, Code::excluded, "{0} with a score of q.k itself; accepted is 0, or a hyperbolic score", value);
   } else if (a.score == STROBE_HYPERBOLIC) {
     if (!(a.beta > 0 && std::isfinite(a.beta)))
-      reasons.add("beta", a.beta, "; accepted with a hyperbolic score is a positive finite number");
-    if (!std::isfinite(a.shift)) reasons.add("shift", a.shift, "; accepted is any finite number");
-    if (a.softcap != 0) reasons.add("softcap", a.softcap, " with a hyperbolic score; accepted is 0");
+      reasons.add("beta", Code::value, "{0}; accepted with a hyperbolic score is a positive finite number", a.beta);
+    if (!std::isfinite(a.shift)) reasons.add("shift", Code::value, "{0}; accepted is any finite number", a.shift);
+    if (a.softcap != 0) reasons.add("softcap", Code::excluded, "{0} with a hyperbolic score; accepted is 0", a.softcap);
   } else {
-    reasons.add("score", a.score, "; accepted is ", int(STROBE_DOT), " (q.k) or ", int(STROBE_HYPERBOLIC), " (hyperbolic)");
+    reasons.add("score", Code::value, "{0}; accepted is {1} (q.k) or {2} (hyperbolic)", a.score, int(STROBE_DOT), int(STROBE_HYPERBOLIC));
   }
 }
 
@@ -41,28 +42,30 @@ void check_options(const strobe_attention &a, Reasons &reasons) {
       {"accumulate", a.accumulate},
   };
   for (auto [field, value] : flags)
-    if (value != 0 && value != 1) reasons.add(field, value, "; accepted is 0 or 1");
+    if (value != 0 && value != 1) reasons.add(field, Code::value, "{0}; accepted is 0 or 1", value);
 
-  if (a.has_scale && !std::isfinite(a.scale)) reasons.add("scale", a.scale, "; accepted is any finite number");
-  if (!a.has_scale && a.scale != 0) reasons.add("scale", a.scale, " while has_scale is 0; accepted is 0, or has_scale = 1");
+  if (a.has_scale && !std::isfinite(a.scale)) reasons.add("scale", Code::value, "{0}; accepted is any finite number", a.scale);
+  if (!a.has_scale && a.scale != 0)
+    reasons.add("scale", Code::excluded, "{0} while has_scale is 0; accepted is 0, or has_scale = 1", a.scale);
   if (!(a.softcap >= 0 && std::isfinite(a.softcap)))
-    reasons.add("softcap", a.softcap, "; accepted is 0 (none) or a positive finite number");
+    reasons.add("softcap", Code::value, "{0}; accepted is 0 (none) or a positive finite number", a.softcap);
   check_score(a, reasons);
   check_dropout(a, reasons);
   if (a.alignment != STROBE_BOTTOM_RIGHT && a.alignment != STROBE_TOP_LEFT)
-    reasons.add("alignment", a.alignment, "; accepted is ", int(STROBE_BOTTOM_RIGHT), " (bottom right) or ", int(STROBE_TOP_LEFT),
-                " (top left)");
+    reasons.add("alignment", Code::value, "{0}; accepted is {1} (bottom right) or {2} (top left)", a.alignment, int(STROBE_BOTTOM_RIGHT),
+                int(STROBE_TOP_LEFT));
 
   auto window = [&](const char *field, int64_t keys, bool given, const char *flag) {
-    if (keys < 0) reasons.add(field, keys, "; accepted is 0 or more; for no bound on this side, ", flag, " = 0");
-    if (keys > 0 && !given) reasons.add(field, keys, " while ", flag, " is 0; accepted is 0, or ", flag, " = 1");
+    if (keys < 0) reasons.add(field, Code::value, "{0}; accepted is 0 or more; for no bound on this side, {1} = 0", keys, flag);
+    if (keys > 0 && !given) reasons.add(field, Code::excluded, "{0} while {1} is 0; accepted is 0, or {1} = 1", keys, flag);
   };
   window("window_left", a.window_left, a.has_window_left, "has_window_left");
   window("window_right", a.window_right, a.has_window_right, "has_window_right");
 
   auto wish = [&](const char *field, int64_t tile) {
     if (tile < 0 || tile > STROBE_MAX_TILE)
-      reasons.add(field, tile, "; accepted is 1 to ", int(STROBE_MAX_TILE), ", or 0 for the engine's own choice");
+      reasons.add(field, Code::value, "{0}; accepted is 1 to {1}, or {2} for the engine's own choice", tile, int(STROBE_MAX_TILE),
+                  Absent{"0"});
   };
   wish("tile_q", a.tile_q);
   wish("tile_k", a.tile_k);

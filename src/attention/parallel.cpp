@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "attention/attention.h"
-#include "attention/text.h"
+#include "attention/refusal.h"
 
 namespace strobe {
 namespace {
@@ -37,8 +37,9 @@ public:
   void finish() const {
     if (error) std::rethrow_exception(error);
     if (handed_out != n)
-      throw Error(STROBE_INVALID_ARGUMENT, text("execution.parallel: ran ", handed_out.load(), " bodies of ", n,
-                                                "; accepted is a function that runs each of [0, n) once and returns after the last"));
+      refuse("execution.parallel", Code::value,
+             "ran {0} bodies of {1}; accepted is a function that runs each of [0, n) once and returns after the last", handed_out.load(),
+             n);
   }
 
 private:

@@ -25,13 +25,13 @@ public:
   // The integers of a list with these axes; nothing, with reasons, if they cannot be read.
   std::optional<std::vector<int64_t>> ints(const char *name, const strobe_tensor *tensor, Axes axes) {
     if (!tensor) {
-      reasons_.add(name, "missing; accepted is a list in host memory");
+      reasons_.add(name, Code::missing, "missing; accepted is a list in host memory");
       return {};
     }
     TensorChecks checks(reasons_);
     if (!checks.accept_list(name, *tensor, axes, {DType::i64})) return {};
     if (tensor->device_type != STROBE_CPU) {
-      reasons_.add(name, "lies on a CUDA device; accepted is a list in host memory");
+      reasons_.add(name, Code::device, "lies on a CUDA device; accepted is a list in host memory");
       return {};
     }
     int64_t count = 1;
@@ -47,7 +47,7 @@ public:
     to = std::move(*found);
     for (size_t b = 0; b < to.size(); b++)
       if (to[b] < 0 || to[b] > kMost) {
-        reasons_.add(name, to[b], " at [", b, "]; accepted are 0 to ", kMost);
+        reasons_.add(name, Code::list, "{0} at [{1}]; accepted are 0 to {2}", to[b], b, kMost);
         return false;
       }
     return true;
@@ -59,7 +59,8 @@ public:
     if (!found) return false;
     const int64_t count = tensor->shape[1], sequences = tensor->shape[0];
     if (sequences > 1 && seqlens.size() > 1 && sequences != int64_t(seqlens.size())) { // if the batch is not known, both may have any size
-      reasons_.add(name, "ranges of ", sequences, " sequences; accepted are those of ", seqlens.size(), ", as ", of, " has, or of 1");
+      reasons_.add(name, Code::shape, "ranges of {0} sequences; accepted are those of {1}, as {2} has, or of 1", sequences, seqlens.size(),
+                   of);
       return false;
     }
     for (int64_t b = 0; b < sequences; b++) {
@@ -68,13 +69,17 @@ public:
       int64_t before = 0, local = 0;
       for (int64_t n = 0; n < count; n++) {
         const int64_t start = (*found)[2 * (b * count + n)], length = (*found)[2 * (b * count + n) + 1];
-        const std::string at = text("(", start, ", ", length, ") at [", b, ", ", n, "]");
         if (start < 0 || length < 0 || start > most || length > most - start) {
-          reasons_.add(name, at, "; accepted are a start and a length within the ", most, " positions that ", of, " says");
+          reasons_.add(name, Code::list,
+                       "({0}, {1}) at [{2}, {3}]; accepted are a start and a length within the {4} positions that {5} says", start, length,
+                       b, n, most, of);
           return false;
         }
         if (length > 0 && start < before) {
-          reasons_.add(name, at, " begins before ", before, ", where the range before ends; accepted are ascending and disjoint ranges");
+          reasons_.add(
+              name, Code::list,
+              "({0}, {1}) at [{2}, {3}] begins before {4}, where the range before ends; accepted are ascending and disjoint ranges", start,
+              length, b, n, before);
           return false;
         }
         to.push_back({start, length, local});
@@ -92,11 +97,12 @@ public:
     good &= lengths("part.seqlens_k", p_.seqlens_k, lists->seqlens_k) &&
             ranges("part.k_ranges", p_.k_ranges, "seqlens_k", lists->seqlens_k, lists->k);
     good &= whole("part.first_head", p_.first_head) & whole("part.heads", p_.heads) & whole("part.first_batch", p_.first_batch);
-    if (p_.partial != 0 && p_.partial != 1) reasons_.add("part.partial", p_.partial, "; accepted is 0 or 1"), good = false;
-    if (p_.reserved) reasons_.add("part.reserved", p_.reserved, "; accepted is 0"), good = false;
+    if (p_.partial != 0 && p_.partial != 1) reasons_.add("part.partial", Code::value, "{0}; accepted is 0 or 1", p_.partial), good = false;
+    if (p_.reserved) reasons_.add("part.reserved", Code::version, "{0}; accepted is 0", p_.reserved), good = false;
     if (good && heads >= 0 && p_.heads && p_.heads - heads < p_.first_head) {
-      reasons_.add("part.heads", p_.heads, " with first_head ", p_.first_head, " and ", heads, " heads of q; accepted are ",
-                   p_.first_head + heads, " or more, or none (0 in C) for that many");
+      reasons_.add("part.heads", Code::heads,
+                   "{0} with first_head {1} and {2} heads of {3}; accepted are {4} or more, or {5} for that many", p_.heads, p_.first_head,
+                   heads, Argument{"q"}, p_.first_head + heads, Absent{"0"});
       good = false;
     }
     if (!good) return {};
@@ -121,7 +127,7 @@ public:
 private:
   bool whole(const char *name, int64_t x) {
     if (x >= 0 && x <= kMost) return true;
-    reasons_.add(name, x, "; accepted is 0 to ", kMost);
+    reasons_.add(name, Code::value, "{0}; accepted is 0 to {1}", x, kMost);
     return false;
   }
   static int64_t shortest(const std::vector<int64_t> &seqlens) {
@@ -151,14 +157,15 @@ int64_t most_held(const RowRange *ranges, int64_t range_batch, int64_t count) {
   return most;
 }
 
-std::string check_held(const RowRange *ranges, int64_t range_batch, int64_t count, int64_t batch, const int32_t *cu, int64_t rows) {
+void check_held(const char *argument, const RowRange *ranges, int64_t range_batch, int64_t count, int64_t batch, const int32_t *cu,
+                int64_t rows, Reasons &reasons) {
   // If neither ranges nor lengths differ, one sequence stands for all: the size of the batch has not been checked yet.
   for (int64_t b = 0; b < (cu || range_batch > 1 ? batch : std::min<int64_t>(batch, 1)); b++) {
     const int64_t held = held_by(ranges + (range_batch > 1 ? b : 0) * count, count);
     const int64_t wanted = cu ? int64_t{cu[b + 1]} - cu[b] : rows;
-    if (held != wanted) return text("hold ", held, " rows of sequence ", b, "; accepted is ", wanted, ", as many as it has here");
+    if (held != wanted)
+      return reasons.add(argument, Code::list, "hold {0} rows of sequence {1}; accepted is {2}, as many as it has here", held, b, wanted);
   }
-  return {};
 }
 
 } // namespace strobe

@@ -1,7 +1,6 @@
 // The lists of a strobe_part: which rows of the whole problem's sequences the tensors hold.
 #pragma once
 #include <optional>
-#include <string>
 
 #include "attention/reasons.h"
 
@@ -10,8 +9,9 @@ namespace strobe {
 // Copies them and adds every reason against them; -1: the call's number of sequences, or heads, is not known.
 std::optional<Problem::Part> check_part(const strobe_part &, int64_t batch, int64_t heads, Reasons &);
 
-// Whether the ranges hold as many rows as each sequence has: those of cu, or `rows` if it is null. Returns an error as in contents.h.
-std::string check_held(const RowRange *ranges, int64_t range_batch, int64_t count, int64_t batch, const int32_t *cu, int64_t rows);
+// Checks that the ranges hold as many rows as each sequence has: those of cu, or `rows` if it is null.
+void check_held(const char *argument, const RowRange *ranges, int64_t range_batch, int64_t count, int64_t batch, const int32_t *cu,
+                int64_t rows, Reasons &);
 // The number of rows of the sequence with the most rows.
 int64_t most_held(const RowRange *ranges, int64_t range_batch, int64_t count);
 

@@ -1,28 +1,28 @@
 // Collects the reasons against a call, so that a caller sees all of them at once.
 #pragma once
-#include <string>
+#include <iterator>
+#include <utility>
 #include <vector>
 
-#include "attention/attention.h"
-#include "attention/text.h"
+#include "attention/refusal.h"
 
 namespace strobe {
 
 class Reasons {
 public:
-  // "argument: what is wrong; accepted is what"
-  template <class... Parts> void add(const char *argument, const Parts &...parts) { lines.push_back(text(argument, ": ", parts...)); }
-  bool empty() const { return lines.empty(); }
+  // words: "what is wrong; accepted is what", with {0} for the first of the values
+  template <class... Values> void add(const char *argument, Code code, const char *words, const Values &...values) {
+    all.emplace_back(argument, code, words, values...);
+  }
+  void add(const std::vector<Refusal> &more) { all.insert(all.end(), more.begin(), more.end()); }
+  size_t size() const { return all.size(); }
 
-  void raise_if_any() const {
-    if (lines.empty()) return;
-    std::string all = lines[0];
-    for (size_t i = 1; i < lines.size(); i++) all += "\n" + lines[i];
-    throw Error(STROBE_INVALID_ARGUMENT, all);
+  void raise_if_any() {
+    if (!all.empty()) throw Refused(std::move(all));
   }
 
 private:
-  std::vector<std::string> lines;
+  std::vector<Refusal> all;
 };
 
 } // namespace strobe

@@ -8,6 +8,7 @@ strobe_sources(attention
   padding.cpp
   parallel.cpp
   part.cpp
+  refusal.cpp
   tensor_check.cpp
   validate.cpp
   work.cpp)

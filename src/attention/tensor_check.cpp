@@ -5,18 +5,8 @@
 namespace strobe {
 namespace {
 
-std::string describe(const Axes &axes) {
-  std::string names, sizes;
-  bool known = false;
-  for (const Axis &axis : axes) {
-    std::string comma = names.empty() ? "" : ", ", one = axis.or_one ? "|1" : "";
-    names += comma + axis.symbol + one;
-    sizes += comma + (axis.size == kAny ? "any" : std::to_string(axis.size) + one);
-    known |= axis.size != kAny;
-  }
-  return "(" + names + ")" + (known ? " = (" + sizes + ")" : "");
-}
-
+Numbers shape_of(const strobe_tensor &t) { return {t.shape, t.rank}; }
+Numbers strides_of(const strobe_tensor &t) { return {t.strides, t.rank}; }
 std::string device_name(const strobe_tensor &t) { return t.device_type == STROBE_CPU ? "the CPU" : text("CUDA device ", t.device_index); }
 
 bool is_device_type(const strobe_tensor &t) { return t.device_type == STROBE_CPU || t.device_type == STROBE_CUDA; }
@@ -31,8 +21,8 @@ bool TensorChecks::has_rank(const strobe_tensor *t, int32_t rank) {
   return t && t->rank == rank && std::all_of(t->shape, t->shape + rank, [](int64_t size) { return size >= 0; });
 }
 
-void TensorChecks::on_device_of(const strobe_tensor &t, const char *why) {
-  if (is_device_type(t) && is_device_index(t)) device = &t, why_there = why;
+void TensorChecks::on_device_of(const strobe_tensor &t, const char *argument) {
+  if (is_device_type(t) && is_device_index(t)) device = &t, first = argument;
 }
 
 bool TensorChecks::accept(const char *argument, const strobe_tensor &t, const Axes &axes, const Types &types, Access access) {
@@ -51,21 +41,23 @@ bool TensorChecks::accept_list(const char *argument, const strobe_tensor &t, con
   const bool apart = entries <= (f.end - f.begin) / f.element;
   const int64_t most = apart ? INT32_MAX : 1 << 24;
   if (entries <= most) return true;
-  reasons.add(argument, "shape ", tuple(t.shape, t.rank), " with strides ", tuple(t.strides, t.rank), "; accepted are up to ", most,
-              " entries", apart ? " of a list with gaps" : " where some share an address");
+  reasons.add(argument, Code::memory,
+              apart ? "shape {0} with strides {1}; accepted are up to {2} entries of a list with gaps"
+                    : "shape {0} with strides {1}; accepted are up to {2} entries where some share an address",
+              shape_of(t), strides_of(t), most);
   return false;
 }
 
 bool TensorChecks::shape(const char *argument, const strobe_tensor &t, const Axes &axes) {
   if (t.rank != static_cast<int32_t>(axes.size())) {
-    reasons.add(argument, "rank ", t.rank, "; accepted is rank ", axes.size(), ", ", describe(axes));
+    reasons.add(argument, Code::rank, "rank {0}; accepted is rank {1}, {2}", t.rank, axes.size(), axes);
     return false;
   }
   const int64_t *size = t.shape;
   for (const Axis &axis : axes) {
     bool fits = *size >= 0 && (axis.size == kAny || *size == axis.size || (axis.or_one && *size == 1));
     if (!fits) {
-      reasons.add(argument, "shape ", tuple(t.shape, t.rank), "; accepted is ", describe(axes));
+      reasons.add(argument, Code::shape, "shape {0}; accepted is {1}", shape_of(t), axes);
       return false;
     }
     size++;
@@ -74,23 +66,24 @@ bool TensorChecks::shape(const char *argument, const strobe_tensor &t, const Axe
 }
 
 bool TensorChecks::dtype(const char *argument, const strobe_tensor &t, const Types &types) {
-  std::string accepted;
-  for (DType type : types) {
-    if (t.dtype == static_cast<int32_t>(type)) return true;
-    accepted += (accepted.empty() ? "" : ", ") + std::string(name(type));
-  }
   const DType given = static_cast<DType>(t.dtype);
-  reasons.add(argument, "dtype ", bytes(given) ? name(given) : text(t.dtype, " (", name(given), ")"), "; accepted is ", accepted);
+  if (std::count(types.begin(), types.end(), given)) return true;
+  reasons.add(argument, Code::dtype, "dtype {0}; accepted is {1}", given, types);
   return false;
 }
 
 bool TensorChecks::place(const char *argument, const strobe_tensor &t) {
   if (!is_device_type(t)) {
-    reasons.add(argument, "device_type ", t.device_type, "; accepted is ", int(STROBE_CPU), " (CPU) or ", int(STROBE_CUDA), " (CUDA)");
+    reasons.add(argument, Code::device, "device_type {0}; accepted is {1} (CPU) or {2} (CUDA)", t.device_type, int(STROBE_CPU),
+                int(STROBE_CUDA));
   } else if (!is_device_index(t)) {
-    reasons.add(argument, "device_index ", t.device_index, "; accepted is 0 on the CPU and 0 or more on CUDA");
+    reasons.add(argument, Code::device, "device_index {0}; accepted is 0 on the CPU and 0 or more on CUDA", t.device_index);
   } else if (device && !on_same_device(t, *device)) {
-    reasons.add(argument, "lies on ", device_name(t), "; accepted is ", device_name(*device), why_there);
+    if (first)
+      reasons.add(argument, Code::device, "lies on {0}; accepted is {1}, where {2} lies", device_name(t), device_name(*device),
+                  Argument{first});
+    else
+      reasons.add(argument, Code::device, "lies on {0}; accepted is {1}", device_name(t), device_name(*device));
   } else {
     return true;
   }
@@ -101,28 +94,31 @@ bool TensorChecks::memory(const char *argument, const strobe_tensor &t, Access a
   const int64_t element = bytes(static_cast<DType>(t.dtype));
   std::optional<Footprint> f = footprint(t, element);
   if (!f) {
-    reasons.add(argument, "shape ", tuple(t.shape, t.rank), " with strides ", tuple(t.strides, t.rank),
-                " passes the end of memory; accepted are sizes and offsets within 63 bits, in bytes");
+    reasons.add(argument, Code::memory,
+                "shape {0} with strides {1} passes the end of memory; accepted are sizes and offsets within 63 bits, in bytes", shape_of(t),
+                strides_of(t));
     return false;
   }
   const bool empty = f->begin == f->end;
   if (!empty && !t.data) {
-    reasons.add(argument, "data is null, shape ", tuple(t.shape, t.rank), "; accepted is null only for a tensor without elements");
+    reasons.add(argument, Code::memory, "data is null, shape {0}; accepted is null only for a tensor without elements", shape_of(t));
     return false;
   }
   if (!empty && reinterpret_cast<uintptr_t>(t.data) % element) {
-    reasons.add(argument, "data is not aligned to its element; accepted are addresses that are multiples of ", element);
+    reasons.add(argument, Code::memory, "data is not aligned to its element; accepted are addresses that are multiples of {0}", element);
     return false;
   }
   if (access == Access::write && !empty) {
     for (int32_t a = 0; a < t.rank; a++)
       if (t.shape[a] > 1 && t.strides[a] <= 0) {
-        reasons.add(argument, "strides ", tuple(t.strides, t.rank), "; accepted are positive strides where the tensor is written");
+        reasons.add(argument, Code::memory, "strides {0}; accepted are positive strides where the tensor is written", strides_of(t));
         return false;
       }
     if (!each_element_apart(*f)) {
-      reasons.add(argument, "strides ", tuple(t.strides, t.rank), " let elements of shape ", tuple(t.shape, t.rank),
-                  " overlap; accepted are strides that each clear the reach of the smaller ones where the tensor is written");
+      reasons.add(argument, Code::memory,
+                  "strides {0} let elements of shape {1} overlap; accepted are strides that each clear the reach of the smaller ones where "
+                  "the tensor is written",
+                  strides_of(t), shape_of(t));
       return false;
     }
   }
@@ -135,7 +131,8 @@ void check_overlaps(const std::vector<Placed> &all, Reasons &reasons) {
     for (size_t y = 0; y < all.size(); y++) {
       const bool once = !all[y].written || y < x;
       if (x != y && all[x].written && once && !disjoint(all[x].bytes, all[y].bytes))
-        reasons.add(all[x].argument, "shares memory with ", all[y].argument, "; accepted is memory of its own where the tensor is written");
+        reasons.add(all[x].argument, Code::overlap, "shares memory with {0}; accepted is memory of its own where the tensor is written",
+                    Argument{all[y].argument});
     }
 }
 

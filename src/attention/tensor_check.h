@@ -7,17 +7,6 @@
 
 namespace strobe {
 
-inline constexpr int64_t kAny = -1;
-
-// An axis by its name in the documentation, and its required size; or_one: 1, which is broadcast, is accepted as well.
-struct Axis {
-  const char *symbol;
-  int64_t size = kAny;
-  bool or_one = false;
-};
-
-using Axes = std::vector<Axis>;
-using Types = std::vector<DType>;
 enum class Access { read, write };
 
 // A tensor of a call, and which bytes belong to it.
@@ -34,8 +23,8 @@ class TensorChecks {
 public:
   explicit TensorChecks(Reasons &reasons) : reasons(reasons) {}
 
-  // Every tensor from here on must lie on the device of this one, if that is a valid device; `why` ends the message.
-  void on_device_of(const strobe_tensor &, const char *why);
+  // Every tensor from here on must lie on the device of this one, if that is a valid device. argument: its name; null: it is none.
+  void on_device_of(const strobe_tensor &, const char *argument);
 
   // Returns false, with reasons, if anything is wrong. An accepted tensor becomes one of placed().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
@@ -53,7 +42,7 @@ private:
   bool memory(const char *, const strobe_tensor &, Access);
 
   Reasons &reasons;
-  const char *why_there = nullptr;
+  const char *first = nullptr; // the argument that determines the device
   const strobe_tensor *device = nullptr;
   std::vector<Placed> seen;
 };

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512, kScaleGroup = 32;
 constexpr const char *kOracle = "reference"; // the engine whose results are float64
+constexpr const char *kOneOfTwo = "given beside {0}; accepted is one of the two";
 
 const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64}, kQuantised = {DType::i8, DType::e4m3, DType::i4x2};
 
@@ -122,12 +123,12 @@ private:
     return tensor && checks.accept_list(argument, *tensor, axes, types);
   }
   bool require(const char *argument, const strobe_tensor *tensor, const Axes &axes, const Types &types, Access access = Access::read) {
-    if (!tensor) reasons.add(argument, "missing; accepted is a tensor");
+    if (!tensor) reasons.add(argument, Code::missing, "missing; accepted is a tensor");
     return accept(argument, tensor, axes, types, access);
   }
   // A tensor that has a meaning only with another one.
   bool beside(const char *argument, const strobe_tensor *tensor, const char *other, const strobe_tensor *needed) {
-    if (tensor && !needed) reasons.add(argument, "given without ", other, "; accepted is both, or ", other, " alone");
+    if (tensor && !needed) reasons.add(argument, Code::excluded, "given without {0}; accepted is both, or {0} alone", Argument{other});
     return tensor && needed;
   }
 
@@ -149,21 +150,22 @@ private:
     const int32_t rank = varlen ? 3 : 4, row = varlen ? 0 : 2, rank_k = packed_k() ? 3 : 4, row_k = packed_k() ? 0 : 2;
     auto width = [&](const char *argument, int64_t size, int64_t most = kMaxHeadDim) {
       if (size >= 1 && size <= most) return size;
-      reasons.add(argument, "head dimension ", size, "; accepted is 1 to ", most);
+      reasons.add(argument, Code::head_dim, "head dimension {0}; accepted is 1 to {1}", size, most);
       return kAny;
     };
-    if (t.q) checks.on_device_of(*t.q, ", where q lies");
+    if (t.q) checks.on_device_of(*t.q, "q");
     require("q", t.q, queries({"D"}), kFloats);
     if (TensorChecks::has_rank(t.q, rank)) {
       if (!varlen) n.batch = t.q->shape[0];
       n.heads = t.q->shape[1], n.rows_q = t.q->shape[row], n.dim = width("q", t.q->shape[rank - 1]);
-      if (n.heads < 1) reasons.add("q", n.heads, " heads; accepted is 1 or more");
+      if (n.heads < 1) reasons.add("q", Code::heads, "{0} heads; accepted is 1 or more", n.heads);
     }
     if (t.q && std::count(kFloats.begin(), kFloats.end(), static_cast<DType>(t.q->dtype))) dtype = static_cast<DType>(t.q->dtype);
 
     const int64_t each_k = columns_each(t.k), each_v = columns_each(t.v);
     if (each_k > 1 && n.dim > 0 && n.dim % each_k)
-      reasons.add("k", "dtype uint8, which holds two columns, and q has ", n.dim, "; accepted is an even D");
+      reasons.add("k", Code::head_dim, "dtype uint8, which holds two columns, and {0} has {1}; accepted is an even D", Argument{"q"},
+                  n.dim);
     else
       require("k", t.k, keys({each_k > 1 ? "D/2" : "D", n.dim > 0 ? n.dim / each_k : n.dim}), key_types());
     if (TensorChecks::has_rank(t.k, rank_k)) {
@@ -171,10 +173,8 @@ private:
       n.heads_kv = t.k->shape[1];
       (paged ? n.page_size : n.rows_k) = t.k->shape[row_k];
       if (paged) n.pages = t.k->shape[0];
-      if (n.page_size == 0) reasons.add("k", "pages of 0 keys; accepted is 1 or more"), n.page_size = kAny;
-      if (n.heads > 0 && (n.heads_kv < 1 || n.heads % n.heads_kv))
-        reasons.add("k", n.heads_kv, " heads for the ", n.heads, " of q; accepted are the divisors of ", n.heads,
-                    paged ? ", on the second axis of (pages, Hkv, page size, D)" : "");
+      if (n.page_size == 0) reasons.add("k", Code::shape, "pages of 0 keys; accepted is 1 or more"), n.page_size = kAny;
+      if (n.heads > 0 && (n.heads_kv < 1 || n.heads % n.heads_kv)) wrong_heads();
     }
     Types types = key_types();
     if (quantised && t.k && std::count(types.begin(), types.end(), static_cast<DType>(t.k->dtype)))
@@ -183,31 +183,44 @@ private:
     if (TensorChecks::has_rank(t.v, rank_k)) n.dim_v = width("v", t.v->shape[rank_k - 1] * each_v, kMaxHeadDimV);
   }
 
+  void wrong_heads() {
+    const Argument q = {"q"};
+    if (!paged)
+      return reasons.add("k", Code::heads, "{0} heads for the {1} of {2}; accepted are the divisors of {1}", n.heads_kv, n.heads, q);
+    reasons.add("k", Code::heads, "{0} heads for the {1} of {2}; accepted are the divisors of {1}, on the {3} axis of {4}", n.heads_kv,
+                n.heads, q, AxisOf{1}, Axes{{"pages"}, {"Hkv"}, {"page size"}, {"D"}});
+  }
+
   void sequences() {
     if (t.cu_seqlens_q && t.cu_seqlens_q->rank == 1 && t.cu_seqlens_q->shape[0] > 0) n.batch = t.cu_seqlens_q->shape[0] - 1;
     if (paged) pages();
     n.seqlen_q = longest("max_seqlen_q", a.max_seqlen_q, n.rows_q, varlen);
     n.seqlen_k = longest("max_seqlen_k", a.max_seqlen_k, n.rows_k, packed_k());
-    if (varlen) good_cu_q = cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, n.seqlen_q);
+    if (varlen) good_cu_q = cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, {n.seqlen_q, a.max_seqlen_q ? "max_seqlen_q" : nullptr});
     if (!packed_k()) return seqused(nullptr, true);
-    const bool good_k = good_cu_k = cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, n.seqlen_k);
+    const bool good_k = good_cu_k =
+        cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, {n.seqlen_k, a.max_seqlen_k ? "max_seqlen_k" : nullptr});
     seqused(good_k ? ints(t.cu_seqlens_k) : nullptr, good_k);
   }
   // The scales of quantised k and v. A row's scale has the place of the row, in the tensor or in the page.
   void scales() {
     const int64_t group = a.k_scale_group;
     if (!quantised) {
-      if (group) reasons.add("k_scale_group", group, " without k_scale; accepted is 0");
+      if (group) reasons.add("k_scale_group", Code::excluded, "{0} without {1}; accepted is {2}", group, Argument{"k_scale"}, Absent{"0"});
       return;
     }
-    if (!t.k_scale) reasons.add("k_scale", "missing beside v_scale; accepted is both, or neither");
-    if (!t.v_scale) reasons.add("v_scale", "missing beside k_scale; accepted is both, or neither");
-    if (backward) reasons.add("k_scale", "given in a backward; accepted is none: quantised keys have no gradients");
-    if (a.part) reasons.add("k_scale", "given beside part; accepted is one of the two");
-    if (dtype == DType::f64) reasons.add("q", "dtype float64 beside k_scale; accepted is float32, float16, bfloat16");
+    constexpr const char *both = "missing beside {0}; accepted is both, or neither";
+    if (!t.k_scale) reasons.add("k_scale", Code::missing, both, Argument{"v_scale"});
+    if (!t.v_scale) reasons.add("v_scale", Code::missing, both, Argument{"k_scale"});
+    if (backward) reasons.add("k_scale", Code::excluded, "given in a backward; accepted is none: quantised keys have no gradients");
+    if (a.part) reasons.add("k_scale", Code::excluded, kOneOfTwo, Argument{"part"});
+    if (dtype == DType::f64)
+      reasons.add("q", Code::dtype, "dtype {0} beside {2}; accepted is {1}", dtype, Types{DType::f32, DType::f16, DType::bf16},
+                  Argument{"k_scale"});
     const bool good = group >= 0 && group % kScaleGroup == 0 && group <= INT32_MAX;
     if (!good)
-      reasons.add("k_scale_group", group, "; accepted are the multiples of ", kScaleGroup, " below 2^31, and 0 for a scale for each key");
+      reasons.add("k_scale_group", Code::value, "{0}; accepted are the multiples of {1} below 2^31, and {2} for a scale for each key",
+                  group, kScaleGroup, Absent{"0"});
     const Types types = {DType::f16, DType::f32};
     const Axes rows = scale_rows();
     accept("v_scale", t.v_scale, rows, types);
@@ -226,35 +239,42 @@ private:
     return axes;
   }
   int64_t longest(const char *field, int64_t given, int64_t rows, bool packed) {
-    if (!packed && given != 0) reasons.add(field, given, paged && varlen ? " beside page_table" : " without cu_seqlens", "; accepted is 0");
+    if (!packed && given != 0)
+      reasons.add(field, Code::excluded, paged && varlen ? "{0} beside {2}; accepted is {1}" : "{0} without cu_seqlens; accepted is {1}",
+                  given, Absent{"0"}, Argument{"page_table"});
     if (packed && (given < 0 || given > INT32_MAX)) {
-      reasons.add(field, given, "; accepted is 0 (the number of tokens) to ", INT32_MAX);
+      reasons.add(field, Code::value, "{0}; accepted is 0 (the number of tokens) to {1}", given, INT32_MAX);
       return kAny;
     }
     return packed && given ? given : rows;
   }
   // Sk is the number of keys that a row of the page table has room for.
   void pages() {
-    if (backward) reasons.add("page_table", "given in a backward; accepted is none: keys in pages have no gradients");
-    if (t.cu_seqlens_k) reasons.add("cu_seqlens_k", "given beside page_table; accepted is cu_seqlens_q alone, for k and v are not packed");
-    if (a.part) reasons.add("page_table", "given beside part; accepted is one of the two");
+    if (backward) reasons.add("page_table", Code::excluded, "given in a backward; accepted is none: keys in pages have no gradients");
+    if (t.cu_seqlens_k)
+      reasons.add("cu_seqlens_k", Code::excluded, "given beside {0}; accepted is {1} alone, for {2} and {3} are not packed",
+                  Argument{"page_table"}, Argument{"cu_seqlens_q"}, Argument{"k"}, Argument{"v"});
+    if (a.part) reasons.add("page_table", Code::excluded, kOneOfTwo, Argument{"part"});
     if (!accept_list("page_table", t.page_table, {{"B", n.batch}, {"pages of a sequence"}}, list_types(t.page_table)) ||
         n.page_size == kAny)
       return;
     n.pages_each = t.page_table->shape[1];
     if (__builtin_mul_overflow(n.pages_each, n.page_size, &n.rows_k) || n.rows_k > INT32_MAX) {
-      reasons.add("page_table", "room for ", n.pages_each, " pages of ", n.page_size, " keys; accepted are up to ", INT32_MAX, " keys");
+      reasons.add("page_table", Code::size, "room for {0} pages of {1} keys; accepted are up to {2} keys", n.pages_each, n.page_size,
+                  INT32_MAX);
       n.rows_k = kAny;
     }
   }
   // Whether the lists may be read.
-  bool cu_seqlens(const char *argument, const strobe_tensor *cu, int64_t rows, int64_t most) {
+  bool cu_seqlens(const char *argument, const strobe_tensor *cu, int64_t rows, Longest most) {
     if (!cu) {
-      reasons.add(argument, "missing; accepted is cu_seqlens_q and cu_seqlens_k, or neither");
+      reasons.add(argument, Code::missing, "missing; accepted is {0} and {1}, or neither", Argument{"cu_seqlens_q"},
+                  Argument{"cu_seqlens_k"});
     } else if (cu->rank == 1 && cu->shape[0] == 0) {
-      reasons.add(argument, "shape (0); accepted is (B+1), which is 1 or more");
+      reasons.add(argument, Code::shape, "shape {0}; accepted is {1}, which is 1 or more", Numbers{cu->shape, 1}, Axes{{"B+1"}});
     } else if (accept_list(argument, cu, {{"B+1", n.batch == kAny ? kAny : n.batch + 1}}, list_types(cu))) {
-      return on_cpu(*cu) && rows != kAny && most != kAny && add(argument, check_cu_seqlens(lists->ints(*cu), cu->shape[0] - 1, rows, most));
+      return on_cpu(*cu) && rows != kAny && most.tokens != kAny &&
+             adds_none([&] { check_cu_seqlens(argument, lists->ints(*cu), cu->shape[0] - 1, rows, most, reasons); });
     }
     return false;
   }
@@ -263,13 +283,13 @@ private:
     const strobe_tensor *used = t.seqused_k;
     if (!accept_list("seqused_k", used, {{"B", n.batch}}, list_types(used))) return;
     if (on_cpu(*used) && comparable && n.batch != kAny && n.rows_k != kAny)
-      good_used = add("seqused_k", check_seqused(lists->ints(*used), n.batch, cu, n.rows_k, paged));
+      good_used = adds_none([&] { check_seqused(lists->ints(*used), n.batch, cu, n.rows_k, paged, reasons); });
   }
   // In host memory: checks the entries of keys that count.
   void pages_in_pool() {
     if (!paged || n.rows_k == kAny || n.pages == kAny || n.batch == kAny || !on_cpu(*t.page_table) || (t.seqused_k && !good_used)) return;
     const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, lists->ints(*t.page_table)};
-    add("page_table", check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr));
+    check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr, reasons);
   }
 
   // Engines compute float32 and 16 bits in float32, where larger factors are infinite, at the latest when multiplied by log2(e).
@@ -278,7 +298,7 @@ private:
     if (oracle || dtype == DType::f64 || dtype == DType::none) return;
     for (auto [field, value] : {std::pair{"scale", a.scale}, {"softcap", a.softcap}, {"beta", a.beta}, {"shift", a.shift}})
       if (std::isfinite(value) && std::abs(value) > most)
-        reasons.add(field, value, "; accepted for q of ", name(dtype), " is at most ", most);
+        reasons.add(field, Code::value, "{0}; accepted for {1} of {2} is at most {3}", value, Argument{"q"}, dtype, most);
   }
 
   // The rows, heads and sequences of a larger problem that the call holds.
@@ -287,19 +307,24 @@ private:
     if (!a.part) return;
     part = check_part(*a.part, n.batch, n.heads, reasons);
     if (!part) return reasons.raise_if_any(); // without it all later reasons would be noise
-    if (t.seqused_k) reasons.add("seqused_k", "given beside part; accepted is part alone, whose ranges and seqlens_k say it");
+    if (t.seqused_k)
+      reasons.add("seqused_k", Code::excluded, "given beside part; accepted is part alone, whose ranges and seqlens_k say it");
     if (part->partial && t.sinks)
-      reasons.add("sinks", "given with a partial part; accepted are none: they join the whole row once, in the last merge");
-    if (a.invariant) reasons.add("invariant", "given beside part; accepted is one of the two: tiles of keys begin where its ranges do");
+      reasons.add("sinks", Code::excluded, "given with a partial part; accepted are none: they join the whole row once, in the last merge");
+    if (a.invariant)
+      reasons.add("invariant", Code::excluded, "given beside part; accepted is one of the two: tiles of keys begin where its ranges do");
     for (auto [name, result] : {std::pair{"max_logit", t.max_logit}, {"column_sums", t.column_sums}})
-      if (result && !backward) reasons.add(name, "given beside part; accepted is one of the two: it belongs to whole rows and columns");
+      if (result && !backward)
+        reasons.add(name, Code::excluded, "given beside part; accepted is one of the two: it belongs to whole rows and columns");
     whole("max_seqlen_q", a.max_seqlen_q, part->most_q), whole("max_seqlen_k", a.max_seqlen_k, part->most_k);
     n.size_q = part->most_q, n.size_k = part->most_k;
     if (n.batch == kAny || n.rows_q == kAny || n.rows_k == kAny) return;
     if (!varlen || good_cu_q)
-      add("part.q_ranges", check_held(part->q, part->batch_q, part->count_q, n.batch, varlen ? ints(t.cu_seqlens_q) : nullptr, n.rows_q));
+      check_held("part.q_ranges", part->q, part->batch_q, part->count_q, n.batch, varlen ? ints(t.cu_seqlens_q) : nullptr, n.rows_q,
+                 reasons);
     if (!varlen || good_cu_k)
-      add("part.k_ranges", check_held(part->k, part->batch_k, part->count_k, n.batch, varlen ? ints(t.cu_seqlens_k) : nullptr, n.rows_k));
+      check_held("part.k_ranges", part->k, part->batch_k, part->count_k, n.batch, varlen ? ints(t.cu_seqlens_k) : nullptr, n.rows_k,
+                 reasons);
     if (!varlen) return;
     n.seqlen_q = most_held(part->q, part->batch_q, part->count_q);
     n.seqlen_k = most_held(part->k, part->batch_k, part->count_k);
@@ -307,7 +332,8 @@ private:
   // With packed sequences, max_seqlen bounds the whole ones.
   void whole(const char *field, int64_t given, int64_t &most) {
     if (!varlen || given <= 0) return;
-    if (given < most) reasons.add(field, given, "; accepted beside part is ", most, " or more, the longest of the whole sequences");
+    if (given < most)
+      reasons.add(field, Code::value, "{0}; accepted beside part is {1} or more, the longest of the whole sequences", given, most);
     most = given;
   }
 
@@ -326,7 +352,7 @@ private:
   void blocks() {
     if (!t.block_rows) {
       for (auto [field, size] : {std::pair{"block_q", a.block_q}, std::pair{"block_k", a.block_k}})
-        if (size) reasons.add(field, size, " without block_rows; accepted is 0");
+        if (size) reasons.add(field, Code::excluded, "{0} without {1}; accepted is {2}", size, Argument{"block_rows"}, Absent{"0"});
       beside("block_cols", t.block_cols, "block_rows", t.block_rows);
       beside("block_rows_t", t.block_rows_t, "block_rows", t.block_rows);
       beside("block_cols_t", t.block_cols_t, "block_rows", t.block_rows);
@@ -347,7 +373,7 @@ private:
     const Axis heads = good ? Axis{"H of block_rows", t.block_rows->shape[1]} : head_axis;
     const bool good_t = csr("block_rows_t", t.block_rows_t, {batch, heads, {"nk+1", plus_one(n.blocks_k)}}, "block_cols_t", t.block_cols_t,
                             good ? m.kept : kAny, n.blocks_q, mt);
-    if (good && good_t && on_cpu(*t.block_rows)) add("block_rows_t", check_transpose(m, mt));
+    if (good && good_t && on_cpu(*t.block_rows)) check_transpose("block_rows_t", m, mt, reasons);
   }
   // How many sequences a block mask may have if it differs between sequences: as many as the whole problem. That number is not known, but
   // the last sequence here is a lower bound of it.
@@ -359,7 +385,7 @@ private:
   int64_t block_count(const char *field, int64_t block, int64_t seqlen) {
     constexpr int64_t most = 1 << 30;
     if (block < 16 || block > most || block % 16) {
-      reasons.add(field, block, "; accepted are the multiples of 16 up to ", most, " beside block_rows");
+      reasons.add(field, Code::value, "{0}; accepted are the multiples of 16 up to {1} beside {2}", block, most, Argument{"block_rows"});
       return kAny;
     }
     return seqlen == kAny ? kAny : div_up(seqlen, block);
@@ -368,12 +394,12 @@ private:
   bool csr(const char *rows_argument, const strobe_tensor *rows, const Axes &axes, const char *cols_argument, const strobe_tensor *cols,
            int64_t kept, int64_t bound, Csr &m) {
     const bool good_rows = accept_list(rows_argument, rows, axes, {DType::i32});
-    if (!cols) reasons.add(cols_argument, "missing; accepted is a tensor");
+    if (!cols) reasons.add(cols_argument, Code::missing, "missing; accepted is a tensor");
     const bool good_cols = accept_list(cols_argument, cols, {{"kept", kept}}, {DType::i32});
     if (!good_rows || !good_cols || bound == kAny || axes[2].size == kAny) return false;
     m = {rows->shape[0] * rows->shape[1], rows->shape[2] - 1, bound, cols->shape[0], ints(rows), ints(cols)};
     if (!on_cpu(*rows)) return true;
-    return add(rows_argument, check_offsets(m)) && add(cols_argument, check_indices(m));
+    return adds_none([&] { check_offsets(rows_argument, m, reasons); }) && adds_none([&] { check_indices(cols_argument, m, reasons); });
   }
 
   void results() {
@@ -392,10 +418,10 @@ private:
     } else { // the oracle computes out and lse itself
       if (!oracle || t.out) require("out", t.out, queries({"Dv", n.dim_v}), result_types());
       if (!oracle || t.lse) require("lse", t.lse, query_rows(), statistics_types());
-      if (t.delta) reasons.add("delta", "given without a partial part; accepted is out alone");
+      if (t.delta) reasons.add("delta", Code::excluded, "given without a partial part; accepted is {0} alone", Argument{"out"});
     }
     Types dout = input_types();
-    if (oracle) dout.push_back(DType::f64);
+    if (oracle && !std::count(dout.begin(), dout.end(), DType::f64)) dout.push_back(DType::f64);
     require("dout", t.dout, queries({"Dv", n.dim_v}), dout);
     accept("dlse", t.dlse, query_rows(), oracle ? either : statistics_types());
 
@@ -420,14 +446,19 @@ private:
   void total_size(const Problem &p) {
     if (!packed_k()) {
       if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;
-      reasons.add("q", "batch ", n.batch, ", heads ", n.heads, ", lengths ", n.seqlen_q, " and ", n.seqlen_k,
-                  " are more than engines count; accepted is B * H * (Sq + Sk) below 2^40");
+      reasons.add("q", Code::size,
+                  "batch {0}, heads {1}, lengths {2} and {3} are more than engines count; accepted is B * H * (Sq + Sk) below 2^40",
+                  n.batch, n.heads, n.seqlen_q, n.seqlen_k);
     } else if (!product_below(40, {n.heads}, {n.rows_q, n.rows_k, n.batch})) {
-      reasons.add("q", "heads ", n.heads, ", tokens ", n.rows_q, " and ", n.rows_k, ", sequences ", n.batch,
-                  " are more than engines count; accepted is H * (Tq + Tk + B) below 2^40");
+      reasons.add("q", Code::size,
+                  "heads {0}, tokens {1} and {2}, sequences {3} are more than engines count; accepted is H * (Tq + Tk + B) below 2^40",
+                  n.heads, n.rows_q, n.rows_k, n.batch);
     } else if (!product_below(58, {n.batch, n.heads}, {p.longest_q(), p.longest_k()})) {
-      reasons.add("q", "sequences ", n.batch, ", heads ", n.heads, ", lengths of up to ", p.longest_q(), " and ", p.longest_k(),
-                  " are more than engines count; accepted is B * H * (max_seqlen_q + max_seqlen_k) below 2^58");
+      reasons.add(
+          "q", Code::size,
+          "sequences {0}, heads {1}, lengths of up to {2} and {3} are more than engines count; accepted is B * H * ({4} + {5}) below "
+          "2^58",
+          n.batch, n.heads, p.longest_q(), p.longest_k(), Argument{"max_seqlen_q"}, Argument{"max_seqlen_k"});
     }
   }
   // Whether the product of all factors that are at least 1, and of the sum, is below 2^bits.
@@ -449,9 +480,11 @@ private:
   // Lengths and pages. In host memory they are copied, so that only their check sees 64 bits.
   static Types list_types(const strobe_tensor *list) { return list && on_cpu(*list) ? Types{DType::i32, DType::i64} : Types{DType::i32}; }
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
-  bool add(const char *argument, const std::string &reason) {
-    if (!reason.empty()) reasons.add(argument, reason);
-    return reason.empty();
+  // Whether a check of numbers finds no reason.
+  template <class Check> bool adds_none(Check &&check) {
+    const size_t before = reasons.size();
+    check();
+    return reasons.size() == before;
   }
 
   Problem assembled() const {

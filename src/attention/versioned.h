@@ -10,20 +10,21 @@ namespace strobe {
 template <class T> bool size_is_sane(const char *name, uint64_t size, Reasons &reasons) {
   constexpr uint64_t most = 4096; // no future version is that large
   if (size >= sizeof(size) && size <= most && size % 8 == 0) return true;
-  reasons.add(name, "size is ", size, "; accepted is sizeof(strobe_", name, "), here ", sizeof(T));
+  reasons.add(name, Code::version, "size is {0}; accepted is sizeof(strobe_{1}), here {2}", size, name, sizeof(T));
   return false;
 }
 
 template <class T> T read_versioned(const char *name, const T *from, Reasons &reasons) {
   T known{};
   if (!from) {
-    reasons.add(name, "missing; accepted is a pointer to a strobe_", name);
+    reasons.add(name, Code::missing, "missing; accepted is a pointer to a strobe_{0}", name);
   } else if (size_is_sane<T>(name, from->size, reasons)) {
     std::memcpy(&known, from, std::min<size_t>(from->size, sizeof(T)));
     auto bytes = reinterpret_cast<const unsigned char *>(from);
     for (size_t i = sizeof(T); i < from->size; i++)
       if (bytes[i]) {
-        reasons.add(name, "a field at byte ", i, ", newer than this library (", strobe_version(), "), is set; accepted is zero");
+        reasons.add(name, Code::version, "a field at byte {0}, newer than this library ({1}), is set; accepted is zero", i,
+                    strobe_version());
         break;
       }
   }

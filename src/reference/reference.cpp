@@ -5,7 +5,7 @@
 #include <numeric>
 #include <optional>
 
-#include "attention/text.h"
+#include "attention/refusal.h"
 #include "reference/numbers.h"
 #include "reference/philox.h"
 
@@ -229,15 +229,20 @@ struct Indices {
 
 Indices checked(const char *argument, const int64_t *indices, int64_t count, int64_t limit) {
   if (count < 0 || (count > 0 && !indices))
-    throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", count, " indices", indices ? "" : " at a null pointer",
-                                              "; accepted is an array and its length, or null and 0 for all"));
+    refuse(argument, Code::value,
+           indices ? "{0} indices; accepted is an array and its length, or null and 0 for all"
+                   : "{0} indices at a null pointer; accepted is an array and its length, or null and 0 for all",
+           count);
   if (!indices) return {};
-  const std::string accepted = text("; accepted are flat indices from 0 to ", limit - 1, ", strictly ascending");
-  if (count > limit) throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": ", count, " indices", accepted));
+  if (count > limit)
+    refuse(argument, Code::value, "{0} indices; accepted are flat indices from 0 to {1}, strictly ascending", count, limit - 1);
   std::vector<int64_t> own(indices, indices + count);
   for (int64_t n = 0; n < count; n++)
     if (own[n] < 0 || own[n] >= limit || (n > 0 && own[n] <= own[n - 1]))
-      throw Error(STROBE_INVALID_ARGUMENT, text(argument, ": [", n, "] is ", own[n], n ? text(" after ", own[n - 1]) : "", accepted));
+      refuse(argument, Code::list,
+             n ? "[{0}] is {1} after {2}; accepted are flat indices from 0 to {3}, strictly ascending"
+               : "[{0}] is {1}; accepted are flat indices from 0 to {3}, strictly ascending",
+             n, own[n], n ? own[n - 1] : 0, limit - 1);
   return {std::move(own)};
 }
 
@@ -252,13 +257,13 @@ public:
     rows = checked("rows", selection->rows, selection->n_rows, tokens_q * p.heads);
     cols = checked("cols", selection->cols, selection->n_cols, tokens_k * p.heads_kv);
     if (direction == Direction::forward && cols)
-      throw Error(STROBE_INVALID_ARGUMENT, "cols: given in forward; accepted is null, for they are those of dk and dv");
+      refuse("cols", Code::excluded, "given in forward; accepted is {0}, for they are those of dk and dv", Absent{"null"});
     if (rows && p.auxiliary())
-      throw Error(STROBE_INVALID_ARGUMENT, text(p.max_logit ? "max_logit" : "column_sums",
-                                                ": given with rows; accepted is null, for all rows of a head belong to it"));
+      refuse(p.max_logit ? "max_logit" : "column_sums", Code::excluded,
+             "given with {0}; accepted is {1}, for all rows of a head belong to it", Argument{"rows"}, Absent{"null"});
     if (direction == Direction::backward && rows && (p.dbias || p.dsinks))
-      throw Error(STROBE_INVALID_ARGUMENT,
-                  text(p.dbias ? "dbias" : "dsinks", ": given with rows; accepted is null, for it is a sum over all rows"));
+      refuse(p.dbias ? "dbias" : "dsinks", Code::excluded, "given with {0}; accepted is {1}, for it is a sum over all rows",
+             Argument{"rows"}, Absent{"null"});
   }
 
   void forward() const {

@@ -13,7 +13,7 @@ const Engine *reference_engine();
 // Selected rows cost O(rows * Sk * (D + Dv)). A selected column needs the LSE and D = sum dO * O of each query that sees it: if cols are
 // given and the problem has both lse and out, these are used; otherwise each such query is computed from scratch, O(Sk * (D + Dv)) each.
 // Everywhere else the backward computes its own O and LSE and reads neither. dbias and dsinks are sums over all rows: an error with rows.
-// Throws Error(STROBE_INVALID_ARGUMENT) on a bad selection, before anything is written.
+// Throws Refused on a bad selection, before anything is written.
 void reference(const Problem &, const Execution &, Direction, const strobe_selection *);
 
 } // namespace strobe

@@ -1,6 +1,7 @@
 // Calls modified at random, within existing memory: no crash (run it under the sanitizers), and statuses that agree with one another.
 // STROBE_FUZZ_ROUNDS sets the number of rounds.
 #include "call.h"
+#include "refusals.h"
 
 #include <cstdlib>
 #include <iterator>
@@ -190,6 +191,7 @@ TEST_CASE("fuzz: no crash, and statuses that agree") {
     CAPTURE(why);
     REQUIRE((planned == STROBE_OK || planned == STROBE_INVALID_ARGUMENT || planned == STROBE_UNSUPPORTED));
     REQUIRE(why.empty() == (planned == STROBE_OK));
+    if (planned == STROBE_INVALID_ARGUMENT) REQUIRE(rendered() == why);
 
     char text[512];
     size_t needed = 0;

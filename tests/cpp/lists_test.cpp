@@ -264,7 +264,7 @@ TEST_CASE("lists: of 64 bits, with numbers that 32 bits would take for others") 
   };
   const Wrong wrongs[] = {
       {make_padded, "cu_seqlens_q", 2, wrap + Sq - 3,
-       "cu_seqlens_q: sequence 1 has 4294967301 tokens; accepted is at most max_seqlen = 13"},
+       "cu_seqlens_q: sequence 1 has 4294967301 tokens; accepted is at most max_seqlen_q = 13"},
       {make_padded, "cu_seqlens_q", 1, INT64_MAX, "cu_seqlens_q: sequence 0 has 9223372036854775807 tokens"},
       {make_padded, "cu_seqlens_q", 1, INT64_MIN, "cu_seqlens_q: falls from 0 at [0] to -9223372036854775808"},
       {make_padded, "cu_seqlens_q", 0, wrap, "cu_seqlens_q: starts at 4294967296; accepted is 0"},

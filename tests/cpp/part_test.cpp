@@ -93,7 +93,7 @@ TEST_CASE("part: what is refused") {
       {"part.seqlens_k: 2147483648 at [0]", [](Call &, PartOf &p) { p.seqlens_k.values[0] = int64_t{1} << 31; }},
       {"part.first_head: -1", [](Call &, PartOf &p) { p.part.first_head = -1; }},
       {"part.first_batch: 2147483648", [](Call &, PartOf &p) { p.part.first_batch = int64_t{1} << 31; }},
-      {"part.heads: 5 with first_head 2 and 4 heads of q; accepted are 6 or more, or none (0 in C) for that many",
+      {"part.heads: 5 with first_head 2 and 4 heads of q; accepted are 6 or more, or 0 for that many",
        [](Call &, PartOf &p) { p.part.heads = 5, p.part.first_head = 2; }},
       {"part.partial: 2; accepted is 0 or 1", [](Call &, PartOf &p) { p.part.partial = 2; }},
       {"part.reserved: 1; accepted is 0", [](Call &, PartOf &p) { p.part.reserved = 1; }},

@@ -1,5 +1,6 @@
 // Each argument, wrong in each way: one clear message that names it and the accepted values, and nothing written.
 #include "call.h"
+#include "refusals.h"
 
 #include <cmath>
 #include <functional>
@@ -32,6 +33,7 @@ void expect_one_message(Make make, Direction direction, const Wrong &wrong) {
   CAPTURE(text);
   CHECK(lines(text).size() == 1);
   CHECK(text.starts_with(expected));
+  CHECK(rendered() == text);
   CHECK(text.find("; accepted ") != std::string::npos);
   CHECK(call.untouched());
 }
@@ -277,7 +279,7 @@ TEST_CASE("validate: what host memory holds") {
        {"cu_seqlens_q: falls from 22 at [1] to 21",
         [](Call &c) { c.attention.max_seqlen_q = 30, c.data<int32_t>("cu_seqlens_q")[1] = 22; }},
        {"cu_seqlens_q: ends at 22; accepted is at most the number of packed tokens, 21", value("cu_seqlens_q", 2, 22)},
-       {"cu_seqlens_q: sequence 0 has 13 tokens; accepted is at most max_seqlen = 12", set(&strobe_attention::max_seqlen_q, int64_t{12})},
+       {"cu_seqlens_q: sequence 0 has 13 tokens; accepted is at most max_seqlen_q = 12", set(&strobe_attention::max_seqlen_q, int64_t{12})},
        {"cu_seqlens_k: falls from 0 at [0] to -1", value("cu_seqlens_k", 1, -1)},
        {"cu_seqlens_k: ends at 39", [](Call &c) { c.attention.max_seqlen_k = 40, c.data<int32_t>("cu_seqlens_k")[2] = 39; }}});
   expect_each(make_dense, Direction::forward,

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from .._messages import NUMPY_EXTRA, kind, needed_by
+from .._refusals import Name, refusing
 from .base import Array, Framework
 
 
@@ -25,7 +26,7 @@ def known_framework(x: object) -> Framework | None:
 
 
 def no_array(name: str, x: object) -> TypeError:
-    return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor or a numpy.ndarray")
+    return refusing(TypeError, name, f"{kind(x)}; accepted is a torch.Tensor or a numpy.ndarray")
 
 
 def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "q", q: Array | None = None) -> Exception | None:
@@ -34,7 +35,7 @@ def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "
     Every array of every function passes here; its shape and dtype are checked elsewhere."""
     own = framework if framework is not None and framework.is_array(x) else known_framework(x)
     if framework is not None and own is not framework:
-        return TypeError(f"{name}: {kind(x)}; accepted is a {framework.name}, as {beside} is")
+        return refusing(TypeError, name, "{0}; accepted is a {1}, as {2} is", kind(x), framework.name, Name(beside))
     return no_array(name, x) if own is None else own.unfit(name, x, beside, q)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._eager import is_whole
+from .._refusals import refusing
 
 PLAIN = Tensor, torch.nn.Parameter
 
@@ -33,7 +34,7 @@ def shortened(name: str, x: Tensor) -> Exception | None:
     if (end := (last + 1) * x.element_size()) <= size:
         return None
     accepted = "accepted is a storage that holds all of them, as it did before untyped_storage().resize_()"
-    return ValueError(f"{name}: its numbers reach to byte {end} of a storage of {size}; {accepted}")
+    return refusing(ValueError, name, f"its numbers reach to byte {end} of a storage of {size}; {accepted}")
 
 
 class OutOfMemoryError(MemoryError, torch.cuda.OutOfMemoryError):

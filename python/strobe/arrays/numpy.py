@@ -11,6 +11,7 @@ import numpy as np
 from .._abi import CPU, DTYPES, MAX_RANK, NO_DTYPE
 from .._core import lib
 from .._messages import kind
+from .._refusals import refusing
 from .base import Framework
 
 _NDArray = np.ndarray[Any, Any]
@@ -28,17 +29,17 @@ class NumPy(Framework):
         return isinstance(x, np.ndarray)
 
     def unwritable(self, name: str, x: _NDArray) -> Exception | None:
-        return None if x.flags.writeable else ValueError(f"{name}: a read-only array; accepted is one that may be written")
+        return None if x.flags.writeable else refusing(ValueError, name, "a read-only array; accepted is one that may be written")
 
     def unfit(self, name: str, x: _NDArray, beside: str = "q", q: _NDArray | None = None) -> Exception | None:
         of = type(x)
         if of is np.ndarray:
             return _shortened(name, x) if type(x.base) is np.ndarray else None
         if isinstance(x, np.ma.MaskedArray):  # its mask would be ignored
-            return TypeError(f"{name}: {kind(x)}; accepted is a numpy.ndarray, which filled() gives")
+            return refusing(TypeError, name, f"{kind(x)}; accepted is a numpy.ndarray, which filled() gives")
         overrides = of.__array_ufunc__ is not np.ndarray.__array_ufunc__ or of.__array_function__ is not np.ndarray.__array_function__
         if overrides or isinstance(x, np.matrix):  # the former has meaning beyond its numbers; the latter always has two axes
-            return TypeError(f"{name}: {kind(x)}; accepted is a numpy.ndarray, which np.asarray() gives")
+            return refusing(TypeError, name, f"{kind(x)}; accepted is a numpy.ndarray, which np.asarray() gives")
         return None
 
     def drawn_rng(self, q: _NDArray) -> _NDArray:
@@ -49,11 +50,11 @@ class NumPy(Framework):
 
     def view(self, tensor: Any, name: str, x: _NDArray, swap_1_2: bool) -> _NDArray:
         if not x.dtype.isnative:
-            raise ValueError(f"{name}: dtype {x.dtype}; accepted is native byte order")
+            raise refusing(ValueError, name, f"dtype {x.dtype}; accepted is native byte order")
         if x.ndim > MAX_RANK:
-            raise ValueError(f"{name}: shape {x.shape}; accepted are up to {MAX_RANK} axes")
+            raise refusing(ValueError, name, f"shape {x.shape}; accepted are up to {MAX_RANK} axes")
         if any(stride % x.itemsize for n, stride in zip(x.shape, x.strides, strict=True) if n > 1):
-            raise ValueError(f"{name}: strides of {x.strides} bytes; accepted are multiples of the item size, {x.itemsize}")
+            raise refusing(ValueError, name, f"strides of {x.strides} bytes; accepted are multiples of the item size, {x.itemsize}")
         strides = [stride // x.itemsize for stride in x.strides]
         lib.strobe_glue_tensor(tensor, self.address(x), DTYPES.get(x.dtype.name, NO_DTYPE), CPU, 0, x.ndim, x.shape, strides, swap_1_2)
         return x
@@ -108,7 +109,9 @@ def _shortened(name: str, x: _NDArray) -> Exception | None:
     first, end = first + sum(r for r in reach if r < 0), first + sum(r for r in reach if r > 0) + x.itemsize
     if first >= 0 and end <= base.nbytes:
         return None
-    return ValueError(f"{name}: a view of an array that resize() has moved or shortened; accepted is a view of the array as it is now")
+    return refusing(
+        ValueError, name, "a view of an array that resize() has moved or shortened; accepted is a view of the array as it is now"
+    )
 
 
 def _allocated(shape: tuple[int, ...], dtype: Any) -> _NDArray:

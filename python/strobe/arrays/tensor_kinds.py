@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._messages import kind
+from .._refusals import Name, Refusal, raised_for, refusing
 from .memory import PLAIN, shortened
 
 # A subclass that overrides one of these may only describe a mask, as PyTorch's CausalBias does, over memory that was not written.
@@ -26,30 +27,32 @@ def unfit(name: str, x: Tensor, beside: str, q: Tensor | None) -> Exception | No
         return refused
     if x.is_nested:
         way = "sequences of several lengths go packed, (T, H, D) with cu_seqlens"
-        return ValueError(f"{name}: a nested tensor, layout {x.layout}; accepted is a dense one; {way}")
+        return refusing(ValueError, name, f"a nested tensor, layout {x.layout}; accepted is a dense one; {way}")
     if x.layout is not torch.strided:
-        return ValueError(f"{name}: layout {x.layout}; accepted is torch.strided, which to_dense() gives")
+        return refusing(ValueError, name, f"layout {x.layout}; accepted is torch.strided, which to_dense() gives")
     if x.is_quantized:
-        return ValueError(f"{name}: dtype {x.dtype}, quantized; accepted is a torch.Tensor of numbers, which dequantize() gives")
+        return refusing(ValueError, name, f"dtype {x.dtype}, quantized; accepted is a torch.Tensor of numbers, which dequantize() gives")
     if q is not None and not causal_bias(q) and x.device != q.device:  # up to PyTorch 2.6 a causal bias has no device
-        return ValueError(f"{name}: on device {x.device}; accepted is {q.device}, where {beside} lies")
+        return refusing(ValueError, name, "on device {0}; accepted is {1}, where {2} lies", x.device, q.device, Name(beside))
     return None if has_own_dispatch(x) else shortened(name, x)
 
 
 def _unfit_subclass(name: str, x: Tensor) -> Exception | None:
     if _is_uninitialized(x):
-        return ValueError(f"{name}: {kind(x)}, which has no shape yet; accepted is a torch.Tensor")
+        return refusing(ValueError, name, f"{kind(x)}, which has no shape yet; accepted is a torch.Tensor")
     if not has_own_dispatch(x) and (own := _overridden(type(x), Tensor)):
-        return TypeError(f"{name}: {kind(x)}, which has a {own[0]} of its own; accepted is a torch.Tensor; as_subclass() makes it one")
+        return refusing(
+            TypeError, name, f"{kind(x)}, which has a {own[0]} of its own; accepted is a torch.Tensor; as_subclass() makes it one"
+        )
     if _is_a("DTensor", x, "torch.distributed.tensor", "torch.distributed._tensor"):
-        return TypeError(f"{name}: a DTensor; accepted is a torch.Tensor, which to_local() or full_tensor() gives")
+        return refusing(TypeError, name, "a DTensor; accepted is a torch.Tensor, which to_local() or full_tensor() gives")
     if _is_masked(x):
-        return TypeError(f"{name}: a MaskedTensor; accepted is a torch.Tensor, which to_tensor() gives")
+        return refusing(TypeError, name, "a MaskedTensor; accepted is a torch.Tensor, which to_tensor() gives")
     if causal_bias(x):
-        return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor")
+        return refusing(TypeError, name, f"{kind(x)}; accepted is a torch.Tensor")
     if name in _OF_SCORES and _has_own(type(x), "__torch_function__") and not has_own_dispatch(x):
-        return TypeError(
-            f"{name}: {kind(x)}, whose memory may not hold what it means; accepted is a torch.Tensor; as_subclass() makes it one"
+        return refusing(
+            TypeError, name, f"{kind(x)}, whose memory may not hold what it means; accepted is a torch.Tensor; as_subclass() makes it one"
         )
     return None
 
@@ -86,8 +89,8 @@ def causal_bias(x: object) -> tuple[str, int, int] | None:
 def without_values(name: str, x: Tensor) -> Exception | None:
     """The reason against x if its numbers cannot be read at its address."""
     if x.is_meta:
-        return ValueError(f"{name}: on device meta; accepted is an array that has values")
-    return TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor that holds its values itself") if has_own_dispatch(x) else None
+        return refusing(ValueError, name, "on device meta; accepted is an array that has values")
+    return refusing(TypeError, name, f"{kind(x)}; accepted is a torch.Tensor that holds its values itself") if has_own_dispatch(x) else None
 
 
 def has_own_dispatch(x: Tensor) -> bool:
@@ -105,10 +108,11 @@ def overriding(arguments: Iterable[Any]) -> list[Tensor]:
     ]
 
 
-def not_dispatched(arrays: dict[str, Tensor], refused: TypeError) -> TypeError:
-    """`refused` was raised by a call on these: worded so that it names them, if they are the cause."""
-    kinds = [f"{name}: {kind(x)}, whose __torch_dispatch__ takes no torch.ops.strobe" for name, x in arrays.items() if has_own_dispatch(x)]
-    return TypeError("\n".join(f"{line}; accepted is a torch.Tensor" for line in kinds)) if kinds else refused
+def not_dispatched(arrays: dict[str, Tensor], error: TypeError) -> TypeError:
+    """`error` was raised by a call on these: one that names them, if they are the cause."""
+    words = "{0}, whose __torch_dispatch__ takes no torch.ops.strobe; accepted is a torch.Tensor"
+    found = [Refusal(name, words, (kind(x),)) for name, x in arrays.items() if has_own_dispatch(x)]
+    return raised_for(TypeError, found) if found else error
 
 
 def _has_own(kind: type, method: str) -> bool:

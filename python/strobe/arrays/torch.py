@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from .._abi import CPU, CUDA, DTYPES, MAX_RANK, NO_DTYPE
 from .._core import lib
+from .._refusals import refusing
 from . import tensor_kinds
 from .base import Framework
 from .memory import PLAIN, allocated, in_memory, is_lazy, shortened
@@ -45,9 +46,11 @@ class Torch(Framework):
         if torch.compiler.is_compiling():
             return None
         if is_lazy(x):
-            return ValueError(f"{name}: a negated view or zeros without memory; accepted is a tensor of its own numbers, as clone() makes")
+            return refusing(
+                ValueError, name, "a negated view or zeros without memory; accepted is a tensor of its own numbers, as clone() makes"
+            )
         if x.is_inference() and not torch.is_inference_mode_enabled():
-            return ValueError(f"{name}: an inference tensor; accepted is one that may be written outside of inference mode")
+            return refusing(ValueError, name, "an inference tensor; accepted is one that may be written outside of inference mode")
         return tracked_leaf(name, x)
 
     def written(self, x: Tensor) -> None:
@@ -86,7 +89,7 @@ class Torch(Framework):
     def view(self, tensor: Any, name: str, x: Tensor, swap_1_2: bool) -> Tensor:
         rank = x.dim()
         if rank > MAX_RANK:
-            raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes")
+            raise refusing(ValueError, name, f"shape {tuple(x.shape)}; accepted are up to {MAX_RANK} axes")
         if type(x) not in PLAIN and not x.is_meta and (refused := self.without_values(name, x)) is not None:
             raise refused
         if x.is_cpu:
@@ -94,7 +97,7 @@ class Torch(Framework):
         elif x.is_cuda:
             device, index = CUDA, x.get_device()
         else:
-            raise NotImplementedError(f"{name}: on device {x.device}; accepted are cpu and cuda")
+            raise refusing(NotImplementedError, name, f"on device {x.device}; accepted are cpu and cuda")
         if (refused := shortened(name, x)) is not None:  # it may have changed since it was checked: autograd has saved it
             raise refused
         x = in_memory(x)
@@ -162,7 +165,7 @@ def tracked_leaf(name: str, x: Tensor) -> Exception | None:
     if not x.is_leaf and (base is None or not base.is_leaf):
         return None
     what = "a leaf that requires grad" if x.is_leaf else "a view of a leaf that requires grad"
-    return ValueError(f"{name}: {what}; accepted is a tensor that does not, as detach() gives, or torch.no_grad()")
+    return refusing(ValueError, name, f"{what}; accepted is a tensor that does not, as detach() gives, or torch.no_grad()")
 
 
 def is_alone() -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from strobe._checks import Wrong, check_names, flag, is_whole, refusal
 from strobe._messages import is_bool, kind
+from strobe._refusals import Refusal, Words, raised_for, refusals_of
 from strobe._tensor_checks import tensor_refusal
 from strobe.arrays.known import unfit
 from strobe.arrays.torch import TORCH
@@ -22,8 +22,14 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# The caller's tensors of which attention() gets a part: a hint about axes would be about another tensor.
+_WHOLES = frozenset({"kv", "qkv", "k_cache", "v_cache"})
+_NOT_THEIRS = frozenset({"layout", "alignment", "engine"})  # the callers' functions decide these
+
+
 def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
-    """Each line of a refusal begins with the name of an argument of strobe.attention(); `names` gives the caller's name for it.
+    """A refusal of strobe.attention() speaks of the caller's arguments: `names` has the caller's name for each of attention()'s that has
+    another one.
 
     given: the arguments of attention(), by its names. An argument that the caller's own check refuses is replaced by the exception that
     says why: attention() refuses it, along with all other errors, and the line is the exception's.
@@ -36,37 +42,20 @@ def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None
 def _in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None) -> Iterator[None]:
     try:
         yield
-    except (TypeError, ValueError, NotImplementedError) as refused:
+    except (TypeError, ValueError, NotImplementedError) as error:
         own = {name: x for name, x in (given or {}).items() if isinstance(x, Exception)}
-        lines: dict[str, None] = {}  # several arguments that are one to the caller give one line
-        for line in str(refused).splitlines():
-            name, colon, rest = line.partition(":")
-            if name in own:
-                lines |= dict.fromkeys(str(own[name]).splitlines())
-                continue
-            rest = _PLACES.sub(lambda found: names.get(found[0], found[0]), _with_hints_for(names, rest))
-            lines[names.get(name, name) + colon + rest] = None
-        error = ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(refused)
-        raise error("\n".join(lines)) from None
+        words = words_for(names, given or {})
+        found: list[Refusal] = []
+        for each in refusals_of(error):
+            of_caller = own.get(each.argument or "")
+            found += [words.said(each)] if of_caller is None else refusals_of(of_caller)
+        raise raised_for(ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(error), found) from None
 
 
-# Places where a refusal mentions an argument: "as q and k have", "q[None]", "mask.bool()", "q, k, v are".
-_PLACES = re.compile(
-    r"(?<=\bas )[qkv]\b|(?<=\bof )[qkv]\b|(?<=\bwhere )[qkv]\b|(?<=\b[qk] and )[qkv]\b|\b[qkv](?= and [qkv]\b)"
-    r"|\b[a-z]\w*(?=\[|\.\w+\()|\b[qkv](?=, [kv]\b| are \()|\bmax_seqlen_[qk]\b"
-)
-_IN_PART = frozenset({"kv", "qkv", "k_cache"})  # attention() gets a part of it: a hint about axes would be about another tensor
-
-
-def _with_hints_for(names: Mapping[str, str], rest: str) -> str:
-    """attention()'s hints name options. The callers' functions have no layout, and other arguments for packed sequences and for a bias."""
-    rest = re.sub(r"; did you mean cu_seqlens_q and cu_seqlens_k, of packed sequences, or", "; did you mean", rest)
-    rest = re.sub(r"; what is added to the scores is bias$", "", rest)
-    if (layout := re.search(r'; did you mean layout="(bhsd|bshd)"\?$', rest)) is not None:
-        here = {"bhsd": "(B, S, H, D)", "bshd": "(B, H, S, D)"}[layout[1]]
-        hint = f"; q, k, v are {here} here; did you mean q.transpose(1, 2)?"
-        rest = rest[: layout.start()] + (hint if _IN_PART.isdisjoint(names.get(x, x) for x in "qkv") else "")
-    return rest
+def words_for(names: Mapping[str, str], given: Iterable[str]) -> Words:
+    """Those of a function that passes the arguments `given` on to attention(), and may know those of `names`."""
+    known = ({*"qkv", *names, *given}) - _NOT_THEIRS
+    return Words(names, known, {name for name in "qkv" if names.get(name) in _WHOLES})
 
 
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strobe import attention
+from strobe._refusals import refusing
 from strobe.arrays.torch import TORCH
 
 from ._words import flag_or_refusal, in_words_of, mask_or_bias, tensor_or_refusal
@@ -91,6 +92,6 @@ def _broadcast(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
                 options[name] = x.reshape(1, *x.shape[-3:]) if prod(x.shape[:-3]) == 1 else flat(x)
             except RuntimeError:
                 whole = (*front, heads, query.shape[-2], key.shape[-2])
-                raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is one that broadcasts to {whole}") from None
+                raise refusing(ValueError, name, f"shape {tuple(x.shape)}; accepted is one that broadcasts to {whole}") from None
     out = attention(flat(query, heads), flat(key, heads_kv), flat(value, heads_kv), alignment="top_left", **options)
     return out.reshape(*front, *out.shape[-3:])[(0,) * (3 - min(rank, 3))]

@@ -15,6 +15,7 @@ from .._call import Call
 from .._core import ffi, lib
 from .._options import BLOCKS
 from .._prepared import into as run_into
+from .._refusals import Refusal, raised_for
 from ..arrays.memory import allocated
 from ..arrays.torch import TORCH
 from ._group import Levels
@@ -276,17 +277,17 @@ def in_own_words(call: RankCall, refused: Exception) -> Exception:
     if not isinstance(refused, ValueError):
         return refused
     reasons = _own_reasons(call)
-    return ValueError("\n".join(reasons)) if reasons else refused
+    return raised_for(ValueError, reasons) if reasons else refused
 
 
 def check_shapes(call: RankCall) -> None:
     """Raises the errors of arguments that methods cut by heads or send by rows before the library sees them."""
     names = {"alibi_slopes", "sinks", "mask", "bias"} & call.p.arrays.keys()
-    if names and (wrong := [reason for reason in _own_reasons(call) if reason.partition(":")[0] in names]):
-        raise ValueError("\n".join(wrong))
+    if names and (wrong := [each for each in _own_reasons(call) if each.argument in names]):
+        raise raised_for(ValueError, wrong)
 
 
-def _own_reasons(call: RankCall) -> list[str]:
+def _own_reasons(call: RankCall) -> list[Refusal]:
     own = call.plan.q[call.rank], call.plan.k[call.rank]
     arrays = {name: x for name, x in call.p.arrays.items() if name != "seqused_k"}
     if call.plan.packed:

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <vector>
 
+#include "attention/refusal.h"
 #include "attention/text.h"
 #include "cuda/driver/fork.h"
 
@@ -84,7 +85,7 @@ const Device &device(int ordinal) {
   const Devices &all = devices();
   if (all.list.empty() || forked(all)) throw Error(STROBE_DEVICE_ERROR, devices_missing());
   if (ordinal < 0 || static_cast<size_t>(ordinal) >= all.list.size())
-    throw Error(STROBE_INVALID_ARGUMENT, text("device_index: ", ordinal, "; accepted is 0 to ", all.list.size() - 1));
+    refuse("device_index", Code::value, "{0}; accepted is 0 to {1}", ordinal, all.list.size() - 1);
   return all.list[ordinal];
 }
 

@@ -1,6 +1,7 @@
 #include "cuda/program/engine.h"
 
 #include "attention/contents.h"
+#include "attention/refusal.h"
 #include "attention/text.h"
 #include "cuda/compile/cache.h"
 #include "cuda/driver/driver.h"
@@ -99,8 +100,8 @@ const TunedTile *CudaEngine::tuned(const Problem &p, Direction direction, const 
 Answer CudaEngine::plan(const Problem &p, const Execution &execution, Direction direction) const {
   const Device &whole = device(p.device_index);
   if (execution.reserved_sms >= whole.sms)
-    throw Error(STROBE_INVALID_ARGUMENT, text("execution.reserved_sms: ", execution.reserved_sms, "; accepted is 0 to ", whole.sms - 1,
-                                              ", one fewer than the GPU has"));
+    refuse("execution.reserved_sms", Code::value, "{0}; accepted is 0 to {1}, one fewer than the GPU has", execution.reserved_sms,
+           whole.sms - 1);
   Device on = whole;
   on.sms -= execution.reserved_sms;
   Answer answer = plan_on(on, p, direction);
@@ -131,7 +132,7 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
   DeviceGuard guard(on); // the driver encodes tensor maps for a context
   const CUstream stream = static_cast<CUstream>(execution.stream);
   if (p.check && capturing(stream))
-    throw Error(STROBE_INVALID_ARGUMENT, "check: 1 while the stream is captured; accepted is 0, for it waits for the stream");
+    refuse("check", Code::excluded, "1 while the stream is captured; accepted is 0, for it waits for the stream");
   const Program &program = program_of(plan);
   const Addresses addresses(p, workspace);
   alignas(TensorMap) std::byte arguments[Launch::kMostArguments];

@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <stdio.h>
+#include <string.h>
 
 enum { QUERIES = 5, KEYS = 9, DIM = 4 };
 
@@ -38,6 +39,12 @@ int main(void) {
   if (strobe_forward(&attention, &tensors, NULL) != STROBE_OK) {
     fprintf(stderr, "%s\n", strobe_last_error());
     return 1;
+  }
+  attention.softcap = -1;
+  if (strobe_forward(&attention, &tensors, NULL) != STROBE_INVALID_ARGUMENT || strobe_last_refusal(1) != NULL) return 1;
+  {
+    const strobe_refusal *refusal = strobe_last_refusal(0);
+    if (strcmp(refusal->argument, "softcap") != 0 || refusal->code != STROBE_CODE_VALUE || refusal->values[0]->number != -1) return 1;
   }
 
   for (i = 0; i < QUERIES; i++) {

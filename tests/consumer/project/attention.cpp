@@ -72,7 +72,8 @@ int main() {
     try {
       strobe::forward(wrong, {.out = {out, queries}});
     } catch (const strobe::InvalidArgument &e) {
-      return std::string(e.what()).starts_with(reason);
+      const strobe::Refusal &first = e.refusals.at(0);
+      return std::string(e.what()).starts_with(reason) && std::string(reason).starts_with(first.argument + ": ") && !first.words.empty();
     }
     return false;
   };
