@@ -100,13 +100,11 @@ void asked(Page &page, const Problem &p, const Execution &e) {
   if (p.tile_q || p.tile_k)
     page.line("tile wish", text(p.tile_q ? std::to_string(p.tile_q) : "any", " x ", p.tile_k ? std::to_string(p.tile_k) : "any"));
   std::string wishes;
-  for (auto [on, what] : {std::pair{p.deterministic, "deterministic"},
-                          {p.exact_max, "exact_max"},
-                          {p.allow_tf32, "allow_tf32"},
-                          {p.accumulate, "accumulate"},
-                          {p.strict, "strict"},
-                          {p.check, "check"},
-                          {p.invariant, "invariant"}})
+  const std::pair<bool, const char *> modes[] = {
+#define STROBE_MODE(name) {p.name, #name},
+#include "strobe/fields.inc"
+  };
+  for (auto [on, what] : modes)
     if (on) wishes += (wishes.empty() ? "" : ", ") + std::string(what);
   if (!p.engine.empty()) wishes += (wishes.empty() ? "" : ", ") + ("engine " + p.engine);
   if (!wishes.empty()) page.line("options", wishes);

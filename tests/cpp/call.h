@@ -28,36 +28,8 @@ struct NamedSlot {
   void *strobe_addresses::*address;
 };
 inline constexpr NamedSlot kSlots[] = {
-    {"q", &strobe_tensors::q, &strobe_addresses::q},
-    {"k", &strobe_tensors::k, &strobe_addresses::k},
-    {"v", &strobe_tensors::v, &strobe_addresses::v},
-    {"mask", &strobe_tensors::mask, &strobe_addresses::mask},
-    {"bias", &strobe_tensors::bias, &strobe_addresses::bias},
-    {"alibi_slopes", &strobe_tensors::alibi_slopes, &strobe_addresses::alibi_slopes},
-    {"sinks", &strobe_tensors::sinks, &strobe_addresses::sinks},
-    {"cu_seqlens_q", &strobe_tensors::cu_seqlens_q, &strobe_addresses::cu_seqlens_q},
-    {"cu_seqlens_k", &strobe_tensors::cu_seqlens_k, &strobe_addresses::cu_seqlens_k},
-    {"block_rows", &strobe_tensors::block_rows, &strobe_addresses::block_rows},
-    {"block_cols", &strobe_tensors::block_cols, &strobe_addresses::block_cols},
-    {"block_rows_t", &strobe_tensors::block_rows_t, &strobe_addresses::block_rows_t},
-    {"block_cols_t", &strobe_tensors::block_cols_t, &strobe_addresses::block_cols_t},
-    {"rng", &strobe_tensors::rng, &strobe_addresses::rng},
-    {"out", &strobe_tensors::out, &strobe_addresses::out},
-    {"lse", &strobe_tensors::lse, &strobe_addresses::lse},
-    {"dout", &strobe_tensors::dout, &strobe_addresses::dout},
-    {"dlse", &strobe_tensors::dlse, &strobe_addresses::dlse},
-    {"dq", &strobe_tensors::dq, &strobe_addresses::dq},
-    {"dk", &strobe_tensors::dk, &strobe_addresses::dk},
-    {"dv", &strobe_tensors::dv, &strobe_addresses::dv},
-    {"dbias", &strobe_tensors::dbias, &strobe_addresses::dbias},
-    {"dsinks", &strobe_tensors::dsinks, &strobe_addresses::dsinks},
-    {"seqused_k", &strobe_tensors::seqused_k, &strobe_addresses::seqused_k},
-    {"max_logit", &strobe_tensors::max_logit, &strobe_addresses::max_logit},
-    {"column_sums", &strobe_tensors::column_sums, &strobe_addresses::column_sums},
-    {"delta", &strobe_tensors::delta, &strobe_addresses::delta},
-    {"page_table", &strobe_tensors::page_table, &strobe_addresses::page_table},
-    {"k_scale", &strobe_tensors::k_scale, &strobe_addresses::k_scale},
-    {"v_scale", &strobe_tensors::v_scale, &strobe_addresses::v_scale},
+#define STROBE_TENSOR(name, place) {#name, &strobe_tensors::name, &strobe_addresses::name},
+#include "strobe/fields.inc"
 };
 
 class Call {
