@@ -132,21 +132,23 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   });
 }
 
-// The same dtype and shape, densely stored, without any option. To be planned, not to be run.
-static Problem without_options(Problem p) {
-  p = stored_densely(std::move(p));
-  p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = p.max_logit = p.column_sums = {};
-  p.page_size = p.k.page_size = p.v.page_size = 0;
-  p.k_scale = p.v_scale = {}, p.quantised_as = DType::none;
-  for (View *x : {&p.k, &p.v})
-    if (*x) x->dtype = p.dtype;
-  p.blocks = {}, p.seqused_k = nullptr, p.part = {}, p.accumulate = false, p.lse_low = 0;
-  p.window_left = p.window_right = kUnbounded;
-  p.score = ScoreFunction::dot, p.beta = p.shift = 0;
-  p.softcap = p.dropout = 0;
-  p.tile_q = p.tile_k = 0;
-  p.deterministic = p.exact_max = p.invariant = false;
-  return p;
+// The same dtype, shape and device, densely stored, without any option: all that is not copied here. To be planned, not to be run.
+static Problem without_options(const Problem &p) {
+  Problem plain;
+  plain.batch = p.batch, plain.heads = p.heads, plain.heads_kv = p.heads_kv, plain.head_dim = p.head_dim, plain.head_dim_v = p.head_dim_v;
+  plain.seqlen_q = p.seqlen_q, plain.seqlen_k = p.seqlen_k, plain.varlen = p.varlen, plain.total_q = p.total_q, plain.total_k = p.total_k;
+  plain.most_q = p.most_q, plain.most_k = p.most_k, plain.cu_seqlens_q = p.cu_seqlens_q, plain.cu_seqlens_k = p.cu_seqlens_k;
+  plain.lists = p.lists, plain.forms = p.forms;
+  plain.dtype = p.dtype, plain.device_type = p.device_type, plain.device_index = p.device_index;
+  plain.scale = p.scale, plain.bottom_right = p.bottom_right, plain.allow_tf32 = p.allow_tf32; // no engine refuses them
+  for (auto tensor : {&Problem::q, &Problem::k, &Problem::v, &Problem::out, &Problem::lse, &Problem::dout, &Problem::dlse, &Problem::dq,
+                      &Problem::dk, &Problem::dv})
+    plain.*tensor = p.*tensor;
+  for (View *x : {&plain.k, &plain.v}) {
+    x->page_size = x->pages_each = 0, x->page_table = nullptr;
+    if (*x) x->dtype = p.dtype; // not quantised
+  }
+  return stored_densely(std::move(plain));
 }
 
 bool stands_elsewhere(const Choice::Row &row, const Choice &choice, const Problem &problem) {
