@@ -20,8 +20,8 @@ Workspace Engine::allocate(const Problem &, const Execution &, uint64_t bytes) c
   return Workspace(memory, [](void *memory) { ::operator delete(memory, alignment); });
 }
 
-// From the fastest family to the slowest, device by device: `strict` goes by this order. The ladder's rungs are listed twice, a form for
-// each device under one name.
+// Device by device, from the fastest family to the slowest: `strict` relies on this order. Each rung of the ladder has two entries of the
+// same name, one for each device.
 const std::vector<const Engine *> &engines() {
   static const std::vector<const Engine *> list = [] {
     std::vector<const Engine *> all = cuda_engines();
@@ -58,13 +58,13 @@ void check_engine(const char *wanted) {
                                             "; accepted are ", accepted, "or none for the fastest"));
 }
 
-// Lays the tensor out as one that is no slice of a larger one: its elements are adjacent, at an address that suits every engine.
+// Gives the tensor adjacent elements and an invented address, with the alignment that every engine accepts.
 static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
   if (!x) return;
   x.data = reinterpret_cast<char *>(uintptr_t{256});
   x.stride[3] = 1, x.stride[2] = width, x.stride[1] = rows * width, x.stride[0] = heads * rows * width;
 }
-// To be planned, not to be run.
+// The problem with dense tensors. It may be planned, but not run.
 static Problem stored_densely(Problem p) {
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k;
   for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
@@ -74,14 +74,14 @@ static Problem stored_densely(Problem p) {
   return p;
 }
 
-// Whether the backward should run on the engine that the forward of the same call would choose, if that engine supports it. Its P is exp(S
-// - LSE). In fp32 on a GPU, S of another engine than the one that made LSE is rounded differently, by more than the contract allows.
+// Whether the backward prefers the engine that the forward of the same call would choose. The backward's P is exp(S - LSE), and in fp32 on
+// a GPU two engines round S so differently that P would break the contract if S and LSE came from different ones.
 static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.engine.empty() && problem.dtype == DType::f32 && problem.device_type != STROBE_CPU;
 }
 
-// Invariant: the choice is the first engine that supports the dtype, head dimensions and options of dense tensors, because each engine has
-// bits of its own. If that engine does not support these tensors, no other one replaces it.
+// With `invariant`, the choice is the first engine that supports the dtype, head dimensions and options of dense tensors. If it does not
+// support these tensors, no other engine replaces it, for their bits differ.
 static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
   const Problem dense = stored_densely(problem);
   choice.chosen = -1;
@@ -132,7 +132,7 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   });
 }
 
-// The same dtype, shape and device, densely stored, without any option: all that is not copied here. To be planned, not to be run.
+// The problem with dense tensors and without options: they are what is not copied here. It may be planned, but not run.
 static Problem without_options(const Problem &p) {
   Problem plain;
   plain.batch = p.batch, plain.heads = p.heads, plain.heads_kv = p.heads_kv, plain.head_dim = p.head_dim, plain.head_dim_v = p.head_dim_v;

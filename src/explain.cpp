@@ -11,7 +11,7 @@
 namespace strobe {
 namespace {
 
-// "label      value" lines under headings, values aligned.
+// Headings with lines "label  value" below them, the values aligned.
 class Page {
 public:
   void heading(const std::string &title) { page << title << "\n"; }

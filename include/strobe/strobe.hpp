@@ -137,7 +137,7 @@ public:
   }
 
   explicit operator bool() const { return present; }
-  // Makes the strobe_tensor; `name` is the argument's, for the InvalidArgument raised if a range is too short for its shape.
+  // The strobe_tensor; null if it is absent. Throws InvalidArgument, under the argument's name, if the range is too short for the shape.
   const strobe_tensor *get(const char *name) const {
     if (!wrong.empty()) throw InvalidArgument(std::string(name) + ": " + wrong);
     return present ? &tensor : nullptr;
@@ -156,7 +156,7 @@ public:
 private:
   strobe_tensor tensor{};
   bool present = false;
-  std::string wrong; // empty, or the reason why no call can accept it
+  std::string wrong; // the reason why no call can accept it; empty: none
 };
 
 // A tensor that a call may write.
@@ -228,11 +228,11 @@ struct Forward {
 struct Backward {
   ConstTensor out = {}, lse = {}, dout = {}, dlse = {};
   ConstTensor delta = {};  // with a partial part, given instead of out
-  bool accumulate = false; // dq, dk and dv, which are float32 (float64 if q is), are added to
+  bool accumulate = false; // adds to dq, dk and dv, which are then float32 (float64 if q is)
   Tensor dq = {}, dk = {}, dv = {}, dbias = {}, dsinks = {};
 };
 
-// How a call runs. By default threads start for the call, as many as the process may run on, and a workspace is allocated for it.
+// How a call runs. By default the call starts as many threads as the process may run on, and allocates its workspace.
 struct Execution {
   int32_t threads = 0;
   strobe_parallel parallel = nullptr;
@@ -246,7 +246,7 @@ struct Execution {
 
 namespace detail {
 
-// Copies of options to the structs of strobe.h, made for the rows of fields.inc. The types have to be the same, or one of these pairs.
+// Sets a member of a struct of strobe.h, for each row of fields.inc. The types are the same, or one of these pairs.
 template <class T> void put(T &to, const T &from, const char *) { to = from; }
 template <std::same_as<bool> Flag> void put(int32_t &to, Flag from, const char *) { to = from; }
 template <class Choice>
@@ -388,7 +388,7 @@ public:
     detail::check(strobe_prepared_plan(prepared.get(), &plan));
     return plan;
   }
-  // run() sets `size` itself.
+  // `size` need not be set.
   void run(strobe_addresses addresses, const Execution &execution = {}) const {
     addresses.size = sizeof addresses;
     const auto e = detail::raw(execution);

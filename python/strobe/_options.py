@@ -1,8 +1,9 @@
 """The one table of the options of strobe.attention(): the rows are the keys of AttentionOptions, each with its type and its Row.
 
 A row has the default, the words of help() and the conversion of a value to fields of the C ABI. The table determines the signature, the
-docstring, the defaults, the operators' schemas and the arguments of the library. So a new option is a field at the end of a C struct, a
-row here, and the code that computes it. Tests compare the table with the other places that must know the option:
+docstring, the defaults, the operators' schemas and the arguments of the library. So a new option is a field at the end of a C struct, with
+its row in include/strobe/fields.inc, a row here, and the code that computes it. Tests compare the table with the other places that must
+know the option:
 
 - the structs of include/strobe/strobe.h and strobe.hpp, and the options that the contract combines (tests/python/cases.py):
   tests/python/test_options.py;

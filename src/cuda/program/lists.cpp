@@ -19,7 +19,7 @@ constexpr const char *kNames[] = {
 #define STROBE_LIST(name, place) #name,
 #include "strobe/fields.inc"
 };
-static_assert(kMostLists == ListForms::kCount);
+static_assert(int(kMostLists) == ListForms::kCount);
 
 // Kernels find a sequence's row of the table by a 32-bit product.
 bool has_whole_rows(const strobe_tensor &table) {
