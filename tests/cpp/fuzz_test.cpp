@@ -85,9 +85,11 @@ private:
     case 5:
       call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved_sms}) = flag();
       return;
-    case 6: { // the contents of cu_seqlens and the CSR
-      const std::string name = pick<const char *>(
-          {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "block_rows", "block_cols", "block_rows_t", "block_cols_t"});
+    case 6: { // the contents of a list
+      const std::string name = pick<const char *>({
+#define STROBE_LIST(name, place) #name,
+#include "strobe/fields.inc"
+      });
       if (call.has(name)) call.data<int32_t>(name)[draw(static_cast<int>(call.memory_bytes(name) / 4))] = static_cast<int32_t>(size());
       return;
     }

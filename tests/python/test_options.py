@@ -13,7 +13,7 @@ import torch
 
 import cases
 import strobe
-from strobe import _call, _options
+from strobe import _abi, _call, _options
 from strobe._core import ffi
 from strobe._options import AUX, BLOCKS, DEFAULTS, FIELDS, GRADIENTS, INPUTS, ROWS
 
@@ -102,6 +102,16 @@ def test_the_structs_of_tensors():
     assert tuple(name for name in members("strobe_tensors") if name in INPUTS) == INPUTS
     assert [*members("strobe_addresses")] == [*members("strobe_tensors")]
     assert members("strobe_tensors").keys() - {*INPUTS} == {"out", "lse", "dout", "dlse", "delta", *GRADIENTS, *AUX}
+
+
+def test_the_enumerations():
+    enumerators = {name: ffi.typeof(name).relements for name in ("strobe_alignment", "strobe_score", "strobe_dtype")}
+    assert {*enumerators["strobe_alignment"].values()} == {*ROWS["alignment"].choices.values()}
+    assert {*enumerators["strobe_score"].values()} == {*ROWS["score"].choices.values()}
+    assert {*enumerators["strobe_dtype"].values()} == {*_abi.DTYPES.values()}
+    header = (ROOT / "include/strobe/strobe.hpp").read_text()
+    for name in (name for names in enumerators.values() for name in names):
+        assert re.search(rf"\b{name}\b", header), name
 
 
 def test_the_struct_of_a_part():
