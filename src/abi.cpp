@@ -91,7 +91,10 @@ void check_plan(const strobe_plan *plan) {
 }
 
 void write_plan(const Plan &chosen, strobe_plan *plan) {
-  const strobe_plan result = {plan->size, chosen.engine, chosen.tile_q, chosen.tile_k, chosen.workspace_bytes, chosen.predicted_seconds};
+  strobe_plan result{};
+  result.size = plan->size;
+#define STROBE_PLAN(name) result.name = chosen.name;
+#include "strobe/fields.inc"
   std::memcpy(plan, &result, std::min<size_t>(plan->size, sizeof result));
 }
 

@@ -21,8 +21,8 @@ Workspace Engine::allocate(const Problem &, const Execution &, uint64_t bytes) c
   return Workspace(memory, [](void *memory) { ::operator delete(memory, alignment); });
 }
 
-// From the fastest family to the slowest, device by device: `strict` goes by this order. The ladder's rungs are listed twice, a form for
-// each device under one name.
+// Device by device, from the fastest family to the slowest: `strict` relies on this order. Each rung of the ladder has two entries of the
+// same name, one for each device.
 const std::vector<const Engine *> &engines() {
   static const std::vector<const Engine *> list = [] {
     std::vector<const Engine *> all = cuda_engines();
@@ -61,13 +61,13 @@ void check_engine(const char *wanted) {
   refuse("engine", Code::unknown, "\"{0}\" is unknown; accepted are {1}, or {2} for the fastest", wanted, accepted, Absent{"none"});
 }
 
-// Lays the tensor out as one that is no slice of a larger one: its elements are adjacent, at an address that suits every engine.
+// Gives the tensor adjacent elements and an invented address, with the alignment that every engine accepts.
 static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
   if (!x) return;
   x.data = reinterpret_cast<char *>(uintptr_t{256});
   x.stride[3] = 1, x.stride[2] = width, x.stride[1] = rows * width, x.stride[0] = heads * rows * width;
 }
-// To be planned, not to be run.
+// The problem with dense tensors. It may be planned, but not run.
 static Problem stored_densely(Problem p) {
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k;
   for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
@@ -77,15 +77,15 @@ static Problem stored_densely(Problem p) {
   return p;
 }
 
-// Whether the backward should run on the engine that the forward of the same call would choose, if that engine supports it. Its P is exp(S
-// - LSE). In fp32 on a GPU, S of another engine than the one that made LSE is rounded differently, by more than the contract allows.
+// Whether the backward prefers the engine that the forward of the same call would choose. The backward's P is exp(S - LSE), and in fp32 on
+// a GPU two engines round S so differently that P would break the contract if S and LSE came from different ones.
 static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.wishes.engine.empty() && problem.dtype == DType::f32 &&
          problem.device_type != STROBE_CPU;
 }
 
-// Invariant: the choice is the first engine that supports the dtype, head dimensions and options of dense tensors, because each engine has
-// bits of its own. If that engine does not support these tensors, no other one replaces it.
+// With `invariant`, the choice is the first engine that supports the dtype, head dimensions and options of dense tensors. If it does not
+// support these tensors, no other engine replaces it, for their bits differ.
 static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
   const Problem dense = stored_densely(problem);
   choice.chosen = -1;
@@ -136,21 +136,23 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   });
 }
 
-// The same dtype and shape, densely stored, without any option. To be planned, not to be run.
-static Problem without_options(Problem p) {
-  p = stored_densely(std::move(p));
-  p.mask = p.bias = p.alibi_slopes = p.sinks = p.dbias = p.dsinks = p.max_logit = p.column_sums = {};
-  p.page_size = p.k.page_size = p.v.page_size = 0;
-  p.k_scale = p.v_scale = {}, p.quantised_as = DType::none;
-  for (View *x : {&p.k, &p.v})
-    if (*x) x->dtype = p.dtype;
-  p.blocks = {}, p.seqused_k = nullptr, p.part = {}, p.accumulate = false, p.lse_low = 0;
-  p.window_left = p.window_right = kUnbounded;
-  p.score = ScoreFunction::dot, p.beta = p.shift = 0;
-  p.softcap = p.dropout = 0;
-  p.wishes.tile_q = p.wishes.tile_k = 0;
-  p.deterministic = p.exact_max = p.invariant = false;
-  return p;
+// The problem with dense tensors and without options: they are what is not copied here. It may be planned, but not run.
+static Problem without_options(const Problem &p) {
+  Problem plain;
+  plain.batch = p.batch, plain.heads = p.heads, plain.heads_kv = p.heads_kv, plain.head_dim = p.head_dim, plain.head_dim_v = p.head_dim_v;
+  plain.seqlen_q = p.seqlen_q, plain.seqlen_k = p.seqlen_k, plain.varlen = p.varlen, plain.total_q = p.total_q, plain.total_k = p.total_k;
+  plain.most_q = p.most_q, plain.most_k = p.most_k, plain.cu_seqlens_q = p.cu_seqlens_q, plain.cu_seqlens_k = p.cu_seqlens_k;
+  plain.lists = p.lists, plain.forms = p.forms;
+  plain.dtype = p.dtype, plain.device_type = p.device_type, plain.device_index = p.device_index;
+  plain.scale = p.scale, plain.bottom_right = p.bottom_right, plain.allow_tf32 = p.allow_tf32; // no engine refuses them
+  for (auto tensor : {&Problem::q, &Problem::k, &Problem::v, &Problem::out, &Problem::lse, &Problem::dout, &Problem::dlse, &Problem::dq,
+                      &Problem::dk, &Problem::dv})
+    plain.*tensor = p.*tensor;
+  for (View *x : {&plain.k, &plain.v}) {
+    x->page_size = x->pages_each = 0, x->page_table = nullptr;
+    if (*x) x->dtype = p.dtype; // not quantised
+  }
+  return stored_densely(std::move(plain));
 }
 
 bool stands_elsewhere(const Choice::Row &row, const Choice &choice, const Problem &problem) {

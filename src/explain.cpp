@@ -11,7 +11,7 @@
 namespace strobe {
 namespace {
 
-// "label      value" lines under headings, values aligned.
+// Headings with lines "label  value" below them, the values aligned.
 class Page {
 public:
   void heading(const std::string &title) { page << title << "\n"; }
@@ -101,13 +101,11 @@ void asked(Page &page, const Problem &p, const Execution &e) {
     page.line("tile wish", text(p.wishes.tile_q ? std::to_string(p.wishes.tile_q) : "any", " x ",
                                 p.wishes.tile_k ? std::to_string(p.wishes.tile_k) : "any"));
   std::string wishes;
-  for (auto [on, what] : {std::pair{p.deterministic, "deterministic"},
-                          {p.exact_max, "exact_max"},
-                          {p.allow_tf32, "allow_tf32"},
-                          {p.accumulate, "accumulate"},
-                          {p.strict, "strict"},
-                          {p.check, "check"},
-                          {p.invariant, "invariant"}})
+  const std::pair<bool, const char *> modes[] = {
+#define STROBE_MODE(name) {p.name, #name},
+#include "strobe/fields.inc"
+  };
+  for (auto [on, what] : modes)
     if (on) wishes += (wishes.empty() ? "" : ", ") + std::string(what);
   if (!p.wishes.engine.empty()) wishes += (wishes.empty() ? "" : ", ") + ("engine " + p.wishes.engine);
   if (!wishes.empty()) page.line("options", wishes);

@@ -21,44 +21,11 @@ struct Field {
   void *strobe_addresses::*address;
   void (*move)(Problem &, void *address);
 };
-#define STROBE_FIELD(name, member)                                                                                                         \
-  {#name, &strobe_tensors::name, &strobe_addresses::name, [](Problem &p, void *address) { move(p.member, address); }}
 constexpr Field kFields[] = {
-    STROBE_FIELD(q, q),
-    STROBE_FIELD(k, k),
-    STROBE_FIELD(v, v),
-    STROBE_FIELD(mask, mask),
-    STROBE_FIELD(bias, bias),
-    STROBE_FIELD(alibi_slopes, alibi_slopes),
-    STROBE_FIELD(sinks, sinks),
-    STROBE_FIELD(cu_seqlens_q, cu_seqlens_q),
-    STROBE_FIELD(cu_seqlens_k, cu_seqlens_k),
-    STROBE_FIELD(block_rows, blocks.row_ptr),
-    STROBE_FIELD(block_cols, blocks.col),
-    STROBE_FIELD(block_rows_t, blocks.row_ptr_t),
-    STROBE_FIELD(block_cols_t, blocks.col_t),
-    STROBE_FIELD(rng, rng),
-    STROBE_FIELD(out, out),
-    STROBE_FIELD(lse, lse),
-    STROBE_FIELD(dout, dout),
-    STROBE_FIELD(dlse, dlse),
-    STROBE_FIELD(dq, dq),
-    STROBE_FIELD(dk, dk),
-    STROBE_FIELD(dv, dv),
-    STROBE_FIELD(dbias, dbias),
-    STROBE_FIELD(dsinks, dsinks),
-    STROBE_FIELD(seqused_k, seqused_k),
-    STROBE_FIELD(max_logit, max_logit),
-    STROBE_FIELD(column_sums, column_sums),
-    STROBE_FIELD(delta, delta),
-    {"page_table", &strobe_tensors::page_table, &strobe_addresses::page_table,
-     [](Problem &p, void *address) { p.set_page_table(static_cast<const int32_t *>(address)); }},
-    STROBE_FIELD(k_scale, k_scale),
-    STROBE_FIELD(v_scale, v_scale),
+#define STROBE_TENSOR(name, place)                                                                                                         \
+  {#name, &strobe_tensors::name, &strobe_addresses::name, [](Problem &p, void *address) { move(p.place, address); }},
+#include "strobe/fields.inc"
 };
-#undef STROBE_FIELD
-static_assert(sizeof(strobe_tensors) == sizeof(uint64_t) + std::size(kFields) * sizeof(void *), "a tensor is missing from kFields");
-static_assert(sizeof(strobe_addresses) == sizeof(strobe_tensors), "strobe_addresses and strobe_tensors name the same tensors");
 
 bool on_16_bytes(const void *address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
@@ -116,6 +83,7 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
     bytes.begin += shift, bytes.end += shift;
     field.move(problem, address);
   }
+  problem.set_page_table(problem.page_table());
   reasons.raise_if_any();
   check_overlaps(placed, reasons);
   strobe_execution how{};

@@ -7,16 +7,17 @@
  *     as data.
  *   - Nothing is launched or written unless the whole call is valid. Nothing is printed. No exception leaves the library.
  *   - A null pointer stands for an absent tensor. The library never keeps a pointer after it returns.
+ *   - A new field comes at the end of its struct, and gets a row in strobe/fields.inc.
  *
  * Shapes (B batch, H query heads, Hkv key heads (H a multiple of Hkv), Sq queries, Sk keys, D = Dqk head dimension, Dv value dimension)
  *   dense    q (B,H,Sq,D)   k (B,Hkv,Sk,D)   v (B,Hkv,Sk,Dv)   out, dout (B,H,Sq,Dv)   lse, dlse (B,H,Sq)
  *   varlen   q (Tq,H,D)     k (Tk,Hkv,D)     v (Tk,Hkv,Dv)     out, dout (Tq,H,Dv)     lse, dlse (H,Tq)     with both cu_seqlens (B+1)
  *   paged    k (pages,Hkv,page,D)   v (pages,Hkv,page,Dv)   with page_table (B,pages of a sequence); all else dense, or with cu_seqlens_q
  *   quantised  k, v as INT8, FP8 or INT4 with k_scale and v_scale; INT4 is uint8 (..,D/2), two numbers a byte, the low nibble first
- *   dq, dk, dv have the shapes of q, k, v. Strides are counted in elements and are arbitrary; those of inputs may be 0 or negative.
- *   The same holds for lists of integers. Lengths and page tables are int32; in host memory int64 is accepted, too. Each call copies lists
- *   in host memory. A list in device memory that has gaps is copied into the workspace by an extra launch, except a page_table of which
- *   only the rows lie apart.
+ *   dq, dk, dv have the shapes of q, k, v. Strides are counted in elements and are arbitrary; those of inputs, lists of integers included,
+ *   may be 0 or negative. Lengths and page tables are int32; in host memory int64 is accepted, too. Each call copies the lists in host
+ *   memory. A list in device memory with gaps between its integers costs another launch, which copies it into the workspace; a page_table
+ *   with gaps between its rows only does not.
  *   docs/semantics.md has the formulas.
  */
 #ifndef STROBE_H
@@ -100,10 +101,11 @@ typedef struct strobe_part {
   int64_t first_head;                         /* the index of the first query head in the whole problem */
   int64_t heads;                              /* the number of query heads in the whole problem; 0: first_head + H */
   int64_t first_batch;                        /* the index of the first sequence in the whole problem */
-  /* The queries see other keys as well: out is float32 (float64 if q is), and lse, (2,B,H,Sq) or (2,H,Tq), holds two numbers for each
-   * row, whose sum is the LSE. The backward takes lse and delta of the whole row; dq, dk and dv are float32. Sinks are not accepted. */
+  /* 1: the queries also see keys that this call does not have. out is then float32 (float64 if q is), and lse, (2,B,H,Sq) or (2,H,Tq),
+   * holds two numbers for each row, whose sum is the LSE. The backward takes lse and delta of the whole row; dq, dk and dv are float32.
+   * Sinks are not accepted. */
   int32_t partial;
-  int32_t reserved;
+  int32_t reserved; /* 0 */
 } strobe_part;
 
 /* WHAT is computed: everything except the tensors. */
@@ -125,31 +127,31 @@ typedef struct strobe_attention {
   uint64_t seed, offset;    /* they determine the dropout mask, unless strobe_tensors.rng is given */
   int64_t block_q, block_k; /* the blocks of the block-sparse mask, multiples of 16 */
   int64_t tile_q, tile_k;   /* the requested tile (Br, Bc); 0: the engine's own choice. strobe_explain names the tile that runs */
-  /* Varlen only: upper bounds of the lengths; they are also the sizes of mask, bias and blocks. 0: these sizes are Tq and Tk, and the
-   * longest lengths are read from cu_seqlens if it lies in host memory. On a GPU it is not read, and the work is that of the bounds. */
+  /* Varlen only: upper bounds of the lengths, which are also the sizes of mask, bias and blocks. 0: these sizes are Tq and Tk. The host
+   * then reads the longest lengths from a cu_seqlens in host memory; for one on a GPU, it launches as much work as the bounds say. */
   int64_t max_seqlen_q, max_seqlen_k;
   int32_t exact_max;  /* follow the running maximum even where an engine would let it lag, and compute the exact tanh of softcap */
   int32_t allow_tf32; /* let a GPU compute each fp32 product as a single TF32 product */
   int32_t strict;     /* refuse a call that would not run on the fastest engine of this device */
-  int32_t check;      /* check values in device memory (lengths, page_table, CSR), which synchronises; values in host memory always are */
+  int32_t check;      /* also check values in device memory (lengths, page_table, CSR), which synchronises; host memory is always checked */
   const char *engine; /* run on this engine only, e.g. "cpu-avx2"; null: on the engine with the least predicted time */
   int32_t score;      /* a strobe_score */
-  int32_t reserved;
-  double beta;  /* for STROBE_HYPERBOLIC; > 0 */
-  double shift; /* for STROBE_HYPERBOLIC */
+  int32_t reserved;   /* 0 */
+  double beta;        /* for STROBE_HYPERBOLIC; > 0 */
+  double shift;       /* for STROBE_HYPERBOLIC */
   /* The bits of a row of out, lse and dq depend only on its query, the keys that it sees and the options; the bits of dk and dv depend only
    * on their sequence and head: see docs/semantics.md. The engine is then the first one that accepts the dtype, head dimensions and
    * options. */
   int32_t invariant;
   int32_t reserved_invariant; /* 0 */
   const strobe_part *part;    /* the tensors hold a part of a larger problem; null: all of it */
-  int32_t accumulate;         /* backward: dq, dk and dv, which are float32 (float64 if q is), are added to */
-  int32_t reserved_2;
-  int64_t k_scale_group; /* with k_scale: 0: one for each key and head; else a multiple of 32: one for each column and this many rows */
+  int32_t accumulate;         /* backward: adds to dq, dk and dv, which are then float32 (float64 if q is) */
+  int32_t reserved_2;         /* 0 */
+  int64_t k_scale_group;      /* of k_scale. 0: a scale for each key and head; a multiple of 32: for each column and this many rows of k */
 } strobe_attention;
 
-/* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads all of these and writes the gradients; a null one is not
- * computed. Tensors that are read may share memory. A tensor that is written shares no byte with any other tensor, and its strides are
+/* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads all of these and writes the gradients, except null ones.
+ * Tensors that are read may share memory. A tensor that is written shares no byte with any other tensor, and its strides are
  * positive on axes with several elements; it may be interleaved with another, as tensors cut out of one buffer are. Overlap is found
  * exactly, unless strides are so irregular that this would take long: then tensors whose memory ranges meet are refused. */
 typedef struct strobe_tensors {
@@ -179,7 +181,7 @@ typedef struct strobe_tensors {
   /* forward, written where given; lse's dtype. They take another pass over the scores, and column_sums needs lse. */
   const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf if nothing is visible. Sinks do not count */
   const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): of P over the queries, before dropout */
-  const strobe_tensor *delta; /* shaped like dlse, of lse's dtype: D, the sum of dout * out of each row; a partial part gives it, not out */
+  const strobe_tensor *delta;       /* with a partial part, instead of out: the sum of dout * out of each row; dlse's shape, lse's dtype */
   /* forward: int32 (B, pages of a sequence). k and v are pools of pages; key j of sequence b is row j % page of their page
    * page_table[b][j / page]. Sk is the number of keys that a row of the table has room for. Entries past the last key that counts are
    * not read. */
@@ -320,7 +322,7 @@ STROBE_API int32_t strobe_prepared_plan(const strobe_prepared *, strobe_plan *pl
  * the call was prepared. A packed call in host memory without max_seqlen is planned again if its longest sequence has another length than
  * when it was prepared, and it may then need another workspace. */
 STROBE_API int32_t strobe_run(const strobe_prepared *, const strobe_addresses *, const strobe_execution *);
-STROBE_API void strobe_release(strobe_prepared *); /* null is allowed; no run may be under way */
+STROBE_API void strobe_release(strobe_prepared *); /* accepts null; no run may be under way */
 
 /* Reports in words what strobe_make_plan finds: the call, each engine's plan or its reason against, the choice, and what was rounded.
  * Writes at most capacity bytes, always with a terminator; needed (optional) receives the whole length including the terminator. */

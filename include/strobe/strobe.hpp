@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <array>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -178,7 +179,7 @@ public:
   }
 
   explicit operator bool() const { return present; }
-  // Makes the strobe_tensor; `name` is the argument's, for the InvalidArgument raised if a range is too short for its shape.
+  // The strobe_tensor; null if it is absent. Throws InvalidArgument, under the argument's name, if the range is too short for the shape.
   const strobe_tensor *get(const char *name) const {
     if (!wrong.empty()) throw detail::refused(name, STROBE_CODE_MEMORY, wrong);
     return present ? &tensor : nullptr;
@@ -197,7 +198,7 @@ public:
 private:
   strobe_tensor tensor{};
   bool present = false;
-  std::string wrong; // empty, or the reason why no call can accept it
+  std::string wrong; // the reason why no call can accept it; empty: none
 };
 
 // A tensor that a call may write.
@@ -269,91 +270,98 @@ struct Forward {
 struct Backward {
   ConstTensor out = {}, lse = {}, dout = {}, dlse = {};
   ConstTensor delta = {};  // with a partial part, given instead of out
-  bool accumulate = false; // dq, dk and dv, which are float32 (float64 if q is), are added to
+  bool accumulate = false; // adds to dq, dk and dv, which are then float32 (float64 if q is)
   Tensor dq = {}, dk = {}, dv = {}, dbias = {}, dsinks = {};
 };
 
-// How a call runs. By default threads start for the call, as many as the process may run on, and a workspace is allocated for it.
+// How a call runs. By default the call starts as many threads as the process may run on, and allocates its workspace.
 struct Execution {
   int32_t threads = 0;
   strobe_parallel parallel = nullptr;
   void *pool = nullptr;
   void *stream = nullptr;
   std::span<std::byte> workspace = {};
-  int32_t reserved_sms = 0; // multiprocessors of the GPU that are left to other work
+  int32_t reserved_sms = 0;                                     // multiprocessors of the GPU that are left to other work
+  void *(*allocate)(void *allocator, uint64_t bytes) = nullptr; // provides the workspace if `workspace` is empty and one is needed
+  void *allocator = nullptr;                                    // passed to allocate
 };
 
 namespace detail {
+
+// Sets a member of a struct of strobe.h, for each row of fields.inc. The types are the same, or one of these pairs.
+template <class T> void put(T &to, const T &from, const char *) { to = from; }
+template <std::same_as<bool> Flag> void put(int32_t &to, Flag from, const char *) { to = from; }
+template <class Choice>
+  requires std::is_enum_v<Choice>
+void put(int32_t &to, Choice from, const char *) {
+  to = static_cast<int32_t>(from);
+}
+inline void put(const char *&to, const std::string &from, const char *) { to = from.empty() ? nullptr : from.c_str(); }
+inline void put(const strobe_tensor *&to, const ConstTensor &from, const char *name) { to = from.get(name); }
 
 // The C struct. It may point into itself, so it is neither copied nor moved.
 struct RawAttention : strobe_attention {
   explicit RawAttention(const Attention &a) : strobe_attention{} {
     size = sizeof(strobe_attention);
-    scale = a.scale.value_or(0), has_scale = a.scale.has_value();
-    causal = a.causal, alignment = static_cast<int32_t>(a.alignment);
-    has_window_left = a.window_left.has_value(), window_left = a.window_left.value_or(0);
-    has_window_right = a.window_right.has_value(), window_right = a.window_right.value_or(0);
-    deterministic = a.deterministic, softcap = a.softcap;
-    score = static_cast<int32_t>(a.score), beta = a.beta, shift = a.shift;
-    dropout = a.dropout, seed = a.seed, offset = a.offset;
-    block_q = a.block_q, block_k = a.block_k, tile_q = a.tile_q, tile_k = a.tile_k;
-    max_seqlen_q = a.max_seqlen_q, max_seqlen_k = a.max_seqlen_k;
-    exact_max = a.exact_max, allow_tf32 = a.allow_tf32, strict = a.strict, check = a.check, invariant = a.invariant;
-    k_scale_group = a.k_scale_group;
-    engine = a.engine.empty() ? nullptr : a.engine.c_str();
-    if (!a.part) return;
-    const Part &p = *a.part;
-    own_part.size = sizeof own_part;
-    own_part.q_ranges = p.q_ranges.get("part.q_ranges"), own_part.k_ranges = p.k_ranges.get("part.k_ranges");
-    own_part.seqlens_q = p.seqlens_q.get("part.seqlens_q"), own_part.seqlens_k = p.seqlens_k.get("part.seqlens_k");
-    own_part.first_head = p.first_head, own_part.heads = p.heads, own_part.first_batch = p.first_batch, own_part.partial = p.partial;
-    part = &own_part;
+#define STROBE_OPTION(name) put(name, a.name);
+#define STROBE_OPTIONAL(name) has_##name = a.name.has_value(), put(name, a.name.value_or(0));
+#define STROBE_BACKWARD_MODE(name) // see below
+#define STROBE_RESERVED(name)
+#include "strobe/fields.inc"
   }
   RawAttention(const Attention &a, const Forward &) : RawAttention(a) {}
-  RawAttention(const Attention &a, const Backward &b) : RawAttention(a) { accumulate = b.accumulate; }
+  RawAttention(const Attention &a, const Backward &b) : RawAttention(a) {
+#define STROBE_BACKWARD_MODE(name) put(name, b.name);
+#include "strobe/fields.inc"
+  }
   RawAttention(const RawAttention &) = delete;
   RawAttention &operator=(const RawAttention &) = delete;
 
 private:
+  template <class To, class From> static void put(To &to, const From &from) { detail::put(to, from, ""); }
+  void put(const strobe_part *&to, const std::optional<Part> &from) {
+    if (!from) return;
+    own_part.size = sizeof own_part;
+#define STROBE_PART(name) detail::put(own_part.name, from->name, "part." #name);
+#define STROBE_PART_RESERVED(name)
+#include "strobe/fields.inc"
+    to = &own_part;
+  }
+
   strobe_part own_part{};
 };
 
 inline strobe_tensors raw_inputs(const Attention &a) {
   strobe_tensors raw{};
   raw.size = sizeof raw;
-  raw.q = a.q.get("q"), raw.k = a.k.get("k"), raw.v = a.v.get("v");
-  raw.mask = a.mask.get("mask"), raw.bias = a.bias.get("bias"), raw.alibi_slopes = a.alibi_slopes.get("alibi_slopes"),
-  raw.sinks = a.sinks.get("sinks");
-  raw.cu_seqlens_q = a.cu_seqlens_q.get("cu_seqlens_q"), raw.cu_seqlens_k = a.cu_seqlens_k.get("cu_seqlens_k");
-  raw.block_rows = a.block_rows.get("block_rows"), raw.block_cols = a.block_cols.get("block_cols");
-  raw.block_rows_t = a.block_rows_t.get("block_rows_t"), raw.block_cols_t = a.block_cols_t.get("block_cols_t");
-  raw.rng = a.rng.get("rng"), raw.seqused_k = a.seqused_k.get("seqused_k"), raw.page_table = a.page_table.get("page_table");
-  raw.k_scale = a.k_scale.get("k_scale"), raw.v_scale = a.v_scale.get("v_scale");
+#define STROBE_INPUT(name, place) put(raw.name, a.name, #name);
+#include "strobe/fields.inc"
   return raw;
 }
 
 inline strobe_tensors raw(const Attention &a, const Forward &f) {
   strobe_tensors raw = raw_inputs(a);
-  raw.out = f.out.get("out"), raw.lse = f.lse.get("lse");
-  raw.max_logit = f.max_logit.get("max_logit"), raw.column_sums = f.column_sums.get("column_sums");
+#define STROBE_RESULT(name, place) put(raw.name, f.name, #name);
+#define STROBE_FORWARD(name, place) put(raw.name, f.name, #name);
+#include "strobe/fields.inc"
   return raw;
 }
 
 inline strobe_tensors raw(const Attention &a, const Backward &b) {
   strobe_tensors raw = raw_inputs(a);
-  raw.out = b.out.get("out"), raw.lse = b.lse.get("lse"), raw.dout = b.dout.get("dout"), raw.dlse = b.dlse.get("dlse");
-  raw.delta = b.delta.get("delta");
-  raw.dq = b.dq.get("dq"), raw.dk = b.dk.get("dk"), raw.dv = b.dv.get("dv"), raw.dbias = b.dbias.get("dbias"),
-  raw.dsinks = b.dsinks.get("dsinks");
+#define STROBE_RESULT(name, place) put(raw.name, b.name, #name);
+#define STROBE_BACKWARD(name, place) put(raw.name, b.name, #name);
+#include "strobe/fields.inc"
   return raw;
 }
 
 inline strobe_execution raw(const Execution &e) {
   strobe_execution raw{};
   raw.size = sizeof raw;
-  raw.threads = e.threads, raw.parallel = e.parallel, raw.pool = e.pool, raw.stream = e.stream;
-  raw.reserved_sms = e.reserved_sms;
   raw.workspace = e.workspace.data(), raw.workspace_bytes = e.workspace.size();
+#define STROBE_EXECUTION(name) put(raw.name, e.name, #name);
+#define STROBE_WORKSPACE(name)
+#include "strobe/fields.inc"
   return raw;
 }
 
@@ -422,7 +430,7 @@ public:
     detail::check(strobe_prepared_plan(prepared.get(), &plan));
     return plan;
   }
-  // run() sets `size` itself.
+  // `size` need not be set.
   void run(strobe_addresses addresses, const Execution &execution = {}) const {
     addresses.size = sizeof addresses;
     const auto e = detail::raw(execution);

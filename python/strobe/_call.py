@@ -15,8 +15,8 @@ from ._part import decoded, is_partial
 from ._refusals import Refusal, failure, refusals_of
 from .arrays.base import Array, Framework
 
-_MOST_TENSORS = len(INPUTS) + len(("out", "lse", "dout", "dlse", "delta")) + len(GRADIENTS) + len(AUX)
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
+_MEMBERS = frozenset(name for name, _ in ffi.typeof("strobe_attention").fields)
 # A field of strobe_attention that is no option of attention(): only its backward has it.
 ACCUMULATE = "accumulate"
 ORACLE = "reference"  # the engine that writes float64 for any input dtype
@@ -27,9 +27,9 @@ def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
     """A strobe_attention and the objects that must live as long. It is never written to again, so calls share it."""
     fields: dict[str, Any] = {"size": ffi.sizeof("strobe_attention")}
     for name, x in options:
-        if name == ACCUMULATE or FIELDS[name].in_struct:
+        if name in _MEMBERS:
             fields[name] = x
-        if name != ACCUMULATE and FIELDS[name].has:
+        if f"has_{name}" in _MEMBERS:
             fields[f"has_{name}"] = True
     alive = None
     if "part" in fields:
@@ -111,7 +111,7 @@ class Structs:
         attention = attention_struct(tuple(options.items()))
         self._bshd = bshd = "bshd" in options
         self._arrays, self._made = arrays, made
-        views = ffi.new("strobe_tensor[]", _MOST_TENSORS)
+        views = ffi.new("strobe_tensor[]", len(_PLACES))
         tensors = ffi.new("strobe_tensors *")
         tensors.size = ffi.sizeof("strobe_tensors")
         t = views + 0
@@ -171,7 +171,9 @@ def _check_structs(structs: Mapping[str, Iterable[str]]) -> None:
 
 _check_structs(
     {
-        "strobe_attention": [field for name, x in FIELDS.items() if x.in_struct for field in (name, f"has_{name}" if x.has else name)],
+        "strobe_attention": [
+            member for name, x in FIELDS.items() if x.in_struct for member in (name, f"has_{name}" if x.may_be_absent else name)
+        ],
         "strobe_tensors": [*INPUTS, *GRADIENTS, *AUX],
         "strobe_addresses": [*INPUTS, *GRADIENTS, *AUX],
     }

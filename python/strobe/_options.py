@@ -1,8 +1,9 @@
 """The one table of the options of strobe.attention(): the rows are the keys of AttentionOptions, each with its type and its Row.
 
 A row has the default, the words of help() and the conversion of a value to fields of the C ABI. The table determines the signature, the
-docstring, the defaults, the operators' schemas and the arguments of the library. So a new option is a field at the end of a C struct, a
-row here, and the code that computes it. Tests compare the table with the other places that must know the option:
+docstring, the defaults, the operators' schemas and the arguments of the library. So a new option is a field at the end of a C struct, with
+its row in include/strobe/fields.inc, a row here, and the code that computes it. Tests compare the table with the other places that must
+know the option:
 
 - the structs of include/strobe/strobe.h and strobe.hpp, and the options that the contract combines (tests/python/cases.py):
   tests/python/test_options.py;
@@ -17,7 +18,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 from ._checks import Wrong, flag, is_choice, is_integer, is_whole, number, plain
-from ._core import lib
+from ._core import ffi, lib
 from ._messages import kind, shown
 from ._part import Part
 from ._refusals import refusing
@@ -36,8 +37,12 @@ class Field(NamedTuple):
 
     type: Any
     default: Any
-    has: bool = False  # strobe_attention has a has_... flag that says whether it is given
     in_struct: bool = True  # a field of strobe_attention
+
+    @property
+    def may_be_absent(self) -> bool:
+        """Whether it is a number without a default. strobe_attention has a has_... flag beside it, which says whether it is given."""
+        return self.type in (int | None, float | None)
 
 
 class Row:
@@ -84,7 +89,7 @@ class Number(Row):
         self.or_none = or_none
 
     def fields(self, name: str) -> dict[str, Field]:
-        return {name: Field(float | None, None, has=True) if self.absent is None else Field(float, self.absent)}
+        return {name: Field(float | None, None) if self.absent is None else Field(float, self.absent)}
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         if x is None and self.or_none:
@@ -157,7 +162,7 @@ class Window(Row):
         super().__init__(None, doc)
 
     def fields(self, name: str) -> dict[str, Field]:
-        return dict.fromkeys(self._SIDES, Field(int | None, None, has=True))
+        return dict.fromkeys(self._SIDES, Field(int | None, None))
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         sides = x if isinstance(x, (tuple, list)) else (x, x)
@@ -464,10 +469,10 @@ _LAST = (
 _GIVEN = {field: x for name, row in ROWS.items() for field, x in row.fields(name).items()}
 # The values of a call beside its tensors: the fields of strobe_attention, and three that say how the call is made.
 FIELDS: dict[str, Field] = {name: x for name, x in _GIVEN.items() if name not in _LAST} | {name: _GIVEN[name] for name in _LAST}
-_LAST_TENSORS = ("rng", "seqused_k", "page_table", "k_scale", "v_scale")  # as in strobe_tensors, which grows at its end
-_TENSORS = [tensor for name, row in ROWS.items() for tensor in row.tensors(name) if tensor not in _LAST_TENSORS]
-# The tensors that a call reads: their names in strobe_tensors, and the order of the operators' arguments.
-INPUTS = ("q", "k", "v", *_TENSORS, *_LAST_TENSORS)
+_IN_STRUCT = [name for name, _ in ffi.typeof("strobe_tensors").fields]
+_TENSORS = ["q", "k", "v", *(tensor for name, row in ROWS.items() for tensor in row.tensors(name))]
+# The tensors that a call reads: their names in strobe_tensors, in its order, which is that of the operators' arguments.
+INPUTS = tuple(sorted(_TENSORS, key=lambda name: _IN_STRUCT.index(name) if name in _IN_STRUCT else len(_IN_STRUCT)))
 BLOCKS = ROWS["block_mask"].tensors("block_mask")
 # The gradients that a backward may be asked for, and their inputs, in the order of the operators.
 GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or getattr(ROWS.get(name), "has_gradient", False)}

@@ -77,7 +77,11 @@ struct RowRange {
 
 // The lists of a call with their shapes in the caller's memory, in the order of each_list (contents.h); the problem has their addresses.
 struct ListForms {
-  static constexpr int kCount = 9;
+  enum {
+#define STROBE_LIST(name, place) name,
+#include "strobe/fields.inc"
+    kCount
+  };
   strobe_tensor of[kCount] = {};
 };
 

@@ -52,9 +52,8 @@ std::shared_ptr<const OwnLists> own_lists(Problem &);
 
 // f(list, n) for each list that a problem may have: the pointer to its integers, and its index in ListForms.
 template <class P, class F> void each_list(P &p, F &&f) {
-  f(p.cu_seqlens_q, 0), f(p.cu_seqlens_k, 1), f(p.seqused_k, 2), f(p.rng, 3);
-  f(p.blocks.row_ptr, 4), f(p.blocks.col, 5), f(p.blocks.row_ptr_t, 6), f(p.blocks.col_t, 7);
-  f(p.k.page_table, 8); // see Problem::set_page_table
+#define STROBE_LIST(name, place) f(p.place, int(ListForms::name));
+#include "strobe/fields.inc"
 }
 
 // Each check also refuses numbers that do not fit 32 bits.

@@ -38,11 +38,9 @@ Execution validate(const strobe_execution *execution) {
                 e.workspace_bytes);
   reasons.raise_if_any();
 
-  result.threads = e.threads ? e.threads : usable_processors();
-  result.reserved_sms = e.reserved_sms;
-  result.parallel = e.parallel, result.pool = e.pool, result.stream = e.stream;
-  result.workspace = e.workspace, result.workspace_bytes = e.workspace_bytes;
-  result.allocate = e.allocate, result.allocator = e.allocator;
+#define STROBE_EXECUTION(name) result.name = e.name;
+#include "strobe/fields.inc"
+  if (!result.threads) result.threads = usable_processors();
   return result;
 }
 

@@ -11,8 +11,11 @@ void check_dropout(const strobe_attention &a, Reasons &reasons) {
 }
 
 static void check_score(const strobe_attention &a, Reasons &reasons) {
-  for (auto [field, value] :
-       {std::pair{"reserved", a.reserved}, {"reserved_invariant", a.reserved_invariant}, {"reserved_2", a.reserved_2}})
+  const std::pair<const char *, int32_t> reserved[] = {
+#define STROBE_RESERVED(name) {#name, a.name},
+#include "strobe/fields.inc"
+  };
+  for (auto [field, value] : reserved)
     if (value) reasons.add(field, Code::version, "{0}; accepted is 0", value);
   if (a.score == STROBE_DOT) {
     for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
@@ -29,17 +32,9 @@ static void check_score(const strobe_attention &a, Reasons &reasons) {
 
 void check_options(const strobe_attention &a, Reasons &reasons) {
   const std::pair<const char *, int32_t> flags[] = {
-      {"has_scale", a.has_scale},
-      {"causal", a.causal},
-      {"has_window_left", a.has_window_left},
-      {"has_window_right", a.has_window_right},
-      {"deterministic", a.deterministic},
-      {"exact_max", a.exact_max},
-      {"allow_tf32", a.allow_tf32},
-      {"strict", a.strict},
-      {"check", a.check},
-      {"invariant", a.invariant},
-      {"accumulate", a.accumulate},
+#define STROBE_OPTIONAL(name) {"has_" #name, a.has_##name},
+#define STROBE_FLAG(name) {#name, a.name},
+#include "strobe/fields.inc"
   };
   for (auto [field, value] : flags)
     if (value != 0 && value != 1) reasons.add(field, Code::value, "{0}; accepted is 0 or 1", value);

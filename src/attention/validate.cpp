@@ -506,8 +506,10 @@ private:
     if (a.causal) p.window_right = 0;
     p.dropout = a.dropout, p.seed = a.seed, p.offset = a.offset;
     p.wishes.tile_q = a.tile_q, p.wishes.tile_k = a.tile_k;
-    p.deterministic = a.deterministic, p.exact_max = a.exact_max, p.allow_tf32 = a.allow_tf32, p.strict = a.strict, p.check = a.check;
-    p.invariant = a.invariant, p.wishes.engine = a.engine ? a.engine : "";
+    p.wishes.engine = a.engine ? a.engine : "";
+#define STROBE_MODE(name) p.name = a.name;
+#define STROBE_BACKWARD_MODE(name) p.name = backward && a.name;
+#include "strobe/fields.inc"
 
     const AxisMap &tokens = varlen ? kPacked : kDense, &rows = varlen ? kPackedRows : kDenseRows;
     p.q = view(t.q, tokens), p.k = view(t.k, packed_k() ? kPacked : kDense), p.v = view(t.v, packed_k() ? kPacked : kDense);
@@ -536,7 +538,6 @@ private:
     if (t.block_rows) p.blocks = kept_blocks();
     p.forms = forms();
     if (part) p.part = *part;
-    p.accumulate = backward && a.accumulate;
     p.out = view(t.out, tokens);
     p.lse = view(t.lse, !partial() ? rows : varlen ? kPackedPairs : kDensePairs);
     if (partial() && p.lse) p.lse_low = t.lse->strides[0];
@@ -550,8 +551,10 @@ private:
   }
 
   std::shared_ptr<const ListForms> forms() const {
-    const strobe_tensor *const given[ListForms::kCount] = {t.cu_seqlens_q, t.cu_seqlens_k, t.seqused_k,    t.rng,       t.block_rows,
-                                                           t.block_cols,   t.block_rows_t, t.block_cols_t, t.page_table};
+    const strobe_tensor *const given[] = {
+#define STROBE_LIST(name, place) t.name,
+#include "strobe/fields.inc"
+    };
     if (std::count(std::begin(given), std::end(given), nullptr) == ListForms::kCount) return nullptr;
     const auto forms = std::make_shared<ListForms>();
     for (int n = 0; n < ListForms::kCount; n++)

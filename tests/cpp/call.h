@@ -28,36 +28,8 @@ struct NamedSlot {
   void *strobe_addresses::*address;
 };
 inline constexpr NamedSlot kSlots[] = {
-    {"q", &strobe_tensors::q, &strobe_addresses::q},
-    {"k", &strobe_tensors::k, &strobe_addresses::k},
-    {"v", &strobe_tensors::v, &strobe_addresses::v},
-    {"mask", &strobe_tensors::mask, &strobe_addresses::mask},
-    {"bias", &strobe_tensors::bias, &strobe_addresses::bias},
-    {"alibi_slopes", &strobe_tensors::alibi_slopes, &strobe_addresses::alibi_slopes},
-    {"sinks", &strobe_tensors::sinks, &strobe_addresses::sinks},
-    {"cu_seqlens_q", &strobe_tensors::cu_seqlens_q, &strobe_addresses::cu_seqlens_q},
-    {"cu_seqlens_k", &strobe_tensors::cu_seqlens_k, &strobe_addresses::cu_seqlens_k},
-    {"block_rows", &strobe_tensors::block_rows, &strobe_addresses::block_rows},
-    {"block_cols", &strobe_tensors::block_cols, &strobe_addresses::block_cols},
-    {"block_rows_t", &strobe_tensors::block_rows_t, &strobe_addresses::block_rows_t},
-    {"block_cols_t", &strobe_tensors::block_cols_t, &strobe_addresses::block_cols_t},
-    {"rng", &strobe_tensors::rng, &strobe_addresses::rng},
-    {"out", &strobe_tensors::out, &strobe_addresses::out},
-    {"lse", &strobe_tensors::lse, &strobe_addresses::lse},
-    {"dout", &strobe_tensors::dout, &strobe_addresses::dout},
-    {"dlse", &strobe_tensors::dlse, &strobe_addresses::dlse},
-    {"dq", &strobe_tensors::dq, &strobe_addresses::dq},
-    {"dk", &strobe_tensors::dk, &strobe_addresses::dk},
-    {"dv", &strobe_tensors::dv, &strobe_addresses::dv},
-    {"dbias", &strobe_tensors::dbias, &strobe_addresses::dbias},
-    {"dsinks", &strobe_tensors::dsinks, &strobe_addresses::dsinks},
-    {"seqused_k", &strobe_tensors::seqused_k, &strobe_addresses::seqused_k},
-    {"max_logit", &strobe_tensors::max_logit, &strobe_addresses::max_logit},
-    {"column_sums", &strobe_tensors::column_sums, &strobe_addresses::column_sums},
-    {"delta", &strobe_tensors::delta, &strobe_addresses::delta},
-    {"page_table", &strobe_tensors::page_table, &strobe_addresses::page_table},
-    {"k_scale", &strobe_tensors::k_scale, &strobe_addresses::k_scale},
-    {"v_scale", &strobe_tensors::v_scale, &strobe_addresses::v_scale},
+#define STROBE_TENSOR(name, place) {#name, &strobe_tensors::name, &strobe_addresses::name},
+#include "strobe/fields.inc"
 };
 
 class Call {
@@ -288,6 +260,50 @@ inline void make_sparse(Call &c, Direction direction) {
   ints("block_cols_t", {0, 1, 1, 1, 1}, 0);
   c["block_rows_t"].shape[2] = 4;
   add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+}
+
+// A strobe_part and its lists.
+struct PartOf {
+  struct List {
+    std::vector<int64_t> values;
+    strobe_tensor tensor{};
+    void shape(const std::vector<int64_t> &sizes) {
+      tensor = {}, tensor.data = values.data(), tensor.dtype = STROBE_INT64, tensor.rank = static_cast<int32_t>(sizes.size());
+      int64_t stride = 1;
+      for (int a = tensor.rank - 1; a >= 0; a--) tensor.shape[a] = sizes[a], tensor.strides[a] = stride, stride *= sizes[a];
+    }
+  };
+  List q_ranges, k_ranges, seqlens_q, seqlens_k;
+  strobe_part part{};
+
+  // By default the rows of make_dense: positions 5 to 16 and 20 to 28, of 30, of the queries, 0 to 37 of 40 of the keys.
+  PartOf() {
+    part.size = sizeof part;
+    set(q_ranges, {5, 12, 20, 9}, {1, 2, 2}), set(k_ranges, {0, 38}, {1, 1, 2});
+    set(seqlens_q, {30}, {1}), set(seqlens_k, {40}, {1});
+    part.q_ranges = &q_ranges.tensor, part.k_ranges = &k_ranges.tensor;
+    part.seqlens_q = &seqlens_q.tensor, part.seqlens_k = &seqlens_k.tensor;
+  }
+  PartOf(const PartOf &) = delete;
+  static void set(List &list, const std::vector<int64_t> &values, const std::vector<int64_t> &sizes) {
+    list.values = values, list.shape(sizes);
+  }
+};
+
+// make_dense without the tensors that a part excludes.
+inline void make_part(Call &call, PartOf &of, Direction direction, bool partial = false) {
+  make_dense(call, direction);
+  for (const char *name : {"seqused_k", "mask", "bias", "dbias", "max_logit", "column_sums"}) call.drop(name);
+  if (partial) {
+    call.drop("sinks"), call.drop("dsinks"), call.drop("out");
+    call.add("lse", DType::f32, {2, B, H, Sq});
+    if (direction == Direction::backward)
+      call.add("delta", DType::f32, {B, H, Sq});
+    else
+      call.add("out", DType::f32, {B, H, Sq, Dv});
+    of.part.partial = 1;
+  }
+  call.attention.part = &of.part;
 }
 
 inline std::vector<std::string> lines(const std::string &text) {

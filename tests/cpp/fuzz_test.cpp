@@ -51,23 +51,28 @@ private:
       if (const char *name = kSlots[draw(std::size(kSlots))].name; call.has(name)) return name;
   }
 
+  // One of the members of strobe_attention that have this type.
+  template <class T> T strobe_attention::*member() {
+    std::vector<T strobe_attention::*> all;
+#define STROBE_OPTION(name)                                                                                                                \
+  if constexpr (std::is_same_v<decltype(strobe_attention::name), T>) all.push_back(&strobe_attention::name);
+#include "strobe/fields.inc"
+    return all[draw(static_cast<int>(all.size()))];
+  }
+
   static void in_pages(Call &call, Direction) { make_paged(call, false); }
 
   void mutate() {
     strobe_attention &a = call.attention;
-    using A = strobe_attention;
     switch (draw(8)) {
     case 0:
-      a.*pick<double A::*>({&A::scale, &A::softcap, &A::beta, &A::shift, &A::dropout}) = real();
+      a.*member<double>() = real();
       return;
     case 1:
-      a.*pick<int32_t A::*>({&A::has_scale, &A::causal, &A::alignment, &A::has_window_left, &A::has_window_right, &A::deterministic,
-                             &A::exact_max, &A::allow_tf32, &A::strict, &A::check, &A::score, &A::reserved, &A::invariant,
-                             &A::reserved_invariant, &A::accumulate, &A::reserved_2}) = flag();
+      a.*member<int32_t>() = flag();
       return;
     case 2:
-      a.*pick<int64_t A::*>({&A::window_left, &A::window_right, &A::block_q, &A::block_k, &A::tile_q, &A::tile_k, &A::max_seqlen_q,
-                             &A::max_seqlen_k, &A::k_scale_group}) = size();
+      a.*member<int64_t>() = size();
       return;
     case 3:
       a.engine = pick<const char *>({nullptr, "", "cpu-baseline", "cpu-avx2", "reference", "bogus"});
@@ -81,9 +86,11 @@ private:
     case 5:
       call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved_sms}) = flag();
       return;
-    case 6: { // the contents of cu_seqlens and the CSR
-      const std::string name = pick<const char *>(
-          {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "block_rows", "block_cols", "block_rows_t", "block_cols_t"});
+    case 6: { // the contents of a list
+      const std::string name = pick<const char *>({
+#define STROBE_LIST(name, place) #name,
+#include "strobe/fields.inc"
+      });
       if (call.has(name)) call.data<int32_t>(name)[draw(static_cast<int>(call.memory_bytes(name) / 4))] = static_cast<int32_t>(size());
       return;
     }

@@ -9,50 +9,6 @@ using namespace strobe::test;
 
 namespace {
 
-// A strobe_part and its lists.
-struct PartOf {
-  struct List {
-    std::vector<int64_t> values;
-    strobe_tensor tensor{};
-    void shape(const std::vector<int64_t> &sizes) {
-      tensor = {}, tensor.data = values.data(), tensor.dtype = STROBE_INT64, tensor.rank = static_cast<int32_t>(sizes.size());
-      int64_t stride = 1;
-      for (int a = tensor.rank - 1; a >= 0; a--) tensor.shape[a] = sizes[a], tensor.strides[a] = stride, stride *= sizes[a];
-    }
-  };
-  List q_ranges, k_ranges, seqlens_q, seqlens_k;
-  strobe_part part{};
-
-  // By default the rows of make_dense: positions 5 to 16 and 20 to 28, of 30, of the queries, 0 to 37 of 40 of the keys.
-  PartOf() {
-    part.size = sizeof part;
-    set(q_ranges, {5, 12, 20, 9}, {1, 2, 2}), set(k_ranges, {0, 38}, {1, 1, 2});
-    set(seqlens_q, {30}, {1}), set(seqlens_k, {40}, {1});
-    part.q_ranges = &q_ranges.tensor, part.k_ranges = &k_ranges.tensor;
-    part.seqlens_q = &seqlens_q.tensor, part.seqlens_k = &seqlens_k.tensor;
-  }
-  PartOf(const PartOf &) = delete;
-  static void set(List &list, const std::vector<int64_t> &values, const std::vector<int64_t> &sizes) {
-    list.values = values, list.shape(sizes);
-  }
-};
-
-// make_dense without the tensors that a part excludes.
-void make_part(Call &call, PartOf &of, Direction direction, bool partial = false) {
-  make_dense(call, direction);
-  for (const char *name : {"seqused_k", "mask", "bias", "dbias", "max_logit", "column_sums"}) call.drop(name);
-  if (partial) {
-    call.drop("sinks"), call.drop("dsinks"), call.drop("out");
-    call.add("lse", DType::f32, {2, B, H, Sq});
-    if (direction == Direction::backward)
-      call.add("delta", DType::f32, {B, H, Sq});
-    else
-      call.add("out", DType::f32, {B, H, Sq, Dv});
-    of.part.partial = 1;
-  }
-  call.attention.part = &of.part;
-}
-
 std::string refusal(Call &call) {
   const int32_t status = call.run();
   CHECK(call.untouched());

@@ -43,8 +43,11 @@ std::vector<unsigned char> bytes_of_results(Call &call) {
 } // namespace
 
 TEST_CASE("prepared: on other addresses, the bits of the whole call") {
-  for (Make make : {&make_dense, &make_varlen, &make_sparse})
+  const Make in_pages = [](Call &c, Direction) { make_paged(c, true); };
+  const Make quantised = [](Call &c, Direction) { make_quantised(c, DType::i8, true, make_varlen), make_for_reference(c); };
+  for (Make make : {Make(make_dense), Make(make_varlen), Make(make_sparse), in_pages, quantised})
     for (Direction direction : {Direction::forward, Direction::backward}) {
+      if (direction == Direction::backward && (make == in_pages || make == quantised)) continue;
       Call first;
       make_filled(first, make, direction, 1);
       const Held held = prepared(first);

@@ -61,7 +61,7 @@ LEAST_OPTION_SETS = 3000  # of random calls
 ROOTS = ("include", "kernels", "python", "src", "tests/gpu", "tests/python", "tests/reference")
 TESTS = ("tests/gpu/test_*.py", *(f"tests/python/{name}" for name in (*CONTRACT, *EXTENSIONS)))
 SOURCES = (
-    *("include/**/*.h", "include/**/*.hpp", "kernels/**/*.h"),
+    *("include/**/*.h", "include/**/*.hpp", "include/**/*.inc", "kernels/**/*.h"),
     *("src/*.h", "src/*.cpp", "src/attention/*.h", "src/attention/*.cpp", "src/reference/*.h", "src/reference/*.cpp"),
     *("src/cuda/**/*.h", "src/cuda/**/*.cpp", "src/cuda/compile/embed.cmake", "src/ladder/subset.h", "src/ladder/subset.cpp"),
     *("python/glue/*", "python/strobe/**/*.py", "python/strobe_tools/train/*.py"),
@@ -119,7 +119,7 @@ TOKEN = re.compile(
 def essence(file: Path) -> str:
     """The file's text; for C++ its tokens, without comments and blanks, which have no effect."""
     text = file.read_text()
-    if file.suffix not in (".c", ".h", ".hpp", ".cpp"):
+    if file.suffix not in (".c", ".h", ".hpp", ".inc", ".cpp"):
         return text
     return "\0".join(token for token in TOKEN.findall(text) if not (token.isspace() or token.startswith(("//", "/*"))))
 

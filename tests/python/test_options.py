@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -12,18 +13,19 @@ import torch
 
 import cases
 import strobe
-from strobe import _call, _options
+from strobe import _abi, _call, _options
 from strobe._core import ffi
 from strobe._options import AUX, BLOCKS, DEFAULTS, FIELDS, GRADIENTS, INPUTS, ROWS
 
 ROOT = Path(__file__).parents[2]
+RESERVED = set(re.findall(r"^STROBE_\w*RESERVED\((\w+)\)$", (ROOT / "include/strobe/fields.inc").read_text(), re.MULTILINE))
 IN_STRUCT = {name: field for name, field in FIELDS.items() if field.in_struct}
 
 
 def members(struct: str) -> dict[str, str]:
     """A C struct's members, without its size, reserved ones, and those that only the backward has: name and type."""
     fields = ffi.typeof(struct).fields
-    return {name: x.type.cname for name, x in fields if name not in ("size", _call.ACCUMULATE) and not name.startswith("reserved")}
+    return {name: x.type.cname for name, x in fields if name not in ("size", _call.ACCUMULATE, *RESERVED)}
 
 
 def test_the_signature():
@@ -76,7 +78,7 @@ def test_the_operators():
 def test_the_struct_of_options():
     c = members("strobe_attention")
     flags = {name for name in c if name.startswith("has_")}
-    assert flags == {f"has_{name}" for name, field in FIELDS.items() if field.has}
+    assert flags == {f"has_{name}" for name, field in FIELDS.items() if field.may_be_absent}
     assert c.keys() - flags == IN_STRUCT.keys()
     types = {bool: {"int32_t"}, int: {"int32_t", "int64_t", "uint64_t"}, float: {"double"}, str: {"char *", "char const *"}}
     types[tuple[int, ...]] = {"struct strobe_part *", "struct strobe_part const *"}
@@ -102,10 +104,35 @@ def test_the_structs_of_tensors():
     assert members("strobe_tensors").keys() - {*INPUTS} == {"out", "lse", "dout", "dlse", "delta", *GRADIENTS, *AUX}
 
 
-def test_the_struct_of_cpp():
-    text = (ROOT / "include/strobe/strobe.hpp").read_text().split("struct Attention {")[1].split("\n};")[0]
-    declared = set(re.findall(r"(\w+) = ", re.sub("//.*", "", text)))
-    assert declared == {*IN_STRUCT, *INPUTS}
+def test_the_enumerations():
+    enumerators = {name: ffi.typeof(name).relements for name in ("strobe_alignment", "strobe_score", "strobe_dtype")}
+    assert {*enumerators["strobe_alignment"].values()} == {*ROWS["alignment"].choices.values()}
+    assert {*enumerators["strobe_score"].values()} == {*ROWS["score"].choices.values()}
+    assert {*enumerators["strobe_dtype"].values()} == {*_abi.DTYPES.values()}
+    header = (ROOT / "include/strobe/strobe.hpp").read_text()
+    for name in (name for names in enumerators.values() for name in names):
+        assert re.search(rf"\b{name}\b", header), name
+
+
+def test_the_struct_of_a_part():
+    assert members("strobe_part").keys() == {field.name for field in dataclasses.fields(strobe.Part)}
+
+
+def test_the_structs_of_cpp():
+    """They have no member that reaches no member of strobe.h; the compiler finds one that is missing (test_fields.py)."""
+    header = (ROOT / "include/strobe/strobe.hpp").read_text()
+
+    def declared(struct: str) -> set[str]:
+        text = header.split(f"struct {struct} {{")[1].split("\n};")[0]
+        return {name for found in re.findall(r"(\w+) = |\(\*(\w+)\)\(.*\) = ", re.sub("//.*", "", text)) for name in found if name}
+
+    results = {"out", "lse"}
+    backward = {"dout", "dlse", "delta", *GRADIENTS}
+    assert declared("Attention") == {*IN_STRUCT, *INPUTS}
+    assert declared("Forward") == {*results, *AUX}
+    assert declared("Backward") == {*results, *backward, _call.ACCUMULATE}
+    assert declared("Part") == members("strobe_part").keys()
+    assert declared("Execution") == members("strobe_execution").keys() - {"workspace_bytes"}  # the workspace is a span
 
 
 def test_the_module_and_hyperbolic_attention():

@@ -21,7 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("STROBE_SASS_CACHE") or Path.home() / ".cache" / "strobe-sass")
 PARTS = ("kernels", "src", "include", "python")  # of a checkout: they determine which kernels there are, and their contents
-SUFFIXES = (".h", ".hpp", ".cpp", ".c", ".cmake", ".txt", ".py")
+SUFFIXES = (".h", ".hpp", ".inc", ".cpp", ".c", ".cmake", ".txt", ".py")
 
 
 def recorder() -> Path:

@@ -6,18 +6,15 @@ namespace strobe::cuda {
 namespace {
 
 // Marks resemble neither an address nor any other number: this one, and successive ones farther apart than any tensor is large.
-constexpr uintptr_t kFirst = uintptr_t{0x57B0} << 48, kApart = uintptr_t{1} << 40, kWorkspace = kFirst + 30 * kApart;
+constexpr uintptr_t kFirst = uintptr_t{0x57B0} << 48, kApart = uintptr_t{1} << 40, kWorkspace = kFirst + kTensors * kApart;
 constexpr uintptr_t kOff = 8; // added to a mark if its address is not a multiple of 16
 
 uintptr_t off_16_bytes(const void *address) { return reinterpret_cast<uintptr_t>(address) % 16 ? kOff : 0; }
 
 template <class P, class F> void each_address(P &p, F f) {
-  for (auto *view : {&p.q, &p.k, &p.v, &p.mask, &p.bias, &p.alibi_slopes, &p.sinks, &p.out, &p.lse, &p.dout, &p.dlse, &p.dq, &p.dk, &p.dv,
-                     &p.dbias, &p.dsinks, &p.max_logit, &p.column_sums, &p.delta})
-    f(view->data);
-  f(p.k_scale.data), f(p.v_scale.data);
-  f(p.cu_seqlens_q), f(p.cu_seqlens_k), f(p.seqused_k), f(p.k.page_table), f(p.rng);
-  f(p.blocks.row_ptr), f(p.blocks.col), f(p.blocks.row_ptr_t), f(p.blocks.col_t);
+#define STROBE_TENSOR(name, place) f(p.place.data);
+#define STROBE_LIST(name, place) f(p.place);
+#include "strobe/fields.inc"
 }
 
 } // namespace

@@ -10,6 +10,9 @@
 
 namespace strobe::cuda {
 
+// How many tensors and lists a call may have.
+inline constexpr size_t kTensors = sizeof(strobe_addresses) / sizeof(void *) - 1;
+
 // The call with marks for addresses. A mark is a multiple of 16 if its address is: the choice of kernels depends on that.
 Problem marked(const Problem &);
 std::byte *workspace_mark();
@@ -24,7 +27,7 @@ public:
   void *of(const void *marked) const;
 
 private:
-  std::array<uintptr_t, 31> bases_{}; // the addresses of the tensors and lists of a Problem, and of the workspace
+  std::array<uintptr_t, kTensors + 1> bases_{}; // the addresses of the tensors and lists of a Problem, and of the workspace
 };
 
 // The workspace while a program is made: 256-byte aligned pieces, addressed from the workspace's mark.

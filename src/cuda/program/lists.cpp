@@ -15,10 +15,11 @@ template <class V> void each_pointer(const ListArguments &a, V &visit) {
 namespace {
 
 constexpr KernelSource kCopyLists{"passes/lists.h", "strobe::passes::CopyLists", "strobe::passes::ListsConfig"};
-constexpr const char *kNames[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_k",    "rng",       "block_rows",
-                                  "block_cols",   "block_rows_t", "block_cols_t", "page_table"};
-static_assert(std::size(kNames) == ListForms::kCount && kMostLists == ListForms::kCount);
-constexpr int kPageTable = ListForms::kCount - 1;
+constexpr const char *kNames[] = {
+#define STROBE_LIST(name, place) #name,
+#include "strobe/fields.inc"
+};
+static_assert(int(kMostLists) == ListForms::kCount);
 
 // Kernels find a sequence's row of the table by a 32-bit product.
 bool has_whole_rows(const strobe_tensor &table) {
@@ -47,7 +48,7 @@ std::optional<Launch> copy_lists(Problem &p, Scratch &scratch) {
   each_list(p, [&](auto *&list, int n) {
     const strobe_tensor &form = p.forms->of[n];
     if (!list || is_dense(form)) return;
-    if (n == kPageTable && !p.check && has_whole_rows(form)) {
+    if (n == ListForms::page_table && !p.check && has_whole_rows(form)) {
       p.page_table_row = form.shape[0] > 1 ? form.strides[0] : p.pages_each;
       return;
     }

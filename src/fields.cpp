@@ -1,0 +1,39 @@
+// Compares the table of fields (strobe/fields.inc) with strobe.h. The structs have no padding, so the members that the rows name fill them.
+#include <cstddef>
+
+#include "strobe/strobe.h"
+
+// clang-format off
+static_assert(sizeof(strobe_attention) == sizeof(strobe_attention::size)
+#define STROBE_OPTION(name) + sizeof(strobe_attention::name)
+#include "strobe/fields.inc"
+, "strobe/fields.inc lacks a member of strobe_attention, or has one twice");
+
+static_assert(sizeof(strobe_tensors) == sizeof(strobe_tensors::size)
+#define STROBE_TENSOR(name, place) + sizeof(strobe_tensors::name)
+#include "strobe/fields.inc"
+, "strobe/fields.inc lacks a member of strobe_tensors, or has one twice");
+
+static_assert(sizeof(strobe_addresses) == sizeof(strobe_addresses::size)
+#define STROBE_TENSOR(name, place) + sizeof(strobe_addresses::name)
+#include "strobe/fields.inc"
+, "strobe/fields.inc lacks a member of strobe_addresses, or has one twice");
+
+static_assert(sizeof(strobe_part) == sizeof(strobe_part::size)
+#define STROBE_PART(name) + sizeof(strobe_part::name)
+#include "strobe/fields.inc"
+, "strobe/fields.inc lacks a member of strobe_part, or has one twice");
+
+static_assert(sizeof(strobe_execution) == sizeof(strobe_execution::size)
+#define STROBE_EXECUTION(name) + sizeof(strobe_execution::name)
+#include "strobe/fields.inc"
+, "strobe/fields.inc lacks a member of strobe_execution, or has one twice");
+
+static_assert(sizeof(strobe_plan) == sizeof(strobe_plan::size)
+#define STROBE_PLAN(name) + sizeof(strobe_plan::name)
+#include "strobe/fields.inc"
+, "strobe/fields.inc lacks a member of strobe_plan, or has one twice");
+
+#define STROBE_TENSOR(name, place)                                                                                                         \
+  static_assert(offsetof(strobe_tensors, name) == offsetof(strobe_addresses, name), #name " is elsewhere in strobe_addresses");
+#include "strobe/fields.inc"
