@@ -1,5 +1,5 @@
-// The options that a kernel is compiled for. Its Config holds them, beside what belongs to its family (tiles, dtype, `invariant`, ...). What
-// an option reads, and all other options (lengths, strides, scale, window, GQA, varlen, sinks), are arguments (arguments.h).
+// The options that a kernel is compiled for. Its Config holds them, beside what belongs to its family (tiles, dtype, `invariant`, ...).
+// What an option reads, and all other options (lengths, strides, scale, window, GQA, varlen, sinks), are arguments (arguments.h).
 #pragma once
 #include "base.h"
 
