@@ -38,7 +38,8 @@ def whole(dtype: torch.dtype = torch.float32, seqlen: int = S, hkv: int = HKV, s
 
 
 def shards(sharding: Sharding, rank: int, **how: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return tuple(sharding.shard(x, 2, rank).detach().requires_grad_(n < 3) for n, x in enumerate(whole(**how)))  # type: ignore[return-value]
+    q, k, v, dout = (sharding.shard(x, 2, rank).detach().requires_grad_(n < 3) for n, x in enumerate(whole(**how)))
+    return q, k, v, dout
 
 
 def said(call: Callable[[], Any]) -> tuple[str, str]:

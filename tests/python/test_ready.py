@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -74,6 +77,38 @@ def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
     for _ in range(3):
         assert all(torch.equal(x, y) for x, y in zip(step(3), first[2], strict=True))
     assert made == [_abi.FORWARD, _abi.BACKWARD][: 1 + tracked]
+
+
+def frames(call: Callable[[], object]) -> int:
+    """The Python frames between `call` and the library's function."""
+    found: list[int] = []
+
+    def profile(frame, event, function):
+        if event == "c_call" and getattr(function, "__name__", "") in ("strobe_forward", "strobe_backward"):
+            depth = 0
+            while frame is not None and frame.f_code is not call.__code__:
+                depth, frame = depth + 1, frame.f_back
+            found.append(depth)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    (depth,) = found
+    return depth
+
+
+def test_a_call_passes_few_layers(monkeypatch):
+    """docs/architecture.md has these numbers."""
+    monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
+    q, k, v = qkv(9)
+    tracked = [x.clone().requires_grad_() for x in (q, k, v)]
+    assert frames(lambda: strobe.attention(q.numpy(), k.numpy(), v.numpy())) == 3
+    assert frames(lambda: strobe.attention(q, k, v)) == 7
+    assert frames(lambda: strobe.attention(*tracked, causal=True)) == 9
+    out, lse = strobe.attention(q, k, v, return_lse=True)
+    assert frames(lambda: strobe.attention_backward(q, q, k, v, out, lse)) == 7
 
 
 def test_each_call_has_results_of_its_own():
