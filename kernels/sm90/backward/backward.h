@@ -8,6 +8,7 @@
 // warpgroups'. dQ is one iteration late and S one early. The warpgroups take the tensor cores in turn: one multiplies while the other
 // exponentiates.
 #pragma once
+#include "differentiate.h"
 #include "dq.h"
 #include "in_line.h"
 #include "run.h"
@@ -285,25 +286,16 @@ template <BackwardConfig C> struct Backward {
 
     // Something may be hidden in any tile of keys, not in the last one alone.
     static constexpr bool kHidden = F.band || BackwardScores<C>::kHides;
-    // dP -> dS. What is hidden stays 0, though dP may be no number, of a V that is hidden, or D, of a V that the row sees.
+    // P as it lies in registers.
+    struct OwnP {
+      const Compute &my;
+      __device__ __forceinline__ void take(int) {}
+      __device__ __forceinline__ float at(int i) const { return C.exact_p ? my.S.x[i] : tile::unpacked<T>(my.P.x[i / 2], i % 2); }
+      __device__ __forceinline__ u32 pair(int i) const { return my.P.x[i]; }
+    };
     __device__ __forceinline__ void differentiate(u32 n) {
-      const u32 delta = shared.delta_of(n) + lane % 4 * 8;
-      const float factor = scores.dropout.dropout.factor();
-#pragma unroll
-      for (int i = 0; i < kM / 8; ++i) {
-        float D[2];
-        load_shared(D, delta + 32 * i);
-        auto dS_of = [&](int k) {
-          const int at = 4 * i + k;
-          const float p = C.exact_p ? S.x[at] : tile::unpacked<T>(P.x[at / 2], k % 2);
-          if (kHidden && C.exact_p && p == 0) return 0.0f;
-          if constexpr (F.dropout) return fabsf(p) * ((__float_as_uint(p) >> 31 ? 0.0f : dP.x[at] * factor) - D[k % 2]);
-          return p * (dP.x[at] - D[k % 2]);
-        };
-        dS.x[2 * i] = pack<T>(dS_of(0), dS_of(1)), dS.x[2 * i + 1] = pack<T>(dS_of(2), dS_of(3));
-        if constexpr (kHidden && !C.exact_p)
-          dS.x[2 * i] &= nonzero_pairs<T>(P.x[2 * i]), dS.x[2 * i + 1] &= nonzero_pairs<T>(P.x[2 * i + 1]);
-      }
+      constexpr Zeros kZeros = !kHidden ? Zeros::none : C.exact_p ? Zeros::each : Zeros::pairs;
+      sm90::differentiate<F, kZeros>(dS, dP, OwnP{*this}, shared.delta_of(n) + lane % 4 * 8, scores.dropout.dropout.factor());
     }
   };
 

@@ -3,6 +3,7 @@
 // and dV, the other one dP, dS and dK; P goes from one to the other through shared memory, in the order of lanes; dQ, an iteration late,
 // is divided by columns, or by queries where there are only 64.
 #pragma once
+#include "differentiate.h"
 #include "run.h"
 #include "scores.h"
 
@@ -145,9 +146,9 @@ template <BackwardConfig C> struct BackwardRoles {
         my.scores.clear_nonfinite_queries(step, n);
         mbarrier_wait(my.shared.p_full(), n % 2);
         if (my.scores.masked(step) || BackwardScores<C>::kHides)
-          my.template differentiate<true>(dS, dP, n);
+          my.template differentiate<Zeros::each>(dS, dP, n);
         else
-          my.template differentiate<false>(dS, dP, n);
+          my.template differentiate<Zeros::none>(dS, dP, n);
         __syncwarp();
         my.scores.release(my.shared.p_empty());
         my.scores.release(my.shared.dout_empty(n));
@@ -197,32 +198,15 @@ template <BackwardConfig C> struct BackwardRoles {
       scores.release(shared.p_full());
     }
 
-    // dP -> dS. kHidden: dP of what is hidden may be no number.
-    template <bool kHidden> __device__ __forceinline__ void differentiate(LeftOperand<kM> &dS, const Accumulator<T, kM> &dP, u32 n) const {
-      const u32 delta = shared.delta_of(n) + lane % 4 * 8;
-      const float factor = scores.dropout.dropout.factor();
-#pragma unroll
-      for (int i = 0; i < kM / 16; ++i) {
-        u32 P[4];
-        load_shared(P, place_of_p(i));
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float D[2];
-          load_shared(D, delta + 64 * i + 32 * c);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            auto dS_of = [&](int e) {
-              float p = tile::unpacked<T>(P[2 * c + r], e), x = dP.x[8 * i + 4 * c + 2 * r + e];
-              if constexpr (F.dropout) {
-                x = __float_as_uint(p) >> 31 ? 0.0f : x * factor;
-                p = fabsf(p);
-              }
-              return kHidden && p == 0 ? 0.0f : p * (x - D[e]);
-            };
-            dS.x[4 * i + 2 * c + r] = pack<T>(dS_of(0), dS_of(1));
-          }
-        }
-      }
+    // P that the other warpgroup has given.
+    struct GivenP {
+      const Compute &my;
+      u32 P[4];
+      __device__ __forceinline__ void take(int i) { load_shared(P, my.place_of_p(i)); }
+      __device__ __forceinline__ float at(int i) const { return tile::unpacked<T>(P[i % 8 / 2], i % 2); }
+    };
+    template <Zeros kZeros> __device__ __forceinline__ void differentiate(LeftOperand<kM> &dS, const Accumulator<T, kM> &dP, u32 n) const {
+      sm90::differentiate<F, kZeros>(dS, dP, GivenP{*this}, shared.delta_of(n) + lane % 4 * 8, scores.dropout.dropout.factor());
     }
 
     // This warpgroup's part of dQ. then(): what follows the products under way before them; it begins another one. Without it
