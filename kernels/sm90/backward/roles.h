@@ -234,10 +234,10 @@ template <BackwardConfig C> struct BackwardRoles {
       dQ.done();
       if (last) scores.release(shared.ds_empty(n));
       if (!a.dq_sum) return;
-      const int part = kByColumns ? block : w;
-      float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (part * 4 + warp) * (16 * C.dq_queries());
+      const int piece = kByColumns ? block : w;
+      float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (piece * 4 + warp) * (16 * C.dq_queries());
       if (C.deterministic && first) mbarrier_wait(shared.dq_empty(w), n % 2);
-      if (C.head_dim % 64 == 0 || dq_column(C.columns(), part, warp) < C.head_dim) { // else its columns are padding
+      if (!pads_dq<C>(piece, warp)) {
 #pragma unroll
         for (int i = 0; i < C.dq_queries() / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
       }
