@@ -39,7 +39,8 @@ struct ForwardTile {
   Suits suits{};
 };
 
-// Rates are such that the chosen tiles are those that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). None spills.
+// Rates are such that the chosen tiles are those that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). None spills
+// with one option or none; with several the worst known spills 88 bytes (tests/nvrtc/test_shipped.py).
 // clang-format off
 constexpr ForwardTile kForwardTiles[] = {
     // up to  warp-      stages  registers to  Q in  blocks
