@@ -26,13 +26,11 @@ STROBE_FN i32 dq_sum_of(i32 key, i32 sums) { return (i32)((u32)key / (u32)keys_o
 // On Hopper a tile of dQ is stored in pieces of 64 columns, transposed. A piece has all queries of the tile, or half of them if there are
 // only 64 columns.
 STROBE_FN constexpr i32 dq_queries(i32 columns, i32 tile_q) { return columns > 64 ? tile_q : tile_q / 2; }
-// The first of the 16 columns that this one of the piece's four warps holds. Columns from head_dim on are padding, which is neither added
-// up nor read.
-STROBE_FN constexpr i32 dq_column(i32 columns, i32 part, i32 warp) { return (columns > 64 ? 64 * part : 0) + 16 * warp; }
-// Whether element `at` of a tile is padding.
-STROBE_FN constexpr bool is_dq_padding(i32 at, i32 columns, i32 tile_q, i32 head_dim) {
-  const u32 warp = (u32)at / (u32)(16 * dq_queries(columns, tile_q));
-  return dq_column(columns, (i32)(warp / 4), (i32)(warp % 4)) >= head_dim;
+// The first of the 16 columns that this one of the piece's four warps holds; and whether they are padding, which is neither added up nor
+// read.
+STROBE_FN constexpr i32 dq_column(i32 columns, i32 piece, i32 warp) { return (columns > 64 ? 64 * piece : 0) + 16 * warp; }
+STROBE_FN constexpr bool is_dq_padding(i32 columns, i32 piece, i32 warp, i32 head_dim) {
+  return dq_column(columns, piece, warp) >= head_dim;
 }
 
 } // namespace strobe::inline STROBE_ISA

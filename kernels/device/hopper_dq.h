@@ -1,18 +1,18 @@
-// dQ = scale * dq_sum, rounded: a part of a tile of queries, by a warp, from what a warp of Backward has added up.
+// dQ = scale * dq_sum, rounded: a piece of a tile of queries, by a warp, from what a warp of Backward has added up.
 #pragma once
 #include "../attention/dq_sum.h"
 #include "epilogue.h"
 
 namespace strobe {
 
-// part: 64 columns of the tile, or half of its queries (dq_queries). row: the tile's first row in the tensor, where `rows` of them exist.
-// sum: the quads that the lane holds of the part, of eight queries each.
+// piece: 64 columns of the tile, or half of its queries (dq_queries). row: the tile's first row in the tensor, where `rows` of them exist.
+// sum: the quads that the lane holds of the piece, of eight queries each.
 template <class T, i32 kColumns, i32 kTileQ>
-__device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, int part,
+__device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, int piece,
                                          const float4 (&sum)[dq_queries(kColumns, kTileQ) / 8]) {
   constexpr int kN = dq_queries(kColumns, kTileQ);
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
-  const i32 column = dq_column(kColumns, part, warp), first = (kN == kTileQ ? 0 : kN * part) + lane / 4;
+  const i32 column = dq_column(kColumns, piece, warp), first = (kN == kTileQ ? 0 : kN * piece) + lane / 4;
   const float scale = (float)a.in.scale;
 #pragma unroll
   for (int i = 0; i < kN / 8; ++i) {
@@ -24,27 +24,27 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
 
 // From memory. number: the tile's place in dq_sum. empty: no thread block has added to the tile, so it holds no sum.
 template <class T, i32 kColumns, i32 kTileQ>
-__device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
+__device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int piece,
                                          bool empty) {
   constexpr int kN = dq_queries(kColumns, kTileQ);
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
-  if (dq_column(kColumns, part, warp) >= a.in.head_dim) return; // padding
-  const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (part * 4 + warp) * (16 * kN)) + lane;
+  if (is_dq_padding(kColumns, piece, warp, a.in.head_dim)) return;
+  const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (piece * 4 + warp) * (16 * kN)) + lane;
   float4 x[kN / 8];
 #pragma unroll
   for (int i = 0; i < kN / 8; ++i) x[i] = empty ? float4{0, 0, 0, 0} : __ldcg(sum + 32 * i);
-  store_dq<T, kColumns, kTileQ>(a, batch, head, row, rows, part, x);
+  store_dq<T, kColumns, kTileQ>(a, batch, head, row, rows, piece, x);
 }
 
 // The same in fp32. kAdds: to what is there.
 template <bool kAdds, i32 kColumns, i32 kTileQ>
-__device__ __forceinline__ void store_dq_unrounded(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int part,
-                                                   bool empty) {
+__device__ __forceinline__ void store_dq_unrounded(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number,
+                                                   int piece, bool empty) {
   constexpr int kN = dq_queries(kColumns, kTileQ);
   const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
-  const i32 column = dq_column(kColumns, part, warp) + lane / 4, first = (kN == kTileQ ? 0 : kN * part) + lane % 4 * 2;
-  if (column - lane / 4 >= a.in.head_dim) return; // padding
-  const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (part * 4 + warp) * (16 * kN)) + lane;
+  const i32 column = dq_column(kColumns, piece, warp) + lane / 4, first = (kN == kTileQ ? 0 : kN * piece) + lane % 4 * 2;
+  if (is_dq_padding(kColumns, piece, warp, a.in.head_dim)) return;
+  const float4 *sum = (const float4 *)(a.dq_sum + number * (kTileQ * kColumns) + (piece * 4 + warp) * (16 * kN)) + lane;
   const float scale = (float)a.in.scale;
 #pragma unroll 2
   for (int i = 0; i < kN / 8; ++i) {

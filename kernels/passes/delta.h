@@ -41,8 +41,12 @@ private:
     }
     if (!a.dq_sum || (kHopper && a.first_stores)) return;
     float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
-    for (int i = (int)threadIdx.x; i < C.tile_q * C.head_dim / 4; i += kThreads) {
-      if (!kHopper || !is_dq_padding(4 * i, C.head_dim, C.tile_q, a.in.head_dim)) sum[i] = float4{0, 0, 0, 0};
+    // Hopper: pieces of 64 columns lie one behind the other, and only the last one's end is padding; or two hold half of the queries each.
+    constexpr int kQueries = kHopper ? dq_queries(C.head_dim, C.tile_q) : C.tile_q;
+    const int used = kQueries * (kHopper ? (a.in.head_dim + 15) / 16 * 16 : C.head_dim) / 4;
+#pragma unroll
+    for (int first = 0; first < C.tile_q * C.head_dim / 4; first += kQueries * C.head_dim / 4) {
+      for (int i = (int)threadIdx.x; i < used; i += kThreads) sum[first + i] = float4{0, 0, 0, 0};
     }
   }
 

@@ -7,13 +7,13 @@
 namespace strobe::inline STROBE_ISA {
 
 struct AuxiliaryItems {
-  int64_t tiles_each, parts, count, keys; // query tiles per item; items per head; all items; elements in a row of sums
+  int64_t tiles_each, runs, count, keys; // query tiles per item; items per head; all items; elements in a row of sums
   AuxiliaryItems(const Problem &p, const TileSizes &tile) {
     constexpr int64_t kEnough = 16; // items enough for many threads
     const int64_t tiles = max((i64)query_tiles(p, tile.q), (i64)1), heads = p.batch * p.heads;
     tiles_each = div_up(tiles, min((i64)tiles, max(div_up(kEnough, max((i64)heads, (i64)1)), (i64)1)));
-    parts = div_up(tiles, tiles_each);
-    count = heads * parts;
+    runs = div_up(tiles, tiles_each);
+    count = heads * runs;
     keys = p.column_sums ? round_to(p.longest_k(), 16) : 0;
   }
 };
@@ -170,12 +170,12 @@ template <class Math> void auxiliary(const Problem &p, const Execution &executio
     AuxiliaryScratch<Math> scratch(own, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count;) {
-      const int64_t b = item / items.parts / p.heads, h = item / items.parts % p.heads;
+      const int64_t b = item / items.runs / p.heads, h = item / items.runs % p.heads;
       T *const total = sums + item * items.keys;
       V most(-kInfinity<T>), nan(T(0));
       for (T *x : {total, scratch.run, scratch.lost}) fill(x, items.keys, T(0));
       for (int64_t n = 0; n < items.tiles_each; ++n) {
-        const QuerySpan queries = query_tile(p, b, item % items.parts * items.tiles_each + n, tile.q);
+        const QuerySpan queries = query_tile(p, b, item % items.runs * items.tiles_each + n, tile.q);
         if (queries.empty()) break;
         auxiliary_tile<Math>({p, b, h, queries}, tile, source, scratch, most, nan);
         move_exactly(scratch.run, total, scratch.lost, items.keys);
@@ -191,17 +191,17 @@ template <class Math> void auxiliary(const Problem &p, const Execution &executio
   const int32_t threads = int32_t(min((i64)execution.threads, (i64)heads));
   execution.run(threads, [&](int32_t thread) {
     for (int64_t n = thread; n < heads; n += threads) {
-      const int64_t b = n / p.heads, h = n % p.heads, first = n * items.parts;
+      const int64_t b = n / p.heads, h = n % p.heads, first = n * items.runs;
       const auto keys = p.rows_k(b);
       T most = largest[first];
-      for (int64_t part = 1; part < items.parts; ++part) {
-        const T x = largest[first + part];
+      for (int64_t run = 1; run < items.runs; ++run) {
+        const T x = largest[first + run];
         if (most < x || x != x) most = x; // a NaN stays: nothing is larger
       }
       if (p.max_logit) *p.max_logit.at<T>(b, h, 0, 0) = most;
       for (int64_t j = 0; p.column_sums && j < keys.length; ++j) {
         double sum = 0;
-        for (int64_t part = 0; part < items.parts; ++part) sum += double(sums[(first + part) * items.keys + j]);
+        for (int64_t run = 0; run < items.runs; ++run) sum += double(sums[(first + run) * items.keys + j]);
         *p.column_sums.at<T>(b, h, keys.begin + j, 0) = T(sum);
       }
     }

@@ -7,6 +7,26 @@
 
 namespace strobe::inline STROBE_ISA {
 
+// A number for each row of a query tile.
+template <class T> struct BackwardRows {
+  T *lse, *excess;           // LSE as Probability takes it
+  T *delta, *dlse;           // D
+  T *sum, *sum_lost;         // of P, and its rounding error
+  T *rest, *rest_lost;       // the same of P (dP - D)
+  T *settled;                // whether and how D and P of a row follow from its sums: Settled
+  T *first_tile, *last_tile; // tiles of keys that the row sees, for rows that might see a single tile
+  T *scale;                  // of dQ
+
+  BackwardRows(Arena &arena, int64_t rows) {
+    T **const all[] = {&lse, &dlse, &excess, &delta, &sum, &sum_lost, &rest, &rest_lost, &scale, &settled, &first_tile, &last_tile};
+    for (T **x : all) *x = arena.take<T>(rows);
+  }
+  void clear_sums(int64_t lane, int64_t width) const {
+    T *const all[] = {sum, sum_lost, rest, rest_lost};
+    for (T *x : all) fill(x + lane, width, T(0));
+  }
+};
+
 template <class Math> struct BackwardScratch {
   using T = typename Math::Real;
   using Element = typename Math::Element;
@@ -14,9 +34,10 @@ template <class Math> struct BackwardScratch {
   FiniteKeys<Math> finite_k;
   ScoreScratch<T> score;
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
-  T *s, *dp, *dq, *dq_total, *lse, *dlse, *excess, *delta, *sum, *sum_lost, *rest, *rest_lost, *ones, *row;
-  T *settled;                // whether and how D and P of a row follow from its sums: Settled
-  T *first_tile, *last_tile; // tiles of keys that the row sees, for rows that might see a single tile
+  BackwardRows<T> rows;
+  T *s, *dp;        // S and dP of a piece
+  T *dq, *dq_total; // a running sum, and the sum of those before it
+  T *row;           // of dO, and of O
   T *keep = nullptr, *slopes = nullptr;
   T *finite_q, *finite_do;       // copies of a query tile with numbers that are not finite
   T *unrounded_p, *unrounded_ds; // P and dS of a piece that meets numbers that are not finite
@@ -27,7 +48,7 @@ template <class Math> struct BackwardScratch {
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_k(arena, tile.k, problem.head_dim),
-        score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)) {
+        score(arena, problem, tile.k, tile.width, max(max(problem.head_dim, problem.head_dim_v), tile.k)), rows(arena, tile.q) {
     const int64_t d = problem.head_dim, dv = problem.head_dim_v, pieces = pieces_of(tile);
     q = arena.take<Element>(pieces * Math::lanes_size(tile.width, d));
     d_o = arena.take<Element>(pieces * Math::lanes_size(tile.width, dv));
@@ -40,18 +61,6 @@ template <class Math> struct BackwardScratch {
     dp = arena.take<T>(tile.k * tile.width);
     dq = arena.take<T>(round_to(d, 16) * tile.q);
     dq_total = arena.take<T>(round_to(d, 16) * tile.q);
-    lse = arena.take<T>(tile.q);
-    dlse = arena.take<T>(tile.q);
-    excess = arena.take<T>(tile.q);
-    delta = arena.take<T>(tile.q);
-    sum = arena.take<T>(tile.q);
-    sum_lost = arena.take<T>(tile.q);
-    rest = arena.take<T>(tile.q);
-    rest_lost = arena.take<T>(tile.q);
-    ones = arena.take<T>(tile.q);
-    settled = arena.take<T>(tile.q);
-    first_tile = arena.take<T>(tile.q);
-    last_tile = arena.take<T>(tile.q);
     finite_q = arena.take<T>(tile.q * round_to(d, 16));
     finite_do = arena.take<T>(tile.q * round_to(dv, 16));
     row = arena.take<T>(2 * round_to(dv, 16));
@@ -59,10 +68,6 @@ template <class Math> struct BackwardScratch {
     unrounded_p = arena.take<T>(tile.k * tile.width);
     unrounded_ds = arena.take<T>(tile.k * tile.width);
     if (problem.curved()) slopes = arena.take<T>(tile.k * tile.width);
-  }
-  void clear_sums(int64_t lane, int64_t width) const {
-    T *const all[] = {sum, sum_lost, rest, rest_lost};
-    for (T *x : all) fill(x + lane, width, T(0));
   }
 };
 
@@ -131,20 +136,22 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
     out.do_rows = Math::load_rows(finite_do, 0, 0, 0, real_rows, dv, scratch.do_rows);
   }
   bool any_large = false, any_settled = false;
-  fill(scratch.settled, out.rows, T(kAsItIs));
+  fill(scratch.rows.settled, out.rows, T(kAsItIs));
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
     double lse = real ? double(*p.lse.at<T>(head.b, head.h, token + i, 0)) : -kInfinity<double>;
     if (lse == -kInfinity<double>) lse = kInfinity<double>; // P is 0 in lanes past the end and in rows that see no key
     if (p.part.partial && __builtin_isfinite(lse)) lse += double(p.lse.at<T>(head.b, head.h, token + i, 0)[p.lse_low]);
     const RowLse<T> row = Probability<Math>::row(head, lse);
-    scratch.lse[i] = row.lse, scratch.excess[i] = row.excess;
+    scratch.rows.lse[i] = row.lse, scratch.rows.excess[i] = row.excess;
     const bool large = is_large(p, lse);
-    scratch.settled[i] = large ? T(kDeltaAndLse) : real && may_see_one_tile(head, tile.k, i0 + i) ? T(kDelta) : T(kAsItIs);
+    scratch.rows.settled[i] = large ? T(kDeltaAndLse) : real && may_see_one_tile(head, tile.k, i0 + i) ? T(kDelta) : T(kAsItIs);
     any_large |= large;
-    any_settled |= scratch.settled[i] != T(kAsItIs);
-    scratch.dlse[i] = real && p.dlse ? *p.dlse.at<T>(head.b, head.h, token + i, 0) : T(0);
-    scratch.delta[i] = !real ? T(0) : p.delta ? *p.delta.at<T>(head.b, head.h, token + i, 0) : T(row_delta(head, token + i, scratch.row));
+    any_settled |= scratch.rows.settled[i] != T(kAsItIs);
+    scratch.rows.dlse[i] = real && p.dlse ? *p.dlse.at<T>(head.b, head.h, token + i, 0) : T(0);
+    scratch.rows.delta[i] = !real     ? T(0)
+                            : p.delta ? *p.delta.at<T>(head.b, head.h, token + i, 0)
+                                      : T(row_delta(head, token + i, scratch.row));
   }
   if (p.part.partial) { // some terms of a row's sums are elsewhere: the caller gives LSE and D
     out.sums_first = out.whole = false;
@@ -157,7 +164,7 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   KeysOfRange keys;
   out.whole = tiles.next(keys) && !tiles.next(keys);
   out.sums_first = any_large && !out.whole;
-  fill(scratch.settled, out.rows, T(any_large ? kDeltaAndLse : kDelta));
+  fill(scratch.rows.settled, out.rows, T(any_large ? kDeltaAndLse : kDelta));
 }
 
 // Where a row sees few keys, or nearly all of its P lies on one key, dP and D cancel; summed separately, in different orders, they leave
@@ -170,8 +177,8 @@ __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, c
   using T = typename Math::Real;
   using V = Vec<T>;
   for (int64_t c = 0; c < t.width; c += V::kLanes) {
-    const Probability<Math> probability(head, scratch.lse + lane + c, scratch.excess + lane + c);
-    const V delta = V::load(scratch.delta + lane + c);
+    const Probability<Math> probability(head, scratch.rows.lse + lane + c, scratch.rows.excess + lane + c);
+    const V delta = V::load(scratch.rows.delta + lane + c);
     for (int64_t j = 0; j < t.keys;) {
       V sum(T(0)), rest(T(0));
       for (const int64_t end = min((i64)(j + kRun), (i64)t.keys); j < end; ++j) {
@@ -182,8 +189,8 @@ __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, c
         sum += prob;
         rest += select(prob == V(T(0)), V(T(0)), prob * (grad - delta));
       }
-      add_exactly(sum, scratch.sum + lane + c, scratch.sum_lost + lane + c);
-      add_exactly(rest, scratch.rest + lane + c, scratch.rest_lost + lane + c);
+      add_exactly(sum, scratch.rows.sum + lane + c, scratch.rows.sum_lost + lane + c);
+      add_exactly(rest, scratch.rows.rest + lane + c, scratch.rows.rest_lost + lane + c);
     }
   }
 }
@@ -198,9 +205,9 @@ __attribute__((noinline)) void note_tile(const TileSpan &t, int64_t lane, const 
   for (int64_t c = 0; c < t.width; c += V::kLanes) {
     V seen(T(0));
     for (int64_t j = 0; j < t.keys; ++j) seen = select(V::load(s + j * t.width + c) == hidden, seen, V(T(1)));
-    const V first = V::load(scratch.first_tile + lane + c), last = V::load(scratch.last_tile + lane + c);
-    select((seen == V(T(1))) & (number < first), number, first).store(scratch.first_tile + lane + c);
-    select((seen == V(T(1))) & (last < number), number, last).store(scratch.last_tile + lane + c);
+    const V first = V::load(scratch.rows.first_tile + lane + c), last = V::load(scratch.rows.last_tile + lane + c);
+    select((seen == V(T(1))) & (number < first), number, first).store(scratch.rows.first_tile + lane + c);
+    select((seen == V(T(1))) & (last < number), number, last).store(scratch.rows.last_tile + lane + c);
   }
 }
 
@@ -213,17 +220,17 @@ __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head
   const Problem &p = *head.p;
   const T sink = p.sinks ? load_as<T>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -kInfinity<T>;
   for (int64_t c = lane; c < lane + width; c += V::kLanes) {
-    const V delta = V::load(scratch.delta + c), rest = V::load(scratch.rest + c) + V::load(scratch.rest_lost + c);
-    const V of_sink = Math::power((V(sink) - V::load(scratch.lse + c) - V::load(scratch.excess + c)) * V(kLog2e<T>));
-    const V sum = V::load(scratch.sum + c) + (V::load(scratch.sum_lost + c) + of_sink);
-    const auto as_it_is = (sum == V(T(0))) | (V::load(scratch.settled + c) == V(T(kAsItIs)));
-    select(as_it_is, delta, delta + (rest - of_sink * delta) / sum).store(scratch.delta + c);
-    sum.store(scratch.sum + c);
+    const V delta = V::load(scratch.rows.delta + c), rest = V::load(scratch.rows.rest + c) + V::load(scratch.rows.rest_lost + c);
+    const V of_sink = Math::power((V(sink) - V::load(scratch.rows.lse + c) - V::load(scratch.rows.excess + c)) * V(kLog2e<T>));
+    const V sum = V::load(scratch.rows.sum + c) + (V::load(scratch.rows.sum_lost + c) + of_sink);
+    const auto as_it_is = (sum == V(T(0))) | (V::load(scratch.rows.settled + c) == V(T(kAsItIs)));
+    select(as_it_is, delta, delta + (rest - of_sink * delta) / sum).store(scratch.rows.delta + c);
+    sum.store(scratch.rows.sum + c);
   }
   for (int64_t i = lane; i < lane + width; ++i) {
-    if (scratch.settled[i] != T(kDeltaAndLse)) continue;
-    const double sum = double(scratch.sum[i]);
-    if (sum > 0 && __builtin_isfinite(sum)) scratch.excess[i] = T(double(scratch.excess[i]) + __builtin_log(sum));
+    if (scratch.rows.settled[i] != T(kDeltaAndLse)) continue;
+    const double sum = double(scratch.rows.sum[i]);
+    if (sum > 0 && __builtin_isfinite(sum)) scratch.rows.excess[i] = T(double(scratch.rows.excess[i]) + __builtin_log(sum));
   }
 }
 
@@ -233,9 +240,9 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
                                         const KeyPair<Math> &source, BackwardScratch<Math> &scratch) {
   using T = typename Math::Real;
   const Problem &p = *head.p;
-  scratch.clear_sums(0, queries.rows);
-  fill(scratch.first_tile, queries.rows, kInfinity<T>);
-  fill(scratch.last_tile, queries.rows, -kInfinity<T>);
+  scratch.rows.clear_sums(0, queries.rows);
+  fill(scratch.rows.first_tile, queries.rows, kInfinity<T>);
+  fill(scratch.rows.last_tile, queries.rows, -kInfinity<T>);
   KeyTiles<T> tiles(head, source.mask, tile, queries.i0, queries.i1);
   for (KeysOfRange keys; tiles.next(keys);) {
     auto k = source.k.tile(source.shared_k, head.b, head.kv, keys, scratch.k);
@@ -258,7 +265,8 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
     }
   }
   for (int64_t i = 0; p.invariant && i < queries.rows; ++i)
-    if (scratch.settled[i] == T(kDelta) && scratch.first_tile[i] != scratch.last_tile[i]) scratch.settled[i] = T(kAsItIs);
+    if (scratch.rows.settled[i] == T(kDelta) && scratch.rows.first_tile[i] != scratch.rows.last_tile[i])
+      scratch.rows.settled[i] = T(kAsItIs);
   settle_rows(head, 0, queries.rows, scratch);
 }
 
@@ -284,13 +292,13 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
     apply_options(head, piece, t, scratch.score, s, scratch.slopes);
     if (head.dropout) load_keep(head, t, scratch.keep);
     if (queries.whole) {
-      scratch.clear_sums(lane, width);
+      scratch.rows.clear_sums(lane, width);
       add_rows(head, t, lane, s, dp, scratch);
       settle_rows(head, lane, width, scratch);
     }
     for (int64_t c = 0; c < width; c += L) {
-      const V delta = V::load(scratch.delta + lane + c), dlse = V::load(scratch.dlse + lane + c);
-      const Probability<Math> probability(head, scratch.lse + lane + c, scratch.excess + lane + c);
+      const V delta = V::load(scratch.rows.delta + lane + c), dlse = V::load(scratch.rows.dlse + lane + c);
+      const Probability<Math> probability(head, scratch.rows.lse + lane + c, scratch.rows.excess + lane + c);
       auto element = [&](int64_t at, V &prob, V &grad) __attribute__((always_inline)) {
         const V score = V::load(s + at);
         prob = probability(score);
@@ -506,10 +514,10 @@ template <class Math> struct TileGradients {
 
   void store_dq() {
     if (!want_dq) return;
-    fill(scratch.ones, queries.rows, T(p.scale));
+    fill(scratch.rows.scale, queries.rows, T(p.scale));
     for (int64_t n = 0; n < queries.pieces; ++n) {
       const int64_t lane = n * tile.width;
-      store_lanes(p.dq, head.b, head.h, head.q0 + queries.i0 + lane, queries.piece_lanes(n), d, scratch.ones + lane, dq[n].result(),
+      store_lanes(p.dq, head.b, head.h, head.q0 + queries.i0 + lane, queries.piece_lanes(n), d, scratch.rows.scale + lane, dq[n].result(),
                   queries.piece_width(n), scratch.score.buffer, p.accumulate);
     }
   }

@@ -71,24 +71,11 @@ template <class T> __attribute__((noinline)) void score_row(const Head<T> &head,
   using V = Vec<T>;
   const Problem &p = *head.p;
   const int64_t count = keys.end - keys.begin;
-  const V scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope), hidden(-kInfinity<T>);
-  const V distance = V(T(i + head.band.offset - keys.begin)) - V::iota();
-  if (p.bias)
-    load_row(p.bias, head.b, head.h, head.row0 + i, keys.begin, count, add);
-  else if (p.mask)
-    fill(add, count, T(0));
-  if (p.mask) {
-    const uint8_t *seen = p.mask.at<uint8_t>(head.b, head.h, head.row0 + i, keys.begin);
-    for (int64_t j = 0; j < count; ++j) add[j] = seen[j * p.mask.stride[3]] ? add[j] : -kInfinity<T>;
-  }
+  const V hidden(-kInfinity<T>), distance = V(T(i + head.band.offset - keys.begin)) - V::iota();
+  const ScoreTerms<T> terms(head);
+  if (p.bias || p.mask) load_additive_row(head, i, keys.begin, count, bool(p.mask), add);
   for (int64_t j = 0; j < count && (head.additive || p.mask); j += V::kLanes) {
-    V x = V::load(s + j);
-    if (head.additive) {
-      V unused;
-      x *= scale;
-      if (p.softcap > 0) x = softcap(x, cap, inverse_cap, unused);
-      if (p.alibi_slopes) x += alibi(slope, distance - V(T(j)));
-    }
+    V x = terms(V::load(s + j), distance - V(T(j)), [](V) {});
     if (p.bias || p.mask) {
       const V more = V::load(add + j);
       x = select(more == hidden, hidden, x + more);

@@ -105,23 +105,28 @@ template <class T> struct ScoreScratch {
 
 template <class T> constexpr T kInfinity = T(__builtin_inf());
 
-// add[key][lane] = bias, -inf where mask is false
+// row[j] = bias of query i and key j0 + j, -inf where the mask hides the key
+template <class T> void load_additive_row(const Head<T> &head, int64_t i, int64_t j0, int64_t count, bool use_mask, T *row) {
+  const Problem &p = *head.p;
+  const View &m = p.mask;
+  if (p.bias)
+    load_row(p.bias, head.b, head.h, head.row0 + i, j0, count, row);
+  else
+    fill(row, count, T(0));
+  if (!use_mask) return;
+  const uint8_t *seen = m.at<uint8_t>(head.b, head.h, head.row0 + i, j0);
+  if (m.stride[3] == 1)
+    for (int64_t j = 0; j < count; ++j) row[j] = seen[j] ? row[j] : -kInfinity<T>;
+  else
+    for (int64_t j = 0; j < count; ++j) row[j] = seen[j * m.stride[3]] ? row[j] : -kInfinity<T>;
+}
+
+// The same of a tile: add[key][lane].
 template <class T>
 __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan &t, bool use_mask, ScoreScratch<T> &scratch) {
   const Problem &p = *head.p;
   const View &m = p.mask;
-  auto row_of = [&](int64_t i, T *row) { // of a query
-    if (p.bias)
-      load_row(p.bias, head.b, head.h, head.row0 + i, t.j0, t.keys, row);
-    else
-      fill(row, t.keys, T(0));
-    if (!use_mask) return;
-    const uint8_t *seen = m.at<uint8_t>(head.b, head.h, head.row0 + i, t.j0);
-    if (m.stride[3] == 1)
-      for (int64_t j = 0; j < t.keys; ++j) row[j] = seen[j] ? row[j] : -kInfinity<T>;
-    else
-      for (int64_t j = 0; j < t.keys; ++j) row[j] = seen[j * m.stride[3]] ? row[j] : -kInfinity<T>;
-  };
+  auto row_of = [&](int64_t i, T *row) { load_additive_row(head, i, t.j0, t.keys, use_mask, row); };
   if ((p.bias && p.bias.stride[2] != 0) || (use_mask && m.stride[2] != 0)) {
     auto of_lane = [&](int64_t lane, T *row) -> const T * {
       row_of(t.i0 + lane, row);
@@ -133,6 +138,32 @@ __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan
     for (int64_t j = 0; j < t.keys; ++j) fill(scratch.add + j * t.width, t.width, scratch.buffer[j]);
   }
 }
+
+// What becomes of raw q.k of a head before bias and mask.
+template <class T> struct ScoreTerms {
+  using V = Vec<T>;
+  const bool additive, capped, distances, linear; // linear: with ALiBi
+  const V scale, cap, inverse_cap, slope, beta, beta_ln2, shift;
+
+  STROBE_INLINE explicit ScoreTerms(const Head<T> &head)
+      : additive(head.additive), capped(head.p->softcap > 0), distances(head.p->score == ScoreFunction::hyperbolic),
+        linear(head.p->alibi_slopes), scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope),
+        beta(T(head.p->beta)), beta_ln2(T(head.p->beta * kLn2<double>)), shift(T(head.p->shift)) {}
+  // distance: from the keys to the queries. keep(d score / d (scaled q.k)) is called if the score is a function of q.k.
+  template <class Keep> STROBE_INLINE V operator()(V x, V distance, Keep &&keep) const {
+    if (!additive) return x;
+    x *= scale;
+    V derivative;
+    if (capped) {
+      x = softcap(x, cap, inverse_cap, derivative);
+      keep(derivative);
+    } else if (distances) {
+      x = hyperbolic(arccosh2(-x, derivative), beta_ln2, beta, shift, derivative);
+      keep(derivative);
+    }
+    return linear ? x + alibi(slope, distance) : x;
+  }
+};
 
 // Raw q.k -> score, in place. slopes (optional): d score / d (scaled q.k), through a function of it.
 template <class T>
@@ -150,28 +181,16 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
       scratch.last[lane] = T(min(max(seen.end - 1 - t.j0, -1ll), (i64)t.keys));
     }
   }
-  const V hidden(-kInfinity<T>), scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope);
-  const bool distances = p.score == ScoreFunction::hyperbolic;
-  const V beta(T(p.beta)), beta_ln2(T(p.beta * kLn2<double>)), shift(T(p.shift));
+  const V hidden(-kInfinity<T>);
+  const ScoreTerms<T> terms(head);
   for (int64_t lane = 0; lane < t.width; lane += L) {
     V distance = V(T(t.i0 + lane + head.band.offset - t.j0)) + V::iota();
     V first = band_masked ? V::load(scratch.first + lane) : V(T(0)), last = band_masked ? V::load(scratch.last + lane) : V(T(0));
     for (int64_t j = 0; j < t.keys; ++j) {
       T *at = s + j * t.width + lane;
-      V x = V::load(at);
-      if (head.additive) {
-        x *= scale;
-        if (p.softcap > 0) {
-          V capped_slope;
-          x = softcap(x, cap, inverse_cap, capped_slope);
-          if (slopes) capped_slope.store(slopes + j * t.width + lane);
-        } else if (distances) {
-          V distance_slope;
-          x = hyperbolic(arccosh2(-x, distance_slope), beta_ln2, beta, shift, distance_slope);
-          if (slopes) distance_slope.store(slopes + j * t.width + lane);
-        }
-        if (p.alibi_slopes) x += alibi(slope, distance - V(T(j)));
-      }
+      V x = terms(V::load(at), distance - V(T(j)), [&](V derivative) __attribute__((always_inline)) {
+        if (slopes) derivative.store(slopes + j * t.width + lane);
+      });
       if (use_add) {
         V add = V::load(scratch.add + j * t.width + lane);
         x = select(add == hidden, hidden, x + add);

@@ -37,21 +37,21 @@ template <Config C> struct Decode {
     x /= tiles;
     i32 head = (i32)(x % in.heads_kv);
     x /= in.heads_kv;
-    const Part part = part_of(a, x);
-    if (part.b < 0) return;
-    if (C.uneven && part.split == 0 && head == 0 && row == 0 && threadIdx.x == 0)
-      a.share_places[2 * part.b] = part.place, a.share_places[2 * part.b + 1] = part.splits;
-    Sequence sequence = in.sequence<F>(part.b);
+    const KeySplit keys = split_of(a, x);
+    if (keys.b < 0) return;
+    if (C.uneven && keys.split == 0 && head == 0 && row == 0 && threadIdx.x == 0)
+      a.share_places[2 * keys.b] = keys.place, a.share_places[2 * keys.b + 1] = keys.splits;
+    Sequence sequence = in.sequence<F>(keys.b);
     if (row >= sequence.band.seqlen_q * in.group) return;
-    Decode(a, sequence, head, row, part, shared).compute();
+    Decode(a, sequence, head, row, keys, shared).compute();
   }
 
 private:
-  // Runs split `split` of `splits` of a sequence's keys. place: of its results among those of all splits.
-  struct Part {
+  // The split of its sequence's keys that a block takes: number `split` of `splits`. place: of its results among those of all splits.
+  struct KeySplit {
     i32 b, split, splits, place;
   };
-  static __device__ __forceinline__ Part part_of(const Arguments &a, u32 x) {
+  static __device__ __forceinline__ KeySplit split_of(const Arguments &a, u32 x) {
     if constexpr (C.uneven) {
       const UnevenShare share = UnevenShares(a.in, a.extra_shares, a.round_shares).find((i32)x);
       return {share.batch, share.index, share.count, (i32)x};
@@ -63,7 +63,7 @@ private:
   const Arguments &a;
   const Inputs &in;
   Sequence sequence;
-  Part part;
+  KeySplit keys;
   i32 b, head, first; // head: of K and V; first: the tile's first row
   i32 rows;           // rows of the sequence
   Scores<F, float, Functions::half> scores;
@@ -76,8 +76,8 @@ private:
   static constexpr u32 kKBytes = C.tile_k * C.row_bytes(kD), kVBytes = C.tile_k * C.row_bytes(kDv);
   static constexpr int kOPitch = kDv + 8; // floats; spreads rows over the banks
 
-  __device__ __forceinline__ Decode(const Arguments &a, const Sequence &s, i32 head, i32 first, const Part &part, unsigned char *shared)
-      : a(a), in(a.in), sequence(s), part(part), b(part.b), head(head), first(first), rows((i32)s.band.seqlen_q * in.group),
+  __device__ __forceinline__ Decode(const Arguments &a, const Sequence &s, i32 head, i32 first, const KeySplit &keys, unsigned char *shared)
+      : a(a), in(a.in), sequence(s), keys(keys), b(keys.b), head(head), first(first), rows((i32)s.band.seqlen_q * in.group),
         scores(in, s, b), dropout(in), shared(shared), q_shared(shared_address(shared)),
         k_shared(q_shared + C.tile_q * kD * 2 + group * C.stages * kKBytes),
         v_shared(q_shared + C.tile_q * kD * 2 + C.groups() * C.stages * kKBytes + group * C.stages * kVBytes) {}
@@ -97,13 +97,13 @@ private:
 
   __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // the last query + 1
   __device__ __forceinline__ Schedule::Share share(int w) const {
-    return {(i64)part.split * C.groups() + w, (i64)part.splits * C.groups()};
+    return {(i64)keys.split * C.groups() + w, (i64)keys.splits * C.groups()};
   }
-  __device__ __forceinline__ bool whole() const { return part.splits == 1; }
+  __device__ __forceinline__ bool whole() const { return keys.splits == 1; }
   // The place of a query's results among those of all splits.
   __device__ __forceinline__ i64 partial_row(i32 h, i64 q) const {
-    if constexpr (C.uneven) return ((i64)part.place * in.heads + h) * in.seqlen_q + q;
-    return part.place * in.rows() + in.row_index(b, h, q);
+    if constexpr (C.uneven) return ((i64)keys.place * in.heads + h) * in.seqlen_q + q;
+    return keys.place * in.rows() + in.row_index(b, h, q);
   }
 
   __device__ __forceinline__ void compute() {
@@ -337,9 +337,9 @@ private:
   template <class Values> __device__ __forceinline__ void add_nonfinite(const Values &v) const {
     Results results{*this, min((i32)C.tile_q, rows - first)};
     for (int w = 0; w < C.groups(); ++w) {
-      Range keys = Schedule::keys_of_share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, share(w));
+      Range seen = Schedule::keys_of_share(sequence.band.keys_any(query(first), last()), C.tile_k, 16, share(w));
       __syncthreads();
-      strobe::add_nonfinite<kThreads>(scores, dropout, v, keys, {nullptr, 0, 0}, results, (int)threadIdx.x);
+      strobe::add_nonfinite<kThreads>(scores, dropout, v, seen, {nullptr, 0, 0}, results, (int)threadIdx.x);
     }
   }
 };

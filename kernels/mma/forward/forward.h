@@ -184,10 +184,7 @@ private:
       multiply_p_v(O, S, softmax, tile, stage);
       if constexpr (C.stages > 1) stage ^= 1;
     }
-    if constexpr (C.invariant)
-      finish_chunk(O, softmax);
-    else
-      finish(O, softmax);
+    finish(O, softmax);
     return nonfinite;
   }
 
@@ -290,93 +287,107 @@ private:
     }
   }
 
-  // O / l and LSE to memory.
+  // Stores O / l and LSE: as the result, as that of a split, or as that of a partial part, with LSE as two numbers. Invariant: a chunk's
+  // result is merged with those of the chunks before it, and waits where the results of splits do until the last chunk is done.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {
-    bool whole = a.splits == 1;
-    float sink = whole && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0)) : minus_infinity<float>();
+    const bool complete = a.splits == 1 && ends;
+    float before[2 * kM]; // the LSE
+    if constexpr (C.invariant) load_merged_lse(before);
+    const float sink = !C.invariant && complete && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0))
+                                                            : minus_infinity<float>(); // invariant: merged like a chunk
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      int m = i / 2, r = i % 2;
-      const RowEnd end = row_end(softmax.M[i], tile::row_sum(softmax.l[i]), sink, F.bias != 0);
-      float factor = end.factor * dropout.dropout.factor();
-#pragma unroll
-      for (int k = 0; k < 4 * Warps::columns(); ++k) O[m][k / 4].x[k / 2 % 2][2 * r + k % 2] *= factor;
-      i32 q = item.q + warp_row + 16 * m + tile::lane_row(r);
-      if constexpr (F.partial) store_partial(O[m], r, q, softmax.M[i], tile::row_sum(softmax.l[i]));
-      if (F.partial || q >= scores.seqlen_q) continue;
-      if (!whole) {
-        i64 row = item.split * in.rows() + in.row_index(item.b, item.h, sequence.q0 + q);
-        if (first_column() + tile::lane_column(0, 0) == 0) a.partial_lse[row] = end.lse;
-        float *out = a.partial_out + row * in.head_dim_v;
-#pragma unroll
-        for (int k = 0; k < 4 * Warps::columns(); ++k) {
-          int c = first_column() + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
-          if (c < in.head_dim_v) out[c] = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
-        }
-      } else if (a.lse && first_column() + tile::lane_column(0, 0) == 0) {
-        *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = end.lse;
+      const int m = i / 2, r = i % 2;
+      const float l = tile::row_sum(softmax.l[i]);
+      const RowEnd end = row_end(softmax.M[i], l, sink, F.bias != 0);
+      const float factor = end.factor * dropout.dropout.factor();
+      if constexpr (C.invariant) {
+        merge_chunk(O[m], i, before[i], end.lse, factor, complete);
+        continue;
       }
+      each_column(O[m], r, [&](i32, float &o) { o *= factor; });
+      const i32 q = query(i);
+      if (q >= scores.seqlen_q) continue;
+      if constexpr (F.partial)
+        store_partial(O[m], r, q, softmax.M[i], l);
+      else if (!complete)
+        store_split(O[m], r, q, end.lse);
+      else if (stores_lse())
+        store_lse(q, end.lse);
     }
-    if (whole && !F.partial) store_o(O);
+    if (complete && !F.partial) store_o(O);
   }
-  // Writes row q's columns of O in fp32, and LSE as two numbers.
-  __device__ __forceinline__ void store_partial(const Accumulator (&O)[Warps::columns()], int r, i32 q, float M, float l) const {
-    if (q >= scores.seqlen_q) return;
-    const i64 row = sequence.q0 + q;
+  // The query of the lane's row i.
+  __device__ __forceinline__ i32 query(int i) const { return item.q + warp_row + 16 * (i / 2) + tile::lane_row(i % 2); }
+  // Which of the lanes and warps that share a row stores its LSE.
+  static __device__ __forceinline__ bool stores_lse() { return first_column() + tile::lane_column(0, 0) == 0; }
+  __device__ __forceinline__ void store_lse(i32 q, float lse) const {
+    if (a.lse) *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = lse;
+  }
+  // each(column, element) for those of row r of a block of rows that the lane holds.
+  template <class Row, class Each> static __device__ __forceinline__ void each_column(Row &O, int r, const Each &each) {
 #pragma unroll
-    for (int k = 0; k < 4 * Warps::columns(); ++k) {
-      const int c = first_column() + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
-      if (c < in.head_dim_v) *a.out.at<float>(item.b, item.h, row, c) = O[k / 4].x[k / 2 % 2][2 * r + k % 2];
-    }
-    if (!a.lse || first_column() + tile::lane_column(0, 0) != 0) return;
+    for (int k = 0; k < 4 * Warps::columns(); ++k)
+      each(first_column() + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2), O[k / 4].x[k / 2 % 2][2 * r + k % 2]);
+  }
+  // The place of a query's row among the results of splits, or of the chunks so far.
+  __device__ __forceinline__ i64 partial_row(i32 q) const {
+    return (C.invariant && a.splits == 1 ? 0 : item.split) * in.rows() + in.row_index(item.b, item.h, sequence.q0 + q);
+  }
+  __device__ __forceinline__ void store_split(const Accumulator (&O)[Warps::columns()], int r, i32 q, float lse) const {
+    const i64 row = partial_row(q);
+    if (stores_lse()) a.partial_lse[row] = lse;
+    float *const out = a.partial_out + row * in.head_dim_v;
+    each_column(O, r, [&](i32 c, float o) {
+      if (c < in.head_dim_v) out[c] = o;
+    });
+  }
+  __device__ __forceinline__ void store_partial(const Accumulator (&O)[Warps::columns()], int r, i32 q, float M, float l) const {
+    const i64 row = sequence.q0 + q;
+    each_column(O, r, [&](i32 c, float o) {
+      if (c < in.head_dim_v) *a.out.at<float>(item.b, item.h, row, c) = o;
+    });
+    if (!a.lse || !stores_lse()) return;
     const float natural = F.bias ? 1.0f : kLn2<float>, lse = l == 0 ? minus_infinity<float>() : row_lse(M, natural, l);
     float *const to = a.lse.at<float>(item.b, item.h, row, 0);
     to[0] = lse, to[in.part->lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
   }
-  // Merges O / l of a chunk with the chunks before it. A result that is not final waits where the results of splits do.
-  __device__ __forceinline__ void finish_chunk(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {
-    const bool part = a.splits > 1, alone = part || begins, stores = !part && ends;
-    const auto query = [&](int i) { return item.q + warp_row + 16 * (i / 2) + tile::lane_row(i % 2); };
-    const auto place = [&](i32 q) {
-      return (part ? item.split : 0) * in.rows() + in.row_index(item.b, item.h, sequence.q0 + min(q, scores.seqlen_q - 1));
-    };
-    float before[2 * kM]; // the LSE
+  // Invariant: is this the only chunk whose result counts so far?
+  __device__ __forceinline__ bool alone() const { return a.splits != 1 || begins; }
+  __device__ __forceinline__ i64 merged_row(int i) const { return partial_row(min(query(i), scores.seqlen_q - 1)); }
+  // The LSE of the lane's rows over the chunks before this one, whose merged result lies in memory.
+  __device__ __forceinline__ void load_merged_lse(float (&lse)[2 * kM]) const {
 #pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) before[i] = alone ? minus_infinity<float>() : a.partial_lse[place(query(i))];
+    for (int i = 0; i < 2 * kM; ++i) lse[i] = alone() ? minus_infinity<float>() : a.partial_lse[merged_row(i)];
     if constexpr (C.column_warps > 1)
       __syncthreads();
     else
       __syncwarp(); // every lane has read the LSE
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      const int m = i / 2, r = i % 2;
-      const RowEnd end = row_end(softmax.M[i], tile::row_sum(softmax.l[i]), minus_infinity<float>(), F.bias != 0);
-      const float factor = end.factor * dropout.dropout.factor();
-      const i32 q = query(i);
-      const bool there = q < scores.seqlen_q;
-      const i64 row = place(q);
-      const Merge merge(before[i], end.lse);
-      const float sink = in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) : minus_infinity<float>();
-      const Merge with_sink(merge.lse, sink);
-      float *out = a.partial_out + row * in.head_dim_v;
-#pragma unroll
-      for (int k = 0; k < 4 * Warps::columns(); ++k) {
-        const int c = first_column() + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
-        const bool exists = there && c < in.head_dim_v;
-        float &o = O[m][k / 4].x[k / 2 % 2][2 * r + k % 2];
-        o = merge(alone || !exists ? 0.0f : out[c], __fmul_rn(o, factor));
-        if (stores)
-          o = with_sink(o, 0.0f);
-        else if (exists)
-          out[c] = o;
-      }
-      if (!there || first_column() + tile::lane_column(0, 0) != 0) continue;
-      if (!stores)
-        a.partial_lse[row] = merge.lse;
-      else if (a.lse)
-        *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = with_sink.lse;
-    }
-    if (stores) store_o(O);
+  }
+  // Merges this chunk's row i, O times its factor. complete: no chunk follows, and the sink joins; else the result is stored, column after
+  // column, for there are no registers for what is read.
+  __device__ __forceinline__ void merge_chunk(Accumulator (&O)[Warps::columns()], int i, float before, float lse, float factor,
+                                              bool complete) const {
+    const i32 q = query(i);
+    const bool there = q < scores.seqlen_q, alone = this->alone();
+    const i64 row = merged_row(i);
+    const Merge merge(before, lse);
+    const float sink = in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) : minus_infinity<float>();
+    const Merge with_sink(merge.lse, sink);
+    float *const merged = a.partial_out + row * in.head_dim_v;
+    each_column(O, i % 2, [&](i32 c, float &o) {
+      const bool exists = there && c < in.head_dim_v;
+      o = merge(alone || !exists ? 0.0f : merged[c], __fmul_rn(o, factor));
+      if (complete)
+        o = with_sink(o, 0.0f);
+      else if (exists)
+        merged[c] = o;
+    });
+    if (!there || !stores_lse()) return;
+    if (!complete)
+      a.partial_lse[row] = merge.lse;
+    else
+      store_lse(q, with_sink.lse);
   }
   __device__ __forceinline__ void store_o(const Accumulator (&O)[kM][Warps::columns()]) {
     cp_async_wait<0>();

@@ -8,6 +8,7 @@
 // warpgroups'. dQ is one iteration late and S one early. The warpgroups take the tensor cores in turn: one multiplies while the other
 // exponentiates.
 #pragma once
+#include "differentiate.h"
 #include "dq.h"
 #include "in_line.h"
 #include "run.h"
@@ -79,8 +80,7 @@ template <BackwardConfig C> struct Backward {
     // n: the first iteration's number. Returns that of the one after the last.
     __device__ __forceinline__ u32 all(u32 n) {
       if constexpr (C.in_line) return in_line().all(n);
-      dK.clear();
-      dV.clear();
+      clear_sums();
       if (w == 1 && n == 0) leave_tensor_cores(); // the other one begins
       wait_full(shared.q_full(n), n);
       const QueryStep step = read<QueryStep>(shared.step(n));
@@ -93,19 +93,28 @@ template <BackwardConfig C> struct Backward {
       else if constexpr (C.deterministic)
         scores.release(shared.dq_full(w));
       const KeyBlock keys = read<KeyBlock>(shared.keys());
-      if constexpr (C.persistent) {
-        __syncwarp();
-        for (u32 read : {shared.q_empty(n), shared.ds_empty(n), shared.keys_empty()}) scores.release(read);
-      }
+      if constexpr (C.persistent) release_tiles(n);
       if (!nothing) {
         if constexpr (C.third()) dq_sum().add_third(dQ_of_third, n, last);
         dq_sum().add(dQ, n, last, keys.begin);
       }
       if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // without a tile of queries V was not awaited yet
-      scores.template store<kDv>(a.dv_of(C.split_group), a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
-      scores.template store<kD>(a.dk_of(C.split_group), a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
+      store_sums(keys);
       dq_sum().finish(keys);
       return n + 1;
+    }
+    __device__ __forceinline__ void clear_sums() {
+      dK.clear();
+      dV.clear();
+    }
+    __device__ __forceinline__ void store_sums(const KeyBlock &keys) const {
+      scores.template store<kDv>(a.dv_of(C.split_group), a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
+      scores.template store<kD>(a.dk_of(C.split_group), a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
+    }
+    // Behind iteration n, the last one with these keys.
+    __device__ __forceinline__ void release_tiles(u32 n) const {
+      __syncwarp();
+      for (u32 read : {shared.q_empty(n), shared.ds_empty(n), shared.keys_empty()}) scores.release(read);
     }
 
     // An iteration without a tile still completes every barrier phase, so that the next one waits for the same phases.
@@ -122,20 +131,8 @@ template <BackwardConfig C> struct Backward {
     // All tiles of queries, but for the last one's dQ, which is there and not added yet. Returns its number.
     __device__ __forceinline__ i32 walk(QueryStep step, u32 &n) {
       first_scores(n);
-      i32 before = C.persistent ? -1 : 0; // the number of the tile of the iteration before, if there was one
-#pragma unroll 1
-      for (;; ++n) {
-        const u32 allowed = scores.allowed(step);
-        wait_for<0>(S);
-        u32 next;
-        if (!kSkips || !(step.flags & kUnseen << w))
-          next = steady_step(step, allowed, n, before);
-        else
-          next = unseen_step(step, n, before);
-        before = step.number;
-        if (next == n) break;
-        step = read<QueryStep>(shared.step(next));
-      }
+      i32 before = C.persistent ? -1 : 0;
+      each_tile(step, n, before, [] {});
       wait_for<0>(S);
       begin_dq(n);
       if constexpr (C.third()) wait_for<0>(dQ_of_third);
@@ -143,13 +140,39 @@ template <BackwardConfig C> struct Backward {
       return before;
     }
 
+    // The steps of all tiles of queries. before: the number of the tile of the iteration before, if there was one. look(): once S of a tile
+    // has been made.
+    template <class Look> __device__ __forceinline__ void each_tile(QueryStep step, u32 &n, i32 &before, const Look &look) {
+#pragma unroll 1
+      for (;; ++n) {
+        const u32 allowed = scores.allowed(step);
+        wait_for<0>(S);
+        look();
+        u32 next;
+        if (!kSkips || !(step.flags & kUnseen << w))
+          next = steady_step(step, allowed, n, before);
+        else
+          next = unseen_step(step, n, before);
+        before = step.number;
+        if constexpr (C.in_line) carried->k = shared.k;
+        if (next == n) break;
+        step = read<QueryStep>(shared.step(next));
+      }
+    }
+
     // S of the first tile, which is asked whether K holds numbers that are not finite, before K is in registers.
     __device__ __forceinline__ void first_scores(u32 n) {
       mbarrier_wait(shared.k_full(), n >> 31);
-      begin_s_of_shared(n);
+      begin_s_of_shared(shared, n);
       mbarrier_wait(shared.v_full(), n >> 31);
       clear_nonfinite_keys();
-      if constexpr (C.keys_in_registers) load_left<kTileK>(K, shared.k, 64 * w + 16 * warp, lane);
+      load_k(shared);
+      load_v();
+    }
+    __device__ __forceinline__ void load_k(const BackwardShared<C> &keys) {
+      if constexpr (C.keys_in_registers) load_left<kTileK>(K, keys.k, 64 * w + 16 * warp, lane);
+    }
+    __device__ __forceinline__ void load_v() {
       if constexpr (C.v_in_registers()) load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
     }
     // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the tile before, and S of the next one. Like the
@@ -167,24 +190,7 @@ template <BackwardConfig C> struct Backward {
       dK.begin_adding(dS, shared.q_of(n));
       wait_for<1>(dV, P);
       scores.release(shared.dout_empty(n));
-      const u32 next = n + !(step.flags & kLast);
-      if (later(n, before)) {
-        begin_dq(n - 1);
-        wait_for<1>(dK, dS);
-        if constexpr (C.third()) add_third(n - 1, before);
-        if constexpr (C.in_line) {
-          if (next == n) return in_line().end_keys(n, true, before);
-        }
-        begin_next_s(n, next, true);
-        end_dq(n - 1, before);
-      } else {
-        wait_for<0>(dK, dS);
-        if constexpr (C.in_line) {
-          if (next == n) return in_line().end_keys(n, false, before);
-        }
-        begin_next_s(n, next, false);
-      }
-      return next;
+      return end_step<true>(step, n, before);
     }
     // A tile whose queries see none of these keys. The only product is dQ of the tile before, to whose dS the other warpgroup may have
     // contributed.
@@ -192,22 +198,29 @@ template <BackwardConfig C> struct Backward {
       scores.clear_nonfinite_queries(step, n);
       scores.hand_on_nothing(n);
       scores.release(shared.dout_empty(n));
-      const u32 next = n + !(step.flags & kLast);
       take_tensor_cores();
+      return end_step<false>(step, n, before);
+    }
+    // dQ of the tile before, and S of the next one. kSeen: dK += dS^T Q is under way.
+    template <bool kSeen> __device__ __forceinline__ u32 end_step(const QueryStep &step, u32 n, i32 before) {
+      const u32 next = n + !(step.flags & kLast);
       if (later(n, before)) { // two ways, or ptxas lets the products wait for one another
         begin_dq(n - 1);
+        if constexpr (kSeen) wait_for<1>(dK, dS);
         if constexpr (C.third()) add_third(n - 1, before);
-        if constexpr (C.in_line) {
-          if (next == n) return in_line().end_keys(n, true, before);
-        }
-        begin_next_s(n, next, true);
-        end_dq(n - 1, before);
+        return go_on(n, next, true, before);
       } else {
-        if constexpr (C.in_line) {
-          if (next == n) return in_line().end_keys(n, false, before);
-        }
-        begin_next_s(n, next, false);
+        if constexpr (kSeen) wait_for<0>(dK, dS);
+        return go_on(n, next, false, before);
       }
+    }
+    // later: this is not the first iteration, and dQ of the one before is under way.
+    __device__ __forceinline__ u32 go_on(u32 n, u32 next, bool later, i32 before) {
+      if constexpr (C.in_line) {
+        if (next == n) return in_line().end_keys(n, later, before);
+      }
+      begin_next_s(n, next, later);
+      if (later) take_dq<1>(n - 1), add_dq(n - 1, before);
       return next;
     }
 
@@ -221,18 +234,21 @@ template <BackwardConfig C> struct Backward {
     // Has there been an iteration with these keys?
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.persistent ? before >= 0 : n > 0; }
     // S of the next tile, when the tensor cores are the other warpgroup's; after the last one a product whose result is not read.
-    // later: this is not the first iteration.
     __device__ __forceinline__ void begin_next_s(u32 n, u32 next, bool later) {
       if (!C.third() || !later) leave_tensor_cores(); // else add_third has
       if (next != n) scores.release(shared.q_empty(n));
       wait_full(shared.q_full(next), next);
-      if constexpr (C.keys_in_registers)
-        S.template begin_product<Place::free>(K, shared.q_of(next));
-      else
-        begin_s_of_shared(next);
+      begin_s(shared, next);
     }
-    __device__ __forceinline__ void begin_s_of_shared(u32 n) {
-      S.template begin_product<kD, kTileK, Place::free>(shared.k + 64 * kRowBytes * w, shared.q_of(n));
+    // S of iteration n. keys: where K lies, unless it is in registers.
+    __device__ __forceinline__ void begin_s(const BackwardShared<C> &keys, u32 n) {
+      if constexpr (C.keys_in_registers)
+        S.template begin_product<Place::free>(K, keys.q_of(n));
+      else
+        begin_s_of_shared(keys, n);
+    }
+    __device__ __forceinline__ void begin_s_of_shared(const BackwardShared<C> &keys, u32 n) {
+      S.template begin_product<kD, kTileK, Place::free>(keys.k + 64 * kRowBytes * w, keys.q_of(n));
     }
     __device__ __forceinline__ void begin_dp(u32 n) {
       if constexpr (C.v_in_registers())
@@ -259,10 +275,13 @@ template <BackwardConfig C> struct Backward {
       leave_tensor_cores();
       dq_sum().add_third(dQ_of_third, n, number);
     }
-    __device__ __forceinline__ void end_dq(u32 n, i32 number) {
-      wait_for<1>(dQ);
+    // Waits for dQ of iteration n, unless it is among the last kPending products; then it is added to tile `number`.
+    template <int kPending> __device__ __forceinline__ void take_dq(u32 n) {
+      wait_for<kPending>(dQ);
       scores.release(shared.ds_empty(n));
       if constexpr (C.in_line) in_line().release_keys_before(n);
+    }
+    __device__ __forceinline__ void add_dq(u32 n, i32 number) const {
       dq_sum().add(dQ, n, number, C.owns_dq ? (i32)load_shared(shared.keys() + 8) : 0);
     }
     __device__ __forceinline__ DqSum<C> dq_sum() const { return {a, shared, w, lane, warp}; }
@@ -285,25 +304,16 @@ template <BackwardConfig C> struct Backward {
 
     // Something may be hidden in any tile of keys, not in the last one alone.
     static constexpr bool kHidden = F.band || BackwardScores<C>::kHides;
-    // dP -> dS. What is hidden stays 0, though dP may be no number, of a V that is hidden, or D, of a V that the row sees.
+    // P as it lies in registers.
+    struct OwnP {
+      const Compute &my;
+      __device__ __forceinline__ void take(int) {}
+      __device__ __forceinline__ float at(int i) const { return C.exact_p ? my.S.x[i] : tile::unpacked<T>(my.P.x[i / 2], i % 2); }
+      __device__ __forceinline__ u32 pair(int i) const { return my.P.x[i]; }
+    };
     __device__ __forceinline__ void differentiate(u32 n) {
-      const u32 delta = shared.delta_of(n) + lane % 4 * 8;
-      const float factor = scores.dropout.dropout.factor();
-#pragma unroll
-      for (int i = 0; i < kM / 8; ++i) {
-        float D[2];
-        load_shared(D, delta + 32 * i);
-        auto dS_of = [&](int k) {
-          const int at = 4 * i + k;
-          const float p = C.exact_p ? S.x[at] : tile::unpacked<T>(P.x[at / 2], k % 2);
-          if (kHidden && C.exact_p && p == 0) return 0.0f;
-          if constexpr (F.dropout) return fabsf(p) * ((__float_as_uint(p) >> 31 ? 0.0f : dP.x[at] * factor) - D[k % 2]);
-          return p * (dP.x[at] - D[k % 2]);
-        };
-        dS.x[2 * i] = pack<T>(dS_of(0), dS_of(1)), dS.x[2 * i + 1] = pack<T>(dS_of(2), dS_of(3));
-        if constexpr (kHidden && !C.exact_p)
-          dS.x[2 * i] &= nonzero_pairs<T>(P.x[2 * i]), dS.x[2 * i + 1] &= nonzero_pairs<T>(P.x[2 * i + 1]);
-      }
+      constexpr Zeros kZeros = !kHidden ? Zeros::none : C.exact_p ? Zeros::each : Zeros::pairs;
+      sm90::differentiate<F, kZeros>(dS, dP, OwnP{*this}, shared.delta_of(n) + lane % 4 * 8, scores.dropout.dropout.factor());
     }
   };
 

@@ -18,10 +18,10 @@ template <BackwardConfig C> struct BackwardBias<C, true> {
   u32 address, step; // of this lane's 16 bytes for the first 16 queries; from these to the next 16
   u32 x[4];
 
-  // part: which 64 of the block's keys; warp: within its warpgroup.
-  __device__ __forceinline__ BackwardBias(const BackwardShared<C> &shared, u32 n, bool rows, int part, int warp, int lane) {
+  // half: which 64 of the block's keys; warp: within its warpgroup.
+  __device__ __forceinline__ BackwardBias(const BackwardShared<C> &shared, u32 n, bool rows, int half, int warp, int lane) {
     const int row = rows ? lane / 16 * 8 + lane % 8 : 0, chunk = 2 * warp + lane / 8 % 2;
-    address = shared.bias_of(n) + part * C.tile_q * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
+    address = shared.bias_of(n) + half * C.tile_q * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
     step = rows ? 16 * kRowBytes : 0;
   }
   // Loads the bias of the lane's scores from 8 i on.

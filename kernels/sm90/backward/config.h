@@ -71,10 +71,15 @@ struct BackwardConfig {
   // Not by roles: of a third block of 64 columns of dQ each warpgroup makes half of the queries.
   STROBE_FN constexpr bool third() const { return !roles && columns() > 128; }
   STROBE_FN constexpr i32 dq_queries_of_third() const { return tile_q / 2; }
-  // The warps of a part of dQ, of 16 columns each, whose columns are not padding. Those of the others are not added up.
-  STROBE_FN constexpr i32 dq_warps(i32 part) const { return min(4, (head_dim - dq_column(columns(), part, 0)) / 16); }
+  // The number of a piece's warps whose columns of dQ are not padding.
+  STROBE_FN constexpr i32 dq_warps(i32 piece) const { return min(4, (head_dim - dq_column(columns(), piece, 0)) / 16); }
 };
-// Where a warp's part of it begins, in numbers, in a tile of the sum of dQ.
+// Whether a warp's 16 columns of a piece of dQ are padding. (A member of C would be read from memory where its arguments are no constants.)
+template <BackwardConfig C> STROBE_FN constexpr bool pads_dq(i32 piece, i32 warp) {
+  if constexpr (C.head_dim % 64 == 0) return false;
+  return is_dq_padding(C.columns(), piece, warp, C.head_dim);
+}
+// Where a warp's columns of the third piece begin, in numbers, in a tile of the sum of dQ.
 STROBE_FN constexpr i32 begin_of_third(i32 tile_q, i32 warpgroup, i32 warp) { return 16 * ((8 + warp) * tile_q + warpgroup * tile_q / 2); }
 
 } // namespace strobe::sm90

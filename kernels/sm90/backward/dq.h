@@ -30,7 +30,7 @@ template <BackwardConfig C> struct DqSum {
     float *const target = a.dq_sum + first_tile() * (kM * C.columns()) + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
     if constexpr (C.dq_shared) {
       add_from_shared(dQ, n, target, first);
-    } else if (!has_columns(w)) {
+    } else if (pads_dq<C>(w, warp)) {
     } else if (first) {
 #pragma unroll
       for (int i = 0; i < kN / 8; ++i) store_global(target + 128 * i + 4 * lane, reinterpret_cast<const u32(&)[4]>(dQ.x[4 * i]));
@@ -42,7 +42,7 @@ template <BackwardConfig C> struct DqSum {
   __device__ __forceinline__ void add_third(const Accumulator<T, kOfThird> &dQ, u32 n, i32 number) const {
     if (!a.dq_sum) return;
     if constexpr (C.dq_shared) wait_for_room(n);
-    if (!has_columns(2)) return;
+    if (pads_dq<C>(2, warp)) return;
     if constexpr (C.dq_shared)
       stage(dQ, shared.dq + 4 * begin_of_third(kM, w, warp));
     else
@@ -60,11 +60,6 @@ template <BackwardConfig C> struct DqSum {
   }
 
 private:
-  // Does this warp hold columns of that part of dQ that are not padding?
-  __device__ __forceinline__ bool has_columns(int part) const {
-    if constexpr (C.head_dim % 64 == 0) return true;
-    return dq_column(C.columns(), part, warp) < C.head_dim;
-  }
   // Until what this warp has staged before has left.
   __device__ __forceinline__ void wait_for_room(u32 n) const {
     if constexpr (C.deterministic) {
@@ -85,12 +80,12 @@ private:
   __device__ __forceinline__ void add_from_shared(const Accumulator<T, kN> &dQ, u32 n, float *target, bool first) const {
     const u32 place = shared.dq + (w * 4 + warp) * (64 * kN);
     if constexpr (!C.third()) wait_for_room(n); // else add_third has
-    if (has_columns(w)) stage(dQ, place);
+    if (!pads_dq<C>(w, warp)) stage(dQ, place);
     async_proxy_fence();
     __syncwarp();
     if constexpr (C.deterministic) { // order.h adds it, in its turn
       if (lane == 0) mbarrier_arrive(shared.dq_full(w));
-    } else if (lane == 0 && has_columns(w)) {
+    } else if (lane == 0 && !pads_dq<C>(w, warp)) {
       if (first)
         bulk_store(target, place, 64 * kN);
       else
@@ -103,7 +98,7 @@ private:
     return shared.dq_sum() + number * C.dq_sum_bytes() + (w * C.dq_warps(0) + warp) * (64 * kN) + 16 * lane;
   }
   __device__ __forceinline__ void add_in_shared(const Accumulator<T, kN> &dQ, i32 number, bool first) const {
-    if (!has_columns(w)) return;
+    if (pads_dq<C>(w, warp)) return;
     const u32 sum = in_shared(number);
 #pragma unroll
     for (int i = 0; i < kN / 8; ++i) {
@@ -117,7 +112,7 @@ private:
   // All keys of the pair are done.
   __device__ __forceinline__ void round(const KeyBlock &keys) const {
     if constexpr (C.dq_sum_in_shared()) {
-      if (!has_columns(w)) return;
+      if (pads_dq<C>(w, warp)) return;
     } else {
       async_proxy_fence_global();
       __syncwarp();

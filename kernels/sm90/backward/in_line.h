@@ -18,14 +18,11 @@ template <BackwardConfig C, class S_, class K_> struct InLineCarried {
 };
 
 template <BackwardConfig C, class Compute> struct InLine {
-  static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kTileK = C.tile_k();
-  static constexpr bool kSkips = C.features.band && !C.features.function; // as Backward's
   Compute &my;
 
   // n: the first iteration's number. Returns that of the next keys' first one.
   __device__ __forceinline__ u32 all(u32 n) const {
-    my.dK.clear();
-    my.dV.clear();
+    my.clear_sums();
     if (n == 0) {
       if (my.w == 1) my.leave_tensor_cores(); // the other one begins
       mbarrier_wait(my.shared.k_full(), 0);
@@ -40,8 +37,7 @@ template <BackwardConfig C, class Compute> struct InLine {
       walk(step, n);
       keys = read<KeyBlock>(my.shared.keys());
     }
-    my.scores.template store<kDv>(my.a.dv_of(C.split_group), my.a.in, keys, my.a.in.head_dim_v, my.dV, my.scores.dropout.dropout.factor());
-    my.scores.template store<kD>(my.a.dk_of(C.split_group), my.a.in, keys, my.a.in.head_dim, my.dK, (float)my.a.in.scale);
+    my.store_sums(keys);
     if (!my.carried->more) {
       wait_for<0>(my.S);
       add_last_dq(n);
@@ -50,16 +46,13 @@ template <BackwardConfig C, class Compute> struct InLine {
     return next_keys_number<C>(n + 1);
   }
   // Behind the last tile of queries, when the tensor cores are about to be the other warpgroup's; later: dQ of the tile before has begun.
+  // Returns n.
   __device__ __forceinline__ u32 end_keys(u32 n, bool later, i32 before) const {
     my.leave_tensor_cores();
-    if (later) {
-      wait_for<0>(my.dQ);
-      my.scores.release(my.shared.ds_empty(n - 1));
-      release_keys_before(n - 1);
-    }
+    if (later) my.template take_dq<0>(n - 1);
     my.scores.release(my.shared.q_empty(n));
     begin_other_keys(n);
-    if (later) my.dq_sum().add(my.dQ, n - 1, before, 0);
+    if (later) my.add_dq(n - 1, before);
     return n;
   }
   // dQ of iteration n, the last one with other keys than these, has been made, and those are not read any more.
@@ -74,49 +67,31 @@ private:
     add_last_dq(n - 1);
     my.carried->k = 0;
     my.pass(n);
-    __syncwarp();
-    for (u32 read : {my.shared.q_empty(n), my.shared.ds_empty(n), my.shared.keys_empty()}) my.scores.release(read);
+    my.release_tiles(n);
     begin_other_keys(n);
   }
   __device__ __forceinline__ void walk(QueryStep step, u32 &n) const {
     auto &carried = *my.carried;
     mbarrier_wait(my.shared.v_full(), n >> 31);
     if constexpr (!Compute::kHidden) look_at_keys();
-#pragma unroll 1
-    for (;; ++n) {
-      const u32 allowed = my.scores.allowed(step);
-      wait_for<0>(my.S);
+    my.each_tile(step, n, carried.number, [&] {
       if (Compute::kHidden && carried.k != my.shared.k) look_at_keys(); // within the loop, or ptxas finds no registers for the products
-      u32 next;
-      if (!kSkips || !(step.flags & kUnseen << my.w))
-        next = my.steady_step(step, allowed, n, carried.number);
-      else
-        next = my.unseen_step(step, n, carried.number);
-      carried.number = step.number, carried.k = my.shared.k;
-      if (next == n) break;
-      step = read<QueryStep>(my.shared.step(next));
-    }
+    });
   }
   // Once S of the first queries has been made: as in Compute::first_scores.
   __device__ __forceinline__ void look_at_keys() const {
     if (my.scores.hides()) {
       if constexpr (!Compute::kHidden) wait_for<0>(my.S);
       const bool cleared = my.clear_keys_that_show();
-      if (C.keys_in_registers && cleared) load_keys(my.shared);
+      if (cleared) my.load_k(my.shared);
     }
-    if constexpr (C.v_in_registers()) load_left<kTileK>(my.V, my.shared.v, 64 * my.w + 16 * my.warp, my.lane);
-  }
-  __device__ __forceinline__ void load_keys(const BackwardShared<C> &keys) const {
-    if constexpr (C.keys_in_registers) load_left<kTileK>(my.K, keys.k, 64 * my.w + 16 * my.warp, my.lane);
+    my.load_v();
   }
   // S of the first queries of these keys begins, if there are any.
   __device__ __forceinline__ void begin_s_of_keys(const BackwardShared<C> &keys, u32 n) const {
     wait_full(keys.q_full(n), n);
-    load_keys(keys);
-    if constexpr (C.keys_in_registers)
-      my.S.template begin_product<Place::free>(my.K, keys.q_of(n));
-    else
-      my.S.template begin_product<kD, kTileK, Place::free>(keys.k + 64 * kRowBytes * my.w, keys.q_of(n));
+    my.load_k(keys);
+    my.begin_s(keys, n);
   }
   // Behind iteration n, the last one with these keys: S of the first queries of the next ones, or a product whose result is not read.
   __device__ __forceinline__ void begin_other_keys(u32 n) const {
@@ -130,10 +105,8 @@ private:
   __device__ __forceinline__ void add_last_dq(u32 n) const {
     if (my.carried->number < 0) return;
     my.begin_dq(n);
-    wait_for<0>(my.dQ);
-    my.scores.release(my.shared.ds_empty(n));
-    release_keys_before(n);
-    my.dq_sum().add(my.dQ, n, my.carried->number, 0);
+    my.template take_dq<0>(n);
+    my.add_dq(n, my.carried->number);
     my.carried->number = -1;
   }
 };

@@ -3,6 +3,7 @@
 // and dV, the other one dP, dS and dK; P goes from one to the other through shared memory, in the order of lanes; dQ, an iteration late,
 // is divided by columns, or by queries where there are only 64.
 #pragma once
+#include "differentiate.h"
 #include "run.h"
 #include "scores.h"
 
@@ -146,9 +147,9 @@ template <BackwardConfig C> struct BackwardRoles {
         my.scores.clear_nonfinite_queries(step, n);
         mbarrier_wait(my.shared.p_full(), n % 2);
         if (my.scores.masked(step) || BackwardScores<C>::kHides)
-          my.template differentiate<true>(dS, dP, n);
+          my.template differentiate<Zeros::each>(dS, dP, n);
         else
-          my.template differentiate<false>(dS, dP, n);
+          my.template differentiate<Zeros::none>(dS, dP, n);
         __syncwarp();
         my.scores.release(my.shared.p_empty());
         my.scores.release(my.shared.dout_empty(n));
@@ -198,32 +199,15 @@ template <BackwardConfig C> struct BackwardRoles {
       scores.release(shared.p_full());
     }
 
-    // dP -> dS. kHidden: dP of what is hidden may be no number.
-    template <bool kHidden> __device__ __forceinline__ void differentiate(LeftOperand<kM> &dS, const Accumulator<T, kM> &dP, u32 n) const {
-      const u32 delta = shared.delta_of(n) + lane % 4 * 8;
-      const float factor = scores.dropout.dropout.factor();
-#pragma unroll
-      for (int i = 0; i < kM / 16; ++i) {
-        u32 P[4];
-        load_shared(P, place_of_p(i));
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float D[2];
-          load_shared(D, delta + 64 * i + 32 * c);
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            auto dS_of = [&](int e) {
-              float p = tile::unpacked<T>(P[2 * c + r], e), x = dP.x[8 * i + 4 * c + 2 * r + e];
-              if constexpr (F.dropout) {
-                x = __float_as_uint(p) >> 31 ? 0.0f : x * factor;
-                p = fabsf(p);
-              }
-              return kHidden && p == 0 ? 0.0f : p * (x - D[e]);
-            };
-            dS.x[4 * i + 2 * c + r] = pack<T>(dS_of(0), dS_of(1));
-          }
-        }
-      }
+    // P that the other warpgroup has given.
+    struct GivenP {
+      const Compute &my;
+      u32 P[4];
+      __device__ __forceinline__ void take(int i) { load_shared(P, my.place_of_p(i)); }
+      __device__ __forceinline__ float at(int i) const { return tile::unpacked<T>(P[i % 8 / 2], i % 2); }
+    };
+    template <Zeros kZeros> __device__ __forceinline__ void differentiate(LeftOperand<kM> &dS, const Accumulator<T, kM> &dP, u32 n) const {
+      sm90::differentiate<F, kZeros>(dS, dP, GivenP{*this}, shared.delta_of(n) + lane % 4 * 8, scores.dropout.dropout.factor());
     }
 
     // This warpgroup's part of dQ. then(): what follows the products under way before them; it begins another one. Without it
@@ -251,10 +235,10 @@ template <BackwardConfig C> struct BackwardRoles {
       dQ.done();
       if (last) scores.release(shared.ds_empty(n));
       if (!a.dq_sum) return;
-      const int part = kByColumns ? block : w;
-      float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (part * 4 + warp) * (16 * C.dq_queries());
+      const int piece = kByColumns ? block : w;
+      float *target = a.dq_sum + (i64)number * (kM * C.columns()) + (piece * 4 + warp) * (16 * C.dq_queries());
       if (C.deterministic && first) mbarrier_wait(shared.dq_empty(w), n % 2);
-      if (C.head_dim % 64 == 0 || dq_column(C.columns(), part, warp) < C.head_dim) { // else its columns are padding
+      if (!pads_dq<C>(piece, warp)) {
 #pragma unroll
         for (int i = 0; i < C.dq_queries() / 8; ++i) add_quad(target + 128 * i, reinterpret_cast<const float (&)[4]>(dQ.x[4 * i]));
       }

@@ -1,36 +1,30 @@
-// What a warpgroup of the Hopper backward makes of S^T, 64 keys x a tile of queries: P. And how it keeps out what is hidden and no number.
+// What a warpgroup of the Hopper backward makes of S^T, 64 keys x a tile of queries: P.
 #pragma once
 #include "../../device/epilogue.h"
 #include "../../device/key_major_dropout.h"
-#include "../../device/nonfinite.h"
 #include "../../device/scores.h"
-#include "../../ptx/tma.h"
 #include "../../tile/exchange.h"
 #include "../accumulator.h"
 #include "bias.h"
-#include "shared.h"
+#include "nonfinite.h"
 #include "softcap.h"
 #include "store.h"
 
 namespace strobe::sm90 {
 
-template <BackwardConfig C> struct BackwardScores {
-  using T = typename Element<C.dtype>::type;
-  static constexpr Features F = C.features;
-  static constexpr int kM = C.tile_q;
-  // Elements may be hidden in any tile, not in those alone that position masks; invariant: all tiles are treated so.
-  static constexpr bool kHides = F.mask || F.bias || C.invariant;
+template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
+  using Base = BackwardNonfinite<C>;
+  using Base::F, Base::kM, Base::kHides;
+  using Base::masked, Base::clear_nonfinite_queries;
+  using Base::shared, Base::half, Base::lane, Base::warp;
+  using typename Base::T;
   // ALiBi's penalty is a multiply-add of the exponent.
   static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
   // A bias is there when the score is, and alone what is added to it.
   static constexpr bool kSum = C.bias_by_tma && !F.alibi && F.function == kLinear && !F.scaled;
-  // Named barriers: all of a warpgroup have come, + its number; all of both.
-  static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
   static_assert(!F.mask || kM <= 64, "a lane's part of the mask is a word");
 
   const HopperBackwardArguments &a;
-  const BackwardShared<C> &shared;
-  const int w, part, lane, warp; // warpgroup; which 64 of the block's keys
   using Score = Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half>;
   const Score scores;
   const KeyMajorDropout<F> dropout;
@@ -53,10 +47,7 @@ template <BackwardConfig C> struct BackwardScores {
     return scores;
   }
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const HopperBackwardArguments &a, const KeyBlock &keys, int w)
-      : a(a), shared(shared), w(w), part(C.roles ? 0 : w), lane(this_thread<C>() % 32),
-        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(scores_of(a, keys)), dropout{Dropout<F>(a.in)} {}
-
-  static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
+      : Base(shared, w), a(a), scores(scores_of(a, keys)), dropout{Dropout<F>(a.in)} {}
 
   // The mask's bits for this lane's scores: to be asked for while the tensor cores make them.
   __device__ __forceinline__ u32 allowed(const QueryStep &step) const {
@@ -141,7 +132,7 @@ template <BackwardConfig C> struct BackwardScores {
     }
     if constexpr (F.dropout) {
       const KeyBlock keys = read<KeyBlock>(shared.keys());
-      dropout.mark(reinterpret_cast<tile::Accumulator(&)[1][kM / 16]>(S), step.begin, keys.begin + 64 * part + 16 * warp, step.head,
+      dropout.mark(reinterpret_cast<tile::Accumulator(&)[1][kM / 16]>(S), step.begin, keys.begin + 64 * half + 16 * warp, step.head,
                    keys.batch);
     }
   }
@@ -163,7 +154,7 @@ template <BackwardConfig C> struct BackwardScores {
   // dS to shared memory, for dQ: rows are queries, columns keys.
   __device__ __forceinline__ void hand_on(const LeftOperand<kM> &dS, u32 n) const {
     const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
-    const u32 target = shared.ds_of(n) + part * kM * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
+    const u32 target = shared.ds_of(n) + half * kM * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
     wait_empty(shared.ds_empty(n), n);
 #pragma unroll
     for (int i = 0; i < kM / 16; ++i) stmatrix_transposed(target + 16 * kRowBytes * i, dS.x + 4 * i);
@@ -179,7 +170,7 @@ template <BackwardConfig C> struct BackwardScores {
   template <int kColumns>
   __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
                                         const Accumulator<T, kColumns> &x, float factor) const {
-    const i32 j = keys.begin + 64 * part + 16 * warp;
+    const i32 j = keys.begin + 64 * half + 16 * warp;
     if constexpr (F.part || C.unrounded_sums()) {
       const i32 shift = F.part ? read<HeldKeyBlock>(shared.held()).shift : 0;
       constexpr bool kAdds = F.adds && !C.split_group;
@@ -191,13 +182,13 @@ template <BackwardConfig C> struct BackwardScores {
     }
     if constexpr (C.staged_store)
       return store_rows_staged<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x,
-                                            factor, shared.v + (64 * part + 16 * warp) * kRowBytes, C.tile_k() * kRowBytes);
+                                            factor, shared.v + (64 * half + 16 * warp) * kRowBytes, C.tile_k() * kRowBytes);
     store_rows<T, kColumns>(out, keys.batch, keys.head_kv, in.held(keys.batch).k0 + j, keys.seqlen_k - j, columns, x.x, factor);
   }
 
 private:
   __device__ __forceinline__ BackwardBias<C> bias_of(u32 n) const {
-    return BackwardBias<C>(shared, n, scores.in.bias.stride[2] != 0, part, warp, lane);
+    return BackwardBias<C>(shared, n, scores.in.bias.stride[2] != 0, half, warp, lane);
   }
   // The bias and mask of one score.
   struct Given {
@@ -248,7 +239,7 @@ private:
     }
   }
   // This lane's first key; the other one is 8 further.
-  __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * part + 16 * warp + tile::lane_row(0); }
+  __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * half + 16 * warp + tile::lane_row(0); }
   // clear(i) for each of the lane's scores that is not seen by position.
   template <class Clear> __device__ __forceinline__ void hide(const QueryStep &step, const Clear &clear) const {
     const i32 column = step.begin + tile::lane_column(0, 0);
@@ -264,88 +255,6 @@ private:
       }
     }
   }
-
-public:
-  // What is hidden must count as 0 even if it is not a number, but 0 times infinity is NaN. Some queries have an LSE or D that is not a
-  // number, see nothing, or do not exist. Their P is NaN where they see a key and 0 elsewhere, and so are all products with P, whatever Q
-  // and dO hold; so their rows of Q and dO become 0. Both warpgroups must first have ended their products of this tile so far (S; by roles
-  // S, and dP); then one clears Q, and the other one dO.
-  __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
-    if (!kHides && !masked(step)) return; // nothing is hidden
-    bool found = false;
-#pragma unroll
-    for (int i = 0; i < (kM + 31) / 32; ++i) found |= !finite(n, min(32 * i + lane, kM - 1));
-    if (!__any_sync(0xFFFFFFFFu, found)) return;
-    wait_full(shared.dout_full(n), n);
-    barrier_sync(kBoth, 128 * C.kWarpgroups);
-    const int row = 32 * warp + lane, blocks = w ? C.columns_v() / 64 : C.columns() / 64;
-    if (row < kM && !finite(n, row)) {
-      const u32 zero[4] = {0, 0, 0, 0}, begin = (w ? shared.dout_of(n) : shared.q_of(n)) + row * kRowBytes;
-#pragma unroll 1
-      for (int block = 0; block < blocks; ++block) {
-#pragma unroll 1
-        for (u32 c = 0; c < kRowBytes; c += 16) store_shared(begin + block * kM * kRowBytes + c, zero);
-      }
-    }
-    both();
-    // Only ptxas needs this: ahead of a barrier whose number is a constant it puts the arguments of all exponentials first
-    // (docs/lab/hopper-backward.md, step 25; whether that still costs anything since step 33 was not measured).
-    together();
-  }
-  // Whether something of these keys is hidden from a query.
-  __device__ __forceinline__ bool hides() const { return F.band || kHides || absent(); }
-  // Whether keys of this tile are beyond the sequence.
-  __device__ __forceinline__ bool absent() const {
-    const KeyBlock keys = read<KeyBlock>(shared.keys());
-    return keys.begin + C.tile_k() > keys.seqlen_k;
-  }
-  // Whether this warp's keys have to be cleared in K. Their first scores show it: where K is not finite, no score of its key is, for 0
-  // times infinity is NaN.
-  __device__ __forceinline__ bool shows_nonfinite(const Accumulator<T, kM> &S) const {
-    const bool one_of_each_key = finite(__float_as_uint(S.x[0])) && finite(__float_as_uint(S.x[2]));
-    return __any_sync(0xFFFFFFFFu, absent() || !one_of_each_key);
-  }
-  // If a query sees a key, a K that is not finite shows in its LSE, and such a V in its O and so in D. So what is not finite becomes 0 in
-  // V, and the largest finite number in K (kLargest), where it may still have to make a score of -inf. Keys beyond the sequence become 0,
-  // because they may be so large that dP is not finite. Each warp clears its own 16 keys, in the blocks of 64 columns of the tile: its
-  // first scores have been made, and the other warps' scores do not depend on these keys.
-  template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 tile, int blocks) const {
-    const KeyBlock keys = read<KeyBlock>(shared.keys());
-    const int first = 64 * part + 16 * warp, there = keys.seqlen_k - keys.begin - first;
-#pragma unroll 1
-    for (int i = lane; i < 128 * blocks; i += 32) { // 16 bytes: 8 of a row, 16 rows of a block
-      const int row = i / 8 % 16;
-      const u32 place = tile + (i / 128 * C.tile_k() + first + row) * kRowBytes + i % 8 * 16;
-      u32 x[4], bad[4];
-      load_shared(x, place);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) bad[k] = nonfinite<T>(x[k]);
-      if (!(bad[0] | bad[1] | bad[2] | bad[3] | (row >= there))) continue;
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        if (row >= there) x[k] = 0, bad[k] = 0;
-        const u32 all = spread(bad[k]);
-        x[k] = (x[k] & (~all | 0x80008000u)) | (kLargest ? all & (0x7FFF7FFFu - ExponentBits<T>::kUnit) : 0);
-      }
-      store_shared(place, x);
-    }
-    async_proxy_fence();
-    __syncwarp();
-  }
-  // What both warpgroups wrote is there for wgmma.
-  __device__ __forceinline__ void both() const {
-    async_proxy_fence();
-    barrier_sync(kBoth, 128 * C.kWarpgroups);
-  }
-  // What the warpgroup wrote is there for wgmma.
-  __device__ __forceinline__ void together() const {
-    async_proxy_fence();
-    barrier_sync(kTogether + w, 128);
-  }
-
-private:
-  static __device__ __forceinline__ bool finite(u32 bits) { return (bits & 0x7F800000) != 0x7F800000; }
-  __device__ __forceinline__ bool finite(u32 n, int row) const { return finite(load_shared(shared.lse_of(n) + 4 * row)); }
 };
 
 } // namespace strobe::sm90

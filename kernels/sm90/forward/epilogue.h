@@ -93,82 +93,84 @@ __device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &en
   if (writes) *lse = merge.lse;
   return merge.lse;
 }
-// Turns O and LSE of a chunk of keys into the result, or merges them. counts: which of a lane's rows count.
-template <Config C>
-__device__ __forceinline__ void finish_chunk(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, bool first, bool last,
-                                             const bool (&counts)[2]) {
-  const HopperForwardArguments &a = group.a;
-  const Inputs &in = group.in;
-  const float infinity = -minus_infinity<float>();
-  const HeldRows held = in.held<C.features>(computed_here(item.b)); // computed again: no value stays in registers for this
-  bool nonfinite = false;
-  float zero = 0;
+// Merges the sink with row r of a lane's O, times a factor. Returns the LSE.
+template <Config C> __device__ __forceinline__ float merge_sink(Warpgroup<C> &group, float sink, float lse, float factor, int r) {
+  const Merge with_sink(lse, sink);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const RowPlace at = softmax.place(r);
-    const i64 row = held.q0 + at.i;
-    const RowEnd end = row_end(softmax.running.M[r], tile::row_sum(softmax.running.l[r]), minus_infinity<float>());
-    float factor = end.factor * softmax.dropout.dropout.factor(), lse = end.lse;
-    const bool there = at.i < held.seqlen_q && counts[r];
-    nonfinite |= there && !(lse < infinity);
-    if constexpr (C.split) {
-      if (!there) continue;
-      if (group.lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, at.h, row)] = lse;
-      nonfinite |= store_partial(group, item, at.h, row, r, factor);
-      continue;
-    }
-    if (C.walks_chunks() && !(first && last)) lse = merge_row(group, end, factor, there, r, first, last, zero), factor = 1;
-    if (!last) continue;
-    if (in.sinks) {
-      const Merge with_sink(lse, *in.sinks.at<const float>(0, at.h, 0, 0));
-#pragma unroll
-      for (int n = 0; n < C.head_dim_v / 4; ++n) {
-        float &x = group.O.x[n / 2 * 4 + 2 * r + n % 2];
-        x = with_sink(__fmul_rn(x, factor), 0.0f);
-      }
-      lse = with_sink.lse, factor = 1;
-    }
-    if (a.lse && there && group.lane % 4 == 0) *a.lse.template at<float>(item.b, at.h, row, 0) = lse;
-    nonfinite |= store_rounded(group, item, at.h, row, there, r, factor);
+  for (int n = 0; n < C.head_dim_v / 4; ++n) {
+    float &x = group.O.x[n / 2 * 4 + 2 * r + n % 2];
+    x = with_sink(__fmul_rn(x, factor), 0.0f);
   }
-  if (item.kind() != kFast) return;
-  if (last)
-    group.judge(nonfinite || zero != 0);
-  else if (nonfinite || zero != 0)
-    store_shared(group.shared.failed(group.verdicts), 1);
+  return with_sink.lse;
 }
 
-template <Config C> __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax) {
+// The rows that exist. Invariant: they are computed again, so that no value stays in registers for this.
+template <Config C>
+__device__ __forceinline__ auto rows_of_result(const Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax) {
+  struct {
+    i64 q0;
+    i32 seqlen_q;
+  } rows{softmax.sequence.q0, softmax.scores.seqlen_q};
+  if constexpr (C.invariant) {
+    const HeldRows held = group.in.template held<C.features>(computed_here(item.b));
+    rows = {held.q0, held.seqlen_q};
+  }
+  return rows;
+}
+// Whether row r's sum is not right, so that the tile must be computed again.
+template <Config C> __device__ __forceinline__ bool overflowed(const TileSoftmax<C> &softmax, const RowEnd &end, int r) {
+  if constexpr (C.invariant) return !(end.lse < -minus_infinity<float>());
+  const bool too_low = C.features.bias && softmax.running.M[r] == minus_infinity<float>(); // a score may be that low
+  return (C.reference == kFixed && !(softmax.running.l[r] < TileSoftmax<C>::kMost)) || too_low;
+}
+
+// Stores O / l and LSE of the warpgroup's rows: as results, as those of a split, or as those of a partial part. Invariant: the result of a
+// chunk of keys is merged with those before it; first, last: no other chunk comes before, or after it. counts: which of a lane's two rows
+// count.
+template <Config C>
+__device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, bool first, bool last,
+                                              const bool (&counts)[2]) {
+  static_assert(!C.invariant || !(C.features.bias || C.features.part));
   const HopperForwardArguments &a = group.a;
   const Inputs &in = group.in;
   const RowSoftmax<2> &running = softmax.running;
   const bool natural = softmax.natural();
   const auto sink_of = [&](i32 h) {
-    return !C.split && in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) * (natural ? 1 : kLog2e<float>) : minus_infinity<float>();
+    return !C.split && !C.invariant && in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) * (natural ? 1 : kLog2e<float>)
+                                                : minus_infinity<float>(); // invariant: merged like a chunk
   };
   const float sink = C.packed ? 0 : sink_of(item.h);
+  const auto rows = rows_of_result(group, item, softmax);
   bool overflow = false, nonfinite = false;
+  float zero = 0; // NaN if something of a chunk is not finite
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const auto [i, h] = softmax.place(r);
+    const i64 row = rows.q0 + i;
     const RowEnd end = row_end(running.M[r], tile::row_sum(running.l[r]), C.packed ? sink_of(h) : sink, natural);
-    const bool there = i < softmax.scores.seqlen_q;
-    overflow = overflow || (there && C.reference == kFixed && !(running.l[r] < TileSoftmax<C>::kMost));
-    if constexpr (C.features.bias) overflow = overflow || (there && running.M[r] == minus_infinity<float>()); // M may be that low instead
-    const i64 row = softmax.sequence.q0 + i;
-    const float factor = end.factor * softmax.dropout.dropout.factor();
+    float factor = end.factor * softmax.dropout.dropout.factor(), lse = end.lse;
+    const bool there = i < rows.seqlen_q && counts[r];
+    overflow = overflow || (there && overflowed(softmax, end, r));
     if constexpr (C.split) {
       if (!there) continue;
-      if (group.lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, h, row)] = end.lse;
+      if (group.lane % 4 == 0) a.partial_lse[item.split() * in.rows() + in.row_index(item.b, h, row)] = lse;
       nonfinite |= store_partial(group, item, h, row, r, factor);
     } else if constexpr (C.features.partial) {
       nonfinite |= store_partial_of_part(group, item, softmax, h, row, there, r, factor);
     } else {
-      if (a.lse && group.lane % 4 == 0 && there) *a.lse.template at<float>(item.b, h, row, 0) = end.lse;
+      if (C.walks_chunks() && !(first && last)) lse = merge_row(group, end, factor, there, r, first, last, zero), factor = 1;
+      if (!last) continue;
+      if (C.invariant && in.sinks) lse = merge_sink(group, *in.sinks.at<const float>(0, h, 0, 0), lse, factor, r), factor = 1;
+      if (a.lse && there && group.lane % 4 == 0) *a.lse.template at<float>(item.b, h, row, 0) = lse;
       nonfinite |= store_rounded(group, item, h, row, there, r, factor);
     }
   }
-  if (item.kind() == kFast) group.judge(overflow || nonfinite);
+  if (item.kind() != kFast) return;
+  const bool wrong = overflow || nonfinite || zero != 0;
+  if (last)
+    group.judge(wrong);
+  else if (wrong)
+    store_shared(group.shared.failed(group.verdicts), 1);
 }
 
 } // namespace strobe::sm90

@@ -191,7 +191,6 @@ template <Config C> struct Load {
     if (!more) next.begin = next.end = 0, next.masked = true;
     if constexpr (C.features.part) next.shift = more ? next.shift : 0;
     i32 before = -1; // the first row of the tile whose V is loaded next
-    [[maybe_unused]] auto rows = rows_of(item, next);
 #pragma unroll 1
     do {
       const KeyTile tile = next;
@@ -201,12 +200,11 @@ template <Config C> struct Load {
       else if constexpr (C.reference == kFixed)
         more = more && load_shared(shared.lost()) != items;
       more = more && tiles.next(next);
-      mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       if constexpr (kPaged) {
-        load_k_in_pages(item, tile, rows, C.invariant && more ? end_of_run(tiles, run, next.begin) : !more, kv);
-        rows = rows_of(item, next);
+        load_k_in_pages(item, tile, C.invariant && more ? end_of_run(tiles, run, next.begin) : !more, kv);
         continue;
       }
+      mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
       if constexpr (C.invariant)
         write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN,
               !more ? Tile::kLast : end_of_run(tiles, run, next.begin));
@@ -244,14 +242,9 @@ template <Config C> struct Load {
     if constexpr (!kPaged) return true;
     return elected();
   }
-  // A paged tile is looked up when the previous one is requested: the table answers while the stage is not yet free.
-  template <class KeyTile> __device__ __forceinline__ auto rows_of(const Item &item, const KeyTile &tile) const {
-    if constexpr (kPaged)
-      return PagedRows(in, item.b, tile.begin, tile.end);
-    else
-      return 0;
-  }
-  __device__ __forceinline__ void load_k_in_pages(const Item &item, const BasicKeyTile<i32> &tile, PagedRows &rows, i32 last, i32 kv) {
+  __device__ __forceinline__ void load_k_in_pages(const Item &item, const BasicKeyTile<i32> &tile, i32 last, i32 kv) {
+    PagedRows rows(in, item.b, tile.begin, tile.end);
+    mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
     const i32 lacking = (i32)rows.settle(in) * Tile::kLacks;
     if (elected()) {
       write(shared.tile(k.index), tile.begin, tile.end, lacking | (lacking || tile.masked || tile.end - tile.begin < kN), last);

@@ -38,18 +38,9 @@ template <Config C> struct QueryTile {
         release_q(true);
       }
       if (!sees()) drain(turn || any);
-      finish();
+      store_results(group, item, softmax, true, true, {true, true});
     }
     if (!C.repeats_chunks() && item.kind() != kFast) add_nonfinite(group, item, softmax.dropout.dropout);
-  }
-  __device__ __forceinline__ void finish() {
-    if constexpr (C.invariant)
-      finish_chunk(true, true);
-    else
-      store_results(group, item, softmax);
-  }
-  __device__ __forceinline__ void finish_chunk(bool first, bool last) {
-    sm90::finish_chunk(group, item, softmax, first, last, {true, true});
   }
   // Walks from the first visible tile on in chunks of keys, each with a softmax of its own.
   __device__ __forceinline__ void walk_chunks(bool turn) {
@@ -61,7 +52,7 @@ template <Config C> struct QueryTile {
       if (last) release_q(!any);
       if (any) p_v();
       if (last && !sees()) drain(turn || any);
-      finish_chunk(first, last);
+      store_results(group, item, softmax, first, last, {true, true});
       if (last) return;
       group.O.clear();
       softmax.restart();
@@ -96,7 +87,7 @@ template <Config C> struct QueryTile {
       const bool end = t.last == Tile::kLast, last = t.last != Tile::kLastOfChunk;
       if (end) release_q(true);
       for (int r = 0; r < 2; ++r) failed[r] = repeats ? !failed[r] : !finite(r);
-      sm90::finish_chunk(group, item, softmax, first, last, {!failed[0], !failed[1]});
+      store_results(group, item, softmax, first, last, {!failed[0], !failed[1]});
       if (end) break;
       if (repeats) first = false;
       repeats = !repeats;

@@ -204,35 +204,35 @@ double converting_seconds(const Problem &p, const Config &c, const Device &devic
   return row_tiles(p, c) * keys * (c.head_dim + c.head_dim_v) * kQuantisedClocks / (device.clock_hz * device.sms);
 }
 
-double predicted_seconds(const Problem &p, const Config &c, const Device &device, bool decode, int64_t resident, int64_t parts) {
+double predicted_seconds(const Problem &p, const Config &c, const Device &device, bool decode, int64_t resident, int64_t splits) {
   const double flop = 2.0 * (c.head_dim + c.head_dim_v), of_sm = (wide(p) ? kWideShare : kShareOfPeak) * rate(device) * device.clock_hz;
   double computing = 0, ends = 0, reading = reading_seconds(p, device);
   if (decode) {
     const int64_t rows = p.seqlen_q * p.group();
-    const double blocks = (p.quantised() ? row_tiles(p, c) : double(p.batch * p.heads_kv * tiles(rows, c.tile_q))) * double(parts);
+    const double blocks = (p.quantised() ? row_tiles(p, c) : double(p.batch * p.heads_kv * tiles(rows, c.tile_q))) * double(splits);
     const double used = wide(p) ? double(rows) / double(tiles(rows, c.tile_q) * c.tile_q) : std::min(1.0, double(p.seqlen_q) / 16);
     computing = p.quantised() ? converting_seconds(p, c, device) : visible_scores(p) / used * flop / (of_sm * device.sms);
     ends = (kDecodeBlockSeconds + kMergedRowSeconds * double(std::min<int64_t>(rows, c.tile_q))) * std::max(1.0, blocks / device.sms);
     if (!p.quantised() && !wide(p)) ends *= kExposed, reading *= 1 + kReread * double(tiles(rows, c.tile_q) - 1);
   } else {
-    computing = seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kBlockSeconds, parts);
+    computing = seconds(walks(p, Direction::forward, c.tile_q, c.tile_k), device, resident, of_sm / flop, kBlockSeconds, splits);
   }
-  return kLaunchSeconds + ends + std::max(computing, reading) + (parts > 1 ? combining_seconds(p) : 0);
+  return kLaunchSeconds + ends + std::max(computing, reading) + (splits > 1 ? combining_seconds(p) : 0);
 }
 
 // How many splits quantised keys are divided into. A block converts them more slowly than memory delivers them, so blocks fill all slots,
 // in rounds.
-int32_t quantised_parts(const Problem &p, const Config &c, const Device &device, int64_t slots) {
+int32_t quantised_splits(const Problem &p, const Config &c, const Device &device, int64_t slots) {
   constexpr double kBytesPerSecond = 3e12; // of partial results, written and read
   const double whole = std::max(reading_seconds(p, device), converting_seconds(p, c, device));
   const double merging = 8.0 * double(p.head_dim_v) * query_rows(p) / kBytesPerSecond;
   int32_t best = 1;
   double least = std::numeric_limits<double>::infinity();
-  for (int32_t parts = 1; parts <= std::max<int64_t>(1, most_parts(p)); ++parts) {
-    const double blocks = std::max(1.0, row_tiles(p, c)) * parts;
+  for (int32_t splits = 1; splits <= std::max<int64_t>(1, most_parts(p)); ++splits) {
+    const double blocks = std::max(1.0, row_tiles(p, c)) * splits;
     const double of_block = whole * double(slots) / blocks + kDecodeBlockSeconds;
-    const double seconds = std::ceil(blocks / double(slots)) * of_block + (parts > 1 ? combining_seconds(p) + parts * merging : 0);
-    if (seconds < least) least = seconds, best = parts;
+    const double seconds = std::ceil(blocks / double(slots)) * of_block + (splits > 1 ? combining_seconds(p) + splits * merging : 0);
+    if (seconds < least) least = seconds, best = splits;
   }
   return best;
 }
@@ -278,7 +278,7 @@ private:
     // Invariant: chunks are merged where a thread block walks over them, or, if blocks are few, by the pass that combines splits.
     a.splits = p.invariant     ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
                : p.part        ? 1
-               : p.quantised() ? quantised_parts(p, c, device, device.sms * resident(device, shared, c.blocks_per_sm))
+               : p.quantised() ? quantised_splits(p, c, device, device.sms * resident(device, shared, c.blocks_per_sm))
                                : parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
     if (!p.invariant && !decode &&
         predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))

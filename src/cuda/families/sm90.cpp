@@ -74,14 +74,14 @@ double tile_seconds(const Problem &p, const Config &c) {
 
 // Where query tiles leave SMs idle: how many splits of the keys each tile has. As many as fill the GPU once, if that gains more than
 // combining them takes.
-int32_t parts_for_idle_sms(const Problem &p, const Config &c, const Device &device, int64_t items) {
-  const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeysOfPart);
+int32_t splits_for_idle_sms(const Problem &p, const Config &c, const Device &device, int64_t items) {
+  const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeysOfSplit);
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
 }
 
 // Invariant: chunks of keys are merged where a thread block walks over them, or, if there are fewer query tiles than SMs, by the pass that
 // combines splits.
-int32_t parts_by_chunk(const Problem &p, const Config &c, const Device &device, int64_t items) {
+int32_t splits_by_chunk(const Problem &p, const Config &c, const Device &device, int64_t items) {
   return c.chunked() && items < device.sms * c.blocks_per_sm ? int32_t(std::max<int64_t>(1, tiles(p.seqlen_k, c.chunk()))) : 1;
 }
 
@@ -107,12 +107,12 @@ std::string against_tensors(const Problem &p) {
 // The work that is divided among thread blocks.
 struct Work {
   HeadsOfTile rows;
-  int64_t pieces;    // of a sequence's heads
-  int64_t heads;     // pieces of all sequences, or of each if tiles are numbered through all sequences
-  int64_t tiles;     // query tiles, of each of these
-  int64_t bundle;    // of heads, which run together
-  int32_t parts = 1; // splits of the keys of each tile
-  int64_t items = 0; // as if the last bundle were full
+  int64_t pieces;     // of a sequence's heads
+  int64_t heads;      // pieces of all sequences, or of each if tiles are numbered through all sequences
+  int64_t tiles;      // query tiles, of each of these
+  int64_t bundle;     // of heads, which run together
+  int32_t splits = 1; // of the keys of each tile
+  int64_t items = 0;  // as if the last bundle were full
 };
 
 // Also determines the members of the Config that depend on the amount of work.
@@ -127,9 +127,9 @@ Work share_out(Config &c, const Problem &p, const Device &device) {
             .bundle = heads_in_bundle(p, device, numbered ? pieces : p.batch * pieces)};
   c.packed = rows.heads > 1;
   const int64_t all_tiles = work.tiles * work.heads;
-  if (!p.part) work.parts = p.invariant ? parts_by_chunk(p, c, device, all_tiles) : parts_for_idle_sms(p, c, device, all_tiles);
-  c.split = work.parts > 1;
-  work.items = tiles(work.heads, work.bundle) * work.bundle * work.tiles * work.parts;
+  if (!p.part) work.splits = p.invariant ? splits_by_chunk(p, c, device, all_tiles) : splits_for_idle_sms(p, c, device, all_tiles);
+  c.split = work.splits > 1;
+  work.items = tiles(work.heads, work.bundle) * work.bundle * work.tiles * work.splits;
   return work;
 }
 
@@ -139,14 +139,14 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   of_pieces.heads = work.pieces;
   const Walks w = walks(of_pieces, Direction::forward, work.rows.queries * c.warpgroups, c.tile_k);
   const double flop = 2.0 * (c.head_dim + c.head_dim_v) * 64 / double(work.rows.queries);
-  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / flop, kBlockSeconds, work.parts);
-  return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (work.parts > 1 ? combining_seconds(p) : 0);
+  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / flop, kBlockSeconds, work.splits);
+  return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (work.splits > 1 ? combining_seconds(p) : 0);
 }
 
 void order_items(HopperForwardArguments &a, const Problem &p, const Work &work) {
-  a.splits = work.parts, a.items = uint32_t(work.items);
+  a.splits = work.splits, a.items = uint32_t(work.items);
   order_tiles(a, work.tiles, work.bundle);
-  a.splits_divisor = Divisor::make(uint32_t(work.parts));
+  a.splits_divisor = Divisor::make(uint32_t(work.splits));
   a.heads_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, work.pieces)));
   a.group_divisor = Divisor::make(uint32_t(std::max<int64_t>(1, p.group())));
 }

@@ -35,7 +35,7 @@ std::string refusal(const Problem &p, const Features &f) {
   if (p.invariant && p.bias) return kNoInvariantBias;
   if (p.invariant && p.softcap > 0)
     return "has no invariant backward with a softcap: whether it is approximated is said of many scores at once";
-  if (larger_dim(p) > kMostDimOf128Keys) {
+  if (beyond_128_keys(p)) {
     if (f.bias && (f.mask || f.alibi || f.dropout))
       return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kMostDimOf128Keys);
     if (f.function && f.alibi && f.dropout)

@@ -107,7 +107,7 @@ BackwardConfig of_64_keys(const Problem &p, const Features &f) {
 
 // The form of heads beyond kMostDimOf128Keys, whose dK and dV leave a warpgroup registers for tiles of few queries: S and dP of as many,
 // beside 32 for the rest. Nothing, where these are fewer than 32, or where an option takes more.
-std::optional<BackwardConfig> of_128_wide_keys(const Problem &p, const Features &f, const Device &device) {
+std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features &f, const Device &device) {
   const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + (f.function != 0);
   BackwardConfig c = begin(p, f);
   if (f.blocks || f.bias || f.scaled || options + (f.part != 0) > 1 || std::max(c.columns(), c.columns_v()) > 192) return {};
@@ -195,8 +195,8 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
 // May a block have 64 keys or 128? Up to kMostDimOf128Keys dropout and functions of a score make dS of P in FP32 always, which 64 keys do
 // not; invariant: lengths have no say.
 bool takes_either(const Problem &p, const Features &f) {
-  const bool wide = larger_dim(p) > kMostDimOf128Keys, crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.function || f.dropout);
-  return !(crowded || f.blocks || f.part || p.invariant || p.wishes.persistent);
+  const bool wide = beyond_128_keys(p), crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.function || f.dropout);
+  return !(crowded || f.blocks || f.part || p.invariant || p.wishes.persistent.value_or(false));
 }
 
 // Do 64 keys a block serve better where either would do? A tile of queries takes such a block, whose warpgroups work at the same keys in
@@ -206,14 +206,14 @@ bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardCo
   const auto queries = [&](const BackwardConfig &c) { // that the last block has walked over when it ends
     return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();
   };
-  return (larger_dim(p) > kMostDimOf128Keys ? 0.65 : 1.0) * queries(of_64) <= 1.05 * queries(of_128);
+  return (beyond_128_keys(p) ? 0.65 : 1.0) * queries(of_64) <= 1.05 * queries(of_128);
 }
 
 BackwardConfig configuration(const Problem &p, const Features &f, const Device &device) {
-  const bool wide = larger_dim(p) > kMostDimOf128Keys;
+  const bool wide = beyond_128_keys(p);
   std::optional<BackwardConfig> of_128;
   if (wide)
-    of_128 = of_128_wide_keys(p, f, device);
+    of_128 = of_fewer_queries(p, f, device);
   else if (!takes_64_keys(p, f))
     of_128 = of_128_keys(p, f, device);
   if (!of_128 || (p.wishes.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);

@@ -54,8 +54,8 @@ bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const 
   constexpr double kLongWalk = 8 * 128 * 128; // scores
   if (c.roles || c.features.part) return false;
   if (c.deterministic && c.features.seqused && c.registers_load < 40)
-    return false; // the threads that load and order have too few registers
-  if (c.packed && !c.deterministic && larger_dim(p) > kMostDimOf128Keys) return false; // so have the computing threads
+    return false;                                                       // the threads that load and order have too few registers
+  if (c.packed && !c.deterministic && beyond_128_keys(p)) return false; // so have the computing threads
   if (p.wishes.persistent) return *p.wishes.persistent;
   if (items <= device.sms) return false;
   if (c.deterministic || c.features.blocks || narrow_window(p)) return true;
@@ -116,7 +116,7 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   constexpr double kStagedBlockSeconds = 4.5e-6; // an H100: where the next keys come while these are read
   constexpr double kBiasPerClock = 1400;         // kernels/mma's products for dbias, of an SM
   const Walks w = walks_of(p, c);
-  const bool wide = larger_dim(p) > kMostDimOf128Keys, shared = c.roles && !wide;
+  const bool wide = beyond_128_keys(p), shared = c.roles && !wide;
   const double columns = c.head_dim + c.head_dim_v;
   const double of_128 = !wide ? kRate : c.tile_q > 32 ? kWideRate : kWideRateOf32Queries;
   const double rate = (c.roles ? kRolesRate : of_128) * (shared ? kShared : 1) / (5 * columns);

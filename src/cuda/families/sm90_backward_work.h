@@ -16,6 +16,8 @@ constexpr int64_t kMostDimOf128Keys = 128;
 constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
 
 inline int64_t larger_dim(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
+// Are heads wider than that? Then 64 keys a block, or fewer queries a tile.
+inline bool beyond_128_keys(const Problem &p) { return larger_dim(p) > kMostDimOf128Keys; }
 // Scores in the walk of a tile of keys over tiles of queries, on average.
 inline double mean_walk(const Problem &p, const sm90::BackwardConfig &c) {
   return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean;

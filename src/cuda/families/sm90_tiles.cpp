@@ -39,7 +39,8 @@ struct ForwardTile {
   Suits suits{};
 };
 
-// Rates are such that the chosen tiles are those that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). None spills.
+// Rates are such that the chosen tiles are those that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). None spills
+// with one option or none; with several the worst known spills 88 bytes (tests/nvrtc/test_shipped.py).
 // clang-format off
 constexpr ForwardTile kForwardTiles[] = {
     // up to  warp-      stages  registers to  Q in  blocks
@@ -163,9 +164,9 @@ double clocks_of_key(const Problem &p) {
 constexpr double kUnsuited = 1e100;
 double cost(const Suits &row, const Problem &p, const Config &c, const Device &device) {
   const int64_t queries = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, heads = p.batch * p.heads;
-  const int64_t parts = tiles(queries, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeysOfPart) : 1;
+  const int64_t splits = tiles(queries, 64) * heads < device.sms ? std::max<int64_t>(1, p.seqlen_k / kLeastKeysOfSplit) : 1;
   const HeadsOfTile rows = heads_of_tile(p, c);
-  const int64_t blocks = tiles(queries, rows.queries * c.warpgroups) * p.batch * p.heads_kv * rows.pieces * parts;
+  const int64_t blocks = tiles(queries, rows.queries * c.warpgroups) * p.batch * p.heads_kv * rows.pieces * splits;
   const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys && double(blocks) >= row.blocks * device.sms;
   const int64_t dim = std::max(c.head_dim, c.head_dim_v);
   const double best = dim <= 64 ? 10 : std::min(7.0, 900.0 / double(dim)); // scores a clock, about

@@ -8,7 +8,7 @@
 
 namespace strobe::cuda {
 
-constexpr int64_t kLeastKeysOfPart = 512; // if keys are split over thread blocks
+constexpr int64_t kLeastKeysOfSplit = 512; // if keys are split over thread blocks
 
 // Among the tiles made for such heads the one whose scores take the least time; if a tile is requested the nearest that fits. Invariant:
 // the first that fits, whatever the lengths. Null if none divides the blocks of a sparse mask.

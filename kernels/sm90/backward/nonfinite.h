@@ -1,0 +1,110 @@
+// How a warpgroup of the Hopper backward keeps out what is hidden and no number: 0 times infinity is NaN, so such numbers leave the tiles.
+#pragma once
+#include "../../device/nonfinite.h"
+#include "../../ptx/tma.h"
+#include "../../tile/registers.h"
+#include "../accumulator.h"
+#include "shared.h"
+
+namespace strobe::sm90 {
+
+template <BackwardConfig C> struct BackwardNonfinite {
+  using T = typename Element<C.dtype>::type;
+  static constexpr Features F = C.features;
+  static constexpr int kM = C.tile_q;
+  // Elements may be hidden in any tile, not only where position masks; invariant: all tiles are treated so.
+  static constexpr bool kHides = F.mask || F.bias || C.invariant;
+  // Named barriers: all threads of a warpgroup have arrived, + its number; all of both.
+  static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
+
+  const BackwardShared<C> &shared;
+  const int w, half, lane, warp; // warpgroup; which 64 of the block's keys
+
+  __device__ __forceinline__ BackwardNonfinite(const BackwardShared<C> &shared, int w)
+      : shared(shared), w(w), half(C.roles ? 0 : w), lane(this_thread<C>() % 32),
+        warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)) {}
+
+  static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
+
+  // What is hidden must count as 0 even if it is not a number. Some queries have an LSE or D that is not a number, see nothing, or do not
+  // exist. Their P is NaN where they see a key and 0 elsewhere, and so are all products with P, whatever Q and dO hold; so their rows of Q
+  // and dO become 0. Both warpgroups must first have ended their products of this tile so far (S; by roles S, and dP); then one clears Q,
+  // and the other one dO.
+  __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
+    if (!kHides && !masked(step)) return; // nothing is hidden
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < (kM + 31) / 32; ++i) found |= !finite(n, min(32 * i + lane, kM - 1));
+    if (!__any_sync(0xFFFFFFFFu, found)) return;
+    wait_full(shared.dout_full(n), n);
+    barrier_sync(kBoth, 128 * C.kWarpgroups);
+    const int row = 32 * warp + lane, blocks = w ? C.columns_v() / 64 : C.columns() / 64;
+    if (row < kM && !finite(n, row)) {
+      const u32 zero[4] = {0, 0, 0, 0}, begin = (w ? shared.dout_of(n) : shared.q_of(n)) + row * kRowBytes;
+#pragma unroll 1
+      for (int block = 0; block < blocks; ++block) {
+#pragma unroll 1
+        for (u32 c = 0; c < kRowBytes; c += 16) store_shared(begin + block * kM * kRowBytes + c, zero);
+      }
+    }
+    both();
+    // Only ptxas needs this: ahead of a barrier whose number is a constant it puts the arguments of all exponentials first
+    // (docs/lab/hopper-backward.md, step 25; whether that still costs anything since step 33 was not measured).
+    together();
+  }
+  // Whether something of these keys is hidden from a query.
+  __device__ __forceinline__ bool hides() const { return F.band || kHides || absent(); }
+  // Whether keys of this tile are beyond the sequence.
+  __device__ __forceinline__ bool absent() const {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    return keys.begin + C.tile_k() > keys.seqlen_k;
+  }
+  // Whether this warp's keys have to be cleared in K. Their first scores show it: where K is not finite, no score of its key is.
+  __device__ __forceinline__ bool shows_nonfinite(const Accumulator<T, kM> &S) const {
+    const bool one_of_each_key = finite(__float_as_uint(S.x[0])) && finite(__float_as_uint(S.x[2]));
+    return __any_sync(0xFFFFFFFFu, absent() || !one_of_each_key);
+  }
+  // If a query sees a key, a K that is not finite shows in its LSE, and such a V in its O and so in D. So what is not finite becomes 0 in
+  // V, and the largest finite number in K (kLargest), where it may still have to make a score of -inf. Keys beyond the sequence become 0,
+  // because they may be so large that dP is not finite. Each warp clears its own 16 keys, in the blocks of 64 columns of the tile: its
+  // first scores have been made, and the other warps' scores do not depend on these keys.
+  template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 tile, int blocks) const {
+    const KeyBlock keys = read<KeyBlock>(shared.keys());
+    const int first = 64 * half + 16 * warp, there = keys.seqlen_k - keys.begin - first;
+#pragma unroll 1
+    for (int i = lane; i < 128 * blocks; i += 32) { // 16 bytes: 8 of a row, 16 rows of a block
+      const int row = i / 8 % 16;
+      const u32 place = tile + (i / 128 * C.tile_k() + first + row) * kRowBytes + i % 8 * 16;
+      u32 x[4], bad[4];
+      load_shared(x, place);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) bad[k] = nonfinite<T>(x[k]);
+      if (!(bad[0] | bad[1] | bad[2] | bad[3] | (row >= there))) continue;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (row >= there) x[k] = 0, bad[k] = 0;
+        const u32 all = spread(bad[k]);
+        x[k] = (x[k] & (~all | 0x80008000u)) | (kLargest ? all & (0x7FFF7FFFu - ExponentBits<T>::kUnit) : 0);
+      }
+      store_shared(place, x);
+    }
+    async_proxy_fence();
+    __syncwarp();
+  }
+  // What both warpgroups wrote is there for wgmma.
+  __device__ __forceinline__ void both() const {
+    async_proxy_fence();
+    barrier_sync(kBoth, 128 * C.kWarpgroups);
+  }
+  // What the warpgroup wrote is there for wgmma.
+  __device__ __forceinline__ void together() const {
+    async_proxy_fence();
+    barrier_sync(kTogether + w, 128);
+  }
+
+private:
+  static __device__ __forceinline__ bool finite(u32 bits) { return (bits & 0x7F800000) != 0x7F800000; }
+  __device__ __forceinline__ bool finite(u32 n, int row) const { return finite(load_shared(shared.lse_of(n) + 4 * row)); }
+};
+
+} // namespace strobe::sm90
