@@ -10,7 +10,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # Tools are there, or beside $(PYTHON) if they are installed with it.
-export PATH := $(abspath $(BIN)):$(PATH):$(abspath $(dir $(shell command -v $(PYTHON))))
+export PATH := $(abspath $(BIN)):$(PATH)$(addprefix :,$(abspath $(dir $(shell command -v $(PYTHON)))))
 # The package, the C++ tests and the wheel are made of the same files. With ccache each is compiled once, if all builds call the compiler
 # by the same name.
 ifeq ($(origin CXX),default)
@@ -34,6 +34,8 @@ C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third
 .PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-apart test-faults test-gpu
 .PHONY: test-gpu-random sanitize sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
+# JOBS says what runs at a time: two of these targets build in one folder, or install into one .venv.
+.NOTPARALLEL:
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 22
@@ -100,7 +102,7 @@ test-apart: $(VENV)/.dev ## each C++ file compiled by itself
 	$(CMAKE) -S . -B build/apart -G Ninja -DSTROBE_UNITY=OFF
 	$(CMAKE) --build build/apart --parallel $(JOBS)
 
-test-faults: setup ## whether make test finds the mistakes planted by tests/faults, one after the other; takes half an hour
+test-faults: setup ## whether make test finds the mistakes planted by tests/faults, whatever it draws; takes an hour
 	$(BIN)/python tests/faults/plant.py --jobs $(JOBS) $(ARGS)
 
 # With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
@@ -141,7 +143,7 @@ api: $(VENV)/.package ## docs/api.md from the docstrings, and the options of doc
 	$(BIN)/python docs/make_api.py > docs/api.md
 	$(BIN)/python docs/make_options.py
 
-cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
+cross: $(VENV)/.dev ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)
 
 # Style
