@@ -53,6 +53,8 @@ def pytest_collection_finish():
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Draws, before -k chooses: what is left of a test is the same whichever of its cases are asked for."""
+    if not LONG:
+        leave_out(config, items, {item for item in items if item.get_closest_marker("long")})
     if not is_drawn(config):
         return
     here = [item for item in items if Path(__file__).parent in item.path.parents]
