@@ -1,7 +1,7 @@
 // A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled only to PTX, which it
 // returns in place of the cubin. ptxas never runs, so the log says nothing about registers. Programs are compiled with fewer optimisations,
 // which saves a third of the time, except those with WGMMA: an additional register between two products would be read before its product is
-// complete. STROBE_EMULATOR_OPTIMISED=1: all programs are compiled as they ship. An NVRTC that does not know the option compiles them so, too.
+// complete. STROBE_EMULATOR_OPTIMISED=1: all programs are compiled as they ship, and so they are by an NVRTC that does not know the option.
 #include <dlfcn.h>
 
 #include <cstdio>
