@@ -44,8 +44,8 @@ def compile_and_note(command: list[str]) -> int:
         environment = os.environ | {"DEPENDENCIES_OUTPUT": str(Path(folder) / "files")}  # GCC and Clang list there what they read
         status = subprocess.run(command, check=False, env=environment).returncode
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if "-o" in command and "-c" in command and status == 0:
-            files = _own(re.findall(r"(?:[^\s\\]|\\.)+", listed.read_text().replace("\\\n", " "))) if listed.exists() else []
+        if "-o" in command and "-c" in command and status == 0 and listed.exists():
+            files = _own(re.findall(r"(?:[^\s\\]|\\.)+", listed.read_text().replace("\\\n", " ")))
             note = {"folder": str(Path.cwd()), "object": command[command.index("-o") + 1], "files": files, "digest": _digest(files)}
             with Path(os.environ["STROBE_COST"]).open("a") as file:
                 file.write(json.dumps(note | {"seconds": used.ru_utime + used.ru_stime}) + "\n")
@@ -74,7 +74,7 @@ def check(build: Path, noted: Path) -> bool | None:
     """Whether the library costs too much; None if that was not measured."""
     seconds = defaultdict(list)
     for note in map(json.loads, noted.read_text().splitlines()):
-        if note["folder"] in FOLDERS and note["files"] and _digest(note["files"]) == note["digest"]:
+        if note["folder"] in FOLDERS and _digest(note["files"]) == note["digest"]:
             seconds[name_of(note["object"])].append(note["seconds"])
     noted_seconds = {name: statistics.median(x) for name, x in seconds.items()}
     database = build / "compile_commands.json"
