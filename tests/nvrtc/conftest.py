@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 from engines import is_drawn, leave_out, part
 
 # Tests with one or two kernels per case, which take seconds to compile. `make test` draws one case in SHARE of each group, at least one.
-COMPILED = ("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills")
+COMPILED = ("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills", "test_compiles_without_spills")
 SHARE = 5
 
 
@@ -39,4 +39,4 @@ def _group(item):
     params = item.callspec.params
     if "job" in params:
         return params["job"].compute_capability, params["job"].feature
-    return tuple(str(params[name]) for name in ("arch", "engine", "dtype", "feature") if name in params)
+    return tuple(str(params[name]) for name in ("arch", "cc", "engine", "dtype", "feature") if name in params)

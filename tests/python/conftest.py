@@ -58,26 +58,26 @@ def pytest_collection_modifyitems(config, items):
     if not is_drawn(config):
         return
     here = [item for item in items if Path(__file__).parent in item.path.parents]
-    alike, cases, engines, left_out = defaultdict(list), defaultdict(list), available_engines(), set()
-    for item in here:
-        if (engine := _engine(item)) in engines:
-            alike[item.nodeid.replace(engine, "")].append(item)  # tests that differ in their engine alone
+    available, left_out = available_engines(), set()
+    engines = {item: engine for item in here if (engine := _parameter(item, "engine")) in available}
+    alike, cases = defaultdict(list), defaultdict(list)
+    for item, engine in engines.items():
+        alike[item.nodeid.replace(engine, "")].append(item)  # tests that differ in their engine alone
     for what, found in alike.items():
-        kept = thinned([_engine(item) for item in found], what)
-        left_out.update(item for item in found if _engine(item) not in kept)
+        kept = thinned([engines[item] for item in found], what)
+        left_out.update(item for item in found if engines[item] not in kept)
     for item in here:
         parameters = DEAR.get(item.path.name, {}).get(getattr(item, "originalname", ""))
         if item not in left_out and parameters is not None:
-            group = [str(item.callspec.params[name]) for name in parameters.split()]
-            cases[f"{item.path.name}::{item.originalname} {_engine(item)} {group}"].append(item)
+            group = [engines.get(item), *(str(_parameter(item, name)) for name in parameters.split())]
+            cases[f"{item.path.name}::{item.originalname} {group}"].append(item)
     for what, found in cases.items():
         left_out.update({*found}.difference(part(found, what, SHARE)))
     leave_out(config, items, left_out)
 
 
-def _engine(item):
-    engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-    return engine if isinstance(engine, str) else None
+def _parameter(item, name):
+    return item.callspec.params.get(name) if hasattr(item, "callspec") else None
 
 
 def pytest_terminal_summary(terminalreporter):
