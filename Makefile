@@ -10,7 +10,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 # Tools are there, or beside $(PYTHON) if they are installed with it.
-export PATH := $(abspath $(BIN)):$(PATH):$(abspath $(dir $(shell command -v $(PYTHON))))
+export PATH := $(abspath $(BIN)):$(PATH)$(addprefix :,$(abspath $(dir $(shell command -v $(PYTHON)))))
 # The package, the C++ tests and the wheel are made of the same files. With ccache each is compiled once, if all builds call the compiler
 # by the same name.
 ifeq ($(origin CXX),default)
@@ -32,11 +32,13 @@ C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-apart test-faults test-gpu
-.PHONY: test-gpu-random sanitize sanitize-cpu cross bench-gpu bench-report api prewarm lint format wheel clean
+.PHONY: test-gpu-random sanitize sanitize-cpu sanitize-address cost cross bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
+# JOBS says what runs at a time: two of these targets build in one folder, or install into one .venv.
+.NOTPARALLEL:
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 22
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/' | expand -t 25
 
 # The environment. Stamps are in .venv, so that nothing is done twice and removing .venv starts again.
 
@@ -100,17 +102,23 @@ test-apart: $(VENV)/.dev ## each C++ file compiled by itself
 	$(CMAKE) -S . -B build/apart -G Ninja -DSTROBE_UNITY=OFF
 	$(CMAKE) --build build/apart --parallel $(JOBS)
 
-test-faults: setup ## whether make test finds the mistakes planted by tests/faults, one after the other; takes half an hour
+test-faults: setup ## whether make test finds the mistakes planted by tests/faults, whatever it draws; takes an hour
 	$(BIN)/python tests/faults/plant.py --jobs $(JOBS) $(ARGS)
 
 # With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
 SANITIZE_FLAGS := -O1 -fno-var-tracking-assignments -fno-tree-pta -fira-region=one -fira-algorithm=priority
 
-sanitize-cpu: $(VENV)/.dev ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize-cpu: $(VENV)/.dev ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, without AVX-512 and AMX
 	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Sanitize \
 	  -DCMAKE_CXX_FLAGS='$(SANITIZE_FLAGS)'
 	$(CMAKE) --build build/sanitize --parallel $(JOBS)
 	$(CTEST) --test-dir build/sanitize
+
+sanitize-address: $(VENV)/.dev ## the CPU engines of all instruction sets under AddressSanitizer alone
+	$(CMAKE) -S . -B build/address -G Ninja -DSTROBE_SANITIZE=address -DCMAKE_BUILD_TYPE=Sanitize \
+	  -DCMAKE_CXX_FLAGS='$(SANITIZE_FLAGS)'
+	$(CMAKE) --build build/address --parallel $(JOBS) --target strobe_tests
+	build/address/tests/cpp/strobe_tests
 
 # The GPU. Kernels are compiled on first use; `make prewarm` compiles them without a GPU, into a cache that can be copied to another
 # machine.
@@ -141,8 +149,11 @@ api: $(VENV)/.package ## docs/api.md from the docstrings, and the options of doc
 	$(BIN)/python docs/make_api.py > docs/api.md
 	$(BIN)/python docs/make_options.py
 
-cross: $(VENV)/.python ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
+cross: $(VENV)/.dev ## the C++ tests on an emulated aarch64, and on an emulated x86-64 without AVX
 	tests/cross/run $(CMAKE) $(JOBS)
+
+cost: $(VENV)/.python ## whether the library became more expensive to compile; two minutes of a core
+	.ci/cost.py --whole
 
 # Style
 

@@ -133,6 +133,8 @@ def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int
             refused = ""
             if start < 0 or length < 0 or start + length > most:
                 refused = f"; accepted are a start and a length within the {most} positions that seqlens_{side} says"
+                if not seqlens:
+                    refused = f", where seqlens_{side} has no lengths; accepted are no ranges, or the lengths of their sequences"
             elif length and start < end:
                 refused = f" begins before {end}, where the range before ends; accepted are ascending and disjoint ranges"
             if refused:

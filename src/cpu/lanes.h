@@ -117,13 +117,14 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
       if constexpr (kTerms <= 2) { // in registers
         unroll<kSquare / kStep>(STROBE_UNROLL(i) { add_step(x + i * kStep); });
         if (kRunWords > 0 && (w + kSquare) % max(kRunWords, int64_t(1)) == 0) end_run();
-      } else { // by a loop, whose code is shorter, through memory
+      } else {                        // by a loop, whose code is shorter, through memory
+        static_assert(kRunWords > 0); // otherwise each word would end a run
         alignas(64) T stored[kSquare * L];
         unroll<kSquare>(STROBE_UNROLL(i) { x[i].store(stored + i * L); });
         for (int64_t i = 0; i < kSquare; ++i) {
           const V word[1] = {V::load(stored + i * L)};
           add_step(word);
-          if ((w + i + 1) % max(kRunWords, int64_t(1)) == 0) end_run();
+          if ((w + i + 1) % kRunWords == 0) end_run();
         }
       }
     }

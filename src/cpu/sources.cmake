@@ -17,7 +17,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
   strobe_instruction_set(baseline)
   strobe_instruction_set(avx2 -mavx2 -mfma -mf16c)
-  if(STROBE_SANITIZE) # the others are the same templates, and take GCC minutes with UBSan
+  if(STROBE_SANITIZE AND NOT STROBE_SANITIZE STREQUAL "address") # the others are the same templates, and take GCC minutes with UBSan
     set_source_files_properties(${CMAKE_CURRENT_LIST_DIR}/engine.cpp PROPERTIES COMPILE_DEFINITIONS STROBE_UP_TO_AVX2)
   else()
     strobe_instruction_set(avx512 ${avx512})

@@ -282,11 +282,12 @@ double cancelled_in_dbias(Call &backward, Call &forward_oracle) {
   return std::sqrt(squares);
 }
 
-// False: the engine does not support it.
-bool runs(Call &call, const char *engine) {
+// False: the engine does not support it. On a CPU its tensors end, or begin, where nothing may be read: AddressSanitizer is not built for
+// every instruction set.
+bool runs(Call &call, const char *engine, bool at_end) {
   call.attention.engine = engine;
   if (on_gpu(engine)) call.move_to_gpu();
-  const int32_t status = call.run();
+  const int32_t status = on_gpu(engine) ? call.run() : call.run_guarded(at_end);
   if (status == STROBE_UNSUPPORTED) return false;
   REQUIRE_MESSAGE(status == STROBE_OK, std::string(strobe_last_error()));
   return true;
@@ -302,7 +303,7 @@ bool shares(const Call &call) {
 void agrees(uint32_t seed, Calls calls, const char *engine, Taken &taken) {
   Call forward, forward_oracle, backward, backward_oracle;
   const Drawn drawn(seed, calls, forward, Direction::forward, false);
-  if (!runs(forward, engine)) return;
+  if (!runs(forward, engine, seed % 2 == 0)) return;
   taken.forward++;
   Drawn(seed, calls, forward_oracle, Direction::forward, true);
   forward_oracle.attention.engine = kOracle;
@@ -312,7 +313,7 @@ void agrees(uint32_t seed, Calls calls, const char *engine, Taken &taken) {
 
   Drawn(seed, calls, backward, Direction::backward, false);
   backward.tensors.out = forward.tensors.out, backward.tensors.lse = forward.tensors.lse;
-  if (!runs(backward, engine)) return;
+  if (!runs(backward, engine, seed % 2 == 0)) return;
   taken.backward++;
   if (calls == Calls::grouped) taken.shared += shares(backward);
   Drawn(seed, calls, backward_oracle, Direction::backward, true);

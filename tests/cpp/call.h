@@ -6,11 +6,13 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "attention/attention.h"
+#include "guarded.h"
 
 // doctest prints what it compares.
 namespace strobe {
@@ -105,6 +107,24 @@ public:
   int32_t run() {
     return direction == Direction::forward ? strobe_forward(&attention, &tensors, &execution)
                                            : strobe_backward(&attention, &tensors, &execution);
+  }
+  // The same, each of its own tensors in guarded memory.
+  int32_t run_guarded(bool at_end) {
+    std::vector<std::unique_ptr<Guarded>> guarded;
+    std::vector<void *> before;
+    for (auto &[name, h] : held) {
+      guarded.push_back(std::make_unique<Guarded>(h.memory.size(), at_end));
+      before.push_back(h.tensor.data);
+      if (!h.memory.empty()) std::memcpy(guarded.back()->data(), h.memory.data(), h.memory.size());
+      h.tensor.data = guarded.back()->data() + (static_cast<unsigned char *>(h.tensor.data) - h.memory.data());
+    }
+    const int32_t status = run();
+    size_t n = 0;
+    for (auto &[name, h] : held) {
+      if (!h.memory.empty()) std::memcpy(h.memory.data(), guarded[n]->data(), h.memory.size());
+      h.tensor.data = before[n++];
+    }
+    return status;
   }
   Problem validated() { return validate(&attention, &tensors, direction); }
 

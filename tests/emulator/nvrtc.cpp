@@ -1,7 +1,7 @@
 // A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled only to PTX, which it
 // returns in place of the cubin. ptxas never runs, so the log says nothing about registers. Programs are compiled with fewer optimisations,
 // which saves a third of the time, except those with WGMMA: an additional register between two products would be read before its product is
-// complete.
+// complete. STROBE_EMULATOR_OPTIMISED=1: all programs are compiled as they ship, and so they are by an NVRTC that does not know the option.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -35,6 +35,13 @@ void *real() {
 std::mutex of_wgmma_mutex;
 std::set<void *> of_wgmma; // programs with WGMMA
 
+bool is_optimised(void *program) {
+  if (const char *all = std::getenv("STROBE_EMULATOR_OPTIMISED"); all && *all == '1') return true;
+  const std::lock_guard lock(of_wgmma_mutex);
+  return of_wgmma.contains(program);
+}
+
+constexpr int kInvalidOption = 5; // NVRTC_ERROR_INVALID_OPTION
 // Result 7 is NVRTC's internal error.
 template <class... Arguments> int forward(const char *name, Arguments... arguments) {
   void *function = real() ? dlsym(real(), name) : nullptr;
@@ -102,13 +109,15 @@ int nvrtcCompileProgram(void *program, int count, const char *const *options) {
       changed.push_back(std::string(kVirtual) + std::string(option.substr(kReal.size())));
     else if (!option.starts_with(kPtxas))
       changed.emplace_back(option);
-  {
-    const std::lock_guard lock(of_wgmma_mutex);
-    if (!of_wgmma.contains(program)) changed.emplace_back("--Ofast-compile=mid");
-  }
   std::vector<const char *> pointers;
   for (const std::string &option : changed) pointers.push_back(option.c_str());
-  return forward("nvrtcCompileProgram", program, static_cast<int>(pointers.size()), pointers.data());
+  const auto compile = [&] { return forward("nvrtcCompileProgram", program, static_cast<int>(pointers.size()), pointers.data()); };
+  if (!is_optimised(program)) {
+    pointers.push_back("--Ofast-compile=mid");
+    if (const int result = compile(); result != kInvalidOption) return result;
+    pointers.pop_back();
+  }
+  return compile();
 }
 int nvrtcGetCUBINSize(void *program, size_t *size) { return forward("nvrtcGetPTXSize", program, size); }
 int nvrtcGetCUBIN(void *program, char *code) { return forward("nvrtcGetPTX", program, code); }

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = Path(__file__).resolve().parent / "planted"
@@ -31,11 +32,14 @@ WORK = ROOT / "build" / "faults"
 PRODUCT = ("src/", "kernels/", "include/", "python/", "docs/", "README.md")  # where a fault may be
 COPIED = ("src/cpu", "kernels/attention")  # where a fault of one instruction set may be: its file is compiled from a copy of these
 LINKED = ("src/attention",)  # what these include by its place beside them
+# The flag of /proc/cpuinfo without which an instruction set does not run.
+NEEDED = {"avx2": "avx2", "avx512": "avx512f", "avx512bf16": "avx512_bf16", "amx": "amx_bf16"}
 LIMIT = 900  # seconds that a run of tests may take
+SEEDS = ("1", "2", "3")  # of what `make test` draws; each fault has to be found with each
 # What a failing test says where something was not as it expected. A test that could not run says something else.
 ASSERTED = {
     "pytest": re.compile(r"\b(AssertionError|Failed: (DID NOT RAISE|Regex))|^assert ", re.MULTILINE),
-    "ctest": re.compile(r"is NOT correct|didn't throw|AddressSanitizer|runtime error:"),
+    "ctest": re.compile(r"is NOT correct|didn't throw"),
 }
 # What has to be built for a ctest, by the beginning of its name. All others are files of strobe_tests.
 TARGETS = {
@@ -120,6 +124,8 @@ class Fault:
     def misfits(self) -> list[str]:
         """Why the edit cannot be made in the working tree."""
         found = [f"only: {self.only} is no instruction set of src/cpu"] if self.only and not self.units() else []
+        if self.only in NEEDED and self.needs != NEEDED[self.only]:
+            found.append(f"only: {self.only} wants needs: {NEEDED[self.only]}, without which a CPU does not run it")
         for file, old, _ in self.edits:
             if not file.startswith(PRODUCT):
                 found.append(f"{file} is no product code")
@@ -227,24 +233,33 @@ class Tree:
                 path.write_text(text)
             shutil.rmtree(beside, ignore_errors=True)
 
-    def test(self, run: Run, first: bool) -> Outcome:
-        """first: ends with the first failure."""
+    def test(self, run: Run, seed: str, first: bool) -> Outcome:
+        """What `make test` draws of these tests by the seed. first: ends with the first failure."""
         if run.program == "ctest":
             words = ["ctest", "--test-dir", "build/cpp", "--output-on-failure", "--no-tests=error", "-R", f"^{run.selection}$"]
             done = self._run(words)
             return Outcome.of_ctest(run, done)
         report = self.root / "build" / "report.xml"
         report.unlink(missing_ok=True)
-        words = [str(self.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *_split(run.selection)]
+        words = [
+            str(self.python),
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--drawn",
+            f"--junitxml={report}",
+            *_split(run.selection),
+        ]
         if "::" not in run.selection:
             words += ["-n", str(self.jobs), "--dist", "worksteal"]
-        done = self._run([*words, "-x"] if first else words)
+        done = self._run([*words, "-x"] if first else words, STROBE_TEST_SEED=seed)
         return Outcome.of_pytest(done, report)
 
-    def _run(self, words: list[str]) -> tuple[int | None, str]:
-        with subprocess.Popen(
-            words, cwd=self.root, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        ) as process:
+    def _run(self, words: list[str], **variables: str) -> tuple[int | None, str]:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(words, cwd=self.root, env=self.environment | variables, start_new_session=True, **pipes) as process:
             try:
                 output, _ = process.communicate(timeout=LIMIT)
                 return process.returncode, output
@@ -323,17 +338,22 @@ print(next((f.locate() for f in metadata.files("nvidia-cuda-nvrtc") or [] if f.n
 """
 
 
+def drawn(runs: Sequence[Run]) -> list[tuple[Run, str]]:
+    """Tests and seeds to run them with; nothing is drawn for a ctest."""
+    return [(run, seed) for run in runs for seed in (SEEDS if run.program == "pytest" else SEEDS[:1])]
+
+
 def clean(tree: Tree, faults: Sequence[Fault]) -> list[str]:
     """Runs everything once without a fault; what does not pass."""
     runs = list(dict.fromkeys(run for fault in faults for run in fault.runs))
     tree.build(runs)
     wrong = []
-    for run in runs:
+    for run, seed in drawn(runs):
         began = time.monotonic()
-        outcome = tree.test(run, first=False)
-        _say(f"without a fault: {run}: {'passes' if outcome.passed else 'FAILS'}, {time.monotonic() - began:.0f} s")
+        outcome = tree.test(run, seed, first=False)
+        _say(f"without a fault: {run}, seed {seed}: {'passes' if outcome.passed else 'FAILS'}, {time.monotonic() - began:.0f} s")
         if not outcome.passed:
-            wrong.append(f"{run} fails without a fault:\n{outcome.by}\n" + "\n".join(outcome.text.splitlines()[-30:]))
+            wrong.append(f"{run}, seed {seed}, fails without a fault:\n{outcome.by}\n" + "\n".join(outcome.text.splitlines()[-30:]))
     return wrong
 
 
@@ -352,10 +372,10 @@ def search(tree: Tree, fault: Fault) -> Row:
     with tree.planted(fault):
         try:
             tree.build(fault.runs)
-            for run in fault.runs:
-                outcome = tree.test(run, first=True)
+            for run, seed in drawn(fault.runs):
+                outcome = tree.test(run, seed, first=True)
                 by = by or outcome.by
-                wrong += [why] if (why := outcome.found(fault, run)) else []
+                wrong += [f"seed {seed}: {why}"] if (why := outcome.found(fault, run)) else []
         except FaultError as error:
             wrong.append(str(error))
     return Row(fault, by, time.monotonic() - began, "\n".join(wrong))

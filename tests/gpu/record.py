@@ -83,6 +83,7 @@ EXCLUDED = (
     "python/_strobe_autoload/__init__.py",  # for other programs
     *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # the tools but training
     *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # run by themselves, recorded nowhere
+    "tests/python/dear.py",  # nothing is left out on a GPU
     "tests/python/emulated.py",  # of tests that need no GPU
     "tests/python/test_*.py",  # the rest of the contract is the CPU's
     "tests/reference/[!p]*.py",  # judge formulas on the CPU

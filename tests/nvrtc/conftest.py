@@ -1,20 +1,42 @@
 """Makes the generator of the contract's cases and the draw available here."""
 
-import os
 import sys
+from collections import defaultdict
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
-from engines import WHOLE, draw, leave_out
+from engines import is_drawn, leave_out, part
 
-# Tests with one or two kernels per case, which take seconds to compile. One case in DRAWN runs; make test-long: all.
-COMPILED = ("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills")
-DRAWN = 4
+# Tests with one or two kernels per case, which take seconds to compile. `make test` draws one case in SHARE of each group, at least one.
+COMPILED = ("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills", "test_compiles_without_spills")
+SHARE = 5
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if not os.environ.get(WHOLE):
+    if not is_drawn(config):
         return
-    cases = [item for item in items if Path(__file__).parent in item.path.parents and item.originalname in COMPILED]
-    leave_out(config, items, {item for item in cases if draw(item.nodeid).randrange(DRAWN) > 0})
+    groups, left_out = defaultdict(list), set()
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.originalname in COMPILED and not _always(item):
+            groups[f"{item.path.name}::{item.originalname} {_group(item)}"].append(item)
+    for what, found in groups.items():
+        left_out.update({*found}.difference(part(found, what, SHARE)))
+    leave_out(config, items, left_out)
+
+
+def _always(item):
+    """Each option of the forward that is used most."""
+    job = item.callspec.params.get("job")
+    return job is not None and (job.compute_capability, job.dtype, job.head_dim, job.backward) == (90, "bfloat16", 128, False)
+
+
+def _group(item):
+    """A GPU and an option, or an engine, of which none may be missing."""
+    params = item.callspec.params
+    if "job" in params:
+        return params["job"].compute_capability, params["job"].feature
+    return tuple(str(params[name]) for name in ("arch", "cc", "engine", "dtype", "feature") if name in params)

@@ -14,11 +14,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from dear import DEAR, SHARE
 from device import ON_GPU
-from engines import LONG, SEED, WHOLE, available_engines, draw, leave_out, thinned
+from engines import LONG, SEED, available_engines, is_drawn, leave_out, part, thinned
 
-MOST = 12
-COMPLETE = {"tests/python/test_contract.py::test_case"}  # all pairs of options, each time
 RECORD = Path(__file__).parents[2] / "build" / "contract.json"
 THREADS = torch.get_num_threads()
 
@@ -40,40 +39,45 @@ def workers():
     made.close()
 
 
-def pytest_report_header():
-    return "every engine" if LONG or ON_GPU else f"drawn by STROBE_TEST_SEED={SEED}: engines, cases, kernels; make test-long takes all"
+def pytest_report_header(config):
+    if LONG or ON_GPU:
+        return "every engine"
+    what = "engines, cases, kernels" if is_drawn(config) else "engines"
+    return f"drawn by STROBE_TEST_SEED={SEED}: {what}; make test-long takes all"
 
 
 def pytest_collection_finish():
     gc.freeze()  # PyTorch and all tests are not scanned at each garbage collection
 
 
-def pytest_configure(config):
-    if config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword and not (LONG or ON_GPU):
-        os.environ[WHOLE] = "1"
-
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Where all tests are run at once: keeps those of the engines under test, among tests that differ in their engine alone, and draws a
-    third of the cases of each test that has more than MOST."""
-    if not os.environ.get(WHOLE):
+    """Draws, before -k chooses: what is left of a test is the same whichever of its cases are asked for."""
+    if not LONG:
+        leave_out(config, items, {item for item in items if item.get_closest_marker("long")})
+    if not is_drawn(config):
         return
-    alike, cases, engines = defaultdict(list), defaultdict(list), available_engines()
-    for item in items:
-        engine = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
-        if isinstance(engine, str) and engine in engines:
-            alike[item.nodeid.replace(engine, "")].append(item)
-    left_out = set()
+    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    available, left_out = available_engines(), set()
+    engines = {item: engine for item in here if (engine := _parameter(item, "engine")) in available}
+    alike, cases = defaultdict(list), defaultdict(list)
+    for item, engine in engines.items():
+        alike[item.nodeid.replace(engine, "")].append(item)  # tests that differ in their engine alone
     for what, found in alike.items():
-        kept = thinned([item.callspec.params["engine"] for item in found], what)
-        left_out.update(item for item in found if item.callspec.params["engine"] not in kept)
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        if item not in left_out and name not in COMPLETE and Path(__file__).parent in item.path.parents:
-            cases[name].append(item)
-    for name, found in cases.items():
-        left_out.update(draw(name).sample(found, len(found) - max(MOST, len(found) // 3)) if len(found) > MOST else ())
+        kept = thinned([engines[item] for item in found], what)
+        left_out.update(item for item in found if engines[item] not in kept)
+    for item in here:
+        parameters = DEAR.get(item.path.name, {}).get(getattr(item, "originalname", ""))
+        if item not in left_out and parameters is not None:
+            group = [engines.get(item), *(str(_parameter(item, name)) for name in parameters.split())]
+            cases[f"{item.path.name}::{item.originalname} {group}"].append(item)
+    for what, found in cases.items():
+        left_out.update({*found}.difference(part(found, what, SHARE)))
     leave_out(config, items, left_out)
+
+
+def _parameter(item, name):
+    return item.callspec.params.get(name) if hasattr(item, "callspec") else None
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -12,10 +12,8 @@ from typing import Any
 import strobe
 from device import ON_GPU, here
 
-# make test and make test-python without arguments, which take a part of what is there; set by conftest.py for its workers.
-WHOLE = "STROBE_TEST_WHOLE"
 LONG = bool(os.environ.get("STROBE_TEST_LONG"))  # make test-long: all engines, more options together, other random calls each time
-# The seed of all draws, here and in the workers that pytest starts; it is printed.
+# The seed of all draws, a number or a name; the workers of pytest-xdist and the programs that tests start have it, too. It is printed.
 SEED = os.environ.setdefault("STROBE_TEST_SEED", str(random.randrange(10**6)))
 
 
@@ -46,6 +44,17 @@ def usual_engine() -> str:
 
 def draw(what: str) -> random.Random:
     return random.Random(zlib.crc32(f"{SEED} {what}".encode()))
+
+
+def is_drawn(config: Any) -> bool:
+    """Whether tests and cases are left out: tests/conftest.py."""
+    return config.option.drawn and not (LONG or ON_GPU)
+
+
+def part(found: list[Any], what: str, share: int) -> list[Any]:
+    """One of share of these, rounded up, in their order."""
+    kept = set(draw(what).sample(range(len(found)), -(-len(found) // share)))
+    return [x for i, x in enumerate(found) if i in kept]
 
 
 def leave_out(config: Any, items: list[Any], left_out: set[Any]) -> None:

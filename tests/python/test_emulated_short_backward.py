@@ -1,13 +1,12 @@
 """Forms of the Hopper backward on the emulated GPU: a block that owns dQ and has its sum in shared memory, a persistent one with two stages
 of keys, in line or not, and K and V in registers. Beside each option that a form takes, products end as late as the waits permit, nothing
-races, and the gradients are right. `make test` runs a few of these calls, `make test-long` all."""
+races, and the gradients are right. `make test` runs a few of these calls, `make test-long` all (mark: long)."""
 
 from __future__ import annotations
 
 import pytest
 
 from emulated import ROOT, output
-from engines import LONG
 
 # argv: calls: which form is to run, a colon, an option and, after semicolons, sizes that differ from the usual ones.
 PROGRAM = """
@@ -91,7 +90,6 @@ def run_all(calls: list[str], **emulator: str) -> str:
     return found
 
 
-only_long = pytest.mark.skipif(not LONG, reason="make test-long")
 LAST_HIDDEN = "top left; sq 520; sk 600; b 1; h 1; hkv 1; hidden 1"
 
 
@@ -109,7 +107,7 @@ OWNED = {
 }
 
 
-@only_long
+@pytest.mark.long
 @pytest.mark.parametrize("calls", OWNED.values(), ids=OWNED)
 def test_a_block_sums_dq_in_shared_memory(calls):
     """In one order: the bits are the same whenever products end."""
@@ -133,7 +131,7 @@ STAGED = {
 }
 
 
-@only_long
+@pytest.mark.long
 @pytest.mark.parametrize("calls", STAGED.values(), ids=STAGED)
 def test_persistent_blocks_with_two_stages_of_keys(calls):
     run("stages", calls, LATE="1", SEED="1", RACES="1")
@@ -147,12 +145,12 @@ IN_LINE = [
 ]
 
 
-@only_long
+@pytest.mark.long
 def test_tiles_of_keys_come_in_line():
     run("line", IN_LINE, LATE="1", SEED="1", RACES="1")
 
 
-@only_long
+@pytest.mark.long
 def test_two_stages_of_keys_of_shares():
     """Of a key head's query heads: enough blocks for five SMs."""
     calls = ["causal; b 1; hkv 1; sq 207; sk 260; shares 2", "causal; b 1; hkv 1; sq 270; sk 263; shares 2"]
@@ -171,7 +169,7 @@ IN_REGISTERS = {
 }
 
 
-@only_long
+@pytest.mark.long
 @pytest.mark.parametrize("form", IN_REGISTERS)
 def test_keys_in_registers(form):
     run(form, IN_REGISTERS[form], LATE="1", SEED="1", RACES="1")
@@ -183,13 +181,12 @@ OTHERS = [
 ]
 
 
-@only_long
+@pytest.mark.long
 def test_what_takes_none_of_these_forms():
     run("", OTHERS, LATE="1", SEED="1", RACES="1")
 
 
-@only_long
-@pytest.mark.parametrize(("form", "call"), [("stages", SHORTEST), ("line", LAST_HIDDEN)])
+@pytest.mark.parametrize(("form", "call"), [("stages", SHORTEST), pytest.param("line", LAST_HIDDEN, marks=pytest.mark.long)])
 def test_keys_that_come_before_the_last_ones_are_read_are_a_race(form, call, tmp_path):
     """What the tests above do not report, they would: two stages of keys without the wait for the one that is read."""
     line = "        mbarrier_wait(next.keys_empty(), parity_before_next_keys<C>(n));"

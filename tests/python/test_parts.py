@@ -375,6 +375,10 @@ def test_what_a_part_refuses():
             "k_ranges: (0, 8) at [0, 0]; accepted are a start and a length within the 7 positions",
         ),
         ({"k_ranges": [[(0, 8)], [(0, 8)]], "seqlens_k": [8, 7]}, "k_ranges: (0, 8) at [1, 0]; accepted are a start and a length within"),
+        (
+            {"seqlens_q": []},
+            "q_ranges: (0, 8) at [0, 0], where seqlens_q has no lengths; accepted are no ranges, or the lengths of their sequences",
+        ),
         ({"q_ranges": [(0, 2**70)]}, "q_ranges: (0, 1180591620717411303424) at [0, 0]; accepted are"),
     ):
         with pytest.raises((TypeError, ValueError)) as refused:

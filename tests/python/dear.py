@@ -1,0 +1,36 @@
+"""The dear tests, of which `make test` leaves out cases."""
+
+# `make test` draws a quarter of the cases of these tests, and one at least of each engine and of each value of the parameters that stand
+# here. Whole they take two fifths of the time of tests/python (--durations=0). All others run whole.
+DEAR = {
+    "test_bounds.py": {"test_each_row_of_a_gradient": "shape"},
+    "test_corners.py": {"test_head_dims": "dtype", "test_long_and_thin": "", "test_many_heads": ""},
+    "test_decode.py": {"test_is_right_and_so_is_the_backward_after_it": "name"},
+    "test_distributed.py": {"test_case": ""},
+    "test_distributed_ranks.py": {"test_ways_to_call": "method"},
+    "test_emulated_few_queries.py": {"test_they_are_right": ""},
+    "test_emulated_packed.py": {"test_each_tile_is_computed_once": "lengths"},
+    "test_emulated_turns.py": {"test_lists_that_contradict_their_transpose": ""},
+    "test_emulated_wide_backward.py": {"test_gradients": ""},
+    "test_figures.py": {"test_either_letter_of_two_asks_for_their_figure": ""},
+    "test_invariant.py": {"test_mixes": "dtype"},
+    "test_known_bugs.py": {"test_alibi_measures_from_the_aligned_diagonal": "dtype"},
+    "test_ladder.py": {"test_lengths": "rung", "test_tiles": "rung"},
+    "test_many_keys.py": {
+        "test_a_key_beside_which_each_of_the_others_rounds_away": "sq invariant",
+        "test_a_key_beside_which_sums_of_the_others_round_away": "invariant",
+        "test_few_queries_many_keys": "",
+        "test_scores_that_crowd_near_a_few_values": "",
+    },
+    "test_memory.py": {"test_extra_memory_per_token": ""},
+    "test_parts.py": {"test_any_cut_is_the_whole": "", "test_large_lse": "dtype"},
+    "test_quantised.py": {"test_few_queries": "shape", "test_many_queries": "options", "test_options": "options"},
+    "test_seqused.py": {
+        "test_decoding_over_uneven_lengths": "options",
+        "test_dense": "name",
+        "test_few_queries": "options",
+        "test_packed": "name",
+    },
+    "test_torch_op.py": {"test_every_function_may_stand_in_what_is_compiled": ""},
+}
+SHARE = 4
