@@ -179,7 +179,7 @@ TEST_CASE("a wish: blocks that are not to be persistent may have 64 keys, persis
   OnGpu call(Direction::backward, DType::bf16, 512, 64);
   call.tile_k = 64;
   for (const auto &[wish, keys] : {std::pair{std::optional<bool>(), 64}, {std::optional(false), 64}, {std::optional(true), 128}}) {
-    call.persistent = wish;
+    call.wishes.persistent = wish;
     const Answer answer = sm90_engine().plan_on(described(90), call, Direction::backward);
     CHECK(std::get<Plan>(answer).tile_k == keys);
   }
