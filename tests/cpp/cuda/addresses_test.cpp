@@ -177,7 +177,7 @@ TEST_CASE("addresses: the copy engine's maps are those of the run's tensors") {
 TEST_CASE("a wish: blocks that are not to be persistent may have 64 keys, persistent ones have 128") {
   fake_cuda();
   OnGpu call(Direction::backward, DType::bf16, 512, 64);
-  call.tile_k = 64;
+  call.wishes.tile_k = 64;
   for (const auto &[wish, keys] : {std::pair{std::optional<bool>(), 64}, {std::optional(false), 64}, {std::optional(true), 128}}) {
     call.wishes.persistent = wish;
     const Answer answer = sm90_engine().plan_on(described(90), call, Direction::backward);
