@@ -25,8 +25,13 @@ ROWS = 16
 
 def load(checkpoint: Path, text: Path | None) -> tuple[GPT, Tokenizer]:
     """What `strobe train` left in runs/NAME/attention.pt. text: what it was trained on, for the tokenizer is made from it."""
-    state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    config = Config(**state["config"])
+    if not checkpoint.is_file():
+        raise ValueError(f"checkpoint: {checkpoint} does not exist, or is no file; accepted is attention.pt, which strobe train leaves")
+    try:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        config = Config(**state["config"])
+    except Exception:  # PyTorch raises exceptions of many kinds for what it did not write
+        raise ValueError(f"checkpoint: {checkpoint} is none of strobe train; accepted is attention.pt") from None
     if config.attention == "none":
         raise ValueError(f"checkpoint: {checkpoint} has no attention; accepted is attention.pt")
     corpus = data.load(text, vocab_size=config.vocab_size, most_bytes=config.text_bytes)

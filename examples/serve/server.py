@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,12 @@ def _arguments(sent: bytes) -> dict[str, Any]:
         body = json.loads(sent)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"body: {error}; {accepted}") from None
-    if not isinstance(body, dict) or not body.keys() <= kinds.keys():
+    if not isinstance(body, dict):
         raise ValueError(f"body: {accepted}")
     for name, x in body.items():
+        if name not in kinds:
+            close = "".join(f"; did you mean {field}?" for field in get_close_matches(name, kinds, 1))
+            raise ValueError(f"{ascii(name)[1:-1]}: no such field; {accepted}{close}")
         if not isinstance(x, kinds[name][0]) or isinstance(x, bool):
             raise ValueError(f"{name}: {x!r}; accepted is a {'text' if name == 'prompt' else 'number'}")
     if surrogates := [x for x in body.get("prompt", "") if "\ud800" <= x <= "\udfff"]:
@@ -105,7 +109,11 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page")
     parser.add_argument("--cache", choices=DTYPES, default="int8", help="the dtype of keys and values")
     chosen = parser.parse_args()
-    model, tokenizer = load(chosen.checkpoint, chosen.text)
+    print(f"loading {chosen.checkpoint}, and the tokenizer of its text", flush=True)
+    try:
+        model, tokenizer = load(chosen.checkpoint, chosen.text)
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
     engine = Engine(model.to(chosen.device), tokenizer, pages=chosen.pages, page_size=chosen.page_size, cache_dtype=DTYPES[chosen.cache])
     web.run_app(application(engine), host=chosen.host, port=chosen.port, handler_cancellation=True)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 from ._abi import MAX_RANK
 from ._messages import is_bool, kind, shown
-from ._refusals import raised_for, refusals_of, refusing
+from ._refusals import Hint, Name, raised_for, refusals_of, refusing
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
@@ -78,7 +79,7 @@ def number(wrong: Wrong, name: str, x: Any) -> float:
     numpy = sys.modules.get("numpy")
     scalar = isinstance(x, (int, float)) or (hasattr(x, "__float__") and known_framework(x) is None)
     if not scalar or is_bool(x) or (numpy is not None and isinstance(x, _no_numbers(numpy))):
-        wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is a number"))
+        wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is a number", hints=_item(name, x)))
         return 0.0
     try:
         return float(x)
@@ -92,9 +93,14 @@ def _no_numbers(numpy: Any) -> tuple[type, ...]:
     return numpy.complexfloating, numpy.flexible, numpy.datetime64, numpy.timedelta64
 
 
+def _item(name: str, x: Any) -> tuple[Hint, ...]:
+    """For an array where a number is accepted: how to get the number out of an array of one."""
+    return (Hint("; {0}.item()", (Name(name),)),) if known_framework(x) is not None and prod(x.shape) == 1 else ()
+
+
 def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:
     if not is_whole(x):
-        wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is an integer"))
+        wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is an integer", hints=_item(name, x)))
     elif not least <= x <= most:
         wrong.append(refusing(ValueError, name, f"{shown(x)}; accepted are integers from {least} to {most}"))
     else:

@@ -50,7 +50,8 @@ class OfCall:
         if name in self._made:
             return None
         if name.startswith("block_"):
-            refusal = refusal._replace(argument="block_mask", words=f"{name}: {refusal.words}")
+            words = refusal.words.removesuffix(" beside {2}") if refusal.code == "value" else refusal.words  # block_rows, a name of C's
+            refusal = refusal._replace(argument="block_mask", words=f"{name}: {words}")
             return None if is_of_sizes(refusal) and self._is_other_layout() else refusal
         if self._bshd:
             refusal = _in_bshd(refusal)
@@ -60,8 +61,11 @@ class OfCall:
                 return None
             refusal = self._of_array(refusal, name, array)
         if name == "engine" and refusal.code == "unknown":
-            close = get_close_matches(refusal.values[0], [engine for engine, _ in engines()], 1)
-            refusal = refusal.beside(*(Hint(f"; did you mean {engine}?") for engine in close))
+            (wanted, _, *others), here = refusal.values, self._engines_of_device()
+            refusal = refusal._replace(values=(wanted, ", ".join(here), *others))
+            close = get_close_matches(wanted, here, 1)
+            if close and wanted != close[0].partition("-")[0]:  # "cpu" and "cuda" are devices: any engine there may be meant
+                refusal = refusal.beside(Hint(f"; did you mean {close[0]}?"))
         return refusal._replace(argument=name.removeprefix("execution."))
 
     def _of_array(self, refusal: Refusal, name: str, array: Array) -> Refusal:
@@ -84,6 +88,14 @@ class OfCall:
             words = "; packed {0} is (tokens, heads, D), and this one looks like (heads, tokens, D)"
             return refusal.beside(Hint(words, (Name(name[-1]),), axes_of=name[-1]))
         return refusal
+
+    def _engines_of_device(self) -> list[str]:
+        """The engines but those of another device than q's, by their names. A q without numbers may stand for any."""
+        q = self._arrays.get("q")
+        others: tuple[str, ...] = ("cpu-",) if getattr(q, "is_cuda", False) else ("cuda-", "ladder-tensor-cores")
+        if q is None or 0 in q.shape:
+            others = ()
+        return [engine for engine, _ in engines() if not engine.startswith(others)]
 
     def _ways_out(self, name: str, values: list[Any], array: Array) -> list[Hint]:
         """For a wrong dtype."""

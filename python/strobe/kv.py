@@ -12,7 +12,10 @@ out.
 
 # No postponed annotations here: PyTorch 2.4 reads those of custom operators as they are.
 
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from ._messages import TORCH_EXTRA, needed_by
 
@@ -21,7 +24,7 @@ with needed_by(__name__, TORCH_EXTRA):
 
 from torch import Tensor
 
-from ._checks import Wrong, flag, is_choice, is_whole, refusal
+from ._checks import Wrong, check_names, flag, is_choice, is_whole, refusal
 from ._messages import shown
 from ._refusals import refusing
 from ._rotary import check_tables, places, rotate_tokens
@@ -36,6 +39,48 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.uint8: 7.0}
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_OF_LENGTHS = dict.fromkeys(("seqused_k", "cache_seqlens", "lengths"), "did you mean seqlens?")
+_OF_TABLE = dict.fromkeys(("block_table", "block_tables"), "did you mean page_table?")
+_OF_CACHES = {"key_cache": "did you mean k_cache?", "value_cache": "did you mean v_cache?"}
+_OF_APPEND = _OF_LENGTHS | _OF_TABLE | _OF_CACHES
+_OF_APPEND |= dict.fromkeys(("cu_seqlens_k", "cu_seqlens_q", "cu_seqlens_k_new"), "did you mean cu_seqlens?")
+_OF_APPEND |= {"key": "did you mean k?", "value": "did you mean v?", "cos": "did you mean rotary_cos?", "sin": "did you mean rotary_sin?"}
+_OF_COPY = _OF_CACHES | {"src": "did you mean source?", "dst": "did you mean target?"}
+_OF_GATHER = _OF_LENGTHS | _OF_TABLE | dict.fromkeys(("k_cache", "v_cache", "pool"), "did you mean cache?")
+_OF_QUANTISE = dict.fromkeys(("k_scale_group", "group_size"), "did you mean group?")
+
+
+def _named(example: str, hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The function refuses unknown keywords, with a hint for names of other functions, and more arguments than have a place. example: one
+    that is named."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+        known = tuple(parameters)
+        placed = [name for name, x in parameters.items() if x.kind is not x.KEYWORD_ONLY]
+        places = f"{', '.join(placed[:-1])} and {placed[-1]}"
+
+        @wraps(function)
+        def checked(*arguments: P.args, **named: P.kwargs) -> R:
+            wrong: Wrong = []
+            check_names(function.__name__, named, wrong, known, hints)
+            if (more := len(arguments) - len(placed)) > 0:
+                counted = f"{more} more {'was' if more == 1 else 'were'} given"
+                wrong.append(
+                    TypeError(f"{function.__name__}() takes {places} by their places, and {counted}; options are named, as in {example}")
+                )
+            if wrong:
+                raise refusal(wrong)
+            return function(*arguments, **named)
+
+        return checked
+
+    return decorate
+
+
+@_named("group=32", _OF_QUANTISE)
 @torch.no_grad()
 def quantise(
     x: Tensor, dtype: torch.dtype, *, group: int | None = None, scale_dtype: torch.dtype = torch.float32, layout: str = "bhsd"
@@ -155,6 +200,7 @@ def _as_bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
+@_named("page_table=table", _OF_APPEND)
 @writes("k_cache", "v_cache", "k_scale", "v_scale")
 def append(
     k_cache: Tensor,
@@ -178,9 +224,10 @@ def append(
         k_cache, v_cache: the cache. These, and its scales, may be cut out of one buffer, as long as no byte belongs to two of them.
         k, v: (B, Hkv, Snew, D) and (B, Hkv, Snew, Dv), or (B, Snew, Hkv, D) and (B, Snew, Hkv, Dv) with layout "bshd"; the cache's dtype.
             With cu_seqlens (Tnew, Hkv, D) and (Tnew, Hkv, Dv); layout is then only the cache's.
-        seqlens: int32 (B,): how many tokens of each sequence the cache holds. The new ones have the positions from there on.
-        page_table: for a paged cache. Sequences may share pages, but not one that is written into: no entry of the table that is in use
-            names it a second time. In host memory that is checked.
+        seqlens: int32 (B,): how many tokens of each sequence the cache holds. The new ones have the positions from there on. This,
+            page_table and cu_seqlens may be int64 as well in host memory.
+        page_table: int32 (B, n), for a paged cache. Sequences may share pages, but not one that is written into: no entry of the table
+            that is in use names it a second time. In host memory that is checked.
         cu_seqlens: int32 (B + 1,): the new tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1] - 1 of k and v. Rows after the
             last sequence are padding.
         rotary_cos, rotary_sin: (length, R), 2R <= D, floating point: the first 2R columns of k are rotated by the angles of their token's
@@ -232,7 +279,7 @@ def append(
         (k, scale_k), (v, scale_v) = _quantised_tokens({"k": (k, k_scale.dtype), "v": (v, v_scale.dtype)}, k_cache.dtype, tokens)
         _write(k_scale[..., None], v_scale[..., None], scale_k[..., None], scale_v[..., None], seqlens, table, cu_seqlens, bshd)
     _write(*map(_as_bytes, (k_cache, v_cache, k, v)), seqlens, table, cu_seqlens, bshd)
-    return seqlens + new
+    return (seqlens + new).int()
 
 
 def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pages: int, in_pages: bool) -> list[int] | None:
@@ -279,6 +326,7 @@ def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch
     return [_rounded(x, largest[name], dtype, None, 0, scale_dtype) for name, (x, scale_dtype) in given.items()]
 
 
+@_named("k_scale=scales", _OF_COPY)
 @writes("k_cache", "v_cache", "k_scale", "v_scale")
 def copy(
     k_cache: Tensor,
@@ -336,6 +384,7 @@ def copy(
             _copy(k_scale, v_scale, source, target)
 
 
+@_named('layout="bshd"', _OF_GATHER)
 @torch.no_grad()
 def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, layout: str = "bhsd") -> Tensor:
     """K or V of a paged cache as one tensor, a copy: (B, Hkv, n · page, D), or (B, n · page, Hkv, D) with layout "bshd".
@@ -343,7 +392,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     Args:
         cache: (pages, Hkv, page, D), or (pages, page, Hkv, D) with layout "bshd". For a quantised cache also its scales, one for each key
             and head, without the last axis, which the result then lacks, too.
-        page_table: int32 (B, n).
+        page_table: int32 (B, n); in host memory this and seqlens may be int64 as well.
         seqlens: int32 (B,): how many tokens each sequence has; None: all. After them come zeros, and also for pages that are not in the
             pool.
         layout: "bhsd" or "bshd".
@@ -439,7 +488,7 @@ def _(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
 
 def _check_lists(page_table: Tensor | None, seqlens: Tensor | None, batch: int | None = None) -> int:
     """Returns B."""
-    if page_table is not None and (page_table.dim() != 2 or page_table.dtype != torch.int32 or batch not in (None, page_table.shape[0])):
+    if page_table is not None and (page_table.dim() != 2 or not _is_integral(page_table) or batch not in (None, page_table.shape[0])):
         accepted = "(B, n)" if batch is None else f"({batch}, n)"
         raise refusing(
             ValueError,
@@ -447,13 +496,17 @@ def _check_lists(page_table: Tensor | None, seqlens: Tensor | None, batch: int |
             f"{page_table.dtype} of shape {tuple(page_table.shape)}; accepted is int32 {accepted}" + _as_int32("page_table", page_table),
         )
     batch = page_table.shape[0] if batch is None and page_table is not None else batch
-    if seqlens is not None and (seqlens.shape != (batch,) or seqlens.dtype != torch.int32):
+    if seqlens is not None and (seqlens.shape != (batch,) or not _is_integral(seqlens)):
         raise refusing(
             ValueError,
             "seqlens",
             f"{seqlens.dtype} of shape {tuple(seqlens.shape)}; accepted is int32 ({batch},)" + _as_int32("seqlens", seqlens),
         )
     return batch or 0
+
+
+def _is_integral(x: Tensor) -> bool:
+    return x.dtype == torch.int32 or (x.dtype == torch.int64 and x.is_cpu)
 
 
 def _as_int32(name: str, x: Tensor) -> str:
@@ -544,7 +597,7 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
         for name, n in axes.items()
         if given[name].dim() != n
     ]
-    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype != torch.int32):
+    if cu_seqlens is not None and (cu_seqlens.dim() != 1 or not len(cu_seqlens) or not _is_integral(cu_seqlens)):
         wrong.append(
             refusing(
                 ValueError,

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 Name = TypeVar("Name")
 _HOST_MARGIN = 1.5  # ratio of the GPU's time to the host's above which the host is safely ahead
 _CLOCK = 2e9  # Hz, about that of a GPU
+SPREAD = 2.0  # ratio of a figure's longest call to its shortest one, above which something else has run meanwhile
+BUSY = "the machine was busy: measure again"
 _LOAD = 0.05  # seconds of calls before those that count
 
 

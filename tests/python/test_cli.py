@@ -95,6 +95,20 @@ def test_info_says_where_kernels_are_kept_and_why_not(run, tmp_path, monkeypatch
     assert f"Kernel cache none, not {tmp_path}: others can write to it" in " ".join(run("info").output.split())
 
 
+def test_info_names_the_compiler_or_where_it_was_looked_for(run, tmp_path, monkeypatch):
+    assert re.search(r"NVRTC +\d+\.\d+ for sm_\d+, .*libnvrtc\.so\.\d+", run("info").output)
+    monkeypatch.setenv("STROBE_NVRTC", str(tmp_path / "none"))
+    assert f"NVRTC no NVRTC that compiles for sm_90 (looked in STROBE_NVRTC={tmp_path / 'none'}" in " ".join(run("info").output.split())
+
+
+def test_a_function_is_told_from_a_command(run):
+    for name, call in (("explain", "strobe.explain(q, k, v)"), ("engines", "strobe.engines()")):
+        done = run(name)
+        assert done.exit_code == 2
+        assert f"{name} is a Python function: {call}" in done.output
+    assert "No such command 'explian'" in run("explian").output
+
+
 def test_a_missing_package_has_its_remedy(run, monkeypatch):
     monkeypatch.setattr(requirements.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else name)
     done = run("train")
@@ -174,6 +188,7 @@ HOSTILE = {
         (["--arch", "sm_90"], "--arch: 'sm_90'; accepted is the compute capability times ten, e.g. 90 for an H100 or H200"),
         (["--arch", "9" * 30], "--arch: '999"),
         (["--arch", "0"], "--arch: '0'; accepted"),
+        (["--arch", "35"], "--arch: '35'; accepted is the compute capability times ten, e.g. 90 for an H100 or H200, from 61 on"),
         (["--arch", "90", "--dtype", "int8"], "--dtype: 'int8'; accepted are bfloat16, float16, float32, float64"),
         (["--arch", "90", "--feature", "x"], "--feature: 'x'; accepted are plain, causal, "),
         (["--arch", "90", "--head-dim", "0"], "Invalid value for '--head-dim': "),
@@ -322,7 +337,10 @@ def test_prewarm_ends_when_it_is_interrupted(tmp_path):
             assert process.poll() is None
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(60) != 0
+        said = process.communicate(timeout=60)[0].decode()  # to the end of the last process
+        assert process.returncode != 0
+        assert "Aborted!" in said
+        assert "resource_tracker" not in said
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -468,6 +486,28 @@ def test_bench_prints_and_keeps_its_figures(run, monkeypatch, tmp_path):
     assert not {"masks", "memory"} & set(report)
 
 
+@pytest.mark.parametrize(("longest", "brief"), [(1.9, True), (7.0, True), (7.0, False)])
+def test_bench_says_that_the_machine_was_busy(run, monkeypatch, longest, brief):
+    """One call of a figure stalls. If calls are brief, the median is that of more of them."""
+    asked = []
+
+    def samples(functions, repeats):
+        asked.append(repeats)
+        return {name: [x * (1e-3 if brief else 1.0) for x in [1.0] * (repeats - 1) + [longest]] for name in functions}
+
+    monkeypatch.setattr(bench, "SHAPES", ((1, 1, 16, 16),))
+    monkeypatch.setattr(bench, "DTYPES", ("float32",))
+    monkeypatch.setattr(bench, "samples", samples)
+    monkeypatch.setattr(peak, "measure", lambda threads: {})
+    done = run("bench", "--repeats", 5)
+    assert done.exit_code == 0, done.output
+    stalls = longest > timing.SPREAD
+    assert asked == ([5, 10] if stalls and brief else [5]) * 4  # masks and directions
+    said = "warning in 4 of 4 figures the longest call took more than 2 times as long as the shortest one (at most 7.0 times); the machine "
+    assert (said + "was busy: measure again" in done.output) == stalls
+    assert ("warning" in done.output) == stalls
+
+
 def test_tables_fit_80_columns():
     speed = {"dtype": "bfloat16", "direction": "backward", "causal": True, "strobe_flops": 1.2e12, "torch_flops": 1.1e12}
     speeds = [{**speed, "shape": shape, "ratio": 12.69, "share_of_peak": 1.19} for shape in bench.SHAPES]
@@ -486,11 +526,11 @@ def test_mask_rows_compare_equal_work(monkeypatch):
 
     def medians(functions, repeats):
         results.append({name: function() for name, function in functions.items()})
-        return {"masked": 1.2, "without": 1.0}
+        return {"masked": 1.2, "without": 1.0}, 1.1
 
     monkeypatch.setattr(bench, "MASK_SHAPE", (2, 256, 16))
     monkeypatch.setattr(bench, "DTYPES", ("float32",))
-    monkeypatch.setattr(bench, "medians", medians)
+    monkeypatch.setattr(bench, "_medians", medians)
     rows = bench.masks(1)
     assert [row["cost"] for row in rows] == [pytest.approx(0.2)] * 3
     padding, *halves = results
@@ -574,8 +614,18 @@ def test_interrupt_and_resume_is_the_whole_run(run, tmp_path, monkeypatch):
     assert all(summary.pop("tokens_per_second") > 0 for summary in summaries)
     assert summaries[0] == summaries[1]
     assert f"no attention: {tmp_path / 'parts' / 'no-attention.pt'} does not exist; starts at step 0" in done.output
-    assert train(run, tmp_path / "parts").exit_code == 0  # from the beginning; existing files are kept
+    assert "warning" not in done.output
+    done = train(run, tmp_path / "parts")  # from the beginning; existing files are kept
+    assert done.exit_code == 0
+    assert f"warning {tmp_path / 'parts'} has an earlier run: its checkpoints are renamed to *.previous.pt" in done.output
+    assert done.output.startswith("warning")
     assert (tmp_path / "parts" / "attention.previous.pt").exists()
+
+
+def test_resuming_nothing_is_warned_of(run, tmp_path):
+    done = train(run, tmp_path, "--resume", "--no-ablation")
+    assert done.exit_code == 0, done.output
+    assert f"warning --resume: {tmp_path} has no checkpoint; the run starts at step 0" in done.output
 
 
 def test_train_takes_a_text(run, tmp_path):

@@ -187,3 +187,11 @@ def test_a_mask_that_does_not_broadcast():
     q, k, v = leaves((2, 3, 4, 9, 16), (2, 3, 4, 11, 16), (2, 3, 4, 11, 16))
     with pytest.raises(ValueError, match=r"attn_mask: shape \(2, 1, 9, 11\); accepted is one that broadcasts to \(2, 3, 4, 9, 11\)"):
         scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(2, 1, 9, 11, dtype=torch.bool, device=DEVICE))
+
+
+def test_names_of_other_functions_are_answered():
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'causal'; did you mean is_causal\?$"):
+        scaled_dot_product_attention(q, q, q, causal=True)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'return_lse'$"):
+        scaled_dot_product_attention(q, q, q, return_lse=True)

@@ -911,7 +911,28 @@ def test_an_unknown_engine_names_each_once_and_the_closest():
     message = expect("engine", good() | {"engine": "cpu-baselin"})
     assert message.endswith("or None for the fastest; did you mean cpu-baseline?")
     names = re.search("accepted are (.*), or None", message)[1].split(", ")
-    assert names == [name for name, _ in strobe.engines()]
+    assert names == [name for name, _ in strobe.engines() if not name.startswith("cuda-") and name != "ladder-tensor-cores"]
+
+
+@pytest.mark.parametrize("engine", ["cuda", "cuda-mm"])
+def test_no_engine_of_another_device_is_proposed(engine):
+    assert "cuda-" not in expect("engine", good() | {"engine": engine}).partition(";")[2]
+    with pytest.raises(ValueError, match=r"accepted are cuda-sm90.* did you mean cuda-mma\?$"):  # a module may move to a GPU
+        strobe.nn.FlashAttention(D, engine="cuda-mm")
+
+
+def test_an_array_of_one_number_has_a_way_out():
+    assert expect("max_seqlen_q", good() | {"max_seqlen_q": torch.tensor(30)}) == (
+        "max_seqlen_q: torch.Tensor; accepted is an integer; max_seqlen_q.item()"
+    )
+    assert expect("scale", good() | {"scale": torch.tensor([0.5])}).endswith("accepted is a number; scale.item()")
+    assert expect("scale", good() | {"scale": torch.ones(2)}).endswith("accepted is a number")
+
+
+def test_a_block_that_is_too_small_is_told_in_pythons_words():
+    message = expect("block_mask", good() | {"block_mask": strobe.BlockMask.causal(SQ, SK, 8, 16)})
+    assert message.startswith("block_mask: block_q: 8; accepted are the multiples of 16 up to ")
+    assert "block_rows" not in message
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
@@ -931,7 +952,8 @@ def test_options_by_place_are_refused():
     [
         ("p", "did you mean dropout?"),
         ("return_attn_probs", "did you mean return_lse?"),
-        ("is_causal", "did you mean causal?"),
+        ("is_causal", 'did you mean causal? Where Sq and Sk differ, beside alignment="top_left"'),
+        ("cache_seqlens", "did you mean seqused_k?"),
         ("attn_mask", "did you mean mask (bool, True = attend) or bias"),
         ("dropout_p", "did you mean dropout?"),
         ("enable_gqa", "k and v may have fewer heads than q"),

@@ -149,7 +149,8 @@ def test_a_call_that_stalls_is_warned_of(run, tmp_path, monkeypatch):
     done = run("--quick", "--device", "cpu", "--figure", "h", "--measure-only", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     assert done.output.count("warning") == 1
-    assert "warning h-fused, fused: its calls took 0.05 to 4.42 s" in done.output
+    assert "warning h-fused, fused: its calls took 0.05 to 4.42 s; the machine was busy: measure again" in done.output
+    assert done.output.startswith("h-fused (1 of 1): 1 case\n")
     assert read_csv(tmp_path / "h-fused.csv")[0] == apart
 
 
@@ -216,6 +217,7 @@ def test_every_figure_is_measured_and_drawn(run, tmp_path):
         assert all(row.get("note") in (None, "no GPU") for row in rows), rows
         svg, png = (tmp_path / f"{title}.svg").read_text(), (tmp_path / f"{title}.png").read_bytes()
         assert "one thread; PyTorch" in svg
+        assert "quick: smaller shapes, no measurement" in svg
         assert len(svg) < 100_000
         assert png.startswith(b"\x89PNG")
         assert len(png) < 80_000

@@ -217,7 +217,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"^k_cache, v_cache: too small at \[0\]: they have room for 4 tokens, hold 2 \(seqlens\) and are to get 3 more; ",
     ),
     ({"seqlens": torch.tensor([-1, 0], dtype=torch.int32)}, r"^seqlens: -1 at \[0\]"),
-    ({"seqlens": torch.tensor([1, 0])}, r"^seqlens: torch.int64 of shape \(2,\); accepted is int32 \(2,\)"),
+    ({"seqlens": torch.tensor([1, 0]).short()}, r"^seqlens: torch.int16 of shape \(2,\); accepted is int32 \(2,\)"),
     ({"page_table": TABLE[:1]}, r"^page_table: torch.int32 of shape \(1, 2\); accepted is int32 \(2, n\)"),
     ({"page_table": TABLE + 1}, r"^page_table: page 4 at \[1, 1\]; accepted are 0 to 3, the pages of the cache"),
     (
@@ -236,7 +236,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rotary_cos": torch.ones(2, 4), "rotary_sin": torch.ones(2, 4)}, "^rotary_cos, rotary_sin: length 2; accepted is 7 or more"),
     ({"layout": "sbhd"}, "^layout: "),
     ({"cu_seqlens": CU}, r"^k: shape \(2, 2, 1, 8\); accepted are three axes, with cu_seqlens\nv: "),
-    ({"cu_seqlens": CU.long(), **PACKED}, r"^cu_seqlens: torch.int64 of shape \(3,\); accepted is int32 \(B \+ 1,\)"),
+    ({"cu_seqlens": CU.short(), **PACKED}, r"^cu_seqlens: torch.int16 of shape \(3,\); accepted is int32 \(B \+ 1,\)"),
     (
         {"cu_seqlens": CU + 1, **PACKED},
         r"^cu_seqlens: \[1, 4, 4\]; accepted are numbers from 0 to at most 3, the rows of k, that never fall",
@@ -269,6 +269,49 @@ def test_what_does_not_fit_writes_nothing(wrong, message):
         strobe.kv.append(**given)
     assert not given["k_cache"].any()
     assert not given["v_cache"].any()
+
+
+CALLS = {
+    "append": ({"seqused_k": "seqlens", "cu_seqlens_k": "cu_seqlens", "block_table": "page_table", "pagetable": "page_table"}, 5),
+    "copy": ({"src": "source", "targets": "target"}, 4),
+    "gather": ({"cache_seqlens": "seqlens", "k_cache": "cache"}, 3),
+    "quantise": ({"k_scale_group": "group", "scale_dtyp": "scale_dtype"}, 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_wrong_names_and_places_are_answered(name):
+    function, (hints, places) = getattr(strobe.kv, name), CALLS[name]
+    for wrong, right in hints.items():
+        with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument '{wrong}'; did you mean {right}\?$"):
+            function(*[torch.zeros(1)] * places, **{wrong: None})
+    with pytest.raises(
+        TypeError, match=rf"^{name}\(\) takes \w+.* and \w+ by their places, and 2 more were given; options are named, as in \w+="
+    ):
+        function(*[torch.zeros(1)] * (places + 2))
+    with pytest.raises(TypeError, match=rf"^{name}\(\) missing "):
+        function()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="int64 is accepted in host memory")
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_lists_in_host_memory_may_be_int64(layout):
+    """The result is int32 in any case."""
+    found = []
+    for dtype in (torch.int32, torch.int64):
+        k_cache, v_cache, table = cache(layout)
+        lists = {"seqlens": ints(*USED).to(dtype), "page_table": table.to(dtype)}
+        used = strobe.kv.append(k_cache, v_cache, *new_tokens(3, layout), layout=layout, **lists)
+        lists["seqlens"] = used.to(dtype)
+        read = strobe.kv.gather(k_cache, layout=layout, **lists)
+        found.append((used, k_cache, v_cache, read))
+    for x, y in zip(*found, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)
+    with pytest.raises(ValueError, match=r"^seqlens: 4294967297 at \[0\]; accepted are 0 to"):
+        strobe.kv.append(
+            k_cache, v_cache, *new_tokens(3, layout), ints(*USED).long() + 2**32 - ints(*USED) + 1, page_table=table, layout=layout
+        )
 
 
 def test_kinds():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -201,7 +202,11 @@ def test_a_step_that_fails_is_told_and_the_server_goes_on(serve, trained, alone,
         (b"[" * 100_000, "body: "),
         (b'{"prompt": "\\ud800"}', "prompt: '\\ud800' in it, half of a character; accepted is a text"),
         (b"[]", "body: accepted is a JSON object with prompt, max_tokens, temperature, seed"),
-        (b'{"promt": "x"}', "body: accepted is"),
+        (
+            b'{"promt": "x"}',
+            "promt: no such field; accepted is a JSON object with prompt, max_tokens, temperature, seed; did you mean prompt?",
+        ),
+        (b'{"prompt": "x", "\\n": 1}', r"\n: no such field; accepted is"),
         (b'{"prompt": 3}', "prompt: 3; accepted is a text"),
         (b'{"max_tokens": 0}', "max_tokens: 0; accepted are 1 to 192"),
         (b'{"max_tokens": true}', "max_tokens: True; accepted is a number"),
@@ -223,6 +228,18 @@ def test_what_cannot_be_answered_is_refused(serve, trained, body, message):
             assert not engine.queue
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no checkpoint"])
+def test_a_wrong_checkpoint_is_told_in_a_line(tmp_path, content):
+    path = tmp_path / "attention.pt"
+    if content is not None:
+        path.write_bytes(content)
+    done = subprocess.run([sys.executable, EXAMPLE / "server.py", path], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == f"loading {path}, and the tokenizer of its text\n"
+    assert done.stderr.startswith(f"server.py: checkpoint: {path} ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_an_unknown_charset_is_no_error_of_the_server(serve, trained):

@@ -18,12 +18,14 @@ from strobe import attention
 from strobe._refusals import refusing
 from strobe.arrays.torch import TORCH
 
-from ._words import flag_or_refusal, in_words_of, mask_or_bias, tensor_or_refusal
+from ._words import flag_or_refusal, in_words_of, mask_or_bias, names_checked, tensor_or_refusal
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}
 _NAMES |= {"causal": "is_causal", "return_lse": "enable_gqa"}
+_HINTS = {own: theirs for own, theirs in _NAMES.items() if own != "return_lse"} | dict.fromkeys(("softmax_scale", "sm_scale"), "scale")
 
 
+@names_checked(_HINTS)
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,

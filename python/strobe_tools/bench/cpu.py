@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +18,7 @@ from strobe_tools import machine
 from strobe_tools.bench import gpu, ladder, memory, peak
 from strobe_tools.requirements import require
 from strobe_tools.table import table
-from strobe_tools.timing import flops, medians
+from strobe_tools.timing import BUSY, SPREAD, flops, samples
 from strobe_tools.values import PATH, writable
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ SHAPES = ((1, 8, 2048, 64), (1, 4, 2048, 128))
 DTYPES = ("float32", "bfloat16")
 LENGTHS = (4096, 16384)
 MASK_SHAPE = (8, 2048, 64)  # heads, length, head dimension
+_BRIEF = 2.0  # seconds of a figure's calls, up to which twice as many more are made if they differ
 
 
 def _normal(*shape: int, dtype: str) -> Tensor:
@@ -59,6 +61,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
+def _medians(functions: dict[str, Callable[[], Any]], repeats: int) -> tuple[dict[str, float], float]:
+    """Seconds of each function, and the largest ratio of a function's longest call to its shortest one. If that is large and the calls are
+    brief, the medians are those of more calls."""
+    found = samples(functions, repeats)
+    if _spread(found) > SPREAD and sum(map(sum, found.values())) < _BRIEF:
+        more = samples(functions, 2 * repeats)
+        found = {name: seconds + more[name] for name, seconds in found.items()}
+    return {name: statistics.median(seconds) for name, seconds in found.items()}, _spread(found)
+
+
+def _spread(found: dict[str, list[float]]) -> float:
+    return max(max(seconds) / min(seconds) for seconds in found.values())
+
+
 def speed(repeats: int, peaks: dict[str, float]) -> list[dict[str, Any]]:
     """A row for each shape, dtype, mask and direction."""
     rows: list[dict[str, Any]] = []
@@ -72,7 +88,7 @@ def speed(repeats: int, peaks: dict[str, float]) -> list[dict[str, Any]]:
                 }
                 for backward in (False, True):
                     runs = {name: _backward(f, leaves) if backward else _forward(f) for name, f in attends.items()}
-                    seconds = medians(runs, repeats)
+                    seconds, spread = _medians(runs, repeats)
                     work, most = flops(shape, backward, causal), peak.of_dtype(peaks, dtype)
                     rows.append(
                         {
@@ -84,6 +100,7 @@ def speed(repeats: int, peaks: dict[str, float]) -> list[dict[str, Any]]:
                             "torch_flops": work / seconds["torch"],
                             "ratio": seconds["torch"] / seconds["strobe"],
                             "share_of_peak": work / seconds["strobe"] / most if most else None,
+                            "spread": spread,
                         }
                     )
     return rows
@@ -123,8 +140,8 @@ def masks(repeats: int) -> list[dict[str, Any]]:
                 leaves, options = call
                 return lambda: torch.autograd.grad(strobe.attention(*leaves, **options).sum(), leaves)
 
-            seconds = medians({"masked": both(calls[0]), "without": both(calls[1])}, repeats)
-            rows.append({"mask": name, "dtype": dtype, **seconds, "cost": seconds["masked"] / seconds["without"] - 1})
+            seconds, spread = _medians({"masked": both(calls[0]), "without": both(calls[1])}, repeats)
+            rows.append({"mask": name, "dtype": dtype, **seconds, "cost": seconds["masked"] / seconds["without"] - 1, "spread": spread})
     return rows
 
 
@@ -136,6 +153,17 @@ def memory_use() -> list[dict[str, Any]]:
         slope = (peaks[LENGTHS[1]] - peaks[LENGTHS[0]]) / (LENGTHS[1] - LENGTHS[0])
         rows.append({"dtype": dtype, "bytes": peaks, "bytes_per_token": slope})
     return rows
+
+
+def _warn(rows: list[dict[str, Any]], console: Console) -> None:
+    """Of figures whose calls differ much, because something else ran meanwhile."""
+    apart = [row["spread"] for row in rows if row["spread"] > SPREAD]
+    if apart:
+        console.print(
+            f"[yellow]warning[/yellow] in {len(apart)} of {len(rows)} figures the longest call took more than {SPREAD:g} times as long as "
+            f"the shortest one (at most {max(apart):.1f} times); {BUSY}",
+            soft_wrap=True,
+        )
 
 
 def _speed_table(rows: list[dict[str, Any]]) -> Table:
@@ -196,10 +224,12 @@ def command(context: click.Context, json_path: Path | None, with_memory: bool, w
     with console.status("measuring speed"):
         report["speed"] = speed(repeats, peaks)
     console.print(_speed_table(report["speed"]))
+    _warn(report["speed"], console)
     if with_masks:
         with console.status("measuring masks"):
             report["masks"] = masks(repeats)
         console.print(_mask_table(report["masks"]))
+        _warn(report["masks"], console)
     if with_memory:
         with console.status("measuring memory"):
             report["memory"] = memory_use()

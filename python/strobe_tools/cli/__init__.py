@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 
@@ -14,7 +15,18 @@ from strobe_tools.figures import command as figures
 from strobe_tools.train import command as train
 
 
-@click.group(context_settings={"show_default": True})
+class _Commands(click.Group):
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0] if args else ""
+        if name not in self.commands and name in strobe.__all__ and inspect.isfunction(function := getattr(strobe, name)):
+            needed = (
+                x.name for x in inspect.signature(function).parameters.values() if x.default is x.empty and x.kind is not x.VAR_KEYWORD
+            )
+            ctx.fail(f"{name} is a Python function: strobe.{name}({', '.join(needed)})")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings={"show_default": True})
 @click.version_option(strobe.__version__, message="%(version)s", help="Print the version and leave.")
 def app() -> None:
     """Strobe: exact attention, forward and backward, in memory linear in the sequence length."""

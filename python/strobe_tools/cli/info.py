@@ -42,6 +42,12 @@ def compiled_for() -> list[int]:
     return [int(cc) for cc in _known_of_cuda("compiles for: ").split(", ") if cc.isdecimal()]
 
 
+def _compilers() -> str:
+    """The NVRTC that is found for each kind of GPU here, or where it was looked for."""
+    about = told(lib.strobe_cuda_info)
+    return about[about.index("NVRTC: ") : about.index("compiles for: ")].replace("NVRTC: ", "").rstrip()
+
+
 def _known_of_cuda(begin: str) -> str:
     return next(line.removeprefix(begin) for line in told(lib.strobe_cuda_info).splitlines() if line.startswith(begin))
 
@@ -52,8 +58,10 @@ def command() -> None:
     console = Console()
     facts = Table(show_header=False, box=None)
     facts.add_column(style="bold")
-    told = {"Strobe": strobe.__version__, **machine.describe(), "PyTorch": _torch(), "NumPy": _numpy(), "Kernel cache": kernel_cache()}
-    for name, fact in told.items():
+    facts.add_column(overflow="fold")  # a path is of use only whole
+    found = {"Strobe": strobe.__version__, **machine.describe(), "PyTorch": _torch(), "NumPy": _numpy()}
+    found |= {"NVRTC": _compilers(), "Kernel cache": kernel_cache()}
+    for name, fact in found.items():
         facts.add_row(name, escape(fact))
     console.print(facts)
     engines = Table(title="Engines", title_justify="left")

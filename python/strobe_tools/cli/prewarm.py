@@ -140,7 +140,7 @@ _ARCH = "compute capability times ten, e.g. 90 for an H100 or H200"
 
 def _arch(given: str) -> int:
     if not given.isdecimal() or not _OLDEST <= int(given[:9]) <= 999:
-        raise click.BadParameter(f"{given!r}; accepted is the {_ARCH}", param_hint="--arch")
+        raise click.BadParameter(f"{given!r}; accepted is the {_ARCH}, from {_OLDEST} on", param_hint="--arch")
     return int(given)
 
 
@@ -206,6 +206,7 @@ def command(
         missing = _announce(asked, small, processes, cache, console)
         with (
             Progress("kernels compiled", len(missing), console) as progress,
+            _without_words_of_the_tracker(),
             ProcessPoolExecutor(min(processes, len(asked)), mp_context=get_context("spawn"), initializer=_leave_interrupts) as pool,
             _ended_by_interrupts(),
         ):
@@ -264,6 +265,20 @@ def _ended_by_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _without_words_of_the_tracker() -> Iterator[None]:
+    """After Ctrl-C a process of Python's, which is started within this, removes the pool's semaphores: it would warn of each."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join([*([before] if before else []), "ignore:resource_tracker:UserWarning"])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def _leave_interrupts() -> None:

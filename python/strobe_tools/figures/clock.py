@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from strobe_tools.timing import samples, samples_on_gpu
+from strobe_tools.timing import SPREAD, samples, samples_on_gpu
 
 if TYPE_CHECKING:
     from .case import Setting
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 Call = Callable[[], Any]
 LEAST_REPEATS, MOST_REPEATS = 3, 15
 PATIENCE = 20  # times the budget: if a call takes longer, the first one counts as well
-SPREAD = 2.0  # ratio of a point's longest call to its shortest one, above which something else has run meanwhile
 DIFFERS = "its calls took "  # begins the note of such a point
 STARTING = 10.0  # seconds that a first call on a GPU may take to load libraries and compile kernels
 

@@ -21,6 +21,10 @@ from strobe_tools.requirements import require
 from strobe_tools.values import PATH
 
 MACHINE = "machine.json"
+_LETTERS = (
+    "a: standard against flash, b: block size, c: block sparsity, d and e: runtime and memory over the length, f: the ladder, g: peers, "
+    "h: fused against op by op (docs/figures.md)"
+)
 
 
 def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: float, console: Console) -> None:
@@ -29,6 +33,7 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
     from strobe_tools.figures.case import Setting, write_csv
     from strobe_tools.figures.clock import DIFFERS
     from strobe_tools.figures.measure import FIGURES
+    from strobe_tools.timing import BUSY
 
     setting = Setting(device, quick, budget)
     torch.set_num_threads(1)  # on the CPU the processor time of one thread is measured
@@ -47,10 +52,12 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
         raise click.BadParameter(f"{out}: {reason.strerror}; accepted is a folder to write to", param_hint="--out") from None
     columns = (TextColumn("{task.description:45}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        for name in wanted:
+        for number, name in enumerate(wanted, 1):
             title, cases = FIGURES[name]
             rows: list[Row] = []
             steps = cases(setting)
+            if not console.is_terminal:  # there the bar says it
+                console.print(f"{title} ({number} of {len(wanted)}): {len(steps)} {'cases' if len(steps) > 1 else 'case'}")
             task = progress.add_task(title, total=len(steps))
             for case in steps:
                 progress.update(task, description=f"{title}: {case.name}")
@@ -58,7 +65,9 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
                 rows += found
                 for row in found:
                     if (note := str(row.get("note", ""))).startswith(DIFFERS):
-                        progress.console.print(f"[yellow]warning[/yellow] {escape(f'{title}, {_point(row)}: {note}')}", soft_wrap=True)
+                        progress.console.print(
+                            f"[yellow]warning[/yellow] {escape(f'{title}, {_point(row)}: {note}; {BUSY}')}", soft_wrap=True
+                        )
                 write_csv(out / f"{title}.csv", rows)
                 progress.advance(task)
             progress.update(task, description=title)
@@ -73,7 +82,7 @@ def _point(row: Row) -> str:
 
 @click.command(short_help="Measure and draw the papers' figures.")
 @click.option("--out", type=PATH, default=Path("figures"), help="Where the CSV, PNG and SVG files go.")
-@click.option("--figure", multiple=True, help="Of a, b, c, d, e, f, g, h, and again for another; by default all.")
+@click.option("--figure", multiple=True, help=f"{_LETTERS}; again for another; by default all.")
 @click.option("--device", help="cpu or cuda; by default the GPU if there is one.")
 @click.option("--quick", is_flag=True, help="Smaller shapes: a look in a few minutes, not a measurement.")
 @click.option("--measure-only", is_flag=True, help="Write the CSV files, draw nothing; needs no matplotlib.")

@@ -66,6 +66,8 @@ STYLE: Any = {
 def draw(out: Path, wanted: Iterable[str], machine: dict[str, Any]) -> Iterator[Path]:
     """Draws those figures of `wanted` whose CSV lies in `out`; yields the PNG files."""
     where = f"{machine['device']}; PyTorch {machine['torch']}, Strobe {machine['strobe']}, {machine['date']}"
+    if machine.get("quick"):
+        where = f"quick: smaller shapes, no measurement; {where}"
     with mpl.rc_context(STYLE):
         for name in wanted:
             title = FIGURES[name][0]

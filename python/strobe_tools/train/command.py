@@ -45,7 +45,7 @@ def _overrides(config: Config, assignments: Iterable[str]) -> dict[str, Any]:
 @click.option("--text", type=PATH, help="A text file or a folder of them; by default the standard library's sources.")
 @click.option("--attention", help=f"How the model attends: {_ATTENTIONS}.")
 @click.option("--out", type=PATH, help="For checkpoints, loss.png, sample.txt, summary.json; by default runs/CONFIG.")
-@click.option("--resume", is_flag=True, help="Go on from the checkpoints in the output folder, bit for bit.")
+@click.option("--resume", is_flag=True, help="Go on from the checkpoints in the output folder, bit for bit; without any, start at step 0.")
 @click.option("--steps", type=int, help="How many steps of the optimizer.")
 @click.option("--epochs", type=float, help="How many passes over the text, in place of --steps.")
 @click.option("--precision", help=f"Of the matrix products: {_PRECISIONS}.")

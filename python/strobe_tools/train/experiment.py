@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from strobe_tools.train import data
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from strobe_tools.train.ranks import Ranks
 
 CUT = "--- how the model goes on:"
+_MAIN, _ABLATION = "attention.pt", "no-attention.pt"
 
 
 def train(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console, ranks: Ranks | None = None) -> Result:
@@ -35,6 +37,8 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
     out.mkdir(parents=True, exist_ok=True)
     if ranks is not None and not ranks.is_first:
         ranks.barrier()  # until the first one has trained and stored the tokenizer
+    if ranks is None or ranks.is_first:
+        _say_what_is_there(out, resume, console)
     with console.status("gathering the text, training its tokenizer"):
         corpus = data.load(text, vocab_size=config.vocab_size, most_bytes=config.text_bytes)
     if ranks is not None and ranks.is_first:
@@ -43,11 +47,11 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
         f"Text: {text or 'the standard library of this Python'}, {_size(corpus.text_bytes)}, vocabulary "
         f"{corpus.tokenizer.get_vocab_size():,}, {len(corpus.train):,} tokens to learn from, {len(corpus.validation):,} held back"
     )
-    main = _run(config, corpus, out / "attention.pt", resume, console, config.attention, ranks)
+    main = _run(config, corpus, out / _MAIN, resume, console, config.attention, ranks)
     ablation: History | None = None
     if config.ablation and config.attention != "none":
         without = main.config.replace(attention="none")
-        ablation = _run(without, corpus, out / "no-attention.pt", resume, console, "no attention", ranks).history
+        ablation = _run(without, corpus, out / _ABLATION, resume, console, "no attention", ranks).history
     bigram = data.bigram_entropy(corpus.train.numpy(), main.validation.numpy(), config.vocab_size)
     result = Result(config.attention, main.history, ablation, bigram, config.must_learn)
     if ranks is not None and not ranks.is_first:
@@ -80,6 +84,19 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
     console.print(result.verdict, style="bold green" if result.learned else "bold")
     console.print(f"Loss curves: {out / 'loss.png'}; figures: {out / 'summary.json'}; sampled text: {out / 'sample.txt'}")
     return result
+
+
+def _say_what_is_there(out: Path, resume: bool, console: Console) -> None:
+    """Before the work: that nothing can be resumed, or that the results of an earlier run will be replaced."""
+    checkpoints = [path for path in (out / _MAIN, out / _ABLATION) if path.exists()]
+    warning, folder = "[yellow]warning[/yellow]", escape(str(out))
+    if resume and not checkpoints:
+        console.print(f"{warning} --resume: {folder} has no checkpoint; the run starts at step 0")
+    elif not resume and (checkpoints or (out / "summary.json").exists()):
+        console.print(
+            f"{warning} {folder} has an earlier run: its checkpoints are renamed to *.previous.pt, in place of older ones of that name, "
+            "and loss.png, sample.txt and summary.json are replaced at the end. --resume goes on from it, --out names another folder"
+        )
 
 
 def _run(
