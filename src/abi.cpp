@@ -44,7 +44,7 @@ thread_local Failure last;
 
 int32_t fail(strobe_status status, const char *what, const std::vector<Refusal> &refusals = {}) noexcept {
   try {
-    last = Failure(what, refusals); // whose vectors keep their places in memory
+    last = Failure(what, refusals); // a move keeps the vectors' places in memory
   } catch (...) {
     last = {}; // there is no memory even for the text
   }
@@ -137,7 +137,7 @@ const Engine *engine_at(int32_t index) {
   return index >= 0 && static_cast<size_t>(index) < list.size() ? list[index] : nullptr;
 }
 
-// Reports on a call's kernels for a GPU that need not be present.
+// Writes the text of `says`, about a call's kernels, for a GPU that need not be present.
 int32_t ahead_of_time(std::string (*says)(const Problem &, Direction, int cc), const strobe_attention *a, const strobe_tensors *t,
                       int32_t direction, int32_t compute_capability, char *text, size_t capacity, size_t *needed) {
   return guarded([&] {

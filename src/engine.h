@@ -17,7 +17,7 @@ struct Plan {
   uint64_t workspace_bytes = 0;
   double predicted_seconds = 0;
   std::vector<std::string> notes;      // what was rounded or fell back, and why; explain() prints them
-  std::shared_ptr<const void> program; // the engine's own: results that run() need not compute again
+  std::shared_ptr<const void> program; // what the engine keeps from planning, so that run() need not compute it again
 };
 
 using Workspace = std::unique_ptr<void, std::function<void(void *)>>;
@@ -27,20 +27,20 @@ class Engine {
 public:
   virtual ~Engine() = default;
   virtual const char *name() const = 0;
-  virtual int32_t device_type() const { return STROBE_CPU; } // the device of its tensors
+  virtual int32_t device_type() const { return STROBE_CPU; } // the device of the tensors that the engine takes
   // The reason why this engine cannot run on this machine at all; empty if it can. Only the engines of a problem's device are asked: a CUDA
   // driver that was once initialised cannot be used after a fork.
   virtual std::string missing() const = 0;
-  // True: runs only when asked for by name (the oracle).
+  // Whether the engine runs only when asked for by name (the oracle, the ladder).
   virtual bool only_by_name() const { return false; }
   virtual Answer plan(const Problem &, const Execution &, Direction) const = 0;
-  // A workspace of the call's own, freed when the call returns.
+  // A workspace for one call, freed when the call returns.
   virtual Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const;
-  // The workspace holds at least plan.workspace_bytes, 256-byte aligned.
+  // Runs a plan. The workspace holds at least plan.workspace_bytes, 256-byte aligned.
   virtual void run(const Problem &, const Execution &, Direction, const Plan &, void *workspace) const = 0;
 };
 
-// The one list, in src/engines.cpp.
+// All engines, as src/engines.cpp lists them.
 const std::vector<const Engine *> &engines();
 // Every engine's answer, and the choice: the plan with the least predicted time.
 struct Choice {
@@ -50,11 +50,11 @@ struct Choice {
   };
   std::vector<Row> rows;
   int chosen = -1;      // index into rows; -1: none
-  bool follows = false; // chosen because the forward's engine is the same, not for the least predicted time
+  bool follows = false; // the engine was chosen because the forward's is the same, not for the least predicted time
 };
 Choice choose(const Problem &, const Execution &, Direction);
-// The same choice, where the caller asks the engines of the problem's device for plans, possibly for another machine than this one. `Ask`
-// is called for the problem and for variants of it.
+// The same choice, where the caller's Ask gets the answers of the engines of the problem's device, possibly for another machine than this
+// one. It is called for the problem and for variants of the problem.
 using Ask = std::function<Answer(const Engine &, const Problem &, Direction)>;
 Choice choose(const Problem &, Direction, const Ask &);
 

@@ -47,7 +47,7 @@ const std::string &missing(const Engine &engine) {
 
 void check_engine(const char *wanted) {
   if (!wanted || !*wanted) return;
-  std::vector<std::string> names; // each name once: some engines have a form for each device
+  std::vector<std::string> names; // each name once, although some engines have a form for each device
   for (const Engine *engine : engines()) {
     if (engine->name() == std::string(wanted)) return;
     if (std::find(names.begin(), names.end(), engine->name()) == names.end()) names.push_back(engine->name());
@@ -67,7 +67,7 @@ static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
   x.data = reinterpret_cast<char *>(uintptr_t{256});
   x.stride[3] = 1, x.stride[2] = width, x.stride[1] = rows * width, x.stride[0] = heads * rows * width;
 }
-// The problem with dense tensors. It may be planned, but not run.
+// The problem with dense tensors, to be planned, but not run.
 static Problem stored_densely(Problem p) {
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k;
   for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
@@ -78,14 +78,14 @@ static Problem stored_densely(Problem p) {
 }
 
 // Whether the backward prefers the engine that the forward of the same call would choose. The backward's P is exp(S - LSE), and in fp32 on
-// a GPU two engines round S so differently that P would break the contract if S and LSE came from different ones.
+// a GPU two engines round S so differently that P would break the contract if S and LSE came from different engines.
 static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.wishes.engine.empty() && problem.dtype == DType::f32 &&
          problem.device_type != STROBE_CPU;
 }
 
-// With `invariant`, the choice is the first engine that supports the dtype, head dimensions and options of dense tensors. If it does not
-// support these tensors, no other engine replaces it, for their bits differ.
+// With `invariant`, the choice is the first engine that would support the call if its tensors were dense. If that engine does not support
+// the actual strides, no other engine replaces it, because the bits of two engines differ.
 static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
   const Problem dense = stored_densely(problem);
   choice.chosen = -1;
@@ -121,7 +121,7 @@ Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
   }
   if (problem.invariant && problem.wishes.engine.empty()) choose_first(choice, problem, direction, ask);
   if (choice.chosen >= 0 && follows_forward(problem, direction)) {
-    const int same = choose(problem, Direction::forward, ask).chosen; // both have one row per engine
+    const int same = choose(problem, Direction::forward, ask).chosen; // an index into either choice's rows: one per engine
     if (same >= 0 && same != choice.chosen && std::holds_alternative<Plan>(choice.rows[same].answer))
       choice.chosen = same, choice.follows = true;
   }
@@ -136,7 +136,7 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   });
 }
 
-// The problem with dense tensors and without options: they are what is not copied here. It may be planned, but not run.
+// The problem with dense tensors and without options (all that is not copied here), to be planned, but not run.
 static Problem without_options(const Problem &p) {
   Problem plain;
   plain.batch = p.batch, plain.heads = p.heads, plain.heads_kv = p.heads_kv, plain.head_dim = p.head_dim, plain.head_dim_v = p.head_dim_v;
@@ -144,13 +144,13 @@ static Problem without_options(const Problem &p) {
   plain.most_q = p.most_q, plain.most_k = p.most_k, plain.cu_seqlens_q = p.cu_seqlens_q, plain.cu_seqlens_k = p.cu_seqlens_k;
   plain.lists = p.lists, plain.forms = p.forms;
   plain.dtype = p.dtype, plain.device_type = p.device_type, plain.device_index = p.device_index;
-  plain.scale = p.scale, plain.bottom_right = p.bottom_right, plain.allow_tf32 = p.allow_tf32; // no engine refuses them
+  plain.scale = p.scale, plain.bottom_right = p.bottom_right, plain.allow_tf32 = p.allow_tf32; // no engine refuses these
   for (auto tensor : {&Problem::q, &Problem::k, &Problem::v, &Problem::out, &Problem::lse, &Problem::dout, &Problem::dlse, &Problem::dq,
                       &Problem::dk, &Problem::dv})
     plain.*tensor = p.*tensor;
   for (View *x : {&plain.k, &plain.v}) {
     x->page_size = x->pages_each = 0, x->page_table = nullptr;
-    if (*x) x->dtype = p.dtype; // not quantised
+    if (*x) x->dtype = p.dtype; // as if not quantised
   }
   return stored_densely(std::move(plain));
 }

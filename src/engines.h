@@ -4,17 +4,17 @@
 
 namespace strobe {
 
-// The reason why one of engines() cannot run on this machine (empty if it can); determined once, because it costs system calls.
+// The reason why one of engines() cannot run on this machine; empty if it can. It is determined once, because it takes system calls.
 const std::string &missing(const Engine &);
 
-// Throws Refused unless it is null, empty or the name of an engine.
+// Throws Refused unless `wanted` is null, empty or the name of an engine.
 void check_engine(const char *wanted);
 
-// Whether this row is the form for the other device of an engine that also has a form for the problem's device.
+// Whether this row is an engine's form for another device, where the engine also has a form for the problem's device.
 bool stands_elsewhere(const Choice::Row &, const Choice &, const Problem &);
 
-// The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if none supports the problem, or if `strict` forbids the one
-// that does: an engine further up the list is available and supports this dtype and shape, but not with these options.
+// The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if no engine supports the problem, or if `strict` forbids the
+// engine that does: an engine further up the list is available and supports this dtype and shape, but not with these options.
 struct Decision {
   const Engine *engine;
   const Plan &plan;

@@ -38,7 +38,7 @@ Prepared::Prepared(const strobe_attention *a, const strobe_tensors *t, const str
   problem_ = call.problem, problem_.lists.reset(); // each run has copies of its own
   threads_ = call.execution.threads, reserved_sms_ = call.execution.reserved_sms, engine_ = decision.engine, plan_ = decision.plan;
 
-  Reasons none; // the call's own reasons have been raised
+  Reasons none; // receives no reason: those against the call were raised when it was prepared
   const strobe_tensors given = read_versioned("tensors", t, none);
   for (const Field &field : kFields) {
     Was &was = was_.emplace_back();
@@ -65,7 +65,7 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
         reasons.add(field.name, Code::excluded, "given, where the call was prepared without one; accepted is {0}", Absent{"null"});
       continue;
     }
-    if (was.placed < 0) continue; // this direction does not use it
+    if (was.placed < 0) continue; // this direction does not use the tensor
     Footprint &bytes = placed[was.placed].bytes;
     if (bytes.begin == bytes.end) continue;
     if (!address) {
@@ -99,7 +99,7 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   if (const auto lists = own_lists(problem)) check_contents(problem, [&](const int32_t *list, int64_t) { return lists->at(list); });
   how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;
   const Execution execution = validate(&how);
-  if (update_longest(problem)) // planned again, like the full call
+  if (update_longest(problem)) // other lengths: the call is planned again
     perform(decide(problem, execution, direction_, choose(problem, execution, direction_)), problem, execution, direction_);
   else
     perform({engine_, plan_}, problem, execution, direction_);

@@ -1,4 +1,4 @@
-// A call that is prepared once, to be run often on other addresses.
+// A call that is prepared once and then runs often, each time on other addresses.
 #pragma once
 #include <vector>
 
@@ -19,10 +19,10 @@ private:
   struct Was {
     bool present = false;
     const char *address = nullptr;
-    int32_t placed = -1; // index into placed_; -1: this direction does not use it
+    int32_t placed = -1; // index into placed_; -1: this direction does not use the tensor
   };
 
-  Problem problem_; // its addresses are those of the call that was prepared
+  Problem problem_; // with the addresses of the call that was prepared
   Direction direction_;
   int32_t threads_, reserved_sms_;
   const Engine *engine_;

@@ -1,4 +1,4 @@
-// What is computed: the validated problem, as every engine sees it. Two things are an engine's own: Wishes, and Part::table.
+// What is computed: the validated problem, as every engine sees it. Only Wishes and Part::table concern single engines.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -69,13 +69,13 @@ struct Scales : View {
   }
 };
 
-// Rows of a sequence that the tensors hold: its rows [local, local + length) are the positions from start on.
+// Rows of a sequence that the tensors hold: rows [local, local + length) are the positions from `start` on.
 struct RowRange {
   int64_t start, length, local;
   __attribute__((always_inline)) int64_t end() const { return start + length; }
 };
 
-// The lists of a call with their shapes in the caller's memory, in the order of each_list (contents.h); the problem has their addresses.
+// The shapes and strides of a call's lists in the caller's memory, in the order of each_list (contents.h); Problem has their addresses.
 struct ListForms {
   enum {
 #define STROBE_LIST(name, place) name,
@@ -87,13 +87,13 @@ struct ListForms {
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
-// What the caller, or a tuning table in its place, wishes of the engine. Each wish is an engine's concern; another engine ignores it.
+// What the caller, or else a tuning table, requests of the engine. An engine ignores requests that it does not know.
 struct Wishes {
-  std::string engine;             // its name; empty: any
+  std::string engine;             // the engine's name; empty: any
   int64_t tile_q = 0, tile_k = 0; // 0: any; an engine takes the nearest tile that it has
   // Wishes of a tuning table for Hopper's kernels:
-  int64_t bundle = 0;             // heads whose tiles run together; 0: any
-  int64_t shares = 0;             // of the query heads of a key head (sm90::BackwardConfig::split_group); 0: any
+  int64_t bundle = 0;             // the number of heads whose tiles run together; 0: any
+  int64_t shares = 0;             // the number of shares of a key head's query heads (sm90::BackwardConfig::split_group); 0: any
   bool staged_store = false;      // sm90::BackwardConfig::staged_store
   std::optional<bool> persistent; // sm90::BackwardConfig::persistent
 };
@@ -108,7 +108,7 @@ struct Problem {
   int64_t page_size = 0, pages = 0, pages_each = 0; // keys per page, 0: not paged; pages of the pool; pages of a sequence
   int64_t page_table_row = 0;                       // distance of two sequences' rows in the page table
   int64_t total_q = 0, total_k = 0;                 // varlen: packed tokens; dense: batch * seqlen
-  int64_t most_q = kUnbounded, most_k = kUnbounded; // varlen without a given maximum, in host memory: the longest sequence's lengths
+  int64_t most_q = kUnbounded, most_k = kUnbounded; // varlen, lengths in host memory, no maximum given: the longest sequence's lengths
   DType dtype = DType::none;                        // of q and out; of k and v as well, unless they are quantised
   DType quantised_as = DType::none;                 // how quantised k and v are stored; none: in dtype
   int32_t device_type = STROBE_CPU, device_index = 0;
@@ -177,15 +177,15 @@ struct Problem {
   __attribute__((always_inline)) bool quantised() const { return quantised_as != DType::none; }
   // Elements per row of K or V.
   __attribute__((always_inline)) int64_t stored(int64_t columns) const { return quantised_as == DType::i4x2 ? columns / 2 : columns; }
-  bool scaled_by_channel() const { return k_scale.rows > 1; } // of K; otherwise scales belong to rows
+  bool scaled_by_channel() const { return k_scale.rows > 1; } // K has a scale per column; otherwise per row
   // Whether a forward is followed by the pass that makes max_logit and column_sums.
   bool auxiliary() const { return max_logit || column_sums; }
   // Whether the score is not linear in q.k.
   __attribute__((always_inline)) bool curved() const { return softcap > 0 || score == ScoreFunction::hyperbolic; }
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
 
-  // The longest sequence has at most this many queries or keys, which bounds the work. seqlen_q and seqlen_k are the sizes of mask, bias
-  // and mask blocks.
+  // An upper bound of the longest sequence's queries (keys), which bounds the work; seqlen_q and seqlen_k are the sizes of mask, bias and
+  // mask blocks.
   __attribute__((always_inline)) int64_t longest_q() const { return least(seqlen_q, total_q, most_q); }
   __attribute__((always_inline)) int64_t longest_k() const { return least(seqlen_k, total_k, most_k); }
 
@@ -258,8 +258,8 @@ struct Execution {
   }
 };
 
-// Checks everything; throws Refused with each reason. A null execution is the default one.
-// placed (optional): receives which bytes belong to which tensor (tensor_check.h).
+// Checks everything; throws Refused with each reason. A null execution means the default. placed (optional): receives which bytes belong to
+// which tensor (tensor_check.h).
 struct Placed;
 Problem validate(const strobe_attention *, const strobe_tensors *, Direction, std::vector<Placed> *placed = nullptr);
 Execution validate(const strobe_execution *);

@@ -11,14 +11,14 @@
 
 namespace strobe {
 
-// A list of integers of 32 bits, or of 64 as the caller may have them in host memory: until they are checked, no bits may be lost.
+// A list of integers of 32 bits, or in host memory of 64 bits, which may not be cut before they are checked.
 class Ints {
 public:
   Ints(const int32_t *narrow = nullptr, const int64_t *wide = nullptr) : narrow_(narrow), wide_(wide) {}
   Ints(const std::vector<int32_t> &all) : Ints(all.data()) {}
   int64_t operator[](int64_t n) const { return wide_ ? wide_[n] : narrow_[n]; }
   explicit operator bool() const { return narrow_; }
-  // As 32 bits. A number that does not fit, and may stand only where it is not read, becomes negative.
+  // The integers in 32 bits. A number that does not fit becomes negative; the checks allow it only where it is not read.
   const int32_t *narrow() const { return narrow_; }
 
 private:
@@ -41,29 +41,29 @@ private:
   struct Copy {
     strobe_tensor of;
     std::unique_ptr<char[]> own;
-    std::unique_ptr<int32_t[]> narrow; // made from 64 bits
+    std::unique_ptr<int32_t[]> narrow; // the 32-bit copy of a list of 64 bits
   };
   Copy &copied(const strobe_tensor &list);
   static Ints ints_of(const Copy &);
   std::vector<Copy> copies_;
 };
-// Points the lists of a problem in host memory at copies, which the result owns; null if the problem has no lists.
+// Copies the problem's lists in host memory and points the problem at the copies, which the result owns; null if there are no lists.
 std::shared_ptr<const OwnLists> own_lists(Problem &);
 
-// f(list, n) for each list that a problem may have: the pointer to its integers, and its index in ListForms.
+// Calls f(list, n) for each list that a problem may have: the pointer to the integers, and the list's index in ListForms.
 template <class P, class F> void each_list(P &p, F &&f) {
 #define STROBE_LIST(name, place) f(p.place, int(ListForms::name));
 #include "strobe/fields.inc"
 }
 
 // Each check also refuses numbers that do not fit 32 bits.
-// most: the longest length that is accepted, as the caller gave it in the argument of that name, or the number of all tokens.
+// The longest length that a check accepts: the caller's value of `argument`, or the number of all tokens.
 struct Longest {
   int64_t tokens;
-  const char *argument; // null: it was not given
+  const char *argument; // null: the caller gave none
 };
 void check_cu_seqlens(const char *argument, Ints cu, int64_t batch, int64_t total, Longest most, Reasons &);
-// cu: of packed keys, already checked; null: each sequence has `length` keys.
+// cu: cu_seqlens of packed keys, already checked; null: each sequence has `length` keys.
 void check_seqused(Ints used, int64_t batch, const int32_t *cu, int64_t length, bool paged, Reasons &);
 
 // Only pages that hold keys that count are checked. used: how many keys of each sequence count, already checked; null: all.
@@ -83,7 +83,7 @@ void check_indices(const char *argument, const Csr &, Reasons &); // only if che
 // Whether `t`, whose offsets are the argument, holds the transposes of `m`; both are already checked. O(kept + cols).
 void check_transpose(const char *argument, const Csr &m, const Csr &t, Reasons &);
 
-// Sets most_q and most_k, if the problem has them, from the checked cu_seqlens. Returns whether that changed them.
+// Sets most_q and most_k, if the problem has them, from the checked cu_seqlens. Returns whether either changed.
 bool update_longest(Problem &);
 
 // Runs all checks for a problem; throws the first error. read(ints, count) returns the integers in host memory, as a type that converts to

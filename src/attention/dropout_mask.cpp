@@ -10,9 +10,9 @@
 namespace strobe {
 namespace {
 
-constexpr int64_t kBlock = 16; // queries and keys per block, in groups of 4 x 4 with one Philox call each
+constexpr int64_t kBlock = 16; // queries and keys per block; a block has groups of 4 x 4 elements with one Philox call each
 
-// A block of queries of one head.
+// Writes the mask of a block of queries of one head.
 void write_rows(const strobe_tensor &keep, DropoutKey key, u32 threshold, int64_t b, int64_t h, int64_t i0) {
   const int64_t *size = keep.shape, *stride = keep.strides;
   uint8_t *head = static_cast<uint8_t *>(keep.data) + b * stride[0] + h * stride[1];

@@ -10,7 +10,7 @@
 namespace strobe {
 namespace {
 
-// As many threads as this process may run on.
+// The number of processors that this process may run on.
 int32_t usable_processors() {
 #if defined(__linux__)
   cpu_set_t set;

@@ -1,4 +1,4 @@
-// Checks of the fields of strobe_attention, each by itself; validate.cpp checks them together with the tensors.
+// Checks of the fields of strobe_attention, each field by itself; validate.cpp checks fields against the tensors.
 #pragma once
 #include "attention/reasons.h"
 

@@ -23,7 +23,7 @@ void clear(const View &to, int64_t b, int64_t h, int64_t begin, int64_t end, int
   }
 }
 
-// One item per head of a sequence; threads start only if there is enough to write. range_of(b): the rows of sequence b.
+// Clears rows, one item per head of a sequence; threads start only if there is enough to write. range_of(b): the rows of sequence b.
 template <class RangeOf>
 void clear(const View &to, const Execution &execution, int64_t batch, int64_t heads, int64_t width, RangeOf &&range_of) {
   if (!to) return;

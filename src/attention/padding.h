@@ -4,7 +4,8 @@
 
 namespace strobe {
 
-// In host memory: sets out and dq of such queries to 0, their LSE to -inf, and dk, dv and column sums of such keys to 0.
+// These functions, for tensors in host memory, set out and dq of such queries to 0, their LSE to -inf, and dk, dv and column sums of such
+// keys to 0.
 void clear_padding_of_queries(const Problem &, const Execution &, Direction);
 void clear_padding_of_keys(const Problem &, const Execution &, Direction);
 inline void clear_padding(const Problem &p, const Execution &execution, Direction direction) {

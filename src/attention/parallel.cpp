@@ -1,4 +1,4 @@
-// Execution: how many threads, and a parallel region on the caller's threads or on threads of its own.
+// Execution: the number of threads, and a parallel region on the caller's threads or on threads of its own.
 #include <algorithm>
 #include <atomic>
 #include <exception>
@@ -68,7 +68,7 @@ void Execution::run(int32_t n, void (*body)(void *arg, int32_t i), void *arg) co
     try {
       for (int32_t t = 1; t < std::min(threads, n); t++) team.emplace_back(&Region::work, &region);
     } catch (const std::system_error &) {
-      // The system has no further thread; the threads that started do the work.
+      // The system grants no further thread; the threads that have started do the work.
     } catch (const std::bad_alloc &) {}
     region.work();
     for (std::thread &thread : team) thread.join();

@@ -22,7 +22,7 @@ public:
   PartChecks(const strobe_part &part, int64_t batch, Reasons &reasons)
       : p_(read_versioned("part", &part, reasons)), batch_(batch), reasons_(reasons) {}
 
-  // The integers of a list with these axes; nothing, with reasons, if they cannot be read.
+  // The integers of a list with these axes; null, with reasons, if they cannot be read.
   std::optional<std::vector<int64_t>> ints(const char *name, const strobe_tensor *tensor, Axes axes) {
     if (!tensor) {
       reasons_.add(name, Code::missing, "missing; accepted is a list in host memory");
@@ -58,7 +58,7 @@ public:
     std::optional<std::vector<int64_t>> found = ints(name, tensor, {{"B", batch_, true}, {"n"}, {"start and length", 2}});
     if (!found) return false;
     const int64_t count = tensor->shape[1], sequences = tensor->shape[0];
-    if (sequences > 1 && seqlens.size() > 1 && sequences != int64_t(seqlens.size())) { // if the batch is not known, both may have any size
+    if (sequences > 1 && seqlens.size() > 1 && sequences != int64_t(seqlens.size())) { // possible if the batch is not known
       reasons_.add(name, Code::shape, "ranges of {0} sequences; accepted are those of {1}, as {2} has, or of 1", sequences, seqlens.size(),
                    of);
       return false;

@@ -10,7 +10,7 @@ namespace strobe {
 
 class Reasons {
 public:
-  // words: "what is wrong; accepted is what", with {0} for the first of the values
+  // words: "what is wrong; accepted is what", where {0} stands for the first value
   template <class... Values> void add(const char *argument, Code code, const char *words, const Values &...values) {
     all.emplace_back(argument, code, words, values...);
   }

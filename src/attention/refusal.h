@@ -41,14 +41,14 @@ struct Axis {
 using Axes = std::vector<Axis>;
 using Types = std::vector<DType>;
 
-// Values that need a kind of their own. The others are given as they are: integers, double, DType, Types, Axes, addresses and text.
-struct Argument { // the name of an argument; other languages may have another one for it
+// Values that need a type of their own. Integers, double, DType, Types, Axes, addresses and text are given as they are.
+struct Argument { // the name of an argument, for which other languages may have another name
   const char *name;
 };
-struct Absent { // no value: C spells it in one of several ways, Python None
+struct Absent { // no value: Python's None, which C spells in several ways
   const char *in_c;
 };
-struct Numbers { // one for each axis of a tensor: sizes, or strides
+struct Numbers { // a number for each axis of a tensor: sizes, or strides
   const int64_t *values;
   int32_t count;
 };
@@ -57,7 +57,7 @@ struct AxisOf { // an axis of the refused tensor
 };
 
 struct Value {
-  strobe_value is{}; // but for `text`, which may be `own`
+  strobe_value is{}; // its `text` may be `own` instead
   std::string own;
 };
 
@@ -84,7 +84,7 @@ Value value_of(T number) {
 struct Refusal {
   const char *argument; // lives as long as the library
   Code code;
-  const char *words; // the same; "{0} heads; accepted is 1 or more"
+  const char *words; // "{0} heads; accepted is 1 or more"; lives as long as the library
   std::vector<Value> values;
 
   template <class... Values>
@@ -95,7 +95,7 @@ struct Refusal {
 // "argument: words", with the values in their places, as C and C++ show it.
 std::string line(const Refusal &);
 
-// One or more arguments are wrong. Its text has a line for each refusal.
+// The error that one or more arguments are wrong. Its text has a line for each refusal.
 struct Refused : Error {
   std::vector<Refusal> refusals;
   explicit Refused(std::vector<Refusal> all);

@@ -23,12 +23,12 @@ class TensorChecks {
 public:
   explicit TensorChecks(Reasons &reasons) : reasons(reasons) {}
 
-  // Every tensor from here on must lie on the device of this one, if that is a valid device. argument: its name; null: it is none.
+  // Every further tensor must lie on the device of this tensor, if that device is valid. argument: the tensor's name; null: it has none.
   void on_device_of(const strobe_tensor &, const char *argument);
 
   // Returns false, with reasons, if anything is wrong. An accepted tensor becomes one of placed().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
-  // The same for a list. If it has gaps, it will be copied: with strides of 0 a few bytes could stand for more than memory holds.
+  // The same for a list. A list with gaps will be copied, so its size is bounded: with strides of 0 it could exceed all memory.
   bool accept_list(const char *argument, const strobe_tensor &, const Axes &, const Types &);
   // Checks only rank and sizes, and adds no reason.
   static bool has_rank(const strobe_tensor *, int32_t rank);

@@ -9,7 +9,7 @@
 
 namespace strobe {
 
-// How many significant digits a number has that is not whole.
+// The number of significant digits of a number that is not whole.
 struct Digits {
   double value;
   int count = 6;
@@ -38,7 +38,7 @@ inline void append(std::string &out, double number) { append(out, Digits{number}
 
 } // namespace detail
 
-// Engines describe their plans and reasons on every call: no stream, no locale.
+// The parts as one text. Engines describe their plans and reasons on every call, so this uses no stream and no locale.
 template <class... Parts> std::string text(const Parts &...parts) {
   std::string out;
   (detail::append(out, parts), ...);

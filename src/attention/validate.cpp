@@ -47,7 +47,7 @@ public:
         varlen(t.cu_seqlens_q || t.cu_seqlens_k), paged(t.page_table), quantised(t.k_scale || t.v_scale) {}
 
   Problem problem() {
-    reasons.raise_if_any(); // without the structs all later reasons would be noise
+    reasons.raise_if_any(); // without the structs no later reason would mean anything
     check_options(a, reasons);
     inputs();
     sequences();
@@ -69,12 +69,12 @@ public:
   const std::vector<Placed> &placed() const { return checks.placed(); }
 
 private:
-  // Each size as given by the tensor that defines it. A size that cannot be determined is kAny, which no check refuses.
+  // The sizes, each given by the tensor that defines it. A size that cannot be determined is kAny, which no check refuses.
   struct Sizes {
     int64_t batch = kAny, heads = kAny, heads_kv = kAny, dim = kAny, dim_v = kAny;
     int64_t rows_q = kAny, rows_k = kAny;     // Sq, Sk; varlen: Tq, Tk
     int64_t seqlen_q = kAny, seqlen_k = kAny; // Sq, Sk; varlen: max_seqlen_q, max_seqlen_k
-    int64_t size_q = kAny, size_k = kAny;     // the same; in a part: of the longest sequence of the whole problem
+    int64_t size_q = kAny, size_k = kAny;     // the same; in a part: those of the longest sequence of the whole problem
     int64_t blocks_q = kAny, blocks_k = kAny;
     int64_t pages = kAny, page_size = kAny, pages_each = kAny; // pages of the pool, keys per page, pages per sequence
   };
@@ -140,12 +140,12 @@ private:
   Types input_types() const { return dtype == DType::none ? kFloats : Types{dtype}; }
   Types result_types() const { return oracle ? Types{DType::f64} : input_types(); }
   bool partial() const { return part && part->partial; }
-  Types statistics_types() const { // of numbers per row or per head, and of sums over several calls
+  Types statistics_types() const { // for numbers per row or per head, and for sums over several calls
     if (dtype == DType::none && !oracle) return {DType::f32, DType::f64};
     return {oracle || dtype == DType::f64 ? DType::f64 : DType::f32};
   }
 
-  // q, k and v define the sizes.
+  // Checks q, k and v, which define the sizes.
   void inputs() {
     const int32_t rank = varlen ? 3 : 4, row = varlen ? 0 : 2, rank_k = packed_k() ? 3 : 4, row_k = packed_k() ? 0 : 2;
     auto width = [&](const char *argument, int64_t size, int64_t most = kMaxHeadDim) {
@@ -202,7 +202,7 @@ private:
         cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, {n.seqlen_k, a.max_seqlen_k ? "max_seqlen_k" : nullptr});
     seqused(good_k ? ints(t.cu_seqlens_k) : nullptr, good_k);
   }
-  // The scales of quantised k and v. A row's scale has the place of the row, in the tensor or in the page.
+  // Checks the scales of quantised k and v. A row's scale has the index of the row, in the tensor or in the page.
   void scales() {
     const int64_t group = a.k_scale_group;
     if (!quantised) {
@@ -248,7 +248,7 @@ private:
     }
     return packed && given ? given : rows;
   }
-  // Sk is the number of keys that a row of the page table has room for.
+  // Checks the page table. Sk is the number of keys that a row of the table has room for.
   void pages() {
     if (backward) reasons.add("page_table", Code::excluded, "given in a backward; accepted is none: keys in pages have no gradients");
     if (t.cu_seqlens_k)
@@ -278,7 +278,7 @@ private:
     }
     return false;
   }
-  // cu: of the keys, if they are packed. comparable: whether the lengths are known.
+  // cu: cu_seqlens of the keys, if they are packed. comparable: whether the lengths are known.
   void seqused(const int32_t *cu, bool comparable) {
     const strobe_tensor *used = t.seqused_k;
     if (!accept_list("seqused_k", used, {{"B", n.batch}}, list_types(used))) return;
@@ -301,12 +301,12 @@ private:
         reasons.add(field, Code::value, "{0}; accepted for {1} of {2} is at most {3}", value, Argument{"q"}, dtype, most);
   }
 
-  // The rows, heads and sequences of a larger problem that the call holds.
+  // Checks the part: the rows, heads and sequences of a larger problem that the call holds.
   void parts() {
     n.size_q = n.seqlen_q, n.size_k = n.seqlen_k;
     if (!a.part) return;
     part = check_part(*a.part, n.batch, n.heads, reasons);
-    if (!part) return reasons.raise_if_any(); // without it all later reasons would be noise
+    if (!part) return reasons.raise_if_any(); // without the part no later reason would mean anything
     if (t.seqused_k)
       reasons.add("seqused_k", Code::excluded, "given beside part; accepted is part alone, whose ranges and seqlens_k say it");
     if (part->partial && t.sinks)
@@ -329,7 +329,7 @@ private:
     n.seqlen_q = most_held(part->q, part->batch_q, part->count_q);
     n.seqlen_k = most_held(part->k, part->batch_k, part->count_k);
   }
-  // With packed sequences, max_seqlen bounds the whole ones.
+  // With packed sequences, max_seqlen bounds the whole sequences, too.
   void whole(const char *field, int64_t given, int64_t &most) {
     if (!varlen || given <= 0) return;
     if (given < most)
@@ -375,8 +375,8 @@ private:
                             good ? m.kept : kAny, n.blocks_q, mt);
     if (good && good_t && on_cpu(*t.block_rows)) check_transpose("block_rows_t", m, mt, reasons);
   }
-  // How many sequences a block mask may have if it differs between sequences: as many as the whole problem. That number is not known, but
-  // the last sequence here is a lower bound of it.
+  // The number of sequences of a block mask that differs between sequences: that of the whole problem. It is not known, but the last
+  // sequence here gives a lower bound.
   int64_t sequences_of_blocks() const {
     if (n.batch == kAny || !t.block_rows || t.block_rows->rank < 1) return kAny;
     return std::max(part->first_batch + n.batch, t.block_rows->shape[0]);
@@ -415,7 +415,7 @@ private:
     if (partial()) {
       require("lse", t.lse, lse_rows(), oracle ? either : statistics_types());
       require("delta", t.delta, query_rows(), oracle ? either : statistics_types());
-    } else { // the oracle computes out and lse itself
+    } else { // the oracle needs neither out nor lse, since it can compute both itself
       if (!oracle || t.out) require("out", t.out, queries({"Dv", n.dim_v}), result_types());
       if (!oracle || t.lse) require("lse", t.lse, query_rows(), statistics_types());
       if (t.delta) reasons.add("delta", Code::excluded, "given without a partial part; accepted is {0} alone", Argument{"out"});
@@ -440,9 +440,9 @@ private:
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
   }
 
-  // Engines count the bytes of a workspace in 64 bits, up to 2^20 per row, so the sizes are bounded whatever tensors with strides of 0
-  // claim. For packed sequences engines keep only the rows of the tokens, but count as many tiles for each sequence as the longest one
-  // would have.
+  // Checks that the sizes are bounded, which tensors with strides of 0 need not be: engines count a workspace's bytes in 64 bits, up to
+  // 2^20 per row. For packed sequences engines keep only the rows of the tokens, but count as many tiles for each sequence as for the
+  // longest.
   void total_size(const Problem &p) {
     if (!packed_k()) {
       if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;
@@ -477,10 +477,10 @@ private:
     if (!tensor->data || !on_cpu(*tensor)) return static_cast<const int32_t *>(tensor->data);
     return lists->ints(*tensor).narrow();
   }
-  // Lengths and pages. In host memory they are copied, so that only their check sees 64 bits.
+  // The types of lists of lengths and pages. In host memory lists are copied, so that only their check sees 64 bits.
   static Types list_types(const strobe_tensor *list) { return list && on_cpu(*list) ? Types{DType::i32, DType::i64} : Types{DType::i32}; }
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
-  // Whether a check of numbers finds no reason.
+  // Whether a check of numbers adds no reason.
   template <class Check> bool adds_none(Check &&check) {
     const size_t before = reasons.size();
     check();

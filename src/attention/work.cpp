@@ -7,7 +7,7 @@
 
 namespace strobe {
 
-// In a part: the keys of each range's middle query stand for those of all its queries.
+// The visible scores of a part, as an estimate: each query of a range counts as many keys as the range's middle query.
 static double visible_in_part(const Problem &p) {
   double scores = 0;
   for (int64_t b = 0; b < p.batch; b++) {

@@ -7,16 +7,17 @@ namespace strobe {
 // The mean number of keys that a query sees by position, in a sequence of these lengths.
 double mean_keys(const Problem &, int64_t seqlen_q, int64_t seqlen_k);
 
-// Scores of all heads that are visible by position and blocks; packed sequences count as longest sequences with as many tokens in all.
+// The number of scores of all heads that are visible by position and blocks. Packed sequences count as sequences of the longest length with
+// as many tokens in all.
 double visible_scores(const Problem &);
 
-// Whether there is a window of fewer than half of the keys. A wider one is treated as none.
+// Whether there is a window of fewer than half of the keys. A wider window counts as none.
 bool narrow_window(const Problem &);
 
-// Keys of all key heads that some query sees by position.
+// The number of keys, of all key heads, that some query sees by position.
 double keys_read(const Problem &);
 
-// For explain(): max_logit and column_sums cost a pass over the scores, with its share of the predicted seconds.
+// A note for explain(): max_logit and column_sums cost a pass over the scores, which takes `pass` of all predicted seconds.
 std::string auxiliary_note(const Problem &, double pass, double all);
 
 // Multiplications and additions of the products: two products in the forward, five in the backward.

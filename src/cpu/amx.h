@@ -5,7 +5,7 @@
 namespace strobe::inline STROBE_ISA {
 
 struct Amx {
-  // With few rows most of a tile is idle, and these CPUs do multiply-adds faster than dot products.
+  // Few rows are multiplied by multiply-adds: they would leave most of a tile idle, and these CPUs do dot products more slowly.
   template <class Elements> using Few = FewRows<FmaLanes<float, Elements>>;
   template <class, class Elements> using Many = TileRows<Elements>;
   static constexpr int64_t kFewRows = 4; // measured (docs/lab/performance.md)
@@ -30,8 +30,8 @@ private:
     if (n < columns) multiply_block<kPlanes, kExchanged, kRows, 1>(depth, a, b.columns_from(n), c + n, ldc, accumulate);
   }
 
-  // One block of C: kRows x kColumns tiles. Registers 0-3 hold C, 4-5 A, 6-7 B. Each instruction adds 32 products of two planes to the sum
-  // and rounds once. fp32 takes six of them for 32 terms: there a sum starts from 0 even if it is to be added to C.
+  // Computes one block of C: kRows x kColumns tiles. Registers 0-3 hold C, 4-5 A, 6-7 B. Each instruction adds 32 products of two planes to
+  // a sum and rounds once. FP32 takes six instructions for 32 terms, so its sum starts from 0 and is added to C at the end.
   template <int kPlanes, bool kExchanged, int kRows, int kColumns>
   static STROBE_INLINE void multiply_block(int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
     const bool apart = accumulate && kPlanes == 3;
@@ -63,8 +63,8 @@ private:
       });
   }
 
-  // The products of planes, the smallest first, in an order that reloads few tiles. kExchanged: the order of the product with a and b
-  // exchanged.
+  // The planes of a and b that the i-th product multiplies: small products first, in an order that reloads few tiles. kExchanged: the order
+  // of the product b a.
   struct Product {
     int a, b;
   };

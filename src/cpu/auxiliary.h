@@ -1,5 +1,5 @@
-// The largest score of each head, and the sums of P's columns: a separate pass over S after the forward, which reads its LSE. An item is a
-// run of query tiles of one head, and its sums are rows of its own, which are added in order: no bit depends on the threads.
+// The largest score of each head, and the sums of P's columns: a separate pass over S after the forward, which reads the forward's LSE. An
+// item is a run of query tiles of one head. Each item has sums of its own, which are added in order: no bit depends on the threads.
 #pragma once
 #include "forward.h"
 #include "probability.h"
@@ -9,7 +9,7 @@ namespace strobe::inline STROBE_ISA {
 struct AuxiliaryItems {
   int64_t tiles_each, runs, count, keys; // query tiles per item; items per head; all items; elements in a row of sums
   AuxiliaryItems(const Problem &p, const TileSizes &tile) {
-    constexpr int64_t kEnough = 16; // items enough for many threads
+    constexpr int64_t kEnough = 16; // this many items occupy many threads
     const int64_t tiles = max((i64)query_tiles(p, tile.q), (i64)1), heads = p.batch * p.heads;
     tiles_each = div_up(tiles, min((i64)tiles, max(div_up(kEnough, max((i64)heads, (i64)1)), (i64)1)));
     runs = div_up(tiles, tiles_each);
@@ -41,7 +41,7 @@ template <class Math> struct AuxiliaryScratch {
   }
 };
 
-// Adds a chunk of scores: the largest per lane to `most`; NaN to `nan`, if there is one; P of each key, summed over the lanes, to `sums`.
+// Adds a chunk of scores to the results: the largest per lane to `most`, a NaN to `nan`, and P of each key, summed over lanes, to `sums`.
 template <class T>
 __attribute__((noinline)) void add_chunk(const Head<T> &head, const TileSpan &t, const T *s, const T *lse, const T *excess, Vec<T> &most,
                                          Vec<T> &nan, T *sums) {
@@ -61,7 +61,7 @@ __attribute__((noinline)) void add_chunk(const Head<T> &head, const TileSpan &t,
   }
 }
 
-// Adds P of a chunk of scores to the sums of its rows.
+// Adds P of a chunk of scores to the sums of the chunk's rows.
 template <class T>
 __attribute__((noinline)) void add_rows(const Head<T> &head, const TileSpan &t, int64_t lane, const T *s, const T *lse, const T *excess,
                                         T *row_sum, T *row_lost) {
@@ -114,7 +114,7 @@ void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile
       }
     }
   };
-  if (any_large) { // as in the backward: P is divided by its sum where the last bit of LSE shows
+  if (any_large) { // as in the backward: a row of P is divided by the row's sum if the last bit of LSE shows in P
     fill(scratch.sum, rows, T(0)), fill(scratch.sum_lost, rows, T(0));
     each_chunk([&](const TileSpan &chunk, int64_t lane) {
       add_rows(head, chunk, lane, scratch.s, scratch.lse, scratch.excess, scratch.sum, scratch.sum_lost);
@@ -140,7 +140,7 @@ template <class Math> int64_t auxiliary_scratch(const Problem &p, const TileSize
   Arena arena(nullptr);
   const KeyPair<Math> keys = auxiliary_keys<Math>(p, tile);
   AuxiliaryScratch<Math> scratch(arena, p, tile, keys);
-  keys.v.take(arena); // prepare() needs both
+  keys.v.take(arena); // prepare() needs the scratch of K and of V
   return round_to(arena.used(), 256);
 }
 

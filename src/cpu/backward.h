@@ -1,21 +1,21 @@
 // The backward: FlashAttention-2's recomputation (Dao 2023, Algorithm 2), five products per tile. An item is one key head of one sequence:
 // its query tiles are walked in order, dQ of a tile is complete when its keys are done, and dK and dV accumulate in rows of the
-// arithmetic's real type. So the order of every sum is fixed by the shape alone, whatever the number of threads.
+// arithmetic's real type. The order of every sum follows from the shape alone, whatever the number of threads.
 #pragma once
 #include "forward.h"
 #include "probability.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// A number for each row of a query tile.
+// Arrays with a number for each row of a query tile.
 template <class T> struct BackwardRows {
   T *lse, *excess;           // LSE as Probability takes it
-  T *delta, *dlse;           // D
-  T *sum, *sum_lost;         // of P, and its rounding error
-  T *rest, *rest_lost;       // the same of P (dP - D)
-  T *settled;                // whether and how D and P of a row follow from its sums: Settled
-  T *first_tile, *last_tile; // tiles of keys that the row sees, for rows that might see a single tile
-  T *scale;                  // of dQ
+  T *delta, *dlse;           // D and dLSE
+  T *sum, *sum_lost;         // the sum of P, and its rounding error
+  T *rest, *rest_lost;       // the sum of P (dP - D), and its rounding error
+  T *settled;                // a value of Settled: whether and how D and P of a row follow from the row's sums
+  T *first_tile, *last_tile; // key tiles that the row sees, for rows that might see a single tile
+  T *scale;                  // the factor of dQ
 
   BackwardRows(Arena &arena, int64_t rows) {
     T **const all[] = {&lse, &dlse, &excess, &delta, &sum, &sum_lost, &rest, &rest_lost, &scale, &settled, &first_tile, &last_tile};
@@ -36,15 +36,15 @@ template <class Math> struct BackwardScratch {
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
   BackwardRows<T> rows;
   T *s, *dp;        // S and dP of a piece
-  T *dq, *dq_total; // a running sum, and the sum of those before it
-  T *row;           // of dO, and of O
+  T *dq, *dq_total; // dQ's running sum, and the total of earlier running sums
+  T *row;           // a row of dO and a row of O
   T *keep = nullptr, *slopes = nullptr;
   T *finite_q, *finite_do;       // copies of a query tile with numbers that are not finite
   T *unrounded_p, *unrounded_ds; // P and dS of a piece that meets numbers that are not finite
   struct {
     int64_t b = -1, kv = -1;
     bool finite = true; // whether all of K is finite
-  } known;              // about the key head that was looked at last
+  } known;              // what is known about the key head that was looked at last
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_k(arena, tile.k, problem.head_dim),
@@ -79,8 +79,8 @@ enum Settled { kAsItIs, kDelta, kDeltaAndLse };
 template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
-  bool finite;     // Q and dO are finite; otherwise their rows are in finite_rows
-  bool whole;      // all keys that the queries see lie in one tile, where the rows' sums are made
+  bool finite;     // Q and dO are finite; otherwise their rows are copies made by finite_rows()
+  bool whole;      // all keys that the queries see lie in one tile, so that the rows' sums are made in that tile
   bool sums_first; // the sums of some row must be made before the gradients
   typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
 
@@ -99,7 +99,7 @@ template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t t
   return sum;
 }
 
-// Whether all keys that a query sees may lie in one key tile: where masks or a bias hide keys, the scores decide.
+// Whether all keys that a query sees may lie in one key tile. (If a mask or a bias hides keys, only the scores tell.)
 template <class T> STROBE_INLINE bool may_see_one_tile(const Head<T> &head, int64_t tile_k, int64_t i) {
   const Problem &p = *head.p;
   const Range keys = head.band.keys(i);
@@ -153,7 +153,7 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
                             : p.delta ? *p.delta.at<T>(head.b, head.h, token + i, 0)
                                       : T(row_delta(head, token + i, scratch.row));
   }
-  if (p.part.partial) { // some terms of a row's sums are elsewhere: the caller gives LSE and D
+  if (p.part.partial) { // other calls have some terms of a row's sums, so the caller gives LSE and D
     out.sums_first = out.whole = false;
     return;
   }
@@ -167,10 +167,10 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   fill(scratch.rows.settled, out.rows, T(any_large ? kDeltaAndLse : kDelta));
 }
 
-// Where a row sees few keys, or nearly all of its P lies on one key, dP and D cancel; summed separately, in different orders, they leave
-// their rounding. And LSE, rounded to its last bit, is off by eps |LSE|, which multiplies P = e^(s - LSE) by a wrong factor in the whole
-// row. So P and P (dP - D) are summed once more, and D and P follow from the sums, for rows whose keys lie in one tile and for all rows of
-// a query tile where some LSE is large. Invariant: for a row whose own keys lie in one tile, or whose own LSE is large.
+// If a row sees few keys, or nearly all of its P lies on one key, dP and D cancel; as they are summed in different orders, their rounding
+// errors remain. Also, LSE is rounded and off by up to eps |LSE|, which multiplies P = e^(s - LSE) by a wrong factor in the whole row. So P
+// and P (dP - D) are summed once more, and D and P follow from these sums: in rows whose keys lie in one tile, and in all rows of a query
+// tile if some LSE of it is large. Invariant: in rows whose own keys lie in one tile, or whose own LSE is large.
 template <class Math>
 __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
@@ -211,7 +211,7 @@ __attribute__((noinline)) void note_tile(const TileSpan &t, int64_t lane, const 
   }
 }
 
-// From the sums: D = sum of P dP / sum of P, where the latter includes the sink's P; LSE grows by ln of the sum of P.
+// Corrects D and LSE from the sums: D = (sum of P dP) / (sum of P), where the sum of P includes the sink's; LSE grows by ln(sum of P).
 template <class Math>
 __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head, int64_t lane, int64_t width,
                                            BackwardScratch<Math> &scratch) {
@@ -234,7 +234,7 @@ __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head
   }
 }
 
-// The sums of a whole query tile, before its gradients.
+// Makes the sums of all rows of a query tile, before the tile's gradients.
 template <class Math>
 __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, const TileSizes &tile, const QueryTile<Math> &queries,
                                         const KeyPair<Math> &source, BackwardScratch<Math> &scratch) {
@@ -329,8 +329,8 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
 // every kTiles tiles the running sum is added to the total and starts again.
 template <class T> struct KeyGradients {
   static constexpr int64_t kTiles = 16;
-  T *dk, *dv;             // the running sum
-  T *total_dk, *total_dv; // the running sum itself where there is one run
+  T *dk, *dv;             // the running sums
+  T *total_dk, *total_dv; // the totals; with a single run, the running sums themselves
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
@@ -340,7 +340,7 @@ template <class T> struct KeyGradients {
   static int64_t size(const Problem &p, int64_t tiles) {
     return sums(tiles) * keys(p) * (round_to(p.head_dim, 16) + round_to(p.head_dim_v, 16));
   }
-  // length: keys of the sequence
+  // length: the number of keys of the sequence
   KeyGradients(T *base, const Problem &p, int64_t tiles_at_most, int64_t length)
       : size_dk(length * round_to(p.head_dim, 16)), size_dv(length * round_to(p.head_dim_v, 16)) {
     const int64_t all_dk = keys(p) * round_to(p.head_dim, 16), all_dv = keys(p) * round_to(p.head_dim_v, 16);
@@ -372,8 +372,8 @@ private:
   }
 };
 
-// sum[key][c] += weights[key][i] x(i, c), from the piece's first key on, for those elements of x that are not finite and whose weight is
-// not 0; finite_rows has left them out.
+// sum[key][c] += weights[key][i] x(i, c), from the piece's first key on, for each element of x that is not finite, which finite_rows() has
+// left out, and whose weight is not 0.
 template <class T>
 __attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const TileSpan &t, const View &x, int64_t columns,
                                                      const T *weights, T *sum, int64_t ld) {
@@ -397,7 +397,7 @@ bool meets_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math
   return !queries.finite || !scratch.known.finite;
 }
 
-// A query tile, its dQ, and its additions to dK and dV. Key tiles come one after the other.
+// The gradients of a query tile: its dQ, and its additions to dK and dV, one key tile after another.
 template <class Math> struct TileGradients {
   using T = typename Math::Real;
   using V = Vec<T>;
@@ -453,7 +453,7 @@ template <class Math> struct TileGradients {
     const int64_t lane = n * tile.width;
     dq[n].expect(keys.begin);
     const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
-    // a product's rows past the keys belong to other keys: their P of 0 must not meet numbers that are not finite
+    // a product reads rows past the piece's keys; these rows belong to other keys, and their P of 0 must not meet an infinity or NaN
     const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0,
                nonfinite = reads_nonfinite(head, piece, reads_others, rows_of_k(p), d);
     auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
@@ -498,7 +498,7 @@ template <class Math> struct TileGradients {
     if (want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.unrounded_ds, sums.dk + j0 * ldk, ldk);
   }
 
-  // dK and dV of adjacent pieces that see the same keys, at once.
+  // Adds to dK and dV the terms of adjacent pieces that see the same keys, in one product.
   void multiply_neighbours(const KeysOfRange &keys, const TileSpan *spans) const {
     for (int64_t n = 0, end; n < queries.pieces; n = end) {
       const TileSpan &t = spans[n];
@@ -532,8 +532,8 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   gradients.store_dq();
 }
 
-// Items: key heads; where these are few, their query tiles are cut into chunks with sums of their own. Both follow from the shape alone.
-// Invariant: they are not cut, because their number depends on the batch.
+// An item is a key head; if key heads are few, the query tiles of each are cut into chunks, and an item is a chunk with sums of its own.
+// Items follow from the shape alone. Invariant: nothing is cut, because the number of key heads depends on the batch.
 struct BackwardItems {
   int64_t heads, chunks, tiles; // tiles: query tiles of all heads of a group
   BackwardItems(const Problem &p, const TileSizes &tile) {
@@ -548,7 +548,7 @@ struct BackwardItems {
   int64_t sums(int64_t threads) const { return chunks > 1 ? count() : min((i64)threads, (i64)count()); }
 };
 
-// dst = scale * sum over chunks (stride apart), rows [j0, j1) of one key head.
+// dst = scale * the sum over chunks, whose sums lie `stride` apart, for rows [j0, j1) of one key head.
 template <class T>
 void store_key_gradients(const View &dst, int64_t b, int64_t h, int64_t k0, int64_t j0, int64_t j1, int64_t d, T scale, const T *first,
                          int64_t parts, int64_t stride, T *buffer, bool add) {
@@ -586,7 +586,7 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
     BackwardScratch<Math> scratch(arena, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count();) {
-      // causal: the last chunk of queries is the longest, and is done first
+      // the last chunk of queries is done first: under a causal mask it takes the longest
       const int64_t kv_head = item % items.heads, chunk = items.chunks - 1 - item / items.heads;
       T *sum = sums + (items.chunks > 1 ? kv_head * items.chunks + chunk : thread) * size;
       KeyGradients<T> gradients(sum, p, items.tiles_each(), p.rows_k(kv_head / p.heads_kv).length);

@@ -1,18 +1,19 @@
-// dbias: dS summed over the axes over which bias is broadcast, each sum in a fixed order. A separate pass (two products per tile), so that
-// the order does not depend on how the other gradients are divided.
+// dbias: dS summed over the axes over which bias is broadcast, each sum in a fixed order. It is a pass of its own (two products per tile),
+// so that the order does not depend on how the other gradients are divided.
 #pragma once
 #include "backward.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// Where bias has a row for each query, an item is a query tile of one slice of bias: it walks over the heads that share the slice and sums
-// keys x queries. Where one row serves all queries, an item is one head, and sums keys; the heads' sums are then added in order.
+// If bias has a row for each query, an item is a query tile of one slice of bias: it walks over the heads that share the slice, and its sum
+// has keys x queries elements. If one row serves all queries, an item is one head, and its sum has an element per key; the heads' sums are
+// then added in order.
 struct BiasItems {
   bool rows;                                           // bias has a row for each query
   int64_t batch, heads;                                // slices of bias
   int64_t tiles;                                       // query tiles
   int64_t count, sum_size;                             // items; elements of an item's sum
-  int64_t terms, terms_once;                           // terms of an item: query tiles of one head; terms of a running sum
+  int64_t terms, terms_once;                           // terms of an item, each a query tile of one head; terms of a running sum
   BiasItems(const Problem &p, const TileSizes &tile) { // tiles: if bias has rows, tiles of these rows, whatever their positions
     rows = p.dbias.stride[2] != 0;
     batch = p.dbias.stride[0] != 0 ? p.batch : 1;
@@ -53,7 +54,7 @@ private:
   }
 };
 
-// Adds dS of one query tile of one head to the sum; first: the row of the sum at which its queries begin, if there is one per query.
+// Adds dS of one query tile of one head to the sum. first: the row of the sum for the tile's first query, if the sum has a row per query.
 template <class Math>
 void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &tile, bool rows, int64_t first, const KeyPair<Math> &source,
                         BackwardScratch<Math> &scratch, typename Math::Real *sum) {
@@ -92,7 +93,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   }
 }
 
-// One row of dbias from sum[j * stride], one number per column of bias; one element if bias has one column.
+// Stores one row of dbias from sum[j * stride], one number per column of bias; one element if bias has one column.
 template <class T> STROBE_INLINE void store_bias_row(const Problem &p, int64_t b, int64_t h, int64_t i, const T *sum, int64_t stride) {
   with_type(p.dbias.dtype, [&](auto *type) {
     using To = std::remove_pointer_t<decltype(type)>;
@@ -133,7 +134,7 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
     auto add_tile = [&](int64_t b, int64_t h, const QuerySpan &queries, int64_t first) {
       if (!queries.empty()) backward_bias_tile<Math>({p, b, h, queries}, tile, items.rows, first, source, scratch, sum.run);
     };
-    // Rows [r0, r1) of the sequence, one range and one tile at a time.
+    // Adds rows [r0, r1) of the sequence, one range and one tile at a time.
     auto add_rows = [&](int64_t b, int64_t h, int64_t r0, int64_t r1) {
       for (int64_t n = 0; n < ranges_of_queries(p); ++n) {
         const RowRange range = p.range_q(b, n);
@@ -199,7 +200,7 @@ template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes
   BackwardScratch<Math> scratch(arena, p, tile, backward_sources<Math>(p, tile));
   return round_to(arena.used(), 256);
 }
-// Elements of the sums of backward_keys and of backward_bias, one after the other.
+// The number of elements of the sums of backward_keys and of backward_bias, which lie one after the other.
 template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &tile, int64_t threads) {
   int64_t most = p.dq || p.dk || p.dv ? BackwardItems(p, tile).sums(threads) *
                                             KeyGradients<typename Math::Real>::size(p, BackwardItems(p, tile).tiles_each())

@@ -113,7 +113,7 @@ template <class T> void load_row(const View &view, int64_t b, int64_t h, int64_t
     }
   });
 }
-// add: to the memory's contents, in T's own type.
+// add: adds to the memory's contents, in T's own type.
 template <class T> void store_row(const View &view, int64_t b, int64_t h, int64_t i, int64_t n, const T *src, bool add = false) {
   if (add) {
     T *dst = view.at<T>(b, h, i, 0);

@@ -1,7 +1,7 @@
 // The forward of few queries, as in decoding: the products of forward.h with queries and keys exchanged. Keys lie across lanes, the queries
-// of all heads of a group are rows, and K and V are read once for all of them. The keys are divided into spans of a fixed length, one item
-// each, whose results are merged in order: no bit depends on the threads. A score is summed in the order of forward.h, so that a backward,
-// which computes it again in that order, finds the LSE of its own scores.
+// of all heads of a group are rows, and K and V are read once for all rows. The keys are divided into spans of a fixed length, one item
+// each, whose results are merged in order: no bit depends on the threads. A score is summed in the order of forward.h, in which the
+// backward computes it again: so LSE agrees with the backward's scores.
 #pragma once
 #include "decode_products.h"
 #include "isa.h"
@@ -22,7 +22,7 @@ template <class T> struct DecodeScratch : DecodeTile {
   }
 };
 
-// A thread's products, and the rows whose queries they have loaded.
+// A thread's products, and the rows whose queries the products have loaded.
 template <class T> struct LoadedProducts {
   DecodeProducts<T> &products;
   int64_t of_b = -1, of_kv = -1;
@@ -66,7 +66,7 @@ template <class T> struct DecodeResults : DecodeTile {
   }
 };
 
-// Raw q.k of query i and the keys of a range -> scores, in place. add: a buffer of the same size.
+// Turns raw q.k of query i and the keys of a range into scores, in place. add: a buffer of the same size.
 template <class T> __attribute__((noinline)) void score_row(const Head<T> &head, int64_t i, Range keys, T *add, T *s) {
   using V = Vec<T>;
   const Problem &p = *head.p;
@@ -84,7 +84,7 @@ template <class T> __attribute__((noinline)) void score_row(const Head<T> &head,
   }
   const Range seen = intersect(keys, head.band.keys(i));
   fill(s, min(max(seen.begin - keys.begin, 0ll), (i64)count), -kInfinity<T>);
-  for (int64_t j = max(seen.end - keys.begin, 0ll); j < round_to(count, 16); ++j) s[j] = -kInfinity<T>; // and past the range
+  for (int64_t j = max(seen.end - keys.begin, 0ll); j < round_to(count, 16); ++j) s[j] = -kInfinity<T>; // keys past the range, too
 }
 
 // P = exp2((s - reference) * unit); returns their sum. count: a multiple of 16. It also prefetches V: each_ahead bytes per step.
@@ -109,7 +109,7 @@ __attribute__((noinline)) typename Math::Real exponentials(const typename Math::
   return typename Math::Real(total);
 }
 
-// The rows of a group of heads and a span of the sequence's keys.
+// Computes one item: the rows of a group of heads and a span of the sequence's keys.
 template <class Math>
 void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const QuerySpan &queries,
                  LoadedProducts<typename Math::Real> &loaded, const DecodeScratch<typename Math::Real> &scratch,
@@ -137,7 +137,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   loaded.products.scores(of_span, rows, scratch.s);
 
   const int64_t padded = round_to(keys.end - keys.begin, 16);
-  // V is prefetched meanwhile, if its rows are adjacent.
+  // V is prefetched during the exponentials, if its rows are adjacent.
   const int64_t element = strobe::bytes(p.v.dtype);
   const char *const v = p.v.data + p.v.index(b, kv, any.k_begin + keys.begin, 0) * element;
   const bool dense = !p.v.page_size && p.v.stride[2] == p.stored(p.head_dim_v);
@@ -158,11 +158,11 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   }
   loaded.products.values(of_span, hides, rows, scratch.probs, o, results.columns);
 
-  // As in forward.h, P V is computed once more, with m at log2 l above, where its sum overflowed, or where a key with a score of -inf has a
-  // V that is NaN.
+  // As in forward.h, P V is computed once more, with m raised by log2 l, if its sum overflowed, or if a key with a score of -inf has a NaN
+  // in V.
   bool overflowed = false;
   for (int64_t r = 0; r < rows; ++r) {
-    T zero = l[r] * T(0); // or NaN
+    T zero = l[r] * T(0); // NaN if l is not finite
     const bool good = zero == T(0);
     for (int64_t c = 0; c < p.head_dim_v; ++c) zero += o[r * results.columns + c] * T(0);
     if (!good || zero == T(0) || !(l[r] > T(0))) continue;
@@ -173,7 +173,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   if (overflowed) loaded.products.values(of_span, true, rows, scratch.probs, o, results.columns);
 }
 
-// O / l and LSE of a group's rows from those of the spans; the sink joins the denominator.
+// Merges the results of the spans into O / l and LSE of a group's rows; the sink joins the denominator.
 template <class T>
 __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t kv, const QuerySpan &queries,
                                            const DecodeResults<T> &results, double *sum, T *row) {
@@ -196,7 +196,7 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
       if (results.l[at] == T(0)) continue; // the span has no visible key, and its O may not have been written
       const double factor = __builtin_exp2((double(results.m[at]) - reference) * double(head.unit));
       const double weight = double(results.l[at]) * factor;
-      if (weight == 0) continue; // its P is 0 relative to the others: an infinity of V does not show
+      if (weight == 0) continue; // the span's P is 0 relative to the other spans': an infinity of its V does not show
       l += weight;
       for (int64_t c = 0; c < p.head_dim_v; ++c) sum[c] += double(results.o[at * results.columns + c]) * factor;
     }
@@ -242,7 +242,7 @@ template <class Math> void decode(const Problem &p, const Execution &execution, 
   const DecodeResults<T> results(arena, p);
   const auto queries_of = [&](int64_t b) { return query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1)); };
 
-  // The spans of a sequence one after the other, as they lie in memory.
+  // Items go through the spans of a sequence one after another, as these lie in memory.
   const int64_t items = results.places * p.heads_kv;
   int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
   const auto take_spans = [&](DecodeProducts<T> &products, const DecodeScratch<T> &scratch) {

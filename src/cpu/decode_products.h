@@ -1,5 +1,5 @@
-// The two products of decode.h, S = Q K^T and O = P V of the rows of a group, over the keys of a span. Few rows are multiplied by lanes.h,
-// more rows by the tiles of an arithmetic.
+// The two products of decode.h, S = Q K^T and O = P V, of the rows of a group and the keys of a span. lanes.h multiplies few rows, the
+// tiles of an arithmetic more rows.
 #pragma once
 #include "fma.h"
 #include "keys.h"
@@ -26,7 +26,7 @@ struct DecodeKeys {
 // The products that decode.h asks for. One call has many products, so that decode.h need not be compiled for each kind of them.
 template <class T> class DecodeProducts {
 public:
-  // Rows of round_to(d, 16) columns.
+  // queries: rows of round_to(d, 16) columns.
   virtual void load_queries(const T *queries, int64_t rows, int64_t d) = 0;
   // s[row * kPitch + key] = q.k of the loaded rows and the span's keys.
   virtual void scores(const DecodeKeys &span, int64_t rows, T *s) = 0;
@@ -35,7 +35,7 @@ public:
   virtual void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) = 0;
 };
 
-// The numbers of V that are not finite, for the keys [j, j + n), added to the rows whose P is not 0 there. place(c): where column c of o
+// Adds the numbers of V that are not finite, of the keys [j, j + n), to the rows of o whose P is not 0 there. place(c): where column c of o
 // lies.
 template <class T, class Place>
 void add_nonfinite_values(const DecodeKeys &span, int64_t j, int64_t n, int64_t rows, const T *probs, T *v, T *o, int64_t ldo,
@@ -63,8 +63,8 @@ template <class T> __attribute__((noinline)) void scale_terms(const T *q, const 
   }
 }
 
-// weights[r * kPitch + j] = probs * scales[j] of the keys [0, count); hides: a P of 0 stays 0, because the scale of a hidden key may be any
-// number.
+// weights[r * kPitch + j] = probs[r * kPitch + j] * scales[j] of the keys [0, count). hides: a P of 0 stays 0, because the scale of a
+// hidden key may be any number.
 template <class T>
 __attribute__((noinline)) void scale_probabilities(const T *probs, const T *scales, bool hides, int64_t rows, int64_t count, T *weights) {
   for (int64_t r = 0; r < rows; ++r)
@@ -74,7 +74,7 @@ __attribute__((noinline)) void scale_probabilities(const T *probs, const T *scal
     }
 }
 
-// K and V are read once, in place, for up to kMostRowsHeld rows at a time.
+// Products that read K and V once, in place, for up to kMostRowsHeld rows at a time.
 template <class Lanes> class FewRows final : public DecodeProducts<typename Lanes::Real>, DecodeTile {
 public:
   using T = typename Lanes::Real;
@@ -172,7 +172,7 @@ private:
   int64_t terms() const { return words_k_ * Lanes::kTerms; }
   int64_t columns() const { return words_v_ * Elements::kPerWord; }
 
-  // s of the keys [done, end), counted from the span's first key.
+  // Computes s of the keys [done, end), counted from the span's first key.
   void add_scores(const DecodeKeys &span, int64_t rows, const Operand *q, int64_t done, int64_t end, T *s) {
     const int64_t first = span.k_begin + span.keys.begin;
     const Rows k(span.p.k, span.b, span.kv, span.p.head_dim, first + end, Vec<T>::kLanes, Vec<T>::kLanes);
@@ -212,7 +212,7 @@ private:
   Word *copies_;
 };
 
-// Tiles of K and V are converted to an arithmetic's layout.
+// Products on tiles of K and V, which are converted to an arithmetic's layout.
 template <class Math> class ManyRows final : public DecodeProducts<typename Math::Real>, DecodeTile {
 public:
   using T = typename Math::Real;

@@ -1,6 +1,6 @@
 // The two products of decode.h in AMX's tiles, for queries in bf16. A product of tiles takes 16 cycles, however few of the 16 rows of Q or
-// P are used, and memory needs longer to bring the tile of K or V: so up to 16 rows cost little more than reading. Rows of K serve as tiles
-// as they lie; of V, two rows are interleaved. A quantised number, an integer or E4M3, is itself a bf16 number, and scales of rows are
+// P are used, and memory takes longer to deliver the tile of K or V: so up to 16 rows cost little more than reading. Rows of K serve as
+// tiles as they lie; rows of V are interleaved by pairs. A quantised number, an integer or E4M3, is exact in bf16, and scales of rows are
 // multiplied into S and P. Tile registers 0-3 hold sums, 4-6 are loaded in rotation, and 7 holds the operand that four products share.
 #pragma once
 #include "decode_products.h"
@@ -97,7 +97,7 @@ private:
   int64_t pairs_k() const { return words_k_ * kPerWord / 2; }
   int64_t columns_v() const { return words_v_ * kPerWord; }
 
-  // Fetches the rows of the next block. Each product of tiles asks for as many lines as it consumes, so that memory and products work at
+  // Prefetches the rows of the next block. Each product of tiles asks for as many lines as it consumes, so that memory and products work at
   // the same time.
   struct Fetch {
     const Word *row;
@@ -120,7 +120,7 @@ private:
   static STROBE_INLINE WordsOf<T> load(const Word *at) { return (WordsOf<T>)Vec<T>::load(reinterpret_cast<const T *>(at)).v; }
   // bf16 numbers: low's in the low half of each lane.
   static STROBE_INLINE __m512i pair(Vec<T> low, Vec<T> high) { return pair_up<2>((__m512)low.v, (__m512)high.v); }
-  // Element n of the words of two rows.
+  // Element n of the words of two rows, as pairs of bf16.
   template <int n> static STROBE_INLINE __m512i pair(WordsOf<T> even, WordsOf<T> odd) {
     if constexpr (kConverts) return pair(E::template element<n>(even), E::template element<n>(odd));
     const __m512i low = n == 0 ? (__m512i)even : _mm512_srli_epi32((__m512i)even, 16);
@@ -140,7 +140,7 @@ private:
     }
   }
 
-  // s_[key][row] of one tile of rows.
+  // Computes s_[key][row] of one tile of rows.
   __attribute__((noinline)) void multiply_keys(int64_t count, const uint32_t *from, int64_t stride, const uint32_t *q, Fetch &fetch) {
     int64_t key = 0;
     for (; key + 4 * kTile <= count; key += 4 * kTile) multiply_tiles<4>(key, from, stride, q, fetch);
@@ -160,7 +160,7 @@ private:
     }
     unroll<kTiles>(STROBE_UNROLL(t) { tile_store<t>(s_ + (key + t * kTile) * kTile, 64); });
   }
-  // s[row * kPitch + key] of 16 keys.
+  // Stores s[row * kPitch + key] of 16 keys.
   static STROBE_INLINE void store_scores(const T *tile, int64_t rows, T *s) {
     Vec<T> block[kTile];
     unroll<kTile>(STROBE_UNROLL(i) { block[i] = Vec<T>::load(tile + i * kTile); });
@@ -170,7 +170,7 @@ private:
     });
   }
 
-  // v_: [32 keys][16 columns][pair of keys][column]; zeros after the last row.
+  // Fills v_: [32 keys][16 columns][pair of keys][column]; zeros after the last row.
   __attribute__((noinline)) void interleave_values(const WordBlock<Word> &keys) {
     for (int64_t key = 0; key < round_to(keys.count, kDepth); key += 2) {
       uint32_t *const to = v_ + key / kDepth * (kDepth / 2) * columns_v() + key % kDepth / 2 * kTile;
@@ -184,8 +184,8 @@ private:
     }
   }
 
-  // Products below 2^-126 count as 0. So powers of two lift the largest product of P and a scale to about 2^100: kLift is multiplied into
-  // P, and the rest into the scales, here. Returns the factor by which O must be multiplied afterwards, besides 1 / kLift.
+  // The tiles take products below 2^-126 as 0. So powers of two lift the largest product of P and a scale to about 2^100: P is multiplied
+  // by kLift elsewhere, and the scales by the rest here. Returns the factor by which O must be multiplied afterwards, besides 1 / kLift.
   __attribute__((noinline)) T lift_scales(int64_t rows, int64_t count, const T *probs) {
     const Vec<T> none(T(0));
     fill(scales_ + count, round_to(count, L) - count, T(0));
@@ -205,7 +205,7 @@ private:
     return bit_cast<T>((exponent - kMore) << 23);
   }
 
-  // p_: [tile of rows][32 keys][row][key]. scales: of V's rows, or null.
+  // Fills p_: [tile of rows][32 keys][row][key]. scales: the scales of V's rows, or null.
   __attribute__((noinline)) void convert_probabilities(const T *scales, bool hides, int64_t rows, int64_t count, const T *probs) {
     for (int64_t r = 0; r < round_to(rows, kTile); ++r)
       for (int64_t key = 0; key < round_to(count, kDepth); key += L) {

@@ -5,8 +5,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Products of few rows of queries, for lanes.h: a word of K is a pair, and two adjacent rows of V make pairs of keys. Sums have the order
-// of Dot::multiply.
+// Products of few rows of queries, for lanes.h: a word of K is a pair of bf16, and two adjacent rows of V make pairs of keys. Sums have the
+// order of Dot::multiply.
 struct DotLanes {
   using Real = float;
   using Elements = BFloat16Elements;
@@ -47,7 +47,7 @@ struct Dot {
   template <int kPlanes, bool>
   static __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, PairsLeft a, PairsRight b, float *c,
                                                  int64_t ldc, bool accumulate) {
-    static_assert(kPlanes == 1); // with more, fp32 multiply-adds are as fast
+    static_assert(kPlanes == 1); // with more planes, fp32 multiply-adds are as fast
     if (rows <= 2)
       multiply_rows<2, 4>(rows, columns, depth, a, b, c, ldc, accumulate);
     else if (rows <= 4)

@@ -1,6 +1,6 @@
-// The elements of K and V, for code that takes their rows as words of the width of a lane: how many elements a word holds, and each of them
-// as a number. The same function serves keys across lanes, where a vector has one word of each of many rows, and columns across lanes,
-// where it has many words of one row. Words are little-endian: element 0 is the lowest.
+// The elements of K and V, for code that takes rows as words of the width of a lane: how many elements a word holds, and each element of a
+// word as a number. The same functions serve keys across lanes, where a vector has one word of each of many rows, and columns across lanes,
+// where a vector has many words of one row. Words are little-endian: element 0 is the lowest.
 #pragma once
 #include "quantised.h"
 #include "tile.h"
@@ -114,7 +114,7 @@ template <class Word> struct WordBlock {
   const Word *ahead;
 };
 
-// Rows of K or V of one head as whole steps of words: in place where they lie so in memory, else copies, with zeros after their columns.
+// Rows of K or V of one head as whole steps of words: in place if memory holds whole steps, else copies with zeros after their columns.
 template <class Elements> class WordRows {
 public:
   using Word = typename Elements::Word;

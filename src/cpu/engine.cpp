@@ -61,12 +61,12 @@ std::string amx_missing() {
   return {};
 }
 
-// CPUs with AMX execute the dot product at less than half the rate of fp32 multiply-adds (measured: one per 2.5 cycles), others at twice
-// it.
+// FLOP per cycle of the bf16 dot product. CPUs with AMX execute it at less than half the rate of fp32 multiply-adds (measured: one per 2.5
+// cycles), other CPUs at twice that rate.
 double bf16_dot_rate() { return has_amx() ? 26 : 128; }
 #endif
 
-// From the fastest to the slowest. Idle lanes and packing are measured: 1 to 256 queries, 512 to 8192 keys, D 64 and 128.
+// The sets from the fastest to the slowest. idle_lanes and pack_cycles were measured with 1 to 256 queries, 512 to 8192 keys, D 64 and 128.
 const InstructionSet kInstructionSets[] = {
 #if defined(__x86_64__) && !defined(STROBE_UP_TO_AVX2)
     {"cpu-amx", amx_missing, amx::kernels, {80, 160, 240}, 0, {1.5, 1.3, 1.0}},
@@ -115,16 +115,16 @@ constexpr Foreign kForeign[] = {
 #endif
 };
 
-constexpr int64_t kFewQueries = 16; // below it most lanes would be idle
+constexpr int64_t kFewQueries = 16; // up to this number of queries, a lane per query would leave most lanes idle
 
-// What keeps the forward of few queries from laying keys across lanes (decode.h); empty if nothing does. Invariant bits must not depend on
-// the number of queries.
+// What keeps the forward of few queries from laying keys across lanes (decode.h); empty if nothing does. An invariant call does not,
+// because its bits must not depend on the number of queries.
 const char *against_decoding(const Problem &p) {
   if (p.invariant) return "invariant";
   if (p.part) return "a part";
   if (p.blocks.present) return "block sparsity";
   if (p.dropout > 0) return "dropout";
-  if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // this pass rounds scores in another place
+  if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // the auxiliary pass rounds scores in another place
   if (p.score != ScoreFunction::dot) return "hyperbolic scores";
   if (p.group() * p.longest_q() > kMostDecodedRows) return "so many query heads of a key head";
   return p.wishes.tile_q > 0 || p.wishes.tile_k > 0 ? "tiles that are asked for" : "";
@@ -134,10 +134,10 @@ bool decodes(const Problem &p, Direction direction) { return direction == Direct
 
 // The model counts the products of all lanes, padding included, and the packing of K and V. The backward takes a multiple of the forward,
 // by the number of its products, on every set alike: the set that is chosen for the forward must be chosen for the backward, because P =
-// e^(s - LSE) is exact only where both round s alike. The number of threads must not change a bit, so the order of the sets does not depend
-// on it. Few queries have no padding lanes, except in the backward. (With AMX they have some, which cost little beside reading.)
+// e^(s - LSE) is exact only if both round s alike. The number of threads must not change a bit, so the order of the sets does not depend on
+// it. The forward of few queries has no padding lanes. (With AMX it has some, which cost little beside reading.)
 double predict(const InstructionSet &set, const CpuKernels &kernels, const Problem &p, int64_t threads, Direction direction) {
-  constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, the fraction of the peak, and the cost of a call
+  constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, the fraction of the peak, and the seconds of a call
   constexpr int64_t kShortestTile = 64;                       // the limit to which tiles are shortened for more parallel work
   constexpr double kTransposed = 1;                           // cycles per element of K and V that few queries do not read in place
   const int column = p.dtype == DType::bf16 ? 2 : p.dtype == DType::f16 ? 1 : 0;
@@ -164,7 +164,7 @@ std::string rounded(const char *what, int64_t wish, int64_t got, const char *why
 
 constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512;
 
-// The multiple of 16 nearest to the requested size that divides a block of queries; of two, the larger.
+// The multiple of 16 nearest to the requested size that divides a block of queries; of two equally near, the larger.
 int64_t nearest_divisor(int64_t block, int64_t wish) {
   int64_t best = 16;
   for (int64_t q = 32; q <= kLongestTileQ; q += 16)

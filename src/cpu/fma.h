@@ -1,5 +1,5 @@
-// The arithmetic of broadcast and fused multiply-add: fp32 and fp64 throughout, fp16 and bf16 widened on load. An arithmetic says how a
-// tile of each tensor is laid out for its multiply; forward.h and backward.h know nothing else of it.
+// The arithmetic of broadcast and fused multiply-add: fp32 and fp64 throughout, fp16 and bf16 widened on load. An arithmetic defines how a
+// tile of each tensor is laid out for its multiply(); forward.h and backward.h use nothing else of an arithmetic.
 #pragma once
 #include "gemm.h"
 #include "lanes.h"
@@ -14,7 +14,7 @@ template <class T> struct Fma {
   static constexpr int64_t kChunk = 64;        // keys whose scores are computed at once
   static constexpr bool kScoresInPlace = true; // Scores overwrites its source
   static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
-  static constexpr bool kSumsApart = false;    // a product that adds to C does so every few terms, wherever it ends
+  static constexpr bool kSumsApart = false;    // a product adds to C every few terms, not only at its end
 
   static constexpr bool kBFloat16 = false;
   static constexpr int kPlanes = 0;
@@ -66,7 +66,7 @@ template <class T> struct Fma {
   static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.row, x.a.row, x.a.col}}; }
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.col, x.a.row, x.a.col}}; }
 
-  // Any rows as the operand that is broadcast.
+  // Rows of any tensor as the operand that is broadcast.
   static STROBE_INLINE int64_t left_size(int64_t /*rows*/, int64_t /*columns*/) { return 0; } // of scratch
   static STROBE_INLINE Left left_rows(const T *src, int64_t /*rows*/, int64_t /*columns*/, int64_t ld, T * /*scratch*/) {
     return {{src, ld, 1}};

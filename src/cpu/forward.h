@@ -57,7 +57,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
     V most[n], sum[n], reference[n];
     unroll<n>(STROBE_UNROLL(c) { most[c] = hidden; });
     for (int64_t j = 0; j < t.keys; ++j) unroll<n>(STROBE_UNROLL(c) { most[c] = max(most[c], V::load(s + j * t.width + lane + c * L)); });
-    bool ahead = false; // some row's score exceeds its m by more than the slack
+    bool ahead = false; // some score exceeds its row's m by more than the slack
     unroll<n>(STROBE_UNROLL(c) { ahead |= any(V::load(m + lane + c * L) + slack < most[c]); });
     unroll<n>(STROBE_UNROLL(c) {
       RowState<V> row{V::load(m + lane + c * L), V::load(l + lane + c * L)};
@@ -90,7 +90,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
         });
       }
     };
-    // A P that is added to a much larger sum may be lost: several are added up first.
+    // A P that is added to a much larger sum may be lost, so several P are added up first.
     constexpr int64_t kAtOnce = Math::kExactPower ? 4 : Math::kChunk;
     for (int64_t j = 0; j < t.keys; j += kAtOnce) {
       exponentiate(j, min((i64)(j + kAtOnce), (i64)t.keys));
@@ -104,8 +104,8 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
   return moved;
 }
 
-// sum[c * width + lane] += s[key * width + lane] x(key, c) for each x(key, c) that is not finite, where s is not 0. FiniteKeys has left
-// these out, and the queries that see them must get them.
+// sum[c * width + lane] += s[key * width + lane] x(key, c) for each x(key, c) that is not finite, if s is not 0. FiniteKeys has left these
+// numbers out, and the queries that see their keys must get them.
 template <class T>
 __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, const KeyRows &x, int64_t b, int64_t h, int64_t k0, int64_t d,
                                              T *sum) {
@@ -140,8 +140,8 @@ template <class T> bool reads_nonfinite(const Head<T> &head, const Piece<T> &pie
   return (hidden || head.p->invariant) && !all_finite(x, head.b, head.kv, piece.k0 + piece.span.j0, piece.keys_read(head), d);
 }
 
-// sum += x^T s, a product over keys; s begins at its key `from`. invariant: an arithmetic with kSumsApart finishes the sum of a product
-// before it adds it to `sum`, so each product has kKeyAlign keys.
+// sum += x^T s, a product over keys, from key `from` of s on. invariant: an arithmetic with kSumsApart adds the finished sum of a product
+// to `sum`, so each product must have kKeyAlign keys.
 template <class Math>
 STROBE_INLINE void multiply_keys(const Head<typename Math::Real> &head, int64_t d, int64_t width, int64_t keys, typename Math::Left x,
                                  const typename Math::Scores &s, int64_t from, KeySum<typename Math::Real> &sum) {
@@ -160,7 +160,7 @@ template <class Math> struct ForwardTile {
   KeySum<typename Math::Real> o[kMaxPieces];
 };
 
-// O, m and l of a query tile, starting from the given m. hides: whatever V holds, some key may have a P of 0.
+// Computes O, m and l of a query tile, starting from the given m. hides: some key may have a P of 0, whatever V holds.
 template <class Math>
 void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source, ForwardScratch<Math> &scratch,
               ForwardTile<Math> &queries, bool hides) {
@@ -209,7 +209,7 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
         const bool moved = nonfinite ? softmax_step<Math>(head, chunk, s, lane, BothScores<Math>{probs, s, done, width}, done, scratch)
                                      : softmax_step<Math>(head, chunk, s, lane, probs, done, scratch);
         if (moved) {
-          if (done > multiplied) multiply_values(done); // their P belongs to the old m
+          if (done > multiplied) multiply_values(done); // P of the keys before `done` belongs to the old m
           o.scale(scratch.alpha);
         }
         if (nonfinite) add_nonfinite(chunk, s, rows_of_v(p), head.b, head.kv, piece.k0, dv, o.add_to());
@@ -221,8 +221,8 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   for (int64_t i = 0; i < queries.rows; ++i) scratch.l[i] += scratch.l_lost[i];
 }
 
-// Whether some row has an O that is not finite and an l that is. Such a row starts again from the m in `restart_m`, which is log2 l above
-// its m; all other rows start as before.
+// Whether some row has a finite l, but an O that is not finite. Such a row starts again from the m in `restart_m`, which is its m raised by
+// log2 l; all other rows start as before.
 template <class Math>
 bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
   using T = typename Math::Real;
@@ -232,7 +232,7 @@ bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math
     KeySum<typename Math::Real> &o = queries.o[n];
     const auto *sum = o.result();
     for (int64_t c = 0; c < o.width; c += V::kLanes) {
-      V all = V::load(scratch.l + lane + c) * V(0); // 0, or NaN
+      V all = V::load(scratch.l + lane + c) * V(0); // 0; NaN if l is not finite
       const auto good = all == V(0);
       for (int64_t r = 0; r < o.rows; ++r) all += V::load(sum + r * o.width + c) * V(0);
       const auto lost = good & ~(all == V(0));
@@ -264,8 +264,8 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
   fill(scratch.m, rows, -kInfinity<T>);
   add_keys(head, tile, source, scratch, queries, false);
-  // The sum P V, with P up to 2^8, may overflow where the mean does not, or it may take a NaN of V from a key that an infinite K hides by a
-  // score of -inf. Then it is computed once more, with m at log2 l above, so that P sums to 1.
+  // The sum P V, with P up to 2^8, may overflow although the mean does not, or take a NaN of V from a key that an infinite K hides by a
+  // score of -inf. Then P V is computed once more, with m raised by log2 l, so that P sums to 1.
   if (overflowed(head, scratch, queries)) {
     std::memcpy(scratch.m, scratch.restart_m, sizeof(T) * size_t(rows));
     add_keys(head, tile, source, scratch, queries, true);

@@ -20,7 +20,7 @@ inline constexpr int64_t kRun = 32; // terms of a product that are added up one 
 #if defined(__FMA__) || defined(__aarch64__)
 inline constexpr bool kRoundsProducts = false;
 #else
-inline constexpr bool kRoundsProducts = true; // then four products are added up first
+inline constexpr bool kRoundsProducts = true; // products are rounded: four of them are added up before they join the sum
 #endif
 inline constexpr int kMaxColumns = kVectorRegisters == 32 ? 4 : 2; // vectors of C's columns held at once
 constexpr int block_rows(int columns) { return kVectorRegisters == 32 ? (columns == 4 ? 6 : 8) : (columns == 2 ? 4 : 8); }
@@ -106,8 +106,8 @@ STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth
 }
 
 // C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes. A sum of many terms one after the other loses
-// bits as it grows: each run of kRun terms starts from 0 and is then added to C. So a product over some terms and one over the terms that
-// follow have together the bits of one over all, if the first has a multiple of kRun terms; and terms of 0 change nothing.
+// bits as it grows, so each run of kRun terms starts from 0 and is then added to C. Hence two products over successive terms give the bits
+// of one product over all terms, if the first has a multiple of kRun terms; and terms of 0 change nothing.
 template <class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
                                         int64_t ldc, bool accumulate) {

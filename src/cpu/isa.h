@@ -9,7 +9,7 @@
 namespace strobe {
 
 struct TileSizes {
-  int64_t q, k;  // Br, a multiple of 16, and Bc, of 32
+  int64_t q, k;  // Br, a multiple of 16, and Bc, a multiple of 32
   int64_t width; // lanes processed at once: a query tile is cut into pieces of this width
 };
 
@@ -17,10 +17,10 @@ inline constexpr int64_t kMostDecodedRows = 128; // rows of a group of heads: ea
 
 struct CpuKernels {
   const char *arithmetic;                // a description
-  bool quantised;                        // every forward reads quantised K and V: bf16 products would round their values
-  int64_t decodes_quantised_from;        // otherwise decoding reads them if a group has as many rows, and scales S and P; 0: never
+  bool quantised;                        // every forward reads quantised K and V (not with bf16 products, which would round their values)
+  int64_t decodes_quantised_from;        // otherwise decoding reads them for groups of at least this many rows, scaling S and P; 0: never
   int64_t rows_in_place;                 // decoding reads K and V in place if a group has at most this many rows
-  int planes;                            // how many bf16 a number is split into, whose smallest products are left out; 0: it is not split
+  int planes;                            // how many bf16 a number is split into (the smallest of their products are left out); 0: not split
   TileSizes forward_tile, backward_tile; // if no tile is requested
   int64_t (*forward_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*forward)(const Problem &, const Execution &, const TileSizes &, void *workspace);
@@ -39,10 +39,10 @@ struct InstructionSet {
   const char *name;                    // of the engine
   std::string (*missing)();            // why this machine cannot run it; empty if it can
   const CpuKernels *(*kernels)(DType); // null if the set gains nothing for this type
-  // Only for the predicted time; {fp32 (fp64: half the rate), fp16, bf16}.
+  // The other members serve only the predicted time. Arrays: fp32 (fp64: half the rate), fp16, bf16.
   double flops_per_cycle[3]; // with full pieces; a multiply-add counts as two
   double idle_lanes;         // the cost of a piece besides its lanes, in lanes: each piece reads K and V once, however narrow it is
-  double pack_cycles[3];     // per element of K or V
+  double pack_cycles[3];     // cycles to pack an element of K or V
 };
 
 } // namespace strobe

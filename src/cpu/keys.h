@@ -6,7 +6,7 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Adjacent rows as numbers of T. finite: numbers that are not finite are 0 in them.
+// A view of adjacent rows of numbers of type T; dense_copy() makes such rows. finite: numbers that are not finite become 0 in the copy.
 template <class T> View dense_rows(T *rows, int64_t d) {
   View view;
   view.data = reinterpret_cast<char *>(rows), view.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
@@ -28,7 +28,7 @@ public:
   using T = typename Math::Real;
   using Element = typename Math::Element;
 
-  // x: K or V, with its head dimension d, to be multiplied as rows, as columns, both or not at all.
+  // x: K or V, of head dimension d. rows, columns: whether products take it as rows, as columns, or both.
   KeySource(const Problem &p, const KeyRows &x, int64_t d, bool rows, bool columns, const TileSizes &tile)
       : p_(p), x_(x), d_(d), tile_k_(tile.k), rows_(rows), columns_(columns), in_place_(!x.quantised() && Math::in_place(x.x, d)),
         once_((rows || columns) && !in_place_ && !x.quantised() && !x.x.page_size && p.group() * query_tiles(p, tile.q) > 1 &&
@@ -77,7 +77,7 @@ public:
       return {Math::keys_at(range_at(shared, b, kv, keys.range), range.length, d_, rows_), range.start};
     }
     const int64_t n = keys.end - keys.begin;
-    if (x_.quantised()) { // its stored numbers may serve directly
+    if (x_.quantised()) { // the stored numbers may serve directly
       const View numbers = dense_rows(scratch.numbers, d_);
       if (Math::in_place(numbers, d_)) {
         dense_copy(x_, b, kv, keys.k0 + keys.begin, n, d_, false, scratch.numbers);
@@ -120,13 +120,13 @@ private:
   bool rows_, columns_, in_place_, once_;
 };
 
-// Rows of K, V, Q or dO without the numbers that are not finite, for products with weights that are 0 where a query does not see: 0 times
-// an infinity is NaN. add_nonfinite adds these numbers to the sums of the queries that see them.
+// Rows of K, V, Q or dO with 0 for each number that is not finite, for products with weights that may be 0: 0 times an infinity is NaN.
+// add_nonfinite adds the numbers that are not finite to the sums of the queries that see them.
 template <class Rows, class T> View finite_rows(const Rows &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *copy) {
   return dense_copy(x, b, h, i0, n, d, true, copy);
 }
 
-// A tile of K or V with numbers that are not finite, as the left operand of a product over keys.
+// A tile of K or V that holds numbers that are not finite, without these, as the left operand of a product over keys.
 template <class Math> struct FiniteKeys {
   using T = typename Math::Real;
   T *copy, *reals = nullptr, *buffer = nullptr;
@@ -139,7 +139,7 @@ template <class Math> struct FiniteKeys {
     packed = arena.take<typename Math::Element>((tile_k + 64) * Math::key_size(d, false, true));
   }
 
-  // For n keys from j0 on, d columns.
+  // The operand for n keys from j0 on, d columns.
   typename Math::Left columns(const KeyRows &x, int64_t b, int64_t kv, int64_t j0, int64_t n, int64_t d) const {
     const View finite = finite_rows(x, b, kv, j0, n, d, copy);
     if (Math::in_place(finite, d)) return Math::keys_in_place(finite, 0, 0, 0).columns;
@@ -149,7 +149,7 @@ template <class Math> struct FiniteKeys {
   }
 };
 
-// K and V of one direction, their elements that the threads share, and the map of the mask.
+// K and V of one direction, the packed elements that the threads share, and the map of the mask.
 template <class Math> struct KeyPair {
   using T = typename Math::Real;
   using Element = typename Math::Element;

@@ -1,5 +1,5 @@
-// The products of few rows of queries with K and V, which read K and V once and in place: they are limited by memory. S = Q K^T has one key
-// per lane, whose words are transposed; O = P V has one word of V per lane. Rows of Q and P are broadcast, and their sums stay in
+// The products of few rows of queries with K and V, which are limited by memory: they read K and V once and in place. S = Q K^T has one key
+// per lane, so words of K are transposed; O = P V has one word of V per lane. Rows of Q and P are broadcast, and the sums stay in
 // registers.
 #pragma once
 #include "elements.h"
@@ -12,7 +12,7 @@ namespace strobe::inline STROBE_ISA {
 template <class Lanes> class FewRows;
 template <class Math> class ManyRows;
 
-// By multiply-add. Sums have the order of gemm.h.
+// Products by multiply-add. Sums have the order of gemm.h.
 template <class T, class E> struct FmaLanes {
   using Real = T;
   using Elements = E;
@@ -49,7 +49,7 @@ private:
 
 inline constexpr int kMostRowsHeld = kVectorRegisters == 32 ? 8 : 4;
 
-inline constexpr int64_t kPitch = 1024 + 16; // of a row of scores or of P, in elements or in operands: rows must not share cache sets
+inline constexpr int64_t kPitch = 1024 + 16; // distance of rows of scores or P, in elements or operands, so that rows share no cache sets
 
 // Prefetches words of later rows. Where rows are adjacent, it asks for words in the order of memory, because the CPU's own prefetcher
 // follows only that order; elsewhere it asks for the same words of each row.
@@ -132,7 +132,7 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
   }
 }
 
-// o[r * ldo ...] (+)= P V of a run of keys, a multiple of Lanes::kKeys, in kWords adjacent words of the lanes and then in fewer.
+// o[r * ldo ...] (+)= P V of a run of keys, a multiple of Lanes::kKeys, kWords vectors of words at a time and then fewer.
 template <class Lanes, int kRows, int kWords, int kParts>
 STROBE_INLINE void add_run(const WordBlock<typename Lanes::Elements::Word> &block, int64_t first, int64_t keys, int64_t w, int64_t words,
                            const typename Lanes::Operand *p, typename Lanes::Real *o, int64_t ldo, bool accumulate) {

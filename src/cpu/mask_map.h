@@ -1,4 +1,4 @@
-// The effect of the mask on cells of queries x keys. The mask is read once per call, whatever shares it: all heads and passes then skip
+// The effect of the mask on cells of queries x keys. The mask is read once per call, even if heads share it: all heads and passes then skip
 // hidden cells, and compute fully visible cells as if there were no mask.
 #pragma once
 #include "query_tiles.h"
@@ -38,7 +38,7 @@ inline uint8_t classify(const uint8_t *at, int64_t rows, int64_t row_stride, int
   return (seen ? kSeen : 0) | (hidden ? kHidden : 0);
 }
 
-// One byte per cell, which has a piece of a query tile and kKeyAlign keys; an axis over which the mask is broadcast has one cell.
+// One byte per cell. A cell is a piece of a query tile times kKeyAlign keys; an axis over which the mask is broadcast has one cell.
 class MaskMap {
 public:
   MaskMap(const Problem &p, const TileSizes &tile) : p_(p), tile_(tile) {
@@ -97,7 +97,7 @@ public:
   int64_t cell_end(int64_t j) const { return (j / keys_ + 1) * keys_; }
 
 private:
-  int64_t columns() const { return p_.part ? p_.size_k() : p_.longest_k(); } // of the mask that count
+  int64_t columns() const { return p_.part ? p_.size_k() : p_.longest_k(); } // the number of the mask's columns that count
   int64_t slice(int64_t b, int64_t h) const { return (batch_ > 1 ? b : 0) * heads_ + (heads_ > 1 ? h : 0); }
   void make_row(int64_t slice, int64_t row) const {
     const View &m = p_.mask;

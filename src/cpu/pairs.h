@@ -10,8 +10,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// x = sum of planes, each to be cut to the 8 significant bits of a bf16, the high half of a lane: the first ones are rounded to them, so
-// that the remainder for the last is small and of either sign. FP32 beyond the largest bf16 is cut, because it would round to infinity.
+// Splits x into a sum of planes, each to be cut to a bf16, the high half of a lane, with 8 significant bits. All planes but the last are
+// rounded, so that the remainder is small and of either sign. FP32 beyond the largest bf16 is cut, because it would round to infinity.
 template <int kPlanes> struct Split {
   __m512 plane[kPlanes];
   static STROBE_INLINE __m512 largest() { return _mm512_castsi512_ps(_mm512_set1_epi32(0x7F7F0000)); } // bf16
@@ -77,12 +77,12 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
   }
 }
 
-// The same for bf16 rows that already have this form: pairs along a row, dst[c / 2][lane], of `count` rows in `width` lanes.
+// The same for bf16 rows, in which pairs already lie side by side: dst[c / 2][lane], of `count` rows in `width` lanes.
 inline __attribute__((noinline)) void pair_lanes(const uint16_t *src, int64_t row, int64_t count, int64_t columns, int64_t width,
                                                  uint32_t *dst) {
   for (int64_t lane = 0; lane < width; lane += 16)
     for (int64_t c = 0; c < columns; c += 32) {
-      Vec<float> block[16];                                                                           // of pairs, which are only moved
+      Vec<float> block[16];                                                                           // holds pairs, which are only moved
       unroll<16>(STROBE_UNROLL(r) { __builtin_prefetch(src + (lane + r + width) * row + c, 0, 2); }); // for the next tile
       unroll<16>(STROBE_UNROLL(r) {
         block[r] = lane + r < count ? Vec<float>::load(reinterpret_cast<const float *>(src + (lane + r) * row + c)) : Vec<float>(0.0f);
@@ -98,21 +98,21 @@ STROBE_INLINE __m512i pair_of_rows(const uint16_t *src, int64_t row, int64_t i, 
   };
   return _mm512_or_si512(load(i), _mm512_slli_epi32(load(i + 1), 16));
 }
-// The same as pairs of rows, dst[i / 2][c]; zeros after the last row, to a multiple of 32 rows.
+// Interleaves bf16 rows as pairs of rows, dst[i / 2][c]; zeros after the last row, to a multiple of 32 rows.
 inline __attribute__((noinline)) void pair_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, uint32_t *dst) {
   for (int64_t i = 0; i < round_to(count, 32); i += 2)
     for (int64_t c = 0; c < columns; c += 16) _mm512_storeu_si512(dst + i / 2 * columns + c, pair_of_rows(src + c, row, i, count));
 }
-// Such rows as the left operand. Rows after the last are not written: products with them make scores that are not read.
+// Copies bf16 rows as the left operand. Rows after the last are not written: products with them make scores that are not read.
 inline __attribute__((noinline)) void copy_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
   for (int64_t i = 0; i < count; ++i)
     for (int64_t c = 0; c < columns; c += 32) _mm512_storeu_si512(to.at(i, c), _mm512_loadu_si512(src + i * row + c));
 }
-// Such rows transposed, as columns of the left operand, over which a product sums: zeros after the last row, to a multiple of 32 rows.
+// Copies bf16 rows, transposed, as columns of the left operand. Products sum over these, so zeros follow the last row, to a multiple of 32.
 inline __attribute__((noinline)) void turn_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
   for (int64_t i = 0; i < count; i += 32)
     for (int64_t c = 0; c < columns; c += 16) {
-      Vec<float> block[16]; // of pairs, which are only moved
+      Vec<float> block[16]; // holds pairs, which are only moved
       unroll<16>(STROBE_UNROLL(r) { block[r] = Vec<float>((Vec<float>::Raw)pair_of_rows(src + c, row, i + 2 * r, count)); });
       transpose_block(block);
       uint16_t *const dst = to.at(c, i);
@@ -127,7 +127,7 @@ template <int planes, class Unit> struct Pairs {
   static constexpr int kPlanes = planes;
   static constexpr int64_t kChunk = 32;           // keys whose scores are held at once
   static constexpr bool kScoresInPlace = false;   // Scores leaves its source unchanged
-  static constexpr bool kJointQueries = true;     // the products over queries are made over the whole tile: C moves less
+  static constexpr bool kJointQueries = true;     // products over queries take the whole tile, so that C moves less
   static constexpr bool kSumsApart = planes == 3; // the sum of a product starts from 0, and is then added to C: see amx.h
 
   using V = Vec<float>;
@@ -237,7 +237,7 @@ template <int planes, class Unit> struct Pairs {
 
   struct Scores {
     uint32_t *pairs; // [plane][round_to(keys, 32) / 2][width], or null
-    Left left;       // of the lanes of this piece, or null; laid out like Keys::rows [keys / 32][tile_q / 32][plane][32][32]
+    Left left;       // the lanes of this piece, or null; laid out like Keys::rows [keys / 32][tile_q / 32][plane][32][32]
     int64_t width, pairs_plane;
     STROBE_INLINE void put(int64_t j, int64_t lane, V first, V second, bool /*both: zero where not*/) const {
       Split<kPlanes> a((__m512)first.v), b((__m512)second.v);
@@ -271,7 +271,7 @@ template <int planes, class Unit> struct Pairs {
     }
   };
   static int64_t scores_size(int64_t tile_k, int64_t width) { return kPlanes * round_to(tile_k, 32) * round_to(width, 32); }
-  // rows: of the whole tile of tile_q queries, of which these are the lanes from `lane` on, a multiple of 32.
+  // rows: the left operand of the whole tile of tile_q queries; these scores are its lanes from `lane` on, a multiple of 32.
   static STROBE_INLINE Scores scores(float * /*s*/, uint16_t *lanes, uint16_t *rows, int64_t keys, int64_t width, int64_t tile_q,
                                      int64_t lane) {
     const int64_t unit = 32 * 32, step = kPlanes * unit;

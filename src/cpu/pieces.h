@@ -4,8 +4,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// The schedule's key tiles, cut where a mask hides a cell from every query of the tile; invariant: and at multiples of tile.k among all
-// keys, wherever the first visible key lies.
+// The schedule's key tiles, cut where a mask hides a cell from every query of the tile. Invariant: also cut at multiples of tile.k among
+// all keys, wherever the first visible key lies.
 template <class T> class KeyTiles {
 public:
   KeyTiles(const Head<T> &head, const MaskMap &mask, const TileSizes &tile, int64_t i0, int64_t i1)
@@ -31,9 +31,9 @@ private:
   bool seen(int64_t j) const { return mask_.of_tile(head_.b, head_.h, head_.queries, i0_, j) & kSeen; }
   bool next_scheduled(KeysOfRange &keys) {
     if (!head_.p->invariant) return tiles_.next(keys);
-    if (run_.begin >= run_.end && !tiles_.next(run_)) return false; // the run of all adjacent keys
+    if (run_.begin >= run_.end && !tiles_.next(run_)) return false; // run_ has all adjacent keys
     keys = run_;
-    // A block may begin where sums of kKeyAlign keys do not.
+    // A block of the mask may begin within a sum of kKeyAlign keys.
     const int64_t unit = keys.begin % kKeyAlign == 0 ? tile_k_ : kKeyAlign;
     keys.end = min((i64)keys.end, round_down(keys.begin, unit) + unit);
     run_.begin = keys.end;
@@ -47,7 +47,7 @@ private:
   KeysOfRange rest_{{0, 0, false}, 0, 0}, run_{{0, 0, false}, 0, 0};
 };
 
-// Whether, and how, a piece of lanes takes part in a key tile: the tile cut to the keys that it sees.
+// A piece of lanes in a key tile: the tile is cut to the keys that the piece sees.
 template <class T> struct Piece {
   TileSpan span;
   int64_t k0; // key j is row k0 + j of K and V
@@ -77,7 +77,7 @@ STROBE_INLINE bool make_piece(const Head<T> &head, const MaskMap &mask, int64_t 
   return true;
 }
 
-// Raw q.k of a chunk of a piece -> scores.
+// Turns raw q.k of a chunk of a piece into scores.
 template <class T>
 STROBE_INLINE void apply_options(const Head<T> &head, const Piece<T> &piece, const TileSpan &chunk, ScoreScratch<T> &scratch, T *s,
                                  T *slopes) {

@@ -44,7 +44,7 @@ template <class T> STROBE_INLINE void load_stored(const View &x, int64_t b, int6
         T(int(src[(c0 + c) / 2 * stride] >> (c0 + c) % 2 * 4 & 15) - 16 * int(src[(c0 + c) / 2 * stride] >> ((c0 + c) % 2 * 4 + 3) & 1));
 }
 
-// dst[n] = the scales from an index on, at a distance from each other.
+// dst[n] = scale number index + n * stride, for n < count.
 template <class T> STROBE_INLINE void load_scales_at(const Scales &scales, int64_t index, int64_t stride, int64_t count, T *dst) {
   const auto load = [&](auto *src) __attribute__((always_inline)) {
     if (stride == 1)
@@ -96,7 +96,7 @@ inline bool stores_nonfinite(const KeyRows &rows, int64_t b, int64_t h, int64_t 
 }
 inline bool all_finite(const KeyRows &rows, int64_t b, int64_t h, int64_t i, int64_t n, int64_t d) {
   if (stores_nonfinite(rows, b, h, i, n, d)) return false;
-  constexpr float kLargest = 0x1.fp127f / 512; // times any stored number it is finite
+  constexpr float kLargest = 0x1.fp127f / 512; // up to this scale, scale times any stored number is finite
   const bool of_row = rows.scales.rows == 1;
   for (int64_t r = i; rows.quantised() && r < i + n; ++r)
     for (int64_t c = 0; c < (of_row ? 1 : d); ++c) {

@@ -12,7 +12,7 @@ struct QuerySpan {
   RowRange range{0, 0, 0};
   int64_t first_tile = 0; // the number of the range's first tile within the sequence
   int64_t i0 = 0, i1 = 0;
-  bool cut = false; // they are only some of their tile
+  bool cut = false; // the queries are only some of their tile
   STROBE_INLINE bool empty() const { return i0 >= i1; }
 };
 
@@ -31,7 +31,7 @@ inline int64_t query_tiles(const Problem &p, int64_t tile_q) {
   }
   return most;
 }
-// Tile `index` of a sequence; past the last one it has no queries.
+// The queries of tile `index` of a sequence; none past the last tile.
 inline QuerySpan query_tile(const Problem &p, int64_t b, int64_t index, int64_t tile_q) {
   int64_t first = 0;
   for (int64_t n = 0; n < ranges_of_queries(p); ++n) {

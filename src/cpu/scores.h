@@ -19,12 +19,12 @@ struct TileSpan {
   }
 };
 
-// The constants of a problem, and of one head of one sequence of it. Queries i and keys j are positions of the whole sequence.
+// The constants of a problem, and of one head of one of its sequences. Queries i and keys j are positions of the whole sequence.
 template <class T> struct Head {
   int64_t b, h;           // batch or sequence, query head
   int64_t kv;             // its key head
   int64_t q0;             // query i is row q0 + i of Q and of tensors like it
-  int64_t row0;           // and row row0 + i of mask and bias
+  int64_t row0;           // query i is row row0 + i of mask and bias
   int64_t k_begin, k_end; // the sequence's rows of K and V
   QuerySpan queries;      // the queries that these constants belong to
   Band band;
@@ -83,8 +83,8 @@ template <class T> struct Head {
   }
 
 private:
-  // Some scales are applied to the scores and not to exp2's argument: those whose reciprocal leaves the range of fp32, and those that make
-  // scores of 2^31 and more, where a score's rounding becomes a factor outside that range.
+  // Whether the scale is applied to the scores and not in exp2's argument: if its reciprocal leaves the range of fp32, or if it makes
+  // scores of 2^31 and more, whose rounding would become a factor outside that range.
   static STROBE_INLINE bool outsized(double scale) { return !(__builtin_fabs(scale) > 1e-30 && __builtin_fabs(scale) <= 1e4); }
   static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 };
@@ -121,7 +121,7 @@ template <class T> void load_additive_row(const Head<T> &head, int64_t i, int64_
     for (int64_t j = 0; j < count; ++j) row[j] = seen[j * m.stride[3]] ? row[j] : -kInfinity<T>;
 }
 
-// The same of a tile: add[key][lane].
+// The same for a tile: add[key][lane].
 template <class T>
 __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan &t, bool use_mask, ScoreScratch<T> &scratch) {
   const Problem &p = *head.p;
@@ -139,7 +139,7 @@ __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan
   }
 }
 
-// What becomes of raw q.k of a head before bias and mask.
+// From raw q.k of a head to the score before bias and mask.
 template <class T> struct ScoreTerms {
   using V = Vec<T>;
   const bool additive, capped, distances, linear; // linear: with ALiBi
@@ -149,7 +149,7 @@ template <class T> struct ScoreTerms {
       : additive(head.additive), capped(head.p->softcap > 0), distances(head.p->score == ScoreFunction::hyperbolic),
         linear(head.p->alibi_slopes), scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope),
         beta(T(head.p->beta)), beta_ln2(T(head.p->beta * kLn2<double>)), shift(T(head.p->shift)) {}
-  // distance: from the keys to the queries. keep(d score / d (scaled q.k)) is called if the score is a function of q.k.
+  // distance: between keys and queries. keep(d score / d (scaled q.k)) is called if the score is a function of q.k.
   template <class Keep> STROBE_INLINE V operator()(V x, V distance, Keep &&keep) const {
     if (!additive) return x;
     x *= scale;
@@ -165,7 +165,7 @@ template <class T> struct ScoreTerms {
   }
 };
 
-// Raw q.k -> score, in place. slopes (optional): d score / d (scaled q.k), through a function of it.
+// Turns raw q.k into scores, in place. slopes (optional): receives d score / d (scaled q.k), if the score is a function of q.k.
 template <class T>
 __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan &t, bool band_masked, bool use_mask,
                                              ScoreScratch<T> &scratch, T *s, T *slopes) {
@@ -201,8 +201,8 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
   }
 }
 
-// keep[key][lane] = 1 / keep rate where dropout keeps the element, else 0. Bits are drawn for blocks of 16 x 16, at whose borders i0 and j0
-// need not lie.
+// keep[key][lane] = 1 / keep rate if dropout keeps the element, else 0. Bits are drawn for blocks of 16 x 16; i0 and j0 need not lie at the
+// borders of a block.
 template <class T> __attribute__((noinline)) void load_keep(const Head<T> &head, const TileSpan &t, T *keep) {
   const T kept = T(1) / T(dropout_keep_rate(head.threshold));
   const u32 of_head = u32(head.p->part.first_head + head.h), of_batch = u32(head.p->part.first_batch + head.b);

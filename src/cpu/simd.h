@@ -16,7 +16,7 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// f(Index<0>) ... f(Index<n - 1>), so that arrays indexed by it live in registers.
+// Calls f(Index<0>) ... f(Index<n - 1>), so that arrays indexed by the argument live in registers.
 template <int i> struct Index {
   STROBE_INLINE constexpr operator int() const { return i; }
 };
@@ -80,8 +80,8 @@ template <class T> struct Vec {
   friend STROBE_INLINE Vec abs(Vec a) { return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1))))); }
 };
 
-// a b + c, with one rounding where the CPU can. The compiler may round a * b + c either way: if two places must have the same bits, it
-// might round the product in one of them, because the product has other uses or was moved out of a branch.
+// a b + c, with one rounding if the CPU has such an instruction. For a * b + c the compiler chooses one or two roundings, and might choose
+// differently in two places that must have the same bits, because a product has other uses or was moved out of a branch.
 template <class T> STROBE_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
   using Raw [[maybe_unused]] = typename Vec<T>::Raw; // for types without such an instruction
   [[maybe_unused]] constexpr bool kSingle = sizeof(T) == 4;
@@ -118,7 +118,7 @@ template <class M> STROBE_INLINE bool any(M mask) {
   return bits != 0;
 }
 
-// 2^r for r in [0, 1]: minimax for the relative error with p(0) = 1; 8e-8 in float (3e-6 with degree 4), 3e-18 in double.
+// 2^r for r in [0, 1]: the minimax polynomial with p(0) = 1. Its relative error is 8e-8 in float (3e-6 with degree 4), 3e-18 in double.
 template <int kDegree> STROBE_INLINE Vec<float> exp2_fraction(Vec<float> r) {
   if constexpr (kDegree == 4) {
     Vec<float> p = 0.013426684250649921047f;
@@ -149,8 +149,8 @@ template <int kDegree> STROBE_INLINE Vec<double> exp2_fraction(Vec<double> r) {
   return p * r + 1.0;
 }
 
-// 2^x for x up to a little over 0 (attention never needs more), or 0 where that is not a normal number: many CPUs take a hundred cycles for
-// each vector with a subnormal one. NaN stays NaN.
+// 2^x for x up to a little over 0 (attention needs no more), or 0 if 2^x is not a normal number: many CPUs take a hundred cycles for each
+// vector with a subnormal number. NaN stays NaN.
 #if defined(__AVX512DQ__)
 template <int kDegree = 5> STROBE_INLINE Vec<float> exp2(Vec<float> x) {
   constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
@@ -178,14 +178,14 @@ template <int kDegree = 5, class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
 }
 #endif
 
-// e^r for |r| <= ln(2) / 2: minimax for the relative error with p(0) = p'(0) = 1; 3e-9, 6e-8 with its rounding.
+// e^r for |r| <= ln(2) / 2: the minimax polynomial with p(0) = p'(0) = 1. Its relative error is 3e-9, with rounding 6e-8.
 STROBE_INLINE Vec<float> exp_fraction(Vec<float> r) {
   Vec<float> p = 0.0013813144591881456f;
   p = p * r + 0.008369418826811692f;
   p = p * r + 0.04166845678553441f;
   p = p * r + 0.1666651479149428f;
   p = p * r + 0.4999999305073412f;
-  return p * (r * r) + r + 1.0f; // 1 last: only its rounding counts
+  return p * (r * r) + r + 1.0f; // 1 is added last: only that addition's rounding counts
 }
 
 // x 2^n, where shifted = n + kIntegers; n must not be less than kLeastExponent / ln 2.
@@ -209,7 +209,7 @@ template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x, Vec<T> &slope) {
   V p = (V(T(-9.64399179425052238628e-1)) * z + T(-9.92877231001918586564e1)) * z + T(-1.61468768441708447952e3);
   V q = ((z + T(1.12811678491632931402e2)) * z + T(2.23548839060100448583e3)) * z + T(4.84406305325125486048e3);
   V small = x + x * z * p / q;
-  V e = exp2(a * T(-2.88539008177792681472)), inverse = V(1) / (V(1) + e); // e^-2a
+  V e = exp2(a * T(-2.88539008177792681472)), inverse = V(1) / (V(1) + e); // e = exp(-2 a)
   V large = V(1) - e * T(2) * inverse;
   large = select(x < V(0), -large, large);
   slope = select(a < V(T(0.625)), V(1) - small * small, e * T(4) * inverse * inverse);

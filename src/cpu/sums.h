@@ -1,4 +1,4 @@
-// Sums over more terms than a running sum can take: each addition rounds to the last bit of the sum so far.
+// Sums over many terms with their rounding errors: each addition to a plain running sum rounds to the last bit of the sum so far.
 #pragma once
 #include "tile.h"
 
@@ -16,7 +16,7 @@ template <class T> STROBE_INLINE Vec<T> add_rounded(Vec<T> x, T *sum) {
   return lost;
 }
 
-// The same; the rounding error is added to lost. The sum is sum + lost.
+// The same; the rounding error is added to `lost`, so that the exact sum is sum + lost.
 template <class T> STROBE_INLINE void add_exactly(Vec<T> x, T *sum, T *lost) { (Vec<T>::load(lost) + add_rounded(x, sum)).store(lost); }
 
 // The same for `size` numbers in memory; x is cleared.
@@ -39,14 +39,14 @@ template <class T> struct KeySum {
   static constexpr int64_t kKeys = 512;
   T *run, *total;
   int64_t rows, width;
-  int64_t segment = 0;                   // the kKeys keys whose terms are in run
-  bool started = false, carried = false; // run, total have been written
+  int64_t segment = 0;                   // which kKeys keys have their terms in `run`
+  bool started = false, carried = false; // `run`, `total` has been written
 
   void expect(int64_t key) { // announces the terms of the key tile that begins here
     if (key / kKeys != segment) carry();
     segment = key / kKeys;
   }
-  // For products that add to it: `started` says whether there is a sum to add to.
+  // The running sum for products that always add: it is set to 0 if no product has written it yet.
   T *add_to() {
     if (!started) fill(run, rows * width, T(0));
     started = true;

@@ -46,9 +46,9 @@ template <int s = 1, class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec
   }
 }
 
-// dst[c * width + lane] = x[c] * factor for lane < count (0 in the lanes above, up to width) and c < columns, where x is row_of(lane,
-// room), which may write to room. width is a multiple of 16; x has round_to(columns, 16) elements that can be read, and buffer 16 such
-// rows. ahead: how many elements past each row a row lies that will be read soon (0: not known).
+// dst[c * width + lane] = x[c] * factor for lane < count (0 in further lanes, up to width) and c < columns, where x = row_of(lane, room),
+// and row_of may write to room. width is a multiple of 16; x has round_to(columns, 16) elements that can be read, and buffer has 16 such
+// rows. ahead: the distance, in elements, from each row to a row that will be read soon (0: not known).
 template <class T, class Row>
 STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T factor, T *dst, int64_t width, T *buffer, int64_t ahead = 0) {
   constexpr int L = Vec<T>::kLanes;
@@ -90,8 +90,8 @@ __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h,
   load_lanes<T>(row_of, count, columns, factor, dst, width, buffer, in_place && !src.page_size ? width * src.stride[2] : 0);
 }
 
-// The inverse: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count; add: to the tensor's contents. buffer: 16
-// rows of round_to(columns, 16).
+// The inverse: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count. add: adds to the tensor's contents. buffer:
+// 16 rows of round_to(columns, 16) elements.
 template <class T>
 __attribute__((noinline)) void store_lanes(const View &dst, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns,
                                            const T *factor, const T *src, int64_t width, T *buffer, bool add = false) {

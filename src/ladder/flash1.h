@@ -7,7 +7,7 @@ namespace strobe::ladder::cpu {
 
 class Flash1 {
 public:
-  // Numbers in memory: l and m of each query.
+  // The floats that a call keeps in memory: l and m of each query.
   static int64_t memory(const Problem &p, Direction direction) {
     return direction == Direction::forward ? 2 * p.batch * p.heads * p.seqlen_q : 0;
   }
@@ -68,7 +68,7 @@ public:
     for (int64_t i = 0; i < p.seqlen_q && p.lse; i++) *p.lse.at<float>(b, h, i, 0) = log_sum(m[i], l[i], scale);
   }
 
-  // A key head, with the query heads that share it. 1, 14, 15 and 18 are about dropout.
+  // One item: a key head, with the query heads that share it. Lines 1, 14, 15 and 18 of the paper are about dropout.
   static void backward(const Problem &p, const TileSize &size, int64_t item, float *, Sram sram) {
     const int64_t b = item / p.heads_kv, kv = item % p.heads_kv, d = p.head_dim, h0 = kv * p.group();
     const Band band = band_of(p);

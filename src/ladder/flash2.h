@@ -7,7 +7,7 @@ namespace strobe::ladder::cpu {
 
 class Flash2 {
 public:
-  // Numbers in memory: backward, D of each query.
+  // The floats that a call keeps in memory: in the backward, D of each query.
   static int64_t memory(const Problem &p, Direction direction) {
     return direction == Direction::forward ? 0 : p.batch * p.heads * p.seqlen_q;
   }
@@ -20,7 +20,7 @@ public:
     return direction == Direction::forward ? p.batch * p.heads * div_up(p.seqlen_q, size.q) : p.batch * p.heads_kv;
   }
 
-  // A tile of queries.
+  // One item: a tile of queries.
   static void forward(const Problem &p, const TileSize &size, int64_t item, float *, Sram sram) {
     const int64_t Tr = div_up(p.seqlen_q, size.q), b = item / Tr / p.heads, h = item / Tr % p.heads, kv = h / p.group(), d = p.head_dim;
     const int64_t i0 = item % Tr * size.q, i1 = std::min(i0 + size.q, p.seqlen_q);
@@ -63,8 +63,8 @@ public:
     for (int64_t r = 0; r < Oi.rows && p.lse; r++) *p.lse.at<float>(b, h, i0 + r, 0) = log_sum(m[0][r], l[0][r], scale);
   } // 16, 17
 
-  // A key head, with the query heads that share it. The paper also divides key tiles among blocks, and adds to dQ atomically; here the
-  // order of every sum must be the same in each run.
+  // One item: a key head, with the query heads that share it. The paper also divides key tiles among blocks, and adds to dQ atomically;
+  // here the order of every sum must be the same in each run.
   static void backward(const Problem &p, const TileSize &size, int64_t item, float *memory, Sram sram) {
     const int64_t b = item / p.heads_kv, kv = item % p.heads_kv, d = p.head_dim, h0 = kv * p.group();
     const Band band = band_of(p);

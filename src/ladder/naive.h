@@ -7,7 +7,7 @@ namespace strobe::ladder::cpu {
 
 class Naive {
 public:
-  // Numbers in memory: S of every head, which becomes P; backward: P and dP.
+  // The floats that a call keeps in memory: S of every head, which becomes P; in the backward P and dP.
   static int64_t memory(const Problem &p, Direction direction) {
     return p.batch * p.heads * p.seqlen_q * p.seqlen_k * (direction == Direction::forward ? 1 : 2);
   }
@@ -33,7 +33,7 @@ public:
     product(head(p.out, b, h, p.seqlen_q, d), S, V, 1, size, t);
   }
 
-  // A key head, with the query heads that share it.
+  // One item: a key head, with the query heads that share it.
   static void backward(const Problem &p, const TileSize &size, int64_t item, float *memory, Sram sram) {
     const int64_t b = item / p.heads_kv, kv = item % p.heads_kv, d = p.head_dim;
     const Matrix K = head(p.k, b, kv, p.seqlen_k, d), V = head(p.v, b, kv, p.seqlen_k, d);
@@ -65,7 +65,7 @@ public:
 
 private:
   struct Tiles {
-    Tile x, y, scores, result; // of Q or dO; of K or V; of S and matrices like it
+    Tile x, y, scores, result; // x: of Q or dO; y: of K or V; scores: of S, P, dP or dS
     Tiles(Sram &sram, const TileSize &size, int64_t d)
         : x(sram.tile(size.q, d)), y(sram.tile(size.k, d)), scores(sram.tile(size.q, size.k)),
           result(sram.tile(std::max(size.q, size.k), std::max(size.k, d))) {}
@@ -118,7 +118,7 @@ private:
     }
   }
 
-  // Each row in three passes: its maximum, its sum, its quotients.
+  // Each row takes three passes: for the maximum, the sum, the quotients.
   static void softmax(const Matrix &S, const Problem &p, const View &lse, int64_t b, int64_t h) {
     const Band band = band_of(p);
     const float scale = float(p.scale);

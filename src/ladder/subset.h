@@ -4,7 +4,7 @@
 
 namespace strobe::ladder {
 
-// The reason why no rung supports the problem, whatever its dtype; empty if they do.
+// The reason why no rung supports the problem, whatever its dtype; empty if the rungs do.
 std::string against(const Problem &);
 
 } // namespace strobe::ladder

@@ -39,7 +39,7 @@ inline void zero(Tile &tile, int64_t rows, int64_t columns) {
   tile.fill(0);
 }
 
-// Hands out a thread's tiles. Without memory it counts their bytes.
+// Hands out a thread's tiles; without memory it only counts their bytes.
 class Sram {
 public:
   explicit Sram(float *memory = nullptr) : memory_(memory) {}
@@ -126,10 +126,10 @@ inline void hide(const Tile &S, const Band &band, int64_t i0, int64_t j0) {
 
 inline float row_max(const float *row, int64_t n) { return n ? *std::max_element(row, row + n) : -kInfinity; }
 
-// A row that has seen no key subtracts 0, or -inf - (-inf) would be NaN.
+// The number that exponentials() subtracts: m, but 0 for a row that has seen no key, because -inf - (-inf) would be NaN.
 inline float reference_of(float m) { return m == -kInfinity ? 0 : m; }
 
-// row = exp(scale (row - m)); its sum
+// row = exp(scale (row - m)); returns the row's sum
 inline float exponentials(float *row, int64_t n, float m, float scale) {
   float sum = 0;
   for (int64_t j = 0; j < n; j++) sum += row[j] = std::exp(scale * (row[j] - m));

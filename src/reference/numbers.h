@@ -8,7 +8,7 @@
 
 namespace strobe::oracle {
 
-// A 16-bit float: one sign bit, then the exponent's, then the fraction's.
+// A 16-bit float: one sign bit, then the bits of the exponent, then those of the fraction.
 template <int exponent_bits> double decode(uint16_t bits) {
   constexpr int fraction_bits = 15 - exponent_bits, bias = (1 << (exponent_bits - 1)) - 1;
   constexpr int infinity = ((1 << exponent_bits) - 1) << fraction_bits;

@@ -41,7 +41,7 @@ public:
     return words[slot(i)] >> (8 * slot(j)) & 255;
   }
 
-  // The factor of the probability of (i, j): 1 / keep rate if it is kept, 0 if it is dropped.
+  // The factor of P_ij: 1 / keep rate if dropout keeps the element, 0 if it drops it.
   double factor(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (threshold == 256) return 1;
     return byte(b, h, i, j) < threshold ? 256.0 / threshold : 0.0;

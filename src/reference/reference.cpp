@@ -31,7 +31,7 @@ void add(Vector &sum, double factor, const double *x) {
 
 // ---- one head of one sequence ----------------------------------------------------------------------------------------------------------
 
-// The tokens [begin, begin + length) of sequence b. Dense tensors hold theirs under a batch axis of their own.
+// The tokens [begin, begin + length) of sequence b. In dense tensors begin is 0: a batch axis separates the sequences.
 struct Tokens {
   int64_t begin, length;
 };
@@ -119,7 +119,7 @@ struct Head {
         dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), Q(p.q, b, h, q, p.head_dim),
         K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale), dO(p.dout, b, h, q, p.head_dim_v) {}
 
-  // How far key j lies before query i.
+  // The distance by which key j lies before query i.
   int64_t behind(int64_t i, int64_t j) const { return place_q[i] + offset - place_k[j]; }
 
   bool visible(int64_t i, int64_t j) const {
@@ -144,7 +144,7 @@ struct Head {
       ds = 1 - t * t;
     }
     if (p.score == ScoreFunction::hyperbolic) {
-      const double t = std::max(-s - 1, 0.0), sinh = std::sqrt(t) * std::sqrt(t + 2); // of the distance
+      const double t = std::max(-s - 1, 0.0), sinh = std::sqrt(t) * std::sqrt(t + 2); // the hyperbolic sine of the distance
       s = -p.beta * std::log1p(t + sinh) - p.shift;
       ds = t == 0 ? 0 : p.beta / sinh;
     }
@@ -162,7 +162,7 @@ struct Head {
   Softmax softmax(const std::vector<Score> &row) const {
     double max = sink, sum = 0;
     for (const Score &x : row) max = std::max(max, x.s);
-    if (max == -kInfinity) max = 0; // nothing visible: every term below is 0, or NaN from a NaN score
+    if (max == -kInfinity) max = 0; // the query sees no key: every term below is 0, or NaN from a NaN score
     for (const Score &x : row) sum += std::exp(x.s - max);
     return {max, sum + std::exp(sink - max)};
   }
@@ -184,7 +184,7 @@ struct Head {
     return {P, dot(dO[i], output(i, scores, P).data(), p.head_dim_v), dlse(i)};
   }
 
-  // The same from the caller's LSE and O, or D.
+  // The row statistics from the caller's LSE and O, or LSE and D.
   Row given_row(int64_t i) const {
     double lse = load(p.lse, b, h, q.begin + i, 0);
     if (p.part.partial) {
@@ -208,7 +208,7 @@ struct Head {
 
 // ---- selections ------------------------------------------------------------------------------------------------------------------------
 
-// Flat indices, ascending, the call's own copy of them; absent: all.
+// A selection as ascending flat indices, copied for the call; absent: everything.
 struct Indices {
   std::optional<std::vector<int64_t>> flat;
   explicit operator bool() const { return flat.has_value(); }
@@ -288,7 +288,7 @@ private:
     });
   }
 
-  // seqlen, total: of dense tensors, and of packed ones.
+  // seqlen: the length of dense tensors' sequences; total: the number of packed tokens.
   std::vector<int64_t> selected(const Indices &indices, int64_t b, int64_t h, int64_t heads, Tokens t, int64_t seqlen,
                                 int64_t total) const {
     return indices.within(p.varlen ? h * total + t.begin : (b * heads + h) * seqlen, t.length);
@@ -305,7 +305,7 @@ private:
       const Softmax P = head.softmax(scores);
       write(p.out, b, h, head.q.begin + i, head.output(i, scores, P));
       if (p.lse) *p.lse.at<double>(b, h, head.q.begin + i, 0) = P.lse();
-      if (p.lse && p.part.partial) p.lse.at<double>(b, h, head.q.begin + i, 0)[p.lse_low] = 0; // LSE itself is exact enough
+      if (p.lse && p.part.partial) p.lse.at<double>(b, h, head.q.begin + i, 0)[p.lse_low] = 0; // the first number is exact enough
       for (const Score &x : scores)
         if (x.s > most || std::isnan(x.s)) most = x.s; // a NaN stays: nothing is larger
       for (size_t j = 0; j < columns.size(); j++)
@@ -394,7 +394,7 @@ private:
   void write(const View &x, int64_t b, int64_t h, int64_t i, const Vector &values) const {
     if (!x) return;
     for (size_t c = 0; c < values.size(); c++) {
-      if (x.dtype == DType::f32) { // gradients that are added to
+      if (x.dtype == DType::f32) { // gradients that are added to the caller's
         float &to = *x.at<float>(b, h, i, int64_t(c));
         to = float(to + values[c]);
       } else {

@@ -8,7 +8,7 @@ import pytest
 
 from emulated import ROOT, output
 
-# argv: calls: which form is to run, a colon, an option and, after semicolons, sizes that differ from the usual ones.
+# Each argument is a call, `FORM: OPTION; SIZE N; …`, e.g. `line: causal; sq 640; d 48`; sizes not named keep their defaults.
 PROGRAM = """
 import hashlib, sys
 import torch, strobe

@@ -33,7 +33,7 @@ static_assert(std::has_unique_object_representations_v<Head>);
 constexpr char kMagic[8] = {'S', 'T', 'R', 'O', 'B', 'E', '0', '1'};
 constexpr size_t kDigested = offsetof(Head, key);
 constexpr std::string_view kFolderPrefix = "nvrtc-";
-constexpr size_t kMostBytes = 64 << 20; // of an entry; today's have less than a hundredth of it
+constexpr size_t kMostBytes = 64 << 20; // of an entry; today's entries have less than a hundredth of this
 
 } // namespace
 
@@ -61,7 +61,7 @@ CacheSettings CacheSettings::from_environment() {
 static std::vector<std::string> all_refused() {
   CacheSettings s = CacheSettings::from_environment();
   s.further.push_back(s.folder);
-  for (const std::string &folder : s.further) { // the folders in it, one per NVRTC
+  for (const std::string &folder : s.further) { // each has a folder per NVRTC
     std::error_code none;
     for (const auto &entry : std::filesystem::directory_iterator(folder, none))
       if (entry.path().filename().string().starts_with(kFolderPrefix))
@@ -136,7 +136,7 @@ CacheLock::CacheLock(const std::string &file) : path_(file + ".lock") {
     if (!lock_) lock_ = open_own_lock(path_);
     if (!lock_) return;
     if (flock(*lock_, LOCK_EX | LOCK_NB) == 0) {
-      // The last holder removes the file: a lock counts only if its file is still the one with this name.
+      // The last holder of a lock removes the file, so a lock counts only if the locked file still has this name.
       struct stat held, named;
       if (fstat(*lock_, &held) == 0 && lstat(path_.c_str(), &named) == 0 && held.st_ino == named.st_ino && held.st_dev == named.st_dev)
         return;

@@ -1,7 +1,7 @@
 // Compiled kernels on disk: <folder>/nvrtc-13.0/<digest>.kernel, where the digest covers the source and all options of the compilation. A
-// process that compiles holds the file's lock meanwhile, so that others wait and then read. Entries carry their own digest: a broken one is
-// ignored. Nothing here fails: without a usable folder nothing is found and nothing stored. A digest says that an entry is whole, not which
-// user made it: own_file.h makes sure of that.
+// process that compiles holds the file's lock meanwhile, so that others wait and then read. Entries carry their own digest: a broken entry
+// is ignored. Nothing here fails: without a usable folder nothing is found and nothing stored. A digest proves that an entry is whole, not
+// which user made it: own_file.h checks the user.
 #pragma once
 #include <optional>
 #include <string>
@@ -16,26 +16,26 @@ namespace strobe::cuda {
 struct CacheSettings {
   std::string folder;               // STROBE_CACHE_DIR, else $XDG_CACHE_HOME/strobe, else ~/.cache/strobe; empty: none
   std::vector<std::string> further; // STROBE_CACHE_PATH: made elsewhere, read only; by any NVRTC
-  std::vector<std::string> refused; // the folders that are not used, each with the reason; they are in neither of the two above
+  std::vector<std::string> refused; // the folders that are not used, each with the reason; neither `folder` nor `further` has these
   bool readonly = false;            // STROBE_CACHE_READONLY: write nothing
   bool offline = false;             // STROBE_OFFLINE: compile nothing
 
   static CacheSettings from_environment();
 };
-// What was refused when this process first asked: for the notes of every plan.
+// The folders that were refused when this process first read the settings, for the notes of every plan.
 const std::vector<std::string> &refused_folders();
 
 std::string cache_file(const std::string &folder, const std::string &nvrtc, const Sha256::Digest &key);
 std::optional<Build> cache_read(const std::string &file, const Sha256::Digest &key);
 // An entry of any NVRTC that the driver supports, the newest first.
 std::optional<Build> cache_read_any(const std::string &folder, const Sha256::Digest &key);
-// False if it could not be written.
+// Writes an entry; false if it could not be written.
 bool cache_write(const std::string &file, const Sha256::Digest &key, const Build &);
 // Removes the entry from which a build was read, unless it is in another folder.
 void cache_discard(const Build &);
 
-// The lock of a file among all processes and threads. It is not held where the folder cannot be written or another holder takes more than a
-// minute: then each process compiles for itself, which is slower but not wrong.
+// The lock of a file among all processes and threads. It is not held if the folder cannot be written, or if another holder takes more than
+// a minute: each process then compiles for itself, which is slower but not wrong.
 class CacheLock {
 public:
   explicit CacheLock(const std::string &file);

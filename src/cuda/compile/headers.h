@@ -12,10 +12,10 @@ struct Header {
   std::string_view text;
 };
 
-// All of them; the build generates this function's file (embed.cmake).
+// All files of kernels/; the build generates the file of this function (embed.cmake).
 std::span<const Header> kernel_headers();
 
-// One header in the form for NVRTC, which resolves no include relative to the including file: each names the file below kernels/.
+// One header in the form for NVRTC, which resolves no include relative to the including file: each include names a file below kernels/.
 struct Included {
   std::string name, text;
 };

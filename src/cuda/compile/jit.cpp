@@ -58,7 +58,7 @@ private:
   std::vector<std::atomic<const Entry *>> slots_;
 };
 
-// Hashes of the kernels that some thread is loading: a kernel is loaded once, while other kernels load.
+// Hashes of the kernels that some thread is loading, so that each kernel is loaded once, but different kernels at the same time.
 class Loading {
 public:
   class Turn {
@@ -126,7 +126,7 @@ struct OnDevice {
   explicit OnDevice(const Build &built) {
     const Driver &d = *driver();
     CUlibrary library = nullptr;
-    CUfunction loaded = nullptr; // requested now, so that the code is loaded here and not lazily in the first launch
+    CUfunction loaded = nullptr; // asking for it loads the code now, not in the first launch
     call = "cuLibraryLoadData", result = d.cuLibraryLoadData(&library, built.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (!result) call = "cuLibraryGetKernel", result = d.cuLibraryGetKernel(&handle, library, "kernel");
     if (!result) call = "cuKernelGetFunction", result = d.cuKernelGetFunction(&loaded, handle);
@@ -152,7 +152,7 @@ Kernel load_now(const KernelSource &source, std::span<const int32_t> config, con
   };
 
   const DeviceGuard current(device);
-  const RelaxedCapture relaxed; // the first call may be within a capture
+  const RelaxedCapture relaxed; // the first call may come within a stream capture
   OnDevice code(built);
   if (code.code_is_wrong() && !built.file.empty() && can_build(device.cc)) { // the cache's entry may be from any process
     cache_discard(built);

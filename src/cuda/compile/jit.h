@@ -13,12 +13,12 @@
 
 namespace strobe::cuda {
 
-// In static storage: its address is its identity.
+// A kernel's template. Each lies in static storage: its address is its identity.
 struct KernelSource {
   const char *header;    // below kernels/: "simt/forward.h"
   const char *entry;     // the template: "strobe::simt::Forward"
   const char *config;    // the type of its parameter: "strobe::simt::Config"
-  bool specific = false; // uses instructions of one architecture only: sm_90a, not sm_90
+  bool specific = false; // the kernel uses instructions of one architecture only: sm_90a, not sm_90
 };
 
 // A Config is a struct of int32_t: it prints as a list of its integers, and its bytes are the key.
@@ -38,9 +38,9 @@ struct Build {
   std::string file;      // the cache file in which it was found
 };
 enum class From { anywhere, source }; // source: compiled now, whatever a cache has
-// Through the disk cache. Needs no GPU.
+// Compiles a kernel, or reads it from the disk cache. Needs no GPU.
 Build build(const KernelSource &, std::span<const int32_t> config, int cc, From = From::anywhere);
-// Whether build would find it in a cache.
+// Whether build() would find the kernel in a cache.
 bool is_kept(const KernelSource &, std::span<const int32_t> config, int cc);
 // Whether there is a compiler for this compute capability, and permission to use it.
 bool can_build(int cc);
@@ -51,32 +51,32 @@ std::string kernel_name(const KernelSource &, std::span<const int32_t> config);
 // A kernel on one device, for the life of the process.
 struct Kernel {
   std::string name;
-  CUfunction function = nullptr; // the CUkernel, which no context owns
+  CUfunction function = nullptr; // a CUkernel, which no context owns
   int cc = 0;
   int registers = 0, spill_bytes = 0;
   int64_t most_shared = 0;   // dynamic shared memory that a launch may ask for, bytes
   size_t argument_bytes = 0; // 0: the driver is too old to report it
 };
-// Once per kernel and device; then a look-up without a lock.
+// Loads a kernel once per device; later calls look it up without a lock.
 const Kernel &load(const KernelSource &, std::span<const int32_t> config, const Device &);
 template <class Config> const Kernel &load(const KernelKey<Config> &key, const Device &device) {
   return load(*key.source, key.integers(), device);
 }
-// Null if it has not been loaded; takes no lock.
+// The kernel if it has been loaded, else null; takes no lock.
 const Kernel *find_loaded(const KernelSource &, std::span<const int32_t> config, const Device &);
 struct KernelName {
   const KernelSource *source;
   std::span<const int32_t> config;
 };
-// Loads all of them, each in a thread of its own, because a compilation occupies a core for a second or two. Throws the exception of the
-// first that fails.
+// Loads kernels, each in a thread of its own, because a compilation occupies a core for a second or two. Throws the exception of the first
+// kernel that fails.
 void load_together(std::span<const KernelName>, const Device &);
 
 struct Grid {
   int64_t x = 1, y = 1, z = 1;
 };
-// Launches in the current context (DeviceGuard). An empty grid launches nothing. early: its thread blocks may begin as soon as those of the
-// previous kernel have all begun; they wait for its end where they need its results (build.cpp). From compute capability 9.0 on.
+// Launches in the current context (DeviceGuard). An empty grid launches nothing. early: thread blocks may begin as soon as all blocks of
+// the previous kernel have begun, and wait for that kernel's end before they need its results (build.cpp); from compute capability 9.0 on.
 void launch(const Kernel &, Grid, int threads, int64_t shared_bytes, CUstream, const void *arguments, size_t argument_bytes,
             bool early = false);
 

@@ -20,7 +20,7 @@ namespace strobe::cuda {
 namespace fs = std::filesystem;
 namespace {
 
-// A library that was tried, and stays loaded.
+// An NVRTC library that was tried; it stays loaded.
 struct LoadedNvrtc {
   Nvrtc nvrtc{};
   std::string failure;
@@ -131,7 +131,7 @@ const LoadedNvrtc &load(const std::string &path) {
 
 struct Search {
   const Nvrtc *found = nullptr;
-  std::string failures; // of earlier candidates
+  std::string failures; // what was wrong with earlier candidates
 };
 
 Search search(int cc) {
@@ -177,7 +177,7 @@ std::string nvrtc_missing(int cc) {
 
 std::vector<int> nvrtc_archs() {
   std::vector<int> all;
-  for (const std::string &path : candidates(90)) { // the same libraries for each, in another order
+  for (const std::string &path : candidates(90)) { // each compute capability has the same candidates, in another order
     const LoadedNvrtc &one = load(path);
     if (one.failure.empty() && driver_follows(one.nvrtc.major)) all.insert(all.end(), one.nvrtc.archs.begin(), one.nvrtc.archs.end());
   }
@@ -192,10 +192,10 @@ Compiled compile(const Nvrtc &n, const Translation &program) {
   std::vector<const char *> names, texts, options;
   for (const Included &header : program.headers) names.push_back(header.name.c_str()), texts.push_back(header.text.c_str());
   for (const std::string &option : program.options) options.push_back(option.c_str());
-  // From 12.9 on NVRTC has a cache of its own, for which it asks the driver; ours is enough.
+  // From 12.9 on NVRTC has a cache of its own, for which it asks the driver; Strobe's cache is enough.
   if (n.major > 12 || (n.major == 12 && n.minor >= 9)) options.push_back("--no-cache");
-  // Otherwise it raises the stack limit of the whole process while it compiles, and with several compiling threads any of them may restore
-  // it.
+  // Without this option NVRTC raises the stack limit of the whole process while it compiles, and with several compiling threads any of them
+  // may restore the limit too early.
   options.push_back("--modify-stack-limit=false");
 
   Nvrtc::Program handle = nullptr;

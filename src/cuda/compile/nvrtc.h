@@ -29,13 +29,13 @@ struct Nvrtc {
 
 // An NVRTC that compiles for this compute capability and that the driver (if there is one) supports; null if there is none. If STROBE_NVRTC
 // is set (libraries or folders, separated by colons), only these are tried; else the wheels beside the libraries of this process, CUDA_HOME
-// and CUDA_PATH, /usr/local/cuda, the loader's path. NVRTC 13 is tried before 12, and after it where only 12 compiles (before 7.5).
+// and CUDA_PATH, /usr/local/cuda, the loader's path. NVRTC 13 is tried before 12, except for GPUs that only 12 supports (before 7.5).
 const Nvrtc *nvrtc(int cc);
 // What was searched for, where, and what was wrong with the libraries found.
 std::string nvrtc_missing(int cc);
 // The compute capabilities for which nvrtc() finds an NVRTC, ascending.
 std::vector<int> nvrtc_archs();
-// False if the driver is of an older major version than a cubin's compiler.
+// Whether the driver loads cubins of an NVRTC of this major version: false if the driver's major version is older.
 bool driver_follows(int nvrtc_major);
 
 struct Translation {
@@ -47,7 +47,7 @@ struct Translation {
 struct Compiled {
   std::string cubin, log;
 };
-// Throws with the whole log if it does not compile.
+// Compiles; throws with the whole log if the source does not compile.
 Compiled compile(const Nvrtc &, const Translation &);
 
 } // namespace strobe::cuda

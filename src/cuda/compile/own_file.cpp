@@ -18,7 +18,7 @@ namespace {
 
 constexpr mode_t kOthersWrite = S_IWGRP | S_IWOTH;
 
-// the reason why not; null: the file is used
+// The reason why a file or folder is not used; null if it is.
 const char *wrong_with(const struct stat &s, mode_t kind) {
   if ((s.st_mode & S_IFMT) != kind) return kind == S_IFDIR ? "no folder" : "no regular file";
   if (s.st_uid != geteuid() && s.st_uid != 0) return "another user's";

@@ -1,6 +1,6 @@
-// Files of the cache folders. Their contents run on the GPU, so a file is used only if no other user can have written it: a regular file of
-// this user's or of root's, in a folder of theirs, neither of them writable by others. An error of the system gives an empty result, no
-// exception.
+// Files of the cache folders. Their contents run on the GPU, so a file is used only if no other user can have written it: file and folder
+// must belong to this user or root and not be writable by others, and the file must be a regular file. An error of the system gives an
+// empty result, no exception.
 #pragma once
 #include <optional>
 #include <string>
@@ -25,13 +25,13 @@ private:
 std::string folder_refused(const std::string &path);
 std::string file_refused(const std::string &path);
 
-// The folder of a file, if it is used; make: created with its parents, readable by others and not writable.
+// The folder of a file; empty if the folder is not used. make: creates it with its parents, readable by others and not writable.
 Descriptor open_folder_of(const std::string &file, bool make);
-// Never follows a link, never waits; empty if the file is not used.
+// Opens a file without following a link and without waiting; empty if the file is not used.
 Descriptor open_own_file(const std::string &file);
 Descriptor open_own_lock(const std::string &file);
 
-// Empty unless the file is used and has at most this many bytes.
+// The file's bytes; null unless the file is used and has at most `most` bytes.
 std::optional<std::string> read_own_file(const std::string &file, size_t most);
 // Written under a temporary name, then renamed: readers never see half a file.
 bool write_own_file(const std::string &file, const std::string &bytes);

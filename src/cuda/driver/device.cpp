@@ -61,7 +61,7 @@ struct Devices {
 const Devices &devices() {
   static std::atomic<const Devices *> known = nullptr;
   if (const Devices *done = known.load(std::memory_order_acquire)) return *done;
-  driver(); // enters the gate itself
+  driver(); // enters the fork gate itself
   const ForkGate gate;
   static const Devices *const once = new Devices; // never destroyed: other threads may still run at exit
   known.store(once, std::memory_order_release);
@@ -112,7 +112,7 @@ Device described(int cc) {
       {-1, -1, 120, 170, 99 * KiB, 100 * KiB, 96 * MiB, 2.41e9, "RTX 5090"},
       {-1, -1, 121, 48, 99 * KiB, 100 * KiB, 24 * MiB, 2.4e9, "GB10"},
   };
-  const Device *nearest = nullptr; // the newest one not newer than requested: it has nothing that cc may lack
+  const Device *nearest = nullptr; // the newest device not newer than cc, so that it has nothing that cc may lack
   for (const Device &one : known)
     if (one.cc <= cc) nearest = &one;
   if (!nearest) throw Error(STROBE_UNSUPPORTED, text("compute capability ", cc / 10, ".", cc % 10, "; accepted is 5.0 or newer"));

@@ -18,8 +18,8 @@ struct Device {
   std::string name;
 };
 
-// The reason why no GPU can be used; empty if one can. This function and all below initialise the driver, after which a forked child cannot
-// use CUDA, so ask driver_missing() first where that is enough.
+// The reason why no GPU can be used; empty if one can. This function and the functions below initialise the driver, after which a forked
+// child cannot use CUDA, so ask driver_missing() first if its answer is enough.
 std::string devices_missing();
 int device_count();
 const Device &device(int ordinal); // throws if it does not exist

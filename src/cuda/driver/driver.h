@@ -1,4 +1,5 @@
-// libcuda.so.1, loaded at run time: the functions that Strobe uses, under their own names. Declared here, so that no CUDA header is needed.
+// libcuda.so.1, loaded at run time: the functions that Strobe uses, under CUDA's names. They are declared here, so no CUDA header is
+// needed.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -89,7 +90,7 @@ struct Driver {
   Call<CUstream, CUstreamCaptureStatus *> cuStreamIsCapturing;
   Call<CUstreamCaptureMode *> cuThreadExchangeStreamCaptureMode;
 
-  // Null if the driver is too old for them.
+  // The following are null if the driver is too old.
   Call<CUkernel, size_t, size_t *, size_t *> cuKernelGetParamInfo; // CUDA 12.4
   // tensor map, element type, rank, address, sizes, strides (bytes, from axis 1), box, element strides, interleave, swizzle, L2 promotion,
   // fill
@@ -100,7 +101,7 @@ struct Driver {
   std::string path; // of the library
 };
 
-// Null if there is no driver; driver_missing() says why. Loads the library but does not initialise it: device.h does.
+// The driver; null if there is none, and driver_missing() says why. The library is loaded but not initialised: device.h initialises it.
 const Driver *driver();
 const std::string &driver_missing();
 

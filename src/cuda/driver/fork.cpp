@@ -9,7 +9,7 @@ namespace strobe::cuda {
 namespace {
 
 struct Gate {
-  std::mutex door; // taken on the way in; a waiting fork holds it, so that newcomers do not keep it waiting
+  std::mutex door; // a thread takes it to enter; a waiting fork holds it, so that no further thread enters
   std::mutex mutex;
   std::condition_variable empty;
   int within = 0;

@@ -1,4 +1,4 @@
-// A process may fork at any time, from any thread; its child then has one thread, and the state that the others had reached.
+// A process may fork at any time, from any thread. The child has only that thread, and the state that the other threads had reached.
 #pragma once
 
 namespace strobe::cuda {
@@ -13,7 +13,7 @@ public:
   ForkGate &operator=(const ForkGate &) = delete;
 };
 
-// How many forks lie between this process and the one that first called this.
+// The number of forks between the process that first called this function and the present one.
 int forks();
 
 } // namespace strobe::cuda

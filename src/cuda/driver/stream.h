@@ -10,11 +10,11 @@ void fill(void *memory, unsigned char value, size_t bytes, CUstream);
 // Copies a few bytes for `check` to the host, and waits for the stream.
 void read(void *host, const void *memory, size_t bytes, CUstream);
 bool capturing(CUstream);
-// From the device's pool, in the stream's order.
+// Allocates from the device's memory pool, in the stream's order.
 void *allocate(size_t bytes, CUstream);
 void free(void *memory, CUstream) noexcept;
 
-// Lets this thread do what a stream capture forbids by default (loading a kernel), during its lifetime; captured streams are not affected.
+// During its lifetime this thread may do what a stream capture forbids by default (loading a kernel); captured streams are not affected.
 class RelaxedCapture {
 public:
   RelaxedCapture();

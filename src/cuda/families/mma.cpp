@@ -29,7 +29,7 @@ enum Load { plain, sparse, sparse_band, features, anything };
 
 struct Suits {
   int32_t least_cc = 75, most_cc = 1000;
-  int64_t least_queries = 0; // for shorter causal sequences smaller tiles waste less
+  int64_t least_queries = 0; // under a causal mask or a window: with fewer queries smaller tiles waste less
   int32_t least_dim = 0;
 };
 struct ForwardTile {
@@ -48,7 +48,7 @@ constexpr ForwardTile kForwardTiles[] = {
     // to D  q,   k, warps   |  per SM   columns; the most features, what it suits
     { 64, 128,  96,   4,   2,   2,   1, plain, {.least_cc = 80, .most_cc = 99, .least_queries = 2048}},
     { 64, 128,  64,   4,   2,   2,   1, sparse_band, {.least_cc = 80, .least_queries = 2048}},
-    {128, 128,  64,   4,   2,   2,   1, plain, {.least_cc = 90, .most_cc = 90}}, // whose uniform registers hold the loop's state
+    {128, 128,  64,   4,   2,   2,   1, plain, {.least_cc = 90, .most_cc = 90}}, // sm_90 keeps the loop's state in uniform registers
     {128, 128,  64,   4,   2,   2,   1, sparse, {.least_cc = 90, .most_cc = 90, .least_dim = 97}},
     {128, 128,  32,   4,   2,   2,   1, plain, {.least_cc = 80, .most_cc = 89}},
     {128, 128,  32,   4,   2,   2,   1, sparse_band, {.least_cc = 90, .most_cc = 90}},
@@ -90,7 +90,7 @@ constexpr DecodeTile kDecodeTiles[] = {
 };
 
 constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max() - 15; // the number of a tile's last row must fit as well
-// For quantised K and V: a warp's lanes each have the scales of a key, and Q's columns, in another order, stay in registers.
+// For quantised K and V: each lane of a warp holds the scales of one key, and Q stays in registers, with its columns reordered.
 constexpr DecodeTile kQuantisedTiles[] = {
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 32, .warps = 4, .stages = 3, .blocks_per_sm = 2},
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // see lacks_registers()
@@ -147,13 +147,13 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
 }
 
 // Quantised keys with options lack registers where P of FP16 becomes two terms, and where K of FP8 is searched for NaN because the GPU does
-// not convert it.
+// not convert FP8.
 bool lacks_registers(const Problem &p, const Device &device) {
   return p.dtype == DType::f16 || (p.quantised_as == DType::e4m3 && device.cc < 90);
 }
 
-// Decode packs the query heads of a group into the rows of a tile if they are few, and for quantised keys always; a block-sparse mask may
-// differ between them.
+// Decode packs the query heads of a group into the rows of a tile, if rows are few or keys are quantised. A block mask may differ between
+// the heads, so a block mask is left out.
 std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   if (p.blocks.present || p.invariant) return std::nullopt;
   const int64_t rows = p.seqlen_q * p.group();
@@ -187,9 +187,9 @@ double rate(const Device &device) {
 // Measured on an H200. At its end a decode block merges its warps' rows, one after another.
 constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6,
                  kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
-                 kExposed = 0.4, // of a block's end, as fitted: the rest overlaps with other blocks' reads
-    kReread = 0.4,               // of the time to read, for each further tile of rows: it finds the keys in the L2 cache
-    kQuantisedClocks = 0.06;     // of an SM, for one stored number and a tile's rows
+                 kExposed = 0.4, // fraction of a block's end that takes time, as fitted; the rest overlaps with other blocks' reads
+    kReread = 0.4,               // fraction of the time to read, for each further tile of rows, which finds the keys in the L2 cache
+    kQuantisedClocks = 0.06;     // clocks of an SM to convert one stored number for a tile of rows
 
 // How many tiles of a decode have rows. The last tile of each packed sequence may be partly empty.
 double row_tiles(const Problem &p, const Config &c) {
@@ -237,7 +237,7 @@ int32_t quantised_splits(const Problem &p, const Config &c, const Device &device
   return best;
 }
 
-// Queries times heads of a group: with more there are enough blocks.
+// Uneven shares are made up to this number of queries times heads of a group; with more there are enough blocks.
 constexpr int64_t kMostSharedRows = 64;
 
 class MmaEngine final : public CudaEngine {
@@ -308,7 +308,7 @@ private:
     return program;
   }
 
-  // The reason why it leaves quantised keys to cuda-simt.
+  // The reason why this engine leaves quantised keys to cuda-simt; empty if it computes them.
   static std::string against_quantised(const Problem &p, const std::optional<Config> &packed, const Device &device) {
     if (device.cc < 80) return text("multiplies quantised v as bfloat16: sm_80 or newer is needed, this is sm_", device.cc);
     if (p.scaled_by_channel()) return "k has scales of columns: it takes those of rows alone";

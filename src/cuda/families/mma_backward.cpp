@@ -1,4 +1,4 @@
-// The backward of kernels/mma: D, and memory for dQ; dQ, dK and dV; dQ in 16 bits; dbias, dsinks.
+// The backward of kernels/mma. Its launches: D, and zeros in dQ's sum; dQ, dK and dV; dQ in 16 bits; dbias and dsinks.
 #include "cuda/families/mma_backward.h"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ constexpr KernelSource kBackward{"mma/backward/backward.h", "strobe::mma::Backwa
 constexpr int32_t kAll = 16;
 struct BackwardTile {
   int32_t most_dim, q, k, key_warps, dim_warps, step_q;
-  int32_t most_features = kAll; // how many of them together: limited by registers
+  int32_t most_features = kAll; // the largest costly_features() for which registers suffice
   // The rate of the products, relative to other rows. It is measured on an H200: in large problems, and for 32 x 32 and 32 x 16 in small
   // ones. For the other rows (0.25 and below) it is guessed, since on an H200, with its large shared memory, they are never chosen.
   double speed;
@@ -49,7 +49,7 @@ constexpr BackwardTile kBackwardTiles[] = {
     {.most_dim = 576, .q = 16, .k = 16, .key_warps = 1, .dim_warps = 2, .step_q = 16, .speed = 0.1, .least_dim = kWide},
 };
 
-// Features that take registers.
+// The number of features that take registers, where costlier ones count more.
 int32_t costly_features(const BackwardConfig &c) {
   const Features &f = c.features;
   const int32_t alibi = f.alibi ? (f.part ? 3 : 1) : 0, dropout = f.dropout ? (f.part ? 3 : f.additive()) : 0;

@@ -27,7 +27,7 @@ enum class Kind { forward, backward, bias_gradient };
 
 int64_t shared_bytes(const Config &c, Kind kind) { return kind == Kind::forward ? c.forward_shared_bytes() : c.backward_shared_bytes(); }
 
-// Registers that a thread's numbers take in the product that needs the most: accumulators, operands, the chunk in flight.
+// Registers of a thread for accumulators, operands and the chunk in flight, in the product that needs the most.
 int64_t registers(const Config &c, Kind kind) {
   const int64_t words = c.real_bytes() / 4, rows = c.tile_q / c.threads_q, keys = c.tile_k / c.threads_k;
   const auto nt = [&](int64_t held) { // S or dP
@@ -51,7 +51,7 @@ int64_t registers(const Config &c, Kind kind) {
   const int64_t lines = c.tile_k / c.threads_q;
   return std::max({held, part(lines, c.tile_q, c.head_dim), part(lines, c.tile_q, c.head_dim_v)});
 }
-// Of 255; addresses and loops take the rest. FP64's loops need more.
+// Most registers, of a thread's 255, that registers() may count; addresses and loops need the others, in FP64 more.
 int64_t most_registers(const Config &c) {
   const bool paged = c.features.pages || c.features.quant; // each thread keeps the addresses of its rows
   if (c.dtype == kF64) return paged ? 120 : 160;
@@ -98,7 +98,7 @@ Config config_for(const Problem &p) {
   return c;
 }
 
-// Invariant: all tiles sum the same keys together, and a thread has the same keys in each.
+// Invariant: every tile has this many keys, divided among this many threads, so that each thread sums the same keys.
 constexpr int32_t kInvariantKeys = 64, kInvariantThreads = 16;
 
 Config with(Config c, const Tile &tile) {
@@ -106,8 +106,8 @@ Config with(Config c, const Tile &tile) {
   return c;
 }
 
-// The first tile that fits shared memory, the blocks of a sparse mask and, if any does, the registers. If a tile is requested it is the
-// nearest of these. A tile that is longer than the queries is taken only if no shorter one will do.
+// The first tile that fits shared memory and the blocks of a sparse mask, preferably without spilling; if a tile is requested, the nearest
+// of these. A tile that is longer than the queries is taken only if no shorter one will do.
 std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, const Device &device) {
   const std::span<const Tile> tiles = wide(p)                 ? std::span<const Tile>(kWideTiles)
                                       : kind == Kind::forward ? std::span<const Tile>(kForwardTiles)

@@ -33,8 +33,8 @@ using sm90::Config;
 
 constexpr KernelSource kForward{"sm90/forward/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
 
-// Heads whose tiles run together, of `heads` in all: as many as share the L2 cache; where later tiles take longer, enough of them that the
-// long ones come first.
+// The number of heads, of `heads` in all, whose tiles run together: as many as the L2 cache holds; if some tiles take longer, more heads,
+// so that more of the long tiles start first.
 int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   const bool some_longer = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
@@ -43,7 +43,7 @@ int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   return p.wishes.bundle ? std::clamp<int64_t>(p.wishes.bundle, 1, std::max<int64_t>(1, heads)) : even_bundle(heads, size);
 }
 
-constexpr int32_t kRowsOfPage = 16; // rows that one copy brings; a key tile begins at a multiple
+constexpr int32_t kRowsOfPage = 16; // rows of a page that one copy loads; a key tile begins at a multiple of it
 
 // Invariant: the reason why some query's bits would depend on the queries beside it.
 std::string against_invariant(const Problem &p, const Config &c) {
@@ -54,7 +54,7 @@ std::string against_invariant(const Problem &p, const Config &c) {
   return cuts_blocks(p, c.tile_k);
 }
 
-// The reason why it does not support this part of a larger problem; empty if it does.
+// The reason why the engine does not support this part of a larger problem; empty if it does.
 std::string against_part(const Problem &p) {
   if (!p.part) return {};
   for (const auto &[there, option] : {std::pair{bool(p.mask), "a mask"}, {bool(p.bias), "a bias"}, {p.blocks.present, "block sparsity"}})
@@ -63,17 +63,17 @@ std::string against_part(const Problem &p) {
   return {};
 }
 
-constexpr double kFlopsPerSm = 5e12; // measured on an H200, on whole tiles
+constexpr double kFlopsPerSm = 5e12; // per second, measured on an H200 on whole tiles
 
-// The time of a query tile whose SM computes nothing else.
+// The seconds that a query tile takes if its SM computes nothing else.
 double tile_seconds(const Problem &p, const Config &c) {
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads));
   const double keys = visible_scores(p) / queries; // per query
   return 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
 }
 
-// Where query tiles leave SMs idle: how many splits of the keys each tile has. As many as fill the GPU once, if that gains more than
-// combining them takes.
+// The number of splits of the keys if query tiles leave SMs idle: as many splits as fill the GPU once, if that saves more time than
+// combining them takes; else 1.
 int32_t splits_for_idle_sms(const Problem &p, const Config &c, const Device &device, int64_t items) {
   const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeysOfSplit);
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
@@ -85,7 +85,7 @@ int32_t splits_by_chunk(const Problem &p, const Config &c, const Device &device,
   return c.chunked() && items < device.sms * c.blocks_per_sm ? int32_t(std::max<int64_t>(1, tiles(p.seqlen_k, c.chunk()))) : 1;
 }
 
-// The reason why it supports neither direction of this call; empty if it may.
+// The reason why the engine supports neither direction of this call; empty if it may support one.
 std::string against_call(const Problem &p, const Device &device) {
   if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
   if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
@@ -107,12 +107,12 @@ std::string against_tensors(const Problem &p) {
 // The work that is divided among thread blocks.
 struct Work {
   HeadsOfTile rows;
-  int64_t pieces;     // of a sequence's heads
-  int64_t heads;      // pieces of all sequences, or of each if tiles are numbered through all sequences
-  int64_t tiles;      // query tiles, of each of these
-  int64_t bundle;     // of heads, which run together
+  int64_t pieces;     // groups of query heads that share a tile, in one sequence
+  int64_t heads;      // such groups in all sequences, or in one if tiles are numbered through all sequences
+  int64_t tiles;      // query tiles per group of heads
+  int64_t bundle;     // groups of heads whose tiles run together
   int32_t splits = 1; // of the keys of each tile
-  int64_t items = 0;  // as if the last bundle were full
+  int64_t items = 0;  // tiles times splits, counted as if the last bundle were full
 };
 
 // Also determines the members of the Config that depend on the amount of work.
@@ -160,7 +160,7 @@ void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, 
   a.bias_rows_step = p.bias.stride[2] != 0;
 }
 
-// The arguments without addresses in the workspace. The arguments of packed heads are used only if heads are packed.
+// The arguments without addresses in the workspace. The members for packed heads are used only if heads are packed.
 PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const Work &work) {
   PackedForwardArguments a{};
   static_cast<ForwardArguments &>(a) = forward_arguments(p);

@@ -1,4 +1,4 @@
-// The backward of kernels/sm90: LSE, D and room for dQ; dQ, dK and dV; dQ in 16 bits; dsinks.
+// The backward of kernels/sm90. Its launches: LSE, D and zeros in dQ's sum; dQ, dK and dV; dQ in 16 bits; dsinks.
 #include "cuda/families/sm90_backward.h"
 
 #include <cmath>
@@ -29,7 +29,7 @@ using sm90::BackwardConfig;
 constexpr KernelSource kBackward{"sm90/backward/backward.h", "strobe::sm90::Backward", "strobe::sm90::BackwardConfig", true};
 constexpr KernelSource kByRoles{"sm90/backward/roles.h", "strobe::sm90::BackwardRoles", "strobe::sm90::BackwardConfig", true};
 
-// Why it does not carry this; empty if it does.
+// The reason why this backward does not support the call; empty if it does.
 std::string refusal(const Problem &p, const Features &f) {
   if (p.accumulate && p.dbias) return "its backward adds to no gradients beside that of a bias";
   if (p.invariant && p.bias) return kNoInvariantBias;
@@ -56,7 +56,7 @@ std::string refusal(const Problem &p, const Features &f) {
 
 Features backward_features(const Problem &p) {
   Features f = hopper_features(p);
-  const double scale = std::abs(p.scale); // its sign does not matter where LSE is known
+  const double scale = std::abs(p.scale); // the sign does not matter in a backward, which knows LSE
   if (f.function != kHyperbolic) f.scaled = scale != 0 && !(scale > 1e-30);
   return f;
 }
@@ -99,7 +99,7 @@ void push_launches(Program &program, const Problem &p, const BackwardConfig &c, 
                             .main = Launch(c.roles ? kByRoles : kBackward, c, work.blocks, c.kThreads, int32_t(shared_bytes(p, c)), main),
                             .shares = std::move(shares.sum),
                             .dbias = bias_gradient(p, device, a)};
-  if (p.bias) { // the settle kernel wants D first
+  if (p.bias) { // the settle kernel reads D, so D is computed first
     BackwardArguments before_settle = a;
     before_settle.dq_sum = nullptr;
     passes::RowsConfig only_d = rows;

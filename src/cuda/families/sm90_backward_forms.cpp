@@ -14,25 +14,25 @@ namespace {
 
 using sm90::BackwardConfig;
 
-// Sums of dQ have one order: tiles of keys add to it in turns.
+// Whether key tiles add to dQ in turns, so that its sums have one order.
 bool in_turns(const Problem &p) { return p.deterministic || p.invariant; }
 
-// Do 64 keys a block serve better than 128 up to kMostDimOf128Keys, however many blocks there are?
+// Whether blocks of 64 keys are faster than blocks of 128 in heads of up to kMostDimOf128Keys, however many blocks there are.
 bool takes_64_keys(const Problem &p, const Features &f) {
   if (larger_dim(p) <= 64) return false;
-  // A warpgroup's registers with dK and dV.
+  // These combinations of options, with dK and dV, take more registers than a warpgroup has.
   const bool costly_pair = (f.function && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
-  // The loading threads walk over ranges, and these options leave them too few registers.
+  // In a part the loading threads walk over ranges; these options leave them too few registers.
   if (f.part && (f.function || (f.dropout && in_turns(p)))) return true;
   const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + costly_pair > 1;
   return crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
 }
 
-// The factor by which thread blocks take longer than if they kept every SM busy.
+// The ratio of the blocks' time to that of the same work spread evenly over all SMs.
 double uneven(double blocks, const Device &device) { return std::ceil(blocks / device.sms) / (blocks / device.sms); }
 
-// May blocks own a pair's dQ? They spare its zeros, its turns and the launch that rounds it. The block of a pair stores what its first keys
-// add, and adds the rest: so all queries must see some of the first keys, and all keys must be seen by some query.
+// Whether a block may own the dQ of its (batch, key head) pair. Such a dQ needs no zeroing, no turns and no launch that rounds it. The
+// block's first key tile stores to dQ and later tiles add. So every query must see some of the first keys, and every key must be seen.
 bool may_own_dq(const Problem &p, const Features &f) {
   if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
   if (f.part || f.unrounded_gradients()) return false;
@@ -41,11 +41,11 @@ bool may_own_dq(const Problem &p, const Features &f) {
   return p.window_left == kUnbounded && band.high >= 0 && band.high + p.seqlen_q >= p.seqlen_k;
 }
 
-// Does the sum of more than 64 columns pay, in memory? Each block works at a pair of its own, which must stay in the L2 cache, and SMs idle
-// where pairs do not fill them evenly.
+// Whether owning a dQ of more than 64 columns, whose sum lies in global memory, is faster. Each block works at a pair of its own, which
+// must stay in the L2 cache, and SMs idle if pairs do not fill them evenly.
 bool owns_dq_in_memory(const Problem &p, const BackwardConfig &c, const Device &device) {
   if (c.columns() == 64 || !may_own_dq(p, c.features)) return false;
-  constexpr double kPartOfCache = 0.6; // measured: 15-34% faster at half of it, 5% at this, as fast at 0.7, slower beyond
+  constexpr double kPartOfCache = 0.6; // measured: 15-34% faster if pairs take 0.5 of the cache, 5% at 0.6, as fast at 0.7, slower beyond
   const double pairs = double(p.batch * p.heads_kv), blocks = pairs * double(tiles(p.seqlen_k, c.tile_k()));
   if (std::min(pairs, double(device.sms)) * double(pair_bytes(p, c)) > kPartOfCache * double(device.l2)) return false;
   const double products = 5 * visible_scores(p) * (c.head_dim + c.head_dim_v) / (kFlopsPerSm * device.sms);
@@ -53,9 +53,9 @@ bool owns_dq_in_memory(const Problem &p, const BackwardConfig &c, const Device &
   return products * (uneven(pairs, device) - uneven(blocks, device)) < rows * 8 * c.columns() / kBytes;
 }
 
-// Tiles of 80 queries multiply at a higher rate, but hold more of what is not seen or not there: 64 are faster by 1 to 10% (measured on an
-// H200) where a band has up to 4096 queries or is as narrow, and without one where 80 make 7% more rows. Invariant: dK and dV are sums over
-// tiles of queries, which are the same for all lengths.
+// Whether tiles of 80 queries are slower than tiles of 64: they multiply at a higher rate, but compute more scores that are hidden or past
+// the end. With a band, 64 are faster by 1 to 10% (H200) if queries, or the band's width, are at most 4096; without a band, if tiles of 80
+// have 7% more rows. Invariant: dK and dV are sums over query tiles, so the tile is the same for all lengths.
 bool wastes_80(const Problem &p, const Features &f) {
   if (p.invariant) return f.band;
   if (f.band) {
@@ -65,21 +65,21 @@ bool wastes_80(const Problem &p, const Features &f) {
   return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
 }
 
-// Does what becomes of a score leave a head of up to 64 columns registers for tiles of 128 queries? Measured on an H200, 128 over 64:
-// blocks 1.21 to 1.30, ALiBi 1.14 to 1.25; a bias 0.94, softcap slower, dropout spills.
+// Whether the score's options leave enough registers for tiles of 128 queries (heads of up to 64 columns). Speed of 128-query over 64-query
+// tiles on an H200: 1.21 to 1.30 with a block mask, 1.14 to 1.25 with ALiBi, 0.94 with a bias, below 1 with a softcap; dropout spills.
 bool leaves_registers(const Problem &p, const Features &f) {
   return !f.mask && !f.bias && !f.function && !f.scaled && !f.dropout && (!f.blocks || p.blocks.block_q % 128 == 0);
 }
 
-// Let the copy engine bring the bias, if it can and there is room.
+// Lets the copy engine load the bias, if it can and shared memory has room.
 BackwardConfig with_bias(BackwardConfig c, const Problem &p, const Device &device) {
   c.bias_by_tma = maps_bias(p);
   if (shared_bytes(p, c) > device.shared_per_block) c.bias_by_tma = 0;
   return c;
 }
 
-// Do blocks walk over so many tiles of queries that it is worth while to hold their keys in registers? Shared memory is read less in each
-// iteration, but the walk begins later. On an H200, heads of up to 64 columns: 1.02 to 1.08 without a band, and with one 1.01 from 8
+// Whether blocks walk over enough query tiles to gain from keys in registers: each iteration reads less shared memory, but the walk begins
+// later. Speed relative to keys in shared memory (H200, heads of up to 64 columns): 1.02 to 1.08 without a band; with a band 1.01 from 8
 // iterations on, 0.97 for 4.
 bool walks_on(const Problem &p, const BackwardConfig &c) {
   return !c.features.band || (!p.invariant && mean_walk(p, c) >= 8.0 * c.tile_q * c.tile_k());
@@ -98,15 +98,15 @@ BackwardConfig begin(const Problem &p, const Features &f) {
 BackwardConfig of_64_keys(const Problem &p, const Features &f) {
   BackwardConfig c = begin(p, f);
   c.roles = 1, c.tile_q = 64;
-  // Beyond these a warpgroup that computes spills, or threads that load, which then have fewer registers.
+  // Otherwise computing warpgroups would spill, or the loading threads, which have fewer registers if keys are held in registers.
   const bool room = larger_dim(p) <= 192 && !f.blocks && !f.part && !(f.bias && f.function);
   c.keys_in_registers = room && walks_on(p, c);
   if (c.keys_in_registers) c.registers_load = 24, c.registers_compute = 240;
   return c;
 }
 
-// The form of heads beyond kMostDimOf128Keys, whose dK and dV leave a warpgroup registers for tiles of few queries: S and dP of as many,
-// beside 32 for the rest. Nothing, where these are fewer than 32, or where an option takes more.
+// The form with 128 keys for heads beyond kMostDimOf128Keys. Beside dK and dV, and 32 registers for the rest, a warpgroup has registers for
+// S and dP of a tile of few queries. Null if these are fewer than 32 queries, or if an option takes more registers.
 std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features &f, const Device &device) {
   const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + (f.function != 0);
   BackwardConfig c = begin(p, f);
@@ -114,7 +114,8 @@ std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features 
   if (!f.part) c.registers_load = 24, c.registers_compute = 240; // loading threads of a part walk over ranges
   c.exact_p = f.function || f.dropout;
   c.tile_q = std::min(64, (c.registers_compute - 32 - (c.head_dim + c.head_dim_v) / 2) / 16 * 16 - 16 * options);
-  // In turns dQ leaves through shared memory. Without a dQ tiles are the same, for dK and dV of an invariant call are sums over them.
+  // If tiles take turns, dQ leaves through shared memory. The tile does not depend on whether dQ is asked for, because dK and dV of an
+  // invariant call are sums over query tiles.
   c.dq_shared = in_turns(p);
   while (c.tile_q >= 32 && c.shared_bytes() > device.shared_per_block) c.tile_q -= 16;
   c.dq_shared = c.deterministic;
@@ -122,28 +123,29 @@ std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features 
   return c;
 }
 
-// From 65 to 112 columns S and dP of tiles of queries leave room for K and V, or for V, in registers, and dQ leaves from registers, too: on
-// an H100 1.05 to 1.12 at d 80 and 96, 1.06 at d 112. At d 128 there is no room, and dQ from registers is as fast, 0.98 beyond 4k.
+// Holds K and V, or V alone, in registers for heads of 65 to 112 columns, where S and dP leave room for them; dQ then leaves from
+// registers, too. Speed relative to K and V in shared memory (H100): 1.05 to 1.12 at head dimensions 80 and 96, 1.06 at 112. At 128 there
+// is no room, and dQ from registers alone gains nothing (0.98 beyond lengths of 4k).
 void hold_keys(BackwardConfig &c, const Problem &p) {
   constexpr int32_t kRegisters = 208; // of a thread, for dK, dV, K, V, and S and dQ; beyond them it spills
   const Features &f = c.features;
   if (c.head_dim <= 64 || larger_dim(p) > 112 || c.deterministic || c.owns_dq || p.invariant) return;
-  if (f.additive() || f.mask || f.dropout || f.blocks || f.part) return; // what becomes of a score takes them
+  if (f.additive() || f.mask || f.dropout || f.blocks || f.part) return; // these options take the registers
   c.dq_shared = 0, c.registers_load = 24, c.registers_compute = 240;
   const int32_t room = kRegisters - (c.head_dim + c.head_dim_v) / 2 - c.tile_q;
   c.keys_in_registers = (c.head_dim + c.head_dim_v) / 4 <= room;
   c.values_in_registers = !c.keys_in_registers && c.head_dim_v / 4 <= room;
 }
 
-// Seconds of an SM for the walk of a tile of keys over tiles of queries of heads of up to 64 columns. Tiles of 64 queries are slower than
-// those of 128. Measured on an H100 with d 32 and 64, as what follows: 128 to 577 keys.
+// The seconds that an SM takes for the walk of a key tile over query tiles in heads of up to 64 columns. Tiles of 64 queries are slower
+// than tiles of 128. The constants here and in pays_to_own_dq() were measured on an H100 (head dimensions 32 and 64, 128 to 577 keys).
 double narrow_walk(const Problem &p, const BackwardConfig &c) {
   constexpr double kOf64Queries = 1.17;
   const double score = (1.46e-6 + 7.5e-9 * (c.head_dim + c.head_dim_v)) / (128 * 128);
   return mean_walk(p, c) * score * (c.tile_q == 64 ? kOf64Queries : 1);
 }
 
-// A form of up to 64 columns in which blocks own dQ, with its sum in shared memory. Nothing where that is too small for it.
+// The form for up to 64 columns in which blocks own dQ, with its sum in shared memory; null if shared memory is too small for the sum.
 std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, const Device &device) {
   if (c.features.function && c.features.bias) return {}; // registers
   c.owns_dq = c.persistent = 1, c.deterministic = c.dq_shared = c.staged_store = 0;
@@ -157,13 +159,14 @@ std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, co
   return fits(small) ? std::optional(small) : std::nullopt;
 }
 
-// Does it pay? dQ is neither set to 0, nor added up in the L2 cache, nor rounded by a launch of its own; but SMs idle where pairs do not
-// fill them evenly, and where blocks have two stages of keys all tiles but their first begin sooner and end with fewer columns.
+// Whether the form that owns dQ is faster. Its dQ is neither set to 0, nor added up in the L2 cache, nor rounded by a launch of its own;
+// but SMs idle if pairs do not fill them evenly, and with two stages of keys the blocks of `apart` begin and end each tile but the first
+// faster.
 bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardConfig &apart, const Device &device) {
   constexpr double kTile = 2.74e-6, kColumnOfStagedTile = 18e-9, kLaunch = 0.5e-6;
   const double owned = std::ceil(double(p.batch * p.heads_kv) / device.sms) * double(tiles(p.seqlen_k, own.tile_k()));
   const Walks w = walks(p, Direction::backward, apart.tile_q, apart.tile_k());
-  const double others = std::max(1.0, w.last(device.sms) / w.mean); // tiles that an SM takes
+  const double others = std::max(1.0, w.last(device.sms) / w.mean); // key tiles that an SM computes in the form `apart`
   const bool staged = stages_keys(p, apart, tiles_with_keys(p, apart.tile_k()), device);
   const double tile = staged ? kColumnOfStagedTile * (own.head_dim + own.head_dim_v) : kTile;
   const double lost = owned * (kTile + narrow_walk(p, own)) - kTile - others * narrow_walk(p, apart) - (others - 1) * tile;
@@ -173,8 +176,8 @@ bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardC
 BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c = begin(p, f);
   c.owns_dq = owns_dq_in_memory(p, c, device);
-  if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // it is
-  const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // more registers for what becomes of a score, or for the walk
+  if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // one block adds to dQ, so its order is fixed without turns
+  const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // scores, or the walk, take more registers
   c.staged_store = p.wishes.staged_store && !f.part && !f.unrounded_gradients() && c.columns() <= c.columns_v();
   c.exact_p = f.function || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && costly);
@@ -192,18 +195,18 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
   return own && pays_to_own_dq(p, *own, c, device) ? *own : c;
 }
 
-// May a block have 64 keys or 128? Up to kMostDimOf128Keys dropout and functions of a score make dS of P in FP32 always, which 64 keys do
-// not; invariant: lengths have no say.
+// Whether blocks of 64 and of 128 keys may both serve the call. Up to kMostDimOf128Keys, blocks of 128 keys compute dS from P in FP32 with
+// dropout or a function of the score, and blocks of 64 do not. Invariant: the choice must not depend on lengths.
 bool takes_either(const Problem &p, const Features &f) {
   const bool wide = beyond_128_keys(p), crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.function || f.dropout);
   return !(crowded || f.blocks || f.part || p.invariant || p.wishes.persistent.value_or(false));
 }
 
-// Do 64 keys a block serve better where either would do? A tile of queries takes such a block, whose warpgroups work at the same keys in
-// turn, about as long as one of 128 keys (beyond 128 columns, 0.65 of it), but it begins 3 µs sooner, and walks that differ fill the SMs
-// more evenly (an H100, d 64 and 128: 1.01 to 1.29 times as fast where it is chosen, 0.63 to 1.02 where it is not).
+// Whether blocks of 64 keys are faster where both may serve. The warpgroups of such a block share its keys, so a query tile takes it about
+// as long as a block of 128 keys (with more than 128 columns, 0.65 times as long); but it begins 3 µs sooner, and uneven walks fill the SMs
+// more evenly. Speed relative to 128 keys (H100, head dimensions 64 and 128): 1.01 to 1.29 where it is chosen, 0.63 to 1.02 where not.
 bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardConfig &of_128, const Device &device) {
-  const auto queries = [&](const BackwardConfig &c) { // that the last block has walked over when it ends
+  const auto queries = [&](const BackwardConfig &c) { // that an SM has walked over when the last block ends
     return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();
   };
   return (beyond_128_keys(p) ? 0.65 : 1.0) * queries(of_64) <= 1.05 * queries(of_128);
@@ -218,7 +221,7 @@ BackwardConfig configuration(const Problem &p, const Features &f, const Device &
     of_128 = of_128_keys(p, f, device);
   if (!of_128 || (p.wishes.tile_k == 64 && takes_either(p, f))) return of_64_keys(p, f);
   if (!takes_either(p, f) || p.wishes.tile_k == 128) return *of_128;
-  if (wide && of_128->deterministic) return *of_128;                     // an H200: 1.1 to 2.2 times as fast, with few blocks as well
+  if (wide && of_128->deterministic) return *of_128;                     // 1.1 to 2.2 times as fast (H200), with few blocks, too
   if (tiles_with_keys(p, of_128->tile_k()) > device.sms) return *of_128; // no SM idles
   const BackwardConfig of_64 = of_64_keys(p, f);
   return fill_better(p, of_64, *of_128, device) ? of_64 : *of_128;

@@ -14,18 +14,20 @@ using sm90::BackwardConfig;
 namespace {
 
 bool numbers_keys(const Problem &p, int64_t tile_k) { return worth_numbering(p, p.total_k, p.seqlen_k, tile_k); }
-// (batch, key head) pairs, and the tiles of keys of one; where these are numbered, key heads, and the tiles of all sequences.
+// The number of (batch, key head) pairs, and the key tiles of a pair. If key tiles are numbered through all sequences, a pair is a key head
+// with the key tiles of all sequences.
 int64_t pairs_of(const Problem &p, int64_t tile_k) { return (numbers_keys(p, tile_k) ? 1 : p.batch) * p.heads_kv; }
 int64_t tiles_of_pair(const Problem &p, int64_t tile_k) {
   return numbers_keys(p, tile_k) ? count_packed_tiles(p.total_k, p.batch, tile_k) : key_tiles(p, tile_k);
 }
 
-// (batch, key head) pairs whose tiles run together: what they read and add up shares the L2 cache. Where some tiles take longer, more of
-// them begin with long ones; where they take turns, the more pairs, the fewer tiles of one wait for one another.
+// The number of (batch, key head) pairs whose key tiles run together and share the L2 cache. It is larger if some tiles take longer, so
+// that more of the long tiles start first, and if tiles add to dQ in turns, so that fewer tiles of one pair wait for each other.
 int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
   const bool some_longer = c.features.band || c.features.blocks || p.varlen;
-  // In turns: 16 of up to 64 columns, though they leave the cache (on an H200 1.07 to 1.09 at 8k and 16k, causal); of 128, 0.96 to 1.03.
+  // With `deterministic`, at least 16 pairs run together if heads have up to 64 columns, although they overflow the L2 cache: 1.07 to 1.09
+  // times as fast (H200, 8k and 16k, causal). With 128 columns it is 0.96 to 1.03, so not there.
   const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16
                         : some_longer                          ? 4
                                                                : 1,
@@ -37,7 +39,7 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
   return p.wishes.bundle ? std::clamp<int64_t>(p.wishes.bundle, 1, std::max<int64_t>(1, pairs)) : even_bundle(pairs, size);
 }
 
-// Have persistent blocks room for two stages of K and V?
+// Whether persistent blocks have room for two stages of K and V.
 bool has_stages(const Problem &p, BackwardConfig c, const Device &device) {
   const Features &f = c.features;
   if (c.roles || f.part || c.deterministic || c.owns_dq || larger_dim(p) > 64) return false;
@@ -46,30 +48,30 @@ bool has_stages(const Problem &p, BackwardConfig c, const Device &device) {
   return shared_bytes(p, c) <= device.shared_per_block;
 }
 
-// Do blocks serve better that take one tile of keys after the other? They spare a block's start and fetch K and V while others are stored.
-// Measured on an H100: where tiles add to dQ in turns 0.99 to 1.13, with blocks 1.02 to 1.05, under a window 1.00 to 1.06; else 0.94 to
-// 1.03, at d 64 mostly below 1. With two stages of K and V, and 3 to 5 tiles of 128 queries to a tile of keys, 1.06 to 1.21; with 8 of them
-// no more than other blocks.
+// Whether persistent blocks, which take one key tile after another, are faster: only their first tile waits for a block to start, and K and
+// V of the next tile load while dK and dV are stored. Speed relative to a block per key tile (H100): 0.99 to 1.13 if tiles add to dQ in
+// turns, 1.02 to 1.05 with a block mask, 1.00 to 1.06 under a window, else 0.94 to 1.03 (head dimension 64: mostly below 1). With two
+// stages of K and V: 1.06 to 1.21 if a key tile walks over 3 to 5 tiles of 128 queries, no gain from 8 query tiles on.
 bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
   constexpr double kLongWalk = 8 * 128 * 128; // scores
   if (c.roles || c.features.part) return false;
   if (c.deterministic && c.features.seqused && c.registers_load < 40)
     return false;                                                       // the threads that load and order have too few registers
-  if (c.packed && !c.deterministic && beyond_128_keys(p)) return false; // so have the computing threads
+  if (c.packed && !c.deterministic && beyond_128_keys(p)) return false; // the computing threads have too few registers
   if (p.wishes.persistent) return *p.wishes.persistent;
   if (items <= device.sms) return false;
   if (c.deterministic || c.features.blocks || narrow_window(p)) return true;
   return has_stages(p, c, device) && mean_walk(p, c) < kLongWalk;
 }
 
-// Does it pay that two stages of keys come in line? The tensor cores are not idle between two tiles of keys, but K is read longer, so that
-// the next tile's loads begin later. Measured on an H100, over two stages that do not: with walks of 3 to 5 tiles of queries 1.03 to 1.075
-// at d 64, 1.02 to 1.04 at d 40 and 48, 1.01 to 1.02 at d 32; with 2 or 2.5 of them 0.92 to 1.03, with one 0.81 to 1.04, with grouped
-// heads 0.995 to 1.02, d 16 0.98.
+// Whether `in_line` is faster: the first product of the next key tile begins before the last product of the current one ends. The tensor
+// cores are then not idle between key tiles, but K stays in use longer, so that loads begin later. Speed relative to two stages that are
+// not in line (H100): if key tiles walk over 3 to 5 query tiles, 1.03 to 1.075 at head dimension 64, 1.02 to 1.04 at 40 and 48, 1.01 to
+// 1.02 at 32, 0.98 at 16; over 2 or 2.5 query tiles 0.92 to 1.03, over one 0.81 to 1.04; with grouped heads 0.995 to 1.02.
 bool comes_in_line(const Problem &p, const BackwardConfig &c) {
   constexpr double kTilesOfQueries = 3;
   const Features &f = c.features;
-  if (f.additive() || f.mask || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or of lengths not known here
+  if (f.additive() || f.mask || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or lengths are not known here
   if (p.group() > 1 || std::min(c.head_dim, c.head_dim_v) < 32) return false;
   return mean_walk(p, c) >= kTilesOfQueries * c.tile_q * c.tile_k();
 }
@@ -108,13 +110,13 @@ Walks walks_of(const Problem &p, const BackwardConfig &c) {
 
 double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t shares, const Device &device) {
   const Problem p = of_shares(whole, shares);
-  // Measured on an H200: of an SM on whole tiles, of the kernels' starts together, of a thread block to begin and to store
+  // Measured on an H200: FLOP per second of an SM on whole tiles, and the seconds that the kernels' starts take together.
   constexpr double kRate = 5.2e12, kWideRate = 4.6e12, kWideRateOf32Queries = 4.1e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
-  // Where up to 128 columns share a tile of 64 keys (an H100): of the rate, as long for a tile of queries as 128 keys take; and a start
-  // that is 3 µs shorter.
+  // kBlockSeconds: a thread block's time to begin and to store. With up to 128 columns the warpgroups of a block of 64 keys share them: on
+  // an H100 it takes as long for a query tile as a block of 128 keys, hence kShared of the rate, but starts 3 µs sooner.
   constexpr double kShared = 0.667, kBlockSeconds = 7e-6, kSharedBlockSeconds = 4e-6;
-  constexpr double kStagedBlockSeconds = 4.5e-6; // an H100: where the next keys come while these are read
-  constexpr double kBiasPerClock = 1400;         // kernels/mma's products for dbias, of an SM
+  constexpr double kStagedBlockSeconds = 4.5e-6; // H100: with two stages of keys, where the next keys load during a tile
+  constexpr double kBiasPerClock = 1400;         // FLOP per clock and SM of kernels/mma's products for dbias
   const Walks w = walks_of(p, c);
   const bool wide = beyond_128_keys(p), shared = c.roles && !wide;
   const double columns = c.head_dim + c.head_dim_v;
@@ -129,7 +131,7 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
 }
 
 int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &device) {
-  constexpr double kGain = 0.93; // predicted; for which it is worth the memory
+  constexpr double kGain = 0.93; // shares are worth their memory if they take at most this fraction of the predicted time without
   const int64_t group = p.group();
   if (c.owns_dq || p.invariant || (!p.dk && !p.dv)) return 1;
   if (p.wishes.shares && group % p.wishes.shares == 0) return p.wishes.shares;

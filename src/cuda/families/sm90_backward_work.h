@@ -1,4 +1,4 @@
-// What thread blocks of the Hopper backward share out: tiles of keys, bundles of heads, shares of a key head's query heads.
+// How the Hopper backward's work is divided among thread blocks: key tiles, bundles of heads, shares of a key head's query heads.
 #pragma once
 #include <algorithm>
 
@@ -10,46 +10,46 @@
 
 namespace strobe::cuda {
 
-// The widest head that leaves a warpgroup registers for both dK and dV of its keys, whatever the options.
+// With heads of at most this dimension a warpgroup has registers for both dK and dV of its keys, whatever the options.
 constexpr int64_t kMostDimOf128Keys = 128;
 
-constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // measured on an H200
+constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // per second, measured on an H200
 
 inline int64_t larger_dim(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
-// Are heads wider than that? Then 64 keys a block, or fewer queries a tile.
+// Whether heads are wider than kMostDimOf128Keys: a block then has 64 keys, or a tile fewer queries.
 inline bool beyond_128_keys(const Problem &p) { return larger_dim(p) > kMostDimOf128Keys; }
-// Scores in the walk of a tile of keys over tiles of queries, on average.
+// The mean number of scores in the walk of a key tile over query tiles.
 inline double mean_walk(const Problem &p, const sm90::BackwardConfig &c) {
   return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean;
 }
 
-// All tiles that may have keys: packed sequences that are not numbered have empty ones as well.
+// The number of key tiles that may have keys. (Without numbering, packed sequences also have empty tiles.)
 int64_t tiles_with_keys(const Problem &, int64_t tile_k);
-// What a (batch, key head) pair reads, and adds up, time after time.
+// Bytes that the blocks of a (batch, key head) pair read and add to repeatedly, and that should stay in L2.
 int64_t pair_bytes(const Problem &, const sm90::BackwardConfig &);
-// Bytes of a block's shared memory, with the sum of dQ that may be there.
+// Bytes of a block's shared memory, including the sum of dQ if a block keeps it there.
 int64_t shared_bytes(const Problem &, const sm90::BackwardConfig &);
-// Do blocks take one of these tiles of keys after the other, in two stages of K and V, so that the next ones come while these are read?
+// Whether blocks are persistent with two stages of K and V, so that the next key tile loads while the current one is computed.
 bool stages_keys(const Problem &, const sm90::BackwardConfig &, int64_t tiles, const Device &);
-// As the main launch sees it: each share of a key head's query heads has a key head of its own.
+// The problem as the main launch sees it: each share of a key head's query heads counts as a key head.
 Problem of_shares(const Problem &, int64_t shares);
 Walks walks_of(const Problem &, const sm90::BackwardConfig &);
 double predicted_seconds(const Problem &, const sm90::BackwardConfig &, int64_t shares, const Device &);
-// In how many shares thread blocks take the query heads of a key head: in one, unless several are predicted to be clearly faster, since
-// they fill the GPU more evenly or find more in the L2 cache. Their dK and dV may have as many rows as Q. Invariant: lengths have no say.
+// The number of shares into which a key head's query heads are divided: 1, unless more shares are predicted to be clearly faster because
+// they fill the GPU more evenly or find more in the L2 cache. dK and dV of all shares have at most as many rows as Q. Invariant: always 1.
 int64_t count_shares(const Problem &, const sm90::BackwardConfig &, const Device &);
 
-// What thread blocks share out among them.
+// The work that is divided among thread blocks.
 struct Work {
   int64_t shares;  // of a key head's query heads
-  int64_t bundle;  // of pairs, which come together
-  int64_t pairs;   // (batch, key head), once for each share; as if the last bundle were full
-  int64_t tiles_k; // of a pair
-  int64_t tiles_q; // of all heads and sequences
+  int64_t bundle;  // pairs that run together
+  int64_t pairs;   // (batch, key head, share) triples, counted as if the last bundle were full
+  int64_t tiles_k; // key tiles of a pair
+  int64_t tiles_q; // query tiles of all heads and sequences
   int64_t blocks = 0;
 };
 
-// Also decides what of the Config follows from how much work there is.
+// Also sets the members of the Config that depend on the amount of work.
 Work share_out(sm90::BackwardConfig &, const Problem &, const Inputs &, const Device &);
 
 } // namespace strobe::cuda

@@ -7,9 +7,9 @@
 
 namespace strobe::cuda {
 
-// In the order in which the forward's lanes hold S, or the backward's hold S^T.
+// The order of the bits: that in which the forward's lanes hold S (by_queries), or the backward's lanes S^T (by_keys).
 enum class MaskOrder { by_queries, by_keys };
-// The launch that packs the mask; `bits` receives the place.
+// The launch that packs the mask; `bits` receives the address and strides of the packed mask.
 Launch pack_mask(const Problem &, const Inputs &, MaskOrder, MaskBits &bits, Scratch &);
 
 } // namespace strobe::cuda

@@ -23,16 +23,17 @@ inline std::string unmapped_inputs(const Problem &p) {
   return {};
 }
 
-// Heads of a bundle, at most `most`: as few bundles as possible, of nearly equal size. The last one may have fewer.
+// The number of heads in a bundle, at most `most`, for as few bundles as possible of nearly equal size. The last bundle may have fewer
+// heads.
 inline int64_t even_bundle(int64_t heads, int64_t most) { return heads <= 0 ? 1 : tiles(heads, tiles(heads, std::max<int64_t>(1, most))); }
-// Query or key tiles, the same number for each head, run in the order of bundles of heads.
+// Sets the order of the tiles, query or key tiles, of which each head has the same number: bundle after bundle of heads.
 template <class Arguments> void order_tiles(Arguments &a, int64_t tiles_of_head, int64_t bundle) {
   a.tiles = i32(tiles_of_head), a.bundle = i32(bundle);
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, bundle * tiles_of_head)));
   a.bundle_divisor = Divisor::make(uint32_t(bundle));
 }
 
-// The copy engine loads the bias in boxes of this many queries: tile_bytes for a tile, or one row if all queries share it.
+// Lets the copy engine load the bias in boxes of `box` queries: tile_bytes per tile, or one row if all queries share it.
 template <class Arguments> void map_bias(Arguments &a, const Problem &p, int32_t box, int32_t tile_bytes, int32_t tile_k) {
   a.tma_bias = mapped_bias(p, box);
   a.bias_bytes = uint32_t(p.bias.stride[2] ? tile_bytes : tiles(tile_k, 64) * 128);

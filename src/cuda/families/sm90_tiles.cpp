@@ -26,11 +26,11 @@ constexpr int kBias = 32;         // a bias loaded by the copy engine: it needs 
 constexpr int kHyperbolicScore = 64;
 constexpr int kAnything = 128; // all of these at once
 
-// Unless the caller asks for tile_q or tile_k, the tile runs that takes the least time for all that it computes.
+// What a tile's predicted time follows from. Unless the caller requests tile_q or tile_k, the tile with the least predicted time runs.
 struct Suits {
-  double rate = 1; // of scores, relative to the fastest tile for such heads
+  double rate = 1; // scores per second, relative to the fastest tile for such heads
   int64_t least_keys = 0, most_keys = INT64_MAX;
-  double blocks = 0; // for each SM, at least: tiles, or splits if even the smallest tiles are too few
+  double blocks = 0; // the least number of blocks per SM for which the tile suits; splits count if even the smallest tiles are too few
 };
 struct ForwardTile {
   int32_t most_dim, most_dim_v;
@@ -39,8 +39,8 @@ struct ForwardTile {
   Suits suits{};
 };
 
-// Rates are such that the chosen tiles are those that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). None spills
-// with one option or none; with several the worst known spills 88 bytes (tests/nvrtc/test_shipped.py).
+// With these rates the chosen tiles are those that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). No tile spills
+// with at most one option; with several, the worst known tile spills 88 bytes per thread (tests/nvrtc/test_shipped.py).
 // clang-format off
 constexpr ForwardTile kForwardTiles[] = {
     // up to  warp-      stages  registers to  Q in  blocks
@@ -110,7 +110,8 @@ Config with(Config c, const ForwardTile &t) {
   return c;
 }
 
-// Scores that tiles with such rows compute in one sequence. If other sequences have other lengths, its last tile counts as half full.
+// The number of scores that tiles with such rows compute in one sequence. If other sequences have other lengths (`others`), the sequence's
+// last tile counts as half full.
 double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int64_t seqlen_q, int64_t seqlen_k, bool others) {
   constexpr int64_t kSamples = 32;
   const Band band = Band::make(seqlen_q, seqlen_k, p.bottom_right, p.window_left, p.window_right);
@@ -119,7 +120,7 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int6
   const double count = others ? std::max(1.0, double(seqlen_q) / double(queries) + 0.5) : double(w.tiles);
   return count * w.mean * c.tile_q() * double(p.heads_kv * rows.pieces);
 }
-// The same for all sequences. For packed ones the longest length and the number of the other tokens are known; the others count as equally
+// The same for all sequences. Of packed sequences only the longest length and the total are known, so all but the longest count as equally
 // long.
 double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
   if (!p.varlen) return double(p.batch) * computed(p, c, rows, p.seqlen_q, p.seqlen_k, false);
@@ -131,12 +132,12 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
 
 } // namespace
 
-// A mask and dropout are read for 16 queries of a head, and blocks for tiles of one head; for ALiBi a tile has one slope, and for a bias or
-// a part it has one head. If Q is broadcast over the heads, the copy engine cannot load several of them at once. `invariant` refuses a bias
-// and ALiBi. Up to 16 rows cuda-mma computes at the memory's rate.
+// A mask and dropout are read for 16 queries of a head, and a block mask for tiles of one head; with ALiBi a tile has one slope, and with a
+// bias or a part one head. If Q is broadcast over the heads, the copy engine cannot load several heads at once. An invariant call with a
+// bias or ALiBi is refused elsewhere. Calls of up to 16 rows are left to cuda-mma, which computes them at the memory's rate.
 HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   constexpr int64_t kRowsOfMma = 16;
-  constexpr double kWorth = 0.9; // of the scores of separate heads, at most: packed heads take longer to load and to store (guessed)
+  constexpr double kWorth = 0.9; // packing must save 10% of the scores, because packed heads take longer to load and to store (guessed)
   const HeadsOfTile apart{1, 64, p.group()};
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return apart;
   if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || p.alibi_slopes || p.part)) return apart;
@@ -152,15 +153,15 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
 
 namespace {
 
-// Clocks of an SM in which the copy engine brings a key and its value whose rows are not whole sectors of 32 bytes. If rows are whole
-// sectors, copying never was the limit.
+// The clocks that an SM's copy engine takes to load a key and its value if their rows are not whole sectors of 32 bytes. With whole
+// sectors, copying never was the limit: 0.
 double clocks_of_key(const Problem &p) {
-  constexpr double kLine = 6.5; // for each 128 bytes that a row begins (an H200, head dimensions 24 to 88)
+  constexpr double kLine = 6.5; // clocks per started 128 bytes of a row (H200, head dimensions 24 to 88)
   const auto of_row = [](int64_t head_dim) { return head_dim % 16 ? kLine * double(tiles(head_dim, 64)) : 0; };
   return of_row(p.head_dim) + of_row(p.head_dim_v);
 }
 
-// The time of tiles of this kind for the whole call, in clocks of an SM. Beyond kUnsuited they do not suit, but run.
+// The time of the whole call with tiles of this kind, in clocks of an SM. A tile that does not suit costs kUnsuited times as much.
 constexpr double kUnsuited = 1e100;
 double cost(const Suits &row, const Problem &p, const Config &c, const Device &device) {
   const int64_t queries = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, heads = p.batch * p.heads;
@@ -181,7 +182,7 @@ std::optional<Config> choose_tile(const Problem &p, const Device &device) {
   const Config any = config_for(p);
   const int load = load_of(any);
   const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
-  const ForwardTile *first = nullptr; // the first that fits: only tiles with its limits of the head dimensions compete
+  const ForwardTile *first = nullptr; // the first tile that fits: only tiles with the same limits of the head dimensions compete
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {
     const Config c = with(any, t);
     const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) &&

@@ -8,18 +8,19 @@
 
 namespace strobe::cuda {
 
-constexpr int64_t kLeastKeysOfSplit = 512; // if keys are split over thread blocks
+constexpr int64_t kLeastKeysOfSplit = 512; // the least keys per split, if keys are split over thread blocks
 
-// Among the tiles made for such heads the one whose scores take the least time; if a tile is requested the nearest that fits. Invariant:
-// the first that fits, whatever the lengths. Null if none divides the blocks of a sparse mask.
+// The tile with the least predicted time among those made for such heads; if a tile is requested, the nearest that fits. Invariant: the
+// first that fits, whatever the lengths. Null if no tile divides the blocks of a sparse mask.
 std::optional<sm90::Config> choose_tile(const Problem &, const Device &);
 
-// Which queries a warpgroup's rows are: this many of each of this many heads. A key head's query heads come in `pieces`.
+// The rows of a warpgroup: `queries` queries of each of `heads` query heads. A key head's query heads are divided into `pieces` such
+// groups.
 struct HeadsOfTile {
   int64_t heads, queries, pieces;
 };
-// Packs query heads of a key head into shared tiles where these then compute less: where queries are too few to fill tiles of one head, and
-// where a tile of fewer queries sees fewer keys.
+// Packs query heads of a key head into shared tiles if these compute fewer scores: if queries are too few to fill tiles of one head, or if
+// a tile of fewer queries sees fewer keys.
 HeadsOfTile heads_of_tile(const Problem &, const sm90::Config &);
 
 } // namespace strobe::cuda

@@ -1,5 +1,4 @@
-// The kernels of kernels/tf32: FP32 on tensor cores, from sm_80. Passes over rows, which look at no scores, are kernels of the other
-// families.
+// The kernels of kernels/tf32: FP32 on tensor cores, from sm_80. Passes that compute no scores use the other families' kernels.
 #include <algorithm>
 #include <optional>
 #include <span>
@@ -21,7 +20,7 @@ using tf32::Config;
 constexpr KernelSource kForward{"tf32/forward.h", "strobe::tf32::Forward", "strobe::tf32::Config"};
 constexpr KernelSource kBackward{"tf32/backward.h", "strobe::tf32::Backward", "strobe::tf32::Config"};
 
-constexpr int64_t kFewestColumns = 64; // of Q and K, and of V, except for plain TF32
+constexpr int64_t kFewestColumns = 64; // the least head dimension, of Q and K and of V, unless TF32 is allowed
 
 // From the fastest to the smallest.
 struct Tile {
@@ -106,8 +105,8 @@ protected:
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (p.invariant) return "is not invariant: its tiles of keys begin where a tile of queries sees some";
     if (!p.allow_tf32) {
-      // Three products of 11-bit numbers are off by 2^-23.8 of a product (rms), and FP32's sum of n of them by n / 1.4 2^-25.8: the two are
-      // equal at n = 31, but at 32 columns single rows of dK were still off by 1.3 of the bound.
+      // Three TF32 products of 11-bit numbers have an error of 2^-23.8 of the exact product (rms), and an FP32 sum of n products one of
+      // n / 1.4 2^-25.8. The two are equal at n = 31, but at 32 columns the error of single rows of dK was still 1.3 times the bound.
       if (std::min(p.head_dim, p.head_dim_v) < kFewestColumns)
         return text("head dimensions under ", kFewestColumns, ": FP32 rounds a sum of so few products less than TF32's parts do");
       if (p.score == ScoreFunction::hyperbolic) return "a Lorentz product cancels, which shows what TF32's parts leave of FP32's last bits";

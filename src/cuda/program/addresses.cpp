@@ -5,7 +5,7 @@
 namespace strobe::cuda {
 namespace {
 
-// Marks resemble neither an address nor any other number: this one, and successive ones farther apart than any tensor is large.
+// Marks are numbers that resemble no address: kFirst, and further ones at distances (kApart) that exceed the size of any tensor.
 constexpr uintptr_t kFirst = uintptr_t{0x57B0} << 48, kApart = uintptr_t{1} << 40, kWorkspace = kFirst + kTensors * kApart;
 constexpr uintptr_t kOff = 8; // added to a mark if its address is not a multiple of 16
 

@@ -13,7 +13,7 @@ namespace strobe::cuda {
 // How many tensors and lists a call may have.
 inline constexpr size_t kTensors = sizeof(strobe_addresses) / sizeof(void *) - 1;
 
-// The call with marks for addresses. A mark is a multiple of 16 if its address is: the choice of kernels depends on that.
+// The call with marks for addresses. A mark is a multiple of 16 if its address is, because the choice of kernels depends on that.
 Problem marked(const Problem &);
 std::byte *workspace_mark();
 bool is_mark(const void *address);

@@ -13,8 +13,9 @@ namespace strobe::cuda {
 
 Operand operand(const View &);
 Features features_of(const Problem &);
-// A larger scale is applied to the scores, not in exp2's argument, where a score's rounding, as a factor, would leave fp32 from 2^31 on.
-// Tensor cores' kernels, which always have it in the argument, refuse it: the reason; empty if it is not larger.
+// Up to this scale kernels apply the scale in exp2's argument. There, the rounding of scores of 2^31 and more would become a factor outside
+// FP32's range, so a larger scale is applied to the scores. Kernels on tensor cores apply every scale in the argument and refuse a larger
+// one: outsized_scale() returns the reason, or nothing if the scale is not larger.
 inline constexpr double kMostScale = 1e4;
 std::string outsized_scale(const Problem &);
 ForwardArguments forward_arguments(const Problem &);   // without the split over keys
@@ -42,7 +43,7 @@ template <class Config> Config begin_config(const Problem &p, int32_t dim_unit) 
   return c;
 }
 
-// Tiles of `tile` queries (keys) over all sequences, and of the longest; varlen counts max_seqlen for each.
+// The number of tiles of `tile` rows in a sequence of this length.
 inline int64_t tiles(int64_t seqlen, int64_t tile) { return (seqlen + tile - 1) / tile; }
 
 } // namespace strobe::cuda

@@ -23,17 +23,17 @@ public:
   Answer plan_on(const Device &, const Problem &, Direction) const;
 
 protected:
-  // Whether it supports parts of larger problems, and adds to existing gradients.
+  // Whether the family supports parts of larger problems, and adds to existing gradients.
   virtual bool computes_parts() const { return false; }
-  // Whether its forward supports a page table.
+  // Whether the family's forward supports a page table.
   virtual bool reads_pages() const { return false; }
-  // Whether its forward reads quantised K and V.
+  // Whether the family's forward reads quantised K and V.
   virtual bool reads_quantised() const { return false; }
   // The program for a call whose addresses are marks.
   virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
 
 private:
-  // The tile to request for the caller; null: none.
+  // The tuned tile to request if the caller requests none; null if there is none.
   const TunedTile *tuned(const Problem &, Direction, const Device &) const;
 };
 

@@ -8,12 +8,12 @@
 
 namespace strobe::cuda {
 
-// Reserves memory for the copies, points p's lists at them, and returns the launch that makes them; nothing if no list must be copied. A
-// page table of which only the rows lie apart is read in place.
+// Reserves memory for the copies, points p's lists at them, and returns the launch that makes them; null if no list must be copied. A page
+// table whose rows are dense, even if they lie apart, is read in place.
 std::optional<Launch> copy_lists(Problem &p, Scratch &);
-// The names of the lists of a program's call that are copies; empty: none.
+// The names of the lists that are copied for this call; empty: none.
 std::string copied_lists(const Problem &);
-// A run's call with the finished copies in place of the lists. marked: the program's.
+// A run's call with the finished copies in place of the lists. marked: the program's call, with marks for addresses.
 Problem with_copies(const Problem &, const Problem &marked, const Addresses &);
 
 } // namespace strobe::cuda

@@ -12,14 +12,14 @@ namespace strobe::cuda {
 std::vector<Launch> part_table(Problem &p, Scratch &);
 // Whether all ranges begin at multiples of 16, where dropout's groups and blocks may.
 bool begins_aligned(const Problem &);
-// Whether tiles are numbered through all sequences, as in kernels/attention/packed_tiles.h, so that short ones have no more of them than
-// they fill.
+// Whether tiles are numbered through all sequences, as in kernels/attention/packed_tiles.h, so that a short sequence has only the tiles
+// that it fills.
 inline bool numbers_tiles(const Problem &p) { return p.varlen && !p.part; }
-// The same for kernels in which every block must first search for its own tile, which takes half a microsecond on an H200: true if that
-// halves the number of blocks. Otherwise each sequence has as many tiles as the longest one. rows: of all sequences.
+// The same for kernels in which every block must first search for its tile, which takes 0.5 µs on an H200: true if numbering halves the
+// number of blocks. Otherwise each sequence has as many tiles as the longest one. rows: the number of rows of all sequences.
 bool worth_numbering(const Problem &, int64_t rows, int64_t longest, int64_t tile);
 
-// Query and key tiles of the sequence with the most tiles, counted as kernels do.
+// The number of query (key) tiles of the sequence with the most tiles, counted as kernels do.
 int64_t query_tiles(const Problem &, int64_t tile);
 int64_t key_tiles(const Problem &, int64_t tile);
 int64_t all_query_tiles(const Problem &, const Inputs &, int64_t tile); // over all heads and sequences: the size of dq_sum

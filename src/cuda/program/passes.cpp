@@ -28,7 +28,7 @@ constexpr KernelSource kRowTotals{"passes/auxiliary.h", "strobe::passes::RowTota
 constexpr KernelSource kLargestScore{"passes/auxiliary.h", "strobe::passes::LargestScore", "strobe::passes::LargestConfig"};
 constexpr KernelSource kBiasGradient{"passes/bias_gradient.h", "strobe::passes::BiasGradient", "strobe::TileConfig"};
 
-// For FP32 and FP64: these do not vary with tiles and features.
+// The Config for FP32 and FP64, whose rows do not depend on tiles and features.
 passes::RowsConfig row_after_row(const Problem &p, int32_t head_dim) {
   return {.dtype = int32_t(p.dtype),
           .head_dim = head_dim,
@@ -92,9 +92,9 @@ void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
   a.partial_lse = scratch.take<float>(a.splits * a.in.rows());
 }
 
-// More sequences fill a GPU by themselves, and a block would read their lengths for too long.
+// The most sequences for which shares are made. More sequences fill a GPU by themselves, and a block would read their lengths for too long.
 constexpr int64_t kMostUneven = 1024;
-// How often a GPU is filled at most: with more shares, the start and end of each share take too long.
+// The most times that shares fill the GPU: with more shares, the start and end of each take too long.
 constexpr int64_t kMostRounds = 6;
 constexpr int64_t kMostReals = int64_t(1) << 24; // FP32 numbers of all shares' results: 64 MiB
 
@@ -103,7 +103,7 @@ UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &
   const int64_t reals = p.heads * p.seqlen_q * p.head_dim_v;                   // per share
   if (!uneven || p.batch < 2 || p.batch > kMostUneven || blocks_of_share <= 0 || reals <= 0 || most_parts(p) < 2) return {};
   const int64_t round = std::max<int64_t>(1, slots / blocks_of_share);
-  // More shares than device/uneven_shares.h makes would be blocks that read the lengths and end.
+  // device/uneven_shares.h makes at most this many; blocks of further shares would only read the lengths and end.
   const int64_t full = std::max<int64_t>(round, div_up(p.batch * p.seqlen_k, enough_keys_of_share()));
   const int64_t extra = std::min({full, kMostRounds * round, p.batch * most_parts(p), kMostReals / reals - p.batch});
   if (extra < std::min(round, p.batch)) return {};
@@ -231,7 +231,7 @@ constexpr AuxiliaryTile kAuxiliaryTiles[] = {
     {.q = 32, .k = 32, .tensor_cores = 0, .blocks_per_sm = 2},  {.q = 16, .k = 16, .tensor_cores = 0, .blocks_per_sm = 2},
 };
 
-// The first tile that fits; the last one always does. of_rows: keys and queries change places.
+// The Config with the first tile that fits; the last tile always does. of_rows: keys and queries change places.
 passes::AuxiliaryConfig auxiliary_config(const Problem &p, const Device &device, bool of_rows = false) {
   const bool multiplied = p.dtype == DType::f16 ? device.cc >= 75 : p.dtype == DType::bf16 && device.cc >= 80;
   passes::AuxiliaryConfig c{};
@@ -268,7 +268,8 @@ void auxiliary(Program &program, const Problem &p, const Device &device, Scratch
   const passes::LargestConfig largest{.dtype = int32_t(p.dtype)};
   if (p.max_logit) program.steps.push_back(Launch(kLargestScore, largest, heads, largest.threads(), 0, a));
 
-  // Multiply-adds of an SM per clock, and the cost of the work after q.k in multiply-adds: fitted to an H200, FP64's guessed.
+  // Multiply-adds per clock and SM, and the cost of the work after q.k in multiply-adds per score: fitted to an H200, except for FP64
+  // (guessed).
   constexpr double kLaunchSeconds = 5e-6, kTensorCores = 520, kFma = 28, kDouble = 14;
   const double rate = c.tensor_cores ? kTensorCores : p.dtype == DType::f64 ? kDouble : kFma, after = c.tensor_cores ? 200 : 16;
   const double pass = kLaunchSeconds * (1 + bool(p.max_logit) + bool(p.column_sums)) +

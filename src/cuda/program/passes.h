@@ -22,32 +22,32 @@ Launch with_scales(const Problem &p, const KernelSource &source, const Config &c
   return Launch(source, config, grid, threads, shared_bytes, all);
 }
 
-// How many splits the keys have where query tiles are too few to fill the GPU: as many as fill `slots` slots for thread blocks once, since
-// fewer leave it idle and more begin a second wave. At most `most`, since each split has an O of its own.
+// The number of splits of the keys if query tiles are too few to fill the GPU: as many splits as fill `slots` slots for thread blocks once,
+// since fewer leave slots idle and more begin a second wave. At most `most`, since each split has an O of its own.
 int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most);
-// The largest number of splits that still have enough keys to be worth their O, on tensor cores by mma.sync.
+// The largest number of splits in which each split has enough keys to be worth an O of its own, on tensor cores by mma.sync.
 int64_t most_parts(const Problem &);
 // Memory for the splits' results, if a.splits says that there are several.
 void take_parts(ForwardArguments &a, const Problem &, Scratch &);
-// The same for sequences whose lengths lie in the GPU's memory and may be uneven. slots: slots for thread blocks.
+// Memory for the results of shares of the keys, for sequences whose lengths lie in the GPU's memory and may be uneven.
 struct UnevenShares {
-  int64_t most = 0;   // over all sequences; 0: none are made, and take_parts() serves the call
-  int32_t likely = 0; // per sequence, if all have their maximum length
+  int64_t most = 0;   // shares over all sequences; 0: no shares are made, and take_parts() serves the call
+  int32_t likely = 0; // shares per sequence, if all sequences have their maximum length
 };
 UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &, Scratch &, int64_t slots, int64_t blocks_of_share);
-// The pass that combines them, after the launch that computes them.
+// Appends the pass that combines the results of splits or shares, after the launch that computes them.
 void combine_parts(Program &, const Problem &, const ForwardArguments &a);
 
-// A backward's memory: D, and LSE's correction; if dQ is asked for, its sum, to which the thread blocks of several key tiles add; with
-// `turns` a ticket, and as many counters of their turns, which begin at 0.
+// What memory a backward needs for sums. take_sums() reserves memory for D and LSE's correction; if dQ is asked for, for dQ's sum, to which
+// the thread blocks of several key tiles add; with `turns`, for a ticket and that many counters of turns, which begin at 0.
 struct BackwardSums {
   int64_t real_bytes = 4;         // of D and of dQ's sum
   int64_t dq = 0;                 // reals of dQ's sum
-  std::optional<int64_t> turns{}; // none: the order of additions is free
+  std::optional<int64_t> turns{}; // null: the order of additions is free
   bool zero_dq = false;           // the launch that computes D does not set dQ's sum to 0
 };
-// How many sums of this many reals dQ has: in FP32 one for each keys_of_dq_sum() keys, but fewer if they would be large. Invariant: their
-// size does not matter.
+// The number of sums, of `reals` reals each, that dQ has: in FP32 one for each keys_of_dq_sum() keys, but fewer if the sums would be large.
+// Invariant: the size of the sums does not matter.
 int32_t dq_sums(const Problem &, int64_t reals);
 void take_sums(Program &, BackwardArguments &a, const Problem &, Scratch &, const BackwardSums &);
 
@@ -56,19 +56,19 @@ struct BackwardLaunches {
   std::optional<Launch> delta{};         // D of each row
   std::optional<Launch> settle{};        // for rows whose LSE is large: D again, and LSE's correction
   std::optional<Launch> rows_by_tiles{}; // LSE and D in the main kernel's order
-  std::optional<Launch> main{};          // dK, dV and dQ's sum: if one of them is asked for
-  std::optional<Launch> shares{};        // dK and dV from those of the shares of a group
-  std::optional<Launch> dq{};            // from its sum: if it is asked for
+  std::optional<Launch> main{};          // dK, dV and dQ's sum, if one of dK, dV and dQ is asked for
+  std::optional<Launch> shares{};        // dK and dV as sums over the shares of a key head's query heads
+  std::optional<Launch> dq{};            // dQ from its sum, if dQ is asked for
   std::optional<Launch> dbias{};
 };
 void push(Program &, const Problem &, const BackwardArguments &, BackwardLaunches &&); // and dsinks
 
-// The Config of the next two where they go by tiles of the main kernel; form: passes::kFragments or kWarpgroups.
+// The Config of the following delta() and dq_from_sum(), which go by the main kernel's tiles. form: passes::kFragments or kWarpgroups.
 passes::RowsConfig rows_config(const Problem &, int32_t head_dim, int32_t tile_q, int32_t form, bool aligned);
-// D, and the clearing of dQ's sum; dQ from its sum.
+// delta() computes D and sets dQ's sum to 0; dq_from_sum() computes dQ from its sum.
 Launch delta(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
-// The same in FP32 and FP64, D in the order of dP's products.
+// The same in FP32 and FP64, where D is summed in the order of dP's products.
 Launch delta(const Problem &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const BackwardArguments &, int32_t head_dim);
 
@@ -80,12 +80,14 @@ struct Shares {
 };
 Shares take_shares(const BackwardArguments &a, const Problem &, Scratch &, int64_t shares);
 
-// On tensor cores, with recomputed tiles of scores. Whether some tile fits the GPU and the blocks of a sparse mask; then there is a launch.
+// settle() and bias_gradient() recompute tiles of scores on tensor cores. tensor_cores_settle(): whether some tile fits the GPU and the
+// blocks of a sparse mask, so that both have a launch.
 bool tensor_cores_settle(const Problem &, const Device &);
 Launch settle(const Problem &, const Device &, const BackwardArguments &);
 std::optional<Launch> bias_gradient(const Problem &, const Device &, const BackwardArguments &); // if dbias is asked for
 
-// max_logit and column_sums, after a forward that leaves LSE; adds to the predicted time, and a note that says how much.
+// Appends the launches for max_logit and column_sums, after a forward that writes LSE. Adds their time to the predicted time, and a note
+// that says how much.
 void auxiliary(Program &, const Problem &, const Device &, Scratch &);
 
 Launch padding(const Problem &, Direction); // packed tokens of no sequence: results 0, LSE -inf

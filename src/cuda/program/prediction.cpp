@@ -10,7 +10,7 @@ namespace strobe::cuda {
 namespace {
 
 double sequences(const Problem &p) {
-  return p.varlen ? double(p.total_q) / double(std::max<int64_t>(1, p.seqlen_q)) : double(p.batch); // in units of the longest length
+  return p.varlen ? double(p.total_q) / double(std::max<int64_t>(1, p.seqlen_q)) : double(p.batch); // in units of the longest sequence
 }
 
 double kept(const Problem::Blocks &b) {
@@ -26,7 +26,7 @@ double key_rows(const Problem &p) { return double(p.varlen ? p.total_k : p.batch
 Walked walked(const Band &band, int64_t own, int64_t step, int64_t align, int64_t samples) {
   Walked w{.tiles = tiles(band.seqlen_q, own)};
   if (w.tiles == 0) return w;
-  const int64_t run = tiles(w.tiles, samples) | 1; // the middle tile of each run stands for all of it
+  const int64_t run = tiles(w.tiles, samples) | 1; // the middle tile of each run stands for the whole run
   double sum = 0;
   for (int64_t begin = 0; begin < w.tiles; begin += run) {
     const int64_t end = std::min(begin + run, w.tiles), n = (begin + end - 1) / 2;
@@ -70,12 +70,12 @@ double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v, bool
 
 double missing_seconds(const Problem &p, const Walks &w, const Device &device, int64_t tile_k, int64_t pairs, int64_t row_bytes) {
   constexpr double kBytes = 3e12;      // per second, on an H200
-  constexpr double kPartOfCache = 0.6; // with which the rates of long causal calls with groups of 5 to 7 heads agree (an H100)
-  // Under a causal mask walks of neighbouring key tiles differ by a query tile for each head of the group, and under a window they begin
-  // when the blocks before them end: then each head's rows are needed as long as the keys in progress, and the window, reach.
+  constexpr double kPartOfCache = 0.6; // fits the measured rates of long causal calls with groups of 5 to 7 heads (H100)
+  // Under a causal mask the walks of neighbouring key tiles differ by a query tile for each head of the group. Under a window a walk begins
+  // when the blocks before it end: each head's rows are then needed as far as the keys in progress, and the window, reach.
   const bool window = narrow_window(p);
-  if (!window && w.longest < 1.05 * w.mean) return 0;     // they stay together
-  if (std::max(p.head_dim, p.head_dim_v) <= 64) return 0; // no such loss was measured there (an H100, groups of 4 and 8)
+  if (!window && w.longest < 1.05 * w.mean) return 0;     // concurrent walks stay together
+  if (std::max(p.head_dim, p.head_dim_v) <= 64) return 0; // no such loss was measured there (H100, groups of 4 and 8)
   const double keys = double(device.sms) / double(pairs) * double(tile_k) + (window ? double(p.window_left + p.window_right) : 0);
   const double used = double(pairs) * double(p.group()) * std::min(double(p.seqlen_q), keys) * double(row_bytes);
   return w.scores() / double(tile_k) * double(row_bytes) * std::max(0.0, 1 - kPartOfCache * double(device.l2) / used) / kBytes;
@@ -83,7 +83,7 @@ double missing_seconds(const Problem &p, const Walks &w, const Device &device, i
 
 double reading_seconds(const Problem &p, const Device &device) {
   constexpr double kBytesPerClock = 16; // per SM
-  constexpr double kScales = 8;         // of a quantised key and its value, at most
+  constexpr double kScales = 8;         // bytes of the scales of a quantised key and its value, at most
   const double numbers = double(p.stored(p.head_dim) + p.stored(p.head_dim_v));
   const double row = p.quantised() ? numbers * double(bytes(p.quantised_as)) + kScales : numbers * double(bytes(p.dtype));
   return keys_read(p) * row / (kBytesPerClock * device.clock_hz * device.sms);
@@ -96,7 +96,7 @@ double combining_seconds(const Problem &p) {
 
 double seconds(const Walks &w, const Device &device, int64_t resident, double rate, double block_seconds, int64_t parts) {
   const double blocks = w.blocks * double(parts), slots = double(device.sms * resident);
-  const double sharing = std::clamp(blocks / device.sms, 1.0, double(resident)); // a block alone on its SM has all of it
+  const double sharing = std::clamp(blocks / device.sms, 1.0, double(resident)); // a block alone on its SM has the whole SM
   return w.last(slots) / double(parts) * sharing / rate + block_seconds * std::max(1.0, blocks / slots);
 }
 
@@ -104,7 +104,7 @@ double seconds(const Workload &work, const Measured &measured, int64_t tile_q, i
   const auto &[p, direction, device, rate, operations, resident, launches, parts] = work;
   const bool forward = direction == Direction::forward;
   const double of_score = double(forward ? 2 : p.dbias ? 7 : 5) * double(head_dim + head_dim_v) * operations;
-  const double scores = measured.share_of_peak[!forward] * rate * device.clock_hz / of_score; // of an SM, per second
+  const double scores = measured.share_of_peak[!forward] * rate * device.clock_hz / of_score; // per second and SM
   return measured.launch_seconds * double(launches) + (forward ? 0 : rows_seconds(p, head_dim, head_dim_v)) +
          seconds(walks(p, direction, tile_q, tile_k), device, resident, scores, measured.block_seconds[!forward], parts) +
          (parts > 1 ? combining_seconds(p) : 0);

@@ -25,7 +25,7 @@ struct Launch {
   int32_t shared_bytes;               // dynamic
   std::vector<std::byte> arguments;   // with marks for addresses
   std::vector<uint16_t> marks;        // where the marks lie
-  std::vector<uint16_t> map_requests; // where a TensorMap lies that must be encoded
+  std::vector<uint16_t> map_requests; // where the TensorMaps lie that must be encoded
 
   template <class Config, class Arguments>
   Launch(const KernelSource &source, const Config &config, int64_t grid, int32_t threads, int32_t shared_bytes, const Arguments &arguments)

@@ -19,7 +19,7 @@ std::string unmapped(const char *argument, const View &view, int64_t columns) {
   return {};
 }
 
-// The rows of a head in the tensors: of all sequences if they are packed, of a page if keys are paged.
+// The number of rows of a head in Q (in K): rows of all sequences if these are packed, of a page if keys are paged.
 static int64_t rows_of_queries(const Problem &p) { return p.varlen ? p.total_q : p.seqlen_q; }
 static int64_t rows_of_keys(const Problem &p) { return p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k; }
 

@@ -11,7 +11,7 @@
 
 namespace strobe::cuda {
 
-// The table's row of least cost, the first among equals; null if every row has infinite cost, which means that it cannot run.
+// cheapest() returns the table's row of least cost, the first among equals. A row that cannot run costs kCannotRun; null if no row can run.
 inline constexpr double kCannotRun = HUGE_VAL;
 template <class Table, class Cost> auto cheapest(const Table &table, Cost cost) {
   decltype(&*std::begin(table)) best = nullptr;
@@ -27,7 +27,7 @@ inline double distance(const Problem &p, int64_t tile_q, int64_t tile_k) {
   return distance(p.wishes.tile_q, tile_q) + distance(p.wishes.tile_k, tile_k);
 }
 
-// With block sparsity a tile lies within a block: of queries; in a backward of keys, too.
+// Whether tiles lie within the blocks of a sparse mask, as block sparsity requires: along queries and, in a backward, along keys.
 inline bool divides_blocks(const Problem &p, int64_t tile_q, int64_t tile_k = 1) {
   return !p.blocks.present || (p.blocks.block_q % tile_q == 0 && p.blocks.block_k % tile_k == 0);
 }
@@ -40,11 +40,11 @@ inline std::string cuts_blocks(const Problem &p, int64_t tile_k) {
 
 inline const char *const kNoInvariantBias = "has no invariant backward with a bias: rows are settled by tiles of queries";
 
-// Heads whose key tiles run together, where mma.sync adds up dQ in the L2 cache that they share. In deterministic mode: the more heads, the
-// fewer tiles of one wait for one another.
+// The number of heads whose key tiles run together and share the L2 cache, in which mma.sync kernels add up dQ. In deterministic mode more
+// heads mean that fewer tiles of one head wait for each other.
 inline int32_t bundle_of_heads(bool in_turns) { return in_turns ? 16 : 4; }
 
-// Tiles of dbias: one along an axis over which it is broadcast.
+// The number of tiles of dbias; an axis over which the bias is broadcast counts as one.
 inline int64_t bias_tiles(const Problem &p, int64_t tile_q, int64_t tile_k) {
   const int64_t along[4] = {p.batch, p.heads, tiles(p.seqlen_q, tile_q), tiles(p.part ? p.size_k() : p.seqlen_k, tile_k)};
   int64_t count = 1;
@@ -67,7 +67,7 @@ inline void describe_tile(Program &program, const Problem &p, int64_t tile_q, in
   if (!vectors) program.notes.push_back("rows are not on 16-byte addresses with adjacent elements: copied element by element");
 }
 
-// The family supports the call, but has no fast kernel for such heads.
+// Notes that the family supports the call, but has no fast kernel for heads this wide.
 inline void describe_width(Program &program, const Problem &p) {
   if (wide(p))
     program.notes.push_back(text("head dimensions beyond ", kMostUsualDim, " are slow: cuda-sm90 has no kernel for them, and their sums ",

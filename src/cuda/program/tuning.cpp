@@ -171,7 +171,7 @@ const TunedTile *Tuning::find(const TuningKey &key) const {
 std::string tuning_file(const std::string &device_name) {
   const std::string folder = CacheSettings::from_environment().folder;
   if (folder.empty()) return {};
-  std::string plain; // letters and digits, a hyphen for all between
+  std::string plain; // letters and digits; a hyphen stands for each run of other characters
   for (char c : device_name) {
     const char lower = c >= 'A' && c <= 'Z' ? char(c - 'A' + 'a') : c;
     if ((lower >= 'a' && lower <= 'z') || (lower >= '0' && lower <= '9'))

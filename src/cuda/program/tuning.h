@@ -1,9 +1,9 @@
 // The tiles that `strobe tune` has measured on a GPU, kept beside the kernel cache; engines request them if the caller requests none.
 //
 // A table is a text of lines "name = value" in sections separated by empty lines. The first section says what the table is valid for:
-// format, device, kernels. Each of the others names the calls that it is for, by TuningKey's members, and their tile: tile_q, tile_k. It
-// may have more requests, to try on a GPU what the engine would not choose: bundle, shares, staged_store, persistent. Other lines of a
-// section are not read.
+// format, device, kernels. Each further section names the calls that it is for, by TuningKey's members, and their tile: tile_q, tile_k. A
+// section may have more requests, to try on a GPU what the engine would not choose: bundle, shares, staged_store, persistent. Its other
+// lines are not read.
 #pragma once
 #include <compare>
 #include <map>
@@ -15,7 +15,7 @@
 
 namespace strobe::cuda {
 
-// Calls for which one tile is the fastest: sizes rounded up to powers of two.
+// The key of calls that share a tuned tile; sizes are rounded up to powers of two.
 struct TuningKey {
   std::string engine;
   Direction direction;
@@ -24,12 +24,12 @@ struct TuningKey {
   bool causal, varlen, deterministic;
   auto operator<=>(const TuningKey &) const = default;
 };
-// Empty for a call with options that are not measured.
+// The call's key; null for a call with options that are not measured.
 std::optional<TuningKey> tuning_key(const char *engine, Direction, const Problem &);
 
 struct TunedTile {
   int64_t q, k;
-  int64_t bundle = 0; // Hopper kernels: heads, or pairs of batch and key head, whose tiles run together; 0: their own choice
+  int64_t bundle = 0; // Hopper kernels: how many heads, or (batch, key head) pairs, run their tiles together; 0: their own choice
   int64_t shares = 0; // Hopper backward: into how many shares the query heads of a key head are divided; 0: its own choice
   bool staged_store = false;
   std::optional<bool> persistent; // unset: the Hopper backward's own choice
@@ -52,12 +52,13 @@ private:
 
 // The path of such a device's table; empty without a cache folder.
 std::string tuning_file(const std::string &device_name);
-// A digest of all sources of the kernels: a table measured with others is stale.
+// A digest of all kernel sources: a table measured with other sources is stale.
 const std::string &kernels_digest();
 // The device's table, read when first needed; none with STROBE_TUNING=0.
 const Tuning &tuning(const Device &);
 
-// Lines "name = value": file; format, device and kernels, which a table must repeat to be used; ignored.
+// Lines "name = value": file, the table's path; format, device and kernels, which a table must repeat to be used; ignored, the reason why
+// the table is not used.
 std::string tuning_header(const Device &);
 
 } // namespace strobe::cuda
