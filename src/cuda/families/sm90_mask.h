@@ -7,7 +7,7 @@
 
 namespace strobe::cuda {
 
-// In the order in which the forward's lanes hold S, or the backward's hold S^T.
+// The bits lie in the order in which the forward's lanes hold S, or the backward's lanes hold S^T.
 enum class MaskOrder { by_queries, by_keys };
 // The launch that packs the mask; `bits` receives the place.
 Launch pack_mask(const Problem &, const Inputs &, MaskOrder, MaskBits &bits, Scratch &);
