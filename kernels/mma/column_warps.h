@@ -7,7 +7,7 @@
 
 namespace strobe::mma {
 
-// The warps of the block are numbered group by group for column 0, then for each further column.
+// Warp n belongs to group n % groups() and takes the (n / groups())-th range of columns.
 template <Config C> struct ColumnWarps {
   static __device__ constexpr bool alone() { return C.column_warps == 1; }
   static __device__ constexpr int columns() { return C.head_dim_v / C.column_warps / 16; } // 16-column blocks of O per warp

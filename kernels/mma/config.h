@@ -20,17 +20,18 @@ struct Config {
 
   STROBE_FN constexpr i32 threads() const { return 32 * warps; }
   STROBE_FN static constexpr i32 chunk() { return 2048; }                 // keys of an invariant forward's chunk: a multiple of its tile_k
-  STROBE_FN constexpr i32 groups() const { return warps / column_warps; } // of warps with the same rows; in decode: with the same keys
-  // Whether each warp of a group sums S over its own columns of Q and K; shared memory for the exchange of these sums.
+  STROBE_FN constexpr i32 groups() const { return warps / column_warps; } // groups of warps: with the same rows; in decode, the same keys
+  // Bytes in which the warps of a group exchange their sums S, each over its own columns of Q and K.
   STROBE_FN constexpr i32 exchange_bytes(i32 rows) const { return column_warps > 1 ? 4 * column_warps * rows * tile_k : 0; }
-  // Shared memory of the forward: Q, later replaced by O, then the stages of K, then those of V; then the warps' exchange.
+  // The forward's shared memory: Q (at the end O), the stages of K, the stages of V, the exchange of a group's warps.
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * max(head_dim, head_dim_v); }
   STROBE_FN constexpr i32 forward_exchange_at() const { return q_bytes() + 2 * stages * tile_k * (head_dim + head_dim_v); }
   STROBE_FN constexpr i32 forward_walk_at() const { return forward_exchange_at() + exchange_bytes(tile_q); } // a part's walk over keys
   STROBE_FN constexpr i32 forward_shared_bytes() const { return forward_walk_at() + (features.part ? 640 : 0); }
   // Bytes of a row of K or V in shared memory.
   STROBE_FN constexpr i32 row_bytes(i32 dim) const { return features.quant == kInt4 ? dim / 2 : features.quant ? dim : 2 * dim; }
-  // Decode: Q, then every group's stages of K, then those of V; then the warps' exchange. At the end M, l and O of every group.
+  // Decode's shared memory: Q, every group's stages of K, every group's stages of V, the exchange of a group's warps. At the end M, l and
+  // O of every group replace them.
   STROBE_FN constexpr i32 decode_exchange_at() const {
     return 2 * tile_q * head_dim + groups() * stages * tile_k * (row_bytes(head_dim) + row_bytes(head_dim_v));
   }

@@ -1,8 +1,8 @@
-// The largest score of each head, and the sums of P's columns: passes over S after the forward, which read its LSE. A thread block owns a
-// tile of keys of one query head and walks over the queries that see some of it, so the sum of a column has one order and needs no
-// workspace. Each block leaves its own largest score, and a second launch takes the largest of a head. The scores computed here may differ
-// in their last bits from those of the forward's engine, and P would show it. So an earlier launch adds up P over each row as it is
-// computed here, and P is divided by that sum.
+// max_logit (the largest score of each head) and column_sums (the sums of P's columns), by passes over S after the forward, whose LSE they
+// read. A thread block owns a tile of keys of one query head and walks over the queries that see some of it, so the sum of a column has one
+// order and needs no workspace. Each block stores its own largest score, and a last launch takes the largest of each head. The scores
+// computed here may differ in their last bits from those of the forward's engine, which would show in P. So a first launch adds up P over
+// each row as it is computed here, and P is divided by that sum.
 #pragma once
 #include "../attention/schedule.h"
 #include "../device/keys.h"
@@ -28,8 +28,8 @@ template <int kThreads, class T> __device__ __forceinline__ T largest_of_block(T
   return shared[0];
 }
 
-// Raw q.k of a tile by FMA: this thread has the keys key(m), m < kKeys, and the queries query(n), n < kQueries. Taken: the rows that stay,
-// as they lie in memory.
+// Raw q.k of a tile by FMA. This thread computes it for the keys key(m), m < kKeys, and the queries query(n), n < kQueries. Taken: the type
+// of the rows that stay while the others stream by.
 template <AuxiliaryConfig C, class Taken> struct FmaTile {
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
@@ -49,7 +49,7 @@ template <AuxiliaryConfig C, class Taken> struct FmaTile {
     for (int m = 0; m < kKeys; ++m)
 #pragma unroll
       for (int n = 0; n < kQueries; ++n) S[m][n] = T(0);
-    for (i32 c0 = 0; c0 < in.head_dim; c0 += C.kColumns) { // columns in runs, whose sums are then added up
+    for (i32 c0 = 0; c0 < in.head_dim; c0 += C.kColumns) { // q.k is summed in runs of columns
       __syncthreads();
       stage<C.tile_k, kPitchK>(K, keys, c0);
       stage<C.tile_q, kPitchQ>(Q, queries, c0);
@@ -95,7 +95,7 @@ private:
   }
 };
 
-// The same on tensor cores: a warp has 16 keys, which stay in shared memory, and all queries.
+// The same on tensor cores. A warp has 16 keys, which stay in shared memory, and all queries of the tile.
 template <AuxiliaryConfig C> struct TensorTile {
   using E = typename Element<C.dtype>::type;
   using T = float;
@@ -154,14 +154,15 @@ template <AuxiliaryConfig C, class Taken> struct ScorePass {
     if constexpr (C.dtype == kF16 || C.dtype == kBF16) return exp2(fma(score, natural, -lse) * kLog2e<T>);
     return probability(score, natural, lse, T(0));
   }
-  // -inf where key j, one of those before k1, is hidden or missing.
+  // The score of key j; -inf if the key is hidden, missing or not before k1.
   template <class KeysOfHead, class Row>
   static __device__ __forceinline__ T score(const HeadScores &scores, const KeysOfHead &keys, T raw, const Row &row, i32 j,
                                             bool by_position, i32 k1) {
     const T x = scores.score(raw, row, j, by_position, k1);
     return F.pages && j < k1 && lacks(keys, j) ? minus_infinity<T>() : x;
   }
-  // put(), which must follow a barrier, leaves each thread's sum of a row in shared memory (Kahan); total() adds these up in order.
+  // The sum of a row over all threads: put(), which must follow a barrier, stores each thread's sum, less its rounding error, to shared
+  // memory; total() adds these up in order.
   static __device__ __forceinline__ void put(T *parts, const T (&sum)[Tile::kKeys], const T (&lost)[Tile::kKeys]) {
 #pragma unroll
     for (int m = 0; m < Tile::kKeys; ++m) parts[Tile::share() * C.tile_k + Tile::key(m)] = sum[m] - lost[m];
@@ -175,7 +176,8 @@ template <AuxiliaryConfig C, class Taken> struct ScorePass {
   }
 };
 
-// For each query: 1 / (sum of exp(s - LSE) over the keys that it sees, and its sink's term). A tile's keys and queries change places.
+// Computes for each query 1 / (the sum of exp(s - LSE) over the keys that it sees, plus its sink's term). Here queries take the place of
+// the tile's keys, and keys that of its queries.
 template <AuxiliaryConfig C> struct RowTotals : ScorePass<C, tile::Matrix<const typename Element<C.dtype>::type>> {
   using Queries = tile::Matrix<const typename Element<C.dtype>::type>;
   using Pass = ScorePass<C, Queries>;
@@ -246,11 +248,11 @@ template <AuxiliaryConfig C> struct Auxiliary : ScorePass<C, typename KeysOf<typ
     const u32 tiles = (u32)div_up(in.seqlen_k, C.tile_k), pair = blockIdx.x / tiles;
     const i32 number = (i32)(blockIdx.x % tiles), h = (i32)(pair % in.heads), b = (i32)(pair / in.heads);
     if (!F.pages && a.column_sums && in.cu_seqlens_q) clear_behind(a, b, h, number, (i32)tiles);
-    if (b >= in.batch) return; // the sequence does not exist, and all tokens are padding
+    if (b >= in.batch) return; // there is no sequence, and all tokens are padding
 
     const Sequence s = in.sequence<F>(b);
     const i32 k0 = number * C.tile_k, k1 = (i32)min((i64)k0 + C.tile_k, s.band.seqlen_k);
-    T sum[kKeys], lost[kKeys], most = minus_infinity<T>(); // lost: what sum's roundings dropped (Kahan)
+    T sum[kKeys], lost[kKeys], most = minus_infinity<T>(); // lost: the rounding errors of sum (Kahan)
 #pragma unroll
     for (int m = 0; m < kKeys; ++m) sum[m] = lost[m] = T(0);
     if (k0 < k1) {
@@ -312,7 +314,7 @@ private:
     }
   }
 
-  // The sum over the threads that share a key, in order. Keys that do not count have the sum 0.
+  // Adds up the sums of the threads that share a key, in order, and stores the result: 0 for keys that do not count.
   static __device__ __forceinline__ void store_sums(const Arguments &a, T *parts, const T (&sum)[kKeys], const T (&lost)[kKeys], i32 b,
                                                     i32 h, const Sequence &s, i32 k0, i32 k1) {
     Pass::put(parts, sum, lost);
@@ -326,7 +328,8 @@ private:
     most = largest_of_block<kThreads>(largest, most);
     if (threadIdx.x == 0) ((T *)a.largest)[blockIdx.x] = most * natural_factor<F>(T(a.in.scale));
   }
-  // Tokens between the keys of this sequence and those of the next belong to no sequence; without any sequence all tokens do.
+  // Stores 0 for the tokens between the keys of this sequence and those of the next, which belong to no sequence; if there is no sequence,
+  // for all tokens.
   static __device__ __forceinline__ void clear_behind(const Arguments &a, i32 b, i32 h, i32 number, i32 tiles) {
     const Inputs &in = a.in;
     i64 begin = 0, end = in.total_k;
@@ -340,7 +343,7 @@ private:
   }
 };
 
-// For each head: a thread block takes the largest of its tiles' largest scores.
+// Takes the largest of a head's tiles' largest scores; one thread block per head.
 template <LargestConfig C> struct LargestScore {
   using Arguments = AuxiliaryArguments;
   using T = typename Element<C.dtype>::real;

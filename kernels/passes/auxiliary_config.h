@@ -1,4 +1,4 @@
-// What the pass that makes max_logit and column_sums is compiled for.
+// The configuration of the passes that make max_logit and column_sums.
 #pragma once
 #include "../attention/features.h"
 
@@ -9,12 +9,12 @@ struct AuxiliaryConfig {
   i32 tensor_cores;   // S by mma.sync, for FP16 and BF16; else by FMA, for any dtype
   i32 column_sums;    // column_sums is asked for; else LSE is not read
   i32 head_dim;       // with tensor cores: rounded up to a multiple of 16; else 0
-  i32 tile_q, tile_k; // of scores; with block sparsity a tile lies within a mask block
+  i32 tile_q, tile_k; // a tile of scores; with block sparsity it lies within a mask block
   i32 aligned;        // with tensor cores: 16-byte copies
   i32 blocks_per_sm;
   Features features; // without dropout, which has no effect here
 
-  // By FMA: threads across keys and queries, and the columns of Q and K that are staged at a time.
+  // By FMA: the threads across keys and across queries, and how many columns of Q and K are staged at a time.
   static constexpr i32 kThreadsK = 16, kThreadsQ = 8, kColumns = kRunOfColumns;
   STROBE_FN constexpr i32 threads() const { return tensor_cores ? 2 * tile_k : kThreadsK * kThreadsQ; } // a warp has 16 keys
   STROBE_FN constexpr i32 pitch(i32 tile) const { return tile + 1; }

@@ -1,4 +1,4 @@
-// dbias on tensor cores: device/bias_gradient.h.
+// dbias on tensor cores; device/bias_gradient.h has the loop.
 #pragma once
 #include "../device/bias_gradient.h"
 #include "../device/tile_gradient.h"

@@ -1,4 +1,5 @@
-// Merges the results of the splits over keys: a thread block takes a row, O = sum of exp(LSE_s - LSE) O_s. The sink joins here, once.
+// Merges the results of splits of the keys: O = the sum of exp(LSE_s - LSE) O_s over the splits s. A thread block takes one row. The sink
+// joins here, once.
 #pragma once
 #include "../attention/arguments.h"
 #include "../device/chunks.h"
@@ -46,7 +47,7 @@ template <CombineConfig C> struct Combine {
   }
 
 private:
-  // The place of a row's results among those of all splits.
+  // Where the results of a row's splits lie: `count` of them, from `first` on, `stride` apart.
   struct Parts {
     i64 first, stride;
     i32 count;

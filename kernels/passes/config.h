@@ -1,26 +1,26 @@
-// What the passes over rows, which look at no scores, are compiled for.
+// The configurations of the passes over rows, which compute no scores.
 #pragma once
 #include "../attention/features.h"
 
 namespace strobe::passes {
 
-// The backward that a pass belongs to: it determines the order in which D is summed, and the layout of dq_sum.
-inline constexpr i32 kFragments = 0;   // mma.sync: eight lanes share a row; 16x16 blocks as a warp's lanes hold them
-inline constexpr i32 kWarpgroups = 1;  // Hopper: a tile's loads are all in flight at once; pieces of a tile as a warpgroup holds them
-inline constexpr i32 kRowAfterRow = 2; // FP32 and FP64: in the order and the runs of dP; whole rows, which are already scaled
+// The backward that a pass belongs to. It determines the order in which D is summed; and the layout of dq_sum.
+inline constexpr i32 kFragments = 0;   // mma.sync: eight lanes share a row of D; dq_sum has 16x16 blocks as a warp's lanes hold them
+inline constexpr i32 kWarpgroups = 1;  // Hopper: all loads of a tile for D are in flight at once; dq_sum has a warpgroup's pieces of a tile
+inline constexpr i32 kRowAfterRow = 2; // FP32 and FP64: D in the order and the runs of dP; dq_sum has whole rows, already scaled
 
 struct RowsConfig {
   i32 dtype;
-  i32 head_dim, tile_q; // of the backward
+  i32 head_dim, tile_q; // those of the backward
   i32 aligned;          // adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 form;             // kFragments, kWarpgroups or kRowAfterRow
   i32 partial;          // a partial part: D and both numbers of LSE are given (Features::partial)
   i32 packed;           // packed sequences: tiles are numbered as in attention/packed_tiles.h
-  i32 part, sparse;     // tiles belong to a part's ranges (attention/part.h), or to mask blocks
-  i32 adds;             // dQ is added to the tensor's contents; then, and in a partial part, it has the type of sums
+  i32 part, sparse;     // tiles lie within a part's ranges (attention/part.h); and within mask blocks
+  i32 adds;             // dQ is added to the tensor's contents
 
-  static constexpr i32 kRowTile = 64;                                    // tile_q of kRowAfterRow
-  STROBE_FN constexpr bool unrounded() const { return partial || adds; } // dQ has the type of sums
+  static constexpr i32 kRowTile = 64;                                    // tile_q if form is kRowAfterRow
+  STROBE_FN constexpr bool unrounded() const { return partial || adds; } // whether dQ has the type of sums
   STROBE_FN static constexpr i32 threads() { return 256; }
   STROBE_FN constexpr i32 delta_threads() const { return form == kRowAfterRow ? kRowTile : threads(); }
   STROBE_FN constexpr i64 blocks(i64 batch, i64 heads, i64 seqlen_q) const { return batch * heads * div_up(seqlen_q, tile_q); }

@@ -1,5 +1,5 @@
-// What the backward needs of each row first: D = rowsum(dO * O) - dLSE, and LSE's correction, 0 until a row is settled. The same kernel
-// clears the sum of dQ, tile by tile.
+// Computes what the backward needs of each row: D = rowsum(dO * O) - dLSE. LSE's correction is set to 0, until a row is settled. The same
+// kernel clears the sum of dQ, tile by tile.
 #pragma once
 #include "../attention/features.h"
 #include "../attention/part.h"
@@ -25,7 +25,7 @@ template <RowsConfig C> struct Delta {
       if (a.ticket && blockIdx.x == 0 && threadIdx.x == 0) *a.ticket = 0;
     }
     if (tile.rows == 0) return;
-    if constexpr (C.form != kRowAfterRow) clear_dq(a, tile); // first the stores, which wait for nothing
+    if constexpr (C.form != kRowAfterRow) clear_dq(a, tile); // stores first: they wait for nothing
     if constexpr (C.partial && !kHopper)
       take_given(a, tile);
     else if constexpr (C.form == kRowAfterRow)
@@ -41,7 +41,8 @@ private:
     }
     if (!a.dq_sum || (kHopper && a.first_stores)) return;
     float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
-    // Hopper: pieces of 64 columns lie one behind the other, and only the last one's end is padding; or two hold half of the queries each.
+    // Hopper: a tile consists of pieces of 64 columns, of which only the last one ends with padding; or, with up to 64 columns, of two pieces
+    // with half of the queries each.
     constexpr int kQueries = kHopper ? dq_queries(C.head_dim, C.tile_q) : C.tile_q;
     const int used = kQueries * (kHopper ? (a.in.head_dim + 15) / 16 * 16 : C.head_dim) / 4;
 #pragma unroll
@@ -50,7 +51,7 @@ private:
     }
   }
 
-  // 16 bits: kLanes lanes share a row, and each takes 8 columns at a time.
+  // D of 16-bit rows: kLanes lanes share a row, and each takes 8 columns at a time.
   static __device__ __forceinline__ void sum_across_lanes(const Arguments &a, const RowTile<C> &tile) {
     const Inputs &in = a.in;
     constexpr int kLanes = kHopper && C.head_dim > 64 ? 16 : 8, kRows = kThreads / kLanes; // rows at a time
@@ -62,7 +63,7 @@ private:
       const int first = i0 + (int)threadIdx.x / kLanes;
       const E *const out = a.out.at<const E>(tile.batch, tile.head, tile.row + first, 0);
       const E *const dout = a.dout.at<const E>(tile.batch, tile.head, tile.row + first, 0);
-      float D[kSteps] = {}, zero[kSteps] = {}, zero_q[kSteps] = {}; // zero: NaN unless dO, or Q, is finite
+      float D[kSteps] = {}, zero[kSteps] = {}, zero_q[kSteps] = {}; // zero, zero_q: NaN unless dO is finite; unless Q is
 #pragma unroll 1
       for (i32 c = 8 * lane; c < in.head_dim_v; c += 8 * kLanes) {
         uint4 x[kSteps] = {}, y[kSteps] = {};
@@ -106,7 +107,7 @@ private:
       }
     }
   }
-  // 8 columns of row i after `first`; columns past the last one are 0.
+  // Loads 8 columns of the i-th row from `first` on; columns past the last one are 0.
   static __device__ __forceinline__ uint4 load(const E *first, const Operand &o, int i, i32 c, i32 columns) {
     const E *const row = first + i * o.stride[2];
     if constexpr (C.aligned) return *(const uint4 *)(row + c);
@@ -122,7 +123,8 @@ private:
     return sum;
   }
 
-  // The order and the runs of dP: where a query sees a single key, dP - D is then 0 and not a rounding error. One thread per row.
+  // D of FP32 and FP64 rows, in the order and the runs of dP: if a query sees a single key, dP - D is then 0 and not a rounding error. One
+  // thread takes a row.
   static __device__ __forceinline__ void sum_in_runs(const Arguments &a, const RowTile<C> &tile) {
     constexpr int kWidth = kRunOfColumns;
     __shared__ T dO[kThreads][kWidth + 1], O[kThreads][kWidth + 1];
@@ -147,8 +149,8 @@ private:
     if (t < tile.rows) write(a, tile, t, D);
   }
 
-  // For a partial part. Its rows are sums over keys of which some are elsewhere, so the caller gives D and LSE's correction (as
-  // the second number of LSE).
+  // D of a partial part. Some keys of its rows are elsewhere, so the caller gives rowsum(dO * O), and LSE's correction as the second number
+  // of LSE.
   static __device__ __forceinline__ void take_given(const Arguments &a, const RowTile<C> &tile) {
     for (i32 i = (i32)threadIdx.x; i < tile.rows; i += kThreads) {
       write(a, tile, i, *a.given_delta.at<const T>(tile.batch, tile.head, tile.row + i, 0));
@@ -165,7 +167,8 @@ private:
     delta[0] = less_dlse(a, tile, i, D), delta[a.in.rows()] = T(0);
   }
 
-  // Hopper: the values of a query tile that its backward loads at once, LSE and D side by side. finite: dO is finite; q_finite: Q is.
+  // Hopper: writes row i's LSE and D to the statistics of a query tile, which the backward loads at once (BackwardArguments::rows). finite,
+  // q_finite: whether dO is finite; whether Q is.
   static __device__ __forceinline__ void write_statistics(const Arguments &a, const RowTile<C> &tile, float *rows, int i, float D,
                                                           bool finite, bool q_finite) {
     const float infinity = -minus_infinity<float>();
@@ -184,8 +187,9 @@ private:
         if (a.delta) *delta = D, *correction_of = 0;
       }
     }
-    if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // LSE is the sink's alone: a score of such a Q would have made it NaN
-    // Where dO or LSE of a row is NaN, P becomes NaN as well. If only D is NaN, since the row sees such a V, P stays valid for dV.
+    if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // the row sees only its sink: a score of such a Q would have made LSE NaN
+    // If a row's dO is not finite or its LSE is NaN, P becomes NaN. If only D is not finite, because the row sees such a V, P stays valid for
+    // dV.
     rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
     if (C.partial && !a.in.bias) rows[i] -= correction * kLog2e<float>;
     if (a.in.bias) rows[i + C.tile_q] = -correction * kLog2e<float>;

@@ -1,4 +1,4 @@
-// dQ, rounded, from the sum that the backward's blocks have accumulated.
+// Rounds dQ from the sum to which the backward's blocks have added.
 #pragma once
 #include "../attention/features.h"
 #include "../device/hopper_dq.h"
@@ -23,7 +23,7 @@ template <RowsConfig C> struct ConvertDq {
   }
 
 private:
-  // A thread takes the 16 columns of a block that four lanes of the backward hold, in rows g and g + 8.
+  // A thread takes rows g and g + 8 of a 16x16 block, which four lanes of the backward have added.
   static __device__ __forceinline__ void from_fragments(const Arguments &a, const RowTile<C> &tile) {
     const float scale = (float)a.in.scale, *sum = a.dq_sum + tile.number * (C.tile_q * C.head_dim);
     for (int n = (int)threadIdx.x; n < C.tile_q / 2 * (C.head_dim / 16); n += kThreads) {
@@ -49,7 +49,7 @@ private:
       }
     }
   }
-  // Rows i and i + 8 of a block in fp32.
+  // The same for a dQ in fp32: rows i and i + 8 of a block.
   static __device__ __forceinline__ void add_fragments(const Arguments &a, const RowTile<C> &tile, const float *from, int i, int g,
                                                        i32 c0) {
 #pragma unroll 4
@@ -75,12 +75,12 @@ private:
     }
   }
 
-  // A warp takes the sums that warps of the backward have accumulated.
+  // A warp takes what one warp of the backward has added.
   static __device__ __forceinline__ void from_warpgroups(const Arguments &a, const RowTile<C> &tile) {
     static_assert(kThreads == 256);
 #pragma unroll 1
     for (int part = (int)threadIdx.x / 128; part < C.tile_q / dq_queries(C.head_dim, C.tile_q) * (C.head_dim / 64); part += 2) {
-      const int turn = part % 2; // both warpgroups add to a third piece and see the same key tiles; with roles there is no third piece
+      const int turn = part % 2; // a third piece has additions of both warpgroups, so either turn serves; by roles there is none
       if constexpr (C.unrounded()) {
         store_dq_unrounded<C.adds != 0, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
                                                               a.first_stores && a.turns[2 * tile.number + turn] == 0);

@@ -1,4 +1,4 @@
-// Copies lists that have gaps into the workspace, where their integers are contiguous.
+// Copies lists with gaps (attention/lists.h) into the workspace, where their integers are contiguous.
 #pragma once
 #include "../attention/lists.h"
 #include "config.h"

@@ -1,5 +1,5 @@
-// Packs a bool mask: a warp takes 16 queries and 64 keys, each lane 32 keys of one query; then lanes exchange bits into the order of the
-// forward's lanes. Transposed: 16 keys and 64 queries, each lane 32 queries of one key.
+// Packs a bool mask into bits. A warp takes 16 queries and 64 keys, and each lane 32 keys of one query; then lanes exchange bits, so that
+// they lie in the order of the forward's lanes. Transposed: 16 keys and 64 queries, each lane 32 queries of one key.
 #pragma once
 #include "../device/mask_bits.h"
 #include "../ptx/math.h"
@@ -17,12 +17,12 @@ template <MaskConfig C> struct PackMask {
     const i32 lane = (i32)threadIdx.x % 32, column = (i32)(cell - line * a.columns.by), row = (i32)(line - head * a.rows.by);
     const BasicRange<i32> visible = a.band.keys_any(16 * row, 16 * row + 16);
     if (64 * column >= visible.end || 64 * column + 64 <= visible.begin) return;
-    u32 seen; // row lane / 2, 32 columns
+    u32 seen; // 32 columns of row lane / 2
     if constexpr (C.by_keys)
       seen = load_transposed(a, b, h, 64 * column, 16 * row);
     else
       seen = load(a, b, h, 16 * row + lane / 2, 64 * column + 32 * (lane % 2));
-    u32 x[2][2]; // row lane / 4 + 8 r, columns from 32 c on, this lane's first
+    u32 x[2][2]; // x[r][c]: row lane / 4 + 8 r, columns from 32 c on, shifted to this lane's first column
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -41,7 +41,7 @@ template <MaskConfig C> struct PackMask {
   }
 
 private:
-  // Bits of the 32 keys from j on.
+  // The bits of query i and the 32 keys from j on.
   static __device__ __forceinline__ u32 load(const Arguments &a, i64 b, i64 h, i32 i, i32 j) {
     const u8 *mask = a.mask.template at<const u8>(b, h, min(i, a.queries - 1), j); // bits of queries that do not exist are not used
     u32 seen = 0;
@@ -60,10 +60,10 @@ private:
     }
     return seen;
   }
-  // Bits of the 32 queries from i + 32 (lane % 2) on, of key j + lane / 2.
+  // The bits of key j + lane / 2 and the 32 queries from i + 32 (lane % 2) on.
   static __device__ __forceinline__ u32 load_transposed(const Arguments &a, i64 b, i64 h, i32 i, i32 j) {
     const i32 lane = (i32)threadIdx.x % 32;
-    u32 own[2], seen = 0; // queries i + lane and i + 32 + lane: a bit for each of 16 keys
+    u32 own[2], seen = 0; // own: of queries i + lane and i + 32 + lane, a bit for each of 16 keys
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const u8 *mask = a.mask.template at<const u8>(b, h, min(i + 32 * half + lane, a.queries - 1), j);
@@ -85,7 +85,7 @@ private:
     }
     return seen;
   }
-  // Which of four bytes are not 0.
+  // A bit for each of the word's four bytes: whether it is not 0.
   static __device__ __forceinline__ u32 nonzero(u32 x) {
     const u32 ones = ((x & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | x) >> 7 & 0x01010101u;
     return ones * 0x01020408u >> 24;

@@ -1,6 +1,6 @@
 // Clears packed tokens that belong to no sequence (padding at the end, and tokens that cu_seqlens leave out): out 0, LSE -inf, gradients 0.
-// Each group of thread blocks takes the tokens before one sequence, with the bounds that all other kernels use; the last group takes those
-// after all sequences. In dense tensors each group takes the keys of one sequence that do not count (seqused_k).
+// Each group of thread blocks takes the tokens before one sequence, clamped as in all other kernels; the last group takes the tokens after
+// all sequences. In dense tensors each group takes the keys of one sequence that do not count (seqused_k).
 #pragma once
 #include "../attention/part.h"
 #include "../ptx/math.h"

@@ -1,4 +1,4 @@
-// A block's tile of queries, of one head of one sequence.
+// The tile of queries of one head and one sequence that a thread block of a pass takes.
 #pragma once
 #include "../attention/dq_sum.h"
 #include "../attention/part.h"
@@ -8,7 +8,7 @@ namespace strobe::passes {
 
 template <RowsConfig C> struct RowTile {
   i32 batch, head, rows;
-  i64 row, index, number; // row, index: of its first row in the tensors and in contiguous scratch; number: of the tile
+  i64 row, index, number; // its first row in the tensors; the same in contiguous scratch; the tile's number in dq_sum
 
   __device__ __forceinline__ explicit RowTile(const Inputs &in) {
     u32 block = blockIdx.x;

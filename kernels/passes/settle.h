@@ -1,4 +1,4 @@
-// Rows whose LSE is large (settle_row.h), on tensor cores.
+// Settles rows whose LSE is large (device/settle_row.h), on tensor cores.
 #pragma once
 #include "../device/settle_row.h"
 #include "../device/tile_gradient.h"
@@ -22,12 +22,12 @@ private:
     static constexpr i32 kOwn = 0;
     static __device__ constexpr Features features() { return C.features; }
     const Gradient gradient;
-    float *const totals; // replaces the tiles: (key warp, P or dS, query)
+    float *const totals; // (key warp, P or dS, query); takes the tiles' place in shared memory
 
     __device__ __forceinline__ Tile(const Arguments &a, unsigned char *shared) : gradient(a, shared), totals((float *)shared) {}
 
     __device__ __forceinline__ RowSums<float> row_sums(i32 b, i32 h, const Sequence &sequence, i32 q0) const {
-      Sum P_sums[4 * kQueries], dS_sums[4 * kQueries]; // of this lane's keys
+      Sum P_sums[4 * kQueries], dS_sums[4 * kQueries]; // over this lane's keys
       for (i32 k0 = 0; k0 < sequence.band.seqlen_k; k0 += C.tile_k) {
         typename Gradient::Tile P, dS;
         if (!gradient.compute(P, dS, {b, h, q0, k0})) continue;
@@ -56,7 +56,7 @@ private:
       return sums;
     }
   };
-  struct Sum { // with its rounding error (Kahan)
+  struct Sum { // a sum and its rounding error (Kahan)
     float sum = 0, lost = 0;
     __device__ __forceinline__ void add(float x) { strobe::add(sum, lost, x); }
   };

@@ -1,4 +1,5 @@
-// dK and dV where the query heads of a key head are divided among thread blocks, each of which has left the sum over its heads in FP32.
+// Makes dK and dV where the query heads of a key head are divided into shares: each thread block of the backward has stored the sum over
+// its share in FP32.
 #pragma once
 #include "../attention/arguments.h"
 #include "../ptx/math.h"
@@ -6,7 +7,7 @@
 
 namespace strobe::passes {
 
-// The sum over the shares, always in the same order. A thread block takes some rows of one key head, a warp one row at a time.
+// Adds up the shares, always in the same order. A thread block takes some rows of one key head, a warp one row at a time.
 template <SharesConfig C> struct SumShares {
   using Arguments = SharesArguments;
   using T = Result<C.dtype, C.partial || C.adds>;

@@ -6,8 +6,8 @@
 
 namespace strobe::passes {
 
-// d sink = sum over batch and queries of exp(sink - LSE) * -D. One CTA takes a head, always in the same order. There are many queries, and
-// their terms may cancel to a small sum; in FP32 each addition would round a sum far above the result. So they are added up in double, and
+// d sink = the sum over batch and queries of exp(sink - LSE) * -D. One thread block takes a head, always in the same order. The many terms
+// may cancel to a small sum, and in FP32 each addition would round a number far above the result. So they are added up in double, and
 // `lost` keeps the rounding errors.
 template <SinksConfig C> struct SinkGradient {
   using Arguments = BackwardArguments;
@@ -24,7 +24,7 @@ template <SinksConfig C> struct SinkGradient {
       const HeldRows s = in.held(b);
       for (i64 i = t; i < s.seqlen_q; i += kThreads) {
         const T lse = *a.lse.at<const T>(b, h, s.q0 + i, 0);
-        if (lse == minus_infinity<T>()) continue; // a sink of -inf and nothing visible
+        if (lse == minus_infinity<T>()) continue; // the sink is -inf, and the row sees no key
         const T *delta = static_cast<const T *>(a.delta) + in.row_index(b, h, s.q0 + i);
         add(sum, lost, (double)times_probability(-delta[0], sink, lse, delta[in.rows()] * kLog2e<T>));
       }

@@ -9,7 +9,7 @@
 
 namespace strobe::sm90 {
 
-// A left operand: 64 x K.
+// A left operand: 64 rows, K columns.
 template <int K> struct LeftOperand {
   u32 x[K / 4];
 
@@ -31,8 +31,8 @@ template <int kPending, class... Registers> __device__ __forceinline__ void wait
   (registers.done(), ...);
 }
 
-// The state of a sum's registers before its first product. kept: they hold the sum of the last iteration, and the compiler must keep them
-// in place over the loop. free: they hold nothing, and may hold other values until the product begins.
+// How the compiler treats a sum's registers before its first product. kept: they belong to the sum throughout the loop. free: they may hold
+// other values until the product begins.
 enum class Place { kept, free };
 
 // A sum of products of T: 64 x N, FP32.
@@ -45,7 +45,7 @@ template <class T, int N> struct Accumulator {
     done();
   }
 
-  // Marks the point at which this sum has been computed, here or on the tensor cores; the compiler must not assume a later one.
+  // Marks the point from which on this sum is complete, so that the compiler does not move the wait for it.
   __device__ __forceinline__ void done() { registers_changed(x); }
 
   // = A B^T. A: 64 rows of a tile of kRows; B: N rows; both kInner columns wide.

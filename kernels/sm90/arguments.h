@@ -9,13 +9,13 @@ namespace strobe::inline STROBE_ISA {
 
 struct alignas(16) TicketCounter {
   u32 count;
-  u32 mark[3]; // a mark that says that count is valid
+  u32 mark[3]; // a fixed pattern if `count` is valid
 };
 
 struct HopperForwardArguments : ForwardArguments {
   MappedOperand tma_q, tma_k, tma_v;
-  // Query tiles: `tiles` for each of batch * heads heads (packed sequences: numbered as in PackedTile, so for each of `heads`); each is
-  // split in a.splits.
+  // The number of items: a.splits for each query tile. There are `tiles` query tiles for each of batch * heads heads; those of packed
+  // sequences are numbered as in PackedTile, so there are `tiles` for each of `heads` heads.
   u32 items;
   i32 tiles;
   // Heads come in bundles of `bundle`, which share the L2 cache. Items are counted as if the last bundle were full.
@@ -25,11 +25,11 @@ struct HopperForwardArguments : ForwardArguments {
   MappedOperand tma_bias; // used if the copy engine loads the bias
   i32 bias_rows_step;     // 0: broadcast over queries, then one row is loaded
   u32 bias_bytes;         // per tile
-  // Invariant: each thread block's own memory for O and LSE of the chunks of keys that it has walked over.
+  // Invariant: global memory where each thread block keeps O and LSE of the chunks of keys that it has walked over.
   float *walked;
 };
-// Query heads packed into a query tile: a warpgroup's 64 rows are `queries` queries of each of `packed` heads, the next warpgroup's are the
-// following queries. A key head's query heads come in this many `pieces`, which count as heads above.
+// For query tiles into which query heads are packed: a warpgroup's 64 rows are `queries` queries of each of `packed` heads, and the next
+// warpgroup has the following queries. The query heads of a key head are divided into `pieces`, which count as heads above.
 struct PackedForwardArguments : HopperForwardArguments {
   i32 packed;
   Divisor queries, pieces;

@@ -14,6 +14,6 @@ __device__ __forceinline__ void write(u32 address, i32 a, i32 b, i32 c, i32 d) {
   store_shared(address, x);
 }
 
-inline constexpr u32 kRowBytes = 64 * 2; // tiles are blocks of 64 columns
+inline constexpr u32 kRowBytes = 64 * 2; // bytes: tiles are blocks of 64 columns of 16-bit elements
 
 } // namespace strobe::sm90

@@ -16,7 +16,8 @@ __device__ __forceinline__ HeldRange range_of_keys(const Inputs &in, i32 b, i32 
 }
 __device__ __forceinline__ HeldRange range_of_queries(const Inputs &in, i32 b, i32 n) {
   const PartTable &t = *in.part;
-  return range_at(in, t.ranges_q, b * t.step_q + computed_here(n)); // computed again: no value stays in registers for this
+  return range_at(in, t.ranges_q,
+                  b * t.step_q + computed_here(n)); // n is hidden from the compiler: no value derived from it stays in registers
 }
 // The first token of a packed sequence, clamped as by Inputs::sequence; 0 when dense.
 __device__ __forceinline__ i32 first_held_row(const i32 *cu_seqlens, i64 total, i32 b) {

@@ -4,15 +4,15 @@
 
 namespace strobe::sm90 {
 
-// A softcap and no other option: S stays q.k where it is small, c tanh(x / c) = x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, for |x| up
-// to kSmall c with a relative error of 5e-5; else it becomes tanh(x / c).
+// The exponent with a softcap and no other option of the score; x = scale q.k. If |x| <= kSmall c in a warp's whole tile, S stays q.k, and
+// c tanh(x / c) is x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, with a relative error of 5e-5. Otherwise S becomes tanh(x / c).
 template <Features F, bool kApproximate> struct Softcap {
   static constexpr bool kApplies = F.function == strobe::kSoftcap && kApproximate && !F.scaled && !F.alibi && !F.bias;
   static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
   float to_caps, most; // the factor from q.k to x / c; the largest |q.k| that is small
-  float cap;           // in exp2's unit
+  float cap;           // c in exp2's unit
   float linear, cubic, quintic;
-  bool small; // whether all of the tile is small
+  bool small; // whether all scores of the warp's tile are small
 
   template <class Score>
   __device__ __forceinline__ explicit Softcap(const Score &scores)

@@ -4,10 +4,10 @@
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ += dS K, in global memory
 //
-// Half of the warps have the role on the left (PAndDv), half the one on the right (DsAndDk). Every sum then stays in registers, P and dS
-// are operands in the registers where they were made, and one role multiplies while the other one exponentiates. P goes from left to right
-// through shared memory, and so does dS for dQ, which all warps multiply one iteration later, so that the roles meet once per iteration. S
-// is transposed: its rows are keys.
+// Half of the warps have the left role (PAndDv: the formulas on the left), half the right role (DsAndDk). So every sum stays in registers,
+// P and dS are operands in the registers where they were made, and one role multiplies while the other one exponentiates. P passes from the
+// left role to the right one through shared memory. dS passes to all warps, which compute dQ of a tile one iteration later, so that the
+// roles meet once per iteration. S is transposed: its rows are keys.
 #pragma once
 #include "steps.h"
 
@@ -34,13 +34,13 @@ private:
   static constexpr Features F = C.features;
   static constexpr int kQueries = Steps::kQueries, kSpan = Steps::kSpan, kKeys = Steps::kKeys, kStep = Steps::kStep;
 
-  // The role on the left: makes P, and from it dV.
+  // The left role: makes P, and from it dV.
   struct PAndDv : Steps {
     using Steps::Steps;
     using Sum = Accumulator[kKeys][Steps::kColumnsV]; // dV
 
     __device__ __forceinline__ bool load_first() const { return false; }
-    // Whether this thread found a number that is not finite in its loads for the next iteration.
+    // One iteration. Returns whether this thread's loads for the next iteration had a number that is not finite.
     template <bool kNonfinite> __device__ __forceinline__ bool iterate(Sum &dV, int n) const {
       const Blocks<Right, C.head_dim_v, true> dO(this->shared + Steps::kDo + n % 2 * C.dout_bytes(),
                                                  this->dim_warp * Steps::kColumnsV * 16);
@@ -67,7 +67,7 @@ private:
     static __device__ __forceinline__ Left kept(const Left &x) { return F.dropout ? tile::positive(x) : x; }
   };
 
-  // The role on the right: makes dS, and from it dK. Its threads load the next queries while those on the left begin to multiply.
+  // The right role: makes dS, and from it dK. Its threads load the next queries while the left role begins to multiply.
   struct DsAndDk : Steps {
     using Steps::Steps;
     using Sum = Accumulator[kKeys][Steps::kColumns]; // dK
@@ -118,7 +118,7 @@ private:
     __device__ __forceinline__ void run() const {
       typename Role::Sum sum = {}; // not a member: until loops are unrolled the compiler keeps such an object in memory, and then it spills
       this->load_keys();
-      bool suspect = this->load_first(); // some number of the tile that was loaded last is not finite
+      bool suspect = this->load_first(); // whether the tile loaded last has a number that is not finite
       cp_async_commit();
       suspect = meet(suspect);
       // From the first number on that is not finite and may be hidden, tiles take the careful path.

@@ -32,7 +32,8 @@ template <BackwardConfig C> struct BackwardBlock {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
-  // A warp's 16x16 blocks: keys; queries of S at a time; queries that it multiplies by dO or Q at a time; columns of dK and of dV.
+  // Counts of 16x16 blocks. Of a warp: keys; queries whose S it computes at a time; queries that it multiplies by dO or Q at a time. Of the
+  // tile: queries. Then a warp's columns of dK and of dV.
   static constexpr int kKeys = kTileK / C.key_warps / 16, kStep = C.step_q / 16, kSpan = C.repeats() ? kStep : kStep * C.dim_warps,
                        kQueries = kTileQ / 16;
   static constexpr int kColumns = kD / C.dim_warps / 16, kColumnsV = kDv / C.dim_warps / 16;
@@ -45,7 +46,7 @@ template <BackwardConfig C> struct BackwardBlock {
                        kDs = kP + C.p_planes() * C.p_bytes(), kStats = kDs + 2 * C.p_bytes(), kState = kStats + C.stats_bytes();
 
   using Tiles = typename Either<F.part != 0, PartQueries<F.blocks != 0, kTileQ>, QueryTiles<F.blocks != 0, kTileQ>>::type;
-  // The first rows of a head of the sequence.
+  // Where the rows of a head of the sequence begin.
   struct Head {
     const T *q, *dout;
     const float *lse, *delta;
@@ -62,7 +63,7 @@ template <BackwardConfig C> struct BackwardBlock {
     Tile ring[4];               // iteration n uses n % 4
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
-    i32 head; // the head that the following members belong to
+    i32 head; // the head of the following members
     Tiles tiles;
     Head at;
   };
@@ -101,7 +102,7 @@ template <BackwardConfig C> struct BackwardBlock {
       t.at = state.at;
     }
   }
-  // The same for a part, where a tile's rows are not at its positions, and the tile has its own number.
+  // The same for a part, where a tile's rows are not its positions, and which numbers its tiles itself.
   template <class TileOfPart> __device__ __forceinline__ void schedule_part(TileOfPart &t) const {
     const i32 heads_end = (state.head_kv + 1) * in.group;
     PartQueryTile tile = {};
@@ -131,9 +132,9 @@ template <BackwardConfig C> struct BackwardBlock {
     tile::load<kTileK, kDv, kThreads, C.aligned != 0>(
         shared + kV, v_of<T>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1), thread);
   }
-  // The threads of the role on the right call it, while the other role begins to multiply.
+  // The loads of queries, by the threads of the right role only.
   static constexpr int kLoaders = kThreads / 2;
-  // Where registers are short the tile's number is read again, so that no value derived from it stays in a register.
+  // Where registers are short the thread's number is read again, so that no value derived from it stays in a register.
   static constexpr bool kShort = kD > 128 || kDv > 128 || F.additive() || F.mask || kTileK > 128;
   __device__ __forceinline__ int loader() const { return (kShort ? thread_index() : thread) % kLoaders; }
   template <int kColumns>
@@ -149,8 +150,8 @@ template <BackwardConfig C> struct BackwardBlock {
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
-  // Whether Q or dO of a tile with hidden elements has a number that is not finite. LSE or D would have shown it (suspect), except in a row
-  // that sees only its sink.
+  // Whether Q or dO of a tile with hidden elements has a number that is not finite. suspect: LSE or D has one. They show every such row of
+  // Q or dO, except a row that sees only its sink.
   __device__ __forceinline__ bool queries_nonfinite(const Tile &t, int stage, bool suspect) const {
     if (!(kHides || t.queries.masked) || !(suspect || in.sinks)) return false;
     return barrier_any(any_nonfinite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
@@ -158,8 +159,8 @@ template <BackwardConfig C> struct BackwardBlock {
                        kThreads);
   }
 
-  // A tile's LSE, -D and, with a bias, LSE's correction. The threads hold them until there is room in shared memory. LSE is +inf, and so P
-  // is 0, in rows that see no key and in rows that do not exist.
+  // A tile's LSE, -D and, with a bias, LSE's correction, which the threads hold until there is room in shared memory. For rows that see no
+  // key or do not exist LSE is +inf, so that P is 0.
   static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
@@ -182,10 +183,10 @@ template <BackwardConfig C> struct BackwardBlock {
     }
     return s;
   }
-  // Stores them in the order in which lanes read them: for each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and its
-  // correction likewise; -D of 2t and 2t + 1 twice, for the two rows of an accumulator.
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // per stage
-  // Whether some number that this thread loaded was not finite.
+  // Stores the statistics in the order in which lanes read them: for each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and
+  // its correction likewise; -D of 2t and 2t + 1 twice, for the two rows of an accumulator. Returns whether a number of this thread is not
+  // finite.
   __device__ __forceinline__ bool write_stats(const Stats &s, int iteration) const {
     int thread = loader(), stage = iteration % 2;
     bool suspect = false;
@@ -209,7 +210,7 @@ template <BackwardConfig C> struct BackwardBlock {
   }
   __device__ __forceinline__ u32 delta_of(int stage, int n) const { return lse_of(stage, 2 * n) + kTileQ * 4; }
 
-  // LSE of a block's queries, four side by side. Its correction is rarely used, so it is loaded only where it is used: registers are short.
+  // LSE of the lane's four queries of a 16x16 block. LSE's correction is rarely used, and therefore loaded only where it is used.
   struct StagedLse {
     u32 at;
     float lse_[4];

@@ -20,35 +20,36 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
 
   const Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half> scores;
   const KeyMajorDropout<F> dropout;
-  const float factor; // of the elements that dropout keeps
+  const float factor; // dropout's factor of kept elements
 
   // Must follow choose_keys().
   __device__ __forceinline__ explicit BackwardSteps(const Block &block)
       : Block(block), scores(in, state.sequence, state.batch), dropout{Dropout<F>(in)}, factor(dropout.dropout.factor()) {}
 
-  // The place of block (m of this warp's keys, n of the tile's queries) among the blocks that are exchanged.
+  // The number of a 16x16 block among the exchanged ones: block m of this warp's keys, block n of the tile's queries.
   __device__ __forceinline__ int block(int m, int n) const { return (key_warp * kKeys + m) * kQueries + n; }
-  // Barriers of the warps that share keys: one for each role, if it has several such warps, and one for each span of P, because the warps
-  // that write P do not wait.
+  // The barriers of the warps with the same keys: one for each role, if it has several such warps, and one for each span of queries of P,
+  // because the warps that write P go on without waiting.
   static constexpr int kSpans = kQueries / kSpan, kBarriers = kSpans + (C.dim_warps > 1 ? 2 : 0);
   static_assert(C.key_warps * kBarriers < 16);
   __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
   __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
-  // The queries of the span at `span` for which this warp computes S and dP.
+  // The first block of queries for which this warp computes S and dP, in the span of queries that begins at block `span`.
   __device__ __forceinline__ int own(int span) const { return C.repeats() ? span : span + dim_warp * kStep; }
   // Whether this warp passes P and dS on: if several warps compute the same, only the first does.
   __device__ __forceinline__ bool hands_on() const { return !C.repeats() || dim_warp == 0; }
 
-  // The derivative of a function of q.k goes from left to right as P * derivative. Below 2^-14 the steps of FP16 are 2^-24, so with many
-  // keys that product would be lost. FP16 therefore passes P and the derivative separately, in units that keep the derivative above those
-  // steps: that of arccosh is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of softcap is at most 1.
+  // The left role passes the derivative of a function of q.k to the right one as P * derivative. In FP16 it passes P and the derivative
+  // separately, because below 2^-14 FP16's steps are 2^-24, and with many keys the product would be lost. The derivative's unit keeps it
+  // above these steps: that of arccosh is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of softcap is at most 1.
   static constexpr Slope kSlope = !F.function ? Slope::none : C.dtype == kF16 ? Slope::apart : Slope::times_p;
   __device__ __forceinline__ float slope_unit() const {
     return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
   }
 
-  // S^T = K Q^T; P^T = exp(S^T - LSE). With a function S becomes the factor of dS, which is P^T times the derivative, or the derivative in
-  // its unit; without one P is not written. Dropped elements are negated, in S unless S is the derivative alone.
+  // S^T = K Q^T; P^T = exp(S^T - LSE). Without a function of q.k S becomes P, and the argument P is not written. With a function P is
+  // written there, and S becomes P times the derivative, or the derivative alone in its unit. Dropped elements are negated, except in the
+  // derivative alone.
   template <bool kNonfinite>
   __device__ __forceinline__ void make_p(Accumulator (&S)[kKeys][kStep], Accumulator (&P)[kKeys][kStep], int iteration, int span) const {
     const int stage = iteration % 2, n0 = own(span);
@@ -77,8 +78,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // In a part the scores end with the tile's last query, wherever the whole sequence ends, and mask and bias are read at the tile's own
-  // rows.
+  // The scores of a tile. In a part they end with the tile's last query, wherever the sequence ends, and read mask and bias at the tile's
+  // own rows.
   __device__ __forceinline__ decltype(auto) scores_of(const Tile &t) const {
     if constexpr (F.part) {
       auto own = scores;
@@ -89,7 +90,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       return (scores);
     }
   }
-  // Passes P, rounded, to the warps of the other role and to those of this role. p: this warp's P, as dV's operand.
+  // Rounds P and passes it to the warps of both roles through shared memory. p receives this warp's P, as dV's operand.
   __device__ __forceinline__ void hand_on_p(Left (&p)[kKeys][kStep], const Accumulator (&S)[kKeys][kStep],
                                             const Accumulator (&P)[kKeys][kStep], int span) const {
 #pragma unroll
@@ -107,7 +108,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     barrier_arrive(barrier_of_p(span / kSpan), 64 * C.dim_warps);
   }
 
-  // dP^T - D^T = V dO^T - D^T. With dropout D is subtracted later, when P is known.
+  // dP = dP^T - D^T, where dP^T = V dO^T. With dropout D is subtracted later, when P is known.
   template <bool kNonfinite> __device__ __forceinline__ void make_dp(Accumulator (&dP)[kKeys][kStep], int iteration, int span) const {
     const int stage = iteration % 2, n0 = own(span);
     if constexpr (!F.dropout) {
@@ -123,7 +124,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
                                        shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
   }
   __device__ __forceinline__ void await_p(int span) const { barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps); }
-  // dS^T from dP^T - D and P^T; with dropout from dP^T.
+  // Computes dS^T from P^T and what make_dp left: dP^T - D^T, or with dropout dP^T.
   template <bool kHidden>
   __device__ __forceinline__ void differentiate(Left (&dS)[kKeys][kStep], Accumulator (&dP)[kKeys][kStep], int n0, int stage) const {
     const float unit = slope_unit();
@@ -167,8 +168,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     }
   }
 
-  // sum (this warp's keys and columns) += x (keys x a span of queries) * the span's rows of Y. x is own(m, n) if this warp has computed the
-  // whole span. Otherwise, and with kNonfinite, it is taken(m, n), which the warps of its role have put into shared memory.
+  // sum += x Y, for this warp's keys and columns and the queries of a span. Block (m, n) of x is own(m, n) if this warp has computed the
+  // whole span; otherwise, and with kNonfinite, taken(m, n), which the warps of its role have put into shared memory.
   template <bool kNonfinite, int kInner, int kN, class Own, class Taken>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kN], const Own &own, const Taken &taken,
                                              const Blocks<Right, kInner, true> &Y, int span) const {
@@ -196,7 +197,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // The same where Y has numbers that are not finite: they count only where x(m, n) is not 0.
+  // The same for a Y with numbers that are not finite: they count only where the element of x is not 0.
   template <int kInner, int kN, class X>
   __device__ __forceinline__ void accumulate_nonfinite(Accumulator (&sum)[kKeys][kN], const X &x, const Blocks<Right, kInner, true> &Y,
                                                        int n0) const {
@@ -217,9 +218,9 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       for (int m = 0; m < kKeys; ++m) make_nonfinite(sum[m][c], count[m]);
     }
   }
-  // How many blocks of dQ's columns are computed at a time: all, except beside dK or dV of a wide head.
+  // How many 16-column blocks of dQ a warp computes at a time: all, except in wide heads, whose dK and dV leave few registers.
   static __device__ constexpr int dq_at_once() { return wide(kD, kDv) ? min(3, kDqColumns) : kDqColumns; }
-  // Adds an iteration's dQ (without the scale) to the rows of its tile.
+  // Adds this warp's region of an iteration's dQ (without the scale) to dq_sum.
   template <bool kNonfinite> __device__ __forceinline__ void add_dq(int iteration) const {
     int stage = iteration % 2;
     int warp = (kShort ? thread_index() : thread) / 32;
@@ -246,7 +247,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       if (tile::lane_id() == 0) end_turn(turn);
     }
   }
-  // Adds the columns from block kFirst on. place(): where the sum lies; called once it is this warp's turn.
+  // Computes and adds dQ's columns from block kFirst on. place() waits for this warp's turn and returns where the sum lies.
   template <bool kNonfinite, int kFirst, class Taken, class Place>
   __device__ __forceinline__ void add_dq_columns(const Taken &taken, const Blocks<Right, kD, true> &K, const Place &place) const {
     constexpr int kCount = min(dq_at_once(), kDqColumns - kFirst);
@@ -299,7 +300,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
                                                       t.queries.begin + t.rows, state.number);
     return strobe::key_tiles_before<F.blocks != 0, kTileK>(in, state.sequence.band, state.batch, t.head, t.queries.begin, state.k0);
   }
-  // Writes dK or dV in fp32 straight from the registers, or adds it to the tensor's contents.
+  // Stores dK or dV in fp32 directly from the registers, or adds it to the tensor's contents.
   template <int kN>
   __device__ __forceinline__ void store_unrounded(const Operand &out, const Accumulator (&x)[kKeys][kN], float factor, i32 columns) const {
     if (!out) return;
@@ -321,7 +322,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // Writes dK or dV, which is x rounded, through the shared memory that held K or V.
+  // Stores dK or dV, which is x times `factor`, rounded, through the shared memory that held K or V.
   template <int kInner, int kN>
   __device__ __forceinline__ void store_sum(const Operand &out, Accumulator (&x)[kKeys][kN], float factor, u32 place, i32 columns) const {
     if constexpr (F.unrounded_gradients()) return store_unrounded(out, x, factor, columns);

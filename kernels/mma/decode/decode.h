@@ -1,6 +1,7 @@
-// Few queries over many keys; for quantised keys any number of queries. The query heads that share a key head are packed into the rows of
-// one tile, row = query * group + head, so that K and V are read once. Each warp walks over its own keys with its own copies in flight, and
-// at the end the warps' O are merged. Where O is too wide for one warp, a group of warps (column_warps.h) replaces each warp.
+// The forward for few queries over many keys; for quantised keys the forward for any number of queries. The query heads that share a key
+// head are packed into the rows of one tile, row = query * group + head, so that K and V are read once. Each warp walks over its own keys
+// with its own copies in flight, and at the end the warps' O are merged. Where O is too wide for one warp, a group of warps
+// (column_warps.h) replaces each warp.
 #pragma once
 #include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
@@ -47,7 +48,8 @@ template <Config C> struct Decode {
   }
 
 private:
-  // The split of its sequence's keys that a block takes: number `split` of `splits`. place: of its results among those of all splits.
+  // The split of its sequence's keys that a block takes: number `split` of `splits`. place: the place of its results among those of all
+  // splits.
   struct KeySplit {
     i32 b, split, splits, place;
   };
@@ -64,12 +66,12 @@ private:
   const Inputs &in;
   Sequence sequence;
   KeySplit keys;
-  i32 b, head, first; // head: of K and V; first: the tile's first row
+  i32 b, head, first; // sequence; head of K and V; the tile's first row
   i32 rows;           // rows of the sequence
   Scores<F, float, Functions::half> scores;
   Dropout<F> dropout;
   int group = Warps::group((int)threadIdx.x), column = Warps::column((int)threadIdx.x);
-  int lane = column * 32 + tile::lane_id(); // within the group
+  int lane = column * 32 + tile::lane_id(); // the thread's number within the group
   unsigned char *shared;
   u32 q_shared, k_shared, v_shared; // K, V: of this group
 
@@ -112,7 +114,7 @@ private:
     Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, share(group)), tiles = ahead;
     int loading = 0, stage = 0;
     PlacesAhead<typename KeysOf<T, F>::type, C.stages> places(k, ahead);
-    u32 lacking_tiles = 0; // a bit for each tile in flight, the next one's first: some of its keys are missing
+    u32 lacking_tiles = 0; // a bit for each tile in flight, the next tile's first: whether keys are missing in it
     tile::load<C.tile_q, kD, kThreads, kAligned>(q_shared, PackedRows{*this, rows - first, in.head_dim, in.q.stride[3]}, threadIdx.x);
     cp_async_commit();
 #pragma unroll
@@ -156,7 +158,7 @@ private:
   }
 
   static __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == C.stages ? 0 : stage + 1; }
-  // Copies the next tile of keys; after the last tile it commits an empty group.
+  // Begins to copy the next tile of keys. After the last tile it commits an empty group of copies.
   template <class RowsOfK, class RowsOfV>
   __device__ __forceinline__ void load_next(Schedule &ahead, int &stage, const RowsOfK &k, const RowsOfV &v,
                                             PlacesAhead<RowsOfK, C.stages> &places, u32 &lacking_tiles) const {
@@ -204,7 +206,7 @@ private:
     }
   }
 
-  // P = exp2(S * unit - M), in S's place.
+  // Replaces a block of S by P = exp2(S * unit - M).
   __device__ __forceinline__ void make_p(Accumulator (&S)[kM][kN], RowSoftmax<2 * kM> &softmax, const KeyTile &tile, int m, int n) const {
     softmax.exponentiate(S[m][n], 2 * m, exponent());
     if constexpr (F.dropout) drop(S[m][n], 16 * m, (i32)tile.begin + 16 * n);
@@ -248,14 +250,14 @@ private:
   __device__ __forceinline__ u32 zero() const { return (u32)a.splits >> 31; } // see tile/quantised.h
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
-  // Raw products -> scores.
+  // Replaces raw products by scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
     score_tile(S, scores, tile, [&](int row) {
       const i32 packed = computed_here(first + 16 * (row / 2)) + tile::lane_row(row % 2);
       return scores.row(query(packed), query_head(packed));
     });
   }
-  // A group of dropout's 4x4 elements is spread over heads here: dropout is computed for each element.
+  // Dropout of one block. Rows of a tile are of several heads, so dropout's 4x4 groups do not fit, and each element is drawn by itself.
   __device__ __forceinline__ void drop(Accumulator &P, i32 row, i32 key) const {
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
@@ -265,7 +267,7 @@ private:
     }
   }
 
-  // O of all groups -> memory. Shared memory now holds M and l (group, row), then O (group, row, column).
+  // Merges the O of all groups and stores the result. Shared memory then holds M and l (group, row), followed by O (group, row, column).
   __device__ __forceinline__ void merge(const Accumulator (&O)[kM][Warps::columns()], const RowSoftmax<2 * kM> &softmax) {
     cp_async_wait<0>();
     __syncthreads();
@@ -287,7 +289,7 @@ private:
     __syncthreads();
     for (int r = (int)threadIdx.x / 32; r < C.tile_q && first + r < rows; r += C.warps) store_row(r, M, l, o);
   }
-  // A warp stores row r of the tile.
+  // Merges and stores row r of the tile; one warp calls it.
   __device__ __forceinline__ void store_row(int r, const float *M, const float *l, const float *o) const {
     i32 h = query_head(first + r);
     i64 q = sequence.q0 + query(first + r);

@@ -1,5 +1,5 @@
-// The products of a warp's tile with quantised K and V: stored numbers are multiplied without their scales; the scale of a row of K
-// multiplies a column of S, and the scale of a row of V a column of P.
+// The products of a warp's tile with quantised K and V. The stored numbers are multiplied without their scales. The scale of a row of K
+// multiplies a column of S afterwards, and the scale of a row of V a column of P beforehand.
 #pragma once
 #include "../../device/keys.h"
 #include "../../tile/quantised.h"
@@ -20,8 +20,8 @@ struct TileScales<F> {
   __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles, const Places &places) {
     read(keys, values, tiles, places);
   }
-  // Switches to the scales of the next tile, and begins to read those of the tile after it, which is the first one of `tiles`. Returns
-  // whether one of V's scales is not finite: it is 0 here, and the values of its row must still be added.
+  // Moves to the scales of the next tile, and begins to read those of the tile after it, the first of `tiles`. Returns whether this lane's
+  // scale of V is not finite. Such a scale becomes 0 here, and its row of V must be added separately.
   template <class K, class V, class Places>
   __device__ __forceinline__ bool next(const K &keys, const V &values, const Schedule &tiles, const Places &places) {
     k = keys.number(next_k_), v = values.number(next_v_);
@@ -50,8 +50,8 @@ private:
   }
 };
 
-// Where K becomes FP16, Q in BF16 does, too: each row is divided by a power of two that brings its largest number to 2^15. FP16 has more
-// digits than BF16, and loses only numbers below 2^-39 of the row's largest.
+// Converts Q from BF16 to FP16, where K is multiplied as FP16. Each row of Q is divided by a power of two that brings its largest number to
+// 2^15. FP16 has more digits than BF16, so only numbers below 2^-39 of the row's largest are lost.
 template <class T, i32 kStored, int kM> struct QueryScales {
   template <int kSteps> __device__ __forceinline__ explicit QueryScales(tile::Left (&)[kM][kSteps]) {}
   __device__ __forceinline__ static float unscaled(int, float s) { return s; }
@@ -70,7 +70,7 @@ struct QueryScales<bf16, kStored, kM> {
       }
       largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
       largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-      const i32 exponent = (i32)(largest >> 7) - 127 - 15; // of the unit
+      const i32 exponent = (i32)(largest >> 7) - 127 - 15; // the unit's exponent
       const i32 unit = exponent < -126 ? -126 : exponent;
       unit_[row] = __int_as_float((unit + 127) << 23);
       const float inverse = __int_as_float((127 - unit) << 23);
@@ -81,7 +81,7 @@ struct QueryScales<bf16, kStored, kM> {
       }
     }
   }
-  // Scales a row's score.
+  // Multiplies a score of a row by the power of two again.
   __device__ __forceinline__ float unscaled(int row, float s) const { return s * unit_[row]; }
 
 private:

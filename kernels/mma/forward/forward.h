@@ -42,7 +42,7 @@ template <Config C> struct Forward {
     if (item.q >= sequence.band.seqlen_q) return;
     if constexpr (C.invariant) return run_chunks(a, item, sequence, shared_address(shared));
     if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
-    Item again(a, computed_here(blockIdx.x)); // computed again, so that it takes no registers meanwhile
+    Item again(a, computed_here(blockIdx.x)); // a second copy, so that the item takes no registers in the main loop
     Forward(a, again, a.in.sequence<F>(again.b), 0).add_nonfinite();
   }
 
@@ -62,7 +62,7 @@ private:
     const Sequence again = place(computed_here(blockIdx.x), item);
     Forward(a, item, again, 0).add_nonfinite();
   }
-  // Walks over the chunks of keys that the tile of queries sees, in order; or over the one chunk that is this block's split.
+  // Invariant: walks over the chunks of keys that the tile of queries sees, in order, or over the one chunk that is this block's split.
   static __device__ __forceinline__ void run_chunks(const Arguments &a, Item item, const Sequence &sequence, u32 shared) {
     const Range keys = sequence.band.keys_any(item.q, min((i64)item.q + C.tile_q, sequence.band.seqlen_q));
     const i32 first = a.splits > 1 ? item.split : keys.empty() ? 0 : (i32)keys.begin / C.chunk();
@@ -132,7 +132,7 @@ private:
     return {item.split, a.splits};
   }
 
-  // The keys that some of the queries see.
+  // The tiles of keys that some of the queries see.
   __device__ __forceinline__ auto tiles_of_keys() const {
     if constexpr (F.part) {
       extern __shared__ __align__(128) unsigned char shared[];
@@ -219,7 +219,7 @@ private:
   static __device__ __forceinline__ int first_column() { return Warps::column((int)threadIdx.x) * 16 * Warps::columns(); }
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
 
-  // Raw products -> scores.
+  // Replaces raw products by scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
     score_tile(S, scores, tile, [&](int row) {
       const i32 first = item.q + Warps::group(computed_here(threadIdx.x)) * kRows; // computed here, not kept: registers are short
@@ -254,7 +254,7 @@ private:
     }
   }
 
-  // Clears V's numbers that are not finite. Returns whether there were any, the same for all threads.
+  // Clears V's numbers that are not finite. Returns to all threads whether there were any.
   __device__ __forceinline__ bool clear_nonfinite(int stage) const {
     return __any_sync(0xFFFFFFFFu, __syncthreads_or(strobe::clear_nonfinite<T, C.tile_k, kDv, kThreads>(v_shared + stage * kVBytes,
                                                                                                         computed_here(threadIdx.x))));
@@ -287,11 +287,11 @@ private:
     }
   }
 
-  // Stores O / l and LSE: as the result, as that of a split, or as that of a partial part, with LSE as two numbers. Invariant: a chunk's
-  // result is merged with those of the chunks before it, and waits where the results of splits do until the last chunk is done.
+  // Stores O / l and LSE: as the final result, or as that of a split or of a partial part (with LSE as two numbers). Invariant: merges a
+  // chunk's result with those of the chunks before it. Until the last chunk it is kept where splits store their results.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {
     const bool complete = a.splits == 1 && ends;
-    float before[2 * kM]; // the LSE
+    float before[2 * kM]; // LSE of the chunks before
     if constexpr (C.invariant) load_merged_lse(before);
     const float sink = !C.invariant && complete && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0))
                                                             : minus_infinity<float>(); // invariant: merged like a chunk
@@ -324,7 +324,7 @@ private:
   __device__ __forceinline__ void store_lse(i32 q, float lse) const {
     if (a.lse) *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = lse;
   }
-  // each(column, element) for those of row r of a block of rows that the lane holds.
+  // Calls each(column, element) for the elements that the lane holds of its row r in a block of rows.
   template <class Row, class Each> static __device__ __forceinline__ void each_column(Row &O, int r, const Each &each) {
 #pragma unroll
     for (int k = 0; k < 4 * Warps::columns(); ++k)
@@ -352,7 +352,7 @@ private:
     float *const to = a.lse.at<float>(item.b, item.h, row, 0);
     to[0] = lse, to[in.part->lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
   }
-  // Invariant: is this the only chunk whose result counts so far?
+  // Invariant: whether there is no earlier chunk to merge with.
   __device__ __forceinline__ bool alone() const { return a.splits != 1 || begins; }
   __device__ __forceinline__ i64 merged_row(int i) const { return partial_row(min(query(i), scores.seqlen_q - 1)); }
   // The LSE of the lane's rows over the chunks before this one, whose merged result lies in memory.
@@ -364,8 +364,8 @@ private:
     else
       __syncwarp(); // every lane has read the LSE
   }
-  // Merges this chunk's row i, O times its factor. complete: no chunk follows, and the sink joins; else the result is stored, column after
-  // column, for there are no registers for what is read.
+  // Merges row i of this chunk, O times `factor`, with the chunks before it. complete: no chunk follows, and the sink joins. Otherwise the
+  // result is stored, one column at a time, because no registers are left for what is read.
   __device__ __forceinline__ void merge_chunk(Accumulator (&O)[Warps::columns()], int i, float before, float lse, float factor,
                                               bool complete) const {
     const i32 q = query(i);

@@ -1,12 +1,13 @@
-// dQ, dK and dV of attention on Hopper (FlashAttention-2's backward). A block of threads owns 128 keys, each of its two warpgroups that
-// compute 64 of them; two threads have the copy engine bring K, V and, tile by tile, Q and dO. Of each tile of queries a warpgroup computes
+// dQ, dK and dV of attention on Hopper (FlashAttention-2's backward). A thread block owns 128 keys, and each of its two computing
+// warpgroups owns 64 of them. Two producer threads have the copy engine load K, V and, tile by tile, Q and dO. For each tile of queries a
+// warpgroup computes
 //
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ^T = K^T dS^T, added up in global memory
 //
-// S is transposed, so that P and dS are operands where they lie, in registers; dS goes to shared memory for dQ, which needs both
-// warpgroups'. dQ is one iteration late and S one early. The warpgroups take the tensor cores in turn: one multiplies while the other
-// exponentiates.
+// S is transposed, so that P and dS are operands in the registers where they were made. dS also goes to shared memory, because dQ needs
+// the dS of both warpgroups. In each iteration dQ is that of the tile before, and S that of the tile after. The warpgroups take the tensor
+// cores in turn: one multiplies while the other exponentiates.
 #pragma once
 #include "differentiate.h"
 #include "dq.h"
@@ -27,7 +28,7 @@ template <BackwardConfig C> struct Backward {
   using Arguments = HopperBackwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  static constexpr bool kWaitsItself = true; // for the launch before: load.h
+  static constexpr bool kWaitsItself = true; // load.h waits for the launch before
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kTileK = C.tile_k();
   static constexpr int kComputing = 128 * C.kWarpgroups;
@@ -40,17 +41,17 @@ template <BackwardConfig C> struct Backward {
   static_assert(!C.in_line || (C.key_stages == 2 && !C.third() && !C.split_group));
   static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
 
-  // Tiles of queries that see none of a warpgroup's keys are few: where registers are short they are computed all the same.
+  // Whether a warpgroup skips tiles of queries that see none of its keys. They are few: where registers are short they are computed too.
   static constexpr bool kSkips = F.band && !F.function;
-  // Named barriers: the tensor cores are a warpgroup's, + its number, from dP to dQ. If both multiplied at the same times and exponentiated
-  // at the same times, iterations would take up to 15% longer; left to themselves some kernels fall into that step and keep it.
+  // Named barriers: at kTensorCores + w, warpgroup w waits until it may use the tensor cores, from dP to dQ. Without turns some kernels
+  // fall into a rhythm in which both warpgroups multiply at the same time, then both exponentiate: iterations take up to 15% longer.
   static constexpr int kTensorCores = BackwardScores<C>::kBoth + 1;
 
   struct Compute {
     using Scores = Accumulator<T, kM>;
-    using Keys = LeftOperand<C.keys_in_registers ? kD : 4>; // of this warpgroup
+    using Keys = LeftOperand<C.keys_in_registers ? kD : 4>; // K of this warpgroup's keys
     using Carried = InLineCarried<C, Scores, Keys>;
-    // What is handed on from a tile of keys to the next, where these come in line.
+    // With in_line, a reference to a member of Carried, which outlives the tile of keys.
     template <class X> using Kept = typename ReferenceIf<C.in_line != 0, X>::type;
 
     const Arguments &a;
@@ -77,11 +78,11 @@ template <BackwardConfig C> struct Backward {
         : a(a), shared(shared), carried(&carried), w(w), lane(this_thread<C>() % 32),
           warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(shared, a, keys, w), S(carried.S), K(carried.K) {}
 
-    // n: the first iteration's number. Returns that of the one after the last.
+    // All work for these keys. n: the number of the first iteration; returns the number of the iteration after the last one.
     __device__ __forceinline__ u32 all(u32 n) {
       if constexpr (C.in_line) return in_line().all(n);
       clear_sums();
-      if (w == 1 && n == 0) leave_tensor_cores(); // the other one begins
+      if (w == 1 && n == 0) leave_tensor_cores(); // warpgroup 0 begins
       wait_full(shared.q_full(n), n);
       const QueryStep step = read<QueryStep>(shared.step(n));
       const bool nothing = step.flags & kNothing;
@@ -98,7 +99,7 @@ template <BackwardConfig C> struct Backward {
         if constexpr (C.third()) dq_sum().add_third(dQ_of_third, n, last);
         dq_sum().add(dQ, n, last, keys.begin);
       }
-      if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // without a tile of queries V was not awaited yet
+      if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // if there was no tile of queries, V may still arrive
       store_sums(keys);
       dq_sum().finish(keys);
       return n + 1;
@@ -111,13 +112,13 @@ template <BackwardConfig C> struct Backward {
       scores.template store<kDv>(a.dv_of(C.split_group), a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
       scores.template store<kD>(a.dk_of(C.split_group), a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
     }
-    // Behind iteration n, the last one with these keys.
+    // After iteration n, the last one with these keys: frees the stages that it read.
     __device__ __forceinline__ void release_tiles(u32 n) const {
       __syncwarp();
       for (u32 read : {shared.q_empty(n), shared.ds_empty(n), shared.keys_empty()}) scores.release(read);
     }
 
-    // An iteration without a tile still completes every barrier phase, so that the next one waits for the same phases.
+    // An iteration without a tile of queries still completes every barrier phase, so that the next iteration waits for the right phases.
     __device__ __forceinline__ void pass(u32 n) const {
       wait_full(shared.dout_full(n), n);
       scores.hand_on_nothing(n);
@@ -128,7 +129,7 @@ template <BackwardConfig C> struct Backward {
         scores.release(shared.dq_full(w));
       }
     }
-    // All tiles of queries, but for the last one's dQ, which is there and not added yet. Returns its number.
+    // Walks over all tiles of queries. At the end dQ of the last tile is in registers and not added yet; returns that tile's number.
     __device__ __forceinline__ i32 walk(QueryStep step, u32 &n) {
       first_scores(n);
       i32 before = C.persistent ? -1 : 0;
@@ -140,8 +141,8 @@ template <BackwardConfig C> struct Backward {
       return before;
     }
 
-    // The steps of all tiles of queries. before: the number of the tile of the iteration before, if there was one. look(): once S of a tile
-    // has been made.
+    // The steps of all tiles of queries. before: the number of the tile of the iteration before, if there was one. look() is called when S
+    // of a tile has been computed.
     template <class Look> __device__ __forceinline__ void each_tile(QueryStep step, u32 &n, i32 &before, const Look &look) {
 #pragma unroll 1
       for (;; ++n) {
@@ -160,7 +161,8 @@ template <BackwardConfig C> struct Backward {
       }
     }
 
-    // S of the first tile, which is asked whether K holds numbers that are not finite, before K is in registers.
+    // Computes S of the first tile, from K in shared memory. If S shows that K holds numbers that are not finite, they are cleared there,
+    // before K is loaded into registers.
     __device__ __forceinline__ void first_scores(u32 n) {
       mbarrier_wait(shared.k_full(), n >> 31);
       begin_s_of_shared(shared, n);
@@ -175,8 +177,8 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ void load_v() {
       if constexpr (C.v_in_registers()) load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
     }
-    // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the tile before, and S of the next one. Like the
-    // other step it returns the number of the next iteration, which is n after the last tile.
+    // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the tile before, and S of the next tile. Returns
+    // the number of the next iteration, or n if this tile is the last one; so does unseen_step.
     __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 allowed, u32 n, i32 before) {
       scores.template exponentiate<true>(S, P, n, step, allowed);
       scores.round(P, S);
@@ -192,8 +194,8 @@ template <BackwardConfig C> struct Backward {
       scores.release(shared.dout_empty(n));
       return end_step<true>(step, n, before);
     }
-    // A tile whose queries see none of these keys. The only product is dQ of the tile before, to whose dS the other warpgroup may have
-    // contributed.
+    // The step of a tile whose queries see none of this warpgroup's keys. Its only product is dQ of the tile before, whose dS also comes
+    // from the other warpgroup.
     __device__ __forceinline__ u32 unseen_step(const QueryStep &step, u32 n, i32 before) {
       scores.clear_nonfinite_queries(step, n);
       scores.hand_on_nothing(n);
@@ -201,10 +203,10 @@ template <BackwardConfig C> struct Backward {
       take_tensor_cores();
       return end_step<false>(step, n, before);
     }
-    // dQ of the tile before, and S of the next one. kSeen: dK += dS^T Q is under way.
+    // Computes dQ of the tile before, and S of the next tile. kSeen: dK += dS^T Q is in flight.
     template <bool kSeen> __device__ __forceinline__ u32 end_step(const QueryStep &step, u32 n, i32 before) {
       const u32 next = n + !(step.flags & kLast);
-      if (later(n, before)) { // two ways, or ptxas lets the products wait for one another
+      if (later(n, before)) { // as two branches: otherwise ptxas makes the products wait for one another
         begin_dq(n - 1);
         if constexpr (kSeen) wait_for<1>(dK, dS);
         if constexpr (C.third()) add_third(n - 1, before);
@@ -214,7 +216,7 @@ template <BackwardConfig C> struct Backward {
         return go_on(n, next, false, before);
       }
     }
-    // later: this is not the first iteration, and dQ of the one before is under way.
+    // later: this is not the first iteration, and dQ of the iteration before is in flight.
     __device__ __forceinline__ u32 go_on(u32 n, u32 next, bool later, i32 before) {
       if constexpr (C.in_line) {
         if (next == n) return in_line().end_keys(n, later, before);
@@ -224,23 +226,23 @@ template <BackwardConfig C> struct Backward {
       return next;
     }
 
-    // Two ways, or the number of the barrier takes a register, which a softcap does not leave.
+    // As two branches: a barrier number that is not constant takes a register, and with a softcap none is left.
     __device__ __forceinline__ void take_tensor_cores() const {
       w == 0 ? barrier_sync(kTensorCores, kComputing) : barrier_sync(kTensorCores + 1, kComputing);
     }
     __device__ __forceinline__ void leave_tensor_cores() const {
       w == 0 ? barrier_arrive(kTensorCores + 1, kComputing) : barrier_arrive(kTensorCores, kComputing);
     }
-    // Has there been an iteration with these keys?
+    // Whether there has been an iteration with these keys.
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.persistent ? before >= 0 : n > 0; }
-    // S of the next tile, when the tensor cores are the other warpgroup's; after the last one a product whose result is not read.
+    // Passes the tensor cores to the other warpgroup and begins S of the next tile. After the last tile the product's result is not read.
     __device__ __forceinline__ void begin_next_s(u32 n, u32 next, bool later) {
-      if (!C.third() || !later) leave_tensor_cores(); // else add_third has
+      if (!C.third() || !later) leave_tensor_cores(); // otherwise add_third has left them
       if (next != n) scores.release(shared.q_empty(n));
       wait_full(shared.q_full(next), next);
       begin_s(shared, next);
     }
-    // S of iteration n. keys: where K lies, unless it is in registers.
+    // Begins S of iteration n. keys: the stage where K lies, unless K is in registers.
     __device__ __forceinline__ void begin_s(const BackwardShared<C> &keys, u32 n) {
       if constexpr (C.keys_in_registers)
         S.template begin_product<Place::free>(K, keys.q_of(n));
@@ -256,7 +258,7 @@ template <BackwardConfig C> struct Backward {
       else
         dP.template begin_product<kDv, kTileK, Place::free>(shared.v + 64 * kRowBytes * w, shared.dout_of(n));
     }
-    // This warpgroup's part of dQ: columns, or queries.
+    // Whether a warpgroup computes some columns of dQ for all queries; otherwise all columns for half of the queries.
     static constexpr bool kByColumns = C.columns() > 64;
     __device__ __forceinline__ u32 columns_of_k() const {
       if constexpr (C.in_line) return carried->k;
@@ -269,13 +271,14 @@ template <BackwardConfig C> struct Backward {
                                                                   shared.ds_of(n) + w * C.dq_queries_of_third() * kRowBytes);
       dQ.template begin_product_of_columns<kTileK, kM>(columns_of_k(), shared.ds_of(n) + (kByColumns ? 0 : w * C.dq_queries() * kRowBytes));
     }
-    // While the rest of dQ is made; S takes its registers. The tensor cores are the other warpgroup's by then.
+    // Adds the third piece of dQ while the rest of dQ is in flight, because S needs its registers. Leaves the tensor cores to the other
+    // warpgroup first.
     __device__ __forceinline__ void add_third(u32 n, i32 number) {
       wait_for<1>(dQ_of_third);
       leave_tensor_cores();
       dq_sum().add_third(dQ_of_third, n, number);
     }
-    // Waits for dQ of iteration n, unless it is among the last kPending products; then it is added to tile `number`.
+    // Waits for dQ of iteration n, after which at most kPending products have begun, and frees dS of that iteration.
     template <int kPending> __device__ __forceinline__ void take_dq(u32 n) {
       wait_for<kPending>(dQ);
       scores.release(shared.ds_empty(n));
@@ -287,14 +290,14 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ DqSum<C> dq_sum() const { return {a, shared, w, lane, warp}; }
     __device__ __forceinline__ InLine<C, Compute> in_line() { return {*this}; }
 
-    // Clears this warp's keys, once S of the first tile has been computed from them. All warps come to a barrier before the next product
-    // of K. V stays as it is where dP of a hidden key is not looked at.
+    // Clears what is not finite in this warp's keys, when S of the first tile has been computed from them. All warps meet at a barrier
+    // before the next product of K. V is left alone where dS of a hidden key does not depend on dP.
     __device__ __forceinline__ void clear_nonfinite_keys() {
       if (!scores.hides()) return;
       wait_for<0>(S);
       clear_keys_that_show();
     }
-    // Returns whether S showed any.
+    // The same for a complete S. Returns whether S showed a key that is not finite.
     __device__ __forceinline__ bool clear_keys_that_show() {
       if (!scores.shows_nonfinite(S)) return false;
       scores.template clear_nonfinite_keys<true>(shared.k, C.columns() / 64);
@@ -302,9 +305,9 @@ template <BackwardConfig C> struct Backward {
       return true;
     }
 
-    // Something may be hidden in any tile of keys, not in the last one alone.
+    // Whether any tile of keys may have hidden elements, not only the last one.
     static constexpr bool kHidden = F.band || BackwardScores<C>::kHides;
-    // P as it lies in registers.
+    // P in this warpgroup's registers, as differentiate() reads it.
     struct OwnP {
       const Compute &my;
       __device__ __forceinline__ void take(int) {}

@@ -1,4 +1,5 @@
-// A bias of 16 bits that the copy engine brings with Q. In shared memory its rows are queries; a lane takes it as S^T lies in registers.
+// A 16-bit bias that the copy engine loads together with Q. In shared memory its rows are queries; a lane reads it transposed, in the
+// order in which it holds S^T.
 #pragma once
 #include "../../ptx/ldmatrix.h"
 #include "../../ptx/math.h"
@@ -12,13 +13,13 @@ template <BackwardConfig C, bool = C.bias_by_tma != 0> struct BackwardBias {
   __device__ __forceinline__ void take(int) {}
 };
 
-// That of 64 keys and all of a tile's queries; one row where it is the same for all queries.
+// The bias of 64 keys and all of a tile's queries; a single row if it is broadcast over queries.
 template <BackwardConfig C> struct BackwardBias<C, true> {
   using E = typename Element<C.features.bias>::type;
-  u32 address, step; // of this lane's 16 bytes for the first 16 queries; from these to the next 16
+  u32 address, step; // where this lane's 16 bytes for the first 16 queries lie; the distance to those for the next 16
   u32 x[4];
 
-  // half: which 64 of the block's keys; warp: within its warpgroup.
+  // half: which 64 of the block's keys; warp: the warp's number within its warpgroup.
   __device__ __forceinline__ BackwardBias(const BackwardShared<C> &shared, u32 n, bool rows, int half, int warp, int lane) {
     const int row = rows ? lane / 16 * 8 + lane % 8 : 0, chunk = 2 * warp + lane / 8 % 2;
     address = shared.bias_of(n) + half * C.tile_q * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);

@@ -1,4 +1,4 @@
-// dP -> dS of 64 keys x a tile of queries, in the registers of a warpgroup of the Hopper backward.
+// Makes dS from dP, for 64 keys x a tile of queries, in the registers of a warpgroup of the Hopper backward.
 #pragma once
 #include "../../attention/features.h"
 #include "../../ptx/mma.h"
@@ -6,15 +6,15 @@
 
 namespace strobe::sm90 {
 
-// How dS stays 0 where P is, though dP may be no number there, of a V that is hidden, or D, of a V that the row sees.
+// How dS is kept 0 where P is 0. dP may be NaN there because of a hidden V, and D because of another V that the row sees.
 enum class Zeros {
   none,  // nothing is hidden
-  each,  // each P is compared
-  pairs, // bits of P, rounded, are masks
+  each,  // each P is compared with 0
+  pairs, // pairs of rounded P that are not 0 make the masks of pairs of dS
 };
 
-// dS = P (dP - D). P: at(i) is the lane's element i, negative if it was dropped; take(i) loads the elements from 8 i on; pair(i), the
-// elements 2 i and 2 i + 1, rounded. delta: the address of D of the lane's first two queries. factor: dropout's.
+// dS = P (dP - D). P.take(i) loads the lane's elements from 8 i on; P.at(i) is element i, negative if it was dropped; P.pair(i) has the
+// elements 2 i and 2 i + 1, rounded. delta: the address of D of the lane's first two queries. factor: dropout's factor of kept elements.
 template <Features F, Zeros kZeros, class T, int kM, class Probabilities>
 __device__ __forceinline__ void differentiate(LeftOperand<kM> &dS, const Accumulator<T, kM> &dP, Probabilities P, u32 delta, float factor) {
 #pragma unroll

@@ -1,5 +1,6 @@
-// Where a block's part of dQ goes: to the sum over key tiles, which holds a tile of queries as the warps' lanes do, 512 bytes for each
-// eight queries of a warp. It is in global memory or, for heads of up to 64 columns whose dQ is the block's own, in shared memory.
+// Adds a block's part of dQ to the sum over key tiles. The sum stores a tile of queries in the order in which the warps' lanes hold it: 512
+// bytes for each eight queries of a warp. It lies in global memory or, for heads of up to 64 columns whose dQ one block owns, in shared
+// memory.
 #pragma once
 #include "../../device/hopper_dq.h"
 #include "../../ptx/atomic.h"
@@ -9,7 +10,7 @@
 
 namespace strobe::sm90 {
 
-// A warpgroup's part, in its registers; where blocks own dQ, its rounding as well.
+// The additions of one warpgroup, whose part of dQ is in registers; where blocks own dQ, it also rounds the complete sum.
 template <BackwardConfig C> struct DqSum {
   using T = typename Element<C.dtype>::type;
   static constexpr int kM = C.tile_q, kN = C.dq_queries(), kOfThird = C.dq_queries_of_third();
@@ -19,7 +20,7 @@ template <BackwardConfig C> struct DqSum {
   const BackwardShared<C> &shared;
   const int w, lane, warp; // warpgroup; warp within it
 
-  // The tiles of queries of this block's (first) pair, where blocks own dQ.
+  // Where blocks own dQ: the number of the first tile of queries in this block's room in dq_sum, which all its pairs use in turn.
   __device__ __forceinline__ i64 first_tile() const { return C.owns_dq ? (i64)blockIdx.x * (a.heads_of_keys * a.query_tiles) : 0; }
 
   // Adds dQ of iteration n, for tile `number` of the queries and keys from `begin` on.
@@ -38,7 +39,7 @@ template <BackwardConfig C> struct DqSum {
       add_quads(dQ, target);
     }
   }
-  // Half of the queries of a third block of columns, before the rest of the iteration's dQ is added.
+  // Adds this warpgroup's half of the queries of the third block of columns, before the rest of the iteration's dQ.
   __device__ __forceinline__ void add_third(const Accumulator<T, kOfThird> &dQ, u32 n, i32 number) const {
     if (!a.dq_sum) return;
     if constexpr (C.dq_shared) wait_for_room(n);
@@ -48,7 +49,7 @@ template <BackwardConfig C> struct DqSum {
     else
       add_quads(dQ, a.dq_sum + (i64)number * (kM * C.columns()) + begin_of_third(kM, w, warp));
   }
-  // Behind the last tile of queries.
+  // Called after the last tile of queries of these keys.
   __device__ __forceinline__ void finish(const KeyBlock &keys) const {
     if constexpr (C.owns_dq) {
       if (!C.dq_sum_in_shared() && !a.dq_sum) return;
@@ -60,7 +61,7 @@ template <BackwardConfig C> struct DqSum {
   }
 
 private:
-  // Until what this warp has staged before has left.
+  // Waits until shared memory that this warp has staged dQ in may be written again.
   __device__ __forceinline__ void wait_for_room(u32 n) const {
     if constexpr (C.deterministic) {
       mbarrier_wait(shared.dq_empty(w), n % 2 ^ 1);
@@ -79,7 +80,7 @@ private:
   }
   __device__ __forceinline__ void add_from_shared(const Accumulator<T, kN> &dQ, u32 n, float *target, bool first) const {
     const u32 place = shared.dq + (w * 4 + warp) * (64 * kN);
-    if constexpr (!C.third()) wait_for_room(n); // else add_third has
+    if constexpr (!C.third()) wait_for_room(n); // otherwise add_third has waited
     if (!pads_dq<C>(w, warp)) stage(dQ, place);
     async_proxy_fence();
     __syncwarp();
@@ -93,7 +94,7 @@ private:
       bulk_commit();
     }
   }
-  // A warp's part of the sum of a tile; the lanes that add to it are those that read it.
+  // The address of a lane's part of a tile's sum in shared memory. The lane that adds to it also reads it, so no barrier is needed.
   __device__ __forceinline__ u32 in_shared(i32 number) const {
     return shared.dq_sum() + number * C.dq_sum_bytes() + (w * C.dq_warps(0) + warp) * (64 * kN) + 16 * lane;
   }
@@ -109,7 +110,7 @@ private:
       store_shared(sum + 512 * i, x);
     }
   }
-  // All keys of the pair are done.
+  // Rounds dQ of the pair, all keys of which have been added.
   __device__ __forceinline__ void round(const KeyBlock &keys) const {
     if constexpr (C.dq_sum_in_shared()) {
       if (pads_dq<C>(w, warp)) return;

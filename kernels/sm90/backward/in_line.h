@@ -1,30 +1,30 @@
-// A form of the Hopper backward for persistent blocks with two stages of keys: tiles of keys come in line. S of a tile's first queries
-// begins before dK and dV of the tile before leave, and dQ of a tile's last queries is made in the first iteration of the tile after it. So
-// the tensor cores are not idle between two tiles of keys, but the loading threads are half a tile of keys less ahead: K of a tile is read
-// until the first iteration after it has ended.
+// A form of the Hopper backward for persistent blocks with two stages of keys, in which tiles of keys overlap. S of a key tile's first
+// queries begins before dK and dV of the key tile before are stored, and dQ of a key tile's last queries is computed in the first iteration
+// of the key tile after it. So the tensor cores are not idle between two key tiles. In return K stays in use until the first iteration of
+// the next key tile has ended, so the producers run half a key tile less ahead.
 #pragma once
 #include "scores.h"
 
 namespace strobe::sm90 {
 
-// What a warpgroup hands on from a tile of keys to the next; S, K: as of Backward::Compute.
+// What a warpgroup keeps from one tile of keys to the next. S, K: those of Backward::Compute.
 template <BackwardConfig C, class S_, class K_> struct InLineCarried {
   const BackwardShared<C> &block;
   S_ S;
   K_ K;
-  i32 number = -1;  // of the last tile of queries, in dq_sum; -1: its dQ has been added
-  u32 k = 0;        // the K that its dQ is made of
-  bool more = true; // there are other keys
+  i32 number = -1;  // the last tile of queries, numbered as in dq_sum; -1: its dQ has been added
+  u32 k = 0;        // the address of the K from which that dQ is computed
+  bool more = true; // whether another tile of keys follows
 };
 
 template <BackwardConfig C, class Compute> struct InLine {
   Compute &my;
 
-  // n: the first iteration's number. Returns that of the next keys' first one.
+  // n: the number of the first iteration with these keys. Returns the number of the first iteration with the next keys.
   __device__ __forceinline__ u32 all(u32 n) const {
     my.clear_sums();
     if (n == 0) {
-      if (my.w == 1) my.leave_tensor_cores(); // the other one begins
+      if (my.w == 1) my.leave_tensor_cores(); // warpgroup 0 begins
       mbarrier_wait(my.shared.k_full(), 0);
       begin_s_of_keys(my.shared, n);
     }
@@ -45,8 +45,8 @@ template <BackwardConfig C, class Compute> struct InLine {
     }
     return next_keys_number<C>(n + 1);
   }
-  // Behind the last tile of queries, when the tensor cores are about to be the other warpgroup's; later: dQ of the tile before has begun.
-  // Returns n.
+  // Ends the last tile of queries, instead of begin_next_s: leaves the tensor cores and begins S for the next keys. later: dQ of the tile
+  // before is in flight. Returns n.
   __device__ __forceinline__ u32 end_keys(u32 n, bool later, i32 before) const {
     my.leave_tensor_cores();
     if (later) my.template take_dq<0>(n - 1);
@@ -55,13 +55,13 @@ template <BackwardConfig C, class Compute> struct InLine {
     if (later) my.add_dq(n - 1, before);
     return n;
   }
-  // dQ of iteration n, the last one with other keys than these, has been made, and those are not read any more.
+  // Called when dQ of iteration n is complete: if K of that iteration was that of the keys before, their stage is free from now on.
   __device__ __forceinline__ void release_keys_before(u32 n) const {
     if (my.carried->k != my.shared.k) my.scores.release(my.carried->block.at(next_keys_number<C>(n)).keys_empty());
   }
 
 private:
-  // These keys have no tile of queries.
+  // The work for keys that no query sees.
   __device__ __forceinline__ void pass(u32 n) const {
     wait_for<0>(my.S);
     add_last_dq(n - 1);
@@ -75,10 +75,10 @@ private:
     mbarrier_wait(my.shared.v_full(), n >> 31);
     if constexpr (!Compute::kHidden) look_at_keys();
     my.each_tile(step, n, carried.number, [&] {
-      if (Compute::kHidden && carried.k != my.shared.k) look_at_keys(); // within the loop, or ptxas finds no registers for the products
+      if (Compute::kHidden && carried.k != my.shared.k) look_at_keys(); // outside the loop ptxas would find no registers for the products
     });
   }
-  // Once S of the first queries has been made: as in Compute::first_scores.
+  // As in Compute::first_scores, when S of the first queries has been computed.
   __device__ __forceinline__ void look_at_keys() const {
     if (my.scores.hides()) {
       if constexpr (!Compute::kHidden) wait_for<0>(my.S);
@@ -87,13 +87,14 @@ private:
     }
     my.load_v();
   }
-  // S of the first queries of these keys begins, if there are any.
+  // Loads K into registers, if it is kept there, and begins S of iteration n.
   __device__ __forceinline__ void begin_s_of_keys(const BackwardShared<C> &keys, u32 n) const {
     wait_full(keys.q_full(n), n);
     my.load_k(keys);
     my.begin_s(keys, n);
   }
-  // Behind iteration n, the last one with these keys: S of the first queries of the next ones, or a product whose result is not read.
+  // After iteration n, the last one with these keys: begins S of the next keys' first queries. If there are none, the product's result is
+  // not read.
   __device__ __forceinline__ void begin_other_keys(u32 n) const {
     const u32 next = next_keys_number<C>(n + 1);
     const BackwardShared<C> keys = my.carried->block.at(next);

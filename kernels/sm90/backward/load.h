@@ -1,4 +1,4 @@
-// Two threads of a block tell the copy engine what to fetch: one K and, tile by tile, Q with LSE; the other one V and dO with D.
+// Two producer threads of a block: one has the copy engine load K and, tile by tile, Q with LSE; the other one V and dO with D.
 #pragma once
 #include "../../attention/packed_tiles.h"
 #include "../../device/keys.h"
@@ -17,16 +17,16 @@ template <BackwardConfig C> struct BackwardLoad {
   const HopperBackwardArguments &a;
   const BackwardShared<C> shared;
 
-  // This block's (first) keys; by one thread, before the others begin.
+  // Writes this block's (first) keys to shared memory; one thread calls it, before the others begin.
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
-    // A ticket: whatever a block waits for has drawn its own before.
+    // Deterministic: by tickets, so that a block waits only for blocks that have drawn theirs earlier and therefore run.
     const u32 x = C.deterministic ? fetch_add(a.ticket, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
     if constexpr (C.draws_keys())
       take_keys(a, shared, x);
     else
       place_keys(a, shared, x);
   }
-  // The keys of item x, or of the next one that has any. Returns whether there is one.
+  // Takes the keys of item x, or of the next item that has keys. Returns whether there is one.
   static __device__ __forceinline__ bool take_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 x) {
     while (x < (u32)a.tiles * (u32)a.pairs) {
       place_keys(a, shared, x);
@@ -37,11 +37,11 @@ template <BackwardConfig C> struct BackwardLoad {
     write(shared.keys(), KeyBlock::kNone, 0, 0, 0);
     return false;
   }
-  // The launch before has set the ticket to 0.
+  // Draws the next item. The launch before has set the ticket to 0.
   static __device__ __forceinline__ u32 next_item(const HopperBackwardArguments &a) {
     return (C.deterministic ? 0 : gridDim.x) + fetch_add(a.ticket, 1);
   }
-  // Within a bundle of heads the first tile comes first (the longest, if causal).
+  // Writes the keys of item x to shared memory. Within a bundle of heads the first tile comes first (under a causal mask the longest).
   static __device__ __forceinline__ void place_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 x) {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
@@ -91,7 +91,7 @@ template <BackwardConfig C> struct BackwardLoad {
 
 private:
   __device__ __forceinline__ BackwardLoad of_keys(u32 n) const { return {a, shared.at(n)}; }
-  // The keys that this block takes after these. Returns whether there are any.
+  // Where blocks own dQ: replaces `keys` by the keys that this block takes after them. Returns whether there are any.
   __device__ __forceinline__ bool next_keys(KeyBlock &keys) const {
     keys.begin += kTileK;
     if (keys.begin < keys.seqlen_k) return true;
@@ -100,18 +100,18 @@ private:
     return pair < (u32)a.pairs;
   }
   static __device__ __forceinline__ u32 keys_parity(u32 n) { return C.persistent ? n >> 31 : 0; }
-  // Both return the next iteration's number.
+  // The loads for one tile of keys: q() of K, Q and LSE, dout() of V, dO and D. Both return the number of the next iteration.
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns(), C.k_bytes(), kTileK>(a.tma_k, shared.k_full(), shared.k, k_row(keys), head_of(keys), keys.batch);
-    wait_for_launch_before(); // which made the rows, and room for dQ; the computing warpgroups wait for them
+    wait_for_launch_before(); // it wrote LSE and D and cleared dQ's sum; the computing warpgroups wait for this thread's loads
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       wait_empty(shared.q_empty(n), n);
       write(shared.step(n), step.begin, step.head, number_of_dq(step), step.flags);
       if constexpr (C.deterministic) write(shared.dq_step(n), step.begin, step.head, step.number, step.flags);
       if (step.flags & kNothing) {
-        mbarrier_wait(shared.k_full(), keys_parity(n)); // the block ends, and with it its shared memory
+        mbarrier_wait(shared.k_full(), keys_parity(n)); // K must arrive before the block ends and its shared memory is freed
         return mbarrier_arrive(shared.q_full(n));
       }
       load<C.columns(), C.q_bytes(), kM>(a.tma_q, shared.q_full(n), shared.q_of(n), row, step.head, batch,
@@ -124,7 +124,8 @@ private:
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns_v(), C.v_bytes(), kTileK>(a.tma_v, shared.v_full(), shared.v, k_row(keys), head_of(keys), keys.batch);
     wait_for_launch_before();
-    if constexpr (C.persistent) mbarrier_wait(shared.k_full(), n >> 31); // else it might take these keys' K for the next ones'
+    if constexpr (C.persistent)
+      mbarrier_wait(shared.k_full(), n >> 31); // otherwise this thread might mistake these keys' K for the next keys'
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       if (step.flags & kNothing) {
@@ -147,7 +148,7 @@ private:
                step.head * a.tma_bias.head_step, keys.batch * a.tma_bias.batch_step);
   }
 
-  // The tile's place in dq_sum; where blocks own dQ, in the block's part, which holds the pair that it works on.
+  // The tile's number in dq_sum; where blocks own dQ, its number in the block's own room, which holds one pair at a time.
   __device__ __forceinline__ i32 number_of_dq(const QueryStep &step) const {
     if (!C.owns_dq) return step.number;
     const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.heads_of_keys;
@@ -156,7 +157,7 @@ private:
   __device__ __forceinline__ const float *rows(const QueryStep &step) const {
     return a.rows + (i64)step.number * ((C.lse_bytes() + C.row_bytes()) / 4);
   }
-  __device__ __forceinline__ i32 head_of(const KeyBlock &keys) const { // of K and V
+  __device__ __forceinline__ i32 head_of(const KeyBlock &keys) const { // the head of K and V
     return C.split_group ? (i32)a.shares.divide((u32)keys.head_kv) : keys.head_kv;
   }
   __device__ __forceinline__ i32 k_row(const KeyBlock &keys) const {
@@ -164,7 +165,7 @@ private:
     return mapped_row(a.in.held(keys.batch), keys.begin + shift);
   }
 
-  // visit(iteration, row of the tensors, step) for each tile of queries, of each head that shares these keys, that sees some of them.
+  // Calls visit(iteration, row of the tensors, step) for each tile of queries that sees some of these keys, in each head that shares them.
   template <class Visit> __device__ __forceinline__ u32 walk(u32 n, const Visit &visit) const {
     if constexpr (F.part) return walk_held(n, visit);
     const KeyBlock keys = read<KeyBlock>(shared.keys());
@@ -220,11 +221,13 @@ private:
     if constexpr (F.blocks) row = a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.in.blocks_t.row_tokens);
     return Tiles(a.in.sequence<F>(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
   }
-  // Whether these keys mask the queries from q on, and which 64 of them none of these sees.
+  // Flags of this key tile against the kM queries from q on: kMasked if some pair may be hidden; kUnseen << w if none of these queries sees
+  // the w-th 64 keys.
   __device__ __forceinline__ i32 masks(i32 q) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());
-    // Queries that are not there are another sequence's, or the copy engine has made their bias 0, so that it hides nothing.
+    // Rows past the last query have to be masked: they may be another sequence's, or their bias is the copy engine's 0, which hides
+    // nothing.
     i32 flags = !F.part && (C.bias_by_tma || a.in.cu_seqlens_q) && q + kM > reach.seqlen_q ? kMasked : 0;
 #pragma unroll
     for (int w = 0; w < kTileK / 64; ++w) {

@@ -1,4 +1,5 @@
-// How a warpgroup of the Hopper backward keeps out what is hidden and no number: 0 times infinity is NaN, so such numbers leave the tiles.
+// How the Hopper backward keeps infinities and NaN from elements that must not see them. Their P is 0, but 0 times infinity is NaN, so such
+// numbers are replaced in the tiles.
 #pragma once
 #include "../../device/nonfinite.h"
 #include "../../ptx/tma.h"
@@ -12,9 +13,9 @@ template <BackwardConfig C> struct BackwardNonfinite {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr int kM = C.tile_q;
-  // Elements may be hidden in any tile, not only where position masks; invariant: all tiles are treated so.
+  // Whether elements may be hidden in any tile, not only in tiles that are masked by position. Invariant kernels treat all tiles so.
   static constexpr bool kHides = F.mask || F.bias || C.invariant;
-  // Named barriers: all threads of a warpgroup have arrived, + its number; all of both.
+  // Named barriers: at kTogether + w the threads of warpgroup w meet, at kBoth those of both warpgroups.
   static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
 
   const BackwardShared<C> &shared;
@@ -26,10 +27,9 @@ template <BackwardConfig C> struct BackwardNonfinite {
 
   static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
 
-  // What is hidden must count as 0 even if it is not a number. Some queries have an LSE or D that is not a number, see nothing, or do not
-  // exist. Their P is NaN where they see a key and 0 elsewhere, and so are all products with P, whatever Q and dO hold; so their rows of Q
-  // and dO become 0. Both warpgroups must first have ended their products of this tile so far (S; by roles S, and dP); then one clears Q,
-  // and the other one dO.
+  // Clears the rows of Q and dO of queries whose LSE or D is not finite, which see nothing, or which do not exist. A hidden element must
+  // add 0 whatever these rows hold, and a visible one adds NaN in any case, because its P is NaN. Both warpgroups must first have ended
+  // their products of this tile so far (S; by roles S and dP). Then one of them clears Q, and the other one dO.
   __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
     if (!kHides && !masked(step)) return; // nothing is hidden
     bool found = false;
@@ -48,31 +48,31 @@ template <BackwardConfig C> struct BackwardNonfinite {
       }
     }
     both();
-    // Only ptxas needs this: ahead of a barrier whose number is a constant it puts the arguments of all exponentials first
+    // Only ptxas needs this second barrier: before a barrier whose number is constant it computes the arguments of all exponentials at once
     // (docs/lab/hopper-backward.md, step 25; whether that still costs anything since step 33 was not measured).
     together();
   }
-  // Whether something of these keys is hidden from a query.
+  // Whether some of these keys may be hidden from a query.
   __device__ __forceinline__ bool hides() const { return F.band || kHides || absent(); }
-  // Whether keys of this tile are beyond the sequence.
+  // Whether this tile reaches past the sequence's last key.
   __device__ __forceinline__ bool absent() const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     return keys.begin + C.tile_k() > keys.seqlen_k;
   }
-  // Whether this warp's keys have to be cleared in K. Their first scores show it: where K is not finite, no score of its key is.
+  // Whether this warp's rows of K have to be cleared. The first scores show it: if a row of K is not finite, no score of that key is.
   __device__ __forceinline__ bool shows_nonfinite(const Accumulator<T, kM> &S) const {
     const bool one_of_each_key = finite(__float_as_uint(S.x[0])) && finite(__float_as_uint(S.x[2]));
     return __any_sync(0xFFFFFFFFu, absent() || !one_of_each_key);
   }
-  // If a query sees a key, a K that is not finite shows in its LSE, and such a V in its O and so in D. So what is not finite becomes 0 in
-  // V, and the largest finite number in K (kLargest), where it may still have to make a score of -inf. Keys beyond the sequence become 0,
-  // because they may be so large that dP is not finite. Each warp clears its own 16 keys, in the blocks of 64 columns of the tile: its
-  // first scores have been made, and the other warps' scores do not depend on these keys.
+  // Replaces the numbers of this warp's 16 keys that are not finite: in V by 0, in K (kLargest) by the largest finite number, which may
+  // still have to make a score of -inf. Nothing is lost: if a query sees such a key, its LSE (K) or its D (V) is not finite, and shows it.
+  // Keys past the sequence become 0, because they may be so large that dP overflows. A warp needs no barrier: its own first scores have
+  // been computed, and no other warp's scores depend on these keys.
   template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 tile, int blocks) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const int first = 64 * half + 16 * warp, there = keys.seqlen_k - keys.begin - first;
 #pragma unroll 1
-    for (int i = lane; i < 128 * blocks; i += 32) { // 16 bytes: 8 of a row, 16 rows of a block
+    for (int i = lane; i < 128 * blocks; i += 32) { // 16 bytes at a time: 8 chunks in a row, 16 rows in a block of columns
       const int row = i / 8 % 16;
       const u32 place = tile + (i / 128 * C.tile_k() + first + row) * kRowBytes + i % 8 * 16;
       u32 x[4], bad[4];
@@ -91,12 +91,12 @@ template <BackwardConfig C> struct BackwardNonfinite {
     async_proxy_fence();
     __syncwarp();
   }
-  // What both warpgroups wrote is there for wgmma.
+  // Makes what both warpgroups wrote visible to wgmma.
   __device__ __forceinline__ void both() const {
     async_proxy_fence();
     barrier_sync(kBoth, 128 * C.kWarpgroups);
   }
-  // What the warpgroup wrote is there for wgmma.
+  // Makes what this warpgroup wrote visible to wgmma.
   __device__ __forceinline__ void together() const {
     async_proxy_fence();
     barrier_sync(kTogether + w, 128);

@@ -1,6 +1,6 @@
-// The same sums of dQ on every run: tiles of keys add to a tile of queries in ascending order. For each warpgroup that computes, a thread
-// of the loading one waits for its turn, adds, and ends the turn when the addition is done, which takes a while; or, where the warps that
-// compute add from registers (by roles), lets them.
+// Gives dQ the same bits in every run: tiles of keys add to a tile of queries in ascending order. For each computing warpgroup one thread
+// of the producer warpgroup waits for the turn, adds from shared memory, and ends the turn when the addition is complete, which takes a
+// while. By roles it only waits: then the computing warps add from their registers and end the turn.
 #pragma once
 #include "../../device/turns.h"
 #include "../../ptx/tma.h"
@@ -8,7 +8,7 @@
 
 namespace strobe::sm90 {
 
-// The turn of a warpgroup's part of a tile of queries.
+// The counter of turns of a warpgroup's part of a tile of queries.
 __device__ __forceinline__ u32 *turn_of(const HopperBackwardArguments &a, i32 number, int w) { return a.turns + 2 * (i64)number + w; }
 
 template <BackwardConfig C> struct BackwardOrder {
@@ -56,18 +56,19 @@ private:
     }
   }
 
-  static constexpr u32 kAdders = C.roles ? 4 : 1; // each of whom ends a turn
+  static constexpr u32 kAdders = C.roles ? 4 : 1; // warps or threads that end the turn of one key tile
 
   struct Turn {
     u32 *at, before, seen;
     i32 number;
     bool last;
   };
-  // The turn of iteration n, read while the addition before is under way. (The warpgroup that handed that one over had read this step.)
+  // The turn of iteration n. It is read while the addition of the iteration before is in flight; its step has been written by then, because
+  // the warpgroup that handed over that dQ had already read it.
   __device__ __forceinline__ Turn turn(const KeyBlock &keys, u32 n) const {
     const QueryStep step = read<QueryStep>(shared.dq_step(n));
     const Reach reach = read<Reach>(shared.reach());
-    if (C.persistent && (step.flags & kLast)) mbarrier_arrive(shared.keys_empty()); // what is said of these keys has been read
+    if (C.persistent && (step.flags & kLast)) mbarrier_arrive(shared.keys_empty()); // the messages about these keys have been read
     const BasicBand<i32> band{reach.seqlen_q, keys.seqlen_k, reach.low, reach.high, 0};
     u32 *at = turn_of(a, step.number, w);
     const u32 seen = load_relaxed(at);
@@ -76,10 +77,10 @@ private:
     const u32 before = key_tiles_before<C.features.blocks != 0, C.tile_k()>(a.in, band, keys.batch, step.head, step.begin, keys.begin);
     return {at, kAdders * before, seen, step.number, (step.flags & kLast) != 0};
   }
-  // Columns of padding are left out.
+  // Adds a warpgroup's part of dQ, except for columns of padding.
   __device__ __forceinline__ void add(const Turn &turn) const {
     async_proxy_fence_global();
-    constexpr i64 kPart = 64 * C.dq_queries(); // of dQ, a warpgroup's
+    constexpr i64 kPart = 64 * C.dq_queries(); // numbers in a warpgroup's part of dQ
     float *const tile = a.dq_sum + (i64)turn.number * (C.tile_q * C.columns());
     constexpr int kLeft = C.dq_warps(0), kRight = C.dq_warps(1), kThird = C.third() ? C.dq_warps(2) : 0;
     const int warps = kLeft == kRight || w == 0 ? kLeft : kRight;

@@ -1,13 +1,13 @@
-// Parts of a larger problem (attention/part.h) in the backward: which tiles of queries are loaded for a block's keys. The threads that ask
-// have few registers: 32-bit numbers, and what is in shared memory or in a table is read again rather than kept.
+// Parts of a larger problem (attention/part.h) in the backward: which tiles of queries are loaded for a block's keys. The calling threads
+// have few registers: numbers have 32 bits, and what lies in shared memory or in a table is read again rather than kept.
 #pragma once
 #include "../part.h"
 #include "shared.h"
 
 namespace strobe::sm90 {
 
-// The tiles of queries for a block's keys, for each head that shares the keys: those of the queries held that see some of the keys, from
-// the last to the first. No tile crosses a range. place: 48 bytes of shared memory for the current tile and the state of the walk.
+// Walks over the tiles of held queries that see some of a block's keys, in each head that shares the keys, from the last tile to the first.
+// No tile crosses the border of a range. place: 48 bytes of shared memory for the current tile and the state of the walk.
 template <BackwardConfig C> class HeldQueryTiles {
 public:
   __device__ __forceinline__ HeldQueryTiles(const HopperBackwardArguments &a, const BackwardShared<C> &shared, u32 place)
@@ -17,7 +17,7 @@ public:
     store_shared(place_ + kTile, 0), store_shared(place_ + kFirst, 0);
   }
 
-  // Goes on to the next one. Returns whether there is one.
+  // Goes to the next tile. Returns whether there is one.
   __device__ __forceinline__ bool next() {
     while (load(kTile) <= load(kFirst)) {
       if (!next_range()) return false;
@@ -27,19 +27,19 @@ public:
     const HeldRange r = held_range_of_queries(a_.in, b, n);
     const i32 begin = r.start + tile * C.tile_q, first_row = first_held_row(a_.in.cu_seqlens_q, a_.in.total_q, b);
     store_shared(place_ + kRow, first_row + begin + r.shift());
-    // Its number as by first_part_tile.
+    // The tile's number in dq_sum, counted like first_part_tile (attention/part.h).
     i32 first = b * a_.in.heads * a_.query_tiles;
     if (a_.in.cu_seqlens_q) first = (i32)((u32)first_row / (u32)C.tile_q) + b * a_.in.part->count_q;
     write(place_, begin, load(kHead), first + load(kHead) * a_.query_tiles + number_of_first(r, n, C.tile_q, false) + tile,
           min(C.tile_q, r.end() - begin) * kRows);
     return true;
   }
-  // The tile that was found last, without what keys make of it; and the first of its rows.
+  // The tile that next() found, without the flags that depend on keys; and its first row in the tensors.
   __device__ __forceinline__ QueryStep step() const { return read<QueryStep>(place_); }
   __device__ __forceinline__ i32 row() const { return load(kRow); }
 
 private:
-  // The tiles [first, tile) of a range of queries are still to come.
+  // Offsets of the walk's state. The tiles [first, tile) of the current range of queries are still to come.
   static constexpr u32 kRow = 16, kHead = 32, kRange = 36, kTile = 40, kFirst = 44;
   __device__ __forceinline__ i32 load(u32 what) const { return (i32)load_shared(place_ + what); }
   __device__ __forceinline__ i32 batch() const { return (i32)load_shared(shared_.keys()); }
@@ -49,7 +49,7 @@ private:
     const Reach reach = read<Reach>(shared_.reach());
     return {max(keys.begin - reach.high, 0), min(keys.seqlen_k - reach.low, reach.seqlen_q)};
   }
-  // The number behind that of the last range that begins before their end.
+  // One more than the number of the last range that begins before the end of queries().
   __device__ __forceinline__ i32 last_range() const {
     const i32 end = queries().end, b = batch();
     return first_where(a_.in.part->count_q, [&](i32 n) { return range_of_queries(a_.in, b, n).start >= end; });
@@ -75,7 +75,7 @@ private:
   const u32 place_;
 };
 
-// How many tiles of keys before the block's own add to dQ of these queries: as part_tiles_before (device/turns.h).
+// How many tiles of keys before the block's own tile add to dQ of these queries; part_tiles_before (device/turns.h) with fewer registers.
 template <BackwardConfig C>
 __device__ __forceinline__ u32 held_tiles_before(const Inputs &in, const BackwardShared<C> &shared, const QueryStep &step) {
   const i32 b = (i32)load_shared(shared.keys()), own = (i32)load_shared(shared.held() + 4), count = in.part->count_k;
@@ -86,7 +86,8 @@ __device__ __forceinline__ u32 held_tiles_before(const Inputs &in, const Backwar
 #pragma unroll 1
   for (; n < count; ++n) {
     const HeldRange r = held_range_of_keys(in, b, n);
-    const i32 earlier = own - number_of_first(r, n, C.tile_k(), false); // tiles from where the range begins
+    const i32 earlier =
+        own - number_of_first(r, n, C.tile_k(), false); // how many tiles the block's own tile lies behind the range's first tile
     if (earlier <= 0 || r.start >= end) break;
     const i32 first = (i32)((u32)max(begin - r.start, 0) / (u32)C.tile_k());
     before += (u32)max(min((i32)((u32)(min(r.end(), end) - r.start + C.tile_k() - 1) / (u32)C.tile_k()), earlier) - first, 0);

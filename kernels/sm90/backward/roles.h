@@ -1,7 +1,7 @@
-// dQ, dK and dV on Hopper with 64 keys a block of threads (see backward.h for the formulas): for heads so wide that dK and dV of 64 keys
-// fill a warpgroup's registers each, and where blocks of 128 keys would leave SMs idle. Of each tile of queries one warpgroup makes S, P
-// and dV, the other one dP, dS and dK; P goes from one to the other through shared memory, in the order of lanes; dQ, an iteration late,
-// is divided by columns, or by queries where there are only 64.
+// dQ, dK and dV on Hopper with 64 keys per thread block (backward.h has the formulas). It serves heads so wide that dK of 64 keys fills one
+// warpgroup's registers and dV another's, and calls in which blocks of 128 keys would leave SMs idle. For each tile of queries the left
+// warpgroup makes S, P and dV, the right one dP, dS and dK. P goes to the right one through shared memory, in the order of lanes. dQ of a
+// tile is computed one iteration later; the warpgroups divide its columns, or its queries if there are only 64 columns.
 #pragma once
 #include "differentiate.h"
 #include "run.h"
@@ -13,14 +13,14 @@ template <BackwardConfig C> struct BackwardRoles {
   using Arguments = HopperBackwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  static constexpr bool kWaitsItself = true; // for the launch before: load.h
+  static constexpr bool kWaitsItself = true; // load.h waits for the launch before
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kKeys = 64;
   static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64; // of K
-  // A warpgroup's part of dQ: blocks of columns, or half of the queries where there is one block.
+  // A warpgroup computes some blocks of columns of dQ or, where there is only one block, half of its queries.
   static constexpr bool kByColumns = kBlocks > 1;
   static constexpr int kEndLeft = kByColumns ? kBlocks / 2 : 1, kBeginRight = kByColumns ? kEndLeft : 0;
-  // An operand of keys, where they are held in registers.
+  // K or V as a left operand, where they are held in registers; otherwise unused.
   template <int kColumns> using KeyOperand = LeftOperand<C.keys_in_registers ? kColumns : 4>;
   static_assert(C.roles && !C.exact_p && !C.dq_shared);
 
@@ -49,7 +49,7 @@ template <BackwardConfig C> struct BackwardRoles {
       return 0;
     }
 
-    // All tiles of queries, as the left or the right warpgroup sees them, whose are the blocks [kBegin, kEnd) of columns of dQ.
+    // Walks over all tiles of queries, for the left or the right warpgroup, which computes the blocks [kBegin, kEnd) of dQ's columns.
     template <int kBegin, int kEnd, class Side> __device__ __forceinline__ void walk(Side &side) const {
       side.clear();
       wait_full(shared.q_full(0), 0);
@@ -82,7 +82,7 @@ template <BackwardConfig C> struct BackwardRoles {
       }
     }
 
-    // S, P and dV.
+    // The left warpgroup makes S, P and dV.
     struct Left {
       const Compute &my;
       Accumulator<T, kDv> dV;
@@ -95,7 +95,7 @@ template <BackwardConfig C> struct BackwardRoles {
         my.clear_nonfinite_k(S);
         if constexpr (C.keys_in_registers) my.load_keys(K, my.shared.k);
       }
-      // P = exp(S - LSE), for both; dV += P^T dO begins.
+      // Computes P = exp(S - LSE), passes it to the right warpgroup, and begins dV += P^T dO.
       __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
         const u32 allowed = my.scores.allowed(step);
         wait_for<0>(S);
@@ -107,7 +107,7 @@ template <BackwardConfig C> struct BackwardRoles {
         wait_full(my.shared.dout_full(n), n);
         dV.begin_adding(P, my.shared.dout_of(n));
       }
-      // dV has ended; S of the next tile begins; after the last one a product whose result is not read.
+      // When dV += P^T dO has ended: begins S of the next tile. After the last tile the product's result is not read.
       __device__ __forceinline__ void end(u32 n, u32 next) {
         dV.done();
         P.done();
@@ -128,7 +128,7 @@ template <BackwardConfig C> struct BackwardRoles {
       __device__ __forceinline__ void wait_last() { wait_for<0>(S); }
     };
 
-    // dP, dS and dK.
+    // The right warpgroup makes dP, dS and dK.
     struct Right {
       const Compute &my;
       Accumulator<T, kD> dK;
@@ -141,7 +141,7 @@ template <BackwardConfig C> struct BackwardRoles {
         if constexpr (C.keys_in_registers) my.load_keys(V, my.shared.v);
         begin_dp(0);
       }
-      // dS = P (dP - D), for both; dK += dS^T Q begins.
+      // Computes dS = P (dP - D), leaves it in shared memory for both warpgroups' dQ, and begins dK += dS^T Q.
       __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
         wait_for<0>(dP);
         my.scores.clear_nonfinite_queries(step, n);
@@ -156,7 +156,7 @@ template <BackwardConfig C> struct BackwardRoles {
         my.scores.hand_on(dS, n);
         dK.begin_adding(dS, my.shared.q_of(n));
       }
-      // dK has ended; dP of the next tile begins; after the last one a product whose result is not read.
+      // When dK += dS^T Q has ended: begins dP of the next tile. After the last tile the product's result is not read.
       __device__ __forceinline__ void end(u32 n, u32 next) {
         dK.done();
         dS.done();
@@ -177,15 +177,15 @@ template <BackwardConfig C> struct BackwardRoles {
     template <int kColumns> __device__ __forceinline__ void load_keys(LeftOperand<kColumns> &x, u32 base) const {
       load_left<C.tile_k()>(x, base, 16 * warp, lane);
     }
-    // Once S of the first tile has been made of K. The other warpgroup reads K for dQ alone, and has waited for P by then. V stays as it
-    // is, for dP of a hidden key is not looked at.
+    // Clears what is not finite in K, when S of the first tile has been computed from it. The right warpgroup reads K only for dQ, and it
+    // waits for P before that. V is left alone, because dS of a hidden key does not depend on dP.
     __device__ __forceinline__ void clear_nonfinite_k(Accumulator<T, kM> &S) const {
       wait_for<0>(S);
       if (!scores.hides()) return;
       if (scores.shows_nonfinite(S)) scores.template clear_nonfinite_keys<true>(shared.k, kBlocks);
       scores.together();
     }
-    // P to the other warpgroup, what is dropped with a sign.
+    // Where P lies in shared memory for the right warpgroup. Dropped elements are negative.
     __device__ __forceinline__ u32 place_of_p(int i) const { return shared.p + (i * 128 + 32 * warp + lane) * 16; }
     __device__ __forceinline__ void give_p(const Accumulator<T, kM> &S, u32 n) const {
       mbarrier_wait(shared.p_empty(), n % 2 ^ 1);
@@ -199,7 +199,7 @@ template <BackwardConfig C> struct BackwardRoles {
       scores.release(shared.p_full());
     }
 
-    // P that the other warpgroup has given.
+    // P from the left warpgroup, as differentiate() reads it.
     struct GivenP {
       const Compute &my;
       u32 P[4];
@@ -210,8 +210,8 @@ template <BackwardConfig C> struct BackwardRoles {
       sm90::differentiate<F, kZeros>(dS, dP, GivenP{*this}, shared.delta_of(n) + lane % 4 * 8, scores.dropout.dropout.factor());
     }
 
-    // This warpgroup's part of dQ. then(): what follows the products under way before them; it begins another one. Without it
-    // none are under way.
+    // Computes this warpgroup's part of dQ and adds it to the sum. then() is called when the product that was in flight before dQ has
+    // ended, and begins another one. Without then() no product may be in flight.
     template <int kBegin, int kEnd, class... Then> __device__ __forceinline__ void add_dq(u32 n, i32 number, const Then &...then) const {
       Accumulator<T, C.dq_queries()> dQ;
       if constexpr (C.deterministic) scores.release(shared.dq_full(w));
@@ -230,7 +230,7 @@ template <BackwardConfig C> struct BackwardRoles {
         leave(dQ, n, number, block, block == kBegin, block == kEnd - 1);
       }
     }
-    // To the sum over key tiles, which holds a tile of queries as the warps' lanes do: 512 bytes for each eight queries of a warp.
+    // Adds a block of dQ to the sum over key tiles, whose layout dq.h describes. first, last: of this warpgroup's blocks.
     __device__ __forceinline__ void leave(Accumulator<T, C.dq_queries()> &dQ, u32 n, i32 number, int block, bool first, bool last) const {
       dQ.done();
       if (last) scores.release(shared.ds_empty(n));

@@ -20,7 +20,7 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
   __syncthreads();
   if constexpr (!C.owns_dq) {
     const bool some = there(read<KeyBlock>(shared.keys()));
-    if constexpr (C.persistent) __syncthreads(); // others' keys come into their place
+    if constexpr (C.persistent) __syncthreads(); // the next keys will be written to the same place
     if (!some) return wait_for_launch_before();
   }
   const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);

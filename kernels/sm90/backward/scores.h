@@ -1,4 +1,4 @@
-// What a warpgroup of the Hopper backward makes of S^T, 64 keys x a tile of queries: P.
+// How a warpgroup of the Hopper backward makes P^T from S^T, for 64 keys x a tile of queries.
 #pragma once
 #include "../../device/epilogue.h"
 #include "../../device/key_major_dropout.h"
@@ -18,9 +18,9 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
   using Base::masked, Base::clear_nonfinite_queries;
   using Base::shared, Base::half, Base::lane, Base::warp;
   using typename Base::T;
-  // ALiBi's penalty is a multiply-add of the exponent.
+  // Whether ALiBi's penalty is one multiply-add in the exponent.
   static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
-  // A bias is there when the score is, and alone what is added to it.
+  // Whether a bias is all that is added to the scores, and lies in shared memory together with Q.
   static constexpr bool kSum = C.bias_by_tma && !F.alibi && F.function == kLinear && !F.scaled;
   static_assert(!F.mask || kM <= 64, "a lane's part of the mask is a word");
 
@@ -35,21 +35,21 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
     s.band.seqlen_k = keys.seqlen_k;
     return s;
   }
-  // None of the tile's queries stands there or behind.
+  // The position at which the tile's queries end.
   __device__ __forceinline__ i32 end_of(const QueryStep &step) const {
     return F.part ? step.begin + (i32)((u32)step.flags / kRows) : scores.seqlen_q;
   }
 
   static __device__ __forceinline__ Score scores_of(const HopperBackwardArguments &a, const KeyBlock &keys) {
     Score scores(a.in, sequence(a.in, keys), keys.batch);
-    // Within a loop over keys ptxas would make it anew for each tile of queries, from a double.
+    // In a loop over keys ptxas would compute the unit again from a double for each tile of queries.
     if constexpr (C.persistent) scores.unit = a.unit;
     return scores;
   }
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const HopperBackwardArguments &a, const KeyBlock &keys, int w)
       : Base(shared, w), a(a), scores(scores_of(a, keys)), dropout{Dropout<F>(a.in)} {}
 
-  // The mask's bits for this lane's scores: to be asked for while the tensor cores make them.
+  // Loads the mask's bits for this lane's scores. Called while the tensor cores compute these scores.
   __device__ __forceinline__ u32 allowed(const QueryStep &step) const {
     u32 bits = 0;
     if constexpr (F.mask) {
@@ -65,8 +65,8 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
     return 1u << (8 * (i / 8) + 4 * (i / 2 % 2) + 2 * (i / 4 % 2) + i % 2);
   }
 
-  // S -> P, in S. With a function S becomes P times its slope, and P is returned separately, rounded; with dropout the dropped elements get
-  // a sign. kClear: afterwards Q and dO hold only finite numbers where that matters.
+  // Replaces S by P; with a function of q.k by P times the function's derivative, and P itself, rounded, goes to `rounded`. With dropout
+  // the dropped elements become negative. kClear: also clears rows of Q and dO (clear_nonfinite_queries).
   template <bool kClear>
   __device__ __forceinline__ void exponentiate(Accumulator<T, kM> &scored, LeftOperand<kM> &rounded, u32 n, const QueryStep &step,
                                                u32 allowed) const {
@@ -91,7 +91,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
       if constexpr (kClear) clear_nonfinite_queries(step, n);
     } else {
       const u32 lse = shared.lse_of(n) + lane % 4 * 8;
-      float unit = scores.unit, slope = 0, distance = 0; // in exp2's unit; of the lane's first query and key
+      float unit = scores.unit, slope = 0, distance = 0; // ALiBi's slope in exp2's unit, and the distance of the lane's first query and key
       if constexpr (kLine) {
         const i32 q = step.begin + tile::lane_column(0, 0);
         unit = scores.scale * kLog2e<float>, slope = scores.row(q, step.head).slope * kLog2e<float>;
@@ -136,7 +136,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
                    keys.batch);
     }
   }
-  // P as dV takes it.
+  // Rounds P to the operand of dV, in which dropped elements are 0.
   static __device__ __forceinline__ void round(LeftOperand<kM> &rounded, const Accumulator<T, kM> &p) {
     u32(&P)[kM / 4] = rounded.x;
     const float (&S)[kM / 2] = p.x;
@@ -151,7 +151,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
     }
   }
 
-  // dS to shared memory, for dQ: rows are queries, columns keys.
+  // Stores dS to shared memory, for dQ; there its rows are queries and its columns keys.
   __device__ __forceinline__ void hand_on(const LeftOperand<kM> &dS, u32 n) const {
     const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
     const u32 target = shared.ds_of(n) + half * kM * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
@@ -166,7 +166,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
   __device__ __forceinline__ void release(u32 barrier) const {
     if (lane == 0) mbarrier_arrive(barrier);
   }
-  // dK or dV of this warpgroup's keys.
+  // Stores dK or dV of this warpgroup's keys.
   template <int kColumns>
   __device__ __forceinline__ void store(const Operand &out, const Inputs &in, const KeyBlock &keys, i32 columns,
                                         const Accumulator<T, kColumns> &x, float factor) const {
@@ -194,7 +194,7 @@ private:
   struct Given {
     const typename Score::InMemory memory;
     const BackwardBias<C> &tile;
-    const int i; // which of the lane's
+    const int i; // the number of the score among the lane's
     const u32 bit;
     __device__ __forceinline__ float bias() const {
       if constexpr (C.bias_by_tma)
@@ -204,7 +204,7 @@ private:
     }
     __device__ __forceinline__ bool allowed() const { return bit != 0; }
   };
-  // Scores that are more than products.
+  // S -> P where scores are more than products.
   template <bool kByPosition>
   __device__ __forceinline__ void score(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
     const u32 lse = shared.lse_of(n) + lane % 4 * 8;
@@ -232,15 +232,15 @@ private:
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= end_of(step));
         const float exponent =
             F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, correction[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
-        p[k] = hidden ? 0 : exp2(exponent);              // LSE may be no number
-        x = !F.function || hidden ? p[k] : p[k] * slope; // of a query that is not there the slope may be NaN
+        p[k] = hidden ? 0 : exp2(exponent);              // LSE may be NaN
+        x = !F.function || hidden ? p[k] : p[k] * slope; // the slope may be NaN if the query does not exist
       }
       if constexpr (F.function) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
     }
   }
-  // This lane's first key; the other one is 8 further.
+  // The position of this lane's first key; its second key is 8 positions further.
   __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * half + 16 * warp + tile::lane_row(0); }
-  // clear(i) for each of the lane's scores that is not seen by position.
+  // Calls clear(i) for each of the lane's scores that is hidden by position.
   template <class Clear> __device__ __forceinline__ void hide(const QueryStep &step, const Clear &clear) const {
     const i32 column = step.begin + tile::lane_column(0, 0);
 #pragma unroll

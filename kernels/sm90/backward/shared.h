@@ -8,28 +8,28 @@
 
 namespace strobe::sm90 {
 
-// What the loading thread tells the others: a tile of queries. It reaches them with Q.
+// The message of the thread that loads Q, a tile of queries; it arrives together with Q. These are the bits of its flags.
 enum : i32 {
   kLast = 1,
-  kNothing = 2, // there is no tile at all
-  kMasked = 4,  // some of the keys is not seen by some of the queries
-  kUnseen = 16, // << 0 or 1: none of the first, or second, 64 keys is seen by any
-  kRows = 256   // times how many queries there are, of a part of a larger problem
+  kNothing = 2, // these keys have no tile of queries
+  kMasked = 4,  // some key is hidden from some query
+  kUnseen = 16, // << 0 or 1: no query sees any of the first, or second, 64 keys
+  kRows = 256   // in a part of a larger problem: times the number of the tile's queries
 };
 struct QueryStep {
   i32 begin, head;
   i32 number; // of the tile, in the order of dq_sum
   i32 flags;
 };
-// The keys of this thread block; of a persistent one tile after tile of them.
-struct KeyBlock {                  // head_kv: the number of a share where query heads of a key head are shared out
-  static constexpr i32 kNone = -1; // as batch: there are no more
+// The tile of keys that this thread block works on.
+struct KeyBlock {                  // head_kv: with split_group the number of a share
+  static constexpr i32 kNone = -1; // as batch: there are no more keys
   i32 batch, head_kv, begin, seqlen_k;
 };
 __device__ __forceinline__ bool there(const KeyBlock &keys) { return keys.begin < keys.seqlen_k; }
-// The block's keys in a part of a larger problem: keys.begin is a position, and there are none from seqlen_k on.
+// What a part of a larger problem adds to it: keys.begin is then a position, and the keys end at position keys.seqlen_k.
 struct HeldKeyBlock {
-  i32 shift, number; // row = position + shift; of the tile among those of the sequence
+  i32 shift, number; // row = position + shift; the tile's number within the sequence
   i32 unused, unused_too;
 };
 // Key j is seen by queries from j - high to j - low.
@@ -37,21 +37,21 @@ struct Reach {
   i32 low, high, seqlen_q, unused;
 };
 
-// threadIdx.x; within a loop over keys what is made of it is made there, and not kept from before, in registers that are dear.
+// threadIdx.x. Persistent kernels read it again each time, so that no value derived from it stays in registers around the loop over keys.
 template <BackwardConfig C> __device__ __forceinline__ int this_thread() {
   if constexpr (C.persistent) return thread_index();
   return (int)threadIdx.x;
 }
 
-// From an address that is a multiple of 1024.
+// The addresses of everything in shared memory, from a multiple of 1024 on.
 template <BackwardConfig C> struct BackwardShared {
   u32 k, v, q, dout, ds, p, dq, bias, rows, barriers;
-  u32 of_keys; // barriers and messages of the keys of one stage: at `barriers`, those of the second stage behind all of the first
+  u32 of_keys; // barriers and messages of one stage of keys: stage 0 at `barriers`, stage 1 message_bytes() further
   __device__ __forceinline__ explicit BackwardShared(u32 base)
       : k((base + 1023) & ~1023u), v(k + C.key_stages * C.k_bytes()), q(v + C.key_stages * C.v_bytes()), dout(q + 2 * C.q_bytes()),
         ds(dout + 2 * C.dout_bytes()), p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), bias(dq + C.dq_bytes()),
         rows(bias + 2 * C.bias_bytes()), barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())), of_keys(barriers) {}
-  // With the stage of K and V that iteration n reads.
+  // The same with the stage of K and V that iteration n reads.
   __device__ __forceinline__ BackwardShared at(u32 n) const {
     BackwardShared found = *this;
     if constexpr (C.key_stages == 2) {
@@ -75,11 +75,11 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 ds_empty(u32 n) const { return barriers + 80 + n % 2 * 8; }
   __device__ __forceinline__ u32 k_full() const { return of_keys + 96; }
   __device__ __forceinline__ u32 v_full() const { return of_keys + 104; }
-  // For persistent blocks: K and V have been read, and the next ones may come.
+  // Persistent blocks: K and V have been read, and the next tile may be loaded into their stage.
   __device__ __forceinline__ u32 keys_empty() const { return of_keys + 160; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.roles ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
-  // By roles: P of an iteration, from one warpgroup to the other.
+  // By roles: P of an iteration, which the left warpgroup passes to the right one.
   __device__ __forceinline__ u32 p_full() const { return barriers + 112; }
   __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
@@ -87,9 +87,9 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 held() const { return barriers + 368; }
   __device__ __forceinline__ u32 walk(int loader) const { return barriers + C.message_bytes() + 48 * loader; }
   __device__ __forceinline__ u32 reach() const { return of_keys + 176; }
-  // Where blocks own dQ: its sum, tile of queries after tile.
+  // Where blocks own dQ: its sum, one tile of queries after another.
   __device__ __forceinline__ u32 dq_sum() const { return barriers + C.message_bytes(); }
-  // Deterministic: the steps once more, for the warp that adds up dQ: it is never eight steps behind, so that eight places suffice.
+  // Deterministic: copies of the steps, for the thread that adds up dQ. It is never eight steps behind, so eight places suffice.
   __device__ __forceinline__ u32 dq_step(u32 n) const { return barriers + 208 + n % 8 * 16; }
 
   __device__ __forceinline__ void begin() const {
@@ -127,7 +127,8 @@ template <BackwardConfig C> __device__ __forceinline__ u32 next_keys_number(u32 
 template <BackwardConfig C> __device__ __forceinline__ u32 parity_before_next_keys(u32 n) {
   return C.key_stages == 2 ? next_keys_number<C>(n) >> 31 ^ 1 : n >> 31;
 }
-// Waits for a persistent block's next tile of keys; n: behind the last iteration with the tile before. Returns whether there is one.
+// Waits for a persistent block's next tile of keys, and returns whether there is one. n: on entry the number after the last iteration with
+// the tile before, on return that of the first iteration with the next tile.
 template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
   if constexpr (!C.persistent) return false;
   n = next_keys_number<C>(n);
@@ -136,7 +137,7 @@ template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const Bac
   return (i32)load_shared(at.keys()) != KeyBlock::kNone;
 }
 
-// Barriers of stages that are used in turn: full for iteration n, and empty again for it.
+// Barriers of the two stages that iterations use in turn: wait until the stage of iteration n is full; until it is free for iteration n.
 __device__ __forceinline__ void wait_full(u32 barrier, u32 n) { mbarrier_wait(barrier, n / 2 % 2); }
 __device__ __forceinline__ void wait_empty(u32 barrier, u32 n) { mbarrier_wait(barrier, n / 2 % 2 ^ 1); }
 

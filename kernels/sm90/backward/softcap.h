@@ -1,4 +1,4 @@
-// A softcap and nothing else of the options that make scores more than products: P and the softcap's slope by few instructions.
+// P and the softcap's derivative in few instructions, where no other option changes the scores.
 #pragma once
 #include "../../device/scores.h"
 #include "../../ptx/mma.h"
@@ -13,15 +13,15 @@ template <Features F> struct BackwardSoftcap {
 
   template <class Score> __device__ __forceinline__ explicit BackwardSoftcap(const Score &scores) : forward(scores) {}
 
-  // q.k -> P times the slope, in S, and P as T. lse: where -LSE of this lane's first two queries is; those of the next two 32 bytes
-  // further.
+  // Replaces q.k in S by P times the derivative, and writes P, rounded, to P. lse: the address of -LSE of this lane's first two queries;
+  // -LSE of its next two queries lies 32 bytes further.
   template <class T, int N> __device__ __forceinline__ void exponentiate(float (&S)[N], u32 (&P)[N / 2], u32 lse) const {
     const float to_caps = forward.to_caps, square = to_caps * to_caps;
     const float cubic = Forward::kCubic * square * to_caps, quintic = Forward::kQuintic * (square * square) * to_caps;
     if (forward.all_small(S)) {
       exponentiate<T>(S, P, lse, [&](float s, float &slope) {
         const float u = s * s, t = s * __fmaf_rn(__fmaf_rn(quintic, u, cubic), u, to_caps);
-        slope = __fmaf_rn(-t, t, 1.0f); // which does not cancel: t is small
+        slope = __fmaf_rn(-t, t, 1.0f); // does not cancel, because t is small
         return t;
       });
     } else {

@@ -1,4 +1,4 @@
-// A warp's sums to global memory through shared memory that is free by then: rows of 128 bytes at a time.
+// Stores a warp's sums to global memory through shared memory that is no longer used, so that rows are written 128 bytes at a time.
 #pragma once
 #include "../../attention/arguments.h"
 #include "../../ptx/ldmatrix.h"
@@ -7,8 +7,8 @@
 
 namespace strobe::sm90 {
 
-// As store_rows (device/epilogue.h). place: the warp's 16 rows of 64 columns, swizzled as tiles are; those of the next 64 columns lie
-// `block` bytes further.
+// Like store_rows (device/epilogue.h). place: the address of the warp's 16 rows of the first 64 columns, swizzled like tiles; those of the
+// next 64 columns lie `block` bytes further.
 template <class T, int kColumns>
 __device__ __forceinline__ void store_rows_staged(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns,
                                                   const float (&x)[kColumns / 2], float factor, u32 place, u32 block) {

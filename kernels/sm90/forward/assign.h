@@ -1,4 +1,4 @@
-// One thread of a block determines which query tiles the block computes.
+// One thread of a block determines which items (query tiles, or their splits) the block computes.
 #pragma once
 #include "../../attention/packed_tiles.h"
 #include "../arguments.h"
@@ -16,9 +16,9 @@ template <Config C> struct Assign {
   u32 told = 0, verdicts = 0;
 
   __device__ __forceinline__ void all() {
-    // Where items take different times, the next one is drawn only when the current one has been loaded: drawn earlier, it would be fixed
-    // while two items are still to be computed, and the last items would be distributed badly. Where all items take the same time the next
-    // one is drawn earlier, so that no warp waits for a ticket.
+    // Where items take different times, the block draws the next item only when the current one has been loaded: if it drew earlier, it
+    // would own an item while two others are still to be computed, and the last items would be distributed badly. Where all items take the
+    // same time, it draws earlier, so that no warp waits for a ticket.
     const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q && !C.features.seqused && !C.features.pages;
     Item before{0, 0, 0, kNone};
     bool first = true;
@@ -41,7 +41,7 @@ template <Config C> struct Assign {
     tell({0, 0, 0, kNone});
   }
 
-  // The next item's number; a.items or more after the last one.
+  // Draws the number of the next item: a.items or more if there is none.
   __device__ __forceinline__ u32 draw(bool &first) const {
     if (gridDim.x >= a.items) return a.items;
     const u32 ticket = first ? first_ticket(a.tickets) : next_ticket(a.tickets);
@@ -49,8 +49,8 @@ template <Config C> struct Assign {
     if (ticket == a.items - 1) return_tickets(a.tickets);
     return gridDim.x + ticket;
   }
-  // Within a bundle of heads the last (longest, if causal) tile first. C.packed: heads share a tile. Packed sequences count as one batch
-  // here, because their tiles are numbered through all of them.
+  // The item with number x. Within a bundle of heads the last tile comes first (under a causal mask the longest). Packed sequences count as
+  // one batch here, because their tiles are numbered through all of them. C.packed: several heads share a tile.
   __device__ __forceinline__ Item item(u32 x) const {
     const u32 split = C.split ? x - a.splits_divisor.divide(x) * a.splits_divisor.by : 0;
     if constexpr (C.split) x = a.splits_divisor.divide(x);
@@ -81,7 +81,7 @@ template <Config C> struct Assign {
   }
   __device__ __forceinline__ void tell_held(const Item &item) const {
     if (item.kind() == kNone) return;
-    // The range that contains the tile; the last one if no earlier one does.
+    // The range that contains the tile: the first one that ends after the tile's begin, or else the last one.
     const i32 n = first_where(in.part->count_q - 1, [&](i32 n) { return range_of_queries(in, item.b, n).end() > item.q; });
     const HeldRange r = held_range_of_queries(in, item.b, n);
     const PartTable &t = *in.part;
@@ -91,8 +91,8 @@ template <Config C> struct Assign {
   __device__ __forceinline__ i32 first_number(i32 b, i32 n) const {
     return number_of_first(range_of_queries(in, b, n), n, C.tile_q(), false);
   }
-  // Waits until all warps have read the last item, and the copy engine has been given all of its keys, and its values unless they are
-  // paged.
+  // Waits until all warps have read the last item, and all loads of its keys have been issued (of its values as well, unless they are
+  // paged).
   __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }
   __device__ __forceinline__ void tell(const Item &item) {
     wait_loaded();
@@ -101,8 +101,8 @@ template <Config C> struct Assign {
     write(shared.item(), item.b, item.h, item.q, item.how);
     mbarrier_arrive(shared.item_full());
   }
-  // Waits for the verdict on an item that was computed fast, and has it computed again if it failed. (The next item is computed fast all
-  // the same, because how an item is computed must not depend on which block computes it.)
+  // Waits for the consumers' verdict on an item that was computed fast, and assigns it again, as kSafe, if it failed. (The next item still
+  // begins as kFast: how an item is computed must not depend on which block computes it.)
   __device__ __forceinline__ void judge(const Item &item) {
     if (item.kind() != kFast) return;
     const u32 n = verdicts++;

@@ -4,31 +4,31 @@
 
 namespace strobe::sm90 {
 
-// How far m, the value subtracted from scores, may lag behind the running maximum.
+// How far m, the value that is subtracted from scores, may lag behind the running maximum.
 inline constexpr i32 kExact = 0;   // not at all
 inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need no rescaling
-inline constexpr i32 kFixed = 2;   // without bound after a row's first whole tile: no maximum is taken; a query tile that overflows is
-                                   // computed again, lagging
-// Each row decides for itself: without bound after the first tile with a key that the row sees, but lagging while the row's sum is large.
-// If something is not finite, the query tile is computed again, and each chunk of keys is walked twice: once like this, and then lagging,
-// for the rows that are not finite. (An enum leaves no symbol in kernels that do not use it.)
+inline constexpr i32 kFixed = 2;   // without bound after a row's first tile without hidden keys: no maximum is taken then. A query tile
+                                   // that overflows is computed again, lagging
+// kFixedByRow: each row decides for itself. Its m stays fixed after the first tile with a key that the row sees, and lags by 2^8 while the
+// row's sum is large. If a result is not finite, the query tile is computed again, and each chunk of keys is walked twice: once like this,
+// and then lagging, for the rows that are not finite. (An enum leaves no symbol in kernels that do not use it.)
 enum : i32 { kFixedByRow = 3 };
 
 struct Config {
   i32 dtype;                // kF16 or kBF16
   i32 head_dim, head_dim_v; // rounded up to multiples of 16
-  i32 warpgroups;           // consumers; each owns 64 rows of the tile: queries, of one head or several (packed)
+  i32 warpgroups;           // consumer warpgroups; each owns 64 rows of the query tile, of one head or of several (packed)
   i32 tile_k;               // a multiple of 16
   i32 stages;               // tiles of K, and of V, in shared memory at a time: at most 6
   i32 registers_load, registers_compute;
   i32 q_in_registers;
   i32 blocks_per_sm;
   i32 reference;   // kExact, kLagging, kFixed or kFixedByRow
-  i32 split;       // over keys: results are partial, to be combined
+  i32 split;       // keys are divided into splits: results are partial and passes/combine.h merges them
   i32 bias_by_tma; // a 16-bit bias, loaded by the copy engine
-  // Tiles of keys begin at multiples of tile_k. With up to 128 columns of O, chunks of tiles have results of their own, which are merged in
-  // order (device/chunks.h); more columns leave no registers for merging. The bits of a row then depend on that row only, unless the
-  // reference is kFixed. split: each split is one chunk.
+  // A row's bits depend on that row only, unless the reference is kFixed. Tiles of keys begin at multiples of tile_k. With up to 128
+  // columns of O, chunks of tiles have results of their own, which are merged in order (device/chunks.h); more columns leave no registers
+  // for merging. split: each split is one chunk.
   i32 invariant;
   i32 packed; // query heads of a key head share a query tile: rows.h
   Features features;
@@ -37,8 +37,8 @@ struct Config {
   STROBE_FN constexpr bool chunked() const { return invariant && head_dim_v <= 128; }
   STROBE_FN constexpr i32 chunk() const { return 4096 / tile_k * tile_k; }             // keys
   STROBE_FN constexpr i32 walked_floats() const { return 128 * (head_dim_v / 4 + 1); } // O and LSE of one of each lane's two rows
-  STROBE_FN constexpr bool repeats_chunks() const { return reference == kFixedByRow; } // where a query tile is computed again
-  STROBE_FN constexpr bool walks_chunks() const { return chunked() && !split; }        // one after the other
+  STROBE_FN constexpr bool repeats_chunks() const { return reference == kFixedByRow; } // when a query tile is computed again
+  STROBE_FN constexpr bool walks_chunks() const { return chunked() && !split; }        // a block walks over all chunks, one after another
   STROBE_FN constexpr i32 threads() const { return 128 * (warpgroups + 1); }
   // Tiles in shared memory are blocks of 64 columns.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }
@@ -46,10 +46,10 @@ struct Config {
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q() * columns(); }
   STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * columns(); }
   STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * columns_v(); }
-  // Bytes for 64 columns at a time: 64 queries of each warpgroup.
+  // Bytes of a tile of the bias, in blocks of 64 columns, which have 64 rows for each warpgroup.
   STROBE_FN constexpr i32 bias_columns() const { return 2 * 64 * tile_q(); }
   STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? (tile_k + 63) / 64 * bias_columns() : 0; }
-  // Q, the stages of K, those of V, those of the bias; then barriers and messages; and the room that aligning to 1024 may take.
+  // Q, the stages of K, of V and of the bias; 512 bytes of barriers and messages; and up to 1024 bytes that alignment takes.
   STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + stages * (k_bytes() + v_bytes() + bias_bytes()) + 512 + 1024; }
 };
 

@@ -1,4 +1,4 @@
-// O / l and LSE to memory.
+// Stores O / l and LSE to global memory.
 #pragma once
 #include "../../device/chunks.h"
 #include "../../device/softmax.h"
@@ -18,12 +18,12 @@ __device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const I
     const i32 c = n / 2 * 8 + n % 2;
     const float x = group.O.x[n / 2 * 4 + 2 * r + n % 2] * factor;
     if (c + tile::lane_column(0, 0) < group.in.head_dim_v) out[c] = x;
-    if (r == 0 || C.invariant) nonfinite |= !(x - x == 0); // invariant: a row that sees no key of a split leaves nothing in the results
+    if (r == 0 || C.invariant) nonfinite |= !(x - x == 0); // invariant: both rows, for a row that sees no key of this split shows nothing
   }
   return nonfinite;
 }
-// Stores them as final results. Two lanes exchange halves of neighbouring blocks of 8 columns, so that each stores 8 bytes and together
-// they store whole sectors. There are no branches: within one the compiler computes the address again, and waits for each exchange.
+// The same for a final result. Two lanes exchange halves of neighbouring blocks of 8 columns, so that each lane stores 8 bytes and both
+// together whole sectors. There are no branches: in a branch the compiler computes the address again, and waits for each exchange.
 template <Config C>
 __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, bool there, int r,
                                               float factor) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
     const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
     const u32 x = odd ? other : left, y = odd ? right : other;
     store_global_below(c, columns, out + c, x, y);
-    // A number of V that is not finite makes all rows so; invariant: the sum of a single row may be not finite.
+    // A number of V that is not finite shows in all rows, so one row is enough; invariant: the sum of a single row may be not finite.
     if (r == 0 || C.invariant) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
   }
   return (r == 0 || C.invariant) && there && multiply_add_pairs<T>(zero, 0, 0) != 0;
@@ -67,9 +67,9 @@ __device__ __forceinline__ bool store_partial_of_part(const Warpgroup<C> &group,
   }
   return zero != 0;
 }
-// Merges row r of a lane's O of a chunk / l with the chunks before it. A result that is not final waits in the block's own memory, which
-// stays in the L2 cache: each thread reads what it wrote. Returns the LSE of all chunks so far. zero: NaN if something of the chunk is not
-// finite.
+// Merges row r of a lane's O / l of this chunk with the result of the chunks before it, and returns the LSE of all chunks so far. A result
+// that is not final waits in the block's own global memory, which stays in the L2 cache; each thread reads only what it wrote itself.
+// zero: becomes NaN if something of the chunk is not finite.
 template <Config C>
 __device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &end, float factor, bool there, int r, bool first, bool last,
                                            float &zero) {
@@ -104,7 +104,7 @@ template <Config C> __device__ __forceinline__ float merge_sink(Warpgroup<C> &gr
   return with_sink.lse;
 }
 
-// The rows that exist. Invariant: they are computed again, so that no value stays in registers for this.
+// Which rows exist. Invariant: this is computed again, so that no value stays in registers for it.
 template <Config C>
 __device__ __forceinline__ auto rows_of_result(const Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax) {
   struct {
@@ -117,16 +117,16 @@ __device__ __forceinline__ auto rows_of_result(const Warpgroup<C> &group, const 
   }
   return rows;
 }
-// Whether row r's sum is not right, so that the tile must be computed again.
+// Whether row r's sum l is wrong, so that the tile must be computed again.
 template <Config C> __device__ __forceinline__ bool overflowed(const TileSoftmax<C> &softmax, const RowEnd &end, int r) {
   if constexpr (C.invariant) return !(end.lse < -minus_infinity<float>());
-  const bool too_low = C.features.bias && softmax.running.M[r] == minus_infinity<float>(); // a score may be that low
+  const bool too_low = C.features.bias && softmax.running.M[r] == minus_infinity<float>(); // a bias may make scores too low for exp2's unit
   return (C.reference == kFixed && !(softmax.running.l[r] < TileSoftmax<C>::kMost)) || too_low;
 }
 
-// Stores O / l and LSE of the warpgroup's rows: as results, as those of a split, or as those of a partial part. Invariant: the result of a
-// chunk of keys is merged with those before it; first, last: no other chunk comes before, or after it. counts: which of a lane's two rows
-// count.
+// Stores O / l and LSE of the warpgroup's rows: as final results, or as those of a split or of a partial part. Invariant: merges the result
+// of a chunk of keys with those of the chunks before it. first, last: whether this is the first and the last chunk. counts: which of a
+// lane's two rows to store.
 template <Config C>
 __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, bool first, bool last,
                                               const bool (&counts)[2]) {

@@ -9,20 +9,20 @@
 
 namespace strobe::sm90 {
 
-// ALiBi and a bias: S stays q.k.
+// The exponent with ALiBi, a bias, or both: S stays q.k, and what is added to scores is added to the exponent.
 template <Config C, class Score> struct Line {
   static constexpr Features F = C.features;
   static constexpr bool kApplies = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.bias_by_tma);
   const i32 offset, high; // as in Score
   const float unit, full_slope;
-  float slope, start; // for the tile: ALiBi's slope, and its term at the lane's first row and column
-  bool before;        // all keys of the tile come before their queries, where ALiBi's penalty grows from tile to tile
+  float slope, start; // of this tile: ALiBi's slope, and ALiBi's term at the lane's first row and column
+  bool before;        // no key of the tile lies past its query: there ALiBi's penalty grows from tile to tile
 
   __device__ __forceinline__ Line(const Score &scores, float slope)
       : offset(scores.offset), high(scores.high), unit(scores.scale * kLog2e<float>),
         full_slope(__shfl_sync(0xFFFFFFFFu, slope * kLog2e<float>, 0)) {}
 
-  // S of the keys [begin, end) and the warp's queries from row on, before any element is hidden.
+  // Begins a tile. s: S of the keys [begin, end) and the warp's queries from `row` on, before any element is hidden.
   template <int N> __device__ __forceinline__ void begin(float (&s)[N], i32 row, i32 begin, i32 end) {
     if constexpr (F.alibi) {
       const bool after = begin >= row + 15 + offset;

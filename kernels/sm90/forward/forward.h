@@ -33,7 +33,8 @@ template <Config C> struct Forward {
     }
   }
 
-  // Clears rows of Q that belong to no head, once. With arbitrary contents sums might overflow, and the tile would follow their maxima.
+  // Clears the rows of Q that belong to no head, once. Arbitrary contents might overflow these rows' sums, so that the whole tile would
+  // follow the maxima.
   static __device__ __forceinline__ void clear_spare_rows(const Warpgroup<C> &group) {
     const u32 first = (u32)packed(group.a).packed * packed(group.a).queries.by, zeros[4] = {};
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// Mask and bias for the scores of a tile that a lane holds.
+// The mask and the bias of the scores that a lane holds of a tile.
 #pragma once
 #include "../../device/scores.h"
 #include "../arguments.h"
@@ -6,17 +6,17 @@
 
 namespace strobe::sm90 {
 
-// The mask's bits, a byte for each 16 keys: device/mask_bits.h has their layout.
+// The mask's bits, one byte for each 16 keys; device/mask_bits.h describes their layout.
 template <Config C> struct GivenMask {
   const u8 *bytes;
   u32 x[C.tile_k / 16];
 
-  // The warp's queries begin at row.
+  // row: the first of the warp's queries.
   template <class Score>
   __device__ __forceinline__ GivenMask(const MaskBits &mask, const Score &scores, i32 h, i32 row)
       : bytes(mask.at(scores.b, h, min(row, scores.seqlen_q - 1) / 16, 0, tile::lane_id())) {}
 
-  // begin: a multiple of 16. Bytes past the last key belong to other rows.
+  // Loads the bits for the keys from `begin` on, a multiple of 16. Bytes past the last key belong to other rows, and are not used.
   __device__ __forceinline__ void fetch(i32 begin) {
 #pragma unroll
     for (int n = 0; n < C.tile_k / 16; ++n) x[n] = load_global_byte(bytes + 2 * begin + 32 * n);
@@ -39,14 +39,15 @@ template <Config C> struct GivenBias {
   u32 stage = 0;       // the offset of the stage that is read
   u32 x[2][C.tile_k / 16][2];
 
-  // w: the warpgroup; warp: within it.
+  // w: the warpgroup; warp: the warp's number within it.
   __device__ __forceinline__ GivenBias(const HopperForwardArguments &a, const SharedMemory<C> &shared, int w, int warp) {
     const int lane = tile::lane_id(), row = a.bias_rows_step ? lane % 8 : 0;
     first = shared.bias + kRowBytes * (a.bias_rows_step ? 64 * w + 16 * warp + row : 0) + ((lane / 8 % 2 ^ row) << 4);
     next_row = a.bias_rows_step ? 8 * kRowBytes : 0;
   }
   __device__ __forceinline__ void begin(int n) { stage = n * C.bias_bytes(); }
-  // The whole warp calls it for each i before at(i). It loads 16 keys of one of a lane's two rows if i is the first of their elements.
+  // Must be called by the whole warp for each i, before at(i). If i is the first element of 16 keys in one of a lane's two rows, it loads
+  // the bias of these keys.
   __device__ __forceinline__ void read(int i) {
     const int r = i / 2 % 2, n = i / 8;
     if (i % 8 == 2 * r) ldmatrix(x[r][n], (first ^ 32 * (n % 4)) + (stage + r * next_row + n / 4 * C.bias_columns()));

@@ -1,4 +1,5 @@
-// One producer thread of a block has the copy engine load K and V, tile by tile; another one Q. Where K and V are paged, a warp loads each.
+// One producer thread of a block has the copy engine load K and V, tile by tile; another one loads Q. Where K and V are paged, one warp
+// loads K and another one V.
 #pragma once
 #include "../../attention/schedule.h"
 #include "../../device/keys.h"
@@ -10,7 +11,7 @@
 
 namespace strobe::sm90 {
 
-// The keys that the item walks over.
+// The share of the keys that the item walks over.
 template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Share share_of(const HopperForwardArguments &a, const Item &item) {
   if constexpr (C.chunked() && C.split) return {item.split(), 1, C.chunk()};
   return {item.split(), C.split ? a.splits : 1};
@@ -29,7 +30,8 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArgume
   return schedule<C>(a, band, item, share_of<C>(a, item));
 }
 
-// The same with each chunk of keys twice: where a query tile is computed again (kFixedByRow).
+// The same with each chunk of keys twice. With kFixedByRow a query tile whose fast result is not finite is computed again in this way: all
+// rows take the first walk over a chunk, and those that fail in it take the second, lagging one (config.h).
 template <Config C> class TwiceByChunk {
 public:
   __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared)
@@ -52,15 +54,16 @@ public:
     }
     return true;
   }
-  // The number of the run that the last tile belongs to; and the mark for the tile before it, which says whether this one begins another
-  // run or repeats the last chunk.
+  // The number of the run that the tile last returned by next() belongs to.
   __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
+  // If that tile begins a run: how the tile before it is marked, as the last one before the repetition of the final chunk, or as the last
+  // one of a walk over a chunk.
   __device__ __forceinline__ Tile::Last before() const {
     return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk;
   }
 
 private:
-  // The item is read again, so that it takes no registers.
+  // The tiles of one chunk; of all keys if chunk < 0. The item is read again, so that it takes no registers.
   __device__ __forceinline__ BasicSchedule<i32> of(i32 chunk) const {
     const Item item = read<Item>(shared_.item());
     const BasicBand<i32> band = narrow(a_.in.sequence<C.features>(item.b).band);
@@ -74,9 +77,9 @@ private:
   bool again_ = false;
 };
 
-// The same keys as one run, in another order: from the last query's own key down, and then up from there. ALiBi's penalty then grows from
-// tile to tile, and the fixed reference holds. Under a window the walk begins at its far end, because the keys that a warpgroup sees must
-// be one run in this order as well.
+// The same keys in another order: from the key opposite the last query downwards, and then upwards from there. ALiBi's penalty then grows
+// from tile to tile, so that the fixed reference holds. If the window ends to the left, the walk begins at the last visible key instead,
+// because the keys that a warpgroup sees must be one run in this order as well.
 class FromDiagonal {
 public:
   __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
@@ -102,12 +105,12 @@ private:
   i32 tile_, down_, up_;
 };
 
-// Rows of paged K or V: each lane of the warp that loads looks up where 16 rows of a tile lie, all of them in one page.
+// The places of a tile's rows in paged K or V. Each lane of the loading warp looks up 16 rows, which lie in one page.
 struct PagedRows {
   enum : i32 { kCount = 16 };
-  i32 row;   // the first row in its page; past the page's last row, where the copy engine finds zeros, if the lane has none
-  u32 entry; // the table's entry: a page, or none of the pools'
-  // Looks up the lane's rows of a tile of keys, which begins at a multiple of kCount; entries of the table past `end` are not read.
+  i32 row;   // the lane's first row within its page; if the lane has no rows: past the page's end, where the copy engine reads zeros
+  u32 entry; // the table's entry: a page, or a number that is no page of the pools
+  // Looks up the lane's rows of the tile [begin, end), where begin is a multiple of kCount. Entries of the table past `end` are not read.
   __device__ __forceinline__ PagedRows(const Inputs &in, i32 b, i32 begin, i32 end) : row((i32)in.pages.size.by), entry(0) {
     const i32 j = begin + (i32)((u32)thread_index() % 32 * kCount);
     if (j >= end) return;
@@ -116,16 +119,16 @@ struct PagedRows {
     const u32 n = page.divide((u32)j);
     row = j - (i32)(n * page.by), entry = (u32)in.pages.table_of(b)[n];
   }
-  // Loads zeros for the rows of a page that is not in the pools, and returns which lanes have such rows.
+  // Lets load() read zeros for rows whose page is not in the pools, and returns which lanes have such rows.
   __device__ __forceinline__ u32 settle(const Inputs &in) {
     const bool lacks = entry >= in.pages.count;
     if (lacks) row = (i32)in.pages.size.by;
     return __ballot_sync(0xFFFFFFFFu, lacks);
   }
-  // Loads the tile of kN rows, kColumns of each.
+  // Loads the tile: kN rows of kColumns columns.
   template <int kN, int kColumns> __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 head) const {
     const i32 page = (i32)entry * x.batch_step;
-    // This many boxes are issued as one run of instructions: there are no registers for more.
+    // kBoxes limits how many boxes are issued as one run of instructions: there are no registers for more.
     constexpr int kGroups = kN / kCount, kBoxes = 6, kTogether = min(4, max(1, kBoxes * 64 / kColumns));
 #pragma unroll
     for (int n = 0; n < kGroups; n += kTogether) {
@@ -148,7 +151,8 @@ struct PagedRows {
 
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
-  // paged: then one warp loads K, and LoadV V; otherwise a thread loads both. (As an enum it leaves no symbol in kernels that read none.)
+  // If K and V are paged, one warp loads K here and another one V in LoadV; otherwise one thread loads both. (An enum leaves no symbol in
+  // kernels that do not use it.)
   enum : bool { kPaged = C.features.pages != 0 };
   static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
@@ -167,7 +171,7 @@ template <Config C> struct Load {
       const Item item = read<Item>(shared.item());
       if (item.kind() == kNone) break;
       load(item);
-      if (one()) mbarrier_arrive(shared.item_empty()); // not earlier: assign.h draws the next item when this one is loaded
+      if (one()) mbarrier_arrive(shared.item_empty()); // only now: assign.h draws the next item when this one is loaded
     }
   }
 
@@ -195,7 +199,7 @@ template <Config C> struct Load {
     do {
       const KeyTile tile = next;
       const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
-      if constexpr (C.reference == kFixed && kPaged) // all lanes read it at once: it may be written meanwhile
+      if constexpr (C.reference == kFixed && kPaged) // one lane's reading for all: a consumer may write it meanwhile
         more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
       else if constexpr (C.reference == kFixed)
         more = more && load_shared(shared.lost()) != items;
@@ -225,7 +229,7 @@ template <Config C> struct Load {
     return C.walks_chunks() ? (i32)((u32)begin / C.chunk()) : 0;
   }
   static __device__ __forceinline__ i32 run(const TwiceByChunk<C> &tiles, i32) { return tiles.run(); }
-  // The message for a tile of `run`, after which one at `next` follows.
+  // The mark Tile::last for a tile of `run` that is followed by the tile at `next`.
   template <class Tiles> static __device__ __forceinline__ i32 end_of_run(const Tiles &tiles, i32 run, i32 next) {
     return Load::run(tiles, next) != run ? Tile::kLastOfChunk : 0;
   }
@@ -237,7 +241,7 @@ template <Config C> struct Load {
     load<C.columns_v()>(a.tma_v, shared.v_full(v.index), C.v_bytes(), shared.v + v.index * C.v_bytes(), row, kv, b);
     v.advance();
   }
-  // The thread that writes the messages.
+  // Whether this thread writes the messages.
   static __device__ __forceinline__ bool one() {
     if constexpr (!kPaged) return true;
     return elected();
@@ -254,7 +258,7 @@ template <Config C> struct Load {
     rows.template load<kN, C.columns()>(a.tma_k, shared.k_full(k.index), shared.k + k.index * C.k_bytes(), kv);
     k.advance();
   }
-  // It arrives together with K.
+  // Loads a tile of the bias, which arrives together with K.
   __device__ __forceinline__ void load_bias(const Item &item, i32 column) {
     for (i32 c = 0; c < C.tile_k; c += 64) {
       const u32 address = shared.bias + k.index * C.bias_bytes() + c / 64 * C.bias_columns();
@@ -272,7 +276,7 @@ template <Config C> struct Load {
   }
 };
 
-// Loads paged V: a warp of its own, which follows the warp that loads K from tile to tile.
+// Loads paged V. A warp of its own does so, and reads from the messages which tiles the warp that loads K has taken.
 template <Config C> struct LoadV {
   const HopperForwardArguments &a;
   const Inputs &in;
@@ -306,7 +310,7 @@ template <Config C> struct LoadV {
   }
 
 private:
-  // Frees messages that all lanes have read.
+  // Frees a message, after all lanes have read it.
   static __device__ __forceinline__ void release(u32 empty) {
     __syncwarp();
     if (elected()) mbarrier_arrive(empty);
@@ -343,12 +347,12 @@ template <Config C> struct LoadQ {
   }
 
 private:
-  // Where the row of query 0 would lie.
+  // The row of the tensors that position 0 would have.
   __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
     if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
     return a.in.held<C.features>(item.b).q0;
   }
-  // Past the last head of the piece there is no head, or another piece's.
+  // Loads the heads of the piece; in the last piece, rows past its last head are zeros or hold another piece's heads.
   __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
     mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
     for (int c = 0; c < C.columns(); c += 64)

@@ -1,5 +1,5 @@
-// Infinities and NaN in V where a query tile is computed again: they are cleared in the tiles, and added at the end to the results of the
-// queries that see them.
+// Infinities and NaN in V, when a query tile is computed again: they are cleared in the tiles, and at the end they are added to the results
+// of the queries that see them.
 #pragma once
 #include "../../device/nonfinite.h"
 #include "load.h"
@@ -13,7 +13,8 @@ template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warp
   using T = typename Element<C.dtype>::type;
   mbarrier_wait(group.shared.v_full(value.index), value.parity);
 #pragma unroll 1
-  for (i32 i = (i32)threadIdx.x % 128 * 4; i < C.v_bytes(); i += 128 * 4) { // a few registers: S, O, P and Q are in use
+  for (i32 i = (i32)threadIdx.x % 128 * 4; i < C.v_bytes();
+       i += 128 * 4) { // 4 bytes at a time: few registers are left beside S, O, P and Q
     const u32 place = group.shared.v + value.index * C.v_bytes() + i, x = load_shared(place), bad = spread(nonfinite<T>(x));
     if (bad) store_shared(place, x & ~bad);
   }
@@ -21,7 +22,7 @@ template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warp
   group.together();
 }
 
-// A row of this split's partial O.
+// The address of a row of this split's partial O.
 __device__ __forceinline__ float *partial_out(const HopperForwardArguments &a, const Item &item, i32 h, i64 row) {
   return a.partial_out + (item.split() * a.in.rows() + a.in.row_index(item.b, h, row)) * a.in.head_dim_v;
 }
@@ -30,7 +31,7 @@ template <Config C> struct Results {
   const HopperForwardArguments &a;
   const Item &item;
   i64 q0;
-  i32 first, queries, count; // first, queries: of the sequence, in each head; count: of all rows
+  i32 first, queries, count; // the first query and the number of queries in each head; the number of rows in all heads
   __device__ __forceinline__ i32 query(i32 r) const { return first + (C.packed ? r % queries : r); }
   __device__ __forceinline__ i32 head(i32 r) const { return item.h + (C.packed ? r / queries : 0); }
   __device__ __forceinline__ void add(i32 r, i32 c, float x) const {
@@ -76,8 +77,8 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   BasicKeyTile<i32> t;
 #pragma unroll 1
   while (tiles.next(t)) {
-    // With pages, tiles that have missing keys were cleared as well; a number that was not cleared and is added again is not finite either
-    // way.
+    // These are the tiles that were cleared. With pages, tiles with missing keys were cleared as well, and which ones is not known here; so
+    // all tiles are taken: adding a number that was not cleared changes nothing, since its result is already not finite.
     if (C.invariant || F.mask || F.bias || F.pages || t.masked || t.end - t.begin < C.tile_k)
       strobe::add_nonfinite<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
   }

@@ -10,8 +10,9 @@ namespace strobe::sm90 {
 struct HeldKeyTile : BasicKeyTile<i32> {
   i32 shift; // row of K and V = position + shift
 };
-// Tiles of held keys that some queries of an item see, ascending, none of which crosses a range. They begin at multiples of 16, as dropout
-// needs, if the ranges do. kUnchecked: with an illegal cu_seqlens_k they may lie beyond the tensor, which the copy engine detects itself.
+// The tiles of held keys that some queries of an item see, ascending. No tile crosses the border of a range. Tiles begin at multiples of
+// 16, as dropout needs, if the ranges do. kUnchecked: with an illegal cu_seqlens_k tiles may lie beyond the tensor, where the copy engine
+// reads zeros.
 template <Config C, bool kUnchecked> class HeldKeys {
 public:
   __device__ __forceinline__ HeldKeys(const Inputs &in, const BasicBand<i32> &band, const Item &item)
@@ -42,7 +43,7 @@ private:
   BasicRange<i32> any_, all_;
   i32 n_, next_ = 0, end_ = 0, shift_ = 0;
 };
-// The rows of key tiles.
+// The first row of K and V of a tile of keys.
 __device__ __forceinline__ i32 first_row(const BasicKeyTile<i32> &t) { return t.begin; }
 __device__ __forceinline__ i32 first_row(const HeldKeyTile &t) { return t.begin + t.shift; }
 

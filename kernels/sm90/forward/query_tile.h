@@ -1,4 +1,4 @@
-// The loop of the forward: 64 rows of a warpgroup walk over the tiles of keys.
+// The forward's main loop: a warpgroup walks over the tiles of keys for its 64 rows.
 #pragma once
 #include "epilogue.h"
 #include "nonfinite.h"
@@ -11,7 +11,7 @@ template <Config C> struct QueryTile {
   Warpgroup<C> &group;
   const Item &item;
   TileSoftmax<C> softmax;
-  // Keys that some query of this warpgroup sees by position.
+  // The keys that some query of this warpgroup sees by position.
   const BasicRange<i32> visible;
   Tile t; // the tile whose scores are computed
 
@@ -60,9 +60,9 @@ template <Config C> struct QueryTile {
       turn = true;
     }
   }
-  // Walks over each chunk of keys twice: for all rows, and then, lagging, for those that were not finite.
+  // Walks over each chunk of keys twice: for all rows, and then, lagging, for the rows that were not finite.
   __device__ __forceinline__ void compute_safely() {
-    bool failed[2] = {}, first = true, repeats = false, turn = false; // failed, and in the repetition: the other rows
+    bool failed[2] = {}, first = true, repeats = false, turn = false; // which rows failed; in the repetition: which did not
     for (;;) {
       group.O.clear();
       softmax.restart(repeats);
@@ -76,7 +76,7 @@ template <Config C> struct QueryTile {
         p_v();
         turn = true;
       }
-      if (!sees()) { // nor the following ones
+      if (!sees()) { // then the following tiles are not visible either
         group.skip_tile(turn);
         turn = true;
         while (!t.last) {
@@ -94,7 +94,7 @@ template <Config C> struct QueryTile {
     }
     add_nonfinite(group, item, softmax.dropout.dropout);
   }
-  // Whether a lane's row r failed, in the columns of the other lanes as well.
+  // Whether all of a lane's row r is finite, the columns that other lanes hold included.
   __device__ __forceinline__ bool finite(int r) const {
     float zero = tile::row_sum(softmax.running.l[r]) * 0.0f;
 #pragma unroll
@@ -105,7 +105,7 @@ template <Config C> struct QueryTile {
   __device__ __forceinline__ bool is_last() const { return C.walks_chunks() ? t.last == Tile::kLast : t.last; }
   __device__ __forceinline__ bool sees() const { return t.begin < visible.end && t.end > visible.begin; }
 
-  // Skips tiles that are not visible. Every tile of an item but its first takes a turn: returns whether this one must.
+  // Skips tiles that are not visible. Returns whether the tile found must take a turn, as every tile of an item but the first does.
   __device__ __forceinline__ bool find_first_tile() {
     t = group.wait_tile();
     bool turn = false;
@@ -116,13 +116,13 @@ template <Config C> struct QueryTile {
     }
     return turn;
   }
-  // From this tile on, except for the last tile's O += P V.
+  // Walks from this tile on over all visible tiles, except for the last tile's O += P V.
   __device__ __forceinline__ void walk(bool turn) {
     bool more = first_tile(turn);
 #pragma unroll 1
     while (more) more = steady_step();
   }
-  // S = Q K^T, P = softmax(S). Returns, as the next step does, whether another tile must be computed.
+  // S = Q K^T, P = softmax(S). Returns, as steady_step does, whether another tile must be computed.
   __device__ __forceinline__ bool first_tile(bool turn) {
     if (turn) group.wait_turn();
     group.begin_q_k();
@@ -134,7 +134,7 @@ template <Config C> struct QueryTile {
     softmax.round(group.P);
     return next_tile();
   }
-  // S = Q K^T of this tile and O += P V of the previous one; meanwhile P = softmax(S) of this one.
+  // S = Q K^T of this tile, then O += P V of the previous tile while P = softmax(S) of this tile is computed.
   __device__ __forceinline__ bool steady_step() {
     group.wait_turn();
     group.begin_q_k();
@@ -145,7 +145,7 @@ template <Config C> struct QueryTile {
     const bool followed = softmax.follows;
     softmax.exponentiate(t, group.v.next());
     leave_bias();
-    group.S.done(); // the compiler must wait for P V only after the softmax
+    group.S.done(); // so that the compiler waits for P V only after the softmax
     const bool more = next_tile();
     wait_for<0>(group.O, group.P);
     group.release_v();
@@ -172,7 +172,7 @@ template <Config C> struct QueryTile {
     }
   }
 
-  // Scores are in registers: K's stage is freed, unless a bias arrived with it.
+  // Called when S is in registers: frees K's stage, unless a bias lies there too.
   __device__ __forceinline__ void take_k() {
     softmax.given.bias.begin(group.k.index);
     if constexpr (!Given<C, typename TileSoftmax<C>::Score>::kBias) group.release_k();
@@ -188,7 +188,7 @@ template <Config C> struct QueryTile {
       group.release(group.shared.q_empty(group.w));
     }
   }
-  // Whether a tile after t must be computed; t becomes that tile.
+  // Moves t to the next tile, if there is one. Returns whether that tile must be computed.
   __device__ __forceinline__ bool next_tile() {
     if (t.last) return false;
     softmax.watch(t);

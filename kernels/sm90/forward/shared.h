@@ -9,30 +9,30 @@ namespace strobe::sm90 {
 // How a query tile is computed.
 enum Kind : i32 {
   kNone,
-  kFast, // the first time: P may overflow, or V may hold numbers that are not finite; then the tile is computed again
-  kSafe, // the reference follows the maxima, and infinities and NaN in V are kept from queries that do not see them
+  kFast, // the first time. If P overflows, or V holds numbers that are not finite, the tile is computed again
+  kSafe, // the second time: the reference follows the maxima, and infinities and NaN in V are kept from queries that do not see them
 };
-// The message of the assigning thread.
+// The message of the assigning thread: what the block computes next.
 struct Item {
   i32 b, h, q;
-  i32 how;                         // the kind, and which split of the keys
+  i32 how;                         // the kind, and the number of the split of the keys
   static constexpr i32 kKinds = 4; // room for the kinds; a power of two, because the split is stored above it
   __device__ __forceinline__ i32 kind() const { return how % kKinds; }
   __device__ __forceinline__ i32 split() const { return how / kKinds; }
   __device__ __forceinline__ Item safely() const { return {b, h, q, split() * kKinds + kSafe}; }
 };
-// A part's addition to an item, whose q is a position.
+// What a part of a larger problem adds to an item, whose q is then a position.
 struct HeldQueries {
-  i32 end, shift;         // its queries end before this position; row = position + shift
+  i32 end, shift;         // the position at which its queries end; row = position + shift
   i32 seqlen_q, seqlen_k; // of the whole sequence
 };
 // The message of the loading thread: a tile of keys. It arrives together with K.
 struct Tile {
   i32 begin, end;
   i32 masked, last;
-  enum : i32 { kLacks = 2 }; // the bits of masked from this one on: for each 16 keys, whether their page is not in the pools
-  // last: whether the tile is the last one of the item, of a chunk of keys (if they are walked by chunks), or of a chunk's first walk,
-  // after which the chunk is repeated.
+  enum : i32 { kLacks = 2 }; // from this bit of `masked` on, one bit for each 16 keys: their page is not in the pools
+  // Values of `last`. kLast: the item's last tile. If keys are walked by chunks, kLastOfChunk: the last tile of a walk over a chunk;
+  // kLastBeforeAgain: the last tile of the first of two walks over the final chunk.
   enum Last : i32 { kLast = 1, kLastOfChunk, kLastBeforeAgain };
 };
 
@@ -54,11 +54,14 @@ template <Config C> struct SharedMemory {
   __device__ __forceinline__ u32 v_empty(int stage) const { return barriers + 120 + 32 * stage; }
   __device__ __forceinline__ u32 item() const { return messages; }
   __device__ __forceinline__ u32 failed(u32 n) const { return messages + 16 + 4 * (n % 2); } // P overflowed, or O is not finite
-  // The number of an item that is lost to an overflow. Relaxed read: a late reader only loads tiles that are not used.
+  // The number of an item whose P has overflowed, so that its remaining tiles need not be loaded. Relaxed read: a late reader only loads
+  // tiles that are not used.
   __device__ __forceinline__ u32 lost() const { return messages + 32; }
   __device__ __forceinline__ u32 tile(int stage) const { return messages + 48 + 16 * stage; }
 
-  __device__ __forceinline__ u32 held(u32 item) const { return messages + 144 + 16 * (item % 2); } // two: an item's is read until its end
+  __device__ __forceinline__ u32 held(u32 item) const {
+    return messages + 144 + 16 * (item % 2);
+  } // two places: an item's message is read until the item's end
 
   enum : i32 { kLoadsV = C.features.pages }; // a warp of its own loads V, and reads the messages as the consumers do
   __device__ __forceinline__ void begin() const {

@@ -1,4 +1,4 @@
-// From a tile of S to P, and the running softmax of a warpgroup's queries: options of the score, masking, and the reference of the
+// Turns a tile of S into P, and keeps the running softmax of a warpgroup's queries: options of the score, masking, and the reference of
 // exponents.
 #pragma once
 #include "../../device/query_major_dropout.h"
@@ -17,7 +17,7 @@ template <Config C> struct TileSoftmax {
   using Softcap = sm90::Softcap<F, C.reference != kExact>;
   static constexpr bool kLine = Line<C, Score>::kApplies;
   static constexpr int kN = C.tile_k;
-  // Bounds of l: up to kMost P fits its type; from kFar on the reference follows.
+  // Bounds of l: as long as l is below kMost, P fits its type; from kFar on the reference follows the maxima.
   static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f, kFar = C.dtype == kF16 ? 4096.0f : 1e12f;
   static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
 
@@ -27,13 +27,13 @@ template <Config C> struct TileSoftmax {
   const Sequence sequence;
   const Score scores;
   QueryMajorDropout<F> dropout;
-  const i32 q, row; // the warpgroup's first query, and the warp's (not for packed heads: options that use them are never packed)
+  const i32 q, row; // the first query of the warpgroup and of the warp; not used with packed heads
   const typename Score::Row rows[2];
   Given<C, Score> given;
   Line<C, Score> line;
   Softcap softcap;
   RowSoftmax<2> running;
-  bool follows = true, rising; // follows: the reference follows the maxima (of some rows); rising: it always will (of all rows)
+  bool follows = true, rising; // follows: the reference of some rows follows the maxima; rising: that of all rows does from now on
   u32 random[F.dropout ? kN / 32 : 1][4];
 
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
@@ -51,7 +51,7 @@ template <Config C> struct TileSoftmax {
     if constexpr (!C.packed) return {row + tile::lane_row(r), item.h};
     return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
   }
-  // Starts another chunk of keys. kFixedByRow: all rows lag, or each row decides; a row that does not exist never lags.
+  // Starts another chunk of keys. kFixedByRow: if `lags`, all rows lag; otherwise each row decides. Rows that do not exist never follow.
   __device__ __forceinline__ void restart(bool lags = false) {
     running = RowSoftmax<2>();
     if constexpr (C.reference == kFixedByRow) {
@@ -67,10 +67,10 @@ template <Config C> struct TileSoftmax {
   // and -inf.
   __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
 
-  // V's numbers that are not finite are cleared in all tiles, not only in those that are masked by position: mask and bias may hide any
-  // element, and an invariant row's bits must not depend on the other rows of its tile.
+  // Whether V's numbers that are not finite are cleared in all tiles, not only in those that are masked by position: mask and bias may hide
+  // any element, and an invariant row's bits must not depend on the other rows of its tile.
   static constexpr bool kClearsEachTile = F.mask || F.bias || C.invariant;
-  // Q K^T of tile t, in S -> P, in S. value: where its V lies.
+  // Replaces Q K^T of tile t in S by P. value: the stage where the tile's V lies.
   __device__ __forceinline__ void exponentiate(const Tile &t, const Stage<C> &value) {
     if constexpr (kClearsEachTile) {
       if (item.kind() != kFast) clear_nonfinite_v(group, value);
@@ -97,7 +97,7 @@ template <Config C> struct TileSoftmax {
     }
     running.exponentiate(S, of);
   }
-  // P as operand of the tensor cores, without the dropped elements.
+  // Rounds P to an operand of the tensor cores, in which dropped elements are 0.
   __device__ __forceinline__ void round(LeftOperand<kN> &P) const {
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) {
@@ -110,7 +110,8 @@ template <Config C> struct TileSoftmax {
     if (running.moved()) running.rescale(O.x);
   }
 
-  // After tile t: determines whether the reference goes on following the maxima, and whether P has become too large for that to help.
+  // Called after tile t: determines whether the reference goes on following the maxima, and whether it is too late for that because P has
+  // overflowed.
   __device__ __forceinline__ void watch(const Tile &t) {
     if constexpr (C.reference == kFixed) {
       const float l = fmaxf(running.l[0], running.l[1]);
@@ -131,7 +132,7 @@ template <Config C> struct TileSoftmax {
   __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }
 
 private:
-  // Whether the reference must follow row r, judged by this lane's columns.
+  // Whether the reference of row r must follow its maximum, judged by this lane's columns.
   __device__ __forceinline__ bool wants(int r) const { return running.M[r] == minus_infinity<float>() || running.l[r] >= kFar; }
   template <class Exponent> __device__ __forceinline__ void follow_by_row(const Exponent &of) {
     bool rows[2];

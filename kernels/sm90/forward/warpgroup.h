@@ -10,14 +10,14 @@ namespace strobe::sm90 {
 template <Config C> struct Warpgroup {
   using T = typename Element<C.dtype>::type;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
-  // Named barriers, + the warpgroup's number: kTurn: it may issue; kAll: all its threads have arrived.
+  // Named barriers: at kTurn + w, warpgroup w waits until it may issue products; at kTogether + w all its threads meet.
   static constexpr int kTurn = 1, kTogether = kTurn + C.warpgroups;
 
   const HopperForwardArguments &a;
   const Inputs &in;
   const SharedMemory<C> &shared;
-  const int w, lane, warp; // warpgroup; warp within it
-  Stage<C> k{}, v{};       // stage of the next tile
+  const int w, lane, warp; // the warpgroup's number; the warp's number within it
+  Stage<C> k{}, v{};       // the stages of the next tiles of K and V
   u32 items = 0, verdicts = 0;
   Accumulator<T, kDv> O;
   Accumulator<T, kN> S;
@@ -74,7 +74,7 @@ template <Config C> struct Warpgroup {
     mbarrier_wait(shared.v_full(v.index), v.parity);
     release_v();
   }
-  // Reports whether the result is right; if not, the query tile must be computed again.
+  // Reports to assign.h whether the query tile's result failed, so that it must be computed again.
   __device__ __forceinline__ void judge(bool failed) {
     const u32 n = verdicts++;
     if (failed) store_shared(shared.failed(n), 1);

@@ -7,7 +7,7 @@
 
 namespace strobe::cuda {
 
-// The order of the bits: that in which the forward's lanes hold S (by_queries), or the backward's lanes S^T (by_keys).
+// The bits lie in the order in which the forward's lanes hold S, or the backward's lanes hold S^T.
 enum class MaskOrder { by_queries, by_keys };
 // The launch that packs the mask; `bits` receives the address and strides of the packed mask.
 Launch pack_mask(const Problem &, const Inputs &, MaskOrder, MaskBits &bits, Scratch &);
