@@ -41,8 +41,8 @@ private:
     }
     if (!a.dq_sum || (kHopper && a.first_stores)) return;
     float4 *sum = (float4 *)(a.dq_sum + tile.number * (C.tile_q * C.head_dim));
-    // Hopper: a tile consists of pieces of 64 columns, of which only the last one ends with padding; or, with up to 64 columns, of two pieces
-    // with half of the queries each.
+    // Hopper: a tile consists of pieces of 64 columns, of which only the last one ends with padding; or, with up to 64 columns, of two
+    // pieces with half of the queries each.
     constexpr int kQueries = kHopper ? dq_queries(C.head_dim, C.tile_q) : C.tile_q;
     const int used = kQueries * (kHopper ? (a.in.head_dim + 15) / 16 * 16 : C.head_dim) / 4;
 #pragma unroll
@@ -188,8 +188,8 @@ private:
       }
     }
     if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // the row sees only its sink: a score of such a Q would have made LSE NaN
-    // If a row's dO is not finite or its LSE is NaN, P becomes NaN. If only D is not finite, because the row sees such a V, P stays valid for
-    // dV.
+    // If a row's dO is not finite or its LSE is NaN, P becomes NaN. If only D is not finite, because the row sees such a V, P stays valid
+    // for dV.
     rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
     if (C.partial && !a.in.bias) rows[i] -= correction * kLog2e<float>;
     if (a.in.bias) rows[i + C.tile_q] = -correction * kLog2e<float>;
