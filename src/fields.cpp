@@ -1,9 +1,39 @@
-// Compares the table of fields (strobe/fields.inc) with strobe.h. The structs have no padding, so the members that the rows name fill them.
+// Compares the table of fields (strobe/fields.inc) with strobe.h. The structs have no padding, so the members that the rows name fill them,
+// each once: the enums refuse a row that is there twice, which would otherwise make up for a missing one of the same size.
 #include <cstddef>
 
 #include "strobe/strobe.h"
 
 // clang-format off
+namespace {
+
+namespace options { enum {
+#define STROBE_OPTION(name) name,
+#include "strobe/fields.inc"
+}; }
+
+namespace tensors { enum {
+#define STROBE_TENSOR(name, place) name,
+#include "strobe/fields.inc"
+}; }
+
+namespace part { enum {
+#define STROBE_PART(name) name,
+#include "strobe/fields.inc"
+}; }
+
+namespace execution { enum {
+#define STROBE_EXECUTION(name) name,
+#include "strobe/fields.inc"
+}; }
+
+namespace plan { enum {
+#define STROBE_PLAN(name) name,
+#include "strobe/fields.inc"
+}; }
+
+} // namespace
+
 static_assert(sizeof(strobe_attention) == sizeof(strobe_attention::size)
 #define STROBE_OPTION(name) + sizeof(strobe_attention::name)
 #include "strobe/fields.inc"

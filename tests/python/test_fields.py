@@ -61,6 +61,12 @@ def test_as_it_is(tree):
         (TABLE, "STROBE_PLAN(tile_q)\n", "", lacks("strobe_plan")),
         (TABLE, "STROBE_OPTION(softcap)\n", "STROBE_OPTION(softcap)\n" * 2, lacks("strobe_attention")),
         (TABLE, "STROBE_OPTION(softcap)\n", "STROBE_OPTION(soft_cap)\n", "soft_cap"),
+        # a row twice, and another one of the same size forgotten
+        (TABLE, "STROBE_OPTION(softcap)\n", "STROBE_OPTION(dropout)\n", "'dropout'"),
+        (TABLE, "STROBE_INPUT(sinks, sinks)\n", "STROBE_INPUT(mask, mask)\n", "'mask'"),
+        (TABLE, "STROBE_PART(heads)\n", "STROBE_PART(first_head)\n", "'first_head'"),
+        (TABLE, "STROBE_EXECUTION(pool)\n", "STROBE_EXECUTION(stream)\n", "'stream'"),
+        (TABLE, "STROBE_PLAN(tile_q)\n", "STROBE_PLAN(tile_k)\n", "'tile_k'"),
         # a has_ flag that the table does not know of, or that the struct does not have
         (TABLE, "STROBE_OPTIONAL(scale)\n", "STROBE_OPTION(scale)\n", lacks("strobe_attention")),
         (TABLE, "STROBE_OPTION(softcap)\n", "STROBE_OPTIONAL(softcap)\n", "has_softcap"),

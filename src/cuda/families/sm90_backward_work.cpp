@@ -130,6 +130,8 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   return kLaunches + main + sums + bias + rows_seconds(p, c.head_dim, c.head_dim_v, !c.owns_dq);
 }
 
+// Every prediction that it compares is for one stage of K and V (kBlockSeconds): share_out() decides about two stages afterwards, since
+// whether blocks are persistent depends on the number of shares.
 int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &device) {
   constexpr double kGain = 0.93; // shares are worth their memory if they take at most this fraction of the predicted time without
   const int64_t group = p.group();
