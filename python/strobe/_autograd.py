@@ -31,8 +31,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
 def forward(call: Call) -> tuple[Tensor, ...]:
     """out and lse, differentiable, and the results named by aux. The dispatcher is left out unless a compiler, a transform or a tracer must
     see the operator itself."""
-    if (arrays := call.framework.autocast(call.arrays)) is not call.arrays:
-        call = call.on(arrays)
+    call = call.on(call.framework.autocast(call.arrays))
     if is_seen_by_dispatcher():
         return _operators.forward(call)
     try:
