@@ -188,12 +188,16 @@ def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
         raise refusing(NotImplementedError, "k_scale", f"quantised keys {words}", *names)
 
 
-def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
-    arrays = call.arrays
+def refuse_tracked_slopes(arrays: Mapping[str, Tensor]) -> None:
     slopes = arrays.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        words = "requires grad, and strobe.attention has no gradient of it; accepted is {0}.detach()"
+        words = "requires grad, and attention has no gradient of it; accepted is {0}.detach()"
         raise refusing(NotImplementedError, "alibi_slopes", words, Name("alibi_slopes"))
+
+
+def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
+    arrays = call.arrays
+    refuse_tracked_slopes(arrays)
     if not _is_differentiated(*arrays.values()):
         return _below_autograd(call)
     if tracked := [name for name in _TRACKED if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled()]:
