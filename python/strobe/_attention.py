@@ -15,7 +15,7 @@ from ._messages import shown
 from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
 from ._parse import is_seed, parse, parse_aux, seed_options
 from ._part import Part
-from ._refusals import refusing
+from ._refusals import Hint, raised_for, refusals_of, refusing
 from .arrays.base import Array, Framework
 from .arrays.known import framework_like, known_framework
 
@@ -375,7 +375,7 @@ def dropout_mask(
     several = isinstance(shape, Sequence) and not isinstance(shape, (str, bytes))
     sizes = [size for size in shape if is_integer(wrong, "shape", size, 0, 2**63 - 1)] if several else []
     if not wrong and len(sizes) != 4:
-        wrong.append((ValueError if several else TypeError)(f"shape: {shown(shape)}; accepted is (B, H, Sq, Sk)"))
+        wrong.append(refusing(ValueError if several else TypeError, "shape", f"{shown(shape)}; accepted is (B, H, Sq, Sk)"))
     share = number(wrong, "dropout", dropout)
     for name, x in (("seed", seed), ("offset", offset)):
         if x is not None:
@@ -388,7 +388,8 @@ def dropout_mask(
         wrong.append(refusing(ValueError, "like", "given beside rng; accepted is one of the two: an array of rng's kind is returned"))
     for name, x in (("rng", rng), ("like", like)):
         if x is not None and not is_array(wrong, name, x, None, None):
-            wrong[-1] = type(wrong[-1])(f"{wrong[-1]}{of_generator(x)}")
+            error, hint = wrong[-1], Hint(of_generator(x))
+            wrong[-1] = raised_for(type(error), [each.beside(hint) for each in refusals_of(error)])
     if wrong:
         raise refusal(wrong)
     framework = framework_like(like if rng is None else rng, "strobe.dropout_mask")

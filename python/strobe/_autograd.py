@@ -31,8 +31,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
 def forward(call: Call) -> tuple[Tensor, ...]:
     """out and lse, differentiable, and the results named by aux. The dispatcher is left out unless a compiler, a transform or a tracer must
     see the operator itself."""
-    if (arrays := call.framework.autocast(call.arrays)) is not call.arrays:
-        call = call.on(arrays)
+    call = call.on(call.framework.autocast(call.arrays))
     if is_seen_by_dispatcher():
         return _operators.forward(call)
     try:
@@ -189,12 +188,16 @@ def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
         raise refusing(NotImplementedError, "k_scale", f"quantised keys {words}", *names)
 
 
-def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
-    arrays = call.arrays
+def refuse_tracked_slopes(arrays: Mapping[str, Tensor]) -> None:
     slopes = arrays.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        words = "requires grad, and strobe.attention has no gradient of it; accepted is {0}.detach()"
+        words = "requires grad, and attention has no gradient of it; accepted is {0}.detach()"
         raise refusing(NotImplementedError, "alibi_slopes", words, Name("alibi_slopes"))
+
+
+def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
+    arrays = call.arrays
+    refuse_tracked_slopes(arrays)
     if not _is_differentiated(*arrays.values()):
         return _below_autograd(call)
     if tracked := [name for name in _TRACKED if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled()]:

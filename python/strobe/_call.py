@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ._abi import BACKWARD, FORWARD, MAX_RANK, said
 from ._core import ffi, lib
-from ._hints import SCALES, SCORES, TOKENS, OfCall
-from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN
+from ._hints import OfCall
+from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN, SCALES, SCORES, TOKENS
 from ._part import decoded, is_partial
 from ._refusals import Refusal, failure, refusals_of
 from .arrays.base import Array, Framework

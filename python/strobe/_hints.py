@@ -6,15 +6,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from ._abi import DTYPES, MAX_RANK, NO_DTYPE, engines
+from ._options import SCALES, SCORES, TOKENS
 from ._refusals import Axes, AxisOf, Either, Hint, Name, OtherLayout, Refusal, Sizes, Types
 from .arrays.base import Array
 from .arrays.known import known_framework
 
-# Tensors that broadcast to (B, H, Sq, Sk): if they have fewer axes, the first ones are missing, as in NumPy.
-SCORES = frozenset({"mask", "bias", "dbias"})
-# Tensors whose axes are (B,S,H,D) with layout "bshd".
-TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-SCALES = frozenset({"k_scale", "v_scale"})  # the same without the last axis, if k has four
 # Tensors whose shapes depend on H, Sq or Sk.
 _OF_SIZES = frozenset({"mask", "bias", "alibi_slopes", "sinks", "lse", "dlse", "delta", "block_mask"})
 # Tensors that are cast without a loss, or are no results of a computation: the dtype in which messages ask for them, for any q but float64.

@@ -207,10 +207,21 @@ class Name(Row):
 class Tensor(Row):
     """An array of q's kind, on q's device or, if that is stated, in host memory; it is then copied to q's device."""
 
-    def __init__(self, doc: str, has_gradient: bool = False, may_lie_in_host_memory: bool = False):
+    def __init__(
+        self,
+        doc: str,
+        has_gradient: bool = False,
+        may_lie_in_host_memory: bool = False,
+        broadcasts_to_scores: bool = False,
+        has_rows_of_keys: bool = False,
+    ):
+        """broadcasts_to_scores: to (B, H, Sq, Sk). If there are fewer axes, the first ones are missing, as in NumPy. has_rows_of_keys: its
+        axes are those of k without the last one, in the layout of k."""
         super().__init__(None, doc)
         self.has_gradient = has_gradient
         self.may_lie_in_host_memory = may_lie_in_host_memory
+        self.broadcasts_to_scores = broadcasts_to_scores
+        self.has_rows_of_keys = has_rows_of_keys
 
     def tensors(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -282,13 +293,16 @@ class AttentionOptions(TypedDict, total=False):
         "Array | None",
         Tensor(
             "bool, True = attend. It broadcasts to (B, H, Sq, Sk) and is never expanded in memory. Missing axes are the first ones, so a "
-            "padding mask (B, Sk) is written mask[:, None, None, :]; as it is, it would be read as (Sq, Sk) if B = Sq."
+            "padding mask (B, Sk) is written mask[:, None, None, :]; as it is, it would be read as (Sq, Sk) if B = Sq.",
+            broadcasts_to_scores=True,
         ),
     ]
     bias: Annotated[
         "Array | None",
         Tensor(
-            "is added to the scores. It broadcasts likewise, in q's dtype or float32. Its gradient is summed over what was broadcast.", True
+            "is added to the scores. It broadcasts likewise, in q's dtype or float32. Its gradient is summed over what was broadcast.",
+            has_gradient=True,
+            broadcasts_to_scores=True,
         ),
     ]
     alibi_slopes: Annotated[
@@ -366,10 +380,11 @@ class AttentionOptions(TypedDict, total=False):
             "k and v are quantised: int8, float8_e4m3fn, or INT4 as uint8 of half the width, column 2c in the low nibble of byte c. Each "
             "stands for what is stored times its scale. Scales are float16 or float32, one for each key and head: (B, Hkv, Sk), (Tk, Hkv) "
             'or (pages, Hkv, page), heads and keys exchanged in layout "bshd". q is float32, float16 or bfloat16, and out '
-            "has its dtype. There are no gradients. strobe.kv.quantise makes data and scales."
+            "has its dtype. There are no gradients. strobe.kv.quantise makes data and scales.",
+            has_rows_of_keys=True,
         ),
     ]
-    v_scale: Annotated["Array | None", Tensor(_UNDOCUMENTED)]
+    v_scale: Annotated["Array | None", Tensor(_UNDOCUMENTED, has_rows_of_keys=True)]
     k_scale_group: Annotated[
         "int | None",
         Multiple(
@@ -478,6 +493,12 @@ BLOCKS = ROWS["block_mask"].tensors("block_mask")
 GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or getattr(ROWS.get(name), "has_gradient", False)}
 # The results of attention() and reference() beside out and lse, if asked for.
 AUX = ("max_logit", "column_sums")
+# The tensors and gradients whose axes the layout names: (B, S, H, D) with "bshd".
+TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
+# The tensors, and their gradients, that Tensor.broadcasts_to_scores and Tensor.has_rows_of_keys speak of.
+_SCORES = [name for name, row in ROWS.items() if isinstance(row, Tensor) and row.broadcasts_to_scores]
+SCORES = frozenset({*_SCORES, *(name for name, of in GRADIENTS.items() if of in _SCORES)})
+SCALES = frozenset(name for name, row in ROWS.items() if isinstance(row, Tensor) and row.has_rows_of_keys)
 
 HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 

@@ -70,6 +70,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     "a mask": lambda a: a.update(mask=torch.ones(3, 3, dtype=torch.bool)),
     "a bias": lambda a: a.update(bias=torch.zeros(1, 1, 1, S + 1)),
     "slopes of other heads": lambda a: a.update(alibi_slopes=torch.zeros(2 * H)),
+    "slopes that require grad": lambda a: a.update(alibi_slopes=torch.zeros(H, requires_grad=True)),
     "sinks of other heads": lambda a: a.update(sinks=torch.zeros(H - 1)),
     "a mask of other heads": lambda a: a.update(mask=torch.ones(1, 2 * H, 1, S, dtype=torch.bool)),
     "a bias of other rows": lambda a: a.update(

@@ -41,6 +41,7 @@ WORDS = {
     "a mask": "mask: shape (3, 3); accepted is",
     "a bias": "bias: shape (1, 1, 1, 38); accepted is",
     "slopes of other heads": "alibi_slopes: shape (8); accepted is",
+    "slopes that require grad": "alibi_slopes: requires grad, and attention has no gradient of it; accepted is alibi_slopes.detach()",
     "sinks of other heads": "sinks: shape (3); accepted is (H) = (4)",
     "a mask of other heads": "mask: shape (1, 8, 1, 37); accepted is",
     "a bias of other rows": "bias: shape (1, 1, {more}, 37); accepted is",

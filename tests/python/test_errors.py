@@ -352,8 +352,9 @@ def test_numbers_of_any_kind():
 
 @pytest.mark.parametrize("shape", [3, None, "1144", (1, 1, 4), (1, 1, 4, 4.0), (1, 1, 4, HUGE), [[1], 1, 1, 1]])
 def test_the_shape_of_a_dropout_mask(shape):
-    with pytest.raises((TypeError, ValueError), match=r"^shape: .*; accepted (is \(B, H, Sq, Sk\)|is an integer|are integers)"):
+    with pytest.raises((TypeError, ValueError), match=r"^shape: .*; accepted (is \(B, H, Sq, Sk\)|is an integer|are integers)") as raised:
         strobe.dropout_mask(shape, 0.5, 1)
+    assert {each.argument for each in raised.value.refusals} == {"shape"}
 
 
 def test_gradients_of_what_is_not_there():
@@ -1057,8 +1058,9 @@ def test_strict_names_what_stands_in_the_way():
 )
 def test_dropout_mask(name, arguments):
     *arguments, like = (*arguments, None)[:5]
-    with pytest.raises((ValueError, TypeError), match=rf"^{name}: .*accepted"):
+    with pytest.raises((ValueError, TypeError), match=rf"^{name}: .*accepted") as raised:
         strobe.dropout_mask(*arguments, like=like)
+    assert [each.argument for each in raised.value.refusals] == [name]
 
 
 def test_dropout_mask_wants_a_seed_or_rng():
@@ -1067,6 +1069,14 @@ def test_dropout_mask_wants_a_seed_or_rng():
     for seeds in ({"seed": 1}, {"offset": 1}):
         with pytest.raises(ValueError, match="^rng: given beside seed or offset"):
             strobe.dropout_mask((1, 1, 4, 4), 0.5, rng=torch.tensor([1, 2]), **seeds)
+
+
+@pytest.mark.parametrize("name", ["rng", "like"])
+def test_a_generator_is_no_array_for_a_dropout_mask(name):
+    given = {"rng": {}, "like": {"seed": 1}}[name] | {name: torch.Generator()}
+    with pytest.raises(TypeError, match=f"^{name}: .*; a generator draws rng by torch.randint") as raised:
+        strobe.dropout_mask((1, 1, 4, 4), 0.5, **given)
+    assert [each.argument for each in raised.value.refusals] == [name]
 
 
 def test_dropout_mask_of_one_kind():

@@ -79,12 +79,12 @@ def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
     assert made == [_abi.FORWARD, _abi.BACKWARD][: 1 + tracked]
 
 
-def frames(call: Callable[[], object]) -> int:
-    """The Python frames between `call` and the library's function."""
+def frames(call: Callable[[], object], *names: str) -> int:
+    """The Python frames between `call` and the function in C of one of these names."""
     found: list[int] = []
 
     def profile(frame, event, function):
-        if event == "c_call" and getattr(function, "__name__", "") in ("strobe_forward", "strobe_backward"):
+        if event == "c_call" and getattr(function, "__name__", "") in (names or ("strobe_forward", "strobe_backward")):
             depth = 0
             while frame is not None and frame.f_code is not call.__code__:
                 depth, frame = depth + 1, frame.f_back
@@ -109,6 +109,11 @@ def test_a_call_passes_few_layers(monkeypatch):
     assert frames(lambda: strobe.attention(*tracked, causal=True)) == 9
     out, lse = strobe.attention(q, k, v, return_lse=True)
     assert frames(lambda: strobe.attention_backward(q, q, k, v, out, lse)) == 7
+    for _ in range(2):
+        strobe.attention(q, k, v)
+        strobe.attention(*tracked, causal=True)
+    assert frames(lambda: strobe.attention(q, k, v), "attention") == 2  # eager.c's
+    assert frames(lambda: strobe.attention(*tracked, causal=True), "run") == 3  # Ready.run, which autograd's function calls
 
 
 def test_each_call_has_results_of_its_own():

@@ -7,15 +7,15 @@ any device, head dimension and float dtype, and flash_attention_forward_lm retur
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strobe import attention, explain
-from strobe._options import MAX_HEAD_DIM_V
-
+from .. import attention
+from .._abi import outside_graphs
+from .._options import MAX_HEAD_DIM_V
+from .._parse import parse
 from ._lengths import integer_or_refusal, refuse
 from ._statistics import backward, lse_of, statistics
 from ._words import flag_or_refusal, in_words_of, names_checked
@@ -68,17 +68,14 @@ class FlashAttention(torch.nn.Module):
 
 
 @names_checked(_NAMES)
+@outside_graphs
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
     """(Bc, Br) that Strobe itself chooses for a forward of one float32 head of that size, on the GPU if there is one."""
     refuse(integer_or_refusal("sequence_length", sequence_length, 1), integer_or_refusal("head_dim", head_dim, 1, MAX_HEAD_DIM_V))
     shape = (1, 1, sequence_length, head_dim)
     x = torch.empty(shape, device="cuda" if torch.cuda.is_available() else "cpu")
-    answer = explain(x, x, x)
-    chosen = answer.rpartition("choice\n")[2].split()[0]
-    tile = re.search(rf"^  {re.escape(chosen)} .*; tile (\d+) x (\d+);", answer, re.MULTILINE)
-    if tile is None:
-        raise NotImplementedError(answer)
-    return int(tile[2]), int(tile[1])
+    Br, Bc = parse("attention", x, x, x, {}, []).tile(of_backward=False)
+    return Bc, Br
 
 
 @names_checked(_NAMES)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from .. import _eager, _prepared
 from .._attention import CONTEXTS
-from .._autograd import is_seen_by_dispatcher
+from .._autograd import is_seen_by_dispatcher, refuse_tracked_slopes
 from .._blockmask import BlockMask
 from .._call import Call
 from .._checks import Wrong, check_names, flag, is_choice, number, refusal
@@ -319,8 +319,7 @@ def _parsed(
     heads, heads_kv = (x.shape[head_axis] for x in (q, k))
     if heads_kv == 0 or heads % heads_kv:
         raise ValueError(f"k: {heads_kv} heads; accepted is a divisor of q's {heads}")
-    if (slopes := p.arrays.get("alibi_slopes")) is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("alibi_slopes: requires grad, and attention has no gradient of it; accepted is alibi_slopes.detach()")
+    refuse_tracked_slopes(p.arrays)
     if compiling:
         band = tuple(_operators.band_of(p.options))
         facts = facts_beside_plan(p, bool(lists), inside)

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import _eager, _prepared
 from .._autograd import DifferentiatedOnce, is_plain, is_seen_by_dispatcher, is_tracked
 from .._call import Call
-from .._operators import ARGUMENTS, call_of
+from .._operators import ARGUMENTS, TAGS, call_of
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS, written
 from ..arrays.torch import TORCH
 from ._agree import Said, Signature, agree, drawn_by_first
@@ -32,11 +32,10 @@ PassT = TypeVar("PassT", bound=Pass)
 _OWN = "int[] sharding_q, int[] sharding_k, str group, str[] levels, str method, bool agree, float? time_limit, bool draw, bool[] needed"
 _OWN_NAMES = tuple(argument.split()[1] for argument in _OWN.split(", "))
 FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
-_TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 # saved: the forward's results for the backward; the drawn seed and offset are the last ones.
-torch.library.define(FORWARD_NAME, f"({ARGUMENTS}, {_OWN}) -> (Tensor out, Tensor lse, Tensor[] saved)", tags=_TAGS)
+torch.library.define(FORWARD_NAME, f"({ARGUMENTS}, {_OWN}) -> (Tensor out, Tensor lse, Tensor[] saved)", tags=TAGS)
 torch.library.define(
-    BACKWARD_NAME, f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] saved, {ARGUMENTS}, {_OWN}) -> Tensor[]", tags=_TAGS
+    BACKWARD_NAME, f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor[] saved, {ARGUMENTS}, {_OWN}) -> Tensor[]", tags=TAGS
 )
 forward = torch.ops.strobe.distributed_forward.default
 backward = torch.ops.strobe.distributed_backward.default
