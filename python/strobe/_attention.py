@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from ._abi import outside_graphs
 from ._call import FAST_PATHS, Call, Gradients, drawn_mask
 from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
-from ._messages import shown
+from ._messages import is_bool, shown
 from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
 from ._parse import is_seed, parse, parse_aux, seed_options
 from ._part import Part
@@ -190,7 +190,7 @@ def attention_backward(
     into = {name: x for name, x in (("dq", dq), ("dk", dk), ("dv", dv)) if x is not None}
     if flag(wrong, "accumulate", accumulate) and not into:
         wrong.append(refusing(ValueError, "accumulate", "True without dq, dk or dv; accepted is one or more of them, to be added to"))
-    elif not accumulate:
+    elif is_bool(accumulate) and not accumulate:
         wrong += [refusing(ValueError, name, "given without accumulate; accepted is None, or accumulate=True") for name in into]
     call = _parse_again("attention_backward", q, k, v, options, wrong, known | into)
     framework = call.framework
@@ -343,8 +343,9 @@ def explain(q: Array, k: Array, v: Array, *, backward: bool = False, aux: Sequen
     nothing is raised.
     """
     wrong: Wrong = []
+    of_backward = flag(wrong, "backward", backward)
     names = parse_aux(wrong, aux)
-    return parse("explain", q, k, v, options, wrong, aux=names).explain(backward)
+    return parse("explain", q, k, v, options, wrong, aux=names).explain(of_backward)
 
 
 @outside_graphs

@@ -18,7 +18,7 @@ from ._messages import is_bool, shown
 from ._options import DEFAULTS, ELSEWHERE, MAX_HEAD_DIM, MAX_HEAD_DIM_V
 from ._parse import parse, without_causal_bias
 from ._part import Part
-from ._refusals import refusing
+from ._refusals import arguments_of, refusing
 from .arrays.base import Array, Framework
 from .arrays.known import framework_of, known_framework, unfit
 
@@ -94,15 +94,18 @@ def hyperbolic_attention(
     """
     points = {"q": q, "k": k, "v": v}
     options, wrong = _translated(model, aggregate, return_lse, beta, c, options)
+    refused = arguments_of(wrong)  # such a value may be an array, which is not to be compared
+    poincare = "model" not in refused and model == "poincare"
+    midpoint = "aggregate" not in refused and aggregate == "midpoint"
     framework = known_framework(q)
     if framework is None or not all(_may_be_points(framework, name, x, q) for name, x in points.items()):
         _refuse(q, k, v, options, wrong)
-    if aggregate == "midpoint" and options.get("page_table") is not None:
+    if midpoint and options.get("page_table") is not None:
         wrong.append(refusing(ValueError, "page_table", "given with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH))
     options = dict(without_causal_bias(framework, q, k, options, wrong))
     for name, x in points.items():
         most = (MAX_HEAD_DIM_V if name == "v" else MAX_HEAD_DIM) - 1  # a point has one more on the hyperboloid
-        if model == "poincare" and x.shape[-1] > most:
+        if poincare and x.shape[-1] > most:
             wrong.append(refusing(ValueError, name, f"{x.shape[-1]} coordinates; accepted with model 'poincare' are 1 to {most}"))
     if wrong:
         _refuse(q, k, v, options, wrong)
@@ -110,14 +113,14 @@ def hyperbolic_attention(
         wrong = [reason for name, x in points.items() if (reason := _no_points(name, x, model))]
         if wrong:
             raise refusal(wrong)
-    if model == "poincare":
+    if poincare:
         q, k, v = poincare_to_lorentz(q), poincare_to_lorentz(k), poincare_to_lorentz(v)
-    if aggregate == "midpoint":
+    if midpoint:
         options["bias"] = _with_log_gamma(framework, q, k, v, options)
         v = _mapped(lambda xp, x: x / x[..., :1], v)
     out, lse = attention(_time_reversed(framework, q), k, v, return_lse=True, **options)
     out = centroid(out)
-    if model == "poincare":
+    if poincare:
         out = lorentz_to_poincare(out)
     return (out, lse) if return_lse else out
 
@@ -147,7 +150,7 @@ def _translated(
     if isinstance(part := options.get("part"), Part):
         if part.partial:
             wrong.append(refusing(ValueError, "part", "partial=True; accepted is partial=False, for strobe.merge() does not add up points"))
-        elif aggregate == "midpoint" and not _has_all_keys(part):
+        elif isinstance(aggregate, str) and aggregate == "midpoint" and not _has_all_keys(part):
             wrong.append(
                 refusing(
                     ValueError, "part", "of fewer keys than there are, with aggregate 'midpoint'; accepted is 'centroid', for " + _WEIGH

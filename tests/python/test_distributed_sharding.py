@@ -184,6 +184,7 @@ def test_what_a_sharding_refuses():
     for call, message in (
         (lambda: Sharding.contiguous(-1, 2), "seqlen: -1; accepted are integers from 0"),
         (lambda: Sharding.zigzag(8, 0), "world_size: 0; accepted are integers from 1"),
+        (lambda: Sharding.zigzag(4, 2**31), "world_size: 2147483648; accepted are integers from 1 to 1048576"),
         (lambda: Sharding.zigzag(8.0, 2), "seqlen: float; accepted is an integer"),
         (lambda: Sharding(8, (((0, 4),), ((5, 3),))), "ranges: (((0, 4),), ((5, 3),)); accepted are ranges that have each position"),
         (lambda: Sharding(8, (((0, 5),), ((4, 4),))), "ranges: (((0, 5),), ((4, 4),)); accepted are ranges that have each position"),

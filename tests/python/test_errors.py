@@ -1240,7 +1240,7 @@ def test_caches_in_another_form_are_named():
     with pytest.raises(ValueError, match="a pool of pages is accepted beside page_table"):
         strobe.kv.append(pool, pool.clone(), new.transpose(1, 2), new.transpose(1, 2), held)
     with pytest.raises(ValueError, match=r"accepted is int32 \(2,\); seqlens.int\(\)$"):
-        strobe.kv.append(cache, cache.clone(), new.transpose(1, 2), new.transpose(1, 2), held.long())
+        strobe.kv.append(cache, cache.clone(), new.transpose(1, 2), new.transpose(1, 2), held.short())
 
 
 def test_a_partial_backward_wants_delta():
@@ -1252,3 +1252,17 @@ def test_a_partial_backward_wants_delta():
         match=r"^delta: missing; accepted with a partial part is \(dout \* out\).sum\(-1\) of the whole rows, \(B, H, Sq\) or \(H, Tq\)$",
     ):
         strobe.attention_backward(out, q, q, q, None, lse, part=at)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("accumulate", lambda x, array: strobe.attention_backward(x, x, x, x, x, x[..., 0], dq=x, accumulate=array)),
+        ("backward", lambda x, array: strobe.explain(x, x, x, backward=array)),
+        ("aggregate", lambda x, array: strobe.hyperbolic_attention(x, x, x, aggregate=array)),
+    ],
+)
+def test_an_array_in_place_of_a_flag_is_refused_by_name(name, call):
+    x = np.ones((1, 2, 4, 8), np.float32)
+    with pytest.raises((TypeError, ValueError), match=f"{name}: "):
+        call(x, np.ones(3, np.float32))

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .._abi import outside_graphs
+from .._checks import Wrong, flag, refusal
 from ..arrays.torch import TORCH
 from . import _operators
 from ._attention import in_context, prepare
@@ -40,6 +41,10 @@ def explain(
     Nothing is computed or sent: one rank may ask alone, and errors of other ranks are not known. Arguments and errors are those of
     attention(), on this rank.
     """
+    wrong: Wrong = []
+    backward = flag(wrong, "backward", backward)
+    if wrong:
+        raise refusal(wrong)
     group, levels, sharding, method = in_context(group, mesh, sharding, method)
     prepared = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, [True, None, False], dict(options))
     p = prepared.p._replace(arrays=TORCH.autocast(prepared.p.arrays))

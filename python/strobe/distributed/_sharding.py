@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _MOST = 2**63 - 1
+_MOST_RANKS = 1 << 20  # a sharding lists the ranges of each
 _GRAINS = (4, 16, 64)  # blocks per rank, among which balanced() looks for the best
 _CLOSE = 1.03  # a sharding with fewer ranges is preferred if its largest share of the work is larger by no more than this
 
@@ -83,7 +84,7 @@ class Sharding:
 
         Args:
             seqlen: the number of tokens.
-            world_size: the number of ranks.
+            world_size: the number of ranks, up to 1,048,576.
         """
         _check(seqlen, world_size)
         return cls(seqlen, tuple(((begin, end - begin),) for begin, end in _cuts(seqlen, world_size)))
@@ -95,7 +96,7 @@ class Sharding:
 
         Args:
             seqlen: the number of tokens. It need not be a multiple of anything: the lengths of blocks differ by 1 at most.
-            world_size: the number of ranks.
+            world_size: the number of ranks, up to 1,048,576.
         """
         _check(seqlen, world_size)
         blocks = [(begin, end - begin) for begin, end in _cuts(seqlen, 2 * world_size)]
@@ -117,7 +118,7 @@ class Sharding:
 
         Args:
             seqlen: the number of tokens.
-            world_size: the number of ranks.
+            world_size: the number of ranks, up to 1,048,576.
             cu_seqlens: for packed sequences (B + 1,), integers or an array in host memory; None: one sequence.
             window, causal: those of the attention. Queries and keys are the same tokens.
             block_mask: that of the attention, with its lengths.
@@ -295,7 +296,7 @@ def _is_ranges(of: object) -> bool:
 def _check(seqlen: int, world_size: int) -> None:
     wrong: Wrong = []
     is_integer(wrong, "seqlen", seqlen, 0, _MOST)
-    is_integer(wrong, "world_size", world_size, 1, _MOST)
+    is_integer(wrong, "world_size", world_size, 1, _MOST_RANKS)
     if wrong:
         raise refusal(wrong)
 
