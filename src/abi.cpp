@@ -27,16 +27,19 @@ namespace {
 struct Failure {
   std::string text;
   std::vector<Refusal> refusals;
-  std::vector<std::vector<const strobe_value *>> values; // by refusal
+  std::vector<std::vector<strobe_value>> values; // by refusal
+  std::vector<std::vector<const strobe_value *>> pointers;
   std::vector<strobe_refusal> shown;
 
   Failure() = default;
-  Failure(const char *what, std::vector<Refusal> all) : text(what), refusals(std::move(all)), values(refusals.size()) {
+  Failure(const char *what, std::vector<Refusal> all)
+      : text(what), refusals(std::move(all)), values(refusals.size()), pointers(refusals.size()) {
     for (size_t n = 0; n < refusals.size(); n++) {
-      Refusal &r = refusals[n];
-      for (Value &value : r.values) value.is.text = value.own.c_str(), values[n].push_back(&value.is);
+      const Refusal &r = refusals[n];
+      for (const Value &value : r.values) values[n].push_back(value.shown());
+      for (const strobe_value &value : values[n]) pointers[n].push_back(&value);
       shown.push_back({sizeof(strobe_refusal), r.argument, static_cast<int32_t>(r.code), static_cast<int32_t>(r.values.size()), r.words,
-                       values[n].data()});
+                       pointers[n].data()});
     }
   }
 };

@@ -258,16 +258,15 @@ typedef enum strobe_value_kind {
 } strobe_value_kind;
 
 typedef struct strobe_value {
-  uint64_t size; /* written by the library */
-  int32_t kind;  /* a strobe_value_kind */
-  int32_t count; /* of the entries of sizes and roles */
+  uint64_t size;  /* written by the library */
+  int32_t kind;   /* a strobe_value_kind */
+  int32_t or_one; /* of axes: bit n: axis n may have size 1 as well, which is broadcast */
   int64_t integer;
   double number;
-  const char *text;
-  int64_t sizes[4];     /* of axes: -1 where every size is accepted */
-  const char *roles[4]; /* "B", "Hkv", ... */
-  int32_t or_one;       /* bit n: axis n may have size 1 as well, which is broadcast */
-  int32_t reserved;
+  const char *text;         /* "" unless the kind has one */
+  size_t count;             /* of the entries of sizes and of roles; 0 if the kind has none */
+  const int64_t *sizes;     /* of axes: -1 where every size is accepted */
+  const char *const *roles; /* of axes: "B", "Hkv", ...; else null */
 } strobe_value;
 
 /* Why one argument was refused, in parts from which a caller can make a text in terms of its own. */
@@ -283,7 +282,8 @@ typedef struct strobe_refusal {
 STROBE_API const char *strobe_version(void);
 STROBE_API const char *strobe_last_error(void);
 /* The n-th refusal of this thread's last failure, or null past the last one. After STROBE_INVALID_ARGUMENT, strobe_last_error() is made of
- * them: a line for each, "argument: words". After other failures there are none. The result is valid until this thread's next failure. */
+ * them: a line for each, "argument: words". After other failures there are none. The record, and all that it points to, is valid until
+ * this thread's next failure. */
 STROBE_API const strobe_refusal *strobe_last_refusal(size_t n);
 STROBE_API const char *strobe_status_name(int32_t status);
 

@@ -76,13 +76,12 @@ inline std::vector<Refusal> last_refusals() {
     Refusal &found = all.emplace_back(Refusal{r->argument, static_cast<strobe_code>(r->code), r->words, {}});
     for (int32_t n = 0; n < r->n_values; n++) {
       const strobe_value &v = *r->values[n];
-      const bool has_roles = v.kind == STROBE_VALUE_AXES;
       found.values.push_back({static_cast<strobe_value_kind>(v.kind),
                               v.integer,
                               v.number,
                               v.text,
                               {v.sizes, v.sizes + v.count},
-                              {v.roles, v.roles + (has_roles ? v.count : 0)},
+                              {v.roles, v.roles + (v.roles ? v.count : 0)},
                               v.or_one});
     }
   }

@@ -102,7 +102,8 @@ struct Wishes {
 struct Problem {
   // sizes
   int64_t batch = 0, heads = 0, heads_kv = 0;
-  int64_t seqlen_q = 0, seqlen_k = 0; // varlen: max_seqlen_q, max_seqlen_k
+  int64_t seqlen_q = 0, seqlen_k = 0;         // varlen: max_seqlen_q, max_seqlen_k
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0; // as the caller gave them; 0: not given
   int64_t head_dim = 0, head_dim_v = 0;
   bool varlen = false;                              // keys are packed as well, unless they are paged
   int64_t page_size = 0, pages = 0, pages_each = 0; // keys per page, 0: not paged; pages of the pool; pages of a sequence

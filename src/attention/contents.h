@@ -56,12 +56,14 @@ template <class P, class F> void each_list(P &p, F &&f) {
 #include "strobe/fields.inc"
 }
 
-// Each check also refuses numbers that do not fit 32 bits.
-// The longest length that a check accepts: the caller's value of `argument`, or the number of all tokens.
+// The longest length that a check accepts: the caller's maximum, or the number of all packed tokens.
 struct Longest {
   int64_t tokens;
-  const char *argument; // null: the caller gave none
+  const char *argument; // the maximum's name; null: the caller gave none
+  // given: the maximum, 0 if there is none
+  Longest(const char *argument, int64_t given, int64_t total) : tokens(given ? given : total), argument(given ? argument : nullptr) {}
 };
+// Each check also refuses numbers that do not fit 32 bits.
 void check_cu_seqlens(const char *argument, Ints cu, int64_t batch, int64_t total, Longest most, Reasons &);
 // cu: cu_seqlens of packed keys, already checked; null: each sequence has `length` keys.
 void check_seqused(Ints used, int64_t batch, const int32_t *cu, int64_t length, bool paged, Reasons &);
@@ -91,14 +93,13 @@ bool update_longest(Problem &);
 template <class Read> void check_contents(const Problem &p, Read &&read) {
   Reasons reasons;
   auto done = [&] { reasons.raise_if_any(); };
-  auto longest = [](const char *argument, int64_t most, int64_t total) { return Longest{most, most < total ? argument : nullptr}; };
   if (p.varlen) {
-    check_cu_seqlens("cu_seqlens_q", read(p.cu_seqlens_q, p.batch + 1), p.batch, p.total_q, longest("max_seqlen_q", p.seqlen_q, p.total_q),
-                     reasons);
+    check_cu_seqlens("cu_seqlens_q", read(p.cu_seqlens_q, p.batch + 1), p.batch, p.total_q,
+                     Longest("max_seqlen_q", p.max_seqlen_q, p.total_q), reasons);
     done();
     if (p.packed_k())
       check_cu_seqlens("cu_seqlens_k", read(p.cu_seqlens_k, p.batch + 1), p.batch, p.total_k,
-                       longest("max_seqlen_k", p.seqlen_k, p.total_k), reasons);
+                       Longest("max_seqlen_k", p.max_seqlen_k, p.total_k), reasons);
     done();
   }
   if (p.varlen && p.part) {

@@ -1,29 +1,18 @@
 #include "attention/refusal.h"
 
-#include <algorithm>
-
 #include "attention/text.h"
 
 namespace strobe {
 namespace {
 
-constexpr int32_t kMostSizes = sizeof(strobe_value::sizes) / sizeof(int64_t); // entries of a value
-
-Value made(int32_t kind) {
+Value made(int32_t kind, std::string_view text = {}) {
   Value value;
-  value.is.size = sizeof value.is;
-  value.is.kind = kind;
-  return value;
-}
-Value made(int32_t kind, std::string_view text) {
-  Value value = made(kind);
-  value.own = text;
+  value.kind = kind, value.text = text;
   return value;
 }
 template <class List, class Size> Value listed(int32_t kind, const List &list, Size &&size) {
   Value value = made(kind);
-  for (const auto &x : list)
-    if (value.is.count < kMostSizes) value.is.sizes[value.is.count++] = size(x);
+  for (const auto &x : list) value.sizes.push_back(size(x));
   return value;
 }
 
@@ -31,10 +20,10 @@ std::string type_in_words(DType type, bool is_known) {
   return is_known ? name(type) : text(static_cast<int32_t>(type), " (", name(type), ")");
 }
 
-std::string axes_in_words(const strobe_value &v) {
+std::string axes_in_words(const Value &v) {
   std::string names, sizes;
   bool known = false;
-  for (int32_t a = 0; a < v.count; a++) {
+  for (size_t a = 0; a < v.sizes.size(); a++) {
     const char *comma = a ? ", " : "", *one = v.or_one >> a & 1 ? "|1" : "";
     names += text(comma, v.roles[a], one);
     sizes += v.sizes[a] == kAny ? text(comma, "any") : text(comma, v.sizes[a], one);
@@ -43,8 +32,7 @@ std::string axes_in_words(const strobe_value &v) {
   return "(" + names + ")" + (known ? " = (" + sizes + ")" : "");
 }
 
-std::string in_words(const Value &value) {
-  const strobe_value &v = value.is;
+std::string in_words(const Value &v) {
   switch (v.kind) {
   case STROBE_VALUE_INTEGER:
     return text(v.integer);
@@ -52,14 +40,14 @@ std::string in_words(const Value &value) {
     return text(v.number);
   case STROBE_VALUE_DTYPES: {
     std::string names;
-    for (int32_t n = 0; n < v.count; n++) {
-      const DType type = static_cast<DType>(v.sizes[n]);
-      names += (n ? ", " : "") + type_in_words(type, bytes(type) > 0);
+    for (const int64_t n : v.sizes) {
+      const DType type = static_cast<DType>(n);
+      names += text(names.empty() ? "" : ", ", type_in_words(type, bytes(type) > 0));
     }
     return names;
   }
   case STROBE_VALUE_SIZES:
-    return tuple(v.sizes, v.count);
+    return tuple(v.sizes.data(), static_cast<int32_t>(v.sizes.size()));
   case STROBE_VALUE_AXES:
     return axes_in_words(v);
   case STROBE_VALUE_AXIS: {
@@ -67,21 +55,33 @@ std::string in_words(const Value &value) {
     return ordinals[v.integer & 3];
   }
   default:
-    return value.own;
+    return v.text;
   }
 }
 
 } // namespace
 
+strobe_value Value::shown() const {
+  return {.size = sizeof(strobe_value),
+          .kind = kind,
+          .or_one = or_one,
+          .integer = integer,
+          .number = number,
+          .text = text.c_str(),
+          .count = sizes.size(),
+          .sizes = sizes.data(),
+          .roles = roles.empty() ? nullptr : roles.data()};
+}
+
 Value value_of(int64_t number) {
   Value value = made(STROBE_VALUE_INTEGER);
-  value.is.integer = number;
+  value.integer = number;
   return value;
 }
 Value value_of(uint64_t number) { return number <= INT64_MAX ? value_of(static_cast<int64_t>(number)) : value_of(text(number)); }
 Value value_of(double number) {
   Value value = made(STROBE_VALUE_NUMBER);
-  value.is.number = number;
+  value.number = number;
   return value;
 }
 Value value_of(DType type) { return value_of(Types{type}); }
@@ -90,9 +90,9 @@ Value value_of(const Types &types) {
 }
 Value value_of(const Axes &axes) {
   Value value = listed(STROBE_VALUE_AXES, axes, [](const Axis &axis) { return axis.size; });
-  for (int32_t a = 0; a < value.is.count; a++) {
-    value.is.roles[a] = axes[a].symbol;
-    value.is.or_one |= axes[a].or_one << a;
+  for (const Axis &axis : axes) {
+    value.or_one |= axis.or_one << value.roles.size();
+    value.roles.push_back(axis.symbol);
   }
   return value;
 }
@@ -100,13 +100,12 @@ Value value_of(Argument argument) { return made(STROBE_VALUE_ARGUMENT, argument.
 Value value_of(Absent absent) { return made(STROBE_VALUE_ABSENT, absent.in_c); }
 Value value_of(Numbers numbers) {
   Value value = made(STROBE_VALUE_SIZES);
-  value.is.count = std::min(numbers.count, kMostSizes);
-  std::copy_n(numbers.values, value.is.count, value.is.sizes);
+  value.sizes.assign(numbers.values, numbers.values + numbers.count);
   return value;
 }
 Value value_of(AxisOf axis) {
   Value value = made(STROBE_VALUE_AXIS);
-  value.is.integer = axis.index;
+  value.integer = axis.index;
   return value;
 }
 Value value_of(const void *address) { return made(STROBE_VALUE_TEXT, text(address)); }

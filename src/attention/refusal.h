@@ -57,8 +57,15 @@ struct AxisOf { // an axis of the refused tensor
 };
 
 struct Value {
-  strobe_value is{}; // its `text` may be `own` instead
-  std::string own;
+  int32_t kind = 0;
+  int64_t integer = 0;
+  double number = 0;
+  std::string text;
+  std::vector<int64_t> sizes;
+  std::vector<const char *> roles; // of axes; each lives as long as the library
+  int32_t or_one = 0;
+
+  strobe_value shown() const; // valid as long as this Value
 };
 
 Value value_of(int64_t);

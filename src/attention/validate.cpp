@@ -74,6 +74,7 @@ private:
     int64_t batch = kAny, heads = kAny, heads_kv = kAny, dim = kAny, dim_v = kAny;
     int64_t rows_q = kAny, rows_k = kAny;     // Sq, Sk; varlen: Tq, Tk
     int64_t seqlen_q = kAny, seqlen_k = kAny; // Sq, Sk; varlen: max_seqlen_q, max_seqlen_k
+    int64_t max_q = 0, max_k = 0;             // max_seqlen_q, max_seqlen_k as given; 0: not given; kAny: refused
     int64_t size_q = kAny, size_k = kAny;     // the same; in a part: those of the longest sequence of the whole problem
     int64_t blocks_q = kAny, blocks_k = kAny;
     int64_t pages = kAny, page_size = kAny, pages_each = kAny; // pages of the pool, keys per page, pages per sequence
@@ -194,12 +195,12 @@ private:
   void sequences() {
     if (t.cu_seqlens_q && t.cu_seqlens_q->rank == 1 && t.cu_seqlens_q->shape[0] > 0) n.batch = t.cu_seqlens_q->shape[0] - 1;
     if (paged) pages();
-    n.seqlen_q = longest("max_seqlen_q", a.max_seqlen_q, n.rows_q, varlen);
-    n.seqlen_k = longest("max_seqlen_k", a.max_seqlen_k, n.rows_k, packed_k());
-    if (varlen) good_cu_q = cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, {n.seqlen_q, a.max_seqlen_q ? "max_seqlen_q" : nullptr});
+    n.max_q = maximum("max_seqlen_q", a.max_seqlen_q, varlen), n.max_k = maximum("max_seqlen_k", a.max_seqlen_k, packed_k());
+    const Longest q("max_seqlen_q", n.max_q, n.rows_q), k("max_seqlen_k", n.max_k, n.rows_k);
+    n.seqlen_q = q.tokens, n.seqlen_k = k.tokens;
+    if (varlen) good_cu_q = cu_seqlens("cu_seqlens_q", t.cu_seqlens_q, n.rows_q, q);
     if (!packed_k()) return seqused(nullptr, true);
-    const bool good_k = good_cu_k =
-        cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, {n.seqlen_k, a.max_seqlen_k ? "max_seqlen_k" : nullptr});
+    const bool good_k = good_cu_k = cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, k);
     seqused(good_k ? ints(t.cu_seqlens_k) : nullptr, good_k);
   }
   // Checks the scales of quantised k and v. A row's scale has the index of the row, in the tensor or in the page.
@@ -238,7 +239,8 @@ private:
     axes.pop_back();
     return axes;
   }
-  int64_t longest(const char *field, int64_t given, int64_t rows, bool packed) {
+  // The longest sequence's length as the caller gave it; 0: not given; kAny: refused.
+  int64_t maximum(const char *field, int64_t given, bool packed) {
     if (!packed && given != 0)
       reasons.add(field, Code::excluded, paged && varlen ? "{0} beside {2}; accepted is {1}" : "{0} without cu_seqlens; accepted is {1}",
                   given, Absent{"0"}, Argument{"page_table"});
@@ -246,7 +248,7 @@ private:
       reasons.add(field, Code::value, "{0}; accepted is 0 (the number of tokens) to {1}", given, INT32_MAX);
       return kAny;
     }
-    return packed && given ? given : rows;
+    return packed ? given : 0;
   }
   // Checks the page table. Sk is the number of keys that a row of the table has room for.
   void pages() {
@@ -491,7 +493,7 @@ private:
     Problem p;
     p.lists = lists;
     p.batch = n.batch, p.heads = n.heads, p.heads_kv = n.heads_kv, p.head_dim = n.dim, p.head_dim_v = n.dim_v;
-    p.seqlen_q = n.seqlen_q, p.seqlen_k = n.seqlen_k, p.varlen = varlen;
+    p.seqlen_q = n.seqlen_q, p.seqlen_k = n.seqlen_k, p.max_seqlen_q = n.max_q, p.max_seqlen_k = n.max_k, p.varlen = varlen;
     p.total_q = varlen ? n.rows_q : n.batch * n.rows_q, p.total_k = packed_k() ? n.rows_k : n.batch * n.rows_k;
     p.dtype = dtype, p.quantised_as = quantised ? static_cast<DType>(t.k->dtype) : DType::none, p.device_type = t.q->device_type,
     p.device_index = t.q->device_index;

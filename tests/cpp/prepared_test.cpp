@@ -166,6 +166,45 @@ TEST_CASE("prepared: host memory is checked at every run") {
   CHECK(call.untouched());
 }
 
+TEST_CASE("prepared: a length that is refused at a run is refused in the words of the whole call") {
+  struct Case {
+    bool part;
+    int64_t max_q, max_k;
+    const char *list;
+    int32_t second; // the list's second number at the run
+    const char *says;
+  };
+  const Case cases[] = {
+      {false, 0, 0, "cu_seqlens_q", 22, "cu_seqlens_q: sequence 0 has 22 tokens; accepted is at most Tq = 21"},
+      {false, 13, 0, "cu_seqlens_q", 14, "cu_seqlens_q: sequence 0 has 14 tokens; accepted is at most max_seqlen_q = 13"},
+      {false, Sq, 0, "cu_seqlens_q", 22, "cu_seqlens_q: sequence 0 has 22 tokens; accepted is at most max_seqlen_q = 21"},
+      {false, Sq, Sk, "cu_seqlens_k", 39, "cu_seqlens_k: sequence 0 has 39 tokens; accepted is at most max_seqlen_k = 38"},
+      {true, 0, 0, "cu_seqlens_q", 14, "part.q_ranges: hold 13 rows of sequence 0; accepted is 14, as many as it has here"},
+      {true, 0, 0, "cu_seqlens_q", 22, "cu_seqlens_q: sequence 0 has 22 tokens; accepted is at most Tq = 21"},
+      {true, 0, 0, "cu_seqlens_k", 39, "cu_seqlens_k: sequence 0 has 39 tokens; accepted is at most Tk = 38"},
+      {true, 13, 0, "cu_seqlens_q", 14, "cu_seqlens_q: sequence 0 has 14 tokens; accepted is at most max_seqlen_q = 13"},
+      {true, 20, 0, "cu_seqlens_q", 21, "cu_seqlens_q: sequence 0 has 21 tokens; accepted is at most max_seqlen_q = 20"},
+  };
+  for (const Case &c : cases) {
+    CAPTURE(c.says);
+    Call call;
+    make_varlen(call, Direction::forward);
+    call.attention.max_seqlen_q = c.max_q, call.attention.max_seqlen_k = c.max_k;
+    PartOf of;
+    PartOf::set(of.q_ranges, {0, 13, 0, 8}, {2, 1, 2}), PartOf::set(of.seqlens_q, {13, 8}, {2});
+    PartOf::set(of.k_ranges, {0, 0, 0, Sk}, {2, 1, 2}), PartOf::set(of.seqlens_k, {0, Sk}, {2});
+    if (c.part) call.drop("max_logit"), call.drop("column_sums"), call.attention.part = &of.part;
+    const Held held = prepared(call);
+    const strobe_addresses at = addresses(call);
+    call.data<int32_t>(c.list)[1] = c.second;
+    CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_INVALID_ARGUMENT);
+    CHECK(error() == c.says);
+    CHECK(call.run() == STROBE_INVALID_ARGUMENT);
+    CHECK(lines(error()).front() == c.says);
+    CHECK(call.untouched());
+  }
+}
+
 TEST_CASE("prepared: how many keys count is read, and checked, at every run") {
   for (Direction direction : {Direction::forward, Direction::backward}) {
     Call first, whole;

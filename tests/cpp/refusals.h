@@ -13,7 +13,7 @@ inline std::string dtypes_in_words(const strobe_value &v) {
   const char *const names[] = {"none",  "float32", "float16", "bfloat16",      "float64", "bool",
                                "int32", "int64",   "int8",    "float8_e4m3fn", "uint8"};
   std::string all;
-  for (int32_t n = 0; n < v.count; n++) {
+  for (size_t n = 0; n < v.count; n++) {
     const int64_t type = v.sizes[n];
     const bool is_known = type > 0 && type <= STROBE_UINT8;
     all += n ? ", " : "";
@@ -25,7 +25,7 @@ inline std::string dtypes_in_words(const strobe_value &v) {
 inline std::string axes_in_words(const strobe_value &v) {
   std::string roles, sizes;
   bool any_known = false;
-  for (int32_t a = 0; a < v.count; a++) {
+  for (size_t a = 0; a < v.count; a++) {
     const std::string comma = a ? ", " : "", one = (v.or_one >> a) & 1 ? "|1" : "";
     roles += comma + v.roles[a] + one;
     sizes += comma + (v.sizes[a] < 0 ? "any" : std::to_string(v.sizes[a]) + one);
@@ -36,8 +36,10 @@ inline std::string axes_in_words(const strobe_value &v) {
 
 inline std::string in_words(const strobe_value &v) {
   REQUIRE(v.size == sizeof(strobe_value));
-  REQUIRE(v.count >= 0);
-  REQUIRE(v.count <= 4);
+  const bool has_sizes = v.kind == STROBE_VALUE_DTYPES || v.kind == STROBE_VALUE_SIZES || v.kind == STROBE_VALUE_AXES;
+  REQUIRE((has_sizes || v.count == 0));
+  REQUIRE((v.sizes != nullptr || v.count == 0));
+  REQUIRE((v.roles != nullptr) == (v.kind == STROBE_VALUE_AXES));
   REQUIRE(v.text != nullptr);
   const char *const ordinals[] = {"first", "second", "third", "fourth"};
   char number[32];
@@ -57,7 +59,7 @@ inline std::string in_words(const strobe_value &v) {
     REQUIRE(v.integer < 4);
     return ordinals[v.integer];
   case STROBE_VALUE_SIZES:
-    for (int32_t a = 0; a < v.count; a++) all += (a ? ", " : "") + std::to_string(v.sizes[a]);
+    for (size_t a = 0; a < v.count; a++) all += (a ? ", " : "") + std::to_string(v.sizes[a]);
     return "(" + all + ")";
   }
   REQUIRE((v.kind == STROBE_VALUE_TEXT || v.kind == STROBE_VALUE_ARGUMENT || v.kind == STROBE_VALUE_ABSENT));

@@ -1,6 +1,7 @@
 // Refusals as data: the records of a failure, and their lifetime. fuzz_test.cpp and validate_test.cpp make each failure's text from them.
 #include <thread>
 
+#include "attention/refusal.h"
 #include "call.h"
 #include "refusals.h"
 
@@ -74,6 +75,23 @@ TEST_CASE("refusals: the values of a record") {
   const strobe_refusal &of_engine = refusal_of([](test::Call &c) { c.attention.engine = "no-such"; });
   CHECK(of_engine.code == STROBE_CODE_UNKNOWN);
   CHECK(std::string(of_engine.values[0]->text) == "no-such");
+}
+
+TEST_CASE("refusals: a value has as many entries as it takes") {
+  const int64_t shape[] = {1, 2, 3, 4, 5, 6};
+  const Refusal refusal("q", Code::shape, "{0}, {1}; accepted is {2}", Numbers{shape, 6},
+                        Types{DType::f32, DType::f16, DType::bf16, DType::f64, DType::i8},
+                        Axes{{"B", 1}, {"H", 2}, {"S", 3}, {"D", 4}, {"E", 5}, {"F", 6, true}});
+  CHECK(line(refusal) == "q: (1, 2, 3, 4, 5, 6), float32, float16, bfloat16, float64, int8; accepted is (B, H, S, D, E, F|1) = "
+                         "(1, 2, 3, 4, 5, 6|1)");
+  const strobe_value given = refusal.values[0].shown(), types = refusal.values[1].shown(), axes = refusal.values[2].shown();
+  CHECK(sizes(given) == std::vector<int64_t>{1, 2, 3, 4, 5, 6});
+  CHECK(given.roles == nullptr);
+  CHECK(sizes(types).size() == 5);
+  CHECK(sizes(axes) == sizes(given));
+  CHECK(std::string(axes.roles[5]) == "F");
+  CHECK(axes.or_one == 1 << 5);
+  CHECK(value_of(7).shown().count == 0);
 }
 
 TEST_CASE("refusals: those of every check of a call stand together, and a failure without any has none") {

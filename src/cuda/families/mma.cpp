@@ -228,7 +228,7 @@ int32_t quantised_splits(const Problem &p, const Config &c, const Device &device
   const double merging = 8.0 * double(p.head_dim_v) * query_rows(p) / kBytesPerSecond;
   int32_t best = 1;
   double least = std::numeric_limits<double>::infinity();
-  for (int32_t splits = 1; splits <= std::max<int64_t>(1, most_parts(p)); ++splits) {
+  for (int32_t splits = 1; splits <= std::max<int64_t>(1, most_splits(p)); ++splits) {
     const double blocks = std::max(1.0, row_tiles(p, c)) * splits;
     const double of_block = whole * double(slots) / blocks + kDecodeBlockSeconds;
     const double seconds = std::ceil(blocks / double(slots)) * of_block + (splits > 1 ? combining_seconds(p) + splits * merging : 0);
@@ -279,7 +279,7 @@ private:
     a.splits = p.invariant     ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
                : p.part        ? 1
                : p.quantised() ? quantised_splits(p, c, device, device.sms * resident(device, shared, c.blocks_per_sm))
-                               : parts_to_fill(device.sms * per_sm, ctas, most_parts(p));
+                               : splits_to_fill(device.sms * per_sm, ctas, most_splits(p));
     if (!p.invariant && !decode &&
         predicted_seconds(p, c, device, false, per_sm, 1) < predicted_seconds(p, c, device, false, per_sm, a.splits))
       a.splits = 1;
@@ -292,7 +292,7 @@ private:
     if (uneven.most > 0)
       c.uneven = 1, a.splits = 1;
     else
-      take_parts(a, p, scratch);
+      take_splits(a, p, scratch);
     if (p.invariant && a.splits == 1 && chunks > 1) {
       a.partial_out = scratch.take<float>(a.in.rows() * p.head_dim_v);
       a.partial_lse = scratch.take<float>(a.in.rows());
@@ -302,7 +302,7 @@ private:
     program.overlap = true;
     describe(program, p, c, decode);
     program.steps.push_back(with_scales(p, decode ? kDecode : kForward, c, blocks, c.threads(), shared, a));
-    combine_parts(program, p, a);
+    combine_splits(program, p, a);
     program.predicted_seconds = predicted_seconds(p, c, device, decode, per_sm, std::max<int64_t>(a.splits, uneven.likely));
     if (uneven.likely == 1) program.predicted_seconds += combining_seconds(p); // its launch finds nothing to do
     return program;

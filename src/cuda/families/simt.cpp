@@ -177,12 +177,12 @@ private:
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * query_tiles(p, c->tile_q), slots = int64_t{device.sms} * c->blocks_per_sm;
     if (p.dtype != DType::f64 && !p.invariant && !p.part.partial)
-      a.splits = parts_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
-    take_parts(a, p, scratch); // FP64 has none
+      a.splits = splits_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
+    take_splits(a, p, scratch); // FP64 has none
     Program program;
     describe(program, p, *c);
     program.steps.push_back(with_scales(p, kForward, *c, ctas * a.splits, c->threads(), c->forward_shared_bytes(), a));
-    combine_parts(program, p, a);
+    combine_splits(program, p, a);
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::forward, program.steps.size(), a.splits);
     return program;
   }

@@ -176,14 +176,14 @@ PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const
 void push_launches(Program &program, const Problem &p, const Config &c, PackedForwardArguments &a, const Device &device, Scratch &scratch) {
   const int64_t grid = std::min<int64_t>(a.items, device.sms * c.blocks_per_sm);
   if (grid < a.items) a.tickets = scratch.take<TicketCounter>(1);
-  take_parts(a, p, scratch);
+  take_splits(a, p, scratch);
   if (c.walks_chunks() && p.seqlen_k > c.chunk()) a.walked = scratch.take<float>(grid * c.warpgroups * 2 * c.walked_floats());
   if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask_bits, scratch));
   const auto launch = [&](const auto &arguments) {
     program.steps.push_back(Launch(kForward, c, grid, c.threads(), c.shared_bytes(), arguments));
   };
   c.packed ? launch(a) : launch(static_cast<const HopperForwardArguments &>(a));
-  combine_parts(program, p, a);
+  combine_splits(program, p, a);
 }
 
 const char *reference_name(const Config &c) {

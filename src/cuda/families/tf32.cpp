@@ -127,13 +127,13 @@ private:
     ForwardArguments a = forward_arguments(p);
     const int64_t ctas = p.batch * p.heads * tiles(p.seqlen_q, c->tile_q);
     const int64_t slots = device.sms * resident(device, c->forward_shared_bytes(), c->blocks_per_sm);
-    a.splits = parts_to_fill(slots, ctas, most_parts(p));
+    a.splits = splits_to_fill(slots, ctas, most_splits(p));
     a.bundle = pairs_in_half_the_cache(p, device);
-    take_parts(a, p, scratch);
+    take_splits(a, p, scratch);
     Program program;
     describe(program, p, *c);
     program.steps.push_back(Launch(kForward, *c, ctas * a.splits, c->threads(), c->forward_shared_bytes(), a));
-    combine_parts(program, p, a);
+    combine_splits(program, p, a);
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::forward, program.steps.size(), a.splits);
     return program;
   }

@@ -77,16 +77,16 @@ std::optional<TileConfig> gradient_config(std::span<const GradientTile> tiles, c
 
 } // namespace
 
-int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most) {
+int32_t splits_to_fill(int64_t slots, int64_t ctas, int64_t most) {
   return ctas > 0 ? int32_t(std::clamp<int64_t>(slots / ctas, 1, std::max<int64_t>(1, most))) : 1;
 }
 
-int64_t most_parts(const Problem &p) {
+int64_t most_splits(const Problem &p) {
   constexpr int64_t kLeastKeys = 256, kMost = 256;
   return std::min(p.seqlen_k / kLeastKeys, kMost);
 }
 
-void take_parts(ForwardArguments &a, const Problem &p, Scratch &scratch) {
+void take_splits(ForwardArguments &a, const Problem &p, Scratch &scratch) {
   if (a.splits <= 1) return;
   a.partial_out = scratch.take<float>(a.splits * a.in.rows() * p.head_dim_v);
   a.partial_lse = scratch.take<float>(a.splits * a.in.rows());
@@ -101,11 +101,11 @@ constexpr int64_t kMostReals = int64_t(1) << 24; // FP32 numbers of all shares' 
 UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &scratch, int64_t slots, int64_t blocks_of_share) {
   const bool uneven = p.seqused_k && !p.varlen && p.window_left >= p.seqlen_k; // within a window all sequences have as many keys
   const int64_t reals = p.heads * p.seqlen_q * p.head_dim_v;                   // per share
-  if (!uneven || p.batch < 2 || p.batch > kMostUneven || blocks_of_share <= 0 || reals <= 0 || most_parts(p) < 2) return {};
+  if (!uneven || p.batch < 2 || p.batch > kMostUneven || blocks_of_share <= 0 || reals <= 0 || most_splits(p) < 2) return {};
   const int64_t round = std::max<int64_t>(1, slots / blocks_of_share);
   // device/uneven_shares.h makes at most this many; blocks of further shares would only read the lengths and end.
   const int64_t full = std::max<int64_t>(round, div_up(p.batch * p.seqlen_k, enough_keys_of_share()));
-  const int64_t extra = std::min({full, kMostRounds * round, p.batch * most_parts(p), kMostReals / reals - p.batch});
+  const int64_t extra = std::min({full, kMostRounds * round, p.batch * most_splits(p), kMostReals / reals - p.batch});
   if (extra < std::min(round, p.batch)) return {};
   a.round_shares = i32(round), a.extra_shares = i32(extra);
   const int64_t shares = p.batch + extra;
@@ -118,13 +118,13 @@ UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &
   return {shares, i32(std::max<int64_t>(1, (p.seqlen_k + of_share / 2) / of_share))};
 }
 
-void combine_parts(Program &program, const Problem &p, const ForwardArguments &a) {
+void combine_splits(Program &program, const Problem &p, const ForwardArguments &a) {
   if (a.splits <= 1 && !a.extra_shares) return;
   const bool uneven = a.extra_shares > 0;
   const passes::CombineConfig c{.dtype = int32_t(p.dtype), .invariant = p.invariant, .uneven = uneven};
   program.steps.push_back(Launch(kCombine, c, a.in.rows(), c.threads(), 0, a));
   program.kernel +=
-      uneven ? text(", keys shared out evenly, in at most ", p.batch + a.extra_shares, " parts") : text(", keys split in ", a.splits);
+      uneven ? text(", keys shared out evenly, in at most ", p.batch + a.extra_shares, " shares") : text(", keys split in ", a.splits);
 }
 
 int32_t dq_sums(const Problem &p, int64_t reals) {

@@ -24,19 +24,19 @@ Launch with_scales(const Problem &p, const KernelSource &source, const Config &c
 
 // The number of splits of the keys if query tiles are too few to fill the GPU: as many splits as fill `slots` slots for thread blocks once,
 // since fewer leave slots idle and more begin a second wave. At most `most`, since each split has an O of its own.
-int32_t parts_to_fill(int64_t slots, int64_t ctas, int64_t most);
+int32_t splits_to_fill(int64_t slots, int64_t ctas, int64_t most);
 // The largest number of splits in which each split has enough keys to be worth an O of its own, on tensor cores by mma.sync.
-int64_t most_parts(const Problem &);
+int64_t most_splits(const Problem &);
 // Memory for the splits' results, if a.splits says that there are several.
-void take_parts(ForwardArguments &a, const Problem &, Scratch &);
+void take_splits(ForwardArguments &a, const Problem &, Scratch &);
 // Memory for the results of shares of the keys, for sequences whose lengths lie in the GPU's memory and may be uneven.
 struct UnevenShares {
-  int64_t most = 0;   // shares over all sequences; 0: no shares are made, and take_parts() serves the call
+  int64_t most = 0;   // shares over all sequences; 0: no shares are made, and take_splits() serves the call
   int32_t likely = 0; // shares per sequence, if all sequences have their maximum length
 };
 UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &, Scratch &, int64_t slots, int64_t blocks_of_share);
 // Appends the pass that combines the results of splits or shares, after the launch that computes them.
-void combine_parts(Program &, const Problem &, const ForwardArguments &a);
+void combine_splits(Program &, const Problem &, const ForwardArguments &a);
 
 // What memory a backward needs for sums. take_sums() reserves memory for D and LSE's correction; if dQ is asked for, for dQ's sum, to which
 // the thread blocks of several key tiles add; with `turns`, for a ticket and that many counters of turns, which begin at 0.
