@@ -71,7 +71,7 @@ def field_of(tensor: str) -> int:
 View = Callable[[Any, str, Any, bool], object]
 
 
-class Workspace:
+class Allocator:
     """The source of a call's workspace: `allocate(bytes)` returns the memory's owner, which is kept during the call, and its address.
 
     The owner may be released before the work is done if its memory is reused in the stream's order."""
@@ -91,12 +91,12 @@ class Workspace:
 
 
 # Fills a strobe_execution; returns the source of the workspace, None for the library's own memory.
-Place = Callable[[Any], Workspace | None]
+Place = Callable[[Any], Allocator | None]
 
 
 @ffi.def_extern()
-def strobe_python_allocate(workspace: Any, count: int) -> Any:
-    return ffi.from_handle(workspace)(count)
+def strobe_python_allocate(allocator: Any, count: int) -> Any:
+    return ffi.from_handle(allocator)(count)
 
 
 class Structs:
@@ -105,7 +105,7 @@ class Structs:
     arrays: the caller's; made: those that the package has allocated for the call; options: those of FIELDS not at their default;
     place: says where it runs."""
 
-    __slots__ = ("_alive", "_arrays", "_attention", "_bshd", "_execution", "_made", "_tensors", "_workspace")
+    __slots__ = ("_alive", "_allocator", "_arrays", "_attention", "_bshd", "_execution", "_made", "_tensors")
 
     def __init__(self, arrays: dict[str, Any], made: dict[str, Any], options: dict[str, Any], view: View, place: Place):
         attention = attention_struct(tuple(options.items()))
@@ -128,9 +128,9 @@ class Structs:
                 setattr(tensors, name, t)
                 t += 1
         execution = ffi.new("strobe_execution *")
-        self._workspace = workspace = place(execution)
-        if workspace is not None:  # which does not refer to its handle: a reference cycle would keep tensors until it is collected
-            alive.append(handle := ffi.new_handle(workspace))
+        self._allocator = allocator = place(execution)
+        if allocator is not None:  # which does not refer to its handle: a reference cycle would keep tensors until it is collected
+            alive.append(handle := ffi.new_handle(allocator))
             execution.allocate, execution.allocator = lib.strobe_python_allocate, handle
         self._attention, self._tensors, self._execution = attention[0], tensors, execution
         self._alive = alive
@@ -147,8 +147,8 @@ class Structs:
 
     def _check(self, status: int) -> None:
         if status != lib.STROBE_OK:
-            if self._workspace is not None and self._workspace.error is not None:
-                raise self._workspace.error
+            if self._allocator is not None and self._allocator.error is not None:
+                raise self._allocator.error
             raise failure(status, OfCall(self._arrays, self._made, self._bshd, self._attention))
 
     def prepare(self, direction: int) -> Any:
@@ -292,7 +292,7 @@ class Call(NamedTuple):
         self.structs(known, found).run(lib.strobe_reference_backward, selection)
         return Gradients(**found)
 
-    def whole(self, of_backward: bool) -> Structs:
+    def example_structs(self, of_backward: bool) -> Structs:
         """As attention() would make the call, with results, and with all gradients; its arrays are not computed."""
         call = self.on(self.framework.autocast(self.arrays))
         made = call.results(call.is_oracle)
@@ -306,12 +306,12 @@ class Call(NamedTuple):
         return call.structs({}, made)
 
     def explain(self, of_backward: bool) -> str:
-        return said(partial(self.whole(of_backward).run, lib.strobe_explain, BACKWARD if of_backward else FORWARD))
+        return said(partial(self.example_structs(of_backward).run, lib.strobe_explain, BACKWARD if of_backward else FORWARD))
 
     def tile(self, of_backward: bool) -> tuple[int, int]:
         """The tile (Br, Bc) that would run."""
         plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
-        self.whole(of_backward).run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+        self.example_structs(of_backward).run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
         return plan.tile_q, plan.tile_k
 
     def reasons_against(self, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
@@ -363,7 +363,7 @@ class Call(NamedTuple):
         xp = self.framework.xp
         return xp.float32 if is_partial(self.options) and dtype != xp.float64 else dtype
 
-    def _place(self, execution: Any) -> Workspace | None:
+    def _place(self, execution: Any) -> Allocator | None:
         return _place(self.framework, execution, self.arrays["q"], self.options.get("threads"), self.options.get("reserved_sms", 0))
 
 
@@ -385,7 +385,7 @@ def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, 
     return keep
 
 
-def _place(framework: Framework, execution: Any, q: Array, threads: int | None, reserved_sms: int = 0) -> Workspace | None:
+def _place(framework: Framework, execution: Any, q: Array, threads: int | None, reserved_sms: int = 0) -> Allocator | None:
     """Fills a strobe_execution for work on q's device; returns the source of its workspace, None for the library's own memory."""
     stream = framework.stream(q)
     if stream is None:
@@ -396,7 +396,7 @@ def _place(framework: Framework, execution: Any, q: Array, threads: int | None, 
     execution.size = ffi.sizeof("strobe_execution")
     execution.stream = ffi.cast("void *", stream)
     execution.reserved_sms = reserved_sms
-    return Workspace(partial(framework.scratch, q))
+    return Allocator(partial(framework.scratch, q))
 
 
 def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any]:

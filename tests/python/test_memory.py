@@ -13,7 +13,7 @@ import torch
 
 from check import takes
 from engines import available_engines
-from strobe._call import Structs, Workspace
+from strobe._call import Allocator, Structs
 
 # Peak resident memory beyond that before the call, with every page of the inputs touched. glibc's arenas would keep freed memory.
 SCRIPT = """
@@ -70,7 +70,7 @@ def test_a_workspace_does_not_wait_for_the_garbage_collector():
     try:
         memory = torch.empty(8)
         gone = weakref.ref(memory)
-        structs = Structs({}, {}, {}, lambda *_: None, lambda _, memory=memory: Workspace(lambda count: (memory, memory.data_ptr())))
+        structs = Structs({}, {}, {}, lambda *_: None, lambda _, memory=memory: Allocator(lambda count: (memory, memory.data_ptr())))
         del memory, structs
         assert gone() is None
     finally:

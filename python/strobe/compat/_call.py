@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strobe import attention
-from strobe._checks import is_whole
-from strobe._messages import shown
-from strobe._tensor_checks import misplaced, unfit_tensors
-from strobe.arrays.torch import TORCH
-
+from .. import attention
+from .._checks import is_whole
+from .._messages import shown
+from .._tensor_checks import misplaced, unfit_tensors
+from ..arrays.torch import TORCH
 from ._lengths import check_cu_seqlens, refuse, within
 from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
 

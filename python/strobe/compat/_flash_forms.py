@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strobe._writable import writes
-
+from .._writable import writes
 from ._call import KV, NAMES, PACKED_QKV, QKV, Options, Window, attend, pages, parts, sequences
 from ._kvcache import Cache, Rotary, Tokens, attend_to_cache
 from ._words import names_checked, python_numbers

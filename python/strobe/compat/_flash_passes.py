@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import Gradients, attention, attention_backward
-from strobe._checks import Wrong
-from strobe._messages import kind
-from strobe.arrays.torch import TORCH
-
+from .. import Gradients, attention, attention_backward
+from .._checks import Wrong
+from .._messages import kind
 from .._tensor_checks import unfit_tensors
 from .._writable import not_writable, writes
+from ..arrays.torch import TORCH
 from ._call import NAMES, Options, attend, pages, sequences, some_tokens, translated
 from ._lengths import integer_or_refusal, refuse
 from ._words import in_words_of, names_checked, switch_or_refusal, tensor_or_refusal

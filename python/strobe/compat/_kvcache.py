@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from strobe._checks import Wrong, is_whole
-from strobe._messages import kind, shown
-from strobe._rotary import check_tables
-from strobe._tensor_checks import incomplete, misplaced, unfit_tensors
-from strobe.kv import append
-
+from .._checks import Wrong, is_whole
+from .._messages import kind, shown
+from .._rotary import check_tables
+from .._tensor_checks import incomplete, misplaced, unfit_tensors
 from .._writable import not_writable
 from ..arrays.torch import TORCH
+from ..kv import append
 from ._call import Options, attend, bounds, in_threes
 from ._lengths import check_cu_seqlens, counts, integer_or_refusal, refuse, within
 from ._rotary import furthest, turn

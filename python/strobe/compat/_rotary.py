@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strobe._checks import Wrong, is_whole
-from strobe._messages import kind, shown
-from strobe._rotary import check_tables, places, rotate, rotate_tokens
-from strobe._writable import not_writable
-from strobe.arrays.known import unfit
-from strobe.arrays.torch import TORCH
-
+from .._checks import Wrong, is_whole
+from .._messages import kind, shown
+from .._rotary import check_tables, places, rotate, rotate_tokens
+from .._writable import not_writable
+from ..arrays.known import unfit
+from ..arrays.torch import TORCH
 from ._lengths import check_cu_seqlens, counts, refuse
 from ._words import switch_or_refusal, tensor_or_refusal
 

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from strobe import attention, attention_backward
-from strobe._checks import refusal
-from strobe._tensor_checks import unfit_tensors
-
+from .. import attention, attention_backward
+from .._checks import refusal
+from .._tensor_checks import unfit_tensors
 from ._words import in_words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from strobe import BlockMask
+    from .. import BlockMask
 
 _CHUNK = 2**22  # scores computed at once
 

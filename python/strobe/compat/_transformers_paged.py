@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import attention
+from .. import attention
 
 
 def model_options(query: Tensor, dropout: float, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:

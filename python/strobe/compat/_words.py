@@ -11,12 +11,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from strobe._checks import Wrong, check_names, flag, is_whole, refusal
-from strobe._messages import is_bool, kind
-from strobe._refusals import Refusal, Words, raised_for, refusals_of
-from strobe._tensor_checks import tensor_refusal
-from strobe.arrays.known import unfit
-from strobe.arrays.torch import TORCH
+from .._checks import Wrong, check_names, flag, is_whole, refusal
+from .._messages import is_bool, kind
+from .._refusals import Refusal, Words, raised_for, refusals_of
+from .._tensor_checks import tensor_refusal
+from ..arrays.known import unfit
+from ..arrays.torch import TORCH
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from strobe._writable import writes
-
+from .._writable import writes
 from ._call import NAMES, QKV, Options, Window, attend, parts, sequences, some_tokens
 from ._kvcache import Cache, Rotary, Tokens, attend_to_cache
 from ._lengths import integer_or_refusal, refuse

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import BlockMask
-from strobe._checks import Wrong, is_integer, refusal
-from strobe.arrays.known import unfit
-
+from .. import BlockMask
+from .._checks import Wrong, is_integer, refusal
+from ..arrays.known import unfit
 from ._statistics import backward, forward, lse_of, statistics
 from ._words import in_words_of, names_checked, tensor_or_refusal
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import attention, nn
-
+from .. import attention, nn
 from ._words import in_words_of, mask_or_bias, names_checked, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "mask": "attn_mask", "bias": "attn_mask"}

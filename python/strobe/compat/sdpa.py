@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import attention
-from strobe._refusals import refusing
-from strobe.arrays.torch import TORCH
-
+from .. import attention
+from .._refusals import refusing
+from ..arrays.torch import TORCH
 from ._words import flag_or_refusal, in_words_of, mask_or_bias, names_checked, tensor_or_refusal
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import attention
-from strobe._messages import TRANSFORMERS_EXTRA, kind, needed_by
-
+from .. import attention
+from .._messages import TRANSFORMERS_EXTRA, kind, needed_by
 from ._transformers_paged import model_options, paged_attention_forward
 
 

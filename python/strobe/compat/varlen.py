@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from strobe._messages import kind, shown
-
+from .._messages import kind, shown
 from .._writable import not_writable, writes
 from ._call import Options, Window, attend, pages, sequences
 from ._lengths import integer_or_refusal, refuse

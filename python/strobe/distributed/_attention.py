@@ -55,10 +55,10 @@ class Context(NamedTuple):
     method: str | None
 
 
-class Prepared(NamedTuple):
+class ParsedCall(NamedTuple):
     """A call that is ready for the operator."""
 
-    p: Call
+    call: Call
     shardings: tuple[Sharding, Sharding]
     method: str
     draw: bool
@@ -131,12 +131,12 @@ def attention(
         raise
     wants = [agree, time_limit, return_lse]
     try:
-        prepared = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, wants, dict(options))
+        parsed = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, wants, dict(options))
     except Exception as failure:  # of any type: the others must be told
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
         raise
-    p, arrays = prepared.p, TORCH.autocast(prepared.p.arrays)
+    call, arrays = parsed.call, TORCH.autocast(parsed.call.arrays)
     given = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
     needed = [name for name, x in arrays.items() if x.requires_grad and torch.is_grad_enabled()]
     out, lse, _ = _operators.call(
@@ -144,15 +144,15 @@ def attention(
         arrays["k"],
         arrays["v"],
         **given,
-        **p.options,
-        sharding_q=prepared.shardings[0].encoded,
-        sharding_k=prepared.shardings[1].encoded,
+        **call.options,
+        sharding_q=parsed.shardings[0].encoded,
+        sharding_k=parsed.shardings[1].encoded,
         group=group.group_name,
         levels=(levels.inside, levels.across) if levels else (),
-        method=prepared.method,
+        method=parsed.method,
         agree=bool(agree),
         time_limit=time_limit,
-        draw=prepared.draw,
+        draw=parsed.draw,
         needed=_operators.names_of(needed),
     )
     return (out, lse) if return_lse else out
@@ -187,19 +187,19 @@ def prepare(
     layout: Any,
     wants: list[Any],
     options: dict[str, Any],
-) -> Prepared:
+) -> ParsedCall:
     """Makes the checks that do not need the library, which sees the call of the rank's own rows later. They are skipped for a repeated call
     on tensors of the same shapes and strides."""
     asked = _Asked(q, k, v, sharding, sharding if sharding_k is None else sharding_k, method, layout, wants, options)
     arrays = {"q": q, "k": k, "v": v} | {name: x for name, x in options.items() if isinstance(x, Tensor)}
     key = _key(group, levels, asked)
     if key is not None and (known := _prepared.CALLS.get(key)) is not None:
-        return known._replace(p=known.p.on(arrays))
-    prepared = _judge(group, levels, asked)
-    given = prepared.p.arrays
+        return known._replace(call=known.call.on(arrays))
+    parsed = _judge(group, levels, asked)
+    given = parsed.call.arrays
     if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # none is new in each call
-        _prepared.CALLS.keep(key, prepared._replace(p=prepared.p.on({})))
-    return prepared
+        _prepared.CALLS.keep(key, parsed._replace(call=parsed.call.on({})))
+    return parsed
 
 
 class _Asked(NamedTuple):
@@ -231,7 +231,7 @@ def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | N
     return _eager.key(prefix, (asked.q, asked.k, asked.v), own, asked.options)
 
 
-def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> Prepared:
+def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedCall:
     q, k, v, sharding, sharding_k, method, layout, wants, options = asked
     wrong: Wrong = []
     world, rank = group.size(), group.rank()
@@ -283,7 +283,7 @@ def _parsed(
     options: dict[str, Any],
     of_world: bool,
     inside: int,
-) -> Prepared:
+) -> ParsedCall:
     wrong: Wrong = []
     lists = {name: options[name] for name in _operators.CU if options.get(name) is not None}
     if len(lists) == 1:
@@ -301,14 +301,14 @@ def _parsed(
         given["part"] = (
             _whole_part(shardings, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)
         )  # which has its lengths
-    p = read("attention", q, k, v, given, wrong)
+    call = read("attention", q, k, v, given, wrong)
     if wrong:
         raise refusal(wrong)
-    p.options.pop("part", None)
-    p.arrays.update(lists)
+    call.options.pop("part", None)
+    call.arrays.update(lists)
     if draw:
-        p.options.pop("seed", None)
-        p.arrays["rng"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device="cpu")
+        call.options.pop("seed", None)
+        call.arrays["rng"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device="cpu")
     axis = 0 if lists else 1 if layout == "bshd" else 2
     for name, x, sharding in (("q", q, shardings[0]), ("k", k, shardings[1]), ("v", v, shardings[1])):
         if x.shape[axis] != (n := count(sharding.ranges[rank])):
@@ -319,16 +319,16 @@ def _parsed(
     heads, heads_kv = (x.shape[head_axis] for x in (q, k))
     if heads_kv == 0 or heads % heads_kv:
         raise ValueError(f"k: {heads_kv} heads; accepted is a divisor of q's {heads}")
-    refuse_tracked_slopes(p.arrays)
+    refuse_tracked_slopes(call.arrays)
     if compiling:
-        band = tuple(_operators.band_of(p.options))
-        facts = facts_beside_plan(p, bool(lists), inside)
+        band = tuple(_operators.band_of(call.options))
+        facts = facts_beside_plan(call, bool(lists), inside)
         chosen, against = _chosen(shardings[0].encoded, shardings[1].encoded, bool(lists), band, facts, method, of_world)
     else:
-        chosen, against = choose(facts_of(p, _operators.plan_of(p, *shardings), inside), method, of_world)
+        chosen, against = choose(facts_of(call, _operators.plan_of(call, *shardings), inside), method, of_world)
     if against is not None:
         raise ValueError(against)
-    return Prepared(p, shardings, chosen, draw)
+    return ParsedCall(call, shardings, chosen, draw)
 
 
 def _check_against(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:

@@ -70,17 +70,17 @@ class Facts(NamedTuple):
     inside: int = 0  # the number of ranks in a node; 0: not given
 
 
-def facts_of(p: Call, plan: Plan, inside: int = 0) -> Facts:
-    return Facts(plan, *facts_beside_plan(p, plan.packed, inside))
+def facts_of(call: Call, plan: Plan, inside: int = 0) -> Facts:
+    return Facts(plan, *facts_beside_plan(call, plan.packed, inside))
 
 
-def facts_beside_plan(p: Call, packed: bool, inside: int) -> tuple[Any, ...]:
+def facts_beside_plan(call: Call, packed: bool, inside: int) -> tuple[Any, ...]:
     """Facts without its first member."""
-    q, k, v = (p.arrays[name] for name in "qkv")
-    axis = 1 if packed or "bshd" not in p.options else 2
-    given: list[str] = [name for name in ("mask", "bias", "seqused_k") if name in p.arrays]
-    given += [name for name in ("invariant", "dropout") if p.options.get(name)]
-    if BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1:
+    q, k, v = (call.arrays[name] for name in "qkv")
+    axis = 1 if packed or "bshd" not in call.options else 2
+    given: list[str] = [name for name in ("mask", "bias", "seqused_k") if name in call.arrays]
+    given += [name for name in ("invariant", "dropout") if call.options.get(name)]
+    if BLOCKS[0] in call.arrays and call.arrays[BLOCKS[0]].shape[1] > 1:
         given.append("block_mask of several heads")
     batch = 1 if packed else q.shape[0]
     heads, columns = (q.shape[axis], k.shape[axis]), (q.shape[-1], v.shape[-1])
@@ -123,10 +123,11 @@ def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
 
 @dataclass
 class RankCall:
-    """p: the caller's, with the rank's own rows. needs: the names in p.arrays whose gradients are asked for. reserved_sms: of a GPU,
-    for a transfer beside a call of the library, unless the caller gives it. first_head, all_heads: for a call on some of the heads."""
+    """of_caller: the caller's call, with the rank's own rows. needs: the names in its arrays whose gradients are asked for. reserved_sms:
+    of a GPU, for a transfer beside a call of the library, unless the caller gives it. first_head, all_heads: for a call on some of the
+    heads."""
 
-    p: Call
+    of_caller: Call
     plan: Plan
     rank: int
     waits: Waits
@@ -138,20 +139,20 @@ class RankCall:
 
     @property
     def q(self) -> Tensor:
-        return self.p.arrays["q"]
+        return self.of_caller.arrays["q"]
 
     @property
     def k(self) -> Tensor:
-        return self.p.arrays["k"]
+        return self.of_caller.arrays["k"]
 
     @property
     def v(self) -> Tensor:
-        return self.p.arrays["v"]
+        return self.of_caller.arrays["v"]
 
     @property
     def axis(self) -> int:
         """The axis of the tokens."""
-        return 0 if self.plan.packed else 1 if "bshd" in self.p.options else 2
+        return 0 if self.plan.packed else 1 if "bshd" in self.of_caller.options else 2
 
     @cached_property
     def heads(self) -> int:
@@ -163,7 +164,7 @@ class RankCall:
 
     @property
     def head_axis(self) -> int:
-        return 2 if not self.plan.packed and "bshd" in self.p.options else 1
+        return 2 if not self.plan.packed and "bshd" in self.of_caller.options else 1
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -187,11 +188,11 @@ class RankCall:
 
     def room_for_bias(self) -> Tensor | None:
         """Zeros to which gradients of the bias are added, with all four axes."""
-        return self.new(four_axes(self.p.arrays["bias"]).shape, self.sum_dtype).zero_() if "bias" in self.needs else None
+        return self.new(four_axes(self.of_caller.arrays["bias"]).shape, self.sum_dtype).zero_() if "bias" in self.needs else None
 
     def results(self) -> Results:
         """Uninitialised out and lse of the rank's rows."""
-        return self.p.results()
+        return self.of_caller.results()
 
     def as_results(self, out: Tensor) -> Tensor:
         """out, with the strides and dtype that a compiler was told, and no view, because autograd forbids changing a view in place."""
@@ -230,7 +231,7 @@ class RankCall:
         """The call of the library on these tensors: some query heads and their key heads, queries and keys at these positions.
         beside_transfer: whether a transfer is in flight meanwhile."""
         arrays: dict[str, Tensor] = {"q": q, "k": k, "v": v}
-        for name, x in self.p.arrays.items():
+        for name, x in self.of_caller.arrays.items():
             if name in ("mask", "bias"):
                 arrays[name] = self.scores_of_heads(x, heads)
             elif name == "alibi_slopes":
@@ -244,7 +245,7 @@ class RankCall:
                 arrays[name] = cu_seqlens_of(ranges, cu, self.device)
         numbers = part_numbers(self.plan, *of, self.first_head + heads.start, self.all_heads or self.heads, partial)
         reserved = {"reserved_sms": self.reserved_sms} if self.reserved_sms and beside_transfer else {}
-        return Call(TORCH, arrays, {**reserved, **self.p.options, "part": numbers})
+        return Call(TORCH, arrays, {**reserved, **self.of_caller.options, "part": numbers})
 
 
 class Pass(Protocol):
@@ -264,12 +265,12 @@ def four_axes(x: Tensor) -> Tensor:
     return x[(None,) * (4 - x.dim())]
 
 
-def forward_into(p: Call, out: Tensor, lse: Tensor) -> None:
-    if p.is_oracle:  # it writes float64
-        for to, x in zip((out, lse), p.forward(), strict=True):
+def forward_into(call: Call, out: Tensor, lse: Tensor) -> None:
+    if call.is_oracle:  # it writes float64
+        for to, x in zip((out, lse), call.forward(), strict=True):
             to.copy_(x)
         return
-    run_into(FORWARD, p, {}, {"out": out, "lse": lse})
+    run_into(FORWARD, call, {}, {"out": out, "lse": lse})
 
 
 def in_own_words(call: RankCall, refused: Exception) -> Exception:
@@ -282,44 +283,44 @@ def in_own_words(call: RankCall, refused: Exception) -> Exception:
 
 def check_shapes(call: RankCall) -> None:
     """Raises the errors of arguments that methods cut by heads or send by rows before the library sees them."""
-    names = {"alibi_slopes", "sinks", "mask", "bias"} & call.p.arrays.keys()
+    names = {"alibi_slopes", "sinks", "mask", "bias"} & call.of_caller.arrays.keys()
     if names and (wrong := [each for each in _own_reasons(call) if each.argument in names]):
         raise raised_for(ValueError, wrong)
 
 
 def _own_reasons(call: RankCall) -> list[Refusal]:
     own = call.plan.q[call.rank], call.plan.k[call.rank]
-    arrays = {name: x for name, x in call.p.arrays.items() if name != "seqused_k"}
+    arrays = {name: x for name, x in call.of_caller.arrays.items() if name != "seqused_k"}
     if call.plan.packed:
         for name, ranges, cu in (("cu_seqlens_q", own[0], call.plan.cu_q), ("cu_seqlens_k", own[1], call.plan.cu_k)):
             arrays[name] = cu_seqlens_of(ranges, cu, call.device)
-    options = {name: x for name, x in call.p.options.items() if name != "invariant"}
+    options = {name: x for name, x in call.of_caller.options.items() if name != "invariant"}
     options["part"] = part_numbers(call.plan, *own, 0, call.heads, False)
     return Call(TORCH, arrays, options).reasons_against({}, False)
 
 
-def backward_into(p: Call, known: Results, made: Results) -> Results:
-    if p.is_oracle:
-        return p.backward(known, made)
-    run_into(BACKWARD, p, known, made)
+def backward_into(call: Call, known: Results, made: Results) -> Results:
+    if call.is_oracle:
+        return call.backward(known, made)
+    run_into(BACKWARD, call, known, made)
     return made
 
 
-def backward_added(p: Call, known: Results, wanted: list[str], into: Results) -> Results:
+def backward_added(call: Call, known: Results, wanted: list[str], into: Results) -> Results:
     """Gradients; those in `into` are added to the given contents."""
-    if p.is_oracle or len(wanted) > len(into):
-        return p.backward(known, wanted, into)
-    run_into(BACKWARD, p.adding(), known | into, {})
+    if call.is_oracle or len(wanted) > len(into):
+        return call.backward(known, wanted, into)
+    run_into(BACKWARD, call.adding(), known | into, {})
     return into
 
 
-def check(p: Call, of_backward: bool) -> list[int]:
+def check(call: Call, of_backward: bool) -> list[int]:
     """Raises the library's objections to the call, or its backward; nothing is computed. Memory for results is allocated meanwhile, and on
     a GPU as much as the workspace. It goes back to the allocator, for later allocations. Returns the size of each in bytes."""
-    whole = p.whole(of_backward)
+    structs = call.example_structs(of_backward)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
-    whole.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
-    q, asked = p.arrays["q"], [x.nbytes for x in whole.made.values()]
+    structs.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+    q, asked = call.arrays["q"], [x.nbytes for x in structs.made.values()]
     if q.is_cuda:
         asked.append(plan.workspace_bytes)
         allocated((plan.workspace_bytes,), None, torch.uint8, q.device)

@@ -46,21 +46,21 @@ def explain(
     if wrong:
         raise refusal(wrong)
     group, levels, sharding, method = in_context(group, mesh, sharding, method)
-    prepared = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, [True, None, False], dict(options))
-    p = prepared.p._replace(arrays=TORCH.autocast(prepared.p.arrays))
-    plan = _operators.plan_of(p, *prepared.shardings)
-    of = facts_of(p, plan, _operators.size_of(levels))
+    parsed = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, [True, None, False], dict(options))
+    of_caller = parsed.call._replace(arrays=TORCH.autocast(parsed.call.arrays))
+    plan = _operators.plan_of(of_caller, *parsed.shardings)
+    of = facts_of(of_caller, plan, _operators.size_of(levels))
     rank, needs = group.rank(), frozenset(("q", "k", "v") if backward else ())
-    call = RankCall(p, plan, rank, Waits(group, None), needs, sms_for_transfers(prepared.method, of, backward), levels=levels)
-    made = METHODS[prepared.method].Forward(call)
+    call = RankCall(of_caller, plan, rank, Waits(group, None), needs, sms_for_transfers(parsed.method, of, backward), levels=levels)
+    made = METHODS[parsed.method].Forward(call)
     shares = [pairs(plan, r) for r in range(plan.world)]
     mean = sum(shares) / plan.world
     by_time = method is None and options.get("deterministic") != _operators.WORLD
     lines = [
-        f"{'backward' if backward else 'forward'} by method {prepared.method!r} on {plan.world} ranks; rank {rank} has "
-        f"{count(plan.q[rank])} of {prepared.shardings[0].seqlen} queries and {count(plan.k[rank])} of {prepared.shardings[1].seqlen} keys",
+        f"{'backward' if backward else 'forward'} by method {parsed.method!r} on {plan.world} ranks; rank {rank} has "
+        f"{count(plan.q[rank])} of {parsed.shardings[0].seqlen} queries and {count(plan.k[rank])} of {parsed.shardings[1].seqlen} keys",
         f"sharding: the rank with most work has {max(shares) / mean if mean else 1:.2f} times the mean (by positions)",
-        *(_line(name, of, backward, name == prepared.method, by_time) for name in METHODS),
+        *(_line(name, of, backward, name == parsed.method, by_time) for name in METHODS),
         "this rank's first call of the library:",
         made.example().explain(backward),
     ]

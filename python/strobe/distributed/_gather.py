@@ -148,8 +148,8 @@ class Forward:
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, keys, (out, lse) = self.call, self.keys, self.made.values()
         for heads_kv, k, v in keys:
-            p, heads = keys.local(k, v, heads_kv, beside_transfer=heads_kv != keys.groups[-1])
-            forward_into(p, call.of_heads(out, heads), call.statistic_of_heads(lse, heads))
+            local, heads = keys.local(k, v, heads_kv, beside_transfer=heads_kv != keys.groups[-1])
+            forward_into(local, call.of_heads(out, heads), call.statistic_of_heads(lse, heads))
         return out, lse, []
 
 
@@ -161,14 +161,14 @@ class Backward:
         self.to_keys = [name for name in "kv" if name in call.needs]
         self.keys = Keys(call, call.sum_dtype.itemsize if self.to_keys else 0)
         self.dq = call.new(call.q.shape, call.sum_dtype).zero_() if "q" in call.needs else None
-        self.home = {name: call.new(call.p.arrays[name].shape, call.sum_dtype).zero_() for name in self.to_keys}
+        self.home = {name: call.new(call.of_caller.arrays[name].shape, call.sum_dtype).zero_() for name in self.to_keys}
         got = self.keys.memory[0][1]
         # A group's gradients are in flight while those of the next one are added up.
         there, here = (len(got), sum(self.keys.route.to)) if self.to_keys else (0, 0)
         self.sums = [room(got, there, call.sum_dtype) for _ in self.keys.memory]
         self.back = room(got, here, call.sum_dtype)
         self.dbias = call.room_for_bias()
-        self.dsinks = torch.zeros_like(call.p.arrays["sinks"]) if "sinks" in call.needs else None
+        self.dsinks = torch.zeros_like(call.of_caller.arrays["sinks"]) if "sinks" in call.needs else None
 
     def example(self) -> Call:
         return self.keys.local(*self.keys.example(), self.keys.groups[0], len(self.keys.groups) > 1)[0]
@@ -180,14 +180,14 @@ class Backward:
         call, keys = self.call, self.keys
         under: tuple[Underway, range] | None = None
         for number, (heads_kv, k, v) in enumerate(keys):
-            p, heads = keys.local(k, v, heads_kv, beside_transfer=len(keys.groups) > 1)
+            local, heads = keys.local(k, v, heads_kv, beside_transfer=len(keys.groups) > 1)
             into: Results = {}
             if self.dq is not None:
                 into["dq"] = call.of_heads(self.dq, heads)
             if self.to_keys:
                 sums = keys._of(self.sums[number % 2], heads_kv).zero_()
                 into |= {f"d{name}": x for name, x in zip("kv", keys._split(sums), strict=True) if name in call.needs}
-            self._add(p, heads, into)
+            self._add(local, heads, into)
             if self.to_keys:
                 if under is not None:
                     self._arrive(*under)
@@ -197,14 +197,14 @@ class Backward:
         found = {"dq": self.dq} | {f"d{name}": x for name, x in self.home.items()} | {"dbias": self.dbias, "dsinks": self.dsinks}
         return {name: x for name, x in found.items() if x is not None}
 
-    def _add(self, p: Call, heads: range, into: Results) -> None:
+    def _add(self, local: Call, heads: range, into: Results) -> None:
         call = self.call
         known = {name: call.of_heads(self.given[name], heads) for name in ("dout", "out")}
         known |= {name: call.statistic_of_heads(self.given[name], heads) for name in ("lse", "dlse") if name in self.given}
-        if self.dbias is not None and call.sum_dtype != p.arrays["bias"].dtype and p.arrays["bias"].shape[1] == 1:
-            p.arrays["bias"] = p.arrays["bias"].to(call.sum_dtype)  # several gradients of it are added up
+        if self.dbias is not None and call.sum_dtype != local.arrays["bias"].dtype and local.arrays["bias"].shape[1] == 1:
+            local.arrays["bias"] = local.arrays["bias"].to(call.sum_dtype)  # several gradients of it are added up
         wanted = [*into, *(name for name, x in (("dbias", self.dbias), ("dsinks", self.dsinks)) if x is not None)]
-        found = backward_added(p, known, wanted, into) if wanted else {}
+        found = backward_added(local, known, wanted, into) if wanted else {}
         if self.dbias is not None:
             self.call.scores_of_heads(self.dbias, heads).add_(found["dbias"])
         if self.dsinks is not None:

@@ -89,7 +89,7 @@ class Whole:
 
     def scores_with_rows(self) -> Iterator[tuple[str, Tensor]]:
         for name in ("mask", "bias"):
-            x = self.call.p.arrays.get(name)
+            x = self.call.of_caller.arrays.get(name)
             if x is not None and has_rows(x):
                 yield name, four_axes(x)
 
@@ -113,7 +113,7 @@ class Whole:
 
     def bias_gradient(self, own: Tensor) -> Tensor:
         """The gradient of the rank's own rows, or if these are broadcast the rank's addend."""
-        given = four_axes(self.call.p.arrays["bias"])
+        given = four_axes(self.call.of_caller.arrays["bias"])
         if not has_rows(given):
             found = own.new_zeros(given.shape)
             self.call.scores_of_heads(found, self.heads).copy_(own)
@@ -125,27 +125,27 @@ class Whole:
     def local(self, q: Tensor, k: Tensor, v: Tensor, scores: Results) -> Call:
         """scores: mask and bias of all rows, if their rows are not broadcast."""
         call, plan = self.call, self.call.plan
-        p = call.local(q, k, v, self.heads, (self.q.tokens, self.k.tokens))
-        p.arrays.update(scores)
-        if "seqused_k" in call.p.arrays:
-            p.arrays["seqused_k"] = call.p.arrays["seqused_k"]
-        if not needs_part(call.p):
-            del p.options["part"]
+        local = call.local(q, k, v, self.heads, (self.q.tokens, self.k.tokens))
+        local.arrays.update(scores)
+        if "seqused_k" in call.of_caller.arrays:
+            local.arrays["seqused_k"] = call.of_caller.arrays["seqused_k"]
+        if not needs_part(call.of_caller):
+            del local.options["part"]
             if plan.packed:  # without a part mask and bias would be as large as there are tokens
-                p.options.update(longest(plan.cu_q, plan.cu_k, p.options))
-        return p
+                local.options.update(longest(plan.cu_q, plan.cu_k, local.options))
+        return local
 
 
 def _among_all(call: RankCall) -> Whole:
     whole = Whole(call, call.waits, range(call.plan.world))
-    if not needs_part(call.p):  # with a part they have as many rows as the longest sequence
-        whole.all_scores.most = max(whole.all_scores.most, call.p.options.get("max_seqlen_q") or 0)
+    if not needs_part(call.of_caller):  # with a part they have as many rows as the longest sequence
+        whole.all_scores.most = max(whole.all_scores.most, call.of_caller.options.get("max_seqlen_q") or 0)
     return whole
 
 
-def needs_part(p: Call) -> bool:
+def needs_part(call: Call) -> bool:
     """Whether the library must know the heads' indices in the whole problem: the same test as in _methods.py."""
-    return bool(p.options.get("dropout")) or (BLOCKS[0] in p.arrays and p.arrays[BLOCKS[0]].shape[1] > 1)
+    return bool(call.options.get("dropout")) or (BLOCKS[0] in call.arrays and call.arrays[BLOCKS[0]].shape[1] > 1)
 
 
 def longest(cu_q: tuple[int, ...], cu_k: tuple[int, ...], options: dict[str, object]) -> dict[str, object]:
@@ -225,31 +225,31 @@ class Backward:
     def __init__(self, call: RankCall, given: Results, saved: list[Tensor]):
         self.call, self.given, self.whole = call, given, _among_all(call)
         *self.tensors, self.out, self.lse = saved
-        self.p = self._local(self.whole.room_for_scores())
+        self.local_call = self._local(self.whole.room_for_scores())
         names = [name for name in ("q", "k", "v", "bias", "sinks") if name in call.needs]
-        self.found = self.p.gradients([f"d{name}" for name in names])
+        self.found = self.local_call.gradients([f"d{name}" for name in names])
 
     def _local(self, scores: Results) -> Call:
         call = self.call
         q, k, v = self.tensors
-        p = self.whole.local(q, k, v, scores)
-        if "bias" in call.needs and has_rows(bias := call.p.arrays["bias"]) and four_axes(bias).shape[1] == 1:
-            p.arrays["bias"] = p.arrays["bias"].to(call.sum_dtype)  # gradients of several ranks are added up
-        return p
+        local = self.whole.local(q, k, v, scores)
+        if "bias" in call.needs and has_rows(bias := call.of_caller.arrays["bias"]) and four_axes(bias).shape[1] == 1:
+            local.arrays["bias"] = local.arrays["bias"].to(call.sum_dtype)  # gradients of several ranks are added up
+        return local
 
     def example(self) -> Call:
-        return self.p
+        return self.local_call
 
     def prepare(self) -> None:
         """Does nothing, as in the forward."""
 
     def run(self) -> Results:
         call, whole = self.call, self.whole
-        self.p = self._local(whole.scores())
+        self.local_call = self._local(whole.scores())
         known = {"dout": call.tokens(whole.q.to_heads(call.rows(self.given["dout"]))), "out": self.out, "lse": self.lse}
         if "dlse" in self.given:
             known["dlse"] = whole.q.to_heads(self.given["dlse"].movedim(-1, 0)[..., None])[..., 0].movedim(0, -1).contiguous()
-        found = backward_into(self.p, known, self.found)
+        found = backward_into(self.local_call, known, self.found)
         for name, on in (("dq", whole.q), ("dk", whole.k), ("dv", whole.k)):
             if name in found:
                 found[name] = call.tokens(on.to_tokens(call.rows(found[name])))
@@ -257,6 +257,6 @@ class Backward:
             found["dbias"] = self.whole.bias_gradient(found["dbias"])
         if "dsinks" in found:
             own = found["dsinks"]
-            found["dsinks"] = torch.zeros_like(call.p.arrays["sinks"])
+            found["dsinks"] = torch.zeros_like(call.of_caller.arrays["sinks"])
             found["dsinks"][whole.heads.start : whole.heads.stop] = own
         return found

@@ -43,14 +43,16 @@ class _Node:
 
     def call_across(self, tensors: list[Tensor], scores: Results) -> RankCall:
         call, heads = self.call, self.whole.heads
-        arrays = dict(call.p.arrays) | dict(zip("qkv", tensors, strict=True))
-        for name, x in call.p.arrays.items():
+        arrays = dict(call.of_caller.arrays) | dict(zip("qkv", tensors, strict=True))
+        for name, x in call.of_caller.arrays.items():
             if name in ("mask", "bias"):
                 arrays[name] = scores[name] if name in scores else call.scores_of_heads(x, heads)
             elif name in ("alibi_slopes", "sinks") and x.dim():
                 arrays[name] = x.narrow(-1, heads.start, len(heads))
-        p = call.p.on(arrays)
-        return RankCall(p, self.plan, self.node, self.across, call.needs, call.reserved_sms, first_head=heads.start, all_heads=call.heads)
+        of_caller = call.of_caller.on(arrays)
+        return RankCall(
+            of_caller, self.plan, self.node, self.across, call.needs, call.reserved_sms, first_head=heads.start, all_heads=call.heads
+        )
 
     def rows_back(self, x: Tensor) -> Tensor:
         """The rank's own tokens, with all heads."""
@@ -75,7 +77,7 @@ class Forward:
         """Does nothing: the rows for other nodes come from this node first."""
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        node, arrays = self.node, self.across.call.p.arrays
+        node, arrays = self.node, self.across.call.of_caller.arrays
         arrays.update(zip("qkv", tensors := node.exchanged(), strict=True))
         arrays.update(node.whole.scores())
         self.across.prepare()
@@ -98,7 +100,7 @@ class Backward:
 
     def run(self) -> Results:
         call, node, whole = self.call, self.node, self.node.whole
-        self.across.call.p.arrays.update(whole.scores())
+        self.across.call.of_caller.arrays.update(whole.scores())
         self.known["dout"] = call.tokens(whole.q.to_heads(call.rows(self.given["dout"])))
         if "dlse" in self.given:
             self.known["dlse"] = node.statistic_there(self.given["dlse"])
@@ -110,7 +112,7 @@ class Backward:
         if "dbias" in found:
             found["dbias"] = whole.bias_gradient(four_axes(found["dbias"]))
         if "dsinks" in found:
-            own, found["dsinks"] = found["dsinks"], torch.zeros_like(call.p.arrays["sinks"])
+            own, found["dsinks"] = found["dsinks"], torch.zeros_like(call.of_caller.arrays["sinks"])
             found["dsinks"][whole.heads.start : whole.heads.stop] = own
         return found
 

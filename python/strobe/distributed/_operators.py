@@ -58,11 +58,11 @@ def decoded(numbers: tuple[int, ...]) -> Sharding:
     return Sharding(numbers[0], tuple(ranges))
 
 
-def plan_of(p: Call, sharding_q: Sharding, sharding_k: Sharding) -> Plan:
+def plan_of(call: Call, sharding_q: Sharding, sharding_k: Sharding) -> Plan:
     """Reads cu_seqlens, and block masks that lie in host memory."""
-    packed = CU[0] in p.arrays
-    cu_q, cu_k = (host_integers(name, p.arrays[name]) for name in CU) if packed else ((0, sharding_q.seqlen), (0, sharding_k.seqlen))
-    return _plan(sharding_q, sharding_k, cu_q, cu_k, packed, band_of(p.options), _blocks(p))
+    packed = CU[0] in call.arrays
+    cu_q, cu_k = (host_integers(name, call.arrays[name]) for name in CU) if packed else ((0, sharding_q.seqlen), (0, sharding_k.seqlen))
+    return _plan(sharding_q, sharding_k, cu_q, cu_k, packed, band_of(call.options), _blocks(call))
 
 
 @lru_cache(maxsize=256)
@@ -83,12 +83,12 @@ def band_of(options: dict[str, Any]) -> Band:
     return Band.of(bool(options.get("causal")), (left, right), alignment)
 
 
-def _blocks(p: Call) -> Blocks | None:
-    rows = p.arrays.get(BLOCKS[0])
+def _blocks(call: Call) -> Blocks | None:
+    rows = call.arrays.get(BLOCKS[0])
     if rows is None or not rows.is_cpu:
         return None
-    columns = p.arrays[BLOCKS[2]].shape[2] - 1  # the transpose's rows
-    return blocks_of(rows, p.arrays[BLOCKS[1]], columns, p.options["block_q"], p.options["block_k"])
+    columns = call.arrays[BLOCKS[2]].shape[2] - 1  # the transpose's rows
+    return blocks_of(rows, call.arrays[BLOCKS[1]], columns, call.options["block_q"], call.options["block_k"])
 
 
 class Judged(NamedTuple):
@@ -116,13 +116,13 @@ class _Own:
         self.rank, self.world = self.group.rank(), self.group.size()
         self.agrees = self.world > 1 and agree
 
-    def key(self, of: str, p: Call) -> bytes | None:
+    def key(self, of: str, call: Call) -> bytes | None:
         """The bytes that determine whether a call is valid, and how it is made; None if numbers in other tensors than cu_seqlens matter."""
-        if p.options.get("check") or not _READ.isdisjoint(p.arrays) or ("rng" in p.arrays and not self.draw):
+        if call.options.get("check") or not _READ.isdisjoint(call.arrays) or ("rng" in call.arrays and not self.draw):
             return None
         prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()  # names of groups may be used again
-        numbers = {f"numbers of {name}": in_short(host_integers(name, p.arrays[name])) for name in CU if name in p.arrays}
-        return _eager.key(prefix, (), p.arrays, p.options | self._of_key | numbers)
+        numbers = {f"numbers of {name}": in_short(host_integers(name, call.arrays[name])) for name in CU if name in call.arrays}
+        return _eager.key(prefix, (), call.arrays, call.options | self._of_key | numbers)
 
 
 def size_of(levels: Levels | None) -> int:
@@ -135,15 +135,15 @@ def _signature(call: RankCall, own: _Own, of: str) -> Signature:
     shapes, which follow from layout, and last comes the method, which follows from all others if none was requested."""
     if not own.agrees:
         return Signature({})  # it is not compared, and numbers of a GPU's rng would have to be waited for
-    p, plan = call.p, call.plan
+    of_caller, plan = call.of_caller, call.plan
     said: dict[str, object] = {
         "the pass": of,
-        **_written(p.options, own.draw),
+        **_written(of_caller.options, own.draw),
         "sharding": plan.q,
         "sharding_k": plan.k,
         "cu_seqlens_q": plan.cu_q,
         "cu_seqlens_k": plan.cu_k,
-        "block_mask": _mask_of_blocks(p, plan),
+        "block_mask": _mask_of_blocks(of_caller, plan),
         "ranks of a node": size_of(own.levels),
         "tensors that require grad": sorted(call.needs),
         "q": (_but(call.q, call.axis), call.q.dtype, call.q.device.type),
@@ -151,7 +151,7 @@ def _signature(call: RankCall, own: _Own, of: str) -> Signature:
         "v": (_but(call.v, call.axis), call.v.dtype),
     }
     for name in INPUTS[3:]:
-        x = p.arrays.get(name)
+        x = of_caller.arrays.get(name)
         if x is None or name in (*CU, *BLOCKS):
             continue
         if name in ("mask", "bias"):
@@ -172,9 +172,9 @@ def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
     return options | {"seed": "drawn" if draw else fields.get("seed", 0), "offset": fields.get("offset", 0)}
 
 
-def _mask_of_blocks(p: Call, plan: Plan) -> object:
+def _mask_of_blocks(call: Call, plan: Plan) -> object:
     """For a mask on a GPU, which is not read, the size of its blocks."""
-    return plan.blocks if plan.blocks is not None or BLOCKS[0] not in p.arrays else (p.options["block_q"], p.options["block_k"])
+    return plan.blocks if plan.blocks is not None or BLOCKS[0] not in call.arrays else (call.options["block_q"], call.options["block_k"])
 
 
 def _but(x: Tensor, axis: int) -> tuple[object, ...]:
@@ -182,17 +182,17 @@ def _but(x: Tensor, axis: int) -> tuple[object, ...]:
     return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
 
 
-def _started(p: Call, own: _Own, of: str, build: Callable[[RankCall], PassT], drawn: Tensor | None = None) -> PassT:
+def _started(of_caller: Call, own: _Own, of: str, build: Callable[[RankCall], PassT], drawn: Tensor | None = None) -> PassT:
     """Validates, allocates, and agrees with the other ranks to continue. drawn: a seed and offset, of which the first rank's become rng."""
     call: RankCall | None = None
     failure: Exception | None = None
     known: Judged | None = None
-    q = p.arrays["q"]
+    q = of_caller.arrays["q"]
     try:
-        key = own.key(of, p)
+        key = own.key(of, of_caller)
         known = None if key is None else _prepared.CALLS.get(key)
-        plan = plan_of(p, own.sharding_q, own.sharding_k) if known is None else known.plan
-        call = RankCall(p, plan, own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
+        plan = plan_of(of_caller, own.sharding_q, own.sharding_k) if known is None else known.plan
+        call = RankCall(of_caller, plan, own.rank, Waits(own.group, own.seconds), own.needs, levels=own.levels)
         if not takes(own.group, q.device):
             raise ValueError(f"q: on {q.device}; accepted is a device of the group's backend, {own.group.name()}")
         call.reserved_sms = _judge(call, own, of) if known is None else known.reserved_sms
@@ -215,14 +215,14 @@ def _started(p: Call, own: _Own, of: str, build: Callable[[RankCall], PassT], dr
     elif own.world > 1 and drawn is not None:
         rng = drawn_by_first(own.group, drawn, own.seconds)
     if drawn is not None:
-        p.arrays["rng"].copy_(torch.tensor(rng))
+        of_caller.arrays["rng"].copy_(torch.tensor(rng))
     return made
 
 
 def _judge(call: RankCall, own: _Own, of: str) -> int:
     """Raises the errors of the call itself, before the library sees a part of it; returns reserved_sms."""
     check_shapes(call)
-    facts = facts_of(call.p, call.plan, size_of(own.levels))
+    facts = facts_of(call.of_caller, call.plan, size_of(own.levels))
     if (against := reason_against(own.method, facts)) is not None:
         raise ValueError(against)
     return sms_for_transfers(own.method, facts, of == "backward")
@@ -230,14 +230,14 @@ def _judge(call: RankCall, own: _Own, of: str) -> int:
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
-    p = call_of((q, k, v), given)
-    drawn = p.arrays["rng"] if own.draw else None
+    of_caller = call_of((q, k, v), given)
+    drawn = of_caller.arrays["rng"] if own.draw else None
     if drawn is not None:
-        p.arrays["rng"] = torch.empty_like(drawn, device=q.device)
+        of_caller.arrays["rng"] = torch.empty_like(drawn, device=q.device)
     with torch.no_grad():
-        made = _started(p, own, "forward", METHODS[own.method].Forward, drawn)
+        made = _started(of_caller, own, "forward", METHODS[own.method].Forward, drawn)
         out, lse, saved = made.run()
-    return out, lse, [*saved, *([p.arrays["rng"]] if own.draw else [])]
+    return out, lse, [*saved, *([of_caller.arrays["rng"]] if own.draw else [])]
 
 
 def run_backward(
@@ -252,16 +252,16 @@ def run_backward(
     **given: Any,
 ) -> list[Tensor]:
     own = _Own(given)
-    p = call_of((q, k, v), given)
+    of_caller = call_of((q, k, v), given)
     if own.draw:
-        *saved, p.arrays["rng"] = saved
+        *saved, of_caller.arrays["rng"] = saved
     if dlse is None and own.method in ("heads", "levels"):  # another rank's loss may have used lse: all exchange the same tensors
         dlse = torch.zeros_like(lse)
     known: Results = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     with torch.no_grad():
-        made = _started(p, own, "backward", lambda call: METHODS[own.method].Backward(call, known, saved))
+        made = _started(of_caller, own, "backward", lambda call: METHODS[own.method].Backward(call, known, saved))
         found = made.run()
-    return [_as_given(found[f"d{name}"], p.arrays[name]) for name in _NAMES if name in own.needs]
+    return [_as_given(found[f"d{name}"], of_caller.arrays[name]) for name in _NAMES if name in own.needs]
 
 
 def _as_given(gradient: Tensor, of: Tensor) -> Tensor:
@@ -271,22 +271,22 @@ def _as_given(gradient: Tensor, of: Tensor) -> Tensor:
 @torch.library.register_fake(FORWARD_NAME)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
-    p = call_of((q, k, v), given)
-    found = p.results()
+    call = call_of((q, k, v), given)
+    found = call.results()
     return (
         found["out"],
         found["lse"],
-        [*_fake_saved(p, own, found["lse"]), *([torch.empty_like(p.arrays["rng"], device=q.device)] if own.draw else [])],
+        [*_fake_saved(call, own, found["lse"]), *([torch.empty_like(call.arrays["rng"], device=q.device)] if own.draw else [])],
     )
 
 
-def _fake_saved(p: Call, own: _Own, lse: Tensor) -> list[Tensor]:
+def _fake_saved(of_caller: Call, own: _Own, lse: Tensor) -> list[Tensor]:
     if own.method == "ring":
         return [lse.new_empty((2, *lse.shape))]
     if own.method == "gather":
         return []
-    plan = plan_of_shardings(own.sharding_q, own.sharding_k, CU[0] in p.arrays)
-    call = RankCall(p, plan, own.rank, Waits(own.group, None), own.needs)
+    plan = plan_of_shardings(own.sharding_q, own.sharding_k, CU[0] in of_caller.arrays)
+    call = RankCall(of_caller, plan, own.rank, Waits(own.group, None), own.needs)
     size = size_of(own.levels) if own.method == "levels" else own.world
     members = range(own.rank // size * size, (own.rank // size + 1) * size)
     whole = []
@@ -294,7 +294,9 @@ def _fake_saved(p: Call, own: _Own, lse: Tensor) -> list[Tensor]:
         rows = call.rows(x)
         tokens, heads = sum(sharding.count(r) for r in members), rows.shape[-2] // size
         whole.append(call.tokens(rows.new_empty((tokens, *rows.shape[1:-2], heads, rows.shape[-1]))))
-    found = Call(TORCH, dict(zip("qkv", whole, strict=True)), {name: x for name, x in p.options.items() if name == "bshd"}).results()
+    found = Call(
+        TORCH, dict(zip("qkv", whole, strict=True)), {name: x for name, x in of_caller.options.items() if name == "bshd"}
+    ).results()
     whole += [found["out"], found["lse"]]
     return whole
 
@@ -303,8 +305,8 @@ def _fake_saved(p: Call, own: _Own, lse: Tensor) -> list[Tensor]:
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], q: Tensor, k: Tensor, v: Tensor, **given: Any
 ) -> list[Tensor]:
-    p = call_of((q, k, v), {name: x for name, x in given.items() if name in (*FIELDS, *INPUTS)})
-    return [p.arrays[name].new_empty(p.arrays[name].shape) for name, needed in zip(_NAMES, given["needed"], strict=True) if needed]
+    arrays = call_of((q, k, v), {name: x for name, x in given.items() if name in (*FIELDS, *INPUTS)}).arrays
+    return [arrays[name].new_empty(arrays[name].shape) for name, needed in zip(_NAMES, given["needed"], strict=True) if needed]
 
 
 class _DistributedAttention(torch.autograd.Function):

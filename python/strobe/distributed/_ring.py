@@ -94,7 +94,7 @@ class Forward:
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, ring = self.call, self.ring
         merged: tuple[Tensor, ...] | None = None
-        how = {"layout": "bshd" if "bshd" in call.p.options else "bhsd"}
+        how = {"layout": "bshd" if "bshd" in call.of_caller.options else "bhsd"}
         for turn in ring.turns:
             under = ring.keys.begin(turn) if turn + 1 < len(ring.turns) else None
             if ring.is_seen(turn):
@@ -103,8 +103,8 @@ class Forward:
             if under is not None:
                 under.wait()
         out, lse = merged if merged is not None else self._nothing()
-        if "sinks" in call.p.arrays:
-            out, lse = merge(out, lse, *self._nothing(), sinks=call.p.arrays["sinks"], **how)
+        if "sinks" in call.of_caller.arrays:
+            out, lse = merge(out, lse, *self._nothing(), sinks=call.of_caller.arrays["sinks"], **how)
             if call.plan.packed:  # rows after the last sequence belong to none, and see no sink
                 used = sum(rows_of_sequences(call.plan.q[call.rank], call.plan.cu_q))
                 lse[0, :, used:], lse[1, :, used:] = -torch.inf, 0
@@ -162,17 +162,17 @@ class Backward:
 
     def _add(self, turn: int, known: Results) -> Tensor | None:
         """Computes the gradients from the keys of this turn; returns those of the keys."""
-        p, into, own = self.ring.local(turn, len(self.ring.turns) > 1), {}, None
+        local, into, own = self.ring.local(turn, len(self.ring.turns) > 1), {}, None
         if self.dq is not None:
             into["dq"] = self.dq
         if self.own is not None:
             own = self.own[: self.ring.keys.counts[self.ring.keys.owner(turn)]].zero_()
             into |= {f"d{name}": x for name, x in zip("kv", self.ring.split(own), strict=True) if name in self.call.needs}
         if self.dbias is not None:
-            p.arrays["bias"] = p.arrays["bias"].to(self.call.sum_dtype)
+            local.arrays["bias"] = local.arrays["bias"].to(self.call.sum_dtype)
         wanted = [*into, *(["dbias"] if self.dbias is not None else [])]
         if wanted:
-            found = backward_added(p, known, wanted, into)
+            found = backward_added(local, known, wanted, into)
             if self.dbias is not None:
                 self.dbias.add_(found["dbias"])
         return own
@@ -191,12 +191,12 @@ class Backward:
     def _delta(self) -> Tensor:
         """(dout · out) of each row, in the layout of lse."""
         products = (self.given["dout"].double() * self.given["out"].double()).sum(-1).to(self.call.sum_dtype)
-        rows_first = self.call.plan.packed or "bshd" in self.call.p.options
+        rows_first = self.call.plan.packed or "bshd" in self.call.of_caller.options
         return (products.transpose(-1, -2) if rows_first else products).contiguous()
 
     def _sinks(self, known: Results) -> Tensor:
         """The gradient of the sinks from this rank's rows."""
-        sinks = self.call.p.arrays["sinks"]
+        sinks = self.call.of_caller.arrays["sinks"]
         below = -known["delta"].double()
         if "dlse" in known:
             below = known["dlse"].double() + below
