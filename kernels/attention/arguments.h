@@ -146,7 +146,7 @@ struct ForwardArguments {
   Inputs in;
   Operand out, lse; // lse may be null
   // Split over keys: split s of `splits` writes its O (normalised, fp32, (splits, rows, head_dim_v)) and LSE ((splits, rows)) to
-  // partial_out and partial_lse. cuda-mma's invariant forward, unsplit, keeps O and LSE of the chunks so far there.
+  // partial_out and partial_lse.
   i32 splits;
   i32 bundle; // (batch, head) pairs whose tiles run together, sharing the L2 cache
   float *partial_out, *partial_lse;

@@ -60,13 +60,19 @@ def told(function: Any, *arguments: Any, errors: str = "backslashreplace") -> st
     def ask(*buffer: Any) -> None:
         status = function(*arguments, *buffer)
         if status != lib.STROBE_OK:
-            raise exception_for(status)(text(lib.strobe_last_error()))
+            raise last_failure(status)
 
     return said(ask, errors)
 
 
 def exception_for(status: int) -> type[Exception]:
     return _EXCEPTIONS.get(status, RuntimeError)
+
+
+def last_failure(status: int) -> Exception:
+    """The exception for this thread's last failure. If it has no text, the library had no memory for one."""
+    words = text(lib.strobe_last_error())
+    return exception_for(status)(words) if words else MemoryError("out of host memory")
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:

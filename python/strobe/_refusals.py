@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
-from ._abi import DTYPES, NO_DTYPE, exception_for, text
+from ._abi import DTYPES, NO_DTYPE, exception_for, last_failure, text
 from ._core import ffi, lib
 
 ErrorT = TypeVar("ErrorT", bound=Exception)
@@ -198,12 +198,10 @@ def first_of_each(refusals: Iterable[Refusal]) -> list[Refusal]:
 
 def failure(status: int, of_call: Callable[[Refusal], Refusal | None] = lambda refusal: refusal) -> Exception:
     """The exception for a failed call. of_call: the library's refusal in terms of the Python call; None if that is no argument of it."""
-    kind = exception_for(status)
-    if status == lib.STROBE_INVALID_ARGUMENT:
-        said = last_refusals()
+    if status == lib.STROBE_INVALID_ARGUMENT and (said := last_refusals()):
         of_caller = [each for each in map(of_call, said) if each is not None]
-        return raised_for(kind, first_of_each(of_caller or said))
-    return kind(text(lib.strobe_last_error()))
+        return raised_for(exception_for(status), first_of_each(of_caller or said))
+    return last_failure(status)
 
 
 def last_refusals() -> list[Refusal]:

@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 import strobe
+from strobe._core import lib
 from strobe._options import ROWS
-from strobe._refusals import CODES, OWN, Axes, Either, Hint, Name, OtherLayout, Refusal, Words, refusals_of
+from strobe._refusals import CODES, OWN, Axes, Either, Hint, Name, OtherLayout, Refusal, Words, failure, refusals_of
 from strobe.compat import flash_attn, flash_attn_3
 from strobe.compat.sdpa import scaled_dot_product_attention
 
@@ -44,6 +46,13 @@ def test_a_record_of_the_library_has_typed_values():
     assert isinstance(accepted, Axes)
     assert accepted.roles == ("B", "Sk", "Hkv", "Dv")
     assert accepted.sizes == (B, SK, HKV, -1)
+
+
+def test_a_failure_for_whose_text_there_is_no_memory():
+    # A thread that has not failed has neither text nor records, like one whose failure found no memory for them.
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(lambda: [failure(status) for status in (lib.STROBE_INVALID_ARGUMENT, lib.STROBE_INTERNAL)]).result()
+    assert [(type(error), str(error)) for error in found] == [(MemoryError, "out of host memory")] * 2
 
 
 def test_an_exception_carries_its_refusals_and_survives_a_pickle():

@@ -11,6 +11,7 @@
 #include "../../device/softmax.h"
 #include "../../device/tile_order.h"
 #include "../../tile/copy.h"
+#include "../arguments.h"
 #include "../column_warps.h"
 
 namespace strobe::mma {
@@ -20,7 +21,7 @@ using tile::Left;
 using tile::Right;
 
 template <Config C> struct Forward {
-  using Arguments = ForwardArguments;
+  using Arguments = typename Either<C.invariant != 0, InvariantForwardArguments, ForwardArguments>::type;
   using T = typename Element<C.dtype>::type;
   using Out = Result<C.dtype, C.features.partial != 0>;
   static constexpr Features F = C.features;
@@ -287,8 +288,8 @@ private:
     }
   }
 
-  // Stores O / l and LSE: as the final result, or as that of a split or of a partial part (with LSE as two numbers). Invariant: merges a
-  // chunk's result with those of the chunks before it. Until the last chunk it is kept where splits store their results.
+  // Stores O / l and LSE: as the result, as that of a split, or as that of a partial part, with LSE as two numbers. Invariant: a chunk's
+  // result is merged with those of the chunks before it, and waits in merged_out and merged_lse until the last chunk is done.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {
     const bool complete = a.splits == 1 && ends;
     float before[2 * kM]; // LSE of the chunks before
@@ -322,7 +323,7 @@ private:
   // Which of the lanes and warps that share a row stores its LSE.
   static __device__ __forceinline__ bool stores_lse() { return first_column() + tile::lane_column(0, 0) == 0; }
   __device__ __forceinline__ void store_lse(i32 q, float lse) const {
-    if (a.lse) *a.lse.at<float>(item.b, item.h, sequence.q0 + q, 0) = lse;
+    if (a.lse) *a.lse.template at<float>(item.b, item.h, sequence.q0 + q, 0) = lse;
   }
   // Calls each(column, element) for the elements that the lane holds of its row r in a block of rows.
   template <class Row, class Each> static __device__ __forceinline__ void each_column(Row &O, int r, const Each &each) {
@@ -345,11 +346,11 @@ private:
   __device__ __forceinline__ void store_partial(const Accumulator (&O)[Warps::columns()], int r, i32 q, float M, float l) const {
     const i64 row = sequence.q0 + q;
     each_column(O, r, [&](i32 c, float o) {
-      if (c < in.head_dim_v) *a.out.at<float>(item.b, item.h, row, c) = o;
+      if (c < in.head_dim_v) *a.out.template at<float>(item.b, item.h, row, c) = o;
     });
     if (!a.lse || !stores_lse()) return;
     const float natural = F.bias ? 1.0f : kLn2<float>, lse = l == 0 ? minus_infinity<float>() : row_lse(M, natural, l);
-    float *const to = a.lse.at<float>(item.b, item.h, row, 0);
+    float *const to = a.lse.template at<float>(item.b, item.h, row, 0);
     to[0] = lse, to[in.part->lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
   }
   // Invariant: whether there is no earlier chunk to merge with.
@@ -358,14 +359,14 @@ private:
   // The LSE of the lane's rows over the chunks before this one, whose merged result lies in memory.
   __device__ __forceinline__ void load_merged_lse(float (&lse)[2 * kM]) const {
 #pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) lse[i] = alone() ? minus_infinity<float>() : a.partial_lse[merged_row(i)];
+    for (int i = 0; i < 2 * kM; ++i) lse[i] = alone() ? minus_infinity<float>() : a.merged_lse[merged_row(i)];
     if constexpr (C.column_warps > 1)
       __syncthreads();
     else
       __syncwarp(); // every lane has read the LSE
   }
   // Merges row i of this chunk, O times `factor`, with the chunks before it. complete: no chunk follows, and the sink joins. Otherwise the
-  // result is stored, one column at a time, because no registers are left for what is read.
+  // result is stored, as that of a split or of the chunks so far, one column at a time, because no registers are left for what is read.
   __device__ __forceinline__ void merge_chunk(Accumulator (&O)[Warps::columns()], int i, float before, float lse, float factor,
                                               bool complete) const {
     const i32 q = query(i);
@@ -374,7 +375,7 @@ private:
     const Merge merge(before, lse);
     const float sink = in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) : minus_infinity<float>();
     const Merge with_sink(merge.lse, sink);
-    float *const merged = a.partial_out + row * in.head_dim_v;
+    float *const merged = (a.splits > 1 ? a.partial_out : a.merged_out) + row * in.head_dim_v;
     each_column(O, i % 2, [&](i32 c, float &o) {
       const bool exists = there && c < in.head_dim_v;
       o = merge(alone || !exists ? 0.0f : merged[c], __fmul_rn(o, factor));
@@ -385,7 +386,7 @@ private:
     });
     if (!there || !stores_lse()) return;
     if (!complete)
-      a.partial_lse[row] = merge.lse;
+      (a.splits > 1 ? a.partial_lse : a.merged_lse)[row] = merge.lse;
     else
       store_lse(q, with_sink.lse);
   }
@@ -399,7 +400,7 @@ private:
         tile::store<kDv>(q_shared, warp_row + 16 * m, first_column() + 16 * c, tile::rounded<T>(O[m][c]));
     }
     __syncthreads();
-    T *out = a.out.at<T>(item.b, item.h, sequence.q0 + item.q, 0);
+    T *out = a.out.template at<T>(item.b, item.h, sequence.q0 + item.q, 0);
     tile::store<C.tile_q, kDv, kThreads, kAligned>(
         tile::Matrix<T>{out, a.out.stride[2], a.out.stride[3], scores.seqlen_q - item.q, in.head_dim_v}, q_shared, threadIdx.x);
   }

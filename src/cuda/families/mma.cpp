@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 
+#include "../../../kernels/mma/arguments.h"
 #include "../../../kernels/mma/config.h"
 #include "attention/text.h"
 #include "attention/work.h"
@@ -17,6 +18,12 @@
 #include "cuda/program/tiles.h"
 
 namespace strobe::cuda {
+
+template <class V> void each_pointer(const mma::InvariantForwardArguments &a, V &visit) {
+  each_pointer(static_cast<const ForwardArguments &>(a), visit);
+  visit(a.merged_out), visit(a.merged_lse);
+}
+
 namespace {
 
 using mma::Config;
@@ -269,7 +276,9 @@ private:
     if (!chosen) return no_tile(device);
     const bool decode = packed.has_value();
     Config c = *chosen;
-    ForwardArguments a = forward_arguments(p);
+    mma::InvariantForwardArguments invariant{};
+    ForwardArguments &a = invariant;
+    a = forward_arguments(p);
     const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * query_tiles(p, c.tile_q);
@@ -294,14 +303,15 @@ private:
     else
       take_splits(a, p, scratch);
     if (p.invariant && a.splits == 1 && chunks > 1) {
-      a.partial_out = scratch.take<float>(a.in.rows() * p.head_dim_v);
-      a.partial_lse = scratch.take<float>(a.in.rows());
+      invariant.merged_out = scratch.take<float>(a.in.rows() * p.head_dim_v);
+      invariant.merged_lse = scratch.take<float>(a.in.rows());
     }
     const int64_t blocks = uneven.most > 0 ? uneven.most * blocks_of_share : ctas * a.splits;
     Program program;
     program.overlap = true;
     describe(program, p, c, decode);
-    program.steps.push_back(with_scales(p, decode ? kDecode : kForward, c, blocks, c.threads(), shared, a));
+    program.steps.push_back(p.invariant ? Launch(kForward, c, blocks, c.threads(), shared, invariant)
+                                        : with_scales(p, decode ? kDecode : kForward, c, blocks, c.threads(), shared, a));
     combine_splits(program, p, a);
     program.predicted_seconds = predicted_seconds(p, c, device, decode, per_sm, std::max<int64_t>(a.splits, uneven.likely));
     if (uneven.likely == 1) program.predicted_seconds += combining_seconds(p); // its launch finds nothing to do
