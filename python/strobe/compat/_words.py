@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strobe._checks import Wrong, check_names, flag, is_whole, refusal
-from strobe._messages import is_bool, kind
+from strobe._messages import is_bool, kind, shown
 from strobe._refusals import Refusal, Words, raised_for, refusals_of
 from strobe._tensor_checks import tensor_refusal
 from strobe.arrays.known import unfit
@@ -73,7 +73,7 @@ def switch_or_refusal(name: str, x: Any) -> Any:
     """A flag that callers also write as 1 and 0."""
     if is_bool(x) or (is_whole(x) and x in (0, 1)):
         return bool(x)
-    return TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False, or 1 or 0")
+    return TypeError(f"{name}: {kind(x)} {shown(x)}; accepted is True or False, or 1 or 0")
 
 
 def python_numbers(x: Any) -> Any:
