@@ -173,6 +173,19 @@ def test_a_switch_that_cannot_be_printed(wrong, shown):
         flash_attn.flash_attn_func(q, k, v, causal=wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"window_size": (1, "a")}, r"window_size: \(1, 'a'\); accepted"), ({"softmax_scale": "x"}, "scale: str; accepted")],
+)
+def test_a_compiled_call_refuses_what_an_eager_one_does(wrong, message):
+    """Its lines may have the names of strobe.attention(), and contain what the function's own check says."""
+    torch.compiler.reset()
+    q, k, v = (x.detach() for x in inputs(1, 5, 2, 8))
+    for function in (flash_attn.flash_attn_func, torch.compile(flash_attn.flash_attn_func, backend="eager")):
+        with pytest.raises(TypeError, match=message):
+            function(q, k, v, **wrong)
+
+
 def test_dropout_is_seeded_by_torch():
     leaves = inputs(1, 64, 2, 16)
     outs = []

@@ -34,7 +34,8 @@ def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None
     given: the arguments of attention(), by its names. An argument that the caller's own check refuses is replaced by the exception that
     says why: attention() refuses it, along with all other errors, and the line is the exception's.
     """
-    # PyTorch 2.4 traces no generator. An error that is raised under a compiler is raised again without it.
+    # PyTorch 2.4 traces no generator. A graph may end within nullcontext(), and what follows then runs within it too: so under a compiler
+    # a refusal has the names of attention(). One by the caller's own check is quoted in it.
     return nullcontext() if torch.compiler.is_compiling() else _in_words_of(names, given)
 
 
