@@ -22,13 +22,13 @@ from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
 _SHAPES = {
-    "q": {"bhsd": "(B, H, Sq, D)", "bshd": "(B, Sq, H, D)", "packed": "(Tq, H, D) with cu_seqlens"},
-    "k": {"bhsd": "(B, Hkv, Sk, D)", "bshd": "(B, Sk, Hkv, D)", "packed": "(Tk, Hkv, D) with cu_seqlens"},
-    "v": {"bhsd": "(B, Hkv, Sk, Dv)", "bshd": "(B, Sk, Hkv, Dv)", "packed": "(Tk, Hkv, Dv) with cu_seqlens"},
+    "q": {"bhsd": "(B, H, Sq, D)", "bshd": "(B, Sq, H, D)", "packed": "(Tq, H, D) with {0}"},
+    "k": {"bhsd": "(B, Hkv, Sk, D)", "bshd": "(B, Sk, Hkv, D)", "packed": "(Tk, Hkv, D) with {0}"},
+    "v": {"bhsd": "(B, Hkv, Sk, Dv)", "bshd": "(B, Sk, Hkv, Dv)", "packed": "(Tk, Hkv, Dv) with {0}"},
 }
 _PAGED_SHAPES = {
-    "k": {"bhsd": "(pages, Hkv, page, D) with page_table", "bshd": "(pages, page, Hkv, D) with page_table"},
-    "v": {"bhsd": "(pages, Hkv, page, Dv) with page_table", "bshd": "(pages, page, Hkv, Dv) with page_table"},
+    "k": {"bhsd": "(pages, Hkv, page, D) with {0}", "bshd": "(pages, page, Hkv, D) with {0}"},
+    "v": {"bhsd": "(pages, Hkv, page, Dv) with {0}", "bshd": "(pages, page, Hkv, Dv) with {0}"},
 }
 
 
@@ -164,8 +164,9 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
             accepted = _PAGED_SHAPES[name][layout] if in_pages else _SHAPES[name]["packed" if packed else layout]
             if name in arrays and arrays[name].ndim != rank:
                 hints = (_rank_hint(layout, paged),) if name == "q" and arrays[name].ndim == 3 else ()
-                shape = tuple(arrays[name].shape)
-                wrong.append(refusing(ValueError, name, f"shape {shape}; accepted is {accepted}", code="rank", hints=hints))
+                beside = Name("page_table" if in_pages else f"cu_seqlens_{'q' if name == 'q' else 'k'}")
+                words = f"shape {tuple(arrays[name].shape)}; accepted is {accepted}"
+                wrong.append(refusing(ValueError, name, words, beside, code="rank", hints=hints))
     if isinstance(block_mask := given.get("block_mask"), BlockMask) and SIZES.isdisjoint(arguments_of(wrong)):
         part = options.get("part")
         lengths = _lengths(arrays.get("q"), arrays.get("k"), given)

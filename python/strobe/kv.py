@@ -113,7 +113,7 @@ def quantise(
         if not isinstance(given, torch.dtype) or given not in accepted:
             wrong.append(_no_dtype(name, given, accepted))
     if group is not None and not (is_whole(group) and group > 0 and group % 32 == 0):
-        wrong.append(refusing(ValueError, "group", f"{group!r}; accepted are the multiples of 32, or None"))
+        wrong.append(refusing(ValueError, "group", f"{shown(group)}; accepted are the multiples of 32, or None"))
     if not wrong and (x.dim() not in (3, 4) or x.dtype not in _PLAIN):
         taken = f"{', '.join(map(str, _PLAIN))}, of three or four axes"
         wrong.append(refusing(ValueError, "x", f"{x.dtype} of shape {tuple(x.shape)}; accepted are {taken}"))

@@ -361,6 +361,17 @@ def test_ladder_forwards_and_backwards(causal, br, bc):
         close(second, gradient)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_ladder_refuses_a_v_of_another_width_in_its_own_names(number):
+    Q, K, V = *qkv(1, 2, 20, 8)[:2], torch.randn(1, 2, 20, 4)
+    l = torch.ones(1, 2, 20)
+    message = "^V: head dimension 4; accepted is that of Q, 8$"
+    with pytest.raises(ValueError, match=message):
+        getattr(ladder, f"flash_attention_{number}_forward")(Q, K, V)
+    with pytest.raises(ValueError, match=message):
+        getattr(ladder, f"flash_attention_{number}_backward")(Q, K, V, V, V, *[l] * (3 - number))
+
+
 def test_ladder_refuses_with_its_reason():
     Q, K, V = qkv(1, 1, 20, 16, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="ladder-flash1: float32 only"):

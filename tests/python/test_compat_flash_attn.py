@@ -159,6 +159,33 @@ def test_flags_are_also_one_and_zero():
             flash_attn.flash_attn_func(q, k, v, causal=wrong)
 
 
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("it has no text")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shown"), [(10**5000, "int int"), (Unprintable(), r"\S*Unprintable \S*Unprintable")], ids=["int", "repr"]
+)
+def test_a_switch_that_cannot_be_printed(wrong, shown):
+    q, k, v = inputs(1, 5, 2, 8)
+    with pytest.raises(TypeError, match=f"^causal: {shown}; accepted is True or False, or 1 or 0$"):
+        flash_attn.flash_attn_func(q, k, v, causal=wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"window_size": (1, "a")}, r"window_size: \(1, 'a'\); accepted"), ({"softmax_scale": "x"}, "scale: str; accepted")],
+)
+def test_a_compiled_call_refuses_what_an_eager_one_does(wrong, message):
+    """Its lines may have the names of strobe.attention(), and contain what the function's own check says."""
+    torch.compiler.reset()
+    q, k, v = (x.detach() for x in inputs(1, 5, 2, 8))
+    for function in (flash_attn.flash_attn_func, torch.compile(flash_attn.flash_attn_func, backend="eager")):
+        with pytest.raises(TypeError, match=message):
+            function(q, k, v, **wrong)
+
+
 def test_dropout_is_seeded_by_torch():
     leaves = inputs(1, 64, 2, 16)
     outs = []

@@ -152,6 +152,43 @@ def test_refuses(others):
         attention_forward(torch.nn.Module(), x, x, x, None, **others)
 
 
+X = torch.randn(1, 2, 5, 8)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"query": 5}, "query: int; accepted is a torch.Tensor or a numpy.ndarray"),
+    ({"query": X[0, 0, 0]}, "query: shape (8,); accepted is (B, H, Sq, D)"),
+    ({"key": X[..., :4]}, "key: shape (1, 2, 5, 4); accepted is (B, Hkv, Sk, D) = (1, any, any, 8)"),
+    ({"value": 1.5}, "value: float; accepted is a torch.Tensor, as query is"),
+    ({"attention_mask": "x"}, "attention_mask: str; accepted is a torch.Tensor"),
+    ({"attention_mask": torch.ones(5, 4)}, "attention_mask: shape (5, 4); accepted is (B|1, H|1, Sq|1, Sk|1) = (1|1, 2|1, 5|1, 5|1)"),
+    (
+        {"attention_mask": torch.ones(5, 4), "position_bias": torch.ones(5, 5)},
+        "attention_mask: shape (5, 4) beside position_bias of (5, 5); accepted are shapes that broadcast together",
+    ),
+    (
+        {"attention_mask": torch.ones(5, 5, device="meta"), "position_bias": torch.ones(5, 5)},
+        "attention_mask: on device meta; accepted is cpu, where position_bias lies",
+    ),
+    ({"position_bias": [1]}, "position_bias: list; accepted is a torch.Tensor"),
+    ({"position_bias": [1], "attention_mask": torch.ones(5, 5)}, "position_bias: list; accepted is a torch.Tensor"),
+    ({"s_aux": {}}, "s_aux: dict; accepted is a torch.Tensor"),
+    ({"s_aux": torch.ones(3)}, "s_aux: shape (3); accepted is (H) = (2)"),
+    ({"scaling": "x"}, "scaling: str; accepted is a number"),
+    ({"softcap": -1.0}, "softcap: -1; accepted"),
+    ({"softcap": torch.ones(2)}, "softcap: torch.Tensor; accepted is a number"),
+    ({"dropout": "x"}, "dropout: str; accepted is a number"),
+    ({"is_causal": torch.ones(2)}, "is_causal: torch.Tensor tensor([1., 1.]); accepted is True or False, or 1 or 0"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=["-".join(wrong) for wrong, _ in REFUSED])
+def test_refusals_are_in_its_own_names(wrong, message):
+    given = {"query": X, "key": X, "value": X, "attention_mask": None} | wrong
+    with pytest.raises((TypeError, ValueError)) as raised:
+        attention_forward(torch.nn.Module(), **given)
+    assert str(raised.value).startswith(message)
+    assert len(str(raised.value).splitlines()) == 1
+
+
 PROMPTS = [[*range(3, 20)], [7, 8], [9, 30, 31], [40] * 25, [50, 51, 52, 53, 54]]
 
 

@@ -117,7 +117,12 @@ def test_one_split_is_invariance():
 
 
 WRONG = [
-    ({"query": CALL[0][None]}, r"^query: shape \(1, 8, 4, 16\); accepted is \(Tq, H, D\) with cu_seqlens$"),
+    ({"query": CALL[0][None]}, r"^query: shape \(1, 8, 4, 16\); accepted is \(Tq, H, D\) with cu_seq_q$"),
+    ({"key": CALL[1][None]}, r"^key: shape \(1, \d+, 2, 16\); accepted is \(Tk, Hkv, D\) with cu_seq_k$"),
+    (
+        {"value": torch.zeros(2, PAGE, HKV, DV), "block_table": torch.zeros(3, 2).int(), "seqused_k": torch.ones(3).int()},
+        r"^key: shape \(\d+, 2, 16\); accepted is \(pages, page, Hkv, D\) with block_table$",
+    ),
     ({"key": None}, "^key: NoneType; accepted is a torch.Tensor, as query is$"),
     ({"cu_seq_q": [0, 8]}, r"^cu_seq_q: list; accepted is a torch.Tensor, int32 \(B \+ 1,\)$"),
     ({"cu_seq_k": None}, r"^cu_seq_k: None; accepted is a torch.Tensor, int32 \(B \+ 1,\), or None beside block_table$"),

@@ -591,6 +591,8 @@ def test_a_quantised_caches_errors():
         strobe.kv.quantise(k, torch.int32)
     with pytest.raises(ValueError, match="group: 48; accepted are the multiples of 32, or None"):
         strobe.kv.quantise(k, torch.int8, group=48)
+    with pytest.raises(ValueError, match="^group: int; accepted are the multiples of 32, or None"):
+        strobe.kv.quantise(k, torch.int8, group=10**5000 + 1)
     with pytest.raises(ValueError, match="accepted for two INT4 a byte is an even D"):
         strobe.kv.quantise(k[..., :15], torch.uint8)
     for group in (None, 32):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import Gradients, attention, attention_backward
 from .._checks import Wrong
-from .._messages import kind
+from .._messages import kind, shown
 from .._tensor_checks import unfit_tensors
 from .._writable import not_writable, writes
 from ..arrays.torch import TORCH
@@ -67,7 +67,7 @@ def _flash_attn_varlen_forward(
     """
     wrong: list[Any] = [switch_or_refusal("zero_tensors", zero_tensors), integer_or_refusal("num_splits", num_splits)]
     if leftpad_k is not None and dropout_p:
-        wrong.append(ValueError(f"dropout_p: {dropout_p!r} beside leftpad_k; accepted is 0"))
+        wrong.append(ValueError(f"dropout_p: {shown(dropout_p)} beside leftpad_k; accepted is 0"))
     if leftpad_k is not None and block_table is not None:
         wrong.append(ValueError("leftpad_k: given beside block_table; accepted is None, for the table says where a sequence lies"))
     refuse(*wrong)

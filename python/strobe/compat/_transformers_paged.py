@@ -13,12 +13,19 @@ import torch
 from torch import Tensor
 
 from .. import attention
+from ._words import in_words_of, tensor_or_refusal
+
+NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "sinks": "s_aux"}
+_PAGED = NAMES | {"window": "sliding_window", "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k"}
+_PAGED |= {"max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k"}
 
 
-def model_options(query: Tensor, dropout: float, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
-    """The options of strobe.attention() that models set."""
-    sinks = None if s_aux is None else s_aux.to(torch.promote_types(query.dtype, torch.float32))
-    return {"scale": scaling, "softcap": softcap or 0.0, "sinks": sinks, "dropout": dropout}
+def model_options(query: Any, dropout: float, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
+    """The options of strobe.attention() that models set. A wrong one is replaced by the exception that says so, for in_words_of()."""
+    sinks = None if s_aux is None else tensor_or_refusal("s_aux", s_aux)
+    if isinstance(sinks, Tensor) and isinstance(query, Tensor):
+        sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
+    return {"scale": scaling, "softcap": 0.0 if softcap is None else softcap, "sinks": sinks, "dropout": dropout}
 
 
 def paged_attention_forward(
@@ -58,7 +65,9 @@ def paged_attention_forward(
         k, v = layer.update(key, value)
         options |= {"cu_seqlens_k": layer.cu_seqlens_k, "max_seqlen_k": layer.longest}
     options |= {**model_options(query, dropout, scaling, softcap, s_aux), "window": None if sliding is None else (sliding - 1, 0)}
-    return attention(query[0].transpose(0, 1), k, v, causal=True, layout="bshd", **options)[None], None
+    q = query[0].transpose(0, 1)
+    with in_words_of(_PAGED, {"q": q, "k": k, "v": v, **options}):
+        return attention(q, k, v, causal=True, layout="bshd", **options)[None], None
 
 
 class _Layer:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import Wrong, check_names, flag, is_whole, refusal
-from .._messages import is_bool, kind
+from .._messages import is_bool, kind, shown
 from .._refusals import Refusal, Words, raised_for, refusals_of
 from .._tensor_checks import tensor_refusal
 from ..arrays.known import unfit
@@ -34,7 +34,8 @@ def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None
     given: the arguments of attention(), by its names. An argument that the caller's own check refuses is replaced by the exception that
     says why: attention() refuses it, along with all other errors, and the line is the exception's.
     """
-    # PyTorch 2.4 traces no generator. An error that is raised under a compiler is raised again without it.
+    # PyTorch 2.4 traces no generator. A graph may end within nullcontext(), and what follows then runs within it too: so under a compiler
+    # a refusal has the names of attention(). One by the caller's own check is quoted in it.
     return nullcontext() if torch.compiler.is_compiling() else _in_words_of(names, given)
 
 
@@ -73,7 +74,7 @@ def switch_or_refusal(name: str, x: Any) -> Any:
     """A flag that callers also write as 1 and 0."""
     if is_bool(x) or (is_whole(x) and x in (0, 1)):
         return bool(x)
-    return TypeError(f"{name}: {kind(x)} {x!r}; accepted is True or False, or 1 or 0")
+    return TypeError(f"{name}: {kind(x)} {shown(x)}; accepted is True or False, or 1 or 0")
 
 
 def python_numbers(x: Any) -> Any:

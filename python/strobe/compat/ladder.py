@@ -7,7 +7,11 @@ is causal=True, and the default is False. For speed, use strobe.attention.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
+
+from strobe.arrays.known import unfit
 
 from ._statistics import backward, forward, lse_of, statistics
 from ._words import names_checked
@@ -21,7 +25,7 @@ def flash_attention_1_forward(
     Q: Tensor, K: Tensor, V: Tensor, causal: bool = False, softmax_scale: float | None = None, Br: int | None = None, Bc: int | None = None
 ) -> list[Tensor]:
     """FlashAttention, Algorithm 1: [O, l, m], for each row of scores the sum l of exp(score - m) and the maximum m, (B, H, N)."""
-    O, lse = forward(_NAMES_1, Q, K, V, causal=causal, scale=softmax_scale, tile_q=Br, tile_k=Bc, engine="ladder-flash1")
+    O, lse = forward(_NAMES_1, Q, K, _as_wide(V, Q), causal=causal, scale=softmax_scale, tile_q=Br, tile_k=Bc, engine="ladder-flash1")
     return [O, *statistics(Q, K, lse, scale=softmax_scale, causal=causal)]
 
 
@@ -32,7 +36,7 @@ def flash_attention_1_backward(
 ) -> list[Tensor]:  # fmt: skip
     """FlashAttention, Algorithm 4: [dQ, dK, dV]."""
     options = {"causal": causal, "scale": softmax_scale, "tile_q": Br, "tile_k": Bc, "engine": "ladder-flash1"}
-    return list(backward(_NAMES_1, Q, K, V, O, dO, lse_of(l, m), **options))
+    return list(backward(_NAMES_1, Q, K, _as_wide(V, Q), O, dO, lse_of(l, m), **options))
 
 
 @names_checked(_NAMES)
@@ -40,7 +44,7 @@ def flash_attention_2_forward(
     Q: Tensor, K: Tensor, V: Tensor, causal: bool = False, softmax_scale: float | None = None, Br: int | None = None, Bc: int | None = None
 ) -> list[Tensor]:
     """FlashAttention-2, Algorithm 1: [O, L], L the logarithm of each row's sum of exp(score), (B, H, N)."""
-    return list(forward(_NAMES_2, Q, K, V, causal=causal, scale=softmax_scale, tile_q=Br, tile_k=Bc, engine="ladder-flash2"))
+    return list(forward(_NAMES_2, Q, K, _as_wide(V, Q), causal=causal, scale=softmax_scale, tile_q=Br, tile_k=Bc, engine="ladder-flash2"))
 
 
 @names_checked(_NAMES)
@@ -50,4 +54,13 @@ def flash_attention_2_backward(
 ) -> list[Tensor]:  # fmt: skip
     """FlashAttention-2, Algorithm 2: [dQ, dK, dV]."""
     options = {"causal": causal, "scale": softmax_scale, "tile_q": Br, "tile_k": Bc, "engine": "ladder-flash2"}
-    return list(backward(_NAMES_2, Q, K, V, O, dO, L, **options))
+    return list(backward(_NAMES_2, Q, K, _as_wide(V, Q), O, dO, L, **options))
+
+
+def _as_wide(V: Any, Q: Any) -> Any:
+    """V; or the exception that says that its head dimension is not Q's, which the papers' algorithms need. The kernels' own reason for that
+    is a text with other names."""
+    tensors = all(isinstance(x, Tensor) and unfit("", x) is None and x.dim() == 4 for x in (Q, V))
+    if tensors and V.shape[-1] != Q.shape[-1]:
+        return ValueError(f"V: head dimension {V.shape[-1]}; accepted is that of Q, {Q.shape[-1]}")
+    return V

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from .. import attention
 from .._messages import TRANSFORMERS_EXTRA, kind, needed_by
-from ._transformers_paged import model_options, paged_attention_forward
+from .._tensor_checks import misplaced
+from ._transformers_paged import NAMES, model_options, paged_attention_forward
+from ._words import in_words_of, switch_or_refusal, tensor_or_refusal
 
 
 def register(name: str = "strobe") -> None:
@@ -78,6 +80,9 @@ def attention_forward(
             None: all keys, or if causal those up to the query's position.
         softcap, s_aux, position_bias: softcap, sinks (H,) and bias of strobe.attention.
         others: refused if they are cache (paged) or output_attentions; without effect otherwise.
+
+    Raises:
+        The errors of strobe.attention, with the names of these arguments.
     """
     if others.get("output_attentions"):
         raise NotImplementedError("output_attentions: True; accepted is False, for the weights are never made; 'eager' makes them")
@@ -85,11 +90,46 @@ def attention_forward(
         raise NotImplementedError(
             "cache: given; accepted is None: strobe.compat.transformers.use_paged(model) sets what takes a paged cache"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask, bias = attention_mask, position_bias
-    if mask is not None and mask.dtype != torch.bool:
-        bias, mask = mask if bias is None else mask + bias, None
-    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-    options = model_options(query, dropout, scaling, softcap, s_aux)
-    out = attention(query, key, value, causal=causal, alignment="top_left", mask=mask, bias=bias, **options)
+    masked, causal = _masks(attention_mask, position_bias), _causal(module, is_causal)
+    if not isinstance(causal, Exception):
+        causal = causal and attention_mask is None and _queries(query) > 1
+    options = {**masked, "causal": causal, **model_options(query, dropout, scaling, softcap, s_aux)}
+    names = {
+        **NAMES,
+        "mask": "attention_mask",
+        "bias": "attention_mask" if position_bias is None else "position_bias",
+        "causal": "is_causal",
+    }
+    with in_words_of(names, {"q": query, "k": key, "v": value, **options}):
+        out = attention(query, key, value, alignment="top_left", **options)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _queries(query: Any) -> int:
+    """0 for what is no query: attention() refuses it."""
+    return query.shape[2] if isinstance(query, Tensor) and query.dim() == 4 else 0
+
+
+def _causal(module: torch.nn.Module, is_causal: Any) -> Any:
+    """True or False; or the exception that says what is wrong with it."""
+    own = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return switch_or_refusal("is_causal" if is_causal is not None else "module.is_causal", own)
+
+
+def _masks(attention_mask: Any, position_bias: Any) -> dict[str, Any]:
+    """mask and bias of strobe.attention(). A wrong one is replaced by the exception that says so."""
+    mask, bias = (
+        None if x is None else tensor_or_refusal(name, x)
+        for name, x in (("attention_mask", attention_mask), ("position_bias", position_bias))
+    )
+    if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
+        return {"mask": mask, "bias": bias}
+    if not isinstance(bias, Tensor):
+        return {"mask": bias, "bias": mask}  # bias is None, or an exception
+    if refused := misplaced({"position_bias": bias, "attention_mask": mask}):
+        return {"mask": refused[0], "bias": None}
+    try:
+        return {"mask": None, "bias": mask + bias}
+    except RuntimeError:
+        shapes = f"shape {tuple(mask.shape)} beside position_bias of {tuple(bias.shape)}"
+        return {"mask": ValueError(f"attention_mask: {shapes}; accepted are shapes that broadcast together"), "bias": None}
