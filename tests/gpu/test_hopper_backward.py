@@ -125,6 +125,7 @@ def owns(inputs: Inputs) -> bool:
     return "all keys of a head" in plan(inputs)
 
 
+MOST_SMS = 132  # of a Hopper GPU
 # batch, key heads, queries, keys: as many (batch, key head) pairs as two rounds of an H200's SMs, or three, and fewer
 SHORT = ((66, 4, 64, 64), (99, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180), (64, 2, 80, 150), (32, 4, 150, 180))
 
@@ -141,7 +142,8 @@ def test_a_block_of_a_heads_keys(feature, d):
             sk = sq - 20  # every key is seen by some query
         inputs = call(b=b, h=4, hkv=hkv, sq=sq, sk=sk, d=d, dtype=BF16, **options)
         owned = owns(inputs)
-        assert owned == (d == 64 or feature not in ("softcap", "dropout, causal")), (b, hkv, sq, sk)
+        if keys_of_a_block() or b * hkv * -(-sk // 128) > MOST_SMS:  # otherwise SMs idle, and a block may have 64 keys
+            assert owned == (d == 64 or feature not in ("softcap", "dropout, causal")), (b, hkv, sq, sk)
         assert not faults(inputs), (b, hkv, sq, sk)
         ref = run_plain(inputs, torch.float64)
         once, again = (gradients(inputs, ref) for _ in range(2))
