@@ -11,7 +11,7 @@ struct QueryTile {
   i32 masked; // some key of the tile is hidden from some query
 };
 
-// Tiles of kTile queries on a fixed grid; kTile divides the blocks' queries.
+// Tiles of kTile queries on a fixed grid; kTile divides the number of queries in a block of the block mask.
 template <bool kBlocks, int kTile> class QueryTiles {
 public:
   QueryTiles() = default;

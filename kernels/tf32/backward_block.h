@@ -21,7 +21,8 @@ template <Config C> struct BackwardBlock {
   static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // blocks of queries that dK and dV take at a time: registers are short
   // dK and dV are summed in runs of this many tiles, 2048 queries, which rounds less.
   static constexpr int kSegment = 2048 / kTileQ;
-  // Where dO or Q are not finite, products join a sum one by one, in runs of two tiles.
+  // A segment whose dK or dV is not finite is walked again in runs of this many tiles; each product is then a separate multiply-add, so
+  // that zeros of P and dS are left out.
   static constexpr int kRepeatSegment = 2;
   static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % kRepeatSegment == 0);
 

@@ -122,7 +122,7 @@ bool apart_in_a_period(const Runs &x, const Runs &y) {
   return false;
 }
 
-// Searches for a run of y that meets a run of x: a sum of y's steps minus a sum of x's steps that brings y's first run to x's first run.
+// Searches for multiples of the strides at which a run of y overlaps a run of x: the distance of their starts is then low_ to high_.
 class Meeting {
 public:
   Meeting(const Runs &x, const Runs &y) : low_(1 - __int128{y.run}), high_(__int128{x.run} - 1) {

@@ -1,4 +1,4 @@
-// The table of a set that computes by fused multiply-add.
+// kernels(dtype) of an instruction set that computes by fused multiply-add.
 #pragma once
 #include "kernels.h"
 

@@ -7,8 +7,8 @@ namespace strobe::sm90 {
 // How far m, the value that is subtracted from scores, may lag behind the running maximum.
 inline constexpr i32 kExact = 0;   // not at all
 inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need no rescaling
-inline constexpr i32 kFixed = 2;   // without bound after a row's first tile without hidden keys: no maximum is taken then. A query tile
-                                   // that overflows is computed again, lagging
+inline constexpr i32 kFixed = 2;   // without bound, once a row has had a tile with no hidden key: from then on no maximum is taken. A tile
+                                   // of queries that overflows is computed again, lagging
 // kFixedByRow: each row decides for itself. Its m stays fixed after the first tile with a key that the row sees, and lags by 2^8 while the
 // row's sum is large. If a result is not finite, the query tile is computed again, and each chunk of keys is walked twice: once like this,
 // and then lagging, for the rows that are not finite. (An enum leaves no symbol in kernels that do not use it.)

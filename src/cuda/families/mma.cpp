@@ -130,8 +130,8 @@ Load load_of(const Config &c) {
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
-// Invariant: in wider heads O leaves a warp no registers for merging chunks, so two warps divide its columns, as in heads beyond
-// kMostUsualDim.
+// The widest head whose O leaves one warp the registers to merge chunks in, as the option `invariant` needs. In wider heads two warps
+// divide O's columns, as in heads beyond kMostUsualDim.
 int32_t most_dim_of_one_warp(const Device &device) { return device.cc < 100 ? 192 : 96; }
 
 // Invariant: how many scores are compared with the running maximum at once, in every query tile and for any dtype, option and stride.

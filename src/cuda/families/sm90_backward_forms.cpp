@@ -160,8 +160,8 @@ std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, co
 }
 
 // Whether the form that owns dQ is faster. Its dQ is neither set to 0, nor added up in the L2 cache, nor rounded by a launch of its own;
-// but SMs idle if pairs do not fill them evenly, and with two stages of keys the blocks of `apart` begin and end each tile but the first
-// faster.
+// but SMs idle if pairs do not fill them evenly. With two stages of K and V the other form, `apart`, loads the next tile of keys during the
+// current one, so that every tile of a block but its first costs less to begin and to end.
 bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardConfig &apart, const Device &device) {
   constexpr double kTile = 2.74e-6, kColumnOfStagedTile = 18e-9, kLaunch = 0.5e-6;
   const double owned = std::ceil(double(p.batch * p.heads_kv) / device.sms) * double(tiles(p.seqlen_k, own.tile_k()));

@@ -132,9 +132,10 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
 
 } // namespace
 
-// A mask and dropout are read for 16 queries of a head, and a block mask for tiles of one head; with ALiBi a tile has one slope, and with a
-// bias or a part one head. If Q is broadcast over the heads, the copy engine cannot load several heads at once. An invariant call with a
-// bias or ALiBi is refused elsewhere. Calls of up to 16 rows are left to cuda-mma, which computes them at the memory's rate.
+// Heads share a tile of queries only where nothing ties the tile to one head. A mask and dropout are read for 16 queries of a head, and a
+// block mask for tiles of one head; with ALiBi a tile has one slope, and with a bias or a part one head. If Q is broadcast over the heads,
+// the copy engine cannot load several heads at once. An invariant call with a bias or ALiBi is refused elsewhere. Calls of up to 16 rows
+// are left to cuda-mma, which computes them at the memory's rate.
 HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   constexpr int64_t kRowsOfMma = 16;
   constexpr double kWorth = 0.9; // packing must save 10% of the scores, because packed heads take longer to load and to store (guessed)
