@@ -19,12 +19,12 @@ struct Operand {
   STROBE_FN explicit operator bool() const { return data != nullptr; }
 };
 
-// CSR of kept mask blocks: over query blocks, or transposed over key blocks.
+// The kept mask blocks as CSR: a list of key blocks for each query block, or transposed.
 struct BlockList {
   const i32 *offsets, *indices;        // offsets: (batch, heads, rows + 1), absolute
   i64 count;                           // entries
   i64 rows, batch_stride, head_stride; // strides of offsets; 0: broadcast
-  i64 row_tokens, column_tokens;       // tokens of a mask block
+  i64 row_tokens, column_tokens;       // the size of a mask block, in tokens
 
   // The list of row `row` of mask blocks. Entries are clamped, never trusted.
   STROBE_FN BlockRow row(i64 b, i64 h, i64 row) const {
@@ -47,8 +47,8 @@ struct Sequence {
   Band band;
 };
 
-// Where the keys of one sequence lie if K and V are pools of pages. A key is missing, and hidden, if the table names no page of the pools
-// for it.
+// Where the keys of one sequence lie if K and V are pools of pages. A key for which the table names no page of the pools is missing, and
+// therefore hidden.
 struct SequencePages {
   const i32 *table;
   u32 page, pages; // keys per page; pages in the pools
@@ -56,7 +56,7 @@ struct SequencePages {
 
   STROBE_FN u32 number(i32 j) const { return shift >= 0 ? (u32)j >> shift : (u32)j / page; }
   STROBE_FN bool lacks(i32 j) const { return (u32)table[number(j)] >= pages; }
-  // The distance, in elements, from row 0 of page 0 to row j of a head. For a missing row: the distance to some row that may be read.
+  // The distance, in elements, from a head's row 0 of page 0 to the row of key j; for a missing key, to some row that may be read.
   STROBE_FN i64 offset(i32 j, i64 page_stride, i64 row_stride) const {
     const u32 n = number(j);
     return offset_of((u32)table[n], (u32)j - n * page, page_stride, row_stride);
@@ -65,7 +65,7 @@ struct SequencePages {
   STROBE_FN i64 offset_of(u32 entry, u32 slot, i64 page_stride, i64 row_stride) const {
     return (entry < pages ? (i64)entry * page_stride : 0) + (i64)slot * row_stride;
   }
-  // Whether any of the keys [begin, end) is missing. This thread looks only at page `first` and every count-th page after it.
+  // Whether any of the keys [begin, end) is missing. This thread checks only every count-th page of the range, from number `first` on.
   STROBE_FN bool lacks_some(i32 begin, i32 end, u32 first, u32 count) const {
     bool some = false;
     for (u32 n = number(begin) + first; n <= number(end - 1); n += count) some |= (u32)table[n] >= pages;
@@ -73,10 +73,10 @@ struct SequencePages {
   }
 };
 
-// The same for all sequences (Features::pages).
+// The pages of all sequences (Features::pages).
 struct Pages {
-  const i32 *table; // (batch, pages of a sequence): which page holds the next keys; null: K and V are tensors
-  u32 row;          // distance between two rows of the table
+  const i32 *table; // (batch, pages of a sequence): the page that holds the next keys; null: K and V are not paged
+  u32 row;          // the distance of two sequences in the table, in entries
   u32 count;        // pages in the pools
   Divisor size;     // keys per page
   i32 shift;        // log2 of size; -1: size is no power of two
@@ -93,18 +93,18 @@ struct Inputs {
   const i32 *seqused_k;                   // (batch): how many keys of each sequence count; null: all
   Pages pages;
   const PartTable *part;             // which rows of a larger problem the tensors hold (Features::part); null: all
-  i64 seqlen_q, seqlen_k;            // of the longest sequence
-  i64 total_q, total_k;              // varlen: packed tokens
+  i64 seqlen_q, seqlen_k;            // lengths of the longest sequence
+  i64 total_q, total_k;              // varlen: the number of packed tokens
   i64 left, right;                   // the window; Band::kFar: unbounded
   i32 batch, heads, heads_kv, group; // group = heads / heads_kv
   i32 head_dim, head_dim_v;
   i32 bottom_right;
-  u32 threshold; // of dropout: keep if byte < threshold
+  u32 threshold; // dropout keeps an element if its byte is below
   double scale, softcap;
   u64 seed, offset;
-  const i64 *rng;             // seed, offset on the device, if not null
+  const i64 *rng;             // if not null: seed and offset in device memory
   BlockList blocks, blocks_t; // the backward reads both, the forward only blocks
-  double beta, shift;         // of hyperbolic scores
+  double beta, shift;         // for hyperbolic scores
 
   template <Features F = Features{}> STROBE_FN Sequence sequence(i64 b) const {
     i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;
@@ -127,7 +127,7 @@ struct Inputs {
     const Sequence s = sequence<without_seqused(F)>(b);
     return {s.q0, s.k0, s.band.seqlen_q, s.band.seqlen_k};
   }
-  // Index of a query's row in contiguous per-row scratch: (batch, head, query), varlen (head, token).
+  // The index of a query's row in contiguous scratch with one entry per row: (batch, head, query), varlen (head, token).
   STROBE_FN i64 row_index(i64 b, i64 h, i64 row) const { return cu_seqlens_q ? h * total_q + row : (b * heads + h) * seqlen_q + row; }
   STROBE_FN i64 rows() const { return cu_seqlens_q ? heads * total_q : (i64)batch * heads * seqlen_q; }
 
@@ -138,37 +138,37 @@ private:
   }
 };
 
-// The keys of one share, where sequences have uneven lengths.
+// Bounds of the number of keys in one share, where sequences have uneven lengths (device/uneven_shares.h).
 STROBE_FN constexpr i32 least_keys_of_share() { return 256; }
 STROBE_FN constexpr i32 enough_keys_of_share() { return 4096; }
 
 struct ForwardArguments {
   Inputs in;
   Operand out, lse; // lse may be null
-  // Split over keys: split s of `splits` writes its O (normalised, fp32, (splits, rows, head_dim_v)) and LSE ((splits, rows)) to
-  // partial_out and partial_lse.
+  // How many splits the keys are divided into. If more than 1, each split stores its O, normalised, to partial_out, fp32 (splits, rows,
+  // head_dim_v), and its LSE to partial_lse (splits, rows).
   i32 splits;
   i32 bundle; // (batch, head) pairs whose tiles run together, sharing the L2 cache
   float *partial_out, *partial_lse;
-  // Replaces `splits` for sequences of uneven lengths (device/uneven_shares.h): the largest number of shares beyond one per sequence, and
-  // the number of shares that fill the GPU once. Shares are numbered through all sequences. Each writes O, (shares, heads, seqlen_q,
-  // head_dim_v), and LSE to partial_out and partial_lse, unless it is its sequence's only share. share_places: (batch) a sequence's first
-  // share, and how many it has.
+  // These replace `splits` for sequences of uneven lengths (device/uneven_shares.h). extra_shares: the largest number of shares beyond one
+  // per sequence; round_shares: how many shares fill the GPU once. Shares are numbered through all sequences. Each stores its O, (shares,
+  // heads, seqlen_q, head_dim_v), and its LSE to partial_out and partial_lse, unless it is its sequence's only share. share_places:
+  // (batch, 2), each sequence's first share, and how many shares it has.
   i32 extra_shares, round_shares;
   i32 *share_places;
 };
 
-// The arguments of the pass after a forward that makes max_logit and column_sums; either may be null.
+// The arguments of the passes after a forward that make max_logit and column_sums; either result may be null.
 struct AuxiliaryArguments {
   Inputs in;
   Operand lse, max_logit, column_sums; // (batch, head, query, -), (batch, head, -, -), (batch, query head, key, -)
-  void *largest;                       // one per (batch, head, tile of keys), in lse's type
-  void *inverse;                       // (rows), in lse's type, for column_sums: the factor of P of a row
+  void *largest;                       // the largest score of each (batch, head, tile of keys), in lse's type
+  void *inverse;                       // (rows), in lse's type, for column_sums: the factor by which a row of P is corrected
   i32 tiles;                           // tiles of keys per head
 };
 
-// The arguments of the pass that adds up dK and dV where the query heads of a key head are divided among thread blocks. dk_shares,
-// dv_shares: FP32, (batch, share, key, columns); the shares of a key head follow one another.
+// The arguments of the pass that adds up dK and dV where the query heads of a key head are divided into shares, one for each thread block.
+// dk_shares, dv_shares: FP32, (batch, share, key, column); the shares of a key head follow one another.
 struct SharesArguments {
   Inputs in;
   Operand dk, dv, dk_shares, dv_shares; // gradients that are not asked for are null
@@ -181,11 +181,11 @@ struct BackwardArguments {
   Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that are not asked for are null
   Operand given_delta; // a partial part, which has no `out`: rowsum(dO * O) of whole rows, (batch, head, query, -), in lse's type
   void *delta;   // (2, rows), in lse's type: D = rowsum(dO * O) - dLSE, and LSE's correction (device/settle_row.h; the ladder: D alone)
-  float *dq_sum; // (rows, head_dim of the kernel), FP32: dq_sums of them: where several key tiles add to dQ
-  // A counter from which thread blocks draw tickets for tiles of keys: in deterministic mode, so that each one waits only for blocks that
-  // have begun, and where persistent blocks (Hopper) draw their next tile.
+  float *dq_sum; // FP32, dq_sums times (rows, head_dim of the kernel): the sum to which key tiles add dQ
+  // A counter from which thread blocks draw tickets for tiles of keys: in deterministic mode, so that a block waits only for blocks that
+  // have begun; and on Hopper, where persistent blocks draw their next tile.
   u32 *ticket;
-  u32 *turns; // deterministic mode: for each query tile (of some families: of each warp), how many key tiles have added to it
+  u32 *turns; // deterministic mode: for each query tile (in some families for each of its warps), how many key tiles have added to it
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
   // Hopper, for each tile of tile_q queries: -LSE in exp2's unit, and D; with a bias -LSE, its correction in exp2's unit

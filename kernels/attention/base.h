@@ -1,5 +1,5 @@
-// Types and functions that every shared file needs: no standard or CUDA header, so that NVRTC compiles these files unchanged.
-// On the host each instruction set's translation unit defines STROBE_ISA, so that its inline functions are its own.
+// Types and functions that every file shared by host and device needs. No standard or CUDA header is included, so that NVRTC compiles these
+// files unchanged. On the host each instruction set's translation unit defines STROBE_ISA, so that its inline functions are its own.
 #pragma once
 
 #if defined(__CUDACC__)

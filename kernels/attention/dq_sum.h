@@ -1,12 +1,12 @@
-// How the sum of dQ lies in memory: one query tile after another. The counters of deterministic turns lie in the same order.
+// The layout of the sum of dQ in memory: one query tile after another. The counters of deterministic turns have the same order.
 #pragma once
 #include "arguments.h"
 #include "packed_tiles.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// The number of a head's first tile of `tile` queries in dq_sum and among the turns; the tiles of one head of a sequence are contiguous.
-// The next function counts all tiles.
+// The number, in dq_sum and among the turns, of the first tile of a head of a sequence, whose tiles are contiguous; and, in the next
+// function, the number of all tiles. tile: queries per tile.
 STROBE_FN i64 first_query_tile(const Inputs &in, i64 b, i64 h, i64 tile) {
   if (!in.cu_seqlens_q) return (b * in.heads + h) * div_up(in.seqlen_q, tile);
   return h * count_packed_tiles(in.total_q, in.batch, tile) + first_packed_tile(in.held(b).q0, b, tile);
@@ -16,9 +16,9 @@ STROBE_FN i64 count_query_tiles(const Inputs &in, i64 tile) {
   return in.heads * count_packed_tiles(in.total_q, in.batch, tile);
 }
 
-// In FP32 the sum of dQ lies row after row. It has so many addends that one running sum would round more than the addends' own errors. So
-// there are several sums, a power of two: each run of this many keys adds to the next of them, cyclically, so that a key's position alone
-// says to which.
+// In FP32 the sum of dQ lies row after row. Over many keys the rounding of one running sum would exceed the errors of its addends, so there
+// are several sums (a power of two of them). Each run of this many keys adds to the next sum, cyclically: a key's position alone says to
+// which.
 STROBE_FN constexpr i32 keys_of_dq_sum() { return 8192; }
 STROBE_FN constexpr i32 most_dq_sums() { return 8; }
 STROBE_FN i32 dq_sum_of(i32 key, i32 sums) { return (i32)((u32)key / (u32)keys_of_dq_sum() & (u32)(sums - 1)); }
@@ -26,8 +26,8 @@ STROBE_FN i32 dq_sum_of(i32 key, i32 sums) { return (i32)((u32)key / (u32)keys_o
 // On Hopper a tile of dQ is stored in pieces of 64 columns, transposed. A piece has all queries of the tile, or half of them if there are
 // only 64 columns.
 STROBE_FN constexpr i32 dq_queries(i32 columns, i32 tile_q) { return columns > 64 ? tile_q : tile_q / 2; }
-// The first of the 16 columns that this one of the piece's four warps holds; and whether they are padding, which is neither added up nor
-// read.
+// The first of the 16 columns that one of the piece's four warps holds; and whether these columns are padding, which is neither added up
+// nor read.
 STROBE_FN constexpr i32 dq_column(i32 columns, i32 piece, i32 warp) { return (columns > 64 ? 64 * piece : 0) + 16 * warp; }
 STROBE_FN constexpr bool is_dq_padding(i32 columns, i32 piece, i32 warp, i32 head_dim) {
   return dq_column(columns, piece, warp) >= head_dim;

@@ -1,8 +1,8 @@
 // Which elements dropout keeps: a pure function of (seed, offset, batch, head, query, key), the same on every engine, tile and device.
 // Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). One call gives 16 bytes to a 4x4 group of elements.
-// A group's queries are {a, a+1, a+8, a+9} and its keys {b, b+1, b+8, b+9} (a, b even, below 8, within a block of 16): in the accumulator
-// fragments of mma.sync and wgmma two neighbouring lanes own it, of S and of S transposed alike, so each lane makes one call per 16
-// elements and exchanges half of it with its neighbour.
+// A group's queries are {a, a+1, a+8, a+9} and its keys {b, b+1, b+8, b+9} (a, b even, below 8, within a block of 16). In the accumulator
+// fragments of mma.sync and wgmma, of S and of S transposed alike, two neighbouring lanes own a group. So each lane makes one call per 16
+// elements and exchanges half of its bytes with its neighbour.
 #pragma once
 #include "base.h"
 
@@ -48,11 +48,12 @@ STROBE_FN constexpr u32 dropout_threshold(double p) {
 }
 STROBE_FN constexpr float dropout_keep_rate(u32 threshold) { return (float)threshold / 256.0f; }
 
-// Position -> its group (a coordinate of the counter) and its slot (which of the group's 4 rows or columns); the same for queries and keys.
+// The group of a position, a coordinate of Philox's counter; and its slot, one of the group's 4 rows or columns. The same for queries and
+// keys.
 STROBE_FN constexpr u32 dropout_group(i64 position) { return (u32)((position >> 4) * 4 + ((position & 7) >> 1)); }
 STROBE_FN constexpr u32 dropout_slot(i64 position) { return (u32)((position & 1) + 2 * ((position >> 3) & 1)); }
 
-// word = slot of the query, byte = slot of the key
+// The bytes of a group: word n has those of the query in slot n, and byte m of a word is that of the key in slot m.
 STROBE_FN Philox dropout_bits(DropoutKey key, u32 key_group, u32 query_group, u32 head, u32 batch) {
   return philox4x32_7(key_group, query_group, head, batch, key.k0, key.k1);
 }

@@ -1,30 +1,30 @@
-// The options that a kernel is compiled for. Its Config holds them, beside what belongs to its family (tiles, dtype, `invariant`, ...).
-// What an option reads, and all other options (lengths, strides, scale, window, GQA, varlen, sinks), are arguments (arguments.h).
+// The options that a kernel is compiled for. Its Config holds them, beside what belongs to its family (tiles, dtype, `invariant`, ...). The
+// values that an option reads, and all other options (lengths, strides, scale, window, GQA, varlen, sinks), are arguments (arguments.h).
 #pragma once
 #include "base.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// Values of Features::function. With any but kLinear, gradients by x need the function's derivative, which is never negative.
+// Values of Features::function. Except for kLinear, the backward needs the function's derivative by x, which is never negative.
 inline constexpr i32 kLinear = 0, kSoftcap = 1, kHyperbolic = 2;
 
-// Values of Features::part: ranges begin at multiples of 16, or anywhere.
+// Values of Features::part: all ranges begin at multiples of 16; or they begin anywhere.
 enum Starts : i32 { kAligned = 1, kAnywhere = 2 };
 
 // int32 fields only: a kernel's Config holds one, and its bytes are the key that the compiled kernel is cached under.
 struct Features {
   i32 band;   // causal or a window: which keys are visible differs from query to query
-  i32 blocks; // block-sparse
-  i32 mask;   // a bool tensor
-  i32 bias;   // 0: none; else the strobe_dtype of the tensor
+  i32 blocks; // a block-sparse mask
+  i32 mask;   // a bool mask tensor
+  i32 bias;   // 0: none; else the strobe_dtype of the bias tensor
   i32 alibi;
   i32 function; // the function of x = scale q.k: kLinear, kSoftcap or kHyperbolic
-  i32 scaled;   // the scale cannot be folded into exp2's argument: not positive, too small or too large; kHyperbolic: it is not 1
+  i32 scaled;   // the scale cannot be folded into exp2's argument: not positive, too small or too large. kHyperbolic: it is not 1
   i32 dropout;
   i32 seqused;   // seqused_k says how many keys of each sequence count; 0 with pages
   i32 pages;     // K and V lie in pages; whether there is a seqused_k is asked at run time
   i32 part;      // the tensors hold a part of a larger problem (part.h): kAligned, kAnywhere, or 0
-  i32 partial;   // a partial part: results are fp32 (fp64 if q is), LSE is two numbers; the backward takes both, and D, of the whole row
+  i32 partial;   // a partial part: results are fp32 (fp64 if q is), LSE is two numbers; the backward is given LSE and D of the whole row
   i32 adds;      // gradients are fp32 (fp64 if q is) and added to the tensors' contents
   i32 quant;     // how quantised K and V are stored: kInt8, kE4M3, kInt4; 0: they have q's dtype
   i32 by_column; // quantised K: scales belong to columns, not to rows
@@ -35,7 +35,7 @@ struct Features {
   STROBE_FN constexpr bool unrounded_gradients() const { return partial || adds; }
 };
 
-// The factor that turns a score, as it is kept, into a natural logarithm.
+// The factor from a score as it is kept (raw q.k, or already scaled) to its natural unit, that of exp.
 template <Features F, class T> STROBE_FN constexpr T natural_factor(T scale) { return F.additive() ? T(1) : scale; }
 
 // The columns over which FP32 and FP64 sum D and dP in one run: where D and dP cancel, the rounding of longer runs shows.

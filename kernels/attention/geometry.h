@@ -20,7 +20,7 @@ template <class Int> struct BasicBand {
   static constexpr i64 kFar = 1ll << 62; // a side without a bound
   Int seqlen_q, seqlen_k;
   Int low, high;
-  Int offset; // from the alignment: i + offset is the key opposite query i (ALiBi's distance is |i + offset - j|)
+  Int offset; // i + offset is the key opposite query i, as the alignment says; ALiBi's distance is |i + offset - j|
 
   // left, right: >= 0; kFar or more means no bound
   STROBE_FN static BasicBand make(i64 seqlen_q, i64 seqlen_k, bool bottom_right, i64 left, i64 right) {
@@ -32,13 +32,13 @@ template <class Int> struct BasicBand {
 
   STROBE_FN bool visible(Int i, Int j) const { return j >= i + low && j <= i + high && j >= 0 && j < seqlen_k; }
   STROBE_FN Range keys(Int i) const { return {max(Int(0), i + low), min(seqlen_k, i + high + 1)}; }
-  // Keys that some query, or that every query, of [q0, q1) sees.
+  // The keys that some query of [q0, q1) sees; and the keys that every query of it sees.
   STROBE_FN Range keys_any(Int q0, Int q1) const { return {keys(q0).begin, keys(q1 - 1).end}; }
   STROBE_FN Range keys_all(Int q0, Int q1) const { return {keys(q1 - 1).begin, keys(q0).end}; }
 };
 using Band = BasicBand<i64>;
 
-// The same relation with its far sides limited to 32 bits.
+// The same band in 32 bits, to which bounds that are far away are limited.
 STROBE_FN BasicBand<i32> narrow(const Band &b) {
   constexpr i64 kMost = (1ll << 30) - 1;
   return {(i32)b.seqlen_q, (i32)b.seqlen_k, (i32)max(b.low, -kMost), (i32)min(b.high, kMost), (i32)b.offset};

@@ -1,6 +1,6 @@
 // Parts of a larger problem: the table that says which rows the tensors hold (Inputs::part), and how tiles of these rows are counted. The
-// host writes the table into the workspace, and kernels read it. The sizes in `Inputs` are then those of the rows held; positions are those
-// of the whole sequences.
+// table lies in the workspace (passes/part_table.h). In a part the sizes in `Inputs` are those of the held rows, and positions are those of
+// the whole sequences.
 #pragma once
 #include "arguments.h"
 #include "features.h"
@@ -28,7 +28,7 @@ struct PartTable {
   STROBE_FN const i32 *words() const { return (const i32 *)this; }
 };
 
-// Arguments of the kernel that writes the table: some of its words.
+// The arguments of the kernel that writes the table: some of the table's words.
 enum : i32 { kMostWords = 1016 };
 struct WordArguments {
   i32 *to;
@@ -36,8 +36,8 @@ struct WordArguments {
   i32 words[kMostWords];
 };
 
-// How many tile numbers a sequence has that holds `rows` rows in `count` ranges. Each tile lies within one range; the first one begins
-// where the range does; with block sparsity, tiles are cut at multiples of `tile` as well. Some numbers therefore belong to empty tiles.
+// How many tile numbers a sequence has that holds `rows` rows in `count` ranges. Each tile lies within one range. A range's first tile
+// begins where the range does; with block sparsity, tiles are cut at multiples of `tile` as well. So some numbers belong to empty tiles.
 STROBE_FN constexpr i64 spare_tiles(bool blocks) { return blocks ? 2 : 1; } // per range
 STROBE_FN constexpr i64 part_tiles(i64 rows, i64 count, i64 tile, bool blocks) { return rows / tile + count * spare_tiles(blocks); }
 
@@ -53,7 +53,7 @@ template <class IsSo> STROBE_FN i32 first_where(i32 count, const IsSo &is_so) {
   }
   return low;
 }
-// The range that contains the tile of this number: the last one (of one or more) whose first number is not greater.
+// The range that contains the tile of this number: the last one whose first tile has no greater number. count > 0.
 template <class FirstNumber> STROBE_FN i32 range_of_tile(i32 count, i32 number, const FirstNumber &first_number) {
   i32 low = 0, high = count;
   while (high - low > 1) {
@@ -66,8 +66,8 @@ template <class FirstNumber> STROBE_FN i32 range_of_tile(i32 count, i32 number, 
   return low;
 }
 
-// The ranges of one side of a sequence, ascending; the host has moved empty ranges to the end. held: the number of rows, which limits the
-// ranges whatever the list says.
+// The ranges of queries, or of keys, of one sequence, ascending; the host has moved empty ranges to the end. held: the number of held rows,
+// which limits the ranges whatever the list says.
 struct HeldRanges {
   const HeldRange *ranges;
   i32 count;
@@ -92,7 +92,7 @@ STROBE_FN HeldRanges held_keys(const Inputs &in, i64 b) {
   return {(const HeldRange *)(t.words() + t.ranges_k) + b * t.step_k, t.count_k, (i32)in.held(b).seqlen_k};
 }
 
-// The whole sequence; q0 and k0 are the first of its rows in the tensors, until a tile adds its shift.
+// The whole sequence. q0 and k0 are the first held rows in the tensors, to which a tile still has to add its shift.
 STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
   const PartTable &t = *in.part;
   const HeldRows held = in.held(b);
@@ -100,11 +100,11 @@ STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
   return {held.q0, held.k0, Band::make(nq, nk, in.bottom_right != 0, in.left, in.right)};
 }
 
-// A tile of rows by its number within a sequence: positions [begin, end), empty if the number has no rows.
+// A tile of rows: the positions [begin, end); empty if its number has no rows.
 struct PartTile {
   i32 begin, end, shift; // row = position + shift
 };
-// The origin of a range's tiles: the position and the number of its first tile.
+// Where a range's tiles begin: the position of its first tile; and, in the next function, that tile's number within the sequence.
 STROBE_FN i32 first_of_tiles(const HeldRange &r, i32 tile, bool blocks) {
   return blocks ? (i32)((u32)r.start / (u32)tile) * tile : r.start;
 }
@@ -119,7 +119,7 @@ STROBE_FN PartTile part_tile(const HeldRanges &ranges, i32 number, i32 tile, boo
   return {max(at, r.start), min(at + tile, r.end()), r.shift()};
 }
 
-// The number of tiles of the sequence with the most tiles, in a whole call or in a part.
+// How many tiles of queries, and of keys, a sequence has at most, in a whole call or in a part.
 template <Features F, i32 kTile> STROBE_FN i64 query_tiles(const Inputs &in) {
   if constexpr (F.part) return part_tiles(in.seqlen_q, in.part->count_q, kTile, F.blocks != 0);
   return div_up(in.seqlen_q, kTile);
@@ -145,7 +145,7 @@ STROBE_FN Sequence keys_at(const Inputs &in, i64 b, const PartTile &tile) {
   s.k0 += tile.shift, s.band.seqlen_k = tile.end;
   return s;
 }
-// Like first_query_tile and count_query_tiles (dq_sum.h): the tiles of one head of a sequence are contiguous.
+// The number of a head's first tile in dq_sum in a part, where first_query_tile (dq_sum.h) serves whole calls.
 STROBE_FN i64 first_part_tile(const Inputs &in, i64 b, i64 h, i64 tile, bool blocks) {
   const i64 count = in.part->count_q, spare = count * spare_tiles(blocks);
   if (!in.cu_seqlens_q) return (b * in.heads + h) * part_tiles(in.seqlen_q, count, tile, blocks);

@@ -4,12 +4,12 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Each stored number is multiplied by its scale. There is a scale for each row or, for k with Features::by_column, for each column and
+// The scales by which stored numbers are multiplied. There is one for each row or, for k with Features::by_column, one for each column of
 // `group` rows.
 struct KeyScales {
   Operand k, v;       // (batch or page, head, row or group of rows, column)
   i32 group;          // rows of k, in the tensor or in a page, that share one set of column scales
-  i32 half_k, half_v; // FP16, else FP32
+  i32 half_k, half_v; // whether the scales are FP16; otherwise FP32
 };
 
 template <class Arguments> struct QuantisedArguments : Arguments {

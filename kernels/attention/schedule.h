@@ -1,5 +1,5 @@
-// Answers the one question of every kernel: which tiles of keys belong to this tile of queries, and does this one need masking?
-// Dense, causal, window, varlen (one Band a sequence) and block-sparse differ here and nowhere else. The backward over key tiles asks the
+// Answers the one question of every kernel: which tiles of keys belong to this tile of queries, and which of them need masking? Dense,
+// causal, window, varlen (one Band per sequence) and block-sparse masks differ here and nowhere else. The backward over key tiles asks the
 // same of band.transposed() and the transposed blocks.
 #pragma once
 #include "geometry.h"
@@ -33,13 +33,13 @@ struct BlockRow {
 
 template <class Int> struct BasicKeyTile {
   Int begin, end; // keys [begin, end), begin a multiple of the schedule's alignment
-  bool masked;    // some query of the tile does not see some key of it
+  bool masked;    // some key of the tile is hidden from some query
 };
 using KeyTile = BasicKeyTile<i64>;
 
-// Tiles of keys for the queries [q0, q1), q0 < q1, which lie within one row of mask blocks. They ascend, do not overlap, have at most
-// `tile` keys, and the hull of each has a visible key. Adjacent kept blocks are walked as one run unless each block holds whole tiles.
-// `align` divides `tile` and, with block sparsity, the block. share: this walk's share if several walks divide the keys.
+// Walks over the tiles of keys for the queries [q0, q1), q0 < q1, which lie within one row of mask blocks. Tiles ascend, do not overlap, have
+// at most `tile` keys, and reach over some key that some query sees. Adjacent kept blocks are walked as one run unless each block holds whole tiles.
+// `align` divides `tile` and, with block sparsity, the block's size. share: this walk's share, if several walks divide the keys.
 template <class Int> class BasicSchedule {
 public:
   using Range = BasicRange<Int>;
@@ -59,7 +59,7 @@ public:
     begin();
   }
 
-  // The keys of one of several walks.
+  // The keys of one of several walks that divide `keys`.
   STROBE_FN static Range keys_of_share(Range keys, Int tile, Int align, Share share) {
     if (share.keys) return intersect(keys, {share.index * share.keys, share.index * share.keys + share.keys});
     if (share.count == 1) return keys;
@@ -86,7 +86,7 @@ private:
     if (row_.cols) {
       block_ = max((Int)min(row_.block, (i64)seqlen_), Int(1));
       blocks_ = (seqlen_ + block_ - 1) / block_;
-      join_ = tile_ > block_ || (u32)block_ % (u32)tile_ != 0; // a tile may be longer than 32 bits say, a block is not
+      join_ = tile_ > block_ || (u32)block_ % (u32)tile_ != 0; // a block's size fits 32 bits; a tile's may not
       advance();
     } else {
       run_ = any_;
@@ -94,7 +94,7 @@ private:
     }
   }
   STROBE_FN Int below(Int x) const { return x / align_ * align_; }
-  // ahead_: the block of the next entry, clipped to the sequence. Without a next entry it is empty and begins at the sequence's end.
+  // Moves ahead_ to the block of the next entry, clipped to the sequence. Without a next entry ahead_ is empty, at the sequence's end.
   STROBE_FN void advance() {
     ahead_ = {seqlen_, seqlen_};
     if (entry_ >= row_.count) return;
@@ -117,9 +117,9 @@ private:
   Range any_, all_, run_{0, 0}, ahead_{0, 0};
   BlockRow row_;
   Int tile_, align_, seqlen_, next_ = 0;
-  Int block_ = 1, blocks_ = 0; // keys of a mask block, mask blocks of the sequence
+  Int block_ = 1, blocks_ = 0; // keys per mask block; mask blocks in the sequence
   i64 entry_ = 0;
-  bool join_ = false; // whether adjacent blocks are joined: they do not hold whole tiles
+  bool join_ = false; // whether adjacent blocks are joined, because they do not hold whole tiles
 };
 using Schedule = BasicSchedule<i64>;
 
