@@ -6,10 +6,13 @@
 
 namespace strobe {
 
-// Tile says how a family makes dS of a tile of scores. It has kTileQ, kTileK, kThreads, of_part() and T; Sum, a thread's elements of a
-// tile; take_queries(b, h, q0), which returns whether there are any queries (in a part q0 counts the rows held, while keys are positions of
-// the whole sequence); add(sum, lost, k0), which keeps the rounding errors in `lost`; put(sum), which writes the sum to shared memory,
-// where at(query, key) is an element; and add(x, lost, y) for two numbers.
+// Tile says how a family makes dS of a tile of scores. It has kTileQ, kTileK, kThreads, of_part() and T, and:
+//   Sum                     a thread's elements of a tile
+//   take_queries(b, h, q0)  moves to a tile of queries; returns whether there are any. In a part q0 counts the held rows
+//   add(sum, lost, k0)      adds dS of these queries and the keys from k0 on (in a part positions of the whole sequence); lost: the
+//                           rounding errors
+//   put(sum)                stores the sum to shared memory, where at(query, key) is an element
+//   add(x, lost, y)         the same addition for two numbers
 template <bool kPart> __device__ __forceinline__ i64 columns_of(const Inputs &in) {
   if constexpr (kPart) return in.part->columns;
   return in.seqlen_k;
@@ -19,7 +22,7 @@ template <i32 kBias, class Tile> __device__ __forceinline__ void bias_gradient(c
   using T = typename Tile::T;
   using B = typename Element<kBias>::type;
   const Inputs &in = a.in;
-  // The tiles that this block takes along an axis: one, or all if bias was broadcast along the axis.
+  // The tiles that this block takes along one axis: one, or all if bias was broadcast along the axis.
   struct TilesAlong {
     i32 begin, end;
     __device__ __forceinline__ TilesAlong(u32 &item, i64 stride, i64 count) {

@@ -6,13 +6,13 @@
 
 namespace strobe {
 
-// Merges two results over different keys, each a normalised O with its natural LSE: before * x + now * y. If one side saw no key, the other
-// one keeps its bits.
+// Merges two results over different keys, each a normalised O with its natural LSE, into before * x + now * y. If one of them saw no key,
+// the other one keeps its bits.
 struct Merge {
   float lse, before, now;
-  bool keep, take; // only the earlier result counts; only the new one does
+  bool keep, take; // only the earlier result x counts; only the new result y does
 
-  // precise: for a sink that may be far above, where an error of the smaller weight becomes an error of all of O.
+  // a, b: the LSE of both. precise: for a sink, which may be far above O's LSE: then an error of O's weight is an error of all of O.
   __device__ __forceinline__ Merge(float a, float b, bool precise = false)
       : lse(a), before(1), now(0), keep(b == minus_infinity<float>()), take(false) {
     if (keep) return;

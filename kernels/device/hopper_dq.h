@@ -1,12 +1,12 @@
-// dQ = scale * dq_sum, rounded: a piece of a tile of queries, by a warp, from what a warp of Backward has added up.
+// Stores dQ = scale * dq_sum, rounded. A warp stores what one warp of the Hopper backward has added up of a piece of a tile of queries.
 #pragma once
 #include "../attention/dq_sum.h"
 #include "epilogue.h"
 
 namespace strobe {
 
-// piece: 64 columns of the tile, or half of its queries (dq_queries). row: the tile's first row in the tensor, where `rows` of them exist.
-// sum: the quads that the lane holds of the piece, of eight queries each.
+// piece: the number of 64 columns of the tile, or of half of its queries (dq_queries). row: the tile's first row in the tensor, from which
+// on `rows` rows exist. sum: the lane's four numbers of each eight queries.
 template <class T, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, int piece,
                                          const float4 (&sum)[dq_queries(kColumns, kTileQ) / 8]) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
   }
 }
 
-// From memory. number: the tile's place in dq_sum. empty: no thread block has added to the tile, so it holds no sum.
+// The same with the sum read from dq_sum, where it is tile `number`. empty: no thread block has added to the tile, so there is no sum.
 template <class T, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int piece,
                                          bool empty) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
   store_dq<T, kColumns, kTileQ>(a, batch, head, row, rows, piece, x);
 }
 
-// The same in fp32. kAdds: to what is there.
+// The same for a dQ in fp32. kAdds: adds to the tensor's contents.
 template <bool kAdds, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq_unrounded(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number,
                                                    int piece, bool empty) {

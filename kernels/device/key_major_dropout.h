@@ -1,5 +1,5 @@
-// Dropout of transposed 16x16 blocks of P (rows are keys): one Philox call gives 16 bytes, of which two lanes with neighbouring keys use 8
-// each.
+// Dropout of 16x16 blocks of P transposed, whose rows are keys. One Philox call gives 16 bytes, and two lanes with neighbouring keys use 8
+// bytes each.
 #pragma once
 #include "../tile/registers.h"
 #include "scores.h"
@@ -9,7 +9,7 @@ namespace strobe {
 template <Features F> struct KeyMajorDropout {
   Dropout<F> dropout;
 
-  // Negates the dropped elements of P^T. i, j: query and key of the corner of block [0][0], multiples of 16.
+  // Negates the dropped elements of P^T. i, j: the first query and key of block [0][0], multiples of 16.
   template <int kKeys, int kQueries>
   __device__ __forceinline__ void mark(tile::Accumulator (&P)[kKeys][kQueries], i32 i, i32 j, i32 head, i32 batch) const {
     const u32 of_head = dropout.whole_head(head), of_batch = dropout.whole_batch(batch);
@@ -24,8 +24,8 @@ template <Features F> struct KeyMajorDropout {
       }
       return;
     }
-    // Two blocks at a time: lanes with an even key call Philox for the first block, their neighbours for the second, and they exchange
-    // halves. Both call it for a last block that has no partner.
+    // Two blocks at a time: lanes with an even key call Philox for the first block, their neighbours for the second one, and they exchange
+    // halves. For a last block without a partner both lanes make the same call.
     constexpr int kBlocks = kKeys * kQueries;
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
@@ -47,7 +47,7 @@ template <Features F> struct KeyMajorDropout {
   }
 
 private:
-  // low: bytes (query 2t: keys g, g + 8; query 2t + 1: the same); high: of queries 8 further
+  // low: the bytes of query 2t with keys g and g + 8, and of query 2t + 1 with the same keys; high: those of the queries 8 further.
   __device__ __forceinline__ void mark(tile::Accumulator &P, u32 low, u32 high) const {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {

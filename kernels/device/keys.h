@@ -1,6 +1,6 @@
-// Where the rows of K and V of a sequence lie. Dense: one batch after another; packed: a sequence's tokens from cu_seqlens_k on; paged:
-// where the table says. Three kernels find rows in pages themselves: simt/tile.h, which copies them in another way, sm90/forward/load.h,
-// where the copy engine loads them, and mma/decode/, whose warps each copy some. The CPU engines have src/cpu/keys.h.
+// Where the rows of K and V of a sequence lie. Dense: one sequence after another; packed: from cu_seqlens_k on; paged: where the table
+// says. Three kernels find rows in pages themselves: simt/tile.h, which copies them in another way, sm90/forward/load.h, where the copy
+// engine loads them, and mma/decode/, whose warps copy rows of their own. The CPU engines have src/cpu/keys.h.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/copy.h"
@@ -26,7 +26,7 @@ template <class T> struct Keys {
     return {row(begin), x.stride[2], x.stride[3], (i32)end - (i32)begin, columns};
   }
 };
-// The same for pages.
+// The same in pages.
 template <class T> struct PagedKeys {
   const Operand &x;
   const T *first; // row 0 of page 0
@@ -61,7 +61,7 @@ template <class T, class KeyTile> __device__ __forceinline__ bool lacks_some(con
   return __any_sync(0xFFFFFFFFu, keys.pages.lacks_some((i32)tile.begin, (i32)tile.end, threadIdx.x % 32, 32)) != 0;
 }
 
-// K or V of a head, paged or not, as the forward's features say.
+// K or V of a head, paged or not, as Features::pages says.
 template <class T, Features F = Features{}>
 __device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, const Sequence &s, i64 b, i64 head, i32 columns) {
   if constexpr (F.pages)
@@ -105,7 +105,7 @@ __device__ __forceinline__ auto v_of_call(const Arguments &a, const Sequence &s,
   else
     return v_of<T, F>(in, s, b, head);
 }
-// For the copy engine: the row of its maps of K and V that holds row j of a sequence.
+// The row of the copy engine's maps of K and V that holds row j of a sequence.
 template <class Rows> __device__ __forceinline__ i32 mapped_row(const Rows &s, i32 j) { return (i32)s.k0 + j; }
 
 } // namespace strobe

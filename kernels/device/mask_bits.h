@@ -21,11 +21,11 @@ struct MaskBits {
 struct MaskArguments {
   Operand mask;
   MaskBits bits;
-  u32 cells;                                                // of 16 queries and 64 keys (transposed: 64 and 16), over all heads that differ
-  Divisor heads;                                            // distinct heads per sequence
-  Divisor rows, columns;                                    // of cells
-  i32 queries, keys;                                        // of a head's mask; 1 if it is broadcast over queries
-  BasicBand<i32> band;                                      // elements outside the band are not packed; transposed like the bits
+  u32 cells;             // how many cells of 16 queries and 64 keys (transposed: 64 and 16) are packed, in all distinct heads
+  Divisor heads;         // distinct heads per sequence
+  Divisor rows, columns; // rows and columns of cells per head
+  i32 queries, keys;     // size of a head's mask; 1 query if it is broadcast over queries
+  BasicBand<i32> band;   // elements outside the band are not packed; transposed like the bits
   STROBE_FN static constexpr i32 tail() { return 32 * 16; } // bytes past the last one, which the forward may read
 };
 

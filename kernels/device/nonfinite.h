@@ -1,6 +1,6 @@
-// Numbers that are not finite. They must not reach queries that do not see them, but times a zero of P or dS they would become NaN. So
-// where something is hidden they are replaced by 0 in the tiles, and their effect on the queries that do see them is added separately.
-// First for 16 bits, then for FP32 by TF32.
+// Infinities and NaN must not reach queries that do not see them, but 0 of P or dS times such a number is NaN. So where something is hidden
+// they are replaced by 0 in the tiles, and their effect on the queries that do see them is added separately. First for 16 bits, then for
+// FP32 by TF32.
 #pragma once
 #include "../tile/shared.h"
 #include "../tile/tf32_multiply.h"
@@ -24,7 +24,7 @@ template <class T> __device__ __forceinline__ u32 nonfinite(u32 pair) {
 // All bits of the halves whose sign bit is set.
 __device__ __forceinline__ u32 spread(u32 signs) { return (signs >> 15) * 0xFFFFu; }
 
-// Splits y: finite numbers stay; the others become 0 in y and 1 in the result.
+// Splits y. Its finite numbers stay and are 0 in the result; the others become 0 in y and 1 in the result.
 template <class T, class Operand> __device__ __forceinline__ Operand split_nonfinite(Operand &y) {
   Operand flags;
 #pragma unroll
@@ -36,17 +36,17 @@ template <class T, class Operand> __device__ __forceinline__ Operand split_nonfi
   return flags;
 }
 
-// 1 where x is not 0.
+// An operand with 1 where x is not 0, and 0 elsewhere.
 template <class T> __device__ __forceinline__ tile::Left nonzero(tile::Left x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    u32 magnitude = x.x[i] & 0x7FFF7FFFu; // + 0x7FFF reaches the sign bit unless it is 0
+    u32 magnitude = x.x[i] & 0x7FFF7FFFu; // plus 0x7FFF it reaches the sign bit unless it is 0
     x.x[i] = spread((magnitude + 0x7FFF7FFFu) & 0x80008000u) & ExponentBits<T>::kOnes;
   }
   return x;
 }
 
-// d becomes NaN where a number was counted.
+// Makes d NaN where `count` is not 0.
 __device__ __forceinline__ void make_nonfinite(tile::Accumulator &d, const tile::Accumulator &count) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -66,7 +66,7 @@ template <class T> __device__ __forceinline__ bool any_nonfinite(u32 base, int b
   return found != 0;
 }
 
-// For V, in the forward.
+// The forward's V.
 
 // Clears numbers that are not finite in this thread's chunks of a tile of V in shared memory. Returns whether anything was replaced.
 template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinline__ bool clear_nonfinite(u32 v, int thread) {
@@ -89,9 +89,9 @@ template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinli
   return any;
 }
 
-// Adds V's numbers that are not finite to the results, which are in memory. kThreads threads call it; `thread` is this one's number. rows:
-// has count, query(row), head(row) and add(row, column, x). keys: the keys that were walked over; of these only keys of kept blocks count.
-// v: the V of this head, in global memory.
+// Adds V's numbers that are not finite to the results, which are in memory. kThreads threads call it; `thread` is this thread's number.
+// rows has count, query(row), head(row) and add(row, column, x). keys: the keys that were walked over, of which only those in kept blocks
+// count. v: the V of this head, in global memory.
 template <int kThreads, Features F, Functions kFunctions, class KeysOfHead, class Rows>
 __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions> &scores, const Dropout<F> &dropout, const KeysOfHead &v,
                                               Range keys, BlockRow blocks, Rows rows, int thread) {
@@ -114,12 +114,14 @@ __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions>
   }
 }
 
-// FP32 by TF32. The split into hi and lo turns infinities, NaN, and numbers that TF32 rounds to infinity into NaN. They are rare: only
-// where a result is not finite is the work repeated without them.
+// FP32 by TF32. Infinities, NaN, and numbers that TF32 rounds to infinity become NaN when they are split into hi and lo. They are rare, so
+// the work is repeated without them only where a result is not finite.
 
-__device__ __forceinline__ bool finite_tf32(float x) { return fabsf(x) < __int_as_float(0x7F7FF000); } // when rounded to TF32
+__device__ __forceinline__ bool finite_tf32(float x) {
+  return fabsf(x) < __int_as_float(0x7F7FF000);
+} // whether x is finite when rounded to TF32
 
-// For each of a lane's rows: which of the columns of S that the lane holds are visible. Bit 4n + 2c + e.
+// For each of a lane's rows a bit for each of the row's columns of S that the lane holds, whether it is visible: bit 4n + 2c + e.
 template <int kM, int kN> struct Seen {
   static_assert(4 * kN <= 32);
   u32 bits[kM][2];
@@ -134,7 +136,7 @@ template <int kM, int kN> struct Seen {
   }
 };
 
-// The same for kRows x kColumns elements; a barrier must come before and after.
+// Clears numbers that are not finite among kRows x kColumns elements. A barrier must come before and after.
 template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void clear_nonfinite_tf32(u32 base, int thread) {
 #pragma unroll 1
   for (int i = thread; i < kRows * kColumns; i += kThreads) {
@@ -143,8 +145,7 @@ template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void
   }
 }
 
-// d += the numbers of the matrix B that are not finite, for the rows that see them. seen: for each of a lane's rows, which of its columns
-// of the left operand are visible, bit 4n + 2c + e.
+// Adds the numbers of the matrix B that are not finite to d, in the rows that see them. seen: Seen::bits of the left operand.
 template <int kM, int kC, class Rows>
 __device__ __forceinline__ void add_nonfinite_tf32(tile::Accumulator (&d)[kM][kC], const u32 (&seen)[kM][2], const Rows &B) {
 #pragma unroll 1

@@ -48,8 +48,8 @@ private:
   Schedule schedule_;
 };
 
-// The same where registers are short: one thread finds the tiles, two ahead, and leaves them in shared memory. All threads of the block
-// call it together, and meet at a barrier between any two calls but the first two.
+// The same for kernels that are short of registers: one thread finds the tiles, two ahead, and stores them to shared memory. All threads of
+// the block call next() together, and meet at a barrier between any two calls except the first two.
 class SharedKeys {
 public:
   struct Memory {
@@ -90,7 +90,7 @@ struct PartQueryTile {
 template <bool kBlocks, int kTile> class PartQueries {
 public:
   PartQueries() = default;
-  // seqlen_k of the band: where the keys' range ends.
+  // band.seqlen_k: the position at which the keys' range ends.
   __device__ __forceinline__ PartQueries(const HeldRanges &ranges, const Band &band, i64 k0, i64 k1, i64 tile_k, const BlockRow &row)
       : ranges_(ranges), band_(band), row_(row), k0_(k0), k1_(k1), tile_k_(tile_k), n_(ranges.count) {
     next_range();
@@ -106,7 +106,7 @@ public:
       const i32 at = t.begin + origin();
       tile.begin = max(at, range_.start), tile.end = min(at + kTile, range_.end());
       tile.masked = t.masked || at < range_.start;
-      // Only queries before the range see these keys.
+      // The tile was cut where the range begins, and only queries before the cut see these keys.
       if (at < range_.start && intersect(band_.keys_any(tile.begin, tile.end), {k0_, k1_}).empty()) continue;
       tile.shift = range_.shift();
       tile.number = number_of_first(range_, n_, kTile, kBlocks) + (i32)((u32)(at - first_of_tiles(range_, kTile, kBlocks)) / (u32)kTile);
@@ -115,7 +115,7 @@ public:
   }
 
 private:
-  // Positions are counted from the beginning of the range, so that tiles begin there; with block sparsity from 0.
+  // The position from which tiles_ counts: the beginning of the range, so that tiles begin there; with block sparsity 0.
   __device__ __forceinline__ i32 origin() const { return kBlocks ? 0 : range_.start; }
   __device__ __forceinline__ void next_range() {
     do {

@@ -1,4 +1,4 @@
-// The values of quantised K and V, one number at a time: the stored number times its scale.
+// The values of quantised K and V, read one at a time: a stored number times its scale.
 #pragma once
 #include "../attention/quantised.h"
 #include "../ptx/math.h"
@@ -6,7 +6,8 @@
 
 namespace strobe {
 
-// The number that the low bits of x store. Integers become the last bits of a fraction: 2^23 + 2^7 + x is a float for each INT8 x.
+// The number that the low bits of x store. Integers are put into the last bits of a float's fraction: 2^23 + 2^7 + x is exact for any INT8
+// x.
 template <i32 kStored> __device__ __forceinline__ float stored_number(u32 x);
 template <> __device__ __forceinline__ float stored_number<kInt8>(u32 x) {
   return __uint_as_float(0x4B000000 | ((x & 255) ^ 128)) - 8388736.0f;
@@ -23,7 +24,8 @@ __device__ __forceinline__ float scale_at(const void *scales, i64 at, bool half)
   return half ? to_float(((const f16 *)scales)[at]) : ((const float *)scales)[at];
 }
 
-// A stored scale. Each dtype has a register of its own: if two conditional loads shared a register, the second would wait for the first.
+// A scale as it is stored, FP16 or FP32. Each dtype has a register of its own: if two conditional loads shared one, the second load would
+// wait for the first.
 struct StoredScale {
   u32 as_half = 0;
   float as_float = 0;
@@ -56,7 +58,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
     else
       return first + j * x.stride[2];
   }
-  // The scale of row j, or the first of its column scales.
+  // The index of row j's scale, or of the first of its column scales.
   __device__ __forceinline__ i64 scales_of(i32 j) const {
     if constexpr (!kByColumn) {
       return kPages ? pages.offset(j, scale.stride[0], scale.stride[2]) : j * scale.stride[2];
@@ -67,7 +69,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
       return (k0 + j) / group * scale.stride[2];
     }
   }
-  // at: the result of scales_of(j).
+  // The scale of column c. at: the result of scales_of(j).
   __device__ __forceinline__ float scale_of(i64 at, i32 c) const {
     return scale_at(scales, kByColumn ? at + c * scale.stride[3] : at, half);
   }
@@ -89,7 +91,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
   }
   __device__ __forceinline__ float at(i32 j, i32 c) const { return stored_number<F.quant>(stored(row(j), c)) * scale_of(scales_of(j), c); }
 
-  // The bytes of rows that are copied 16 at a time, as 16-bit elements; for keys that are not paged.
+  // The bytes of rows [begin, end) as 16-bit elements, for copies of 16 bytes at a time; for keys that are not paged.
   __device__ __forceinline__ tile::StridedMatrix<const f16> bytes(i64 begin, i64 end) const {
     static_assert(!kPages);
     return {{(const f16 *)row((i32)begin), x.stride[2] / 2, 1, (i32)end - (i32)begin, elements()}};

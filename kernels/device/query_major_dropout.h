@@ -1,4 +1,4 @@
-// Dropout of a pair of 16x16 blocks side by side: 16 elements a lane, one Philox call, whose halves two lanes exchange.
+// Dropout of two 16x16 blocks of P side by side. A lane has 16 elements in them and makes one Philox call; two lanes exchange halves.
 #pragma once
 #include "../tile/registers.h"
 #include "scores.h"
@@ -7,14 +7,14 @@ namespace strobe {
 
 template <Features F> struct QueryMajorDropout {
   Dropout<F> dropout;
-  u32 head, batch; // in a part, those of the whole problem
+  u32 head, batch; // in a part, counted in the whole problem
 
-  // Random bytes, one for each element of this lane's: rows g and g + 8 of the left block, then of the right one. i, j: query and key of
-  // the corner, multiples of 16.
+  // Draws one random byte for each of this lane's elements: rows g and g + 8 of the left block, then those of the right block. i, j: the
+  // first query and key, multiples of 16.
   __device__ __forceinline__ void draw(u32 (&bytes)[4], i32 i, i32 j) const {
     int lane = tile::lane_id(), odd = lane >> 2 & 1;
-    // Lanes 4g+t with even g call Philox for the left block, those with odd g for the right one: both own rows g, g^1, and 8 further, of
-    // either.
+    // Of two lanes 4g+t with g and g^1, the one with even g calls Philox for the left block, the other one for the right block. Each call
+    // covers the rows of both.
     u32 query_group = (u32)i / 4 + (lane >> 3), key_group = (u32)j / 4 + 4 * odd + (lane & 3);
     Philox own = dropout_bits(dropout.key, key_group, query_group, head, batch);
     u32 low = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[0] : own.x[1], 4), high = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[2] : own.x[3], 4);
@@ -34,7 +34,7 @@ template <Features F> struct QueryMajorDropout {
     keep(left, bytes[0], bytes[1]);
     keep(right, bytes[2], bytes[3]);
   }
-  // The same for a packed pair: columns 8 c, 8 c + 1 (plus the lane's offset) of the row that the bytes belong to.
+  // Sets the dropped elements of a packed pair to 0: columns 8 c and 8 c + 1 (plus the lane's offset) of the row that the bytes belong to.
   __device__ __forceinline__ u32 kept(u32 pair, u32 bytes, int c) const {
     return pair & less_pairs(__byte_perm(bytes, 0, c ? 0x4342 : 0x4140), dropout.threshold * 0x00010001u);
   }
@@ -48,7 +48,7 @@ private:
         P.x[c][2 * r + e] = 0;
     }
   }
-  // words of rows g and g + 8
+  // low, high: the bytes of rows g and g + 8.
   __device__ __forceinline__ void keep(tile::Accumulator &P, u32 low, u32 high) const {
 #pragma unroll
     for (int k = 0; k < 8; ++k) {

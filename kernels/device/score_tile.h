@@ -1,4 +1,4 @@
-// Turns a warp's tile of q.k into scores, -inf where hidden.
+// Turns a warp's tile of q.k into scores; hidden elements become -inf.
 #pragma once
 #include "../tile/registers.h"
 #include "scores.h"
@@ -10,7 +10,7 @@ template <int kTileK, class KeyTile> __device__ __forceinline__ bool hides_by_po
   return tile.masked || tile.end - tile.begin < kTileK;
 }
 
-// row_of(row): the Scores::Row of a lane's row.
+// row_of(n) returns the Scores::Row of the lane's row n.
 template <bool kByPosition, Features F, Functions kFunctions, class KeyTile, class RowOf, int kM, int kN>
 __device__ __forceinline__ void score_elements(tile::Accumulator (&S)[kM][kN], const Scores<F, float, kFunctions> &scores,
                                                const KeyTile &tile, const RowOf &row_of) {

@@ -1,5 +1,5 @@
-// Device code: from q.k to the score that softmax sees, one element at a time, and back. Every kernel uses it; features that a kernel is
-// not compiled with cost nothing.
+// Turns q.k into the score that softmax sees, one element at a time, and computes the derivative. Every kernel uses it; features that a
+// kernel is not compiled with cost nothing.
 #pragma once
 #include "../ptx/math.h" // first: score.h finds tanh there
 
@@ -11,10 +11,11 @@
 
 namespace strobe {
 
-// How exact a function of the score is. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: enough for 16-bit
-// elements, with an error of 2^-22 in arccosh, and in tanh when its derivative is needed. half_rounded: the same, and every product and sum
-// is rounded by itself, so that a score has the same bits whatever code surrounds it: otherwise the compiler might fuse a product and a sum
-// in the code for unmasked tiles, and not in that for masked ones. full: to a few units in the last place of T, and rounded likewise.
+// How exactly functions of the score are computed. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: enough
+// for 16-bit elements, with an error of 2^-22 in arccosh, and in tanh if its derivative is needed. half_rounded: the same, and every
+// product and sum is rounded by itself, so that a score has the same bits whatever code surrounds it. (Otherwise the compiler might fuse a
+// product and a sum in the code for unmasked tiles, and not in that for masked tiles.) full: to a few units in the last place of T, and
+// rounded likewise.
 enum class Functions { rough, half, half_rounded, full };
 STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_rounded || f == Functions::full; }
 
@@ -23,7 +24,7 @@ template <bool kPart> struct PlaceOfRows { // the row of mask and bias that belo
   __device__ __forceinline__ i32 row(i32 i) const { return i; }
 };
 template <> struct PlaceOfRows<true> {
-  i32 row_shift = 0; // of the query tile
+  i32 row_shift = 0; // the query tile's: row = position + row_shift
   __device__ __forceinline__ i32 row(i32 i) const { return i + row_shift; }
 };
 template <bool kPart> struct PlaceOfHeads { // the heads in dropout's counters
@@ -39,8 +40,8 @@ template <> struct PlaceOfHeads<true> {
   __device__ __forceinline__ u32 whole_batch(i64 b) const { return (u32)b + first_batch; }
 };
 
-// The scores of one sequence. T: float, or double for fp64. Rows are queries (i, head h); kernels that pack the heads of a group into a
-// tile pass different h.
+// The scores of one sequence. T: float, or double for fp64. A row is a query i of a head h; kernels that pack the heads of a group into a
+// tile pass rows with different h.
 template <Features F, class T, Functions kFunctions = Functions::full> struct Scores : PlaceOfRows<F.part != 0> {
   const Inputs &in;
   i64 b;
@@ -48,7 +49,7 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   i32 low, high; // query i sees key j if i + low <= j <= i + high; bounds that no query reaches are tightened, so that sums fit 32 bits
   i32 offset;    // ALiBi's distance is |i + offset - j|
   T scale;       // score = raw * scale
-  T unit;        // exp2's argument = (s - m) * unit
+  T unit;        // (s - m) * unit is exp2's argument
   T cap, inverse_cap;
   T beta, beta_ln2, shift;
 
@@ -76,14 +77,13 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
 
   __device__ __forceinline__ i32 row_of(const Row &r) const { return PlaceOfRows<F.part != 0>::row(r.i); }
 
-  // raw = q.k of query r and key j -> its score, -inf where hidden. by_position: the tile holds keys that r does not see: outside its band,
-  // past the end of the sequence, or past `limit` (the end of the schedule's tile). Otherwise r sees all of them by position.
+  // The score of row r and key j, whose q.k is raw; -inf if the key is hidden. by_position: some keys of the tile are hidden by position:
+  // outside r's band, past the end of the sequence, or past `limit`, the end of the schedule's tile. Otherwise none is.
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit) const {
     T unused;
     return score<false>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, unused);
   }
-  // The same for a caller that has distance = r.i + offset - j more cheaply than by converting it, and knows the mask and the bias:
-  // given.bias(), given.allowed().
+  // The same for a caller that has distance = r.i + offset - j as a float, and the bias and the mask as given.bias() and given.allowed().
   template <class Given>
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit) const {
     T unused;
@@ -111,8 +111,8 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
 private:
   static constexpr i32 kMost = 1 << 30;
 
-  // Where P must be as exact as FP32, the forward and the kernels of the backward must compute the same score to the last bit: the last bit
-  // of a large score is worth more than that of P.
+  // Where P must be as exact as FP32, forward and backward must compute the same score to the last bit, because the last bit of a large
+  // score changes P by more than P's own last bit.
   static __device__ __forceinline__ T product(T x, T y) { return rounds_each(kFunctions) ? rounded_product(x, y) : x * y; }
   static __device__ __forceinline__ T sum(T x, T y) { return rounds_each(kFunctions) ? rounded_sum(x, y) : x + y; }
 
@@ -176,7 +176,7 @@ template <Features F> struct Dropout : PlaceOfHeads<F.part && F.dropout> {
     else
       return true;
   }
-  // The factor of kept elements.
+  // The factor by which kept elements are multiplied.
   __device__ __forceinline__ float factor() const { return F.dropout ? 1.0f / dropout_keep_rate(threshold) : 1.0f; }
 };
 

@@ -1,4 +1,4 @@
-// Online softmax of the rows of S that a lane holds. M is the reference of a row's exponents: P = exp2(exponent - M). M is the running
+// Online softmax of the rows of S that a lane holds. M is the reference of a row's exponents: P = exp2(exponent - M). It is the running
 // maximum, or lags behind it by at most 8 (a factor of 2^8 in P), so that most tiles need no rescaling. S is an array of a warp's 16x16
 // blocks, or a warpgroup's array.
 #pragma once
@@ -7,9 +7,9 @@
 
 namespace strobe {
 
-// Forms of the exponent. Its value is at(s, i, c), where c = constant(-M) and i is the element's index in a warpgroup's array. A row's M
-// follows top(the largest comparable(s, i)). difference(the difference of two M) is an argument of exp2. Here M is in exp2's unit, which
-// saves an instruction:
+// Forms of the exponent, the argument of exp2. It is at(s, i, c), where c = constant(-M) and i is the element's index in a warpgroup's
+// array. A row's M follows top(x), where x is the row's largest comparable(s, i). difference(x) converts a difference of two M to exp2's
+// unit. Linear: M is in exp2's unit, which saves an instruction.
 struct Linear {
   float unit;
   __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, unit, c); }
@@ -19,7 +19,7 @@ struct Linear {
   __device__ __forceinline__ float difference(float x) const { return x; }
   __device__ __forceinline__ float from_natural(float x) const { return x / kLn2<float>; }
 };
-// Here M is in the unit of the scores, which may be as large as FP32 allows:
+// Natural: M is in the unit of the scores, which may then be as large as FP32 allows.
 struct Natural {
   __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e<float>; }
   __device__ __forceinline__ float constant(float c) const { return c; }
@@ -35,8 +35,8 @@ template <bool kNatural> __device__ __forceinline__ auto exponent_of(float unit)
     return Linear{unit};
 }
 
-// Where a row's sum is kept from tile to tile: in l, or in memory together with its rounding error, since over many keys the rounding of
-// one running sum exceeds FP32's bound. If the sum is in memory, l is only that of the current tile, until join().
+// Says where a row's sum is kept from tile to tile. OneSum: in l. Others (kJoins) keep it in memory together with its rounding error,
+// because over many keys the rounding of one running sum exceeds FP32's bound; then l is the current tile's sum, until join().
 struct OneSum {
   static constexpr bool kJoins = false;
 };
@@ -44,14 +44,14 @@ struct OneSum {
 template <int kRows, class Totals = OneSum> struct RowSoftmax {
   static constexpr bool kJoins = Totals::kJoins;
   float M[kRows], l[kRows]; // l: over the columns that this lane has seen
-  float alpha[kRows];       // the factor by which l was multiplied last, and by which O is still to be multiplied
+  float alpha[kRows];       // the last factor of l, by which O is still to be multiplied
 
   __device__ __forceinline__ RowSoftmax() {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) M[row] = minus_infinity<float>(), l[row] = 0, alpha[row] = 1;
   }
 
-  // Updates M and l by a tile's maxima, without a branch: O may still be in flight, and is rescaled later.
+  // Updates M and l by a tile's maxima. There is no branch; O may still be in flight and is rescaled later.
   template <bool kExact, class Tile, class Exponent> __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
@@ -87,8 +87,8 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       for (int i = 0; i < tile::elements_of_row(O); ++i) tile::row_element(O, row, i) *= alpha[row];
     }
   }
-  // The same where O is complete in registers: nothing is exchanged or rescaled unless some row of the warp is far from its M. kOwn: then
-  // only the rows that are far move; otherwise all rows move.
+  // The same when O is complete in registers, so that O is rescaled here. Nothing is done unless some row of the warp is far above its M.
+  // Then kOwn updates only the rows that are far; otherwise all rows.
   template <bool kExact, bool kOwn = false, class Tile, class Exponent, class Sum>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, Sum &O) {
     float top[kRows];
@@ -126,7 +126,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       l[row] = 0;
     }
   }
-  // The sum over all tiles of this lane's columns; the next function adds all lanes' columns.
+  // A row's sum over all tiles, of this lane's columns only; and, in the next function, of all lanes' columns.
   __device__ __forceinline__ float own_sum(int row) const {
     if constexpr (!kJoins) return l[row];
     float x[2];
@@ -135,7 +135,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
   }
   __device__ __forceinline__ float sum(int row) const { return tile::row_sum(own_sum(row)); }
 
-  // S -> P, in a warpgroup's array; each row has two sums at a time.
+  // Replaces S by P in a warpgroup's array. Each row is added up in two sums at a time.
   template <int N, class Exponent> __device__ __forceinline__ void exponentiate(float (&S)[N], const Exponent &exponent) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -191,8 +191,8 @@ private:
   }
 };
 
-// The end of a row: the factor by which O is to be multiplied, and the natural LSE. sink (in M's unit): one more term of the denominator;
-// -inf if there is none. Exact to 2 ulp.
+// A row's last step: the factor by which O must be multiplied, and the natural LSE, exact to 2 ulp. sink (in M's unit): one more term of
+// the denominator; -inf if there is none.
 struct RowEnd {
   float factor, lse;
 };

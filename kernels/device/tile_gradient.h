@@ -1,5 +1,5 @@
-// A thread block recomputes P and dS of one tile of scores, in the arithmetic of the family's backward. dbias sums them, and rows are
-// settled by them.
+// A thread block recomputes P and dS of one tile of scores, in the arithmetic of the family's backward. The passes that make dbias and that
+// settle rows add them up.
 #pragma once
 #include "../tile/copy.h"
 #include "../tile/multiply.h"
@@ -19,9 +19,9 @@ template <TileConfig C> class TileGradient {
   static constexpr u32 kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + C.q_bytes();
 
 public:
-  static constexpr int kKeys = kTileK / C.key_warps / 16, kQueries = kTileQ / C.query_warps / 16; // 16x16 blocks of a warp
+  static constexpr int kKeys = kTileK / C.key_warps / 16, kQueries = kTileQ / C.query_warps / 16; // a warp's 16x16 blocks
   using Tile = tile::Accumulator[kKeys][kQueries];                                                // rows are keys
-  struct Place {                                                                                  // of a tile
+  struct Place {                                                                                  // where a tile of scores lies
     i32 batch, head, q0, k0;
   };
 
@@ -33,8 +33,8 @@ public:
       : a(a), in(a.in), thread((int)threadIdx.x), key_warp(thread / 32 % C.key_warps), query_warp(thread / 32 / C.key_warps),
         shared_(shared_address(memory)) {}
 
-  // Makes P, negated where dropout drops it, and dS, which is 0 where P is. Returns whether the queries see anything of the tile; if not,
-  // neither is written.
+  // Computes P, negated where dropout drops it, and dS, which is 0 where P is. Returns whether some query sees some key of the tile; if
+  // not, P and dS are not written.
   __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Place &place) const {
     const Sequence sequence = in.sequence<F>(place.batch);
     const Band &band = sequence.band;
@@ -85,7 +85,7 @@ public:
 private:
   u32 shared_;
 
-  // The rows of the queries from `first` on; LSE and D are loaded where they are used: registers are short.
+  // LSE and D of the queries from `first` on, loaded where they are used: registers are short.
   struct RowLse {
     const TileGradient &gradient;
     const Place &place;
@@ -112,7 +112,7 @@ private:
     else
       tile::load<kRows, kColumns, kThreads, C.aligned != 0>(shared_ + target, m, thread);
   }
-  // x = this warp's rows of the tile at `keys` times transpose(those at `queries`)
+  // x = this warp's rows of the tile at `keys`, times the transpose of its rows of the tile at `queries`.
   template <int kInner, bool kScores> __device__ __forceinline__ void multiply(Tile &x, u32 keys, u32 queries) const {
     constexpr u32 kRow = element_bytes(C.dtype) * kInner;
 #pragma unroll
@@ -128,7 +128,7 @@ private:
     if constexpr (F.blocks) return in.blocks.row(place.batch, place.head, place.q0 / in.blocks.row_tokens).keeps(place.k0);
     return true;
   }
-  // D of a row before q1; in.rows() numbers further, the correction of its LSE.
+  // The address of D of a row, clamped to the last one before q1. The correction of its LSE lies in.rows() numbers further.
   __device__ __forceinline__ const float *delta(const Place &place, const Sequence &sequence, i32 row, i32 q1) const {
     return (const float *)a.delta + in.row_index(place.batch, place.head, sequence.q0 + min(row, q1 - 1));
   }

@@ -1,10 +1,10 @@
-// The configuration of the kernels that recompute P and dS of a tile of scores, in FP16, BF16, and FP32 by TF32.
+// The configuration of the passes that recompute P and dS of a tile of scores, in FP16, BF16, and FP32 by TF32.
 #pragma once
 #include "../attention/features.h"
 
 namespace strobe {
 
-// These kernels run beside the backward: one sums up dbias, the other settles rows.
+// Two passes use it: one adds up dbias, the other settles rows.
 struct TileConfig {
   i32 dtype;                  // kF16, kBF16 or kF32
   i32 products;               // FP32: how many TF32 products make one product (kernels/tf32)

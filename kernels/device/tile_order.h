@@ -1,5 +1,5 @@
-// Device code: tiles of unequal length, the longest first. Where lists of mask blocks make lengths unequal, the short ones then fill the
-// GPU's idle time at the end.
+// The order in which thread blocks take tiles. Where lists of mask blocks make tiles unequally long, the longest come first, so that short
+// ones fill the GPU's idle time at the end.
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/features.h"
@@ -17,7 +17,7 @@ template <int kThreads, class Length> __device__ __forceinline__ i32 longest_fir
     return tile < tiles ? min((u32)length(tile), longest) * (u32)tiles + (u32)(tiles - tile) : 0u;
   };
   const u32 own = key((i32)threadIdx.x);
-  u32 found = 0; // the greatest number that more than `rank` keys reach, bit by bit
+  u32 found = 0; // found bit by bit: the greatest number that more than `rank` keys reach
   for (u32 bit = 1u << (31 - __clz((longest + 1) * (u32)tiles)); bit; bit >>= 1) {
     i32 reach = __syncthreads_count(own >= (found | bit));
     for (i32 first = kThreads; first < tiles; first += kThreads)
@@ -27,13 +27,13 @@ template <int kThreads, class Length> __device__ __forceinline__ i32 longest_fir
   return (i32)uniform((u32)tiles - 1 - (found - 1) % (u32)tiles);
 }
 
-// Estimates how many mask blocks a tile keeps. row: the tile's row of mask blocks; the tile sees the keys [any.begin, any.end) of `length`.
+// Estimates how many kept mask blocks a tile has. row: the tile's row of mask blocks. any: the keys that the tile sees, of `length` keys.
 template <Features F> __device__ __forceinline__ i32 kept_of(const BlockRow &row, const Range &any, i64 length) {
   if (any.empty()) return 0;
   return F.band ? (i32)__float2int_ru((float)row.count * (float)(any.end - any.begin) / (float)length) : (i32)row.count;
 }
 
-// The query tile of `rank` among those of a head.
+// The query tile with the given rank by length among the query tiles of a head.
 template <Features F, int kThreads, int kTile> __device__ __forceinline__ i32 longest_query_tile(const Inputs &in, i32 b, i32 h, i32 rank) {
   const Band band = in.sequence<F>(b).band;
   const i32 most = (i32)((u32)in.seqlen_k / (u32)in.blocks.column_tokens) + 1;
@@ -42,7 +42,7 @@ template <Features F, int kThreads, int kTile> __device__ __forceinline__ i32 lo
     return q0 < q1 ? kept_of<F>(in.blocks.row(b, h, (u32)q0 / (u32)in.blocks.row_tokens), band.keys_any(q0, q1), band.seqlen_k) : 0;
   });
 }
-// The key tile of `rank` among those of a key head, counting the query tiles of all its query heads.
+// The key tile with the given rank among the key tiles of a key head. Its length is over all query heads of the key head.
 template <Features F, int kThreads, int kTile>
 __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_kv, i32 rank) {
   const Band band = in.sequence<F>(b).band.transposed();
@@ -111,7 +111,8 @@ __device__ __forceinline__ void choose_keys(State &state, const BackwardArgument
   __syncthreads();
 }
 
-// state.tiles: the query tiles of this head that see some of the keys. Returns whether the head is one of those that share the keys.
+// Moves to a query head: state.tiles becomes its query tiles that see some of the keys. Returns false past the last head that shares the
+// keys.
 template <Features F, int kTileK, class State> __device__ __forceinline__ bool take_head(State &state, const Inputs &in, i32 head) {
   state.head = head;
   if (head == (state.head_kv + 1) * in.group) return false;
@@ -123,7 +124,7 @@ template <Features F, int kTileK, class State> __device__ __forceinline__ bool t
     state.tiles = decltype(state.tiles)(state.sequence.band, state.k0, state.k1, kTileK, row);
   return true;
 }
-// t: the next query tile, of this head or of a following one, to which take(head) switches; its head is -1 if there is none.
+// Sets t to the next query tile, of this head or of a following head, to which take(head) moves. t.head is -1 if there is none.
 template <int kTileQ, class State, class Tile, class Take>
 __device__ __forceinline__ void next_queries(State &state, const Inputs &in, Tile &t, const Take &take) {
   const i32 heads_end = (state.head_kv + 1) * in.group;

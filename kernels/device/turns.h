@@ -1,4 +1,4 @@
-// Sums that must be the same in every run: key tiles add to dQ of a query tile in turns, in ascending order.
+// Deterministic sums: key tiles add to dQ of a query tile in turns, in ascending order, so that the result has the same bits in every run.
 #pragma once
 #include "../attention/part.h"
 #include "../ptx/barrier.h"

@@ -1,5 +1,5 @@
-// How the keys of sequences of uneven lengths are divided into shares for the thread blocks. Shares have about equally many keys, and each
-// sequence has one or more, so a long one has many. Lengths may lie in the GPU's memory only, so each block reads all of them.
+// Divides the keys of sequences of uneven lengths into shares for the thread blocks. Shares have about equally many keys, and each sequence
+// has at least one share, so a long sequence has many. Lengths may lie in the GPU's memory only, so each block reads all of them.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/registers.h"
@@ -7,8 +7,8 @@
 namespace strobe {
 
 struct UnevenShare {
-  i32 batch; // the sequence; negative: the share does not exist
-  i32 index, count;
+  i32 batch;        // the sequence; negative: the share does not exist
+  i32 index, count; // the share's number among those of its sequence, and how many these are
 };
 
 // All lanes of a warp find the same share together. There are at most `extra` shares beyond one per sequence; `round` of them fill the GPU
@@ -16,7 +16,7 @@ struct UnevenShare {
 class UnevenShares {
 public:
   __device__ __forceinline__ UnevenShares(const Inputs &in, i32 extra, i32 round) : in_(in) {
-    float keys = 0; // of all sequences; to 2^-18 of it, with up to 1,024 of them
+    float keys = 0; // the keys of all sequences, with a relative error of 2^-18 for up to 1,024 sequences
 #pragma unroll
     for (i32 i = 0; i < kOfLane; ++i) keys += (float)(first_[i] = length(of_lane(i)));
     for (i32 b = kAtOnce; b < in.batch; b += kAtOnce) {
@@ -64,7 +64,7 @@ public:
   }
 
 private:
-  static constexpr i32 kOfLane = 4, kAtOnce = 32 * kOfLane; // sequences
+  static constexpr i32 kOfLane = 4, kAtOnce = 32 * kOfLane; // sequences of a lane, and of a warp, at a time
   // With fewer keys per share, a block's start and end take as long as its keys. With more than kEnoughKeys, the last blocks run while much
   // of the GPU is idle. Chosen from the figures of docs/lab/performance.md, "Decoding over uneven lengths"; not measured themselves.
   static constexpr float kLeastKeys = least_keys_of_share(), kEnoughKeys = enough_keys_of_share();
