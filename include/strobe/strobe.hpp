@@ -42,7 +42,7 @@ struct Refusal {
     double number;
     std::string text;
     std::vector<int64_t> sizes;
-    std::vector<std::string> roles; // those of STROBE_VALUE_AXES
+    std::vector<std::string> roles; // the roles of axes, with STROBE_VALUE_AXES
     int32_t or_one;
   };
   std::string argument;
@@ -53,7 +53,7 @@ struct Refusal {
 
 struct Error : std::runtime_error {
   strobe_status status;
-  std::vector<Refusal> refusals; // those that what() has as lines, for InvalidArgument
+  std::vector<Refusal> refusals; // InvalidArgument: the refusals that what() lists in lines
   Error(strobe_status code, const std::string &text, std::vector<Refusal> why = {})
       : std::runtime_error(text), status(code), refusals(std::move(why)) {}
 };
@@ -249,7 +249,7 @@ struct Attention {
   ConstTensor page_table = {}; // if given, k and v are pools of pages; forward alone
 
   ConstTensor k_scale = {}, v_scale = {}; // if given, k and v are quantised; forward alone
-  int64_t k_scale_group = 0;              // 0: a scale for each key and head; else for each column and this many rows of k
+  int64_t k_scale_group = 0;              // 0: a scale for each key and head; else one for each column of this many rows of k
 
   int64_t block_q = 0, block_k = 0; // for block sparsity
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
@@ -268,7 +268,7 @@ struct Forward {
 // A gradient left out is not computed.
 struct Backward {
   ConstTensor out = {}, lse = {}, dout = {}, dlse = {};
-  ConstTensor delta = {};  // with a partial part, given instead of out
+  ConstTensor delta = {};  // given instead of out with a partial part
   bool accumulate = false; // adds to dq, dk and dv, which are then float32 (float64 if q is)
   Tensor dq = {}, dk = {}, dv = {}, dbias = {}, dsinks = {};
 };
@@ -429,7 +429,7 @@ public:
     detail::check(strobe_prepared_plan(prepared.get(), &plan));
     return plan;
   }
-  // `size` need not be set.
+  // Runs the call on these addresses, whose `size` need not be set.
   void run(strobe_addresses addresses, const Execution &execution = {}) const {
     addresses.size = sizeof addresses;
     const auto e = detail::raw(execution);

@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) {
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(address), "r"(x) : "memory");
   return y;
 }
-#else // its PTX names no order of memory
+#else // this PTX has no memory orders
 __device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) { return atomicAdd(address, x); }
 #endif
 

@@ -11,7 +11,7 @@ __device__ __forceinline__ int thread_index() {
   return x;
 }
 
-// Waits until `threads` threads have arrived; `arrive` arrives without waiting.
+// Arrives and waits until `threads` threads have arrived; barrier_arrive arrives without waiting.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -44,7 +44,7 @@ __device__ __forceinline__ void add_quad(float *base, const float (&x)[4]) {
 }
 #endif
 
-// p[0] += x, p[1] += y; 8 bytes aligned
+// p[0] += x, p[1] += y, atomically; p is a multiple of 8 bytes.
 __device__ __forceinline__ void add_pair(float *p, float x, float y) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");

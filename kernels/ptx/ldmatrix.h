@@ -1,4 +1,5 @@
-// Shared memory by its 32-bit address. ldmatrix: four 8x8 matrices of 16-bit elements, lane 8i + r giving the address of row r of matrix i.
+// Access to shared memory by 32-bit addresses. ldmatrix loads four 8x8 matrices of 16-bit elements; lane 8i + r gives the address of row r
+// of matrix i.
 #pragma once
 #include "../attention/base.h"
 
@@ -11,7 +12,7 @@ __device__ __forceinline__ void ldmatrix(u32 (&x)[4], u32 address) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address));
 }
-// Two matrices; lanes 0 to 15 give the addresses of their rows.
+// Loads two matrices; lanes 0 to 15 give the addresses of their rows.
 __device__ __forceinline__ void ldmatrix(u32 (&x)[2], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address));
 }
@@ -20,18 +21,18 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&x)[4], u32 address) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address));
 }
-// Stores where the former loads.
+// Stores four matrices to the addresses from which ldmatrix would load them.
 __device__ __forceinline__ void stmatrix(u32 address, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
-// Each matrix transposed.
+// The same with each matrix transposed.
 __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 *x) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
                "r"(x[3])
                : "memory");
 }
-// Stores a matrix in the warp's registers, of which lane 4r + t holds columns 2t and 2t + 1 of row r, transposed.
+// Transposes an 8x8 matrix in a warp's registers, of which lane 4r + t holds columns 2t and 2t + 1 of row r.
 __device__ __forceinline__ u32 transposed(u32 x) {
   u32 y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -61,7 +62,7 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
-// Loads from memory that is not written meanwhile.
+// Loads a byte from memory that nothing writes during the launch.
 __device__ __forceinline__ u32 load_global_byte(const u8 *address) {
   u32 x;
   asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
@@ -70,7 +71,7 @@ __device__ __forceinline__ u32 load_global_byte(const u8 *address) {
 __device__ __forceinline__ void store_global(void *address, u32 x, u32 y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
 }
-// Stores if at < end, without a branch.
+// Stores x and y if at < end, without a branch.
 __device__ __forceinline__ void store_global_below(int at, int end, void *address, u32 x, u32 y) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.s32 p, %0, %1;\n@p st.global.v2.b32 [%2], {%3, %4};\n}" ::"r"(at), "r"(end), "l"(address), "r"(x),
                "r"(y)

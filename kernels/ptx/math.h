@@ -1,4 +1,4 @@
-// Numbers on the GPU: conversions, and the special functions as one instruction each where there is one. No CUDA header.
+// Numbers on the GPU: conversions, and special functions, as one instruction where there is one. No CUDA header is needed.
 #pragma once
 #include "../attention/base.h"
 
@@ -59,14 +59,14 @@ template <> __device__ __forceinline__ u32 multiply_add_pairs<f16>(u32 a, u32 b,
   return d;
 }
 
-// Converts four E4M3 to pairs of FP16, adjacent numbers to a pair (sm_89).
+// Converts four E4M3 numbers to two pairs of FP16, of adjacent numbers each (sm_89).
 __device__ __forceinline__ void pairs_of_e4m3(u32 x, u32 &first, u32 &second) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
       : "=r"(first), "=r"(second)
       : "r"(x));
 }
 
-// All bits of the halves that are not 0; a NaN half gives 0.
+// A mask with all bits of the halves that are not 0; a NaN half gives 0.
 template <class T> __device__ __forceinline__ u32 nonzero_pairs(u32 x);
 template <> __device__ __forceinline__ u32 nonzero_pairs<bf16>(u32 x) {
   u32 y;
@@ -79,21 +79,21 @@ template <> __device__ __forceinline__ u32 nonzero_pairs<f16>(u32 x) {
   return y;
 }
 
-// All bits of the halves whose sign is set.
+// A mask with all bits of the halves whose sign is set.
 __device__ __forceinline__ u32 negative_pairs(u32 x) {
   u32 y;
   asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// All bits of the halves where a < b: numbers up to 0x7C00, which halves of fp16 order as integers do.
+// A mask with all bits of the halves where a < b, for numbers up to 0x7C00, which fp16 orders like integers.
 __device__ __forceinline__ u32 less_pairs(u32 a, u32 b) {
   u32 y;
   asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
   return y;
 }
 
-// An element as a number of the kernel's real type.
+// Converts an element to the kernel's real type.
 template <class T, class E> __device__ __forceinline__ T to_real(E x) {
   if constexpr (sizeof(E) == 8)
     return x;
@@ -120,7 +120,7 @@ template <> struct Element<4> {
   using real = double;
 };
 
-// The type in which results are stored: that of the dtype or, unrounded, that of sums.
+// The type in which results are stored: that of the dtype or, if unrounded, that of sums.
 template <i32 DType, bool kUnrounded> struct ResultType {
   using type = typename Element<DType>::type;
 };
@@ -139,7 +139,7 @@ __device__ __forceinline__ float exp2(float x) { // ex2: 2 ulp; results below 2^
   return y;
 }
 __device__ __forceinline__ double exp2(double x) { return ::exp2(x); }
-// 2^x to 3 ulp, for an x that FP32 would round too coarsely.
+// 2^x to 3 ulp in FP32, for an x that needs more digits than FP32 has.
 __device__ __forceinline__ float exp2_in_fp32(double x) {
   const float high = (float)x, low = (float)(x - high);
   return exp2(high) * fmaf(fabsf(low) < 1 ? low : 0.0f, kLn2<float>, 1.0f); // without low if x is infinite, or beyond FP32
@@ -168,9 +168,9 @@ __device__ __forceinline__ float rounded_product(float x, float y) { return __fm
 __device__ __forceinline__ double rounded_product(double x, double y) { return __dmul_rn(x, y); }
 __device__ __forceinline__ float rounded_sum(float x, float y) { return __fadd_rn(x, y); }
 __device__ __forceinline__ double rounded_sum(double x, double y) { return __dadd_rn(x, y); }
-// s * factor - (LSE + n ln 2); P is 2^n times its exponential. The difference of two large numbers would be rounded to their last bits, so
-// the power of two is first taken out of P = exp(s * factor - LSE) [Cody & Waite 1980]. The high part of ln 2 has 9 bits, so that LSE + n
-// ln 2 is exact, or rounded to the last bit of s.
+// s * factor - (LSE + n ln 2), where P = exp(s * factor - LSE) is 2^n times its exponential. The difference of two large numbers would be
+// rounded to their last bits, so a power of two is first taken out of P [Cody & Waite 1980]. The high part of ln 2 has 9 bits, so that
+// LSE + n ln 2 is exact, or rounded to the last bit of s.
 __device__ __forceinline__ float without_power(float s, float factor, float lse, float n) {
   constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   return fmaf(n, -kLn2Low, fmaf(s, factor, -fmaf(n, kLn2High, lse)));
@@ -185,7 +185,7 @@ __device__ __forceinline__ float probability(float s, float factor, float lse, f
   const float of_rest = exp2(fmaf(without_power(s, factor, lse, n), kLog2e<float>, -correction));
   return of_rest * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3F800000); // n >= -127
 }
-// x times such a P, also for a P below 2^-126, which FP32's exp2() flushes to 0.
+// x times this P, also if P is below 2^-126, where FP32's exp2() is 0.
 __device__ __forceinline__ double times_probability(double x, double s, double lse, double correction) {
   return x * probability(s, 1.0, lse, correction);
 }
@@ -206,7 +206,7 @@ __device__ __forceinline__ float row_lse(float m, float factor, float l) {
   const float lost = __fadd_rn(__fsub_rn(x, __fsub_rn(sum, of_y)), __fsub_rn(y, of_y));
   return sum + (log2(rest) * kLn2<float> + (lost + __fmaf_rn(m, factor, -x) + __fmaf_rn((float)exponent, kLn2<float>, -y)));
 }
-// The rounding error of lse.
+// What row_lse rounded away: LSE - lse.
 __device__ __forceinline__ double rest_of_lse(double m, double factor, double l, double lse) {
   const double x = __dmul_rn(m, factor), y = __dmul_rn(log2(l), kLn2<double>), sum = __dadd_rn(x, y), of_y = __dsub_rn(sum, x);
   const double lost = __dadd_rn(__dsub_rn(x, __dsub_rn(sum, of_y)), __dsub_rn(y, of_y));
@@ -223,7 +223,7 @@ template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
   lost = (t - sum) - y;
   sum = t;
 }
-// y * factor + x, which joins two runs of keys. x becomes the error of the two roundings (Knuth 1969, 4.2.2, theorem B), or 0 if that is
+// Joins two runs of keys: returns y * factor + x. x becomes the error of the two roundings (Knuth 1969, 4.2.2, theorem B), or 0 if that is
 // NaN. last: x becomes the sum instead.
 template <class T> __device__ __forceinline__ T join(T y, T factor, T &x, bool last) {
   const T scaled = rounded_product(y, factor), sum = rounded_sum(scaled, x), of_x = rounded_sum(sum, -scaled);
@@ -240,13 +240,13 @@ __device__ __forceinline__ float tanh_approximate(float x) { // relative error 2
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// tanh and its derivative 4 e / (1 + e)^2, e = exp(-2|x|): 1 - tanh^2 would cancel where it saturates
+// tanh and its derivative, computed as 4 e / (1 + e)^2, e = exp(-2|x|), because 1 - tanh^2 would cancel where tanh saturates.
 template <class T> __device__ __forceinline__ T tanh(T x, T &slope) {
   T e = exp2(T(-2.88539008177792681472) * abs(x)), inverse = T(1) / (T(1) + e);
   slope = T(4) * e * inverse * inverse;
   return tanh(x);
 }
-// The same for scores of 16-bit elements: an absolute error of 2^-22.
+// The same for scores of 16-bit elements, with an absolute error of 2^-22.
 template <bool kSmall = true> __device__ __forceinline__ float tanh_approximate(float x, float &slope) {
   const float e = exp2(-2.88539008177792681472f * fabsf(x));
   float inverse;
@@ -266,7 +266,7 @@ __device__ __forceinline__ float arccosh(float y, float &slope) {
   slope = sinh > 0 ? __frcp_rn(sinh) : 0.0f;
   return ::log1pf((y - 1) + sinh);
 }
-// arccosh / ln 2 and the same derivative by the special functions' instructions, for scores of 16-bit elements.
+// arccosh / ln 2, and the derivative of arccosh, by special-function instructions, for scores of 16-bit elements.
 __device__ __forceinline__ float arccosh2_approximate(float y, float &slope) {
 #if __CUDA_ARCH__ >= 800
   asm("max.NaN.f32 %0, %0, 0f3F800000;" : "+f"(y));

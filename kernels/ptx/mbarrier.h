@@ -1,4 +1,4 @@
-// Barriers in shared memory that count arrivals and bytes (PTX mbarrier). Addresses are 32-bit shared ones.
+// Barriers in shared memory that count arrivals and bytes (PTX mbarrier). They are given by their 32-bit addresses.
 #pragma once
 #include "barrier.h"
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
                : "memory");
 }
 
-// Moves registers from a warpgroup that needs few to one that needs many. The count is a multiple of 8.
+// A warpgroup that needs few registers returns the others, which one that needs many takes. kRegisters: per thread, a multiple of 8.
 template <int kRegisters> __device__ __forceinline__ void registers_lower() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }

@@ -35,14 +35,14 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-// Rounded to TF32's 10 bits, ties away from zero.
+// Rounds x to TF32's 10 bits, ties away from zero.
 __device__ __forceinline__ u32 round_to_tf32(float x) {
   u32 y;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
 }
 
-// Two numbers packed into one register, the first in the low half, rounded to nearest even.
+// Rounds two numbers to nearest even and packs them into one register, the first in the low half.
 template <class T> __device__ __forceinline__ u32 pack(float low, float high);
 template <> __device__ __forceinline__ u32 pack<f16>(float low, float high) {
   u32 y;

@@ -23,7 +23,7 @@ __device__ __forceinline__ void tma_load(u32 shared, const TensorMap &map, u32 b
       : "memory");
 }
 
-// Copies bytes: addresses and sizes are multiples of 16.
+// Copies bytes; addresses and sizes are multiples of 16.
 __device__ __forceinline__ void bulk_load(u32 shared, const void *global, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
                "r"(bytes), "r"(barrier)
@@ -38,7 +38,7 @@ __device__ __forceinline__ void bulk_store(void *global, u32 shared, u32 bytes) 
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until the copies that this thread committed have read shared memory; or are done.
+// Waits until the copies that this thread committed have read shared memory; or, in the next function, until they are complete.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Makes this thread's writes to shared memory visible to the copy engine and to wgmma.

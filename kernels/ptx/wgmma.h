@@ -12,7 +12,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int kPending> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// The tensor cores write these registers behind the compiler's back: before this their values are not what the compiler assumes.
+// Tells the compiler that these registers have new values here, which the tensor cores wrote.
 template <int N> __device__ __forceinline__ void registers_changed(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
@@ -148,7 +148,7 @@ template <class T, int N> struct Wgmma;
   "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "   \
   "%127}"
 
-// o0 ... o5: the numbers of the operands that follow d's.
+// o0 ... o5: the numbers of the asm operands after those of d.
 #define STROBE_WGMMA(T, NAME, N, o0, o1, o2, o3, o4, o5)                                                                                   \
   template <> struct Wgmma<T, N> {                                                                                                         \
     template <bool kAccumulate, int kMnMajorA = 0> static __device__ __forceinline__ void shared(float (&d)[N / 2], u64 a, u64 b) {        \

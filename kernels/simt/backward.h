@@ -24,10 +24,10 @@ template <Config C> struct Backward {
   using Tiles = TilesOfQueries<C>;
   using Tile = typename Tiles::Tile;
   using Grid = typename Multiply::Grid;
-  static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // dQ's rows per thread; dK's and dV's
+  static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // rows per thread: of dQ; of dK and dV
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
-  // Sums over many queries are made in runs, of a head or of this many tiles, because that rounds less. In FP32 the runs may be long, since
-  // each tile is summed by itself (add_product). 16-bit types need no runs: rounding the output would hide the difference.
+  // Sums over many queries are made in runs, of one head or of this many tiles, because that rounds less. In FP32 runs may be long, because
+  // each tile is summed by itself (add_product). 16-bit types need no runs: rounding the output hides the difference.
   static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? (C.dtype == kF32 ? 2048 : 512) / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ
 
@@ -170,7 +170,7 @@ private:
       multiply.template tn<kDim, C.tile_q, C.p_stride()>(sum, x, B, q0, count);
     }
   }
-  // Each thread's own elements, as recompute left them.
+  // Transposes each thread's own elements, as recompute left them.
   __device__ __forceinline__ void transpose(T *to, const T *from) const {
     constexpr int kAcross = C.tile_k / C.threads_k, WM = piece<T>(kRows), WN = piece<T>(kAcross);
 #pragma unroll
@@ -237,7 +237,7 @@ private:
     if (threadIdx.x == 0) end_turn(turn_of(h, tile));
   }
 
-  // Starts dK and dV again. add: the sums are added to the tensor's contents, and so are the next ones.
+  // Stores dK and dV and starts them again. add: whether they are added to the tensor's contents, as the next ones always are.
   __device__ __forceinline__ void flush(T (&dK)[kKeys][kColumns], T (&dV)[kKeys][kColumnsV], bool &add) const {
     const i64 row = operands.sequence.k0 + k0;
     store(a.dk, row, in.head_dim, dK, T(in.scale), add);

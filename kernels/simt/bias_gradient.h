@@ -1,4 +1,4 @@
-// dbias with plain FMA: device/bias_gradient.h.
+// dbias with plain FMA; device/bias_gradient.h has the loop.
 #pragma once
 #include "../device/bias_gradient.h"
 #include "gradient.h"
@@ -111,7 +111,7 @@ private:
         }
       }
     }
-    // Adds queries [i0, i1) of those from `first` on, and the keys of a range from k0 on.
+    // Adds dS of the queries [i0, i1), in a tile that begins at query `first`, and of a range's keys in the tile from k0 on.
     __device__ __forceinline__ void add_ranges(Sum &sum, Sum &lost, i32 first, i32 i0, i32 i1, i32 shift, i32 k0, const HeldRange &range) {
       const i32 j0 = max(k0, range.start), j1 = min(k0 + C.tile_k, range.end());
       Sequence s = whole_sequence(in, b);
@@ -130,7 +130,7 @@ private:
                    [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
       add_dS(sum, lost);
     }
-    // The place in which recompute lets the same thread leave its element (i, j).
+    // Where the thread's element (i, j) lies, as recompute leaves it.
     __device__ __forceinline__ i32 place(int i, int j) const {
       return multiply.grid.template row<piece<T>(kRows)>(i) * C.p_stride() + multiply.grid.template column<piece<T>(kKeys)>(j);
     }

@@ -42,7 +42,7 @@ private:
     __device__ __forceinline__ T &m(int i) const { return m_[WM * C.threads_q * (i / WM) + i % WM]; }
     __device__ __forceinline__ T &l(int i) const { return l_[i * kThreads]; }
     __device__ __forceinline__ T &lost(int i) const { return l_[(kRows + i) * kThreads]; } // the rounding error of l
-    // m where the last run of keys ended; none(), which is NaN, before the first end
+    // m as it was where the last run of keys ended; none(), which is NaN, before any run has ended.
     static __device__ __forceinline__ T none() { return -minus_infinity<T>() + minus_infinity<T>(); }
     __device__ __forceinline__ T &earlier_m(int i) const { return (&m(i))[C.tile_q + 2 * kRows * kThreads]; }
     // The number of the run of keys that is being summed, from 0; -1: none
@@ -120,8 +120,8 @@ private:
     }
     rows.run() = here;
   }
-  // The result's memory holds O of the runs of keys that have ended. The rounding error of joining a run stays in O, and the next run
-  // begins with it. `invariant`: runs begin at the same keys in every query tile. last: O becomes the sum. Only FP32 has runs.
+  // Adds O to the O of the runs of keys that have ended, which the result's memory holds. The rounding error stays in O, and the next run
+  // begins with it. last: O becomes the sum instead. Only FP32 has runs. With `invariant` they begin at the same keys in every query tile.
   __device__ __forceinline__ void join_earlier(T (&O)[kColumns], int i, bool last) const {
     const Grid here = place_here();
     const T m = rows.m(i), before = rows.earlier_m(i);
@@ -136,7 +136,7 @@ private:
     });
   }
 
-  // S = Q K^T. Runs wait in P's place, which has been read by then.
+  // S = Q K^T. The sum of the runs of columns so far is kept in P's place, which has been read by then.
   template <class RowsOfK> __device__ __forceinline__ void multiply_q_k(T (&S)[kRows][kKeys], const RowsOfK &K, i32 k0) {
     multiply.template nt_in_runs<C.head_dim, C.score_run()>(S, Q, q0, K, k0, [&](bool first) {
       transfer(place_here(), P, [&](T &p, int i, int j) { p = first ? S[i][j] : p + S[i][j], S[i][j] = T(0); });
@@ -226,7 +226,7 @@ private:
         });
   }
 
-  // O / l and the LSE to memory.
+  // Stores O / l and LSE.
   __device__ __forceinline__ void finish_rows(T (&O)[kRows][kColumns]) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -244,7 +244,7 @@ private:
       store(sequence.q0 + r, O[i], scale, lse);
     }
   }
-  // One more term of the denominator. m becomes natural; scale: the factor of O.
+  // Adds the sink, one more term of the denominator. m becomes natural; scale becomes the factor of O.
   __device__ __forceinline__ void add_sink(T &m, T &l, T &scale, T &to_natural) const {
     const T sink = *in.sinks.template at<const T>(0, h, 0, 0);
     m *= to_natural, to_natural = T(1);
@@ -253,7 +253,7 @@ private:
     l = fma(l, scale, probability(sink, T(1), reference, T(0)));
     m = larger;
   }
-  // O and the LSE of a row of the tensors.
+  // Stores O and LSE of a row of the tensors.
   __device__ __forceinline__ void store(i64 row, const T (&O)[kColumns], T scale, T lse) const {
     at_row(row, [&]<i32 kCopy>(auto *to, i64 column_stride) { store_row<kCopy>(grid, to, column_stride, in.head_dim_v, O, scale); });
     if (grid.x != 0) return;
@@ -265,7 +265,7 @@ private:
   __device__ __forceinline__ void store_low(i64 row, T lse, T rest) const {
     if (grid.x == 0 && a.lse) a.lse.template at<T>(b, h, row, 0)[in.part->lse_low] = abs(lse) < -minus_infinity<T>() ? rest : T(0);
   }
-  // f<how rows are copied>(place of the row of O, distance of its columns)
+  // Calls f<how rows are copied>(the address of O's row, the distance of its columns).
   template <class Write> __device__ __forceinline__ void at_row(i64 row, Write &&f) const {
     if (a.splits > 1)
       f.template operator()<kElements>(a.partial_out + row_of_split(row) * in.head_dim_v, 1);
@@ -282,7 +282,7 @@ private:
     here.x = computed_here(here.x), here.y = computed_here(here.y);
     return here;
   }
-  // f(element in shared memory, i, j) for each of the thread's elements of S or P, which lie there one line per key.
+  // Calls f(element in shared memory, i, j) for each of the thread's elements of S or P, which lie there in one line per key.
   template <class Each> static __device__ __forceinline__ void transfer(const Grid &grid, T *P, Each &&f) {
 #pragma unroll
     for (int j = 0; j < kKeys; ++j)

@@ -4,8 +4,7 @@
 
 namespace strobe::simt {
 
-// LSE and D of a tile's queries, in shared memory; rows at `end` and beyond are hidden. correction: that of LSE, where its rounding shows,
-// in exp2's unit.
+// LSE and D of a tile's queries, in shared memory; rows from `end` on are hidden. correction: LSE's correction, in exp2's unit.
 template <Config C, class T> struct RowStatistics {
   T *lse, *correction, *delta;
 
@@ -27,9 +26,9 @@ template <Config C, class T> struct RowStatistics {
   }
 };
 
-// S = Q K^T and dP = dO V^T, which wait in shared memory, in the places of P and dS; then write(P's place, dS's place, P, kept, dS, d score
-// / d (scale * q.k)) for each element. This P is without dropout, dS is with it. Rows before the beginning of Q and K are hidden. Each
-// thread reads only what it has written, element by element, since the products need the registers.
+// Computes S = Q K^T and dP = dO V^T, which are kept in shared memory, in the places of P and dS. Then calls write(P's place, dS's place,
+// P, kept, dS, d score / d (scale * q.k)) for each element. This P is without dropout, dS is with it. Rows before the beginning of Q and K
+// are hidden. Each thread reads only what it has written, element by element, because the products need the registers.
 template <Config C, class Multiply, class T, class Source, class F>
 __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.features, T> &scores, const Dropout<C.features> &dropout,
                                           const Kept<C> &kept_of, const RowStatistics<C, T> &rows, T *P, T *dS, const Source &Q,

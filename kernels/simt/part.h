@@ -1,4 +1,4 @@
-// The places of a kernel's tiles, in whole calls and in parts of larger problems.
+// Where the rows of a kernel's tiles lie, in whole calls and in parts of larger problems.
 #pragma once
 #include "kept.h"
 #include "tile.h"

@@ -1,4 +1,4 @@
-// Rows whose LSE is large (device/settle_row.h), with plain FMA.
+// Settles rows whose LSE is large (device/settle_row.h), with plain FMA.
 #pragma once
 #include "../device/settle_row.h"
 #include "gradient.h"

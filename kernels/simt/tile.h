@@ -126,7 +126,8 @@ template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
       : data(o.at<const E>(b, h, first, 0)), stride(o.stride[2]), column_stride(o.stride[3]), count(count), columns(columns) {}
 };
 
-// y = f(y, x) for a thread's elements x of one row y in global memory. reads: y is read; else f gets 0. columns: how many exist.
+// y = f(y, x) for a thread's elements x of one row y in global memory. reads: whether y is read; otherwise f gets 0. columns: how many
+// columns exist.
 template <i32 kCopy, class E, class Grid, class X, int N, class F>
 __device__ __forceinline__ void update_row(const Grid &g, E *row, i64 column_stride, i32 columns, X (&x)[N], bool reads, F &&f) {
   constexpr int W = piece<X>(N);
@@ -218,7 +219,7 @@ public:
     if constexpr (Source::may_lack()) this->first -= kRows;
   }
 
-  // One line per column, rows swizzled.
+  // Stores the chunk transposed: one line per column, with rows swizzled.
   template <int kSpan> __device__ __forceinline__ void store_transposed(T *shared) const {
 #pragma unroll
     for (int n = 0; n < kMine; ++n)
@@ -231,7 +232,7 @@ public:
           for (int v = 0; v < V; ++v) at[v * kRows] = to_real<T>(x_[n][m].x[v]);
         }
   }
-  // Returns whether all elements are finite.
+  // Stores the chunk. Returns whether all elements are finite.
   template <int kStride> __device__ __forceinline__ bool store(T *shared) const {
     T zero = T(0);
     shared += row() * kStride + column();
@@ -274,7 +275,7 @@ class PagedChunk : public Chunk<Source, T, kThreads, kCopy, kRows, kColumns> {
 
   i32 first_row_, first_column_;
   static constexpr i64 kNone = (i64)1 << 63;
-  i64 row_at_[kMine]; // from row 0 of page 0 on; kNone: the row does not exist
+  i64 row_at_[kMine]; // offsets of rows from row 0 of page 0; kNone: the row does not exist
 
   __device__ __forceinline__ void find(const Source &from) {
 #pragma unroll
@@ -328,7 +329,7 @@ template <Features F, bool kByColumn> struct QuantisedRows : FirstRow<false> {
   __device__ QuantisedRows(const QuantisedKeys<F, kByColumn> &keys, i32 count) : keys(keys), pages(keys.pages), count(count) {}
 };
 
-// The same as Chunk, for numbers that are computed as they are read.
+// The same as Chunk, for numbers that are multiplied by their scales as they are read.
 template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns>
 class QuantisedChunk : public Chunk<Source, T, kThreads, kElements, kRows, kColumns> {
   using Base = Chunk<Source, T, kThreads, kElements, kRows, kColumns>;
@@ -457,7 +458,7 @@ template <Config C> struct Products {
   }
 
 private:
-  // tn for columns that are staged at once; after(how many rows have been added).
+  // tn() for columns that are staged at once. Calls after(how many rows have been added) after each stage.
   template <int kDim, int kLines, int kStride, int M, int N, class Other, class F>
   __device__ __forceinline__ void of_rows(T (&acc)[M][N], const T *p, const Other &B, i32 b0, i32 length, i32 column, F &&after) {
     constexpr int kRows = C.rows_staged(kLines, kDim);

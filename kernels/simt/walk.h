@@ -1,4 +1,4 @@
-// One thread walks over tiles for the whole CTA: the walk's state lies in shared memory and not in every thread's registers.
+// One thread walks over tiles for the whole CTA, so that the walk's state lies in shared memory and not in every thread's registers.
 #pragma once
 #include "../device/part_tiles.h"
 
@@ -15,8 +15,8 @@ struct NumberedTile : ShiftedTile {
   i32 number; // its number within the sequence
 };
 
-// A CTA's work, from its number: tiles of one head are neighbours, which share K and V in the L2 cache; where tiles have unequal lengths,
-// equally long tiles are neighbours, and the longest come first.
+// A CTA's work, found from its number. Tiles of one head are neighbours and share K and V in the L2 cache; where tiles have unequal
+// lengths, equally long tiles are neighbours, and the longest come first.
 struct Item {
   i32 split, tile, head, batch;
 

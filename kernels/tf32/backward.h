@@ -3,8 +3,8 @@
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ += dS K, in global memory
 //
-// S is transposed, rows are keys: P^T and dS^T are left operands in the registers where they were made. dS goes through shared memory for
-// dQ.
+// S is transposed, so its rows are keys, and P^T and dS^T are left operands in the registers where they were made. dS also goes to shared
+// memory, for dQ.
 #pragma once
 #include "../device/key_major_dropout.h"
 #include "../device/nonfinite.h"
@@ -55,9 +55,9 @@ private:
     }
   }
 
-  // Walks over a segment: kSegment query tiles, or the rest. Infinities and NaN in dO and Q must reach the keys that see them and no
-  // others. They are rare: only if dK or dV are not finite is the segment, except for dQ, repeated without them, in short segments. Returns
-  // whether there is another segment.
+  // Walks over a segment: kSegment query tiles, or the rest. Returns whether there is another segment. Infinities and NaN in dO and Q must
+  // reach only the keys that their queries see. They are rare, so only if dK or dV of a segment is not finite, the segment is repeated
+  // without them, in short segments and without dQ.
   __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
     set_zero(dK), set_zero(dV);
     begin_segment();
@@ -89,7 +89,7 @@ private:
     return shared_state().ring[0].head < -1;
   }
 
-  // Finds the tile of iteration n. Where the segment ends before it, its head becomes -2 - head until the next segment.
+  // Finds the tile of iteration n. If the segment ends before it, the tile's head becomes -2 - head until the next segment.
   __device__ __forceinline__ void find_within_segment(int n) const {
     find(n);
     State &state = shared_state();
@@ -181,7 +181,7 @@ private:
     __syncwarp();
   }
 
-  // sum += x B, B: the tile's queries, x: P^T or dS^T, which also lies in shared memory
+  // sum += x B. x: P^T or dS^T, which also lies in shared memory. B: dO or Q of the tile.
   template <int kColumns, bool kP>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kM][kColumns / 16], Accumulator (&x)[kM][kN], u32 b) const {
     if (shared_state().repeats_left) return accumulate_nonfinite<kColumns, kP>(sum, b);
@@ -203,7 +203,7 @@ private:
       multiply_pairs<kColumns, C.products>(sum, f, B, 16 * n);
     }
   }
-  // Where B is not finite: an element of x that is 0 adds nothing.
+  // The same for a B that is not finite: an element of x that is 0 adds nothing.
   template <int kColumns, bool kP>
   __device__ __forceinline__ void accumulate_nonfinite(Accumulator (&sum)[kM][kColumns / 16], u32 b) const {
 #pragma unroll 1
@@ -276,7 +276,7 @@ private:
       multiply_pairs<kD, C.products>(dQ, dS, K, k, column);
     }
   }
-  // Where K is not finite: an element of dS that is 0 adds nothing.
+  // Computes dQ for a K that is not finite: an element of dS that is 0 adds nothing.
   __device__ __forceinline__ void multiply_dq_nonfinite(Accumulator (&dQ)[1][2], int row, int column) const {
 #pragma unroll 1
     for (int j = 0; j < kTileK; ++j) {
@@ -307,7 +307,7 @@ private:
     return yes;
   }
 
-  // A segment after the first one adds to the tensor's contents.
+  // Stores dK or dV; segments after the first one add to the tensor's contents.
   template <int kC> __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kM][kC], float factor, i32 columns) const {
     if (!out) return;
 #pragma unroll

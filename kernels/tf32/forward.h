@@ -22,7 +22,7 @@ template <Config C> struct Forward {
   static constexpr int kM = kRows / 16, kN = C.tile_k / 16, kC = kDv / 16;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0);
 
-  using Item = QueryItem<C.tile_q>; // block-sparse: the tile in it is a rank, the longest first
+  using Item = QueryItem<C.tile_q>; // with block sparsity its tile is at first a rank by length
 
   static __device__ __forceinline__ void run(const Arguments &a) { Forward(a).compute(); }
 
@@ -44,7 +44,7 @@ private:
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
-  // The sum of P for each row of a thread, and its rounding error, after the state.
+  // Where the sum of P of each row of a thread, and its rounding error, lie in shared memory: after the state.
   struct Totals {
     static constexpr bool kJoins = true;
     static __device__ __forceinline__ u32 at(int row) { return shared(kState + C.state_bytes()) + (row * kThreads + thread_index()) * 8; }
@@ -199,8 +199,8 @@ private:
     join_earlier(O, softmax, earlier, true);
   }
 
-  // O of the runs of tiles that have ended waits in the result's place, relative to M as it was then. The rounding error of joining stays
-  // in O, for the next run to begin with. last: O becomes the sum.
+  // Adds O to the O of the earlier runs of tiles, which the result's memory holds, relative to M as it was then. The rounding error stays
+  // in O, and the next run begins with it. last: O becomes the sum instead.
   __device__ __forceinline__ void join_earlier(Accumulator (&O)[kM][kC], const Softmax &softmax, float (&earlier)[2 * kM],
                                                bool last) const {
 #pragma unroll
@@ -221,7 +221,7 @@ private:
     __syncthreads();
   }
 
-  // Raw products -> scores.
+  // Replaces raw products by scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const Tile &tile) const {
     const Scores<F, float> scores(in, shared_state().sequence, shared_state().item.b);
     const i32 first = shared_state().item.q + warp_row(), head = shared_state().item.h;
@@ -253,7 +253,7 @@ private:
     softmax.join();
   }
 
-  // O / l and LSE to memory.
+  // Stores O / l and LSE.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][kC], Softmax &softmax) const {
     const Item item = shared_state().item;
     const float dropped = Dropout<F>(in).factor();

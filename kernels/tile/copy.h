@@ -1,4 +1,4 @@
-// Copies tiles between global and shared memory, by kThreads threads; `thread` is this one's number.
+// Copies tiles between global and shared memory, by kThreads threads; `thread` is the calling thread's number.
 #pragma once
 #include "shared.h"
 
@@ -16,15 +16,15 @@ template <class T> struct Matrix {
 template <class Rows>
 concept LooksUp = requires { Rows::kLooksUp; };
 
-// The same, for which load() finds rows by adding row_stride: fewer instructions than an address for each row, where copies take much of
-// the time.
+// A matrix whose rows load() finds by adding row_stride. That takes fewer instructions than an address for each row, where copies take much
+// of the time.
 template <class T> struct StridedMatrix : Matrix<T> {
   static constexpr bool kStrided = true;
 };
 template <class Rows>
 concept Strided = requires { Rows::kStrided; };
 
-// Rows of 16-bit elements whose addresses are held by a warp's lanes, lane r that of row r; loaded if aligned.
+// Rows of 16-bit elements whose addresses a warp's lanes hold: lane r that of row r. For aligned copies only.
 struct RowsOfLanes {
   static constexpr bool kOfLanes = true;
   const void *address;
@@ -33,7 +33,7 @@ struct RowsOfLanes {
 template <class Rows>
 concept OfLanes = requires { Rows::kOfLanes; };
 
-// Which chunks of a tile a thread copies: chunk + k * kAcross of row + i * kDown.
+// Which 16-byte chunks of a tile a thread copies: the chunks chunk + k * kAcross of the rows row + i * kDown.
 template <int kRows, int kColumns, int kThreads> struct Share {
   using L = Layout<kColumns>;
   static constexpr int kAcross = min(L::kPower, 32), kAlong = L::kChunks / kAcross;
@@ -41,15 +41,16 @@ template <int kRows, int kColumns, int kThreads> struct Share {
   int chunk, row;
   __device__ __forceinline__ explicit Share(int thread) : chunk(thread % kAcross), row(thread / kAcross) {}
   __device__ __forceinline__ bool inside(int i) const { return kRows % kDown == 0 || row + i * kDown < kRows; }
-  // Where row + i * kDown lies in the tile. Places repeat after this many steps, and are found by adding an offset that all threads share.
+  // Where a chunk of row + i * kDown lies in the tile. The swizzle repeats after kPeriod steps, so further places are found by adding an
+  // offset that all threads share.
   static constexpr int kPeriod = kDown % 8 ? 8 / (kDown & -kDown) : 1;
   __device__ __forceinline__ u32 place(int i, int chunk) const {
     return L::offset(row + i % kPeriod * kDown, chunk) + (u32)(i / kPeriod * kPeriod * kDown * L::kPitch);
   }
 };
 
-// Global to shared memory; m: a Matrix, or any type with row(), rows, columns and column_stride. kAligned (for both directions): columns
-// are adjacent; base, rows and m.columns are multiples of 16 bytes; the copies are asynchronous.
+// Loads a tile from global to shared memory. m: a Matrix, or any type with row(), rows, columns and column_stride. kAligned (also in
+// store()): columns are adjacent; base, rows and m.columns are multiples of 16 bytes; loads are asynchronous.
 template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows>
 __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   using S = Share<kRows, kColumns, kThreads>;
@@ -59,7 +60,7 @@ __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
     int chunk = s.chunk + k * S::kAcross;
     i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
     if constexpr (kAligned && LooksUp<Rows> && S::kSteps > 8) {
-      // Reads several addresses at a time, where a thread copies many rows: each is read from memory, and a copy waits for its address.
+      // Reads several rows' addresses at a time: they come from a table in memory, and a copy has to wait for its address.
       constexpr int kBatch = 8;
 #pragma unroll
       for (int first = 0; first < S::kSteps; first += kBatch) {
@@ -107,7 +108,7 @@ __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   }
 }
 
-// Shared to global memory.
+// Stores a tile from shared to global memory.
 template <int kRows, int kColumns, int kThreads, bool kAligned, class T>
 __device__ __forceinline__ void store(const Matrix<T> &m, u32 base, int thread) {
   using S = Share<kRows, kColumns, kThreads>;

@@ -16,14 +16,14 @@ template <> inline constexpr bool kIsHalf<f16> = true;
 // The same 16 bits twice.
 __device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
 
-// The pairs of a word, of FP16 (T = f16) or BF16. How x, a stored number, becomes one, the fused multiply-add being exact:
+// Converts a word to pairs of FP16 (T = f16) or BF16. A stored number x is converted by an exact fused multiply-add:
 //   INT4, FP16  (1024 + (x + 8)) - 1032, or (1024 + 16 (x + 8)) / 16 - 72: x + 8 is put into bits of the power of two's fraction
 //   INT4, BF16  (128 + (x + 8)) - 136
 //   INT8, FP16  (1024 + (x + 128)) - 1152
 //   INT8, BF16  (128 + the lower 7 bits of x) - (128, or 256 where x < 0): the fraction has 7 bits
 //   FP8         2^8 y, in BF16 2^120 y: y has x's sign, exponent and fraction, each at its place; the exponents' biases differ
 // FP8's NaN becomes 480: see has_nan().
-// zero: 0, which the compiler must not know: it would move each constant to a register again for each use.
+// zero: a 0 that the compiler does not know. If it knew, it would move each constant to a register again for each use.
 template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, u32 (&pairs)[columns_of_word(kStored) / 2], u32 zero) {
   constexpr bool kHalf = kIsHalf<T>;
   constexpr u32 kOne = kHalf ? both(0x3C00) : both(0x3F80);
@@ -57,8 +57,8 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, 
   }
 }
 
-// K is multiplied as 16-bit numbers of KeyFactor's dtype, where Q has dtype T: as FP16 where that takes fewer instructions. Newer GPUs
-// convert FP8 to FP16, NaN included.
+// KeyFactor: the 16-bit dtype as which K is multiplied where Q has dtype T. It is FP16 where that takes fewer instructions. kConverted:
+// newer GPUs have an instruction from FP8 to FP16, NaN included.
 #if __CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201) // PTX 8.1
 template <i32 kStored> inline constexpr bool kConverted = kStored == kE4M3;
 #else
@@ -79,17 +79,17 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of_key(u32
     pairs_of<typename KeyFactor<T, kStored>::type, kStored>(x, pairs, zero);
 }
 
-// Bits 7 of a sum of these say whether a word holds FP8's NaN.
+// Bit 7 of each byte says whether that byte of x is FP8's NaN. The bits of several words are joined by |.
 template <i32 kStored> __device__ __forceinline__ u32 nan_bits(u32 x) { return kStored == kE4M3 ? (x & 0x7F7F7F7Fu) + 0x01010101u : 0; }
 __device__ __forceinline__ bool has_nan(u32 bits) { return (bits & 0x80808080u) != 0; }
 
-// The column of a row of kColumns that the lanes with t = lane % 4 multiply in step c, as number e of half h. K's lanes hold a quarter of a
-// row each, and a sum over columns may take them in any order.
+// The column that the lanes with t = lane % 4 multiply in step c as number e of half h, in rows of kColumns. These lanes hold a quarter of
+// a row of K, and the sum over columns may take them in any order.
 template <i32 kStored, int kColumns> __device__ __forceinline__ int column_of_step(int t, int c, int h, int e) {
   constexpr int kWord = columns_of_word(kStored), kSteps = kWord / 4; // steps per word
   return kColumns / 4 * t + c / kSteps * kWord + c % kSteps * 2 + (kConverted<kStored> ? 2 * h + e : h + e * kWord / 2);
 }
-// Loads Q as the left operand of such a step, from a tile of 16-bit numbers at `base`.
+// Loads Q as the left operand of step c, from a tile of 16-bit numbers at `base`.
 template <i32 kStored, int kColumns> __device__ __forceinline__ Left left_of_steps(u32 base, int row, int c) {
   Left f;
 #pragma unroll
@@ -129,7 +129,7 @@ public:
   }
 };
 
-// The columns of V in O: accumulator a has, in half h of its columns, number n of these.
+// Which column of V is number n in half h of accumulator a of O.
 template <i32 kStored> __device__ __forceinline__ int column_of_sum(int a, int h, int n) {
   return kStored == kInt4 ? 32 * (a / 2) + 4 * n + 2 * (a % 2) + h : 16 * a + 2 * n + h;
 }

@@ -6,28 +6,29 @@
 
 namespace strobe::tile {
 
-// 16x16 of 16-bit elements. x[r + 2c]: rows 8r ... 8r+7, columns 8c ... 8c+7.
+// 16x16 16-bit elements, as a left operand. x[r + 2c]: rows 8r ... 8r+7, columns 8c ... 8c+7.
 struct Left {
   static constexpr bool kLeft = true;
   u32 x[4];
 };
-// The same, x[c + 2r].
+// The same as a right operand: x[c + 2r].
 struct Right {
   static constexpr bool kLeft = false;
   u32 x[4];
 };
 
-// 16x16 of fp32. x[c][2r + e]: row g + 8r, column 8c + 2t + e.
+// 16x16 fp32 sums. x[c][2r + e]: row g + 8r, column 8c + 2t + e.
 struct Accumulator {
   float x[2][4];
 };
 
 __device__ __forceinline__ int lane_id() { return (int)(threadIdx.x & 31); }
-// The row within a block, r = 0, 1, and the column, c = 0, 1, e = 0, 1, that this lane holds.
+// The rows (r = 0, 1) and the columns (c = 0, 1; e = 0, 1) of a block that this lane holds.
 __device__ __forceinline__ int lane_row(int r) { return (lane_id() >> 2) + 8 * r; }
 __device__ __forceinline__ int lane_column(int c, int e) { return 8 * c + 2 * (lane_id() & 3) + e; }
 
-// A lane's rows of a warp's 16x16 blocks, two of each block row, and of a warpgroup's array x[4j + 2r + e]: row r, column 8j + 2t + e.
+// The elements of a lane's rows: in a warp's 16x16 blocks, two rows in each row of blocks; in a warpgroup's array x[4j + 2r + e], row r and
+// column 8j + 2t + e.
 template <int kM, int kN> __device__ __forceinline__ constexpr int elements_of_row(const Accumulator (&)[kM][kN]) { return 4 * kN; }
 template <int kM, int kN> __device__ __forceinline__ float &row_element(Accumulator (&x)[kM][kN], int row, int i) {
   return x[row / 2][i / 4].x[i / 2 % 2][2 * (row % 2) + i % 2];

@@ -19,8 +19,8 @@ template <int kColumns> struct Layout {
   }
 };
 
-// Reads blocks of a tile as Left or Right operands. row, column: of the block's corner, multiples of 16; when known at compile time they
-// become immediate offsets to one of a few addresses that a lane keeps.
+// Reads blocks of a tile as Left or Right operands. row, column: where the block begins, multiples of 16. If they are known at compile
+// time, they become immediate offsets to one of a few addresses that a lane keeps.
 template <class Operand, int kColumns, bool kTransposed = false> class Blocks {
   using L = Layout<kColumns>;
   static constexpr int kPhases = L::kGroup / 2;
@@ -29,7 +29,7 @@ template <class Operand, int kColumns, bool kTransposed = false> class Blocks {
   u32 lane_[kPhases];
 
 public:
-  // base: a multiple of 128; column: the origin of the blocks' columns, a multiple of 16.
+  // base: a multiple of 128; column: the column from which load() counts, a multiple of 16.
   __device__ __forceinline__ explicit Blocks(u32 base, int column = 0, int lane = lane_id()) {
     int low = lane >> 3 & 1, high = lane >> 4;
     int row = (lane & 7) + 8 * (kDown ? low : high), chunk = kDown ? high : low;

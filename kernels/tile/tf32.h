@@ -7,7 +7,7 @@
 
 namespace strobe::tile::tf32 {
 
-// All shared memory of a block; its address is a constant, which takes no register.
+// The thread block's shared memory. Its address is a constant and takes no register.
 __device__ __forceinline__ unsigned char *shared_memory() {
   extern __shared__ __align__(128) unsigned char shared[];
   return shared;
@@ -62,7 +62,7 @@ public:
   }
 };
 
-// Global to shared memory, like tile::load. Elements beyond the matrix become zero.
+// Loads a tile from global to shared memory, like tile::load. Elements beyond the matrix become zero.
 template <int kRows, int kColumns, int kThreads, bool kAligned, class Rows = tile::Matrix<const float>>
 __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
   using S = tile::Share<kRows, 2 * kColumns, kThreads>;

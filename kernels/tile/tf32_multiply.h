@@ -1,8 +1,8 @@
-// FP32 products from TF32 ones: x = hi + lo, x y = hi hi + (hi lo + lo hi); lo lo is below FP32's precision. Tensor cores truncate when
-// they add, so a sum runs in them over 32 products at most, the small ones first, and joins the others in FP32.
+// FP32 products from TF32 products: x = hi + lo, x y = hi hi + (hi lo + lo hi); lo lo is below FP32's precision. Tensor cores truncate when
+// they add. So they add at most 32 products, the small ones first, and these sums are added in FP32.
 //
-// The inner axis has no order: both operands are read so that 16-byte loads are whole fragments, and an accumulator is a left operand
-// without a change of layout.
+// The order of the inner axis is free. Both operands are read so that 16-byte loads are whole fragments, and an accumulator is a left
+// operand without a change of layout.
 #pragma once
 #include "tf32.h"
 
@@ -17,7 +17,7 @@ template <int n> struct Split {
     if constexpr (kProducts == 1) {
       hi[i] = round_to_tf32(x);
     } else {
-      hi[i] = __float_as_uint(x) + 0x1000 & 0xFFFFE000;    // the same, except for NaN, where lo becomes NaN: half of the instructions
+      hi[i] = __float_as_uint(x) + 0x1000 & 0xFFFFE000;    // rounds alike in half of the instructions, except NaN, for which lo becomes NaN
       lo[i] = __float_as_uint(x - __uint_as_float(hi[i])); // exact
     }
   }
@@ -56,10 +56,10 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const Left (&a)[kSte
   }
 }
 
-// s += A transpose(B), both kInner wide; their addresses in shared memory.
+// s += A transpose(B). Both are kInner wide and given by their addresses in shared memory.
 template <int kInner, int kProducts, Sum kSum = Sum::of_32, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u32 b) {
-  // Columns at a time. The backward, which computes transposed scores, is short of registers.
+  // kWidth: columns at a time. The backward, which computes transposed scores, is short of registers.
   constexpr int kWidth = kSum == Sum::of_scores_transposed ? 16 : 32, kLoads = kWidth / 16;
   Rows<kInner> A(a), B(b);
 #pragma unroll 1
@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u
   }
 }
 
-// Adjacent blocks, from `first` on, as left operands: columns 2t, 2t+1 of each 8 are inner t, t+4.
+// Turns adjacent blocks, from `first` on, into left operands: columns 2t, 2t+1 of each 8 are t, t+4 of the inner axis.
 template <int kProducts, int kSteps> __device__ __forceinline__ void set_left(Left (&x)[kSteps], const Accumulator *first) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void update_row(Accumulator (&d)[kM][kC], int m, int 
   }
 }
 
-// Stores that row, times factor, to memory, or adds it to the contents.
+// Stores row r of block m, times factor, to memory, or adds it to the contents.
 template <bool kAligned, int kM, int kC>
 __device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns,
                                           bool add = false) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r
                        [&](const float &y, bool there, float x) { return there ? fmaf(x, factor, y) : x * factor; });
 }
 
-// d += x (8 kSteps columns of it) times as many rows of a tile.
+// d += x times a tile's rows from `row` on; x has 8 kSteps columns, and as many rows are read.
 template <int kColumns, int kProducts, int kSteps, int kM, int kC>
 __device__ __forceinline__ void multiply_pairs(Accumulator (&d)[kM][kC], const Left (&x)[kM][kSteps], const Pairs<kColumns> &B, int row,
                                                int column = 0) {
