@@ -40,7 +40,7 @@ _EXCEPTIONS: dict[int, type[Exception]] = {
 
 
 def text(chars: Any, errors: str = "backslashreplace") -> str:
-    """The string behind a char pointer. It may quote a damaged file or a folder's name, whose bytes are arbitrary; errors: as in
+    """The string behind a char pointer. Its bytes may be arbitrary, because it may quote a damaged file or a folder's name. errors: as in
     bytes.decode."""
     return ffi.string(chars).decode(errors=errors)
 
@@ -55,7 +55,7 @@ def said(ask: Callable[[Any, int, Any], object], errors: str = "backslashreplace
 
 
 def told(function: Any, *arguments: Any, errors: str = "backslashreplace") -> str:
-    """The same for a function that can fail only by its status."""
+    """The same for a function that takes (*arguments, chars, size, needed) and returns a status."""
 
     def ask(*buffer: Any) -> None:
         status = function(*arguments, *buffer)
@@ -76,8 +76,8 @@ def last_failure(status: int) -> Exception:
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """torch.compile ends its graph before a call of `function`, which makes calls that no graph can hold, and begins another one after
-    it."""
+    """`function`, which makes calls that no graph can hold, so that torch.compile ends its graph before a call of it and begins another one
+    afterwards."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

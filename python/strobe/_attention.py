@@ -139,7 +139,7 @@ _with_options(attention)
 
 
 def _parse_again(function: str, q: Array, k: Array, v: Array, options: AttentionOptions, wrong: Wrong, known: dict[str, Array]) -> Call:
-    """parse(), for a call that must apply the dropout mask of an earlier one."""
+    """parse(), for a call that must apply the dropout mask of an earlier call."""
     if options.get("dropout") and options.get("rng") is None and options.get("seed") is None:
         wrong.append(refusing(ValueError, "rng", "missing beside dropout; accepted is the rng, or the seed and offset, of the forward"))
     return parse(function, q, k, v, options, wrong, known=known)
@@ -211,7 +211,7 @@ def attention_backward(
 
 
 def _as_given(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
-    """The gradients in the shapes and dtypes of bias and sinks, which the library may have got in others."""
+    """The gradients in the shapes and dtypes of the caller's bias and sinks, which the library may have got in other shapes and dtypes."""
     sinks = options.get("sinks")
     if found.dsinks is not None and sinks is not None and found.dsinks.dtype != sinks.dtype:
         found = found._replace(dsinks=framework.cast(found.dsinks, sinks.dtype))
@@ -219,7 +219,7 @@ def _as_given(framework: Framework, found: Gradients, options: AttentionOptions)
 
 
 def _shaped(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
-    """dbias of a bias without elements, for which the library got another one."""
+    """The gradients, with dbias in the shape of the caller's bias if that has no elements: the library then got another bias."""
     bias = options.get("bias")
     if found.dbias is None or bias is None or found.dbias.shape == bias.shape:
         return found

@@ -21,7 +21,7 @@ from .arrays.memory import PLAIN
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
-    """The result of attention(), for a call that is known from an earlier one; None if the full call must be made."""
+    """The result of attention(), for a call that is remembered from an earlier time; None if the full call must be made."""
     if torch.compiler.is_compiling():
         return None
     found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
@@ -35,13 +35,13 @@ def forward(call: Call) -> tuple[Tensor, ...]:
     if is_seen_by_dispatcher():
         return _operators.forward(call)
     try:
-        return _differentiable_forward(call)  # the function that the dispatcher's first step would call
+        return _differentiable_forward(call)  # the dispatcher's first step would call this function
     except TypeError as refused:
         raise tensor_kinds.not_dispatched(call.arrays, refused) from None
 
 
 def backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
-    """The gradients of these names, which are in the order of GRADIENTS. known: dout, out, lse and dlse, if there is one."""
+    """The gradients of these names, which are in the order of GRADIENTS. known: dout, out, lse and, if lse was used, dlse."""
     if is_seen_by_dispatcher():
         return _operators.backward(call, known, names)
     try:
@@ -85,7 +85,7 @@ def _backward_below_autograd(call: Call, known: dict[str, Tensor], names: list[s
 
 
 class _Attention(torch.autograd.Function):
-    """The call of attention(), or a Ready one, on its arrays."""
+    """attention() as autograd sees it: a Call, or a prepared one (Ready), applied to its arrays."""
 
     @staticmethod
     def forward(ctx: Any, of: Call | Ready, *arrays: Tensor) -> Any:
@@ -128,12 +128,12 @@ class _Attention(torch.autograd.Function):
         raise _no_forward_mode()
 
 
-# Function.apply itself looks for transforms, of which a Ready call has none, and binds arguments: that takes a microsecond.
+# Function.apply looks for transforms, of which a prepared call (Ready) has none, and binds arguments, which takes a microsecond.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
 class DifferentiatedOnce(torch.autograd.Function):
-    """Gradients that cannot be differentiated again: that raises an error that says so. whose: the function's name."""
+    """Gradients that cannot be differentiated again: trying to raises an error. whose: the function's name, for the error."""
 
     @staticmethod
     def forward(
@@ -156,7 +156,7 @@ def _no_forward_mode() -> Exception:
 
 
 def is_tracked(*tensors: Tensor | None) -> bool:
-    """In reverse mode; or perhaps in forward mode, for which autograd.Function calls jvp()."""
+    """Whether autograd tracks one of the tensors in reverse mode, or perhaps in forward mode, for which autograd.Function calls jvp()."""
     if torch.is_grad_enabled():
         for x in tensors:
             if x is not None and x.requires_grad:

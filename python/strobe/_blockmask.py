@@ -283,8 +283,8 @@ class BlockMask:
         like: Array | None,
         row: Callable[[range, int], list[Collection[int]]],
     ) -> BlockMask:
-        """row(diagonal, nk): the key blocks, of nk, that a query block keeps, in ascending runs. The positions of its queries are those of
-        the key blocks `diagonal`, which may reach past either end."""
+        """A mask from row(diagonal, nk), which gives the key blocks, of nk, that a query block keeps, in ascending runs. The queries of the
+        block have the positions of the key blocks `diagonal`, which may reach past either end."""
         lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
         seqlen_q, seqlen_k, block_q, block_k = lengths
         if not isinstance(alignment, str) or alignment not in ("bottom_right", "top_left"):
@@ -297,7 +297,7 @@ class BlockMask:
             last = min(first + block_q, seqlen_q) - 1
             of_row = row(range((first + offset) // block_k, (last + offset) // block_k + 1), nk)
             kept = rows[-1] + sum(map(len, of_row))
-            _limit(kept)  # before they fill memory
+            _limit(kept)  # before the kept blocks fill memory
             rows.append(kept)
             pieces += of_row
         cols = array("i", chain.from_iterable(pieces))

@@ -1,4 +1,4 @@
-"""One call: parsed once from the caller's arguments, kept across autograd, and what runs it: its results and its C structs."""
+"""One call: parsed once from the caller's arguments and kept across autograd; its results, and the C structs by which it runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .arrays.base import Array, Framework
 
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
 _MEMBERS = frozenset(name for name, _ in ffi.typeof("strobe_attention").fields)
-# A field of strobe_attention that is no option of attention(): only its backward has it.
+# A field of strobe_attention that is no option of attention(), but of its backward alone.
 ACCUMULATE = "accumulate"
 ORACLE = "reference"  # the engine that writes float64 for any input dtype
 
 
 @lru_cache(maxsize=1024)
 def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
-    """A strobe_attention and the objects that must live as long. It is never written to again, so calls share it."""
+    """A strobe_attention and the objects that must live as long. Calls share the struct, which is never written to again."""
     fields: dict[str, Any] = {"size": ffi.sizeof("strobe_attention")}
     for name, x in options:
         if name in _MEMBERS:
@@ -100,10 +100,10 @@ def strobe_python_allocate(allocator: Any, count: int) -> Any:
 
 
 class Structs:
-    """A call's C structs: what is computed, on what, with what.
+    """A call's C structs: the options, the tensors, and where the call runs.
 
-    arrays: the caller's; made: those that the package has allocated for the call; options: those of FIELDS not at their default;
-    place: says where it runs."""
+    arrays: the caller's; made: arrays that the package has allocated for the call; options: the fields of FIELDS that are not at their
+    default; place: fills the strobe_execution."""
 
     __slots__ = ("_alive", "_allocator", "_arrays", "_attention", "_bshd", "_execution", "_made", "_tensors")
 
@@ -119,7 +119,7 @@ class Structs:
         k = arrays.get("k")
         for named in (arrays, made):
             for name, array in named.items():
-                swapped = bshd and name in TOKENS and len(array.shape) == MAX_RANK  # packed ones have no such axes
+                swapped = bshd and name in TOKENS and len(array.shape) == MAX_RANK  # packed tensors have no such axes
                 if bshd and name in SCALES:
                     swapped = k is not None and len(k.shape) == MAX_RANK and len(array.shape) >= MAX_RANK - 1
                 if name in SCORES and array.ndim < MAX_RANK:
@@ -152,7 +152,7 @@ class Structs:
             raise failure(status, OfCall(self._arrays, self._made, self._bshd, self._attention))
 
     def prepare(self, direction: int) -> Any:
-        """The prepared call: a strobe_prepared, released with the last reference to it."""
+        """The prepared call: a strobe_prepared, which is released with the last reference to it."""
         prepared = ffi.new("strobe_prepared **")
         self.run(lib.strobe_prepare, direction, prepared)
         return ffi.gc(prepared[0], lib.strobe_release)
@@ -193,7 +193,7 @@ class Gradients(NamedTuple):
 class Call(NamedTuple):
     """A call of attention() in the library's terms: parsed once, and only read afterwards.
 
-    Autograd keeps it without its arrays, the memory of repeated calls too; PyTorch's dispatcher takes it apart into keywords."""
+    Autograd and the memory of repeated calls keep a Call without its arrays; PyTorch's dispatcher takes it apart into keywords."""
 
     framework: Framework
     arrays: dict[str, Array]  # those of _options.INPUTS that are given
@@ -227,7 +227,7 @@ class Call(NamedTuple):
         return {"out": out, **{name: framework.empty(q, shapes[name], self._statistic(in_float64)) for name in ("lse", *self.aux)}}
 
     def gradients(self, needed: Iterable[str], in_float64: bool = False) -> dict[str, Array]:
-        """The gradients in GRADIENTS that are needed, uninitialised."""
+        """Uninitialised arrays for the gradients that are needed; the names are those in GRADIENTS."""
         framework, found = self.framework, {}
         for name in needed:
             x = self.arrays[GRADIENTS[name]]
@@ -236,7 +236,7 @@ class Call(NamedTuple):
         return found
 
     def structs(self, known: dict[str, Array], made: dict[str, Array]) -> Structs:
-        """known: the caller's arrays beside these; made: its results."""
+        """The call's C structs. known: the caller's arrays beside the call's own; made: the results."""
         options = self.options | {"deterministic": True} if self.framework.is_deterministic() else self.options
         return Structs(self.arrays | known, made, options, self.framework.view, self._place)
 
@@ -247,9 +247,9 @@ class Call(NamedTuple):
         return self._rounded(found) if self.is_oracle else tuple(found.values())
 
     def _rounded(self, found: dict[str, Array]) -> tuple[Array, ...]:
-        """The oracle's results in the dtypes of any other engine's."""
+        """The oracle's results in the dtypes of every other engine."""
         framework, of_out, statistic = self.framework, self._summed(self.arrays["q"].dtype), self._statistic()
-        if is_partial(self.options):  # the second number is the rounding error of the first one below
+        if is_partial(self.options):  # lse's second number is the rounding error of its first number, which is rounded below
             whole, lost = found["lse"]
             rounded = framework.cast(framework.cast(whole, statistic), whole.dtype)
             finite = abs(rounded) < float("inf")
@@ -257,7 +257,7 @@ class Call(NamedTuple):
         return tuple(framework.cast(x, of_out if name == "out" else statistic) for name, x in found.items())
 
     def backward(self, known: dict[str, Array], needed: Iterable[str], into: dict[str, Array] | None = None) -> dict[str, Array]:
-        """known: out, lse, dout and, if there is one, dlse; with a partial part delta, not out. into: gradients that are added to."""
+        """The gradients. known: out, lse, dout and, if used, dlse; with a partial part delta, not out. into: gradients to add to."""
         oracle, into = self.is_oracle, into or {}
         found = self.gradients([name for name in needed if name not in into], oracle)
         if oracle and not is_partial(self.options):
@@ -315,8 +315,8 @@ class Call(NamedTuple):
         return plan.tile_q, plan.tile_k
 
     def reasons_against(self, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
-        """The library's refusals of arguments, when some are left out. Checks that compare with an argument that is left
-        out are not made. known: arrays beside these."""
+        """The library's refusals of arguments; the call may lack some arguments, and checks against these are not made.
+        known: arrays beside the call's own."""
         framework, options = self.framework, self.options
         arrays, known = ({name: x for name, x in given.items() if framework.is_array(x)} for given in (self.arrays, known))
         if "q" in arrays and not of_backward:
@@ -331,7 +331,7 @@ class Call(NamedTuple):
         except ValueError as refusal:
             absent = {"q", "k", "v", "out", "lse", "dout"} - arrays.keys() - known.keys()
             return [each for each in refusals_of(refusal) if each.argument not in absent]
-        except (RuntimeError, TypeError):  # not caused by the arguments, or tensors have no memory
+        except (RuntimeError, TypeError):  # the error is not about the arguments, or tensors have no memory
             pass
         return []
 
@@ -372,7 +372,7 @@ FAST_PATHS: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]]
 
 
 def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:
-    """options: dropout and, unless there is an rng, seed and offset."""
+    """The dropout mask. options: dropout and, unless there is an rng, seed and offset."""
     keep = framework.empty(None, shape, framework.bool_dtype)
     views = ffi.new("strobe_tensor[2]")
     framework.view(views + 0, "keep", keep, False)
@@ -389,7 +389,7 @@ def _place(framework: Framework, execution: Any, q: Array, threads: int | None, 
     """Fills a strobe_execution for work on q's device; returns the source of its workspace, None for the library's own memory."""
     stream = framework.stream(q)
     if stream is None:
-        most = framework.default_threads()  # called in any case: PyTorch then tells OpenMP its number of threads, if this thread is new
+        most = framework.default_threads()  # called in any case: in a new thread it makes PyTorch tell OpenMP the number of threads
         lib.strobe_glue_execution(execution, threads or most)
         execution.reserved_sms = reserved_sms
         return None

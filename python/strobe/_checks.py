@@ -42,7 +42,7 @@ def is_whole(x: object) -> bool:
 
 
 def _is_ordered_index(kind: type) -> bool:
-    """Whether its values stand for integers and can be compared with bounds. (A class has the methods of its values, but is no value.)"""
+    """Whether values of this type are integers that can be compared with bounds. (A class has its values' methods, but is no value.)"""
     return hasattr(kind, "__index__") and kind.__lt__ is not object.__lt__  # type: ignore[operator]
 
 
@@ -58,7 +58,7 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
 
 
 def of_generator(x: object) -> str:
-    """For an argument that is a number or an array and got a random generator: a hint how to get numbers from it."""
+    """If x is a random generator: a hint how to get numbers from it, for arguments that are numbers or arrays."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(x, torch.Generator):
         return "; a generator draws rng by torch.randint(2**63 - 1, (2,), generator=..., device=...)"

@@ -21,7 +21,7 @@ _NONE = f"{NO_DTYPE} (none)"
 
 
 def is_of_sizes(refusal: Refusal) -> bool:
-    """Whether it depends on H, Sq or Sk. If these are of another layout, it may refuse a correct argument."""
+    """Whether the refusal depends on H, Sq or Sk. If q, k and v have another layout, it may refuse a correct argument."""
     if refusal.argument == "seqused_k":
         return refusal.code == "length"
     return refusal.argument in _OF_SIZES and refusal.code == "shape"
@@ -32,16 +32,16 @@ def guesses_layout(refusal: Refusal) -> bool:
 
 
 class OfCall:
-    """Turns the library's refusals of one call into those of its Python caller.
+    """Turns the library's refusals of one call into refusals in the terms of its Python caller.
 
-    arrays: the caller's; made: those that the package has allocated for the call; bshd: whether the layout is "bshd"; attention: the
+    arrays: the caller's; made: arrays that the package has allocated for the call; bshd: whether the layout is "bshd"; attention: the
     call's strobe_attention."""
 
     def __init__(self, arrays: dict[str, Any], made: dict[str, Any], bshd: bool, attention: Any):
         self._arrays, self._made, self._bshd, self._attention = arrays, made, bshd, attention
 
     def __call__(self, refusal: Refusal) -> Refusal | None:
-        """None if the argument is none of the caller's, or is refused only for the wrong layout of others."""
+        """The refusal in the caller's terms; None if the argument is not the caller's, or is refused only for others' wrong layout."""
         name = refusal.argument or ""
         if name in self._made:
             return None
@@ -94,7 +94,7 @@ class OfCall:
         return [engine for engine, _ in engines() if not engine.startswith(others)]
 
     def _ways_out(self, name: str, values: list[Any], array: Array) -> list[Hint]:
-        """For a wrong dtype."""
+        """For a wrong dtype: what the caller may do."""
         framework = known_framework(array)
         given, accepted = (values[0].names[0].removeprefix("torch."), values[1].names)
         has_scales = not SCALES.isdisjoint(self._arrays)
@@ -114,7 +114,7 @@ class OfCall:
         scales = Name("k_scale"), Name("v_scale")
         if has_scales and is_float and "float8" not in given and len(accepted) > 1:
             return [Hint(", or none of {0} and {1}", scales, needs=("k_scale",))]
-        if has_scales and name == "v" and len(accepted) == 1:  # if k has it, only one dtype is accepted
+        if has_scales and name == "v" and len(accepted) == 1:  # the one accepted dtype is that of k
             return [Hint(", as {0}", (Name("k"),))]
         if not has_scales and given in _QUANTISED:
             return [Hint(", or with {0} and {1} int8, float8_e4m3fn, uint8", scales, needs=("k_scale",))]
@@ -152,7 +152,7 @@ class OfCall:
         if "cu_seqlens_q" not in self._arrays:
             return []
         q, k = Name("max_seqlen_q"), Name("max_seqlen_k")
-        if "page_table" in self._arrays:  # it gives the number of keys
+        if "page_table" in self._arrays:  # the page table gives the number of keys
             return [] if self._attention.max_seqlen_q else [Hint("; {0} gives the length of its axis -2", (q,), needs=(q.of,))]
         if self._attention.max_seqlen_q and self._attention.max_seqlen_k:
             return []
@@ -179,7 +179,7 @@ class OfCall:
         """For a mask or bias that does not broadcast: how to make it broadcast, if its axes are those of a batch and of keys."""
         q, k, cu_seqlens_q = map(self._arrays.get, ("q", "k", "cu_seqlens_q"))
         if q is None or k is None or q.ndim != k.ndim or "page_table" in self._arrays:
-            return []  # another line says what is wrong with them
+            return []  # another line says what is wrong with these arguments
         if q.ndim == MAX_RANK:
             tokens = 1 if self._bshd else 2
             batch, queries, keys = q.shape[0], q.shape[tokens], k.shape[tokens]
@@ -196,13 +196,13 @@ class OfCall:
 
 
 def _in_bshd(refusal: Refusal) -> Refusal:
-    """The library sees tensors of layout "bshd" with their axes 1 and 2 exchanged: the caller's axes."""
+    """The refusal in terms of the caller's axes: the library sees tensors of layout "bshd" with axes 1 and 2 exchanged."""
     least = MAX_RANK if refusal.argument in TOKENS else MAX_RANK - 1 if refusal.argument in SCALES else MAX_RANK + 1
     return refusal._replace(values=tuple(_exchanged(x, least) for x in refusal.values))
 
 
 def _exchanged(x: Any, least: int) -> Any:
-    """x with its axes 1 and 2 exchanged, if it has at least so many."""
+    """x with axes 1 and 2 exchanged, if it has at least `least` axes."""
     if isinstance(x, AxisOf) and least <= MAX_RANK:
         return AxisOf({1: 2, 2: 1}.get(x.axis, x.axis))
     if not isinstance(x, (Sizes, Axes)) or len(x.sizes) < least:

@@ -47,7 +47,7 @@ def merge(
         wrong = _unlike(out_a, lse_a, out_b, lse_b, sinks, layout)
     if wrong:
         raise refusal(wrong)
-    rows_first = out_a.ndim == 3 or layout == "bshd"  # of out; lse has the heads first
+    rows_first = out_a.ndim == 3 or layout == "bshd"  # out has rows before heads; lse has heads first
     in_pairs = [lse.ndim == out_a.ndim for lse in (lse_a, lse_b)]
     rows_a, rows_b = (_sum(framework, lse, pair) if any(in_pairs) else lse for lse, pair in zip((lse_a, lse_b), in_pairs, strict=True))
 
@@ -85,7 +85,7 @@ def _sum(framework: Framework, lse: Array, pair: bool) -> Array:
 
 
 def _pair(framework: Framework, lse: Array, dtype: Any) -> Array:
-    """The number rounded to dtype, and the rounding error."""
+    """lse as two numbers per row: lse rounded to dtype, and the rounding error."""
     xp: Any = framework.xp
     value = framework.cast(lse, dtype)
     lost = lse - framework.cast(value, xp.float64)

@@ -1,4 +1,4 @@
-"""What messages say of a value, and of a package that is missing."""
+"""Words for messages: a value in short, and what to do if a package is missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shown(x: object) -> str:
 
 @contextmanager
 def needed_by(whom: str, requirement: str) -> Iterator[None]:
-    """Surrounds imports: raises the remedy if the package is not installed."""
+    """Surrounds imports: if the package is not installed, raises an error that says how to install it."""
     package = requirement.partition(">")[0]
     try:
         yield

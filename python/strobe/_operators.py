@@ -1,5 +1,5 @@
-"""The operators strobe::attention_forward, attention_forward_aux and attention_backward, as torch.compile and PyTorch see them: here, and
-nowhere else, a Call is taken apart into keywords, and put together again."""
+"""The operators strobe::attention_forward, attention_forward_aux and attention_backward, as torch.compile and PyTorch see them. Only this
+module takes a Call apart into keywords and puts it together again."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def forward(call: Call) -> tuple[Tensor, ...]:
 
 
 def backward(call: Call, known: dict[str, Tensor], names: Sequence[str]) -> tuple[Tensor, ...]:
-    """The gradients of these names, which are in the order of GRADIENTS, by PyTorch's dispatcher. known: dout, dlse or not, out and lse."""
+    """The gradients of these names, in the order of GRADIENTS, by PyTorch's dispatcher. known: dout, out, lse and, if used, dlse."""
     needed = [name in names for name in GRADIENTS]
     return tuple(torch.ops.strobe.attention_backward.default(**{"dlse": None, **known}, **call.arrays, **call.options, needed=needed))
 
 
 def call_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> Call:
-    """The call of the arguments of a forward: q, k and v, and what is given by name."""
+    """The Call for a forward operator's arguments: the tensors q, k and v, and the arguments given by name."""
     wrong: Wrong = []
     aux = parse_aux(wrong, [*given["aux"]]) if "aux" in given else ()
     if wrong:
@@ -78,7 +78,7 @@ def call_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> Call:
 
 
 def gradients_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> tuple[Call, dict[str, Tensor], list[str]]:
-    """The call of the arguments of a backward, the tensors beside its arrays, and the names in GRADIENTS that are needed."""
+    """From a backward operator's arguments: the Call, the tensors beside its arrays, and the names in GRADIENTS that are needed."""
     names = _needed(*given.pop("needed"))
     dout, dlse, out, lse, *qkv = tensors
     call, known = call_of(qkv, given), {"dout": dout, "out": out, "lse": lse}

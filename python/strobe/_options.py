@@ -41,7 +41,7 @@ class Field(NamedTuple):
 
     @property
     def may_be_absent(self) -> bool:
-        """Whether it is a number without a default. strobe_attention has a has_... flag beside it, which says whether it is given."""
+        """Whether the field is a number without a default; a has_... flag of strobe_attention then says whether it is given."""
         return self.type in (int | None, float | None)
 
 
@@ -81,7 +81,7 @@ class Flag(Row):
 
 
 class Number(Row):
-    """absent: the field's value for None, where the library has no has_... flag; or_none: None means the default, too."""
+    """A number. absent: the field's value for None, if the library has no has_... flag; or_none: None means the default, too."""
 
     def __init__(self, default: float | None, doc: str, absent: float | None = None, or_none: bool = False):
         super().__init__(default, doc)
@@ -143,7 +143,7 @@ class Choice(Row):
 
 
 class Layout(Choice):
-    """The library knows one layout: tensors of the other are passed as transposed views."""
+    """The layout. The library knows only "bhsd": tensors of layout "bshd" are passed as transposed views."""
 
     def fields(self, name: str) -> dict[str, Field]:
         return {"bshd": Field(bool, False, in_struct=False)}
@@ -180,7 +180,7 @@ class Window(Row):
 
 
 class Seed(Row):
-    """A 64-bit integer. _parse.py, which handles seed, offset and rng together, passes it on."""
+    """A 64-bit integer, which read() leaves to _parse.py: that handles seed, offset and rng together."""
 
     def __init__(self, doc: str):
         super().__init__(None, doc)
@@ -502,7 +502,7 @@ SCALES = frozenset(name for name, row in ROWS.items() if isinstance(row, Tensor)
 
 HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 
-# Arguments that other attention functions have.
+# Hints for arguments that other attention functions have.
 _MASK_OR_BIAS = "did you mean mask (bool, True = attend) or bias (added to the scores)?"
 _PAGES = "did you mean page_table?"
 _HEADS = 'the heads are an axis of q, k and v, the second one, or the third with layout="bshd"'

@@ -56,7 +56,7 @@ def parse(
     known: dict[str, Array] | None = None,
     aux: tuple[str, ...] = (),
 ) -> Call:
-    """read(), or the exception that lists everything wrong, the library's refusals included. known: arrays beside q, k and v."""
+    """The call of read(), or an exception that lists everything wrong, the library's refusals included. known: arrays beside q, k and v."""
     call, known = read(function, q, k, v, options, wrong), known or {}
     for name, x in known.items():
         is_array(wrong, name, x, call.framework, q)
@@ -73,7 +73,7 @@ def _refusal(function: str, call: Call, wrong: Wrong, known: dict[str, Array]) -
     reasons = _reasons(*_judgeable(call, {name: x for name, x in known.items() if name not in found}, found.keys()), "backward" in function)
     for each in reasons:
         if "k_scale_group" in found and each.argument == "k_scale":
-            continue  # it would be checked against another group, or none
+            continue  # the array would be checked against another group, or none
         found.setdefault(each.argument or each.words, each)
     if any(map(guesses_layout, reasons)):
         return raised_for(ValueError, [each for each in found.values() if not is_of_sizes(each)])
@@ -85,7 +85,7 @@ def _refusal(function: str, call: Call, wrong: Wrong, known: dict[str, Array]) -
 
 @outside_graphs
 def _reasons(call: Call, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
-    """The library's refusals; none if it is not known which arrays these are."""
+    """The library's refusals; none if the framework of the arrays is not known."""
     framework = call.framework or next(filter(None, map(known_framework, (call.arrays | known).values())), None)
     return [] if framework is None else Call(framework, call.arrays, call.options).reasons_against(known, of_backward)
 
@@ -96,7 +96,7 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
     withheld: set[str] = {*wrong}
     if "layout" in wrong:
         withheld |= {"q", "k", "v"}
-    if wrong & {"cu_seqlens_q", "cu_seqlens_k", "page_table"}:  # they determine how many axes the others have, and which
+    if wrong & {"cu_seqlens_q", "cu_seqlens_k", "page_table"}:  # these determine which axes the other arguments have
         withheld |= {*INPUTS, "max_seqlen_q", "max_seqlen_k", "block_q", "block_k"}
         known = {}
     elif wrong & {"max_seqlen_q", "max_seqlen_k"}:
@@ -105,15 +105,15 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
         withheld |= {*BLOCKS, "block_q", "block_k"}
     if "score" in wrong:
         withheld |= {"beta", "shift"}
-    if wrong & {"k_scale", "v_scale"}:  # they determine whether k and v are quantised
+    if wrong & {"k_scale", "v_scale"}:  # these determine whether k and v are quantised
         withheld |= {"k", "v", "k_scale", "v_scale"}
     arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (call.arrays, call.options))
     return Call(call.framework, arrays, options), known
 
 
 def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> Call:
-    """A call whose shapes and values the library has not seen. `given`: AttentionOptions. Errors are added to `wrong`; the result lacks the
-    refused arguments. Its framework is q's: None if q is no array, which is then among the errors."""
+    """A call whose shapes and values the library has not checked yet. `given`: AttentionOptions. Errors are added to `wrong`, and the call
+    lacks the refused arguments. The call's framework is q's; None if q is no array, which is then among the errors."""
     framework = known_framework(q)
     arrays: dict[str, Array] = {}
     options: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
             if x is not host and framework is not None:
                 if framework.is_readable(host):
                     _check_used(wrong, name, host, _lengths(arrays.get("q"), arrays.get("k"), given)[1])
-                if host.dtype == framework.xp.int64:  # accepted in host memory, where it stays; a GPU's kernels read int32
+                if host.dtype == framework.xp.int64:  # int64 is accepted in host memory, where the list stays; GPU kernels read int32
                     x = framework.cast(x, framework.xp.int32)
             if is_array(wrong, name, x, framework, q):
                 arrays[name] = _exact_sinks(framework, q, x) if name == "sinks" else x
@@ -187,15 +187,15 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
 
 
 def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
-    """Sinks of 16 bits, as in a model that was cast, in the dtype of lse, which represents them exactly; their gradient comes back in their
-    own dtype."""
+    """The sinks; those of 16 bits, as in a model that was cast, are converted to lse's dtype, which represents them exactly. Their gradient
+    comes back in their own dtype."""
     if framework is None or str(sinks.dtype).removeprefix("torch.") not in ("float16", "bfloat16"):
         return sinks
     return framework.cast(sinks, framework.xp.float64 if q.dtype == framework.xp.float64 else framework.xp.float32)
 
 
 def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
-    """Why x is no array, and which array the caller may have meant."""
+    """The error that x is no array, extended by a hint which array the caller may have meant."""
     hint = Hint("")
     if name == "rng":
         hint = Hint("; an integer goes into {0}", (Name("seed"),), needs=("seed",)) if is_whole(x) else Hint(of_generator(x))
@@ -216,7 +216,7 @@ def _as_scales(framework: Framework, x: Any, k: Array) -> str:
 
 
 def _rank_hint(layout: str, paged: bool) -> AnyHint:
-    """For a q with three axes where four are needed."""
+    """A hint for a q with three axes where four are needed."""
     q, cu_q, cu_k = Name("q"), Name("cu_seqlens_q"), Name("cu_seqlens_k")
     if paged:
         one = Hint("{0}[:, None], of one query each" if layout == "bshd" else "{0}[:, :, None], of one query each", (q,), axes_of="q")
@@ -238,7 +238,7 @@ def parse_aux(wrong: Wrong, aux: Any) -> tuple[str, ...]:
 
 
 def _longest(framework: Framework, cu_seqlens: Array) -> int:
-    """0 if the lengths cannot be read, or are invalid, which the library reports."""
+    """The longest length; 0 if the lengths cannot be read, or are invalid, which the library reports."""
     integers = cu_seqlens.dtype in (framework.xp.int32, framework.xp.int64)
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or not integers or not framework.is_readable(cu_seqlens):
         return 0
@@ -246,8 +246,8 @@ def _longest(framework: Framework, cu_seqlens: Array) -> int:
 
 
 def _without_scores(wrong: Wrong, framework: Framework, arrays: dict[str, Array], options: dict[str, Any], name: str, axis: int) -> None:
-    """A max_seqlen of 0 means "none" to the library. So tensors of the scores' size are replaced by ones without scores, of sizes that the
-    library can check against the number of tokens, all of which are padding."""
+    """Replaces a tensor of the scores' size if max_seqlen is 0, which means "none" to the library. The new tensor has no scores, and sizes
+    that the library can check against the number of tokens, all of which are padding."""
     for of in ("mask", "bias"):
         x = arrays.get(of)
         if x is None or x.ndim < -axis:
@@ -256,14 +256,14 @@ def _without_scores(wrong: Wrong, framework: Framework, arrays: dict[str, Array]
             words = "shape {0}; accepted is one whose axis {1} is {2}, 0, or 1"
             wrong.append(refusing(ValueError, of, words, tuple(x.shape), axis, Name(name), code="shape"))
         elif not x.shape[axis]:
-            arrays[of] = framework.cast(x.sum(axis)[..., None], x.dtype).swapaxes(-1, axis)  # of size 1, and still x's to autograd
+            arrays[of] = framework.cast(x.sum(axis)[..., None], x.dtype).swapaxes(-1, axis)  # size 1, and derived from x for autograd
     if "block_rows" in arrays and "block_mask" not in arguments_of(wrong):
         for of in (*BLOCKS, "block_q", "block_k"):
             (arrays if of in BLOCKS else options).pop(of)
 
 
 def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:
-    """Checks the values of a list in host memory of which the library gets a copy elsewhere, in the library's words."""
+    """Checks the values of a list in host memory, in the library's words, because the library gets only a copy on the GPU."""
     if used.ndim != 1 or most is None or str(used.dtype).rpartition(".")[2] not in ("int32", "int64"):
         return
     for b, n in enumerate(used.tolist()):
@@ -373,7 +373,7 @@ def _dropout(
     if options.get("dropout", 0.0) == 0.0:
         rng = arrays.get("rng")
         if rng is not None and framework is not None and tuple(rng.shape) == (2,) and rng.dtype == framework.xp.int64:
-            del arrays["rng"]  # it has no effect; any other value is left for the library to refuse
+            del arrays["rng"]  # rng has no effect without dropout; any other value of dropout is left for the library to refuse
     elif seed is not None and all(seeded):
         options.update(seed_options(seed, offset))
     elif "rng" not in arrays and framework is not None and not wrong:
@@ -381,6 +381,6 @@ def _dropout(
 
 
 def seed_options(seed: int | None, offset: int | None) -> dict[str, int]:
-    """The two as fields."""
+    """seed and offset as fields."""
     given = {name: int(x) for name, x in (("seed", seed), ("offset", offset)) if x is not None}
     return {name: x - 2**64 if x > INT64_MAX else x for name, x in given.items() if x}

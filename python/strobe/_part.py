@@ -119,7 +119,7 @@ def decoded(part: Sequence[int]) -> Lists:
 
 
 def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int], ...], ...], seqlens: tuple[int, ...]) -> None:
-    """For queries or keys: the first range, or else length, that no sequence can have, in the library's words."""
+    """Refuses, in the library's words, the first range, or else the first length, that no sequence can have. side: "q" or "k"."""
     for b, n in enumerate(seqlens):
         if not 0 <= n <= _MOST_POSITIONS:
             wrong.append(refusing(ValueError, f"seqlens_{side}", f"{shown(n)} at [{b}]; accepted are 0 to {_MOST_POSITIONS}"))
@@ -127,7 +127,7 @@ def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int
     shortest = min(seqlens, default=0)
     for b, of in enumerate(ranges):
         most = seqlens[b] if len(ranges) == len(seqlens) else shortest  # ranges that serve all sequences must fit the shortest
-        end = 0  # end of the last range
+        end = 0  # of the range before
         for n, (start, length) in enumerate(of):
             at = f"({shown(start)}, {shown(length)}) at [{b}, {n}]"
             refused = ""
@@ -155,7 +155,7 @@ def _is_several(x: Any) -> bool:
 
 
 def _ranges(wrong: Wrong, name: str, given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """(B or 1, n, 2)."""
+    """The given ranges as nested tuples, (B or 1, n, 2)."""
     accepted = "accepted are integers (n, 2) or (B, n, 2): the start and the length of each range"
     rows = _listed(given)
     if not _is_several(rows):

@@ -1,9 +1,9 @@
-"""Repeated calls of torch tensors: what is the same for every repetition is done once.
+"""Repeated calls of torch tensors: work that is the same for every repetition is done once.
 
 A call is remembered when it is made, prepared when it comes a second time, and from then on one function in C (_eager) finds it and runs
-it. Its key, which C makes, is all that decides what runs: the entry point, shapes, strides, dtypes, devices, alignment, options, the
-gradients that are wanted, threads, determinism, autocast. A call that a compiler, a transform, a mode or a subclass of Tensor must see has
-no key, and takes the full path every time.
+it. The key, which C makes, has everything that decides what runs: the entry point, shapes, strides, dtypes, devices, alignment, options,
+the gradients that are wanted, threads, determinism, autocast. A call that a compiler, a transform, a mode or a subclass of Tensor must see
+has no key, and takes the full path every time.
 
 There are three entry points: strobe.attention() itself, whose repetition is not even parsed; its gradients; and a parsed call in one
 direction, which compiled graphs, attention_backward() and strobe.distributed make, and calls whose arrays are new in each repetition.
@@ -28,8 +28,8 @@ from .arrays.torch import TORCH
 
 _eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run"))))
 
-# The number of calls that are kept. A differentiated call uses three entries, and on several ranks a dozen; lengths of packed sequences may
-# never be repeated.
+# The number of entries that are kept. A differentiated call takes three entries, on several ranks a dozen; with packed sequences, whose
+# lengths may never be repeated, entries may be of no use.
 _MOST = 3 * 1024
 _NO_RESULT = 255  # in the form of a Ready
 _FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
@@ -59,18 +59,18 @@ CALLS = Memory()  # the one memory of all entry points
 
 
 class Kept:
-    """A call as autograd keeps it, whose graph saves the arrays."""
+    """A call as autograd keeps it: without the arrays, which autograd's graph saves."""
 
     __slots__ = ("__weakref__", "call", "names", "prefix", "return_lse")
 
     def __init__(self, call: Call, return_lse: bool = True, *, is_repeated: bool = False):
         self.names, self.call = tuple(call.arrays), call.on({})
         self.return_lse = return_lse
-        # Of the keys of its gradients. Those of a call that was made once are found as a parsed call, if they come again.
+        # The prefix of the keys of the call's gradients. (The gradients of a call that was made once are found as a parsed call.)
         self.prefix = repr((self.names, call.options)).encode() if is_repeated else b""
 
     def needed(self, flags: tuple[bool, ...]) -> list[str]:
-        """The names in GRADIENTS that are needed, from flags of the call's arrays, which follow another one."""
+        """The names in GRADIENTS that are needed. flags: one that is not used here, then one for each of the call's arrays."""
         return [name for name, of in GRADIENTS.items() if of in self.names and flags[1 + self.names.index(of)]]
 
     def on(self, arrays: tuple[Tensor, ...]) -> Call:
@@ -85,11 +85,11 @@ def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, give
     if [*arrays] != ["q", "k", "v", *tensors] or call.is_oracle:
         return  # some tensors are new objects in each call, or results are cast first
     if any(x is not arrays[name] for name, x in tensors.items()):
-        return  # or are copied for it from host memory
+        return  # some tensors are copied from host memory in each call
     if 0 in (call.options.get("max_seqlen_q"), call.options.get("max_seqlen_k")):
-        return  # lengths are checked against it here
+        return  # Python checks shapes against a max_seqlen of 0 in each call
     if any(x is not arrays[name] for name, x in TORCH.autocast(arrays).items()):
-        return  # so are they
+        return  # autocast makes some tensors anew in each call
     CALLS.keep(key, call.on({}))
 
 

@@ -1,8 +1,8 @@
-"""Refusals as data: which argument, what is wrong and what is accepted, in parts. Here a line of text is made of them, in the names of the
-function that was called.
+"""Refusals as data: the argument, what is wrong, and what is accepted, in parts. This module makes a line of text of a refusal, in the
+names of the function that was called.
 
-The library gives them as records (strobe_last_refusal); Python's own checks make them with refusing(). An exception carries its refusals,
-so that a function with names of its own can word them again."""
+The library gives refusals as records (strobe_last_refusal); Python's own checks make them with refusing(). An exception carries its
+refusals, so that a function with names of its own can word them again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Name(NamedTuple):
 
 
 class Absent(NamedTuple):
-    """What a caller of C writes where one of Python writes None."""
+    """What a C caller writes for Python's None."""
 
     in_c: str
 
@@ -73,12 +73,12 @@ class Types(NamedTuple):
 
 
 class Hint(NamedTuple):
-    """What the caller may have meant, behind the line. It is left out where the caller's function lacks an argument that it needs."""
+    """What the caller may have meant, as the end of the line. It is left out if the caller's function lacks an argument in `needs`."""
 
     words: str
     values: tuple[Any, ...] = ()
     needs: tuple[str, ...] = ()  # arguments of strobe.attention() beside the refused one
-    axes_of: str = ""  # it speaks of this tensor's axes
+    axes_of: str = ""  # the tensor of whose axes the hint speaks
 
 
 class Either(NamedTuple):
@@ -107,12 +107,13 @@ class Refusal(NamedTuple):
         return self._replace(hints=(*self.hints, *hints))
 
 
-_WITHOUT_LAYOUT = {"bhsd": "(B, S, H, D)", "bshd": "(B, H, S, D)"}  # by the layout in which the tensors would fit: that of the function
+_WITHOUT_LAYOUT = {"bhsd": "(B, S, H, D)", "bshd": "(B, H, S, D)"}  # layout in which the tensors would fit → the function's own axes
 
 
 class Words:
-    """The words of a function: names of strobe.attention()'s arguments → its own; known: the arguments of strobe.attention() that it has,
-    None for all; parts: those of q, k and v that are views of another tensor of the caller's, so that a hint about axes would mislead."""
+    """The words of a function. names: strobe.attention()'s arguments → the function's own; known: the arguments of strobe.attention() that
+    the function has, None for all; parts: those of q, k and v that are views of another tensor of the caller's, so that a hint about axes
+    would mislead."""
 
     def __init__(self, names: Mapping[str, str] | None = None, known: Set[str] | None = None, parts: Set[str] = frozenset()):
         self._names, self._known, self._parts = names or {}, known, parts
@@ -170,7 +171,7 @@ def refusing(kind: type[ErrorT], argument: str | None, words: str, *values: Any,
 
 
 def raised_for(kind: type[ErrorT], refusals: Iterable[Refusal]) -> ErrorT:
-    """One exception for all of them: a line each, no line twice."""
+    """One exception for all refusals: a line for each, no line twice."""
     found = list(refusals)
     error = kind("\n".join(dict.fromkeys(map(OWN.line, found))))
     error.refusals = tuple(found)  # type: ignore[attr-defined]
@@ -178,7 +179,7 @@ def raised_for(kind: type[ErrorT], refusals: Iterable[Refusal]) -> ErrorT:
 
 
 def refusals_of(error: BaseException) -> tuple[Refusal, ...]:
-    """Those that an exception carries; of one that carries none its lines, as they are."""
+    """The refusals that an exception carries; if it carries none, its lines as they are."""
     found: tuple[Refusal, ...] | None = getattr(error, "refusals", None)
     return tuple(Refusal(None, line) for line in str(error).splitlines()) if found is None else found
 
@@ -189,7 +190,7 @@ def arguments_of(errors: Iterable[BaseException]) -> list[str | None]:
 
 
 def first_of_each(refusals: Iterable[Refusal]) -> list[Refusal]:
-    """No argument twice."""
+    """The first refusal of each argument."""
     found: dict[str, Refusal] = {}
     for refusal in refusals:
         found.setdefault(refusal.argument or refusal.words, refusal)
@@ -205,7 +206,7 @@ def failure(status: int, of_call: Callable[[Refusal], Refusal | None] = lambda r
 
 
 def last_refusals() -> list[Refusal]:
-    """The library's, of this thread's last failure."""
+    """The library's refusals in this thread's last failure."""
     found: list[Refusal] = []
     while (record := lib.strobe_last_refusal(len(found))) != ffi.NULL:
         values = tuple(_value(record.values[n]) for n in range(record.n_values))

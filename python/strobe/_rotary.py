@@ -9,7 +9,7 @@ from ._refusals import refusing
 
 
 def check_tables(cos: Tensor, sin: Tensor, head_dim: int, positions: int, names: str = "rotary_cos, rotary_sin") -> None:
-    """Checks rotate()'s tables for heads of that many columns, at positions that end before `positions`: 0 if no token is rotated."""
+    """Checks rotate()'s tables for heads of head_dim columns and positions below `positions`, which is 0 if no token is rotated."""
     if cos.shape != sin.shape or cos.dim() != 2 or 2 * cos.shape[-1] > head_dim:
         shapes = f"shapes {tuple(cos.shape)}, {tuple(sin.shape)}"
         raise refusing(ValueError, names, f"{shapes}; accepted is (length, R) twice, 2R <= {head_dim}, the head dimension")

@@ -14,7 +14,7 @@ from .arrays.torch import TORCH
 
 
 def tensor_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Exception | None:
-    """Why x is refused: it is no tensor, or its class is a subclass whose memory does not hold its values."""
+    """The error if x is no tensor, or if its class is a subclass whose memory does not hold its values; else None."""
     return TORCH.unfit(name, x) if isinstance(x, Tensor) else refusing(TypeError, name, f"{kind(x)}; accepted is {accepted}")
 
 

@@ -1,7 +1,7 @@
-"""The tuning table: which tile was measured to be the fastest on a GPU. The library reads it; this writes it.
+"""The tuning table: which tile was measured to be the fastest on a GPU. The library reads the table; this module writes it.
 
-A table is a text of lines ``name = value`` in sections separated by empty lines. The first one says what the table is valid for (format,
-device, kernels); each of the others is an entry: the calls that it is for (``KEY``), their tile, and how fast it was."""
+A table is a text of lines ``name = value`` in sections separated by empty lines. The first section says what the table is valid for
+(format, device, kernels); each further section is an entry: the calls that it is for (``KEY``), their tile, and how fast the tile was."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def written(sections: list[Section]) -> str:
 
 
 def parsed(text: str) -> list[dict[str, str]]:
-    """Raises ValueError at a line that is not ``name = value``."""
+    """The sections of a table's text. Raises ValueError at a line that is not ``name = value``."""
     return [dict(line.split(" = ", 1) for line in section.split("\n") if line) for section in text.split("\n\n") if section.strip()]
 
 
@@ -49,8 +49,8 @@ def header(device: int) -> Header:
 
 
 def merged(about: Section, old: str | None, measured: Sequence[Section], winners: Sequence[Section]) -> list[Section]:
-    """A table of the winners, and of those entries of the old one (its text, if there is one) that are still valid and for other calls than
-    were measured."""
+    """A table of the winners, and of those entries of the old table (its text, if there is one) that are still valid and for other calls
+    than those measured."""
 
     def calls(entry: Section) -> tuple[str, ...]:
         known = texts(entry)
@@ -63,12 +63,12 @@ def merged(about: Section, old: str | None, measured: Sequence[Section], winners
         if first == texts(about):
             kept = [entry for entry in entries if calls(entry) not in new]
     except (ValueError, KeyError):
-        pass  # the library does not use it either
+        pass  # the library does not use such a table either
     return [about, *kept, *winners]
 
 
 def write(of: Header, measured: Sequence[Section], winners: Sequence[Section]) -> None:
-    """Brings the table up to date; readers see the old one or the new one, whole. A table that the library ignores is replaced
+    """Brings the table up to date; readers see either the old or the new table, whole. A table that the library ignores is replaced
     entirely."""
     file = Path(of.file)
     old = file.read_text(encoding="utf-8", errors="replace") if not of.ignored and file.is_file() else None

@@ -44,7 +44,7 @@ def writes(*names: str, beside: str | None = None) -> Callable[[Callable[P, R]],
 
 
 def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | None = None) -> Wrong:
-    """Why results cannot be written where the caller asks: known before the first write. read: tensors that must not change meanwhile."""
+    """Why results cannot be written where the caller asks, found before the first write. read: tensors that must not change."""
     wrong: Wrong = []
     earlier: dict[str, Tensor] = {}
     for name, x in written.items():
@@ -75,7 +75,7 @@ def overlaps_itself(x: Tensor) -> bool:
 
 
 def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether a byte belongs to both. Under compilers and modes tensors have no addresses, and the answer is not known.
+    """Whether a byte belongs to both tensors. Under compilers and modes tensors have no addresses, and the answer is not known.
 
     Exact, unless the strides are so irregular that the search takes long: then tensors whose memory ranges meet count as shared."""
     if not is_alone() or x.is_meta or x.device != y.device or not (x.numel() and y.numel()):
@@ -101,7 +101,7 @@ _MOST_STEPS = 4096
 
 
 class _Bytes(NamedTuple):
-    """The bytes of a tensor: runs of this many, one at begin + each sum of multiples (below the counts) of the strides."""
+    """The bytes of a tensor: runs of `run` bytes, one at begin + i_1 stride_1 + i_2 stride_2 + …, for all i_n < count_n."""
 
     begin: int
     run: int
@@ -124,7 +124,7 @@ def _bytes_of(x: Tensor) -> _Bytes:
 
 
 def _apart_within(a: _Bytes, b: _Bytes, period: int) -> bool:
-    """Whether both repeat with this period, and stay apart within it."""
+    """Whether both tensors repeat with this period, and stay apart within it."""
     reach = [x.run + sum(stride * (count - 1) for stride, count in x.axes if stride % period) for x in (a, b)]
     between = (b.begin - a.begin) % period
     return reach[0] <= between and reach[1] <= period - between

@@ -168,10 +168,10 @@ def _refuse(q: Array, k: Array, v: Array, options: Any, wrong: Wrong) -> NoRetur
 
 
 def _has_all_keys(part: Part) -> bool:
-    """Whether it has every key of the whole sequences."""
+    """Whether the part has every key of the whole sequences."""
     held = [sum(length for _, length in ranges) for ranges in part.k_ranges]
     lengths = part.seqlens_k
-    return all(n >= length for n, length in zip(held * len(lengths), lengths * len(held), strict=True))  # one of either may stand for all
+    return all(n >= length for n, length in zip(held * len(lengths), lengths * len(held), strict=True))  # one entry may stand for all
 
 
 def _may_be_points(framework: Framework, name: str, x: Array, q: Array) -> bool:
@@ -179,8 +179,8 @@ def _may_be_points(framework: Framework, name: str, x: Array, q: Array) -> bool:
 
 
 def _no_points(name: str, x: Array, model: str) -> Exception | None:
-    """The reason against points of a model. Rounding is tolerated: that of a coordinate to x's dtype is 8 ulps of the largest square here,
-    that of a sum one for each of its terms."""
+    """The reason why x's vectors are no points of the model. Rounding is tolerated: 8 ulps of the largest square for the rounding of a
+    coordinate to x's dtype, and one ulp for each term of a sum."""
     framework = framework_of(name, x)
     if (refused := framework.without_values(name, x)) is not None:
         return refused
@@ -210,7 +210,7 @@ def _no_points(name: str, x: Array, model: str) -> Exception | None:
 
 
 def _time_reversed(framework: Framework, x: Array) -> Array:
-    """Its product with a point is the Lorentz product."""
+    """x with the time-like coordinate negated: the dot product of the result with a point is the Lorentz product."""
     signs = framework.empty(x, x.shape[-1:], x.dtype)
     signs[:] = 1
     signs[:1] = -1
@@ -218,8 +218,8 @@ def _time_reversed(framework: Framework, x: Array) -> Array:
 
 
 def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options: dict[str, Any]) -> Array | None:
-    """The bias and the logarithm of v's Lorentz factors, which are its time-like coordinates. Only the bias if there are no values, or if
-    they, the bias or the sequences do not fit, which attention() reports."""
+    """The sum of the bias and the logarithm of v's Lorentz factors, which are v's time-like coordinates. Only the bias if v has no
+    elements, or if v, the bias or the sequences do not fit, which attention() reports."""
     xp: Any = framework.xp
     bias, cu_seqlens = options.get("bias"), options.get("cu_seqlens_k")
     heads_axis = 2 if cu_seqlens is None and options.get("layout") == "bshd" else 1
@@ -235,7 +235,7 @@ def _with_log_gamma(framework: Framework, q: Array, k: Array, v: Array, options:
         sequences = array and cu_seqlens.ndim == 1 and cu_seqlens.dtype in (xp.int32, xp.int64)
         if not (sequences and is_integer([], "max_seqlen_k", options.get("max_seqlen_k") or 0, 0, 2**31 - 1)):
             return bias
-        tied = any(options.get(name) is not None for name in ("max_seqlen_k", "mask", "bias", "block_mask"))  # to max_seqlen_k, or to Tk
+        tied = any(options.get(name) is not None for name in ("max_seqlen_k", "mask", "bias", "block_mask"))  # these fix Sk
         if not tied and framework.is_readable(cu_seqlens) and cu_seqlens.shape[0] > 1:
             options["max_seqlen_k"] = min(max(int((cu_seqlens[1:] - cu_seqlens[:-1]).max()), 1), 2**31 - 1)
     gamma = xp.log(_at_least_float32(framework, v)[..., 0])
@@ -361,8 +361,8 @@ def _lift(xp: Any, x: Array) -> Array:
 
 
 def _mapped(formula: Callable[..., Array], x: Array, *second: Array, least: int = 0) -> Array:
-    """formula(torch or numpy, x), or of x and y, rounded to their dtype, or to the one that both promote to. least: how many coordinates
-    they have; one is the time-like coordinate."""
+    """formula(torch or numpy, x), or formula(…, x, y), rounded to the dtype of x, or to that to which x and y promote. least: the least
+    number of coordinates, the time-like one included."""
     framework = _framework_of_points("x", x)
     xp: Any = framework.xp
     if x.shape[-1] < least:

@@ -125,7 +125,7 @@ def quantise(
         raise refusal(wrong)
     row = 0 if x.dim() == 3 else 1 if layout == "bshd" else 2
     if group is not None:
-        group = min(group, max(x.shape[row], 1))  # one group, however large it was asked for
+        group = min(group, max(x.shape[row], 1))  # a group larger than all rows is one group
     largest = _largest(x, group, row)
     if TORCH.is_readable(x) and (wrong := _not_quantisable("x", largest, dtype, scale_dtype, "scale_dtype=torch.float32")):
         raise refusal(wrong)
@@ -268,7 +268,7 @@ def append(
     if cu_seqlens is None:  # one row per token
         k, v = ((x if bshd else x.transpose(1, 2)).flatten(0, 1) for x in (k, v))
     if rotary_cos is not None and rotary_sin is not None:
-        furthest = 1 if len(seqlens) and len(k) else 0  # if numbers are not read
+        furthest = 1 if len(seqlens) and len(k) else 0  # a lower bound, for lengths that are not read
         if counts is not None:
             furthest = max((n + count for n, count in zip(seqlens.tolist(), counts, strict=True) if count), default=0)
         check_tables(rotary_cos, rotary_sin, k.shape[2], furthest)
@@ -283,7 +283,7 @@ def append(
 
 
 def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pages: int, in_pages: bool) -> list[int] | None:
-    """How many new tokens each sequence gets, checked to fit its room, in pages of its own; None if numbers are not read."""
+    """How many new tokens each sequence gets, after a check that they fit the sequence's room; None if numbers are not read."""
     room = table.shape[1] * page
     if isinstance(new, int) and new > room:
         raise refusing(ValueError, "k", f"{new} tokens; accepted are up to {room}, for which a sequence has room")
@@ -538,7 +538,7 @@ def _sizes_of_most(given: dict[str, Tensor], bshd: bool) -> _Sizes:
     head, row = (2, 1) if bshd else (1, 2)
     of_new = 1 if packed else head
     heads = _most([k_cache.shape[head], v_cache.shape[head], k.shape[of_new], v.shape[of_new]])
-    turned = k.shape[of_new] != heads == v.shape[of_new]  # then k's other axes are no measure for v
+    turned = k.shape[of_new] != heads == v.shape[of_new]  # if so, k's other axes are no measure for v
     if packed:
         batch, new = len(given["cu_seqlens"]) - 1, len(v if turned else k)
     else:
@@ -550,7 +550,7 @@ def _sizes_of_most(given: dict[str, Tensor], bshd: bool) -> _Sizes:
 
 
 def _most(sizes: list[int]) -> int:
-    """The most frequent one, the first of several."""
+    """The most frequent size; the first of those that are equally frequent."""
     return max(sizes, key=sizes.count)
 
 
@@ -710,9 +710,9 @@ def _accepted_pages(pages: int) -> str:
 
 
 def _check_pages(table: list[list[int]], begin: list[int], new: list[int], page: int, pages: int, writes: bool = True) -> None:
-    """Checks the pages that hold the new[b] tokens from begin[b] on: each is in the pool. writes: and serves no other place of a
+    """Checks that the pages that hold the new[b] tokens from begin[b] on are in the pool and, with `writes`, serve no other place of a
     sequence."""
-    written: dict[int, tuple[int, int]] = {}  # page: sequence, and which of its pages
+    written: dict[int, tuple[int, int]] = {}  # page → the sequence, and the page's index in it
     ends = [-(-(first + count) // page) for first, count in zip(begin, new, strict=True)]
     for b, (row, first, count, end) in enumerate(zip(table, begin, new, ends, strict=True)):
         for n in range(first // page, end) if count else ():

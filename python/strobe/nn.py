@@ -83,7 +83,7 @@ class FlashAttention(torch.nn.Module):
         block_mask = self.options.get("block_mask")
         if block_mask is not None:
             device = fn(torch.empty_like(TORCH.own(block_mask.rows))).device
-            if device.type != "meta":  # its numbers could not be brought back from it
+            if device.type != "meta":  # numbers could not be brought back from the meta device
                 self.options["block_mask"] = block_mask.to(device)
         return super()._apply(fn, recurse)
 
@@ -98,7 +98,7 @@ def _check_values(head_dim: int, options: AttentionOptions) -> None:
     if given.get("seed") is None:
         given["seed"] = 0  # nothing is drawn
     if isinstance(given.get("block_mask"), BlockMask):
-        del given["block_mask"]  # it fits lengths that come with the call
+        del given["block_mask"]  # its lengths must fit tensors that come with the call
     if isinstance(given.get("part"), Part):
-        del given["part"]  # it fits rows that come with the call
+        del given["part"]  # its rows must fit tensors that come with the call
     explain(nothing, nothing, nothing[..., :MAX_HEAD_DIM_V], **given)

@@ -11,7 +11,7 @@ Array = Any  # a torch.Tensor or a numpy.ndarray: one kind throughout a call
 
 
 class Framework(ABC):
-    name: str  # of an array, for messages
+    name: str  # what messages call an array
     bool_dtype: Any
     is_traced = False  # whether calls must be visible to autograd and tracers
 
@@ -25,7 +25,8 @@ class Framework(ABC):
 
     @abstractmethod
     def unfit(self, name: str, x: Array, beside: str = "q", q: Array | None = None) -> Exception | None:
-        """The reason against x, which is_array(), if its memory is not its values, or is not on the device of q, the argument `beside`."""
+        """The reason against x, an array of this framework, if its memory is not its values, or not on the device of q, the argument
+        `beside`."""
 
     def without_values(self, name: str, x: Array) -> Exception | None:
         """The reason against x if its numbers cannot be read at its address."""
@@ -40,7 +41,7 @@ class Framework(ABC):
         return
 
     def is_readable(self, x: Array) -> bool:
-        """Whether its numbers lie in host memory, and no tracer must see them read."""
+        """Whether x's numbers lie in host memory, and no tracer must see them read."""
         return True
 
     def causal_bias(self, x: object) -> tuple[str, int, int] | None:
@@ -83,12 +84,12 @@ class Framework(ABC):
     def default_threads(self) -> int: ...
 
     def stream(self, x: Array) -> int | None:
-        """The GPU's stream of x's work; None if x lies in host memory."""
+        """The GPU stream on which x is computed; None if x lies in host memory."""
         return None
 
     def scratch(self, x: Array, count: int) -> tuple[object, int]:
-        """That many bytes on x's device, a GPU: their owner, which may be released before the work is done, because its memory is then
-        reused in the stream's order; and their address."""
+        """`count` bytes on x's device, a GPU: the owner and the address. The owner may be released before the work is done, because its
+        memory is reused in the stream's order."""
         raise NotImplementedError
 
     @abstractmethod
@@ -103,7 +104,7 @@ class Framework(ABC):
 
     @abstractmethod
     def cast_in_words(self, x: str, dtype: str) -> str:
-        """The caller's spelling of that cast, for messages; dtype: a name of the library's DTYPES."""
+        """The caller's spelling of a cast of x to dtype, for messages. dtype: a name of the library's DTYPES."""
 
     @abstractmethod
     def expanded_in_words(self, x: str, shape: tuple[int, ...]) -> str:

@@ -14,7 +14,7 @@ def known_framework(x: object) -> Framework | None:
     """The framework for arrays of x's type; None if it is no array. Imports neither torch nor NumPy: the owner of an array has done so."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        import strobe.arrays.torch  # every call passes here, and "from" takes a microsecond more
+        import strobe.arrays.torch  # every call runs this line, and "from" takes a microsecond more
 
         return strobe.arrays.torch.TORCH
     numpy = sys.modules.get("numpy")
@@ -50,8 +50,8 @@ def framework_of(name: str, x: object) -> Framework:
 
 
 def framework_like(like: Array | None, whose: str) -> Framework:
-    """The framework for arrays that derive from no other: `like`'s, or without it torch if the program has imported torch, else NumPy.
-    whose: the argument that they belong to, for messages."""
+    """The framework for arrays that derive from no other array: `like`'s; without `like`, torch if the program has imported torch, else
+    NumPy. whose: the argument that the arrays belong to, for messages."""
     if like is not None:
         return framework_of("like", like)
     if sys.modules.get("torch") is not None:

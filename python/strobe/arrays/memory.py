@@ -12,17 +12,17 @@ PLAIN = Tensor, torch.nn.Parameter
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether its memory does not hold its numbers, or it has none: a negation or zeros that the dispatcher makes when it is read."""
+    """Whether x's memory does not hold its numbers, or x has no memory: the dispatcher makes a negation, or zeros, when x is read."""
     return x.is_neg() or x._is_zerotensor()
 
 
 def in_memory(x: Tensor) -> Tensor:
-    """x, or its numbers written out."""
+    """x, or a copy with its numbers written out."""
     return x.clone() if is_lazy(x) else x
 
 
 def shortened(name: str, x: Tensor) -> Exception | None:
-    """The reason against x, a dense tensor, if its storage ends before its last number. It is not checked under compilers and tracers, or
+    """The reason against x, a dense tensor, if its storage ends before its last number. Nothing is checked under compilers and tracers, or
     if a transform wraps x."""
     if torch.compiler.is_compiling() or is_whole(x) or torch._C._is_tracing() or not x.numel():
         return None
@@ -38,11 +38,11 @@ def shortened(name: str, x: Tensor) -> Exception | None:
 
 
 class OutOfMemoryError(MemoryError, torch.cuda.OutOfMemoryError):
-    """Both Python's and PyTorch's error, so that either handler catches it."""
+    """An error that is both Python's and PyTorch's, so that handlers of either catch it."""
 
 
 def allocated(shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor; strides: None for those of a tensor without gaps."""
+    """An uninitialised tensor. strides: None for a tensor without gaps."""
     try:
         if strides is None:
             return torch.empty(shape, dtype=dtype, device=device)

@@ -38,7 +38,7 @@ class NumPy(Framework):
         if isinstance(x, np.ma.MaskedArray):  # its mask would be ignored
             return refusing(TypeError, name, f"{kind(x)}; accepted is a numpy.ndarray, which filled() gives")
         overrides = of.__array_ufunc__ is not np.ndarray.__array_ufunc__ or of.__array_function__ is not np.ndarray.__array_function__
-        if overrides or isinstance(x, np.matrix):  # the former has meaning beyond its numbers; the latter always has two axes
+        if overrides or isinstance(x, np.matrix):  # such a type may mean more than its numbers; a matrix always has two axes
             return refusing(TypeError, name, f"{kind(x)}; accepted is a numpy.ndarray, which np.asarray() gives")
         return None
 
@@ -100,7 +100,7 @@ class NumPy(Framework):
 
 
 def _shortened(name: str, x: _NDArray) -> Exception | None:
-    """The reason against x, a view, if it exceeds the memory of its base, which has been resized since."""
+    """The reason against x, a view, if it exceeds the memory of its base, which may have been resized."""
     base = x.base
     if base is None or not base.flags.owndata or not x.size:
         return None

@@ -1,4 +1,4 @@
-"""Torch tensors that are more, or other, than the numbers in their memory."""
+"""Torch tensors that mean more, or something else, than the numbers in their memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .memory import PLAIN, shortened
 _OF_SCORES = frozenset({"mask", "bias"})
 
 
-# These say where a tensor's numbers lie: a type that overrides them would make the library read other memory.
+# Methods that say where a tensor's numbers lie: a type that overrides one would make the library read other memory.
 _OF_MEMORY = frozenset({"shape", "size", "stride", "data_ptr", "storage_offset", "dtype", "device", "numel", "dim", "ndim"})
 
 
@@ -63,7 +63,7 @@ def _overridden(kind: type, base: type) -> list[str]:
 
 
 def _is_a(kind: str, x: object, *modules: str) -> bool:
-    """Whether x is of that class of one of the modules, none of which is imported for it."""
+    """Whether x is of the class `kind` of one of the modules, none of which is imported for the question."""
     classes = [getattr(sys.modules[module], kind, None) for module in modules if module in sys.modules]
     return any(of is not None and isinstance(x, of) for of in classes)
 
@@ -109,7 +109,7 @@ def overriding(arguments: Iterable[Any]) -> list[Tensor]:
 
 
 def not_dispatched(arrays: dict[str, Tensor], error: TypeError) -> TypeError:
-    """`error` was raised by a call on these: one that names them, if they are the cause."""
+    """An error in place of `error`, which a call on these arrays raised: it names the arrays if they are the cause."""
     words = "{0}, whose __torch_dispatch__ takes no torch.ops.strobe; accepted is a torch.Tensor"
     found = [Refusal(name, words, (kind(x),)) for name, x in arrays.items() if has_own_dispatch(x)]
     return raised_for(TypeError, found) if found else error

@@ -20,7 +20,7 @@ from .memory import PLAIN, allocated, in_memory, is_lazy, shortened
 
 _DTYPES = {getattr(torch, name): code for name, code in DTYPES.items()}
 
-# In PyTorch's runtime the CPU's operators run on OpenMP threads; share them.
+# PyTorch's CPU operators run on OpenMP threads, which the library shares.
 lib.strobe_glue_find_openmp()
 
 
@@ -54,7 +54,7 @@ class Torch(Framework):
         return tracked_leaf(name, x)
 
     def written(self, x: Tensor) -> None:
-        increment_version(x)  # so that a backward that has saved the old x says so
+        increment_version(x)  # so that a backward that has saved the old x raises an error
 
     def is_readable(self, x: Tensor) -> bool:
         return is_alone() and type(x) in PLAIN and x.is_cpu  # in this order: PyTorch 2.4 traces only the first
@@ -98,7 +98,7 @@ class Torch(Framework):
             device, index = CUDA, x.get_device()
         else:
             raise refusing(NotImplementedError, name, f"on device {x.device}; accepted are cpu and cuda")
-        if (refused := shortened(name, x)) is not None:  # it may have changed since it was checked: autograd has saved it
+        if (refused := shortened(name, x)) is not None:  # x may have been shortened since the checks, while autograd kept it
             raise refused
         x = in_memory(x)
         lib.strobe_glue_tensor(tensor, x.data_ptr(), _DTYPES.get(x.dtype, NO_DTYPE), device, index, rank, x.shape, x.stride(), swap_1_2)
@@ -180,7 +180,7 @@ def is_alone() -> bool:
 
 
 def _autocast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """As autocast treats scaled_dot_product_attention: q, k, v in `dtype`, float64 unchanged. A float32 bias is unchanged, too."""
+    """Casts as autocast does for scaled_dot_product_attention: q, k, v to `dtype`, but not float64. A float32 bias is unchanged, too."""
     cast = dict(arrays)
     for name in ("q", "bias") if "k_scale" in arrays or "v_scale" in arrays else ("q", "k", "v", "bias"):
         x = arrays.get(name)

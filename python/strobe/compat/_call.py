@@ -49,7 +49,7 @@ def attend(
 
 
 def translated(names: Mapping[str, str], options: Options, **more: Any) -> dict[str, Any]:
-    """The arguments of strobe.attention() beside q, k and v. A wrong one is replaced by the exception that says so, for in_words_of()."""
+    """The arguments of strobe.attention() beside q, k and v. A wrong argument is replaced by the exception that says so (in_words_of())."""
     return {
         "causal": switch_or_refusal("causal", options.causal),
         "window": bounds(options.window_size),
@@ -76,7 +76,7 @@ def _converted(name: str, own: str, x: Any) -> Any:
 
 
 def bounds(window_size: Window) -> Any:
-    """The window of strobe.attention(), where a negative side is unbounded; or the exception that says what is wrong."""
+    """The window of strobe.attention() for a window_size, whose negative sides are unbounded; or the exception that says what is wrong."""
     accepted = "accepted is (left, right), two integers of 64 bits, -1 for no bound"
     window_size = python_numbers(window_size)
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(map(is_whole, window_size))):
@@ -103,7 +103,7 @@ def sequences(*packing: Any) -> dict[str, Any]:
 
 
 def pages(table: Tensor, cu_q: Tensor, max_q: int, used: Tensor | None, cu_k: Any, name: str = "cu_seqlens_k") -> dict[str, Any]:
-    """Packed queries whose keys lie in pages, as attend() takes them. How many keys a sequence has is said by `used`, or else by cu_k, the
+    """Packed queries whose keys lie in pages, as attend() takes them. `used` gives the number of keys of each sequence, or else cu_k, the
     cu_seqlens of k, which the caller knows as `name`."""
     if cu_k is not None or used is None:
         refuse(tensor_or_refusal(name, cu_k, _CU_SEQLENS))
@@ -116,8 +116,8 @@ def some_tokens(
     q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: object, max_k: object, *, slopes: Tensor | None = None,
     used_q: Tensor | None = None, leftpad: Tensor | None = None, used_k: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Packed sequences, as attend() takes them, of which only the queries before seqused_q[b] count, and the keys from leftpad_k[b] up to
-    before seqused_k[b]."""
+    """Packed sequences, as attend() takes them. Only the queries before seqused_q[b] count, and the keys from leftpad_k[b] up to before
+    seqused_k[b]."""
     maybe = {"seqused_q": used_q, "leftpad_k": leftpad, "seqused_k": used_k}
     given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **{name: x for name, x in maybe.items() if x is not None}}
     refuse(*(unfit_tensors(given) or misplaced(given, on_host=("seqused_k",))))
@@ -139,8 +139,8 @@ def some_tokens(
 def in_threes(
     cu_q: Tensor, cu_k: Tensor, begin: Tensor, end: Tensor, slopes: Tensor | None, used_q: Tensor | None = None
 ) -> dict[str, Any]:
-    """Each packed sequence as three: its keys before begin[b], and no query; its keys before end[b], and the first used_q[b] queries (None:
-    all); its other keys, of which none counts, and the other queries."""
+    """Each packed sequence as three sequences. The first has the keys before begin[b] and no query; the second the keys before end[b] and
+    the first used_q[b] queries (None: all); the third the other keys, none of which counts, and the other queries."""
     q, k = cu_q[:-1], cu_k[:-1]
     queries = torch.stack([q, q, cu_q[1:] if used_q is None else q + used_q], 1).flatten()
     keys = torch.stack([k, k + begin, k + end], 1).flatten()

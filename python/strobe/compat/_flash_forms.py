@@ -162,5 +162,5 @@ def flash_attn_with_kvcache(
 
 
 def _and_no_probs(found: Any) -> Any:
-    """flash-attn's third result, the probabilities, is never made."""
+    """out, or (out, softmax_lse, None): flash-attn's third result, the probabilities, is never made."""
     return (*found, None) if isinstance(found, tuple) else found

@@ -172,23 +172,23 @@ def _misfits(known: dict[str, Tensor], into: dict[str, Tensor], is_packed: bool)
 
 
 def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
-    """Autocast casts nothing here: the backward must see what the forward saw."""
+    """A context in which autocast casts nothing: the backward must see what the forward saw."""
     if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         return torch.autocast(q.device.type, enabled=False)
     return nullcontext()
 
 
 def _backward_of_a_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **given: Any) -> Gradients:
-    """The gradients of these keys, where out and lse may be those of more. (attention_backward() takes the LSE for that of these keys: it
-    may sum P of a row once more and divide by the sum, to remove the LSE's rounding.) With out' and lse' of these keys alone and
-    w = exp(lse' - lse), the weights of the whole are P = w P', and
+    """The gradients of these keys, where out and lse may be those of a larger set of keys. (attention_backward() takes lse for that of
+    these keys: it may sum P of a row once more and divide by the sum, to remove LSE's rounding.) With out' and lse' of these keys alone
+    and w = exp(lse' - lse), the weights of the whole set are P = w P', and
 
         dV = Pᵀ dO = P'ᵀ (w dO)
         dS = P (dP - D) = P' (dP' - D' + dLSE')    where dO' = w dO, D = rowsum(dO · out) and dLSE' = w rowsum(dO · (out' - out)).
     """
     own, own_lse = attention(q, k, v, return_lse=True, **given)
     weight = torch.where(own_lse == -math.inf, 0.0, torch.exp(own_lse - lse))  # the row sees none of these keys
-    # All weights may be so small that dO' leaves float16: the largest is scaled to a number from 1 to 2, and the gradients are scaled back.
+    # All weights may be so small that dO' leaves float16, so the largest is scaled to a number from 1 to 2, and the gradients scaled back.
     unit = torch.exp2(weight.amax().clamp_min(1e-30).log2().floor()) if weight.numel() else weight.new_ones(())
     weight = weight / unit
     scaled = (dout * _by_head(weight)[..., None]).to(dout.dtype)

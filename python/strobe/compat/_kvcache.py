@@ -49,7 +49,8 @@ class Cache(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """The tables; whether pairs of columns are neighbours; the position of each sequence's first new token (None: after its keys)."""
+    """Rotary embedding: the tables, whether pairs of columns are neighbours, and the position of each sequence's first new token (None:
+    after its keys)."""
 
     cos: Tensor | None
     sin: Tensor | None
@@ -58,7 +59,7 @@ class Rotary(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What is attended to: of each sequence the keys from begin[b] (None: the first) up to before end[b]."""
+    """The keys that queries attend to: of each sequence those from begin[b] (None: the first) up to before end[b]."""
 
     k: Tensor
     v: Tensor
@@ -170,7 +171,7 @@ def _wrong_shapes(given: dict[str, Any], batch: int, table_name: str | None) -> 
     each = rows if indexed or table_name is not None else batch, length, heads
     shapes: dict[str, tuple[int, ...]] = {"k_cache": (*each, q.shape[-1]), "v_cache": (*each, v_cache.shape[3])}
     if k is not None and v is not None:
-        measure = v if k.shape[-2] != heads == v.shape[-2] else k  # the one whose axes are in place
+        measure = v if k.shape[-2] != heads == v.shape[-2] else k  # k or v, whichever has its axes in place
         tokens = measure.shape[:1] if "cu_seqlens_k_new" in given else (batch, measure.shape[1])
         if "cu_seqlens_k_new" not in given and tokens[1] > room:
             wrong.append(ValueError(f"k: {tokens[1]} tokens; accepted are up to {room}, as {where} has"))
@@ -185,7 +186,7 @@ def _wrong_shapes(given: dict[str, Any], batch: int, table_name: str | None) -> 
 
 
 def _each(x: int | Tensor, batch: int, device: torch.device) -> Tensor:
-    """A number for each sequence, int64 (B,)."""
+    """x as a number for each sequence, int64 (B,)."""
     return torch.as_tensor(x, device=device).long().expand(batch)
 
 
@@ -220,8 +221,8 @@ def _table_of_rows(cache: Cache, batch: int, device: torch.device, written: bool
 
 
 def _keys(cache: Cache, filled: int | Tensor, added: int | Tensor, table: Tensor | None, batch: int, device: torch.device) -> Keys:
-    """What is attended to once the new keys are written. It has no table if rows that are named are to be copied first: a page has a key or
-    more, and autocast copies what it casts."""
+    """The keys that queries attend to once the new keys are written. They have no table if the cache's rows that are named must be copied
+    first: because a page needs at least one key, or because autocast copies what it casts."""
     same_end = filled + added if isinstance(filled, int) and not isinstance(added, Tensor) else None
     begin, end = cache.leftpad, _each(filled, batch, device) + added
     if begin is not None:
@@ -247,7 +248,7 @@ def _try_attention(new: Tokens, keys: Keys, options: Options, names: Mapping[str
 
 
 def _rotated(new: Tokens, k: Tensor, rotary: Rotary, filled: int | Tensor, added: int | Tensor, from_each: bool) -> tuple[Tensor, Tensor]:
-    """q and k. Each token of k is rotated by its own position, and those of q too if from_each, or else by that of the first new key."""
+    """q and k, rotated: each token of k by its own position, and each token of q likewise if from_each, else by the first new key's."""
     q, cu_q, (cos, sin, interleaved, seqlens) = new.q, new.cu_seqlens_q, rotary
     if cos is None or sin is None:
         return q, k

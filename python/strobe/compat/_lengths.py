@@ -1,4 +1,4 @@
-"""Lengths of sequences: they are checked, or clamped where they are not read; and errors of several arguments, raised as one."""
+"""Lengths of sequences, which are checked, or clamped if they are not read; and errors of several arguments, raised as one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 2**31 - 1
 
 
 def refuse(*found: Any) -> None:
-    """Raises the exceptions among these, as one. The others are values that were found right."""
+    """Raises the exceptions among these objects, as one. The other objects are values that were found right."""
     if wrong := [x for x in found if isinstance(x, Exception)]:
         raise refusal(wrong)
 
@@ -47,8 +47,8 @@ def check_cu_seqlens(
 
 
 def within(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> Tensor:
-    """x, an integer from 0 to `most` for each of q's batches. Integers that are not read are clamped, so that no memory beyond their place
-    is accessed. x is dense."""
+    """x, which has an integer from 0 to `most` for each of q's batches. Integers that are not read are clamped, so that no memory out of
+    bounds is accessed. x is dense."""
     if x.shape != (batch,):
         raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is ({batch},), as q has batches")
     if x.dtype not in (torch.int32, torch.int64):

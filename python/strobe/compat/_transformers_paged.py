@@ -71,7 +71,7 @@ def paged_attention_forward(
 
 
 class _Layer:
-    """The cache of one layer, in either of the forms in which attention gets it."""
+    """The cache of one layer, whichever of the two forms transformers passes."""
 
     def __init__(self, cache: Any, index: int, sliding: int | None, given: dict[str, Any]) -> None:
         self._cache, self._index, self._given = cache, index, given

@@ -22,9 +22,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# The caller's tensors of which attention() gets a part: a hint about axes would be about another tensor.
+# Tensors of the caller of which attention() gets a part, so that a hint about axes would be about another tensor.
 _WHOLES = frozenset({"kv", "qkv", "k_cache", "v_cache"})
-_NOT_THEIRS = frozenset({"layout", "alignment", "engine"})  # the callers' functions decide these
+_NOT_THEIRS = frozenset({"layout", "alignment", "engine"})  # options that the other library's functions do not have
 
 
 def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
@@ -54,7 +54,7 @@ def _in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None) -> I
 
 
 def words_for(names: Mapping[str, str], given: Iterable[str]) -> Words:
-    """Those of a function that passes the arguments `given` on to attention(), and may know those of `names`."""
+    """The words of a function that passes the arguments `given` on to attention(), and has its own names for those in `names`."""
     known = ({*"qkv", *names, *given}) - _NOT_THEIRS
     return Words(names, known, {name for name in "qkv" if names.get(name) in _WHOLES})
 
@@ -71,7 +71,7 @@ def flag_or_refusal(name: str, x: Any) -> Any:
 
 
 def switch_or_refusal(name: str, x: Any) -> Any:
-    """A flag that callers also write as 1 and 0."""
+    """x as a bool, since callers also write flags as 1 and 0; or the exception that refuses it."""
     if is_bool(x) or (is_whole(x) and x in (0, 1)):
         return bool(x)
     return TypeError(f"{name}: {kind(x)} {shown(x)}; accepted is True or False, or 1 or 0")
@@ -92,8 +92,8 @@ def _has_values(x: Any) -> bool:
 
 
 def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
-    """The one of the two options of strobe.attention() that attn_mask is."""
-    if TORCH.causal_bias(attn_mask):  # up to PyTorch 2.6 it has no dtype
+    """attn_mask as strobe.attention()'s option mask or bias."""
+    if TORCH.causal_bias(attn_mask):  # up to PyTorch 2.6 a causal bias has no dtype
         return {"bias": attn_mask}
     if not isinstance(attn_mask, Tensor) or attn_mask.dtype == torch.bool:
         return {"mask": attn_mask}

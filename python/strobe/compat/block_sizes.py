@@ -91,7 +91,7 @@ def estimate_memory_usage(batch_size: int, num_heads: int, seq_len: int, head_di
 
 
 def _spelled(name: str, x: int | None, other: int | None) -> Any:
-    """The one that is given; or the exception that says that both are."""
+    """The value of whichever spelling is given; or the exception that says that both are given."""
     if x is not None and other is not None:
         return ValueError(f"{name.lower()}: {other} beside {name} = {x}; accepted is one of the two spellings")
     return other if x is None and other is not None else 32 if x is None else x

@@ -106,7 +106,7 @@ def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor | None:
 
 
 def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -> Any:
-    """A BlockMask; or the exception that says what is wrong; or None, if Q or K has no length, which attention() reports."""
+    """A BlockMask; or the exception that says what is wrong; or None if Q or K has no sequence axis, which attention() reports."""
     block_mask = tensor_or_refusal("block_mask", block_mask, "a torch.Tensor of bool")
     wrong: Wrong = [block_mask] if isinstance(block_mask, Exception) else []
     sized = [is_integer(wrong, name, x, 1, 2**31 - 1) for name, x in (("block_q", block_q), ("block_k", block_k))]

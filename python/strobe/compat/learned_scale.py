@@ -62,7 +62,7 @@ class FlashAttention(torch.nn.Module):
         if isinstance(q, Tensor) and q.dim() and q.shape[-1] != self.head_dim:
             q = ValueError(f"Q: head dimension {q.shape[-1]}; accepted is the module's, {self.head_dim}")
         options = {"dropout": self.dropout if self.training else 0.0, **mask_or_bias(attn_mask)}
-        # relative to the kernel's own 1/sqrt(D), so that a half Q is not rounded while the scale is at its initial value
+        # The factor is relative to the kernel's own 1/sqrt(D), so that a float16 Q is not rounded while the scale has its initial value.
         relative = self.scale * self.head_dim**0.5
         if isinstance(q, Tensor) and q.is_floating_point():
             q = _Scaled.apply(q, relative)

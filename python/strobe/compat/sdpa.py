@@ -55,7 +55,7 @@ def scaled_dot_product_attention(
         options["return_lse"] = gqa
     checked = {name: _with_length(name, x) for name, x in given.items()}
     with in_words_of(_NAMES, dict(zip("qkv", checked.values(), strict=True)) | options):
-        if any(isinstance(x, Exception) for x in checked.values()):  # with one of these wrong, the others' shapes mean nothing
+        if any(isinstance(x, Exception) for x in checked.values()):  # if one of these is wrong, the shapes of the others mean nothing
             return attention(*(x if isinstance(x, Exception) else x.new_empty(0, 1, 0, 1) for x in checked.values()), **options)
         if all(x.dim() == 4 and x.shape[0] == query.shape[0] for x in given.values()) and query.shape[1] >= key.shape[1] == value.shape[1]:
             return attention(query, key, value, alignment="top_left", **options)
@@ -71,7 +71,7 @@ def _with_length(name: str, x: Tensor) -> Any:
 
 
 def _broadcast(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
-    """Views one head as many; joins all axes before the heads into one, which copies tensors that broadcast there if there are several."""
+    """Views one head as many, and joins all axes before the heads into one, for which tensors that broadcast over several are copied."""
     rank = max(x.dim() for x in given.values())
     query, key, value = (x[(None,) * max(0, 3 - x.dim())] for x in given.values())
     try:

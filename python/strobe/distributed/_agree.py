@@ -1,4 +1,4 @@
-"""All ranks continue, or all raise the error that one of them found."""
+"""An agreement of all ranks: all continue, or all raise the error that one of them found."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Said(NamedTuple):
 
 
 def agree(group: ProcessGroup, said: Said, seconds: float | None) -> tuple[int, int]:
-    """The first rank's seed and offset. Raises on all ranks the error of the first rank that failed, or how signatures differ. A
-    collective call: one small message, and a second one if something is wrong."""
+    """The first rank's seed and offset. If a rank failed, or signatures differ, all ranks raise the same error: that of the first rank that
+    failed, or the difference. A collective call: one small message, and a second one if something is wrong."""
     waits = Waits(on_host(group), seconds)
     mine = _MESSAGE.pack(said.failure is not None, said.signature.digest, *said.rng)
     received = torch.empty(group.size(), len(mine), dtype=torch.uint8, device="cpu")

@@ -47,8 +47,8 @@ _HINTS = ELSEWHERE | {
 
 
 class Context(NamedTuple):
-    """A context_parallel() in _attention.CONTEXTS, which the whole process sees, its backward threads included, like PyTorch's replaced
-    functions: the arguments that attention() uses if no sharding is given."""
+    """The arguments that attention() takes from a context_parallel() if no sharding is given. Contexts lie in _attention.CONTEXTS, which
+    the whole process sees, its backward threads included, like PyTorch's replaced functions."""
 
     sharding: Sharding
     group: ProcessGroup
@@ -217,7 +217,7 @@ class _Asked(NamedTuple):
 
 
 def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | None:
-    """The bytes that determine whether the call is valid, and its method; None if that depends on more."""
+    """The bytes that determine whether the call is valid, and its method; None if more than these arguments determines that."""
     shardings = asked.sharding, asked.sharding_k
     if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(sharding, Sharding) for sharding in shardings):
         return None
@@ -289,7 +289,7 @@ def _parsed(
     if len(lists) == 1:
         (missing,) = set(_operators.CU) - lists.keys()
         raise ValueError(f"{missing}: missing beside {next(iter(lists))}; accepted are both, or none")
-    compiling = torch.compiler.is_compiling()  # numbers in tensors are then not known
+    compiling = torch.compiler.is_compiling()  # if so, numbers in tensors are not known
     cu = [] if compiling else [_cu_seqlens(name, x, sharding.seqlen) for (name, x), sharding in zip(lists.items(), shardings, strict=False)]
     if cu and len(cu[0]) != len(cu[1]):
         raise ValueError(f"cu_seqlens_k: {len(cu[1])} numbers; accepted are {len(cu[0])}, as cu_seqlens_q has")
@@ -363,7 +363,7 @@ def _chosen(
     method: str | None,
     of_world: bool,
 ) -> tuple[str, str | None]:
-    """choose() from what a compiler knows: packed sequences count as one, and without a block mask."""
+    """choose() under a compiler, which does not know numbers: packed sequences count as one sequence, and a block mask is ignored."""
     shardings = _operators.decoded(sharding_q), _operators.decoded(sharding_k)
     plan = replace(_operators.plan_of_shardings(*shardings, packed), band=Band(*band))
     return choose(Facts(plan, *facts), method, of_world)
@@ -389,7 +389,7 @@ def _shardings(wrong: Wrong, sharding: Any, sharding_k: Any, world: int) -> tupl
 
 
 def _is_list(x: Any) -> bool:
-    """Whether it is an int32 tensor of one axis, like cu_seqlens."""
+    """Whether x is an int32 tensor of one axis, like cu_seqlens."""
     return isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() == 1 and len(x) > 0
 
 

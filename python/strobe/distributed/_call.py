@@ -1,4 +1,4 @@
-"""One call on one rank: the values that all ranks share, the rank's own, and calls of the library on parts of it."""
+"""One call on one rank: the values that all ranks share, the rank's own values, and the calls of the library on parts of the problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """The positions of tokens, the same on all ranks. Values derived from it are cached by it."""
+    """The positions of tokens, the same on all ranks. Values derived from a Plan are cached under it as the key."""
 
     q: tuple[Ranges, ...]  # of each rank
     k: tuple[Ranges, ...]
@@ -115,7 +115,7 @@ class Order(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
-    """None if they are already in that order."""
+    """The permutation for tokens that arrived in these ranges; None if the tokens are already in the order of their positions."""
     positions = indices([each for of in arrived for each in of])
     order = positions.argsort()
     return None if torch.equal(order, torch.arange(len(order))) else Order(order.to(device), order.argsort().to(device))
@@ -205,7 +205,7 @@ class RankCall:
         return x.narrow(axis, heads.start, len(heads))
 
     def statistic_of_heads(self, x: Tensor, heads: range) -> Tensor:
-        """Some heads of lse or another statistic, whose last axes are heads and rows."""
+        """Some heads of x: lse or another statistic, whose last axes are heads and rows."""
         return x.narrow(-2, heads.start, len(heads))
 
     def scores_of_heads(self, x: Tensor, heads: range) -> Tensor:
@@ -257,8 +257,8 @@ class Pass(Protocol):
         """A call of the library as it will be made, for the library to check."""
 
     def prepare(self) -> None:
-        """Does the work before the first transfer that a rank does by itself, before it reports ready: no memory is allocated after
-        that."""
+        """Does the rank's own work before the first transfer, and before the rank reports that it is ready: afterwards no memory is
+        allocated."""
 
 
 def four_axes(x: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ def forward_into(call: Call, out: Tensor, lse: Tensor) -> None:
 
 
 def in_own_words(call: RankCall, refused: Exception) -> Exception:
-    """The error in terms of the rank's own tensors and their shapes, if they are why a call on others was refused."""
+    """The error in terms of the rank's own tensors and shapes, if these are the reason why a call on other tensors was refused."""
     if not isinstance(refused, ValueError):
         return refused
     reasons = _own_reasons(call)
@@ -328,5 +328,5 @@ def check(call: Call, of_backward: bool) -> list[int]:
 
 
 def ask_for(memory: Sequence[int], device: torch.device) -> None:
-    """Allocates and releases the memory of check(), for a call that need not be checked again."""
+    """Allocates and releases as much memory as check(), for a call that need not be checked again."""
     _held = [allocated((n,), None, torch.uint8, device) for n in memory]

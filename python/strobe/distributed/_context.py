@@ -60,7 +60,7 @@ def context_parallel(
         if wrong:
             raise refusal(wrong)
         group, sharding, given, dims, kept = _judged(mesh, buffers, buffer_seq_dims, no_restore_buffers, sharding)
-    except Exception as failure:  # the others will wait for this rank
+    except Exception as failure:  # the other ranks would wait for this rank
         leave(failure)
         raise
     before = [x.data for x in given]
@@ -70,7 +70,7 @@ def context_parallel(
         for x, dim in zip(given, dims, strict=True):
             x.data = sharding.shard(x.data, dim, group.rank()).contiguous()
         F.scaled_dot_product_attention, F.multi_head_attention_forward = _sdpa, _without_weights(of_module)
-        torch.backends.mha.set_fastpath_enabled(False)  # it does not call F.scaled_dot_product_attention
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path does not call F.scaled_dot_product_attention
         yield sharding
     finally:
         F.scaled_dot_product_attention, F.multi_head_attention_forward = own, of_module
@@ -84,7 +84,7 @@ def context_parallel(
 def _judged(
     mesh: Any, buffers: Any, buffer_seq_dims: Any, no_restore_buffers: Any, sharding: Any
 ) -> tuple[ProcessGroup, Sharding, list[Tensor], list[int], list[Tensor]]:
-    """The group and the sharding, and the three lists."""
+    """The checked arguments: the group, the sharding, and the three lists."""
     group = group_of(None, mesh)
     given, dims, kept = (
         _several(name, x)

@@ -1,4 +1,4 @@
-"""strobe.attention() of DTensors whose batch or heads are sharded, as in tensor parallelism: each rank computes its own."""
+"""strobe.attention() of DTensors whose batch or heads are sharded, as in tensor parallelism: each rank computes its own share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Own(NamedTuple):
 
 
 def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: Mapping[str, Any]) -> Any:
-    """Called by _call.FAST_PATHS."""
+    """The result of attention() for DTensors, called through _call.FAST_PATHS."""
     packed = options.get("cu_seqlens_q") is not None
     bshd = options.get("layout") == "bshd"
     batch_axis, head_axis = (None, 1) if packed else (0, 2 if bshd else 1)
@@ -59,7 +59,7 @@ def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: M
         if isinstance(x, Tensor):
             given[name] = _own_of(name, x, own)
     blocks = given.get("block_mask")
-    if given.get("dropout") or (isinstance(blocks, BlockMask) and max(blocks.shape[:2]) > 1):  # they count heads and sequences
+    if given.get("dropout") or (isinstance(blocks, BlockMask) and max(blocks.shape[:2]) > 1):  # both depend on indices of heads and batch
         if given.get("dropout") and given.get("seed") is None and given.get("rng") is None:
             raise ValueError("seed: missing beside dropout and DTensors; accepted is one that is the same on all ranks, or rng")
         given["part"] = _part(local, given, own, packed, bshd)
@@ -69,7 +69,7 @@ def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: M
     if not return_lse:
         return made
     rows = [n for n in range(len(shape) - 1) if n not in (batch_axis, head_axis)]
-    axes = [*([] if packed else [0]), head_axis, *rows]  # of q, in the order of lse
+    axes = [*([] if packed else [0]), head_axis, *rows]  # q's axes in the order of lse's
     of_lse = tuple(Shard(axes.index(x.dim)) if isinstance(x, Shard) else x for x in placements)
     return made, _distributed(lse, mesh, of_lse, tuple(shape[axis] for axis in axes))
 
@@ -108,7 +108,7 @@ def _own(q: Any, local: Tensor, placements: Sequence[Placement], batch_axis: int
 
 
 def _whole(name: str, x: Any, mesh: Any, placements: Sequence[Placement]) -> Tensor:
-    """All of it on each rank. If q is sharded each rank's gradient is one addend of the whole's."""
+    """All of x on each rank. If q is sharded, each rank's gradient is one addend of the whole gradient."""
     if x.device_mesh != mesh:
         raise ValueError(f"{name}: on {x.device_mesh}; accepted is q's mesh, {mesh}")
     parts = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
@@ -128,7 +128,7 @@ def _own_of(name: str, x: Tensor, own: Own) -> Tensor:
 
 
 def _part(local: Sequence[Tensor], given: Mapping[str, Any], own: Own, packed: bool, bshd: bool) -> Part:
-    """Whole sequences, and which of the heads and sequences they are."""
+    """A Part of whole sequences that says which heads and sequences of the whole problem this rank has."""
     if packed:
         lengths = [[b - a for a, b in itertools.pairwise(cu)] for cu in (given[f"cu_seqlens_{side}"].tolist() for side in "qk")]
         ranges: list[Any] = [[[(0, n)] for n in of] for of in lengths]

@@ -32,8 +32,8 @@ class Underway(NamedTuple):
 
 
 def begin(waits: Waits, what: str, sent: Tensor, to: Sequence[int], received: Tensor, of: Sequence[int]) -> Underway:
-    """Sends the rows of `sent`, which are for rank 0, rank 1 and so on: to[r] of them for rank r. of: how many come from each rank; they
-    arrive in the order of the ranks. Both tensors are contiguous, of the same dtype, and rows have one shape on all ranks."""
+    """Sends the rows of `sent`: the first to[0] rows to rank 0, the next to[1] rows to rank 1, and so on. of[r]: how many rows come from
+    rank r; rows arrive in the order of the ranks. Both tensors are contiguous, of the same dtype, and rows have one shape on all ranks."""
     row = math.prod(sent.shape[1:]) * sent.element_size()
     if row == 0:
         return Underway(received, sent, None, waits, what)
@@ -56,7 +56,7 @@ def exchange(waits: Waits, what: str, sent: Tensor, to: Sequence[int], of: Seque
 
 
 def room(like: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised rows, in the shape of those of `like`."""
+    """`rows` uninitialised rows, in the shape of the rows of `like`."""
     return allocated((rows, *like.shape[1:]), None, dtype or like.dtype, like.device)
 
 

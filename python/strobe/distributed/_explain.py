@@ -68,7 +68,7 @@ def explain(
 
 
 def _line(method: str, of: Facts, backward: bool, runs: bool, chosen: bool) -> str:
-    """chosen: by choose(), not by the caller."""
+    """The line about a method. chosen: whether choose() chose the method, not the caller."""
     name = f"  {method:7}"
     if (against := reason_against(method, of)) is not None:
         return f"{name}refused: {against}"

@@ -15,10 +15,10 @@ from ._exchange import Underway, begin, room
 from ._ranges import Ranges, common, count, places
 
 _GROUPS = 4  # groups of key heads at most: while one is computed, the next one is in flight
-# The bytes that a rank receives, and in the backward sends back, for a group of key heads: with less, the host's cost of a further group
-# before the first one is computed (0.3 ms on a GPU's host) exceeds the time saved by the shorter first transfer.
+# The least bytes that a rank receives, and in the backward sends back, for a group of key heads. With fewer, the host's cost of a further
+# group (0.3 ms on a GPU's host) would exceed the time saved by the shorter first transfer.
 LEAST_BYTES = {"cuda": 2**26, "cpu": 2**21}
-_MOST_PIECES = 8  # runs of rows that are copied one by one; more are gathered by index, which reads and writes them twice
+_MOST_PIECES = 8  # up to this many runs of rows are copied one by one; more are gathered by index, which reads and writes rows twice
 
 
 class Route(NamedTuple):
@@ -27,8 +27,8 @@ class Route(NamedTuple):
     sent: tuple[Ranges, ...]  # to each rank, positions
     got: tuple[Ranges, ...]  # from each rank
     seen: Ranges
-    to: list[int]  # how many are sent to each rank
-    of: list[int]  # and got from each
+    to: list[int]  # how many rows are sent to each rank
+    of: list[int]  # how many rows are got from each rank
 
 
 @lru_cache(maxsize=256)
@@ -59,7 +59,7 @@ def pieces_sent(plan: Plan, rank: int) -> Ranges:
 
 
 class Keys:
-    """The keys and values of one group of key heads after the other; the next one is in flight."""
+    """The keys and values of one group of key heads after another; the next group is in flight while one is used."""
 
     def __init__(self, call: RankCall, of_gradients: int = 0):
         """of_gradients: bytes per number of the gradients that go back."""

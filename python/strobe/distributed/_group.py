@@ -36,8 +36,8 @@ def group_of(group: ProcessGroup | None, mesh: Any = None) -> ProcessGroup:
 
 
 class Levels(NamedTuple):
-    """The names of two groups of a rank: the ranks of its node, and the ranks with its place in the other nodes; and the number of ranks in
-    a node."""
+    """The names of two groups of a rank (the ranks of its node, and the ranks at the same place in the other nodes), and the number of
+    ranks in a node."""
 
     inside: str
     across: str
@@ -48,7 +48,7 @@ def groups_of(group: ProcessGroup | None, mesh: Any) -> tuple[ProcessGroup, Leve
     """Like group_of(); for a mesh of two dimensions, nodes and places in a node, all of its ranks, node by node."""
     if group is not None or getattr(mesh, "ndim", None) != 2 or not hasattr(mesh, "get_group"):
         return group_of(group, mesh), None
-    if not torch.compiler.is_compiling():  # numbers in tensors are then not known
+    if not torch.compiler.is_compiling():  # under a compiler, numbers in tensors are not known
         ranks = mesh.mesh.flatten().tolist()
         if ranks != sorted(ranks):
             raise ValueError(f"mesh: of ranks {mesh.mesh.tolist()}; accepted are ascending ones, node by node")
@@ -72,7 +72,7 @@ def of_name(name: str) -> ProcessGroup:
 
 
 def on_host(group: ProcessGroup) -> ProcessGroup:
-    """A group of the same ranks for tensors in host memory: itself, or a gloo group that all its ranks create on first use."""
+    """A group of the same ranks for tensors in host memory: the group itself, or a gloo group that all its ranks create on first use."""
     if "cpu" in _devices(group):
         return group
     found = _ON_HOST.get(group)
@@ -82,8 +82,8 @@ def on_host(group: ProcessGroup) -> ProcessGroup:
 
 
 def _of_gloo(group: ProcessGroup) -> ProcessGroup:
-    """Not dist.new_group(): all processes would have to call it, or, with use_local_synchronization, to be in equally many groups, because
-    that number is part of the name by which the ranks find one another."""
+    """A new gloo group. dist.new_group() cannot make it: all processes would have to call that, or, with use_local_synchronization, be in
+    equally many groups, because that number is part of the name by which the ranks find one another."""
     if not dist.is_gloo_available():
         raise ValueError("group: without a backend for tensors in host memory, and this PyTorch has no gloo; accepted is one that has it")
     name, rank, size = f"{group.group_name}/strobe", group.rank(), group.size()
@@ -101,7 +101,7 @@ def _of_gloo(group: ProcessGroup) -> ProcessGroup:
 
 
 def _limit(group: ProcessGroup) -> datetime.timedelta:
-    """How long its ranks wait for one another."""
+    """How long the group's ranks wait for one another."""
     backend = group._get_backend(group._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
 
@@ -111,5 +111,5 @@ def _devices(group: ProcessGroup) -> set[str]:
 
 
 def takes(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether it has a backend for tensors on that device."""
+    """Whether the group has a backend for tensors on that device."""
     return device.type in _devices(group)

@@ -1,4 +1,4 @@
-"""Heads are exchanged for tokens: each rank computes some heads of all tokens."""
+"""Method "heads": ranks exchange heads for tokens, so that each rank computes some heads of all tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Places(NamedTuple):
     counts: list[int]  # per rank
     order: Order | None  # of the tokens, as they arrive
     tokens: Ranges  # of all ranks
-    positions: Tensor  # of each rank's tokens, one rank after another, among all
+    positions: Tensor  # the positions, among all tokens, of each rank's tokens, one rank after another
 
 
 @lru_cache(maxsize=256)
@@ -123,7 +123,7 @@ class Whole:
         return self.own_scores.of_rows(rows, given.shape[0])
 
     def local(self, q: Tensor, k: Tensor, v: Tensor, scores: Results) -> Call:
-        """scores: mask and bias of all rows, if their rows are not broadcast."""
+        """The call of the library. scores: mask and bias of all rows, if their rows are not broadcast."""
         call, plan = self.call, self.call.plan
         local = call.local(q, k, v, self.heads, (self.q.tokens, self.k.tokens))
         local.arrays.update(scores)
@@ -149,7 +149,7 @@ def needs_part(call: Call) -> bool:
 
 
 def longest(cu_q: tuple[int, ...], cu_k: tuple[int, ...], options: dict[str, object]) -> dict[str, object]:
-    """max_seqlen_q and max_seqlen_k, as a part would have them."""
+    """The options max_seqlen_q and max_seqlen_k with the values that a part would give them."""
     most = {
         name: max((end - begin for begin, end in pairwise(cu)), default=0) for name, cu in (("max_seqlen_q", cu_q), ("max_seqlen_k", cu_k))
     }
@@ -157,7 +157,7 @@ def longest(cu_q: tuple[int, ...], cu_k: tuple[int, ...], options: dict[str, obj
 
 
 def most_rows(plan: Plan, rank: int) -> int:
-    """The number of rows of a mask or bias with rows for the rank's queries: for packed sequences those of the longest one here."""
+    """The number of rows of a mask or bias for the rank's queries: for packed sequences, those of the sequence that is longest here."""
     return max(rows_of_sequences(plan.q[rank], plan.cu_q), default=0)
 
 
@@ -182,7 +182,7 @@ class ScoreRows:
         return rows
 
     def of_rows(self, rows: Tensor, batch: int) -> Tensor:
-        """batch: 1 adds up the rows that sequences share."""
+        """The inverse of to_rows(). batch: 1 adds up the rows that sequences share."""
         if not self.packed:
             return rows.movedim(0, 2)
         found = rows.new_zeros((batch, self.most, *rows.shape[1:]))
@@ -212,7 +212,7 @@ class Forward:
 
     def run(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         call, whole = self.call, self.whole
-        del self._example  # its memory is used again
+        del self._example  # so that its memory is used again
         q, k, v = (call.tokens(on.to_heads(call.rows(x))) for on, x in ((whole.q, call.q), (whole.k, call.k), (whole.k, call.v)))
         out, lse = self.made.values()
         forward_into(whole.local(q, k, v, whole.scores()), out, lse)

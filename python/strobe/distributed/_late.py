@@ -22,8 +22,8 @@ _LEFT = "strobe/left"
 
 @dataclass
 class _Left:
-    """How often this process has left, whether the store says so now, and how many more times others had left when this one raised for
-    them."""
+    """Counts of this process: how often it has left, whether the store says now that it has, and how many more times other processes had
+    left when this one raised because of them."""
 
     times: int = 0
     is_told: bool = False
@@ -41,7 +41,7 @@ class AnotherLeftError(Exception):
 
 
 def leave(failure: Exception) -> None:
-    """Tells the ranks that wait for this one why it does not come. It does not know in which group they wait."""
+    """Tells the ranks that wait for this rank why it does not come. It does not know in which group they wait."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _left.times += 1
         with contextlib.suppress(Exception):  # the store's process has ended
@@ -59,8 +59,8 @@ def come_back() -> None:
 
 
 def _failure_of(ranks: Sequence[int]) -> Exception | None:
-    """The error of the first rank that has left, and not for the same reason as this one: a program with wrong calls may fail on all ranks,
-    and then none of them waits for another."""
+    """The error of the first rank that has left, unless this rank left for the same reason: a program with wrong calls may fail on all
+    ranks, and then no rank waits for another."""
     try:
         store = _store()
         if not store.check([_LEFT]):
@@ -80,7 +80,7 @@ KINDS: dict[str, type[Exception]] = {of.__name__: of for of in (TypeError, Value
 
 
 def told(failure: Exception) -> tuple[str, str]:
-    """Its type, and its message."""
+    """The error's type and message."""
     kind = next((name for of in type(failure).__mro__ if (name := of.__name__) in KINDS), None)
     return (kind, str(failure)) if kind and str(failure) else ("RuntimeError", f"{type(failure).__name__}: {failure}")
 
@@ -96,7 +96,7 @@ def _store() -> Any:
 
 
 class Waits:
-    """How long a rank waits for the others, and its error if they do not come. seconds: None for the group's own limit."""
+    """How long a rank waits for the other ranks, and its error if they do not come. seconds: None for the group's own limit."""
 
     def __init__(self, group: ProcessGroup, seconds: float | None):
         self.group, self.seconds = group, seconds
@@ -118,7 +118,7 @@ class Waits:
                     return
                 except RuntimeError:
                     if work.is_completed():
-                        work.wait()  # it finished at the time limit, or it failed: then this raises why
+                        work.wait()  # the work finished at the time limit, or it failed, and this raises why
                         return
                     if time.monotonic() >= until:
                         raise
@@ -149,7 +149,7 @@ class Waits:
 
 
 def _missing(group: ProcessGroup, seconds: float) -> list[int] | None:
-    """The ranks that do not report in the processes' common store that they wait as well; None if that is unknown."""
+    """The ranks that do not report, in the processes' common store, that they are waiting; None if that is unknown."""
     try:
         store = _store()
         prefix = f"strobe/{group.group_name}/failed"

@@ -1,4 +1,4 @@
-"""Two levels: the ranks of a node exchange heads for tokens, and each of them gathers the keys of its heads from other nodes."""
+"""Method "levels": the ranks of a node exchange heads for tokens, and each rank gathers the keys of its heads from other nodes."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def _against_rows(method: str, of: Facts) -> str | None:
 
 @lru_cache(maxsize=256)
 def choose(of: Facts, method: str | None, of_world: bool) -> tuple[str, str | None]:
-    """The requested method, or the one with the least predicted time of those that support the call; and the reason against it.
-    of_world: whether bits must not depend on the number of ranks."""
+    """The requested method, or else the method with the least predicted time among those that support the call; and the reason against the
+    method. of_world: whether bits must not depend on the number of ranks."""
     if of_world:
         against = reason_against("heads", of)
         return "heads", against and f"deterministic: 'world', which needs method 'heads', and {against}"
@@ -58,5 +58,5 @@ def choose(of: Facts, method: str | None, of_world: bool) -> tuple[str, str | No
         return "levels", None
     taken = [name for name in METHODS if reason_against(name, of) is None]
     if not taken:
-        return "heads", reason_against("heads", of)  # it supports what the others refuse
+        return "heads", reason_against("heads", of)  # "heads" supports what the other methods refuse
     return min(taken, key=lambda name: seconds(name, of)), None

@@ -41,7 +41,7 @@ forward = torch.ops.strobe.distributed_forward.default
 backward = torch.ops.strobe.distributed_backward.default
 _NAMES = tuple(GRADIENTS.values())  # q, k, v, bias, sinks
 WORLD = "world"  # a value of deterministic
-# Options that may differ between ranks: they only say how a rank runs its share.
+# Options that may differ between ranks, because they only say how a rank runs its share.
 _LOCAL = frozenset({"threads", "check", "reserved_sms"})
 CU = ("cu_seqlens_q", "cu_seqlens_k")
 _READ = frozenset({*BLOCKS, "seqused_k"})  # tensors whose numbers may be read before the call is made, beside CU
@@ -67,7 +67,7 @@ def plan_of(call: Call, sharding_q: Sharding, sharding_k: Sharding) -> Plan:
 
 @lru_cache(maxsize=256)
 def _plan(sharding_q: Sharding, sharding_k: Sharding, *more: Any) -> Plan:
-    """One object per plan, by which derived values are cached."""
+    """A Plan; equal arguments give the same object, so that derived values are cached under it."""
     return Plan(sharding_q.ranges, sharding_k.ranges, *more)
 
 
@@ -92,7 +92,7 @@ def _blocks(call: Call) -> Blocks | None:
 
 
 class Judged(NamedTuple):
-    """The kept result for a call that was valid. The same call on other tensors, of the same shapes and strides, is valid again."""
+    """The kept result of the checks of a valid call. The same call on other tensors of the same shapes and strides is valid again."""
 
     plan: Plan
     reserved_sms: int
@@ -126,7 +126,7 @@ class _Own:
 
 
 def size_of(levels: Levels | None) -> int:
-    """The number of ranks in a node; 0 if it was not given."""
+    """The number of ranks in a node; 0 if none was given."""
     return 0 if levels is None else levels.size
 
 
@@ -178,7 +178,7 @@ def _mask_of_blocks(call: Call, plan: Plan) -> object:
 
 
 def _but(x: Tensor, axis: int) -> tuple[object, ...]:
-    """The shape without the axis of tokens, whose number differs between ranks."""
+    """x's shape without `axis`, that of tokens, whose number differs between ranks."""
     return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
 
 
@@ -204,7 +204,7 @@ def _started(of_caller: Call, own: _Own, of: str, build: Callable[[RankCall], Pa
         else:
             ask_for(known.memory, q.device)
         made.prepare()
-    except Exception as refused:  # of any type: the others must be told
+    except Exception as refused:  # of any type, because the other ranks must be told
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
     if own.agrees:
@@ -358,7 +358,7 @@ def _differentiable_backward(*arguments: Any, **given: Any) -> list[Tensor]:
 
 
 def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The operator, without the dispatcher where it would lead straight to run_forward: it would read fifty arguments one by one."""
+    """The operator, without the dispatcher, which reads fifty arguments one by one, where that would lead straight to run_forward."""
     if is_plain((q, k, v, *given.values())):
         return run_forward(q, k, v, **given)
     with torch._C._AutoDispatchBelowAutograd():

@@ -1,4 +1,4 @@
-"""How many bytes a method moves, and how long a call takes, by a model of constant rates."""
+"""The bytes that a method moves, and the time of a call, by a model of constant rates."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Rates(NamedTuple):
     sms: int = 0  # multiprocessors with which transfers reach the rate of the link
 
 
-# A GPU's are those of an H200: bf16 forward of parts and of whole problems by cuda-sm90, and all_gather over NVLink as it was measured; how
-# many multiprocessors that takes is a guess. A CPU's are two cores and gloo on one host.
+# The GPU's rates were measured on an H200: the bf16 forward of parts and of whole problems by cuda-sm90, and all_gather over NVLink; the
+# number of multiprocessors that all_gather takes is a guess. The CPU's rates are those of two cores and gloo on one host.
 RATES = {"cuda": Rates(3.1e14, 3.3e14, 3.1e11, 2e-5, 16), "cpu": Rates(1e11, 1e11, 1e9, 3e-4)}
 # With these, method "heads", too, makes calls on parts: the library must know the heads' indices in the whole problem.
 OF_HEADS = ("dropout", "block_mask of several heads")
-_STATISTIC = 4  # bytes
+_STATISTIC = 4  # bytes of lse or another statistic of a row
 
 
 @lru_cache(maxsize=256)
@@ -47,7 +47,7 @@ def _pairs(start: int, length: int, seqlen_q: int, seqlen_k: int, band: Band) ->
     def below(first: int, n: int, most: int) -> int:
         """The sum of min(max(x, 0), most) over x = first ... first + n - 1."""
 
-        def upto(x: int) -> int:  # over 1 ... x
+        def upto(x: int) -> int:  # the sum over 1 ... x
             x = max(x, 0)
             rising = min(x, most)
             return rising * (rising + 1) // 2 + (x - rising) * most
@@ -61,7 +61,7 @@ def _pairs(start: int, length: int, seqlen_q: int, seqlen_k: int, band: Band) ->
 
 
 class Moved(NamedTuple):
-    """Bytes that the busiest rank receives, and the number of collective calls; the backward has the same again if gradients go back."""
+    """Bytes that the busiest rank receives, and the number of collective calls. In a backward, gradients that go back count once more."""
 
     forward: int
     backward: int
@@ -70,7 +70,7 @@ class Moved(NamedTuple):
 
 
 def moved(method: str, of: Facts) -> Moved:
-    """Does not count what a rank sends to itself."""
+    """The bytes that a method moves, without those that a rank sends to itself."""
     plan, world, batch, (d, dv) = of.plan, of.plan.world, of.batch, of.columns
     size, sum_bytes = of.itemsize, max(of.itemsize, 4)
     tokens_q, tokens_k = [count(x) for x in plan.q], [count(x) for x in plan.k]
@@ -121,7 +121,7 @@ def _of_members(plan: Plan, members: range) -> Plan:
 
 
 class Seconds(NamedTuple):
-    """For the slowest rank: compute, transfers, and their time together as the method overlaps them."""
+    """The seconds of the slowest rank: of compute, of transfers, and of both together as the method overlaps them."""
 
     compute: float
     transfer: float

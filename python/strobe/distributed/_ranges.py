@@ -30,7 +30,7 @@ def count(ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def within(ranges: Ranges, begin: int, end: int) -> Ranges:
-    """The part of the ranges in [begin, end), counted from begin on."""
+    """The positions of the ranges in [begin, end), as ranges counted from `begin` on."""
     found = []
     for start, length in ranges[max(bisect_right(ranges, (begin,)) - 1, 0) :]:
         if start >= end:

@@ -1,4 +1,4 @@
-"""Keys go round: each rank has one rank's keys at a time, and merges its results over them."""
+"""Method "ring": keys go round; each rank has the keys of one rank at a time, and merges its results over them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Round:
 
 @lru_cache(maxsize=1024)
 def sees(plan: Plan, rank: int, owner: int) -> bool:
-    """Whether some query of the rank sees a key of the other one."""
+    """Whether some query of the rank sees a key of `owner`."""
     return bool(common(plan.seen(rank), plan.k[owner]))
 
 
 class Ring:
-    """The turns of a call: in each, the keys of one rank are here, and the library is called on the visible ones."""
+    """The turns of a call: in each, this rank has the keys of one rank, and calls the library if some are visible."""
 
     def __init__(self, call: RankCall):
         self.call = call
@@ -118,7 +118,7 @@ class Forward:
 
 
 class Backward:
-    """Gradients of keys go round with their keys, and one step further, back to their owner."""
+    """The backward: gradients of keys go round with the keys, and one step further, back to the keys' owner."""
 
     def __init__(self, call: RankCall, given: Results, saved: list[Tensor]):
         self.call, self.given, self.ring = call, given, Ring(call)

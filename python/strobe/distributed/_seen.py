@@ -17,7 +17,8 @@ from ._ranges import Ranges, common, union, within
 
 
 class Band(NamedTuple):
-    """i + offset - left <= j <= i + offset + right; None: no bound. The offset aligns the ends of sequences, or else their beginnings."""
+    """Query i sees the keys i + offset - left <= j <= i + offset + right; None: no bound. The offset aligns the ends of a sequence's
+    queries and keys, or else their beginnings."""
 
     left: int | None = None
     right: int | None = None
@@ -34,7 +35,7 @@ class Band(NamedTuple):
         return seqlen_k - seqlen_q if self.bottom_right else 0
 
     def keys(self, first: int, last: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """The first of the keys that some of the queries first ... last sees, and how many they are."""
+        """The first key that some of the queries first ... last sees, and the number of such keys."""
         offset = self.offset(seqlen_q, seqlen_k)
         low = 0 if self.left is None else max(first + offset - self.left, 0)
         high = seqlen_k if self.right is None else min(last + offset + self.right + 1, seqlen_k)
@@ -42,8 +43,8 @@ class Band(NamedTuple):
 
 
 class Blocks:
-    """The blocks of a block mask that some sequence and some head keeps: for each row of blocks the ranges of columns. A digest says
-    whether two are equal."""
+    """The blocks of a block mask that some sequence and some head keeps: for each row of blocks the ranges of columns. Two Blocks are
+    equal if their digests are equal."""
 
     def __init__(self, block_q: int, block_k: int, rows: tuple[Ranges, ...]):
         self.block_q, self.block_k, self.rows = block_q, block_k, rows
@@ -59,12 +60,12 @@ class Blocks:
         return f"Blocks({self.block_q}, {self.block_k}, {self.digest[:16]})"
 
 
-# By the offsets of a mask that a call was given, and by the number of writes to them since.
+# Blocks by a mask's offsets, and by the number of writes to these so far.
 _KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def blocks_of(rows: Tensor, cols: Tensor, columns: int, block_q: int, block_k: int) -> Blocks:
-    """From a CSR in host memory, (B, H, query blocks + 1), with this many columns."""
+    """The Blocks of a CSR in host memory, (B, H, query blocks + 1), with this many columns."""
     changes = [None if x.is_inference() else x._version for x in (rows, cols)]  # inference tensors do not count writes
     version = (*changes, cols.data_ptr(), block_q, block_k)
     found = _KNOWN.get(rows)
@@ -106,8 +107,8 @@ def seen_keys(q: Ranges, cu_q: Sequence[int], cu_k: Sequence[int], band: Band, b
 
 
 def work_of_tokens(seqlen: int, cu: Sequence[int], band: Band, block_mask: BlockMask | None) -> Tensor:
-    """The number of keys that each query sees, where queries and keys are the same tokens: int64 (seqlen,). Block masks count by whole
-    blocks, their share of the band's keys."""
+    """The number of keys that each query sees, where queries and keys are the same tokens: int64 (seqlen,). With a block mask, an estimate:
+    at most the sequence's length times the fraction of the query's blocks that the mask keeps."""
     work = torch.zeros(seqlen, dtype=torch.int64)
     share = None
     if block_mask is not None:

@@ -52,8 +52,8 @@ class Sharding:
 
     seqlen: int
     ranges: tuple[Ranges, ...]
-    encoded: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the operators' form of it
-    digest: str = field(init=False, repr=False, compare=False)  # stands for it in keys
+    encoded: tuple[int, ...] = field(init=False, repr=False, compare=False)  # the sharding in the operators' form
+    digest: str = field(init=False, repr=False, compare=False)  # stands for the sharding in keys of calls
 
     def __post_init__(self) -> None:
         wrong: Wrong = []
@@ -142,7 +142,7 @@ class Sharding:
 
     @classmethod
     def _dealt(cls, seqlen: int, world_size: int, grain: int, before: list[int]) -> Sharding:
-        """Deals blocks, the one with most work first, each to the rank with the least work among those that have room for one more."""
+        """Deals blocks, those with most work first, each to the rank with the least work among the ranks that have room for one more."""
         blocks = [(begin, end) for begin, end in _cuts(seqlen, grain * world_size) if end > begin]
         room = -(-len(blocks) // world_size)
         work, ranges = [0] * world_size, [[] for _ in range(world_size)]  # type: tuple[list[int], list[list[tuple[int, int]]]]
@@ -267,7 +267,7 @@ def part_of(
 
 
 def rows_of_sequences(ranges: Ranges, cu: Sequence[int]) -> list[int]:
-    """How many of the tokens each sequence has."""
+    """The number of tokens in the ranges that belong to each sequence."""
     return [count(within(ranges, begin, end)) for begin, end in itertools.pairwise(cu)]
 
 
