@@ -1,4 +1,4 @@
-"""The progress of a long command: a bar on a terminal, elsewhere a line now and then."""
+"""The progress of a long command: a bar on a terminal, elsewhere a line from time to time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import TracebackType
 from rich import progress
 from rich.console import Console
 
-_FIRST, _EVERY = 10.0, 30.0  # seconds to the first line, and between two
-_ENOUGH = 8  # finished ones that are enough to predict the time of the others
+_FIRST, _EVERY = 10.0, 30.0  # seconds to the first line, and between two lines
+_ENOUGH = 8  # this many finished items are enough to predict the time of the others
 
 
 def duration(seconds: float) -> str:
@@ -17,7 +17,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """What: "kernels compiled", of which there will be ``total``."""
+    """Progress over ``total`` items. what: what is counted, e.g. "kernels compiled"."""
 
     def __init__(self, what: str, total: int, console: Console) -> None:
         columns = (
@@ -41,7 +41,7 @@ class Progress:
             self._bar.stop()
 
     def update(self, done: int, now: str) -> None:
-        """done: how many in all; now: the latest one."""
+        """done: how many items are finished in all; now: the latest item."""
         self._bar.update(self._task, completed=done, description=now)
         past = perf_counter() - self._began
         if not self._console.is_terminal and past >= self._next and done < self._total:

@@ -1,4 +1,4 @@
-"""Timing several functions fairly: warmed up, their repeats interleaved in shuffled order, medians. And the count of their work."""
+"""Times several functions fairly: after a warm-up, repeats are interleaved in shuffled order, and medians count. Also counts their work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def samples(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Cal
 
 
 def medians_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, float]:
-    """The same by CUDA events on the current stream: the time on the GPU, whatever the host takes meanwhile.
+    """The same by CUDA events on the current stream: the time on the GPU, without that of the host.
 
     As in a training step, under load: all calls are launched without a stop, after rounds that are not counted and have brought clocks and
     power to a steady state. Each call finds an L2 cache of other data, none of which must be written back. If the calls are too short

@@ -1,1 +1,1 @@
-"""``strobe bench``: speed, beside others in the same run."""
+"""``strobe bench``: Strobe's speed beside other attentions, in the same run."""

@@ -146,7 +146,7 @@ def masks(repeats: int) -> list[dict[str, Any]]:
 
 
 def memory_use() -> list[dict[str, Any]]:
-    """The peak beyond the inputs at two lengths, and the bytes per further token."""
+    """The peak of memory beyond the inputs at two lengths, and the bytes per further token."""
     rows = []
     for dtype in DTYPES:
         peaks = {length: memory.peak(length, dtype) for length in LENGTHS}

@@ -1,4 +1,4 @@
-"""The peak of memory that an attention takes, forward and backward, beyond its inputs. A process of its own for each measurement:
+"""The peak of memory that an attention takes, forward and backward, beyond its inputs. Each measurement has a process of its own:
 ``python -m strobe_tools.bench.memory LENGTH DTYPE`` prints bytes."""
 
 from __future__ import annotations

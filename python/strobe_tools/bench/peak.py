@@ -15,7 +15,7 @@ _SECONDS, _REPEATS = 0.05, 5
 
 
 def measure(threads: int) -> dict[str, float]:
-    """FLOP/s of each kind of instruction that the machine has ("fma", "dot", "tile"), all threads together. Empty without a C compiler."""
+    """FLOP/s, over all threads, of each kind of instruction that the machine has ("fma", "dot", "tile"). Empty without a C compiler."""
     library = _compile()
     if library is None:
         return {}

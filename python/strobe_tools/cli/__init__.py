@@ -54,18 +54,18 @@ def main() -> None:
     except OSError:
         if (reason := _output_fails()) is None:
             raise
-        # Python writes the rest of the output once more as it ends, and would fail again.
+        # As it ends, Python writes the rest of the output once more, and would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         click.echo(f"Error: the output cannot be written: {reason}", err=True)
         sys.exit(1)
 
 
 def _output_fails() -> str | None:
-    """Why the standard output cannot be written any more: an error does not say to which file it belongs."""
+    """Why the standard output can no longer be written; None if it can. (An error of writing does not say to which file it belongs.)"""
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError as failure:
         return failure.strerror
-    except (AttributeError, ValueError):  # it does not exist, or is no file
+    except (AttributeError, ValueError):  # the standard output does not exist, or is no file
         pass
     return None

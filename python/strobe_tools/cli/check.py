@@ -17,8 +17,8 @@ from rich.table import Table
 import strobe
 from strobe_tools.requirements import require
 
-# The largest error accepted: some ulps, which a correct result keeps at these sizes and a wrong one exceeds. The test suite measures how
-# accurate an engine is relative to the plain formulas.
+# The largest error accepted: some ulps. At these sizes correct results stay below it, and wrong results exceed it. (The test suite measures
+# an engine's accuracy relative to the plain formulas.)
 TOLERANCE = {"float64": 1e-14, "float32": 2e-6, "float16": 2.0**-9, "bfloat16": 2.0**-6}
 
 SHAPES = {  # batch, heads, heads_kv, Sq, Sk, D, Dv
@@ -61,14 +61,14 @@ def _problem(case: Case, seed: int) -> Problem:
 
     def normal(*shape: int, dtype: str = case.dtype) -> Any:
         x = rng.standard_normal(shape, dtype=np.float32)
-        if dtype == "bfloat16":  # NumPy has none
+        if dtype == "bfloat16":  # NumPy has no bfloat16
             import torch
 
             return torch.from_numpy(x).bfloat16()
         return x.astype(dtype)
 
     def beside(x: Any) -> Any:
-        """As torch tensors if q is one."""
+        """x as a torch tensor if q is one."""
         if case.dtype == "bfloat16":
             import torch
 

@@ -28,7 +28,7 @@ from strobe_tools.values import known
 
 Result = TypeVar("Result")
 
-# One feature alone: tensors and options beside q, k and v. B, H, S: of the example.
+# Features: the tensors and options of each beside q, k and v. B, H, S: the sizes of the example.
 _B, _H, _S = 2, 4, 4096
 _SCORES = (_B, _H, _S, _S)
 _STARTS = Shape((_B + 1,), "int32")
@@ -59,17 +59,17 @@ FEATURES: dict[str, tuple[dict[str, Shape], dict[str, Any]]] = {
 }
 HEAD_DIMS = tuple(range(32, 257, 32))
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-# The length for which the Hopper backward uses another tile than at _S, beyond d 64.
+# Lengths at which the Hopper backward uses another tile than at _S, for head dimensions beyond 64.
 _OTHER_LENGTHS = {"plain": 512, "causal": 8192, "deterministic": 8192}
-_SMALL = 512  # tokens of a call for which it takes 64 keys a block, up to d 160
-# Tokens of a sequence and how many, up to d 64: two stages of keys, in line or not, and dQ in shared memory.
+_SMALL = 512  # tokens of a call for which the Hopper backward takes 64 keys a block, up to head dimension 160
+# (Tokens of a sequence, number of sequences) for forms up to head dimension 64: two stages of keys, in line or not; dQ in shared memory.
 _SHORT = ((512, 16), (512, 33), (1024, 16))
 _AS_WIDE = ("bias", "sinks")  # with float64 they are float64
-_EVERY_DIM = ("plain", "causal")  # the other features are compiled for these dimensions alone
+_EVERY_DIM = ("plain", "causal")  # features compiled for every dimension; the other features are compiled for these dimensions alone
 _FEATURE_DIMS = (64, 128)
-# --common: what transformers are mostly trained and run with.
+# --common: the calls with which transformers are mostly trained and run.
 _COMMON_DTYPES, _COMMON_DIMS, _COMMON_FEATURES = ("bfloat16",), (64, 128), ("plain", "causal", "varlen")
-# Per kernel, on the average of the table: seconds of one core of a server, and bytes in the cache.
+# Seconds of one core of a server, and bytes in the cache, per kernel, averaged over the table.
 _SECONDS, _BYTES = 0.7, 65_000
 
 
@@ -246,14 +246,14 @@ def command(
 
 @contextlib.contextmanager
 def _ended_by_interrupts() -> Iterator[None]:
-    """Ctrl-C ends all processes at once. As an exception it would wait, as the pool ends, for a lock that one of its processes holds, and
-    if it comes while Python frees an object it would be lost."""
+    """Ctrl-C ends all processes at once. As an exception, Ctrl-C would wait, as the pool ends, for a lock that a process of the pool holds,
+    and would be lost if it came while Python frees an object."""
 
     def end(*_: object) -> None:
         for process in active_children():
             process.terminate()
         os.write(2, b"Aborted!\n")
-        with contextlib.suppress(Exception):  # it may have been interrupted while it was written to
+        with contextlib.suppress(Exception):  # Ctrl-C may have come during a write
             sys.stdout.flush()
         os._exit(130)
 

@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def parse(cls, written: str) -> Shape:
-        """B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv."""
+        """The shape written as B,H,S,D or B,H,Hkv,Sq,Sk,D,Dv."""
         sizes = [int(size[:99]) if size.strip().isdecimal() else 0 for size in written.split(",")]
         if len(sizes) == 4:
             batch, heads, seqlen, dim = sizes
@@ -121,7 +121,7 @@ def tensors(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(case: Case, repeats: int) -> Found:
-    """Raises NotImplementedError if the engine does not support the call."""
+    """The tiles of a case, timed. Raises NotImplementedError if the engine does not support the call."""
     import torch
 
     q, k, v = tensors(case)
@@ -189,12 +189,12 @@ def command(
     shown = Table("call", "fastest tile", "usual", "gain", "tried")
     measured: list[dict[str, Any]] = []
     winners: list[dict[str, Any]] = []
-    os.environ["STROBE_TUNING"] = "0"  # the usual tile is the one without a table
+    os.environ["STROBE_TUNING"] = "0"  # the usual tile is that chosen without a table
     for case in cases(shapes, dtype or ("bfloat16",), engine or ENGINES, direction or ("forward", "backward"), deterministic):
         try:
             found = measure(case, repeats)
         except NotImplementedError:
-            continue  # the engine does not support it
+            continue  # the engine does not support the call
         except (torch.OutOfMemoryError, MemoryError) as refusal:
             console.print(f"[yellow]not measured[/yellow] {case}: {str(refusal).splitlines()[0]}", soft_wrap=True, highlight=False)
             continue

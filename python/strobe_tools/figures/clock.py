@@ -1,4 +1,4 @@
-"""Times calls that may not fit. On the CPU it is processor time, of one thread: other programs do not count."""
+"""Times calls that may not fit in memory. On the CPU the time is one thread's processor time: other programs do not count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STARTING = 10.0  # seconds that a first call on a GPU may take to load libraries
 
 
 class RefusedError(Exception):
-    """A call that cannot be made, in few words: out of memory, or the library's error."""
+    """The reason, in few words, why a call cannot be made: out of memory, or the library's error."""
 
 
 def attempt(call: Call) -> Any:
@@ -55,8 +55,8 @@ def once(call: Call, setting: Setting) -> float:
 
 
 def times(calls: Mapping[str, Call], setting: Setting, warm: bool = False) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds of each call; and notes: the reasons of those that refuse, and how far the calls of one point differ, if much. Medians of as
-    many calls as the budget allows, at least three, after one that is not counted; warm: that one was already made."""
+    """Seconds of each call, and notes: the reasons of calls that are refused, and how far the calls of one point differ, if much. Seconds
+    are medians of as many calls as the budget allows, at least three, after a first call that is not counted. warm: that call was made."""
     patience = max(PATIENCE * setting.budget, STARTING if setting.on_gpu else 0.0)
     single: dict[str, float] = {}
     notes: dict[str, str] = {}

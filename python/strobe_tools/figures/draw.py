@@ -1,5 +1,5 @@
-"""The pictures, from the CSV files. Okabe and Ito's colours, which every kind of colour vision distinguishes; markers and hatches say the
-same."""
+"""The pictures, from the CSV files. Colours are Okabe and Ito's, which every kind of colour vision distinguishes; markers and hatches say
+the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY, BROWN, PURPLE =
     "#7F4F24",
     "#4B2E83",
 )
-# By the first of these words in a method's name, so that it looks the same in every picture and on every machine.
+# Colour and marker by the first of these words in a method's name, so that a method looks the same in every picture and on every machine.
 LOOKS = {
     "Strobe": (VERMILLION, "o"),
     "math": (BLUE, "s"),
@@ -86,7 +86,7 @@ def save(figure: Figure, path: Path, where: str) -> Path:
 
 
 def _save_png(figure: Figure, path: Path) -> None:
-    """With a palette: less than half the bytes."""
+    """Writes the PNG with a palette, which takes less than half the bytes."""
     figure.set_dpi(PNG_DPI)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -107,7 +107,7 @@ def _number(x: float) -> str:
 
 
 def _bars(axes: Axes, names: Sequence[str], values: Sequence[float | None], colours: Sequence[str], unit: str, **how: Any) -> None:
-    """Bars with their figures on top; a missing one says so."""
+    """Bars with their figures on top; a missing bar says so."""
     for i, (value, colour) in enumerate(zip(values, colours, strict=True)):
         if value is None:
             axes.text(i, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=7, color="#555555")
@@ -149,7 +149,7 @@ def _lines(axes: Axes, rows: Sequence[Row], by: str, x: str, y: Callable[[Row], 
 
 
 def _legend(figure: Figure, handles: Sequence[Any], ncols: int) -> None:
-    """Below the pictures, outside their curves, column by column; the last row is left to the machine's name."""
+    """A legend below the pictures, column by column; the last row is left to the machine's name."""
     rows, blank = -(-len(handles) // ncols), Line2D([], [], linestyle="none", label=" ")
     columns = [[*handles[i : i + rows], *[blank] * (rows + 1 - len(handles[i : i + rows]))] for i in range(0, len(handles), rows)]
     shown = [handle for column in columns for handle in column]

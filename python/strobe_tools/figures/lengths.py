@@ -21,7 +21,7 @@ from .clock import RefusedError, attempt, release, times
 SHAPE = {"cuda": (2, 8, 64), "cpu": (1, 2, 64)}  # batch, heads, head dimension
 LONGEST = {("cuda", False): 65536, ("cuda", True): 8192, ("cpu", False): 65536, ("cpu", True): 2048}
 CPU_LIMIT = 4 * 2**30  # bytes that a method may take beyond what its process holds to begin with
-MOST_SECONDS = 25.0  # per call: if the next would take longer, by the square of its length, it is left out
+MOST_SECONDS = 25.0  # per call: the next length is left out if it would take longer, as the time grows with the square of the length
 
 
 def lengths(setting: Setting) -> list[int]:
@@ -79,7 +79,7 @@ def _gpu_peak(call: Callable[[], Any]) -> int:
 
 
 def _cpu_peak(call: Callable[[], Any]) -> int:
-    """The same for the process's resident pages."""
+    """Bytes of the process's resident pages that a call takes beyond those before."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")

@@ -51,7 +51,7 @@ def _standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sdpa(backend: str | None, causal: bool = False) -> Callable[..., Tensor]:
-    """backend None: PyTorch's own choice."""
+    """PyTorch's scaled_dot_product_attention by a backend; None: PyTorch's own choice."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -69,7 +69,7 @@ def _where(shape: Shape) -> Row:
 def _rates(
     attends: Mapping[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]], backward: bool, work: float, setting: Setting
 ) -> list[Row]:
-    """One row each: FLOP/s, or the reason why not."""
+    """One row for each call: FLOP/s, or the reason why there are none."""
     calls: dict[str, Call] = {}
     notes: dict[str, str] = {}
     for name, (attend, leaves) in attends.items():

@@ -119,7 +119,7 @@ FLASH_CPU, STROBE, BLOCK_SPARSE = "SDPA flash, no dropout", "Strobe", "Strobe, b
 
 
 def methods(device: str) -> dict[str, Attend]:
-    """The masks and dropout that a method lacks are in its name."""
+    """The methods by name; the name tells which of mask and dropout a method lacks."""
     backends = {EFFICIENT: sdpa("EFFICIENT_ATTENTION"), CUDNN: sdpa("CUDNN_ATTENTION"), FLASH2: sdpa("FLASH_ATTENTION", with_mask=False)}
     if device == "cpu":
         backends = {FLASH_CPU: sdpa("FLASH_ATTENTION", dropout=0.0)}

@@ -42,7 +42,7 @@ _BETWEEN = "spin_kernel"  # the kernel of torch.cuda._sleep
 
 
 def profile(calls: Iterable[Callable[[], Any]]) -> None:
-    """Must be called in a process under Nsight Compute."""
+    """Makes the calls so that Nsight Compute, under which the process must run, counts each."""
     import torch
 
     calls = list(calls)
@@ -72,7 +72,7 @@ def measured(module: str, arguments: list[str], count: int) -> list[dict[str, fl
 
 
 def parse(output: str) -> list[dict[str, float]]:
-    """From ncu's CSV: a sum of the counters for each call."""
+    """The sum of the counters of each call, from ncu's CSV."""
     calls: list[dict[str, float]] = []
     sums = dict.fromkeys(COUNTERS.values(), 0.0)
     for row in csv.DictReader(line for line in output.splitlines() if line.startswith('"')):

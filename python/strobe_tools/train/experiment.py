@@ -109,7 +109,7 @@ def _run(
     else:
         if resume:
             console.print(f"{name}: {checkpoint} does not exist; starts at step 0")
-        if first and checkpoint.exists():  # it may hold hours of training
+        if first and checkpoint.exists():  # a checkpoint may hold hours of training
             checkpoint.replace(checkpoint.with_suffix(".previous.pt"))
         trainer = Trainer(config, corpus, ranks)
     if config.device == "auto" and trainer.device.type == "cpu" and torch.cuda.is_available():

@@ -18,7 +18,7 @@ from strobe_tools.train.trainer import pick_device
 
 
 def launch(config: Config, *, text: Path | None, out: Path, resume: bool, console: Console) -> Result:
-    """experiment.train() in config.context_parallel processes, of which this is the first. Raises what it raises."""
+    """experiment.train() in config.context_parallel processes, of which this is the first. Raises what train() raises."""
     world = config.context_parallel
     device = pick_device(config).type
     if device == "cuda" and torch.cuda.device_count() < world:
@@ -48,7 +48,7 @@ def launch(config: Config, *, text: Path | None, out: Path, resume: bool, consol
 
 
 def _other(config: Config, text: Path | None, out: Path, resume: bool, rank: int, store: str, threads: int) -> None:
-    """Another rank, which prints and writes nothing."""
+    """The work of another rank, which prints and writes nothing."""
     torch.set_num_threads(threads)
     ranks = Ranks(config.context_parallel, rank, config.device, store)
     try:

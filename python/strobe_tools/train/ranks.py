@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This process among the training ones. All of them see the same batches, take the same steps, and have the same weights."""
+    """This process among those that train. All processes see the same batches, take the same steps, and have the same weights."""
 
     def __init__(self, world: int, rank: int, device: str, store: str | None) -> None:
         """store: a file through which the ranks find one another; None: they already are the default process group."""
@@ -38,7 +38,7 @@ class Ranks:
         return self.rank == 0
 
     def seed(self, seed: int, step: int) -> None:
-        """Each rank drops other elements of its tokens in each step, the same ones whenever the step is repeated."""
+        """Seeds dropout: each rank drops other elements in each step, and the same elements whenever the step is repeated."""
         torch.manual_seed((seed * 1_000_003 + step) * self.world + self.rank)
 
     def over_ranks(self, model: GPT) -> None:
@@ -71,7 +71,7 @@ class Ranks:
         return losses / (tokens.shape[0] * sharding.seqlen)
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each rank's gradients are those of its share of the loss."""
+        """Adds up the gradients over the ranks, because each rank's are those of its share of the loss."""
         for x in parameters:
             if x.grad is None:
                 x.grad = torch.zeros_like(x)

@@ -94,7 +94,7 @@ def _bf16_speedup(config: Config) -> float:
             start = time.perf_counter()
             a @ b
             times.append(time.perf_counter() - start)
-        return min(times)  # the least: other processes only ever add
+        return min(times)  # other processes only ever add time
 
     return seconds(torch.float32) / seconds(torch.bfloat16)
 
@@ -142,7 +142,7 @@ class Trainer:
     def __init__(self, config: Config, corpus: Corpus, ranks: Ranks | None = None) -> None:
         self.device = pick_device(config)
         self.ranks = ranks
-        precision = pick_precision(config, self.device)  # measured, and other ranks may measure otherwise
+        precision = pick_precision(config, self.device)  # depends on a measurement, which may differ between ranks
         self.config = config.replace(device=str(self.device), precision=precision if ranks is None else ranks.of_first(precision))
         self.corpus = corpus
         self.step = 0
@@ -158,9 +158,9 @@ class Trainer:
         self.validation = data.windows(corpus.validation, config.sequence, config.val_tokens)
         torch.manual_seed(config.seed)
         self.model = GPT(config).to(self.device)
-        # On a GPU, which would wait for the host, a batch's kernels are replayed as CUDA graphs. They write gradients to the same memory
+        # On a GPU, which would wait for the host, a batch's kernels are replayed as CUDA graphs. Graphs write gradients to the same memory
         # each time, so sums over batches lie elsewhere.
-        # They belong to a thread, PyTorch's for now to the main one (pytorch/pytorch#123177).
+        # Graphs belong to a thread, PyTorch's for now to the main thread (pytorch/pytorch#123177).
         self._replayed = config.compile and self.device.type == "cuda" and threading.current_thread() is threading.main_thread()
         mode = "reduce-overhead" if self._replayed else None
         self.loss: Callable[[Tensor], Tensor] = torch.compile(self.model.loss, mode=mode) if config.compile else self.model.loss
@@ -183,8 +183,8 @@ class Trainer:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The rate of the median step. The first two of this process, which compile kernels and the model and record graphs, count only if
-        there are no others."""
+        """The rate of the median step. The first two steps of this process, which compile kernels and the model and record graphs, count
+        only if there are no others."""
         return self.tokens_per_step / statistics.median(self._seconds[2:] or self._seconds[-1:]) if self._seconds else None
 
     def learning_rate(self, step: int) -> float:
@@ -309,7 +309,7 @@ class Trainer:
             device=saved.device if config.device == "auto" else str(pick_device(config)),
             precision=saved.precision if config.precision == "auto" else config.precision,
         )
-        if ranks is not None:  # each has a GPU of its own
+        if ranks is not None:  # each rank has a GPU of its own
             saved = saved.replace(device=config.device)
         differ = [f.name for f in dataclasses.fields(Config) if getattr(saved, f.name) != getattr(config, f.name)]
         if differ:

@@ -26,7 +26,7 @@ from strobe_tools.requirements import require
 from strobe_tools.table import table
 from strobe_tools.values import PATH, known
 
-_FILES = {"forward": "forward", "backward": "backward", "both": "backward"}  # the file of a group's rows
+_FILES = {"forward": "forward", "backward": "backward", "both": "backward"}  # direction → the file of a group's rows
 
 
 def host(repeats: int = 300) -> dict[str, float]:
@@ -78,7 +78,7 @@ def _file(results: Path, device: str, direction: str) -> Path:
 
 
 def _kept(results: Path, record: dict[str, Any], figures: Figures, sets: Iterable[str]) -> Figures:
-    """The figures of other sets from an earlier call: on the same GPU and of the same commit."""
+    """The figures of other sets from an earlier call, if that ran on the same GPU and at the same commit."""
     kept: Figures = {}
     for direction in figures:
         file = _file(results, record["device"], direction)
@@ -193,7 +193,7 @@ def command(
             wrong |= any(row.strobe in found.absent for row in group.rows)
             torch.cuda.empty_cache()
             if results:
-                _write(results, record, {file: kept[file] + of_file for file, of_file in rows.items()})  # whatever happens to the rest
+                _write(results, record, {file: kept[file] + of_file for file, of_file in rows.items()})  # a later group may fail
         for file, of_file in rows.items():
             if measured := [row for row in of_file if row["set"] == name]:
                 heads, lines = report.columns(measured)

@@ -13,7 +13,7 @@ from strobe_tools.bench.gpu.problem import FEATURES, Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
-# By their names in the figures' files.
+# The contestants by their names in the figures' files.
 PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "efficient": "memory-efficient"}
 _BACKENDS = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}  # of PyTorch
 
@@ -21,7 +21,7 @@ Call = Callable[[], Any]  # returns the results: out, or the gradients
 
 
 def missing(peer: str) -> bool:
-    """FlashAttention-4 is timed if it is installed."""
+    """Whether a peer is missing: FlashAttention-4, if it is not installed."""
     try:
         return peer == "fa4" and importlib.util.find_spec("flash_attn.cute") is None
     except ModuleNotFoundError:
@@ -62,7 +62,7 @@ def _fa2(p: Problem, device: str) -> Callable[..., Tensor]:
 
 
 def fa4(p: Problem, device: str = "cuda") -> Callable[..., Tensor]:
-    # Its kernels take seconds each to compile: they are kept on disk, so that several processes can compile them for one.
+    # Each kernel of FlashAttention-4 takes seconds to compile. Kernels are kept on disk, so that several processes can compile for one.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
 
@@ -79,7 +79,8 @@ def fa4(p: Problem, device: str = "cuda") -> Callable[..., Tensor]:
 
 
 def call(who: str, p: Problem, feature: str, direction: str, inputs: tuple[Tensor, ...], device: str) -> Call:
-    """who: "strobe", one of its engines or a peer. direction: "forward", "backward" or "both"; inputs: p's q, k, v and dout."""
+    """A contestant's call. who: "strobe", one of its engines or a peer; direction: "forward", "backward" or "both"; inputs: p's q, k, v and
+    dout."""
     import torch
 
     attend: Callable[..., Tensor]
@@ -90,7 +91,7 @@ def call(who: str, p: Problem, feature: str, direction: str, inputs: tuple[Tenso
     elif who == "fa4":
         attend = fa4(p, device)
         if not p.lengths:
-            inputs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # their layout
+            inputs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # the layout of these peers
     else:
         options = p.options(device) | FEATURES[feature](p, device) | {"engine": None if who == "strobe" else who}
 

@@ -19,8 +19,8 @@ from strobe_tools.bench.gpu.sets import Group, Run
 
 
 def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int, seconds: float | None = None) -> tuple[int, list[str]]:
-    """How many calls' kernels were compiled, and the errors; those calls are tried again when they are timed. seconds: begin no others
-    afterwards, and compile first those that are timed first."""
+    """Compiles the kernels of all calls. Returns the number of calls whose kernels were compiled, and the errors; calls with an error are
+    tried again when they are timed. seconds: compile in the order of timing, and begin nothing after this time."""
     of_strobe = {(run, g.direction): None for g in groups for run in g.runs.values() if run.who not in contestants.PEERS}
     of_fa4 = {
         (_small(run.problem), g.direction): Group(g.set, g.direction, {"fa4": run._replace(problem=_small(run.problem))}, [])
@@ -28,7 +28,7 @@ def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int, sec
         for run in g.runs.values()
         if run.who == "fa4" and not contestants.missing("fa4")
     }
-    # Neighbours share kernels, and would wait for one another.
+    # Neighbouring calls share kernels, and would wait for one another.
     ordered = list(of_strobe) if seconds is not None else Random(0).sample(list(of_strobe), len(of_strobe))
     began = time.monotonic()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SECONDS = {"µs": 1e6}  # units of time per second; other units are rates
 _RATES = {"TFLOP/s": 1e12, "TB/s": 1e12}
-_DIFFERENCE = 0.03  # from which on a result is wrong; in 16 bits, correct ones are about 0.005 apart
+_DIFFERENCE = 0.03  # the relative difference from which on a result is wrong; in 16 bits, correct results differ by about 0.005
 
 Timer = Callable[[Mapping[str, Call], int], dict[str, float]]
 
@@ -28,8 +28,8 @@ class Found(NamedTuple):
 
 
 def make(group: Group, device: str) -> tuple[dict[str, Call], dict[str, str]]:
-    """Every run of the group as a call that has been made once; and the reasons of those that failed. Equal inputs have the same
-    numbers."""
+    """Every run of the group as a call that has been made once, and the reasons of the runs that failed. Runs of the same problem get the
+    same numbers."""
     import torch
 
     made: dict[str, Call] = {}
@@ -60,7 +60,7 @@ def make(group: Group, device: str) -> tuple[dict[str, Call], dict[str, str]]:
 
 
 def _judges(group: Group, made: list[str]) -> Iterator[tuple[str, str]]:
-    """Each of Strobe's runs with the first peer's of the same problem, if there is one and their numbers should be the same."""
+    """Pairs of runs that should give the same numbers: each run of Strobe, and the first peer's run of the same problem."""
     runs = group.runs
     peers = {runs[name].problem: name for name in reversed(made) if runs[name].who in contestants.PEERS}
     for name in made:
@@ -70,7 +70,7 @@ def _judges(group: Group, made: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _difference(x: Tensor, y: Tensor) -> float:
-    """The root mean square of the difference, over that of y. NaN counts as infinite."""
+    """The root mean square of x - y, divided by that of y. NaN counts as infinite."""
     difference = float((x.float() - y.float()).square().mean().sqrt() / y.float().square().mean().sqrt())
     return inf if isnan(difference) else difference
 

@@ -14,7 +14,7 @@ BLOCK = 128  # of block-sparse masks, and of the tiles in which a window's work 
 
 
 class Problem(NamedTuple):
-    """The shapes; 0: as the query's."""
+    """The shapes of a call. A size of 0 means that of the query."""
 
     batch: int
     heads: int
@@ -105,7 +105,7 @@ def _all_keys(p: Problem, device: str) -> dict[str, Any]:
 
 
 def uneven_lengths(batch: int, longest: int) -> list[int]:
-    """From 100 to the longest, evenly on a logarithmic scale, in some order."""
+    """`batch` lengths from 100 to the longest, evenly on a logarithmic scale, in some order."""
     order = Random(0).sample(range(batch), batch)
     return [round(100 * (longest / 100) ** ((n + 0.5) / batch)) for n in order]
 
@@ -117,7 +117,7 @@ def _uneven_keys(p: Problem, device: str) -> dict[str, Any]:
 
 
 def _blocks(share: float) -> Callable[[Problem, str], dict[str, Any]]:
-    """Exactly this fraction of all blocks, drawn at random."""
+    """A block mask that keeps exactly this fraction of all blocks, drawn at random."""
 
     def options(p: Problem, device: str) -> dict[str, Any]:
         import torch

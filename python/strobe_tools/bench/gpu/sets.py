@@ -77,7 +77,7 @@ def gqa() -> Iterator[Group]:
 
 
 def dims() -> Iterator[Group]:
-    """Head dimensions in between, beside the next larger one; and DeepSeek's."""
+    """Head dimensions between the usual ones, each beside the next larger usual one; and DeepSeek's."""
     for d in (80, 96, 112, 160, 192, 224):
         larger = min(x for x in DIMS if x > d)
         p = Problem(4, WIDTH // larger, 4096, d)
@@ -115,7 +115,7 @@ _FP32_ENGINES = {"chosen": "strobe", "cuda-simt": "cuda-simt"}
 
 
 def varlen() -> Iterator[Group]:
-    """Packed sequences beside equal ones with as many tokens and scores."""
+    """Packed sequences of uneven lengths beside equal sequences with as many tokens and scores."""
     for longest, causal in product((1024, 16384), (False, True)):
         powers = [64 << i for i in range(longest.bit_length() - 6)]
         lengths = powers * (TOKENS * 2 // sum(powers))
