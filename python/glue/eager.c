@@ -33,7 +33,7 @@ static struct {
   size_t place, found;
 } shim;
 
-static PyObject *refused; /* raised where a call turns out to need the full path */
+static PyObject *refused; /* the exception raised where a call turns out to need the full path */
 
 static int32_t (*run_prepared)(const strobe_prepared *, int32_t, const uint8_t *, const uintptr_t *, int32_t, uintptr_t, uintptr_t,
                                uint64_t); /* strobe_glue_run, in another library: strobe._core */
@@ -60,7 +60,7 @@ static int is_true_of(PyObject *function, PyObject *x) {
   return found == Py_True ? 1 : found == Py_False ? 0 : -1;
 }
 
-/* Calls one without arguments that returns an integer; -1 with an error. */
+/* Calls a function without arguments that returns an integer; -1 with an error. */
 static long long number(PyObject *function) {
   PyObject *found = PyObject_CallNoArgs(function);
   const long long n = found ? PyLong_AsLongLong(found) : -1;
@@ -68,7 +68,7 @@ static long long number(PyObject *function) {
   return n;
 }
 
-/* No transform or mode intercepts the call. Python asks whether a compiler does, because the compiler must see that question. */
+/* Whether no transform or mode intercepts the call. Python asks whether a compiler does, because the compiler must see that question. */
 static int is_alone(void) {
   if (is_true(torch.functorch) != 0 || is_true(torch.tracing) != 0 || number(torch.modes) != 0) return 0;
   PyObject *level = PyObject_GetAttr(torch.forward_ad, torch.name.level);
@@ -79,7 +79,7 @@ static int is_alone(void) {
 
 /* --- Tensors ------------------------------------------------------------------------------------------------------------------------ */
 
-/* The parts of the DLPack ABI, version 1, that are used here; names of our own. */
+/* The parts of the DLPack ABI, version 1, that are used here, under names of this file. */
 struct dl_tensor {
   void *data;
   int32_t device_type, device_index, rank;
@@ -100,7 +100,7 @@ struct dl_exchange {
 };
 
 static const struct dl_exchange *exchange;  /* NULL: tensors are read by their attributes */
-static const struct dl_exchange *available; /* of this PyTorch */
+static const struct dl_exchange *available; /* the exchange API of this PyTorch */
 
 enum { ON_CPU = 1, ON_CUDA = 2, MOST_AXES = 8 }; /* DLPack's numbers of devices */
 
@@ -181,7 +181,7 @@ static int is_plain(PyObject *x) {
 
 static int read_plain(PyObject *x, struct view *t) { return exchange ? read_by_exchange(x, t) : read_by_attributes(x, t); }
 
-/* A plain tensor whose memory holds its numbers. 0, perhaps with an error, for any other object. */
+/* Whether x is a plain tensor whose memory holds its numbers; 0, perhaps with an error, for any other object. */
 static int read_tensor(PyObject *x, struct view *t) {
   if (!is_plain(x) || is_true_of(torch.is_neg, x) != 0 || !read_plain(x, t)) return 0;
   return t->data || is_true_of(torch.is_zero, x) == 0; /* zeros that are not written yet have no memory */
@@ -248,7 +248,7 @@ static void put_text(struct call *c, const char *text, Py_ssize_t size) {
 
 static void begin(struct call *c) { c->size = 0, c->count = 0, c->overflow = 0, c->device_type = 0; }
 
-/* The state of the process that determines what runs, too. */
+/* Adds the state of the process, which also determines what runs. */
 static int put_process(struct call *c) {
   const long long threads = number(torch.threads);
   const int deterministic = is_true(torch.deterministic);
@@ -282,7 +282,7 @@ static int put_tensor(struct call *c, PyObject *x, int with_grad) {
   return 1;
 }
 
-/* Values of different types are different, although Python calls 1, 1.0 and True equal. */
+/* Adds a value with its type, because Python calls 1, 1.0 and True equal. */
 static int put_scalar(struct call *c, PyObject *x) {
   if (x == Py_None) return put_byte(c, 'n'), 1;
   if (x == Py_True || x == Py_False) return put_byte(c, x == Py_True ? 't' : 'f'), 1;
@@ -454,7 +454,7 @@ static PyObject *make(const struct made *m, PyObject *maker, uintptr_t *address)
   return NULL;
 }
 
-/* Arranged as `form` says: its bytes are indices of results, or 255 for None. Without one: a tuple of all, or the only one by itself. */
+/* The results as `form` arranges them: its bytes are indices of results, 255 for None. Without it: a tuple of all, or the only result. */
 static PyObject *formed(const struct ready *r, PyObject **made) {
   const Py_ssize_t count = r->form ? PyBytes_Size(r->form) : r->made_count;
   if (!r->form && count == 1) return Py_NewRef(made[0]);
@@ -467,7 +467,7 @@ static PyObject *formed(const struct ready *r, PyObject **made) {
   return all;
 }
 
-/* Takes the addresses of c, and adds to them. None if the library refuses: the full call says why. */
+/* Runs the call at the addresses of c, to which those of results are added. None if the library refuses: the full call then says why. */
 static PyObject *run(const struct ready *r, struct call *c) {
   PyObject *made[sizeof r->made / sizeof *r->made], *workspace = NULL, *found = NULL;
   uintptr_t stream = 0, scratch = 0;
@@ -525,7 +525,7 @@ static struct ready *known(PyObject *calls, const struct call *c) {
   return found && Py_TYPE(found) == ready_type ? (struct ready *)Py_NewRef(found) : NULL;
 }
 
-/* prefix; tensors, of which the prefix says what they are; arrays and options, by their names */
+/* Arguments: prefix; tensors, whose meaning the prefix determines; arrays and options, by their names. */
 static int sign(struct call *c, PyObject *const *args) {
   char *bytes;
   Py_ssize_t size;
@@ -543,7 +543,7 @@ static PyObject *eager_key(PyObject *self, PyObject *const *args, Py_ssize_t cou
   return count == 4 && sign(&c, args) ? key_of(&c) : nothing();
 }
 
-/* Takes over the reference. */
+/* Runs the call on r, if there is one, and takes over the reference to r. */
 static PyObject *ran(struct ready *r, struct call *c) {
   if (!r) return nothing();
   PyObject *found = run(r, c);
@@ -558,7 +558,7 @@ static PyObject *eager_run(PyObject *self, PyObject *const *args, Py_ssize_t cou
   return ran(known(args[0], &c), &c);
 }
 
-/* q, k, v, return_lse, options of strobe.attention() */
+/* Arguments: q, k, v, return_lse, options of strobe.attention(). */
 static int sign_attention(struct call *c, PyObject *const *args) {
   begin(c);
   if (!is_plain(args[0]) || (args[3] != Py_True && args[3] != Py_False) || !PyDict_Check(args[4]) || !is_alone()) return 0;
@@ -608,7 +608,7 @@ static PyObject *eager_attention(PyObject *self, PyObject *const *args, Py_ssize
   return nothing();
 }
 
-/* prefix, needed, dout, dlse or None, saved tensors */
+/* Arguments: prefix, needed, dout, dlse or None, saved tensors. */
 static int sign_gradients(struct call *c, PyObject *const *args) {
   begin(c);
   char *bytes;

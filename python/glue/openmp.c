@@ -18,7 +18,8 @@ static gomp_parallel run_parallel;
 static int (*largest_team)(void); /* omp_get_max_threads: for the calling thread, the number set by torch.set_num_threads */
 static pid_t owner;               /* the process in which run_parallel was found */
 
-/* A child of fork that has not called exec: the runtime may remember threads that only the parent has, and wait for them for ever. */
+/* Whether this process is a child of fork that has not called exec: the runtime may remember threads that only the parent has, and wait for
+ * them for ever. */
 static int is_forked(void) {
 #ifdef __linux__
   enum { PF_FORKNOEXEC = 0x40 }; /* field 9 of /proc/PID/stat; field 2 is in parentheses and may hold anything */
@@ -79,8 +80,8 @@ struct region {
   void (*body)(void *arg, int32_t i);
   void *arg;
   int32_t n;
-  atomic_int places; /* how many of the team may work */
-  atomic_int next;   /* the team may be smaller than that: its threads take items until none is left */
+  atomic_int places; /* how many threads of the team may work */
+  atomic_int next;   /* the next item: the team may have fewer threads than items, so threads take items until none is left */
 };
 
 static void work(void *arg) {
@@ -89,8 +90,8 @@ static void work(void *arg) {
   for (int i; (i = atomic_fetch_add_explicit(&r->next, 1, memory_order_relaxed)) < r->n;) r->body(r->arg, i);
 }
 
-/* Always the whole team that PyTorch's operators run on (0 stands for it), however small n: a team that shrinks ends threads, and the
- * next one would start them again. */
+/* Runs n items on the whole team of PyTorch's operators (0 stands for it), however small n: a smaller team would end threads, and the next
+ * team would start them again. */
 static void on_openmp(void *pool, int32_t n, void (*body)(void *arg, int32_t i), void *arg) {
   struct region r = {body, arg, n, (int)(uintptr_t)pool, 0};
   run_parallel(work, &r, 0, 0);
