@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _eager, _operators, _prepared
+from ._abi import FORWARD
 from ._call import FAST_PATHS, Call
 from ._eager import Ready
 from ._options import GRADIENTS
@@ -25,7 +26,25 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
     if torch.compiler.is_compiling():
         return None
     found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
-    return _prepared.attention(q, k, v, return_lse, given, _apply) if found is None else found
+    return _not_lately(q, k, v, return_lse, given) if found is None else found
+
+
+def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:
+    """The same for a call that is remembered, and not yet prepared or not lately used."""
+    key = _eager.attention_key(q, k, v, return_lse, given)
+    known = None if key is None else _prepared.CALLS.get(key)
+    if key is None or known is None:
+        return None
+    if isinstance(known, Call):
+        call = known.on({"q": q, "k": k, "v": v, **_prepared.tensors_in(given)})
+        is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in call.arrays.values())
+        made = call.results()
+        if not (return_lse or is_tracked):
+            del made["lse"]
+        kept = Kept(call, return_lse, is_repeated=True)
+        _prepared.CALLS.keep(key, _prepared.ready(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
+        del made  # an example, whose memory the call can use
+    return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
 
 
 def forward(call: Call) -> tuple[Tensor, ...]:

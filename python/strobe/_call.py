@@ -367,7 +367,8 @@ class Call(NamedTuple):
         return _place(self.framework, execution, self.arrays["q"], self.options.get("threads"), self.options.get("reserved_sms", 0))
 
 
-# By the exact type of q: a function that makes a call of attention() known from an earlier one. None: the full call must be made.
+# By the exact type of q: a function that answers a call of attention() before it is parsed, as repeated calls of torch tensors and calls of
+# DTensors are. None: the full call must be made.
 FAST_PATHS: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
 
 

@@ -81,7 +81,7 @@ def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, give
     """Remembers a call of attention() that was made with these arguments."""
     if torch.compiler.is_compiling() or (key := _eager.attention_key(q, k, v, return_lse, given)) is None:
         return
-    arrays, tensors = call.arrays, _tensors(given)
+    arrays, tensors = call.arrays, tensors_in(given)
     if [*arrays] != ["q", "k", "v", *tensors] or call.is_oracle:
         return  # some tensors are new objects in each call, or results are cast first
     if any(x is not arrays[name] for name, x in tensors.items()):
@@ -93,26 +93,7 @@ def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, give
     CALLS.keep(key, call.on({}))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any], differentiable: Callable[..., Any]) -> Any:
-    """The result of a call of attention() that is remembered, and not yet prepared or not lately used; None if the full call must be made.
-    differentiable: is called with the Ready and the arrays if gradients are tracked."""
-    key = _eager.attention_key(q, k, v, return_lse, given)
-    known = None if key is None else CALLS.get(key)
-    if key is None or known is None:
-        return None
-    if isinstance(known, Call):
-        call = known.on({"q": q, "k": k, "v": v, **_tensors(given)})
-        is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in call.arrays.values())
-        made = call.results()
-        if not (return_lse or is_tracked):
-            del made["lse"]
-        function = differentiable if is_tracked else None
-        CALLS.keep(key, _ready(call, {}, made, FORWARD, function=function, more=Kept(call, return_lse, is_repeated=True)))
-        del made  # an example, whose memory the call can use
-    return _eager.attention(CALLS.lately, q, k, v, return_lse, given)
-
-
-def _tensors(given: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors_in(given: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: x for name, x in given.items() if isinstance(x, Tensor)}
 
 
@@ -129,7 +110,7 @@ def gradients(kept: Kept, flags: tuple[bool, ...], dout: Tensor, dlse: Tensor | 
         known = {"dout": dout} | ({} if dlse is None else {"dlse": dlse}) | {"out": saved[0], "lse": saved[1]}
         places = {GRADIENTS[name]: place for place, name in enumerate(names)}
         form = bytes(places.get(of, _NO_RESULT) for of in ("", *call.arrays))
-        CALLS.keep(key, _ready(call, known, call.gradients(names), BACKWARD, form=form))
+        CALLS.keep(key, ready(call, known, call.gradients(names), BACKWARD, form=form))
     return _eager.gradients(CALLS.lately, kept.prefix, flags, dout, dlse, saved)
 
 
@@ -178,12 +159,12 @@ def _repeated(
         return None
     if isinstance(seen, Call):
         made = results()
-        CALLS.keep(key, _ready(call, known, made, direction, form=bytes(range(len(made)))))
+        CALLS.keep(key, ready(call, known, made, direction, form=bytes(range(len(made)))))
         del made  # an example, whose memory the call can use
     return _eager.run(CALLS.lately, *signed)
 
 
-def _ready(
+def ready(
     call: Call,
     known: dict[str, Tensor],
     made: dict[str, Tensor],

@@ -331,13 +331,13 @@ def test_what_was_saved_may_not_be_written_to():
 
 def test_determinism_asked_for_between_forward_and_backward(monkeypatch):
     prepared = []
-    ready = _prepared._ready
+    ready = _prepared.ready
 
     def watched(call, known, made, direction, **more):
         prepared.append(torch.are_deterministic_algorithms_enabled())
         return ready(call, known, made, direction, **more)
 
-    monkeypatch.setattr(_prepared, "_ready", watched)
+    monkeypatch.setattr(_prepared, "ready", watched)
     monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
     q, k, v = qkv(grad=True)
     for _ in range(3):
