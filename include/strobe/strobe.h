@@ -75,6 +75,29 @@ typedef enum strobe_score {
   STROBE_HYPERBOLIC = 1 /* -beta * arccosh(max(-x, 1)) - shift, where x is a Lorentz product: see docs/hyperbolic.md */
 } strobe_score;
 
+/* A function of the caller's: a graph of operations whose nodes take earlier nodes. operations.inc has the operations and what they take. */
+typedef enum strobe_operation {
+#define STROBE_OPERATION(name, number, inputs, takes, gives) STROBE_OP_##name = number,
+#include "operations.inc"
+} strobe_operation;
+
+/* The most captured tensors of a call, and the most nodes of a function. */
+enum { STROBE_MOST_CAPTURED = 8, STROBE_MOST_NODES = 1024 };
+
+typedef struct strobe_node {
+  int32_t operation; /* a strobe_operation */
+  int32_t captured;  /* STROBE_OP_LOAD: n, for captured_n of strobe_tensors; else 0 */
+  int32_t inputs[4]; /* the indices of earlier nodes; of those that the operation does not take: 0 */
+  double real;       /* STROBE_OP_REAL: any number; else 0 */
+  int64_t integer;   /* STROBE_OP_INTEGER, STROBE_OP_BOOLEAN; else 0 */
+} strobe_node;
+
+typedef struct strobe_function {
+  uint64_t size;
+  const strobe_node *nodes; /* the last one is the result */
+  int64_t n_nodes;          /* 1 to STROBE_MOST_NODES */
+} strobe_function;
+
 /* The upper limits of strobe_execution.threads, and of strobe_attention.tile_q and tile_k. */
 enum { STROBE_MAX_THREADS = 1024, STROBE_MAX_TILE = 65536 };
 
@@ -148,6 +171,10 @@ typedef struct strobe_attention {
   int32_t accumulate;         /* backward: adds to dq, dk and dv, which are then float32 (float64 if q is) */
   int32_t reserved_2;         /* 0 */
   int64_t k_scale_group;      /* of k_scale. 0: a scale for each key and head; a multiple of 32: for each column and this many rows of k */
+  /* f(x, b, h, i, j), a real that takes the place of x = scale * q.k: ALiBi and bias are added to it, and -inf hides the key. With
+   * STROBE_DOT and without softcap. b, h, i and j are those of the whole problem. */
+  const strobe_function *score_function;
+  const strobe_function *mask_function; /* g(b, h, i, j), a boolean: false hides the key, as every other mask may */
 } strobe_attention;
 
 /* ON WHAT. The forward reads the inputs and writes out and lse. The backward reads all of these and writes the gradients, except null ones.
@@ -190,6 +217,8 @@ typedef struct strobe_tensors {
    * shape of k and v without the last axis; with k_scale_group, k_scale has k's shape, but ceil(rows / k_scale_group) on the axis of
    * rows. */
   const strobe_tensor *k_scale, *v_scale;
+  /* what STROBE_OP_LOAD reads: bool, int32, int64 or a float dtype, of any shape that has elements */
+  const strobe_tensor *captured_0, *captured_1, *captured_2, *captured_3, *captured_4, *captured_5, *captured_6, *captured_7;
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It must run body(arg, i) once for each i in [0, n), on any number of threads, and
@@ -312,6 +341,7 @@ typedef struct strobe_addresses {
   void *delta;
   void *page_table;
   void *k_scale, *v_scale;
+  void *captured_0, *captured_1, *captured_2, *captured_3, *captured_4, *captured_5, *captured_6, *captured_7;
 } strobe_addresses;
 
 /* Keeps only threads and reserved_sms of the execution. On success *prepared is written; the caller has to release it. */

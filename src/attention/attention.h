@@ -87,6 +87,20 @@ struct ListForms {
 
 inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
+namespace score {
+struct Program;
+}
+
+// A tensor that the caller's functions read, with axes of its own.
+struct Captured {
+  char *data = nullptr;
+  DType dtype = DType::none;
+  int32_t rank = 0;
+  int64_t size[4] = {1, 1, 1, 1}, stride[4] = {0, 0, 0, 0};
+
+  __attribute__((always_inline)) explicit operator bool() const { return dtype != DType::none; }
+};
+
 // What the caller, or else a tuning table, requests of the engine. An engine ignores requests that it does not know.
 struct Wishes {
   std::string engine;             // the engine's name; empty: any
@@ -135,6 +149,8 @@ struct Problem {
   View mask, bias;         // (batch, head, query, key), stride 0 where broadcast
   View alibi_slopes;       // (batch, head, -, -)
   View sinks;              // (-, head, -, -)
+  std::shared_ptr<const score::Program> program; // of the caller's functions; null: there are none
+  Captured captured[STROBE_MOST_CAPTURED];       // what they read
   // The lists follow. In host memory they are the call's own copies (contents.h), without gaps. In device memory they are the caller's,
   // with any strides, and GPU engines copy them (cuda/program/lists.h).
   std::shared_ptr<const void> lists;      // owns the copies

@@ -1,0 +1,75 @@
+// What becomes of x = scale q.k before ALiBi and bias are added, and which keys a function hides: the caller's functions, or the built-in
+// ones, as one graph, from which every engine makes its own code. docs/functions.md says what a function means.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "strobe/strobe.h"
+
+namespace strobe::score {
+
+enum class Op : int32_t {
+#define STROBE_OPERATION(name, number, inputs, takes, gives) name = number,
+#include "strobe/operations.inc"
+};
+enum class Kind : int32_t { boolean, integer, real };
+
+struct Node {
+  Op op;
+  Kind kind;            // of its value
+  int32_t captured = 0; // LOAD
+  int32_t count = 0;    // of inputs
+  std::array<int32_t, 4> inputs{};
+  double real = 0;
+  int64_t integer = 0;
+};
+
+// Each node stands behind its inputs. A node that equals an earlier one is that one, constants excepted: whether two constants are equal
+// changes nothing but numbers, and kernels take these as arguments.
+class Graph {
+public:
+  const std::vector<Node> &nodes() const { return nodes_; }
+  const Node &operator[](int32_t n) const { return nodes_[size_t(n)]; }
+  int32_t size() const { return int32_t(nodes_.size()); }
+  // The index of the node. Kind and count are set from the operation and the inputs, which have to be right.
+  int32_t add(Op, std::initializer_list<int32_t> inputs = {});
+  int32_t load(int32_t captured, Kind, const std::vector<int32_t> &indices);
+  int32_t real(double), integer(int64_t), boolean(bool);
+
+private:
+  std::vector<Node> nodes_;
+};
+
+// A function that engines also have hand-written code for.
+enum class Form : int32_t {
+  identity,   // x
+  softcap,    // c tanh(x / c)
+  hyperbolic, // -beta arccosh(max(-x, 1)) - shift
+  general
+};
+
+struct Program {
+  Graph graph;
+  int32_t score = -1; // the node of f(x); -1: it is x
+  int32_t slope = -1; // the node of df/dx; -1: it is 1
+  int32_t seen = -1;  // the node of g; -1: it hides nothing
+  Form form = Form::identity;
+  double cap = 0, beta = 0, shift = 0; // of the form
+  // A hash of everything but the values of constants: equal for programs that differ in these alone.
+  std::array<uint32_t, 2> digest{};
+
+  // Whether the score is not linear in q.k.
+  bool curved() const { return score >= 0; }
+};
+
+// Adds the derivative of node `of`, a real, by node `by` (SCORE or a LOAD of reals) to the graph. Returns its node; -1: it is 0 everywhere.
+// Where a function has no derivative, it is the one that PyTorch gives.
+int32_t derivative(Graph &, int32_t of, int32_t by);
+
+// "tanh(x / c0) * c0", for explain()
+std::string formula(const Graph &, int32_t node);
+
+} // namespace strobe::score
