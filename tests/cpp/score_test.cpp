@@ -8,7 +8,9 @@
 #include "reference/function.h"
 #include "score/build.h"
 
-using namespace strobe;
+// The files of a group have names of their own.
+namespace strobe::score_test {
+
 using namespace strobe::test;
 using score::Graph;
 using score::Kind;
@@ -59,9 +61,9 @@ const std::map<Op, RealOp> kReals = {
     {Op::SUBTRACT, {[](Long x, Long y) { return x - y; }, {-2, 0.5}, 1.5}},
     {Op::MULTIPLY, {[](Long x, Long y) { return x * y; }, {-2, 0.5}, 1.5}},
     {Op::DIVIDE, {[](Long x, Long y) { return x / y; }, {-2, 0.5}, 1.5}},
-    {Op::FLOOR_DIVIDE, {[](Long x, Long y) { return std::floor(x / y); }, {-2, 0.5, 7}, 1.5}},
-    {Op::REMAINDER, {rest, {-2, 0.5, 7, -7.25}, 1.5}},
-    {Op::TRUNC_REMAINDER, {[](Long x, Long y) { return std::fmod(x, y); }, {-2, 0.5, 7, -7.25}, 1.5}},
+    {Op::FLOOR_DIVIDE, {[](Long x, Long y) { return std::floor(x / y); }, {-2, 0.4, 7}, 1.5}},
+    {Op::REMAINDER, {rest, {-2, 0.4, 7, -7.25}, 1.5}},
+    {Op::TRUNC_REMAINDER, {[](Long x, Long y) { return std::fmod(x, y); }, {-2, 0.4, 7, -7.25}, 1.5}},
     {Op::MINIMUM, {[](Long x, Long y) { return std::min(x, y); }, {-2, 0.5, 7}, 1.5}},
     {Op::MAXIMUM, {[](Long x, Long y) { return std::max(x, y); }, {-2, 0.5, 7}, 1.5}},
     {Op::NEGATE, {[](Long x, Long) { return -x; }, {-2, 0.5}}},
@@ -369,7 +371,7 @@ TEST_CASE("score: built-in forms, in their spellings") {
     for (double x : {-40.0, -3.0, -1.5, 0.25, 12.0}) {
       const oracle::Dual a = given.real(oracle::Pair{.x = x}), b = evaluated(program->graph, program->score, x);
       CHECK(close(a.value, b.value, 1e-14));
-      CHECK(close(a.slope, b.slope, 1e-12));
+      if (!std::isnan(a.slope)) CHECK(close(a.slope, b.slope, 1e-12)); // arccosh's own slope at 1 is infinite, times max's 0
     }
   }
   Nodes same;
@@ -502,3 +504,5 @@ TEST_CASE("score: random graphs keep their values, and their derivatives are tho
   CHECK(finite > 6000);
   CHECK(moving > 1500);
 }
+
+} // namespace strobe::score_test
