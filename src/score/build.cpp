@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "attention/versioned.h"
-#include "score/match.h"
+#include "score/forms.h"
 
 namespace strobe::score {
 namespace {
@@ -237,26 +237,12 @@ std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given) {
   return hash.words();
 }
 
-void check_exclusions(const strobe_attention &a, Reasons &reasons) {
-  if (!a.score_function) return;
-  if (a.softcap != 0) reasons.add("score_function", Code::excluded, "given beside {0}; accepted is one of the two", Argument{"softcap"});
-  if (a.score == STROBE_HYPERBOLIC)
-    reasons.add("score_function", Code::excluded, "given with a hyperbolic score; accepted is one of the two");
-}
-
 std::shared_ptr<const Program> finished(const std::shared_ptr<Program> &program, const CapturedTensors &given) {
   if (program->score >= 0) differentiate(*program);
   if (program->score < 0 && program->seen < 0) return nullptr;
   prune(*program);
   program->digest = digest(*program, given);
   return program;
-}
-
-// The form that the options ask for; options that were refused ask for none.
-BuiltIn asked(const strobe_attention &a) {
-  if (a.score == STROBE_HYPERBOLIC) return {.form = Form::hyperbolic, .beta = a.beta, .shift = a.shift};
-  if (a.softcap > 0) return {.form = Form::softcap, .cap = a.softcap};
-  return {};
 }
 
 } // namespace
@@ -281,7 +267,6 @@ std::shared_ptr<const Program> built_in(const BuiltIn &form) {
 
 std::shared_ptr<const Program> make_program(const strobe_attention &a, const CapturedTensors &given, Reasons &reasons) {
   const size_t before = reasons.size();
-  check_exclusions(a, reasons);
   auto program = std::make_shared<Program>();
   std::vector<Reader> readers;
   auto read = [&](const char *argument, const strobe_function *function, Kind result, bool has_score) {
@@ -296,8 +281,8 @@ std::shared_ptr<const Program> make_program(const strobe_attention &a, const Cap
     if (given[size_t(c)] && std::ranges::none_of(readers, [&](const Reader &r) { return r.reads(c); }))
       reasons.add(kCaptured[c], Code::excluded, "given, and read by no function; accepted is none");
   if (reasons.size() > before) return nullptr;
-  if (readers.empty()) return built_in(asked(a));
-  a.score_function ? match(*program) : set_form(*program, asked(a));
+  if (readers.empty()) return built_in(asked_form(a));
+  a.score_function ? match(*program) : set_form(*program, asked_form(a));
   return finished(program, given);
 }
 
