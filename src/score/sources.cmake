@@ -1,0 +1,7 @@
+strobe_sources(score
+  build.cpp
+  bytecode.cpp
+  derivative.cpp
+  formula.cpp
+  graph.cpp
+  match.cpp)
