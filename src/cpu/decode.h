@@ -77,7 +77,7 @@ __attribute__((noinline)) void score_row(const Head<T> &head, int64_t i, Range k
   const V distance = V(T(i + head.band.offset - keys.begin)) - V::iota();
   const ScoreTerms<T> terms(head);
   const int64_t lanes = round_to(count, 16);
-  const score::Scores of_functions{.query = i, .key = keys.begin, .rows = 1, .lanes = lanes, .stride = lanes};
+  const score::Scores of_functions{i, keys.begin, 1, lanes, lanes};
   if (head.computes) run_functions(head, of_functions, false, functions, s, (T *)nullptr);
   if (p.bias || p.mask) load_additive_row(head, i, keys.begin, count, bool(p.mask), add);
   for (int64_t j = 0; j < count && (head.additive || p.mask); j += V::kLanes) {

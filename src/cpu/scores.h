@@ -225,7 +225,7 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
   }
   const V hidden(-kInfinity<T>);
   const ScoreTerms<T> terms(head);
-  const score::Scores of_functions{.query = t.i0, .key = t.j0, .rows = t.keys, .lanes = t.width, .stride = t.width};
+  const score::Scores of_functions{t.i0, t.j0, t.keys, t.width, t.width};
   if (head.computes) run_functions(head, of_functions, true, scratch.functions, s, slopes);
   const bool more = !head.computes || terms.linear || use_add || band_masked;
   for (int64_t lane = 0; more && lane < t.width; lane += L) {

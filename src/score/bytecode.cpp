@@ -33,6 +33,7 @@ Bounds absolute(Bounds a) {
 }
 // The numbers whose bits above the lowest n are those of the sign, for the least n that holds these.
 Bounds bits(Bounds a) {
+  if (!a.within(0x1p62)) return {};
   double most = 1;
   while (most <= std::max(a.high, -a.low - 1)) most *= 2;
   return {a.low < 0 ? -most : 0, most - 1};
@@ -237,6 +238,11 @@ private:
   bool is_narrow(int32_t n) const { return fp64_ || analysis_.bounds(n).narrow(); }
   int32_t result(int32_t node) const { return node < 0 ? -1 : values_[size_t(node)]; }
 
+  static Instruction instruction(int32_t op, Type type, Type gives) {
+    Instruction x;
+    x.op = op, x.type = type, x.gives = gives;
+    return x;
+  }
   // Appends an instruction; in.slot of its places are values. Returns its value.
   int32_t emit(Instruction x, std::initializer_list<int32_t> in) {
     Stage stage = x.op == int32_t(Op::SCORE)   ? Stage::pair
@@ -251,7 +257,7 @@ private:
     int n = 0;
     for (const int32_t value : in) {
       Value &v = all_[size_t(value)];
-      v.last_use = v.stage == stage ? int32_t(list.size()) : kNever;
+      v.last_use = std::max(v.last_use, v.stage == stage ? int32_t(list.size()) : kNever);
       if (stage == Stage::pair && v.stage != Stage::pair) v.used_by_pairs = true;
       x.in[n++] = {v.stage, v.wide, value};
     }
@@ -266,9 +272,8 @@ private:
     if (wide == all_[size_t(value)].wide) return value;
     const auto known = wider_.find(value);
     if (known != wider_.end()) return known->second;
-    const int32_t made =
-        emit({.op = wide ? kWiden : kNarrow, .type = wide ? Type::narrow : Type::wide, .gives = wide ? Type::wide : Type::narrow}, {value});
-    return wider_[value] = made;
+    const Instruction x = wide ? instruction(kWiden, Type::narrow, Type::wide) : instruction(kNarrow, Type::wide, Type::narrow);
+    return wider_[value] = emit(x, {value});
   }
 
   static Type type_of(Kind kind, bool wide) {
@@ -331,7 +336,9 @@ private:
 
   int32_t constant(int64_t integer, bool wide) {
     const Type type = wide ? Type::wide : Type::narrow;
-    return emit({.op = int32_t(Op::INTEGER), .type = type, .gives = type, .integer = integer}, {});
+    Instruction x = instruction(int32_t(Op::INTEGER), type, type);
+    x.integer = integer;
+    return emit(x, {});
   }
 
   int32_t load(int32_t n) {
@@ -344,18 +351,20 @@ private:
       wide |= !is_narrow(node.inputs[size_t(axis)]) || c.size[axis] >= int64_t(1) << 30;
     }
     wide = !fp64_ && (wide || reach >= 0x1p30);
+    const Type type = wide ? Type::wide : Type::narrow;
     // Axes of one stage come after each other, so that each stage adds up what it knows.
     int32_t at = constant(0, wide);
     for (const Stage stage : {Stage::head, Stage::query, Stage::key, Stage::pair})
       for (int32_t axis = 0; axis < node.count; ++axis) {
         const int32_t index = values_[size_t(node.inputs[size_t(axis)])];
         if (all_[size_t(index)].stage != stage) continue;
-        const Type type = wide ? Type::wide : Type::narrow;
-        at = emit({.op = kIndex, .type = type, .gives = type, .integer = c.size[axis], .stride = c.stride[axis]},
-                  {widened(index, wide), at});
+        Instruction x = instruction(kIndex, type, type);
+        x.integer = c.size[axis], x.stride = c.stride[axis];
+        at = emit(x, {widened(index, wide), at});
       }
-    const Type gives = type_of(node.kind, !fp64_ && c.dtype == DType::i64);
-    return emit({.op = kElement, .type = wide ? Type::wide : Type::narrow, .gives = gives, .dtype = c.dtype, .data = c.data}, {at});
+    Instruction x = instruction(kElement, type, type_of(node.kind, !fp64_ && c.dtype == DType::i64));
+    x.dtype = c.dtype, x.data = c.data;
+    return emit(x, {at});
   }
 
   // Gives each value a slot; a slot is free again after the last use of its value.

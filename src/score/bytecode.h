@@ -56,11 +56,11 @@ struct Code {
 // What a program is executed on: rows x lanes scores, where the scores of a row lie side by side and rows `stride` elements apart. Queries
 // are rows and keys lanes, or, if keys_are_rows, the other way round.
 struct Scores {
-  int64_t batch, head, offset;   // as the program sees them
-  int64_t query, key;            // the first ones
-  int64_t rows, lanes, stride;   // lanes: a multiple of the vector's
-  bool keys_are_rows;
-  double scale;                  // x = scale * score
+  int64_t query = 0, key = 0;                // the first ones
+  int64_t rows = 0, lanes = 0, stride = 0;   // lanes: a multiple of the vector's
+  bool keys_are_rows = true;
+  int64_t batch = 0, head = 0, offset = 0;   // as the program sees them
+  double scale = 1;                          // x = scale * score
 };
 
 // The vectors of a span of values: element l of vector v in row r lies at r * row + v * step bytes and l elements.
