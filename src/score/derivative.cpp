@@ -1,5 +1,5 @@
-// The derivative of a graph's node, as further nodes of the graph: forwards, from the variable to the result. What a WHERE hides then stays
-// hidden, infinities included, because the derivative of a WHERE is a WHERE itself. Where a function has a kink, its derivative is PyTorch's.
+// The derivative of a graph's node, as further nodes of the graph: forwards, from the variable to the result. What a WHERE hides then
+// stays hidden, infinities included, because the derivative of a WHERE is a WHERE itself. At kinks it is PyTorch's.
 #include <map>
 #include <numbers>
 
