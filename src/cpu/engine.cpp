@@ -125,7 +125,7 @@ const char *against_decoding(const Problem &p) {
   if (p.blocks.present) return "block sparsity";
   if (p.dropout > 0) return "dropout";
   if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // the auxiliary pass rounds scores in another place
-  if (p.score != ScoreFunction::dot || (p.bytecode && p.bytecode->form == score::Form::hyperbolic)) return "hyperbolic scores";
+  if (p.bytecode && p.bytecode->form == score::Form::hyperbolic) return "hyperbolic scores";
   if (p.group() * p.longest_q() > kMostDecodedRows) return "so many query heads of a key head";
   return p.wishes.tile_q > 0 || p.wishes.tile_k > 0 ? "tiles that are asked for" : "";
 }
@@ -223,15 +223,15 @@ private:
   std::shared_ptr<const score::Bytecode> code_;
 };
 
-// What keeps an engine from computing the caller's function of the score, or one of the functions that it has code for.
+// What keeps an engine from computing a function of the score, which may show the rounding errors of products of bf16.
 std::string against_function(const CpuKernels &kernels, const Problem &p) {
-  const bool general = p.bytecode && p.bytecode->backward.slope.slot >= 0; // not x plus a number, for instance
-  const bool curved = p.curved() || (p.bytecode && p.bytecode->curved && p.bytecode->forward.score.slot < 0);
-  const bool hyperbolic = p.score == ScoreFunction::hyperbolic || (p.bytecode && p.bytecode->form == score::Form::hyperbolic);
-  if (kernels.planes == 3 && (general || hyperbolic))
-    return "a function of the score, as a Lorentz product's, may show what three bf16 leave of FP32's last bits";
-  if (kernels.planes == 2 && (general || (curved && !hyperbolic)))
-    return "a function of the score may show what two bf16 leave of FP16's products";
+  if (!p.bytecode) return "";
+  const bool general = p.bytecode->backward.slope.slot >= 0; // not x plus a number, for instance
+  const bool hyperbolic = p.bytecode->form == score::Form::hyperbolic;
+  if (kernels.planes == 3 && hyperbolic) return "a Lorentz product cancels, which shows what three bf16 leave of FP32's last bits";
+  if (kernels.planes == 3 && general) return "a function of the score may show what three bf16 leave of FP32's last bits";
+  if (kernels.planes == 2 && p.bytecode->curved && !hyperbolic)
+    return "a function may make small scores of large ones, which shows what two bf16 leave of FP16's products";
   return "";
 }
 

@@ -37,7 +37,7 @@ template <class T> struct Head {
   T slack;       // how far m may lag behind the running maximum
   T sign;        // the factor of Q, so that raw scores grow with the score
   T cap, slope;
-  const score::Bytecode *code; // of the caller's functions; null: there are none, or the score has no other
+  const score::Bytecode *code; // of the functions of the score; null: there are none
   bool computes, hides;        // whether the code computes scores; whether it may hide keys
   bool dropout;
   DropoutKey key;
@@ -58,7 +58,7 @@ template <class T> struct Head {
     scale = T(additive ? problem.scale : problem.scale * double(sign));
     unit = T(additive ? kLog2e<double> : double(scale) * kLog2e<double>);
     slack = problem.exact_max ? T(0) : T(8) / unit; // P <= 2^8
-    cap = T(code && code->form == score::Form::softcap ? code->cap : problem.softcap);
+    cap = T(code ? code->cap : 0);
     slope = problem.alibi_slopes
                 ? load_as<T>(problem.alibi_slopes.dtype, problem.alibi_slopes.data, problem.alibi_slopes.index(batch, head, 0, 0))
                 : T(0);
@@ -71,7 +71,7 @@ template <class T> struct Head {
 
   // Whether the score is not linear in q.k.
   static STROBE_INLINE bool curved(const Problem &problem) {
-    return problem.curved() || (problem.bytecode && problem.bytecode->curved);
+    return problem.bytecode && problem.bytecode->curved;
   }
   // The ratio of the unit of raw scores to that of scores.
   STROBE_INLINE T measure() const { return additive ? T(1) : scale; }
@@ -154,8 +154,7 @@ __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan
 // Whether the backward needs d score / d (scaled q.k).
 STROBE_INLINE bool needs_slopes(const Problem &p) {
   const score::Bytecode *code = p.bytecode;
-  if (!code) return p.curved();
-  return code->curved && (code->forward.score.slot < 0 || code->backward.slope.slot >= 0);
+  return code && code->curved && (code->forward.score.slot < 0 || code->backward.slope.slot >= 0);
 }
 
 // Applies the caller's functions to scores: those of a tile, whose rows are keys, or of a row of keys.
@@ -174,8 +173,10 @@ template <class T> struct ScoreTerms {
   const V scale, cap, inverse_cap, slope, beta, beta_ln2, shift;
 
   STROBE_INLINE explicit ScoreTerms(const Head<T> &head)
-      : ScoreTerms(head, has_form(head, score::Form::hyperbolic) ? head.code->beta : head.p->beta,
-                   has_form(head, score::Form::hyperbolic) ? head.code->shift : head.p->shift) {}
+      : additive(head.additive), computed(head.computes), capped(has_form(head, score::Form::softcap)),
+        distances(has_form(head, score::Form::hyperbolic)), linear(head.p->alibi_slopes), scale(head.scale), cap(head.cap),
+        inverse_cap(T(1) / head.cap), slope(head.slope), beta(T(head.code ? head.code->beta : 0)),
+        beta_ln2(T(head.code ? head.code->beta * kLn2<double> : 0)), shift(T(head.code ? head.code->shift : 0)) {}
   // distance: between keys and queries. keep(d score / d (scaled q.k)) is called if the score is a function of q.k.
   template <class Keep> STROBE_INLINE V operator()(V x, V distance, Keep &&keep) const {
     if (!additive) return x;
@@ -200,11 +201,6 @@ template <class T> struct ScoreTerms {
 
 private:
   static STROBE_INLINE bool has_form(const Head<T> &head, score::Form form) { return head.code && head.code->form == form; }
-  STROBE_INLINE ScoreTerms(const Head<T> &head, double beta, double shift)
-      : additive(head.additive), computed(head.computes), capped(head.p->softcap > 0 || has_form(head, score::Form::softcap)),
-        distances(head.p->score == ScoreFunction::hyperbolic || has_form(head, score::Form::hyperbolic)), linear(head.p->alibi_slopes),
-        scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope), beta(T(beta)),
-        beta_ln2(T(beta * kLn2<double>)), shift(T(shift)) {}
 };
 
 // Turns raw q.k into scores, in place. slopes (optional): receives d score / d (scaled q.k), if the score is a function of q.k.

@@ -790,13 +790,14 @@ std::shared_ptr<Bytecode> compile(const Problem &p) {
   const bool own_code = has_a_form(program);
   const int32_t score = own_code ? -1 : program.score, slope = own_code ? -1 : program.slope;
   auto made = std::make_shared<Compiled>();
-  const Analysis analysis(p);
-  made->forward_list = Compiler(p, analysis).run(score, -1, program.seen);
-  made->forward = made->forward_list.code();
-  made->backward_list = Compiler(p, analysis).run(score, slope, program.seen);
-  made->backward = made->backward_list.code();
-  made->form = program.score < 0 ? Form::identity : program.form;
-  made->cap = program.cap, made->beta = program.beta, made->shift = program.shift;
+  if (score >= 0 || program.seen >= 0) {
+    const Analysis analysis(p);
+    made->forward_list = Compiler(p, analysis).run(score, -1, program.seen);
+    made->forward = made->forward_list.code();
+    made->backward_list = Compiler(p, analysis).run(score, slope, program.seen);
+    made->backward = made->backward_list.code();
+  }
+  static_cast<BuiltIn &>(*made) = program;
   made->curved = program.curved();
   made->scratch_bytes = std::max(scratch_bytes(made->forward), scratch_bytes(made->backward));
   return made;

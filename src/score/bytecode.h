@@ -75,11 +75,9 @@ struct Vectors {
 // An operation of any kind, element by element. first: the position of QUERY or KEY.
 template <class T> void compute_each(const Instruction &, const Vectors &, int64_t first, const Operand &out, const Operand *in);
 
-struct Bytecode {
-  Code forward, backward; // backward: with the slope
-  Form form = Form::general;
-  double cap = 0, beta = 0, shift = 0; // of the form
-  bool curved = false;                 // whether scores are not linear in q.k
+struct Bytecode : BuiltIn { // the numbers of its form
+  Code forward, backward;   // backward: with the slope
+  bool curved = false;      // whether scores are not linear in q.k
   // Executes code on s, scores before the program, in place; a hidden pair's score becomes -inf. slopes (optional): receives df/dx.
   void (*run)(const Code &, const Scores &, char *scratch, void *s, void *slopes) = nullptr;
   int64_t scratch_bytes = 0;
