@@ -4,4 +4,5 @@ strobe_sources(score
   derivative.cpp
   formula.cpp
   graph.cpp
-  match.cpp)
+  match.cpp
+  scalar.cpp)

@@ -40,7 +40,9 @@ struct Set {
 };
 const Set kSets[] = {
 #if defined(__x86_64__)
-    {"cpu-baseline", baseline::kernels}, {"cpu-avx2", avx2::kernels}, {"cpu-avx512", avx512::kernels},
+    {"cpu-baseline", baseline::kernels},
+    {"cpu-avx2", avx2::kernels},
+    {"cpu-avx512", avx512::kernels},
 #elif defined(__aarch64__)
     {"cpu-neon", neon::kernels},
 #else
@@ -311,11 +313,13 @@ struct Tables {
   std::vector<uint8_t> flags;
   std::vector<double> matrix; // 5 x 7
   Tables() {
-    for (const double x : {0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.5, -2.5, 3.5, 1e-3, -7.25, 10.0, 33.0, -80.0, 88.5, -1e-30, 1e30, 0.7, 0.999, 1.001})
+    for (const double x :
+         {0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.5, -2.5, 3.5, 1e-3, -7.25, 10.0, 33.0, -80.0, 88.5, -1e-30, 1e30, 0.7, 0.999, 1.001})
       reals.push_back(float(x));
     std::mt19937 random(7);
     while (reals.size() < 96) reals.push_back(float((double(random()) / 4294967296.0 - 0.5) * std::exp(double(random() % 8))));
-    for (const int64_t x : {0l, 1l, -1l, 2l, -3l, 7l, -8l, 31l, 32l, 33l, 62l, 63l, 64l, -64l, 1l << 31, -(1l << 31), 1l << 40, INT64_MAX, INT64_MIN})
+    for (const int64_t x :
+         {0l, 1l, -1l, 2l, -3l, 7l, -8l, 31l, 32l, 33l, 62l, 63l, 64l, -64l, 1l << 31, -(1l << 31), 1l << 40, INT64_MAX, INT64_MIN})
       large.push_back(x);
     while (large.size() < 96) large.push_back(int64_t(random()) * int64_t(random()) >> random() % 60);
     for (const int64_t x : large) small.push_back(int32_t(x));
@@ -389,8 +393,8 @@ template <class T> void check(const Graph &graph, int32_t score, int32_t seen, T
                     ", score " + std::to_string(before[size_t(r * kStride + l)]);
           if (score >= 0 && seen < 0 && !(slopes[size_t(r * kStride + l)] == got || std::isnan(got))) ++wrong;
         }
-      INFO(std::string(set.engine) << ", " << sizeof(T) * 8 << " bits, " << std::string(keys_are_rows ? "keys as rows" : "queries as rows") << ": " << what << ": "
-                      << first);
+      INFO(std::string(set.engine) << ", " << sizeof(T) * 8 << " bits, " << std::string(keys_are_rows ? "keys as rows" : "queries as rows")
+                                   << ": " << what << ": " << first);
       CHECK(wrong == 0);
     }
   }
@@ -496,7 +500,8 @@ TEST_CASE_TEMPLATE("bytecode: conversions, choices and captured tensors", T, flo
       {"of keys alone", g.load(0, Kind::real, {j})},
       {"of queries alone", g.load(0, Kind::real, {i})}};
   for (const auto &[what, result] : all) check<T>(g, result, -1, tables, ulps<T>(4), what);
-  for (const int32_t seen : {odd, g.add(Op::LESS, {g.load(2, Kind::integer, {i}), wide}), g.load(3, Kind::boolean, {j}), g.boolean(false)}) {
+  for (const int32_t seen :
+       {odd, g.add(Op::LESS, {g.load(2, Kind::integer, {i}), wide}), g.load(3, Kind::boolean, {j}), g.boolean(false)}) {
     check<T>(g, -1, seen, tables, 0, "seen alone");
     check<T>(g, g.add(Op::DIVIDE, {x, g.real(0)}), seen, tables, 0, "a hidden pair's score may be NaN");
   }
@@ -506,8 +511,9 @@ TEST_CASE_TEMPLATE("bytecode: random graphs of 12 nodes", T, float, double) {
   std::mt19937 random(11);
   Tables tables;
   const Op of_reals[] = {Op::ADD, Op::SUBTRACT, Op::MULTIPLY, Op::MINIMUM, Op::MAXIMUM, Op::NEGATE, Op::ABSOLUTE};
-  const Op of_integers[] = {Op::ADD, Op::SUBTRACT, Op::MULTIPLY, Op::FLOOR_DIVIDE, Op::REMAINDER, Op::TRUNC_REMAINDER, Op::MINIMUM, Op::MAXIMUM,
-                            Op::AND, Op::OR, Op::XOR, Op::SHIFT_LEFT, Op::SHIFT_RIGHT, Op::NEGATE, Op::ABSOLUTE, Op::NOT, Op::SIGN};
+  const Op of_integers[] = {Op::ADD,         Op::SUBTRACT, Op::MULTIPLY, Op::FLOOR_DIVIDE, Op::REMAINDER, Op::TRUNC_REMAINDER,
+                            Op::MINIMUM,     Op::MAXIMUM,  Op::AND,      Op::OR,           Op::XOR,       Op::SHIFT_LEFT,
+                            Op::SHIFT_RIGHT, Op::NEGATE,   Op::ABSOLUTE, Op::NOT,          Op::SIGN};
   const Op compare[] = {Op::EQUAL, Op::NOT_EQUAL, Op::LESS, Op::LESS_EQUAL, Op::GREATER, Op::GREATER_EQUAL};
   for (int round = 0; round < 150; ++round) {
     Graph g;

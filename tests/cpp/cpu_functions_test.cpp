@@ -97,11 +97,16 @@ void compare(Call &found, Call &expected, const char *name) {
 } // namespace
 
 TEST_CASE("functions on CPU engines: pages, few queries, quantised keys, parts and blocks") {
-  const std::pair<const char *, Make> all[] = {{"pages", in_pages},         {"packed queries of pages", in_packed_pages},
-                                               {"few queries of pages", few_in_pages}, {"one query", few},
-                                               {"quantised", quantised},    {"quantised by column", quantised_by_column},
-                                               {"one query of quantised keys", few_quantised}, {"a part", part},
-                                               {"a partial part", partial_part}, {"blocks", sparse}};
+  const std::pair<const char *, Make> all[] = {{"pages", in_pages},
+                                               {"packed queries of pages", in_packed_pages},
+                                               {"few queries of pages", few_in_pages},
+                                               {"one query", few},
+                                               {"quantised", quantised},
+                                               {"quantised by column", quantised_by_column},
+                                               {"one query of quantised keys", few_quantised},
+                                               {"a part", part},
+                                               {"a partial part", partial_part},
+                                               {"blocks", sparse}};
   for (const std::string &engine : engines()) {
     int ran = 0;
     for (const auto &[what, how] : all)
