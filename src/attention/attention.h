@@ -89,6 +89,7 @@ inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
 namespace score {
 struct Program;
+struct Bytecode;
 }
 
 // A tensor that the caller's functions read, with axes of its own.
@@ -151,6 +152,7 @@ struct Problem {
   View sinks;                                    // (-, head, -, -)
   std::shared_ptr<const score::Program> program; // what becomes of x and what functions hide; null: x stays x, and they hide nothing
   Captured captured[STROBE_MOST_CAPTURED];       // what they read
+  const score::Bytecode *bytecode = nullptr;     // a CPU engine's code of the program
   // The lists follow. In host memory they are the call's own copies (contents.h), without gaps. In device memory they are the caller's,
   // with any strides, and GPU engines copy them (cuda/program/lists.h).
   std::shared_ptr<const void> lists;      // owns the copies

@@ -67,7 +67,7 @@ template <class Math> struct BackwardScratch {
     if (problem.dropout > 0) keep = arena.take<T>(tile.k * tile.width);
     unrounded_p = arena.take<T>(tile.k * tile.width);
     unrounded_ds = arena.take<T>(tile.k * tile.width);
-    if (problem.curved()) slopes = arena.take<T>(tile.k * tile.width);
+    if (needs_slopes(problem)) slopes = arena.take<T>(tile.k * tile.width);
   }
 };
 
@@ -103,7 +103,7 @@ template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t t
 template <class T> STROBE_INLINE bool may_see_one_tile(const Head<T> &head, int64_t tile_k, int64_t i) {
   const Problem &p = *head.p;
   const Range keys = head.band.keys(i);
-  return !keys.empty() && (p.mask || p.bias || p.blocks.present || keys.begin / tile_k == (keys.end - 1) / tile_k);
+  return !keys.empty() && (p.mask || p.bias || head.hides || p.blocks.present || keys.begin / tile_k == (keys.end - 1) / tile_k);
 }
 
 template <class Math>

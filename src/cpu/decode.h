@@ -12,12 +12,14 @@ namespace strobe::inline STROBE_ISA {
 // Query i of the n-th head of a group is row n * queries + i.
 template <class T> struct DecodeScratch : DecodeTile {
   T *s, *probs, *add, *reals;
+  char *functions = nullptr; // of the caller's functions
 
   DecodeScratch(Arena &arena, const Problem &problem, int64_t rows) {
     const int64_t padded = round_to(rows, 32);
     s = arena.take<T>(padded * kPitch);
     probs = arena.take<T>(padded * kPitch);
     add = arena.take<T>(kPitch);
+    if (problem.bytecode) functions = arena.take<char>(problem.bytecode->scratch_bytes);
     reals = arena.take<T>(max(rows * round_to(problem.head_dim, 16), round_to(problem.head_dim_v, 16)));
   }
 };
@@ -66,25 +68,27 @@ template <class T> struct DecodeResults : DecodeTile {
   }
 };
 
-// Turns raw q.k of query i and the keys of a range into scores, in place. add: a buffer of the same size.
-template <class T> __attribute__((noinline)) void score_row(const Head<T> &head, int64_t i, Range keys, T *add, T *s) {
+// Turns raw q.k of query i and the keys of a range into scores, in place. add: a buffer of the same size. functions: scratch.
+template <class T>
+__attribute__((noinline)) void score_row(const Head<T> &head, int64_t i, Range keys, T *add, char *functions, T *s) {
   using V = Vec<T>;
   const Problem &p = *head.p;
   const int64_t count = keys.end - keys.begin;
-  const V hidden(-kInfinity<T>), distance = V(T(i + head.band.offset - keys.begin)) - V::iota();
+  const V distance = V(T(i + head.band.offset - keys.begin)) - V::iota();
   const ScoreTerms<T> terms(head);
+  const int64_t lanes = round_to(count, 16);
+  const score::Scores of_functions{i, keys.begin, 1, lanes, lanes};
+  if (head.computes) run_functions(head, of_functions, false, functions, s, (T *)nullptr);
   if (p.bias || p.mask) load_additive_row(head, i, keys.begin, count, bool(p.mask), add);
   for (int64_t j = 0; j < count && (head.additive || p.mask); j += V::kLanes) {
     V x = terms(V::load(s + j), distance - V(T(j)), [](V) {});
-    if (p.bias || p.mask) {
-      const V more = V::load(add + j);
-      x = select(more == hidden, hidden, x + more);
-    }
+    if (p.bias || p.mask) x = terms.plus(x, V::load(add + j));
     x.store(s + j);
   }
+  if (head.hides && !head.computes) run_functions(head, of_functions, false, functions, s, (T *)nullptr);
   const Range seen = intersect(keys, head.band.keys(i));
   fill(s, min(max(seen.begin - keys.begin, 0ll), (i64)count), -kInfinity<T>);
-  for (int64_t j = max(seen.end - keys.begin, 0ll); j < round_to(count, 16); ++j) s[j] = -kInfinity<T>; // keys past the range, too
+  for (int64_t j = max(seen.end - keys.begin, 0ll); j < lanes; ++j) s[j] = -kInfinity<T>; // keys past the range, too
 }
 
 // P = exp2((s - reference) * unit); returns their sum. count: a multiple of 16. It also prefetches V: each_ahead bytes per step.
@@ -124,7 +128,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   fill(m, rows, -kInfinity<T>), fill(l, rows, T(0));
   if (keys.empty()) return;
   const Range all = any.band.keys_all(0, count);
-  const bool hides = p.mask || p.bias || keys.begin < all.begin || keys.end > all.end;
+  const bool hides = p.mask || p.bias || any.hides || keys.begin < all.begin || keys.end > all.end;
 
   const DecodeKeys of_span{p, b, kv, any.k_begin, keys};
   for (int64_t r = 0; r < rows && !loaded.holds(b, kv); ++r) {
@@ -148,7 +152,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
     for (int64_t i = 0; i < count; ++i) {
       const int64_t r = n * count + i;
       T *const s = scratch.s + r * kPitch;
-      score_row(head, i, keys, scratch.add, s);
+      score_row(head, i, keys, scratch.add, scratch.functions, s);
       Vec<T> most(-kInfinity<T>);
       for (int64_t j = 0; j < padded; j += Vec<T>::kLanes) most = max(most, Vec<T>::load(s + j));
       for (int lane = 0; lane < Vec<T>::kLanes; ++lane) m[r] = max(m[r], T(most.v[lane]));

@@ -7,7 +7,6 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "isa.h"
-#include "score/program.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -126,7 +125,7 @@ const char *against_decoding(const Problem &p) {
   if (p.blocks.present) return "block sparsity";
   if (p.dropout > 0) return "dropout";
   if (p.quantised() && p.auxiliary()) return "aux of quantised keys"; // the auxiliary pass rounds scores in another place
-  if (p.score != ScoreFunction::dot) return "hyperbolic scores";
+  if (p.bytecode && p.bytecode->form == score::Form::hyperbolic) return "hyperbolic scores";
   if (p.group() * p.longest_q() > kMostDecodedRows) return "so many query heads of a key head";
   return p.wishes.tile_q > 0 || p.wishes.tile_k > 0 ? "tiles that are asked for" : "";
 }
@@ -199,6 +198,43 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction d
   return tile;
 }
 
+// The problem with the bytecode of its program, if it has one.
+class Compiled {
+public:
+  Compiled(const Problem &p, const InstructionSet &set) : p_(&p) {
+    if (!p.program) return;
+    const std::shared_ptr<score::Bytecode> code = score::compile(p);
+    const CpuKernels *kernels = set.kernels(p.dtype);
+#if defined(__x86_64__) && !defined(STROBE_UP_TO_AVX2)
+    if (!kernels->run_program) kernels = avx512::kernels(DType::f32);
+#endif
+    code->run = kernels->run_program;
+    own_ = p;
+    own_.bytecode = code.get();
+    code_ = code;
+    p_ = &own_;
+  }
+  Compiled(const Compiled &) = delete;
+  const Problem &problem() const { return *p_; }
+
+private:
+  const Problem *p_;
+  Problem own_;
+  std::shared_ptr<const score::Bytecode> code_;
+};
+
+// What keeps an engine from computing a function of the score, which may show the rounding errors of products of bf16.
+std::string against_function(const CpuKernels &kernels, const Problem &p) {
+  if (!p.bytecode) return "";
+  const bool general = p.bytecode->backward.slope.slot >= 0; // not x plus a number, for instance
+  const bool hyperbolic = p.bytecode->form == score::Form::hyperbolic;
+  if (kernels.planes == 3 && hyperbolic) return "a Lorentz product cancels, which shows what three bf16 leave of FP32's last bits";
+  if (kernels.planes == 3 && general) return "a function of the score may show what three bf16 leave of FP32's last bits";
+  if (kernels.planes == 2 && p.bytecode->curved && !hyperbolic)
+    return "a function may make small scores of large ones, which shows what two bf16 leave of FP16's products";
+  return "";
+}
+
 // What keeps an engine from reading quantised K and V; empty if nothing does.
 std::string against_quantised(const CpuKernels &kernels, const Problem &p, Direction direction) {
   if (!p.quantised() || kernels.quantised) return "";
@@ -217,15 +253,13 @@ public:
   const char *name() const override { return set_.name; }
   std::string missing() const override { return set_.missing(); }
 
-  Answer plan(const Problem &p, const Execution &execution, Direction direction) const override {
-    const CpuKernels *kernels = set_.kernels(p.dtype);
-    if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
+  Answer plan(const Problem &problem, const Execution &execution, Direction direction) const override {
+    const CpuKernels *kernels = set_.kernels(problem.dtype);
+    if (!kernels) return std::string("adds nothing for ") + strobe::name(problem.dtype);
+    const Compiled compiled(problem, set_);
+    const Problem &p = compiled.problem();
     if (std::string reason = against_quantised(*kernels, p, direction); !reason.empty()) return reason;
-    if (p.program && p.program->is_given()) return "computes no functions of the caller's";
-    if (p.score == ScoreFunction::hyperbolic && kernels->planes == 3)
-      return std::string("a Lorentz product cancels, which shows what three bf16 leave of FP32's last bits");
-    if (p.softcap > 0 && kernels->planes == 2)
-      return std::string("a softcap makes small scores of large ones, which shows what two bf16 leave of FP16's products");
+    if (std::string reason = against_function(*kernels, p); !reason.empty()) return reason;
     Plan plan;
     plan.engine = set_.name;
     const bool forward = direction == Direction::forward;
@@ -250,7 +284,9 @@ public:
     return plan;
   }
 
-  void run(const Problem &p, const Execution &execution, Direction direction, const Plan &plan, void *workspace) const override {
+  void run(const Problem &problem, const Execution &execution, Direction direction, const Plan &plan, void *workspace) const override {
+    const Compiled compiled(problem, set_);
+    const Problem &p = compiled.problem();
     const CpuKernels *kernels = set_.kernels(p.dtype);
     const bool forward = direction == Direction::forward;
     const TileSizes &preferred = forward ? kernels->forward_tile : kernels->backward_tile;

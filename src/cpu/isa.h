@@ -5,6 +5,7 @@
 #include <string>
 
 #include "attention/attention.h"
+#include "score/bytecode.h"
 
 namespace strobe {
 
@@ -33,6 +34,8 @@ struct CpuKernels {
   // max_logit and column_sums, after a forward of the same tile.
   int64_t (*auxiliary_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*auxiliary)(const Problem &, const Execution &, const TileSizes &, void *workspace);
+  // Executes the caller's functions (program.h). Null: as avx512's kernels of FP32 do, since no instruction of this set serves them.
+  decltype(score::Bytecode::run) run_program;
 };
 
 struct InstructionSet {

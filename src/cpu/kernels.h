@@ -8,7 +8,9 @@
 
 namespace strobe::inline STROBE_ISA {
 
-template <class Math> constexpr CpuKernels kernels_of(const char *arithmetic, TileSizes forward_tile, TileSizes backward_tile) {
+template <class Math>
+constexpr CpuKernels kernels_of(const char *arithmetic, TileSizes forward_tile, TileSizes backward_tile,
+                                decltype(score::Bytecode::run) run_program = nullptr) {
   return {.arithmetic = arithmetic,
           .quantised = Math::kQuantised,
           .decodes_quantised_from = Math::kDecodesQuantised ? Math::kFewRows + 1 : 0,
@@ -24,7 +26,8 @@ template <class Math> constexpr CpuKernels kernels_of(const char *arithmetic, Ti
           .backward_workspace = backward_workspace<Math>,
           .backward = backward<Math>,
           .auxiliary_workspace = auxiliary_workspace<Math>,
-          .auxiliary = auxiliary<Math>};
+          .auxiliary = auxiliary<Math>,
+          .run_program = run_program};
 }
 
 } // namespace strobe::inline STROBE_ISA

@@ -55,7 +55,7 @@ template <class T> struct Piece {
   bool infinite = false; // Q or K has numbers that are not finite
   const MaskMap *mask;
   const uint8_t *cells; // of the mask's map, if there is one
-  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || infinite; } // some score may be -inf
+  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || head.hides || infinite; } // some score may be -inf
   // Products over keys run in steps of kKeyAlign and may read keys past the piece, times a P of 0.
   int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.k_end - k0 - span.j0)); }
   bool reads_hidden(const Head<T> &head) const { return masked(head) || keys_read(head) > span.keys; }
@@ -82,7 +82,8 @@ template <class T>
 STROBE_INLINE void apply_options(const Head<T> &head, const Piece<T> &piece, const TileSpan &chunk, ScoreScratch<T> &scratch, T *s,
                                  T *slopes) {
   const bool use_mask = piece.use_mask && piece.uses_mask(chunk.j0, chunk.keys);
-  if (head.additive || piece.band_masked || use_mask) apply_options(head, chunk, piece.band_masked, use_mask, scratch, s, slopes);
+  if (head.additive || head.hides || piece.band_masked || use_mask)
+    apply_options(head, chunk, piece.band_masked, use_mask, scratch, s, slopes);
 }
 
 } // namespace strobe::inline STROBE_ISA

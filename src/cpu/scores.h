@@ -4,6 +4,7 @@
 #include "../../kernels/attention/schedule.h"
 #include "../../kernels/attention/score.h"
 #include "mask_map.h"
+#include "score/bytecode.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -36,6 +37,8 @@ template <class T> struct Head {
   T slack;       // how far m may lag behind the running maximum
   T sign;        // the factor of Q, so that raw scores grow with the score
   T cap, slope;
+  const score::Bytecode *code; // of the functions of the score; null: there are none
+  bool computes, hides;        // whether the code computes scores; whether it may hide keys
   bool dropout;
   DropoutKey key;
   u32 threshold;
@@ -47,12 +50,15 @@ template <class T> struct Head {
     q0 = problem.rows_q(batch).begin + row0;
     k_begin = k.begin, k_end = k.begin + k.length;
     band = Band::make(problem.whole_q(batch), problem.whole_k(batch), problem.bottom_right, problem.window_left, problem.window_right);
-    additive = problem.curved() || problem.alibi_slopes || problem.bias || outsized(problem.scale);
+    code = problem.bytecode;
+    computes = code && code->forward.score.slot >= 0;
+    hides = computes || (code && code->forward.seen.slot >= 0);
+    additive = curved(problem) || problem.alibi_slopes || problem.bias || outsized(problem.scale);
     sign = !additive && problem.scale < 0 ? T(-1) : T(1);
     scale = T(additive ? problem.scale : problem.scale * double(sign));
     unit = T(additive ? kLog2e<double> : double(scale) * kLog2e<double>);
     slack = problem.exact_max ? T(0) : T(8) / unit; // P <= 2^8
-    cap = T(problem.softcap);
+    cap = T(code ? code->cap : 0);
     slope = problem.alibi_slopes
                 ? load_as<T>(problem.alibi_slopes.dtype, problem.alibi_slopes.data, problem.alibi_slopes.index(batch, head, 0, 0))
                 : T(0);
@@ -63,6 +69,10 @@ template <class T> struct Head {
     }
   }
 
+  // Whether the score is not linear in q.k.
+  static STROBE_INLINE bool curved(const Problem &problem) {
+    return problem.bytecode && problem.bytecode->curved;
+  }
   // The ratio of the unit of raw scores to that of scores.
   STROBE_INLINE T measure() const { return additive ? T(1) : scale; }
   // Whether these queries are only some of a tile's, so that the cells of a mask's map do not apply to them.
@@ -94,12 +104,14 @@ template <class T> struct ScoreScratch {
   T *add = nullptr;                    // bias, and -inf where the mask hides
   T *buffer = nullptr;                 // 16 rows
   T *first = nullptr, *last = nullptr; // visible keys of each lane, relative to the tile
+  char *functions = nullptr;           // of the caller's functions
 
   ScoreScratch(Arena &arena, const Problem &p, int64_t tile_k, int64_t width, int64_t columns) {
     if (p.mask || p.bias) add = arena.take<T>(tile_k * width);
     buffer = arena.take<T>(16 * round_to(columns, 16));
     first = arena.take<T>(width);
     last = arena.take<T>(width);
+    if (p.bytecode) functions = arena.take<char>(p.bytecode->scratch_bytes);
   }
 };
 
@@ -139,20 +151,36 @@ __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan
   }
 }
 
+// Whether the backward needs d score / d (scaled q.k).
+STROBE_INLINE bool needs_slopes(const Problem &p) {
+  const score::Bytecode *code = p.bytecode;
+  return code && code->curved && (code->forward.score.slot < 0 || code->backward.slope.slot >= 0);
+}
+
+// Applies the caller's functions to scores: those of a tile, whose rows are keys, or of a row of keys.
+template <class T>
+STROBE_INLINE void run_functions(const Head<T> &head, score::Scores t, bool keys_are_rows, char *scratch, T *s, T *slopes) {
+  const Problem::Part &part = head.p->part;
+  t.batch = part.first_batch + head.b, t.head = part.first_head + head.h, t.offset = head.band.offset;
+  t.keys_are_rows = keys_are_rows, t.scale = double(head.scale);
+  head.code->run(slopes ? head.code->backward : head.code->forward, t, scratch, s, slopes);
+}
+
 // From raw q.k of a head to the score before bias and mask.
 template <class T> struct ScoreTerms {
   using V = Vec<T>;
-  const bool additive, capped, distances, linear; // linear: with ALiBi
+  const bool additive, computed, capped, distances, linear; // computed: by the caller's function; linear: with ALiBi
   const V scale, cap, inverse_cap, slope, beta, beta_ln2, shift;
 
   STROBE_INLINE explicit ScoreTerms(const Head<T> &head)
-      : additive(head.additive), capped(head.p->softcap > 0), distances(head.p->score == ScoreFunction::hyperbolic),
-        linear(head.p->alibi_slopes), scale(head.scale), cap(head.cap), inverse_cap(T(1) / head.cap), slope(head.slope),
-        beta(T(head.p->beta)), beta_ln2(T(head.p->beta * kLn2<double>)), shift(T(head.p->shift)) {}
+      : additive(head.additive), computed(head.computes), capped(has_form(head, score::Form::softcap)),
+        distances(has_form(head, score::Form::hyperbolic)), linear(head.p->alibi_slopes), scale(head.scale), cap(head.cap),
+        inverse_cap(T(1) / head.cap), slope(head.slope), beta(T(head.code ? head.code->beta : 0)),
+        beta_ln2(T(head.code ? head.code->beta * kLn2<double> : 0)), shift(T(head.code ? head.code->shift : 0)) {}
   // distance: between keys and queries. keep(d score / d (scaled q.k)) is called if the score is a function of q.k.
   template <class Keep> STROBE_INLINE V operator()(V x, V distance, Keep &&keep) const {
     if (!additive) return x;
-    x *= scale;
+    if (!computed) x *= scale;
     V derivative;
     if (capped) {
       x = softcap(x, cap, inverse_cap, derivative);
@@ -163,6 +191,16 @@ template <class T> struct ScoreTerms {
     }
     return linear ? x + alibi(slope, distance) : x;
   }
+  // add: bias, or -inf, which hides the key, as -inf from the caller's function does.
+  STROBE_INLINE V plus(V x, V add) const {
+    const V hidden(-kInfinity<T>);
+    auto hides = add == hidden;
+    if (computed) hides |= x == hidden;
+    return select(hides, hidden, x + add);
+  }
+
+private:
+  static STROBE_INLINE bool has_form(const Head<T> &head, score::Form form) { return head.code && head.code->form == form; }
 };
 
 // Turns raw q.k into scores, in place. slopes (optional): receives d score / d (scaled q.k), if the score is a function of q.k.
@@ -183,7 +221,10 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
   }
   const V hidden(-kInfinity<T>);
   const ScoreTerms<T> terms(head);
-  for (int64_t lane = 0; lane < t.width; lane += L) {
+  const score::Scores of_functions{t.i0, t.j0, t.keys, t.width, t.width};
+  if (head.computes) run_functions(head, of_functions, true, scratch.functions, s, slopes);
+  const bool more = !head.computes || terms.linear || use_add || band_masked;
+  for (int64_t lane = 0; more && lane < t.width; lane += L) {
     V distance = V(T(t.i0 + lane + head.band.offset - t.j0)) + V::iota();
     V first = band_masked ? V::load(scratch.first + lane) : V(T(0)), last = band_masked ? V::load(scratch.last + lane) : V(T(0));
     for (int64_t j = 0; j < t.keys; ++j) {
@@ -191,14 +232,12 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
       V x = terms(V::load(at), distance - V(T(j)), [&](V derivative) __attribute__((always_inline)) {
         if (slopes) derivative.store(slopes + j * t.width + lane);
       });
-      if (use_add) {
-        V add = V::load(scratch.add + j * t.width + lane);
-        x = select(add == hidden, hidden, x + add);
-      }
+      if (use_add) x = terms.plus(x, V::load(scratch.add + j * t.width + lane));
       if (band_masked) x = select((V(T(j)) >= first) & (V(T(j)) <= last), x, hidden);
       x.store(at);
     }
   }
+  if (head.hides && !head.computes) run_functions(head, of_functions, true, scratch.functions, s, (T *)nullptr);
 }
 
 // keep[key][lane] = 1 / keep rate if dropout keeps the element, else 0. Bits are drawn for blocks of 16 x 16; i0 and j0 need not lie at the

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "attention/text.h"
+#include "functions.h"
 
 using namespace strobe;
 using namespace strobe::test;
@@ -32,8 +33,8 @@ double half(uint16_t bits, int mantissa, int bias) {
 
 // Kinds of drawn calls. packed_softcap: in 16 bits, where queries past a sequence's end might spoil its gradients by their derivative.
 // lengthy: more keys or queries than one running sum takes. grouped: in 16 bits, many query heads per key head, which a large GPU divides
-// among thread blocks.
-enum class Calls { any, packed_softcap, lengthy, wide, grouped };
+// among thread blocks. functions: of the score and of masks.
+enum class Calls { any, packed_softcap, lengthy, wide, grouped, functions };
 
 // The calls of one seed: the same inputs whatever the direction and the engine.
 class Drawn {
@@ -137,6 +138,8 @@ private:
     if (draw(3) == 0) a.has_scale = 1, a.scale = pick({0.05, -0.2, 0.0});
     if (calls == Calls::packed_softcap)
       a.softcap = 30;
+    else if (calls == Calls::functions)
+      give(c, kFunctions[size_t(draw(int(std::size(kFunctions))))], {b, h, std::max(sq, sk)});
     else if (draw(4) == 0)
       a.softcap = pick({2.0, 20.0});
     else if (draw(4) == 0)
@@ -335,6 +338,7 @@ void every_engine_agrees(Calls calls, int rounds) {
     if (std::strncmp(engine, "ladder-", 7) == 0) continue; // supports no options: tests/python/test_ladder.py
     if (calls == Calls::wide && (std::strcmp(engine, "cuda-sm90") == 0 || std::strcmp(engine, "cuda-tf32") == 0)) continue;
     if (on_gpu(engine) != emulated) continue; // a real GPU has memory of its own
+    if (calls == Calls::functions && on_gpu(engine)) continue;
     if (listed && text(",", listed, ",").find(text(",", engine, ",")) == std::string::npos) continue;
     CAPTURE(std::string(engine));
     Taken taken;
@@ -360,6 +364,9 @@ void every_engine_agrees(Calls calls, int rounds) {
 TEST_CASE("agreement: every engine with the oracle") { every_engine_agrees(Calls::any, number("STROBE_AGREEMENT_ROUNDS", 150)); }
 TEST_CASE("agreement: softcap over packed sequences with padding behind them") {
   every_engine_agrees(Calls::packed_softcap, number("STROBE_AGREEMENT_ROUNDS", 150));
+}
+TEST_CASE("agreement: functions of the caller's") {
+  if (!std::getenv("STROBE_EMULATOR_NVRTC")) every_engine_agrees(Calls::functions, number("STROBE_AGREEMENT_ROUNDS", 300));
 }
 TEST_CASE("agreement: head dimensions beyond 256") { every_engine_agrees(Calls::wide, 100); }
 TEST_CASE("agreement: sums that start anew") {

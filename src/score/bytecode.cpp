@@ -1,0 +1,443 @@
+#include "score/bytecode.h"
+
+#include <algorithm>
+#include <cmath>
+#include <unordered_map>
+
+namespace strobe::score {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// The least and the largest value that a node may have: of a real, among those that are finite.
+struct Bounds {
+  double low = -kInfinity, high = kInfinity;
+  bool within(double limit) const { return low >= -limit && high <= limit; }
+  bool narrow() const { return low >= -0x1p31 && high < 0x1p31; }
+};
+Bounds hull(Bounds a, Bounds b) { return {std::min(a.low, b.low), std::max(a.high, b.high)}; }
+Bounds add(Bounds a, Bounds b) { return {a.low + b.low, a.high + b.high}; }
+Bounds negated(Bounds a) { return {-a.high, -a.low}; }
+double product(double x, double y) { return x == 0 || y == 0 ? 0 : x * y; }
+Bounds multiply(Bounds a, Bounds b) {
+  const double all[] = {product(a.low, b.low), product(a.low, b.high), product(a.high, b.low), product(a.high, b.high)};
+  return {*std::min_element(all, all + 4), *std::max_element(all, all + 4)};
+}
+Bounds absolute(Bounds a) {
+  if (a.low >= 0) return a;
+  if (a.high <= 0) return negated(a);
+  return {0, std::max(-a.low, a.high)};
+}
+// The numbers whose bits above the lowest n are those of the sign, for the least n that holds these.
+Bounds bits(Bounds a) {
+  if (!a.within(0x1p62)) return {};
+  double most = 1;
+  while (most <= std::max(a.high, -a.low - 1)) most *= 2;
+  return {a.low < 0 ? -most : 0, most - 1};
+}
+// Beyond 2^53 a double does not tell integers apart, and 64 bits may wrap around: then nothing is known.
+Bounds unwrapped(Bounds a) { return a.within(0x1p53) ? a : Bounds{}; }
+bool may_wrap(Op op) {
+  switch (op) {
+  case Op::ADD:
+  case Op::SUBTRACT:
+  case Op::MULTIPLY:
+  case Op::FLOOR_DIVIDE:
+  case Op::NEGATE:
+  case Op::ABSOLUTE:
+  case Op::SHIFT_LEFT:
+  case Op::TO_INTEGER:
+  case Op::INTEGER:
+    return true;
+  default:
+    return false;
+  }
+}
+
+// Lanes and rows past the last query or key have positions as well.
+constexpr int64_t kPastTheEnd = 1024;
+
+class Analysis {
+public:
+  explicit Analysis(const Problem &p) : p_(p), graph_(p.program->graph) {
+    for (const Node &node : graph_.nodes()) {
+      const Bounds b = bounds(node);
+      bounds_.push_back(node.kind == Kind::integer && may_wrap(node.op) ? unwrapped(b) : b);
+      stages_.push_back(stage(node));
+    }
+  }
+  const Bounds &bounds(int32_t n) const { return bounds_[size_t(n)]; }
+  Stage stage(int32_t n) const { return stages_[size_t(n)]; }
+
+private:
+  Stage stage(const Node &node) const {
+    if (node.op == Op::SCORE) return Stage::pair;
+    if (node.op == Op::QUERY) return Stage::query;
+    if (node.op == Op::KEY) return Stage::key;
+    Stage all = Stage::head;
+    for (int32_t n = 0; n < node.count; ++n) {
+      const Stage s = stage(node.inputs[size_t(n)]);
+      if (s == Stage::head || s == all) continue;
+      all = all == Stage::head ? s : Stage::pair;
+    }
+    return all;
+  }
+
+  Bounds bounds(const Node &node) const {
+    const auto in = [&](size_t n) { return bounds_[size_t(node.inputs[n])]; };
+    const bool real = node.kind == Kind::real;
+    switch (node.op) {
+    case Op::BATCH:
+      return {0, double(p_.part.first_batch + p_.batch)};
+    case Op::HEAD:
+      return {0, double(p_.part.first_head + p_.heads)};
+    case Op::QUERY:
+      return {0, double(std::max(p_.size_q(), p_.longest_q()) + kPastTheEnd)};
+    case Op::KEY:
+      return {0, double(std::max(p_.size_k(), p_.longest_k()) + kPastTheEnd)};
+    case Op::OFFSET:
+      return {-double(std::max(p_.size_q(), p_.longest_q())), double(std::max(p_.size_k(), p_.longest_k()))};
+    case Op::REAL:
+      return std::isfinite(node.real) ? Bounds{node.real, node.real} : Bounds{};
+    case Op::INTEGER:
+      return {double(node.integer), double(node.integer)};
+    case Op::LOAD:
+      return p_.captured[node.captured].dtype == DType::i32 ? Bounds{-0x1p31, 0x1p31 - 1} : Bounds{};
+    case Op::ADD:
+      return add(in(0), in(1));
+    case Op::SUBTRACT:
+      return add(in(0), negated(in(1)));
+    case Op::MULTIPLY:
+      return multiply(in(0), in(1));
+    case Op::DIVIDE:
+      if (in(1).low == in(1).high && in(1).low != 0) return multiply(in(0), {1 / in(1).low, 1 / in(1).low});
+      return {};
+    case Op::FLOOR_DIVIDE: {
+      if (real) return {};
+      const Bounds quotient = absolute(in(0)); // |x // y| <= |x|
+      return in(0).low >= 0 && in(1).low >= 0 ? quotient : Bounds{-quotient.high, quotient.high};
+    }
+    case Op::REMAINDER:
+      if (real) return {};
+      return {std::min(in(1).low + 1, 0.0), std::max(in(1).high - 1, 0.0)};
+    case Op::TRUNC_REMAINDER:
+      if (real) return {};
+      return {std::min(in(0).low, 0.0), std::max(in(0).high, 0.0)};
+    case Op::MINIMUM: // if one is infinite, the other one may be the result
+      return real ? hull(in(0), in(1)) : Bounds{std::min(in(0).low, in(1).low), std::min(in(0).high, in(1).high)};
+    case Op::MAXIMUM:
+      return real ? hull(in(0), in(1)) : Bounds{std::max(in(0).low, in(1).low), std::max(in(0).high, in(1).high)};
+    case Op::NEGATE:
+      return negated(in(0));
+    case Op::ABSOLUTE:
+      return absolute(in(0));
+    case Op::SIGN:
+      return {-1, 1};
+    case Op::AND:
+      if (in(0).low >= 0 || in(1).low >= 0)
+        return {0, in(0).low < 0 ? in(1).high : in(1).low < 0 ? in(0).high : std::min(in(0).high, in(1).high)};
+      return bits(hull(in(0), in(1)));
+    case Op::OR:
+    case Op::XOR:
+      return bits(hull(in(0), in(1)));
+    case Op::NOT:
+      return {-in(0).high - 1, -in(0).low - 1};
+    case Op::SHIFT_LEFT: {
+      if (in(1).low < 0 || in(1).high > 62) return {};
+      const double most = std::ldexp(1.0, int(in(1).high));
+      return hull(multiply(in(0), {most, most}), in(0));
+    }
+    case Op::SHIFT_RIGHT: // x >> y lies between x and 0 or -1
+      return {std::min(in(0).low, 0.0), std::max(in(0).high, 0.0)};
+    case Op::WHERE:
+      return hull(in(1), in(2));
+    case Op::TO_REAL:
+    case Op::TO_INTEGER: {
+      const Kind from = graph_[node.inputs[0]].kind;
+      return from == Kind::boolean ? Bounds{0, 1} : in(0);
+    }
+    case Op::FLOOR:
+    case Op::CEIL:
+    case Op::TRUNC:
+    case Op::ROUND:
+      return {in(0).low - 1, in(0).high + 1};
+    case Op::LOG: // of any positive number
+      return {-746, 710};
+    case Op::LOG2:
+      return {-1075, 1024};
+    case Op::TANH:
+    case Op::SIN:
+    case Op::COS:
+    case Op::ERF:
+    case Op::SIGMOID:
+      return {-1, 1};
+    case Op::SQRT:
+      return {0, std::max(1.0, in(0).high)};
+    default:
+      return {};
+    }
+  }
+
+  const Problem &p_;
+  const Graph &graph_;
+  std::vector<Bounds> bounds_;
+  std::vector<Stage> stages_;
+};
+
+bool has_a_form(const Program &program) { return program.score < 0 || program.form != Form::general; }
+
+// Of one direction: instructions by stage, in the order of the graph.
+struct Listing {
+  std::vector<Instruction> of[4];
+  std::vector<Place> used[4];
+  int32_t slots[4] = {};
+  Place score, slope, seen;
+  Code code() const {
+    Code c;
+    for (int n = 0; n < 4; ++n) c.lists[n] = {of[n].data(), int32_t(of[n].size()), slots[n], used[n].data(), int32_t(used[n].size())};
+    c.score = score, c.slope = slope, c.seen = seen;
+    return c;
+  }
+};
+
+// Translates the nodes that the results need. Values have numbers first, then slots.
+class Compiler {
+public:
+  Compiler(const Problem &p, const Analysis &analysis)
+      : p_(p), analysis_(analysis), graph_(p.program->graph), values_(size_t(graph_.size())), fp64_(p.dtype == DType::f64) {}
+
+  Listing run(int32_t score, int32_t slope, int32_t seen) {
+    std::vector<bool> needed(size_t(graph_.size()));
+    for (const int32_t result : {score, slope, seen})
+      if (result >= 0) needed[size_t(result)] = true;
+    for (int32_t n = graph_.size() - 1; n >= 0; --n)
+      for (int32_t i = 0; needed[size_t(n)] && i < graph_[n].count; ++i) needed[size_t(graph_[n].inputs[size_t(i)])] = true;
+    for (int32_t n = 0; n < graph_.size(); ++n)
+      if (needed[size_t(n)]) translate(n);
+    const int32_t results[] = {result(score), result(slope), result(seen)};
+    assign(results);
+    Place *const places[] = {&out_.score, &out_.slope, &out_.seen};
+    for (int n = 0; n < 3; ++n)
+      if (results[n] >= 0) *places[n] = places_[size_t(results[n])];
+    return std::move(out_);
+  }
+
+private:
+  struct Value {
+    Stage stage = Stage::head;
+    bool wide = false;
+    int32_t last_use = -1; // the instruction of the same stage; never freed: at most
+    bool used_by_pairs = false;
+  };
+  static constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
+
+  bool is_narrow(int32_t n) const { return fp64_ || analysis_.bounds(n).narrow(); }
+  int32_t result(int32_t node) const { return node < 0 ? -1 : values_[size_t(node)]; }
+
+  static Instruction instruction(int32_t op, Type type, Type gives) {
+    Instruction x;
+    x.op = op, x.type = type, x.gives = gives;
+    return x;
+  }
+  // Appends an instruction; in.slot of its places are values. Returns its value.
+  int32_t emit(Instruction x, std::initializer_list<int32_t> in) {
+    Stage stage = x.op == int32_t(Op::SCORE)   ? Stage::pair
+                  : x.op == int32_t(Op::QUERY) ? Stage::query
+                  : x.op == int32_t(Op::KEY)   ? Stage::key
+                                               : Stage::head;
+    for (const int32_t value : in) {
+      const Stage s = all_[size_t(value)].stage;
+      if (s != Stage::head && s != stage) stage = stage == Stage::head ? s : Stage::pair;
+    }
+    auto &list = out_.of[int(stage)];
+    int n = 0;
+    for (const int32_t value : in) {
+      Value &v = all_[size_t(value)];
+      v.last_use = std::max(v.last_use, v.stage == stage ? int32_t(list.size()) : kNever);
+      if (stage == Stage::pair && v.stage != Stage::pair) v.used_by_pairs = true;
+      x.in[n++] = {v.stage, v.wide, value};
+    }
+    const bool wide = x.gives == Type::wide;
+    x.out = {stage, wide, int32_t(all_.size())};
+    all_.push_back({stage, wide, int32_t(list.size()), false});
+    list.push_back(x);
+    return int32_t(all_.size()) - 1;
+  }
+
+  int32_t widened(int32_t value, bool wide) {
+    if (wide == all_[size_t(value)].wide) return value;
+    const auto known = wider_.find(value);
+    if (known != wider_.end()) return known->second;
+    const Instruction x = wide ? instruction(kWiden, Type::narrow, Type::wide) : instruction(kNarrow, Type::wide, Type::narrow);
+    return wider_[value] = emit(x, {value});
+  }
+
+  static Type type_of(Kind kind, bool wide) {
+    return kind == Kind::boolean ? Type::mask : kind == Kind::real ? Type::real : wide ? Type::wide : Type::narrow;
+  }
+
+  void translate(int32_t n) {
+    const Node &node = graph_[n];
+    const auto input = [&](int i) { return node.inputs[size_t(i)]; };
+    const auto value = [&](int i) { return values_[size_t(input(i))]; };
+    if (node.op == Op::LOAD) {
+      values_[size_t(n)] = load(n);
+      return;
+    }
+    // Conversions to the kind that a value has.
+    const Kind first = node.count > 0 ? graph_[input(0)].kind : node.kind;
+    if ((node.op == Op::TO_REAL || node.op == Op::TO_INTEGER || node.op == Op::TO_BOOLEAN) && first == node.kind) {
+      values_[size_t(n)] = value(0);
+      return;
+    }
+    Instruction x;
+    x.op = int32_t(node.op), x.real = node.real, x.integer = node.integer;
+    const Kind kind = node.op == Op::WHERE ? node.kind : first; // of the inputs in question
+    bool wide = false;
+    for (int i = node.op == Op::WHERE ? 1 : 0; i < node.count; ++i)
+      if (graph_[input(i)].kind == Kind::integer) wide |= !is_narrow(input(i));
+    const bool narrow_result = node.kind != Kind::integer || is_narrow(n);
+    if (kind == Kind::integer && node.kind == Kind::integer) wide |= !narrow_result;
+    if (fp64_ && (node.op == Op::FLOOR_DIVIDE || node.op == Op::REMAINDER) && kind == Kind::integer)
+      wide = !(analysis_.bounds(input(0)).narrow() && analysis_.bounds(input(1)).narrow());
+    if (fp64_ && node.op == Op::TO_INTEGER && kind == Kind::real) wide = !analysis_.bounds(input(0)).within(0x1p30);
+    if ((node.op == Op::SHIFT_LEFT || node.op == Op::SHIFT_RIGHT) && !shifts_narrow(input(1))) wide = true;
+    x.type = type_of(kind, wide);
+    x.gives = node.kind != Kind::integer ? type_of(node.kind, false)
+              : kind == Kind::integer    ? type_of(node.kind, wide)
+              : kind == Kind::boolean    ? Type::narrow
+                                         : type_of(node.kind, !(narrow_result && analysis_.bounds(input(0)).within(0x1p30)));
+    if (node.op == Op::POWER && graph_[input(1)].op == Op::REAL && graph_[input(1)].real == 2) {
+      x.op = int32_t(Op::MULTIPLY);
+      values_[size_t(n)] = emit(x, {value(0), value(0)});
+      return;
+    }
+    const auto operand = [&](int i) { return graph_[input(i)].kind == Kind::integer ? widened(value(i), wide) : value(i); };
+    x.small = x.type == Type::narrow && node.count == 2 && analysis_.stage(input(1)) == Stage::head &&
+              analysis_.bounds(input(0)).within(0x1p20) && analysis_.bounds(input(1)).within(0x1p20);
+    int32_t made = node.count == 0   ? emit(x, {})
+                   : node.count == 1 ? emit(x, {operand(0)})
+                   : node.count == 2 ? emit(x, {operand(0), operand(1)})
+                                     : emit(x, {value(0), operand(1), operand(2)});
+    if (node.kind == Kind::integer && is_narrow(n)) made = widened(made, false);
+    values_[size_t(n)] = made;
+  }
+
+  bool shifts_narrow(int32_t by) const {
+    const Bounds b = analysis_.bounds(by);
+    return b.low >= 0 && b.high <= (fp64_ ? 63 : 31);
+  }
+
+  int32_t constant(int64_t integer, bool wide) {
+    const Type type = wide ? Type::wide : Type::narrow;
+    Instruction x = instruction(int32_t(Op::INTEGER), type, type);
+    x.integer = integer;
+    return emit(x, {});
+  }
+
+  int32_t load(int32_t n) {
+    const Node &node = graph_[n];
+    const Captured &c = p_.captured[node.captured];
+    bool wide = false;
+    double reach = 0;
+    for (int32_t axis = 0; axis < node.count; ++axis) {
+      reach += double(c.size[axis]) * std::fabs(double(c.stride[axis]));
+      wide |= !is_narrow(node.inputs[size_t(axis)]) || c.size[axis] >= int64_t(1) << 30;
+    }
+    wide = !fp64_ && (wide || reach >= 0x1p30);
+    const Type type = wide ? Type::wide : Type::narrow;
+    // Axes of one stage come after each other, so that each stage adds up what it knows.
+    int32_t at = constant(0, wide);
+    for (const Stage stage : {Stage::head, Stage::query, Stage::key, Stage::pair})
+      for (int32_t axis = 0; axis < node.count; ++axis) {
+        const int32_t index = values_[size_t(node.inputs[size_t(axis)])];
+        if (all_[size_t(index)].stage != stage) continue;
+        Instruction x = instruction(kIndex, type, type);
+        x.integer = c.size[axis], x.stride = c.stride[axis];
+        at = emit(x, {widened(index, wide), at});
+      }
+    Instruction x = instruction(kElement, type, type_of(node.kind, !fp64_ && c.dtype == DType::i64));
+    x.dtype = c.dtype, x.data = c.data;
+    return emit(x, {at});
+  }
+
+  // Gives each value a slot; a slot is free again after the last use of its value.
+  void assign(const int32_t *results) {
+    for (int n = 0; n < 3; ++n)
+      if (results[n] >= 0) {
+        Value &v = all_[size_t(results[n])];
+        v.last_use = kNever;
+        v.used_by_pairs |= v.stage != Stage::pair;
+      }
+    places_.resize(all_.size());
+    for (int stage = 0; stage < 4; ++stage) {
+      std::vector<int32_t> free;
+      auto &list = out_.of[stage];
+      for (int32_t n = 0; n < int32_t(list.size()); ++n) {
+        Instruction &x = list[size_t(n)];
+        const int32_t value = x.out.slot;
+        const Value &v = all_[size_t(value)];
+        if (free.empty()) free.push_back(out_.slots[stage]++);
+        places_[size_t(value)] = {v.stage, v.wide, free.back()};
+        free.pop_back();
+        if (v.last_use == n) free.push_back(places_[size_t(value)].slot); // nothing uses it
+        for (int i = 0; i < 3; ++i) {
+          const int32_t in = x.in[i].slot;
+          const bool again = (i > 0 && in == x.in[0].slot) || (i > 1 && in == x.in[1].slot);
+          if (in >= 0 && !again && all_[size_t(in)].stage == v.stage && all_[size_t(in)].last_use == n)
+            free.push_back(places_[size_t(in)].slot);
+        }
+      }
+    }
+    for (auto &list : out_.of)
+      for (Instruction &x : list) {
+        x.out = places_[size_t(x.out.slot)];
+        for (Place &in : x.in)
+          if (in.slot >= 0) in = places_[size_t(in.slot)];
+      }
+    for (size_t value = 0; value < all_.size(); ++value)
+      if (all_[value].used_by_pairs) out_.used[int(all_[value].stage)].push_back(places_[value]);
+  }
+
+  const Problem &p_;
+  const Analysis &analysis_;
+  const Graph &graph_;
+  std::vector<int32_t> values_; // of nodes
+  const bool fp64_;             // narrow integers have 64 bits
+  std::vector<Value> all_;
+  std::vector<Place> places_;
+  std::unordered_map<int32_t, int32_t> wider_;
+  Listing out_;
+};
+
+struct Compiled : Bytecode {
+  Listing forward_list, backward_list;
+};
+
+int64_t scratch_bytes(const Code &c) {
+  const int64_t line = kRowsAtOnce * int64_t(sizeof(int64_t)) + kRowsAtOnce * kVectorRoom;
+  const int64_t values = kValuesAtOnce * int64_t(sizeof(int64_t));
+  return c.lists[0].slots * kVectorRoom + (c.lists[1].slots + c.lists[2].slots) * std::max(line, values) + c.lists[3].slots * values;
+}
+
+} // namespace
+
+std::shared_ptr<Bytecode> compile(const Problem &p) {
+  const Program &program = *p.program;
+  const bool own_code = has_a_form(program);
+  const int32_t score = own_code ? -1 : program.score, slope = own_code ? -1 : program.slope;
+  auto made = std::make_shared<Compiled>();
+  if (score >= 0 || program.seen >= 0) {
+    const Analysis analysis(p);
+    made->forward_list = Compiler(p, analysis).run(score, -1, program.seen);
+    made->forward = made->forward_list.code();
+    made->backward_list = Compiler(p, analysis).run(score, slope, program.seen);
+    made->backward = made->backward_list.code();
+  }
+  static_cast<BuiltIn &>(*made) = program;
+  made->curved = program.curved();
+  made->scratch_bytes = std::max(scratch_bytes(made->forward), scratch_bytes(made->backward));
+  return made;
+}
+
+} // namespace strobe::score
