@@ -13,7 +13,7 @@ namespace strobe::sm90 {
 template <Config C> struct TileSoftmax {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  using Score = Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half>;
+  using Score = Scores<F, float, functions_of<C>()>;
   using Softcap = sm90::Softcap<F, C.reference != kExact>;
   static constexpr bool kLine = Line<C, Score>::kApplies;
   static constexpr int kN = C.tile_k;
@@ -65,11 +65,11 @@ template <Config C> struct TileSoftmax {
 
   // Whether scores and M are natural logarithms, as in a tile with a bias that is computed again: they may then be as low as FP32 allows,
   // and -inf.
-  __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
+  __device__ __forceinline__ bool natural() const { return F.unbounded() && item.kind() != kFast; }
 
   // Whether V's numbers that are not finite are cleared in all tiles, not only in those that are masked by position: mask and bias may hide
   // any element, and an invariant row's bits must not depend on the other rows of its tile.
-  static constexpr bool kClearsEachTile = F.mask || F.bias || C.invariant;
+  static constexpr bool kClearsEachTile = F.hides() || C.invariant;
   // Replaces Q K^T of tile t in S by P. value: the stage where the tile's V lies.
   __device__ __forceinline__ void exponentiate(const Tile &t, const Stage<C> &value) {
     if constexpr (kClearsEachTile) {
@@ -122,7 +122,7 @@ template <Config C> struct TileSoftmax {
       }
       bool hidden = t.masked; // a row may have seen no key yet, or with ALiBi only keys past its query
       if constexpr (kLine && F.alibi) hidden = hidden || !line.before;
-      if constexpr (F.mask || F.bias)
+      if constexpr (F.hides())
         hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(running.M[0], running.M[1]) == minus_infinity<float>());
       follows = rising || (follows && hidden);
     }
@@ -160,6 +160,9 @@ private:
     } else if (scored) {
       score<false>(t);
     }
+    if constexpr (F.seen) {
+      if (!scored) hide_unseen(t);
+    }
     given.mask.hide(S);
   }
   // Hides elements outside the rows' bands, or past the tile's end.
@@ -173,6 +176,14 @@ private:
         const i32 j = i / 4 * 8 + i % 2;
         if ((F.band && j < begin) || j >= end) S[i] = minus_infinity<float>();
       }
+    }
+  }
+  // Hides what the caller's function hides, where score() does not do so.
+  __device__ __forceinline__ void hide_unseen(const Tile &t) {
+    const i32 column = t.begin + tile::lane_column(0, 0);
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      if (!scores.seen(rows[i / 2 % 2], column + i / 4 * 8 + i % 2)) S[i] = minus_infinity<float>();
     }
   }
   __device__ __forceinline__ void hide_lacking(const Tile &t) {

@@ -6,6 +6,7 @@
 #include "cuda/compile/cache.h"
 #include "cuda/driver/driver.h"
 #include "cuda/driver/stream.h"
+#include "cuda/program/arguments.h"
 #include "cuda/program/lists.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
@@ -23,12 +24,22 @@ std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream
   return host;
 }
 
+// Gives the launches that call the caller's functions their source.
+void give_functions(Program &program, const Problem &p) {
+  Functions source;
+  for (Step &step : program.steps)
+    if (Launch *launch = std::get_if<Launch>(&step); launch && launch->calls_functions) {
+      if (!source) source = std::make_shared<const std::string>(functions_source(p));
+      launch->functions = source;
+    }
+}
+
 // Loads the kernels of the launches that a run is about to make.
 void load_all(const Program &program, const Device &on) {
   std::vector<KernelName> names;
   for (const Step &step : program.steps)
     if (const Launch *l = std::get_if<Launch>(&step); l && l->grid && !find_loaded(*l->source, l->config, on))
-      names.push_back({l->source, l->config});
+      names.push_back({l->source, l->config, l->functions});
   load_together(names, on);
 }
 
@@ -76,6 +87,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   for (const Step &step : program->steps)
     if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
       return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");
+  give_functions(*program, p);
   Plan plan;
   plan.engine = name();
   plan.kernel = std::move(program->kernel);
@@ -140,7 +152,7 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
     if (!l.grid) return false;
     l.bind(addresses, arguments);
     const Kernel *kernel = find_loaded(*l.source, l.config, on);
-    if (!kernel) load_all(program, on), kernel = &load(*l.source, l.config, on);
+    if (!kernel) load_all(program, on), kernel = &load(*l.source, l.config, on, l.functions);
     launch(*kernel, {.x = l.grid}, l.threads, l.shared_bytes, stream, arguments, l.arguments.size(), early);
     return true;
   };
