@@ -10,11 +10,11 @@
 namespace strobe::score {
 namespace {
 
-constexpr double kMost = 9223372036854775807.0;
+constexpr double kMostInteger = 9223372036854775807.0;
 constexpr double kSmallConstant = 1 << 29, kShortPosition = 1 << 24; // classes: numbers and lengths below make the same code
 
 // Whether two parts of a problem have the same code is a matter of these words, in order.
-class Hash {
+class CodeHash {
 public:
   void add(uint64_t x) {
     for (uint64_t &h : state_) h = std::rotl((h ^ x) * 0x9E3779B97F4A7C15, 29) * 0xBF58476D1CE4E5B9, x = ~x;
@@ -90,10 +90,10 @@ bool CudaFunctions::divides_by_constant(const Node &x) const {
 }
 
 CudaFunctions::Range CudaFunctions::range(const Node &x) const {
-  const Range all{-kMost, kMost};
+  const Range all{-kMostInteger, kMostInteger};
   if (x.kind != Kind::integer) return all;
   const auto input = [&](int n) { return ranges_[size_t(x.inputs[size_t(n)])]; };
-  const auto within = [&](double low, double high) { return low > -kMost / 2 && high < kMost / 2 ? Range{low, high} : all; }; // else it may wrap
+  const auto within = [&](double low, double high) { return low > -kMostInteger / 2 && high < kMostInteger / 2 ? Range{low, high} : all; }; // else it may wrap
   const auto size = [](const Range &r) { return std::max(std::abs(r.low), std::abs(r.high)); };
   switch (x.op) {
   case Op::BATCH:
@@ -144,7 +144,7 @@ CudaFunctions::Range CudaFunctions::range(const Node &x) const {
     return {-1, 1};
   case Op::AND:
     if (input(0).low >= 0 || input(1).low >= 0)
-      return {0, std::min(input(0).low >= 0 ? input(0).high : kMost, input(1).low >= 0 ? input(1).high : kMost)};
+      return {0, std::min(input(0).low >= 0 ? input(0).high : kMostInteger, input(1).low >= 0 ? input(1).high : kMostInteger)};
     [[fallthrough]];
   case Op::OR:
   case Op::XOR:
@@ -168,7 +168,7 @@ bool CudaFunctions::small(const Captured &x) const {
 }
 
 std::array<int32_t, 2> CudaFunctions::digest() const {
-  Hash hash;
+  CodeHash hash;
   hash.add(uint64_t(program_.digest[1]) << 32 | program_.digest[0]);
   hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2);
   for (int32_t n = 0; n < graph_.size(); n++) {

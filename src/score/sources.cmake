@@ -1,5 +1,6 @@
 strobe_sources(score
   build.cpp
+  cuda_source.cpp
   derivative.cpp
   formula.cpp
   graph.cpp
