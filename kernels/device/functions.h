@@ -65,11 +65,16 @@ template <class Int> struct Integers {
   }
 };
 // The same divisions of x by a positive number that the host knows: floor(x / y) = ~floor(~x / y).
-__device__ __forceinline__ i32 floor_divide(i32 x, const Divisor &y) {
-  const i32 sign = x >> 31;
+template <bool kNotNegative> __device__ __forceinline__ i32 floor_divide(i32 x, const Divisor &y) {
+  const i32 sign = kNotNegative ? 0 : x >> 31;
   return (i32)y.divide((u32)(x ^ sign)) ^ sign;
 }
-__device__ __forceinline__ i32 remainder(i32 x, const Divisor &y) { return x - floor_divide(x, y) * (i32)y.by; }
+template <bool kNotNegative> __device__ __forceinline__ i32 remainder(i32 x, const Divisor &y) {
+  return x - floor_divide<kNotNegative>(x, y) * (i32)y.by;
+}
+// The integer towards 0, limited to +-2^30.
+__device__ __forceinline__ i32 limited_integer(float x) { return (i32)fminf(fmaxf(x, -0x1p30f), 0x1p30f); }
+__device__ __forceinline__ i32 limited_integer(double x) { return (i32)fmin(fmax(x, -0x1p30), 0x1p30); }
 
 // An element of a captured tensor: its distance is the sum of one step per axis. An index below 0 counts from the axis' end; beyond the axis
 // it is that of the nearest end. At: i32 if all distances fit. kNotNegative: the index is not below 0.

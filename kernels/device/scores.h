@@ -148,7 +148,8 @@ private:
         s = hyperbolic(distance, kFunctions == Functions::full ? beta : beta_ln2, beta, shift, slope);
       }
       if constexpr (F.given()) {
-        s = CallersFunctions<F.program, F.program_high>::template score<kFunctions, kSlope && F.curved()>(in.function, pair(r, j), s, slope);
+        s = CallersFunctions<F.program, F.program_high>::template score < kFunctions,
+        kSlope && F.curved() > (in.function, pair(r, j), s, slope);
         if constexpr (kSlope || F.alibi || F.bias) seen = seen && s != minus_infinity<T>();
       }
       if constexpr (F.alibi) s = sum(s, alibi(r.slope, distance));

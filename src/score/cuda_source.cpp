@@ -11,6 +11,7 @@ namespace strobe::score {
 namespace {
 
 constexpr double kMostInteger = 9223372036854775807.0;
+constexpr double kLimit = 1 << 30;                                   // of limited_integer()
 constexpr double kSmallConstant = 1 << 29, kShortPosition = 1 << 24; // classes: numbers and lengths below make the same code
 
 // Whether two parts of a problem have the same code is a matter of these words, in order.
@@ -49,7 +50,35 @@ const char *type(Kind kind, bool narrow) { return kind == Kind::boolean ? "bool"
 
 std::string name(int32_t node) { return text("n", node); }
 
+bool is_real(const Node &x, double value) { return x.op == Op::REAL && x.real == value; }
+bool only_adds(const Graph &g, int32_t score, int32_t slope, int depth = 0) {
+  if (slope < 0 || is_real(g[slope], 1) || is_real(g[score], -std::numeric_limits<double>::infinity())) return true;
+  const Node &f = g[score], &d = g[slope];
+  if (depth > 8) return false;
+  return f.op == Op::WHERE && d.op == Op::WHERE && f.inputs[0] == d.inputs[0] && only_adds(g, f.inputs[1], d.inputs[1], depth + 1) &&
+         only_adds(g, f.inputs[2], d.inputs[2], depth + 1);
+}
+
+// What an operation takes, in instructions, about.
+int32_t instructions_of(const Node &x) {
+  switch (x.op) {
+  case Op::LOAD:
+    return 4 + 2 * x.count;
+  case Op::FLOOR_DIVIDE:
+  case Op::REMAINDER:
+  case Op::TRUNC_REMAINDER:
+    return x.kind == Kind::integer ? 8 : 20;
+  case Op::DIVIDE:
+  case Op::POWER:
+    return x.op == Op::POWER ? 40 : 6;
+  default:
+    return int32_t(x.op) >= int32_t(Op::EXP) && int32_t(x.op) < int32_t(Op::FLOOR) ? 10 : 1;
+  }
+}
+
 } // namespace
+
+bool only_adds(const Program &p) { return p.score >= 0 && only_adds(p.graph, p.score, p.slope); }
 
 CudaFunctions::CudaFunctions(const Problem &p, bool scored)
     : problem_(p), program_(*p.program), graph_(program_.graph), score_(scored ? program_.score : -1), slope_(scored ? program_.slope : -1),
@@ -61,8 +90,13 @@ CudaFunctions::CudaFunctions(const Problem &p, bool scored)
   used_.assign(count, false), place_.assign(count, -1), divisor_place_.assign(count, -1);
   for (const int32_t root : {score_, slope_, seen_})
     if (root >= 0) reach(root, used_);
+  limited_.assign(count, false);
+  find_ranges();
+  for (int32_t n = 0; n < graph_.size(); n++)
+    limited_[size_t(n)] =
+        used_[size_t(n)] && graph_[n].op == Op::TO_INTEGER && graph_[graph_[n].inputs[0]].kind == Kind::real && may_be_limited(n, 0);
+  find_ranges();
   for (int32_t n = 0; n < graph_.size(); n++) {
-    ranges_.push_back(range(graph_[n])); // of later nodes, too, whose inputs stand before them
     if (!used_[size_t(n)]) continue;
     if (is_constant(graph_[n]) && numbers_.size() < FunctionArguments::kNumbers)
       place_[size_t(n)] = int32_t(numbers_.size()), numbers_.push_back(n);
@@ -71,6 +105,59 @@ CudaFunctions::CudaFunctions(const Problem &p, bool scored)
     if (place < 0 && divisors_.size() < FunctionArguments::kDivisors)
       place = int32_t(divisors_.size()), divisors_.push_back(graph_[n].inputs[1]);
   }
+}
+
+void CudaFunctions::find_ranges() {
+  ranges_.clear();
+  for (int32_t n = 0; n < graph_.size(); n++) ranges_.push_back(range(n)); // inputs stand before
+}
+
+// Whether no result changes if the integer `node` is limited to +-kLimit: whatever takes it compares or clamps it. added: how much may have
+// been added to the limited number before. depth: how far the search went.
+bool CudaFunctions::may_be_limited(int32_t node, double added, int depth) const {
+  if (depth > 8) return false;
+  constexpr double kCompared = 1 << 28; // below kLimit - kSmallConstant
+  for (int32_t n = node + 1; n < graph_.size(); n++) {
+    const Node &x = graph_[n];
+    if (!used_[size_t(n)]) continue;
+    for (int32_t i = 0; i < x.count; i++) {
+      if (x.inputs[size_t(i)] != node) continue;
+      const Range other = x.count == 2 ? ranges_[size_t(x.inputs[size_t(1 - i)])] : Range{-kMostInteger, kMostInteger};
+      const double most = std::max(std::abs(other.low), std::abs(other.high));
+      switch (x.op) {
+      case Op::LOAD:
+        if (!short_axes(problem_.captured[x.captured])) return false;
+        break;
+      case Op::EQUAL:
+      case Op::NOT_EQUAL:
+      case Op::LESS:
+      case Op::LESS_EQUAL:
+      case Op::GREATER:
+      case Op::GREATER_EQUAL:
+        if (most > kCompared) return false;
+        break;
+      case Op::MINIMUM:
+      case Op::MAXIMUM:
+        if (most > kSmallConstant || !may_be_limited(n, added, depth + 1)) return false;
+        break;
+      case Op::ADD:
+      case Op::SUBTRACT:
+        if (added + most > kSmallConstant || !may_be_limited(n, added + most, depth + 1)) return false;
+        break;
+      case Op::WHERE:
+      case Op::NEGATE:
+      case Op::ABSOLUTE:
+        if (!may_be_limited(n, added, depth + 1)) return false;
+        break;
+      default:
+        return false;
+      }
+    }
+  }
+  return true;
+}
+bool CudaFunctions::short_axes(const Captured &x) const {
+  return std::all_of(x.size, x.size + x.rank, [](int64_t size) { return size <= 1 << 28; });
 }
 
 bool CudaFunctions::is_constant(const Node &x) const { return x.op == Op::REAL || x.op == Op::INTEGER || x.op == Op::BOOLEAN; }
@@ -89,11 +176,14 @@ bool CudaFunctions::divides_by_constant(const Node &x) const {
   return by.op == Op::INTEGER && ranges_[size_t(x.inputs[1])].low > 0 && ranges_[size_t(x.inputs[0])].narrow();
 }
 
-CudaFunctions::Range CudaFunctions::range(const Node &x) const {
+CudaFunctions::Range CudaFunctions::range(int32_t n) const {
+  const Node &x = graph_[n];
   const Range all{-kMostInteger, kMostInteger};
   if (x.kind != Kind::integer) return all;
   const auto input = [&](int n) { return ranges_[size_t(x.inputs[size_t(n)])]; };
-  const auto within = [&](double low, double high) { return low > -kMostInteger / 2 && high < kMostInteger / 2 ? Range{low, high} : all; }; // else it may wrap
+  const auto within = [&](double low, double high) {
+    return low > -kMostInteger / 2 && high < kMostInteger / 2 ? Range{low, high} : all;
+  }; // else it may wrap
   const auto size = [](const Range &r) { return std::max(std::abs(r.low), std::abs(r.high)); };
   switch (x.op) {
   case Op::BATCH:
@@ -109,7 +199,8 @@ CudaFunctions::Range CudaFunctions::range(const Node &x) const {
   case Op::LOAD:
     return problem_.captured[x.captured].dtype == DType::i32 ? Range{-2147483648.0, 2147483647.0} : all;
   case Op::TO_INTEGER:
-    return graph_[x.inputs[0]].kind == Kind::boolean ? Range{0, 1} : graph_[x.inputs[0]].kind == Kind::integer ? input(0) : all;
+    if (graph_[x.inputs[0]].kind == Kind::real) return limited_[size_t(n)] ? Range{-kLimit, kLimit} : all;
+    return graph_[x.inputs[0]].kind == Kind::boolean ? Range{0, 1} : input(0);
   case Op::ADD:
     return within(input(0).low + input(1).low, input(0).high + input(1).high);
   case Op::SUBTRACT:
@@ -176,7 +267,7 @@ std::array<int32_t, 2> CudaFunctions::digest() const {
     if (!used_[size_t(n)]) continue;
     if (x.op == Op::LOAD) {
       const Captured &tensor = problem_.captured[x.captured];
-      hash.add(uint64_t(tensor.dtype) | uint64_t(small(tensor)) << 32);
+      hash.add(uint64_t(tensor.dtype) | uint64_t(small(tensor)) << 32 | uint64_t(short_axes(tensor)) << 33);
     }
     if (x.op == Op::INTEGER) hash.add(uint64_t(int64_t(ranges_[size_t(n)].low)));
     if (is_constant(x) && place_[size_t(n)] < 0) hash.add(x.op == Op::REAL ? std::bit_cast<uint64_t>(x.real) : uint64_t(x.integer));
@@ -207,6 +298,20 @@ FunctionArguments CudaFunctions::arguments() const {
   return a;
 }
 
+int32_t CudaFunctions::instructions() const {
+  std::vector<bool> by_pair(size_t(graph_.size()), false); // whether it depends on the key
+  int32_t sum = 0;
+  for (int32_t n = 0; n < graph_.size(); n++) {
+    const Node &x = graph_[n];
+    bool varies = x.op == Op::SCORE || x.op == Op::KEY;
+    for (int32_t i = 0; i < x.count; i++) varies = varies || by_pair[size_t(x.inputs[size_t(i)])];
+    by_pair[size_t(n)] = varies;
+    if (used_[size_t(n)] && varies && x.count)
+      sum += instructions_of(x) * (x.kind == Kind::integer && !ranges_[size_t(n)].narrow() ? 3 : 1);
+  }
+  return sum;
+}
+
 std::string CudaFunctions::constant(int32_t n) const {
   const Node &x = graph_[n];
   const char *own = type(x.kind, ranges_[size_t(n)].narrow());
@@ -223,15 +328,16 @@ std::string CudaFunctions::load(const Node &x) const {
   std::string distance;
   for (int32_t axis = 0; axis < x.count; axis++) {
     const int32_t index = x.inputs[size_t(axis)];
-    distance += text(axis ? " + " : "", "step<", at, ", ", ranges_[size_t(index)].low >= 0 ? "true" : "false", ">(", name(index), ", ", operand,
-                     ", ", axis, ")");
+    distance += text(axis ? " + " : "", "step<", at, ", ", ranges_[size_t(index)].low >= 0 ? "true" : "false", ">(", name(index), ", ",
+                     operand, ", ", axis, ")");
   }
   const bool narrow = tensor.dtype == DType::i32;
   return text("load<", type(x.kind, narrow), ", ", element(tensor.dtype), ">(", operand, ", ", distance.empty() ? "0" : distance, ")");
 }
 
 // A function of functions.h; integers are computed in 32 bits if inputs and result fit.
-std::string CudaFunctions::call(const Node &x, const char *name_of_op) const {
+std::string CudaFunctions::call(int32_t n, const char *name_of_op) const {
+  const Node &x = graph_[n];
   std::string arguments;
   bool narrow = true;
   for (int32_t i = 0; i < x.count; i++) {
@@ -240,7 +346,7 @@ std::string CudaFunctions::call(const Node &x, const char *name_of_op) const {
     narrow = narrow && ranges_[size_t(input)].narrow();
   }
   if (x.kind == Kind::real) return text("R::", name_of_op, "(", arguments, ")");
-  const bool fits = range(x).narrow();
+  const bool fits = ranges_[size_t(n)].narrow();
   return text(fits ? "(i32)" : "", "Integers<", narrow && fits ? "i32" : "i64", ">::", name_of_op, "(", arguments, ")");
 }
 
@@ -275,17 +381,17 @@ std::string CudaFunctions::expression(int32_t n) const {
   case Op::REMAINDER: {
     const char *op = x.op == Op::REMAINDER ? "remainder" : "floor_divide";
     if (const int32_t place = divisor_place_[size_t(x.inputs[1])]; place >= 0 && divides_by_constant(x))
-      return text(op, "(", first, ", a.divisors[", place, "])");
-    return call(x, op);
+      return text(op, ranges_[size_t(x.inputs[0])].low >= 0 ? "<true>(" : "<false>(", first, ", a.divisors[", place, "])");
+    return call(n, op);
   }
   case Op::AND:
-    return boolean ? text("bool(", first, " & ", second, ")") : call(x, "both");
+    return boolean ? text("bool(", first, " & ", second, ")") : call(n, "both");
   case Op::OR:
-    return boolean ? text("bool(", first, " | ", second, ")") : call(x, "either");
+    return boolean ? text("bool(", first, " | ", second, ")") : call(n, "either");
   case Op::XOR:
-    return boolean ? text("bool(", first, " ^ ", second, ")") : call(x, "one_of");
+    return boolean ? text("bool(", first, " ^ ", second, ")") : call(n, "one_of");
   case Op::NOT:
-    return boolean ? "!" + first : call(x, "invert");
+    return boolean ? "!" + first : call(n, "invert");
   case Op::EQUAL:
     return compared(x, "==");
   case Op::NOT_EQUAL:
@@ -305,12 +411,13 @@ std::string CudaFunctions::expression(int32_t n) const {
   case Op::TO_REAL:
     return text("T(", first, ")");
   case Op::TO_INTEGER:
+    if (limited_[size_t(n)]) return text("limited_integer(", first, ")");
     return text("(", type(Kind::integer, ranges_[size_t(n)].narrow()), ")", first);
   case Op::TO_BOOLEAN:
     return first + " != 0";
-#define STROBE_CALLED(op, name_of_op) \
-  case Op::op:                        \
-    return call(x, name_of_op);
+#define STROBE_CALLED(op, name_of_op)                                                                                                      \
+  case Op::op:                                                                                                                             \
+    return call(n, name_of_op);
     STROBE_CALLED(ADD, "add")
     STROBE_CALLED(SUBTRACT, "subtract")
     STROBE_CALLED(MULTIPLY, "multiply")
@@ -370,8 +477,8 @@ std::string CudaFunctions::statements(const std::vector<bool> &wanted, const std
 std::string CudaFunctions::source() const {
   const std::array<int32_t, 2> key = digest();
   const std::vector<bool> none(size_t(graph_.size()), false);
-  std::string out = text("#pragma once\n#include \"device/functions.h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0], ", ", key[1],
-                         "> {\n");
+  std::string out = text("#pragma once\n#include \"device/functions.h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0],
+                         ", ", key[1], "> {\n");
   if (score_ >= 0) {
     std::vector<bool> value = none, all = none;
     reach(score_, value);
@@ -380,8 +487,8 @@ std::string CudaFunctions::source() const {
                 "  static __device__ __forceinline__ T score(const FunctionArguments &a, const PlaceOfPair &at, T x, T &slope) {\n"
                 "    using R = Reals<kFunctions, T>;\n",
                 statements(value, none, "    "), slope_ >= 0 ? "    if constexpr (kSlope) {\n" + statements(all, value, "      ") : "",
-                slope_ >= 0 ? text("      slope = ", name(slope_), ";\n    }\n") : "    if constexpr (kSlope) slope = T(1);\n", "    return ", name(score_),
-                ";\n  }\n");
+                slope_ >= 0 ? text("      slope = ", name(slope_), ";\n    }\n") : "    if constexpr (kSlope) slope = T(1);\n",
+                "    return ", name(score_), ";\n  }\n");
   }
   if (seen_ >= 0) {
     std::vector<bool> wanted = none;

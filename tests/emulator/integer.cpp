@@ -107,6 +107,10 @@ void add_integer(Opcodes &o) {
 
   o["bfi.b32"] = of<insert_bits<uint32_t>, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>();
   o["bfi.b64"] = of<insert_bits<uint64_t>, uint64_t, uint64_t, uint64_t, uint32_t, uint32_t>();
+  o["clz.b64"] = of<[](uint64_t a) { return a ? __builtin_clzll(a) : 64; }, uint32_t, uint64_t>();
+  o["mad.wide.u32"] = of<[](uint32_t a, uint32_t b, uint64_t c) { return uint64_t(a) * b + c; }, uint64_t, uint32_t, uint32_t, uint64_t>();
+  o["mad.wide.s32"] =
+      of<[](int32_t a, int32_t b, int64_t c) { return uint64_t(int64_t(a) * b) + uint64_t(c); }, uint64_t, int32_t, int32_t, int64_t>();
   o["clz.b32"] = of<[](uint32_t a) { return a ? __builtin_clz(a) : 32; }, uint32_t, uint32_t>();
   o["popc.b32"] = of<[](uint32_t a) { return __builtin_popcount(a); }, uint32_t, uint32_t>();
   o["prmt.b32"] = of<permute, uint32_t, uint32_t, uint32_t, uint32_t>();

@@ -44,7 +44,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   // above these steps: that of arccosh is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of softcap is at most 1; that of the
   // caller's function may be up to 2^12. With dropout, whose mark is P's sign, the derivative of the caller's function, which may be negative,
   // is passed on separately as well.
-  static constexpr Slope kSlope = !F.curved()                                                   ? Slope::none
+  static constexpr Slope kSlope = !F.curved()                                                ? Slope::none
                                   : C.dtype == kF16 || (F.function == kProgram && F.dropout) ? Slope::apart
                                                                                              : Slope::times_p;
   __device__ __forceinline__ float slope_unit() const {

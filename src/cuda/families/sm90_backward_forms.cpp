@@ -68,6 +68,7 @@ bool wastes_80(const Problem &p, const Features &f) {
 // Whether the score's options leave enough registers for tiles of 128 queries (heads of up to 64 columns). Speed of 128-query over 64-query
 // tiles on an H200: 1.21 to 1.30 with a block mask, 1.14 to 1.25 with ALiBi, 0.94 with a bias, below 1 with a softcap; dropout spills.
 bool leaves_registers(const Problem &p, const Features &f) {
+  if (f.given() || f.seen) return false;
   return !f.mask && !f.bias && !f.curved() && !f.scaled && !f.dropout && (!f.blocks || p.blocks.block_q % 128 == 0);
 }
 
@@ -108,7 +109,7 @@ BackwardConfig of_64_keys(const Problem &p, const Features &f) {
 // The form with 128 keys for heads beyond kMostDimOf128Keys. Beside dK and dV, and 32 registers for the rest, a warpgroup has registers for
 // S and dP of a tile of few queries. Null if these are fewer than 32 queries, or if an option takes more registers.
 std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features &f, const Device &device) {
-  const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + f.curved();
+  const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + (f.function != 0) + f.seen;
   BackwardConfig c = begin(p, f);
   if (f.blocks || f.bias || f.scaled || options + (f.part != 0) > 1 || std::max(c.columns(), c.columns_v()) > 192) return {};
   if (!f.part) c.registers_load = 24, c.registers_compute = 240; // loading threads of a part walk over ranges
@@ -130,7 +131,7 @@ void hold_keys(BackwardConfig &c, const Problem &p) {
   constexpr int32_t kRegisters = 208; // of a thread, for dK, dV, K, V, and S and dQ; beyond them it spills
   const Features &f = c.features;
   if (c.head_dim <= 64 || larger_dim(p) > 112 || c.deterministic || c.owns_dq || p.invariant) return;
-  if (f.additive() || f.mask || f.dropout || f.blocks || f.part) return; // these options take the registers
+  if (f.by_element() || f.dropout || f.blocks || f.part) return; // these options take the registers
   c.dq_shared = 0, c.registers_load = 24, c.registers_compute = 240;
   const int32_t room = kRegisters - (c.head_dim + c.head_dim_v) / 2 - c.tile_q;
   c.keys_in_registers = (c.head_dim + c.head_dim_v) / 4 <= room;
@@ -176,8 +177,8 @@ bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardC
 BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c = begin(p, f);
   c.owns_dq = owns_dq_in_memory(p, c, device);
-  if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // one block adds to dQ, so its order is fixed without turns
-  const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // scores, or the walk, take more registers
+  if (c.owns_dq) c.persistent = 1, c.deterministic = 0;        // one block adds to dQ, so its order is fixed without turns
+  const bool costly = f.by_element() || f.dropout || f.blocks; // scores, or the walk, take more registers
   c.staged_store = p.wishes.staged_store && !f.part && !f.unrounded_gradients() && c.columns() <= c.columns_v();
   c.exact_p = f.curved() || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && costly);

@@ -77,11 +77,13 @@ i32 function_of(const Problem &p) {
   case score::Form::hyperbolic:
     return kHyperbolic;
   default:
-    return p.program->slope < 0 ? kAdded : kProgram;
+    return score::only_adds(*p.program) ? kAdded : kProgram;
   }
 }
 
 std::string functions_source(const Problem &p) { return functions(p).source(); }
+
+int32_t function_instructions(const Problem &p) { return calls_functions(p) ? functions(p).instructions() : 0; }
 
 Features features_of(const Problem &p) {
   Features f{};
