@@ -34,7 +34,7 @@ Pages pages(const Problem &p) {
 
 score::CudaFunctions functions(const Problem &p) { return {p, function_of(p) >= kProgram}; }
 // Whether kernels call functions of the caller's.
-bool calls_functions(const Problem &p) { return p.program && (p.program->seen >= 0 || function_of(p) >= kProgram); }
+bool calls_functions(const Problem &p) { return p.program && p.program->is_given(); }
 
 Inputs inputs(const Problem &p) {
   Inputs in{};
@@ -48,9 +48,8 @@ Inputs inputs(const Problem &p) {
   in.head_dim = i32(p.head_dim), in.head_dim_v = i32(p.head_dim_v);
   in.bottom_right = p.bottom_right;
   in.threshold = dropout_threshold(p.dropout);
-  const bool given = p.program && p.program->curved();
-  in.scale = p.scale, in.softcap = given ? p.program->cap : p.softcap;
-  in.beta = given ? p.program->beta : p.beta, in.shift = given ? p.program->shift : p.shift;
+  in.scale = p.scale;
+  if (p.program) in.softcap = p.program->cap, in.beta = p.program->beta, in.shift = p.program->shift;
   if (calls_functions(p)) in.function = functions(p).arguments();
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks; // in a part: the whole problem's, from the first of its sequences and heads on
@@ -70,14 +69,15 @@ Operand operand(const View &view) {
 }
 
 i32 function_of(const Problem &p) {
-  if (!p.program || !p.program->curved()) return p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
-  switch (p.program->form) {
+  switch (p.program ? p.program->form : score::Form::identity) {
   case score::Form::softcap:
     return kSoftcap;
   case score::Form::hyperbolic:
     return kHyperbolic;
-  default:
+  case score::Form::general:
     return score::only_adds(*p.program) ? kAdded : kProgram;
+  default:
+    return kLinear;
   }
 }
 
