@@ -116,7 +116,7 @@ struct Inputs {
   i32 head_dim, head_dim_v;
   i32 bottom_right;
   u32 threshold; // dropout keeps an element if its byte is below
-  double scale, softcap;
+  double scale, cap; // cap: with kCapped
   u64 seed, offset;
   const i64 *rng;             // if not null: seed and offset in device memory
   BlockList blocks, blocks_t; // the backward reads both, the forward only blocks

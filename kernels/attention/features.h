@@ -5,9 +5,9 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Values of Features::function. kProgram is a function of the caller's; kAdded is one that adds something to x, so that its derivative by x is
+// Values of Features::function. kCapped is c tanh(x / c). kProgram is a function of the caller's; kAdded is one that adds something to x, so that its derivative by x is
 // 1. Only that of kProgram may be negative.
-inline constexpr i32 kLinear = 0, kSoftcap = 1, kHyperbolic = 2;
+inline constexpr i32 kLinear = 0, kCapped = 1, kHyperbolic = 2;
 enum : i32 { kProgram = 3, kAdded = 4 };
 
 // Values of Features::part: all ranges begin at multiples of 16; or they begin anywhere.
@@ -20,7 +20,7 @@ struct Features {
   i32 mask;   // a bool mask tensor
   i32 bias;   // 0: none; else the strobe_dtype of the bias tensor
   i32 alibi;
-  i32 function; // the function of x = scale q.k: kLinear, kSoftcap, kHyperbolic, kProgram or kAdded
+  i32 function; // the function of x = scale q.k: kLinear, kCapped, kHyperbolic, kProgram or kAdded
   i32 scaled;   // the scale cannot be folded into exp2's argument: not positive, too small or too large. kHyperbolic: it is not 1
   i32 dropout;
   i32 seqused;   // seqused_k says how many keys of each sequence count; 0 with pages

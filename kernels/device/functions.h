@@ -7,7 +7,7 @@
 
 namespace strobe {
 
-// How exactly functions of the score are computed. rough: softcap's tanh is one instruction, with a relative error of 2^-11; everything else
+// How exactly functions of the score are computed. rough: the tanh of kCapped is one instruction, with a relative error of 2^-11; everything else
 // as with half. half: enough for 16-bit elements, with an error of 2^-22 in arccosh, and in tanh if its derivative is needed. half_rounded:
 // the same, and every product and sum is rounded by itself, so that a score has the same bits whatever code surrounds it. (Otherwise the
 // compiler might fuse a product and a sum in the code for unmasked tiles, and not in that for masked tiles.) full: to a few units in the

@@ -49,8 +49,8 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   __device__ Scores(const Inputs &in, const Sequence &s, i64 b)
       : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k),
         low((i32)min(max(s.band.low, -s.band.seqlen_q), (i64)kMost)), high((i32)max(min(s.band.high, s.band.seqlen_k - 1), -(i64)kMost)),
-        offset((i32)s.band.offset), scale(T(in.scale)), unit(T(natural_factor<F>(in.scale) * kLog2e<double>)), cap(T(in.softcap)),
-        inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * kLn2<double>)), shift(T(in.shift)) {}
+        offset((i32)s.band.offset), scale(T(in.scale)), unit(T(natural_factor<F>(in.scale) * kLog2e<double>)), cap(T(in.cap)),
+        inverse_cap(T(1.0 / in.cap)), beta(T(in.beta)), beta_ln2(T(in.beta * kLn2<double>)), shift(T(in.shift)) {}
 
   // One query: the values that are the same for all its keys.
   struct Row {
@@ -129,7 +129,7 @@ private:
     if constexpr (kSlope) slope = T(1);
     if constexpr (F.additive()) {
       if constexpr (F.function != kHyperbolic || F.scaled) s = product(s, scale);
-      if constexpr (F.function == kSoftcap) {
+      if constexpr (F.function == kCapped) {
         if constexpr (kSlope && kFunctions == Functions::full)
           s = softcap(s, cap, inverse_cap, slope);
         else if constexpr (kSlope)

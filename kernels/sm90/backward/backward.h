@@ -226,7 +226,7 @@ template <BackwardConfig C> struct Backward {
       return next;
     }
 
-    // As two branches: a barrier number that is not constant takes a register, and with a softcap none is left.
+    // As two branches: a barrier number that is not constant takes a register, and with a function of the score none is left.
     __device__ __forceinline__ void take_tensor_cores() const {
       w == 0 ? barrier_sync(kTensorCores, kComputing) : barrier_sync(kTensorCores + 1, kComputing);
     }

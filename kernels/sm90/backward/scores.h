@@ -7,7 +7,7 @@
 #include "../accumulator.h"
 #include "bias.h"
 #include "nonfinite.h"
-#include "softcap.h"
+#include "../fast_form.h"
 #include "store.h"
 
 namespace strobe::sm90 {
@@ -72,8 +72,8 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
                                                u32 allowed) const {
     float (&S)[kM / 2] = scored.x;
     u32(&P)[kM / 4] = rounded.x;
-    if constexpr (BackwardSoftcap<F>::kApplies) {
-      BackwardSoftcap<F>(scores).template exponentiate<T>(S, P, shared.lse_of(n) + lane % 4 * 8);
+    if constexpr (BackwardFastForm<F>::kApplies) {
+      BackwardFastForm<F>(scores).template exponentiate<T>(S, P, shared.lse_of(n) + lane % 4 * 8);
       auto clear = [&](int i) { S[i] = 0, P[i / 2] &= i % 2 ? 0x0000FFFFu : 0xFFFF0000u; };
       if (masked(step)) hide(step, clear);
       if constexpr (F.seen) hide_unseen(step, clear);

@@ -33,20 +33,20 @@ constexpr KernelSource kByRoles{"sm90/backward/roles.h", "strobe::sm90::Backward
 std::string refusal(const Problem &p, const Features &f) {
   if (p.accumulate && p.dbias) return "its backward adds to no gradients beside that of a bias";
   if (p.invariant && p.bias) return kNoInvariantBias;
-  if (f.function == kProgram && (f.dropout || f.bias))
-    return text("its backward takes no ", f.dropout ? "dropout" : "bias", " beside a function of the score");
-  if (p.invariant && f.function == kSoftcap)
-    return "has no invariant backward with a softcap: whether it is approximated is said of many scores at once";
+  if (f.function == kProgram && f.dropout) // P times the derivative is negative where dropout drops it
+    return text("its backward takes no dropout beside ", score_in_words(p));
+  if (p.invariant && f.function == kCapped)
+    return text("has no invariant backward with ", score_in_words(p), ": whether it is approximated is said of many scores at once");
   if (beyond_128_keys(p)) {
     if (f.bias && (f.mask || f.alibi || f.dropout))
       return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kMostDimOf128Keys);
     if (f.curved() && f.alibi && f.dropout)
-      return text("its backward takes at most two of alibi_slopes, dropout and softcap where head dimensions "
-                  "exceed ",
+      return text("its backward takes ", score_in_words(p), " with at most one of alibi_slopes and dropout where head dimensions exceed ",
                   kMostDimOf128Keys);
-    if (f.part && f.curved()) return text("its backward takes no softcap in parts where head dimensions exceed ", kMostDimOf128Keys);
+    if (f.part && f.curved())
+      return text("its backward takes ", score_in_words(p), " not in parts where head dimensions exceed ", kMostDimOf128Keys);
     if (f.function == kHyperbolic || f.function == kProgram)
-      return text("its backward takes no functions of the score, but softcaps, where head dimensions exceed ", kMostDimOf128Keys);
+      return text("its backward does not take ", score_in_words(p), " where head dimensions exceed ", kMostDimOf128Keys);
   }
   if (!p.q || !p.k || !p.v || !p.dout || !p.seqlen_q || !p.seqlen_k) return "there are no queries or no keys to fetch";
   if (std::string reason = unmapped_inputs(p); !reason.empty()) return reason;

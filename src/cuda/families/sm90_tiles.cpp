@@ -18,13 +18,13 @@ namespace {
 // The features that a tile has registers for.
 constexpr int kFixed = 1;         // the fixed reference
 constexpr int kLagging = 2;       // the maximum of every tile is taken
-constexpr int kAlibi = 4;         // ALiBi; a softcap or a mask alone needs no more registers than no option
+constexpr int kAlibi = 4;         // ALiBi; c tanh(x / c) or a mask alone needs no more registers than no option
 constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window, with keys that are not paged
 constexpr int kBlockSparse = 8;   // blocks, with the fixed reference
 constexpr int kDropout = 16;      // dropout: tile_k a multiple of 32
 constexpr int kBias = 32;         // a bias loaded by the copy engine: it needs shared memory, too
-constexpr int kFunction = 64; // a hyperbolic score, or functions of the caller's
-constexpr int kAnything = 128; // all of these at once
+constexpr int kFunction = 64;     // a hyperbolic score, or functions of the caller's
+constexpr int kAnything = 128;    // all of these at once
 
 // What a tile's predicted time follows from. Unless the caller requests tile_q or tile_k, the tile with the least predicted time runs.
 struct Suits {
@@ -77,10 +77,10 @@ constexpr ForwardTile kForwardTiles[] = {
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool softcap = f.function == kSoftcap, function = (f.function && !softcap) || f.seen;
+  const bool capped = f.function == kCapped, function = (f.function && !capped) || f.seen;
   const bool alibi = f.alibi || (f.scaled && f.function != kHyperbolic && !f.given());
-  if (!!f.mask + !!f.bias + alibi + function + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
-  if (softcap && c.reference == sm90::kExact) return kAnything;
+  if (!!f.mask + !!f.bias + alibi + function + capped + !!f.blocks + !!f.dropout > 1) return kAnything;
+  if (capped && c.reference == sm90::kExact) return kAnything;
   if (f.bias) return c.bias_by_tma ? kBias : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   if (f.blocks) return kBlockSparse;

@@ -49,7 +49,7 @@ Inputs inputs(const Problem &p) {
   in.bottom_right = p.bottom_right;
   in.threshold = dropout_threshold(p.dropout);
   in.scale = p.scale;
-  if (p.program) in.softcap = p.program->cap, in.beta = p.program->beta, in.shift = p.program->shift;
+  if (p.program) in.cap = p.program->cap, in.beta = p.program->beta, in.shift = p.program->shift;
   if (calls_functions(p)) in.function = functions(p).arguments();
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks; // in a part: the whole problem's, from the first of its sequences and heads on
@@ -71,13 +71,26 @@ Operand operand(const View &view) {
 i32 function_of(const Problem &p) {
   switch (p.program ? p.program->form : score::Form::identity) {
   case score::Form::softcap:
-    return kSoftcap;
+    return kCapped;
   case score::Form::hyperbolic:
     return kHyperbolic;
   case score::Form::general:
     return score::only_adds(*p.program) ? kAdded : kProgram;
   default:
     return kLinear;
+  }
+}
+
+const char *score_in_words(const Problem &p) {
+  switch (function_of(p)) {
+  case kLinear:
+    return "no function of the score";
+  case kCapped:
+    return "a softcap";
+  case kHyperbolic:
+    return "a hyperbolic score";
+  default:
+    return "a function of the score";
   }
 }
 

@@ -15,6 +15,8 @@ Operand operand(const View &);
 Features features_of(const Problem &);
 // Features::function: the kernels' own form of the score where the caller's function is one of these, else kProgram or kAdded.
 i32 function_of(const Problem &);
+// Which it is, for messages.
+const char *score_in_words(const Problem &);
 // The source of the caller's functions, as far as kernels have no own form of them.
 std::string functions_source(const Problem &);
 // About how many instructions they take for a pair, where kernels have no own form of them.
