@@ -138,12 +138,8 @@ FUNCTIONS: dict[str, Callable[[], Function]] = {
         lambda g: g.or_(g.less_equal(g.key(), g.query()), g.less(g.key(), g.load(0, g.batch()))), captured_0=Shape((2,), "int32")
     ),
     "window": lambda: _mask(lambda g: g.less_equal(g.absolute(g.subtract(g.query(), g.key())), g.integer(256))),
-    "dilated": lambda: _mask(
-        lambda g: g.equal(g.remainder(g.subtract(g.query(), g.key()), g.integer(4)), g.integer(0))
-    ),
+    "dilated": lambda: _mask(lambda g: g.equal(g.remainder(g.subtract(g.query(), g.key()), g.integer(4)), g.integer(0))),
     "neighbourhood": lambda: _mask(_places),
     "tanh": lambda: _score(lambda g: g.multiply(g.tanh(g.score()), g.real(2.0))),
-    "causal by -inf": lambda: _score(
-        lambda g: g.where(g.greater_equal(g.query(), g.key()), g.score(), g.real(float("-inf")))
-    ),
+    "causal by -inf": lambda: _score(lambda g: g.where(g.greater_equal(g.query(), g.key()), g.score(), g.real(float("-inf")))),
 }
