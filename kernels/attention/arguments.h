@@ -87,6 +87,22 @@ struct Pages {
 
 struct PartTable; // part.h
 
+// A tensor that the caller's functions read. Its dtype and its number of axes are part of their code.
+struct CapturedOperand {
+  const void *data;
+  i64 stride[4];
+  i64 size[4];
+};
+// What the caller's functions are given: their numbers, each in the type that their code reads (an int64, or the kernel's real type), and
+// the tensors that they capture.
+struct FunctionArguments {
+  static constexpr i32 kNumbers = 32, kDivisors = 8, kCaptured = 8;
+  u64 numbers[kNumbers];
+  Divisor divisors[kDivisors];
+  CapturedOperand captured[kCaptured];
+};
+
+
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
   const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense; keys in pages are never packed
@@ -100,11 +116,12 @@ struct Inputs {
   i32 head_dim, head_dim_v;
   i32 bottom_right;
   u32 threshold; // dropout keeps an element if its byte is below
-  double scale, softcap;
+  double scale, cap; // cap: with kCapped
   u64 seed, offset;
   const i64 *rng;             // if not null: seed and offset in device memory
   BlockList blocks, blocks_t; // the backward reads both, the forward only blocks
   double beta, shift;         // for hyperbolic scores
+  FunctionArguments function; // of Features::program
 
   template <Features F = Features{}> STROBE_FN Sequence sequence(i64 b) const {
     i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;
@@ -188,11 +205,12 @@ struct BackwardArguments {
   u32 *turns; // deterministic mode: for each query tile (in some families for each of its warps), how many key tiles have added to it
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
-  // Hopper, for each tile of tile_q queries: -LSE in exp2's unit, and D; with a bias -LSE, its correction in exp2's unit
+  // Hopper, for each tile of tile_q queries: -LSE in exp2's unit, and D; with natural_lse -LSE, its correction in exp2's unit
   // (kernels/device/settle_row.h) and D. A query that does not exist or sees no key has -inf and 0; a query whose dO is not finite has NaN
   // and 0; a query of which only LSE is not finite has -LSE and 0.
   float *rows;
   i32 first_stores; // dq_sum is not cleared: the first block that reaches a tile stores instead of adding
+  i32 natural_lse;  // Features::unbounded()
   i32 dq_sums;      // how many copies of dQ's sum dq_sum holds, one after another: a power of two (attention/dq_sum.h)
 };
 

@@ -5,8 +5,10 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Values of Features::function. Except for kLinear, the backward needs the function's derivative by x, which is never negative.
-inline constexpr i32 kLinear = 0, kSoftcap = 1, kHyperbolic = 2;
+// Values of Features::function. kCapped is c tanh(x / c). kProgram is a function of the caller's; kAdded is one that adds something to x, so that its derivative by x is
+// 1. Only that of kProgram may be negative.
+inline constexpr i32 kLinear = 0, kCapped = 1, kHyperbolic = 2;
+enum : i32 { kProgram = 3, kAdded = 4 };
 
 // Values of Features::part: all ranges begin at multiples of 16; or they begin anywhere.
 enum Starts : i32 { kAligned = 1, kAnywhere = 2 };
@@ -18,7 +20,7 @@ struct Features {
   i32 mask;   // a bool mask tensor
   i32 bias;   // 0: none; else the strobe_dtype of the bias tensor
   i32 alibi;
-  i32 function; // the function of x = scale q.k: kLinear, kSoftcap or kHyperbolic
+  i32 function; // the function of x = scale q.k: kLinear, kCapped, kHyperbolic, kProgram or kAdded
   i32 scaled;   // the scale cannot be folded into exp2's argument: not positive, too small or too large. kHyperbolic: it is not 1
   i32 dropout;
   i32 seqused;   // seqused_k says how many keys of each sequence count; 0 with pages
@@ -28,9 +30,22 @@ struct Features {
   i32 adds;      // gradients are fp32 (fp64 if q is) and added to the tensors' contents
   i32 quant;     // how quantised K and V are stored: kInt8, kE4M3, kInt4; 0: they have q's dtype
   i32 by_column; // quantised K: scales belong to columns, not to rows
+  i32 seen;      // a function of the caller's says which keys are visible
+  i32 program;   // which functions of the caller's: the two halves of a hash of their code; 0 without them
+  i32 program_high;
 
   // Whether scores are kept in their own unit; otherwise as raw q.k, with the scale folded into exp2's argument.
   STROBE_FN constexpr bool additive() const { return bias || alibi || function || scaled; }
+  // Whether the backward needs the derivative of the score by x.
+  STROBE_FN constexpr bool curved() const { return function && function != kAdded; }
+  // Whether the score is a function of the caller's.
+  STROBE_FN constexpr bool given() const { return function == kProgram || function == kAdded; }
+  // Whether scores are computed element by element, and not only hidden by position.
+  STROBE_FN constexpr bool by_element() const { return additive() || mask || seen; }
+  // Whether any element may be hidden, not only by position.
+  STROBE_FN constexpr bool hides() const { return mask || bias || seen || given(); }
+  // Whether scores may be as large as FP32 allows. LSE and M are then kept natural, and in a backward LSE's rounding is corrected.
+  STROBE_FN constexpr bool unbounded() const { return bias || given(); }
   // Whether dq, dk and dv have the type of sums, not that of q.
   STROBE_FN constexpr bool unrounded_gradients() const { return partial || adds; }
 };

@@ -33,7 +33,7 @@ __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], ti
             float &x = s[m][n].x[c][2 * r + e], slope = 1;
             i32 key = j + 16 * m + tile::lane_row(r);
             float p = kSlope != Slope::none ? scores.score(x, row, key, kMasked, limit, slope) : scores.score(x, row, key, kMasked, limit);
-            bool hidden = (kMasked || F.mask || F.bias) && p == minus_infinity<float>();
+            bool hidden = (kMasked || F.hides()) && p == minus_infinity<float>();
             if constexpr (kExact && kFunctions == Functions::full)
               p = probability(p, natural, own, correction);
             else

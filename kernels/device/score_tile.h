@@ -30,7 +30,7 @@ __device__ __forceinline__ void score_tile(tile::Accumulator (&S)[kM][kN], const
                                            const RowOf &row_of) {
   if (hides_by_position<16 * kN>(tile))
     score_elements<true>(S, scores, tile, row_of);
-  else if constexpr (F.additive() || F.mask)
+  else if constexpr (F.by_element())
     score_elements<false>(S, scores, tile, row_of);
 }
 

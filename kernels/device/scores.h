@@ -8,16 +8,9 @@
 #include "../attention/features.h"
 #include "../attention/part.h"
 #include "../attention/score.h"
+#include "functions.h"
 
 namespace strobe {
-
-// How exactly functions of the score are computed. rough: softcap's tanh is one instruction, with a relative error of 2^-11. half: enough
-// for 16-bit elements, with an error of 2^-22 in arccosh, and in tanh if its derivative is needed. half_rounded: the same, and every
-// product and sum is rounded by itself, so that a score has the same bits whatever code surrounds it. (Otherwise the compiler might fuse a
-// product and a sum in the code for unmasked tiles, and not in that for masked tiles.) full: to a few units in the last place of T, and
-// rounded likewise.
-enum class Functions { rough, half, half_rounded, full };
-STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_rounded || f == Functions::full; }
 
 // The numbers that a part of a larger problem adds to a kernel's state; empty without a part.
 template <bool kPart> struct PlaceOfRows { // the row of mask and bias that belongs to a query
@@ -56,8 +49,8 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   __device__ Scores(const Inputs &in, const Sequence &s, i64 b)
       : in(in), b(b), seqlen_q((i32)s.band.seqlen_q), seqlen_k((i32)s.band.seqlen_k),
         low((i32)min(max(s.band.low, -s.band.seqlen_q), (i64)kMost)), high((i32)max(min(s.band.high, s.band.seqlen_k - 1), -(i64)kMost)),
-        offset((i32)s.band.offset), scale(T(in.scale)), unit(T(natural_factor<F>(in.scale) * kLog2e<double>)), cap(T(in.softcap)),
-        inverse_cap(T(1.0 / in.softcap)), beta(T(in.beta)), beta_ln2(T(in.beta * kLn2<double>)), shift(T(in.shift)) {}
+        offset((i32)s.band.offset), scale(T(in.scale)), unit(T(natural_factor<F>(in.scale) * kLog2e<double>)), cap(T(in.cap)),
+        inverse_cap(T(1.0 / in.cap)), beta(T(in.beta)), beta_ln2(T(in.beta * kLn2<double>)), shift(T(in.shift)) {}
 
   // One query: the values that are the same for all its keys.
   struct Row {
@@ -73,6 +66,11 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     }
     if constexpr (F.alibi) r.slope = T(*in.slopes.at<const float>(b, h, 0, 0));
     return r;
+  }
+
+  // Whether the caller's function lets row r see key j.
+  __device__ __forceinline__ bool seen(const Row &r, i32 j) const {
+    return CallersFunctions<F.program, F.program_high>::template seen<kFunctions, T>(in.function, pair(r, j));
   }
 
   __device__ __forceinline__ i32 row_of(const Row &r) const { return PlaceOfRows<F.part != 0>::row(r.i); }
@@ -111,6 +109,12 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
 private:
   static constexpr i32 kMost = 1 << 30;
 
+  // The pair as the caller's functions see it, in the whole problem.
+  __device__ __forceinline__ PlaceOfPair pair(const Row &r, i32 j) const {
+    const PlaceOfHeads<F.part != 0> heads(in);
+    return {(i32)heads.whole_batch(b), (i32)heads.whole_head(r.h), r.i, j, offset};
+  }
+
   // Where P must be as exact as FP32, forward and backward must compute the same score to the last bit, because the last bit of a large
   // score changes P by more than P's own last bit.
   static __device__ __forceinline__ T product(T x, T y) { return rounds_each(kFunctions) ? rounded_product(x, y) : x * y; }
@@ -125,7 +129,7 @@ private:
     if constexpr (kSlope) slope = T(1);
     if constexpr (F.additive()) {
       if constexpr (F.function != kHyperbolic || F.scaled) s = product(s, scale);
-      if constexpr (F.function == kSoftcap) {
+      if constexpr (F.function == kCapped) {
         if constexpr (kSlope && kFunctions == Functions::full)
           s = softcap(s, cap, inverse_cap, slope);
         else if constexpr (kSlope)
@@ -143,6 +147,11 @@ private:
           distance = arccosh2_approximate(-s, slope);
         s = hyperbolic(distance, kFunctions == Functions::full ? beta : beta_ln2, beta, shift, slope);
       }
+      if constexpr (F.given()) {
+        s = CallersFunctions<F.program, F.program_high>::template score < kFunctions,
+        kSlope && F.curved() > (in.function, pair(r, j), s, slope);
+        if constexpr (kSlope || F.alibi || F.bias) seen = seen && s != minus_infinity<T>();
+      }
       if constexpr (F.alibi) s = sum(s, alibi(r.slope, distance));
       if constexpr (F.bias) {
         if (seen) {
@@ -152,6 +161,7 @@ private:
         }
       }
     }
+    if constexpr (F.seen) seen = seen & this->seen(r, j);
     if constexpr (F.mask) {
       if (seen) seen = given.allowed();
     }

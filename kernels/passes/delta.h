@@ -58,7 +58,7 @@ private:
     constexpr int kSteps = kHopper ? C.tile_q / kRows : 1;                                 // all loads of these steps are in flight at once
     static_assert(!kHopper || C.tile_q % kRows == 0);
     const int lane = (int)threadIdx.x % kLanes;
-    float *const rows = kHopper ? a.rows + tile.number * ((in.bias ? 3 : 2) * C.tile_q) : nullptr;
+    float *const rows = kHopper ? a.rows + tile.number * ((a.natural_lse ? 3 : 2) * C.tile_q) : nullptr;
     for (int i0 = 0; i0 < C.tile_q; i0 += kRows * kSteps) {
       const int first = i0 + (int)threadIdx.x / kLanes;
       const E *const out = a.out.at<const E>(tile.batch, tile.head, tile.row + first, 0);
@@ -180,7 +180,7 @@ private:
         D = less_dlse(a, tile, i, *a.given_delta.at<const float>(tile.batch, tile.head, tile.row + i, 0));
         const float low = a.lse.at<const float>(tile.batch, tile.head, tile.row + i, 0)[a.in.part->lse_low];
         if (fabsf(low) < infinity) correction = low;
-      } else if (a.in.bias) { // rows are already settled
+      } else if (a.natural_lse) { // rows are already settled
         D = *delta, correction = *correction_of;
       } else {
         D = less_dlse(a, tile, i, D);
@@ -190,10 +190,10 @@ private:
     if (!q_finite && fabsf(lse) < infinity) lse = -infinity; // the row sees only its sink: a score of such a Q would have made LSE NaN
     // If a row's dO is not finite or its LSE is NaN, P becomes NaN. If only D is not finite, because the row sees such a V, P stays valid
     // for dV.
-    rows[i] = lse == -infinity ? lse : finite ? -lse * (a.in.bias ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
-    if (C.partial && !a.in.bias) rows[i] -= correction * kLog2e<float>;
-    if (a.in.bias) rows[i + C.tile_q] = -correction * kLog2e<float>;
-    rows[i + (a.in.bias ? 2 : 1) * C.tile_q] = finite && fabsf(lse) < infinity ? D : 0;
+    rows[i] = lse == -infinity ? lse : finite ? -lse * (a.natural_lse ? 1.0f : kLog2e<float>) : __int_as_float(0x7FC00000);
+    if (C.partial && !a.natural_lse) rows[i] -= correction * kLog2e<float>;
+    if (a.natural_lse) rows[i + C.tile_q] = -correction * kLog2e<float>;
+    rows[i + (a.natural_lse ? 2 : 1) * C.tile_q] = finite && fabsf(lse) < infinity ? D : 0;
   }
 };
 

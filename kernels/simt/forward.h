@@ -146,7 +146,7 @@ private:
 
   // Scores that need more than a comparison are computed one by one, through shared memory, in a loop that is not unrolled: unrolled it
   // would take the registers of O, and seconds to compile.
-  static constexpr bool kStaged = F.additive() || F.mask;
+  static constexpr bool kStaged = F.by_element();
 
   __device__ __forceinline__ void score(T (&S)[kRows][kKeys], i32 k0, i32 k1, bool by_position) const {
     if constexpr (kStaged) {

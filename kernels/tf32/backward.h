@@ -116,7 +116,7 @@ private:
 
   // S^T = K Q^T, P^T = exp(S^T - LSE). With a function of q.k `slope` becomes P^T times its derivative. Dropped elements are negated.
   __device__ __forceinline__ void make_p(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t, u32 keys) const {
-    multiply_rows<kD, C.products, Sum::of_scores_transposed>(F.function ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
+    multiply_rows<kD, C.products, Sum::of_scores_transposed>(F.curved() ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
     if (t.queries.masked)
       probabilities<true>(P, slope, t);
     else
@@ -143,8 +143,8 @@ private:
   __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t) const {
     const auto lse = [&](int n) { return RowLse{*this, n}; };
     Scores<F, float> scores(in, shared_state().sequence, shared_state().batch);
-    strobe::probabilities<F, kMasked, F.function ? strobe::Slope::times_p : strobe::Slope::none, true>(
-        F.function ? slope : P, P, scores, t.head, t.queries.begin, shared_state().k0 + first_key(), shared_state().k1, lse);
+    strobe::probabilities<F, kMasked, F.curved() ? strobe::Slope::times_p : strobe::Slope::none, true>(
+        F.curved() ? slope : P, P, scores, t.head, t.queries.begin, shared_state().k0 + first_key(), shared_state().k1, lse);
   }
 
   // dP^T -> dS^T, with P^T from shared memory, where this lane put it; dS is 0 where nothing is visible, whatever dP is.
@@ -159,7 +159,7 @@ private:
         int at = 2 * (i % 2) + e;
         float &x = dP[i / 2][n].x[c][at], p = load_shared_float(address_of(i / 2, n, c, i % 2, e));
         if constexpr (F.dropout) x = dropped(p) ? 0.0f : x * factor;
-        x = p == 0 ? 0.0f : (F.function ? slope[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
+        x = p == 0 ? 0.0f : (F.curved() ? slope[i / 2][n].x[c][at] : fabsf(p)) * (x - D);
       }
     }
   }

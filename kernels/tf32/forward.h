@@ -231,7 +231,7 @@ private:
     }
   }
 
-  __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(unit); }
+  __device__ __forceinline__ auto exponent() const { return exponent_of<F.unbounded()>(unit); }
 
   // P = exp2(S * unit - M); O += P V
   __device__ __forceinline__ void multiply_p_v(Accumulator (&O)[kM][kC], Accumulator (&S)[kM][kN], Softmax &softmax, const Tile &tile,
@@ -260,7 +260,7 @@ private:
     const float sink = whole() && in.sinks ? *in.sinks.at<const float>(0, item.h, 0, 0) : minus_infinity<float>();
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      const RowEnd end = precise_row_end(softmax.M[i], softmax.sum(i), sink, F.bias != 0);
+      const RowEnd end = precise_row_end(softmax.M[i], softmax.sum(i), sink, F.unbounded());
       const Row row(i);
       if (!row.there) continue;
       if (first_column() == 0) {

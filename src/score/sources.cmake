@@ -1,6 +1,7 @@
 strobe_sources(score
   build.cpp
   bytecode.cpp
+  cuda_source.cpp
   derivative.cpp
   forms.cpp
   formula.cpp

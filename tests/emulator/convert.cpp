@@ -1,5 +1,6 @@
 // Conversions between integers, and from them and doubles to floating point. A register may be wider than the number that is read from it.
 #include <cmath>
+#include <limits>
 
 #include "numbers.h"
 #include "opcodes.h"
@@ -35,13 +36,18 @@ template <class T> void add_floats(Opcodes &o) {
 }
 
 // Clamped to the integer's range; NaN becomes 0.
-int32_t to_integer(float x) {
+template <class D, class S> D to_integer(S x) {
+  constexpr S kEnd = S(std::numeric_limits<D>::max() / 2 + 1) * 2;
   if (x != x) return 0;
-  return x < -0x1p31f ? INT32_MIN : x >= 0x1p31f ? INT32_MAX : int32_t(x);
+  return x < -kEnd ? std::numeric_limits<D>::min() : x >= kEnd ? std::numeric_limits<D>::max() : D(x);
 }
-template <float (*kRound)(float)> void add_rounding(Opcodes &o, const std::string &how) {
+template <float (*kRound)(float), double (*kRoundWide)(double)> void add_rounding(Opcodes &o, const std::string &how) {
   o["cvt." + how + ".f32.f32"] = of<[](float a) { return kRound(a); }, float, float>();
-  o["cvt." + how + ".s32.f32"] = of<[](float a) { return to_integer(kRound(a)); }, int32_t, float>();
+  o["cvt." + how + ".s32.f32"] = of<[](float a) { return to_integer<int32_t>(kRound(a)); }, int32_t, float>();
+  o["cvt." + how + ".s64.f32"] = of<[](float a) { return to_integer<int64_t>(kRound(a)); }, int64_t, float>();
+  o["cvt." + how + ".f64.f64"] = of<[](double a) { return kRoundWide(a); }, double, double>();
+  o["cvt." + how + ".s32.f64"] = of<[](double a) { return to_integer<int32_t>(kRoundWide(a)); }, int32_t, double>();
+  o["cvt." + how + ".s64.f64"] = of<[](double a) { return to_integer<int64_t>(kRoundWide(a)); }, int64_t, double>();
 }
 
 uint32_t halves_of_e4m3(uint16_t x) { return uint32_t(half_of_e4m3(uint8_t(x >> 8))) << 16 | half_of_e4m3(uint8_t(x)); }
@@ -51,8 +57,8 @@ uint32_t halves_of_e4m3(uint16_t x) { return uint32_t(half_of_e4m3(uint8_t(x >> 
 void add_conversions(Opcodes &o) {
   add_all<int8_t, uint8_t, int16_t, uint16_t, int32_t, uint32_t, int64_t, uint64_t>(o);
   add_floats<int32_t>(o), add_floats<uint32_t>(o), add_floats<int64_t>(o), add_floats<uint64_t>(o);
-  add_rounding<std::rint>(o, "rni"), add_rounding<std::trunc>(o, "rzi"), add_rounding<std::floor>(o, "rmi"),
-      add_rounding<std::ceil>(o, "rpi");
+  add_rounding<std::rint, std::rint>(o, "rni"), add_rounding<std::trunc, std::trunc>(o, "rzi");
+  add_rounding<std::floor, std::floor>(o, "rmi"), add_rounding<std::ceil, std::ceil>(o, "rpi");
   o["cvt.rn.f16x2.e4m3x2"] = of<halves_of_e4m3, uint32_t, uint16_t>();
   o["cvt.rn.f32.f64"] = of<[](double a) { return float(a); }, float, double>();
   o["cvt.f64.f32"] = of<[](float a) { return double(a); }, double, float>();

@@ -53,6 +53,17 @@ template <class T> void add_type(Opcodes &o, const std::string &type) {
   o["setp.nan." + type] = of<[](T a, T b) { return a != a || b != b; }, bool, T, T>();
 }
 
+// a b + c of FP32, rounded down, or toward zero.
+float fma_directed(float a, float b, float c, bool down) {
+  const double product = double(a) * b, sum = product + c, part = sum - product;
+  const double error = (product - (sum - part)) + (c - part);
+  const float nearest = float(sum);
+  if (!std::isfinite(nearest)) return nearest;
+  const bool above = nearest > sum || (nearest == sum && error < 0), below = nearest < sum || (nearest == sum && error > 0);
+  if (down || sum > 0) return above ? std::nextafter(nearest, -INFINITY) : nearest;
+  return below ? std::nextafter(nearest, INFINITY) : nearest;
+}
+
 // f of both halves.
 template <auto f> uint32_t halves(uint32_t a, uint32_t b, uint32_t c) {
   return uint32_t(f(a >> 16, b >> 16, c >> 16)) << 16 | f(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF);
@@ -71,6 +82,15 @@ template <auto to> uint32_t pack(float high, float low) { return uint32_t(to(hig
 void add_floating(Opcodes &o) {
   add_type<float>(o, "f32"), add_type<double>(o, "f64");
   o["max.NaN.f32"] = of<[](float a, float b) { return a != a || b != b ? number(0x7FFFFFFF) : greater(a, b); }, float, float, float>();
+  o["min.NaN.f32"] = of<[](float a, float b) { return a != a || b != b ? number(0x7FFFFFFF) : lesser(a, b); }, float, float, float>();
+  o["fma.rm.f32"] = of<[](float a, float b, float c) { return fma_directed(a, b, c, true); }, float, float, float, float>();
+  o["fma.rz.f32"] = of<[](float a, float b, float c) { return fma_directed(a, b, c, false); }, float, float, float, float>();
+  o["cvt.sat.f32.f32"] = of<[](float a) { return std::fmin(std::fmax(a, 0.0f), 1.0f); }, float, float>();
+  o["div.full.f32"] = o["div.approx.ftz.f32"] = of<[](float a, float b) { return a / b; }, float, float, float>();
+  o["rsqrt.approx.f32"] = o["rsqrt.approx.ftz.f32"] = of<[](float a) { return 1 / std::sqrt(a); }, float, float>();
+  o["rsqrt.approx.ftz.f64"] = of<[](double a) { return 1 / std::sqrt(a); }, double, double>();
+  o["sqrt.approx.f32"] = of<[](float a) { return std::sqrt(a); }, float, float>();
+  o["ex2.approx.f32"] = of<[](float a) { return std::exp2(a); }, float, float>();
   o["div.approx.f32"] = of<[](float a, float b) { return a / b; }, float, float, float>();
   o["rcp.approx.ftz.f32"] = of<[](float a) { return flush(1 / flush(a)); }, float, float>();
   o["rcp.approx.ftz.f64"] = of<[](double a) { return 1 / a; }, double, double>();

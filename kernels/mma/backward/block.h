@@ -39,7 +39,7 @@ template <BackwardConfig C> struct BackwardBlock {
   static constexpr int kColumns = kD / C.dim_warps / 16, kColumnsV = kDv / C.dim_warps / 16;
   static constexpr int kDqRows = kTileQ / C.dq_rows() / 16, kDqColumns = kD / C.dq_columns() / 16;
   // Whether elements may be hidden in any tile, not only in tiles that are masked by position.
-  static constexpr bool kHides = F.mask || F.bias;
+  static constexpr bool kHides = F.hides();
 
   // Offsets in shared memory.
   static constexpr u32 kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + 2 * C.q_bytes(), kP = kDo + 2 * C.dout_bytes(),
@@ -135,7 +135,7 @@ template <BackwardConfig C> struct BackwardBlock {
   // The loads of queries, by the threads of the right role only.
   static constexpr int kLoaders = kThreads / 2;
   // Where registers are short the thread's number is read again, so that no value derived from it stays in a register.
-  static constexpr bool kShort = kD > 128 || kDv > 128 || F.additive() || F.mask || kTileK > 128;
+  static constexpr bool kShort = kD > 128 || kDv > 128 || F.by_element() || kTileK > 128;
   __device__ __forceinline__ int loader() const { return (kShort ? thread_index() : thread) % kLoaders; }
   template <int kColumns>
   __device__ __forceinline__ void load_queries(u32 target, const T *rows, const Operand &x, const Tile &t, i32 columns) const {
@@ -174,11 +174,11 @@ template <BackwardConfig C> struct BackwardBlock {
       float &x = s.x[k];
       x = 0;
       if (n < kTileQ) {
-        x = i < t.rows ? t.at.lse[row * a.lse.stride[2]] * (F.bias ? 1.0f : kLog2e<float>) : minus_infinity<float>();
+        x = i < t.rows ? t.at.lse[row * a.lse.stride[2]] * (F.unbounded() ? 1.0f : kLog2e<float>) : minus_infinity<float>();
         if (x == minus_infinity<float>()) x = -x;
       } else if (i < t.rows) {
         if (n < 2 * kTileQ) x = -t.at.delta[row];
-        if (F.bias && n >= 2 * kTileQ && n < 3 * kTileQ) x = t.at.delta[in.rows() + row] * kLog2e<float>;
+        if (F.unbounded() && n >= 2 * kTileQ && n < 3 * kTileQ) x = t.at.delta[in.rows() + row] * kLog2e<float>;
       }
     }
     return s;
@@ -195,7 +195,7 @@ template <BackwardConfig C> struct BackwardBlock {
       int n = thread + k * kLoaders, i = n % kTileQ, c = i / 8 % 2, t = i % 8 / 2, e = i % 2;
       u32 base = shared + kStats + stage * kStatsBytes, x = __float_as_uint(s.x[k]);
       suspect |= (x & 0x7F800000) == 0x7F800000;
-      if (n < kTileQ || (F.bias && n >= 2 * kTileQ && n < 3 * kTileQ)) {
+      if (n < kTileQ || (F.unbounded() && n >= 2 * kTileQ && n < 3 * kTileQ)) {
         store_shared(base + (n < kTileQ ? 0 : 12 * kTileQ) + (i / 16 * 16 + 4 * t + 2 * c + e) * 4, x);
       } else if (n < 2 * kTileQ) {
         u32 target = base + (kTileQ + i / 8 * 16 + 4 * t + e) * 4;

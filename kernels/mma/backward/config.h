@@ -31,9 +31,9 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
   // How many arrays of the size of P the left role passes on. With a function of q.k there is a second one for the derivative (kSlope in
   // steps.h).
-  STROBE_FN constexpr i32 p_planes() const { return features.function ? 2 : 1; }
-  // How many numbers per query are staged: LSE, D twice, and with a bias LSE's correction.
-  STROBE_FN constexpr i32 stats() const { return features.bias ? 4 : 3; }
+  STROBE_FN constexpr i32 p_planes() const { return features.curved() ? 2 : 1; }
+  // How many numbers per query are staged: LSE, D twice, and LSE's correction if scores are unbounded.
+  STROBE_FN constexpr i32 stats() const { return features.unbounded() ? 4 : 3; }
   STROBE_FN constexpr i32 stats_bytes() const { return 2 * stats() * tile_q * 4; }
   STROBE_FN constexpr i32 state_bytes() const { return features.part ? 768 : 512; }
   STROBE_FN constexpr i32 shared_bytes() const {

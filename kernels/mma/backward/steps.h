@@ -41,9 +41,14 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
 
   // The left role passes the derivative of a function of q.k to the right one as P * derivative. In FP16 it passes P and the derivative
   // separately, because below 2^-14 FP16's steps are 2^-24, and with many keys the product would be lost. The derivative's unit keeps it
-  // above these steps: that of arccosh is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of softcap is at most 1.
-  static constexpr Slope kSlope = !F.function ? Slope::none : C.dtype == kF16 ? Slope::apart : Slope::times_p;
+  // above these steps: that of arccosh is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of c tanh(x / c) is at most 1; that of the
+  // caller's function may be up to 2^12. With dropout, whose mark is P's sign, the derivative of the caller's function, which may be negative,
+  // is passed on separately as well.
+  static constexpr Slope kSlope = !F.curved()                                                ? Slope::none
+                                  : C.dtype == kF16 || (F.function == kProgram && F.dropout) ? Slope::apart
+                                                                                             : Slope::times_p;
   __device__ __forceinline__ float slope_unit() const {
+    if constexpr (F.function == kProgram) return C.dtype == kF16 ? 0x1p-4f : 1.0f;
     return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
   }
 
@@ -59,12 +64,12 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     auto lse = [&](int n) { return StagedLse(lse_of(stage, n0 + n)); };
     decltype(auto) own_scores = scores_of(t);
     if (kNonfinite || t.queries.masked)
-      probabilities<F, true, kSlope, F.bias != 0>(S, P, own_scores, t.head, i, j, state.k1, lse);
+      probabilities<F, true, kSlope, F.unbounded()>(S, P, own_scores, t.head, i, j, state.k1, lse);
     else
-      probabilities<F, false, kSlope, F.bias != 0>(S, P, own_scores, t.head, i, j, state.k1, lse);
+      probabilities<F, false, kSlope, F.unbounded()>(S, P, own_scores, t.head, i, j, state.k1, lse);
     if constexpr (F.dropout) {
       if constexpr (kSlope != Slope::apart) dropout.mark(S, i, j, t.head, state.batch);
-      if constexpr (F.function) dropout.mark(P, i, j, t.head, state.batch);
+      if constexpr (F.curved()) dropout.mark(P, i, j, t.head, state.batch);
     }
     if constexpr (kSlope == Slope::apart) {
       const float inverse = 1 / slope_unit();
@@ -99,7 +104,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       for (int n = 0; n < kStep; ++n) {
         p[m][n] = tile::rounded<T>(S[m][n]);
         if (hands_on()) tile::put(shared + kP, block(m, own(span) + n), p[m][n]);
-        if constexpr (F.function) {
+        if constexpr (F.curved()) {
           p[m][n] = tile::rounded<T>(P[m][n]);
           if (hands_on()) tile::put(shared + kP + C.p_bytes(), block(m, own(span) + n), p[m][n]);
         }

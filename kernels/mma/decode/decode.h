@@ -246,9 +246,9 @@ private:
     return add_stored<T, F.quant, kDv>(O, S, v_shared + stage * kVBytes, key_scales, zero());
   }
 
-  __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(scores.unit); }
+  __device__ __forceinline__ auto exponent() const { return exponent_of<F.unbounded()>(scores.unit); }
   __device__ __forceinline__ u32 zero() const { return (u32)a.splits >> 31; } // see tile/quantised.h
-  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.hides() || hides_by_position<C.tile_k>(tile); }
 
   // Replaces raw products by scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
@@ -302,7 +302,7 @@ private:
       weight[w] = top == minus_infinity<float>() ? 1.0f : exp2(exponent().difference(M[w * C.tile_q + r] - top));
       sum += weight[w] * l[w * C.tile_q + r];
     }
-    const RowEnd end = row_end(top, sum, sink, F.bias != 0);
+    const RowEnd end = row_end(top, sum, sink, F.unbounded());
     float factor = end.factor * dropout.factor();
     i64 row = partial_row(h, q);
     if (tile::lane_id() == 0) {

@@ -194,7 +194,7 @@ private:
     __syncthreads();
   }
 
-  __device__ __forceinline__ auto exponent() const { return exponent_of<F.bias != 0>(scores.unit); }
+  __device__ __forceinline__ auto exponent() const { return exponent_of<F.unbounded()>(scores.unit); }
 
   // S = Q K^T
   __device__ __forceinline__ void multiply_q_k(Accumulator (&S)[kM][kN], int stage) const {
@@ -218,7 +218,7 @@ private:
 
   // The first of the warp's columns of O.
   static __device__ __forceinline__ int first_column() { return Warps::column((int)threadIdx.x) * 16 * Warps::columns(); }
-  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.mask || F.bias || hides_by_position<C.tile_k>(tile); }
+  static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.hides() || hides_by_position<C.tile_k>(tile); }
 
   // Replaces raw products by scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
@@ -300,7 +300,7 @@ private:
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, r = i % 2;
       const float l = tile::row_sum(softmax.l[i]);
-      const RowEnd end = row_end(softmax.M[i], l, sink, F.bias != 0);
+      const RowEnd end = row_end(softmax.M[i], l, sink, F.unbounded());
       const float factor = end.factor * dropout.dropout.factor();
       if constexpr (C.invariant) {
         merge_chunk(O[m], i, before[i], end.lse, factor, complete);
@@ -349,7 +349,7 @@ private:
       if (c < in.head_dim_v) *a.out.template at<float>(item.b, item.h, row, c) = o;
     });
     if (!a.lse || !stores_lse()) return;
-    const float natural = F.bias ? 1.0f : kLn2<float>, lse = l == 0 ? minus_infinity<float>() : row_lse(M, natural, l);
+    const float natural = F.unbounded() ? 1.0f : kLn2<float>, lse = l == 0 ? minus_infinity<float>() : row_lse(M, natural, l);
     float *const to = a.lse.template at<float>(item.b, item.h, row, 0);
     to[0] = lse, to[in.part->lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
   }

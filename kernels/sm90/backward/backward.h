@@ -39,10 +39,10 @@ template <BackwardConfig C> struct Backward {
   static_assert(!C.staged_store || (!C.persistent && !C.split_group && C.columns() <= C.columns_v()));
   static_assert(C.key_stages == 1 || (C.draws_keys() && !C.deterministic));
   static_assert(!C.in_line || (C.key_stages == 2 && !C.third() && !C.split_group));
-  static_assert(!(F.dropout || F.function) || C.exact_p, "dS is made of what S becomes");
+  static_assert(!(F.dropout || F.curved()) || C.exact_p, "dS is made of what S becomes");
 
   // Whether a warpgroup skips tiles of queries that see none of its keys. They are few: where registers are short they are computed too.
-  static constexpr bool kSkips = F.band && !F.function;
+  static constexpr bool kSkips = F.band && !F.curved();
   // Named barriers: at kTensorCores + w, warpgroup w waits until it may use the tensor cores, from dP to dQ. Without turns some kernels
   // fall into a rhythm in which both warpgroups multiply at the same time, then both exponentiate: iterations take up to 15% longer.
   static constexpr int kTensorCores = BackwardScores<C>::kBoth + 1;
@@ -226,7 +226,7 @@ template <BackwardConfig C> struct Backward {
       return next;
     }
 
-    // As two branches: a barrier number that is not constant takes a register, and with a softcap none is left.
+    // As two branches: a barrier number that is not constant takes a register, and with a function of the score none is left.
     __device__ __forceinline__ void take_tensor_cores() const {
       w == 0 ? barrier_sync(kTensorCores, kComputing) : barrier_sync(kTensorCores + 1, kComputing);
     }

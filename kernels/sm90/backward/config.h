@@ -52,7 +52,7 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 dq_bytes() const { return dq_shared ? 4 * tile_q * (third() ? head_dim : columns()) : 0; }
   STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? 2 * tile_q * tile_k() : 0; }
   STROBE_FN constexpr i32 row_bytes() const { return 4 * tile_q; } // one number per query: LSE, its correction, or D
-  STROBE_FN constexpr i32 lse_bytes() const { return features.bias ? 2 * row_bytes() : row_bytes(); }
+  STROBE_FN constexpr i32 lse_bytes() const { return features.unbounded() ? 2 * row_bytes() : row_bytes(); }
   STROBE_FN constexpr i32 message_bytes() const { return 384; } // barriers and messages, for each stage of K and V
   STROBE_FN constexpr i32 shared_bytes() const {
     return key_stages * (k_bytes() + v_bytes()) +

@@ -14,7 +14,7 @@ template <BackwardConfig C> struct BackwardNonfinite {
   static constexpr Features F = C.features;
   static constexpr int kM = C.tile_q;
   // Whether elements may be hidden in any tile, not only in tiles that are masked by position. Invariant kernels treat all tiles so.
-  static constexpr bool kHides = F.mask || F.bias || C.invariant;
+  static constexpr bool kHides = F.hides() || C.invariant;
   // Named barriers: at kTogether + w the threads of warpgroup w meet, at kBoth those of both warpgroups.
   static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
 

@@ -7,7 +7,7 @@
 #include "../accumulator.h"
 #include "bias.h"
 #include "nonfinite.h"
-#include "softcap.h"
+#include "../fast_form.h"
 #include "store.h"
 
 namespace strobe::sm90 {
@@ -72,10 +72,11 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
                                                u32 allowed) const {
     float (&S)[kM / 2] = scored.x;
     u32(&P)[kM / 4] = rounded.x;
-    if constexpr (BackwardSoftcap<F>::kApplies) {
-      BackwardSoftcap<F>(scores).template exponentiate<T>(S, P, shared.lse_of(n) + lane % 4 * 8);
+    if constexpr (BackwardFastForm<F>::kApplies) {
+      BackwardFastForm<F>(scores).template exponentiate<T>(S, P, shared.lse_of(n) + lane % 4 * 8);
       auto clear = [&](int i) { S[i] = 0, P[i / 2] &= i % 2 ? 0x0000FFFFu : 0xFFFF0000u; };
       if (masked(step)) hide(step, clear);
+      if constexpr (F.seen) hide_unseen(step, clear);
       if constexpr (F.mask) {
 #pragma unroll
         for (int i = 0; i < kM / 2; ++i) {
@@ -122,6 +123,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
         }
       }
       if (masked(step)) hide(step, [&](int i) { S[i] = 0; });
+      if constexpr (F.seen) hide_unseen(step, [&](int i) { S[i] = 0; });
       if constexpr (F.mask) {
 #pragma unroll
         for (int i = 0; i < kM / 2; ++i) {
@@ -144,7 +146,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
     auto dropped = [](float x) { return (u32)(__float_as_int(x) >> 31); };
 #pragma unroll
     for (int i = 0; i < kM / 4; ++i) {
-      if constexpr (!F.function)
+      if constexpr (!F.curved())
         P[i] = pack<T>(kept(S[2 * i]), kept(S[2 * i + 1]));
       else if constexpr (F.dropout)
         P[i] &= ~__byte_perm(dropped(S[2 * i]), dropped(S[2 * i + 1]), 0x5410);
@@ -214,9 +216,9 @@ private:
 #pragma unroll
     for (int i = 0; i < kM / 8; ++i) {
       if (i % 2 == 0) bias.take(i / 2);
-      float negative[2], correction[2]; // -LSE and, with a bias, its correction, which is kept apart (kernels/device/settle_row.h)
+      float negative[2], correction[2]; // -LSE and, if scores are unbounded, its correction, which is kept apart (kernels/device/settle_row.h)
       load_shared(negative, lse + 32 * i);
-      if constexpr (F.bias) load_shared(correction, lse + C.row_bytes() + 32 * i);
+      if constexpr (F.unbounded()) load_shared(correction, lse + C.row_bytes() + 32 * i);
       float p[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -227,19 +229,29 @@ private:
         float &x = S[4 * i + k], slope = 1;
         const i32 own = j + k / 2 * 8;
         const Given given{{scores, row, own}, bias, 4 * i + k, allowed & mask_bit(4 * i + k)};
-        x = F.function ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope)
+        x = F.curved() ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope)
                        : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= end_of(step));
         const float exponent =
-            F.bias ? __fmaf_rn(x + negative[k % 2], scores.unit, correction[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
+            F.unbounded() ? __fmaf_rn(x + negative[k % 2], scores.unit, correction[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);
         p[k] = hidden ? 0 : exp2(exponent);              // LSE may be NaN
-        x = !F.function || hidden ? p[k] : p[k] * slope; // the slope may be NaN if the query does not exist
+        x = !F.curved() || hidden ? p[k] : p[k] * slope; // the slope may be NaN if the query does not exist
       }
-      if constexpr (F.function) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
+      if constexpr (F.curved()) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
     }
   }
   // The position of this lane's first key; its second key is 8 positions further.
   __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * half + 16 * warp + tile::lane_row(0); }
+  // Calls clear(i) for each of the lane's scores that the caller's function hides.
+  template <class Clear> __device__ __forceinline__ void hide_unseen(const QueryStep &step, const Clear &clear) const {
+    const i32 q = step.begin + tile::lane_column(0, 0), j = key();
+    auto row = scores.row(q, step.head);
+#pragma unroll
+    for (int i = 0; i < kM / 2; ++i) {
+      row.i = min(q + i / 4 * 8 + i % 2, end_of(step) - 1);
+      if (!scores.seen(row, j + i / 2 % 2 * 8)) clear(i);
+    }
+  }
   // Calls clear(i) for each of the lane's scores that is hidden by position.
   template <class Clear> __device__ __forceinline__ void hide(const QueryStep &step, const Clear &clear) const {
     const i32 column = step.begin + tile::lane_column(0, 0);

@@ -120,7 +120,7 @@ __device__ __forceinline__ auto rows_of_result(const Warpgroup<C> &group, const 
 // Whether row r's sum l is wrong, so that the tile must be computed again.
 template <Config C> __device__ __forceinline__ bool overflowed(const TileSoftmax<C> &softmax, const RowEnd &end, int r) {
   if constexpr (C.invariant) return !(end.lse < -minus_infinity<float>());
-  const bool too_low = C.features.bias && softmax.running.M[r] == minus_infinity<float>(); // a bias may make scores too low for exp2's unit
+  const bool too_low = C.features.unbounded() && softmax.running.M[r] == minus_infinity<float>(); // scores may be too low for exp2's unit
   return (C.reference == kFixed && !(softmax.running.l[r] < TileSoftmax<C>::kMost)) || too_low;
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 #include "../../device/scores.h"
 #include "../../device/softmax.h"
-#include "../softcap.h"
+#include "../fast_form.h"
 #include "config.h"
 #include "given.h"
 

@@ -8,6 +8,12 @@
 
 namespace strobe::sm90 {
 
+// How exactly scores are computed.
+template <Config C> __device__ constexpr Functions functions_of() {
+  if (C.invariant && C.features.given()) return Functions::half_rounded;
+  return C.reference != kExact ? Functions::rough : Functions::half;
+}
+
 // Clears the numbers of a tile of V that are not finite; add_nonfinite() adds them later.
 template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warpgroup<C> &group, const Stage<C> &value) {
   using T = typename Element<C.dtype>::type;
@@ -58,7 +64,7 @@ __device__ __forceinline__ void add_nonfinite_of_part(const Item &item, const Se
 #pragma unroll 1
   while (tiles.next(t)) {
     const Keys own(value.x, value.row(t.shift), value.columns);
-    if (C.features.mask || C.features.bias || t.masked || t.end - t.begin < C.tile_k)
+    if (C.features.hides() || t.masked || t.end - t.begin < C.tile_k)
       strobe::add_nonfinite<128>(scores, dropout, own, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
   }
 }
@@ -68,7 +74,7 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   constexpr Features F = C.features;
   const Inputs &in = group.in;
   const Sequence sequence = sequence_of(in, group.shared, item, group.items); // read again, so that it takes no registers
-  const Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half> scores(in, sequence, item.b);
+  const Scores<F, float, functions_of<C>()> scores(in, sequence, item.b);
   group.together(); // all results are in memory
   const Results<C> results = results_of(group, item, sequence.q0, scores.seqlen_q);
   const auto value = v_of<T, F>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
@@ -79,7 +85,7 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   while (tiles.next(t)) {
     // These are the tiles that were cleared. With pages, tiles with missing keys were cleared as well, and which ones is not known here; so
     // all tiles are taken: adding a number that was not cleared changes nothing, since its result is already not finite.
-    if (C.invariant || F.mask || F.bias || F.pages || t.masked || t.end - t.begin < C.tile_k)
+    if (C.invariant || F.hides() || F.pages || t.masked || t.end - t.begin < C.tile_k)
       strobe::add_nonfinite<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
   }
 }

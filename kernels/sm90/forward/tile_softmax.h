@@ -13,8 +13,8 @@ namespace strobe::sm90 {
 template <Config C> struct TileSoftmax {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  using Score = Scores<F, float, C.reference != kExact ? Functions::rough : Functions::half>;
-  using Softcap = sm90::Softcap<F, C.reference != kExact>;
+  using Score = Scores<F, float, functions_of<C>()>;
+  using Fast = FastForm<F, C.reference != kExact>;
   static constexpr bool kLine = Line<C, Score>::kApplies;
   static constexpr int kN = C.tile_k;
   // Bounds of l: as long as l is below kMost, P fits its type; from kFar on the reference follows the maxima.
@@ -31,7 +31,7 @@ template <Config C> struct TileSoftmax {
   const typename Score::Row rows[2];
   Given<C, Score> given;
   Line<C, Score> line;
-  Softcap softcap;
+  Fast fast;
   RowSoftmax<2> running;
   bool follows = true, rising; // follows: the reference of some rows follows the maxima; rising: that of all rows does from now on
   u32 random[F.dropout ? kN / 32 : 1][4];
@@ -41,7 +41,7 @@ template <Config C> struct TileSoftmax {
         scores(group.in, sequence, item.b), dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b},
         q(item.q + queries_of_warpgroup<C>(group.a) * group.w), row(q + 16 * group.warp),
         rows{scores.row(place(0).i, place(0).h), scores.row(place(1).i, place(1).h)},
-        given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), softcap(scores),
+        given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), fast(scores),
         rising(item.kind() == kSafe) {
     if constexpr (F.part) dropout.head = dropout.dropout.whole_head(item.h), dropout.batch = dropout.dropout.whole_batch(item.b);
   }
@@ -65,11 +65,11 @@ template <Config C> struct TileSoftmax {
 
   // Whether scores and M are natural logarithms, as in a tile with a bias that is computed again: they may then be as low as FP32 allows,
   // and -inf.
-  __device__ __forceinline__ bool natural() const { return F.bias && item.kind() != kFast; }
+  __device__ __forceinline__ bool natural() const { return F.unbounded() && !C.invariant && item.kind() != kFast; }
 
   // Whether V's numbers that are not finite are cleared in all tiles, not only in those that are masked by position: mask and bias may hide
   // any element, and an invariant row's bits must not depend on the other rows of its tile.
-  static constexpr bool kClearsEachTile = F.mask || F.bias || C.invariant;
+  static constexpr bool kClearsEachTile = F.hides() || C.invariant;
   // Replaces Q K^T of tile t in S by P. value: the stage where the tile's V lies.
   __device__ __forceinline__ void exponentiate(const Tile &t, const Stage<C> &value) {
     if constexpr (kClearsEachTile) {
@@ -80,10 +80,10 @@ template <Config C> struct TileSoftmax {
       exponentiate(Natural{});
     else if constexpr (kLine)
       exponentiate(line.exponent(given));
-    else if (Softcap::kApplies && softcap.small)
-      exponentiate(softcap);
+    else if (Fast::kApplies && fast.small)
+      exponentiate(fast);
     else
-      exponentiate(Linear{Softcap::kApplies ? softcap.cap : scores.unit});
+      exponentiate(Linear{Fast::kApplies ? fast.cap : scores.unit});
     if constexpr (F.dropout) {
 #pragma unroll
       for (int n = 0; n < kN / 32; ++n) dropout.draw(random[n], row, t.begin + 32 * n);
@@ -122,8 +122,7 @@ template <Config C> struct TileSoftmax {
       }
       bool hidden = t.masked; // a row may have seen no key yet, or with ALiBi only keys past its query
       if constexpr (kLine && F.alibi) hidden = hidden || !line.before;
-      if constexpr (F.mask || F.bias)
-        hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(running.M[0], running.M[1]) == minus_infinity<float>());
+      if constexpr (F.hides()) hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(running.M[0], running.M[1]) == minus_infinity<float>());
       follows = rising || (follows && hidden);
     }
     if constexpr (C.reference == kFixedByRow) follows = rising || __any_sync(0xFFFFFFFFu, wants(0) || wants(1));
@@ -141,11 +140,11 @@ private:
     running.follow(S, of, rows);
   }
   __device__ __forceinline__ void score_and_hide(const Tile &t, const Stage<C> &value) {
-    const bool scored = natural() || (F.additive() && !kLine && !Softcap::kApplies);
+    const bool scored = natural() || (F.additive() && !kLine && !Fast::kApplies);
     if constexpr (kLine) {
       if (!scored) line.begin(S, row, t.begin, t.end);
     }
-    if constexpr (Softcap::kApplies) softcap.begin(S);
+    if constexpr (Fast::kApplies) fast.begin(S);
     if (t.masked) {
       if constexpr (!kClearsEachTile) {
         if (item.kind() != kFast) clear_nonfinite_v(group, value);
@@ -160,6 +159,9 @@ private:
     } else if (scored) {
       score<false>(t);
     }
+    if constexpr (F.seen) {
+      if (!scored) hide_unseen(t);
+    }
     given.mask.hide(S);
   }
   // Hides elements outside the rows' bands, or past the tile's end.
@@ -173,6 +175,14 @@ private:
         const i32 j = i / 4 * 8 + i % 2;
         if ((F.band && j < begin) || j >= end) S[i] = minus_infinity<float>();
       }
+    }
+  }
+  // Hides what the caller's function hides, where score() does not do so.
+  __device__ __forceinline__ void hide_unseen(const Tile &t) {
+    const i32 column = t.begin + tile::lane_column(0, 0);
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) {
+      if (!scores.seen(rows[i / 2 % 2], column + i / 4 * 8 + i % 2)) S[i] = minus_infinity<float>();
     }
   }
   __device__ __forceinline__ void hide_lacking(const Tile &t) {

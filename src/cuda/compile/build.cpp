@@ -10,7 +10,7 @@
 namespace strobe::cuda {
 namespace {
 
-std::string source_text(const KernelSource &source, const std::string &name, int cc) {
+std::string source_text(const KernelSource &source, const std::string &name, int cc, const Functions &functions) {
   const char *constant = cc >= 70 ? "__grid_constant__ " : ""; // read in place, not copied; older architectures have no such keyword
   // Blocks of the next launch may begin as soon as there is room. Blocks of this launch have begun in the same way, so each waits for the
   // end of the previous launch, here or, if the kernel waits itself, later. Every block must wait, or the next launch could not know that
@@ -18,17 +18,19 @@ std::string source_text(const KernelSource &source, const std::string &name, int
   const char *overlap = cc >= 90 ? "asm volatile(\"griddepcontrol.launch_dependents;\");\n"
                                    "if constexpr (!kWaitsItself<Kernel>) asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
                                  : "";
-  return text("#include \"", source.header, "\"\nusing Kernel = ", name,
+  return text("#include \"", source.header, functions ? "\"\n#include \"score/program.h" : "", "\"\nusing Kernel = ", name,
               ";\ntemplate <class K> constexpr bool kWaitsItself = requires { K::kWaitsItself; };\n", "extern \"C\" __global__ void ",
               "__launch_bounds__(Kernel::kThreads, Kernel::kBlocksPerSm) kernel(const ", constant, "Kernel::Arguments a) {\n", overlap,
               "Kernel::run(a);\n}\n");
 }
 
-Translation translation(const KernelSource &source, std::span<const int32_t> config, int cc) {
+Translation translation(const KernelSource &source, std::span<const int32_t> config, int cc, const Functions &functions) {
   const std::string name = kernel_name(source, config), arch = text("sm_", cc, source.specific ? "a" : "");
+  std::vector<Included> headers = included_by(source.header);
+  if (functions) headers.push_back({"score/program.h", *functions});
   return {.name = text(name, " for ", arch),
-          .text = source_text(source, name, cc),
-          .headers = included_by(source.header),
+          .text = source_text(source, name, cc, functions),
+          .headers = std::move(headers),
           .options = {"--gpu-architecture=" + arch, "-std=c++20", "-default-device", "--ptxas-options=-v"}};
 }
 
@@ -80,8 +82,8 @@ std::string kernel_name(const KernelSource &source, std::span<const int32_t> con
   return text(source.entry, "<", source.config, "{", values, "}>");
 }
 
-bool is_kept(const KernelSource &source, std::span<const int32_t> config, int cc) {
-  const Sha256::Digest key = digest(translation(source, config, cc));
+bool is_kept(const KernelSource &source, std::span<const int32_t> config, int cc, const Functions &functions) {
+  const Sha256::Digest key = digest(translation(source, config, cc, functions));
   const CacheSettings settings = CacheSettings::from_environment();
   for (const std::string &folder : settings.further)
     if (cache_read_any(folder, key)) return true;
@@ -91,8 +93,8 @@ bool is_kept(const KernelSource &source, std::span<const int32_t> config, int cc
       .has_value();
 }
 
-Build build(const KernelSource &source, std::span<const int32_t> config, int cc, From from) {
-  const Translation p = translation(source, config, cc);
+Build build(const KernelSource &source, std::span<const int32_t> config, int cc, From from, const Functions &functions) {
+  const Translation p = translation(source, config, cc, functions);
   const Sha256::Digest key = digest(p);
   const CacheSettings settings = CacheSettings::from_environment();
   const bool look = from == From::anywhere;

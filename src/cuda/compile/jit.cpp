@@ -139,8 +139,8 @@ struct OnDevice {
   }
 };
 
-Kernel load_now(const KernelSource &source, std::span<const int32_t> config, const Device &device) {
-  Build built = build(source, config, device.cc);
+Kernel load_now(const KernelSource &source, std::span<const int32_t> config, const Device &device, const Functions &functions) {
+  Build built = build(source, config, device.cc, From::anywhere, functions);
   const Driver &d = *driver();
   Kernel kernel;
   kernel.name = kernel_name(source, config);
@@ -156,7 +156,7 @@ Kernel load_now(const KernelSource &source, std::span<const int32_t> config, con
   OnDevice code(built);
   if (code.code_is_wrong() && !built.file.empty() && can_build(device.cc)) { // the cache's entry may be from any process
     cache_discard(built);
-    built = build(source, config, device.cc, From::source);
+    built = build(source, config, device.cc, From::source, functions);
     code = OnDevice(built);
   }
   checked(code.result, code.call);
@@ -183,7 +183,7 @@ const Kernel *find_loaded(const KernelSource &source, std::span<const int32_t> c
   return known ? &known->kernel : nullptr;
 }
 
-const Kernel &load(const KernelSource &source, std::span<const int32_t> config, const Device &device) {
+const Kernel &load(const KernelSource &source, std::span<const int32_t> config, const Device &device, const Functions &functions) {
   if (const Kernel *known = find_loaded(source, config, device)) return *known;
   Kernels &all = kernels();
   const uint64_t hash = hash_of(source, config, device.ordinal);
@@ -191,7 +191,7 @@ const Kernel &load(const KernelSource &source, std::span<const int32_t> config, 
   const Loading::Turn turn(all.loading, hash);
   if (const Kernel *known = find_loaded(source, config, device)) return *known;
   std::unique_ptr<const Entry> entry(
-      new Entry{&source, device.ordinal, {config.begin(), config.end()}, hash, load_now(source, config, device)});
+      new Entry{&source, device.ordinal, {config.begin(), config.end()}, hash, load_now(source, config, device, functions)});
   const Kernel &kernel = entry->kernel;
   all.insert(std::move(entry));
   return kernel;
@@ -201,7 +201,7 @@ void load_together(std::span<const KernelName> names, const Device &device) {
   std::vector<std::exception_ptr> errors(names.size());
   auto load_one = [&](size_t i) noexcept {
     try {
-      load(*names[i].source, names[i].config, device);
+      load(*names[i].source, names[i].config, device, names[i].functions);
     } catch (...) {
       errors[i] = std::current_exception();
     }

@@ -5,6 +5,7 @@
 //   __device__ static void run(const Arguments &)
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -38,10 +39,12 @@ struct Build {
   std::string file;      // the cache file in which it was found
 };
 enum class From { anywhere, source }; // source: compiled now, whatever a cache has
+// The source of the caller's functions, which a kernel includes as "score/program.h"; null: the kernel calls none. The Config has its hash.
+using Functions = std::shared_ptr<const std::string>;
 // Compiles a kernel, or reads it from the disk cache. Needs no GPU.
-Build build(const KernelSource &, std::span<const int32_t> config, int cc, From = From::anywhere);
+Build build(const KernelSource &, std::span<const int32_t> config, int cc, From = From::anywhere, const Functions & = nullptr);
 // Whether build() would find the kernel in a cache.
-bool is_kept(const KernelSource &, std::span<const int32_t> config, int cc);
+bool is_kept(const KernelSource &, std::span<const int32_t> config, int cc, const Functions & = nullptr);
 // Whether there is a compiler for this compute capability, and permission to use it.
 bool can_build(int cc);
 template <class Config> Build build(const KernelKey<Config> &key, int cc) { return build(*key.source, key.integers(), cc); }
@@ -58,7 +61,7 @@ struct Kernel {
   size_t argument_bytes = 0; // 0: the driver is too old to report it
 };
 // Loads a kernel once per device; later calls look it up without a lock.
-const Kernel &load(const KernelSource &, std::span<const int32_t> config, const Device &);
+const Kernel &load(const KernelSource &, std::span<const int32_t> config, const Device &, const Functions & = nullptr);
 template <class Config> const Kernel &load(const KernelKey<Config> &key, const Device &device) {
   return load(*key.source, key.integers(), device);
 }
@@ -67,6 +70,7 @@ const Kernel *find_loaded(const KernelSource &, std::span<const int32_t> config,
 struct KernelName {
   const KernelSource *source;
   std::span<const int32_t> config;
+  Functions functions{};
 };
 // Loads kernels, each in a thread of its own, because a compilation occupies a core for a second or two. Throws the exception of the first
 // kernel that fails.

@@ -53,7 +53,7 @@ constexpr BackwardTile kBackwardTiles[] = {
 int32_t costly_features(const BackwardConfig &c) {
   const Features &f = c.features;
   const int32_t alibi = f.alibi ? (f.part ? 3 : 1) : 0, dropout = f.dropout ? (f.part ? 3 : f.additive()) : 0;
-  return (f.mask != 0) + (f.bias != 0) + alibi + 2 * (f.function != 0) + dropout + !c.aligned;
+  return (f.mask != 0) + (f.bias != 0) + alibi + 2 * f.curved() + (f.given() || f.seen) + dropout + !c.aligned;
 }
 
 struct Chosen {
@@ -109,7 +109,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   const std::optional<Chosen> chosen = choose(p, device);
   if (p.part && p.bias && (!p.part.partial || p.dbias))
     return "has no backward of a part with a bias, but for a partial one without its gradient";
-  if (!chosen || (p.bias && !tensor_cores_settle(p, device))) return no_tile(device);
+  if (!chosen || ((p.bias || settles(p)) && !tensor_cores_settle(p, device))) return no_tile(device);
   const BackwardConfig &c = chosen->config;
   BackwardArguments a = backward_arguments(p);
   a.bundle = bundle_of_heads(c.deterministic);
@@ -120,8 +120,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
             {.dq = tiles_q * c.tile_q * c.head_dim, .turns = c.deterministic ? std::optional(c.turns(tiles_q)) : std::nullopt});
   push(program, p, a,
        {.delta = delta(p, rows, a),
-        .settle = p.bias && !p.part.partial ? std::optional(settle(p, device, a))
-                                            : std::nullopt, // with other scores the rounding of P to 16 bits hides that of LSE
+        .settle = settles(p) ? std::optional(settle(p, device, a)) : std::nullopt,
         .main = Launch(kBackward, c, tiles_k, c.threads(), c.shared_bytes(), a),
         .dq = dq_from_sum(p, rows, a),
         .dbias = bias_gradient(p, device, a)});

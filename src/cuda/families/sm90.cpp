@@ -49,8 +49,8 @@ constexpr int32_t kRowsOfPage = 16; // rows of a page that one copy loads; a key
 std::string against_invariant(const Problem &p, const Config &c) {
   if (p.bias) return "is not invariant with a bias: a tile that is computed again takes other roundings";
   if (p.alibi_slopes) return "is not invariant with ALiBi: it is added from where a tile's own queries stand";
-  if (p.softcap > 0 && c.reference != sm90::kExact)
-    return "is not invariant with a softcap: whether it is approximated is said of 16 queries at once";
+  if (c.features.function == kCapped && c.reference != sm90::kExact)
+    return text("is not invariant with ", score_in_words(p), ": whether it is approximated is said of 16 queries at once");
   return cuts_blocks(p, c.tile_k);
 }
 

@@ -33,17 +33,20 @@ constexpr KernelSource kByRoles{"sm90/backward/roles.h", "strobe::sm90::Backward
 std::string refusal(const Problem &p, const Features &f) {
   if (p.accumulate && p.dbias) return "its backward adds to no gradients beside that of a bias";
   if (p.invariant && p.bias) return kNoInvariantBias;
-  if (p.invariant && p.softcap > 0)
-    return "has no invariant backward with a softcap: whether it is approximated is said of many scores at once";
+  if (f.function == kProgram && f.dropout) // P times the derivative is negative where dropout drops it
+    return text("its backward takes no dropout beside ", score_in_words(p));
+  if (p.invariant && f.function == kCapped)
+    return text("has no invariant backward with ", score_in_words(p), ": whether it is approximated is said of many scores at once");
   if (beyond_128_keys(p)) {
     if (f.bias && (f.mask || f.alibi || f.dropout))
       return text("its backward takes a bias with no mask, alibi_slopes or dropout where head dimensions exceed ", kMostDimOf128Keys);
-    if (f.function && f.alibi && f.dropout)
-      return text("its backward takes at most two of alibi_slopes, dropout and softcap where head dimensions "
-                  "exceed ",
+    if (f.curved() && f.alibi && f.dropout)
+      return text("its backward takes ", score_in_words(p), " with at most one of alibi_slopes and dropout where head dimensions exceed ",
                   kMostDimOf128Keys);
-    if (f.part && f.function) return text("its backward takes no softcap in parts where head dimensions exceed ", kMostDimOf128Keys);
-    if (f.function == kHyperbolic) return text("its backward takes no hyperbolic scores where head dimensions exceed ", kMostDimOf128Keys);
+    if (f.part && f.curved())
+      return text("its backward takes ", score_in_words(p), " not in parts where head dimensions exceed ", kMostDimOf128Keys);
+    if (f.function == kHyperbolic || f.function == kProgram)
+      return text("its backward does not take ", score_in_words(p), " where head dimensions exceed ", kMostDimOf128Keys);
   }
   if (!p.q || !p.k || !p.v || !p.dout || !p.seqlen_q || !p.seqlen_k) return "there are no queries or no keys to fetch";
   if (std::string reason = unmapped_inputs(p); !reason.empty()) return reason;
@@ -68,7 +71,7 @@ void take_workspace(HopperBackwardArguments &a, const Problem &p, const Backward
   if (p.dq && !c.dq_sum_in_shared()) a.dq_sum = scratch.take<float>(dq_tiles * c.tile_q * c.columns());
   if (c.deterministic || c.draws_keys()) a.ticket = scratch.take<uint32_t>(1 + 2 * work.tiles_q), a.turns = a.ticket + 1;
   a.first_stores = c.owns_dq || (c.deterministic && !c.roles);
-  if (p.bias || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
+  if (a.natural_lse || p.dsinks) a.delta = scratch.take<float>(2 * a.in.rows());
 }
 
 void order_pairs(HopperBackwardArguments &a, const Problem &p, const Work &work) {
@@ -99,13 +102,13 @@ void push_launches(Program &program, const Problem &p, const BackwardConfig &c, 
                             .main = Launch(c.roles ? kByRoles : kBackward, c, work.blocks, c.kThreads, int32_t(shared_bytes(p, c)), main),
                             .shares = std::move(shares.sum),
                             .dbias = bias_gradient(p, device, a)};
-  if (p.bias) { // the settle kernel reads D, so D is computed first
+  if (a.natural_lse) { // the settle kernel reads D, so D is computed first
     BackwardArguments before_settle = a;
     before_settle.dq_sum = nullptr;
     passes::RowsConfig only_d = rows;
     only_d.form = passes::kFragments;
     launches.delta = delta(p, only_d, before_settle);
-    launches.settle = settle(p, device, a);
+    if (settles(p)) launches.settle = settle(p, device, a);
   }
   if (!c.owns_dq) launches.dq = dq_from_sum(p, rows, a);
   push(program, p, a, std::move(launches));

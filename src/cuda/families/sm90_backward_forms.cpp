@@ -21,11 +21,11 @@ bool in_turns(const Problem &p) { return p.deterministic || p.invariant; }
 bool takes_64_keys(const Problem &p, const Features &f) {
   if (larger_dim(p) <= 64) return false;
   // These combinations of options, with dK and dV, take more registers than a warpgroup has.
-  const bool costly_pair = (f.function && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
+  const bool costly_pair = (f.curved() && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
   // In a part the loading threads walk over ranges; these options leave them too few registers.
-  if (f.part && (f.function || (f.dropout && in_turns(p)))) return true;
-  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + (f.function != 0) + costly_pair > 1;
-  return crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.function));
+  if (f.part && (f.curved() || (f.dropout && in_turns(p)))) return true;
+  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + f.curved() + costly_pair > 1;
+  return crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.curved()));
 }
 
 // The ratio of the blocks' time to that of the same work spread evenly over all SMs.
@@ -36,7 +36,7 @@ double uneven(double blocks, const Device &device) { return std::ceil(blocks / d
 bool may_own_dq(const Problem &p, const Features &f) {
   if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
   if (f.part || f.unrounded_gradients()) return false;
-  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
+  if (larger_dim(p) > 64 && (f.curved() || f.dropout || f.bias)) return false; // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   return p.window_left == kUnbounded && band.high >= 0 && band.high + p.seqlen_q >= p.seqlen_k;
 }
@@ -66,9 +66,10 @@ bool wastes_80(const Problem &p, const Features &f) {
 }
 
 // Whether the score's options leave enough registers for tiles of 128 queries (heads of up to 64 columns). Speed of 128-query over 64-query
-// tiles on an H200: 1.21 to 1.30 with a block mask, 1.14 to 1.25 with ALiBi, 0.94 with a bias, below 1 with a softcap; dropout spills.
+// tiles on an H200: 1.21 to 1.30 with a block mask, 1.14 to 1.25 with ALiBi, 0.94 with a bias, below 1 with a function of the score; dropout spills.
 bool leaves_registers(const Problem &p, const Features &f) {
-  return !f.mask && !f.bias && !f.function && !f.scaled && !f.dropout && (!f.blocks || p.blocks.block_q % 128 == 0);
+  if (f.given() || f.seen) return false;
+  return !f.mask && !f.bias && !f.curved() && !f.scaled && !f.dropout && (!f.blocks || p.blocks.block_q % 128 == 0);
 }
 
 // Lets the copy engine load the bias, if it can and shared memory has room.
@@ -99,7 +100,7 @@ BackwardConfig of_64_keys(const Problem &p, const Features &f) {
   BackwardConfig c = begin(p, f);
   c.roles = 1, c.tile_q = 64;
   // Otherwise computing warpgroups would spill, or the loading threads, which have fewer registers if keys are held in registers.
-  const bool room = larger_dim(p) <= 192 && !f.blocks && !f.part && !(f.bias && f.function);
+  const bool room = larger_dim(p) <= 192 && !f.blocks && !f.part && !(f.bias && f.curved());
   c.keys_in_registers = room && walks_on(p, c);
   if (c.keys_in_registers) c.registers_load = 24, c.registers_compute = 240;
   return c;
@@ -108,11 +109,11 @@ BackwardConfig of_64_keys(const Problem &p, const Features &f) {
 // The form with 128 keys for heads beyond kMostDimOf128Keys. Beside dK and dV, and 32 registers for the rest, a warpgroup has registers for
 // S and dP of a tile of few queries. Null if these are fewer than 32 queries, or if an option takes more registers.
 std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features &f, const Device &device) {
-  const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + (f.function != 0);
+  const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + (f.function != 0) + f.seen;
   BackwardConfig c = begin(p, f);
   if (f.blocks || f.bias || f.scaled || options + (f.part != 0) > 1 || std::max(c.columns(), c.columns_v()) > 192) return {};
   if (!f.part) c.registers_load = 24, c.registers_compute = 240; // loading threads of a part walk over ranges
-  c.exact_p = f.function || f.dropout;
+  c.exact_p = f.curved() || f.dropout;
   c.tile_q = std::min(64, (c.registers_compute - 32 - (c.head_dim + c.head_dim_v) / 2) / 16 * 16 - 16 * options);
   // If tiles take turns, dQ leaves through shared memory. The tile does not depend on whether dQ is asked for, because dK and dV of an
   // invariant call are sums over query tiles.
@@ -130,7 +131,7 @@ void hold_keys(BackwardConfig &c, const Problem &p) {
   constexpr int32_t kRegisters = 208; // of a thread, for dK, dV, K, V, and S and dQ; beyond them it spills
   const Features &f = c.features;
   if (c.head_dim <= 64 || larger_dim(p) > 112 || c.deterministic || c.owns_dq || p.invariant) return;
-  if (f.additive() || f.mask || f.dropout || f.blocks || f.part) return; // these options take the registers
+  if (f.by_element() || f.dropout || f.blocks || f.part) return; // these options take the registers
   c.dq_shared = 0, c.registers_load = 24, c.registers_compute = 240;
   const int32_t room = kRegisters - (c.head_dim + c.head_dim_v) / 2 - c.tile_q;
   c.keys_in_registers = (c.head_dim + c.head_dim_v) / 4 <= room;
@@ -147,7 +148,7 @@ double narrow_walk(const Problem &p, const BackwardConfig &c) {
 
 // The form for up to 64 columns in which blocks own dQ, with its sum in shared memory; null if shared memory is too small for the sum.
 std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, const Device &device) {
-  if (c.features.function && c.features.bias) return {}; // registers
+  if (c.features.curved() && c.features.bias) return {}; // registers
   c.owns_dq = c.persistent = 1, c.deterministic = c.dq_shared = c.staged_store = 0;
   BackwardConfig small = c;
   small.tile_q = 64;
@@ -176,10 +177,10 @@ bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardC
 BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &device) {
   BackwardConfig c = begin(p, f);
   c.owns_dq = owns_dq_in_memory(p, c, device);
-  if (c.owns_dq) c.persistent = 1, c.deterministic = 0;                // one block adds to dQ, so its order is fixed without turns
-  const bool costly = f.additive() || f.mask || f.dropout || f.blocks; // scores, or the walk, take more registers
+  if (c.owns_dq) c.persistent = 1, c.deterministic = 0;        // one block adds to dQ, so its order is fixed without turns
+  const bool costly = f.by_element() || f.dropout || f.blocks; // scores, or the walk, take more registers
   c.staged_store = p.wishes.staged_store && !f.part && !f.unrounded_gradients() && c.columns() <= c.columns_v();
-  c.exact_p = f.function || f.dropout;
+  c.exact_p = f.curved() || f.dropout;
   c.dq_shared = c.head_dim > 64 || c.deterministic || (!f.band && costly);
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
     c.tile_q = leaves_registers(p, f) ? 128 : 64;
@@ -198,7 +199,7 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
 // Whether blocks of 64 and of 128 keys may both serve the call. Up to kMostDimOf128Keys, blocks of 128 keys compute dS from P in FP32 with
 // dropout or a function of the score, and blocks of 64 do not. Invariant: the choice must not depend on lengths.
 bool takes_either(const Problem &p, const Features &f) {
-  const bool wide = beyond_128_keys(p), crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.function || f.dropout);
+  const bool wide = beyond_128_keys(p), crowded = !wide && ((f.bias && (f.mask || f.alibi)) || f.curved() || f.dropout);
   return !(crowded || f.blocks || f.part || p.invariant || p.wishes.persistent.value_or(false));
 }
 

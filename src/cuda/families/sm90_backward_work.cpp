@@ -43,7 +43,7 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
 bool has_stages(const Problem &p, BackwardConfig c, const Device &device) {
   const Features &f = c.features;
   if (c.roles || f.part || c.deterministic || c.owns_dq || larger_dim(p) > 64) return false;
-  if (f.function && f.bias) return false; // registers
+  if (f.curved() && f.bias) return false; // registers
   c.key_stages = 2;
   return shared_bytes(p, c) <= device.shared_per_block;
 }
@@ -71,7 +71,7 @@ bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const 
 bool comes_in_line(const Problem &p, const BackwardConfig &c) {
   constexpr double kTilesOfQueries = 3;
   const Features &f = c.features;
-  if (f.additive() || f.mask || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or lengths are not known here
+  if (f.by_element() || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or lengths are not known here
   if (p.group() > 1 || std::min(c.head_dim, c.head_dim_v) < 32) return false;
   return mean_walk(p, c) >= kTilesOfQueries * c.tile_q * c.tile_k();
 }

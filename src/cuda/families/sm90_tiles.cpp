@@ -18,13 +18,13 @@ namespace {
 // The features that a tile has registers for.
 constexpr int kFixed = 1;         // the fixed reference
 constexpr int kLagging = 2;       // the maximum of every tile is taken
-constexpr int kAlibi = 4;         // ALiBi; a softcap or a mask alone needs no more registers than no option
+constexpr int kAlibi = 4;         // ALiBi; c tanh(x / c) or a mask alone needs no more registers than no option
 constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window, with keys that are not paged
 constexpr int kBlockSparse = 8;   // blocks, with the fixed reference
 constexpr int kDropout = 16;      // dropout: tile_k a multiple of 32
 constexpr int kBias = 32;         // a bias loaded by the copy engine: it needs shared memory, too
-constexpr int kHyperbolicScore = 64;
-constexpr int kAnything = 128; // all of these at once
+constexpr int kFunction = 64;     // a hyperbolic score, or functions of the caller's
+constexpr int kAnything = 128;    // all of these at once
 
 // What a tile's predicted time follows from. Unless the caller requests tile_q or tile_k, the tile with the least predicted time runs.
 struct Suits {
@@ -49,7 +49,7 @@ constexpr ForwardTile kForwardTiles[] = {
     { 64,  64,   3, 128,   4,  32, 160,   0,   1, kFixed, {.least_keys = 8192, .blocks = 1}},
     { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging | kAlibiInBand, {.rate = 0.96, .blocks = 1}},
     { 64,  64,   3,  64,   4,  40, 152,   1,   1, kDropout | kBias},
-    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kAlibiInBand | kHyperbolicScore, {.rate = 0.94}},
+    { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kAlibiInBand | kFunction, {.rate = 0.94}},
     { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout, {.rate = 0.75}},
     { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias, {.rate = 0.7}},
     { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse},
@@ -57,10 +57,10 @@ constexpr ForwardTile kForwardTiles[] = {
     {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed | kAlibiInBand, {.blocks = 1}},
     {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.88, .blocks = 0.5}},
     {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.54}},
-    {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kHyperbolicScore},
+    {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kFunction},
     {128, 128,   2, 128,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
     {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias, {.rate = 0.62}},
-    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kAlibiInBand | kHyperbolicScore, {.rate = 0.83}},
+    {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kAlibiInBand | kFunction, {.rate = 0.83}},
     {128, 128,   2, 128,   3,  56, 224,   1,   1, kBlockSparse},
     {128, 128,   2,  96,   3,  56, 224,   1,   1, kDropout, {.rate = 0.83}},
     {128, 128,   2,  64,   4,  56, 224,   1,   1, kAnything},
@@ -68,7 +68,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {192, 192,   2,  96,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand},
     {256, 256,   2,  64,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand, {.most_keys = 512}},
     {256, 256,   2,  80,   2,  40, 232,   0,   1, kFixed | kLagging},
-    {256, 256,   2,  64,   2,  40, 232,   0,   1, kAlibi | kAlibiInBand | kHyperbolicScore | kDropout | kBias},
+    {256, 256,   2,  64,   2,  40, 232,   0,   1, kAlibi | kAlibiInBand | kFunction | kDropout | kBias},
     {256, 256,   2,  64,   2,  56, 224,   0,   1, kBlockSparse},
     {256, 256,   2,  48,   2,  56, 224,   0,   1, kAnything},
     {256, 256,   2,  32,   2,  56, 224,   0,   1, kAnything},
@@ -77,14 +77,15 @@ constexpr ForwardTile kForwardTiles[] = {
 
 int load_of(const Config &c) {
   const Features &f = c.features;
-  const bool softcap = f.function == kSoftcap, hyperbolic = f.function == kHyperbolic, alibi = f.alibi || (f.scaled && !hyperbolic);
-  if (!!f.mask + !!f.bias + alibi + hyperbolic + softcap + !!f.blocks + !!f.dropout > 1) return kAnything;
-  if (softcap && c.reference == sm90::kExact) return kAnything;
+  const bool capped = f.function == kCapped, function = (f.function && !capped) || f.seen;
+  const bool alibi = f.alibi || (f.scaled && f.function != kHyperbolic && !f.given());
+  if (!!f.mask + !!f.bias + alibi + function + capped + !!f.blocks + !!f.dropout > 1) return kAnything;
+  if (capped && c.reference == sm90::kExact) return kAnything;
   if (f.bias) return c.bias_by_tma ? kBias : kAnything;
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
-  if (hyperbolic) return kHyperbolicScore;
+  if (function) return kFunction;
   if (alibi) return f.alibi && f.band && !c.invariant && !f.pages ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
@@ -96,6 +97,7 @@ Config config_for(const Problem &p) {
   // With FP16 a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
+  if (c.features.given() && c.reference == sm90::kFixed) c.reference = sm90::kLagging; // it may grow from key to key
   // A part's tiles come in ascending order of keys, and ALiBi's penalty falls towards the diagonal.
   if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;

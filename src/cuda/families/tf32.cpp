@@ -109,7 +109,7 @@ protected:
       // n / 1.4 2^-25.8. The two are equal at n = 31, but at 32 columns the error of single rows of dK was still 1.3 times the bound.
       if (std::min(p.head_dim, p.head_dim_v) < kFewestColumns)
         return text("head dimensions under ", kFewestColumns, ": FP32 rounds a sum of so few products less than TF32's parts do");
-      if (p.score == ScoreFunction::hyperbolic) return "a Lorentz product cancels, which shows what TF32's parts leave of FP32's last bits";
+      if (function_of(p) == kHyperbolic) return "a Lorentz product cancels, which shows what TF32's parts leave of FP32's last bits";
     }
     return direction == Direction::forward ? forward(p, device, scratch) : backward(p, device, scratch);
   }

@@ -47,10 +47,13 @@ private:
 // Calls visit(pointer) for each pointer in a kernel's arguments; a launch binds these. The arguments of one family only have an overload in
 // that family.
 template <class V> void each_pointer(const BlockList &list, V &visit) { visit(list.offsets), visit(list.indices); }
+template <class V> void each_pointer(const FunctionArguments &a, V &visit) {
+  for (const CapturedOperand &x : a.captured) visit(x.data);
+}
 template <class V> void each_pointer(const Inputs &in, V &visit) {
   for (const Operand *x : {&in.q, &in.k, &in.v, &in.mask, &in.bias, &in.slopes, &in.sinks}) visit(x->data);
   visit(in.cu_seqlens_q), visit(in.cu_seqlens_k), visit(in.seqused_k), visit(in.pages.table), visit(in.part), visit(in.rng);
-  each_pointer(in.blocks, visit), each_pointer(in.blocks_t, visit);
+  each_pointer(in.blocks, visit), each_pointer(in.blocks_t, visit), each_pointer(in.function, visit);
 }
 template <class V> void each_pointer(const ForwardArguments &a, V &visit) {
   each_pointer(a.in, visit);

@@ -7,6 +7,7 @@
 #include "../../../kernels/attention/dropout.h"
 #include "attention/text.h"
 #include "cuda/program/part.h"
+#include "score/cuda_source.h"
 
 namespace strobe::cuda {
 namespace {
@@ -31,6 +32,10 @@ Pages pages(const Problem &p) {
           .shift = std::has_single_bit(size) ? std::countr_zero(size) : -1};
 }
 
+score::CudaFunctions functions(const Problem &p) { return {p, function_of(p) >= kProgram}; }
+// Whether kernels call functions of the caller's.
+bool calls_functions(const Problem &p) { return p.program && p.program->is_given(); }
+
 Inputs inputs(const Problem &p) {
   Inputs in{};
   in.q = operand(p.q), in.k = operand(p.k), in.v = operand(p.v);
@@ -43,7 +48,9 @@ Inputs inputs(const Problem &p) {
   in.head_dim = i32(p.head_dim), in.head_dim_v = i32(p.head_dim_v);
   in.bottom_right = p.bottom_right;
   in.threshold = dropout_threshold(p.dropout);
-  in.scale = p.scale, in.softcap = p.softcap, in.beta = p.beta, in.shift = p.shift;
+  in.scale = p.scale;
+  if (p.program) in.cap = p.program->cap, in.beta = p.program->beta, in.shift = p.program->shift;
+  if (calls_functions(p)) in.function = functions(p).arguments();
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks; // in a part: the whole problem's, from the first of its sequences and heads on
   if (m.present) in.blocks = list(m.row_ptr, m.col, p, m.rows, m.block_q, m.block_k);
@@ -61,6 +68,36 @@ Operand operand(const View &view) {
   return o;
 }
 
+i32 function_of(const Problem &p) {
+  switch (p.program ? p.program->form : score::Form::identity) {
+  case score::Form::softcap:
+    return kCapped;
+  case score::Form::hyperbolic:
+    return kHyperbolic;
+  case score::Form::general:
+    return score::only_adds(*p.program) ? kAdded : kProgram;
+  default:
+    return kLinear;
+  }
+}
+
+const char *score_in_words(const Problem &p) {
+  switch (function_of(p)) {
+  case kLinear:
+    return "no function of the score";
+  case kCapped:
+    return "a softcap";
+  case kHyperbolic:
+    return "a hyperbolic score";
+  default:
+    return "a function of the score";
+  }
+}
+
+std::string functions_source(const Problem &p) { return functions(p).source(); }
+
+int32_t function_instructions(const Problem &p) { return calls_functions(p) ? functions(p).instructions() : 0; }
+
 Features features_of(const Problem &p) {
   Features f{};
   f.band = p.window_left != kUnbounded || p.window_right != kUnbounded;
@@ -68,7 +105,7 @@ Features features_of(const Problem &p) {
   f.mask = bool(p.mask);
   f.bias = p.bias ? i32(p.bias.dtype) : 0;
   f.alibi = bool(p.alibi_slopes);
-  f.function = p.score == ScoreFunction::hyperbolic ? kHyperbolic : p.softcap > 0 ? kSoftcap : kLinear;
+  f.function = function_of(p);
   f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;
   f.pages = p.page_size > 0, f.seqused = p.seqused_k && !f.pages;
@@ -76,11 +113,15 @@ Features features_of(const Problem &p) {
   f.partial = p.part.partial;
   f.adds = p.accumulate;
   f.quant = i32(p.quantised_as), f.by_column = p.scaled_by_channel();
+  if (!calls_functions(p)) return f;
+  f.seen = p.program->seen >= 0;
+  const std::array<int32_t, 2> digest = functions(p).digest();
+  f.program = digest[0], f.program_high = digest[1];
   return f;
 }
 
 std::string outsized_scale(const Problem &p) {
-  if (p.score == ScoreFunction::hyperbolic || std::abs(p.scale) <= kMostScale) return {};
+  if (function_of(p) == kHyperbolic || std::abs(p.scale) <= kMostScale) return {};
   return text("takes a scale of up to ", kMostScale, " in size, not ", p.scale);
 }
 
@@ -99,6 +140,7 @@ BackwardArguments backward_arguments(const Problem &p) {
   a.dq = operand(p.dq), a.dk = operand(p.dk), a.dv = operand(p.dv);
   a.dbias = operand(p.dbias), a.dsinks = operand(p.dsinks);
   a.deterministic = p.deterministic;
+  a.natural_lse = features_of(p).unbounded();
   return a;
 }
 

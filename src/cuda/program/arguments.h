@@ -13,6 +13,14 @@ namespace strobe::cuda {
 
 Operand operand(const View &);
 Features features_of(const Problem &);
+// Features::function: the kernels' own form of the score where the caller's function is one of these, else kProgram or kAdded.
+i32 function_of(const Problem &);
+// Which it is, for messages.
+const char *score_in_words(const Problem &);
+// The source of the caller's functions, as far as kernels have no own form of them.
+std::string functions_source(const Problem &);
+// About how many instructions they take for a pair, where kernels have no own form of them.
+int32_t function_instructions(const Problem &);
 // Up to this scale kernels apply the scale in exp2's argument. There, the rounding of scores of 2^31 and more would become a factor outside
 // FP32's range, so a larger scale is applied to the scores. Kernels on tensor cores apply every scale in the argument and refuse a larger
 // one: outsized_scale() returns the reason, or nothing if the scale is not larger.

@@ -6,11 +6,11 @@
 #include "cuda/compile/cache.h"
 #include "cuda/driver/driver.h"
 #include "cuda/driver/stream.h"
+#include "cuda/program/arguments.h"
 #include "cuda/program/lists.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/tuning.h"
-#include "score/program.h"
 
 namespace strobe::cuda {
 namespace {
@@ -24,12 +24,22 @@ std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream
   return host;
 }
 
+// Gives the launches that call the caller's functions their source.
+void give_functions(Program &program, const Problem &p) {
+  Functions source;
+  for (Step &step : program.steps)
+    if (Launch *launch = std::get_if<Launch>(&step); launch && launch->calls_functions) {
+      if (!source) source = std::make_shared<const std::string>(functions_source(p));
+      launch->functions = source;
+    }
+}
+
 // Loads the kernels of the launches that a run is about to make.
 void load_all(const Program &program, const Device &on) {
   std::vector<KernelName> names;
   for (const Step &step : program.steps)
     if (const Launch *l = std::get_if<Launch>(&step); l && l->grid && !find_loaded(*l->source, l->config, on))
-      names.push_back({l->source, l->config});
+      names.push_back({l->source, l->config, l->functions});
   load_together(names, on);
 }
 
@@ -45,7 +55,6 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.part && !computes_parts()) return "computes no parts of a larger problem";
   if (call.page_size && !reads_pages()) return "k and v in pages: it reads one tensor each";
   if (call.quantised() && !reads_quantised()) return text("k and v in ", strobe::name(call.quantised_as), ": it reads q's dtype");
-  if (call.program && call.program->is_given()) return "computes no functions of the caller's";
   if (call.accumulate && !computes_parts()) return "no accumulate: it writes gradients, and adds to none";
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
@@ -78,6 +87,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   for (const Step &step : program->steps)
     if (const Launch *launch = std::get_if<Launch>(&step); launch && launch->grid > kMostCtas)
       return text(launch->grid, " thread blocks; a launch takes ", kMostCtas, p.varlen ? ": see max_seqlen_q and max_seqlen_k" : "");
+  give_functions(*program, p);
   Plan plan;
   plan.engine = name();
   plan.kernel = std::move(program->kernel);
@@ -142,7 +152,7 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
     if (!l.grid) return false;
     l.bind(addresses, arguments);
     const Kernel *kernel = find_loaded(*l.source, l.config, on);
-    if (!kernel) load_all(program, on), kernel = &load(*l.source, l.config, on);
+    if (!kernel) load_all(program, on), kernel = &load(*l.source, l.config, on, l.functions);
     launch(*kernel, {.x = l.grid}, l.threads, l.shared_bytes, stream, arguments, l.arguments.size(), early);
     return true;
   };

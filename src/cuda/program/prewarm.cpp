@@ -35,13 +35,13 @@ template <class F> std::string lines(const Plan &plan, F line) {
 
 std::string kernels(const Problem &p, Direction direction, int cc) {
   return lines(plan(p, direction, cc), [cc](const Launch &l, const std::string &name) {
-    return text(is_kept(*l.source, l.config, cc) ? "cached " : "missing ", name);
+    return text(is_kept(*l.source, l.config, cc, l.functions) ? "cached " : "missing ", name);
   });
 }
 
 std::string prewarm(const Problem &p, Direction direction, int cc) {
   return lines(plan(p, direction, cc), [cc](const Launch &l, const std::string &name) {
-    const Build built = build(*l.source, l.config, cc);
+    const Build built = build(*l.source, l.config, cc, From::anywhere, l.functions);
     const int serialized = built.log.find("instructions are serialized") != built.log.npos;
     return text(built.compiled ? "compiled " : "cached ", built.registers, " ", built.spill_bytes, " ", serialized, " ", name);
   });

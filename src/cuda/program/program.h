@@ -26,6 +26,8 @@ struct Launch {
   std::vector<std::byte> arguments;   // with marks for addresses
   std::vector<uint16_t> marks;        // where the marks lie
   std::vector<uint16_t> map_requests; // where the TensorMaps lie that must be encoded
+  bool calls_functions = false;       // the caller's
+  Functions functions{};              // their source, when the program is complete
 
   template <class Config, class Arguments>
   Launch(const KernelSource &source, const Config &config, int64_t grid, int32_t threads, int32_t shared_bytes, const Arguments &arguments)
@@ -37,6 +39,7 @@ struct Launch {
     std::memcpy(this->arguments.data(), &arguments, sizeof arguments);
     Marks found{*this, reinterpret_cast<const std::byte *>(&arguments)};
     each_pointer(arguments, found);
+    if constexpr (requires { config.features.program; }) calls_functions = config.features.program != 0;
   }
 
   // Writes the arguments of one run.

@@ -40,6 +40,13 @@ inline std::string cuts_blocks(const Problem &p, int64_t tile_k) {
 
 inline const char *const kNoInvariantBias = "has no invariant backward with a bias: rows are settled by tiles of queries";
 
+// Whether rows of a 16-bit backward are settled (kernels/device/settle_row.h): those whose scores may be large. With other scores the rounding
+// of P to 16 bits hides that of LSE. The passes that settle know no parts, and settle by tiles of queries.
+inline bool settles(const Problem &p) {
+  if (p.bias) return !p.part.partial;
+  return features_of(p).unbounded() && !p.part && !p.invariant;
+}
+
 // The number of heads whose key tiles run together and share the L2 cache, in which mma.sync kernels add up dQ. In deterministic mode more
 // heads mean that fewer tiles of one head wait for each other.
 inline int32_t bundle_of_heads(bool in_turns) { return in_turns ? 16 : 4; }

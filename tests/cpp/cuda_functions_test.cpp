@@ -1,0 +1,261 @@
+// The code that CUDA engines make of each operation of a function of the score, on an emulated GPU, against the reference; and what its key
+// and its arguments depend on. tests/nvrtc looks at what ptxas makes of it.
+#include "call.h"
+
+#include <bit>
+#include <cmath>
+#include <cstdlib>
+
+#include "score/cuda_source.h"
+
+using namespace strobe;
+using namespace strobe::test;
+
+namespace {
+
+bool emulated() { return std::getenv("STROBE_EMULATOR_NVRTC"); }
+
+// A call of one query and one key in each of kValues sequences, whose LSE is therefore the score: that of head h is operation h of these
+// sequences' numbers.
+constexpr int64_t kValues = 16;
+
+class Operations {
+public:
+  // all; those of which NVRTC makes no calls in FP64, because the emulator has no calls; those that are approximated with 16 bits
+  enum class Which { all, without_calls, approximated };
+  Nodes f;
+  int32_t count = 0;
+
+  explicit Operations(Which which) {
+    const int32_t b = f.add(STROBE_OP_BATCH);
+    head_ = f.add(STROBE_OP_HEAD), x_ = f.add(STROBE_OP_SCORE);
+    u_ = f.load(0, {b}), v_ = f.load(1, {b}), m_ = f.load(2, {b}), n_ = f.load(3, {b}), narrow_ = f.load(4, {b}), flag_ = f.load(5, {b});
+    if (which == Which::approximated)
+      approximated();
+    else
+      reals(which == Which::all), integers(), booleans(), others();
+  }
+  int32_t result() const { return result_; }
+
+private:
+  int32_t head_, x_, u_, v_, m_, n_, narrow_, flag_; // reals in (0.1, 0.9); int64, int32 and bool
+  int32_t result_ = -1;
+
+  void is(int32_t value) {
+    const int32_t own = f.add(STROBE_OP_EQUAL, {head_, f.integer(count++)});
+    result_ = result_ < 0 ? value : f.add(STROBE_OP_WHERE, {own, value, result_});
+  }
+  void is_integer(int32_t value) { // small enough for FP32
+    is(f.add(STROBE_OP_TO_REAL, {f.add(STROBE_OP_REMAINDER, {value, f.integer(1009)})}));
+  }
+  void is_boolean(int32_t value) { is(f.add(STROBE_OP_TO_REAL, {value})); }
+  int32_t op(strobe_operation o, const std::vector<int32_t> &in) { return f.add(o, in); }
+
+  void reals(bool all) {
+    const int32_t more = op(STROBE_OP_ADD, {u_, f.real(1)}),
+                  both_signs = op(STROBE_OP_SUBTRACT, {op(STROBE_OP_MULTIPLY, {u_, f.real(9)}), f.real(4)});
+    for (const strobe_operation o :
+         {STROBE_OP_ADD, STROBE_OP_SUBTRACT, STROBE_OP_MULTIPLY, STROBE_OP_DIVIDE, STROBE_OP_MINIMUM, STROBE_OP_MAXIMUM, STROBE_OP_ATAN2})
+      is(op(o, {both_signs, v_}));
+    for (const strobe_operation o : {STROBE_OP_FLOOR_DIVIDE, STROBE_OP_REMAINDER, STROBE_OP_TRUNC_REMAINDER})
+      is(op(o, {both_signs, op(STROBE_OP_SUBTRACT, {v_, f.real(0.53)})}));
+    for (const strobe_operation o : {STROBE_OP_NEGATE, STROBE_OP_ABSOLUTE, STROBE_OP_SIGN, STROBE_OP_EXP, STROBE_OP_EXP2, STROBE_OP_EXPM1,
+                                     STROBE_OP_ATAN, STROBE_OP_SINH, STROBE_OP_COSH, STROBE_OP_TANH, STROBE_OP_ASINH, STROBE_OP_ERF,
+                                     STROBE_OP_ERFC, STROBE_OP_SIGMOID, STROBE_OP_FLOOR, STROBE_OP_CEIL, STROBE_OP_TRUNC, STROBE_OP_ROUND})
+      is(op(o, {both_signs}));
+    for (const strobe_operation o :
+         {STROBE_OP_LOG, STROBE_OP_LOG2, STROBE_OP_LOG1P, STROBE_OP_SQRT, STROBE_OP_RSQRT, STROBE_OP_ASIN, STROBE_OP_ACOS, STROBE_OP_ATANH})
+      is(op(o, {u_}));
+    for (const strobe_operation o : {STROBE_OP_ACOSH, STROBE_OP_ARCCOSH_FROM_1}) is(op(o, {more}));
+    is(op(STROBE_OP_ARCCOSH_FROM_1, {u_}));
+    is(op(STROBE_OP_MULTIPLY, {x_, x_}));
+    if (!all) return;
+    for (const strobe_operation o : {STROBE_OP_SIN, STROBE_OP_COS, STROBE_OP_TAN}) is(op(o, {both_signs}));
+    is(op(STROBE_OP_POWER, {u_, both_signs}));
+  }
+  void approximated() {
+    const int32_t more = op(STROBE_OP_ADD, {u_, f.real(1)}), x = op(STROBE_OP_MULTIPLY, {f.real(3), op(STROBE_OP_SUBTRACT, {u_, v_})});
+    for (const strobe_operation o : {STROBE_OP_DIVIDE, STROBE_OP_MINIMUM, STROBE_OP_MAXIMUM}) is(op(o, {x, v_}));
+    for (const strobe_operation o : {STROBE_OP_EXP2, STROBE_OP_TANH, STROBE_OP_SIGMOID}) is(op(o, {x}));
+    for (const strobe_operation o : {STROBE_OP_LOG, STROBE_OP_LOG2, STROBE_OP_SQRT, STROBE_OP_RSQRT}) is(op(o, {u_}));
+    is(op(STROBE_OP_ARCCOSH_FROM_1, {more}));
+  }
+  void integers() {
+    const int32_t wide = op(STROBE_OP_MULTIPLY, {m_, op(STROBE_OP_MULTIPLY, {m_, f.integer(1 << 20)})}); // beyond 32 bits
+    for (const int32_t left : {m_, narrow_, wide})
+      for (const strobe_operation o :
+           {STROBE_OP_ADD, STROBE_OP_SUBTRACT, STROBE_OP_MULTIPLY, STROBE_OP_FLOOR_DIVIDE, STROBE_OP_REMAINDER, STROBE_OP_TRUNC_REMAINDER,
+            STROBE_OP_MINIMUM, STROBE_OP_MAXIMUM, STROBE_OP_AND, STROBE_OP_OR, STROBE_OP_XOR})
+        is_integer(op(o, {left, n_}));
+    for (const int32_t by : {f.integer(7), f.integer(-7), f.integer(0), f.integer(1), f.integer(1ll << 40)})
+      for (const int32_t left : {narrow_, op(STROBE_OP_SUBTRACT, {f.add(STROBE_OP_KEY), f.integer(5)}), f.add(STROBE_OP_HEAD)}) {
+        is_integer(op(STROBE_OP_FLOOR_DIVIDE, {left, by}));
+        is_integer(op(STROBE_OP_REMAINDER, {left, by}));
+      }
+    for (const strobe_operation o : {STROBE_OP_NEGATE, STROBE_OP_ABSOLUTE, STROBE_OP_SIGN, STROBE_OP_NOT})
+      is_integer(op(o, {m_})), is_integer(op(o, {narrow_}));
+    for (const int64_t by : {0, 3, 63, 64, -1})
+      is_integer(op(STROBE_OP_SHIFT_LEFT, {narrow_, f.integer(by)})), is_integer(op(STROBE_OP_SHIFT_RIGHT, {narrow_, f.integer(by)}));
+  }
+  void booleans() {
+    for (const strobe_operation o :
+         {STROBE_OP_EQUAL, STROBE_OP_NOT_EQUAL, STROBE_OP_LESS, STROBE_OP_LESS_EQUAL, STROBE_OP_GREATER, STROBE_OP_GREATER_EQUAL})
+      is_boolean(op(o, {m_, n_})), is_boolean(op(o, {narrow_, n_})), is_boolean(op(o, {u_, v_}));
+    const int32_t less = op(STROBE_OP_LESS, {u_, v_});
+    for (const strobe_operation o : {STROBE_OP_AND, STROBE_OP_OR, STROBE_OP_XOR, STROBE_OP_EQUAL, STROBE_OP_NOT_EQUAL})
+      is_boolean(op(o, {less, flag_}));
+    is_boolean(op(STROBE_OP_NOT, {flag_}));
+    for (const int32_t x : {m_, op(STROBE_OP_FLOOR, {u_}), flag_}) is_boolean(op(STROBE_OP_TO_BOOLEAN, {x}));
+  }
+  void others() {
+    const int32_t scaled = op(STROBE_OP_MULTIPLY, {op(STROBE_OP_SUBTRACT, {u_, v_}), f.real(997.3)});
+    is_integer(op(STROBE_OP_TO_INTEGER, {scaled}));
+    is_integer(op(STROBE_OP_TO_INTEGER, {flag_}));
+    is_integer(op(STROBE_OP_WHERE, {flag_, m_, narrow_}));
+    const int32_t rounded = op(STROBE_OP_TO_INTEGER, {op(STROBE_OP_MULTIPLY, {scaled, f.real(1e30)})}); // limited: the load clamps it
+    is(f.load(0, {op(STROBE_OP_MINIMUM, {op(STROBE_OP_ADD, {rounded, f.integer(3)}), f.integer(100)})}));
+    is(f.load(0, {narrow_}));
+    is(f.load(0, {m_}));
+    is(f.load(6, {narrow_, n_}));
+    for (const strobe_operation o : {STROBE_OP_QUERY, STROBE_OP_KEY, STROBE_OP_OFFSET, STROBE_OP_BATCH}) is_integer(f.add(o));
+    for (int n = 0; n < 40; n++) is(op(STROBE_OP_ADD, {u_, f.real(n)})); // more numbers than arguments
+  }
+};
+
+void make(Call &c, const Operations &operations, DType dtype, DType results) {
+  const int64_t heads = operations.count;
+  c.direction = Direction::forward;
+  for (const char *name : {"q", "k", "v"}) {
+    c.add(name, dtype, {kValues, heads, 1, 16});
+    const size_t bytes_of_one = size_t(bytes(dtype));
+    for (size_t n = 0; n < c.memory_bytes(name) / bytes_of_one; n++) {
+      const double x = double(n % 16 % 4) / 4;
+      if (dtype == DType::f64)
+        c.data<double>(name)[n] = x;
+      else if (dtype == DType::f32)
+        c.data<float>(name)[n] = float(x);
+      else
+        c.data<uint16_t>(name)[n] = uint16_t(std::bit_cast<uint32_t>(float(x)) >> 16); // BF16
+    }
+  }
+  std::vector<float> u, v;
+  std::vector<int64_t> m, n;
+  std::vector<int32_t> narrow;
+  for (int b = 0; b < kValues; b++) {
+    u.push_back(0.1f + 0.05f * float(b)), v.push_back(0.9f - 0.037f * float(b));
+    m.push_back(int64_t(b - 7) * 99991), n.push_back(b % 5 - 2), narrow.push_back((b - 8) * 37);
+  }
+  c.add_values("captured_0", DType::f32, u);
+  c.add_values("captured_1", DType::f32, v);
+  c.add_values("captured_2", DType::i64, m);
+  c.add_values("captured_3", DType::i64, n);
+  c.add_values("captured_4", DType::i32, narrow);
+  c.add("captured_5", DType::boolean, {kValues});
+  for (int b = 0; b < kValues; b++) c.data<bool>("captured_5")[b] = b % 3 == 0;
+  c.add("captured_6", DType::f64, {9, 3});
+  for (int at = 0; at < 27; at++) c.data<double>("captured_6")[at] = 0.25 * at;
+  std::vector<strobe_node> nodes = operations.f.all;
+  strobe_node last{}; // the result has to be the last node
+  last.operation = STROBE_OP_ADD, last.inputs[0] = operations.result();
+  strobe_node zero{};
+  zero.operation = STROBE_OP_REAL;
+  nodes.push_back(zero);
+  last.inputs[1] = int32_t(nodes.size()) - 1;
+  nodes.push_back(last);
+  c.attention.score_function = c.function(nodes);
+  c.add("out", results == DType::f64 ? DType::f64 : dtype, {kValues, heads, 1, 16});
+  c.add("lse", results, {kValues, heads, 1});
+}
+
+double number(Call &c, const char *name, size_t n) {
+  return DType(c[name].dtype) == DType::f64 ? c.data<double>(name)[n] : double(c.data<float>(name)[n]);
+}
+
+void each_operation_agrees(const char *engine, Operations::Which which, DType dtype, double tolerance) {
+  CAPTURE(std::string(engine));
+  const Operations operations(which);
+  Call found, expected;
+  make(found, operations, dtype, dtype == DType::f64 ? DType::f64 : DType::f32);
+  make(expected, operations, dtype, DType::f64);
+  found.attention.engine = engine, expected.attention.engine = "reference";
+  REQUIRE_MESSAGE(expected.run() == STROBE_OK, std::string(strobe_last_error()));
+  found.move_to_gpu();
+  REQUIRE_MESSAGE(found.run() == STROBE_OK, std::string(strobe_last_error()));
+  for (size_t h = 0; h < size_t(operations.count); h++)
+    for (size_t b = 0; b < size_t(kValues); b++) {
+      const size_t at = b * size_t(operations.count) + h;
+      const double x = number(found, "lse", at), ref = number(expected, "lse", at);
+      CAPTURE(h);
+      CAPTURE(b);
+      CHECK((x == ref || std::fabs(x - ref) <= tolerance * std::max(1.0, std::fabs(ref))));
+    }
+}
+
+} // namespace
+
+TEST_CASE("functions: each operation, emulated, is what the reference computes") {
+  if (!emulated()) return;
+  each_operation_agrees("cuda-simt", Operations::Which::without_calls, DType::f64, 1e-13);
+  each_operation_agrees("cuda-simt", Operations::Which::all, DType::f32, 4e-6);
+  each_operation_agrees("cuda-mma", Operations::Which::approximated, DType::bf16, 4e-6);
+}
+
+namespace {
+
+// A program that adds table[h, i - j + number] * factor to x.
+Problem with_table(int64_t number, double factor, int64_t length = 100, DType dtype = DType::f32) {
+  using namespace score;
+  Program f;
+  Graph &g = f.graph;
+  const int32_t distance = g.add(Op::SUBTRACT, {g.add(Op::QUERY), g.add(Op::KEY)});
+  const int32_t at = g.add(Op::ADD, {distance, g.integer(number)}), term = g.load(0, Kind::real, {g.add(Op::HEAD), at});
+  f.score = g.add(Op::ADD, {g.add(Op::SCORE), g.add(Op::MULTIPLY, {term, g.real(factor)})});
+  f.form = Form::general;
+  differentiate(f);
+  Problem p;
+  p.batch = 1, p.heads = p.heads_kv = 2, p.seqlen_q = p.seqlen_k = 64, p.dtype = DType::bf16;
+  p.captured[0] = {.data = reinterpret_cast<char *>(64), .dtype = dtype, .rank = 2, .size = {2, length, 1, 1}, .stride = {length, 1, 0, 0}};
+  p.program = std::make_shared<const Program>(f);
+  return p;
+}
+score::CudaFunctions made(const Problem &p) { return {p, true}; }
+
+} // namespace
+
+TEST_CASE("functions: other numbers, lengths and sizes have the same code") {
+  const Problem one = with_table(63, 0.5), other = with_table(-5, -3.25, 77);
+  CHECK(made(one).digest() == made(other).digest());
+  CHECK(made(one).source() == made(other).source());
+  const FunctionArguments a = made(one).arguments(), b = made(other).arguments();
+  CHECK(std::bit_cast<float>(uint32_t(a.numbers[1])) == 0.5f);
+  CHECK(std::bit_cast<float>(uint32_t(b.numbers[1])) == -3.25f);
+  CHECK(int64_t(a.numbers[0]) == 63);
+  CHECK(b.captured[0].size[1] == 77);
+}
+TEST_CASE("functions: what makes other code has another hash") {
+  const Problem usual = with_table(63, 0.5);
+  Problem long_sequence = usual;
+  long_sequence.seqlen_k = int64_t(1) << 25;
+  for (const Problem &other :
+       {with_table(int64_t(1) << 40, 0.5), with_table(63, 0.5, int64_t(1) << 33), with_table(63, 0.5, 100, DType::bf16), long_sequence}) {
+    CHECK(made(usual).digest() != made(other).digest());
+    CHECK(made(usual).source() != made(other).source());
+  }
+}
+TEST_CASE("functions: a function that adds, or hides, needs no derivative") {
+  using namespace score;
+  const auto program = [](auto build) {
+    Program f;
+    f.score = build(f.graph, f.graph.add(Op::SCORE)), f.form = Form::general;
+    differentiate(f);
+    return only_adds(f);
+  };
+  CHECK(program([](Graph &g, int32_t x) { return g.add(Op::ADD, {x, g.real(2)}); }));
+  CHECK_FALSE(program([](Graph &g, int32_t x) { return g.add(Op::MULTIPLY, {x, g.real(2)}); }));
+  const auto where = [&](double otherwise) {
+    return program(
+        [=](Graph &g, int32_t x) { return g.add(Op::WHERE, {g.add(Op::LESS, {g.add(Op::QUERY), g.add(Op::KEY)}), x, g.real(otherwise)}); });
+  };
+  CHECK(where(-HUGE_VAL));
+  CHECK_FALSE(where(0));
+}

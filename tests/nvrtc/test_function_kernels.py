@@ -1,0 +1,59 @@
+"""Kernels with functions of the score compile for absent GPUs. Known spills are listed; nothing else spills."""
+
+from __future__ import annotations
+
+import pytest
+from functions import FUNCTIONS, S, prewarmed
+
+from strobe._prewarm import Shape
+
+# Bytes of local memory, stores and loads, of the main kernel: by function, head dimension and whether it is the backward. H100.
+SPILLS = {}
+
+
+def kernels(name, dim, backward, arch=90, engine=None, dtype="bfloat16"):
+    score, mask, captured = FUNCTIONS[name]()
+    x = Shape((2, 16, S, dim), dtype)
+    return prewarmed({"q": x, "k": x, "v": x, **captured}, score, mask, {"causal": 1}, backward, arch, engine)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_hopper(name, dim, backward):
+    found = kernels(name, dim, backward, engine="cuda-sm90")
+    assert any(kernel.name.startswith("strobe::sm90::") for kernel in found)
+    for kernel in found:
+        assert kernel.spilled <= SPILLS.get((name, dim, backward), 0), kernel
+        assert not kernel.serialized, kernel
+
+
+@pytest.mark.parametrize("name", ["relative bias", "tanh", "documents"])
+@pytest.mark.parametrize(
+    ("engine", "arch", "dtype"),
+    [("cuda-mma", 80, "bfloat16"), ("cuda-mma", 90, "float16"), ("cuda-tf32", 80, "float32"), ("cuda-simt", 90, "float64")],
+)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_other_families(name, engine, arch, dtype, backward):
+    for kernel in kernels(name, 64, backward, arch, engine, dtype):
+        assert kernel.registers > 0, kernel
+
+
+def test_a_number_in_a_function_is_no_other_kernel():
+    """The names of kernels have the hash of the functions' code."""
+    names = {
+        kernel.name
+        for window in (16, 300)
+        for kernel in prewarmed(
+            {name: Shape((2, 16, S, 64), "bfloat16") for name in "qkv"}, None, _window(window), {"causal": 1}, False, 90, "cuda-sm90"
+        )
+    }
+    assert len(names) == 1
+
+
+def _window(size):
+    from functions import Graph
+
+    g = Graph()
+    g.less_equal(g.absolute(g.subtract(g.query(), g.key())), g.integer(size))
+    return g
