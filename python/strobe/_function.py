@@ -1,0 +1,257 @@
+"""Functions of the score and masks as options: recorded once, found again while what they read is unchanged, and handed on as text and
+captured arrays, which are fields of the call like any other."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from . import _watched
+from ._checks import Wrong
+from ._core import ffi, lib
+from ._graph import BOOLEAN, INTEGER, REAL, UnrecordableError, Value, decoded
+from ._messages import kind, shown
+from ._refusals import refusing
+from .arrays.base import Array, Framework
+
+MOST_CAPTURED: int = 8
+MOST_NODES: int = 1024
+MOST_AXES = 4
+CAPTURED = tuple(f"captured_{n}" for n in range(MOST_CAPTURED))  # the tensors that functions read, in strobe_tensors
+
+_POSITIONS = (("BATCH", INTEGER), ("HEAD", INTEGER), ("QUERY", INTEGER), ("KEY", INTEGER))
+# The arguments of the function that an option takes, and how messages write it.
+_ARGUMENTS = {"score": (("SCORE", REAL), *_POSITIONS), "mask": _POSITIONS}
+SIGNATURES = {"score": "f(score, b, h, i, j)", "mask": "g(b, h, i, j)"}
+FIELDS = {"score": "score_function", "mask": "mask_function"}
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+_AS_THEY_ARE = (*_FLOATS, "bool", "int32", "int64")
+_AS_INT32 = ("uint8", "int8", "int16", "uint16")
+_MOST_CODES, _MOST_RECORDINGS = 256, 16
+
+
+def functions_in(given: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """The options that are functions."""
+    return {name: x for name in _ARGUMENTS if callable(x := given.get(name))}
+
+
+class Recording:
+    """A function's graph. captured: what it reads, as steps of the watch, or arrays if these are the recording's own."""
+
+    def __init__(self, watch: _watched.Watch, value: Value, result: int, captured: list[Any]):
+        self.watch, self.captured = watch, captured
+        self._graph, self._result = value.graph, result
+        self._texts: dict[tuple[int, ...], str] = {}
+
+    def text(self, places: tuple[int, ...]) -> str:
+        """The graph as text; places: of the captured arrays, among those of the call."""
+        found = self._texts.get(places)
+        if found is None:
+            found = self._texts[places] = self._graph.text(self._result, places)
+        return found
+
+    def arrays(self, values: list[Any]) -> list[Any]:
+        return [values[x] if type(x) is int else x for x in self.captured]
+
+
+# By the code's id and how it is recorded: the code, and the latest recordings.
+_recordings: OrderedDict[tuple[Any, ...], tuple[Any, list[Recording]]] = OrderedDict()
+
+
+def _known(key: tuple[Any, ...], function: Callable[..., Any]) -> tuple[Recording, list[Any]] | None:
+    """A recording that still holds, and what it captures now."""
+    if (found := _recordings.get(key)) is None:
+        return None
+    for recording in found[1]:
+        if (values := recording.watch.values(function)) is not None:
+            return recording, recording.arrays(values)
+    return None
+
+
+def _key(framework: Framework, name: str, function: Callable[..., Any], in_float64: bool) -> tuple[Any, ...]:
+    return framework.name, name, in_float64, id(_watched.key_of(function))
+
+
+def _merged(found: Mapping[str, tuple[Recording, list[Any]]]) -> tuple[dict[str, str], list[Any]]:
+    """The fields of the functions, and the arrays that they capture, none of them twice."""
+    arrays: list[Any] = []
+    fields = {}
+    for name, (recording, own) in found.items():
+        places = []
+        for x in own:
+            place = next((n for n, each in enumerate(arrays) if each is x), len(arrays))
+            if place == len(arrays):
+                arrays.append(x)
+            places.append(place)
+        fields[FIELDS[name]] = recording.text(tuple(places))
+    return fields, arrays
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_fields(given: Mapping[str, Any], framework: Framework, q: Array) -> dict[str, Any] | None:
+    """The options with fields and captured arrays in place of functions, all of which have recordings that still hold; else None.
+
+    Nothing is checked: the key of a repeated call has whatever was checked when it was made."""
+    in_float64 = q.dtype == framework.xp.float64
+    found = {}
+    for name, function in functions_in(given).items():
+        if (known := _known(_key(framework, name, function, in_float64), function)) is None:
+            return None
+        found[name] = known
+    fields, arrays = _merged(found)
+    options = {name: x for name, x in given.items() if name not in found}
+    options |= fields
+    options |= zip(CAPTURED, (_converted(framework, x) for x in arrays), strict=False)
+    return options
+
+
+def _converted(framework: Framework, x: Array) -> Array:
+    return framework.cast(x, framework.xp.int32) if _name_of(x.dtype) in _AS_INT32 else x
+
+
+def recorded(
+    wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framework: Framework, q: Array
+) -> tuple[dict[str, str], dict[str, Array]]:
+    """The fields and captured arrays of the functions, which are recorded unless they are known; errors are added to `wrong`."""
+    in_float64 = q.dtype == framework.xp.float64
+    found = {}
+    for name, function in functions.items():
+        key = _key(framework, name, function, in_float64)
+        try:
+            known = _known(key, function)
+            if known is None:
+                known = _record(key, name, function, framework, in_float64)
+            _check_captured(name, known[1], framework, q)
+        except UnrecordableError as refused:
+            wrong.append(refusing(ValueError, name, f"{_named(function)}{_place(refused.__traceback__)}: {refused}"))
+            continue
+        except _RefusedError as refused:
+            wrong.append(refusing(refused.error, name, str(refused)))
+            continue
+        found[name] = known
+    fields, arrays = _merged(found)
+    if len(arrays) > MOST_CAPTURED:
+        whose = " and ".join(found)
+        words = f"{len(arrays)} tensors are read by {whose}; accepted are up to {MOST_CAPTURED}: stack those of one shape"
+        wrong.append(refusing(ValueError, next(iter(found)), words))
+        return {}, {}
+    return fields, dict(zip(CAPTURED, (_converted(framework, x) for x in arrays), strict=False))
+
+
+class _RefusedError(Exception):
+    def __init__(self, words: str, error: type[Exception] = ValueError):
+        super().__init__(words)
+        self.error = error
+
+
+def _record(
+    key: tuple[Any, ...], name: str, function: Callable[..., Any], framework: Framework, in_float64: bool
+) -> tuple[Recording, list[Any]]:
+    _check_signature(name, function)
+    watch = _watched.watch(function)  # before the function runs, which may change what it reads
+    if framework.is_traced:
+        from ._recorder_torch import record
+    else:
+        from ._recorder_numpy import record
+    graph, found, arrays = record(function, _ARGUMENTS[name], in_float64)
+    value = _result(name, graph, found)
+    result = value.at((), BOOLEAN if name == "mask" else REAL)
+    used = graph.captured_by(result)
+    count = len(decoded(graph.text(result)))
+    if count > MOST_NODES:
+        raise _RefusedError(f"{_named(function)} has {count} operations; accepted are up to {MOST_NODES}")
+    places = {n: place for place, n in enumerate(used)}
+    graph.nodes = [(op, inputs, places.get(more) if op == "LOAD" else more) for op, inputs, more in graph.nodes]
+    captured = [arrays[n] for n in used]
+    recording = Recording(watch, value, result, [watch.arrays.get(id(x), x) for x in captured])
+    made_here = [x for x, place in zip(captured, recording.captured, strict=True) if type(place) is not int]
+    watch.found.clear()
+    if watch.is_complete and not made_here:
+        code, recordings = _recordings.setdefault(key, (_watched.key_of(function), []))
+        recordings.insert(0, recording)
+        del recordings[_MOST_RECORDINGS:]
+        _recordings.move_to_end(key)
+        while len(_recordings) > _MOST_CODES:
+            _recordings.popitem(last=False)
+    return recording, captured
+
+
+def _check_signature(name: str, function: Callable[..., Any]) -> None:
+    count = len(_ARGUMENTS[name])
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        raise _RefusedError(f"{_named(function)} does not take {count} arguments; accepted is {SIGNATURES[name]}", TypeError) from None
+    except ValueError:  # a function in C may have no signature
+        pass
+
+
+def _result(name: str, graph: Any, found: Any) -> Value:
+    if not isinstance(found, Value):
+        if not isinstance(found, (bool, int, float)):
+            accepted = "a number" if name == "score" else "a bool"
+            raise _RefusedError(f"returns {kind(found)}; accepted is a scalar tensor, {accepted}", TypeError)
+        found = graph.number(found)
+    if found.shape:
+        raise _RefusedError(f"returns shape {found.shape}; accepted is a scalar: the function sees one score at a time")
+    if name == "mask" and found.kind != BOOLEAN:
+        what = "an integer" if found.kind == INTEGER else "a real number"
+        raise _RefusedError(f"returns {what}; accepted is a bool, as a comparison gives", TypeError)
+    return found
+
+
+def _check_captured(name: str, arrays: list[Any], framework: Framework, q: Array) -> None:
+    for x in arrays:
+        what = f"reads a tensor of shape {tuple(x.shape)}"
+        if (refused := framework.unfit(name, x)) is not None:
+            raise _RefusedError(f"{what}: {refused}", type(refused))
+        if getattr(x, "device", None) != getattr(q, "device", None):
+            raise _RefusedError(f"{what} on {x.device}; accepted is q's device, {q.device}, or a number: item() gives that of a scalar")
+        if len(x.shape) > MOST_AXES:
+            raise _RefusedError(f"{what}; accepted are up to {MOST_AXES} axes")
+        if 0 in x.shape:
+            raise _RefusedError(f"{what}; accepted are tensors with elements")
+        if (dtype := _name_of(x.dtype)) not in _AS_THEY_ARE + _AS_INT32:
+            raise _RefusedError(f"reads a tensor of {dtype}; accepted are {', '.join(_AS_THEY_ARE)}, and integers of fewer bits")
+        if framework.is_tracked(x):
+            words = f"{what} that requires grad, and attention has no gradient of it yet; accepted is its detach(), or torch.no_grad()"
+            raise _RefusedError(words, NotImplementedError)
+
+
+def _named(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or kind(function)
+
+
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+def _place(at: TracebackType | None) -> str:
+    """ (file, line 12): where the caller's code was, in words."""
+    found = ""
+    while at is not None:
+        file = at.tb_frame.f_code.co_filename
+        if not file.startswith(_OWN) and f"{os.sep}torch{os.sep}" not in file and f"{os.sep}numpy{os.sep}" not in file:
+            found = f" ({os.path.basename(file)}, line {at.tb_lineno})"
+        at = at.tb_next
+    return found
+
+
+@lru_cache(maxsize=1024)
+def struct_of(text: str) -> tuple[Any, Any]:
+    """A strobe_function for a text, and the object that must live as long."""
+    nodes = []
+    for operation, inputs, more in decoded(text):
+        node: dict[str, Any] = {"operation": getattr(lib, f"STROBE_OP_{operation}"), "inputs": [*inputs, 0, 0, 0, 0][:4]}
+        if more is not None:
+            node["captured" if operation == "LOAD" else "real" if operation == "REAL" else "integer"] = more
+        nodes.append(node)
+    array = ffi.new("strobe_node[]", nodes)
+    return ffi.new("strobe_function *", {"size": ffi.sizeof("strobe_function"), "nodes": array, "n_nodes": len(nodes)}), array
