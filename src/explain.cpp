@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "engines.h"
 #include "kernels/attention/dropout.h"
+#include "score/program.h"
 
 namespace strobe {
 namespace {
@@ -65,6 +66,16 @@ std::string blocks(const Problem::Blocks &b) {
               share, b.transposed ? ", with the transpose" : "");
 }
 
+std::string captured(const Captured &c) { return text(name(c.dtype), " ", tuple(c.size, c.rank)); }
+
+void functions(Page &page, const Problem &p) {
+  if (!p.program) return;
+  const score::Program &program = *p.program;
+  if (program.score >= 0) page.line("score f", score::formula(program.graph, program.score));
+  if (program.slope >= 0) page.line("df/dx", score::formula(program.graph, program.slope));
+  if (program.seen >= 0) page.line("mask g", score::formula(program.graph, program.seen));
+}
+
 void asked(Page &page, const Problem &p, const Execution &e) {
   page.line("shape", shape(p));
   page.line("dtype", text(name(p.dtype), p.quantised() ? text(", k and v ", name(p.quantised_as)) : "", " on ",
@@ -73,6 +84,13 @@ void asked(Page &page, const Problem &p, const Execution &e) {
   page.line("scale", text(p.scale));
   if (p.softcap > 0) page.line("softcap", text(p.softcap));
   if (p.score == ScoreFunction::hyperbolic) page.line("score", text("hyperbolic: -", p.beta, " arccosh(max(-x, 1)) - ", p.shift));
+  functions(page, p);
+  const std::pair<const char *, const Captured &> read[] = {
+#define STROBE_CAPTURED(name, place) {#name, p.place},
+#include "strobe/fields.inc"
+  };
+  for (const auto &[what, tensor] : read)
+    if (tensor) page.line(what, captured(tensor));
   if (p.window_left != kUnbounded || p.window_right != kUnbounded)
     page.line("window", text(bound(p.window_left), " keys to the left, ", bound(p.window_right), " to the right",
                              p.window_left == kUnbounded && p.window_right == 0 ? " (causal)" : ""));

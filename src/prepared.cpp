@@ -11,6 +11,7 @@ namespace {
 void move(View &view, void *address) {
   if (view) view.data = static_cast<char *>(address); // a tensor without elements has no view
 }
+void move(Captured &captured, void *address) { captured.data = static_cast<char *>(address); }
 template <class T> void move(const T *&ints, void *address) {
   if (address) ints = static_cast<const T *>(address); // a list without entries may have no address
 }

@@ -226,6 +226,11 @@ struct Part {
   bool partial = false;
 };
 
+// A function of the caller's, as strobe_function has it.
+struct Function {
+  std::vector<strobe_node> nodes = {}; // the last one is the result
+};
+
 // What is computed, and on what. A tensor left out is absent.
 struct Attention {
   ConstTensor q = {}, k = {}, v = {};
@@ -255,6 +260,10 @@ struct Attention {
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
 
   std::optional<Part> part = {}; // absent: the whole problem
+
+  std::optional<Function> score_function = {}, mask_function = {};
+  ConstTensor captured_0 = {}, captured_1 = {}, captured_2 = {}, captured_3 = {}; // what the functions read
+  ConstTensor captured_4 = {}, captured_5 = {}, captured_6 = {}, captured_7 = {};
 
   int64_t tile_q = 0, tile_k = 0;
   bool deterministic = false, exact_max = false, allow_tf32 = false, strict = false, check = false, invariant = false;
@@ -326,8 +335,15 @@ private:
 #include "strobe/fields.inc"
     to = &own_part;
   }
+  void put(const strobe_function *&to, const std::optional<Function> &from) {
+    if (!from) return;
+    strobe_function &own = &to == &score_function ? own_score : own_mask;
+    own.size = sizeof own, own.nodes = from->nodes.data(), own.n_nodes = static_cast<int64_t>(from->nodes.size());
+    to = &own;
+  }
 
   strobe_part own_part{};
+  strobe_function own_score{}, own_mask{};
 };
 
 inline strobe_tensors raw_inputs(const Attention &a) {

@@ -7,8 +7,16 @@ from pathlib import Path
 import cffi
 
 
-def declarations(header: str) -> str:
+def enumerators(table: Path) -> str:
+    """The enumerators that strobe.h makes of the rows of operations.inc."""
+    rows = re.findall(r"^STROBE_OPERATION\((\w+), (\d+),", table.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return "".join(f"STROBE_OP_{name} = {number}, " for name, number in rows)
+
+
+def declarations(file: Path) -> str:
     """What a C header declares, without its comments, its preprocessor lines and what is for C++ only."""
+    header = file.read_text(encoding="utf-8")
+    header = re.sub(r'^#include "(operations.inc)"$', lambda m: enumerators(file.parent / m[1]), header, flags=re.MULTILINE)
     header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     header = re.sub(r"^#ifdef __cplusplus$.*?^#endif$", "", header, flags=re.DOTALL | re.MULTILINE)
     header = re.sub(r"^ *#.*$", "", header, flags=re.MULTILINE)
@@ -22,7 +30,7 @@ def main() -> None:
     arguments = parser.parse_args()
     ffi = cffi.FFI()
     for header in arguments.headers:
-        ffi.cdef(declarations(header.read_text(encoding="utf-8")))
+        ffi.cdef(declarations(header))
     ffi.cdef('extern "Python" void *strobe_python_allocate(void *allocator, uint64_t bytes);')
     ffi.set_source("strobe._core", "".join(f'#include "{header.as_posix()}"\n' for header in arguments.headers))
     ffi.emit_c_code(str(arguments.output))

@@ -9,6 +9,7 @@
 #include "attention/part.h"
 #include "attention/tensor_check.h"
 #include "attention/versioned.h"
+#include "score/build.h"
 
 namespace strobe {
 namespace {
@@ -57,6 +58,7 @@ public:
     parts();
     extras();
     blocks();
+    functions();
     results();
     check_overlaps(checks.placed(), reasons);
     reasons.raise_if_any();
@@ -351,6 +353,27 @@ private:
   }
   DType sink_type() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
+  // Checks the caller's functions and what they read.
+  void functions() {
+    score::CapturedTensors all;
+    const char *names[] = {
+#define STROBE_CAPTURED(name, place) #name,
+#include "strobe/fields.inc"
+    };
+    size_t count = 0;
+#define STROBE_CAPTURED(name, place) all[count++] = t.name;
+#include "strobe/fields.inc"
+    for (size_t n = 0; n < count; n++)
+      if (all[n]) captured(names[n], *all[n]);
+    program = score::make_program(a, all, reasons);
+  }
+  void captured(const char *argument, const strobe_tensor &tensor) {
+    if (tensor.rank < 0 || tensor.rank > 4) return reasons.add(argument, Code::rank, "rank {0}; accepted is 0 to 4", tensor.rank);
+    if (std::any_of(tensor.shape, tensor.shape + tensor.rank, [](int64_t size) { return size < 1; }))
+      return reasons.add(argument, Code::shape, "shape {0}; accepted is 1 or more on each axis", Numbers{tensor.shape, tensor.rank});
+    accept(argument, &tensor, Axes(size_t(tensor.rank), Axis{"any"}), score::captured_types());
+  }
+
   void blocks() {
     if (!t.block_rows) {
       for (auto [field, size] : {std::pair{"block_q", a.block_q}, std::pair{"block_k", a.block_k}})
@@ -539,6 +562,9 @@ private:
     if (t.rng) p.rng = on_cpu(*t.rng) ? lists->copy<int64_t>(*t.rng) : static_cast<const int64_t *>(t.rng->data);
     if (t.block_rows) p.blocks = kept_blocks();
     p.forms = forms();
+    p.program = program;
+#define STROBE_CAPTURED(name, place) p.place = read_by_functions(t.name);
+#include "strobe/fields.inc"
     if (part) p.part = *part;
     p.out = view(t.out, tokens);
     p.lse = view(t.lse, !partial() ? rows : varlen ? kPackedPairs : kDensePairs);
@@ -550,6 +576,17 @@ private:
       p.dbias = view(t.dbias, kDense), p.dsinks = view(t.dsinks, kHead);
     }
     return p;
+  }
+
+  static Captured read_by_functions(const strobe_tensor *t) {
+    Captured c;
+    if (!t) return c;
+    c.data = static_cast<char *>(t->data), c.dtype = static_cast<DType>(t->dtype), c.rank = t->rank;
+    for (int32_t axis = 0; axis < t->rank; axis++) {
+      c.size[axis] = t->shape[axis];
+      if (t->shape[axis] > 1) c.stride[axis] = t->strides[axis];
+    }
+    return c;
   }
 
   std::shared_ptr<const ListForms> forms() const {
@@ -586,6 +623,7 @@ private:
   DType dtype = DType::none;
   bool good_used = false, good_cu_q = false, good_cu_k = false, good_bias = false, good_sinks = false;
   std::optional<Problem::Part> part;
+  std::shared_ptr<const score::Program> program;
 };
 
 } // namespace

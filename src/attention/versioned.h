@@ -7,18 +7,19 @@
 
 namespace strobe {
 
-template <class T> bool size_is_sane(const char *name, uint64_t size, Reasons &reasons) {
+// type: that of the struct, strobe_<type>; null: the argument's name.
+template <class T> bool size_is_sane(const char *name, uint64_t size, Reasons &reasons, const char *type = nullptr) {
   constexpr uint64_t most = 4096; // no future version is that large
   if (size >= sizeof(size) && size <= most && size % 8 == 0) return true;
-  reasons.add(name, Code::version, "size is {0}; accepted is sizeof(strobe_{1}), here {2}", size, name, sizeof(T));
+  reasons.add(name, Code::version, "size is {0}; accepted is sizeof(strobe_{1}), here {2}", size, type ? type : name, sizeof(T));
   return false;
 }
 
-template <class T> T read_versioned(const char *name, const T *from, Reasons &reasons) {
+template <class T> T read_versioned(const char *name, const T *from, Reasons &reasons, const char *type = nullptr) {
   T known{};
   if (!from) {
-    reasons.add(name, Code::missing, "missing; accepted is a pointer to a strobe_{0}", name);
-  } else if (size_is_sane<T>(name, from->size, reasons)) {
+    reasons.add(name, Code::missing, "missing; accepted is a pointer to a strobe_{0}", type ? type : name);
+  } else if (size_is_sane<T>(name, from->size, reasons, type)) {
     std::memcpy(&known, from, std::min<size_t>(from->size, sizeof(T)));
     auto bytes = reinterpret_cast<const unsigned char *>(from);
     for (size_t i = sizeof(T); i < from->size; i++)

@@ -3,6 +3,8 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <initializer_list>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,6 +18,15 @@ enum class Op : int32_t {
 #include "strobe/operations.inc"
 };
 enum class Kind : int32_t { boolean, integer, real };
+
+// A row of operations.inc.
+struct Operation {
+  const char *name;
+  int32_t inputs;
+  const char *takes, *gives;
+};
+// null: there is no operation of this number.
+const Operation *find_operation(int32_t number);
 
 struct Node {
   Op op;
@@ -36,11 +47,14 @@ public:
   int32_t size() const { return int32_t(nodes_.size()); }
   // The index of the node. Kind and count are set from the operation and the inputs, which have to be right.
   int32_t add(Op, std::initializer_list<int32_t> inputs = {});
+  int32_t add(const Node &); // as it is
   int32_t load(int32_t captured, Kind, const std::vector<int32_t> &indices);
   int32_t real(double), integer(int64_t), boolean(bool);
 
 private:
+  using Key = std::array<int32_t, 8>;
   std::vector<Node> nodes_;
+  std::map<Key, int32_t> known_;
 };
 
 // A function that engines also have hand-written code for.
@@ -69,7 +83,10 @@ struct Program {
 // Where a function has no derivative, it is the one that PyTorch gives.
 int32_t derivative(Graph &, int32_t of, int32_t by);
 
-// "tanh(x / c0) * c0", for explain()
+// Sets the slope of a program that has a score.
+void differentiate(Program &);
+
+// "20 * tanh(x / 20) + captured_0[h]", for explain(). What occurs several times has a name: "t0 = i - j; t0 * t0".
 std::string formula(const Graph &, int32_t node);
 
 } // namespace strobe::score

@@ -104,6 +104,14 @@ public:
     h.tensor.data = h.memory.data();
   }
 
+  // Keeps the nodes and a strobe_function of them.
+  const strobe_function *function(const std::vector<strobe_node> &nodes) {
+    functions.push_back(std::make_unique<Function>(Function{nodes, {}}));
+    Function &f = *functions.back();
+    f.function.size = sizeof f.function, f.function.nodes = f.nodes.data(), f.function.n_nodes = static_cast<int64_t>(f.nodes.size());
+    return &f.function;
+  }
+
   int32_t run() {
     return direction == Direction::forward ? strobe_forward(&attention, &tensors, &execution)
                                            : strobe_backward(&attention, &tensors, &execution);
@@ -155,7 +163,12 @@ private:
     strobe_tensor tensor;
     std::vector<unsigned char> memory;
   };
+  struct Function {
+    std::vector<strobe_node> nodes;
+    strobe_function function;
+  };
   std::map<std::string, Held> held; // nodes do not move
+  std::vector<std::unique_ptr<Function>> functions;
 };
 
 // The addresses of the call's tensors.
@@ -280,6 +293,61 @@ inline void make_sparse(Call &c, Direction direction) {
   ints("block_cols_t", {0, 1, 1, 1, 1}, 0);
   c["block_rows_t"].shape[2] = 4;
   add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+}
+
+// The nodes of a function, one after another.
+class Nodes {
+public:
+  std::vector<strobe_node> all;
+
+  int32_t add(strobe_operation operation, const std::vector<int32_t> &inputs = {}) {
+    strobe_node node{};
+    node.operation = operation;
+    std::ranges::copy(inputs, node.inputs);
+    return put(node);
+  }
+  int32_t load(int32_t captured, const std::vector<int32_t> &inputs) {
+    const int32_t n = add(STROBE_OP_LOAD, inputs);
+    all.back().captured = captured;
+    return n;
+  }
+  int32_t real(double value) {
+    const int32_t n = add(STROBE_OP_REAL);
+    all.back().real = value;
+    return n;
+  }
+  int32_t integer(int64_t value) {
+    const int32_t n = add(STROBE_OP_INTEGER);
+    all.back().integer = value;
+    return n;
+  }
+
+private:
+  int32_t put(const strobe_node &node) {
+    all.push_back(node);
+    return static_cast<int32_t>(all.size()) - 1;
+  }
+};
+
+// q, k, v and a score_function that adds eight captured tensors, of each dtype and rank, to x.
+inline void make_captured(Call &c, Direction direction) {
+  c.add("q", DType::f32, {B, H, Sq, D});
+  c.add("k", DType::f32, {B, Hkv, Sk, D});
+  c.add("v", DType::f32, {B, Hkv, Sk, Dv});
+  add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+  Nodes f;
+  int32_t sum = f.add(STROBE_OP_SCORE), captured = 0;
+  const int32_t b = f.add(STROBE_OP_BATCH), h = f.add(STROBE_OP_HEAD), i = f.add(STROBE_OP_QUERY), j = f.add(STROBE_OP_KEY);
+  auto add = [&](DType type, const std::vector<int64_t> &shape, const std::vector<int32_t> &at) {
+    c.add("captured_" + std::to_string(captured), type, shape);
+    int32_t read = f.load(captured++, at);
+    if (type == DType::i32 || type == DType::i64 || type == DType::boolean) read = f.add(STROBE_OP_TO_REAL, {read});
+    sum = f.add(STROBE_OP_ADD, {sum, read});
+  };
+  add(DType::f32, {}, {}), add(DType::f32, {H}, {h}), add(DType::f64, {H, Sk}, {h, j}), add(DType::f16, {B, H, Sq}, {b, h, i});
+  add(DType::bf16, {Sk}, {j}), add(DType::i32, {Sq}, {i}), add(DType::i64, {B, H, Sq, 1}, {b, h, i, f.integer(0)});
+  add(DType::boolean, {Sq, Sk}, {i, j});
+  c.attention.score_function = c.function(f.all);
 }
 
 // A strobe_part and its lists.

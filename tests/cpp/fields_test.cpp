@@ -61,6 +61,20 @@ const std::map<std::string, MakeEither> kExamples = {
        if (!with) c.attention.part = nullptr;
      }},
     {"k_scale_group", [](Call &c, bool with) { make_quantised(c, DType::i8, with, make_dense); }},
+    {"score_function",
+     [](Call &c, bool with) {
+       make_plain(c);
+       Nodes f;
+       f.add(STROBE_OP_SINH, {f.add(STROBE_OP_SCORE)});
+       if (with) c.attention.score_function = c.function(f.all);
+     }},
+    {"mask_function",
+     [](Call &c, bool with) {
+       make_plain(c);
+       Nodes g;
+       g.add(STROBE_OP_LESS, {g.add(STROBE_OP_QUERY), g.add(STROBE_OP_KEY)});
+       if (with) c.attention.mask_function = c.function(g.all);
+     }},
 #define STROBE_MODE(name) {#name, [](Call &c, bool with) { make_plain(c), c.attention.name = with; }},
 #define STROBE_BACKWARD_MODE(name) {#name, [](Call &c, bool with) { make_plain(c, Direction::backward), c.attention.name = with; }},
 #include "strobe/fields.inc"
@@ -78,6 +92,7 @@ void (*const kHoldingAll[])(Call &) = {
       static PartOf part;
       make_part(c, part, Direction::backward, true);
     },
+    [](Call &c) { make_captured(c, Direction::forward), make_for_reference(c); },
 };
 
 } // namespace

@@ -35,6 +35,7 @@ static void set(strobe::Part &x) {
 #define STROBE_PART_RESERVED(name)
 #include <strobe/fields.inc>
 }
+static void set(strobe::Function &x) { x.nodes = {{.operation = STROBE_OP_SCORE}}; }
 template <class T> static void set(std::optional<T> &x) { set(x.emplace()); }
 
 template <class T> static bool is(int32_t x, const T &from) { return x == static_cast<int32_t>(from); }
@@ -55,6 +56,9 @@ static bool is(const strobe_part *x, const std::optional<strobe::Part> &from) {
 #define STROBE_PART_RESERVED(name)
 #include <strobe/fields.inc>
   return true;
+}
+static bool is(const strobe_function *x, const std::optional<strobe::Function> &from) {
+  return x && x->size == sizeof *x && x->n_nodes == 1 && x->nodes == from->nodes.data();
 }
 
 // Whether all bytes after the size are 0, but for these members.

@@ -1,0 +1,283 @@
+#include "score/build.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "attention/versioned.h"
+#include "score/match.h"
+
+namespace strobe::score {
+namespace {
+
+constexpr const char *kCaptured[] = {
+#define STROBE_CAPTURED(name, place) #name,
+#include "strobe/fields.inc"
+};
+static_assert(std::size(kCaptured) == STROBE_MOST_CAPTURED);
+
+const Types kBooleans = {DType::boolean}, kIntegers = {DType::i32, DType::i64}, kReals = {DType::f32, DType::f16, DType::bf16, DType::f64};
+
+bool is_one_of(const Types &types, DType type) { return std::ranges::find(types, type) != types.end(); }
+
+std::optional<Kind> kind_of(const strobe_tensor &tensor) {
+  const DType type = DType(tensor.dtype);
+  if (is_one_of(kBooleans, type)) return Kind::boolean;
+  if (is_one_of(kIntegers, type)) return Kind::integer;
+  if (is_one_of(kReals, type)) return Kind::real;
+  return {};
+}
+
+const char *in_words(Kind kind) { return kind == Kind::boolean ? "a boolean" : kind == Kind::integer ? "an integer" : "a real"; }
+const char *in_words(const char *letters) {
+  const std::string_view takes = letters;
+  return takes == "B"    ? "booleans"
+         : takes == "I"  ? "integers"
+         : takes == "R"  ? "reals"
+         : takes == "IR" ? "integers or reals, all of one kind"
+         : takes == "BI" ? "booleans or integers, all of one kind"
+                         : "booleans, integers or reals, all of one kind";
+}
+bool takes(const char *letters, Kind kind) {
+  return std::string_view(letters).find(kind == Kind::boolean ? 'B' : kind == Kind::integer ? 'I' : 'R') != std::string_view::npos;
+}
+
+// Reads one of the two functions: checks its nodes and adds those that its result needs to a graph.
+class Reader {
+public:
+  Reader(const char *argument, const strobe_function *from, const CapturedTensors &given, Reasons &reasons)
+      : argument_(argument), given_(given), reasons_(reasons), before_(reasons.size()),
+        function_(read_versioned(argument, from, reasons, "function")) {
+    if (reasons.size() > before_) return;
+    if (function_.n_nodes < 1 || function_.n_nodes > STROBE_MOST_NODES)
+      refuse(Code::value, "{0} nodes; accepted are 1 to {1}", function_.n_nodes, int(STROBE_MOST_NODES));
+    else if (!function_.nodes)
+      refuse(Code::memory, "nodes is null; accepted is a pointer to {0} nodes", function_.n_nodes);
+    else
+      nodes_.assign(function_.nodes, function_.nodes + function_.n_nodes);
+  }
+
+  // The node of the result; -1: the function was refused, or reads a captured tensor that was.
+  int32_t add_to(Graph &graph, Kind result, bool has_score) {
+    for (size_t n = 0; n < nodes_.size(); n++) {
+      const std::optional<Kind> kind = checked(int32_t(n), has_score);
+      if (!kind) return -1;
+      kinds_.push_back(*kind);
+    }
+    if (nodes_.empty()) return -1;
+    if (kinds_.back() != result) {
+      refuse(Code::value, "its result, node {0}, is {1}; accepted is {2}", nodes_.size() - 1, in_words(kinds_.back()), in_words(result));
+      return -1;
+    }
+    std::vector<char> needed(nodes_.size());
+    needed.back() = true;
+    for (size_t n = nodes_.size(); n-- > 0;)
+      for (int32_t i = 0; needed[n] && i < count(nodes_[n]); i++) needed[size_t(nodes_[n].inputs[i])] = true;
+    std::vector<int32_t> at(nodes_.size(), -1);
+    for (size_t n = 0; n < nodes_.size(); n++)
+      if (needed[n]) at[n] = added(graph, nodes_[n], kinds_[n], at);
+    return at.back();
+  }
+
+  bool reads(int32_t captured) const {
+    return std::ranges::any_of(nodes_, [&](const strobe_node &n) { return is_load(n) && n.captured == captured; });
+  }
+
+private:
+  template <class... Values> void refuse(Code code, const char *words, const Values &...values) {
+    reasons_.add(argument_, code, words, values...);
+  }
+
+  static bool is_load(const strobe_node &node) { return node.operation == STROBE_OP_LOAD; }
+  int32_t count(const strobe_node &node) const {
+    return is_load(node) ? given_[size_t(node.captured)]->rank : find_operation(node.operation)->inputs;
+  }
+
+  // The kind of node n; null if it was refused.
+  std::optional<Kind> checked(int32_t n, bool has_score) {
+    const strobe_node &node = nodes_[size_t(n)];
+    const Operation *operation = find_operation(node.operation);
+    if (!operation) {
+      refuse(Code::value, "node {0} has operation {1}; accepted are the numbers in strobe/operations.inc", n, node.operation);
+      return {};
+    }
+    const char *name = operation->name;
+    if (node.operation == STROBE_OP_SCORE && !has_score) {
+      refuse(Code::excluded, "node {0} is SCORE; accepted is a function of b, h, i and j alone", n);
+      return {};
+    }
+    if (!is_load(node) && node.captured) {
+      refuse(Code::value, "node {0}, {1}, has captured = {2}; accepted is 0 for all but LOAD", n, name, node.captured);
+      return {};
+    }
+    if (is_load(node) && !readable(n)) return {};
+    const int32_t taken = count(node);
+    for (int32_t i = taken; i < 4; i++)
+      if (node.inputs[i]) {
+        refuse(Code::value, "node {0}, {1}, has inputs[{2}] = {3}; accepted is 0, for it takes {4}", n, name, i, node.inputs[i], taken);
+        return {};
+      }
+    for (int32_t i = 0; i < taken; i++)
+      if (node.inputs[i] < 0 || node.inputs[i] >= n) {
+        refuse(Code::value,
+               n ? "node {0}, {1}, has inputs[{2}] = {3}; accepted are earlier nodes, 0 to {4}"
+                 : "node {0}, {1}, has inputs[{2}] = {3}; accepted are earlier nodes, and the first has none",
+               n, name, i, node.inputs[i], n - 1);
+        return {};
+      }
+    if (node.real != 0 && node.operation != STROBE_OP_REAL) {
+      refuse(Code::value, "node {0}, {1}, has real = {2}; accepted is 0 for all but REAL", n, name, node.real);
+      return {};
+    }
+    if (node.integer && node.operation != STROBE_OP_INTEGER && node.operation != STROBE_OP_BOOLEAN) {
+      refuse(Code::value, "node {0}, {1}, has integer = {2}; accepted is 0 for all but INTEGER and BOOLEAN", n, name, node.integer);
+      return {};
+    }
+    if (node.operation == STROBE_OP_BOOLEAN && node.integer != 0 && node.integer != 1) {
+      refuse(Code::value, "node {0}, {1}, has integer = {2}; accepted is 0 or 1", n, name, node.integer);
+      return {};
+    }
+    return kind_of_result(n, *operation, taken);
+  }
+
+  bool readable(int32_t n) {
+    const int32_t captured = nodes_[size_t(n)].captured;
+    if (captured < 0 || captured >= STROBE_MOST_CAPTURED) {
+      refuse(Code::value, "node {0}, LOAD, has captured = {1}; accepted are 0 to {2}", n, captured, STROBE_MOST_CAPTURED - 1);
+      return false;
+    }
+    const strobe_tensor *tensor = given_[size_t(captured)];
+    if (!tensor) {
+      refuse(Code::missing, "node {0}, LOAD, reads {1}, which is not given; accepted are captured tensors of the call", n,
+             Argument{kCaptured[captured]});
+      return false;
+    }
+    return tensor->rank >= 0 && tensor->rank <= 4; // another one was refused already
+  }
+
+  std::optional<Kind> kind_of_result(int32_t n, const Operation &operation, int32_t taken) {
+    const strobe_node &node = nodes_[size_t(n)];
+    auto kind = [&](int32_t i) { return kinds_[size_t(node.inputs[i])]; };
+    if (node.operation == STROBE_OP_WHERE) {
+      if (kind(0) == Kind::boolean && kind(1) == kind(2)) return kind(1);
+      refuse(Code::value, "node {0}, WHERE, takes {1}, {2} and {3}; accepted are a boolean and two values of one kind", n,
+             in_words(kind(0)), in_words(kind(1)), in_words(kind(2)));
+      return {};
+    }
+    for (int32_t i = 0; i < taken; i++)
+      if (!takes(operation.takes, kind(i)) || kind(i) != kind(0)) {
+        refuse(Code::value, "node {0}, {1}, has {2} as inputs[{3}]; accepted are {4}", n, operation.name, in_words(kind(i)), i,
+               in_words(operation.takes));
+        return {};
+      }
+    if (is_load(node)) return kind_of(*given_[size_t(node.captured)]);
+    const char gives = operation.gives[0];
+    return gives == 'S' ? kind(0) : gives == 'B' ? Kind::boolean : gives == 'I' ? Kind::integer : Kind::real;
+  }
+
+  int32_t added(Graph &graph, const strobe_node &node, Kind kind, const std::vector<int32_t> &at) const {
+    Node own{Op(node.operation), kind, node.captured, count(node), {}, node.real, node.integer};
+    for (int32_t i = 0; i < own.count; i++) own.inputs[size_t(i)] = at[size_t(node.inputs[i])];
+    return graph.add(own);
+  }
+
+  const char *const argument_;
+  const CapturedTensors &given_;
+  Reasons &reasons_;
+  const size_t before_;
+  const strobe_function function_;
+  std::vector<strobe_node> nodes_; // the call's own copy
+  std::vector<Kind> kinds_;
+};
+
+// Keeps the nodes that the program's results need.
+void prune(Program &p) {
+  std::vector<char> needed(size_t(p.graph.size()));
+  for (int32_t root : {p.score, p.slope, p.seen})
+    if (root >= 0) needed[size_t(root)] = true;
+  for (int32_t n = p.graph.size(); n-- > 0;)
+    for (int32_t i = 0; needed[size_t(n)] && i < p.graph[n].count; i++) needed[size_t(p.graph[n].inputs[size_t(i)])] = true;
+  std::vector<int32_t> at(size_t(p.graph.size()), -1);
+  Graph kept;
+  for (int32_t n = 0; n < p.graph.size(); n++) {
+    if (!needed[size_t(n)]) continue;
+    Node node = p.graph[n];
+    for (int32_t i = 0; i < node.count; i++) node.inputs[size_t(i)] = at[size_t(node.inputs[size_t(i)])];
+    at[size_t(n)] = kept.add(node);
+  }
+  for (int32_t *root : {&p.score, &p.slope, &p.seen})
+    if (*root >= 0) *root = at[size_t(*root)];
+  p.graph = std::move(kept);
+}
+
+class Hash {
+public:
+  void add(uint64_t x) {
+    state_ = mixed((state_ ^ x) + 0x9E3779B97F4A7C15);
+    state_ ^= state_ >> 32;
+  }
+  std::array<uint32_t, 2> words() const { return {uint32_t(mixed(state_)), uint32_t(mixed(state_) >> 32)}; }
+
+private:
+  static uint64_t mixed(uint64_t x) { // the finaliser of splitmix64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
+    return x ^ (x >> 31);
+  }
+  uint64_t state_ = 0x5354524F4245; // any number
+};
+
+std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given) {
+  Hash hash;
+  auto add = [&](auto... numbers) { (hash.add(uint64_t(int64_t(numbers))), ...); };
+  for (const Node &n : p.graph.nodes())
+    add(int32_t(n.op), int32_t(n.kind), n.captured, n.count, n.inputs[0], n.inputs[1], n.inputs[2], n.inputs[3]);
+  add(p.score, p.slope, p.seen, int32_t(p.form));
+  for (const strobe_tensor *t : given) t ? add(t->dtype, t->rank) : add(0, -1);
+  return hash.words();
+}
+
+void check_exclusions(const strobe_attention &a, Reasons &reasons) {
+  if (!a.score_function) return;
+  if (a.softcap != 0) reasons.add("score_function", Code::excluded, "given beside {0}; accepted is one of the two", Argument{"softcap"});
+  if (a.score == STROBE_HYPERBOLIC)
+    reasons.add("score_function", Code::excluded, "given with a hyperbolic score; accepted is one of the two");
+}
+
+} // namespace
+
+const Types &captured_types() {
+  static const Types all = [] {
+    Types all = kBooleans;
+    for (const Types *more : {&kIntegers, &kReals}) all.insert(all.end(), more->begin(), more->end());
+    return all;
+  }();
+  return all;
+}
+
+std::shared_ptr<const Program> make_program(const strobe_attention &a, const CapturedTensors &given, Reasons &reasons) {
+  const size_t before = reasons.size();
+  check_exclusions(a, reasons);
+  auto program = std::make_shared<Program>();
+  std::vector<Reader> readers;
+  auto read = [&](const char *argument, const strobe_function *function, Kind result, bool has_score) {
+    if (!function) return -1;
+    return readers.emplace_back(argument, function, given, reasons).add_to(program->graph, result, has_score);
+  };
+  program->score = read("score_function", a.score_function, Kind::real, true);
+  program->seen = read("mask_function", a.mask_function, Kind::boolean, false);
+  if (reasons.size() > before) return nullptr;
+  if ((a.score_function && program->score < 0) || (a.mask_function && program->seen < 0)) return nullptr; // for a tensor that was refused
+  for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++)
+    if (given[size_t(c)] && std::ranges::none_of(readers, [&](const Reader &r) { return r.reads(c); }))
+      reasons.add(kCaptured[c], Code::excluded, "given, and read by no function; accepted is none");
+  if (reasons.size() > before) return nullptr;
+  match(*program);
+  if (program->score >= 0) differentiate(*program);
+  if (program->score < 0 && program->seen < 0) return nullptr;
+  prune(*program);
+  program->digest = digest(*program, given);
+  return program;
+}
+
+} // namespace strobe::score

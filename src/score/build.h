@@ -1,0 +1,19 @@
+// From the caller's functions, as the C ABI has them, to a program.
+#pragma once
+#include <array>
+
+#include "attention/reasons.h"
+#include "score/program.h"
+
+namespace strobe::score {
+
+using CapturedTensors = std::array<const strobe_tensor *, STROBE_MOST_CAPTURED>; // captured_0 to captured_7; null: not given
+
+// The dtypes of captured tensors, and the kind of node that reads them.
+const Types &captured_types();
+
+// The program of score_function and mask_function, which are copied; null if there are none, if they change nothing, or if a reason was
+// added. A captured tensor that was refused already adds no reason.
+std::shared_ptr<const Program> make_program(const strobe_attention &, const CapturedTensors &, Reasons &);
+
+} // namespace strobe::score

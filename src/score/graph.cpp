@@ -1,0 +1,56 @@
+#include <algorithm>
+#include <span>
+
+#include "score/program.h"
+
+namespace strobe::score {
+namespace {
+
+constexpr std::pair<int32_t, Operation> kOperations[] = {
+#define STROBE_OPERATION(name, number, inputs, takes, gives) {number, {#name, inputs, takes, gives}},
+#include "strobe/operations.inc"
+};
+
+Kind kind_of(char letter) { return letter == 'B' ? Kind::boolean : letter == 'I' ? Kind::integer : Kind::real; }
+bool is_constant(Op op) { return op == Op::REAL || op == Op::INTEGER || op == Op::BOOLEAN; }
+
+} // namespace
+
+const Operation *find_operation(int32_t number) {
+  const auto found = std::ranges::find(kOperations, number, [](const auto &row) { return row.first; });
+  return found == std::end(kOperations) ? nullptr : &found->second;
+}
+
+int32_t Graph::add(const Node &node) {
+  if (!is_constant(node.op)) {
+    const auto &in = node.inputs;
+    const Key key = {int32_t(node.op), int32_t(node.kind), node.captured, node.count, in[0], in[1], in[2], in[3]};
+    const auto [at, is_new] = known_.try_emplace(key, size());
+    if (!is_new) return at->second;
+  }
+  nodes_.push_back(node);
+  return size() - 1;
+}
+
+int32_t Graph::add(Op op, std::initializer_list<int32_t> inputs) {
+  Node node{.op = op, .kind = Kind::real, .count = int32_t(inputs.size())};
+  std::ranges::copy(inputs, node.inputs.begin());
+  const char gives = find_operation(int32_t(op))->gives[0];
+  if (op == Op::WHERE)
+    node.kind = nodes_[size_t(node.inputs[1])].kind;
+  else
+    node.kind = gives == 'S' ? nodes_[size_t(node.inputs[0])].kind : kind_of(gives);
+  return add(node);
+}
+
+int32_t Graph::load(int32_t captured, Kind kind, const std::vector<int32_t> &indices) {
+  Node node{.op = Op::LOAD, .kind = kind, .captured = captured, .count = int32_t(indices.size())};
+  std::ranges::copy(indices, node.inputs.begin());
+  return add(node);
+}
+
+int32_t Graph::real(double value) { return add(Node{.op = Op::REAL, .kind = Kind::real, .real = value}); }
+int32_t Graph::integer(int64_t value) { return add(Node{.op = Op::INTEGER, .kind = Kind::integer, .integer = value}); }
+int32_t Graph::boolean(bool value) { return add(Node{.op = Op::BOOLEAN, .kind = Kind::boolean, .integer = value}); }
+
+} // namespace strobe::score

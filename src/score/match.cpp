@@ -1,0 +1,147 @@
+#include "score/match.h"
+
+#include <cmath>
+#include <optional>
+
+namespace strobe::score {
+namespace {
+
+constexpr double kMost = 2e38; // engines compute in float32: see Validator::floats
+
+// Looks at a graph from its result downwards.
+class Matcher {
+public:
+  explicit Matcher(const Graph &graph) : graph(graph) {}
+
+  // c in c tanh(x / c): either order of a product, x * (1 / c), constants of either sign.
+  std::optional<double> cap(int32_t n) const {
+    if (!is(n, Op::MULTIPLY)) return {};
+    for (int32_t side : {0, 1}) {
+      const std::optional<double> outer = constant(input(n, side));
+      const int32_t tanh = input(n, 1 - side);
+      if (!outer || !is(tanh, Op::TANH)) continue;
+      const std::optional<double> divisor = divisor_of_score(input(tanh, 0));
+      if (divisor && equal(*divisor, *outer) && std::abs(*outer) <= kMost) return std::abs(*outer);
+    }
+    return {};
+  }
+
+  struct Hyperbolic {
+    double beta, shift;
+  };
+  // -beta arccosh(max(-x, 1)) - shift
+  std::optional<Hyperbolic> hyperbolic(int32_t n) const {
+    double shift = 0;
+    if (is(n, Op::SUBTRACT)) {
+      if (const auto right = constant(input(n, 1))) {
+        shift = *right, n = input(n, 0);
+      } else if (const auto left = constant(input(n, 0))) {
+        const auto factor = factor_of_distance(input(n, 1));
+        return factor ? made(-*factor, -*left) : std::nullopt;
+      }
+    } else if (is(n, Op::ADD)) {
+      for (int32_t side : {0, 1})
+        if (const auto added = constant(input(n, side))) {
+          const auto factor = factor_of_distance(input(n, 1 - side));
+          return factor ? made(*factor, -*added) : std::nullopt;
+        }
+    }
+    const auto factor = factor_of_distance(n);
+    return factor ? made(*factor, shift) : std::nullopt;
+  }
+
+private:
+  bool is(int32_t n, Op op) const { return graph[n].op == op; }
+  int32_t input(int32_t n, int32_t i) const { return graph[n].inputs[size_t(i)]; }
+
+  std::optional<double> constant(int32_t n) const {
+    if (is(n, Op::REAL)) return graph[n].real;
+    if (is(n, Op::NEGATE)) {
+      if (const auto inner = constant(input(n, 0))) return -*inner;
+    }
+    if (is(n, Op::DIVIDE)) {
+      const auto above = constant(input(n, 0)), below = constant(input(n, 1));
+      if (above && below) return *above / *below;
+    }
+    return {};
+  }
+
+  // Equal but for the rounding of a reciprocal.
+  static bool equal(double a, double b) { return std::isfinite(a) && a != 0 && std::abs(a - b) <= 0x1p-51 * std::abs(a); }
+
+  // d in x / d, x * (1 / d) or -x / d.
+  std::optional<double> divisor_of_score(int32_t n) const {
+    if (is(n, Op::SCORE)) return 1.0;
+    if (is(n, Op::NEGATE)) {
+      if (const auto inner = divisor_of_score(input(n, 0))) return -*inner;
+    }
+    if (is(n, Op::DIVIDE) && is(input(n, 0), Op::SCORE)) return constant(input(n, 1));
+    if (!is(n, Op::MULTIPLY)) return {};
+    for (int32_t side : {0, 1})
+      if (is(input(n, side), Op::SCORE)) {
+        const auto factor = constant(input(n, 1 - side));
+        if (factor && *factor != 0) return 1 / *factor;
+      }
+    return {};
+  }
+
+  bool is_minus_score(int32_t n) const {
+    if (is(n, Op::NEGATE)) return is(input(n, 0), Op::SCORE);
+    const auto divisor = is(n, Op::MULTIPLY) ? divisor_of_score(n) : std::nullopt;
+    return divisor && *divisor == -1;
+  }
+  bool is_distance(int32_t n) const {
+    if (is(n, Op::ARCCOSH_FROM_1)) return is_minus_score(input(n, 0));
+    if (!is(n, Op::ACOSH) || !is(input(n, 0), Op::MAXIMUM)) return false;
+    for (int32_t side : {0, 1})
+      if (constant(input(input(n, 0), side)) == 1.0) return is_minus_score(input(input(n, 0), 1 - side));
+    return false;
+  }
+  std::optional<double> factor_of_distance(int32_t n) const {
+    if (is_distance(n)) return 1.0;
+    if (is(n, Op::NEGATE)) {
+      if (const auto inner = factor_of_distance(input(n, 0))) return -*inner;
+    }
+    if (is(n, Op::DIVIDE)) {
+      const auto above = factor_of_distance(input(n, 0)), below = constant(input(n, 1));
+      if (above && below) return *above / *below;
+    }
+    if (!is(n, Op::MULTIPLY)) return {};
+    for (int32_t side : {0, 1}) {
+      const auto factor = constant(input(n, side)), inner = factor_of_distance(input(n, 1 - side));
+      if (factor && inner) return *factor * *inner;
+    }
+    return {};
+  }
+
+  static std::optional<Hyperbolic> made(double factor, double shift) {
+    if (!(factor < 0 && factor >= -kMost && std::abs(shift) <= kMost)) return {};
+    return Hyperbolic{-factor, shift};
+  }
+
+  const Graph &graph;
+};
+
+} // namespace
+
+void match(Program &p) {
+  if (p.score < 0) return;
+  p.form = Form::general;
+  if (p.graph[p.score].op == Op::SCORE) {
+    p.form = Form::identity, p.score = -1;
+    return;
+  }
+  const Matcher matcher(p.graph);
+  Graph &g = p.graph;
+  if (const auto cap = matcher.cap(p.score)) {
+    p.form = Form::softcap, p.cap = *cap;
+    const int32_t c = g.real(p.cap);
+    p.score = g.add(Op::MULTIPLY, {c, g.add(Op::TANH, {g.add(Op::DIVIDE, {g.add(Op::SCORE), c})})});
+  } else if (const auto found = matcher.hyperbolic(p.score)) {
+    p.form = Form::hyperbolic, p.beta = found->beta, p.shift = found->shift;
+    const int32_t distance = g.add(Op::ARCCOSH_FROM_1, {g.add(Op::NEGATE, {g.add(Op::SCORE)})});
+    p.score = g.add(Op::SUBTRACT, {g.add(Op::MULTIPLY, {g.real(-p.beta), distance}), g.real(p.shift)});
+  }
+}
+
+} // namespace strobe::score
