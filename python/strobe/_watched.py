@@ -38,7 +38,7 @@ class Names(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> Names:
+def names_of(code: types.CodeType) -> Names:
     of_globals, of_attributes, imports = set(), set(), set()
     for x in dis.get_instructions(code):
         if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -49,14 +49,14 @@ def _names(code: types.CodeType) -> Names:
             of_attributes.add(x.argval)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            more = _names(inner)
+            more = names_of(inner)
             of_globals |= more.of_globals
             of_attributes |= more.of_attributes
             imports |= more.imports
     return Names(frozenset(of_globals), frozenset(of_attributes), frozenset(imports))
 
 
-def _is_trusted(module: object) -> bool:
+def is_trusted(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] in _TRUSTED
 
 
@@ -194,7 +194,7 @@ class _Walk:
     def _object(self, parent: int, fetch: Callable[..., Any], key: Any, x: Any) -> None:
         kind = type(x)
         if kind is types.FunctionType:
-            if _is_trusted(x.__globals__.get("__name__")):
+            if is_trusted(x.__globals__.get("__name__")):
                 self._step(parent, fetch, key, _is, x, x)
             else:
                 self._function(self._step(parent, fetch, key, _is_of_type, kind, x), x)
@@ -235,10 +235,10 @@ class _Walk:
 
     def _function(self, at: int, x: types.FunctionType) -> None:
         self._step(at, getattr, "__code__", _is, x.__code__, x.__code__)
-        names = _names(x.__code__)
+        names = names_of(x.__code__)
         self.seen_names |= names.of_attributes
         known = names.of_globals | names.of_attributes
-        if known & _UNFOLLOWED or not all(map(_is_trusted, names.imports)):
+        if known & _UNFOLLOWED or not all(map(is_trusted, names.imports)):
             self.watch.is_complete = False
             return
         for name, more in (("__defaults__", x.__defaults__), ("__kwdefaults__", x.__kwdefaults__)):
@@ -252,11 +252,11 @@ class _Walk:
         """A module or a class."""
         at = self._step(parent, fetch, key, _is, x, x)
         if isinstance(x, types.ModuleType):
-            if not _is_trusted(x.__name__):
+            if not is_trusted(x.__name__):
                 for name in sorted(self.names & x.__dict__.keys()):
                     self._look(at, _in_module, name, x.__dict__[name])
-        elif not _is_trusted(x.__module__):
-            if type(x) is not type and not _is_trusted(type(x).__module__):
+        elif not is_trusted(x.__module__):
+            if type(x) is not type and not is_trusted(type(x).__module__):
                 self._look(at, _type, None, type(x))
             for name in sorted(self.names | {name for name in dir(x) if name.startswith("__")} - _OF_CLASSES):
                 if (found := _in_class(x, name)) is not _MISSING:
@@ -266,8 +266,8 @@ class _Walk:
         """An object, of which the attributes that code names are read, in its dictionary or its class. Of an object of a library's class,
         whose code is not followed, all are."""
         kind = type(x)
-        trusted = _is_trusted(kind.__module__)
-        if any(_hides_state(each) for each in kind.__mro__ if not _is_trusted(each.__module__)):
+        trusted = is_trusted(kind.__module__)
+        if any(_hides_state(each) for each in kind.__mro__ if not is_trusted(each.__module__)):
             self.watch.is_complete = False
             return
         at = self._step(parent, fetch, key, _is_of_type, kind, x)
@@ -333,7 +333,7 @@ def _is_unchanging(x: Any) -> bool:
         of = x.__self__
         if not isinstance(of, (types.ModuleType, type, type(None))):
             return False  # a method of an object
-        return _is_trusted(x.__module__ or getattr(of, "__name__" if isinstance(of, types.ModuleType) else "__module__", None))
+        return is_trusted(x.__module__ or getattr(of, "__name__" if isinstance(of, types.ModuleType) else "__module__", None))
     if kind in (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType):
         return True
     return f"{kind.__module__}.{kind.__qualname__}" in _UNCHANGING or kind.__module__ == "numpy.dtypes"
