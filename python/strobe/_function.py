@@ -146,6 +146,16 @@ def recorded(
     return fields, dict(zip(CAPTURED, (_converted(framework, x) for x in arrays), strict=False))
 
 
+def fields_of(given: Mapping[str, Any], fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """The options in the form of as_fields(), from what recorded() found."""
+    options = {name: x for name, x in given.items() if name not in _ARGUMENTS or not callable(x)}
+    options |= {name: fields[name] for name in FIELDS.values() if name in fields}
+    return options | {name: arrays[name] for name in CAPTURED if name in arrays}
+
+
+TRACKED = "it reads a tensor that requires grad, and attention has no gradient of it yet; accepted is its detach(), or torch.no_grad()"
+
+
 class _RefusedError(Exception):
     def __init__(self, words: str, error: type[Exception] = ValueError):
         super().__init__(words)
@@ -222,8 +232,7 @@ def _check_captured(name: str, arrays: list[Any], framework: Framework, q: Array
         if (dtype := _name_of(x.dtype)) not in _AS_THEY_ARE + _AS_INT32:
             raise _RefusedError(f"reads a tensor of {dtype}; accepted are {', '.join(_AS_THEY_ARE)}, and integers of fewer bits")
         if framework.is_tracked(x):
-            words = f"{what} that requires grad, and attention has no gradient of it yet; accepted is its detach(), or torch.no_grad()"
-            raise _RefusedError(words, NotImplementedError)
+            raise _RefusedError(TRACKED, NotImplementedError)
 
 
 def _named(function: Callable[..., Any]) -> str:

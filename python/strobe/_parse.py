@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+from . import _function
 from ._abi import outside_graphs
 from ._blockmask import BlockMask
 from ._call import ORACLE, Call
@@ -104,7 +105,9 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
     if "block_mask" in wrong:
         withheld |= {*BLOCKS, "block_q", "block_k"}
     if "score" in wrong:
-        withheld |= {"beta", "shift"}
+        withheld |= {"beta", "shift", "softcap"}
+    if wrong & {"score", "mask"}:  # whose functions share the captured tensors
+        withheld |= {*_function.CAPTURED, *_function.FIELDS.values()}
     if wrong & {"k_scale", "v_scale"}:  # these determine whether k and v are quantised
         withheld |= {"k", "v", "k_scale", "v_scale"}
     arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (call.arrays, call.options))
@@ -121,11 +124,12 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
         if is_array(wrong, name, x, framework, q):
             arrays[name] = x
     given = without_causal_bias(framework, q, k, given, wrong)
+    functions = _function.functions_in(given)
     for name, x in given.items():
         row = ROWS.get(name)
         if row is None:
             check_names(function, [name], wrong, ROWS, ELSEWHERE | _OF_FUNCTION.get(function, {}))
-        elif x is row.default:
+        elif x is row.default or name in functions:
             continue
         elif isinstance(row, Tensor):
             host = x
@@ -149,6 +153,8 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
         else:
             options.update(row.read(wrong, name, x))
 
+    if functions:
+        _functions(wrong, arrays, options, functions, framework)
     if options.get("score") == HYPERBOLIC:
         options["beta"] = options.get("beta", 1.0)
     elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
@@ -184,6 +190,21 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
                 _without_scores(wrong, framework, arrays, options, name, axis)
     _dropout(wrong, arrays, options, given, framework)
     return Call(framework, arrays, options)  # type: ignore[arg-type]
+
+
+def _functions(
+    wrong: Wrong, arrays: dict[str, Array], options: dict[str, Any], functions: dict[str, Any], framework: Framework | None
+) -> None:
+    """Records the functions of the score and the mask."""
+    if "score" in functions:
+        for name in ("softcap", "beta", "shift"):
+            if x := options.pop(name, None):
+                words = f"{x} beside a function of the score; accepted is None: the function has it"
+                wrong.append(refusing(ValueError, name, words.replace("None", "0") if name == "shift" else words))
+    if framework is not None and "q" in arrays:
+        fields, captured = _function.recorded(wrong, functions, framework, arrays["q"])
+        options.update(fields)
+        arrays.update(captured)
 
 
 def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
