@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "attention/refusal.h"
+#include "reference/function.h"
 #include "reference/numbers.h"
 #include "reference/philox.h"
 
@@ -86,7 +87,7 @@ struct Softmax {
 
 struct Score {
   double s;     // -inf where the query does not see the key
-  double slope; // ds / d(scale q.k): the softcap's, or the hyperbolic score's
+  double slope; // ds / d(scale q.k)
 };
 
 // The row statistics that the backward needs.
@@ -108,6 +109,7 @@ struct Head {
   const int64_t offset;
   const double slope, sink;
   const Dropout dropout;
+  const oracle::Function function, seen;
   const Matrix Q, K, V, dO;
 
   Head(const Problem &p, int64_t b, int64_t h)
@@ -116,15 +118,26 @@ struct Head {
         offset(p.bottom_right ? whole(p.part.seqlens_k, p.part.batch_lens_k, b, k) - whole(p.part.seqlens_q, p.part.batch_lens_q, b, q)
                               : 0),
         slope(p.alibi_slopes ? load(p.alibi_slopes, b, h, 0, 0) : 0), sink(p.sinks ? load(p.sinks, 0, h, 0, 0) : -kInfinity),
-        dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), Q(p.q, b, h, q, p.head_dim),
+        dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset),
+        function(made(p, &score::Program::score)), seen(made(p, &score::Program::seen)), Q(p.q, b, h, q, p.head_dim),
         K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale), dO(p.dout, b, h, q, p.head_dim_v) {}
+
+  static oracle::Function made(const Problem &p, int32_t score::Program::*root) {
+    return p.program ? oracle::Function(p.program->graph.nodes(), (*p.program).*root, p.captured) : oracle::Function({}, -1, nullptr);
+  }
 
   // The distance by which key j lies before query i.
   int64_t behind(int64_t i, int64_t j) const { return place_q[i] + offset - place_k[j]; }
 
   bool visible(int64_t i, int64_t j) const {
     return behind(i, j) <= p.window_left && -behind(i, j) <= p.window_right && (!p.mask || *p.mask.at<uint8_t>(b, h, i, place_k[j])) &&
-           (!p.bias || load(p.bias, b, h, i, place_k[j]) != -kInfinity) && in_kept_block(place_q[i], place_k[j]);
+           (!p.bias || load(p.bias, b, h, i, place_k[j]) != -kInfinity) && in_kept_block(place_q[i], place_k[j]) &&
+           (!seen || seen.boolean(pair(i, j)));
+  }
+
+  // The arguments of the caller's functions.
+  oracle::Pair pair(int64_t i, int64_t j, double x = 0) const {
+    return {x, p.part.first_batch + b, p.part.first_head + h, place_q[i], place_k[j], offset};
   }
 
   bool in_kept_block(int64_t i, int64_t j) const {
@@ -147,6 +160,11 @@ struct Head {
       const double t = std::max(-s - 1, 0.0), sinh = std::sqrt(t) * std::sqrt(t + 2); // the hyperbolic sine of the distance
       s = -p.beta * std::log1p(t + sinh) - p.shift;
       ds = t == 0 ? 0 : p.beta / sinh;
+    }
+    if (function) {
+      const oracle::Dual f = function.real(pair(i, j, s));
+      if (f.value == -kInfinity) return {-kInfinity, 0};
+      s = f.value, ds = f.slope;
     }
     if (p.alibi_slopes) s += -slope * double(std::abs(behind(i, j)));
     if (p.bias) s += load(p.bias, b, h, i, place_k[j]);

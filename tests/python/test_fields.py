@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TABLE, C, CPP = (f"include/strobe/{name}" for name in ("fields.inc", "strobe.h", "strobe.hpp"))
+OPERATIONS = "include/strobe/operations.inc"  # strobe.h includes it
 CHECK = "src/fields.cpp"
 PROGRAM = "tests/consumer/project/options.cpp"  # each option of strobe.hpp reaches its member of strobe.h
 COMPILER = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-w"]
@@ -19,7 +20,7 @@ COMPILER = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++20", "-w"]
 
 @pytest.fixture
 def tree(tmp_path):
-    for name in (TABLE, C, CPP, CHECK, PROGRAM):
+    for name in (TABLE, C, CPP, OPERATIONS, CHECK, PROGRAM):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path

@@ -35,7 +35,7 @@ static void set(strobe::Part &x) {
 #define STROBE_PART_RESERVED(name)
 #include <strobe/fields.inc>
 }
-static void set(strobe::Function &x) { x.nodes = {{.operation = STROBE_OP_SCORE}}; }
+static void set(strobe::Function &x) { x.nodes.emplace_back().operation = STROBE_OP_SCORE; }
 template <class T> static void set(std::optional<T> &x) { set(x.emplace()); }
 
 template <class T> static bool is(int32_t x, const T &from) { return x == static_cast<int32_t>(from); }
