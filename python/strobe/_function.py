@@ -6,17 +6,17 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import _watched
 from ._checks import Wrong
 from ._core import ffi, lib
 from ._graph import BOOLEAN, INTEGER, REAL, UnrecordableError, Value, decoded
 from ._messages import kind, shown
-from ._refusals import refusing
+from ._refusals import refusals_of, refusing
+from ._watched import key_of, watch
 from .arrays.base import Array, Framework
 
 MOST_CAPTURED: int = 8
@@ -41,55 +41,61 @@ def functions_in(given: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
 
 
 class Recording:
-    """A function's graph. captured: what it reads, as steps of the watch, or arrays if these are the recording's own."""
+    """A function's graph and the arrays that it captures."""
 
-    def __init__(self, watch: _watched.Watch, value: Value, result: int, captured: list[Any]):
-        self.watch, self.captured = watch, captured
+    def __init__(self, value: Value, result: int, used: list[int], dtypes: list[str]):
         self._graph, self._result = value.graph, result
+        self._used = used  # those of the graph's captured arrays that the result reads
         self._texts: dict[tuple[int, ...], str] = {}
+        self.alone = tuple(range(len(dtypes)))  # the places of its arrays if there is no other function
+        self.converts = [dtype in _AS_INT32 for dtype in dtypes]
 
     def text(self, places: tuple[int, ...]) -> str:
         """The graph as text; places: of the captured arrays, among those of the call."""
         found = self._texts.get(places)
         if found is None:
-            found = self._texts[places] = self._graph.text(self._result, places)
+            found = self._texts[places] = self._graph.text(self._result, dict(zip(self._used, places, strict=True)))
         return found
 
-    def arrays(self, values: list[Any]) -> list[Any]:
-        return [values[x] if type(x) is int else x for x in self.captured]
+
+# A function of the recorded one: what it captures, or None if what it read is not as it was. And its recording.
+Known = tuple[Callable[[Any], "tuple[Any, ...] | None"], Recording]
+# By the id of the code, the option and q's dtype: the code, which keeps the id, and the latest recordings.
+_recordings: OrderedDict[tuple[Any, ...], tuple[Any, list[Known]]] = OrderedDict()
 
 
-# By the code's id and how it is recorded: the code, and the latest recordings.
-_recordings: OrderedDict[tuple[Any, ...], tuple[Any, list[Recording]]] = OrderedDict()
-
-
-def _known(key: tuple[Any, ...], function: Callable[..., Any]) -> tuple[Recording, list[Any]] | None:
+def _known(name: str, function: Callable[..., Any], q: Array) -> tuple[Recording, tuple[Any, ...]] | None:
     """A recording that still holds, and what it captures now."""
-    if (found := _recordings.get(key)) is None:
-        return None
-    for recording in found[1]:
-        if (values := recording.watch.values(function)) is not None:
-            return recording, recording.arrays(values)
+    entry = _recordings.get((id(key_of(function)), name, q.dtype))
+    if entry is not None:
+        for values, recording in entry[1]:
+            if (found := values(function)) is not None:
+                return recording, found
     return None
 
 
-def _key(framework: Framework, name: str, function: Callable[..., Any], in_float64: bool) -> tuple[Any, ...]:
-    return framework.name, name, in_float64, id(_watched.key_of(function))
-
-
-def _merged(found: Mapping[str, tuple[Recording, list[Any]]]) -> tuple[dict[str, str], list[Any]]:
+def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[Any]]]) -> dict[str, Any]:
     """The fields of the functions, and the arrays that they capture, none of them twice."""
+    fields: dict[str, Any] = {}
     arrays: list[Any] = []
-    fields = {}
+    converts: list[bool] = []
     for name, (recording, own) in found.items():
-        places = []
-        for x in own:
-            place = next((n for n, each in enumerate(arrays) if each is x), len(arrays))
-            if place == len(arrays):
-                arrays.append(x)
-            places.append(place)
-        fields[FIELDS[name]] = recording.text(tuple(places))
-    return fields, arrays
+        places = recording.alone
+        if arrays:
+            places = tuple(next((n for n, each in enumerate(arrays) if each is x), len(arrays) + m) for m, x in enumerate(own))
+            new = [m for m, place in enumerate(places) if place >= len(arrays)]
+            places = tuple(place if place < len(arrays) else len(arrays) + new.index(m) for m, place in enumerate(places))
+            arrays += [own[m] for m in new]
+            converts += [recording.converts[m] for m in new]
+        else:
+            arrays, converts = [*own], recording.converts[:]
+        fields[FIELDS[name]] = recording.text(places)
+    for name, x, is_converted in zip(CAPTURED, arrays, converts, strict=False):
+        fields[name] = framework.cast(x, framework.xp.int32) if is_converted else x
+    if len(arrays) > MOST_CAPTURED:
+        whose = " and ".join(found)
+        raise _RefusedError(f"{len(arrays)} tensors are read by {whose}; accepted are up to {MOST_CAPTURED}: stack those of one shape")
+    return fields
 
 
 def _name_of(dtype: Any) -> str:
@@ -100,50 +106,39 @@ def as_fields(given: Mapping[str, Any], framework: Framework, q: Array) -> dict[
     """The options with fields and captured arrays in place of functions, all of which have recordings that still hold; else None.
 
     Nothing is checked: the key of a repeated call has whatever was checked when it was made."""
-    in_float64 = q.dtype == framework.xp.float64
+    options = dict(given)
     found = {}
-    for name, function in functions_in(given).items():
-        if (known := _known(_key(framework, name, function, in_float64), function)) is None:
-            return None
-        found[name] = known
-    fields, arrays = _merged(found)
-    options = {name: x for name, x in given.items() if name not in found}
-    options |= fields
-    options |= zip(CAPTURED, (_converted(framework, x) for x in arrays), strict=False)
+    for name in _ARGUMENTS:
+        function = given.get(name)
+        if callable(function):
+            if (known := _known(name, function, q)) is None:
+                return None
+            found[name] = known
+            del options[name]
+    try:
+        options.update(_merged(framework, found))
+    except _RefusedError:
+        return None
     return options
 
 
-def _converted(framework: Framework, x: Array) -> Array:
-    return framework.cast(x, framework.xp.int32) if _name_of(x.dtype) in _AS_INT32 else x
-
-
-def recorded(
-    wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framework: Framework, q: Array
-) -> tuple[dict[str, str], dict[str, Array]]:
+def recorded(wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framework: Framework, q: Array) -> dict[str, Any]:
     """The fields and captured arrays of the functions, which are recorded unless they are known; errors are added to `wrong`."""
-    in_float64 = q.dtype == framework.xp.float64
     found = {}
     for name, function in functions.items():
-        key = _key(framework, name, function, in_float64)
         try:
-            known = _known(key, function)
-            if known is None:
-                known = _record(key, name, function, framework, in_float64)
-            _check_captured(name, known[1], framework, q)
+            known = _known(name, function, q) or _record(name, function, framework, q)
+            _check_captured(known[1], framework, q)
+            found[name] = known
         except UnrecordableError as refused:
             wrong.append(refusing(ValueError, name, f"{_named(function)}{_place(refused.__traceback__)}: {refused}"))
-            continue
         except _RefusedError as refused:
             wrong.append(refusing(refused.error, name, str(refused)))
-            continue
-        found[name] = known
-    fields, arrays = _merged(found)
-    if len(arrays) > MOST_CAPTURED:
-        whose = " and ".join(found)
-        words = f"{len(arrays)} tensors are read by {whose}; accepted are up to {MOST_CAPTURED}: stack those of one shape"
-        wrong.append(refusing(ValueError, next(iter(found)), words))
-        return {}, {}
-    return fields, dict(zip(CAPTURED, (_converted(framework, x) for x in arrays), strict=False))
+    try:
+        return _merged(framework, found)
+    except _RefusedError as refused:
+        wrong.append(refusing(ValueError, next(iter(found)), str(refused)))
+        return {}
 
 
 def fields_of(given: Mapping[str, Any], fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Any]:
@@ -162,33 +157,28 @@ class _RefusedError(Exception):
         self.error = error
 
 
-def _record(
-    key: tuple[Any, ...], name: str, function: Callable[..., Any], framework: Framework, in_float64: bool
-) -> tuple[Recording, list[Any]]:
+def _record(name: str, function: Callable[..., Any], framework: Framework, q: Array) -> tuple[Recording, Sequence[Any]]:
     _check_signature(name, function)
-    watch = _watched.watch(function)  # before the function runs, which may change what it reads
+    seen = watch(function)  # before the function runs, which may change what it reads
     if framework.is_traced:
         from ._recorder_torch import record
     else:
         from ._recorder_numpy import record
-    graph, found, arrays = record(function, _ARGUMENTS[name], in_float64)
+    graph, found, arrays = record(function, _ARGUMENTS[name], q.dtype == framework.xp.float64)
     value = _result(name, graph, found)
     result = value.at((), BOOLEAN if name == "mask" else REAL)
     used = graph.captured_by(result)
     count = len(decoded(graph.text(result)))
     if count > MOST_NODES:
         raise _RefusedError(f"{_named(function)} has {count} operations; accepted are up to {MOST_NODES}")
-    places = {n: place for place, n in enumerate(used)}
-    graph.nodes = [(op, inputs, places.get(more) if op == "LOAD" else more) for op, inputs, more in graph.nodes]
     captured = [arrays[n] for n in used]
-    recording = Recording(watch, value, result, [watch.arrays.get(id(x), x) for x in captured])
-    made_here = [x for x, place in zip(captured, recording.captured, strict=True) if type(place) is not int]
-    watch.found.clear()
-    if watch.is_complete and not made_here:
-        code, recordings = _recordings.setdefault(key, (_watched.key_of(function), []))
-        recordings.insert(0, recording)
+    recording = Recording(value, result, used, [_name_of(x.dtype) for x in captured])
+    if seen.is_complete and all(id(x) in seen.arrays for x in captured):
+        known = seen.compiled([seen.arrays[id(x)] for x in captured]), recording
+        code = key_of(function)
+        _, recordings = _recordings.setdefault((id(code), name, q.dtype), (code, []))
+        recordings.insert(0, known)
         del recordings[_MOST_RECORDINGS:]
-        _recordings.move_to_end(key)
         while len(_recordings) > _MOST_CODES:
             _recordings.popitem(last=False)
     return recording, captured
@@ -218,11 +208,11 @@ def _result(name: str, graph: Any, found: Any) -> Value:
     return found
 
 
-def _check_captured(name: str, arrays: list[Any], framework: Framework, q: Array) -> None:
+def _check_captured(arrays: Sequence[Any], framework: Framework, q: Array) -> None:
     for x in arrays:
         what = f"reads a tensor of shape {tuple(x.shape)}"
-        if (refused := framework.unfit(name, x)) is not None:
-            raise _RefusedError(f"{what}: {refused}", type(refused))
+        if (unfit := framework.unfit("", x)) is not None:
+            raise _RefusedError("".join(f"{what}: {each.words}" for each in refusals_of(unfit)[:1]), type(unfit))
         if getattr(x, "device", None) != getattr(q, "device", None):
             raise _RefusedError(f"{what} on {x.device}; accepted is q's device, {q.device}, or a number: item() gives that of a scalar")
         if len(x.shape) > MOST_AXES:

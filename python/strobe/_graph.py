@@ -7,7 +7,7 @@ tensor may be indexed in several steps, or operated on as a whole before it is i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 # Kinds of nodes, in the order in which they are promoted.
@@ -101,8 +101,8 @@ class Graph:
             return self.number(x)
         raise UnrecordableError(f"{type(x).__name__} among the operands; accepted are tensors and numbers")
 
-    def text(self, result: int, captured: Sequence[int] | None = None) -> str:
-        """The nodes that the result needs, as decoded() reads them. captured: the place of each captured array among those of the call."""
+    def text(self, result: int, captured: Mapping[int, int] | None = None) -> str:
+        """The nodes that the result needs, as decoded() reads them. captured: the places of captured arrays among those of the call."""
         needed, stack = {result}, [result]
         while stack:
             for n in self.nodes[stack.pop()][1]:

@@ -202,9 +202,8 @@ def _functions(
                 words = f"{x} beside a function of the score; accepted is None: the function has it"
                 wrong.append(refusing(ValueError, name, words.replace("None", "0") if name == "shift" else words))
     if framework is not None and "q" in arrays:
-        fields, captured = _function.recorded(wrong, functions, framework, arrays["q"])
-        options.update(fields)
-        arrays.update(captured)
+        for name, x in _function.recorded(wrong, functions, framework, arrays["q"]).items():
+            (arrays if name in _function.CAPTURED else options)[name] = x
 
 
 def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
