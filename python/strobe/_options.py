@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 from ._checks import Wrong, flag, is_choice, is_integer, is_whole, number, plain
 from ._core import ffi, lib
-from ._function import CAPTURED
+from ._function import CAPTURED, SIGNATURES
 from ._function import FIELDS as FUNCTIONS
 from ._messages import kind, shown
 from ._part import Part
@@ -146,6 +146,16 @@ class Choice(Row):
 
     def written(self, name: str, fields: Mapping[str, Any]) -> str:
         return next(word for word, number in self.choices.items() if number == fields.get(name, self.choices[self.default]))
+
+
+class Score(Choice):
+    """A word, or a function, which _function.py records."""
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        found: Wrong = []
+        fields = super().read(found, name, x)
+        wrong += [refusing(ValueError, name, f"{shown(x)}; accepted is 'dot', 'hyperbolic' or a function {SIGNATURES[name]}") for _ in found]
+        return fields
 
 
 class Layout(Choice):
@@ -287,7 +297,7 @@ class AttentionOptions(TypedDict, total=False):
     ]
     score: Annotated[
         "str | Function",
-        Choice(
+        Score(
             {"dot": lib.STROBE_DOT, "hyperbolic": lib.STROBE_HYPERBOLIC},
             '"dot": scale · q·k, or its softcap. "hyperbolic": -beta · arccosh(max(-x, 1)) - shift, where x = scale · q·k has to be a '
             "Lorentz product; hyperbolic_attention() makes it one. A function f(score, b, h, i, j) → score of scale · q·k, for sequence b, "

@@ -105,7 +105,7 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
     if "block_mask" in wrong:
         withheld |= {*BLOCKS, "block_q", "block_k"}
     if "score" in wrong:
-        withheld |= {"beta", "shift", "softcap"}
+        withheld |= {"beta", "shift"}
     if wrong & {"score", "mask"}:  # whose functions share the captured tensors
         withheld |= {*_function.CAPTURED, *_function.FIELDS.values()}
     if wrong & {"k_scale", "v_scale"}:  # these determine whether k and v are quantised
@@ -217,6 +217,8 @@ def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
 def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
     """The error that x is no array, extended by a hint which array the caller may have meant."""
     hint = Hint("")
+    if name == "mask" and known_framework(x) is None:
+        hint = Hint(f", or a function {_function.SIGNATURES[name]}")
     if name == "rng":
         hint = Hint("; an integer goes into {0}", (Name("seed"),), needs=("seed",)) if is_whole(x) else Hint(of_generator(x))
     if name in ("k_scale", "v_scale") and framework is not None and k is not None and k.ndim > 2:
