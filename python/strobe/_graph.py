@@ -122,9 +122,9 @@ class Graph:
         return "; ".join(words)
 
     def captured_by(self, result: int) -> list[int]:
-        """The captured arrays that the result reads."""
+        """The captured arrays that the result reads, the first one first."""
         nodes = decoded(self.text(result))
-        return sorted({more for operation, _, more in nodes if operation == "LOAD"})
+        return [*dict.fromkeys(more for operation, _, more in nodes if operation == "LOAD")]
 
 
 def decoded(text: str) -> list[tuple[str, tuple[int, ...], Any]]:
@@ -251,8 +251,7 @@ class Value:
     def __add__(self, other: Any) -> Value:
         return self._arithmetic("ADD", other)
 
-    def __radd__(self, other: Any) -> Value:
-        return self._arithmetic("ADD", other, True)
+    __radd__ = __add__
 
     def __sub__(self, other: Any) -> Value:
         return self._arithmetic("SUBTRACT", other)
@@ -263,8 +262,7 @@ class Value:
     def __mul__(self, other: Any) -> Value:
         return self._arithmetic("MULTIPLY", other)
 
-    def __rmul__(self, other: Any) -> Value:
-        return self._arithmetic("MULTIPLY", other, True)
+    __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Value:
         return self._real("DIVIDE", other)

@@ -5,7 +5,6 @@ closure cells, defaults, globals, containers and attributes are replaced by obje
 
 from __future__ import annotations
 
-import builtins
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -82,8 +81,7 @@ class _Copies:
 
     def _function(self, x: types.FunctionType) -> types.FunctionType:
         own = x.__globals__
-        namespace = {name: self.of(own[name]) for name in names_of(x.__code__).of_globals & own.keys()}
-        namespace |= {"__builtins__": own.get("__builtins__", builtins), "__name__": own.get("__name__")}
+        namespace = own | {name: self.of(own[name]) for name in names_of(x.__code__).of_globals & own.keys()}
         cells = []
         for cell in x.__closure__ or ():
             try:

@@ -63,6 +63,8 @@ class _Python(TorchFunctionMode):
             return _indexed(*args)
         if (words := _NUMBERS.get(func)) is not None:
             raise UnrecordableError(words)
+        if func is torch.Tensor.__rtruediv__:  # by itself other * (1 / x)
+            return torch.scalar_tensor(args[1], dtype=args[0].dtype if args[0].is_floating_point() else None, device=_META) / args[0]
         if func is torch.Tensor.__setitem__:
             raise UnrecordableError("a write into a tensor; accepted is torch.where, which makes a new one")
         return func(*args, **(kwargs or {}))

@@ -274,7 +274,7 @@ class _Walk:
             self._look(at, _itself_of(inner), None, inner)
         elif _is_unchanging(x):
             self._step(parent, fetch, key, _is, x, x)
-        elif kind.__flags__ & 1 << 9:  # a class made by Python
+        elif kind.__flags__ & 1 << 9 or kind is types.SimpleNamespace:  # a class made by Python
             self._instance(parent, fetch, key, x)
         else:
             self.watch.is_complete = False
@@ -351,7 +351,7 @@ _UNCHANGING = frozenset(
 
 def _hides_state(kind: type) -> bool:
     """Whether objects of this class have memory that Python does not see, or find attributes in another way."""
-    if kind is object:
+    if kind in (object, types.SimpleNamespace):
         return False
     own = kind.__dict__
     made_in_c = not kind.__flags__ & 1 << 9 or any(isinstance(x, types.MethodDescriptorType) for x in own.values())
