@@ -26,13 +26,17 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
     """The result of attention(), for a call that is remembered from an earlier time; None if the full call must be made."""
     if torch.compiler.is_compiling():
         return None
-    if callable(given.get("score")) or callable(given.get("mask")):
+    found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+    if found is not None:
+        return found
+    if callable(given.get("score")) or callable(given.get("mask")):  # which have no key, but their recordings have one
         fields = _function.as_fields(given, TORCH, q)
         if fields is None:
             return None
         given = fields
-    found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
-    return _not_lately(q, k, v, return_lse, given) if found is None else found
+        if (found := _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)) is not None:
+            return found
+    return _not_lately(q, k, v, return_lse, given)
 
 
 def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:

@@ -109,7 +109,6 @@ class _Operations(TorchDispatchMode):
         self.captured: list[Tensor] = []
         self._values: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # so that no id is that of another tensor
-        self._writable: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -138,7 +137,7 @@ class _Operations(TorchDispatchMode):
         if name in ("lift_fresh", "lift_fresh_copy"):
             return self._fresh(given["self"])
         if name.endswith("_") and not name.endswith("__"):
-            return self._in_place(func, name[:-1], given)
+            raise UnrecordableError(f"a write into a tensor ({func._schema.name}); accepted are new values, as in score = score + x")
         if (handler := _HANDLERS.get(name)) is None:
             return self._decomposed(func, name, args, kwargs or {})
         if given.get("out") is not None:
@@ -147,8 +146,6 @@ class _Operations(TorchDispatchMode):
         if isinstance(found, list):
             return [self._made(value, given) for value in found]
         out = self._made(found, given)
-        if name not in _VIEWS:
-            self._writable.add(id(out))
         return (out, out) if name == "log_sigmoid_forward" else out
 
     def _made(self, value: Value, given: dict[str, Any]) -> Tensor:
@@ -169,17 +166,7 @@ class _Operations(TorchDispatchMode):
             self.keep(out, number.expanded(tuple(x.shape)) if x.dim() else number)
         else:
             self.keep(out, self.value(x))
-        self._writable.add(id(out))
         return out
-
-    def _in_place(self, func: Any, name: str, given: dict[str, Any]) -> Tensor:
-        x = given["self"]
-        if name not in _HANDLERS or id(x) not in self._writable or x.dim():
-            accepted = "accepted are new values, as in score = score + x"
-            raise UnrecordableError(f"a write into a tensor ({func._schema.name}); {accepted}")
-        value = _HANDLERS[name](self, given).to(kind_of_dtype(x.dtype))
-        self._values[id(x)] = value
-        return x
 
     def _decomposed(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name == "_local_scalar_dense":
@@ -205,8 +192,6 @@ def _refuse(func: Any) -> NoReturn:
 
 Handler = Callable[[_Operations, dict[str, Any]], Any]
 _HANDLERS: dict[str, Handler] = {}
-# Their results share memory with their inputs, so that no write through them is followed.
-_VIEWS = frozenset({"alias", "detach", "view", "_unsafe_view", "expand", "select", "slice", "unsqueeze", "squeeze", "permute", "transpose", "t"})
 
 
 def _each(function: Callable[..., Any], *names: str, **renamed: str) -> Handler:

@@ -157,7 +157,6 @@ OF_TORCH: dict[str, Callable[..., Any]] = {
         + TABLE.expand(2, 4, 5)[b, h, 0] + TABLE[h].unbind()[3] + TABLE.unsqueeze(1)[h, 0, 1]
     ),  # fmt: skip
     "small integers": lambda s, b, h, i, j: s + SMALL[i] * SMALL[j],
-    "in place": lambda s, b, h, i, j: s.clone().mul_(2).add_(i),
     "shifts": lambda s, b, h, i, j: s + torch.bitwise_left_shift(i, 2) + (j - i >> 1) + (i - j).bitwise_not() + torch.bitwise_xor(i, j),
 }
 
