@@ -71,9 +71,9 @@ std::string captured(const Captured &c) { return text(name(c.dtype), " ", tuple(
 void functions(Page &page, const Problem &p) {
   if (!p.program) return;
   const score::Program &program = *p.program;
-  if (program.score >= 0) page.line("score f", score::formula(program.graph, program.score));
+  if (program.score >= 0) page.line("score", "f(x, b, h, i, j) = " + score::formula(program.graph, program.score));
   if (program.slope >= 0) page.line("df/dx", score::formula(program.graph, program.slope));
-  if (program.seen >= 0) page.line("mask g", score::formula(program.graph, program.seen));
+  if (program.seen >= 0) page.line("mask", "g(b, h, i, j) = " + score::formula(program.graph, program.seen));
 }
 
 void asked(Page &page, const Problem &p, const Execution &e) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "attention/text.h"
+
 namespace strobe {
 namespace {
 

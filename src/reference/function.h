@@ -23,8 +23,8 @@ struct Dual {
 
 // The arguments of a function.
 struct Pair {
-  double x;
-  int64_t b, h, i, j, offset;
+  double x = 0;
+  int64_t b = 0, h = 0, i = 0, j = 0, offset = 0;
 };
 
 class Function {

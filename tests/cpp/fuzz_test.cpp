@@ -22,9 +22,11 @@ public:
                      pick<void (*)(Call &, Direction)>({make_dense, make_varlen, in_pages}));
     else if (direction == Direction::forward && draw(4) == 0)
       make_paged(call, draw(2));
+    else if (draw(5) == 0)
+      make_captured(call, direction);
     else
       pick<void (*)(Call &, Direction)>({make_dense, make_varlen, make_sparse})(call, direction);
-    if (draw(call.has("k_scale") ? 2 : 4) == 0) make_for_reference(call);
+    if (draw(call.has("k_scale") || call.has("captured_0") ? 2 : 4) == 0) make_for_reference(call);
     for (const char *name : {"q", "k", "v", "bias", "dout"})
       if (call.has(name) && call[name].dtype == STROBE_FLOAT32 && draw(2)) call.fill<float>(name, draw(100), 0.1);
     for (int n = draw(5); n > 0; n--) mutate();
@@ -64,6 +66,7 @@ private:
 
   void mutate() {
     strobe_attention &a = call.attention;
+    if (a.score_function && draw(2)) return bend(const_cast<strobe_node *>(a.score_function->nodes)[draw(int(a.score_function->n_nodes))]);
     switch (draw(8)) {
     case 0:
       a.*member<double>() = real();
@@ -96,6 +99,26 @@ private:
     }
     default:
       bend(tensor());
+    }
+  }
+
+  void bend(strobe_node &node) {
+    switch (draw(6)) {
+    case 0:
+    case 1:
+      node.operation = draw(100);
+      return;
+    case 2:
+      node.inputs[draw(4)] = draw(30) - 1;
+      return;
+    case 3:
+      node.captured = draw(10) - 1;
+      return;
+    case 4:
+      node.real = real();
+      return;
+    default:
+      node.integer = size();
     }
   }
 
