@@ -8,13 +8,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ._checks import Wrong
 from ._core import ffi, lib
 from ._graph import BOOLEAN, INTEGER, REAL, UnrecordableError, Value, decoded
-from ._messages import kind, shown
+from ._messages import kind
 from ._refusals import refusals_of, refusing
 from ._watched import key_of, watch
 from .arrays.base import Array, Framework
@@ -229,16 +230,16 @@ def _named(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or kind(function)
 
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN = f"{Path(__file__).parent}{os.sep}"
 
 
 def _place(at: TracebackType | None) -> str:
-    """ (line 12 of file): where the caller's code was, in words."""
+    """(line 12 of file): where the caller's code was, in words."""
     found = ""
     while at is not None:
         file = at.tb_frame.f_code.co_filename
         if not file.startswith(_OWN) and f"{os.sep}torch{os.sep}" not in file and f"{os.sep}numpy{os.sep}" not in file:
-            found = f" (line {at.tb_lineno} of {os.path.basename(file)})"
+            found = f" (line {at.tb_lineno} of {Path(file).name})"
         at = at.tb_next
     return found
 

@@ -18,8 +18,8 @@ _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER",
 _MOST_WHOLE_POWER = 16
 
 BRANCH = (
-    "a branch on the data, as if, and, or, not, min, max and a < b < c make; accepted is {}.where(condition, a, b), and &, |, ~ in place of "
-    "and, or, not"
+    "a branch on the data, as if, and, or, not, min, max and a < b < c make; accepted is {}.where(condition, a, b), and &, |, ~ in "
+    "place of and, or, not"
 )
 _NO_FORM = "accepted are operations on single elements, indexing, and functions made of them: docs/functions.md has the list"
 
@@ -204,7 +204,7 @@ class Value:
     # Elementwise operations
 
     def _each(self, build: Callable[..., int], *others: Any, takes: str = "", gives: str = "") -> Value:
-        """build(*nodes) for each element of self and the others, which broadcast. takes: the kind of the nodes; gives: that of the result."""
+        """build(*nodes) for each element of self and the others, which broadcast. takes: the nodes' kind; gives: the result's."""
         values = [self, *map(self.graph.of, others)]
         takes = takes or promoted(*(x.kind for x in values))
         shape = broadcast([x.shape for x in values])
@@ -375,7 +375,9 @@ class Value:
         raise UnrecordableError(BRANCH.format("np"))
 
     def _has_no_number(self) -> NoReturn:
-        raise UnrecordableError("an array is turned into a number of Python; accepted are operations on the array itself, as in table[h] or np.exp(x)")
+        raise UnrecordableError(
+            "an array is turned into a number of Python; accepted are operations on the array itself, as in table[h] or np.exp(x)"
+        )
 
     def __int__(self) -> int:
         self._has_no_number()
@@ -458,9 +460,7 @@ class Value:
 
     def unsqueezed(self, axis: int) -> Value:
         axis = axis_of(axis, len(self.shape) + 1)
-        return self._made(
-            (*self.shape[:axis], 1, *self.shape[axis:]), lambda indices: self.at((*indices[:axis], *indices[axis + 1 :]))
-        )
+        return self._made((*self.shape[:axis], 1, *self.shape[axis:]), lambda indices: self.at((*indices[:axis], *indices[axis + 1 :])))
 
     def squeezed(self, axes: Sequence[int] | None = None) -> Value:
         rank = len(self.shape)

@@ -103,7 +103,10 @@ class _Copies:
         if all(vars(x)[name] is namespace[name] for name in namespace) and not callable(x):
             return x
         own = {
-            name: self.of(method) for each in kind.__mro__[::-1] for name, method in vars(each).items() if type(method) is types.FunctionType
+            name: self.of(method)
+            for each in kind.__mro__[::-1]
+            for name, method in vars(each).items()
+            if type(method) is types.FunctionType
         }
         own.pop("__new__", None)
         found.__dict__.update(namespace)
@@ -118,8 +121,8 @@ def _operand(graph: Graph, x: Any) -> Any:
     if isinstance(x, np.ndarray) and x.ndim == 0:
         return x.item()
     if isinstance(x, np.ndarray):
-        words = "an array that the function gets in a way that is not followed; accepted are arrays in closures, defaults, globals and attributes"
-        raise UnrecordableError(words)
+        accepted = "accepted are arrays in closures, defaults, globals and attributes"
+        raise UnrecordableError(f"an array that the function gets in a way that is not followed; {accepted}")
     return graph.of(x)
 
 
@@ -185,7 +188,7 @@ class NumPyValue(Value):
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
-    def T(self) -> Value:  # noqa: N802: NumPy's name
+    def T(self) -> Value:  # noqa: N802
         return self.permuted([*range(self.ndim)][::-1])
 
     def __len__(self) -> int:
@@ -247,7 +250,7 @@ class NumPyValue(Value):
     def copy(self) -> Value:
         return self
 
-    def clip(self, min: Any = None, max: Any = None) -> Value:  # noqa: A002: NumPy's names
+    def clip(self, min: Any = None, max: Any = None) -> Value:
         return e.clamp(self, min, max)
 
     def reshape(self, *shape: Any) -> Value:
@@ -322,4 +325,3 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "where": _where,
     "zeros_like": lambda x, **_: x.graph.of(0).to(x.kind),
 }
-

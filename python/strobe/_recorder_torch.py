@@ -6,7 +6,8 @@ Indexing is taken over in Python, where `table[i]` would read the number of i, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from . import _elementwise as e
 from ._elementwise import ELEMENTWISE
-from ._graph import BOOLEAN, BRANCH, INTEGER, REAL, Graph, NoFormError, UnrecordableError, Value, arange, axis_of, broadcast, concatenated, where
+from ._graph import (
+    BOOLEAN,
+    BRANCH,
+    INTEGER,
+    REAL,
+    Graph,
+    NoFormError,
+    UnrecordableError,
+    Value,
+    arange,
+    axis_of,
+    broadcast,
+    concatenated,
+    where,
+)
 
 _META = torch.device("meta")
 _DTYPES = {BOOLEAN: torch.bool, INTEGER: torch.int64, REAL: torch.float32}
@@ -179,7 +194,6 @@ class _Operations(TorchDispatchMode):
     def _decomposed(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name == "_local_scalar_dense":
             raise UnrecordableError(f"an operation that {_IS_A_NUMBER}")
-        from torch import _refs  # noqa: F401: takes a second, and registers most decompositions
         from torch._decomp import decomposition_table
 
         decomposition = decomposition_table.get(func, func.decompose if func._can_decompose() else None)
@@ -206,12 +220,12 @@ def _each(function: Callable[..., Any], *names: str, **renamed: str) -> Handler:
     return handler
 
 
-_TWO = frozenset(
-    "atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod ge gt "
-    "hypot le logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul ne remainder xlogy".split()
-)
+def _takes_two(function: Callable[..., Any]) -> bool:
+    return sum(x.default is x.empty for x in signature(function).parameters.values()) == 2
+
+
 for _name, _function in ELEMENTWISE.items():
-    _HANDLERS[_name] = _each(_function, "self", "other") if _name in _TWO else _each(_function, "self")
+    _HANDLERS[_name] = _each(_function, "self", "other") if _takes_two(_function) else _each(_function, "self")
 _HANDLERS |= {f"__{name}__": _each(ELEMENTWISE[f"bitwise_{name}"], "self", "other") for name in ("and", "or", "xor")}
 _HANDLERS |= {f"special_{name}": _HANDLERS[name] for name in ("xlogy",)}
 _HANDLERS["__lshift__"], _HANDLERS["__rshift__"] = _HANDLERS["bitwise_left_shift"], _HANDLERS["bitwise_right_shift"]
@@ -332,7 +346,7 @@ for _name in ("full", "full_like", "new_full"):
 _HANDLERS["fill"] = lambda r, a: _filled(r, a, a["value"]) if not isinstance(a["value"], Tensor) else r.value(a["value"])
 for _name, _number in (("zeros", 0), ("ones", 1), ("empty", 0)):
     for _full in (_name, f"{_name}_like", f"new_{_name}"):
-        _HANDLERS[_full] = lambda r, a, n=_number: _filled(r, a, n)
+        _HANDLERS[_full] = partial(_filled, number=_number)
 
 
 @_handles("arange")
@@ -377,7 +391,7 @@ _HANDLERS["unbind"] = lambda r, a: [
 ]
 _HANDLERS["t"] = lambda r, a: r.value(a["self"]).permuted([*range(len(r.value(a["self"]).shape))][::-1])
 for _name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
-    _HANDLERS[_name] = lambda r, a: r.value(a["self"]).reshaped(a.get("size", a.get("shape")))
+    _HANDLERS[_name] = lambda r, a: r.value(a["self"]).reshaped(a["size"] if "size" in a else a["shape"])
 
 
 @_handles("squeeze")

@@ -48,7 +48,16 @@ def t5_buckets(distance: Any, xp: Any) -> Any:
 class Torch(types.SimpleNamespace):
     """What functions of both libraries call."""
 
-    where, abs, tanh, exp, log, floor, sqrt, sign = torch.where, torch.abs, torch.tanh, torch.exp, torch.log, torch.floor, torch.sqrt, torch.sign
+    where, abs, tanh, exp, log, floor, sqrt, sign = (
+        torch.where,
+        torch.abs,
+        torch.tanh,
+        torch.exp,
+        torch.log,
+        torch.floor,
+        torch.sqrt,
+        torch.sign,
+    )
 
     @staticmethod
     def _of_two(function: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
@@ -123,7 +132,9 @@ OF_TORCH: dict[str, Callable[..., Any]] = {
     "flex natten": lambda b, h, q_idx, kv_idx: (
         (q_idx // SIDE - kv_idx // SIDE).abs().le(1).logical_and((q_idx % SIDE - kv_idx % SIDE).abs() <= 1)
     ),
-    "flex checkerboard": lambda score, b, h, i, j: torch.where(torch.abs(i - j) % 2 == 1, score * 0.5, torch.where((i + j) % 2 == 0, score, 2)),
+    "flex checkerboard": lambda score, b, h, i, j: torch.where(
+        torch.abs(i - j) % 2 == 1, score * 0.5, torch.where((i + j) % 2 == 0, score, 2)
+    ),
     "flex transpose": lambda b, h, i, j: torch.eq(i // 3, j // 3) & (b >= 0),
     # functions of torch
     "gelu": lambda s, b, h, i, j: F.gelu(s) + F.gelu(s, approximate="tanh"),
@@ -138,25 +149,43 @@ OF_TORCH: dict[str, Callable[..., Any]] = {
     "roots": lambda s, b, h, i, j: s.abs().sqrt() + s.abs().add(1).rsqrt() + s.square() + torch.hypot(s, s + 1) + (s + 9).reciprocal(),
     "rounding": lambda s, b, h, i, j: torch.round(s * 3) + torch.floor(s) + torch.ceil(s) + s.trunc() + s.frac() + torch.sign(s),
     "division": lambda s, b, h, i, j: (
-        s + torch.div(i - j, 3, rounding_mode="trunc") + torch.div(s, 0.3, rounding_mode="floor") + torch.fmod(i - j, 3) + torch.fmod(s, 0.7)
+        s
+        + torch.div(i - j, 3, rounding_mode="trunc")
+        + torch.div(s, 0.3, rounding_mode="floor")
+        + torch.fmod(i - j, 3)
+        + torch.fmod(s, 0.7)
     ),
     "extremes": lambda s, b, h, i, j: torch.maximum(s, -s) + torch.minimum(i, j) + torch.max(i, j) + torch.fmax(s, s * s) + s.min(s + i),
     "special": lambda s, b, h, i, j: torch.erf(s) + torch.special.expit(s) + torch.xlogy(s, s.abs()) + torch.logaddexp(s, s * 2),
     "tests": lambda s, b, h, i, j: torch.nan_to_num(s) + torch.isnan(s) + s.isinf() + torch.isfinite(s) + torch.heaviside(s, s),
-    "lerp": lambda s, b, h, i, j: torch.lerp(s, s * 2, 0.25) + torch.addcmul(s, s, s, value=2) + torch.rsub(s, 2) + torch.add(s, i, alpha=3),
+    "lerp": lambda s, b, h, i, j: (
+        torch.lerp(s, s * 2, 0.25) + torch.addcmul(s, s, s, value=2) + torch.rsub(s, 2) + torch.add(s, i, alpha=3)
+    ),
     "masked": lambda s, b, h, i, j: s.masked_fill(i < j, -1.0) + s.where(i > j, 0.5) + torch.where(i == j, 1, 2),
     "constants": lambda s, b, h, i, j: (
         s * torch.tensor(3.0) + torch.tensor([1.0, 2.0, 3.0, 4.0])[h] + torch.full_like(s, 2) + torch.arange(5)[h] + torch.ones_like(s)
     ),
-    "dtypes": lambda s, b, h, i, j: (i * 100).to(torch.int8) + (i * 100).to(torch.uint8) + s.long() + (i > 2).float() + s.double().to(s.dtype),
+    "dtypes": lambda s, b, h, i, j: (
+        (i * 100).to(torch.int8) + (i * 100).to(torch.uint8) + s.long() + (i > 2).float() + s.double().to(s.dtype)
+    ),
     "module": lambda s, b, h, i, j: s + EMBEDDING(i)[h] + EMBEDDING.weight[j, h],
     "gathers": lambda s, b, h, i, j: (
-        s + TABLE.gather(1, (i % 5).view(1, 1))[0, 0] + torch.take(TABLE, h) + TABLE.index_select(0, h).squeeze(0)[1] + TABLE[h].select(0, 2)
+        s
+        + TABLE.gather(1, (i % 5).view(1, 1))[0, 0]
+        + torch.take(TABLE, h)
+        + TABLE.index_select(0, h).squeeze(0)[1]
+        + TABLE[h].select(0, 2)
     ),
     "views": lambda s, b, h, i, j: (
-        s + TABLE.flip(1)[h, i % 5] + TABLE.reshape(-1)[h] + TABLE.view(2, 10)[h % 2, i % 10] + TABLE.transpose(0, 1)[i % 5, h]
-        + TABLE.expand(2, 4, 5)[b, h, 0] + TABLE[h].unbind()[3] + TABLE.unsqueeze(1)[h, 0, 1]
-    ),  # fmt: skip
+        s
+        + TABLE.flip(1)[h, i % 5]
+        + TABLE.reshape(-1)[h]
+        + TABLE.view(2, 10)[h % 2, i % 10]
+        + TABLE.transpose(0, 1)[i % 5, h]
+        + TABLE.expand(2, 4, 5)[b, h, 0]
+        + TABLE[h].unbind()[3]
+        + TABLE.unsqueeze(1)[h, 0, 1]
+    ),
     "small integers": lambda s, b, h, i, j: s + SMALL[i] * SMALL[j],
     "shifts": lambda s, b, h, i, j: s + torch.bitwise_left_shift(i, 2) + (j - i >> 1) + (i - j).bitwise_not() + torch.bitwise_xor(i, j),
 }
@@ -212,7 +241,9 @@ def test_numpy_makes_the_graph_that_torch_makes(name):
 
 
 NUMPY_ONLY: dict[str, Callable[..., Any]] = {
-    "functions": lambda s, b, h, i, j: np.clip(s, -1, 1) + np.square(s) + np.hypot(s, 2) + np.logaddexp(s, 1) + np.float32(2) * s + np.cbrt(s),
+    "functions": lambda s, b, h, i, j: (
+        np.clip(s, -1, 1) + np.square(s) + np.hypot(s, 2) + np.logaddexp(s, 1) + np.float32(2) * s + np.cbrt(s)
+    ),
     "methods": lambda s, b, h, i, j: s.clip(-1, 1) + (i * 100).astype(np.int8) + np.take(TABLE.numpy(), h) + np.sinc(s) + np.rint(s * 3),
     "select": lambda s, b, h, i, j: np.select([i < j, i == j], [s, 2 * s], 0.5) + np.nan_to_num(s) + np.expand_dims(s, 0)[0],
 }
@@ -349,7 +380,10 @@ def mutations() -> dict[str, Callable[[], tuple[Callable[..., Any], Callable[[fl
         "a function's code": lambda: (with_code, code),
         "a partial function": lambda: (functools.partial(with_keyword, factor=2.0), lambda x: None),
         "what is not followed": lambda: (lambda s, b, h, i, j: s * globals()["FACTOR"], set_item(globals(), "FACTOR")),
-        "attribute by name": lambda: (lambda s, b, h, i, j: s * getattr(config, "fac" + "tor"), functools.partial(setattr, config, "factor")),
+        "attribute by name": lambda: (
+            lambda s, b, h, i, j: s * getattr(config, "fac" + "tor"),
+            functools.partial(setattr, config, "factor"),
+        ),
     }
 
 
@@ -505,7 +539,10 @@ SCORES: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, i: s, r"<lambda> does not take 5 arguments; accepted is f\(score, b, h, i, j\)"),
     (lambda s, b, h, i, j: TABLES[0], r"<lambda> returns shape \(2,\); accepted is a scalar: the function sees one score at a time"),
     (lambda s, b, h, i, j: None, "<lambda> returns NoneType; accepted is a scalar, or a number"),
-    (lambda s, b, h, i, j: s + TRACKED[h], r"reads a tensor that requires grad, .* no gradient of it yet; accepted is its detach\(\), or torch\.no_grad"),
+    (
+        lambda s, b, h, i, j: s + TRACKED[h],
+        r"reads a tensor that requires grad, .*; accepted is its detach\(\), or torch\.no_grad",
+    ),
     (lambda s, b, h, i, j: s + sum(x[h] for x in TABLES), "the function reads 9 tensors; accepted are up to 8: stack those of one shape"),
     (lambda s, b, h, i, j: s + EMPTY[h], r"reads a tensor of shape \(0,\); accepted are tensors with elements"),
     (lambda s, b, h, i, j: s + DEEP[0, 0, 0, 0, h], r"reads a tensor of shape \(1, 1, 1, 1, 2\); accepted are up to 4 axes"),
@@ -516,7 +553,7 @@ SCORES: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, i, j: s + TABLES[0][h, i], r"2 indices of a tensor of shape \(2,\); accepted are up to 1"),
     (lambda s, b, h, i, j: s + TABLES[0][[0, 1]][h], "an index of type list; accepted are integers, tensors of integers, slices, None and"),
     (lambda s, b, h, i, j: s + i**h, "an integer to the power of a tensor; accepted is a literal exponent from 0 to 16, or a real base"),
-]  # fmt: skip
+]
 MASKS: list[tuple[Callable[..., Any], str]] = [
     (lambda b, h, i, j: i, "<lambda> returns an integer; accepted is a bool, as a comparison gives"),
     (lambda b, h, i, j: i * 0.5, "<lambda> returns a real number; accepted is a bool, as a comparison gives"),
@@ -581,7 +618,9 @@ def test_one_clear_message_beside_numpy(function, words):
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is one device")
 def test_a_tensor_on_another_device():
     table = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"^score: <lambda> reads a tensor of shape \(2,\) on cpu; accepted is q's device, cuda:0, or a number"):
+    with pytest.raises(
+        ValueError, match=r"^score: <lambda> reads a tensor of shape \(2,\) on cpu; accepted is q's device, cuda:0, or a number"
+    ):
         strobe.attention(Q, K, V, score=lambda s, b, h, i, j: s + table[h])
 
 
