@@ -38,7 +38,7 @@ _MOST_CODES, _MOST_RECORDINGS = 256, 16
 
 def functions_in(given: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """The options that are functions."""
-    return {name: x for name in _ARGUMENTS if callable(x := given.get(name))}
+    return {name: given[name] for name in _ARGUMENTS if callable(given.get(name))}
 
 
 class Recording:
