@@ -88,6 +88,21 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile or torch.export traces the program."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def graph_break(why: str) -> None:
+    """Ends the graph that torch.compile traces. With fullgraph=True its error says why."""
+    torch = sys.modules["torch"]
+    if hasattr(torch.compiler, "nested_compile_region"):  # PyTorch 2.8; the first ones took no words
+        torch._dynamo.graph_break(msg=why)
+    else:
+        torch._dynamo.graph_break()
+
+
 def version() -> str:
     return text(lib.strobe_version())
 

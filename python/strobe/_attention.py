@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from ._abi import outside_graphs
+from ._abi import graph_break, is_compiling, outside_graphs
 from ._call import FAST_PATHS, Call, Gradients, drawn_mask
 from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
 from ._messages import is_bool, shown
@@ -88,6 +88,9 @@ def attention(
     fast_path = FAST_PATHS.get(type(q)) if plain else None
     if fast_path is not None and (found := fast_path(q, k, v, return_lse, options)) is not None:
         return found
+    if (callable(options.get("score")) or callable(options.get("mask"))) and is_compiling():
+        graph_break("strobe.attention: functions of the score and the mask are recorded outside of the graph")
+        return attention_with_functions(q, k, v, return_lse=return_lse, aux=aux, **options)
     framework = known_framework(q)
     if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
         more = {} if plain else {"aux": aux}
@@ -104,6 +107,12 @@ def attention(
     if plain:
         _prepared.remember(call, q, k, v, return_lse, options)
     return _returned(results, return_lse, names)
+
+
+@outside_graphs
+def attention_with_functions(*args: Any, **kwargs: Any) -> Any:
+    """attention(), which records functions of the score and the mask outside of the graph that is compiled."""
+    return attention(*args, **kwargs)
 
 
 # attention()'s named tuples, by the results after out.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _eager, _operators, _prepared
+from . import _eager, _function, _operators, _prepared
 from ._abi import FORWARD
 from ._call import FAST_PATHS, Call
 from ._eager import Ready
@@ -19,6 +19,7 @@ from ._prepared import Kept
 from ._refusals import Name, refusing
 from .arrays import tensor_kinds
 from .arrays.memory import PLAIN
+from .arrays.torch import TORCH
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
@@ -26,7 +27,16 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
     if torch.compiler.is_compiling():
         return None
     found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
-    return _not_lately(q, k, v, return_lse, given) if found is None else found
+    if found is not None:
+        return found
+    if callable(given.get("score")) or callable(given.get("mask")):  # which have no key, but their recordings have one
+        fields = _function.as_fields(given, TORCH, q)
+        if fields is None:
+            return None
+        given = fields
+        if (found := _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)) is not None:
+            return found
+    return _not_lately(q, k, v, return_lse, given)
 
 
 def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:
@@ -207,6 +217,12 @@ def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
         raise refusing(NotImplementedError, "k_scale", f"quantised keys {words}", *names)
 
 
+def _refuse_tracked_captures(arrays: Mapping[str, Tensor]) -> None:
+    for name in _function.CAPTURED:
+        if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled():
+            raise refusing(NotImplementedError, "score", f"the function {_function.TRACKED}")
+
+
 def refuse_tracked_slopes(arrays: Mapping[str, Tensor]) -> None:
     slopes = arrays.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
@@ -217,6 +233,7 @@ def refuse_tracked_slopes(arrays: Mapping[str, Tensor]) -> None:
 def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
     arrays = call.arrays
     refuse_tracked_slopes(arrays)
+    _refuse_tracked_captures(arrays)
     if not _is_differentiated(*arrays.values()):
         return _below_autograd(call)
     if tracked := [name for name in _TRACKED if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled()]:

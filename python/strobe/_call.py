@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from ._abi import BACKWARD, FORWARD, MAX_RANK, said
 from ._core import ffi, lib
+from ._function import FIELDS as FUNCTIONS
+from ._function import struct_of
 from ._hints import OfCall
 from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN, SCALES, SCORES, TOKENS
 from ._part import decoded, is_partial
@@ -31,9 +33,12 @@ def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
             fields[name] = x
         if f"has_{name}" in _MEMBERS:
             fields[f"has_{name}"] = True
-    alive = None
-    if "part" in fields:
-        fields["part"], alive = _part_struct(fields["part"])
+    alive = []
+    makers: dict[str, Callable[[Any], tuple[Any, Any]]] = {"part": _part_struct, **dict.fromkeys(FUNCTIONS.values(), struct_of)}
+    for name, made in makers.items():
+        if name in fields:
+            fields[name], more = made(fields[name])
+            alive.append((fields[name], more))
     for name in ("seed", "offset"):
         fields[name] = fields.get(name, 0) % 2**64
     engine = fields.get("engine")

@@ -13,6 +13,8 @@ from torch import Tensor
 from . import _prepared
 from ._call import Call
 from ._checks import Wrong
+from ._function import CAPTURED
+from ._function import FIELDS as FUNCTIONS
 from ._options import FIELDS, GRADIENTS, INPUTS
 from ._parse import parse_aux
 from .arrays.torch import TORCH
@@ -28,11 +30,14 @@ _SCHEMA_TYPES: dict[Any, str] = {
     str | None: "str?",
 }
 _SCHEMA_TYPES[tuple[int, ...] | None] = "int[]?"
-ARGUMENTS = ", ".join(
+_OF_FUNCTIONS = {*CAPTURED, *FUNCTIONS.values()}
+ARGUMENTS_WITHOUT_FUNCTIONS = ", ".join(
     ["Tensor q, Tensor k, Tensor v, *"]
-    + [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v")]
-    + [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items()]
+    + [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v") and name not in _OF_FUNCTIONS]
+    + [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items() if name not in _OF_FUNCTIONS]
 )
+# One list has all captured tensors, because PyTorch allows an operator 64 arguments.
+ARGUMENTS = ", ".join([ARGUMENTS_WITHOUT_FUNCTIONS, *(f"str? {name}=None" for name in FUNCTIONS.values()), "Tensor[]? captured=None"])
 # Results have the memory layout of the inputs: a compiler may not choose other strides for these.
 TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_backward"
@@ -50,15 +55,22 @@ torch.library.define(FORWARD_AUX_NAME, f"({ARGUMENTS}, str[] aux) -> Tensor[]", 
 def forward(call: Call) -> tuple[Tensor, ...]:
     """out, lse and the results named by aux, by PyTorch's dispatcher."""
     if call.aux:
-        return tuple(torch.ops.strobe.attention_forward_aux.default(**call.arrays, **call.options, aux=[*call.aux]))
-    found: tuple[Tensor, ...] = torch.ops.strobe.attention_forward.default(**call.arrays, **call.options)
+        return tuple(torch.ops.strobe.attention_forward_aux.default(**_keywords(call), aux=[*call.aux]))
+    found: tuple[Tensor, ...] = torch.ops.strobe.attention_forward.default(**_keywords(call))
     return found
+
+
+def _keywords(call: Call) -> dict[str, Any]:
+    arrays = {name: x for name, x in call.arrays.items() if name not in CAPTURED}
+    if len(arrays) < len(call.arrays):
+        arrays["captured"] = [call.arrays[name] for name in CAPTURED if name in call.arrays]
+    return {**arrays, **call.options}
 
 
 def backward(call: Call, known: dict[str, Tensor], names: Sequence[str]) -> tuple[Tensor, ...]:
     """The gradients of these names, in the order of GRADIENTS, by PyTorch's dispatcher. known: dout, out, lse and, if used, dlse."""
     needed = [name in names for name in GRADIENTS]
-    return tuple(torch.ops.strobe.attention_backward.default(**{"dlse": None, **known}, **call.arrays, **call.options, needed=needed))
+    return tuple(torch.ops.strobe.attention_backward.default(**{"dlse": None, **known}, **_keywords(call), needed=needed))
 
 
 def call_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> Call:
@@ -72,6 +84,8 @@ def call_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> Call:
     for name, x in given.items():
         if name in FIELDS:
             options[name] = tuple(x) if isinstance(x, list) else x
+        elif name == "captured":
+            arrays.update(zip(CAPTURED, x or (), strict=False))
         elif x is not None and name != "aux":
             arrays[name] = x
     return Call(TORCH, arrays, options, aux)

@@ -19,13 +19,19 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict
 
 from ._checks import Wrong, flag, is_choice, is_integer, is_whole, number, plain
 from ._core import ffi, lib
+from ._function import CAPTURED, SIGNATURES
+from ._function import FIELDS as FUNCTIONS
 from ._messages import kind, shown
 from ._part import Part
 from ._refusals import refusing
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ._blockmask import BlockMask
     from .arrays.base import Array
+
+    Function = Callable[..., Any]
 
 INT32_MAX, INT64_MIN, INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # src/attention/validate.cpp
@@ -140,6 +146,18 @@ class Choice(Row):
 
     def written(self, name: str, fields: Mapping[str, Any]) -> str:
         return next(word for word, number in self.choices.items() if number == fields.get(name, self.choices[self.default]))
+
+
+class Score(Choice):
+    """A word, or a function, which _function.py records."""
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        found: Wrong = []
+        fields = super().read(found, name, x)
+        wrong += [
+            refusing(ValueError, name, f"{shown(x)}; accepted is 'dot', 'hyperbolic' or a function {SIGNATURES[name]}") for _ in found
+        ]
+        return fields
 
 
 class Layout(Choice):
@@ -280,20 +298,22 @@ class AttentionOptions(TypedDict, total=False):
         Number(0.0, "c > 0 turns each score into c · tanh(score / c), before ALiBi and bias are added. 0 or None: none.", or_none=True),
     ]
     score: Annotated[
-        "str",
-        Choice(
+        "str | Function",
+        Score(
             {"dot": lib.STROBE_DOT, "hyperbolic": lib.STROBE_HYPERBOLIC},
             '"dot": scale · q·k, or its softcap. "hyperbolic": -beta · arccosh(max(-x, 1)) - shift, where x = scale · q·k has to be a '
-            "Lorentz product; hyperbolic_attention() makes it one.",
+            "Lorentz product; hyperbolic_attention() makes it one. A function f(score, b, h, i, j) → score of scale · q·k, for sequence b, "
+            "query head h, query i and key j, as FlexAttention's score_mod: docs/functions.md. softcap, beta and shift are then refused.",
         ),
     ]
     beta: Annotated["float | None", Number(None, "the factor of a hyperbolic score, > 0. None means 1.", absent=0.0)]
     shift: Annotated["float", Number(0.0, "what is subtracted from a hyperbolic score.")]
     mask: Annotated[
-        "Array | None",
+        "Array | Function | None",
         Tensor(
             "bool, True = attend. It broadcasts to (B, H, Sq, Sk) and is never expanded in memory. Missing axes are the first ones, so a "
-            "padding mask (B, Sk) is written mask[:, None, None, :]; as it is, it would be read as (Sq, Sk) if B = Sq.",
+            "padding mask (B, Sk) is written mask[:, None, None, :]; as it is, it would be read as (Sq, Sk) if B = Sq. Or a function "
+            "g(b, h, i, j) → bool, True = attend, as FlexAttention's mask_mod: docs/functions.md.",
             broadcasts_to_scores=True,
         ),
     ]
@@ -482,10 +502,11 @@ _LAST = (
     *("strict", "check", "engine", "bshd", "threads", "reserved_sms"),
 )
 _GIVEN = {field: x for name, row in ROWS.items() for field, x in row.fields(name).items()}
+_GIVEN |= {field: Field(str | None, None) for field in FUNCTIONS.values()}  # the text of a graph: _graph.py
 # The values of a call beside its tensors: the fields of strobe_attention, and three that say how the call is made.
 FIELDS: dict[str, Field] = {name: x for name, x in _GIVEN.items() if name not in _LAST} | {name: _GIVEN[name] for name in _LAST}
 _IN_STRUCT = [name for name, _ in ffi.typeof("strobe_tensors").fields]
-_TENSORS = ["q", "k", "v", *(tensor for name, row in ROWS.items() for tensor in row.tensors(name))]
+_TENSORS = ["q", "k", "v", *(tensor for name, row in ROWS.items() for tensor in row.tensors(name)), *CAPTURED]
 # The tensors that a call reads: their names in strobe_tensors, in its order, which is that of the operators' arguments.
 INPUTS = tuple(sorted(_TENSORS, key=lambda name: _IN_STRUCT.index(name) if name in _IN_STRUCT else len(_IN_STRUCT)))
 BLOCKS = ROWS["block_mask"].tensors("block_mask")
@@ -519,7 +540,7 @@ ELSEWHERE = {
     "is_causal": 'did you mean causal? Where Sq and Sk differ, beside alignment="top_left", as PyTorch counts',
     "key_padding_mask": "did you mean mask=~key_padding_mask[:, None, None, :]? There True hides, here True = attend",
     "learnable_sink": "did you mean sinks?",
-    "mask_mod": "a function is refused; there are causal, window, mask and block_mask",
+    "mask_mod": "did you mean mask?",
     "need_weights": "the probabilities are never made",
     "num_heads": _HEADS,
     "num_kv_heads": _HEADS,
@@ -528,7 +549,7 @@ ELSEWHERE = {
     "return_softmax_lse": "did you mean return_lse?",
     "rng_state": "did you mean rng?",
     "s_aux": "did you mean sinks?",
-    "score_mod": "a function is refused; there are softcap, alibi_slopes and bias",
+    "score_mod": "did you mean score?",
     "seqused_q": "the queries behind a sequence's end may hold anything; leave out their rows of the result, or pack them with cu_seqlens",
     "sliding_window": "did you mean window?",
     "sm_scale": "did you mean scale?",

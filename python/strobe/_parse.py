@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
+from . import _function
 from ._abi import outside_graphs
 from ._blockmask import BlockMask
 from ._call import ORACLE, Call
@@ -105,6 +106,8 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
         withheld |= {*BLOCKS, "block_q", "block_k"}
     if "score" in wrong:
         withheld |= {"beta", "shift"}
+    if wrong & {"score", "mask"}:  # whose functions share the captured tensors
+        withheld |= {*_function.CAPTURED, *_function.FIELDS.values()}
     if wrong & {"k_scale", "v_scale"}:  # these determine whether k and v are quantised
         withheld |= {"k", "v", "k_scale", "v_scale"}
     arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (call.arrays, call.options))
@@ -121,11 +124,12 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
         if is_array(wrong, name, x, framework, q):
             arrays[name] = x
     given = without_causal_bias(framework, q, k, given, wrong)
+    functions = _function.functions_in(given)
     for name, x in given.items():
         row = ROWS.get(name)
         if row is None:
             check_names(function, [name], wrong, ROWS, ELSEWHERE | _OF_FUNCTION.get(function, {}))
-        elif x is row.default:
+        elif x is row.default or name in functions:
             continue
         elif isinstance(row, Tensor):
             host = x
@@ -149,6 +153,8 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
         else:
             options.update(row.read(wrong, name, x))
 
+    if functions:
+        _functions(wrong, arrays, options, functions, framework)
     if options.get("score") == HYPERBOLIC:
         options["beta"] = options.get("beta", 1.0)
     elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
@@ -186,6 +192,20 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
     return Call(framework, arrays, options)  # type: ignore[arg-type]
 
 
+def _functions(
+    wrong: Wrong, arrays: dict[str, Array], options: dict[str, Any], functions: dict[str, Any], framework: Framework | None
+) -> None:
+    """Records the functions of the score and the mask."""
+    if "score" in functions:
+        for name in ("softcap", "beta", "shift"):
+            if x := options.pop(name, None):
+                words = f"{x} beside a function of the score; accepted is None: the function has it"
+                wrong.append(refusing(ValueError, name, words.replace("None", "0") if name == "shift" else words))
+    if framework is not None and "q" in arrays:
+        for name, x in _function.recorded(wrong, functions, framework, arrays["q"]).items():
+            (arrays if name in _function.CAPTURED else options)[name] = x
+
+
 def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
     """The sinks; those of 16 bits, as in a model that was cast, are converted to lse's dtype, which represents them exactly. Their gradient
     comes back in their own dtype."""
@@ -197,6 +217,8 @@ def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
 def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
     """The error that x is no array, extended by a hint which array the caller may have meant."""
     hint = Hint("")
+    if name == "mask" and known_framework(x) is None:
+        hint = Hint(f", or a function {_function.SIGNATURES[name]}")
     if name == "rng":
         hint = Hint("; an integer goes into {0}", (Name("seed"),), needs=("seed",)) if is_whole(x) else Hint(of_generator(x))
     if name in ("k_scale", "v_scale") and framework is not None and k is not None and k.ndim > 2:

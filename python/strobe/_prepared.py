@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _eager
+from . import _eager, _function
 from ._abi import BACKWARD, FORWARD
 from ._call import Call, field_of
 from ._core import ffi, lib
@@ -79,6 +79,8 @@ class Kept:
 
 def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> None:
     """Remembers a call of attention() that was made with these arguments."""
+    if _function.functions_in(given):
+        given = _function.fields_of(given, call.options, call.arrays)
     if torch.compiler.is_compiling() or (key := _eager.attention_key(q, k, v, return_lse, given)) is None:
         return
     arrays, tensors = call.arrays, tensors_in(given)

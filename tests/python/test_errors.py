@@ -961,7 +961,7 @@ def test_options_by_place_are_refused():
         ("sofcap", "did you mean softcap?"),
         ("block_table", "did you mean page_table?"),
         ("num_heads", "the heads are an axis of q, k and v"),
-        ("score_mod", "a function is refused"),
+        ("score_mod", "did you mean score?"),
         ("key_padding_mask", "did you mean mask=~key_padding_mask[:, None, None, :]?"),
         ("attention_mask", "did you mean mask (bool, True = attend) or bias"),
         ("alibi", "did you mean alibi_slopes?"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_type_hints
 
@@ -13,12 +14,12 @@ import torch
 
 import cases
 import strobe
-from strobe import _abi, _call, _options
+from strobe import _abi, _call, _function, _options
 from strobe._core import ffi
 from strobe._options import AUX, BLOCKS, DEFAULTS, FIELDS, GRADIENTS, INPUTS, ROWS
 
+FUNCTIONS = _function.FIELDS.values()
 ROOT = Path(__file__).parents[2]
-FUNCTIONS = {"score_function", "mask_function", *(f"captured_{n}" for n in range(8))}  # not yet arguments of attention()
 RESERVED = set(re.findall(r"^STROBE_\w*RESERVED\((\w+)\)$", (ROOT / "include/strobe/fields.inc").read_text(), re.MULTILINE))
 IN_STRUCT = {name: field for name, field in FIELDS.items() if field.in_struct}
 
@@ -26,7 +27,7 @@ IN_STRUCT = {name: field for name, field in FIELDS.items() if field.in_struct}
 def members(struct: str) -> dict[str, str]:
     """A C struct's members, without its size, reserved ones, and those that only the backward has: name and type."""
     fields = ffi.typeof(struct).fields
-    return {name: x.type.cname for name, x in fields if name not in ("size", _call.ACCUMULATE, *RESERVED, *FUNCTIONS)}
+    return {name: x.type.cname for name, x in fields if name not in ("size", _call.ACCUMULATE, *RESERVED)}
 
 
 def test_the_signature():
@@ -39,7 +40,7 @@ def test_the_signature():
 
 def test_the_types_are_types():
     """They are written as strings, which are not evaluated when the package runs."""
-    names = {"Array": object, "BlockMask": strobe.BlockMask, "Part": strobe.Part}
+    names = {"Array": object, "Function": Callable, "BlockMask": strobe.BlockMask, "Part": strobe.Part}
     for name, hint in get_type_hints(_options.AttentionOptions, localns=names).items():
         default = DEFAULTS[name]
         assert default is None or isinstance(default, hint), name
@@ -68,9 +69,13 @@ def test_the_operators():
     for operator in ("attention_forward", "attention_forward_aux", "attention_backward"):
         schema = getattr(torch.ops.strobe, operator).default._schema
         named = [x for x in schema.arguments if x.kwarg_only and x.name not in ("needed", "aux")]
-        assert [x.name for x in named] == [*INPUTS[3:], *FIELDS]
+        of_functions = {*_function.CAPTURED, *FUNCTIONS}
+        whole = [name for name in (*INPUTS[3:], *FIELDS) if name not in of_functions]
+        assert [x.name for x in named] == [*whole, *FUNCTIONS, "captured"]
         for x in named:
-            if x.name in INPUTS:
+            if x.name == "captured":
+                assert (str(x.type), x.default_value) == ("Optional[List[Tensor]]", None)
+            elif x.name in INPUTS:
                 assert (str(x.type), x.default_value) == ("Optional[Tensor]", None)
             else:
                 assert (known[str(x.type).replace("SymInt", "int")], x.default_value) == FIELDS[x.name][:2]
@@ -84,6 +89,9 @@ def test_the_struct_of_options():
     types = {bool: {"int32_t"}, int: {"int32_t", "int64_t", "uint64_t"}, float: {"double"}, str: {"char *", "char const *"}}
     types[tuple[int, ...]] = {"struct strobe_part *", "struct strobe_part const *"}
     for name, field in IN_STRUCT.items():
+        if name in FUNCTIONS:
+            assert c[name].replace("const ", "") == "struct strobe_function *"
+            continue
         (kind,) = (x for x in types if x in (field.type, *getattr(field.type, "__args__", ())))
         assert c[name] in types[kind], name
 
@@ -129,7 +137,7 @@ def test_the_structs_of_cpp():
 
     results = {"out", "lse"}
     backward = {"dout", "dlse", "delta", *GRADIENTS}
-    assert declared("Attention") - FUNCTIONS == {*IN_STRUCT, *INPUTS}
+    assert declared("Attention") == {*IN_STRUCT, *INPUTS}
     assert declared("Forward") == {*results, *AUX}
     assert declared("Backward") == {*results, *backward, _call.ACCUMULATE}
     assert declared("Part") == members("strobe_part").keys()

@@ -40,6 +40,10 @@ class Framework(ABC):
         """Records that the library has written to x."""
         return
 
+    def is_tracked(self, x: Array) -> bool:
+        """Whether autograd wants x's gradient."""
+        return False
+
     def is_readable(self, x: Array) -> bool:
         """Whether x's numbers lie in host memory, and no tracer must see them read."""
         return True

@@ -56,6 +56,9 @@ class Torch(Framework):
     def written(self, x: Tensor) -> None:
         increment_version(x)  # so that a backward that has saved the old x raises an error
 
+    def is_tracked(self, x: Tensor) -> bool:
+        return x.requires_grad and torch.is_grad_enabled()
+
     def is_readable(self, x: Tensor) -> bool:
         return is_alone() and type(x) in PLAIN and x.is_cpu  # in this order: PyTorch 2.4 traces only the first
 

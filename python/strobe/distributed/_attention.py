@@ -17,6 +17,7 @@ from .._autograd import is_seen_by_dispatcher, refuse_tracked_slopes
 from .._blockmask import BlockMask
 from .._call import Call
 from .._checks import Wrong, check_names, flag, is_choice, number, refusal
+from .._function import functions_in
 from .._messages import kind, shown
 from .._options import ELSEWHERE, ROWS, parameters
 from .._parse import read
@@ -35,6 +36,7 @@ from ._sharding import Sharding, cumulated, host_integers, in_short
 
 _LONGEST = 1e6  # seconds that a rank may be asked to wait
 _LAYOUTS = ("bhsd", "bshd")
+_IN_PLACE_OF_FUNCTIONS = {"score": "'dot' or 'hyperbolic'", "mask": "a tensor"}
 _OF_KEYS = ROWS.keys() - {"alibi_slopes"}  # options of calls that have a key; alibi_slopes are checked for a gradient
 _NAMES = ROWS.keys() | {"sharding", "sharding_k", "group", "mesh", "method"}
 _HINTS = ELSEWHERE | {
@@ -253,6 +255,9 @@ def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedC
     for name in ("k_scale", "v_scale"):
         if options.pop(name, None) is not None:
             wrong.append(ValueError(f"{name}: given; accepted is None, for quantised keys are not sent between ranks"))
+    for name in functions_in(options):
+        del options[name]
+        wrong.append(ValueError(f"{name}: a function; accepted is {_IN_PLACE_OF_FUNCTIONS[name]}: shards do not take functions"))
     check_names("attention", options, wrong, _NAMES, _HINTS)
     of_world = options.get("deterministic") == _operators.WORLD and isinstance(options["deterministic"], str)
     if of_world:

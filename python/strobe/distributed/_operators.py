@@ -15,7 +15,8 @@ from torch import Tensor
 from .. import _eager, _prepared
 from .._autograd import DifferentiatedOnce, is_plain, is_seen_by_dispatcher, is_tracked
 from .._call import Call
-from .._operators import ARGUMENTS, TAGS, call_of
+from .._operators import ARGUMENTS_WITHOUT_FUNCTIONS as ARGUMENTS
+from .._operators import TAGS, call_of
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS, written
 from ..arrays.torch import TORCH
 from ._agree import Said, Signature, agree, drawn_by_first

@@ -1,0 +1,257 @@
+"""Functions of the score and masks as options: recorded once, found again while what they read is unchanged, and handed on as text and
+captured arrays, which are fields of the call like any other."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ._checks import Wrong
+from ._core import ffi, lib
+from ._graph import BOOLEAN, INTEGER, REAL, UnrecordableError, Value, decoded
+from ._messages import kind
+from ._refusals import refusals_of, refusing
+from ._watched import key_of, watch
+from .arrays.base import Array, Framework
+
+MOST_CAPTURED: int = 8
+MOST_NODES: int = 1024
+MOST_AXES = 4
+CAPTURED = tuple(f"captured_{n}" for n in range(MOST_CAPTURED))  # the tensors that functions read, in strobe_tensors
+
+_POSITIONS = (("BATCH", INTEGER), ("HEAD", INTEGER), ("QUERY", INTEGER), ("KEY", INTEGER))
+# The arguments of the function that an option takes, and how messages write it.
+_ARGUMENTS = {"score": (("SCORE", REAL), *_POSITIONS), "mask": _POSITIONS}
+SIGNATURES = {"score": "f(score, b, h, i, j)", "mask": "g(b, h, i, j)"}
+FIELDS = {"score": "score_function", "mask": "mask_function"}
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+_AS_THEY_ARE = (*_FLOATS, "bool", "int32", "int64")
+_AS_INT32 = ("uint8", "int8", "int16", "uint16")
+_MOST_CODES, _MOST_RECORDINGS = 256, 16
+
+
+def functions_in(given: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """The options that are functions."""
+    return {name: given[name] for name in _ARGUMENTS if callable(given.get(name))}
+
+
+class Recording:
+    """A function's graph and the arrays that it captures."""
+
+    def __init__(self, value: Value, result: int, used: list[int], dtypes: list[str]):
+        self._graph, self._result = value.graph, result
+        self._used = used  # those of the graph's captured arrays that the result reads
+        self._texts: dict[tuple[int, ...], str] = {}
+        self.alone = tuple(range(len(dtypes)))  # the places of its arrays if there is no other function
+        self.converts = [dtype in _AS_INT32 for dtype in dtypes]
+
+    def text(self, places: tuple[int, ...]) -> str:
+        """The graph as text; places: of the captured arrays, among those of the call."""
+        found = self._texts.get(places)
+        if found is None:
+            found = self._texts[places] = self._graph.text(self._result, dict(zip(self._used, places, strict=True)))
+        return found
+
+
+# A function of the recorded one: what it captures, or None if what it read is not as it was. And its recording.
+Known = tuple[Callable[[Any], "tuple[Any, ...] | None"], Recording]
+# By the id of the code, the option and q's dtype: the code, which keeps the id, and the latest recordings.
+_recordings: OrderedDict[tuple[Any, ...], tuple[Any, list[Known]]] = OrderedDict()
+
+
+def _known(name: str, function: Callable[..., Any], q: Array) -> tuple[Recording, tuple[Any, ...]] | None:
+    """A recording that still holds, and what it captures now."""
+    entry = _recordings.get((id(key_of(function)), name, q.dtype))
+    if entry is not None:
+        for values, recording in entry[1]:
+            if (found := values(function)) is not None:
+                return recording, found
+    return None
+
+
+def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[Any]]]) -> dict[str, Any]:
+    """The fields of the functions, and the arrays that they capture, none of them twice."""
+    fields: dict[str, Any] = {}
+    arrays: list[Any] = []
+    converts: list[bool] = []
+    for name, (recording, own) in found.items():
+        places = recording.alone
+        if arrays:
+            places = tuple(next((n for n, each in enumerate(arrays) if each is x), len(arrays) + m) for m, x in enumerate(own))
+            new = [m for m, place in enumerate(places) if place >= len(arrays)]
+            places = tuple(place if place < len(arrays) else len(arrays) + new.index(m) for m, place in enumerate(places))
+            arrays += [own[m] for m in new]
+            converts += [recording.converts[m] for m in new]
+        else:
+            arrays, converts = [*own], recording.converts[:]
+        fields[FIELDS[name]] = recording.text(places)
+    for name, x, is_converted in zip(CAPTURED, arrays, converts, strict=False):
+        fields[name] = framework.cast(x, framework.xp.int32) if is_converted else x
+    if len(arrays) > MOST_CAPTURED:
+        whose = "the functions read" if len(found) > 1 else "the function reads"
+        raise _RefusedError(f"{whose} {len(arrays)} tensors; accepted are up to {MOST_CAPTURED}: stack those of one shape")
+    return fields
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_fields(given: Mapping[str, Any], framework: Framework, q: Array) -> dict[str, Any] | None:
+    """The options with fields and captured arrays in place of functions, all of which have recordings that still hold; else None.
+
+    Nothing is checked: the key of a repeated call has whatever was checked when it was made."""
+    options = dict(given)
+    found = {}
+    for name in _ARGUMENTS:
+        function = given.get(name)
+        if callable(function):
+            if (known := _known(name, function, q)) is None:
+                return None
+            found[name] = known
+            del options[name]
+    try:
+        options.update(_merged(framework, found))
+    except _RefusedError:
+        return None
+    return options
+
+
+def recorded(wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framework: Framework, q: Array) -> dict[str, Any]:
+    """The fields and captured arrays of the functions, which are recorded unless they are known; errors are added to `wrong`."""
+    found = {}
+    for name, function in functions.items():
+        try:
+            known = _known(name, function, q) or _record(name, function, framework, q)
+            _check_captured(_named(function), known[1], framework, q)
+            found[name] = known
+        except UnrecordableError as refused:
+            wrong.append(refusing(ValueError, name, f"{_named(function)}{_place(refused.__traceback__)}: {refused}"))
+        except _RefusedError as refused:
+            wrong.append(refusing(refused.error, name, str(refused)))
+    try:
+        return _merged(framework, found)
+    except _RefusedError as refused:
+        wrong.append(refusing(ValueError, next(iter(found)), str(refused)))
+        return {}
+
+
+def fields_of(given: Mapping[str, Any], fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """The options in the form of as_fields(), from what recorded() found."""
+    options = {name: x for name, x in given.items() if name not in _ARGUMENTS or not callable(x)}
+    options |= {name: fields[name] for name in FIELDS.values() if name in fields}
+    return options | {name: arrays[name] for name in CAPTURED if name in arrays}
+
+
+TRACKED = "reads a tensor that requires grad, and attention has no gradient of it yet; accepted is its detach(), or torch.no_grad()"
+
+
+class _RefusedError(Exception):
+    def __init__(self, words: str, error: type[Exception] = ValueError):
+        super().__init__(words)
+        self.error = error
+
+
+def _record(name: str, function: Callable[..., Any], framework: Framework, q: Array) -> tuple[Recording, Sequence[Any]]:
+    _check_signature(name, function)
+    seen = watch(function)  # before the function runs, which may change what it reads
+    if framework.is_traced:
+        from ._recorder_torch import record
+    else:
+        from ._recorder_numpy import record
+    graph, found, arrays = record(function, _ARGUMENTS[name], q.dtype == framework.xp.float64)
+    value = _result(name, _named(function), graph, found)
+    result = value.at((), BOOLEAN if name == "mask" else REAL)
+    used = graph.captured_by(result)
+    count = len(decoded(graph.text(result)))
+    if count > MOST_NODES:
+        raise _RefusedError(f"{_named(function)} has {count} operations; accepted are up to {MOST_NODES}")
+    captured = [arrays[n] for n in used]
+    recording = Recording(value, result, used, [_name_of(x.dtype) for x in captured])
+    if seen.is_complete and all(id(x) in seen.arrays for x in captured):
+        known = seen.compiled([seen.arrays[id(x)] for x in captured]), recording
+        code = key_of(function)
+        _, recordings = _recordings.setdefault((id(code), name, q.dtype), (code, []))
+        recordings.insert(0, known)
+        del recordings[_MOST_RECORDINGS:]
+        while len(_recordings) > _MOST_CODES:
+            _recordings.popitem(last=False)
+    return recording, captured
+
+
+def _check_signature(name: str, function: Callable[..., Any]) -> None:
+    count = len(_ARGUMENTS[name])
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        raise _RefusedError(f"{_named(function)} does not take {count} arguments; accepted is {SIGNATURES[name]}", TypeError) from None
+    except ValueError:  # a function in C may have no signature
+        pass
+
+
+def _result(name: str, whose: str, graph: Any, found: Any) -> Value:
+    if not isinstance(found, Value):
+        if not isinstance(found, (bool, int, float)):
+            accepted = "a scalar, or a number" if name == "score" else "a bool scalar, or a bool"
+            raise _RefusedError(f"{whose} returns {kind(found)}; accepted is {accepted}", TypeError)
+        found = graph.number(found)
+    if found.shape:
+        raise _RefusedError(f"{whose} returns shape {found.shape}; accepted is a scalar: the function sees one score at a time")
+    if name == "mask" and found.kind != BOOLEAN:
+        what = "an integer" if found.kind == INTEGER else "a real number"
+        raise _RefusedError(f"{whose} returns {what}; accepted is a bool, as a comparison gives", TypeError)
+    return found
+
+
+def _check_captured(whose: str, arrays: Sequence[Any], framework: Framework, q: Array) -> None:
+    for x in arrays:
+        what = f"{whose} reads a tensor of shape {tuple(x.shape)}"
+        if (unfit := framework.unfit("", x)) is not None:
+            raise _RefusedError("".join(f"{what}: {each.words}" for each in refusals_of(unfit)[:1]), type(unfit))
+        if getattr(x, "device", None) != getattr(q, "device", None):
+            raise _RefusedError(f"{what} on {x.device}; accepted is q's device, {q.device}, or a number: item() gives that of a scalar")
+        if len(x.shape) > MOST_AXES:
+            raise _RefusedError(f"{what}; accepted are up to {MOST_AXES} axes")
+        if 0 in x.shape:
+            raise _RefusedError(f"{what}; accepted are tensors with elements")
+        if (dtype := _name_of(x.dtype)) not in _AS_THEY_ARE + _AS_INT32:
+            raise _RefusedError(f"{whose} reads a tensor of {dtype}; accepted are {', '.join(_AS_THEY_ARE)}, and integers of fewer bits")
+        if framework.is_tracked(x):
+            raise _RefusedError(f"{whose} {TRACKED}", NotImplementedError)
+
+
+def _named(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or kind(function)
+
+
+_OWN = f"{Path(__file__).parent}{os.sep}"
+
+
+def _place(at: TracebackType | None) -> str:
+    """(line 12 of file): where the caller's code was, in words."""
+    found = ""
+    while at is not None:
+        file = at.tb_frame.f_code.co_filename
+        if not file.startswith(_OWN) and f"{os.sep}torch{os.sep}" not in file and f"{os.sep}numpy{os.sep}" not in file:
+            found = f" (line {at.tb_lineno} of {Path(file).name})"
+        at = at.tb_next
+    return found
+
+
+@lru_cache(maxsize=1024)
+def struct_of(text: str) -> tuple[Any, Any]:
+    """A strobe_function for a text, and the object that must live as long."""
+    nodes = []
+    for operation, inputs, more in decoded(text):
+        node: dict[str, Any] = {"operation": getattr(lib, f"STROBE_OP_{operation}"), "inputs": [*inputs, 0, 0, 0, 0][:4]}
+        if more is not None:
+            node["captured" if operation == "LOAD" else "real" if operation == "REAL" else "integer"] = more
+        nodes.append(node)
+    array = ffi.new("strobe_node[]", nodes)
+    return ffi.new("strobe_function *", {"size": ffi.sizeof("strobe_function"), "nodes": array, "n_nodes": len(nodes)}), array

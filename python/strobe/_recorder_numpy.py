@@ -1,0 +1,327 @@
+"""Records a function of NumPy arrays: it is called once on objects whose operators, and NumPy's functions of them, make nodes.
+
+An array that the function reads cannot see that its index is such an object. So the function that is called is a copy, in which arrays in
+closure cells, defaults, globals, containers and attributes are replaced by objects of the same kind."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import _elementwise as e
+from ._elementwise import ELEMENTWISE
+from ._graph import BOOLEAN, INTEGER, REAL, Graph, NoFormError, UnrecordableError, Value, concatenated, where
+from ._watched import is_trusted, names_of
+
+_DTYPES = {BOOLEAN: np.dtype(np.bool_), INTEGER: np.dtype(np.int64), REAL: np.dtype(np.float64)}
+_OF_DTYPES = {"b": BOOLEAN, "i": INTEGER, "u": INTEGER, "f": REAL}
+
+
+def kind_of_dtype(dtype: Any) -> str:
+    dtype = np.dtype(dtype)
+    found = REAL if dtype.name == "bfloat16" else _OF_DTYPES.get(dtype.kind)
+    if found is None:
+        raise UnrecordableError(f"an array of {dtype}; accepted are real numbers, integers and bools")
+    return found
+
+
+def record(function: Callable[..., Any], arguments: Sequence[tuple[str, str]], in_float64: bool) -> tuple[Graph, Any, list[Any]]:
+    """The graph of function(*arguments), its result (a Value, or what it returns that is none), and the arrays that it captures.
+
+    arguments: the operation and the kind of each."""
+    graph = Graph(NumPyValue)
+    copies = _Copies(graph)
+    found = copies.of(function)(*(graph.argument(operation, kind) for operation, kind in arguments))
+    if isinstance(found, np.generic):
+        found = found.item()
+    if isinstance(found, np.ndarray):
+        found = copies.of(found)
+    return graph, found, copies.captured
+
+
+class _Copies:
+    """Copies of objects with Values in place of arrays."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.captured: list[Any] = []
+        self._known: dict[int, Any] = {}
+        self._alive: list[Any] = []
+
+    def of(self, x: Any) -> Any:
+        if id(x) not in self._known:
+            self._alive.append(x)
+            self._known[id(x)] = x  # what refers to itself keeps the original
+            self._known[id(x)] = self._made(x)
+        return self._known[id(x)]
+
+    def _made(self, x: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            self.captured.append(x)
+            return self.graph.captured(len(self.captured) - 1, x.shape, kind_of_dtype(x.dtype))
+        if isinstance(x, types.FunctionType):
+            return x if is_trusted(x.__globals__.get("__name__")) else self._function(x)
+        if isinstance(x, types.MethodType):
+            return types.MethodType(self.of(x.__func__), self.of(x.__self__))
+        if type(x) is functools.partial:
+            return functools.partial(self.of(x.func), *map(self.of, x.args), **{name: self.of(each) for name, each in x.keywords.items()})
+        if type(x) in (tuple, list):
+            found = [self.of(each) for each in x]
+            return x if all(old is new for old, new in zip(x, found, strict=True)) else type(x)(found)
+        if type(x) is dict:
+            items = {name: self.of(each) for name, each in x.items()}
+            return x if all(x[name] is items[name] for name in x) else items
+        if type(x).__flags__ & 1 << 9 and not isinstance(x, type) and hasattr(x, "__dict__") and not is_trusted(type(x).__module__):
+            return self._instance(x)
+        return x
+
+    def _function(self, x: types.FunctionType) -> types.FunctionType:
+        own = x.__globals__
+        namespace = own | {name: self.of(own[name]) for name in names_of(x.__code__).of_globals & own.keys()}
+        cells = []
+        for cell in x.__closure__ or ():
+            try:
+                cells.append(types.CellType(self.of(cell.cell_contents)))
+            except ValueError:  # it has no value yet
+                cells.append(cell)
+        found = types.FunctionType(x.__code__, namespace, x.__name__, self.of(x.__defaults__), tuple(cells))
+        found.__kwdefaults__ = self.of(x.__kwdefaults__)
+        return found
+
+    def _instance(self, x: Any) -> Any:
+        """An object of the same class, of which methods see the attributes as copies, but globals as they are."""
+        kind = type(x)
+        try:
+            found = object.__new__(kind)
+        except TypeError:
+            return x
+        namespace = {name: self.of(each) for name, each in vars(x).items()}
+        if all(vars(x)[name] is namespace[name] for name in namespace) and not callable(x):
+            return x
+        own = {
+            name: self.of(method)
+            for each in kind.__mro__[::-1]
+            for name, method in vars(each).items()
+            if type(method) is types.FunctionType
+        }
+        own.pop("__new__", None)
+        found.__dict__.update(namespace)
+        # Of a class of the same name, whose methods are copies.
+        found.__class__ = type(kind.__name__, (kind,), {**own, "__slots__": ()})
+        return found
+
+
+def _operand(graph: Graph, x: Any) -> Any:
+    if isinstance(x, np.generic):
+        return x.item()
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        return x.item()
+    if isinstance(x, np.ndarray):
+        accepted = "accepted are arrays in closures, defaults, globals and attributes"
+        raise UnrecordableError(f"an array that the function gets in a way that is not followed; {accepted}")
+    return graph.of(x)
+
+
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    **{name: function for name, function in ELEMENTWISE.items() if isinstance(getattr(np, name, None), np.ufunc)},
+    "absolute": abs,
+    "add": lambda x, y: x + y,
+    "arccos": ELEMENTWISE["acos"],
+    "arccosh": ELEMENTWISE["acosh"],
+    "arcsin": ELEMENTWISE["asin"],
+    "arcsinh": ELEMENTWISE["asinh"],
+    "arctan": ELEMENTWISE["atan"],
+    "arctan2": e.atan2,
+    "arctanh": ELEMENTWISE["atanh"],
+    "cbrt": lambda x: e.sign(x) * abs(x.to(REAL)) ** (1 / 3),
+    "clip": e.clamp,
+    "conjugate": lambda x: x,
+    "degrees": ELEMENTWISE["rad2deg"],
+    "divide": lambda x, y: x / y,
+    "equal": lambda x, y: x == y,
+    "erf": ELEMENTWISE["erf"],
+    "erfc": ELEMENTWISE["erfc"],
+    "expit": ELEMENTWISE["sigmoid"],
+    "fabs": lambda x: abs(x.to(REAL)),
+    "greater": lambda x, y: x > y,
+    "greater_equal": lambda x, y: x >= y,
+    "invert": lambda x: ~x,
+    "left_shift": lambda x, y: x << y,
+    "less": lambda x, y: x < y,
+    "less_equal": lambda x, y: x <= y,
+    "log_expit": e.log_sigmoid,
+    "multiply": lambda x, y: x * y,
+    "negative": lambda x: -x,
+    "not_equal": lambda x, y: x != y,
+    "positive": lambda x: x,
+    "power": lambda x, y: x**y,
+    "float_power": lambda x, y: x.to(REAL) ** y,
+    "radians": ELEMENTWISE["deg2rad"],
+    "right_shift": lambda x, y: x >> y,
+    "rint": ELEMENTWISE["round"],
+    "subtract": lambda x, y: x - y,
+    "true_divide": lambda x, y: x / y,
+}
+
+
+class NumPyValue(Value):
+    """A Value that NumPy's functions take as an array."""
+
+    __slots__ = ()
+    __hash__ = Value.__hash__
+    __array_priority__ = 1000
+
+    @property
+    def dtype(self) -> Any:
+        return _DTYPES[self.kind]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def T(self) -> Value:  # noqa: N802
+        return self.permuted([*range(self.ndim)][::-1])
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a scalar")
+        return self.shape[0]
+
+    def __iter__(self) -> Any:
+        return iter([self[n] for n in range(len(self))])
+
+    def __getitem__(self, index: Any) -> Any:
+        items = [*index] if isinstance(index, tuple) else [index]
+        items = [self.graph.number(int(x)) if isinstance(x, np.integer) else x for x in items]
+        wide = sum(item is not None and item is not Ellipsis for item in items)
+        if any(item is Ellipsis for item in items):
+            at = next(n for n, item in enumerate(items) if item is Ellipsis)
+            items[at : at + 1] = [slice(None)] * (self.ndim - wide)
+        found: Value = self
+        values: list[Value | None] = []
+        axis = 0
+        for item in items:
+            if isinstance(item, Value):
+                values += [None] * (axis - len(values)) + [item]
+                axis += 1
+            elif item is None:
+                found, axis = found.unsqueezed(axis), axis + 1
+            elif isinstance(item, slice):
+                start, stop, step = item.indices(found.shape[axis])
+                if step < 0:
+                    raise UnrecordableError("a slice with a negative step; accepted is np.flip")
+                found, axis = found.sliced(axis, start, stop, step), axis + 1
+            elif isinstance(item, int) and not isinstance(item, bool):
+                found = found.select(axis, item)
+            else:
+                accepted = "accepted are integers, slices, None and ..."
+                raise UnrecordableError(f"an index of type {type(item).__name__}; {accepted}")
+        return found.index(values) if values else found
+
+    def __setitem__(self, index: Any, x: Any) -> None:
+        raise UnrecordableError("a write into an array; accepted is np.where, which makes a new one")
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(np.ndarray, name):
+            raise NoFormError(f".{name} of an array")
+        raise AttributeError(name)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        self._has_no_number()
+
+    def item(self) -> Any:
+        self._has_no_number()
+
+    def astype(self, dtype: Any, **_: Any) -> Value:
+        of = np.dtype(dtype)
+        if of.kind in "iu" and of.itemsize < 4 and self.kind != BOOLEAN:
+            return e.to_integer_of(self, 8 * of.itemsize, of.kind == "i")
+        return self.to(kind_of_dtype(of))
+
+    def copy(self) -> Value:
+        return self
+
+    def clip(self, min: Any = None, max: Any = None) -> Value:
+        return e.clamp(self, min, max)
+
+    def reshape(self, *shape: Any) -> Value:
+        return self.reshaped(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+
+    def transpose(self, *axes: Any) -> Value:
+        order = axes[0] if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
+        return self.permuted(order or [*range(self.ndim)][::-1])
+
+    def take(self, index: Any, axis: Any = None) -> Value:
+        return _take(self, index, axis)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method != "__call__":
+            raise NoFormError(f"{ufunc.__name__}.{method}")
+        if kwargs.keys() - {"dtype", "casting"}:
+            raise UnrecordableError(f"{ufunc.__name__} with {', '.join(sorted(kwargs))}; accepted are its operands alone")
+        if (function := _UFUNCS.get(ufunc.__name__)) is None:
+            raise NoFormError(f"np.{ufunc.__name__}")
+        operands = [_operand(self.graph, x) for x in inputs]
+        found = function(self.graph.of(operands[0]), *operands[1:])
+        return found.astype(kwargs["dtype"]) if kwargs.get("dtype") is not None else found
+
+    def __array_function__(self, func: Any, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if (function := _FUNCTIONS.get(func.__name__)) is None:
+            raise NoFormError(f"np.{func.__name__}")
+        operands = [_operand(self.graph, x) if isinstance(x, (np.ndarray, np.generic)) else x for x in args]
+        if operands and isinstance(operands[0], (bool, int, float)):
+            operands[0] = self.graph.of(operands[0])
+        return function(*operands, **kwargs)
+
+
+def _where(condition: Value, x: Any, y: Any) -> Value:
+    return where(condition, *(_operand(condition.graph, each) for each in (x, y)))
+
+
+def _take(x: Value, index: Any, axis: Any = None) -> Value:
+    if axis is None:
+        return x.reshaped((-1,)).index([x.graph.of(index)])
+    return x.index([None] * (axis % len(x.shape)) + [x.graph.of(index)])
+
+
+def _select(conditions: Sequence[Value], choices: Sequence[Any], default: Any = 0) -> Value:
+    found = default
+    for condition, choice in [*zip(conditions, choices, strict=True)][::-1]:
+        found = where(condition, choice, found)
+    return found
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "around": e.rounded,
+    "broadcast_to": lambda x, shape: x.expanded(shape),
+    "clip": lambda x, a_min=None, a_max=None, **_: e.clamp(x, a_min, a_max),
+    "copy": lambda x, **_: x,
+    "expand_dims": lambda x, axis: x.unsqueezed(axis),
+    "flip": lambda x, axis=None: x.flipped([*range(len(x.shape))] if axis is None else [axis]),
+    "full_like": lambda x, value, **_: x.graph.of(value).to(x.kind),
+    "nan_to_num": lambda x, copy=True, nan=0.0, posinf=None, neginf=None: e.nan_to_num(x, nan, posinf, neginf),
+    "ndim": lambda x: x.ndim,
+    "ones_like": lambda x, **_: x.graph.of(1).to(x.kind),
+    "ravel": lambda x, **_: x.reshaped((-1,)),
+    "reshape": lambda x, shape, **_: x.reshape(shape),
+    "round": e.rounded,
+    "select": _select,
+    "shape": lambda x: x.shape,
+    "sinc": e.sinc,
+    "concatenate": lambda values, axis=0: concatenated(values, axis),
+    "stack": lambda values, axis=0: concatenated([x.unsqueezed(axis) for x in values], axis),
+    "squeeze": lambda x, axis=None: x.squeezed(None if axis is None else [axis]),
+    "take": _take,
+    "transpose": lambda x, axes=None: x.transpose(*(axes or ())),
+    "where": _where,
+    "zeros_like": lambda x, **_: x.graph.of(0).to(x.kind),
+}

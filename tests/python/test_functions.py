@@ -1,0 +1,737 @@
+"""Functions of the score and the mask: their graphs against the functions themselves, when a graph is used again, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import nodes
+import strobe
+from device import DEVICE
+from strobe import _function, _recorder_numpy, _recorder_torch
+from strobe._graph import BOOLEAN, REAL, decoded
+from strobe.arrays.numpy import NUMPY
+from strobe.arrays.torch import TORCH
+
+B, H, S = 2, 4, 12  # positions that are drawn
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+TABLE, BIAS, SLOPES, SCALAR = numbers(1, H, 5), numbers(2, H, S, S), numbers(3, H), numbers(4)
+DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3])
+VISIBLE = torch.tensor([[True, False, True, True], [False, True, True, False], [True, True, False, True], [False, False, True, True]])
+SIDE = 4  # of the image of the neighbourhood
+
+
+def t5_buckets(distance: Any, xp: Any) -> Any:
+    """The buckets of T5's relative bias, both directions."""
+    far = xp.log(xp.maximum(xp.abs(distance), 1) / 2) / math.log(8 / 2) * 2
+    bucket = xp.where(xp.abs(distance) < 2, xp.abs(distance) * 1.0, xp.minimum(2 + xp.floor(far), 4.0 + 0 * far))
+    return bucket
+
+
+class Torch(types.SimpleNamespace):
+    """What functions of both libraries call."""
+
+    where, abs, tanh, exp, log, floor, sqrt, sign = (
+        torch.where,
+        torch.abs,
+        torch.tanh,
+        torch.exp,
+        torch.log,
+        torch.floor,
+        torch.sqrt,
+        torch.sign,
+    )
+
+    @staticmethod
+    def _of_two(function: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
+        like = x if isinstance(x, Tensor) else y
+        x, y = (z if isinstance(z, Tensor) else torch.full_like(like, z) for z in (x, y))
+        return function(x, y)
+
+    maximum = functools.partial(_of_two, torch.maximum)
+    minimum = functools.partial(_of_two, torch.minimum)
+
+    @staticmethod
+    def integer(x: Tensor) -> Tensor:
+        return x.long()
+
+
+class NumPy(types.SimpleNamespace):
+    where, abs, tanh, exp, log, floor, sqrt, sign = np.where, np.abs, np.tanh, np.exp, np.log, np.floor, np.sqrt, np.sign
+    maximum, minimum = np.maximum, np.minimum
+
+    @staticmethod
+    def integer(x: Any) -> Any:
+        return x.astype(np.int64)
+
+
+def both(xp: Any, array: Callable[[Tensor], Any]) -> dict[str, Callable[..., Any]]:
+    """The twelve functions of scores and masks that models have, and arithmetic, in either library."""
+    slopes, table, bias, documents, visible, scalar = map(array, (SLOPES, TABLE, BIAS, DOCUMENTS, VISIBLE, SCALAR))
+
+    def t5(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[h, xp.integer(t5_buckets(i - j, xp))]
+
+    def neighbourhood(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (xp.abs(i // SIDE - j // SIDE) <= 1) & (xp.abs(i % SIDE - j % SIDE) <= 1)
+
+    return {
+        "alibi": lambda s, b, h, i, j: s - 2.0**-3 * xp.abs(i - j),
+        "learned alibi": lambda s, b, h, i, j: s + slopes[h] * (j - i),
+        "learned bias": lambda s, b, h, i, j: s + bias[h, i, j],
+        "t5": t5,
+        "softcap": lambda s, b, h, i, j: 20.0 * xp.tanh(s / 20.0),
+        "softcap and alibi": lambda s, b, h, i, j: 5.0 * xp.tanh(s / 5.0) - 0.25 * xp.abs(i - j),
+        "document": lambda b, h, i, j: documents[i] == documents[j],
+        "prefix": lambda b, h, i, j: (j < 3) | (i >= j),
+        "window": lambda b, h, i, j: (i - j <= 4) & (j <= i),
+        "dilated": lambda b, h, i, j: ((i - j) % 3 == 0) & (i >= j),
+        "neighbourhood": neighbourhood,
+        "tanh": lambda s, b, h, i, j: xp.tanh(s),
+        "documents of documents": lambda s, b, h, i, j: xp.where(visible[documents[i], documents[j]], s, -math.inf),
+        "integers": lambda s, b, h, i, j: s + (i - j) // 3 + (i - j) % 3 + (i - j) // -2 + (i - j) % -4 + (i * j - 5) ** 2,
+        "bits": lambda s, b, h, i, j: s + (((i - j) & 5) | 8) + ((i - j) ^ 3) + ~i + ((i - j) << 2) + ((i - j) >> 1),
+        "division": lambda s, b, h, i, j: s + (i - j) / 7 + s // 0.3 + s % 0.3 + 1 / (2 + xp.abs(s)),
+        "booleans": lambda s, b, h, i, j: s * ((i > j) & (h < 2) | ~(j == 3) ^ (i == 1)) + ((i > j) + (h < 2)) * 1.0,
+        "powers": lambda s, b, h, i, j: s**2 + s**3 + xp.abs(s) ** 0.5 + xp.abs(s) ** 1.7 + 2.0**s + i**2,
+        "rows": lambda s, b, h, i, j: s + table[h][i % 5] + table[h, :][j % 5] + table[:, 1][h] + (table * 2.0).T[i % 5, h] + scalar,
+        "negative": lambda s, b, h, i, j: s + table[-1, j % 5 - 5] + table[h - H, 0] + table[1:4:2][h % 2 - 2, 1] + table[1:][h % 3, 2],
+        "new axes": lambda s, b, h, i, j: s + table[None, h, ..., 2][0] + table[..., None, 1][h][0],
+        "after exp": lambda s, b, h, i, j: s + xp.exp(table)[h, i % 5] + xp.exp(table[h])[j % 5],
+        "unrolled": lambda s, b, h, i, j: sum((table[h, n] * xp.tanh(s * (n + 1)) for n in range(5)), s),
+    }
+
+
+OF_BOTH = both(Torch, lambda x: x)
+EMBEDDING = torch.nn.Embedding(S, 4).double().requires_grad_(False)
+SMALL = DOCUMENTS.to(torch.int8)
+
+OF_TORCH: dict[str, Callable[..., Any]] = {
+    # FlexAttention's examples, as its authors write them
+    "flex causal": lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf")),
+    "flex relative": lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx),
+    "flex alibi": lambda score, b, h, q_idx, kv_idx: score + (kv_idx - q_idx) * torch.exp2(-((h + 1) * 8.0 / H)),
+    "flex per head": lambda score, b, h, q_idx, kv_idx: score + torch.exp2(-(torch.tensor(8.0) * (h + 1) / H)) * (q_idx - kv_idx),
+    "flex natten": lambda b, h, q_idx, kv_idx: (
+        (q_idx // SIDE - kv_idx // SIDE).abs().le(1).logical_and((q_idx % SIDE - kv_idx % SIDE).abs() <= 1)
+    ),
+    "flex checkerboard": lambda score, b, h, i, j: torch.where(
+        torch.abs(i - j) % 2 == 1, score * 0.5, torch.where((i + j) % 2 == 0, score, 2)
+    ),
+    "flex transpose": lambda b, h, i, j: torch.eq(i // 3, j // 3) & (b >= 0),
+    # functions of torch
+    "gelu": lambda s, b, h, i, j: F.gelu(s) + F.gelu(s, approximate="tanh"),
+    "silu": lambda s, b, h, i, j: F.silu(s) + F.mish(s) + F.softplus(s) + F.softplus(s, 2.0, 3.0) + F.logsigmoid(s),
+    "relu": lambda s, b, h, i, j: F.relu(s) + F.relu6(s) + F.leaky_relu(s) + F.elu(s, 0.5) + F.selu(s) + F.celu(s, 0.7),
+    "hard": lambda s, b, h, i, j: F.hardtanh(s) + F.hardsigmoid(s) + F.hardswish(s) + F.hardshrink(s) + F.softshrink(s),
+    "soft": lambda s, b, h, i, j: F.softsign(s) + F.tanhshrink(s) + F.threshold(s, 0.1, 0.2) + torch.sigmoid(s).logit(),
+    "clamp": lambda s, b, h, i, j: s.clamp(-0.5, 0.5) + torch.clamp(i - j, min=-2) + s.clamp_min(0.1) + s.clip(max=SCALAR),
+    "exp": lambda s, b, h, i, j: torch.expm1(s) + torch.exp2(s) + torch.log1p(s.abs()) + torch.log2(s.abs() + 1) + torch.log10(s.abs() + 1),
+    "trigonometric": lambda s, b, h, i, j: torch.sin(s) + torch.cos(s) + torch.atan(s) + torch.atan2(s, s + 1) + torch.asin(torch.tanh(s)),
+    "hyperbolic": lambda s, b, h, i, j: torch.sinh(s) + torch.cosh(s) + torch.asinh(s) + torch.acosh(s.abs() + 1) + torch.sinc(s),
+    "roots": lambda s, b, h, i, j: s.abs().sqrt() + s.abs().add(1).rsqrt() + s.square() + torch.hypot(s, s + 1) + (s + 9).reciprocal(),
+    "rounding": lambda s, b, h, i, j: torch.round(s * 3) + torch.floor(s) + torch.ceil(s) + s.trunc() + s.frac() + torch.sign(s),
+    "division": lambda s, b, h, i, j: (
+        s
+        + torch.div(i - j, 3, rounding_mode="trunc")
+        + torch.div(s, 0.3, rounding_mode="floor")
+        + torch.fmod(i - j, 3)
+        + torch.fmod(s, 0.7)
+    ),
+    "extremes": lambda s, b, h, i, j: torch.maximum(s, -s) + torch.minimum(i, j) + torch.max(i, j) + torch.fmax(s, s * s) + s.min(s + i),
+    "special": lambda s, b, h, i, j: torch.erf(s) + torch.special.expit(s) + torch.xlogy(s, s.abs()) + torch.logaddexp(s, s * 2),
+    "tests": lambda s, b, h, i, j: torch.nan_to_num(s) + torch.isnan(s) + s.isinf() + torch.isfinite(s) + torch.heaviside(s, s),
+    "lerp": lambda s, b, h, i, j: (
+        torch.lerp(s, s * 2, 0.25) + torch.addcmul(s, s, s, value=2) + torch.rsub(s, 2) + torch.add(s, i, alpha=3)
+    ),
+    "masked": lambda s, b, h, i, j: s.masked_fill(i < j, -1.0) + s.where(i > j, 0.5) + torch.where(i == j, 1, 2),
+    "constants": lambda s, b, h, i, j: (
+        s * torch.tensor(3.0) + torch.tensor([1.0, 2.0, 3.0, 4.0])[h] + torch.full_like(s, 2) + torch.arange(5)[h] + torch.ones_like(s)
+    ),
+    "dtypes": lambda s, b, h, i, j: (
+        (i * 100).to(torch.int8) + (i * 100).to(torch.uint8) + s.long() + (i > 2).float() + s.double().to(s.dtype)
+    ),
+    "module": lambda s, b, h, i, j: s + EMBEDDING(i)[h] + EMBEDDING.weight[j, h],
+    "gathers": lambda s, b, h, i, j: (
+        s
+        + TABLE.gather(1, (i % 5).view(1, 1))[0, 0]
+        + torch.take(TABLE, h)
+        + TABLE.index_select(0, h).squeeze(0)[1]
+        + TABLE[h].select(0, 2)
+    ),
+    "views": lambda s, b, h, i, j: (
+        s
+        + TABLE.flip(1)[h, i % 5]
+        + TABLE.reshape(-1)[h]
+        + TABLE.view(2, 10)[h % 2, i % 10]
+        + TABLE.transpose(0, 1)[i % 5, h]
+        + TABLE.expand(2, 4, 5)[b, h, 0]
+        + TABLE[h].unbind()[3]
+        + TABLE.unsqueeze(1)[h, 0, 1]
+    ),
+    "small integers": lambda s, b, h, i, j: s + SMALL[i] * SMALL[j],
+    "shifts": lambda s, b, h, i, j: s + torch.bitwise_left_shift(i, 2) + (j - i >> 1) + (i - j).bitwise_not() + torch.bitwise_xor(i, j),
+}
+
+
+def count_of(function: Callable[..., Any]) -> int:
+    return function.__code__.co_argcount
+
+
+def arguments_of(function: Callable[..., Any]) -> tuple[tuple[str, str], ...]:
+    return _function._ARGUMENTS["score" if count_of(function) == 5 else "mask"]
+
+
+def text_of(function: Callable[..., Any], recorder: Any) -> tuple[str, list[Any]]:
+    graph, value, captured = recorder.record(function, arguments_of(function), True)
+    kind = REAL if count_of(function) == 5 else BOOLEAN
+    result = graph.of(value).at((), kind)
+    used = graph.captured_by(result)
+    return graph.text(result, {n: place for place, n in enumerate(used)}), [captured[n] for n in used]
+
+
+def drawn(rng: random.Random) -> tuple[float, int, int, int, int]:
+    s = rng.choice([rng.gauss(0, 1), rng.gauss(0, 4), 0.0, 1.0, -1.0, 0.5])
+    return s, rng.randrange(B), rng.randrange(H), rng.randrange(S), rng.randrange(S)
+
+
+def agrees(function: Callable[..., Any], text: str, captured: list[Any], number: Callable[[Any], Any]) -> None:
+    rng = random.Random(1)
+    lists = [x.tolist() for x in captured]
+    for _ in range(60):
+        given = drawn(rng)
+        got = nodes.evaluate(text, dict(zip(nodes.ARGUMENTS, given, strict=True)), lists)
+        expected = function(*map(number, given[5 - count_of(function) :])).item()
+        same = got == expected or (got != got and expected != expected)
+        assert same or got == pytest.approx(expected, rel=1e-6, abs=1e-9), (given, text)
+
+
+def of_torch(x: Any) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else torch.int64)
+
+
+@pytest.mark.parametrize("function", [*OF_BOTH.values(), *OF_TORCH.values()], ids=[*OF_BOTH, *OF_TORCH])
+def test_a_graph_computes_what_the_function_does(function):
+    agrees(function, *text_of(function, _recorder_torch), of_torch)
+
+
+@pytest.mark.parametrize("name", OF_BOTH)
+def test_numpy_makes_the_graph_that_torch_makes(name):
+    function = both(NumPy, lambda x: x.numpy())[name]
+    text, captured = text_of(function, _recorder_numpy)
+    assert text == text_of(OF_BOTH[name], _recorder_torch)[0]
+    agrees(function, text, captured, lambda x: np.float64(x) if isinstance(x, float) else np.int64(x))
+
+
+NUMPY_ONLY: dict[str, Callable[..., Any]] = {
+    "functions": lambda s, b, h, i, j: (
+        np.clip(s, -1, 1) + np.square(s) + np.hypot(s, 2) + np.logaddexp(s, 1) + np.float32(2) * s + np.cbrt(s)
+    ),
+    "methods": lambda s, b, h, i, j: s.clip(-1, 1) + (i * 100).astype(np.int8) + np.take(TABLE.numpy(), h) + np.sinc(s) + np.rint(s * 3),
+    "select": lambda s, b, h, i, j: np.select([i < j, i == j], [s, 2 * s], 0.5) + np.nan_to_num(s) + np.expand_dims(s, 0)[0],
+}
+
+
+@pytest.mark.parametrize("name", NUMPY_ONLY)
+def test_functions_of_numpy(name):
+    table = TABLE.numpy()
+    functions = NUMPY_ONLY | {"methods": lambda s, b, h, i, j: s.clip(-1, 1) + (i * 100).astype(np.int8) + np.take(table, h) + np.sinc(s)}
+    agrees(functions[name], *text_of(functions[name], _recorder_numpy), lambda x: np.float64(x) if isinstance(x, float) else np.int64(x))
+
+
+# When a recording is used again
+
+
+def recorded_text(function: Callable[..., Any], name: str = "score", framework: Any = TORCH) -> tuple[str, list[Any]]:
+    wrong: list[Exception] = []
+    q = torch.zeros(1, dtype=torch.float64) if framework is TORCH else np.zeros(1)
+    found = _function.recorded(wrong, {name: function}, framework, q)
+    assert not wrong, wrong
+    return found.pop(_function.FIELDS[name]), [*found.values()]
+
+
+def is_known(function: Callable[..., Any], framework: Any = TORCH) -> bool:
+    q = torch.zeros(1, dtype=torch.float64) if framework is TORCH else np.zeros(1)
+    return _function.as_fields({"score": function}, framework, q) is not None
+
+
+FACTOR, PAIR, NESTED = 2.0, [1.0, 2.0], {"deep": {"factor": 2.0}}
+MODULE = types.ModuleType("config_of_the_test")
+MODULE.FACTOR = 2.0
+
+
+def helper(x: Any) -> Any:
+    return x * FACTOR
+
+
+class Config:
+    factor = 2.0
+
+
+@dataclasses.dataclass
+class Scores:
+    factor: float = 2.0
+
+    def __call__(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return self.scaled(s)
+
+    def method(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return self.scaled(s)
+
+    def scaled(self, s: Any) -> Any:
+        return s * self.factor
+
+
+class Module(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2.0
+        self.inner = torch.nn.Module()
+        self.inner.factor = 2.0
+
+    def forward(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * self.factor + self.inner.factor
+
+
+def with_cell(factor: Any) -> Callable[..., Any]:
+    return lambda s, b, h, i, j: s * factor
+
+
+def with_default(s: Any, b: Any, h: Any, i: Any, j: Any, factor: Any = 2.0) -> Any:
+    return s * factor
+
+
+def with_keyword(s: Any, b: Any, h: Any, i: Any, j: Any, *, factor: Any = 2.0) -> Any:
+    return s * factor
+
+
+def change_cell() -> tuple[Callable[..., Any], Callable[[float], None]]:
+    factor = 2.0
+
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * factor
+
+    def change(x: float) -> None:
+        nonlocal factor
+        factor = x
+
+    return function, change
+
+
+def change_inner_cell() -> tuple[Callable[..., Any], Callable[[float], None]]:
+    inner, change = change_cell()
+    return lambda s, b, h, i, j: inner(s, b, h, i, j) + 1, change
+
+
+def set_item(container: Any, key: Any) -> Callable[[float], None]:
+    return functools.partial(container.__setitem__, key)
+
+
+def mutations() -> dict[str, Callable[[], tuple[Callable[..., Any], Callable[[float], None]]]]:
+    """A function whose factor is 2.0, and what changes it."""
+    scores, module, config, values = Scores(), Module(), types.SimpleNamespace(factor=2.0), [2.0]
+
+    def default(x: float) -> None:
+        with_default.__defaults__ = (x,)
+
+    def keyword(x: float) -> None:
+        with_keyword.__kwdefaults__["factor"] = x
+
+    def code(x: float) -> None:
+        with_code.__code__ = (lambda s, b, h, i, j: s * 3.0).__code__
+
+    def with_code(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * 2.0
+
+    return {
+        "cell": change_cell,
+        "cell of a function that is called": change_inner_cell,
+        "default": lambda: (with_default, default),
+        "keyword default": lambda: (with_keyword, keyword),
+        "global": lambda: (lambda s, b, h, i, j: s * FACTOR, set_item(globals(), "FACTOR")),
+        "global of a function that is called": lambda: (lambda s, b, h, i, j: helper(s), set_item(globals(), "FACTOR")),
+        "attribute of a module": lambda: (lambda s, b, h, i, j: s * MODULE.FACTOR, set_item(MODULE.__dict__, "FACTOR")),
+        "attribute of a class": lambda: (lambda s, b, h, i, j: s * Config.factor, functools.partial(setattr, Config, "factor")),
+        "attribute of an object": lambda: (lambda s, b, h, i, j: s * config.factor, functools.partial(setattr, config, "factor")),
+        "attribute of a callable": lambda: (scores, functools.partial(setattr, scores, "factor")),
+        "attribute of a method": lambda: (scores.method, functools.partial(setattr, scores, "factor")),
+        "attribute of a torch module": lambda: (module, functools.partial(setattr, module, "factor")),
+        "attribute of a module within": lambda: (module, functools.partial(setattr, module.inner, "factor")),
+        "list": lambda: (lambda s, b, h, i, j: s * values[0], set_item(values, 0)),
+        "nested dictionary": lambda: (lambda s, b, h, i, j: s * NESTED["deep"]["factor"], set_item(NESTED["deep"], "factor")),
+        "list of any length": lambda: (lambda s, b, h, i, j: s * sum(PAIR), PAIR.append),
+        "a function's code": lambda: (with_code, code),
+        "a partial function": lambda: (functools.partial(with_keyword, factor=2.0), lambda x: None),
+        "what is not followed": lambda: (lambda s, b, h, i, j: s * globals()["FACTOR"], set_item(globals(), "FACTOR")),
+        "attribute by name": lambda: (
+            lambda s, b, h, i, j: s * getattr(config, "fac" + "tor"),
+            functools.partial(setattr, config, "factor"),
+        ),
+    }
+
+
+@pytest.fixture
+def restored():
+    yield
+    globals().update(FACTOR=2.0, PAIR=[1.0, 2.0], NESTED={"deep": {"factor": 2.0}})
+    Config.factor = MODULE.FACTOR = 2.0
+    with_default.__defaults__, with_keyword.__kwdefaults__["factor"] = (2.0,), 2.0
+
+
+@pytest.mark.parametrize("name", mutations())
+@pytest.mark.parametrize("framework", [TORCH, NUMPY], ids=["torch", "numpy"])
+def test_a_changed_value_is_used(name, framework, restored):
+    function, change = mutations()[name]()
+    before, _ = recorded_text(function, framework=framework)
+    assert recorded_text(function, framework=framework)[0] == before
+    followed = name not in ("what is not followed", "attribute by name")
+    assert is_known(function, framework) == followed
+    change(3.0)
+    assert is_known(function, framework) == (name == "a partial function")
+    after, _ = recorded_text(function, framework=framework)
+    number = torch.tensor(1.0, dtype=torch.float64) if framework is TORCH else np.float64(1.0)
+    for text in (after, recorded_text(function, framework=framework)[0]):
+        assert nodes.evaluate(text, {"SCORE": 1.0}) == float(function(number, 0, 0, 0, 0))
+    assert (after != before) == (name != "a partial function")
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 1.0), (1, True), (0.0, -0.0), (2.0, math.nan), ("a", "b"), (None, 1.0)])
+def test_values_that_are_equal_may_differ(old, new):
+    """A function sees their types and signs."""
+
+    def made(x: Any) -> Callable[..., Any]:
+        return lambda s, b, h, i, j: s if x is None else i * x if isinstance(x, (int, float)) else s * ord(x)
+
+    _function._recordings.clear()
+    recorded_text(made(old))
+    assert is_known(made(old))
+    assert not is_known(made(new))
+    recorded_text(made(math.nan))
+    assert is_known(made(math.nan))
+
+
+def test_another_number_makes_the_same_structure():
+    def structure(x: float, n: int) -> list[tuple[str, tuple[int, ...]]]:
+        text, _ = recorded_text(lambda s, b, h, i, j: torch.where(i - j < n, torch.tanh(s / x) * x, -math.inf))
+        return [node[:2] for node in decoded(text)]
+
+    assert structure(2.0, 3) == structure(3.0, 3) == structure(0.0, 0) == structure(1.0, -(2**40))
+
+
+def test_other_tensors_need_no_recording():
+    """In another function of the same code, as a layer makes one in each call; another shape or dtype does."""
+
+    def made(table: Tensor) -> Callable[..., Any]:
+        return lambda s, b, h, i, j: s + table[h]
+
+    text, (captured,) = recorded_text(made(SLOPES))
+    assert captured is SLOPES
+    other = SLOPES.clone()
+    assert is_known(made(other))
+    again, (captured,) = recorded_text(made(other))
+    assert again == text
+    assert captured is other
+    assert not is_known(made(SLOPES.float()))
+    assert not is_known(made(numbers(1, H + 1)))
+
+
+def test_a_tensor_that_both_functions_read_is_captured_once():
+    slopes = SLOPES.float()
+    options = {"score": lambda s, b, h, i, j: s + slopes[h] * DOCUMENTS[i], "mask": lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j]}
+    wrong: list[Exception] = []
+    found = _function.recorded(wrong, options, TORCH, torch.zeros(1))
+    assert [found[name] for name in _function.CAPTURED if name in found] == [slopes, DOCUMENTS] or found["captured_1"] is DOCUMENTS
+    assert {*found} == {"score_function", "mask_function", "captured_0", "captured_1"}
+    assert "LOAD 1" in found["mask_function"]
+    assert "LOAD 0" not in found["mask_function"]
+    assert _function.as_fields(options, TORCH, torch.zeros(1)).keys() == found.keys()
+
+
+def test_tensors_that_a_function_makes_are_recorded_each_time():
+    """Their numbers may follow from anything."""
+    state = [1.0]
+
+    def function(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + torch.tensor([state[0], 2.0])[h % 2]
+
+    recorded_text(function)
+    assert not is_known(function)
+    state[0] = 5.0
+    _, (captured,) = recorded_text(function)
+    assert captured.tolist() == [5.0, 2.0]
+
+
+def test_the_memory_is_bounded():
+    for n in range(2 * _function._MOST_CODES):
+        scope: dict[str, Any] = {}
+        exec(f"f = lambda s, b, h, i, j: s + {n}", scope)
+        recorded_text(scope["f"])
+    assert len(_function._recordings) <= _function._MOST_CODES
+    for n in range(3 * _function._MOST_RECORDINGS):
+        recorded_text(with_cell(float(n)))
+    assert all(len(found) <= _function._MOST_RECORDINGS for _, found in _function._recordings.values())
+
+
+# What is refused
+
+Q, K, V = (numbers(seed, 1, 2, S, 16).float().to(DEVICE) for seed in (5, 6, 7))
+TRACKED = torch.zeros(2, device=DEVICE, requires_grad=True)
+TABLES = [torch.zeros(2, device=DEVICE) for _ in range(9)]
+EMPTY, DEEP = torch.zeros(0, device=DEVICE), torch.zeros(1, 1, 1, 1, 2, device=DEVICE)
+COMPLEX, EIGHT_BITS = torch.zeros(2, dtype=torch.complex64, device=DEVICE), torch.zeros(2, device=DEVICE).to(torch.float8_e4m3fn)
+META = torch.zeros(2, device="meta")
+
+
+def branches(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    if h == 0:
+        return s
+    return s * 2
+
+
+def writes(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    TABLES[0][h] = 1.0
+    return s
+
+
+def adds(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    s += 1.0
+    return s
+
+
+BRANCHES = r"a branch on the data, as .* make; accepted is torch\.where\(condition, a, b\), and &, \|, ~ in place of and, or, not"
+NUMBER = r"\(line \d+ of test_functions.py\): {}\(\) turns a tensor into a number of Python; accepted are operations on the tensor itself"
+NO_FORM = r"aten\.{} has no form for one score at a time; accepted are operations on single elements, indexing"
+SCORES: list[tuple[Callable[..., Any], str]] = [
+    (branches, rf"branches \(line \d+ of test_functions.py\): {BRANCHES}"),
+    (lambda s, b, h, i, j: s if i > j and h > 0 else -s, BRANCHES),
+    (lambda s, b, h, i, j: max(s, 0), BRANCHES),
+    (lambda s, b, h, i, j: s if 0 < i < 5 else -s, BRANCHES),
+    (lambda s, b, h, i, j: s * TABLES[0][int(h)], NUMBER.format("__int__")),
+    (lambda s, b, h, i, j: s * TABLES[0][h].item(), NUMBER.format("item")),
+    (lambda s, b, h, i, j: s * TABLES[0].tolist()[0], NUMBER.format("tolist")),
+    (lambda s, b, h, i, j: s * math.exp(i), NUMBER.format("__float__")),
+    (lambda s, b, h, i, j: sum(s for _ in range(h)), NUMBER.format("__index__")),
+    (lambda s, b, h, i, j: torch.tensor([s, s])[0], r"torch\.tensor of tensors, .*; accepted is torch\.stack"),
+    (lambda s, b, h, i, j: torch.softmax(TABLES[0], 0)[h], NO_FORM.format(r"_softmax\.default")),
+    (lambda s, b, h, i, j: s + TABLES[0].sum(), NO_FORM.format(r"sum\.default")),
+    (lambda s, b, h, i, j: s + torch.rand(()), r"aten\.rand\.default makes random numbers; accepted is the option dropout"),
+    (lambda s, b, h, i, j: F.dropout(s), r"makes random numbers; accepted is the option dropout"),
+    (lambda s, b, h, i, j: s.clone().mul_(2), r"a write into a tensor \(aten::mul_\); accepted are new values, as in score = score \+ x"),
+    (adds, r"a write into a tensor \(aten::add_\); accepted are new values, as in score = score \+ x"),
+    (writes, r"a write into a tensor; accepted is torch\.where, which makes a new one"),
+    (lambda s, b, h, i: s, r"<lambda> does not take 5 arguments; accepted is f\(score, b, h, i, j\)"),
+    (lambda s, b, h, i, j: TABLES[0], r"<lambda> returns shape \(2,\); accepted is a scalar: the function sees one score at a time"),
+    (lambda s, b, h, i, j: None, "<lambda> returns NoneType; accepted is a scalar, or a number"),
+    (
+        lambda s, b, h, i, j: s + TRACKED[h],
+        r"reads a tensor that requires grad, .*; accepted is its detach\(\), or torch\.no_grad",
+    ),
+    (lambda s, b, h, i, j: s + sum(x[h] for x in TABLES), "the function reads 9 tensors; accepted are up to 8: stack those of one shape"),
+    (lambda s, b, h, i, j: s + EMPTY[h], r"reads a tensor of shape \(0,\); accepted are tensors with elements"),
+    (lambda s, b, h, i, j: s + DEEP[0, 0, 0, 0, h], r"reads a tensor of shape \(1, 1, 1, 1, 2\); accepted are up to 4 axes"),
+    (lambda s, b, h, i, j: s + COMPLEX[h].real, r"a tensor of torch\.complex64; accepted are real numbers, integers and bools"),
+    (lambda s, b, h, i, j: s + EIGHT_BITS[h].float(), "reads a tensor of float8_e4m3fn; accepted are float32, .* integers of fewer bits"),
+    (lambda s, b, h, i, j: s + META[h], "a tensor on device meta, .*; accepted are tensors with numbers"),
+    (lambda s, b, h, i, j: s + TABLES[0][h > 0], r"an index that is no integer; accepted are integers, .* torch\.where"),
+    (lambda s, b, h, i, j: s + TABLES[0][h, i], r"2 indices of a tensor of shape \(2,\); accepted are up to 1"),
+    (lambda s, b, h, i, j: s + TABLES[0][[0, 1]][h], "an index of type list; accepted are integers, tensors of integers, slices, None and"),
+    (lambda s, b, h, i, j: s + i**h, "an integer to the power of a tensor; accepted is a literal exponent from 0 to 16, or a real base"),
+]
+MASKS: list[tuple[Callable[..., Any], str]] = [
+    (lambda b, h, i, j: i, "<lambda> returns an integer; accepted is a bool, as a comparison gives"),
+    (lambda b, h, i, j: i * 0.5, "<lambda> returns a real number; accepted is a bool, as a comparison gives"),
+    (lambda b, h, i, j: None, "<lambda> returns NoneType; accepted is a bool scalar, or a bool"),
+    (lambda s, b, h, i, j: i > j, r"<lambda> does not take 4 arguments; accepted is g\(b, h, i, j\)"),
+    (lambda b, h, i, j: i > j > 0, BRANCHES),
+]
+CASES = [("score", *case) for case in SCORES] + [("mask", *case) for case in MASKS]
+
+
+@pytest.mark.parametrize(("option", "function", "words"), CASES)
+@pytest.mark.parametrize("call", [strobe.attention, strobe.reference, strobe.explain])
+def test_one_clear_message(option, function, words, call):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=rf"\A{option}: [^\n]*{words}[^\n]*\Z"):
+        call(Q, K, V, **{option: function})
+
+
+def test_what_the_function_raises_itself():
+    with pytest.raises(NameError, match="undefined"):
+        strobe.attention(Q, K, V, score=lambda s, b, h, i, j: s + undefined)  # noqa: F821
+
+
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"beta": 2.0}, {"shift": 1.0}])
+def test_options_that_a_function_of_the_score_excludes(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"^{name}: .* beside a function of the score; accepted is (None|0): the function has it"):
+        strobe.attention(Q, K, V, score=lambda s, b, h, i, j: s, **options)
+
+
+def test_every_reason_is_in_one_message():
+    with pytest.raises(ValueError, match="(?s)scale: .*\nscore: .*\nmask: ") as refused:
+        strobe.attention(Q, K, V, score=branches, mask=lambda b, h, i, j: i, scale="a")
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_what_is_neither_a_function_nor_a_word():
+    for x in (3.0, "cosine"):
+        with pytest.raises(ValueError, match=r"^score: .*; accepted is 'dot', 'hyperbolic' or a function f\(score, b, h, i, j\)$"):
+            strobe.attention(Q, K, V, score=x)
+    with pytest.raises(TypeError, match=r"^mask: int; accepted is a torch.Tensor, as q is, or a function g\(b, h, i, j\)$"):
+        strobe.attention(Q, K, V, mask=3)
+
+
+REFUSED_BY_NUMPY: list[tuple[Callable[..., Any], str]] = [
+    (lambda s, b, h, i, j: s if h == 0 else -s, r"a branch on the data, .*; accepted is np\.where"),
+    (lambda s, b, h, i, j: s * math.exp(i), r"an array is turned into a number of Python; accepted are operations on the array itself"),
+    (lambda s, b, h, i, j: np.sort(s), r"np\.sort has no form for one score at a time"),
+    (lambda s, b, h, i, j: np.add.reduce(s), r"add\.reduce has no form for one score at a time"),
+    (lambda s, b, h, i, j: s + NUMPY_TABLE.sum(), r"\.sum of an array has no form for one score at a time"),
+    (lambda s, b, h, i, j: s + globals()["NUMPY_TABLE"][h], "an array is turned into a number of Python"),
+    (lambda s, b, h, i, j: NUMPY_TABLE, r"returns shape \(4, 5\); accepted is a scalar"),
+]
+NUMPY_TABLE = TABLE.numpy()
+
+
+@pytest.mark.parametrize(("function", "words"), REFUSED_BY_NUMPY)
+def test_one_clear_message_beside_numpy(function, words):
+    with pytest.raises((TypeError, ValueError), match=rf"\Ascore: [^\n]*{words}[^\n]*\Z"):
+        strobe.attention(*(x.cpu().numpy() for x in (Q, K, V)), score=function)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is one device")
+def test_a_tensor_on_another_device():
+    table = torch.zeros(2)
+    with pytest.raises(
+        ValueError, match=r"^score: <lambda> reads a tensor of shape \(2,\) on cpu; accepted is q's device, cuda:0, or a number"
+    ):
+        strobe.attention(Q, K, V, score=lambda s, b, h, i, j: s + table[h])
+
+
+# Calls
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, score: Callable[..., Any] | None, mask: Callable[..., Any] | None) -> Tensor:
+    """The formula, by the functions themselves at one score after the other."""
+    x = (q @ k.mT) * q.shape[-1] ** -0.5
+    rows = []
+    for place in itertools.product(*map(range, x.shape)):
+        positions = [torch.tensor(n, device=q.device) for n in place]
+        value = x[place] if score is None else score(x[place], *positions)
+        rows.append(value if mask is None or mask(*positions) else torch.full_like(value, -math.inf))
+    return torch.stack(rows).view(x.shape).softmax(-1).nan_to_num(0.0) @ v
+
+
+def on_device(x: Tensor) -> Tensor:
+    return x.to(DEVICE)
+
+
+HERE = both(Torch, on_device)
+PAIRS = {name: (HERE[name], None) if count_of(HERE[name]) == 5 else (None, HERE[name]) for name in HERE}
+PAIRS |= {"both": (HERE["softcap and alibi"], HERE["document"]), "nested and window": (HERE["documents of documents"], HERE["window"])}
+
+
+def drawn_call() -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(numbers(seed, 1, H, 7, 8).to(DEVICE).requires_grad_() for seed in (8, 9, 10))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_reference_against_the_formula(name):
+    q, k, v = drawn_call()
+    score, mask = PAIRS[name]
+    options = {option: x for option, x in (("score", score), ("mask", mask)) if x is not None}
+    expected = plain(q, k, v, score, mask)
+    out, _ = strobe.reference(q, k, v, **options)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-6, atol=1e-6)
+    if name == "division":  # PyTorch has no gradient of s // 0.3
+        return
+    dout = torch.ones_like(expected)
+    ours = torch.autograd.grad(strobe.attention(q, k, v, engine="reference", **options), (q, k, v), dout)
+    for got, of in zip(ours, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(got, of, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["softcap and alibi", "document", "t5", "both", "powers"])
+def test_gradients_by_differences(name):
+    """Of q, k, v, bias and sinks."""
+    score, mask = PAIRS[name]
+    options = {option: x for option, x in (("score", score), ("mask", mask)) if x is not None}
+    arrays = [numbers(seed, 1, 2, 5, 3).to(DEVICE).requires_grad_() for seed in (11, 12, 13)]
+    arrays += [numbers(14, 2, 5, 5).to(DEVICE).requires_grad_(), numbers(15, 2).to(DEVICE).requires_grad_()]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Any:
+        return strobe.attention(q, k, v, bias=bias, sinks=sinks, engine="reference", return_lse=True, **options)
+
+    assert torch.autograd.gradcheck(call, arrays)
+
+
+def test_numpy_computes_what_torch_does():
+    q, k, v = (x.detach().cpu() for x in drawn_call())
+    of_numpy, of_torch = both(NumPy, lambda x: x.numpy()), both(Torch, lambda x: x)
+    for options in ({"score": "t5"}, {"score": "softcap and alibi", "mask": "document"}):
+        expected = strobe.attention(q, k, v, engine="reference", **{option: of_torch[name] for option, name in options.items()})
+        got = strobe.attention(
+            *(x.numpy() for x in (q, k, v)), engine="reference", **{option: of_numpy[name] for option, name in options.items()}
+        )
+        assert np.array_equal(got, expected.numpy())
+
+
+def test_attention_backward_takes_functions():
+    q, k, v = drawn_call()
+    options = {"score": HERE["softcap and alibi"], "mask": HERE["document"], "engine": "reference"}
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    dout = torch.ones_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    found = strobe.attention_backward(dout, q.detach(), k.detach(), v.detach(), out.detach(), lse.detach(), **options)
+    oracle = strobe.reference_backward(dout, q.detach(), k.detach(), v.detach(), **options)
+    for got, again, of in zip(found[:3], oracle[:3], expected, strict=True):
+        assert torch.equal(got, of)
+        torch.testing.assert_close(again, of, check_device=False)
+
+
+def test_explain_prints_the_functions():
+    text = strobe.explain(Q, K, V, score=lambda s, b, h, i, j: torch.tanh(s * 0.5) + TABLES[0][h], mask=lambda b, h, i, j: i >= j)
+    assert "tanh(x * 0.5) + captured_0[h]" in text
+    assert "i >= j" in text
+
+
+def test_a_compiler_breaks_its_graph_and_says_so():
+    q, k, v = drawn_call()
+
+    def model(q: Tensor, k: Tensor, v: Tensor, cap: float) -> Tensor:
+        return strobe.attention(q * 2, k, v, score=lambda s, b, h, i, j: cap * torch.tanh(s / cap), engine="reference") * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for cap in (2.0, 3.0):
+        assert torch.equal(compiled(q, k, v, cap), model(q, k, v, cap))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="functions of the score and the mask are recorded outside of the graph"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v, 2.0)
+
+
+def test_operators_take_the_functions_of_a_call():
+    """Their fields and captured tensors travel in a graph that make_fx traces from a parsed call."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = (x.detach() for x in drawn_call())
+    options = {"score": HERE["t5"], "mask": HERE["document"], "engine": "reference"}
+    graph = make_fx(lambda q, k, v: strobe.attention(q, k, v, **options))(q, k, v)
+    assert torch.equal(graph(q * 2, k, v), strobe.attention(q * 2, k, v, **options))
+    assert "score_function" in graph.code
