@@ -32,7 +32,6 @@ enum class DType : int32_t {
   e4m3 = STROBE_FLOAT8_E4M3,
   i4x2 = STROBE_UINT8 // two per byte
 };
-enum class ScoreFunction : int32_t { dot = STROBE_DOT, hyperbolic = STROBE_HYPERBOLIC };
 enum class Direction : int32_t { forward = STROBE_FORWARD, backward = STROBE_BACKWARD };
 
 const char *name(DType);
@@ -90,7 +89,7 @@ inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 namespace score {
 struct Program;
 struct Bytecode;
-}
+} // namespace score
 
 // A tensor that the caller's functions read, with axes of its own.
 struct Captured {
@@ -129,10 +128,7 @@ struct Problem {
   DType quantised_as = DType::none;                 // how quantised k and v are stored; none: in dtype
   int32_t device_type = STROBE_CPU, device_index = 0;
 
-  // score
-  ScoreFunction score = ScoreFunction::dot;
-  double scale = 1, softcap = 0; // softcap 0: none
-  double beta = 0, shift = 0;    // hyperbolic
+  double scale = 1; // what becomes of scale q.k: program
   // visibility: i + offset - left <= j <= i + offset + right, where offset = bottom_right ? Sk - Sq : 0 (of the sequence in question).
   // Causal is stored as right = min(right, 0).
   bool bottom_right = true;
@@ -199,8 +195,6 @@ struct Problem {
   bool scaled_by_channel() const { return k_scale.rows > 1; } // K has a scale per column; otherwise per row
   // Whether a forward is followed by the pass that makes max_logit and column_sums.
   bool auxiliary() const { return max_logit || column_sums; }
-  // Whether the score is not linear in q.k.
-  __attribute__((always_inline)) bool curved() const { return softcap > 0 || score == ScoreFunction::hyperbolic; }
   __attribute__((always_inline)) int64_t group() const { return heads_kv > 0 ? heads / heads_kv : 1; } // query heads per key head
 
   // An upper bound of the longest sequence's queries (keys), which bounds the work; seqlen_q and seqlen_k are the sizes of mask, bias and

@@ -518,9 +518,7 @@ private:
     p.dtype = dtype, p.quantised_as = quantised ? static_cast<DType>(t.k->dtype) : DType::none, p.device_type = t.q->device_type,
     p.device_index = t.q->device_index;
 
-    p.score = static_cast<ScoreFunction>(a.score);
-    p.scale = a.has_scale ? a.scale : p.score == ScoreFunction::hyperbolic ? 1 : 1 / std::sqrt(static_cast<double>(n.dim));
-    p.softcap = a.softcap, p.beta = a.beta, p.shift = a.shift;
+    p.scale = a.has_scale ? a.scale : a.score == STROBE_HYPERBOLIC ? 1 : 1 / std::sqrt(static_cast<double>(n.dim));
     p.bottom_right = a.alignment == STROBE_BOTTOM_RIGHT;
     const int64_t all = n.size_q + n.size_k; // a window this wide hides nothing
     if (a.has_window_left && a.window_left < all) p.window_left = a.window_left;

@@ -1,5 +1,6 @@
 // The choice among engines, with engines whose answers the test sets.
 #include "engines.h"
+#include "score/build.h"
 #include <algorithm>
 
 #include <doctest/doctest.h>
@@ -19,7 +20,7 @@ public:
   bool only_by_name() const override { return only_by_name_; }
   Answer plan(const Problem &p, const Execution &, Direction) const override { // supports float32, adjacent columns, and no softcap
     if (p.dtype != DType::f32) return "float32 only";
-    if (p.softcap > 0) return "no softcap";
+    if (p.program) return "no softcap";
     if (p.q && p.q.stride[3] != 1) return "columns apart";
     return Plan{name_, "", 1, 1, 0, 1, {}, {}};
   }
@@ -53,7 +54,7 @@ TEST_CASE("decide: nobody takes it") {
 
 TEST_CASE("decide: strict refuses a slower engine where a faster one, here and for this dtype, refused an option or the storage") {
   Problem p;
-  p.dtype = DType::f32, p.softcap = 20;
+  p.dtype = DType::f32, p.program = score::built_in({.form = score::Form::softcap, .cap = 20});
   const Choice refused = {{{&best, "no softcap"}, {&plain, plan(plain, 2)}}, 1};
   CHECK(decide(p, refused).engine == &plain);
   p.strict = true;
@@ -62,7 +63,7 @@ TEST_CASE("decide: strict refuses a slower engine where a faster one, here and f
   CHECK(decide(p, missing).engine == &plain);
   const Choice predicted_slower = {{{&best, plan(best, 3)}, {&plain, plan(plain, 2)}}, 1};
   CHECK(decide(p, predicted_slower).engine == &plain);
-  p.softcap = 0, p.q.dtype = DType::f32, p.q.stride[3] = 2;
+  p.program = nullptr, p.q.dtype = DType::f32, p.q.stride[3] = 2;
   const Choice apart = {{{&best, "columns apart"}, {&plain, plan(plain, 2)}}, 1};
   CHECK_THROWS_WITH_AS(decide(p, apart), "strict: plain would run, for the faster best refuses: columns apart", Error);
   p.dtype = DType::f64;
