@@ -126,28 +126,31 @@ private:
 
 void check_forms(const strobe_attention &a, Reasons &reasons) {
   if (!(a.softcap >= 0 && std::isfinite(a.softcap)))
-    reasons.add("softcap", Code::value, "{0}; accepted is 0 (none) or a positive finite number", a.softcap);
+    reasons.add("softcap", strobe::Code::value, "{0}; accepted is 0 (none) or a positive finite number", a.softcap);
   if (a.score == STROBE_DOT) {
     for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
-      if (value != 0) reasons.add(field, Code::excluded, "{0} with a score of q.k itself; accepted is 0, or a hyperbolic score", value);
+      if (value != 0)
+        reasons.add(field, strobe::Code::excluded, "{0} with a score of q.k itself; accepted is 0, or a hyperbolic score", value);
   } else if (a.score == STROBE_HYPERBOLIC) {
     if (!(a.beta > 0 && std::isfinite(a.beta)))
-      reasons.add("beta", Code::value, "{0}; accepted with a hyperbolic score is a positive finite number", a.beta);
-    if (!std::isfinite(a.shift)) reasons.add("shift", Code::value, "{0}; accepted is any finite number", a.shift);
-    if (a.softcap != 0) reasons.add("softcap", Code::excluded, "{0} with a hyperbolic score; accepted is 0", a.softcap);
+      reasons.add("beta", strobe::Code::value, "{0}; accepted with a hyperbolic score is a positive finite number", a.beta);
+    if (!std::isfinite(a.shift)) reasons.add("shift", strobe::Code::value, "{0}; accepted is any finite number", a.shift);
+    if (a.softcap != 0) reasons.add("softcap", strobe::Code::excluded, "{0} with a hyperbolic score; accepted is 0", a.softcap);
   } else {
-    reasons.add("score", Code::value, "{0}; accepted is {1} (q.k) or {2} (hyperbolic)", a.score, int(STROBE_DOT), int(STROBE_HYPERBOLIC));
+    reasons.add("score", strobe::Code::value, "{0}; accepted is {1} (q.k) or {2} (hyperbolic)", a.score, int(STROBE_DOT),
+                int(STROBE_HYPERBOLIC));
   }
   if (!a.score_function) return;
-  if (a.softcap != 0) reasons.add("score_function", Code::excluded, "given beside {0}; accepted is one of the two", Argument{"softcap"});
+  if (a.softcap != 0)
+    reasons.add("score_function", strobe::Code::excluded, "given beside {0}; accepted is one of the two", Argument{"softcap"});
   if (a.score == STROBE_HYPERBOLIC)
-    reasons.add("score_function", Code::excluded, "given with a hyperbolic score; accepted is one of the two");
+    reasons.add("score_function", strobe::Code::excluded, "given with a hyperbolic score; accepted is one of the two");
 }
 
 void check_range(const strobe_attention &a, DType of_q, Reasons &reasons) {
   for (auto [field, value] : {std::pair{"scale", a.scale}, {"softcap", a.softcap}, {"beta", a.beta}, {"shift", a.shift}})
     if (std::isfinite(value) && std::abs(value) > kMost)
-      reasons.add(field, Code::value, "{0}; accepted for {1} of {2} is at most {3}", value, Argument{"q"}, of_q, kMost);
+      reasons.add(field, strobe::Code::value, "{0}; accepted for {1} of {2} is at most {3}", value, Argument{"q"}, of_q, kMost);
 }
 
 BuiltIn asked_form(const strobe_attention &a) {
