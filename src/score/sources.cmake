@@ -2,7 +2,7 @@ strobe_sources(score
   build.cpp
   bytecode.cpp
   derivative.cpp
+  forms.cpp
   formula.cpp
   graph.cpp
-  match.cpp
   scalar.cpp)

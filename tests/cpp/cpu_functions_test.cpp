@@ -139,8 +139,7 @@ TEST_CASE("functions on CPU engines: pages, few queries, quantised keys, parts a
         REQUIRE_MESSAGE(oracle.run() == STROBE_OK, error());
         ran++;
         for (const char *name : {"out", "lse", "max_logit", "column_sums"})
-          if (given(forward, name) && name != std::string(how == partial_part ? "lse" : ""))
-            compare(forward, oracle, name);
+          if (given(forward, name) && name != std::string(how == partial_part ? "lse" : "")) compare(forward, oracle, name);
         if (how != part && how != sparse) continue;
         Call backward, backward_oracle;
         make(backward, how, Direction::backward, function), make(backward_oracle, how, Direction::backward, function);
