@@ -69,8 +69,7 @@ template <class T> struct DecodeResults : DecodeTile {
 };
 
 // Turns raw q.k of query i and the keys of a range into scores, in place. add: a buffer of the same size. functions: scratch.
-template <class T>
-__attribute__((noinline)) void score_row(const Head<T> &head, int64_t i, Range keys, T *add, char *functions, T *s) {
+template <class T> __attribute__((noinline)) void score_row(const Head<T> &head, int64_t i, Range keys, T *add, char *functions, T *s) {
   using V = Vec<T>;
   const Problem &p = *head.p;
   const int64_t count = keys.end - keys.begin;

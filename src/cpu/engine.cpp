@@ -272,6 +272,10 @@ public:
     plan.tile_k = few ? kernels->decode_keys : tile.k;
     if (const char *reason = against_decoding(p); forward && p.longest_q() <= kFewQueries && *reason)
       plan.notes.push_back(std::string("queries across lanes, 16 at a time, though they are few: keys are not beside ") + reason);
+    if (const score::Code *code = p.bytecode ? &(forward ? p.bytecode->forward : p.bytecode->backward) : nullptr; code && code->computes())
+      plan.notes.push_back(text("functions: operations for each pair ", code->count(score::Stage::pair), ", query ",
+                                code->count(score::Stage::query), ", key ", code->count(score::Stage::key), ", head ",
+                                code->count(score::Stage::head)));
     plan.workspace_bytes = uint64_t(few ? kernels->decode_workspace(p, execution.threads)
                                         : (forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     plan.predicted_seconds = predict(set_, *kernels, p, execution.threads, direction);

@@ -55,7 +55,8 @@ template <class T> struct Piece {
   bool infinite = false; // Q or K has numbers that are not finite
   const MaskMap *mask;
   const uint8_t *cells; // of the mask's map, if there is one
-  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || head.hides || infinite; } // some score may be -inf
+  // Some score may be -inf.
+  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || head.hides || infinite; }
   // Products over keys run in steps of kKeyAlign and may read keys past the piece, times a P of 0.
   int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.k_end - k0 - span.j0)); }
   bool reads_hidden(const Head<T> &head) const { return masked(head) || keys_read(head) > span.keys; }

@@ -99,7 +99,8 @@ public:
   void run() {
     section(Stage::head, 1, 1, 0);
     for (lane0_ = 0; lane0_ < scores_.lanes; lane0_ += score::kValuesAtOnce) {
-      const int64_t lanes = min((i64)score::kValuesAtOnce, (i64)(scores_.lanes - lane0_)), each = max(1ll, (i64)(score::kValuesAtOnce / lanes));
+      const int64_t lanes = min((i64)score::kValuesAtOnce, (i64)(scores_.lanes - lane0_)),
+                    each = max(1ll, (i64)(score::kValuesAtOnce / lanes));
       section(lanes_, 1, lanes / L, first(lanes_) + lane0_);
       for (int64_t row0 = 0; row0 < scores_.rows; row0 += score::kRowsAtOnce) {
         const int64_t rows = min((i64)score::kRowsAtOnce, (i64)(scores_.rows - row0));
@@ -346,26 +347,38 @@ private:
     case Op::TO_REAL:
       return one([](V a) __attribute__((always_inline)) { return V(__builtin_convertvector((RawInt)a.v, Raw)); });
     case Op::FLOOR_DIVIDE:
-      return x.type == Type::narrow && x.small && divide<false>();
+      return x.type == Type::narrow && (x.small ? divide_small<false>() : divide<false>());
     case Op::REMAINDER:
-      return x.type == Type::narrow && x.small && divide<true>();
+      return x.type == Type::narrow && (x.small ? divide_small<true>() : divide<true>());
     default:
       return false;
     }
   }
 
   // Of integers below 2^20 by a number that is the same for all: a quotient in T, multiplied by the reciprocal, is off by one at most.
-  template <bool kRemainder> bool divide() {
+  template <bool kRemainder> bool divide_small() {
     const V divisor(__builtin_convertvector((RawInt)V::load(reinterpret_cast<const T *>(in_[1].at)).v, Raw)), inverse = V(1) / divisor;
     const auto zero = divisor == V(0);
     return one([&](V a) __attribute__((always_inline)) {
       const V x(__builtin_convertvector((RawInt)a.v, Raw));
       V quotient = nearest(select(zero, V(0), x * inverse)), rest = x - quotient * divisor; // exact
-      const auto below = rest * divisor < V(0); // the quotient is one too large
+      const auto below = rest * divisor < V(0);                                             // the quotient is one too large
       quotient = select(below, quotient - V(1), quotient);
       if constexpr (!kRemainder) return of(__builtin_convertvector(quotient.v, RawInt));
       rest = select(below, rest + divisor, rest);
       return of(__builtin_convertvector(select(zero, V(0), rest).v, RawInt));
+    });
+  }
+
+  // Of integers below 2^31: a quotient in FP64, rounded towards 0, is exact.
+  template <bool kRemainder> bool divide() {
+    typedef double Doubles __attribute__((vector_size(L * sizeof(double))));
+    return integers([](RawInt a, RawInt b) __attribute__((always_inline)) {
+      const RawInt zero = b == 0, divisor = zero ? RawInt{} + 1 : b;
+      const Doubles exact = __builtin_convertvector(a, Doubles) / __builtin_convertvector(divisor, Doubles);
+      const RawInt quotient = __builtin_convertvector(exact, RawInt), rest = a - quotient * divisor;
+      const RawInt below = (rest != 0) & ((rest ^ divisor) < 0); // -1: the quotient is one too large
+      return ~zero & (kRemainder ? rest + (below & divisor) : quotient + below);
     });
   }
 

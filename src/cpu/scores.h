@@ -70,9 +70,7 @@ template <class T> struct Head {
   }
 
   // Whether the score is not linear in q.k.
-  static STROBE_INLINE bool curved(const Problem &problem) {
-    return problem.bytecode && problem.bytecode->curved;
-  }
+  static STROBE_INLINE bool curved(const Problem &problem) { return problem.bytecode && problem.bytecode->curved; }
   // The ratio of the unit of raw scores to that of scores.
   STROBE_INLINE T measure() const { return additive ? T(1) : scale; }
   // Whether these queries are only some of a tile's, so that the cells of a mask's map do not apply to them.

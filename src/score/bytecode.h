@@ -31,15 +31,15 @@ struct Place {
 
 struct Instruction {
   int32_t op = 0;
-  Type type = Type::real;  // of the inputs; of a condition's branches; of a number or position itself
+  Type type = Type::real; // of the inputs; of a condition's branches; of a number or position itself
   Type gives = Type::real;
-  bool small = false;      // narrow integers below 2^20, divided by a number that is the same for all pairs
+  bool small = false; // narrow integers below 2^20, divided by a number that is the same for all pairs
   Place out = {}, in[3] = {};
-  double real = 0;                 // a constant
-  int64_t integer = 0;             // a constant; kIndex: the size of the axis
-  int64_t stride = 0;              // kIndex
-  DType dtype = DType::none;       // kElement
-  const char *data = nullptr;      // kElement
+  double real = 0;            // a constant
+  int64_t integer = 0;        // a constant; kIndex: the size of the axis
+  int64_t stride = 0;         // kIndex
+  DType dtype = DType::none;  // kElement
+  const char *data = nullptr; // kElement
 };
 
 // The instructions of each stage, and what they compute.
@@ -51,16 +51,19 @@ struct Code {
     int32_t used_count = 0;
   } lists[4];
   Place score, slope, seen; // without slot: not computed
+
+  bool computes() const { return score.slot >= 0 || seen.slot >= 0; }
+  int32_t count(Stage stage) const { return lists[int(stage)].count; }
 };
 
 // What a program is executed on: rows x lanes scores, where the scores of a row lie side by side and rows `stride` elements apart. Queries
 // are rows and keys lanes, or, if keys_are_rows, the other way round.
 struct Scores {
-  int64_t query = 0, key = 0;                // the first ones
-  int64_t rows = 0, lanes = 0, stride = 0;   // lanes: a multiple of the vector's
+  int64_t query = 0, key = 0;              // the first ones
+  int64_t rows = 0, lanes = 0, stride = 0; // lanes: a multiple of the vector's
   bool keys_are_rows = true;
-  int64_t batch = 0, head = 0, offset = 0;   // as the program sees them
-  double scale = 1;                          // x = scale * score
+  int64_t batch = 0, head = 0, offset = 0; // as the program sees them
+  double scale = 1;                        // x = scale * score
 };
 
 // The vectors of a span of values: element l of vector v in row r lies at r * row + v * step bytes and l elements.
