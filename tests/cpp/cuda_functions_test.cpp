@@ -22,7 +22,7 @@ constexpr int64_t kValues = 16;
 class Operations {
 public:
   // of reals; those of which NVRTC makes no calls in FP64, because the emulator has no calls; all others; those that are approximated in 16
-  // bits
+  // bits. The emulator has no tables, which sine, cosine and tangent read.
   enum class Which { reals, reals_without_calls, others, approximated };
   Nodes f;
   int32_t count = 0;
@@ -61,7 +61,7 @@ private:
          {STROBE_OP_ADD, STROBE_OP_SUBTRACT, STROBE_OP_MULTIPLY, STROBE_OP_DIVIDE, STROBE_OP_MINIMUM, STROBE_OP_MAXIMUM, STROBE_OP_ATAN2})
       is(op(o, {both_signs, v_}));
     for (const strobe_operation o : {STROBE_OP_FLOOR_DIVIDE, STROBE_OP_REMAINDER, STROBE_OP_TRUNC_REMAINDER})
-      is(op(o, {both_signs, op(STROBE_OP_SUBTRACT, {v_, f.real(0.53)})}));
+      is(op(o, {both_signs, op(STROBE_OP_SUBTRACT, {v_, f.real(0.5419)})}));
     for (const strobe_operation o : {STROBE_OP_NEGATE, STROBE_OP_ABSOLUTE, STROBE_OP_SIGN, STROBE_OP_EXP, STROBE_OP_EXP2, STROBE_OP_EXPM1,
                                      STROBE_OP_ATAN, STROBE_OP_SINH, STROBE_OP_COSH, STROBE_OP_TANH, STROBE_OP_ASINH, STROBE_OP_ERF,
                                      STROBE_OP_ERFC, STROBE_OP_SIGMOID, STROBE_OP_FLOOR, STROBE_OP_CEIL, STROBE_OP_TRUNC, STROBE_OP_ROUND})
@@ -73,7 +73,6 @@ private:
     is(op(STROBE_OP_ARCCOSH_FROM_1, {u_}));
     is(op(STROBE_OP_MULTIPLY, {x_, x_}));
     if (!all) return;
-    for (const strobe_operation o : {STROBE_OP_SIN, STROBE_OP_COS, STROBE_OP_TAN}) is(op(o, {both_signs}));
     is(op(STROBE_OP_POWER, {u_, both_signs}));
   }
   void approximated() {
@@ -115,7 +114,7 @@ private:
     is_integer(op(STROBE_OP_TO_INTEGER, {scaled}));
     is_integer(op(STROBE_OP_TO_INTEGER, {flag_}));
     is_integer(op(STROBE_OP_WHERE, {flag_, m_, narrow_}));
-    const int32_t rounded = op(STROBE_OP_TO_INTEGER, {op(STROBE_OP_MULTIPLY, {scaled, f.real(1e30)})}); // limited: the load clamps it
+    const int32_t rounded = op(STROBE_OP_TO_INTEGER, {op(STROBE_OP_MULTIPLY, {scaled, f.real(1e12)})}); // limited: the load clamps it
     is(f.load(0, {op(STROBE_OP_MINIMUM, {op(STROBE_OP_ADD, {rounded, f.integer(3)}), f.integer(100)})}));
     is(f.load(0, {narrow_}));
     is(f.load(0, {m_}));
@@ -192,6 +191,8 @@ void each_operation_agrees(const char *engine, Operations::Which which, DType dt
       const double x = number(found, "lse", at), ref = number(expected, "lse", at);
       CAPTURE(h);
       CAPTURE(b);
+      CAPTURE(x);
+      CAPTURE(ref);
       CHECK((x == ref || std::fabs(x - ref) <= tolerance * std::max(1.0, std::fabs(ref))));
     }
 }
