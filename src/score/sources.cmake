@@ -2,6 +2,6 @@ strobe_sources(score
   build.cpp
   cuda_source.cpp
   derivative.cpp
+  forms.cpp
   formula.cpp
-  graph.cpp
-  match.cpp)
+  graph.cpp)
