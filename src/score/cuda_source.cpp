@@ -90,7 +90,9 @@ CudaFunctions::CudaFunctions(const Problem &p, bool scored)
   used_.assign(count, false), place_.assign(count, -1), divisor_place_.assign(count, -1);
   for (const int32_t root : {score_, slope_, seen_})
     if (root >= 0) reach(root, used_);
-  limited_.assign(count, false);
+  limited_.assign(count, false), divides_.assign(count, false);
+  for (const Node &x : graph_.nodes())
+    if (x.op == Op::FLOOR_DIVIDE || x.op == Op::REMAINDER) divides_[size_t(x.inputs[1])] = true;
   find_ranges();
   for (int32_t n = 0; n < graph_.size(); n++)
     limited_[size_t(n)] =
@@ -193,9 +195,9 @@ CudaFunctions::Range CudaFunctions::range(int32_t n) const {
     return {0, most_position_};
   case Op::OFFSET:
     return {-most_position_, most_position_};
-  case Op::INTEGER: // its value makes no other code, but for its class
+  case Op::INTEGER: // its value makes no other code, but for its class: large or not, and of a divisor also positive or not
     if (std::abs(double(x.integer)) >= kSmallConstant) return all;
-    return {x.integer > 0 ? 1 : -kSmallConstant, kSmallConstant};
+    return {divides_[size_t(n)] && x.integer > 0 ? 1 : -kSmallConstant, kSmallConstant};
   case Op::LOAD:
     return problem_.captured[x.captured].dtype == DType::i32 ? Range{-2147483648.0, 2147483647.0} : all;
   case Op::TO_INTEGER:

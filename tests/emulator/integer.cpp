@@ -81,23 +81,6 @@ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   return d;
 }
 
-// Sums of 32 bits with a carry. Of the three operands, some are part of a product: f returns the exact sum without the carry that comes in.
-template <auto f, bool kTakes, bool kLeaves> void with_carry(Warp &w, const Instruction &i, uint32_t lanes) {
-  each(lanes, [&](uint32_t lane) {
-    const auto value = [&](uint32_t slot) { return slot == kNoSlot ? 0u : w.lanes<uint32_t>(slot)[lane]; };
-    const uint64_t sum = f(value(i.a[0]), value(i.a[1]), value(i.a[2])) + (kTakes ? w.carry[lane] : 0);
-    w.lanes<uint32_t>(i.d)[lane] = uint32_t(sum);
-    if constexpr (kLeaves) w.carry[lane] = uint32_t(sum >> 32);
-  });
-}
-uint64_t carried_sum(uint32_t a, uint32_t b, uint32_t) { return uint64_t(a) + b; }
-uint64_t carried_difference(uint32_t a, uint32_t b, uint32_t) {
-  return uint64_t(a) + uint32_t(~b);
-} // and 1, which is the carry without a borrow
-uint64_t carried_low(uint32_t a, uint32_t b, uint32_t c) { return uint64_t(uint32_t(a * b)) + c; }
-uint64_t carried_high(uint32_t a, uint32_t b, uint32_t c) { return (uint64_t(a) * b >> 32) + c; }
-uint64_t whole_difference(uint32_t a, uint32_t b, uint32_t) { return carried_difference(a, b, 0) + 1; }
-
 template <class D> void read_clock(Warp &w, const Instruction &i, uint32_t lanes) {
   D values[kLanes];
   for (D &value : values) value = D(w.block.grid.clock);
@@ -115,17 +98,6 @@ void add_integer(Opcodes &o) {
   add_comparisons<int64_t>(o, "s64"), add_comparisons<uint64_t>(o, "u64"), add_comparisons<uint64_t>(o, "b64");
   add_bits<uint16_t>(o, "b16"), add_bits<uint32_t>(o, "b32"), add_bits<uint64_t>(o, "b64");
   add_moves<uint16_t>(o, "16"), add_moves<uint32_t>(o, "32"), add_moves<uint64_t>(o, "64");
-
-  o["add.cc.u32"] = {with_carry<carried_sum, false, true>, 32, {32, 32}},
-  o["addc.cc.u32"] = {with_carry<carried_sum, true, true>, 32, {32, 32}};
-  o["addc.u32"] = {with_carry<carried_sum, true, false>, 32, {32, 32}},
-  o["sub.cc.u32"] = {with_carry<whole_difference, false, true>, 32, {32, 32}};
-  o["subc.cc.u32"] = {with_carry<carried_difference, true, true>, 32, {32, 32}},
-  o["subc.u32"] = {with_carry<carried_difference, true, false>, 32, {32, 32}};
-  o["mad.lo.cc.u32"] = {with_carry<carried_low, false, true>, 32, {32, 32, 32}};
-  o["madc.lo.cc.u32"] = {with_carry<carried_low, true, true>, 32, {32, 32, 32}};
-  o["madc.hi.cc.u32"] = {with_carry<carried_high, true, true>, 32, {32, 32, 32}};
-  o["madc.hi.u32"] = {with_carry<carried_high, true, false>, 32, {32, 32, 32}};
 
   o["and.pred"] = {masks<[](uint32_t a, uint32_t b) { return a & b; }>, 1, {1, 1}};
   o["or.pred"] = {masks<[](uint32_t a, uint32_t b) { return a | b; }>, 1, {1, 1}};

@@ -62,7 +62,6 @@ struct Warp {
   uint32_t local_bytes = 0;   // of a lane
   bool waits = false;         // set by an instruction whose condition is not met: another warp runs next
   std::shared_ptr<WarpAsync> async{};
-  uint32_t carry[kLanes] = {}; // of the last instruction with .cc
 
   // A register of 32 (64) bits: one word (two) for each lane. Registers of 16 bits: the halves of the first 16 words.
   template <class T> T *lanes(uint32_t slot) const { return reinterpret_cast<T *>(registers + size_t(slot) * kLanes * 4); }
