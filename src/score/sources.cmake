@@ -1,6 +1,6 @@
 strobe_sources(score
   build.cpp
   derivative.cpp
+  forms.cpp
   formula.cpp
-  graph.cpp
-  match.cpp)
+  graph.cpp)
