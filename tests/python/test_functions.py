@@ -19,7 +19,9 @@ from torch import Tensor
 
 import nodes
 import strobe
-from device import DEVICE
+from check import dtype_of
+from device import DEVICE, running_on
+from engines import available_engines
 from strobe import _function, _recorder_numpy, _recorder_torch
 from strobe._graph import BOOLEAN, REAL, decoded
 from strobe.arrays.numpy import NUMPY
@@ -735,3 +737,64 @@ def test_operators_take_the_functions_of_a_call():
     graph = make_fx(lambda q, k, v: strobe.attention(q, k, v, **options))(q, k, v)
     assert torch.equal(graph(q * 2, k, v), strobe.attention(q * 2, k, v, **options))
     assert "score_function" in graph.code
+
+
+# Engines
+
+
+def result_of(engine: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
+    """out, lse and the gradients of q, k and v, or a skip."""
+    with running_on(engine):
+        try:
+            out, lse = strobe.attention(q, k, v, return_lse=True, engine=engine, **options)
+            return [out, lse, *torch.autograd.grad(out.double().sum() + lse.double().sum(), (q, k, v))]
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("engine", available_engines())
+@pytest.mark.parametrize("name", ["softcap and alibi", "t5", "both", "documents of documents", "neighbourhood"])
+def test_engines_agree_with_the_reference(engine, name):
+    dtype = dtype_of(engine)
+    q, k, v = (numbers(seed, 1, H, S, 64).to(DEVICE, dtype).requires_grad_() for seed in (16, 17, 18))
+    score, mask = PAIRS[name]
+    options = {option: x for option, x in (("score", score), ("mask", mask)) if x is not None}
+    found = result_of(engine, q, k, v, **options)
+    whole = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    rtol = 1e-4 if dtype == torch.float32 else 0.05
+    for got, expected in zip(found, result_of("reference", *whole, **options), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("engine", available_engines())
+def test_a_repeated_call(engine, monkeypatch):
+    """It is not parsed, reads the numbers that the tensors have then, and follows a number that changes."""
+    dtype = dtype_of(engine)
+    table, factor = TABLE.to(DEVICE, torch.float32), 1.0
+    q, k, v = (numbers(seed, 1, H, S, 64).to(DEVICE, dtype).requires_grad_() for seed in (16, 17, 18))
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * factor + table[h, (i - j) % 5]
+
+    def bias() -> Tensor:
+        i, j = torch.arange(S)[:, None], torch.arange(S)
+        return table[:, ((i - j) % 5).to(DEVICE)]
+
+    def agrees() -> None:
+        got = result_of(engine, q, k, v, score=score)
+        own = result_of(engine, q, k, v, scale=factor * 64**-0.5, bias=bias())
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        for x, y in zip(got, own, strict=True):
+            torch.testing.assert_close(x.float(), y.float(), rtol=tolerance, atol=tolerance)
+
+    for _ in range(3):
+        agrees()
+    table += numbers(19, H, 5).to(DEVICE)
+    agrees()
+    if engine != "reference":
+        with monkeypatch.context() as patched:
+            patched.setattr(strobe._attention, "parse", None)
+            result_of(engine, q, k, v, score=score)
+    factor = 1.5
+    for _ in range(3):
+        agrees()
