@@ -6,6 +6,7 @@ Indexing is taken over in Python, where `table[i]` would read the number of i, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
 from importlib import import_module
 from inspect import signature
@@ -51,7 +52,9 @@ def record(function: Callable[..., Any], arguments: Sequence[tuple[str, str]], i
     graph = Graph()
     mode = _Operations(graph)
     dtypes = {REAL: torch.float64 if in_float64 else torch.float32, INTEGER: torch.int64}
-    with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():  # torch.no_grad() would be an operation of an exported graph
+    # Views of new tensors are refused in inference mode. (torch.no_grad() would be an operation of an exported graph.)
+    inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    with inference, _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
         examples = [torch.empty((), dtype=dtypes[kind], device=_META) for _, kind in arguments]
         for example, (operation, kind) in zip(examples, arguments, strict=True):
             mode.keep(example, graph.argument(operation, kind))
@@ -427,6 +430,16 @@ def _slice(r: _Operations, a: dict[str, Any]) -> Value:
 
 _HANDLERS["cat"] = lambda r, a: concatenated([r.value(x) for x in a["tensors"]], a["dim"])
 _HANDLERS["stack"] = lambda r, a: concatenated([r.value(x).unsqueezed(a["dim"]) for x in a["tensors"]], a["dim"])
+
+
+@_handles("split", "split_with_sizes", "unsafe_split")
+def _split(r: _Operations, a: dict[str, Any]) -> list[Value]:
+    x, sizes = r.value(a["self"]), a["split_sizes"] if "split_sizes" in a else a["split_size"]
+    whole = x.shape[axis_of(a["dim"], len(x.shape))]
+    if isinstance(sizes, int):
+        sizes = [sizes] * -(-whole // sizes)
+    ends = [min(sum(sizes[: n + 1]), whole) for n in range(len(sizes))]
+    return [x.sliced(a["dim"], start, end, 1) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @_handles("broadcast_tensors")
