@@ -8,7 +8,18 @@ from functions import FUNCTIONS, S, prewarmed
 from strobe._prewarm import Shape
 
 # Bytes of local memory, stores and loads, of the main kernel: by function, head dimension and whether it is the backward. H100.
-SPILLS = {}
+SPILLS = {
+    ("T5 buckets", 64, False): 56,
+    ("T5 buckets", 128, False): 60,
+    ("T5 buckets", 128, True): 48,
+    ("softcap and ALiBi", 128, True): 36,
+    ("dilated", 64, False): 8,
+    ("dilated", 128, False): 12,
+    ("dilated", 128, True): 16,
+    ("neighbourhood", 64, False): 44,
+    ("neighbourhood", 128, False): 84,
+    ("neighbourhood", 128, True): 60,
+}
 
 
 def kernels(name, dim, backward, arch=90, engine=None, dtype="bfloat16"):
