@@ -751,6 +751,21 @@ def test_the_reference_against_the_formula(name):
         torch.testing.assert_close(got, of, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", [name for name in OF_TORCH if name.startswith("flex")])
+def test_flex_attention_computes_the_same(name):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention", reason="PyTorch before 2.5")
+    q, k, v = (numbers(seed, B, H, S, 16).to(DEVICE, torch.float32) for seed in (8, 9, 10))
+    function = OF_TORCH[name]
+    if count_of(function) == 5:
+        expected = flex.flex_attention(q, k, v, score_mod=function)
+        got = strobe.attention(q, k, v, score=function, engine="reference")
+    else:
+        mask = flex.create_block_mask(function, B, H, S, S, device=DEVICE)
+        expected = flex.flex_attention(q, k, v, block_mask=mask)
+        got = strobe.attention(q, k, v, mask=function, engine="reference")
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["softcap and alibi", "document", "t5", "both", "powers"])
 def test_gradients_by_differences(name):
     """Of q, k, v, bias and sinks."""
