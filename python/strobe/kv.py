@@ -15,6 +15,7 @@ out.
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
+from operator import index
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from ._messages import TORCH_EXTRA, needed_by
@@ -125,7 +126,7 @@ def quantise(
         raise refusal(wrong)
     row = 0 if x.dim() == 3 else 1 if layout == "bshd" else 2
     if group is not None:
-        group = min(group, max(x.shape[row], 1))  # a group larger than all rows is one group
+        group = min(index(group), max(x.shape[row], 1))  # a group larger than all rows is one group
     largest = _largest(x, group, row)
     if TORCH.is_readable(x) and (wrong := _not_quantisable("x", largest, dtype, scale_dtype, "scale_dtype=torch.float32")):
         raise refusal(wrong)

@@ -113,7 +113,7 @@ def work_of_tokens(seqlen: int, cu: Sequence[int], band: Band, block_mask: Block
     share = None
     if block_mask is not None:
         kept = torch.as_tensor(block_mask.to_kept()).cpu().double().mean((0, 1, 3))
-        share = kept.repeat_interleave(block_mask.block_q)
+        share = kept.repeat_interleave(min(block_mask.block_q, seqlen))  # a block may be larger than the whole
     for begin, end in itertools.pairwise(cu):
         length = end - begin
         i = torch.arange(length)

@@ -7,6 +7,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +87,7 @@ class Sharding:
             seqlen: the number of tokens.
             world_size: the number of ranks, up to 1,048,576.
         """
-        _check(seqlen, world_size)
+        seqlen, world_size = _checked(seqlen, world_size)
         return cls(seqlen, tuple(((begin, end - begin),) for begin, end in _cuts(seqlen, world_size)))
 
     @classmethod
@@ -98,7 +99,7 @@ class Sharding:
             seqlen: the number of tokens. It need not be a multiple of anything: the lengths of blocks differ by 1 at most.
             world_size: the number of ranks, up to 1,048,576.
         """
-        _check(seqlen, world_size)
+        seqlen, world_size = _checked(seqlen, world_size)
         blocks = [(begin, end - begin) for begin, end in _cuts(seqlen, 2 * world_size)]
         return cls(seqlen, tuple((blocks[r], blocks[-1 - r]) for r in range(world_size)))
 
@@ -126,7 +127,7 @@ class Sharding:
         Raises:
             TypeError, ValueError: an argument is not as described above.
         """
-        _check(seqlen, world_size)
+        seqlen, world_size = _checked(seqlen, world_size)
         starts = cumulated("cu_seqlens", cu_seqlens, seqlen) if cu_seqlens is not None else (0, seqlen)
         _check_seen(starts, causal, window, block_mask, packed=cu_seqlens is not None)
         work = work_of_tokens(seqlen, starts, Band.of(causal, window), block_mask)
@@ -293,12 +294,14 @@ def _is_ranges(of: object) -> bool:
     return isinstance(of, (tuple, list)) and all(isinstance(x, (tuple, list)) and len(x) == 2 and all(map(is_whole, x)) for x in of)
 
 
-def _check(seqlen: int, world_size: int) -> None:
+def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
+    """Both as Python's integers, which do not overflow."""
     wrong: Wrong = []
     is_integer(wrong, "seqlen", seqlen, 0, _MOST)
     is_integer(wrong, "world_size", world_size, 1, _MOST_RANKS)
     if wrong:
         raise refusal(wrong)
+    return index(seqlen), index(world_size)
 
 
 def _check_seen(starts: Sequence[int], causal: object, window: object, block_mask: object, packed: bool) -> None:
