@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 import strobe
@@ -571,6 +572,40 @@ def in_two_levels(group: dist.ProcessGroup) -> tuple[list[str], list[tuple[str, 
         said(lambda: attention(q, k, v, sharding=sharding, mesh=wrong)),
         said(lambda: attention(q, k, v, sharding=sharding, mesh=three)),
     ]
+
+
+def refused_in_own_words(group: dist.ProcessGroup, function: str) -> list[tuple[str, str]]:
+    """What attention() or explain() says of arguments that concern whole sequences, of which each rank has a part."""
+    sharding, own = Sharding.contiguous(32, group.size()), getattr(strobe.distributed, function)
+    q = sharding.shard(torch.randn(2, H, 32, D), 2, group.rank())
+    lists = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 10, 32], dtype=torch.int32))
+    packed = q[0].transpose(0, 1)
+    of_three = strobe.BlockMask.from_kept(torch.ones(3, 3, 2, 2, dtype=torch.bool), 16, 16)
+    causal = strobe.BlockMask.causal(48, 32, 16, 16)
+    kinds: list[tuple[Tensor, dict[str, Any]]] = [
+        (q, {"nonsense": 1}),
+        (q, {"block_mask": causal}),
+        (q, {"block_mask": of_three}),
+        (packed, lists | {"block_mask": causal}),
+        (packed, lists | {"max_seqlen_q": 5}),
+        (packed, lists | {"max_seqlen_k": 5, "block_mask": strobe.BlockMask.causal(22, 22, 16, 16)}),
+        (q, {"sinks": torch.zeros(3)}),
+        (q, {"alibi_slopes": torch.zeros(3)}),
+        (q, {"mask": torch.ones(32, 33, dtype=torch.bool)}),
+        (q, {"mask": causal_lower_right(16, 16)}),
+    ]
+    return [said(lambda x=x, given=given: own(x, x, x, sharding=sharding, group=group, **given)) for x, given in kinds]
+
+
+def by_a_causal_bias(group: dist.ProcessGroup) -> bool:
+    """Whether a causal bias of whole sequences is causal."""
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, _ = shards(sharding, group.rank())
+    found, expected = (
+        strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method="gather", **given)
+        for given in ({"mask": causal_lower_right(S, S)}, {"causal": True})
+    )
+    return torch.equal(found, expected)
 
 
 def explained(group: dist.ProcessGroup, method: str | None, hkv: int, backward: bool, options: dict[str, Any]) -> str:

@@ -349,6 +349,36 @@ def test_what_a_context_refuses(workers):
         assert text.startswith(expected)
 
 
+@pytest.mark.parametrize("function", ["attention", "explain"])
+def test_refusals_name_what_the_caller_gave(workers, function):
+    """The function that was called, the caller's shapes, and no Part, which the caller has not given."""
+    longest = "and a sequence has 22 tokens; accepted is 22 or more, or None"
+    expected = [
+        ("TypeError", f"{function}() got an unexpected keyword argument 'nonsense'"),
+        ("ValueError", "block_mask: of 48 queries and 32 keys; accepted is one of 32 queries and 32 keys, as the whole sequences have"),
+        ("ValueError", "block_mask: of 3 sequences and 3 heads; accepted are 1 or 2 sequences and 1 or 4 heads"),
+        (
+            "ValueError",
+            "block_mask: of 48 queries and 32 keys; accepted is one of 22 queries and 22 keys, as the maxima of the sequences have",
+        ),
+        ("ValueError", f"max_seqlen_q: 5, {longest}"),
+        ("ValueError", f"max_seqlen_k: 5, {longest}"),
+        ("ValueError", "sinks: shape (3); accepted is (H) = (4)"),
+        ("ValueError", "alibi_slopes: shape (3); accepted is (H) = (4)"),
+        (
+            "ValueError",
+            "mask: shape (32, 33); accepted is (B|1, H|1, Sq|1, Sk of the whole problem|1) = (2|1, 4|1, 16|1, 32|1)",
+        ),
+        ("ValueError", "mask: a causal bias of 16 x 16, bottom_right; accepted is one of 32 x 32, as the whole sequences have"),
+    ]
+    for found in workers.run(calls.refused_in_own_words, 2, function):
+        assert [(kind, words.removesuffix(" [rank 0 of 2]")) for kind, words in found] == expected
+
+
+def test_a_causal_bias_is_that_of_whole_sequences(workers):
+    assert workers.run(calls.by_a_causal_bias, 2) == [True, True]
+
+
 def test_explain(workers):
     text = workers.run(calls.explained, 4, None, 2, False, {"causal": True})[1]
     first, balance, *methods, _, engine = text.splitlines()[:8]

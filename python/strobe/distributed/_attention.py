@@ -14,13 +14,11 @@ from torch.distributed import ProcessGroup
 from .. import _eager, _prepared
 from .._attention import CONTEXTS
 from .._autograd import is_seen_by_dispatcher, refuse_tracked_slopes
-from .._blockmask import BlockMask
 from .._call import Call
 from .._checks import Wrong, check_names, flag, is_choice, number, refusal
 from .._messages import kind, shown
 from .._options import ELSEWHERE, ROWS, parameters
 from .._parse import read
-from .._part import Part
 from .._tensor_checks import tensor_refusal
 from ..arrays.torch import TORCH
 from . import _operators
@@ -42,8 +40,9 @@ _HINTS = ELSEWHERE | {
     "axes": "did you mean layout, the order of the axes?",
     "dropout_p": "did you mean dropout?",
     "layout_k": "did you mean sharding_k?",
-    **dict.fromkeys(("agree", "return_lse", "time_limit"), "leave it out: explain() tells the same with any"),  # arguments of attention()
 }
+# explain() lacks arguments of attention().
+_HINTS_OF_EXPLAIN = _HINTS | dict.fromkeys(("agree", "return_lse", "time_limit"), "leave it out: explain() tells the same with any")
 
 
 class Context(NamedTuple):
@@ -131,7 +130,7 @@ def attention(
         raise
     wants = [agree, time_limit, return_lse]
     try:
-        parsed = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, wants, dict(options))
+        parsed = prepare("attention", group, levels, q, k, v, sharding, sharding_k, method, layout, wants, dict(options))
     except Exception as failure:  # of any type: the others must be told
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
@@ -176,6 +175,7 @@ def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> No
 
 
 def prepare(
+    function: str,
     group: ProcessGroup,
     levels: Levels | None,
     q: Any,
@@ -189,13 +189,13 @@ def prepare(
     options: dict[str, Any],
 ) -> ParsedCall:
     """Makes the checks that do not need the library, which sees the call of the rank's own rows later. They are skipped for a repeated call
-    on tensors of the same shapes and strides."""
+    on tensors of the same shapes and strides. function: "attention" or "explain", for messages."""
     asked = _Asked(q, k, v, sharding, sharding if sharding_k is None else sharding_k, method, layout, wants, options)
     arrays = {"q": q, "k": k, "v": v} | {name: x for name, x in options.items() if isinstance(x, Tensor)}
     key = _key(group, levels, asked)
     if key is not None and (known := _prepared.CALLS.get(key)) is not None:
         return known._replace(call=known.call.on(arrays))
-    parsed = _judge(group, levels, asked)
+    parsed = _judge(function, group, levels, asked)
     given = parsed.call.arrays
     if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # none is new in each call
         _prepared.CALLS.keep(key, parsed._replace(call=parsed.call.on({})))
@@ -231,7 +231,7 @@ def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | N
     return _eager.key(prefix, (asked.q, asked.k, asked.v), own, asked.options)
 
 
-def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedCall:
+def _judge(function: str, group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedCall:
     q, k, v, sharding, sharding_k, method, layout, wants, options = asked
     wrong: Wrong = []
     world, rank = group.size(), group.rank()
@@ -253,7 +253,7 @@ def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedC
     for name in ("k_scale", "v_scale"):
         if options.pop(name, None) is not None:
             wrong.append(ValueError(f"{name}: given; accepted is None, for quantised keys are not sent between ranks"))
-    check_names("attention", options, wrong, _NAMES, _HINTS)
+    check_names(function, options, wrong, _NAMES, _HINTS_OF_EXPLAIN if function == "explain" else _HINTS)
     of_world = options.get("deterministic") == _operators.WORLD and isinstance(options["deterministic"], str)
     if of_world:
         options |= {"deterministic": True, "invariant": True}
@@ -269,10 +269,11 @@ def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedC
             wrong.append(refused)
     if wrong or shardings is None:
         raise refusal(wrong)
-    return _parsed(q, k, v, shardings, method, layout, rank, options, of_world, _operators.size_of(levels))
+    return _parsed(function, q, k, v, shardings, method, layout, rank, options, of_world, _operators.size_of(levels))
 
 
 def _parsed(
+    function: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -297,14 +298,9 @@ def _parsed(
     given = options | {name: TORCH.beside(q, x) if isinstance(x, Tensor) else x for name, x in lists.items()} | {"layout": layout}
     if draw and options.get("offset") is None:
         given["seed"] = 0  # nothing is drawn
-    if isinstance(mask := options.get("block_mask"), BlockMask):
-        given["part"] = (
-            _whole_part(shardings, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)
-        )  # which has its lengths
-    call = read("attention", q, k, v, given, wrong)
+    call = read(function, q, k, v, given, wrong, _longest(shardings, cu) if cu or not lists else (None, None))
     if wrong:
         raise refusal(wrong)
-    call.options.pop("part", None)
     call.arrays.update(lists)
     if draw:
         call.options.pop("seed", None)
@@ -369,9 +365,11 @@ def _chosen(
     return choose(Facts(plan, *facts), method, of_world)
 
 
-def _whole_part(shardings: tuple[Sharding, Sharding], cu: list[tuple[int, ...]]) -> Part:
-    lengths = [[b - a for a, b in itertools.pairwise(of)] for of in cu] or [[sharding.seqlen] for sharding in shardings]
-    return Part([], [], lengths[0], lengths[1])
+def _longest(shardings: tuple[Sharding, Sharding], cu: list[tuple[int, ...]]) -> list[int]:
+    """The lengths of the longest whole sequences of queries and of keys."""
+    if not cu:
+        return [sharding.seqlen for sharding in shardings]
+    return [max((b - a for a, b in itertools.pairwise(of)), default=0) for of in cu]
 
 
 def _shardings(wrong: Wrong, sharding: Any, sharding_k: Any, world: int) -> tuple[Sharding, Sharding] | None:
