@@ -145,7 +145,7 @@ def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int
 
 def _listed(x: Any) -> Any:
     """An array's numbers as lists, or None if it has none."""
-    if not hasattr(x, "tolist"):
+    if not hasattr(x, "tolist") or isinstance(x, type):
         return x
     return None if getattr(x, "is_meta", False) else x.tolist()
 

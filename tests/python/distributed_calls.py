@@ -546,6 +546,7 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
         {"buffers": x, "buffer_seq_dims": [1]},
         {"buffers": [x], "buffer_seq_dims": 1},
         {"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": x},
+        {"buffers": [x.to_sparse()], "buffer_seq_dims": [1]},
     ):
 
         def enter(given: dict[str, Any] = given) -> None:

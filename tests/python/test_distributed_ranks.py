@@ -343,6 +343,7 @@ def test_what_a_context_refuses(workers):
         "buffers: torch.Tensor; accepted are several tensors in a list, or None",
         "buffer_seq_dims: int; accepted are integers in a list, or None",
         "no_restore_buffers: torch.Tensor; accepted are several tensors in a list, or None",
+        "buffers[0]: layout torch.sparse_coo; accepted is torch.strided",
     ]
     for (kind, text), expected in zip(workers.run(calls.contexts_refused, 4)[0], words, strict=True):
         assert kind == ("TypeError" if ": torch.Tensor" in expected or ": int" in expected else "ValueError")

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from .._attention import CONTEXTS
 from .._checks import Wrong, check_names, is_whole, refusal
 from .._messages import kind, shown
+from .._tensor_checks import tensor_refusal
 from ._attention import Context, attention
 from ._group import group_of
 from ._late import leave
@@ -120,6 +121,8 @@ def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
     for n, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not isinstance(x, Tensor):
             raise TypeError(f"buffers: {kind(x)} at [{n}]; accepted is a torch.Tensor")
+        if (refused := tensor_refusal(f"buffers[{n}]", x)) is not None:
+            raise refused
         if x.requires_grad:
             raise ValueError(f"buffers: requires grad at [{n}]; accepted is a tensor that does not, as x.detach()")
         if not is_whole(dim) or not -x.dim() <= dim < x.dim():

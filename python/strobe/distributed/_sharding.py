@@ -18,6 +18,8 @@ from .._checks import Wrong, is_integer, is_whole, refusal
 from .._messages import kind, shown
 from .._options import ROWS
 from .._part import Part
+from .._refusals import refusing
+from .._tensor_checks import tensor_refusal
 from ._group import rank_in
 from ._ranges import Ranges, count, indices, union, within
 from ._seen import Band, work_of_tokens
@@ -64,8 +66,12 @@ class Sharding:
         if wrong:
             raise refusal(wrong)
         ranges = tuple(union((int(start), int(length)) for start, length in of) for of in self.ranges)
-        given = sum(int(length) for of in self.ranges for _, length in of if length > 0)
-        if given != self.seqlen or union(each for of in ranges for each in of) != union([(0, self.seqlen)]):
+        lengths = [int(length) for of in self.ranges for _, length in of]
+        if (
+            sum(lengths) != self.seqlen
+            or min(lengths, default=0) < 0
+            or union(each for of in ranges for each in of) != union([(0, self.seqlen)])
+        ):
             whole = f"each position from 0 to {self.seqlen - 1} once" if self.seqlen else "no position, for seqlen is 0"
             raise ValueError(f"ranges: {shown(self.ranges)}; accepted are ranges that have {whole}")
         object.__setattr__(self, "seqlen", int(self.seqlen))
@@ -162,21 +168,33 @@ class Sharding:
         return indices(self.ranges[self._rank(rank, group)])
 
     def shard(self, x: Tensor, dim: int, rank: int | None = None, *, group: ProcessGroup | None = None) -> Tensor:
-        """A rank's tokens of a tensor that has all of them along `dim`: a view if they are one range, else a copy. Differentiable."""
-        self._check_length(x, dim, self.seqlen)
+        """A rank's tokens of a tensor that has all of them along `dim`: a view if they are one range, else a copy. Differentiable.
+
+        Raises:
+            TypeError, ValueError: x is not a dense torch.Tensor, or has another length along `dim`; or dim or rank is not one.
+        """
+        _check_tokens("x", x, dim, self.seqlen)
         pieces = [x.narrow(dim, start, length) for start, length in self.ranges[self._rank(rank, group)]]
         if len(pieces) == 1:
             return pieces[0]
         return x.index_select(dim, self.positions(rank, group=group).to(x.device))
 
     def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """All tokens, in their order, from tensors that each have a rank's tokens along `dim`, in the order of the ranks."""
+        """All tokens, in their order, from tensors that each have a rank's tokens along `dim`, in the order of the ranks. Differentiable.
+
+        Raises:
+            TypeError, ValueError: shards are not one dense torch.Tensor for each rank, with its number of tokens along `dim`, and of one
+                dtype, on one device, with the same other axes; or dim is not one.
+        """
+        if not isinstance(shards, (Sequence, Tensor)) or (isinstance(shards, Tensor) and not shards.dim()):
+            raise refusing(TypeError, "shards", f"{kind(shards)}; accepted is a sequence of torch.Tensor, one for each rank")
         if len(shards) != self.world_size:
-            raise ValueError(f"shards: {len(shards)} of them; accepted are {self.world_size}, one for each rank")
+            raise refusing(ValueError, "shards", f"{len(shards)} of them; accepted are {self.world_size}, one for each rank")
+        first = shards[0]
         for r, x in enumerate(shards):
-            self._check_length(x, dim, count(self.ranges[r]))
+            _check_tokens(f"shards[{r}]", x, dim, count(self.ranges[r]), first)
         order = indices([each for of in self.ranges for each in of])
-        return torch.cat([*shards], dim).index_select(dim, order.argsort().to(shards[0].device))
+        return torch.cat([*shards], dim).index_select(dim, order.argsort().to(first.device))
 
     def unshard(self, x: Tensor, dim: int, *, group: ProcessGroup | None = None) -> Tensor:
         """All tokens of a tensor of which each rank of the group has its own along `dim`. A collective call; not differentiable.
@@ -187,7 +205,7 @@ class Sharding:
         from ._exchange import gathered
 
         rank = self._rank(None, group)
-        self._check_length(x, dim, count(self.ranges[rank]))
+        _check_tokens("x", x, dim, count(self.ranges[rank]))
         if x.requires_grad:
             raise ValueError("x: requires grad, and unshard() has no gradient; accepted is x.detach()")
         return self.join(gathered(x, dim, [count(of) for of in self.ranges], group), dim)
@@ -224,6 +242,8 @@ class Sharding:
         q, k = self.ranges[self._rank(rank, group)], union([(0, keys.seqlen)]) if k_rank is None else keys.ranges[k_rank]
         given = (("cu_seqlens_q", cu_seqlens_q, self.seqlen), ("cu_seqlens_k", cu_seqlens_k, keys.seqlen))
         cu_q, cu_k = (None if x is None else cumulated(name, x, tokens) for name, x, tokens in given)
+        if cu_q and cu_k and len(cu_q) != len(cu_k):
+            raise refusing(ValueError, "cu_seqlens_k", f"{len(cu_k)} numbers; accepted are {len(cu_q)}, as cu_seqlens_q has")
         return part_of(q, k, cu_q or (0, self.seqlen), cu_k or (0, keys.seqlen), partial=k_rank is not None, packed=cu_q is not None)
 
     def _rank(self, rank: int | None, group: ProcessGroup | None) -> int:
@@ -234,13 +254,25 @@ class Sharding:
             raise refusal(wrong)
         return rank
 
-    def _check_length(self, x: Tensor, dim: int, length: int) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x: {kind(x)}; accepted is a torch.Tensor")
-        if not is_whole(dim) or not -x.dim() <= dim < x.dim():
-            raise ValueError(f"dim: {shown(dim)}; accepted is an axis of x, of shape {tuple(x.shape)}")
-        if x.shape[dim] != length:
-            raise ValueError(f"x: shape {tuple(x.shape)}; accepted are {length} tokens along axis {dim}, as the sharding says")
+
+def _check_tokens(name: str, x: Any, dim: Any, length: int, first: Any = None) -> None:
+    """Checks a tensor that has `length` tokens along `dim`. first: the first shard, which the others are like except for their length."""
+    if (refused := tensor_refusal(name, x)) is not None:
+        raise refused
+    if not is_whole(dim) or not -x.dim() <= dim < x.dim():
+        raise refusing(ValueError, "dim", f"{shown(dim)}; accepted is an axis of {name}, of shape {tuple(x.shape)}")
+    if x.shape[dim] != length:
+        raise refusing(ValueError, name, f"shape {tuple(x.shape)}; accepted are {length} tokens along axis {dim}, as the sharding says")
+    if first is None or first is x:
+        return
+    if x.device != first.device:
+        raise refusing(ValueError, name, f"on device {x.device}; accepted is {first.device}, where shards[0] lies")
+    if x.dtype != first.dtype:
+        raise refusing(ValueError, name, f"dtype {x.dtype}; accepted is {first.dtype}, as shards[0] has")
+    accepted = [*first.shape]
+    accepted[dim] = length
+    if [*x.shape] != accepted:
+        raise refusing(ValueError, name, f"shape {tuple(x.shape)}; accepted is {tuple(accepted)}, with the other axes of shards[0]")
 
 
 def part_of(
@@ -276,7 +308,7 @@ def host_integers(name: str, x: Any) -> tuple[int, ...]:
     """The integers of a list, or of an array, whose numbers are read (if it is on a GPU, this waits for it)."""
     if isinstance(x, Tensor) and (x.is_meta or x.layout != torch.strided):
         raise TypeError(f"{name}: {'on the device meta' if x.is_meta else f'layout {x.layout}'}; accepted are integers (B + 1,)")
-    numbers = x.tolist() if hasattr(x, "tolist") else x
+    numbers = x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
     if not isinstance(numbers, Iterable) or not (numbers := list(numbers)) or not all(map(is_whole, numbers)):
         raise TypeError(f"{name}: {shown(x)}; accepted are integers (B + 1,)")
     return tuple(int(n) for n in numbers)
