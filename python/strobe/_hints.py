@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from ._abi import DTYPES, MAX_RANK, NO_DTYPE, engines
-from ._options import SCALES, SCORES, TOKENS
-from ._refusals import Axes, AxisOf, Either, Hint, Name, OtherLayout, Refusal, Sizes, Types
+from ._options import AUX, SCALES, SCORES, TOKENS
+from ._refusals import Absent, Axes, AxisOf, Either, Hint, Name, OtherLayout, Refusal, Sizes, Types
 from .arrays.base import Array
 from .arrays.known import known_framework
 
@@ -43,6 +43,9 @@ class OfCall:
     def __call__(self, refusal: Refusal) -> Refusal | None:
         """The refusal in the caller's terms; None if the argument is not the caller's, or is refused only for others' wrong layout."""
         name = refusal.argument or ""
+        if name in AUX and refusal.code == "excluded":  # the caller asked for it by its name in aux
+            values = tuple("()" if isinstance(x, Absent) else x for x in refusal.values)
+            return refusal._replace(argument="aux", words=f"{name!r} {refusal.words}", values=values)
         if name in self._made:
             return None
         if name.startswith("block_"):
