@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ._abi import outside_graphs
-from ._call import FAST_PATHS, Call, Gradients, drawn_mask
+from ._call import BEFORE_PARSING, Call, Gradients, drawn_mask
 from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
 from ._messages import is_bool, shown
 from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
@@ -85,8 +85,8 @@ def attention(
     if CONTEXTS:
         raise RuntimeError("attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention")
     plain = isinstance(aux, tuple) and not aux
-    fast_path = FAST_PATHS.get(type(q)) if plain else None
-    if fast_path is not None and (found := fast_path(q, k, v, return_lse, options)) is not None:
+    before_parsing = BEFORE_PARSING.get(type(q)) if plain else None
+    if before_parsing is not None and (found := before_parsing(q, k, v, return_lse, options)) is not None:
         return found
     framework = known_framework(q)
     if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):

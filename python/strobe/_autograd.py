@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 
 from . import _eager, _operators, _prepared
 from ._abi import FORWARD
-from ._call import FAST_PATHS, Call
-from ._eager import Ready
+from ._call import BEFORE_PARSING, Call
+from ._eager import PreparedCall
 from ._options import GRADIENTS
 from ._part import is_partial
 from ._prepared import Kept
@@ -42,7 +42,7 @@ def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping
         if not (return_lse or is_tracked):
             del made["lse"]
         kept = Kept(call, return_lse, is_repeated=True)
-        _prepared.CALLS.keep(key, _prepared.ready(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
+        _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
         del made  # an example, whose memory the call can use
     return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
 
@@ -104,11 +104,11 @@ def _backward_below_autograd(call: Call, known: dict[str, Tensor], names: list[s
 
 
 class _Attention(torch.autograd.Function):
-    """attention() as autograd sees it: a Call, or a prepared one (Ready), applied to its arrays."""
+    """attention() as autograd sees it: a Call, or a PreparedCall, applied to its arrays."""
 
     @staticmethod
-    def forward(ctx: Any, of: Call | Ready, *arrays: Tensor) -> Any:
-        if isinstance(of, Ready):
+    def forward(ctx: Any, of: Call | PreparedCall, *arrays: Tensor) -> Any:
+        if isinstance(of, PreparedCall):
             found = of.run(*arrays)
             if found is None:
                 raise _eager.RefusedError
@@ -147,7 +147,7 @@ class _Attention(torch.autograd.Function):
         raise _no_forward_mode()
 
 
-# Function.apply looks for transforms, of which a prepared call (Ready) has none, and binds arguments, which takes a microsecond.
+# Function.apply looks for transforms, of which a PreparedCall has none, and binds arguments, which takes a microsecond.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
@@ -241,4 +241,4 @@ def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[s
 
 
 _operators.implement("Autograd", _differentiable_forward, _differentiable_backward)
-FAST_PATHS.update(dict.fromkeys(PLAIN, again))
+BEFORE_PARSING.update(dict.fromkeys(PLAIN, again))

@@ -369,7 +369,7 @@ class Call(NamedTuple):
 
 # By the exact type of q: a function that answers a call of attention() before it is parsed, as repeated calls of torch tensors and calls of
 # DTensors are. None: the full call must be made.
-FAST_PATHS: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
+BEFORE_PARSING: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
 
 
 def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:

@@ -331,13 +331,13 @@ def test_what_was_saved_may_not_be_written_to():
 
 def test_determinism_asked_for_between_forward_and_backward(monkeypatch):
     prepared = []
-    ready = _prepared.ready
+    prepare = _prepared.prepare
 
     def watched(call, known, made, direction, **more):
         prepared.append(torch.are_deterministic_algorithms_enabled())
-        return ready(call, known, made, direction, **more)
+        return prepare(call, known, made, direction, **more)
 
-    monkeypatch.setattr(_prepared, "ready", watched)
+    monkeypatch.setattr(_prepared, "prepare", watched)
     monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
     q, k, v = qkv(grad=True)
     for _ in range(3):
@@ -427,16 +427,16 @@ def test_a_call_that_is_forgotten_is_released(monkeypatch):
     q, k, v = qkv()
     for _ in range(2):
         strobe.attention(q, k, v)
-    (ready,) = (x for x in memory.lately.values() if isinstance(x, _eager.Ready))
-    before = sys.getrefcount(ready)
+    (prepared,) = (x for x in memory.lately.values() if isinstance(x, _eager.PreparedCall))
+    before = sys.getrefcount(prepared)
     for _ in range(10):
         strobe.attention(q, k, v)
-        assert ready.run(q, k) is None  # too few
-        assert ready.run(q, k, "v") is None
-    assert sys.getrefcount(ready) == before
-    more = weakref.ref(ready.more)
+        assert prepared.run(q, k) is None  # too few
+        assert prepared.run(q, k, "v") is None
+    assert sys.getrefcount(prepared) == before
+    more = weakref.ref(prepared.more)
     memory.lately.clear()
-    del ready
+    del prepared
     assert more() is None
 
 
@@ -483,26 +483,28 @@ GPU = """
 
     q = torch.randn(2, 3)
     shape = ((2, 3), (3, 1), torch.float32)
-    ready = _eager.Ready(owner=None, address=7, fields=bytes([2, 5]), made=(shape,), device=torch.device("cuda", 1), workspace_bytes=4096,
-                         threads=0, form=bytes([255, 0, 255]), function=None, more=None)
+    prepared = _eager.PreparedCall(
+        owner=None, address=7, fields=bytes([2, 5]), made=(shape,), device=torch.device("cuda", 1), workspace_bytes=4096, threads=0,
+        form=bytes([255, 0, 255]), function=None, more=None,
+    )
     for current in (1, 0):
         now[0] = current
-        nothing, x, none = ready.run(q)
+        nothing, x, none = prepared.run(q)
         assert nothing is none is None and x.shape == (2, 3)
         assert runs.pop() == (7, [2, 5], [q.data_ptr(), x.data_ptr()], 0, 1001, True, 4096), current
         assert made == (["short", "short"] if current else ["cuda:1", "cuda:1"]), made
         made.clear()
     status[0] = 1
-    assert ready.run(q) is None and len(runs) == 1
+    assert prepared.run(q) is None and len(runs) == 1
     def fails(index):
         raise RuntimeError
     torch._C._cuda_getCurrentRawStream.__code__ = fails.__code__
-    assert ready.run(q) is None and len(runs) == 1
+    assert prepared.run(q) is None and len(runs) == 1
     def stops(index):
         raise KeyboardInterrupt
     torch._C._cuda_getCurrentRawStream.__code__ = stops.__code__
     try:
-        ready.run(q)
+        prepared.run(q)
     except KeyboardInterrupt:
         print("interrupted")
 """
@@ -531,9 +533,9 @@ def test_what_no_call_can_be_made_of(changed):
         "function": None,
         "more": None,
     }
-    assert isinstance(_eager.Ready(**given), _eager.Ready)
+    assert isinstance(_eager.PreparedCall(**given), _eager.PreparedCall)
     with pytest.raises((TypeError, ValueError, AttributeError)):
-        _eager.Ready(**given | changed)
+        _eager.PreparedCall(**given | changed)
 
 
 def test_examples_are_gone_when_the_call_runs(monkeypatch):

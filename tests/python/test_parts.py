@@ -405,7 +405,7 @@ def test_what_a_call_refuses():
         ({}, {"seqused_k": torch.tensor([8], dtype=torch.int32)}, "seqused_k: given beside part"),
         ({}, {"invariant": True}, "invariant: given beside part"),
         ({}, {"aux": ("max_logit",)}, "aux: 'max_logit' given beside part"),
-        ({}, {"aux": ("column_sums",)}, "column_sums: given beside part"),
+        ({}, {"aux": ("column_sums",)}, "aux: 'column_sums' given beside part"),
         ({"partial": True}, {"sinks": torch.zeros(2)}, "sinks: given with a partial part; accepted are none: they join the whole row once"),
         ({}, {"mask": torch.ones(8, 8, dtype=torch.bool)}, "mask: shape (8, 8); accepted is (B|1, H|1, Sq|1, Sk of the whole problem|1)"),
         ({}, {"block_mask": strobe.BlockMask.from_kept(torch.ones(1, 1, 1, 1, dtype=torch.bool), 16, 16, 8, 8)},

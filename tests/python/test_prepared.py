@@ -27,14 +27,14 @@ def expected(q, k, v, **options):
 def short_ways(monkeypatch):
     """How many calls took the short path."""
     counts = {"found": 0}
-    fast_path = _call.FAST_PATHS[torch.Tensor]
+    before_parsing = _call.BEFORE_PARSING[torch.Tensor]
 
     def counted(*arguments):
-        found = fast_path(*arguments)
+        found = before_parsing(*arguments)
         counts["found"] += found is not None
         return found
 
-    monkeypatch.setitem(_call.FAST_PATHS, torch.Tensor, counted)
+    monkeypatch.setitem(_call.BEFORE_PARSING, torch.Tensor, counted)
     return counts
 
 
@@ -113,7 +113,7 @@ def test_a_call_passes_few_layers(monkeypatch):
         strobe.attention(q, k, v)
         strobe.attention(*tracked, causal=True)
     assert frames(lambda: strobe.attention(q, k, v), "attention") == 2  # eager.c's
-    assert frames(lambda: strobe.attention(*tracked, causal=True), "run") == 3  # Ready.run, which autograd's function calls
+    assert frames(lambda: strobe.attention(*tracked, causal=True), "run") == 3  # PreparedCall.run, which autograd's function calls
 
 
 def test_each_call_has_results_of_its_own():
