@@ -122,11 +122,17 @@ class BlockMask:
         )
 
     def to(self, device: Any) -> BlockMask:
-        """The same mask as torch tensors on `device`."""
+        """The same mask as torch tensors on `device`, as torch.device() takes it."""
+        import torch
+
         from .arrays.torch import TORCH
 
+        try:
+            there = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise refusing(TypeError, "device", f"{shown(device)}; accepted is a torch.device, or the name of one") from None
         moved = copy(self)
-        moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(device) for x in self.arrays)
+        moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(there) for x in self.arrays)
         return moved
 
     def to_kept(self) -> Array:

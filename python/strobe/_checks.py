@@ -95,7 +95,8 @@ def _no_numbers(numpy: Any) -> tuple[type, ...]:
 
 def _item(name: str, x: Any) -> tuple[Hint, ...]:
     """For an array where a number is accepted: how to get the number out of an array of one."""
-    return (Hint("; {0}.item()", (Name(name),)),) if known_framework(x) is not None and prod(x.shape) == 1 else ()
+    is_fit = known_framework(x) is not None and unfit(name, x) is None  # an uninitialized parameter has no shape
+    return (Hint("; {0}.item()", (Name(name),)),) if is_fit and prod(x.shape) == 1 else ()
 
 
 def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:

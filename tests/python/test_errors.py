@@ -1266,3 +1266,29 @@ def test_an_array_in_place_of_a_flag_is_refused_by_name(name, call):
     x = np.ones((1, 2, 4, 8), np.float32)
     with pytest.raises((TypeError, ValueError), match=f"{name}: "):
         call(x, np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout", "beta", "tile_q", "threads"])
+def test_a_parameter_without_a_shape_is_no_number(name):
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(TypeError, match=rf"(?m)^{name}: torch.nn.parameter.UninitializedParameter; accepted is"):
+        strobe.attention(q, q, q, **{name: torch.nn.UninitializedParameter()})
+
+
+@pytest.mark.parametrize("device", ["no such", "cpu:x", [1], np.zeros(2), torch.float32, None])
+def test_a_mask_goes_to_a_device_alone(device):
+    """Not to another dtype either, as Tensor.to() would take it."""
+    mask = strobe.BlockMask.causal(SQ, SK, 16, 16)
+    with pytest.raises(TypeError, match=r"^device: .*; accepted is a torch\.device, or the name of one$"):
+        mask.to(device)
+    assert mask.to("cpu").rows.dtype == torch.int32
+
+
+@pytest.mark.parametrize("function", [strobe.hyperbolic.distance, strobe.hyperbolic.lorentz_product])
+@pytest.mark.parametrize("numpys", [False, True])
+def test_points_that_do_not_broadcast_are_named(function, numpys):
+    x, y = strobe.hyperbolic.lift(torch.randn(2, 3, 4)), strobe.hyperbolic.lift(torch.randn(0, 4))
+    x, y = (x.numpy(), y.numpy()) if numpys else (x, y)
+    with pytest.raises(ValueError, match=r"^y: shape \(0, 5\); accepted is one that broadcasts with x's, \(2, 3, 5\)$"):
+        function(x, y)
+    assert function(x, x[:1, :1]).shape == (2, 3)

@@ -179,8 +179,9 @@ class Sharding:
             return pieces[0]
         return x.index_select(dim, self.positions(rank, group=group).to(x.device))
 
-    def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """All tokens, in their order, from tensors that each have a rank's tokens along `dim`, in the order of the ranks. Differentiable.
+    def join(self, shards: Sequence[Tensor] | Tensor, dim: int) -> Tensor:
+        """All tokens, in their order, from tensors that each have a rank's tokens along `dim`, in the order of the ranks, or one tensor
+        that stacks them. Differentiable.
 
         Raises:
             TypeError, ValueError: shards are not one dense torch.Tensor for each rank, with its number of tokens along `dim`, and of one
