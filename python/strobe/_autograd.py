@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from ._prepared import Kept
 from ._refusals import Name, refusing
 from .arrays import tensor_kinds
 from .arrays.memory import PLAIN
+
+T = TypeVar("T")
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
@@ -88,19 +90,15 @@ def is_plain(arrays: Iterable[Any]) -> bool:
     return True
 
 
-def _below_autograd(call: Call) -> tuple[Tensor, ...]:
-    """The forward, without the dispatcher (some 10 µs) where it would lead straight to _prepared.forward."""
-    if is_plain(call.arrays.values()):
-        return _prepared.forward(call)
+def below_autograd(
+    tensors: Iterable[Any], implementation: Callable[..., T], operator: Callable[..., T], *arguments: Any, **given: Any
+) -> T:
+    """The operator, below autograd. The dispatcher, which costs 10 µs or more, is left out where it would lead straight to the operator's
+    own implementation. tensors: those among the arguments."""
+    if is_plain(tensors):
+        return implementation(*arguments, **given)
     with torch._C._AutoDispatchBelowAutograd():
-        return _operators.forward(call)
-
-
-def _backward_below_autograd(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
-    if is_plain((*known.values(), *call.arrays.values())):
-        return _prepared.backward(call, known, names)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _operators.backward(call, known, names)
+        return operator(*arguments, **given)
 
 
 class _Attention(torch.autograd.Function):
@@ -115,7 +113,8 @@ class _Attention(torch.autograd.Function):
             out, lse = found
             kept = of.more
         else:
-            found = out, lse, *aux = _below_autograd(of.on(dict(zip(of.arrays, arrays, strict=True))))
+            call = of.on(dict(zip(of.arrays, arrays, strict=True)))
+            found = out, lse, *aux = below_autograd(arrays, _prepared.forward, _operators.forward, call)
             kept = Kept(of)
             ctx.mark_non_differentiable(*aux)
         ctx.save_for_backward(out, lse, *arrays)
@@ -218,7 +217,7 @@ def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
     arrays = call.arrays
     refuse_tracked_slopes(arrays)
     if not _is_differentiated(*arrays.values()):
-        return _below_autograd(call)
+        return below_autograd(arrays.values(), _prepared.forward, _operators.forward, call)
     if tracked := [name for name in _TRACKED if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled()]:
         _refuse_without_gradient(call, tracked)
     return _Attention.apply(call, *arrays.values())
@@ -230,12 +229,12 @@ _TRACKED = (*GRADIENTS.values(), "k_scale", "v_scale")  # arrays that have gradi
 def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
     q, k, v, *_ = call.arrays.values()
     if not _is_differentiated(*known.values(), q, k, v):
-        return _backward_below_autograd(call, known, names)
+        return below_autograd((*known.values(), *call.arrays.values()), _prepared.backward, _operators.backward, call, known, names)
 
     def compute(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         given = dict(zip((*known, *call.arrays), tensors, strict=True))
-        own = call.on({name: given[name] for name in call.arrays})
-        return _backward_below_autograd(own, {name: given[name] for name in known}, names)
+        own, beside = call.on({name: given[name] for name in call.arrays}), {name: given[name] for name in known}
+        return below_autograd(tensors, _prepared.backward, _operators.backward, own, beside, names)
 
     return DifferentiatedOnce.apply("strobe.attention", compute, *known.values(), *call.arrays.values())
 

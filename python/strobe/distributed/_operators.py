@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _eager, _prepared
-from .._autograd import DifferentiatedOnce, is_plain, is_seen_by_dispatcher, is_tracked
+from .._autograd import DifferentiatedOnce, below_autograd, is_seen_by_dispatcher, is_tracked
 from .._call import Call
 from .._operators import ARGUMENTS, TAGS, call_of
 from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS, written
@@ -314,7 +314,7 @@ class _DistributedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        out, lse, saved = _below_autograd_forward(q, k, v, given)
+        out, lse, saved = _forward_below_autograd(q, k, v, given)
         arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         ctx.rest = {name: x for name, x in given.items() if name not in arrays}
         ctx.names = tuple(arrays)
@@ -329,47 +329,34 @@ class _DistributedAttention(torch.autograd.Function):
         arrays, saved = more[: len(ctx.names)], more[len(ctx.names) :]
         if dout is None:
             dout = torch.zeros_like(out)
-        given = dict(zip(ctx.names, arrays, strict=True))
-        tensors = dout, dlse, out, lse, *saved, q, k, v, *given.values()
-        if is_tracked(*tensors):
+        n, rest, names = len(saved), ctx.rest, ctx.names  # not ctx itself, which the result of compute() would keep
 
-            def compute(tensors: tuple[Any, ...]) -> list[Tensor]:
-                dout, dlse, out, lse, *more = tensors
-                saved, (q, k, v, *arrays) = more[:n], more[n:]
-                return _below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), {**rest, **dict(zip(names, arrays, strict=True))})
+        def compute(tensors: tuple[Any, ...]) -> list[Tensor]:
+            dout, dlse, out, lse, *more = tensors
+            arguments, given = (dout, dlse, out, lse, more[:n], *more[n : n + 3]), dict(zip(names, more[n + 3 :], strict=True))
+            return _differentiable_backward(*arguments, **rest, **given)
 
-            n, rest, names = len(saved), ctx.rest, ctx.names
-            found = iter(DifferentiatedOnce.apply("strobe.distributed.attention", compute, *tensors))
-        else:
-            found = iter(_below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), {**ctx.rest, **given}))
-        return *(next(found) if needed else None for needed in ctx.rest["needed"]), None
+        tensors = dout, dlse, out, lse, *saved, q, k, v, *arrays
+        found = iter(
+            DifferentiatedOnce.apply("strobe.distributed.attention", compute, *tensors) if is_tracked(*tensors) else compute(tensors)
+        )
+        return *(next(found) if needed else None for needed in rest["needed"]), None
 
 
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     bias, sinks = given.get("bias"), given.get("sinks")
     if not is_tracked(q, k, v, bias, sinks):
-        return _below_autograd_forward(q, k, v, given)
+        return _forward_below_autograd(q, k, v, given)
     out, lse, *saved = _DistributedAttention.apply(q, k, v, bias, sinks, given)
     return out, lse, saved
 
 
 def _differentiable_backward(*arguments: Any, **given: Any) -> list[Tensor]:
-    return _below_autograd_backward(arguments, given)
+    return below_autograd((*arguments, *given.values()), run_backward, backward, *arguments, **given)
 
 
-def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The operator, without the dispatcher, which reads fifty arguments one by one, where that would lead straight to run_forward."""
-    if is_plain((q, k, v, *given.values())):
-        return run_forward(q, k, v, **given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return forward(q, k, v, **given)
-
-
-def _below_autograd_backward(arguments: tuple[Any, ...], given: dict[str, Any]) -> list[Tensor]:
-    if is_plain((*arguments, *given.values())):
-        return run_backward(*arguments, **given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return backward(*arguments, **given)
+def _forward_below_autograd(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return below_autograd((q, k, v, *given.values()), run_forward, forward, q, k, v, **given)
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -189,6 +189,8 @@ class Sharding:
         """
         if not isinstance(shards, (Sequence, Tensor)) or (isinstance(shards, Tensor) and not shards.dim()):
             raise refusing(TypeError, "shards", f"{kind(shards)}; accepted is a sequence of torch.Tensor, one for each rank")
+        if isinstance(shards, Tensor) and (refused := tensor_refusal("shards", shards)) is not None:
+            raise refused
         if len(shards) != self.world_size:
             raise refusing(ValueError, "shards", f"{len(shards)} of them; accepted are {self.world_size}, one for each rank")
         first = shards[0]
