@@ -557,6 +557,15 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
     return found
 
 
+def masks_refused_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """What F.scaled_dot_product_attention says of an attn_mask of another kind."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+    x = torch.zeros(1, 2, 8, 16)
+    with strobe.distributed.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return [said(lambda mask=mask: sdpa(x, x, x, attn_mask=mask)) for mask in (3, torch.ones(1, 8, dtype=torch.int64))]
+
+
 def in_two_levels(group: dist.ProcessGroup) -> tuple[list[str], list[tuple[str, str]]]:
     """explain()'s text for a mesh of two dimensions; and the refusals."""
     sharding, mesh = Sharding.zigzag(S, group.size()), mesh_of(group.size(), "cpu")

@@ -88,6 +88,26 @@ def test_balanced(seqlen, world, seed, left):
     assert max(counts) <= 1.25 * seqlen / world
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), max_size=4), st.integers(0, 9), st.booleans(), st.sampled_from([None, 0, 3, 99]),
+    st.sampled_from([None, 0, 7, 99]),
+)  # fmt: skip
+def test_the_work_before_a_token(lengths, padding, causal, left, right):
+    cu = [0, *itertools.accumulate(lengths)]
+    seqlen, band = cu[-1] + padding, _seen.Band.of(causal, (left, right))
+    before = _seen.work_before(seqlen, cu, band, None)
+    work = _seen.work_of_tokens(seqlen, cu, band, None).tolist()
+    assert [before(n) for n in range(seqlen + 1)] == [0, *itertools.accumulate(work)]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4096}, {"causal": False}, {"cu_seqlens": [0, 2**39, 2**40]}], ids=str)
+def test_balanced_takes_no_memory_for_tokens(options):
+    """Which would be terabytes here."""
+    sharding = Sharding.balanced(2**40, 4, **options)
+    assert sum(map(sharding.count, range(4))) == 2**40
+
+
 def test_balanced_takes_the_plain_shardings_where_they_do():
     assert Sharding.balanced(4096, 4) == Sharding.zigzag(4096, 4)
     assert Sharding.balanced(4096, 4, causal=False) == Sharding.contiguous(4096, 4)

@@ -146,7 +146,8 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """F.scaled_dot_product_attention on tensors that have the rank's tokens, (B, H, S, D); attn_mask has its rows, and all keys."""
-    of_scores: dict[str, Any] = {} if attn_mask is None else {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
+    is_added = isinstance(attn_mask, Tensor) and attn_mask.is_floating_point()
+    of_scores: dict[str, Any] = {} if attn_mask is None else {"bias" if is_added else "mask": attn_mask}
     return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, alignment="top_left", **of_scores)
 
 

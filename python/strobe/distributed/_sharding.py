@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from .._refusals import refusing
 from .._tensor_checks import tensor_refusal
 from ._group import rank_in
 from ._ranges import Ranges, count, indices, union, within
-from ._seen import Band, work_of_tokens
+from ._seen import Band, work_before
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -136,11 +136,10 @@ class Sharding:
         seqlen, world_size = _checked(seqlen, world_size)
         starts = cumulated("cu_seqlens", cu_seqlens, seqlen) if cu_seqlens is not None else (0, seqlen)
         _check_seen(starts, causal, window, block_mask, packed=cu_seqlens is not None)
-        work = work_of_tokens(seqlen, starts, Band.of(causal, window), block_mask)
-        before = [0, *work.cumsum(0).tolist()]
+        before = work_before(seqlen, starts, Band.of(causal, window), block_mask)
 
         def most(sharding: Sharding) -> int:
-            return max(sum(before[start + n] - before[start] for start, n in of) for of in sharding.ranges)
+            return max(sum(before(start + n) - before(start) for start, n in of) for of in sharding.ranges)
 
         plain = [cls.contiguous(seqlen, world_size), cls.zigzag(seqlen, world_size)]
         candidates = [*plain, *(cls._dealt(seqlen, world_size, grain, before) for grain in _GRAINS)]
@@ -148,14 +147,14 @@ class Sharding:
         return next(sharding for sharding in candidates if most(sharding) <= least * _CLOSE)
 
     @classmethod
-    def _dealt(cls, seqlen: int, world_size: int, grain: int, before: list[int]) -> Sharding:
+    def _dealt(cls, seqlen: int, world_size: int, grain: int, before: Callable[[int], int]) -> Sharding:
         """Deals blocks, those with most work first, each to the rank with the least work among the ranks that have room for one more."""
         blocks = [(begin, end) for begin, end in _cuts(seqlen, grain * world_size) if end > begin]
         room = -(-len(blocks) // world_size)
         work, ranges = [0] * world_size, [[] for _ in range(world_size)]  # type: tuple[list[int], list[list[tuple[int, int]]]]
-        for begin, end in sorted(blocks, key=lambda block: before[block[0]] - before[block[1]]):
+        for begin, end in sorted(blocks, key=lambda block: before(block[0]) - before(block[1])):
             r = min((r for r in range(world_size) if len(ranges[r]) < room), key=lambda r: work[r])
-            work[r] += before[end] - before[begin]
+            work[r] += before(end) - before(begin)
             ranges[r].append((begin, end - begin))
         return cls(seqlen, tuple(map(tuple, ranges)))
 
