@@ -135,8 +135,8 @@ class Sharding:
         """
         seqlen, world_size = _checked(seqlen, world_size)
         starts = cumulated("cu_seqlens", cu_seqlens, seqlen) if cu_seqlens is not None else (0, seqlen)
-        _check_seen(starts, causal, window, block_mask, packed=cu_seqlens is not None)
-        before = work_before(seqlen, starts, Band.of(causal, window), block_mask)
+        band = _band(starts, causal, window, block_mask, packed=cu_seqlens is not None)
+        before = work_before(seqlen, starts, band, block_mask)
 
         def most(sharding: Sharding) -> int:
             return max(sum(before(start + n) - before(start) for start, n in of) for of in sharding.ranges)
@@ -338,12 +338,13 @@ def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
     return index(seqlen), index(world_size)
 
 
-def _check_seen(starts: Sequence[int], causal: object, window: object, block_mask: object, packed: bool) -> None:
-    """Checks balanced()'s arguments about visibility."""
+def _band(starts: Sequence[int], causal: object, window: object, block_mask: object, packed: bool) -> Band:
+    """balanced()'s arguments about visibility, checked; the band's bounds are Python's integers."""
     wrong: Wrong = []
+    read: dict[str, Any] = {}
     for name, x in (("causal", causal), ("window", window)):
         if x is not None or name == "causal":
-            ROWS[name].read(wrong, name, x)
+            read |= ROWS[name].read(wrong, name, x)
     most = max((end - begin for begin, end in itertools.pairwise(starts)), default=0)
     if isinstance(block_mask, BlockMask):
         lengths = block_mask.seqlen_q, block_mask.seqlen_k
@@ -354,6 +355,7 @@ def _check_seen(starts: Sequence[int], causal: object, window: object, block_mas
         wrong.append(TypeError(f"block_mask: {kind(block_mask)}; accepted is a strobe.BlockMask"))
     if wrong:
         raise refusal(wrong)
+    return Band.of(bool(read.get("causal")), (read.get("window_left"), read.get("window_right")))
 
 
 def _cuts(seqlen: int, n: int) -> list[tuple[int, int]]:
