@@ -36,7 +36,7 @@ template <class T> struct Fma {
     int64_t ld;
   };
 
-  template <bool /*kExchanged: the same sums*/ = false>
+  template <bool /*kExchanged: no difference here*/ = false>
   static STROBE_INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, T *c, int64_t ldc, bool accumulate) {
     STROBE_ISA::multiply(rows, columns, depth, a.a, b.b, b.ld, c, ldc, accumulate);
   }

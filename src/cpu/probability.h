@@ -9,7 +9,7 @@ template <class T> struct RowLse {
   T lse, excess;
 };
 
-// Whether an LSE is so large that half its last bit, from 1e-6 on (FP64: 1e-12; 16 bits: 6e-5), shows in its row of P.
+// Whether LSE's rounding error, half its last bit, is large enough to matter in P: 1e-6 or more (FP64: 1e-12; 16 bits: 6e-5).
 template <class T> STROBE_INLINE bool is_large(const Problem &p, T lse) {
   const double large = p.dtype == DType::f64 ? 1e4 : p.dtype == DType::f32 ? 16 : 1024;
   return __builtin_fabs(double(lse)) > large && __builtin_isfinite(lse);
@@ -28,7 +28,7 @@ template <class Math> struct Probability {
 
   V factor, unit, lse, excess, high, low; // P = e^((s * factor - lse) * unit - excess); ln 2 = high + low
 
-  // both: LSE (natural). With a partial part, LSE keeps the unit of the scores in 16 bits and FP64.
+  // both: LSE (natural), of which the result is the two parts. With a partial part, 16 bits and FP64 keep `lse` in the unit of the scores.
   static STROBE_INLINE RowLse<T> row(const Head<T> &head, double both) {
     if (!__builtin_isfinite(both)) return {T(both), T(0)};
     const double unit = own_unit(head) ? double(head.measure()) : 1;

@@ -106,7 +106,7 @@ constexpr DecodeTile kQuantisedTiles[] = {
 
 // The Config without the tile.
 Config config_for(const Problem &p) {
-  const bool in_quarters = p.quantised_as == DType::i4x2; // whether the quarters of a row of K are whole words
+  const bool in_quarters = p.quantised_as == DType::i4x2; // whether a quarter of a row of K is whole words
   Config c = begin_config<Config>(p, wide(p) || in_quarters ? 64 : 32);
   c.aligned = aligned_keys(p) && aligned(p.q, p.head_dim) && aligned(p.out, p.head_dim_v);
   c.exact_max = p.exact_max;
@@ -191,7 +191,7 @@ double rate(const Device &device) {
   }
 }
 
-// Measured on an H200. At its end a decode block merges its warps' rows, one after another.
+// Measured on an H200. At its end a decode block merges the rows of its warps, one row after another.
 constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6,
                  kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
                  kExposed = 0.4, // fraction of a block's end that takes time, as fitted; the rest overlaps with other blocks' reads

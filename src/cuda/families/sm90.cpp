@@ -45,7 +45,7 @@ int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
 
 constexpr int32_t kRowsOfPage = 16; // rows of a page that one copy loads; a key tile begins at a multiple of it
 
-// Invariant: the reason why some query's bits would depend on the queries beside it.
+// The reason why an invariant call is refused: some query's bits would depend on the queries beside it. Empty if it is not refused.
 std::string against_invariant(const Problem &p, const Config &c) {
   if (p.bias) return "is not invariant with a bias: a tile that is computed again takes other roundings";
   if (p.alibi_slopes) return "is not invariant with ALiBi: it is added from where a tile's own queries stand";

@@ -34,7 +34,7 @@ double uneven(double blocks, const Device &device) { return std::ceil(blocks / d
 // Whether a block may own the dQ of its (batch, key head) pair. Such a dQ needs no zeroing, no turns and no launch that rounds it. The
 // block's first key tile stores to dQ and later tiles add. So every query must see some of the first keys, and every key must be seen.
 bool may_own_dq(const Problem &p, const Features &f) {
-  if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
+  if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: independent of lengths
   if (f.part || f.unrounded_gradients()) return false;
   if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
@@ -206,7 +206,7 @@ bool takes_either(const Problem &p, const Features &f) {
 // as long as a block of 128 keys (with more than 128 columns, 0.65 times as long); but it begins 3 µs sooner, and uneven walks fill the SMs
 // more evenly. Speed relative to 128 keys (H100, head dimensions 64 and 128): 1.01 to 1.29 where it is chosen, 0.63 to 1.02 where not.
 bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardConfig &of_128, const Device &device) {
-  const auto queries = [&](const BackwardConfig &c) { // that an SM has walked over when the last block ends
+  const auto queries = [&](const BackwardConfig &c) { // queries that an SM has walked over when the last block ends
     return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();
   };
   return (beyond_128_keys(p) ? 0.65 : 1.0) * queries(of_64) <= 1.05 * queries(of_128);

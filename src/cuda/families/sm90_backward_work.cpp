@@ -130,10 +130,10 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   return kLaunches + main + sums + bias + rows_seconds(p, c.head_dim, c.head_dim_v, !c.owns_dq);
 }
 
-// Every prediction that it compares is for one stage of K and V (kBlockSeconds): share_out() decides about two stages afterwards, since
+// All predictions compared here assume one stage of K and V (kBlockSeconds): share_out() decides about two stages afterwards, because
 // whether blocks are persistent depends on the number of shares.
 int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &device) {
-  constexpr double kGain = 0.93; // shares are worth their memory if they take at most this fraction of the predicted time without
+  constexpr double kGain = 0.93; // shares are worth their memory if they take at most this fraction of the time without shares
   const int64_t group = p.group();
   if (c.owns_dq || p.invariant || (!p.dk && !p.dv)) return 1;
   if (p.wishes.shares && group % p.wishes.shares == 0) return p.wishes.shares;

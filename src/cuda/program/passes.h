@@ -1,5 +1,5 @@
-// The launches that families make beside their own kernels, and their order. The kernels are those of kernels/passes, except cuda-simt's
-// settle and dbias, which are its own in the same frames (kernels/device/settle_row.h, bias_gradient.h).
+// The launches that families make beside their own kernels, and their order. The kernels are in kernels/passes, except settle and dbias of
+// cuda-simt: those are its own, and share kernels/device/settle_row.h and bias_gradient.h with the others.
 #pragma once
 #include <optional>
 

@@ -6,7 +6,7 @@
 
 namespace strobe::cuda {
 
-// Thread blocks that each own a tile of a head's queries (forward) or keys (backward) and walk over the others by tiles.
+// Thread blocks that each own a tile of a head's queries (forward) or keys (backward) and walk over the keys (queries) by tiles.
 struct Walks {
   double blocks = 0;            // of all heads
   double mean = 0, longest = 0; // scores per block
