@@ -31,7 +31,7 @@ template <Config C> struct Backward {
   static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? (C.dtype == kF32 ? 2048 : 512) / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ
 
-  // This state lies in shared memory, because registers are short.
+  // This state lies in shared memory, because registers are scarce.
   struct Operands {
     Source Q, dO, K, V;
     Sequence sequence;
@@ -237,7 +237,7 @@ private:
     if (threadIdx.x == 0) end_turn(turn_of(h, tile));
   }
 
-  // Stores dK and dV and starts them again. add: whether they are added to the tensor's contents, as the next ones always are.
+  // Stores dK and dV and sets them to 0. add: whether they are added to the tensor's contents; it becomes true.
   __device__ __forceinline__ void flush(T (&dK)[kKeys][kColumns], T (&dV)[kKeys][kColumnsV], bool &add) const {
     const i64 row = operands.sequence.k0 + k0;
     store(a.dk, row, in.head_dim, dK, T(in.scale), add);

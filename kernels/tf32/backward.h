@@ -78,7 +78,7 @@ private:
       make_ds(dS, slope, keys);
       put(dS);
       accumulate<kD, false>(dK, dS, shared(kQ));
-      __syncthreads(); // all of dS is stored, and no thread reads Q and dO any more
+      __syncthreads(); // all of dS is stored, and all threads have read Q and dO
       if (next.head >= 0) load_queries(next);
       cp_async_commit();
       add_dq(t);
@@ -132,7 +132,7 @@ private:
     differentiate(dS, slope);
   }
 
-  struct RowLse { // LSE is loaded where it is used: registers are short
+  struct RowLse { // LSE is loaded where it is used: registers are scarce
     const Backward &backward;
     int n;
     __device__ __forceinline__ float lse(int c, int e) const { return backward.statistic(0, n, c, e); }

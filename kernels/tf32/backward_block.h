@@ -18,7 +18,7 @@ template <Config C> struct BackwardBlock {
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
   static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, and the queries, in 16x16 blocks
-  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // blocks of queries that dK and dV take at a time: registers are short
+  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // blocks of queries that dK and dV take at a time
   // dK and dV are summed in runs of this many tiles, 2048 queries, which rounds less.
   static constexpr int kSegment = 2048 / kTileQ;
   // A segment whose dK or dV is not finite is walked again in runs of this many tiles; each product is then a separate multiply-add, so
@@ -42,7 +42,7 @@ template <Config C> struct BackwardBlock {
     Tiles tiles;
     Tile tile; // the next one
   };
-  // State that the threads share lies in shared memory: registers are short.
+  // State that the threads share lies in shared memory: registers are scarce.
   struct State {
     Tile ring[2];               // iteration n uses n % 2
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence

@@ -32,7 +32,7 @@ private:
   };
   enum : i32 { kLacks = 2 }; // Tile::masked: the pages of some keys are not in the pools
   struct Nothing {};
-  // State that the threads share lies in shared memory: registers are short.
+  // State that the threads share lies in shared memory: registers are scarce.
   struct State {
     Tile ring[4]; // iteration n uses n % 4
     Item item;
@@ -166,7 +166,7 @@ private:
     for (int n = 0; shared_state().ring[n % 4].valid; ++n) {
       const Tile &tile = shared_state().ring[n % 4], &next = shared_state().ring[(n + 1) % 4];
       int stage = C.stages > 1 ? n % 2 : 0;
-      arrive(); // K (with two stages also V) of this tile has arrived, and no thread reads the last one's any more
+      arrive(); // K (with two stages also V) of this tile has arrived, and all threads have read the previous one's
       if (threadIdx.x == 0) find(n + 2);
       if constexpr (C.stages == 1) {
         load_v(tile, 0);
@@ -181,7 +181,7 @@ private:
       score(S, tile);
       softmax.template follow<C.exact_max != 0>(S, exponent(), O);
       if constexpr (C.stages == 1) {
-        arrive(); // V has arrived, and no thread reads K any more
+        arrive(); // V has arrived, and all threads have read K
         if (next.valid) load_k(next, 0);
         cp_async_commit();
       }
