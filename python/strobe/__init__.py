@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from . import kv as kv
     from . import nn as nn
 
-# Otherwise this happens when torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
+# If torch is not imported yet, its import does this later (torch.backends in pyproject.toml); before PyTorch 2.5, its first tensor does.
 if sys.modules.get("torch") is not None:
     from . import _autograd as _autograd  # registers the operators torch.ops.strobe.*
 

@@ -29,7 +29,7 @@ def refusal(wrong: Wrong) -> Exception:
 
 
 def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collection[str], hints: Mapping[str, str]) -> None:
-    """`function` is the one that has these options, for messages; hints: for names of other functions."""
+    """Refuses unknown names. function: whose options they are, for messages; hints: for names that other functions use."""
     for name in given:
         if name not in known:
             hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1, _MISSPELT))

@@ -1,4 +1,5 @@
-"""The library's refusals in terms of the Python call, with hints at what the caller may have meant. Both go by codes and values."""
+"""The library's refusals in terms of the Python call, with hints at what the caller may have meant. Both are chosen by the
+refusal's code and values."""
 
 from __future__ import annotations
 
@@ -41,12 +42,13 @@ class OfCall:
         self._arrays, self._made, self._bshd, self._attention = arrays, made, bshd, attention
 
     def __call__(self, refusal: Refusal) -> Refusal | None:
-        """The refusal in the caller's terms; None if the argument is not the caller's, or is refused only for others' wrong layout."""
+        """The refusal in the caller's terms; None if the argument is not the caller's, or is refused only because others
+        have a wrong layout."""
         name = refusal.argument or ""
         if name in self._made:
             return None
         if name.startswith("block_"):
-            words = refusal.words.removesuffix(" beside {2}") if refusal.code == "value" else refusal.words  # block_rows, a name of C's
+            words = refusal.words.removesuffix(" beside {2}") if refusal.code == "value" else refusal.words  # block_rows exists in C only
             refusal = refusal._replace(argument="block_mask", words=f"{name}: {words}")
             return None if is_of_sizes(refusal) and self._is_other_layout() else refusal
         if self._bshd:
@@ -86,7 +88,7 @@ class OfCall:
         return refusal
 
     def _engines_of_device(self) -> list[str]:
-        """The engines but those of another device than q's, by their names. A q without numbers may stand for any."""
+        """The names of the engines, except those for another device than q's. A q without elements may be for any device."""
         q = self._arrays.get("q")
         others: tuple[str, ...] = ("cpu-",) if getattr(q, "is_cuda", False) else ("cuda-", "ladder-tensor-cores")
         if q is None or 0 in q.shape:

@@ -195,7 +195,7 @@ def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
 
 
 def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
-    """The error that x is no array, extended by a hint which array the caller may have meant."""
+    """The error that x is no array, with a hint at the array that the caller may have meant."""
     hint = Hint("")
     if name == "rng":
         hint = Hint("; an integer goes into {0}", (Name("seed"),), needs=("seed",)) if is_whole(x) else Hint(of_generator(x))

@@ -1,4 +1,4 @@
-"""Keys come to the queries: each rank gets the keys that some of its queries sees, a group of key heads at a time."""
+"""Method "gather": each rank gets the keys that some of its queries sees, a group of key heads at a time."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def memory_use() -> list[dict[str, Any]]:
 
 
 def _warn(rows: list[dict[str, Any]], console: Console) -> None:
-    """Of figures whose calls differ much, because something else ran meanwhile."""
+    """Warns of figures whose calls differ much, because something else ran meanwhile."""
     apart = [row["spread"] for row in rows if row["spread"] > SPREAD]
     if apart:
         console.print(

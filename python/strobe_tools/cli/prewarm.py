@@ -269,7 +269,8 @@ def _ended_by_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_words_of_the_tracker() -> Iterator[None]:
-    """After Ctrl-C a process of Python's, which is started within this, removes the pool's semaphores: it would warn of each."""
+    """Silences Python's resource tracker, a process that starts in this context: after Ctrl-C it removes the pool's semaphores, and would
+    warn of each."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join([*([before] if before else []), "ignore:resource_tracker:UserWarning"])
     try:

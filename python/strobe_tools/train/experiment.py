@@ -158,7 +158,7 @@ def _sample(trainer: Trainer) -> tuple[str, str]:
     prompt = trainer.validation[0, : max(1, config.sequence // 2)].to(trainer.device)
     generator = torch.Generator(trainer.device).manual_seed(config.seed)
     tokens = trainer.model.generate(prompt, config.sample_tokens, generator=generator)
-    # The end of a document is shown: another one follows.
+    # Special tokens are shown, so that the reader sees where a document ends and another one follows.
     shown = (tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in tokens.tensor_split([len(prompt)]))
     before, after = shown
     return before.removeprefix(data.END_OF_DOCUMENT), after

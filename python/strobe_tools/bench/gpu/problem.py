@@ -14,7 +14,7 @@ BLOCK = 128  # of block-sparse masks, and of the tiles in which a window's work 
 
 
 class Problem(NamedTuple):
-    """The shapes of a call. A size of 0 means that of the query."""
+    """The shapes of a call. A size of 0 means the same size as the query's."""
 
     batch: int
     heads: int

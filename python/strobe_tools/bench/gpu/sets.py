@@ -94,7 +94,7 @@ def small() -> Iterator[Group]:
 
 
 def mma() -> Iterator[Group]:
-    """The portable tensor-core kernels, beside the FlashAttention of their instructions."""
+    """The portable tensor-core kernels, beside the FlashAttention that uses the same instructions."""
     for d, causal in product(DIMS, (False, True)):
         p = Problem(2, WIDTH // d, 8192, d, causal)
         for direction in DIRECTIONS:
