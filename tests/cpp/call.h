@@ -42,7 +42,7 @@ public:
   Direction direction = Direction::forward;
 
   Call() { attention.size = sizeof attention, tensors.size = sizeof tensors, execution.size = sizeof execution, execution.threads = 1; }
-  Call(const Call &) = delete; // tensors points into held
+  Call(const Call &) = delete; // the member `tensors` points into `held`
 
   bool has(const std::string &name) const { return held.count(name) > 0; }
   strobe_tensor &operator[](const std::string &name) { return held.at(name).tensor; }
@@ -89,7 +89,7 @@ public:
       std::memcpy(static_cast<unsigned char *>(t.data) + at * element, values.data() + n * element, element);
     }
   }
-  // All its tensors count as memory of the first CUDA device.
+  // Marks all tensors as memory of the first CUDA device.
   void move_to_gpu() {
     for (auto &[name, h] : held) h.tensor.device_type = STROBE_CUDA;
   }
@@ -108,7 +108,7 @@ public:
     return direction == Direction::forward ? strobe_forward(&attention, &tensors, &execution)
                                            : strobe_backward(&attention, &tensors, &execution);
   }
-  // The same, each of its own tensors in guarded memory.
+  // Runs the call with each of its own tensors in guarded memory.
   int32_t run_guarded(bool at_end) {
     std::vector<std::unique_ptr<Guarded>> guarded;
     std::vector<void *> before;

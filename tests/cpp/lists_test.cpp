@@ -13,7 +13,7 @@ namespace {
 constexpr const char *kLists[] = {"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols", "block_rows_t",
                                   "block_cols_t", "rng",          "seqused_k",  "page_table"};
 
-// Numbers that every check refuses; as a seed, another one.
+// Numbers that every check refuses; a seed of such a number is only another seed.
 void spoil(Call &c) {
   for (const char *name : kLists)
     if (c.has(name)) std::memset(c.data<char>(name), 0x3F, c.memory_bytes(name));
@@ -144,7 +144,8 @@ TEST_CASE("lists: changed in the midst of the reference") {
     }
 }
 
-// The lists change between any two reads of a check: for sanitizers to watch. The call runs or reports an error.
+// Another thread changes the lists between any two reads of a check, so that sanitizers see a bad access. The call runs or reports an
+// error.
 TEST_CASE("lists: changed by another thread all the time") {
   Call c;
   make(c, make_sparse, Direction::forward);

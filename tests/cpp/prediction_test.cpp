@@ -155,8 +155,8 @@ TEST_CASE("prediction: blocks search for their tiles where that halves them") {
   CHECK_FALSE(worth_numbering(p, 2000, 1000, 128)); // not packed
   p.varlen = true;
   p.batch = 20;
-  CHECK(worth_numbering(p, 1000 + 19 * 10, 1000, 128));  // 30 of 160
-  CHECK_FALSE(worth_numbering(p, 20 * 1000, 1000, 128)); // 177 of 160
+  CHECK(worth_numbering(p, 1000 + 19 * 10, 1000, 128));  // 30 tiles instead of 160
+  CHECK_FALSE(worth_numbering(p, 20 * 1000, 1000, 128)); // 177 tiles instead of 160
   p.batch = 0;
   CHECK_FALSE(worth_numbering(p, 500, 100, 128));
 }

@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#define __device__ // the host has no such word
+#define __device__ // not a keyword on the host
 #define __forceinline__ inline
 #include "kernels/device/query_tiles.h"
 
@@ -185,7 +185,7 @@ TEST_CASE("schedule: block-sparse, alone and with a window, the last block parti
            16 * draw(1, 2),
            16 * draw(1, 2),
            {}};
-    const i64 density = draw(0, 4); // of 4: from nothing kept to everything
+    const i64 density = draw(0, 4); // in quarters: from nothing kept to everything
     for (i64 r = 0; r * c.block_q < c.seqlen_q; r++) {
       c.kept.emplace_back();
       for (i64 j = 0; j * c.block_k < c.seqlen_k; j++)

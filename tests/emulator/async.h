@@ -21,7 +21,7 @@ struct BlockAsync {
 struct Copy {
   uint32_t group, lane, to;
   uint64_t from;
-  uint32_t bytes, read; // the rest is zeros
+  uint32_t bytes, read; // bytes beyond `read` become zeros
 };
 // cp.reduce.async.bulk, or cp.async.bulk to global memory, which does not add; of one lane
 struct Addition {
@@ -29,7 +29,7 @@ struct Addition {
   uint32_t group, lane;
   uint64_t to;
   uint32_t from, bytes;
-  std::vector<float> read; // from shared memory; empty before
+  std::vector<float> read; // what was read from shared memory; empty until then
 };
 // wgmma, of the warp
 struct Product {

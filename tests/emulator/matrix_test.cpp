@@ -30,7 +30,7 @@ uint32_t column_of(uint32_t lane, uint32_t i) { return i / 4 * 8 + lane % 4 * 2 
 void write_swizzled(LoneWarp &w, uint32_t at, const Table &x, uint32_t rows, uint32_t columns) {
   for (uint32_t r = 0; r < rows; r++)
     for (uint32_t c = 0; c < columns; c++) {
-      const uint32_t piece = c % 64 / 8 ^ r % 8; // of 8 numbers
+      const uint32_t piece = c % 64 / 8 ^ r % 8; // index of the piece of 8 numbers
       w.shared<uint16_t>(at + c / 64 * rows * 128 + r * 128 + piece * 16 + c % 8 * 2) = bfloat(x(r, c));
     }
 }

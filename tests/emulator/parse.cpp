@@ -65,7 +65,7 @@ public:
         need(word == ".visible", ("the emulator does not know " + word).c_str());
     }
   }
-  uint32_t line() const { return line_; } // of the last token
+  uint32_t line() const { return line_; } // the line of the last token
 
 private:
   const std::string &peek() const { return tokens_[at_].text; }

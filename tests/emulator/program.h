@@ -13,7 +13,7 @@ struct Instruction {
   enum Kind : uint8_t {
     kPlain,
     kAligned, // waits until all lanes of the warp that have not ended have arrived
-    kMasked,  // waits until those of them have arrived that are in the mask
+    kMasked,  // waits until all lanes in the mask have arrived
     kBranch,
     kEnd,
   };
@@ -36,7 +36,7 @@ struct Constant {
   enum Of : uint8_t { kNumber, kThread, kThreads, kBlock, kBlocks, kLane };
   Of of = kNumber;
   uint8_t bits = 32, axis = 0;
-  uint64_t value = 0; // of a number
+  uint64_t value = 0; // the value of a number
   uint32_t slot = 0;
 };
 

@@ -10,7 +10,7 @@ struct alignas(64) TensorMap {
   uint8_t element_bytes, rank;
   bool swizzled; // over 128 bytes
   uint64_t address;
-  uint64_t sizes[kMostRank], strides[kMostRank]; // of axis 0: adjacent elements
+  uint64_t sizes[kMostRank], strides[kMostRank]; // strides[0]: adjacent elements
   uint32_t box[kMostRank];
 };
 static_assert(sizeof(TensorMap) == 128);

@@ -25,7 +25,7 @@ struct Grid {
   uint32_t blocks[3] = {}, threads[3] = {};
   uint64_t changes = 0; // counts events that may end a wait (stores, arrivals); while it does not change and all wait, there is a deadlock
   uint64_t clock = 0;
-  uint32_t line = 0; // of the instruction that is executed
+  uint32_t line = 0; // the PTX line of the current instruction
 };
 
 struct Block {
@@ -58,8 +58,8 @@ struct Warp {
   Block &block;
   uint32_t index;             // in its block
   std::byte *registers;       // slots of 32 words
-  std::byte *local = nullptr; // of lane 0; the others' follow
-  uint32_t local_bytes = 0;   // of a lane
+  std::byte *local = nullptr; // local memory of lane 0; the other lanes' follow
+  uint32_t local_bytes = 0;   // per lane
   bool waits = false;         // set by an instruction whose condition is not met: another warp runs next
   std::shared_ptr<WarpAsync> async{};
 

@@ -76,8 +76,8 @@ class Tally:
     calls: int = 0
     option_sets: int = 0
     wrong: int = 0
-    left_out: int = 0  # for lack of memory
-    runs: Counter[str] = dataclasses.field(default_factory=Counter)  # per engine
+    left_out: int = 0  # calls left out for lack of memory
+    runs: Counter[str] = dataclasses.field(default_factory=Counter)  # calls per engine
     device: str = ""
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -203,7 +203,7 @@ def follow(worker: Worker, asked: int, tally: Tally, patience: float, deadline: 
 
 
 def cores() -> int:
-    """As many as this process may use, a container's quota included."""
+    """The number of cores that this process may use, by a container's quota as well."""
     found = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())

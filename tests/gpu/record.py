@@ -55,7 +55,7 @@ HELPERS = (
     "plain.py",
     "random_*.py",
 )
-LEAST_OPTION_SETS = 3000  # of random calls
+LEAST_OPTION_SETS = 3000  # of random calls that must have run
 # The files that determine what runs on a GPU, and the references of its results. Each tracked file of these folders is in SOURCES or
 # EXCLUDED.
 ROOTS = ("include", "kernels", "python", "src", "tests/gpu", "tests/python", "tests/reference")
@@ -84,7 +84,7 @@ EXCLUDED = (
     *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # the tools but training
     *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # run by themselves, recorded nowhere
     "tests/python/dear.py",  # nothing is left out on a GPU
-    "tests/python/emulated.py",  # of tests that need no GPU
+    "tests/python/emulated.py",  # used by tests that need no GPU
     "tests/python/test_*.py",  # the rest of the contract is the CPU's
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )
@@ -99,8 +99,8 @@ class Part(NamedTuple):
     marks: str
 
 
-# Tests that take tens of gigabytes run by themselves, one process per GPU, or the processes beside them find no memory; and so do the tests
-# whose ranks take all GPUs, in one process, or they wait for cores.
+# Tests that take tens of gigabytes run by themselves, one process per GPU; otherwise other processes would find no memory. Tests whose
+# ranks take all GPUs also run by themselves, in one process; otherwise the ranks would wait for cores.
 PARTS = {
     "contract": Part(tuple(f"tests/python/{name}" for name in CONTRACT), "not gigabytes and not all_gpus"),
     "extensions": Part(tuple(f"tests/python/{name}" for name in EXTENSIONS), "not gigabytes and not all_gpus"),
@@ -130,8 +130,8 @@ def matched(patterns: Iterable[str]) -> set[Path]:
 
 
 def digest(part: str | None = None) -> str:
-    """A digest of the sources that a part of the tests depends on; without one of those that random calls depend on. In this file only
-    PARTS determines what runs: which tests there are shows in the names of the others."""
+    """A digest of the sources that a part of the tests depends on; without a part, of those that random calls depend on. In this file only
+    PARTS counts, because it determines what runs."""
     files = matched(SOURCES) - {Path(__file__).resolve()} - matched(TESTS if part else NOT_OF_RANDOM_CALLS)
     if part:
         files |= {file for each in PARTS[part].files for file in matched([each if each.endswith(".py") else f"{each}/test_*.py"])}
@@ -214,7 +214,7 @@ def run(names: Iterable[str], options: list[str]) -> int:
     if not torch.cuda.is_available():
         print("PyTorch sees no CUDA device here", file=sys.stderr)
         return 2
-    found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # spread
+    found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for the plugin spread
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references run on the CPU, and -n starts many processes
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written

@@ -43,7 +43,7 @@ def blocks() -> strobe.BlockMask:
 class Feature(NamedTuple):
     options: Callable[[], dict[str, Any]] = dict
     heads_kv: int = 2
-    lengths: tuple[int, ...] = ()  # of packed sequences
+    lengths: tuple[int, ...] = ()  # lengths of packed sequences
     batch: int = 2
 
 
@@ -78,11 +78,11 @@ class Case(NamedTuple):
         return f"{self.engine} {self.dtype} d{self.dims[0]}/{self.dims[1]} {self.feature}"
 
     def run(self, tool: str | None = None) -> str:
-        """The directions that ran under that tool."""
+        """Makes the call; returns the directions that ran under that tool."""
         torch.manual_seed(0)
         options, heads_kv, lengths, batch = FEATURES[self.feature]
         dtype, (d, dv) = getattr(torch, self.dtype), self.dims
-        shapes = [(2, SQ, d), (heads_kv, SK, d), (heads_kv, SK, dv), (2, SQ, dv)]  # of q, k, v and dout, without the batch
+        shapes = [(2, SQ, d), (heads_kv, SK, d), (heads_kv, SK, dv), (2, SQ, dv)]  # q, k, v and dout, without the batch
         packed = [(sum(lengths), heads, width) for heads, _, width in shapes]
         q, k, v, dout = (torch.randn(shape).to(dtype) for shape in (packed if lengths else ((batch, *x) for x in shapes)))
         more = options()
@@ -152,7 +152,7 @@ FINDING = re.compile(r"========= (Error|Warning|Invalid|Race|Internal|Program hi
 
 class Report(NamedTuple):
     ran: Counter[str]  # calls of each engine
-    found: dict[str, list[str]]  # of each case
+    found: dict[str, list[str]]  # messages by case
 
     @classmethod
     def of(cls, outputs: Iterable[str]) -> Report:

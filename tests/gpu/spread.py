@@ -1,4 +1,4 @@
-"""Each of many processes counts the GPUs from another one on. Also a plugin for pytest, for pytest-xdist's workers."""
+"""Spreads processes over the GPUs: each counts them from another one on. Also a plugin of pytest, for pytest-xdist's workers."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def whole(seed: int = 0) -> list[Tensor]:
 
 
 def one_device(seed: int = 0, **options: Any) -> list[Tensor]:
-    """out, dq, dk and dv."""
+    """out, dq, dk and dv on one device."""
     *tensors, dout = whole(seed)
     q, k, v = (x.requires_grad_() for x in tensors)
     out = strobe.attention(q, k, v, causal=True, **options)

@@ -145,7 +145,7 @@ def test_logits_as_low_as_numbers_go(d):
     assert not faults(call(h=2, sq=200, sk=208, d=d, dtype=BF16, bias=bias, causal=True, alignment="top_left"))
 
 
-@pytest.mark.parametrize("size", [0.3, 3.0, 20.0])  # of the logits: all small beside the cap, some, few
+@pytest.mark.parametrize("size", [0.3, 3.0, 20.0])  # logits that are all small beside the cap, or some of them, or few
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(1, 1, 200, 300) < 0.7}], ids=["full", "causal", "mask"])
 def test_softcap(options, dtype, size):

@@ -261,7 +261,7 @@ def _on_hyperboloid(x: Tensor) -> Tensor:
 
 
 def _flipped(x: Tensor) -> Tensor:
-    """Its product with a point is the Lorentz product."""
+    """x with its first coordinate negated: the product of the result with a point is their Lorentz product."""
     return torch.cat([-x[..., :1], x[..., 1:]], dim=-1)
 
 
@@ -280,7 +280,7 @@ class Placed:
     """The positions of a call's rows in the sequences of a larger problem."""
 
     ranges: list[list[tuple[int, int]]]  # per sequence
-    lengths: list[int]  # of the whole sequences
+    lengths: list[int]  # lengths of the whole sequences
 
     @classmethod
     def drawn(cls, generator: torch.Generator, lengths: list[int], kind: str) -> Placed:
@@ -319,7 +319,7 @@ def _groups(group: int, page: int | None, rows: int, starts: list[int] | None) -
     at = torch.arange(rows)
     if starts is None or page is None:
         return group_of(at, group, page)
-    found = torch.full((rows,), -1)  # of no sequence
+    found = torch.full((rows,), -1)  # tokens of no sequence
     for b, (start, end) in enumerate(itertools.pairwise(starts)):
         found[start:end] = b * rows + group_of(at[: end - start], group, page)
     return found
@@ -338,7 +338,7 @@ def build(case: dict[str, Any]) -> Inputs:
     """The inputs of a case; the same for the same case."""
     g = torch.Generator().manual_seed(zlib.crc32(repr(sorted(case.items(), key=str)).encode()))
     dtype = DTYPES[case["dtype"]]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32  # of lse and sinks, and of bias if asked for
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # the dtype of lse and sinks, and of bias if asked for
     (d, dv), (sq, sk), (h, hkv), b = case["dims"], case["lengths"], case["heads"], case["batch"]
     options: dict[str, Any] = {}
     varlen = case["varlen"]

@@ -203,7 +203,7 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
 
 
 def _auxiliary(inputs: Inputs, statistics: list[tuple[Tensor, Tensor, slice]]) -> Results:
-    """From the results of dense problems: 0 for keys that none of them has."""
+    """max_logit and column_sums from the results of dense problems: 0 for keys that none of them has."""
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     heads, keys = inputs.q.shape[1 if inputs.varlen or axis == 2 else 2], inputs.k.shape[axis]
     if inputs.varlen:

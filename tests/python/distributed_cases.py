@@ -50,7 +50,7 @@ PLAIN = {name: values[0] for name, values in cases.FACTORS.items() if name not i
 
 
 def valid(case: dict[str, Any]) -> bool:
-    """Every rule is about two options."""
+    """Whether the values, of some or of all options, are allowed in one call. Every rule is about two options."""
     world, method = case.get("how", (1, "heads"))
     beside = {name: case[name] for name in ("used", "flag") if case.get(name) in ("some", "invariant")}
     heads = case.get("heads")

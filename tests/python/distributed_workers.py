@@ -95,7 +95,7 @@ class Workers:
 
     @property
     def closed(self) -> bool:
-        """They can then no longer be used: an answer did not come."""
+        """Whether the workers can no longer be used, because an answer did not come."""
         return not self._processes
 
     def close(self) -> None:

@@ -54,12 +54,12 @@ class Variant:
 
     first: int
     end: int
-    heads_kv: list[int]  # of the problem; None stands for a head of the surroundings
+    heads_kv: list[int]  # key heads of the problem; None stands for a head of the surroundings
     share: int  # query heads of each key head, from its first one on
     kind: str  # "dense", "packed", "used"
-    lengths: list[tuple[int, int]]  # of the other sequences of a packed call: queries and keys
+    lengths: list[tuple[int, int]]  # queries and keys of the other sequences of a packed call
     batch: int
-    place: int  # of the problem among them
+    place: int  # the problem's place among them
     storage: str
     threads: int
     seed: int

@@ -371,7 +371,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     values = _Values(number, device)
     rng = values.rng
     dtype = DTYPES[o["dtype"]]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32  # of lse and sinks
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # the dtype of lse and sinks
     options: dict[str, Any] = {"causal": "causal" in o["band"], "alignment": o["alignment"]}
     bshd = not o["packed"] and rng.random() < 0.3
     if bshd:
@@ -499,7 +499,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
 
 
 def _with_gaps(number: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with some lists in other strides. The numbers in the gaps would be illegal in the list."""
+    """The options with some lists in other strides. The numbers in the gaps would be invalid in the list."""
     rng = random.Random(f"lists {number}")  # a generator of its own, so that everything else is drawn as without it
     given = dict(options)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "rng"):
@@ -550,7 +550,7 @@ def _quantised(o: Options, packing: Packing | None, k: Tensor, v: Tensor) -> tup
         at = torch.arange(k.shape[row], device=k.device)
         groups = group_of(at, kind.group, o["page"])
         if packing and o["page"]:
-            groups = torch.full_like(at, -1)  # of no sequence
+            groups = torch.full_like(at, -1)  # tokens of no sequence
             for b, (first, n) in enumerate(packing.spans(True)):
                 groups[first : first + n] = b * len(at) + group_of(at[:n], kind.group, o["page"])
     return quantised(kind, k, v, row, groups)

@@ -14,10 +14,10 @@ from random_formulas import HALF, Results, evaluate
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
 ORDERS = 12  # orders of summation of the formulas, beside their own: one may have a small error by chance
-# Calls of the same kind that are measured, if that is possible for the whole call, and as many of a call with fewer visible rows than FEW.
-# The largest error is that of a row whose terms happen to cancel, and twelve calls of six queries hold few rows: over 60 calls of 112 rows
-# each, cuda-tf32 erred by 1.8 times as much as the formulas, over 300 calls of 24 rows by 1.7. With more of larger calls an engine that
-# sums all 256 columns of q.k in one run goes unnoticed.
+# DRAWS calls of the same kind are measured where that is possible for the whole call. Of a call with fewer visible rows than FEW,
+# DRAWS_OF_FEW are measured, because the largest error is that of a row whose terms happen to cancel, and twelve calls of six queries hold
+# few rows: over 60 calls of 112 rows each, cuda-tf32 erred by 1.8 times as much as the formulas, over 300 calls of 24 rows by 1.7. With
+# more draws of larger calls, an engine that sums all 256 columns of q.k in one run would go unnoticed.
 DRAWS, FEW, DRAWS_OF_FEW = 12, 300, 100
 STATISTICS = ("lse", "max_logit", "column_sums")
 
@@ -161,7 +161,7 @@ class Judge:
         return packing.dense(t, keys, ref)
 
     def _behind(self, name: str, t: Tensor) -> Tensor:
-        """The results of tokens of no sequence."""
+        """The part of a result that belongs to tokens of no sequence."""
         packing = self.call.packing
         if packing is None or name in ("dbias", "dsinks", "max_logit"):
             return t[:0]

@@ -427,7 +427,7 @@ def test_a_seed_is_no_part_of_a_shapes_name():
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """The seconds passed: ten for each group measured."""
+    """A GPU whose clock moves ten seconds for each group measured."""
     now = [0.0]
 
     def measure(group, repeats):

@@ -381,7 +381,7 @@ def test_prewarm_knows_architectures_without_a_compiler(run, monkeypatch):
 
 @pytest.fixture
 def no_compiler(monkeypatch, tmp_path):
-    """And an empty cache."""
+    """A machine without NVRTC, with an empty cache."""
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("STROBE_NVRTC", str(tmp_path / "none"))
     monkeypatch.setattr(prewarm, "_announce", lambda *_: pytest.fail("a plan that cannot be kept"))
@@ -420,7 +420,7 @@ def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
 
 
 def test_prewarms_two_counts_agree(run, monkeypatch, tmp_path):
-    """If some kernels are in the cache, and one of the others does not compile."""
+    """Some kernels are in the cache, and one of the others does not compile."""
     name = "strobe::mma::Forward<{}>"
     kept = {"plain": [0, 1], "causal": [1, 2], "varlen": [3]}  # by feature; 0 and 1 are in the cache
 

@@ -373,14 +373,14 @@ def test_a_bias_of_minus_infinity_hides_what_is_no_number(engine):
 
 @pytest.mark.parametrize("sq", [4, 20])
 def test_a_softcap_of_large_scores(sq):
-    """It turns them into small scores: the terms that float16 products leave out show in LSE."""
+    """The softcap turns large scores into small ones, so that the terms that float16 products leave out show in LSE."""
     inputs = call(b=2, h=8, sq=sq, sk=1, d=64, dv=16, hkv=2, dtype=torch.float16, softcap=3.0, dlse=False)
     assert_matches(dataclasses.replace(inputs, q=inputs.q * 100, k=inputs.k * 100))
 
 
 @pytest.mark.parametrize("sq", [1, 20])
 def test_a_huge_sink(sq):
-    """It leaves float32's range in the unit of q.k, not as a number of its own."""
+    """A sink that is in float32's range, but not in the unit of q.k."""
     inputs = call(sq=sq, sk=70, sinks=torch.tensor([1e38, -1e38]), scale=0.1, gradients=("sinks",))
     assert_matches(inputs)
 

@@ -173,10 +173,10 @@ def test_what_is_hidden_changes_nothing(dtype, bad):
         assert strobe.attention(q, k, damaged, seqused_k=used, engine=engine).isfinite().all(), engine
 
 
-@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "cpu-amx"])  # where it is NaN: docs/semantics.md
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "cpu-amx"])  # on cpu-amx the result is NaN: docs/semantics.md
 @pytest.mark.parametrize("sq", [1, 17])
 def test_an_infinite_value_whose_weight_is_0_does_not_show(engine, sq):
-    """However the keys are cut into spans. In the first span the low scores are the largest, so the infinity weighs 1 there."""
+    """The cut of the keys into spans does not matter. In the first span the low scores are the largest, so the infinity weighs 1 there."""
     q, k, v = torch.ones(1, 1, sq, 16), torch.zeros(1, 1, 4096, 16), torch.ones(1, 1, 4096, 16)
     k[:, :, :2000] = -3000
     v[:, :, 5] = torch.inf

@@ -102,7 +102,7 @@ def test_calls_that_differ_raise_on_all(workers, change):
 
 
 def test_options_that_differ_are_told_as_they_are_written():
-    """Not as fields of the C ABI; options at their default are named, too."""
+    """Messages name options as callers write them, not as fields of the C ABI, and those at their default as well."""
     drawn = _operators._written({"deterministic": True, "invariant": True, "bshd": True, "window_right": 0, "dropout": 0.5}, True)
     plain = _operators._written({}, False)
     differ = {name: (drawn[name], plain[name]) for name in plain if drawn[name] != plain[name]}
@@ -177,7 +177,7 @@ def test_a_rank_that_cannot_copy_what_it_sends(workers, wrong):
     ("agree", "how"), [(True, "absent"), (False, "absent"), (False, "wrong"), (True, "backward")], ids=lambda x: str(x)
 )
 def test_a_rank_that_does_not_come_is_named(workers, agree, how):
-    """In the end by a time limit, here of half a second."""
+    """A time limit, here of half a second, ends the wait."""
     answers = workers.run(calls.does_not_come, 4, 2, agree, how)
     for rank, (kind, text, seconds) in enumerate(answers):
         if rank == 2:
@@ -198,7 +198,7 @@ def test_a_rank_that_does_not_come_is_named(workers, agree, how):
     ],
 )
 def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
-    """It does not know which ranks wait for it; the waiting ranks check."""
+    """The rank does not know which ranks wait for it, so the waiting ranks check whether it has failed."""
     answers = workers.run(calls.leaves, 4, 2, how)
     for rank, (_, text, seconds) in enumerate(answers):
         assert text == (words if rank == 2 else f"{words} [rank 2 of 4]")
@@ -317,7 +317,7 @@ def test_context_parallel(workers, door):
 
 
 def test_multihead_attention_in_a_context(workers):
-    """Without gradients too, where PyTorch has a fast path that calls no function."""
+    """Also without gradients, where PyTorch has a fast path that calls no function."""
     for difference, refused in workers.run(calls.multihead_in_a_context, 4):
         assert difference < 2e-6
         assert {kind for kind, _ in refused} == {"RuntimeError"}
@@ -431,7 +431,7 @@ def test_calls_on_parts_are_predicted_at_their_own_rate():
 
 
 def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
-    """All of them if it takes as long as the call; nothing is reserved without a transfer, or for a CPU."""
+    """The call leaves all that a transfer can use if the transfer takes as long; nothing is left without a transfer, or for a CPU."""
     band = _seen.Band.of(True, None)
 
     def reserved(seqlen: int, world: int, device: str = "cuda", backward: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""python/glue/eager.c: which calls of torch tensors are the same call, which may use the fast path, and its leftovers."""
+"""python/glue/eager.c: which calls of torch tensors are the same call, which may use the fast path, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_the_shim_is_found():
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 def test_a_call_that_comes_again_sees_that_a_storage_was_shortened(grad, view, short_ways):
-    """However it was before; and it uses the fast path again when the storage is long enough."""
+    """The check does not depend on earlier calls, and the call uses the fast path again when the storage is long enough."""
     memory = torch.randn(3, 1, 2, 20, 16)
     for _ in range(2):
         for n in range(3):
@@ -398,7 +398,7 @@ def test_inference_mode_has_inference_tensors():
 
 
 def test_nothing_is_left_behind():
-    """Neither results, nor blocks of Python's memory."""
+    """Calls leave neither results nor blocks of Python's memory behind."""
     q, k, v = qkv(grad=True)
     bias = torch.randn(20, 20, requires_grad=True)
     results: list[weakref.ref[Tensor]] = []

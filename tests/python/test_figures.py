@@ -124,7 +124,7 @@ def processor(monkeypatch):
     ],
 )
 def test_a_point_is_the_median_of_three_calls_at_least(processor, budget, seconds, found):
-    """However long they are."""
+    """Three calls are made, however long they take."""
     times, notes = clock.times(processor("a", seconds), Setting("cpu", True, budget))
     assert times == {"a": pytest.approx(found)}
     assert not notes
@@ -195,7 +195,7 @@ def test_csv_keeps_numbers_and_gaps(tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_peers_have_lines_in_quick_figures_too(device):
-    """With two lengths at least in every panel."""
+    """Every panel has at least two lengths."""
     panels: dict[str, int] = {}
     for case in measure.peers(Setting(device, True, 0.0)):
         panel = case.name.partition(",")[0] + ", causal" * case.name.endswith("causal")
@@ -252,7 +252,7 @@ def test_a_folder_that_nobody_can_make_is_refused(run):
 
 
 def test_a_method_looks_the_same_everywhere():
-    """By its name, in both figures that have it and on both machines; and different from all others in the same picture."""
+    """A method's look depends only on its name, in both figures and on both machines, and differs from all others in the same picture."""
     from strobe_tools.figures.draw import look
 
     both = [rivals.methods(device) for device in ("cpu", "cuda")]

@@ -58,7 +58,8 @@ ADDED: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2])},
 }
 PACKED = [(torch.float32, 33, 65, True), (torch.bfloat16, 32, 32, False), (torch.float16, 112, 256, True), (torch.bfloat16, 200, 48, True)]
-# Each function and each of these twice, over other types and head dimensions in rotation: their kernels take long to compile.
+# Each function and each addition is tested twice, with other dtypes and head dimensions in turn, because their kernels take long to
+# compile.
 PADDED = [(f, x, *PACKED[(i + j + k) % 4]) for i, f in enumerate(FUNCTIONS) for j, x in enumerate(ADDED) for k in (0, 2)]
 
 
@@ -102,7 +103,7 @@ def test_largest_numbers(how, what, dtype, engine):
 @engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_query_whose_scores_are_minus_infinity(dtype, engine):
-    """Beside a sink: the query sees only the sink, and the other queries' terms of dv stay. (Its own term of dk is 0 times an infinity.)"""
+    """With a sink, the query sees only the sink, and the other queries' terms of dv stay. (Its own term of dk is 0 times an infinity.)"""
     inputs = call(h=1, sq=128, d=64, dtype=dtype, sinks=torch.zeros(1))
     inputs.k[..., 0] = inputs.k[..., 0].abs() + 0.1
     inputs.q[..., 5, 0] = -INF
@@ -184,7 +185,7 @@ def test_scale_at_the_ends_of_fp32(scale, dtype):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("engine", "dtype"), [("cuda-tf32", "float32"), ("cuda-mma", "bfloat16"), ("cuda-sm90", "bfloat16")])
 def test_tensor_cores_refuse_a_large_scale(engine, dtype, backward):
-    """On a GPU that need not be present."""
+    """The GPU need not be present."""
     x = Shape((1, 2, 64, 64), dtype)
     with pytest.raises(NotImplementedError, match=f"{engine}: takes a scale of up to 10000 in size, not -20000"):
         prewarm({"q": x, "k": x, "v": x}, {"engine": engine, "scale": -2e4}, backward, 90)
@@ -200,7 +201,7 @@ def test_tensor_cores_refuse_a_large_scale(engine, dtype, backward):
 )
 @pytest.mark.parametrize("backward", [False, True])
 def test_three_products_in_tf32_are_not_for_sums_that_show_them(d, dv, options, reason, backward):
-    """One product is, since the caller allowed it, and 64 columns are enough."""
+    """A single TF32 product is, because the caller allowed it, and so are three with 64 columns."""
     tensors = {name: Shape((1, 2, 64, dv if name == "v" else d), "float32") for name in "qkv"}
     options = options | {"engine": "cuda-tf32"}
     with pytest.raises(NotImplementedError, match=reason):

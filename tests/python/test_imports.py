@@ -53,7 +53,7 @@ def test_no_circle():
 
 
 def test_a_circle_would_be_found():
-    """In a function, and only for type checkers, too."""
+    """Also one by imports in a function, or by imports for type checkers only."""
     for text in ("from strobe_tools.train.launch import launch\n", "def f():\n    from strobe_tools.train import experiment\n"):
         with pytest.raises(CycleError):
             in_order(IMPORTS | {"strobe_tools.train.trainer": imported("strobe_tools.train.trainer", text, False)})

@@ -91,7 +91,7 @@ def test_chunks_of_a_long_cache(engine):
 @engines
 @pytest.mark.parametrize("queries", [1, 5, 33])
 def test_heads_of_a_group_share_a_tile(engine, queries):
-    """And each row has the bits that it has among the rows of its head alone; a NaN of one head stays there."""
+    """Each row has the bits that it has among the rows of its head alone, and a NaN of one head stays there."""
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
     g = torch.Generator().manual_seed(4)

@@ -95,7 +95,7 @@ def test_append_packed_tokens(layout, paged):
 
 
 def test_a_sequence_without_new_tokens_writes_in_no_page():
-    """Although others share the page in which it would continue."""
+    """Other sequences may share the page in which it would continue."""
     k_pool, v_pool = torch.zeros(3, 1, 4, 2, device=DEVICE), torch.zeros(3, 1, 4, 2, device=DEVICE)
     table = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32, device=DEVICE)
     k = torch.ones(1, 1, 2, device=DEVICE)
@@ -107,7 +107,7 @@ def test_a_sequence_without_new_tokens_writes_in_no_page():
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_append_nothing_but_padding(quantised, paged, length):
-    """Padding of no sequence, with rotary tables, of any length."""
+    """The tokens are padding of no sequence, with rotary tables of any length."""
     stored = torch.int8 if quantised else torch.float32
     pool = torch.zeros(3 if paged else 0, 1, 4, 8, dtype=stored, device=DEVICE)
     table = torch.ones(length, 4, device=DEVICE)
@@ -332,7 +332,7 @@ def test_kinds():
 
 
 def test_numbers_that_nobody_reads_write_nothing_elsewhere(monkeypatch):
-    """As in device memory: tokens without a place are left out."""
+    """Numbers are not read, as in device memory: tokens without a place are left out."""
     monkeypatch.setattr(TORCH, "is_readable", lambda x: False)
     for table, used, written in (
         ([[0, 9], [2, 3]], [3, 3], {(0, 3): (0, 0), (2, 3): (1, 0), (3, 0): (1, 1)}),  # a page outside the pool
@@ -691,7 +691,7 @@ def test_appends_other_layout_is_guessed(layout):
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16], ids=str)
 def test_zeros_have_the_scale_zero(dtype, group, scale_dtype):
-    """And they mean zeros; so they do not have the largest scale among small ones."""
+    """Rows of zeros have the scale 0 and stay zeros; the scales of the small numbers beside them are larger than 0."""
     x = torch.randn(1, 2, 96, 16, generator=torch.Generator().manual_seed(1)) * 1e-3
     x[:, :, 32:64] = 0
     data, scale = strobe.kv.quantise(x, dtype, group=group, scale_dtype=scale_dtype)
@@ -724,7 +724,7 @@ def test_the_scales_of_small_numbers_hold_them(dtype, group):
         assert scale.double().min() == s
         step = max(size / 16, s / 1024) if dtype == torch.float8_e4m3fn else s / 2
         assert (_numbers(data, dtype) * s - x).abs().max() <= step + size * 2**-10
-    data, scale = strobe.kv.quantise(torch.full((1, 1, 32, 8), 1e-42), dtype, group=group)  # nor do scales of float32 vanish
+    data, scale = strobe.kv.quantise(torch.full((1, 1, 32, 8), 1e-42), dtype, group=group)  # scales of float32 do not vanish either
     assert (scale == torch.finfo(torch.float32).tiny).all()
     assert not _numbers(data, dtype).any()
 
@@ -754,7 +754,7 @@ def test_what_cannot_be_quantised_is_refused(group):
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 def test_what_a_device_makes_of_what_cannot_be_quantised(dtype, monkeypatch):
-    """If numbers are not read."""
+    """The results, where numbers are not read and nothing is refused."""
     monkeypatch.setattr(type(strobe.kv.TORCH), "is_readable", lambda *_: False)
     x = torch.ones(5, 1, 16)
     x[1, 0, 4], x[2, 0, 5], x[3, 0, 6] = float("nan"), -float("inf"), 1e9

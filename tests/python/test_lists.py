@@ -48,7 +48,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def call(lists: dict[str, Tensor], engine: str, *arrays: Tensor, backward: bool = False, **options: Any) -> list[Tensor]:
-    """Results of a first call, or a skip."""
+    """The results of a call. The test is skipped if the engine refuses the call."""
     with running_on(engine):
         try:
             if not backward:
@@ -122,7 +122,7 @@ def test_the_seed(engine):
 
 @engines
 def test_what_they_hold_is_checked(engine):
-    """On a GPU with check=True, after the copy."""
+    """On a GPU this takes check=True, and comes after the copy."""
     d, dtype = (64 if engine.startswith("cuda") else 16), dtype_of(engine)
     q, k = normal(2, 2, 5, d, dtype=dtype), normal(4, 1, 16, d, dtype=dtype)
     wrong = column(torch.tensor([[0, 1], [2, 9]], dtype=torch.int32, device=DEVICE)), wider(ints(0, 1, 2, 9).view(2, 2))
@@ -136,7 +136,7 @@ def test_what_they_hold_is_checked(engine):
 
 @pytest.mark.skipif(ON_GPU, reason="NumPy arrays lie in host memory")
 def test_numpy():
-    """Reversed, every second entry, one for all, and the fields of records."""
+    """Lists that are reversed, every second entry, one entry for all, or the fields of records."""
     g = np.random.default_rng(0)
     q, k = (g.standard_normal(shape).astype(np.float32) for shape in ((12, 2, 16), (20, 1, 16)))
     cu_q, cu_k = np.array([0, 5, 12], np.int32), np.array([0, 9, 20], np.int32)

@@ -20,7 +20,7 @@ from drawn_cases import cases
 from engines import LONG
 
 MANY = [16384, 65536, 131072] if LONG else [8192]
-MORE = 600 if ON_GPU or LONG else 40  # more queries than with which keys are split; the plain formulas of 600 take 20 s
+MORE = 600 if ON_GPU or LONG else 40  # so many queries that keys are not split; the plain formulas of 600 take 20 s
 
 
 def _random(*shape: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ def test_two_parts_are_the_whole(layout, dtype):
     expected, expected_lse = strobe.attention(q, k, v, return_lse=True, **options)
     assert (out.dtype, lse.dtype) == (dtype, expected_lse.dtype)
     largest = max(x.abs().max() for x in (halves[0], halves[2]))
-    rounding = 2 * torch.finfo(dtype).eps * float(largest)  # of the parts, of the whole and of the merged
+    rounding = 2 * torch.finfo(dtype).eps * float(largest)  # the rounding of the parts, of the whole and of the merged result
     torch.testing.assert_close(out, expected, atol=rounding, rtol=0)
     torch.testing.assert_close(lse, expected_lse)
 
@@ -158,7 +158,7 @@ def test_an_infinite_lse_makes_its_row_nan_until_it_is_replaced():
 
 
 def test_a_nan_in_the_out_of_a_part_with_keys_is_seen():
-    """However small its weight: a NaN that a query sees propagates."""
+    """A NaN that a query sees propagates, however small its weight is."""
     nan = torch.full((1, 1, 1, 4), torch.nan)
     out, _ = strobe.merge(nan, torch.full((1, 1, 1), -1e4), torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1))
     assert out.isnan().all()

@@ -211,8 +211,8 @@ def _workspace(text: str) -> float:
 @pytest.mark.parametrize("sq", [1, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_is_gathered(dtype, sq):
-    """Compared with 1 GiB of keys and values in float32, half as much in bfloat16. (A GPU of 132 SMs splits keys among as many, and takes
-    20 MB for their results.)"""
+    """The workspace is small compared with 1 GiB of keys and values in float32, half as much in bfloat16. (A GPU with 132 SMs makes as many
+    splits of the keys, whose results take 20 MB.)"""
     keys, page, d = 2**20, 64, 128
     pool = torch.zeros(1, 1, page, d, dtype=dtype, device=DEVICE).expand(keys // page, 1, page, d)
     table = torch.randperm(keys // page).int()[None].to(DEVICE)

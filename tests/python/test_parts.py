@@ -126,7 +126,7 @@ def test_the_same_bits_in_every_run(seed):
 @pytest.mark.skipif(ON_GPU, reason="GPU engines choose tiles, and share out keys, by how many rows there are")
 @pytest.mark.parametrize("engine", available_engines())
 def test_starts_do_not_change_bits(engine):
-    """For a query's out and lse on one engine with the same keys: only the call's set of rows differs."""
+    """A query's out and lse have the same bits on one engine with the same keys, whatever other rows the call has."""
     x = call(sq=128, sk=128, d=32, h=2, b=1, dtype=torch.bfloat16)
     how = {"causal": True, "return_lse": True, "tile_q": 16, "engine": engine}
     out, lse = strobe.attention(x.q, x.k, x.v, **how)
@@ -244,7 +244,7 @@ def test_accumulate_without_a_part(dtype, engine):
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_the_reference_adds_to_what_other_engines_add_to(dtype, partial):
-    """It required float64, although only the engine's name differed."""
+    """The reference required float64, although only the engine's name differed."""
     x = call(sq=20, h=4, hkv=2, dtype=dtype)
     options = {"part": strobe.Part([(0, 20)], [(0, x.k.shape[2])], 20, x.k.shape[2], partial=True)} if partial else {}
     out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True, **options)
@@ -309,7 +309,7 @@ def test_keys_behind_the_last_query_are_hidden(engine):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_merge_with_sinks(layout):
-    """Once, with one number and with two."""
+    """Sinks are given once, with LSE as one number and as two."""
     shape = (2, 2, 8, 16) if layout == "bhsd" else (2, 8, 2, 16)
     q, k, v = (torch.randn(shape) for _ in range(3))
     sinks = torch.tensor([0.5, -1.0])

@@ -41,7 +41,7 @@ def quantised_call(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, page:
 
 
 def check(inputs: Inputs, *wanted: str) -> None:
-    """On every engine that supports the call; the `wanted` ones must, if they are available."""
+    """Checks the call on every engine that supports it; the `wanted` engines must, if they are available."""
     yardstick, took, faults = Yardstick(inputs), set(), []
     for engine in engines_under_test():
         try:

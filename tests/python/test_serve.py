@@ -51,7 +51,7 @@ CALLS = [{"prompt": p, "max_tokens": 20 + 3 * n, "temperature": 0.9 * (n % 2), "
 
 @contextlib.asynccontextmanager
 async def served(serve: Any, trained: Any, **settings: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """(engine, client)"""
+    """Yields (engine, client)."""
     engine = serve["engine"].Engine(*trained, **settings)
     runner = web.AppRunner(serve["server"].application(engine), handler_cancellation=True)
     await runner.setup()
@@ -159,7 +159,7 @@ def test_a_client_that_goes_away_frees_its_pages(serve, trained, alone):
 
 def test_a_full_pool_queues_and_corrupts_nothing(serve, trained, alone):
     async def run() -> None:
-        pages = 24  # of 4 tokens: room for one or two of the requests
+        pages = 24  # pages of 4 tokens: room for one or two of the requests
         async with served(serve, trained, pages=pages, page_size=4) as (engine, client):
             seen = []
             admit = engine._admit

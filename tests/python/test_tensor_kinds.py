@@ -241,7 +241,7 @@ def test_what_is_plain_data_is_served(tmp_path):
 
 
 def test_a_kind_that_overrides_functions_is_asked():
-    """__torch_function__, with the function's name, as PyTorch's own functions do it."""
+    """Its __torch_function__ gets the function's name, as from PyTorch's own functions."""
     asked: list[Any] = []
 
     class Answering(Tensor):
@@ -259,7 +259,7 @@ def test_a_kind_that_overrides_functions_is_asked():
 
 
 def test_a_mask_that_may_mean_more_than_its_memory_is_refused_by_name():
-    """It passed the function on to us; CausalBias, whose memory is never written, does so too."""
+    """A mask that passes the function on to us may be like CausalBias, whose memory is never written."""
     for name, x in (("mask", BOOL), ("bias", torch.randn(5, 9))):
         with pytest.raises(
             TypeError, match=rf"^{name}: .*Tagged, whose memory may not hold what it means; accepted is a torch.Tensor; as_su"

@@ -645,7 +645,7 @@ def test_module_moves_its_block_mask(monkeypatch):
     ids=["half", "empty", "meta"],
 )
 def test_module_keeps_the_numbers_of_its_block_mask(change):
-    """No state dict would bring them back."""
+    """No state dict holds these numbers."""
     expected = strobe.BlockMask.local_global(96, 96, 16, 16)
     module = change(torch.nn.Sequential(strobe.nn.FlashAttention(16, block_mask=expected)))
     for x, y in zip(module[0].options["block_mask"].arrays, expected.arrays, strict=True):

@@ -571,7 +571,7 @@ def test_the_curves_are_drawn(tmp_path):
 
 
 def test_config_fields_have_plain_types():
-    """So that checkpoints load with weights_only."""
+    """Plain types let checkpoints load with weights_only."""
     assert all(isinstance(v, (int, float, str, bool, tuple, type(None))) for v in vars(Config()).values())
 
 

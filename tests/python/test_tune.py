@@ -71,7 +71,7 @@ def test_a_table_keeps_what_was_not_measured_again(tmp_path):
         "",
         "no line of a table\n",
         "\n\n\n",
-        json.dumps({"format": 1, "entries": []}),  # of an earlier version
+        json.dumps({"format": 1, "entries": []}),  # a file of an earlier version
         "[" * 100_000,
         "\udcff\udcfe",  # no UTF-8
         _tuning.written([{**ABOUT, "kernels": "4567"}, entry(16)]),

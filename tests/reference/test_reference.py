@@ -12,7 +12,7 @@ import strobe
 
 from . import formulas, philox
 
-TOLERANCE = 1e-12  # of max |expected|
+TOLERANCE = 1e-12  # relative to max |expected|
 
 # (batch, head, query, key) of mask, bias and blocks: the letter if the axis exists, 1 if it is broadcast
 SPREADS = ["bhij", "b11j", "11ij", "1hi1", "bh1j", "1111"]

@@ -36,7 +36,7 @@ LONGEST = 1.03  # the limit of any one kernel
 @dataclass(frozen=True)
 class Pair:
     call: str  # the first call that launches it
-    base: Path  # of the programs
+    base: Path  # the folder of the programs
     new: Path
 
 

@@ -34,7 +34,7 @@ class Recorder:
         cleared = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t)
         self._functions = launched(self._launched), cleared(self._cleared)
         self.library.recorder_listen(*self._functions)
-        self.sizes: dict[str, int] = {}  # of the kernels' arguments; empty: not known yet
+        self.sizes: dict[str, int] = {}  # sizes of the kernels' arguments; empty: not known yet
         self.names: set[str] = set()
         self._steps: list[Step] = []
         self._places: dict[int, int] = {}

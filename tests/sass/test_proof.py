@@ -101,7 +101,7 @@ def test_what_shrinks_or_stays_hides_nothing_that_grows():
     one_of_many = [grown(90, "K<C{1}>", 1040), *(grown(90, f"K<C{{{i}}}>", 999) for i in range(2, 100))]
     assert [fault.split(" (")[0] for fault in broken(one_of_many)] == ["4.00% more instructions: K<C{1}>"]
     assert not broken(one_of_many, ("K<C{1}>",))
-    named = grown(90, "K<C{1}>", 500)  # nor does a named kernel
+    named = grown(90, "K<C{1}>", 500)  # a named kernel does not count either
     assert broken([named, grown(90, "K<C{2}>", 1018)], ("K<C{1}>",))
 
 

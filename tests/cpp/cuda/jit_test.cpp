@@ -91,7 +91,7 @@ TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
   CHECK((contents(file) == whole));
 
   build(plain(41), 90);
-  refuse("Config{41,2}"); // a kernel that is compiled again, too
+  refuse("Config{41,2}"); // also when it is compiled again
   const int loads = fake.loads;
   CHECK(has(thrown(STROBE_DEVICE_ERROR, [] { load(plain(41), device(1)); }), "cuLibraryLoadData of test::Plain<test::Config{41,2}>"));
   CHECK(fake.loads == loads + 2);
