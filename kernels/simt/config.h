@@ -11,9 +11,9 @@ inline constexpr i32 kPieces = 1;   // rows on 16-byte addresses, their elements
 inline constexpr i32 kWhole = 2;    // the same, and no column is missing: the head dimensions are the Config's
 
 struct Config {
-  i32 dtype;                // of q, k, v
+  i32 dtype;                // dtype of q, k, v
   i32 head_dim, head_dim_v; // rounded up to kDimStep, if wide to wide_step()
-  i32 tile_q, tile_k;       // of S
+  i32 tile_q, tile_k;       // tile of S
   i32 threads_q, threads_k; // a thread owns tile_q / threads_q rows by tile_k / threads_k columns of S; threads_k: lanes of one warp
   i32 chunk;                // columns of the head dimension that are staged in shared memory at a time
   i32 blocks_per_sm;        // resident CTAs for which registers are limited
@@ -23,7 +23,7 @@ struct Config {
 
   static constexpr i32 kDimStep = 32;
 
-  static constexpr i32 kWalkBytes = 384; // of shared memory, for the schedule and what the threads have in common
+  static constexpr i32 kWalkBytes = 384; // bytes of shared memory for the schedule and what the threads have in common
   STROBE_FN constexpr i32 walk_bytes() const { return features.part ? 640 : kWalkBytes; }
 
   STROBE_FN static constexpr i32 wide_step() { return 64; } // with 16 threads side by side: four adjacent columns per thread

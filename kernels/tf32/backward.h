@@ -169,7 +169,7 @@ private:
 
   // The address of P^T and later dS^T in shared memory; rows are queries.
   __device__ __forceinline__ u32 address_ds(int query, int key) const { return shared(kDs) + 4 * (query * C.ds_pitch() + key); }
-  __device__ __forceinline__ u32 address_of(int m, int n, int c, int r, int e) const { // of this lane's elements
+  __device__ __forceinline__ u32 address_of(int m, int n, int c, int r, int e) const { // address of a lane's element
     return address_ds(16 * n + tile::lane_column(c, e), first_key() + 16 * m + tile::lane_row(r));
   }
   __device__ __forceinline__ void put(const Accumulator (&x)[kM][kN]) const {

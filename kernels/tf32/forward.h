@@ -27,7 +27,7 @@ template <Config C> struct Forward {
   static __device__ __forceinline__ void run(const Arguments &a) { Forward(a).compute(); }
 
 private:
-  struct Tile { // of keys
+  struct Tile { // a tile of keys
     i32 begin, end, masked, valid;
   };
   enum : i32 { kLacks = 2 }; // Tile::masked: the pages of some keys are not in the pools
@@ -277,7 +277,7 @@ private:
   // The i-th row of this thread, and the place of its O.
   struct Row {
     bool there;
-    i64 row; // of the tensors
+    i64 row; // row of the tensors
     __device__ __forceinline__ explicit Row(int i) {
       const i32 q = shared_state().item.q + warp_row() + 16 * (i / 2) + tile::lane_row(i % 2);
       there = q < shared_state().sequence.band.seqlen_q, row = shared_state().sequence.q0 + q;

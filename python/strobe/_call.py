@@ -196,9 +196,9 @@ class Call(NamedTuple):
     Autograd and the memory of repeated calls keep a Call without its arrays; PyTorch's dispatcher takes it apart into keywords."""
 
     framework: Framework
-    arrays: dict[str, Array]  # those of _options.INPUTS that are given
-    options: dict[str, Any]  # those of _options.FIELDS that are not at their default
-    aux: tuple[str, ...] = ()  # those of _options.AUX that are asked for
+    arrays: dict[str, Array]  # the given arrays among _options.INPUTS
+    options: dict[str, Any]  # the options of _options.FIELDS that are not at their default
+    aux: tuple[str, ...] = ()  # the names in _options.AUX that are asked for
 
     def on(self, arrays: dict[str, Array]) -> Call:
         """The same call on other arrays."""

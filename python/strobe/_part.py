@@ -127,7 +127,7 @@ def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int
     shortest = min(seqlens, default=0)
     for b, of in enumerate(ranges):
         most = seqlens[b] if len(ranges) == len(seqlens) else shortest  # ranges that all sequences share must fit the shortest
-        end = 0  # of the previous range
+        end = 0  # end of the previous range
         for n, (start, length) in enumerate(of):
             at = f"({shown(start)}, {shown(length)}) at [{b}, {n}]"
             refused = ""

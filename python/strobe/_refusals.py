@@ -100,7 +100,7 @@ class Refusal(NamedTuple):
     argument: str | None  # None: the words name it
     words: str  # {0} is the place of the first value
     values: tuple[Any, ...] = ()
-    code: str = ""  # of CODES
+    code: str = ""  # one of CODES
     hints: tuple[AnyHint, ...] = ()
 
     def beside(self, *hints: AnyHint) -> Refusal:

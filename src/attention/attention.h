@@ -110,7 +110,7 @@ struct Problem {
   int64_t page_table_row = 0;                       // distance of two sequences' rows in the page table
   int64_t total_q = 0, total_k = 0;                 // varlen: packed tokens; dense: batch * seqlen
   int64_t most_q = kUnbounded, most_k = kUnbounded; // the longest lengths, if varlen lengths are in host memory and no maximum is given
-  DType dtype = DType::none;                        // of q and out; of k and v as well, unless they are quantised
+  DType dtype = DType::none;                        // dtype of q and out, and of k and v unless they are quantised
   DType quantised_as = DType::none;                 // how quantised k and v are stored; none: in dtype
   int32_t device_type = STROBE_CPU, device_index = 0;
 
@@ -131,7 +131,7 @@ struct Problem {
 
   // tensors
   View q, k, v;            // INT4: strides count bytes, of which each holds two columns
-  Scales k_scale, v_scale; // of quantised k and v
+  Scales k_scale, v_scale; // the scales of quantised k and v
   View mask, bias;         // (batch, head, query, key), stride 0 where broadcast
   View alibi_slopes;       // (batch, head, -, -)
   View sinks;              // (-, head, -, -)

@@ -62,7 +62,7 @@ struct Value {
   double number = 0;
   std::string text;
   std::vector<int64_t> sizes;
-  std::vector<const char *> roles; // of axes; each lives as long as the library
+  std::vector<const char *> roles; // roles of axes; each lives as long as the library
   int32_t or_one = 0;
 
   strobe_value shown() const; // valid as long as this Value

@@ -56,7 +56,7 @@ def work(calls: int) -> None:
                 tell(left_out=number)
                 torch.cuda.empty_cache()
                 continue
-            except Exception as error:  # of any type: this call is wrong, and the next may be right
+            except Exception as error:  # whatever its type is, this call is wrong, and the next may be right
                 tell(number=number, runs=[], faults=[f"{type(error).__name__}: {error}"], replay=replay(number, None, True), call="")
                 if on_gpu and "CUDA" in str(error):  # a context does not recover from it
                     return

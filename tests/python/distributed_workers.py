@@ -35,7 +35,7 @@ def _serve(rank: int, most: int, backend: str, folder: str, seconds: float, pipe
         function, world, arguments = pipe.recv()
         try:
             pipe.send((None, function(groups[world], *arguments)))
-        except BaseException as failure:  # of any type: the test gets it
+        except BaseException as failure:  # whatever its type is, the test gets it
             pipe.send((f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}", None))
 
 

@@ -52,7 +52,7 @@ template <BackwardConfig C> struct BackwardBlock {
     const float *lse, *delta;
     i64 query_tile; // the number of its first query tile
   };
-  struct __align__(16) Tile : ShiftOfTile<F.part != 0> { // of queries
+  struct __align__(16) Tile : ShiftOfTile<F.part != 0> { // a tile of queries
     i32 head;                                            // -1: there are no more tiles
     QueryTile queries;
     i32 rows; // how many rows exist

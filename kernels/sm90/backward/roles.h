@@ -16,7 +16,7 @@ template <BackwardConfig C> struct BackwardRoles {
   static constexpr bool kWaitsItself = true; // load.h waits for the previous launch
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kKeys = 64;
-  static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64; // of K
+  static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64; // blocks of 64 columns of K
   // A warpgroup computes some blocks of columns of dQ or, where there is only one block, half of its queries.
   static constexpr bool kByColumns = kBlocks > 1;
   static constexpr int kEndLeft = kByColumns ? kBlocks / 2 : 1, kBeginRight = kByColumns ? kEndLeft : 0;

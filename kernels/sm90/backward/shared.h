@@ -18,7 +18,7 @@ enum : i32 {
 };
 struct QueryStep {
   i32 begin, head;
-  i32 number; // of the tile, in the order of dq_sum
+  i32 number; // the tile's number in the order of dq_sum
   i32 flags;
 };
 // The tile of keys that this thread block works on.

@@ -24,7 +24,7 @@ struct Item {
 // The further message in a part of a larger problem, in which an item's q is a position.
 struct HeldQueries {
   i32 end, shift;         // the position at which its queries end; row = position + shift
-  i32 seqlen_q, seqlen_k; // of the whole sequence
+  i32 seqlen_q, seqlen_k; // lengths of the whole sequence
 };
 // The message of the loading thread: a tile of keys. It arrives together with K.
 struct Tile {

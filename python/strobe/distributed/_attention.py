@@ -132,7 +132,7 @@ def attention(
     wants = [agree, time_limit, return_lse]
     try:
         parsed = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, wants, dict(options))
-    except Exception as failure:  # of any type: the others must be told
+    except Exception as failure:  # whatever its type is, the others must be told
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
         raise

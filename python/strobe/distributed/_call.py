@@ -31,7 +31,7 @@ Results = dict[str, Tensor]
 class Plan:
     """The positions of tokens, the same on all ranks. Values derived from a Plan are cached under it as the key."""
 
-    q: tuple[Ranges, ...]  # of each rank
+    q: tuple[Ranges, ...]  # the queries of each rank
     k: tuple[Ranges, ...]
     cu_q: tuple[int, ...]  # dense tensors have one sequence, which stands for all of the batch
     cu_k: tuple[int, ...]

@@ -23,8 +23,8 @@ class Places(NamedTuple):
     """The positions of the tokens of some ranks."""
 
     counts: list[int]  # per rank
-    order: Order | None  # of the tokens, as they arrive
-    tokens: Ranges  # of all ranks
+    order: Order | None  # the permutation of the tokens as they arrive
+    tokens: Ranges  # the tokens of all ranks
     positions: Tensor  # the positions, among all tokens, of each rank's tokens, one rank after another
 
 

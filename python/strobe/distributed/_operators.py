@@ -204,7 +204,7 @@ def _started(of_caller: Call, own: _Own, of: str, build: Callable[[RankCall], Pa
         else:
             ask_for(known.memory, q.device)
         made.prepare()
-    except Exception as refused:  # of any type, because the other ranks must be told
+    except Exception as refused:  # whatever its type is, the other ranks must be told
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
     if own.agrees:

@@ -175,7 +175,7 @@ class Trainer:
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "fp16")
         self._order: tuple[int, Tensor] | None = None  # an epoch and the starts of its windows
-        self._seconds: list[float] = []  # of each step since the trainer was made
+        self._seconds: list[float] = []  # seconds of each step since the trainer was made
 
     @property
     def tokens_per_step(self) -> int:

@@ -230,7 +230,7 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
 // How many splits quantised keys are divided into. A block converts them more slowly than memory delivers them, so blocks fill all slots,
 // in rounds.
 int32_t quantised_splits(const Problem &p, const Config &c, const Device &device, int64_t slots) {
-  constexpr double kBytesPerSecond = 3e12; // of partial results, written and read
+  constexpr double kBytesPerSecond = 3e12; // rate at which partial results are written and read
   const double whole = std::max(reading_seconds(p, device), converting_seconds(p, c, device));
   const double merging = 8.0 * double(p.head_dim_v) * query_rows(p) / kBytesPerSecond;
   int32_t best = 1;

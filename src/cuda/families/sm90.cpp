@@ -111,7 +111,7 @@ struct Work {
   int64_t heads;      // such groups in all sequences, or in one if tiles are numbered through all sequences
   int64_t tiles;      // query tiles per group of heads
   int64_t bundle;     // groups of heads whose tiles run together
-  int32_t splits = 1; // of the keys of each tile
+  int32_t splits = 1; // splits of each tile's keys
   int64_t items = 0;  // tiles times splits, counted as if the last bundle were full
 };
 

@@ -127,7 +127,7 @@ std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features 
 // registers, too. Speed relative to K and V in shared memory (H100): 1.05 to 1.12 at head dimensions 80 and 96, 1.06 at 112. At 128 there
 // is no room, and dQ from registers alone gains nothing (0.98 beyond lengths of 4k).
 void hold_keys(BackwardConfig &c, const Problem &p) {
-  constexpr int32_t kRegisters = 208; // of a thread, for dK, dV, K, V, and S and dQ; beyond them it spills
+  constexpr int32_t kRegisters = 208; // registers of a thread for dK, dV, K, V, and S and dQ; beyond them it spills
   const Features &f = c.features;
   if (c.head_dim <= 64 || larger_dim(p) > 112 || c.deterministic || c.owns_dq || p.invariant) return;
   if (f.additive() || f.mask || f.dropout || f.blocks || f.part) return; // these options take the registers

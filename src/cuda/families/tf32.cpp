@@ -24,7 +24,7 @@ constexpr int64_t kFewestColumns = 64; // the least head dimension, of Q and K a
 
 // From the fastest to the smallest.
 struct Tile {
-  int32_t most_dims; // of Q and V together: limited by registers
+  int32_t most_dims; // Dqk + Dv, limited by registers
   int32_t q, k, warps, stages;
   int32_t blocks_per_sm; // for which registers are limited
 };

@@ -14,7 +14,7 @@
 namespace strobe::cuda {
 namespace {
 
-constexpr int64_t kMostPositions = int64_t{1} << 30; // of one sequence: kernels count positions in 32 bits
+constexpr int64_t kMostPositions = int64_t{1} << 30; // limit per sequence: kernels count positions in 32 bits
 constexpr int64_t kMostCtas = (int64_t{1} << 31) - 1;
 
 std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream) {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 128  # of block-sparse masks, and of the tiles in which a window's work is counted
+BLOCK = 128  # size of mask blocks, and of the tiles in which a window's work is counted
 
 
 class Problem(NamedTuple):
