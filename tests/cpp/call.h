@@ -138,7 +138,7 @@ public:
   }
 
 private:
-  static constexpr unsigned char kFill = 0x3C; // as a float of any width: small and finite
+  static constexpr unsigned char kFill = 0x3C; // as a float of any width it is small and finite
   static inline const std::vector<const char *> kForwardResults = {"out", "lse", "max_logit", "column_sums"};
   static inline const std::vector<const char *> kBackwardResults = {"dq", "dk", "dv", "dbias", "dsinks"};
 
@@ -155,7 +155,7 @@ private:
     strobe_tensor tensor;
     std::vector<unsigned char> memory;
   };
-  std::map<std::string, Held> held; // nodes do not move
+  std::map<std::string, Held> held; // a map's nodes do not move
 };
 
 // The addresses of the call's tensors.

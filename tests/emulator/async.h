@@ -10,10 +10,10 @@ namespace strobe::emulator {
 // A copy into shared memory that completes on a barrier.
 struct Transfer {
   uint32_t barrier;
-  std::function<void(const Warp &)> perform; // for any warp of the block
+  std::function<void(const Warp &)> perform; // may be called with any warp of the block
 };
 struct BlockAsync {
-  std::vector<Transfer> transfers; // delayed ones
+  std::vector<Transfer> transfers; // transfers that are delayed
   uint32_t warps_ended = 0;
 };
 
@@ -37,7 +37,7 @@ struct Product {
   std::function<void(const Warp &)> perform;
 };
 struct WarpAsync {
-  std::array<uint32_t, kLanes> copy_groups{}, addition_groups{}; // committed so far
+  std::array<uint32_t, kLanes> copy_groups{}, addition_groups{}; // groups committed so far, by lane
   uint32_t product_groups = 0;
   std::vector<Copy> copies;
   std::vector<Addition> additions;

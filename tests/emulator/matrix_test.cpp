@@ -63,7 +63,7 @@ TEST_CASE("emulator: ldmatrix and mma.sync of 16-bit numbers") {
   CHECK_THROWS_AS(
       w.run("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", {vector(30, 4), vector(10, 4), vector(20, 2), vector(30, 4)}, 0xFFFF),
       Fault);
-  w.words(0)[9] += 2; // no longer a multiple of 16
+  w.words(0)[9] += 2; // an address that is no longer a multiple of 16
   CHECK_THROWS_AS(w.run("ldmatrix.sync.aligned.m8n8.x4.shared.b16", {vector(10, 4), address(0)}), Fault);
 }
 
@@ -160,7 +160,7 @@ TEST_CASE("emulator: what wgmma must not do") {
   w.run("wgmma.commit_group.sync.aligned", {});
   CHECK_THROWS_AS(finish(w.warp), Fault);                                                       // not waited for
   CHECK_THROWS_AS(w.run("wgmma.wait_group.sync.aligned", {immediate(0)}), Fault);               // A does not begin with its rows
-  CHECK_THROWS_AS(w.run("wgmma.mma_async.sync.aligned.m64n8k16.f16.f16.f16", operands), Fault); // no such sums here
+  CHECK_THROWS_AS(w.run("wgmma.mma_async.sync.aligned.m64n8k16.f16.f16.f16", operands), Fault); // wgmma has no such sums here
   w.words(120)[0] = 1;
-  CHECK_THROWS_AS(w.run(kProduct, operands), Fault); // lanes that differ
+  CHECK_THROWS_AS(w.run(kProduct, operands), Fault); // operands that differ between lanes
 }

@@ -19,8 +19,8 @@ struct Instruction {
   };
   Kind kind = kPlain;
   bool guarded = false, guard_negated = false;
-  bool wide = false; // its address has 64 bits
-  uint8_t count = 1; // elements of a vector
+  bool wide = false; // the address has 64 bits
+  uint8_t count = 1; // number of elements of a vector
   uint32_t guard = kNoSlot, target = 0, line = 0;
   uint32_t d = kNoSlot, d2 = kNoSlot;                   // what it writes
   uint32_t a[4] = {kNoSlot, kNoSlot, kNoSlot, kNoSlot}; // what it reads; the elements of a vector, read or written
@@ -29,7 +29,7 @@ struct Instruction {
   Execute execute = nullptr;
   std::shared_ptr<const Tile> tile{};
 };
-inline void nothing(Warp &, const Instruction &, uint32_t) {} // an Execute
+inline void nothing(Warp &, const Instruction &, uint32_t) {} // an Execute that does nothing
 
 // A register that is never written.
 struct Constant {

@@ -45,7 +45,7 @@ public:
   // begin() returns what a copy into shared memory knows: the accesses before its start. While it is performed, kAsyncWrite belongs to it.
   Knowledge begin(uint32_t warp, uint32_t lane) const { return parties_[party(warp, lane)]; }
   void perform(const Knowledge &begun, uint32_t barrier);
-  void end_copy(); // arrives at its barrier
+  void end_copy(); // it arrives at its barrier
 
 private:
   struct Write {
@@ -67,7 +67,7 @@ private:
   void check(const Knowledge &, uint32_t party, size_t word, Access, uint32_t line) const;
   std::string name(uint32_t party) const;
 
-  const uint32_t count_; // parties without copies
+  const uint32_t count_; // number of parties, without copies
   std::vector<Knowledge> parties_;
   std::vector<Write> writes_; // the last write of each word
   std::vector<Read> reads_;   // the last read since, of each word by each party

@@ -35,7 +35,7 @@ struct Block {
   uint32_t shared_end;
   std::shared_ptr<BlockAsync> async;
   std::unique_ptr<Races> races{};               // null: not asked for
-  bool lets_next_begin = false, waited = false; // griddepcontrol
+  bool lets_next_begin = false, waited = false; // griddepcontrol's launch_dependents and wait were executed
 };
 
 struct Operand {
@@ -85,7 +85,7 @@ struct Warp {
 [[noreturn]] void bad_global(uint64_t address, size_t bytes, size_t alignment);
 bool is_mapped(uint64_t page); // caches the answer until run() ends
 constexpr uint64_t kPage = 4096;
-inline constinit thread_local uint64_t mapped_pages[64] = {}; // their complements
+inline constinit thread_local uint64_t mapped_pages[64] = {}; // complements of the pages' numbers
 // A generic address is a host address. This only asks whether it is mapped; AddressSanitizer knows whether it is allocated.
 inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
   const uint64_t first = address / kPage, last = (address + bytes - 1) / kPage;

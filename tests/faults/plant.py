@@ -29,8 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = Path(__file__).resolve().parent / "planted"
 WORK = ROOT / "build" / "faults"
-PRODUCT = ("src/", "kernels/", "include/", "python/", "docs/", "README.md")  # where a fault may be
-COPIED = ("src/cpu", "kernels/attention")  # where a fault of one instruction set may be: its file is compiled from a copy of these
+PRODUCT = ("src/", "kernels/", "include/", "python/", "docs/", "README.md")  # folders and files that may have a fault
+COPIED = ("src/cpu", "kernels/attention")  # for a fault of one instruction set: its file is compiled from a copy of these
 LINKED = ("src/attention",)  # files that these include by relative paths
 # The flag of /proc/cpuinfo without which an instruction set does not run.
 NEEDED = {"avx2": "avx2", "avx512": "avx512f", "avx512bf16": "avx512_bf16", "amx": "amx_bf16"}
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """What has to be built in build/cpp."""
+        """The targets that have to be built in build/cpp."""
         if self.program == "pytest":
             return TARGETS["emulated_"][1:] if "emulated" in self.selection else ()
         return next((targets for name, targets in TARGETS.items() if self.selection.startswith(name)), ("strobe_tests",))
@@ -265,7 +265,7 @@ class Tree:
                 return process.returncode, output
             except subprocess.TimeoutExpired:
                 return None, f"no end within {LIMIT} s"
-            finally:  # what it started ends with it
+            finally:  # the processes that it started end with it
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
 
@@ -274,7 +274,7 @@ class Tree:
 class Outcome:
     passed: bool
     by: str = ""  # the first test that failed
-    text: str = ""  # what it said
+    text: str = ""  # the message of that test
 
     @staticmethod
     def of_ctest(run: Run, done: tuple[int | None, str]) -> Outcome:

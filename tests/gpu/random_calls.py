@@ -122,7 +122,7 @@ class Worker:
             self._process.stdin.flush()
 
     def next_event(self, seconds: float) -> dict[str, Any] | None:
-        """None: the process has ended. queue.Empty: no message came in that time."""
+        """The next message of the process; None if it has ended. Raises queue.Empty if no message comes in that time."""
         line = self._told.get(timeout=max(0.01, seconds))
         return None if line is None else json.loads(line)
 

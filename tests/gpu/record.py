@@ -79,13 +79,13 @@ NOT_OF_RANDOM_CALLS = (
 EXCLUDED = (
     *("src/**/sources.cmake", "src/**/README.md", "python/CMakeLists.txt"),  # how files are built that are sources themselves
     *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which judge no GPU result
-    *("python/strobe/*.pyi", "python/*/py.typed"),  # for mypy
-    "python/_strobe_autoload/__init__.py",  # for other programs
+    *("python/strobe/*.pyi", "python/*/py.typed"),  # files for mypy
+    "python/_strobe_autoload/__init__.py",  # used only by programs that import torch without strobe
     *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # the tools but training
-    *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # run by themselves, recorded nowhere
+    *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # their results are not recorded
     "tests/python/dear.py",  # nothing is left out on a GPU
     "tests/python/emulated.py",  # used by tests that need no GPU
-    "tests/python/test_*.py",  # the rest of the contract is the CPU's
+    "tests/python/test_*.py",  # these tests run on the CPU only
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )
 HOW = re.compile(r"-n|\d+|auto|-q+|-v+|--durations=\d+")  # options of pytest that select no tests
@@ -217,9 +217,9 @@ def run(names: Iterable[str], options: list[str]) -> int:
     found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for the plugin spread
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references run on the CPU, and -n starts many processes
-    signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
+    signal.signal(signal.SIGINT, lambda *_: None)  # pytest gets the Ctrl-C, too, and ends with its report written
     worst = 0
-    before = {name: digest(name) for name in names}  # edits from now on are in no result
+    before = {name: digest(name) for name in names}  # later edits are in no result
     for name in before:
         files, marks = PARTS[name]
         processes = {"gigabytes": ["-n", str(torch.cuda.device_count())], "ranks": ["-n", "0"]}.get(name, [])

@@ -63,7 +63,7 @@ FEATURES = {
     "packed": Feature(lambda: {"causal": True}, lengths=(300, 0, 20)),
     "deterministic": Feature(lambda: {"deterministic": True}),
     "exact_max": Feature(lambda: {"exact_max": True}),
-    "many heads": Feature(lambda: {"causal": True}, batch=70),  # as many as SMs: blocks of the Hopper backward own dQ
+    "many heads": Feature(lambda: {"causal": True}, batch=70),  # as many pairs as SMs: blocks of the Hopper backward own dQ
 }
 DIMS = ((64, 64), (128, 128), (80, 80), (256, 256), (96, 64))
 
@@ -95,7 +95,7 @@ class Case(NamedTuple):
         more = {name: x.to("cuda") if isinstance(x, torch.Tensor | strobe.BlockMask) else x for name, x in more.items()}
         q, k, v, dout = (x.to("cuda") for x in (q, k, v, dout))
         ran = "nothing"
-        with contextlib.suppress(NotImplementedError):  # the engine does not support it
+        with contextlib.suppress(NotImplementedError):  # suppressed if the engine does not support the call
             out, lse = strobe.attention(q, k, v, return_lse=True, engine=self.engine, **more)
             ran = "forward"
             if (self.engine, self.feature) in BACKWARD_NOT_UNDERSTOOD.get(tool, ()):

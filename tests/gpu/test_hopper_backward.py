@@ -126,7 +126,7 @@ def owns(inputs: Inputs) -> bool:
 
 
 MOST_SMS = 132  # the number of SMs of a Hopper GPU
-# batch, key heads, queries, keys: as many (batch, key head) pairs as two rounds of an H200's SMs, or three, and fewer
+# batch, key heads, queries, keys. The (batch, key head) pairs are two or three rounds of an H200's SMs, or fewer.
 SHORT = ((66, 4, 64, 64), (99, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180), (64, 2, 80, 150), (32, 4, 150, 180))
 
 
@@ -312,7 +312,7 @@ def test_bias(feature, d, shape):
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float32 if feature == "alone" else BF16)
     if sk == 336:
         bias = bias.to(BF16)
-        bias[:, :, :, 100:103] = bias[:, :, shape[2] // 3 : shape[2] // 3 + 2] = -INF  # keys, and rows, that see nothing
+        bias[:, :, :, 100:103] = bias[:, :, shape[2] // 3 : shape[2] // 3 + 2] = -INF  # these keys, and these rows, see nothing
     assert not faults(call(b=2, h=4, hkv=2, sq=300, sk=sk, d=d, dtype=BF16, bias=bias, gradients=("bias",), **options), **how)
 
 

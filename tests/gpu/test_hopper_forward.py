@@ -91,7 +91,7 @@ def ramp(dtype: torch.dtype, top: float, **options: Any) -> Inputs:
     return Inputs(inputs.q.abs(), grown.to(dtype), inputs.v, inputs.dout, inputs.dlse, inputs.options, inputs.gradients)
 
 
-@pytest.mark.parametrize("top", [0.5, 1.2, 2.5])  # followed; too fast to follow
+@pytest.mark.parametrize("top", [0.5, 1.2, 2.5])  # how fast the scores rise: the last values are too fast to follow
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(1, 1, 200, 1024) < 0.7}], ids=["full", "causal", "mask"])
 def test_rising_scores(options, dtype, top):
@@ -105,7 +105,7 @@ def test_rows_that_a_mask_hides_for_long():
     assert not faults(call(h=2, sq=300, sk=512, d=128, dtype=BF16, mask=mask))
 
 
-@pytest.mark.parametrize("keys", [512, 500])  # rows at 16-byte addresses, or not
+@pytest.mark.parametrize("keys", [512, 500])  # rows at 16-byte addresses, and others
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("what", ["mask", "bias", "both"])
 def test_mask_and_bias(what, d, keys):
@@ -157,7 +157,7 @@ def test_softcap(options, dtype, size):
 @pytest.mark.parametrize("lengths", [(100, 700), (700, 100), (400, 400)], ids=str)
 @pytest.mark.parametrize("options", [{"alignment": "top_left"}, {"window": (90, 40)}, {"exact_max": True}], ids=str)
 def test_alibi_on_both_sides(options, lengths):
-    slopes = torch.tensor([0.3, -0.02])  # towards, and away from the diagonal
+    slopes = torch.tensor([0.3, -0.02])  # slopes towards the diagonal, and away from it
     assert not faults(call(h=2, sq=lengths[0], sk=lengths[1], d=64, dtype=BF16, alibi_slopes=slopes, **options))
 
 

@@ -39,7 +39,7 @@ def test_a_graph_replays_with_other_lengths_and_other_dropout(dtype):
     first, second = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([0, 100, 228, 384], [0, 0, 256, 384]))
     cu, rng = first.clone(), torch.tensor([1, 2], device="cuda")
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 256, "max_seqlen_k": 256, "causal": True, "dropout": 0.2, "rng": rng}
-    gradients(q, k, v, dout, **options)  # compiles
+    gradients(q, k, v, dout, **options)  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -61,7 +61,7 @@ def test_a_graph_replays_with_other_keys_that_count(queries, dtype):
     k, v = tensors(4, 2, 900, 64, dtype=dtype, n=2)
     used = torch.tensor([900, 0, 3, 450], device="cuda", dtype=torch.int32)
     options = {"seqused_k": used, "causal": True, "deterministic": True}
-    gradients(q, k, v, dout, **options)  # compiles
+    gradients(q, k, v, dout, **options)  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -270,7 +270,7 @@ several_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one 
 def test_the_callers_device_stays_current():
     q, k, v = (x.to("cuda:1").requires_grad_() for x in tensors(1, 2, 128, 64, dtype=torch.bfloat16))
     with torch.cuda.device(0):
-        for _ in range(3):  # the full call, and the prepared one
+        for _ in range(3):  # a full call first, then prepared ones
             out = strobe.attention(q, k, v)
             assert torch.cuda.current_device() == 0
             found = torch.autograd.grad(out.sum(), (q, k, v))

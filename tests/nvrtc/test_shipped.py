@@ -35,7 +35,7 @@ SPILLS = {
     (80, "strobe::simt::Forward"): 124,
     (80, "strobe::simt::Backward"): 40,
     (80, "strobe::tf32::Backward"): 428,
-    (80, "strobe::mma::Forward"): 48,  # d 256 with softcap, mask and blocks
+    (80, "strobe::mma::Forward"): 48,  # head dimension 256 with softcap, mask and blocks
     (80, "strobe::mma::Backward"): 1440,
     (80, "strobe::passes::BiasGradient"): 108,
     (90, "strobe::simt::Forward"): 144,
@@ -262,7 +262,7 @@ def test_one_query_runs_on_packed_heads(batch, keys):
 
 def test_small_calls_ship_the_hopper_backward_of_64_keys():
     small = [job for job in jobs([90], None, ["bfloat16"], ["plain", "causal"]) if job.sequences == 1]
-    assert len(small) == 10  # d 32 to 160
+    assert len(small) == 10  # head dimensions 32 to 160
     for job in small:
         names, refused = job.names()
         assert not refused, job

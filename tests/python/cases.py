@@ -119,7 +119,7 @@ def _valid(case: dict[str, Any]) -> bool:
 
 
 def tuples(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid) -> dict[Names, set[Indices]]:
-    """For every `strength` options, the combinations of their values (as indices) that are allowed in one call."""
+    """The combinations of values (as indices) of every `strength` options that are allowed in one call."""
     found = {}
     for names in itertools.combinations(factors, strength):
         indices = itertools.product(*(range(len(factors[name])) for name in names))
@@ -173,7 +173,7 @@ class Inputs:
     dout: Tensor
     dlse: Tensor | None
     options: dict[str, Any]
-    gradients: list[str] = field(default_factory=list)  # those of "bias" and "sinks" that are asked for
+    gradients: list[str] = field(default_factory=list)  # "bias" and "sinks", if their gradients are asked for
     lse: bool = True
     numpy: bool = False  # pass NumPy arrays with negative strides, backward through attention_backward
     run: dict[str, Any] = field(default_factory=dict)  # how it runs, not what: tile, threads, flags
@@ -348,7 +348,7 @@ def build(case: dict[str, Any]) -> Inputs:
         zeros = varlen == "zero lengths"
         lengths_q, lengths_k = _lengths(g, b + 1, sq, zeros), _lengths(g, b + 1, sk, zeros)
         if zeros:
-            lengths_q[1], lengths_k[-2] = 0, 0  # keys without queries, queries without keys
+            lengths_q[1], lengths_k[-2] = 0, 0  # one sequence has no queries, one no keys
         b = len(lengths_q)
         options |= {"cu_seqlens_q": _cumulated(lengths_q), "cu_seqlens_k": _cumulated(lengths_k)}
         sq, sk = max(1, *lengths_q), max(1, *lengths_k)
@@ -551,7 +551,7 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
         sq, sk = tensors[0].shape[2], tensors[1].shape[2]
         if "part" in o and tensors[0].shape[0]:
             used = [sk] * tensors[0].shape[0]
-        if not used:  # none, or no batch
+        if not used:  # there is no sequence, or no batch
             return [((*tensors, inputs.dlse), score(None, sq, sk), None)]
         q, k, v, dout = tensors
         dlse = [None if inputs.dlse is None else inputs.dlse[b : b + 1] for b in range(len(used))]

@@ -150,8 +150,8 @@ AGAIN: dict[str, dict[str, Any]] = {
 
 
 def comes_again(group: dist.ProcessGroup, method: str) -> tuple[dict[str, float], int]:
-    """By how much each of AGAIN differs from one device's call, the third time that all of them are made; and how many calls are remembered
-    that were not after the second time."""
+    """The difference of each call in AGAIN from one device's, the third time that all of them are made; and how many calls are remembered
+    then that were not after the second time."""
     own, found, kept = dist.new_group(list(range(group.size()))), {}, 0
     for _ in range(3):
         before = len(_prepared.CALLS.lately)
@@ -472,12 +472,12 @@ def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tu
         out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method, **given)
         of_forward, found = found, []
         out.backward(dout)
-    return of_forward[1:], found[1:]  # the first is checked, and not made
+    return of_forward[1:], found[1:]  # without the call that is only checked
 
 
 def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[str, str]]]:
-    """By how much nn.MultiheadAttention of shards differs from that of whole sequences, with and without gradients; and its message if
-    weights are asked for."""
+    """The difference between nn.MultiheadAttention of shards and of whole sequences, with and without gradients; and its message if weights
+    are asked for."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     torch.manual_seed(0)
     module, x = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, S, 32)
@@ -651,7 +651,7 @@ DTENSOR_OPTIONS: dict[str, dict[str, Any]] = {
         "block_mask": strobe.BlockMask.from_kept(torch.rand(2, H, 3, 3, generator=torch.Generator().manual_seed(3)) < 0.7, 16, 16, S, S)
     },
     "none": {},
-    "learned": {},  # bias and sinks, with gradients
+    "learned": {},  # bias and sinks that have gradients
 }
 
 

@@ -146,7 +146,7 @@ class Shard:
         return self.shardings[side].shard(x, axis, self.rank)
 
     def rows(self) -> list[Tensor]:
-        """For each sequence (dense tensors: for one) the positions of this rank's queries."""
+        """The positions of this rank's queries in each sequence (of dense tensors: in one)."""
         positions = self.shardings[0].positions(self.rank)
         if not self.inputs.varlen:
             return [positions]

@@ -283,8 +283,8 @@ def mixes(
     most_dim: int = 256,
     **how: Any,
 ) -> Iterator[tuple[int, dict[str, int], str]]:
-    """For each mix its number, how many elements of each result have other bits, and its description. A problem that no engine supports
-    with `invariant` is left out, and so are the gradients if its backward is refused."""
+    """Yields each mix's number, how many elements of each result have other bits, and a description. A problem that no engine supports with
+    `invariant` is left out, and so are the gradients if its backward is refused."""
     for n in range(problems):
         rng = random.Random(f"{seed}/{n}")
         p = draw_problem(rng, dtype, device, longest, most_dim)

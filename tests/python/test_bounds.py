@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@lru_cache(maxsize=1)  # engines follow each other
+@lru_cache(maxsize=1)  # the engines of one call are tested one after another
 def measured(shape: str, dtype: torch.dtype) -> tuple[Yardstick, dict[str, Tensor]]:
     """A call's yardstick, and its bounds_of_rows."""
     inputs = call(dtype=dtype, dlse=shape == "sinks", **SHAPES[shape])
@@ -66,7 +66,7 @@ def test_each_row_of_a_gradient(shape, dtype, engine):
     """Rows of dq in which P is nearly 1 have a dS that cancels: the error of D, made from a rounded O, exceeds such a dS."""
     yardstick, bounds = measured(shape, dtype)
     results = run_or_skip(yardstick.inputs, engine)
-    assert not (faults := yardstick.faults(results)), faults  # as whole tensors
+    assert not (faults := yardstick.faults(results)), faults  # the accuracy clause, for whole tensors
     for name, bound in bounds.items():
         over = (results[name].double() - yardstick.ref[name]).abs() / bound
         assert over.max() <= 1, f"{name}: {over.max():.2f} of the bound at {(over == over.max()).nonzero()[0].tolist()}"

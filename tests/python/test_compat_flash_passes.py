@@ -54,7 +54,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_both_passes_are_those_of_the_function(options):
-    """For gradients in any memory."""
+    """The gradients may be written to any memory."""
     q, k, v = leaves = inputs()
     torch.manual_seed(7)
     out, lse, probabilities, rng_state = _flash_attn_forward(q, k, v, **PLAIN | options, return_softmax=False)
@@ -110,7 +110,7 @@ def test_keys_that_several_calls_share_have_the_gradients_of_one(dtype, scale, l
 
 
 def test_a_part_that_no_query_sees():
-    """A part behind a causal mask: its gradients are 0, whatever the LSE of the whole."""
+    """A part that a causal mask hides has gradients of 0, whatever the LSE of the whole is."""
     q, k, v = (x.detach() for x in inputs(sk=40))
     options = PLAIN | {"causal": True}
     out, lse, *_ = _flash_attn_forward(q, k[:, :3], v[:, :3], **options, return_softmax=False)

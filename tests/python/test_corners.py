@@ -181,7 +181,7 @@ def test_more_scores_than_32_bits_count(engine):
 
 
 def virtual(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """This many elements of address space; only the touched pages become memory."""
+    """A tensor of this many elements of address space; only the pages that are touched become memory."""
     size = elements * torch.empty(0, dtype=dtype).element_size()
     no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python has since 3.11
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), dtype=dtype)
@@ -347,7 +347,7 @@ def test_a_score_of_minus_infinity_hides(options, sq, engine):
     """An infinite K hides, although neither a mask nor a bias does."""
     if not engine.startswith("cpu-"):
         pytest.skip("docs/semantics.md and docs/hopper.md: what of the others an infinite K breaks")
-    dtype = torch.bfloat16 if engine == "cpu-amx" else dtype_of(engine)  # there float32's infinities become NaN: docs/semantics.md
+    dtype = torch.bfloat16 if engine == "cpu-amx" else dtype_of(engine)  # on cpu-amx float32's infinities become NaN: docs/semantics.md
     inputs = call(b=2, h=2, sq=sq, sk=70, d=16, dtype=dtype, dlse=False, gradients=("bias",) * ("bias" in options), **options)
     inputs.q[..., 5] = 1 + inputs.q[..., 5].abs()
     inputs.k[1, 1, 17, 5], inputs.v[1, 1, 17, 3:] = -INF, torch.nan

@@ -166,7 +166,7 @@ def test_rows_behind_the_last_sequence_see_no_sink(workers, method):
 
 @pytest.mark.parametrize("wrong", [None, 0])
 def test_a_rank_that_cannot_copy_what_it_sends(workers, wrong):
-    """It reports so before the others send anything; the first rank that failed is the one that is named."""
+    """The rank reports its failure before the others send anything. All ranks name the first rank that failed."""
     answers = workers.run(calls.cannot_prepare, 3, 1, wrong)
     assert len(set(answers)) == 1
     assert answers[0][0] == ("MemoryError" if wrong is None else "TypeError")
@@ -207,7 +207,7 @@ def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
 
 
 def test_a_group_without_a_cpu_backend(workers):
-    """Its ranks agree in a gloo group, however many other groups each of them is in."""
+    """The ranks of such a group agree in a gloo group, however many other groups each rank is in."""
     answers = workers.run(calls.agrees_without_a_cpu_backend, 4)
     assert len({repr(answer) for answer in answers}) == 1
     numbers, (kind, text), _ = answers[0]
@@ -415,7 +415,7 @@ def test_predicted_pairs_are_those_that_are_seen():
 
 
 def test_calls_on_parts_are_predicted_at_their_own_rate():
-    """On Hopper the fastest engine supports only whole problems."""
+    """On Hopper, calls on parts run at a lower rate, because the fastest engine supports only whole problems."""
     sharding, band = Sharding.zigzag(2**20, 2), _seen.Band.of(True, None)
     plan = _call.Plan(sharding.ranges, sharding.ranges, (0, 2**20), (0, 2**20), False, band, None)
     of = _call.Facts(plan, 1, 32, 8, (128, 128), 2, "cuda", ())
@@ -449,7 +449,7 @@ def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
 @pytest.mark.parametrize(("given", "expected"), [({}, [5, 5, 5, 0]), ({"reserved_sms": 2}, [2, 2, 2, 2])])
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_multiprocessors_are_left_beside_transfers(workers, method, given, expected):
-    """Only gradients are in flight beside the last group of heads and in the last turn. A caller's own number is used."""
+    """Multiprocessors are left while a transfer is in flight; in the last group or turn only gradients are. A caller's number is kept."""
     assert workers.run(calls.reserved, 4, method, given) == [(expected, [expected[0]] * 4)] * 4
 
 

@@ -1,4 +1,4 @@
-"""What `make test` leaves out: conftest.py, dear.py and engines.py."""
+"""The draws of `make test`: conftest.py, dear.py and engines.py."""
 
 from __future__ import annotations
 

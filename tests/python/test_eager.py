@@ -169,7 +169,7 @@ def test_other_objects_have_no_key():
 
 @pytest.mark.skipif(sys.platform != "linux" or torch.__version__ < "2.10", reason="elsewhere a tensor's methods are asked")
 def test_the_shim_is_found():
-    """Without it a repeated call of three tensors takes at least a tenth longer."""
+    """Without the shim a repeated call of three tensors takes at least a tenth longer."""
     assert _eager.HAS_SHIM
 
 
@@ -431,7 +431,7 @@ def test_a_call_that_is_forgotten_is_released(monkeypatch):
     before = sys.getrefcount(ready)
     for _ in range(10):
         strobe.attention(q, k, v)
-        assert ready.run(q, k) is None  # too few
+        assert ready.run(q, k) is None  # too few arguments
         assert ready.run(q, k, "v") is None
     assert sys.getrefcount(ready) == before
     more = weakref.ref(ready.more)
@@ -472,7 +472,7 @@ GPU = """
     torch._C._cuda_getDevice = lambda: now[0]
     torch._C._cuda_getCurrentRawStream = lambda index: 1000 + index
 
-    from strobe import _eager, _prepared  # which looks these functions up
+    from strobe import _eager, _prepared  # these look the functions up
     from strobe._core import ffi
     @ffi.callback("int32_t(strobe_prepared *, int32_t, uint8_t *, uintptr_t *, int32_t, uintptr_t, uintptr_t, uint64_t)")
     def run(prepared, count, fields, addresses, threads, stream, workspace, size):
@@ -509,8 +509,8 @@ GPU = """
 
 
 def test_on_a_gpu(reader):
-    """Its stream and its workspace reach the library, and results lie on its device, current or not. PyTorch's functions are replaced by
-    fakes."""
+    """The GPU's stream and workspace reach the library, and results lie on its device, whether it is current or not. Fakes replace
+    PyTorch's functions."""
     code = textwrap.dedent(GPU)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr

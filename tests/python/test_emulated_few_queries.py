@@ -24,7 +24,7 @@ if options:
 used = {}
 if how in ("lengths", "pages"):
     used["seqused_k"] = torch.tensor([keys - 40 * n for n in range(batch)], dtype=torch.int32)
-if how == "packed":  # an empty sequence, a short one, and what is no number behind the tokens
+if how == "packed":  # an empty sequence, a short one, and NaN after the tokens
     del given["layout"]
     q, k, v = (torch.cat([x.flatten(0, 1), torch.full_like(x[0], float("nan"))]) for x in (q, k, v))
     at = [torch.tensor([0, 0, n - 2, batch * n], dtype=torch.int32) for n in (queries, keys)]

@@ -68,7 +68,7 @@ for name in sys.argv[1:]:
     results = run(inputs, "cuda-sm90", **how)
     faults = Yardstick(inputs).faults(results)
     assert not faults, (name, faults)
-    if hidden:  # keys that no query sees, which may be no number
+    if hidden:  # keys that no query sees, which may be NaN
         sq = inputs.q.shape[2]
         for x in (inputs.k, inputs.v):
             x[:, :, sq:] = float("nan")

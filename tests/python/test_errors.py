@@ -229,7 +229,7 @@ PACKED = [
 ]
 
 
-# For attention_backward, beside those that it shares with attention.
+# Wrong arguments of attention_backward only.
 BACKWARD = [
     ("dout", {"dout": None}),
     ("dout", {"dout": torch.randn(B, H, SQ, D)}),
@@ -521,7 +521,7 @@ def test_what_only_looks_like_an_integer_is_named(name, value):
 @pytest.mark.parametrize("array", [torch.Tensor, np.ndarray])
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_longest_length_of_zero_is_the_size_of_the_scores(side, array):
-    """In a batch without queries, or without keys, only padding remains."""
+    """A batch without queries, or without keys, has only padding."""
     lengths = {"q": 3, "k": 4} | {side: 0}
     cu = {x: ints(0, 2, 5) if x != side else ints(0, 0, 0) for x in "qk"}
     given = {x: torch.randn(6, 2, 16) for x in "qkv"} | {f"cu_seqlens_{x}": cu[x] for x in "qk"}
@@ -641,7 +641,7 @@ def test_functions_without_a_layout_say_which_is_theirs(function, head_axis, hin
         function(*other)
     assert str(raised.value).endswith(hint)
     assert function(*own).shape == own[0].shape
-    three = torch.randn(2, 3, 3, 64)  # no layout makes it right
+    three = torch.randn(2, 3, 3, 64)  # a k that no layout makes right
     with pytest.raises(ValueError, match="heads for the ") as raised:
         function(q, three, three)
     assert "did you mean" not in str(raised.value)
@@ -836,7 +836,7 @@ def test_sinks_of_16_bits_are_taken(dtype, of_q):
     dout = torch.randn(B, H, SQ, DV).to(of_q)
     expected = strobe.attention(*leaves, sinks=exact)
     of_leaves = torch.autograd.grad(expected, (*leaves, exact), dout)
-    for _ in range(3):  # also in a repeated call
+    for _ in range(3):  # repeated calls take another path
         out, lse = strobe.attention(*leaves, sinks=sinks, return_lse=True)
         assert torch.equal(out, expected)
         *found, dsinks = torch.autograd.grad(out, (*leaves, sinks), dout)

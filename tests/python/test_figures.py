@@ -72,7 +72,7 @@ def test_linformer_is_wang_et_als(monkeypatch):
     keep = given.mask[0, 0, 0][:, None].float()
     expected = (q @ (E @ (k * keep)).mT / 4).softmax(-1) @ (F @ (v * keep))
     torch.testing.assert_close(rivals.linformer(*given.leaves, mask=given.mask), expected)
-    rivals.both(rivals.linformer, given)()  # the gradients of E and F, too
+    rivals.both(rivals.linformer, given)()  # also the gradients of E and F
 
 
 @pytest.mark.parametrize("method", list(rivals.methods("cpu")))
@@ -118,7 +118,7 @@ def processor(monkeypatch):
 @pytest.mark.parametrize(
     ("budget", "seconds", "found"),
     [
-        (0.0, [0.5, 0.75, 0.5], 0.5),  # the first one counts
+        (0.0, [0.5, 0.75, 0.5], 0.5),  # the first call counts
         (0.01, [0.15, 0.125, 0.125, 0.25], 0.125),
         (2.0, [0.05] * 22, 0.05),
     ],

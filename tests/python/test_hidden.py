@@ -45,7 +45,7 @@ def test_one_number_at_the_edge_of_a_tile(what, at, dtype, engine):
     if engine == "cuda-sm90" and what == "dout":
         pytest.skip("docs/semantics.md: a dO that is not finite shows in all columns of dv")
     inputs = call(h=1, hkv=1, sq=128, sk=128, d=64, dtype=dtype, causal=True)
-    getattr(inputs, what)[0, 0, at, 63] = NAN if ON_GPU else INF  # docs/semantics.md: what a visible infinity does on a GPU
+    getattr(inputs, what)[0, 0, at, 63] = NAN if ON_GPU else INF  # docs/semantics.md says what a visible infinity does on a GPU
     assert_clean(inputs, engine)
 
 
@@ -120,7 +120,7 @@ def test_a_query_whose_scores_are_minus_infinity(dtype, engine):
 @pytest.mark.parametrize("what", ["q", "dout"])
 @pytest.mark.parametrize("options", [{}, {"bias": torch.zeros(1, 1, 1, 1)}, {"softcap": 20.0}], ids=str)
 def test_a_query_that_sees_a_sink_alone(options, what, dtype, engine):
-    """Its LSE is the sink, whatever the query is."""
+    """The LSE of such a query is the sink, whatever the query is."""
     inputs = call(sq=100, sk=40, d=64, dtype=dtype, causal=True, sinks=torch.tensor([0.5, -2.0]), **options)
     getattr(inputs, what)[..., :60, :] = NAN
     assert_clean(inputs, engine)
@@ -201,7 +201,7 @@ def test_tensor_cores_refuse_a_large_scale(engine, dtype, backward):
 )
 @pytest.mark.parametrize("backward", [False, True])
 def test_three_products_in_tf32_are_not_for_sums_that_show_them(d, dv, options, reason, backward):
-    """A single TF32 product is, because the caller allowed it, and so are three with 64 columns."""
+    """cuda-tf32 refuses such a sum. It accepts a single TF32 product, which the caller has allowed, and three products with 64 columns."""
     tensors = {name: Shape((1, 2, 64, dv if name == "v" else d), "float32") for name in "qkv"}
     options = options | {"engine": "cuda-tf32"}
     with pytest.raises(NotImplementedError, match=reason):
@@ -264,7 +264,7 @@ def test_keys_that_nobody_sees(by, dtype, engine):
 @dtypes
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 20.0}], ids=str)
 def test_mask_that_hides_nothing(options, dtype, engine):
-    """On the CPU it takes the path without a mask."""
+    """On the CPU a mask that hides nothing takes the path without a mask."""
     inputs = call(b=2, h=4, hkv=2, sq=150, sk=290, d=32, dtype=dtype, **options)
     without, yardstick = run_or_skip(inputs, engine), Yardstick(inputs)
     inputs.options["mask"] = torch.ones(1, 1, 150, 290, dtype=torch.bool)

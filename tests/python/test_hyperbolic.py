@@ -522,7 +522,7 @@ def test_at_the_cusp_the_gradient_is_0(dtype):
         try:
             dq, dk = torch.autograd.grad(out, (q, k), dout)
         except NotImplementedError:
-            continue  # forward only
+            continue  # only the forward
         assert (dq == 0).all(), engine
         assert (dk == 0).all(), engine
 
@@ -541,7 +541,7 @@ def test_far_points_and_nan(dtype):
 
 @pytest.mark.parametrize("array", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
 def test_the_midpoint_of_packed_sequences_is_as_long_as_the_longest(array):
-    """Its bias would take a gigabyte if it were as long as all of them."""
+    """The midpoint's bias would take a gigabyte if it were as long as all sequences together."""
     sequences, length = 4000, 16
     x = strobe.hyperbolic.lift(np.random.default_rng(0).standard_normal((sequences * length, 1, 3), np.float32))
     cu = np.arange(0, sequences * length + 1, length, dtype=np.int32)

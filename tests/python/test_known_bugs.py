@@ -499,7 +499,7 @@ def test_what_is_negated_lazily_is_read_negated():
     z = torch.randn(1, 2, 40, 16, dtype=torch.complex64)
     q, (k, v) = z.conj().imag, torch.randn(2, 1, 2, 40, 16)
     assert q.is_neg()
-    for _ in range(2):  # the second call is a remembered one
+    for _ in range(2):  # the second call is a remembered call
         assert torch.equal(strobe.attention(q, k, v), strobe.attention(q.resolve_neg(), k, v))
 
     leaves = [x.clone().requires_grad_() for x in (q.resolve_neg(), k, v)]

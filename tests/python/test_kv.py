@@ -39,7 +39,7 @@ def new_tokens(count: int, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def rows(pool: Tensor, table: Tensor, b: int, layout: str) -> Tensor:
-    """(n · page, Hkv, D), written out."""
+    """The rows of sequence b, (n · page, Hkv, D), without strobe.kv."""
     pages = pool[table[b].long()]
     return (pages if layout == "bshd" else pages.transpose(1, 2)).flatten(0, 1)
 
@@ -71,7 +71,7 @@ def test_append_to_pages(count, layout, rotary):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
 def test_append_packed_tokens(layout, paged):
-    """As many as each sequence has, none of the second, and padding after the last: the same as one call for each sequence writes."""
+    """Sequences have different numbers of new tokens, the second one none, and padding follows. One call per sequence writes the same."""
     counts, padding = [5, 0, 1], 2
     angles = torch.rand(PAGE * EACH, 3, device=DEVICE)
     options: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "layout": layout}
@@ -315,7 +315,7 @@ def test_lists_in_host_memory_may_be_int64(layout):
 
 
 def test_kinds():
-    none = torch.zeros(1, dtype=torch.int32)  # on the caches' device: host memory
+    none = torch.zeros(1, dtype=torch.int32)  # the caches' device is host memory
     sparse, eights = torch.zeros(1, 1, 1, 4).to_sparse(), torch.zeros(1, 1, 1, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="^k_cache: layout torch.sparse_coo; accepted is torch.strided"):
         strobe.kv.append(sparse, *[torch.zeros(1, 1, 1, 4)] * 3, none)
@@ -713,7 +713,7 @@ def test_zeros_have_the_scale_zero(dtype, group, scale_dtype):
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 @pytest.mark.parametrize("group", [None, 32])
 def test_the_scales_of_small_numbers_hold_them(dtype, group):
-    """In float16 a scale would vanish, or be rounded to less than the largest number needs."""
+    """Rounded to float16, such a scale would vanish, or become too small for the largest number."""
     most = QUANTISED[dtype]
     for size in (1e-42, 2.0**-26 * most, 1.4 * 2.0**-24 * most, 2.6 * 2.0**-24 * most, 1e-5 * most):
         x = torch.tensor([[size, -size / 3], [size / 3, -size]]).repeat(1, 1, 16, 4)

@@ -93,7 +93,7 @@ GARBAGE = [float("nan"), float("inf"), -float("inf")]
 @pytest.mark.parametrize("shape", ["bhsd", "bshd", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_what_lies_in_the_out_of_a_part_without_keys_reaches_nothing(dtype, shape, empty, pair):
-    """It need not have been written: neither the result, with sinks or without, nor a gradient has it."""
+    """The out of such a part need not have been written: neither the result, with sinks or without, nor a gradient depends on it."""
     torch.manual_seed(0)
     layout = "bshd" if shape == "bshd" else "bhsd"
     outs = {name: torch.randn({"bhsd": (1, 2, 3, 4), "bshd": (1, 3, 2, 4), "packed": (3, 2, 4)}[shape]).to(dtype) for name in "ab"}
@@ -206,7 +206,7 @@ def test_a_partial_result_and_an_ordinary_one(layout):
     assert [(x.dtype, x.shape) for x in of_partial] == [(torch.float32, q.shape), (torch.float32, (2, 1, 2, 40))]
     assert [(x.dtype, x.shape) for x in of_ordinary] == [(torch.bfloat16, q.shape), (torch.float32, (1, 2, 40))]
     for (out, _), lse in ((of_partial, of_partial[1].sum(0)), (of_ordinary, of_ordinary[1])):
-        torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0)  # the ordinary one is rounded to bfloat16
+        torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0)  # the ordinary result is rounded to bfloat16
         torch.testing.assert_close(lse, expected_lse)
     delta = torch.ones(1, 2, 40)
     strobe.attention_backward(q, q, k_a, v_a, None, of_partial[1], delta=delta, part=part, **options)

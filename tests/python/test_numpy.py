@@ -233,7 +233,7 @@ def test_torch_is_not_imported():
 
 
 def test_what_is_not_installed_is_named_with_the_way_to_it():
-    """For every way to ask for it: as an attribute, or imported."""
+    """The message comes for an attribute and for an import."""
     code = """
         import sys
         import strobe

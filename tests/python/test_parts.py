@@ -74,7 +74,7 @@ def test_large_lse(sign, by, dtype, engine):
     if by == "a bias":
         inputs.options["bias"] += sign * 1e4
         inputs.gradients.clear()
-    else:  # all keys near one another, so that scores are large and near one another too
+    else:  # all keys are near one another, so that scores are large and nearly equal
         inputs.k.copy_(inputs.k / 16 + 40)
         inputs.q.copy_(inputs.q / 16 + sign * 31)
     yardstick = Yardstick(inputs)
@@ -330,7 +330,7 @@ def test_merge_with_sinks(layout):
 
 
 def test_autograd():
-    """For a call with all the keys that its queries see; a partial one is refused."""
+    """A call with all the keys that its queries see is differentiable; a partial one is refused."""
     x = call(sq=16, sk=48, d=32)
     q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
     part = strobe.Part([(32, 16)], [(0, 48)], 48, 48)

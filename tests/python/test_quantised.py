@@ -64,7 +64,7 @@ def test_few_queries(shape, dtype, kind):
     inputs = quantised_call(kind, shape, dtype, causal=shape[3] > 1)
     check(
         inputs,
-        *["cuda-mma"] * (shape[5] % 32 == 0 and shape[6] % 32 == 0),  # rows of whole 16 bytes, with INT4 too
+        *["cuda-mma"] * (shape[5] % 32 == 0 and shape[6] % 32 == 0),  # rows are multiples of 16 bytes, also as INT4
         *["cpu-amx"] * (dtype == torch.bfloat16 and shape[3] <= 16 and shape[1] // shape[2] * shape[3] > 4),
     )
 
@@ -129,7 +129,7 @@ def test_scales_far_apart(kind, dtype):
     far = 10.0 ** torch.linspace(-5, 2, 96).view(1, 1, -1, 1)
     k, v = (inputs.k.double(), far.double() * inputs.v.double())
     quant, k, v = quantised(kind._replace(scale="float32"), k, v, 2, None)
-    for only in (slice(0, 96), slice(0, 20)):  # the keys that are seen
+    for only in (slice(0, 96), slice(0, 20)):  # the keys that the query sees
         mask = torch.zeros(1, 1, 1, 96, dtype=torch.bool)
         mask[..., only] = True
         check(replace(inputs, k=k, v=v, quant=quant, options={"mask": mask}), "cuda-mma")
@@ -196,7 +196,7 @@ def test_nan_that_is_seen_is_seen(in_v):
                 except NotImplementedError:
                     continue
             took.add(engine)
-            assert out[0, :, 0].isfinite().all(), engine  # sees 62 keys
+            assert out[0, :, 0].isfinite().all(), engine  # this row sees 62 keys
             seen = out[0, :, 1:, 5] if in_v and spoil == "number" else out[0, :, 1:]
             assert seen.isnan().all(), (engine, spoil)
             if in_v and spoil == "number":

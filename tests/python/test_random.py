@@ -28,7 +28,7 @@ TESTS = 20 * (50 if LONG else 1)
 @pytest.mark.parametrize("first", range(0, TESTS * CALLS_A_TEST, CALLS_A_TEST))
 def test_random_calls(first):
     found = []
-    for number in range(first * CALLS, (first + CALLS_A_TEST) * CALLS, CALLS):  # each with options of its own
+    for number in range(first * CALLS, (first + CALLS_A_TEST) * CALLS, CALLS):  # each number has options of its own
         call = drawn(number)
         wrong = faults(call, engines(call))
         if wrong:

@@ -112,7 +112,7 @@ def test_a_call_passes_few_layers(monkeypatch):
     for _ in range(2):
         strobe.attention(q, k, v)
         strobe.attention(*tracked, causal=True)
-    assert frames(lambda: strobe.attention(q, k, v), "attention") == 2  # eager.c's
+    assert frames(lambda: strobe.attention(q, k, v), "attention") == 2  # one frame is eager.c's
     assert frames(lambda: strobe.attention(*tracked, causal=True), "run") == 3  # Ready.run, which autograd's function calls
 
 

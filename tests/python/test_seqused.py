@@ -167,7 +167,7 @@ def test_explain_says_that_keys_are_shared_out():
     k = torch.zeros(8, 8, 16384, 128, dtype=torch.bfloat16, device=DEVICE)
     used = torch.full((8,), 100, dtype=torch.int32, device=DEVICE)
     with running_on(None):
-        for sq, shared_out in ((1, True), (16, True), (17, False)):  # up to 64 queries of a key head
+        for sq, shared_out in ((1, True), (16, True), (17, False)):  # shares are made for up to 64 queries of a key head
             q = torch.zeros(8, 32, sq, 128, dtype=torch.bfloat16, device=DEVICE)
             assert ("keys shared out evenly" in strobe.explain(q, k, k, seqused_k=used)) is shared_out
             assert "shared out" not in strobe.explain(q, k, k, seqused_k=used, window=(1024, 0))

@@ -1,4 +1,4 @@
-"""Which form of the Hopper backward runs: at shapes that were measured, and at the limits of each."""
+"""The choice of the Hopper backward's form, at shapes that were measured, and at the limits of each form."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_forms_that_were_measured(shape, expected):
 
 @pytest.mark.parametrize(
     ("heads", "dim", "most"),
-    [(4, 64, 512), (4, 56, 512), ((8, 4), 64, 256), ((12, 4), 64, 128)],  # grouped heads have tiles of queries each
+    [(4, 64, 512), (4, 56, 512), ((8, 4), 64, 256), ((12, 4), 64, 128)],  # query heads of a group have tiles of their own
 )
 def test_dq_is_in_shared_memory_as_long_as_it_fits(heads, dim, most):
     assert form(132, heads, (most, 128), dim).what == OWNED
@@ -127,7 +127,7 @@ def test_every_key_must_be_seen_where_a_block_owns_dq():
     assert form(132, 4, (400, 300), 64, True).what != OWNED  # the first queries see no key
 
 
-# Blocks of a pair each, one or two tiles of keys: a launch for dQ alone would cost more than the stages of keys spare.
+# Each block owns one pair, with one or two tiles of keys: a launch for dQ alone would take more time than stages of keys save.
 @pytest.mark.parametrize(
     "shape",
     [

@@ -115,11 +115,11 @@ TEST_CASE("driver: a guard makes its device current and gives the caller's back"
     }
     CHECK(current() == first);
     const int pushes = fake.pushes;
-    const DeviceGuard same(one); // no change
+    const DeviceGuard same(one); // guards the same device, and changes nothing
     CHECK(fake.pushes == pushes);
   }
   CHECK(current() == nullptr);
-  CHECK(fake.retains == 2); // once per device
+  CHECK(fake.retains == 2); // each device is retained once
 }
 
 TEST_CASE("driver: errors carry the driver's words") {

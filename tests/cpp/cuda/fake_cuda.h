@@ -22,10 +22,10 @@ struct FakeCuda {
   std::string code;    // the last library that was loaded
   std::string refused; // code that contains this is rejected
   CUlaunchConfig config{};
-  std::vector<bool> early; // per launch
+  std::vector<bool> early; // one flag per launch
   std::vector<char> arguments;
 };
 
-constexpr int kFakeDevices = 2; // sm_80 and sm_90
+constexpr int kFakeDevices = 2; // one of sm_80 and one of sm_90
 
 } // namespace strobe::cuda::test

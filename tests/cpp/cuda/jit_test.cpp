@@ -224,7 +224,7 @@ TEST_CASE("jit: launches that cannot be") {
   auto with = [&](Grid grid, int64_t shared = 0, size_t bytes = sizeof kArguments) {
     return thrown(STROBE_INTERNAL, [&] { launch(kernel, grid, 128, shared, nullptr, kArguments, bytes); });
   };
-  CHECK(with({0, 1, 1}) == ""); // an empty grid
+  CHECK(with({0, 1, 1}) == ""); // an empty grid launches nothing
   CHECK(with({1, 1, 0}) == "");
   CHECK(with({1, 65536, 1}) ==
         "launch of test::Plain<test::Config{50,2}>: grid 1 x 65536 x 1; accepted is up to 2147483647 x 65535 x 65535");
