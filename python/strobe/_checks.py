@@ -58,7 +58,7 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
 
 
 def of_generator(x: object) -> str:
-    """If x is a random generator: a hint how to get numbers from it, for arguments that are numbers or arrays."""
+    """A hint how to get numbers from x if x is a random generator, for arguments that are numbers or arrays; else empty."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(x, torch.Generator):
         return "; a generator draws rng by torch.randint(2**63 - 1, (2,), generator=..., device=...)"
@@ -94,7 +94,7 @@ def _no_numbers(numpy: Any) -> tuple[type, ...]:
 
 
 def _item(name: str, x: Any) -> tuple[Hint, ...]:
-    """For an array where a number is accepted: how to get the number out of an array of one."""
+    """The hint for an array where a number is accepted: how to get the number out of an array of one element."""
     return (Hint("; {0}.item()", (Name(name),)),) if known_framework(x) is not None and prod(x.shape) == 1 else ()
 
 

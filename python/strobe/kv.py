@@ -532,7 +532,7 @@ def _sizes_of_first(given: dict[str, Tensor], bshd: bool) -> _Sizes:
 
 
 def _sizes_of_most(given: dict[str, Tensor], bshd: bool) -> _Sizes:
-    """For tensors that do not fit together, the sizes of the majority, so that correct ones are not reported."""
+    """The sizes that most tensors agree on, for tensors that do not fit together, so that correct ones are not reported."""
     k_cache, v_cache, k, v, seqlens = (given[name] for name in ("k_cache", "v_cache", "k", "v", "seqlens"))
     paged, packed = "page_table" in given, "cu_seqlens" in given
     head, row = (2, 1) if bshd else (1, 2)

@@ -161,7 +161,7 @@ def attention(
 def in_context(
     group: ProcessGroup | None, mesh: Any, sharding: Any, method: str | None
 ) -> tuple[ProcessGroup, Levels | None, Any, str | None]:
-    """For a call without a sharding, those of context_parallel()."""
+    """The group, sharding and method of the call; without a sharding, those of context_parallel()."""
     if sharding is None and CONTEXTS:
         context = CONTEXTS[-1]
         own = (context.group, None) if group is None and mesh is None else groups_of(group, mesh)
@@ -170,7 +170,7 @@ def in_context(
 
 
 def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> None:
-    """This rank's failure, as all ranks raise it."""
+    """Raises this rank's failure on all ranks."""
     limit = time_limit if isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool) and 0 < time_limit <= _LONGEST else None
     agree(group, Said(Signature({}), failure), limit)
 

@@ -45,7 +45,7 @@ class Levels(NamedTuple):
 
 
 def groups_of(group: ProcessGroup | None, mesh: Any) -> tuple[ProcessGroup, Levels | None]:
-    """Like group_of(); for a mesh of two dimensions, nodes and places in a node, all of its ranks, node by node."""
+    """Like group_of(). For a mesh of two dimensions (nodes, and places in a node) the group has all its ranks, node by node."""
     if group is not None or getattr(mesh, "ndim", None) != 2 or not hasattr(mesh, "get_group"):
         return group_of(group, mesh), None
     if not torch.compiler.is_compiling():  # under a compiler, numbers in tensors are not known

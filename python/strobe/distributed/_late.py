@@ -86,7 +86,7 @@ def told(failure: Exception) -> tuple[str, str]:
 
 
 def said_by(rank: int, world: int, kind: str, words: str) -> Exception:
-    """A rank's failure, as all ranks raise it."""
+    """The exception by which all ranks report a rank's failure."""
     return KINDS[kind]("\n".join(f"{line} [rank {rank} of {world}]" for line in words.splitlines()))
 
 

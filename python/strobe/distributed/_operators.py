@@ -173,7 +173,7 @@ def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
 
 
 def _mask_of_blocks(call: Call, plan: Plan) -> object:
-    """For a mask on a GPU, which is not read, the size of its blocks."""
+    """The block mask for the signature; for a mask on a GPU, which is not read, only the size of its blocks."""
     return plan.blocks if plan.blocks is not None or BLOCKS[0] not in call.arrays else (call.options["block_q"], call.options["block_k"])
 
 

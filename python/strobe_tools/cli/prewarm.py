@@ -294,7 +294,7 @@ def _missing(asked: Sequence[Job]) -> set[tuple[int, str]]:
 
 
 def _missing_for_good(asked: Sequence[Job]) -> str:
-    """If nothing can be compiled: the kernels missing in the cache, and what to install; empty if none is missing."""
+    """The message if nothing can be compiled: the kernels missing in the cache, and what to install; empty if none is missing."""
     for job in asked:
         if not all(job.names()[0].values()) and (reason := job.run()[1]):
             return next(_reasons([(job, reason)]))

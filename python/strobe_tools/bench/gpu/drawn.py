@@ -57,5 +57,5 @@ def _log_uniform(draw: Random, least: float, most: float) -> float:
 
 
 def _log_integer(draw: Random, least: int, most: int) -> int:
-    """From least to most, both included."""
+    """An integer from `least` to `most`, both included, drawn on a logarithmic scale."""
     return min(most, max(least, int(_log_uniform(draw, least, most + 1))))
