@@ -8,7 +8,7 @@ namespace strobe {
 
 struct UnevenShare {
   i32 batch;        // the sequence; negative: the share does not exist
-  i32 index, count; // the share's number among those of its sequence, and how many these are
+  i32 index, count; // the share's number within its sequence; the number of the sequence's shares
 };
 
 // All lanes of a warp find the same share together. There are at most `extra` shares beyond one per sequence; `round` of them fill the GPU

@@ -1,6 +1,6 @@
 // Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks over the tiles of keys that they see.
 #pragma once
-#include "../ptx/math.h" // included included first: softmax.h finds exp2 and select there
+#include "../ptx/math.h" // included first: softmax.h finds exp2 and select there
 
 #include "../attention/softmax.h"
 #include "../device/tile_order.h"
@@ -126,7 +126,7 @@ private:
     const Grid here = place_here();
     const T m = rows.m(i), before = rows.earlier_m(i);
     const bool any = before == before;
-    __syncwarp(); // every thread of the row has read it; all write the same value
+    __syncwarp(); // all threads of the row have read earlier_m; all write the same value
     rows.earlier_m(i) = m;
     const i32 r = q0 + row(here, i);
     if (r >= q1 || last && !any) return;

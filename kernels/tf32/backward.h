@@ -68,7 +68,7 @@ private:
     for (; shared_state().ring[n % 2].head >= 0; ++n) {
       const Tile &t = shared_state().ring[n % 2], &next = shared_state().ring[(n + 1) % 2];
       cp_async_wait<0>();
-      __syncthreads(); // Q and dO have arrived, and no thread reads the last dS
+      __syncthreads(); // Q and dO have arrived, and all threads have read the previous dS
       if (threadIdx.x == 0) find_within_segment(n + 1);
       const u32 keys = first_key();
       Accumulator P[kM][kN] = {}, slope[kM][kN] = {}, dS[kM][kN] = {};

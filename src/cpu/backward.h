@@ -44,7 +44,7 @@ template <class Math> struct BackwardScratch {
   struct {
     int64_t b = -1, kv = -1;
     bool finite = true; // whether all of K is finite
-  } known;              // what is known about the key head that was looked at last
+  } known;              // the key head that was checked last, and the result
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_k(arena, tile.k, problem.head_dim),

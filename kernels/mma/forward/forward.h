@@ -365,8 +365,9 @@ private:
     else
       __syncwarp(); // every lane has read the LSE
   }
-  // Merges row i of this chunk, O times `factor`, with the earlier chunks. complete: no chunk follows, and the sink joins. Otherwise the
-  // result is stored, as that of a split or of the chunks so far, one column at a time, because no registers are left for what is read.
+  // Merges row i of this chunk, O times `factor`, with the earlier chunks. complete: no chunk follows, and the sink is added. Otherwise the
+  // merged row is stored as a split's result, or as the result of the chunks so far. It is stored one column at a time, because no
+  // registers are left for the numbers that are read.
   __device__ __forceinline__ void merge_chunk(Accumulator (&O)[Warps::columns()], int i, float before, float lse, float factor,
                                               bool complete) const {
     const i32 q = query(i);

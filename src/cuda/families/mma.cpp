@@ -70,7 +70,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {256,  64,  32,   4,   1,   2,   1, anything},
     {256,  32,  32,   2,   1,   2,   1, anything},
     {256,  16,  32,   1,   1,   2,   1, anything},
-    {576,  64,  32,   8,   2,   1,   2, anything, {.least_dim = kWide}}, // from here on guessed
+    {576,  64,  32,   8,   2,   1,   2, anything, {.least_dim = kWide}}, // guessed, like the following rows
     {576,  64,  32,   8,   1,   1,   2, anything, {.least_dim = kWide}},
     {576,  32,  32,   4,   1,   1,   2, anything, {.least_dim = kWide}},
     {576,  16,  32,   2,   1,   1,   2, anything, {.least_dim = kWide}},
