@@ -1,5 +1,5 @@
-"""PyTorch calls this module at the end of its import, in every process. It lies outside of strobe, which that
-import must not import."""
+"""PyTorch calls this module at the end of its import, in every process. It is no part of strobe, because
+importing torch must not import strobe."""
 
 import sys
 

@@ -24,7 +24,7 @@ ORACLE = "reference"  # the engine that writes float64 for any input dtype
 
 @lru_cache(maxsize=1024)
 def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
-    """A strobe_attention and the objects that must live as long. Calls share the struct, which is never written to again."""
+    """A strobe_attention and the objects that must live as long as it. Calls share the struct, which is never written to again."""
     fields: dict[str, Any] = {"size": ffi.sizeof("strobe_attention")}
     for name, x in options:
         if name in _MEMBERS:
@@ -43,7 +43,7 @@ def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
 
 
 def _part_struct(part: tuple[int, ...]) -> tuple[Any, Any]:
-    """A strobe_part for an encoded Part, and the objects that must live as long."""
+    """A strobe_part for an encoded Part, and the objects that must live as long as it."""
     lists = decoded(part)
     alive = []
 
@@ -401,7 +401,7 @@ def _place(framework: Framework, execution: Any, q: Array, threads: int | None, 
 
 
 def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any]:
-    """A strobe_selection and the objects that must live as long."""
+    """A strobe_selection and the objects that must live as long as it."""
     if rows is None and cols is None:
         return ffi.NULL, None
     selection = ffi.new("strobe_selection *", {"size": ffi.sizeof("strobe_selection")})

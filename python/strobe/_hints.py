@@ -14,7 +14,7 @@ from .arrays.known import known_framework
 
 # Tensors whose shapes depend on H, Sq or Sk.
 _OF_SIZES = frozenset({"mask", "bias", "alibi_slopes", "sinks", "lse", "dlse", "delta", "block_mask"})
-# Tensors that are cast without a loss, or are no results of a computation: the dtype in which messages ask for them, for any q but float64.
+# The dtype that messages suggest for tensors that can be cast without a loss or are not computed, unless q is float64.
 _CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
 _CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
 _QUANTISED = ("int8", "uint8", "float8_e4m3fn")

@@ -518,8 +518,8 @@ class _Sizes(NamedTuple):
 
     batch: int
     heads: int
-    new: int  # tokens per sequence; with cu_seqlens of all
-    rows: int  # pages, or sequences
+    new: int  # tokens per sequence; with cu_seqlens, of all sequences together
+    rows: int  # number of pages, or of sequences
     page: int
 
 
@@ -701,7 +701,7 @@ def _is_groups(count: int, rows: int) -> bool:
     """Whether rows make this many groups for some k_scale_group."""
     if not count or not rows:
         return count == rows
-    group = 32 * -(-rows // (32 * count))  # the least one that makes no more
+    group = 32 * -(-rows // (32 * count))  # the smallest group that makes at most `count` groups
     return -(-rows // group) == count
 
 

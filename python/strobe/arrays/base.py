@@ -78,7 +78,8 @@ class Framework(ABC):
 
     @abstractmethod
     def view(self, tensor: Any, name: str, x: Array, swap_1_2: bool) -> Array:
-        """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor. Returns the objects that must live as long."""
+        """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor. Returns the objects that must live
+        as long as it."""
 
     @abstractmethod
     def default_threads(self) -> int: ...

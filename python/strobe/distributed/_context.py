@@ -148,7 +148,7 @@ def _sdpa(
 
 
 def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """nn.MultiheadAttention's function, which would compute weights among the rank's tokens only."""
+    """nn.MultiheadAttention's function, but refuses need_weights: the weights would cover the rank's own tokens only."""
     place = list(inspect.signature(forward).parameters).index("need_weights")
 
     @functools.wraps(forward)

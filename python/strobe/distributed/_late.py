@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-_GRACE = 2.0  # seconds beyond the time limit in which the ranks that came report so
+_GRACE = 2.0  # seconds beyond the time limit in which the other ranks report that they came
 _LOOK = 1.0  # seconds of waiting after which a rank checks whether another one has left
 _LEFT = "strobe/left"
 

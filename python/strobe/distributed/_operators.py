@@ -178,7 +178,7 @@ def _mask_of_blocks(call: Call, plan: Plan) -> object:
 
 
 def _but(x: Tensor, axis: int) -> tuple[object, ...]:
-    """x's shape without `axis`, that of tokens, whose number differs between ranks."""
+    """x's shape with a placeholder for the size of `axis`, the number of tokens, which differs between ranks."""
     return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
 
 
@@ -358,7 +358,7 @@ def _differentiable_backward(*arguments: Any, **given: Any) -> list[Tensor]:
 
 
 def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The operator, without the dispatcher, which reads fifty arguments one by one, where that would lead straight to run_forward."""
+    """Calls run_forward directly if the dispatcher would do nothing else: it reads fifty arguments one by one."""
     if is_plain((q, k, v, *given.values())):
         return run_forward(q, k, v, **given)
     with torch._C._AutoDispatchBelowAutograd():

@@ -107,7 +107,7 @@ def _number(x: float) -> str:
 
 
 def _bars(axes: Axes, names: Sequence[str], values: Sequence[float | None], colours: Sequence[str], unit: str, **how: Any) -> None:
-    """Bars with their figures on top; a missing bar says so."""
+    """Bars with their values on top; a text replaces the bar of a missing value."""
     for i, (value, colour) in enumerate(zip(values, colours, strict=True)):
         if value is None:
             axes.text(i, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=7, color="#555555")

@@ -87,7 +87,7 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
 
 
 def _say_what_is_there(out: Path, resume: bool, console: Console) -> None:
-    """Before the work: that nothing can be resumed, or that the results of an earlier run will be replaced."""
+    """Says, before the work, that nothing can be resumed, or that the results of an earlier run will be replaced."""
     checkpoints = [path for path in (out / _MAIN, out / _ABLATION) if path.exists()]
     warning, folder = "[yellow]warning[/yellow]", escape(str(out))
     if resume and not checkpoints:
