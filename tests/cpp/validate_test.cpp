@@ -392,7 +392,7 @@ TEST_CASE("validate: results may lie between what is read") {
       c->drop(extra);
     c->attention.dropout = 0;
   }
-  // q, out and half a gap one after another in each row of a buffer whose sequences have room for some bytes more
+  // each row of a buffer holds q, then out, then a gap of two numbers; each sequence ends with three more unused numbers
   constexpr int64_t row = D + Dv + 2, sequence = H * Sq * row + 3;
   std::vector<float> buffer(static_cast<size_t>(B * sequence));
   strobe_tensor &q = between["q"], &out = between["out"];

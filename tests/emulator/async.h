@@ -17,21 +17,21 @@ struct BlockAsync {
   uint32_t warps_ended = 0;
 };
 
-// cp.async, of one lane
+// A lane's cp.async.
 struct Copy {
   uint32_t group, lane, to;
   uint64_t from;
   uint32_t bytes, read; // bytes beyond `read` become zeros
 };
-// cp.reduce.async.bulk, or cp.async.bulk to global memory, which does not add; of one lane
+// A lane's cp.reduce.async.bulk, or its cp.async.bulk to global memory, which copies and does not add.
 struct Addition {
   bool adds;
   uint32_t group, lane;
   uint64_t to;
   uint32_t from, bytes;
-  std::vector<float> read; // what was read from shared memory; empty until then
+  std::vector<float> read; // the numbers read from shared memory; empty before they are read
 };
-// wgmma, of the warp
+// A warp's wgmma.
 struct Product {
   uint32_t group;
   std::function<void(const Warp &)> perform;

@@ -22,8 +22,8 @@ struct Instruction {
   bool wide = false; // the address has 64 bits
   uint8_t count = 1; // number of elements of a vector
   uint32_t guard = kNoSlot, target = 0, line = 0;
-  uint32_t d = kNoSlot, d2 = kNoSlot;                   // what it writes
-  uint32_t a[4] = {kNoSlot, kNoSlot, kNoSlot, kNoSlot}; // what it reads; the elements of a vector, read or written
+  uint32_t d = kNoSlot, d2 = kNoSlot;                   // registers that it writes
+  uint32_t a[4] = {kNoSlot, kNoSlot, kNoSlot, kNoSlot}; // registers that it reads; for a vector its elements, read or written
   uint32_t address = kNoSlot, mask = kNoSlot;
   int64_t offset = 0;
   Execute execute = nullptr;

@@ -42,10 +42,10 @@ public:
   void complete(uint32_t barrier);
   void wait(uint32_t warp, uint32_t lanes, uint32_t barrier); // the barrier has completed
 
-  // begin() returns what a copy into shared memory knows: the accesses before its start. While it is performed, kAsyncWrite belongs to it.
+  // begin() returns what a copy into shared memory knows: the accesses before its start. During perform(), kAsyncWrite is the copy's.
   Knowledge begin(uint32_t warp, uint32_t lane) const { return parties_[party(warp, lane)]; }
   void perform(const Knowledge &begun, uint32_t barrier);
-  void end_copy(); // it arrives at its barrier
+  void end_copy(); // the copy arrives at its barrier
 
 private:
   struct Write {
@@ -70,7 +70,7 @@ private:
   const uint32_t count_; // number of parties, without copies
   std::vector<Knowledge> parties_;
   std::vector<Write> writes_; // the last write of each word
-  std::vector<Read> reads_;   // the last read since, of each word by each party
+  std::vector<Read> reads_;   // each party's last read of each word after that write
   std::unordered_map<uint32_t, Barrier> barriers_;
   std::unordered_map<uint32_t, uint32_t> copiers_; // the party of a barrier's copies
   uint32_t copier_ = 0, copies_ = 0, copy_barrier_ = 0;

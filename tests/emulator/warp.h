@@ -98,8 +98,8 @@ inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
 // A decoded instruction from the tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...): executes it for the lanes whose bit is set. One
 // that is .aligned is called when all lanes of the warp have arrived.
 using Tile = std::function<void(Warp &, uint32_t lanes)>;
-// opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if the
-// opcode is none of its own; throws Fault if it is, with modifiers that are not supported.
+// opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if no
+// tile file has the opcode; throws Fault if one has it, but not its modifiers.
 Tile decode_tile(std::string_view opcode, const std::vector<Operand> &operands);
 
 std::shared_ptr<BlockAsync> make_block_async();

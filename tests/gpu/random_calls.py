@@ -4,7 +4,7 @@ python tests/gpu/random_calls.py [--seed N] [--seconds T] [--sets N] [...]
 
 What decides what a kernel is compiled for is drawn once for several calls, a set. As many processes as there are cores, spread over the
 GPUs, take a set each: they compile its kernels, make its calls, and judge them by formulas in float64 on the GPU. A process that crashes or
-hangs is replaced, and the call that it died of is wrong. The counts go to tests/gpu-record.json, where runs on the same sources add up."""
+hangs is replaced, and its last call counts as wrong. The counts go to tests/gpu-record.json, where runs on the same sources add up."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def check() -> int:
 
 
 def add_random(found: dict[str, Any], of: str, file: Path | None = None) -> None:
-    """Adds the results of a run of random calls, of sources of that digest: its counts join those of the same sources and device."""
+    """Records the results of a run of random calls. of: the digest of the sources. Counts of the same sources and device add up."""
     file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     before = record.get("random")
@@ -188,7 +188,7 @@ def add_random(found: dict[str, Any], of: str, file: Path | None = None) -> None
 
 
 def add_part(name: str, found: dict[str, Any], of: str, file: Path | None = None) -> None:
-    """Adds the results of a run of one of PARTS, of sources of that digest, in place of its earlier results."""
+    """Records the results of a run of one of PARTS in place of its earlier results. of: the digest of the sources."""
     file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     parts = {each: part for each, part in record.get("parts", {}).items() if each in PARTS}

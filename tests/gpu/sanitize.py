@@ -27,8 +27,8 @@ TOOLS = ("memcheck", "racecheck")
 # reports every such hand-over of cuda-sm90 as a race.
 NOT_UNDERSTOOD = {"racecheck": ("cuda-sm90",)}
 # Where some warps arrive at a barrier without waiting (bar.arrive), racecheck forgets the accesses that a barrier of all warps ordered
-# before: racecheck_arrive.cu shows that. The backward of cuda-mma passes P on this way. It was reported now and then with 22 pairs of heads
-# and more, never with 4 (docs/lab/performance.md), so only the case of many heads is left out.
+# before: racecheck_arrive.cu shows that. The backward of cuda-mma passes P on this way. racecheck reported it now and then with 22 pairs of
+# heads and more, never with 4 (docs/lab/performance.md), so only the case of many heads is left out.
 BACKWARD_NOT_UNDERSTOOD = {"racecheck": (("cuda-mma", "many heads"),)}
 SQ, SK = 130, 150
 DTYPES = {"cuda-sm90": ("bfloat16",), "cuda-mma": ("bfloat16", "float16"), "cuda-tf32": ("float32",), "cuda-simt": ("float32", "float64")}
@@ -59,7 +59,7 @@ FEATURES = {
     "bias": Feature(lambda: {"bias": torch.randn(1, 2, SQ, SK), "causal": True}),
     "blocks": Feature(lambda: {"block_mask": blocks()}),
     "one key head": Feature(lambda: {"causal": True}, heads_kv=1),
-    # the last one so short that the longest's tiles do not fit after it
+    # the tiles of the longest sequence would not fit after the beginning of the last, short one
     "packed": Feature(lambda: {"causal": True}, lengths=(300, 0, 20)),
     "deterministic": Feature(lambda: {"deterministic": True}),
     "exact_max": Feature(lambda: {"exact_max": True}),
@@ -127,7 +127,7 @@ def _cases(tool: str | None) -> Iterator[Case]:
 
 
 def check(tool: str, indices: Iterable[int]) -> str:
-    """The tool's report on these of its cases."""
+    """The tool's report on these cases."""
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=kernel", "--print-limit", "20"]
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # PyTorch asks the driver for features that may be absent

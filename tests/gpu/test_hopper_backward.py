@@ -165,8 +165,8 @@ PERSISTENT += [f"{feature}, window" for feature in ("softcap", "dropout", "alibi
 @pytest.mark.parametrize("d", [24, 64, 96, 128, 160])
 @pytest.mark.parametrize("feature", PERSISTENT)
 def test_persistent_blocks(feature, d):
-    """More tiles of keys than SMs: a block takes one tile after the other, some of which no query sees, where they are added in order, with
-    blocks, under a window, and up to 64 columns, where there are two stages of keys."""
+    """There are more tiles of keys than SMs, and no query sees some of them. A block takes one tile after the other if the call is
+    deterministic, has blocks or a window, or has up to 64 columns; with up to 64 columns there are two stages of keys."""
     sizes = {"b": 24, "sq": 300, "sk": 400}
     feature, window, _ = feature.partition(", window")
     options = dict(FEATURES.get(feature, {}))

@@ -85,7 +85,7 @@ def test_the_next_sequence_is_not_seen():
 
 
 def ramp(dtype: torch.dtype, top: float, **options: Any) -> Inputs:
-    """Each 64 keys score higher than the 64 before."""
+    """Each 64 keys score higher than the previous 64."""
     inputs = call(h=2, sq=200, sk=1024, d=128, dtype=dtype, **options)
     grown = inputs.k.abs() * torch.logspace(-2, top, 16).repeat_interleave(64)[:, None]
     return Inputs(inputs.q.abs(), grown.to(dtype), inputs.v, inputs.dout, inputs.dlse, inputs.options, inputs.gradients)
@@ -105,7 +105,7 @@ def test_rows_that_a_mask_hides_for_long():
     assert not faults(call(h=2, sq=300, sk=512, d=128, dtype=BF16, mask=mask))
 
 
-@pytest.mark.parametrize("keys", [512, 500])  # rows at 16-byte addresses, and others
+@pytest.mark.parametrize("keys", [512, 500])  # rows begin at multiples of 16 bytes, or do not
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("what", ["mask", "bias", "both"])
 def test_mask_and_bias(what, d, keys):

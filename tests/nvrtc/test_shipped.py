@@ -281,7 +281,7 @@ def test_short_calls_ship_the_hopper_backwards_for_them():
             assert {few, many, longer} <= {*jobs([90], [dim], ["bfloat16"], [feature])}
             assert len({config(long), config(few)}) == 2
             assert (config(few) == config(many)) == (dim == 32)  # dQ in shared memory pays only up to d 64
-            assert (config(longer) == config(long)) == (feature == "plain")  # walks are long
+            assert (config(longer) == config(long)) == (feature == "plain")  # both have long walks over query tiles
             assert config(longer) != config(few)
 
 
@@ -328,7 +328,7 @@ def test_forms_of_the_hopper_backward(form, options):
 
 
 def test_hopper_takes_powers_of_two():
-    """batch² · seqlen⁴ is a multiple of 2⁶⁴ here."""
+    """The test chooses a shape for which batch² · seqlen⁴ is a multiple of 2⁶⁴."""
     shape = Shape((16, 2, 16384, 64), "bfloat16")
     kernels = prewarm({"q": shape, "k": shape, "v": shape}, {"engine": "cuda-sm90"}, True, 90)
     assert any("sm90::Backward<" in kernel.name for kernel in kernels)

@@ -99,7 +99,7 @@ def _valid(case: dict[str, Any]) -> bool:
         not (case.get("varlen") and case.get("storage") in ("bshd", "expanded batch")),
         # the ranges of a part determine which keys count
         not (case.get("part") and case.get("used")),
-        # refused with a part
+        # these options are refused with a part
         not (case.get("part") and (case.get("aux") or case.get("flag") == "invariant" or case.get("page"))),
         not ({"bias", "bias kind"} <= case.keys() and (case["bias"] is None) != (case["bias kind"] is None)),
         # a score is one function of q.k
@@ -112,7 +112,7 @@ def _valid(case: dict[str, Any]) -> bool:
             not case.get("part"),
             # two INT4 are a byte
             not (quant.stored == "int4" and any(n % 2 for n in case.get("dims", ()))),
-            # NumPy does not have it
+            # NumPy has no float8
             not (quant.stored == "float8" and case.get("storage") == "reversed"),
         ]
     return all(rules)
@@ -178,7 +178,7 @@ class Inputs:
     numpy: bool = False  # pass NumPy arrays with negative strides, backward through attention_backward
     run: dict[str, Any] = field(default_factory=dict)  # how it runs, not what: tile, threads, flags
     aux: tuple[str, ...] = ()
-    page: int | None = None  # k and v are passed in pages of this many keys, forward only; Sk is a multiple
+    page: int | None = None  # k and v are passed in pages of this many keys, forward only; Sk is a multiple of it
     quant: Quantised | None = None  # the stored k and v that are passed; k and v are then their values in float64; forward only
 
     @property

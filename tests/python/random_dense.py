@@ -99,7 +99,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 def _positions(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packing | None, device: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """i + offset - j; and which queries and keys exist, for each sequence."""
+    """Returns i + offset - j, and for each sequence which queries and keys exist."""
     i, j = torch.arange(sq, device=device)[:, None], torch.arange(sk, device=device)[None, :]
     if (held := Held.of(options, b, sq, sk, device)) is not None:
         part = options["part"]
@@ -222,8 +222,8 @@ class Dense:
         )  # fmt: skip
 
     def ordered(self, seed: int) -> tuple[Dense, Tensor, Tensor]:
-        """The same with keys and head dimensions in other orders, which are returned: sums then have another order. In odd ones a head
-        dimension stays near its place, so that a large one at the front, as in points of a hyperboloid, comes early."""
+        """The same with keys and head dimensions in other orders, which are returned: sums then have another order. If seed is
+        odd, head dimensions stay near their places, so that a large first coordinate, as in points of a hyperboloid, comes early."""
         g = torch.Generator().manual_seed(seed)
         keys, dims = (torch.randperm(n, generator=g) for n in (self.k.shape[2], self.q.shape[3]))
         if seed % 2:

@@ -218,7 +218,7 @@ def _lengths(rng: random.Random, o: Options, most: int, most_keys: int) -> tuple
 
 
 def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float], most: int = 4096, most_keys: int = 16384) -> Shape:
-    """scores: draws the largest number of scores in all; most, most_keys: the largest length, and where they are many."""
+    """scores: draws the largest number of scores in all; most: the largest length; most_keys: with "long keys", that of the keys."""
     rng = random.Random(f"shape {number}")
     budget = scores(rng) if o["length"] != "long keys" else max(scores(rng), 2 * most_keys)
     sq, sk = _lengths(rng, o, most, most_keys)
@@ -605,7 +605,7 @@ def _spoil(
     unread, empty = unread.to(q.device), empty.to(q.device)
     nobody = torch.zeros_like(empty)
     queries = empty if values.rng.random() < 0.3 else nobody
-    # With a sink D of a row that sees no key is dO O, 0 times the numbers of dO.
+    # With a sink, a row that sees no key has O = 0, and D = dO O is NaN if dO is not finite.
     for t, where in ((k, unread), (v, unread), (q, queries), (dout, nobody if "sinks" in options else queries)):
         if t.numel() and all(stride or n == 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
             values.spoiled(t, (packing.pack(where, where is unread, True).T if packing else where)[..., None])

@@ -78,7 +78,7 @@ def test_the_reference_wants_all_rows():
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_only_key_of_a_query_gets_all_of_it(engine, seed):
-    """The scores of the pass are those in LSE, or close enough."""
+    """The scores of the pass are equal to those that LSE was made of, or close to them."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = ((3 * torch.randn(1, 4, n, 128, generator=g)).to(DEVICE, dtype_of(engine)) for n in (16, 1, 1))
     found = attention(q, k, v, engine=engine, aux=("column_sums",)).column_sums

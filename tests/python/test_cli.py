@@ -317,7 +317,7 @@ def test_prewarm_says_that_nothing_was_kept(run, monkeypatch, tmp_path):
 
 
 def test_prewarm_ends_when_it_is_interrupted(tmp_path):
-    """Ctrl-C reaches all processes of a terminal's group. It used to wait for ever."""
+    """Ctrl-C reaches all processes of a terminal's group. The command used to wait for ever."""
     environment = os.environ | {"STROBE_CACHE_DIR": str(tmp_path)}
     command = [
         sys.executable,

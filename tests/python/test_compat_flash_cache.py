@@ -199,7 +199,7 @@ def test_named_rows_where_something_requires_a_gradient():
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("new", [0, 1, 5])
 def test_a_cache_in_pages(new, rotary):
-    """The same as a contiguous cache; without new keys it is only read."""
+    """The results are those of a contiguous cache; without new keys the cache is only read."""
     page, each = 8, 5
     table = torch.randperm(3 * each)[: 3 * each].view(3, each).int()
     pools = [torch.randn(3 * each, page, 4, 16) for _ in range(2)]

@@ -83,7 +83,7 @@ def test_one_token(dtype):
 @pytest.mark.parametrize("sk", [1, 40])
 @pytest.mark.parametrize("dlse", [False, True])
 def test_one_key_of_a_row(engine, sk, dlse):
-    """P = 1 and dP = D, each row to the last bits of its own D, however long the sum behind it: only dLSE remains of dS."""
+    """P = 1, and dP = D to the last bits of each row's D, although D is a sum of many terms: only dLSE remains of dS."""
     if dtype_of(engine) != torch.float32:
         pytest.skip(f"{engine} is not for float32")
     inputs = call(b=300, h=1, sq=1, sk=sk, d=256, dlse=dlse, mask=(torch.arange(sk) == sk // 2)[None, None, None])
@@ -253,7 +253,7 @@ def test_rows_of_one_large_score():
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("size", [20.0, -160.0, 160.0, 1e4, -2e4, 1e6])
 def test_keys_that_share_rows_of_large_scores(size, sinks):
-    """Exact scores, a few units below a large one: P of a row, recomputed from its LSE, is as exact, whatever LSE's last bit."""
+    """Scores are exact, a few units below a large one. P, recomputed from LSE, must be as exact, however large LSE's last bit is."""
     bias = size - torch.randint(0, 7, (1, 2, 33, 33), generator=torch.Generator().manual_seed(1)).float()
     options = {"sinks": torch.full((2,), size)} if sinks else {}
     if ON_GPU and size > 2**14:
@@ -433,7 +433,7 @@ def test_sinks_far_below_the_scores(engine):
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(("sq", "sk"), [(70, 50), (1, 3000)])
 def test_sinks_far_above_the_scores(sq, sk, invariant):
-    """All of a row has the error of exp(m - sink), whose exponent FP32 rounds by 2e-6. Scores are 0: the formulas are exact."""
+    """Every number of a row has the error of exp(m - sink), whose exponent FP32 rounds by 2e-6. Scores are 0: the formulas are exact."""
     inputs = call(h=1, hkv=1, sq=sq, sk=sk, d=64, sinks=torch.tensor([44.94]))
     inputs.q.zero_()
     assert_matches(dataclasses.replace(inputs, aux=("column_sums",)), invariant=invariant)

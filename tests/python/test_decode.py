@@ -127,7 +127,7 @@ def test_any_number_of_threads(name, dtype, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_one_key_has_a_p_of_1(dtype, engine):
-    """A score has the same bits in each pass, so that LSE, which is the score here, leaves 1."""
+    """A score has the same bits in each pass, so that exp(score - LSE) is 1 if LSE is the score."""
     slopes = torch.zeros(16)  # slopes keep scores in their own unit
     inputs = call(h=16, hkv=8, sq=1, sk=208, d=192, dtype=getattr(torch, dtype), alibi_slopes=slopes, window=(0, 0), dlse=False)
     inputs = dataclasses.replace(inputs, q=inputs.q * 4, aux=("column_sums",))

@@ -317,7 +317,7 @@ def test_context_parallel(workers, door):
 
 
 def test_multihead_attention_in_a_context(workers):
-    """Also without gradients, where PyTorch has a fast path that calls no function."""
+    """The test also runs without gradients, where PyTorch has a fast path that calls no function."""
     for difference, refused in workers.run(calls.multihead_in_a_context, 4):
         assert difference < 2e-6
         assert {kind for kind, _ in refused} == {"RuntimeError"}
@@ -431,7 +431,7 @@ def test_calls_on_parts_are_predicted_at_their_own_rate():
 
 
 def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
-    """The call leaves all that a transfer can use if the transfer takes as long; nothing is left without a transfer, or for a CPU."""
+    """All that the transfer can use are left if it takes as long as the call; none without a transfer, or on a CPU."""
     band = _seen.Band.of(True, None)
 
     def reserved(seqlen: int, world: int, device: str = "cuda", backward: bool = False) -> int:

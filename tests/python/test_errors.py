@@ -319,7 +319,7 @@ OPTIONS += [("beta", x) for x in (HUGE, NAN, INF, 0, -1, *ANYWHERE)] + [("shift"
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in OPTIONS))
 def test_options(name):
-    """One short line for any value; and the dropout mask and the hyperbolic functions say the same."""
+    """Any wrong value gives one short line; the dropout mask and the hyperbolic functions say the same."""
     q = torch.randn(1, 1, 4, 8)
     beside: dict = {"offset": {"seed": 1}, "beta": {"score": "hyperbolic"}, "shift": {"score": "hyperbolic"}}.get(name, {})
     for x in (x for of, x in OPTIONS if of == name and not (name in ("engine", "scale") and x is None)):
@@ -716,7 +716,7 @@ def test_wrong_kinds_alone_are_a_type_error():
     ],
 )
 def test_a_padding_mask_is_told_its_axes(name, shape, hint, layout):
-    """The mask as it was given; a tensor that is no padding mask gets no hint."""
+    """The message shows the mask's own shape, and a hint if it is a padding mask."""
     batch = shape[0] if len(shape) == 3 and hint else B
     q, k = torch.randn(batch, H, SQ, D), torch.randn(batch, HKV, SK, D)
     if layout == "bshd":

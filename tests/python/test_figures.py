@@ -99,7 +99,7 @@ def test_refusals_are_kept_apart_from_times():
 
 @pytest.fixture
 def processor(monkeypatch):
-    """A clock that calls advance, by the seconds listed for each."""
+    """Replaces the CPU clock: each call of a function advances it by the next of the function's listed seconds."""
     now = 0.0
 
     def call(name, seconds):

@@ -177,7 +177,8 @@ def test_bias_gradient_of_nothing_is_zero(b, sq, shape, engine):
 @dtypes
 @pytest.mark.parametrize("scale", [1e-38, 1e-50, 1e-40, 1e9, -1e12, 1e31])
 def test_scale_at_the_ends_of_fp32(scale, dtype):
-    """Engines that do not support it say so; the library does. Sums in a GPU's memory may lose numbers below fp32's normal ones."""
+    """Engines that do not support such a scale say so; the library supports it. Sums in a GPU's memory may lose numbers
+    below fp32's normal ones."""
     flushed = torch.finfo(dtype).tiny if ON_GPU and dtype == torch.float32 else 0.0
     assert_matches(call(sq=20, sk=64, dtype=dtype, scale=scale, dlse=False), flushed)
 

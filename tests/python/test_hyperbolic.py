@@ -352,7 +352,7 @@ def test_what_is_no_point_is_refused_on_request(name, model, change, message, as
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [2, 15, 127])
 def test_rounded_points_are_points(dtype, dim):
-    """Near the origin, and as far out as the dtype can separate two points."""
+    """Points near the origin, and points as far out as the dtype can separate two of them, pass the check."""
     for size in (1e-3, 0.5, 2.0, 5.0):
         direction = torch.randn(1, 1, 200, dim, dtype=torch.float64)
         x = h.exp_map(size * direction / direction.norm(dim=-1, keepdim=True)).to(dtype)
@@ -494,7 +494,7 @@ def test_scores_are_within_the_stated_error(dtype, radius):
 
 
 def test_the_stated_error_is_a_bound():
-    """It holds for the arccosh alone, at every ratio of the error to cosh d - 1, in both directions and where it is clamped."""
+    """The bound holds for the arccosh alone, at every ratio of the error to cosh d - 1, in both directions and where it is clamped."""
     delta = torch.logspace(-12, 1, 60, dtype=torch.float64)[:, None, None]
     t = delta * torch.logspace(-3, 6, 90, dtype=torch.float64)[:, None]
     share = torch.linspace(-1, 1, 41, dtype=torch.float64)

@@ -159,7 +159,7 @@ def test_append_to_rows(layout):
 
 
 def test_append_and_attend_is_attention_to_all():
-    """A prompt in pieces into pages, then tokens one by one."""
+    """A prompt is appended to pages in pieces, then tokens are appended one by one."""
     q, k, v = (torch.randn(3, HKV, PAGE * EACH, D, device=DEVICE) for _ in "qkv")
     k_cache, _, table = cache("bhsd")
     v_cache = torch.zeros_like(k_cache)
@@ -337,7 +337,7 @@ def test_numbers_that_nobody_reads_write_nothing_elsewhere(monkeypatch):
     for table, used, written in (
         ([[0, 9], [2, 3]], [3, 3], {(0, 3): (0, 0), (2, 3): (1, 0), (3, 0): (1, 1)}),  # a page outside the pool
         ([[0, 1], [-1, -2]], [3, 3], {(0, 3): (0, 0), (1, 0): (0, 1)}),
-        ([[0, 1], [2, 3]], [7, -5], {(1, 3): (0, 0)}),  # a length outside the room
+        ([[0, 1], [2, 3]], [7, -5], {(1, 3): (0, 0)}),  # lengths that are negative, or leave too little room
         ([[7, 7], [8, 8]], [0, 0], {}),
     ):
         k_cache, v_cache = torch.zeros(4, 1, 4, 1, device=DEVICE), torch.zeros(4, 1, 4, 1, device=DEVICE)
@@ -644,7 +644,7 @@ APPENDED = ("k_cache", "v_cache", "k", "v")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("wrong", APPENDED)
 def test_what_is_laid_out_wrongly_alone_is_named_alone(wrong, paged, new, layout):
-    """Tensors that are compared with it are not named."""
+    """If one tensor has the wrong layout, the others, with which it is compared, are not named."""
     caches = {name: torch.zeros(6 if paged else 2, 3, 16, width) for name, width in (("k_cache", 8), ("v_cache", 4))}
     tokens = {name: torch.ones(2, 3, 5, width) for name, width in (("k", 8), ("v", 4))}
     given = caches | tokens if layout == "bhsd" else {name: x.transpose(1, 2) for name, x in (caches | tokens).items()}
@@ -754,7 +754,7 @@ def test_what_cannot_be_quantised_is_refused(group):
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 def test_what_a_device_makes_of_what_cannot_be_quantised(dtype, monkeypatch):
-    """The results, where numbers are not read and nothing is refused."""
+    """The results if numbers are not read, so that nothing is refused."""
     monkeypatch.setattr(type(strobe.kv.TORCH), "is_readable", lambda *_: False)
     x = torch.ones(5, 1, 16)
     x[1, 0, 4], x[2, 0, 5], x[3, 0, 6] = float("nan"), -float("inf"), 1e9

@@ -192,7 +192,7 @@ def test_numpy():
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_a_partial_result_and_an_ordinary_one(layout):
-    """The first one determines the form of the result; a partial part's backward accepts it if that is the partial one."""
+    """The first argument determines the form of the result. If it is the partial one, a partial part's backward accepts the result."""
     torch.manual_seed(0)
     axis = 2 if layout == "bhsd" else 1
     q, k, v = (torch.randn((1, 2, 40, 16) if layout == "bhsd" else (1, 40, 2, 16)).bfloat16() for _ in range(3))

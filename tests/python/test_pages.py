@@ -52,7 +52,7 @@ def problem(
 
 
 def widths(engine: str) -> dict[str, int]:
-    """Head dimensions that it supports."""
+    """Head dimensions that the engine supports."""
     return {"d": 64, "dv": 72} if engine == "cuda-tf32" else {}
 
 

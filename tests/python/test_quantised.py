@@ -124,7 +124,7 @@ def test_groups_of_rows(how, sq, dtype, kind):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_scales_far_apart(kind, dtype):
-    """float16, to which P times a scale is rounded, has few powers for them."""
+    """P times a scale is rounded to float16, whose range hardly holds such scales."""
     inputs = call(1, 4, 2, 96, 64, 64, 1, dtype, dlse=False)
     far = 10.0 ** torch.linspace(-5, 2, 96).view(1, 1, -1, 1)
     k, v = (inputs.k.double(), far.double() * inputs.v.double())
@@ -139,7 +139,7 @@ def test_scales_far_apart(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("scale", [1e6, 1e30])
 def test_a_large_scale_of_small_numbers(kind, dtype, scale):
-    """A row that stores 0 has any scale, and no weight beside the others."""
+    """The scale of a row of zeros may be anything; beside the other keys, the row has no weight."""
     inputs = quantised_call(kind._replace(scale="float32"), (1, 4, 1, 2, 96, 64, 64), dtype)
     for x, scales in ((inputs.quant.k, inputs.quant.k_scale), (inputs.quant.v, inputs.quant.v_scale)):
         x[:, :, 70], scales[:, :, 70] = 0, scale
@@ -151,7 +151,7 @@ def test_a_large_scale_of_small_numbers(kind, dtype, scale):
 @pytest.mark.skipif(ON_GPU, reason="there a P times a scale below 2^-126 may count as 0: docs/semantics.md")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_small_scales(kind):
-    """Times a small P they leave the range of product operands; O does not, because the key with a P near 1 has a V of 0."""
+    """A small scale times a small P leaves the range of product operands; O does not, because the key with a P near 1 has a V of 0."""
     inputs = call(1, 8, 1, 512, 64, 64, 1, torch.bfloat16, dlse=False)
     q, k, v = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), inputs.v.double() * 1e-35
     q[..., 0], k[..., 0], k[:, :, 0, 0], v[:, :, 0] = 2, -20, 0, 0
@@ -176,7 +176,7 @@ def test_what_nobody_sees_may_be_anything(kind):
 
 @pytest.mark.parametrize("in_v", [False, True])
 def test_nan_that_is_seen_is_seen(in_v):
-    """FP8's in a number, and a scale's."""
+    """A NaN among FP8 numbers, and a NaN scale, reach the output."""
     for spoil in ("number", "scale"):
         inputs = quantised_call(Kind("float8", "float32"), (1, 4, 1, 3, 64, 64, 64), torch.bfloat16, causal=True)
         if spoil == "number":

@@ -38,7 +38,7 @@ def form(
     more: tuple[tuple[str, Shape], ...] = (),
     **options: Any,
 ) -> Form:
-    """heads and seqlen: of queries and of keys, where they differ."""
+    """heads, seqlen: a number, or one for queries and one for keys."""
     (heads_q, heads_k), (queries, keys) = ((x, x) if isinstance(x, int) else x for x in (heads, seqlen))
     arrays = {"q": (heads_q, queries, dim), "k": (heads_k, keys, dim), "v": (heads_k, keys, dim_v or dim)}
     shapes = {name: Shape((batch, *shape), "bfloat16") for name, shape in arrays.items()} | dict(more)

@@ -32,7 +32,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) ->
 
 
 def qkv(dtype: torch.dtype = torch.float32, grad: bool = True, bshd: bool = False) -> list[Tensor]:
-    """Grouped heads, other lengths and another value width: B 2, H 4, Hkv 2, Sq 9, Sk 11, D 16, Dv 8."""
+    """q, k and v with grouped heads, different lengths, and values of another width: B 2, H 4, Hkv 2, Sq 9, Sk 11, D 16, Dv 8."""
     shapes = [(2, 4, 9, 16), (2, 2, 11, 16), (2, 2, 11, 8)]
     if bshd:
         shapes = [(b, s, h, d) for b, h, s, d in shapes]

@@ -67,7 +67,7 @@ def relative_error(found, expected, size=None):
 
 
 class Case:
-    """The arguments of strobe.reference, and the same through formulas.py."""
+    """A random case: its arguments for strobe.reference and for formulas.py."""
 
     def __init__(self, number):
         o = draw(number)

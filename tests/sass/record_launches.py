@@ -92,7 +92,7 @@ def sizes(programs: list[Program]) -> dict[str, int]:
         all_ = ", ".join(f"sizeof(typename {program.name}::Arguments)" for program in of)
         asks = Program(of[0].options, f'{header}\nextern "C" __device__ const unsigned bytes[] = {{{all_}}};\n', of[0].headers)
         listed = re.search(r"\.b8 bytes\[\d+\] = \{([^}]*)\}", compiled(asks, "PTX")[0].decode())
-        # PTX ends at the last that is not 0
+        # PTX leaves out zeros at the end
         content = bytes(int(n) for n in listed[1].split(",")).ljust(4 * len(of), b"\0")  # type: ignore[index]
         found |= dict(zip((program.name for program in of), (n for (n,) in struct.iter_unpack("<I", content)), strict=True))
     if not all(found.values()):

@@ -65,7 +65,7 @@ void *forget(void *memory) {
   return memory;
 }
 
-// Whether it is a tensor.
+// Whether this is the memory of a tensor.
 bool kept(void *memory) {
   bool tensor = false;
   noted([&] {

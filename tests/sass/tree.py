@@ -114,7 +114,7 @@ _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 @dataclass(frozen=True)
 class Tree:
-    """calls: for each call of `strobe prewarm`, in words, the keys of its kernels' programs, in the order of their launches."""
+    """A tree's programs. calls: for each call of `strobe prewarm`, as text, the keys of its programs, in the order of their launches."""
 
     folder: Path
     calls: dict[str, list[str]]
