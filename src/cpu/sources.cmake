@@ -1,7 +1,8 @@
 # Each instruction set is one file compiled for it; the CPU picks at run time (engine.cpp).
 set(strobe_kernel_flags -ffp-contract=fast -fno-trapping-math -fno-math-errno -fno-exceptions -fno-rtti)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-  # GCC's -O3 adds clones of functions and split loops to this: half as much compile time again, and no faster code.
+  # These flags are GCC's -O3 without clones of functions and split loops, which take half as much compile time again and make no faster
+  # code.
   foreach(flag -O2 -ftree-vectorize -fvect-cost-model=dynamic)
     list(APPEND strobe_kernel_flags $<$<CONFIG:Release>:${flag}>)
   endforeach()

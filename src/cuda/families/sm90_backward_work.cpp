@@ -112,8 +112,9 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   const Problem p = of_shares(whole, shares);
   // Measured on an H200: FLOP per second of an SM on whole tiles, and the seconds that the kernels' starts take together.
   constexpr double kRate = 5.2e12, kWideRate = 4.6e12, kWideRateOf32Queries = 4.1e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
-  // kBlockSeconds: a thread block's time to begin and to store. With up to 128 columns the warpgroups of a block of 64 keys share them: on
-  // an H100 it takes as long for a query tile as a block of 128 keys, hence kShared of the rate, but starts 3 µs sooner.
+  // kBlockSeconds: a thread block's time to begin and to store. With up to 128 columns, the warpgroups of a block of 64 keys share these
+  // keys. On an H100 such a block takes as long for a query tile as a block of 128 keys, hence kShared of the rate, but it starts 3 µs
+  // sooner.
   constexpr double kShared = 0.667, kBlockSeconds = 7e-6, kSharedBlockSeconds = 4e-6;
   constexpr double kStagedBlockSeconds = 4.5e-6; // H100: with two stages of keys, where the next keys load during a tile
   constexpr double kBiasPerClock = 1400;         // FLOP per clock and SM of kernels/mma's products for dbias
