@@ -29,7 +29,7 @@ template <Config C> struct Backward {
   // Sums over many queries are made in runs, of one head or of this many tiles, because that rounds less. In FP32 runs may be long, because
   // each tile is summed by itself (add_product). 16-bit types need no runs: rounding the output hides the difference.
   static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? (C.dtype == kF32 ? 2048 : 512) / C.tile_q : 0;
-  static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ
+  static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ that are added at a time
 
   // This state lies in shared memory, because registers are scarce.
   struct Operands {

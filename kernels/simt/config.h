@@ -23,7 +23,7 @@ struct Config {
 
   static constexpr i32 kDimStep = 32;
 
-  static constexpr i32 kWalkBytes = 384; // bytes of shared memory for the schedule and what the threads have in common
+  static constexpr i32 kWalkBytes = 384; // bytes of shared memory for the schedule and the values that all threads use
   STROBE_FN constexpr i32 walk_bytes() const { return features.part ? 640 : kWalkBytes; }
 
   STROBE_FN static constexpr i32 wide_step() { return 64; } // with 16 threads side by side: four adjacent columns per thread
@@ -33,7 +33,7 @@ struct Config {
   // Columns over which q.k is summed in one run, in forward and backward alike. If scores are large, longer runs would round too much.
   STROBE_FN constexpr i32 score_run() const { return dtype == kF32 ? kRunOfColumns : head_dim; }
   // How many of a tile's keys or queries one run of the sums O, dK and dV covers. If N terms are summed in runs of r, and the runs are then
-  // added up, the squares of all roundings are about N (r + N / r), and N is 1024 or 2048 (run_of_keys, Backward::kFlush). But beside one
+  // added up, the squared rounding errors add up to about N (r + N / r); N is 1024 or 2048 (run_of_keys, Backward::kFlush). But beside one
   // large term, shorter runs lose more of the other terms.
   STROBE_FN constexpr i32 run_of_rows(i32 tile) const { return dtype == kF32 ? min(tile, 64) : tile; }
   // P and dS have one line per query; the forward's P and the backward's second dS one line per key. The distance of lines, in elements,

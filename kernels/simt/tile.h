@@ -437,8 +437,8 @@ template <Config C> struct Products {
     }
   }
 
-  // The same, but after each kRun rows end_of_run(sum of these, which of the thread's columns is its first, whether the run is the first)
-  // takes their sum, since a long sum in one run rounds more. M: rows per thread.
+  // The same, but after each kRun rows end_of_run takes their sum, because a long sum in one run rounds more. Its arguments: the sum, the
+  // number of the sum's first column among the thread's columns, and whether the run is the first. M: rows per thread.
   template <int kDim, int kLines, int kStride, int kRun, int M, class Other, class F>
   __device__ __forceinline__ void tn_in_runs(const T *p, const Other &B, i32 b0, i32 length, i32 column, F &&end_of_run) {
     constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k;

@@ -150,8 +150,8 @@ template <BackwardConfig C> struct BackwardBlock {
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
-  // Whether Q or dO of a tile with hidden elements has a number that is not finite. suspect: LSE or D has one. They show every such row of
-  // Q or dO, except a row that sees only its sink.
+  // Whether Q or dO of a tile with hidden elements has a number that is not finite. suspect: LSE or D has one. If a row of Q or dO has one,
+  // so has LSE or D, unless the row sees only its sink.
   __device__ __forceinline__ bool queries_nonfinite(const Tile &t, int stage, bool suspect) const {
     if (!(kHides || t.queries.masked) || !(suspect || in.sinks)) return false;
     return barrier_any(any_nonfinite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||

@@ -68,8 +68,8 @@ struct BackwardConfig {
   // Whether dK and dV are stored in FP32.
   STROBE_FN constexpr bool unrounded_sums() const { return split_group || features.unrounded_gradients(); }
   STROBE_FN constexpr i32 dq_queries() const { return strobe::dq_queries(columns(), tile_q); }
-  // Whether dQ has a third block of 64 columns. Each warpgroup computes one of the first two, and half of the queries of the third. (By
-  // roles blocks are divided in another way.)
+  // Whether dQ has a third block of 64 columns. Each warpgroup computes one of the first two, and half of the queries of the third. (With
+  // `roles` dQ is divided in another way.)
   STROBE_FN constexpr bool third() const { return !roles && columns() > 128; }
   STROBE_FN constexpr i32 dq_queries_of_third() const { return tile_q / 2; }
   // How many warps of a piece of dQ have columns that are not padding.

@@ -45,8 +45,8 @@ template <BackwardConfig C, class Compute> struct InLine {
     }
     return next_keys_number<C>(n + 1);
   }
-  // Ends the last tile of queries, instead of begin_next_s: leaves the tensor cores and begins S for the next keys. later: dQ of the tile
-  // before is in flight. Returns n.
+  // Ends the last tile of queries, instead of begin_next_s: leaves the tensor cores and begins S for the next keys. later: dQ of the
+  // previous tile is in flight. Returns n.
   __device__ __forceinline__ u32 end_keys(u32 n, bool later, i32 before) const {
     my.leave_tensor_cores();
     if (later) my.template take_dq<0>(n - 1);

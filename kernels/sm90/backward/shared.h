@@ -128,7 +128,7 @@ template <BackwardConfig C> __device__ __forceinline__ u32 parity_before_next_ke
   return C.key_stages == 2 ? next_keys_number<C>(n) >> 31 ^ 1 : n >> 31;
 }
 // Waits for a persistent block's next tile of keys, and returns whether there is one. n: on entry the number after the last iteration with
-// the tile before, on return that of the first iteration with the next tile.
+// the previous tile, on return the number of the first iteration with the next tile.
 template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
   if constexpr (!C.persistent) return false;
   n = next_keys_number<C>(n);

@@ -39,7 +39,8 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
     const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
     const u32 x = odd ? other : left, y = odd ? right : other;
     store_global_below(c, columns, out + c, x, y);
-    // A number of V that is not finite shows in all rows, so one row is enough; invariant: the sum of a single row may be not finite.
+    // If V has a number that is not finite, all rows show it, so one row is enough. Invariant: both rows, since one row's sum may be not
+    // finite.
     if (r == 0 || C.invariant) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
   }
   return (r == 0 || C.invariant) && there && multiply_add_pairs<T>(zero, 0, 0) != 0;

@@ -199,7 +199,7 @@ template <Config C> struct Load {
     do {
       const KeyTile tile = next;
       const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
-      if constexpr (C.reference == kFixed && kPaged) // one lane's reading for all: a consumer may write it meanwhile
+      if constexpr (C.reference == kFixed && kPaged) // one lane reads for all: a consumer may write lost() meanwhile
         more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
       else if constexpr (C.reference == kFixed)
         more = more && load_shared(shared.lost()) != items;
