@@ -271,8 +271,8 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
   settle_rows(head, 0, queries.rows, scratch);
 }
 
-// Computes P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, by chunks of keys, and in a chunk by pairs of keys. For each
-// pair calls emit(first key of the chunk, the pair's first key in the chunk, lane, P of both keys, dS of both keys, whether there is a
+// Computes P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, by chunks of keys, and in a chunk by pairs of keys. For
+// each pair it calls emit(first key of the chunk, the pair's first key in it, lane, P of both keys, dS of both keys, whether there is a
 // second key). kThroughFunction: the score is a function of scale q.k, and dS is the gradient by scale q.k.
 template <bool kThroughFunction, class Math, class Emit>
 STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
