@@ -53,11 +53,11 @@ class Row:
         self.doc = doc
 
     def fields(self, name: str) -> dict[str, Field]:
-        """The fields that it becomes."""
+        """The fields that the option becomes."""
         return {}
 
     def tensors(self, name: str) -> tuple[str, ...]:
-        """The tensors of strobe_tensors that it becomes."""
+        """The tensors of strobe_tensors that the option becomes."""
         return ()
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:

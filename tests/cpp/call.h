@@ -255,7 +255,7 @@ inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(C
   }
   c.attention.k_scale_group = by_column ? 32 : 0;
 }
-// With the reference's result dtypes.
+// Gives the call the reference's result dtypes.
 inline void make_for_reference(Call &c) {
   c.attention.engine = "reference";
   for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
@@ -296,7 +296,7 @@ struct PartOf {
   List q_ranges, k_ranges, seqlens_q, seqlens_k;
   strobe_part part{};
 
-  // By default the rows of make_dense: positions 5 to 16 and 20 to 28, of 30, of the queries, 0 to 37 of 40 of the keys.
+  // By default the rows of make_dense: queries at positions 5 to 16 and 20 to 28 of 30, keys at positions 0 to 37 of 40.
   PartOf() {
     part.size = sizeof part;
     set(q_ranges, {5, 12, 20, 9}, {1, 2, 2}), set(k_ranges, {0, 38}, {1, 1, 2});

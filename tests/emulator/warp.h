@@ -72,7 +72,8 @@ struct Warp {
     return o.bits == 64 ? o.value + lanes<uint64_t>(o.slot)[lane] : uint32_t(o.value + lanes<uint32_t>(o.slot)[lane]);
   }
 
-  // For one lane. Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
+  // The host address of one lane's access to shared memory. Checks alignment and bounds, throws Fault. `address`: in the window of shared
+  // memory (kSharedBegin is its first byte).
   std::byte *shared(uint64_t address, size_t bytes, size_t alignment, Access access, uint32_t lane) const {
     if (address < kSharedBegin || address + bytes > block.shared_end || address % alignment) bad_shared(address, bytes, alignment);
     const size_t at = address - kSharedBegin;

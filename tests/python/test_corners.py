@@ -160,7 +160,7 @@ def test_many_heads(b, h):
 
 @pytest.mark.parametrize(("sq", "sk"), [(2, 300_000), (300_000, 2)])
 def test_long_and_thin(sq, sk):
-    """A decode step over a long past, and its mirror: positions far beyond 16 bits."""
+    """Two queries over 300,000 keys, and the reverse: positions far beyond 16 bits."""
     options = {"dropout": 0.25, "seed": 3, "offset": 4, "alibi_slopes": torch.tensor([1e-4])}
     assert_matches(call(h=1, sq=sq, sk=sk, d=4, **options))
 

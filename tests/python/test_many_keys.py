@@ -107,7 +107,7 @@ def test_terms_whose_last_bits_a_long_run_drops(n):
 
 
 def test_infinities_of_values_show():
-    """They show even if keys are split, although the rounding error of a compensated sum is then NaN."""
+    """Infinities show even if keys are split, although the rounding error of a compensated sum is then NaN."""
     inputs = call(sq=5, sk=8192, d=32)
     inputs.v[:, :, 77, 3] = inputs.v[:, :, 1000, 4] = torch.inf
     inputs.v[:, :, 6000, 5] = inputs.v[:, :, 7000, 4] = -torch.inf

@@ -287,7 +287,7 @@ def test_no_sequences(engine):
 
 @pytest.mark.parametrize("engine", available_engines())
 def test_keys_behind_the_last_query_are_hidden(engine):
-    """The queries of a part end before those of the whole sequence, which would see the keys that hold NaN here."""
+    """The part's queries end before the last queries of the whole sequence, which would see the keys that hold NaN here."""
     g = torch.Generator().manual_seed(2)
     dtype = dtype_of(engine)
     q, dout, k, v = (torch.randn(1, 1, n, 64, generator=g).to(dtype) for n in (4, 4, 80, 80))

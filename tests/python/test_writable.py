@@ -1,4 +1,4 @@
-"""Memory for results: it must not be shared, but may lie between that of others."""
+"""Memory for results: it must not be shared, but may be interleaved with the memory of other tensors."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ enum : i32 {
   kNothing = 2, // these keys have no tile of queries
   kMasked = 4,  // some key is hidden from some query
   kUnseen = 16, // << 0 or 1: no query sees any of the first, or second, 64 keys
-  kRows = 256   // in a part of a larger problem: times the number of the tile's queries
+  kRows = 256   // in a part of a larger problem, flags also hold kRows times the number of the tile's queries
 };
 struct QueryStep {
   i32 begin, head;

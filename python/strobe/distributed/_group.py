@@ -57,7 +57,7 @@ def groups_of(group: ProcessGroup | None, mesh: Any) -> tuple[ProcessGroup, Leve
 
 
 def rank_in(group: ProcessGroup | None, world_size: int) -> int:
-    """This process's rank in a group of that size."""
+    """This process's rank in a group of world_size ranks."""
     if world_size == 1 and group is None:
         return 0
     group = group_of(group)

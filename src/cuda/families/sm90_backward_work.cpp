@@ -27,7 +27,7 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
   const bool some_longer = c.features.band || c.features.blocks || p.varlen;
   // With `deterministic`, at least 16 pairs run together if heads have up to 64 columns, although they overflow the L2 cache: 1.07 to 1.09
-  // times as fast (H200, 8k and 16k, causal). With 128 columns it is 0.96 to 1.03, so not there.
+  // times as fast (H200, 8k and 16k, causal). With 128 columns the ratio is 0.96 to 1.03, so the rule stops there.
   const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16
                         : some_longer                          ? 4
                                                                : 1,
