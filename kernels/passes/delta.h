@@ -17,7 +17,7 @@ template <RowsConfig C> struct Delta {
   static constexpr int kThreads = C.delta_threads();
   static constexpr int kBlocksPerSm = kHopper                ? ((C.part || C.packed) && C.tile_q == 80 ? 3 : 4)
                                       : C.form == kFragments ? 2
-                                                             : 1; // registers
+                                                             : 1; // limited by registers
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     const RowTile<C> tile(a.in);

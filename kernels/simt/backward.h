@@ -104,7 +104,7 @@ private:
     const i32 seqlen_q = (i32)sequence.band.seqlen_q;
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
     i32 summed = 0;             // tiles summed in dK and dV
-    bool flushed = F.adds != 0; // the tensor's contents stay
+    bool flushed = F.adds != 0; // whether flush() adds to the tensor's contents
     for (i32 h = h_kv * in.group; h < (h_kv + 1) * in.group; ++h) {
       if (threadIdx.x == 0) {
         operands.Q = {in.q, b, h, sequence.q0, seqlen_q, in.head_dim};

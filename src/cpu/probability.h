@@ -28,7 +28,7 @@ template <class Math> struct Probability {
 
   V factor, unit, lse, excess, high, low; // P = e^((s * factor - lse) * unit - excess); ln 2 = high + low
 
-  // both: LSE (natural), of which the result is the two parts. With a partial part, 16 bits and FP64 keep `lse` in the unit of the scores.
+  // both: the natural LSE, which is returned as two parts. With a partial part, 16 bits and FP64 keep `lse` in the unit of the scores.
   static STROBE_INLINE RowLse<T> row(const Head<T> &head, double both) {
     if (!__builtin_isfinite(both)) return {T(both), T(0)};
     const double unit = own_unit(head) ? double(head.measure()) : 1;

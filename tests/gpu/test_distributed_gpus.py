@@ -56,7 +56,7 @@ def own(group: dist.ProcessGroup, sharding: Sharding, seed: int = 0) -> list[Ten
 
 
 def shared(group: dist.ProcessGroup, kind: str, way: str, options: dict[str, Any]) -> list[Tensor]:
-    """The same for the rank's tokens."""
+    """out, dq, dk and dv of the rank's tokens, from a call over all ranks."""
     sharding = getattr(Sharding, kind)(S, group.size())
     q, k, v, dout = own(group, sharding)
 

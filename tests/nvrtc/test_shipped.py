@@ -313,7 +313,7 @@ HOPPER_OPTIONS: dict[str, dict[str, Any]] = {
     "all but a bias": {"softcap": 30.0, "alibi": True, "mask": True, "dropout": 0.1},
     "mask, bias, dropout": {"mask": True, "bias": "own", "dropout": 0.1},
 }
-# make test: what the table above and the pairs do not compile.
+# `make test` compiles only the calls that the table above and the pairs leave out.
 HOPPER_CALLS = list(product(HOPPER_FORMS, HOPPER_OPTIONS)) if LONG else [("dQ", "bias"), ("stages", "softcap"), ("values", "causal")]
 
 

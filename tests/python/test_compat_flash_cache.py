@@ -694,7 +694,7 @@ def test_caches_and_new_keys_may_share_a_buffer():
 
 
 def test_memory_that_is_shared_is_found_exactly():
-    """The answers are compared with those by sets of addresses."""
+    """The answers are compared with sets of addresses."""
     generator = random.Random(0)
     buffer = torch.zeros(400)
     found = 0

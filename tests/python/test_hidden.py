@@ -232,7 +232,7 @@ def blocks_of(kept: torch.Tensor, sq: int, sk: int, block: int) -> torch.Tensor:
 @pytest.mark.parametrize("shared", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout": 0.2, "seed": 1, "offset": 2}], ids=str)
 def test_hidden_blocks(options, shared, dtype):
-    """Holes in every tile, of queries and of keys, the same for the heads or sequences that share the mask or not."""
+    """Every tile has holes, of queries and of keys; heads or sequences share the mask, or have masks of their own."""
     sq, sk = 200, 330
     kept = torch.rand(*shared, 7, 11, generator=torch.Generator().manual_seed(4)) < 0.4
     inputs = call(b=2, h=4, hkv=2, sq=sq, sk=sk, d=32, dtype=dtype, mask=blocks_of(kept, sq, sk, 32), **options)

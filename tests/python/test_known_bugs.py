@@ -207,7 +207,8 @@ def test_bias_whose_last_axis_is_not_contiguous(dtype):
 @dtypes
 @pytest.mark.parametrize("shape", [(1, 1, 60, 70), (3, 1, 60, 70), (1, 2, 60, 70), (3, 1, 1, 70), (1, 2, 60, 1), (1, 1, 1, 1)])
 def test_gradient_of_a_broadcast_bias(shape, dtype):
-    """facebookresearch/xformers#783, #587, HKUSTDial/flash-sparse-attention#193: it is summed over the broadcast axes."""
+    """facebookresearch/xformers#783, #587, HKUSTDial/flash-sparse-attention#193: the gradient is the sum over the
+    broadcast axes."""
     assert_matches(call(b=3, sq=60, sk=70, dtype=dtype, gradients=("bias",), bias=torch.randn(shape, dtype=dtype)))
 
 

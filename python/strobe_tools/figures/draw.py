@@ -238,7 +238,7 @@ def sequence_length(rows: list[Row]) -> Figure:
         if row["note"] == "out of memory":
             failed.setdefault(row["method"], row["length"])
     for axes in (time, memory):
-        for i, (name, length) in enumerate(failed.items()):  # above the curves: the label has no height of its own
+        for i, (name, length) in enumerate(failed.items()):  # above the curves, because there is no value at this length
             at, colour = (length, 0.97 - 0.05 * i), look(name)["color"]
             axes.plot(*at, "x", color=colour, markersize=6, markeredgewidth=1.6, transform=axes.get_xaxis_transform())
             where = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}

@@ -36,7 +36,7 @@ double uneven(double blocks, const Device &device) { return std::ceil(blocks / d
 bool may_own_dq(const Problem &p, const Features &f) {
   if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: independent of lengths
   if (f.part || f.unrounded_gradients()) return false;
-  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // registers
+  if (larger_dim(p) > 64 && (f.function || f.dropout || f.bias)) return false; // too few registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   return p.window_left == kUnbounded && band.high >= 0 && band.high + p.seqlen_q >= p.seqlen_k;
 }
@@ -147,7 +147,7 @@ double narrow_walk(const Problem &p, const BackwardConfig &c) {
 
 // The form for up to 64 columns in which blocks own dQ, with its sum in shared memory; null if shared memory is too small for the sum.
 std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, const Device &device) {
-  if (c.features.function && c.features.bias) return {}; // registers
+  if (c.features.function && c.features.bias) return {}; // too few registers
   c.owns_dq = c.persistent = 1, c.deterministic = c.dq_shared = c.staged_store = 0;
   BackwardConfig small = c;
   small.tile_q = 64;

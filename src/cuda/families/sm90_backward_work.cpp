@@ -43,7 +43,7 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
 bool has_stages(const Problem &p, BackwardConfig c, const Device &device) {
   const Features &f = c.features;
   if (c.roles || f.part || c.deterministic || c.owns_dq || larger_dim(p) > 64) return false;
-  if (f.function && f.bias) return false; // registers
+  if (f.function && f.bias) return false; // these options take too many registers
   c.key_stages = 2;
   return shared_bytes(p, c) <= device.shared_per_block;
 }
