@@ -495,7 +495,7 @@ GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or g
 AUX = ("max_logit", "column_sums")
 # The tensors and gradients whose axes the layout names: (B, S, H, D) with "bshd".
 TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-# The tensors, and their gradients, whose rows of the table have broadcasts_to_scores, and has_rows_of_keys.
+# The tensors whose rows of the table set broadcasts_to_scores, with their gradients; and those whose rows set has_rows_of_keys.
 _SCORES = [name for name, row in ROWS.items() if isinstance(row, Tensor) and row.broadcasts_to_scores]
 SCORES = frozenset({*_SCORES, *(name for name, of in GRADIENTS.items() if of in _SCORES)})
 SCALES = frozenset(name for name, row in ROWS.items() if isinstance(row, Tensor) and row.has_rows_of_keys)

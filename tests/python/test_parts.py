@@ -1,4 +1,4 @@
-"""strobe.Part: calls cut into parts give the uncut call's results, and wrong parts are refused. Options in pairs are in test_contract.py."""
+"""strobe.Part: calls cut into parts give the uncut call's results; wrong parts are refused. Options in pairs are in test_contract.py."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def form(
     return Form(c["tile_q"], USUAL)
 
 
-# On an H100, over the form that ran before (docs/lab/hopper-backward.md, steps 46 to 50).
+# These forms were measured to be the fastest on an H100 (docs/lab/hopper-backward.md, steps 46 to 50).
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [

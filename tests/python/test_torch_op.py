@@ -374,7 +374,7 @@ def test_compiled_dropout_follows_the_generator():
 
 
 def test_seed_and_offset_are_values():
-    """No tensor holds them: on a GPU it would wait for a copy, and break a graph that is being captured."""
+    """seed and offset are not put into tensors: on a GPU a call would wait for a copy, and break a graph that is being captured."""
     q, k, v = qkv()
     for seed, offset in ((3, 4), (-3, 2**63), (2**64 - 3, None)):
         with Calls() as calls:

@@ -217,7 +217,7 @@ class _Asked(NamedTuple):
 
 
 def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | None:
-    """The bytes that determine whether the call is valid, and its method; None if more than these arguments determines that."""
+    """The bytes that determine whether the call is valid, and its method; None if they depend on more than these arguments."""
     shardings = asked.sharding, asked.sharding_k
     if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(sharding, Sharding) for sharding in shardings):
         return None
