@@ -128,7 +128,7 @@ template <int planes, class Unit> struct Pairs {
   static constexpr int kPlanes = planes;
   static constexpr int64_t kChunk = 32;           // keys whose scores are held at once
   static constexpr bool kScoresInPlace = false;   // Scores leaves its source unchanged
-  static constexpr bool kJointQueries = true;     // products over queries take the whole tile, so that C moves less
+  static constexpr bool kJointQueries = true;     // products over queries take the whole tile: C is loaded less often
   static constexpr bool kSumsApart = planes == 3; // the sum of a product starts from 0, and is then added to C: see amx.h
 
   using V = Vec<float>;
