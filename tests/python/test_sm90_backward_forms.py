@@ -1,4 +1,4 @@
-"""Which form of the Hopper backward runs: at shapes that were measured, and at the limits of each."""
+"""The choice of the Hopper backward's form, at shapes that were measured, and at the limits of each form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = re.findall(
 
 
 class Form(NamedTuple):
-    queries: int  # of a tile
+    queries: int  # queries of a tile
     what: str
 
 
@@ -38,7 +38,7 @@ def form(
     more: tuple[tuple[str, Shape], ...] = (),
     **options: Any,
 ) -> Form:
-    """heads and seqlen: of queries and of keys, where they differ."""
+    """heads, seqlen: a number, or one for queries and one for keys."""
     (heads_q, heads_k), (queries, keys) = ((x, x) if isinstance(x, int) else x for x in (heads, seqlen))
     arrays = {"q": (heads_q, queries, dim), "k": (heads_k, keys, dim), "v": (heads_k, keys, dim_v or dim)}
     shapes = {name: Shape((batch, *shape), "bfloat16") for name, shape in arrays.items()} | dict(more)
@@ -59,7 +59,7 @@ def form(
     return Form(c["tile_q"], USUAL)
 
 
-# On an H100, over the form that ran before (docs/lab/hopper-backward.md, steps 46 to 50).
+# These forms were measured to be the fastest on an H100 (docs/lab/hopper-backward.md, steps 46 to 50).
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
@@ -89,7 +89,7 @@ def test_forms_that_were_measured(shape, expected):
 
 @pytest.mark.parametrize(
     ("heads", "dim", "most"),
-    [(4, 64, 512), (4, 56, 512), ((8, 4), 64, 256), ((12, 4), 64, 128)],  # grouped heads have tiles of queries each
+    [(4, 64, 512), (4, 56, 512), ((8, 4), 64, 256), ((12, 4), 64, 128)],  # query heads of a group have tiles of their own
 )
 def test_dq_is_in_shared_memory_as_long_as_it_fits(heads, dim, most):
     assert form(132, heads, (most, 128), dim).what == OWNED
@@ -124,10 +124,10 @@ def test_what_leaves_dq_to_all_blocks(fields, more):
 
 def test_every_key_must_be_seen_where_a_block_owns_dq():
     assert form(132, 4, (300, 400), 64, True).what == OWNED  # the last query sees all keys
-    assert form(132, 4, (400, 300), 64, True).what != OWNED  # and the first ones see none
+    assert form(132, 4, (400, 300), 64, True).what != OWNED  # the first queries see no key
 
 
-# Blocks of a pair each, one or two tiles of keys: a launch for dQ alone would cost more than the stages of keys spare.
+# Each block owns one pair, with one or two tiles of keys: a launch for dQ alone would take more time than stages of keys save.
 @pytest.mark.parametrize(
     "shape",
     [
@@ -141,11 +141,11 @@ def test_tiny_calls_own_dq(shape):
 
 def test_the_first_tile_of_a_block_is_not_staged():
     assert form(132, 1, 256, 32, True).what == OWNED  # a pair for each SM
-    assert form(133, 1, 256, 32, True).what == STAGED  # two for one of them
+    assert form(133, 1, 256, 32, True).what == STAGED  # one SM gets two pairs
 
 
 def test_few_pairs_leave_sms_idle():
-    assert form(33, 4, 512, 64).what == OWNED  # of 132 SMs
+    assert form(33, 4, 512, 64).what == OWNED  # a pair for each of 132 SMs
     assert form(34, 4, 512, 64).what == IN_LINE
 
 
@@ -153,7 +153,7 @@ def test_few_pairs_leave_sms_idle():
 def test_long_walks_gain_nothing_of_two_stages(dim):
     assert form(16, 16, (1023 - 128, 600), dim).what == (IN_LINE if dim > 16 else STAGED)
     assert form(16, 16, (1024, 600), dim).what == USUAL
-    assert form(16, (16, 8), (512, 600), dim).what == USUAL  # of two heads
+    assert form(16, (16, 8), (512, 600), dim).what == USUAL  # groups of two query heads
     assert form(16, 16, (1024, 600), dim, window_left=100, window_right=0).what == STAGED  # no query sees more than two tiles
 
 
@@ -165,8 +165,8 @@ def test_one_tile_of_keys_an_sm_is_not_staged():
 def test_tiles_of_keys_come_in_line_from_three_tiles_of_queries_on():
     assert form(17, 8, (257, 600), 64).what == IN_LINE
     assert form(17, 8, (256, 600), 64).what == STAGED
-    assert form(17, 8, 577, 32, True).what == IN_LINE  # a mean of three
-    assert form(17, 8, 512, 32, True).what == STAGED  # of 2.5
+    assert form(17, 8, 577, 32, True).what == IN_LINE  # a mean walk of three tiles
+    assert form(17, 8, 512, 32, True).what == STAGED  # a mean walk of 2.5 tiles
     assert form(17, 8, (577, 640), 16).what == STAGED
     assert form(17, (8, 4), (300, 600), 64).what == STAGED
 

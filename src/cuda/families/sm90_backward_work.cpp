@@ -27,7 +27,7 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
   const bool some_longer = c.features.band || c.features.blocks || p.varlen;
   // With `deterministic`, at least 16 pairs run together if heads have up to 64 columns, although they overflow the L2 cache: 1.07 to 1.09
-  // times as fast (H200, 8k and 16k, causal). With 128 columns it is 0.96 to 1.03, so not there.
+  // times as fast (H200, 8k and 16k, causal). With 128 columns the ratio is 0.96 to 1.03, so the rule stops there.
   const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16
                         : some_longer                          ? 4
                                                                : 1,
@@ -43,7 +43,7 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
 bool has_stages(const Problem &p, BackwardConfig c, const Device &device) {
   const Features &f = c.features;
   if (c.roles || f.part || c.deterministic || c.owns_dq || larger_dim(p) > 64) return false;
-  if (f.function && f.bias) return false; // registers
+  if (f.function && f.bias) return false; // these options take too many registers
   c.key_stages = 2;
   return shared_bytes(p, c) <= device.shared_per_block;
 }
@@ -112,8 +112,9 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   const Problem p = of_shares(whole, shares);
   // Measured on an H200: FLOP per second of an SM on whole tiles, and the seconds that the kernels' starts take together.
   constexpr double kRate = 5.2e12, kWideRate = 4.6e12, kWideRateOf32Queries = 4.1e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
-  // kBlockSeconds: a thread block's time to begin and to store. With up to 128 columns the warpgroups of a block of 64 keys share them: on
-  // an H100 it takes as long for a query tile as a block of 128 keys, hence kShared of the rate, but starts 3 µs sooner.
+  // kBlockSeconds: a thread block's time to begin and to store. With up to 128 columns, the warpgroups of a block of 64 keys share these
+  // keys. On an H100 such a block takes as long for a query tile as a block of 128 keys, hence kShared of the rate, but it starts 3 µs
+  // sooner.
   constexpr double kShared = 0.667, kBlockSeconds = 7e-6, kSharedBlockSeconds = 4e-6;
   constexpr double kStagedBlockSeconds = 4.5e-6; // H100: with two stages of keys, where the next keys load during a tile
   constexpr double kBiasPerClock = 1400;         // FLOP per clock and SM of kernels/mma's products for dbias
@@ -130,10 +131,10 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   return kLaunches + main + sums + bias + rows_seconds(p, c.head_dim, c.head_dim_v, !c.owns_dq);
 }
 
-// Every prediction that it compares is for one stage of K and V (kBlockSeconds): share_out() decides about two stages afterwards, since
+// All predictions compared here assume one stage of K and V (kBlockSeconds): share_out() decides about two stages afterwards, because
 // whether blocks are persistent depends on the number of shares.
 int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &device) {
-  constexpr double kGain = 0.93; // shares are worth their memory if they take at most this fraction of the predicted time without
+  constexpr double kGain = 0.93; // shares are worth their memory if they take at most this fraction of the time without shares
   const int64_t group = p.group();
   if (c.owns_dq || p.invariant || (!p.dk && !p.dv)) return 1;
   if (p.wishes.shares && group % p.wishes.shares == 0) return p.wishes.shares;
