@@ -145,7 +145,7 @@ IN_LINE = [
     "top left; sq 900; sk 1100; b 1; h 1; hkv 1; d 48",  # the last keys have no queries
 ]
 WIDE_IN_LINE = [
-    *("plain; sq 256; sk 260; b 1; hkv 4; d 128", "causal; sq 400; sk 400; b 1; h 2; hkv 2; d 128", "causal; sq 384; sk 384; d 120; dv 72"),
+    *("plain; sq 256; sk 260; b 1; hkv 4; d 128", "causal; sq 400; sk 400; b 1; h 2; hkv 2; d 128", "causal; sq 384; sk 384; b 1; h 2; hkv 2; d 120; dv 72"),
     *("top left; sq 700; sk 800; b 1; h 1; hkv 1; d 112; hidden 1", "wide window; sq 400; sk 400; b 1; h 2; hkv 2; d 96"),
     "causal; sq 390; sk 390; b 1; h 2; hkv 2; d 72; dv 104",
 ]

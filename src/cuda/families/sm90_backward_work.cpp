@@ -65,14 +65,15 @@ bool has_stages(const Problem &p, const BackwardConfig &c, const Device &device)
 // 0.81 to 1.04; with grouped heads 0.995 to 1.02.
 // Beyond 64 columns, relative to a block per key tile (H100 and H200): 1.01 to 1.09 if key tiles walk over 4 to 20 query tiles of 64, but
 // 0.99 over 5 on an H100; over 27 or more 1.01 at head dimension 128, 0.99 at 80 and 96; over 3 tiles 0.98 to 1.04; where an SM has two
-// key tiles 0.98; with grouped heads 0.97 to 1.00.
+// key tiles 0.98; with grouped heads 0.97 to 1.00. In a window, relative to persistent blocks with one stage: 1.02 to 1.03 over 18 tiles,
+// 0.96 over 6.
 bool comes_in_line(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
   const Features &f = c.features;
   if (f.additive() || f.mask || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or lengths are not known here
   if (p.group() > 1 || c.split_group || std::min(c.head_dim, c.head_dim_v) < 32) return false;
   const double walk = mean_walk(p, c) / double(c.tile_q * c.tile_k()); // in query tiles
   if (larger_dim(p) <= 64) return walk >= 3;
-  return walk >= 4 && walk < (larger_dim(p) > 112 ? 48 : 24) && items >= 3 * device.sms;
+  return walk >= (narrow_window(p) ? 8 : 4) && walk < (larger_dim(p) > 112 ? 48 : 24) && items >= 3 * device.sms;
 }
 // Whether persistent blocks have two stages. Beyond 64 columns they only pay in line.
 bool takes_stages(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
