@@ -95,6 +95,7 @@ LAST_HIDDEN = "top left; sq 520; sk 600; b 1; h 1; hkv 1; hidden 1"
 
 def test_each_form():
     calls = ["dQ: causal", "stages: top left; hidden 1", "line: " + LAST_HIDDEN, "keys: causal; d 96"]
+    calls.append("line: plain; sq 256; sk 260; b 1; h 2; hkv 2; d 128")
     run_all(calls, LATE="1", SEED="1", RACES="1")
 
 
@@ -143,11 +144,22 @@ IN_LINE = [
     "wide window; sq 520; sk 520; b 1; h 2; hkv 2; d 40; dv 64",
     "top left; sq 900; sk 1100; b 1; h 1; hkv 1; d 48",  # the last keys have no queries
 ]
+WIDE_IN_LINE = [
+    *("plain; sq 256; sk 260; b 1; hkv 4; d 128", "causal; sq 400; sk 400; b 1; h 2; hkv 2; d 128", "causal; sq 384; sk 384; b 1; h 2; hkv 2; d 120; dv 72"),
+    *("top left; sq 700; sk 800; b 1; h 1; hkv 1; d 112; hidden 1", "wide window; sq 400; sk 400; b 1; h 2; hkv 2; d 96"),
+    "causal; sq 390; sk 390; b 1; h 2; hkv 2; d 72; dv 104",
+]
 
 
 @pytest.mark.long
 def test_tiles_of_keys_come_in_line():
     run("line", IN_LINE, LATE="1", SEED="1", RACES="1")
+
+
+@pytest.mark.long
+def test_wide_tiles_of_keys_come_in_line():
+    """Beside K and V in registers, or V alone, too; dQ is computed by columns."""
+    run("line", WIDE_IN_LINE, LATE="1", SEED="1", RACES="1")
 
 
 @pytest.mark.long

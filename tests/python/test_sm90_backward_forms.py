@@ -22,6 +22,7 @@ FIELDS = re.findall(
 class Form(NamedTuple):
     queries: int  # queries of a tile
     what: str
+    in_line: bool = False  # beyond 64 columns, where `what` says something else
 
 
 OWNED, STAGED, IN_LINE = "dQ in shared memory", "two stages of keys", "two stages of keys in line"
@@ -48,18 +49,22 @@ def form(
     narrow = max(dim, dim_v) <= 64
     for what, there in (
         (OWNED, c["owns_dq"] and dim <= 64),
-        (IN_LINE, c["in_line"]),
-        (STAGED, c["key_stages"] == 2),
+        (IN_LINE, narrow and c["in_line"]),
+        (STAGED, narrow and c["key_stages"] == 2),
         (KEYS, c["keys_in_registers"] and not narrow),
         (VALUES, c["values_in_registers"]),
     ):
         if there:
-            assert c["key_stages"] == 1 or not c["deterministic"]
-            return Form(c["tile_q"], what)
-    return Form(c["tile_q"], USUAL)
+            break
+    else:
+        what = USUAL
+    assert c["key_stages"] == 1 or not c["deterministic"]
+    if not narrow:
+        assert (c["key_stages"] == 2) == bool(c["in_line"])
+    return Form(c["tile_q"], what, bool(c["in_line"]) and not narrow)
 
 
-# These forms were measured to be the fastest on an H100 (docs/lab/hopper-backward.md, steps 46 to 50).
+# These forms were measured to be the fastest on an H100 (docs/lab/hopper-backward.md, steps 46 to 52).
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
@@ -75,16 +80,25 @@ def form(
         ((64, 16, 512, 64, True), (64, OWNED)),
         ((64, 12, 256, 64), (64, OWNED)),
         ((256, 12, 197, 64), (64, OWNED)),
-        ((8, 32, 2048, 80, True), (64, KEYS)),
+        ((8, 32, 2048, 80, True), (64, KEYS, True)),
+        ((4, 16, 4096, 80, True), (64, KEYS)),
         ((4, 32, 4096, 80), (80, KEYS)),
         ((4, 32, 3333, 96, True), (64, KEYS)),
-        ((32, 16, 1024, 96, True), (64, KEYS)),
-        ((16, 20, 2048, 112, True), (64, VALUES)),
-        ((16, 16, 1024, 128, True), (64, USUAL)),
+        ((32, 16, 1024, 96, True), (64, VALUES, True)),
+        ((16, 20, 2048, 112, True), (64, VALUES, True)),
+        ((64, 16, 256, 128, True), (64, USUAL)),
+        ((64, 16, 256, 128), (64, USUAL, True)),
+        ((16, 16, 1024, 128, True), (64, USUAL, True)),
+        ((16, 16, 1024, 128), (64, USUAL, True)),
+        ((8, 16, 2048, 128), (80, USUAL)),
+        ((4, 16, 4096, 128, True), (64, USUAL, True)),
+        ((1, 16, 8192, 128, True), (80, USUAL)),
+        ((3, 12, 777, 128, True), (64, USUAL)),
+        ((16, (32, 8), 1024, 128, True), (64, USUAL)),
     ],
 )
 def test_forms_that_were_measured(shape, expected):
-    assert form(*shape) == expected
+    assert form(*shape) == Form(*expected)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +223,40 @@ def test_options_of_two_stages(option, takes):
 )
 def test_registers_hold_keys_up_to_112_columns(dims, expected):
     dim, dim_v = dims
-    assert form(4, 16, 2048, dim, True, dim_v) == expected
+    assert form(4, 16, 4096, dim, True, dim_v)[:2] == expected
+
+
+def test_in_line_registers_hold_less():
+    assert [form(4, 16, 2048, dim, True) for dim in (72, 88, 112)] == [(64, KEYS, True), (64, VALUES, True), (64, VALUES, True)]
+
+
+def test_wide_keys_come_in_line_from_four_to_some_tiles_of_queries():
+    """A causal call of 128 n tokens has a mean of n + 1 tiles of 64 queries."""
+    assert [form(16, 16, 128 * n, 128, True).in_line for n in (2, 3, 32)] == [False, True, True]
+    assert [form(16, 16, 128 * n, 96, True).in_line for n in (2, 3, 22, 23)] == [False, True, True, False]
+    assert [form(1, 32, 16384, 128, True, window_left=left).in_line for left in (256, 1024, 3900)] == [False, True, False]
+
+
+def test_wide_keys_come_in_line_from_three_tiles_an_sm_on():
+    assert form(3, 44, 384, 128, True).in_line  # 3 * 132 tiles of keys
+    assert not form(131, 1, 384, 128, True).in_line
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *({"softcap": 3.0}, {"dropout": 0.1}, {"deterministic": True}, {"invariant": True}),
+        *({"mask": Shape((1, 1, 600, 600), "bool")}, {"bias": Shape((1, 1, 600, 600), "bfloat16")}, {"seqused_k": Shape((16,), "int32")}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [80, 128])
+def test_options_with_which_no_wide_keys_come_in_line(option, dim):
+    tensors = {name: x for name, x in option.items() if isinstance(x, Shape)}
+    assert form(16, 16, 600, dim, True).in_line
+    assert not form(
+        16, 16, 600, dim, True, more=tuple(tensors.items()), **{name: x for name, x in option.items() if name not in tensors}
+    ).in_line
 
 
 @pytest.mark.parametrize("option", [{"softcap": 3.0}, {"deterministic": True}, {"invariant": True}], ids=str)

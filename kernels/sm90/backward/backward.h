@@ -262,8 +262,9 @@ template <BackwardConfig C> struct Backward {
     // Whether a warpgroup computes some columns of dQ for all queries; otherwise all columns for half of the queries.
     static constexpr bool kByColumns = C.columns() > 64;
     __device__ __forceinline__ u32 columns_of_k() const {
-      if constexpr (C.in_line) return carried->k;
-      return shared.k + (kByColumns ? w * kTileK * kRowBytes : 0);
+      u32 keys = shared.k;
+      if constexpr (C.in_line) keys = carried->k;
+      return keys + (kByColumns ? w * kTileK * kRowBytes : 0);
     }
     __device__ __forceinline__ void begin_dq(u32 n) {
       wait_full(shared.ds_full(n), n);

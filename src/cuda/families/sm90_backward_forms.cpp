@@ -65,6 +65,13 @@ bool wastes_80(const Problem &p, const Features &f) {
   return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
 }
 
+// The same for short walks without a band at head dimension 128: with tiles of 64 queries, but not of 80, there is room for key tiles in
+// line. 64 are then faster if they have no more rows: 1.04 at 1024 queries, 1.01 at 2048 (H100, H200), not taken there.
+bool wastes_80_in_line(const Problem &p, const BackwardConfig &of_64, const Device &device) {
+  return !of_64.features.band && larger_dim(p) > 112 && p.seqlen_q <= 1024 && tiles(p.seqlen_q, 64) * 64 <= tiles(p.seqlen_q, 80) * 80 &&
+         stages_keys(p, of_64, tiles_with_keys(p, of_64.tile_k()), device);
+}
+
 // Whether the score's options leave enough registers for tiles of 128 queries (heads of up to 64 columns). Speed of 128-query over 64-query
 // tiles on an H200: 1.21 to 1.30 with a block mask, 1.14 to 1.25 with ALiBi, 0.94 with a bias, below 1 with a softcap; dropout spills.
 bool leaves_registers(const Problem &p, const Features &f) {
@@ -184,10 +191,11 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
     c.tile_q = leaves_registers(p, f) ? 128 : 64;
     c.keys_in_registers = walks_on(p, c);
-  } else if (costly || c.head_dim <= 64 || c.owns_dq || (f.part && c.deterministic)) // registers of the threads that load and order
+  } else { // registers of the threads that load and order allow no more than 64 with some options
     c.tile_q = 64;
-  else
-    c.tile_q = wastes_80(p, f) ? 64 : 80;
+    const bool takes_80 = !costly && c.head_dim > 64 && !c.owns_dq && !(f.part && c.deterministic);
+    if (takes_80 && !wastes_80(p, f) && !wastes_80_in_line(p, c, device)) c.tile_q = 80;
+  }
   if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
   hold_keys(c, p);
   if (c.columns() > 64 || !may_own_dq(p, f)) return c;
