@@ -8,7 +8,7 @@ import cffi
 
 
 def declarations(header: str) -> str:
-    """What a C header declares, without its comments, its preprocessor lines and what is for C++ only."""
+    """The declarations of a C header, without comments, preprocessor lines and parts for C++ only."""
     header = re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL)
     header = re.sub(r"^#ifdef __cplusplus$.*?^#endif$", "", header, flags=re.DOTALL | re.MULTILINE)
     header = re.sub(r"^ *#.*$", "", header, flags=re.MULTILINE)

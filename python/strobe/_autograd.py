@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
-    """The result of attention(), for a call that is remembered from an earlier time; None if the full call must be made."""
+    """The result of attention() for a remembered call; None if the full call must be made."""
     if torch.compiler.is_compiling():
         return None
     found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
@@ -32,7 +32,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
 
 
 def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:
-    """The same for a call that is remembered, and not yet prepared or not lately used."""
+    """The same for a remembered call that is not prepared yet, or was not used recently."""
     key = _eager.attention_key(q, k, v, return_lse, given)
     known = None if key is None else _prepared.CALLS.get(key)
     if key is None or known is None:
@@ -45,7 +45,7 @@ def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping
             del made["lse"]
         kept = Kept(call, return_lse, is_repeated=True)
         _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
-        del made  # an example, whose memory the call can use
+        del made  # it was an example: its memory is free for the call
     return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
 
 
@@ -151,7 +151,7 @@ _apply = super(torch.autograd.Function, _Attention).apply
 
 
 class DifferentiatedOnce(torch.autograd.Function):
-    """Gradients that cannot be differentiated again: trying to raises an error. whose: the function's name, for the error."""
+    """Gradients that cannot be differentiated again: an attempt raises an error. whose: the function's name, for the error."""
 
     @staticmethod
     def forward(
@@ -223,7 +223,7 @@ def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
     return _Attention.apply(call, *arrays.values())
 
 
-_TRACKED = (*GRADIENTS.values(), "k_scale", "v_scale")  # arrays that have gradients, or would have some
+_TRACKED = (*GRADIENTS.values(), "k_scale", "v_scale")  # arrays that have gradients, and those for which a gradient is refused
 
 
 def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:

@@ -199,7 +199,7 @@ class BlockMask:
 
     @classmethod
     def _beside(cls, like: Array, csr: tuple[array[int], array[int]], sizes: tuple[int, int, int, int]) -> BlockMask:
-        """A mask on the device of `like` (batch, heads, ...), from a CSR with offsets for each row of each of its matrices."""
+        """A mask on the device of `like` (batch, heads, ...), from a CSR that has an offset for each row of each matrix."""
         framework = framework_of("like", like)
         rows, cols = (framework.int32(x, like) for x in csr)
         seqlen_q, _, block_q, _ = sizes
@@ -272,7 +272,7 @@ class BlockMask:
     def butterfly(
         cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right", like: Array | None = None
     ) -> BlockMask:
-        """Keeps the diagonal and the key blocks whose number differs from its in one bit: log2(blocks) + 1 of them in a row.
+        """Keeps the diagonal and the key blocks whose number differs from the query block's in one bit: log2(blocks) + 1 blocks in a row.
 
         Sources: Pixelated Butterfly, flat butterfly (Chen et al. 2021, arXiv:2112.00029).
         """
@@ -295,8 +295,8 @@ class BlockMask:
         like: Array | None,
         row: Callable[[range, int], list[Collection[int]]],
     ) -> BlockMask:
-        """A mask from row(diagonal, nk), which gives the key blocks, of nk, that a query block keeps, in ascending runs. The queries of the
-        block have the positions of the key blocks `diagonal`, which may reach past either end."""
+        """A mask from row(diagonal, nk), which returns ascending runs of the key blocks, among nk, that a query block keeps. The queries of
+        the block have the positions of the key blocks `diagonal`, which may reach past either end."""
         lengths = _integers(
             seqlen_q=(seqlen_q, _LENGTH), seqlen_k=(seqlen_k, _LENGTH), block_q=(block_q, _BLOCK), block_k=(block_k, _BLOCK)
         )

@@ -29,7 +29,7 @@ def refusal(wrong: Wrong) -> Exception:
 
 
 def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collection[str], hints: Mapping[str, str]) -> None:
-    """`function` is the one that has these options, for messages; hints: for names of other functions."""
+    """Refuses unknown names. function: whose options they are, for messages; hints: for names that other functions use."""
     for name in given:
         if name not in known:
             hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1, _MISSPELT))
@@ -58,7 +58,7 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
 
 
 def of_generator(x: object) -> str:
-    """If x is a random generator: a hint how to get numbers from it, for arguments that are numbers or arrays."""
+    """A hint how to get numbers from x if x is a random generator, for arguments that are numbers or arrays; else empty."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(x, torch.Generator):
         return "; a generator draws rng by torch.randint(2**63 - 1, (2,), generator=..., device=...)"
@@ -94,7 +94,7 @@ def _no_numbers(numpy: Any) -> tuple[type, ...]:
 
 
 def _item(name: str, x: Any) -> tuple[Hint, ...]:
-    """For an array where a number is accepted: how to get the number out of an array of one."""
+    """The hint for an array where a number is accepted: how to get the number out of an array of one element."""
     is_fit = known_framework(x) is not None and unfit(name, x) is None  # an uninitialized parameter has no shape
     return (Hint("; {0}.item()", (Name(name),)),) if is_fit and prod(x.shape) == 1 else ()
 

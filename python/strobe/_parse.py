@@ -1,4 +1,4 @@
-"""From the caller's arguments to a Call, or to one exception that lists everything wrong; the same for torch tensors and NumPy arrays.
+"""Turns the caller's arguments, torch tensors or NumPy arrays, into a Call, or into one exception that lists everything wrong.
 
 Types and spellings are checked here, shapes and values in the library: it serves every caller, C and C++ included. Errors are collected
 in a list, one exception for each argument, so that a caller sees all of them at once.
@@ -203,7 +203,7 @@ def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
 
 
 def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
-    """The error that x is no array, extended by a hint which array the caller may have meant."""
+    """The error that x is no array, with a hint at the array that the caller may have meant."""
     hint = Hint("")
     if name == "rng":
         hint = Hint("; an integer goes into {0}", (Name("seed"),), needs=("seed",)) if is_whole(x) else Hint(of_generator(x))
@@ -213,7 +213,7 @@ def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | No
 
 
 def _as_scales(framework: Framework, x: Any, k: Array) -> str:
-    """For a value that is no array: the scales that the caller may have meant."""
+    """A hint for a value that is no array: the scales that the caller may have meant."""
     if "float" in (dtype := str(k.dtype).removeprefix("torch.")) and "float8" not in dtype:
         return f", or None: k of {dtype} has no scales"
     shape = tuple(k.shape[:-1])

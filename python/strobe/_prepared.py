@@ -6,7 +6,7 @@ the gradients that are wanted, threads, determinism, autocast. A call that a com
 has no key, and takes the full path every time.
 
 There are three entry points: strobe.attention() itself, whose repetition is not even parsed; its gradients; and a parsed call in one
-direction, which compiled graphs, attention_backward() and strobe.distributed make, and calls whose arrays are new in each repetition.
+direction. Compiled graphs, attention_backward(), strobe.distributed, and calls whose arrays are new in each repetition use the last one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
 
 
 class Memory:
-    """The calls that were made, by their keys: a Call without arrays the first time and a PreparedCall from the second time on, or the
-    results of strobe.distributed's checks. Repeated calls are kept, however many others come only once."""
+    """The calls that were made, by their keys: a Call without arrays after the first time, a PreparedCall from the second time on, or
+    the results of strobe.distributed's checks. Repeated calls are kept, however many others come only once."""
 
     def __init__(self) -> None:
         self.lately: dict[bytes, Any] = {}
@@ -160,7 +160,7 @@ def _repeated(
     if isinstance(seen, Call):
         made = results()
         CALLS.keep(key, prepare(call, known, made, direction, form=bytes(range(len(made)))))
-        del made  # an example, whose memory the call can use
+        del made  # it was an example: its memory is free for the call
     return _eager.run(CALLS.lately, *signed)
 
 

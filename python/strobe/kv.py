@@ -54,8 +54,8 @@ _OF_QUANTISE = dict.fromkeys(("k_scale_group", "group_size"), "did you mean grou
 
 
 def _named(example: str, hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The function refuses unknown keywords, with a hint for names of other functions, and more arguments than have a place. example: one
-    that is named."""
+    """Makes a function refuse unknown keywords, with a hint for names of other functions, and too many positional arguments. example: a
+    keyword argument, for messages."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = inspect.signature(function).parameters
@@ -137,7 +137,7 @@ quantize = quantise
 
 
 def _no_dtype(name: str, given: object, accepted: tuple[torch.dtype, ...]) -> Exception:
-    """given may be a dtype's name, or a dtype of NumPy's."""
+    """The error for a wrong dtype. given may also be a dtype's name, or a dtype of NumPy's."""
     word = getattr(given, "__name__", getattr(given, "name", given))
     close = [dtype for dtype in accepted if isinstance(word, str) and str(dtype).removeprefix("torch.") == word.removeprefix("torch.")]
     what = given if isinstance(given, torch.dtype) else shown(given)
@@ -306,7 +306,7 @@ def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pa
 
 
 def _no_room(b: int, held: int, new: int, room: int, page: int, in_pages: bool) -> str:
-    """Refuses sequence b, which holds so many tokens that the new ones do not fit after them."""
+    """The error for sequence b, which holds so many tokens that the new ones do not fit after them."""
     full = "full" if held == room else "too small"
     counts = f"have room for {room} tokens, hold {held} (seqlens) and are to get {new} more"
     if in_pages:
@@ -340,7 +340,7 @@ def copy(
 ) -> None:
     """Copies pages of a cache, or rows of a contiguous one, in place: page target[i] gets the contents of page source[i].
 
-    A sequence needs it that diverges from another one with which it shares a page.
+    Use it when a sequence diverges from another one with which it shares a page.
 
     Args:
         k_cache, v_cache: the cache, in either layout.
@@ -465,7 +465,7 @@ def _write(
 
 @torch.library.custom_op("strobe::kv_copy", mutates_args=("k_cache", "v_cache"))
 def _copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """Pairs with a page that is not in the cache repeat the first of the others; if there is none, a page is copied to itself."""
+    """Copies pages. A pair with a page outside of the cache repeats the first valid pair; if there is none, a page is copied to itself."""
     pages = k_cache.shape[0]
     there = (source >= 0) & (source < pages) & (target >= 0) & (target < pages)
     first = torch.where(there, torch.arange(len(there), device=there.device), there.int().argmax())
@@ -488,7 +488,7 @@ def _(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 def _check_lists(page_table: Tensor | None, seqlens: Tensor | None, batch: int | None = None) -> int:
-    """Returns B."""
+    """Checks the kinds of page_table and seqlens; returns B."""
     if page_table is not None and (page_table.dim() != 2 or not _is_integral(page_table) or batch not in (None, page_table.shape[0])):
         accepted = "(B, n)" if batch is None else f"({batch}, n)"
         raise refusing(
@@ -519,8 +519,8 @@ class _Sizes(NamedTuple):
 
     batch: int
     heads: int
-    new: int  # tokens per sequence; with cu_seqlens of all
-    rows: int  # pages, or sequences
+    new: int  # tokens per sequence; with cu_seqlens, of all sequences together
+    rows: int  # number of pages, or of sequences
     page: int
 
 
@@ -533,13 +533,13 @@ def _sizes_of_first(given: dict[str, Tensor], bshd: bool) -> _Sizes:
 
 
 def _sizes_of_most(given: dict[str, Tensor], bshd: bool) -> _Sizes:
-    """For tensors that do not fit together, the sizes of the majority, so that correct ones are not reported."""
+    """The sizes that most tensors agree on, for tensors that do not fit together, so that correct ones are not reported."""
     k_cache, v_cache, k, v, seqlens = (given[name] for name in ("k_cache", "v_cache", "k", "v", "seqlens"))
     paged, packed = "page_table" in given, "cu_seqlens" in given
     head, row = (2, 1) if bshd else (1, 2)
     of_new = 1 if packed else head
     heads = _most([k_cache.shape[head], v_cache.shape[head], k.shape[of_new], v.shape[of_new]])
-    turned = k.shape[of_new] != heads == v.shape[of_new]  # if so, k's other axes are no measure for v
+    turned = k.shape[of_new] != heads == v.shape[of_new]  # if so, k's other axes cannot be compared
     if packed:
         batch, new = len(given["cu_seqlens"]) - 1, len(v if turned else k)
     else:
@@ -587,7 +587,7 @@ def _ways_out(given: dict[str, Tensor], name: str, sizes: _Sizes, bshd: bool) ->
 
 
 def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
-    """The tensors of a call of append() that do not fit."""
+    """Refuses the tensors of a call of append() that do not fit."""
     k_cache, k, seqlens = (given[name] for name in ("k_cache", "k", "seqlens"))
     table, cu_seqlens, quantised = given.get("page_table"), given.get("cu_seqlens"), "k_scale" in given
     axes = {"k_cache": 4, "v_cache": 4} | dict.fromkeys(("k", "v"), 4 if cu_seqlens is None else 3)
@@ -656,7 +656,7 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
 
 
 def _wrong_dtypes(k_cache: Tensor, v_cache: Tensor, quantised: bool, scales: str = "") -> Wrong:
-    """Dtypes that attention() does not accept, for a cache with scales, or without. scales: a message's words for the missing ones."""
+    """Refuses dtypes that attention() does not accept, for a cache with scales or without. scales: a message's words for missing scales."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype in _LARGEST and not quantised:
             return [ValueError(f"k_scale, v_scale: None beside {name} of {x.dtype}; accepted are the scales of a quantised cache{scales}")]
@@ -676,7 +676,7 @@ def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Wrong:
-    """The caches and scales of a call of copy(), which does not know the layout, that do not fit."""
+    """Refuses caches and scales that do not fit, for copy(), which does not know the layout."""
     wrong = _wrong_dtypes(k_cache, v_cache, quantised=k_scale is not None)
     if wrong or k_scale is None or v_scale is None:
         return wrong
@@ -702,7 +702,7 @@ def _is_groups(count: int, rows: int) -> bool:
     """Whether rows make this many groups for some k_scale_group."""
     if not count or not rows:
         return count == rows
-    group = 32 * -(-rows // (32 * count))  # the least one that makes no more
+    group = 32 * -(-rows // (32 * count))  # the smallest group that makes at most `count` groups
     return -(-rows // group) == count
 
 

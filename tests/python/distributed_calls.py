@@ -151,8 +151,8 @@ AGAIN: dict[str, dict[str, Any]] = {
 
 
 def comes_again(group: dist.ProcessGroup, method: str) -> tuple[dict[str, float], int]:
-    """By how much each of AGAIN differs from one device's call, the third time that all of them are made; and how many calls are remembered
-    that were not after the second time."""
+    """Makes all calls in AGAIN three times. Returns how far each third result differs from one device's, and how many calls are remembered
+    after the third time that were not after the second."""
     own, found, kept = dist.new_group(list(range(group.size()))), {}, 0
     for _ in range(3):
         before = len(_prepared.CALLS.lately)
@@ -473,12 +473,12 @@ def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tu
         out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method, **given)
         of_forward, found = found, []
         out.backward(dout)
-    return of_forward[1:], found[1:]  # the first is checked, and not made
+    return of_forward[1:], found[1:]  # without the call that is only checked
 
 
 def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[str, str]]]:
-    """By how much nn.MultiheadAttention of shards differs from that of whole sequences, with and without gradients; and its message if
-    weights are asked for."""
+    """The difference between nn.MultiheadAttention of shards and of whole sequences, with and without gradients; and its message if weights
+    are asked for."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     torch.manual_seed(0)
     module, x = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, S, 32)
@@ -495,7 +495,7 @@ def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[
 
 
 def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Within a context: calls that see only the rank's tokens, then strobe.distributed's; and one after the context."""
+    """What calls raise: in a context calls that see only the rank's tokens, and strobe.distributed's; then a call after the context."""
     from strobe.compat import sdpa
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
@@ -517,7 +517,7 @@ def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, st
 
 
 def changed_in_place(group: dist.ProcessGroup, method: str) -> float:
-    """The same for packed sequences, tracked and not."""
+    """The largest difference if out of packed sequences, tracked by autograd or not, is changed in place."""
     sharding, cu = Sharding.contiguous(32, group.size()), torch.tensor([0, 20, 32], dtype=torch.int32)
     q, k, v = (torch.randn(32 // group.size(), 4, 16) for _ in "qkv")
     differences = []
@@ -651,7 +651,7 @@ def bytes_received(group: dist.ProcessGroup, method: str, kind: str, options: di
 
 
 def trained_and_resumed(group: dist.ProcessGroup, folder: str, cache: str) -> tuple[list[float], list[float]]:
-    """The losses of four steps; and of two, a checkpoint, and two more. `group` has all ranks."""
+    """The losses of a run of four steps, and of one that is resumed from a checkpoint after two. `group` has all ranks."""
     from strobe_tools.train import CONFIGS, data
     from strobe_tools.train.ranks import Ranks
     from strobe_tools.train.trainer import Trainer
@@ -672,7 +672,7 @@ def trained_and_resumed(group: dist.ProcessGroup, folder: str, cache: str) -> tu
 
 
 def runs_the_page(group: dist.ProcessGroup, page: str) -> float:
-    """Runs the Python of docs/many-gpus.md; by how much the results that it prints differ. `group` has all ranks and stays."""
+    """Runs the Python of docs/many-gpus.md; returns by how much the results that it prints differ. `group` has all ranks and stays."""
     printed: list[float] = []
     names: dict[str, Any] = {"print": lambda x: printed.append(float(x))}
     there = {"init_process_group": lambda backend: None, "destroy_process_group": lambda: None}
@@ -696,7 +696,7 @@ DTENSOR_OPTIONS: dict[str, dict[str, Any]] = {
         "block_mask": strobe.BlockMask.from_kept(torch.rand(2, H, 3, 3, generator=torch.Generator().manual_seed(3)) < 0.7, 16, 16, S, S)
     },
     "none": {},
-    "learned": {},  # bias and sinks, with gradients
+    "learned": {},  # bias and sinks that have gradients
 }
 
 

@@ -178,7 +178,7 @@ def test_a_switch_that_cannot_be_printed(wrong, shown):
     [({"window_size": (1, "a")}, r"window_size: \(1, 'a'\); accepted"), ({"softmax_scale": "x"}, "scale: str; accepted")],
 )
 def test_a_compiled_call_refuses_what_an_eager_one_does(wrong, message):
-    """Its lines may have the names of strobe.attention(), and contain what the function's own check says."""
+    """The lines of a compiled call may have the names of strobe.attention(), and contain what the function's own check says."""
     torch.compiler.reset()
     q, k, v = (x.detach() for x in inputs(1, 5, 2, 8))
     for function in (flash_attn.flash_attn_func, torch.compile(flash_attn.flash_attn_func, backend="eager")):

@@ -102,7 +102,7 @@ def test_calls_that_differ_raise_on_all(workers, change):
 
 
 def test_options_that_differ_are_told_as_they_are_written():
-    """Not as fields of the C ABI; options at their default are named, too."""
+    """Messages name options as callers write them, not as fields of the C ABI, and those at their default as well."""
     drawn = _operators._written({"deterministic": True, "invariant": True, "bshd": True, "window_right": 0, "dropout": 0.5}, True)
     plain = _operators._written({}, False)
     differ = {name: (drawn[name], plain[name]) for name in plain if drawn[name] != plain[name]}
@@ -166,7 +166,7 @@ def test_rows_behind_the_last_sequence_see_no_sink(workers, method):
 
 @pytest.mark.parametrize("wrong", [None, 0])
 def test_a_rank_that_cannot_copy_what_it_sends(workers, wrong):
-    """It reports so before the others send anything; the first rank that failed is the one that is named."""
+    """The rank reports its failure before the others send anything. All ranks name the first rank that failed."""
     answers = workers.run(calls.cannot_prepare, 3, 1, wrong)
     assert len(set(answers)) == 1
     assert answers[0][0] == ("MemoryError" if wrong is None else "TypeError")
@@ -177,7 +177,7 @@ def test_a_rank_that_cannot_copy_what_it_sends(workers, wrong):
     ("agree", "how"), [(True, "absent"), (False, "absent"), (False, "wrong"), (True, "backward")], ids=lambda x: str(x)
 )
 def test_a_rank_that_does_not_come_is_named(workers, agree, how):
-    """In the end by a time limit, here of half a second."""
+    """A time limit, here of half a second, ends the wait."""
     answers = workers.run(calls.does_not_come, 4, 2, agree, how)
     for rank, (kind, text, seconds) in enumerate(answers):
         if rank == 2:
@@ -198,7 +198,7 @@ def test_a_rank_that_does_not_come_is_named(workers, agree, how):
     ],
 )
 def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
-    """It does not know which ranks wait for it; the waiting ranks check."""
+    """The rank does not know which ranks wait for it, so the waiting ranks check whether it has failed."""
     answers = workers.run(calls.leaves, 4, 2, how)
     for rank, (_, text, seconds) in enumerate(answers):
         assert text == (words if rank == 2 else f"{words} [rank 2 of 4]")
@@ -207,7 +207,7 @@ def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
 
 
 def test_a_group_without_a_cpu_backend(workers):
-    """Its ranks agree in a gloo group, however many other groups each of them is in."""
+    """The ranks of such a group agree in a gloo group, however many other groups each rank is in."""
     answers = workers.run(calls.agrees_without_a_cpu_backend, 4)
     assert len({repr(answer) for answer in answers}) == 1
     numbers, (kind, text), _ = answers[0]
@@ -317,7 +317,7 @@ def test_context_parallel(workers, door):
 
 
 def test_multihead_attention_in_a_context(workers):
-    """Without gradients too, where PyTorch has a fast path that calls no function."""
+    """The test also runs without gradients, where PyTorch has a fast path that calls no function."""
     for difference, refused in workers.run(calls.multihead_in_a_context, 4):
         assert difference < 2e-6
         assert {kind for kind, _ in refused} == {"RuntimeError"}
@@ -453,7 +453,7 @@ def test_predicted_pairs_are_those_that_are_seen():
 
 
 def test_calls_on_parts_are_predicted_at_their_own_rate():
-    """On Hopper the fastest engine supports only whole problems."""
+    """On Hopper, calls on parts run at a lower rate, because the fastest engine supports only whole problems."""
     sharding, band = Sharding.zigzag(2**20, 2), _seen.Band.of(True, None)
     plan = _call.Plan(sharding.ranges, sharding.ranges, (0, 2**20), (0, 2**20), False, band, None)
     of = _call.Facts(plan, 1, 32, 8, (128, 128), 2, "cuda", ())
@@ -469,7 +469,7 @@ def test_calls_on_parts_are_predicted_at_their_own_rate():
 
 
 def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
-    """All of them if it takes as long as the call; nothing is reserved without a transfer, or for a CPU."""
+    """All that the transfer can use are left if it takes as long as the call; none without a transfer, or on a CPU."""
     band = _seen.Band.of(True, None)
 
     def reserved(seqlen: int, world: int, device: str = "cuda", backward: bool = False) -> int:
@@ -487,7 +487,7 @@ def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
 @pytest.mark.parametrize(("given", "expected"), [({}, [5, 5, 5, 0]), ({"reserved_sms": 2}, [2, 2, 2, 2])])
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_multiprocessors_are_left_beside_transfers(workers, method, given, expected):
-    """Only gradients are in flight beside the last group of heads and in the last turn. A caller's own number is used."""
+    """Multiprocessors are left while a transfer is in flight; in the last group or turn only gradients are. A caller's number is kept."""
     assert workers.run(calls.reserved, 4, method, given) == [(expected, [expected[0]] * 4)] * 4
 
 

@@ -51,7 +51,7 @@ def test_every_token_has_one_owner_and_comes_back(name, seqlen, world, seed, dim
 @settings(max_examples=80, deadline=None)
 @given(LENGTHS, WORLDS)
 def test_shares_are_even(seqlen, world):
-    """Contiguous within one token, zigzag within two; with fewer tokens than ranks, some have none."""
+    """Contiguous shares differ by one token at most, zigzag shares by two; with fewer tokens than ranks, some have none."""
     contiguous = [Sharding.contiguous(seqlen, world).count(rank) for rank in range(world)]
     assert max(contiguous) - min(contiguous) <= 1
     zigzag = [Sharding.zigzag(seqlen, world).count(rank) for rank in range(world)]
@@ -78,7 +78,7 @@ def work(sharding: Sharding, cu: list[int], left: int | None, causal: bool) -> l
 @settings(max_examples=60, deadline=None)
 @given(st.integers(300, 900), st.integers(2, 5), st.integers(0, 99), st.sampled_from([None, 40, 200]))
 def test_balanced(seqlen, world, seed, left):
-    """Within a quarter of the mean work, and of the mean count; documents of any lengths."""
+    """Each rank's work and number of tokens differ from the mean by a quarter at most, for documents of any lengths."""
     rng = random.Random(seed)
     cu = sorted({0, seqlen, *(rng.randrange(seqlen) for _ in range(rng.randrange(5)))})
     sharding = Sharding.balanced(seqlen, world, cu_seqlens=cu, window=None if left is None else (left, 0))
@@ -288,7 +288,7 @@ def test_only_dense_tensors_are_sharded():
     st.booleans(),
 )  # fmt: skip
 def test_seen_keys_are_those_that_positions_and_blocks_leave(world, seed, packed, causal, left, right, blocks):
-    """Compared with the formulas of the contract, for sequences of different lengths on the two sides."""
+    """The keys are compared with the formulas of the contract, for sequences of different lengths on the two sides."""
     rng = random.Random(seed)
     lengths = [(rng.randrange(1, 60), rng.randrange(0, 60)) for _ in range(3 if packed else 1)]
     cu_q, cu_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))

@@ -1,4 +1,4 @@
-"""python/glue/eager.c: which calls of torch tensors are the same call, which may use the fast path, and its leftovers."""
+"""python/glue/eager.c: which calls of torch tensors are the same call, which may use the fast path, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -169,14 +169,14 @@ def test_other_objects_have_no_key():
 
 @pytest.mark.skipif(sys.platform != "linux" or torch.__version__ < "2.10", reason="elsewhere a tensor's methods are asked")
 def test_the_shim_is_found():
-    """Without it a repeated call of three tensors takes at least a tenth longer."""
+    """Without the shim a repeated call of three tensors takes at least a tenth longer."""
     assert _eager.HAS_SHIM
 
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 def test_a_call_that_comes_again_sees_that_a_storage_was_shortened(grad, view, short_ways):
-    """However it was before; and it uses the fast path again when the storage is long enough."""
+    """The check does not depend on earlier calls, and the call uses the fast path again when the storage is long enough."""
     memory = torch.randn(3, 1, 2, 20, 16)
     for _ in range(2):
         for n in range(3):
@@ -398,7 +398,7 @@ def test_inference_mode_has_inference_tensors():
 
 
 def test_nothing_is_left_behind():
-    """Neither results, nor blocks of Python's memory."""
+    """Calls leave neither results nor blocks of Python's memory behind."""
     q, k, v = qkv(grad=True)
     bias = torch.randn(20, 20, requires_grad=True)
     results: list[weakref.ref[Tensor]] = []
@@ -431,7 +431,7 @@ def test_a_call_that_is_forgotten_is_released(monkeypatch):
     before = sys.getrefcount(prepared)
     for _ in range(10):
         strobe.attention(q, k, v)
-        assert prepared.run(q, k) is None  # too few
+        assert prepared.run(q, k) is None  # too few arguments
         assert prepared.run(q, k, "v") is None
     assert sys.getrefcount(prepared) == before
     more = weakref.ref(prepared.more)
@@ -472,7 +472,7 @@ GPU = """
     torch._C._cuda_getDevice = lambda: now[0]
     torch._C._cuda_getCurrentRawStream = lambda index: 1000 + index
 
-    from strobe import _eager, _prepared  # which looks these functions up
+    from strobe import _eager, _prepared  # these look the functions up
     from strobe._core import ffi
     @ffi.callback("int32_t(strobe_prepared *, int32_t, uint8_t *, uintptr_t *, int32_t, uintptr_t, uintptr_t, uint64_t)")
     def run(prepared, count, fields, addresses, threads, stream, workspace, size):
@@ -511,8 +511,8 @@ GPU = """
 
 
 def test_on_a_gpu(reader):
-    """Its stream and its workspace reach the library, and results lie on its device, current or not. PyTorch's functions are replaced by
-    fakes."""
+    """The GPU's stream and workspace reach the library, and results lie on its device, whether it is current or not. Fakes replace
+    PyTorch's functions."""
     code = textwrap.dedent(GPU)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr

@@ -1,4 +1,4 @@
-"""strobe.Part: calls cut into parts give the uncut call, and refused parts. Options in pairs are in test_contract.py."""
+"""strobe.Part: calls cut into parts give the uncut call's results; wrong parts are refused. Options in pairs are in test_contract.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def drawn(seed: int) -> dict:
         case["flag"] = None if case["flag"] == "invariant" else case["flag"]
         case["storage"] = "bhsd" if case["storage"] == "reversed" else case["storage"]
         case["bias kind"] = None if case["bias"] is None else case["bias kind"] or "gradient"
-        if ON_GPU and case["dtype"] == "float32" and case["score"] != "dot":  # its bound is known to be missed, rarely and by little
+        if ON_GPU and case["dtype"] == "float32" and case["score"] != "dot":  # this score may exceed its bound, rarely and by little
             continue
         if _valid(case):
             return case
@@ -74,7 +74,7 @@ def test_large_lse(sign, by, dtype, engine):
     if by == "a bias":
         inputs.options["bias"] += sign * 1e4
         inputs.gradients.clear()
-    else:  # all keys near one another, so that scores are large and near one another too
+    else:  # all keys are near one another, so that scores are large and nearly equal
         inputs.k.copy_(inputs.k / 16 + 40)
         inputs.q.copy_(inputs.q / 16 + sign * 31)
     yardstick = Yardstick(inputs)
@@ -126,7 +126,7 @@ def test_the_same_bits_in_every_run(seed):
 @pytest.mark.skipif(ON_GPU, reason="GPU engines choose tiles, and share out keys, by how many rows there are")
 @pytest.mark.parametrize("engine", available_engines())
 def test_starts_do_not_change_bits(engine):
-    """For a query's out and lse on one engine with the same keys: only the call's set of rows differs."""
+    """A query's out and lse have the same bits on one engine with the same keys, whatever other rows the call has."""
     x = call(sq=128, sk=128, d=32, h=2, b=1, dtype=torch.bfloat16)
     how = {"causal": True, "return_lse": True, "tile_q": 16, "engine": engine}
     out, lse = strobe.attention(x.q, x.k, x.v, **how)
@@ -244,7 +244,7 @@ def test_accumulate_without_a_part(dtype, engine):
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_the_reference_adds_to_what_other_engines_add_to(dtype, partial):
-    """It required float64, although only the engine's name differed."""
+    """The reference required float64, although only the engine's name differed."""
     x = call(sq=20, h=4, hkv=2, dtype=dtype)
     options = {"part": strobe.Part([(0, 20)], [(0, x.k.shape[2])], 20, x.k.shape[2], partial=True)} if partial else {}
     out, lse = strobe.attention(x.q, x.k, x.v, return_lse=True, **options)
@@ -287,7 +287,7 @@ def test_no_sequences(engine):
 
 @pytest.mark.parametrize("engine", available_engines())
 def test_keys_behind_the_last_query_are_hidden(engine):
-    """The queries of a part end before those of the whole sequence, which would see the keys that hold NaN here."""
+    """The part's queries end before the last queries of the whole sequence, which would see the keys that hold NaN here."""
     g = torch.Generator().manual_seed(2)
     dtype = dtype_of(engine)
     q, dout, k, v = (torch.randn(1, 1, n, 64, generator=g).to(dtype) for n in (4, 4, 80, 80))
@@ -309,7 +309,7 @@ def test_keys_behind_the_last_query_are_hidden(engine):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_merge_with_sinks(layout):
-    """Once, with one number and with two."""
+    """Sinks are given once, with LSE as one number and as two."""
     shape = (2, 2, 8, 16) if layout == "bhsd" else (2, 8, 2, 16)
     q, k, v = (torch.randn(shape) for _ in range(3))
     sinks = torch.tensor([0.5, -1.0])
@@ -330,7 +330,7 @@ def test_merge_with_sinks(layout):
 
 
 def test_autograd():
-    """For a call with all the keys that its queries see; a partial one is refused."""
+    """A call with all the keys that its queries see is differentiable; a partial one is refused."""
     x = call(sq=16, sk=48, d=32)
     q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
     part = strobe.Part([(32, 16)], [(0, 48)], 48, 48)

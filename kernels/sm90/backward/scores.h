@@ -204,7 +204,7 @@ private:
     }
     __device__ __forceinline__ bool allowed() const { return bit != 0; }
   };
-  // S -> P where scores are more than products.
+  // S -> P if some option changes the scores.
   template <bool kByPosition>
   __device__ __forceinline__ void score(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
     const u32 lse = shared.lse_of(n) + lane % 4 * 8;

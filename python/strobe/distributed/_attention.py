@@ -102,9 +102,9 @@ def attention(
         agree: before the first transfer, forward and backward, the ranks tell one another whether their arguments are valid and the same,
             and whether they have memory: an error on one is raised on all. False saves two small messages in a step, and no rank is told: a
             rank whose arguments are wrong raises, and the others wait for it until the time limit.
-        time_limit: seconds for which a rank waits for the others; the error then names those that did not come. It is raised up to as many
-            seconds and 2 more later, because a rank that came late says so when its own limit ends. None: the group's own. On a GPU the
-            stream waits for a transfer, and the limit is the group's.
+        time_limit: seconds for which a rank waits for the others; the error then names those that did not come. The error may come
+            later than that, by up to time_limit + 2 seconds, because a rank that came late says so when its own limit ends. None: the
+            group's own. On a GPU the stream waits for a transfer, and the limit is the group's.
         mask, bias: rows for the rank's own queries, or broadcast, and columns for all keys: (B or 1, H or 1, rows of q or 1, Sk or 1).
         cu_seqlens_q, cu_seqlens_k: those of the whole axes, not of this rank's tokens (tokens past the last number are padding, whose rows
             are zeros), in host memory or where q lies; on a GPU they are read, which waits for it. The sizes of mask and bias are the
@@ -131,7 +131,7 @@ def attention(
     wants = [agree, time_limit, return_lse]
     try:
         parsed = prepare("attention", group, levels, q, k, v, sharding, sharding_k, method, layout, wants, dict(options))
-    except Exception as failure:  # of any type: the others must be told
+    except Exception as failure:  # whatever its type is, the others must be told
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
         raise
@@ -160,7 +160,7 @@ def attention(
 def in_context(
     group: ProcessGroup | None, mesh: Any, sharding: Any, method: str | None
 ) -> tuple[ProcessGroup, Levels | None, Any, str | None]:
-    """For a call without a sharding, those of context_parallel()."""
+    """The group, sharding and method of the call; without a sharding, those of context_parallel()."""
     if sharding is None and CONTEXTS:
         context = CONTEXTS[-1]
         own = (context.group, None) if group is None and mesh is None else groups_of(group, mesh)
@@ -169,7 +169,7 @@ def in_context(
 
 
 def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> None:
-    """This rank's failure, as all ranks raise it."""
+    """Raises this rank's failure on all ranks."""
     limit = time_limit if isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool) and 0 < time_limit <= _LONGEST else None
     agree(group, Said(Signature({}), failure), limit)
 
@@ -197,7 +197,7 @@ def prepare(
         return known._replace(call=known.call.on(arrays))
     parsed = _judge(function, group, levels, asked)
     given = parsed.call.arrays
-    if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # none is new in each call
+    if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # no tensor is new in each call
         _prepared.CALLS.keep(key, parsed._replace(call=parsed.call.on({})))
     return parsed
 
@@ -217,7 +217,7 @@ class _Asked(NamedTuple):
 
 
 def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | None:
-    """The bytes that determine whether the call is valid, and its method; None if more than these arguments determines that."""
+    """The bytes that determine whether the call is valid, and its method; None if they depend on more than these arguments."""
     shardings = asked.sharding, asked.sharding_k
     if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(sharding, Sharding) for sharding in shardings):
         return None

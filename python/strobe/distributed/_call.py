@@ -32,7 +32,7 @@ Results = dict[str, Tensor]
 class Plan:
     """The positions of tokens, the same on all ranks. Values derived from a Plan are cached under it as the key."""
 
-    q: tuple[Ranges, ...]  # of each rank
+    q: tuple[Ranges, ...]  # the queries of each rank
     k: tuple[Ranges, ...]
     cu_q: tuple[int, ...]  # dense tensors have one sequence, which stands for all of the batch
     cu_k: tuple[int, ...]
@@ -124,9 +124,9 @@ def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
 
 @dataclass
 class RankCall:
-    """of_caller: the caller's call, with the rank's own rows. needs: the names in its arrays whose gradients are asked for. reserved_sms:
-    of a GPU, for a transfer beside a call of the library, unless the caller gives it. first_head, all_heads: for a call on some of the
-    heads."""
+    """One rank's call. of_caller: the caller's call, with the rank's own rows. needs: the arrays whose gradients are asked for.
+    reserved_sms: the multiprocessors that a call of the library leaves to a concurrent transfer, unless the caller gives a number.
+    first_head, all_heads: for a call on some of the heads."""
 
     of_caller: Call
     plan: Plan
@@ -173,7 +173,7 @@ class RankCall:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def rows(self, x: Tensor) -> Tensor:
-        """Tokens first, then the batch of dense tensors, heads and columns."""
+        """x with its axes in the order tokens, batch (if dense), heads, columns."""
         return x.movedim(self.axis, 0) if self.axis != 1 else x.transpose(0, 1)
 
     def tokens(self, rows: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ def backward_into(call: Call, known: Results, made: Results) -> Results:
 
 
 def backward_added(call: Call, known: Results, wanted: list[str], into: Results) -> Results:
-    """Gradients; those in `into` are added to the given contents."""
+    """The gradients; those in `into` are added to what it contains."""
     if call.is_oracle or len(wanted) > len(into):
         return call.backward(known, wanted, into)
     run_into(BACKWARD, call.adding(), known | into, {})

@@ -34,9 +34,9 @@ def context_parallel(
     method: str | None = None,
     **others: Any,
 ) -> Iterator[Sharding]:
-    """Within it each rank has its own tokens of the buffers, and attention sees the whole sequences, as in PyTorch's context manager of
-    this name: torch.nn.functional.scaled_dot_product_attention, and strobe.distributed.attention() without a sharding. All ranks enter it,
-    with the same buffers. It yields the sharding.
+    """A context in which each rank has its own tokens of the buffers, and attention sees the whole sequences. It is like PyTorch's context
+    manager of this name. It serves torch.nn.functional.scaled_dot_product_attention, and strobe.distributed.attention() without a sharding.
+    All ranks enter it, with the same buffers. It yields the sharding.
 
     F.scaled_dot_product_attention must be looked up within, where it is another function: a name that was imported earlier is still
     PyTorch's, which attends among this rank's tokens. nn.MultiheadAttention calls it with need_weights=False, and its fast path for
@@ -152,7 +152,7 @@ def _sdpa(
 
 
 def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """nn.MultiheadAttention's function, which would compute weights among the rank's tokens only."""
+    """nn.MultiheadAttention's function, but refuses need_weights: the weights would cover the rank's own tokens only."""
     place = list(inspect.signature(forward).parameters).index("need_weights")
 
     @functools.wraps(forward)

@@ -173,12 +173,12 @@ def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
 
 
 def _mask_of_blocks(call: Call, plan: Plan) -> object:
-    """For a mask on a GPU, which is not read, the size of its blocks."""
+    """The block mask for the signature; for a mask on a GPU, which is not read, only the size of its blocks."""
     return plan.blocks if plan.blocks is not None or BLOCKS[0] not in call.arrays else (call.options["block_q"], call.options["block_k"])
 
 
 def _but(x: Tensor, axis: int) -> tuple[object, ...]:
-    """x's shape without `axis`, that of tokens, whose number differs between ranks."""
+    """x's shape with a placeholder for the size of `axis`, the number of tokens, which differs between ranks."""
     return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
 
 
@@ -204,7 +204,7 @@ def _started(of_caller: Call, own: _Own, of: str, build: Callable[[RankCall], Pa
         else:
             ask_for(known.memory, q.device)
         made.prepare()
-    except Exception as refused:  # of any type, because the other ranks must be told
+    except Exception as refused:  # whatever its type is, the other ranks must be told
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
     if own.agrees:

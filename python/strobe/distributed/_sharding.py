@@ -86,8 +86,8 @@ class Sharding:
 
     @classmethod
     def contiguous(cls, seqlen: int, world_size: int) -> Sharding:
-        """Each rank has one range, in the order of the ranks; their lengths differ by 1 at most. For windows that are short beside seqlen,
-        and for attention that is not causal.
+        """Each rank has one range, in the order of the ranks; their lengths differ by 1 at most. Suits windows that are short beside
+        seqlen, and attention that is not causal.
 
         Args:
             seqlen: the number of tokens.
@@ -120,8 +120,8 @@ class Sharding:
         *,
         causal: bool = True,
     ) -> Sharding:
-        """The sharding that gives the ranks nearly the same work, and nearly as many tokens each: contiguous or zigzag if they do, else
-        blocks of tokens that are dealt out, those with most work first.
+        """The sharding that gives the ranks nearly the same work, and nearly as many tokens each: contiguous or zigzag if one of them does,
+        else blocks of tokens that are dealt out, those with most work first.
 
         Args:
             seqlen: the number of tokens.

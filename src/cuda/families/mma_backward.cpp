@@ -121,7 +121,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   push(program, p, a,
        {.delta = delta(p, rows, a),
         .settle = p.bias && !p.part.partial ? std::optional(settle(p, device, a))
-                                            : std::nullopt, // with other scores the rounding of P to 16 bits hides that of LSE
+                                            : std::nullopt, // without a bias, the rounding of P to 16 bits exceeds LSE's
         .main = Launch(kBackward, c, tiles_k, c.threads(), c.shared_bytes(), a),
         .dq = dq_from_sum(p, rows, a),
         .dbias = bias_gradient(p, device, a)});
