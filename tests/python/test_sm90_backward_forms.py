@@ -47,17 +47,14 @@ def form(
     (name,) = (name for name in kernels(shapes, options, True, 90) if "sm90::Backward<" in name)
     c = dict(zip(FIELDS, map(int, re.search(r"Config\{(.*?)\}", name)[1].split(",")), strict=False))  # type: ignore[index]
     narrow = max(dim, dim_v) <= 64
-    for what, there in (
+    forms = (
         (OWNED, c["owns_dq"] and dim <= 64),
         (IN_LINE, narrow and c["in_line"]),
         (STAGED, narrow and c["key_stages"] == 2),
         (KEYS, c["keys_in_registers"] and not narrow),
         (VALUES, c["values_in_registers"]),
-    ):
-        if there:
-            break
-    else:
-        what = USUAL
+    )
+    what = next((name for name, there in forms if there), USUAL)
     assert c["key_stages"] == 1 or not c["deterministic"]
     if not narrow:
         assert (c["key_stages"] == 2) == bool(c["in_line"])
