@@ -14,7 +14,7 @@ from .._messages import shown
 from .._tensor_checks import misplaced, unfit_tensors
 from ..arrays.torch import TORCH
 from ._lengths import check_cu_seqlens, refuse, within
-from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
+from ._words import called, python_numbers, switch_or_refusal, tensor_or_refusal
 
 Window = tuple[int, int] | Tensor  # two integers, or tensors of one element; a tensor of two elements
 NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
@@ -39,17 +39,16 @@ class Options(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_attn_probs: bool = True, names: Mapping[str, str] = NAMES, **more: Any
 ) -> Any:
-    """out, or (out, softmax_lse). names: as in_words_of() takes them. more: other arguments of strobe.attention()."""
+    """out, or (out, softmax_lse). names: as called() takes them. more: other arguments of strobe.attention()."""
     given = translated(names, options, **more)
     with_lse = switch_or_refusal("return_attn_probs", return_attn_probs)
     given["return_lse"] = with_lse if isinstance(with_lse, Exception) else True
-    with in_words_of(names, {"q": q, "k": k, "v": v, **given}):
-        out, lse = attention(q, k, v, **given)
+    out, lse = called(names, attention, q=q, k=k, v=v, **given)
     return (out, lse) if with_lse else out
 
 
 def translated(names: Mapping[str, str], options: Options, **more: Any) -> dict[str, Any]:
-    """The arguments of strobe.attention() beside q, k and v. A wrong argument is replaced by the exception that says so (in_words_of())."""
+    """The arguments of strobe.attention() beside q, k and v. A wrong argument is replaced by the exception that says so (called())."""
     return {
         "causal": switch_or_refusal("causal", options.causal),
         "window": bounds(options.window_size),

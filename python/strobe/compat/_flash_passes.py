@@ -19,7 +19,7 @@ from .._writable import not_writable, writes
 from ..arrays.torch import TORCH
 from ._call import NAMES, Options, attend, pages, sequences, some_tokens, translated
 from ._lengths import integer_or_refusal, refuse
-from ._words import in_words_of, names_checked, switch_or_refusal, tensor_or_refusal
+from ._words import called, names_checked, switch_or_refusal, tensor_or_refusal
 
 _NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse", "page_table": "block_table"}
 _Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -139,8 +139,8 @@ def _backward(given: tuple[Tensor, ...], into: tuple[Tensor | None, ...], option
     refuse(*_misfits(known, written, "cu_seqlens_q" in packed))
     dout, q, k, v, out, lse = given
     arguments = translated(_NAMES, options, **packed)
-    with in_words_of(_NAMES, arguments), _without_autocast(q):
-        found = _backward_of_a_part(dout, q, k, v, out, lse, **arguments)
+    with _without_autocast(q):
+        found = called(_NAMES, _backward_of_a_part, dout=dout, q=q, k=k, v=v, out=out, lse=lse, **arguments)
     softmax_d = _by_head(_row_sums(dout, out))  # before the first write: dq may share memory with dout or out
     for name, x in written.items():
         x.copy_(getattr(found, name))

@@ -18,7 +18,7 @@ from ..kv import append
 from ._call import Options, attend, bounds, in_threes
 from ._lengths import check_cu_seqlens, counts, integer_or_refusal, refuse, within
 from ._rotary import furthest, turn
-from ._words import in_words_of, switch_or_refusal
+from ._words import called, switch_or_refusal
 
 
 class Tokens(NamedTuple):
@@ -75,7 +75,7 @@ def attend_to_cache(
 ) -> Any:  # fmt: skip
     """The flash_attn_with_kvcache of both libraries, whose docstrings describe it.
 
-    names: as in_words_of() takes them; the table is the one named for page_table. beside: what checks of further arguments found.
+    names: as called() takes them; the table is the one named for page_table. beside: what checks of further arguments found.
     """
     table_name, window = names["page_table"], bounds(options.window_size)
     flags = {"causal": options.causal, "rotary_interleaved": rotary.interleaved, "return_softmax_lse": return_lse}
@@ -89,9 +89,9 @@ def attend_to_cache(
     if new.k is not None and new.v is not None:
         _try_attention(new, keys, options, names)
         q, k = _rotated(new, new.k, rotary, filled, added, from_each=bool(options.causal) or window is not None)
-        with in_words_of({**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}):
-            start = _each(filled, batch, device).int()
-            append(cache.k, cache.v, k, new.v, start, page_table=table, cu_seqlens=new.cu_seqlens_k, layout="bshd")
+        written = {"k_cache": cache.k, "v_cache": cache.v, "k": k, "v": new.v, "seqlens": _each(filled, batch, device).int()}
+        names_of_append = {**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}
+        called(names_of_append, append, **written, page_table=table, cu_seqlens=new.cu_seqlens_k, layout="bshd")
         new = Tokens(q, *new[1:])
     if table is not None and keys.table is None:
         row = table[:, 0].clamp(min=0)

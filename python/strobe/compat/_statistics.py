@@ -12,7 +12,7 @@ import torch
 from .. import attention, attention_backward
 from .._checks import refusal
 from .._tensor_checks import unfit_tensors
-from ._words import in_words_of
+from ._words import called
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,9 +23,8 @@ _CHUNK = 2**22  # scores computed at once
 
 
 def forward(names: Mapping[str, str], Q: Tensor, K: Tensor, V: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """(O, LSE), O differentiable. names, and arguments that are exceptions: see in_words_of()."""
-    with in_words_of(names, {"q": Q, "k": K, "v": V, **options}):
-        return attention(Q, K, V, return_lse=True, **options)
+    """(O, LSE), O differentiable. names, and arguments that are exceptions: see called()."""
+    return called(names, attention, q=Q, k=K, v=V, return_lse=True, **options)
 
 
 @torch.no_grad()
@@ -33,8 +32,7 @@ def backward(
     names: Mapping[str, str], Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, lse: Any, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) from the results of forward()."""
-    with in_words_of(names, {"q": Q, "k": K, "v": V, "out": O, "dout": dO, "lse": lse, **options}):
-        found = attention_backward(dO, Q, K, V, O, lse, **options)
+    found = called(names, attention_backward, dout=dO, q=Q, k=K, v=V, out=O, lse=lse, **options)
     return found.dq, found.dk, found.dv
 
 

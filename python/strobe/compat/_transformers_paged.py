@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import attention
-from ._words import in_words_of, tensor_or_refusal
+from ._words import called, tensor_or_refusal
 
 NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "sinks": "s_aux"}
 _PAGED = NAMES | {"window": "sliding_window", "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k"}
@@ -21,7 +21,7 @@ _PAGED |= {"max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k"}
 
 
 def model_options(query: Any, dropout: float, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
-    """The options of strobe.attention() that models set. A wrong one is replaced by the exception that says so, for in_words_of()."""
+    """The options of strobe.attention() that models set. A wrong one is replaced by the exception that says so, for called()."""
     sinks = None if s_aux is None else tensor_or_refusal("s_aux", s_aux)
     if isinstance(sinks, Tensor) and isinstance(query, Tensor):
         sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
@@ -66,8 +66,8 @@ def paged_attention_forward(
         options |= {"cu_seqlens_k": layer.cu_seqlens_k, "max_seqlen_k": layer.longest}
     options |= {**model_options(query, dropout, scaling, softcap, s_aux), "window": None if sliding is None else (sliding - 1, 0)}
     q = query[0].transpose(0, 1)
-    with in_words_of(_PAGED, {"q": q, "k": k, "v": v, **options}):
-        return attention(q, k, v, causal=True, layout="bshd", **options)[None], None
+    out = called(_PAGED, attention, q=q, k=k, v=v, causal=True, layout="bshd", **options)
+    return out[None], None
 
 
 class _Layer:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,30 +26,27 @@ _WHOLES = frozenset({"kv", "qkv", "k_cache", "v_cache"})
 _NOT_THEIRS = frozenset({"layout", "alignment", "engine"})  # options that the other library's functions do not have
 
 
-def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
-    """A refusal of strobe.attention() speaks of the caller's arguments: `names` has the caller's name for each of attention()'s that has
-    another one.
+def called(names: Mapping[str, str], function: Callable[..., R], /, **given: Any) -> R:
+    """function(**given), a function of the package. Its refusals speak of the caller's arguments: `names` has the caller's name for each
+    of the function's that has another one.
 
-    given: the arguments of attention(), by its names. An argument that the caller's own check refuses is replaced by the exception that
-    says why: attention() refuses it, along with all other errors, and the line is the exception's.
+    An argument that the caller's own check refuses is replaced by the exception that says why: the function refuses it, along with all
+    other errors, and the line is the exception's.
     """
-    # PyTorch 2.4 traces no generator. A graph may end within nullcontext(), and what follows then runs within it too: so under a compiler
-    # a refusal has the names of attention(). One by the caller's own check is quoted in it.
-    return nullcontext() if torch.compiler.is_compiling() else _in_words_of(names, given)
-
-
-@contextmanager
-def _in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None) -> Iterator[None]:
     try:
-        yield
+        return function(**given)
     except (TypeError, ValueError, NotImplementedError) as error:
-        own = {name: x for name, x in (given or {}).items() if isinstance(x, Exception)}
-        words = words_for(names, given or {})
-        found: list[Refusal] = []
-        for each in refusals_of(error):
-            of_caller = own.get(each.argument or "")
-            found += [words.said(each)] if of_caller is None else refusals_of(of_caller)
-        raise raised_for(ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(error), found) from None
+        raise _reworded(error, names, given) from None
+
+
+def _reworded(error: Exception, names: Mapping[str, str], given: Mapping[str, Any]) -> Exception:
+    own = {name: x for name, x in given.items() if isinstance(x, Exception)}
+    words = words_for(names, given)
+    found: list[Refusal] = []
+    for each in refusals_of(error):
+        of_caller = own.get(each.argument or "")
+        found += [words.said(each)] if of_caller is None else refusals_of(of_caller)
+    return raised_for(ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(error), found)
 
 
 def words_for(names: Mapping[str, str], given: Iterable[str]) -> Words:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import attention
 from .._abi import outside_graphs
 from .._options import MAX_HEAD_DIM_V
 from .._parse import parse
 from ._lengths import integer_or_refusal, refuse
-from ._statistics import backward, lse_of, statistics
-from ._words import flag_or_refusal, in_words_of, names_checked
+from ._statistics import backward, forward, lse_of, statistics
+from ._words import flag_or_refusal, names_checked
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO", "lse": "l, m"}
 
@@ -107,5 +106,4 @@ def _rounded(x: Tensor, use_half: bool) -> Any:
 
 def _forward(Q: Tensor, K: Tensor, V: Tensor, Bc: Any, Br: Any, use_half: bool) -> tuple[Tensor, Tensor]:
     q, k, v = (_rounded(x, use_half) for x in (Q, K, V))
-    with in_words_of(_NAMES, {"q": q, "k": k, "v": v, "tile_q": Br, "tile_k": Bc}):
-        return attention(q, k, v, tile_q=Br, tile_k=Bc, return_lse=True)
+    return forward(_NAMES, q, k, v, tile_q=Br, tile_k=Bc)

@@ -21,7 +21,7 @@ from .. import BlockMask
 from .._checks import Wrong, is_integer, refusal
 from ..arrays.known import unfit
 from ._statistics import backward, forward, lse_of, statistics
-from ._words import in_words_of, names_checked, tensor_or_refusal
+from ._words import called, names_checked, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
 _NAMES |= {"kept": "block_mask", "block_rows": "block_mask", "lse": "l, m"}
@@ -120,5 +120,5 @@ def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -
             wrong.append(ValueError(f"block_mask: {shapes}, blocks of {block_q} x {block_k} of {lengths[0]} x {lengths[1]} scores"))
     if wrong:
         return refusal(wrong)
-    with in_words_of(_NAMES):
-        return BlockMask.from_kept(block_mask.bool(), block_q, block_k, *lengths)
+    sizes = {"block_q": block_q, "block_k": block_k, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    return called(_NAMES, BlockMask.from_kept, kept=block_mask.bool(), **sizes)

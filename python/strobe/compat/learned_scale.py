@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import attention, nn
-from ._words import in_words_of, mask_or_bias, names_checked, tensor_or_refusal
+from ._words import called, mask_or_bias, names_checked, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "mask": "attn_mask", "bias": "attn_mask"}
 
@@ -66,12 +66,10 @@ class FlashAttention(torch.nn.Module):
         relative = self.scale * self.head_dim**0.5
         if isinstance(q, Tensor) and q.is_floating_point():
             q = _Scaled.apply(q, relative)
-        with in_words_of(_NAMES, {"q": q, **options}):
-            return attention(q, K, V, **options)
+        return called(_NAMES, attention, q=q, k=K, v=V, **options)
 
 
 @names_checked(_NAMES)
 def flash_attention(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     """softmax(Q Kᵀ / sqrt(D)) V on (B, H, N, D); differentiable."""
-    with in_words_of(_NAMES):
-        return attention(Q, K, V)
+    return called(_NAMES, attention, q=Q, k=K, v=V)

@@ -21,7 +21,7 @@ from .. import attention
 from .._messages import TRANSFORMERS_EXTRA, kind, needed_by
 from .._tensor_checks import misplaced
 from ._transformers_paged import NAMES, model_options, paged_attention_forward
-from ._words import in_words_of, switch_or_refusal, tensor_or_refusal
+from ._words import called, switch_or_refusal, tensor_or_refusal
 
 
 def register(name: str = "strobe") -> None:
@@ -100,8 +100,7 @@ def attention_forward(
         "bias": "attention_mask" if position_bias is None else "position_bias",
         "causal": "is_causal",
     }
-    with in_words_of(names, {"q": query, "k": key, "v": value, **options}):
-        out = attention(query, key, value, alignment="top_left", **options)
+    out = called(names, attention, q=query, k=key, v=value, alignment="top_left", **options)
     return out.transpose(1, 2).contiguous(), None
 
 
