@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from .._writable import writes
-from ._call import KV, NAMES, PACKED_QKV, QKV, Options, Window, attend, pages, parts, sequences
-from ._kvcache import Cache, Rotary, Tokens, attend_to_cache
-from ._words import names_checked, python_numbers
+from ._call import KV, NAMES, PACKED_QKV, QKV, Window, attend, in_pages, parts
+from ._kvcache import attend_to_cache
+from ._words import front
 
 __all__ = [
     "flash_attn_func",
@@ -22,10 +23,23 @@ __all__ = [
 ]
 
 _PAGES = NAMES | {"page_table": "block_table", "seqused_k": "cu_seqlens_k"}
-_CACHE = NAMES | {"k": "k_cache", "v": "v_cache", "page_table": "block_table"}
 
 
-@names_checked(NAMES)
+def _attend(given: dict[str, Any]) -> Any:
+    """out, or (out, softmax_lse, None): flash-attn's third result, the probabilities, is never made."""
+    names: Mapping[str, str] = NAMES
+    if "qkv" in given:
+        names, shape = (PACKED_QKV, "(T, 3, H, D)") if "cu_seqlens" in given else (QKV, "(B, S, 3, H, D)")
+        given = parts("qkv", given, shape)
+    elif "kv" in given:
+        names, given = KV, parts("kv", given, "(Tk, 2, Hkv, D)" if "cu_seqlens_k" in given else "(B, Sk, 2, Hkv, D)")
+    elif given.get("block_table") is not None:
+        names, given = _PAGES, in_pages(given, "block_table")
+    found = attend(given, names)
+    return (*found, None) if isinstance(found, tuple) else found
+
+
+@front(NAMES, _attend)
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
@@ -46,34 +60,26 @@ def flash_attn_func(
     Returns:
         out (B, Sq, H, D); softmax_lse (B, H, Sq).
     """
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _and_no_probs(attend(q, k, v, options, return_attn_probs))
 
 
-@names_checked(NAMES)
+@front(NAMES, _attend)
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """flash_attn_func with qkv (B, S, 3, H, D)."""
-    q, k, v = parts("qkv", qkv, 3, 2, "(B, S, 3, H, D)")
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _and_no_probs(attend(q, k, v, options, return_attn_probs, QKV))
 
 
-@names_checked(NAMES)
+@front(NAMES, _attend)
 def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """flash_attn_func with q (B, Sq, H, D) and kv (B, Sk, 2, Hkv, D)."""
-    k, v = parts("kv", kv, 2, 2, "(B, Sk, 2, Hkv, D)")
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    return _and_no_probs(attend(q, k, v, options, return_attn_probs, KV))
 
 
-@names_checked(NAMES)
+@front(NAMES, _attend)
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
@@ -88,42 +94,28 @@ def flash_attn_varlen_func(
     Returns:
         out (Tq, H, D); softmax_lse (H, Tq).
     """
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    if block_table is None:
-        packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return _and_no_probs(attend(q, k, v, options, return_attn_probs, **packed))
-    paged = pages(block_table, cu_seqlens_q, max_seqlen_q, None, cu_seqlens_k)
-    return _and_no_probs(attend(q, k, v, options, return_attn_probs, _PAGES, **paged))
 
 
-@names_checked(NAMES)
+@front(NAMES, _attend)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Window = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """flash_attn_varlen_func with qkv (T, 3, H, D)."""
-    q, k, v = parts("qkv", qkv, 3, 1, "(T, 3, H, D)")
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    packed = sequences(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _and_no_probs(attend(q, k, v, options, return_attn_probs, PACKED_QKV, **packed))
 
 
-@names_checked(NAMES)
+@front(NAMES, _attend)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Window = (-1, -1),
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """flash_attn_varlen_func with q (Tq, H, D) and kv (Tk, 2, Hkv, D)."""
-    k, v = parts("kv", kv, 2, 1, "(Tk, 2, Hkv, D)")
-    options = Options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _and_no_probs(attend(q, k, v, options, return_attn_probs, KV, **packed))
 
 
-@names_checked(NAMES)
 @writes("k_cache", "v_cache", beside="k")
+@front(NAMES, attend_to_cache)
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
@@ -155,12 +147,3 @@ def flash_attn_with_kvcache(
     Returns:
         out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)).
     """
-    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
-    options = Options(0.0, softmax_scale, causal, python_numbers(window_size), softcap, alibi_slopes)
-    return attend_to_cache(_CACHE, Tokens(q, k, v), cache, rotary, options, return_softmax_lse, num_splits)
-
-
-def _and_no_probs(found: Any) -> Any:
-    """out, or (out, softmax_lse, None): flash-attn's third result, the probabilities, is never made."""
-    return (*found, None) if isinstance(found, tuple) else found

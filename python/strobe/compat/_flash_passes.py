@@ -17,16 +17,57 @@ from .._messages import kind, shown
 from .._tensor_checks import unfit_tensors
 from .._writable import not_writable, writes
 from ..arrays.torch import TORCH
-from ._call import NAMES, Options, attend, pages, sequences, some_tokens, translated
+from ._call import NAMES, attend, in_pages, some_tokens, translated
 from ._lengths import integer_or_refusal, refuse
-from ._words import called, names_checked, switch_or_refusal, tensor_or_refusal
+from ._words import called, front, switch_or_refusal, tensor_or_refusal
 
 _NAMES = NAMES | {"rng": "rng_state", "lse": "softmax_lse", "page_table": "block_table"}
-_Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@names_checked(_NAMES)
 @torch.no_grad()
+def _forward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, leftpad, table, dropout = given["q"], given.get("leftpad_k"), given.get("block_table"), given["dropout_p"]
+    wrong: list[Any] = [switch_or_refusal(name, given[name]) for name in ("zero_tensors", "return_softmax") if name in given]
+    wrong.append(integer_or_refusal("num_splits", given.get("num_splits", 0)))
+    if leftpad is not None and dropout:
+        wrong.append(ValueError(f"dropout_p: {shown(dropout)} beside leftpad_k; accepted is 0"))
+    if leftpad is not None and table is not None:
+        wrong.append(ValueError("leftpad_k: given beside block_table; accepted is None, for the table says where a sequence lies"))
+    refuse(*wrong)
+    names = _NAMES
+    if table is not None:
+        names = _NAMES if given["seqused_k"] is not None else {**_NAMES, "seqused_k": "cu_seqlens_k"}
+        given = in_pages(given, "block_table")
+    elif leftpad is not None:
+        refuse(None if given["alibi_slopes"] is None else tensor_or_refusal("alibi_slopes", given["alibi_slopes"]))
+        given = some_tokens(given)
+    rng = TORCH.drawn_rng(q) if dropout and isinstance(q, Tensor) else None
+    with _without_autocast(q):
+        out, lse = attend({**given, "window_size": _window(given), "rng": rng}, names)
+    return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64) if rng is None else rng
+
+
+def _backward(given: dict[str, Any]) -> Tensor:
+    refuse(switch_or_refusal("zero_tensors", given.get("zero_tensors", False)))
+    known = {name: given[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse")}
+    written = {name: given[name] for name in ("dq", "dk", "dv") if given[name] is not None}
+    refuse(*unfit_tensors(known))
+    refuse(*_misfits(known, written, "cu_seqlens_q" in given))
+    dout, q, out, lse = given["dout"], given["q"], given["out"], given["softmax_lse"]
+    arguments = translated({**given, "window_size": _window(given)}, _NAMES)
+    with _without_autocast(q):
+        found = called(_NAMES, _backward_of_a_part, dout=dout, out=out, lse=lse, **arguments)
+    softmax_d = _by_head(_row_sums(dout, out))  # before the first write: dq may share memory with dout or out
+    for name, x in written.items():
+        x.copy_(getattr(found, name))
+    return softmax_d
+
+
+def _window(given: dict[str, Any]) -> tuple[int, int]:
+    return given["window_size_left"], given["window_size_right"]
+
+
+@front(_NAMES, _forward)
 def _flash_attn_forward(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int,
     window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
@@ -41,12 +82,9 @@ def _flash_attn_forward(
         out (B, Sq, H, D); softmax_lse (B, H, Sq), -inf for a query that sees no key; an empty tensor, because the probabilities are never
         made; rng_state, int64 (2,): identifies the dropout mask for the backward. Zeros without dropout.
     """
-    options = Options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    return _forward(q, k, v, options, return_softmax, _NAMES)
 
 
-@names_checked(_NAMES)
-@torch.no_grad()
+@front(_NAMES, _forward)
 def _flash_attn_varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
     softmax_scale: float | None, causal: bool, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
@@ -65,26 +103,10 @@ def _flash_attn_varlen_forward(
     Returns:
         out (Tq, H, D); softmax_lse (H, Tq); the other two as in _flash_attn_forward.
     """
-    wrong: list[Any] = [switch_or_refusal("zero_tensors", zero_tensors), integer_or_refusal("num_splits", num_splits)]
-    if leftpad_k is not None and dropout_p:
-        wrong.append(ValueError(f"dropout_p: {shown(dropout_p)} beside leftpad_k; accepted is 0"))
-    if leftpad_k is not None and block_table is not None:
-        wrong.append(ValueError("leftpad_k: given beside block_table; accepted is None, for the table says where a sequence lies"))
-    refuse(*wrong)
-    options = Options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    if block_table is not None:
-        names = _NAMES if seqused_k is not None else {**_NAMES, "seqused_k": "cu_seqlens_k"}
-        return _forward(q, k, v, options, return_softmax, names, **pages(block_table, cu_seqlens_q, max_seqlen_q, seqused_k, cu_seqlens_k))
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if leftpad_k is None:
-        return _forward(q, k, v, options, return_softmax, _NAMES, **sequences(*lengths), seqused_k=seqused_k)
-    refuse(None if alibi_slopes is None else tensor_or_refusal("alibi_slopes", alibi_slopes))
-    some = some_tokens(q, k, *lengths, slopes=alibi_slopes, leftpad=leftpad_k, used_k=seqused_k)
-    return _forward(q, k, v, options, return_softmax, _NAMES, **some)
 
 
-@names_checked(_NAMES)
 @writes("dq", "dk", "dv")
+@front(_NAMES, _backward)
 def _flash_attn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
     dv: Tensor | None, dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int,
@@ -100,12 +122,10 @@ def _flash_attn_backward(
     Returns:
         softmax_d, (B, H, Sq), float32 (float64 with float64): the sums of dout · out over the head dimension.
     """
-    options = Options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes, deterministic)
-    return _backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options, rng=rng_state)
 
 
-@names_checked(_NAMES)
 @writes("dq", "dk", "dv")
+@front(_NAMES, _backward)
 def _flash_attn_varlen_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None, dk: Tensor | None,
     dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
@@ -117,34 +137,6 @@ def _flash_attn_varlen_backward(
     Returns:
         softmax_d, (H, Tq).
     """
-    refuse(switch_or_refusal("zero_tensors", zero_tensors))
-    options = Options(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes, deterministic)
-    packed = sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), options, **packed, rng=rng_state)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options, return_softmax: bool, names: dict[str, str], **packed: Any) -> _Results:
-    refuse(switch_or_refusal("return_softmax", return_softmax))
-    rng = TORCH.drawn_rng(q) if options.dropout_p and isinstance(q, Tensor) else None
-    with _without_autocast(q):
-        out, lse = attend(q, k, v, options, names=names, **packed, rng=rng)
-    return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64) if rng is None else rng
-
-
-def _backward(given: tuple[Tensor, ...], into: tuple[Tensor | None, ...], options: Options, **packed: Any) -> Tensor:
-    """given: dout, q, k, v, out, softmax_lse; into: dq, dk, dv. packed: rng_state, and how sequences are packed."""
-    known = dict(zip(("dout", "q", "k", "v", "out", "softmax_lse"), given, strict=True))
-    written = {name: x for name, x in zip(("dq", "dk", "dv"), into, strict=True) if x is not None}
-    refuse(*unfit_tensors(known))
-    refuse(*_misfits(known, written, "cu_seqlens_q" in packed))
-    dout, q, k, v, out, lse = given
-    arguments = translated(_NAMES, options, **packed)
-    with _without_autocast(q):
-        found = called(_NAMES, _backward_of_a_part, dout=dout, q=q, k=k, v=v, out=out, lse=lse, **arguments)
-    softmax_d = _by_head(_row_sums(dout, out))  # before the first write: dq may share memory with dout or out
-    for name, x in written.items():
-        x.copy_(getattr(found, name))
-    return softmax_d
 
 
 def _misfits(known: dict[str, Tensor], into: dict[str, Tensor], is_packed: bool) -> Wrong:
@@ -178,7 +170,7 @@ def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _backward_of_a_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **given: Any) -> Gradients:
+def _backward_of_a_part(dout: Tensor, out: Tensor, lse: Tensor, **given: Any) -> Gradients:
     """The gradients of these keys, where out and lse may be those of a larger set of keys. (attention_backward() takes lse for that of
     these keys: it may sum P of a row once more and divide by the sum, to remove LSE's rounding.) With out' and lse' of these keys alone
     and w = exp(lse' - lse), the weights of the whole set are P = w P', and
@@ -186,15 +178,16 @@ def _backward_of_a_part(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
         dV = Pᵀ dO = P'ᵀ (w dO)
         dS = P (dP - D) = P' (dP' - D' + dLSE')    where dO' = w dO, D = rowsum(dO · out) and dLSE' = w rowsum(dO · (out' - out)).
     """
-    own, own_lse = attention(q, k, v, return_lse=True, **given)
+    own, own_lse = attention(return_lse=True, **given)
     weight = torch.where(own_lse == -math.inf, 0.0, torch.exp(own_lse - lse))  # the row sees none of these keys
     # All weights may be so small that dO' leaves float16, so the largest is scaled to a number from 1 to 2, and the gradients scaled back.
     unit = torch.exp2(weight.amax().clamp_min(1e-30).log2().floor()) if weight.numel() else weight.new_ones(())
     weight = weight / unit
     scaled = (dout * _by_head(weight)[..., None]).to(dout.dtype)
     dlse = weight * _by_head(_row_sums(dout, own) - _row_sums(dout, out))
-    found = attention_backward(scaled, q, k, v, own, own_lse, dlse=dlse, **given)
-    return found._replace(dq=found.dq * unit.to(q.dtype), dk=found.dk * unit.to(q.dtype), dv=found.dv * unit.to(q.dtype))
+    found = attention_backward(dout=scaled, out=own, lse=own_lse, dlse=dlse, **given)
+    unit = unit.to(dout.dtype)
+    return found._replace(dq=found.dq * unit, dk=found.dk * unit, dv=found.dv * unit)
 
 
 def _row_sums(dout: Tensor, out: Tensor) -> Tensor:

@@ -99,20 +99,24 @@ def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
     return {"mask": ValueError(f"attn_mask: dtype {dtype}; accepted is bool (True = attend), or a float dtype, added to the scores")}
 
 
-def names_checked(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The function refuses all unknown keywords at once, each with a suggestion: `names` as above."""
+def front(names: Mapping[str, str], run: Callable[[dict[str, Any]], Any] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The function refuses all unknown keywords at once, each with a suggestion: `names` as above.
+
+    run: answers a call, whose arguments it gets by their names. The function itself is then only a signature and its documentation.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known = tuple(inspect.signature(function).parameters)
-        hints = {own: f"did you mean {theirs}?" for own, theirs in names.items() if theirs in known}
+        defaults = {name: x.default for name, x in inspect.signature(function).parameters.items()}
+        hints = {own: f"did you mean {theirs}?" for own, theirs in names.items() if theirs in defaults}
 
         @wraps(function)
         def checked(*arguments: P.args, **named: P.kwargs) -> R:
             wrong: Wrong = []
-            check_names(function.__name__, named, wrong, known, hints)
+            check_names(function.__name__, named, wrong, defaults, hints)
             if wrong:
                 raise refusal(wrong)
-            return function(*arguments, **named)
+            found = function(*arguments, **named)  # here Python refuses a call that lacks an argument, or has one too many
+            return found if run is None else run({**defaults, **dict(zip(defaults, arguments, strict=False)), **named})
 
         # inspect.getfullargspec() does not unwrap, and callers use it to list the arguments.
         checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]

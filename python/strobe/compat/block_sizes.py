@@ -17,12 +17,12 @@ from .._options import MAX_HEAD_DIM_V
 from .._parse import parse
 from ._lengths import integer_or_refusal, refuse
 from ._statistics import backward, forward, lse_of, statistics
-from ._words import flag_or_refusal, names_checked
+from ._words import flag_or_refusal, front
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO", "lse": "l, m"}
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_forward(
     Q: Tensor, K: Tensor, V: Tensor, Bc: int | None = None, Br: int | None = None, use_half: bool = False, *, bc: int | None = None,
     br: int | None = None,
@@ -32,7 +32,7 @@ def flash_attention_forward(
     return _forward(Q, K, V, _spelled("Bc", Bc, bc), _spelled("Br", Br, br), use_half)[0].to(Q.dtype)
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_forward_lm(
     Q: Tensor, K: Tensor, V: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def flash_attention_forward_lm(
     return O.to(Q.dtype), *statistics(_rounded(Q, use_half), _rounded(K, use_half), lse)
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +66,7 @@ class FlashAttention(torch.nn.Module):
         return flash_attention_backward(q, k, v, o, do, l, m, self.bc, self.br, self.use_half)
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 @outside_graphs
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
     """(Bc, Br) that Strobe itself chooses for a forward of one float32 head of that size, on the GPU if there is one."""
@@ -77,7 +77,7 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
     return Bc, Br
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def estimate_memory_usage(batch_size: int, num_heads: int, seq_len: int, head_dim: int, use_half: bool = False) -> dict[str, float]:
     """Bytes of a forward: Q, K, V; the LSE, the only statistic of the scores that is kept; O. An engine's workspace is not included."""
     sizes = {"batch_size": batch_size, "num_heads": num_heads, "seq_len": seq_len, "head_dim": head_dim}

@@ -21,13 +21,13 @@ from .. import BlockMask
 from .._checks import Wrong, is_integer, refusal
 from ..arrays.known import unfit
 from ._statistics import backward, forward, lse_of, statistics
-from ._words import called, names_checked, tensor_or_refusal
+from ._words import called, front, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
 _NAMES |= {"kept": "block_mask", "block_rows": "block_mask", "lse": "l, m"}
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention(
     Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
     dropout_p: float = 0.0, rng_state: Tensor | None = None,
@@ -36,7 +36,7 @@ def flash_attention(
     return forward(_NAMES, Q, K, V, **_options(mask, causal, softmax_scale, dropout_p, rng_state))[0]
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_forward(
     Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
     dropout_p: float = 0.0, rng_state: Tensor | None = None,
@@ -45,7 +45,7 @@ def flash_attention_forward(
     return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q)))
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, rng_state: Tensor | None = None,
     mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, dropout_p: float = 0.0,
@@ -54,7 +54,7 @@ def flash_attention_backward(
     return backward(_NAMES, Q, K, V, O, dO, lse_of(l, m), **_options(mask, causal, softmax_scale, dropout_p, rng_state))
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def block_sparse_flash_attention(
     Q: Tensor, K: Tensor, V: Tensor, block_mask: Tensor, block_q: int, block_k: int, mask: Tensor | None = None, causal: bool = False,
     softmax_scale: float | None = None, dropout_p: float = 0.0, rng_state: Tensor | None = None,
@@ -64,7 +64,7 @@ def block_sparse_flash_attention(
     return forward(_NAMES, Q, K, V, **_options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))[0]
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def block_sparse_flash_attention_forward(
     Q: Tensor, K: Tensor, V: Tensor, block_mask: Tensor, block_q: int, block_k: int, mask: Tensor | None = None, causal: bool = False,
     softmax_scale: float | None = None, dropout_p: float = 0.0, rng_state: Tensor | None = None,
@@ -74,7 +74,7 @@ def block_sparse_flash_attention_forward(
     return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), blocks))
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def block_sparse_flash_attention_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, block_mask: Tensor, block_q: int, block_k: int,
     rng_state: Tensor | None = None, mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,

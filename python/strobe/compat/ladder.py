@@ -14,13 +14,13 @@ from torch import Tensor
 from strobe.arrays.known import unfit
 
 from ._statistics import backward, forward, lse_of, statistics
-from ._words import names_checked
+from ._words import front
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "scale": "softmax_scale", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO"}
 _NAMES_1, _NAMES_2 = {**_NAMES, "lse": "l, m"}, {**_NAMES, "lse": "L"}
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_1_forward(
     Q: Tensor, K: Tensor, V: Tensor, causal: bool = False, softmax_scale: float | None = None, Br: int | None = None, Bc: int | None = None
 ) -> list[Tensor]:
@@ -29,7 +29,7 @@ def flash_attention_1_forward(
     return [O, *statistics(Q, K, lse, scale=softmax_scale, causal=causal)]
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_1_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, causal: bool = False,
     softmax_scale: float | None = None, Br: int | None = None, Bc: int | None = None,
@@ -39,7 +39,7 @@ def flash_attention_1_backward(
     return list(backward(_NAMES_1, Q, K, _as_wide(V, Q), O, dO, lse_of(l, m), **options))
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_2_forward(
     Q: Tensor, K: Tensor, V: Tensor, causal: bool = False, softmax_scale: float | None = None, Br: int | None = None, Bc: int | None = None
 ) -> list[Tensor]:
@@ -47,7 +47,7 @@ def flash_attention_2_forward(
     return list(forward(_NAMES_2, Q, K, _as_wide(V, Q), causal=causal, scale=softmax_scale, tile_q=Br, tile_k=Bc, engine="ladder-flash2"))
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_2_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor, causal: bool = False, softmax_scale: float | None = None,
     Br: int | None = None, Bc: int | None = None,

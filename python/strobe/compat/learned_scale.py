@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import attention, nn
-from ._words import called, mask_or_bias, names_checked, tensor_or_refusal
+from ._words import called, front, mask_or_bias, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "mask": "attn_mask", "bias": "attn_mask"}
 
@@ -69,7 +69,7 @@ class FlashAttention(torch.nn.Module):
         return called(_NAMES, attention, q=q, k=K, v=V, **options)
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     """softmax(Q Kᵀ / sqrt(D)) V on (B, H, N, D); differentiable."""
     return called(_NAMES, attention, q=Q, k=K, v=V)

@@ -16,14 +16,14 @@ from torch import Tensor
 from .. import attention
 from .._refusals import refusing
 from ..arrays.torch import TORCH
-from ._words import called, flag_or_refusal, mask_or_bias, names_checked, tensor_or_refusal
+from ._words import called, flag_or_refusal, front, mask_or_bias, tensor_or_refusal
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}
 _NAMES |= {"causal": "is_causal", "return_lse": "enable_gqa"}
 _HINTS = {own: theirs for own, theirs in _NAMES.items() if own != "return_lse"} | dict.fromkeys(("softmax_scale", "sm_scale"), "scale")
 
 
-@names_checked(_HINTS)
+@front(_HINTS)
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
