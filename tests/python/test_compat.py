@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss, scaled_dot_product_attention
 import plain
 import strobe
 from device import DEVICE
-from strobe.compat import _statistics, block_sizes, functional, ladder, learned_scale
+from strobe.compat import block_sizes, functional, ladder, learned_scale
 
 
 @pytest.fixture(autouse=True)
@@ -270,7 +270,7 @@ def test_bc_and_br_change_the_tile(monkeypatch, bc, br):
         asked.update(given)
         return strobe.attention(**given)
 
-    monkeypatch.setattr(_statistics, "attention", attention)
+    monkeypatch.setattr(block_sizes, "attention", attention)
     close(block_sizes.flash_attention_forward(Q, K, V, Bc=bc, Br=br), formulas(Q, K, V))
     here = (x.cpu() for x in (Q, K, V))
     assert f"; tile {br} x {bc};" in strobe.explain(*here, tile_q=asked["tile_q"], tile_k=asked["tile_k"], engine="cpu-baseline")

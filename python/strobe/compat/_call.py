@@ -13,8 +13,7 @@ from .._checks import is_whole
 from .._messages import shown
 from .._tensor_checks import misplaced, unfit_tensors
 from ..arrays.torch import TORCH
-from ._lengths import check_cu_seqlens, refuse, within
-from ._words import called, python_numbers, switch_or_refusal, tensor_or_refusal
+from ._words import called, python_numbers, refuse, switch_or_refusal, tensor_or_refusal
 
 Window = tuple[int, int] | Tensor  # two integers, or tensors of one element; a tensor of two elements
 NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
@@ -25,21 +24,8 @@ _CU_SEQLENS = "a torch.Tensor, int32 (B + 1,)"
 
 
 # The arguments of strobe.attention() for which other libraries have some, in the order of its refusals.
-_SWITCHES = ("causal", "deterministic")
-_ARGUMENTS: tuple[str, ...] = (
-    "q",
-    "k",
-    "v",
-    "causal",
-    "window",
-    "scale",
-    "softcap",
-    "alibi_slopes",
-    "dropout",
-    "deterministic",
-    "cu_seqlens_q",
-)
-_ARGUMENTS += ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "page_table", "seqused_k", "mask", "rng", "invariant")
+_ARGUMENTS: tuple[str, ...] = ("q", "k", "v", "causal", "window", "scale", "softcap", "alibi_slopes", "dropout", "deterministic")
+_ARGUMENTS += ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "page_table", "seqused_k", "mask", "rng", "invariant")
 
 
 def attend(given: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> Any:
@@ -68,7 +54,7 @@ def translated(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 def _converted(name: str, own: str, x: Any) -> Any:
     """x, the argument of strobe.attention() that the caller knows as `own`. max_seqlen may be a tensor of one element, whose value waits
     for the GPU."""
-    if name in _SWITCHES:
+    if name in ("causal", "deterministic"):
         return switch_or_refusal(name, x)
     if name == "window":
         return bounds(x)
@@ -154,3 +140,39 @@ def in_threes(
     if used_q is not None:
         split["seqused_k"] = torch.stack([torch.zeros_like(end), end - begin, torch.zeros_like(end)], 1).flatten().int()
     return {**split, "alibi_slopes": slopes}
+
+
+def counts(x: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
+    """How many tokens of x each sequence has."""
+    return x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
+
+
+def check_cu_seqlens(
+    name: str, cu: Tensor, of: str | None = None, packed: Tensor | None = None, dtypes: tuple[torch.dtype, ...] = (torch.int32,)
+) -> int:
+    """B, from cu_seqlens (B + 1,); packed: the tokens that they divide, the argument `of`."""
+    if cu.dim() != 1 or not len(cu) or cu.dtype not in dtypes:
+        accepted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name}: {cu.dtype} of shape {tuple(cu.shape)}; accepted is {accepted} (B + 1,)")
+    if TORCH.is_readable(cu):
+        ends = cu.tolist()
+        if ends[0] != 0 or ends != sorted(ends):
+            raise ValueError(f"{name}: {shown(ends)}; accepted are numbers that begin at 0 and never fall")
+        if packed is not None and packed.dim() == 3 and ends[-1] > len(packed):  # another rank is refused by the check of shapes
+            raise ValueError(f"{name}: {ends[-1]} at its end; accepted are up to {len(packed)}, the tokens of {of}")
+    return len(cu) - 1
+
+
+def within(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> Tensor:
+    """x, which has an integer from 0 to `most` for each of q's batches. Integers that are not read are clamped, so that no memory out of
+    bounds is accessed. x is dense."""
+    if x.shape != (batch,):
+        raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is ({batch},), as q has batches")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: dtype {x.dtype}; accepted is torch.int32; {name}.int()")
+    if not TORCH.is_readable(x):
+        return x.clamp(0, most) if isinstance(most, int) else x.minimum(most).clamp(min=0)
+    for b, (value, bound) in enumerate(zip(x.tolist(), torch.as_tensor(most).expand(batch).tolist(), strict=True)):
+        if not 0 <= value <= bound:
+            raise ValueError(f"{name}: {value} at [{b}]; accepted are 0 to {bound}, {why}")
+    return x

@@ -10,15 +10,13 @@ from torch import Tensor
 
 from .._checks import Wrong, is_whole
 from .._messages import kind, shown
-from .._rotary import check_tables
+from .._rotary import check_tables, furthest, turn
 from .._tensor_checks import incomplete, misplaced, unfit_tensors
 from .._writable import not_writable
 from ..arrays.torch import TORCH
 from ..kv import append
-from ._call import NAMES, attend, bounds, in_threes
-from ._lengths import check_cu_seqlens, counts, integer_or_refusal, refuse, within
-from ._rotary import furthest, turn
-from ._words import called, python_numbers, switch_or_refusal
+from ._call import NAMES, attend, bounds, check_cu_seqlens, counts, in_threes, within
+from ._words import called, integer_or_refusal, python_numbers, refuse, switch_or_refusal
 
 _NEEDED = ("q", "k_cache", "v_cache")
 _TENSORS: tuple[str, ...] = (*_NEEDED, "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")

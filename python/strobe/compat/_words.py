@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._checks import Wrong, check_names, flag, is_whole, refusal
+from .._checks import Wrong, check_names, flag, is_integer, is_whole, refusal
 from .._messages import is_bool, kind, shown
 from .._refusals import Refusal, Words, raised_for, refusals_of
 from .._tensor_checks import tensor_refusal
@@ -19,7 +21,6 @@ from ..arrays.torch import TORCH
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 
 # Tensors of the caller of which attention() gets a part, so that a hint about axes would be about another tensor.
 _WHOLES = frozenset({"kv", "qkv", "k_cache", "v_cache"})
@@ -36,28 +37,30 @@ def called(names: Mapping[str, str], function: Callable[..., R], /, **given: Any
     try:
         return function(**given)
     except (TypeError, ValueError, NotImplementedError) as error:
-        raise _reworded(error, names, given) from None
-
-
-def _reworded(error: Exception, names: Mapping[str, str], given: Mapping[str, Any]) -> Exception:
-    own = {name: x for name, x in given.items() if isinstance(x, Exception)}
-    words = words_for(names, given)
-    found: list[Refusal] = []
-    for each in refusals_of(error):
-        of_caller = own.get(each.argument or "")
-        found += [words.said(each)] if of_caller is None else refusals_of(of_caller)
-    return raised_for(ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(error), found)
-
-
-def words_for(names: Mapping[str, str], given: Iterable[str]) -> Words:
-    """The words of a function that passes the arguments `given` on to attention(), and has its own names for those in `names`."""
-    known = ({*"qkv", *names, *given}) - _NOT_THEIRS
-    return Words(names, known, {name for name in "qkv" if names.get(name) in _WHOLES})
+        own = {name: x for name, x in given.items() if isinstance(x, Exception)}
+        known = {*"qkv", *names, *given} - _NOT_THEIRS
+        words = Words(names, known, {name for name in "qkv" if names.get(name) in _WHOLES})
+        found: list[Refusal] = []
+        for each in refusals_of(error):
+            of_caller = own.get(each.argument or "")
+            found += [words.said(each)] if of_caller is None else refusals_of(of_caller)
+        raise raised_for(ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(error), found) from None
 
 
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:
     refused = tensor_refusal(name, x, accepted)
     return x if refused is None else refused
+
+
+def refuse(*found: Any) -> None:
+    """Raises the exceptions among these objects, as one. The other objects are values that were found right."""
+    if wrong := [x for x in found if isinstance(x, Exception)]:
+        raise refusal(wrong)
+
+
+def integer_or_refusal(name: str, x: Any, least: int = 0, most: int = 2**31 - 1) -> Any:
+    wrong: Wrong = []
+    return x if is_integer(wrong, name, x, least, most) else wrong[0]
 
 
 def flag_or_refusal(name: str, x: Any) -> Any:
@@ -123,3 +126,9 @@ def front(names: Mapping[str, str], run: Callable[[dict[str, Any]], Any] | None 
         return checked
 
     return decorate
+
+
+def stands_for(name: str, own: str) -> None:
+    """Called by the module `own` if it may have just been created again as `name`: an import of `name` then gives the first one."""
+    if name != own:
+        sys.modules[name] = import_module(own)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import attention
 from .._abi import outside_graphs
 from .._options import MAX_HEAD_DIM_V
 from .._parse import parse
-from ._lengths import integer_or_refusal, refuse
-from ._statistics import backward, forward, lse_of, statistics
-from ._words import flag_or_refusal, front
+from ._words import called, flag_or_refusal, front, integer_or_refusal, refuse
+from .functional import backward, lse_of, statistics
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO", "lse": "l, m"}
 
@@ -39,7 +39,7 @@ def flash_attention_forward_lm(
     """(O, l, m) of the paper's Algorithm 1: for each row of scores, the sum l of exp(score - m) and the maximum m, (B, H, N), float32.
     O is differentiable; l and m are not."""
     O, lse = _forward(Q, K, V, Bc, Br, use_half)
-    return O.to(Q.dtype), *statistics(_rounded(Q, use_half), _rounded(K, use_half), lse)
+    return O.to(Q.dtype), *statistics(lse, q=_rounded(Q, use_half), k=_rounded(K, use_half))
 
 
 @front(_NAMES)
@@ -48,7 +48,7 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) from the results of flash_attention_forward_lm."""
     q, k, v, out, dout = (_rounded(x, use_half) for x in (Q, K, V, O, dO))
-    dQ, dK, dV = backward(_NAMES, q, k, v, out, dout, lse_of(l, m), tile_q=Br, tile_k=Bc)
+    dQ, dK, dV = backward(_NAMES, dout=dout, q=q, k=k, v=v, out=out, lse=lse_of(l, m), tile_q=Br, tile_k=Bc)
     return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype)
 
 
@@ -106,4 +106,4 @@ def _rounded(x: Tensor, use_half: bool) -> Any:
 
 def _forward(Q: Tensor, K: Tensor, V: Tensor, Bc: Any, Br: Any, use_half: bool) -> tuple[Tensor, Tensor]:
     q, k, v = (_rounded(x, use_half) for x in (Q, K, V))
-    return forward(_NAMES, q, k, v, tile_q=Br, tile_k=Bc)
+    return called(_NAMES, attention, q=q, k=k, v=v, tile_q=Br, tile_k=Bc, return_lse=True)

@@ -19,8 +19,7 @@ from torch import Tensor
 from .._writable import writes
 from ._call import NAMES, QKV, Window, attend, parts, some_tokens
 from ._kvcache import attend_to_cache
-from ._lengths import integer_or_refusal, refuse
-from ._words import front, switch_or_refusal, tensor_or_refusal
+from ._words import front, integer_or_refusal, refuse, switch_or_refusal, tensor_or_refusal
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
@@ -79,11 +78,7 @@ def flash_attn_func(
     """Attention of q (B, Sq, H, D) over k and v (B, Sk, Hkv, D); differentiable.
 
     Args:
-        softmax_scale: the factor of q·k; None means 1/sqrt(D).
-        causal: hide future keys; the last query stands at the last key.
-        window_size: (left, right) keys around the query's own; -1 means no bound.
-        softcap: c > 0 turns each score into c · tanh(score / c).
-        deterministic: True makes the backward give the same bits in every run.
+        softmax_scale, causal, window_size, softcap, deterministic: as in strobe.compat.flash_attn.flash_attn_func.
         return_attn_probs: True returns (out, softmax_lse).
         qv, q_descale, k_descale, v_descale, attention_chunk: refused.
         num_splits, pack_gqa, sm_margin: without effect.
@@ -134,30 +129,18 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
     pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """Writes k and v, if given, after the filled part of a cache, and attends with q (B, Sq, H, D) to the part filled then.
-
-    The output does not require a gradient, even if q does.
+    """strobe.compat.flash_attn.flash_attn_with_kvcache, whose block_table is called page_table here, and more; there are no alibi_slopes.
 
     Args:
-        k_cache, v_cache: (Bc, Sc, Hkv, D) and (Bc, Sc, Hkv, Dv). Bc = B, unless cache_batch_idx says which row serves which query. With
-            page_table pools of pages, (pages, page, Hkv, D) and (pages, page, Hkv, Dv), of any size of a page.
-        k, v: (B, Snew, Hkv, D) and (B, Snew, Hkv, Dv), written into the cache at cache_seqlens, in place.
-        rotary_cos, rotary_sin: floating point (length, R), up to the last token's position: the first 2R columns of k are rotated by it,
-            those of q as well: with causal or a window by their own position, else all by that of the first new key.
-        cache_seqlens: how much of the cache is filled: an integer, int32 (B,), or None for all of it, which leaves no room for k and v.
-        cache_batch_idx: int (B,): which row of the cache each sequence has. The cache is read in place; autocast copies what it casts, and
-            then the named rows are copied first.
-        cache_leftpad: int32 (B,): where in the cache each sequence begins.
-        page_table: int32 (B, n): the pages of each sequence; Sc is n · page. With it cache_batch_idx and cache_leftpad are refused.
+        v_cache, v: they may have a head dimension Dv of their own.
         cu_seqlens_q: int32 (B + 1,): q is packed, (Tq, H, D), of at most max_seqlen_q queries a sequence.
         cu_seqlens_k_new: int32 (B + 1,): k and v are packed, (Tnew, Hkv, D) and (Tnew, Hkv, Dv).
         rotary_seqlens: int32 (B,): the position from which rotation counts, instead of cache_seqlens.
         scheduler_metadata, num_splits, pack_gqa, sm_margin: without effect.
         qv, q_descale, k_descale, v_descale, attention_chunk: refused.
 
-    Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is
-    replaced by the nearest one that fits, and tokens without a place in the cache are left out.
+    Numbers that are not read are replaced as there, and tokens without a place in the cache are left out.
 
     Returns:
-        out (B, Sq, H, D), or (out, softmax_lse (B, H, Sq)); packed (Tq, H, D) and (H, Tq).
+        out (B, Sq, H, Dv), or (out, softmax_lse (B, H, Sq)); packed (Tq, H, Dv) and (H, Tq).
     """

@@ -12,100 +12,101 @@ computed; the work is proportional to the blocks kept. flash_attention and block
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import BlockMask
+from .. import BlockMask, attention, attention_backward
 from .._checks import Wrong, is_integer, refusal
+from .._tensor_checks import unfit_tensors
 from ..arrays.known import unfit
-from ._statistics import backward, forward, lse_of, statistics
+from ..arrays.torch import TORCH
 from ._words import called, front, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
 _NAMES |= {"kept": "block_mask", "block_rows": "block_mask", "lse": "l, m"}
+_OF_BLOCKS = ("Q", "K", "block_mask", "block_q", "block_k")
+_CHUNK = 2**22  # scores computed at once
 
 
-@front(_NAMES)
+def _attend(given: dict[str, Any]) -> Tensor:
+    return called(_NAMES, attention, return_lse=True, **_arguments(given))[0]
+
+
+def _forward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if given["rng_state"] is None and isinstance(given["Q"], Tensor) and unfit("", given["Q"]) is None:
+        given = {**given, "rng_state": TORCH.drawn_rng(given["Q"])}
+    arguments = _arguments(given)
+    O, lse = called(_NAMES, attention, return_lse=True, **arguments)
+    return O, *statistics(lse, **arguments), given["rng_state"]
+
+
+def _backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    return backward(_NAMES, dout=given["dO"], out=given["O"], lse=lse_of(given["l"], given["m"]), **_arguments(given))
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of strobe.attention(). A wrong one is replaced by the exception that says so (called())."""
+    found = {"q": given["Q"], "k": given["K"], "v": given["V"], "mask": given["mask"], "causal": given["causal"]}
+    found.update({"scale": given["softmax_scale"], "dropout": given["dropout_p"], "rng": given["rng_state"]})
+    if given["mask"] is not None:
+        found["mask"] = tensor_or_refusal("mask", given["mask"], "a torch.Tensor of bool")
+    return {**found, "block_mask": _blocks(**{name: given[name] for name in _OF_BLOCKS}) if "block_mask" in given else None}
+
+
+@front(_NAMES, _attend)
 def flash_attention(
     Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
     dropout_p: float = 0.0, rng_state: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """O, differentiable."""
-    return forward(_NAMES, Q, K, V, **_options(mask, causal, softmax_scale, dropout_p, rng_state))[0]
 
 
-@front(_NAMES)
+@front(_NAMES, _forward)
 def flash_attention_forward(
     Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
     dropout_p: float = 0.0, rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 2: (O, l, m, rng_state). O is differentiable; l and m are not."""
-    return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q)))
 
 
-@front(_NAMES)
+@front(_NAMES, _backward)
 def flash_attention_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, rng_state: Tensor | None = None,
     mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None, dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 4: (dQ, dK, dV)."""
-    return backward(_NAMES, Q, K, V, O, dO, lse_of(l, m), **_options(mask, causal, softmax_scale, dropout_p, rng_state))
 
 
-@front(_NAMES)
+@front(_NAMES, _attend)
 def block_sparse_flash_attention(
     Q: Tensor, K: Tensor, V: Tensor, block_mask: Tensor, block_q: int, block_k: int, mask: Tensor | None = None, causal: bool = False,
     softmax_scale: float | None = None, dropout_p: float = 0.0, rng_state: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """O, differentiable; block_mask (..., ceil(N / block_q), ceil(N / block_k))."""
-    blocks = _blocks(block_mask, block_q, block_k, Q, K)
-    return forward(_NAMES, Q, K, V, **_options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))[0]
 
 
-@front(_NAMES)
+@front(_NAMES, _forward)
 def block_sparse_flash_attention_forward(
     Q: Tensor, K: Tensor, V: Tensor, block_mask: Tensor, block_q: int, block_k: int, mask: Tensor | None = None, causal: bool = False,
     softmax_scale: float | None = None, dropout_p: float = 0.0, rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 5: (O, l, m, rng_state). O is differentiable; l and m are not."""
-    blocks = _blocks(block_mask, block_q, block_k, Q, K)
-    return _forward(Q, K, V, _options(mask, causal, softmax_scale, dropout_p, _state(rng_state, Q), blocks))
 
 
-@front(_NAMES)
+@front(_NAMES, _backward)
 def block_sparse_flash_attention_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, block_mask: Tensor, block_q: int, block_k: int,
     rng_state: Tensor | None = None, mask: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The backward of Algorithm 5: (dQ, dK, dV)."""
-    blocks = _blocks(block_mask, block_q, block_k, Q, K)
-    return backward(_NAMES, Q, K, V, O, dO, lse_of(l, m), **_options(mask, causal, softmax_scale, dropout_p, rng_state, blocks))
 
 
-def _options(
-    mask: Tensor | None, causal: bool, scale: float | None, dropout: float, rng: Tensor | None, blocks: Any = None
-) -> dict[str, Any]:
-    if mask is not None:
-        mask = tensor_or_refusal("mask", mask, "a torch.Tensor of bool")
-    return {"mask": mask, "causal": causal, "scale": scale, "dropout": dropout, "rng": rng, "block_mask": blocks}
-
-
-def _forward(Q: Tensor, K: Tensor, V: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    O, lse = forward(_NAMES, Q, K, V, **options)
-    l, m = statistics(Q, K, lse, **{name: options[name] for name in ("scale", "causal", "mask", "block_mask")})
-    return O, l, m, options["rng"]
-
-
-def _state(rng_state: Tensor | None, Q: Tensor) -> Tensor | None:
-    if rng_state is None and isinstance(Q, Tensor) and unfit("", Q) is None:
-        return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=Q.device)
-    return rng_state
-
-
-def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -> Any:
+def _blocks(Q: Tensor, K: Tensor, block_mask: Any, block_q: int, block_k: int) -> Any:
     """A BlockMask; or the exception that says what is wrong; or None if Q or K has no sequence axis, which attention() reports."""
     block_mask = tensor_or_refusal("block_mask", block_mask, "a torch.Tensor of bool")
     wrong: Wrong = [block_mask] if isinstance(block_mask, Exception) else []
@@ -122,3 +123,52 @@ def _blocks(block_mask: Any, block_q: int, block_k: int, Q: Tensor, K: Tensor) -
         return refusal(wrong)
     sizes = {"block_q": block_q, "block_k": block_k, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
     return called(_NAMES, BlockMask.from_kept, kept=block_mask.bool(), **sizes)
+
+
+@torch.no_grad()
+def backward(names: Mapping[str, str], **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV); the arguments are those of attention_backward(), or exceptions: see called()."""
+    return called(names, attention_backward, **given)[:3]
+
+
+@torch.no_grad()
+def statistics(
+    lse: Tensor, *, q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, mask: Tensor | None = None,
+    block_mask: BlockMask | None = None, **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(l, m) by a call's LSE and arguments, each (B, H, N), float32 (float64 with float64). A row that sees no key: m = -inf and l = 0.
+
+    The scores are computed once more, some rows at a time: half the work of a forward, and beside K a few MiB of memory.
+    """
+    sq, sk = q.shape[-2], k.shape[-2]
+    unit = q.shape[-1] ** -0.5 if scale is None else scale
+    Q, K = q.detach().to(lse.dtype), k.detach().to(lse.dtype)
+    if Q.shape[1] != K.shape[1]:
+        K = K.repeat_interleave(Q.shape[1] // K.shape[1], 1)
+    mask = None if mask is None else torch.atleast_2d(mask)
+    kept = None if block_mask is None else block_mask.to(Q.device).to_kept()
+    m = torch.empty_like(lse)
+    j = torch.arange(sk, device=Q.device)
+    step = max(1, _CHUNK // max(1, Q.shape[0] * Q.shape[1] * sk))
+    for start in range(0, sq if sk else 0, step):
+        i = torch.arange(start, min(start + step, sq), device=Q.device)
+        S = unit * Q[:, :, i] @ K.mT
+        if causal:
+            S.masked_fill_(j > i[:, None] + (sk - sq), -math.inf)
+        if mask is not None:
+            rows = mask if mask.shape[-2] == 1 else mask[..., i, :]
+            S.masked_fill_(~rows, -math.inf)
+        if kept is not None and block_mask is not None:
+            S.masked_fill_(~kept[:, :, (i // block_mask.block_q)[:, None], j // block_mask.block_k], -math.inf)
+        m[:, :, i] = S.amax(-1)
+    m[lse == -math.inf] = -math.inf
+    return torch.where(lse == -math.inf, 0.0, torch.exp(lse.detach() - m)), m
+
+
+def lse_of(l: Tensor, m: Tensor) -> Any:
+    """The LSE of statistics()' two results; or the exception that says what is wrong with them."""
+    if refused := unfit_tensors({"l": l, "m": m}):
+        return refusal(refused)
+    if l.shape != m.shape:
+        return ValueError(f"l, m: shapes {tuple(l.shape)}, {tuple(m.shape)}; accepted is (B, H, N) twice")
+    return torch.where(l == 0, -math.inf, m + torch.log(l))

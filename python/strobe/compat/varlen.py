@@ -13,8 +13,7 @@ from torch import Tensor
 from .._messages import kind, shown
 from .._writable import not_writable, writes
 from ._call import Window, attend, in_pages
-from ._lengths import integer_or_refusal, refuse
-from ._words import flag_or_refusal, front, tensor_or_refusal
+from ._words import flag_or_refusal, front, integer_or_refusal, refuse, tensor_or_refusal
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
