@@ -28,6 +28,12 @@ def refusal(wrong: Wrong) -> Exception:
     return raised_for(TypeError if kinds_alone else ValueError, [refusal for each in wrong for refusal in refusals_of(each)])
 
 
+def refuse(*found: Any) -> None:
+    """Raises the exceptions among these objects, as one. The other objects are values that were found right."""
+    if wrong := [x for x in found if isinstance(x, Exception)]:
+        raise refusal(wrong)
+
+
 def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collection[str], hints: Mapping[str, str]) -> None:
     """`function` is the one that has these options, for messages; hints: for names of other functions."""
     for name in given:

@@ -24,7 +24,7 @@ with needed_by(__name__, TORCH_EXTRA):
 
 from torch import Tensor
 
-from ._checks import Wrong, check_names, flag, is_choice, is_whole, refusal
+from ._checks import Wrong, check_names, flag, is_choice, is_whole, refusal, refuse
 from ._messages import shown
 from ._refusals import refusing
 from ._rotary import check_tables, places, rotate_tokens
@@ -71,8 +71,7 @@ def _named(example: str, hints: Mapping[str, str]) -> Callable[[Callable[P, R]],
                 wrong.append(
                     TypeError(f"{function.__name__}() takes {places} by their places, and {counted}; options are named, as in {example}")
                 )
-            if wrong:
-                raise refusal(wrong)
+            refuse(*wrong)
             return function(*arguments, **named)
 
         return checked
@@ -121,8 +120,7 @@ def quantise(
         wrong.append(refusing(ValueError, "x", f"shape {tuple(x.shape)}; accepted is D of 1 or more"))
     elif not wrong and dtype == torch.uint8 and x.shape[-1] % 2:
         wrong.append(refusing(ValueError, "x", f"shape {tuple(x.shape)}; accepted for two INT4 a byte is an even D"))
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     row = 0 if x.dim() == 3 else 1 if layout == "bshd" else 2
     if group is not None:
         group = min(group, max(x.shape[row], 1))  # a group larger than all rows is one group
@@ -252,14 +250,12 @@ def append(
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     flag(wrong, "rotary_interleaved", rotary_interleaved)
     wrong += incomplete(maybe, ("rotary_cos", "rotary_sin"), ("k_scale", "v_scale"))
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     bshd = layout == "bshd"
     wrong = misplaced(tensors) or _unlike(tensors, bshd)
     caches = {name: x for name, x in tensors.items() if name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     wrong = wrong or not_writable(caches, {name: x for name, x in tensors.items() if name not in caches})
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     row = 1 if bshd else 2
     # A row of a contiguous cache is the one page of its sequence.
     table = torch.arange(len(seqlens), device=k.device, dtype=torch.int32)[:, None] if page_table is None else page_table
@@ -321,8 +317,7 @@ def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch
     if tokens is not None and TORCH.is_readable(given["k"][0]):
         for name, (_, scale_dtype) in given.items():
             wrong += _not_quantisable(name, largest[name][:tokens], dtype, scale_dtype, f"{name}_scale of dtype torch.float32")
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     return [_rounded(x, largest[name], dtype, None, 0, scale_dtype) for name, (x, scale_dtype) in given.items()]
 
 
@@ -357,8 +352,7 @@ def copy(
     wrong = unfit_tensors(tensors) or misplaced(tensors)
     if len(scales) == 1:
         wrong.append(ValueError(f"{'v_scale' if 'k_scale' in scales else 'k_scale'}: None beside the other; accepted are both or neither"))
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         shapes = f"shapes {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         raise ValueError(f"k_cache, v_cache: {shapes}; accepted are four axes, of which the first three are alike")
@@ -404,8 +398,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     wrong = unfit_tensors(tensors)
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     wrong = wrong or misplaced(tensors)
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     if cache.dim() == 3:
         return gather(cache[..., None], page_table, seqlens, layout=layout)[..., 0]
     if cache.dtype == torch.float8_e4m3fn:

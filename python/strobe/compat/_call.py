@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import attention
-from .._checks import is_whole
+from .._checks import is_whole, refuse
 from .._messages import shown
 from .._tensor_checks import misplaced, unfit_tensors
 from ..arrays.torch import TORCH
-from ._words import called, python_numbers, refuse, switch_or_refusal, tensor_or_refusal
+from ._words import called, python_numbers, switch_or_refusal, tensor_or_refusal
 
 Window = tuple[int, int] | Tensor  # two integers, or tensors of one element; a tensor of two elements
 NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
@@ -106,7 +106,7 @@ def some_tokens(given: Mapping[str, Any]) -> dict[str, Any]:
     seqused_k[b]."""
     maybe = ("seqused_q", "leftpad_k", "seqused_k")
     tensors = {name: given[name] for name in ("q", "cu_seqlens_q", "cu_seqlens_k")}
-    tensors.update({name: given[name] for name in maybe if given.get(name) is not None})
+    tensors.update({name: given[name] for name in (*maybe, "alibi_slopes") if given.get(name) is not None})
     refuse(*(unfit_tensors(tensors) or misplaced(tensors, on_host=("seqused_k",))))
     cu_q, cu_k, k = given["cu_seqlens_q"], given["cu_seqlens_k"], given["k"]
     batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", given["q"])

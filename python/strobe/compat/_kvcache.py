@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import Wrong, is_whole
+from .._checks import Wrong, is_whole, refuse
 from .._messages import kind, shown
 from .._rotary import check_tables, furthest, turn
 from .._tensor_checks import incomplete, misplaced, unfit_tensors
@@ -16,7 +16,7 @@ from .._writable import not_writable
 from ..arrays.torch import TORCH
 from ..kv import append
 from ._call import NAMES, attend, bounds, check_cu_seqlens, counts, in_threes, within
-from ._words import called, integer_or_refusal, python_numbers, refuse, switch_or_refusal
+from ._words import called, integer_or_refusal, python_numbers, switch_or_refusal
 
 _NEEDED = ("q", "k_cache", "v_cache")
 _TENSORS: tuple[str, ...] = (*_NEEDED, "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
@@ -99,20 +99,18 @@ def _checked(given: dict[str, Any], table_name: str, found: list[Any]) -> dict[s
     return tensors
 
 
-_PACKED_BY = {"q": "cu_seqlens_q", "k": "cu_seqlens_k_new", "v": "cu_seqlens_k_new"}
-
-
 def _check_shapes(given: dict[str, Any], table_name: str | None) -> int:
-    """B, if shapes and dtypes fit and the caches may be written in place."""
+    """B, if the shapes and dtypes fit that must fit before the first write, and the caches may be written in place."""
     q, cu_q, cu_new = given["q"], given.get("cu_seqlens_q"), given.get("cu_seqlens_k_new")
     batch = next(iter(q.shape), 0) if cu_q is None else check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
     if cu_new is not None and (found := check_cu_seqlens("cu_seqlens_k_new", cu_new, "k", given["k"])) != batch:
         raise ValueError(f"cu_seqlens_k_new: shape ({found + 1},); accepted is ({batch + 1},), as q has batches")
+    packed_by = {"q": "cu_seqlens_q", "k": "cu_seqlens_k_new", "v": "cu_seqlens_k_new"}
     wrong: Wrong = []
     for name in ("q", "k_cache", "v_cache", "k", "v"):
         rank, accepted = 4, "(batches, tokens, heads, head dimension)"
-        if (packed_by := _PACKED_BY.get(name)) in given:
-            rank, accepted = 3, f"(tokens, heads, head dimension) with {packed_by}"
+        if packed_by.get(name) in given:
+            rank, accepted = 3, f"(tokens, heads, head dimension) with {packed_by[name]}"
         if name in given and given[name].dim() != rank:
             wrong.append(ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {accepted}"))
     wrong = wrong or _wrong_shapes(given, batch, table_name)

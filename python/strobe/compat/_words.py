@@ -52,12 +52,6 @@ def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> An
     return x if refused is None else refused
 
 
-def refuse(*found: Any) -> None:
-    """Raises the exceptions among these objects, as one. The other objects are values that were found right."""
-    if wrong := [x for x in found if isinstance(x, Exception)]:
-        raise refusal(wrong)
-
-
 def integer_or_refusal(name: str, x: Any, least: int = 0, most: int = 2**31 - 1) -> Any:
     wrong: Wrong = []
     return x if is_integer(wrong, name, x, least, most) else wrong[0]

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from .. import attention
 from .._abi import outside_graphs
+from .._checks import refuse
 from .._options import MAX_HEAD_DIM_V
 from .._parse import parse
-from ._words import called, flag_or_refusal, front, integer_or_refusal, refuse
+from ._words import called, flag_or_refusal, front, integer_or_refusal
 from .functional import backward, lse_of, statistics
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO", "lse": "l, m"}
@@ -71,8 +72,7 @@ class FlashAttention(torch.nn.Module):
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
     """(Bc, Br) that Strobe itself chooses for a forward of one float32 head of that size, on the GPU if there is one."""
     refuse(integer_or_refusal("sequence_length", sequence_length, 1), integer_or_refusal("head_dim", head_dim, 1, MAX_HEAD_DIM_V))
-    shape = (1, 1, sequence_length, head_dim)
-    x = torch.empty(shape, device="cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.empty(1, 1, sequence_length, head_dim, device="cuda" if torch.cuda.is_available() else "cpu")
     Br, Bc = parse("attention", x, x, x, {}, []).tile(of_backward=False)
     return Bc, Br
 
@@ -99,9 +99,7 @@ def _spelled(name: str, x: int | None, other: int | None) -> Any:
 def _rounded(x: Tensor, use_half: bool) -> Any:
     """x in the dtype of the computation; or, for a wrong use_half, the exception that says so."""
     half = flag_or_refusal("use_half", use_half)
-    if isinstance(half, Exception):
-        return half
-    return x.half() if half and isinstance(x, Tensor) else x
+    return half if isinstance(half, Exception) else x.half() if half and isinstance(x, Tensor) else x
 
 
 def _forward(Q: Tensor, K: Tensor, V: Tensor, Bc: Any, Br: Any, use_half: bool) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from .._checks import refuse
 from .._writable import writes
 from ._call import NAMES, QKV, Window, attend, parts, some_tokens
 from ._kvcache import attend_to_cache
-from ._words import front, integer_or_refusal, refuse, switch_or_refusal, tensor_or_refusal
+from ._words import front, integer_or_refusal, switch_or_refusal, tensor_or_refusal
 
 __all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

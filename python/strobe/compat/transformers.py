@@ -27,7 +27,7 @@ from .._messages import TRANSFORMERS_EXTRA, kind, needed_by
 from .._tensor_checks import misplaced
 from ._words import called, switch_or_refusal, tensor_or_refusal
 
-_NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "sinks": "s_aux"}
+_NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "sinks": "s_aux", "causal": "is_causal"}
 _PAGED = _NAMES | {"window": "sliding_window", "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k"}
 _PAGED |= {"max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k"}
 
@@ -40,9 +40,9 @@ def register(name: str = "strobe") -> None:
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, sdpa_mask)
-    for paged in _paged_names(name):
+    for paged in (f"paged|{name}", f"{name}-flash"):
         AttentionInterface.register(paged, paged_attention_forward)
-        AttentionMaskInterface.register(paged, _no_mask)
+        AttentionMaskInterface.register(paged, lambda *_, **__: None)  # the sequences' lengths determine which keys a token sees
 
 
 def use_paged(model: Any, name: str = "strobe") -> None:
@@ -57,20 +57,11 @@ def use_paged(model: Any, name: str = "strobe") -> None:
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: {kind(model)}; accepted is a transformers.PreTrainedModel")
-    prefixed, flash = _paged_names(name)
     register(name)
     if "paged|sdpa" in AttentionInterface().valid_keys():
-        model.set_attn_implementation(prefixed)
+        model.set_attn_implementation(f"paged|{name}")
     else:
-        model.config._attn_implementation = flash
-
-
-def _paged_names(name: str) -> tuple[str, str]:
-    return f"paged|{name}", f"{name}-flash"
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Makes no mask: the sequences' lengths determine which keys a token sees."""
+        model.config._attn_implementation = f"{name}-flash"
 
 
 def attention_forward(
@@ -98,37 +89,20 @@ def attention_forward(
         raise NotImplementedError(
             "cache: given; accepted is None: strobe.compat.transformers.use_paged(model) sets what takes a paged cache"
         )
-    masked, causal = _masks(attention_mask, position_bias), _causal(module, is_causal)
-    if not isinstance(causal, Exception):
-        causal = causal and attention_mask is None and _queries(query) > 1
-    options = {**masked, "causal": causal, **_model_options(query, dropout, scaling, softcap, s_aux)}
-    names = {
-        **_NAMES,
-        "mask": "attention_mask",
-        "bias": "attention_mask" if position_bias is None else "position_bias",
-        "causal": "is_causal",
-    }
+    own = is_causal is not None
+    causal = switch_or_refusal("is_causal" if own else "module.is_causal", is_causal if own else getattr(module, "is_causal", True))
+    if causal is True and (attention_mask is not None or (isinstance(query, Tensor) and query.dim() == 4 and query.shape[2] <= 1)):
+        causal = False  # a mask says all, and a single query is the last one
+    options = {**_masks(attention_mask, position_bias), "causal": causal, **_model_options(query, dropout, scaling, softcap, s_aux)}
+    names = _NAMES | {"mask": "attention_mask", "bias": "attention_mask" if position_bias is None else "position_bias"}
     out = called(names, attention, q=query, k=key, v=value, alignment="top_left", **options)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _queries(query: Any) -> int:
-    """0 for what is no query: attention() refuses it."""
-    return query.shape[2] if isinstance(query, Tensor) and query.dim() == 4 else 0
-
-
-def _causal(module: torch.nn.Module, is_causal: Any) -> Any:
-    """True or False; or the exception that says what is wrong with it."""
-    own = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return switch_or_refusal("is_causal" if is_causal is not None else "module.is_causal", own)
-
-
 def _masks(attention_mask: Any, position_bias: Any) -> dict[str, Any]:
     """mask and bias of strobe.attention(). A wrong one is replaced by the exception that says so."""
-    mask, bias = (
-        None if x is None else tensor_or_refusal(name, x)
-        for name, x in (("attention_mask", attention_mask), ("position_bias", position_bias))
-    )
+    mask = None if attention_mask is None else tensor_or_refusal("attention_mask", attention_mask)
+    bias = None if position_bias is None else tensor_or_refusal("position_bias", position_bias)
     if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
         return {"mask": mask, "bias": bias}
     if not isinstance(bias, Tensor):
@@ -187,8 +161,7 @@ def paged_attention_forward(
         k, v = layer.update(key, value)
         options |= {"cu_seqlens_k": layer.cu_seqlens_k, "max_seqlen_k": layer.longest}
     options |= {**_model_options(query, dropout, scaling, softcap, s_aux), "window": None if sliding is None else (sliding - 1, 0)}
-    q = query[0].transpose(0, 1)
-    out = called(_PAGED, attention, q=q, k=k, v=v, causal=True, layout="bshd", **options)
+    out = called(_PAGED, attention, q=query[0].transpose(0, 1), k=k, v=v, causal=True, layout="bshd", **options)
     return out[None], None
 
 
@@ -228,9 +201,9 @@ class _Layer:
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes into the cache. Returns the keys and values of all sequences, (Tk, Hkv, D) and (Tk, Hkv, Dv)."""
-        if not self._is_later:
-            read, write = self._given["read_index"], self._given["write_index"]
-            k, v = self._cache.update(key_states=key, value_states=value, layer_idx=self._index, read_index=read, write_index=write)
-            return k, v
-        k, v = self._cache.update(key_states=key, value_states=value, layer_idx=self._index, kwargs=dict(self._given))
-        return k[0].transpose(0, 1), v[0].transpose(0, 1)
+        given = self._given
+        if self._is_later:
+            k, v = self._cache.update(key_states=key, value_states=value, layer_idx=self._index, kwargs=dict(given))
+            return k[0].transpose(0, 1), v[0].transpose(0, 1)
+        rows = {"read_index": given["read_index"], "write_index": given["write_index"]}
+        return tuple(self._cache.update(key_states=key, value_states=value, layer_idx=self._index, **rows))

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._checks import refuse
 from .._messages import kind, shown
 from .._writable import not_writable, writes
 from ._call import Window, attend, in_pages
-from ._words import flag_or_refusal, front, integer_or_refusal, refuse, tensor_or_refusal
+from ._words import flag_or_refusal, front, integer_or_refusal, tensor_or_refusal
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from strobe.compat._words import integer_or_refusal, refuse, stands_for, tensor_or_refusal
+from strobe._checks import refuse
+from strobe.compat._words import integer_or_refusal, stands_for, tensor_or_refusal
 
 __all__ = [
     "index_first_axis", "index_first_axis_residual", "index_put_first_axis", "pad_input", "unpad_input",
@@ -54,8 +55,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     refuse(*(_not_of_ones(name, mask) for name, mask in masks.items()))
     used = attention_mask.bool()
     kept = used if unused_mask is None else used | unused_mask.bool()
-    lengths = kept.sum(1, dtype=torch.int32)
-    return Unpadded(*_packed(hidden_states, kept, lengths), used.sum(1, dtype=torch.int32))
+    return Unpadded(*_packed(hidden_states, kept, kept.sum(1, dtype=torch.int32)), used.sum(1, dtype=torch.int32))
 
 
 def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask_in_length: Tensor) -> Separated:
@@ -92,8 +92,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """input[indices], the rows of (N, ...) that indices name. indices may have any integer dtype."""
-    rows = _rows("input", input, indices)
-    return input.index_select(0, rows)
+    return input.index_select(0, _rows("input", input, indices))
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

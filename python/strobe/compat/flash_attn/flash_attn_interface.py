@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from strobe import Gradients, attention, attention_backward
-from strobe._checks import Wrong
+from strobe._checks import Wrong, refuse
 from strobe._messages import kind, shown
 from strobe._tensor_checks import unfit_tensors
 from strobe._writable import not_writable, writes
 from strobe.arrays.torch import TORCH
 from strobe.compat._call import KV, NAMES, PACKED_QKV, QKV, Window, attend, in_pages, parts, some_tokens, translated
 from strobe.compat._kvcache import attend_to_cache
-from strobe.compat._words import called, front, integer_or_refusal, refuse, stands_for, switch_or_refusal, tensor_or_refusal
+from strobe.compat._words import called, front, integer_or_refusal, stands_for, switch_or_refusal
 
 __all__ = [
     "flash_attn_func",
@@ -166,6 +166,7 @@ def flash_attn_with_kvcache(
 
 @torch.no_grad()
 def _forward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = {**given, "window_size": (given["window_size_left"], given["window_size_right"])}
     q, leftpad, table, dropout = given["q"], given.get("leftpad_k"), given.get("block_table"), given["dropout_p"]
     wrong: list[Any] = [switch_or_refusal(name, given[name]) for name in ("zero_tensors", "return_softmax") if name in given]
     wrong.append(integer_or_refusal("num_splits", given.get("num_splits", 0)))
@@ -179,11 +180,10 @@ def _forward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         names = _PASSES if given["seqused_k"] is not None else {**_PASSES, "seqused_k": "cu_seqlens_k"}
         given = in_pages(given, "block_table")
     elif leftpad is not None:
-        refuse(None if given["alibi_slopes"] is None else tensor_or_refusal("alibi_slopes", given["alibi_slopes"]))
         given = some_tokens(given)
     rng = TORCH.drawn_rng(q) if dropout and isinstance(q, Tensor) else None
     with _without_autocast(q):
-        out, lse = attend({**given, "window_size": _window(given), "rng": rng}, names)
+        out, lse = attend({**given, "rng": rng}, names)
     return out, lse, q.new_empty(0), q.new_zeros(2, dtype=torch.int64) if rng is None else rng
 
 
@@ -194,17 +194,13 @@ def _backward(given: dict[str, Any]) -> Tensor:
     refuse(*unfit_tensors(known))
     refuse(*_misfits(known, written, "cu_seqlens_q" in given))
     dout, q, out, lse = given["dout"], given["q"], given["out"], given["softmax_lse"]
-    arguments = translated({**given, "window_size": _window(given)}, _PASSES)
+    arguments = translated({**given, "window_size": (given["window_size_left"], given["window_size_right"])}, _PASSES)
     with _without_autocast(q):
         found = called(_PASSES, _backward_of_a_part, dout=dout, out=out, lse=lse, **arguments)
     softmax_d = _by_head(_row_sums(dout, out))  # before the first write: dq may share memory with dout or out
     for name, x in written.items():
         x.copy_(getattr(found, name))
     return softmax_d
-
-
-def _window(given: dict[str, Any]) -> tuple[int, int]:
-    return given["window_size_left"], given["window_size_right"]
 
 
 @front(_PASSES, _forward)
@@ -279,28 +275,28 @@ def _flash_attn_varlen_backward(
     """
 
 
-def _misfits(known: dict[str, Tensor], into: dict[str, Tensor], is_packed: bool) -> Wrong:
+def _misfits(known: dict[str, Tensor], into: dict[str, Any], is_packed: bool) -> Wrong:
     """The arguments that do not fit q, k and v, or must fit before the first write."""
     q, v = known["q"], known["v"]
     rank, accepted = (3, "(tokens, heads, head dimension)") if is_packed else (4, "(batches, tokens, heads, head dimension)")
-    ranks = {name: known[name] for name in "qkv" if known[name].dim() != rank}
-    if ranks:
-        return [ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {accepted}") for name, x in ranks.items()]
-    result, sums = (*q.shape[:-1], v.shape[-1]), q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
-    fitting: dict[str, tuple[tuple[int, ...], Tensor]] = {"dout": (result, q), "out": (result, q)}
-    fitting["softmax_lse"] = (*q.shape[:-3], q.shape[-2], q.shape[-3]), sums
-    fitting.update({name: (known[name[1:]].shape, known[name[1:]]) for name in into})
+    if of_rank := [name for name in "qkv" if known[name].dim() != rank]:
+        return [ValueError(f"{name}: shape {tuple(known[name].shape)}; accepted is {accepted}") for name in of_rank]
+    row = (*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.promote_types(q.dtype, torch.float32), q.device
+    result = (*q.shape[:-1], v.shape[-1]), q.dtype, q.device
+    fitting = {"dout": result, "out": result, "softmax_lse": row}
+    for name in into:
+        like = known[name[1:]]
+        fitting[name] = like.shape, like.dtype, like.device
     wrong: Wrong = []
-    for name, (shape, like) in fitting.items():
-        x: Any = {**known, **into}[name]
+    for name, (shape, dtype, device) in fitting.items():
+        x = into[name] if name in into else known[name]
         if not isinstance(x, Tensor):
             wrong.append(TypeError(f"{name}: {kind(x)}; accepted is a torch.Tensor, or None"))
-        elif x.shape != shape or x.dtype != like.dtype or x.device != like.device:
+        elif (x.shape, x.dtype, x.device) != (shape, dtype, device):
             found = f"shape {tuple(x.shape)}, {x.dtype}, on {x.device}"
-            wrong.append(ValueError(f"{name}: {found}; accepted is {tuple(shape)}, {like.dtype}, on {like.device}"))
+            wrong.append(ValueError(f"{name}: {found}; accepted is {tuple(shape)}, {dtype}, on {device}"))
     tensors = {name: x for name, x in into.items() if isinstance(x, Tensor)}
-    wrong += unfit_tensors(tensors)
-    return wrong or not_writable(tensors)
+    return wrong + unfit_tensors(tensors) or not_writable(tensors)
 
 
 def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:

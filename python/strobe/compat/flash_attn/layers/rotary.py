@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strobe._checks import Wrong, is_whole
+from strobe._checks import Wrong, is_whole, refuse
 from strobe._messages import kind, shown
 from strobe._rotary import check_tables, furthest, turn
 from strobe._writable import not_writable
 from strobe.arrays.known import unfit
 from strobe.arrays.torch import TORCH
 from strobe.compat._call import check_cu_seqlens, counts
-from strobe.compat._words import refuse, stands_for, switch_or_refusal, tensor_or_refusal
+from strobe.compat._words import stands_for, switch_or_refusal, tensor_or_refusal
 
 __all__ = ["apply_rotary_emb"]
 
@@ -34,9 +34,14 @@ def apply_rotary_emb(
         cu_seqlens: int32 or int64 (B + 1,).
         max_seqlen: without effect.
     """
+    wrong_offsets: Exception | None = None
+    if not (is_whole(seqlen_offsets) or (isinstance(seqlen_offsets, Tensor) and not seqlen_offsets.is_floating_point())):
+        wrong_offsets = TypeError(f"seqlen_offsets: {kind(seqlen_offsets)}; accepted is an integer, or a torch.Tensor, integers (B,)")
+    elif not isinstance(seqlen_offsets, Tensor) and not -(2**63) <= seqlen_offsets < 2**63:
+        wrong_offsets = ValueError(f"seqlen_offsets: {shown(seqlen_offsets)}; accepted are integers of 64 bits")
     tensors = {"x": x, "cos": cos, "sin": sin, **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})}
     flags = {name: switch_or_refusal(name, on) for name, on in (("interleaved", interleaved), ("inplace", inplace))}
-    refuse(*map(tensor_or_refusal, tensors, tensors.values()), *flags.values(), _wrong_offsets(seqlen_offsets))
+    refuse(*map(tensor_or_refusal, tensors, tensors.values()), *flags.values(), wrong_offsets)
     wrong: Wrong = [] if x.is_floating_point() else [ValueError(f"x: dtype {x.dtype}; accepted is floating point")]
     wrong += [refused for name, each in tensors.items() if (refused := unfit(name, each, TORCH, "x", x)) is not None]
     refuse(*wrong, *(not_writable({"x": x}) if flags["inplace"] else []))
@@ -54,11 +59,3 @@ def apply_rotary_emb(
         raise ValueError(f"seqlen_offsets: a token at position {least}; accepted are positions from 0 on")
     turned = turn(x, cos, sin, first, cu_seqlens, flags["interleaved"])
     return x.copy_(turned) if flags["inplace"] else turned
-
-
-def _wrong_offsets(given: object) -> Exception | None:
-    if not (is_whole(given) or (isinstance(given, Tensor) and not given.is_floating_point())):
-        return TypeError(f"seqlen_offsets: {kind(given)}; accepted is an integer, or a torch.Tensor, integers (B,)")
-    if not isinstance(given, Tensor) and not -(2**63) <= given < 2**63:  # type: ignore[operator]
-        return ValueError(f"seqlen_offsets: {shown(given)}; accepted are integers of 64 bits")
-    return None
