@@ -12,9 +12,6 @@ out.
 
 # No postponed annotations here: PyTorch 2.4 reads those of custom operators as they are.
 
-import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from ._messages import TORCH_EXTRA, needed_by
@@ -24,11 +21,11 @@ with needed_by(__name__, TORCH_EXTRA):
 
 from torch import Tensor
 
-from ._checks import Wrong, check_names, flag, is_choice, is_whole, refusal, refuse
+from ._checks import Wrong, flag, is_choice, is_whole, names_checked, refusal, refuse
 from ._messages import shown
 from ._refusals import refusing
 from ._rotary import check_tables, places, rotate_tokens
-from ._tensor_checks import incomplete, misplaced, unfit_tensors
+from ._tensor_checks import incomplete, misplaced, unfit_tensors, within
 from ._writable import not_writable, writes
 from .arrays.torch import TORCH
 
@@ -52,34 +49,7 @@ _OF_GATHER = _OF_LENGTHS | _OF_TABLE | dict.fromkeys(("k_cache", "v_cache", "poo
 _OF_QUANTISE = dict.fromkeys(("k_scale_group", "group_size"), "did you mean group?")
 
 
-def _named(example: str, hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The function refuses unknown keywords, with a hint for names of other functions, and more arguments than have a place. example: one
-    that is named."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters
-        known = tuple(parameters)
-        placed = [name for name, x in parameters.items() if x.kind is not x.KEYWORD_ONLY]
-        places = f"{', '.join(placed[:-1])} and {placed[-1]}"
-
-        @wraps(function)
-        def checked(*arguments: P.args, **named: P.kwargs) -> R:
-            wrong: Wrong = []
-            check_names(function.__name__, named, wrong, known, hints)
-            if (more := len(arguments) - len(placed)) > 0:
-                counted = f"{more} more {'was' if more == 1 else 'were'} given"
-                wrong.append(
-                    TypeError(f"{function.__name__}() takes {places} by their places, and {counted}; options are named, as in {example}")
-                )
-            refuse(*wrong)
-            return function(*arguments, **named)
-
-        return checked
-
-    return decorate
-
-
-@_named("group=32", _OF_QUANTISE)
+@names_checked(_OF_QUANTISE, "group=32")
 @torch.no_grad()
 def quantise(
     x: Tensor, dtype: torch.dtype, *, group: int | None = None, scale_dtype: torch.dtype = torch.float32, layout: str = "bhsd"
@@ -198,7 +168,7 @@ def _as_bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-@_named("page_table=table", _OF_APPEND)
+@names_checked(_OF_APPEND, "page_table=table")
 @writes("k_cache", "v_cache", "k_scale", "v_scale")
 def append(
     k_cache: Tensor,
@@ -321,7 +291,7 @@ def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch
     return [_rounded(x, largest[name], dtype, None, 0, scale_dtype) for name, (x, scale_dtype) in given.items()]
 
 
-@_named("k_scale=scales", _OF_COPY)
+@names_checked(_OF_COPY, "k_scale=scales")
 @writes("k_cache", "v_cache", "k_scale", "v_scale")
 def copy(
     k_cache: Tensor,
@@ -378,7 +348,7 @@ def copy(
             _copy(k_scale, v_scale, source, target)
 
 
-@_named('layout="bshd"', _OF_GATHER)
+@names_checked(_OF_GATHER, 'layout="bshd"')
 @torch.no_grad()
 def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, layout: str = "bhsd") -> Tensor:
     """K or V of a paged cache as one tensor, a copy: (B, Hkv, n · page, D), or (B, n · page, Hkv, D) with layout "bshd".
@@ -417,9 +387,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     positions = torch.arange(page_table.shape[1] * page, device=cache.device).expand(batch, -1)
     counts = torch.full((batch,), positions.shape[1], device=cache.device) if seqlens is None else seqlens.long()
     if TORCH.is_readable(page_table) and TORCH.is_readable(counts):
-        for b, n in enumerate(counts.tolist()):
-            if not 0 <= n <= positions.shape[1]:
-                raise refusing(ValueError, "seqlens", f"{n} at [{b}]; accepted are 0 to {positions.shape[1]}, the room of a sequence")
+        within("seqlens", counts, batch, positions.shape[1], "the room of a sequence")
         _check_pages(page_table.tolist(), [0] * batch, counts.tolist(), page, pages, writes=False)
     shape = (batch, positions.shape[1], *cache.shape[2:]) if row == 1 else (batch, cache.shape[1], positions.shape[1], cache.shape[3])
     if not pages or not positions.numel():

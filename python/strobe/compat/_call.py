@@ -11,9 +11,10 @@ from torch import Tensor
 from .. import attention
 from .._checks import is_whole, refuse
 from .._messages import shown
-from .._tensor_checks import misplaced, unfit_tensors
+from .._tensor_checks import check_cu_seqlens, misplaced, unfit_tensors, within
+from ..arrays.known import unfit
 from ..arrays.torch import TORCH
-from ._words import called, python_numbers, switch_or_refusal, tensor_or_refusal
+from ._words import called, switch_or_refusal, tensor_or_refusal
 
 Window = tuple[int, int] | Tensor  # two integers, or tensors of one element; a tensor of two elements
 NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
@@ -47,7 +48,7 @@ def translated(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
     for name in _ARGUMENTS:
         own = names.get(name, name)
         if name in given or own in given:
-            found[name] = _converted(name, own, given[name if name in given else own])
+            found[name] = given[name] if name in given and name != own else _converted(name, own, given[own])
     return found
 
 
@@ -67,16 +68,25 @@ def _converted(name: str, own: str, x: Any) -> Any:
     return x
 
 
-def bounds(window_size: Window) -> Any:
+def bounds(window_size: Any) -> Any:
     """The window of strobe.attention() for a window_size, whose negative sides are unbounded; or the exception that says what is wrong."""
     accepted = "accepted is (left, right), two integers of 64 bits, -1 for no bound"
-    window_size = python_numbers(window_size)
+    window_size = _numbers(window_size)
+    if isinstance(window_size, (tuple, list)):
+        window_size = type(window_size)([*map(_numbers, window_size)])
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(map(is_whole, window_size))):
         return TypeError(f"window_size: {shown(window_size)}; {accepted}")
     if max(window_size) >= 2**63:
         return ValueError(f"window_size: {shown(window_size)}; {accepted}")
     left, right = (None if side < 0 else side for side in window_size)
     return None if left is right is None else (left, right)
+
+
+def _numbers(x: Any) -> Any:
+    """The number of a dense tensor that has values, or its numbers as a list; anything else as it is. It waits for a GPU."""
+    if not isinstance(x, Tensor) or unfit("", x) is not None or x.is_meta:
+        return x
+    return x.item() if x.numel() == 1 else x.tolist()
 
 
 def parts(name: str, given: Mapping[str, Any], shape: str) -> dict[str, Any]:
@@ -140,39 +150,3 @@ def in_threes(
     if used_q is not None:
         split["seqused_k"] = torch.stack([torch.zeros_like(end), end - begin, torch.zeros_like(end)], 1).flatten().int()
     return {**split, "alibi_slopes": slopes}
-
-
-def counts(x: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
-    """How many tokens of x each sequence has."""
-    return x.shape[1] if cu_seqlens is None else cu_seqlens.diff()
-
-
-def check_cu_seqlens(
-    name: str, cu: Tensor, of: str | None = None, packed: Tensor | None = None, dtypes: tuple[torch.dtype, ...] = (torch.int32,)
-) -> int:
-    """B, from cu_seqlens (B + 1,); packed: the tokens that they divide, the argument `of`."""
-    if cu.dim() != 1 or not len(cu) or cu.dtype not in dtypes:
-        accepted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name}: {cu.dtype} of shape {tuple(cu.shape)}; accepted is {accepted} (B + 1,)")
-    if TORCH.is_readable(cu):
-        ends = cu.tolist()
-        if ends[0] != 0 or ends != sorted(ends):
-            raise ValueError(f"{name}: {shown(ends)}; accepted are numbers that begin at 0 and never fall")
-        if packed is not None and packed.dim() == 3 and ends[-1] > len(packed):  # another rank is refused by the check of shapes
-            raise ValueError(f"{name}: {ends[-1]} at its end; accepted are up to {len(packed)}, the tokens of {of}")
-    return len(cu) - 1
-
-
-def within(name: str, x: Tensor, batch: int, most: int | Tensor, why: str) -> Tensor:
-    """x, which has an integer from 0 to `most` for each of q's batches. Integers that are not read are clamped, so that no memory out of
-    bounds is accessed. x is dense."""
-    if x.shape != (batch,):
-        raise ValueError(f"{name}: shape {tuple(x.shape)}; accepted is ({batch},), as q has batches")
-    if x.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: dtype {x.dtype}; accepted is torch.int32; {name}.int()")
-    if not TORCH.is_readable(x):
-        return x.clamp(0, most) if isinstance(most, int) else x.minimum(most).clamp(min=0)
-    for b, (value, bound) in enumerate(zip(x.tolist(), torch.as_tensor(most).expand(batch).tolist(), strict=True)):
-        if not 0 <= value <= bound:
-            raise ValueError(f"{name}: {value} at [{b}]; accepted are 0 to {bound}, {why}")
-    return x

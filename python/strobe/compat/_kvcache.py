@@ -11,12 +11,12 @@ from torch import Tensor
 from .._checks import Wrong, is_whole, refuse
 from .._messages import kind, shown
 from .._rotary import check_tables, furthest, turn
-from .._tensor_checks import incomplete, misplaced, unfit_tensors
+from .._tensor_checks import check_cu_seqlens, counts, incomplete, misplaced, unfit_tensors, within
 from .._writable import not_writable
 from ..arrays.torch import TORCH
 from ..kv import append
-from ._call import NAMES, attend, bounds, check_cu_seqlens, counts, in_threes, within
-from ._words import called, integer_or_refusal, python_numbers, switch_or_refusal
+from ._call import NAMES, attend, bounds, in_threes
+from ._words import called, integer_or_refusal, switch_or_refusal
 
 _NEEDED = ("q", "k_cache", "v_cache")
 _TENSORS: tuple[str, ...] = (*_NEEDED, "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
@@ -52,8 +52,7 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
     names = {**NAMES, "k": "k_cache", "v": "v_cache", "mask": "cache_leftpad", "page_table": table_name}
     if rows is not None:
         names["page_table"] = "cache_batch_idx"
-    options = {name: given[name] for name in _OPTIONS if name in given}
-    options["window_size"] = python_numbers(given["window_size"])
+    options = {"window": window, **{name: given[name] for name in _OPTIONS if name in given}}
 
     def attend_to(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
         return attend({**options, **more, "q": q, "k": k, "v": v}, names)

@@ -12,11 +12,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._checks import Wrong, check_names, flag, is_integer, is_whole, refusal
+from .._checks import Wrong, flag, is_integer, is_whole, names_checked
 from .._messages import is_bool, kind, shown
 from .._refusals import Refusal, Words, raised_for, refusals_of
 from .._tensor_checks import tensor_refusal
-from ..arrays.known import unfit
 from ..arrays.torch import TORCH
 
 P = ParamSpec("P")
@@ -70,20 +69,6 @@ def switch_or_refusal(name: str, x: Any) -> Any:
     return TypeError(f"{name}: {kind(x)} {shown(x)}; accepted is True or False, or 1 or 0")
 
 
-def python_numbers(x: Any) -> Any:
-    """x with plain numbers in place of tensors: a tensor becomes a list, one-element tensors in a sequence become their number. Reading
-    them waits for a GPU. A tensor without values (device meta), or that is not dense, stays as it is."""
-    if isinstance(x, (tuple, list)):
-        return type(x)([python_numbers(each) if _has_values(each) and each.numel() == 1 else each for each in x])
-    if _has_values(x):
-        return x.item() if x.numel() == 1 else x.tolist()
-    return x
-
-
-def _has_values(x: Any) -> bool:
-    return isinstance(x, Tensor) and unfit("", x) is None and not x.is_meta
-
-
 def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
     """attn_mask as strobe.attention()'s option mask or bias."""
     if TORCH.causal_bias(attn_mask):  # up to PyTorch 2.6 a causal bias has no dtype
@@ -107,17 +92,11 @@ def front(names: Mapping[str, str], run: Callable[[dict[str, Any]], Any] | None 
         hints = {own: f"did you mean {theirs}?" for own, theirs in names.items() if theirs in defaults}
 
         @wraps(function)
-        def checked(*arguments: P.args, **named: P.kwargs) -> R:
-            wrong: Wrong = []
-            check_names(function.__name__, named, wrong, defaults, hints)
-            if wrong:
-                raise refusal(wrong)
+        def answered(*arguments: P.args, **named: P.kwargs) -> Any:
             found = function(*arguments, **named)  # here Python refuses a call that lacks an argument, or has one too many
             return found if run is None else run({**defaults, **dict(zip(defaults, arguments, strict=False)), **named})
 
-        # inspect.getfullargspec() does not unwrap, and callers use it to list the arguments.
-        checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-        return checked
+        return names_checked(hints)(answered)
 
     return decorate
 

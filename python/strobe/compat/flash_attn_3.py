@@ -48,13 +48,10 @@ def _of_hopper(given: dict[str, Any]) -> list[Any]:
     if not isinstance(chunk, Exception) and chunk:
         chunk = NotImplementedError(f"attention_chunk: {chunk}; accepted is 0, no chunks")
     found += [chunk, *(integer_or_refusal(name, given[name]) for name in ("num_splits", "sm_margin") if name in given)]
-    if given.get("pack_gqa") is not None:
-        found.append(switch_or_refusal("pack_gqa", given["pack_gqa"]))
-    if given.get("scheduler_metadata") is not None:
-        found.append(tensor_or_refusal("scheduler_metadata", given["scheduler_metadata"], "a torch.Tensor, or None"))
-    if given.get("num_heads_q") is not None:
-        found.append(integer_or_refusal("num_heads_q", given["num_heads_q"], 1))
-    return found
+    pack_gqa, metadata, count = map(given.get, ("pack_gqa", "scheduler_metadata", "num_heads_q"))
+    found.append(None if pack_gqa is None else switch_or_refusal("pack_gqa", pack_gqa))
+    found.append(None if metadata is None else tensor_or_refusal("scheduler_metadata", metadata, "a torch.Tensor, or None"))
+    return [*found, None if count is None else integer_or_refusal("num_heads_q", count, 1)]
 
 
 def _heads_apart(given: dict[str, Any]) -> dict[str, Any]:

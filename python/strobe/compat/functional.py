@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from .. import BlockMask, attention, attention_backward
-from .._checks import Wrong, is_integer, refusal
+from .._checks import refusal
 from .._tensor_checks import unfit_tensors
 from ..arrays.known import unfit
 from ..arrays.torch import TORCH
-from ._words import called, front, tensor_or_refusal
+from ._words import called, front, integer_or_refusal, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
 _NAMES |= {"kept": "block_mask", "block_rows": "block_mask", "lse": "l, m"}
@@ -109,19 +109,17 @@ def block_sparse_flash_attention_backward(
 def _blocks(Q: Tensor, K: Tensor, block_mask: Any, block_q: int, block_k: int) -> Any:
     """A BlockMask; or the exception that says what is wrong; or None if Q or K has no sequence axis, which attention() reports."""
     block_mask = tensor_or_refusal("block_mask", block_mask, "a torch.Tensor of bool")
-    wrong: Wrong = [block_mask] if isinstance(block_mask, Exception) else []
-    sized = [is_integer(wrong, name, x, 1, 2**31 - 1) for name, x in (("block_q", block_q), ("block_k", block_k))]
-    if not all(isinstance(x, Tensor) and unfit("", x) is None and x.dim() == 4 for x in (Q, K)):
-        return refusal(wrong) if wrong else None
-    lengths = Q.shape[2], K.shape[2]
-    if all(sized) and isinstance(block_mask, Tensor):
-        grid = tuple(-(-n // block) for n, block in zip(lengths, (block_q, block_k), strict=True))
-        if not 2 <= block_mask.dim() <= 4 or block_mask.shape[-2:] != grid:
-            shapes = f"shape {tuple(block_mask.shape)}; accepted is (..., {grid[0]}, {grid[1]})"
-            wrong.append(ValueError(f"block_mask: {shapes}, blocks of {block_q} x {block_k} of {lengths[0]} x {lengths[1]} scores"))
-    if wrong:
+    given = [block_mask, integer_or_refusal("block_q", block_q, 1), integer_or_refusal("block_k", block_k, 1)]
+    if wrong := [x for x in given if isinstance(x, Exception)]:
         return refusal(wrong)
-    sizes = {"block_q": block_q, "block_k": block_k, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+    if not all(isinstance(x, Tensor) and unfit("", x) is None and x.dim() == 4 for x in (Q, K)):
+        return None
+    sq, sk = Q.shape[2], K.shape[2]
+    grid = -(-sq // block_q), -(-sk // block_k)
+    if not 2 <= block_mask.dim() <= 4 or block_mask.shape[-2:] != grid:
+        accepted = f"accepted is (..., {grid[0]}, {grid[1]}), blocks of {block_q} x {block_k} of {sq} x {sk} scores"
+        return ValueError(f"block_mask: shape {tuple(block_mask.shape)}; {accepted}")
+    sizes = {"block_q": block_q, "block_k": block_k, "seqlen_q": sq, "seqlen_k": sk}
     return called(_NAMES, BlockMask.from_kept, kept=block_mask.bool(), **sizes)
 
 
@@ -145,9 +143,9 @@ def statistics(
     Q, K = q.detach().to(lse.dtype), k.detach().to(lse.dtype)
     if Q.shape[1] != K.shape[1]:
         K = K.repeat_interleave(Q.shape[1] // K.shape[1], 1)
-    mask = None if mask is None else torch.atleast_2d(mask)
+    mask = None if mask is None else torch.atleast_2d(mask).expand(*mask.shape[:-2], sq, sk)
     kept = None if block_mask is None else block_mask.to(Q.device).to_kept()
-    m = torch.empty_like(lse)
+    m = torch.full_like(lse, -math.inf)
     j = torch.arange(sk, device=Q.device)
     step = max(1, _CHUNK // max(1, Q.shape[0] * Q.shape[1] * sk))
     for start in range(0, sq if sk else 0, step):
@@ -156,12 +154,10 @@ def statistics(
         if causal:
             S.masked_fill_(j > i[:, None] + (sk - sq), -math.inf)
         if mask is not None:
-            rows = mask if mask.shape[-2] == 1 else mask[..., i, :]
-            S.masked_fill_(~rows, -math.inf)
+            S.masked_fill_(~mask[..., i, :], -math.inf)
         if kept is not None and block_mask is not None:
             S.masked_fill_(~kept[:, :, (i // block_mask.block_q)[:, None], j // block_mask.block_k], -math.inf)
         m[:, :, i] = S.amax(-1)
-    m[lse == -math.inf] = -math.inf
     return torch.where(lse == -math.inf, 0.0, torch.exp(lse.detach() - m)), m
 
 

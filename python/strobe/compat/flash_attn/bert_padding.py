@@ -52,7 +52,12 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     """
     masks = {"attention_mask": attention_mask, **({} if unused_mask is None else {"unused_mask": unused_mask})}
     _check(hidden_states, **masks)
-    refuse(*(_not_of_ones(name, mask) for name, mask in masks.items()))
+    for name, mask in masks.items():
+        if mask.dtype != torch.bool and not _is_integral(mask):  # one that is added to the scores has its zeros where tokens are
+            raise ValueError(f"{name}: dtype {mask.dtype}; accepted is bool, True = a token, or integers, 1 = a token")
+        each = mask.long()
+        if not torch.compiler.is_compiling() and (other := each[(each != 0) & (each != 1)]).numel():
+            raise ValueError(f"{name}: {_number(other[0], mask.dtype)}; accepted are 0 and 1")
     used = attention_mask.bool()
     kept = used if unused_mask is None else used | unused_mask.bool()
     return Unpadded(*_packed(hidden_states, kept, kept.sum(1, dtype=torch.int32)), used.sum(1, dtype=torch.int32))
@@ -92,7 +97,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """input[indices], the rows of (N, ...) that indices name. indices may have any integer dtype."""
-    return input.index_select(0, _rows("input", input, indices))
+    rows = _rows("input", input, indices)
+    return input.index_select(0, rows)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,24 +133,11 @@ def _is_integral(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
-def _not_of_ones(name: str, mask: Tensor) -> Exception | None:
-    """Refuses a mask that is added to the scores: it means the opposite, and would be taken for a mask of ones."""
-    if mask.dtype == torch.bool:
-        return None
-    if not _is_integral(mask):
-        return ValueError(f"{name}: dtype {mask.dtype}; accepted is bool, True = a token, or integers, 1 = a token")
-    each = mask.long()
-    if not torch.compiler.is_compiling() and (other := each[(each != 0) & (each != 1)]).numel():
-        return ValueError(f"{name}: {_number(other[0], mask.dtype)}; accepted are 0 and 1")
-    return None
-
-
 def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """The first four of the results. kept: bool (B, S); lengths: those of the sequences of the kept tokens."""
     indices = kept.flatten().nonzero().flatten()
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
-    longest = int(lengths.max()) if len(lengths) else 0
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, int(lengths.max()) if len(lengths) else 0
 
 
 def _rows(name: str, x: Tensor, indices: Tensor, count: int | None = None) -> Tensor:

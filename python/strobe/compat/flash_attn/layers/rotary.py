@@ -8,10 +8,10 @@ from torch import Tensor
 from strobe._checks import Wrong, is_whole, refuse
 from strobe._messages import kind, shown
 from strobe._rotary import check_tables, furthest, turn
+from strobe._tensor_checks import check_cu_seqlens, counts
 from strobe._writable import not_writable
 from strobe.arrays.known import unfit
 from strobe.arrays.torch import TORCH
-from strobe.compat._call import check_cu_seqlens, counts
 from strobe.compat._words import stands_for, switch_or_refusal, tensor_or_refusal
 
 __all__ = ["apply_rotary_emb"]
