@@ -23,7 +23,6 @@ QKV = NAMES | dict.fromkeys("qkv", "qkv")
 PACKED_QKV = QKV | {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
 _CU_SEQLENS = "a torch.Tensor, int32 (B + 1,)"
 
-
 # The arguments of strobe.attention() for which other libraries have some, in the order of its refusals.
 _ARGUMENTS: tuple[str, ...] = ("q", "k", "v", "causal", "window", "scale", "softcap", "alibi_slopes", "dropout", "deterministic")
 _ARGUMENTS += ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "page_table", "seqused_k", "mask", "rng", "invariant")
@@ -130,8 +129,7 @@ def some_tokens(given: Mapping[str, Any]) -> dict[str, Any]:
     used_q, leftpad, used_k = map(tensors.get, maybe)
     last = None if used_q is None else within("seqused_q", used_q, batch, cu_q.diff(), "the tokens of the sequence")
     end = cu_k.diff()
-    if used_k is not None:
-        end = within("seqused_k", used_k, batch, end, "the sequence's length").to(end.device)
+    end = end if used_k is None else within("seqused_k", used_k, batch, end, "the sequence's length").to(end.device)
     begin = torch.zeros_like(end) if leftpad is None else within("leftpad_k", leftpad, batch, end, "where the sequence ends")
     return {**given, "seqused_k": None, **in_threes(cu_q, cu_k, begin, end, given.get("alibi_slopes"), last)}
 

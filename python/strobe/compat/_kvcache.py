@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,6 @@ from ._words import called, integer_or_refusal, switch_or_refusal
 _NEEDED = ("q", "k_cache", "v_cache")
 _TENSORS: tuple[str, ...] = (*_NEEDED, "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
 _TENSORS += ("block_table", "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens")
-_OPTIONS = ("softmax_scale", "causal", "softcap", "alibi_slopes")
-_Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Keys(NamedTuple):
@@ -38,10 +36,7 @@ class Keys(NamedTuple):
 
 
 def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
-    """The flash_attn_with_kvcache of both libraries, whose docstrings describe the arguments, `given` by their names.
-
-    beside: what checks of further arguments found.
-    """
+    """The flash_attn_with_kvcache of both libraries, which document its arguments. beside: what checks of further arguments found."""
     table_name = "block_table" if "block_table" in given else "page_table"
     window = bounds(given["window_size"])
     flags = [switch_or_refusal(name, given[name]) for name in ("causal", "rotary_interleaved", "return_softmax_lse")]
@@ -49,17 +44,20 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
     batch = _check_shapes(tensors, table_name if table_name in tensors else None)
     q, k_cache, v_cache, rows = given["q"], given["k_cache"], given["v_cache"], given["cache_batch_idx"]
     packing = {name: given[name] for name in ("cu_seqlens_q", "max_seqlen_q")} if "cu_seqlens_q" in tensors else {}
-    names = {**NAMES, "k": "k_cache", "v": "v_cache", "mask": "cache_leftpad", "page_table": table_name}
-    if rows is not None:
-        names["page_table"] = "cache_batch_idx"
-    options = {"window": window, **{name: given[name] for name in _OPTIONS if name in given}}
+    names = {
+        **NAMES,
+        "k": "k_cache",
+        "v": "v_cache",
+        "mask": "cache_leftpad",
+        "page_table": "cache_batch_idx" if rows is not None else table_name,
+    }
+    options = {name: given[name] for name in ("softmax_scale", "causal", "softcap", "alibi_slopes") if name in given}
 
     def attend_to(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
-        return attend({**options, **more, "q": q, "k": k, "v": v}, names)
+        return attend({"window": window, **options, **more, "q": q, "k": k, "v": v}, names)
 
     filled, added = _lengths(given, tensors.get(table_name), batch)
-    table = tensors.get(table_name) if rows is None else _table_of_rows(rows, len(k_cache), batch, q.device, "k" in tensors)
-    keys = _keys(given, filled, added, table, batch)
+    table, keys = _keys(given, filled, added, tensors.get(table_name), batch)
     if "k" in tensors:
         _try_attention(attend_to, given, packing, keys)
         q, k = _rotated(given, filled, added, from_each=bool(given["causal"]) or window is not None)
@@ -68,7 +66,7 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
         called(of_append, append, **written, page_table=table, cu_seqlens=tensors.get("cu_seqlens_k_new"), layout="bshd")
     if table is not None and keys.table is None:
         row = table[:, 0].clamp(min=0)
-        keys = Keys(k_cache[row], v_cache[row], *keys[2:])
+        keys = keys._replace(k=k_cache[row], v=v_cache[row])
     out, lse = _attend_in_place(attend_to, q, packing, keys, given.get("alibi_slopes"))
     return (out, lse) if given["return_softmax_lse"] else out
 
@@ -177,32 +175,29 @@ def _lengths(given: dict[str, Any], table: Tensor | None, batch: int) -> tuple[i
     return int(filled), added
 
 
-def _table_of_rows(given: Tensor, count: int, batch: int, device: torch.device, written: bool) -> Tensor:
-    """cache_batch_idx as a page table, int32 (B, 1): each row of the cache is a page, and a row that does not exist is -1."""
-    rows = within("cache_batch_idx", given, batch, count - 1, f"a cache of {count} rows")
-    if written and TORCH.is_readable(rows) and len(set(numbers := rows.tolist())) < batch:
-        raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
-    return torch.where(rows == given, rows, -1).to(device, torch.int32)[:, None]
-
-
-def _keys(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, table: Tensor | None, batch: int) -> Keys:
-    """The keys that queries attend to once the new keys are written. They have no table if the cache's rows that are named must be copied
-    first: because a page needs at least one key, or because autocast copies what it casts."""
+def _keys(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, table: Tensor | None, batch: int) -> tuple[Tensor | None, Keys]:
+    """The page table, and the keys that queries attend to once the new keys are written. cache_batch_idx is a table, too: each row of the
+    cache is a page, and a row that does not exist is -1. Keys that have none then are rows that must be copied first: because a page needs
+    at least one key, or because autocast copies what it casts."""
     k, v, rows, begin, device = given["k_cache"], given["v_cache"], given["cache_batch_idx"], given["cache_leftpad"], given["q"].device
     same_end = filled + added if isinstance(filled, int) and not isinstance(added, Tensor) else None
     end = _each(filled, batch, device) + added
     if begin is not None:
         begin = within("cache_leftpad", begin, batch, filled + added, "where the sequence ends").to(device)
-    if table is not None and rows is not None and not TORCH.is_readable(rows):
+    if rows is None:
+        return table, Keys(k, v, table, begin, end, same_end)
+    known = within("cache_batch_idx", rows, batch, len(k) - 1, f"a cache of {len(k)} rows")
+    if given["k"] is not None and TORCH.is_readable(known) and len(set(numbers := known.tolist())) < batch:
+        raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
+    table = torch.where(known == rows, known, -1).to(device, torch.int32)[:, None]
+    if not TORCH.is_readable(rows):
         there = table[:, 0] >= 0
         begin, end, same_end = None if begin is None else begin * there, end * there, None
-    copied = rows is not None and not k.shape[1]
-    if rows is not None and torch.is_autocast_enabled(device.type):
-        copied = copied or k.dtype not in (torch.float64, torch.get_autocast_dtype(device.type))
-    return Keys(k, v, None if copied else table, begin, end, same_end)
+    is_cast = torch.is_autocast_enabled(device.type) and k.dtype not in (torch.float64, torch.get_autocast_dtype(device.type))
+    return table, Keys(k, v, table if k.shape[1] and not is_cast else None, begin, end, same_end)
 
 
-def _try_attention(attend_to: _Attend, given: dict[str, Any], packing: dict[str, Any], keys: Keys) -> None:
+def _try_attention(attend_to: Any, given: dict[str, Any], packing: dict[str, Any], keys: Keys) -> None:
     """Makes calls with no queries or no keys, so that errors of the call, or of its pages, are raised before the first write."""
     no_q, no_k, no_v = [given[name].new_empty(len(keys.end), 0, *given[name].shape[-2:]) for name in ("q", "k", "v")]
     attend_to(no_q, no_k, no_v)
@@ -229,7 +224,7 @@ def _rotated(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, f
     return turn(q, cos, sin, begin, cu_q, interleaved, from_each), turn(k, cos, sin, begin, given.get("cu_seqlens_k_new"), interleaved)
 
 
-def _attend_in_place(attend_to: _Attend, q: Tensor, packing: dict[str, Any], keys: Keys, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend_in_place(attend_to: Any, q: Tensor, packing: dict[str, Any], keys: Keys, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
     """out and softmax_lse, by the least general call that gives them and copies nothing of the cache."""
     k, v, table, begin, end, same_end = keys
     if table is None and (packing or begin is not None):
@@ -246,7 +241,7 @@ def _attend_in_place(attend_to: _Attend, q: Tensor, packing: dict[str, Any], key
     return attend_to(q, k, v, **more)
 
 
-def _attend_packed(attend_to: _Attend, q: Tensor, packing: dict[str, Any], keys: Keys, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend_packed(attend_to: Any, q: Tensor, packing: dict[str, Any], keys: Keys, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sequences that begin and end anywhere in their rows of the cache, read in place."""
     batch, length, each = len(keys.end), keys.k.shape[1], q.shape[1]
     row = torch.arange(batch + 1, device=q.device)

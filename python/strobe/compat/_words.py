@@ -27,8 +27,7 @@ _NOT_THEIRS = frozenset({"layout", "alignment", "engine"})  # options that the o
 
 
 def called(names: Mapping[str, str], function: Callable[..., R], /, **given: Any) -> R:
-    """function(**given), a function of the package. Its refusals speak of the caller's arguments: `names` has the caller's name for each
-    of the function's that has another one.
+    """function(**given), a function of the package, whose refusals are put in the caller's words: `names` has its names for arguments.
 
     An argument that the caller's own check refuses is replaced by the exception that says why: the function refuses it, along with all
     other errors, and the line is the exception's.

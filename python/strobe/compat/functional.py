@@ -12,7 +12,6 @@ computed; the work is proportional to the blocks kept. flash_attention and block
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,15 +20,13 @@ from torch import Tensor
 
 from .. import BlockMask, attention, attention_backward
 from .._checks import refusal
-from .._tensor_checks import unfit_tensors
+from .._statistics import lse_of, statistics
 from ..arrays.known import unfit
 from ..arrays.torch import TORCH
 from ._words import called, front, integer_or_refusal, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
 _NAMES |= {"kept": "block_mask", "block_rows": "block_mask", "lse": "l, m"}
-_OF_BLOCKS = ("Q", "K", "block_mask", "block_q", "block_k")
-_CHUNK = 2**22  # scores computed at once
 
 
 def _attend(given: dict[str, Any]) -> Tensor:
@@ -50,11 +47,12 @@ def _backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of strobe.attention(). A wrong one is replaced by the exception that says so (called())."""
+    blocks = {name: given[name] for name in ("block_mask", "block_q", "block_k") if name in given}
     found = {"q": given["Q"], "k": given["K"], "v": given["V"], "mask": given["mask"], "causal": given["causal"]}
     found.update({"scale": given["softmax_scale"], "dropout": given["dropout_p"], "rng": given["rng_state"]})
     if given["mask"] is not None:
         found["mask"] = tensor_or_refusal("mask", given["mask"], "a torch.Tensor of bool")
-    return {**found, "block_mask": _blocks(**{name: given[name] for name in _OF_BLOCKS}) if "block_mask" in given else None}
+    return {**found, "block_mask": _blocks(given["Q"], given["K"], **blocks) if blocks else None}
 
 
 @front(_NAMES, _attend)
@@ -127,44 +125,3 @@ def _blocks(Q: Tensor, K: Tensor, block_mask: Any, block_q: int, block_k: int) -
 def backward(names: Mapping[str, str], **given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV); the arguments are those of attention_backward(), or exceptions: see called()."""
     return called(names, attention_backward, **given)[:3]
-
-
-@torch.no_grad()
-def statistics(
-    lse: Tensor, *, q: Tensor, k: Tensor, scale: float | None = None, causal: bool = False, mask: Tensor | None = None,
-    block_mask: BlockMask | None = None, **_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(l, m) by a call's LSE and arguments, each (B, H, N), float32 (float64 with float64). A row that sees no key: m = -inf and l = 0.
-
-    The scores are computed once more, some rows at a time: half the work of a forward, and beside K a few MiB of memory.
-    """
-    sq, sk = q.shape[-2], k.shape[-2]
-    unit = q.shape[-1] ** -0.5 if scale is None else scale
-    Q, K = q.detach().to(lse.dtype), k.detach().to(lse.dtype)
-    if Q.shape[1] != K.shape[1]:
-        K = K.repeat_interleave(Q.shape[1] // K.shape[1], 1)
-    mask = None if mask is None else torch.atleast_2d(mask).expand(*mask.shape[:-2], sq, sk)
-    kept = None if block_mask is None else block_mask.to(Q.device).to_kept()
-    m = torch.full_like(lse, -math.inf)
-    j = torch.arange(sk, device=Q.device)
-    step = max(1, _CHUNK // max(1, Q.shape[0] * Q.shape[1] * sk))
-    for start in range(0, sq if sk else 0, step):
-        i = torch.arange(start, min(start + step, sq), device=Q.device)
-        S = unit * Q[:, :, i] @ K.mT
-        if causal:
-            S.masked_fill_(j > i[:, None] + (sk - sq), -math.inf)
-        if mask is not None:
-            S.masked_fill_(~mask[..., i, :], -math.inf)
-        if kept is not None and block_mask is not None:
-            S.masked_fill_(~kept[:, :, (i // block_mask.block_q)[:, None], j // block_mask.block_k], -math.inf)
-        m[:, :, i] = S.amax(-1)
-    return torch.where(lse == -math.inf, 0.0, torch.exp(lse.detach() - m)), m
-
-
-def lse_of(l: Tensor, m: Tensor) -> Any:
-    """The LSE of statistics()' two results; or the exception that says what is wrong with them."""
-    if refused := unfit_tensors({"l": l, "m": m}):
-        return refusal(refused)
-    if l.shape != m.shape:
-        return ValueError(f"l, m: shapes {tuple(l.shape)}, {tuple(m.shape)}; accepted is (B, H, N) twice")
-    return torch.where(l == 0, -math.inf, m + torch.log(l))

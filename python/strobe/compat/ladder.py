@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from .. import attention
+from .._statistics import lse_of, statistics
 from ..arrays.known import unfit
 from ._words import called, front
-from .functional import backward, lse_of, statistics
+from .functional import backward
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "scale": "softmax_scale", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO"}
 

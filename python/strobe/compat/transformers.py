@@ -8,11 +8,6 @@ It needs transformers 4.53 or later, and continuous batching 5.0 or later:
 
 >>> transformers.use_paged(model)
 >>> model.generate_batch(prompts, generation_config=...)
-
-The paged cache of continuous batching: transformers 5.0 to 5.21 keep one tensor of all layers' keys for each group of layers, and later
-versions views of one tensor for each layer; in both, read_index gives the rows of the keys of every sequence, one sequence after another,
-and write_index the rows for new ones. From 5.24 on the model itself writes into the cache and copies the keys of all sequences out of it,
-and attention gets only the copy.
 """
 
 from __future__ import annotations
@@ -166,7 +161,9 @@ def paged_attention_forward(
 
 
 class _Layer:
-    """The cache of one layer, whichever of the two forms transformers passes."""
+    """The cache of one layer: transformers 5.0 to 5.21 keep one tensor of all layers' keys for each group of layers, later ones views of
+    one tensor for each layer. In both, read_index gives the rows of the keys of every sequence, one sequence after another, and write_index
+    the rows for new ones. (From 5.24 on attention gets no cache, but the keys of all sequences, which the model copies out of it.)"""
 
     def __init__(self, cache: Any, index: int, sliding: int | None, given: dict[str, Any]) -> None:
         self._cache, self._index, self._given = cache, index, given

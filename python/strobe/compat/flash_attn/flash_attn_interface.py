@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe import Gradients, attention, attention_backward
 from strobe._checks import Wrong, refuse
 from strobe._messages import kind, shown
+from strobe._some_keys import backward_of_some_keys, by_head, row_sums
 from strobe._tensor_checks import unfit_tensors
 from strobe._writable import not_writable, writes
 from strobe.arrays.torch import TORCH
@@ -157,8 +156,6 @@ def flash_attn_with_kvcache(
 
 # Forward and backward without autograd, for callers that split the keys of one softmax among several calls, or devices: ring attention,
 # context parallelism. They merge the parts by their softmax_lse, and pass the merged out and softmax_lse to each part's backward.
-
-
 @torch.no_grad()
 def _forward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = {**given, "window_size": (given["window_size_left"], given["window_size_right"])}
@@ -191,8 +188,8 @@ def _backward(given: dict[str, Any]) -> Tensor:
     dout, q, out, lse = given["dout"], given["q"], given["out"], given["softmax_lse"]
     arguments = translated({**given, "window_size": (given["window_size_left"], given["window_size_right"])}, _PASSES)
     with _without_autocast(q):
-        found = called(_PASSES, _backward_of_a_part, dout=dout, out=out, lse=lse, **arguments)
-    softmax_d = _by_head(_row_sums(dout, out))  # before the first write: dq may share memory with dout or out
+        found = called(_PASSES, backward_of_some_keys, dout=dout, out=out, lse=lse, **arguments)
+    softmax_d = by_head(row_sums(dout, out))  # before the first write: dq may share memory with dout or out
     for name, x in written.items():
         x.copy_(getattr(found, name))
     return softmax_d
@@ -278,10 +275,8 @@ def _misfits(known: dict[str, Tensor], into: dict[str, Any], is_packed: bool) ->
         return [ValueError(f"{name}: shape {tuple(known[name].shape)}; accepted is {accepted}") for name in of_rank]
     row = (*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.promote_types(q.dtype, torch.float32), q.device
     result = (*q.shape[:-1], v.shape[-1]), q.dtype, q.device
-    fitting = {"dout": result, "out": result, "softmax_lse": row}
-    for name in into:
-        like = known[name[1:]]
-        fitting[name] = like.shape, like.dtype, like.device
+    likes = {name: known[name[1:]] for name in into}
+    fitting = {"dout": result, "out": result, "softmax_lse": row, **{name: (x.shape, x.dtype, x.device) for name, x in likes.items()}}
     wrong: Wrong = []
     for name, (shape, dtype, device) in fitting.items():
         x = into[name] if name in into else known[name]
@@ -299,34 +294,3 @@ def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
     if isinstance(q, Tensor) and not q.is_meta and torch.is_autocast_enabled(q.device.type):
         return torch.autocast(q.device.type, enabled=False)
     return nullcontext()
-
-
-def _backward_of_a_part(dout: Tensor, out: Tensor, lse: Tensor, **given: Any) -> Gradients:
-    """The gradients of these keys, where out and lse may be those of a larger set of keys. (attention_backward() takes lse for that of
-    these keys: it may sum P of a row once more and divide by the sum, to remove LSE's rounding.) With out' and lse' of these keys alone
-    and w = exp(lse' - lse), the weights of the whole set are P = w P', and
-
-        dV = Pᵀ dO = P'ᵀ (w dO)
-        dS = P (dP - D) = P' (dP' - D' + dLSE')    where dO' = w dO, D = rowsum(dO · out) and dLSE' = w rowsum(dO · (out' - out)).
-    """
-    own, own_lse = attention(return_lse=True, **given)
-    weight = torch.where(own_lse == -math.inf, 0.0, torch.exp(own_lse - lse))  # the row sees none of these keys
-    # All weights may be so small that dO' leaves float16, so the largest is scaled to a number from 1 to 2, and the gradients scaled back.
-    unit = torch.exp2(weight.amax().clamp_min(1e-30).log2().floor()) if weight.numel() else weight.new_ones(())
-    weight = weight / unit
-    scaled = (dout * _by_head(weight)[..., None]).to(dout.dtype)
-    dlse = weight * _by_head(_row_sums(dout, own) - _row_sums(dout, out))
-    found = attention_backward(dout=scaled, out=own, lse=own_lse, dlse=dlse, **given)
-    unit = unit.to(dout.dtype)
-    return found._replace(dq=found.dq * unit, dk=found.dk * unit, dv=found.dv * unit)
-
-
-def _row_sums(dout: Tensor, out: Tensor) -> Tensor:
-    """rowsum(dout · out), (B, S, H) or (T, H)"""
-    sum_dtype = torch.promote_types(out.dtype, torch.float32)
-    return (dout.to(sum_dtype) * out.to(sum_dtype)).sum(-1)
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """(B, S, H) as (B, H, S), (T, H) as (H, T), and back."""
-    return x.transpose(-1, -2).contiguous()
