@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import attention
+from .. import attention, attention_backward
 from .._checks import is_whole, refuse
 from .._messages import shown
 from .._tensor_checks import check_cu_seqlens, misplaced, unfit_tensors, within
@@ -35,6 +35,12 @@ def attend(given: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> Any:
     arguments["return_lse"] = with_lse if isinstance(with_lse, Exception) else True
     out, lse = called(names, attention, **arguments)
     return (out, lse) if with_lse else out
+
+
+@torch.no_grad()
+def backward(names: Mapping[str, str], **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV); the arguments are those of attention_backward(), or exceptions: see called()."""
+    return called(names, attention_backward, **given)[:3]
 
 
 def translated(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
         "mask": "cache_leftpad",
         "page_table": "cache_batch_idx" if rows is not None else table_name,
     }
-    options = {name: given[name] for name in ("softmax_scale", "causal", "softcap", "alibi_slopes") if name in given}
+    options: dict[str, Any] = {name: given[name] for name in ("softmax_scale", "causal", "softcap", "alibi_slopes") if name in given}
 
     def attend_to(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
         return attend({"window": window, **options, **more, "q": q, "k": k, "v": v}, names)
@@ -83,10 +83,9 @@ def _checked(given: dict[str, Any], table_name: str, found: list[Any]) -> dict[s
     for name in ("cache_batch_idx", "cache_leftpad"):
         if name in tensors and table_name in tensors:
             wrong.append(ValueError(f"{name}: given beside {table_name}; accepted is None, for the table says where a sequence lies"))
-    keys, tables = "k and v, new keys", "rotary_cos and rotary_sin"
-    for name, of, needed in (
-        ("rotary_cos", "k", f"{keys} to be turned"), ("cu_seqlens_k_new", "k", keys), ("rotary_seqlens", "rotary_cos", tables),
-    ):  # fmt: skip
+    needs = {"rotary_cos": ("k", "k and v, new keys to be turned"), "cu_seqlens_k_new": ("k", "k and v, new keys")}
+    needs["rotary_seqlens"] = "rotary_cos", "rotary_cos and rotary_sin"
+    for name, (of, needed) in needs.items():
         if name in tensors and of not in tensors:
             wrong.append(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}"))
     refuse(*unfit_tensors(tensors), *found, *wrong)

@@ -46,8 +46,7 @@ def called(names: Mapping[str, str], function: Callable[..., R], /, **given: Any
 
 
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:
-    refused = tensor_refusal(name, x, accepted)
-    return x if refused is None else refused
+    return tensor_refusal(name, x, accepted) or x
 
 
 def integer_or_refusal(name: str, x: Any, least: int = 0, most: int = 2**31 - 1) -> Any:

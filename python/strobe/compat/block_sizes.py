@@ -18,8 +18,8 @@ from .._checks import refuse
 from .._options import MAX_HEAD_DIM_V
 from .._parse import parse
 from .._statistics import lse_of, statistics
+from ._call import backward
 from ._words import called, flag_or_refusal, front, integer_or_refusal
-from .functional import backward
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO", "lse": "l, m"}
 

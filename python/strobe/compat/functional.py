@@ -12,17 +12,16 @@ computed; the work is proportional to the blocks kept. flash_attention and block
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import BlockMask, attention, attention_backward
+from .. import BlockMask, attention
 from .._checks import refusal
 from .._statistics import lse_of, statistics
 from ..arrays.known import unfit
 from ..arrays.torch import TORCH
+from ._call import backward
 from ._words import called, front, integer_or_refusal, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "dropout": "dropout_p", "scale": "softmax_scale", "rng": "rng_state", "out": "O", "dout": "dO"}
@@ -119,9 +118,3 @@ def _blocks(Q: Tensor, K: Tensor, block_mask: Any, block_q: int, block_k: int) -
         return ValueError(f"block_mask: shape {tuple(block_mask.shape)}; {accepted}")
     sizes = {"block_q": block_q, "block_k": block_k, "seqlen_q": sq, "seqlen_k": sk}
     return called(_NAMES, BlockMask.from_kept, kept=block_mask.bool(), **sizes)
-
-
-@torch.no_grad()
-def backward(names: Mapping[str, str], **given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(dQ, dK, dV); the arguments are those of attention_backward(), or exceptions: see called()."""
-    return called(names, attention_backward, **given)[:3]

@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import attention
 from .._statistics import lse_of, statistics
 from ..arrays.known import unfit
+from ._call import backward
 from ._words import called, front
-from .functional import backward
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "scale": "softmax_scale", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO"}
 

@@ -36,7 +36,7 @@ def register(name: str = "strobe") -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, sdpa_mask)
     for paged in (f"paged|{name}", f"{name}-flash"):
-        AttentionInterface.register(paged, paged_attention_forward)
+        AttentionInterface.register(paged, _paged_attention_forward)
         AttentionMaskInterface.register(paged, lambda *_, **__: None)  # the sequences' lengths determine which keys a token sees
 
 
@@ -119,7 +119,7 @@ def _model_options(query: Any, dropout: float, scaling: float | None, softcap: f
     return {"scale": scaling, "softcap": 0.0 if softcap is None else softcap, "sinks": sinks, "dropout": dropout}
 
 
-def paged_attention_forward(
+def _paged_attention_forward(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, sliding_window: int | None = None,
     cache: Any = None, **others: Any,

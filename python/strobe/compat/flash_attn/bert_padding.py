@@ -113,7 +113,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     rows = _rows("values", values, indices, first_axis_dim)
     if values.shape[:1] != rows.shape:
         raise ValueError(f"indices: shape {tuple(rows.shape)}; accepted is {tuple(values.shape[:1])}, one for each of the values")
-    if _is_looked_at(rows) and (several := rows.bincount() > 1).any():
+    if rows.is_cpu and not torch.compiler.is_compiling() and (several := rows.bincount() > 1).any():
         raise ValueError(f"indices: {int(several.nonzero()[0])} more than once; accepted are indices that differ from one another")
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, rows, values)
 
@@ -151,16 +151,12 @@ def _rows(name: str, x: Tensor, indices: Tensor, count: int | None = None) -> Te
     if indices.device != x.device:
         raise ValueError(f"indices: on device {indices.device}; accepted is {x.device}, where {name} lies")
     rows, count = indices.long(), len(x) if count is None else count
-    if _is_looked_at(rows):
+    if rows.is_cpu and rows.numel() and not torch.compiler.is_compiling():
         least, most = sorted(_number(n, indices.dtype) for n in rows.aminmax())
         if least < 0 or most >= count:
             accepted = f"accepted are 0 to {count - 1}" if count else "accepted is none, for there are no rows"
             raise ValueError(f"indices: {least} to {most}; {accepted}")
     return rows
-
-
-def _is_looked_at(rows: Tensor) -> bool:
-    return rows.is_cpu and rows.numel() > 0 and not torch.compiler.is_compiling()
 
 
 def _number(x: Tensor, dtype: torch.dtype) -> int:

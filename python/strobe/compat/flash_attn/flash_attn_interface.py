@@ -167,9 +167,8 @@ def _forward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if leftpad is not None and table is not None:
         wrong.append(ValueError("leftpad_k: given beside block_table; accepted is None, for the table says where a sequence lies"))
     refuse(*wrong)
-    names = _PASSES
+    names = _PASSES if table is None or given["seqused_k"] is not None else {**_PASSES, "seqused_k": "cu_seqlens_k"}
     if table is not None:
-        names = _PASSES if given["seqused_k"] is not None else {**_PASSES, "seqused_k": "cu_seqlens_k"}
         given = in_pages(given, "block_table")
     elif leftpad is not None:
         given = some_tokens(given)
@@ -183,8 +182,7 @@ def _backward(given: dict[str, Any]) -> Tensor:
     refuse(switch_or_refusal("zero_tensors", given.get("zero_tensors", False)))
     known = {name: given[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse")}
     written = {name: given[name] for name in ("dq", "dk", "dv") if given[name] is not None}
-    refuse(*unfit_tensors(known))
-    refuse(*_misfits(known, written, "cu_seqlens_q" in given))
+    refuse(*(unfit_tensors(known) or _misfits(known, written, "cu_seqlens_q" in given)))
     dout, q, out, lse = given["dout"], given["q"], given["out"], given["softmax_lse"]
     arguments = translated({**given, "window_size": (given["window_size_left"], given["window_size_right"])}, _PASSES)
     with _without_autocast(q):
