@@ -58,8 +58,7 @@ def translated(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def _converted(name: str, own: str, x: Any) -> Any:
-    """x, the argument of strobe.attention() that the caller knows as `own`. max_seqlen may be a tensor of one element, whose value waits
-    for the GPU."""
+    """x, which the caller knows as `own`, for strobe.attention(). A max_seqlen that is a tensor of one element waits for the GPU."""
     if name in ("causal", "deterministic"):
         return switch_or_refusal(name, x)
     if name == "window":
@@ -98,8 +97,7 @@ def parts(name: str, given: Mapping[str, Any], shape: str) -> dict[str, Any]:
     """given, with the views of q, k and v, or of k and v, that are in one tensor; each is replaced by the exception that says what is
     wrong with that. shape: ends in (…, 3, H, D), or (…, 2, Hkv, D)."""
     x = tensor_or_refusal(name, given[name], f"a torch.Tensor, {shape}")
-    rank = shape.count(",") + 1
-    if isinstance(x, Tensor) and (x.dim() != rank or x.shape[-3] != len(name)):
+    if isinstance(x, Tensor) and (x.dim() != shape.count(",") + 1 or x.shape[-3] != len(name)):
         x = ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {shape}")
     return {**given, **dict(zip(name, x.unbind(-3) if isinstance(x, Tensor) else (x,) * len(name), strict=True))}
 

@@ -24,8 +24,7 @@ _TENSORS += ("block_table", "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "r
 
 
 class Keys(NamedTuple):
-    """The keys that queries attend to: of each sequence those from begin[b] (None: the first) up to before end[b]. With a table k and v
-    are pools of pages, (pages, page, Hkv, D); a row of a cache is a page, too."""
+    """The keys that queries see: of each sequence those from begin[b] (None: the first) up to before end[b]; with a table, in pages."""
 
     k: Tensor
     v: Tensor
@@ -44,13 +43,8 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
     batch = _check_shapes(tensors, table_name if table_name in tensors else None)
     q, k_cache, v_cache, rows = given["q"], given["k_cache"], given["v_cache"], given["cache_batch_idx"]
     packing = {name: given[name] for name in ("cu_seqlens_q", "max_seqlen_q")} if "cu_seqlens_q" in tensors else {}
-    names = {
-        **NAMES,
-        "k": "k_cache",
-        "v": "v_cache",
-        "mask": "cache_leftpad",
-        "page_table": "cache_batch_idx" if rows is not None else table_name,
-    }
+    names = {**NAMES, "k": "k_cache", "v": "v_cache", "mask": "cache_leftpad"}
+    names["page_table"] = table_name if rows is None else "cache_batch_idx"
     options: dict[str, Any] = {name: given[name] for name in ("softmax_scale", "causal", "softcap", "alibi_slopes") if name in given}
 
     def attend_to(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:

@@ -5,7 +5,7 @@
 >>> sys.modules["flash_attn_interface"] = strobe.compat.flash_attn_3
 >>> from flash_attn_interface import flash_attn_func, flash_attn_with_kvcache
 
-docs/compat.md lists what differs. There is no dropout and there are no alibi_slopes; functions that return
+The differences that strobe.compat.flash_attn lists hold here too. There is no dropout and there are no alibi_slopes; functions that return
 softmax_lse return (out, softmax_lse). These arguments have no effect: num_splits, pack_gqa, sm_margin and scheduler_metadata; the engine
 decides. These are refused: qv, q_descale, k_descale, v_descale, attention_chunk.
 """
