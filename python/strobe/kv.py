@@ -12,9 +12,6 @@ out.
 
 # No postponed annotations here: PyTorch 2.4 reads those of custom operators as they are.
 
-import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
 from operator import index
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -25,11 +22,11 @@ with needed_by(__name__, TORCH_EXTRA):
 
 from torch import Tensor
 
-from ._checks import Wrong, check_names, flag, is_choice, is_whole, refusal
+from ._checks import Wrong, flag, is_choice, is_whole, names_checked, refusal, refuse
 from ._messages import shown
 from ._refusals import refusing
 from ._rotary import check_tables, places, rotate_tokens
-from ._tensor_checks import incomplete, misplaced, unfit_tensors
+from ._tensor_checks import incomplete, misplaced, unfit_tensors, within
 from ._writable import not_writable, writes
 from .arrays.torch import TORCH
 
@@ -53,35 +50,7 @@ _OF_GATHER = _OF_LENGTHS | _OF_TABLE | dict.fromkeys(("k_cache", "v_cache", "poo
 _OF_QUANTISE = dict.fromkeys(("k_scale_group", "group_size"), "did you mean group?")
 
 
-def _named(example: str, hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function refuse unknown keywords, with a hint for names of other functions, and too many positional arguments. example: a
-    keyword argument, for messages."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters
-        known = tuple(parameters)
-        placed = [name for name, x in parameters.items() if x.kind is not x.KEYWORD_ONLY]
-        places = f"{', '.join(placed[:-1])} and {placed[-1]}"
-
-        @wraps(function)
-        def checked(*arguments: P.args, **named: P.kwargs) -> R:
-            wrong: Wrong = []
-            check_names(function.__name__, named, wrong, known, hints)
-            if (more := len(arguments) - len(placed)) > 0:
-                counted = f"{more} more {'was' if more == 1 else 'were'} given"
-                wrong.append(
-                    TypeError(f"{function.__name__}() takes {places} by their places, and {counted}; options are named, as in {example}")
-                )
-            if wrong:
-                raise refusal(wrong)
-            return function(*arguments, **named)
-
-        return checked
-
-    return decorate
-
-
-@_named("group=32", _OF_QUANTISE)
+@names_checked(_OF_QUANTISE, "group=32")
 @torch.no_grad()
 def quantise(
     x: Tensor, dtype: torch.dtype, *, group: int | None = None, scale_dtype: torch.dtype = torch.float32, layout: str = "bhsd"
@@ -122,8 +91,7 @@ def quantise(
         wrong.append(refusing(ValueError, "x", f"shape {tuple(x.shape)}; accepted is D of 1 or more"))
     elif not wrong and dtype == torch.uint8 and x.shape[-1] % 2:
         wrong.append(refusing(ValueError, "x", f"shape {tuple(x.shape)}; accepted for two INT4 a byte is an even D"))
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     row = 0 if x.dim() == 3 else 1 if layout == "bshd" else 2
     if group is not None:
         group = min(index(group), max(x.shape[row], 1))  # a group larger than all rows is one group
@@ -201,7 +169,7 @@ def _as_bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-@_named("page_table=table", _OF_APPEND)
+@names_checked(_OF_APPEND, "page_table=table")
 @writes("k_cache", "v_cache", "k_scale", "v_scale")
 def append(
     k_cache: Tensor,
@@ -253,14 +221,12 @@ def append(
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     flag(wrong, "rotary_interleaved", rotary_interleaved)
     wrong += incomplete(maybe, ("rotary_cos", "rotary_sin"), ("k_scale", "v_scale"))
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     bshd = layout == "bshd"
     wrong = misplaced(tensors) or _unlike(tensors, bshd)
     caches = {name: x for name, x in tensors.items() if name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     wrong = wrong or not_writable(caches, {name: x for name, x in tensors.items() if name not in caches})
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     row = 1 if bshd else 2
     # A row of a contiguous cache is the one page of its sequence.
     table = torch.arange(len(seqlens), device=k.device, dtype=torch.int32)[:, None] if page_table is None else page_table
@@ -322,12 +288,11 @@ def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch
     if tokens is not None and TORCH.is_readable(given["k"][0]):
         for name, (_, scale_dtype) in given.items():
             wrong += _not_quantisable(name, largest[name][:tokens], dtype, scale_dtype, f"{name}_scale of dtype torch.float32")
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     return [_rounded(x, largest[name], dtype, None, 0, scale_dtype) for name, (x, scale_dtype) in given.items()]
 
 
-@_named("k_scale=scales", _OF_COPY)
+@names_checked(_OF_COPY, "k_scale=scales")
 @writes("k_cache", "v_cache", "k_scale", "v_scale")
 def copy(
     k_cache: Tensor,
@@ -358,8 +323,7 @@ def copy(
     wrong = unfit_tensors(tensors) or misplaced(tensors)
     if len(scales) == 1:
         wrong.append(ValueError(f"{'v_scale' if 'k_scale' in scales else 'k_scale'}: None beside the other; accepted are both or neither"))
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         shapes = f"shapes {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         raise ValueError(f"k_cache, v_cache: {shapes}; accepted are four axes, of which the first three are alike")
@@ -385,7 +349,7 @@ def copy(
             _copy(k_scale, v_scale, source, target)
 
 
-@_named('layout="bshd"', _OF_GATHER)
+@names_checked(_OF_GATHER, 'layout="bshd"')
 @torch.no_grad()
 def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, layout: str = "bhsd") -> Tensor:
     """K or V of a paged cache as one tensor, a copy: (B, Hkv, n · page, D), or (B, n · page, Hkv, D) with layout "bshd".
@@ -405,8 +369,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     wrong = unfit_tensors(tensors)
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     wrong = wrong or misplaced(tensors)
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     if cache.dim() == 3:
         return gather(cache[..., None], page_table, seqlens, layout=layout)[..., 0]
     if cache.dtype == torch.float8_e4m3fn:
@@ -425,9 +388,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     positions = torch.arange(page_table.shape[1] * page, device=cache.device).expand(batch, -1)
     counts = torch.full((batch,), positions.shape[1], device=cache.device) if seqlens is None else seqlens.long()
     if TORCH.is_readable(page_table) and TORCH.is_readable(counts):
-        for b, n in enumerate(counts.tolist()):
-            if not 0 <= n <= positions.shape[1]:
-                raise refusing(ValueError, "seqlens", f"{n} at [{b}]; accepted are 0 to {positions.shape[1]}, the room of a sequence")
+        within("seqlens", counts, batch, positions.shape[1], "the room of a sequence")
         _check_pages(page_table.tolist(), [0] * batch, counts.tolist(), page, pages, writes=False)
     shape = (batch, positions.shape[1], *cache.shape[2:]) if row == 1 else (batch, cache.shape[1], positions.shape[1], cache.shape[3])
     if not pages or not positions.numel():

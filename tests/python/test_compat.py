@@ -266,9 +266,9 @@ def test_bc_and_br_change_the_tile(monkeypatch, bc, br):
     Q, K, V = qkv(1, 2, 256, 64)
     asked = {}
 
-    def attention(*arrays, **options):
-        asked.update(options)
-        return strobe.attention(*arrays, **options)
+    def attention(**given):
+        asked.update(given)
+        return strobe.attention(**given)
 
     monkeypatch.setattr(block_sizes, "attention", attention)
     close(block_sizes.flash_attention_forward(Q, K, V, Bc=bc, Br=br), formulas(Q, K, V))
