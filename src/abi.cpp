@@ -1,4 +1,4 @@
-// The C ABI: it only turns its structs into the core's, and exceptions into a status.
+// The C ABI: converts its structs to the core's, and exceptions to a status.
 #include <cstring>
 #include <memory>
 #include <new>
@@ -23,11 +23,11 @@ struct strobe_prepared {
 namespace strobe {
 namespace {
 
-// This thread's last failure. The refusals are kept with the C structs that show them.
+// This thread's last failure, with its refusals also as the C structs that strobe_last_refusal() returns.
 struct Failure {
   std::string text;
   std::vector<Refusal> refusals;
-  std::vector<std::vector<strobe_value>> values; // by refusal
+  std::vector<std::vector<strobe_value>> values; // one vector per refusal
   std::vector<std::vector<const strobe_value *>> pointers;
   std::vector<strobe_refusal> shown;
 
@@ -140,7 +140,7 @@ const Engine *engine_at(int32_t index) {
   return index >= 0 && static_cast<size_t>(index) < list.size() ? list[index] : nullptr;
 }
 
-// Writes the text of `says`, about a call's kernels, for a GPU that need not be present.
+// Writes what `says` returns about the kernels of a call on a GPU of this compute capability. The GPU need not be present.
 int32_t ahead_of_time(std::string (*says)(const Problem &, Direction, int cc), const strobe_attention *a, const strobe_tensors *t,
                       int32_t direction, int32_t compute_capability, char *text, size_t capacity, size_t *needed) {
   return guarded([&] {

@@ -50,11 +50,11 @@ struct Choice {
   };
   std::vector<Row> rows;
   int chosen = -1;      // index into rows; -1: none
-  bool follows = false; // the engine was chosen because the forward's is the same, not for the least predicted time
+  bool follows = false; // the engine of the same call's forward was chosen, not the least predicted time
 };
 Choice choose(const Problem &, const Execution &, Direction);
-// The same choice, where the caller's Ask gets the answers of the engines of the problem's device, possibly for another machine than this
-// one. It is called for the problem and for variants of the problem.
+// The same choice, with answers from the caller's Ask, possibly for another machine. Ask is called for each engine of the problem's device,
+// with the problem and with variants of it.
 using Ask = std::function<Answer(const Engine &, const Problem &, Direction)>;
 Choice choose(const Problem &, Direction, const Ask &);
 

@@ -10,7 +10,7 @@ const std::string &missing(const Engine &);
 // Throws Refused unless `wanted` is null, empty or the name of an engine.
 void check_engine(const char *wanted);
 
-// Whether this row is an engine's form for another device, where the engine also has a form for the problem's device.
+// Whether this row is an engine's form for another device, while the engine also has a form for the problem's device.
 bool stands_elsewhere(const Choice::Row &, const Choice &, const Problem &);
 
 // The engine that is to run, with its plan. Throws Error(STROBE_UNSUPPORTED) if no engine supports the problem, or if `strict` forbids the

@@ -39,7 +39,7 @@ Prepared::Prepared(const strobe_attention *a, const strobe_tensors *t, const str
   problem_ = call.problem, problem_.lists.reset(); // each run has copies of its own
   threads_ = call.execution.threads, reserved_sms_ = call.execution.reserved_sms, engine_ = decision.engine, plan_ = decision.plan;
 
-  Reasons none; // receives no reason: those against the call were raised when it was prepared
+  Reasons none; // receives no reason: the call's reasons were raised when it was prepared
   const strobe_tensors given = read_versioned("tensors", t, none);
   for (const Field &field : kFields) {
     Was &was = was_.emplace_back();

@@ -1,9 +1,9 @@
-"""Where all tests run (`make test`, `make test-python`), engines, cases and kernels are drawn. Tests that are chosen run whole, unless
---drawn is given. What is drawn from is said in the conftest.py of tests/python and of tests/nvrtc."""
+"""A run of all tests (`make test`, `make test-python`) draws engines, cases and kernels. A run of selected tests draws nothing, unless
+--drawn is given. The conftest.py of tests/python and of tests/nvrtc say what is drawn from."""
 
 import pytest
 
-# Options that choose tests: what is chosen is meant.
+# The options of pytest that select tests.
 CHOICES = ("keyword", "markexpr", "lf", "failedfirst", "stepwise")
 
 

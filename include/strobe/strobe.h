@@ -170,7 +170,7 @@ typedef struct strobe_attention {
   const strobe_part *part;    /* the tensors hold a part of a larger problem; null: all of it */
   int32_t accumulate;         /* backward: adds to dq, dk and dv, which are then float32 (float64 if q is) */
   int32_t reserved_2;         /* 0 */
-  int64_t k_scale_group;      /* of k_scale. 0: a scale for each key and head; a multiple of 32: for each column and this many rows of k */
+  int64_t k_scale_group;      /* 0: k_scale is per key and head; a multiple of 32: per column of this many rows of k */
   /* f(x, b, h, i, j), a real that takes the place of x = scale * q.k: ALiBi and bias are added to it, and -inf hides the key. With
    * STROBE_DOT and without softcap. b, h, i and j are those of the whole problem. */
   const strobe_function *score_function;
@@ -207,7 +207,7 @@ typedef struct strobe_tensors {
   const strobe_tensor *seqused_k; /* int32 (B): only the first seqused_k[b] keys of sequence b count */
   /* forward, written where given; lse's dtype. They take another pass over the scores, and column_sums needs lse. */
   const strobe_tensor *max_logit;   /* (B,H): the largest score after bias and masks; -inf if nothing is visible. Sinks do not count */
-  const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): of P over the queries, before dropout */
+  const strobe_tensor *column_sums; /* (B,H,Sk), varlen (H,Tk): sums of P over the queries, before dropout */
   const strobe_tensor *delta;       /* with a partial part, instead of out: the sum of dout * out of each row; dlse's shape, lse's dtype */
   /* forward: int32 (B, pages of a sequence). k and v are pools of pages; key j of sequence b is row j % page of their page
    * page_table[b][j / page]. Sk is the number of keys that a row of the table has room for. Entries past the last key that counts are
@@ -269,9 +269,9 @@ typedef enum strobe_code {
   STROBE_CODE_DEVICE = 12,
   STROBE_CODE_MEMORY = 13,  /* an address, or strides */
   STROBE_CODE_OVERLAP = 14, /* memory that another tensor has as well */
-  STROBE_CODE_LENGTH = 15,  /* a sequence that is longer than its place */
-  STROBE_CODE_LIST = 16,    /* other numbers in a list */
-  STROBE_CODE_SIZE = 17     /* a problem that is larger than engines count */
+  STROBE_CODE_LENGTH = 15,  /* a sequence that is longer than the space for it */
+  STROBE_CODE_LIST = 16,    /* other wrong numbers in a list */
+  STROBE_CODE_SIZE = 17     /* a problem that is larger than engines can count */
 } strobe_code;
 
 typedef enum strobe_value_kind {
@@ -281,7 +281,7 @@ typedef enum strobe_value_kind {
   STROBE_VALUE_ARGUMENT = 4, /* text: the name of an argument */
   STROBE_VALUE_ABSENT = 5,   /* no value; text: how C writes it: 0, null or none */
   STROBE_VALUE_DTYPES = 6,   /* sizes: one or more strobe_dtype */
-  STROBE_VALUE_SIZES = 7,    /* sizes: those, or the strides, of each axis */
+  STROBE_VALUE_SIZES = 7,    /* sizes: the size, or the stride, of each axis */
   STROBE_VALUE_AXES = 8,     /* roles, sizes and or_one: the axes that are accepted */
   STROBE_VALUE_AXIS = 9      /* integer: the index of an axis of the argument */
 } strobe_value_kind;
@@ -289,11 +289,11 @@ typedef enum strobe_value_kind {
 typedef struct strobe_value {
   uint64_t size;  /* written by the library */
   int32_t kind;   /* a strobe_value_kind */
-  int32_t or_one; /* of axes: bit n: axis n may have size 1 as well, which is broadcast */
+  int32_t or_one; /* of axes: bit n says that axis n may also have size 1, and is then broadcast */
   int64_t integer;
   double number;
   const char *text;         /* "" unless the kind has one */
-  size_t count;             /* of the entries of sizes and of roles; 0 if the kind has none */
+  size_t count;             /* the number of entries of sizes and of roles; 0 if the kind has none */
   const int64_t *sizes;     /* of axes: -1 where every size is accepted */
   const char *const *roles; /* of axes: "B", "Hkv", ...; else null */
 } strobe_value;

@@ -102,7 +102,6 @@ struct FunctionArguments {
   CapturedOperand captured[kCaptured];
 };
 
-
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
   const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense; keys in pages are never packed
@@ -115,7 +114,7 @@ struct Inputs {
   i32 batch, heads, heads_kv, group; // group = heads / heads_kv
   i32 head_dim, head_dim_v;
   i32 bottom_right;
-  u32 threshold; // dropout keeps an element if its byte is below
+  u32 threshold;     // dropout keeps an element if its byte is below
   double scale, cap; // cap: with kCapped
   u64 seed, offset;
   const i64 *rng;             // if not null: seed and offset in device memory
@@ -196,11 +195,11 @@ struct SharesArguments {
 struct BackwardArguments {
   Inputs in;
   Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that are not asked for are null
-  Operand given_delta; // a partial part, which has no `out`: rowsum(dO * O) of whole rows, (batch, head, query, -), in lse's type
+  Operand given_delta; // in a partial part, which has no `out`: rowsum(dO * O) of whole rows, (batch, head, query, -), in lse's type
   void *delta;   // (2, rows), in lse's type: D = rowsum(dO * O) - dLSE, and LSE's correction (device/settle_row.h; the ladder: D alone)
   float *dq_sum; // FP32, dq_sums times (rows, head_dim of the kernel): the sum to which key tiles add dQ
-  // A counter from which thread blocks draw tickets for tiles of keys: in deterministic mode, so that a block waits only for blocks that
-  // have begun; and on Hopper, where persistent blocks draw their next tile.
+  // A counter from which thread blocks draw tickets for tiles of keys. In deterministic mode a block then waits only for blocks that have
+  // begun; on Hopper, persistent blocks draw their next tile from it.
   u32 *ticket;
   u32 *turns; // deterministic mode: for each query tile (in some families for each of its warps), how many key tiles have added to it
   i32 deterministic;

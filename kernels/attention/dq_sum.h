@@ -5,8 +5,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// The number, in dq_sum and among the turns, of the first tile of a head of a sequence, whose tiles are contiguous; and, in the next
-// function, the number of all tiles. tile: queries per tile.
+// The number of a head's first query tile in dq_sum and in `turns`, where the tiles of a head of a sequence are contiguous. tile: queries
+// per tile. The next function returns the number of all query tiles.
 STROBE_FN i64 first_query_tile(const Inputs &in, i64 b, i64 h, i64 tile) {
   if (!in.cu_seqlens_q) return (b * in.heads + h) * div_up(in.seqlen_q, tile);
   return h * count_packed_tiles(in.total_q, in.batch, tile) + first_packed_tile(in.held(b).q0, b, tile);
@@ -26,8 +26,8 @@ STROBE_FN i32 dq_sum_of(i32 key, i32 sums) { return (i32)((u32)key / (u32)keys_o
 // On Hopper a tile of dQ is stored in pieces of 64 columns, transposed. A piece has all queries of the tile, or half of them if there are
 // only 64 columns.
 STROBE_FN constexpr i32 dq_queries(i32 columns, i32 tile_q) { return columns > 64 ? tile_q : tile_q / 2; }
-// The first of the 16 columns that one of the piece's four warps holds; and whether these columns are padding, which is neither added up
-// nor read.
+// dq_column(): the first of the 16 columns that one of a piece's four warps holds. is_dq_padding(): whether these columns are padding,
+// which is neither added up nor read.
 STROBE_FN constexpr i32 dq_column(i32 columns, i32 piece, i32 warp) { return (columns > 64 ? 64 * piece : 0) + 16 * warp; }
 STROBE_FN constexpr bool is_dq_padding(i32 columns, i32 piece, i32 warp, i32 head_dim) {
   return dq_column(columns, piece, warp) >= head_dim;

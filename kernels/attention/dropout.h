@@ -48,8 +48,8 @@ STROBE_FN constexpr u32 dropout_threshold(double p) {
 }
 STROBE_FN constexpr float dropout_keep_rate(u32 threshold) { return (float)threshold / 256.0f; }
 
-// The group of a position, a coordinate of Philox's counter; and its slot, one of the group's 4 rows or columns. The same for queries and
-// keys.
+// A position's group, which is a coordinate of Philox's counter, and its slot, one of the group's 4 rows or columns. Queries and keys use
+// the same functions.
 STROBE_FN constexpr u32 dropout_group(i64 position) { return (u32)((position >> 4) * 4 + ((position & 7) >> 1)); }
 STROBE_FN constexpr u32 dropout_slot(i64 position) { return (u32)((position & 1) + 2 * ((position >> 3) & 1)); }
 

@@ -23,10 +23,12 @@ struct Features {
   i32 function; // the function of x = scale q.k: kLinear, kCapped, kHyperbolic, kProgram or kAdded
   i32 scaled;   // the scale cannot be folded into exp2's argument: not positive, too small or too large. kHyperbolic: it is not 1
   i32 dropout;
-  i32 seqused;   // seqused_k says how many keys of each sequence count; 0 with pages
-  i32 pages;     // K and V lie in pages; whether there is a seqused_k is asked at run time
-  i32 part;      // the tensors hold a part of a larger problem (part.h): kAligned, kAnywhere, or 0
-  i32 partial;   // a partial part: results are fp32 (fp64 if q is), LSE is two numbers; the backward is given LSE and D of the whole row
+  i32 seqused; // seqused_k says how many keys of each sequence count; 0 with pages
+  i32 pages;   // K and V lie in pages; kernels find out at run time whether there is a seqused_k
+  i32 part;    // the tensors hold a part of a larger problem (part.h): kAligned, kAnywhere, or 0
+  // A partial part: queries also see keys of other calls. Results are then fp32 (fp64 if q is), LSE is two numbers, and the backward is
+  // given LSE and D of the whole row.
+  i32 partial;
   i32 adds;      // gradients are fp32 (fp64 if q is) and added to the tensors' contents
   i32 quant;     // how quantised K and V are stored: kInt8, kE4M3, kInt4; 0: they have q's dtype
   i32 by_column; // quantised K: scales belong to columns, not to rows
@@ -53,7 +55,7 @@ struct Features {
 // The factor from a score as it is kept (raw q.k, or already scaled) to its natural unit, that of exp.
 template <Features F, class T> STROBE_FN constexpr T natural_factor(T scale) { return F.additive() ? T(1) : scale; }
 
-// The columns over which FP32 and FP64 sum D and dP in one run: where D and dP cancel, the rounding of longer runs shows.
+// The columns over which FP32 and FP64 sum D and dP in one run. D and dP may cancel, and then the rounding of longer runs would matter.
 inline constexpr i32 kRunOfColumns = 32;
 
 // Head dimensions beyond this one are called wide. Their rows take too many registers for the kernels' usual division of work.

@@ -12,7 +12,8 @@ STROBE_FN constexpr i64 count_packed_tiles(i64 rows, i64 batch, i64 tile) { retu
 struct PackedTile {
   i32 b, begin;
 };
-// The tile with this number. rows: those of all sequences. cu_seqlens may be illegal. In 32 bits, for threads with few registers.
+// The tile with this number. rows: the number of rows of all sequences. cu_seqlens may be invalid. Everything has 32 bits, for threads with
+// few registers.
 STROBE_FN PackedTile packed_tile(const i32 *cu_seqlens, i64 rows, i32 batch, i32 tile, i32 number) {
   const u32 most = (u32)min(rows, 0x7FFFFFFFll);
   const auto row_of = [&](i32 b) { return min((u32)max(cu_seqlens[b], 0), most); };

@@ -36,7 +36,7 @@ struct WordArguments {
   i32 words[kMostWords];
 };
 
-// How many tile numbers a sequence has that holds `rows` rows in `count` ranges. Each tile lies within one range. A range's first tile
+// The number of tile numbers of a sequence that holds `rows` rows in `count` ranges. Each tile lies within one range. A range's first tile
 // begins where the range does; with block sparsity, tiles are cut at multiples of `tile` as well. So some numbers belong to empty tiles.
 STROBE_FN constexpr i64 spare_tiles(bool blocks) { return blocks ? 2 : 1; } // per range
 STROBE_FN constexpr i64 part_tiles(i64 rows, i64 count, i64 tile, bool blocks) { return rows / tile + count * spare_tiles(blocks); }
@@ -104,7 +104,7 @@ STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
 struct PartTile {
   i32 begin, end, shift; // row = position + shift
 };
-// Where a range's tiles begin: the position of its first tile; and, in the next function, that tile's number within the sequence.
+// first_of_tiles(): the position at which a range's first tile begins. The next function returns that tile's number within the sequence.
 STROBE_FN i32 first_of_tiles(const HeldRange &r, i32 tile, bool blocks) {
   return blocks ? (i32)((u32)r.start / (u32)tile) * tile : r.start;
 }
@@ -145,7 +145,7 @@ STROBE_FN Sequence keys_at(const Inputs &in, i64 b, const PartTile &tile) {
   s.k0 += tile.shift, s.band.seqlen_k = tile.end;
   return s;
 }
-// The number of a head's first tile in dq_sum in a part, where first_query_tile (dq_sum.h) serves whole calls.
+// The number of a head's first tile in dq_sum, in a part. For whole calls it is first_query_tile (dq_sum.h).
 STROBE_FN i64 first_part_tile(const Inputs &in, i64 b, i64 h, i64 tile, bool blocks) {
   const i64 count = in.part->count_q, spare = count * spare_tiles(blocks);
   if (!in.cu_seqlens_q) return (b * in.heads + h) * part_tiles(in.seqlen_q, count, tile, blocks);

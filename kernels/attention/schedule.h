@@ -38,9 +38,9 @@ template <class Int> struct BasicKeyTile {
 using KeyTile = BasicKeyTile<i64>;
 
 // Walks over the tiles of keys for the queries [q0, q1), q0 < q1, which lie within one row of mask blocks. Tiles ascend, do not overlap,
-// have at most `tile` keys, and reach over some key that some query sees. Adjacent kept blocks are walked as one run unless each block
-// holds whole tiles. `align` divides `tile` and, with block sparsity, the block's size. share: this walk's share, if several walks divide
-// the keys.
+// have at most `tile` keys, and contain a key that some query sees. Adjacent kept blocks are walked as one run unless each block holds
+// whole tiles. `align` divides `tile` and, with block sparsity, the block's size. share: this walk's share, if several walks divide the
+// keys.
 template <class Int> class BasicSchedule {
 public:
   using Range = BasicRange<Int>;

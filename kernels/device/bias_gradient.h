@@ -6,7 +6,7 @@
 
 namespace strobe {
 
-// Tile says how a family makes dS of a tile of scores. It has kTileQ, kTileK, kThreads, of_part() and T, and:
+// Tile computes dS of a tile of scores, in each family's own way. It has kTileQ, kTileK, kThreads, of_part() and T, and:
 //   Sum                     a thread's elements of a tile
 //   take_queries(b, h, q0)  moves to a tile of queries; returns whether there are any. In a part q0 counts the held rows
 //   add(sum, lost, k0)      adds dS of these queries and the keys from k0 on (in a part positions of the whole sequence); lost: the

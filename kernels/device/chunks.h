@@ -10,9 +10,9 @@ namespace strobe {
 // the other one keeps its bits.
 struct Merge {
   float lse, before, now;
-  bool keep, take; // only the earlier result x counts; only the new result y does
+  bool keep, take; // whether only the earlier result x counts; whether only the new result y does
 
-  // a, b: the LSE of both. precise: for a sink, which may be far above O's LSE: then an error of O's weight is an error of all of O.
+  // a, b: the LSE of both. precise: for a sink that may be far above O's LSE, because an error of O's weight is then an error of all of O.
   __device__ __forceinline__ Merge(float a, float b, bool precise = false)
       : lse(a), before(1), now(0), keep(b == minus_infinity<float>()), take(false) {
     if (keep) return;

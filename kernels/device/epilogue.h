@@ -8,7 +8,7 @@ namespace strobe {
 
 template <class T> __device__ __forceinline__ void add_to(T &o, float x) { o = Convert<T>::from(to_float(o) + x); }
 
-// Adds x to an element of `out` or, where the keys are split, to that of split number `split`'s partial result.
+// Adds x to an element of `out` or, where the keys are split, to the same element of the partial result of split number `split`.
 template <class T> __device__ __forceinline__ void add_to_out(const ForwardArguments &a, i32 split, i32 b, i32 h, i64 row, i32 c, float x) {
   if (a.splits > 1)
     a.partial_out[(split * a.in.rows() + a.in.row_index(b, h, row)) * a.in.head_dim_v + c] += x;

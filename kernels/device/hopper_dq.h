@@ -1,12 +1,12 @@
-// Stores dQ = scale * dq_sum, rounded. A warp stores what one warp of the Hopper backward has added up of a piece of a tile of queries.
+// Stores dQ = scale * dq_sum, rounded. A warp stores the part of a query tile's piece that one warp of the Hopper backward has added up.
 #pragma once
 #include "../attention/dq_sum.h"
 #include "epilogue.h"
 
 namespace strobe {
 
-// piece: the number of 64 columns of the tile, or of half of its queries (dq_queries). row: the tile's first row in the tensor, from which
-// on `rows` rows exist. sum: the lane's four numbers of each eight queries.
+// piece: which 64 columns of the tile, or, if there are only 64, which half of its queries (dq_queries). row: the tile's first row in the
+// tensor, from which on `rows` rows exist. sum: the lane's four numbers for each eight queries.
 template <class T, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, int piece,
                                          const float4 (&sum)[dq_queries(kColumns, kTileQ) / 8]) {

@@ -1,6 +1,6 @@
-// Infinities and NaN must not reach queries that do not see them, but 0 of P or dS times such a number is NaN. So where something is hidden
-// they are replaced by 0 in the tiles, and their effect on the queries that do see them is added separately. First for 16 bits, then for
-// FP32 by TF32.
+// Infinities and NaN must not reach queries that do not see them, but where P or dS is 0, its product with such a number is NaN. So where
+// something is hidden, these numbers are replaced by 0 in the tiles, and their effect on the queries that do see them is added separately.
+// The code for 16 bits comes first, then that for FP32 by TF32.
 #pragma once
 #include "../tile/shared.h"
 #include "../tile/tf32_multiply.h"
@@ -40,7 +40,7 @@ template <class T, class Operand> __device__ __forceinline__ Operand split_nonfi
 template <class T> __device__ __forceinline__ tile::Left nonzero(tile::Left x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    u32 magnitude = x.x[i] & 0x7FFF7FFFu; // plus 0x7FFF it reaches the sign bit unless it is 0
+    u32 magnitude = x.x[i] & 0x7FFF7FFFu; // a magnitude other than 0, plus 0x7FFF, reaches the sign bit
     x.x[i] = spread((magnitude + 0x7FFF7FFFu) & 0x80008000u) & ExponentBits<T>::kOnes;
   }
   return x;
@@ -66,7 +66,7 @@ template <class T> __device__ __forceinline__ bool any_nonfinite(u32 base, int b
   return found != 0;
 }
 
-// The forward's V.
+// The following functions serve V in the forward.
 
 // Clears numbers that are not finite in this thread's chunks of a tile of V in shared memory. Returns whether anything was replaced.
 template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinline__ bool clear_nonfinite(u32 v, int thread) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ bool finite_tf32(float x) {
   return fabsf(x) < __int_as_float(0x7F7FF000);
 } // whether x is finite when rounded to TF32
 
-// For each of a lane's rows a bit for each of the row's columns of S that the lane holds, whether it is visible: bit 4n + 2c + e.
+// Which elements of S are visible: a word for each of a lane's rows, with bit 4n + 2c + e for a column of the row that the lane holds.
 template <int kM, int kN> struct Seen {
   static_assert(4 * kN <= 32);
   u32 bits[kM][2];

@@ -13,8 +13,8 @@ template <Features F> struct QueryMajorDropout {
   // first query and key, multiples of 16.
   __device__ __forceinline__ void draw(u32 (&bytes)[4], i32 i, i32 j) const {
     int lane = tile::lane_id(), odd = lane >> 2 & 1;
-    // Of two lanes 4g+t with g and g^1, the one with even g calls Philox for the left block, the other one for the right block. Each call
-    // covers the rows of both.
+    // The lane with even g calls Philox for the left block, and its partner, lane 4(g^1)+t, for the right block. Each call covers the rows
+    // of both lanes.
     u32 query_group = (u32)i / 4 + (lane >> 3), key_group = (u32)j / 4 + 4 * odd + (lane & 3);
     Philox own = dropout_bits(dropout.key, key_group, query_group, head, batch);
     u32 low = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[0] : own.x[1], 4), high = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[2] : own.x[3], 4);

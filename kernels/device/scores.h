@@ -1,7 +1,7 @@
 // Turns q.k into the score that softmax sees, one element at a time, and computes the derivative. Every kernel uses it; features that a
 // kernel is not compiled with cost nothing.
 #pragma once
-#include "../ptx/math.h" // first: score.h finds tanh there
+#include "../ptx/math.h" // included first: score.h finds tanh there
 
 #include "../attention/arguments.h"
 #include "../attention/dropout.h"

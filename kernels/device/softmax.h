@@ -87,8 +87,8 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       for (int i = 0; i < tile::elements_of_row(O); ++i) tile::row_element(O, row, i) *= alpha[row];
     }
   }
-  // The same when O is complete in registers, so that O is rescaled here. Nothing is done unless some row of the warp is far above its M.
-  // Then kOwn updates only the rows that are far; otherwise all rows.
+  // The same when O is complete in registers, so that O is rescaled here. Nothing changes unless some row of the warp exceeds its M by too
+  // much. Then all rows are updated or, with kOwn, only those that exceed it.
   template <bool kExact, bool kOwn = false, class Tile, class Exponent, class Sum>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, Sum &O) {
     float top[kRows];

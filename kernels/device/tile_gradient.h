@@ -43,7 +43,7 @@ public:
     const Range all = band.keys_all(place.q0, q1);
     const bool masked = place.k0 < all.begin || place.k0 + kTileK > all.end;
 
-    __syncthreads(); // no thread reads the last tile any more
+    __syncthreads(); // all threads have read the previous tile
     load<kTileK, kD>(0, k_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
     load<kTileK, kDv>(kV, v_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
     load<kTileQ, kD>(kQ, queries(in.q, place, sequence, q1, in.head_dim));
@@ -85,7 +85,7 @@ public:
 private:
   u32 shared_;
 
-  // LSE and D of the queries from `first` on, loaded where they are used: registers are short.
+  // LSE and D of the queries from `first` on, loaded where they are used: registers are scarce.
   struct RowLse {
     const TileGradient &gradient;
     const Place &place;

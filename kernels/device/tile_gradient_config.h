@@ -9,7 +9,7 @@ struct TileConfig {
   i32 dtype;                  // kF16, kBF16 or kF32
   i32 products;               // FP32: how many TF32 products make one product (kernels/tf32)
   i32 head_dim, head_dim_v;   // rounded up to multiples of 16, FP32: of 32
-  i32 tile_q, tile_k;         // of scores; with block sparsity a tile lies within a mask block
+  i32 tile_q, tile_k;         // size of a tile of scores; with block sparsity it lies within a mask block
   i32 key_warps, query_warps; // a tile is divided among key_warps x query_warps warps
   i32 aligned, blocks_per_sm;
   Features features;

@@ -44,8 +44,8 @@ __device__ __forceinline__ u32 part_tiles_before(const Inputs &in, const Band &b
   return before;
 }
 
-// Waits until `before` key tiles have added; seen: an earlier reading of the counter. It ends whatever the caller's tensors hold: if
-// sequences overlap (illegal cu_seqlens), tiles of other sequences count too, which only shortens the wait; if lists of mask blocks
+// Waits until `before` key tiles have added; seen: an earlier reading of the counter. The wait ends whatever the caller's tensors hold: if
+// sequences overlap (invalid cu_seqlens), tiles of other sequences count too, which only shortens the wait; if lists of mask blocks
 // contradict one another, it gives up.
 template <bool kBlocks> __device__ __forceinline__ void await_turn(const u32 *turn, u32 seen, u32 before) {
   for (i64 tries = 0; seen < before && (!kBlocks || tries < 1 << 24); ++tries) seen = load_acquire(turn);

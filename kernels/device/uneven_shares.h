@@ -8,7 +8,7 @@ namespace strobe {
 
 struct UnevenShare {
   i32 batch;        // the sequence; negative: the share does not exist
-  i32 index, count; // the share's number among those of its sequence, and how many these are
+  i32 index, count; // the share's number within its sequence; the number of the sequence's shares
 };
 
 // All lanes of a warp find the same share together. There are at most `extra` shares beyond one per sequence; `round` of them fill the GPU
@@ -76,8 +76,8 @@ private:
   __device__ __forceinline__ i32 length(i32 b) const {
     return b < in_.batch ? min(max(in_.seqused_k[b], 0), (i32)in_.seqlen_k) : 0; // clamped, never trusted
   }
-  // Rounded, so that sequences of equal lengths have no short shares. Together they have at most batch + extra: each has at most 1 + length
-  // * per_key_, and these products add up to less than extra.
+  // The number of shares, rounded, so that sequences of equal lengths have no short shares. All sequences together have at most batch +
+  // extra shares: each has at most 1 + length * per_key_, and these products add up to less than extra.
   __device__ __forceinline__ i32 of(i32 b, i32 keys) const { return b < in_.batch ? max((i32)((float)keys * per_key_ + 0.5f), 1) : 0; }
 };
 

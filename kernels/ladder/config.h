@@ -7,7 +7,7 @@ namespace strobe::ladder {
 struct Config {
   i32 tile_q, tile_k; // (Br, Bc) of the papers, multiples of 16
   i32 head_dim;       // d, rounded up to a multiple of 16 (tensor cores: of 32 beyond 128); the rest is zeros
-  i32 dtype;          // of q, k, v: a strobe_dtype
+  i32 dtype;          // dtype of q, k, v, a strobe_dtype
   i32 aligned;        // tensor cores: rows may be copied 16 bytes at a time
 
   // Shared memory ("SRAM" in the papers), bytes. FP32: rows have one float more than they need, 16-bit: eight numbers (see tile.h,

@@ -80,7 +80,7 @@ template <Config C> struct Flash1Forward {
       } // 14
     } // 15
 
-    // 16: Return O. (The backward needs of l and m only LSE = m + log l.)
+    // 16: Return O. (Of l and m the backward needs only LSE = m + log l.)
     __syncthreads();
     if (a.call.lse)
       for (i64 i = threadIdx.x; i < in.seqlen_q; i += kThreads)

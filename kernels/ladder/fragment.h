@@ -18,14 +18,14 @@ template <class T, i32 Rows, i32 Columns> struct SharedHalf {
   __device__ void *end() const { return data + Rows * kPitch; }
   __device__ T *at(i32 i, i32 c) const { return data + i * kPitch + c; }
 
-  // Loads 16 x 16 elements from row i and column c on as an operand, in four 8 x 8 matrices: with `across` left, right, below left, below
-  // right, otherwise column by column.
+  // Loads 16 x 16 elements from row i and column c on as an operand, in four 8 x 8 matrices. With `across` their order is left, right,
+  // below left, below right; otherwise it is column by column.
   __device__ void read(u32 (&x)[4], i32 i, i32 c, bool across, bool transposed) const {
     const i32 lane = threadIdx.x % 32, part = lane / 8, first = part % 2 * 8, second = part / 2 * 8;
     const u32 address = shared_address(at(i + lane % 8 + (across ? second : first), c + (across ? first : second)));
     transposed ? ldmatrix_transposed(x, address) : ldmatrix(x, address);
   }
-  // Loads A, or A^T that is stored as A; B^T that is stored as B, or B.
+  // Operands from tiles that store A, A^T (transposed: by A's columns), B or B^T.
   __device__ void read_a(u32 (&x)[4], i32 i, i32 k) const { read(x, i, k, false, false); }
   __device__ void read_a_transposed(u32 (&x)[4], i32 k, i32 i) const { read(x, k, i, true, true); }
   __device__ void read_b(u32 (&x)[4], i32 k, i32 n) const { read(x, k, n, false, true); }

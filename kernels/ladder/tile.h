@@ -2,7 +2,7 @@
 // 16 x 16 grid: thread (y, x) holds the elements (y + 16 r, x + 16 c) of every tile in registers, so 16 adjacent lanes of a warp share a
 // row.
 #pragma once
-#include "../ptx/math.h" // first: softmax.h finds exp2 and select there
+#include "../ptx/math.h" // included first: softmax.h finds exp2 and select there
 
 #include "../attention/softmax.h"
 #include "arguments.h"

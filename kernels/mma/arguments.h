@@ -6,7 +6,7 @@ namespace strobe::mma {
 
 struct InvariantForwardArguments : ForwardArguments {
   // O, FP32 (rows, head_dim_v), and LSE, (rows), of the chunks of keys that a thread block has merged so far. Null if the keys are one
-  // chunk, and if each chunk is a split.
+  // chunk, or if each chunk is a split.
   float *merged_out, *merged_lse;
 };
 

@@ -118,7 +118,7 @@ template <AuxiliaryConfig C> struct TensorTile {
     cp_async_wait<0>();
   }
   template <class Rows> __device__ __forceinline__ void multiply(const Rows &queries) {
-    __syncthreads(); // no thread reads the last queries any more
+    __syncthreads(); // all threads have read the previous queries
     tile::load<C.tile_q, C.head_dim, kThreads, C.aligned != 0>(shared + C.k_bytes(), queries, (int)threadIdx.x);
     cp_async_commit();
     cp_async_wait<0>();

@@ -11,7 +11,7 @@ inline constexpr i32 kRowAfterRow = 2; // FP32 and FP64: D in the order and the 
 
 struct RowsConfig {
   i32 dtype;
-  i32 head_dim, tile_q; // those of the backward
+  i32 head_dim, tile_q; // the backward's
   i32 aligned;          // adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
   i32 form;             // kFragments, kWarpgroups or kRowAfterRow
   i32 partial;          // a partial part: D and both numbers of LSE are given (Features::partial)
@@ -27,7 +27,7 @@ struct RowsConfig {
 };
 
 struct CombineConfig {
-  i32 dtype;     // of out
+  i32 dtype;     // dtype of out
   i32 invariant; // splits are chunks of keys, which are merged one after the other: device/chunks.h
   i32 uneven;    // splits are shares of sequences of uneven lengths: device/uneven_shares.h
   STROBE_FN static constexpr i32 threads() { return 128; }
@@ -51,7 +51,7 @@ STROBE_FN constexpr Features keys_of(i32 seqused, i32 pages) {
 }
 
 struct SharesConfig {
-  i32 dtype;                  // of q
+  i32 dtype;                  // dtype of q
   i32 seqused, partial, adds; // as in Features
   STROBE_FN constexpr Features keys() const { return keys_of(seqused, 0); }
   STROBE_FN static constexpr i32 rows() { return 32; } // per thread block
@@ -59,12 +59,12 @@ struct SharesConfig {
 };
 
 struct SinksConfig {
-  i32 dtype; // of q
+  i32 dtype; // dtype of q
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 
 struct PaddingConfig {
-  i32 dtype; // of q, k, v
+  i32 dtype; // dtype of q, k, v
   i32 backward;
   i32 packed;
   i32 seqused, pages, partial, adds; // as in Features

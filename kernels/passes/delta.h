@@ -17,7 +17,7 @@ template <RowsConfig C> struct Delta {
   static constexpr int kThreads = C.delta_threads();
   static constexpr int kBlocksPerSm = kHopper                ? ((C.part || C.packed) && C.tile_q == 80 ? 3 : 4)
                                       : C.form == kFragments ? 2
-                                                             : 1; // registers
+                                                             : 1; // limited by registers
 
   static __device__ __forceinline__ void run(const Arguments &a) {
     const RowTile<C> tile(a.in);
@@ -63,7 +63,7 @@ private:
       const int first = i0 + (int)threadIdx.x / kLanes;
       const E *const out = a.out.at<const E>(tile.batch, tile.head, tile.row + first, 0);
       const E *const dout = a.dout.at<const E>(tile.batch, tile.head, tile.row + first, 0);
-      float D[kSteps] = {}, zero[kSteps] = {}, zero_q[kSteps] = {}; // zero, zero_q: NaN unless dO is finite; unless Q is
+      float D[kSteps] = {}, zero[kSteps] = {}, zero_q[kSteps] = {}; // zero, zero_q: NaN unless dO (zero_q: Q) is finite
 #pragma unroll 1
       for (i32 c = 8 * lane; c < in.head_dim_v; c += 8 * kLanes) {
         uint4 x[kSteps] = {}, y[kSteps] = {};
@@ -149,8 +149,8 @@ private:
     if (t < tile.rows) write(a, tile, t, D);
   }
 
-  // D of a partial part. Some keys of its rows are elsewhere, so the caller gives rowsum(dO * O), and LSE's correction as the second number
-  // of LSE.
+  // D of a partial part. Its queries also see keys of other calls, so the caller gives rowsum(dO * O), and LSE's correction as the second
+  // number of LSE.
   static __device__ __forceinline__ void take_given(const Arguments &a, const RowTile<C> &tile) {
     for (i32 i = (i32)threadIdx.x; i < tile.rows; i += kThreads) {
       write(a, tile, i, *a.given_delta.at<const T>(tile.batch, tile.head, tile.row + i, 0));
@@ -168,7 +168,7 @@ private:
   }
 
   // Hopper: writes row i's LSE and D to the statistics of a query tile, which the backward loads at once (BackwardArguments::rows). finite,
-  // q_finite: whether dO is finite; whether Q is.
+  // q_finite: whether dO and Q are finite.
   static __device__ __forceinline__ void write_statistics(const Arguments &a, const RowTile<C> &tile, float *rows, int i, float D,
                                                           bool finite, bool q_finite) {
     const float infinity = -minus_infinity<float>();

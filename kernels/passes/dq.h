@@ -80,7 +80,7 @@ private:
     static_assert(kThreads == 256);
 #pragma unroll 1
     for (int part = (int)threadIdx.x / 128; part < C.tile_q / dq_queries(C.head_dim, C.tile_q) * (C.head_dim / 64); part += 2) {
-      const int turn = part % 2; // a third piece has additions of both warpgroups, so either turn serves; by roles there is none
+      const int turn = part % 2; // a third piece has additions of both warpgroups, so either turn serves; with `roles` there is none
       if constexpr (C.unrounded()) {
         store_dq_unrounded<C.adds != 0, C.head_dim, C.tile_q>(a, tile.batch, tile.head, tile.row, tile.rows, tile.number, part,
                                                               a.first_stores && a.turns[2 * tile.number + turn] == 0);

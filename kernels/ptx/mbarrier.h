@@ -25,7 +25,8 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
                : "memory");
 }
 
-// A warpgroup that needs few registers returns the others, which one that needs many takes. kRegisters: per thread, a multiple of 8.
+// Moves registers between warpgroups: one that needs few returns the rest, and one that needs many takes them. kRegisters: registers per
+// thread from now on, a multiple of 8.
 template <int kRegisters> __device__ __forceinline__ void registers_lower() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }

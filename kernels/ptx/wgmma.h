@@ -1,6 +1,7 @@
-// wgmma (sm_90a): D (64 x N, fp32) (+)= A (64 x 16) B (16 x N), issued by the four warps of a warpgroup, run asynchronously. B, and A where
-// it is not in registers, lie in shared memory as a descriptor says. D: warp w of the group holds rows 16w ... 16w+15; lane 4g+t has of row
-// g (and g + 8) in d[4j], d[4j+1] (d[4j+2], d[4j+3]) columns 8j+2t, 8j+2t+1. A in registers: as mma.sync's.
+// wgmma (sm_90a): D (64 x N, fp32) (+)= A (64 x 16) B (16 x N), issued by the four warps of a warpgroup, run asynchronously. A descriptor
+// says where in shared memory B lies, and A unless it is in registers. D: warp w of the group holds rows 16w ... 16w+15; lane 4g+t holds
+// columns 8j+2t and 8j+2t+1 of row g in d[4j] and d[4j+1], and of row g + 8 in d[4j+2] and d[4j+3]. A in registers has the layout of
+// mma.sync.
 #pragma once
 #include "math.h"
 

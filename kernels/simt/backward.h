@@ -29,9 +29,9 @@ template <Config C> struct Backward {
   // Sums over many queries are made in runs, of one head or of this many tiles, because that rounds less. In FP32 runs may be long, because
   // each tile is summed by itself (add_product). 16-bit types need no runs: rounding the output hides the difference.
   static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? (C.dtype == kF32 ? 2048 : 512) / C.tile_q : 0;
-  static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ
+  static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ that are added at a time
 
-  // This state lies in shared memory, because registers are short.
+  // This state lies in shared memory, because registers are scarce.
   struct Operands {
     Source Q, dO, K, V;
     Sequence sequence;
@@ -104,7 +104,7 @@ private:
     const i32 seqlen_q = (i32)sequence.band.seqlen_q;
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
     i32 summed = 0;             // tiles summed in dK and dV
-    bool flushed = F.adds != 0; // the tensor's contents stay
+    bool flushed = F.adds != 0; // whether flush() adds to the tensor's contents
     for (i32 h = h_kv * in.group; h < (h_kv + 1) * in.group; ++h) {
       if (threadIdx.x == 0) {
         operands.Q = {in.q, b, h, sequence.q0, seqlen_q, in.head_dim};
@@ -237,7 +237,7 @@ private:
     if (threadIdx.x == 0) end_turn(turn_of(h, tile));
   }
 
-  // Stores dK and dV and starts them again. add: whether they are added to the tensor's contents, as the next ones always are.
+  // Stores dK and dV and sets them to 0. add: whether they are added to the tensor's contents; it becomes true.
   __device__ __forceinline__ void flush(T (&dK)[kKeys][kColumns], T (&dV)[kKeys][kColumnsV], bool &add) const {
     const i64 row = operands.sequence.k0 + k0;
     store(a.dk, row, in.head_dim, dK, T(in.scale), add);

@@ -48,7 +48,7 @@ private:
         const HeldRows held = in.held(b);
         if (q0 >= held.seqlen_q) return false;
         q1 = min(q0 + C.tile_q, (i32)held.seqlen_q);
-        __syncthreads(); // the last tile's statistics have been read
+        __syncthreads(); // the previous tile's statistics have been read
         rows.load(a, b, h, {held.q0, held.k0, {}}, q0, q1);
         return true;
       }
@@ -56,7 +56,7 @@ private:
       if (q0 >= s.band.seqlen_q) return false;
       q1 = min(q0 + C.tile_q, (i32)s.band.seqlen_q), seqlen_k = (i32)s.band.seqlen_k;
       any = s.band.keys_any(q0, q1), all = s.band.keys_all(q0, q1);
-      __syncthreads(); // the last tile's statistics have been read
+      __syncthreads(); // the previous tile's statistics have been read
       rows.load(a, b, h, s, q0, q1);
       return true;
     }
@@ -72,7 +72,7 @@ private:
       const Source Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k),
           dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(v_of<E>(in, s, b, h_kv), seqlen_k);
       const Scores<C.features, T> scores(in, s, b);
-      if constexpr (C.features.dropout) __syncthreads(); // every thread has read the last tile's dropout
+      if constexpr (C.features.dropout) __syncthreads(); // every thread has read the previous tile's dropout
       recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end,
                    [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
       add_dS(sum, lost);
@@ -125,7 +125,7 @@ private:
           V(v_of<E>(in, s, b, h_kv), j1);
       Q.first = dO.first = i0, K.first = V.first = j0;
       const Scores<C.features, T> scores = scores_of<C, T>(in, s, b);
-      __syncthreads(); // the last tile has been read
+      __syncthreads(); // the previous tile has been read
       recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, first, i1, k0, j1, true,
                    [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
       add_dS(sum, lost);

@@ -11,9 +11,9 @@ inline constexpr i32 kPieces = 1;   // rows on 16-byte addresses, their elements
 inline constexpr i32 kWhole = 2;    // the same, and no column is missing: the head dimensions are the Config's
 
 struct Config {
-  i32 dtype;                // of q, k, v
+  i32 dtype;                // dtype of q, k, v
   i32 head_dim, head_dim_v; // rounded up to kDimStep, if wide to wide_step()
-  i32 tile_q, tile_k;       // of S
+  i32 tile_q, tile_k;       // tile of S
   i32 threads_q, threads_k; // a thread owns tile_q / threads_q rows by tile_k / threads_k columns of S; threads_k: lanes of one warp
   i32 chunk;                // columns of the head dimension that are staged in shared memory at a time
   i32 blocks_per_sm;        // resident CTAs for which registers are limited
@@ -23,17 +23,17 @@ struct Config {
 
   static constexpr i32 kDimStep = 32;
 
-  static constexpr i32 kWalkBytes = 384; // of shared memory, for the schedule and what the threads have in common
+  static constexpr i32 kWalkBytes = 384; // bytes of shared memory for the schedule and the values that all threads use
   STROBE_FN constexpr i32 walk_bytes() const { return features.part ? 640 : kWalkBytes; }
 
   STROBE_FN static constexpr i32 wide_step() { return 64; } // with 16 threads side by side: four adjacent columns per thread
   STROBE_FN constexpr i32 threads() const { return threads_q * threads_k; }
   STROBE_FN constexpr i32 real_bytes() const { return dtype == kF64 ? 8 : 4; }
   STROBE_FN constexpr i32 pad() const { return 16 / real_bytes(); }
-  // Columns over which q.k is summed in one run, in forward and backward alike. Where scores are large, the rounding of longer runs shows.
+  // Columns over which q.k is summed in one run, in forward and backward alike. If scores are large, longer runs would round too much.
   STROBE_FN constexpr i32 score_run() const { return dtype == kF32 ? kRunOfColumns : head_dim; }
   // How many of a tile's keys or queries one run of the sums O, dK and dV covers. If N terms are summed in runs of r, and the runs are then
-  // added up, the squares of all roundings are about N (r + N / r), and N is 1024 or 2048 (run_of_keys, Backward::kFlush). But beside one
+  // added up, the squared rounding errors add up to about N (r + N / r); N is 1024 or 2048 (run_of_keys, Backward::kFlush). But beside one
   // large term, shorter runs lose more of the other terms.
   STROBE_FN constexpr i32 run_of_rows(i32 tile) const { return dtype == kF32 ? min(tile, 64) : tile; }
   // P and dS have one line per query; the forward's P and the backward's second dS one line per key. The distance of lines, in elements,
@@ -60,22 +60,23 @@ struct Config {
   STROBE_FN static constexpr i32 columns_at_once(i32 dim) { return dim <= 96 ? dim : dim % 64 ? 32 : 64; }
   // Dropout of a tile of S: 16 elements in 2 bytes.
   STROBE_FN constexpr i32 kept_bytes() const { return features.dropout ? tile_q * tile_k / 8 : 0; }
-  // Walk, P, stages, dropout; the states of rows
+  // Where the states of rows begin: after the walk, P, the stages and dropout.
   STROBE_FN constexpr i32 forward_states_at() const {
     return walk_bytes() + (2 * stage_elements() + pt_elements()) * real_bytes() + kept_bytes();
   }
   // Whether the forward keeps the rounding errors of l, and restarts O after some tiles: over many keys, the rounding of a single run
   // exceeds FP32's bound.
   STROBE_FN constexpr bool compensated() const { return dtype == kF32; }
-  // How many positions of keys such a run of O covers, from a multiple of that number on. If keys are split, a run spans as many for each
+  // How many key positions a run of O covers; runs begin at multiples of this number. If keys are split, a run covers as many for each
   // split.
   STROBE_FN constexpr i32 run_of_keys() const { return min(16 * tile_k, 1024); }
-  // m of a row, l of a thread and row; if compensated: l's rounding error, m of a row where its last run of keys ended, a thread's run
+  // The states of rows are m of each row, and l of each thread and row. If compensated, they also have l's rounding error, m of each row at
+  // the end of its last run of keys, and the number of each thread's run.
   STROBE_FN constexpr i32 forward_shared_bytes() const {
     const i32 each = tile_q / threads_q * threads(); // rows of all threads together
     return forward_states_at() + (compensated() ? 2 * tile_q + 2 * each + threads() : tile_q + each) * real_bytes();
   }
-  // Walk, P (then dS, one line per key), dS, three numbers per query, stages, dropout. The gradient of the bias needs the same.
+  // Walk, P (later dS, one line per key), dS, three numbers per query, stages, dropout. The gradient of the bias needs as much.
   STROBE_FN constexpr i32 backward_shared_bytes() const {
     return walk_bytes() + (2 * stage_elements() + 2 * max(p_elements(), pt_elements()) + 3 * tile_q) * real_bytes() + kept_bytes();
   }

@@ -1,6 +1,6 @@
 // Forward, FlashAttention-2 (Dao 2023) with plain FMA: a CTA owns a tile of queries and walks over the tiles of keys that they see.
 #pragma once
-#include "../ptx/math.h" // first: softmax.h finds exp2 and select there
+#include "../ptx/math.h" // included first: softmax.h finds exp2 and select there
 
 #include "../attention/softmax.h"
 #include "../device/tile_order.h"
@@ -126,7 +126,7 @@ private:
     const Grid here = place_here();
     const T m = rows.m(i), before = rows.earlier_m(i);
     const bool any = before == before;
-    __syncwarp(); // every thread of the row has read it; all write the same value
+    __syncwarp(); // all threads of the row have read earlier_m; all write the same value
     rows.earlier_m(i) = m;
     const i32 r = q0 + row(here, i);
     if (r >= q1 || last && !any) return;
@@ -136,7 +136,7 @@ private:
     });
   }
 
-  // S = Q K^T. The sum of the runs of columns so far is kept in P's place, which has been read by then.
+  // S = Q K^T. The sum of the earlier runs of columns is kept in P's memory, which all threads have read by then.
   template <class RowsOfK> __device__ __forceinline__ void multiply_q_k(T (&S)[kRows][kKeys], const RowsOfK &K, i32 k0) {
     multiply.template nt_in_runs<C.head_dim, C.score_run()>(S, Q, q0, K, k0, [&](bool first) {
       transfer(place_here(), P, [&](T &p, int i, int j) { p = first ? S[i][j] : p + S[i][j], S[i][j] = T(0); });

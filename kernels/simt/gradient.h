@@ -37,7 +37,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
   const auto grid = multiply.grid;
   constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
-  const auto leave = [&](T *where, T(&x)[kRows][kKeys], bool first) { // or adds to the place
+  const auto leave = [&](T *where, T(&x)[kRows][kKeys], bool first) { // not first: adds to what lies there
     auto grid = multiply.grid;
     grid.x = computed_here(grid.x), grid.y = computed_here(grid.y);
 #pragma unroll

@@ -41,17 +41,16 @@ template <int kY, int kX> struct Threads {
   template <int W = 1> __device__ __forceinline__ int column(int j) const { return W * (x + kX * (j / W)) + j % W; }
 };
 
-// The loops below are unrolled to a few hundred FMA: unrolled further they compile for seconds and run no faster.
+// The following loops are unrolled to a few hundred FMA: unrolled further they compile for seconds and run no faster.
 
-// Where row r lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write columns one apart then meet in
-// different banks. kSpan: how many adjacent rows the threads own, a power of two of which whole multiples stay in place.
+// Where row r lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write adjacent columns then use different
+// banks. kSpan: how many adjacent rows the threads own, a power of two; rows are permuted only among kSpan rows.
 template <int kSpan, class T> STROBE_FN constexpr int swizzled(int r, int line) {
   return r ^ (8 * (line / (16 / (int)sizeof(T)) % 4) & (kSpan - 1));
 }
 
-// acc += A^T B; A and B: kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). The fastest of the forms
-// measured (lines or pieces of the sum side by side, operands held or read ahead): 53 of 65 TFLOP/s on an H200, where pieces of the sum
-// reach 43 to 48.
+// acc += A^T B; A and B: kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). This is the fastest form
+// measured: 53 of 65 TFLOP/s on an H200; forms that finish one piece of the sum after another reach 43 to 48.
 template <int kDepth, int kStrideA, int kStrideB, bool kSwizzled, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
   constexpr int WM = piece<T>(M), WN = piece<T>(N), kUnroll = max(1, 2048 / ((int)sizeof(T) * M * N));
@@ -438,8 +437,8 @@ template <Config C> struct Products {
     }
   }
 
-  // The same, but after each kRun rows end_of_run(sum of these, which of the thread's columns is its first, whether the run is the first)
-  // takes their sum, since a long sum in one run rounds more. M: rows per thread.
+  // The same, but after each kRun rows end_of_run takes their sum, because a long sum in one run rounds more. Its arguments: the sum, the
+  // number of the sum's first column among the thread's columns, and whether the run is the first. M: rows per thread.
   template <int kDim, int kLines, int kStride, int kRun, int M, class Other, class F>
   __device__ __forceinline__ void tn_in_runs(const T *p, const Other &B, i32 b0, i32 length, i32 column, F &&end_of_run) {
     constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k;

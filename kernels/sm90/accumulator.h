@@ -1,4 +1,4 @@
-// The registers that wgmma reads and writes. The tensor cores access them behind the compiler's back: these types tell the compiler when.
+// The registers that wgmma reads and writes. The compiler does not see these accesses, so these types tell it when they happen.
 //
 // A product begins at once and runs asynchronously, as a commit group of its own. wait_for<kPending>(x...) returns when all products of
 // this warpgroup but the last kPending have ended, including those of x... . Until then x... are neither read nor written.
@@ -48,7 +48,7 @@ template <class T, int N> struct Accumulator {
   // Marks the point from which on this sum is complete, so that the compiler does not move the wait for it.
   __device__ __forceinline__ void done() { registers_changed(x); }
 
-  // = A B^T. A: 64 rows of a tile of kRows; B: N rows; both kInner columns wide.
+  // Begins this = A B^T. A: 64 rows of a tile of kRows; B: N rows; both kInner columns wide.
   template <int kInner, int kRows, Place kPlace> __device__ __forceinline__ void begin_product(u32 A, u32 B) {
     if constexpr (kPlace == Place::kept) registers_changed(x);
     wgmma_fence();
@@ -82,7 +82,7 @@ template <class T, int N> struct Accumulator {
     }
     wgmma_commit();
   }
-  // = A^T B^T. A: kInner rows, of which 64 columns; B: N rows of a tile of kRows, kInner columns wide.
+  // Begins this = A^T B^T. A: kInner rows, of which 64 columns; B: N rows of a tile of kRows, kInner columns wide.
   template <int kInner, int kRows> __device__ __forceinline__ void begin_product_of_columns(u32 A, u32 B) {
     const u64 columns = descriptor_mn_major(A, 16), rows = descriptor_k_major(B);
     wgmma_fence();
@@ -96,7 +96,7 @@ template <class T, int N> struct Accumulator {
     }
     wgmma_commit();
   }
-  // += A B. B: kInner rows, N columns wide.
+  // Begins this += A B. B: kInner rows, N columns wide.
   template <int kInner> __device__ __forceinline__ void begin_adding(LeftOperand<kInner> &A, u32 B) {
     registers_changed(A.x);
     registers_changed(x);

@@ -21,7 +21,7 @@ struct HopperForwardArguments : ForwardArguments {
   // Heads come in bundles of `bundle`, which share the L2 cache. Items are counted as if the last bundle were full.
   Divisor splits_divisor, bundle_items, bundle_divisor, heads_divisor, group_divisor;
   TicketCounter *tickets; // thread blocks draw their next item from it; unused if there are as many blocks as items
-  MaskBits mask_bits;     // with a mask
+  MaskBits mask_bits;     // used with a mask
   MappedOperand tma_bias; // used if the copy engine loads the bias
   i32 bias_rows_step;     // 0: broadcast over queries, then one row is loaded
   u32 bias_bytes;         // per tile

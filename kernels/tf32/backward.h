@@ -68,7 +68,7 @@ private:
     for (; shared_state().ring[n % 2].head >= 0; ++n) {
       const Tile &t = shared_state().ring[n % 2], &next = shared_state().ring[(n + 1) % 2];
       cp_async_wait<0>();
-      __syncthreads(); // Q and dO have arrived, and no thread reads the last dS
+      __syncthreads(); // Q and dO have arrived, and all threads have read the previous dS
       if (threadIdx.x == 0) find_within_segment(n + 1);
       const u32 keys = first_key();
       Accumulator P[kM][kN] = {}, slope[kM][kN] = {}, dS[kM][kN] = {};
@@ -78,7 +78,7 @@ private:
       make_ds(dS, slope, keys);
       put(dS);
       accumulate<kD, false>(dK, dS, shared(kQ));
-      __syncthreads(); // all of dS is stored, and no thread reads Q and dO any more
+      __syncthreads(); // all of dS is stored, and all threads have read Q and dO
       if (next.head >= 0) load_queries(next);
       cp_async_commit();
       add_dq(t);
@@ -132,7 +132,7 @@ private:
     differentiate(dS, slope);
   }
 
-  struct RowLse { // LSE is loaded where it is used: registers are short
+  struct RowLse { // LSE is loaded where it is used: registers are scarce
     const Backward &backward;
     int n;
     __device__ __forceinline__ float lse(int c, int e) const { return backward.statistic(0, n, c, e); }
@@ -169,7 +169,7 @@ private:
 
   // The address of P^T and later dS^T in shared memory; rows are queries.
   __device__ __forceinline__ u32 address_ds(int query, int key) const { return shared(kDs) + 4 * (query * C.ds_pitch() + key); }
-  __device__ __forceinline__ u32 address_of(int m, int n, int c, int r, int e) const { // of this lane's elements
+  __device__ __forceinline__ u32 address_of(int m, int n, int c, int r, int e) const { // address of a lane's element
     return address_ds(16 * n + tile::lane_column(c, e), first_key() + 16 * m + tile::lane_row(r));
   }
   __device__ __forceinline__ void put(const Accumulator (&x)[kM][kN]) const {

@@ -18,7 +18,7 @@ template <Config C> struct BackwardBlock {
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
   static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, and the queries, in 16x16 blocks
-  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // blocks of queries that dK and dV take at a time: registers are short
+  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // blocks of queries that dK and dV take at a time
   // dK and dV are summed in runs of this many tiles, 2048 queries, which rounds less.
   static constexpr int kSegment = 2048 / kTileQ;
   // A segment whose dK or dV is not finite is walked again in runs of this many tiles; each product is then a separate multiply-add, so
@@ -32,7 +32,7 @@ template <Config C> struct BackwardBlock {
   static_assert(kState + C.state_bytes() == C.backward_shared_bytes());
 
   using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
-  struct Tile { // of queries
+  struct Tile { // a tile of queries
     i32 head;   // -1: there are no more tiles; less: none in this segment
     QueryTile queries;
     i32 rows; // how many rows exist
@@ -42,14 +42,14 @@ template <Config C> struct BackwardBlock {
     Tiles tiles;
     Tile tile; // the next one
   };
-  // State that the threads share lies in shared memory: registers are short.
+  // State that the threads share lies in shared memory: registers are scarce.
   struct State {
     Tile ring[2];               // iteration n uses n % 2
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
     i32 head; // the head that `tiles` belongs to
     Tiles tiles;
-    Position begin; // of the segment
+    Position begin; // where the segment begins
     i32 k_finite;
     i32 walked;       // tiles of the last segment
     i32 repeat;       // the last segment is repeated: dO or Q are not finite
@@ -64,7 +64,7 @@ template <Config C> struct BackwardBlock {
 
   static __device__ __forceinline__ State &shared_state() { return *(State *)(shared_memory() + kState); }
   static __device__ __forceinline__ u32 shared(u32 offset) { return shared_address(shared_memory()) + offset; }
-  static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // of this warp, within the tile
+  static __device__ __forceinline__ int first_key() { return thread_index() / 32 * kM * 16; } // first key of this warp, within the tile
 
   __device__ __forceinline__ void choose_keys() const {
     strobe::choose_keys<F, C.deterministic, kThreads, kTileK>(shared_state(), a, (int)threadIdx.x, [&] {
@@ -107,7 +107,7 @@ template <Config C> struct BackwardBlock {
       store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(correction * kLog2e<float>));
     }
   }
-  // of the query in this lane's column (c, e) of block n: 0: LSE, 1: D, 2: LSE's correction, in exp2's unit
+  // The statistic of the query in this lane's column (c, e) of block n. which: 0 for LSE, 1 for D, 2 for LSE's correction in exp2's unit.
   __device__ __forceinline__ float statistic(int which, int n, int c, int e) const {
     return load_shared_float(shared(kStats) + 4 * (which * kTileQ + 16 * n + tile::lane_column(c, e)));
   }

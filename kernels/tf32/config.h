@@ -20,7 +20,7 @@ struct Config {
   // Bytes of shared memory. Forward: Q, the stages of K, those of V; backward: K, V, Q, dO, dS, three numbers of each query; both: the
   // schedule.
   STROBE_FN static constexpr i32 state_bytes() { return 512; }
-  // The same with two numbers for each row of a thread (Totals in forward.h).
+  // state_bytes(), and two numbers for each row of a thread (Totals in forward.h).
   STROBE_FN constexpr i32 forward_state_bytes() const { return state_bytes() + 2 * (tile_q / warps / 8) * threads() * 4; }
   // The forward restarts O after this many tiles of keys: one sum over many keys loses more than FP32's bound allows.
   STROBE_FN constexpr i32 tiles_of_run() const { return 512 / tile_k; }

@@ -27,12 +27,12 @@ template <Config C> struct Forward {
   static __device__ __forceinline__ void run(const Arguments &a) { Forward(a).compute(); }
 
 private:
-  struct Tile { // of keys
+  struct Tile { // a tile of keys
     i32 begin, end, masked, valid;
   };
   enum : i32 { kLacks = 2 }; // Tile::masked: the pages of some keys are not in the pools
   struct Nothing {};
-  // State that the threads share lies in shared memory: registers are short.
+  // State that the threads share lies in shared memory: registers are scarce.
   struct State {
     Tile ring[4]; // iteration n uses n % 4
     Item item;
@@ -166,7 +166,7 @@ private:
     for (int n = 0; shared_state().ring[n % 4].valid; ++n) {
       const Tile &tile = shared_state().ring[n % 4], &next = shared_state().ring[(n + 1) % 4];
       int stage = C.stages > 1 ? n % 2 : 0;
-      arrive(); // K (with two stages also V) of this tile has arrived, and no thread reads the last one's any more
+      arrive(); // K (with two stages also V) of this tile has arrived, and all threads have read the previous one's
       if (threadIdx.x == 0) find(n + 2);
       if constexpr (C.stages == 1) {
         load_v(tile, 0);
@@ -181,7 +181,7 @@ private:
       score(S, tile);
       softmax.template follow<C.exact_max != 0>(S, exponent(), O);
       if constexpr (C.stages == 1) {
-        arrive(); // V has arrived, and no thread reads K any more
+        arrive(); // V has arrived, and all threads have read K
         if (next.valid) load_k(next, 0);
         cp_async_commit();
       }
@@ -277,7 +277,7 @@ private:
   // The i-th row of this thread, and the place of its O.
   struct Row {
     bool there;
-    i64 row; // of the tensors
+    i64 row; // row of the tensors
     __device__ __forceinline__ explicit Row(int i) {
       const i32 q = shared_state().item.q + warp_row() + 16 * (i / 2) + tile::lane_row(i % 2);
       there = q < shared_state().sequence.band.seqlen_q, row = shared_state().sequence.q0 + q;

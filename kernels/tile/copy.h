@@ -16,8 +16,8 @@ template <class T> struct Matrix {
 template <class Rows>
 concept LooksUp = requires { Rows::kLooksUp; };
 
-// A matrix whose rows load() finds by adding row_stride. That takes fewer instructions than an address for each row, where copies take much
-// of the time.
+// A matrix whose rows load() finds by adding row_stride. It takes fewer instructions than an address for each row, which matters where
+// copies take much of the time.
 template <class T> struct StridedMatrix : Matrix<T> {
   static constexpr bool kStrided = true;
 };

@@ -25,9 +25,9 @@ template <int n> struct Split {
 using Left = Split<4>;  // 16x8
 using Right = Split<2>; // 8x8
 
-// How q.k is summed. Its sums take 8 products at a time, since the truncation of longer ones would show in the exponential. They have the
-// same bits in the forward, where Q is the left operand, and in the backward, where K is, and where its low part is therefore multiplied
-// last. All other sums take 32 products at a time.
+// How q.k is summed. Its sums take 8 products at a time, because the truncation of longer ones would show in the exponential. They have the
+// same bits in the forward, where Q is the left operand, and in the backward, where K is the left operand, whose low part is therefore
+// multiplied last. All other sums take 32 products at a time.
 enum class Sum { of_32, of_scores, of_scores_transposed };
 
 // d += a b over an inner axis of 8 kSteps.

@@ -345,7 +345,7 @@ static int put_tensors(struct call *c, PyObject *tuple) {
 
 static PyObject *key_of(const struct call *c) { return PyBytes_FromStringAndSize((const char *)c->key, (Py_ssize_t)c->size); }
 
-/* --- Ready: a call in one direction, without its addresses --------------------------------------------------------------------------- */
+/* --- PreparedCall: a call in one direction, without its addresses ------------------------------------------------------------------- */
 
 struct made {           /* a result, uninitialised */
   PyObject *short_args; /* (shape, strides, dtype) */
@@ -353,7 +353,7 @@ struct made {           /* a result, uninitialised */
   PyObject *keywords;   /* dtype and device */
 };
 
-struct ready {
+struct prepared_call {
   PyObject ob_base;
   const strobe_prepared *prepared;
   PyObject *owner; /* of `prepared` */
@@ -365,7 +365,7 @@ struct ready {
   uint64_t workspace_bytes;
 };
 
-static PyTypeObject *ready_type;
+static PyTypeObject *prepared_call_type;
 
 static void drop(struct made *m) {
   Py_CLEAR(m->short_args);
@@ -373,8 +373,8 @@ static void drop(struct made *m) {
   Py_CLEAR(m->keywords);
 }
 
-static void ready_free(PyObject *self) {
-  struct ready *r = (struct ready *)self;
+static void prepared_call_free(PyObject *self) {
+  struct prepared_call *r = (struct prepared_call *)self;
   PyTypeObject *type = Py_TYPE(self);
   for (int i = 0; i < r->made_count; i++) drop(&r->made[i]);
   drop(&r->workspace);
@@ -395,7 +395,7 @@ static int describe(struct made *m, PyObject *shape, PyObject *strides, PyObject
   return m->short_args && m->args && m->keywords;
 }
 
-static PyObject *ready_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
+static PyObject *prepared_call_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
   static char *names[] = {"owner", "address", "fields", "made", "device", "workspace_bytes", "threads", "form", "function", "more", NULL};
   PyObject *owner, *fields, *made, *device, *form, *function, *more;
   unsigned long long address, workspace_bytes;
@@ -403,7 +403,7 @@ static PyObject *ready_new(PyTypeObject *type, PyObject *args, PyObject *keyword
   if (!PyArg_ParseTupleAndKeywords(args, keywords, "OKSO!OKiOOO", names, &owner, &address, &fields, &PyTuple_Type, &made, &device,
                                    &workspace_bytes, &threads, &form, &function, &more))
     return NULL;
-  struct ready *r = (struct ready *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); /* zeros */
+  struct prepared_call *r = (struct prepared_call *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); /* zeros */
   if (!r) return NULL;
   struct view where = {0};
   r->prepared = (const strobe_prepared *)(uintptr_t)address;
@@ -428,13 +428,13 @@ static PyObject *ready_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     Py_XDECREF(strides);
   }
   if (good) return (PyObject *)r;
-  if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "no call that can be made ready");
+  if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "no call that can be prepared");
   Py_DECREF((PyObject *)r);
   return NULL;
 }
 
 /* PyTorch's fastest function that makes a tensor on this device, or NULL. */
-static PyObject *short_way(const struct ready *r) {
+static PyObject *short_way(const struct prepared_call *r) {
   if (r->device_type == ON_CPU) return torch.empty_cpu;
   /* On CUDA it uses the current device. */
   return torch.empty_cuda && torch.device_now && number(torch.device_now) == r->device_index ? torch.empty_cuda : NULL;
@@ -455,7 +455,7 @@ static PyObject *make(const struct made *m, PyObject *maker, uintptr_t *address)
 }
 
 /* The results as `form` arranges them: its bytes are indices of results, 255 for None. Without it: a tuple of all, or the only result. */
-static PyObject *formed(const struct ready *r, PyObject **made) {
+static PyObject *formed(const struct prepared_call *r, PyObject **made) {
   const Py_ssize_t count = r->form ? PyBytes_Size(r->form) : r->made_count;
   if (!r->form && count == 1) return Py_NewRef(made[0]);
   const uint8_t *form = r->form ? (const uint8_t *)PyBytes_AsString(r->form) : NULL;
@@ -468,7 +468,7 @@ static PyObject *formed(const struct ready *r, PyObject **made) {
 }
 
 /* Runs the call at the addresses of c, to which those of results are added. None if the library refuses: the full call then says why. */
-static PyObject *run(const struct ready *r, struct call *c) {
+static PyObject *run(const struct prepared_call *r, struct call *c) {
   PyObject *made[sizeof r->made / sizeof *r->made], *workspace = NULL, *found = NULL;
   uintptr_t stream = 0, scratch = 0;
   int count = 0, good = c->count + r->made_count == r->fields_count;
@@ -499,7 +499,7 @@ static PyObject *run(const struct ready *r, struct call *c) {
 }
 
 /* run(*tensors): the arrays of the call, in the order of its fields. */
-static PyObject *ready_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *prepared_call_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   begin(&c);
   if (count > MOST_TENSORS) return nothing();
@@ -508,21 +508,21 @@ static PyObject *ready_run(PyObject *self, PyObject *const *args, Py_ssize_t cou
     if (!read_tensor(args[c.count], &t)) return nothing();
     c.at[c.count] = (uintptr_t)t.data;
   }
-  return run((struct ready *)self, &c);
+  return run((struct prepared_call *)self, &c);
 }
 
-static PyObject *ready_more(PyObject *self, void *unused) {
+static PyObject *prepared_call_more(PyObject *self, void *unused) {
   (void)unused;
-  return Py_NewRef(((struct ready *)self)->more);
+  return Py_NewRef(((struct prepared_call *)self)->more);
 }
 
 /* --- The module's functions --------------------------------------------------------------------------------------------------------- */
 
-/* A new reference, because another thread may drop the call from the memory; NULL if the call is not ready. */
-static struct ready *known(PyObject *calls, const struct call *c) {
+/* A new reference, because another thread may drop the call from the memory; NULL if the call is not prepared. */
+static struct prepared_call *known(PyObject *calls, const struct call *c) {
   PyObject *key = key_of(c), *found = key ? PyDict_GetItemWithError(calls, key) : NULL;
   Py_XDECREF(key);
-  return found && Py_TYPE(found) == ready_type ? (struct ready *)Py_NewRef(found) : NULL;
+  return found && Py_TYPE(found) == prepared_call_type ? (struct prepared_call *)Py_NewRef(found) : NULL;
 }
 
 /* Arguments: prefix; tensors, whose meaning the prefix determines; arrays and options, by their names. */
@@ -544,7 +544,7 @@ static PyObject *eager_key(PyObject *self, PyObject *const *args, Py_ssize_t cou
 }
 
 /* Runs the call on r, if there is one, and takes over the reference to r. */
-static PyObject *ran(struct ready *r, struct call *c) {
+static PyObject *ran(struct prepared_call *r, struct call *c) {
   if (!r) return nothing();
   PyObject *found = run(r, c);
   Py_DECREF((PyObject *)r);
@@ -593,7 +593,7 @@ static PyObject *eager_attention(PyObject *self, PyObject *const *args, Py_ssize
   struct call c;
   (void)self;
   if (count != 6 || !sign_attention(&c, args + 1)) return nothing();
-  struct ready *r = known(args[0], &c);
+  struct prepared_call *r = known(args[0], &c);
   if (!r || !r->function) return ran(r, &c);
   PyObject *all = PyTuple_New(1 + c.count);
   if (!all) {
@@ -675,11 +675,15 @@ static PyMethodDef functions[] = {
     {0},
 };
 
-static PyMethodDef ready_functions[] = {{"run", (PyCFunction)(void (*)(void))ready_run, METH_FASTCALL, NULL}, {0}};
-static PyGetSetDef ready_attributes[] = {{"more", ready_more, NULL, NULL, NULL}, {0}};
-static PyType_Slot ready_slots[] = {
-    {Py_tp_new, ready_new}, {Py_tp_dealloc, ready_free}, {Py_tp_methods, ready_functions}, {Py_tp_getset, ready_attributes}, {0}};
-static PyType_Spec ready_spec = {"strobe._eager.Ready", sizeof(struct ready), 0, Py_TPFLAGS_DEFAULT, ready_slots};
+static PyMethodDef prepared_call_functions[] = {{"run", (PyCFunction)(void (*)(void))prepared_call_run, METH_FASTCALL, NULL}, {0}};
+static PyGetSetDef prepared_call_attributes[] = {{"more", prepared_call_more, NULL, NULL, NULL}, {0}};
+static PyType_Slot prepared_call_slots[] = {{Py_tp_new, prepared_call_new},
+                                            {Py_tp_dealloc, prepared_call_free},
+                                            {Py_tp_methods, prepared_call_functions},
+                                            {Py_tp_getset, prepared_call_attributes},
+                                            {0}};
+static PyType_Spec prepared_call_spec = {"strobe._eager.PreparedCall", sizeof(struct prepared_call), 0, Py_TPFLAGS_DEFAULT,
+                                         prepared_call_slots};
 
 /* The object at a dotted path below an imported module, or NULL; with no error if it may be absent. */
 static PyObject *found_at(PyObject *from, const char *path, int may_be_absent) {
@@ -816,9 +820,9 @@ PyMODINIT_FUNC PyInit__eager(void) {
   PyObject *made = PyModule_Create(&module);
   if (!made) return NULL;
   refused = PyErr_NewException("strobe._eager.RefusedError", NULL, NULL);
-  ready_type = (PyTypeObject *)PyType_FromSpec(&ready_spec);
-  if (refused && ready_type && find_names() && find_torch() && PyModule_AddObjectRef(made, "RefusedError", refused) == 0 &&
-      PyModule_AddObjectRef(made, "Ready", (PyObject *)ready_type) == 0 &&
+  prepared_call_type = (PyTypeObject *)PyType_FromSpec(&prepared_call_spec);
+  if (refused && prepared_call_type && find_names() && find_torch() && PyModule_AddObjectRef(made, "RefusedError", refused) == 0 &&
+      PyModule_AddObjectRef(made, "PreparedCall", (PyObject *)prepared_call_type) == 0 &&
       PyModule_AddObjectRef(made, "HAS_SHIM", shim.found ? Py_True : Py_False) == 0)
     return made;
   Py_DECREF(made);

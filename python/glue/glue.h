@@ -6,7 +6,7 @@
 
 #include "strobe/strobe.h"
 
-/* Fills *t. swap_1_2: the axes 1 and 2 change places, which turns a (B,S,H,D) tensor into the library's (B,H,S,D). */
+/* Fills *t. swap_1_2: exchanges the axes 1 and 2, which turns a (B,S,H,D) tensor into the library's (B,H,S,D). */
 void strobe_glue_tensor(strobe_tensor *t, uintptr_t data, int32_t dtype, int32_t device_type, int32_t device_index, int32_t rank,
                         const int64_t *shape, const int64_t *strides, int32_t swap_1_2);
 
@@ -21,16 +21,16 @@ void strobe_glue_execution(strobe_execution *e, int32_t threads);
 int32_t strobe_glue_run(const strobe_prepared *prepared, int32_t count, const uint8_t *fields, const uintptr_t *addresses, int32_t threads,
                         uintptr_t stream, uintptr_t workspace, uint64_t workspace_bytes);
 
-/* A stack of `matrices` block matrices of rows x cols, from elements to blocks and from blocks to CSR. `offsets` is (matrices, rows + 1).
- * */
+/* Block masks: from elements to blocks, and from blocks to CSR. A mask is a stack of `matrices` matrices of rows x cols blocks; `offsets`
+ * is (matrices, rows + 1). */
 
 /* kept[m, i / block_q, j / block_k] |= mask[m, i, j]; kept (matrices, ceil(seqlen_q / block_q), ceil(seqlen_k / block_k)) begins as zeros.
  * */
 void strobe_glue_blocks_of_mask(const uint8_t *mask, int64_t matrices, int64_t seqlen_q, int64_t seqlen_k, int64_t block_q, int64_t block_k,
                                 uint8_t *kept);
-/* The offsets of kept; returns how many blocks are kept. */
+/* Writes the CSR offsets of kept; returns how many blocks are kept. */
 int64_t strobe_glue_count_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *offsets);
-/* Its columns, at most `count` of them. */
+/* Writes the CSR columns of kept, at most `count` of them. */
 void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int64_t count, int32_t *indices);
 /* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, with no usable output, unless the matrices
  * follow one another in absolute offsets from 0 to kept and the indices of each row are in [0, cols) and strictly ascending. */

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from . import kv as kv
     from . import nn as nn
 
-# Otherwise this happens when torch is imported (torch.backends in pyproject.toml), before PyTorch 2.5 with the first tensor.
+# If torch is imported later, that import registers the operators (torch.backends in pyproject.toml); before PyTorch 2.5, the first call
+# with a tensor does.
 if sys.modules.get("torch") is not None:
     from . import _autograd as _autograd  # registers the operators torch.ops.strobe.*
 

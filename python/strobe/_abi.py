@@ -76,8 +76,7 @@ def last_failure(status: int) -> Exception:
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which makes calls that no graph can hold, so that torch.compile ends its graph before a call of it and begins another one
-    afterwards."""
+    """Wraps a function whose calls no graph can hold: torch.compile ends its graph before such a call and begins another one after it."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

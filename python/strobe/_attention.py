@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ._abi import graph_break, is_traced_by_dynamo, outside_graphs
-from ._call import FAST_PATHS, Call, Gradients, drawn_mask
+from ._call import BEFORE_PARSING, Call, Gradients, drawn_mask
 from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
 from ._messages import is_bool, shown
 from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
@@ -54,7 +54,7 @@ def attention(
         k: (B, Hkv, Sk, D) or (B, Sk, Hkv, D), in q's dtype.
         v: (B, Hkv, Sk, Dv) or (B, Sk, Hkv, Dv), in q's dtype.
         return_lse: True returns (out, lse).
-        aux: names of more results, of "max_logit" and "column_sums", each once. A named tuple is then returned: out, lse if asked for, and
+        aux: names of further results: "max_logit", "column_sums" or both. A named tuple is then returned: out, lse if asked for, and
             these in the order of their names. They have no gradient, and take another pass over the scores; explain() says how long.
         {options}
 
@@ -85,8 +85,8 @@ def attention(
     if CONTEXTS:
         raise RuntimeError("attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention")
     plain = isinstance(aux, tuple) and not aux
-    fast_path = FAST_PATHS.get(type(q)) if plain else None
-    if fast_path is not None and (found := fast_path(q, k, v, return_lse, options)) is not None:
+    before_parsing = BEFORE_PARSING.get(type(q)) if plain else None
+    if before_parsing is not None and (found := before_parsing(q, k, v, return_lse, options)) is not None:
         return found
     if (callable(options.get("score")) or callable(options.get("mask"))) and is_traced_by_dynamo():
         graph_break("strobe.attention: functions of the score and the mask are recorded outside of the graph")
@@ -179,7 +179,8 @@ def attention_backward(
         dout: the gradient of out, in out's shape and q's dtype. Strides are arbitrary and may be 0.
         q, k, v, options: those of attention() except return_lse and aux, and with dropout also its seed and offset, or its rng. Autocast
             casts nothing here: tensors that attention() got under autocast must first be cast to out's dtype.
-        out, lse: the results of attention(). With a partial part, out is None, and lse, of two numbers, that of the whole rows.
+        out, lse: the results of attention(). With a partial part, out is None, and lse is that of the whole rows, as two
+            numbers.
         dlse: the gradient of lse, (B, H, Sq) or (H, Tq), in lse's dtype. None means that lse was not used.
         delta: with a partial part (dout · out).sum(-1) of the whole rows, in the shape of dlse and lse's dtype; otherwise None.
         dq, dk, dv: with accumulate, the float32 arrays (float64 if q is) to which the gradients are added, in the shapes of q, k and v.
@@ -220,7 +221,7 @@ def attention_backward(
 
 
 def _as_given(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
-    """The gradients in the shapes and dtypes of the caller's bias and sinks, which the library may have got in other shapes and dtypes."""
+    """The gradients in the shapes and dtypes of the caller's bias and sinks, which may have been changed for the library."""
     sinks = options.get("sinks")
     if found.dsinks is not None and sinks is not None and found.dsinks.dtype != sinks.dtype:
         found = found._replace(dsinks=framework.cast(found.dsinks, sinks.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 
 from . import _eager, _function, _operators, _prepared
 from ._abi import FORWARD
-from ._call import FAST_PATHS, Call
-from ._eager import Ready
+from ._call import BEFORE_PARSING, Call
+from ._eager import PreparedCall
 from ._options import GRADIENTS
 from ._part import is_partial
 from ._prepared import Kept
@@ -21,9 +21,11 @@ from .arrays import tensor_kinds
 from .arrays.memory import PLAIN
 from .arrays.torch import TORCH
 
+T = TypeVar("T")
+
 
 def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[str, Any]) -> Any:
-    """The result of attention(), for a call that is remembered from an earlier time; None if the full call must be made."""
+    """The result of attention() for a remembered call; None if the full call must be made."""
     if torch.compiler.is_compiling():
         return None
     found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
@@ -40,7 +42,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
 
 
 def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:
-    """The same for a call that is remembered, and not yet prepared or not lately used."""
+    """The same for a remembered call that is not prepared yet, or was not used recently."""
     key = _eager.attention_key(q, k, v, return_lse, given)
     known = None if key is None else _prepared.CALLS.get(key)
     if key is None or known is None:
@@ -52,8 +54,8 @@ def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping
         if not (return_lse or is_tracked):
             del made["lse"]
         kept = Kept(call, return_lse, is_repeated=True)
-        _prepared.CALLS.keep(key, _prepared.ready(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
-        del made  # an example, whose memory the call can use
+        _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
+        del made  # it was an example: its memory is free for the call
     return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
 
 
@@ -98,34 +100,31 @@ def is_plain(arrays: Iterable[Any]) -> bool:
     return True
 
 
-def _below_autograd(call: Call) -> tuple[Tensor, ...]:
-    """The forward, without the dispatcher (some 10 µs) where it would lead straight to _prepared.forward."""
-    if is_plain(call.arrays.values()):
-        return _prepared.forward(call)
+def below_autograd(
+    tensors: Iterable[Any], implementation: Callable[..., T], operator: Callable[..., T], *arguments: Any, **given: Any
+) -> T:
+    """The operator, below autograd. The dispatcher, which costs 10 µs or more, is left out where it would lead straight to the operator's
+    own implementation. tensors: those among the arguments."""
+    if is_plain(tensors):
+        return implementation(*arguments, **given)
     with torch._C._AutoDispatchBelowAutograd():
-        return _operators.forward(call)
-
-
-def _backward_below_autograd(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
-    if is_plain((*known.values(), *call.arrays.values())):
-        return _prepared.backward(call, known, names)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _operators.backward(call, known, names)
+        return operator(*arguments, **given)
 
 
 class _Attention(torch.autograd.Function):
-    """attention() as autograd sees it: a Call, or a prepared one (Ready), applied to its arrays."""
+    """attention() as autograd sees it: a Call, or a PreparedCall, applied to its arrays."""
 
     @staticmethod
-    def forward(ctx: Any, of: Call | Ready, *arrays: Tensor) -> Any:
-        if isinstance(of, Ready):
+    def forward(ctx: Any, of: Call | PreparedCall, *arrays: Tensor) -> Any:
+        if isinstance(of, PreparedCall):
             found = of.run(*arrays)
             if found is None:
                 raise _eager.RefusedError
             out, lse = found
             kept = of.more
         else:
-            found = out, lse, *aux = _below_autograd(of.on(dict(zip(of.arrays, arrays, strict=True))))
+            call = of.on(dict(zip(of.arrays, arrays, strict=True)))
+            found = out, lse, *aux = below_autograd(arrays, _prepared.forward, _operators.forward, call)
             kept = Kept(of)
             ctx.mark_non_differentiable(*aux)
         ctx.save_for_backward(out, lse, *arrays)
@@ -157,12 +156,12 @@ class _Attention(torch.autograd.Function):
         raise _no_forward_mode()
 
 
-# Function.apply looks for transforms, of which a prepared call (Ready) has none, and binds arguments, which takes a microsecond.
+# Function.apply looks for transforms, of which a PreparedCall has none, and binds arguments, which takes a microsecond.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
 class DifferentiatedOnce(torch.autograd.Function):
-    """Gradients that cannot be differentiated again: trying to raises an error. whose: the function's name, for the error."""
+    """Gradients that cannot be differentiated again: an attempt raises an error. whose: the function's name, for the error."""
 
     @staticmethod
     def forward(
@@ -235,27 +234,27 @@ def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
     refuse_tracked_slopes(arrays)
     _refuse_tracked_captures(arrays)
     if not _is_differentiated(*arrays.values()):
-        return _below_autograd(call)
+        return below_autograd(arrays.values(), _prepared.forward, _operators.forward, call)
     if tracked := [name for name in _TRACKED if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled()]:
         _refuse_without_gradient(call, tracked)
     return _Attention.apply(call, *arrays.values())
 
 
-_TRACKED = (*GRADIENTS.values(), "k_scale", "v_scale")  # arrays that have gradients, or would have some
+_TRACKED = (*GRADIENTS.values(), "k_scale", "v_scale")  # arrays that have gradients, and those for which a gradient is refused
 
 
 def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
     q, k, v, *_ = call.arrays.values()
     if not _is_differentiated(*known.values(), q, k, v):
-        return _backward_below_autograd(call, known, names)
+        return below_autograd((*known.values(), *call.arrays.values()), _prepared.backward, _operators.backward, call, known, names)
 
     def compute(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         given = dict(zip((*known, *call.arrays), tensors, strict=True))
-        own = call.on({name: given[name] for name in call.arrays})
-        return _backward_below_autograd(own, {name: given[name] for name in known}, names)
+        own, beside = call.on({name: given[name] for name in call.arrays}), {name: given[name] for name in known}
+        return below_autograd(tensors, _prepared.backward, _operators.backward, own, beside, names)
 
     return DifferentiatedOnce.apply("strobe.attention", compute, *known.values(), *call.arrays.values())
 
 
 _operators.implement("Autograd", _differentiable_forward, _differentiable_backward)
-FAST_PATHS.update(dict.fromkeys(PLAIN, again))
+BEFORE_PARSING.update(dict.fromkeys(PLAIN, again))

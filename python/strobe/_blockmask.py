@@ -10,7 +10,7 @@ from operator import index
 from typing import Any
 
 from ._abi import MAX_RANK, outside_graphs
-from ._checks import Wrong, is_whole, refusal
+from ._checks import Wrong, is_integer, refusal
 from ._core import ffi, lib
 from ._messages import shown
 from ._refusals import refusing
@@ -18,6 +18,8 @@ from .arrays.base import Array, Framework
 from .arrays.known import framework_like, framework_of, unfit
 
 _MOST = 2**31 - 1  # the CSR is int32
+# The least and the largest value of integer arguments.
+_LENGTH, _BLOCK, _COUNT, _STRIDE = (0, 2**63 - 1), (1, _MOST), (0, _MOST), (1, _MOST)
 
 
 class BlockMask:
@@ -55,7 +57,9 @@ class BlockMask:
 
     @outside_graphs
     def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
-        lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
+        lengths = _integers(
+            seqlen_q=(seqlen_q, _LENGTH), seqlen_k=(seqlen_k, _LENGTH), block_q=(block_q, _BLOCK), block_k=(block_k, _BLOCK)
+        )
         self.seqlen_q, self.seqlen_k, self.block_q, self.block_k = lengths
         _limit_grid(*lengths)
         framework = framework_of("rows", rows)
@@ -118,11 +122,17 @@ class BlockMask:
         )
 
     def to(self, device: Any) -> BlockMask:
-        """The same mask as torch tensors on `device`."""
+        """The same mask as torch tensors on `device`, as torch.device() takes it."""
+        import torch
+
         from .arrays.torch import TORCH
 
+        try:
+            there = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise refusing(TypeError, "device", f"{shown(device)}; accepted is a torch.device, or the name of one") from None
         moved = copy(self)
-        moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(device) for x in self.arrays)
+        moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(there) for x in self.arrays)
         return moved
 
     def to_kept(self) -> Array:
@@ -139,7 +149,9 @@ class BlockMask:
     def to_dense(self) -> Array:
         """Which scores lie in a kept block: bool (B|1, H|1, seqlen_q, seqlen_k)."""
         framework = framework_of("rows", self.rows)
-        dense = framework.repeat(framework.repeat(self.to_kept(), self.block_q, 2), self.block_k, 3)
+        # A block may be larger than the whole: no more of it is made than is there.
+        block_q, block_k = min(self.block_q, self.seqlen_q), min(self.block_k, self.seqlen_k)
+        dense = framework.repeat(framework.repeat(self.to_kept(), block_q, 2), block_k, 3)
         return dense[:, :, : self.seqlen_q, : self.seqlen_k]
 
     @classmethod
@@ -156,8 +168,8 @@ class BlockMask:
         nq, nk = kept.shape[2:]
         sizes = []
         for name, length, count, block in (("seqlen_q", seqlen_q, nq, block_q), ("seqlen_k", seqlen_k, nk, block_k)):
-            (block,) = _lengths(**{name.replace("seqlen", "block"): (block, 1)})
-            (length,) = [count * block] if length is None else _lengths(**{name: (length, 0)})
+            (block,) = _integers(**{name.replace("seqlen", "block"): (block, _BLOCK)})
+            (length,) = [count * block] if length is None else _integers(**{name: (length, _LENGTH)})
             if -(-length // block) != count:
                 raise refusing(ValueError, name, f"{length}; accepted is a length of {count} blocks of {block}, as kept has")
             sizes.append(length)
@@ -176,7 +188,7 @@ class BlockMask:
             block_q, block_k: the size of a block.
         """
         framework, mask = _matrices("mask", mask)
-        block_q, block_k = _lengths(block_q=(block_q, 1), block_k=(block_k, 1))
+        block_q, block_k = _integers(block_q=(block_q, _BLOCK), block_k=(block_k, _BLOCK))
         batch, heads, seqlen_q, seqlen_k = mask.shape
         shape = (batch, heads, -(-seqlen_q // block_q), -(-seqlen_k // block_k))
         kept = ffi.new("uint8_t[]", batch * heads * shape[2] * shape[3])
@@ -187,7 +199,7 @@ class BlockMask:
 
     @classmethod
     def _beside(cls, like: Array, csr: tuple[array[int], array[int]], sizes: tuple[int, int, int, int]) -> BlockMask:
-        """A mask on the device of `like` (batch, heads, ...), from a CSR with offsets for each row of each of its matrices."""
+        """A mask on the device of `like` (batch, heads, ...), from a CSR that has an offset for each row of each matrix."""
         framework = framework_of("like", like)
         rows, cols = (framework.int32(x, like) for x in csr)
         seqlen_q, _, block_q, _ = sizes
@@ -221,7 +233,7 @@ class BlockMask:
 
         Sources: Longformer (Beltagy et al. 2020, arXiv:2004.05150), BigBird (Zaheer et al. 2020, arXiv:2007.14062).
         """
-        near, everywhere = _lengths(local_blocks=(local_blocks, 0), global_blocks=(global_blocks, 0))
+        near, everywhere = _integers(local_blocks=(local_blocks, _COUNT), global_blocks=(global_blocks, _COUNT))
 
         def row(diagonal: range, nk: int) -> list[Collection[int]]:
             if any(0 <= d < everywhere for d in diagonal):
@@ -247,7 +259,7 @@ class BlockMask:
 
         Sources: Sparse Transformers, "fixed" attention (Child et al. 2019, arXiv:1904.10509).
         """
-        stride, near = _lengths(stride=(stride, 1), local_blocks=(local_blocks, 0))
+        stride, near = _integers(stride=(stride, _STRIDE), local_blocks=(local_blocks, _COUNT))
 
         def row(diagonal: range, nk: int) -> list[Collection[int]]:
             low, high = max(diagonal.start - near, 0), min(diagonal.stop + near, nk)
@@ -260,7 +272,7 @@ class BlockMask:
     def butterfly(
         cls, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int, *, alignment: str = "bottom_right", like: Array | None = None
     ) -> BlockMask:
-        """Keeps the diagonal and the key blocks whose number differs from its in one bit: log2(blocks) + 1 of them in a row.
+        """Keeps the diagonal and the key blocks whose number differs from the query block's in one bit: log2(blocks) + 1 blocks in a row.
 
         Sources: Pixelated Butterfly, flat butterfly (Chen et al. 2021, arXiv:2112.00029).
         """
@@ -283,9 +295,11 @@ class BlockMask:
         like: Array | None,
         row: Callable[[range, int], list[Collection[int]]],
     ) -> BlockMask:
-        """A mask from row(diagonal, nk), which gives the key blocks, of nk, that a query block keeps, in ascending runs. The queries of the
-        block have the positions of the key blocks `diagonal`, which may reach past either end."""
-        lengths = _lengths(seqlen_q=(seqlen_q, 0), seqlen_k=(seqlen_k, 0), block_q=(block_q, 1), block_k=(block_k, 1))
+        """A mask from row(diagonal, nk), which returns ascending runs of the key blocks, among nk, that a query block keeps. The queries of
+        the block have the positions of the key blocks `diagonal`, which may reach past either end."""
+        lengths = _integers(
+            seqlen_q=(seqlen_q, _LENGTH), seqlen_k=(seqlen_k, _LENGTH), block_q=(block_q, _BLOCK), block_k=(block_k, _BLOCK)
+        )
         seqlen_q, seqlen_k, block_q, block_k = lengths
         if not isinstance(alignment, str) or alignment not in ("bottom_right", "top_left"):
             raise refusing(ValueError, "alignment", f"{shown(alignment)}; accepted is 'bottom_right' or 'top_left'")
@@ -309,13 +323,11 @@ class BlockMask:
         return made
 
 
-def _lengths(**given: tuple[Any, int]) -> list[int]:
-    """Checks each argument's value against the least that is accepted."""
-    wrong: Wrong = [
-        refusing(ValueError, name, f"{shown(x)}; accepted is an integer of {least} or more")
-        for name, (x, least) in given.items()
-        if not is_whole(x) or x < least
-    ]
+def _integers(**given: tuple[Any, tuple[int, int]]) -> list[int]:
+    """Checks each argument's value against the least and the largest that are accepted."""
+    wrong: Wrong = []
+    for name, (x, bounds) in given.items():
+        is_integer(wrong, name, x, *bounds)
     if wrong:
         raise refusal(wrong)
     return [index(x) for x, _ in given.values()]

@@ -19,14 +19,14 @@ from .arrays.base import Array, Framework
 
 _PLACES = {name: i for i, (name, _) in enumerate(ffi.typeof("strobe_addresses").fields[1:])}
 _MEMBERS = frozenset(name for name, _ in ffi.typeof("strobe_attention").fields)
-# A field of strobe_attention that is no option of attention(), but of its backward alone.
+# A field of strobe_attention that is an option of attention_backward(), but not of attention().
 ACCUMULATE = "accumulate"
 ORACLE = "reference"  # the engine that writes float64 for any input dtype
 
 
 @lru_cache(maxsize=1024)
 def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
-    """A strobe_attention and the objects that must live as long. Calls share the struct, which is never written to again."""
+    """A strobe_attention and the objects that must live as long as it. Calls share the struct, which is never written to again."""
     fields: dict[str, Any] = {"size": ffi.sizeof("strobe_attention")}
     for name, x in options:
         if name in _MEMBERS:
@@ -48,7 +48,7 @@ def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
 
 
 def _part_struct(part: tuple[int, ...]) -> tuple[Any, Any]:
-    """A strobe_part for an encoded Part, and the objects that must live as long."""
+    """A strobe_part for an encoded Part, and the objects that must live as long as it."""
     lists = decoded(part)
     alive = []
 
@@ -201,9 +201,9 @@ class Call(NamedTuple):
     Autograd and the memory of repeated calls keep a Call without its arrays; PyTorch's dispatcher takes it apart into keywords."""
 
     framework: Framework
-    arrays: dict[str, Array]  # those of _options.INPUTS that are given
-    options: dict[str, Any]  # those of _options.FIELDS that are not at their default
-    aux: tuple[str, ...] = ()  # those of _options.AUX that are asked for
+    arrays: dict[str, Array]  # the given arrays among _options.INPUTS
+    options: dict[str, Any]  # the options of _options.FIELDS that are not at their default
+    aux: tuple[str, ...] = ()  # the names in _options.AUX that are asked for
 
     def on(self, arrays: dict[str, Array]) -> Call:
         """The same call on other arrays."""
@@ -298,7 +298,7 @@ class Call(NamedTuple):
         return Gradients(**found)
 
     def example_structs(self, of_backward: bool) -> Structs:
-        """As attention() would make the call, with results, and with all gradients; its arrays are not computed."""
+        """The structs as attention() would fill them, with uninitialised results and, for a backward, all gradients."""
         call = self.on(self.framework.autocast(self.arrays))
         made = call.results(call.is_oracle)
         if of_backward:
@@ -320,7 +320,7 @@ class Call(NamedTuple):
         return plan.tile_q, plan.tile_k
 
     def reasons_against(self, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
-        """The library's refusals of arguments; the call may lack some arguments, and checks against these are not made.
+        """The library's refusals. The call may lack some arguments; checks that need these are not made.
         known: arrays beside the call's own."""
         framework, options = self.framework, self.options
         arrays, known = ({name: x for name, x in given.items() if framework.is_array(x)} for given in (self.arrays, known))
@@ -354,7 +354,7 @@ class Call(NamedTuple):
         return self.framework.empty(self.arrays["q"], self._rows(), self._statistic())
 
     def _width_v(self) -> int:
-        """Dv: an element of INT4 holds two columns."""
+        """Dv. An element of INT4 holds two columns."""
         v = self.arrays["v"]
         return v.shape[-1] * (2 if v.dtype == self.framework.xp.uint8 else 1)
 
@@ -372,9 +372,9 @@ class Call(NamedTuple):
         return _place(self.framework, execution, self.arrays["q"], self.options.get("threads"), self.options.get("reserved_sms", 0))
 
 
-# By the exact type of q: a function that answers a call of attention() before it is parsed, as repeated calls of torch tensors and calls of
-# DTensors are. None: the full call must be made.
-FAST_PATHS: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
+# For the exact type of q, a function that may answer a call of attention() before it is parsed: one for repeated calls of torch tensors,
+# and one for DTensors. It returns None if the full call must be made.
+BEFORE_PARSING: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
 
 
 def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:
@@ -406,7 +406,7 @@ def _place(framework: Framework, execution: Any, q: Array, threads: int | None, 
 
 
 def _selection(rows: list[int] | None, cols: list[int] | None) -> tuple[Any, Any]:
-    """A strobe_selection and the objects that must live as long."""
+    """A strobe_selection and the objects that must live as long as it."""
     if rows is None and cols is None:
         return ffi.NULL, None
     selection = ffi.new("strobe_selection *", {"size": ffi.sizeof("strobe_selection")})

@@ -4,11 +4,13 @@ Errors are collected in a list, one exception for each argument, so that a calle
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
+from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from ._abi import MAX_RANK
 from ._messages import is_bool, kind, shown
@@ -16,6 +18,8 @@ from ._refusals import Hint, Name, raised_for, refusals_of, refusing
 from .arrays.base import Array, Framework
 from .arrays.known import known_framework, unfit
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Wrong = list[Exception]
 _MISSPELT = 0.8  # get_close_matches(): less similar names mean something else, like block_table beside block_mask (0.67)
 
@@ -28,12 +32,47 @@ def refusal(wrong: Wrong) -> Exception:
     return raised_for(TypeError if kinds_alone else ValueError, [refusal for each in wrong for refusal in refusals_of(each)])
 
 
+def refuse(*found: Any) -> None:
+    """Raises the exceptions among these objects, as one. The other objects are values that were found right."""
+    if wrong := [x for x in found if isinstance(x, Exception)]:
+        raise refusal(wrong)
+
+
 def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collection[str], hints: Mapping[str, str]) -> None:
-    """`function` is the one that has these options, for messages; hints: for names of other functions."""
+    """Refuses unknown names. function: whose options they are, for messages; hints: for names that other functions use."""
     for name in given:
         if name not in known:
             hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1, _MISSPELT))
             wrong.append(refusing(TypeError, None, f"{function}() got an unexpected keyword argument {name!r}" + (hint and f"; {hint}")))
+
+
+def names_checked(hints: Mapping[str, str], example: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The function refuses all unknown keywords at once, with a hint for names of other functions. With an example of an option that is
+    named it refuses more arguments than have a place, too."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        known = tuple(signature.parameters)
+        placed = [name for name, x in signature.parameters.items() if x.kind is not x.KEYWORD_ONLY]
+        places = f"{', '.join(placed[:-1])} and {placed[-1]}"
+
+        @wraps(function)
+        def checked(*arguments: P.args, **named: P.kwargs) -> R:
+            wrong: Wrong = []
+            check_names(function.__name__, named, wrong, known, hints)
+            if example and (more := len(arguments) - len(placed)) > 0:
+                counted = f"{more} more {'was' if more == 1 else 'were'} given"
+                wrong.append(
+                    TypeError(f"{function.__name__}() takes {places} by their places, and {counted}; options are named, as in {example}")
+                )
+            refuse(*wrong)
+            return function(*arguments, **named)
+
+        # inspect.getfullargspec() does not unwrap, and callers use it to list the arguments.
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked
+
+    return decorate
 
 
 def is_whole(x: object) -> bool:
@@ -58,7 +97,7 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
 
 
 def of_generator(x: object) -> str:
-    """If x is a random generator: a hint how to get numbers from it, for arguments that are numbers or arrays."""
+    """A hint how to get numbers from x if x is a random generator, for arguments that are numbers or arrays; else empty."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(x, torch.Generator):
         return "; a generator draws rng by torch.randint(2**63 - 1, (2,), generator=..., device=...)"
@@ -94,8 +133,9 @@ def _no_numbers(numpy: Any) -> tuple[type, ...]:
 
 
 def _item(name: str, x: Any) -> tuple[Hint, ...]:
-    """For an array where a number is accepted: how to get the number out of an array of one."""
-    return (Hint("; {0}.item()", (Name(name),)),) if known_framework(x) is not None and prod(x.shape) == 1 else ()
+    """The hint for an array where a number is accepted: how to get the number out of an array of one element."""
+    is_fit = known_framework(x) is not None and unfit(name, x) is None  # an uninitialized parameter has no shape
+    return (Hint("; {0}.item()", (Name(name),)),) if is_fit and prod(x.shape) == 1 else ()
 
 
 def is_integer(wrong: Wrong, name: str, x: Any, least: int, most: int) -> bool:

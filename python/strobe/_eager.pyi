@@ -8,7 +8,7 @@ from torch import Tensor
 class RefusedError(Exception):
     """The call has to be made in full."""
 
-class Ready:
+class PreparedCall:
     """A call in one direction, but for its addresses: see _prepared.py."""
 
     def __new__(
@@ -23,7 +23,7 @@ class Ready:
         form: bytes | None,
         function: Callable[..., Any] | None,
         more: object,
-    ) -> Ready: ...
+    ) -> PreparedCall: ...
     def run(self, *arrays: Tensor) -> Any: ...
     @property
     def more(self) -> Any: ...
@@ -35,7 +35,7 @@ def gradients_key(
     prefix: bytes, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> bytes | None: ...
 
-# Runs the call with that key, if it is a Ready in `calls`. None if it is not, or if the library refuses.
+# Runs the call with that key, if it is a PreparedCall in `calls`. None if it is not, or if the library refuses.
 def run(
     calls: dict[bytes, Any], prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Any: ...

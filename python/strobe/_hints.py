@@ -1,4 +1,5 @@
-"""The library's refusals in terms of the Python call, with hints at what the caller may have meant. Both go by codes and values."""
+"""The library's refusals in terms of the Python call, with hints at what the caller may have meant. Both are chosen by the
+refusal's code and values."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from typing import Any
 from ._abi import DTYPES, MAX_RANK, NO_DTYPE, engines
 from ._function import CAPTURED
 from ._function import FIELDS as FUNCTIONS
-from ._options import SCALES, SCORES, TOKENS
-from ._refusals import Axes, AxisOf, Either, Hint, Name, OtherLayout, Refusal, Sizes, Types
+from ._options import AUX, SCALES, SCORES, TOKENS
+from ._refusals import Absent, Axes, AxisOf, Either, Hint, Name, OtherLayout, Refusal, Sizes, Types
 from .arrays.base import Array
 from .arrays.known import known_framework
 
 # Tensors whose shapes depend on H, Sq or Sk.
 _OF_SIZES = frozenset({"mask", "bias", "alibi_slopes", "sinks", "lse", "dlse", "delta", "block_mask"})
-# Tensors that are cast without a loss, or are no results of a computation: the dtype in which messages ask for them, for any q but float64.
+# The dtype that messages suggest for tensors that can be cast without a loss or are not computed, unless q is float64.
 _CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
 _CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
 _QUANTISED = ("int8", "uint8", "float8_e4m3fn")
@@ -44,12 +45,16 @@ class OfCall:
         self._arrays, self._made, self._bshd, self._attention = arrays, made, bshd, attention
 
     def __call__(self, refusal: Refusal) -> Refusal | None:
-        """The refusal in the caller's terms; None if the argument is not the caller's, or is refused only for others' wrong layout."""
+        """The refusal in the caller's terms; None if the argument is not the caller's, or is refused only because others
+        have a wrong layout."""
         name = refusal.argument or ""
+        if name in AUX and refusal.code == "excluded":  # the caller asked for it by its name in aux
+            values = tuple("()" if isinstance(x, Absent) else x for x in refusal.values)
+            return refusal._replace(argument="aux", words=f"{name!r} {refusal.words}", values=values)
         if name in self._made:
             return None
         if name.startswith("block_"):
-            words = refusal.words.removesuffix(" beside {2}") if refusal.code == "value" else refusal.words  # block_rows, a name of C's
+            words = refusal.words.removesuffix(" beside {2}") if refusal.code == "value" else refusal.words  # block_rows exists in C only
             refusal = refusal._replace(argument="block_mask", words=f"{name}: {words}")
             return None if is_of_sizes(refusal) and self._is_other_layout() else refusal
         if (option := self._option_of(name)) is not None:
@@ -98,7 +103,7 @@ class OfCall:
         return refusal
 
     def _engines_of_device(self) -> list[str]:
-        """The engines but those of another device than q's, by their names. A q without numbers may stand for any."""
+        """The names of the engines, except those for another device than q's. A q without elements may be for any device."""
         q = self._arrays.get("q")
         others: tuple[str, ...] = ("cpu-",) if getattr(q, "is_cuda", False) else ("cuda-", "ladder-tensor-cores")
         if q is None or 0 in q.shape:
@@ -106,7 +111,7 @@ class OfCall:
         return [engine for engine, _ in engines() if not engine.startswith(others)]
 
     def _ways_out(self, name: str, values: list[Any], array: Array) -> list[Hint]:
-        """For a wrong dtype: what the caller may do."""
+        """Hints for a wrong dtype: what the caller may do."""
         framework = known_framework(array)
         given, accepted = (values[0].names[0].removeprefix("torch."), values[1].names)
         has_scales = not SCALES.isdisjoint(self._arrays)
@@ -146,12 +151,12 @@ class OfCall:
         return fit == [False, True] and of_k[:3] == of_v[:3] and of_q[-1] == of_k[3] and (paged or of_q[0] == of_k[0])
 
     def _heads_come_first(self, name: str, length: int) -> bool:
-        """For a sequence that is too long for packed tokens: whether it fits if the axis taken for heads is that of tokens."""
+        """Whether a sequence that is too long for the packed tokens would fit if the axis of heads were that of tokens."""
         x = self._arrays.get(name[-1])
         return x is not None and x.ndim == MAX_RANK - 1 and x.shape[0] < length <= x.shape[1]
 
     def _has_longer_pages(self, length: int) -> bool:
-        """For a length that exceeds a row of the page table: whether it would fit if the pools' axes 1 and 2 changed places."""
+        """Whether a length that exceeds a row of the page table would fit if the pools' axes 1 and 2 changed places."""
         q, k, table = (self._arrays.get(name) for name in ("q", "k", "page_table"))
         if q is None or k is None or table is None:
             return False
@@ -160,7 +165,7 @@ class OfCall:
         return 0 <= length <= table.shape[1] * page and heads > 0 and q_heads % heads == 0
 
     def _unsaid_lengths(self) -> list[Hint]:
-        """For a mask or bias over packed sequences: the missing options that would give its sizes."""
+        """Hints for a mask or bias over packed sequences: the missing options that would give its sizes."""
         if "cu_seqlens_q" not in self._arrays:
             return []
         q, k = Name("max_seqlen_q"), Name("max_seqlen_k")
@@ -171,7 +176,7 @@ class OfCall:
         return [Hint("; {0} and {1} give the lengths of its last two axes", (q, k), needs=(q.of, k.of))]
 
     def _other_scales(self, name: str) -> list[Hint | Either]:
-        """For scales in a wrong shape: how the caller writes them in the right one."""
+        """Hints for scales in a wrong shape: how the caller writes them in the right one."""
         scale, k = self._arrays[name], self._arrays.get("k")
         if k is None or (name == "k_scale" and self._attention.k_scale_group):
             return []
@@ -188,7 +193,7 @@ class OfCall:
         return [Hint(f"; one for many keys is a view of it, {framework.expanded_in_words('{0}' + index, rows)}", (Name(name),))]
 
     def _missing_axes(self, name: str, shape: tuple[int, ...]) -> list[Hint]:
-        """For a mask or bias that does not broadcast: how to make it broadcast, if its axes are those of a batch and of keys."""
+        """Hints for a mask or bias that does not broadcast: how to make it broadcast, if its axes are those of a batch and of keys."""
         q, k, cu_seqlens_q = map(self._arrays.get, ("q", "k", "cu_seqlens_q"))
         if q is None or k is None or q.ndim != k.ndim or "page_table" in self._arrays:
             return []  # another line says what is wrong with these arguments

@@ -19,7 +19,7 @@ def merge(
     """Merges the attentions over two disjoint parts of the keys into the attention over all keys.
 
     With torch tensors, the result is differentiable in all arguments. Give a sink only once: to one of the parts, or to the last merge.
-    An lse may be -inf, in both parts too: that part then has no key for this query, and its out there is not read, whatever it holds.
+    An lse may be -inf, also in both parts: such a part has no key for this query, and its out is not read in that row.
     An lse of +inf or NaN makes the row's out and lse NaN. flash-attn writes +inf where a query sees no key: replace it by -inf first,
     lse.masked_fill(lse == torch.inf, -torch.inf). attention() and strobe.compat write -inf.
 

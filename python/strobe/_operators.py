@@ -92,7 +92,7 @@ def call_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> Call:
 
 
 def gradients_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> tuple[Call, dict[str, Tensor], list[str]]:
-    """From a backward operator's arguments: the Call, the tensors beside its arrays, and the names in GRADIENTS that are needed."""
+    """A backward operator's arguments as the Call, the tensors beside its arrays, and the names in GRADIENTS that are needed."""
     names = _needed(*given.pop("needed"))
     dout, dlse, out, lse, *qkv = tensors
     call, known = call_of(qkv, given), {"dout": dout, "out": out, "lse": lse}

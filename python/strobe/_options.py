@@ -59,11 +59,11 @@ class Row:
         self.doc = doc
 
     def fields(self, name: str) -> dict[str, Field]:
-        """The fields that it becomes."""
+        """The fields that the option becomes."""
         return {}
 
     def tensors(self, name: str) -> tuple[str, ...]:
-        """The tensors of strobe_tensors that it becomes."""
+        """The tensors of strobe_tensors that the option becomes."""
         return ()
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class Window(Row):
 
 
 class Seed(Row):
-    """A 64-bit integer, which read() leaves to _parse.py: that handles seed, offset and rng together."""
+    """A 64-bit integer. read() leaves it to _parse.py, which handles seed, offset and rng together."""
 
     def __init__(self, doc: str):
         super().__init__(None, doc)
@@ -516,7 +516,7 @@ GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or g
 AUX = ("max_logit", "column_sums")
 # The tensors and gradients whose axes the layout names: (B, S, H, D) with "bshd".
 TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-# The tensors, and their gradients, that Tensor.broadcasts_to_scores and Tensor.has_rows_of_keys speak of.
+# The tensors whose rows of the table set broadcasts_to_scores, with their gradients; and those whose rows set has_rows_of_keys.
 _SCORES = [name for name, row in ROWS.items() if isinstance(row, Tensor) and row.broadcasts_to_scores]
 SCORES = frozenset({*_SCORES, *(name for name, of in GRADIENTS.items() if of in _SCORES)})
 SCALES = frozenset(name for name, row in ROWS.items() if isinstance(row, Tensor) and row.has_rows_of_keys)

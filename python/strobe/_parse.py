@@ -1,4 +1,4 @@
-"""From the caller's arguments to a Call, or to one exception that lists everything wrong; the same for torch tensors and NumPy arrays.
+"""Turns the caller's arguments, torch tensors or NumPy arrays, into a Call, or into one exception that lists everything wrong.
 
 Types and spellings are checked here, shapes and values in the library: it serves every caller, C and C++ included. Errors are collected
 in a list, one exception for each argument, so that a caller sees all of them at once.
@@ -6,7 +6,7 @@ in a list, one exception for each argument, so that a caller sees all of them at
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from . import _function
@@ -114,16 +114,20 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
     return Call(call.framework, arrays, options), known
 
 
-def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong) -> Call:
+def read(
+    function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], wrong: Wrong, whole: Sequence[int | None] | None = None
+) -> Call:
     """A call whose shapes and values the library has not checked yet. `given`: AttentionOptions. Errors are added to `wrong`, and the call
-    lacks the refused arguments. The call's framework is q's; None if q is no array, which is then among the errors."""
+    lacks the refused arguments. The call's framework is q's; None if q is no array, which is then among the errors.
+
+    whole: the lengths of the longest whole sequences of queries and keys, where q and k have some of their tokens; None: not known."""
     framework = known_framework(q)
     arrays: dict[str, Array] = {}
     options: dict[str, Any] = {}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if is_array(wrong, name, x, framework, q):
             arrays[name] = x
-    given = without_causal_bias(framework, q, k, given, wrong)
+    given = without_causal_bias(framework, q, k, given, wrong, whole)
     functions = _function.functions_in(given)
     for name, x in given.items():
         row = ROWS.get(name)
@@ -174,11 +178,15 @@ def read(function: str, q: Array, k: Array, v: Array, given: Mapping[str, Any], 
                 words = f"shape {tuple(arrays[name].shape)}; accepted is {accepted}"
                 wrong.append(refusing(ValueError, name, words, beside, code="rank", hints=hints))
     if isinstance(block_mask := given.get("block_mask"), BlockMask) and SIZES.isdisjoint(arguments_of(wrong)):
-        part = options.get("part")
-        lengths = _lengths(arrays.get("q"), arrays.get("k"), given)
-        if part:
-            lengths = [options.get(f"max_seqlen_{side}", most) for side, most in zip("qk", decoded(part).longest(), strict=True)]
-        _fits(wrong, block_mask, lengths, given)
+        longest = decoded(options["part"]).longest() if "part" in options else whole
+        if longest is None:
+            lengths = _lengths(arrays.get("q"), arrays.get("k"), given)
+        else:
+            lengths = [
+                None if most is None else max(options.get(f"max_seqlen_{side}", most), most)
+                for side, most in zip("qk", longest, strict=True)
+            ]
+        _fits(wrong, block_mask, lengths, given, whole is not None)
     for side, axis in (("q", -2), ("k", -1)):
         name, cu_seqlens = f"max_seqlen_{side}", arrays.get(f"cu_seqlens_{side}")
         if options.get(name) and not packed:
@@ -215,7 +223,7 @@ def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
 
 
 def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
-    """The error that x is no array, extended by a hint which array the caller may have meant."""
+    """The error that x is no array, with a hint at the array that the caller may have meant."""
     hint = Hint("")
     if name == "mask" and known_framework(x) is None:
         hint = Hint(f", or a function {_function.SIGNATURES[name]}", needs=("score",))  # without it the caller has no functions
@@ -227,7 +235,7 @@ def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | No
 
 
 def _as_scales(framework: Framework, x: Any, k: Array) -> str:
-    """For a value that is no array: the scales that the caller may have meant."""
+    """A hint for a value that is no array: the scales that the caller may have meant."""
     if "float" in (dtype := str(k.dtype).removeprefix("torch.")) and "float8" not in dtype:
         return f", or None: k of {dtype} has no scales"
     shape = tuple(k.shape[:-1])
@@ -320,8 +328,10 @@ def _has_band(given: Mapping[str, Any]) -> bool:
     return given.get("causal") is True or any(given.get(name) is not None for name in ("window", "alibi_slopes"))
 
 
-def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: Mapping[str, Any], wrong: Wrong) -> Mapping[str, Any]:
-    """The options, with causal and an alignment in place of a mask or bias that only stands for them."""
+def without_causal_bias(
+    framework: Framework | None, q: Array, k: Array, given: Mapping[str, Any], wrong: Wrong, whole: Sequence[int | None] | None = None
+) -> Mapping[str, Any]:
+    """The options, with causal and an alignment in place of a mask or bias that only stands for them. whole: as for read()."""
     for name in ("mask", "bias"):
         found = framework.causal_bias(given.get(name)) if framework is not None else None
         if found is None:
@@ -329,14 +339,16 @@ def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: 
         alignment, *lengths = found
         given = {option: x for option, x in given.items() if option != name}
         arrays = [x if unfit("", x, framework) is None else None for x in (q, k)]
-        own, aligned = _lengths(arrays[0], arrays[1], given), given.get("alignment", "bottom_right")
+        own = _lengths(arrays[0], arrays[1], given) if whole is None else whole
+        aligned = given.get("alignment", "bottom_right")
         said = f"a causal bias of {lengths[0]} x {lengths[1]}, {alignment}"
         if _is_packed(given) or given.get("part") is not None:
             beside = "cu_seqlens" if _is_packed(given) else "part"
             words = f'{said}, with {beside}; accepted is causal=True, alignment="{alignment}"'
             wrong.append(refusing(ValueError, name, words, code="shape"))
         elif any(there is not None and here != there for here, there in zip(lengths, own, strict=True)):
-            words = f"{said}; accepted is one of {own[0]} x {own[1]}, as {{0}} and {{1}} have"
+            whose = "{0} and {1}" if whole is None else "the whole sequences"
+            words = f"{said}; accepted is one of {own[0]} x {own[1]}, as {whose} have"
             wrong.append(refusing(ValueError, name, words, Name("q"), Name("k"), code="shape"))
         elif lengths[0] != lengths[1] and aligned != alignment and _has_band(given):
             words = f"{said}, beside causal, window or alibi_slopes, {aligned}; accepted is one alignment"
@@ -346,8 +358,9 @@ def without_causal_bias(framework: Framework | None, q: Array, k: Array, given: 
     return given
 
 
-def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mapping[str, Any]) -> None:
-    """Checks that the call has the mask's lengths, and its alignment where that has an effect."""
+def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mapping[str, Any], of_whole: bool) -> None:
+    """Checks that the call has the mask's lengths, and its alignment where that has an effect. of_whole: whether the lengths are those of
+    whole sequences of which the call has some tokens."""
     if None in lengths:
         return
     aligned = given.get("alignment", "bottom_right")
@@ -357,8 +370,10 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
             whose = "{0} and a row of {4}"
         if given.get("part") is not None:
             whose = "the longest whole sequences of part"
+        elif of_whole and not _is_packed(given):
+            whose = "the whole sequences"
         accepted = f"accepted is one of {lengths[0]} queries and {lengths[1]} keys, as {whose} have"
-        if _is_packed(given) and given.get("part") is None:
+        if _is_packed(given) and given.get("part") is None and not of_whole:
             sides = "q" if given.get("page_table") is not None else "qk"
             if any(given.get(f"max_seqlen_{side}") is None for side in sides):
                 without = "{2} this is the number" if sides == "q" else "{2} and {3} these are the numbers"

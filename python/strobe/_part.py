@@ -126,8 +126,8 @@ def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int
             return
     shortest = min(seqlens, default=0)
     for b, of in enumerate(ranges):
-        most = seqlens[b] if len(ranges) == len(seqlens) else shortest  # ranges that serve all sequences must fit the shortest
-        end = 0  # of the range before
+        most = seqlens[b] if len(ranges) == len(seqlens) else shortest  # ranges that all sequences share must fit the shortest
+        end = 0  # end of the previous range
         for n, (start, length) in enumerate(of):
             at = f"({shown(start)}, {shown(length)}) at [{b}, {n}]"
             refused = ""
@@ -144,8 +144,8 @@ def _check_positions(wrong: Wrong, side: str, ranges: tuple[tuple[tuple[int, int
 
 
 def _listed(x: Any) -> Any:
-    """An array's numbers as lists, or None if it has none."""
-    if not hasattr(x, "tolist"):
+    """An array's numbers as lists, or None if it has none, as on the meta device."""
+    if not hasattr(x, "tolist") or isinstance(x, type):
         return x
     return None if getattr(x, "is_meta", False) else x.tolist()
 

@@ -6,7 +6,7 @@ the gradients that are wanted, threads, determinism, autocast. A call that a com
 has no key, and takes the full path every time.
 
 There are three entry points: strobe.attention() itself, whose repetition is not even parsed; its gradients; and a parsed call in one
-direction, which compiled graphs, attention_backward() and strobe.distributed make, and calls whose arrays are new in each repetition.
+direction. Compiled graphs, attention_backward(), strobe.distributed, and calls whose arrays are new in each repetition use the last one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from . import _eager, _function
 from ._abi import BACKWARD, FORWARD
 from ._call import Call, field_of
 from ._core import ffi, lib
-from ._eager import Ready
+from ._eager import PreparedCall
 from ._options import GRADIENTS
 from .arrays.torch import TORCH
 
@@ -31,13 +31,13 @@ _eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run")))
 # The number of entries that are kept. A differentiated call takes three entries, on several ranks a dozen; with packed sequences, whose
 # lengths may never be repeated, entries may be of no use.
 _MOST = 3 * 1024
-_NO_RESULT = 255  # in the form of a Ready
+_NO_RESULT = 255  # in the form of a PreparedCall
 _FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
 
 
 class Memory:
-    """The calls that were made, by their keys: a Call without arrays the first time and Ready from the second time on, or the results of
-    strobe.distributed's checks. Repeated calls are kept, however many others come only once."""
+    """The calls that were made, by their keys: a Call without arrays after the first time, a PreparedCall from the second time on, or
+    the results of strobe.distributed's checks. Repeated calls are kept, however many others come only once."""
 
     def __init__(self) -> None:
         self.lately: dict[bytes, Any] = {}
@@ -112,7 +112,7 @@ def gradients(kept: Kept, flags: tuple[bool, ...], dout: Tensor, dlse: Tensor | 
         known = {"dout": dout} | ({} if dlse is None else {"dlse": dlse}) | {"out": saved[0], "lse": saved[1]}
         places = {GRADIENTS[name]: place for place, name in enumerate(names)}
         form = bytes(places.get(of, _NO_RESULT) for of in ("", *call.arrays))
-        CALLS.keep(key, ready(call, known, call.gradients(names), BACKWARD, form=form))
+        CALLS.keep(key, prepare(call, known, call.gradients(names), BACKWARD, form=form))
     return _eager.gradients(CALLS.lately, kept.prefix, flags, dout, dlse, saved)
 
 
@@ -161,12 +161,12 @@ def _repeated(
         return None
     if isinstance(seen, Call):
         made = results()
-        CALLS.keep(key, ready(call, known, made, direction, form=bytes(range(len(made)))))
-        del made  # an example, whose memory the call can use
+        CALLS.keep(key, prepare(call, known, made, direction, form=bytes(range(len(made)))))
+        del made  # it was an example: its memory is free for the call
     return _eager.run(CALLS.lately, *signed)
 
 
-def ready(
+def prepare(
     call: Call,
     known: dict[str, Tensor],
     made: dict[str, Tensor],
@@ -174,18 +174,18 @@ def ready(
     form: bytes | None = None,
     function: Callable[..., Any] | None = None,
     more: object = None,
-) -> Ready:
+) -> PreparedCall:
     """Prepares a call in one direction, without its addresses.
 
     known: arrays that it reads beside its own, and results in the caller's memory; made: its results, as an example; form: for each
-    place of the tuple to return the index of a result, or 255 for None; function: is called with the Ready and the arrays instead of
-    Ready.run; more: for that function."""
+    place of the tuple to return the index of a result, or 255 for None; function: is called with the PreparedCall and the arrays instead
+    of PreparedCall.run; more: for that function."""
     prepared = call.structs(known, made).prepare(direction)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     lib.strobe_prepared_plan(prepared, plan)
     device = call.arrays["q"].device
     on_gpu = device.type == "cuda"
-    return Ready(
+    return PreparedCall(
         owner=prepared,
         address=int(ffi.cast("uintptr_t", prepared)),
         fields=bytes(map(field_of, (*known, *call.arrays, *made))),

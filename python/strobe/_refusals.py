@@ -100,7 +100,7 @@ class Refusal(NamedTuple):
     argument: str | None  # None: the words name it
     words: str  # {0} is the place of the first value
     values: tuple[Any, ...] = ()
-    code: str = ""  # of CODES
+    code: str = ""  # one of CODES
     hints: tuple[AnyHint, ...] = ()
 
     def beside(self, *hints: AnyHint) -> Refusal:
@@ -126,7 +126,7 @@ class Words:
         return said.words if said.argument is None else f"{said.argument}: {said.words}"
 
     def said(self, refusal: Refusal) -> Refusal:
-        """The refusal in this function's names, with nothing left to be filled in."""
+        """The refusal in this function's names, with all values filled in."""
         argument = None if refusal.argument is None else self.name(refusal.argument)
         words = self._filled(refusal.words, refusal.values) + "".join(self._hint(each, argument) for each in refusal.hints)
         return Refusal(argument, words, code=refusal.code)

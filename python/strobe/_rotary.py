@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ._refusals import refusing
+from .arrays.torch import TORCH
 
 
 def check_tables(cos: Tensor, sin: Tensor, head_dim: int, positions: int, names: str = "rotary_cos, rotary_sin") -> None:
@@ -60,3 +61,30 @@ def places(seqlens: Tensor, cu_seqlens: Tensor | None, tokens: int) -> tuple[Ten
     sequence = torch.bucketize(token, begins[1:], right=True).clamp(max=batch - 1)
     nth = token - begins[sequence]
     return sequence, seqlens.long()[sequence] + nth, (nth >= 0) & (token < begins[sequence + 1])
+
+
+def turn(
+    x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, cu_seqlens: Tensor | None, interleaved: bool, from_each: bool = True
+) -> Tensor:
+    """x (B, S, H, D), or packed (T, H, D), rotated: each token by its own position, from first[b] on, or all tokens by first[b]."""
+    if cu_seqlens is None:
+        positions = first[:, None] + torch.arange(x.shape[1] if from_each else 1, device=x.device)
+        return rotate(x, cos, sin, positions, interleaved)
+    sequence, positions, _ = places(first, cu_seqlens, len(x))
+    if not from_each and len(first):  # without a sequence all tokens are padding
+        positions = first[sequence]
+    return rotate_tokens(x, cos, sin, positions, interleaved)
+
+
+def furthest(first: int | Tensor, count: int | Tensor, tokens: Tensor) -> int:
+    """The end of the last sequence that has a token, if sequences of `count` tokens begin at `first`, as far as it is known without reading
+    numbers in device memory. 0 if there are no tokens: `tokens` holds them."""
+    if not (tokens.shape[0] and tokens.shape[1]) or (not isinstance(count, Tensor) and not count):
+        return 0
+    ends = first + count
+    if not isinstance(ends, Tensor):
+        return ends
+    if TORCH.is_readable(ends):
+        some = torch.as_tensor(count).expand(ends.shape) > 0
+        return max(ends[some].tolist(), default=0)
+    return 1 if isinstance(count, Tensor) else count

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 def writes(*names: str, beside: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """torch.no_grad() for a function that writes into these arguments: a leaf that requires a gradient is refused, as PyTorch does, unless
-    the caller has switched gradients off. beside: without this argument nothing is written."""
+    the caller has switched gradients off. beside: if this argument is missing, nothing is written."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = [*inspect.signature(function).parameters]

@@ -375,6 +375,8 @@ def _mapped(formula: Callable[..., Array], x: Array, *second: Array, least: int 
     _framework_of_points("y", y)
     if y.shape[-1] != x.shape[-1]:
         raise refusing(ValueError, "y", f"{y.shape[-1]} coordinates; accepted are {x.shape[-1]}, as x has")
+    if any(1 not in pair and pair[0] != pair[1] for pair in zip(reversed(x.shape), reversed(y.shape), strict=False)):
+        raise refusing(ValueError, "y", f"shape {tuple(y.shape)}; accepted is one that broadcasts with x's, {tuple(x.shape)}")
     return framework.cast(formula(xp, _at_least_float32(framework, x), _at_least_float32(framework, y)), xp.promote_types(x.dtype, y.dtype))
 
 

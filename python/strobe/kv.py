@@ -12,9 +12,7 @@ out.
 
 # No postponed annotations here: PyTorch 2.4 reads those of custom operators as they are.
 
-import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
+from operator import index
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from ._messages import TORCH_EXTRA, needed_by
@@ -24,11 +22,11 @@ with needed_by(__name__, TORCH_EXTRA):
 
 from torch import Tensor
 
-from ._checks import Wrong, check_names, flag, is_choice, is_whole, refusal
+from ._checks import Wrong, flag, is_choice, is_whole, names_checked, refusal, refuse
 from ._messages import shown
 from ._refusals import refusing
 from ._rotary import check_tables, places, rotate_tokens
-from ._tensor_checks import incomplete, misplaced, unfit_tensors
+from ._tensor_checks import incomplete, misplaced, unfit_tensors, within
 from ._writable import not_writable, writes
 from .arrays.torch import TORCH
 
@@ -52,35 +50,7 @@ _OF_GATHER = _OF_LENGTHS | _OF_TABLE | dict.fromkeys(("k_cache", "v_cache", "poo
 _OF_QUANTISE = dict.fromkeys(("k_scale_group", "group_size"), "did you mean group?")
 
 
-def _named(example: str, hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The function refuses unknown keywords, with a hint for names of other functions, and more arguments than have a place. example: one
-    that is named."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters
-        known = tuple(parameters)
-        placed = [name for name, x in parameters.items() if x.kind is not x.KEYWORD_ONLY]
-        places = f"{', '.join(placed[:-1])} and {placed[-1]}"
-
-        @wraps(function)
-        def checked(*arguments: P.args, **named: P.kwargs) -> R:
-            wrong: Wrong = []
-            check_names(function.__name__, named, wrong, known, hints)
-            if (more := len(arguments) - len(placed)) > 0:
-                counted = f"{more} more {'was' if more == 1 else 'were'} given"
-                wrong.append(
-                    TypeError(f"{function.__name__}() takes {places} by their places, and {counted}; options are named, as in {example}")
-                )
-            if wrong:
-                raise refusal(wrong)
-            return function(*arguments, **named)
-
-        return checked
-
-    return decorate
-
-
-@_named("group=32", _OF_QUANTISE)
+@names_checked(_OF_QUANTISE, "group=32")
 @torch.no_grad()
 def quantise(
     x: Tensor, dtype: torch.dtype, *, group: int | None = None, scale_dtype: torch.dtype = torch.float32, layout: str = "bhsd"
@@ -121,11 +91,10 @@ def quantise(
         wrong.append(refusing(ValueError, "x", f"shape {tuple(x.shape)}; accepted is D of 1 or more"))
     elif not wrong and dtype == torch.uint8 and x.shape[-1] % 2:
         wrong.append(refusing(ValueError, "x", f"shape {tuple(x.shape)}; accepted for two INT4 a byte is an even D"))
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     row = 0 if x.dim() == 3 else 1 if layout == "bshd" else 2
     if group is not None:
-        group = min(group, max(x.shape[row], 1))  # a group larger than all rows is one group
+        group = min(index(group), max(x.shape[row], 1))  # a group larger than all rows is one group
     largest = _largest(x, group, row)
     if TORCH.is_readable(x) and (wrong := _not_quantisable("x", largest, dtype, scale_dtype, "scale_dtype=torch.float32")):
         raise refusal(wrong)
@@ -136,7 +105,7 @@ quantize = quantise
 
 
 def _no_dtype(name: str, given: object, accepted: tuple[torch.dtype, ...]) -> Exception:
-    """given may be a dtype's name, or a dtype of NumPy's."""
+    """The error for a wrong dtype. given may also be a dtype's name, or a dtype of NumPy's."""
     word = getattr(given, "__name__", getattr(given, "name", given))
     close = [dtype for dtype in accepted if isinstance(word, str) and str(dtype).removeprefix("torch.") == word.removeprefix("torch.")]
     what = given if isinstance(given, torch.dtype) else shown(given)
@@ -200,7 +169,7 @@ def _as_bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
-@_named("page_table=table", _OF_APPEND)
+@names_checked(_OF_APPEND, "page_table=table")
 @writes("k_cache", "v_cache", "k_scale", "v_scale")
 def append(
     k_cache: Tensor,
@@ -252,14 +221,12 @@ def append(
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     flag(wrong, "rotary_interleaved", rotary_interleaved)
     wrong += incomplete(maybe, ("rotary_cos", "rotary_sin"), ("k_scale", "v_scale"))
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     bshd = layout == "bshd"
     wrong = misplaced(tensors) or _unlike(tensors, bshd)
     caches = {name: x for name, x in tensors.items() if name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     wrong = wrong or not_writable(caches, {name: x for name, x in tensors.items() if name not in caches})
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     row = 1 if bshd else 2
     # A row of a contiguous cache is the one page of its sequence.
     table = torch.arange(len(seqlens), device=k.device, dtype=torch.int32)[:, None] if page_table is None else page_table
@@ -305,7 +272,7 @@ def _check_room(seqlens: Tensor, new: int | Tensor, table: Tensor, page: int, pa
 
 
 def _no_room(b: int, held: int, new: int, room: int, page: int, in_pages: bool) -> str:
-    """Refuses sequence b, which holds so many tokens that the new ones do not fit after them."""
+    """The error for sequence b, which holds so many tokens that the new ones do not fit after them."""
     full = "full" if held == room else "too small"
     counts = f"have room for {room} tokens, hold {held} (seqlens) and are to get {new} more"
     if in_pages:
@@ -321,12 +288,11 @@ def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch
     if tokens is not None and TORCH.is_readable(given["k"][0]):
         for name, (_, scale_dtype) in given.items():
             wrong += _not_quantisable(name, largest[name][:tokens], dtype, scale_dtype, f"{name}_scale of dtype torch.float32")
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     return [_rounded(x, largest[name], dtype, None, 0, scale_dtype) for name, (x, scale_dtype) in given.items()]
 
 
-@_named("k_scale=scales", _OF_COPY)
+@names_checked(_OF_COPY, "k_scale=scales")
 @writes("k_cache", "v_cache", "k_scale", "v_scale")
 def copy(
     k_cache: Tensor,
@@ -339,7 +305,7 @@ def copy(
 ) -> None:
     """Copies pages of a cache, or rows of a contiguous one, in place: page target[i] gets the contents of page source[i].
 
-    A sequence needs it that diverges from another one with which it shares a page.
+    Use it when a sequence diverges from another one with which it shares a page.
 
     Args:
         k_cache, v_cache: the cache, in either layout.
@@ -357,8 +323,7 @@ def copy(
     wrong = unfit_tensors(tensors) or misplaced(tensors)
     if len(scales) == 1:
         wrong.append(ValueError(f"{'v_scale' if 'k_scale' in scales else 'k_scale'}: None beside the other; accepted are both or neither"))
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         shapes = f"shapes {tuple(k_cache.shape)}, {tuple(v_cache.shape)}"
         raise ValueError(f"k_cache, v_cache: {shapes}; accepted are four axes, of which the first three are alike")
@@ -384,7 +349,7 @@ def copy(
             _copy(k_scale, v_scale, source, target)
 
 
-@_named('layout="bshd"', _OF_GATHER)
+@names_checked(_OF_GATHER, 'layout="bshd"')
 @torch.no_grad()
 def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, layout: str = "bhsd") -> Tensor:
     """K or V of a paged cache as one tensor, a copy: (B, Hkv, n · page, D), or (B, n · page, Hkv, D) with layout "bshd".
@@ -404,8 +369,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     wrong = unfit_tensors(tensors)
     is_choice(wrong, "layout", layout, ("bhsd", "bshd"))
     wrong = wrong or misplaced(tensors)
-    if wrong:
-        raise refusal(wrong)
+    refuse(*wrong)
     if cache.dim() == 3:
         return gather(cache[..., None], page_table, seqlens, layout=layout)[..., 0]
     if cache.dtype == torch.float8_e4m3fn:
@@ -424,9 +388,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     positions = torch.arange(page_table.shape[1] * page, device=cache.device).expand(batch, -1)
     counts = torch.full((batch,), positions.shape[1], device=cache.device) if seqlens is None else seqlens.long()
     if TORCH.is_readable(page_table) and TORCH.is_readable(counts):
-        for b, n in enumerate(counts.tolist()):
-            if not 0 <= n <= positions.shape[1]:
-                raise refusing(ValueError, "seqlens", f"{n} at [{b}]; accepted are 0 to {positions.shape[1]}, the room of a sequence")
+        within("seqlens", counts, batch, positions.shape[1], "the room of a sequence")
         _check_pages(page_table.tolist(), [0] * batch, counts.tolist(), page, pages, writes=False)
     shape = (batch, positions.shape[1], *cache.shape[2:]) if row == 1 else (batch, cache.shape[1], positions.shape[1], cache.shape[3])
     if not pages or not positions.numel():
@@ -464,7 +426,7 @@ def _write(
 
 @torch.library.custom_op("strobe::kv_copy", mutates_args=("k_cache", "v_cache"))
 def _copy(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
-    """Pairs with a page that is not in the cache repeat the first of the others; if there is none, a page is copied to itself."""
+    """Copies pages. A pair with a page outside of the cache repeats the first valid pair; if there is none, a page is copied to itself."""
     pages = k_cache.shape[0]
     there = (source >= 0) & (source < pages) & (target >= 0) & (target < pages)
     first = torch.where(there, torch.arange(len(there), device=there.device), there.int().argmax())
@@ -487,7 +449,7 @@ def _(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
 
 
 def _check_lists(page_table: Tensor | None, seqlens: Tensor | None, batch: int | None = None) -> int:
-    """Returns B."""
+    """Checks the kinds of page_table and seqlens; returns B."""
     if page_table is not None and (page_table.dim() != 2 or not _is_integral(page_table) or batch not in (None, page_table.shape[0])):
         accepted = "(B, n)" if batch is None else f"({batch}, n)"
         raise refusing(
@@ -518,8 +480,8 @@ class _Sizes(NamedTuple):
 
     batch: int
     heads: int
-    new: int  # tokens per sequence; with cu_seqlens of all
-    rows: int  # pages, or sequences
+    new: int  # tokens per sequence; with cu_seqlens, of all sequences together
+    rows: int  # number of pages, or of sequences
     page: int
 
 
@@ -532,13 +494,13 @@ def _sizes_of_first(given: dict[str, Tensor], bshd: bool) -> _Sizes:
 
 
 def _sizes_of_most(given: dict[str, Tensor], bshd: bool) -> _Sizes:
-    """For tensors that do not fit together, the sizes of the majority, so that correct ones are not reported."""
+    """The sizes that most tensors agree on, for tensors that do not fit together, so that correct ones are not reported."""
     k_cache, v_cache, k, v, seqlens = (given[name] for name in ("k_cache", "v_cache", "k", "v", "seqlens"))
     paged, packed = "page_table" in given, "cu_seqlens" in given
     head, row = (2, 1) if bshd else (1, 2)
     of_new = 1 if packed else head
     heads = _most([k_cache.shape[head], v_cache.shape[head], k.shape[of_new], v.shape[of_new]])
-    turned = k.shape[of_new] != heads == v.shape[of_new]  # if so, k's other axes are no measure for v
+    turned = k.shape[of_new] != heads == v.shape[of_new]  # if so, k's other axes cannot be compared
     if packed:
         batch, new = len(given["cu_seqlens"]) - 1, len(v if turned else k)
     else:
@@ -586,7 +548,7 @@ def _ways_out(given: dict[str, Tensor], name: str, sizes: _Sizes, bshd: bool) ->
 
 
 def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
-    """The tensors of a call of append() that do not fit."""
+    """Refuses the tensors of a call of append() that do not fit."""
     k_cache, k, seqlens = (given[name] for name in ("k_cache", "k", "seqlens"))
     table, cu_seqlens, quantised = given.get("page_table"), given.get("cu_seqlens"), "k_scale" in given
     axes = {"k_cache": 4, "v_cache": 4} | dict.fromkeys(("k", "v"), 4 if cu_seqlens is None else 3)
@@ -655,7 +617,7 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
 
 
 def _wrong_dtypes(k_cache: Tensor, v_cache: Tensor, quantised: bool, scales: str = "") -> Wrong:
-    """Dtypes that attention() does not accept, for a cache with scales, or without. scales: a message's words for the missing ones."""
+    """Refuses dtypes that attention() does not accept, for a cache with scales or without. scales: a message's words for missing scales."""
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype in _LARGEST and not quantised:
             return [ValueError(f"k_scale, v_scale: None beside {name} of {x.dtype}; accepted are the scales of a quantised cache{scales}")]
@@ -675,7 +637,7 @@ def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Wrong:
-    """The caches and scales of a call of copy(), which does not know the layout, that do not fit."""
+    """Refuses caches and scales that do not fit, for copy(), which does not know the layout."""
     wrong = _wrong_dtypes(k_cache, v_cache, quantised=k_scale is not None)
     if wrong or k_scale is None or v_scale is None:
         return wrong
@@ -701,7 +663,7 @@ def _is_groups(count: int, rows: int) -> bool:
     """Whether rows make this many groups for some k_scale_group."""
     if not count or not rows:
         return count == rows
-    group = 32 * -(-rows // (32 * count))  # the least one that makes no more
+    group = 32 * -(-rows // (32 * count))  # the smallest group that makes at most `count` groups
     return -(-rows // group) == count
 
 

@@ -1,4 +1,4 @@
-// What is computed: the validated problem, as every engine sees it. Only Wishes and Part::table concern single engines.
+// The validated problem, the same for every engine, except for Wishes and Part::table, which only some engines read.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -57,8 +57,8 @@ struct View {
   }
 };
 
-// The factors of the stored numbers of K or V: one scale for each row, or for each column of `rows` consecutive rows. They are indexed like
-// the tensor's own rows.
+// The scales of quantised K or V: one for each row, or one for each column of `rows` consecutive rows. A scale is indexed by the row of the
+// tensor that it belongs to.
 struct Scales : View {
   int64_t rows = 1;
 
@@ -101,7 +101,7 @@ struct Captured {
   __attribute__((always_inline)) explicit operator bool() const { return dtype != DType::none; }
 };
 
-// What the caller, or else a tuning table, requests of the engine. An engine ignores requests that it does not know.
+// Requests of the caller, or else of a tuning table. An engine ignores requests that it does not know.
 struct Wishes {
   std::string engine;             // the engine's name; empty: any
   int64_t tile_q = 0, tile_k = 0; // 0: any; an engine takes the nearest tile that it has
@@ -123,8 +123,8 @@ struct Problem {
   int64_t page_size = 0, pages = 0, pages_each = 0; // keys per page, 0: not paged; pages of the pool; pages of a sequence
   int64_t page_table_row = 0;                       // distance of two sequences' rows in the page table
   int64_t total_q = 0, total_k = 0;                 // varlen: packed tokens; dense: batch * seqlen
-  int64_t most_q = kUnbounded, most_k = kUnbounded; // varlen, lengths in host memory, no maximum given: the longest sequence's lengths
-  DType dtype = DType::none;                        // of q and out; of k and v as well, unless they are quantised
+  int64_t most_q = kUnbounded, most_k = kUnbounded; // the longest lengths, if varlen lengths are in host memory and no maximum is given
+  DType dtype = DType::none;                        // dtype of q and out, and of k and v unless they are quantised
   DType quantised_as = DType::none;                 // how quantised k and v are stored; none: in dtype
   int32_t device_type = STROBE_CPU, device_index = 0;
 
@@ -142,12 +142,12 @@ struct Problem {
 
   // tensors
   View q, k, v;                                  // INT4: strides count bytes, of which each holds two columns
-  Scales k_scale, v_scale;                       // of quantised k and v
+  Scales k_scale, v_scale;                       // the scales of quantised k and v
   View mask, bias;                               // (batch, head, query, key), stride 0 where broadcast
   View alibi_slopes;                             // (batch, head, -, -)
   View sinks;                                    // (-, head, -, -)
   std::shared_ptr<const score::Program> program; // what becomes of x and what functions hide; null: x stays x, and they hide nothing
-  Captured captured[STROBE_MOST_CAPTURED];       // what they read
+  Captured captured[STROBE_MOST_CAPTURED];       // what the program reads
   const score::Bytecode *bytecode = nullptr;     // a CPU engine's code of the program
   // The lists follow. In host memory they are the call's own copies (contents.h), without gaps. In device memory they are the caller's,
   // with any strides, and GPU engines copy them (cuda/program/lists.h).
@@ -167,9 +167,9 @@ struct Problem {
   } blocks;
 
   View out, lse;                                     // lse: (batch, head, query, -)
-  int64_t lse_low = 0;                               // partial part: the distance, in elements, from a row's LSE to its second number
+  int64_t lse_low = 0;                               // with a partial part, LSE is two numbers: their distance in elements
   View max_logit, column_sums;                       // forward, if asked for: (batch, head, -, -) and (batch, query head, key, -)
-  View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: with a partial part
+  View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: given with a partial part
   bool accumulate = false;                           // dq, dk and dv are added to
 
   // The rows, heads and sequences of a larger problem that the tensors hold (docs/semantics.md, "Parts of a problem").
@@ -203,7 +203,7 @@ struct Problem {
   __attribute__((always_inline)) int64_t longest_k() const { return least(seqlen_k, total_k, most_k); }
 
   // The first packed token of sequence b and its length (dense: row 0 of batch b). cu_seqlens and seqused_k are clamped, never trusted.
-  // held_k includes the keys that do not count.
+  // held_k also counts the keys that seqused_k leaves out.
   struct Rows {
     int64_t begin, length;
   };

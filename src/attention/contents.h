@@ -11,7 +11,7 @@
 
 namespace strobe {
 
-// A list of integers of 32 bits, or in host memory of 64 bits, which may not be cut before they are checked.
+// A list of 32-bit integers or, in host memory, of 64-bit integers, which are checked before they are narrowed.
 class Ints {
 public:
   Ints(const int32_t *narrow = nullptr, const int64_t *wide = nullptr) : narrow_(narrow), wide_(wide) {}

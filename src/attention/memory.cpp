@@ -47,7 +47,7 @@ bool each_element_apart(const Footprint &f) {
 }
 
 bool is_dense(const strobe_tensor &t) {
-  if (std::find(t.shape, t.shape + t.rank, 0) != t.shape + t.rank) return true; // without elements NumPy's strides are 0
+  if (std::find(t.shape, t.shape + t.rank, 0) != t.shape + t.rank) return true; // NumPy gives tensors without elements strides of 0
   int64_t stride = 1;
   for (int32_t a = t.rank - 1; a >= 0; a--) {
     if (t.shape[a] > 1 && t.strides[a] != stride) return false;
@@ -122,7 +122,7 @@ bool apart_in_a_period(const Runs &x, const Runs &y) {
   return false;
 }
 
-// Searches for multiples of the strides at which a run of y overlaps a run of x: the distance of their starts is then low_ to high_.
+// Searches for multiples of the strides at which a run of y overlaps a run of x, that is, at which their starts are low_ to high_ apart.
 class Meeting {
 public:
   Meeting(const Runs &x, const Runs &y) : low_(1 - __int128{y.run}), high_(__int128{x.run} - 1) {
@@ -164,7 +164,7 @@ private:
   __int128 low_, high_;
   Step steps_[8];
   int count_ = 0;
-  __int128 least_[9] = {}, most_[9] = {}; // the reach of the steps from the n-th on
+  __int128 least_[9] = {}, most_[9] = {}; // bounds of what the n-th and later steps can add
   int left_ = 4096;
   bool found_;
 };

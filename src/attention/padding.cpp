@@ -53,7 +53,7 @@ template <class T> void fill(const View &to, int64_t heads, int64_t begin, int64
     for (int64_t i = begin; i < end; i++) *to.at<T>(0, h, i, 0) = x;
 }
 
-// The keys of each sequence that do not count.
+// The keys of sequence b that do not count: those from seqused_k on.
 Range unused(const Problem &p, int64_t b) {
   const Problem::Rows held = p.held_k(b), used = p.rows_k(b);
   return {b, held.begin + used.length, held.begin + held.length};

@@ -1,11 +1,10 @@
-// Packed tokens that belong to no sequence: those at and after the last of cu_seqlens. And keys that do not count because of seqused_k.
+// Padding: packed tokens at or after the last entry of cu_seqlens, which belong to no sequence, and keys that seqused_k leaves out.
 #pragma once
 #include "attention/attention.h"
 
 namespace strobe {
 
-// These functions, for tensors in host memory, set out and dq of such queries to 0, their LSE to -inf, and dk, dv and column sums of such
-// keys to 0.
+// For tensors in host memory. For padding queries, out and dq become 0 and LSE -inf; for padding keys, dk, dv and column sums become 0.
 void clear_padding_of_queries(const Problem &, const Execution &, Direction);
 void clear_padding_of_keys(const Problem &, const Execution &, Direction);
 inline void clear_padding(const Problem &p, const Execution &execution, Direction direction) {

@@ -1,4 +1,4 @@
-// Execution: the number of threads, and a parallel region on the caller's threads or on threads of its own.
+// Execution: the number of threads, and a parallel region on the caller's threads or on threads that it starts.
 #include <algorithm>
 #include <atomic>
 #include <exception>

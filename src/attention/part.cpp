@@ -64,7 +64,7 @@ public:
       return false;
     }
     for (int64_t b = 0; b < sequences; b++) {
-      // ranges that serve all sequences must fit the shortest
+      // Ranges that all sequences share must fit the shortest sequence.
       const int64_t most = sequences > 1 && seqlens.size() > 1 ? seqlens[b] : shortest(seqlens);
       int64_t before = 0, local = 0;
       for (int64_t n = 0; n < count; n++) {
@@ -159,7 +159,7 @@ int64_t most_held(const RowRange *ranges, int64_t range_batch, int64_t count) {
 
 void check_held(const char *argument, const RowRange *ranges, int64_t range_batch, int64_t count, int64_t batch, const int32_t *cu,
                 int64_t rows, Reasons &reasons) {
-  // If neither ranges nor lengths differ, one sequence stands for all: the size of the batch has not been checked yet.
+  // If all sequences share ranges and lengths, only the first is checked: the batch size itself has not been checked yet.
   for (int64_t b = 0; b < (cu || range_batch > 1 ? batch : std::min<int64_t>(batch, 1)); b++) {
     const int64_t held = held_by(ranges + (range_batch > 1 ? b : 0) * count, count);
     const int64_t wanted = cu ? int64_t{cu[b + 1]} - cu[b] : rows;

@@ -32,7 +32,7 @@ enum class Code : int32_t {
 
 inline constexpr int64_t kAny = -1;
 
-// An axis by its name in the documentation, and its required size; or_one: 1, which is broadcast, is accepted as well.
+// An axis by its name in the documentation, and its required size; or_one: size 1 is accepted as well, and is broadcast.
 struct Axis {
   const char *symbol;
   int64_t size = kAny;
@@ -41,7 +41,7 @@ struct Axis {
 using Axes = std::vector<Axis>;
 using Types = std::vector<DType>;
 
-// Values that need a type of their own. Integers, double, DType, Types, Axes, addresses and text are given as they are.
+// Values that need a wrapper type. Integers, double, DType, Types, Axes, addresses and text are passed directly.
 struct Argument { // the name of an argument, for which other languages may have another name
   const char *name;
 };
@@ -62,7 +62,7 @@ struct Value {
   double number = 0;
   std::string text;
   std::vector<int64_t> sizes;
-  std::vector<const char *> roles; // of axes; each lives as long as the library
+  std::vector<const char *> roles; // roles of axes; each lives as long as the library
   int32_t or_one = 0;
 
   strobe_value shown() const; // valid as long as this Value
@@ -83,7 +83,7 @@ inline Value value_of(const char *text) { return value_of(std::string_view(text)
 inline Value value_of(const std::string &text) { return value_of(std::string_view(text)); }
 Value value_of(uint64_t); // text, if it does not fit 63 bits
 template <std::integral T>
-  requires(!std::same_as<T, bool> && !std::same_as<T, int64_t> && !std::same_as<T, uint64_t>) // a word is clearer than a bool
+  requires(!std::same_as<T, bool> && !std::same_as<T, int64_t> && !std::same_as<T, uint64_t>) // messages have words, not bools
 Value value_of(T number) {
   return value_of(static_cast<int64_t>(number));
 }

@@ -29,7 +29,7 @@ inline void append(std::string &out, const void *address) {
 }
 inline void append(std::string &out, char part) { out += part; }
 template <std::integral T>
-  requires(!std::same_as<T, bool>) // a word is clearer
+  requires(!std::same_as<T, bool>) // messages have words, not bools
 void append(std::string &out, T number) {
   char digits[32];
   out.append(digits, std::to_chars(digits, std::end(digits), number).ptr);

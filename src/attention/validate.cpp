@@ -78,7 +78,7 @@ private:
     int64_t rows_q = kAny, rows_k = kAny;     // Sq, Sk; varlen: Tq, Tk
     int64_t seqlen_q = kAny, seqlen_k = kAny; // Sq, Sk; varlen: max_seqlen_q, max_seqlen_k
     int64_t max_q = 0, max_k = 0;             // max_seqlen_q, max_seqlen_k as given; 0: not given; kAny: refused
-    int64_t size_q = kAny, size_k = kAny;     // the same; in a part: those of the longest sequence of the whole problem
+    int64_t size_q = kAny, size_k = kAny;     // seqlen_q, seqlen_k; in a part: of the whole problem's longest sequence
     int64_t blocks_q = kAny, blocks_k = kAny;
     int64_t pages = kAny, page_size = kAny, pages_each = kAny; // pages of the pool, keys per page, pages per sequence
   };
@@ -130,7 +130,7 @@ private:
     if (!tensor) reasons.add(argument, Code::missing, "missing; accepted is a tensor");
     return accept(argument, tensor, axes, types, access);
   }
-  // A tensor that has a meaning only with another one.
+  // Refuses a tensor that is given without the tensor that it needs; returns whether both are given.
   bool beside(const char *argument, const strobe_tensor *tensor, const char *other, const strobe_tensor *needed) {
     if (tensor && !needed) reasons.add(argument, Code::excluded, "given without {0}; accepted is both, or {0} alone", Argument{other});
     return tensor && needed;
@@ -270,7 +270,7 @@ private:
       n.rows_k = kAny;
     }
   }
-  // Whether the lists may be read.
+  // Checks cu_seqlens; returns whether its integers are in host memory and right.
   bool cu_seqlens(const char *argument, const strobe_tensor *cu, int64_t rows, Longest most) {
     if (!cu) {
       reasons.add(argument, Code::missing, "missing; accepted is {0} and {1}, or neither", Argument{"cu_seqlens_q"},
@@ -290,14 +290,14 @@ private:
     if (on_cpu(*used) && comparable && n.batch != kAny && n.rows_k != kAny)
       good_used = adds_none([&] { check_seqused(lists->ints(*used), n.batch, cu, n.rows_k, paged, reasons); });
   }
-  // In host memory: checks the entries of keys that count.
+  // Checks the page table in host memory, in the entries for keys that count.
   void pages_in_pool() {
     if (!paged || n.rows_k == kAny || n.pages == kAny || n.batch == kAny || !on_cpu(*t.page_table) || (t.seqused_k && !good_used)) return;
     const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, lists->ints(*t.page_table)};
     check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr, reasons);
   }
 
-  // Engines compute float32 and 16 bits in float32.
+  // Refuses large factors: engines compute 16 and 32 bits in float32, where such a factor, or its product with log2(e), is infinite.
   void floats() {
     if (!oracle && dtype != DType::f64 && dtype != DType::none) score::check_range(a, dtype, reasons);
   }
@@ -397,8 +397,8 @@ private:
                             good ? m.kept : kAny, n.blocks_q, mt);
     if (good && good_t && on_cpu(*t.block_rows)) check_transpose("block_rows_t", m, mt, reasons);
   }
-  // The number of sequences of a block mask that differs between sequences: that of the whole problem. It is not known, but the last
-  // sequence here gives a lower bound.
+  // The batch size of a block mask that differs between sequences. It is the whole problem's, which is not known here; the part's last
+  // sequence gives a lower bound.
   int64_t sequences_of_blocks() const {
     if (n.batch == kAny || !t.block_rows || t.block_rows->rank < 1) return kAny;
     return std::max(part->first_batch + n.batch, t.block_rows->shape[0]);
@@ -462,9 +462,8 @@ private:
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
   }
 
-  // Checks that the sizes are bounded, which tensors with strides of 0 need not be: engines count a workspace's bytes in 64 bits, up to
-  // 2^20 per row. For packed sequences engines keep only the rows of the tokens, but count as many tiles for each sequence as for the
-  // longest.
+  // Bounds the sizes: strides of 0 allow any size, but engines count a workspace's bytes, up to 2^20 per row, in 64 bits. For packed
+  // sequences engines keep rows only for the tokens, but count as many tiles for each sequence as the longest one has.
   void total_size(const Problem &p) {
     if (!packed_k()) {
       if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;
@@ -499,7 +498,7 @@ private:
     if (!tensor->data || !on_cpu(*tensor)) return static_cast<const int32_t *>(tensor->data);
     return lists->ints(*tensor).narrow();
   }
-  // The types of lists of lengths and pages. In host memory lists are copied, so that only their check sees 64 bits.
+  // The types of lists of lengths and pages: 64 bits only in host memory, where the call keeps a 32-bit copy once the list is checked.
   static Types list_types(const strobe_tensor *list) { return list && on_cpu(*list) ? Types{DType::i32, DType::i64} : Types{DType::i32}; }
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
   // Whether a check of numbers adds no reason.

@@ -5,7 +5,7 @@
 namespace strobe::inline STROBE_ISA {
 
 struct Amx {
-  // Few rows are multiplied by multiply-adds: they would leave most of a tile idle, and these CPUs do dot products more slowly.
+  // Few rows use multiply-adds: in a tile they would leave most rows idle, and dot products are slower on these CPUs.
   template <class Elements> using Few = FewRows<FmaLanes<float, Elements>>;
   template <class, class Elements> using Many = TileRows<Elements>;
   static constexpr int64_t kFewRows = 4; // measured (docs/lab/performance.md)

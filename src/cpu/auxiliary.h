@@ -114,7 +114,7 @@ void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile
       }
     }
   };
-  if (any_large) { // as in the backward: a row of P is divided by the row's sum if the last bit of LSE shows in P
+  if (any_large) { // as in the backward: P is divided by its row's sum if LSE's rounding is too large
     fill(scratch.sum, rows, T(0)), fill(scratch.sum_lost, rows, T(0));
     each_chunk([&](const TileSpan &chunk, int64_t lane) {
       add_rows(head, chunk, lane, scratch.s, scratch.lse, scratch.excess, scratch.sum, scratch.sum_lost);

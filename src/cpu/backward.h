@@ -13,7 +13,7 @@ template <class T> struct BackwardRows {
   T *delta, *dlse;           // D and dLSE
   T *sum, *sum_lost;         // the sum of P, and its rounding error
   T *rest, *rest_lost;       // the sum of P (dP - D), and its rounding error
-  T *settled;                // a value of Settled: whether and how D and P of a row follow from the row's sums
+  T *settled;                // a value of Settled: how D and P of a row are computed
   T *first_tile, *last_tile; // key tiles that the row sees, for rows that might see a single tile
   T *scale;                  // the factor of dQ
 
@@ -44,7 +44,7 @@ template <class Math> struct BackwardScratch {
   struct {
     int64_t b = -1, kv = -1;
     bool finite = true; // whether all of K is finite
-  } known;              // what is known about the key head that was looked at last
+  } known;              // the key head that was checked last, and the result
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_k(arena, tile.k, problem.head_dim),
@@ -71,8 +71,8 @@ template <class Math> struct BackwardScratch {
   }
 };
 
-// How D and P of a row are found (see add_rows). kDelta: D follows from the sums of P dP and of P. kDeltaAndLse: P follows as well, from
-// LSE and the sum of P. Unless invariant, all rows of a query tile have the same value.
+// How D and P of a row are computed (see add_rows). kDelta: D from the sums of P dP and P. kDeltaAndLse: also P, from LSE and the sum of P.
+// Unless invariant, all rows of a query tile have the same value.
 enum Settled { kAsItIs, kDelta, kDeltaAndLse };
 
 // A query tile, prepared: Q and dO as lanes and as rows, LSE, D and dLSE.
@@ -99,7 +99,7 @@ template <class T> STROBE_INLINE double row_delta(const Head<T> &head, int64_t t
   return sum;
 }
 
-// Whether all keys that a query sees may lie in one key tile. (If a mask or a bias hides keys, only the scores tell.)
+// Whether all keys that a query sees may lie in one key tile. (Keys hidden by a mask or a bias are known only from the scores.)
 template <class T> STROBE_INLINE bool may_see_one_tile(const Head<T> &head, int64_t tile_k, int64_t i) {
   const Problem &p = *head.p;
   const Range keys = head.band.keys(i);
@@ -153,7 +153,7 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
                             : p.delta ? *p.delta.at<T>(head.b, head.h, token + i, 0)
                                       : T(row_delta(head, token + i, scratch.row));
   }
-  if (p.part.partial) { // other calls have some terms of a row's sums, so the caller gives LSE and D
+  if (p.part.partial) { // these sums have terms in other calls, so the caller gives LSE and D
     out.sums_first = out.whole = false;
     return;
   }
@@ -167,10 +167,11 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   fill(scratch.rows.settled, out.rows, T(any_large ? kDeltaAndLse : kDelta));
 }
 
-// If a row sees few keys, or nearly all of its P lies on one key, dP and D cancel; as they are summed in different orders, their rounding
-// errors remain. Also, LSE is rounded and off by up to eps |LSE|, which multiplies P = e^(s - LSE) by a wrong factor in the whole row. So P
-// and P (dP - D) are summed once more, and D and P follow from these sums: in rows whose keys lie in one tile, and in all rows of a query
-// tile if some LSE of it is large. Invariant: in rows whose own keys lie in one tile, or whose own LSE is large.
+// Sums P and P (dP - D) of each row once more; D and P are then corrected by these sums. Two rounding errors make this necessary. First, dP
+// and D cancel if a row sees few keys, or if nearly all of its P lies on one key; they are summed in different orders, so their errors
+// remain. Second, LSE is off by up to eps |LSE|, which gives P = e^(s - LSE) a wrong factor in the whole row. The correction serves rows
+// whose keys lie in one tile, and all rows of a query tile if some LSE in it is large. Invariant: rows whose own keys lie in one tile, or
+// whose own LSE is large.
 template <class Math>
 __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
@@ -270,9 +271,9 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
   settle_rows(head, 0, queries.rows, scratch);
 }
 
-// P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, one chunk of keys at a time and by pairs of keys: emit(first key of
-// the chunk, key in the chunk, lane, P, P', dS, dS', both). kThroughFunction: dS is the gradient by scale q.k, where the score is a
-// function of q.k.
+// Computes P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, by chunks of keys, and in a chunk by pairs of keys. For
+// each pair it calls emit(first key of the chunk, the pair's first key in it, lane, P of both keys, dS of both keys, whether there is a
+// second key). kThroughFunction: the score is a function of scale q.k, and dS is the gradient by scale q.k.
 template <bool kThroughFunction, class Math, class Emit>
 STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
                              const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,
@@ -334,7 +335,7 @@ template <class T> struct KeyGradients {
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
-  // Products write 16 rows at a time; they may start at any row if ranges begin anywhere.
+  // Products write 16 rows at a time, and in a part they may start at any row.
   static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16) + (p.part ? 16 : 0); }
   static int64_t sums(int64_t tiles) { return tiles > kTiles ? 2 : 1; }
   static int64_t size(const Problem &p, int64_t tiles) {
@@ -453,7 +454,7 @@ template <class Math> struct TileGradients {
     const int64_t lane = n * tile.width;
     dq[n].expect(keys.begin);
     const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
-    // a product reads rows past the piece's keys; these rows belong to other keys, and their P of 0 must not meet an infinity or NaN
+    // A product reads rows past the piece's keys. They belong to other keys, whose P is 0 here: 0 times an infinity or NaN would be NaN.
     const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0,
                nonfinite = reads_nonfinite(head, piece, reads_others, rows_of_k(p), d);
     auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);

@@ -26,7 +26,7 @@ STROBE_INLINE double widen(double x) { return x; }
 STROBE_INLINE float widen(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
 STROBE_INLINE float widen(Half x) {
   uint32_t magnitude = uint32_t(x.bits & 0x7FFF) << 13;
-  uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f); // rebias; subnormals come out right
+  uint32_t finite = bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f); // changes the exponent's bias; also correct for subnormals
   uint32_t r = magnitude >= 0x0F800000u ? magnitude | 0x7F800000u : finite;
   return bit_cast<float>(r | uint32_t(x.bits & 0x8000) << 16);
 }

@@ -1,7 +1,7 @@
 // The forward of few queries, as in decoding: the products of forward.h with queries and keys exchanged. Keys lie across lanes, the queries
 // of all heads of a group are rows, and K and V are read once for all rows. The keys are divided into spans of a fixed length, one item
-// each, whose results are merged in order: no bit depends on the threads. A score is summed in the order of forward.h, in which the
-// backward computes it again: so LSE agrees with the backward's scores.
+// each, whose results are merged in order: no bit depends on the threads. Scores are summed in the order of forward.h, like the scores that
+// the backward recomputes, so that LSE agrees with these.
 #pragma once
 #include "decode_products.h"
 #include "isa.h"
@@ -31,8 +31,8 @@ template <class T> struct LoadedProducts {
   bool holds(int64_t b, int64_t kv) const { return b == of_b && kv == of_kv; }
 };
 
-// The results of each item for each of its rows: m, the largest score; l, the sum of P relative to m; and O = P V. A sequence has adjacent
-// places for the spans in which some query sees a key: as many as a window can touch, or as many spans as packed tokens can have.
+// The results of each item for each of its rows: m, the largest score; l, the sum of P relative to m; and O = P V. Each sequence has
+// adjacent places, one for each span in which some query sees a key. Their number is bounded by the window or by the packed tokens.
 template <class T> struct DecodeResults : DecodeTile {
   const Problem &p;
   int64_t each;                  // places per sequence; 0: packed tokens, the places follow from the tokens
@@ -199,7 +199,7 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
       if (results.l[at] == T(0)) continue; // the span has no visible key, and its O may not have been written
       const double factor = __builtin_exp2((double(results.m[at]) - reference) * double(head.unit));
       const double weight = double(results.l[at]) * factor;
-      if (weight == 0) continue; // the span's P is 0 relative to the other spans': an infinity of its V does not show
+      if (weight == 0) continue; // the span's P is 0 beside the other spans', so an infinity in its V does not count
       l += weight;
       for (int64_t c = 0; c < p.head_dim_v; ++c) sum[c] += double(results.o[at * results.columns + c]) * factor;
     }
@@ -245,7 +245,7 @@ template <class Math> void decode(const Problem &p, const Execution &execution, 
   const DecodeResults<T> results(arena, p);
   const auto queries_of = [&](int64_t b) { return query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1)); };
 
-  // Items go through the spans of a sequence one after another, as these lie in memory.
+  // Items take the spans of a sequence in the order in which they lie in memory.
   const int64_t items = results.places * p.heads_kv;
   int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
   const auto take_spans = [&](DecodeProducts<T> &products, const DecodeScratch<T> &scratch) {

@@ -1,5 +1,5 @@
-// The two products of decode.h, S = Q K^T and O = P V, of the rows of a group and the keys of a span. lanes.h multiplies few rows, the
-// tiles of an arithmetic more rows.
+// The two products of decode.h, S = Q K^T and O = P V, for the rows of a group and the keys of a span. Few rows are multiplied by lanes.h,
+// more rows on the tiles of an arithmetic.
 #pragma once
 #include "fma.h"
 #include "keys.h"
@@ -23,7 +23,8 @@ struct DecodeKeys {
   int64_t count() const { return keys.end - keys.begin; }
 };
 
-// The products that decode.h asks for. One call has many products, so that decode.h need not be compiled for each kind of them.
+// The interface of decode.h's products. It is virtual, so that decode.h is compiled once and not for each kind of product; a call
+// multiplies a whole span.
 template <class T> class DecodeProducts {
 public:
   // queries: rows of round_to(d, 16) columns.

@@ -1,6 +1,6 @@
 // The two products of decode.h in AMX's tiles, for queries in bf16. A product of tiles takes 16 cycles, however few of the 16 rows of Q or
-// P are used, and memory takes longer to deliver the tile of K or V: so up to 16 rows cost little more than reading. Rows of K serve as
-// tiles as they lie; rows of V are interleaved by pairs. A quantised number, an integer or E4M3, is exact in bf16, and scales of rows are
+// P are used, and loading the tile of K or V from memory takes longer: so up to 16 rows cost little more than the loads. Rows of K are used
+// as tiles in place; rows of V are interleaved by pairs. A quantised number, an integer or E4M3, is exact in bf16, and scales of rows are
 // multiplied into S and P. Tile registers 0-3 hold sums, 4-6 are loaded in rotation, and 7 holds the operand that four products share.
 #pragma once
 #include "decode_products.h"
@@ -118,7 +118,7 @@ private:
   // The same for column c of V in a row of O: [column of each word][word].
   static STROBE_INLINE int64_t place_v(int64_t c) { return FmaLanes<T, E>::place(c); }
   static STROBE_INLINE WordsOf<T> load(const Word *at) { return (WordsOf<T>)Vec<T>::load(reinterpret_cast<const T *>(at)).v; }
-  // bf16 numbers: low's in the low half of each lane.
+  // bf16 numbers, `low` in the low half of each lane.
   static STROBE_INLINE __m512i pair(Vec<T> low, Vec<T> high) { return pair_up<2>((__m512)low.v, (__m512)high.v); }
   // Element n of the words of two rows, as pairs of bf16.
   template <int n> static STROBE_INLINE __m512i pair(WordsOf<T> even, WordsOf<T> odd) {
@@ -184,8 +184,9 @@ private:
     }
   }
 
-  // The tiles take products below 2^-126 as 0. So powers of two lift the largest product of P and a scale to about 2^100: P is multiplied
-  // by kLift elsewhere, and the scales by the rest here. Returns the factor by which O must be multiplied afterwards, besides 1 / kLift.
+  // The tiles flush products below 2^-126 to 0. So powers of two lift the largest product of P and a scale to about 2^100: kLift, by which
+  // P is multiplied elsewhere, and the rest, by which the scales are multiplied here. Returns the factor by which O must be multiplied
+  // afterwards, besides 1 / kLift.
   __attribute__((noinline)) T lift_scales(int64_t rows, int64_t count, const T *probs) {
     const Vec<T> none(T(0));
     fill(scales_ + count, round_to(count, L) - count, T(0));

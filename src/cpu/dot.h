@@ -66,7 +66,7 @@ private:
     for (; n < columns; n += 16) multiply_columns<kRows, 1>(rows, depth, a, b.columns_from(n), c + n, ldc, accumulate);
   }
 
-  // The left operand is padded to blocks of 32 rows and C to 16, so that C has two, four or eight rows at a time.
+  // The left operand is padded to blocks of 32 rows and C to 16, so that blocks of C have two, four or eight rows.
   template <int kRows, int kColumns>
   static STROBE_INLINE void multiply_columns(int64_t rows, int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc,
                                              bool accumulate) {

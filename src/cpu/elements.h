@@ -33,7 +33,7 @@ struct HalfElements {
   using Stored = Half;
   using Word = int32_t;
   static constexpr int kPerWord = 2;
-  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // in the way of widen
+  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // as widen() converts
     using V = Vec<float>;
     const WordsOf<float> high = n == 0 ? words << 16 : words, magnitude = (high & 0x7FFF0000) >> 3;
     const WordsOf<float> finite = (WordsOf<float>)(V((V::Raw)magnitude) * V(0x1p112f)).v;
@@ -57,7 +57,7 @@ struct E4M3Elements {
   using Stored = E4M3;
   using Word = int32_t;
   static constexpr int kPerWord = 4;
-  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // in the way of widen
+  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // as widen() converts
     using V = Vec<float>;
     const WordsOf<float> high = words << (24 - 8 * n), magnitude = (high & 0x7F000000) >> 4;
     const WordsOf<float> number = (WordsOf<float>)(V((V::Raw)magnitude) * V(0x1p120f)).v;

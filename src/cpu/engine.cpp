@@ -117,8 +117,8 @@ constexpr Foreign kForeign[] = {
 
 constexpr int64_t kFewQueries = 16; // up to this number of queries, a lane per query would leave most lanes idle
 
-// What keeps the forward of few queries from laying keys across lanes (decode.h); empty if nothing does. An invariant call does not,
-// because its bits must not depend on the number of queries.
+// The reason why decode.h does not compute this forward of few queries; empty if it does. It computes no invariant calls, whose bits must
+// not depend on the number of queries.
 const char *against_decoding(const Problem &p) {
   if (p.invariant) return "invariant";
   if (p.part) return "a part";
@@ -235,7 +235,7 @@ std::string against_function(const CpuKernels &kernels, const Problem &p) {
   return "";
 }
 
-// What keeps an engine from reading quantised K and V; empty if nothing does.
+// The reason why an engine cannot read quantised K and V; empty if it can.
 std::string against_quantised(const CpuKernels &kernels, const Problem &p, Direction direction) {
   if (!p.quantised() || kernels.quantised) return "";
   const std::string rounds = text("k and v in ", strobe::name(p.quantised_as), ": it would round what they stand for to bfloat16");

@@ -36,7 +36,7 @@ template <class T> struct Fma {
     int64_t ld;
   };
 
-  template <bool /*kExchanged: the same sums*/ = false>
+  template <bool /*kExchanged: no difference here*/ = false>
   static STROBE_INLINE void multiply(int64_t rows, int64_t columns, int64_t depth, Left a, Right b, T *c, int64_t ldc, bool accumulate) {
     STROBE_ISA::multiply(rows, columns, depth, a.a, b.b, b.ld, c, ldc, accumulate);
   }
@@ -67,20 +67,20 @@ template <class T> struct Fma {
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.col, x.a.row, x.a.col}}; }
 
   // Rows of any tensor as the operand that is broadcast.
-  static STROBE_INLINE int64_t left_size(int64_t /*rows*/, int64_t /*columns*/) { return 0; } // of scratch
+  static STROBE_INLINE int64_t left_size(int64_t /*rows*/, int64_t /*columns*/) { return 0; } // elements of scratch
   static STROBE_INLINE Left left_rows(const T *src, int64_t /*rows*/, int64_t /*columns*/, int64_t ld, T * /*scratch*/) {
     return {{src, ld, 1}};
   }
 
   // Queries: rows of Q or dO, one per lane (d x width).
-  static STROBE_INLINE int64_t lanes_size(int64_t lanes, int64_t d) { return lanes * d; } // of scratch
+  static STROBE_INLINE int64_t lanes_size(int64_t lanes, int64_t d) { return lanes * d; } // elements of scratch
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T factor, int64_t width, T *scratch,
                           T *buffer) {
     STROBE_ISA::load_lanes(x, b, h, i0, n, d, factor, scratch, width, buffer);
     return {scratch, width};
   }
   // Queries: rows of Q or dO in place (n x d), d padded to lanes.
-  static STROBE_INLINE int64_t rows_size(int64_t n, int64_t d) { return n * round_to(d, 16); } // of scratch
+  static STROBE_INLINE int64_t rows_size(int64_t n, int64_t d) { return n * round_to(d, 16); } // elements of scratch
   static Right load_rows(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *scratch) {
     int64_t ld = round_to(d, 16);
     if (matches(x) && !x.page_size && x.stride[3] == 1 && d == ld) return {x.at<T>(b, h, i0, 0), x.stride[2]};

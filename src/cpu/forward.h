@@ -121,7 +121,7 @@ __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, cons
     }
 }
 
-// Scores on their way into a product, and unrounded as well: `unrounded` from key `from` on.
+// Stores scores as an operand of a product, and also unrounded, in `unrounded` from key `from` on.
 template <class Math> struct BothScores {
   typename Math::Scores probs;
   typename Math::Real *unrounded;

@@ -39,7 +39,7 @@ struct CpuKernels {
 };
 
 struct InstructionSet {
-  const char *name;                    // of the engine
+  const char *name;                    // the engine's name
   std::string (*missing)();            // why this machine cannot run it; empty if it can
   const CpuKernels *(*kernels)(DType); // null if the set gains nothing for this type
   // The other members serve only the predicted time. Arrays: fp32 (fp64: half the rate), fp16, bf16.

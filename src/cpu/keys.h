@@ -93,7 +93,8 @@ private:
   static constexpr int64_t kSlack = 64; // keys of padding per range: see Math::keys_at
 
   int64_t ranges() const { return p_.part ? p_.part.count_k : 1; }
-  // Whether key tiles begin at multiples of kKeyAlign from the beginning of their range: mask cells and blocks are cut elsewhere.
+  // Whether key tiles begin at multiples of kKeyAlign from the beginning of their range. In a part, the cells of a mask and mask blocks may
+  // be cut elsewhere.
   static bool aligned(const Problem &p) {
     if (!p.part || !(p.mask || p.blocks.present)) return true;
     for (int64_t n = 0; n < p.part.batch_k * p.part.count_k; ++n)
@@ -126,7 +127,7 @@ template <class Rows, class T> View finite_rows(const Rows &x, int64_t b, int64_
   return dense_copy(x, b, h, i0, n, d, true, copy);
 }
 
-// A tile of K or V that holds numbers that are not finite, without these, as the left operand of a product over keys.
+// The left operand of a product over keys, from a tile of K or V in which 0 replaces the numbers that are not finite.
 template <class Math> struct FiniteKeys {
   using T = typename Math::Real;
   T *copy, *reals = nullptr, *buffer = nullptr;

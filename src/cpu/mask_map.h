@@ -66,10 +66,10 @@ public:
   }
 
   explicit operator bool() const { return bool(p_.mask); }
-  // The row of cells for the piece of queries that begins at i0; each piece of its tile has such a row.
+  // The row of cells for the piece of queries that begins at i0.
   const uint8_t *row(int64_t b, int64_t h, const QuerySpan &queries, int64_t i0) const {
     if (rows_ == 1) return cells_ + slice(b, h) * columns_;
-    const int64_t start = queries.range.start, aligned = i0 / tile_.q * tile_.q, begin = max(aligned, start); // of its tile
+    const int64_t start = queries.range.start, aligned = i0 / tile_.q * tile_.q, begin = max(aligned, start); // where the tile begins
     const int64_t tile = queries.first_tile + i0 / tile_.q - start / tile_.q;
     return cells_ + (slice(b, h) * rows_ + tile * pieces_of(tile_) + (i0 - begin) / tile_.width) * columns_;
   }
@@ -83,7 +83,8 @@ public:
   // The same for all queries.
   uint8_t of_all(int64_t b, int64_t h, int64_t j) const { return totals_[slice(b, h) * columns_ + j / keys_]; }
 
-  // In a row of cells: the union of the cells of keys [begin, end); the hull of their visible cells; the end of key j's cell.
+  // Three functions of a row of cells: the union of the cells of keys [begin, end); the hull of their visible cells; the end of key j's
+  // cell.
   uint8_t of(const uint8_t *row, int64_t begin, int64_t end) const {
     uint8_t kind = 0;
     for (int64_t c = begin / keys_; c * keys_ < end; ++c) kind |= row[c];
@@ -118,7 +119,7 @@ private:
 
   const Problem &p_;
   TileSizes tile_;
-  int64_t batch_ = 0, heads_ = 0, rows_ = 0, columns_ = 0; // of cells: slices of the mask, and rows and columns per slice
+  int64_t batch_ = 0, heads_ = 0, rows_ = 0, columns_ = 0; // distinct slices of the mask; rows and columns of cells per slice
   int64_t keys_ = 0;                                       // keys per cell
   uint8_t *cells_ = nullptr, *totals_ = nullptr;
 };

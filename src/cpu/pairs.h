@@ -10,8 +10,9 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Splits x into a sum of planes, each to be cut to a bf16, the high half of a lane, with 8 significant bits. All planes but the last are
-// rounded, so that the remainder is small and of either sign. FP32 beyond the largest bf16 is cut, because it would round to infinity.
+// Splits x into a sum of planes. Each plane will be cut to a bf16, the high half of a lane, with 8 significant bits. All planes but the
+// last are rounded, so that the remainder is small and of either sign. FP32 beyond the largest bf16 is truncated, because rounding would
+// make it infinite.
 template <int kPlanes> struct Split {
   __m512 plane[kPlanes];
   static STROBE_INLINE __m512 largest() { return _mm512_castsi512_ps(_mm512_set1_epi32(0x7F7F0000)); } // bf16
@@ -77,7 +78,7 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
   }
 }
 
-// The same for bf16 rows, in which pairs already lie side by side: dst[c / 2][lane], of `count` rows in `width` lanes.
+// The same for bf16 rows, in which the numbers of a pair are already adjacent: dst[c / 2][lane], of `count` rows in `width` lanes.
 inline __attribute__((noinline)) void pair_lanes(const uint16_t *src, int64_t row, int64_t count, int64_t columns, int64_t width,
                                                  uint32_t *dst) {
   for (int64_t lane = 0; lane < width; lane += 16)
@@ -120,25 +121,25 @@ inline __attribute__((noinline)) void turn_rows(const uint16_t *src, int64_t row
     }
 }
 
-// Unit: amx.h or dot.h, which multiplies.
+// Unit: the class of amx.h or dot.h that multiplies.
 template <int planes, class Unit> struct Pairs {
   using Real = float;
   using Element = uint16_t;
   static constexpr int kPlanes = planes;
   static constexpr int64_t kChunk = 32;           // keys whose scores are held at once
   static constexpr bool kScoresInPlace = false;   // Scores leaves its source unchanged
-  static constexpr bool kJointQueries = true;     // products over queries take the whole tile, so that C moves less
+  static constexpr bool kJointQueries = true;     // products over queries take the whole tile: C is loaded less often
   static constexpr bool kSumsApart = planes == 3; // the sum of a product starts from 0, and is then added to C: see amx.h
 
   using V = Vec<float>;
   static constexpr bool kBFloat16 = kPlanes == 1;
   static constexpr bool kQuantised = false;
-  // The products of decode.h. Sums of more planes than one have the order of the backward.
+  // The products of decode.h. With more than one plane, sums have the order of the backward.
   template <class Elements> using Few = typename Unit::template Few<Elements>;
   template <class Elements> using Many = std::conditional_t<kPlanes == 1, typename Unit::template Many<Pairs, Elements>, ManyRows<Pairs>>;
   static constexpr int64_t kFewRows = kPlanes == 1 ? Unit::kFewRows : 0;
   static constexpr bool kManyInPlace = kPlanes == 1 && Unit::kManyInPlace;
-  static constexpr bool kDecodesQuantised = kPlanes == 1 && Unit::kDecodesQuantised; // by the scales of rows
+  static constexpr bool kDecodesQuantised = kPlanes == 1 && Unit::kDecodesQuantised; // with scales of rows
 
   static constexpr bool kExactPower = kPlanes == 3;
   // bf16's P is rounded to 8 bits: a shorter polynomial (3e-6) is enough.

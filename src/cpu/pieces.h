@@ -54,7 +54,7 @@ template <class T> struct Piece {
   bool band_masked, use_mask;
   bool infinite = false; // Q or K has numbers that are not finite
   const MaskMap *mask;
-  const uint8_t *cells; // of the mask's map, if there is one
+  const uint8_t *cells; // a row of the mask's map, if there is one
   // Some score may be -inf.
   bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || head.hides || infinite; }
   // Products over keys run in steps of kKeyAlign and may read keys past the piece, times a P of 0.

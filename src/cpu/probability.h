@@ -9,17 +9,17 @@ template <class T> struct RowLse {
   T lse, excess;
 };
 
-// Whether an LSE is so large that half its last bit, from 1e-6 on (FP64: 1e-12; 16 bits: 6e-5), shows in its row of P.
+// Whether LSE's rounding error, half its last bit, is large enough to matter in P: 1e-6 or more (FP64: 1e-12; 16 bits: 6e-5).
 template <class T> STROBE_INLINE bool is_large(const Problem &p, T lse) {
   const double large = p.dtype == DType::f64 ? 1e4 : p.dtype == DType::f32 ? 16 : 1024;
   return __builtin_fabs(double(lse)) > large && __builtin_isfinite(lse);
 }
 
-// In FP32 the difference of a score and LSE, both of the order of tens, is rounded to their last bit; where scores are nearly the same,
-// this makes the same error of P in all rows. So the power of two is taken out first [Cody & Waite 1980]: P = 2^n e^(s - (lse + n ln 2) -
-// excess), where lse and the high part of ln 2 are multiples of 2^-9, so that lse + n ln 2 is exact. If LSE is too large for that, s - lse
-// comes first, which is exact for scores of the same size. Without fused multiply-adds, the exponent is computed in FP64. Arithmetics in
-// FP64, and those that round P to 16 bits, need none of this.
+// In FP32 the difference of a score and LSE, both of the order of tens, is rounded to their last bit. If scores are nearly the same, this
+// makes the same error of P in all rows. So a power of two is taken out first [Cody & Waite 1980]: P = 2^n e^(s - (lse + n ln 2) - excess).
+// There lse and the high part of ln 2 are multiples of 2^-9, so that lse + n ln 2 is exact. If LSE is too large for that, s - lse is
+// computed first, which is exact for scores of the same size. CPUs without fused multiply-adds compute the exponent in FP64. Arithmetics in
+// FP64, and arithmetics that round P to 16 bits, need none of this.
 template <class Math> struct Probability {
   using T = typename Math::Real;
   using V = Vec<T>;
@@ -28,7 +28,7 @@ template <class Math> struct Probability {
 
   V factor, unit, lse, excess, high, low; // P = e^((s * factor - lse) * unit - excess); ln 2 = high + low
 
-  // both: LSE (natural). With a partial part, LSE keeps the unit of the scores in 16 bits and FP64.
+  // both: the natural LSE, which is returned as two parts. With a partial part, 16 bits and FP64 keep `lse` in the unit of the scores.
   static STROBE_INLINE RowLse<T> row(const Head<T> &head, double both) {
     if (!__builtin_isfinite(both)) return {T(both), T(0)};
     const double unit = own_unit(head) ? double(head.measure()) : 1;

@@ -8,7 +8,7 @@ struct E4M3 {
   uint8_t bits;
 };
 STROBE_INLINE float widen(E4M3 x) {
-  const float value = bit_cast<float>(uint32_t(x.bits & 0x7F) << 20) * 0x1p120f; // rebias; subnormals come out right
+  const float value = bit_cast<float>(uint32_t(x.bits & 0x7F) << 20) * 0x1p120f; // changes the exponent's bias; also correct for subnormals
   return bit_cast<float>(((x.bits & 0x7F) == 0x7F ? 0x7FC00000u : bit_cast<uint32_t>(value)) | uint32_t(x.bits & 0x80) << 24);
 }
 

@@ -71,7 +71,7 @@ template <class T> struct Head {
 
   // Whether the score is not linear in q.k.
   static STROBE_INLINE bool curved(const Problem &problem) { return problem.bytecode && problem.bytecode->curved; }
-  // The ratio of the unit of raw scores to that of scores.
+  // The factor from scores as they are kept to scores in their own unit.
   STROBE_INLINE T measure() const { return additive ? T(1) : scale; }
   // Whether these queries are only some of a tile's, so that the cells of a mask's map do not apply to them.
   STROBE_INLINE bool cut() const { return queries.cut; }
@@ -91,8 +91,8 @@ template <class T> struct Head {
   }
 
 private:
-  // Whether the scale is applied to the scores and not in exp2's argument: if its reciprocal leaves the range of fp32, or if it makes
-  // scores of 2^31 and more, whose rounding would become a factor outside that range.
+  // Whether the scale must be applied to the scores instead of exp2's argument: because its reciprocal leaves the range of fp32, or because
+  // it makes scores of 2^31 and more, whose rounding would become a factor outside that range.
   static STROBE_INLINE bool outsized(double scale) { return !(__builtin_fabs(scale) > 1e-30 && __builtin_fabs(scale) <= 1e4); }
   static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 };

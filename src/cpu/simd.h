@@ -190,7 +190,7 @@ STROBE_INLINE Vec<float> exp_fraction(Vec<float> r) {
 
 // x 2^n, where shifted = n + kIntegers; n must not be less than kLeastExponent / ln 2.
 inline constexpr float kIntegers = 0x1.8p23f;   // adding it rounds to an integer, kept in the low bits
-inline constexpr float kLeastExponent = -87.3f; // of normal numbers
+inline constexpr float kLeastExponent = -87.3f; // natural logarithm of the least normal number
 #if defined(__AVX512DQ__)
 STROBE_INLINE Vec<float> times_power_of_2(Vec<float> x, Vec<float> n, Vec<float>) {
   return Vec<float>(Vec<float>::Raw(_mm512_scalef_ps((__m512)x.v, (__m512)n.v)));

@@ -39,7 +39,7 @@ template <class T> struct KeySum {
   static constexpr int64_t kKeys = 512;
   T *run, *total;
   int64_t rows, width;
-  int64_t segment = 0;                   // which kKeys keys have their terms in `run`
+  int64_t segment = 0;                   // index of the kKeys keys whose terms are in `run`
   bool started = false, carried = false; // `run`, `total` has been written
 
   void expect(int64_t key) { // announces the terms of the key tile that begins here

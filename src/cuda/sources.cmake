@@ -24,7 +24,7 @@ strobe_sources(program
   program/program.cpp
   program/tensor_maps.cpp
   program/tuning.cpp)
-# Families have names of their own, above all Config: they do not form one group.
+# Each of these groups defines types that the other families also define, above all Config, so families are compiled apart.
 strobe_sources(sm90
   families/engines.cpp
   families/sm90.cpp

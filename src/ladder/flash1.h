@@ -64,7 +64,7 @@ public:
         }
       } // 14
     } // 15
-    // 16: Return O. (The backward needs of l and m only LSE = m + log l.)
+    // 16: Return O. (Of l and m the backward needs only LSE = m + log l.)
     for (int64_t i = 0; i < p.seqlen_q && p.lse; i++) *p.lse.at<float>(b, h, i, 0) = log_sum(m[i], l[i], scale);
   }
 

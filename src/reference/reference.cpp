@@ -221,7 +221,7 @@ struct Indices {
   std::optional<std::vector<int64_t>> flat;
   explicit operator bool() const { return flat.has_value(); }
 
-  // Those among [first, first + length), counted from first.
+  // The selected indices in [first, first + length), counted from `first`.
   std::vector<int64_t> within(int64_t first, int64_t length) const {
     if (!*this) {
       std::vector<int64_t> all(size_t(length), 0);

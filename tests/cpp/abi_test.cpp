@@ -213,7 +213,7 @@ TEST_CASE("abi: the same bits for any number of threads, theirs or the caller's"
   };
   for (Direction direction : {Direction::forward, Direction::backward}) {
     std::vector<unsigned char> expected;
-    for (int32_t threads : {1, 2, 3, 7, -3}) { // negative: on the caller's pool
+    for (int32_t threads : {1, 2, 3, 7, -3}) { // negative: threads of the caller's pool
       Call call;
       make_filled(call, direction);
       call.execution.threads = std::abs(threads), call.execution.parallel = threads < 0 ? +pool : nullptr;

@@ -372,7 +372,7 @@ void compare(Call &found, Call &expected, const char *name, DType dtype, double 
   CAPTURE(std::string(name));
   const std::vector<double> x = values(found, name), ref = values(expected, name);
   REQUIRE(x.size() == ref.size());
-  double most = std::max(1e-3, cancelled); // of numbers of size 1; smaller ones have cancelled
+  double most = std::max(1e-3, cancelled); // inputs have size 1; smaller results have cancelled
   for (double r : ref)
     if (std::isfinite(r)) most = std::max(most, std::fabs(r));
   for (size_t n = 0; n < x.size(); n++) {
@@ -401,8 +401,8 @@ double cancelled_in_dbias(Call &backward, Call &forward_oracle) {
   return std::sqrt(squares);
 }
 
-// False: the engine does not support it. On a CPU its tensors end, or begin, where nothing may be read: AddressSanitizer is not built for
-// every instruction set.
+// Returns false if the engine does not support the call. On a CPU each tensor ends, or begins, at memory that must not be read, because
+// AddressSanitizer is not built for every instruction set.
 bool runs(Call &call, const char *engine, bool at_end) {
   call.attention.engine = engine;
   if (on_gpu(engine)) call.move_to_gpu();
@@ -480,9 +480,7 @@ TEST_CASE("agreement: every engine with the oracle") { every_engine_agrees(Calls
 TEST_CASE("agreement: softcap over packed sequences with padding behind them") {
   every_engine_agrees(Calls::packed_softcap, number("STROBE_AGREEMENT_ROUNDS", 150));
 }
-TEST_CASE("agreement: functions of the caller's") {
-  every_engine_agrees(Calls::functions, number("STROBE_AGREEMENT_ROUNDS", 300));
-}
+TEST_CASE("agreement: functions of the caller's") { every_engine_agrees(Calls::functions, number("STROBE_AGREEMENT_ROUNDS", 300)); }
 TEST_CASE("agreement: head dimensions beyond 256") { every_engine_agrees(Calls::wide, 100); }
 TEST_CASE("agreement: sums that start anew") {
   if (!std::getenv("STROBE_EMULATOR_NVRTC")) every_engine_agrees(Calls::lengthy, 12);

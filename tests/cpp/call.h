@@ -42,7 +42,7 @@ public:
   Direction direction = Direction::forward;
 
   Call() { attention.size = sizeof attention, tensors.size = sizeof tensors, execution.size = sizeof execution, execution.threads = 1; }
-  Call(const Call &) = delete; // tensors points into held
+  Call(const Call &) = delete; // the member `tensors` points into `held`
 
   bool has(const std::string &name) const { return held.count(name) > 0; }
   strobe_tensor &operator[](const std::string &name) { return held.at(name).tensor; }
@@ -89,7 +89,7 @@ public:
       std::memcpy(static_cast<unsigned char *>(t.data) + at * element, values.data() + n * element, element);
     }
   }
-  // All its tensors count as memory of the first CUDA device.
+  // Marks all tensors as memory of the first CUDA device.
   void move_to_gpu() {
     for (auto &[name, h] : held) h.tensor.device_type = STROBE_CUDA;
   }
@@ -116,7 +116,7 @@ public:
     return direction == Direction::forward ? strobe_forward(&attention, &tensors, &execution)
                                            : strobe_backward(&attention, &tensors, &execution);
   }
-  // The same, each of its own tensors in guarded memory.
+  // Runs the call with each of its own tensors in guarded memory.
   int32_t run_guarded(bool at_end) {
     std::vector<std::unique_ptr<Guarded>> guarded;
     std::vector<void *> before;
@@ -146,7 +146,7 @@ public:
   }
 
 private:
-  static constexpr unsigned char kFill = 0x3C; // as a float of any width: small and finite
+  static constexpr unsigned char kFill = 0x3C; // as a float of any width it is small and finite
   static inline const std::vector<const char *> kForwardResults = {"out", "lse", "max_logit", "column_sums"};
   static inline const std::vector<const char *> kBackwardResults = {"dq", "dk", "dv", "dbias", "dsinks"};
 
@@ -167,7 +167,7 @@ private:
     std::vector<strobe_node> nodes;
     strobe_function function;
   };
-  std::map<std::string, Held> held; // nodes do not move
+  std::map<std::string, Held> held; // a map's nodes do not move
   std::vector<std::unique_ptr<Function>> functions;
 };
 
@@ -268,7 +268,7 @@ inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(C
   }
   c.attention.k_scale_group = by_column ? 32 : 0;
 }
-// With the reference's result dtypes.
+// Gives the call the reference's result dtypes.
 inline void make_for_reference(Call &c) {
   c.attention.engine = "reference";
   for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
@@ -364,7 +364,7 @@ struct PartOf {
   List q_ranges, k_ranges, seqlens_q, seqlens_k;
   strobe_part part{};
 
-  // By default the rows of make_dense: positions 5 to 16 and 20 to 28, of 30, of the queries, 0 to 37 of 40 of the keys.
+  // By default the rows of make_dense: queries at positions 5 to 16 and 20 to 28 of 30, keys at positions 0 to 37 of 40.
   PartOf() {
     part.size = sizeof part;
     set(q_ranges, {5, 12, 20, 9}, {1, 2, 2}), set(k_ranges, {0, 38}, {1, 1, 2});

@@ -115,7 +115,7 @@ TEST_CASE("dropout: strobe_dropout_mask runs on the caller's threads") {
     for (int32_t i = 0; i < n; i++) body(arg, i);
   };
   REQUIRE(strobe_dropout_mask(&call.attention, nullptr, &keep, &call.execution) == STROBE_OK);
-  CHECK(items == 2 * 3 * 2); // blocks of 16 queries
+  CHECK(items == 2 * 3 * 2); // one item per block of 16 queries
   keep.shape[2] = 0;
   REQUIRE(strobe_dropout_mask(&call.attention, nullptr, &keep, &call.execution) == STROBE_OK);
   CHECK(items == 2 * 3 * 2);

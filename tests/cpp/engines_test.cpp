@@ -48,7 +48,7 @@ TEST_CASE("decide: nobody takes it") {
   Problem p;
   CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nbest: no softcap\nabsent: this CPU lacks it\nplain: no masks",
                        Error);
-  p.wishes.engine = "plain"; // only the reason of the requested one
+  p.wishes.engine = "plain"; // only the requested engine's reason
   CHECK_THROWS_WITH_AS(decide(p, choice), "the engine that was asked for cannot take this problem:\nplain: no masks", Error);
 }
 
@@ -107,7 +107,7 @@ TEST_CASE("choose: a name forces its engine") {
     const auto row = std::find_if(choice.rows.begin(), choice.rows.end(), [&](const Choice::Row &r) { return r.engine == engine; });
     REQUIRE(row != choice.rows.end());
     if (stands_elsewhere(*row, choice, p)) continue;                        // its namesake for the CPU comes in another iteration
-    if (const std::string *reason = std::get_if<std::string>(&row->answer)) // missing here, or without float32
+    if (const std::string *reason = std::get_if<std::string>(&row->answer)) // the engine is missing here, or has no float32
       CHECK_THROWS_WITH_AS(decide(p, choice), doctest::Contains(reason->c_str()), Error);
     else
       CHECK(decide(p, choice).engine == engine);
@@ -154,13 +154,13 @@ TEST_CASE("predict: padded lanes and packed keys count") {
   const Choice any = choose(self_attention(DType::f32, 2, 1, 4096, 64), {}, Direction::forward);
   const char *name = any.rows[any.chosen].engine->name();
   const auto of = [&](int64_t queries) { return predicted(self_attention(DType::f32, 2, queries, 4096, 64), name); };
-  CHECK(of(2) > of(1)); // keys across lanes
+  CHECK(of(2) > of(1)); // keys lie across lanes, so a second query costs more
   CHECK(1e6 * (of(8) - of(4)) == doctest::Approx(4e6 * (of(2) - of(1))));
   CHECK(of(17) > of(16));
   CHECK(of(18) == doctest::Approx(of(32)));
-  if (predicted(self_attention(DType::f32, 2, 1, 4096, 64), "cpu-amx") == 0) return; // not available here
+  if (predicted(self_attention(DType::f32, 2, 1, 4096, 64), "cpu-amx") == 0) return; // cpu-amx is not available here
   CHECK(std::string(name) == "cpu-avx512");
-  for (int64_t keys : {512, 8192}) { // more queries share the packed keys: the products dominate
+  for (int64_t keys : {512, 8192}) { // more queries share the packed keys, so the products dominate
     const Problem few = self_attention(DType::f32, 2, 16, keys, 64), many = self_attention(DType::f32, 2, 4096, keys, 64);
     CHECK(predicted(few, "cpu-amx") > predicted(few, "cpu-avx512"));
     CHECK(predicted(many, "cpu-amx") < predicted(many, "cpu-avx512"));

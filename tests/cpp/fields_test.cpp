@@ -128,7 +128,7 @@ TEST_CASE("fields: explain tells each tensor that a call may do without") {
       for (const char *gradient : {"dbias", "dsinks"})
         if (gradient + 1 == std::string(s.name)) without.drop(gradient);
       const std::string text = explained(without);
-      if (!text.empty()) CHECK(text != explained(with)); // otherwise it is needed
+      if (!text.empty()) CHECK(text != explained(with)); // an empty text: the call needs the option
     }
 }
 

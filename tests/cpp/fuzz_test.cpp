@@ -155,9 +155,9 @@ private:
   }
 
   struct Reach {
-    __int128 low, high; // bytes from data
+    __int128 low, high; // bytes relative to `data`
   };
-  static std::optional<Reach> reach(const strobe_tensor &t) { // empty: no element, or no tensor
+  static std::optional<Reach> reach(const strobe_tensor &t) { // empty: the tensor is absent or has no element
     const int64_t element = bytes(static_cast<DType>(t.dtype));
     if (element == 0 || t.rank < 0 || t.rank > 4) return {};
     Reach r = {0, element};

@@ -13,7 +13,7 @@ namespace {
 constexpr const char *kLists[] = {"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols", "block_rows_t",
                                   "block_cols_t", "rng",          "seqused_k",  "page_table"};
 
-// Numbers that every check refuses; as a seed, another one.
+// Numbers that every check refuses; a seed of such a number is only another seed.
 void spoil(Call &c) {
   for (const char *name : kLists)
     if (c.has(name)) std::memset(c.data<char>(name), 0x3F, c.memory_bytes(name));
@@ -35,7 +35,7 @@ void make_padded(Call &c, Direction direction) { // three tokens of q and two of
 }
 
 using Make = void (*)(Call &, Direction);
-void make_in_pages(Call &c, Direction direction) { // they have no backward
+void make_in_pages(Call &c, Direction direction) { // calls with pages have no backward
   direction == Direction::forward ? make_paged(c, true) : make_dense(c, direction);
 }
 constexpr Make kCalls[] = {make_padded, make_sparse, make_dense, make_in_pages};
@@ -128,7 +128,7 @@ TEST_CASE("lists: changed in the midst of the reference") {
             {"dq", {Sq, H, D}},   {"dk", {Sk, Hkv, D}}, {"dv", {Sk, Hkv, Dv}}};
         for (const auto &[name, shape] : wide)
           if (c.has(name)) c.add(name, DType::f64, shape);
-        for (const char *name : {"max_logit", "column_sums"}) c.drop(name); // they need all rows
+        for (const char *name : {"max_logit", "column_sums"}) c.drop(name); // these results need all rows
         for (const char *name : {"q", "k", "v"}) c.fill<float>(name, 0.3, 0.7);
         for (const char *name : {"dout", "dlse", "out", "lse"})
           if (c.has(name)) c.fill<double>(name, 0.2, 0.3);
@@ -144,7 +144,8 @@ TEST_CASE("lists: changed in the midst of the reference") {
     }
 }
 
-// The lists change between any two reads of a check: for sanitizers to watch. The call runs or reports an error.
+// Another thread changes the lists between any two reads of a check, so that sanitizers see a bad access. The call runs or reports an
+// error.
 TEST_CASE("lists: changed by another thread all the time") {
   Call c;
   make(c, make_sparse, Direction::forward);

@@ -69,7 +69,7 @@ TEST_CASE("mask map: every cell, tile and total is what the bytes say, whatever 
   for (int axes = 0; axes < 16; axes++)
     for (int n = 0; n < 24; n++) {
       Problem p = problem(draw(1, 2), draw(1, 3), draw(1, 200), draw(1, 200));
-      const int64_t density = draw(0, 3), noise = draw(0, 40); // of 3; one byte in 1600 differs from its block
+      const int64_t density = draw(0, 3), noise = draw(0, 40); // density in thirds; noise: how many of 1600 bytes differ from their block
       std::vector<uint8_t> kept(16 * 16);
       for (uint8_t &k : kept) k = draw(1, 3) <= density ? static_cast<uint8_t>(draw(1, 255)) : 0; // any byte but 0 is true
       Mask mask(p, axes, n % 2, [&](int64_t i, int64_t j) {

@@ -144,7 +144,7 @@ TEST_CASE("prediction: bundles of heads are few, and nearly equal") {
       const int64_t size = even_bundle(heads, most), bundles = (heads + size - 1) / size;
       CHECK(size >= 1);
       CHECK(size <= std::max<int64_t>(1, std::min(heads, std::max<int64_t>(1, most))));
-      CHECK(bundles * std::max<int64_t>(1, most) < heads + std::max<int64_t>(1, most)); // as few as possible
+      CHECK(bundles * std::max<int64_t>(1, most) < heads + std::max<int64_t>(1, most)); // there are as few bundles as possible
       CHECK(bundles * size - heads < std::max<int64_t>(1, bundles));
     }
   }
@@ -152,11 +152,11 @@ TEST_CASE("prediction: bundles of heads are few, and nearly equal") {
 
 TEST_CASE("prediction: blocks search for their tiles where that halves them") {
   Problem p = banded(1000, 1000, kUnbounded, kUnbounded);
-  CHECK_FALSE(worth_numbering(p, 2000, 1000, 128)); // not packed
+  CHECK_FALSE(worth_numbering(p, 2000, 1000, 128)); // sequences that are not packed
   p.varlen = true;
   p.batch = 20;
-  CHECK(worth_numbering(p, 1000 + 19 * 10, 1000, 128));  // 30 of 160
-  CHECK_FALSE(worth_numbering(p, 20 * 1000, 1000, 128)); // 177 of 160
+  CHECK(worth_numbering(p, 1000 + 19 * 10, 1000, 128));  // 30 tiles instead of 160
+  CHECK_FALSE(worth_numbering(p, 20 * 1000, 1000, 128)); // 177 tiles instead of 160
   p.batch = 0;
   CHECK_FALSE(worth_numbering(p, 500, 100, 128));
 }

@@ -51,7 +51,7 @@ TEST_CASE("prepared: on other addresses, the bits of the whole call") {
       Call first;
       make_filled(first, make, direction, 1);
       const Held held = prepared(first);
-      CHECK(first.untouched()); // nothing ran
+      CHECK(first.untouched()); // the failed run wrote nothing
       for (int seed : {2, 3}) {
         Call whole, again;
         make_filled(whole, make, direction, seed), make_filled(again, make, direction, seed);
@@ -86,7 +86,7 @@ TEST_CASE("prepared: what is released leaves no memory behind, whether it ran or
       REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
     }
   };
-  many(); // allocates what is made once
+  many(); // allocates everything that is made once
   const size_t before = mallinfo2().uordblks;
   many();
   CHECK(mallinfo2().uordblks <= before + 50 * 64); // a prepared call is several hundred bytes
@@ -246,7 +246,7 @@ TEST_CASE("prepared: a program built before there was seqused_k") {
   make_filled(call, make_dense, Direction::backward, 1);
   call.drop("seqused_k");
   call.tensors.size = offsetof(strobe_tensors, seqused_k);
-  call.tensors.seqused_k = reinterpret_cast<const strobe_tensor *>(1); // the word after its struct
+  call.tensors.seqused_k = reinterpret_cast<const strobe_tensor *>(1); // `seqused_k` is the word after the older struct
   const Held held = prepared(call);
   call.tensors.seqused_k = nullptr;
   strobe_addresses at = addresses(call);

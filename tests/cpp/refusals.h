@@ -1,4 +1,4 @@
-// The text of a failure, made from its records alone: what a caller in another language can do.
+// The text of a failure, made from its records alone, as a caller in another language can make it.
 #pragma once
 #include <doctest/doctest.h>
 

@@ -10,7 +10,7 @@ using namespace strobe::test;
 
 namespace {
 
-// That of a valid call with one change.
+// The refusal of a call that is valid before `change`.
 template <class Change> const strobe_refusal &refusal_of(Change &&change) {
   test::Call call;
   make_dense(call, Direction::forward);

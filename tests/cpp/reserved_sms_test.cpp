@@ -16,7 +16,7 @@ struct OnGpu : strobe::test::Call {
     for (const char *name : {"k", "v"}) add(name, DType::bf16, {4, 8, keys, 64});
     add("lse", DType::f32, {4, 8, queries});
     move_to_gpu();
-    for (const char *name : {"q", "out", "k", "v", "lse"}) // an address that is not read
+    for (const char *name : {"q", "out", "k", "v", "lse"}) // addresses that are not read
       (*this)[name].data = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>((*this)[name].data) + 255) / 256 * 256);
   }
 };

@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#define __device__ // the host has no such word
+#define __device__ // not a keyword on the host
 #define __forceinline__ inline
 #include "kernels/device/query_tiles.h"
 
@@ -67,7 +67,7 @@ void check_walk(const Band &band, i64 rows, i64 columns, i64 tile_q, i64 tile_k,
     for (KeyTile tile{}; schedule.next(tile);) {
       tally.tiles++, tally.whole += !tile.masked;
       REQUIRE(tile.begin < tile.end);
-      REQUIRE(tile.begin >= end); // ascending, none twice
+      REQUIRE(tile.begin >= end); // tiles ascend, and none comes twice
       REQUIRE(tile.end <= columns);
       REQUIRE(tile.end - tile.begin <= tile_k);
       REQUIRE(tile.begin % align == 0);
@@ -185,7 +185,7 @@ TEST_CASE("schedule: block-sparse, alone and with a window, the last block parti
            16 * draw(1, 2),
            16 * draw(1, 2),
            {}};
-    const i64 density = draw(0, 4); // of 4: from nothing kept to everything
+    const i64 density = draw(0, 4); // in quarters: from nothing kept to everything
     for (i64 r = 0; r * c.block_q < c.seqlen_q; r++) {
       c.kept.emplace_back();
       for (i64 j = 0; j * c.block_k < c.seqlen_k; j++)
@@ -211,7 +211,7 @@ TEST_CASE("schedule: work is proportional to what is kept") {
   Schedule window(Band::make(n, n, true, 128, 0), 64000, 64064, 64, 16);
   int tiles = 0;
   while (window.next(tile)) tiles++;
-  CHECK(tiles == 3); // keys 63872 to 64064
+  CHECK(tiles == 3); // the tiles cover keys 63872 to 64064
 }
 
 TEST_CASE("schedule: indices out of range are clamped, not followed") {

@@ -18,7 +18,7 @@ using Make = void (*)(Call &, Direction);
 using Break = std::function<void(Call &)>;
 
 struct Wrong {
-  const char *message; // its beginning: the argument and the error
+  const char *message; // the beginning of the message: the argument and the error
   Break how;
 };
 
@@ -357,7 +357,7 @@ TEST_CASE("validate: what host memory holds") {
        {"block_rows_t: ends at 6", value("block_rows_t", 7, 6)},
        {"block_cols_t: [1] is 2", value("block_cols_t", 1, 2)},
        {"block_rows_t: row 2 of matrix 0 is not what block_cols holds", value("block_cols_t", 2, 0)},
-       {"block_rows_t: row 0 of matrix 0 is not what block_cols holds", [](Call &c) { // the same number of entries, in other rows
+       {"block_rows_t: row 0 of matrix 0 is not what block_cols holds", [](Call &c) { // as many entries, but in other rows
           c.data<int32_t>("block_rows_t")[1] = 1, c.data<int32_t>("block_rows_t")[2] = 2;
         }}});
   Call call;
@@ -392,7 +392,7 @@ TEST_CASE("validate: results may lie between what is read") {
       c->drop(extra);
     c->attention.dropout = 0;
   }
-  // q, out and half a gap one after another in each row of a buffer whose sequences have room for some bytes more
+  // each row of a buffer holds q, then out, then a gap of two numbers; each sequence ends with three more unused numbers
   constexpr int64_t row = D + Dv + 2, sequence = H * Sq * row + 3;
   std::vector<float> buffer(static_cast<size_t>(B * sequence));
   strobe_tensor &q = between["q"], &out = between["out"];
@@ -478,7 +478,7 @@ TEST_CASE("validate: many short packed sequences are counted by their tokens") {
   make_many(heads, 4, 1);
   heads["q"].shape[1] = heads["out"].shape[1] = int64_t{1} << 37, heads["k"].shape[1] = heads["v"].shape[1] = 1;
   for (const char *name : {"q", "k", "v"}) heads[name].strides[1] = 0;
-  heads["out"].shape[0] = heads["q"].shape[0] = 0; // no query to write
+  heads["out"].shape[0] = heads["q"].shape[0] = 0; // there is no query to write
   heads.data<int32_t>("cu_seqlens_q")[1] = heads.data<int32_t>("cu_seqlens_q")[2] = 0;
   heads.data<int32_t>("cu_seqlens_q")[3] = heads.data<int32_t>("cu_seqlens_q")[4] = 0;
   heads["k"].shape[0] = heads["v"].shape[0] = 1 << 20;

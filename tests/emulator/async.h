@@ -10,34 +10,34 @@ namespace strobe::emulator {
 // A copy into shared memory that completes on a barrier.
 struct Transfer {
   uint32_t barrier;
-  std::function<void(const Warp &)> perform; // for any warp of the block
+  std::function<void(const Warp &)> perform; // may be called with any warp of the block
 };
 struct BlockAsync {
-  std::vector<Transfer> transfers; // delayed ones
+  std::vector<Transfer> transfers; // transfers that are delayed
   uint32_t warps_ended = 0;
 };
 
-// cp.async, of one lane
+// A lane's cp.async.
 struct Copy {
   uint32_t group, lane, to;
   uint64_t from;
-  uint32_t bytes, read; // the rest is zeros
+  uint32_t bytes, read; // bytes beyond `read` become zeros
 };
-// cp.reduce.async.bulk, or cp.async.bulk to global memory, which does not add; of one lane
+// A lane's cp.reduce.async.bulk, or its cp.async.bulk to global memory, which copies and does not add.
 struct Addition {
   bool adds;
   uint32_t group, lane;
   uint64_t to;
   uint32_t from, bytes;
-  std::vector<float> read; // from shared memory; empty before
+  std::vector<float> read; // the numbers read from shared memory; empty before they are read
 };
-// wgmma, of the warp
+// A warp's wgmma.
 struct Product {
   uint32_t group;
   std::function<void(const Warp &)> perform;
 };
 struct WarpAsync {
-  std::array<uint32_t, kLanes> copy_groups{}, addition_groups{}; // committed so far
+  std::array<uint32_t, kLanes> copy_groups{}, addition_groups{}; // groups committed so far, by lane
   uint32_t product_groups = 0;
   std::vector<Copy> copies;
   std::vector<Addition> additions;

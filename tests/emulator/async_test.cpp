@@ -34,11 +34,11 @@ struct Barrier {
 
 TEST_CASE("emulator: phases of an mbarrier") {
   LoneWarp w;
-  CHECK_THROWS_AS(w.run(kArrive, {sink(), address(9)}), Fault); // address 0
+  CHECK_THROWS_AS(w.run(kArrive, {sink(), address(9)}), Fault); // a barrier at address 0
   w.set(0, kBarrier);
-  CHECK_THROWS_AS(w.run(kArrive, {sink(), address(0)}), Fault); // not initialised
+  CHECK_THROWS_AS(w.run(kArrive, {sink(), address(0)}), Fault); // a barrier that is not initialised
   Barrier barrier(w, 3);
-  CHECK(barrier.completed(1)); // the phase before the first
+  CHECK(barrier.completed(1)); // the phase before the first one has completed
   CHECK_FALSE(barrier.completed(0));
   barrier.arrive(0b11);
   CHECK_FALSE(barrier.completed(0));
@@ -128,7 +128,7 @@ TEST_CASE("emulator: cp.async by groups") {
     w.set_wide(5, reinterpret_cast<uint64_t>(kSource));
     for (uint32_t group = 0; group < 2; group++) {
       for (uint32_t lane = 0; lane < kLanes; lane++) w.words(3)[lane] = kTarget + group * 512 + lane * 16;
-      for (uint32_t lane = 0; lane < kLanes; lane++) w.words(4)[lane] = lane % 2 ? 16 : 0; // the others read nothing
+      for (uint32_t lane = 0; lane < kLanes; lane++) w.words(4)[lane] = lane % 2 ? 16 : 0; // odd lanes read 16 bytes, the others none
       w.run(kCopy, {address(3), wide_address(5), immediate(16), word(4)});
       w.run("cp.async.commit_group", {});
     }
@@ -154,9 +154,9 @@ TEST_CASE("emulator: bulk copies to global memory read shared memory, then store
     w.run(adds ? "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32" : "cp.async.bulk.global.shared::cta.bulk_group",
           {wide_address(5), address(3), word(4)}, 1);
     w.run("cp.async.bulk.commit_group", {}, 1);
-    if (late) CHECK_THROWS_AS(finish(w.warp), Fault); // its shared memory may be another block's
+    if (late) CHECK_THROWS_AS(finish(w.warp), Fault); // at that time its shared memory may be another block's
     w.run("cp.async.bulk.wait_group.read", {immediate(0)}, 1);
-    w.shared<float>(kTarget) = 100; // has been read
+    w.shared<float>(kTarget) = 100; // the copy has already read the source
     CHECK((sums[3] == 4) == late);
     w.run("cp.async.bulk.wait_group", {immediate(0)}, 1);
     CHECK(sums[0] == (adds ? 11 : 10));

@@ -171,7 +171,7 @@ Tile bulk_add(const Operands &operands, bool adds) {
     });
   };
 }
-// read: until the shared memory has been read; the additions may come later.
+// read: waits only until shared memory has been read; the additions may come later.
 Tile wait_additions(uint64_t pending, bool read_only) {
   return [=](Warp &warp, uint32_t lanes) {
     for_each_lane(lanes, [&](uint32_t lane) {

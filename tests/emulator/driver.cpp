@@ -175,7 +175,7 @@ CUresult cuKernelSetAttribute(CUfunction_attribute, int value, CUkernel kernel, 
   return function(kernel).most_dynamic = static_cast<size_t>(value), CUDA_SUCCESS;
 }
 CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t *offset, size_t *size) {
-  if (gpu().idle) return *offset = *size = 0, CUDA_SUCCESS; // not known
+  if (gpu().idle) return *offset = *size = 0, CUDA_SUCCESS; // attributes that an idle GPU does not know
   const std::vector<Parameter> &all = function(kernel).info.parameters;
   if (index >= all.size()) return error(CUDA_ERROR_INVALID_VALUE, "no parameter of this index");
   return *offset = all[index].offset, *size = all[index].bytes, CUDA_SUCCESS;

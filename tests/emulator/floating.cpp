@@ -36,7 +36,7 @@ template <class T> void add_type(Opcodes &o, const std::string &type) {
   o["min." + type] = of<lesser<T>, T, T, T>();
   o["max." + type] = of<greater<T>, T, T, T>();
 
-  // Ordered: false if one is NaN, except ne, which PTX orders, too; ...u: true then.
+  // Ordered comparisons (ne among them) are false if an operand is NaN; those whose names end with u are then true.
   o["setp.eq." + type] = of<[](T a, T b) { return a == b; }, bool, T, T>();
   o["setp.ne." + type] = of<[](T a, T b) { return a < b || b < a; }, bool, T, T>();
   o["setp.lt." + type] = of<[](T a, T b) { return a < b; }, bool, T, T>();
@@ -69,7 +69,7 @@ template <auto f> uint32_t halves(uint32_t a, uint32_t b, uint32_t c) {
   return uint32_t(f(a >> 16, b >> 16, c >> 16)) << 16 | f(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF);
 }
 template <auto from, auto to> uint16_t fma_half(uint16_t a, uint16_t b, uint16_t c) { return to(fma_to_odd(from(a), from(b), from(c))); }
-// All bits of the halves for which it holds.
+// All bits of the halves for which the comparison holds.
 template <auto from, auto holds> uint32_t set_halves(uint32_t a, uint32_t b) {
   return (holds(from(a >> 16), from(b >> 16)) ? 0xFFFF0000 : 0) | (holds(from(a & 0xFFFF), from(b & 0xFFFF)) ? 0xFFFF : 0);
 }

@@ -90,7 +90,7 @@ TEST_CASE("emulator: lanes part and meet") {
 TEST_CASE("emulator: shuffles and votes") {
   for (uint32_t lane = 0; lane < 32; lane++) {
     CAPTURE(lane);
-    CHECK(result("shfl.sync.idx.b32 %r9|%p1, %r0, 5, 6175, -1;")[lane] == (lane & 24) + 5); // within groups of 8
+    CHECK(result("shfl.sync.idx.b32 %r9|%p1, %r0, 5, 6175, -1;")[lane] == (lane & 24) + 5); // lanes exchange within groups of 8
     CHECK(result("shfl.sync.up.b32 %r9|%p1, %r0, 1, 0, -1;")[lane] == (lane ? lane - 1 : 0));
     CHECK(result("shfl.sync.down.b32 %r2|%p1, %r0, 1, 31, -1; selp.b32 %r9, %r2, 99, %p1;")[lane] == (lane < 31 ? lane + 1 : 99));
     CHECK(result("redux.sync.max.u32 %r9, %r0, 0xFFFFFFFF;")[lane] == 31);
@@ -175,7 +175,7 @@ TEST_CASE("emulator: what is refused") {
   check_fault(kernel("mov.u32 %r2, memory; ld.shared.u32 %r9, [%r2+2];", kShared), "aligned to 4", {.shared = 64});
   check_fault(kernel("mov.u32 %r2, 0; ld.shared.u32 %r9, [%r2];", kShared), "shared memory is", {.shared = 64});
   check_fault(kernel("mov.u64 %rd1, 16; ld.global.u32 %r9, [%rd1];"), "global memory");
-  check_fault(kernel("mov.u64 %rd1, 140737488351232; st.global.u32 [%rd1], %r0;"), "global memory"); // an unmapped page
+  check_fault(kernel("mov.u64 %rd1, 140737488351232; st.global.u32 [%rd1], %r0;"), "global memory"); // the address is in an unmapped page
   check_fault(kernel("ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd0+4];"), "aligned to 16");
   check_fault(kernel("ld.param.u32 %r9, [kernel_param_0+8];"), "of arguments");
   check_fault(kernel("LOOP: bra LOOP;"), "deadlock");

@@ -13,7 +13,8 @@ void write(LoneWarp &w, uint32_t at, const Table &x, uint32_t rows, uint32_t col
   for (uint32_t r = 0; r < rows; r++)
     for (uint32_t c = 0; c < columns; c++) w.shared<uint16_t>(at + (r * columns + c) * 2) = bfloat(x(r, c));
 }
-// The four 8 x 8 matrices of 16 x 16: the lane's row of matrix lane / 8, which stands at row 8 * (i % 2), column 8 * (i / 2).
+// Points each lane at a row of matrix i = lane / 8 of the four 8 x 8 matrices of a 16 x 16 one. Matrix i begins at row 8 * (i % 2), column
+// 8 * (i / 2).
 void point_at_parts(LoneWarp &w, uint32_t slot, uint32_t at) {
   for (uint32_t lane = 0; lane < kLanes; lane++) w.words(slot)[lane] = at + (lane % 16) * 32 + lane / 16 * 16;
 }
@@ -30,7 +31,7 @@ uint32_t column_of(uint32_t lane, uint32_t i) { return i / 4 * 8 + lane % 4 * 2 
 void write_swizzled(LoneWarp &w, uint32_t at, const Table &x, uint32_t rows, uint32_t columns) {
   for (uint32_t r = 0; r < rows; r++)
     for (uint32_t c = 0; c < columns; c++) {
-      const uint32_t piece = c % 64 / 8 ^ r % 8; // of 8 numbers
+      const uint32_t piece = c % 64 / 8 ^ r % 8; // index of the piece of 8 numbers
       w.shared<uint16_t>(at + c / 64 * rows * 128 + r * 128 + piece * 16 + c % 8 * 2) = bfloat(x(r, c));
     }
 }
@@ -63,7 +64,7 @@ TEST_CASE("emulator: ldmatrix and mma.sync of 16-bit numbers") {
   CHECK_THROWS_AS(
       w.run("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", {vector(30, 4), vector(10, 4), vector(20, 2), vector(30, 4)}, 0xFFFF),
       Fault);
-  w.words(0)[9] += 2; // no longer a multiple of 16
+  w.words(0)[9] += 2; // an address that is no longer a multiple of 16
   CHECK_THROWS_AS(w.run("ldmatrix.sync.aligned.m8n8.x4.shared.b16", {vector(10, 4), address(0)}), Fault);
 }
 
@@ -160,7 +161,7 @@ TEST_CASE("emulator: what wgmma must not do") {
   w.run("wgmma.commit_group.sync.aligned", {});
   CHECK_THROWS_AS(finish(w.warp), Fault);                                                       // not waited for
   CHECK_THROWS_AS(w.run("wgmma.wait_group.sync.aligned", {immediate(0)}), Fault);               // A does not begin with its rows
-  CHECK_THROWS_AS(w.run("wgmma.mma_async.sync.aligned.m64n8k16.f16.f16.f16", operands), Fault); // no such sums here
+  CHECK_THROWS_AS(w.run("wgmma.mma_async.sync.aligned.m64n8k16.f16.f16.f16", operands), Fault); // wgmma has no such sums here
   w.words(120)[0] = 1;
-  CHECK_THROWS_AS(w.run(kProduct, operands), Fault); // lanes that differ
+  CHECK_THROWS_AS(w.run(kProduct, operands), Fault); // operands that differ between lanes
 }

@@ -9,8 +9,8 @@ namespace {
 
 struct State {
   static constexpr uint64_t kMark = 2, kMost = (1 << 20) - 1;
-  uint64_t parity : 1, mark : 2;        // of the current phase
-  uint64_t expected : 20, pending : 20; // arrivals
+  uint64_t parity : 1, mark : 2;        // parity: of the current phase
+  uint64_t expected : 20, pending : 20; // numbers of arrivals
   int64_t bytes : 21;                   // still to come; below 0 if they came before they were expected
 };
 static_assert(sizeof(State) == 8);

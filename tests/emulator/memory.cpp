@@ -59,7 +59,7 @@ template <Space space, class T, class R> void store(Warp &w, const Instruction &
     for (int n = 0; n < i.count; n++) values[n] = T(w.lanes<R>(i.a[n])[lane]);
     const size_t bytes = i.count * sizeof(T);
     std::byte *to = at<space, Access::kSynchronize>(w, lane, address(w, i, lane), bytes);
-    if (w.block.races && std::memcmp(to, values, bytes) == 0) return; // no observer can tell: the memory holds these values already
+    if (w.block.races && std::memcmp(to, values, bytes) == 0) return; // no thread can see a write of equal values
     at<space, Access::kWrite>(w, lane, address(w, i, lane), bytes);
     std::memcpy(to, values, bytes);
   });
@@ -207,7 +207,7 @@ template <Space space, bool back> void convert_address(Warp &w, const Instructio
 }
 
 void let_next_begin(Warp &w, const Instruction &, uint32_t) { w.block.lets_next_begin = true; }
-void wait_for_launch_before(Warp &w, const Instruction &, uint32_t) { w.block.waited = true; } // it has ended
+void wait_for_launch_before(Warp &w, const Instruction &, uint32_t) { w.block.waited = true; } // the previous launch has ended
 void proxy_fence(Warp &w, const Instruction &, uint32_t lanes) {
   if (w.block.races) w.block.races->fence(w.index, lanes);
 }

@@ -7,7 +7,7 @@ namespace strobe::emulator {
 namespace {
 
 struct Token {
-  std::string text; // empty: the end
+  std::string text; // empty at the end of the text
   uint32_t line;
 };
 
@@ -42,7 +42,7 @@ struct Scope {
   std::unordered_map<std::string, Operand> names;
   std::unordered_map<std::string, Operand> families; // %r<9>: %r0 ... %r8; a register gets its slot when it is first named
   std::unordered_map<std::string, uint32_t> labels;
-  std::vector<std::pair<uint32_t, std::string>> branches; // to labels not yet found
+  std::vector<std::pair<uint32_t, std::string>> branches; // branches to labels that have not been found yet
 };
 
 class Parser {
@@ -65,7 +65,7 @@ public:
         need(word == ".visible", ("the emulator does not know " + word).c_str());
     }
   }
-  uint32_t line() const { return line_; } // of the last token
+  uint32_t line() const { return line_; } // the line of the last token
 
 private:
   const std::string &peek() const { return tokens_[at_].text; }

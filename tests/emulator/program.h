@@ -13,30 +13,30 @@ struct Instruction {
   enum Kind : uint8_t {
     kPlain,
     kAligned, // waits until all lanes of the warp that have not ended have arrived
-    kMasked,  // waits until those of them have arrived that are in the mask
+    kMasked,  // waits until all lanes in the mask have arrived
     kBranch,
     kEnd,
   };
   Kind kind = kPlain;
   bool guarded = false, guard_negated = false;
-  bool wide = false; // its address has 64 bits
-  uint8_t count = 1; // elements of a vector
+  bool wide = false; // the address has 64 bits
+  uint8_t count = 1; // number of elements of a vector
   uint32_t guard = kNoSlot, target = 0, line = 0;
-  uint32_t d = kNoSlot, d2 = kNoSlot;                   // what it writes
-  uint32_t a[4] = {kNoSlot, kNoSlot, kNoSlot, kNoSlot}; // what it reads; the elements of a vector, read or written
+  uint32_t d = kNoSlot, d2 = kNoSlot;                   // registers that it writes
+  uint32_t a[4] = {kNoSlot, kNoSlot, kNoSlot, kNoSlot}; // registers that it reads; for a vector its elements, read or written
   uint32_t address = kNoSlot, mask = kNoSlot;
   int64_t offset = 0;
   Execute execute = nullptr;
   std::shared_ptr<const Tile> tile{};
 };
-inline void nothing(Warp &, const Instruction &, uint32_t) {} // an Execute
+inline void nothing(Warp &, const Instruction &, uint32_t) {} // an Execute that does nothing
 
 // A register that is never written.
 struct Constant {
   enum Of : uint8_t { kNumber, kThread, kThreads, kBlock, kBlocks, kLane };
   Of of = kNumber;
   uint8_t bits = 32, axis = 0;
-  uint64_t value = 0; // of a number
+  uint64_t value = 0; // the value of a number
   uint32_t slot = 0;
 };
 

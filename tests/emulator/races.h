@@ -12,7 +12,7 @@ namespace strobe::emulator {
 
 enum class Access : uint8_t { kRead, kWrite, kAsyncRead, kAsyncWrite, kSynchronize };
 
-// For each party, how many of its steps. A party: lane 0 of a warp, the others of a warp, or the copies that complete on one barrier.
+// For each party, a count of its steps. A party is lane 0 of a warp, the other lanes of a warp, or the copies that complete on one barrier.
 class Clock {
 public:
   uint32_t operator[](uint32_t party) const { return party < steps_.size() ? steps_[party] : 0; }
@@ -40,12 +40,12 @@ public:
   // A barrier of the block by its number, an mbarrier by its address.
   void arrive(uint32_t warp, uint32_t lanes, uint32_t barrier);
   void complete(uint32_t barrier);
-  void wait(uint32_t warp, uint32_t lanes, uint32_t barrier); // it has completed
+  void wait(uint32_t warp, uint32_t lanes, uint32_t barrier); // the barrier has completed
 
-  // A copy into shared memory: it knows the accesses before its start. While one is performed, kAsyncWrite belongs to it.
+  // begin() returns what a copy into shared memory knows: the accesses before its start. During perform(), kAsyncWrite is the copy's.
   Knowledge begin(uint32_t warp, uint32_t lane) const { return parties_[party(warp, lane)]; }
   void perform(const Knowledge &begun, uint32_t barrier);
-  void end_copy(); // arrives at its barrier
+  void end_copy(); // the copy arrives at its barrier
 
 private:
   struct Write {
@@ -67,10 +67,10 @@ private:
   void check(const Knowledge &, uint32_t party, size_t word, Access, uint32_t line) const;
   std::string name(uint32_t party) const;
 
-  const uint32_t count_; // parties without copies
+  const uint32_t count_; // number of parties, without copies
   std::vector<Knowledge> parties_;
   std::vector<Write> writes_; // the last write of each word
-  std::vector<Read> reads_;   // the last read since, of each word by each party
+  std::vector<Read> reads_;   // each party's last read of each word after that write
   std::unordered_map<uint32_t, Barrier> barriers_;
   std::unordered_map<uint32_t, uint32_t> copiers_; // the party of a barrier's copies
   uint32_t copier_ = 0, copies_ = 0, copy_barrier_ = 0;

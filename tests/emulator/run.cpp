@@ -10,7 +10,8 @@ namespace strobe::emulator {
 namespace {
 
 constexpr int kSlice = 2048; // instructions of a warp before another runs
-// Rounds of all warps in which nothing changed, except the clock, after which it is a deadlock. If every warp waits a round is short.
+// A deadlock is reported after kStillRounds rounds of all warps in which nothing changed except the clock. A round is short if every warp
+// waits.
 constexpr uint32_t kStillRounds = 1 << 17, kBusyRound = 16, kRoundCycles = 1 << 16;
 
 class Runner {
@@ -107,7 +108,7 @@ private:
     }
   }
 
-  // Whether one of its warps did anything but wait.
+  // Gives each warp of the block a time slice. Returns whether some warp did anything but wait.
   bool run_block(RunningBlock &b) {
     bool busy = false;
     const size_t first = grid_.machine.seed ? random_() % b.warps.size() : 0;

@@ -8,9 +8,9 @@ struct alignas(64) TensorMap {
   static constexpr uint32_t kMagic = 0x70614D54, kMostRank = 5;
   uint32_t magic;
   uint8_t element_bytes, rank;
-  bool swizzled; // over 128 bytes
+  bool swizzled; // swizzled over 128 bytes
   uint64_t address;
-  uint64_t sizes[kMostRank], strides[kMostRank]; // of axis 0: adjacent elements
+  uint64_t sizes[kMostRank], strides[kMostRank]; // strides[0]: adjacent elements
   uint32_t box[kMostRank];
 };
 static_assert(sizeof(TensorMap) == 128);

@@ -1,4 +1,4 @@
-// Decoding of the instructions that work on tiles, one function per family. Empty if the opcode belongs to another.
+// Decoding of the instructions that work on tiles, one function per family. The result is empty if the opcode belongs to another family.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -28,7 +28,7 @@ template <class F> void for_each_lane(uint32_t lanes, F use) {
 // In tiles of 128 bytes per row the 16-byte pieces are exchanged, by the row's number.
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// mbarrier.cpp: bytes have arrived that the barrier at this address expects.
+// Tells the barrier at this address that bytes have arrived, which it expects (mbarrier.cpp).
 void complete_bytes(const Warp &, uint32_t barrier, uint32_t bytes);
 
 } // namespace strobe::emulator

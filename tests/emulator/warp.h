@@ -25,7 +25,7 @@ struct Grid {
   uint32_t blocks[3] = {}, threads[3] = {};
   uint64_t changes = 0; // counts events that may end a wait (stores, arrivals); while it does not change and all wait, there is a deadlock
   uint64_t clock = 0;
-  uint32_t line = 0; // of the instruction that is executed
+  uint32_t line = 0; // the PTX line of the current instruction
 };
 
 struct Block {
@@ -35,7 +35,7 @@ struct Block {
   uint32_t shared_end;
   std::shared_ptr<BlockAsync> async;
   std::unique_ptr<Races> races{};               // null: not asked for
-  bool lets_next_begin = false, waited = false; // griddepcontrol
+  bool lets_next_begin = false, waited = false; // griddepcontrol's launch_dependents and wait were executed
 };
 
 struct Operand {
@@ -58,8 +58,8 @@ struct Warp {
   Block &block;
   uint32_t index;             // in its block
   std::byte *registers;       // slots of 32 words
-  std::byte *local = nullptr; // of lane 0; the others' follow
-  uint32_t local_bytes = 0;   // of a lane
+  std::byte *local = nullptr; // local memory of lane 0; the other lanes' follow
+  uint32_t local_bytes = 0;   // per lane
   bool waits = false;         // set by an instruction whose condition is not met: another warp runs next
   std::shared_ptr<WarpAsync> async{};
 
@@ -72,7 +72,8 @@ struct Warp {
     return o.bits == 64 ? o.value + lanes<uint64_t>(o.slot)[lane] : uint32_t(o.value + lanes<uint32_t>(o.slot)[lane]);
   }
 
-  // For one lane. Checks alignment and bounds, throws Fault. `address`: in the window of shared memory (kSharedBegin is its first byte).
+  // The host address of one lane's access to shared memory. Checks alignment and bounds, throws Fault. `address`: in the window of shared
+  // memory (kSharedBegin is its first byte).
   std::byte *shared(uint64_t address, size_t bytes, size_t alignment, Access access, uint32_t lane) const {
     if (address < kSharedBegin || address + bytes > block.shared_end || address % alignment) bad_shared(address, bytes, alignment);
     const size_t at = address - kSharedBegin;
@@ -85,7 +86,7 @@ struct Warp {
 [[noreturn]] void bad_global(uint64_t address, size_t bytes, size_t alignment);
 bool is_mapped(uint64_t page); // caches the answer until run() ends
 constexpr uint64_t kPage = 4096;
-inline constinit thread_local uint64_t mapped_pages[64] = {}; // their complements
+inline constinit thread_local uint64_t mapped_pages[64] = {}; // complements of the pages' numbers
 // A generic address is a host address. This only asks whether it is mapped; AddressSanitizer knows whether it is allocated.
 inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
   const uint64_t first = address / kPage, last = (address + bytes - 1) / kPage;
@@ -98,8 +99,8 @@ inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
 // A decoded instruction from the tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...): executes it for the lanes whose bit is set. One
 // that is .aligned is called when all lanes of the warp have arrived.
 using Tile = std::function<void(Warp &, uint32_t lanes)>;
-// opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if the
-// opcode is none of its own; throws Fault if it is, with modifiers that are not supported.
+// opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if no
+// tile file has the opcode; throws Fault if one has it, but not its modifiers.
 Tile decode_tile(std::string_view opcode, const std::vector<Operand> &operands);
 
 std::shared_ptr<BlockAsync> make_block_async();

@@ -1,5 +1,5 @@
 // wgmma: D (64 x N) (+)= A (64 x 16) B (16 x N) of a warpgroup, in fp32. Each of its warps computes its own 16 rows by itself. Lane 4g + t
-// of warp w holds of rows 16w + g and 16w + g + 8 columns 2t, 2t + 1 of every eight.
+// of warp w holds columns 2t and 2t + 1 of every eight, in rows 16w + g and 16w + g + 8.
 #include <charconv>
 #include <cstring>
 
@@ -9,7 +9,7 @@
 namespace strobe::emulator {
 namespace {
 
-constexpr uint32_t kRows = 16, kDepth = 16; // of a warp, of one instruction
+constexpr uint32_t kRows = 16, kDepth = 16; // rows of a warp; depth of an instruction
 
 struct Form {
   uint32_t columns;

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Whether `make test` finds the mistakes of the folder planted/: README.md says what a fault is, and how to add one.
+"""Checks that `make test` finds the faults in planted/. README.md says what a fault is, and how to add one.
 
 A copy of the working tree (build/faults/tree) is built, and all tests that a fault names have to pass there. Then each fault is planted in
-turn: its edit is made, what it concerns is built again, its tests have to fail, and the edit is undone.
+turn: its edit is made, the affected targets are built again, its tests have to fail, and the edit is undone.
 
     tests/faults/plant.py                    # all; the exit status is 1 if one is not found
     tests/faults/plant.py --only masked_by_one --only ring_neighbour
@@ -29,19 +29,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = Path(__file__).resolve().parent / "planted"
 WORK = ROOT / "build" / "faults"
-PRODUCT = ("src/", "kernels/", "include/", "python/", "docs/", "README.md")  # where a fault may be
-COPIED = ("src/cpu", "kernels/attention")  # where a fault of one instruction set may be: its file is compiled from a copy of these
-LINKED = ("src/attention",)  # what these include by its place beside them
+PRODUCT = ("src/", "kernels/", "include/", "python/", "docs/", "README.md")  # folders and files that may have a fault
+COPIED = ("src/cpu", "kernels/attention")  # for a fault of one instruction set: its file is compiled from a copy of these
+LINKED = ("src/attention",)  # files that these include by relative paths
 # The flag of /proc/cpuinfo without which an instruction set does not run.
 NEEDED = {"avx2": "avx2", "avx512": "avx512f", "avx512bf16": "avx512_bf16", "amx": "amx_bf16"}
 LIMIT = 900  # seconds that a run of tests may take
-SEEDS = ("1", "2", "3")  # of what `make test` draws; each fault has to be found with each
-# What a failing test says where something was not as it expected. A test that could not run says something else.
+SEEDS = ("1", "2", "3")  # seeds of the draws of `make test`; a fault has to be found with each
+# The message of a failing test where something was not as it expected. A test that could not run has another message.
 ASSERTED = {
     "pytest": re.compile(r"\b(AssertionError|Failed: (DID NOT RAISE|Regex))|^assert ", re.MULTILINE),
     "ctest": re.compile(r"is NOT correct|didn't throw"),
 }
-# What has to be built for a ctest, by the beginning of its name. All others are files of strobe_tests.
+# The target to build for a ctest, by the beginning of its name. All other ctests are files of strobe_tests.
 TARGETS = {
     "cuda_": ("strobe_cuda_tests",),
     "emulated_": ("strobe_tests", "emulated_cuda", "emulated_nvrtc"),
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """What has to be built in build/cpp."""
+        """The targets that have to be built in build/cpp."""
         if self.program == "pytest":
             return TARGETS["emulated_"][1:] if "emulated" in self.selection else ()
         return next((targets for name, targets in TARGETS.items() if self.selection.startswith(name)), ("strobe_tests",))
@@ -77,8 +77,8 @@ class Fault:
     name: str
     kind: str = ""
     says: str = ""  # what is wrong
-    only: str = ""  # the one instruction set of src/cpu that has it
-    message: str = ""  # a pattern of what the failing test has to say, where it is no assertion
+    only: str = ""  # the one instruction set of src/cpu that has the fault
+    message: str = ""  # a pattern for the failing test's message, if it is no assertion
     needs: str = ""  # a flag that /proc/cpuinfo has to have
     runs: list[Run] = field(default_factory=list)
     edits: list[tuple[str, str, str]] = field(default_factory=list)  # file, old text, new text
@@ -117,7 +117,7 @@ class Fault:
         return fault
 
     def units(self) -> list[str]:
-        """The files of the one instruction set that has it; STROBE_UNITY leaves them alone."""
+        """The files of the one instruction set that has the fault. STROBE_UNITY does not group them."""
         names = sorted(path.name for path in (ROOT / "src" / "cpu").glob("isa_*.cpp"))
         return [f"src/cpu/{name}" for name in names if re.fullmatch(rf"isa_{self.only}(_\w+)?\.cpp", name)]
 
@@ -138,7 +138,7 @@ class Fault:
         return found
 
     def lacks(self) -> str:
-        """Why this machine cannot run what has the fault; empty if it can."""
+        """Why this machine cannot run the faulty code; empty if it can."""
         cpuinfo = Path("/proc/cpuinfo")
         flags = re.findall(r"^flags\s*:.*", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
         return "" if not self.needs or self.needs in " ".join(flags).split() else f"this CPU lacks {self.needs}"
@@ -185,8 +185,8 @@ class Tree:
         )
 
     def _make_venv(self) -> None:
-        """The packages of ROOT's .venv, but the copy's own strobe: a .pth file that another one names is not read, so that the editable
-        install of ROOT, which is one, does not count."""
+        """Makes an environment with the packages of ROOT's .venv and the copy's own strobe. ROOT's editable install does not count: it is
+        a .pth file, which Python does not read in a folder that another .pth file names."""
         if not self.python.exists():
             subprocess.run([str(ROOT / ".venv" / "bin" / "python"), "-m", "venv", "--without-pip", str(self.root / ".venv")], check=True)
         (site,) = (ROOT / ".venv" / "lib").glob("python3.*/site-packages")
@@ -234,7 +234,7 @@ class Tree:
             shutil.rmtree(beside, ignore_errors=True)
 
     def test(self, run: Run, seed: str, first: bool) -> Outcome:
-        """What `make test` draws of these tests by the seed. first: ends with the first failure."""
+        """Runs what `make test` draws of these tests by the seed. first: ends with the first failure."""
         if run.program == "ctest":
             words = ["ctest", "--test-dir", "build/cpp", "--output-on-failure", "--no-tests=error", "-R", f"^{run.selection}$"]
             done = self._run(words)
@@ -265,7 +265,7 @@ class Tree:
                 return process.returncode, output
             except subprocess.TimeoutExpired:
                 return None, f"no end within {LIMIT} s"
-            finally:  # what it started ends with it
+            finally:  # the processes that it started end with it
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
 
@@ -274,7 +274,7 @@ class Tree:
 class Outcome:
     passed: bool
     by: str = ""  # the first test that failed
-    text: str = ""  # what it said
+    text: str = ""  # the message of that test
 
     @staticmethod
     def of_ctest(run: Run, done: tuple[int | None, str]) -> Outcome:
@@ -300,7 +300,7 @@ class Outcome:
         return Outcome(False, "", output)
 
     def found(self, fault: Fault, run: Run) -> str:
-        """Why it is not the fault that the tests found; empty if it is."""
+        """Why the failure does not show the fault; empty if it does."""
         if self.passed:
             return f"NOT FOUND by {run}"
         wanted = re.compile(fault.message) if fault.message else ASSERTED[run.program]
@@ -311,7 +311,7 @@ class Outcome:
 
 
 def _split(selection: str) -> list[str]:
-    """Splits into words; what is between quotes is one."""
+    """Splits into words; a quoted text is one word."""
     return [quoted or word for quoted, word in re.findall(r'"([^"]*)"|(\S+)', selection)]
 
 
@@ -344,7 +344,7 @@ def drawn(runs: Sequence[Run]) -> list[tuple[Run, str]]:
 
 
 def clean(tree: Tree, faults: Sequence[Fault]) -> list[str]:
-    """Runs everything once without a fault; what does not pass."""
+    """Runs everything once without a fault; returns what does not pass."""
     runs = list(dict.fromkeys(run for fault in faults for run in fault.runs))
     tree.build(runs)
     wrong = []

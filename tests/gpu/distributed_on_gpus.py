@@ -63,7 +63,7 @@ def on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) -> Any:
 
 
 def all_there(group: dist.ProcessGroup, device: str) -> float:
-    """A sum over the ranks."""
+    """The number of ranks, as a sum over them: it needs all of them."""
     ones = torch.ones(1, device=device)
     dist.all_reduce(ones, group=group)
     return ones.item()
@@ -94,7 +94,7 @@ def cases_for(ranks: int) -> list[dict[str, Any]]:
 
 
 def short(case: dict[str, Any]) -> str:
-    """The values that differ from the first ones."""
+    """The case in one line: its main options, and the others that are not at their default."""
     world, method = case["how"]
     usual = {"how", "sharding", "dtype", "dims", "lengths", "heads"}
     more = [f"{name} {x}" for name, x in case.items() if name not in usual and x not in (None, 0.0, False)]
@@ -179,7 +179,7 @@ def covering(
     cases = cases_for(ranks)
     tasks = [(number, cases[number], compute_capability) for number in numbers or range(len(cases))]
     Random(0).shuffle(tasks)  # neighbours share kernels, and would wait for one another
-    # Cases that have begun end, and are judged, before all must have ended.
+    # Before all must have ended, there is time to end the cases in progress and to judge them.
     until, judged_until = 0.85 * seconds, 0.97 * seconds
     kernels, done, all_compiled = 0, 0, 0.0
     context = multiprocessing.get_context("spawn")

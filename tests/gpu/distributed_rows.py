@@ -59,7 +59,7 @@ def judged(
     out.backward(dout)
     assert leaf.grad is not None
     found = {"out": out.detach(), "dq": leaf.grad}
-    leaf.grad[0, 0, 0, 0].item()  # waits for it
+    leaf.grad[0, 0, 0, 0].item()  # waits for the GPU
     seconds = time.perf_counter() - began
     k, v = (sharding.unshard(x.detach(), 2, group=group)[0] for x in (k, v))
     places = torch.linspace(own // 2, own - 1, samples, device=device).round().long()  # the later block: rows of many keys

@@ -16,7 +16,7 @@ STORED = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn, "INT4": torch.uint8}
 
 
 def median_ms(call: Callable[[], Any], flush: torch.Tensor, rounds: int = 20) -> float:
-    """The L2 cache is flushed by reading."""
+    """The median time of a call in milliseconds. Before each call the L2 cache is flushed by reading."""
     for _ in range(3):
         call()
     spans = []

@@ -4,7 +4,7 @@ python tests/gpu/random_calls.py [--seed N] [--seconds T] [--sets N] [...]
 
 What decides what a kernel is compiled for is drawn once for several calls, a set. As many processes as there are cores, spread over the
 GPUs, take a set each: they compile its kernels, make its calls, and judge them by formulas in float64 on the GPU. A process that crashes or
-hangs is replaced, and the call that it died of is wrong. The counts go to tests/gpu-record.json, where runs on the same sources add up."""
+hangs is replaced, and its last call counts as wrong. The counts go to tests/gpu-record.json, where runs on the same sources add up."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def work(calls: int) -> None:
                 tell(left_out=number)
                 torch.cuda.empty_cache()
                 continue
-            except Exception as error:  # of any type: this call is wrong, and the next may be right
+            except Exception as error:  # whatever its type is, this call is wrong, and the next may be right
                 tell(number=number, runs=[], faults=[f"{type(error).__name__}: {error}"], replay=replay(number, None, True), call="")
                 if on_gpu and "CUDA" in str(error):  # a context does not recover from it
                     return
@@ -76,8 +76,8 @@ class Tally:
     calls: int = 0
     option_sets: int = 0
     wrong: int = 0
-    left_out: int = 0  # for lack of memory
-    runs: Counter[str] = dataclasses.field(default_factory=Counter)  # per engine
+    left_out: int = 0  # calls left out for lack of memory
+    runs: Counter[str] = dataclasses.field(default_factory=Counter)  # calls per engine
     device: str = ""
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -122,7 +122,7 @@ class Worker:
             self._process.stdin.flush()
 
     def next_event(self, seconds: float) -> dict[str, Any] | None:
-        """None: the process has ended. queue.Empty: no message came in that time."""
+        """The next message of the process; None if it has ended. Raises queue.Empty if no message comes in that time."""
         line = self._told.get(timeout=max(0.01, seconds))
         return None if line is None else json.loads(line)
 
@@ -203,7 +203,7 @@ def follow(worker: Worker, asked: int, tally: Tally, patience: float, deadline: 
 
 
 def cores() -> int:
-    """As many as this process may use, a container's quota included."""
+    """The number of cores that this process may use, by a container's quota as well."""
     found = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())

@@ -55,7 +55,7 @@ HELPERS = (
     "plain.py",
     "random_*.py",
 )
-LEAST_OPTION_SETS = 3000  # of random calls
+LEAST_OPTION_SETS = 3000  # of random calls that must have run
 # The files that determine what runs on a GPU, and the references of its results. Each tracked file of these folders is in SOURCES or
 # EXCLUDED.
 ROOTS = ("include", "kernels", "python", "src", "tests/gpu", "tests/python", "tests/reference")
@@ -79,13 +79,13 @@ NOT_OF_RANDOM_CALLS = (
 EXCLUDED = (
     *("src/**/sources.cmake", "src/**/README.md", "python/CMakeLists.txt"),  # how files are built that are sources themselves
     *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which judge no GPU result
-    *("python/strobe/*.pyi", "python/*/py.typed"),  # for mypy
-    "python/_strobe_autoload/__init__.py",  # for other programs
+    *("python/strobe/*.pyi", "python/*/py.typed"),  # files for mypy
+    "python/_strobe_autoload/__init__.py",  # used only by programs that import torch without strobe
     *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # the tools but training
-    *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # run by themselves, recorded nowhere
+    *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # their results are not recorded
     "tests/python/dear.py",  # nothing is left out on a GPU
-    "tests/python/emulated.py",  # of tests that need no GPU
-    "tests/python/test_*.py",  # the rest of the contract is the CPU's
+    "tests/python/emulated.py",  # used by tests that need no GPU
+    "tests/python/test_*.py",  # these tests run on the CPU only
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )
 HOW = re.compile(r"-n|\d+|auto|-q+|-v+|--durations=\d+")  # options of pytest that select no tests
@@ -99,8 +99,8 @@ class Part(NamedTuple):
     marks: str
 
 
-# Tests that take tens of gigabytes run by themselves, one process per GPU, or the processes beside them find no memory; and so do the tests
-# whose ranks take all GPUs, in one process, or they wait for cores.
+# Tests that take tens of gigabytes run by themselves, one process per GPU; otherwise other processes would find no memory. Tests whose
+# ranks take all GPUs also run by themselves, in one process; otherwise the ranks would wait for cores.
 PARTS = {
     "contract": Part(tuple(f"tests/python/{name}" for name in CONTRACT), "not gigabytes and not all_gpus"),
     "extensions": Part(tuple(f"tests/python/{name}" for name in EXTENSIONS), "not gigabytes and not all_gpus"),
@@ -130,8 +130,8 @@ def matched(patterns: Iterable[str]) -> set[Path]:
 
 
 def digest(part: str | None = None) -> str:
-    """A digest of the sources that a part of the tests depends on; without one of those that random calls depend on. In this file only
-    PARTS determines what runs: which tests there are shows in the names of the others."""
+    """A digest of the sources that a part of the tests depends on; without a part, of those that random calls depend on. In this file only
+    PARTS counts, because it determines what runs."""
     files = matched(SOURCES) - {Path(__file__).resolve()} - matched(TESTS if part else NOT_OF_RANDOM_CALLS)
     if part:
         files |= {file for each in PARTS[part].files for file in matched([each if each.endswith(".py") else f"{each}/test_*.py"])}
@@ -176,7 +176,7 @@ def check() -> int:
 
 
 def add_random(found: dict[str, Any], of: str, file: Path | None = None) -> None:
-    """Adds the results of a run of random calls, of sources of that digest: its counts join those of the same sources and device."""
+    """Records the results of a run of random calls. of: the digest of the sources. Counts of the same sources and device add up."""
     file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     before = record.get("random")
@@ -188,7 +188,7 @@ def add_random(found: dict[str, Any], of: str, file: Path | None = None) -> None
 
 
 def add_part(name: str, found: dict[str, Any], of: str, file: Path | None = None) -> None:
-    """Adds the results of a run of one of PARTS, of sources of that digest, in place of its earlier results."""
+    """Records the results of a run of one of PARTS in place of its earlier results. of: the digest of the sources."""
     file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     parts = {each: part for each, part in record.get("parts", {}).items() if each in PARTS}
@@ -214,12 +214,12 @@ def run(names: Iterable[str], options: list[str]) -> int:
     if not torch.cuda.is_available():
         print("PyTorch sees no CUDA device here", file=sys.stderr)
         return 2
-    found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # spread
+    found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for the plugin spread
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references run on the CPU, and -n starts many processes
-    signal.signal(signal.SIGINT, lambda *_: None)  # pytest ends at one, too, with its report written
+    signal.signal(signal.SIGINT, lambda *_: None)  # pytest gets the Ctrl-C, too, and ends with its report written
     worst = 0
-    before = {name: digest(name) for name in names}  # edits from now on are in no result
+    before = {name: digest(name) for name in names}  # later edits are in no result
     for name in before:
         files, marks = PARTS[name]
         processes = {"gigabytes": ["-n", str(torch.cuda.device_count())], "ranks": ["-n", "0"]}.get(name, [])

@@ -27,8 +27,8 @@ TOOLS = ("memcheck", "racecheck")
 # reports every such hand-over of cuda-sm90 as a race.
 NOT_UNDERSTOOD = {"racecheck": ("cuda-sm90",)}
 # Where some warps arrive at a barrier without waiting (bar.arrive), racecheck forgets the accesses that a barrier of all warps ordered
-# before: racecheck_arrive.cu shows that. The backward of cuda-mma passes P on this way. It was reported now and then with 22 pairs of heads
-# and more, never with 4 (docs/lab/performance.md), so only the case of many heads is left out.
+# before: racecheck_arrive.cu shows that. The backward of cuda-mma passes P on this way. racecheck reported it now and then with 22 pairs of
+# heads and more, never with 4 (docs/lab/performance.md), so only the case of many heads is left out.
 BACKWARD_NOT_UNDERSTOOD = {"racecheck": (("cuda-mma", "many heads"),)}
 SQ, SK = 130, 150
 DTYPES = {"cuda-sm90": ("bfloat16",), "cuda-mma": ("bfloat16", "float16"), "cuda-tf32": ("float32",), "cuda-simt": ("float32", "float64")}
@@ -43,7 +43,7 @@ def blocks() -> strobe.BlockMask:
 class Feature(NamedTuple):
     options: Callable[[], dict[str, Any]] = dict
     heads_kv: int = 2
-    lengths: tuple[int, ...] = ()  # of packed sequences
+    lengths: tuple[int, ...] = ()  # lengths of packed sequences
     batch: int = 2
 
 
@@ -59,11 +59,11 @@ FEATURES = {
     "bias": Feature(lambda: {"bias": torch.randn(1, 2, SQ, SK), "causal": True}),
     "blocks": Feature(lambda: {"block_mask": blocks()}),
     "one key head": Feature(lambda: {"causal": True}, heads_kv=1),
-    # the last one so short that the longest's tiles do not fit after it
+    # the tiles of the longest sequence would not fit after the beginning of the last, short one
     "packed": Feature(lambda: {"causal": True}, lengths=(300, 0, 20)),
     "deterministic": Feature(lambda: {"deterministic": True}),
     "exact_max": Feature(lambda: {"exact_max": True}),
-    "many heads": Feature(lambda: {"causal": True}, batch=70),  # as many as SMs: blocks of the Hopper backward own dQ
+    "many heads": Feature(lambda: {"causal": True}, batch=70),  # as many pairs as SMs: blocks of the Hopper backward own dQ
 }
 DIMS = ((64, 64), (128, 128), (80, 80), (256, 256), (96, 64))
 
@@ -78,11 +78,11 @@ class Case(NamedTuple):
         return f"{self.engine} {self.dtype} d{self.dims[0]}/{self.dims[1]} {self.feature}"
 
     def run(self, tool: str | None = None) -> str:
-        """The directions that ran under that tool."""
+        """Makes the call; returns the directions that ran under that tool."""
         torch.manual_seed(0)
         options, heads_kv, lengths, batch = FEATURES[self.feature]
         dtype, (d, dv) = getattr(torch, self.dtype), self.dims
-        shapes = [(2, SQ, d), (heads_kv, SK, d), (heads_kv, SK, dv), (2, SQ, dv)]  # of q, k, v and dout, without the batch
+        shapes = [(2, SQ, d), (heads_kv, SK, d), (heads_kv, SK, dv), (2, SQ, dv)]  # q, k, v and dout, without the batch
         packed = [(sum(lengths), heads, width) for heads, _, width in shapes]
         q, k, v, dout = (torch.randn(shape).to(dtype) for shape in (packed if lengths else ((batch, *x) for x in shapes)))
         more = options()
@@ -95,7 +95,7 @@ class Case(NamedTuple):
         more = {name: x.to("cuda") if isinstance(x, torch.Tensor | strobe.BlockMask) else x for name, x in more.items()}
         q, k, v, dout = (x.to("cuda") for x in (q, k, v, dout))
         ran = "nothing"
-        with contextlib.suppress(NotImplementedError):  # the engine does not support it
+        with contextlib.suppress(NotImplementedError):  # suppressed if the engine does not support the call
             out, lse = strobe.attention(q, k, v, return_lse=True, engine=self.engine, **more)
             ran = "forward"
             if (self.engine, self.feature) in BACKWARD_NOT_UNDERSTOOD.get(tool, ()):
@@ -127,7 +127,7 @@ def _cases(tool: str | None) -> Iterator[Case]:
 
 
 def check(tool: str, indices: Iterable[int]) -> str:
-    """The tool's report on these of its cases."""
+    """The tool's report on these cases."""
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=kernel", "--print-limit", "20"]
     if tool == "memcheck":
         command += ["--report-api-errors", "no"]  # PyTorch asks the driver for features that may be absent
@@ -152,7 +152,7 @@ FINDING = re.compile(r"========= (Error|Warning|Invalid|Race|Internal|Program hi
 
 class Report(NamedTuple):
     ran: Counter[str]  # calls of each engine
-    found: dict[str, list[str]]  # of each case
+    found: dict[str, list[str]]  # messages by case
 
     @classmethod
     def of(cls, outputs: Iterable[str]) -> Report:

@@ -1,4 +1,4 @@
-"""Each of many processes counts the GPUs from another one on. Also a plugin for pytest, for pytest-xdist's workers."""
+"""Spreads processes over the GPUs: each counts them from another one on. Also a plugin of pytest, for pytest-xdist's workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def devices_from(index: int) -> str:
-    """CUDA_VISIBLE_DEVICES of the process of that index."""
+    """The value of CUDA_VISIBLE_DEVICES for the process with this index."""
     given = [x for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
     devices = given or [str(n) for n in range(torch.cuda.device_count())]  # does not initialise CUDA
     return ",".join(devices[(index + n) % len(devices)] for n in range(len(devices)))

@@ -44,7 +44,7 @@ def whole(seed: int = 0) -> list[Tensor]:
 
 
 def one_device(seed: int = 0, **options: Any) -> list[Tensor]:
-    """out, dq, dk and dv."""
+    """out, dq, dk and dv on one device."""
     *tensors, dout = whole(seed)
     q, k, v = (x.requires_grad_() for x in tensors)
     out = strobe.attention(q, k, v, causal=True, **options)
@@ -56,7 +56,7 @@ def own(group: dist.ProcessGroup, sharding: Sharding, seed: int = 0) -> list[Ten
 
 
 def shared(group: dist.ProcessGroup, kind: str, way: str, options: dict[str, Any]) -> list[Tensor]:
-    """The same for the rank's tokens."""
+    """out, dq, dk and dv of the rank's tokens, from a call over all ranks."""
     sharding = getattr(Sharding, kind)(S, group.size())
     q, k, v, dout = own(group, sharding)
 

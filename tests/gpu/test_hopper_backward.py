@@ -19,7 +19,7 @@ NAN, INF = torch.nan, torch.inf
 
 
 def gradients(inputs: Inputs, ref: Results, **how: Any) -> Results:
-    """From the reference's out and lse, so that the backward alone is judged."""
+    """The gradients from the reference's out and lse, so that only the backward is judged."""
     there = on_device(inputs, "cuda")
     out, lse = ref["out"].to("cuda", there.q.dtype), ref["lse"].to("cuda", torch.float32)
     more = {"dlse": there.dlse, "engine": "cuda-sm90"} | keys_of_a_block() | how
@@ -29,7 +29,7 @@ def gradients(inputs: Inputs, ref: Results, **how: Any) -> Results:
 
 
 def faults(inputs: Inputs, **how: Any) -> list[str]:
-    """Held to twice the plain formulas' error in this precision and an ulp; test_contract.py holds smaller calls to the oracle."""
+    """The gradients whose error exceeds twice the plain formulas' in this precision, plus an ulp."""
     ref = run_plain(inputs, torch.float64)
     plain = [run_plain(inputs, inputs.q.dtype, from_output) for from_output in (False, True)]
     found = []
@@ -42,7 +42,7 @@ def faults(inputs: Inputs, **how: Any) -> list[str]:
 
 
 def spreads_nothing(inputs: Inputs) -> None:
-    """Where the oracle's gradients are finite, these are, too; where the oracle has NaN, these are not finite."""
+    """Checks that gradients are finite where the oracle's are, and not finite where the oracle has NaN."""
     ref = oracle(inputs)
     found = gradients(inputs, ref)
     for name in ("dq", "dk", "dv"):
@@ -125,8 +125,8 @@ def owns(inputs: Inputs) -> bool:
     return "all keys of a head" in plan(inputs)
 
 
-MOST_SMS = 132  # of a Hopper GPU
-# batch, key heads, queries, keys: as many (batch, key head) pairs as two rounds of an H200's SMs, or three, and fewer
+MOST_SMS = 132  # the number of SMs of a Hopper GPU
+# batch, key heads, queries, keys. The (batch, key head) pairs are two or three rounds of an H200's SMs, or fewer.
 SHORT = ((66, 4, 64, 64), (99, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180), (64, 2, 80, 150), (32, 4, 150, 180))
 
 
@@ -165,8 +165,8 @@ PERSISTENT += [f"{feature}, window" for feature in ("softcap", "dropout", "alibi
 @pytest.mark.parametrize("d", [24, 64, 96, 128, 160])
 @pytest.mark.parametrize("feature", PERSISTENT)
 def test_persistent_blocks(feature, d):
-    """More tiles of keys than SMs: a block takes one tile after the other, some of which no query sees, where they are added in order, with
-    blocks, under a window, and up to 64 columns, where there are two stages of keys."""
+    """There are more tiles of keys than SMs, and no query sees some of them. A block takes one tile after the other if the call is
+    deterministic, has blocks or a window, or has up to 64 columns; with up to 64 columns there are two stages of keys."""
     sizes = {"b": 24, "sq": 300, "sk": 400}
     feature, window, _ = feature.partition(", window")
     options = dict(FEATURES.get(feature, {}))
@@ -205,7 +205,7 @@ SHARED = ["plain", "causal", "window", "softcap", "dropout, causal", "determinis
 @pytest.mark.parametrize("d", [64, 96, 128, 160, 200])
 @pytest.mark.parametrize("feature", SHARED)
 def test_query_heads_of_a_key_head_are_shared_out(feature, d):
-    """Fewer (batch, key head) pairs than SMs: blocks take some of the query heads each, and dK and dV are the sums of theirs."""
+    """Fewer (batch, key head) pairs than SMs: each block takes some of the query heads, and dK and dV are sums over these blocks."""
     how = {"deterministic": True} if feature == "deterministic" else {}
     for b, h, hkv in ((1, 8, 1), (2, 12, 2)):
         options = {} if feature in ("mask", "seqused", "packed") else dict(FEATURES.get(feature, {"causal": True}))
@@ -252,8 +252,8 @@ def test_shares_are_added_to_what_is_there(part, d):
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 @pytest.mark.parametrize("batches", [slice(2, 4), slice(70, 72)], ids=["first pair", "second pair"])
 def test_a_block_of_several_pairs_spreads_nothing_hidden(batches, value, what, d, b):
-    """Pairs 4 to 7 or 140 to 143 hold what is no number. It reaches neither other pairs that the same block takes (an H200 has 132), nor
-    the queries and keys that do not see it."""
+    """Pairs 4 to 7 or 140 to 143 hold NaN or infinities. These reach neither other pairs that the same block takes (an H200 has 132 SMs),
+    nor the queries and keys that do not see them."""
     inputs = call(b=b, h=4, hkv=2, sq=90, sk=180, d=d, dtype=BF16, causal=True)
     assert owns(inputs) == (b == 132)
     assert owns(inputs) or "two stages of keys" in plan(inputs)
@@ -264,7 +264,7 @@ def test_a_block_of_several_pairs_spreads_nothing_hidden(batches, value, what, d
 @pytest.mark.parametrize("d", [96, 128])
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "deterministic": True}, {"window": (4150, 9)}], ids=str)
 def test_long(options, d):
-    """So long that the kernel takes tiles of 80 queries for a band."""
+    """Sequences so long that the kernel takes tiles of 80 queries for a band."""
     options = dict(options)
     how = {"deterministic": options.pop("deterministic", False)}
     assert not faults(call(h=1, sq=4200, sk=4200, d=d, dtype=BF16, **options), **how)
@@ -295,7 +295,7 @@ BIASES: dict[str, dict[str, Any]] = {
 }
 
 
-# The copy engine brings a bfloat16 bias of 336 keys, not one of 333.
+# The copy engine loads a bfloat16 bias of 336 keys, but not one of 333.
 @pytest.mark.parametrize(
     "shape", [(2, 4, 300, 333), (1, 4, 300, 333), (2, 1, 1, 333), (1, 1, 300, 1), (1, 4, 300, 336), (2, 1, 1, 336)], ids=str
 )
@@ -312,7 +312,7 @@ def test_bias(feature, d, shape):
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float32 if feature == "alone" else BF16)
     if sk == 336:
         bias = bias.to(BF16)
-        bias[:, :, :, 100:103] = bias[:, :, shape[2] // 3 : shape[2] // 3 + 2] = -INF  # keys, and rows, that see nothing
+        bias[:, :, :, 100:103] = bias[:, :, shape[2] // 3 : shape[2] // 3 + 2] = -INF  # these keys, and these rows, see nothing
     assert not faults(call(b=2, h=4, hkv=2, sq=300, sk=sk, d=d, dtype=BF16, bias=bias, gradients=("bias",), **options), **how)
 
 
@@ -320,7 +320,7 @@ def test_bias(feature, d, shape):
 @pytest.mark.parametrize("feature", ["alone", "causal", "softcap", "mask", "alibi"])
 @pytest.mark.parametrize("d", [64, 128, 192])
 def test_a_bias_hides_what_is_no_number(d, feature, number):
-    """The tile has places for queries that are not there, and for which there is no bias: they must not see the key either."""
+    """The tile has rows for queries that do not exist, and for which there is no bias: they must not see the key either."""
     options = dict(BIASES[feature])
     if "mask" in options:
         options["mask"] = options["mask"][..., :100, :128].contiguous()
@@ -404,7 +404,7 @@ def test_storage(storage, d):
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 @pytest.mark.parametrize("where", ["causal", "window", "packed", "mask"])
 def test_what_is_hidden_reaches_nobody(where, value, what, d):
-    """The last keys, or the first queries, hold what is no number: only who sees them may learn of it."""
+    """The last keys, or the first queries, hold NaN or infinities, which may reach only the queries, or keys, that see them."""
     options: dict[str, Any] = {"causal": True, "alignment": "top_left"}
     if where == "window":
         options = {"window": (20, 20)}

@@ -85,13 +85,13 @@ def test_the_next_sequence_is_not_seen():
 
 
 def ramp(dtype: torch.dtype, top: float, **options: Any) -> Inputs:
-    """Each 64 keys score higher than the 64 before."""
+    """Each 64 keys score higher than the previous 64."""
     inputs = call(h=2, sq=200, sk=1024, d=128, dtype=dtype, **options)
     grown = inputs.k.abs() * torch.logspace(-2, top, 16).repeat_interleave(64)[:, None]
     return Inputs(inputs.q.abs(), grown.to(dtype), inputs.v, inputs.dout, inputs.dlse, inputs.options, inputs.gradients)
 
 
-@pytest.mark.parametrize("top", [0.5, 1.2, 2.5])  # followed; too fast to follow
+@pytest.mark.parametrize("top", [0.5, 1.2, 2.5])  # how fast the scores rise: the last values are too fast to follow
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(1, 1, 200, 1024) < 0.7}], ids=["full", "causal", "mask"])
 def test_rising_scores(options, dtype, top):
@@ -105,7 +105,7 @@ def test_rows_that_a_mask_hides_for_long():
     assert not faults(call(h=2, sq=300, sk=512, d=128, dtype=BF16, mask=mask))
 
 
-@pytest.mark.parametrize("keys", [512, 500])  # rows at 16-byte addresses, or not
+@pytest.mark.parametrize("keys", [512, 500])  # rows begin at multiples of 16 bytes, or do not
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("what", ["mask", "bias", "both"])
 def test_mask_and_bias(what, d, keys):
@@ -145,7 +145,7 @@ def test_logits_as_low_as_numbers_go(d):
     assert not faults(call(h=2, sq=200, sk=208, d=d, dtype=BF16, bias=bias, causal=True, alignment="top_left"))
 
 
-@pytest.mark.parametrize("size", [0.3, 3.0, 20.0])  # of the logits: all small beside the cap, some, few
+@pytest.mark.parametrize("size", [0.3, 3.0, 20.0])  # logits that are all small beside the cap, or some of them, or few
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(1, 1, 200, 300) < 0.7}], ids=["full", "causal", "mask"])
 def test_softcap(options, dtype, size):
@@ -157,7 +157,7 @@ def test_softcap(options, dtype, size):
 @pytest.mark.parametrize("lengths", [(100, 700), (700, 100), (400, 400)], ids=str)
 @pytest.mark.parametrize("options", [{"alignment": "top_left"}, {"window": (90, 40)}, {"exact_max": True}], ids=str)
 def test_alibi_on_both_sides(options, lengths):
-    slopes = torch.tensor([0.3, -0.02])  # towards, and away from the diagonal
+    slopes = torch.tensor([0.3, -0.02])  # slopes towards the diagonal, and away from it
     assert not faults(call(h=2, sq=lengths[0], sk=lengths[1], d=64, dtype=BF16, alibi_slopes=slopes, **options))
 
 

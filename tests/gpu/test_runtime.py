@@ -18,7 +18,7 @@ def tensors(*shape: int, dtype: torch.dtype, n: int = 3) -> list[torch.Tensor]:
 
 
 def memory_settles(at, seconds=2.0):
-    """Whether no more than that is allocated soon: PyTorch's thread of backwards releases tensors after the call has returned."""
+    """Whether allocated memory soon falls to `at` bytes: PyTorch's thread of backwards releases tensors after the call has returned."""
     torch.cuda.synchronize()
     until = monotonic() + seconds
     while torch.cuda.memory_allocated() > at and monotonic() < until:
@@ -39,7 +39,7 @@ def test_a_graph_replays_with_other_lengths_and_other_dropout(dtype):
     first, second = (torch.tensor(x, device="cuda", dtype=torch.int32) for x in ([0, 100, 228, 384], [0, 0, 256, 384]))
     cu, rng = first.clone(), torch.tensor([1, 2], device="cuda")
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 256, "max_seqlen_k": 256, "causal": True, "dropout": 0.2, "rng": rng}
-    gradients(q, k, v, dout, **options)  # compiles
+    gradients(q, k, v, dout, **options)  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -61,7 +61,7 @@ def test_a_graph_replays_with_other_keys_that_count(queries, dtype):
     k, v = tensors(4, 2, 900, 64, dtype=dtype, n=2)
     used = torch.tensor([900, 0, 3, 450], device="cuda", dtype=torch.int32)
     options = {"seqused_k": used, "causal": True, "deterministic": True}
-    gradients(q, k, v, dout, **options)  # compiles
+    gradients(q, k, v, dout, **options)  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -76,7 +76,7 @@ def test_a_graph_replays_with_other_keys_that_count(queries, dtype):
 
 @pytest.fixture(params=[False, True], ids=["option", "use_deterministic_algorithms"])
 def deterministic(request):
-    """The option that asks for it, unless PyTorch does."""
+    """The options that ask for determinism, unless PyTorch's own setting does."""
     torch.use_deterministic_algorithms(request.param)
     yield {} if request.param else {"deterministic": True}
     torch.use_deterministic_algorithms(False)
@@ -127,7 +127,7 @@ def test_deterministic_bits(engine, heads_kv, deterministic):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_turns_end_where_sequences_overlap(engine):
-    """Illegal cu_seqlens: the gradients mean nothing, but the call ends."""
+    """With invalid cu_seqlens the gradients mean nothing, but the call ends."""
     dtype = torch.bfloat16 if engine in ("cuda-mma", "cuda-sm90") else torch.float32
     q, k, v, dout = tensors(400, 4, 64, dtype=dtype, n=4)
     cu = torch.tensor([0, 300, 100, 400], device="cuda", dtype=torch.int32)
@@ -228,7 +228,7 @@ def test_repeated_calls_leave_no_memory_behind():
 
 
 def test_no_call_waits_for_the_garbage_collector():
-    """Neither its tensors nor its workspace wait; each of these calls is the first of its kind."""
+    """The tensors and the workspace of a call are freed at once; each of these calls is the first of its kind."""
     gc.collect()
     gc.disable()
     try:
@@ -270,7 +270,7 @@ several_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one 
 def test_the_callers_device_stays_current():
     q, k, v = (x.to("cuda:1").requires_grad_() for x in tensors(1, 2, 128, 64, dtype=torch.bfloat16))
     with torch.cuda.device(0):
-        for _ in range(3):  # the full call, and the prepared one
+        for _ in range(3):  # a full call first, then prepared ones
             out = strobe.attention(q, k, v)
             assert torch.cuda.current_device() == 0
             found = torch.autograd.grad(out.sum(), (q, k, v))

@@ -29,13 +29,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _always(item):
-    """Each option of the forward that is used most."""
+    """Whether the test always runs: each option of the most frequent forward does."""
     job = item.callspec.params.get("job")
     return job is not None and (job.compute_capability, job.dtype, job.head_dim, job.backward) == (90, "bfloat16", 128, False)
 
 
 def _group(item):
-    """A GPU and an option, or an engine, of which none may be missing."""
+    """The group of a test: a GPU with an option, or an engine. Some test of each group is drawn."""
     params = item.callspec.params
     if "job" in params:
         return params["job"].compute_capability, params["job"].feature

@@ -17,7 +17,7 @@ OPTIONS = {
     "mask": ({"mask": Shape((1, 1, 1, SK), "bool")}, {}),
 }
 LENGTHS = (1, 100)
-CASES = [(o, LENGTHS[n % 2]) for n, o in enumerate(OPTIONS)]  # make test-long: all
+CASES = [(o, LENGTHS[n % 2]) for n, o in enumerate(OPTIONS)]  # make test-long takes all combinations
 if LONG:
     CASES = [(o, sq) for o in OPTIONS for sq in LENGTHS]
 

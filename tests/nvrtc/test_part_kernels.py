@@ -23,8 +23,8 @@ OPTIONS = {
 STARTS = {"multiples of 16": 0, "anywhere": 8}
 # Bytes of local memory of the worst kernel, if it uses any.
 SPILLS = {
-    (90, "strobe::mma::Backward"): 16,  # d 64, of 256 keys
-    (90, "strobe::simt::Forward"): 8,  # causal
+    (90, "strobe::mma::Backward"): 16,  # head dimension 64, tiles of 256 keys
+    (90, "strobe::simt::Forward"): 8,  # with a causal mask
 }
 
 

@@ -16,7 +16,7 @@ OPTIONS = {
     "mask and bias": ({"mask": Shape((1, 1, 1, SK), "bool"), "bias": Shape((1, 1, 1, SK), "float32")}, {}),
 }
 STORED = ("int8", "float8_e4m3fn", "uint8")
-CASES = [(o, STORED[n % 3]) for n, o in enumerate(OPTIONS)]  # make test-long: all
+CASES = [(o, STORED[n % 3]) for n, o in enumerate(OPTIONS)]  # make test-long takes all combinations
 if LONG:
     CASES = [(o, stored) for o in OPTIONS for stored in STORED]
 

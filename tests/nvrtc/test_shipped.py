@@ -23,11 +23,11 @@ from strobe_tools.cli.prewarm import Job, jobs
 FEATURES = len(re.findall(r"^  i32 \w+;", (Path(__file__).parents[2] / "kernels/attention/features.h").read_text(), re.MULTILINE))
 
 ARCHS = (80, 90, 120)
-OTHER = 80  # beside 90 where not all of them are compiled for
+OTHER = 80  # compiled for beside 90, where not all architectures are
 OLD_ARCHS = (61, 70)  # NVRTC 12 compiles for them
 
 # Bytes of local memory, stores and loads, that the worst kernel of a template with two options or more is known to take;
-# docs/lab/performance.md says where. What is not here takes none.
+# docs/lab/performance.md says where. Kernels that are not listed take none.
 SPILLS = {
     (61, "strobe::simt::Forward"): 492,
     (70, "strobe::simt::Forward"): 1288,
@@ -35,7 +35,7 @@ SPILLS = {
     (80, "strobe::simt::Forward"): 124,
     (80, "strobe::simt::Backward"): 40,
     (80, "strobe::tf32::Backward"): 428,
-    (80, "strobe::mma::Forward"): 48,  # d 256 with softcap, mask and blocks
+    (80, "strobe::mma::Forward"): 48,  # head dimension 256 with softcap, mask and blocks
     (80, "strobe::mma::Backward"): 1440,
     (80, "strobe::passes::BiasGradient"): 108,
     (90, "strobe::simt::Forward"): 144,
@@ -53,8 +53,8 @@ SPILLS = {
 }
 
 
-# The same of kernels with one option or none, each by its name without the zeros at the end of its Config: no other of them spills.
-# Of OLD_ARCHS only a template's worst is known.
+# The same for kernels with at most one option, each by its name without the trailing zeros of its Config; no other such kernel spills. For
+# OLD_ARCHS only the worst kernel of each template is known.
 SPILLS_OF_FEW = {
     (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3}>"): 24,
     (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1}>"): 24,
@@ -99,7 +99,7 @@ SPILLS_OF_FEW = {
 
 
 def options(name: str) -> int:
-    """Of a kernel, which ends its Config with its Features; a band is none."""
+    """The number of options of a kernel, whose Config ends with its Features. A band does not count."""
     numbers = name.partition("{")[2].partition("}")[0].split(",")
     return sum(number != "0" for number in numbers[-FEATURES + 1 :]) if len(numbers) > FEATURES else 0
 
@@ -112,7 +112,7 @@ def accepted(arch: int, name: str) -> int:
 
 
 def shipped() -> list[Job]:
-    """Of the table of `strobe prewarm` Hopper's part, where it differs in more than dtype or width, and some of another GPU's; or all."""
+    """The jobs of `strobe prewarm` to compile: Hopper's that differ in more than dtype or width, and some for another GPU; or all."""
     if LONG:
         return list(jobs(ARCHS, None, None, None)) + list(jobs(OLD_ARCHS, None, ("float32", "float64"), None))
     usual = ("plain", "causal")
@@ -254,7 +254,7 @@ def test_pairs(case, backward):
 
 @pytest.mark.parametrize(("batch", "keys"), [(1, 65536), (64, 4096)])
 def test_one_query_runs_on_packed_heads(batch, keys):
-    """The least predicted time: reading K and V once, not computing tiles of which one row counts."""
+    """Packed heads have the least predicted time, because K and V are read once. In a tile of one head a single row would count."""
     q, k = Shape((batch, 32, 1, 128), "bfloat16"), Shape((batch, 8, keys, 128), "bfloat16")
     names = [kernel.name for kernel in prewarm({"q": q, "k": k, "v": k}, {}, False, 90)]
     assert names[0].startswith("strobe::mma::Decode")
@@ -262,7 +262,7 @@ def test_one_query_runs_on_packed_heads(batch, keys):
 
 def test_small_calls_ship_the_hopper_backward_of_64_keys():
     small = [job for job in jobs([90], None, ["bfloat16"], ["plain", "causal"]) if job.sequences == 1]
-    assert len(small) == 10  # d 32 to 160
+    assert len(small) == 10  # head dimensions 32 to 160
     for job in small:
         names, refused = job.names()
         assert not refused, job
@@ -280,8 +280,8 @@ def test_short_calls_ship_the_hopper_backwards_for_them():
             long, few, many, longer = (Job(90, "bfloat16", dim, feature, True, *length) for length in lengths)
             assert {few, many, longer} <= {*jobs([90], [dim], ["bfloat16"], [feature])}
             assert len({config(long), config(few)}) == 2
-            assert (config(few) == config(many)) == (dim == 32)  # dQ in shared memory pays at d 64
-            assert (config(longer) == config(long)) == (feature == "plain")  # whose walks are long
+            assert (config(few) == config(many)) == (dim == 32)  # dQ in shared memory pays only up to d 64
+            assert (config(longer) == config(long)) == (feature == "plain")  # both have long walks over query tiles
             assert config(longer) != config(few)
 
 
@@ -313,7 +313,7 @@ HOPPER_OPTIONS: dict[str, dict[str, Any]] = {
     "all but a bias": {"softcap": 30.0, "alibi": True, "mask": True, "dropout": 0.1},
     "mask, bias, dropout": {"mask": True, "bias": "own", "dropout": 0.1},
 }
-# make test: what the table above and the pairs do not compile.
+# `make test` compiles only the calls that the table above and the pairs leave out.
 HOPPER_CALLS = list(product(HOPPER_FORMS, HOPPER_OPTIONS)) if LONG else [("dQ", "bias"), ("stages", "softcap"), ("values", "causal")]
 
 
@@ -328,14 +328,14 @@ def test_forms_of_the_hopper_backward(form, options):
 
 
 def test_hopper_takes_powers_of_two():
-    """batch² · seqlen⁴ is a multiple of 2⁶⁴ here."""
+    """The test chooses a shape for which batch² · seqlen⁴ is a multiple of 2⁶⁴."""
     shape = Shape((16, 2, 16384, 64), "bfloat16")
     kernels = prewarm({"q": shape, "k": shape, "v": shape}, {"engine": "cuda-sm90"}, True, 90)
     assert any("sm90::Backward<" in kernel.name for kernel in kernels)
 
 
-# Of kernels with `invariant`, by architecture, template and head dimension: what they are known to spill, outside of their loops, once for
-# each tile of queries. (Up to 64 columns four warpgroups share the registers; beyond 128 O fills them.)
+# The known spills of kernels with `invariant`, by architecture, template and head dimension. These kernels spill outside of their loops,
+# once for each tile of queries. (Up to 64 columns four warpgroups share the registers; beyond 128 O fills them.)
 INVARIANT_SPILLS = {
     (90, "strobe::sm90::Forward", 64): 108,
     (90, "strobe::sm90::Forward", 256): 110,
@@ -346,7 +346,7 @@ INVARIANT = [
     *product((90,), (64, 128, 256), ("block-sparse",), (4096,), (False, True), ("",)),
     *product((80, 90, 120), (128, 192, 256), ("causal",), (1, 4096), (False, True), ("cuda-mma",)),
 ]
-if not LONG:  # one query is the forward's matter, and those of cuda-mma are compiled for one GPU
+if not LONG:  # a single query matters only in the forward, and cuda-mma's kernels are compiled for one GPU only
     INVARIANT = [x for x in INVARIANT if (x[3] > 1 or (x[2] == "causal" and not x[4])) and (not x[5] or (x[0], x[1]) == (90, 256))]
 
 
@@ -366,7 +366,7 @@ def test_invariant(arch, dim, feature, queries, backward, engine):
 @pytest.mark.parametrize("lengths", [(64, 64), (4000, 16), (4096, 4096)], ids=str)
 @pytest.mark.parametrize("heads", [(24, 6), (8, 8)], ids=str)
 def test_fp32_goes_back_where_it_came_from(heads, lengths):
-    """P is exp(S - LSE): S by other products than those that LSE was made of is further off than float32 may be."""
+    """The backward takes the forward's engine. P is exp(S - LSE), and other products than LSE's would make S too inexact for float32."""
     q, k = (Shape((5, h, s, 16), "float32") for h, s in zip(heads, lengths, strict=True))
     families = []
     for backward in (False, True):

@@ -99,7 +99,7 @@ def _valid(case: dict[str, Any]) -> bool:
         not (case.get("varlen") and case.get("storage") in ("bshd", "expanded batch")),
         # the ranges of a part determine which keys count
         not (case.get("part") and case.get("used")),
-        # refused with a part
+        # these options are refused with a part
         not (case.get("part") and (case.get("aux") or case.get("flag") == "invariant" or case.get("page"))),
         not ({"bias", "bias kind"} <= case.keys() and (case["bias"] is None) != (case["bias kind"] is None)),
         # a score is one function of q.k
@@ -112,14 +112,14 @@ def _valid(case: dict[str, Any]) -> bool:
             not case.get("part"),
             # two INT4 are a byte
             not (quant.stored == "int4" and any(n % 2 for n in case.get("dims", ()))),
-            # NumPy does not have it
+            # NumPy has no float8
             not (quant.stored == "float8" and case.get("storage") == "reversed"),
         ]
     return all(rules)
 
 
 def tuples(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid) -> dict[Names, set[Indices]]:
-    """For every `strength` options, the combinations of their values (as indices) that are allowed in one call."""
+    """The combinations of values (as indices) of every `strength` options that are allowed in one call."""
     found = {}
     for names in itertools.combinations(factors, strength):
         indices = itertools.product(*(range(len(factors[name])) for name in names))
@@ -173,12 +173,12 @@ class Inputs:
     dout: Tensor
     dlse: Tensor | None
     options: dict[str, Any]
-    gradients: list[str] = field(default_factory=list)  # those of "bias" and "sinks" that are asked for
+    gradients: list[str] = field(default_factory=list)  # "bias" and "sinks", if their gradients are asked for
     lse: bool = True
     numpy: bool = False  # pass NumPy arrays with negative strides, backward through attention_backward
     run: dict[str, Any] = field(default_factory=dict)  # how it runs, not what: tile, threads, flags
     aux: tuple[str, ...] = ()
-    page: int | None = None  # k and v are passed in pages of this many keys, forward only; Sk is a multiple
+    page: int | None = None  # k and v are passed in pages of this many keys, forward only; Sk is a multiple of it
     quant: Quantised | None = None  # the stored k and v that are passed; k and v are then their values in float64; forward only
 
     @property
@@ -261,7 +261,7 @@ def _on_hyperboloid(x: Tensor) -> Tensor:
 
 
 def _flipped(x: Tensor) -> Tensor:
-    """Its product with a point is the Lorentz product."""
+    """x with its first coordinate negated: the product of the result with a point is their Lorentz product."""
     return torch.cat([-x[..., :1], x[..., 1:]], dim=-1)
 
 
@@ -280,7 +280,7 @@ class Placed:
     """The positions of a call's rows in the sequences of a larger problem."""
 
     ranges: list[list[tuple[int, int]]]  # per sequence
-    lengths: list[int]  # of the whole sequences
+    lengths: list[int]  # lengths of the whole sequences
 
     @classmethod
     def drawn(cls, generator: torch.Generator, lengths: list[int], kind: str) -> Placed:
@@ -319,7 +319,7 @@ def _groups(group: int, page: int | None, rows: int, starts: list[int] | None) -
     at = torch.arange(rows)
     if starts is None or page is None:
         return group_of(at, group, page)
-    found = torch.full((rows,), -1)  # of no sequence
+    found = torch.full((rows,), -1)  # tokens of no sequence
     for b, (start, end) in enumerate(itertools.pairwise(starts)):
         found[start:end] = b * rows + group_of(at[: end - start], group, page)
     return found
@@ -338,7 +338,7 @@ def build(case: dict[str, Any]) -> Inputs:
     """The inputs of a case; the same for the same case."""
     g = torch.Generator().manual_seed(zlib.crc32(repr(sorted(case.items(), key=str)).encode()))
     dtype = DTYPES[case["dtype"]]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32  # of lse and sinks, and of bias if asked for
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # the dtype of lse and sinks, and of bias if asked for
     (d, dv), (sq, sk), (h, hkv), b = case["dims"], case["lengths"], case["heads"], case["batch"]
     options: dict[str, Any] = {}
     varlen = case["varlen"]
@@ -348,7 +348,7 @@ def build(case: dict[str, Any]) -> Inputs:
         zeros = varlen == "zero lengths"
         lengths_q, lengths_k = _lengths(g, b + 1, sq, zeros), _lengths(g, b + 1, sk, zeros)
         if zeros:
-            lengths_q[1], lengths_k[-2] = 0, 0  # keys without queries, queries without keys
+            lengths_q[1], lengths_k[-2] = 0, 0  # one sequence has no queries, one no keys
         b = len(lengths_q)
         options |= {"cu_seqlens_q": _cumulated(lengths_q), "cu_seqlens_k": _cumulated(lengths_k)}
         sq, sk = max(1, *lengths_q), max(1, *lengths_k)
@@ -551,7 +551,7 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
         sq, sk = tensors[0].shape[2], tensors[1].shape[2]
         if "part" in o and tensors[0].shape[0]:
             used = [sk] * tensors[0].shape[0]
-        if not used:  # none, or no batch
+        if not used:  # there is no sequence, or no batch
             return [((*tensors, inputs.dlse), score(None, sq, sk), None)]
         q, k, v, dout = tensors
         dlse = [None if inputs.dlse is None else inputs.dlse[b : b + 1] for b in range(len(used))]

@@ -169,7 +169,7 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
     dlse = None if inputs.dlse is None else inputs.dlse.to(dtype)
     leaf_inputs = dataclasses.replace(inputs, q=q, k=k, v=v, dout=inputs.dout.to(dtype), dlse=dlse, options=options)
     outs, lses, outputs, gradients = [], [], [], []
-    statistics = []  # for each problem, with the keys that it has
+    statistics = []  # one entry per dense problem, with the keys that it has
     for (qs, ks, vs, dout, dl), score, place in dense_problems(leaf_inputs):
         order = None
         if seed is not None:
@@ -203,7 +203,7 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
 
 
 def _auxiliary(inputs: Inputs, statistics: list[tuple[Tensor, Tensor, slice]]) -> Results:
-    """From the results of dense problems: 0 for keys that none of them has."""
+    """max_logit and column_sums from the results of dense problems: 0 for keys that none of them has."""
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     heads, keys = inputs.q.shape[1 if inputs.varlen or axis == 2 else 2], inputs.k.shape[axis]
     if inputs.varlen:
@@ -302,7 +302,7 @@ class Yardstick:
                 for name, t in run_plain(inputs, dtype, from_output, seed).items():
                     errors[name] = max(errors[name], error(t, ref[name]))
         if dtype != torch.float32 and not all(map(math.isfinite, errors.values())):
-            return self._plain_errors(calls, torch.float32)  # they overflowed: no yardstick
+            return self._plain_errors(calls, torch.float32)  # the formulas overflowed in 16 bits and give no measure
         return errors
 
     def _gross(self) -> dict[str, float]:

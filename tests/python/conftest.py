@@ -52,7 +52,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Draws, before -k chooses: what is left of a test is the same whichever of its cases are asked for."""
+    """Draws cases before -k selects some, so that the drawn ones do not depend on the selection."""
     if not LONG:
         leave_out(config, items, {item for item in items if item.get_closest_marker("long")})
     if not is_drawn(config):

@@ -62,7 +62,7 @@ def _cut(rng: random.Random, lengths: list[int], parts: int, packed: bool) -> li
 
 @dataclass
 class Whole:
-    """The call in axes (sequence, head, row, column), a list of sequences if these have lengths of their own."""
+    """The call with axes (sequence, head, row, column), as a list of sequences if these have different lengths."""
 
     inputs: Inputs
     q: list[Tensor]
@@ -188,7 +188,7 @@ class Piece:
 
 
 def _spans(rng: random.Random, n: int) -> Iterator[range]:
-    """Some neighbours at a time."""
+    """Divides range(n) into ranges of random lengths."""
     at = 0
     while at < n:
         end = rng.randint(at + 1, n) if rng.random() < 0.5 else n

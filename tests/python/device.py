@@ -22,7 +22,7 @@ from strobe.arrays import torch as torch_arrays
 _WHERE = os.environ.get("STROBE_TEST_DEVICE", "cpu")
 EMULATED = _WHERE == "emulated"
 ON_GPU = EMULATED or _WHERE == "cuda"
-DEVICE = "cpu" if EMULATED else _WHERE  # of tensors
+DEVICE = "cpu" if EMULATED else _WHERE  # the device of tensors
 
 
 _QUANTISED = ("k", "v", "k_scale", "v_scale")

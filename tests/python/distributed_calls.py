@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 import strobe
@@ -152,8 +153,8 @@ AGAIN: dict[str, dict[str, Any]] = {
 
 
 def comes_again(group: dist.ProcessGroup, method: str) -> tuple[dict[str, float], int]:
-    """By how much each of AGAIN differs from one device's call, the third time that all of them are made; and how many calls are remembered
-    that were not after the second time."""
+    """Makes all calls in AGAIN three times. Returns how far each third result differs from one device's, and how many calls are remembered
+    after the third time that were not after the second."""
     own, found, kept = dist.new_group(list(range(group.size()))), {}, 0
     for _ in range(3):
         before = len(_prepared.CALLS.lately)
@@ -474,12 +475,12 @@ def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tu
         out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method, **given)
         of_forward, found = found, []
         out.backward(dout)
-    return of_forward[1:], found[1:]  # the first is checked, and not made
+    return of_forward[1:], found[1:]  # without the call that is only checked
 
 
 def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[str, str]]]:
-    """By how much nn.MultiheadAttention of shards differs from that of whole sequences, with and without gradients; and its message if
-    weights are asked for."""
+    """The difference between nn.MultiheadAttention of shards and of whole sequences, with and without gradients; and its message if weights
+    are asked for."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     torch.manual_seed(0)
     module, x = torch.nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, S, 32)
@@ -496,7 +497,7 @@ def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[
 
 
 def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Within a context: calls that see only the rank's tokens, then strobe.distributed's; and one after the context."""
+    """What calls raise: in a context calls that see only the rank's tokens, and strobe.distributed's; then a call after the context."""
     from strobe.compat import sdpa
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
@@ -518,7 +519,7 @@ def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, st
 
 
 def changed_in_place(group: dist.ProcessGroup, method: str) -> float:
-    """The same for packed sequences, tracked and not."""
+    """The largest difference if out of packed sequences, tracked by autograd or not, is changed in place."""
     sharding, cu = Sharding.contiguous(32, group.size()), torch.tensor([0, 20, 32], dtype=torch.int32)
     q, k, v = (torch.randn(32 // group.size(), 4, 16) for _ in "qkv")
     differences = []
@@ -547,6 +548,7 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
         {"buffers": x, "buffer_seq_dims": [1]},
         {"buffers": [x], "buffer_seq_dims": 1},
         {"buffers": [x], "buffer_seq_dims": [1], "no_restore_buffers": x},
+        {"buffers": [x.to_sparse()], "buffer_seq_dims": [1]},
     ):
 
         def enter(given: dict[str, Any] = given) -> None:
@@ -555,6 +557,15 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 
         found.append(said(enter))
     return found
+
+
+def masks_refused_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]]:
+    """What F.scaled_dot_product_attention says of an attn_mask of another kind."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
+    x = torch.zeros(1, 2, 8, 16)
+    with strobe.distributed.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        return [said(lambda mask=mask: sdpa(x, x, x, attn_mask=mask)) for mask in (3, torch.ones(1, 8, dtype=torch.int64))]
 
 
 def in_two_levels(group: dist.ProcessGroup) -> tuple[list[str], list[tuple[str, str]]]:
@@ -573,6 +584,40 @@ def in_two_levels(group: dist.ProcessGroup) -> tuple[list[str], list[tuple[str, 
         said(lambda: attention(q, k, v, sharding=sharding, mesh=wrong)),
         said(lambda: attention(q, k, v, sharding=sharding, mesh=three)),
     ]
+
+
+def refused_in_own_words(group: dist.ProcessGroup, function: str) -> list[tuple[str, str]]:
+    """What attention() or explain() says of arguments that concern whole sequences, of which each rank has a part."""
+    sharding, own = Sharding.contiguous(32, group.size()), getattr(strobe.distributed, function)
+    q = sharding.shard(torch.randn(2, H, 32, D), 2, group.rank())
+    lists = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 10, 32], dtype=torch.int32))
+    packed = q[0].transpose(0, 1)
+    of_three = strobe.BlockMask.from_kept(torch.ones(3, 3, 2, 2, dtype=torch.bool), 16, 16)
+    causal = strobe.BlockMask.causal(48, 32, 16, 16)
+    kinds: list[tuple[Tensor, dict[str, Any]]] = [
+        (q, {"nonsense": 1}),
+        (q, {"block_mask": causal}),
+        (q, {"block_mask": of_three}),
+        (packed, lists | {"block_mask": causal}),
+        (packed, lists | {"max_seqlen_q": 5}),
+        (packed, lists | {"max_seqlen_k": 5, "block_mask": strobe.BlockMask.causal(22, 22, 16, 16)}),
+        (q, {"sinks": torch.zeros(3)}),
+        (q, {"alibi_slopes": torch.zeros(3)}),
+        (q, {"mask": torch.ones(32, 33, dtype=torch.bool)}),
+        (q, {"mask": causal_lower_right(16, 16)}),
+    ]
+    return [said(lambda x=x, given=given: own(x, x, x, sharding=sharding, group=group, **given)) for x, given in kinds]
+
+
+def by_a_causal_bias(group: dist.ProcessGroup) -> bool:
+    """Whether a causal bias of whole sequences is causal."""
+    sharding = Sharding.zigzag(S, group.size())
+    q, k, v, _ = shards(sharding, group.rank())
+    found, expected = (
+        strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method="gather", **given)
+        for given in ({"mask": causal_lower_right(S, S)}, {"causal": True})
+    )
+    return torch.equal(found, expected)
 
 
 def explained(group: dist.ProcessGroup, method: str | None, hkv: int, backward: bool, options: dict[str, Any]) -> str:
@@ -608,7 +653,7 @@ def bytes_received(group: dist.ProcessGroup, method: str, kind: str, options: di
 
 
 def trained_and_resumed(group: dist.ProcessGroup, folder: str, cache: str) -> tuple[list[float], list[float]]:
-    """The losses of four steps; and of two, a checkpoint, and two more. `group` has all ranks."""
+    """The losses of a run of four steps, and of one that is resumed from a checkpoint after two. `group` has all ranks."""
     from strobe_tools.train import CONFIGS, data
     from strobe_tools.train.ranks import Ranks
     from strobe_tools.train.trainer import Trainer
@@ -629,7 +674,7 @@ def trained_and_resumed(group: dist.ProcessGroup, folder: str, cache: str) -> tu
 
 
 def runs_the_page(group: dist.ProcessGroup, page: str) -> float:
-    """Runs the Python of docs/many-gpus.md; by how much the results that it prints differ. `group` has all ranks and stays."""
+    """Runs the Python of docs/many-gpus.md; returns by how much the results that it prints differ. `group` has all ranks and stays."""
     printed: list[float] = []
     names: dict[str, Any] = {"print": lambda x: printed.append(float(x))}
     there = {"init_process_group": lambda backend: None, "destroy_process_group": lambda: None}
@@ -659,7 +704,7 @@ DTENSOR_OPTIONS: dict[str, dict[str, Any]] = {
         "engine": "reference",
     },
     "none": {},
-    "learned": {},  # bias and sinks, with gradients
+    "learned": {},  # bias and sinks that have gradients
 }
 
 

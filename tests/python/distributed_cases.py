@@ -50,17 +50,17 @@ PLAIN = {name: values[0] for name, values in cases.FACTORS.items() if name not i
 
 
 def valid(case: dict[str, Any]) -> bool:
-    """Every rule is about two options."""
+    """Whether the values in `case` are allowed in one call. The case may lack options. Every rule is about two options."""
     world, method = case.get("how", (1, "heads"))
     beside = {name: case[name] for name in ("used", "flag") if case.get(name) in ("some", "invariant")}
     heads = case.get("heads")
     rules = [
         not (heads and method == "heads" and heads[1] % world),
         not (heads and method == "levels" and heads[1] % node_of(world)),
-        # they need method "heads", and exclude dropout and a block mask of several heads
+        # `beside` needs method "heads", and excludes dropout and a block mask of several heads
         not (beside and "how" in case and method != "heads"),
         not (beside and (case.get("dropout") or (case.get("blocks") or " ")[-1].endswith("H"))),
-        not (case.get("storage") in ("transposed", "sliced") and case.get("sharding") in ("zigzag", "balanced")),  # they copy
+        not (case.get("storage") in ("transposed", "sliced") and case.get("sharding") in ("zigzag", "balanced")),  # these shardings copy
     ]
     return all(rules) and cases._valid(case)
 
@@ -73,7 +73,7 @@ def every_pair() -> list[dict[str, Any]]:
         (world, method), inputs = case["how"], build(case)
         scores = case["mask"] or case["bias"]
         if method in ("heads", "levels") and world > 1 and scores and 1 in _most_rows(inputs, shardings(case, inputs)[0]):
-            longer = [case | {"lengths": n, "sharding": "contiguous"} for n in ((64, 64), (129, 64), (257, 257))]  # packed ones: by chance
+            longer = [case | {"lengths": n, "sharding": "contiguous"} for n in ((64, 64), (129, 64), (257, 257))]  # packed ones: random
             plain = next(x for x in longer if 1 not in _most_rows(build(x), shardings(x, build(x))[0]))
             found += [plain, case | {"mask": None, "bias": None, "bias kind": None}]
             case = case | {"how": (1, "heads") if case["used"] or case["flag"] == "invariant" else (world, "ring")}
@@ -146,7 +146,7 @@ class Shard:
         return self.shardings[side].shard(x, axis, self.rank)
 
     def rows(self) -> list[Tensor]:
-        """For each sequence (dense tensors: for one) the positions of this rank's queries."""
+        """The positions of this rank's queries in each sequence (dense tensors: one list for all)."""
         positions = self.shardings[0].positions(self.rank)
         if not self.inputs.varlen:
             return [positions]

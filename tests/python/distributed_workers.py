@@ -35,7 +35,7 @@ def _serve(rank: int, most: int, backend: str, folder: str, seconds: float, pipe
         function, world, arguments = pipe.recv()
         try:
             pipe.send((None, function(groups[world], *arguments)))
-        except BaseException as failure:  # of any type: the test gets it
+        except BaseException as failure:  # whatever its type is, the test gets it
             pipe.send((f"{type(failure).__name__}: {failure}\n{traceback.format_exc()}", None))
 
 
@@ -63,7 +63,7 @@ class Workers:
                 pipe.send((function, world, arguments))
 
     def receive(self, world: int) -> list[Any]:
-        """What each rank of the group returned."""
+        """The return values of the group's ranks."""
         answers = [self._answer(rank, self._seconds) for rank in range(world)]
         wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
         assert not wrong, "\n".join(wrong)
@@ -91,15 +91,15 @@ class Workers:
             if process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)
-                    time.sleep(0.3)  # one after the other
+                    time.sleep(0.3)  # so that ranks print one after the other
 
     @property
     def closed(self) -> bool:
-        """They can then no longer be used: an answer did not come."""
+        """Whether the workers can no longer be used, because an answer did not come."""
         return not self._processes
 
     def close(self) -> None:
-        for process in self._processes:  # they have nothing to keep
+        for process in self._processes:  # the processes have nothing to save
             process.kill()
             process.join()
         self._processes = []

@@ -19,7 +19,7 @@ def one_of(name: str):
 
 @st.composite
 def cases(draw):
-    """Like a row of the all-pairs table, with lengths, head dimensions and heads from far wider ranges."""
+    """Draws a case like a row of the all-pairs table, with lengths, head dimensions and heads from far wider ranges."""
     group, kv = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     case = {name: draw(one_of(name)) for name in FACTORS}
     case |= {
@@ -48,7 +48,7 @@ def cases(draw):
     if case["quant"] and case["quant"].stored == "float8" and case["storage"] == "reversed":
         case["storage"] = "sliced"
     if case["score"] != "dot":
-        case["softcap"] = FACTORS["softcap"][0]  # none: the two exclude each other
+        case["softcap"] = FACTORS["softcap"][0]  # no softcap, because the two exclude each other
     if case["bias kind"] == "float32" and case["dtype"] == "float64":
         case["bias kind"] = "gradient"
     return case

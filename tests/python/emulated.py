@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-BUILD = ROOT / "build" / "cpp"  # make emulator
+BUILD = ROOT / "build" / "cpp"  # where `make emulator` builds
 
 
 def output(program: str, *arguments: str, **emulator: str) -> str:

@@ -1,5 +1,5 @@
-"""The engines that a test runs. On a GPU, on an emulated one and in `make test-long` all; otherwise the CPU's usual one, the baseline and
-one that is drawn for each test, so that a run covers every engine, but not everything on each."""
+"""The engines that a test runs. On a GPU, on an emulated one and in `make test-long` these are all engines. Otherwise they are the CPU's
+usual one, the baseline and one that is drawn for each test, so that a run covers every engine, but not everything on each."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def current_test() -> str:
 
 
 def engines_under_test(*what: object) -> list[str]:
-    """For a loop within a test. The draw depends on the seed, the test and the other arguments."""
+    """The engines for a loop within a test. The draw depends on the seed, the test and the other arguments."""
     return thinned(available_engines(), f"{current_test()} {what}")
 
 
 def beside_the_default(*what: object) -> list[str]:
-    """For a loop that runs engine=None, too: on a CPU that is the usual engine."""
+    """The engines for a loop that also runs engine=None, which on a CPU is the usual engine."""
     return [name for name in engines_under_test(*what) if LONG or ON_GPU or name != usual_engine()]
 
 
@@ -52,7 +52,7 @@ def is_drawn(config: Any) -> bool:
 
 
 def part(found: list[Any], what: str, share: int) -> list[Any]:
-    """One of share of these, rounded up, in their order."""
+    """One in `share` of these, rounded up, in their order."""
     kept = set(draw(what).sample(range(len(found)), -(-len(found) // share)))
     return [x for i, x in enumerate(found) if i in kept]
 

@@ -1,4 +1,4 @@
-"""What flash-attn's functions compute, by its documentation, in the terms of plain.py: the formulas in float64."""
+"""The formulas of flash-attn's documentation, by plain.py in float64."""
 
 from __future__ import annotations
 

@@ -54,12 +54,12 @@ class Variant:
 
     first: int
     end: int
-    heads_kv: list[int]  # of the problem; None stands for a head of the surroundings
+    heads_kv: list[int]  # key heads of the problem; None stands for a head of the surroundings
     share: int  # query heads of each key head, from its first one on
     kind: str  # "dense", "packed", "used"
-    lengths: list[tuple[int, int]]  # of the other sequences of a packed call: queries and keys
+    lengths: list[tuple[int, int]]  # queries and keys of the other sequences of a packed call
     batch: int
-    place: int  # of the problem among them
+    place: int  # the problem's place among them
     storage: str
     threads: int
     seed: int
@@ -283,8 +283,8 @@ def mixes(
     most_dim: int = 256,
     **how: Any,
 ) -> Iterator[tuple[int, dict[str, int], str]]:
-    """For each mix its number, how many elements of each result have other bits, and its description. A problem that no engine supports
-    with `invariant` is left out, and so are the gradients if its backward is refused."""
+    """Yields each mix's number, how many elements of each result have other bits, and a description. A problem that no engine supports with
+    `invariant` is left out, and so are the gradients if its backward is refused."""
     for n in range(problems):
         rng = random.Random(f"{seed}/{n}")
         p = draw_problem(rng, dtype, device, longest, most_dim)

@@ -29,7 +29,7 @@ def in_pages(
     table = table.to(k.device, torch.int32)
     pools = []
     for x in (k, v):
-        nothing = torch.nan if x.is_floating_point() else 255  # as FP8 these bytes are NaN
+        nothing = torch.nan if x.is_floating_point() else 255  # as FP8 bytes of 255 are NaN
         pool = torch.full((pages, x.shape[1], page, x.shape[3]), nothing, dtype=x.dtype, device=x.device)
         pools.append(pool if empty is None else empty(pool))
     first = 0

@@ -135,7 +135,7 @@ def attention(
     k = k[:, :, None].expand(b, hkv, h // hkv, sk, k.shape[3]).reshape(b, h, sk, k.shape[3])
     v = v[:, :, None].expand(b, hkv, h // hkv, sk, v.shape[3]).reshape(b, h, sk, v.shape[3])
 
-    def ordered(t: Tensor) -> Tensor:  # over the keys
+    def ordered(t: Tensor) -> Tensor:  # orders along the keys
         return t if order is None else t.expand(*t.shape[:-1], sk)[..., order[1]]
 
     if order is not None:

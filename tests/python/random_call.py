@@ -1,6 +1,6 @@
 """Repeats the random call of a number: python tests/python/random_call.py NUMBER [--engine NAME] [--gpu].
 
---gpu: one of those that tests/gpu/random_calls.py draws; other numbers are those of test_random.py. STROBE_TEST_DEVICE sets the device."""
+With --gpu, NUMBER is a number of tests/gpu/random_calls.py, otherwise one of test_random.py. STROBE_TEST_DEVICE sets the device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drawn(number: int, gpu: bool = False) -> Call:
 
 
 def engines(call: Call) -> list[str | None]:
-    """None: the library's own choice; and another one that computes here, drawn. Those of the ladder do not keep hidden numbers out."""
+    """None, which is the library's own choice, and one drawn engine that computes here. (The ladder's do not keep hidden numbers out.)"""
     names = [name for name, missing in strobe.engines() if missing is None and name != "reference"]
     usable = [name for name in names if here(name) or (name.startswith("ladder-") and not call.spoiled)]
     rng = random.Random(f"engine {call.number // CALLS}")
@@ -107,7 +107,7 @@ def faults(call: Call, names: list[str | None]) -> list[str]:
             results = run(call, engine)
         except NotImplementedError as refusal:
             if engine is None and not (ON_GPU and call.options.get("invariant") and "invariant" in str(refusal)):
-                raise  # except for block masks that cut key tiles, and the like
+                raise  # the library's own choice may refuse `invariant` on a GPU, e.g. if block masks cut key tiles
             continue  # an engine requested by name may refuse, also because of the strides of dO
         found += [f"{engine or 'default'}: {fault}" for fault in judge.faults(results)]
         if call.options.get("deterministic"):

@@ -99,7 +99,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 def _positions(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packing | None, device: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """i + offset - j; and which queries and keys exist, for each sequence."""
+    """Returns i + offset - j, and for each sequence which queries and keys exist."""
     i, j = torch.arange(sq, device=device)[:, None], torch.arange(sk, device=device)[None, :]
     if (held := Held.of(options, b, sq, sk, device)) is not None:
         part = options["part"]
@@ -192,7 +192,7 @@ class Dense:
         cls, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any], seen: Tensor,
         packing: Packing | None,
     ) -> Dense:  # fmt: skip
-        """From the call's tensors, (B, H, S, D) or packed."""
+        """Makes it from the call's tensors, (B, H, S, D) or packed."""
         if packing:
             q, k, v, dout = (packing.dense(t, keys) for t, keys in ((q, False), (k, True), (v, True), (dout, False)))
             dlse = None if dlse is None else packing.dense(dlse.T[..., None], False)[..., 0]
@@ -202,7 +202,7 @@ class Dense:
             slopes = slopes.view(-1, h, 1, 1)
         if dlse is None:
             dlse = torch.zeros(b, h, sq, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
-        elif sinks is None:  # in a row that sees no key it is ignored
+        elif sinks is None:  # the sink is ignored in a row that sees no key
             dlse = torch.where(seen.expand(b, h, sq, sk).any(3), dlse, 0)
         held = Held.of(options, b, sq, sk, q.device)
         if held is None:
@@ -222,8 +222,8 @@ class Dense:
         )  # fmt: skip
 
     def ordered(self, seed: int) -> tuple[Dense, Tensor, Tensor]:
-        """The same with keys and head dimensions in other orders, which are returned: sums then have another order. In odd ones a head
-        dimension stays near its place, so that a large one at the front, as in points of a hyperboloid, comes early."""
+        """The same with keys and head dimensions in other orders, which are returned: sums then have another order. If seed is
+        odd, head dimensions stay near their places, so that a large first coordinate, as in points of a hyperboloid, comes early."""
         g = torch.Generator().manual_seed(seed)
         keys, dims = (torch.randperm(n, generator=g) for n in (self.k.shape[2], self.q.shape[3]))
         if seed % 2:
@@ -251,7 +251,7 @@ class Dense:
 
         def moved(t: Tensor) -> Tensor:
             up = torch.randint(2, t.shape, generator=g).to(t.device)
-            of = self.q.dtype if t.dtype == torch.float64 else t.dtype  # quantised keys are float64 here
+            of = self.q.dtype if t.dtype == torch.float64 else t.dtype  # quantised keys are float64 in `self`
             return (t.double() * (1 + torch.finfo(of).eps * (2 * up - 1))).to(t.dtype)
 
         q, k, v, dout = (moved(mixed(t, keys)) for t, keys in ((self.q, False), (self.k, True), (self.v, True), (self.dout, False)))

@@ -36,7 +36,7 @@ class Call:
     dout: Tensor
     dlse: Tensor | None
     options: dict[str, Any]
-    leaves: list[str]  # those of q, k, v, bias and sinks whose gradients are asked for
+    leaves: list[str]  # the tensors among q, k, v, bias and sinks whose gradients are asked for
     returns_lse: bool
     dense: Dense
     packing: Packing | None
@@ -121,7 +121,7 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     if rng.random() < 0.1:
         o["flags"] = sorted([*o["flags"], "invariant"])
     o["part"] = _one(rng, {None: 0.82, "aligned": 0.08, "any": 0.1})  # the positions of rows in a larger problem
-    if o["part"]:  # with it these are refused
+    if o["part"]:  # a part excludes the following options
         o |= {"used": False, "aux": (), "flags": [name for name in o["flags"] if name != "invariant"]}
     o["page"] = None  # keys per page
     if not o["part"] and rng.random() < 0.12:
@@ -138,8 +138,8 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
 
 @dataclass
 class Placing:
-    """For each sequence: the ranges of positions of its rows, and its whole length. All sequences of a dense call have the same ranges or
-    their own."""
+    """The ranges of positions of each sequence's rows, and its whole length. All sequences of a dense call have the same ranges or their
+    own."""
 
     ranges_q: list[list[tuple[int, int]]]
     ranges_k: list[list[tuple[int, int]]]
@@ -188,7 +188,7 @@ class Shape:
     b: int
     h: int
     hkv: int
-    sq: int  # packed: of the longest
+    sq: int  # packed: of the longest sequence
     sk: int
     lengths_q: list[int] | None = None
     lengths_k: list[int] | None = None
@@ -218,11 +218,11 @@ def _lengths(rng: random.Random, o: Options, most: int, most_keys: int) -> tuple
 
 
 def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float], most: int = 4096, most_keys: int = 16384) -> Shape:
-    """scores: draws the largest number of scores in all; most, most_keys: the largest length, and where they are many."""
+    """scores: draws the largest number of scores in all; most: the largest length; most_keys: with "long keys", that of the keys."""
     rng = random.Random(f"shape {number}")
     budget = scores(rng) if o["length"] != "long keys" else max(scores(rng), 2 * most_keys)
     sq, sk = _lengths(rng, o, most, most_keys)
-    while sq * sk > budget:  # the longer one is shortened, except keys that are meant to be many
+    while sq * sk > budget:  # shortens the longer one, except keys that are meant to be many
         if o["length"] == "long keys" and sq > 1 and sk < budget:
             sq = max(1, int(budget / sk))
         elif sq >= sk:
@@ -248,7 +248,7 @@ def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float]
 
     s.lengths_q = lengths(sq)
     s.lengths_k = list(s.lengths_q) if sq == sk and rng.random() < 0.6 else lengths(sk)
-    s.sq, s.sk = max(1, sq), _whole_pages(o, max(1, sk))  # a bound of 0 means none
+    s.sq, s.sk = max(1, sq), _whole_pages(o, max(1, sk))  # because a maximum of 0 means none
     padding = rng.random() < 0.6
     s.used = _used(rng, o, s.lengths_k)
     s.total_q = sum(s.lengths_q) + (rng.choice([1, 7, 40, 130]) if padding else 0)
@@ -287,7 +287,7 @@ class _Values:
         return torch.rand(shape, generator=self.generator, device=self.device) < p
 
     def spoil_like(self, x: Tensor) -> Tensor:
-        """As many NaN, infinities or huge numbers; random bytes for bool."""
+        """A tensor of x's size with NaN, infinities or huge numbers; random bytes for bool."""
         if x.dtype == torch.bool:
             return self.chance(0.5, *x.shape)
         if x.dtype == torch.uint8:  # bytes of quantised keys
@@ -371,7 +371,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     values = _Values(number, device)
     rng = values.rng
     dtype = DTYPES[o["dtype"]]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32  # of lse and sinks
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # the dtype of lse and sinks
     options: dict[str, Any] = {"causal": "causal" in o["band"], "alignment": o["alignment"]}
     bshd = not o["packed"] and rng.random() < 0.3
     if bshd:
@@ -499,7 +499,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
 
 
 def _with_gaps(number: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The options with some lists in other strides. The numbers in the gaps would be illegal in the list."""
+    """The options with some lists in other strides. The numbers in the gaps would be invalid in the list."""
     rng = random.Random(f"lists {number}")  # a generator of its own, so that everything else is drawn as without it
     given = dict(options)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "rng"):
@@ -516,8 +516,8 @@ def _with_gaps(number: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lacking(values: _Values, o: Options, s: Shape, device: str) -> Tensor | None:
-    """For each sequence, pages whose numbers are not in the pool, which hides their keys: (B, pages of a sequence). In host memory, and if
-    it is checked, that is refused."""
+    """Which pages of each sequence get a number that is not in the pool, which hides their keys: (B, pages of a sequence). None where such
+    numbers are refused: in host memory, and with `check`."""
     if not o["page"] or not ON_GPU or "check" in o["flags"] or values.rng.random() < 0.6:
         return None
     return values.chance(values.rng.choice([0.02, 0.3, 1.0]), s.b, s.sk // o["page"])
@@ -550,7 +550,7 @@ def _quantised(o: Options, packing: Packing | None, k: Tensor, v: Tensor) -> tup
         at = torch.arange(k.shape[row], device=k.device)
         groups = group_of(at, kind.group, o["page"])
         if packing and o["page"]:
-            groups = torch.full_like(at, -1)  # of no sequence
+            groups = torch.full_like(at, -1)  # tokens of no sequence
             for b, (first, n) in enumerate(packing.spans(True)):
                 groups[first : first + n] = b * len(at) + group_of(at[:n], kind.group, o["page"])
     return quantised(kind, k, v, row, groups)
@@ -605,7 +605,7 @@ def _spoil(
     unread, empty = unread.to(q.device), empty.to(q.device)
     nobody = torch.zeros_like(empty)
     queries = empty if values.rng.random() < 0.3 else nobody
-    # With a sink D of a row that sees no key is dO O, 0 times the numbers of dO.
+    # With a sink, a row that sees no key has O = 0, and D = dO O is NaN if dO is not finite.
     for t, where in ((k, unread), (v, unread), (q, queries), (dout, nobody if "sinks" in options else queries)):
         if t.numel() and all(stride or n == 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
             values.spoiled(t, (packing.pack(where, where is unread, True).T if packing else where)[..., None])

@@ -26,9 +26,10 @@ def _in_runs(q: Tensor, k: Tensor) -> Tensor:
 
 
 def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool = False, p_from_lse: bool = False) -> Results:
-    """dtype: of each step's result. A product of 16-bit matrices is summed in float32, as tensor cores and BLAS sum it, and so is a sum of
-    16-bit numbers. d_from_p: D is the sum of P dP, not of dO O: equal except for rounding. in_runs: q.k is summed in runs of 32 columns.
-    p_from_lse: the gradients' P is exp(S - LSE), as in the page, with the LSE that a caller gets; otherwise that of the output."""
+    """The results. Each step's result is rounded to dtype. A product of 16-bit matrices is summed in float32, as tensor cores and BLAS
+    sum it, and so is a sum of 16-bit numbers. d_from_p: D is the sum of P dP, not of dO O, which is equal except for rounding. in_runs: q.k
+    is summed in runs of 32 columns. p_from_lse: the gradients' P is exp(S - LSE), as in docs/semantics.md, with the LSE that a caller gets;
+    otherwise it is the output's P."""
     work = torch.float32 if dtype in HALF else dtype
     r: Callable[[Tensor], Tensor] = (lambda t: t.to(dtype).to(work)) if dtype in HALF else (lambda t: t)
     q, k, v, dout, dlse = (t.to(work) for t in (x.q, x.k, x.v, x.dout, x.dlse))
@@ -94,6 +95,6 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         results["dbias"] = total_ds.to(x.bias.dtype).to(work) if x.bias.dtype in HALF and dtype in HALF else total_ds
     if sink is not None:
         share = torch.exp(sink - lse)
-        ds = share * (dlse[..., None] - delta)  # of the sink as one more key, rounded like its dS; otherwise in the precision of lse
+        ds = share * (dlse[..., None] - delta)  # the sink as one more key, rounded like its dS; otherwise in the precision of lse
         results["dsinks"] = (r(ds) if d_from_p else ds).sum(dim=(0, 2, 3))
     return results

@@ -14,10 +14,10 @@ from random_formulas import HALF, Results, evaluate
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
 ORDERS = 12  # orders of summation of the formulas, beside their own: one may have a small error by chance
-# Calls of the same kind that are measured, if that is possible for the whole call, and as many of a call with fewer visible rows than FEW.
-# The largest error is that of a row whose terms happen to cancel, and twelve calls of six queries hold few rows: over 60 calls of 112 rows
-# each, cuda-tf32 erred by 1.8 times as much as the formulas, over 300 calls of 24 rows by 1.7. With more of larger calls an engine that
-# sums all 256 columns of q.k in one run goes unnoticed.
+# DRAWS calls of the same kind are measured where that is possible for the whole call. Of a call with fewer visible rows than FEW,
+# DRAWS_OF_FEW are measured, because the largest error is that of a row whose terms happen to cancel, and twelve calls of six queries hold
+# few rows: over 60 calls of 112 rows each, cuda-tf32 erred by 1.8 times as much as the formulas, over 300 calls of 24 rows by 1.7. With
+# more draws of larger calls, an engine that sums all 256 columns of q.k in one run would go unnoticed.
 DRAWS, FEW, DRAWS_OF_FEW = 12, 300, 100
 STATISTICS = ("lse", "max_logit", "column_sums")
 
@@ -68,7 +68,7 @@ class Judge:
         lse = min(max(self.size["lse"], 1.0), 1e5)
         self.rounding = {name: 4 * torch.finfo(torch.float64).eps * lse * gross.get(name, size) for name, size in self.size.items()}
         self.plain = dict.fromkeys(self.ref, 0.0)  # the formulas' error, so far
-        self.plain_statistics = dict.fromkeys(STATISTICS, 0.0)  # in float32
+        self.plain_statistics = dict.fromkeys(STATISTICS, 0.0)  # the same in float32
         self.steps = self._steps() if self.dtype == torch.float16 else {}
         self._more = self._measure()
 
@@ -80,8 +80,8 @@ class Judge:
         return {name: size for name, size in gross.items() if name in self.ref}
 
     def _steps(self) -> dict[str, float]:
-        """The error of P and dS below 2^-14 by float16's steps of 2^-24 (docs/semantics.md, "Rows"): each element is off by up to half a
-        step, either way, so a sum of n of them by sqrt(n) of these; four standard deviations. The largest of each gradient."""
+        """The largest error of each gradient from P and dS below 2^-14, where float16 has steps of 2^-24 (docs/semantics.md, "Rows"). Each
+        element is off by up to half a step, in either direction, so the errors of n terms grow with sqrt(n); four standard deviations."""
         x = self.call.dense
         seen, k, v, dout = (t.double() for t in (x.seen, x.k, x.v, x.dout))
         (b, h, sq), (hkv, sk), d = dout.shape[:3], k.shape[1:3], x.q.shape[3]
@@ -122,7 +122,7 @@ class Judge:
             from_lse = [(False, True)] if dtype == torch.float32 and self.size["lse"] <= 16 else []
             for d_from_p, p_from_lse in [(True, False), (False, False), *from_lse]:
                 errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_runs, p_from_lse).items()}
-                if dtype in HALF and not all(map(math.isfinite, errors.values())):  # they overflow: no yardstick
+                if dtype in HALF and not all(map(math.isfinite, errors.values())):  # the formulas overflow and give no measure
                     dtype = torch.float32
                     errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_runs).items()}
                 self.plain = {name: max(self.plain[name], error) for name, error in errors.items()}
@@ -141,7 +141,7 @@ class Judge:
         if self.dtype == torch.float64:
             bound = max(bound, self.rounding[name])
         if self.dtype in HALF:
-            bound += ulp(self.dtype if name in self.vanishing else self.dtype_of(name), size)  # if it cancels, it carries the rounding of O
+            bound += ulp(self.dtype if name in self.vanishing else self.dtype_of(name), size)  # if it cancels, it has the rounding of O
             if name == "column_sums":
                 bound += size * 2.0**-21 * (1 + 2 * self.size["lse"])  # P in float32: docs/semantics.md, "Rows"
             if name in STATISTICS:
@@ -161,7 +161,7 @@ class Judge:
         return packing.dense(t, keys, ref)
 
     def _behind(self, name: str, t: Tensor) -> Tensor:
-        """The results of tokens of no sequence."""
+        """The part of a result that belongs to tokens of no sequence."""
         packing = self.call.packing
         if packing is None or name in ("dbias", "dsinks", "max_logit"):
             return t[:0]

@@ -116,7 +116,7 @@ def groups_on_the_cpu(direction):
 def test_figures(direction):
     group = groups_on_the_cpu(direction)
     found = measurement.measure(group, 1, "cpu", seconds(strobe=2e-9, fa2=4e-9, dropout=8e-9))
-    assert list(found.absent) == ["cudnn"]  # not on a CPU
+    assert list(found.absent) == ["cudnn"]  # cuDNN does not run on a CPU
     rate = group.work("strobe") / 2e-9 / 1e12
     plain, dropped = found.rows
     assert plain == {
@@ -134,7 +134,7 @@ def test_figures(direction):
 
 
 class PeersOwnError(Exception):
-    """Like the exception of a compiler that a peer brings along."""
+    """An exception like that of a compiler that a peer brings along."""
 
 
 def test_a_peer_may_fail_in_any_way_strobe_may_not(monkeypatch):
@@ -358,7 +358,7 @@ def test_everything_that_is_named_is_drawn():
     assert {p.heads // p.heads_kv for p in problems} == set(range(1, 9))
     lengths = [p.seqlen for p in problems if not p.lengths]
     assert {n % 2 for n in lengths} == {0, 1}
-    below = [sum(n < bound for n in lengths) / len(lengths) for bound in (512, 4096)]  # a third of the logarithm each
+    below = [sum(n < bound for n in lengths) / len(lengths) for bound in (512, 4096)]  # each bound leaves a third of the logarithmic range
     assert below == [pytest.approx(1 / 3, abs=0.05), pytest.approx(2 / 3, abs=0.05)]
     tokens = [p.batch * p.seqlen for p in problems if not p.lengths]
     assert min(tokens) < 5000
@@ -406,7 +406,7 @@ def test_a_drawn_window_is_the_calls():
 
 def drawn_rows():
     rows = [row("random", 100.0 + i, peers={"fa2": 50.0, "fa4": 110.0}, seed=9) | {"s": 100 + i} for i in range(20)]
-    return [*rows, row("random", 90.0, peers={}, seed=9)]  # without a peer it adds to none of the figures
+    return [*rows, row("random", 90.0, peers={}, seed=9)]  # a row without a peer is part of no figure
 
 
 def test_summary_of_shapes_drawn_at_random():
@@ -427,7 +427,7 @@ def test_a_seed_is_no_part_of_a_shapes_name():
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """The seconds passed: ten for each group measured."""
+    """A GPU whose clock moves ten seconds for each group measured."""
     now = [0.0]
 
     def measure(group, repeats):

@@ -62,7 +62,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @engines
 @pytest.mark.parametrize("make", [*(lambda d=d: everything(d) for d in DTYPES), packed, few_queries], ids=IDS)
 def test_any_number_of_threads(make, engine):
-    """pytorch/pytorch#176091: results changed with the number of threads. Also more threads than there are tiles."""
+    """pytorch/pytorch#176091: results changed with the number of threads. 61 threads are more than there are tiles."""
     inputs = make()
     one = run_or_skip(inputs, engine, threads=1)
     for threads in (*range(2, 9), 61):

@@ -262,7 +262,7 @@ def test_blocks_that_another_thread_adds_after_they_were_counted():
     assert list(columns) == [0, 1, 2, 7, 7, 7, 7, 7]
 
 
-# the mask's knowledge of the calls that it fits
+# calls that a mask does not fit
 
 
 def shape_of(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,7 +299,7 @@ def test_a_call_has_the_lengths_of_its_mask(made):
 @pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (8, 8)}, {"alibi_slopes": torch.ones(2)}], ids=str)
 def test_a_call_has_the_alignment_of_its_mask(alignment, options):
-    """If it has an effect: with different lengths, beside another aligned option."""
+    """The alignment is checked if it has an effect: with different lengths, beside another aligned option."""
     other = "top_left" if alignment == "bottom_right" else "bottom_right"
     q, k = shape_of(40, 50)
     for make in (BlockMask.causal, BlockMask.butterfly):

@@ -33,8 +33,8 @@ def bounds_of_rows(inputs: Inputs) -> dict[str, Tensor]:
     delta = (dout * (p @ v)).sum(-1, keepdim=True)
     dlse = 0 if inputs.dlse is None else inputs.dlse.double()[..., None]
     of_d = (dout.abs() * (p @ v.abs())).sum(-1, keepdim=True)  # the terms of D and dP
-    fp32 = 2.0**-21 * (1 + s.abs() + lse.abs())  # of P = exp(S - LSE), and of sums in fp32
-    lost = torch.finfo(inputs.q.dtype).tiny * unit  # of P and of dS, below the dtype's normal numbers
+    fp32 = 2.0**-21 * (1 + s.abs() + lse.abs())  # the errors of P = exp(S - LSE), and of sums in fp32
+    lost = torch.finfo(inputs.q.dtype).tiny * unit  # the errors of P and dS below the dtype's normal numbers
     ds = dp - delta + dlse
     off = p * 2 * unit * of_d + (2 * unit * p + lost) * ds.abs() + lost + fp32 * p * (of_d + dp.abs() + abs(dlse))
     found = {"dq": abs(scale) * off @ k.abs(), "dk": abs(scale) * off.transpose(-1, -2) @ q.abs()}
@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@lru_cache(maxsize=1)  # engines follow each other
+@lru_cache(maxsize=1)  # the engines of one call are tested one after another
 def measured(shape: str, dtype: torch.dtype) -> tuple[Yardstick, dict[str, Tensor]]:
     """A call's yardstick, and its bounds_of_rows."""
     inputs = call(dtype=dtype, dlse=shape == "sinks", **SHAPES[shape])
@@ -66,7 +66,7 @@ def test_each_row_of_a_gradient(shape, dtype, engine):
     """Rows of dq in which P is nearly 1 have a dS that cancels: the error of D, made from a rounded O, exceeds such a dS."""
     yardstick, bounds = measured(shape, dtype)
     results = run_or_skip(yardstick.inputs, engine)
-    assert not (faults := yardstick.faults(results)), faults  # as whole tensors
+    assert not (faults := yardstick.faults(results)), faults  # the accuracy clause, for whole tensors
     for name, bound in bounds.items():
         over = (results[name].double() - yardstick.ref[name]).abs() / bound
         assert over.max() <= 1, f"{name}: {over.max():.2f} of the bound at {(over == over.max()).nonzero()[0].tolist()}"
@@ -92,7 +92,7 @@ def test_large_values_and_a_late_maximum(at, dtype, engine):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sk", [7, 300, 4096])
 def test_sums_of_large_values(sk, dtype, engine):
-    """Finite as far as docs/semantics.md promises it for GPU engines."""
+    """Results are finite as far as docs/semantics.md promises it for GPU engines."""
     inputs = call(h=1, sq=17, sk=sk, d=16, dtype=dtype, dlse=False)
     inputs.v.fill_(1.3e36 / sk)
     results, ref = run_or_skip(inputs, engine), oracle(inputs)
@@ -168,7 +168,7 @@ def test_small_terms_of_a_sum_whose_first_are_large(hidden, engine):
 
 @pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
 def test_dq_of_thousands_of_tiles_of_keys(engine):
-    """Thousands of tiles add to dQ of a few queries: a sum in float32 would round as often. On the average of all numbers."""
+    """Thousands of tiles add to dQ of a few queries: a float32 sum would round as often. The test looks at the average of all numbers."""
     inputs = call(h=1, sq=2, sk=40_000, d=64, tile_q=256, tile_k=16, dlse=False)
     inputs.q.mul_(0.1)
     inputs.k.mul_(0.1)

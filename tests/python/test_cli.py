@@ -139,7 +139,7 @@ def test_check_passes_and_counts(run):
     rows = {name.strip(): [int(n) for n in counts] for name, *counts in lines}
     assert sorted(rows) == sorted(available)
     assert all(failed == 0 and passed + not_taken == 24 for passed, failed, not_taken in rows.values())
-    assert all(row[0] > 0 for name, row in rows.items() if name.startswith("cpu"))  # the ladder supports few options
+    assert all(row[0] > 0 for name, row in rows.items() if name.startswith("cpu"))  # engines but the ladder's, which supports few options
     assert f"{sum(row[0] for row in rows.values())} cases checked" in done.output
 
 
@@ -270,7 +270,7 @@ def without_compiler(monkeypatch, tmp_path):
     in_turn = SimpleNamespace(map=map)  # a call begins when the previous one has been reported
     monkeypatch.setattr(prewarm, "ProcessPoolExecutor", lambda processes, **_: nullcontext(in_turn))
     monkeypatch.setattr(prewarm.Job, "run", run)
-    monkeypatch.setattr(prewarm, "_missing", lambda asked: set())  # as if they were in the cache
+    monkeypatch.setattr(prewarm, "_missing", lambda asked: set())  # as if all kernels were in the cache
     monkeypatch.setattr(progress, "perf_counter", lambda: clock)
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
 
@@ -317,7 +317,7 @@ def test_prewarm_says_that_nothing_was_kept(run, monkeypatch, tmp_path):
 
 
 def test_prewarm_ends_when_it_is_interrupted(tmp_path):
-    """Ctrl-C reaches all processes of a terminal's group. It used to wait for ever."""
+    """Ctrl-C reaches all processes of a terminal's group. The command used to wait for ever."""
     environment = os.environ | {"STROBE_CACHE_DIR": str(tmp_path)}
     command = [
         sys.executable,
@@ -333,11 +333,11 @@ def test_prewarm_ends_when_it_is_interrupted(tmp_path):
     ]
     process = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        while not list(tmp_path.glob("*/*")):  # until it compiles
+        while not list(tmp_path.glob("*/*")):  # waits until it compiles
             assert process.poll() is None
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
-        said = process.communicate(timeout=60)[0].decode()  # to the end of the last process
+        said = process.communicate(timeout=60)[0].decode()  # waits for the end of the last process
         assert process.returncode != 0
         assert "Aborted!" in said
         assert "resource_tracker" not in said
@@ -381,7 +381,7 @@ def test_prewarm_knows_architectures_without_a_compiler(run, monkeypatch):
 
 @pytest.fixture
 def no_compiler(monkeypatch, tmp_path):
-    """And an empty cache."""
+    """A machine without NVRTC, with an empty cache."""
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("STROBE_NVRTC", str(tmp_path / "none"))
     monkeypatch.setattr(prewarm, "_announce", lambda *_: pytest.fail("a plan that cannot be kept"))
@@ -420,7 +420,7 @@ def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
 
 
 def test_prewarms_two_counts_agree(run, monkeypatch, tmp_path):
-    """If some kernels are in the cache, and one of the others does not compile."""
+    """Some kernels are in the cache, and one of the others does not compile."""
     name = "strobe::mma::Forward<{}>"
     kept = {"plain": [0, 1], "causal": [1, 2], "varlen": [3]}  # by feature; 0 and 1 are in the cache
 
@@ -502,7 +502,7 @@ def test_bench_says_that_the_machine_was_busy(run, monkeypatch, longest, brief):
     done = run("bench", "--repeats", 5)
     assert done.exit_code == 0, done.output
     stalls = longest > timing.SPREAD
-    assert asked == ([5, 10] if stalls and brief else [5]) * 4  # masks and directions
+    assert asked == ([5, 10] if stalls and brief else [5]) * 4  # asked once for each mask and direction
     said = "warning in 4 of 4 figures the longest call took more than 2 times as long as the shortest one (at most 7.0 times); the machine "
     assert (said + "was busy: measure again" in done.output) == stalls
     assert ("warning" in done.output) == stalls
@@ -615,7 +615,7 @@ def test_interrupt_and_resume_is_the_whole_run(run, tmp_path, monkeypatch):
     assert summaries[0] == summaries[1]
     assert f"no attention: {tmp_path / 'parts' / 'no-attention.pt'} does not exist; starts at step 0" in done.output
     assert "warning" not in done.output
-    done = train(run, tmp_path / "parts")  # from the beginning; existing files are kept
+    done = train(run, tmp_path / "parts")  # starts from the beginning; existing files are kept
     assert done.exit_code == 0
     assert f"warning {tmp_path / 'parts'} has an earlier run: its checkpoints are renamed to *.previous.pt" in done.output
     assert done.output.startswith("warning")
@@ -666,7 +666,7 @@ def test_train_takes_a_text(run, tmp_path):
         (["--set", "text_bytes='a'"], "--set text_bytes='a': "),
         (["--seed", "9" * 30], "seed is 999"),
         (["--epochs", "nan"], "epochs is nan; accepted: a finite number or None"),
-        (["--device", "abacus", "--text", "/nowhere"], "device is 'abacus'"),  # before the text is read
+        (["--device", "abacus", "--text", "/nowhere"], "device is 'abacus'"),  # refused before the text is read
         (["--steps", "5", "--epochs", "1"], "--steps and --epochs: both given; accepted is one of the two"),
     ],
 )

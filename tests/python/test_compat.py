@@ -102,7 +102,7 @@ def test_learned_scale_usage_training_loop_with_a_scheduler():
         scheduler.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    assert model.attention.scale > 0.125  # moves towards the 0.3 that made the target
+    assert model.attention.scale > 0.125  # it moves towards the 0.3 that made the target
 
 
 def test_learned_scale_usage_multi_head_attention():
@@ -266,9 +266,9 @@ def test_bc_and_br_change_the_tile(monkeypatch, bc, br):
     Q, K, V = qkv(1, 2, 256, 64)
     asked = {}
 
-    def attention(*arrays, **options):
-        asked.update(options)
-        return strobe.attention(*arrays, **options)
+    def attention(**given):
+        asked.update(given)
+        return strobe.attention(**given)
 
     monkeypatch.setattr(block_sizes, "attention", attention)
     close(block_sizes.flash_attention_forward(Q, K, V, Bc=bc, Br=br), formulas(Q, K, V))
@@ -461,7 +461,7 @@ def test_the_state_of_the_random_numbers_goes_in_and_comes_out():
 def test_block_sparse_forms(dropout_p):
     Q, K, V = qkv(2, 2, 90, 16, grad=True)
     kept = torch.rand(2, 1, 3, 6) < 0.5
-    kept[:, :, 0] = False  # queries that see nothing
+    kept[:, :, 0] = False  # queries of these blocks see nothing
     visible = kept.repeat_interleave(32, 2).repeat_interleave(16, 3)[..., :90, :90]
     blocks = {"block_mask": kept, "block_q": 32, "block_k": 16}
     state = torch.tensor([3, 4])

@@ -155,7 +155,7 @@ def test_cache(kind, packed_q, packed_k, options):
     queries = QUERIES if packed_q else [2, 2, 2]
     new = [0, 0, 0] if packed_k is None else NEW if packed_k else [2, 2, 2]
     cu_q, cu_new = (list(itertools.accumulate(counts, initial=0)) for counts in (queries, new))
-    q = torch.randn(cu_q[-1] + 1, H, D)  # one of padding
+    q = torch.randn(cu_q[-1] + 1, H, D)  # one token of padding
     k, v = (torch.randn(cu_new[-1] + 2, HKV, d) for d in (D, DV))
     turns_from = [7, 1, 3]
     angles = torch.rand(40, 5)

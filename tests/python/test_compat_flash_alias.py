@@ -53,8 +53,8 @@ for name in ("flash_attn.ops", "flash_attn.modules.mha", "flash_attn.losses", "f
 
 
 def test_an_alias_is_a_package():
-    """Its modules are imported under its name and are the same functions; it is found, with flash-attn's version; missing modules stay
-    missing. It runs in a process of its own, because an alias stays."""
+    """The alias's modules are imported under its name and have the same functions; importlib finds it, with flash-attn's version; missing
+    modules stay missing. The test runs in a process of its own, because an alias stays."""
     done = subprocess.run([sys.executable, "-c", ALIASED + MODULES + FOUND], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
 

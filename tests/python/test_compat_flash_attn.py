@@ -173,17 +173,16 @@ def test_a_switch_that_cannot_be_printed(wrong, shown):
         flash_attn.flash_attn_func(q, k, v, causal=wrong)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [({"window_size": (1, "a")}, r"window_size: \(1, 'a'\); accepted"), ({"softmax_scale": "x"}, "scale: str; accepted")],
-)
-def test_a_compiled_call_refuses_what_an_eager_one_does(wrong, message):
-    """Its lines may have the names of strobe.attention(), and contain what the function's own check says."""
+@pytest.mark.parametrize("wrong", [{"window_size": (1, "a")}, {"softmax_scale": "x"}, {"causal": 3}], ids=lambda x: next(iter(x)))
+def test_a_compiled_call_refuses_as_an_eager_one(wrong):
     torch.compiler.reset()
     q, k, v = (x.detach() for x in inputs(1, 5, 2, 8))
+    found = []
     for function in (flash_attn.flash_attn_func, torch.compile(flash_attn.flash_attn_func, backend="eager")):
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(TypeError, match=f"^{next(iter(wrong))}: ") as raised:
             function(q, k, v, **wrong)
+        found.append(str(raised.value))
+    assert found[0] == found[1]
 
 
 def test_dropout_is_seeded_by_torch():

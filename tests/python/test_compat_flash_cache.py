@@ -90,7 +90,7 @@ def test_rows_of_the_cache_by_index_and_left_padding():
 @pytest.mark.parametrize("filled", [7, [12, 7, 0, 38], None], ids=str)
 @pytest.mark.parametrize("options", CACHE_OPTIONS[:4], ids=str)
 def test_named_rows_are_those_rows_taken_out(options, filled, begin, module):
-    """The same to the last bit on a CPU, unless a left padding hides keys there that are left out here. A row may serve several
+    """Bits are the same on a CPU, unless a left padding hides keys in one call that are left out in the other. A row may serve several
     sequences."""
     k_cache, v_cache = cache(6, 40)
     q, rows = torch.randn(4, 2, 8, 16), torch.tensor([5, 0, 0, 2])
@@ -199,7 +199,7 @@ def test_named_rows_where_something_requires_a_gradient():
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("new", [0, 1, 5])
 def test_a_cache_in_pages(new, rotary):
-    """The same as a contiguous cache; without new keys it is only read."""
+    """The results are those of a contiguous cache; without new keys the cache is only read."""
     page, each = 8, 5
     table = torch.randperm(3 * each)[: 3 * each].view(3, each).int()
     pools = [torch.randn(3 * each, page, 4, 16) for _ in range(2)]
@@ -325,7 +325,7 @@ def test_a_numpy_integer_is_a_length():
 @pytest.mark.parametrize("filled", [5, [3, 5]])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary_tables_reach_the_last_token(filled, causal):
-    """For k, and for q if each query has a position of its own; in host memory, because the check must not wait for a GPU."""
+    """Tables are checked for k, and for q if each query has its own position. Lengths are in host memory, because a check must not wait."""
     with torch.device("cpu"):
         q, k, v = torch.ones(2, 3, 4, 16), *(torch.ones(2, 2, 4, 16) for _ in "kv")
         lengths = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
@@ -342,7 +342,7 @@ def test_rotary_tables_reach_the_last_token(filled, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary_tables_reach_no_sequence_without_a_token(causal):
-    """New keys and queries that are packed; in host memory."""
+    """New keys and queries are packed, with lists in host memory."""
     with torch.device("cpu"):
         k_cache, v_cache = cache(3, 40)
         filled, cu_k = torch.tensor([39, 3, 30], dtype=torch.int32), torch.tensor([0, 0, 2, 2], dtype=torch.int32)
@@ -361,7 +361,7 @@ def test_rotary_tables_reach_no_sequence_without_a_token(causal):
         with pytest.raises(ValueError, match=f"^rotary_cos, rotary_sin: length {needed - 1}; accepted is {needed} or more"):
             call(needed - 1, q, k, cu_q, cu_k)
         before = k_cache.clone()
-        for queries, keys in ((q, k), (q[:0], k[:0])):  # padding, or no tokens
+        for queries, keys in ((q, k), (q[:0], k[:0])):  # once with padding, once without tokens
             assert not call(0, queries, keys, 0 * cu_q, 0 * cu_k).any()
             assert not call(0, queries, keys, cu_q[:1], cu_k[:1]).any()
         assert torch.equal(k_cache, before)
@@ -485,7 +485,7 @@ def test_lengths_that_nobody_reads_are_brought_into_the_cache(unread, lengths, n
 @pytest.mark.parametrize("filled", [4, [4, 3, 6]])
 @pytest.mark.parametrize("new", [0, 2])
 def test_rows_that_are_not_in_the_cache_are_left_out(unread, rows, filled, new):
-    """Nothing is written for them, not even the existing contents, beside a sequence that writes the same place."""
+    """Nothing is written for such rows, not even the existing contents, because another sequence may write to the same place."""
     k_cache, v_cache = cache(4, 8)
     before = [k_cache.clone(), v_cache.clone()]
     q = torch.randn(3, 2, 4, 16)
@@ -587,7 +587,7 @@ def test_a_cache_has_no_gradient():
     ],
 )
 def test_what_does_not_fit_the_cache_is_named(wrong, message):
-    """A wrong shape or dtype in place of the right one."""
+    """One argument has a wrong shape or dtype."""
     k_cache, v_cache = cache(2, 8)
     q = torch.zeros(2, 1, 4, 16)
     good = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": q, "v": q, "cache_seqlens": torch.tensor([3, 4], dtype=torch.int32)}
@@ -679,7 +679,7 @@ def test_what_is_written_lies_in_no_memory_that_is_read():
 
 
 def test_caches_and_new_keys_may_share_a_buffer():
-    """One after the other, or interleaved."""
+    """Caches and new keys lie one after the other, or are interleaved."""
     k_cache, v_cache = cache(2, 8)
     q, k, v = (torch.randn(2, 2, 4, 16) for _ in "qkv")
     expected = flash_attn.flash_attn_with_kvcache(q, k_cache.clone(), v_cache.clone(), k, v, cache_seqlens=3)
@@ -694,7 +694,7 @@ def test_caches_and_new_keys_may_share_a_buffer():
 
 
 def test_memory_that_is_shared_is_found_exactly():
-    """Compared with the sets of addresses."""
+    """The answers are compared with sets of addresses."""
     generator = random.Random(0)
     buffer = torch.zeros(400)
     found = 0
@@ -756,7 +756,7 @@ PASS64: dict[str, Any] = {"max_seqlen_q": 4, "max_seqlen_k": 5, "dropout_p": 0.0
 
 @pytest.mark.parametrize(("call", "lists", "int32"), AS_INT64)
 def test_int64_in_host_memory(call, lists, int32):
-    """As docs/compat.md says it."""
+    """Which lists may be int64 is what docs/compat.md says."""
     with torch.device("cpu"):
         given = {name: torch.tensor(LISTS[of], dtype=torch.int32) for name, of in lists.items()}
         expected = call(**given)

@@ -249,7 +249,7 @@ def test_rotary_embedding(interleaved, dtype):
     expected = turned(x[0].detach(), angles, [4, 5, 1, 2, 3], bool(interleaved))
     torch.testing.assert_close(packed.detach().double(), expected, rtol=0, atol=size * 4)
     dout = torch.randn_like(packed)
-    (dx,) = torch.autograd.grad(packed, x, dout)  # the inverse rotation
+    (dx,) = torch.autograd.grad(packed, x, dout)  # the gradient is the inverse rotation
     expected = turned(dout, -angles, [4, 5, 1, 2, 3], bool(interleaved))
     torch.testing.assert_close(dx[0].double(), expected, rtol=0, atol=size * 4)
     y = x.detach().clone()
@@ -307,7 +307,7 @@ def test_rotary_sequences_in_host_memory_are_checked(ends, message):
 
 @pytest.mark.parametrize("length", [5, 9])
 def test_rotary_tables_reach_the_tokens_and_not_the_padding(length):
-    """And they need not reach a sequence without a token."""
+    """The tables need not reach a sequence without a token either."""
     with torch.device("cpu"):
         x, ends, offsets = torch.randn(8, 3, 12), torch.tensor([0, 0, 2], dtype=torch.int32), torch.tensor([40, 3])
         angles = torch.rand(9, 4)[:length]

@@ -54,7 +54,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_both_passes_are_those_of_the_function(options):
-    """For gradients in any memory."""
+    """The gradients may be written to any memory."""
     q, k, v = leaves = inputs()
     torch.manual_seed(7)
     out, lse, probabilities, rng_state = _flash_attn_forward(q, k, v, **PLAIN | options, return_softmax=False)
@@ -83,7 +83,7 @@ def test_both_passes_are_those_of_the_function(options):
 @pytest.mark.parametrize("length", [40, 700])
 def test_keys_that_several_calls_share_have_the_gradients_of_one(dtype, scale, length):
     """Ring attention: parts of the keys, merged by their LSE; each part's backward gets the merged out and LSE. With scale 4 some LSE are
-    large, and with 40 keys all lie in one tile, where a backward that took the LSE for its own would sum up rows again."""
+    large, and with 40 keys all lie in one tile, where a backward must not take the LSE for that of its own keys."""
     q, k, v = (x.detach() for x in inputs(dtype, length))
     wide = torch.promote_types(dtype, torch.float32)
     spans = (slice(0, length // 3), slice(length // 3, length))
@@ -110,7 +110,7 @@ def test_keys_that_several_calls_share_have_the_gradients_of_one(dtype, scale, l
 
 
 def test_a_part_that_no_query_sees():
-    """A part behind a causal mask: its gradients are 0, whatever the LSE of the whole."""
+    """A part that a causal mask hides has gradients of 0, whatever the LSE of the whole is."""
     q, k, v = (x.detach() for x in inputs(sk=40))
     options = PLAIN | {"causal": True}
     out, lse, *_ = _flash_attn_forward(q, k[:, :3], v[:, :3], **options, return_softmax=False)
@@ -221,7 +221,8 @@ PAGED: list[dict[str, Any]] = [{}, {"causal": True, "softcap": 2.0}, {"alibi_slo
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("options", PAGED, ids=str)
 def test_keys_in_pages(options, page):
-    """The results of the same keys one after the other, also where q requires a gradient. seqused_k or else cu_seqlens_k counts them."""
+    """The results of the same keys one after the other, also where q requires a gradient. seqused_k or
+    else cu_seqlens_k has their number."""
     (q, k, v), sequences = packed()
     k_pool, v_pool, table = in_pages(k.detach(), v.detach(), sequences["cu_seqlens_k"], page)
     given = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": False} | options

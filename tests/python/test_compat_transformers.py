@@ -81,7 +81,7 @@ def test_as_eager(name, padding):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_sinks_in_the_dtype_of_the_statistics(dtype):
-    """float64 with float64, else float32."""
+    """Sinks are float64 if q is, else float32."""
     q, sinks = torch.randn(1, 2, 5, 8, device=DEVICE, dtype=dtype), torch.randn(2, device=DEVICE, dtype=dtype)
     out, _ = attention_forward(torch.nn.Module(), q, q, q, None, s_aux=sinks, is_causal=False)
     scores = torch.cat([q.double() @ q.double().mT / 8**0.5, sinks.double()[None, :, None, None].expand(1, 2, 5, 1)], -1)
@@ -104,7 +104,7 @@ def test_a_loss_over_left_padding_is_that_of_sdpa():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generates_the_same(name):
-    """With a cache: a prompt, then one token at a time."""
+    """The model generates with a cache: a prompt, then one token at a time."""
     model, given = made(*MODELS[name]), padded(2, 7)
     found = []
     for implementation in ("strobe", "eager"):

@@ -109,7 +109,7 @@ def test_pages():
 
 
 def test_one_split_is_invariance():
-    """A sequence's bits are those that it has alone, also among more of its own queries."""
+    """A sequence has the same bits alone, beside other sequences, and among more of its own queries."""
     q, k, v = (torch.randn(300, h, D) for h in (H, HKV, HKV))
     together = varlen_attn(q, k, v, ends([100, 200]), ends([100, 200]), 200, 200, window_size=(-1, 0), num_splits=1)
     alone = varlen_attn(q[-1:], k[100:], v[100:], ends([1]), ends([200]), 1, 200, window_size=(-1, 0), num_splits=1)

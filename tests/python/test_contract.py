@@ -43,7 +43,7 @@ def test_case(number, record_property):
     inputs = build(case)
     yardstick = Yardstick(inputs)
     faults = []
-    for name, t in run_plain(inputs, torch.float64).items():  # two independent evaluations in float64: the oracle may err, too
+    for name, t in run_plain(inputs, torch.float64).items():  # two independent float64 evaluations, because the oracle may err, too
         off = error(t, yardstick.ref[name])
         if not off <= max(1e-12 * yardstick.size[name], yardstick.oracle_error[name]):
             faults.append(f"the oracle and the formulas in float64 differ by {off:.3g} in {name}")
@@ -53,11 +53,11 @@ def test_case(number, record_property):
             results = run(inputs, engine)
         except NotImplementedError as refusal:
             if ON_GPU and case["flag"] == "invariant" and "invariant" in str(refusal):
-                continue  # refused with these block masks, this bias, or always
+                continue  # block masks of some sizes, this bias, or every call may be refused
             special = SPECIAL.get(engine, {case["dtype"]})
-            if case["part"] and case["bias"] and engine == "cuda-mma":  # it leaves the backward of most of these to cuda-simt
+            if case["part"] and case["bias"] and engine == "cuda-mma":  # cuda-mma leaves the backward of most of these to cuda-simt
                 special = set()
-            if case["page"] and engine not in (None, "cuda-simt", "cuda-mma") and ON_GPU:  # these engines read pages
+            if case["page"] and engine not in (None, "cuda-simt", "cuda-mma") and ON_GPU:  # other GPU engines may refuse pages
                 special = set()
             if case["quant"] and leaves_quantised(engine, str(refusal)):
                 special = set()

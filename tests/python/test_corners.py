@@ -83,7 +83,7 @@ def test_one_token(dtype):
 @pytest.mark.parametrize("sk", [1, 40])
 @pytest.mark.parametrize("dlse", [False, True])
 def test_one_key_of_a_row(engine, sk, dlse):
-    """P = 1 and dP = D, each row to the last bits of its own D, however long the sum behind it: only dLSE remains of dS."""
+    """P = 1, and dP = D to the last bits of each row's D, although D is a sum of many terms: only dLSE remains of dS."""
     if dtype_of(engine) != torch.float32:
         pytest.skip(f"{engine} is not for float32")
     inputs = call(b=300, h=1, sq=1, sk=sk, d=256, dlse=dlse, mask=(torch.arange(sk) == sk // 2)[None, None, None])
@@ -160,7 +160,7 @@ def test_many_heads(b, h):
 
 @pytest.mark.parametrize(("sq", "sk"), [(2, 300_000), (300_000, 2)])
 def test_long_and_thin(sq, sk):
-    """A decode step over a long past, and its mirror: positions far beyond 16 bits."""
+    """Two queries over 300,000 keys, and the reverse: positions far beyond 16 bits."""
     options = {"dropout": 0.25, "seed": 3, "offset": 4, "alibi_slopes": torch.tensor([1e-4])}
     assert_matches(call(h=1, sq=sq, sk=sk, d=4, **options))
 
@@ -181,7 +181,7 @@ def test_more_scores_than_32_bits_count(engine):
 
 
 def virtual(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """This many elements of address space; only the touched pages become memory."""
+    """A tensor of this many elements of address space; only the pages that are touched become memory."""
     size = elements * torch.empty(0, dtype=dtype).element_size()
     no_reserve = 0x4000  # mmap.MAP_NORESERVE, which Python has since 3.11
     return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve), dtype=dtype)
@@ -253,7 +253,7 @@ def test_rows_of_one_large_score():
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("size", [20.0, -160.0, 160.0, 1e4, -2e4, 1e6])
 def test_keys_that_share_rows_of_large_scores(size, sinks):
-    """Exact scores, a few units below a large one: P of a row, recomputed from its LSE, is as exact, whatever LSE's last bit."""
+    """Scores are exact, a few units below a large one. P, recomputed from LSE, must be as exact, however large LSE's last bit is."""
     bias = size - torch.randint(0, 7, (1, 2, 33, 33), generator=torch.Generator().manual_seed(1)).float()
     options = {"sinks": torch.full((2,), size)} if sinks else {}
     if ON_GPU and size > 2**14:
@@ -347,7 +347,7 @@ def test_a_score_of_minus_infinity_hides(options, sq, engine):
     """An infinite K hides, although neither a mask nor a bias does."""
     if not engine.startswith("cpu-"):
         pytest.skip("docs/semantics.md and docs/hopper.md: what of the others an infinite K breaks")
-    dtype = torch.bfloat16 if engine == "cpu-amx" else dtype_of(engine)  # there float32's infinities become NaN: docs/semantics.md
+    dtype = torch.bfloat16 if engine == "cpu-amx" else dtype_of(engine)  # on cpu-amx float32's infinities become NaN: docs/semantics.md
     inputs = call(b=2, h=2, sq=sq, sk=70, d=16, dtype=dtype, dlse=False, gradients=("bias",) * ("bias" in options), **options)
     inputs.q[..., 5] = 1 + inputs.q[..., 5].abs()
     inputs.k[1, 1, 17, 5], inputs.v[1, 1, 17, 3:] = -INF, torch.nan
@@ -373,14 +373,14 @@ def test_a_bias_of_minus_infinity_hides_what_is_no_number(engine):
 
 @pytest.mark.parametrize("sq", [4, 20])
 def test_a_softcap_of_large_scores(sq):
-    """It turns them into small scores: the terms that float16 products leave out show in LSE."""
+    """The softcap turns large scores into small ones, so that the terms that float16 products leave out show in LSE."""
     inputs = call(b=2, h=8, sq=sq, sk=1, d=64, dv=16, hkv=2, dtype=torch.float16, softcap=3.0, dlse=False)
     assert_matches(dataclasses.replace(inputs, q=inputs.q * 100, k=inputs.k * 100))
 
 
 @pytest.mark.parametrize("sq", [1, 20])
 def test_a_huge_sink(sq):
-    """It leaves float32's range in the unit of q.k, not as a number of its own."""
+    """A sink that is in float32's range, but not in the unit of q.k."""
     inputs = call(sq=sq, sk=70, sinks=torch.tensor([1e38, -1e38]), scale=0.1, gradients=("sinks",))
     assert_matches(inputs)
 
@@ -433,7 +433,7 @@ def test_sinks_far_below_the_scores(engine):
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(("sq", "sk"), [(70, 50), (1, 3000)])
 def test_sinks_far_above_the_scores(sq, sk, invariant):
-    """All of a row has the error of exp(m - sink), whose exponent FP32 rounds by 2e-6. Scores are 0: the formulas are exact."""
+    """Every number of a row has the error of exp(m - sink), whose exponent FP32 rounds by 2e-6. Scores are 0: the formulas are exact."""
     inputs = call(h=1, hkv=1, sq=sq, sk=sk, d=64, sinks=torch.tensor([44.94]))
     inputs.q.zero_()
     assert_matches(dataclasses.replace(inputs, aux=("column_sums",)), invariant=invariant)

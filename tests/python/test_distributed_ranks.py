@@ -104,7 +104,7 @@ def test_calls_that_differ_raise_on_all(workers, change):
 
 
 def test_options_that_differ_are_told_as_they_are_written():
-    """Not as fields of the C ABI; options at their default are named, too."""
+    """Messages name options as callers write them, not as fields of the C ABI, and those at their default as well."""
     drawn = _operators._written({"deterministic": True, "invariant": True, "bshd": True, "window_right": 0, "dropout": 0.5}, True)
     plain = _operators._written({}, False)
     differ = {name: (drawn[name], plain[name]) for name in plain if drawn[name] != plain[name]}
@@ -168,7 +168,7 @@ def test_rows_behind_the_last_sequence_see_no_sink(workers, method):
 
 @pytest.mark.parametrize("wrong", [None, 0])
 def test_a_rank_that_cannot_copy_what_it_sends(workers, wrong):
-    """It reports so before the others send anything; the first rank that failed is the one that is named."""
+    """The rank reports its failure before the others send anything. All ranks name the first rank that failed."""
     answers = workers.run(calls.cannot_prepare, 3, 1, wrong)
     assert len(set(answers)) == 1
     assert answers[0][0] == ("MemoryError" if wrong is None else "TypeError")
@@ -179,7 +179,7 @@ def test_a_rank_that_cannot_copy_what_it_sends(workers, wrong):
     ("agree", "how"), [(True, "absent"), (False, "absent"), (False, "wrong"), (True, "backward")], ids=lambda x: str(x)
 )
 def test_a_rank_that_does_not_come_is_named(workers, agree, how):
-    """In the end by a time limit, here of half a second."""
+    """A time limit, here of half a second, ends the wait."""
     answers = workers.run(calls.does_not_come, 4, 2, agree, how)
     for rank, (kind, text, seconds) in enumerate(answers):
         if rank == 2:
@@ -200,7 +200,7 @@ def test_a_rank_that_does_not_come_is_named(workers, agree, how):
     ],
 )
 def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
-    """It does not know which ranks wait for it; the waiting ranks check."""
+    """The rank does not know which ranks wait for it, so the waiting ranks check whether it has failed."""
     answers = workers.run(calls.leaves, 4, 2, how)
     for rank, (_, text, seconds) in enumerate(answers):
         assert text == (words if rank == 2 else f"{words} [rank 2 of 4]")
@@ -209,7 +209,7 @@ def test_a_rank_with_a_wrong_group_raises_on_all(workers, how, words):
 
 
 def test_a_group_without_a_cpu_backend(workers):
-    """Its ranks agree in a gloo group, however many other groups each of them is in."""
+    """The ranks of such a group agree in a gloo group, however many other groups each rank is in."""
     answers = workers.run(calls.agrees_without_a_cpu_backend, 4)
     assert len({repr(answer) for answer in answers}) == 1
     numbers, (kind, text), _ = answers[0]
@@ -319,7 +319,7 @@ def test_context_parallel(workers, door):
 
 
 def test_multihead_attention_in_a_context(workers):
-    """Without gradients too, where PyTorch has a fast path that calls no function."""
+    """The test also runs without gradients, where PyTorch has a fast path that calls no function."""
     for difference, refused in workers.run(calls.multihead_in_a_context, 4):
         assert difference < 2e-6
         assert {kind for kind, _ in refused} == {"RuntimeError"}
@@ -330,6 +330,13 @@ def test_local_attention_in_a_context_is_refused(workers):
     words = "attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention"
     for answers in workers.run(calls.local_attention_in_a_context, 4):
         assert answers == [("RuntimeError", words)] * 5 + [("", "nothing was raised")] * 2
+
+
+def test_a_mask_of_another_kind_is_refused_in_a_context(workers):
+    for (of_number, number), (of_integers, integers) in workers.run(calls.masks_refused_in_a_context, 4):
+        assert (of_number, of_integers) == ("TypeError", "ValueError")
+        assert number == "mask: int; accepted is a torch.Tensor, as q is [rank 0 of 4]"
+        assert integers.startswith("mask: dtype int64; accepted is bool")
 
 
 def test_what_a_context_refuses(workers):
@@ -345,10 +352,41 @@ def test_what_a_context_refuses(workers):
         "buffers: torch.Tensor; accepted are several tensors in a list, or None",
         "buffer_seq_dims: int; accepted are integers in a list, or None",
         "no_restore_buffers: torch.Tensor; accepted are several tensors in a list, or None",
+        "buffers[0]: layout torch.sparse_coo; accepted is torch.strided",
     ]
     for (kind, text), expected in zip(workers.run(calls.contexts_refused, 4)[0], words, strict=True):
         assert kind == ("TypeError" if ": torch.Tensor" in expected or ": int" in expected else "ValueError")
         assert text.startswith(expected)
+
+
+@pytest.mark.parametrize("function", ["attention", "explain"])
+def test_refusals_name_what_the_caller_gave(workers, function):
+    """The function that was called, the caller's shapes, and no Part, which the caller has not given."""
+    longest = "and a sequence has 22 tokens; accepted is 22 or more, or None"
+    expected = [
+        ("TypeError", f"{function}() got an unexpected keyword argument 'nonsense'"),
+        ("ValueError", "block_mask: of 48 queries and 32 keys; accepted is one of 32 queries and 32 keys, as the whole sequences have"),
+        ("ValueError", "block_mask: of 3 sequences and 3 heads; accepted are 1 or 2 sequences and 1 or 4 heads"),
+        (
+            "ValueError",
+            "block_mask: of 48 queries and 32 keys; accepted is one of 22 queries and 22 keys, as the maxima of the sequences have",
+        ),
+        ("ValueError", f"max_seqlen_q: 5, {longest}"),
+        ("ValueError", f"max_seqlen_k: 5, {longest}"),
+        ("ValueError", "sinks: shape (3); accepted is (H) = (4)"),
+        ("ValueError", "alibi_slopes: shape (3); accepted is (H) = (4)"),
+        (
+            "ValueError",
+            "mask: shape (32, 33); accepted is (B|1, H|1, Sq|1, Sk of the whole problem|1) = (2|1, 4|1, 16|1, 32|1)",
+        ),
+        ("ValueError", "mask: a causal bias of 16 x 16, bottom_right; accepted is one of 32 x 32, as the whole sequences have"),
+    ]
+    for found in workers.run(calls.refused_in_own_words, 2, function):
+        assert [(kind, words.removesuffix(" [rank 0 of 2]")) for kind, words in found] == expected
+
+
+def test_a_causal_bias_is_that_of_whole_sequences(workers):
+    assert workers.run(calls.by_a_causal_bias, 2) == [True, True]
 
 
 def test_explain(workers):
@@ -417,7 +455,7 @@ def test_predicted_pairs_are_those_that_are_seen():
 
 
 def test_calls_on_parts_are_predicted_at_their_own_rate():
-    """On Hopper the fastest engine supports only whole problems."""
+    """On Hopper, calls on parts run at a lower rate, because the fastest engine supports only whole problems."""
     sharding, band = Sharding.zigzag(2**20, 2), _seen.Band.of(True, None)
     plan = _call.Plan(sharding.ranges, sharding.ranges, (0, 2**20), (0, 2**20), False, band, None)
     of = _call.Facts(plan, 1, 32, 8, (128, 128), 2, "cuda", ())
@@ -433,7 +471,7 @@ def test_calls_on_parts_are_predicted_at_their_own_rate():
 
 
 def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
-    """All of them if it takes as long as the call; nothing is reserved without a transfer, or for a CPU."""
+    """All that the transfer can use are left if it takes as long as the call; none without a transfer, or on a CPU."""
     band = _seen.Band.of(True, None)
 
     def reserved(seqlen: int, world: int, device: str = "cuda", backward: bool = False) -> int:
@@ -451,7 +489,7 @@ def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
 @pytest.mark.parametrize(("given", "expected"), [({}, [5, 5, 5, 0]), ({"reserved_sms": 2}, [2, 2, 2, 2])])
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_multiprocessors_are_left_beside_transfers(workers, method, given, expected):
-    """Only gradients are in flight beside the last group of heads and in the last turn. A caller's own number is used."""
+    """Multiprocessors are left while a transfer is in flight; in the last group or turn only gradients are. A caller's number is kept."""
     assert workers.run(calls.reserved, 4, method, given) == [(expected, [expected[0]] * 4)] * 4
 
 

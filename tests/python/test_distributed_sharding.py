@@ -51,7 +51,7 @@ def test_every_token_has_one_owner_and_comes_back(name, seqlen, world, seed, dim
 @settings(max_examples=80, deadline=None)
 @given(LENGTHS, WORLDS)
 def test_shares_are_even(seqlen, world):
-    """Contiguous within one token, zigzag within two; with fewer tokens than ranks, some have none."""
+    """Contiguous shares differ by one token at most, zigzag shares by two; with fewer tokens than ranks, some have none."""
     contiguous = [Sharding.contiguous(seqlen, world).count(rank) for rank in range(world)]
     assert max(contiguous) - min(contiguous) <= 1
     zigzag = [Sharding.zigzag(seqlen, world).count(rank) for rank in range(world)]
@@ -78,7 +78,7 @@ def work(sharding: Sharding, cu: list[int], left: int | None, causal: bool) -> l
 @settings(max_examples=60, deadline=None)
 @given(st.integers(300, 900), st.integers(2, 5), st.integers(0, 99), st.sampled_from([None, 40, 200]))
 def test_balanced(seqlen, world, seed, left):
-    """Within a quarter of the mean work, and of the mean count; documents of any lengths."""
+    """Each rank's work and number of tokens differ from the mean by a quarter at most, for documents of any lengths."""
     rng = random.Random(seed)
     cu = sorted({0, seqlen, *(rng.randrange(seqlen) for _ in range(rng.randrange(5)))})
     sharding = Sharding.balanced(seqlen, world, cu_seqlens=cu, window=None if left is None else (left, 0))
@@ -86,6 +86,26 @@ def test_balanced(seqlen, world, seed, left):
     assert max(shares) <= 1.25 * sum(shares) / world
     counts = [sharding.count(rank) for rank in range(world)]
     assert max(counts) <= 1.25 * seqlen / world
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), max_size=4), st.integers(0, 9), st.booleans(), st.sampled_from([None, 0, 3, 99]),
+    st.sampled_from([None, 0, 7, 99]),
+)  # fmt: skip
+def test_the_work_before_a_token(lengths, padding, causal, left, right):
+    cu = [0, *itertools.accumulate(lengths)]
+    seqlen, band = cu[-1] + padding, _seen.Band.of(causal, (left, right))
+    before = _seen.work_before(seqlen, cu, band, None)
+    work = _seen.work_of_tokens(seqlen, cu, band, None).tolist()
+    assert [before(n) for n in range(seqlen + 1)] == [0, *itertools.accumulate(work)]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4096}, {"causal": False}, {"cu_seqlens": [0, 2**39, 2**40]}], ids=str)
+def test_balanced_takes_no_memory_for_tokens(options):
+    """Which would be terabytes here."""
+    sharding = Sharding.balanced(2**40, 4, **options)
+    assert sum(map(sharding.count, range(4))) == 2**40
 
 
 def test_balanced_takes_the_plain_shardings_where_they_do():
@@ -207,11 +227,59 @@ def test_what_a_sharding_refuses():
         (lambda: Sharding.contiguous(8, 2).shard([1], 0, 0), "x: list; accepted is a torch.Tensor"),
         (lambda: Sharding.contiguous(8, 2).shard(x, 1, 2), "rank: 2; accepted are integers from 0 to 1"),
         (lambda: Sharding.contiguous(8, 2).join([x], 1), "shards: 1 of them; accepted are 2, one for each rank"),
+        (lambda: Sharding(8, (((0, 8), (9, -3)),)), "ranges: (((0, 8), (9, -3)),); accepted are ranges that have each position"),
+        (lambda: Sharding.balanced(8, 2, cu_seqlens=torch.Tensor), "cu_seqlens: <class 'torch.Tensor'>; accepted are integers (B + 1,)"),
+        (
+            lambda: Sharding.zigzag(8, 2).part(0, cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 3, 8]),
+            "cu_seqlens_k: 3 numbers; accepted are 2, as cu_seqlens_q has",
+        ),
         (lambda: Sharding.contiguous(8, 2).positions(), "group: None, and torch.distributed has no process group"),
     ):
         with pytest.raises((TypeError, ValueError)) as refused:
             call()
         assert str(refused.value).startswith(message)
+
+
+HALF = torch.zeros(2, 4)
+OF_SHARDS = "accepted is a sequence of torch.Tensor, one for each rank"
+
+
+@pytest.mark.parametrize(
+    ("shards", "dim", "message"),
+    [
+        (None, 1, f"shards: NoneType; {OF_SHARDS}"),
+        (3, 1, f"shards: int; {OF_SHARDS}"),
+        (iter([HALF, HALF]), 1, f"shards: list_iterator; {OF_SHARDS}"),
+        ({0: HALF, 1: HALF}, 1, f"shards: dict; {OF_SHARDS}"),
+        (torch.tensor(1.0), 1, f"shards: torch.Tensor; {OF_SHARDS}"),
+        ("ab", 1, "shards[0]: str; accepted is a torch.Tensor"),
+        ([HALF, HALF.numpy()], 1, "shards[1]: numpy.ndarray; accepted is a torch.Tensor"),
+        ([HALF, HALF], 2, "dim: 2; accepted is an axis of shards[0], of shape (2, 4)"),
+        ([HALF, HALF], None, "dim: None; accepted is an axis of shards[0], of shape (2, 4)"),
+        ([HALF, HALF[:, 1:]], 1, "shards[1]: shape (2, 3); accepted are 4 tokens along axis 1, as the sharding says"),
+        ([HALF, torch.zeros(3, 4)], 1, "shards[1]: shape (3, 4); accepted is (2, 4), with the other axes of shards[0]"),
+        ([HALF, torch.zeros(1, 2, 4)], -1, "shards[1]: shape (1, 2, 4); accepted is (2, 4), with the other axes of shards[0]"),
+        ([HALF, HALF.double()], 1, "shards[1]: dtype torch.float64; accepted is torch.float32, as shards[0] has"),
+        ([HALF, HALF.to("meta")], 1, "shards[1]: on device meta; accepted is cpu, where shards[0] lies"),
+        ([HALF, HALF.to_sparse()], 1, "shards[1]: layout torch.sparse_coo; accepted is torch.strided, which to_dense() gives"),
+    ],
+    ids=lambda x: x.partition(";")[0] if isinstance(x, str) else "",
+)
+def test_what_is_not_joined(shards, dim, message):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        Sharding.zigzag(8, 2).join(shards, dim)
+    assert str(refused.value) == message
+
+
+def test_only_dense_tensors_are_sharded():
+    x = torch.zeros(2, 8)
+    for way in (Sharding.contiguous(8, 2), Sharding.zigzag(8, 2)):
+        for sparse in (x.to_sparse(), x.to_sparse_csr()):
+            with pytest.raises(ValueError, match=r"^x: layout torch\.sparse_.*; accepted is torch\.strided"):
+                way.shard(sparse, 1, 0)
+        with pytest.raises(ValueError, match="^x: a nested tensor, .*; accepted is a dense one"):
+            way.shard(torch.nested.nested_tensor([x], layout=torch.jagged), 1, 0)
+        assert way.join(torch.stack([way.shard(x, 1, rank) for rank in (0, 1)]), 1).shape == x.shape
 
 
 @settings(max_examples=80, deadline=None)
@@ -220,7 +288,7 @@ def test_what_a_sharding_refuses():
     st.booleans(),
 )  # fmt: skip
 def test_seen_keys_are_those_that_positions_and_blocks_leave(world, seed, packed, causal, left, right, blocks):
-    """Compared with the formulas of the contract, for sequences of different lengths on the two sides."""
+    """The keys are compared with the formulas of the contract, for sequences of different lengths on the two sides."""
     rng = random.Random(seed)
     lengths = [(rng.randrange(1, 60), rng.randrange(0, 60)) for _ in range(3 if packed else 1)]
     cu_q, cu_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))

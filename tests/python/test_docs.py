@@ -17,15 +17,15 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md", "functions.md", "hyperbolic.md", "ladder.md", "reference.md"])
 def test_the_code_runs(page, monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # a block replaces it
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # a block on a page replaces the function
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert blocks
     names: dict[str, object] = {}
     for number, code in enumerate(blocks):
         if page == "compat.md":
-            names = {}  # a reader copies one of these
+            names = {}  # a reader copies one of these blocks at a time
         exec(compile(code, f"{page}, block {number}", "exec"), names)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:  # an alias, which a block makes
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:  # an alias that a block makes
         del sys.modules[name]
 
 

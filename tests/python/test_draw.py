@@ -1,4 +1,4 @@
-"""What `make test` leaves out: conftest.py, dear.py and engines.py."""
+"""The draws of `make test`: conftest.py, dear.py and engines.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _collected(*arguments: str) -> list[str]:
 
 
 def test_each_engine_is_drawn_and_a_choice_takes_of_the_same_cases():
-    """Nor does the environment say that anything is drawn: what is run here, where all tests may run, takes all cases."""
+    """Only --drawn, not the environment, says that cases are drawn: pytest as called here collects all cases, even within `make test`."""
     file = str(HERE / "test_parts.py")
     whole, drawn = _collected(file), _collected(file, "--drawn")
     large = [line for line in drawn if "test_large_lse" in line]

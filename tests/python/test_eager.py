@@ -1,4 +1,4 @@
-"""python/glue/eager.c: which calls of torch tensors are the same call, which may use the fast path, and its leftovers."""
+"""python/glue/eager.c: which calls of torch tensors are the same call, which may use the fast path, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -169,14 +169,14 @@ def test_other_objects_have_no_key():
 
 @pytest.mark.skipif(sys.platform != "linux" or torch.__version__ < "2.10", reason="elsewhere a tensor's methods are asked")
 def test_the_shim_is_found():
-    """Without it a repeated call of three tensors takes at least a tenth longer."""
+    """Without the shim a repeated call of three tensors takes at least a tenth longer."""
     assert _eager.HAS_SHIM
 
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 def test_a_call_that_comes_again_sees_that_a_storage_was_shortened(grad, view, short_ways):
-    """However it was before; and it uses the fast path again when the storage is long enough."""
+    """The check does not depend on earlier calls, and the call uses the fast path again when the storage is long enough."""
     memory = torch.randn(3, 1, 2, 20, 16)
     for _ in range(2):
         for n in range(3):
@@ -331,13 +331,13 @@ def test_what_was_saved_may_not_be_written_to():
 
 def test_determinism_asked_for_between_forward_and_backward(monkeypatch):
     prepared = []
-    ready = _prepared.ready
+    prepare = _prepared.prepare
 
     def watched(call, known, made, direction, **more):
         prepared.append(torch.are_deterministic_algorithms_enabled())
-        return ready(call, known, made, direction, **more)
+        return prepare(call, known, made, direction, **more)
 
-    monkeypatch.setattr(_prepared, "ready", watched)
+    monkeypatch.setattr(_prepared, "prepare", watched)
     monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
     q, k, v = qkv(grad=True)
     for _ in range(3):
@@ -398,7 +398,7 @@ def test_inference_mode_has_inference_tensors():
 
 
 def test_nothing_is_left_behind():
-    """Neither results, nor blocks of Python's memory."""
+    """Calls leave neither results nor blocks of Python's memory behind."""
     q, k, v = qkv(grad=True)
     bias = torch.randn(20, 20, requires_grad=True)
     results: list[weakref.ref[Tensor]] = []
@@ -427,16 +427,16 @@ def test_a_call_that_is_forgotten_is_released(monkeypatch):
     q, k, v = qkv()
     for _ in range(2):
         strobe.attention(q, k, v)
-    (ready,) = (x for x in memory.lately.values() if isinstance(x, _eager.Ready))
-    before = sys.getrefcount(ready)
+    (prepared,) = (x for x in memory.lately.values() if isinstance(x, _eager.PreparedCall))
+    before = sys.getrefcount(prepared)
     for _ in range(10):
         strobe.attention(q, k, v)
-        assert ready.run(q, k) is None  # too few
-        assert ready.run(q, k, "v") is None
-    assert sys.getrefcount(ready) == before
-    more = weakref.ref(ready.more)
+        assert prepared.run(q, k) is None  # too few arguments
+        assert prepared.run(q, k, "v") is None
+    assert sys.getrefcount(prepared) == before
+    more = weakref.ref(prepared.more)
     memory.lately.clear()
-    del ready
+    del prepared
     assert more() is None
 
 
@@ -472,7 +472,7 @@ GPU = """
     torch._C._cuda_getDevice = lambda: now[0]
     torch._C._cuda_getCurrentRawStream = lambda index: 1000 + index
 
-    from strobe import _eager, _prepared  # which looks these functions up
+    from strobe import _eager, _prepared  # these look the functions up
     from strobe._core import ffi
     @ffi.callback("int32_t(strobe_prepared *, int32_t, uint8_t *, uintptr_t *, int32_t, uintptr_t, uintptr_t, uint64_t)")
     def run(prepared, count, fields, addresses, threads, stream, workspace, size):
@@ -483,34 +483,36 @@ GPU = """
 
     q = torch.randn(2, 3)
     shape = ((2, 3), (3, 1), torch.float32)
-    ready = _eager.Ready(owner=None, address=7, fields=bytes([2, 5]), made=(shape,), device=torch.device("cuda", 1), workspace_bytes=4096,
-                         threads=0, form=bytes([255, 0, 255]), function=None, more=None)
+    prepared = _eager.PreparedCall(
+        owner=None, address=7, fields=bytes([2, 5]), made=(shape,), device=torch.device("cuda", 1), workspace_bytes=4096, threads=0,
+        form=bytes([255, 0, 255]), function=None, more=None,
+    )
     for current in (1, 0):
         now[0] = current
-        nothing, x, none = ready.run(q)
+        nothing, x, none = prepared.run(q)
         assert nothing is none is None and x.shape == (2, 3)
         assert runs.pop() == (7, [2, 5], [q.data_ptr(), x.data_ptr()], 0, 1001, True, 4096), current
         assert made == (["short", "short"] if current else ["cuda:1", "cuda:1"]), made
         made.clear()
     status[0] = 1
-    assert ready.run(q) is None and len(runs) == 1
+    assert prepared.run(q) is None and len(runs) == 1
     def fails(index):
         raise RuntimeError
     torch._C._cuda_getCurrentRawStream.__code__ = fails.__code__
-    assert ready.run(q) is None and len(runs) == 1
+    assert prepared.run(q) is None and len(runs) == 1
     def stops(index):
         raise KeyboardInterrupt
     torch._C._cuda_getCurrentRawStream.__code__ = stops.__code__
     try:
-        ready.run(q)
+        prepared.run(q)
     except KeyboardInterrupt:
         print("interrupted")
 """
 
 
 def test_on_a_gpu(reader):
-    """Its stream and its workspace reach the library, and results lie on its device, current or not. PyTorch's functions are replaced by
-    fakes."""
+    """The GPU's stream and workspace reach the library, and results lie on its device, whether it is current or not. Fakes replace
+    PyTorch's functions."""
     code = textwrap.dedent(GPU)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
@@ -531,9 +533,9 @@ def test_what_no_call_can_be_made_of(changed):
         "function": None,
         "more": None,
     }
-    assert isinstance(_eager.Ready(**given), _eager.Ready)
+    assert isinstance(_eager.PreparedCall(**given), _eager.PreparedCall)
     with pytest.raises((TypeError, ValueError, AttributeError)):
-        _eager.Ready(**given | changed)
+        _eager.PreparedCall(**given | changed)
 
 
 def test_examples_are_gone_when_the_call_runs(monkeypatch):

@@ -12,7 +12,7 @@ from emulated import output
 from engines import LONG
 
 PYTEST = "import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
-# The file, which tests of it, and how many at least are not skipped.
+# The file, the selection of its tests, and the least number of tests that are not skipped.
 SELECTIONS = {
     "pages": ("test_pages.py", "test_any_page_size and ([3- or [16-)", 4),
     "quantised keys": ("test_quantised.py", "test_options and seqused_k", 6),

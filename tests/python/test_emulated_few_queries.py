@@ -24,7 +24,7 @@ if options:
 used = {}
 if how in ("lengths", "pages"):
     used["seqused_k"] = torch.tensor([keys - 40 * n for n in range(batch)], dtype=torch.int32)
-if how == "packed":  # an empty sequence, a short one, and what is no number behind the tokens
+if how == "packed":  # an empty sequence, a short one, and NaN after the tokens
     del given["layout"]
     q, k, v = (torch.cat([x.flatten(0, 1), torch.full_like(x[0], float("nan"))]) for x in (q, k, v))
     at = [torch.tensor([0, 0, n - 2, batch * n], dtype=torch.int32) for n in (queries, keys)]
@@ -43,7 +43,7 @@ if how != "packed":
     assert torch.allclose(found.double(), lse.double(), atol=1e-4)
 """
 
-# How it is given; batch, heads, key heads, queries, keys, D, Dv, causal, options.
+# How the call is given; batch, heads, key heads, queries, keys, D, Dv, causal, options.
 CALLS = {
     "16 queries of 4 heads": ("whole", (1, 8, 2, 16, 300, 64, 64, True, False)),
     "rows to spare": ("whole", (2, 7, 1, 5, 200, 128, 128, False, False)),
@@ -65,8 +65,8 @@ def test_they_are_right(name):
     output(CALL, how, *(str(int(x)) for x in numbers), LATE="1", SEED="1")
 
 
-# With a mask, a bias, ALiBi or dropout, where cuda-mma's tile of few rows serves as well, and if tiles of one head are full, heads have
-# tiles of their own.
+# Heads have tiles of their own with a mask, a bias, ALiBi or dropout, because cuda-mma's tile of few rows is as fast, and if the tiles of
+# one head are full.
 APART = """
 import torch, strobe
 from device import running_on

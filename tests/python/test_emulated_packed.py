@@ -17,7 +17,7 @@ heads, heads_kv, d, dv = map(int, sys.argv[1:5])
 options = json.loads(sys.argv[5])
 torch.manual_seed(0)
 lengths_q, lengths_k = json.loads(sys.argv[6])
-q = torch.randn(sum(lengths_q) + 30, heads, d).to(torch.bfloat16)  # and padding behind
+q = torch.randn(sum(lengths_q) + 30, heads, d).to(torch.bfloat16)  # with padding after the last sequence
 k, v = (torch.randn(sum(lengths_k), heads_kv, n).to(torch.bfloat16) for n in (d, dv))
 dout = torch.randn(len(q), heads, dv).to(torch.bfloat16)
 starts = [torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k)]

@@ -68,7 +68,7 @@ for name in sys.argv[1:]:
     results = run(inputs, "cuda-sm90", **how)
     faults = Yardstick(inputs).faults(results)
     assert not faults, (name, faults)
-    if hidden:  # keys that no query sees, which may be no number
+    if hidden:  # keys that no query sees, which may be NaN
         sq = inputs.q.shape[2]
         for x in (inputs.k, inputs.v):
             x[:, :, sq:] = float("nan")
@@ -95,6 +95,7 @@ LAST_HIDDEN = "top left; sq 520; sk 600; b 1; h 1; hkv 1; hidden 1"
 
 def test_each_form():
     calls = ["dQ: causal", "stages: top left; hidden 1", "line: " + LAST_HIDDEN, "keys: causal; d 96"]
+    calls.append("line: plain; sq 256; sk 260; b 1; h 2; hkv 2; d 128")
     run_all(calls, LATE="1", SEED="1", RACES="1")
 
 
@@ -110,12 +111,12 @@ OWNED = {
 @pytest.mark.long
 @pytest.mark.parametrize("calls", OWNED.values(), ids=OWNED)
 def test_a_block_sums_dq_in_shared_memory(calls):
-    """In one order: the bits are the same whenever products end."""
+    """dQ is summed in one order: the bits are the same whenever products end."""
     assert run("dQ", calls, LATE="1", SEED="1", RACES="1") == run("dQ", calls, LATE="0")
 
 
-SHORTEST = "seqused; sq 100; sk 384; hkv 4"  # one tile of queries to a tile of keys: who loads is two tiles of keys ahead
-LONGER = "sq 260; sk 140; b 1"  # its dQ does not fit
+SHORTEST = "seqused; sq 100; sk 384; hkv 4"  # one tile of queries for each tile of keys: producers are two tiles of keys ahead
+LONGER = "sq 260; sk 140; b 1"  # dQ does not fit shared memory
 STAGED = {
     "shapes": [
         *("top left; d 24; sk 333", "causal; sq 333; sk 333; d 32; b 1", "seqused", SHORTEST, "packed", "packed; d 40", "window"),
@@ -143,6 +144,15 @@ IN_LINE = [
     "wide window; sq 520; sk 520; b 1; h 2; hkv 2; d 40; dv 64",
     "top left; sq 900; sk 1100; b 1; h 1; hkv 1; d 48",  # the last keys have no queries
 ]
+WIDE_IN_LINE = [
+    *(
+        "plain; sq 256; sk 260; b 1; hkv 4; d 128",
+        "causal; sq 400; sk 400; b 1; h 2; hkv 2; d 128",
+        "causal; sq 384; sk 384; b 1; h 2; hkv 2; d 120; dv 72",
+    ),
+    *("top left; sq 700; sk 800; b 1; h 1; hkv 1; d 112; hidden 1", "wide window; sq 400; sk 400; b 1; h 2; hkv 2; d 96"),
+    "causal; sq 390; sk 390; b 1; h 2; hkv 2; d 72; dv 104",
+]
 
 
 @pytest.mark.long
@@ -151,8 +161,14 @@ def test_tiles_of_keys_come_in_line():
 
 
 @pytest.mark.long
+def test_wide_tiles_of_keys_come_in_line():
+    """Beside K and V in registers, or V alone, too; dQ is computed by columns."""
+    run("line", WIDE_IN_LINE, LATE="1", SEED="1", RACES="1")
+
+
+@pytest.mark.long
 def test_two_stages_of_keys_of_shares():
-    """Of a key head's query heads: enough blocks for five SMs."""
+    """Shares of a key head's query heads: enough blocks for five SMs."""
     calls = ["causal; b 1; hkv 1; sq 207; sk 260; shares 2", "causal; b 1; hkv 1; sq 270; sk 263; shares 2"]
     run("stages", calls, SMS="5", LATE="1", SEED="1", RACES="1")
 
@@ -188,7 +204,7 @@ def test_what_takes_none_of_these_forms():
 
 @pytest.mark.parametrize(("form", "call"), [("stages", SHORTEST), pytest.param("line", LAST_HIDDEN, marks=pytest.mark.long)])
 def test_keys_that_come_before_the_last_ones_are_read_are_a_race(form, call, tmp_path):
-    """What the tests above do not report, they would: two stages of keys without the wait for the one that is read."""
+    """The tests above can fail: without the wait for the stage that is read, two stages of keys are a race."""
     line = "        mbarrier_wait(next.keys_empty(), parity_before_next_keys<C>(n));"
     assert line in (ROOT / "kernels" / "sm90" / "backward" / "load.h").read_text()
     edit = tmp_path / "early_keys.edit"

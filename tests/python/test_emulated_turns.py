@@ -35,5 +35,5 @@ def test_lists_that_contradict_their_transpose(engine, dtype, tmp_path):
     [line] = [line for line in (ROOT / "kernels" / "device" / "turns.h").read_text().splitlines() if "1 << 24" in line]
     impatient = line.replace("1 << 24", "1 << 8")  # the emulator takes a long wait for a deadlock
     edit.write_text(f"device/turns.h\nA wait for a turn gives up soon.\n-{line}\n+{impatient}\n")
-    sms = "1"  # many more blocks than run at a time
+    sms = "1"  # there are many more blocks than run at a time
     assert output(CALL, engine, dtype, SMS=sms, EDIT=str(edit)) == "ended\n"

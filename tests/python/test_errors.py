@@ -229,7 +229,7 @@ PACKED = [
 ]
 
 
-# For attention_backward, beside those that it shares with attention.
+# Wrong arguments of attention_backward only.
 BACKWARD = [
     ("dout", {"dout": None}),
     ("dout", {"dout": torch.randn(B, H, SQ, D)}),
@@ -319,7 +319,7 @@ OPTIONS += [("beta", x) for x in (HUGE, NAN, INF, 0, -1, *ANYWHERE)] + [("shift"
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in OPTIONS))
 def test_options(name):
-    """One short line for any value; and the dropout mask and the hyperbolic functions say the same."""
+    """Any wrong value gives one short line; the dropout mask and the hyperbolic functions say the same."""
     q = torch.randn(1, 1, 4, 8)
     beside: dict = {"offset": {"seed": 1}, "beta": {"score": "hyperbolic"}, "shift": {"score": "hyperbolic"}}.get(name, {})
     for x in (x for of, x in OPTIONS if of == name and not (name in ("engine", "scale") and x is None)):
@@ -445,8 +445,8 @@ def names(arguments: dict, function=strobe.attention) -> list[str]:
     ids=lambda wrong: "-".join(wrong),
 )
 def test_every_wrong_argument_is_named(wrong):
-    """Those that Python finds and those that the library finds, in one message."""
-    alright = {"shift"}  # beside the wrong ones
+    """One message names the arguments that Python refuses and those that the library refuses."""
+    alright = {"shift"}  # right arguments beside the wrong ones
     assert names(good() | wrong) == sorted(name for name, x in wrong.items() if (x is not None or name == "q") and name not in alright)
 
 
@@ -490,7 +490,7 @@ def test_scales_beside_a_k_that_is_no_tensor(k):
 
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_longest_length_of_zero_is_no_absent_one(side):
-    """In every call, because the library takes 0 for none."""
+    """Every call checks it, because 0 means "none" to the library."""
     name, most = f"max_seqlen_{side}", {"q": 12, "k": 20}[side]
     arguments = {x: y for x, y in packed().items() if x not in ("mask", "bias", "block_mask")} | {name: 0}
     message = f"{name}: 0, and a sequence has {most} tokens; accepted is {most} or more, or None"
@@ -521,7 +521,7 @@ def test_what_only_looks_like_an_integer_is_named(name, value):
 @pytest.mark.parametrize("array", [torch.Tensor, np.ndarray])
 @pytest.mark.parametrize("side", ["q", "k"])
 def test_a_longest_length_of_zero_is_the_size_of_the_scores(side, array):
-    """In a batch without queries, or without keys, only padding remains."""
+    """A batch without queries, or without keys, has only padding."""
     lengths = {"q": 3, "k": 4} | {side: 0}
     cu = {x: ints(0, 2, 5) if x != side else ints(0, 0, 0) for x in "qk"}
     given = {x: torch.randn(6, 2, 16) for x in "qkv"} | {f"cu_seqlens_{x}": cu[x] for x in "qk"}
@@ -567,7 +567,7 @@ def test_a_wrong_layout_is_guessed(layout, sk):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_right_arguments_are_not_called_wrong_beside_a_guess(layout):
-    """Shapes that depend on H, Sq and Sk, which the call does not really have."""
+    """Arguments whose shapes depend on H, Sq and Sk are not refused if q, k and v have the wrong layout."""
     other = {"bhsd": "bshd", "bshd": "bhsd"}[layout]
     q, k = torch.randn(2, 12, 4, 16), torch.randn(2, 20, 2, 16)
     if layout == "bshd":
@@ -641,7 +641,7 @@ def test_functions_without_a_layout_say_which_is_theirs(function, head_axis, hin
         function(*other)
     assert str(raised.value).endswith(hint)
     assert function(*own).shape == own[0].shape
-    three = torch.randn(2, 3, 3, 64)  # no layout makes it right
+    three = torch.randn(2, 3, 3, 64)  # a k that no layout makes right
     with pytest.raises(ValueError, match="heads for the ") as raised:
         function(q, three, three)
     assert "did you mean" not in str(raised.value)
@@ -716,7 +716,7 @@ def test_wrong_kinds_alone_are_a_type_error():
     ],
 )
 def test_a_padding_mask_is_told_its_axes(name, shape, hint, layout):
-    """The mask as it was given; a tensor that is no padding mask gets no hint."""
+    """The message shows the mask's own shape, and a hint if it is a padding mask."""
     batch = shape[0] if len(shape) == 3 and hint else B
     q, k = torch.randn(batch, H, SQ, D), torch.randn(batch, HKV, SK, D)
     if layout == "bshd":
@@ -773,7 +773,7 @@ def test_a_dtype_of_v_beside_scales_is_that_of_k(of_v):
 
 
 def test_k_scale_group_is_refused_in_pythons_words():
-    """And no hint asks for a refused value, if the scales belong to columns."""
+    """If the scales belong to columns, no hint asks for a refused value."""
     k, scale = torch.zeros(B, H, SK, D, dtype=torch.int8), torch.ones(B, H, SK)
     quantised = good() | {"k": k, "v": k, "k_scale": scale, "v_scale": scale}
     for group in (40, 0, -32, 2**31):
@@ -828,7 +828,7 @@ def test_sinks_beside_float64_are_told_to_be_that_too():
 @pytest.mark.parametrize("of_q", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sinks_of_16_bits_are_taken(dtype, of_q):
-    """As in a model that was cast: the same numbers, and a gradient in their own dtype."""
+    """A model that was cast has such sinks: the results are the same, and the gradient has the sinks' dtype."""
     wide = torch.float64 if of_q == torch.float64 else torch.float32
     leaves = [x.to(of_q).requires_grad_() for name, x in good().items() if name in ("q", "k", "v")]
     sinks = torch.randn(H).to(dtype).requires_grad_()
@@ -836,7 +836,7 @@ def test_sinks_of_16_bits_are_taken(dtype, of_q):
     dout = torch.randn(B, H, SQ, DV).to(of_q)
     expected = strobe.attention(*leaves, sinks=exact)
     of_leaves = torch.autograd.grad(expected, (*leaves, exact), dout)
-    for _ in range(3):  # also in a repeated call
+    for _ in range(3):  # repeated calls take another path
         out, lse = strobe.attention(*leaves, sinks=sinks, return_lse=True)
         assert torch.equal(out, expected)
         *found, dsinks = torch.autograd.grad(out, (*leaves, sinks), dout)
@@ -865,7 +865,7 @@ def test_sinks_of_16_bits_under_a_compiler():
 
 
 def test_no_softcap_may_be_written_none():
-    """As in many configurations."""
+    """Many configurations write None for it."""
     q, k, v = (good()[name] for name in "qkv")
     for _ in range(3):
         assert torch.equal(strobe.attention(q, k, v, softcap=None), strobe.attention(q, k, v))
@@ -1040,7 +1040,7 @@ def test_slopes_that_require_grad_are_refused():
 
 
 def test_strict_names_what_stands_in_the_way():
-    """strict refuses a call that would not run on the fastest engine; the oracle never is that."""
+    """strict refuses a call that would not run on the fastest engine; which the oracle never is."""
     with pytest.raises((NotImplementedError, ValueError), match="strict"):
         strobe.attention(**good(), engine="reference", strict=True)
 
@@ -1093,7 +1093,7 @@ def test_pools_in_the_other_layout_are_named():
 
 
 def test_what_has_no_places_names_none():
-    """Not a range from 0 to -1."""
+    """The message does not name a range from 0 to -1."""
     rows, cols = ints(0, 1)[None, None], ints(0)
     with pytest.raises(
         ValueError, match="^rows, cols: not a CSR of 1 x 0 blocks; accepted are offsets of 0 and empty cols, for there are no "
@@ -1266,3 +1266,29 @@ def test_an_array_in_place_of_a_flag_is_refused_by_name(name, call):
     x = np.ones((1, 2, 4, 8), np.float32)
     with pytest.raises((TypeError, ValueError), match=f"{name}: "):
         call(x, np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout", "beta", "tile_q", "threads"])
+def test_a_parameter_without_a_shape_is_no_number(name):
+    q = torch.randn(1, 2, 4, 16)
+    with pytest.raises(TypeError, match=rf"(?m)^{name}: torch.nn.parameter.UninitializedParameter; accepted is"):
+        strobe.attention(q, q, q, **{name: torch.nn.UninitializedParameter()})
+
+
+@pytest.mark.parametrize("device", ["no such", "cpu:x", [1], np.zeros(2), torch.float32, None])
+def test_a_mask_goes_to_a_device_alone(device):
+    """Not to another dtype either, as Tensor.to() would take it."""
+    mask = strobe.BlockMask.causal(SQ, SK, 16, 16)
+    with pytest.raises(TypeError, match=r"^device: .*; accepted is a torch\.device, or the name of one$"):
+        mask.to(device)
+    assert mask.to("cpu").rows.dtype == torch.int32
+
+
+@pytest.mark.parametrize("function", [strobe.hyperbolic.distance, strobe.hyperbolic.lorentz_product])
+@pytest.mark.parametrize("numpys", [False, True])
+def test_points_that_do_not_broadcast_are_named(function, numpys):
+    x, y = strobe.hyperbolic.lift(torch.randn(2, 3, 4)), strobe.hyperbolic.lift(torch.randn(0, 4))
+    x, y = (x.numpy(), y.numpy()) if numpys else (x, y)
+    with pytest.raises(ValueError, match=r"^y: shape \(0, 5\); accepted is one that broadcasts with x's, \(2, 3, 5\)$"):
+        function(x, y)
+    assert function(x, x[:1, :1]).shape == (2, 3)

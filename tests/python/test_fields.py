@@ -27,7 +27,7 @@ def tree(tmp_path):
 
 
 def compiled(tree: Path, source: str, *options: str) -> str:
-    """What the compiler says; empty if it accepts."""
+    """The compiler's messages; empty if it accepts the source."""
     command = [*COMPILER, f"-I{tree / 'include'}", *options, str(tree / source)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
     assert bool(done.stderr) == bool(done.returncode), done.stderr

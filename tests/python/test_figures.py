@@ -72,7 +72,7 @@ def test_linformer_is_wang_et_als(monkeypatch):
     keep = given.mask[0, 0, 0][:, None].float()
     expected = (q @ (E @ (k * keep)).mT / 4).softmax(-1) @ (F @ (v * keep))
     torch.testing.assert_close(rivals.linformer(*given.leaves, mask=given.mask), expected)
-    rivals.both(rivals.linformer, given)()  # the gradients of E and F, too
+    rivals.both(rivals.linformer, given)()  # also the gradients of E and F
 
 
 @pytest.mark.parametrize("method", list(rivals.methods("cpu")))
@@ -99,7 +99,7 @@ def test_refusals_are_kept_apart_from_times():
 
 @pytest.fixture
 def processor(monkeypatch):
-    """A clock that calls advance, by the seconds listed for each."""
+    """Replaces the CPU clock: each call of a function advances it by the next of the function's listed seconds."""
     now = 0.0
 
     def call(name, seconds):
@@ -118,13 +118,13 @@ def processor(monkeypatch):
 @pytest.mark.parametrize(
     ("budget", "seconds", "found"),
     [
-        (0.0, [0.5, 0.75, 0.5], 0.5),  # the first one counts
+        (0.0, [0.5, 0.75, 0.5], 0.5),  # the first call counts
         (0.01, [0.15, 0.125, 0.125, 0.25], 0.125),
         (2.0, [0.05] * 22, 0.05),
     ],
 )
 def test_a_point_is_the_median_of_three_calls_at_least(processor, budget, seconds, found):
-    """However long they are."""
+    """Three calls are made, however long they take."""
     times, notes = clock.times(processor("a", seconds), Setting("cpu", True, budget))
     assert times == {"a": pytest.approx(found)}
     assert not notes
@@ -195,7 +195,7 @@ def test_csv_keeps_numbers_and_gaps(tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_peers_have_lines_in_quick_figures_too(device):
-    """With two lengths at least in every panel."""
+    """Every panel has at least two lengths."""
     panels: dict[str, int] = {}
     for case in measure.peers(Setting(device, True, 0.0)):
         panel = case.name.partition(",")[0] + ", causal" * case.name.endswith("causal")
@@ -252,7 +252,7 @@ def test_a_folder_that_nobody_can_make_is_refused(run):
 
 
 def test_a_method_looks_the_same_everywhere():
-    """By its name, in both figures that have it and on both machines; and different from all others in the same picture."""
+    """A method's look depends only on its name, in both figures and on both machines, and differs from all others in the same picture."""
     from strobe_tools.figures.draw import look
 
     both = [rivals.methods(device) for device in ("cpu", "cuda")]

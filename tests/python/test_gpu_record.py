@@ -117,7 +117,7 @@ def test_every_file_that_may_decide_a_result_is_a_source_or_left_out_by_name():
 def test_sources(name):
     file = record.ROOT / name
     assert file in record.matched(record.SOURCES)
-    left_out = {"tests/python/test_contract.py": "tests/python/test_*.py"}  # of these, the contract's own are sources
+    left_out = {"tests/python/test_contract.py": "tests/python/test_*.py"}  # of the left-out files, test_contract.py itself is a source
     assert (file in record.matched(record.EXCLUDED)) == (name in left_out)
 
 
@@ -179,9 +179,9 @@ JUDGED = {"number": 16, "runs": ["default"], "faults": [], "replay": "", "call":
     [
         (Told({"begins": 16}, JUDGED, {"begins": 17}, JUDGED, {"end": 1}), True, (2, 1, 0), ""),
         (Told({"begins": 16}, JUDGED | {"faults": ["out is wrong"]}, {"end": 1}), True, (1, 1, 1), "out is wrong"),
-        (Told({"begins": 16}, JUDGED, {"begins": 17}, None), False, (2, 0, 1), "random_call.py 17 --gpu"),  # crashed
+        (Told({"begins": 16}, JUDGED, {"begins": 17}, None), False, (2, 0, 1), "random_call.py 17 --gpu"),  # the worker crashed
         (Told({"begins": 16}), False, (1, 0, 1), "no answer for 5 s"),
-        (Told({"begins": 16}, JUDGED, None), False, (1, 0, 0), ""),  # ended between two calls
+        (Told({"begins": 16}, JUDGED, None), False, (1, 0, 0), ""),  # the worker ended between two calls
         (Told({"begins": 16}, {"left_out": 16}, {"end": 1}), True, (0, 1, 0), ""),
     ],
 )

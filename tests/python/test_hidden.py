@@ -45,7 +45,7 @@ def test_one_number_at_the_edge_of_a_tile(what, at, dtype, engine):
     if engine == "cuda-sm90" and what == "dout":
         pytest.skip("docs/semantics.md: a dO that is not finite shows in all columns of dv")
     inputs = call(h=1, hkv=1, sq=128, sk=128, d=64, dtype=dtype, causal=True)
-    getattr(inputs, what)[0, 0, at, 63] = NAN if ON_GPU else INF  # docs/semantics.md: what a visible infinity does on a GPU
+    getattr(inputs, what)[0, 0, at, 63] = NAN if ON_GPU else INF  # docs/semantics.md says what a visible infinity does on a GPU
     assert_clean(inputs, engine)
 
 
@@ -58,7 +58,8 @@ ADDED: dict[str, dict[str, Any]] = {
     "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2])},
 }
 PACKED = [(torch.float32, 33, 65, True), (torch.bfloat16, 32, 32, False), (torch.float16, 112, 256, True), (torch.bfloat16, 200, 48, True)]
-# Each function and each of these twice, over other types and head dimensions in rotation: their kernels take long to compile.
+# Each function and each addition is tested twice, with other dtypes and head dimensions in turn, because their kernels take long to
+# compile.
 PADDED = [(f, x, *PACKED[(i + j + k) % 4]) for i, f in enumerate(FUNCTIONS) for j, x in enumerate(ADDED) for k in (0, 2)]
 
 
@@ -102,7 +103,7 @@ def test_largest_numbers(how, what, dtype, engine):
 @engines
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_query_whose_scores_are_minus_infinity(dtype, engine):
-    """Beside a sink: the query sees only the sink, and the other queries' terms of dv stay. (Its own term of dk is 0 times an infinity.)"""
+    """With a sink, the query sees only the sink, and the other queries' terms of dv stay. (Its own term of dk is 0 times an infinity.)"""
     inputs = call(h=1, sq=128, d=64, dtype=dtype, sinks=torch.zeros(1))
     inputs.k[..., 0] = inputs.k[..., 0].abs() + 0.1
     inputs.q[..., 5, 0] = -INF
@@ -119,7 +120,7 @@ def test_a_query_whose_scores_are_minus_infinity(dtype, engine):
 @pytest.mark.parametrize("what", ["q", "dout"])
 @pytest.mark.parametrize("options", [{}, {"bias": torch.zeros(1, 1, 1, 1)}, {"softcap": 20.0}], ids=str)
 def test_a_query_that_sees_a_sink_alone(options, what, dtype, engine):
-    """Its LSE is the sink, whatever the query is."""
+    """The LSE of such a query is the sink, whatever the query is."""
     inputs = call(sq=100, sk=40, d=64, dtype=dtype, causal=True, sinks=torch.tensor([0.5, -2.0]), **options)
     getattr(inputs, what)[..., :60, :] = NAN
     assert_clean(inputs, engine)
@@ -176,7 +177,8 @@ def test_bias_gradient_of_nothing_is_zero(b, sq, shape, engine):
 @dtypes
 @pytest.mark.parametrize("scale", [1e-38, 1e-50, 1e-40, 1e9, -1e12, 1e31])
 def test_scale_at_the_ends_of_fp32(scale, dtype):
-    """Engines that do not support it say so; the library does. Sums in a GPU's memory may lose numbers below fp32's normal ones."""
+    """Engines that do not support such a scale say so; the library supports it. Sums in a GPU's memory may lose numbers
+    below fp32's normal ones."""
     flushed = torch.finfo(dtype).tiny if ON_GPU and dtype == torch.float32 else 0.0
     assert_matches(call(sq=20, sk=64, dtype=dtype, scale=scale, dlse=False), flushed)
 
@@ -184,7 +186,7 @@ def test_scale_at_the_ends_of_fp32(scale, dtype):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("engine", "dtype"), [("cuda-tf32", "float32"), ("cuda-mma", "bfloat16"), ("cuda-sm90", "bfloat16")])
 def test_tensor_cores_refuse_a_large_scale(engine, dtype, backward):
-    """On a GPU that need not be present."""
+    """The GPU need not be present."""
     x = Shape((1, 2, 64, 64), dtype)
     with pytest.raises(NotImplementedError, match=f"{engine}: takes a scale of up to 10000 in size, not -20000"):
         prewarm({"q": x, "k": x, "v": x}, {"engine": engine, "scale": -2e4}, backward, 90)
@@ -200,7 +202,7 @@ def test_tensor_cores_refuse_a_large_scale(engine, dtype, backward):
 )
 @pytest.mark.parametrize("backward", [False, True])
 def test_three_products_in_tf32_are_not_for_sums_that_show_them(d, dv, options, reason, backward):
-    """One product is, since the caller allowed it, and 64 columns are enough."""
+    """cuda-tf32 refuses such a sum. It accepts a single TF32 product, which the caller has allowed, and three products with 64 columns."""
     tensors = {name: Shape((1, 2, 64, dv if name == "v" else d), "float32") for name in "qkv"}
     options = options | {"engine": "cuda-tf32"}
     with pytest.raises(NotImplementedError, match=reason):
@@ -230,7 +232,7 @@ def blocks_of(kept: torch.Tensor, sq: int, sk: int, block: int) -> torch.Tensor:
 @pytest.mark.parametrize("shared", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout": 0.2, "seed": 1, "offset": 2}], ids=str)
 def test_hidden_blocks(options, shared, dtype):
-    """Holes in every tile, of queries and of keys, the same for the heads or sequences that share the mask or not."""
+    """Every tile has holes, of queries and of keys; heads or sequences share the mask, or have masks of their own."""
     sq, sk = 200, 330
     kept = torch.rand(*shared, 7, 11, generator=torch.Generator().manual_seed(4)) < 0.4
     inputs = call(b=2, h=4, hkv=2, sq=sq, sk=sk, d=32, dtype=dtype, mask=blocks_of(kept, sq, sk, 32), **options)
@@ -263,7 +265,7 @@ def test_keys_that_nobody_sees(by, dtype, engine):
 @dtypes
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 20.0}], ids=str)
 def test_mask_that_hides_nothing(options, dtype, engine):
-    """On the CPU it takes the path without a mask."""
+    """On the CPU a mask that hides nothing takes the path without a mask."""
     inputs = call(b=2, h=4, hkv=2, sq=150, sk=290, d=32, dtype=dtype, **options)
     without, yardstick = run_or_skip(inputs, engine), Yardstick(inputs)
     inputs.options["mask"] = torch.ones(1, 1, 150, 290, dtype=torch.bool)

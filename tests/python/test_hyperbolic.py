@@ -352,7 +352,7 @@ def test_what_is_no_point_is_refused_on_request(name, model, change, message, as
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim", [2, 15, 127])
 def test_rounded_points_are_points(dtype, dim):
-    """Near the origin, and as far out as the dtype can separate two points."""
+    """Points near the origin, and points as far out as the dtype can separate two of them, pass the check."""
     for size in (1e-3, 0.5, 2.0, 5.0):
         direction = torch.randn(1, 1, 200, dim, dtype=torch.float64)
         x = h.exp_map(size * direction / direction.norm(dim=-1, keepdim=True)).to(dtype)
@@ -462,7 +462,7 @@ def engines(dtype: torch.dtype) -> list[str]:
 
 
 def scores_by(engine: str, q: Tensor, k: Tensor, beta: float) -> Tensor:
-    """(Sq, Sk) of one head: LSE of each key alone."""
+    """The scores (Sq, Sk) of one head, each as the LSE of a call with that key alone."""
     n = k.shape[2]
     alone = k[0, 0, :, None, None].expand(n, 1, 1, k.shape[3])
     queries = q[:, :, None].expand(n, 1, 1, *q.shape[2:]).squeeze(2)
@@ -485,7 +485,7 @@ def test_scores_are_within_the_stated_error(dtype, radius):
     t = (y - 1).clamp(min=0)
     d = torch.log1p(t + (t * (t + 2)).sqrt())
     for engine in engines(dtype):
-        planes = 2.0**-16 if engine == "cpu-amx" and dtype == torch.float16 else 0.0  # of two bf16, whose smallest product is left out
+        planes = 2.0**-16 if engine == "cpu-amx" and dtype == torch.float16 else 0.0  # planes: two bf16, whose smallest product is left out
         delta = (16 * eps + planes) * size
         computed = scores_by(engine, flipped, k, beta).double() / -beta
         within = torch.minimum((2 * delta).sqrt(), delta / torch.sinh((d + computed) / 2)) + 4 * eps * d.clamp(min=1)
@@ -494,7 +494,7 @@ def test_scores_are_within_the_stated_error(dtype, radius):
 
 
 def test_the_stated_error_is_a_bound():
-    """For the arccosh alone, at every ratio of the error to cosh d - 1, in both directions and where it is clamped."""
+    """The bound holds for the arccosh alone, at every ratio of the error to cosh d - 1, in both directions and where it is clamped."""
     delta = torch.logspace(-12, 1, 60, dtype=torch.float64)[:, None, None]
     t = delta * torch.logspace(-3, 6, 90, dtype=torch.float64)[:, None]
     share = torch.linspace(-1, 1, 41, dtype=torch.float64)
@@ -522,7 +522,7 @@ def test_at_the_cusp_the_gradient_is_0(dtype):
         try:
             dq, dk = torch.autograd.grad(out, (q, k), dout)
         except NotImplementedError:
-            continue  # forward only
+            continue  # only the forward
         assert (dq == 0).all(), engine
         assert (dk == 0).all(), engine
 
@@ -541,7 +541,7 @@ def test_far_points_and_nan(dtype):
 
 @pytest.mark.parametrize("array", [torch.from_numpy, np.asarray], ids=["torch", "numpy"])
 def test_the_midpoint_of_packed_sequences_is_as_long_as_the_longest(array):
-    """Its bias would take a gigabyte if it were as long as all of them."""
+    """The midpoint's bias would take a gigabyte if it were as long as all sequences together."""
     sequences, length = 4000, 16
     x = strobe.hyperbolic.lift(np.random.default_rng(0).standard_normal((sequences * length, 1, 3), np.float32))
     cu = np.arange(0, sequences * length + 1, length, dtype=np.int32)
@@ -570,7 +570,7 @@ def test_quantised_points_are_refused(dtype, scales):
 
 
 def test_what_is_no_point_never_has_a_result(monkeypatch):
-    """Whatever attention() may accept in the future."""
+    """Such vectors are refused, whatever attention() may accept in the future."""
     q = h.lift(torch.zeros(1, 2, 4, 7))
     monkeypatch.setattr(h, "attention", lambda *_, **__: q)
     with pytest.raises(ValueError, match="^q, k, v: float32, int8, int8; accepted are points, of float16"):

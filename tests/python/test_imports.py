@@ -18,7 +18,7 @@ def name_of(file: Path) -> str:
 
 
 MODULES = {name_of(file): file for package in PACKAGES for file in (FOLDER / package).rglob("*.py")}
-MODULES |= {f"strobe.{name}": FOLDER / "strobe" / f"{name}.pyi" for name in ("_core", "_eager")}  # in C
+MODULES |= {f"strobe.{name}": FOLDER / "strobe" / f"{name}.pyi" for name in ("_core", "_eager")}  # modules in C
 
 
 def imported(module: str, text: str, is_package: bool) -> set[str]:
@@ -53,7 +53,7 @@ def test_no_circle():
 
 
 def test_a_circle_would_be_found():
-    """In a function, and only for type checkers, too."""
+    """The test would also find a circle by imports in a function, or by imports for type checkers only."""
     for text in ("from strobe_tools.train.launch import launch\n", "def f():\n    from strobe_tools.train import experiment\n"):
         with pytest.raises(CycleError):
             in_order(IMPORTS | {"strobe_tools.train.trainer": imported("strobe_tools.train.trainer", text, False)})

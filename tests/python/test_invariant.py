@@ -47,7 +47,7 @@ def test_mixes(engine, dtype, seed):
 
 @pytest.mark.skipif(ON_GPU, reason="of the CPU's tiles")
 def test_the_mixes_find_what_is_not_invariant():
-    """Without the option, rows do have other bits in other surroundings: on one engine, so that each machine draws the same."""
+    """Without the option, rows have other bits in other surroundings. The test uses one engine, so that each machine draws the same."""
     found = list(mixes(16, torch.float32, DEVICE, 30, 4, invariant=False, engine="cpu-baseline"))
     assert {name for _, bits, _ in found for name, n in bits.items() if n} >= {"out", "dq", "dk", "dv"}
 
@@ -62,7 +62,7 @@ def test_chunks_of_a_long_cache(engine):
     keys, d, group = 4096 + 77, 16, 3
     dtype = torch.bfloat16 if takes(engine, torch.bfloat16, d) else torch.float32
     q, k, v = (torch.randn(1, h, n, d, generator=g).to(dtype) for h, n in ((group, 150), (1, keys), (1, keys)))
-    k[0, 0, 2048:4096, 0] -= 1e3 * q[0, 1].float().sign().mean(0)[0].item()  # rows whose first chunks have no weight, or all of it
+    k[0, 0, 2048:4096, 0] -= 1e3 * q[0, 1].float().sign().mean(0)[0].item()  # in some rows the first chunks have no weight, or all of it
     v[0, 0, 100, 3], v[0, 0, 4150, 5] = torch.inf, torch.nan
     q, k, v = (x.to(DEVICE) for x in (q, k, v))
     sinks = torch.tensor([0.3, -1.0, 20.0], device=DEVICE)
@@ -76,7 +76,7 @@ def test_chunks_of_a_long_cache(engine):
             seen = keys - 150 + end
             some = strobe.attention(q[:, :, first:end], k[:, :, :seen], v[:, :, :seen], sinks=sinks, **options)
             assert [differing(x, y[:, :, first:end]) for x, y in zip(some, many, strict=True)] == [0, 0]
-        for h in range(group):  # a single head, which is not packed
+        for h in range(group):  # calls with a single head, which is not packed
             alone = strobe.attention(q[:, h : h + 1, -1:], k, v, sinks=sinks[h : h + 1], **options)
             assert [differing(x, y[:, h : h + 1, -1:]) for x, y in zip(alone, many, strict=True)] == [0, 0]
         reached = strobe.attention(q, k, v, **options, window=(900, 0))  # some rows see only the last chunk
@@ -91,7 +91,7 @@ def test_chunks_of_a_long_cache(engine):
 @engines
 @pytest.mark.parametrize("queries", [1, 5, 33])
 def test_heads_of_a_group_share_a_tile(engine, queries):
-    """And each row has the bits that it has among the rows of its head alone; a NaN of one head stays there."""
+    """Each row has the bits that it has among the rows of its head alone, and a NaN of one head stays there."""
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
     g = torch.Generator().manual_seed(4)
@@ -161,7 +161,7 @@ def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
     rises = torch.tensor([0.0, 9.0, 12.0, 30.0, 200.0, 600.0, 3e3, -3e3])  # natural scores of the last keys
     q[..., 0] = rises.repeat(rows // 8) * d**0.5
     v *= 1e30 if dtype == torch.bfloat16 else 1e3
-    v[0, 0, keys - 20, 4] = torch.nan  # causal: the last rows see it
+    v[0, 0, keys - 20, 4] = torch.nan  # with causal, only the last rows see it
     q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
     options = {"causal": True, "engine": engine, "invariant": True, "return_lse": True}
     with running_on(engine):

@@ -207,7 +207,8 @@ def test_bias_whose_last_axis_is_not_contiguous(dtype):
 @dtypes
 @pytest.mark.parametrize("shape", [(1, 1, 60, 70), (3, 1, 60, 70), (1, 2, 60, 70), (3, 1, 1, 70), (1, 2, 60, 1), (1, 1, 1, 1)])
 def test_gradient_of_a_broadcast_bias(shape, dtype):
-    """facebookresearch/xformers#783, #587, HKUSTDial/flash-sparse-attention#193: it is summed over the broadcast axes."""
+    """facebookresearch/xformers#783, #587, HKUSTDial/flash-sparse-attention#193: the gradient is the sum over the
+    broadcast axes."""
     assert_matches(call(b=3, sq=60, sk=70, dtype=dtype, gradients=("bias",), bias=torch.randn(shape, dtype=dtype)))
 
 
@@ -499,7 +500,7 @@ def test_what_is_negated_lazily_is_read_negated():
     z = torch.randn(1, 2, 40, 16, dtype=torch.complex64)
     q, (k, v) = z.conj().imag, torch.randn(2, 1, 2, 40, 16)
     assert q.is_neg()
-    for _ in range(2):  # the second call is a remembered one
+    for _ in range(2):  # the second call is a remembered call
         assert torch.equal(strobe.attention(q, k, v), strobe.attention(q.resolve_neg(), k, v))
 
     leaves = [x.clone().requires_grad_() for x in (q.resolve_neg(), k, v)]

@@ -39,7 +39,7 @@ def new_tokens(count: int, layout: str) -> tuple[Tensor, Tensor]:
 
 
 def rows(pool: Tensor, table: Tensor, b: int, layout: str) -> Tensor:
-    """(n · page, Hkv, D), written out."""
+    """The rows of sequence b, (n · page, Hkv, D), without strobe.kv."""
     pages = pool[table[b].long()]
     return (pages if layout == "bshd" else pages.transpose(1, 2)).flatten(0, 1)
 
@@ -71,7 +71,7 @@ def test_append_to_pages(count, layout, rotary):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
 def test_append_packed_tokens(layout, paged):
-    """As many as each sequence has, none of the second, and padding after the last: the same as one call for each sequence writes."""
+    """Sequences have different numbers of new tokens, the second one none, and padding follows. One call per sequence writes the same."""
     counts, padding = [5, 0, 1], 2
     angles = torch.rand(PAGE * EACH, 3, device=DEVICE)
     options: dict[str, Any] = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "layout": layout}
@@ -95,7 +95,7 @@ def test_append_packed_tokens(layout, paged):
 
 
 def test_a_sequence_without_new_tokens_writes_in_no_page():
-    """Although others share the page in which it would continue."""
+    """Other sequences may share the page in which it would continue."""
     k_pool, v_pool = torch.zeros(3, 1, 4, 2, device=DEVICE), torch.zeros(3, 1, 4, 2, device=DEVICE)
     table = torch.tensor([[0, 1], [0, 2]], dtype=torch.int32, device=DEVICE)
     k = torch.ones(1, 1, 2, device=DEVICE)
@@ -107,7 +107,7 @@ def test_a_sequence_without_new_tokens_writes_in_no_page():
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "rows"])
 @pytest.mark.parametrize("quantised", [False, True])
 def test_append_nothing_but_padding(quantised, paged, length):
-    """Padding of no sequence, with rotary tables, of any length."""
+    """The tokens are padding of no sequence, with rotary tables of any length."""
     stored = torch.int8 if quantised else torch.float32
     pool = torch.zeros(3 if paged else 0, 1, 4, 8, dtype=stored, device=DEVICE)
     table = torch.ones(length, 4, device=DEVICE)
@@ -159,7 +159,7 @@ def test_append_to_rows(layout):
 
 
 def test_append_and_attend_is_attention_to_all():
-    """A prompt in pieces into pages, then tokens one by one."""
+    """A prompt is appended to pages in pieces, then tokens are appended one by one."""
     q, k, v = (torch.randn(3, HKV, PAGE * EACH, D, device=DEVICE) for _ in "qkv")
     k_cache, _, table = cache("bhsd")
     v_cache = torch.zeros_like(k_cache)
@@ -315,7 +315,7 @@ def test_lists_in_host_memory_may_be_int64(layout):
 
 
 def test_kinds():
-    none = torch.zeros(1, dtype=torch.int32)  # on the caches' device: host memory
+    none = torch.zeros(1, dtype=torch.int32)  # the caches' device is host memory
     sparse, eights = torch.zeros(1, 1, 1, 4).to_sparse(), torch.zeros(1, 1, 1, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="^k_cache: layout torch.sparse_coo; accepted is torch.strided"):
         strobe.kv.append(sparse, *[torch.zeros(1, 1, 1, 4)] * 3, none)
@@ -332,12 +332,12 @@ def test_kinds():
 
 
 def test_numbers_that_nobody_reads_write_nothing_elsewhere(monkeypatch):
-    """As in device memory: tokens without a place are left out."""
+    """Numbers are not read, as in device memory: tokens without a place are left out."""
     monkeypatch.setattr(TORCH, "is_readable", lambda x: False)
     for table, used, written in (
         ([[0, 9], [2, 3]], [3, 3], {(0, 3): (0, 0), (2, 3): (1, 0), (3, 0): (1, 1)}),  # a page outside the pool
         ([[0, 1], [-1, -2]], [3, 3], {(0, 3): (0, 0), (1, 0): (0, 1)}),
-        ([[0, 1], [2, 3]], [7, -5], {(1, 3): (0, 0)}),  # a length outside the room
+        ([[0, 1], [2, 3]], [7, -5], {(1, 3): (0, 0)}),  # lengths that are negative, or leave too little room
         ([[7, 7], [8, 8]], [0, 0], {}),
     ):
         k_cache, v_cache = torch.zeros(4, 1, 4, 1, device=DEVICE), torch.zeros(4, 1, 4, 1, device=DEVICE)
@@ -644,7 +644,7 @@ APPENDED = ("k_cache", "v_cache", "k", "v")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("wrong", APPENDED)
 def test_what_is_laid_out_wrongly_alone_is_named_alone(wrong, paged, new, layout):
-    """Tensors that are compared with it are not named."""
+    """If one tensor has the wrong layout, the others, with which it is compared, are not named."""
     caches = {name: torch.zeros(6 if paged else 2, 3, 16, width) for name, width in (("k_cache", 8), ("v_cache", 4))}
     tokens = {name: torch.ones(2, 3, 5, width) for name, width in (("k", 8), ("v", 4))}
     given = caches | tokens if layout == "bhsd" else {name: x.transpose(1, 2) for name, x in (caches | tokens).items()}
@@ -691,7 +691,7 @@ def test_appends_other_layout_is_guessed(layout):
 @pytest.mark.parametrize("group", [None, 32])
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16], ids=str)
 def test_zeros_have_the_scale_zero(dtype, group, scale_dtype):
-    """And they mean zeros; so they do not have the largest scale among small ones."""
+    """Rows of zeros have the scale 0 and stay zeros; the scales of the small numbers beside them are larger than 0."""
     x = torch.randn(1, 2, 96, 16, generator=torch.Generator().manual_seed(1)) * 1e-3
     x[:, :, 32:64] = 0
     data, scale = strobe.kv.quantise(x, dtype, group=group, scale_dtype=scale_dtype)
@@ -713,7 +713,7 @@ def test_zeros_have_the_scale_zero(dtype, group, scale_dtype):
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 @pytest.mark.parametrize("group", [None, 32])
 def test_the_scales_of_small_numbers_hold_them(dtype, group):
-    """In float16 a scale would vanish, or be rounded to less than the largest number needs."""
+    """Rounded to float16, such a scale would vanish, or become too small for the largest number."""
     most = QUANTISED[dtype]
     for size in (1e-42, 2.0**-26 * most, 1.4 * 2.0**-24 * most, 2.6 * 2.0**-24 * most, 1e-5 * most):
         x = torch.tensor([[size, -size / 3], [size / 3, -size]]).repeat(1, 1, 16, 4)
@@ -724,7 +724,7 @@ def test_the_scales_of_small_numbers_hold_them(dtype, group):
         assert scale.double().min() == s
         step = max(size / 16, s / 1024) if dtype == torch.float8_e4m3fn else s / 2
         assert (_numbers(data, dtype) * s - x).abs().max() <= step + size * 2**-10
-    data, scale = strobe.kv.quantise(torch.full((1, 1, 32, 8), 1e-42), dtype, group=group)  # nor do scales of float32 vanish
+    data, scale = strobe.kv.quantise(torch.full((1, 1, 32, 8), 1e-42), dtype, group=group)  # scales of float32 do not vanish either
     assert (scale == torch.finfo(torch.float32).tiny).all()
     assert not _numbers(data, dtype).any()
 
@@ -754,7 +754,7 @@ def test_what_cannot_be_quantised_is_refused(group):
 
 @pytest.mark.parametrize("dtype", QUANTISED, ids=str)
 def test_what_a_device_makes_of_what_cannot_be_quantised(dtype, monkeypatch):
-    """If numbers are not read."""
+    """The results if numbers are not read, so that nothing is refused."""
     monkeypatch.setattr(type(strobe.kv.TORCH), "is_readable", lambda *_: False)
     x = torch.ones(5, 1, 16)
     x[1, 0, 4], x[2, 0, 5], x[3, 0, 6] = float("nan"), -float("inf"), 1e9

@@ -88,7 +88,7 @@ def test_grouped_heads(rung):
 @pytest.mark.parametrize("rung", RUNGS)
 def test_any_strides(rung):
     dtype = dtypes(rung)[0]
-    q = torch.randn(2, 2, 64, 50, generator=GENERATOR).to(dtype).transpose(2, 3)  # columns that are far apart
+    q = torch.randn(2, 2, 64, 50, generator=GENERATOR).to(dtype).transpose(2, 3)  # adjacent columns are far apart
     k = drawn(1, 2, 70, 64, dtype=dtype).expand(2, 2, 70, 64)
     v = drawn(2, 2, 140, 65, dtype=dtype)[:, :, ::2, 1:]
     check(rung, q, k, v, causal=False)
@@ -178,7 +178,7 @@ def test_threads_do_not_change_a_bit(rung, threads):
 def test_an_engine_with_two_forms_is_listed_once():
     names = [name for name, _ in strobe.engines()]
     assert len(names) == len(set(names))
-    assert dict(strobe.engines())["ladder-flash1"] is None  # one of them runs here
+    assert dict(strobe.engines())["ladder-flash1"] is None  # the CPU's form runs here
 
 
 def test_a_refusal_is_of_the_form_that_was_asked():

@@ -24,7 +24,7 @@ def ints(*values: int) -> Tensor:
 
 
 def wider(x: Tensor) -> Tensor:
-    """Its first columns are those of x; the others hold numbers that a call must not read."""
+    """A wider matrix: the first columns are those of x, the others hold numbers that a call must not read."""
     room = torch.full((*x.shape[:-1], x.shape[-1] + 5), 2**31 - 1, dtype=x.dtype, device=x.device)
     room[..., : x.shape[-1]] = x
     return room[..., : x.shape[-1]]
@@ -48,7 +48,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def call(lists: dict[str, Tensor], engine: str, *arrays: Tensor, backward: bool = False, **options: Any) -> list[Tensor]:
-    """Results of a first call, or a skip."""
+    """The results of a call. The test is skipped if the engine refuses the call."""
     with running_on(engine):
         try:
             if not backward:
@@ -63,7 +63,7 @@ def call(lists: dict[str, Tensor], engine: str, *arrays: Tensor, backward: bool 
 def same(lists: dict[str, Tensor], given: Callable[[Tensor], Tensor], engine: str, *arrays: Tensor, **options: Any) -> None:
     expected = call(lists, engine, *arrays, **options)
     strided = {name: given(x) for name, x in lists.items()}
-    for _ in range(3):  # remembered, prepared, run again
+    for _ in range(3):  # remembers the call, prepares it, runs it again
         found = call(strided, engine, *arrays, **options)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
@@ -122,7 +122,7 @@ def test_the_seed(engine):
 
 @engines
 def test_what_they_hold_is_checked(engine):
-    """On a GPU with check=True, after the copy."""
+    """The contents of lists are checked; on a GPU only with check=True, after the copy."""
     d, dtype = (64 if engine.startswith("cuda") else 16), dtype_of(engine)
     q, k = normal(2, 2, 5, d, dtype=dtype), normal(4, 1, 16, d, dtype=dtype)
     wrong = column(torch.tensor([[0, 1], [2, 9]], dtype=torch.int32, device=DEVICE)), wider(ints(0, 1, 2, 9).view(2, 2))
@@ -136,7 +136,7 @@ def test_what_they_hold_is_checked(engine):
 
 @pytest.mark.skipif(ON_GPU, reason="NumPy arrays lie in host memory")
 def test_numpy():
-    """Reversed, every second entry, one for all, and the fields of records."""
+    """Lists that are reversed, every second entry, one entry for all, or the fields of records."""
     g = np.random.default_rng(0)
     q, k = (g.standard_normal(shape).astype(np.float32) for shape in ((12, 2, 16), (20, 1, 16)))
     cu_q, cu_k = np.array([0, 5, 12], np.int32), np.array([0, 9, 20], np.int32)
@@ -199,7 +199,7 @@ def test_of_64_bits_on_a_gpu():
         pytest.skip("in host memory they are taken")
     with running_on(None), pytest.raises(ValueError, match=r"^seqused_k: dtype int64; accepted is int32; seqused_k.int\(\)$"):
         strobe.attention(q, k, k, seqused_k=used)
-    if DEVICE == "cuda":  # in host memory beside GPU tensors: it is copied
+    if DEVICE == "cuda":  # in host memory beside GPU tensors, the list is copied
         expected = strobe.attention(q, k, k, seqused_k=used.int())
         assert torch.equal(strobe.attention(q, k, k, seqused_k=used.cpu()), expected)
         with pytest.raises(ValueError, match=r"^seqused_k: 4294967299 at \[0\]; accepted are 0 to 40, the length of k$"):

@@ -20,7 +20,7 @@ from drawn_cases import cases
 from engines import LONG
 
 MANY = [16384, 65536, 131072] if LONG else [8192]
-MORE = 600 if ON_GPU or LONG else 40  # more queries than with which keys are split; the plain formulas of 600 take 20 s
+MORE = 600 if ON_GPU or LONG else 40  # so many queries that keys are not split; the plain formulas of 600 take 20 s
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_terms_whose_last_bits_a_long_run_drops(n):
 
 
 def test_infinities_of_values_show():
-    """Also if keys are split: a compensated sum's rounding error is then NaN."""
+    """Infinities show even if keys are split, although the rounding error of a compensated sum is then NaN."""
     inputs = call(sq=5, sk=8192, d=32)
     inputs.v[:, :, 77, 3] = inputs.v[:, :, 1000, 4] = torch.inf
     inputs.v[:, :, 6000, 5] = inputs.v[:, :, 7000, 4] = -torch.inf
@@ -163,7 +163,7 @@ def test_any_legal_call(case):
     try:
         assert_matches(build(case))
     except NotImplementedError:
-        if not (ON_GPU and case["flag"] == "invariant" and case["blocks"]):  # blocks that cut a GPU engine's key tiles
+        if not (ON_GPU and case["flag"] == "invariant" and case["blocks"]):  # blocks cut a GPU engine's key tiles
             raise
 
 

@@ -31,8 +31,8 @@ def step(n):
     out.backward(dout)
     return before
 
-step(64)  # what is paid once: threads, code, tables
-open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+step(64)  # pays the costs that occur once: threads, code, tables
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak
 before = step(length)
 peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 print(json.dumps((peak - before) * 1024))
@@ -65,7 +65,7 @@ def test_extra_memory_per_token(engine, dtype, record_property):
 
 
 def test_a_workspace_does_not_wait_for_the_garbage_collector():
-    """It refers to q and the memory of a call on a GPU: in a reference cycle both would stay until the collector runs."""
+    """A workspace refers to q and to the call's memory on a GPU. In a reference cycle both would stay until the collector runs."""
     gc.disable()
     try:
         memory = torch.empty(8)

@@ -30,7 +30,7 @@ def test_two_parts_are_the_whole(layout, dtype):
     expected, expected_lse = strobe.attention(q, k, v, return_lse=True, **options)
     assert (out.dtype, lse.dtype) == (dtype, expected_lse.dtype)
     largest = max(x.abs().max() for x in (halves[0], halves[2]))
-    rounding = 2 * torch.finfo(dtype).eps * float(largest)  # of the parts, of the whole and of the merged
+    rounding = 2 * torch.finfo(dtype).eps * float(largest)  # the rounding of the parts, of the whole and of the merged result
     torch.testing.assert_close(out, expected, atol=rounding, rtol=0)
     torch.testing.assert_close(lse, expected_lse)
 
@@ -93,7 +93,7 @@ GARBAGE = [float("nan"), float("inf"), -float("inf")]
 @pytest.mark.parametrize("shape", ["bhsd", "bshd", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_what_lies_in_the_out_of_a_part_without_keys_reaches_nothing(dtype, shape, empty, pair):
-    """It need not have been written: neither the result, with sinks or without, nor a gradient has it."""
+    """The out of such a part need not have been written: neither the result, with sinks or without, nor a gradient depends on it."""
     torch.manual_seed(0)
     layout = "bshd" if shape == "bshd" else "bhsd"
     outs = {name: torch.randn({"bhsd": (1, 2, 3, 4), "bshd": (1, 3, 2, 4), "packed": (3, 2, 4)}[shape]).to(dtype) for name in "ab"}
@@ -158,7 +158,7 @@ def test_an_infinite_lse_makes_its_row_nan_until_it_is_replaced():
 
 
 def test_a_nan_in_the_out_of_a_part_with_keys_is_seen():
-    """However small its weight: a NaN that a query sees propagates."""
+    """A NaN that a query sees propagates, however small its weight is."""
     nan = torch.full((1, 1, 1, 4), torch.nan)
     out, _ = strobe.merge(nan, torch.full((1, 1, 1), -1e4), torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1))
     assert out.isnan().all()
@@ -192,7 +192,7 @@ def test_numpy():
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_a_partial_result_and_an_ordinary_one(layout):
-    """The first one determines the form of the result; a partial part's backward accepts it if that is the partial one."""
+    """The first argument determines the form of the result. If it is the partial one, a partial part's backward accepts the result."""
     torch.manual_seed(0)
     axis = 2 if layout == "bhsd" else 1
     q, k, v = (torch.randn((1, 2, 40, 16) if layout == "bhsd" else (1, 40, 2, 16)).bfloat16() for _ in range(3))
@@ -206,7 +206,7 @@ def test_a_partial_result_and_an_ordinary_one(layout):
     assert [(x.dtype, x.shape) for x in of_partial] == [(torch.float32, q.shape), (torch.float32, (2, 1, 2, 40))]
     assert [(x.dtype, x.shape) for x in of_ordinary] == [(torch.bfloat16, q.shape), (torch.float32, (1, 2, 40))]
     for (out, _), lse in ((of_partial, of_partial[1].sum(0)), (of_ordinary, of_ordinary[1])):
-        torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0)  # the ordinary one is rounded to bfloat16
+        torch.testing.assert_close(out.float(), expected, atol=0.02, rtol=0)  # the ordinary result is rounded to bfloat16
         torch.testing.assert_close(lse, expected_lse)
     delta = torch.ones(1, 2, 40)
     strobe.attention_backward(q, q, k_a, v_a, None, of_partial[1], delta=delta, part=part, **options)

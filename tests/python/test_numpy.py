@@ -109,7 +109,7 @@ def test_strides_of_axes_that_nobody_walks():
 
 @pytest.mark.parametrize("like", [np.ones(1), torch.ones(1)], ids=["numpy", "torch"])
 def test_what_comes_of_no_array_is_of_the_kind_that_is_asked_for(like):
-    """Whatever else the program has imported: torch, here."""
+    """A result without an array argument has the kind that is asked for, although the program has imported torch."""
     patterns = strobe.BlockMask.causal, strobe.BlockMask.local_global, strobe.BlockMask.strided, strobe.BlockMask.butterfly
     for pattern in patterns:
         more = {"stride": 2} if pattern == strobe.BlockMask.strided else {}
@@ -233,7 +233,7 @@ def test_torch_is_not_imported():
 
 
 def test_what_is_not_installed_is_named_with_the_way_to_it():
-    """For every way to ask for it: as an attribute, or imported."""
+    """The message comes for an attribute and for an import."""
     code = """
         import sys
         import strobe

@@ -39,7 +39,7 @@ def test_the_signature():
 
 
 def test_the_types_are_types():
-    """They are written as strings, which are not evaluated when the package runs."""
+    """The annotations are strings, which are not evaluated when the package runs."""
     names = {"Array": object, "Function": Callable, "BlockMask": strobe.BlockMask, "Part": strobe.Part}
     for name, hint in get_type_hints(_options.AttentionOptions, localns=names).items():
         default = DEFAULTS[name]
@@ -128,7 +128,7 @@ def test_the_struct_of_a_part():
 
 
 def test_the_structs_of_cpp():
-    """They have no member that reaches no member of strobe.h; the compiler finds one that is missing (test_fields.py)."""
+    """Each member of the C++ structs has its member of strobe.h. The compiler finds one that is missing (test_fields.py)."""
     header = (ROOT / "include/strobe/strobe.hpp").read_text()
 
     def declared(struct: str) -> set[str]:

@@ -52,7 +52,7 @@ def problem(
 
 
 def widths(engine: str) -> dict[str, int]:
-    """Head dimensions that it supports."""
+    """Head dimensions that the engine supports."""
     return {"d": 64, "dv": 72} if engine == "cuda-tf32" else {}
 
 
@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sq", [1, 5, 70])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_as_contiguous(name, sq, dtype, engine):
-    """On CPUs bit by bit: only the places of rows differ."""
+    """On CPUs the bits are the same, because only the places of rows differ."""
     p = problem(16, sq, dtype, **widths(engine))
     options = {key: x.to(DEVICE) if isinstance(x, Tensor) else x for key, x in OPTIONS[name].items()}
     with running_on(engine):
@@ -118,7 +118,7 @@ def test_layouts_and_strides():
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_packed_queries(layout):
-    """Only cu_seqlens_q: chunked prefill, beside decoding."""
+    """A call with cu_seqlens_q only, as in chunked prefill beside decoding."""
     p = problem(16, 70)
     lengths = [70, 0, 1]
     cu = torch.tensor([0, 70, 70, 71], dtype=torch.int32, device=DEVICE)
@@ -185,7 +185,7 @@ def test_nothing_counts(dtype):
         out, lse = strobe.attention(p.q[:b], *p.pages[:2], page_table=p.pages.table[:b], seqused_k=p.used[:b], return_lse=True)
         assert not out.any()
         assert (lse == -torch.inf).all()
-        empty = [x[:0] for x in p.pages[:2]]  # no page at all
+        empty = [x[:0] for x in p.pages[:2]]  # pools without a page
         assert not strobe.attention(p.q[:b], *empty, page_table=p.pages.table[:b], seqused_k=p.used[:b]).any()
         assert not strobe.attention(p.q[:b], *p.pages[:2], page_table=p.pages.table[:b, :0]).any()
         bias = torch.zeros(1, 1, 5, 8, dtype=dtype, device=DEVICE)[..., :1]
@@ -211,8 +211,8 @@ def _workspace(text: str) -> float:
 @pytest.mark.parametrize("sq", [1, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_is_gathered(dtype, sq):
-    """Compared with 1 GiB of keys and values in float32, half as much in bfloat16. (A GPU of 132 SMs splits keys among as many, and takes
-    20 MB for their results.)"""
+    """The workspace is small compared with 1 GiB of keys and values in float32, half as much in bfloat16. (A GPU with 132 SMs makes as many
+    splits of the keys, whose results take 20 MB.)"""
     keys, page, d = 2**20, 64, 128
     pool = torch.zeros(1, 1, page, d, dtype=dtype, device=DEVICE).expand(keys // page, 1, page, d)
     table = torch.randperm(keys // page).int()[None].to(DEVICE)
@@ -267,7 +267,7 @@ def test_pages_outside_the_pool():
 @pytest.mark.parametrize("sq", [1, 20])
 @pytest.mark.parametrize("page", [1, 7, 16, 64])
 def test_keys_of_pages_outside_the_pool_are_hidden(page, sq, dtype, engine):
-    """In device memory, where the numbers are not checked; V of the page that is read instead may hold NaN."""
+    """Tables in device memory are not checked. V of the page that is read instead may hold NaN."""
     p = problem(page, sq, dtype, **widths(engine))
     p.pages.v[0, :, 0] = torch.inf
     seen = torch.ones(B, 1, 1, p.k.shape[2], dtype=torch.bool, device=DEVICE)

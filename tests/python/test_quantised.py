@@ -41,7 +41,7 @@ def quantised_call(kind: Kind, shape: tuple[int, ...], dtype: torch.dtype, page:
 
 
 def check(inputs: Inputs, *wanted: str) -> None:
-    """On every engine that supports the call; the `wanted` ones must, if they are available."""
+    """Checks the call on every engine that supports it; the `wanted` engines must, if they are available."""
     yardstick, took, faults = Yardstick(inputs), set(), []
     for engine in engines_under_test():
         try:
@@ -64,7 +64,7 @@ def test_few_queries(shape, dtype, kind):
     inputs = quantised_call(kind, shape, dtype, causal=shape[3] > 1)
     check(
         inputs,
-        *["cuda-mma"] * (shape[5] % 32 == 0 and shape[6] % 32 == 0),  # rows of whole 16 bytes, with INT4 too
+        *["cuda-mma"] * (shape[5] % 32 == 0 and shape[6] % 32 == 0),  # rows are multiples of 16 bytes, also as INT4
         *["cpu-amx"] * (dtype == torch.bfloat16 and shape[3] <= 16 and shape[1] // shape[2] * shape[3] > 4),
     )
 
@@ -124,12 +124,12 @@ def test_groups_of_rows(how, sq, dtype, kind):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_scales_far_apart(kind, dtype):
-    """float16, to which P times a scale is rounded, has few powers for them."""
+    """P times a scale is rounded to float16, whose range hardly holds such scales."""
     inputs = call(1, 4, 2, 96, 64, 64, 1, dtype, dlse=False)
     far = 10.0 ** torch.linspace(-5, 2, 96).view(1, 1, -1, 1)
     k, v = (inputs.k.double(), far.double() * inputs.v.double())
     quant, k, v = quantised(kind._replace(scale="float32"), k, v, 2, None)
-    for only in (slice(0, 96), slice(0, 20)):  # the keys that are seen
+    for only in (slice(0, 96), slice(0, 20)):  # the keys that the query sees
         mask = torch.zeros(1, 1, 1, 96, dtype=torch.bool)
         mask[..., only] = True
         check(replace(inputs, k=k, v=v, quant=quant, options={"mask": mask}), "cuda-mma")
@@ -139,7 +139,7 @@ def test_scales_far_apart(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("scale", [1e6, 1e30])
 def test_a_large_scale_of_small_numbers(kind, dtype, scale):
-    """A row that stores 0 has any scale, and no weight beside the others."""
+    """The scale of a row of zeros may be anything; beside the other keys, the row has no weight."""
     inputs = quantised_call(kind._replace(scale="float32"), (1, 4, 1, 2, 96, 64, 64), dtype)
     for x, scales in ((inputs.quant.k, inputs.quant.k_scale), (inputs.quant.v, inputs.quant.v_scale)):
         x[:, :, 70], scales[:, :, 70] = 0, scale
@@ -151,7 +151,7 @@ def test_a_large_scale_of_small_numbers(kind, dtype, scale):
 @pytest.mark.skipif(ON_GPU, reason="there a P times a scale below 2^-126 may count as 0: docs/semantics.md")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_small_scales(kind):
-    """Times a small P they leave the range of product operands; O does not, because the key with a P near 1 has a V of 0."""
+    """A small scale times a small P leaves the range of product operands; O does not, because the key with a P near 1 has a V of 0."""
     inputs = call(1, 8, 1, 512, 64, 64, 1, torch.bfloat16, dlse=False)
     q, k, v = torch.zeros_like(inputs.q), torch.zeros_like(inputs.k), inputs.v.double() * 1e-35
     q[..., 0], k[..., 0], k[:, :, 0, 0], v[:, :, 0] = 2, -20, 0, 0
@@ -176,7 +176,7 @@ def test_what_nobody_sees_may_be_anything(kind):
 
 @pytest.mark.parametrize("in_v", [False, True])
 def test_nan_that_is_seen_is_seen(in_v):
-    """FP8's in a number, and a scale's."""
+    """A NaN among FP8 numbers, and a NaN scale, reach the output."""
     for spoil in ("number", "scale"):
         inputs = quantised_call(Kind("float8", "float32"), (1, 4, 1, 3, 64, 64, 64), torch.bfloat16, causal=True)
         if spoil == "number":
@@ -196,7 +196,7 @@ def test_nan_that_is_seen_is_seen(in_v):
                 except NotImplementedError:
                     continue
             took.add(engine)
-            assert out[0, :, 0].isfinite().all(), engine  # sees 62 keys
+            assert out[0, :, 0].isfinite().all(), engine  # this row sees 62 keys
             seen = out[0, :, 1:, 5] if in_v and spoil == "number" else out[0, :, 1:]
             assert seen.isnan().all(), (engine, spoil)
             if in_v and spoil == "number":

@@ -28,7 +28,7 @@ TESTS = 20 * (50 if LONG else 1)
 @pytest.mark.parametrize("first", range(0, TESTS * CALLS_A_TEST, CALLS_A_TEST))
 def test_random_calls(first):
     found = []
-    for number in range(first * CALLS, (first + CALLS_A_TEST) * CALLS, CALLS):  # each with options of its own
+    for number in range(first * CALLS, (first + CALLS_A_TEST) * CALLS, CALLS):  # each number has options of its own
         call = drawn(number)
         wrong = faults(call, engines(call))
         if wrong:
@@ -84,8 +84,8 @@ def test_calls_of_the_same_kind_have_the_same_tokens_elsewhere():
                 assert same(*sums)
                 moved += any(not same(*(r[0].double().sum(1) for r in pair)) for pair in zip(rows, mixed, strict=True))
                 apart += not torch.isin(torch.cat([r.flatten() for r in mixed]), torch.cat([r.flatten() for r in rows])).all()
-    assert moved > 30  # to another head or sequence
-    assert apart > 60  # each number by an ulp or two
+    assert moved > 30  # tokens that moved to another head or sequence
+    assert apart > 60  # numbers that moved by an ulp or two
 
 
 def test_small_calls_are_measured_by_more_of_their_kind():

@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def spoiled(inputs: Inputs, behind: float = torch.nan) -> Inputs:
-    """Keys and values that do not count hold anything."""
+    """The call with `behind` in the keys and values that do not count."""
     k, v = inputs.k.clone(), inputs.v.clone()
     used = inputs.options["seqused_k"].tolist()
     for t in (k, v):
@@ -143,7 +143,7 @@ def test_decoding_over_uneven_lengths(sq, options, page, dtype, engine):
     "used", [[0] * 5, [-7, 700, 2**31 - 1], [600] * 129, [300 * (n == 140) for n in range(150)]], ids=["0", "any", "=", "1"]
 )
 def test_decoding_over_other_lengths(used, engine):
-    """All empty; out of bounds, where they are clamped; more sequences than a warp reads at once, equal ones, and one of them alone."""
+    """Lengths that are all 0, or clamped because they are out of bounds, or equal; more sequences than a warp reads at once, or one."""
     b, sk = len(used), 640
     g = torch.Generator().manual_seed(b)
     q, k, v = (torch.randn(b, 1, n, 64, generator=g).bfloat16() for n in (1, sk, sk))
@@ -167,7 +167,7 @@ def test_explain_says_that_keys_are_shared_out():
     k = torch.zeros(8, 8, 16384, 128, dtype=torch.bfloat16, device=DEVICE)
     used = torch.full((8,), 100, dtype=torch.int32, device=DEVICE)
     with running_on(None):
-        for sq, shared_out in ((1, True), (16, True), (17, False)):  # up to 64 queries of a key head
+        for sq, shared_out in ((1, True), (16, True), (17, False)):  # shares are made for up to 64 queries of a key head
             q = torch.zeros(8, 32, sq, 128, dtype=torch.bfloat16, device=DEVICE)
             assert ("keys shared out evenly" in strobe.explain(q, k, k, seqused_k=used)) is shared_out
             assert "shared out" not in strobe.explain(q, k, k, seqused_k=used, window=(1024, 0))
@@ -201,7 +201,7 @@ def test_all_keys_count_as_if_none_was_said():
 
 
 def test_a_call_that_comes_again_reads_the_lengths_anew():
-    """From the third time on it is a prepared one."""
+    """From the third time on the call is a prepared one."""
     inputs = on_device(dense(torch.float32, 16), DEVICE)
     used = inputs.options["seqused_k"]
     with running_on(None):
@@ -218,7 +218,7 @@ def test_a_call_that_comes_again_reads_the_lengths_anew():
 
 @pytest.mark.skipif(EMULATED, reason="of PyTorch's CPU and GPU alone")
 def test_a_list_in_host_memory():
-    """With GPU tensors it is copied, each time again."""
+    """With GPU tensors the list is copied in each call."""
     inputs = on_device(dense(torch.float32, 16), DEVICE)
     used = inputs.options["seqused_k"].cpu()
     for counts in (USED, [5, 6, 7, 8], [9, 0, 1, SK], USED):
@@ -232,7 +232,7 @@ def test_a_list_in_host_memory():
 
 @engines
 def test_bad_lengths_in_device_memory_read_nothing_beyond(engine):
-    """They count as the nearest legal ones."""
+    """Bad lengths count as the nearest valid ones."""
     if not engine.startswith("cuda"):
         pytest.skip("in host memory they are refused")
     inputs = dense(torch.bfloat16, 64, causal=True)
@@ -319,7 +319,7 @@ def test_compiled():
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the reference runs on the CPU")
 def test_the_reference_writes_keys_that_do_not_count():
-    """They get 0, if a selection asks for them, also if it selects queries only."""
+    """Such keys get 0 if a selection has them, also if it selects queries only."""
     q, k, v, dout = (torch.randn(1, 1, n, 8) for n in (3, 6, 6, 3))
     used = torch.tensor([2], dtype=torch.int32)
     for selection in ({"rows": [0]}, {"cols": [1, 4]}):

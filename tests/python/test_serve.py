@@ -51,7 +51,7 @@ CALLS = [{"prompt": p, "max_tokens": 20 + 3 * n, "temperature": 0.9 * (n % 2), "
 
 @contextlib.asynccontextmanager
 async def served(serve: Any, trained: Any, **settings: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """(engine, client)"""
+    """Yields (engine, client)."""
     engine = serve["engine"].Engine(*trained, **settings)
     runner = web.AppRunner(serve["server"].application(engine), handler_cancellation=True)
     await runner.setup()
@@ -104,7 +104,7 @@ def test_texts_are_the_same_at_every_load(serve, trained, alone, settings):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.int8, 0.05)], ids=str)
 def test_the_bits_of_logits_are_the_same_at_every_load(serve, trained, dtype, tolerance):
-    """This is more than the same texts: a prompt in pieces beside others, and whole and alone."""
+    """The test compares the logits of a prompt that runs in pieces beside others with those of the whole prompt alone."""
     model, _ = trained
     config = model.config
     g = torch.Generator().manual_seed(3)
@@ -139,14 +139,14 @@ def test_a_client_that_goes_away_frees_its_pages(serve, trained, alone):
     async def run() -> None:
         async with served(serve, trained, pages=12, page_size=16) as (engine, client):
             long = {"prompt": "x" * 40, "max_tokens": 100}
-            for lines in (0, 3):  # before the first token, and in the midst of an answer
+            for lines in (0, 3):  # disconnects before the first token, and in the midst of an answer
                 response = await client.post("/generate", json=long)
                 for _ in range(lines):
                     await response.content.readline()
                 assert engine.pages.free < 12
                 response.close()
                 await asyncio.wait_for(emptied(engine), 20)
-            waits = [asyncio.create_task(serve["load"].ask(client, long)) for _ in range(4)]  # more than there is room for
+            waits = [asyncio.create_task(serve["load"].ask(client, long)) for _ in range(4)]  # more requests than there is room for
             while not engine.queue:
                 await asyncio.sleep(0.001)
             waits[-1].cancel()
@@ -159,7 +159,7 @@ def test_a_client_that_goes_away_frees_its_pages(serve, trained, alone):
 
 def test_a_full_pool_queues_and_corrupts_nothing(serve, trained, alone):
     async def run() -> None:
-        pages = 24  # of 4 tokens: room for one or two of the requests
+        pages = 24  # pages of 4 tokens: room for one or two of the requests
         async with served(serve, trained, pages=pages, page_size=4) as (engine, client):
             seen = []
             admit = engine._admit

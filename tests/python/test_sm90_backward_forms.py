@@ -1,4 +1,4 @@
-"""Which form of the Hopper backward runs: at shapes that were measured, and at the limits of each."""
+"""The choice of the Hopper backward's form, at shapes that were measured, and at the limits of each form."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ FIELDS = re.findall(
 
 
 class Form(NamedTuple):
-    queries: int  # of a tile
+    queries: int  # queries of a tile
     what: str
+    in_line: bool = False  # beyond 64 columns, where `what` says something else
 
 
 OWNED, STAGED, IN_LINE = "dQ in shared memory", "two stages of keys", "two stages of keys in line"
@@ -38,7 +39,7 @@ def form(
     more: tuple[tuple[str, Shape], ...] = (),
     **options: Any,
 ) -> Form:
-    """heads and seqlen: of queries and of keys, where they differ."""
+    """heads, seqlen: a number, or one for queries and one for keys."""
     (heads_q, heads_k), (queries, keys) = ((x, x) if isinstance(x, int) else x for x in (heads, seqlen))
     arrays = {"q": (heads_q, queries, dim), "k": (heads_k, keys, dim), "v": (heads_k, keys, dim_v or dim)}
     shapes = {name: Shape((batch, *shape), "bfloat16") for name, shape in arrays.items()} | dict(more)
@@ -46,20 +47,21 @@ def form(
     (name,) = (name for name in kernels(shapes, options, True, 90) if "sm90::Backward<" in name)
     c = dict(zip(FIELDS, map(int, re.search(r"Config\{(.*?)\}", name)[1].split(",")), strict=False))  # type: ignore[index]
     narrow = max(dim, dim_v) <= 64
-    for what, there in (
+    forms = (
         (OWNED, c["owns_dq"] and dim <= 64),
-        (IN_LINE, c["in_line"]),
-        (STAGED, c["key_stages"] == 2),
+        (IN_LINE, narrow and c["in_line"]),
+        (STAGED, narrow and c["key_stages"] == 2),
         (KEYS, c["keys_in_registers"] and not narrow),
         (VALUES, c["values_in_registers"]),
-    ):
-        if there:
-            assert c["key_stages"] == 1 or not c["deterministic"]
-            return Form(c["tile_q"], what)
-    return Form(c["tile_q"], USUAL)
+    )
+    what = next((name for name, there in forms if there), USUAL)
+    assert c["key_stages"] == 1 or not c["deterministic"]
+    if not narrow:
+        assert (c["key_stages"] == 2) == bool(c["in_line"])
+    return Form(c["tile_q"], what, bool(c["in_line"]) and not narrow)
 
 
-# On an H100, over the form that ran before (docs/lab/hopper-backward.md, steps 46 to 50).
+# These forms were measured to be the fastest on an H100 (docs/lab/hopper-backward.md, steps 46 to 52).
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
@@ -75,21 +77,30 @@ def form(
         ((64, 16, 512, 64, True), (64, OWNED)),
         ((64, 12, 256, 64), (64, OWNED)),
         ((256, 12, 197, 64), (64, OWNED)),
-        ((8, 32, 2048, 80, True), (64, KEYS)),
+        ((8, 32, 2048, 80, True), (64, KEYS, True)),
+        ((4, 16, 4096, 80, True), (64, KEYS)),
         ((4, 32, 4096, 80), (80, KEYS)),
         ((4, 32, 3333, 96, True), (64, KEYS)),
-        ((32, 16, 1024, 96, True), (64, KEYS)),
-        ((16, 20, 2048, 112, True), (64, VALUES)),
-        ((16, 16, 1024, 128, True), (64, USUAL)),
+        ((32, 16, 1024, 96, True), (64, VALUES, True)),
+        ((16, 20, 2048, 112, True), (64, VALUES, True)),
+        ((64, 16, 256, 128, True), (64, USUAL)),
+        ((64, 16, 256, 128), (64, USUAL, True)),
+        ((16, 16, 1024, 128, True), (64, USUAL, True)),
+        ((16, 16, 1024, 128), (64, USUAL, True)),
+        ((8, 16, 2048, 128), (80, USUAL)),
+        ((4, 16, 4096, 128, True), (64, USUAL, True)),
+        ((1, 16, 8192, 128, True), (80, USUAL)),
+        ((3, 12, 777, 128, True), (64, USUAL)),
+        ((16, (32, 8), 1024, 128, True), (64, USUAL)),
     ],
 )
 def test_forms_that_were_measured(shape, expected):
-    assert form(*shape) == expected
+    assert form(*shape) == Form(*expected)
 
 
 @pytest.mark.parametrize(
     ("heads", "dim", "most"),
-    [(4, 64, 512), (4, 56, 512), ((8, 4), 64, 256), ((12, 4), 64, 128)],  # grouped heads have tiles of queries each
+    [(4, 64, 512), (4, 56, 512), ((8, 4), 64, 256), ((12, 4), 64, 128)],  # query heads of a group have tiles of their own
 )
 def test_dq_is_in_shared_memory_as_long_as_it_fits(heads, dim, most):
     assert form(132, heads, (most, 128), dim).what == OWNED
@@ -124,10 +135,10 @@ def test_what_leaves_dq_to_all_blocks(fields, more):
 
 def test_every_key_must_be_seen_where_a_block_owns_dq():
     assert form(132, 4, (300, 400), 64, True).what == OWNED  # the last query sees all keys
-    assert form(132, 4, (400, 300), 64, True).what != OWNED  # and the first ones see none
+    assert form(132, 4, (400, 300), 64, True).what != OWNED  # the first queries see no key
 
 
-# Blocks of a pair each, one or two tiles of keys: a launch for dQ alone would cost more than the stages of keys spare.
+# Each block owns one pair, with one or two tiles of keys: a launch for dQ alone would take more time than stages of keys save.
 @pytest.mark.parametrize(
     "shape",
     [
@@ -141,11 +152,11 @@ def test_tiny_calls_own_dq(shape):
 
 def test_the_first_tile_of_a_block_is_not_staged():
     assert form(132, 1, 256, 32, True).what == OWNED  # a pair for each SM
-    assert form(133, 1, 256, 32, True).what == STAGED  # two for one of them
+    assert form(133, 1, 256, 32, True).what == STAGED  # one SM gets two pairs
 
 
 def test_few_pairs_leave_sms_idle():
-    assert form(33, 4, 512, 64).what == OWNED  # of 132 SMs
+    assert form(33, 4, 512, 64).what == OWNED  # a pair for each of 132 SMs
     assert form(34, 4, 512, 64).what == IN_LINE
 
 
@@ -153,7 +164,7 @@ def test_few_pairs_leave_sms_idle():
 def test_long_walks_gain_nothing_of_two_stages(dim):
     assert form(16, 16, (1023 - 128, 600), dim).what == (IN_LINE if dim > 16 else STAGED)
     assert form(16, 16, (1024, 600), dim).what == USUAL
-    assert form(16, (16, 8), (512, 600), dim).what == USUAL  # of two heads
+    assert form(16, (16, 8), (512, 600), dim).what == USUAL  # groups of two query heads
     assert form(16, 16, (1024, 600), dim, window_left=100, window_right=0).what == STAGED  # no query sees more than two tiles
 
 
@@ -165,8 +176,8 @@ def test_one_tile_of_keys_an_sm_is_not_staged():
 def test_tiles_of_keys_come_in_line_from_three_tiles_of_queries_on():
     assert form(17, 8, (257, 600), 64).what == IN_LINE
     assert form(17, 8, (256, 600), 64).what == STAGED
-    assert form(17, 8, 577, 32, True).what == IN_LINE  # a mean of three
-    assert form(17, 8, 512, 32, True).what == STAGED  # of 2.5
+    assert form(17, 8, 577, 32, True).what == IN_LINE  # a mean walk of three tiles
+    assert form(17, 8, 512, 32, True).what == STAGED  # a mean walk of 2.5 tiles
     assert form(17, 8, (577, 640), 16).what == STAGED
     assert form(17, (8, 4), (300, 600), 64).what == STAGED
 
@@ -209,7 +220,40 @@ def test_options_of_two_stages(option, takes):
 )
 def test_registers_hold_keys_up_to_112_columns(dims, expected):
     dim, dim_v = dims
-    assert form(4, 16, 2048, dim, True, dim_v) == expected
+    assert form(4, 16, 4096, dim, True, dim_v)[:2] == expected
+
+
+def test_in_line_registers_hold_less():
+    assert [form(4, 16, 2048, dim, True) for dim in (72, 88, 112)] == [(64, KEYS, True), (64, VALUES, True), (64, VALUES, True)]
+
+
+def test_wide_keys_come_in_line_from_four_to_some_tiles_of_queries():
+    """A causal call of 128 n tokens has a mean of n + 1 tiles of 64 queries."""
+    assert [form(16, 16, 128 * n, 128, True).in_line for n in (2, 3, 32)] == [False, True, True]
+    assert [form(16, 16, 128 * n, 96, True).in_line for n in (2, 3, 22, 23)] == [False, True, True, False]
+    assert [form(1, 32, 16384, 128, True, window_left=left).in_line for left in (256, 1024, 3900)] == [False, True, False]
+
+
+def test_wide_keys_come_in_line_from_three_tiles_an_sm_on():
+    assert form(3, 44, 384, 128, True).in_line  # 3 * 132 tiles of keys
+    assert not form(131, 1, 384, 128, True).in_line
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *({"softcap": 3.0}, {"dropout": 0.1}, {"deterministic": True}, {"invariant": True}),
+        *({"mask": Shape((1, 1, 600, 600), "bool")}, {"bias": Shape((1, 1, 600, 600), "bfloat16")}, {"seqused_k": Shape((16,), "int32")}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [80, 128])
+def test_options_with_which_no_wide_keys_come_in_line(option, dim):
+    tensors = {name: x for name, x in option.items() if isinstance(x, Shape)}
+    assert form(16, 16, 600, dim, True).in_line
+    assert not form(
+        16, 16, 600, dim, True, more=tuple(tensors.items()), **{name: x for name, x in option.items() if name not in tensors}
+    ).in_line
 
 
 @pytest.mark.parametrize("option", [{"softcap": 3.0}, {"deterministic": True}, {"invariant": True}], ids=str)

@@ -1,4 +1,4 @@
-"""Which query tile the Hopper forward takes: measured at the benchmark's shapes, and by the scores that it computes at others."""
+"""The choice of the Hopper forward's query tile: as measured at the benchmark's shapes, and by the scores that it computes at others."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_packed_sequences():
     assert tile(0, 10, 2, 0, 128, lengths=(64,) * 16) == (1, 64, False)  # a tile of one head fills it
     assert tile(0, 32, 8, 0, 128, causal=True, lengths=(128,) * 64) == (2, 128, False)
     assert tile(0, 15, 3, 0, 248, lengths=(134, *range(60, 134))) == (2, 64, True)
-    assert tile(0, 2, 2, 0, 128, causal=True, lengths=(4640, *[36] * 63)) == (2, 128, False)  # not by the mean length
+    assert tile(0, 2, 2, 0, 128, causal=True, lengths=(4640, *[36] * 63)) == (2, 128, False)  # the mean length does not decide
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -44,12 +44,12 @@ def repository(tmp_path):
 
 
 def test_lines(repository):
-    words = "word " * 28  # with its last blank 140 columns
+    words = "word " * 28  # 140 columns with the last blank
     (repository / "good.py").write_text(f"{words.strip()}!\n{'é' * 140}\n{'x' * 200}\n")
     (repository / "table.md").write_text(f"| {words} | {words} |\n")
     (repository / "figures.json").write_text(f'["{words * 2}"]\n')
     assert found(repository) == []
-    (repository / "bad.py").write_text(f"fine\n{words}x\n")  # not even added
+    (repository / "bad.py").write_text(f"fine\n{words}x\n")  # this file is not even added to git
     (repository / "bad.md").write_text(f"{words * 2}\n")
     assert sorted(found(repository)) == ["bad.md:1: 280 columns; accepted: 140", "bad.py:2: 141 columns; accepted: 140"]
 
@@ -64,7 +64,7 @@ def test_wrapped_lines_keep_their_words(repository):
     for name, text in before.items():
         (repository / name).write_text(text)
     left = found(repository, "--wrap")
-    assert [line.split(":")[0] for line in left] == ["a.h", "a.md"]  # code, and what is fenced
+    assert [line.split(":")[0] for line in left] == ["a.h", "a.md"]  # what is left is code, and a fenced block
     comments, prose = ((repository / name).read_text().splitlines() for name in before)
     empty, code_begins = comments.index("//"), comments.index("  code();")
     assert "".join(line[2:] for line in comments[:empty]).split() == [*first, "and", "on."]

@@ -29,7 +29,7 @@ BOOL = torch.ones(5, 9, dtype=torch.bool)
 
 
 class Tagged(Tensor):
-    """Overrides functions, and does not change them."""
+    """A tensor that overrides functions without changing them."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,7 +37,7 @@ class Tagged(Tensor):
 
 
 class Deaf(Tensor):
-    """Supports no operator."""
+    """A tensor that supports no operator."""
 
     @staticmethod
     def __new__(cls, x: Tensor) -> Any:
@@ -49,7 +49,7 @@ class Deaf(Tensor):
 
 
 class Plain(Tensor):
-    """Plain numbers, under another name."""
+    """A subclass that overrides nothing."""
 
 
 def nested(layout: torch.layout) -> Callable[[Tensor], Tensor]:
@@ -173,7 +173,7 @@ SHORT = r"its numbers reach to byte \d+ of a storage of \d+; accepted is a stora
 @pytest.mark.parametrize("left", ["nothing", "an element too few", "all"])
 @pytest.mark.parametrize("place", PLACES | OF_SCORES | OF_TORCH)
 def test_a_storage_that_was_shortened(place, left, view):
-    """By the function with which FSDP frees memory. PyTorch's own functions read past its end."""
+    """The storage is shortened as FSDP frees memory. PyTorch's own functions would read past its end."""
     name, like, call = (PLACES | OF_SCORES | OF_TORCH)[place]
     x = torch.cat([like, like])[len(like) :] if view else like.clone()
     size = x.untyped_storage().nbytes()
@@ -241,7 +241,7 @@ def test_what_is_plain_data_is_served(tmp_path):
 
 
 def test_a_kind_that_overrides_functions_is_asked():
-    """__torch_function__, with the function's name, as PyTorch's own functions do it."""
+    """The __torch_function__ of such a kind gets the function's name, as from PyTorch's own functions."""
     asked: list[Any] = []
 
     class Answering(Tensor):
@@ -259,7 +259,7 @@ def test_a_kind_that_overrides_functions_is_asked():
 
 
 def test_a_mask_that_may_mean_more_than_its_memory_is_refused_by_name():
-    """It passed the function on to us; CausalBias, whose memory is never written, does so too."""
+    """A mask that passes the function on to us may be like CausalBias, whose memory is never written."""
     for name, x in (("mask", BOOL), ("bias", torch.randn(5, 9))):
         with pytest.raises(
             TypeError, match=rf"^{name}: .*Tagged, whose memory may not hold what it means; accepted is a torch.Tensor; as_su"

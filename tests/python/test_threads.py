@@ -35,7 +35,7 @@ assert (out[0, 0, 5] - expected[0, 0, 5]).abs().max() < 1e-5
 ctypes.CDLL(None).omp_set_num_threads(512)  # torch.set_num_threads alone would start threads of another pool, too
 assert torch.get_num_threads() == 512
 for _ in range(3):
-    assert (strobe.attention(q, k, v, **options).numpy() == expected.numpy()).all()  # torch.equal would start the 512
+    assert (strobe.attention(q, k, v, **options).numpy() == expected.numpy()).all()  # torch.equal would start the 512 threads
 """,
 }
 

@@ -32,7 +32,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) ->
 
 
 def qkv(dtype: torch.dtype = torch.float32, grad: bool = True, bshd: bool = False) -> list[Tensor]:
-    """Grouped heads, other lengths and another value width: B 2, H 4, Hkv 2, Sq 9, Sk 11, D 16, Dv 8."""
+    """q, k and v with grouped heads, different lengths, and values of another width: B 2, H 4, Hkv 2, Sq 9, Sk 11, D 16, Dv 8."""
     shapes = [(2, 4, 9, 16), (2, 2, 11, 16), (2, 2, 11, 8)]
     if bshd:
         shapes = [(b, s, h, d) for b, h, s, d in shapes]
@@ -284,7 +284,7 @@ def test_gradient_through_lse_alone():
 
 
 def test_no_layout_is_copied():
-    """Only the operator runs, whatever the strides."""
+    """Only the operator runs, whatever the strides are."""
     for bshd in (False, True):
         tensors = qkv(grad=False, bshd=bshd)
         for layout, views in (("bshd" if bshd else "bhsd", tensors), ("bhsd" if bshd else "bshd", [x.transpose(1, 2) for x in tensors])):
@@ -309,7 +309,7 @@ def test_output_lies_in_memory_as_q_does():
     q, k, v = qkv()
     assert strobe.attention(q, k, v).is_contiguous()
     assert strobe.attention(q.transpose(1, 2).contiguous().transpose(1, 2), k, v).transpose(1, 2).is_contiguous()
-    projected = torch.randn(2, 9, 3, 4, 16)  # one projection of q, k and v
+    projected = torch.randn(2, 9, 3, 4, 16)  # q, k and v as slices of one projection
     q, k, v = (x.transpose(1, 2) for x in projected.unbind(2))
     assert strobe.attention(q, k, v).transpose(1, 2).is_contiguous()
 
@@ -374,7 +374,7 @@ def test_compiled_dropout_follows_the_generator():
 
 
 def test_seed_and_offset_are_values():
-    """No tensor holds them: on a GPU it would wait for a copy, and break a graph that is being captured."""
+    """seed and offset are not put into tensors: on a GPU a call would wait for a copy, and break a graph that is being captured."""
     q, k, v = qkv()
     for seed, offset in ((3, 4), (-3, 2**63), (2**64 - 3, None)):
         with Calls() as calls:
@@ -395,7 +395,7 @@ def test_compiled_with_many_seeds_twice():
     compiled = torch.compile(lambda seed: strobe.attention(q, k, v, dropout=0.5, seed=seed), fullgraph=True, backend=counter)
     for seed in (1, 2, 3, 2**62):
         assert torch.equal(compiled(seed), strobe.attention(q, k, v, dropout=0.5, seed=seed))
-    assert counter.frame_count == 2  # once the number is known to change
+    assert counter.frame_count == 2  # one more graph, once the number is known to change
 
 
 def test_compiled_module_with_a_block_mask():
@@ -442,7 +442,7 @@ def test_every_public_function_is_tried_in_a_graph():
 
 @pytest.mark.parametrize("case", IN_GRAPHS)
 def test_every_function_may_stand_in_what_is_compiled(case):
-    """If a graph cannot hold it, the graph ends before it."""
+    """If a graph cannot hold a function, the graph ends before the call."""
     torch._dynamo.reset()
     inputs = qkv(grad=False)
 
@@ -635,7 +635,7 @@ def test_module():
 def test_module_moves_its_block_mask(monkeypatch):
     module, moves = strobe.nn.FlashAttention(16, block_mask=strobe.BlockMask.causal(64, 64, 16, 16)), []
     monkeypatch.setattr(strobe.BlockMask, "to", lambda mask, device: [mask, moves.append(device)][0])
-    module._apply(lambda x: SimpleNamespace(device=torch.device("cuda", 1)))  # as to("cuda:1") does with each tensor
+    module._apply(lambda x: SimpleNamespace(device=torch.device("cuda", 1)))  # does the same as to("cuda:1") with each tensor
     assert moves == [torch.device("cuda", 1)]
 
 
@@ -645,7 +645,7 @@ def test_module_moves_its_block_mask(monkeypatch):
     ids=["half", "empty", "meta"],
 )
 def test_module_keeps_the_numbers_of_its_block_mask(change):
-    """No state dict would bring them back."""
+    """No state dict holds these numbers."""
     expected = strobe.BlockMask.local_global(96, 96, 16, 16)
     module = change(torch.nn.Sequential(strobe.nn.FlashAttention(16, block_mask=expected)))
     for x, y in zip(module[0].options["block_mask"].arrays, expected.arrays, strict=True):
@@ -712,7 +712,7 @@ def test_fork_after_torch_has_used_its_threads(imported):
         child = os.fork()
         if child == 0:
             import strobe
-            out = strobe.attention(q, q, q).numpy()  # no more of torch: its own work would wait for ever here
+            out = strobe.attention(q, q, q).numpy()  # no torch function: its own work would wait for ever here
             error = abs(out - expected.numpy()).max()
             os._exit(0 if error <= (0 if in_parent else 1e-5) else 1)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -762,7 +762,7 @@ def test_the_interpreter_is_free_during_a_call():
 
 
 def test_torch_may_be_imported_after_strobe():
-    """Even if the very first call is compiled."""
+    """The order does not matter, even if the first call is compiled."""
     code = """
         import strobe, torch
         q = torch.randn(1, 2, 32, 16)
@@ -813,7 +813,7 @@ def test_torch_works_without_numpy():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_pytorch_wants_determinism(compiled, monkeypatch):
-    """It reaches the library in the backward, also for a remembered call."""
+    """PyTorch's setting reaches the library in the backward, also for a remembered call."""
     asked = []
 
     class Structs(_call.Structs):

@@ -74,7 +74,7 @@ def test_sdpa_and_math_agree():
 def test_block_sparse_sees_its_blocks_and_no_others():
     q, k, v = (torch.randn(1, 128, 2, 16) for _ in range(3))
     sparse, dense = (ATTENTIONS[name](q, k, v, 0.0, 16) for name in ("block-sparse", "strobe"))
-    torch.testing.assert_close(sparse[:, :48], dense[:, :48], rtol=0, atol=2e-6)  # the first three blocks see all before them
+    torch.testing.assert_close(sparse[:, :48], dense[:, :48], rtol=0, atol=2e-6)  # queries of the first three blocks see all earlier keys
     block = torch.arange(128) // 16
     kept = ((block[:, None] - block).abs() <= 1) | (block == 0)
     hidden = ~kept | torch.ones(128, 128, dtype=torch.bool).triu(1)
@@ -215,7 +215,7 @@ def test_an_epoch_sees_every_window_once_in_an_order_of_its_own(corpus):
         epochs.append(torch.stack(rows))
         texts = Counter(tuple(row.tolist()) for row in rows)
         possible = Counter(tuple(w.tolist()) for w in corpus.train.unfold(0, SMOKE.sequence + 1, 1))
-        assert not texts - possible  # no window more often than it occurs in the text
+        assert not texts - possible  # no window occurs more often than in the text
     assert epochs[0].shape == (run.steps_per_epoch * SMOKE.batch * SMOKE.accumulation, SMOKE.sequence + 1)
     assert not torch.equal(*epochs)
     other = Trainer(SMOKE.replace(seed=1), corpus)
@@ -374,7 +374,7 @@ def test_bf16_trains(corpus):
 
 @pytest.mark.parametrize("attention", ["strobe", "sdpa", "math", "block-sparse", "none"])
 def test_compiled_trains_the_same(corpus, monkeypatch, attention):
-    whole = attention in ("strobe", "sdpa", "none")  # in one graph
+    whole = attention in ("strobe", "sdpa", "none")  # the model is compiled as one graph
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=whole))  # traced, no C++ compiled
     config = SMOKE.replace(attention=attention, steps=2)
     losses = {compiled: Trainer(config.replace(compile=compiled), corpus).run().train for compiled in (True, False)}
@@ -571,7 +571,7 @@ def test_the_curves_are_drawn(tmp_path):
 
 
 def test_config_fields_have_plain_types():
-    """So that checkpoints load with weights_only."""
+    """Plain types let checkpoints load with weights_only."""
     assert all(isinstance(v, (int, float, str, bool, tuple, type(None))) for v in vars(Config()).values())
 
 

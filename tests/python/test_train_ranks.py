@@ -72,7 +72,7 @@ def test_what_is_refused(tmp_path, options, message):
 
 
 def test_the_example_of_fsdp_and_context_parallel(tmp_path):
-    """It learns, with the same losses on one rank and on two."""
+    """The example learns, with the same losses on one rank and on two."""
     if not hasattr(torch.distributed.fsdp, "fully_shard"):
         pytest.skip("FSDP2 came with PyTorch 2.6")
     example = Path(__file__).parents[2] / "examples" / "fsdp_context_parallel.py"

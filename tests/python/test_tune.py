@@ -60,7 +60,7 @@ def test_a_table_keeps_what_was_not_measured_again(tmp_path):
     better = {**first, "tile_q": 128}
     _tuning.write(_tuning.Header(str(file), ABOUT, ""), [first, third], [better, third])
     assert read(file) == texts(ABOUT, second, better, third)
-    _tuning.write(_tuning.Header(str(file), ABOUT, ""), [second], [])  # the usual tile is the fastest now
+    _tuning.write(_tuning.Header(str(file), ABOUT, ""), [second], [])  # now the usual tile is the fastest
     assert read(file) == texts(ABOUT, better, third)
     assert [path.name for path in file.parent.iterdir()] == ["table.txt"]
 
@@ -71,9 +71,9 @@ def test_a_table_keeps_what_was_not_measured_again(tmp_path):
         "",
         "no line of a table\n",
         "\n\n\n",
-        json.dumps({"format": 1, "entries": []}),  # of an earlier version
+        json.dumps({"format": 1, "entries": []}),  # a file of an earlier version
         "[" * 100_000,
-        "\udcff\udcfe",  # no UTF-8
+        "\udcff\udcfe",  # bytes that are not UTF-8
         _tuning.written([{**ABOUT, "kernels": "4567"}, entry(16)]),
         _tuning.written([ABOUT, {"engine": "cuda-mma"}]),
         _tuning.written([ABOUT]) + "\nengine cuda-mma\n",

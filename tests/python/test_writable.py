@@ -1,4 +1,4 @@
-"""Memory for results: it must not be shared, but may lie between that of others."""
+"""Memory for results: it must not be shared, but may be interleaved with the memory of other tensors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_large_caches_that_interleave_are_told_apart_at_once():
 
 
 def test_what_would_take_long_to_find_out_counts_as_shared():
-    """Strides of large primes, of which each sum is another."""
+    """Strides that are large primes, whose sums all differ."""
     buffer = torch.zeros(40_000_000, dtype=torch.int8)
     x = buffer.as_strided((99, 97, 89, 83), (100_003, 99_991, 99_989, 2))
     y = buffer.as_strided((99, 97, 89, 83), (100_019, 99_971, 99_961, 4), 1)

@@ -76,7 +76,7 @@ WRITERS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_leaf_that_requires_a_gradient_is_written_under_no_grad_alone(writer):
-    """As by PyTorch's own functions in place; a view of it, too. Tensors that autograd does not track are written anyway."""
+    """PyTorch's own in-place functions refuse it, too, and also a view of a leaf. Tensors that autograd does not track are written."""
     names, call = WRITERS[writer]
     for place, name in enumerate(names):
         with torch.device(DEVICE):
@@ -106,7 +106,7 @@ def test_a_cache_that_is_only_read_may_require_a_gradient():
 
 
 def test_what_is_no_leaf_is_written():
-    """As PyTorch writes there."""
+    """PyTorch's own functions write there, too."""
     with torch.device(DEVICE):
         caches = [torch.zeros_like(Q).requires_grad_() * 1 for _ in "kv"]
     strobe.kv.append(*caches, K, K, HELD, layout="bshd")

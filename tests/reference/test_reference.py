@@ -12,7 +12,7 @@ import strobe
 
 from . import formulas, philox
 
-TOLERANCE = 1e-12  # of max |expected|
+TOLERANCE = 1e-12  # relative to max |expected|
 
 # (batch, head, query, key) of mask, bias and blocks: the letter if the axis exists, 1 if it is broadcast
 SPREADS = ["bhij", "b11j", "11ij", "1hi1", "bh1j", "1111"]
@@ -67,7 +67,7 @@ def relative_error(found, expected, size=None):
 
 
 class Case:
-    """The arguments of strobe.reference, and the same through formulas.py."""
+    """A random case: its arguments for strobe.reference and for formulas.py."""
 
     def __init__(self, number):
         o = draw(number)
@@ -109,7 +109,7 @@ class Case:
         self.tensors = tensors
 
         self.dropout, self.blocks = {}, {}
-        self.dense = {}  # the arguments of formulas.py in place of those two
+        self.dense = {}  # the arguments of formulas.py that replace those two
         if o["dropout"]:
             self.dropout = {"dropout": o["dropout"], "seed": number, "offset": 3}
             self.dense["kept"] = torch.from_numpy(philox.keep((B, H, Sq, Sk), o["dropout"], number, 3))

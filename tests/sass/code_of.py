@@ -21,7 +21,7 @@ import nvrtc
 
 @dataclass(frozen=True)
 class Sass:
-    digest: str  # of everything that the GPU sees: instructions, constants, information for the loader
+    digest: str  # digest of everything that the GPU sees: instructions, constants, information for the loader
     instructions: int
     registers: int
     spilled: int  # bytes stored and loaded

@@ -36,7 +36,7 @@ LONGEST = 1.03  # the limit of any one kernel
 @dataclass(frozen=True)
 class Pair:
     call: str  # the first call that launches it
-    base: Path  # of the programs
+    base: Path  # the folder of the programs
     new: Path
 
 
@@ -70,7 +70,7 @@ def template(name: str) -> str:
 
 
 def chosen(all_: Iterable[Pair], family: str | None, sample: int | None, seed: int) -> list[Pair]:
-    """In a sample each template of each dtype and architecture has its share."""
+    """The pairs to compare. In a sample each template of each dtype and architecture has its share."""
     of: dict[tuple[str, ...], list[Pair]] = defaultdict(list)
     for pair in all_:
         name = Program.read(pair.base).name
@@ -85,7 +85,7 @@ def chosen(all_: Iterable[Pair], family: str | None, sample: int | None, seed: i
 
 
 def difference(pair: Pair) -> Difference | None:
-    if pair.base.name == pair.new.name:  # the key
+    if pair.base.name == pair.new.name:  # the name is part of the key
         return None
     base, new = Program.read(pair.base), Program.read(pair.new)
     if code_of.ptx(base) == code_of.ptx(new):
@@ -112,7 +112,7 @@ def ratio(d: Difference) -> float:
 
 
 def longer(differences: list[Difference]) -> dict[tuple[str, str], float]:
-    """For each architecture and template the geometric mean of the ratios. Kernels with unchanged code do not count: they would hide
+    """The geometric mean of the ratios, by architecture and template. Kernels with unchanged code do not count, because they would hide
     growth."""
     of: dict[tuple[str, str], list[float]] = defaultdict(list)
     for d in differences:

@@ -41,7 +41,7 @@ def read(tree: str, arch: int, base: str) -> Calls:
             environment = {"STROBE_RECORD": new, "STROBE_RECORD_CC": str(arch), "STROBE_TEST_DEVICE": "emulated", "PYTHONMALLOC": "malloc"}
             Path(new, "cases").mkdir()
             Path(new, "cases", "cases.py").write_text(cases)
-            environment["PYTHONOPTIMIZE"] = "1"  # nothing is computed, and the cases assert properties of results
+            environment["PYTHONOPTIMIZE"] = "1"  # the cases assert properties of results, which are not computed
             environment["PYTHONPATH"] = f"{new}/cases:{Path(tree, CASES).resolve().parent}"
             run(Path(tree).resolve(), "record_launches.py", f"{new}/calls.json", LD_PRELOAD=str(recorder()), **environment)
             Path(new, "calls.json").replace(file)

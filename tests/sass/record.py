@@ -7,7 +7,7 @@ from pathlib import Path
 
 try:
     from strobe_tools.cli.prewarm import jobs
-except ModuleNotFoundError:  # its earlier place
+except ModuleNotFoundError:  # earlier trees have it in strobe.cli
     from strobe.cli.prewarm import jobs
 
 order = Path(os.environ["STROBE_RECORD"]) / "order"  # the recorder adds a line for every kernel

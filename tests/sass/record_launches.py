@@ -34,7 +34,7 @@ class Recorder:
         cleared = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t)
         self._functions = launched(self._launched), cleared(self._cleared)
         self.library.recorder_listen(*self._functions)
-        self.sizes: dict[str, int] = {}  # of the kernels' arguments; empty: not known yet
+        self.sizes: dict[str, int] = {}  # sizes of the kernels' arguments; empty: not known yet
         self.names: set[str] = set()
         self._steps: list[Step] = []
         self._places: dict[int, int] = {}
@@ -92,7 +92,7 @@ def sizes(programs: list[Program]) -> dict[str, int]:
         all_ = ", ".join(f"sizeof(typename {program.name}::Arguments)" for program in of)
         asks = Program(of[0].options, f'{header}\nextern "C" __device__ const unsigned bytes[] = {{{all_}}};\n', of[0].headers)
         listed = re.search(r"\.b8 bytes\[\d+\] = \{([^}]*)\}", compiled(asks, "PTX")[0].decode())
-        # PTX ends at the last that is not 0
+        # PTX leaves out zeros at the end
         content = bytes(int(n) for n in listed[1].split(",")).ljust(4 * len(of), b"\0")  # type: ignore[index]
         found |= dict(zip((program.name for program in of), (n for (n,) in struct.iter_unpack("<I", content)), strict=True))
     if not all(found.values()):

@@ -65,7 +65,7 @@ void *forget(void *memory) {
   return memory;
 }
 
-// Whether it is a tensor.
+// Whether this is the memory of a tensor.
 bool kept(void *memory) {
   bool tensor = false;
   noted([&] {
@@ -98,7 +98,7 @@ uintptr_t recorder_allocation(uintptr_t address) {
   if (next == allocated->begin() || address >= std::prev(next)->first + std::prev(next)->second) return 0;
   return std::prev(next)->first;
 }
-// A call has ended.
+// Called when a call has ended.
 void recorder_release() {
   noted([] {
     for (void *memory : *later) allocated->erase(reinterpret_cast<uintptr_t>(memory)), __libc_free(memory);
@@ -174,7 +174,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int) {
   case 81:
     return *value = kib * 1024, 0; // shared memory of a multiprocessor
   case 97:
-    return *value = cc() < 80 ? kib * 1024 : kib * 1024 - 1024, 0; // of a block
+    return *value = cc() < 80 ? kib * 1024 : kib * 1024 - 1024, 0; // shared memory of a block
   }
   return 1;
 }

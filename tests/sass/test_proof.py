@@ -86,8 +86,8 @@ def test_rules_of_a_rewrite():
     assert faults(Sass("b", 1020, 128, 8, False))
     assert faults(Sass("b", 1031, 128, 8, False))
     assert not faults(Sass("b", 1031, 128, 8, False), ("K<C{1}>",))
-    assert faults(Sass("b", 1000, 128, 16, False), ("K<C{1}>",))  # a spill is not covered by it
-    assert faults(Sass("b", 1000, 128, 8, False), ("K<C{2}>",))  # which is not among the kernels that differ
+    assert faults(Sass("b", 1000, 128, 16, False), ("K<C{1}>",))  # the exception is for length, not for a spill
+    assert faults(Sass("b", 1000, 128, 8, False), ("K<C{2}>",))  # this kernel is not among the ones that differ
 
 
 def grown(arch: int, name: str, instructions: int) -> Difference:
@@ -95,13 +95,13 @@ def grown(arch: int, name: str, instructions: int) -> Difference:
 
 
 def test_what_shrinks_or_stays_hides_nothing_that_grows():
-    assert not broken([grown(90, "K<C{1}>", 1018), grown(90, "K<C{2}>", 998)])  # a template by its own mean
+    assert not broken([grown(90, "K<C{1}>", 1018), grown(90, "K<C{2}>", 998)])  # a template counts by its own mean
     for elsewhere in (grown(90, "L<C{1}>", 500), grown(80, "K<C{1}>", 500)):
         assert len(broken([grown(90, "K<C{1}>", 1018), elsewhere])) == 1
     one_of_many = [grown(90, "K<C{1}>", 1040), *(grown(90, f"K<C{{{i}}}>", 999) for i in range(2, 100))]
     assert [fault.split(" (")[0] for fault in broken(one_of_many)] == ["4.00% more instructions: K<C{1}>"]
     assert not broken(one_of_many, ("K<C{1}>",))
-    named = grown(90, "K<C{1}>", 500)  # nor does a named kernel
+    named = grown(90, "K<C{1}>", 500)  # a named kernel does not count either
     assert broken([named, grown(90, "K<C{2}>", 1018)], ("K<C{1}>",))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("STROBE_SASS_CACHE") or Path.home() / ".cache" / "strobe-sass")
-PARTS = ("kernels", "src", "include", "python")  # of a checkout: they determine which kernels there are, and their contents
+PARTS = ("kernels", "src", "include", "python")  # parts of a checkout that determine which kernels there are, and their contents
 SUFFIXES = (".h", ".hpp", ".inc", ".cpp", ".c", ".cmake", ".txt", ".py")
 
 
@@ -114,7 +114,7 @@ _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 @dataclass(frozen=True)
 class Tree:
-    """calls: for each call of `strobe prewarm`, in words, the keys of its kernels' programs, in the order of their launches."""
+    """A tree's programs. calls: for each call of `strobe prewarm`, as text, the keys of its programs, in the order of their launches."""
 
     folder: Path
     calls: dict[str, list[str]]
@@ -153,7 +153,7 @@ def _record(tree: Path, arch: int, folder: Path) -> None:
 
 
 def _check_that_it_is_built(tree: Path, headers: dict[str, str]) -> None:
-    """The kernels are embedded in the library. (Their includes are renamed there.)"""
+    """Checks that the built library embeds the tree's kernels. (Their includes are renamed there.)"""
     for name, text in headers.items():
         file = tree / "kernels" / name
         if not file.exists() or _without_includes(file.read_text()) != _without_includes(text):

@@ -121,7 +121,7 @@ private:
       bool suspect = this->load_first(); // whether the tile loaded last has a number that is not finite
       cp_async_commit();
       suspect = meet(suspect);
-      // From the first number on that is not finite and may be hidden, tiles take the careful path.
+      // Once a number that is not finite may be hidden, this and all further tiles take the careful path (kNonfinite).
       bool nonfinite = barrier_any(any_nonfinite<T>(this->shared, C.k_bytes(), this->thread, kThreads), kThreads);
       int n = 0;
       for (; this->tile_of(n).head >= 0; ++n) {

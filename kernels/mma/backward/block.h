@@ -52,13 +52,13 @@ template <BackwardConfig C> struct BackwardBlock {
     const float *lse, *delta;
     i64 query_tile; // the number of its first query tile
   };
-  struct __align__(16) Tile : ShiftOfTile<F.part != 0> { // of queries
+  struct __align__(16) Tile : ShiftOfTile<F.part != 0> { // a tile of queries
     i32 head;                                            // -1: there are no more tiles
     QueryTile queries;
     i32 rows; // how many rows exist
     Head at;
   };
-  // State that the threads share lies in shared memory: registers are short.
+  // State that the threads share lies in shared memory: registers are scarce.
   struct State : NumberOfTile<F.part != 0> {
     Tile ring[4];               // iteration n uses n % 4
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
@@ -102,7 +102,7 @@ template <BackwardConfig C> struct BackwardBlock {
       t.at = state.at;
     }
   }
-  // The same for a part, where a tile's rows are not its positions, and which numbers its tiles itself.
+  // The same for a part, whose tiles have rows that differ from their positions, and numbers of their own.
   template <class TileOfPart> __device__ __forceinline__ void schedule_part(TileOfPart &t) const {
     const i32 heads_end = (state.head_kv + 1) * in.group;
     PartQueryTile tile = {};
@@ -118,7 +118,7 @@ template <BackwardConfig C> struct BackwardBlock {
     if constexpr (F.part) return first_part_tile(in, b, head, kTileQ, F.blocks != 0);
     return first_query_tile(in, b, head, kTileQ);
   }
-  // The tile's number in dq_sum and among the turns.
+  // The tile's number in dq_sum and in `turns`.
   static __device__ __forceinline__ i64 number_of(const Tile &t) {
     return F.part ? t.at.query_tile : t.at.query_tile + t.queries.begin / kTileQ;
   }
@@ -134,7 +134,7 @@ template <BackwardConfig C> struct BackwardBlock {
   }
   // The loads of queries, by the threads of the right role only.
   static constexpr int kLoaders = kThreads / 2;
-  // Where registers are short the thread's number is read again, so that no value derived from it stays in a register.
+  // Where registers are scarce the thread's number is read again, so that no value derived from it stays in a register.
   static constexpr bool kShort = kD > 128 || kDv > 128 || F.by_element() || kTileK > 128;
   __device__ __forceinline__ int loader() const { return (kShort ? thread_index() : thread) % kLoaders; }
   template <int kColumns>
@@ -150,8 +150,8 @@ template <BackwardConfig C> struct BackwardBlock {
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
-  // Whether Q or dO of a tile with hidden elements has a number that is not finite. suspect: LSE or D has one. They show every such row of
-  // Q or dO, except a row that sees only its sink.
+  // Whether Q or dO of a tile with hidden elements has a number that is not finite. suspect: LSE or D has one. If a row of Q or dO has one,
+  // so has LSE or D, unless the row sees only its sink.
   __device__ __forceinline__ bool queries_nonfinite(const Tile &t, int stage, bool suspect) const {
     if (!(kHides || t.queries.masked) || !(suspect || in.sinks)) return false;
     return barrier_any(any_nonfinite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||

@@ -41,8 +41,8 @@ public:
     const u32 number = k.pages.number(j);
     entry_[0] = (u32)k.pages.table[number], slot_[0] = (u32)j - number * k.pages.page;
   }
-  // Offsets from row 0 of page 0: of this lane's row in the tile that is loaded next; and of the scale of its row in the tile that is
-  // multiplied next.
+  // row(): the offset, from row 0 of page 0, of this lane's row in the tile that is loaded next. scale(): the offset of its row's scale in
+  // the tile that is multiplied next.
   template <class Values> __device__ __forceinline__ i64 row(const Values &values) const { return offset(values.pages, 0, values.x); }
   template <class Values> __device__ __forceinline__ i64 scale(const Values &values) const {
     return offset(values.pages, kStages - 1, values.scale);

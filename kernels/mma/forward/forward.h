@@ -75,7 +75,7 @@ private:
       Forward forward(a, item, sequence, shared);
       forward.begins = chunk == first, forward.ends = chunk + 1 == end;
       nonfinite |= forward.compute();
-      __syncthreads(); // no thread reads the chunk's tiles any more
+      __syncthreads(); // all threads have read the chunk's tiles
     }
     if (!nonfinite) return;
     if (a.splits == 1) item.split = -1; // all keys
@@ -161,7 +161,7 @@ private:
     while (more) {
       tile = next;
       more = tiles.next(next);
-      arrive(); // K (with two stages also V) of this tile has arrived, and no thread reads the last one's any more
+      arrive(); // K (with two stages also V) of this tile has arrived, and all threads have read the previous one's
       if constexpr (C.stages == 1) {
         load_v(tile, 0);
       } else if (more) {
@@ -176,7 +176,7 @@ private:
       const bool lacking = lacks_some(k, tile);
       if (lacking) hide_lacking(S, k, tile);
       softmax.template follow<C.exact_max, C.invariant>(S, exponent(), O);
-      if constexpr (C.stages == 1) arrive(); // V has arrived, and no thread reads K any more
+      if constexpr (C.stages == 1) arrive(); // V has arrived, and all threads have read K
       if (C.invariant || masked(tile) || lacking) nonfinite |= clear_nonfinite(stage);
       if constexpr (C.stages == 1) {
         if (more) load_k(next, 0);
@@ -223,7 +223,7 @@ private:
   // Replaces raw products by scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
     score_tile(S, scores, tile, [&](int row) {
-      const i32 first = item.q + Warps::group(computed_here(threadIdx.x)) * kRows; // computed here, not kept: registers are short
+      const i32 first = item.q + Warps::group(computed_here(threadIdx.x)) * kRows; // computed here, not kept: registers are scarce
       return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), item.h);
     });
   }
@@ -289,10 +289,10 @@ private:
   }
 
   // Stores O / l and LSE: as the result, as that of a split, or as that of a partial part, with LSE as two numbers. Invariant: a chunk's
-  // result is merged with those of the chunks before it, and waits in merged_out and merged_lse until the last chunk is done.
+  // result is merged with those of the earlier chunks, and waits in merged_out and merged_lse until the last chunk is done.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {
     const bool complete = a.splits == 1 && ends;
-    float before[2 * kM]; // LSE of the chunks before
+    float before[2 * kM]; // LSE of the earlier chunks
     if constexpr (C.invariant) load_merged_lse(before);
     const float sink = !C.invariant && complete && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0))
                                                             : minus_infinity<float>(); // invariant: merged like a chunk
@@ -356,7 +356,7 @@ private:
   // Invariant: whether there is no earlier chunk to merge with.
   __device__ __forceinline__ bool alone() const { return a.splits != 1 || begins; }
   __device__ __forceinline__ i64 merged_row(int i) const { return partial_row(min(query(i), scores.seqlen_q - 1)); }
-  // The LSE of the lane's rows over the chunks before this one, whose merged result lies in memory.
+  // The LSE of the lane's rows over the earlier chunks, whose merged result lies in memory.
   __device__ __forceinline__ void load_merged_lse(float (&lse)[2 * kM]) const {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) lse[i] = alone() ? minus_infinity<float>() : a.merged_lse[merged_row(i)];
@@ -365,8 +365,9 @@ private:
     else
       __syncwarp(); // every lane has read the LSE
   }
-  // Merges row i of this chunk, O times `factor`, with the chunks before it. complete: no chunk follows, and the sink joins. Otherwise the
-  // result is stored, as that of a split or of the chunks so far, one column at a time, because no registers are left for what is read.
+  // Merges row i of this chunk, O times `factor`, with the earlier chunks. complete: no chunk follows, and the sink is added. Otherwise the
+  // merged row is stored as a split's result, or as the result of the chunks so far. It is stored one column at a time, because no
+  // registers are left for the numbers that are read.
   __device__ __forceinline__ void merge_chunk(Accumulator (&O)[Warps::columns()], int i, float before, float lse, float factor,
                                               bool complete) const {
     const i32 q = query(i);

@@ -5,9 +5,9 @@
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ^T = K^T dS^T, added up in global memory
 //
-// S is transposed, so that P and dS are operands in the registers where they were made. dS also goes to shared memory, because dQ needs
-// the dS of both warpgroups. In each iteration dQ is that of the tile before, and S that of the tile after. The warpgroups take the tensor
-// cores in turn: one multiplies while the other exponentiates.
+// S is transposed, so that P and dS are operands in the registers where they were made. dS also goes to shared memory, because dQ needs the
+// dS of both warpgroups. An iteration computes dQ of the previous tile and S of the next tile. The warpgroups take the tensor cores in
+// turn: one multiplies while the other exponentiates.
 #pragma once
 #include "differentiate.h"
 #include "dq.h"
@@ -28,7 +28,7 @@ template <BackwardConfig C> struct Backward {
   using Arguments = HopperBackwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  static constexpr bool kWaitsItself = true; // load.h waits for the launch before
+  static constexpr bool kWaitsItself = true; // load.h waits for the previous launch
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kTileK = C.tile_k();
   static constexpr int kComputing = 128 * C.kWarpgroups;
@@ -41,7 +41,8 @@ template <BackwardConfig C> struct Backward {
   static_assert(!C.in_line || (C.key_stages == 2 && !C.third() && !C.split_group));
   static_assert(!(F.dropout || F.curved()) || C.exact_p, "dS is made of what S becomes");
 
-  // Whether a warpgroup skips tiles of queries that see none of its keys. They are few: where registers are short they are computed too.
+  // Whether a warpgroup skips tiles of queries that see none of its keys. Such tiles are few: where registers are scarce they are computed
+  // too.
   static constexpr bool kSkips = F.band && !F.curved();
   // Named barriers: at kTensorCores + w, warpgroup w waits until it may use the tensor cores, from dP to dQ. Without turns some kernels
   // fall into a rhythm in which both warpgroups multiply at the same time, then both exponentiate: iterations take up to 15% longer.
@@ -141,8 +142,8 @@ template <BackwardConfig C> struct Backward {
       return before;
     }
 
-    // The steps of all tiles of queries. before: the number of the tile of the iteration before, if there was one. look() is called when S
-    // of a tile has been computed.
+    // The steps of all tiles of queries. before: the number of the previous iteration's tile, if there was one. look() is called when S of
+    // a tile has been computed.
     template <class Look> __device__ __forceinline__ void each_tile(QueryStep step, u32 &n, i32 &before, const Look &look) {
 #pragma unroll 1
       for (;; ++n) {
@@ -177,8 +178,8 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ void load_v() {
       if constexpr (C.v_in_registers()) load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
     }
-    // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the tile before, and S of the next tile. Returns
-    // the number of the next iteration, or n if this tile is the last one; so does unseen_step.
+    // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the previous tile, and S of the next tile.
+    // Returns the number of the next iteration, or n if this tile is the last one; so does unseen_step.
     __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 allowed, u32 n, i32 before) {
       scores.template exponentiate<true>(S, P, n, step, allowed);
       scores.round(P, S);
@@ -194,7 +195,7 @@ template <BackwardConfig C> struct Backward {
       scores.release(shared.dout_empty(n));
       return end_step<true>(step, n, before);
     }
-    // The step of a tile whose queries see none of this warpgroup's keys. Its only product is dQ of the tile before, whose dS also comes
+    // The step of a tile whose queries see none of this warpgroup's keys. Its only product is dQ of the previous tile, whose dS also comes
     // from the other warpgroup.
     __device__ __forceinline__ u32 unseen_step(const QueryStep &step, u32 n, i32 before) {
       scores.clear_nonfinite_queries(step, n);
@@ -203,7 +204,7 @@ template <BackwardConfig C> struct Backward {
       take_tensor_cores();
       return end_step<false>(step, n, before);
     }
-    // Computes dQ of the tile before, and S of the next tile. kSeen: dK += dS^T Q is in flight.
+    // Computes dQ of the previous tile, and S of the next tile. kSeen: dK += dS^T Q is in flight.
     template <bool kSeen> __device__ __forceinline__ u32 end_step(const QueryStep &step, u32 n, i32 before) {
       const u32 next = n + !(step.flags & kLast);
       if (later(n, before)) { // as two branches: otherwise ptxas makes the products wait for one another
@@ -216,7 +217,7 @@ template <BackwardConfig C> struct Backward {
         return go_on(n, next, false, before);
       }
     }
-    // later: this is not the first iteration, and dQ of the iteration before is in flight.
+    // later: this is not the first iteration, and dQ of the previous iteration is in flight.
     __device__ __forceinline__ u32 go_on(u32 n, u32 next, bool later, i32 before) {
       if constexpr (C.in_line) {
         if (next == n) return in_line().end_keys(n, later, before);
@@ -226,7 +227,7 @@ template <BackwardConfig C> struct Backward {
       return next;
     }
 
-    // As two branches: a barrier number that is not constant takes a register, and with a function of the score none is left.
+    // Two branches, because a barrier number that is not constant takes a register, and with a function of the score none is left.
     __device__ __forceinline__ void take_tensor_cores() const {
       w == 0 ? barrier_sync(kTensorCores, kComputing) : barrier_sync(kTensorCores + 1, kComputing);
     }
@@ -261,8 +262,9 @@ template <BackwardConfig C> struct Backward {
     // Whether a warpgroup computes some columns of dQ for all queries; otherwise all columns for half of the queries.
     static constexpr bool kByColumns = C.columns() > 64;
     __device__ __forceinline__ u32 columns_of_k() const {
-      if constexpr (C.in_line) return carried->k;
-      return shared.k + (kByColumns ? w * kTileK * kRowBytes : 0);
+      u32 keys = shared.k;
+      if constexpr (C.in_line) keys = carried->k;
+      return keys + (kByColumns ? w * kTileK * kRowBytes : 0);
     }
     __device__ __forceinline__ void begin_dq(u32 n) {
       wait_full(shared.ds_full(n), n);

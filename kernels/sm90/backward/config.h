@@ -14,17 +14,17 @@ struct BackwardConfig {
   i32 registers_load, registers_compute;
   i32 exact_p;       // dS is computed from P in fp32, not from the rounded P that dV takes
   i32 dq_shared;     // dQ is added through shared memory, not from registers
-  i32 deterministic; // dQ is added in the same order in every run; through shared memory, unless by roles
+  i32 deterministic; // dQ is added in the same order in every run; through shared memory, unless with `roles`
   // A thread block takes one tile of keys after another, as long as there are any, and loads the next one while dK and dV are stored.
   // Otherwise each block takes one tile of keys.
   i32 persistent;
   // A persistent block takes all key tiles of a (batch, key head) pair, and then another pair. So it alone adds to dQ, in order, and stores
   // dQ rounded. The sum lies in shared memory if there are 64 columns, otherwise in global memory that stays in the L2 cache.
   i32 owns_dq;
-  // A warpgroup keeps K and V of its keys in registers, as the left operands of S and dP: for up to 96 columns, by roles up to 192.
+  // A warpgroup keeps K and V of its keys in registers, as the left operands of S and dP: for up to 96 columns, with `roles` up to 192.
   i32 keys_in_registers;
   i32 values_in_registers; // the same for V alone: for up to 112 columns
-  i32 staged_store;        // dK and dV are stored through the shared memory of V; not by roles, nor in persistent blocks
+  i32 staged_store;        // dK and dV are stored through the shared memory of V; not with `roles`, nor in persistent blocks
   i32 invariant;           // a row's bits do not depend on what is hidden in its tiles
   i32 bias_by_tma;         // a 16-bit bias, loaded by the copy engine
   // The query heads of a key head are divided into shares. A thread block takes one share, as if it had a key head of its own, and stores
@@ -68,8 +68,8 @@ struct BackwardConfig {
   // Whether dK and dV are stored in FP32.
   STROBE_FN constexpr bool unrounded_sums() const { return split_group || features.unrounded_gradients(); }
   STROBE_FN constexpr i32 dq_queries() const { return strobe::dq_queries(columns(), tile_q); }
-  // Whether dQ has a third block of 64 columns. Each warpgroup computes one of the first two, and half of the queries of the third. (By
-  // roles blocks are divided in another way.)
+  // Whether dQ has a third block of 64 columns. Each warpgroup computes one of the first two, and half of the queries of the third. (With
+  // `roles` dQ is divided in another way.)
   STROBE_FN constexpr bool third() const { return !roles && columns() > 128; }
   STROBE_FN constexpr i32 dq_queries_of_third() const { return tile_q / 2; }
   // How many warps of a piece of dQ have columns that are not padding.

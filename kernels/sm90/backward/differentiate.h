@@ -10,7 +10,7 @@ namespace strobe::sm90 {
 enum class Zeros {
   none,  // nothing is hidden
   each,  // each P is compared with 0
-  pairs, // pairs of rounded P that are not 0 make the masks of pairs of dS
+  pairs, // a bit mask, made from each pair of rounded P, clears elements of dS
 };
 
 // dS = P (dP - D). P.take(i) loads the lane's elements from 8 i on; P.at(i) is element i, negative if it was dropped; P.pair(i) has the

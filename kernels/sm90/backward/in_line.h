@@ -1,7 +1,7 @@
 // A form of the Hopper backward for persistent blocks with two stages of keys, in which tiles of keys overlap. S of a key tile's first
-// queries begins before dK and dV of the key tile before are stored, and dQ of a key tile's last queries is computed in the first iteration
-// of the key tile after it. So the tensor cores are not idle between two key tiles. In return K stays in use until the first iteration of
-// the next key tile has ended, so the producers run half a key tile less ahead.
+// queries begins before dK and dV of the previous key tile are stored, and dQ of a key tile's last queries is computed in the first
+// iteration of the next key tile. So the tensor cores are not idle between two key tiles. In return K stays in use until the first
+// iteration of the next key tile has ended, so the producers' lead is half a key tile shorter.
 #pragma once
 #include "scores.h"
 
@@ -45,8 +45,8 @@ template <BackwardConfig C, class Compute> struct InLine {
     }
     return next_keys_number<C>(n + 1);
   }
-  // Ends the last tile of queries, instead of begin_next_s: leaves the tensor cores and begins S for the next keys. later: dQ of the tile
-  // before is in flight. Returns n.
+  // Ends the last tile of queries, instead of begin_next_s: leaves the tensor cores and begins S for the next keys. later: dQ of the
+  // previous tile is in flight. Returns n.
   __device__ __forceinline__ u32 end_keys(u32 n, bool later, i32 before) const {
     my.leave_tensor_cores();
     if (later) my.template take_dq<0>(n - 1);
@@ -55,7 +55,7 @@ template <BackwardConfig C, class Compute> struct InLine {
     if (later) my.add_dq(n - 1, before);
     return n;
   }
-  // Called when dQ of iteration n is complete: if K of that iteration was that of the keys before, their stage is free from now on.
+  // Called when dQ of iteration n is complete: if that iteration used K of the previous keys, their stage is free from now on.
   __device__ __forceinline__ void release_keys_before(u32 n) const {
     if (my.carried->k != my.shared.k) my.scores.release(my.carried->block.at(next_keys_number<C>(n)).keys_empty());
   }

@@ -37,7 +37,7 @@ template <BackwardConfig C> struct BackwardLoad {
     write(shared.keys(), KeyBlock::kNone, 0, 0, 0);
     return false;
   }
-  // Draws the next item. The launch before has set the ticket to 0.
+  // Draws the next item. The previous launch has set the ticket to 0.
   static __device__ __forceinline__ u32 next_item(const HopperBackwardArguments &a) {
     return (C.deterministic ? 0 : gridDim.x) + fetch_add(a.ticket, 1);
   }

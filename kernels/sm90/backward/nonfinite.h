@@ -29,7 +29,7 @@ template <BackwardConfig C> struct BackwardNonfinite {
 
   // Clears the rows of Q and dO of queries whose LSE or D is not finite, which see nothing, or which do not exist. A hidden element must
   // add 0 whatever these rows hold, and a visible one adds NaN in any case, because its P is NaN. Both warpgroups must first have ended
-  // their products of this tile so far (S; by roles S and dP). Then one of them clears Q, and the other one dO.
+  // their products of this tile so far (S; with `roles` S and dP). Then one of them clears Q, and the other one dO.
   __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
     if (!kHides && !masked(step)) return; // nothing is hidden
     bool found = false;

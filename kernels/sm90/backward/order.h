@@ -1,6 +1,6 @@
 // Gives dQ the same bits in every run: tiles of keys add to a tile of queries in ascending order. For each computing warpgroup one thread
 // of the producer warpgroup waits for the turn, adds from shared memory, and ends the turn when the addition is complete, which takes a
-// while. By roles it only waits: then the computing warps add from their registers and end the turn.
+// while. With `roles` it only waits: then the computing warps add from their registers and end the turn.
 #pragma once
 #include "../../device/turns.h"
 #include "../../ptx/tma.h"
@@ -63,8 +63,8 @@ private:
     i32 number;
     bool last;
   };
-  // The turn of iteration n. It is read while the addition of the iteration before is in flight; its step has been written by then, because
-  // the warpgroup that handed over that dQ had already read it.
+  // The turn of iteration n. It is read while the addition of the previous iteration is in flight; its step has been written by then,
+  // because the warpgroup that handed over that dQ had already read it.
   __device__ __forceinline__ Turn turn(const KeyBlock &keys, u32 n) const {
     const QueryStep step = read<QueryStep>(shared.dq_step(n));
     const Reach reach = read<Reach>(shared.reach());

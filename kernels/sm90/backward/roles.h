@@ -13,10 +13,10 @@ template <BackwardConfig C> struct BackwardRoles {
   using Arguments = HopperBackwardArguments;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
-  static constexpr bool kWaitsItself = true; // load.h waits for the launch before
+  static constexpr bool kWaitsItself = true; // load.h waits for the previous launch
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kKeys = 64;
-  static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64; // of K
+  static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64; // blocks of 64 columns of K
   // A warpgroup computes some blocks of columns of dQ or, where there is only one block, half of its queries.
   static constexpr bool kByColumns = kBlocks > 1;
   static constexpr int kEndLeft = kByColumns ? kBlocks / 2 : 1, kBeginRight = kByColumns ? kEndLeft : 0;
@@ -58,7 +58,7 @@ template <BackwardConfig C> struct BackwardRoles {
         mbarrier_wait(shared.k_full(), 0);
         side.begin();
         u32 n = 0;
-        i32 before = 0; // the number of the tile of the iteration before
+        i32 before = 0; // the number of the tile of the previous iteration
 #pragma unroll 1
         for (;; ++n) {
           side.step(step, n);

@@ -8,17 +8,17 @@
 
 namespace strobe::sm90 {
 
-// The message of the thread that loads Q, a tile of queries; it arrives together with Q. These are the bits of its flags.
+// A tile of queries, and bits of its flags. The thread that loads Q writes this message, which arrives together with Q.
 enum : i32 {
   kLast = 1,
   kNothing = 2, // these keys have no tile of queries
   kMasked = 4,  // some key is hidden from some query
   kUnseen = 16, // << 0 or 1: no query sees any of the first, or second, 64 keys
-  kRows = 256   // in a part of a larger problem: times the number of the tile's queries
+  kRows = 256   // in a part of a larger problem, flags also hold kRows times the number of the tile's queries
 };
 struct QueryStep {
   i32 begin, head;
-  i32 number; // of the tile, in the order of dq_sum
+  i32 number; // the tile's number in the order of dq_sum
   i32 flags;
 };
 // The tile of keys that this thread block works on.
@@ -27,7 +27,7 @@ struct KeyBlock {                  // head_kv: with split_group the number of a 
   i32 batch, head_kv, begin, seqlen_k;
 };
 __device__ __forceinline__ bool there(const KeyBlock &keys) { return keys.begin < keys.seqlen_k; }
-// What a part of a larger problem adds to it: keys.begin is then a position, and the keys end at position keys.seqlen_k.
+// The further message in a part of a larger problem: keys.begin is then a position, and the keys end at position keys.seqlen_k.
 struct HeldKeyBlock {
   i32 shift, number; // row = position + shift; the tile's number within the sequence
   i32 unused, unused_too;
@@ -79,7 +79,7 @@ template <BackwardConfig C> struct BackwardShared {
   __device__ __forceinline__ u32 keys_empty() const { return of_keys + 160; }
   __device__ __forceinline__ u32 dq_full(int w) const { return barriers + (C.roles ? 336 : 112) + 8 * w; }
   __device__ __forceinline__ u32 dq_empty(int w) const { return barriers + 192 + 8 * w; }
-  // By roles: P of an iteration, which the left warpgroup passes to the right one.
+  // With `roles`: P of an iteration, which the left warpgroup passes to the right one.
   __device__ __forceinline__ u32 p_full() const { return barriers + 112; }
   __device__ __forceinline__ u32 p_empty() const { return barriers + 120; }
   __device__ __forceinline__ u32 step(u32 n) const { return barriers + 128 + n % 2 * 16; }
@@ -128,7 +128,7 @@ template <BackwardConfig C> __device__ __forceinline__ u32 parity_before_next_ke
   return C.key_stages == 2 ? next_keys_number<C>(n) >> 31 ^ 1 : n >> 31;
 }
 // Waits for a persistent block's next tile of keys, and returns whether there is one. n: on entry the number after the last iteration with
-// the tile before, on return that of the first iteration with the next tile.
+// the previous tile, on return the number of the first iteration with the next tile.
 template <BackwardConfig C> __device__ __forceinline__ bool other_keys(const BackwardShared<C> &shared, u32 &n) {
   if constexpr (!C.persistent) return false;
   n = next_keys_number<C>(n);

@@ -39,7 +39,8 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
     const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
     const u32 x = odd ? other : left, y = odd ? right : other;
     store_global_below(c, columns, out + c, x, y);
-    // A number of V that is not finite shows in all rows, so one row is enough; invariant: the sum of a single row may be not finite.
+    // If V has a number that is not finite, all rows show it, so one row is enough. Invariant: both rows, since one row's sum may be not
+    // finite.
     if (r == 0 || C.invariant) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
   }
   return (r == 0 || C.invariant) && there && multiply_add_pairs<T>(zero, 0, 0) != 0;
@@ -67,7 +68,7 @@ __device__ __forceinline__ bool store_partial_of_part(const Warpgroup<C> &group,
   }
   return zero != 0;
 }
-// Merges row r of a lane's O / l of this chunk with the result of the chunks before it, and returns the LSE of all chunks so far. A result
+// Merges row r of a lane's O / l of this chunk with the result of the earlier chunks, and returns the LSE of all chunks so far. A result
 // that is not final waits in the block's own global memory, which stays in the L2 cache; each thread reads only what it wrote itself.
 // zero: becomes NaN if something of the chunk is not finite.
 template <Config C>
@@ -125,7 +126,7 @@ template <Config C> __device__ __forceinline__ bool overflowed(const TileSoftmax
 }
 
 // Stores O / l and LSE of the warpgroup's rows: as final results, or as those of a split or of a partial part. Invariant: merges the result
-// of a chunk of keys with those of the chunks before it. first, last: whether this is the first and the last chunk. counts: which of a
+// of a chunk of keys with those of the earlier chunks. first, last: whether this is the first and the last chunk. counts: which of a
 // lane's two rows to store.
 template <Config C>
 __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, bool first, bool last,

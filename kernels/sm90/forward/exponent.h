@@ -15,7 +15,7 @@ template <Config C, class Score> struct Line {
   static constexpr bool kApplies = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.bias_by_tma);
   const i32 offset, high; // as in Score
   const float unit, full_slope;
-  float slope, start; // of this tile: ALiBi's slope, and ALiBi's term at the lane's first row and column
+  float slope, start; // for this tile: ALiBi's slope, and ALiBi's term at the lane's first row and column
   bool before;        // no key of the tile lies past its query: there ALiBi's penalty grows from tile to tile
 
   __device__ __forceinline__ Line(const Score &scores, float slope)

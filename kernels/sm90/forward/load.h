@@ -56,7 +56,7 @@ public:
   }
   // The number of the run that the tile last returned by next() belongs to.
   __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
-  // If that tile begins a run: how the tile before it is marked, as the last one before the repetition of the final chunk, or as the last
+  // If that tile begins a run: how the previous tile is marked, as the last one before the repetition of the final chunk, or as the last
   // one of a walk over a chunk.
   __device__ __forceinline__ Tile::Last before() const {
     return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk;
@@ -199,7 +199,7 @@ template <Config C> struct Load {
     do {
       const KeyTile tile = next;
       const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
-      if constexpr (C.reference == kFixed && kPaged) // one lane's reading for all: a consumer may write it meanwhile
+      if constexpr (C.reference == kFixed && kPaged) // one lane reads for all: a consumer may write lost() meanwhile
         more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
       else if constexpr (C.reference == kFixed)
         more = more && load_shared(shared.lost()) != items;

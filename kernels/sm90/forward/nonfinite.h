@@ -83,8 +83,9 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   BasicKeyTile<i32> t;
 #pragma unroll 1
   while (tiles.next(t)) {
-    // These are the tiles that were cleared. With pages, tiles with missing keys were cleared as well, and which ones is not known here; so
-    // all tiles are taken: adding a number that was not cleared changes nothing, since its result is already not finite.
+    // The numbers of V that are not finite were cleared in these tiles. With pages, they were cleared in tiles with missing keys as well,
+    // but these tiles are not known here. So all tiles are taken: adding a number that was not cleared changes nothing, because its result
+    // is already not finite.
     if (C.invariant || F.hides() || F.pages || t.masked || t.end - t.begin < C.tile_k)
       strobe::add_nonfinite<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
   }

@@ -21,10 +21,10 @@ struct Item {
   __device__ __forceinline__ i32 split() const { return how / kKinds; }
   __device__ __forceinline__ Item safely() const { return {b, h, q, split() * kKinds + kSafe}; }
 };
-// What a part of a larger problem adds to an item, whose q is then a position.
+// The further message in a part of a larger problem, in which an item's q is a position.
 struct HeldQueries {
   i32 end, shift;         // the position at which its queries end; row = position + shift
-  i32 seqlen_q, seqlen_k; // of the whole sequence
+  i32 seqlen_q, seqlen_k; // lengths of the whole sequence
 };
 // The message of the loading thread: a tile of keys. It arrives together with K.
 struct Tile {

@@ -49,7 +49,7 @@ class Framework(ABC):
         return True
 
     def causal_bias(self, x: object) -> tuple[str, int, int] | None:
-        """The alignment and the lengths Sq and Sk of an object that is the framework's name for a causal mask."""
+        """The alignment, Sq and Sk of an object by which the framework describes a causal mask; None for any other object."""
         return None
 
     def overriding(self, arguments: Iterable[object]) -> Sequence[Array]:
@@ -61,7 +61,7 @@ class Framework(ABC):
         raise NotImplementedError
 
     def autocast(self, arrays: dict[str, Array]) -> dict[str, Array]:
-        """The arrays as forward() passes them on."""
+        """The arrays after the casts of the framework's autocast, if it is on."""
         return arrays
 
     def is_deterministic(self) -> bool:
@@ -82,7 +82,8 @@ class Framework(ABC):
 
     @abstractmethod
     def view(self, tensor: Any, name: str, x: Array, swap_1_2: bool) -> Array:
-        """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor. Returns the objects that must live as long."""
+        """Fills a strobe_tensor; `name` is for messages, swap_1_2 as in strobe_glue_tensor. Returns the objects that must live
+        as long as it."""
 
     @abstractmethod
     def default_threads(self) -> int: ...

@@ -14,7 +14,7 @@ def known_framework(x: object) -> Framework | None:
     """The framework for arrays of x's type; None if it is no array. Imports neither torch nor NumPy: the owner of an array has done so."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        import strobe.arrays.torch  # every call runs this line, and "from" takes a microsecond more
+        import strobe.arrays.torch  # every call runs this line; "from … import" takes 1 µs more
 
         return strobe.arrays.torch.TORCH
     numpy = sys.modules.get("numpy")

@@ -77,7 +77,7 @@ def _is_uninitialized(x: Tensor) -> bool:
 
 
 def causal_bias(x: object) -> tuple[str, int, int] | None:
-    """For PyTorch's causal_upper_left() and causal_lower_right(), whose memory holds no values: the alignment, Sq and Sk."""
+    """The alignment, Sq and Sk of PyTorch's causal_upper_left() and causal_lower_right(), whose memory holds no values; else None."""
     if type(x) in PLAIN:
         return None
     module = sys.modules.get("torch.nn.attention.bias")

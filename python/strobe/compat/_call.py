@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import attention
-from .._checks import is_whole
+from .. import attention, attention_backward
+from .._checks import is_whole, refuse
 from .._messages import shown
-from .._tensor_checks import misplaced, unfit_tensors
+from .._tensor_checks import check_cu_seqlens, misplaced, unfit_tensors, within
+from ..arrays.known import unfit
 from ..arrays.torch import TORCH
-from ._lengths import check_cu_seqlens, refuse, within
-from ._words import in_words_of, python_numbers, switch_or_refusal, tensor_or_refusal
+from ._words import called, switch_or_refusal, tensor_or_refusal
 
 Window = tuple[int, int] | Tensor  # two integers, or tensors of one element; a tensor of two elements
 NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
@@ -23,49 +23,46 @@ QKV = NAMES | dict.fromkeys("qkv", "qkv")
 PACKED_QKV = QKV | {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
 _CU_SEQLENS = "a torch.Tensor, int32 (B + 1,)"
 
-
-class Options(NamedTuple):
-    """The options that the functions share, in flash-attn's order."""
-
-    dropout_p: float = 0.0
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_size: Window = (-1, -1)
-    softcap: float = 0.0
-    alibi_slopes: Tensor | None = None
-    deterministic: bool = False
+# The arguments of strobe.attention() for which other libraries have some, in the order of its refusals.
+_ARGUMENTS: tuple[str, ...] = ("q", "k", "v", "causal", "window", "scale", "softcap", "alibi_slopes", "dropout", "deterministic")
+_ARGUMENTS += ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "page_table", "seqused_k", "mask", "rng", "invariant")
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, return_attn_probs: bool = True, names: Mapping[str, str] = NAMES, **more: Any
-) -> Any:
-    """out, or (out, softmax_lse). names: as in_words_of() takes them. more: other arguments of strobe.attention()."""
-    given = translated(names, options, **more)
-    with_lse = switch_or_refusal("return_attn_probs", return_attn_probs)
-    given["return_lse"] = with_lse if isinstance(with_lse, Exception) else True
-    with in_words_of(names, {"q": q, "k": k, "v": v, **given}):
-        out, lse = attention(q, k, v, **given)
+def attend(given: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> Any:
+    """out and softmax_lse; out alone if return_attn_probs is given and False. The rest as translated() takes it."""
+    arguments = translated(given, names)
+    with_lse = switch_or_refusal("return_attn_probs", given.get("return_attn_probs", True))
+    arguments["return_lse"] = with_lse if isinstance(with_lse, Exception) else True
+    out, lse = called(names, attention, **arguments)
     return (out, lse) if with_lse else out
 
 
-def translated(names: Mapping[str, str], options: Options, **more: Any) -> dict[str, Any]:
-    """The arguments of strobe.attention() beside q, k and v. A wrong argument is replaced by the exception that says so (in_words_of())."""
-    return {
-        "causal": switch_or_refusal("causal", options.causal),
-        "window": bounds(options.window_size),
-        "scale": options.softmax_scale,
-        "softcap": options.softcap,
-        "alibi_slopes": options.alibi_slopes,
-        "dropout": options.dropout_p,
-        "deterministic": switch_or_refusal("deterministic", options.deterministic),
-        "layout": "bshd",
-        **{name: _converted(name, names.get(name, name), x) for name, x in more.items()},
-    }
+@torch.no_grad()
+def backward(names: Mapping[str, str], **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(dQ, dK, dV); the arguments are those of attention_backward(), or exceptions: see called()."""
+    return called(names, attention_backward, **given)[:3]
+
+
+def translated(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of strobe.attention(). A wrong one is replaced by the exception that says so (called()).
+
+    given: the caller's arguments; `names` has their names where strobe.attention() has others. What is no argument of it is left out.
+    q, k and v, and what was prepared for strobe.attention(), have its own names.
+    """
+    found: dict[str, Any] = {"layout": "bshd"}
+    for name in _ARGUMENTS:
+        own = names.get(name, name)
+        if name in given or own in given:
+            found[name] = given[name] if name in given and name != own else _converted(name, own, given[own])
+    return found
 
 
 def _converted(name: str, own: str, x: Any) -> Any:
-    """x, the argument of strobe.attention() that the caller knows as `own`. max_seqlen may be a tensor of one element, whose value waits
-    for the GPU."""
+    """x, which the caller knows as `own`, for strobe.attention(). A max_seqlen that is a tensor of one element waits for the GPU."""
+    if name in ("causal", "deterministic"):
+        return switch_or_refusal(name, x)
+    if name == "window":
+        return bounds(x)
     if name.startswith("cu_seqlens"):
         return tensor_or_refusal(own, x, _CU_SEQLENS)
     if name.startswith("max_seqlen") and isinstance(x, Tensor):
@@ -75,10 +72,12 @@ def _converted(name: str, own: str, x: Any) -> Any:
     return x
 
 
-def bounds(window_size: Window) -> Any:
+def bounds(window_size: Any) -> Any:
     """The window of strobe.attention() for a window_size, whose negative sides are unbounded; or the exception that says what is wrong."""
     accepted = "accepted is (left, right), two integers of 64 bits, -1 for no bound"
-    window_size = python_numbers(window_size)
+    window_size = _numbers(window_size)
+    if isinstance(window_size, (tuple, list)):
+        window_size = type(window_size)([*map(_numbers, window_size)])
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2 and all(map(is_whole, window_size))):
         return TypeError(f"window_size: {shown(window_size)}; {accepted}")
     if max(window_size) >= 2**63:
@@ -87,53 +86,56 @@ def bounds(window_size: Window) -> Any:
     return None if left is right is None else (left, right)
 
 
-def parts(name: str, packed: Tensor, count: int, axis: int, shape: str) -> tuple[Any, ...]:
-    """The views of q, k and v, or of k and v, in one tensor; each is replaced by the exception that says what is wrong with it."""
-    x = tensor_or_refusal(name, packed, f"a torch.Tensor, {shape}")
-    if isinstance(x, Tensor):
-        if x.dim() == axis + 3 and x.shape[axis] == count:
-            return x.unbind(axis)
+def _numbers(x: Any) -> Any:
+    """The number of a dense tensor that has values, or its numbers as a list; anything else as it is. It waits for a GPU."""
+    if not isinstance(x, Tensor) or unfit("", x) is not None or x.is_meta:
+        return x
+    return x.item() if x.numel() == 1 else x.tolist()
+
+
+def parts(name: str, given: Mapping[str, Any], shape: str) -> dict[str, Any]:
+    """given, with the views of q, k and v, or of k and v, that are in one tensor; each is replaced by the exception that says what is
+    wrong with that. shape: ends in (…, 3, H, D), or (…, 2, Hkv, D)."""
+    x = tensor_or_refusal(name, given[name], f"a torch.Tensor, {shape}")
+    if isinstance(x, Tensor) and (x.dim() != shape.count(",") + 1 or x.shape[-3] != len(name)):
         x = ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {shape}")
-    return (x,) * count
+    return {**given, **dict(zip(name, x.unbind(-3) if isinstance(x, Tensor) else (x,) * len(name), strict=True))}
 
 
-def sequences(*packing: Any) -> dict[str, Any]:
-    """Packed sequences, as attend() takes them: cu_seqlens of q and k, max_seqlen of q and k."""
-    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packing, strict=True))
+def in_pages(given: Mapping[str, Any], table: str, cu_seqlens_k: str = "cu_seqlens_k") -> dict[str, Any]:
+    """given, with keys in pages, which the argument `table` names. seqused_k has the number of keys of each sequence, or else the argument
+    that is named by cu_seqlens_k, which has no effect otherwise."""
+    cu, used = given[cu_seqlens_k], given.get("seqused_k")
+    if cu is not None or used is None:
+        refuse(tensor_or_refusal(cu_seqlens_k, cu, _CU_SEQLENS))
+        check_cu_seqlens(cu_seqlens_k, cu)
+        used = cu.diff() if used is None else used
+    rest = {name: x for name, x in given.items() if name not in (cu_seqlens_k, "max_seqlen_k", "max_k")}
+    return {**rest, "page_table": given[table], "seqused_k": used}
 
 
-def pages(table: Tensor, cu_q: Tensor, max_q: int, used: Tensor | None, cu_k: Any, name: str = "cu_seqlens_k") -> dict[str, Any]:
-    """Packed queries whose keys lie in pages, as attend() takes them. `used` gives the number of keys of each sequence, or else cu_k, the
-    cu_seqlens of k, which the caller knows as `name`."""
-    if cu_k is not None or used is None:
-        refuse(tensor_or_refusal(name, cu_k, _CU_SEQLENS))
-        check_cu_seqlens(name, cu_k)
-        used = cu_k.diff() if used is None else used
-    return {"cu_seqlens_q": cu_q, "max_seqlen_q": max_q, "page_table": table, "seqused_k": used}
-
-
-def some_tokens(
-    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: object, max_k: object, *, slopes: Tensor | None = None,
-    used_q: Tensor | None = None, leftpad: Tensor | None = None, used_k: Tensor | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Packed sequences, as attend() takes them. Only the queries before seqused_q[b] count, and the keys from leftpad_k[b] up to before
+def some_tokens(given: Mapping[str, Any]) -> dict[str, Any]:
+    """given, with packed sequences of which only the queries before seqused_q[b] count, and the keys from leftpad_k[b] up to before
     seqused_k[b]."""
-    maybe = {"seqused_q": used_q, "leftpad_k": leftpad, "seqused_k": used_k}
-    given = {"q": q, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **{name: x for name, x in maybe.items() if x is not None}}
-    refuse(*(unfit_tensors(given) or misplaced(given, on_host=("seqused_k",))))
-    batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
+    maybe = ("seqused_q", "leftpad_k", "seqused_k")
+    tensors = {name: given[name] for name in ("q", "cu_seqlens_q", "cu_seqlens_k")}
+    tensors.update({name: given[name] for name in (*maybe, "alibi_slopes") if given.get(name) is not None})
+    refuse(*(unfit_tensors(tensors) or misplaced(tensors, on_host=("seqused_k",))))
+    cu_q, cu_k, k = given["cu_seqlens_q"], given["cu_seqlens_k"], given["k"]
+    batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", given["q"])
     if check_cu_seqlens("cu_seqlens_k", cu_k, "k", k if isinstance(k, Tensor) else None) != batch:
         raise ValueError(f"cu_seqlens_k: shape {tuple(cu_k.shape)}; accepted is ({batch + 1},), as cu_seqlens_q has")
-    for side, cu, most in (("q", cu_q, max_q), ("k", cu_k, max_k)):  # by the caller's count of sequences
+    for side, cu in (("q", cu_q), ("k", cu_k)):  # by the caller's count of sequences
+        most = given[f"max_seqlen_{side}"]
         for b, n in enumerate(cu.diff().tolist() if TORCH.is_readable(cu) and isinstance(most, int) else []):
             if n > most:
                 raise ValueError(f"cu_seqlens_{side}: sequence {b} has {n} tokens; accepted is at most max_seqlen_{side} = {most}")
+    used_q, leftpad, used_k = map(tensors.get, maybe)
     last = None if used_q is None else within("seqused_q", used_q, batch, cu_q.diff(), "the tokens of the sequence")
     end = cu_k.diff()
-    if used_k is not None:
-        end = within("seqused_k", used_k, batch, end, "the sequence's length").to(end.device)
+    end = end if used_k is None else within("seqused_k", used_k, batch, end, "the sequence's length").to(end.device)
     begin = torch.zeros_like(end) if leftpad is None else within("leftpad_k", leftpad, batch, end, "where the sequence ends")
-    return {"max_seqlen_q": max_q, "max_seqlen_k": max_k, **in_threes(cu_q, cu_k, begin, end, slopes, last)}
+    return {**given, "seqused_k": None, **in_threes(cu_q, cu_k, begin, end, given.get("alibi_slopes"), last)}
 
 
 def in_threes(

@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._checks import Wrong, is_whole
+from .._checks import Wrong, is_whole, refuse
 from .._messages import kind, shown
-from .._rotary import check_tables
-from .._tensor_checks import incomplete, misplaced, unfit_tensors
+from .._rotary import check_tables, furthest, turn
+from .._tensor_checks import check_cu_seqlens, counts, incomplete, misplaced, unfit_tensors, within
 from .._writable import not_writable
 from ..arrays.torch import TORCH
 from ..kv import append
-from ._call import Options, attend, bounds, in_threes
-from ._lengths import check_cu_seqlens, counts, integer_or_refusal, refuse, within
-from ._rotary import furthest, turn
-from ._words import in_words_of, switch_or_refusal
+from ._call import NAMES, attend, bounds, in_threes
+from ._words import called, integer_or_refusal, switch_or_refusal
 
-
-class Tokens(NamedTuple):
-    """q (B, Sq, H, D), and k and v (B, Snew, Hkv, D), which are to be written. With cu_seqlens_q q is packed, (Tq, H, D), and its longest
-    sequence has max_seqlen_q tokens, if that is known; with cu_seqlens_k k and v are packed."""
-
-    q: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    max_seqlen_q: int | None = None
-
-    def packing(self) -> dict[str, Any]:
-        return {} if self.cu_seqlens_q is None else {"cu_seqlens_q": self.cu_seqlens_q, "max_seqlen_q": self.max_seqlen_q}
-
-
-class Cache(NamedTuple):
-    """k and v (Bc, Sc, Hkv, D): sequence b has the keys from leftpad[b] up to before seqlens[b] of row rows[b] (None: of row b). With a
-    table k and v are pools of pages, (pages, page, Hkv, D)."""
-
-    k: Tensor
-    v: Tensor
-    seqlens: int | Tensor | None
-    rows: Tensor | None
-    leftpad: Tensor | None
-    table: Tensor | None
-
-
-class Rotary(NamedTuple):
-    """Rotary embedding: the tables, whether pairs of columns are neighbours, and the position of each sequence's first new token (None:
-    after its keys)."""
-
-    cos: Tensor | None
-    sin: Tensor | None
-    interleaved: bool
-    seqlens: Tensor | None = None
+_NEEDED = ("q", "k_cache", "v_cache")
+_TENSORS: tuple[str, ...] = (*_NEEDED, "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
+_TENSORS += ("block_table", "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens")
 
 
 class Keys(NamedTuple):
-    """The keys that queries attend to: of each sequence those from begin[b] (None: the first) up to before end[b]."""
+    """The keys that queries see: of each sequence those from begin[b] (None: the first) up to before end[b]; with a table, in pages."""
 
     k: Tensor
     v: Tensor
@@ -69,81 +34,73 @@ class Keys(NamedTuple):
     same_end: int | None  # where all sequences end, if that is known without reading numbers
 
 
-def attend_to_cache(
-    names: Mapping[str, str], new: Tokens, cache: Cache, rotary: Rotary, options: Options, return_lse: bool, num_splits: int = 0,
-    beside: Sequence[Any] = (),
-) -> Any:  # fmt: skip
-    """The flash_attn_with_kvcache of both libraries, whose docstrings describe it.
+def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
+    """The flash_attn_with_kvcache of both libraries, which document its arguments. beside: what checks of further arguments found."""
+    table_name = "block_table" if "block_table" in given else "page_table"
+    window = bounds(given["window_size"])
+    flags = [switch_or_refusal(name, given[name]) for name in ("causal", "rotary_interleaved", "return_softmax_lse")]
+    tensors = _checked(given, table_name, [*flags, integer_or_refusal("num_splits", given["num_splits"]), window, *beside])
+    batch = _check_shapes(tensors, table_name if table_name in tensors else None)
+    q, k_cache, v_cache, rows = given["q"], given["k_cache"], given["v_cache"], given["cache_batch_idx"]
+    packing = {name: given[name] for name in ("cu_seqlens_q", "max_seqlen_q")} if "cu_seqlens_q" in tensors else {}
+    names = {**NAMES, "k": "k_cache", "v": "v_cache", "mask": "cache_leftpad"}
+    names["page_table"] = table_name if rows is None else "cache_batch_idx"
+    options: dict[str, Any] = {name: given[name] for name in ("softmax_scale", "causal", "softcap", "alibi_slopes") if name in given}
 
-    names: as in_words_of() takes them; the table is the one named for page_table. beside: what checks of further arguments found.
-    """
-    table_name, window = names["page_table"], bounds(options.window_size)
-    flags = {"causal": options.causal, "rotary_interleaved": rotary.interleaved, "return_softmax_lse": return_lse}
-    found = [switch_or_refusal(name, x) for name, x in flags.items()] + [integer_or_refusal("num_splits", num_splits), window]
-    given = _checked(table_name, new, cache, rotary, options, beside, found)
-    batch, device = _check_shapes(given, None if cache.table is None else table_name), new.q.device
-    filled, added = _lengths(cache, new, batch)
-    table = cache.table if cache.rows is None else _table_of_rows(cache, batch, device, written=new.k is not None)
-    keys = _keys(cache, filled, added, table, batch, device)
-    names = {**names, "mask": "cache_leftpad", "page_table": table_name if cache.rows is None else "cache_batch_idx"}
-    if new.k is not None and new.v is not None:
-        _try_attention(new, keys, options, names)
-        q, k = _rotated(new, new.k, rotary, filled, added, from_each=bool(options.causal) or window is not None)
-        with in_words_of({**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}):
-            start = _each(filled, batch, device).int()
-            append(cache.k, cache.v, k, new.v, start, page_table=table, cu_seqlens=new.cu_seqlens_k, layout="bshd")
-        new = Tokens(q, *new[1:])
+    def attend_to(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        return attend({"window": window, **options, **more, "q": q, "k": k, "v": v}, names)
+
+    filled, added = _lengths(given, tensors.get(table_name), batch)
+    table, keys = _keys(given, filled, added, tensors.get(table_name), batch)
+    if "k" in tensors:
+        _try_attention(attend_to, given, packing, keys)
+        q, k = _rotated(given, filled, added, from_each=bool(given["causal"]) or window is not None)
+        written = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": given["v"], "seqlens": _each(filled, batch, q.device).int()}
+        of_append = {**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}
+        called(of_append, append, **written, page_table=table, cu_seqlens=tensors.get("cu_seqlens_k_new"), layout="bshd")
     if table is not None and keys.table is None:
         row = table[:, 0].clamp(min=0)
-        keys = Keys(cache.k[row], cache.v[row], *keys[2:])
-    out, lse = _attend_in_place(new, keys, options, names)
-    return (out, lse) if return_lse else out
+        keys = keys._replace(k=k_cache[row], v=v_cache[row])
+    out, lse = _attend_in_place(attend_to, q, packing, keys, given.get("alibi_slopes"))
+    return (out, lse) if given["return_softmax_lse"] else out
 
 
-def _checked(
-    table_name: str, new: Tokens, cache: Cache, rotary: Rotary, options: Options, beside: Sequence[Any], found: list[Any]
-) -> dict[str, Any]:
-    """The tensors that are given, by their names, after the checks that need no shapes. beside, found: what other checks found."""
-    maybe = {"k": new.k, "v": new.v, "rotary_cos": rotary.cos, "rotary_sin": rotary.sin, "cache_batch_idx": cache.rows}
-    maybe.update({"cache_leftpad": cache.leftpad, "alibi_slopes": options.alibi_slopes, table_name: cache.table})
-    maybe.update({"cu_seqlens_q": new.cu_seqlens_q, "cu_seqlens_k_new": new.cu_seqlens_k, "rotary_seqlens": rotary.seqlens})
-    given: dict[str, Any] = {"q": new.q, "k_cache": cache.k, "v_cache": cache.v}
-    given.update({name: x for name, x in maybe.items() if x is not None})  # PyTorch 2.4 does not trace |=
-    if isinstance(cache.seqlens, Tensor):
-        given["cache_seqlens"] = cache.seqlens
-    elif not (cache.seqlens is None or is_whole(cache.seqlens)):
-        found = [TypeError(f"cache_seqlens: {kind(cache.seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"), *found]
-    wrong = incomplete(maybe, ("k", "v"), ("rotary_cos", "rotary_sin"))
+def _checked(given: dict[str, Any], table_name: str, found: list[Any]) -> dict[str, Any]:
+    """The tensors that are given, by their names, after the checks that need no shapes. found: what other checks found."""
+    tensors: dict[str, Any] = {name: given[name] for name in _TENSORS if name in _NEEDED or given.get(name) is not None}
+    seqlens = given["cache_seqlens"]
+    if isinstance(seqlens, Tensor):
+        tensors["cache_seqlens"] = seqlens
+    elif not (seqlens is None or is_whole(seqlens)):
+        found = [TypeError(f"cache_seqlens: {kind(seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"), *found]
+    wrong = incomplete(given, ("k", "v"), ("rotary_cos", "rotary_sin"))
     for name in ("cache_batch_idx", "cache_leftpad"):
-        if name in given and table_name in given:
+        if name in tensors and table_name in tensors:
             wrong.append(ValueError(f"{name}: given beside {table_name}; accepted is None, for the table says where a sequence lies"))
-    keys, tables = "k and v, new keys", "rotary_cos and rotary_sin"
-    for name, of, needed in (
-        ("rotary_cos", "k", f"{keys} to be turned"), ("cu_seqlens_k_new", "k", keys), ("rotary_seqlens", "rotary_cos", tables),
-    ):  # fmt: skip
-        if name in given and of not in given:
+    needs = {"rotary_cos": ("k", "k and v, new keys to be turned"), "cu_seqlens_k_new": ("k", "k and v, new keys")}
+    needs["rotary_seqlens"] = "rotary_cos", "rotary_cos and rotary_sin"
+    for name, (of, needed) in needs.items():
+        if name in tensors and of not in tensors:
             wrong.append(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}"))
-    refuse(*unfit_tensors(given), *beside, *found, *wrong)
-    if new.k is not None and cache.seqlens is None:
+    refuse(*unfit_tensors(tensors), *found, *wrong)
+    if "k" in tensors and seqlens is None:
         raise ValueError("cache_seqlens: None beside k and v; accepted is where they go")
-    refuse(*misplaced(given, on_host=("cache_seqlens", "cache_batch_idx", "cache_leftpad")))
-    return given
-
-
-_PACKED_BY = {"q": "cu_seqlens_q", "k": "cu_seqlens_k_new", "v": "cu_seqlens_k_new"}
+    refuse(*misplaced(tensors, on_host=("cache_seqlens", "cache_batch_idx", "cache_leftpad")))
+    return tensors
 
 
 def _check_shapes(given: dict[str, Any], table_name: str | None) -> int:
-    """B, if shapes and dtypes fit and the caches may be written in place."""
+    """B, if the shapes and dtypes fit that must fit before the first write, and the caches may be written in place."""
     q, cu_q, cu_new = given["q"], given.get("cu_seqlens_q"), given.get("cu_seqlens_k_new")
     batch = next(iter(q.shape), 0) if cu_q is None else check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
     if cu_new is not None and (found := check_cu_seqlens("cu_seqlens_k_new", cu_new, "k", given["k"])) != batch:
         raise ValueError(f"cu_seqlens_k_new: shape ({found + 1},); accepted is ({batch + 1},), as q has batches")
+    packed_by = {"q": "cu_seqlens_q", "k": "cu_seqlens_k_new", "v": "cu_seqlens_k_new"}
     wrong: Wrong = []
     for name in ("q", "k_cache", "v_cache", "k", "v"):
         rank, accepted = 4, "(batches, tokens, heads, head dimension)"
-        if (packed_by := _PACKED_BY.get(name)) in given:
-            rank, accepted = 3, f"(tokens, heads, head dimension) with {packed_by}"
+        if packed_by.get(name) in given:
+            rank, accepted = 3, f"(tokens, heads, head dimension) with {packed_by[name]}"
         if name in given and given[name].dim() != rank:
             wrong.append(ValueError(f"{name}: shape {tuple(given[name].shape)}; accepted is {accepted}"))
     wrong = wrong or _wrong_shapes(given, batch, table_name)
@@ -190,17 +147,18 @@ def _each(x: int | Tensor, batch: int, device: torch.device) -> Tensor:
     return torch.as_tensor(x, device=device).long().expand(batch)
 
 
-def _lengths(cache: Cache, new: Tokens, batch: int) -> tuple[int | Tensor, int | Tensor]:
+def _lengths(given: dict[str, Any], table: Tensor | None, batch: int) -> tuple[int | Tensor, int | Tensor]:
     """How many keys of each sequence the cache holds, checked or clamped, and how many are new."""
-    room = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
-    filled = room if cache.seqlens is None else cache.seqlens
-    added = 0 if new.k is None else counts(new.k, new.cu_seqlens_k)
+    k, cu_seqlens, device = given["k"], given.get("cu_seqlens_k_new"), given["q"].device
+    room = given["k_cache"].shape[1] * (1 if table is None else table.shape[1])
+    filled: int | Tensor = room if given["cache_seqlens"] is None else given["cache_seqlens"]
+    added = 0 if k is None else counts(k, cu_seqlens)
     why = f"a cache has room for {room} keys"
     if isinstance(added, Tensor):
         why += ", those of cu_seqlens_k_new among them"
         if TORCH.is_readable(added) and (most := max(added.tolist(), default=0)) > room:
             raise ValueError(f"cu_seqlens_k_new: {most} tokens of a sequence; accepted are up to {room}, for which a cache has room")
-        filled = filled.to(new.q.device) if isinstance(filled, Tensor) else torch.as_tensor(filled, device=new.q.device).expand(batch)
+        filled = filled.to(device) if isinstance(filled, Tensor) else torch.as_tensor(filled, device=device).expand(batch)
     elif added:
         why += f", of which {added} are new"
     if isinstance(filled, Tensor):
@@ -210,47 +168,44 @@ def _lengths(cache: Cache, new: Tokens, batch: int) -> tuple[int | Tensor, int |
     return int(filled), added
 
 
-def _table_of_rows(cache: Cache, batch: int, device: torch.device, written: bool) -> Tensor:
-    """cache_batch_idx as a page table, int32 (B, 1): each row of the cache is a page, and a row that does not exist is -1."""
-    assert cache.rows is not None
-    count = len(cache.k)
-    rows = within("cache_batch_idx", cache.rows, batch, count - 1, f"a cache of {count} rows")
-    if written and TORCH.is_readable(rows) and len(set(numbers := rows.tolist())) < batch:
-        raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
-    return torch.where(rows == cache.rows, rows, -1).to(device, torch.int32)[:, None]
-
-
-def _keys(cache: Cache, filled: int | Tensor, added: int | Tensor, table: Tensor | None, batch: int, device: torch.device) -> Keys:
-    """The keys that queries attend to once the new keys are written. They have no table if the cache's rows that are named must be copied
-    first: because a page needs at least one key, or because autocast copies what it casts."""
+def _keys(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, table: Tensor | None, batch: int) -> tuple[Tensor | None, Keys]:
+    """The page table, and the keys that queries attend to once the new keys are written. cache_batch_idx is a table, too: each row of the
+    cache is a page, and a row that does not exist is -1. Keys that have none then are rows that must be copied first: because a page needs
+    at least one key, or because autocast copies what it casts."""
+    k, v, rows, begin, device = given["k_cache"], given["v_cache"], given["cache_batch_idx"], given["cache_leftpad"], given["q"].device
     same_end = filled + added if isinstance(filled, int) and not isinstance(added, Tensor) else None
-    begin, end = cache.leftpad, _each(filled, batch, device) + added
+    end = _each(filled, batch, device) + added
     if begin is not None:
         begin = within("cache_leftpad", begin, batch, filled + added, "where the sequence ends").to(device)
-    if table is not None and cache.rows is not None and not TORCH.is_readable(cache.rows):
+    if rows is None:
+        return table, Keys(k, v, table, begin, end, same_end)
+    known = within("cache_batch_idx", rows, batch, len(k) - 1, f"a cache of {len(k)} rows")
+    if given["k"] is not None and TORCH.is_readable(known) and len(set(numbers := known.tolist())) < batch:
+        raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
+    table = torch.where(known == rows, known, -1).to(device, torch.int32)[:, None]
+    if not TORCH.is_readable(rows):
         there = table[:, 0] >= 0
         begin, end, same_end = None if begin is None else begin * there, end * there, None
-    copied = cache.rows is not None and not cache.k.shape[1]
-    if cache.rows is not None and torch.is_autocast_enabled(device.type):
-        copied = copied or cache.k.dtype not in (torch.float64, torch.get_autocast_dtype(device.type))
-    return Keys(cache.k, cache.v, None if copied else table, begin, end, same_end)
+    is_cast = torch.is_autocast_enabled(device.type) and k.dtype not in (torch.float64, torch.get_autocast_dtype(device.type))
+    return table, Keys(k, v, table if k.shape[1] and not is_cast else None, begin, end, same_end)
 
 
-def _try_attention(new: Tokens, keys: Keys, options: Options, names: Mapping[str, str]) -> None:
+def _try_attention(attend_to: Any, given: dict[str, Any], packing: dict[str, Any], keys: Keys) -> None:
     """Makes calls with no queries or no keys, so that errors of the call, or of its pages, are raised before the first write."""
-    no_q, no_k, no_v = [x.new_empty(len(keys.end), 0, *x.shape[-2:]) for x in new[:3] if x is not None]
-    attend(no_q, no_k, no_v, options, names=names)
-    if new.cu_seqlens_q is not None:
-        none = {**new.packing(), "cu_seqlens_k": torch.zeros_like(new.cu_seqlens_q), "max_seqlen_k": 0}
-        attend(new.q, no_k.flatten(0, 1), no_v.flatten(0, 1), options, names=names, **none)
+    no_q, no_k, no_v = [given[name].new_empty(len(keys.end), 0, *given[name].shape[-2:]) for name in ("q", "k", "v")]
+    attend_to(no_q, no_k, no_v)
+    if packing:
+        none = {**packing, "cu_seqlens_k": torch.zeros_like(given["cu_seqlens_q"]), "max_seqlen_k": 0}
+        attend_to(given["q"], no_k.flatten(0, 1), no_v.flatten(0, 1), **none)
     if keys.table is not None:
-        attend(no_q, keys.k, keys.v, options, names=names, page_table=keys.table, seqused_k=keys.end.int())
+        attend_to(no_q, keys.k, keys.v, page_table=keys.table, seqused_k=keys.end.int())
 
 
-def _rotated(new: Tokens, k: Tensor, rotary: Rotary, filled: int | Tensor, added: int | Tensor, from_each: bool) -> tuple[Tensor, Tensor]:
+def _rotated(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, from_each: bool) -> tuple[Tensor, Tensor]:
     """q and k, rotated: each token of k by its own position, and each token of q likewise if from_each, else by the first new key's."""
-    q, cu_q, (cos, sin, interleaved, seqlens) = new.q, new.cu_seqlens_q, rotary
-    if cos is None or sin is None:
+    q, k, cos, sin = [given[name] for name in ("q", "k", "rotary_cos", "rotary_sin")]
+    cu_q, seqlens = given.get("cu_seqlens_q"), given.get("rotary_seqlens")
+    if cos is None:
         return q, k
     batch, first, count = q.shape[0] if cu_q is None else len(cu_q) - 1, filled, counts(q, cu_q)
     if seqlens is not None:
@@ -258,39 +213,37 @@ def _rotated(new: Tokens, k: Tensor, rotary: Rotary, filled: int | Tensor, added
     if not from_each:  # one position serves all queries of a sequence
         count = count.clamp(max=1) if isinstance(count, Tensor) else min(count, 1)
     check_tables(cos, sin, q.shape[-1], max(furthest(first, added, k), furthest(first, count, q)))
-    begin = _each(first, batch, q.device)
-    return turn(q, cos, sin, begin, cu_q, bool(interleaved), from_each), turn(k, cos, sin, begin, new.cu_seqlens_k, bool(interleaved))
+    begin, interleaved = _each(first, batch, q.device), bool(given["rotary_interleaved"])
+    return turn(q, cos, sin, begin, cu_q, interleaved, from_each), turn(k, cos, sin, begin, given.get("cu_seqlens_k_new"), interleaved)
 
 
-def _attend_in_place(new: Tokens, keys: Keys, options: Options, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
+def _attend_in_place(attend_to: Any, q: Tensor, packing: dict[str, Any], keys: Keys, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
     """out and softmax_lse, by the least general call that gives them and copies nothing of the cache."""
-    q, (k, v, table, begin, end, same_end) = new.q, keys
-    if table is None and (new.cu_seqlens_q is not None or begin is not None):
+    k, v, table, begin, end, same_end = keys
+    if table is None and (packing or begin is not None):
         # Where rows follow one another in memory, flatten(0, 1) is a view.
         if all(x.shape[0] < 2 or not x.shape[1] or x.stride(0) == x.shape[1] * x.stride(1) for x in (k, v)):
-            return _attend_packed(new, keys, options, names)
+            return _attend_packed(attend_to, q, packing, keys, slopes)
         table = torch.arange(len(end), device=q.device, dtype=torch.int32)[:, None]  # each row is a page
     if table is None and same_end is not None:
-        return attend(q, k[:, :same_end], v[:, :same_end], options, names=names)
-    more: dict[str, Any] = {**new.packing(), "page_table": table, "seqused_k": end.int()}
+        return attend_to(q, k[:, :same_end], v[:, :same_end])
+    more: dict[str, Any] = {**packing, "page_table": table, "seqused_k": end.int()}
     if table is not None and begin is not None:
         key = torch.arange(k.shape[1] * table.shape[1], device=q.device)
         more["mask"] = (key >= begin[:, None])[:, None, None]
-    return attend(q, k, v, options, names=names, **more)
+    return attend_to(q, k, v, **more)
 
 
-def _attend_packed(new: Tokens, keys: Keys, options: Options, names: Mapping[str, str]) -> tuple[Tensor, Tensor]:
+def _attend_packed(attend_to: Any, q: Tensor, packing: dict[str, Any], keys: Keys, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sequences that begin and end anywhere in their rows of the cache, read in place."""
-    q, cu_q, batch, length = new.q, new.cu_seqlens_q, len(keys.end), keys.k.shape[1]
-    longest: Any = new.max_seqlen_q
-    cu_k = torch.arange(batch + 1, device=q.device) * length
-    if cu_q is None:
-        q, longest, cu_q = q.flatten(0, 1), q.shape[1], torch.arange(batch + 1, device=q.device) * q.shape[1]
+    batch, length, each = len(keys.end), keys.k.shape[1], q.shape[1]
+    row = torch.arange(batch + 1, device=q.device)
+    cu_k, cu_q, longest = row * length, packing.get("cu_seqlens_q", row * each), packing.get("max_seqlen_q", each)
     packed: dict[str, Any] = {"cu_seqlens_q": cu_q.int(), "cu_seqlens_k": cu_k.int(), "seqused_k": keys.end.int()}
     if keys.begin is not None:
-        packed = in_threes(cu_q, cu_k, keys.begin.long(), keys.end, options.alibi_slopes)
+        packed = in_threes(cu_q, cu_k, keys.begin.long(), keys.end, slopes)
     k, v = keys.k.flatten(0, 1), keys.v.flatten(0, 1)
-    out, lse = attend(q, k, v, options, names=names, **packed, max_seqlen_q=longest, max_seqlen_k=length)
-    if new.cu_seqlens_q is not None:
+    out, lse = attend_to(q if packing else q.flatten(0, 1), k, v, **packed, max_seqlen_q=longest, max_seqlen_k=length)
+    if packing:
         return out, lse
-    return out.unflatten(0, (batch, longest)), lse.unflatten(1, (batch, longest)).transpose(0, 1)
+    return out.unflatten(0, (batch, each)), lse.unflatten(1, (batch, each)).transpose(0, 1)

@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Mapping
 from functools import wraps
+from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from .._checks import Wrong, check_names, flag, is_whole, refusal
+from .._checks import Wrong, flag, is_integer, is_whole, names_checked
 from .._messages import is_bool, kind, shown
 from .._refusals import Refusal, Words, raised_for, refusals_of
 from .._tensor_checks import tensor_refusal
-from ..arrays.known import unfit
 from ..arrays.torch import TORCH
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 
 # Tensors of the caller of which attention() gets a part, so that a hint about axes would be about another tensor.
 _WHOLES = frozenset({"kv", "qkv", "k_cache", "v_cache"})
 _NOT_THEIRS = frozenset({"layout", "alignment", "engine"})  # options that the other library's functions do not have
 
 
-def in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
-    """A refusal of strobe.attention() speaks of the caller's arguments: `names` has the caller's name for each of attention()'s that has
-    another one.
+def called(names: Mapping[str, str], function: Callable[..., R], /, **given: Any) -> R:
+    """function(**given), a function of the package, whose refusals are put in the caller's words: `names` has its names for arguments.
 
-    given: the arguments of attention(), by its names. An argument that the caller's own check refuses is replaced by the exception that
-    says why: attention() refuses it, along with all other errors, and the line is the exception's.
+    An argument that the caller's own check refuses is replaced by the exception that says why: the function refuses it, along with all
+    other errors, and the line is the exception's.
     """
-    # PyTorch 2.4 traces no generator. A graph may end within nullcontext(), and what follows then runs within it too: so under a compiler
-    # a refusal has the names of attention(). One by the caller's own check is quoted in it.
-    return nullcontext() if torch.compiler.is_compiling() else _in_words_of(names, given)
-
-
-@contextmanager
-def _in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None) -> Iterator[None]:
     try:
-        yield
+        return function(**given)
     except (TypeError, ValueError, NotImplementedError) as error:
-        own = {name: x for name, x in (given or {}).items() if isinstance(x, Exception)}
-        words = words_for(names, given or {})
+        own = {name: x for name, x in given.items() if isinstance(x, Exception)}
+        known = {*"qkv", *names, *given} - _NOT_THEIRS
+        words = Words(names, known, {name for name in "qkv" if names.get(name) in _WHOLES})
         found: list[Refusal] = []
         for each in refusals_of(error):
             of_caller = own.get(each.argument or "")
@@ -53,15 +45,13 @@ def _in_words_of(names: Mapping[str, str], given: Mapping[str, Any] | None) -> I
         raise raised_for(ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(error), found) from None
 
 
-def words_for(names: Mapping[str, str], given: Iterable[str]) -> Words:
-    """The words of a function that passes the arguments `given` on to attention(), and has its own names for those in `names`."""
-    known = ({*"qkv", *names, *given}) - _NOT_THEIRS
-    return Words(names, known, {name for name in "qkv" if names.get(name) in _WHOLES})
-
-
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:
-    refused = tensor_refusal(name, x, accepted)
-    return x if refused is None else refused
+    return tensor_refusal(name, x, accepted) or x
+
+
+def integer_or_refusal(name: str, x: Any, least: int = 0, most: int = 2**31 - 1) -> Any:
+    wrong: Wrong = []
+    return x if is_integer(wrong, name, x, least, most) else wrong[0]
 
 
 def flag_or_refusal(name: str, x: Any) -> Any:
@@ -77,20 +67,6 @@ def switch_or_refusal(name: str, x: Any) -> Any:
     return TypeError(f"{name}: {kind(x)} {shown(x)}; accepted is True or False, or 1 or 0")
 
 
-def python_numbers(x: Any) -> Any:
-    """x with plain numbers in place of tensors: a tensor becomes a list, one-element tensors in a sequence become their number. Reading
-    them waits for a GPU. A tensor without values (device meta), or that is not dense, stays as it is."""
-    if isinstance(x, (tuple, list)):
-        return type(x)([python_numbers(each) if _has_values(each) and each.numel() == 1 else each for each in x])
-    if _has_values(x):
-        return x.item() if x.numel() == 1 else x.tolist()
-    return x
-
-
-def _has_values(x: Any) -> bool:
-    return isinstance(x, Tensor) and unfit("", x) is None and not x.is_meta
-
-
 def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
     """attn_mask as strobe.attention()'s option mask or bias."""
     if TORCH.causal_bias(attn_mask):  # up to PyTorch 2.6 a causal bias has no dtype
@@ -103,23 +79,27 @@ def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
     return {"mask": ValueError(f"attn_mask: dtype {dtype}; accepted is bool (True = attend), or a float dtype, added to the scores")}
 
 
-def names_checked(names: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The function refuses all unknown keywords at once, each with a suggestion: `names` as above."""
+def front(names: Mapping[str, str], run: Callable[[dict[str, Any]], Any] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """The function refuses all unknown keywords at once, each with a suggestion: `names` as above.
+
+    run: answers a call, whose arguments it gets by their names. The function itself is then only a signature and its documentation.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        known = tuple(inspect.signature(function).parameters)
-        hints = {own: f"did you mean {theirs}?" for own, theirs in names.items() if theirs in known}
+        defaults = {name: x.default for name, x in inspect.signature(function).parameters.items()}
+        hints = {own: f"did you mean {theirs}?" for own, theirs in names.items() if theirs in defaults}
 
         @wraps(function)
-        def checked(*arguments: P.args, **named: P.kwargs) -> R:
-            wrong: Wrong = []
-            check_names(function.__name__, named, wrong, known, hints)
-            if wrong:
-                raise refusal(wrong)
-            return function(*arguments, **named)
+        def answered(*arguments: P.args, **named: P.kwargs) -> Any:
+            found = function(*arguments, **named)  # here Python refuses a call that lacks an argument, or has one too many
+            return found if run is None else run({**defaults, **dict(zip(defaults, arguments, strict=False)), **named})
 
-        # inspect.getfullargspec() does not unwrap, and callers use it to list the arguments.
-        checked.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-        return checked
+        return names_checked(hints)(answered)
 
     return decorate
+
+
+def stands_for(name: str, own: str) -> None:
+    """Called by the module `own` if it may have just been created again as `name`: an import of `name` then gives the first one."""
+    if name != own:
+        sys.modules[name] = import_module(own)

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from .. import attention
 from .._abi import outside_graphs
+from .._checks import refuse
 from .._options import MAX_HEAD_DIM_V
 from .._parse import parse
-from ._lengths import integer_or_refusal, refuse
-from ._statistics import backward, lse_of, statistics
-from ._words import flag_or_refusal, in_words_of, names_checked
+from .._statistics import lse_of, statistics
+from ._call import backward
+from ._words import called, flag_or_refusal, front, integer_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO", "lse": "l, m"}
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_forward(
     Q: Tensor, K: Tensor, V: Tensor, Bc: int | None = None, Br: int | None = None, use_half: bool = False, *, bc: int | None = None,
     br: int | None = None,
@@ -33,23 +34,23 @@ def flash_attention_forward(
     return _forward(Q, K, V, _spelled("Bc", Bc, bc), _spelled("Br", Br, br), use_half)[0].to(Q.dtype)
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_forward_lm(
     Q: Tensor, K: Tensor, V: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(O, l, m) of the paper's Algorithm 1: for each row of scores, the sum l of exp(score - m) and the maximum m, (B, H, N), float32.
     O is differentiable; l and m are not."""
     O, lse = _forward(Q, K, V, Bc, Br, use_half)
-    return O.to(Q.dtype), *statistics(_rounded(Q, use_half), _rounded(K, use_half), lse)
+    return O.to(Q.dtype), *statistics(lse, q=_rounded(Q, use_half), k=_rounded(K, use_half))
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, Bc: int = 32, Br: int = 32, use_half: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dQ, dK, dV) from the results of flash_attention_forward_lm."""
     q, k, v, out, dout = (_rounded(x, use_half) for x in (Q, K, V, O, dO))
-    dQ, dK, dV = backward(_NAMES, q, k, v, out, dout, lse_of(l, m), tile_q=Br, tile_k=Bc)
+    dQ, dK, dV = backward(_NAMES, dout=dout, q=q, k=k, v=v, out=out, lse=lse_of(l, m), tile_q=Br, tile_k=Bc)
     return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype)
 
 
@@ -67,18 +68,17 @@ class FlashAttention(torch.nn.Module):
         return flash_attention_backward(q, k, v, o, do, l, m, self.bc, self.br, self.use_half)
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 @outside_graphs
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
     """(Bc, Br) that Strobe itself chooses for a forward of one float32 head of that size, on the GPU if there is one."""
     refuse(integer_or_refusal("sequence_length", sequence_length, 1), integer_or_refusal("head_dim", head_dim, 1, MAX_HEAD_DIM_V))
-    shape = (1, 1, sequence_length, head_dim)
-    x = torch.empty(shape, device="cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.empty(1, 1, sequence_length, head_dim, device="cuda" if torch.cuda.is_available() else "cpu")
     Br, Bc = parse("attention", x, x, x, {}, []).tile(of_backward=False)
     return Bc, Br
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def estimate_memory_usage(batch_size: int, num_heads: int, seq_len: int, head_dim: int, use_half: bool = False) -> dict[str, float]:
     """Bytes of a forward: Q, K, V; the LSE, the only statistic of the scores that is kept; O. An engine's workspace is not included."""
     sizes = {"batch_size": batch_size, "num_heads": num_heads, "seq_len": seq_len, "head_dim": head_dim}
@@ -100,12 +100,9 @@ def _spelled(name: str, x: int | None, other: int | None) -> Any:
 def _rounded(x: Tensor, use_half: bool) -> Any:
     """x in the dtype of the computation; or, for a wrong use_half, the exception that says so."""
     half = flag_or_refusal("use_half", use_half)
-    if isinstance(half, Exception):
-        return half
-    return x.half() if half and isinstance(x, Tensor) else x
+    return half if isinstance(half, Exception) else x.half() if half and isinstance(x, Tensor) else x
 
 
 def _forward(Q: Tensor, K: Tensor, V: Tensor, Bc: Any, Br: Any, use_half: bool) -> tuple[Tensor, Tensor]:
     q, k, v = (_rounded(x, use_half) for x in (Q, K, V))
-    with in_words_of(_NAMES, {"q": q, "k": k, "v": v, "tile_q": Br, "tile_k": Bc}):
-        return attention(q, k, v, tile_q=Br, tile_k=Bc, return_lse=True)
+    return called(_NAMES, attention, q=q, k=k, v=v, tile_q=Br, tile_k=Bc, return_lse=True)

@@ -11,56 +11,56 @@ from typing import Any
 
 from torch import Tensor
 
-from strobe.arrays.known import unfit
-
-from ._statistics import backward, forward, lse_of, statistics
-from ._words import names_checked
+from .. import attention
+from .._statistics import lse_of, statistics
+from ..arrays.known import unfit
+from ._call import backward
+from ._words import called, front
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "scale": "softmax_scale", "tile_q": "Br", "tile_k": "Bc", "out": "O", "dout": "dO"}
-_NAMES_1, _NAMES_2 = {**_NAMES, "lse": "l, m"}, {**_NAMES, "lse": "L"}
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_1_forward(
     Q: Tensor, K: Tensor, V: Tensor, causal: bool = False, softmax_scale: float | None = None, Br: int | None = None, Bc: int | None = None
 ) -> list[Tensor]:
     """FlashAttention, Algorithm 1: [O, l, m], for each row of scores the sum l of exp(score - m) and the maximum m, (B, H, N)."""
-    O, lse = forward(_NAMES_1, Q, K, _as_wide(V, Q), causal=causal, scale=softmax_scale, tile_q=Br, tile_k=Bc, engine="ladder-flash1")
-    return [O, *statistics(Q, K, lse, scale=softmax_scale, causal=causal)]
+    arguments = _arguments("ladder-flash1", Q, K, V, causal, softmax_scale, Br, Bc)
+    O, lse = called(_NAMES, attention, return_lse=True, **arguments)
+    return [O, *statistics(lse, **arguments)]
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_1_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, l: Tensor, m: Tensor, causal: bool = False,
     softmax_scale: float | None = None, Br: int | None = None, Bc: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """FlashAttention, Algorithm 4: [dQ, dK, dV]."""
-    options = {"causal": causal, "scale": softmax_scale, "tile_q": Br, "tile_k": Bc, "engine": "ladder-flash1"}
-    return list(backward(_NAMES_1, Q, K, _as_wide(V, Q), O, dO, lse_of(l, m), **options))
+    arguments = _arguments("ladder-flash1", Q, K, V, causal, softmax_scale, Br, Bc)
+    return list(backward({**_NAMES, "lse": "l, m"}, dout=dO, out=O, lse=lse_of(l, m), **arguments))
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_2_forward(
     Q: Tensor, K: Tensor, V: Tensor, causal: bool = False, softmax_scale: float | None = None, Br: int | None = None, Bc: int | None = None
 ) -> list[Tensor]:
     """FlashAttention-2, Algorithm 1: [O, L], L the logarithm of each row's sum of exp(score), (B, H, N)."""
-    return list(forward(_NAMES_2, Q, K, _as_wide(V, Q), causal=causal, scale=softmax_scale, tile_q=Br, tile_k=Bc, engine="ladder-flash2"))
+    return list(called(_NAMES, attention, return_lse=True, **_arguments("ladder-flash2", Q, K, V, causal, softmax_scale, Br, Bc)))
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention_2_backward(
     Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor, causal: bool = False, softmax_scale: float | None = None,
     Br: int | None = None, Bc: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """FlashAttention-2, Algorithm 2: [dQ, dK, dV]."""
-    options = {"causal": causal, "scale": softmax_scale, "tile_q": Br, "tile_k": Bc, "engine": "ladder-flash2"}
-    return list(backward(_NAMES_2, Q, K, _as_wide(V, Q), O, dO, L, **options))
+    arguments = _arguments("ladder-flash2", Q, K, V, causal, softmax_scale, Br, Bc)
+    return list(backward({**_NAMES, "lse": "L"}, dout=dO, out=O, lse=L, **arguments))
 
 
-def _as_wide(V: Any, Q: Any) -> Any:
-    """V; or the exception that says that its head dimension is not Q's, which the papers' algorithms need. The kernels' own reason for that
-    is a text with other names."""
-    tensors = all(isinstance(x, Tensor) and unfit("", x) is None and x.dim() == 4 for x in (Q, V))
-    if tensors and V.shape[-1] != Q.shape[-1]:
-        return ValueError(f"V: head dimension {V.shape[-1]}; accepted is that of Q, {Q.shape[-1]}")
-    return V
+def _arguments(engine: str, Q: Any, K: Any, V: Any, causal: bool, scale: float | None, Br: int | None, Bc: int | None) -> dict[str, Any]:
+    """The arguments of strobe.attention(). V is replaced by an exception if its head dimension is not Q's, which the papers' algorithms
+    need. The kernels' own reason for that is a text with other names."""
+    if all(isinstance(x, Tensor) and unfit("", x) is None and x.dim() == 4 for x in (Q, V)) and V.shape[-1] != Q.shape[-1]:
+        V = ValueError(f"V: head dimension {V.shape[-1]}; accepted is that of Q, {Q.shape[-1]}")
+    return {"q": Q, "k": K, "v": V, "causal": causal, "scale": scale, "tile_q": Br, "tile_k": Bc, "engine": engine}

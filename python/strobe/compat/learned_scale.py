@@ -10,30 +10,13 @@ Beyond the original: head dimensions up to 576 (V: 512), every float dtype (inpu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .. import attention, nn
-from ._words import in_words_of, mask_or_bias, names_checked, tensor_or_refusal
+from ._words import called, front, mask_or_bias, tensor_or_refusal
 
 _NAMES = {"q": "Q", "k": "K", "v": "V", "mask": "attn_mask", "bias": "attn_mask"}
-
-
-class _Scaled(torch.autograd.Function):
-    """factor · Q; the gradient of factor, sum dQ o Q, is summed in float32 whatever Q is."""
-
-    @staticmethod
-    def forward(ctx: Any, Q: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(Q, factor)
-        return (Q * factor).to(Q.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dscaled: Tensor) -> tuple[Tensor, Tensor]:
-        Q, factor = ctx.saved_tensors
-        sum_dtype = torch.promote_types(Q.dtype, torch.float32)
-        return (dscaled * factor).to(Q.dtype), (dscaled.to(sum_dtype) * Q).sum().to(factor)
 
 
 class FlashAttention(torch.nn.Module):
@@ -65,13 +48,11 @@ class FlashAttention(torch.nn.Module):
         # The factor is relative to the kernel's own 1/sqrt(D), so that a float16 Q is not rounded while the scale has its initial value.
         relative = self.scale * self.head_dim**0.5
         if isinstance(q, Tensor) and q.is_floating_point():
-            q = _Scaled.apply(q, relative)
-        with in_words_of(_NAMES, {"q": q, **options}):
-            return attention(q, K, V, **options)
+            q = (q.to(torch.promote_types(q.dtype, torch.float32)) * relative).to(q.dtype)  # the gradient of scale is a sum in float32
+        return called(_NAMES, attention, q=q, k=K, v=V, **options)
 
 
-@names_checked(_NAMES)
+@front(_NAMES)
 def flash_attention(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     """softmax(Q Kᵀ / sqrt(D)) V on (B, H, N, D); differentiable."""
-    with in_words_of(_NAMES):
-        return attention(Q, K, V)
+    return called(_NAMES, attention, q=Q, k=K, v=V)

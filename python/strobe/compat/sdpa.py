@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -17,14 +16,14 @@ from torch import Tensor
 from .. import attention
 from .._refusals import refusing
 from ..arrays.torch import TORCH
-from ._words import flag_or_refusal, in_words_of, mask_or_bias, names_checked, tensor_or_refusal
+from ._words import called, flag_or_refusal, front, mask_or_bias, tensor_or_refusal
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attn_mask", "bias": "attn_mask", "dropout": "dropout_p"}
 _NAMES |= {"causal": "is_causal", "return_lse": "enable_gqa"}
 _HINTS = {own: theirs for own, theirs in _NAMES.items() if own != "return_lse"} | dict.fromkeys(("softmax_scale", "sm_scale"), "scale")
 
 
-@names_checked(_HINTS)
+@front(_HINTS)
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
@@ -46,20 +45,14 @@ def scaled_dot_product_attention(
     Raises:
         The errors of strobe.attention. docs/compat.md lists what differs from PyTorch.
     """
-    given = {"query": query, "key": key, "value": value}
-    if kinds := TORCH.overriding((*given.values(), attn_mask)):
+    if kinds := TORCH.overriding((query, key, value, attn_mask)):
         more = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         return TORCH.handed_over(kinds, scaled_dot_product_attention, query, key, value, attn_mask, **more)
     options: dict[str, Any] = {**mask_or_bias(attn_mask), "causal": is_causal, "scale": scale, "dropout": dropout_p}
     if isinstance(gqa := flag_or_refusal("enable_gqa", enable_gqa), Exception):
         options["return_lse"] = gqa
-    checked = {name: _with_length(name, x) for name, x in given.items()}
-    with in_words_of(_NAMES, dict(zip("qkv", checked.values(), strict=True)) | options):
-        if any(isinstance(x, Exception) for x in checked.values()):  # if one of these is wrong, the shapes of the others mean nothing
-            return attention(*(x if isinstance(x, Exception) else x.new_empty(0, 1, 0, 1) for x in checked.values()), **options)
-        if all(x.dim() == 4 and x.shape[0] == query.shape[0] for x in given.values()) and query.shape[1] >= key.shape[1] == value.shape[1]:
-            return attention(query, key, value, alignment="top_left", **options)
-        return _broadcast(given, options)
+    q, k, v = _with_length("query", query), _with_length("key", key), _with_length("value", value)
+    return called(_NAMES, _attention, q=q, k=k, v=v, **options)
 
 
 def _with_length(name: str, x: Tensor) -> Any:
@@ -70,17 +63,27 @@ def _with_length(name: str, x: Tensor) -> Any:
     return x
 
 
-def _broadcast(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
+def _attention(q: Any, k: Any, v: Any, **options: Any) -> Tensor:
+    """attention() of tensors with any number of axes, two or more. Any of them may be an exception that says what is wrong with it."""
+    given = (q, k, v)
+    if any(isinstance(x, Exception) for x in given):  # if one of these is wrong, the shapes of the others mean nothing
+        return attention(*(x if isinstance(x, Exception) else x.new_empty(0, 1, 0, 1) for x in given), **options)
+    if all(x.dim() == 4 and x.shape[0] == q.shape[0] for x in given) and q.shape[1] >= k.shape[1] == v.shape[1]:
+        return attention(q, k, v, alignment="top_left", **options)
+    return _broadcast(given, options)
+
+
+def _broadcast(given: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
     """Views one head as many, and joins all axes before the heads into one, for which tensors that broadcast over several are copied."""
-    rank = max(x.dim() for x in given.values())
-    query, key, value = (x[(None,) * max(0, 3 - x.dim())] for x in given.values())
+    rank = max(x.dim() for x in given)
+    q, k, v = (x[(None,) * max(0, 3 - x.dim())] for x in given)
     try:
-        front = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
+        front = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
     except RuntimeError:
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
+        shapes = "query {}, key {}, value {}".format(*(tuple(x.shape) for x in given))
         raise ValueError(f"query: with key and value of shapes {shapes}; accepted are axes in front that broadcast") from None
-    heads_kv = max(key.shape[-3], value.shape[-3])
-    heads = max(query.shape[-3], heads_kv)
+    heads_kv = max(k.shape[-3], v.shape[-3])
+    heads = max(q.shape[-3], heads_kv)
 
     def flat(x: Tensor, heads: int = 1) -> Tensor:
         shape = heads if x.shape[-3] == 1 else x.shape[-3], *x.shape[-2:]
@@ -92,7 +95,7 @@ def _broadcast(given: Mapping[str, Tensor], options: dict[str, Any]) -> Tensor:
             try:  # attention() broadcasts one for all axes in front without a copy
                 options[name] = x.reshape(1, *x.shape[-3:]) if prod(x.shape[:-3]) == 1 else flat(x)
             except RuntimeError:
-                whole = (*front, heads, query.shape[-2], key.shape[-2])
+                whole = (*front, heads, q.shape[-2], k.shape[-2])
                 raise refusing(ValueError, name, f"shape {tuple(x.shape)}; accepted is one that broadcasts to {whole}") from None
-    out = attention(flat(query, heads), flat(key, heads_kv), flat(value, heads_kv), alignment="top_left", **options)
+    out = attention(flat(q, heads), flat(k, heads_kv), flat(v, heads_kv), alignment="top_left", **options)
     return out.reshape(*front, *out.shape[-3:])[(0,) * (3 - min(rank, 3))]

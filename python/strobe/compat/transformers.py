@@ -20,8 +20,11 @@ from torch import Tensor
 from .. import attention
 from .._messages import TRANSFORMERS_EXTRA, kind, needed_by
 from .._tensor_checks import misplaced
-from ._transformers_paged import NAMES, model_options, paged_attention_forward
-from ._words import in_words_of, switch_or_refusal, tensor_or_refusal
+from ._words import called, switch_or_refusal, tensor_or_refusal
+
+_NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "sinks": "s_aux", "causal": "is_causal"}
+_PAGED = _NAMES | {"window": "sliding_window", "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k"}
+_PAGED |= {"max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k"}
 
 
 def register(name: str = "strobe") -> None:
@@ -32,9 +35,9 @@ def register(name: str = "strobe") -> None:
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, sdpa_mask)
-    for paged in _paged_names(name):
-        AttentionInterface.register(paged, paged_attention_forward)
-        AttentionMaskInterface.register(paged, _no_mask)
+    for paged in (f"paged|{name}", f"{name}-flash"):
+        AttentionInterface.register(paged, _paged_attention_forward)
+        AttentionMaskInterface.register(paged, lambda *_, **__: None)  # the sequences' lengths determine which keys a token sees
 
 
 def use_paged(model: Any, name: str = "strobe") -> None:
@@ -49,20 +52,11 @@ def use_paged(model: Any, name: str = "strobe") -> None:
 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: {kind(model)}; accepted is a transformers.PreTrainedModel")
-    prefixed, flash = _paged_names(name)
     register(name)
     if "paged|sdpa" in AttentionInterface().valid_keys():
-        model.set_attn_implementation(prefixed)
+        model.set_attn_implementation(f"paged|{name}")
     else:
-        model.config._attn_implementation = flash
-
-
-def _paged_names(name: str) -> tuple[str, str]:
-    return f"paged|{name}", f"{name}-flash"
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Makes no mask: the sequences' lengths determine which keys a token sees."""
+        model.config._attn_implementation = f"{name}-flash"
 
 
 def attention_forward(
@@ -90,38 +84,20 @@ def attention_forward(
         raise NotImplementedError(
             "cache: given; accepted is None: strobe.compat.transformers.use_paged(model) sets what takes a paged cache"
         )
-    masked, causal = _masks(attention_mask, position_bias), _causal(module, is_causal)
-    if not isinstance(causal, Exception):
-        causal = causal and attention_mask is None and _queries(query) > 1
-    options = {**masked, "causal": causal, **model_options(query, dropout, scaling, softcap, s_aux)}
-    names = {
-        **NAMES,
-        "mask": "attention_mask",
-        "bias": "attention_mask" if position_bias is None else "position_bias",
-        "causal": "is_causal",
-    }
-    with in_words_of(names, {"q": query, "k": key, "v": value, **options}):
-        out = attention(query, key, value, alignment="top_left", **options)
+    own = is_causal is not None
+    causal = switch_or_refusal("is_causal" if own else "module.is_causal", is_causal if own else getattr(module, "is_causal", True))
+    if causal is True and (attention_mask is not None or (isinstance(query, Tensor) and query.dim() == 4 and query.shape[2] <= 1)):
+        causal = False  # a mask says all, and a single query is the last one
+    options = {**_masks(attention_mask, position_bias), "causal": causal, **_model_options(query, dropout, scaling, softcap, s_aux)}
+    names = _NAMES | {"mask": "attention_mask", "bias": "attention_mask" if position_bias is None else "position_bias"}
+    out = called(names, attention, q=query, k=key, v=value, alignment="top_left", **options)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _queries(query: Any) -> int:
-    """0 for what is no query: attention() refuses it."""
-    return query.shape[2] if isinstance(query, Tensor) and query.dim() == 4 else 0
-
-
-def _causal(module: torch.nn.Module, is_causal: Any) -> Any:
-    """True or False; or the exception that says what is wrong with it."""
-    own = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return switch_or_refusal("is_causal" if is_causal is not None else "module.is_causal", own)
 
 
 def _masks(attention_mask: Any, position_bias: Any) -> dict[str, Any]:
     """mask and bias of strobe.attention(). A wrong one is replaced by the exception that says so."""
-    mask, bias = (
-        None if x is None else tensor_or_refusal(name, x)
-        for name, x in (("attention_mask", attention_mask), ("position_bias", position_bias))
-    )
+    mask = None if attention_mask is None else tensor_or_refusal("attention_mask", attention_mask)
+    bias = None if position_bias is None else tensor_or_refusal("position_bias", position_bias)
     if not isinstance(mask, Tensor) or mask.dtype == torch.bool:
         return {"mask": mask, "bias": bias}
     if not isinstance(bias, Tensor):
@@ -133,3 +109,98 @@ def _masks(attention_mask: Any, position_bias: Any) -> dict[str, Any]:
     except RuntimeError:
         shapes = f"shape {tuple(mask.shape)} beside position_bias of {tuple(bias.shape)}"
         return {"mask": ValueError(f"attention_mask: {shapes}; accepted are shapes that broadcast together"), "bias": None}
+
+
+def _model_options(query: Any, dropout: float, scaling: float | None, softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
+    """The options of strobe.attention() that models set. A wrong one is replaced by the exception that says so, for called()."""
+    sinks = None if s_aux is None else tensor_or_refusal("s_aux", s_aux)
+    if isinstance(sinks, Tensor) and isinstance(query, Tensor):
+        sinks = sinks.to(torch.promote_types(query.dtype, torch.float32))
+    return {"scale": scaling, "softcap": 0.0 if softcap is None else softcap, "sinks": sinks, "dropout": dropout}
+
+
+def _paged_attention_forward(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, sliding_window: int | None = None,
+    cache: Any = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The function that transformers calls in continuous batching: (out (1, T, H, Dv), no weights).
+
+    Layers that see all keys read them in the pages of the cache. For layers with a sliding window the cache returns a copy of the window.
+
+    Args:
+        query, key, value: (1, H, T, D), (1, Hkv, T, D) and (1, Hkv, T, Dv): the new tokens of all sequences, one after the other. Without
+            `cache`, key and value hold the earlier tokens, too: (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv).
+        attention_mask: refused.
+        cache: the PagedAttentionCache; None if the model has updated it, as from transformers 5.24 on.
+        others: cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k (or max_seqlen_q, max_seqlen_k), read_index and write_index.
+    """
+    if cache is None and (others.get("read_index") is None or not isinstance(others.get("cu_seq_lens_k"), Tensor)):
+        raise ValueError("cache: None; accepted is the paged cache of continuous batching; without one a model takes 'strobe'")
+    for name, x in (("attention_mask", attention_mask), ("block_table", others.get("block_table"))):
+        if x is not None:
+            raise NotImplementedError(f"{name}: given beside a paged cache; accepted is None")
+    sliding: int | None = sliding_window or getattr(module, "sliding_window", None)
+    longest = others.get("max_length_q", others.get("max_seqlen_q"))
+    options: dict[str, Any] = {"cu_seqlens_q": others["cu_seq_lens_q"].int(), "max_seqlen_q": longest}
+    layer = None if cache is None else _Layer(cache, int(module.layer_idx), sliding, others)  # type: ignore[arg-type]
+    if layer is None:
+        k, v = (x[0].transpose(0, 1) for x in (key, value))
+        options |= {"cu_seqlens_k": others["cu_seq_lens_k"].int(), "max_seqlen_k": others.get("max_length_k", others.get("max_seqlen_k"))}
+    elif layer.pages is not None and layer.read.numel():
+        k, v = layer.pages
+        for pool, x in ((k, key), (v, value)):
+            pool.view(-1, *pool.shape[2:]).index_copy_(0, layer.write, x[0].transpose(0, 1).to(pool.dtype))
+        options |= {"page_table": layer.table(), "seqused_k": layer.cu_seqlens_k.diff()}
+    else:
+        k, v = layer.update(key, value)
+        options |= {"cu_seqlens_k": layer.cu_seqlens_k, "max_seqlen_k": layer.longest}
+    options |= {**_model_options(query, dropout, scaling, softcap, s_aux), "window": None if sliding is None else (sliding - 1, 0)}
+    out = called(_PAGED, attention, q=query[0].transpose(0, 1), k=k, v=v, causal=True, layout="bshd", **options)
+    return out[None], None
+
+
+class _Layer:
+    """The cache of one layer: transformers 5.0 to 5.21 keep one tensor of all layers' keys for each group of layers, later ones views of
+    one tensor for each layer. In both, read_index gives the rows of the keys of every sequence, one sequence after another, and write_index
+    the rows for new ones. (From 5.24 on attention gets no cache, but the keys of all sequences, which the model copies out of it.)"""
+
+    def __init__(self, cache: Any, index: int, sliding: int | None, given: dict[str, Any]) -> None:
+        self._cache, self._index, self._given = cache, index, given
+        self.pages: tuple[Tensor, Tensor] | None = None  # (pages, page, Hkv, D) each, for a layer that sees all keys
+        self._is_later = hasattr(cache, "layer_to_allocator")
+        if self._is_later:
+            allocator = cache.layer_to_allocator[index]
+            group, kind = allocator.index, allocator.layer_type
+            if allocator.supports_block_table:
+                self.pages = allocator.get_cache_for_block_table(index)
+        else:
+            group, within = cache.layer_index_to_group_indices[index]
+            kind = "full_attention" if sliding is None else "sliding_attention"
+            if sliding is None:
+                rows = cache.key_cache[within], cache.value_cache[within]
+                whole = len(rows[0]) // cache.block_size * cache.block_size
+                k, v = (x[:whole].unflatten(0, (-1, cache.block_size)) for x in rows)
+                self.pages = k, v
+        cu: Any = given["cu_seq_lens_k"]
+        longest: Any = given.get("max_length_k", given.get("max_seqlen_k"))
+        self.cu_seqlens_k: Tensor = (cu[kind] if isinstance(cu, dict) else cu).int()
+        self.longest: int = longest[kind] if isinstance(longest, dict) else longest
+        self.read: Tensor = given["read_index"][group]
+        self.write: Tensor = given["write_index"][group]
+
+    def table(self) -> Tensor:
+        """int32 (B, n): the pages of each sequence. A row of read_index is a page's number times its size, plus the place in the page."""
+        assert self.pages is not None
+        page = self.pages[0].shape[1]
+        begins = self.cu_seqlens_k[:-1].long()[:, None] + torch.arange(0, self.longest, page, device=self.read.device)
+        return (self.read[begins.clamp(max=len(self.read) - 1)] // page).int()
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes into the cache. Returns the keys and values of all sequences, (Tk, Hkv, D) and (Tk, Hkv, Dv)."""
+        given = self._given
+        if self._is_later:
+            k, v = self._cache.update(key_states=key, value_states=value, layer_idx=self._index, kwargs=dict(given))
+            return k[0].transpose(0, 1), v[0].transpose(0, 1)
+        rows = {"read_index": given["read_index"], "write_index": given["write_index"]}
+        return tuple(self._cache.update(key_states=key, value_states=value, layer_idx=self._index, **rows))

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._checks import refuse
 from .._messages import kind, shown
 from .._writable import not_writable, writes
-from ._call import Options, Window, attend, pages, sequences
-from ._lengths import integer_or_refusal, refuse
-from ._words import flag_or_refusal, names_checked, tensor_or_refusal
+from ._call import Window, attend, in_pages
+from ._words import flag_or_refusal, front, integer_or_refusal, tensor_or_refusal
 
 __all__ = ["AuxRequest", "varlen_attn", "varlen_attn_out"]
 
@@ -28,7 +28,34 @@ class AuxRequest(NamedTuple):
     lse: bool = False
 
 
-@names_checked(_NAMES)
+def _attend(given: dict[str, Any]) -> Any:
+    return_aux, num_splits, paged, used = given["return_aux"], given["num_splits"], given["block_table"] is not None, given["seqused_k"]
+    found: list[Any] = [flag_or_refusal("enable_gqa", given["enable_gqa"])]
+    if not (return_aux is None or (isinstance(return_aux, tuple) and hasattr(return_aux, "lse"))):
+        found.append(TypeError(f"return_aux: {kind(return_aux)} {shown(return_aux)}; accepted is an AuxRequest, or None"))
+    found.append(None if num_splits is None else integer_or_refusal("num_splits", num_splits))
+    if given["cu_seq_k"] is None and not paged:
+        found.append(TypeError("cu_seq_k: None; accepted is a torch.Tensor, int32 (B + 1,), or None beside block_table"))
+    if paged and used is None:
+        found.append(ValueError("seqused_k: None beside block_table; accepted is int32 (B,), how many keys of each sequence there are"))
+    refuse(*found)
+    out, lse = attend({**(in_pages(given, "block_table", "cu_seq_k") if paged else given), "invariant": num_splits == 1}, _NAMES)
+    return (out, lse) if getattr(return_aux, "lse", False) else out
+
+
+def _attend_into(given: dict[str, Any]) -> Any:
+    out, query, value = given["out"], given["query"], given["value"]
+    refuse(tensor_or_refusal("out", out))
+    refuse(*not_writable({"out": out}))
+    shape = (*query.shape[:-1], value.shape[-1]) if isinstance(query, Tensor) and isinstance(value, Tensor) and value.dim() else None
+    if shape is not None and (out.shape != shape or out.dtype != query.dtype or out.device != query.device):
+        accepted = f"{query.dtype} of shape {shape} on {query.device}"
+        raise ValueError(f"out: {out.dtype} of shape {tuple(out.shape)} on {out.device}; accepted is {accepted}, as query and value have")
+    found = _attend(given)
+    return (out.copy_(found[0]), found[1]) if isinstance(found, tuple) else out.copy_(found)
+
+
+@front(_NAMES, _attend)
 def varlen_attn(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
     return_aux: Any = None, scale: float | None = None, window_size: Window = (-1, -1), enable_gqa: bool = False,
@@ -53,25 +80,10 @@ def varlen_attn(
     Returns:
         out (Tq, H, Dv), or (out, lse (H, Tq)).
     """
-    found: list[Any] = [flag_or_refusal("enable_gqa", enable_gqa)]
-    if not (return_aux is None or (isinstance(return_aux, tuple) and hasattr(return_aux, "lse"))):
-        found.append(TypeError(f"return_aux: {kind(return_aux)} {shown(return_aux)}; accepted is an AuxRequest, or None"))
-    found.append(None if num_splits is None else integer_or_refusal("num_splits", num_splits))
-    if cu_seq_k is None and block_table is None:
-        found.append(TypeError("cu_seq_k: None; accepted is a torch.Tensor, int32 (B + 1,), or None beside block_table"))
-    if block_table is not None and seqused_k is None:
-        found.append(ValueError("seqused_k: None beside block_table; accepted is int32 (B,), how many keys of each sequence there are"))
-    refuse(*found)
-    packed = {**sequences(cu_seq_q, cu_seq_k, max_q, max_k), "seqused_k": seqused_k}
-    if block_table is not None:
-        packed = pages(block_table, cu_seq_q, max_q, seqused_k, cu_seq_k, "cu_seq_k")
-    options = Options(softmax_scale=scale, window_size=window_size)
-    out, lse = attend(query, key, value, options, names=_NAMES, **packed, invariant=num_splits == 1)
-    return (out, lse) if getattr(return_aux, "lse", False) else out
 
 
-@names_checked(_NAMES)
 @writes("out")
+@front(_NAMES, _attend_into)
 def varlen_attn_out(
     out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
     return_aux: Any = None, scale: float | None = None, window_size: Window = (-1, -1), enable_gqa: bool = False,
@@ -84,13 +96,3 @@ def varlen_attn_out(
     Returns:
         out, or (out, lse (H, Tq)).
     """
-    refuse(tensor_or_refusal("out", out))
-    refuse(*not_writable({"out": out}))
-    shape = (*query.shape[:-1], value.shape[-1]) if isinstance(query, Tensor) and isinstance(value, Tensor) and value.dim() else None
-    if shape is not None and (out.shape != shape or out.dtype != query.dtype or out.device != query.device):
-        accepted = f"{query.dtype} of shape {shape} on {query.device}"
-        raise ValueError(f"out: {out.dtype} of shape {tuple(out.shape)} on {out.device}; accepted is {accepted}, as query and value have")
-    options: dict[str, Any] = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa, "seqused_k": seqused_k}
-    options.update({"return_aux": return_aux, "block_table": block_table, "num_splits": num_splits})
-    found = varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
-    return (out.copy_(found[0]), found[1]) if isinstance(found, tuple) else out.copy_(found)

@@ -14,14 +14,12 @@ from torch.distributed import ProcessGroup
 from .. import _eager, _prepared
 from .._attention import CONTEXTS
 from .._autograd import is_seen_by_dispatcher, refuse_tracked_slopes
-from .._blockmask import BlockMask
 from .._call import Call
 from .._checks import Wrong, check_names, flag, is_choice, number, refusal
 from .._function import functions_in
 from .._messages import kind, shown
 from .._options import ELSEWHERE, ROWS, parameters
 from .._parse import read
-from .._part import Part
 from .._tensor_checks import tensor_refusal
 from ..arrays.torch import TORCH
 from . import _operators
@@ -44,8 +42,9 @@ _HINTS = ELSEWHERE | {
     "axes": "did you mean layout, the order of the axes?",
     "dropout_p": "did you mean dropout?",
     "layout_k": "did you mean sharding_k?",
-    **dict.fromkeys(("agree", "return_lse", "time_limit"), "leave it out: explain() tells the same with any"),  # arguments of attention()
 }
+# explain() lacks arguments of attention().
+_HINTS_OF_EXPLAIN = _HINTS | dict.fromkeys(("agree", "return_lse", "time_limit"), "leave it out: explain() tells the same with any")
 
 
 class Context(NamedTuple):
@@ -105,9 +104,9 @@ def attention(
         agree: before the first transfer, forward and backward, the ranks tell one another whether their arguments are valid and the same,
             and whether they have memory: an error on one is raised on all. False saves two small messages in a step, and no rank is told: a
             rank whose arguments are wrong raises, and the others wait for it until the time limit.
-        time_limit: seconds for which a rank waits for the others; the error then names those that did not come. It is raised up to as many
-            seconds and 2 more later, because a rank that came late says so when its own limit ends. None: the group's own. On a GPU the
-            stream waits for a transfer, and the limit is the group's.
+        time_limit: seconds for which a rank waits for the others; the error then names those that did not come. The error may come
+            later than that, by up to time_limit + 2 seconds, because a rank that came late says so when its own limit ends. None: the
+            group's own. On a GPU the stream waits for a transfer, and the limit is the group's.
         mask, bias: rows for the rank's own queries, or broadcast, and columns for all keys: (B or 1, H or 1, rows of q or 1, Sk or 1).
         cu_seqlens_q, cu_seqlens_k: those of the whole axes, not of this rank's tokens (tokens past the last number are padding, whose rows
             are zeros), in host memory or where q lies; on a GPU they are read, which waits for it. The sizes of mask and bias are the
@@ -133,8 +132,8 @@ def attention(
         raise
     wants = [agree, time_limit, return_lse]
     try:
-        parsed = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, wants, dict(options))
-    except Exception as failure:  # of any type: the others must be told
+        parsed = prepare("attention", group, levels, q, k, v, sharding, sharding_k, method, layout, wants, dict(options))
+    except Exception as failure:  # whatever its type is, the others must be told
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
         raise
@@ -163,7 +162,7 @@ def attention(
 def in_context(
     group: ProcessGroup | None, mesh: Any, sharding: Any, method: str | None
 ) -> tuple[ProcessGroup, Levels | None, Any, str | None]:
-    """For a call without a sharding, those of context_parallel()."""
+    """The group, sharding and method of the call; without a sharding, those of context_parallel()."""
     if sharding is None and CONTEXTS:
         context = CONTEXTS[-1]
         own = (context.group, None) if group is None and mesh is None else groups_of(group, mesh)
@@ -172,12 +171,13 @@ def in_context(
 
 
 def raise_on_all(group: ProcessGroup, failure: Exception, time_limit: Any) -> None:
-    """This rank's failure, as all ranks raise it."""
+    """Raises this rank's failure on all ranks."""
     limit = time_limit if isinstance(time_limit, (int, float)) and not isinstance(time_limit, bool) and 0 < time_limit <= _LONGEST else None
     agree(group, Said(Signature({}), failure), limit)
 
 
 def prepare(
+    function: str,
     group: ProcessGroup,
     levels: Levels | None,
     q: Any,
@@ -191,15 +191,15 @@ def prepare(
     options: dict[str, Any],
 ) -> ParsedCall:
     """Makes the checks that do not need the library, which sees the call of the rank's own rows later. They are skipped for a repeated call
-    on tensors of the same shapes and strides."""
+    on tensors of the same shapes and strides. function: "attention" or "explain", for messages."""
     asked = _Asked(q, k, v, sharding, sharding if sharding_k is None else sharding_k, method, layout, wants, options)
     arrays = {"q": q, "k": k, "v": v} | {name: x for name, x in options.items() if isinstance(x, Tensor)}
     key = _key(group, levels, asked)
     if key is not None and (known := _prepared.CALLS.get(key)) is not None:
         return known._replace(call=known.call.on(arrays))
-    parsed = _judge(group, levels, asked)
+    parsed = _judge(function, group, levels, asked)
     given = parsed.call.arrays
-    if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # none is new in each call
+    if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # no tensor is new in each call
         _prepared.CALLS.keep(key, parsed._replace(call=parsed.call.on({})))
     return parsed
 
@@ -219,7 +219,7 @@ class _Asked(NamedTuple):
 
 
 def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | None:
-    """The bytes that determine whether the call is valid, and its method; None if more than these arguments determines that."""
+    """The bytes that determine whether the call is valid, and its method; None if they depend on more than these arguments."""
     shardings = asked.sharding, asked.sharding_k
     if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(sharding, Sharding) for sharding in shardings):
         return None
@@ -233,7 +233,7 @@ def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | N
     return _eager.key(prefix, (asked.q, asked.k, asked.v), own, asked.options)
 
 
-def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedCall:
+def _judge(function: str, group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedCall:
     q, k, v, sharding, sharding_k, method, layout, wants, options = asked
     wrong: Wrong = []
     world, rank = group.size(), group.rank()
@@ -258,7 +258,7 @@ def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedC
     for name in functions_in(options):
         del options[name]
         wrong.append(ValueError(f"{name}: a function; accepted is {_IN_PLACE_OF_FUNCTIONS[name]}: shards do not take functions"))
-    check_names("attention", options, wrong, _NAMES, _HINTS)
+    check_names(function, options, wrong, _NAMES, _HINTS_OF_EXPLAIN if function == "explain" else _HINTS)
     of_world = options.get("deterministic") == _operators.WORLD and isinstance(options["deterministic"], str)
     if of_world:
         options |= {"deterministic": True, "invariant": True}
@@ -274,10 +274,11 @@ def _judge(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedC
             wrong.append(refused)
     if wrong or shardings is None:
         raise refusal(wrong)
-    return _parsed(q, k, v, shardings, method, layout, rank, options, of_world, _operators.size_of(levels))
+    return _parsed(function, q, k, v, shardings, method, layout, rank, options, of_world, _operators.size_of(levels))
 
 
 def _parsed(
+    function: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -302,14 +303,9 @@ def _parsed(
     given = options | {name: TORCH.beside(q, x) if isinstance(x, Tensor) else x for name, x in lists.items()} | {"layout": layout}
     if draw and options.get("offset") is None:
         given["seed"] = 0  # nothing is drawn
-    if isinstance(mask := options.get("block_mask"), BlockMask):
-        given["part"] = (
-            _whole_part(shardings, cu) if cu or not lists else Part([], [], mask.seqlen_q, mask.seqlen_k)
-        )  # which has its lengths
-    call = read("attention", q, k, v, given, wrong)
+    call = read(function, q, k, v, given, wrong, _longest(shardings, cu) if cu or not lists else (None, None))
     if wrong:
         raise refusal(wrong)
-    call.options.pop("part", None)
     call.arrays.update(lists)
     if draw:
         call.options.pop("seed", None)
@@ -374,9 +370,11 @@ def _chosen(
     return choose(Facts(plan, *facts), method, of_world)
 
 
-def _whole_part(shardings: tuple[Sharding, Sharding], cu: list[tuple[int, ...]]) -> Part:
-    lengths = [[b - a for a, b in itertools.pairwise(of)] for of in cu] or [[sharding.seqlen] for sharding in shardings]
-    return Part([], [], lengths[0], lengths[1])
+def _longest(shardings: tuple[Sharding, Sharding], cu: list[tuple[int, ...]]) -> list[int]:
+    """The lengths of the longest whole sequences of queries and of keys."""
+    if not cu:
+        return [sharding.seqlen for sharding in shardings]
+    return [max((b - a for a, b in itertools.pairwise(of)), default=0) for of in cu]
 
 
 def _shardings(wrong: Wrong, sharding: Any, sharding_k: Any, world: int) -> tuple[Sharding, Sharding] | None:

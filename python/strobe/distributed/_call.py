@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,7 +32,7 @@ Results = dict[str, Tensor]
 class Plan:
     """The positions of tokens, the same on all ranks. Values derived from a Plan are cached under it as the key."""
 
-    q: tuple[Ranges, ...]  # of each rank
+    q: tuple[Ranges, ...]  # the queries of each rank
     k: tuple[Ranges, ...]
     cu_q: tuple[int, ...]  # dense tensors have one sequence, which stands for all of the batch
     cu_k: tuple[int, ...]
@@ -123,9 +124,9 @@ def order_of(arrived: tuple[Ranges, ...], device: torch.device) -> Order | None:
 
 @dataclass
 class RankCall:
-    """of_caller: the caller's call, with the rank's own rows. needs: the names in its arrays whose gradients are asked for. reserved_sms:
-    of a GPU, for a transfer beside a call of the library, unless the caller gives it. first_head, all_heads: for a call on some of the
-    heads."""
+    """One rank's call. of_caller: the caller's call, with the rank's own rows. needs: the arrays whose gradients are asked for.
+    reserved_sms: the multiprocessors that a call of the library leaves to a concurrent transfer, unless the caller gives a number.
+    first_head, all_heads: for a call on some of the heads."""
 
     of_caller: Call
     plan: Plan
@@ -172,7 +173,7 @@ class RankCall:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def rows(self, x: Tensor) -> Tensor:
-        """Tokens first, then the batch of dense tensors, heads and columns."""
+        """x with its axes in the order tokens, batch (if dense), heads, columns."""
         return x.movedim(self.axis, 0) if self.axis != 1 else x.transpose(0, 1)
 
     def tokens(self, rows: Tensor) -> Tensor:
@@ -282,10 +283,29 @@ def in_own_words(call: RankCall, refused: Exception) -> Exception:
 
 
 def check_shapes(call: RankCall) -> None:
-    """Raises the errors of arguments that methods cut by heads or send by rows before the library sees them."""
+    """Raises the errors of arguments that methods cut by heads or send by rows before the library sees them, and of those that the library
+    would hold against a Part, which the caller has not given."""
     names = {"alibi_slopes", "sinks", "mask", "bias"} & call.of_caller.arrays.keys()
-    if names and (wrong := [each for each in _own_reasons(call) if each.argument in names]):
+    wrong = _against_whole(call)
+    if wrong or names:
+        wrong = [each for each in _own_reasons(call) if each.argument in names | {x.argument for x in wrong}]
+    if wrong:
         raise raised_for(ValueError, wrong)
+
+
+def _against_whole(call: RankCall) -> list[Refusal]:
+    """The refusals of sizes that the whole sequences determine."""
+    wrong, plan = [], call.plan
+    for name, cu in (("max_seqlen_q", plan.cu_q), ("max_seqlen_k", plan.cu_k)):
+        given, most = call.of_caller.options.get(name), max((end - begin for begin, end in pairwise(cu)), default=0)
+        if given and given < most:
+            wrong.append(Refusal(name, f"{given}, and a sequence has {most} tokens; accepted is {most} or more, or None"))
+    rows = call.of_caller.arrays.get(BLOCKS[0])
+    batch = len(plan.cu_q) - 1 if plan.packed else call.q.shape[0]
+    if rows is not None and (rows.shape[0] not in (1, batch) or rows.shape[1] not in (1, call.heads)):
+        sizes = f"of {rows.shape[0]} sequences and {rows.shape[1]} heads"
+        wrong.append(Refusal("block_mask", f"{sizes}; accepted are 1 or {batch} sequences and 1 or {call.heads} heads"))
+    return wrong
 
 
 def _own_reasons(call: RankCall) -> list[Refusal]:
@@ -294,9 +314,14 @@ def _own_reasons(call: RankCall) -> list[Refusal]:
     if call.plan.packed:
         for name, ranges, cu in (("cu_seqlens_q", own[0], call.plan.cu_q), ("cu_seqlens_k", own[1], call.plan.cu_k)):
             arrays[name] = cu_seqlens_of(ranges, cu, call.device)
-    options = {name: x for name, x in call.of_caller.options.items() if name != "invariant"}
+    wrong = _against_whole(call)
+    refused = {"invariant", *(each.argument for each in wrong)}
+    if "block_mask" in refused:
+        refused |= {"block_q", "block_k", *BLOCKS}
+    arrays = {name: x for name, x in arrays.items() if name not in refused}
+    options = {name: x for name, x in call.of_caller.options.items() if name not in refused}
     options["part"] = part_numbers(call.plan, *own, 0, call.heads, False)
-    return Call(TORCH, arrays, options).reasons_against({}, False)
+    return wrong + Call(TORCH, arrays, options).reasons_against({}, False)
 
 
 def backward_into(call: Call, known: Results, made: Results) -> Results:
@@ -307,7 +332,7 @@ def backward_into(call: Call, known: Results, made: Results) -> Results:
 
 
 def backward_added(call: Call, known: Results, wanted: list[str], into: Results) -> Results:
-    """Gradients; those in `into` are added to the given contents."""
+    """The gradients; those in `into` are added to what it contains."""
     if call.is_oracle or len(wanted) > len(into):
         return call.backward(known, wanted, into)
     run_into(BACKWARD, call.adding(), known | into, {})

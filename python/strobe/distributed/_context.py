@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from .._attention import CONTEXTS
 from .._checks import Wrong, check_names, is_whole, refusal
 from .._messages import kind, shown
+from .._tensor_checks import tensor_refusal
 from ._attention import Context, attention
 from ._group import group_of
 from ._late import leave
@@ -33,9 +34,9 @@ def context_parallel(
     method: str | None = None,
     **others: Any,
 ) -> Iterator[Sharding]:
-    """Within it each rank has its own tokens of the buffers, and attention sees the whole sequences, as in PyTorch's context manager of
-    this name: torch.nn.functional.scaled_dot_product_attention, and strobe.distributed.attention() without a sharding. All ranks enter it,
-    with the same buffers. It yields the sharding.
+    """A context in which each rank has its own tokens of the buffers, and attention sees the whole sequences. It is like PyTorch's context
+    manager of this name. It serves torch.nn.functional.scaled_dot_product_attention, and strobe.distributed.attention() without a sharding.
+    All ranks enter it, with the same buffers. It yields the sharding.
 
     F.scaled_dot_product_attention must be looked up within, where it is another function: a name that was imported earlier is still
     PyTorch's, which attends among this rank's tokens. nn.MultiheadAttention calls it with need_weights=False, and its fast path for
@@ -120,6 +121,8 @@ def _check(buffers: list[Tensor], dims: list[int], kept: list[Tensor]) -> None:
     for n, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not isinstance(x, Tensor):
             raise TypeError(f"buffers: {kind(x)} at [{n}]; accepted is a torch.Tensor")
+        if (refused := tensor_refusal(f"buffers[{n}]", x)) is not None:
+            raise refused
         if x.requires_grad:
             raise ValueError(f"buffers: requires grad at [{n}]; accepted is a tensor that does not, as x.detach()")
         if not is_whole(dim) or not -x.dim() <= dim < x.dim():
@@ -143,12 +146,13 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """F.scaled_dot_product_attention on tensors that have the rank's tokens, (B, H, S, D); attn_mask has its rows, and all keys."""
-    of_scores: dict[str, Any] = {} if attn_mask is None else {"mask" if attn_mask.dtype == torch.bool else "bias": attn_mask}
+    is_added = isinstance(attn_mask, Tensor) and attn_mask.is_floating_point()
+    of_scores: dict[str, Any] = {} if attn_mask is None else {"bias" if is_added else "mask": attn_mask}
     return attention(query, key, value, causal=is_causal, scale=scale, dropout=dropout_p, alignment="top_left", **of_scores)
 
 
 def _without_weights(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """nn.MultiheadAttention's function, which would compute weights among the rank's tokens only."""
+    """nn.MultiheadAttention's function, but refuses need_weights: the weights would cover the rank's own tokens only."""
     place = list(inspect.signature(forward).parameters).index("need_weights")
 
     @functools.wraps(forward)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._attention import attention
 from .._blockmask import BlockMask
-from .._call import FAST_PATHS
+from .._call import BEFORE_PARSING
 from .._function import functions_in
 from .._part import Part
 
@@ -31,7 +31,7 @@ class Own(NamedTuple):
 
 
 def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: Mapping[str, Any]) -> Any:
-    """The result of attention() for DTensors, called through _call.FAST_PATHS."""
+    """The result of attention() for DTensors, called through _call.BEFORE_PARSING."""
     packed = options.get("cu_seqlens_q") is not None
     bshd = options.get("layout") == "bshd"
     batch_axis, head_axis = (None, 1) if packed else (0, 2 if bshd else 1)
@@ -147,4 +147,4 @@ def _distributed(local: Tensor, mesh: Any, placements: Sequence[Placement], shap
 
 
 if DTensor is not None:
-    FAST_PATHS[DTensor] = attention_of_dtensors
+    BEFORE_PARSING[DTensor] = attention_of_dtensors

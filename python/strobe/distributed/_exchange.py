@@ -17,7 +17,7 @@ from ._late import Waits
 
 
 class Underway(NamedTuple):
-    """Rows in flight. The sent tensor must live as long."""
+    """Rows in flight. The sent tensor must live as long as this object."""
 
     received: Tensor
     sent: Tensor

@@ -12,7 +12,7 @@ from .._checks import Wrong, flag, refusal
 from ..arrays.torch import TORCH
 from . import _operators
 from ._attention import in_context, prepare
-from ._call import Facts, RankCall, facts_of
+from ._call import Facts, RankCall, check_shapes, facts_of, in_own_words
 from ._late import Waits
 from ._methods import METHODS, reason_against
 from ._predict import moved, pairs, predicted, seconds, sms_for_transfers
@@ -46,13 +46,17 @@ def explain(
     if wrong:
         raise refusal(wrong)
     group, levels, sharding, method = in_context(group, mesh, sharding, method)
-    parsed = prepare(group, levels, q, k, v, sharding, sharding_k, method, layout, [True, None, False], dict(options))
+    parsed = prepare("explain", group, levels, q, k, v, sharding, sharding_k, method, layout, [True, None, False], dict(options))
     of_caller = parsed.call._replace(arrays=TORCH.autocast(parsed.call.arrays))
     plan = _operators.plan_of(of_caller, *parsed.shardings)
     of = facts_of(of_caller, plan, _operators.size_of(levels))
     rank, needs = group.rank(), frozenset(("q", "k", "v") if backward else ())
     call = RankCall(of_caller, plan, rank, Waits(group, None), needs, sms_for_transfers(parsed.method, of, backward), levels=levels)
-    made = METHODS[parsed.method].Forward(call)
+    try:
+        check_shapes(call)
+        this_call = METHODS[parsed.method].Forward(call).example().explain(backward)
+    except ValueError as refused:
+        raise in_own_words(call, refused) from None
     shares = [pairs(plan, r) for r in range(plan.world)]
     mean = sum(shares) / plan.world
     by_time = method is None and options.get("deterministic") != _operators.WORLD
@@ -62,7 +66,7 @@ def explain(
         f"sharding: the rank with most work has {max(shares) / mean if mean else 1:.2f} times the mean (by positions)",
         *(_line(name, of, backward, name == parsed.method, by_time) for name in METHODS),
         "this rank's first call of the library:",
-        made.example().explain(backward),
+        this_call,
     ]
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Keys come to the queries: each rank gets the keys that some of its queries sees, a group of key heads at a time."""
+"""Method "gather": each rank gets the keys that some of its queries see, a group of key heads at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _MOST_PIECES = 8  # up to this many runs of rows are copied one by one; more are
 class Route(NamedTuple):
     """The rows of keys that a rank sends to each rank, and those that it gets."""
 
-    sent: tuple[Ranges, ...]  # to each rank, positions
-    got: tuple[Ranges, ...]  # from each rank
+    sent: tuple[Ranges, ...]  # positions of the rows that are sent to each rank
+    got: tuple[Ranges, ...]  # positions of the rows that come from each rank
     seen: Ranges
     to: list[int]  # how many rows are sent to each rank
     of: list[int]  # how many rows are got from each rank
@@ -46,7 +46,8 @@ def received(plan: Plan) -> int:
 
 
 def groups(plan: Plan, batch: int, heads_kv: int, columns: tuple[int, int], bytes_each: int, device: str) -> list[range]:
-    """Groups of key heads, in their order; the same on all ranks. bytes_each: moved per number of K or V, there and back."""
+    """Groups of key heads, in their order; the same on all ranks. bytes_each: the bytes moved for each number
+    of K and V, in both directions together."""
     whole = received(plan) * batch * heads_kv * sum(columns) * bytes_each
     n = max(min(heads_kv, _GROUPS, whole // LEAST_BYTES.get(device, LEAST_BYTES["cpu"])), 1)
     return [range(heads_kv * i // n, heads_kv * (i + 1) // n) for i in range(n)]

@@ -45,7 +45,7 @@ class Levels(NamedTuple):
 
 
 def groups_of(group: ProcessGroup | None, mesh: Any) -> tuple[ProcessGroup, Levels | None]:
-    """Like group_of(); for a mesh of two dimensions, nodes and places in a node, all of its ranks, node by node."""
+    """Like group_of(). For a mesh of two dimensions (nodes, and places in a node) the group has all its ranks, node by node."""
     if group is not None or getattr(mesh, "ndim", None) != 2 or not hasattr(mesh, "get_group"):
         return group_of(group, mesh), None
     if not torch.compiler.is_compiling():  # under a compiler, numbers in tensors are not known
@@ -57,7 +57,7 @@ def groups_of(group: ProcessGroup | None, mesh: Any) -> tuple[ProcessGroup, Leve
 
 
 def rank_in(group: ProcessGroup | None, world_size: int) -> int:
-    """This process's rank in a group of that size."""
+    """This process's rank in a group of world_size ranks."""
     if world_size == 1 and group is None:
         return 0
     group = group_of(group)

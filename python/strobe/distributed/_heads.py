@@ -23,8 +23,8 @@ class Places(NamedTuple):
     """The positions of the tokens of some ranks."""
 
     counts: list[int]  # per rank
-    order: Order | None  # of the tokens, as they arrive
-    tokens: Ranges  # of all ranks
+    order: Order | None  # the permutation of the tokens as they arrive
+    tokens: Ranges  # the tokens of all ranks
     positions: Tensor  # the positions, among all tokens, of each rank's tokens, one rank after another
 
 
@@ -61,7 +61,7 @@ class Exchange:
         return self._back(rows).sum(0)
 
     def _back(self, rows: Tensor) -> Tensor:
-        """(world, own tokens, ...)"""
+        """Each rank's rows for the own tokens: (world, own tokens, ...)."""
         world, own = len(self.counts), self.counts[self.rank]
         sent = rows.index_select(0, self.positions)
         return exchange(self.waits, "exchanging heads back", sent, self.counts, [own] * world).unflatten(0, (world, own))
@@ -131,7 +131,7 @@ class Whole:
             local.arrays["seqused_k"] = call.of_caller.arrays["seqused_k"]
         if not needs_part(call.of_caller):
             del local.options["part"]
-            if plan.packed:  # without a part mask and bias would be as large as there are tokens
+            if plan.packed:  # without a part, and without maxima, mask and bias would cover all tokens
                 local.options.update(longest(plan.cu_q, plan.cu_k, local.options))
         return local
 
@@ -157,7 +157,7 @@ def longest(cu_q: tuple[int, ...], cu_k: tuple[int, ...], options: dict[str, obj
 
 
 def most_rows(plan: Plan, rank: int) -> int:
-    """The number of rows of a mask or bias for the rank's queries: for packed sequences, those of the sequence that is longest here."""
+    """The number of rows of a mask or bias for the rank's queries: for packed sequences, of the one with most rows here."""
     return max(rows_of_sequences(plan.q[rank], plan.cu_q), default=0)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-_GRACE = 2.0  # seconds beyond the time limit in which the ranks that came report so
+_GRACE = 2.0  # seconds beyond the time limit in which the other ranks report that they came
 _LOOK = 1.0  # seconds of waiting after which a rank checks whether another one has left
 _LEFT = "strobe/left"
 
@@ -86,7 +86,7 @@ def told(failure: Exception) -> tuple[str, str]:
 
 
 def said_by(rank: int, world: int, kind: str, words: str) -> Exception:
-    """A rank's failure, as all ranks raise it."""
+    """The exception by which all ranks report a rank's failure."""
     return KINDS[kind]("\n".join(f"{line} [rank {rank} of {world}]" for line in words.splitlines()))
 
 

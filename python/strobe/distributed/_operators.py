@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _eager, _prepared
-from .._autograd import DifferentiatedOnce, is_plain, is_seen_by_dispatcher, is_tracked
+from .._autograd import DifferentiatedOnce, below_autograd, is_seen_by_dispatcher, is_tracked
 from .._call import Call
 from .._operators import ARGUMENTS_WITHOUT_FUNCTIONS as ARGUMENTS
 from .._operators import TAGS, call_of
@@ -174,12 +174,12 @@ def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
 
 
 def _mask_of_blocks(call: Call, plan: Plan) -> object:
-    """For a mask on a GPU, which is not read, the size of its blocks."""
+    """The block mask for the signature; for a mask on a GPU, which is not read, only the size of its blocks."""
     return plan.blocks if plan.blocks is not None or BLOCKS[0] not in call.arrays else (call.options["block_q"], call.options["block_k"])
 
 
 def _but(x: Tensor, axis: int) -> tuple[object, ...]:
-    """x's shape without `axis`, that of tokens, whose number differs between ranks."""
+    """x's shape with a placeholder for the size of `axis`, the number of tokens, which differs between ranks."""
     return tuple("tokens" if n == axis else size for n, size in enumerate(x.shape))
 
 
@@ -205,7 +205,7 @@ def _started(of_caller: Call, own: _Own, of: str, build: Callable[[RankCall], Pa
         else:
             ask_for(known.memory, q.device)
         made.prepare()
-    except Exception as refused:  # of any type, because the other ranks must be told
+    except Exception as refused:  # whatever its type is, the other ranks must be told
         failure = refused if call is None else in_own_words(call, refused)
     rng = (0, 0) if drawn is None else tuple(drawn.tolist())
     if own.agrees:
@@ -315,7 +315,7 @@ class _DistributedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        out, lse, saved = _below_autograd_forward(q, k, v, given)
+        out, lse, saved = _forward_below_autograd(q, k, v, given)
         arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
         ctx.rest = {name: x for name, x in given.items() if name not in arrays}
         ctx.names = tuple(arrays)
@@ -330,47 +330,34 @@ class _DistributedAttention(torch.autograd.Function):
         arrays, saved = more[: len(ctx.names)], more[len(ctx.names) :]
         if dout is None:
             dout = torch.zeros_like(out)
-        given = dict(zip(ctx.names, arrays, strict=True))
-        tensors = dout, dlse, out, lse, *saved, q, k, v, *given.values()
-        if is_tracked(*tensors):
+        n, rest, names = len(saved), ctx.rest, ctx.names  # not ctx itself, which the result of compute() would keep
 
-            def compute(tensors: tuple[Any, ...]) -> list[Tensor]:
-                dout, dlse, out, lse, *more = tensors
-                saved, (q, k, v, *arrays) = more[:n], more[n:]
-                return _below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), {**rest, **dict(zip(names, arrays, strict=True))})
+        def compute(tensors: tuple[Any, ...]) -> list[Tensor]:
+            dout, dlse, out, lse, *more = tensors
+            arguments, given = (dout, dlse, out, lse, more[:n], *more[n : n + 3]), dict(zip(names, more[n + 3 :], strict=True))
+            return _differentiable_backward(*arguments, **rest, **given)
 
-            n, rest, names = len(saved), ctx.rest, ctx.names
-            found = iter(DifferentiatedOnce.apply("strobe.distributed.attention", compute, *tensors))
-        else:
-            found = iter(_below_autograd_backward((dout, dlse, out, lse, saved, q, k, v), {**ctx.rest, **given}))
-        return *(next(found) if needed else None for needed in ctx.rest["needed"]), None
+        tensors = dout, dlse, out, lse, *saved, q, k, v, *arrays
+        found = iter(
+            DifferentiatedOnce.apply("strobe.distributed.attention", compute, *tensors) if is_tracked(*tensors) else compute(tensors)
+        )
+        return *(next(found) if needed else None for needed in rest["needed"]), None
 
 
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     bias, sinks = given.get("bias"), given.get("sinks")
     if not is_tracked(q, k, v, bias, sinks):
-        return _below_autograd_forward(q, k, v, given)
+        return _forward_below_autograd(q, k, v, given)
     out, lse, *saved = _DistributedAttention.apply(q, k, v, bias, sinks, given)
     return out, lse, saved
 
 
 def _differentiable_backward(*arguments: Any, **given: Any) -> list[Tensor]:
-    return _below_autograd_backward(arguments, given)
+    return below_autograd((*arguments, *given.values()), run_backward, backward, *arguments, **given)
 
 
-def _below_autograd_forward(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The operator, without the dispatcher, which reads fifty arguments one by one, where that would lead straight to run_forward."""
-    if is_plain((q, k, v, *given.values())):
-        return run_forward(q, k, v, **given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return forward(q, k, v, **given)
-
-
-def _below_autograd_backward(arguments: tuple[Any, ...], given: dict[str, Any]) -> list[Tensor]:
-    if is_plain((*arguments, *given.values())):
-        return run_backward(*arguments, **given)
-    with torch._C._AutoDispatchBelowAutograd():
-        return backward(*arguments, **given)
+def _forward_below_autograd(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return below_autograd((q, k, v, *given.values()), run_forward, forward, q, k, v, **given)
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:

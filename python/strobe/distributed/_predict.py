@@ -27,7 +27,7 @@ class Rates(NamedTuple):
 # The GPU's rates were measured on an H200: the bf16 forward of parts and of whole problems by cuda-sm90, and all_gather over NVLink; the
 # number of multiprocessors that all_gather takes is a guess. The CPU's rates are those of two cores and gloo on one host.
 RATES = {"cuda": Rates(3.1e14, 3.3e14, 3.1e11, 2e-5, 16), "cpu": Rates(1e11, 1e11, 1e9, 3e-4)}
-# With these, method "heads", too, makes calls on parts: the library must know the heads' indices in the whole problem.
+# If one of these is given, method "heads" also makes calls on parts: the library must know the heads' indices in the whole problem.
 OF_HEADS = ("dropout", "block_mask of several heads")
 _STATISTIC = 4  # bytes of lse or another statistic of a row
 

@@ -47,7 +47,7 @@ def sees(plan: Plan, rank: int, owner: int) -> bool:
 
 
 class Ring:
-    """The turns of a call: in each, this rank has the keys of one rank, and calls the library if some are visible."""
+    """The turns of a call. In each turn this rank has the keys of one rank, and calls the library if some of them are visible."""
 
     def __init__(self, call: RankCall):
         self.call = call
@@ -111,7 +111,7 @@ class Forward:
         return call.as_results(out), lse.double().sum(0).to(call.sum_dtype), [lse]
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
-        """Results over no keys."""
+        """The results of a call without keys."""
         out, lse = torch.zeros_like(self.made["out"]), torch.full_like(self.made["lse"], -torch.inf)
         lse[1] = 0
         return out, lse

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -106,6 +107,28 @@ def seen_keys(q: Ranges, cu_q: Sequence[int], cu_k: Sequence[int], band: Band, b
     return union(found)
 
 
+def work_before(seqlen: int, cu: Sequence[int], band: Band, block_mask: BlockMask | None) -> Callable[[int], int]:
+    """A function of n: the sum of work_of_tokens() of the first n tokens. Without a block mask it takes no memory for the tokens."""
+    if block_mask is not None:
+        return [0, *work_of_tokens(seqlen, cu, band, block_mask).cumsum(0).tolist()].__getitem__
+    sums = [0, *itertools.accumulate(_pairs(end - begin, end - begin, band) for begin, end in itertools.pairwise(cu))]
+
+    def before(n: int) -> int:
+        s = min(bisect_right(cu, n) - 1, len(cu) - 2)  # the sequence of token n, or the last one
+        return sums[s] + _pairs(min(n, cu[s + 1]) - cu[s], cu[s + 1] - cu[s], band) if s >= 0 else 0
+
+    return before
+
+
+def _pairs(n: int, length: int, band: Band) -> int:
+    """How many keys the first n queries of a sequence see, added up: query i sees the keys from max(i - left, 0) to min(i + right + 1,
+    length), exclusive."""
+    hidden_before = 0 if band.left is None else max(n - band.left, 0)
+    cut = 0 if band.right is None else min(n, max(length - band.right - 1, 0))  # queries that do not see the last key
+    seen = (n - cut) * length + cut * (cut - 1) // 2 + cut * ((band.right or 0) + 1)
+    return seen - hidden_before * (hidden_before - 1) // 2
+
+
 def work_of_tokens(seqlen: int, cu: Sequence[int], band: Band, block_mask: BlockMask | None) -> Tensor:
     """The number of keys that each query sees, where queries and keys are the same tokens: int64 (seqlen,). With a block mask, an estimate:
     at most the sequence's length times the fraction of the query's blocks that the mask keeps."""
@@ -113,7 +136,7 @@ def work_of_tokens(seqlen: int, cu: Sequence[int], band: Band, block_mask: Block
     share = None
     if block_mask is not None:
         kept = torch.as_tensor(block_mask.to_kept()).cpu().double().mean((0, 1, 3))
-        share = kept.repeat_interleave(block_mask.block_q)
+        share = kept.repeat_interleave(min(block_mask.block_q, seqlen))  # a block may be larger than the whole
     for begin, end in itertools.pairwise(cu):
         length = end - begin
         i = torch.arange(length)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +18,11 @@ from .._checks import Wrong, is_integer, is_whole, refusal
 from .._messages import kind, shown
 from .._options import ROWS
 from .._part import Part
+from .._refusals import refusing
+from .._tensor_checks import tensor_refusal
 from ._group import rank_in
 from ._ranges import Ranges, count, indices, union, within
-from ._seen import Band, work_of_tokens
+from ._seen import Band, work_before
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,8 +66,12 @@ class Sharding:
         if wrong:
             raise refusal(wrong)
         ranges = tuple(union((int(start), int(length)) for start, length in of) for of in self.ranges)
-        given = sum(int(length) for of in self.ranges for _, length in of if length > 0)
-        if given != self.seqlen or union(each for of in ranges for each in of) != union([(0, self.seqlen)]):
+        lengths = [int(length) for of in self.ranges for _, length in of]
+        if (
+            sum(lengths) != self.seqlen
+            or min(lengths, default=0) < 0
+            or union(each for of in ranges for each in of) != union([(0, self.seqlen)])
+        ):
             whole = f"each position from 0 to {self.seqlen - 1} once" if self.seqlen else "no position, for seqlen is 0"
             raise ValueError(f"ranges: {shown(self.ranges)}; accepted are ranges that have {whole}")
         object.__setattr__(self, "seqlen", int(self.seqlen))
@@ -79,14 +86,14 @@ class Sharding:
 
     @classmethod
     def contiguous(cls, seqlen: int, world_size: int) -> Sharding:
-        """Each rank has one range, in the order of the ranks; their lengths differ by 1 at most. For windows that are short beside seqlen,
-        and for attention that is not causal.
+        """Each rank has one range, in the order of the ranks; their lengths differ by 1 at most. Suits windows that are short beside
+        seqlen, and attention that is not causal.
 
         Args:
             seqlen: the number of tokens.
             world_size: the number of ranks, up to 1,048,576.
         """
-        _check(seqlen, world_size)
+        seqlen, world_size = _checked(seqlen, world_size)
         return cls(seqlen, tuple(((begin, end - begin),) for begin, end in _cuts(seqlen, world_size)))
 
     @classmethod
@@ -98,7 +105,7 @@ class Sharding:
             seqlen: the number of tokens. It need not be a multiple of anything: the lengths of blocks differ by 1 at most.
             world_size: the number of ranks, up to 1,048,576.
         """
-        _check(seqlen, world_size)
+        seqlen, world_size = _checked(seqlen, world_size)
         blocks = [(begin, end - begin) for begin, end in _cuts(seqlen, 2 * world_size)]
         return cls(seqlen, tuple((blocks[r], blocks[-1 - r]) for r in range(world_size)))
 
@@ -113,8 +120,8 @@ class Sharding:
         *,
         causal: bool = True,
     ) -> Sharding:
-        """The sharding that gives the ranks nearly the same work, and nearly as many tokens each: contiguous or zigzag if they do, else
-        blocks of tokens that are dealt out, those with most work first.
+        """The sharding that gives the ranks nearly the same work, and nearly as many tokens each: contiguous or zigzag if one of them does,
+        else blocks of tokens that are dealt out, those with most work first.
 
         Args:
             seqlen: the number of tokens.
@@ -126,14 +133,13 @@ class Sharding:
         Raises:
             TypeError, ValueError: an argument is not as described above.
         """
-        _check(seqlen, world_size)
+        seqlen, world_size = _checked(seqlen, world_size)
         starts = cumulated("cu_seqlens", cu_seqlens, seqlen) if cu_seqlens is not None else (0, seqlen)
-        _check_seen(starts, causal, window, block_mask, packed=cu_seqlens is not None)
-        work = work_of_tokens(seqlen, starts, Band.of(causal, window), block_mask)
-        before = [0, *work.cumsum(0).tolist()]
+        band = _band(starts, causal, window, block_mask, packed=cu_seqlens is not None)
+        before = work_before(seqlen, starts, band, block_mask)
 
         def most(sharding: Sharding) -> int:
-            return max(sum(before[start + n] - before[start] for start, n in of) for of in sharding.ranges)
+            return max(sum(before(start + n) - before(start) for start, n in of) for of in sharding.ranges)
 
         plain = [cls.contiguous(seqlen, world_size), cls.zigzag(seqlen, world_size)]
         candidates = [*plain, *(cls._dealt(seqlen, world_size, grain, before) for grain in _GRAINS)]
@@ -141,14 +147,14 @@ class Sharding:
         return next(sharding for sharding in candidates if most(sharding) <= least * _CLOSE)
 
     @classmethod
-    def _dealt(cls, seqlen: int, world_size: int, grain: int, before: list[int]) -> Sharding:
+    def _dealt(cls, seqlen: int, world_size: int, grain: int, before: Callable[[int], int]) -> Sharding:
         """Deals blocks, those with most work first, each to the rank with the least work among the ranks that have room for one more."""
         blocks = [(begin, end) for begin, end in _cuts(seqlen, grain * world_size) if end > begin]
         room = -(-len(blocks) // world_size)
         work, ranges = [0] * world_size, [[] for _ in range(world_size)]  # type: tuple[list[int], list[list[tuple[int, int]]]]
-        for begin, end in sorted(blocks, key=lambda block: before[block[0]] - before[block[1]]):
+        for begin, end in sorted(blocks, key=lambda block: before(block[0]) - before(block[1])):
             r = min((r for r in range(world_size) if len(ranges[r]) < room), key=lambda r: work[r])
-            work[r] += before[end] - before[begin]
+            work[r] += before(end) - before(begin)
             ranges[r].append((begin, end - begin))
         return cls(seqlen, tuple(map(tuple, ranges)))
 
@@ -161,21 +167,36 @@ class Sharding:
         return indices(self.ranges[self._rank(rank, group)])
 
     def shard(self, x: Tensor, dim: int, rank: int | None = None, *, group: ProcessGroup | None = None) -> Tensor:
-        """A rank's tokens of a tensor that has all of them along `dim`: a view if they are one range, else a copy. Differentiable."""
-        self._check_length(x, dim, self.seqlen)
+        """A rank's tokens of a tensor that has all of them along `dim`: a view if they are one range, else a copy. Differentiable.
+
+        Raises:
+            TypeError, ValueError: x is not a dense torch.Tensor, or has another length along `dim`; or dim or rank is not one.
+        """
+        _check_tokens("x", x, dim, self.seqlen)
         pieces = [x.narrow(dim, start, length) for start, length in self.ranges[self._rank(rank, group)]]
         if len(pieces) == 1:
             return pieces[0]
         return x.index_select(dim, self.positions(rank, group=group).to(x.device))
 
-    def join(self, shards: Sequence[Tensor], dim: int) -> Tensor:
-        """All tokens, in their order, from tensors that each have a rank's tokens along `dim`, in the order of the ranks."""
+    def join(self, shards: Sequence[Tensor] | Tensor, dim: int) -> Tensor:
+        """All tokens, in their order, from tensors that each have a rank's tokens along `dim`, in the order of the ranks, or one tensor
+        that stacks them. Differentiable.
+
+        Raises:
+            TypeError, ValueError: shards are not one dense torch.Tensor for each rank, with its number of tokens along `dim`, and of one
+                dtype, on one device, with the same other axes; or dim is not one.
+        """
+        if not isinstance(shards, (Sequence, Tensor)) or (isinstance(shards, Tensor) and not shards.dim()):
+            raise refusing(TypeError, "shards", f"{kind(shards)}; accepted is a sequence of torch.Tensor, one for each rank")
+        if isinstance(shards, Tensor) and (refused := tensor_refusal("shards", shards)) is not None:
+            raise refused
         if len(shards) != self.world_size:
-            raise ValueError(f"shards: {len(shards)} of them; accepted are {self.world_size}, one for each rank")
+            raise refusing(ValueError, "shards", f"{len(shards)} of them; accepted are {self.world_size}, one for each rank")
+        first = shards[0]
         for r, x in enumerate(shards):
-            self._check_length(x, dim, count(self.ranges[r]))
+            _check_tokens(f"shards[{r}]", x, dim, count(self.ranges[r]), first)
         order = indices([each for of in self.ranges for each in of])
-        return torch.cat([*shards], dim).index_select(dim, order.argsort().to(shards[0].device))
+        return torch.cat([*shards], dim).index_select(dim, order.argsort().to(first.device))
 
     def unshard(self, x: Tensor, dim: int, *, group: ProcessGroup | None = None) -> Tensor:
         """All tokens of a tensor of which each rank of the group has its own along `dim`. A collective call; not differentiable.
@@ -186,7 +207,7 @@ class Sharding:
         from ._exchange import gathered
 
         rank = self._rank(None, group)
-        self._check_length(x, dim, count(self.ranges[rank]))
+        _check_tokens("x", x, dim, count(self.ranges[rank]))
         if x.requires_grad:
             raise ValueError("x: requires grad, and unshard() has no gradient; accepted is x.detach()")
         return self.join(gathered(x, dim, [count(of) for of in self.ranges], group), dim)
@@ -223,6 +244,8 @@ class Sharding:
         q, k = self.ranges[self._rank(rank, group)], union([(0, keys.seqlen)]) if k_rank is None else keys.ranges[k_rank]
         given = (("cu_seqlens_q", cu_seqlens_q, self.seqlen), ("cu_seqlens_k", cu_seqlens_k, keys.seqlen))
         cu_q, cu_k = (None if x is None else cumulated(name, x, tokens) for name, x, tokens in given)
+        if cu_q and cu_k and len(cu_q) != len(cu_k):
+            raise refusing(ValueError, "cu_seqlens_k", f"{len(cu_k)} numbers; accepted are {len(cu_q)}, as cu_seqlens_q has")
         return part_of(q, k, cu_q or (0, self.seqlen), cu_k or (0, keys.seqlen), partial=k_rank is not None, packed=cu_q is not None)
 
     def _rank(self, rank: int | None, group: ProcessGroup | None) -> int:
@@ -233,13 +256,25 @@ class Sharding:
             raise refusal(wrong)
         return rank
 
-    def _check_length(self, x: Tensor, dim: int, length: int) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x: {kind(x)}; accepted is a torch.Tensor")
-        if not is_whole(dim) or not -x.dim() <= dim < x.dim():
-            raise ValueError(f"dim: {shown(dim)}; accepted is an axis of x, of shape {tuple(x.shape)}")
-        if x.shape[dim] != length:
-            raise ValueError(f"x: shape {tuple(x.shape)}; accepted are {length} tokens along axis {dim}, as the sharding says")
+
+def _check_tokens(name: str, x: Any, dim: Any, length: int, first: Any = None) -> None:
+    """Checks a tensor that has `length` tokens along `dim`. first: the first shard, which the others are like except for their length."""
+    if (refused := tensor_refusal(name, x)) is not None:
+        raise refused
+    if not is_whole(dim) or not -x.dim() <= dim < x.dim():
+        raise refusing(ValueError, "dim", f"{shown(dim)}; accepted is an axis of {name}, of shape {tuple(x.shape)}")
+    if x.shape[dim] != length:
+        raise refusing(ValueError, name, f"shape {tuple(x.shape)}; accepted are {length} tokens along axis {dim}, as the sharding says")
+    if first is None or first is x:
+        return
+    if x.device != first.device:
+        raise refusing(ValueError, name, f"on device {x.device}; accepted is {first.device}, where shards[0] lies")
+    if x.dtype != first.dtype:
+        raise refusing(ValueError, name, f"dtype {x.dtype}; accepted is {first.dtype}, as shards[0] has")
+    accepted = [*first.shape]
+    accepted[dim] = length
+    if [*x.shape] != accepted:
+        raise refusing(ValueError, name, f"shape {tuple(x.shape)}; accepted is {tuple(accepted)}, with the other axes of shards[0]")
 
 
 def part_of(
@@ -275,7 +310,7 @@ def host_integers(name: str, x: Any) -> tuple[int, ...]:
     """The integers of a list, or of an array, whose numbers are read (if it is on a GPU, this waits for it)."""
     if isinstance(x, Tensor) and (x.is_meta or x.layout != torch.strided):
         raise TypeError(f"{name}: {'on the device meta' if x.is_meta else f'layout {x.layout}'}; accepted are integers (B + 1,)")
-    numbers = x.tolist() if hasattr(x, "tolist") else x
+    numbers = x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else x
     if not isinstance(numbers, Iterable) or not (numbers := list(numbers)) or not all(map(is_whole, numbers)):
         raise TypeError(f"{name}: {shown(x)}; accepted are integers (B + 1,)")
     return tuple(int(n) for n in numbers)
@@ -293,20 +328,23 @@ def _is_ranges(of: object) -> bool:
     return isinstance(of, (tuple, list)) and all(isinstance(x, (tuple, list)) and len(x) == 2 and all(map(is_whole, x)) for x in of)
 
 
-def _check(seqlen: int, world_size: int) -> None:
+def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
+    """Both as Python's integers, which do not overflow."""
     wrong: Wrong = []
     is_integer(wrong, "seqlen", seqlen, 0, _MOST)
     is_integer(wrong, "world_size", world_size, 1, _MOST_RANKS)
     if wrong:
         raise refusal(wrong)
+    return index(seqlen), index(world_size)
 
 
-def _check_seen(starts: Sequence[int], causal: object, window: object, block_mask: object, packed: bool) -> None:
-    """Checks balanced()'s arguments about visibility."""
+def _band(starts: Sequence[int], causal: object, window: object, block_mask: object, packed: bool) -> Band:
+    """balanced()'s arguments about visibility, checked; the band's bounds are Python's integers."""
     wrong: Wrong = []
+    read: dict[str, Any] = {}
     for name, x in (("causal", causal), ("window", window)):
         if x is not None or name == "causal":
-            ROWS[name].read(wrong, name, x)
+            read |= ROWS[name].read(wrong, name, x)
     most = max((end - begin for begin, end in itertools.pairwise(starts)), default=0)
     if isinstance(block_mask, BlockMask):
         lengths = block_mask.seqlen_q, block_mask.seqlen_k
@@ -317,6 +355,7 @@ def _check_seen(starts: Sequence[int], causal: object, window: object, block_mas
         wrong.append(TypeError(f"block_mask: {kind(block_mask)}; accepted is a strobe.BlockMask"))
     if wrong:
         raise refusal(wrong)
+    return Band.of(bool(read.get("causal")), (read.get("window_left"), read.get("window_right")))
 
 
 def _cuts(seqlen: int, n: int) -> list[tuple[int, int]]:

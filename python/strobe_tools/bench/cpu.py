@@ -30,7 +30,7 @@ SHAPES = ((1, 8, 2048, 64), (1, 4, 2048, 128))
 DTYPES = ("float32", "bfloat16")
 LENGTHS = (4096, 16384)
 MASK_SHAPE = (8, 2048, 64)  # heads, length, head dimension
-_BRIEF = 2.0  # seconds of a figure's calls, up to which twice as many more are made if they differ
+_BRIEF = 2.0  # if the calls of a figure take fewer seconds than this, and differ, twice as many more are made
 
 
 def _normal(*shape: int, dtype: str) -> Tensor:
@@ -156,7 +156,7 @@ def memory_use() -> list[dict[str, Any]]:
 
 
 def _warn(rows: list[dict[str, Any]], console: Console) -> None:
-    """Of figures whose calls differ much, because something else ran meanwhile."""
+    """Warns of figures whose calls differ much, because something else ran meanwhile."""
     apart = [row["spread"] for row in rows if row["spread"] > SPREAD]
     if apart:
         console.print(

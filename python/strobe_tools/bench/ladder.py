@@ -69,7 +69,7 @@ def measure(
 
 
 def rows(seconds: dict[_Run, float], work: float) -> list[dict[str, Any]]:
-    """One row per run; a rung's best tile is compared with the best of the rung before."""
+    """One row per run; a rung's best tile is compared with the best of the previous rung."""
     best: dict[str, _Run] = {}
     for run in seconds:
         if run[1] and (run[0] not in best or seconds[run] < seconds[best[run[0]]]):

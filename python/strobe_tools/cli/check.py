@@ -138,7 +138,7 @@ def _error(x: Any, reference: Any) -> float:
 
 
 def _outcomes(case: Case, engines: Iterable[str], seed: int) -> Iterator[tuple[str, str | None]]:
-    """For each engine: its name, and the error ("": none; None: it does not support such a call)."""
+    """Yields the name of each engine, and its error ("": none; None: it does not support such a call)."""
     problem = _problem(case, seed)
     dout, q, k, v = problem.tensors
     out, lse = strobe.reference(q, k, v, **problem.options)

@@ -58,7 +58,7 @@ def command() -> None:
     console = Console()
     facts = Table(show_header=False, box=None)
     facts.add_column(style="bold")
-    facts.add_column(overflow="fold")  # a path is of use only whole
+    facts.add_column(overflow="fold")  # long paths are folded, not cut off
     found = {"Strobe": strobe.__version__, **machine.describe(), "PyTorch": _torch(), "NumPy": _numpy()}
     found |= {"NVRTC": _compilers(), "Kernel cache": kernel_cache()}
     for name, fact in found.items():

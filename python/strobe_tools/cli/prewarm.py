@@ -269,7 +269,8 @@ def _ended_by_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_words_of_the_tracker() -> Iterator[None]:
-    """After Ctrl-C a process of Python's, which is started within this, removes the pool's semaphores: it would warn of each."""
+    """Silences Python's resource tracker, a process that starts in this context: after Ctrl-C it removes the pool's semaphores, and would
+    warn of each."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join([*([before] if before else []), "ignore:resource_tracker:UserWarning"])
     try:
@@ -293,7 +294,7 @@ def _missing(asked: Sequence[Job]) -> set[tuple[int, str]]:
 
 
 def _missing_for_good(asked: Sequence[Job]) -> str:
-    """If nothing can be compiled: the kernels missing in the cache, and what to install; empty if none is missing."""
+    """The message if nothing can be compiled: the kernels missing in the cache, and what to install; empty if none is missing."""
     for job in asked:
         if not all(job.names()[0].values()) and (reason := job.run()[1]):
             return next(_reasons([(job, reason)]))

@@ -164,7 +164,7 @@ def command(
 ) -> None:
     """Measure on this GPU which tile is the fastest for calls of each shape, and keep the winners in a table beside the kernel cache.
 
-    The engines take its tiles from the next process on, where a call has no wish of its own; explain() says so."""
+    The engines take its tiles from the next process on, for calls that request no tile; explain() says so."""
     require("tune", "torch", extra="torch")
     import torch
 

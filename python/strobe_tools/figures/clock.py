@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Call = Callable[[], Any]
 LEAST_REPEATS, MOST_REPEATS = 3, 15
 PATIENCE = 20  # times the budget: if a call takes longer, the first one counts as well
-DIFFERS = "its calls took "  # begins the note of such a point
+DIFFERS = "its calls took "  # begins the note of a point whose calls differ
 STARTING = 10.0  # seconds that a first call on a GPU may take to load libraries and compile kernels
 
 

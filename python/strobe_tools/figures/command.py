@@ -56,7 +56,7 @@ def _measure(out: Path, wanted: list[str], device: str, quick: bool, budget: flo
             title, cases = FIGURES[name]
             rows: list[Row] = []
             steps = cases(setting)
-            if not console.is_terminal:  # there the bar says it
+            if not console.is_terminal:  # on a terminal the progress bar shows the title
                 console.print(f"{title} ({number} of {len(wanted)}): {len(steps)} {'cases' if len(steps) > 1 else 'case'}")
             task = progress.add_task(title, total=len(steps))
             for case in steps:

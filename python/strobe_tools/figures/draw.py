@@ -107,7 +107,7 @@ def _number(x: float) -> str:
 
 
 def _bars(axes: Axes, names: Sequence[str], values: Sequence[float | None], colours: Sequence[str], unit: str, **how: Any) -> None:
-    """Bars with their figures on top; a missing bar says so."""
+    """Bars with their values on top; a text replaces the bar of a missing value."""
     for i, (value, colour) in enumerate(zip(values, colours, strict=True)):
         if value is None:
             axes.text(i, 0, " not measured", rotation=90, ha="center", va="bottom", fontsize=7, color="#555555")
@@ -238,7 +238,7 @@ def sequence_length(rows: list[Row]) -> Figure:
         if row["note"] == "out of memory":
             failed.setdefault(row["method"], row["length"])
     for axes in (time, memory):
-        for i, (name, length) in enumerate(failed.items()):  # above the curves: the label has no height of its own
+        for i, (name, length) in enumerate(failed.items()):  # above the curves, because there is no value at this length
             at, colour = (length, 0.97 - 0.05 * i), look(name)["color"]
             axes.plot(*at, "x", color=colour, markersize=6, markeredgewidth=1.6, transform=axes.get_xaxis_transform())
             where = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}

@@ -87,7 +87,7 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
 
 
 def _say_what_is_there(out: Path, resume: bool, console: Console) -> None:
-    """Before the work: that nothing can be resumed, or that the results of an earlier run will be replaced."""
+    """Says, before the work, that nothing can be resumed, or that the results of an earlier run will be replaced."""
     checkpoints = [path for path in (out / _MAIN, out / _ABLATION) if path.exists()]
     warning, folder = "[yellow]warning[/yellow]", escape(str(out))
     if resume and not checkpoints:
@@ -158,7 +158,7 @@ def _sample(trainer: Trainer) -> tuple[str, str]:
     prompt = trainer.validation[0, : max(1, config.sequence // 2)].to(trainer.device)
     generator = torch.Generator(trainer.device).manual_seed(config.seed)
     tokens = trainer.model.generate(prompt, config.sample_tokens, generator=generator)
-    # The end of a document is shown: another one follows.
+    # Special tokens are shown, so that the reader sees where a document ends and another one follows.
     shown = (tokenizer.decode(part.tolist(), skip_special_tokens=False) for part in tokens.tensor_split([len(prompt)]))
     before, after = shown
     return before.removeprefix(data.END_OF_DOCUMENT), after

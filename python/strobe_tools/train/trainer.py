@@ -135,7 +135,7 @@ def _of_a_checkpoint(path: Path) -> Iterator[None]:
 class Trainer:
     """One run. ``Trainer.load`` continues one from its checkpoint as if it had never stopped.
 
-    If it replays CUDA graphs it marks the beginning of each batch's (``torch.compiler.cudagraph_mark_step_begin``), for the whole
+    If it replays CUDA graphs, it marks the beginning of each batch (``torch.compiler.cudagraph_mark_step_begin``), for the whole
     process: the results of other functions compiled with "reduce-overhead" end there, too.
     """
 
@@ -175,7 +175,7 @@ class Trainer:
         )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.config.precision == "fp16")
         self._order: tuple[int, Tensor] | None = None  # an epoch and the starts of its windows
-        self._seconds: list[float] = []  # of each step since the trainer was made
+        self._seconds: list[float] = []  # seconds of each step since the trainer was made
 
     @property
     def tokens_per_step(self) -> int:

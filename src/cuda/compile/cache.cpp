@@ -24,7 +24,7 @@ namespace {
 // The layout of a file: this header, the log, the cubin.
 struct Head {
   char magic[8];
-  Sha256::Digest digest; // of all bytes that follow
+  Sha256::Digest digest; // digest of all bytes that follow
   Sha256::Digest key;
   int32_t registers, spill_bytes;
   uint64_t log_bytes, cubin_bytes;
@@ -33,7 +33,7 @@ static_assert(std::has_unique_object_representations_v<Head>);
 constexpr char kMagic[8] = {'S', 'T', 'R', 'O', 'B', 'E', '0', '1'};
 constexpr size_t kDigested = offsetof(Head, key);
 constexpr std::string_view kFolderPrefix = "nvrtc-";
-constexpr size_t kMostBytes = 64 << 20; // of an entry; today's entries have less than a hundredth of this
+constexpr size_t kMostBytes = 64 << 20; // the largest accepted entry; today's entries have less than a hundredth of this
 
 } // namespace
 

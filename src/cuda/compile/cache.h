@@ -15,7 +15,7 @@ namespace strobe::cuda {
 
 struct CacheSettings {
   std::string folder;               // STROBE_CACHE_DIR, else $XDG_CACHE_HOME/strobe, else ~/.cache/strobe; empty: none
-  std::vector<std::string> further; // STROBE_CACHE_PATH: made elsewhere, read only; by any NVRTC
+  std::vector<std::string> further; // STROBE_CACHE_PATH: read only, made elsewhere by any NVRTC
   std::vector<std::string> refused; // the folders that are not used, each with the reason; neither `folder` nor `further` has these
   bool readonly = false;            // STROBE_CACHE_READONLY: write nothing
   bool offline = false;             // STROBE_OFFLINE: compile nothing
@@ -27,11 +27,11 @@ const std::vector<std::string> &refused_folders();
 
 std::string cache_file(const std::string &folder, const std::string &nvrtc, const Sha256::Digest &key);
 std::optional<Build> cache_read(const std::string &file, const Sha256::Digest &key);
-// An entry of any NVRTC that the driver supports, the newest first.
+// Reads an entry made by any NVRTC whose code the driver supports, the newest NVRTC first.
 std::optional<Build> cache_read_any(const std::string &folder, const Sha256::Digest &key);
 // Writes an entry; false if it could not be written.
 bool cache_write(const std::string &file, const Sha256::Digest &key, const Build &);
-// Removes the entry from which a build was read, unless it is in another folder.
+// Removes the entry from which a build was read, if it is in the folder that may be written.
 void cache_discard(const Build &);
 
 // The lock of a file among all processes and threads. It is not held if the folder cannot be written, or if another holder takes more than

@@ -187,7 +187,7 @@ const Kernel &load(const KernelSource &source, std::span<const int32_t> config, 
   if (const Kernel *known = find_loaded(source, config, device)) return *known;
   Kernels &all = kernels();
   const uint64_t hash = hash_of(source, config, device.ordinal);
-  cuda::device(device.ordinal); // in a forked child another thread of the parent may hold a lock for ever: this call throws there
+  cuda::device(device.ordinal); // throws in a forked child, in which a lock may stay locked for ever by a thread that only the parent has
   const Loading::Turn turn(all.loading, hash);
   if (const Kernel *known = find_loaded(source, config, device)) return *known;
   std::unique_ptr<const Entry> entry(

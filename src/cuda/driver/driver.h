@@ -98,7 +98,7 @@ struct Driver {
       cuTensorMapEncodeTiled;
 
   int version = 0;  // 13000 for CUDA 13.0
-  std::string path; // of the library
+  std::string path; // path of the library
 };
 
 // The driver; null if there is none, and driver_missing() says why. The library is loaded but not initialised: device.h initialises it.

@@ -1,5 +1,5 @@
-// Environment variables. They are read at each use, but not when a loaded kernel runs again. In a program that has more rights than its
-// user, all count as unset.
+// Environment variables. They are read at each use, but not when a loaded kernel runs again. In a program with more rights than its user
+// (setuid), all of them count as unset.
 #pragma once
 #include <algorithm>
 #include <cstdlib>

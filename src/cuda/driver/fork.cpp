@@ -42,7 +42,7 @@ void in_child() { gate().forks++, after_fork(); }
 
 Gate::Gate() { pthread_atfork(before_fork, after_fork, in_child); }
 
-// Before main or in dlopen: no other thread can then be halfway through the first call when a process forks.
+// Creates the gate before main or in dlopen: otherwise a process could fork while another thread is creating it.
 [[maybe_unused]] const Gate &early = gate();
 
 } // namespace

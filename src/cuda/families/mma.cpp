@@ -70,7 +70,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {256,  64,  32,   4,   1,   2,   1, anything},
     {256,  32,  32,   2,   1,   2,   1, anything},
     {256,  16,  32,   1,   1,   2,   1, anything},
-    {576,  64,  32,   8,   2,   1,   2, anything, {.least_dim = kWide}}, // from here on guessed
+    {576,  64,  32,   8,   2,   1,   2, anything, {.least_dim = kWide}}, // guessed, like the following rows
     {576,  64,  32,   8,   1,   1,   2, anything, {.least_dim = kWide}},
     {576,  32,  32,   4,   1,   1,   2, anything, {.least_dim = kWide}},
     {576,  16,  32,   2,   1,   1,   2, anything, {.least_dim = kWide}},
@@ -106,7 +106,7 @@ constexpr DecodeTile kQuantisedTiles[] = {
 
 // The Config without the tile.
 Config config_for(const Problem &p) {
-  const bool in_quarters = p.quantised_as == DType::i4x2; // whether the quarters of a row of K are whole words
+  const bool in_quarters = p.quantised_as == DType::i4x2; // whether a quarter of a row of K is whole words
   Config c = begin_config<Config>(p, wide(p) || in_quarters ? 64 : 32);
   c.aligned = aligned_keys(p) && aligned(p.q, p.head_dim) && aligned(p.out, p.head_dim_v);
   c.exact_max = p.exact_max;
@@ -191,7 +191,7 @@ double rate(const Device &device) {
   }
 }
 
-// Measured on an H200. At its end a decode block merges its warps' rows, one after another.
+// Measured on an H200. At its end a decode block merges the rows of its warps, one row after another.
 constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6,
                  kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
                  kExposed = 0.4, // fraction of a block's end that takes time, as fitted; the rest overlaps with other blocks' reads
@@ -230,7 +230,7 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
 // How many splits quantised keys are divided into. A block converts them more slowly than memory delivers them, so blocks fill all slots,
 // in rounds.
 int32_t quantised_splits(const Problem &p, const Config &c, const Device &device, int64_t slots) {
-  constexpr double kBytesPerSecond = 3e12; // of partial results, written and read
+  constexpr double kBytesPerSecond = 3e12; // rate at which partial results are written and read
   const double whole = std::max(reading_seconds(p, device), converting_seconds(p, c, device));
   const double merging = 8.0 * double(p.head_dim_v) * query_rows(p) / kBytesPerSecond;
   int32_t best = 1;

@@ -42,7 +42,7 @@ int64_t registers(const Config &c, Kind kind) {
     return std::max(nt(o), by_rows(2 * o, rows, at_once, c.rows_staged(c.tile_k, at_once)));
   }
   const int64_t dk_dv = words * (c.tile_k / c.threads_q) * (c.head_dim + c.head_dim_v) / c.threads_k;
-  const auto part = [&](int64_t lines, int64_t tile, int32_t dim) { // of dQ, dK or dV
+  const auto part = [&](int64_t lines, int64_t tile, int32_t dim) { // a gradient's part: dQ, dK or dV
     const int64_t columns = Config::columns_at_once(dim);
     return by_rows(dk_dv + words * lines * columns / c.threads_k, lines, columns, c.rows_staged(tile, columns));
   };

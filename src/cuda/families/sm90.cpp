@@ -45,7 +45,7 @@ int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
 
 constexpr int32_t kRowsOfPage = 16; // rows of a page that one copy loads; a key tile begins at a multiple of it
 
-// Invariant: the reason why some query's bits would depend on the queries beside it.
+// The reason why an invariant call is refused: some query's bits would depend on the queries beside it. Empty if it is not refused.
 std::string against_invariant(const Problem &p, const Config &c) {
   if (p.bias) return "is not invariant with a bias: a tile that is computed again takes other roundings";
   if (p.alibi_slopes) return "is not invariant with ALiBi: it is added from where a tile's own queries stand";
@@ -111,7 +111,7 @@ struct Work {
   int64_t heads;      // such groups in all sequences, or in one if tiles are numbered through all sequences
   int64_t tiles;      // query tiles per group of heads
   int64_t bundle;     // groups of heads whose tiles run together
-  int32_t splits = 1; // of the keys of each tile
+  int32_t splits = 1; // splits of each tile's keys
   int64_t items = 0;  // tiles times splits, counted as if the last bundle were full
 };
 

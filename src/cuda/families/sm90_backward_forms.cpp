@@ -34,9 +34,9 @@ double uneven(double blocks, const Device &device) { return std::ceil(blocks / d
 // Whether a block may own the dQ of its (batch, key head) pair. Such a dQ needs no zeroing, no turns and no launch that rounds it. The
 // block's first key tile stores to dQ and later tiles add. So every query must see some of the first keys, and every key must be seen.
 bool may_own_dq(const Problem &p, const Features &f) {
-  if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: lengths have no say
+  if (f.blocks || p.varlen || p.seqused_k || !p.dq || p.invariant) return false; // invariant: independent of lengths
   if (f.part || f.unrounded_gradients()) return false;
-  if (larger_dim(p) > 64 && (f.curved() || f.dropout || f.bias)) return false; // registers
+  if (larger_dim(p) > 64 && (f.curved() || f.dropout || f.bias)) return false; // too few registers
   const Band band = Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right);
   return p.window_left == kUnbounded && band.high >= 0 && band.high + p.seqlen_q >= p.seqlen_k;
 }
@@ -63,6 +63,13 @@ bool wastes_80(const Problem &p, const Features &f) {
     return std::min(p.seqlen_q, bounded ? p.window_left + p.window_right + 1 : p.seqlen_q) <= 4096;
   }
   return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
+}
+
+// The same for short walks without a band at head dimension 128: with tiles of 64 queries, but not of 80, there is room for key tiles in
+// line. 64 are then faster if they have no more rows: 1.04 at 1024 queries, 1.01 at 2048 (H100, H200), not taken there.
+bool wastes_80_in_line(const Problem &p, const BackwardConfig &of_64, const Device &device) {
+  return !of_64.features.band && larger_dim(p) > 112 && p.seqlen_q <= 1024 && tiles(p.seqlen_q, 64) * 64 <= tiles(p.seqlen_q, 80) * 80 &&
+         stages_keys(p, of_64, tiles_with_keys(p, of_64.tile_k()), device);
 }
 
 // Whether the score's options leave enough registers for tiles of 128 queries (heads of up to 64 columns). Speed of 128-query over 64-query
@@ -129,7 +136,7 @@ std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features 
 // registers, too. Speed relative to K and V in shared memory (H100): 1.05 to 1.12 at head dimensions 80 and 96, 1.06 at 112. At 128 there
 // is no room, and dQ from registers alone gains nothing (0.98 beyond lengths of 4k).
 void hold_keys(BackwardConfig &c, const Problem &p) {
-  constexpr int32_t kRegisters = 208; // of a thread, for dK, dV, K, V, and S and dQ; beyond them it spills
+  constexpr int32_t kRegisters = 208; // registers of a thread for dK, dV, K, V, and S and dQ; beyond them it spills
   const Features &f = c.features;
   if (c.head_dim <= 64 || larger_dim(p) > 112 || c.deterministic || c.owns_dq || p.invariant) return;
   if (f.by_element() || f.dropout || f.blocks || f.part) return; // these options take the registers
@@ -149,7 +156,7 @@ double narrow_walk(const Problem &p, const BackwardConfig &c) {
 
 // The form for up to 64 columns in which blocks own dQ, with its sum in shared memory; null if shared memory is too small for the sum.
 std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, const Device &device) {
-  if (c.features.curved() && c.features.bias) return {}; // registers
+  if (c.features.curved() && c.features.bias) return {}; // too few registers
   c.owns_dq = c.persistent = 1, c.deterministic = c.dq_shared = c.staged_store = 0;
   BackwardConfig small = c;
   small.tile_q = 64;
@@ -186,10 +193,11 @@ BackwardConfig of_128_keys(const Problem &p, const Features &f, const Device &de
   if (std::max(c.head_dim, c.head_dim_v) <= 64) {
     c.tile_q = leaves_registers(p, f) ? 128 : 64;
     c.keys_in_registers = walks_on(p, c);
-  } else if (costly || c.head_dim <= 64 || c.owns_dq || (f.part && c.deterministic)) // registers of the threads that load and order
+  } else { // registers of the threads that load and order allow no more than 64 with some options
     c.tile_q = 64;
-  else
-    c.tile_q = wastes_80(p, f) ? 64 : 80;
+    const bool takes_80 = !costly && c.head_dim > 64 && !c.owns_dq && !(f.part && c.deterministic);
+    if (takes_80 && !wastes_80(p, f) && !wastes_80_in_line(p, c, device)) c.tile_q = 80;
+  }
   if (c.tile_q == 80 || (c.exact_p && c.head_dim > 64)) c.registers_load = 24, c.registers_compute = 240;
   hold_keys(c, p);
   if (c.columns() > 64 || !may_own_dq(p, f)) return c;
@@ -208,7 +216,7 @@ bool takes_either(const Problem &p, const Features &f) {
 // as long as a block of 128 keys (with more than 128 columns, 0.65 times as long); but it begins 3 µs sooner, and uneven walks fill the SMs
 // more evenly. Speed relative to 128 keys (H100, head dimensions 64 and 128): 1.01 to 1.29 where it is chosen, 0.63 to 1.02 where not.
 bool fill_better(const Problem &p, const BackwardConfig &of_64, const BackwardConfig &of_128, const Device &device) {
-  const auto queries = [&](const BackwardConfig &c) { // that an SM has walked over when the last block ends
+  const auto queries = [&](const BackwardConfig &c) { // queries that an SM has walked over when the last block ends
     return walks_of(of_shares(p, count_shares(p, c, device)), c).last(device.sms) / c.tile_k();
   };
   return (beyond_128_keys(p) ? 0.65 : 1.0) * queries(of_64) <= 1.05 * queries(of_128);

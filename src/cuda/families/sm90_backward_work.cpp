@@ -27,7 +27,7 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
   constexpr int64_t kCache = 64 << 20;
   const bool some_longer = c.features.band || c.features.blocks || p.varlen;
   // With `deterministic`, at least 16 pairs run together if heads have up to 64 columns, although they overflow the L2 cache: 1.07 to 1.09
-  // times as fast (H200, 8k and 16k, causal). With 128 columns it is 0.96 to 1.03, so not there.
+  // times as fast (H200, 8k and 16k, causal). With 128 columns the ratio is 0.96 to 1.03, so the rule stops there.
   const int64_t least = c.deterministic && larger_dim(p) <= 64 ? 16
                         : some_longer                          ? 4
                                                                : 1,
@@ -39,19 +39,51 @@ int64_t pairs_in_bundle(const Problem &p, const BackwardConfig &c) {
   return p.wishes.bundle ? std::clamp<int64_t>(p.wishes.bundle, 1, std::max<int64_t>(1, pairs)) : even_bundle(pairs, size);
 }
 
-// Whether persistent blocks have room for two stages of K and V.
-bool has_stages(const Problem &p, BackwardConfig c, const Device &device) {
-  const Features &f = c.features;
-  if (c.roles || f.part || c.deterministic || c.owns_dq || larger_dim(p) > 64) return false;
-  if (f.curved() && f.bias) return false; // registers
+// The form with two stages of K and V. Beyond 64 columns no shared memory is left to stage dQ, so that it is added from registers.
+BackwardConfig with_stages(BackwardConfig c, const Problem &p) {
+  constexpr int32_t kRegisters = 200; // of a thread, as in hold_keys(); the loop over keys takes eight more
   c.key_stages = 2;
-  return shared_bytes(p, c) <= device.shared_per_block;
+  if (larger_dim(p) <= 64) return c;
+  c.dq_shared = 0, c.registers_load = 40, c.registers_compute = 232;
+  if (c.keys_in_registers && 3 * (c.head_dim + c.head_dim_v) / 4 + c.tile_q > kRegisters)
+    c.keys_in_registers = 0, c.values_in_registers = 1;
+  return c;
+}
+// Whether persistent blocks have room for two stages of K and V.
+bool has_stages(const Problem &p, const BackwardConfig &c, const Device &device) {
+  const Features &f = c.features;
+  if (c.roles || f.part || c.deterministic || c.owns_dq || beyond_128_keys(p)) return false;
+  if (f.curved() && f.bias) return false; // these options take too many registers
+  return shared_bytes(p, with_stages(c, p)) <= device.shared_per_block;
+}
+
+// Whether `in_line` is faster: the first product of the next key tile begins before the last product of the current one ends. The tensor
+// cores are then not idle between key tiles, but K stays in use longer, so that loads begin later. items: the key tiles of all pairs.
+//
+// Up to 64 columns, speed relative to two stages that are not in line (H100): if key tiles walk over 3 to 5 query tiles of 128, 1.03 to
+// 1.075 at head dimension 64, 1.02 to 1.04 at 40 and 48, 1.01 to 1.02 at 32, 0.98 at 16; over 2 or 2.5 query tiles 0.92 to 1.03, over one
+// 0.81 to 1.04; with grouped heads 0.995 to 1.02.
+// Beyond 64 columns, relative to a block per key tile (H100 and H200): 1.01 to 1.09 if key tiles walk over 4 to 20 query tiles of 64, but
+// 0.99 over 5 on an H100; over 27 or more 1.01 at head dimension 128, 0.99 at 80 and 96; over 3 tiles 0.98 to 1.04; where an SM has two
+// key tiles 0.98; with grouped heads 0.97 to 1.00. In a window, relative to persistent blocks with one stage: 1.02 to 1.03 over 18 tiles,
+// 0.96 over 6.
+bool comes_in_line(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
+  const Features &f = c.features;
+  if (f.by_element() || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or lengths are not known here
+  if (p.group() > 1 || c.split_group || std::min(c.head_dim, c.head_dim_v) < 32) return false;
+  const double walk = mean_walk(p, c) / double(c.tile_q * c.tile_k()); // in query tiles
+  if (larger_dim(p) <= 64) return walk >= 3;
+  return walk >= (narrow_window(p) ? 8 : 4) && walk < (larger_dim(p) > 112 ? 48 : 24) && items >= 3 * device.sms;
+}
+// Whether persistent blocks have two stages. Beyond 64 columns they only pay in line.
+bool takes_stages(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
+  return has_stages(p, c, device) && (larger_dim(p) <= 64 || comes_in_line(p, c, items, device));
 }
 
 // Whether persistent blocks, which take one key tile after another, are faster: only their first tile waits for a block to start, and K and
 // V of the next tile load while dK and dV are stored. Speed relative to a block per key tile (H100): 0.99 to 1.13 if tiles add to dQ in
 // turns, 1.02 to 1.05 with a block mask, 1.00 to 1.06 under a window, else 0.94 to 1.03 (head dimension 64: mostly below 1). With two
-// stages of K and V: 1.06 to 1.21 if a key tile walks over 3 to 5 tiles of 128 queries, no gain from 8 query tiles on.
+// stages of K and V and up to 64 columns: 1.06 to 1.21 if a key tile walks over 3 to 5 tiles of 128 queries, no gain from 8 query tiles on.
 bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const Device &device) {
   constexpr double kLongWalk = 8 * 128 * 128; // scores
   if (c.roles || c.features.part) return false;
@@ -61,19 +93,7 @@ bool persistent(const Problem &p, const BackwardConfig &c, int64_t items, const 
   if (p.wishes.persistent) return *p.wishes.persistent;
   if (items <= device.sms) return false;
   if (c.deterministic || c.features.blocks || narrow_window(p)) return true;
-  return has_stages(p, c, device) && mean_walk(p, c) < kLongWalk;
-}
-
-// Whether `in_line` is faster: the first product of the next key tile begins before the last product of the current one ends. The tensor
-// cores are then not idle between key tiles, but K stays in use longer, so that loads begin later. Speed relative to two stages that are
-// not in line (H100): if key tiles walk over 3 to 5 query tiles, 1.03 to 1.075 at head dimension 64, 1.02 to 1.04 at 40 and 48, 1.01 to
-// 1.02 at 32, 0.98 at 16; over 2 or 2.5 query tiles 0.92 to 1.03, over one 0.81 to 1.04; with grouped heads 0.995 to 1.02.
-bool comes_in_line(const Problem &p, const BackwardConfig &c) {
-  constexpr double kTilesOfQueries = 3;
-  const Features &f = c.features;
-  if (f.by_element() || f.dropout || f.blocks || f.seqused || p.varlen) return false; // not measured, or lengths are not known here
-  if (p.group() > 1 || std::min(c.head_dim, c.head_dim_v) < 32) return false;
-  return mean_walk(p, c) >= kTilesOfQueries * c.tile_q * c.tile_k();
+  return takes_stages(p, c, items, device) && (larger_dim(p) > 64 || mean_walk(p, c) < kLongWalk);
 }
 
 } // namespace
@@ -92,7 +112,7 @@ int64_t shared_bytes(const Problem &p, const BackwardConfig &c) {
 }
 
 bool stages_keys(const Problem &p, const BackwardConfig &c, int64_t tiles, const Device &device) {
-  return persistent(p, c, tiles, device) && has_stages(p, c, device);
+  return persistent(p, c, tiles, device) && takes_stages(p, c, tiles, device);
 }
 
 Problem of_shares(const Problem &p, int64_t shares) {
@@ -112,8 +132,9 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   const Problem p = of_shares(whole, shares);
   // Measured on an H200: FLOP per second of an SM on whole tiles, and the seconds that the kernels' starts take together.
   constexpr double kRate = 5.2e12, kWideRate = 4.6e12, kWideRateOf32Queries = 4.1e12, kRolesRate = 3.9e12, kLaunches = 6e-6;
-  // kBlockSeconds: a thread block's time to begin and to store. With up to 128 columns the warpgroups of a block of 64 keys share them: on
-  // an H100 it takes as long for a query tile as a block of 128 keys, hence kShared of the rate, but starts 3 µs sooner.
+  // kBlockSeconds: a thread block's time to begin and to store. With up to 128 columns, the warpgroups of a block of 64 keys share these
+  // keys. On an H100 such a block takes as long for a query tile as a block of 128 keys, hence kShared of the rate, but it starts 3 µs
+  // sooner.
   constexpr double kShared = 0.667, kBlockSeconds = 7e-6, kSharedBlockSeconds = 4e-6;
   constexpr double kStagedBlockSeconds = 4.5e-6; // H100: with two stages of keys, where the next keys load during a tile
   constexpr double kBiasPerClock = 1400;         // FLOP per clock and SM of kernels/mma's products for dbias
@@ -130,10 +151,10 @@ double predicted_seconds(const Problem &whole, const BackwardConfig &c, int64_t 
   return kLaunches + main + sums + bias + rows_seconds(p, c.head_dim, c.head_dim_v, !c.owns_dq);
 }
 
-// Every prediction that it compares is for one stage of K and V (kBlockSeconds): share_out() decides about two stages afterwards, since
+// All predictions compared here assume one stage of K and V (kBlockSeconds): share_out() decides about two stages afterwards, because
 // whether blocks are persistent depends on the number of shares.
 int64_t count_shares(const Problem &p, const BackwardConfig &c, const Device &device) {
-  constexpr double kGain = 0.93; // shares are worth their memory if they take at most this fraction of the predicted time without
+  constexpr double kGain = 0.93; // shares are worth their memory if they take at most this fraction of the time without shares
   const int64_t group = p.group();
   if (c.owns_dq || p.invariant || (!p.dk && !p.dv)) return 1;
   if (p.wishes.shares && group % p.wishes.shares == 0) return p.wishes.shares;
@@ -156,9 +177,11 @@ Work share_out(BackwardConfig &c, const Problem &p, const Inputs &in, const Devi
             .tiles_k = tiles_of_pair(p, c.tile_k()),
             .tiles_q = all_query_tiles(p, in, c.tile_q)};
   c.split_group = work.shares > 1;
-  if (!c.owns_dq) c.persistent = persistent(of_shares(p, shares), c, tiles_with_keys(p, c.tile_k()) * shares, device);
-  c.key_stages = c.persistent && has_stages(p, c, device) ? 2 : 1;
-  c.in_line = c.key_stages == 2 && comes_in_line(p, c);
+  const Problem shared = of_shares(p, shares);
+  const int64_t tiles_of_all = tiles_with_keys(shared, c.tile_k());
+  if (!c.owns_dq) c.persistent = persistent(shared, c, tiles_of_all, device);
+  if (c.persistent && takes_stages(p, c, tiles_of_all, device)) c = with_stages(c, p);
+  c.in_line = c.key_stages == 2 && comes_in_line(p, c, tiles_of_all, device);
   if (c.persistent || c.split_group) c.staged_store = 0;
   const int64_t items = c.owns_dq ? work.pairs : work.tiles_k * work.pairs;
   work.blocks = c.persistent ? std::min<int64_t>(items, device.sms) : items;

@@ -1,4 +1,4 @@
-// A bool mask packed into bits (kernels/device/mask_bits.h) by a launch before the main one.
+// Packs a bool mask into bits (kernels/device/mask_bits.h), by a launch that precedes the main one.
 #pragma once
 #include "../../../kernels/device/mask_bits.h"
 #include "attention/attention.h"

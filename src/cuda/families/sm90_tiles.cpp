@@ -26,7 +26,8 @@ constexpr int kBias = 32;         // a bias loaded by the copy engine: it needs 
 constexpr int kFunction = 64;     // a hyperbolic score, or functions of the caller's
 constexpr int kAnything = 128;    // all of these at once
 
-// What a tile's predicted time follows from. Unless the caller requests tile_q or tile_k, the tile with the least predicted time runs.
+// The figures from which a tile's time is predicted. Unless the caller requests tile_q or tile_k, the tile with the least predicted time
+// runs.
 struct Suits {
   double rate = 1; // scores per second, relative to the fastest tile for such heads
   int64_t least_keys = 0, most_keys = INT64_MAX;
@@ -112,8 +113,8 @@ Config with(Config c, const ForwardTile &t) {
   return c;
 }
 
-// The number of scores that tiles with such rows compute in one sequence. If other sequences have other lengths (`others`), the sequence's
-// last tile counts as half full.
+// The number of scores that tiles of the shape `rows` compute in one sequence. If other sequences have other lengths (`others`), the
+// sequence's last tile counts as half full.
 double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int64_t seqlen_q, int64_t seqlen_k, bool others) {
   constexpr int64_t kSamples = 32;
   const Band band = Band::make(seqlen_q, seqlen_k, p.bottom_right, p.window_left, p.window_right);
@@ -134,10 +135,10 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
 
 } // namespace
 
-// Heads share a tile of queries only where nothing ties the tile to one head. A mask and dropout are read for 16 queries of a head, and a
-// block mask for tiles of one head; with ALiBi a tile has one slope, and with a bias or a part one head. If Q is broadcast over the heads,
+// Heads share a tile of queries only if no option ties a tile to one head. A mask and dropout are read for 16 queries of one head, and a
+// block mask for tiles of one head; ALiBi gives a tile one slope, and a bias or a part gives it one head. If Q is broadcast over the heads,
 // the copy engine cannot load several heads at once. An invariant call with a bias or ALiBi is refused elsewhere. Calls of up to 16 rows
-// are left to cuda-mma, which computes them at the memory's rate.
+// are left to cuda-mma, which computes them at the rate of the memory.
 HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   constexpr int64_t kRowsOfMma = 16;
   constexpr double kWorth = 0.9; // packing must save 10% of the scores, because packed heads take longer to load and to store (guessed)
@@ -156,8 +157,8 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
 
 namespace {
 
-// The clocks that an SM's copy engine takes to load a key and its value if their rows are not whole sectors of 32 bytes. With whole
-// sectors, copying never was the limit: 0.
+// The clocks that an SM's copy engine takes to load a key and its value if their rows are not whole sectors of 32 bytes. 0 with whole
+// sectors, where copies were never the limit.
 double clocks_of_key(const Problem &p) {
   constexpr double kLine = 6.5; // clocks per started 128 bytes of a row (H200, head dimensions 24 to 88)
   const auto of_row = [](int64_t head_dim) { return head_dim % 16 ? kLine * double(tiles(head_dim, 64)) : 0; };

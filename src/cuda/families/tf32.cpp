@@ -24,7 +24,7 @@ constexpr int64_t kFewestColumns = 64; // the least head dimension, of Q and K a
 
 // From the fastest to the smallest.
 struct Tile {
-  int32_t most_dims; // of Q and V together: limited by registers
+  int32_t most_dims; // Dqk + Dv, limited by registers
   int32_t q, k, warps, stages;
   int32_t blocks_per_sm; // for which registers are limited
 };
@@ -105,8 +105,8 @@ protected:
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (p.invariant) return "is not invariant: its tiles of keys begin where a tile of queries sees some";
     if (!p.allow_tf32) {
-      // Three TF32 products of 11-bit numbers have an error of 2^-23.8 of the exact product (rms), and an FP32 sum of n products one of
-      // n / 1.4 2^-25.8. The two are equal at n = 31, but at 32 columns the error of single rows of dK was still 1.3 times the bound.
+      // The rms errors: 2^-23.8 of the exact product for three TF32 products of 11-bit numbers, and n / 1.4 2^-25.8 for an FP32 sum of n
+      // products. They are equal at n = 31, but at 32 columns the error of single rows of dK was still 1.3 times the bound.
       if (std::min(p.head_dim, p.head_dim_v) < kFewestColumns)
         return text("head dimensions under ", kFewestColumns, ": FP32 rounds a sum of so few products less than TF32's parts do");
       if (function_of(p) == kHyperbolic) return "a Lorentz product cancels, which shows what TF32's parts leave of FP32's last bits";

@@ -44,8 +44,8 @@ private:
   uint64_t bytes_ = 0;
 };
 
-// Calls visit(pointer) for each pointer in a kernel's arguments; a launch binds these. The arguments of one family only have an overload in
-// that family.
+// Calls visit(pointer) for each pointer in a kernel's arguments; a launch binds these pointers. Arguments that only one family has get an
+// overload in that family.
 template <class V> void each_pointer(const BlockList &list, V &visit) { visit(list.offsets), visit(list.indices); }
 template <class V> void each_pointer(const FunctionArguments &a, V &visit) {
   for (const CapturedOperand &x : a.captured) visit(x.data);

@@ -29,7 +29,7 @@ std::string outsized_scale(const Problem &);
 ForwardArguments forward_arguments(const Problem &);   // without the split over keys
 BackwardArguments backward_arguments(const Problem &); // without the workspace
 AuxiliaryArguments auxiliary_arguments(const Problem &);
-KeyScales key_scales(const Problem &); // of quantised keys
+KeyScales key_scales(const Problem &); // the scales of quantised keys
 
 // Whether base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may then be copied 16 bytes at a time.
 bool aligned(const View &, int64_t row_elements);

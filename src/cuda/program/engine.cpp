@@ -15,7 +15,7 @@
 namespace strobe::cuda {
 namespace {
 
-constexpr int64_t kMostPositions = int64_t{1} << 30; // of one sequence: kernels count positions in 32 bits
+constexpr int64_t kMostPositions = int64_t{1} << 30; // limit per sequence: kernels count positions in 32 bits
 constexpr int64_t kMostCtas = (int64_t{1} << 31) - 1;
 
 std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream) {
@@ -162,7 +162,7 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
     check_contents(program.copied ? with_copies(p, *program.copied, addresses) : p,
                    [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
   // Whether the last operation that this thread put on the stream is a kernel of this program. The launch that copies lists does not count:
-  // some kernels read lists before they wait for the launch before their own.
+  // some kernels read lists before they wait for the previous launch.
   bool early = false;
   for (; step != program.steps.end(); ++step) {
     if (const Zero *zero = std::get_if<Zero>(&*step)) {

@@ -30,7 +30,7 @@ bool has_whole_rows(const strobe_tensor &table) {
 ListCopy copy_of(const strobe_tensor &list) {
   ListCopy made{};
   for (int a = 0; a < 3; a++) {
-    const int of = a + list.rank - 3; // its axis
+    const int of = a + list.rank - 3; // the list's axis
     made.size[a] = of < 0 ? 1 : u32(list.shape[of]);
     made.stride[a] = of < 0 ? 0 : list.strides[of];
   }

@@ -10,7 +10,7 @@ namespace strobe::cuda {
 
 // Reserves memory for the table, sets p.part.table, and returns the launches that write it: one, except for lists of hundreds of ranges.
 std::vector<Launch> part_table(Problem &p, Scratch &);
-// Whether all ranges begin at multiples of 16, where dropout's groups and blocks may.
+// Whether all ranges begin at multiples of 16, so that dropout's groups and mask blocks lie at the same places as in the whole sequences.
 bool begins_aligned(const Problem &);
 // Whether tiles are numbered through all sequences, as in kernels/attention/packed_tiles.h, so that a short sequence has only the tiles
 // that it fills.

@@ -103,7 +103,8 @@ UnevenShares take_uneven_shares(ForwardArguments &a, const Problem &p, Scratch &
   const int64_t reals = p.heads * p.seqlen_q * p.head_dim_v;                   // per share
   if (!uneven || p.batch < 2 || p.batch > kMostUneven || blocks_of_share <= 0 || reals <= 0 || most_splits(p) < 2) return {};
   const int64_t round = std::max<int64_t>(1, slots / blocks_of_share);
-  // device/uneven_shares.h makes at most this many; blocks of further shares would only read the lengths and end.
+  // The kernel makes at most this many further shares (device/uneven_shares.h): the blocks of more shares would only read the lengths and
+  // end.
   const int64_t full = std::max<int64_t>(round, div_up(p.batch * p.seqlen_k, enough_keys_of_share()));
   const int64_t extra = std::min({full, kMostRounds * round, p.batch * most_splits(p), kMostReals / reals - p.batch});
   if (extra < std::min(round, p.batch)) return {};

@@ -1,5 +1,5 @@
-// The launches that families make beside their own kernels, and their order. The kernels are those of kernels/passes, except cuda-simt's
-// settle and dbias, which are its own in the same frames (kernels/device/settle_row.h, bias_gradient.h).
+// The launches that families make beside their own kernels, and their order. The kernels are in kernels/passes, except settle and dbias of
+// cuda-simt: those are its own, and share kernels/device/settle_row.h and bias_gradient.h with the others.
 #pragma once
 #include <optional>
 
@@ -41,7 +41,7 @@ void combine_splits(Program &, const Problem &, const ForwardArguments &a);
 // What memory a backward needs for sums. take_sums() reserves memory for D and LSE's correction; if dQ is asked for, for dQ's sum, to which
 // the thread blocks of several key tiles add; with `turns`, for a ticket and that many counters of turns, which begin at 0.
 struct BackwardSums {
-  int64_t real_bytes = 4;         // of D and of dQ's sum
+  int64_t real_bytes = 4;         // bytes of an element of D and of dQ's sum
   int64_t dq = 0;                 // reals of dQ's sum
   std::optional<int64_t> turns{}; // null: the order of additions is free
   bool zero_dq = false;           // the launch that computes D does not set dQ's sum to 0
@@ -61,7 +61,7 @@ struct BackwardLaunches {
   std::optional<Launch> dq{};            // dQ from its sum, if dQ is asked for
   std::optional<Launch> dbias{};
 };
-void push(Program &, const Problem &, const BackwardArguments &, BackwardLaunches &&); // and dsinks
+void push(Program &, const Problem &, const BackwardArguments &, BackwardLaunches &&); // appends them, and dsinks
 
 // The Config of the following delta() and dq_from_sum(), which go by the main kernel's tiles. form: passes::kFragments or kWarpgroups.
 passes::RowsConfig rows_config(const Problem &, int32_t head_dim, int32_t tile_q, int32_t form, bool aligned);

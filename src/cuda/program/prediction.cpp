@@ -72,7 +72,7 @@ double missing_seconds(const Problem &p, const Walks &w, const Device &device, i
   constexpr double kBytes = 3e12;      // per second, on an H200
   constexpr double kPartOfCache = 0.6; // fits the measured rates of long causal calls with groups of 5 to 7 heads (H100)
   // Under a causal mask the walks of neighbouring key tiles differ by a query tile for each head of the group. Under a window a walk begins
-  // when the blocks before it end: each head's rows are then needed as far as the keys in progress, and the window, reach.
+  // when the blocks before it end: the rows of a head that are then in use span the keys in progress plus the window.
   const bool window = narrow_window(p);
   if (!window && w.longest < 1.05 * w.mean) return 0;     // concurrent walks stay together
   if (std::max(p.head_dim, p.head_dim_v) <= 64) return 0; // no such loss was measured there (H100, groups of 4 and 8)

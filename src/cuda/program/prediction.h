@@ -6,9 +6,9 @@
 
 namespace strobe::cuda {
 
-// Thread blocks that each own a tile of a head's queries (forward) or keys (backward) and walk over the others by tiles.
+// Thread blocks that each own a tile of a head's queries (forward) or keys (backward) and walk over the keys (queries) by tiles.
 struct Walks {
-  double blocks = 0;            // of all heads
+  double blocks = 0;            // blocks of all heads
   double mean = 0, longest = 0; // scores per block
 
   double scores() const { return blocks * mean; }
@@ -52,8 +52,8 @@ double seconds(const Workload &, const Measured &, int64_t tile_q, int64_t tile_
 // The number of (batch, head) pairs whose tiles run together in a forward: as many as keep their K and V in half of the L2 cache.
 int32_t pairs_in_half_the_cache(const Problem &, const Device &);
 
-double query_rows(const Problem &); // of all query heads
-double key_rows(const Problem &);   // of all key heads
+double query_rows(const Problem &); // rows of all query heads
+double key_rows(const Problem &);   // rows of all key heads
 
 // Forward: the seconds to read K and V from memory, and those of the pass that combines splits.
 double reading_seconds(const Problem &, const Device &);

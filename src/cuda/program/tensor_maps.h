@@ -11,7 +11,7 @@ namespace strobe::cuda {
 
 // The reason why the copy engine cannot load this tensor; empty if it can.
 std::string unmapped(const char *argument, const View &, int64_t columns);
-// The reason why the copy engine cannot load boxes of rows, if in some tensor one row stands for all rows of a sequence; empty if in none.
+// The reason why the copy engine cannot load boxes of rows: in some tensor one row stands for all rows of a sequence. Else empty.
 std::string broadcast_row(std::initializer_list<const View *> of_queries, std::initializer_list<const View *> of_keys, const Problem &);
 
 // Maps of tensors with the rows of Q, or with those of K. box: the number of rows loaded at a time, 64 columns each, of box_heads heads.

@@ -20,7 +20,7 @@ namespace strobe::cuda {
 namespace {
 
 constexpr int kFormat = 2;              // 1 was JSON
-constexpr size_t kMostBytes = 16 << 20; // of a table
+constexpr size_t kMostBytes = 16 << 20; // the largest accepted table
 
 int64_t rounded(int64_t size) { return size > 0 ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(size))) : 0; }
 

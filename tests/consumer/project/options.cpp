@@ -61,7 +61,7 @@ static bool is(const strobe_function *x, const std::optional<strobe::Function> &
   return x && x->size == sizeof *x && x->n_nodes == 1 && x->nodes == from->nodes.data();
 }
 
-// Whether all bytes after the size are 0, but for these members.
+// Whether all bytes after the size are 0, except those of these members.
 template <class Raw, class... Members> static bool zero_but(const Raw &raw, const Members &...members) {
   Raw rest;
   std::memcpy(static_cast<void *>(&rest), static_cast<const void *>(&raw), sizeof raw);
@@ -75,7 +75,7 @@ template <class Raw, class... Members> static bool zero_but(const Raw &raw, cons
   return raw.size == sizeof raw;
 }
 
-// Sets an option of a `Given` and looks at the struct that is made of it, which the variable `given` stands for in `make`.
+// Sets an option of a `Given` and checks the struct `make`, an expression that converts the variable `given`.
 #define HANDED_ON(Struct, Given, name, make)                                                                                               \
   {                                                                                                                                        \
     Given given;                                                                                                                           \

@@ -171,7 +171,7 @@ TEST_CASE("addresses: the copy engine's maps are those of the run's tensors") {
     CHECK(map.opaque[1] == 64);
     CHECK(map.opaque[2] == 512);
   }
-  CHECK(arguments.tma_bias.map.opaque[0] == 0); // the call has none
+  CHECK(arguments.tma_bias.map.opaque[0] == 0); // the call has no bias
 }
 
 TEST_CASE("a wish: blocks that are not to be persistent may have 64 keys, persistent ones have 128") {

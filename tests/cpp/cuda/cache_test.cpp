@@ -54,13 +54,13 @@ TEST_CASE("cache: what is compiled") {
                           "if constexpr (!kWaitsItself<Kernel>) asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
                           "Kernel::run(a);\n}\n"
                           "== test/plain.h\n"));
-  CHECK_FALSE(has(build(plain(7), 80).cubin, "griddepcontrol")); // begins at sm_90
+  CHECK_FALSE(has(build(plain(7), 80).cubin, "griddepcontrol")); // only from sm_90 on
   CHECK(has(cubin, "== test/circle.h\n"));
   CHECK_FALSE(has(cubin, "unrelated"));
   const KernelSource specific{"test/plain.h", "test::Plain", "test::Config", true};
   CHECK(build(specific, plain(7).integers(), 90).cubin.starts_with("--gpu-architecture=sm_90a\n"));
   const Variable both("STROBE_NVRTC", nvrtc_file(12));
-  CHECK_FALSE(has(build(plain(7), 61).cubin, "__grid_constant__")); // a keyword that begins at sm_70
+  CHECK_FALSE(has(build(plain(7), 61).cubin, "__grid_constant__")); // a keyword only from sm_70 on
 }
 
 TEST_CASE("cache: another kernel, config, architecture or compiler is another entry") {
@@ -99,7 +99,7 @@ TEST_CASE("cache: a broken entry is no entry, and is replaced") {
   for (size_t length : {size_t(0), size_t(1), size_t(60), size_t(100), whole.size() - 1}) rebuilt(whole.substr(0, length));
   rebuilt(whole + "more");
 
-  build(plain(2), 90); // an entry under another's name
+  build(plain(2), 90); // makes another entry, whose contents are then found under this one's name
   compiled++;
   for (const std::string &other : c.files())
     if (other != file) rebuilt(contents(other));
@@ -200,7 +200,7 @@ TEST_CASE("cache: what others can write to is not used, and info says so") {
   shut(versions);
   CHECK_FALSE(build(plain(1), 90).compiled);
   open_to(file, group);
-  CHECK(build(plain(1), 90).compiled); // and replaces it
+  CHECK(build(plain(1), 90).compiled); // and the entry is replaced
   CHECK_FALSE(build(plain(1), 90).compiled);
   if (geteuid() == 0) { // only root may give a file away
     REQUIRE(chown(file.c_str(), 12345, 12345) == 0);
@@ -293,10 +293,10 @@ TEST_CASE("cache: made elsewhere") {
   fs::rename(c.folder / "cache", c.folder / "elsewhere");
   {
     const Variable further("STROBE_CACHE_PATH", c.folder / "none" + ":" + c.folder / "elsewhere"), other("STROBE_NVRTC", nvrtc_file(12));
-    CHECK(build(plain(1), 90).nvrtc == "13.7"); // of any compiler
+    CHECK(build(plain(1), 90).nvrtc == "13.7"); // an entry of any compiler serves
     CHECK_FALSE(fs::exists(c.folder / "cache"));
     CHECK(build(plain(2), 90).nvrtc == "12.9");
-    CHECK(c.files().size() == 1); // compiled kernels stay in the own folder
+    CHECK(c.files().size() == 1); // compiled kernels stay in the process's own folder
   }
   CHECK(build(plain(1), 90).compiled);
 }

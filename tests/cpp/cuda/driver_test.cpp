@@ -115,11 +115,11 @@ TEST_CASE("driver: a guard makes its device current and gives the caller's back"
     }
     CHECK(current() == first);
     const int pushes = fake.pushes;
-    const DeviceGuard same(one); // no change
+    const DeviceGuard same(one); // guards the same device, and changes nothing
     CHECK(fake.pushes == pushes);
   }
   CHECK(current() == nullptr);
-  CHECK(fake.retains == 2); // once per device
+  CHECK(fake.retains == 2); // each device is retained once
 }
 
 TEST_CASE("driver: errors carry the driver's words") {
@@ -151,7 +151,7 @@ TEST_CASE("driver: stand-ins for a compute capability") {
   CHECK(described(90).shared_per_block == 227 * 1024);
   CHECK(described(120).shared_per_block == 99 * 1024);
   CHECK(described(61).shared_per_block == 48 * 1024);
-  CHECK(described(88).cc == 88); // as the newest before it
+  CHECK(described(88).cc == 88); // described like the newest known GPU before it
   CHECK(described(88).shared_per_block == described(87).shared_per_block);
   CHECK(described(90).ordinal == -1);
   CHECK(thrown(STROBE_UNSUPPORTED, [] { described(37); }) == "compute capability 3.7; accepted is 5.0 or newer");

@@ -72,7 +72,7 @@ TEST_CASE("fork: the driver works in a child if it was not initialised before, e
   CHECK(has(in_child([] { return load(plain(2), device(1)).name; }), forked));
   const Device &here = device(1);
   CHECK(has(in_child([&] { return load(plain(2), here).name; }), forked));
-  const Kernel &kernel = load(plain(1), here); // launched from where it was kept
+  const Kernel &kernel = load(plain(1), here); // the child launches it without another look-up
   CHECK(has(in_child([&] {
               const char arguments[16] = {};
               launch(kernel, {}, 128, 0, nullptr, arguments, sizeof arguments);

@@ -91,7 +91,7 @@ TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
   CHECK((contents(file) == whole));
 
   build(plain(41), 90);
-  refuse("Config{41,2}"); // a kernel that is compiled again, too
+  refuse("Config{41,2}"); // also when it is compiled again
   const int loads = fake.loads;
   CHECK(has(thrown(STROBE_DEVICE_ERROR, [] { load(plain(41), device(1)); }), "cuLibraryLoadData of test::Plain<test::Config{41,2}>"));
   CHECK(fake.loads == loads + 2);
@@ -224,7 +224,7 @@ TEST_CASE("jit: launches that cannot be") {
   auto with = [&](Grid grid, int64_t shared = 0, size_t bytes = sizeof kArguments) {
     return thrown(STROBE_INTERNAL, [&] { launch(kernel, grid, 128, shared, nullptr, kArguments, bytes); });
   };
-  CHECK(with({0, 1, 1}) == ""); // an empty grid
+  CHECK(with({0, 1, 1}) == ""); // an empty grid launches nothing
   CHECK(with({1, 1, 0}) == "");
   CHECK(with({1, 65536, 1}) ==
         "launch of test::Plain<test::Config{50,2}>: grid 1 x 65536 x 1; accepted is up to 2147483647 x 65535 x 65535");

@@ -37,7 +37,7 @@ TEST_CASE("nvrtc: the newest that compiles for the GPU") {
   CHECK(chosen(70) == 12);
   CHECK(chosen(61) == 12);
   CHECK(chosen(100) == 0);
-  CHECK(nvrtc(90) == nvrtc(80)); // loaded once
+  CHECK(nvrtc(90) == nvrtc(80)); // the library is loaded once
   CHECK(nvrtc(90)->path == nvrtc_file(13));
   const Variable one("STROBE_NVRTC", nvrtc_file(12));
   CHECK(chosen(90) == 12);

@@ -1,4 +1,4 @@
-// The real NVRTC named by STROBE_TEST_NVRTC: checks that the fake one cannot serve.
+// The real NVRTC named by STROBE_TEST_NVRTC, for checks that the fake one does not allow.
 #include <chrono>
 
 #include "cuda/compile/nvrtc.h"

@@ -76,11 +76,11 @@ struct Compiling {
   Variable cache{"STROBE_CACHE_DIR", folder / "cache"}, log{"FAKE_NVRTC_LOG", folder / "log"}, nvrtc{"STROBE_NVRTC", nvrtc_file(13)};
   Variable further{"STROBE_CACHE_PATH", nullptr}, readonly{"STROBE_CACHE_READONLY", nullptr}, offline{"STROBE_OFFLINE", nullptr};
 
-  int compiled() const { // so far, by all processes
+  int compiled() const { // number of compilations so far, in all processes
     const std::string lines = contents(folder / "log");
     return static_cast<int>(std::ranges::count(lines, '\n'));
   }
-  std::vector<std::string> files() const { // in the cache
+  std::vector<std::string> files() const { // the files in the cache
     std::vector<std::string> all;
     if (fs::exists(folder / "cache"))
       for (const auto &file : fs::recursive_directory_iterator(folder / "cache"))

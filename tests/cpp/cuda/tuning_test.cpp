@@ -160,7 +160,7 @@ TEST_CASE("tuning: a table that others can write to, or that is no file of our o
   CHECK(has(reason(), "table.txt: no regular file"));
   fs::remove(file);
   REQUIRE(mkfifo(file.c_str(), 0644) == 0);
-  CHECK(has(reason(), "table.txt: no regular file")); // and no reader waits
+  CHECK(has(reason(), "table.txt: no regular file")); // the FIFO blocks no reader
   fs::remove(file);
   write(file, good);
   fs::resize_file(file, uint64_t(1) << 40);

@@ -22,11 +22,11 @@ causal and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), hea
 - autograd stacks the gradients of the packed forms from those of q, k and v, which is one copy.
 """
 
-# Under another name the modules of this folder are created a second time; so they use absolute imports, and define nothing.
-from strobe.compat._flash_forms import *  # noqa: F403
-from strobe.compat._flash_forms import __all__ as __all__
+# Under another name the modules of this folder are created a second time, and the first ones stand for these: so they use absolute imports.
 from strobe.compat.flash_attn import bert_padding as bert_padding
 from strobe.compat.flash_attn import flash_attn_interface as flash_attn_interface
+from strobe.compat.flash_attn.flash_attn_interface import *  # noqa: F403
+from strobe.compat.flash_attn.flash_attn_interface import __all__ as __all__
 
 __version__ = "2.8.3"  # of the flash-attn with these signatures: callers read it to know which arguments exist
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # The contestants by their names in the figures' files.
 PEERS = {"cudnn": "cuDNN", "fa2": "FlashAttention-2", "fa4": "FlashAttention-4", "efficient": "memory-efficient"}
-_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}  # of PyTorch
+_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "fa2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}  # PyTorch's backends
 
 Call = Callable[[], Any]  # returns the results: out, or the gradients
 

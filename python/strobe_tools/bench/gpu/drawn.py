@@ -10,9 +10,9 @@ from strobe_tools.bench.gpu.problem import Problem
 
 DIMS = range(16, 257, 8)
 GROUPS = range(1, 9)  # query heads per key head
-LENGTHS = (64, 32768)  # of any parity, log-uniform
+LENGTHS = (64, 32768)  # any parity, log-uniform
 TOKENS = (4096, 65536)  # per call
-WIDTHS = (1024, 4096)  # of all query heads together, approximately
+WIDTHS = (1024, 4096)  # all query heads together, approximately
 PACKED, WINDOWS, OTHER_DIM_V = 1 / 4, 1 / 4, 1 / 4  # fractions of all shapes
 
 
@@ -57,5 +57,5 @@ def _log_uniform(draw: Random, least: float, most: float) -> float:
 
 
 def _log_integer(draw: Random, least: int, most: int) -> int:
-    """From least to most, both included."""
+    """An integer from `least` to `most`, both included, drawn on a logarithmic scale."""
     return min(most, max(least, int(_log_uniform(draw, least, most + 1))))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK = 128  # of block-sparse masks, and of the tiles in which a window's work is counted
+BLOCK = 128  # size of mask blocks, and of the tiles in which a window's work is counted
 
 
 class Problem(NamedTuple):
-    """The shapes of a call. A size of 0 means that of the query."""
+    """The shapes of a call. A size of 0 means the same size as the query's."""
 
     batch: int
     heads: int
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
     def _scores(self) -> float:
         """The scores of one head."""
         if self.window:
-            seen = (min(n, self.window + 1) for n in self.lengths or (self.seqlen,))  # by the last query
+            seen = (min(n, self.window + 1) for n in self.lengths or (self.seqlen,))  # keys that the last query sees
             lengths = self.lengths or (self.seqlen,)
             return (1 if self.lengths else self.batch) * sum(n * w - w * (w - 1) / 2 for n, w in zip(lengths, seen, strict=True))
         scores = sum(n * n for n in self.lengths) or self.batch * self.seqlen * (self.seqlen_k or self.seqlen)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from strobe_tools.bench.gpu import drawn
 from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles, uneven_lengths
 
-TOKENS, WIDTH = 16384, 2048  # of most shapes: B·S, H·D
+TOKENS, WIDTH = 16384, 2048  # B·S and H·D of most shapes
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 DIMS = (64, 128, 256)
 HOPPER = ("cudnn", "fa2", "fa4")
@@ -94,7 +94,7 @@ def small() -> Iterator[Group]:
 
 
 def mma() -> Iterator[Group]:
-    """The portable tensor-core kernels, beside the FlashAttention of their instructions."""
+    """The portable tensor-core kernels, beside the FlashAttention that uses the same instructions."""
     for d, causal in product(DIMS, (False, True)):
         p = Problem(2, WIDTH // d, 8192, d, causal)
         for direction in DIRECTIONS:

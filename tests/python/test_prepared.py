@@ -27,14 +27,14 @@ def expected(q, k, v, **options):
 def short_ways(monkeypatch):
     """How many calls took the short path."""
     counts = {"found": 0}
-    fast_path = _call.FAST_PATHS[torch.Tensor]
+    before_parsing = _call.BEFORE_PARSING[torch.Tensor]
 
     def counted(*arguments):
-        found = fast_path(*arguments)
+        found = before_parsing(*arguments)
         counts["found"] += found is not None
         return found
 
-    monkeypatch.setitem(_call.FAST_PATHS, torch.Tensor, counted)
+    monkeypatch.setitem(_call.BEFORE_PARSING, torch.Tensor, counted)
     return counts
 
 
@@ -61,7 +61,7 @@ def test_the_second_call_takes_the_short_way_to_the_same_result(name, short_ways
 
 @pytest.mark.parametrize("tracked", [False, True])
 def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
-    """Once for each direction, and not for shapes that come only once."""
+    """A call is prepared once for each direction, and not if its shapes come only once."""
     made = []
     prepare = _call.Structs.prepare
     monkeypatch.setattr(_call.Structs, "prepare", lambda call, direction: [made.append(direction), prepare(call, direction)][1])
@@ -112,8 +112,8 @@ def test_a_call_passes_few_layers(monkeypatch):
     for _ in range(2):
         strobe.attention(q, k, v)
         strobe.attention(*tracked, causal=True)
-    assert frames(lambda: strobe.attention(q, k, v), "attention") == 2  # eager.c's
-    assert frames(lambda: strobe.attention(*tracked, causal=True), "run") == 3  # Ready.run, which autograd's function calls
+    assert frames(lambda: strobe.attention(q, k, v), "attention") == 2  # one frame is eager.c's
+    assert frames(lambda: strobe.attention(*tracked, causal=True), "run") == 3  # PreparedCall.run, which autograd's function calls
 
 
 def test_each_call_has_results_of_its_own():
