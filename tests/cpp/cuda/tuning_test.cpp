@@ -1,5 +1,6 @@
 // Tuning tables: read, refused with a reason, used as requests.
 #include "cuda/program/tuning.h"
+#include "score/forms.h"
 
 #include <sys/stat.h>
 
@@ -77,7 +78,11 @@ TEST_CASE("tuning: a table answers for sizes up to the same powers of two") {
   CHECK_FALSE(found([](Problem &p) { p.dtype = DType::f16; }));
   CHECK_FALSE(found([](Problem &p) { p.window_right = 0; }));
   CHECK_FALSE(found([](Problem &p) { p.window_left = 100; }));
-  CHECK_FALSE(found([](Problem &p) { p.softcap = 10; }));
+  CHECK_FALSE(found([](Problem &p) {
+    score::Program capped;
+    set_form(capped, {.form = score::Form::softcap, .cap = 10});
+    p.program = std::make_shared<const score::Program>(capped);
+  }));
   CHECK_FALSE(found([](Problem &p) { p.dropout = 0.1; }));
   CHECK_FALSE(found([](Problem &p) { p.deterministic = true; }));
   CHECK(tuning.find(*tuning_key("cuda-simt", Direction::forward, problem())) == nullptr);
