@@ -71,7 +71,8 @@ bool allowed(const std::string &includer, const std::string &header) {
     for (const char *folder : {"driver", "compile", "program", "families"}) {
       beginnings.push_back(std::string("src/cuda/") + folder + "/");
       if (folder == std::string("program"))
-        beginnings.insert(beginnings.end(), {"src/engine.h", "kernels/attention/", "kernels/device/", "kernels/passes/", "kernels/ptx/"});
+        beginnings.insert(beginnings.end(),
+                          {"src/engine.h", "src/score/", "kernels/attention/", "kernels/device/", "kernels/passes/", "kernels/ptx/"});
       all[folder] = beginnings;
     }
     return all;
