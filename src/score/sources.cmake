@@ -1,6 +1,9 @@
 strobe_sources(score
+  blocks.cpp
   build.cpp
   derivative.cpp
+  extrema.cpp
   formula.cpp
   graph.cpp
+  interval.cpp
   match.cpp)
