@@ -70,9 +70,12 @@ std::string captured(const Captured &c) { return text(name(c.dtype), " ", tuple(
 
 void functions(Page &page, const Problem &p) {
   if (!p.program) return;
+  using score::Form;
   const score::Program &program = *p.program;
-  if (program.score >= 0) page.line("score", "f(x, b, h, i, j) = " + score::formula(program.graph, program.score));
-  if (program.slope >= 0) page.line("df/dx", score::formula(program.graph, program.slope));
+  if (program.form == Form::softcap) page.line("softcap", text(program.cap));
+  if (program.form == Form::hyperbolic) page.line("score", text("hyperbolic: -", program.beta, " arccosh(max(-x, 1)) - ", program.shift));
+  if (program.form == Form::general) page.line("score", "f(x, b, h, i, j) = " + score::formula(program.graph, program.score));
+  if (program.form == Form::general && program.slope >= 0) page.line("df/dx", score::formula(program.graph, program.slope));
   if (program.seen >= 0) page.line("mask", "g(b, h, i, j) = " + score::formula(program.graph, program.seen));
 }
 
@@ -82,8 +85,6 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                           p.device_type == STROBE_CPU ? text("the CPU, ", e.threads, e.threads == 1 ? " thread" : " threads")
                                                       : text("CUDA device ", p.device_index)));
   page.line("scale", text(p.scale));
-  if (p.softcap > 0) page.line("softcap", text(p.softcap));
-  if (p.score == ScoreFunction::hyperbolic) page.line("score", text("hyperbolic: -", p.beta, " arccosh(max(-x, 1)) - ", p.shift));
   functions(page, p);
   const std::pair<const char *, const Captured &> read[] = {
 #define STROBE_CAPTURED(name, place) {#name, p.place},

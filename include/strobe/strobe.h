@@ -75,7 +75,7 @@ typedef enum strobe_score {
   STROBE_HYPERBOLIC = 1 /* -beta * arccosh(max(-x, 1)) - shift, where x is a Lorentz product: see docs/hyperbolic.md */
 } strobe_score;
 
-/* A function of the caller's: a graph of operations whose nodes take earlier nodes. operations.inc has the operations and what they take. */
+/* A function of the caller's: a graph of operations, whose nodes take earlier nodes. operations.inc has the operations. */
 typedef enum strobe_operation {
 #define STROBE_OPERATION(name, number, inputs, takes, gives) STROBE_OP_##name = number,
 #include "operations.inc"

@@ -220,7 +220,7 @@ def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
 def _refuse_tracked_captures(arrays: Mapping[str, Tensor]) -> None:
     for name in _function.CAPTURED:
         if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled():
-            raise refusing(NotImplementedError, "score", _function.TRACKED)
+            raise refusing(NotImplementedError, "score", f"the function {_function.TRACKED}")
 
 
 def refuse_tracked_slopes(arrays: Mapping[str, Tensor]) -> None:

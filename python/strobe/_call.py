@@ -34,9 +34,10 @@ def attention_struct(options: tuple[tuple[str, Any], ...]) -> tuple[Any, Any]:
         if f"has_{name}" in _MEMBERS:
             fields[f"has_{name}"] = True
     alive = []
-    for name, struct in (("part", _part_struct), *((name, struct_of) for name in FUNCTIONS.values())):
+    makers: dict[str, Callable[[Any], tuple[Any, Any]]] = {"part": _part_struct, **dict.fromkeys(FUNCTIONS.values(), struct_of)}
+    for name, made in makers.items():
         if name in fields:
-            fields[name], more = struct(fields[name])
+            fields[name], more = made(fields[name])
             alive.append((fields[name], more))
     for name in ("seed", "offset"):
         fields[name] = fields.get(name, 0) % 2**64

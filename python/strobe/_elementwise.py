@@ -64,7 +64,7 @@ def truncated_division(x: Value, y: Any) -> Value:
 
 
 def isnan(x: Value) -> Value:
-    return x != x if x.kind == REAL else where(x == x, False, True)  # noqa: PLR0124
+    return x != x if x.kind == REAL else where(x == x, False, True)
 
 
 def isinf(x: Value) -> Value:

@@ -8,13 +8,14 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ._checks import Wrong
 from ._core import ffi, lib
 from ._graph import BOOLEAN, INTEGER, REAL, UnrecordableError, Value, decoded
-from ._messages import kind, shown
+from ._messages import kind
 from ._refusals import refusals_of, refusing
 from ._watched import key_of, watch
 from .arrays.base import Array, Framework
@@ -37,7 +38,7 @@ _MOST_CODES, _MOST_RECORDINGS = 256, 16
 
 def functions_in(given: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """The options that are functions."""
-    return {name: x for name in _ARGUMENTS if callable(x := given.get(name))}
+    return {name: given[name] for name in _ARGUMENTS if callable(given.get(name))}
 
 
 class Recording:
@@ -93,8 +94,8 @@ def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[
     for name, x, is_converted in zip(CAPTURED, arrays, converts, strict=False):
         fields[name] = framework.cast(x, framework.xp.int32) if is_converted else x
     if len(arrays) > MOST_CAPTURED:
-        whose = " and ".join(found)
-        raise _RefusedError(f"{len(arrays)} tensors are read by {whose}; accepted are up to {MOST_CAPTURED}: stack those of one shape")
+        whose = "the functions read" if len(found) > 1 else "the function reads"
+        raise _RefusedError(f"{whose} {len(arrays)} tensors; accepted are up to {MOST_CAPTURED}: stack those of one shape")
     return fields
 
 
@@ -128,7 +129,7 @@ def recorded(wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framewor
     for name, function in functions.items():
         try:
             known = _known(name, function, q) or _record(name, function, framework, q)
-            _check_captured(known[1], framework, q)
+            _check_captured(_named(function), known[1], framework, q)
             found[name] = known
         except UnrecordableError as refused:
             wrong.append(refusing(ValueError, name, f"{_named(function)}{_place(refused.__traceback__)}: {refused}"))
@@ -180,7 +181,7 @@ def recorded_mask(function: Callable[..., Any], framework: Framework) -> dict[st
         raise refusing(refused.error, "function", str(refused)) from None
 
 
-TRACKED = "it reads a tensor that requires grad, and attention has no gradient of it yet; accepted is its detach(), or torch.no_grad()"
+TRACKED = "reads a tensor that requires grad, and attention has no gradient of it yet; accepted is its detach(), or torch.no_grad()"
 
 
 class _RefusedError(Exception):
@@ -197,7 +198,7 @@ def _record(name: str, function: Callable[..., Any], framework: Framework, q: Ar
     else:
         from ._recorder_numpy import record
     graph, found, arrays = record(function, _ARGUMENTS[name], q.dtype == framework.xp.float64)
-    value = _result(name, graph, found)
+    value = _result(name, _named(function), graph, found)
     result = value.at((), BOOLEAN if name == "mask" else REAL)
     used = graph.captured_by(result)
     count = len(decoded(graph.text(result)))
@@ -226,23 +227,23 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
         pass
 
 
-def _result(name: str, graph: Any, found: Any) -> Value:
+def _result(name: str, whose: str, graph: Any, found: Any) -> Value:
     if not isinstance(found, Value):
         if not isinstance(found, (bool, int, float)):
-            accepted = "a number" if name == "score" else "a bool"
-            raise _RefusedError(f"returns {kind(found)}; accepted is a scalar tensor, {accepted}", TypeError)
+            accepted = "a scalar, or a number" if name == "score" else "a bool scalar, or a bool"
+            raise _RefusedError(f"{whose} returns {kind(found)}; accepted is {accepted}", TypeError)
         found = graph.number(found)
     if found.shape:
-        raise _RefusedError(f"returns shape {found.shape}; accepted is a scalar: the function sees one score at a time")
+        raise _RefusedError(f"{whose} returns shape {found.shape}; accepted is a scalar: the function sees one score at a time")
     if name == "mask" and found.kind != BOOLEAN:
         what = "an integer" if found.kind == INTEGER else "a real number"
-        raise _RefusedError(f"returns {what}; accepted is a bool, as a comparison gives", TypeError)
+        raise _RefusedError(f"{whose} returns {what}; accepted is a bool, as a comparison gives", TypeError)
     return found
 
 
-def _check_captured(arrays: Sequence[Any], framework: Framework, q: Array) -> None:
+def _check_captured(whose: str, arrays: Sequence[Any], framework: Framework, q: Array) -> None:
     for x in arrays:
-        what = f"reads a tensor of shape {tuple(x.shape)}"
+        what = f"{whose} reads a tensor of shape {tuple(x.shape)}"
         if (unfit := framework.unfit("", x)) is not None:
             raise _RefusedError("".join(f"{what}: {each.words}" for each in refusals_of(unfit)[:1]), type(unfit))
         if getattr(x, "device", None) != getattr(q, "device", None):
@@ -252,25 +253,25 @@ def _check_captured(arrays: Sequence[Any], framework: Framework, q: Array) -> No
         if 0 in x.shape:
             raise _RefusedError(f"{what}; accepted are tensors with elements")
         if (dtype := _name_of(x.dtype)) not in _AS_THEY_ARE + _AS_INT32:
-            raise _RefusedError(f"reads a tensor of {dtype}; accepted are {', '.join(_AS_THEY_ARE)}, and integers of fewer bits")
+            raise _RefusedError(f"{whose} reads a tensor of {dtype}; accepted are {', '.join(_AS_THEY_ARE)}, and integers of fewer bits")
         if framework.is_tracked(x):
-            raise _RefusedError(TRACKED, NotImplementedError)
+            raise _RefusedError(f"{whose} {TRACKED}", NotImplementedError)
 
 
 def _named(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or kind(function)
 
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN = f"{Path(__file__).parent}{os.sep}"
 
 
 def _place(at: TracebackType | None) -> str:
-    """ (file, line 12): where the caller's code was, in words."""
+    """(line 12 of file): where the caller's code was, in words."""
     found = ""
     while at is not None:
         file = at.tb_frame.f_code.co_filename
         if not file.startswith(_OWN) and f"{os.sep}torch{os.sep}" not in file and f"{os.sep}numpy{os.sep}" not in file:
-            found = f" ({os.path.basename(file)}, line {at.tb_lineno})"
+            found = f" (line {at.tb_lineno} of {Path(file).name})"
         at = at.tb_next
     return found
 

@@ -17,11 +17,20 @@ _CONVERSIONS = {BOOLEAN: "TO_BOOLEAN", INTEGER: "TO_INTEGER", REAL: "TO_REAL"}
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
 _MOST_WHOLE_POWER = 16
 
-BRANCH = "torch.where(condition, a, b), and &, |, ~ in place of and, or, not"
+BRANCH = (
+    "a branch on the data, as if, and, or, not, min, max and a < b < c make; accepted is {}.where(condition, a, b), and &, |, ~ in "
+    "place of and, or, not"
+)
+_NO_FORM = "accepted are operations on single elements, indexing, and functions made of them: docs/functions.md has the list"
 
 
 class UnrecordableError(Exception):
     """Why a function has no graph, in words that go behind "score: " or "mask: "."""
+
+
+class NoFormError(UnrecordableError):
+    def __init__(self, operation: object):
+        super().__init__(f"{operation} has no form for one score at a time; {_NO_FORM}")
 
 
 def promoted(*kinds: str) -> str:
@@ -195,7 +204,7 @@ class Value:
     # Elementwise operations
 
     def _each(self, build: Callable[..., int], *others: Any, takes: str = "", gives: str = "") -> Value:
-        """build(*nodes) for each element of self and the others, which broadcast. takes: the kind of the nodes; gives: that of the result."""
+        """build(*nodes) for each element of self and the others, which broadcast. takes: the nodes' kind; gives: the result's."""
         values = [self, *map(self.graph.of, others)]
         takes = takes or promoted(*(x.kind for x in values))
         shape = broadcast([x.shape for x in values])
@@ -363,10 +372,12 @@ class Value:
         return self._compared("GREATER_EQUAL", other)
 
     def __bool__(self) -> bool:
-        raise UnrecordableError(f"a branch on the data, as if, and, or, not, min, max and a < b < c make; accepted is {BRANCH}")
+        raise UnrecordableError(BRANCH.format("np"))
 
     def _has_no_number(self) -> NoReturn:
-        raise UnrecordableError("a tensor is turned into a number of Python; accepted are operations on the tensor itself, as in table[h]")
+        raise UnrecordableError(
+            "an array is turned into a number of Python; accepted are operations on the array itself, as in table[h] or np.exp(x)"
+        )
 
     def __int__(self) -> int:
         self._has_no_number()
@@ -392,7 +403,7 @@ class Value:
     def index(self, indices: Sequence[Value | None]) -> Value:
         """x[indices]: one for each of the first axes, None for all of an axis. The indices broadcast against each other."""
         if len(indices) > len(self.shape):
-            raise UnrecordableError(f"{len(indices)} indices of an array of shape {self.shape}")
+            raise UnrecordableError(f"{len(indices)} indices of a tensor of shape {self.shape}; accepted are up to {len(self.shape)}")
         given = [(axis, x) for axis, x in enumerate(indices) if x is not None]
         if not given:
             return self
@@ -449,9 +460,7 @@ class Value:
 
     def unsqueezed(self, axis: int) -> Value:
         axis = axis_of(axis, len(self.shape) + 1)
-        return self._made(
-            (*self.shape[:axis], 1, *self.shape[axis:]), lambda indices: self.at((*indices[:axis], *indices[axis + 1 :]))
-        )
+        return self._made((*self.shape[:axis], 1, *self.shape[axis:]), lambda indices: self.at((*indices[:axis], *indices[axis + 1 :])))
 
     def squeezed(self, axes: Sequence[int] | None = None) -> Value:
         rank = len(self.shape)
@@ -527,6 +536,28 @@ def where(condition: Value, x: Any, y: Any) -> Value:
         return graph.add("WHERE", *nodes, kind=kind)
 
     return graph.value(graph, broadcast([chosen.shape, first.shape, second.shape]), kind, at)
+
+
+def concatenated(values: Sequence[Value], axis: int) -> Value:
+    """The arrays one behind the other; an index chooses by comparisons."""
+    graph, axis = values[0].graph, axis_of(axis, len(values[0].shape))
+    kind, shape = promoted(*(x.kind for x in values)), values[0].shape
+    ends = [sum(x.shape[axis] for x in values[: n + 1]) for n in range(len(values))]
+    if any(x.shape[:axis] + x.shape[axis + 1 :] != shape[:axis] + shape[axis + 1 :] for x in values):
+        raise UnrecordableError(f"shapes {', '.join(str(x.shape) for x in values)}, which cannot be concatenated")
+
+    def at(indices: Indices) -> int:
+        place = found._bounded(indices[axis], ends[-1])
+        chosen = -1
+        for x, end in [*zip(values, ends, strict=True)][::-1]:
+            start = graph.constant(end - x.shape[axis], INTEGER)
+            own = x.at((*indices[:axis], graph.add("SUBTRACT", place, start), *indices[axis + 1 :]), kind)
+            here = graph.add("LESS", place, graph.constant(end, INTEGER))
+            chosen = own if chosen < 0 else graph.add("WHERE", here, own, chosen, kind=kind)
+        return chosen
+
+    found: Value = graph.value(graph, (*shape[:axis], ends[-1], *shape[axis + 1 :]), kind, at)
+    return found
 
 
 def arange(graph: Graph, start: Any, end: Any, step: Any) -> Value:

@@ -6,6 +6,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from ._abi import DTYPES, MAX_RANK, NO_DTYPE, engines
+from ._function import CAPTURED
+from ._function import FIELDS as FUNCTIONS
 from ._options import SCALES, SCORES, TOKENS
 from ._refusals import Axes, AxisOf, Either, Hint, Name, OtherLayout, Refusal, Sizes, Types
 from .arrays.base import Array
@@ -17,6 +19,7 @@ _OF_SIZES = frozenset({"mask", "bias", "alibi_slopes", "sinks", "lse", "dlse", "
 _CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
 _CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
 _QUANTISED = ("int8", "uint8", "float8_e4m3fn")
+_OPTIONS = {field: option for option, field in FUNCTIONS.items()}
 _NONE = f"{NO_DTYPE} (none)"
 
 
@@ -49,8 +52,11 @@ class OfCall:
             words = refusal.words.removesuffix(" beside {2}") if refusal.code == "value" else refusal.words  # block_rows, a name of C's
             refusal = refusal._replace(argument="block_mask", words=f"{name}: {words}")
             return None if is_of_sizes(refusal) and self._is_other_layout() else refusal
+        if (option := self._option_of(name)) is not None:
+            return refusal._replace(argument=option, words=refusal.words if name in _OPTIONS else f"{name}: {refusal.words}")
         if self._bshd:
             refusal = _in_bshd(refusal)
+        refusal = refusal._replace(values=tuple(Name(_OPTIONS.get(x.of, x.of)) if isinstance(x, Name) else x for x in refusal.values))
         array = self._arrays.get(name)
         if array is not None:
             if is_of_sizes(refusal) and self._is_other_layout():
@@ -63,6 +69,12 @@ class OfCall:
             if close and wanted != close[0].partition("-")[0]:  # "cpu" and "cuda" are devices: any engine there may be meant
                 refusal = refusal.beside(Hint(f"; did you mean {close[0]}?"))
         return refusal._replace(argument=name.removeprefix("execution."))
+
+    def _option_of(self, name: str) -> str | None:
+        """The option whose function is this member of the C structs, or reads this tensor."""
+        if name in CAPTURED:
+            return "score" if self._attention.score_function else "mask"
+        return _OPTIONS.get(name)
 
     def _of_array(self, refusal: Refusal, name: str, array: Array) -> Refusal:
         if refusal.code == "dtype":

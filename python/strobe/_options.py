@@ -154,7 +154,9 @@ class Score(Choice):
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         found: Wrong = []
         fields = super().read(found, name, x)
-        wrong += [refusing(ValueError, name, f"{shown(x)}; accepted is 'dot', 'hyperbolic' or a function {SIGNATURES[name]}") for _ in found]
+        wrong += [
+            refusing(ValueError, name, f"{shown(x)}; accepted is 'dot', 'hyperbolic' or a function {SIGNATURES[name]}") for _ in found
+        ]
         return fields
 
 

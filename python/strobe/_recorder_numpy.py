@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _elementwise as e
 from ._elementwise import ELEMENTWISE
-from ._graph import BOOLEAN, INTEGER, REAL, Graph, UnrecordableError, Value, where
+from ._graph import BOOLEAN, INTEGER, REAL, Graph, NoFormError, UnrecordableError, Value, concatenated, where
 from ._watched import is_trusted, names_of
 
 _DTYPES = {BOOLEAN: np.dtype(np.bool_), INTEGER: np.dtype(np.int64), REAL: np.dtype(np.float64)}
@@ -25,7 +25,7 @@ def kind_of_dtype(dtype: Any) -> str:
     dtype = np.dtype(dtype)
     found = REAL if dtype.name == "bfloat16" else _OF_DTYPES.get(dtype.kind)
     if found is None:
-        raise UnrecordableError(f"{dtype}; accepted are real numbers, integers and bools")
+        raise UnrecordableError(f"an array of {dtype}; accepted are real numbers, integers and bools")
     return found
 
 
@@ -103,7 +103,10 @@ class _Copies:
         if all(vars(x)[name] is namespace[name] for name in namespace) and not callable(x):
             return x
         own = {
-            name: self.of(method) for each in kind.__mro__[::-1] for name, method in vars(each).items() if type(method) is types.FunctionType
+            name: self.of(method)
+            for each in kind.__mro__[::-1]
+            for name, method in vars(each).items()
+            if type(method) is types.FunctionType
         }
         own.pop("__new__", None)
         found.__dict__.update(namespace)
@@ -118,8 +121,8 @@ def _operand(graph: Graph, x: Any) -> Any:
     if isinstance(x, np.ndarray) and x.ndim == 0:
         return x.item()
     if isinstance(x, np.ndarray):
-        words = "an array that the function gets in a way that is not followed; accepted are arrays in closures, defaults, globals and attributes"
-        raise UnrecordableError(words)
+        accepted = "accepted are arrays in closures, defaults, globals and attributes"
+        raise UnrecordableError(f"an array that the function gets in a way that is not followed; {accepted}")
     return graph.of(x)
 
 
@@ -165,11 +168,6 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _refused(name: str) -> UnrecordableError:
-    accepted = "accepted are operations on single elements, indexing, and functions made of them (docs/functions.md has the list)"
-    return UnrecordableError(f"{name}, which has no form for one score at a time; {accepted}")
-
-
 class NumPyValue(Value):
     """A Value that NumPy's functions take as an array."""
 
@@ -190,7 +188,7 @@ class NumPyValue(Value):
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
-    def T(self) -> Value:  # noqa: N802: NumPy's name
+    def T(self) -> Value:  # noqa: N802
         return self.permuted([*range(self.ndim)][::-1])
 
     def __len__(self) -> int:
@@ -232,6 +230,11 @@ class NumPyValue(Value):
     def __setitem__(self, index: Any, x: Any) -> None:
         raise UnrecordableError("a write into an array; accepted is np.where, which makes a new one")
 
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__") and hasattr(np.ndarray, name):
+            raise NoFormError(f".{name} of an array")
+        raise AttributeError(name)
+
     def __array__(self, *_: Any, **__: Any) -> Any:
         self._has_no_number()
 
@@ -247,7 +250,7 @@ class NumPyValue(Value):
     def copy(self) -> Value:
         return self
 
-    def clip(self, min: Any = None, max: Any = None) -> Value:  # noqa: A002: NumPy's names
+    def clip(self, min: Any = None, max: Any = None) -> Value:
         return e.clamp(self, min, max)
 
     def reshape(self, *shape: Any) -> Value:
@@ -262,18 +265,18 @@ class NumPyValue(Value):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method != "__call__":
-            raise _refused(f"{ufunc.__name__}.{method}")
+            raise NoFormError(f"{ufunc.__name__}.{method}")
         if kwargs.keys() - {"dtype", "casting"}:
             raise UnrecordableError(f"{ufunc.__name__} with {', '.join(sorted(kwargs))}; accepted are its operands alone")
         if (function := _UFUNCS.get(ufunc.__name__)) is None:
-            raise _refused(f"np.{ufunc.__name__}")
+            raise NoFormError(f"np.{ufunc.__name__}")
         operands = [_operand(self.graph, x) for x in inputs]
         found = function(self.graph.of(operands[0]), *operands[1:])
         return found.astype(kwargs["dtype"]) if kwargs.get("dtype") is not None else found
 
     def __array_function__(self, func: Any, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if (function := _FUNCTIONS.get(func.__name__)) is None:
-            raise _refused(f"np.{func.__name__}")
+            raise NoFormError(f"np.{func.__name__}")
         operands = [_operand(self.graph, x) if isinstance(x, (np.ndarray, np.generic)) else x for x in args]
         if operands and isinstance(operands[0], (bool, int, float)):
             operands[0] = self.graph.of(operands[0])
@@ -314,10 +317,11 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "select": _select,
     "shape": lambda x: x.shape,
     "sinc": e.sinc,
+    "concatenate": lambda values, axis=0: concatenated(values, axis),
+    "stack": lambda values, axis=0: concatenated([x.unsqueezed(axis) for x in values], axis),
     "squeeze": lambda x, axis=None: x.squeezed(None if axis is None else [axis]),
     "take": _take,
     "transpose": lambda x, axes=None: x.transpose(*(axes or ())),
     "where": _where,
     "zeros_like": lambda x, **_: x.graph.of(0).to(x.kind),
 }
-

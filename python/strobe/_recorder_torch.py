@@ -6,8 +6,9 @@ Indexing is taken over in Python, where `table[i]` would read the number of i, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from typing import Any, NoReturn
+from functools import partial, reduce
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from . import _elementwise as e
 from ._elementwise import ELEMENTWISE
-from ._graph import BOOLEAN, BRANCH, INTEGER, REAL, Graph, UnrecordableError, Value, arange, axis_of, broadcast, where
+from ._graph import (
+    BOOLEAN,
+    BRANCH,
+    INTEGER,
+    REAL,
+    Graph,
+    NoFormError,
+    UnrecordableError,
+    Value,
+    arange,
+    axis_of,
+    broadcast,
+    concatenated,
+    where,
+)
 
 _META = torch.device("meta")
 _DTYPES = {BOOLEAN: torch.bool, INTEGER: torch.int64, REAL: torch.float32}
@@ -24,7 +39,7 @@ _DTYPES = {BOOLEAN: torch.bool, INTEGER: torch.int64, REAL: torch.float32}
 
 def kind_of_dtype(dtype: torch.dtype) -> str:
     if dtype.is_complex:
-        raise UnrecordableError(f"{dtype}; accepted are real numbers, integers and bools")
+        raise UnrecordableError(f"a tensor of {dtype}; accepted are real numbers, integers and bools")
     return BOOLEAN if dtype == torch.bool else REAL if dtype.is_floating_point else INTEGER
 
 
@@ -39,16 +54,22 @@ def record(function: Callable[..., Any], arguments: Sequence[tuple[str, str]], i
         examples = [torch.empty((), dtype=dtypes[kind], device=_META) for _, kind in arguments]
         for example, (operation, kind) in zip(examples, arguments, strict=True):
             mode.keep(example, graph.argument(operation, kind))
-        with _Python(), mode:
-            found = function(*examples)
+        try:
+            with _Python(), mode:
+                found = function(*examples)
+        except RuntimeError as failed:
+            if "meta tensor" not in str(failed):
+                raise
+            words = "torch.tensor of tensors, or another function that reads their numbers; accepted is torch.stack"
+            raise UnrecordableError(words).with_traceback(failed.__traceback__) from None
         if isinstance(found, Tensor):
             found = mode.value(found)
         return graph, found, mode.captured
 
 
 _NUMBERS = {
-    torch.Tensor.__bool__: f"a branch on the data, as if, and, or, not, min, max and a < b < c make; accepted is {BRANCH}",
-    torch.Tensor.__contains__: f"`in`, which is a branch on the data; accepted is {BRANCH}",
+    torch.Tensor.__bool__: BRANCH.format("torch"),
+    torch.Tensor.__contains__: BRANCH.format("torch").replace("if, and", "in, if, and"),
 }
 _IS_A_NUMBER = "turns a tensor into a number of Python; accepted are operations on the tensor itself, as in table[h] or torch.exp"
 _NAMES_OF_NUMBERS = ("__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy", "__array__", "data_ptr", "__dlpack__")
@@ -78,7 +99,7 @@ def _indexed(x: Tensor, index: Any) -> Tensor:
         at = next(n for n, item in enumerate(items) if item is Ellipsis)
         items[at : at + 1] = [slice(None)] * (x.dim() - wide)
     if wide > x.dim():
-        raise UnrecordableError(f"{wide} indices of a tensor of shape {tuple(x.shape)}")
+        raise UnrecordableError(f"{wide} indices of a tensor of shape {tuple(x.shape)}; accepted are up to {x.dim()}")
     tensors: list[Tensor | None] = []
     axis = 0
     for item in items:
@@ -136,6 +157,8 @@ class _Operations(TorchDispatchMode):
         given |= dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | (kwargs or {})
         if name in ("lift_fresh", "lift_fresh_copy"):
             return self._fresh(given["self"])
+        if torch.Tag.nondeterministic_seeded in func.tags or "dropout" in name:
+            raise UnrecordableError(f"{func} makes random numbers; accepted is the option dropout, or a tensor of numbers drawn before")
         if name.endswith("_") and not name.endswith("__"):
             raise UnrecordableError(f"a write into a tensor ({func._schema.name}); accepted are new values, as in score = score + x")
         if (handler := _HANDLERS.get(name)) is None:
@@ -171,23 +194,16 @@ class _Operations(TorchDispatchMode):
     def _decomposed(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name == "_local_scalar_dense":
             raise UnrecordableError(f"an operation that {_IS_A_NUMBER}")
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise UnrecordableError(f"{func}, random numbers; accepted is the option dropout, or a tensor of numbers drawn before")
-        from torch import _refs  # noqa: F401: takes a second, and registers most decompositions
         from torch._decomp import decomposition_table
 
-        if (found := decomposition_table.get(func)) is not None:
-            with self:
-                return found(*args, **kwargs)
-        if func._can_decompose():
-            with self:
-                return func.decompose(*args, **kwargs)
-        _refuse(func)
-
-
-def _refuse(func: Any) -> NoReturn:
-    accepted = "accepted are operations on single elements, indexing, and functions made of them (docs/functions.md has the list)"
-    raise UnrecordableError(f"{func}, which has no form for one score at a time; {accepted}")
+        decomposition = decomposition_table.get(func, func.decompose if func._can_decompose() else None)
+        try:
+            if decomposition is not None:
+                with self:
+                    return decomposition(*args, **kwargs)
+        except NoFormError:
+            pass  # it would name another operation
+        raise NoFormError(func)
 
 
 Handler = Callable[[_Operations, dict[str, Any]], Any]
@@ -204,12 +220,12 @@ def _each(function: Callable[..., Any], *names: str, **renamed: str) -> Handler:
     return handler
 
 
-_TWO = frozenset(
-    "atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq floor_divide fmax fmin fmod ge gt "
-    "hypot le logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul ne remainder xlogy".split()
-)
+def _takes_two(function: Callable[..., Any]) -> bool:
+    return sum(x.default is x.empty for x in signature(function).parameters.values()) == 2
+
+
 for _name, _function in ELEMENTWISE.items():
-    _HANDLERS[_name] = _each(_function, "self", "other") if _name in _TWO else _each(_function, "self")
+    _HANDLERS[_name] = _each(_function, "self", "other") if _takes_two(_function) else _each(_function, "self")
 _HANDLERS |= {f"__{name}__": _each(ELEMENTWISE[f"bitwise_{name}"], "self", "other") for name in ("and", "or", "xor")}
 _HANDLERS |= {f"special_{name}": _HANDLERS[name] for name in ("xlogy",)}
 _HANDLERS["__lshift__"], _HANDLERS["__rshift__"] = _HANDLERS["bitwise_left_shift"], _HANDLERS["bitwise_right_shift"]
@@ -328,9 +344,9 @@ _HANDLERS["scalar_tensor"] = lambda r, a: _filled(r, a, a["s"])
 for _name in ("full", "full_like", "new_full"):
     _HANDLERS[_name] = lambda r, a: _filled(r, a, a["fill_value"])
 _HANDLERS["fill"] = lambda r, a: _filled(r, a, a["value"]) if not isinstance(a["value"], Tensor) else r.value(a["value"])
-for _name, _number in (("zeros", 0), ("ones", 1)):
+for _name, _number in (("zeros", 0), ("ones", 1), ("empty", 0)):
     for _full in (_name, f"{_name}_like", f"new_{_name}"):
-        _HANDLERS[_full] = lambda r, a, n=_number: _filled(r, a, n)
+        _HANDLERS[_full] = partial(_filled, number=_number)
 
 
 @_handles("arange")
@@ -375,7 +391,7 @@ _HANDLERS["unbind"] = lambda r, a: [
 ]
 _HANDLERS["t"] = lambda r, a: r.value(a["self"]).permuted([*range(len(r.value(a["self"]).shape))][::-1])
 for _name in ("view", "_unsafe_view", "reshape", "_reshape_alias"):
-    _HANDLERS[_name] = lambda r, a: r.value(a["self"]).reshaped(a.get("size", a.get("shape")))
+    _HANDLERS[_name] = lambda r, a: r.value(a["self"]).reshaped(a["size"] if "size" in a else a["shape"])
 
 
 @_handles("squeeze")
@@ -397,6 +413,10 @@ def _transpose(r: _Operations, a: dict[str, Any]) -> Value:
 @_handles("slice")
 def _slice(r: _Operations, a: dict[str, Any]) -> Value:
     return r.value(a["self"]).sliced(a["dim"], a["start"], a["end"], a["step"])
+
+
+_HANDLERS["cat"] = lambda r, a: concatenated([r.value(x) for x in a["tensors"]], a["dim"])
+_HANDLERS["stack"] = lambda r, a: concatenated([r.value(x).unsqueezed(a["dim"]) for x in a["tensors"]], a["dim"])
 
 
 @_handles("broadcast_tensors")

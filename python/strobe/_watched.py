@@ -21,11 +21,15 @@ _MOST = 400  # steps of a list; a function that reads more is recorded in each c
 _MISSING = object()
 
 # Modules whose functions compute the same of the same arguments: what they read is not followed.
-_TRUSTED = frozenset({"builtins", "collections", "functools", "itertools", "math", "ml_dtypes", "numpy", "operator", "scipy", "torch", "typing"})
+_TRUSTED = frozenset(
+    {"builtins", "collections", "functools", "itertools", "math", "ml_dtypes", "numpy", "operator", "scipy", "torch", "typing"}
+)
 # Names by which code may read what is not listed, or what changes by itself.
 _UNFOLLOWED = frozenset(
-    "__dict__ __import__ currentframe default_rng dir eval exec getattr get_rng_state globals hasattr id initial_seed input locals open "
-    "random seed vars".split()
+    (
+        *("__dict__", "__import__", "currentframe", "default_rng", "dir", "eval", "exec", "getattr", "get_rng_state", "globals", "hasattr"),
+        *("id", "initial_seed", "input", "locals", "open", "random", "seed", "vars"),
+    )
 )
 
 
@@ -125,7 +129,7 @@ def _equals(x: Any, expected: Any) -> bool:
 def _equals_float(x: Any, expected: Any) -> bool:
     if type(x) is not float:
         return False
-    return math.copysign(1, x) == math.copysign(1, expected) if x == expected else x != x and expected != expected  # noqa: PLR0124
+    return math.copysign(1, x) == math.copysign(1, expected) if x == expected else x != x and expected != expected
 
 
 def _is_like(x: Any, expected: Any) -> bool:
@@ -169,7 +173,7 @@ class Watch:
             lines.append("  " + f"if {check}: return None".format(n=n))
         lines.append("  return ({})".format("".join(f"v{n}, " for n in wanted)))
         lines.append(" except (AttributeError, IndexError, KeyError, TypeError, ValueError): return None")
-        exec("\n".join(lines), names)  # noqa: S102: of the templates below
+        exec("\n".join(lines), names)
         found: Callable[[Any], tuple[Any, ...] | None] = names["values"]
         return found
 
@@ -344,8 +348,10 @@ _OF_CLASSES = frozenset(dir(type)) | {"__annotations__", "__weakref__", "__orig_
 _OF_CLASSES |= {"__static_attributes__", "__setstate__", "__getstate__", "__match_args__", "__dataclass_fields__", "__dataclass_params__"}
 _OF_CLASSES -= {"__call__", "__or__", "__ror__"}
 _UNCHANGING = frozenset(
-    "numpy.ufunc numpy._ArrayFunctionDispatcher torch.dtype torch.device torch.layout torch.memory_format torch._ops.OpOverload "
-    "torch._ops.OpOverloadPacket functools._lru_cache_wrapper builtins.range builtins.slice".split()
+    (
+        *("numpy.ufunc", "numpy._ArrayFunctionDispatcher", "torch.dtype", "torch.device", "torch.layout", "torch.memory_format"),
+        *("torch._ops.OpOverload", "torch._ops.OpOverloadPacket", "functools._lru_cache_wrapper", "builtins.range", "builtins.slice"),
+    )
 )
 
 

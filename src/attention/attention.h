@@ -144,12 +144,12 @@ struct Problem {
   Wishes wishes;
 
   // tensors
-  View q, k, v;            // INT4: strides count bytes, of which each holds two columns
-  Scales k_scale, v_scale; // of quantised k and v
-  View mask, bias;         // (batch, head, query, key), stride 0 where broadcast
-  View alibi_slopes;       // (batch, head, -, -)
-  View sinks;              // (-, head, -, -)
-  std::shared_ptr<const score::Program> program; // of the caller's functions; null: there are none
+  View q, k, v;                                  // INT4: strides count bytes, of which each holds two columns
+  Scales k_scale, v_scale;                       // of quantised k and v
+  View mask, bias;                               // (batch, head, query, key), stride 0 where broadcast
+  View alibi_slopes;                             // (batch, head, -, -)
+  View sinks;                                    // (-, head, -, -)
+  std::shared_ptr<const score::Program> program; // what becomes of x and what functions hide; null: x stays x, and they hide nothing
   Captured captured[STROBE_MOST_CAPTURED];       // what they read
   // The lists follow. In host memory they are the call's own copies (contents.h), without gaps. In device memory they are the caller's,
   // with any strides, and GPU engines copy them (cuda/program/lists.h).

@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "isa.h"
+#include "score/program.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -220,7 +221,7 @@ public:
     const CpuKernels *kernels = set_.kernels(p.dtype);
     if (!kernels) return std::string("adds nothing for ") + strobe::name(p.dtype);
     if (std::string reason = against_quantised(*kernels, p, direction); !reason.empty()) return reason;
-    if (p.program) return "computes no functions of the caller's";
+    if (p.program && p.program->is_given()) return "computes no functions of the caller's";
     if (p.score == ScoreFunction::hyperbolic && kernels->planes == 3)
       return std::string("a Lorentz product cancels, which shows what three bf16 leave of FP32's last bits");
     if (p.softcap > 0 && kernels->planes == 2)

@@ -32,11 +32,13 @@ public:
   // root: the node of the result; -1: there is no function.
   Function(std::span<const Node> all, int32_t root, const Captured *captured) : captured(captured) {
     if (root < 0) return;
-    nodes.assign(all.begin(), all.begin() + root + 1);
-    needed.resize(nodes.size());
+    nodes.assign(all.begin(), all.begin() + root + 1), values.resize(nodes.size());
+    std::vector<char> needed(nodes.size());
     needed.back() = true;
     for (size_t n = nodes.size(); n-- > 0;)
       for (int32_t k = 0; needed[n] && k < nodes[n].count; k++) needed[size_t(nodes[n].inputs[size_t(k)])] = true;
+    for (size_t n = 0; n < nodes.size(); n++)
+      if (needed[n]) order.push_back(n);
   }
   explicit operator bool() const { return !nodes.empty(); }
 
@@ -49,14 +51,12 @@ private:
     Dual real;
   };
 
-  Value result(const Pair &at) const {
-    std::vector<Value> values(nodes.size());
-    for (size_t n = 0; n < nodes.size(); n++)
-      if (needed[n]) values[n] = value(nodes[n], at, values);
+  const Value &result(const Pair &at) const {
+    for (const size_t n : order) values[n] = value(nodes[n], at);
     return values.back();
   }
 
-  Value value(const Node &n, const Pair &at, const std::vector<Value> &values) const {
+  Value value(const Node &n, const Pair &at) const {
     auto in = [&](int k) -> const Value & { return values[size_t(n.inputs[size_t(k)])]; };
     switch (n.op) {
     case Op::SCORE:
@@ -77,7 +77,7 @@ private:
     case Op::BOOLEAN:
       return {n.integer, {}};
     case Op::LOAD:
-      return element(n, values);
+      return element(n);
     case Op::WHERE: {
       Value chosen = in(0).integer ? in(1) : in(2);
       chosen.real.varies = in(1).real.varies || in(2).real.varies;
@@ -96,7 +96,7 @@ private:
   }
 
   // An element of a captured tensor.
-  Value element(const Node &n, const std::vector<Value> &values) const {
+  Value element(const Node &n) const {
     const Captured &c = captured[n.captured];
     View one; // of the element alone
     int64_t place = 0;
@@ -321,7 +321,8 @@ private:
 
   const Captured *captured;
   std::vector<Node> nodes;
-  std::vector<char> needed;
+  std::vector<size_t> order;         // those that the result needs
+  mutable std::vector<Value> values; // a thread has a Function of its own
 };
 
 } // namespace strobe::oracle

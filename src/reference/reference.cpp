@@ -151,16 +151,6 @@ struct Head {
   Score score(int64_t i, int64_t j) const {
     if (!visible(i, j)) return {-kInfinity, 0};
     double s = p.scale * dot(Q[i], K[j], p.head_dim), ds = 1;
-    if (p.softcap > 0) {
-      const double t = std::tanh(s / p.softcap);
-      s = p.softcap * t;
-      ds = 1 - t * t;
-    }
-    if (p.score == ScoreFunction::hyperbolic) {
-      const double t = std::max(-s - 1, 0.0), sinh = std::sqrt(t) * std::sqrt(t + 2); // the hyperbolic sine of the distance
-      s = -p.beta * std::log1p(t + sinh) - p.shift;
-      ds = t == 0 ? 0 : p.beta / sinh;
-    }
     if (function) {
       const oracle::Dual f = function.real(pair(i, j, s));
       if (f.value == -kInfinity) return {-kInfinity, 0};

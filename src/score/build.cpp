@@ -244,6 +244,21 @@ void check_exclusions(const strobe_attention &a, Reasons &reasons) {
     reasons.add("score_function", Code::excluded, "given with a hyperbolic score; accepted is one of the two");
 }
 
+std::shared_ptr<const Program> finished(const std::shared_ptr<Program> &program, const CapturedTensors &given) {
+  if (program->score >= 0) differentiate(*program);
+  if (program->score < 0 && program->seen < 0) return nullptr;
+  prune(*program);
+  program->digest = digest(*program, given);
+  return program;
+}
+
+// The form that the options ask for; options that were refused ask for none.
+BuiltIn asked(const strobe_attention &a) {
+  if (a.score == STROBE_HYPERBOLIC) return {.form = Form::hyperbolic, .beta = a.beta, .shift = a.shift};
+  if (a.softcap > 0) return {.form = Form::softcap, .cap = a.softcap};
+  return {};
+}
+
 } // namespace
 
 void check_captured_tensor(int32_t n, const strobe_tensor &tensor, TensorChecks &checks, Reasons &reasons) {
@@ -270,6 +285,15 @@ Captured captured_of(const strobe_tensor *t) {
   return c;
 }
 
+std::shared_ptr<const Program> built_in(const BuiltIn &form) {
+  thread_local std::shared_ptr<const Program> last; // the same option comes again and again
+  if (form.form == Form::identity) return nullptr;
+  if (last && static_cast<const BuiltIn &>(*last) == form) return last;
+  auto program = std::make_shared<Program>();
+  set_form(*program, form);
+  return last = finished(program, {});
+}
+
 std::shared_ptr<const Program> make_program(const strobe_attention &a, const CapturedTensors &given, Reasons &reasons) {
   const size_t before = reasons.size();
   check_exclusions(a, reasons);
@@ -287,12 +311,9 @@ std::shared_ptr<const Program> make_program(const strobe_attention &a, const Cap
     if (given[size_t(c)] && std::ranges::none_of(readers, [&](const Reader &r) { return r.reads(c); }))
       reasons.add(kCaptured[c], Code::excluded, "given, and read by no function; accepted is none");
   if (reasons.size() > before) return nullptr;
-  match(*program);
-  if (program->score >= 0) differentiate(*program);
-  if (program->score < 0 && program->seen < 0) return nullptr;
-  prune(*program);
-  program->digest = digest(*program, given);
-  return program;
+  if (readers.empty()) return built_in(asked(a));
+  a.score_function ? match(*program) : set_form(*program, asked(a));
+  return finished(program, given);
 }
 
 } // namespace strobe::score

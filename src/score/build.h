@@ -14,7 +14,10 @@ using CapturedTensors = std::array<const strobe_tensor *, STROBE_MOST_CAPTURED>;
 void check_captured_tensor(int32_t n, const strobe_tensor &, TensorChecks &, Reasons &);
 Captured captured_of(const strobe_tensor *); // null: not given
 
-// The program of score_function and mask_function, which are copied; null if there are none, if they change nothing, or if a reason was
+// The program of one of the forms; null: of the identity.
+std::shared_ptr<const Program> built_in(const BuiltIn &);
+
+// The program of the options and of score_function and mask_function, which are copied; null if they change nothing, or if a reason was
 // added. A captured tensor that was refused already adds no reason.
 std::shared_ptr<const Program> make_program(const strobe_attention &, const CapturedTensors &, Reasons &);
 

@@ -1,6 +1,5 @@
-// The derivative of a graph's node, as further nodes of the graph: forwards, from the variable to the result. What a WHERE hides then stays
-// hidden, infinities included, because the derivative of a WHERE is a WHERE itself. Where a function has a kink, its derivative is PyTorch's.
-#include <map>
+// The derivative of a graph's node, as further nodes of the graph: forwards, from the variable to the result. What a WHERE hides then
+// stays hidden, infinities included, because the derivative of a WHERE is a WHERE itself. At kinks it is PyTorch's.
 #include <numbers>
 
 #include "score/program.h"
@@ -44,11 +43,7 @@ public:
   }
 
 private:
-  int32_t constant(double value) {
-    const auto [at, is_new] = constants.try_emplace(value, 0);
-    if (is_new) at->second = g.real(value);
-    return at->second;
-  }
+  int32_t constant(double value) { return g.fixed(value); }
   bool is_constant(int32_t n) const { return g[n].op == Op::REAL; }
   double value(int32_t scale) const { return scale == kOne ? 1 : g[scale].real; }
   int32_t op(Op name, int32_t x) { return g.add(name, {x}); }
@@ -211,7 +206,6 @@ private:
   }
 
   Graph &g;
-  std::map<double, int32_t> constants;
 };
 
 } // namespace

@@ -50,6 +50,10 @@ int32_t Graph::load(int32_t captured, Kind kind, const std::vector<int32_t> &ind
 }
 
 int32_t Graph::real(double value) { return add(Node{.op = Op::REAL, .kind = Kind::real, .real = value}); }
+int32_t Graph::fixed(double value) {
+  const auto [at, is_new] = fixed_.try_emplace(value, size());
+  return is_new ? real(value) : at->second;
+}
 int32_t Graph::integer(int64_t value) { return add(Node{.op = Op::INTEGER, .kind = Kind::integer, .integer = value}); }
 int32_t Graph::boolean(bool value) { return add(Node{.op = Op::BOOLEAN, .kind = Kind::boolean, .integer = value}); }
 

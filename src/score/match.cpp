@@ -14,23 +14,20 @@ public:
   explicit Matcher(const Graph &graph) : graph(graph) {}
 
   // c in c tanh(x / c): either order of a product, x * (1 / c), constants of either sign.
-  std::optional<double> cap(int32_t n) const {
+  std::optional<BuiltIn> softcap(int32_t n) const {
     if (!is(n, Op::MULTIPLY)) return {};
     for (int32_t side : {0, 1}) {
       const std::optional<double> outer = constant(input(n, side));
       const int32_t tanh = input(n, 1 - side);
       if (!outer || !is(tanh, Op::TANH)) continue;
       const std::optional<double> divisor = divisor_of_score(input(tanh, 0));
-      if (divisor && equal(*divisor, *outer) && std::abs(*outer) <= kMost) return std::abs(*outer);
+      if (divisor && equal(*divisor, *outer) && std::abs(*outer) <= kMost) return BuiltIn{.form = Form::softcap, .cap = std::abs(*outer)};
     }
     return {};
   }
 
-  struct Hyperbolic {
-    double beta, shift;
-  };
   // -beta arccosh(max(-x, 1)) - shift
-  std::optional<Hyperbolic> hyperbolic(int32_t n) const {
+  std::optional<BuiltIn> hyperbolic(int32_t n) const {
     double shift = 0;
     if (is(n, Op::SUBTRACT)) {
       if (const auto right = constant(input(n, 1))) {
@@ -114,9 +111,9 @@ private:
     return {};
   }
 
-  static std::optional<Hyperbolic> made(double factor, double shift) {
+  static std::optional<BuiltIn> made(double factor, double shift) {
     if (!(factor < 0 && factor >= -kMost && std::abs(shift) <= kMost)) return {};
-    return Hyperbolic{-factor, shift};
+    return BuiltIn{.form = Form::hyperbolic, .beta = -factor, .shift = shift};
   }
 
   const Graph &graph;
@@ -124,24 +121,30 @@ private:
 
 } // namespace
 
-void match(Program &p) {
-  if (p.score < 0) return;
-  p.form = Form::general;
-  if (p.graph[p.score].op == Op::SCORE) {
-    p.form = Form::identity, p.score = -1;
-    return;
-  }
-  const Matcher matcher(p.graph);
+void set_form(Program &p, const BuiltIn &built_in) {
+  static_cast<BuiltIn &>(p) = built_in;
   Graph &g = p.graph;
-  if (const auto cap = matcher.cap(p.score)) {
-    p.form = Form::softcap, p.cap = *cap;
+  if (p.form == Form::softcap) {
     const int32_t c = g.real(p.cap);
     p.score = g.add(Op::MULTIPLY, {c, g.add(Op::TANH, {g.add(Op::DIVIDE, {g.add(Op::SCORE), c})})});
-  } else if (const auto found = matcher.hyperbolic(p.score)) {
-    p.form = Form::hyperbolic, p.beta = found->beta, p.shift = found->shift;
+  } else if (p.form == Form::hyperbolic) {
     const int32_t distance = g.add(Op::ARCCOSH_FROM_1, {g.add(Op::NEGATE, {g.add(Op::SCORE)})});
     p.score = g.add(Op::SUBTRACT, {g.add(Op::MULTIPLY, {g.real(-p.beta), distance}), g.real(p.shift)});
+  } else {
+    p.score = -1;
   }
+}
+
+void match(Program &p) {
+  if (p.score < 0) return;
+  if (p.graph[p.score].op == Op::SCORE) return set_form(p, {});
+  const Matcher matcher(p.graph);
+  if (const auto softcap = matcher.softcap(p.score))
+    set_form(p, *softcap);
+  else if (const auto hyperbolic = matcher.hyperbolic(p.score))
+    set_form(p, *hyperbolic);
+  else
+    p.form = Form::general;
 }
 
 } // namespace strobe::score

@@ -50,11 +50,14 @@ public:
   int32_t add(const Node &); // as it is
   int32_t load(int32_t captured, Kind, const std::vector<int32_t> &indices);
   int32_t real(double), integer(int64_t), boolean(bool);
+  // A real that does not come from the caller's numbers: equal ones are one node.
+  int32_t fixed(double);
 
 private:
   using Key = std::array<int32_t, 8>;
   std::vector<Node> nodes_;
   std::map<Key, int32_t> known_;
+  std::map<double, int32_t> fixed_;
 };
 
 // A function that engines also have hand-written code for.
@@ -65,18 +68,25 @@ enum class Form : int32_t {
   general
 };
 
-struct Program {
+// A form with its numbers.
+struct BuiltIn {
+  Form form = Form::identity;
+  double cap = 0, beta = 0, shift = 0;
+  bool operator==(const BuiltIn &) const = default;
+};
+
+struct Program : BuiltIn {
   Graph graph;
   int32_t score = -1; // the node of f(x); -1: it is x
   int32_t slope = -1; // the node of df/dx; -1: it is 1
   int32_t seen = -1;  // the node of g; -1: it hides nothing
-  Form form = Form::identity;
-  double cap = 0, beta = 0, shift = 0; // of the form
   // A hash of everything but the values of constants: equal for programs that differ in these alone.
   std::array<uint32_t, 2> digest{};
 
   // Whether the score is not linear in q.k.
   bool curved() const { return score >= 0; }
+  // Whether it is not one of the forms, or hides keys.
+  bool is_given() const { return form == Form::general || seen >= 0; }
 };
 
 // Adds the derivative of node `of`, a real, by node `by` (SCORE or a LOAD of reals) to the graph. Returns its node; -1: it is 0 everywhere.

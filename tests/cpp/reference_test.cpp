@@ -9,6 +9,7 @@
 #include "reference/numbers.h"
 #include "reference/philox.h"
 #include "reference/reference.h"
+#include "score/build.h"
 
 using namespace strobe;
 
@@ -143,7 +144,8 @@ struct Example {
     p.batch = B, p.heads = H, p.heads_kv = H_kv, p.seqlen_q = Sq, p.seqlen_k = Sk, p.head_dim = D, p.head_dim_v = Dv;
     p.total_q = B * Sq, p.total_k = B * Sk;
     p.dtype = DType::f64;
-    p.scale = 0.7, p.softcap = 1.5, p.dropout = 0.25, p.seed = 11, p.offset = 3;
+    p.program = score::built_in({.form = score::Form::softcap, .cap = 1.5});
+    p.scale = 0.7, p.dropout = 0.25, p.seed = 11, p.offset = 3;
     p.window_left = 12, p.window_right = 0;
     for (uint8_t &m : mask) m = generator() % 4 > 0;
     std::fill_n(mask.begin(), 20, 0); // batch 0: queries 0 to 3 see keys 0 to 19 at most

@@ -65,13 +65,13 @@ def shifted_right(x: int, by: int) -> int:
     return x >> by if 0 <= by < 64 else -(x < 0)
 
 
-def is_whole(x: float) -> bool:
-    return math.isfinite(x)
+def of_both_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *x: wrapped(function(*x)) if isinstance(x[0], int) else total(function)(*x)
 
 
-INTEGERS = {"ADD": lambda x, y: x + y, "SUBTRACT": lambda x, y: x - y, "MULTIPLY": lambda x, y: x * y, "NEGATE": lambda x: -x}
+_INTEGERS = {"ADD": lambda x, y: x + y, "SUBTRACT": lambda x, y: x - y, "MULTIPLY": lambda x, y: x * y, "NEGATE": lambda x: -x}
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: (lambda f: lambda *x: wrapped(f(*x)) if isinstance(x[0], int) else total(f)(*x))(f) for name, f in INTEGERS.items()},
+    **{name: of_both_kinds(function) for name, function in _INTEGERS.items()},
     "DIVIDE": divided,
     "FLOOR_DIVIDE": floored,
     "REMAINDER": remainder,

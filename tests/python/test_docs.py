@@ -14,7 +14,7 @@ import torch.nn.functional as F
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md", "hyperbolic.md", "ladder.md", "reference.md"])
+@pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md", "functions.md", "hyperbolic.md", "ladder.md", "reference.md"])
 def test_the_code_runs(page, monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # a block replaces it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import types
@@ -47,7 +48,16 @@ def t5_buckets(distance: Any, xp: Any) -> Any:
 class Torch(types.SimpleNamespace):
     """What functions of both libraries call."""
 
-    where, abs, tanh, exp, log, floor, sqrt, sign = torch.where, torch.abs, torch.tanh, torch.exp, torch.log, torch.floor, torch.sqrt, torch.sign
+    where, abs, tanh, exp, log, floor, sqrt, sign = (
+        torch.where,
+        torch.abs,
+        torch.tanh,
+        torch.exp,
+        torch.log,
+        torch.floor,
+        torch.sqrt,
+        torch.sign,
+    )
 
     @staticmethod
     def _of_two(function: Callable[..., Tensor], x: Any, y: Any) -> Tensor:
@@ -122,7 +132,9 @@ OF_TORCH: dict[str, Callable[..., Any]] = {
     "flex natten": lambda b, h, q_idx, kv_idx: (
         (q_idx // SIDE - kv_idx // SIDE).abs().le(1).logical_and((q_idx % SIDE - kv_idx % SIDE).abs() <= 1)
     ),
-    "flex checkerboard": lambda score, b, h, i, j: torch.where(torch.abs(i - j) % 2 == 1, score * 0.5, torch.where((i + j) % 2 == 0, score, 2)),
+    "flex checkerboard": lambda score, b, h, i, j: torch.where(
+        torch.abs(i - j) % 2 == 1, score * 0.5, torch.where((i + j) % 2 == 0, score, 2)
+    ),
     "flex transpose": lambda b, h, i, j: torch.eq(i // 3, j // 3) & (b >= 0),
     # functions of torch
     "gelu": lambda s, b, h, i, j: F.gelu(s) + F.gelu(s, approximate="tanh"),
@@ -137,25 +149,43 @@ OF_TORCH: dict[str, Callable[..., Any]] = {
     "roots": lambda s, b, h, i, j: s.abs().sqrt() + s.abs().add(1).rsqrt() + s.square() + torch.hypot(s, s + 1) + (s + 9).reciprocal(),
     "rounding": lambda s, b, h, i, j: torch.round(s * 3) + torch.floor(s) + torch.ceil(s) + s.trunc() + s.frac() + torch.sign(s),
     "division": lambda s, b, h, i, j: (
-        s + torch.div(i - j, 3, rounding_mode="trunc") + torch.div(s, 0.3, rounding_mode="floor") + torch.fmod(i - j, 3) + torch.fmod(s, 0.7)
+        s
+        + torch.div(i - j, 3, rounding_mode="trunc")
+        + torch.div(s, 0.3, rounding_mode="floor")
+        + torch.fmod(i - j, 3)
+        + torch.fmod(s, 0.7)
     ),
     "extremes": lambda s, b, h, i, j: torch.maximum(s, -s) + torch.minimum(i, j) + torch.max(i, j) + torch.fmax(s, s * s) + s.min(s + i),
     "special": lambda s, b, h, i, j: torch.erf(s) + torch.special.expit(s) + torch.xlogy(s, s.abs()) + torch.logaddexp(s, s * 2),
     "tests": lambda s, b, h, i, j: torch.nan_to_num(s) + torch.isnan(s) + s.isinf() + torch.isfinite(s) + torch.heaviside(s, s),
-    "lerp": lambda s, b, h, i, j: torch.lerp(s, s * 2, 0.25) + torch.addcmul(s, s, s, value=2) + torch.rsub(s, 2) + torch.add(s, i, alpha=3),
+    "lerp": lambda s, b, h, i, j: (
+        torch.lerp(s, s * 2, 0.25) + torch.addcmul(s, s, s, value=2) + torch.rsub(s, 2) + torch.add(s, i, alpha=3)
+    ),
     "masked": lambda s, b, h, i, j: s.masked_fill(i < j, -1.0) + s.where(i > j, 0.5) + torch.where(i == j, 1, 2),
     "constants": lambda s, b, h, i, j: (
         s * torch.tensor(3.0) + torch.tensor([1.0, 2.0, 3.0, 4.0])[h] + torch.full_like(s, 2) + torch.arange(5)[h] + torch.ones_like(s)
     ),
-    "dtypes": lambda s, b, h, i, j: (i * 100).to(torch.int8) + (i * 100).to(torch.uint8) + s.long() + (i > 2).float() + s.double().to(s.dtype),
+    "dtypes": lambda s, b, h, i, j: (
+        (i * 100).to(torch.int8) + (i * 100).to(torch.uint8) + s.long() + (i > 2).float() + s.double().to(s.dtype)
+    ),
     "module": lambda s, b, h, i, j: s + EMBEDDING(i)[h] + EMBEDDING.weight[j, h],
     "gathers": lambda s, b, h, i, j: (
-        s + TABLE.gather(1, (i % 5).view(1, 1))[0, 0] + torch.take(TABLE, h) + TABLE.index_select(0, h).squeeze(0)[1] + TABLE[h].select(0, 2)
+        s
+        + TABLE.gather(1, (i % 5).view(1, 1))[0, 0]
+        + torch.take(TABLE, h)
+        + TABLE.index_select(0, h).squeeze(0)[1]
+        + TABLE[h].select(0, 2)
     ),
     "views": lambda s, b, h, i, j: (
-        s + TABLE.flip(1)[h, i % 5] + TABLE.reshape(-1)[h] + TABLE.view(2, 10)[h % 2, i % 10] + TABLE.transpose(0, 1)[i % 5, h]
-        + TABLE.expand(2, 4, 5)[b, h, 0] + TABLE[h].unbind()[3] + TABLE.unsqueeze(1)[h, 0, 1]
-    ),  # fmt: skip
+        s
+        + TABLE.flip(1)[h, i % 5]
+        + TABLE.reshape(-1)[h]
+        + TABLE.view(2, 10)[h % 2, i % 10]
+        + TABLE.transpose(0, 1)[i % 5, h]
+        + TABLE.expand(2, 4, 5)[b, h, 0]
+        + TABLE[h].unbind()[3]
+        + TABLE.unsqueeze(1)[h, 0, 1]
+    ),
     "small integers": lambda s, b, h, i, j: s + SMALL[i] * SMALL[j],
     "shifts": lambda s, b, h, i, j: s + torch.bitwise_left_shift(i, 2) + (j - i >> 1) + (i - j).bitwise_not() + torch.bitwise_xor(i, j),
 }
@@ -211,7 +241,9 @@ def test_numpy_makes_the_graph_that_torch_makes(name):
 
 
 NUMPY_ONLY: dict[str, Callable[..., Any]] = {
-    "functions": lambda s, b, h, i, j: np.clip(s, -1, 1) + np.square(s) + np.hypot(s, 2) + np.logaddexp(s, 1) + np.float32(2) * s + np.cbrt(s),
+    "functions": lambda s, b, h, i, j: (
+        np.clip(s, -1, 1) + np.square(s) + np.hypot(s, 2) + np.logaddexp(s, 1) + np.float32(2) * s + np.cbrt(s)
+    ),
     "methods": lambda s, b, h, i, j: s.clip(-1, 1) + (i * 100).astype(np.int8) + np.take(TABLE.numpy(), h) + np.sinc(s) + np.rint(s * 3),
     "select": lambda s, b, h, i, j: np.select([i < j, i == j], [s, 2 * s], 0.5) + np.nan_to_num(s) + np.expand_dims(s, 0)[0],
 }
@@ -348,7 +380,10 @@ def mutations() -> dict[str, Callable[[], tuple[Callable[..., Any], Callable[[fl
         "a function's code": lambda: (with_code, code),
         "a partial function": lambda: (functools.partial(with_keyword, factor=2.0), lambda x: None),
         "what is not followed": lambda: (lambda s, b, h, i, j: s * globals()["FACTOR"], set_item(globals(), "FACTOR")),
-        "attribute by name": lambda: (lambda s, b, h, i, j: s * getattr(config, "fac" + "tor"), functools.partial(setattr, config, "factor")),
+        "attribute by name": lambda: (
+            lambda s, b, h, i, j: s * getattr(config, "fac" + "tor"),
+            functools.partial(setattr, config, "factor"),
+        ),
     }
 
 
@@ -452,3 +487,251 @@ def test_the_memory_is_bounded():
     for n in range(3 * _function._MOST_RECORDINGS):
         recorded_text(with_cell(float(n)))
     assert all(len(found) <= _function._MOST_RECORDINGS for _, found in _function._recordings.values())
+
+
+# What is refused
+
+Q, K, V = (numbers(seed, 1, 2, S, 16).float().to(DEVICE) for seed in (5, 6, 7))
+TRACKED = torch.zeros(2, device=DEVICE, requires_grad=True)
+TABLES = [torch.zeros(2, device=DEVICE) for _ in range(9)]
+EMPTY, DEEP = torch.zeros(0, device=DEVICE), torch.zeros(1, 1, 1, 1, 2, device=DEVICE)
+COMPLEX, EIGHT_BITS = torch.zeros(2, dtype=torch.complex64, device=DEVICE), torch.zeros(2, device=DEVICE).to(torch.float8_e4m3fn)
+META = torch.zeros(2, device="meta")
+
+
+def branches(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    if h == 0:
+        return s
+    return s * 2
+
+
+def writes(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    TABLES[0][h] = 1.0
+    return s
+
+
+def adds(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    s += 1.0
+    return s
+
+
+BRANCHES = r"a branch on the data, as .* make; accepted is torch\.where\(condition, a, b\), and &, \|, ~ in place of and, or, not"
+NUMBER = r"\(line \d+ of test_functions.py\): {}\(\) turns a tensor into a number of Python; accepted are operations on the tensor itself"
+NO_FORM = r"aten\.{} has no form for one score at a time; accepted are operations on single elements, indexing"
+SCORES: list[tuple[Callable[..., Any], str]] = [
+    (branches, rf"branches \(line \d+ of test_functions.py\): {BRANCHES}"),
+    (lambda s, b, h, i, j: s if i > j and h > 0 else -s, BRANCHES),
+    (lambda s, b, h, i, j: max(s, 0), BRANCHES),
+    (lambda s, b, h, i, j: s if 0 < i < 5 else -s, BRANCHES),
+    (lambda s, b, h, i, j: s * TABLES[0][int(h)], NUMBER.format("__int__")),
+    (lambda s, b, h, i, j: s * TABLES[0][h].item(), NUMBER.format("item")),
+    (lambda s, b, h, i, j: s * TABLES[0].tolist()[0], NUMBER.format("tolist")),
+    (lambda s, b, h, i, j: s * math.exp(i), NUMBER.format("__float__")),
+    (lambda s, b, h, i, j: sum(s for _ in range(h)), NUMBER.format("__index__")),
+    (lambda s, b, h, i, j: torch.tensor([s, s])[0], r"torch\.tensor of tensors, .*; accepted is torch\.stack"),
+    (lambda s, b, h, i, j: torch.softmax(TABLES[0], 0)[h], NO_FORM.format(r"_softmax\.default")),
+    (lambda s, b, h, i, j: s + TABLES[0].sum(), NO_FORM.format(r"sum\.default")),
+    (lambda s, b, h, i, j: s + torch.rand(()), r"aten\.rand\.default makes random numbers; accepted is the option dropout"),
+    (lambda s, b, h, i, j: F.dropout(s), r"makes random numbers; accepted is the option dropout"),
+    (lambda s, b, h, i, j: s.clone().mul_(2), r"a write into a tensor \(aten::mul_\); accepted are new values, as in score = score \+ x"),
+    (adds, r"a write into a tensor \(aten::add_\); accepted are new values, as in score = score \+ x"),
+    (writes, r"a write into a tensor; accepted is torch\.where, which makes a new one"),
+    (lambda s, b, h, i: s, r"<lambda> does not take 5 arguments; accepted is f\(score, b, h, i, j\)"),
+    (lambda s, b, h, i, j: TABLES[0], r"<lambda> returns shape \(2,\); accepted is a scalar: the function sees one score at a time"),
+    (lambda s, b, h, i, j: None, "<lambda> returns NoneType; accepted is a scalar, or a number"),
+    (
+        lambda s, b, h, i, j: s + TRACKED[h],
+        r"reads a tensor that requires grad, .*; accepted is its detach\(\), or torch\.no_grad",
+    ),
+    (lambda s, b, h, i, j: s + sum(x[h] for x in TABLES), "the function reads 9 tensors; accepted are up to 8: stack those of one shape"),
+    (lambda s, b, h, i, j: s + EMPTY[h], r"reads a tensor of shape \(0,\); accepted are tensors with elements"),
+    (lambda s, b, h, i, j: s + DEEP[0, 0, 0, 0, h], r"reads a tensor of shape \(1, 1, 1, 1, 2\); accepted are up to 4 axes"),
+    (lambda s, b, h, i, j: s + COMPLEX[h].real, r"a tensor of torch\.complex64; accepted are real numbers, integers and bools"),
+    (lambda s, b, h, i, j: s + EIGHT_BITS[h].float(), "reads a tensor of float8_e4m3fn; accepted are float32, .* integers of fewer bits"),
+    (lambda s, b, h, i, j: s + META[h], "a tensor on device meta, .*; accepted are tensors with numbers"),
+    (lambda s, b, h, i, j: s + TABLES[0][h > 0], r"an index that is no integer; accepted are integers, .* torch\.where"),
+    (lambda s, b, h, i, j: s + TABLES[0][h, i], r"2 indices of a tensor of shape \(2,\); accepted are up to 1"),
+    (lambda s, b, h, i, j: s + TABLES[0][[0, 1]][h], "an index of type list; accepted are integers, tensors of integers, slices, None and"),
+    (lambda s, b, h, i, j: s + i**h, "an integer to the power of a tensor; accepted is a literal exponent from 0 to 16, or a real base"),
+]
+MASKS: list[tuple[Callable[..., Any], str]] = [
+    (lambda b, h, i, j: i, "<lambda> returns an integer; accepted is a bool, as a comparison gives"),
+    (lambda b, h, i, j: i * 0.5, "<lambda> returns a real number; accepted is a bool, as a comparison gives"),
+    (lambda b, h, i, j: None, "<lambda> returns NoneType; accepted is a bool scalar, or a bool"),
+    (lambda s, b, h, i, j: i > j, r"<lambda> does not take 4 arguments; accepted is g\(b, h, i, j\)"),
+    (lambda b, h, i, j: i > j > 0, BRANCHES),
+]
+CASES = [("score", *case) for case in SCORES] + [("mask", *case) for case in MASKS]
+
+
+@pytest.mark.parametrize(("option", "function", "words"), CASES)
+@pytest.mark.parametrize("call", [strobe.attention, strobe.reference, strobe.explain])
+def test_one_clear_message(option, function, words, call):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=rf"\A{option}: [^\n]*{words}[^\n]*\Z"):
+        call(Q, K, V, **{option: function})
+
+
+def test_what_the_function_raises_itself():
+    with pytest.raises(NameError, match="undefined"):
+        strobe.attention(Q, K, V, score=lambda s, b, h, i, j: s + undefined)  # noqa: F821
+
+
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"beta": 2.0}, {"shift": 1.0}])
+def test_options_that_a_function_of_the_score_excludes(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"^{name}: .* beside a function of the score; accepted is (None|0): the function has it"):
+        strobe.attention(Q, K, V, score=lambda s, b, h, i, j: s, **options)
+
+
+def test_every_reason_is_in_one_message():
+    with pytest.raises(ValueError, match="(?s)scale: .*\nscore: .*\nmask: ") as refused:
+        strobe.attention(Q, K, V, score=branches, mask=lambda b, h, i, j: i, scale="a")
+    assert len(str(refused.value).splitlines()) == 3
+
+
+def test_what_is_neither_a_function_nor_a_word():
+    for x in (3.0, "cosine"):
+        with pytest.raises(ValueError, match=r"^score: .*; accepted is 'dot', 'hyperbolic' or a function f\(score, b, h, i, j\)$"):
+            strobe.attention(Q, K, V, score=x)
+    with pytest.raises(TypeError, match=r"^mask: int; accepted is a torch.Tensor, as q is, or a function g\(b, h, i, j\)$"):
+        strobe.attention(Q, K, V, mask=3)
+
+
+REFUSED_BY_NUMPY: list[tuple[Callable[..., Any], str]] = [
+    (lambda s, b, h, i, j: s if h == 0 else -s, r"a branch on the data, .*; accepted is np\.where"),
+    (lambda s, b, h, i, j: s * math.exp(i), r"an array is turned into a number of Python; accepted are operations on the array itself"),
+    (lambda s, b, h, i, j: np.sort(s), r"np\.sort has no form for one score at a time"),
+    (lambda s, b, h, i, j: np.add.reduce(s), r"add\.reduce has no form for one score at a time"),
+    (lambda s, b, h, i, j: s + NUMPY_TABLE.sum(), r"\.sum of an array has no form for one score at a time"),
+    (lambda s, b, h, i, j: s + globals()["NUMPY_TABLE"][h], "an array is turned into a number of Python"),
+    (lambda s, b, h, i, j: NUMPY_TABLE, r"returns shape \(4, 5\); accepted is a scalar"),
+]
+NUMPY_TABLE = TABLE.numpy()
+
+
+@pytest.mark.parametrize(("function", "words"), REFUSED_BY_NUMPY)
+def test_one_clear_message_beside_numpy(function, words):
+    with pytest.raises((TypeError, ValueError), match=rf"\Ascore: [^\n]*{words}[^\n]*\Z"):
+        strobe.attention(*(x.cpu().numpy() for x in (Q, K, V)), score=function)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is one device")
+def test_a_tensor_on_another_device():
+    table = torch.zeros(2)
+    with pytest.raises(
+        ValueError, match=r"^score: <lambda> reads a tensor of shape \(2,\) on cpu; accepted is q's device, cuda:0, or a number"
+    ):
+        strobe.attention(Q, K, V, score=lambda s, b, h, i, j: s + table[h])
+
+
+# Calls
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, score: Callable[..., Any] | None, mask: Callable[..., Any] | None) -> Tensor:
+    """The formula, by the functions themselves at one score after the other."""
+    x = (q @ k.mT) * q.shape[-1] ** -0.5
+    rows = []
+    for place in itertools.product(*map(range, x.shape)):
+        positions = [torch.tensor(n, device=q.device) for n in place]
+        value = x[place] if score is None else score(x[place], *positions)
+        rows.append(value if mask is None or mask(*positions) else torch.full_like(value, -math.inf))
+    return torch.stack(rows).view(x.shape).softmax(-1).nan_to_num(0.0) @ v
+
+
+def on_device(x: Tensor) -> Tensor:
+    return x.to(DEVICE)
+
+
+HERE = both(Torch, on_device)
+PAIRS = {name: (HERE[name], None) if count_of(HERE[name]) == 5 else (None, HERE[name]) for name in HERE}
+PAIRS |= {"both": (HERE["softcap and alibi"], HERE["document"]), "nested and window": (HERE["documents of documents"], HERE["window"])}
+
+
+def drawn_call() -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(numbers(seed, 1, H, 7, 8).to(DEVICE).requires_grad_() for seed in (8, 9, 10))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_reference_against_the_formula(name):
+    q, k, v = drawn_call()
+    score, mask = PAIRS[name]
+    options = {option: x for option, x in (("score", score), ("mask", mask)) if x is not None}
+    expected = plain(q, k, v, score, mask)
+    out, _ = strobe.reference(q, k, v, **options)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-6, atol=1e-6)
+    if name == "division":  # PyTorch has no gradient of s // 0.3
+        return
+    dout = torch.ones_like(expected)
+    ours = torch.autograd.grad(strobe.attention(q, k, v, engine="reference", **options), (q, k, v), dout)
+    for got, of in zip(ours, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(got, of, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["softcap and alibi", "document", "t5", "both", "powers"])
+def test_gradients_by_differences(name):
+    """Of q, k, v, bias and sinks."""
+    score, mask = PAIRS[name]
+    options = {option: x for option, x in (("score", score), ("mask", mask)) if x is not None}
+    arrays = [numbers(seed, 1, 2, 5, 3).to(DEVICE).requires_grad_() for seed in (11, 12, 13)]
+    arrays += [numbers(14, 2, 5, 5).to(DEVICE).requires_grad_(), numbers(15, 2).to(DEVICE).requires_grad_()]
+
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Any:
+        return strobe.attention(q, k, v, bias=bias, sinks=sinks, engine="reference", return_lse=True, **options)
+
+    assert torch.autograd.gradcheck(call, arrays)
+
+
+def test_numpy_computes_what_torch_does():
+    q, k, v = (x.detach().cpu() for x in drawn_call())
+    of_numpy, of_torch = both(NumPy, lambda x: x.numpy()), both(Torch, lambda x: x)
+    for options in ({"score": "t5"}, {"score": "softcap and alibi", "mask": "document"}):
+        expected = strobe.attention(q, k, v, engine="reference", **{option: of_torch[name] for option, name in options.items()})
+        got = strobe.attention(
+            *(x.numpy() for x in (q, k, v)), engine="reference", **{option: of_numpy[name] for option, name in options.items()}
+        )
+        assert np.array_equal(got, expected.numpy())
+
+
+def test_attention_backward_takes_functions():
+    q, k, v = drawn_call()
+    options = {"score": HERE["softcap and alibi"], "mask": HERE["document"], "engine": "reference"}
+    out, lse = strobe.attention(q, k, v, return_lse=True, **options)
+    dout = torch.ones_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    found = strobe.attention_backward(dout, q.detach(), k.detach(), v.detach(), out.detach(), lse.detach(), **options)
+    oracle = strobe.reference_backward(dout, q.detach(), k.detach(), v.detach(), **options)
+    for got, again, of in zip(found[:3], oracle[:3], expected, strict=True):
+        assert torch.equal(got, of)
+        torch.testing.assert_close(again, of, check_device=False)
+
+
+def test_explain_prints_the_functions():
+    text = strobe.explain(Q, K, V, score=lambda s, b, h, i, j: torch.tanh(s * 0.5) + TABLES[0][h], mask=lambda b, h, i, j: i >= j)
+    assert "tanh(x * 0.5) + captured_0[h]" in text
+    assert "i >= j" in text
+
+
+def test_a_compiler_breaks_its_graph_and_says_so():
+    q, k, v = drawn_call()
+
+    def model(q: Tensor, k: Tensor, v: Tensor, cap: float) -> Tensor:
+        return strobe.attention(q * 2, k, v, score=lambda s, b, h, i, j: cap * torch.tanh(s / cap), engine="reference") * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for cap in (2.0, 3.0):
+        assert torch.equal(compiled(q, k, v, cap), model(q, k, v, cap))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="functions of the score and the mask are recorded outside of the graph"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v, 2.0)
+
+
+def test_operators_take_the_functions_of_a_call():
+    """Their fields and captured tensors travel in a graph that make_fx traces from a parsed call."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = (x.detach() for x in drawn_call())
+    options = {"score": HERE["t5"], "mask": HERE["document"], "engine": "reference"}
+    graph = make_fx(lambda q, k, v: strobe.attention(q, k, v, **options))(q, k, v)
+    assert torch.equal(graph(q * 2, k, v), strobe.attention(q * 2, k, v, **options))
+    assert "score_function" in graph.code

@@ -10,6 +10,7 @@
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/tuning.h"
+#include "score/program.h"
 
 namespace strobe::cuda {
 namespace {
@@ -44,7 +45,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.part && !computes_parts()) return "computes no parts of a larger problem";
   if (call.page_size && !reads_pages()) return "k and v in pages: it reads one tensor each";
   if (call.quantised() && !reads_quantised()) return text("k and v in ", strobe::name(call.quantised_as), ": it reads q's dtype");
-  if (call.program) return "computes no functions of the caller's";
+  if (call.program && call.program->is_given()) return "computes no functions of the caller's";
   if (call.accumulate && !computes_parts()) return "no accumulate: it writes gradients, and adds to none";
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
