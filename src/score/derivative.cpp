@@ -45,34 +45,35 @@ public:
 private:
   int32_t constant(double value) { return g.fixed(value); }
   bool is_constant(int32_t n) const { return g[n].op == Op::REAL; }
-  double value(int32_t scale) const { return scale == kOne ? 1 : g[scale].real; }
+  int32_t number(int32_t scale) { return scale == kOne ? constant(1) : scale; }
   int32_t op(Op name, int32_t x) { return g.add(name, {x}); }
   int32_t op(Op name, int32_t x, int32_t y) { return g.add(name, {x, y}); }
   int32_t square(int32_t x) { return op(Op::MULTIPLY, x, x); }
 
-  Term scaled(Term t, double by) {
-    if (!t.zero) t.scale = g.real(value(t.scale) * by);
+  Term scaled(Term t, int32_t by) {
+    if (!t.zero) t.scale = t.scale == kOne ? by : g.folded(Op::MULTIPLY, t.scale, by);
     return t;
   }
+  Term scaled(Term t, double by) { return t.zero ? t : scaled(t, constant(by)); }
   Term times(Term t, int32_t by) {
     if (t.zero) return t;
-    if (is_constant(by)) return scaled(t, value(by));
+    if (is_constant(by)) return scaled(t, by);
     t.factor = t.factor == kOne ? by : op(Op::MULTIPLY, t.factor, by);
     return t;
   }
   Term over(Term t, int32_t by) {
     if (t.zero) return t;
-    if (is_constant(by)) return scaled(t, 1 / value(by));
+    if (is_constant(by)) return scaled(t, g.folded(Op::DIVIDE, constant(1), by));
     t.factor = op(Op::DIVIDE, t.factor == kOne ? constant(1) : t.factor, by);
     return t;
   }
   Term sum(Term a, Term b) {
     if (a.zero || b.zero) return a.zero ? b : a;
-    if (a.factor == b.factor) return {.scale = g.real(value(a.scale) + value(b.scale)), .factor = a.factor};
+    if (a.factor == b.factor) return {.scale = g.folded(Op::ADD, number(a.scale), number(b.scale)), .factor = a.factor};
     return {.factor = op(Op::ADD, node(a), node(b))};
   }
   Term difference(Term a, Term b) {
-    if (a.zero || b.zero || a.factor == b.factor) return sum(a, scaled(b, -1));
+    if (a.zero || b.zero || a.factor == b.factor) return sum(a, scaled(b, -1.0));
     return {.factor = op(Op::SUBTRACT, node(a), node(b))};
   }
   Term where(int32_t condition, Term a, Term b) {
@@ -90,7 +91,7 @@ private:
     case Op::SUBTRACT:
       return difference(in(0), in(1));
     case Op::MULTIPLY:
-      return a == b ? scaled(times(in(0), a), 2) : sum(times(in(0), b), times(in(1), a));
+      return a == b ? scaled(times(in(0), a), 2.0) : sum(times(in(0), b), times(in(1), a));
     case Op::DIVIDE:
       return over(difference(in(0), times(in(1), y)), b);
     case Op::REMAINDER:
@@ -102,7 +103,7 @@ private:
     case Op::MAXIMUM:
       return chosen(Op::GREATER, Op::LESS, a, in(0), b, in(1));
     case Op::NEGATE:
-      return scaled(in(0), -1);
+      return scaled(in(0), -1.0);
     case Op::ABSOLUTE:
       return in(0).zero ? kZero : times(in(0), op(Op::SIGN, a));
     case Op::POWER:
@@ -127,10 +128,7 @@ private:
   // b a^(b - 1), and 0 if b is 0. A constant exponent is chosen such that no kernel has to look.
   Term power_by_base(Term da, int32_t a, int32_t b) {
     if (da.zero) return kZero;
-    if (is_constant(b)) {
-      const double exponent = value(b);
-      return scaled(times(da, op(Op::POWER, a, g.real(exponent == 0 ? 0 : exponent - 1))), exponent);
-    }
+    if (is_constant(b)) return scaled(times(da, op(Op::POWER, a, g.folded(Op::POWER, b, b))), b);
     const int32_t power = op(Op::POWER, a, op(Op::SUBTRACT, b, constant(1)));
     return where(op(Op::EQUAL, b, constant(0)), kZero, times(times(da, b), power));
   }
@@ -165,13 +163,13 @@ private:
     case Op::SIN:
       return times(dx, op(Op::COS, x));
     case Op::COS:
-      return scaled(times(dx, op(Op::SIN, x)), -1);
+      return scaled(times(dx, op(Op::SIN, x)), -1.0);
     case Op::TAN:
       return times(dx, op(Op::ADD, square(y), one));
     case Op::ASIN:
       return times(dx, op(Op::RSQRT, one_minus_square(x)));
     case Op::ACOS:
-      return scaled(times(dx, op(Op::RSQRT, one_minus_square(x))), -1);
+      return scaled(times(dx, op(Op::RSQRT, one_minus_square(x))), -1.0);
     case Op::ATAN:
       return over(dx, op(Op::ADD, square(x), one));
     case Op::SINH:

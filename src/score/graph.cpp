@@ -54,6 +54,12 @@ int32_t Graph::fixed(double value) {
   const auto [at, is_new] = fixed_.try_emplace(value, size());
   return is_new ? real(value) : at->second;
 }
+int32_t Graph::folded(Op op, int32_t a, int32_t b) {
+  const auto [at, is_new] = folded_.try_emplace({int32_t(op), a, b}, size());
+  if (!is_new) return at->second;
+  const double x = nodes_[size_t(a)].real, y = nodes_[size_t(b)].real;
+  return real(op == Op::MULTIPLY ? x * y : op == Op::DIVIDE ? x / y : op == Op::ADD ? x + y : x == 0 ? 0 : x - 1);
+}
 int32_t Graph::integer(int64_t value) { return add(Node{.op = Op::INTEGER, .kind = Kind::integer, .integer = value}); }
 int32_t Graph::boolean(bool value) { return add(Node{.op = Op::BOOLEAN, .kind = Kind::boolean, .integer = value}); }
 

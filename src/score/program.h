@@ -52,11 +52,13 @@ public:
   int32_t real(double), integer(int64_t), boolean(bool);
   // A real that does not come from the caller's numbers: equal ones are one node.
   int32_t fixed(double);
+  // A real made of two constants, once: their product, quotient or sum; POWER: the exponent of the derivative of a power of exponent a.
+  int32_t folded(Op, int32_t a, int32_t b);
 
 private:
   using Key = std::array<int32_t, 8>;
   std::vector<Node> nodes_;
-  std::map<Key, int32_t> known_;
+  std::map<Key, int32_t> known_, folded_;
   std::map<double, int32_t> fixed_;
 };
 

@@ -135,6 +135,12 @@ const Same kSame[] = {
          f.add(STROBE_OP_MULTIPLY, {f.real(0.4), f.add(STROBE_OP_TANH, {f.add(STROBE_OP_MULTIPLY, {a.x, f.real(2.5)})})});
        });
      }},
+    {"softcap beside a mask function", [](Call &c) { c.attention.softcap = 0.4, c.attention.causal = 1; },
+     [](Call &c) {
+       c.attention.softcap = 0.4;
+       const Build seen = [](Nodes &g, const Arguments &a) { g.add(STROBE_OP_LESS_EQUAL, {g.integer(0), behind(g, a)}); };
+       c.attention.mask_function = masked(c, seen);
+     }},
     {"nothing, where what hides is infinite", [](Call &c) { c.attention.causal = 1; },
      [](Call &c) { // f is inf or NaN exactly where causal hides
        c.attention.causal = 1;

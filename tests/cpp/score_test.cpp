@@ -274,6 +274,36 @@ TEST_CASE("score: derivatives at kinks and at infinities are PyTorch's") {
   }
 }
 
+TEST_CASE("score: the derivative by an element of a captured tensor") {
+  Graph g;
+  const int32_t x = g.add(Op::SCORE), w = g.load(0, Kind::real, {g.add(Op::HEAD)}), other = g.load(0, Kind::real, {g.add(Op::KEY)});
+  // sin(x) w[h] + max(w[h], w[j]) + exp(w[h] x) / 2
+  const int32_t exp = g.add(Op::MULTIPLY, {g.add(Op::EXP, {g.add(Op::MULTIPLY, {w, x})}), g.real(0.5)});
+  const int32_t sum = g.add(Op::ADD, {g.add(Op::MULTIPLY, {g.add(Op::SIN, {x}), w}), g.add(Op::MAXIMUM, {w, other})});
+  const int32_t f = g.add(Op::ADD, {sum, exp});
+  const int32_t by_w = score::derivative(g, f, w), by_other = score::derivative(g, f, other), size = g.size();
+  CHECK(score::derivative(g, exp, other) == -1);
+  CHECK(score::derivative(g, f, w) == by_w); // made once
+  CHECK(g.size() - size <= 1);               // constants apart
+  double table[] = {0.3, -0.7, 0.9, 0.2};
+  Captured captured[STROBE_MOST_CAPTURED];
+  captured[0] = {reinterpret_cast<char *>(table), DType::f64, 1, {4, 1, 1, 1}, {1, 0, 0, 0}};
+  for (const int64_t h : {0, 1})
+    for (const int64_t j : {2, 3}) {
+      const oracle::Pair at = {.x = 0.8, .h = h, .j = j};
+      auto moved = [&](int64_t n, double by) {
+        const double before = table[n];
+        table[n] += by;
+        const double value = evaluated(g, f, 0.8, at, captured).value;
+        table[n] = before;
+        return value;
+      };
+      auto difference = [&](int64_t n) { return (moved(n, 1e-5) - moved(n, -1e-5)) / 2e-5; };
+      CHECK(close(evaluated(g, by_w, 0.8, at, captured).value, difference(h), 1e-8));
+      CHECK(close(evaluated(g, by_other, 0.8, at, captured).value, difference(j), 1e-8));
+    }
+}
+
 TEST_CASE("score: a derivative is only as long as it has to be") {
   auto slope_of = [](auto make) {
     Nodes f;
