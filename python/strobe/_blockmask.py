@@ -122,7 +122,7 @@ class BlockMask:
         if self._full is None:
             return None
         framework = framework_of("cols", self.cols)
-        return framework.int32(array("i", self._full), self.cols) != 0
+        return framework.int32(array("i", list(self._full)), self.cols) != 0
 
     def __repr__(self) -> str:
         batch, heads, nq, nk = self.shape
@@ -155,6 +155,45 @@ class BlockMask:
         framework = framework_of("rows", self.rows)
         dense = framework.repeat(framework.repeat(self.to_kept(), self.block_q, 2), self.block_k, 3)
         return dense[:, :, : self.seqlen_q, : self.seqlen_k]
+
+    @outside_graphs
+    def plot(self, batch: int = 0, head: int = 0, *, width: int = 64) -> str:
+        """A picture of one matrix in text, to be printed: a row of characters for the query blocks from the first on, a column for the key
+        blocks. "█" is a block that is visible as a whole (without from_function(): that is kept), "▒" one that is visible in part, "·" one
+        that is hidden.
+
+        Args:
+            batch, head: the sequence and the head; of a mask that serves all of them, any.
+            width: the most characters in a row. If there are more blocks, a character stands for several in both directions, and is "▒"
+                unless all of them are alike.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described above.
+        """
+        batch, head, width = _lengths(batch=(batch, 0), head=(head, 0), width=(width, 1))
+        of_batch, of_heads, nq, nk = self.shape
+        wrong: Wrong = [
+            refusing(ValueError, name, f"{n}; accepted is 0 to {size - 1}, or any if the mask has one matrix for all")
+            for name, n, size in (("batch", batch, of_batch), ("head", head, of_heads))
+            if n >= size != 1
+        ]
+        if wrong:
+            raise refusal(wrong)
+        framework = framework_of("rows", self.rows)
+        rows = framework.on_host(self.rows[min(batch, of_batch - 1), min(head, of_heads - 1)]).tolist()
+        cols = framework.on_host(self.cols)
+        step = max(-(-max(nq, nk) // width), 1)
+        lines = []
+        for top in range(0, nq, step):
+            bottom = min(top + step, nq)
+            seen, whole = [0] * -(-nk // step), [0] * -(-nk // step)
+            for n, column in enumerate(cols[rows[top] : rows[bottom]].tolist(), rows[top]):
+                seen[column // step] += 1
+                whole[column // step] += self._full is None or self._full[n]
+            sizes = [(bottom - top) * (min(left + step, nk) - left) for left in range(0, nk, step)]
+            cells = zip(seen, whole, sizes, strict=True)
+            lines.append("".join("·" if not kept else "█" if full == size else "▒" for kept, full, size in cells))
+        return "\n".join(lines)
 
     @classmethod
     @outside_graphs
@@ -344,7 +383,9 @@ class BlockMask:
         call = _FunctionCall(framework, fields, (batch, heads, seqlen_q, seqlen_k, block_q, block_k), is_exact)
         rows, cols, full = call.kept(matrices[0] * matrices[1] * (-(-seqlen_q // block_q) + 1))
         nq = -(-seqlen_q // block_q)
-        made = cls(framework.int32(rows, like).reshape(*matrices, nq + 1), framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k)
+        made = cls(
+            framework.int32(rows, like).reshape(*matrices, nq + 1), framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k
+        )
         made.function, made._full = function, full
         made.made_for = (batch if "BATCH" in depends else None, heads if "HEAD" in depends else None)
         return made
@@ -402,23 +443,23 @@ class _FunctionCall:
     def __init__(self, framework: Framework, fields: dict[str, Any], sizes: tuple[int, ...], exact: bool):
         self._mask = mask = ffi.new("strobe_block_mask *")
         mask.size = ffi.sizeof("strobe_block_mask")
-        mask.mask_function, nodes = struct_of(fields[FUNCTION])
+        mask.mask_function, _ = self._function = struct_of(fields[FUNCTION])
         mask.batch, mask.heads, mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_k = sizes
         mask.exact = exact
-        self._alive = [nodes]
+        self._alive: list[Any] = []
         for name in CAPTURED:
             if name in fields:
                 tensor = ffi.new("strobe_tensor *")
                 host = framework.on_host(fields[name])
                 self._alive += [tensor, host, framework.view(tensor, name, host, False)]
+                tensor.device_type, tensor.device_index = lib.STROBE_CPU, 0
                 setattr(mask, name, tensor)
-        _, _, seqlen_q, seqlen_k, block_q, block_k = sizes
-        self._blocks = -(-seqlen_q // block_q), -(-seqlen_k // block_k)
+        _, _, _, seqlen_k, _, block_k = sizes
+        self._columns = -(-seqlen_k // block_k)
 
     def kept(self, n_rows: int) -> tuple[array[int], array[int], bytes]:
         """The CSR of the kept blocks, and a byte for each: whether it is full."""
-        nq, nk = self._blocks
-        room = min(n_rows * nk, 16 * (n_rows + nk))  # mostly enough; if not, the call is repeated
+        room = min(n_rows * self._columns, 16 * (n_rows + self._columns))  # mostly enough; if not, the call is repeated
         to = ffi.new("strobe_kept_blocks *", {"size": ffi.sizeof("strobe_kept_blocks"), "most_rows": n_rows})
         while True:
             rows, cols, full = array("i", bytes(4 * n_rows)), array("i", bytes(4 * room)), bytearray(room)

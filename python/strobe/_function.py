@@ -173,7 +173,7 @@ def recorded_mask(function: Callable[..., Any], framework: Framework) -> dict[st
     try:
         recording, arrays = _known("mask", function, given) or _record("mask", function, framework, given)
         for x in arrays:
-            _check_captured([x], framework, x)
+            _check_captured(_named(function), [x], framework, x)
         return _merged(framework, {"mask": (recording, arrays)})
     except UnrecordableError as refused:
         raise refusing(ValueError, "function", f"{_named(function)}{_place(refused.__traceback__)}: {refused}") from None
