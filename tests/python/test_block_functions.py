@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -250,5 +251,8 @@ def test_plot():
     assert BlockMask.from_function(FUNCTIONS["causal"][0], 1, 1, 0, 70, block=16).plot() == ""
     heads = BlockMask.from_function(lambda b, h, i, j: j <= i - 16 * h, 1, 2, 48, 48, block=16)
     assert heads.plot(head=1).splitlines() == ["···", "▒··", "█▒·"]
+    documents = torch.arange(128) // 40
+    of_page = BlockMask.from_function(lambda b, h, i, j: (j <= i) & (documents[i] == documents[j]), 2, 8, 128, 128, block=16)
+    assert f"```\n{of_page.plot()}\n```" in (Path(__file__).parents[2] / "docs/functions.md").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="^head: 2; accepted is 0 to 1, or any if the mask has one matrix for all$"):
         heads.plot(head=2)
