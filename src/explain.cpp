@@ -7,7 +7,7 @@
 #include "attention/text.h"
 #include "engines.h"
 #include "kernels/attention/dropout.h"
-#include "score/program.h"
+#include "score/forms.h"
 
 namespace strobe {
 namespace {
@@ -68,24 +68,14 @@ std::string blocks(const Problem::Blocks &b) {
 
 std::string captured(const Captured &c) { return text(name(c.dtype), " ", tuple(c.size, c.rank)); }
 
-void functions(Page &page, const Problem &p) {
-  if (!p.program) return;
-  using score::Form;
-  const score::Program &program = *p.program;
-  if (program.form == Form::softcap) page.line("softcap", text(program.cap));
-  if (program.form == Form::hyperbolic) page.line("score", text("hyperbolic: -", program.beta, " arccosh(max(-x, 1)) - ", program.shift));
-  if (program.form == Form::general) page.line("score", "f(x, b, h, i, j) = " + score::formula(program.graph, program.score));
-  if (program.form == Form::general && program.slope >= 0) page.line("df/dx", score::formula(program.graph, program.slope));
-  if (program.seen >= 0) page.line("mask", "g(b, h, i, j) = " + score::formula(program.graph, program.seen));
-}
-
 void asked(Page &page, const Problem &p, const Execution &e) {
   page.line("shape", shape(p));
   page.line("dtype", text(name(p.dtype), p.quantised() ? text(", k and v ", name(p.quantised_as)) : "", " on ",
                           p.device_type == STROBE_CPU ? text("the CPU, ", e.threads, e.threads == 1 ? " thread" : " threads")
                                                       : text("CUDA device ", p.device_index)));
   page.line("scale", text(p.scale));
-  functions(page, p);
+  if (p.program)
+    for (const auto &[label, value] : score::in_words(*p.program)) page.line(label, value);
   const std::pair<const char *, const Captured &> read[] = {
 #define STROBE_CAPTURED(name, place) {#name, p.place},
 #include "strobe/fields.inc"

@@ -88,10 +88,10 @@ def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def is_compiling() -> bool:
-    """Whether torch.compile or torch.export traces the program."""
+def is_traced_by_dynamo() -> bool:
+    """Whether torch.compile reads the program's bytecode instead of running it."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
+    return torch is not None and torch.compiler.is_dynamo_compiling()
 
 
 def graph_break(why: str) -> None:

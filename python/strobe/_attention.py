@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from ._abi import graph_break, is_compiling, outside_graphs
+from ._abi import graph_break, is_traced_by_dynamo, outside_graphs
 from ._call import FAST_PATHS, Call, Gradients, drawn_mask
 from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
 from ._function import in_options
@@ -89,7 +89,7 @@ def attention(
     fast_path = FAST_PATHS.get(type(q)) if plain else None
     if fast_path is not None and (found := fast_path(q, k, v, return_lse, options)) is not None:
         return found
-    if is_compiling() and in_options(options):
+    if is_traced_by_dynamo() and in_options(options):
         graph_break("strobe.attention: functions of the score and the mask are recorded outside of the graph")
         return attention_with_functions(q, k, v, return_lse=return_lse, aux=aux, **options)
     framework = known_framework(q)

@@ -20,8 +20,8 @@ from ._refusals import refusals_of, refusing
 from ._watched import key_of, watch
 from .arrays.base import Array, Framework
 
-MOST_CAPTURED: int = 8
-MOST_NODES: int = 1024
+MOST_CAPTURED: int = lib.STROBE_MOST_CAPTURED
+MOST_NODES: int = lib.STROBE_MOST_NODES
 MOST_AXES = 4
 CAPTURED = tuple(f"captured_{n}" for n in range(MOST_CAPTURED))  # the tensors that functions read, in strobe_tensors
 

@@ -6,7 +6,9 @@ Indexing is taken over in Python, where `table[i]` would read the number of i, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial, reduce
+from importlib import import_module
 from inspect import signature
 from typing import Any
 
@@ -50,7 +52,9 @@ def record(function: Callable[..., Any], arguments: Sequence[tuple[str, str]], i
     graph = Graph()
     mode = _Operations(graph)
     dtypes = {REAL: torch.float64 if in_float64 else torch.float32, INTEGER: torch.int64}
-    with _disable_current_modes(), torch.no_grad():
+    # Views of new tensors are refused in inference mode. (torch.no_grad() would be an operation of an exported graph.)
+    inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    with inference, _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
         examples = [torch.empty((), dtype=dtypes[kind], device=_META) for _, kind in arguments]
         for example, (operation, kind) in zip(examples, arguments, strict=True):
             mode.keep(example, graph.argument(operation, kind))
@@ -157,6 +161,8 @@ class _Operations(TorchDispatchMode):
         given |= dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | (kwargs or {})
         if name in ("lift_fresh", "lift_fresh_copy"):
             return self._fresh(given["self"])
+        if name == "detach_":  # of torch.tensor(...)
+            return given["self"]
         if torch.Tag.nondeterministic_seeded in func.tags or "dropout" in name:
             raise UnrecordableError(f"{func} makes random numbers; accepted is the option dropout, or a tensor of numbers drawn before")
         if name.endswith("_") and not name.endswith("__"):
@@ -194,16 +200,23 @@ class _Operations(TorchDispatchMode):
     def _decomposed(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name == "_local_scalar_dense":
             raise UnrecordableError(f"an operation that {_IS_A_NUMBER}")
-        from torch._decomp import decomposition_table
-
-        decomposition = decomposition_table.get(func, func.decompose if func._can_decompose() else None)
         try:
-            if decomposition is not None:
+            if func._can_decompose():
                 with self:
-                    return decomposition(*args, **kwargs)
+                    return func.decompose(*args, **kwargs)
+            if (found := _decompositions().get(func)) is not None:
+                with self:
+                    return found(*args, **kwargs)
         except NoFormError:
             pass  # it would name another operation
         raise NoFormError(func)
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    import_module("torch._refs")  # takes a second, and registers most of them
+    from torch._decomp import decomposition_table
+
+    return decomposition_table
 
 
 Handler = Callable[[_Operations, dict[str, Any]], Any]
@@ -417,6 +430,16 @@ def _slice(r: _Operations, a: dict[str, Any]) -> Value:
 
 _HANDLERS["cat"] = lambda r, a: concatenated([r.value(x) for x in a["tensors"]], a["dim"])
 _HANDLERS["stack"] = lambda r, a: concatenated([r.value(x).unsqueezed(a["dim"]) for x in a["tensors"]], a["dim"])
+
+
+@_handles("split", "split_with_sizes", "unsafe_split")
+def _split(r: _Operations, a: dict[str, Any]) -> list[Value]:
+    x, sizes = r.value(a["self"]), a["split_sizes"] if "split_sizes" in a else a["split_size"]
+    whole = x.shape[axis_of(a["dim"], len(x.shape))]
+    if isinstance(sizes, int):
+        sizes = [sizes] * -(-whole // sizes)
+    ends = [min(sum(sizes[: n + 1]), whole) for n in range(len(sizes))]
+    return [x.sliced(a["dim"], start, end, 1) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @_handles("broadcast_tensors")

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <utility>
 
+#include "score/forms.h"
+
 namespace strobe {
 
 void check_dropout(const strobe_attention &a, Reasons &reasons) {
@@ -10,24 +12,13 @@ void check_dropout(const strobe_attention &a, Reasons &reasons) {
     reasons.add("dropout", Code::value, "{0}; accepted is 0 to below 1, the probability of dropping", a.dropout);
 }
 
-static void check_score(const strobe_attention &a, Reasons &reasons) {
+static void check_reserved(const strobe_attention &a, Reasons &reasons) {
   const std::pair<const char *, int32_t> reserved[] = {
 #define STROBE_RESERVED(name) {#name, a.name},
 #include "strobe/fields.inc"
   };
   for (auto [field, value] : reserved)
     if (value) reasons.add(field, Code::version, "{0}; accepted is 0", value);
-  if (a.score == STROBE_DOT) {
-    for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
-      if (value != 0) reasons.add(field, Code::excluded, "{0} with a score of q.k itself; accepted is 0, or a hyperbolic score", value);
-  } else if (a.score == STROBE_HYPERBOLIC) {
-    if (!(a.beta > 0 && std::isfinite(a.beta)))
-      reasons.add("beta", Code::value, "{0}; accepted with a hyperbolic score is a positive finite number", a.beta);
-    if (!std::isfinite(a.shift)) reasons.add("shift", Code::value, "{0}; accepted is any finite number", a.shift);
-    if (a.softcap != 0) reasons.add("softcap", Code::excluded, "{0} with a hyperbolic score; accepted is 0", a.softcap);
-  } else {
-    reasons.add("score", Code::value, "{0}; accepted is {1} (q.k) or {2} (hyperbolic)", a.score, int(STROBE_DOT), int(STROBE_HYPERBOLIC));
-  }
 }
 
 void check_options(const strobe_attention &a, Reasons &reasons) {
@@ -42,9 +33,8 @@ void check_options(const strobe_attention &a, Reasons &reasons) {
   if (a.has_scale && !std::isfinite(a.scale)) reasons.add("scale", Code::value, "{0}; accepted is any finite number", a.scale);
   if (!a.has_scale && a.scale != 0)
     reasons.add("scale", Code::excluded, "{0} while has_scale is 0; accepted is 0, or has_scale = 1", a.scale);
-  if (!(a.softcap >= 0 && std::isfinite(a.softcap)))
-    reasons.add("softcap", Code::value, "{0}; accepted is 0 (none) or a positive finite number", a.softcap);
-  check_score(a, reasons);
+  check_reserved(a, reasons);
+  score::check_forms(a, reasons);
   check_dropout(a, reasons);
   if (a.alignment != STROBE_BOTTOM_RIGHT && a.alignment != STROBE_TOP_LEFT)
     reasons.add("alignment", Code::value, "{0}; accepted is {1} (bottom right) or {2} (top left)", a.alignment, int(STROBE_BOTTOM_RIGHT),

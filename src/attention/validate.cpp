@@ -10,6 +10,7 @@
 #include "attention/tensor_check.h"
 #include "attention/versioned.h"
 #include "score/build.h"
+#include "score/forms.h"
 
 namespace strobe {
 namespace {
@@ -296,13 +297,9 @@ private:
     check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr, reasons);
   }
 
-  // Engines compute float32 and 16 bits in float32, where larger factors are infinite, at the latest when multiplied by log2(e).
+  // Engines compute float32 and 16 bits in float32.
   void floats() {
-    constexpr double most = 2e38;
-    if (oracle || dtype == DType::f64 || dtype == DType::none) return;
-    for (auto [field, value] : {std::pair{"scale", a.scale}, {"softcap", a.softcap}, {"beta", a.beta}, {"shift", a.shift}})
-      if (std::isfinite(value) && std::abs(value) > most)
-        reasons.add(field, Code::value, "{0}; accepted for {1} of {2} is at most {3}", value, Argument{"q"}, dtype, most);
+    if (!oracle && dtype != DType::f64 && dtype != DType::none) score::check_range(a, dtype, reasons);
   }
 
   // Checks the part: the rows, heads and sequences of a larger problem that the call holds.

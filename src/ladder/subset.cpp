@@ -1,6 +1,7 @@
 #include "ladder/subset.h"
 
 #include "attention/text.h"
+#include "score/program.h"
 
 namespace strobe::ladder {
 
@@ -17,7 +18,7 @@ std::string against(const Problem &p) {
   if (p.seqused_k) return "no seqused_k: all keys count";
   if (p.mask || p.bias || p.alibi_slopes || p.curved() || p.sinks || p.blocks.present || p.dropout > 0)
     return "no mask, bias, ALiBi, softcap, hyperbolic scores, sinks, block mask or dropout; causal and windows only";
-  if (p.program) return "no functions of the caller's";
+  if (p.program && p.program->is_given()) return "no functions of the caller's";
   if (p.invariant) return "not invariant: its sums are the papers' own, in tiles that begin where a tile of queries sees keys";
   if (p.dlse) return "no gradient through LSE";
   if (p.auxiliary()) return "no max_logit or column_sums";

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "attention/versioned.h"
-#include "score/match.h"
+#include "score/forms.h"
 
 namespace strobe::score {
 namespace {
@@ -50,9 +50,9 @@ public:
         function_(read_versioned(argument, from, reasons, "function")) {
     if (reasons.size() > before_) return;
     if (function_.n_nodes < 1 || function_.n_nodes > STROBE_MOST_NODES)
-      refuse(Code::value, "{0} nodes; accepted are 1 to {1}", function_.n_nodes, int(STROBE_MOST_NODES));
+      refuse(strobe::Code::value, "{0} nodes; accepted are 1 to {1}", function_.n_nodes, int(STROBE_MOST_NODES));
     else if (!function_.nodes)
-      refuse(Code::memory, "nodes is null; accepted is a pointer to {0} nodes", function_.n_nodes);
+      refuse(strobe::Code::memory, "nodes is null; accepted is a pointer to {0} nodes", function_.n_nodes);
     else
       nodes_.assign(function_.nodes, function_.nodes + function_.n_nodes);
   }
@@ -66,7 +66,8 @@ public:
     }
     if (nodes_.empty()) return -1;
     if (kinds_.back() != result) {
-      refuse(Code::value, "its result, node {0}, is {1}; accepted is {2}", nodes_.size() - 1, in_words(kinds_.back()), in_words(result));
+      refuse(strobe::Code::value, "its result, node {0}, is {1}; accepted is {2}", nodes_.size() - 1, in_words(kinds_.back()),
+             in_words(result));
       return -1;
     }
     std::vector<char> needed(nodes_.size());
@@ -84,7 +85,7 @@ public:
   }
 
 private:
-  template <class... Values> void refuse(Code code, const char *words, const Values &...values) {
+  template <class... Values> void refuse(strobe::Code code, const char *words, const Values &...values) {
     reasons_.add(argument_, code, words, values...);
   }
 
@@ -98,43 +99,44 @@ private:
     const strobe_node &node = nodes_[size_t(n)];
     const Operation *operation = find_operation(node.operation);
     if (!operation) {
-      refuse(Code::value, "node {0} has operation {1}; accepted are the numbers in strobe/operations.inc", n, node.operation);
+      refuse(strobe::Code::value, "node {0} has operation {1}; accepted are the numbers in strobe/operations.inc", n, node.operation);
       return {};
     }
     const char *name = operation->name;
     if (node.operation == STROBE_OP_SCORE && !has_score) {
-      refuse(Code::excluded, "node {0} is SCORE; accepted is a function of b, h, i and j alone", n);
+      refuse(strobe::Code::excluded, "node {0} is SCORE; accepted is a function of b, h, i and j alone", n);
       return {};
     }
     if (!is_load(node) && node.captured) {
-      refuse(Code::value, "node {0}, {1}, has captured = {2}; accepted is 0 for all but LOAD", n, name, node.captured);
+      refuse(strobe::Code::value, "node {0}, {1}, has captured = {2}; accepted is 0 for all but LOAD", n, name, node.captured);
       return {};
     }
     if (is_load(node) && !readable(n)) return {};
     const int32_t taken = count(node);
     for (int32_t i = taken; i < 4; i++)
       if (node.inputs[i]) {
-        refuse(Code::value, "node {0}, {1}, has inputs[{2}] = {3}; accepted is 0, for it takes {4}", n, name, i, node.inputs[i], taken);
+        refuse(strobe::Code::value, "node {0}, {1}, has inputs[{2}] = {3}; accepted is 0, for it takes {4}", n, name, i, node.inputs[i],
+               taken);
         return {};
       }
     for (int32_t i = 0; i < taken; i++)
       if (node.inputs[i] < 0 || node.inputs[i] >= n) {
-        refuse(Code::value,
+        refuse(strobe::Code::value,
                n ? "node {0}, {1}, has inputs[{2}] = {3}; accepted are earlier nodes, 0 to {4}"
                  : "node {0}, {1}, has inputs[{2}] = {3}; accepted are earlier nodes, and the first has none",
                n, name, i, node.inputs[i], n - 1);
         return {};
       }
     if (node.real != 0 && node.operation != STROBE_OP_REAL) {
-      refuse(Code::value, "node {0}, {1}, has real = {2}; accepted is 0 for all but REAL", n, name, node.real);
+      refuse(strobe::Code::value, "node {0}, {1}, has real = {2}; accepted is 0 for all but REAL", n, name, node.real);
       return {};
     }
     if (node.integer && node.operation != STROBE_OP_INTEGER && node.operation != STROBE_OP_BOOLEAN) {
-      refuse(Code::value, "node {0}, {1}, has integer = {2}; accepted is 0 for all but INTEGER and BOOLEAN", n, name, node.integer);
+      refuse(strobe::Code::value, "node {0}, {1}, has integer = {2}; accepted is 0 for all but INTEGER and BOOLEAN", n, name, node.integer);
       return {};
     }
     if (node.operation == STROBE_OP_BOOLEAN && node.integer != 0 && node.integer != 1) {
-      refuse(Code::value, "node {0}, {1}, has integer = {2}; accepted is 0 or 1", n, name, node.integer);
+      refuse(strobe::Code::value, "node {0}, {1}, has integer = {2}; accepted is 0 or 1", n, name, node.integer);
       return {};
     }
     return kind_of_result(n, *operation, taken);
@@ -143,12 +145,12 @@ private:
   bool readable(int32_t n) {
     const int32_t captured = nodes_[size_t(n)].captured;
     if (captured < 0 || captured >= STROBE_MOST_CAPTURED) {
-      refuse(Code::value, "node {0}, LOAD, has captured = {1}; accepted are 0 to {2}", n, captured, STROBE_MOST_CAPTURED - 1);
+      refuse(strobe::Code::value, "node {0}, LOAD, has captured = {1}; accepted are 0 to {2}", n, captured, STROBE_MOST_CAPTURED - 1);
       return false;
     }
     const strobe_tensor *tensor = given_[size_t(captured)];
     if (!tensor) {
-      refuse(Code::missing, "node {0}, LOAD, reads {1}, which is not given; accepted are captured tensors of the call", n,
+      refuse(strobe::Code::missing, "node {0}, LOAD, reads {1}, which is not given; accepted are captured tensors of the call", n,
              Argument{kCaptured[captured]});
       return false;
     }
@@ -160,13 +162,13 @@ private:
     auto kind = [&](int32_t i) { return kinds_[size_t(node.inputs[i])]; };
     if (node.operation == STROBE_OP_WHERE) {
       if (kind(0) == Kind::boolean && kind(1) == kind(2)) return kind(1);
-      refuse(Code::value, "node {0}, WHERE, takes {1}, {2} and {3}; accepted are a boolean and two values of one kind", n,
+      refuse(strobe::Code::value, "node {0}, WHERE, takes {1}, {2} and {3}; accepted are a boolean and two values of one kind", n,
              in_words(kind(0)), in_words(kind(1)), in_words(kind(2)));
       return {};
     }
     for (int32_t i = 0; i < taken; i++)
       if (!takes(operation.takes, kind(i)) || kind(i) != kind(0)) {
-        refuse(Code::value, "node {0}, {1}, has {2} as inputs[{3}]; accepted are {4}", n, operation.name, in_words(kind(i)), i,
+        refuse(strobe::Code::value, "node {0}, {1}, has {2} as inputs[{3}]; accepted are {4}", n, operation.name, in_words(kind(i)), i,
                in_words(operation.takes));
         return {};
       }
@@ -237,26 +239,12 @@ std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given) {
   return hash.words();
 }
 
-void check_exclusions(const strobe_attention &a, Reasons &reasons) {
-  if (!a.score_function) return;
-  if (a.softcap != 0) reasons.add("score_function", Code::excluded, "given beside {0}; accepted is one of the two", Argument{"softcap"});
-  if (a.score == STROBE_HYPERBOLIC)
-    reasons.add("score_function", Code::excluded, "given with a hyperbolic score; accepted is one of the two");
-}
-
 std::shared_ptr<const Program> finished(const std::shared_ptr<Program> &program, const CapturedTensors &given) {
   if (program->score >= 0) differentiate(*program);
   if (program->score < 0 && program->seen < 0) return nullptr;
   prune(*program);
   program->digest = digest(*program, given);
   return program;
-}
-
-// The form that the options ask for; options that were refused ask for none.
-BuiltIn asked(const strobe_attention &a) {
-  if (a.score == STROBE_HYPERBOLIC) return {.form = Form::hyperbolic, .beta = a.beta, .shift = a.shift};
-  if (a.softcap > 0) return {.form = Form::softcap, .cap = a.softcap};
-  return {};
 }
 
 } // namespace
@@ -296,7 +284,6 @@ std::shared_ptr<const Program> built_in(const BuiltIn &form) {
 
 std::shared_ptr<const Program> make_program(const strobe_attention &a, const CapturedTensors &given, Reasons &reasons) {
   const size_t before = reasons.size();
-  check_exclusions(a, reasons);
   auto program = std::make_shared<Program>();
   std::vector<Reader> readers;
   auto read = [&](const char *argument, const strobe_function *function, Kind result, bool has_score) {
@@ -309,10 +296,10 @@ std::shared_ptr<const Program> make_program(const strobe_attention &a, const Cap
   if ((a.score_function && program->score < 0) || (a.mask_function && program->seen < 0)) return nullptr; // for a tensor that was refused
   for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++)
     if (given[size_t(c)] && std::ranges::none_of(readers, [&](const Reader &r) { return r.reads(c); }))
-      reasons.add(kCaptured[c], Code::excluded, "given, and read by no function; accepted is none");
+      reasons.add(kCaptured[c], strobe::Code::excluded, "given, and read by no function; accepted is none");
   if (reasons.size() > before) return nullptr;
-  if (readers.empty()) return built_in(asked(a));
-  a.score_function ? match(*program) : set_form(*program, asked(a));
+  if (readers.empty()) return built_in(asked_form(a));
+  a.score_function ? match(*program) : set_form(*program, asked_form(a));
   return finished(program, given);
 }
 

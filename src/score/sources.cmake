@@ -3,7 +3,7 @@ strobe_sources(score
   build.cpp
   derivative.cpp
   extrema.cpp
+  forms.cpp
   formula.cpp
   graph.cpp
-  interval.cpp
-  match.cpp)
+  interval.cpp)

@@ -78,6 +78,8 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     ),
     "meta": lambda a: a.update({name: a[name].to("meta") for name in "qkv"}),
     "a part": lambda a: a.update(part=strobe.Part([(0, 1)], [(0, 1)], 1, 1)),
+    "a function of the score": lambda a: a.update(score=lambda x, b, h, i, j: x),
+    "a function as a mask": lambda a: a.update(mask=lambda b, h, i, j: i >= j),
     "an engine": lambda a: a.update(engine="no such engine"),
     "a sharding": lambda a: a.update(sharding="bshd"),
     "the old axes": lambda a: a.update(axes="bshd"),
@@ -638,6 +640,7 @@ def runs_the_page(group: dist.ProcessGroup, page: str) -> float:
     return max(printed)
 
 
+OF_BATCH_AND_HEAD = torch.rand(2, H, generator=torch.Generator().manual_seed(4)) * 0.1
 DTENSOR_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"causal": True},
     "all": {
@@ -649,6 +652,11 @@ DTENSOR_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "blocks": {
         "block_mask": strobe.BlockMask.from_kept(torch.rand(2, H, 3, 3, generator=torch.Generator().manual_seed(3)) < 0.7, 16, 16, S, S)
+    },
+    "functions": {
+        "score": lambda x, b, h, i, j: x + OF_BATCH_AND_HEAD[b, h] * (i - j),
+        "mask": lambda b, h, i, j: (i >= j) | (j < 5),
+        "engine": "reference",
     },
     "none": {},
     "learned": {},  # bias and sinks, with gradients

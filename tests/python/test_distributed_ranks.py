@@ -47,6 +47,8 @@ WORDS = {
     "a bias of other rows": "bias: shape (1, 1, {more}, 37); accepted is",
     "meta": "q: on the device meta; accepted is one that has memory",
     "a part": "part: given; accepted is None, for the sharding says it",
+    "a function of the score": "score: a function; accepted is 'dot' or 'hyperbolic': shards do not take functions",
+    "a function as a mask": "mask: a function; accepted is a tensor: shards do not take functions",
     "an engine": "engine: ",
     "a sharding": 'sharding: str; accepted is a strobe.distributed.Sharding; the order of the axes is layout="bshd"',
     "the old axes": "attention() got an unexpected keyword argument 'axes'; did you mean layout, the order of the axes?",

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import random
 import types
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from torch import Tensor
 
 import nodes
 import strobe
-from device import DEVICE
+from check import dtype_of
+from device import DEVICE, running_on
+from engines import available_engines
 from strobe import _function, _recorder_numpy, _recorder_torch
 from strobe._graph import BOOLEAN, REAL, decoded
 from strobe.arrays.numpy import NUMPY
@@ -185,6 +188,10 @@ OF_TORCH: dict[str, Callable[..., Any]] = {
         + TABLE.expand(2, 4, 5)[b, h, 0]
         + TABLE[h].unbind()[3]
         + TABLE.unsqueeze(1)[h, 0, 1]
+        + TABLE.chunk(2, 1)[1][h, b % 2]
+        + torch.stack([s, s * 2, s * 3])[i % 3]
+        + torch.cat([TABLE, TABLE * 2])[i % 8, b]
+        + TABLE.narrow(1, 1, 2)[h, 0]
     ),
     "small integers": lambda s, b, h, i, j: s + SMALL[i] * SMALL[j],
     "shifts": lambda s, b, h, i, j: s + torch.bitwise_left_shift(i, 2) + (j - i >> 1) + (i - j).bitwise_not() + torch.bitwise_xor(i, j),
@@ -230,6 +237,14 @@ def of_torch(x: Any) -> Tensor:
 @pytest.mark.parametrize("function", [*OF_BOTH.values(), *OF_TORCH.values()], ids=[*OF_BOTH, *OF_TORCH])
 def test_a_graph_computes_what_the_function_does(function):
     agrees(function, *text_of(function, _recorder_torch), of_torch)
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_modes_make_no_difference(name):
+    expected, _ = text_of(OF_TORCH[name], _recorder_torch)
+    for mode in (torch.inference_mode, torch.no_grad, functools.partial(torch.autocast, "cpu")):
+        with mode():
+            assert text_of(OF_TORCH[name], _recorder_torch)[0] == expected
 
 
 @pytest.mark.parametrize("name", OF_BOTH)
@@ -529,7 +544,7 @@ SCORES: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, i, j: s * math.exp(i), NUMBER.format("__float__")),
     (lambda s, b, h, i, j: sum(s for _ in range(h)), NUMBER.format("__index__")),
     (lambda s, b, h, i, j: torch.tensor([s, s])[0], r"torch\.tensor of tensors, .*; accepted is torch\.stack"),
-    (lambda s, b, h, i, j: torch.softmax(TABLES[0], 0)[h], NO_FORM.format(r"_softmax\.default")),
+    (lambda s, b, h, i, j: torch.softmax(TABLES[0], 0)[h], NO_FORM.format(r"softmax\.int")),
     (lambda s, b, h, i, j: s + TABLES[0].sum(), NO_FORM.format(r"sum\.default")),
     (lambda s, b, h, i, j: s + torch.rand(()), r"aten\.rand\.default makes random numbers; accepted is the option dropout"),
     (lambda s, b, h, i, j: F.dropout(s), r"makes random numbers; accepted is the option dropout"),
@@ -726,6 +741,19 @@ def test_a_compiler_breaks_its_graph_and_says_so():
         torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v, 2.0)
 
 
+def test_export_keeps_the_functions():
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return strobe.attention(q, k, v, score=HERE["t5"], mask=HERE["document"], engine="reference")
+
+    q, k, v = (x.detach() for x in drawn_call())
+    exported = torch.export.export(Model(), (q, k, v), strict=False)
+    assert torch.equal(exported.module()(q * 2, k, v), Model()(q * 2, k, v))
+    called = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    assert called[0] == torch.ops.strobe.attention_forward.default
+    assert {*called[1:]} == {operator.getitem}
+
+
 def test_operators_take_the_functions_of_a_call():
     """Their fields and captured tensors travel in a graph that make_fx traces from a parsed call."""
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -735,3 +763,64 @@ def test_operators_take_the_functions_of_a_call():
     graph = make_fx(lambda q, k, v: strobe.attention(q, k, v, **options))(q, k, v)
     assert torch.equal(graph(q * 2, k, v), strobe.attention(q * 2, k, v, **options))
     assert "score_function" in graph.code
+
+
+# Engines
+
+
+def result_of(engine: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
+    """out, lse and the gradients of q, k and v, or a skip."""
+    with running_on(engine):
+        try:
+            out, lse = strobe.attention(q, k, v, return_lse=True, engine=engine, **options)
+            return [out, lse, *torch.autograd.grad(out.double().sum() + lse.double().sum(), (q, k, v))]
+        except NotImplementedError as refusal:
+            pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("engine", available_engines())
+@pytest.mark.parametrize("name", ["softcap and alibi", "t5", "both", "documents of documents", "neighbourhood"])
+def test_engines_agree_with_the_reference(engine, name):
+    dtype = dtype_of(engine)
+    q, k, v = (numbers(seed, 1, H, S, 64).to(DEVICE, dtype).requires_grad_() for seed in (16, 17, 18))
+    score, mask = PAIRS[name]
+    options = {option: x for option, x in (("score", score), ("mask", mask)) if x is not None}
+    found = result_of(engine, q, k, v, **options)
+    whole = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    rtol = 1e-4 if dtype == torch.float32 else 0.05
+    for got, expected in zip(found, result_of("reference", *whole, **options), strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("engine", available_engines())
+def test_a_repeated_call(engine, monkeypatch):
+    """It is not parsed, reads the numbers that the tensors have then, and follows a number that changes."""
+    dtype = dtype_of(engine)
+    table, factor = TABLE.to(DEVICE, torch.float32), 1.0
+    q, k, v = (numbers(seed, 1, H, S, 64).to(DEVICE, dtype).requires_grad_() for seed in (16, 17, 18))
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s * factor + table[h, (i - j) % 5]
+
+    def bias() -> Tensor:
+        i, j = torch.arange(S)[:, None], torch.arange(S)
+        return table[:, ((i - j) % 5).to(DEVICE)]
+
+    def agrees() -> None:
+        got = result_of(engine, q, k, v, score=score)
+        own = result_of(engine, q, k, v, scale=factor * 64**-0.5, bias=bias())
+        tolerance = 1e-5 if dtype == torch.float32 else 0.05
+        for x, y in zip(got, own, strict=True):
+            torch.testing.assert_close(x.float(), y.float(), rtol=tolerance, atol=tolerance)
+
+    for _ in range(3):
+        agrees()
+    table += numbers(19, H, 5).to(DEVICE)
+    agrees()
+    if engine != "reference":
+        with monkeypatch.context() as patched:
+            patched.setattr(strobe._attention, "parse", None)
+            result_of(engine, q, k, v, score=score)
+    factor = 1.5
+    for _ in range(3):
+        agrees()

@@ -1,12 +1,15 @@
-#include "score/match.h"
+#include "score/forms.h"
 
 #include <cmath>
 #include <optional>
 
+#include "attention/text.h"
+
 namespace strobe::score {
 namespace {
 
-constexpr double kMost = 2e38; // engines compute in float32: see Validator::floats
+// Larger factors are infinite in float32, at the latest when multiplied by log2(e).
+constexpr double kMost = 2e38;
 
 // Looks at a graph from its result downwards.
 class Matcher {
@@ -121,6 +124,41 @@ private:
 
 } // namespace
 
+void check_forms(const strobe_attention &a, Reasons &reasons) {
+  if (!(a.softcap >= 0 && std::isfinite(a.softcap)))
+    reasons.add("softcap", strobe::Code::value, "{0}; accepted is 0 (none) or a positive finite number", a.softcap);
+  if (a.score == STROBE_DOT) {
+    for (auto [field, value] : {std::pair{"beta", a.beta}, {"shift", a.shift}})
+      if (value != 0)
+        reasons.add(field, strobe::Code::excluded, "{0} with a score of q.k itself; accepted is 0, or a hyperbolic score", value);
+  } else if (a.score == STROBE_HYPERBOLIC) {
+    if (!(a.beta > 0 && std::isfinite(a.beta)))
+      reasons.add("beta", strobe::Code::value, "{0}; accepted with a hyperbolic score is a positive finite number", a.beta);
+    if (!std::isfinite(a.shift)) reasons.add("shift", strobe::Code::value, "{0}; accepted is any finite number", a.shift);
+    if (a.softcap != 0) reasons.add("softcap", strobe::Code::excluded, "{0} with a hyperbolic score; accepted is 0", a.softcap);
+  } else {
+    reasons.add("score", strobe::Code::value, "{0}; accepted is {1} (q.k) or {2} (hyperbolic)", a.score, int(STROBE_DOT),
+                int(STROBE_HYPERBOLIC));
+  }
+  if (!a.score_function) return;
+  if (a.softcap != 0)
+    reasons.add("score_function", strobe::Code::excluded, "given beside {0}; accepted is one of the two", Argument{"softcap"});
+  if (a.score == STROBE_HYPERBOLIC)
+    reasons.add("score_function", strobe::Code::excluded, "given with a hyperbolic score; accepted is one of the two");
+}
+
+void check_range(const strobe_attention &a, DType of_q, Reasons &reasons) {
+  for (auto [field, value] : {std::pair{"scale", a.scale}, {"softcap", a.softcap}, {"beta", a.beta}, {"shift", a.shift}})
+    if (std::isfinite(value) && std::abs(value) > kMost)
+      reasons.add(field, strobe::Code::value, "{0}; accepted for {1} of {2} is at most {3}", value, Argument{"q"}, of_q, kMost);
+}
+
+BuiltIn asked_form(const strobe_attention &a) {
+  if (a.score == STROBE_HYPERBOLIC) return {.form = Form::hyperbolic, .beta = a.beta, .shift = a.shift};
+  if (a.softcap > 0) return {.form = Form::softcap, .cap = a.softcap};
+  return {};
+}
+
 void set_form(Program &p, const BuiltIn &built_in) {
   static_cast<BuiltIn &>(p) = built_in;
   Graph &g = p.graph;
@@ -145,6 +183,16 @@ void match(Program &p) {
     set_form(p, *hyperbolic);
   else
     p.form = Form::general;
+}
+
+std::vector<std::pair<const char *, std::string>> in_words(const Program &p) {
+  std::vector<std::pair<const char *, std::string>> lines;
+  if (p.form == Form::softcap) lines.emplace_back("softcap", text(p.cap));
+  if (p.form == Form::hyperbolic) lines.emplace_back("score", text("hyperbolic: -", p.beta, " arccosh(max(-x, 1)) - ", p.shift));
+  if (p.form == Form::general) lines.emplace_back("score", "f(x, b, h, i, j) = " + formula(p.graph, p.score));
+  if (p.form == Form::general && p.slope >= 0) lines.emplace_back("df/dx", formula(p.graph, p.slope));
+  if (p.seen >= 0) lines.emplace_back("mask", "g(b, h, i, j) = " + formula(p.graph, p.seen));
+  return lines;
 }
 
 } // namespace strobe::score
