@@ -191,6 +191,11 @@ class TestCalls:
             blocks = BlockMask.from_function(FUNCTIONS[name][0], 1, 1, S, S, block=16)
             with pytest.raises(ValueError, match=f"^block_mask: of {message}; accepted is one of"):
                 strobe.attention(**inputs(block_mask=blocks))
+            part = strobe.Part([(0, S)], [(0, S)], S, S, first_head=1, heads=H, first_batch=1)
+            with pytest.raises(ValueError, match=f"^block_mask: of {message}; accepted is one of . .*, as the whole problem has$"):
+                strobe.attention(
+                    **{k: x[:1, :1] if isinstance(x, Tensor) else x for k, x in inputs().items()}, block_mask=blocks, part=part
+                )
             one = {k: x[:1, :1] if isinstance(x, Tensor) else x for k, x in inputs().items()}
             assert torch.equal(
                 strobe.attention(**one, block_mask=blocks), strobe.attention(**one, mask=dense(FUNCTIONS[name][0], (S, S))[:1, :1])
