@@ -22,7 +22,7 @@ _MISSING = object()
 
 # Modules whose functions compute the same of the same arguments: what they read is not followed.
 _TRUSTED = frozenset(
-    {"builtins", "collections", "functools", "itertools", "math", "ml_dtypes", "numpy", "operator", "scipy", "torch", "typing"}
+    ("builtins", "collections", "enum", "functools", "itertools", "math", "ml_dtypes", "numpy", "operator", "scipy", "torch", "typing")
 )
 # Names by which code may read what is not listed, or what changes by itself.
 _UNFOLLOWED = frozenset(
@@ -132,6 +132,10 @@ def _equals_float(x: Any, expected: Any) -> bool:
     return math.copysign(1, x) == math.copysign(1, expected) if x == expected else x != x and expected != expected
 
 
+def _has_bytes(x: Any, expected: Any) -> bool:
+    return type(x) is expected[0] and x.tobytes() == expected[1]
+
+
 def _is_like(x: Any, expected: Any) -> bool:
     return type(x) is expected[0] and x.shape == expected[1] and x.dtype == expected[2] and getattr(x, "device", None) == expected[3]
 
@@ -229,6 +233,8 @@ class _Walk:
             self._step(parent, fetch, key, _equals, x, x)
         elif x is None or x is _MISSING or x is Ellipsis or x is NotImplemented or isinstance(x, (enum.Enum, types.CodeType)):
             self._step(parent, fetch, key, _is, x, x)
+        elif _is_numpy_scalar(x):
+            self._step(parent, fetch, key, _has_bytes, (type(x), x.tobytes()), x)
         elif _is_array(x):
             self._array(parent, fetch, key, x)
         elif id(x) in self._seen:  # it is listed; that it is still the same object has to be seen here
@@ -316,11 +322,11 @@ class _Walk:
                     self._look(at, _in_class, name, found)
 
     def _instance(self, parent: int, fetch: Callable[..., Any], key: Any, x: Any) -> None:
-        """An object, of which the attributes that code names are read, in its dictionary or its class. Of an object of a library's class,
-        whose code is not followed, all are."""
+        """An object, of which the attributes that code names are read, in its dictionary or its class. All are read of an object whose
+        class, or a base of it, is a library's, because the library's code is not followed."""
         kind = type(x)
-        trusted = is_trusted(kind.__module__)
-        if any(_hides_state(each) for each in kind.__mro__ if not is_trusted(each.__module__)):
+        trusted = any(is_trusted(each.__module__) and not _is_plain(each) for each in kind.__mro__)
+        if any(map(_hides_state, kind.__mro__)):
             self.watch.is_complete = False
             return
         at = self._step(parent, fetch, key, _is_of_type, kind, x)
@@ -347,17 +353,29 @@ _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 _OF_CLASSES = frozenset(dir(type)) | {"__annotations__", "__weakref__", "__orig_bases__", "__parameters__", "__firstlineno__"}
 _OF_CLASSES |= {"__static_attributes__", "__setstate__", "__getstate__", "__match_args__", "__dataclass_fields__", "__dataclass_params__"}
 _OF_CLASSES -= {"__call__", "__or__", "__ror__"}
+_DESCRIPTORS = frozenset(
+    (
+        *(types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+        types.ClassMethodDescriptorType,
+    )
+)
 _UNCHANGING = frozenset(
     (
         *("numpy.ufunc", "numpy._ArrayFunctionDispatcher", "torch.dtype", "torch.device", "torch.layout", "torch.memory_format"),
         *("torch._ops.OpOverload", "torch._ops.OpOverloadPacket", "functools._lru_cache_wrapper", "builtins.range", "builtins.slice"),
+        "_collections._tuplegetter",
     )
 )
 
 
+def _is_plain(kind: type) -> bool:
+    """Whether the class's own code reads nothing of an object but what is listed in any case."""
+    return kind in (object, types.SimpleNamespace) or (kind.__module__, kind.__name__) == ("torch.nn.modules.module", "Module")
+
+
 def _hides_state(kind: type) -> bool:
     """Whether objects of this class have memory that Python does not see, or find attributes in another way."""
-    if kind in (object, types.SimpleNamespace):
+    if _is_plain(kind):
         return False
     own = kind.__dict__
     made_in_c = not kind.__flags__ & 1 << 9 or any(isinstance(x, types.MethodDescriptorType) for x in own.values())
@@ -377,6 +395,11 @@ def _is_array(x: Any) -> bool:
     return (torch is not None and isinstance(x, torch.Tensor)) or (numpy is not None and isinstance(x, numpy.ndarray))
 
 
+def _is_numpy_scalar(x: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.generic) and not isinstance(x, numpy.object_)
+
+
 def _is_unchanging(x: Any) -> bool:
     """Whether x is a function in C of a library that is trusted, or a value of it without a state, such as a dtype."""
     kind = type(x)
@@ -385,7 +408,7 @@ def _is_unchanging(x: Any) -> bool:
         if not isinstance(of, (types.ModuleType, type, type(None))):
             return False  # a method of an object
         return is_trusted(x.__module__ or getattr(of, "__name__" if isinstance(of, types.ModuleType) else "__module__", None))
-    if kind in (types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType):
+    if kind in _DESCRIPTORS:
         return True
     return f"{kind.__module__}.{kind.__qualname__}" in _UNCHANGING or kind.__module__ == "numpy.dtypes"
 

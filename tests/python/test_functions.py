@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 import operator
 import random
+import time
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -325,6 +329,39 @@ class Module(torch.nn.Module):
         return s * self.factor + self.inner.factor
 
 
+class Base:
+    factor = 2.0
+
+    @property
+    def doubled(self) -> float:
+        return self.factor * 2
+
+    @classmethod
+    def scaled(cls, x: Any) -> Any:
+        return x * cls.factor
+
+    def __getitem__(self, n: int) -> float:
+        return self.factor
+
+
+class Child(Base):
+    pass
+
+
+class Slots:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+
+class Own(dict):
+    pass
+
+
+Pair = collections.namedtuple("Pair", "factor other")
+
+
 def with_cell(factor: Any) -> Callable[..., Any]:
     return lambda s, b, h, i, j: s * factor
 
@@ -361,6 +398,7 @@ def set_item(container: Any, key: Any) -> Callable[[float], None]:
 
 def mutations() -> dict[str, Callable[[], tuple[Callable[..., Any], Callable[[float], None]]]]:
     """A function whose factor is 2.0, and what changes it."""
+    child, slots, own, user, pairs = Child(), Slots(), Own(factor=2.0), collections.UserDict(factor=2.0), [Pair(2.0, 1)]
     scores, module, config, values = Scores(), Module(), types.SimpleNamespace(factor=2.0), [2.0]
 
     def default(x: float) -> None:
@@ -394,6 +432,13 @@ def mutations() -> dict[str, Callable[[], tuple[Callable[..., Any], Callable[[fl
         "list of any length": lambda: (lambda s, b, h, i, j: s * sum(PAIR), PAIR.append),
         "a function's code": lambda: (with_code, code),
         "a partial function": lambda: (functools.partial(with_keyword, factor=2.0), lambda x: None),
+        "property": lambda: (lambda s, b, h, i, j: s * child.doubled, functools.partial(setattr, child, "factor")),
+        "class method": lambda: (lambda s, b, h, i, j: Child.scaled(s), functools.partial(setattr, Base, "factor")),
+        "method of an operator": lambda: (lambda s, b, h, i, j: s * child[0], functools.partial(setattr, child, "factor")),
+        "slot": lambda: (lambda s, b, h, i, j: s * slots.factor, functools.partial(setattr, slots, "factor")),
+        "named tuple": lambda: (lambda s, b, h, i, j: s * pairs[0].factor, lambda x: set_item(pairs, 0)(Pair(x, 1))),
+        "object of a library": lambda: (lambda s, b, h, i, j: s * user["factor"], set_item(user, "factor")),
+        "memory that Python does not see": lambda: (lambda s, b, h, i, j: s * own["factor"], set_item(own, "factor")),
         "what is not followed": lambda: (lambda s, b, h, i, j: s * globals()["FACTOR"], set_item(globals(), "FACTOR")),
         "attribute by name": lambda: (
             lambda s, b, h, i, j: s * getattr(config, "fac" + "tor"),
@@ -406,7 +451,7 @@ def mutations() -> dict[str, Callable[[], tuple[Callable[..., Any], Callable[[fl
 def restored():
     yield
     globals().update(FACTOR=2.0, PAIR=[1.0, 2.0], NESTED={"deep": {"factor": 2.0}})
-    Config.factor = MODULE.FACTOR = 2.0
+    Config.factor = Base.factor = MODULE.FACTOR = 2.0
     with_default.__defaults__, with_keyword.__kwdefaults__["factor"] = (2.0,), 2.0
 
 
@@ -416,7 +461,7 @@ def test_a_changed_value_is_used(name, framework, restored):
     function, change = mutations()[name]()
     before, _ = recorded_text(function, framework=framework)
     assert recorded_text(function, framework=framework)[0] == before
-    followed = name not in ("what is not followed", "attribute by name")
+    followed = name not in ("what is not followed", "attribute by name", "memory that Python does not see")
     assert is_known(function, framework) == followed
     change(3.0)
     assert is_known(function, framework) == (name == "a partial function")
@@ -491,6 +536,30 @@ def test_tensors_that_a_function_makes_are_recorded_each_time():
     state[0] = 5.0
     _, (captured,) = recorded_text(function)
     assert captured.tolist() == [5.0, 2.0]
+
+
+def test_what_changes_by_itself_is_recorded_each_time():
+    numbers_in_turn, generator = itertools.count(1), random.Random(0)
+    for function in (
+        lambda s, b, h, i, j: s * next(numbers_in_turn),
+        lambda s, b, h, i, j: s * generator.gauss(0, 1),
+        lambda s, b, h, i, j: s * time.time(),
+        lambda s, b, h, i, j: s * np.random.rand(),
+    ):
+        assert recorded_text(function) != recorded_text(function)
+
+
+def test_no_tensor_is_kept():
+    def call() -> weakref.ref[Tensor]:
+        table = SLOPES.clone()
+        holder = types.SimpleNamespace(table=table, again=[table])
+        _, (captured,) = recorded_text(lambda s, b, h, i, j: s + table[h] + holder.table[h] + holder.again[0][h])
+        assert captured is table
+        return weakref.ref(table)
+
+    kept = call()
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_memory_is_bounded():
@@ -680,6 +749,21 @@ def test_the_reference_against_the_formula(name):
     ours = torch.autograd.grad(strobe.attention(q, k, v, engine="reference", **options), (q, k, v), dout)
     for got, of in zip(ours, torch.autograd.grad(expected, (q, k, v), dout), strict=True):
         torch.testing.assert_close(got, of, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_TORCH if name.startswith("flex")])
+def test_flex_attention_computes_the_same(name):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention", reason="PyTorch before 2.5")
+    q, k, v = (numbers(seed, B, H, S, 16).to(DEVICE, torch.float32) for seed in (8, 9, 10))
+    function = OF_TORCH[name]
+    if count_of(function) == 5:
+        expected = flex.flex_attention(q, k, v, score_mod=function)
+        got = strobe.attention(q, k, v, score=function, engine="reference")
+    else:
+        mask = flex.create_block_mask(function, B, H, S, S, device=DEVICE)
+        expected = flex.flex_attention(q, k, v, block_mask=mask)
+        got = strobe.attention(q, k, v, mask=function, engine="reference")
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["softcap and alibi", "document", "t5", "both", "powers"])
