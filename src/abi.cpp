@@ -12,6 +12,7 @@
 #include "cuda/program/tuning.h"
 #include "prepared.h"
 #include "reference/reference.h"
+#include "score/blocks.h"
 
 #define STROBE_STRING_(x) #x
 #define STROBE_STRING(x) STROBE_STRING_(x)
@@ -285,6 +286,10 @@ const char *strobe_engine_missing(int32_t index) {
 
 int32_t strobe_dropout_mask(const strobe_attention *a, const strobe_tensor *rng, const strobe_tensor *keep, const strobe_execution *e) {
   return guarded([&] { dropout_mask(a, rng, keep, e); });
+}
+
+int32_t strobe_mask_blocks(const strobe_block_mask *mask, strobe_kept_blocks *kept) {
+  return guarded([&] { score::mask_blocks(mask, kept); });
 }
 
 int32_t strobe_reference_forward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, const strobe_selection *s) {

@@ -389,6 +389,38 @@ STROBE_API int32_t strobe_tuning(int32_t device_index, char *text, size_t capaci
 STROBE_API int32_t strobe_dropout_mask(const strobe_attention *, const strobe_tensor *rng, const strobe_tensor *keep,
                                        const strobe_execution *);
 
+/* A mask function over the blocks of a problem of these sizes. b, h, i and j run over all of it. */
+typedef struct strobe_block_mask {
+  uint64_t size;
+  const strobe_function *mask_function; /* g(b, h, i, j) */
+  int64_t batch, heads;                 /* >= 0 */
+  int64_t seqlen_q, seqlen_k;           /* >= 0; with cu_seqlens, the longest sequences */
+  int64_t block_q, block_k;             /* 1 or more */
+  int32_t alignment;                    /* a strobe_alignment, for STROBE_OP_OFFSET */
+  /* 0: bounds of the values that g takes in a block decide; a block that they leave open is kept. 1: they are found for ever smaller parts
+   * of such a block, down to single pairs, until it is certain whether some pair is visible, and whether all are. */
+  int32_t exact;
+  const strobe_tensor *captured_0, *captured_1, *captured_2, *captured_3; /* what g reads, in host memory */
+  const strobe_tensor *captured_4, *captured_5, *captured_6, *captured_7;
+} strobe_block_mask;
+
+/* A block-sparse mask, as block_rows and block_cols of strobe_tensors have it. */
+typedef struct strobe_kept_blocks {
+  uint64_t size;
+  int32_t *rows; /* has room for most_rows: those of a matrix are ceil(seqlen_q / block_q) + 1 offsets, absolute in cols */
+  int32_t *cols; /* has room for most_kept, as has full */
+  uint8_t *full; /* 1: every pair of the block is visible; 0: some pair may be hidden, so that g has to be evaluated */
+  int64_t most_rows, most_kept;
+  /* Written. There is one matrix for all sequences if g does not depend on b, and one for all heads if it does not depend on h. */
+  int64_t batch, heads; /* the matrices: strobe_block_mask.batch or 1, heads or 1 */
+  int64_t n_rows, kept; /* batch * heads * (blocks of queries + 1); the blocks that are kept */
+} strobe_kept_blocks;
+
+/* Finds the blocks in which a mask function may see a pair, in time that is linear in the blocks at the borders of what is visible, and in
+ * what g reads. Writes batch, heads, n_rows and kept; and rows, cols and full if there is room for them. For the sizes alone, most_rows
+ * and most_kept are 0, and the pointers null. */
+STROBE_API int32_t strobe_mask_blocks(const strobe_block_mask *, strobe_kept_blocks *);
+
 /* The float64 reference on the CPU evaluates the formulas row by row; it is slow on purpose. Inputs may have any float dtype; out, lse and
  * all gradients are float64. With accumulate, dq, dk and dv may be float32 as well, unless q is float64.
  * rows (optional) selects queries by ascending flat indices, (b*H + h)*Sq + i or with varlen h*Tq + t. The forward then computes and writes

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from ._abi import graph_break, is_traced_by_dynamo, outside_graphs
 from ._call import BEFORE_PARSING, Call, Gradients, drawn_mask
 from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
+from ._function import in_options
 from ._messages import is_bool, shown
 from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
 from ._parse import is_seed, parse, parse_aux, seed_options
@@ -88,7 +89,7 @@ def attention(
     before_parsing = BEFORE_PARSING.get(type(q)) if plain else None
     if before_parsing is not None and (found := before_parsing(q, k, v, return_lse, options)) is not None:
         return found
-    if (callable(options.get("score")) or callable(options.get("mask"))) and is_traced_by_dynamo():
+    if is_traced_by_dynamo() and in_options(options):
         graph_break("strobe.attention: functions of the score and the mask are recorded outside of the graph")
         return attention_with_functions(q, k, v, return_lse=return_lse, aux=aux, **options)
     framework = known_framework(q)

@@ -10,16 +10,19 @@ from operator import index
 from typing import Any
 
 from ._abi import MAX_RANK, outside_graphs
-from ._checks import Wrong, is_integer, refusal
+from ._checks import Wrong, flag, is_integer, refusal
 from ._core import ffi, lib
-from ._messages import shown
-from ._refusals import refusing
+from ._function import CAPTURED, FIELDS, SIGNATURES, array_read_by, recorded_mask, struct_of
+from ._graph import decoded
+from ._messages import kind, shown
+from ._refusals import failure, refusing
 from .arrays.base import Array, Framework
 from .arrays.known import framework_like, framework_of, unfit
 
 _MOST = 2**31 - 1  # the CSR is int32
 # The least and the largest value of integer arguments.
 _LENGTH, _BLOCK, _COUNT, _STRIDE = (0, 2**63 - 1), (1, _MOST), (0, _MOST), (1, _MOST)
+FUNCTION = FIELDS["mask"]
 
 
 class BlockMask:
@@ -54,6 +57,9 @@ class BlockMask:
     rows_t: Array
     cols_t: Array
     alignment: str | None = None  # None if the pattern does not depend on it
+    function: Callable[..., Any] | None = None  # from_function()'s: attention() applies it as well
+    _full: bytes | None = None  # for each kept block whether all of it is visible; None: not known
+    made_for: tuple[int | None, int | None] = (None, None)  # B and H, where the function depends on b and h
 
     @outside_graphs
     def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
@@ -114,6 +120,14 @@ class BlockMask:
         batch, heads, nq, nk = self.shape
         return self.cols.shape[0] / max(batch * heads * nq * nk, 1)
 
+    @property
+    def full(self) -> Array | None:
+        """Which of the kept blocks are visible as a whole, bool (kept,); None unless the mask was made from a function."""
+        if self._full is None:
+            return None
+        framework = framework_of("cols", self.cols)
+        return framework.int32(array("i", list(self._full)), self.cols) != 0
+
     def __repr__(self) -> str:
         batch, heads, nq, nk = self.shape
         return (
@@ -153,6 +167,45 @@ class BlockMask:
         block_q, block_k = min(self.block_q, self.seqlen_q), min(self.block_k, self.seqlen_k)
         dense = framework.repeat(framework.repeat(self.to_kept(), block_q, 2), block_k, 3)
         return dense[:, :, : self.seqlen_q, : self.seqlen_k]
+
+    @outside_graphs
+    def plot(self, batch: int = 0, head: int = 0, *, width: int = 64) -> str:
+        """A picture of one matrix in text, to be printed: a row of characters for the query blocks from the first on, a column for the key
+        blocks. "█" is a block that is visible as a whole (without from_function(): that is kept), "▒" one that is visible in part, "·" one
+        that is hidden.
+
+        Args:
+            batch, head: the sequence and the head; of a mask that serves all of them, any.
+            width: the most characters in a row. If there are more blocks, a character stands for several in both directions, and is "▒"
+                unless all of them are alike.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described above.
+        """
+        batch, head, width = _integers(batch=(batch, _COUNT), head=(head, _COUNT), width=(width, _STRIDE))
+        of_batch, of_heads, nq, nk = self.shape
+        wrong: Wrong = [
+            refusing(ValueError, name, f"{n}; accepted is 0 to {size - 1}, or any if the mask has one matrix for all")
+            for name, n, size in (("batch", batch, of_batch), ("head", head, of_heads))
+            if n >= size != 1
+        ]
+        if wrong:
+            raise refusal(wrong)
+        framework = framework_of("rows", self.rows)
+        rows = framework.on_host(self.rows[min(batch, of_batch - 1), min(head, of_heads - 1)]).tolist()
+        cols = framework.on_host(self.cols)
+        step = max(-(-max(nq, nk) // width), 1)
+        lines = []
+        for top in range(0, nq, step):
+            bottom = min(top + step, nq)
+            seen, whole = [0] * -(-nk // step), [0] * -(-nk // step)
+            for n, column in enumerate(cols[rows[top] : rows[bottom]].tolist(), rows[top]):
+                seen[column // step] += 1
+                whole[column // step] += self._full is None or self._full[n]
+            sizes = [(bottom - top) * (min(left + step, nk) - left) for left in range(0, nk, step)]
+            cells = zip(seen, whole, sizes, strict=True)
+            lines.append("".join("·" if not kept else "█" if full == size else "▒" for kept, full, size in cells))
+        return "\n".join(lines)
 
     @classmethod
     @outside_graphs
@@ -285,6 +338,73 @@ class BlockMask:
 
     @classmethod
     @outside_graphs
+    def from_function(
+        cls,
+        function: Callable[..., Any],
+        batch: int,
+        heads: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        block: int = 128,
+        block_q: int | None = None,
+        block_k: int | None = None,
+        exact: bool = False,
+        device: Any = None,
+    ) -> BlockMask:
+        """Keeps each block in which function(b, h, i, j) may be True, for sequence b, query head h, query i and key j.
+
+        The mask carries the function, and attention(block_mask=...) hides what it hides. Bounds of the values that the function takes in a
+        block tell whether it is False for all pairs, True for all, or has to be evaluated. So nothing of size Sq x Sk is computed: time and
+        memory are linear in the blocks at the borders of what is visible, and in the arrays that the function reads.
+
+        The function is recorded as one of attention(mask=...) is, and what it reads has to stay as it is: make the mask again after a
+        change. Arrays on a GPU are copied to the host each time a mask is made.
+
+        Args:
+            function: g(b, h, i, j) → bool, True = attend, as for attention(mask=g) and as FlexAttention's mask_mod.
+            batch, heads: B and H of the call. There is one matrix for all sequences, or heads, if the function does not depend on b, or h.
+            seqlen_q, seqlen_k: the lengths of queries and keys.
+            block: the size of a block. block_q, block_k: the same for queries and for keys, in place of block.
+            exact: also look into blocks that the bounds leave open, until it is certain which of their pairs are visible. Blocks without a
+                visible pair are then dropped. It costs up to block_q * block_k evaluations for each such block.
+            device: of the mask, which then is of torch tensors. None: that of the arrays that the function reads, if there are any.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described above, or the function has no graph.
+            NotImplementedError: the function reads a tensor that requires grad.
+
+        Sources: interval arithmetic (Moore 1966); the result is what FlexAttention's create_block_mask (Dong et al. 2024,
+        arXiv:2412.05496) finds by evaluating every pair.
+        """
+        if not callable(function):
+            raise refusing(TypeError, "function", f"{kind(function)}; accepted is a function {SIGNATURES['mask']}")
+        sizes = {"batch": (batch, _LENGTH), "heads": (heads, _LENGTH), "seqlen_q": (seqlen_q, _LENGTH), "seqlen_k": (seqlen_k, _LENGTH)}
+        sizes |= {"block": (block, _BLOCK), "block_q": (block if block_q is None else block_q, _BLOCK)}
+        sizes["block_k"] = (block if block_k is None else block_k, _BLOCK)
+        batch, heads, seqlen_q, seqlen_k, _, block_q, block_k = _integers(**sizes)
+        _limit_grid(seqlen_q, seqlen_k, block_q, block_k)
+        wrong: Wrong = []
+        is_exact = flag(wrong, "exact", exact)
+        if wrong:
+            raise refusal(wrong)
+        like = _like_of(function, device)
+        framework = framework_like(like, "strobe.BlockMask")
+        fields = recorded_mask(function, framework)
+        depends = {operation for operation, *_ in decoded(fields[FUNCTION])}
+        matrices = tuple(n if name in depends else 1 for name, n in (("BATCH", batch), ("HEAD", heads)))
+        call = _FunctionCall(framework, fields, (batch, heads, seqlen_q, seqlen_k, block_q, block_k), is_exact)
+        rows, cols, full = call.kept(matrices[0] * matrices[1] * (-(-seqlen_q // block_q) + 1))
+        nq = -(-seqlen_q // block_q)
+        made = cls(
+            framework.int32(rows, like).reshape(*matrices, nq + 1), framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k
+        )
+        made.function, made._full = function, full
+        made.made_for = (batch if "BATCH" in depends else None, heads if "HEAD" in depends else None)
+        return made
+
+    @classmethod
+    @outside_graphs
     def _of_pattern(
         cls,
         seqlen_q: int,
@@ -321,6 +441,51 @@ class BlockMask:
         made = cls(framework.int32(rows, like)[None, None], framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k)
         made.alignment = None if seqlen_q == seqlen_k else alignment
         return made
+
+
+def _like_of(function: Callable[..., Any], device: Any) -> Array | None:
+    """An array beside which a function's mask lies; None if nothing determines its place."""
+    if device is None:
+        return array_read_by(function)
+    import torch
+
+    return torch.empty(0, device=device)
+
+
+class _FunctionCall:
+    """A call of strobe_mask_blocks, with all that has to live as long."""
+
+    def __init__(self, framework: Framework, fields: dict[str, Any], sizes: tuple[int, ...], exact: bool):
+        self._mask = mask = ffi.new("strobe_block_mask *")
+        mask.size = ffi.sizeof("strobe_block_mask")
+        mask.mask_function, _ = self._function = struct_of(fields[FUNCTION])
+        mask.batch, mask.heads, mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_k = sizes
+        mask.exact = exact
+        self._alive: list[Any] = []
+        for name in CAPTURED:
+            if name in fields:
+                tensor = ffi.new("strobe_tensor *")
+                host = framework.on_host(fields[name])
+                self._alive += [tensor, host, framework.view(tensor, name, host, False)]
+                tensor.device_type, tensor.device_index = lib.STROBE_CPU, 0
+                setattr(mask, name, tensor)
+        _, _, _, seqlen_k, _, block_k = sizes
+        self._columns = -(-seqlen_k // block_k)
+
+    def kept(self, n_rows: int) -> tuple[array[int], array[int], bytes]:
+        """The CSR of the kept blocks, and a byte for each: whether it is full."""
+        room = min(n_rows * self._columns, 16 * (n_rows + self._columns))  # mostly enough; if not, the call is repeated
+        to = ffi.new("strobe_kept_blocks *", {"size": ffi.sizeof("strobe_kept_blocks"), "most_rows": n_rows})
+        while True:
+            rows, cols, full = array("i", bytes(4 * n_rows)), array("i", bytes(4 * room)), bytearray(room)
+            to.rows, to.cols, to.full = (ffi.from_buffer(f"{x} *", y) for x, y in (("int32_t", rows), ("int32_t", cols), ("uint8_t", full)))
+            to.most_kept = room
+            status = lib.strobe_mask_blocks(self._mask, to)
+            if status != lib.STROBE_OK:
+                raise failure(status)
+            if to.kept <= room:
+                return rows, cols[: to.kept], bytes(full[: to.kept])
+            room = to.kept
 
 
 def _integers(**given: tuple[Any, tuple[int, int]]) -> list[int]:

@@ -149,6 +149,38 @@ def fields_of(given: Mapping[str, Any], fields: Mapping[str, Any], arrays: Mappi
     return options | {name: arrays[name] for name in CAPTURED if name in arrays}
 
 
+def in_options(given: Mapping[str, Any]) -> bool:
+    """Whether an option is a function, or a block mask that was made of one."""
+    return bool(functions_in(given)) or getattr(given.get("block_mask"), "function", None) is not None
+
+
+def both(first: Callable[..., Any] | None, second: Callable[..., Any]) -> Callable[..., Any]:
+    """A mask function that is true where both are."""
+    if first is None or first is second:
+        return second
+    return lambda b, h, i, j: first(b, h, i, j) & second(b, h, i, j)
+
+
+def array_read_by(function: Callable[..., Any]) -> Array | None:
+    """An array that the function reads; None if none is found."""
+    seen = watch(function)
+    return next((seen.found[n] for n in seen.arrays.values()), None)
+
+
+def recorded_mask(function: Callable[..., Any], framework: Framework) -> dict[str, Any]:
+    """The fields of a mask function alone, whose captured arrays may lie on any device."""
+    given = framework.empty(None, (0,), framework.xp.float32)
+    try:
+        recording, arrays = _known("mask", function, given) or _record("mask", function, framework, given)
+        for x in arrays:
+            _check_captured(_named(function), [x], framework, x)
+        return _merged(framework, {"mask": (recording, arrays)})
+    except UnrecordableError as refused:
+        raise refusing(ValueError, "function", f"{_named(function)}{_place(refused.__traceback__)}: {refused}") from None
+    except _RefusedError as refused:
+        raise refusing(refused.error, "function", str(refused)) from None
+
+
 TRACKED = "reads a tensor that requires grad, and attention has no gradient of it yet; accepted is its detach(), or torch.no_grad()"
 
 

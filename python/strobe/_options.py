@@ -416,7 +416,10 @@ class AttentionOptions(TypedDict, total=False):
     ]
     block_mask: Annotated[
         "BlockMask | None",
-        Blocks("a BlockMask of the call's lengths (for packed sequences, of their maxima): blocks that it drops are not computed."),
+        Blocks(
+            "a BlockMask of the call's lengths (for packed sequences, of their maxima): blocks that it drops are not computed. The "
+            "function that one was made from hides keys in the others, too."
+        ),
     ]
     part: Annotated[
         "Part | None",

@@ -157,6 +157,8 @@ def read(
         else:
             options.update(row.read(wrong, name, x))
 
+    if isinstance(blocks := given.get("block_mask"), BlockMask) and blocks.function is not None:
+        functions["mask"] = _function.both(functions.get("mask"), blocks.function)
     if functions:
         _functions(wrong, arrays, options, functions, framework)
     if options.get("score") == HYPERBOLIC:
@@ -187,6 +189,7 @@ def read(
                 for side, most in zip("qk", longest, strict=True)
             ]
         _fits(wrong, block_mask, lengths, given, whole is not None)
+        _serves_all(wrong, block_mask, arrays, given, given.get("part") if "part" in options else None)
     for side, axis in (("q", -2), ("k", -1)):
         name, cu_seqlens = f"max_seqlen_{side}", arrays.get(f"cu_seqlens_{side}")
         if options.get(name) and not packed:
@@ -384,6 +387,22 @@ def _fits(wrong: Wrong, mask: BlockMask, lengths: list[int | None], given: Mappi
     elif mask.alignment not in (None, aligned) and "alignment" not in arguments_of(wrong) and _has_band(given):
         accepted = f"accepted beside causal, window or alibi_slopes is the alignment of these, {aligned}"
         wrong.append(refusing(ValueError, "block_mask", f'{mask.alignment}; {accepted}: make it with alignment="{aligned}"'))
+
+
+def _serves_all(wrong: Wrong, mask: BlockMask, arrays: dict[str, Array], given: Mapping[str, Any], part: Any) -> None:
+    """Checks that a mask for one sequence or head is not used for several, if its function depends on them. (The library checks others.)"""
+    q, cu_seqlens = arrays.get("q"), arrays.get("cu_seqlens_q")
+    if q is None or q.ndim != (4 if cu_seqlens is None else 3):
+        return
+    heads = q.shape[2 if cu_seqlens is None and given.get("layout") == "bshd" else 1]
+    batch = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if part is not None:
+        batch, heads = part.first_batch + batch, part.heads or part.first_head + heads
+    for what, argument, made_for, there in zip(("sequence", "head"), "bh", mask.made_for, (batch, heads), strict=True):
+        if made_for == 1 and there > 1:
+            whose = "as the whole problem has" if part is not None else "as {0} has"
+            words = f"of 1 {what}, and its function depends on {argument}; accepted is one of {there} {what}s, {whose}"
+            wrong.append(refusing(ValueError, "block_mask", words, Name("q"), code="shape"))
 
 
 def is_seed(wrong: Wrong, name: str, x: Any) -> bool:

@@ -353,22 +353,12 @@ private:
   // Checks the caller's functions and what they read.
   void functions() {
     score::CapturedTensors all;
-    const char *names[] = {
-#define STROBE_CAPTURED(name, place) #name,
-#include "strobe/fields.inc"
-    };
     size_t count = 0;
 #define STROBE_CAPTURED(name, place) all[count++] = t.name;
 #include "strobe/fields.inc"
     for (size_t n = 0; n < count; n++)
-      if (all[n]) captured(names[n], *all[n]);
+      if (all[n]) score::check_captured_tensor(int32_t(n), *all[n], checks, reasons);
     program = score::make_program(a, all, reasons);
-  }
-  void captured(const char *argument, const strobe_tensor &tensor) {
-    if (tensor.rank < 0 || tensor.rank > 4) return reasons.add(argument, Code::rank, "rank {0}; accepted is 0 to 4", tensor.rank);
-    if (std::any_of(tensor.shape, tensor.shape + tensor.rank, [](int64_t size) { return size < 1; }))
-      return reasons.add(argument, Code::shape, "shape {0}; accepted is 1 or more on each axis", Numbers{tensor.shape, tensor.rank});
-    accept(argument, &tensor, Axes(size_t(tensor.rank), Axis{"any"}), score::captured_types());
   }
 
   void blocks() {
@@ -557,7 +547,7 @@ private:
     if (t.block_rows) p.blocks = kept_blocks();
     p.forms = forms();
     p.program = program;
-#define STROBE_CAPTURED(name, place) p.place = read_by_functions(t.name);
+#define STROBE_CAPTURED(name, place) p.place = score::captured_of(t.name);
 #include "strobe/fields.inc"
     if (part) p.part = *part;
     p.out = view(t.out, tokens);
@@ -570,17 +560,6 @@ private:
       p.dbias = view(t.dbias, kDense), p.dsinks = view(t.dsinks, kHead);
     }
     return p;
-  }
-
-  static Captured read_by_functions(const strobe_tensor *t) {
-    Captured c;
-    if (!t) return c;
-    c.data = static_cast<char *>(t->data), c.dtype = static_cast<DType>(t->dtype), c.rank = t->rank;
-    for (int32_t axis = 0; axis < t->rank; axis++) {
-      c.size[axis] = t->shape[axis];
-      if (t->shape[axis] > 1) c.stride[axis] = t->strides[axis];
-    }
-    return c;
   }
 
   std::shared_ptr<const ListForms> forms() const {

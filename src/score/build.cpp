@@ -249,13 +249,28 @@ std::shared_ptr<const Program> finished(const std::shared_ptr<Program> &program,
 
 } // namespace
 
-const Types &captured_types() {
+void check_captured_tensor(int32_t n, const strobe_tensor &tensor, TensorChecks &checks, Reasons &reasons) {
   static const Types all = [] {
     Types all = kBooleans;
     for (const Types *more : {&kIntegers, &kReals}) all.insert(all.end(), more->begin(), more->end());
     return all;
   }();
-  return all;
+  const char *argument = kCaptured[n];
+  if (tensor.rank < 0 || tensor.rank > 4) return reasons.add(argument, Code::rank, "rank {0}; accepted is 0 to 4", tensor.rank);
+  if (std::any_of(tensor.shape, tensor.shape + tensor.rank, [](int64_t size) { return size < 1; }))
+    return reasons.add(argument, Code::shape, "shape {0}; accepted is 1 or more on each axis", Numbers{tensor.shape, tensor.rank});
+  checks.accept(argument, tensor, Axes(size_t(tensor.rank), Axis{"any"}), all, Access::read);
+}
+
+Captured captured_of(const strobe_tensor *t) {
+  Captured c;
+  if (!t) return c;
+  c.data = static_cast<char *>(t->data), c.dtype = static_cast<DType>(t->dtype), c.rank = t->rank;
+  for (int32_t axis = 0; axis < t->rank; axis++) {
+    c.size[axis] = t->shape[axis];
+    if (t->shape[axis] > 1) c.stride[axis] = t->strides[axis];
+  }
+  return c;
 }
 
 std::shared_ptr<const Program> built_in(const BuiltIn &form) {

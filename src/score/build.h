@@ -3,14 +3,16 @@
 #include <array>
 
 #include "attention/reasons.h"
+#include "attention/tensor_check.h"
 #include "score/program.h"
 
 namespace strobe::score {
 
 using CapturedTensors = std::array<const strobe_tensor *, STROBE_MOST_CAPTURED>; // captured_0 to captured_7; null: not given
 
-// The dtypes of captured tensors, and the kind of node that reads them.
-const Types &captured_types();
+// Adds the reasons against captured tensor n, a tensor of the call.
+void check_captured_tensor(int32_t n, const strobe_tensor &, TensorChecks &, Reasons &);
+Captured captured_of(const strobe_tensor *); // null: not given
 
 // The program of one of the forms; null: of the identity.
 std::shared_ptr<const Program> built_in(const BuiltIn &);

@@ -1,9 +1,12 @@
 strobe_sources(score
+  blocks.cpp
   build.cpp
   bytecode.cpp
   cuda_source.cpp
   derivative.cpp
+  extrema.cpp
   forms.cpp
   formula.cpp
   graph.cpp
+  interval.cpp
   scalar.cpp)

@@ -49,6 +49,7 @@ WORDS = {
     "a part": "part: given; accepted is None, for the sharding says it",
     "a function of the score": "score: a function; accepted is 'dot' or 'hyperbolic': shards do not take functions",
     "a function as a mask": "mask: a function; accepted is a tensor: shards do not take functions",
+    "a block mask of a function": "block_mask: made from a function; accepted is one of a pattern or an array: shards do",
     "an engine": "engine: ",
     "a sharding": 'sharding: str; accepted is a strobe.distributed.Sharding; the order of the axes is layout="bshd"',
     "the old axes": "attention() got an unexpected keyword argument 'axes'; did you mean layout, the order of the axes?",

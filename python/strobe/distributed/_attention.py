@@ -258,6 +258,9 @@ def _judge(function: str, group: ProcessGroup, levels: Levels | None, asked: _As
     for name in functions_in(options):
         del options[name]
         wrong.append(ValueError(f"{name}: a function; accepted is {_IN_PLACE_OF_FUNCTIONS[name]}: shards do not take functions"))
+    if getattr(options.get("block_mask"), "function", None) is not None:
+        del options["block_mask"]
+        wrong.append(ValueError("block_mask: made from a function; accepted is one of a pattern or an array: shards do not take functions"))
     check_names(function, options, wrong, _NAMES, _HINTS_OF_EXPLAIN if function == "explain" else _HINTS)
     of_world = options.get("deterministic") == _operators.WORLD and isinstance(options["deterministic"], str)
     if of_world:

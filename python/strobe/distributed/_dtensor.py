@@ -12,7 +12,7 @@ from torch import Tensor
 from .._attention import attention
 from .._blockmask import BlockMask
 from .._call import BEFORE_PARSING
-from .._function import functions_in
+from .._function import in_options
 from .._part import Part
 
 try:
@@ -61,7 +61,7 @@ def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: M
             given[name] = _own_of(name, x, own)
     blocks = given.get("block_mask")
     of_several = isinstance(blocks, BlockMask) and max(blocks.shape[:2]) > 1
-    if given.get("dropout") or of_several or functions_in(given):  # all of them depend on indices of heads and batch
+    if given.get("dropout") or of_several or in_options(given):  # all of them depend on indices of heads and batch
         if given.get("dropout") and given.get("seed") is None and given.get("rng") is None:
             raise ValueError("seed: missing beside dropout and DTensors; accepted is one that is the same on all ranks, or rng")
         given["part"] = _part(local, given, own, packed, bshd)

@@ -1,0 +1,296 @@
+#include "score/blocks.h"
+
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <tuple>
+
+#include "attention/tensor_check.h"
+#include "attention/versioned.h"
+#include "reference/mask.h"
+#include "score/build.h"
+#include "score/interval.h"
+
+namespace strobe::score {
+namespace {
+
+constexpr int64_t kMostBlocks = INT32_MAX;
+
+// The blocks of one matrix, numbered from 0, in rows [q0, q1) and columns [k0, k1).
+struct KeptArea {
+  int64_t q0, q1, k0, k1;
+  bool full;
+};
+
+struct BlockGrid {
+  int64_t seqlen_q, seqlen_k, block_q, block_k;
+  int64_t rows() const { return (seqlen_q + block_q - 1) / block_q; }
+  int64_t columns() const { return (seqlen_k + block_k - 1) / block_k; }
+};
+
+// Walks over squares of 2^n by 2^n blocks, from the whole matrix to single blocks, and divides those that bounds do not decide.
+class BlockWalk {
+public:
+  BlockWalk(const Program &program, const Captured *captured, const BlockGrid &grid, int64_t offset, bool exact)
+      : grid_(grid), exact_(exact), intervals_(program.graph, program.seen, captured), sees_(oracle::mask(program, captured)) {
+    box_.offset = {offset, offset};
+    const int32_t count = int32_t(intervals_.nodes().size());
+    std::vector<char> read(static_cast<size_t>(count));
+    for (int32_t n = 0; n < count; n++) {
+      const int side = intervals_.depends(n) & (Intervals::kQuery | Intervals::kKey);
+      (side == Intervals::kQuery ? queries_.nodes : side == Intervals::kKey ? keys_.nodes : side ? of_both_ : fixed_).push_back(n);
+    }
+    for (int32_t n : of_both_)
+      for (int32_t input : intervals_.reads(n)) read[size_t(input)] = true;
+    read.back() = true;
+    for (Side *side : {&queries_, &keys_})
+      std::ranges::copy_if(side->nodes, std::back_inserter(side->read), [&](int32_t n) { return read[size_t(n)]; });
+    const int64_t most = std::max({grid.rows(), grid.columns(), int64_t{1}});
+    levels_ = std::bit_width(uint64_t(most - 1)) + 1;
+    queries_.resize(grid.rows(), levels_), keys_.resize(grid.columns(), levels_);
+  }
+
+  bool depends_on_batch() const { return intervals_.depends(result()) & Intervals::kBatch; }
+  bool depends_on_head() const { return intervals_.depends(result()) & Intervals::kHead; }
+
+  // Adds the areas that are kept, so that those of a row of blocks have ascending columns.
+  void run(int64_t b, int64_t h, std::vector<KeptArea> &areas) {
+    areas_ = &areas;
+    box_.b = {b, b}, box_.h = {h, h};
+    intervals_.evaluate(fixed_, box_);
+    queries_.forget(), keys_.forget();
+    if (grid_.rows() && grid_.columns()) visit(levels_ - 1, 0, 0);
+  }
+
+private:
+  // Nodes that depend on the queries, or on the keys, alone: their bounds are found once for each range.
+  struct Side {
+    std::vector<int32_t> nodes, read; // read: those that others read
+    struct Level {
+      std::vector<char> known;
+      std::vector<Bounds> bounds; // read.size() for each range
+    };
+    std::vector<Level> levels;
+
+    void resize(int64_t blocks, int32_t count) {
+      for (int32_t level = 0; level < count; level++) {
+        const size_t ranges = size_t(((blocks - 1) >> level) + 1);
+        levels.push_back({std::vector<char>(ranges), std::vector<Bounds>(ranges * read.size())});
+      }
+    }
+    void forget() {
+      for (Level &level : levels) std::ranges::fill(level.known, false);
+    }
+  };
+
+  int32_t result() const { return int32_t(intervals_.nodes().size()) - 1; }
+
+  // Positions of the blocks from `first` up to `end`.
+  static Range positions(int64_t first, int64_t end, int64_t block, int64_t length) {
+    return {first * block, std::min(end, (length + block - 1) / block) * block >= length ? length - 1 : end * block - 1};
+  }
+
+  void set(Side &side, Range &range, int32_t level, int64_t n, int64_t block, int64_t length) {
+    range = positions(n << level, (n + 1) << level, block, length);
+    Side::Level &known = side.levels[size_t(level)];
+    Bounds *bounds = known.bounds.data() + size_t(n) * side.read.size();
+    if (known.known[size_t(n)]) {
+      for (size_t k = 0; k < side.read.size(); k++) intervals_[side.read[k]] = bounds[k];
+      return;
+    }
+    intervals_.evaluate(side.nodes, box_);
+    for (size_t k = 0; k < side.read.size(); k++) bounds[k] = intervals_[side.read[k]];
+    known.known[size_t(n)] = true;
+  }
+
+  // The square (q, k) of blocks of a level.
+  void visit(int32_t level, int64_t q, int64_t k) {
+    set(queries_, box_.i, level, q, grid_.block_q, grid_.seqlen_q);
+    set(keys_, box_.j, level, k, grid_.block_k, grid_.seqlen_k);
+    intervals_.evaluate(of_both_, box_);
+    const Range seen = intervals_[result()].whole;
+    if (!seen.high) return;
+    if (seen.low) return keep(level, q, k, true);
+    if (level > 0) {
+      const int32_t below = level - 1;
+      for (int64_t row = 2 * q; row <= 2 * q + 1 && row << below < grid_.rows(); row++)
+        for (int64_t column = 2 * k; column <= 2 * k + 1 && column << below < grid_.columns(); column++) visit(below, row, column);
+      return;
+    }
+    if (!exact_) return keep(0, q, k, false);
+    Found found;
+    search(box_.i, box_.j, found);
+    if (found.visible) keep(0, q, k, !found.hidden);
+  }
+
+  void keep(int32_t level, int64_t q, int64_t k, bool full) {
+    areas_->push_back(
+        {q << level, std::min((q + 1) << level, grid_.rows()), k << level, std::min((k + 1) << level, grid_.columns()), full});
+  }
+
+  struct Found {
+    bool visible = false, hidden = false;
+  };
+
+  // Looks for a visible and a hidden pair, until both are found.
+  void search(Range i, Range j, Found &found) {
+    Box box = box_;
+    box.i = i, box.j = j;
+    for (const std::vector<int32_t> *nodes : {&queries_.nodes, &keys_.nodes, &of_both_}) intervals_.evaluate(*nodes, box);
+    const Range seen = intervals_[result()].whole;
+    if (seen.low == seen.high) {
+      (seen.low ? found.visible : found.hidden) = true;
+    } else if (i.low == i.high && j.low == j.high) {
+      (sees_({box.b.low, box.h.low, i.low, j.low, box.offset.low}) ? found.visible : found.hidden) = true;
+    } else {
+      const bool by_queries = i.high - i.low > j.high - j.low;
+      const Range all = by_queries ? i : j;
+      const int64_t middle = all.low + (all.high - all.low) / 2;
+      for (Range half : {Range{all.low, middle}, Range{middle + 1, all.high}})
+        if (!found.visible || !found.hidden) by_queries ? search(half, j, found) : search(i, half, found);
+    }
+  }
+
+  const BlockGrid grid_;
+  const bool exact_;
+  Intervals intervals_;
+  const std::function<bool(const oracle::Place &)> sees_; // where the rounding of reals leaves a pair open
+  Box box_;
+  Side queries_, keys_;
+  std::vector<int32_t> of_both_, fixed_;
+  int32_t levels_ = 1;
+  std::vector<KeptArea> *areas_ = nullptr;
+};
+
+// The arguments of strobe_mask_blocks.
+struct MaskProblem {
+  strobe_block_mask mask;
+  std::shared_ptr<const Program> program;
+  Captured captured[STROBE_MOST_CAPTURED];
+  BlockGrid grid;
+  int64_t offset;
+
+  explicit MaskProblem(const strobe_block_mask &m, Reasons &reasons) : mask(m) {
+    check_numbers(reasons);
+    const CapturedTensors given = {m.captured_0, m.captured_1, m.captured_2, m.captured_3,
+                                   m.captured_4, m.captured_5, m.captured_6, m.captured_7};
+    check_captured(given, reasons);
+    if (m.mask_function) {
+      strobe_attention a{};
+      a.mask_function = m.mask_function;
+      program = make_program(a, given, reasons);
+    } else {
+      reasons.add("mask_function", Code::missing, "missing; accepted is a pointer to a strobe_function");
+    }
+    if (reasons.size()) return;
+    for (size_t c = 0; c < given.size(); c++) captured[c] = captured_of(given[c]);
+    grid = {m.seqlen_q, m.seqlen_k, m.block_q, m.block_k};
+    offset = m.alignment == STROBE_BOTTOM_RIGHT ? m.seqlen_k - m.seqlen_q : 0;
+  }
+
+private:
+  void check_numbers(Reasons &reasons) const {
+    const std::pair<const char *, int64_t> sizes[] = {
+        {"batch", mask.batch}, {"heads", mask.heads}, {"seqlen_q", mask.seqlen_q}, {"seqlen_k", mask.seqlen_k}};
+    constexpr int64_t most = int64_t{1} << 53; // sums of positions have 64 bits
+    for (const auto &[name, x] : sizes)
+      if (x < 0 || x > most) reasons.add(name, Code::value, "{0}; accepted is 0 to {1}", x, most);
+    const std::tuple<const char *, int64_t, const char *, int64_t> blocks[] = {{"block_q", mask.block_q, "seqlen_q", mask.seqlen_q},
+                                                                               {"block_k", mask.block_k, "seqlen_k", mask.seqlen_k}};
+    for (const auto &[name, block, of, length] : blocks)
+      if (block < 1 || block > most)
+        reasons.add(name, Code::value, "{0}; accepted is 1 to {1}", block, most);
+      else if (length <= most && (length + block - 1) / block > kMostBlocks)
+        reasons.add(of, Code::size, "{0} in blocks of {1}; accepted are up to {2} blocks, what an int32 can count", length, block,
+                    kMostBlocks);
+    if (mask.alignment != STROBE_BOTTOM_RIGHT && mask.alignment != STROBE_TOP_LEFT)
+      reasons.add("alignment", Code::value, "{0}; accepted is {1} (bottom right) or {2} (top left)", mask.alignment,
+                  int(STROBE_BOTTOM_RIGHT), int(STROBE_TOP_LEFT));
+    if (mask.exact != 0 && mask.exact != 1) reasons.add("exact", Code::value, "{0}; accepted is 0 or 1", mask.exact);
+  }
+
+  static void check_captured(const CapturedTensors &given, Reasons &reasons) {
+    TensorChecks checks(reasons);
+    const strobe_tensor host{}; // zeros stand for the CPU
+    checks.on_device_of(host, nullptr);
+    for (size_t c = 0; c < given.size(); c++)
+      if (given[c]) check_captured_tensor(int32_t(c), *given[c], checks, reasons);
+  }
+};
+
+// Areas as a CSR, matrix by matrix.
+class KeptCsr {
+public:
+  KeptCsr(const BlockGrid &grid, strobe_kept_blocks &to) : rows_(grid.rows()), to_(to) {}
+
+  void add(std::vector<KeptArea> areas) {
+    for (const KeptArea &area : areas) to_.kept += (area.q1 - area.q0) * (area.k1 - area.k0);
+    if (to_.kept > kMostBlocks)
+      refuse("block_mask", Code::size, "more than {0} blocks are kept; accepted are as many as an int32 can count: larger blocks are fewer",
+             kMostBlocks);
+    matrices_.push_back(std::move(areas));
+    to_.n_rows += rows_ + 1;
+  }
+
+  void write() const {
+    if (to_.n_rows > to_.most_rows || to_.kept > to_.most_kept) return;
+    int32_t *rows = to_.rows, first = 0;
+    std::vector<int32_t> next(size_t(rows_) + 1);
+    for (const auto &areas : matrices_) {
+      std::ranges::fill(next, 0);
+      for (const KeptArea &area : areas)
+        for (int64_t q = area.q0; q < area.q1; q++) next[size_t(q) + 1] += int32_t(area.k1 - area.k0);
+      next[0] = first;
+      for (int64_t q = 0; q < rows_; q++) next[size_t(q) + 1] += next[size_t(q)];
+      first = next.back();
+      rows = std::ranges::copy(next, rows).out;
+      for (const KeptArea &area : areas)
+        for (int64_t q = area.q0; q < area.q1; q++) {
+          int32_t &at = next[size_t(q)];
+          for (int64_t k = area.k0; k < area.k1; k++, at++) to_.cols[at] = int32_t(k), to_.full[at] = area.full;
+        }
+    }
+  }
+
+private:
+  const int64_t rows_;
+  strobe_kept_blocks &to_;
+  std::vector<std::vector<KeptArea>> matrices_;
+};
+
+void check_room(const strobe_kept_blocks &to, Reasons &reasons) {
+  for (const auto &[name, room] : {std::pair{"most_rows", to.most_rows}, {"most_kept", to.most_kept}})
+    if (room < 0) reasons.add(name, Code::value, "{0}; accepted is 0 or more", room);
+  const std::tuple<const char *, const void *, int64_t> given[] = {
+      {"rows", to.rows, to.most_rows}, {"cols", to.cols, to.most_kept}, {"full", to.full, to.most_kept}};
+  for (const auto &[name, address, room] : given)
+    if (!address && room > 0) reasons.add(name, Code::memory, "null; accepted is memory for {0} entries, or null with room for none", room);
+}
+
+} // namespace
+
+void mask_blocks(const strobe_block_mask *given, strobe_kept_blocks *kept) {
+  Reasons reasons;
+  const strobe_block_mask mask = read_versioned("block_mask", given, reasons);
+  strobe_kept_blocks to = read_versioned("kept_blocks", kept, reasons);
+  reasons.raise_if_any();
+  const MaskProblem problem(mask, reasons);
+  check_room(to, reasons);
+  reasons.raise_if_any();
+
+  BlockWalk walk(*problem.program, problem.captured, problem.grid, problem.offset, mask.exact);
+  to.n_rows = to.kept = 0;
+  to.batch = walk.depends_on_batch() ? mask.batch : 1;
+  to.heads = walk.depends_on_head() ? mask.heads : 1;
+  KeptCsr csr(problem.grid, to);
+  for (int64_t b = 0; b < to.batch; b++)
+    for (int64_t h = 0; h < to.heads; h++) {
+      std::vector<KeptArea> areas;
+      walk.run(b, h, areas);
+      csr.add(std::move(areas));
+    }
+  csr.write();
+  std::memcpy(kept, &to, std::min<size_t>(kept->size, sizeof to));
+}
+
+} // namespace strobe::score

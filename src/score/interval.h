@@ -1,0 +1,102 @@
+// Bounds of the values that a function takes while b, h, i and j run over ranges. They hold for every engine: reals are rounded outwards to
+// float32.
+#pragma once
+#include <bit>
+#include <memory>
+#include <span>
+
+#include "attention/attention.h"
+#include "score/program.h"
+
+namespace strobe::score {
+
+// Integers from low to high, both included.
+struct Range {
+  int64_t low = 0, high = 0;
+};
+
+// Booleans are the integers 0 and 1. Of reals, may_be_nan says whether NaN is possible beside those from least to most.
+struct Bounds {
+  union {
+    Range whole;
+    struct {
+      double least, most;
+    } real;
+  };
+  bool may_be_nan = false;
+
+  Bounds() : whole{} {}
+  Bounds(int64_t low, int64_t high) : whole{low, high} {}
+  static Bounds reals(double least, double most, bool may_be_nan) {
+    Bounds b;
+    b.real = {least, most}, b.may_be_nan = may_be_nan;
+    return b;
+  }
+  // The same, of values that engines round to float32 or float64, with or without subnormals.
+  static Bounds rounded(double least, double most, bool may_be_nan);
+};
+
+struct Box {
+  Range b, h, i, j, offset;
+};
+
+// The least and the largest element of a captured tensor in a range of indices. What this needs is built where it is first asked for, in
+// time and memory that are linear in the elements.
+class Extrema {
+public:
+  explicit Extrema(const Captured &);
+  ~Extrema();
+  Extrema(Extrema &&) noexcept;
+  Bounds over(const Range *indices, int32_t count); // indices as in LOAD: from the end if negative, then clamped
+
+  struct Pyramids;
+
+private:
+  std::unique_ptr<Pyramids> pyramids_;
+};
+
+// The nodes that a result needs, with the bounds of each over a box. Subgraphs with equal values are one node, constants included.
+class Intervals {
+public:
+  enum : uint8_t { kBatch = 1, kHead = 2, kQuery = 4, kKey = 8 };
+
+  // captured: captured_0 to captured_7 in host memory, which has to live as long.
+  Intervals(const Graph &, int32_t result, const Captured *captured);
+
+  const std::vector<Node> &nodes() const { return nodes_; }        // the last one is the result
+  uint8_t depends(int32_t n) const { return depends_[size_t(n)]; } // the arguments that node n depends on
+  // The nodes that evaluating n reads: its inputs, and those in terms of which its inputs are sums.
+  const std::vector<int32_t> &reads(int32_t n) const { return reads_[size_t(n)]; }
+
+  // Computes these nodes, ascending, from those before.
+  void evaluate(std::span<const int32_t> which, const Box &);
+  Bounds evaluate(const Box &); // all; returns that of the result
+  Bounds &operator[](int32_t n) { return values_[size_t(n)]; }
+
+private:
+  // An integer as a sum of multiples of other nodes, up to multiples of 2^64.
+  struct Sum {
+    int64_t constant = 0;
+    std::vector<std::pair<int32_t, int64_t>> terms; // node, factor; nodes ascend
+  };
+  Sum sum_of(int32_t n) const;
+  static bool share_terms(const Sum &, const Sum &);
+  static bool add(Sum &to, const Sum &, int64_t factor); // false: too large
+  bool bounds_of(const Sum &, Range &) const;            // false: 64 bits may not hold it
+
+  Bounds value(int32_t n, const Box &);
+  Bounds element(const Node &);
+  Bounds of_integers(const Node &, int32_t n);
+  Bounds compared(const Node &, int32_t n);
+  Bounds of_reals(const Node &);
+
+  std::vector<Node> nodes_;
+  std::vector<Sum> sums_;        // of integers
+  std::vector<char> correlated_; // whether two inputs are sums that share terms
+  std::vector<uint8_t> depends_;
+  std::vector<std::vector<int32_t>> reads_;
+  std::vector<Extrema> extrema_; // by captured tensor
+  std::vector<Bounds> values_;
+};
+
+} // namespace strobe::score
