@@ -102,7 +102,6 @@ struct FunctionArguments {
   CapturedOperand captured[kCaptured];
 };
 
-
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
   const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense; keys in pages are never packed
@@ -115,7 +114,7 @@ struct Inputs {
   i32 batch, heads, heads_kv, group; // group = heads / heads_kv
   i32 head_dim, head_dim_v;
   i32 bottom_right;
-  u32 threshold; // dropout keeps an element if its byte is below
+  u32 threshold;     // dropout keeps an element if its byte is below
   double scale, cap; // cap: with kCapped
   u64 seed, offset;
   const i64 *rng;             // if not null: seed and offset in device memory

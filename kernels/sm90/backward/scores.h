@@ -5,9 +5,9 @@
 #include "../../device/scores.h"
 #include "../../tile/exchange.h"
 #include "../accumulator.h"
+#include "../fast_form.h"
 #include "bias.h"
 #include "nonfinite.h"
-#include "../fast_form.h"
 #include "store.h"
 
 namespace strobe::sm90 {
@@ -216,7 +216,8 @@ private:
 #pragma unroll
     for (int i = 0; i < kM / 8; ++i) {
       if (i % 2 == 0) bias.take(i / 2);
-      float negative[2], correction[2]; // -LSE and, if scores are unbounded, its correction, which is kept apart (kernels/device/settle_row.h)
+      float negative[2],
+          correction[2]; // -LSE and, if scores are unbounded, its correction, which is kept apart (kernels/device/settle_row.h)
       load_shared(negative, lse + 32 * i);
       if constexpr (F.unbounded()) load_shared(correction, lse + C.row_bytes() + 32 * i);
       float p[4];
