@@ -5,8 +5,8 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Values of Features::function. kCapped is c tanh(x / c). kProgram is a function of the caller's; kAdded is one that adds something to x, so that its derivative by x is
-// 1. Only that of kProgram may be negative.
+// Values of Features::function. kCapped is c tanh(x / c). kProgram is a function of the caller's; kAdded is one that adds something to x,
+// so that its derivative by x is 1. Only that of kProgram may be negative.
 inline constexpr i32 kLinear = 0, kCapped = 1, kHyperbolic = 2;
 enum : i32 { kProgram = 3, kAdded = 4 };
 

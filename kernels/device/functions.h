@@ -7,11 +7,11 @@
 
 namespace strobe {
 
-// How exactly functions of the score are computed. rough: the tanh of kCapped is one instruction, with a relative error of 2^-11; everything else
-// as with half. half: enough for 16-bit elements, with an error of 2^-22 in arccosh, and in tanh if its derivative is needed. half_rounded:
-// the same, and every product and sum is rounded by itself, so that a score has the same bits whatever code surrounds it. (Otherwise the
-// compiler might fuse a product and a sum in the code for unmasked tiles, and not in that for masked tiles.) full: to a few units in the
-// last place of T, and rounded likewise.
+// How exactly functions of the score are computed. rough: the tanh of kCapped is one instruction, with a relative error of 2^-11;
+// everything else as with half. half: enough for 16-bit elements, with an error of 2^-22 in arccosh, and in tanh if its derivative is
+// needed. half_rounded: the same, and every product and sum is rounded by itself, so that a score has the same bits whatever code surrounds
+// it. (Otherwise the compiler might fuse a product and a sum in the code for unmasked tiles, and not in that for masked tiles.) full: to a
+// few units in the last place of T, and rounded likewise.
 enum class Functions { rough, half, half_rounded, full };
 STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_rounded || f == Functions::full; }
 
@@ -76,8 +76,8 @@ template <bool kNotNegative> __device__ __forceinline__ i32 remainder(i32 x, con
 __device__ __forceinline__ i32 limited_integer(float x) { return (i32)fminf(fmaxf(x, -0x1p30f), 0x1p30f); }
 __device__ __forceinline__ i32 limited_integer(double x) { return (i32)fmin(fmax(x, -0x1p30), 0x1p30); }
 
-// An element of a captured tensor: its distance is the sum of one step per axis. An index below 0 counts from the axis' end; beyond the axis
-// it is that of the nearest end. At: i32 if all distances fit. kNotNegative: the index is not below 0.
+// An element of a captured tensor: its distance is the sum of one step per axis. An index below 0 counts from the axis' end; beyond the
+// axis it is that of the nearest end. At: i32 if all distances fit. kNotNegative: the index is not below 0.
 template <class At, bool kNotNegative, class Index> __device__ __forceinline__ At step(Index index, const CapturedOperand &x, int axis) {
   using Int = typename Either<(sizeof(At) > sizeof(Index)), At, Index>::type;
   const Int size = (Int)x.size[axis];

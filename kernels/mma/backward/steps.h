@@ -41,9 +41,9 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
 
   // The left role passes the derivative of a function of q.k to the right one as P * derivative. In FP16 it passes P and the derivative
   // separately, because below 2^-14 FP16's steps are 2^-24, and with many keys the product would be lost. The derivative's unit keeps it
-  // above these steps: that of arccosh is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of c tanh(x / c) is at most 1; that of the
-  // caller's function may be up to 2^12. With dropout, whose mark is P's sign, the derivative of the caller's function, which may be negative,
-  // is passed on separately as well.
+  // above these steps: that of arccosh is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of c tanh(x / c) is at most 1; that of
+  // the caller's function may be up to 2^12. With dropout, whose mark is P's sign, the derivative of the caller's function, which may be
+  // negative, is passed on separately as well.
   static constexpr Slope kSlope = !F.curved()                                                ? Slope::none
                                   : C.dtype == kF16 || (F.function == kProgram && F.dropout) ? Slope::apart
                                                                                              : Slope::times_p;

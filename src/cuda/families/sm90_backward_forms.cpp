@@ -66,7 +66,8 @@ bool wastes_80(const Problem &p, const Features &f) {
 }
 
 // Whether the score's options leave enough registers for tiles of 128 queries (heads of up to 64 columns). Speed of 128-query over 64-query
-// tiles on an H200: 1.21 to 1.30 with a block mask, 1.14 to 1.25 with ALiBi, 0.94 with a bias, below 1 with a function of the score; dropout spills.
+// tiles on an H200: 1.21 to 1.30 with a block mask, 1.14 to 1.25 with ALiBi, 0.94 with a bias, below 1 with a function of the score;
+// dropout spills.
 bool leaves_registers(const Problem &p, const Features &f) {
   constexpr int32_t kFew = 6; // instructions of the caller's functions for a pair: with these no kernel spills
   if (function_instructions(p) > kFew) return false;

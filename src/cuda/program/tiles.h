@@ -40,8 +40,8 @@ inline std::string cuts_blocks(const Problem &p, int64_t tile_k) {
 
 inline const char *const kNoInvariantBias = "has no invariant backward with a bias: rows are settled by tiles of queries";
 
-// Whether rows of a 16-bit backward are settled (kernels/device/settle_row.h): those whose scores may be large. With other scores the rounding
-// of P to 16 bits hides that of LSE. The passes that settle know no parts, and settle by tiles of queries.
+// Whether rows of a 16-bit backward are settled (kernels/device/settle_row.h): those whose scores may be large. With other scores the
+// rounding of P to 16 bits hides that of LSE. The passes that settle know no parts, and settle by tiles of queries.
 inline bool settles(const Problem &p) {
   if (p.bias) return !p.part.partial;
   return features_of(p).unbounded() && !p.part && !p.invariant;
