@@ -61,7 +61,7 @@ private:
   std::vector<int32_t> place_;    // of each node: its place among the arguments; -1: none
   std::vector<int32_t> divisors_; // integers by which something is divided, likewise
   std::vector<int32_t> divisor_place_;
-  std::vector<bool> divides_;         // of each node: whether something is divided by it
+  std::vector<bool> divides_; // of each node: whether something is divided by it
   std::vector<bool> limited_; // of each node: whether it is a limited_integer()
   std::vector<bool> used_;    // of each node: whether a result needs it
 };
