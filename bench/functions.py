@@ -121,8 +121,10 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import flex_attention
 
+    torch._functorch.config.donated_buffer = False  # so that a backward can be timed again and again
     rows = []
     print(torch.cuda.get_device_name(), torch.__version__, strobe.__version__, flush=True)
     for dim in map(int, args.dims.split(",")):

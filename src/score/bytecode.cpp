@@ -10,33 +10,33 @@ namespace {
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // The least and the largest value that a node may have: of a real, among those that are finite.
-struct Bounds {
+struct Extent {
   double low = -kInfinity, high = kInfinity;
   bool within(double limit) const { return low >= -limit && high <= limit; }
   bool narrow() const { return low >= -0x1p31 && high < 0x1p31; }
 };
-Bounds hull(Bounds a, Bounds b) { return {std::min(a.low, b.low), std::max(a.high, b.high)}; }
-Bounds add(Bounds a, Bounds b) { return {a.low + b.low, a.high + b.high}; }
-Bounds negated(Bounds a) { return {-a.high, -a.low}; }
+Extent hull(Extent a, Extent b) { return {std::min(a.low, b.low), std::max(a.high, b.high)}; }
+Extent add(Extent a, Extent b) { return {a.low + b.low, a.high + b.high}; }
+Extent negated(Extent a) { return {-a.high, -a.low}; }
 double product(double x, double y) { return x == 0 || y == 0 ? 0 : x * y; }
-Bounds multiply(Bounds a, Bounds b) {
+Extent multiply(Extent a, Extent b) {
   const double all[] = {product(a.low, b.low), product(a.low, b.high), product(a.high, b.low), product(a.high, b.high)};
   return {*std::min_element(all, all + 4), *std::max_element(all, all + 4)};
 }
-Bounds absolute(Bounds a) {
+Extent absolute(Extent a) {
   if (a.low >= 0) return a;
   if (a.high <= 0) return negated(a);
   return {0, std::max(-a.low, a.high)};
 }
 // The numbers whose bits above the lowest n are those of the sign, for the least n that holds these.
-Bounds bits(Bounds a) {
+Extent bits(Extent a) {
   if (!a.within(0x1p62)) return {};
   double most = 1;
   while (most <= std::max(a.high, -a.low - 1)) most *= 2;
   return {a.low < 0 ? -most : 0, most - 1};
 }
 // Beyond 2^53 a double does not tell integers apart, and 64 bits may wrap around: then nothing is known.
-Bounds unwrapped(Bounds a) { return a.within(0x1p53) ? a : Bounds{}; }
+Extent unwrapped(Extent a) { return a.within(0x1p53) ? a : Extent{}; }
 bool may_wrap(Op op) {
   switch (op) {
   case Op::ADD:
@@ -61,12 +61,12 @@ class Analysis {
 public:
   explicit Analysis(const Problem &p) : p_(p), graph_(p.program->graph) {
     for (const Node &node : graph_.nodes()) {
-      const Bounds b = bounds(node);
+      const Extent b = bounds(node);
       bounds_.push_back(node.kind == Kind::integer && may_wrap(node.op) ? unwrapped(b) : b);
       stages_.push_back(stage(node));
     }
   }
-  const Bounds &bounds(int32_t n) const { return bounds_[size_t(n)]; }
+  const Extent &bounds(int32_t n) const { return bounds_[size_t(n)]; }
   Stage stage(int32_t n) const { return stages_[size_t(n)]; }
 
 private:
@@ -83,7 +83,7 @@ private:
     return all;
   }
 
-  Bounds bounds(const Node &node) const {
+  Extent bounds(const Node &node) const {
     const auto in = [&](size_t n) { return bounds_[size_t(node.inputs[n])]; };
     const bool real = node.kind == Kind::real;
     switch (node.op) {
@@ -98,11 +98,11 @@ private:
     case Op::OFFSET:
       return {-double(std::max(p_.size_q(), p_.longest_q())), double(std::max(p_.size_k(), p_.longest_k()))};
     case Op::REAL:
-      return std::isfinite(node.real) ? Bounds{node.real, node.real} : Bounds{};
+      return std::isfinite(node.real) ? Extent{node.real, node.real} : Extent{};
     case Op::INTEGER:
       return {double(node.integer), double(node.integer)};
     case Op::LOAD:
-      return p_.captured[node.captured].dtype == DType::i32 ? Bounds{-0x1p31, 0x1p31 - 1} : Bounds{};
+      return p_.captured[node.captured].dtype == DType::i32 ? Extent{-0x1p31, 0x1p31 - 1} : Extent{};
     case Op::ADD:
       return add(in(0), in(1));
     case Op::SUBTRACT:
@@ -114,8 +114,8 @@ private:
       return {};
     case Op::FLOOR_DIVIDE: {
       if (real) return {};
-      const Bounds quotient = absolute(in(0)); // |x // y| <= |x|
-      return in(0).low >= 0 && in(1).low >= 0 ? quotient : Bounds{-quotient.high, quotient.high};
+      const Extent quotient = absolute(in(0)); // |x // y| <= |x|
+      return in(0).low >= 0 && in(1).low >= 0 ? quotient : Extent{-quotient.high, quotient.high};
     }
     case Op::REMAINDER:
       if (real) return {};
@@ -124,9 +124,9 @@ private:
       if (real) return {};
       return {std::min(in(0).low, 0.0), std::max(in(0).high, 0.0)};
     case Op::MINIMUM: // if one is infinite, the other one may be the result
-      return real ? hull(in(0), in(1)) : Bounds{std::min(in(0).low, in(1).low), std::min(in(0).high, in(1).high)};
+      return real ? hull(in(0), in(1)) : Extent{std::min(in(0).low, in(1).low), std::min(in(0).high, in(1).high)};
     case Op::MAXIMUM:
-      return real ? hull(in(0), in(1)) : Bounds{std::max(in(0).low, in(1).low), std::max(in(0).high, in(1).high)};
+      return real ? hull(in(0), in(1)) : Extent{std::max(in(0).low, in(1).low), std::max(in(0).high, in(1).high)};
     case Op::NEGATE:
       return negated(in(0));
     case Op::ABSOLUTE:
@@ -154,7 +154,7 @@ private:
     case Op::TO_REAL:
     case Op::TO_INTEGER: {
       const Kind from = graph_[node.inputs[0]].kind;
-      return from == Kind::boolean ? Bounds{0, 1} : in(0);
+      return from == Kind::boolean ? Extent{0, 1} : in(0);
     }
     case Op::FLOOR:
     case Op::CEIL:
@@ -180,7 +180,7 @@ private:
 
   const Problem &p_;
   const Graph &graph_;
-  std::vector<Bounds> bounds_;
+  std::vector<Extent> bounds_;
   std::vector<Stage> stages_;
 };
 
@@ -324,7 +324,7 @@ private:
   }
 
   bool shifts_narrow(int32_t by) const {
-    const Bounds b = analysis_.bounds(by);
+    const Extent b = analysis_.bounds(by);
     return b.low >= 0 && b.high <= (fp64_ ? 63 : 31);
   }
 

@@ -10,7 +10,7 @@
 namespace strobe::score {
 namespace {
 
-constexpr double kMostInteger = 9223372036854775807.0;
+constexpr double kMostOf64Bits = 9223372036854775807.0;
 constexpr double kLimit = 1 << 30;                                   // of limited_integer()
 constexpr double kSmallConstant = 1 << 29, kShortPosition = 1 << 24; // classes: numbers and lengths below make the same code
 
@@ -124,7 +124,7 @@ bool CudaFunctions::may_be_limited(int32_t node, double added, int depth) const 
     if (!used_[size_t(n)]) continue;
     for (int32_t i = 0; i < x.count; i++) {
       if (x.inputs[size_t(i)] != node) continue;
-      const Range other = x.count == 2 ? ranges_[size_t(x.inputs[size_t(1 - i)])] : Range{-kMostInteger, kMostInteger};
+      const Range other = x.count == 2 ? ranges_[size_t(x.inputs[size_t(1 - i)])] : Range{-kMostOf64Bits, kMostOf64Bits};
       const double most = std::max(std::abs(other.low), std::abs(other.high));
       switch (x.op) {
       case Op::LOAD:
@@ -180,11 +180,11 @@ bool CudaFunctions::divides_by_constant(const Node &x) const {
 
 CudaFunctions::Range CudaFunctions::range(int32_t n) const {
   const Node &x = graph_[n];
-  const Range all{-kMostInteger, kMostInteger};
+  const Range all{-kMostOf64Bits, kMostOf64Bits};
   if (x.kind != Kind::integer) return all;
   const auto input = [&](int n) { return ranges_[size_t(x.inputs[size_t(n)])]; };
   const auto within = [&](double low, double high) {
-    return low > -kMostInteger / 2 && high < kMostInteger / 2 ? Range{low, high} : all;
+    return low > -kMostOf64Bits / 2 && high < kMostOf64Bits / 2 ? Range{low, high} : all;
   }; // else it may wrap
   const auto size = [](const Range &r) { return std::max(std::abs(r.low), std::abs(r.high)); };
   switch (x.op) {
@@ -237,7 +237,7 @@ CudaFunctions::Range CudaFunctions::range(int32_t n) const {
     return {-1, 1};
   case Op::AND:
     if (input(0).low >= 0 || input(1).low >= 0)
-      return {0, std::min(input(0).low >= 0 ? input(0).high : kMostInteger, input(1).low >= 0 ? input(1).high : kMostInteger)};
+      return {0, std::min(input(0).low >= 0 ? input(0).high : kMostOf64Bits, input(1).low >= 0 ? input(1).high : kMostOf64Bits)};
     [[fallthrough]];
   case Op::OR:
   case Op::XOR:
