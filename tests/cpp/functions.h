@@ -10,7 +10,7 @@ struct FunctionSizes {
 };
 
 // The arguments of a function, as nodes.
-struct FunctionArguments {
+struct ArgumentsOfFunctions {
   Nodes &f;
   int32_t x, b, h, i, j, behind; // behind: i + offset - j
   int32_t plus(int32_t a, int32_t c) const { return f.add(STROBE_OP_ADD, {a, c}); }
@@ -29,23 +29,23 @@ struct FunctionArguments {
 struct NamedFunction {
   const char *name;
   std::vector<int32_t> captured;                      // those of give_captured() that it reads
-  void (*score)(const FunctionArguments &) = nullptr; // the last node is the result
-  void (*mask)(const FunctionArguments &) = nullptr;
+  void (*score)(const ArgumentsOfFunctions &) = nullptr; // the last node is the result
+  void (*mask)(const ArgumentsOfFunctions &) = nullptr;
 };
 
 inline const NamedFunction kFunctions[] = {
     {"ALiBi",
      {0},
-     [](const FunctionArguments &a) {
+     [](const ArgumentsOfFunctions &a) {
        a.f.add(STROBE_OP_SUBTRACT, {a.x, a.times(a.f.load(0, {a.h, a.f.integer(3)}), a.real(a.absolute(a.behind)))});
      }},
     {"softcap",
      {},
-     [](const FunctionArguments &a) { a.times(a.f.add(STROBE_OP_TANH, {a.f.add(STROBE_OP_DIVIDE, {a.x, a.f.real(5)})}), a.f.real(5)); }},
-    {"tanh", {}, [](const FunctionArguments &a) { a.times(a.f.add(STROBE_OP_TANH, {a.times(a.x, a.f.real(0.3))}), a.f.real(2)); }},
+     [](const ArgumentsOfFunctions &a) { a.times(a.f.add(STROBE_OP_TANH, {a.f.add(STROBE_OP_DIVIDE, {a.x, a.f.real(5)})}), a.f.real(5)); }},
+    {"tanh", {}, [](const ArgumentsOfFunctions &a) { a.times(a.f.add(STROBE_OP_TANH, {a.times(a.x, a.f.real(0.3))}), a.f.real(2)); }},
     {"T5 buckets",
      {0},
-     [](const FunctionArguments &a) {
+     [](const ArgumentsOfFunctions &a) {
        const int32_t distance = a.absolute(a.behind); // a number is added so that no logarithm is an integer
        const int32_t log = a.f.add(STROBE_OP_LOG, {a.f.add(STROBE_OP_DIVIDE, {a.real(distance), a.f.real(8)})});
        const int32_t far = a.f.add(STROBE_OP_TO_INTEGER, {a.plus(a.times(log, a.f.real(2.8853900817779268)), a.f.real(8.003))});
@@ -55,60 +55,60 @@ inline const NamedFunction kFunctions[] = {
      }},
     {"a learned relative bias",
      {0},
-     [](const FunctionArguments &a) { a.plus(a.x, a.f.load(0, {a.h, a.plus(a.clamp(a.behind, -8, 8), a.f.integer(8))})); }},
-    {"documents", {1}, nullptr, [](const FunctionArguments &a) { a.f.add(STROBE_OP_EQUAL, {a.f.load(1, {a.i}), a.f.load(1, {a.j})}); }},
+     [](const ArgumentsOfFunctions &a) { a.plus(a.x, a.f.load(0, {a.h, a.plus(a.clamp(a.behind, -8, 8), a.f.integer(8))})); }},
+    {"documents", {1}, nullptr, [](const ArgumentsOfFunctions &a) { a.f.add(STROBE_OP_EQUAL, {a.f.load(1, {a.i}), a.f.load(1, {a.j})}); }},
     {"prefix-LM",
      {2},
      nullptr,
-     [](const FunctionArguments &a) {
+     [](const ArgumentsOfFunctions &a) {
        const int32_t prefix = a.f.add(STROBE_OP_LESS, {a.j, a.f.load(2, {a.b})});
        a.f.add(STROBE_OP_OR, {prefix, a.f.add(STROBE_OP_GREATER_EQUAL, {a.behind, a.f.integer(0)})});
      }},
-    {"a window", {}, nullptr, [](const FunctionArguments &a) { a.at_most(a.absolute(a.behind), 20); }},
-    {"dilated", {}, nullptr, [](const FunctionArguments &a) { a.f.add(STROBE_OP_EQUAL, {a.remainder(a.behind, 3), a.f.integer(0)}); }},
+    {"a window", {}, nullptr, [](const ArgumentsOfFunctions &a) { a.at_most(a.absolute(a.behind), 20); }},
+    {"dilated", {}, nullptr, [](const ArgumentsOfFunctions &a) { a.f.add(STROBE_OP_EQUAL, {a.remainder(a.behind, 3), a.f.integer(0)}); }},
     {"a neighbourhood of two axes",
      {},
      nullptr,
-     [](const FunctionArguments &a) {
+     [](const ArgumentsOfFunctions &a) {
        const int32_t rows = a.at_most(a.apart(a.quotient(a.i, 8), a.quotient(a.j, 8)), 3);
        a.f.add(STROBE_OP_AND, {rows, a.at_most(a.apart(a.remainder(a.i, 8), a.remainder(a.j, 8)), 4)});
      }},
     {"nested gathers",
      {0, 1, 3},
-     [](const FunctionArguments &a) { a.plus(a.times(a.x, a.f.real(0.75)), a.f.load(0, {a.h, a.f.load(3, {a.f.load(1, {a.j})})})); }},
+     [](const ArgumentsOfFunctions &a) { a.plus(a.times(a.x, a.f.real(0.75)), a.f.load(0, {a.h, a.f.load(3, {a.f.load(1, {a.j})})})); }},
     {"negative indices and beyond the axis",
      {0},
-     [](const FunctionArguments &a) { a.plus(a.x, a.f.load(0, {a.plus(a.h, a.i), a.times(a.behind, a.f.integer(3))})); }},
+     [](const ArgumentsOfFunctions &a) { a.plus(a.x, a.f.load(0, {a.plus(a.h, a.i), a.times(a.behind, a.f.integer(3))})); }},
     {"-inf",
      {},
-     [](const FunctionArguments &a) {
+     [](const ArgumentsOfFunctions &a) {
        const int32_t hides = a.f.add(STROBE_OP_EQUAL, {a.remainder(a.times(a.i, a.j), 5), a.f.integer(4)});
        const int32_t value = a.plus(a.x, a.times(a.times(a.x, a.x), a.f.real(0.02)));
        a.f.add(STROBE_OP_WHERE, {hides, a.f.real(-std::numeric_limits<double>::infinity()), value});
      }},
     {"NaN where a mask hides",
      {},
-     [](const FunctionArguments &a) {
+     [](const ArgumentsOfFunctions &a) {
        const int32_t hides = a.f.add(STROBE_OP_EQUAL, {a.remainder(a.plus(a.i, a.j), 4), a.f.integer(3)});
        const int32_t nan = a.f.add(STROBE_OP_LOG, {a.f.add(STROBE_OP_SUBTRACT, {a.f.real(-1), a.times(a.x, a.x)})});
        a.f.add(STROBE_OP_WHERE, {hides, nan, a.times(a.x, a.f.real(0.5))});
      },
-     [](const FunctionArguments &a) { a.f.add(STROBE_OP_NOT_EQUAL, {a.remainder(a.plus(a.i, a.j), 4), a.f.integer(3)}); }},
+     [](const ArgumentsOfFunctions &a) { a.f.add(STROBE_OP_NOT_EQUAL, {a.remainder(a.plus(a.i, a.j), 4), a.f.integer(3)}); }},
     {"smooth functions",
      {0},
-     [](const FunctionArguments &a) {
+     [](const ArgumentsOfFunctions &a) {
        const int32_t swish = a.times(a.x, a.f.add(STROBE_OP_SIGMOID, {a.x}));
        const int32_t exp = a.f.add(STROBE_OP_EXP, {a.f.add(STROBE_OP_MINIMUM, {a.x, a.f.real(0.5)})});
        a.plus(a.plus(swish, exp), a.times(a.f.add(STROBE_OP_SIN, {a.x}), a.f.load(0, {a.h, a.j})));
      }},
     {"a shift of b and a mask of bits",
      {2},
-     [](const FunctionArguments &a) { a.plus(a.x, a.times(a.real(a.plus(a.b, a.h)), a.f.real(0.25))); },
-     [](const FunctionArguments &a) {
+     [](const ArgumentsOfFunctions &a) { a.plus(a.x, a.times(a.real(a.plus(a.b, a.h)), a.f.real(0.25))); },
+     [](const ArgumentsOfFunctions &a) {
        const int32_t bits = a.f.add(STROBE_OP_SHIFT_RIGHT, {a.f.integer(0x6DB5), a.remainder(a.behind, 16)});
        a.f.add(STROBE_OP_TO_BOOLEAN, {a.f.add(STROBE_OP_AND, {a.f.add(STROBE_OP_OR, {bits, a.f.load(2, {a.b})}), a.f.integer(1)})});
      }},
-    {"a constant", {}, [](const FunctionArguments &a) { a.f.real(0.5); }},
+    {"a constant", {}, [](const ArgumentsOfFunctions &a) { a.f.real(0.5); }},
 };
 
 // captured_n, with numbers that follow from its size. 0: reals (heads, 17); 1: integers of 64 bits, one for each position; 2: (batch), 32
@@ -129,7 +129,7 @@ inline void give_captured(Call &c, int32_t n, const FunctionSizes &sizes) {
 
 // Gives the call a function and what it reads.
 inline void give(Call &c, const NamedFunction &function, const FunctionSizes &sizes) {
-  const auto built = [&](void (*build)(const FunctionArguments &), bool scored) -> const strobe_function * {
+  const auto built = [&](void (*build)(const ArgumentsOfFunctions &), bool scored) -> const strobe_function * {
     if (!build) return nullptr;
     Nodes f;
     const int32_t x = scored ? f.add(STROBE_OP_SCORE) : -1, b = f.add(STROBE_OP_BATCH), h = f.add(STROBE_OP_HEAD),

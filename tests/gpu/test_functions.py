@@ -50,7 +50,7 @@ FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "softcap": lambda x, c, i, j: capped(x),
     "softcap and ALiBi": lambda x, c, i, j: capped(x) + c[:, None, None] * (j - i),
     "documents": lambda x, c, i, j: x.masked_fill(c[i] != c[j], -torch.inf),
-    "documents of int64": lambda x, c, i, j: x.masked_fill((c[:, i] != c[:, j])[:, None], -torch.inf),
+    "documents of int64": lambda x, c, i, j: x.masked_fill((c[:, i] != c[:, None, j])[:, None], -torch.inf),
     "prefix": lambda x, c, i, j: x.masked_fill(~((j <= i) | (j < c[:, None, None]))[:, None], -torch.inf),
     "window": lambda x, c, i, j: x.masked_fill((i - j).abs() > 256, -torch.inf),
     "dilated": lambda x, c, i, j: x.masked_fill((i - j) % 4 != 0, -torch.inf),
