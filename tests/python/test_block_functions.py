@@ -233,10 +233,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"function": lambda b, h, i, j: i - j}, TypeError, "^function: .*returns an integer; accepted is a bool"),
     ({"function": lambda b, h, i, j: LEARNED[i] > 0}, NotImplementedError, "^function: .*requires grad"),
     ({"function": lambda b, h, i, j: i > j and b >= 0}, ValueError, r"^function: .*torch.where\(condition, a, b\)"),
-    ({"batch": -1}, ValueError, "^batch: -1; accepted is an integer of 0 or more$"),
-    ({"heads": None}, ValueError, "^heads: None; accepted is an integer of 0 or more$"),
+    ({"batch": -1}, ValueError, "^batch: -1; accepted are integers from 0 to"),
+    ({"heads": None}, TypeError, "^heads: NoneType; accepted is an integer$"),
     ({"seqlen_k": 2**60}, ValueError, "^seqlen_k: .* in blocks of 128; accepted are up to 2147483647 blocks"),
-    ({"block": 0, "block_q": 16}, ValueError, "^block: 0; .*\nblock_k: 0; accepted is an integer of 1 or more$"),
+    ({"block": 0, "block_q": 16}, ValueError, "^block: 0; .*\nblock_k: 0; accepted are integers from 1 to 2147483647$"),
     ({"exact": 1}, TypeError, "^exact: int 1; accepted is True or False$"),
 ]
 

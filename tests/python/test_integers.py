@@ -80,6 +80,11 @@ add_methods(BlockMask, "BlockMask.causal", SIZES)
 add_methods(BlockMask, "BlockMask.butterfly", SIZES)
 add_methods(BlockMask, "BlockMask.local_global", SIZES | {"local_blocks": 1, "global_blocks": 1})
 add_methods(BlockMask, "BlockMask.strided", SIZES | {"local_blocks": 1, "stride": 1})
+FUNCTION = {"function": lambda b, h, i, j: j <= i, "batch": 1, "heads": 1, "block": 16}
+add_methods(BlockMask, "BlockMask.from_function", FUNCTION | SIZES)
+OF_CAUSAL = BlockMask.causal(**SIZES)
+for name in ("batch", "head", "width"):
+    add("BlockMask.plot", name, lambda x, name=name: OF_CAUSAL.plot(**{name: x}))
 
 PART = {"q_ranges": [(0, S)], "k_ranges": [(0, S)], "seqlens_q": S, "seqlens_k": S, "first_head": 0, "heads": 2, "first_batch": 0}
 starts = {name: (lambda x, name=name: Part(**PART | {name: [(x, 1)]})) for name in ("q_ranges", "k_ranges")}
@@ -137,7 +142,8 @@ def test_what_is_no_integer_here_is_refused_by_name(whose, argument, value):
     if message:  # without a seed or a group another argument is missing, and is named
         assert re.match(rf"{'[a-z_]+' if value is None else argument}: .*; accepted [^\n]*$", message)
     else:
-        assert (value is None and argument not in REQUIRED) or (argument == "group" and value == 2**64)  # one group for all rows
+        optional = argument not in REQUIRED or (whose == "BlockMask.from_function" and argument.startswith("block_"))
+        assert (value is None and optional) or (argument == "group" and value == 2**64)  # one group for all rows
 
 
 @pytest.mark.parametrize(("whose", "argument"), CALLS)
