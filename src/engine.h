@@ -53,7 +53,7 @@ struct Choice {
   bool follows = false; // the engine of the same call's forward was chosen, not the least predicted time
 };
 Choice choose(const Problem &, const Execution &, Direction);
-// The same choice, with answers from the caller's Ask, possibly for another machine. Ask is called for each engine of the problem's device,
+// choose() with answers from the caller's Ask, possibly for another machine. Ask is called for each engine of the problem's device,
 // with the problem and with variants of it.
 using Ask = std::function<Answer(const Engine &, const Problem &, Direction)>;
 Choice choose(const Problem &, Direction, const Ask &);

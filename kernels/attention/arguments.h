@@ -61,7 +61,7 @@ struct SequencePages {
     const u32 n = number(j);
     return offset_of((u32)table[n], (u32)j - n * page, page_stride, row_stride);
   }
-  // The same for row `slot` of the page that `entry` of the table names.
+  // The distance, in elements, from a head's row 0 of page 0 to row `slot` of the page that `entry` of the table names.
   STROBE_FN i64 offset_of(u32 entry, u32 slot, i64 page_stride, i64 row_stride) const {
     return (entry < pages ? (i64)entry * page_stride : 0) + (i64)slot * row_stride;
   }

@@ -27,7 +27,7 @@ template <class Int> struct BasicBand {
     i64 offset = bottom_right ? seqlen_k - seqlen_q : 0;
     return {seqlen_q, seqlen_k, left >= kFar ? -kFar : offset - left, right >= kFar ? kFar : offset + right, offset};
   }
-  // The same relation with the roles exchanged: the queries to which a key is visible.
+  // The band with the roles of queries and keys exchanged: the queries to which a key is visible.
   STROBE_FN BasicBand transposed() const { return {seqlen_k, seqlen_q, -high, -low, -offset}; }
 
   STROBE_FN bool visible(Int i, Int j) const { return j >= i + low && j <= i + high && j >= 0 && j < seqlen_k; }
@@ -38,7 +38,7 @@ template <class Int> struct BasicBand {
 };
 using Band = BasicBand<i64>;
 
-// The same band in 32 bits, to which bounds that are far away are limited.
+// The band b in 32 bits; bounds that are too far away for them are limited.
 STROBE_FN BasicBand<i32> narrow(const Band &b) {
   constexpr i64 kMost = (1ll << 30) - 1;
   return {(i32)b.seqlen_q, (i32)b.seqlen_k, (i32)max(b.low, -kMost), (i32)min(b.high, kMost), (i32)b.offset};

@@ -1,5 +1,5 @@
-// Tiles of packed sequences, numbered through all sequences without summing up the tiles before: the tiles of sequence b begin at number
-// row / tile + b, where `row` is its first row. After the last tile of a sequence a number may be unused.
+// Tiles of packed sequences, numbered through all sequences without summing up the tiles of the sequences before: the tiles of sequence b
+// begin at number row / tile + b, where `row` is its first row. After the last tile of a sequence a number may be unused.
 #pragma once
 #include "base.h"
 

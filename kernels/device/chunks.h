@@ -30,7 +30,7 @@ struct Merge {
   __device__ __forceinline__ float operator()(float x, float y) const {
     return __fmaf_rn(take ? -0.0f : x, before, keep ? -0.0f : __fmul_rn(y, now)); // adding -0 changes nothing
   }
-  // The same for results that already hold infinities and NaN from V: these stay, however small the weight of their chunk.
+  // Merges results that already hold infinities and NaN from V: these stay, however small the weight of their chunk.
   __device__ __forceinline__ float of_any(float x, float y) const {
     if (x - x + (y - y) == 0) return (*this)(x, y);
     return keep ? x : take ? y : x + y;

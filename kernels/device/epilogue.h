@@ -43,7 +43,7 @@ __device__ __forceinline__ void store_rows(const Operand &out, i32 b, i32 h, i64
   }
 }
 
-// The same in fp32, without an exchange between lanes. kAdds: adds to the tensor's contents.
+// store_rows() in fp32, without an exchange between lanes. kAdds: adds to the tensor's contents.
 template <bool kAdds, int kColumns>
 __device__ __forceinline__ void store_rows_unrounded(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns,
                                                      const float (&x)[kColumns / 2], float factor) {

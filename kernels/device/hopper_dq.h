@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
   }
 }
 
-// The same with the sum read from dq_sum, where it is tile `number`. empty: no thread block has added to the tile, so there is no sum.
+// Stores dQ from the sum in dq_sum, where it is tile `number`. empty: no thread block has added to the tile, so there is no sum.
 template <class T, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int piece,
                                          bool empty) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
   store_dq<T, kColumns, kTileQ>(a, batch, head, row, rows, piece, x);
 }
 
-// The same for a dQ in fp32. kAdds: adds to the tensor's contents.
+// Stores a dQ in fp32 from dq_sum. kAdds: adds to the tensor's contents.
 template <bool kAdds, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq_unrounded(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number,
                                                    int piece, bool empty) {

@@ -26,7 +26,7 @@ template <class T> struct Keys {
     return {row(begin), x.stride[2], x.stride[3], (i32)end - (i32)begin, columns};
   }
 };
-// The same in pages.
+// K or V of one key head of a sequence, in pages.
 template <class T> struct PagedKeys {
   const Operand &x;
   const T *first; // row 0 of page 0
@@ -88,7 +88,7 @@ template <class T, Features F>
 struct KeysOf<T, F> {
   using type = QuantisedKeys<F, F.by_column != 0>;
 };
-// The same from a kernel's arguments, which also hold the scales of quantised keys.
+// The rows of K from a kernel's arguments, which also hold the scales of quantised keys.
 template <class T, Features F, class Arguments>
 __device__ __forceinline__ auto k_of_call(const Arguments &a, const Sequence &s, i64 b, i64 head) {
   const Inputs &in = a.in;

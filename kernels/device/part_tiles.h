@@ -48,7 +48,7 @@ private:
   Schedule schedule_;
 };
 
-// The same for kernels that are short of registers: one thread finds the tiles, two ahead, and stores them to shared memory. All threads of
+// PartKeys for kernels that are short of registers: one thread finds the tiles, two ahead, and stores them to shared memory. All threads of
 // the block call next() together, and meet at a barrier between any two calls except the first two.
 class SharedKeys {
 public:

@@ -62,7 +62,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       l[row] *= alpha[row];
     }
   }
-  // The same for some rows only.
+  // Updates M and l of some rows only.
   template <class Tile, class Exponent>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, const bool (&rows)[kRows]) {
 #pragma unroll
@@ -87,8 +87,8 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       for (int i = 0; i < tile::elements_of_row(O); ++i) tile::row_element(O, row, i) *= alpha[row];
     }
   }
-  // The same when O is complete in registers, so that O is rescaled here. Nothing changes unless some row of the warp exceeds its M by too
-  // much. Then all rows are updated or, with kOwn, only those that exceed it.
+  // Updates M and l when O is complete in registers, and rescales O. Nothing changes unless some row of the warp exceeds its M by too much.
+  // In that case all rows are updated or, with kOwn, only those that exceed their M.
   template <bool kExact, bool kOwn = false, class Tile, class Exponent, class Sum>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, Sum &O) {
     float top[kRows];
@@ -152,7 +152,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       l[r] = x + y;
     }
   }
-  // The same for one block, rows first and first + 1.
+  // Replaces S by P in one block, rows first and first + 1.
   template <class Exponent> __device__ __forceinline__ void exponentiate(tile::Accumulator &S, int first, const Exponent &exponent) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -205,7 +205,7 @@ __device__ __forceinline__ RowEnd row_end(float M, float l, float sink, bool nat
   const float log2_l = __log2f(l); // l is far below 2^126
   return {__fdividef(alpha, l), natural ? top + log2_l * kLn2<float> : (top + log2_l) * kLn2<float>};
 }
-// The same with FP32's full precision; here the sink is natural. Beside a sink that is far above all scores the whole row has the error of
+// row_end() with FP32's full precision; here the sink is natural. Beside a sink that is far above all scores the whole row has the error of
 // exp(M - sink), so the difference is taken in FP64.
 __device__ __forceinline__ RowEnd precise_row_end(float M, float l, float sink, bool natural) {
   const double m = natural ? M * kLog2e<double> : (double)M, s = sink * kLog2e<double>;

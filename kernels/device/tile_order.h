@@ -95,8 +95,9 @@ __device__ __forceinline__ void take_keys(State &state, const BackwardArguments 
   }
 }
 
-// The same, called by all threads; where lists of mask blocks give tiles different lengths, the longest come first. (In deterministic mode
-// the first keys must still come first, because later ones wait for them.) The first thread calls begin() once k0 and k1 of state are set.
+// take_keys(), called by all threads; where lists of mask blocks give tiles different lengths, the longest come first. (In deterministic
+// mode the tiles of the first keys must still come first, because later tiles wait for them.) The first thread calls begin() once k0 and k1
+// of state are set.
 template <Features F, bool kTurns, int kThreads, int kTileK, class State, class Begin>
 __device__ __forceinline__ void choose_keys(State &state, const BackwardArguments &a, int thread, const Begin &begin) {
   if (thread == 0) take_keys<F, kTurns, kTileK>(state, a);

@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 key_tiles_before(const Inputs &in, const BasicBan
   return own - first;
 }
 
-// The same in a part: how many key tiles come before number `own` of the sequence and have a key that some of the queries [q0, q1) see.
+// In a part: how many key tiles come before number `own` of the sequence and have a key that some of the queries [q0, q1) see.
 template <bool kBlocks, int kTileK>
 __device__ __forceinline__ u32 part_tiles_before(const Inputs &in, const Band &band, i32 b, i32 h, i32 q0, i32 q1, i32 own) {
   const HeldRanges keys = held_keys(in, b);

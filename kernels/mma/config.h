@@ -10,7 +10,7 @@ struct Config {
   i32 tile_q, tile_k;       // multiples of 16
   i32 warps;
   i32 stages;    // tiles of K, and of V, in shared memory at a time
-  i32 aligned;   // adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 aligned;   // columns are adjacent; row strides and base addresses are multiples of 16 bytes, head dims of 8: copies take 16 bytes
   i32 exact_max; // the running maximum is followed exactly; else it may lag by a factor of 2^8
   i32 invariant; // forward: a row's bits do not depend on its tile of queries; keys are walked in chunks (device/chunks.h)
   i32 blocks_per_sm;

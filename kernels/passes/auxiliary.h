@@ -29,7 +29,7 @@ template <int kThreads, class T> __device__ __forceinline__ T largest_of_block(T
 }
 
 // Raw q.k of a tile by FMA. This thread computes it for the keys key(m), m < kKeys, and the queries query(n), n < kQueries. Taken: the type
-// of the rows that stay while the others stream by.
+// of the rows that stay while the other operand's rows stream by.
 template <AuxiliaryConfig C, class Taken> struct FmaTile {
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
@@ -95,7 +95,7 @@ private:
   }
 };
 
-// The same on tensor cores. A warp has 16 keys, which stay in shared memory, and all queries of the tile.
+// Raw q.k of a tile by tensor cores. A warp has 16 keys, which stay in shared memory, and all queries of the tile.
 template <AuxiliaryConfig C> struct TensorTile {
   using E = typename Element<C.dtype>::type;
   using T = float;
@@ -139,7 +139,8 @@ template <AuxiliaryConfig C, class Taken> struct TileOf<C, Taken, true> {
   using type = TensorTile<C>;
 };
 
-// The code that both passes over S share. Taken: the type of the rows that stay while the others stream by; the tile calls them its keys.
+// The code that both passes over S share. Taken: the type of the rows that stay while the other operand's rows stream by; the tile calls
+// the rows that stay its keys.
 template <AuxiliaryConfig C, class Taken> struct ScorePass {
   using Arguments = typename ArgumentsOf<AuxiliaryArguments, C.features.quant != 0>::type;
   using E = typename Element<C.dtype>::type;

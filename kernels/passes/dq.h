@@ -49,7 +49,7 @@ private:
       }
     }
   }
-  // The same for a dQ in fp32: rows i and i + 8 of a block.
+  // Writes a dQ in fp32, or with C.adds adds to it: rows i and i + 8 of a block.
   static __device__ __forceinline__ void add_fragments(const Arguments &a, const RowTile<C> &tile, const float *from, int i, int g,
                                                        i32 c0) {
 #pragma unroll 4

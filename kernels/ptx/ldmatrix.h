@@ -26,7 +26,7 @@ __device__ __forceinline__ void stmatrix(u32 address, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
-// The same with each matrix transposed.
+// stmatrix() with each matrix transposed.
 __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 *x) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]),
                "r"(x[3])

@@ -8,7 +8,7 @@ namespace strobe::simt {
 // How rows of q, k, v, out, dout, dk and dv are copied.
 inline constexpr i32 kElements = 0; // any strides
 inline constexpr i32 kPieces = 1;   // rows on 16-byte addresses, their elements adjacent: 16 (16-bit types: 8) bytes at a time
-inline constexpr i32 kWhole = 2;    // the same, and no column is missing: the head dimensions are the Config's
+inline constexpr i32 kWhole = 2;    // as kPieces, and no column is missing: the head dimensions are the Config's
 
 struct Config {
   i32 dtype;                // dtype of q, k, v

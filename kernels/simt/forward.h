@@ -136,7 +136,8 @@ private:
     });
   }
 
-  // S = Q K^T. The sum of the earlier runs of columns is kept in P's memory, which all threads have read by then.
+  // S = Q K^T. Heads wider than score_run() are summed in runs of that many columns; the sum of finished runs waits in P's memory. When the
+  // first run ends, all threads have read the previous tile's P.
   template <class RowsOfK> __device__ __forceinline__ void multiply_q_k(T (&S)[kRows][kKeys], const RowsOfK &K, i32 k0) {
     multiply.template nt_in_runs<C.head_dim, C.score_run()>(S, Q, q0, K, k0, [&](bool first) {
       transfer(place_here(), P, [&](T &p, int i, int j) { p = first ? S[i][j] : p + S[i][j], S[i][j] = T(0); });

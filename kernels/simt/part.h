@@ -27,7 +27,7 @@ __device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, cons
     return Source(Keys<E>(x, s, b, head, columns), (i32)s.band.seqlen_k);
 }
 
-// The same from the arguments of a forward, whose keys may be quantised.
+// The rows of K from the arguments of a forward, whose keys may be quantised.
 template <Config C, class E, class Source, class Arguments>
 __device__ __forceinline__ auto rows_of_k(const Arguments &a, const Sequence &s, i64 b, i64 head) {
   constexpr Features F = C.features;

@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply(const Grid &g, T (&acc)[M][N], const T 
   }
 }
 
-// The same where B is not finite: an element of A that is 0, hidden or dropped, adds nothing. Slow.
+// acc += A^T B where B is not finite: an element of A that is 0, because it is hidden or dropped, adds nothing. Slow.
 template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_seen(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
   constexpr int WM = piece<T>(M), WN = piece<T>(N);
@@ -114,7 +114,7 @@ template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
   __device__ Rows(const Keys<E> &keys, i32 count)
       : data(keys.first), stride(keys.x.stride[2]), column_stride(keys.x.stride[3]), count(count), columns(keys.columns) {}
   Rows() = default;
-  // The same rows, counted from `shift` rows further on; only those before `end` exist.
+  // These rows, counted from row `shift` on; only rows before `end` exist.
   __device__ __forceinline__ Rows shifted(i32 shift, i32 end) const {
     Rows rows = *this;
     rows.data += shift * stride, rows.count = end;
@@ -265,7 +265,7 @@ template <class E> struct PagedRows : FirstRow<false> {
         columns(columns), pages(pages) {}
 };
 
-// The same as Chunk, with an address for each row.
+// A Chunk with an address for each row.
 template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns>
 class PagedChunk : public Chunk<Source, T, kThreads, kCopy, kRows, kColumns> {
   using Base = Chunk<Source, T, kThreads, kCopy, kRows, kColumns>;
@@ -328,7 +328,7 @@ template <Features F, bool kByColumn> struct QuantisedRows : FirstRow<false> {
   __device__ QuantisedRows(const QuantisedKeys<F, kByColumn> &keys, i32 count) : keys(keys), pages(keys.pages), count(count) {}
 };
 
-// The same as Chunk, for numbers that are multiplied by their scales as they are read.
+// A Chunk of numbers that are multiplied by their scales as they are read.
 template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns>
 class QuantisedChunk : public Chunk<Source, T, kThreads, kElements, kRows, kColumns> {
   using Base = Chunk<Source, T, kThreads, kElements, kRows, kColumns>;
@@ -437,7 +437,7 @@ template <Config C> struct Products {
     }
   }
 
-  // The same, but after each kRun rows end_of_run takes their sum, because a long sum in one run rounds more. Its arguments: the sum, the
+  // P^T B in runs: after each kRun rows end_of_run takes their sum, because a long sum in one run rounds more. Its arguments: the sum, the
   // number of the sum's first column among the thread's columns, and whether the run is the first. M: rows per thread.
   template <int kDim, int kLines, int kStride, int kRun, int M, class Other, class F>
   __device__ __forceinline__ void tn_in_runs(const T *p, const Other &B, i32 b0, i32 length, i32 column, F &&end_of_run) {

@@ -61,7 +61,7 @@ template <bool kBlocks, int kTile> struct DescendingQueries {
   }
 };
 
-// The same for a part's ranges.
+// The tiles of keys in a part's ranges.
 struct RangesOfKeys {
   using Tile = ShiftedTile;
   PartKeys tiles;

@@ -203,7 +203,7 @@ private:
       multiply_pairs<kColumns, C.products>(sum, f, B, 16 * n);
     }
   }
-  // The same for a B that is not finite: an element of x that is 0 adds nothing.
+  // accumulate() for a B that is not finite: an element of x that is 0 adds nothing.
   template <int kColumns, bool kP>
   __device__ __forceinline__ void accumulate_nonfinite(Accumulator (&sum)[kM][kColumns / 16], u32 b) const {
 #pragma unroll 1

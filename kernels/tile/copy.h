@@ -24,7 +24,7 @@ template <class T> struct StridedMatrix : Matrix<T> {
 template <class Rows>
 concept Strided = requires { Rows::kStrided; };
 
-// Rows of 16-bit elements whose addresses a warp's lanes hold: lane r that of row r. For aligned copies only.
+// Rows of 16-bit elements whose addresses a warp's lanes hold: lane r holds row r's address. For aligned copies only.
 struct RowsOfLanes {
   static constexpr bool kOfLanes = true;
   const void *address;

@@ -13,7 +13,7 @@ STROBE_FN constexpr int columns_of_word(i32 stored) { return stored == kInt4 ? 8
 template <class T> inline constexpr bool kIsHalf = false;
 template <> inline constexpr bool kIsHalf<f16> = true;
 
-// The same 16 bits twice.
+// The lower 16 bits of x in both halves of the result.
 __device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
 
 // Converts a word to pairs of FP16 (T = f16) or BF16. A stored number x is converted by an exact fused multiply-add:

@@ -11,7 +11,7 @@ struct Left {
   static constexpr bool kLeft = true;
   u32 x[4];
 };
-// The same as a right operand: x[c + 2r].
+// 16x16 16-bit elements, as a right operand. x[c + 2r]: rows 8r ... 8r+7, columns 8c ... 8c+7.
 struct Right {
   static constexpr bool kLeft = false;
   u32 x[4];

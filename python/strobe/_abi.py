@@ -55,7 +55,7 @@ def said(ask: Callable[[Any, int, Any], object], errors: str = "backslashreplace
 
 
 def told(function: Any, *arguments: Any, errors: str = "backslashreplace") -> str:
-    """The same for a function that takes (*arguments, chars, size, needed) and returns a status."""
+    """The text that a function writes which takes (*arguments, chars, size, needed) and returns a status."""
 
     def ask(*buffer: Any) -> None:
         status = function(*arguments, *buffer)

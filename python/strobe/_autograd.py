@@ -42,7 +42,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
 
 
 def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:
-    """The same for a remembered call that is not prepared yet, or was not used recently."""
+    """What again() returns for a remembered call that is not prepared yet, or was not used recently."""
     key = _eager.attention_key(q, k, v, return_lse, given)
     known = None if key is None else _prepared.CALLS.get(key)
     if key is None or known is None:

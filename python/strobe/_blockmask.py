@@ -136,7 +136,7 @@ class BlockMask:
         )
 
     def to(self, device: Any) -> BlockMask:
-        """The same mask as torch tensors on `device`, as torch.device() takes it."""
+        """This mask as torch tensors on `device`, as torch.device() takes it."""
         import torch
 
         from .arrays.torch import TORCH

@@ -206,7 +206,7 @@ class Call(NamedTuple):
     aux: tuple[str, ...] = ()  # the names in _options.AUX that are asked for
 
     def on(self, arrays: dict[str, Array]) -> Call:
-        """The same call on other arrays."""
+        """This call on other arrays."""
         return Call(self.framework, arrays, self.options, self.aux)
 
     @property
@@ -275,7 +275,7 @@ class Call(NamedTuple):
         return found | into
 
     def adding(self) -> Call:
-        """The same call, whose backward adds to gradients in the caller's memory."""
+        """This call, with a backward that adds to gradients in the caller's memory."""
         return Call(self.framework, self.arrays, {**self.options, ACCUMULATE: True}, self.aux)
 
     def reference(self, rows: list[int] | None) -> tuple[Array, ...]:

@@ -47,7 +47,7 @@ torch.library.define(
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {ARGUMENTS}, bool[] needed) -> Tensor[]",  # in the order of GRADIENTS
     tags=TAGS,
 )
-# The same with the results named by aux (_options.AUX) after out and lse.
+# The forward operator that also returns the results named by aux (_options.AUX), after out and lse.
 FORWARD_AUX_NAME = "strobe::attention_forward_aux"
 torch.library.define(FORWARD_AUX_NAME, f"({ARGUMENTS}, str[] aux) -> Tensor[]", tags=TAGS)
 

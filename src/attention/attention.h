@@ -166,8 +166,9 @@ struct Problem {
     const int32_t *row_ptr_t = nullptr, *col_t = nullptr; // (batch, heads, cols + 1)
   } blocks;
 
-  View out, lse;                                     // lse: (batch, head, query, -)
-  int64_t lse_low = 0;                               // with a partial part, LSE is two numbers: their distance in elements
+  View out, lse; // lse: (batch, head, query, -)
+  // Elements from an LSE to its low number (only if part.partial, where LSE is kept as two numbers).
+  int64_t lse_low = 0;
   View max_logit, column_sums;                       // forward, if asked for: (batch, head, -, -) and (batch, query head, key, -)
   View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: given with a partial part
   bool accumulate = false;                           // dq, dk and dv are added to

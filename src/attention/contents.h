@@ -32,7 +32,7 @@ class OwnLists {
 public:
   // A copy without gaps, whatever the list's strides; the same list gives the same copy. T: the type of the list's elements.
   template <class T> const T *copy(const strobe_tensor &list) { return reinterpret_cast<const T *>(copied(list).own.get()); }
-  // The same for a list of either width.
+  // A copy of a list of 32-bit or 64-bit integers, as copy() makes it.
   Ints ints(const strobe_tensor &list);
   // The list whose 32-bit copy lies at this address.
   Ints at(const int32_t *narrow) const;

@@ -28,7 +28,7 @@ public:
 
   // Returns false, with reasons, if anything is wrong. An accepted tensor becomes one of placed().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
-  // The same for a list. A list with gaps will be copied, so its size is bounded: with strides of 0 it could exceed all memory.
+  // accept() for a list. A list with gaps will be copied, so its size is bounded: with strides of 0 it could exceed all memory.
   bool accept_list(const char *argument, const strobe_tensor &, const Axes &, const Types &);
   // Checks only rank and sizes, and adds no reason.
   static bool has_rank(const strobe_tensor *, int32_t rank);

@@ -1,7 +1,7 @@
 // The forward of few queries, as in decoding: the products of forward.h with queries and keys exchanged. Keys lie across lanes, the queries
 // of all heads of a group are rows, and K and V are read once for all rows. The keys are divided into spans of a fixed length, one item
 // each, whose results are merged in order: no bit depends on the threads. Scores are summed in the order of forward.h, like the scores that
-// the backward recomputes, so that LSE agrees with these.
+// the backward recomputes, so that LSE agrees with the recomputed scores.
 #pragma once
 #include "decode_products.h"
 #include "isa.h"

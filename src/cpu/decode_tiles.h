@@ -115,7 +115,7 @@ private:
   static STROBE_INLINE int64_t place_k(int64_t c) {
     return c / (L * kPerWord) * (L * kPerWord) + c % kPerWord / 2 * kDepth + c / kPerWord % L * 2 + c % 2;
   }
-  // The same for column c of V in a row of O: [column of each word][word].
+  // The place of column c of V in a row of O: [column of each word][word].
   static STROBE_INLINE int64_t place_v(int64_t c) { return FmaLanes<T, E>::place(c); }
   static STROBE_INLINE WordsOf<T> load(const Word *at) { return (WordsOf<T>)Vec<T>::load(reinterpret_cast<const T *>(at)).v; }
   // bf16 numbers, `low` in the low half of each lane.

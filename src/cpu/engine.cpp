@@ -66,7 +66,8 @@ std::string amx_missing() {
 double bf16_dot_rate() { return has_amx() ? 26 : 128; }
 #endif
 
-// The sets from the fastest to the slowest. idle_lanes and pack_cycles were measured with 1 to 256 queries, 512 to 8192 keys, D 64 and 128.
+// The sets from the fastest to the slowest. idle_lanes and pack_cycles were measured with 1 to 256 queries, 512 to 8192 keys, head
+// dimensions 64 and 128.
 const InstructionSet kInstructionSets[] = {
 #if defined(__x86_64__) && !defined(STROBE_UP_TO_AVX2)
     {"cpu-amx", amx_missing, amx::kernels, {80, 160, 240}, 0, {1.5, 1.3, 1.0}},

@@ -62,7 +62,7 @@ template <class T> struct Fma {
                         T * /*reals*/, T * /*buffer*/) {
     for (int64_t j = 0; j < n; ++j) load_row(x, b, h, j0 + j, 0, d, const_cast<T *>(to.rows.a.a) + j * to.rows.a.row);
   }
-  // The same operands from key `skip` of the tile on.
+  // The operand x from key `skip` of the tile on.
   static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.row, x.a.row, x.a.col}}; }
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.col, x.a.row, x.a.col}}; }
 

@@ -170,7 +170,7 @@ STROBE_INLINE void add_run(const WordBlock<typename Lanes::Elements::Word> &bloc
   if constexpr (kWords > 1) add_run<Lanes, kRows, kWords / 2, kParts>(block, first, keys, w, words, p, o, ldo, accumulate);
 }
 
-// The same for a block of keys: each run of kRun keys starts from 0.
+// o (+)= P V of a block of keys, by add_run(): each run of kRun keys starts from 0.
 template <class Lanes, int kRows>
 __attribute__((noinline)) void add_values(const WordBlock<typename Lanes::Elements::Word> &block, int64_t words,
                                           const typename Lanes::Operand *p, typename Lanes::Real *o, int64_t ldo, bool accumulate) {

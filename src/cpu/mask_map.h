@@ -80,7 +80,7 @@ public:
     for (int64_t n = 0; n < min((i64)pieces_of(tile_), (i64)rows_); ++n) kind |= cell[n * columns_];
     return kind;
   }
-  // The same for all queries.
+  // The effect of the mask on the cell of key j, for all queries.
   uint8_t of_all(int64_t b, int64_t h, int64_t j) const { return totals_[slice(b, h) * columns_ + j / keys_]; }
 
   // Three functions of a row of cells: the union of the cells of keys [begin, end); the hull of their visible cells; the end of key j's

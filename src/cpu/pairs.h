@@ -78,7 +78,7 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
   }
 }
 
-// The same for bf16 rows, in which the numbers of a pair are already adjacent: dst[c / 2][lane], of `count` rows in `width` lanes.
+// Transposes bf16 rows into pairs: dst[c / 2][lane] holds columns c and c + 1 of row `lane`. `count` rows exist; `width` lanes are written.
 inline __attribute__((noinline)) void pair_lanes(const uint16_t *src, int64_t row, int64_t count, int64_t columns, int64_t width,
                                                  uint32_t *dst) {
   for (int64_t lane = 0; lane < width; lane += 16)

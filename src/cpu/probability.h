@@ -17,7 +17,7 @@ template <class T> STROBE_INLINE bool is_large(const Problem &p, T lse) {
 
 // In FP32 the difference of a score and LSE, both of the order of tens, is rounded to their last bit. If scores are nearly the same, this
 // makes the same error of P in all rows. So a power of two is taken out first [Cody & Waite 1980]: P = 2^n e^(s - (lse + n ln 2) - excess).
-// There lse and the high part of ln 2 are multiples of 2^-9, so that lse + n ln 2 is exact. If LSE is too large for that, s - lse is
+// In this form lse and the high part of ln 2 are multiples of 2^-9, so that lse + n ln 2 is exact. If LSE is too large for that, s - lse is
 // computed first, which is exact for scores of the same size. CPUs without fused multiply-adds compute the exponent in FP64. Arithmetics in
 // FP64, and arithmetics that round P to 16 bits, need none of this.
 template <class Math> struct Probability {

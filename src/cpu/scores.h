@@ -131,7 +131,7 @@ template <class T> void load_additive_row(const Head<T> &head, int64_t i, int64_
     for (int64_t j = 0; j < count; ++j) row[j] = seen[j * m.stride[3]] ? row[j] : -kInfinity<T>;
 }
 
-// The same for a tile: add[key][lane].
+// Loads bias and mask, as load_additive_row() does, for a tile: add[key][lane].
 template <class T>
 __attribute__((noinline)) void load_additive(const Head<T> &head, const TileSpan &t, bool use_mask, ScoreScratch<T> &scratch) {
   const Problem &p = *head.p;

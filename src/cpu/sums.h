@@ -16,10 +16,10 @@ template <class T> STROBE_INLINE Vec<T> add_rounded(Vec<T> x, T *sum) {
   return lost;
 }
 
-// The same; the rounding error is added to `lost`, so that the exact sum is sum + lost.
+// sum += x, and lost += the rounding error, so that the exact sum is sum + lost.
 template <class T> STROBE_INLINE void add_exactly(Vec<T> x, T *sum, T *lost) { (Vec<T>::load(lost) + add_rounded(x, sum)).store(lost); }
 
-// The same for `size` numbers in memory; x is cleared.
+// add_exactly() for `size` numbers in memory; x is cleared.
 template <class T> __attribute__((noinline)) void move_exactly(T *x, T *sum, T *lost, int64_t size) {
   for (int64_t i = 0; i < size; i += Vec<T>::kLanes) add_exactly(Vec<T>::load(x + i), sum + i, lost + i);
   fill(x, size, T(0));

@@ -77,7 +77,7 @@ STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T fa
   }
 }
 
-// The same for rows i0 + lane of a tensor.
+// load_lanes() for rows i0 + lane of a tensor.
 template <class T>
 __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns, T factor,
                                           T *dst, int64_t width, T *buffer) {

@@ -21,7 +21,7 @@ void make_filled(Call &c, Direction direction) {
   for (size_t i = 0; i < c.memory_bytes("mask"); i++) c.data<uint8_t>("mask")[i] = i % 7 != 0;
 }
 
-// The same call on the reference, whose results are float64.
+// Turns a call into one of the reference, whose results are float64.
 void as_reference(Call &c) {
   c.attention.engine = "reference";
   for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})

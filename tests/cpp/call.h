@@ -70,7 +70,7 @@ public:
     if (!values.empty()) std::memcpy(t.data, values.data(), values.size() * sizeof(T));
     return t;
   }
-  // The same values with gaps between them: the last axis has this stride. backwards: all strides are negative.
+  // Puts gaps between a tensor's values: the last axis has this stride. backwards: all strides are negative.
   void spread(const std::string &name, int64_t stride, bool backwards) {
     Held &h = held.at(name);
     strobe_tensor &t = h.tensor;

@@ -193,7 +193,7 @@ namespace {
 
 constexpr const char *kOfEitherWidth[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"};
 
-// The same values as int64.
+// Turns a list of int32 into one of int64.
 void widen(Call &c, const std::string &name) {
   const std::vector<int32_t> values(c.data<int32_t>(name), c.data<int32_t>(name) + c.memory_bytes(name) / sizeof(int32_t));
   const std::vector<int64_t> shape(c[name].shape, c[name].shape + c[name].rank);

@@ -93,7 +93,7 @@ void check_both_ways(const Case &c, i64 tile_q, i64 tile_k, i64 align, Tally &ta
   check_walk(c.band().transposed(), c.seqlen_k, c.seqlen_q, tile_q, tile_k, align, t, [&](i64 j, i64 i) { return c.visible(i, j); }, tally);
 }
 
-// The same for kernels that own a tile of keys and walk over tiles of queries, last to first.
+// Checks the walk of kernels that own a tile of keys: over tiles of queries, last to first.
 template <bool kBlocks> void check_queries(const Case &c, i64 tile_k, Tally &tally) {
   constexpr i32 kTile = 16, kNothing = 0;
   const Case t = c.transposed_blocks();

@@ -133,7 +133,8 @@ SHORT = ((66, 4, 64, 64), (99, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180),
 @pytest.mark.parametrize("d", [64, 96, 128])
 @pytest.mark.parametrize("feature", ["plain", "causal", "causal top left", "softcap", "dropout, causal", "alibi", "mask"])
 def test_a_block_of_a_heads_keys(feature, d):
-    """Many short heads: each block adds up dQ of its own, pair after pair, in the same order on every run."""
+    """Many short heads: a block takes all keys of one (batch, key head) pair after another, so it alone adds to that pair's dQ, in the
+    same order on every run."""
     for b, hkv, sq, sk in SHORT:
         options = {"mask": torch.rand(b, 1, sq, sk) < 0.7} if feature == "mask" else dict(FEATURES[feature])
         if "alibi_slopes" in options:

@@ -53,8 +53,8 @@ SPILLS = {
 }
 
 
-# The same for kernels with at most one option, each by its name without the trailing zeros of its Config; no other such kernel spills. For
-# OLD_ARCHS only the worst kernel of each template is known.
+# Bytes, as in SPILLS, of kernels with at most one option, each by its name without the trailing zeros of its Config; no other such kernel
+# spills. For OLD_ARCHS only the worst kernel of each template is known.
 SPILLS_OF_FEW = {
     (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3}>"): 24,
     (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1}>"): 24,

@@ -240,7 +240,7 @@ class Inputs:
 
 
 def _storage(kind: str, t: Tensor) -> Tensor:
-    """The same values as t (for the expanded kinds: those of its first batch or head) in other strides."""
+    """The values of t (for the expanded kinds: those of its first batch or head) in other strides."""
     if kind == "transposed":
         return t.transpose(-1, -2).contiguous().transpose(-1, -2)
     if kind == "expanded batch":

@@ -23,7 +23,7 @@ Results = dict[str, Tensor]  # by name: "out", "lse", "max_logit", "column_sums"
 STATISTICS = ("lse", "max_logit", "column_sums")
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
-ORDERS = 3  # orders of summation of the plain formulas
+ORDERS = 3  # how many orders of summation of the plain formulas are tried
 # Elements of q, and of the gradient of a bias or sinks. Smaller calls may have a small error by chance, so DRAWS calls of the same kind are
 # measured.
 SMALL, FEW = 50_000, 1000

@@ -382,7 +382,8 @@ def bits(group: dist.ProcessGroup, kind: str, dtype: torch.dtype, options: dict[
 
 
 def as_users_call_it(group: dist.ProcessGroup, way: str, method: str) -> dict[str, Tensor]:
-    """The same call through other functions; `group` has all ranks."""
+    """Forward and backward of one causal call, made in the given way (checkpoint, autocast, bshd, compile, mesh, or plainly); `group` has
+    all ranks."""
     sharding = Sharding.zigzag(S, group.size())
     q, k, v, dout = shards(sharding, group.rank())
     how: dict[str, Any] = {"sharding": sharding, "method": method, "causal": True}

@@ -164,7 +164,7 @@ class Variant:
         return found
 
     def expected(self, p: Problem, base: Results) -> Results:
-        """The same rows of the problem's results by itself."""
+        """What the problem gives by itself, in the rows and heads that this mix holds."""
         group = p.q.shape[1] // p.k.shape[1]
         kv = [one for one in self.heads_kv if one >= 0]
         heads = [one * group + n for one in kv for n in range(self.share)]

@@ -27,7 +27,7 @@ def band(sq: int, sk: int, causal: bool, window: tuple[int | None, int | None], 
 
 
 def seen_at(d: Tensor, causal: bool, window: tuple[int | None, int | None]) -> Tensor:
-    """The same from the distance of each key behind each query."""
+    """Which keys causal and the window leave to each query, from the distance d of each key behind each query."""
     seen = torch.ones(d.shape, dtype=torch.bool)
     left, right = window
     if left is not None:

@@ -82,7 +82,7 @@ class Held:
         return x.expand(b, *x.shape[1:]).gather(3, self.k[:, None, None, :].expand(b, *x.shape[1:3], sk))
 
     def rows(self, x: Tensor) -> Tensor:
-        """The same for the rows of the whole."""
+        """(B|1, H|1, rows of the whole, columns) for the call's own queries."""
         b, sq = self.q.shape
         return x.expand(b, *x.shape[1:]).gather(2, self.q[:, None, :, None].expand(b, x.shape[1], sq, x.shape[3]))
 
@@ -222,7 +222,7 @@ class Dense:
         )  # fmt: skip
 
     def ordered(self, seed: int) -> tuple[Dense, Tensor, Tensor]:
-        """The same with keys and head dimensions in other orders, which are returned: sums then have another order. If seed is
+        """This problem with keys and head dimensions in other orders, which are returned: sums have another order, too. If seed is
         odd, head dimensions stay near their places, so that a large first coordinate, as in points of a hyperboloid, comes early."""
         g = torch.Generator().manual_seed(seed)
         keys, dims = (torch.randperm(n, generator=g) for n in (self.k.shape[2], self.q.shape[3]))

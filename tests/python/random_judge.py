@@ -13,7 +13,7 @@ from random_draw import DTYPES, Call
 from random_formulas import HALF, Results, evaluate
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
-ORDERS = 12  # orders of summation of the formulas, beside their own: one may have a small error by chance
+ORDERS = 12  # how many orders of summation of the formulas are tried, beside their own: one may have a small error by chance
 # DRAWS calls of the same kind are measured where that is possible for the whole call. Of a call with fewer visible rows than FEW,
 # DRAWS_OF_FEW are measured, because the largest error is that of a row whose terms happen to cancel, and twelve calls of six queries hold
 # few rows: over 60 calls of 112 rows each, cuda-tf32 erred by 1.8 times as much as the formulas, over 300 calls of 24 rows by 1.7. With

@@ -144,9 +144,9 @@ def test_hyperbolic_slopes_below_the_steps_of_float16(width, far, engine):
 @pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
 @pytest.mark.parametrize("hidden", [0.0, math.inf])
 def test_small_terms_of_a_sum_whose_first_are_large(hidden, engine):
-    """The last queries see a few keys, which get most of dK and dV from them, and then small terms of hundreds of others: each addition
-    would round to the last bit of the large ones. The test looks at the average of all numbers. hidden: the contents of the queries that
-    see no key; each engine keeps them out in its own way."""
+    """The last queries see only a few keys. These keys get most of their dK and dV from those queries, and then small terms from hundreds
+    of other queries. Added one by one, each small term would be rounded to the last bit of the large sum. The test compares the mean
+    error. hidden: what q and dout hold in queries that see no key; each engine keeps these queries out in its own way."""
     sq, sk, left, right = 915, 887, 23, 385
     inputs = call(h=1, sq=sq, sk=sk, d=64, window=(left, right), alignment="top_left", dlse=False)
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout

@@ -188,7 +188,7 @@ def virtual(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def spread(t: torch.Tensor, axis: int) -> torch.Tensor:
-    """The same tensor, its ends along the axis more than 2^31 elements apart."""
+    """A copy of t whose ends along the axis are more than 2^31 elements apart."""
     strides, size = [0] * 4, 1
     for a in reversed(range(4)):
         if a != axis:

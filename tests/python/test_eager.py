@@ -246,7 +246,7 @@ def test_the_graph_shows_one_name():
     assert {strobe.attention(q, k, v).grad_fn.name() for _ in range(4)} == {"_AttentionBackward"}
 
 
-# The same results
+# Repeated calls give the results of the first
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_the_third_call_has_the_bits_of_the_first(options, short_ways, monkeypat
 
 
 def test_any_choice_of_gradients(short_ways):
-    """The requested ones are returned, and no others are computed."""
+    """The requested gradients are returned, and no others are computed."""
     q, k, v = qkv(grad=True)
     expected = step(q, k, v)[1:]
     for wanted in ((0,), (1,), (2,), (0, 2), (2, 1)):

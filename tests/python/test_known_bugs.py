@@ -213,7 +213,7 @@ def test_gradient_of_a_broadcast_bias(shape, dtype):
 
 
 def test_expanded_bias_gets_a_dense_gradient():
-    """The same bias by expand() instead of by size 1: no element of the gradient may be shared."""
+    """A bias broadcast by expand() and not by axes of size 1: no two elements of the gradient may share memory."""
     base = torch.randn(1, 1, 20, 30, dtype=torch.float64)
     assert_matches(call(b=2, sq=20, sk=30, dtype=torch.float64, gradients=("bias",), bias=base.expand(2, 2, 20, 30)))
 

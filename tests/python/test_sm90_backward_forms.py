@@ -138,7 +138,8 @@ def test_every_key_must_be_seen_where_a_block_owns_dq():
     assert form(132, 4, (400, 300), 64, True).what != OWNED  # the first queries see no key
 
 
-# Each block owns one pair, with one or two tiles of keys: a launch for dQ alone would take more time than stages of keys save.
+# Each block owns one (batch, key head) pair, with one or two tiles of keys: a launch for dQ alone would take more time than stages of keys
+# save.
 @pytest.mark.parametrize(
     "shape",
     [

@@ -78,7 +78,7 @@ def statistics(q, k, v, *, kept=None, keep_rate=1.0, **options):
 
 
 def varlen_statistics(**inputs):
-    """The same for packed sequences: (sequences, H) and (H, Tk)."""
+    """statistics() of packed sequences: (sequences, H) and (H, Tk)."""
     largest, sums = zip(*(statistics(**x) for x in sequences(**inputs)), strict=True)
     return torch.cat(largest), torch.cat([x[0] for x in sums], dim=1)
 

@@ -33,7 +33,7 @@ class Sass:
 
 
 def ptx(program: Program) -> str:
-    """The digest of its PTX, with canonical names in place of the source's."""
+    """The digest of the program's PTX, with canonical names in place of the source's."""
     return _kept("ptx", program, lambda: {"digest": _digest_of_ptx(compiled(program, "PTX")[0])})["digest"]
 
 

@@ -102,7 +102,7 @@ template <BackwardConfig C> struct BackwardBlock {
       t.at = state.at;
     }
   }
-  // The same for a part, whose tiles have rows that differ from their positions, and numbers of their own.
+  // schedule() for a part, whose tiles have rows that differ from their positions, and numbers of their own.
   template <class TileOfPart> __device__ __forceinline__ void schedule_part(TileOfPart &t) const {
     const i32 heads_end = (state.head_kv + 1) * in.group;
     PartQueryTile tile = {};
@@ -185,8 +185,8 @@ template <BackwardConfig C> struct BackwardBlock {
   }
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // per stage
   // Stores the statistics in the order in which lanes read them: for each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and
-  // its correction likewise; -D of 2t and 2t + 1 twice, for the two rows of an accumulator. Returns whether a number of this thread is not
-  // finite.
+  // its correction in the same order; -D of 2t and 2t + 1 twice, for the two rows of an accumulator. Returns whether a number of this
+  // thread is not finite.
   __device__ __forceinline__ bool write_stats(const Stats &s, int iteration) const {
     int thread = loader(), stage = iteration % 2;
     bool suspect = false;

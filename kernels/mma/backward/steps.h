@@ -36,7 +36,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
   // The first block of queries for which this warp computes S and dP, in the span of queries that begins at block `span`.
   __device__ __forceinline__ int own(int span) const { return C.repeats() ? span : span + dim_warp * kStep; }
-  // Whether this warp passes P and dS on: if several warps compute the same, only the first does.
+  // Whether this warp passes P and dS on: if several warps compute the same P and dS, only the first does.
   __device__ __forceinline__ bool hands_on() const { return !C.repeats() || dim_warp == 0; }
 
   // The left role passes the derivative of a function of q.k to the right one as P * derivative. In FP16 it passes P and the derivative
@@ -202,7 +202,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // The same for a Y with numbers that are not finite: they count only where the element of x is not 0.
+  // accumulate() for a Y with numbers that are not finite: these numbers count only where the element of x is not 0.
   template <int kInner, int kN, class X>
   __device__ __forceinline__ void accumulate_nonfinite(Accumulator (&sum)[kKeys][kN], const X &x, const Blocks<Right, kInner, true> &Y,
                                                        int n0) const {

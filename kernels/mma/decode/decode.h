@@ -235,7 +235,7 @@ private:
     }
     return nonfinite;
   }
-  // The same for quantised V.
+  // add_p_v() for quantised V.
   __device__ __forceinline__ bool add_stored_p_v(Accumulator (&O)[kM][Warps::columns()], Accumulator (&S)[kM][kN],
                                                  RowSoftmax<2 * kM> &softmax, const KeyTile &tile, int stage,
                                                  const TileScales<C.features> &key_scales) const {

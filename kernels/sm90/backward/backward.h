@@ -299,7 +299,7 @@ template <BackwardConfig C> struct Backward {
       wait_for<0>(S);
       clear_keys_that_show();
     }
-    // The same for a complete S. Returns whether S showed a key that is not finite.
+    // Clears what is not finite in this warp's keys if S, which is complete, shows some. Returns whether it does.
     __device__ __forceinline__ bool clear_keys_that_show() {
       if (!scores.shows_nonfinite(S)) return false;
       scores.template clear_nonfinite_keys<true>(shared.k, C.columns() / 64);

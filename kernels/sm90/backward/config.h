@@ -40,7 +40,7 @@ struct BackwardConfig {
   static constexpr i32 kStages = 2; // stages of Q, of dO, and of dS
 
   STROBE_FN constexpr i32 tile_k() const { return roles ? 64 : 64 * kWarpgroups; }
-  // Tiles in shared memory are blocks of 64 columns.
+  // A tile in shared memory consists of blocks of 64 columns, so widths round up to multiples of 64.
   STROBE_FN constexpr i32 columns() const { return (head_dim + 63) / 64 * 64; }
   STROBE_FN constexpr i32 columns_v() const { return (head_dim_v + 63) / 64 * 64; }
   STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k() * columns(); }
@@ -93,7 +93,7 @@ struct HopperBackwardArguments : BackwardArguments { // delta: null unless there
   MaskBits mask_bits; // with a mask: its bits, transposed
   i64 mask_step;      // bytes from the bits of 16 queries to those of the next 16; 0: the mask is broadcast over queries
   i32 query_tiles;    // tiles of queries per head (varlen: of all sequences together), numbered as in `rows` and dq_sum
-  i32 tiles;          // tiles of keys per pair
+  i32 tiles;          // tiles of keys per (batch, key head) pair
   // How many (batch, key head) pairs there are; with BackwardConfig::packed, key heads. They come in bundles of `bundle`, which share the
   // L2 cache. Tiles are numbered as if the last bundle were full.
   i32 pairs;

@@ -20,7 +20,8 @@ template <BackwardConfig C> struct DqSum {
   const BackwardShared<C> &shared;
   const int w, lane, warp; // warpgroup; warp within it
 
-  // Where blocks own dQ: the number of the first tile of queries in this block's room in dq_sum, which all its pairs use in turn.
+  // Where blocks own dQ: the number of the first tile of queries in this block's room in dq_sum, which all its (batch, key head) pairs use
+  // in turn.
   __device__ __forceinline__ i64 first_tile() const { return C.owns_dq ? (i64)blockIdx.x * (a.heads_of_keys * a.query_tiles) : 0; }
 
   // Adds dQ of iteration n, for tile `number` of the queries and keys from `begin` on.
@@ -110,7 +111,7 @@ private:
       store_shared(sum + 512 * i, x);
     }
   }
-  // Rounds dQ of the pair, all keys of which have been added.
+  // Rounds dQ of the (batch, key head) pair, all keys of which have been added.
   __device__ __forceinline__ void round(const KeyBlock &keys) const {
     if constexpr (C.dq_sum_in_shared()) {
       if (pads_dq<C>(w, warp)) return;

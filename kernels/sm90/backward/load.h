@@ -17,7 +17,7 @@ template <BackwardConfig C> struct BackwardLoad {
   const HopperBackwardArguments &a;
   const BackwardShared<C> shared;
 
-  // Writes this block's (first) keys to shared memory; one thread calls it, before the others begin.
+  // Writes this block's (first) keys to shared memory; one thread calls it, before the other threads begin.
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
     // Deterministic: by tickets, so that a block waits only for blocks that have drawn theirs earlier and therefore run.
     const u32 x = C.deterministic ? fetch_add(a.ticket, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
@@ -148,7 +148,7 @@ private:
                step.head * a.tma_bias.head_step, keys.batch * a.tma_bias.batch_step);
   }
 
-  // The tile's number in dq_sum; where blocks own dQ, its number in the block's own room, which holds one pair at a time.
+  // The tile's number in dq_sum; where blocks own dQ, its number in the block's own room, which holds one (batch, key head) pair at a time.
   __device__ __forceinline__ i32 number_of_dq(const QueryStep &step) const {
     if (!C.owns_dq) return step.number;
     const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.heads_of_keys;
@@ -221,8 +221,8 @@ private:
     if constexpr (F.blocks) row = a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.in.blocks_t.row_tokens);
     return Tiles(a.in.sequence<F>(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
   }
-  // Flags of this key tile against the kM queries from q on: kMasked if some pair may be hidden; kUnseen << w if none of these queries sees
-  // the w-th 64 keys.
+  // Flags of this key tile against the kM queries from q on: kMasked if some query may not see some key; kUnseen << w if none of these
+  // queries sees the w-th 64 keys.
   __device__ __forceinline__ i32 masks(i32 q) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());

@@ -51,7 +51,7 @@ template <BackwardConfig C> struct BackwardShared {
       : k((base + 1023) & ~1023u), v(k + C.key_stages * C.k_bytes()), q(v + C.key_stages * C.v_bytes()), dout(q + 2 * C.q_bytes()),
         ds(dout + 2 * C.dout_bytes()), p(ds + 2 * C.ds_bytes()), dq(p + C.p_bytes()), bias(dq + C.dq_bytes()),
         rows(bias + 2 * C.bias_bytes()), barriers(rows + 2 * (C.lse_bytes() + C.row_bytes())), of_keys(barriers) {}
-  // The same with the stage of K and V that iteration n reads.
+  // These addresses with the stage of K and V that iteration n reads.
   __device__ __forceinline__ BackwardShared at(u32 n) const {
     BackwardShared found = *this;
     if constexpr (C.key_stages == 2) {

@@ -8,7 +8,8 @@
 
 namespace strobe::sm90 {
 
-// Stores columns of row r of a lane's O, times a factor, as the partial result of a split. Returns whether something is not finite.
+// Stores a lane's columns of its row r (0 or 1) of O, times a factor, as the partial result of a split. Returns whether something is not
+// finite.
 template <Config C>
 __device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, int r, float factor) {
   float *out = partial_out(group.a, item, h, row) + tile::lane_column(0, 0);
@@ -22,8 +23,9 @@ __device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const I
   }
   return nonfinite;
 }
-// The same for a final result. Two lanes exchange halves of neighbouring blocks of 8 columns, so that each lane stores 8 bytes and both
-// together whole sectors. There are no branches: in a branch the compiler computes the address again, and waits for each exchange.
+// Stores a lane's columns of its row r of O, times a factor, as a final result. Two lanes exchange halves of neighbouring blocks of 8
+// columns, so that each lane stores 8 bytes and both together whole sectors. There are no branches: in a branch the compiler computes the
+// address again, and waits for each exchange.
 template <Config C>
 __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, bool there, int r,
                                               float factor) {
@@ -46,7 +48,7 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
   return (r == 0 || C.invariant) && there && multiply_add_pairs<T>(zero, 0, 0) != 0;
 }
 
-// The same for a partial part (attention/part.h), with the LSE as two numbers.
+// Stores a row of a partial part (attention/part.h), with the LSE as two numbers.
 template <Config C>
 __device__ __forceinline__ bool store_partial_of_part(const Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, i32 h,
                                                       i64 row, bool there, int r, float factor) {

@@ -30,8 +30,8 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArgume
   return schedule<C>(a, band, item, share_of<C>(a, item));
 }
 
-// The same with each chunk of keys twice. With kFixedByRow a query tile whose fast result is not finite is computed again in this way: all
-// rows take the first walk over a chunk, and those that fail in it take the second, lagging one (config.h).
+// A walk over a schedule's tiles, each chunk of keys twice. With kFixedByRow a query tile whose fast result is not finite is computed again
+// in this way: all rows take the first walk over a chunk, and those that fail in it take the second, lagging one (config.h).
 template <Config C> class TwiceByChunk {
 public:
   __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared)
@@ -77,9 +77,9 @@ private:
   bool again_ = false;
 };
 
-// The same keys in another order: from the key opposite the last query downwards, and then upwards from there. ALiBi's penalty then grows
-// from tile to tile, so that the fixed reference holds. If the window ends to the left, the walk begins at the last visible key instead,
-// because the keys that a warpgroup sees must be one run in this order as well.
+// A walk over a schedule's keys in another order: from the key opposite the last query downwards, and then upwards from there. ALiBi's
+// penalty then grows from tile to tile, so that the fixed reference holds. If the window ends to the left, the walk begins at the last
+// visible key instead, because the keys that a warpgroup sees must be one run in this order as well.
 class FromDiagonal {
 public:
   __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)

@@ -42,7 +42,7 @@ def pairs(plan: Plan, rank: int) -> int:
 
 
 def _pairs(start: int, length: int, seqlen_q: int, seqlen_k: int, band: Band) -> int:
-    """The same for consecutive queries: a sum of two functions that are linear except at their ends."""
+    """How many keys consecutive queries see in all: a sum of two functions that are linear except at their ends."""
 
     def below(first: int, n: int, most: int) -> int:
         """The sum of min(max(x, 0), most) over x = first ... first + n - 1."""

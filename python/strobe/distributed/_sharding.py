@@ -329,7 +329,7 @@ def _is_ranges(of: object) -> bool:
 
 
 def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
-    """Both as Python's integers, which do not overflow."""
+    """seqlen and world_size as Python's integers, which do not overflow."""
     wrong: Wrong = []
     is_integer(wrong, "seqlen", seqlen, 0, _MOST)
     is_integer(wrong, "world_size", world_size, 1, _MOST_RANKS)

@@ -135,8 +135,8 @@ def _of_a_checkpoint(path: Path) -> Iterator[None]:
 class Trainer:
     """One run. ``Trainer.load`` continues one from its checkpoint as if it had never stopped.
 
-    If it replays CUDA graphs, it marks the beginning of each batch (``torch.compiler.cudagraph_mark_step_begin``), for the whole
-    process: the results of other functions compiled with "reduce-overhead" end there, too.
+    If the trainer replays CUDA graphs, it calls ``torch.compiler.cudagraph_mark_step_begin`` before each batch. That holds for the whole
+    process: results that other functions compiled with "reduce-overhead" returned before become invalid.
     """
 
     def __init__(self, config: Config, corpus: Corpus, ranks: Ranks | None = None) -> None:

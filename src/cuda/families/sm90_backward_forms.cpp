@@ -41,8 +41,8 @@ bool may_own_dq(const Problem &p, const Features &f) {
   return p.window_left == kUnbounded && band.high >= 0 && band.high + p.seqlen_q >= p.seqlen_k;
 }
 
-// Whether owning a dQ of more than 64 columns, whose sum lies in global memory, is faster. Each block works at a pair of its own, which
-// must stay in the L2 cache, and SMs idle if pairs do not fill them evenly.
+// Whether owning a dQ of more than 64 columns, whose sum lies in global memory, is faster. Each block works at a (batch, key
+// head) pair of its own, which must stay in the L2 cache, and SMs idle if pairs do not fill them evenly.
 bool owns_dq_in_memory(const Problem &p, const BackwardConfig &c, const Device &device) {
   if (c.columns() == 64 || !may_own_dq(p, c.features)) return false;
   constexpr double kPartOfCache = 0.6; // measured: 15-34% faster if pairs take 0.5 of the cache, 5% at 0.6, as fast at 0.7, slower beyond
@@ -65,8 +65,9 @@ bool wastes_80(const Problem &p, const Features &f) {
   return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
 }
 
-// The same for short walks without a band at head dimension 128: with tiles of 64 queries, but not of 80, there is room for key tiles in
-// line. 64 are then faster if they have no more rows: 1.04 at 1024 queries, 1.01 at 2048 (H100, H200), not taken there.
+// Whether tiles of 80 queries are slower than tiles of 64 in short walks without a band at head dimension 128: with tiles of 64, but not of
+// 80, there is room for key tiles in line. Tiles of 64 are faster if they have no more rows: 1.04 at 1024 queries, 1.01 at 2048 (H100,
+// H200), where they are not taken.
 bool wastes_80_in_line(const Problem &p, const BackwardConfig &of_64, const Device &device) {
   return !of_64.features.band && larger_dim(p) > 112 && p.seqlen_q <= 1024 && tiles(p.seqlen_q, 64) * 64 <= tiles(p.seqlen_q, 80) * 80 &&
          stages_keys(p, of_64, tiles_with_keys(p, of_64.tile_k()), device);
@@ -170,8 +171,8 @@ std::optional<BackwardConfig> with_own_dq(BackwardConfig c, const Problem &p, co
 }
 
 // Whether the form that owns dQ is faster. Its dQ is neither set to 0, nor added up in the L2 cache, nor rounded by a launch of its own;
-// but SMs idle if pairs do not fill them evenly. With two stages of K and V the other form, `apart`, loads the next tile of keys during the
-// current one, so that every tile of a block but its first costs less to begin and to end.
+// but SMs idle if (batch, key head) pairs do not fill them evenly. With two stages of K and V the other form, `apart`, loads the next tile
+// of keys during the current one, so that every tile of a block but its first costs less to begin and to end.
 bool pays_to_own_dq(const Problem &p, const BackwardConfig &own, const BackwardConfig &apart, const Device &device) {
   constexpr double kTile = 2.74e-6, kColumnOfStagedTile = 18e-9, kLaunch = 0.5e-6;
   const double owned = std::ceil(double(p.batch * p.heads_kv) / device.sms) * double(tiles(p.seqlen_k, own.tile_k()));

@@ -58,7 +58,8 @@ bool has_stages(const Problem &p, const BackwardConfig &c, const Device &device)
 }
 
 // Whether `in_line` is faster: the first product of the next key tile begins before the last product of the current one ends. The tensor
-// cores are then not idle between key tiles, but K stays in use longer, so that loads begin later. items: the key tiles of all pairs.
+// cores are then not idle between key tiles, but K stays in use longer, so that loads begin later. items: the key tiles of all (batch, key
+// head) pairs.
 //
 // Up to 64 columns, speed relative to two stages that are not in line (H100): if key tiles walk over 3 to 5 query tiles of 128, 1.03 to
 // 1.075 at head dimension 64, 1.02 to 1.04 at 40 and 48, 1.01 to 1.02 at 32, 0.98 at 16; over 2 or 2.5 query tiles 0.92 to 1.03, over one
@@ -124,7 +125,7 @@ Problem of_shares(const Problem &p, int64_t shares) {
 Walks walks_of(const Problem &p, const BackwardConfig &c) {
   const Walks w = walks(p, Direction::backward, c.tile_q, c.tile_k());
   if (!c.owns_dq) return w;
-  const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k())); // one walk over all tiles of a pair's keys
+  const double all = w.mean * double(tiles(p.seqlen_k, c.tile_k())); // one walk over all key tiles of a (batch, key head) pair
   return {w.scores() / all, all, all};
 }
 

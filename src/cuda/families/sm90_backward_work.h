@@ -42,9 +42,9 @@ int64_t count_shares(const Problem &, const sm90::BackwardConfig &, const Device
 // The work that is divided among thread blocks.
 struct Work {
   int64_t shares;  // shares of a key head's query heads
-  int64_t bundle;  // pairs that run together
+  int64_t bundle;  // (batch, key head) pairs that run together
   int64_t pairs;   // (batch, key head, share) triples, counted as if the last bundle were full
-  int64_t tiles_k; // key tiles of a pair
+  int64_t tiles_k; // key tiles of a (batch, key head) pair
   int64_t tiles_q; // query tiles of all heads and sequences
   int64_t blocks = 0;
 };

@@ -123,8 +123,8 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int6
   const double count = others ? std::max(1.0, double(seqlen_q) / double(queries) + 0.5) : double(w.tiles);
   return count * w.mean * c.tile_q() * double(p.heads_kv * rows.pieces);
 }
-// The same for all sequences. Of packed sequences only the longest length and the total are known, so all but the longest count as equally
-// long.
+// The number of scores computed in all sequences. Of packed sequences only the longest length and the total are known, so all but the
+// longest count as equally long.
 double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
   if (!p.varlen) return double(p.batch) * computed(p, c, rows, p.seqlen_q, p.seqlen_k, false);
   const int64_t q = p.longest_q(), k = p.longest_k(), others = std::max<int64_t>(0, p.batch - 1);

@@ -15,8 +15,9 @@ bool begins_aligned(const Problem &);
 // Whether tiles are numbered through all sequences, as in kernels/attention/packed_tiles.h, so that a short sequence has only the tiles
 // that it fills.
 inline bool numbers_tiles(const Problem &p) { return p.varlen && !p.part; }
-// The same for kernels in which every block must first search for its tile, which takes 0.5 µs on an H200: true if numbering halves the
-// number of blocks. Otherwise each sequence has as many tiles as the longest one. rows: the number of rows of all sequences.
+// Whether numbering tiles pays for kernels in which every block must first search for its tile, which takes 0.5 µs on an H200: true if it
+// halves the number of blocks. Without numbering each sequence has as many tiles as the longest one. rows: the number of rows of all
+// sequences.
 bool worth_numbering(const Problem &, int64_t rows, int64_t longest, int64_t tile);
 
 // The number of query (key) tiles of the sequence with the most tiles, counted as kernels do.

@@ -1,5 +1,5 @@
 // The launches that families make beside their own kernels, and their order. The kernels are in kernels/passes, except settle and dbias of
-// cuda-simt: those are its own, and share kernels/device/settle_row.h and bias_gradient.h with the others.
+// cuda-simt: those are its own, and share kernels/device/settle_row.h and bias_gradient.h with the kernels of the other families.
 #pragma once
 #include <optional>
 
@@ -68,7 +68,7 @@ passes::RowsConfig rows_config(const Problem &, int32_t head_dim, int32_t tile_q
 // delta() computes D and sets dQ's sum to 0; dq_from_sum() computes dQ from its sum.
 Launch delta(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const passes::RowsConfig &, const BackwardArguments &);
-// The same in FP32 and FP64, where D is summed in the order of dP's products.
+// delta() and dq_from_sum() in FP32 and FP64, where D is summed in the order of dP's products.
 Launch delta(const Problem &, const BackwardArguments &);
 Launch dq_from_sum(const Problem &, const BackwardArguments &, int32_t head_dim);
 
