@@ -229,7 +229,7 @@ def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | No
     """The error that x is no array, with a hint at the array that the caller may have meant."""
     hint = Hint("")
     if name == "mask" and known_framework(x) is None:
-        hint = Hint(f", or a function {_function.SIGNATURES[name]}", needs=("score",))  # without it the caller has no functions
+        hint = Hint(f", or a function {_function.SIGNATURES[name]}", needs=("score", "part"))  # other callers take no functions
     if name == "rng":
         hint = Hint("; an integer goes into {0}", (Name("seed"),), needs=("seed",)) if is_whole(x) else Hint(of_generator(x))
     if name in ("k_scale", "v_scale") and framework is not None and k is not None and k.ndim > 2:

@@ -42,7 +42,9 @@ const Set kSets[] = {
 #if defined(__x86_64__)
     {"cpu-baseline", baseline::kernels},
     {"cpu-avx2", avx2::kernels},
+#if !defined(STROBE_UP_TO_AVX2)
     {"cpu-avx512", avx512::kernels},
+#endif
 #elif defined(__aarch64__)
     {"cpu-neon", neon::kernels},
 #else

@@ -28,7 +28,7 @@ struct ArgumentsOfFunctions {
 
 struct NamedFunction {
   const char *name;
-  std::vector<int32_t> captured;                      // those of give_captured() that it reads
+  std::vector<int32_t> captured;                         // those of give_captured() that it reads
   void (*score)(const ArgumentsOfFunctions &) = nullptr; // the last node is the result
   void (*mask)(const ArgumentsOfFunctions &) = nullptr;
 };

@@ -63,6 +63,7 @@ TESTS = ("tests/gpu/test_*.py", *(f"tests/python/{name}" for name in (*CONTRACT,
 SOURCES = (
     *("include/**/*.h", "include/**/*.hpp", "include/**/*.inc", "kernels/**/*.h"),
     *("src/*.h", "src/*.cpp", "src/attention/*.h", "src/attention/*.cpp", "src/reference/*.h", "src/reference/*.cpp"),
+    *("src/score/*.h", "src/score/*.cpp"),
     *("src/cuda/**/*.h", "src/cuda/**/*.cpp", "src/cuda/compile/embed.cmake", "src/ladder/subset.h", "src/ladder/subset.cpp"),
     *("python/glue/*", "python/strobe/**/*.py", "python/strobe_tools/train/*.py"),
     *(f"tests/gpu/{name}.py" for name in ("conftest", "distributed_*", "random_*", "record", "spread")),

@@ -424,6 +424,7 @@ IN_GRAPHS = {
     "BlockMask.butterfly": lambda q, k, v: strobe.BlockMask.butterfly(99, 40, 16, 16).to_kept(),
     "BlockMask.causal": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.causal(q.shape[2], k.shape[2], 16, 16)),
     "BlockMask.from_dense": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.from_dense(q[..., :11] > 1, 16, 16)),
+    "BlockMask.from_function": lambda q, k, v: strobe.BlockMask.from_function(lambda b, h, i, j: j <= i, 1, 1, 99, 40, block=16).to_kept(),
     "BlockMask.from_kept": lambda q, k, v: strobe.attention(q, k, v, block_mask=strobe.BlockMask.from_kept(KEPT, 16, 16, 9, 11)),
     "BlockMask.local_global": lambda q, k, v: strobe.BlockMask.local_global(99, 40, 16, 16).to_dense(),
     "BlockMask.strided": lambda q, k, v: strobe.BlockMask.strided(99, 40, 16, 16, stride=2).to_kept(),
