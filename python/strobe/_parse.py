@@ -147,7 +147,7 @@ def read(
             if is_array(wrong, name, x, framework, q):
                 arrays[name] = _exact_sinks(framework, q, x) if name == "sinks" else x
             else:
-                wrong[-1] = _with_way_out(wrong[-1], name, host, framework, arrays.get("k"))
+                wrong[-1] = _with_way_out(wrong[-1], name, host, framework, arrays.get("k"), whole is None)
         elif isinstance(row, Blocks):
             if not isinstance(x, BlockMask):
                 wrong.append(refusing(TypeError, name, f"{kind(x)}; accepted is a strobe.BlockMask"))
@@ -225,11 +225,11 @@ def _exact_sinks(framework: Framework | None, q: Array, sinks: Array) -> Array:
     return framework.cast(sinks, framework.xp.float64 if q.dtype == framework.xp.float64 else framework.xp.float32)
 
 
-def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | None, k: Array | None) -> Exception:
+def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | None, k: Array | None, takes_functions: bool) -> Exception:
     """The error that x is no array, with a hint at the array that the caller may have meant."""
     hint = Hint("")
-    if name == "mask" and known_framework(x) is None:
-        hint = Hint(f", or a function {_function.SIGNATURES[name]}", needs=("score", "part"))  # other callers take no functions
+    if name == "mask" and takes_functions and known_framework(x) is None:
+        hint = Hint(f", or a function {_function.SIGNATURES[name]}", needs=("score",))  # without it the caller has no functions
     if name == "rng":
         hint = Hint("; an integer goes into {0}", (Name("seed"),), needs=("seed",)) if is_whole(x) else Hint(of_generator(x))
     if name in ("k_scale", "v_scale") and framework is not None and k is not None and k.ndim > 2:

@@ -86,6 +86,7 @@ EXCLUDED = (
     *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # their results are not recorded
     "tests/python/dear.py",  # nothing is left out on a GPU
     "tests/python/emulated.py",  # used by tests that need no GPU
+    "tests/python/nodes.py",  # judges recorded functions on the CPU
     "tests/python/test_*.py",  # these tests run on the CPU only
     "tests/reference/[!p]*.py",  # judge formulas on the CPU
 )
