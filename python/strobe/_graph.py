@@ -212,7 +212,10 @@ class Value:
         def at(indices: Indices) -> int:
             return build(*(x.at(x._aligned(indices), takes) for x in values))
 
-        return self._made(shape, at, gives or takes)
+        made = self._made(shape, at, gives or takes)
+        if not shape:
+            made.at()  # now, or a chain of hundreds of operations would be as many calls within one another
+        return made
 
     def _aligned(self, indices: Indices) -> Indices:
         """Indices into an array that broadcasts self, as indices into self."""

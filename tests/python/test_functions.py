@@ -908,3 +908,21 @@ def test_a_repeated_call(engine, monkeypatch):
     factor = 1.5
     for _ in range(3):
         agrees()
+
+
+def test_a_long_chain_of_operations_is_recorded():
+    q = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+
+    def chain(length):
+        def f(x, b, h, i, j):
+            for _ in range(length):
+                x = torch.sin(x)
+            return x
+
+        return f
+
+    assert torch.allclose(
+        strobe.attention(q, q, q, score=chain(1000), engine="reference"), torch.softmax(chain(1000)(q @ q.mT / 2, 0, 0, 0, 0), -1) @ q
+    )
+    with pytest.raises(ValueError, match=r"^score: .*1,?024"):
+        strobe.attention(q, q, q, score=chain(2000))
