@@ -61,7 +61,7 @@ template <class T> STROBE_INLINE Vec<T> logarithm(Vec<T> x, bool base_2) {
   using RawInt = typename V::RawInt;
   constexpr bool kSingle = sizeof(T) == 4;
   const auto subnormal = x < V(kSingle ? T(0x1p-126) : T(0x1p-1022));
-  const V y = select(subnormal, x * V(kSingle ? T(0x1p24) : T(0x1p54)), x);
+  const V y = abs(select(subnormal, x * V(kSingle ? T(0x1p24) : T(0x1p54)), x)); // without a sign its bits do not overflow
   const RawInt exponent = ((RawInt)y.v - (RawInt)V(T(0.70710678118654752440)).v) >> B::kMantissa;
   const V fraction = log_fraction(V((typename V::Raw)((RawInt)y.v - (exponent << B::kMantissa))) - V(1));
   const V n = V(__builtin_convertvector(exponent, typename V::Raw)) - select(subnormal, V(kSingle ? T(24) : T(54)), V(0));
@@ -77,6 +77,7 @@ template <class T> class ProgramRun {
   using Raw = typename V::Raw;
   using RawInt = typename V::RawInt; // masks and narrow integers
   using Int = typename V::Int;
+  using Wrapping __attribute__((vector_size(sizeof(RawInt)))) = std::make_unsigned_t<Int>; // sums and products wrap around
   using Op = score::Op;
   using Type = score::Type;
   using Stage = score::Stage;
@@ -303,21 +304,21 @@ private:
   __attribute__((noinline)) bool execute_integer(const Instruction &x) {
     switch (Op(x.op)) {
     case Op::ADD:
-      return integers([](RawInt a, RawInt b) __attribute__((always_inline)) { return a + b; });
+      return integers([](RawInt a, RawInt b) __attribute__((always_inline)) { return (RawInt)((Wrapping)a + (Wrapping)b); });
     case Op::SUBTRACT:
-      return integers([](RawInt a, RawInt b) __attribute__((always_inline)) { return a - b; });
+      return integers([](RawInt a, RawInt b) __attribute__((always_inline)) { return (RawInt)((Wrapping)a - (Wrapping)b); });
     case Op::MULTIPLY:
-      return integers([](RawInt a, RawInt b) __attribute__((always_inline)) { return a * b; });
+      return integers([](RawInt a, RawInt b) __attribute__((always_inline)) { return (RawInt)((Wrapping)a * (Wrapping)b); });
     case Op::MINIMUM:
       return integers([](RawInt a, RawInt b) __attribute__((always_inline)) { return a < b ? a : b; });
     case Op::MAXIMUM:
       return integers([](RawInt a, RawInt b) __attribute__((always_inline)) { return a < b ? b : a; });
     case Op::NEGATE:
-      return one([](V a) __attribute__((always_inline)) { return of(-(RawInt)a.v); });
+      return one([](V a) __attribute__((always_inline)) { return of((RawInt)(-(Wrapping)a.v)); });
     case Op::ABSOLUTE:
       return one([](V a) __attribute__((always_inline)) {
         const RawInt i = (RawInt)a.v;
-        return of(i < 0 ? -i : i);
+        return of(i < 0 ? (RawInt)(-(Wrapping)a.v) : i);
       });
     case Op::AND:
       return integers([](RawInt a, RawInt b) __attribute__((always_inline)) { return a & b; });
@@ -386,7 +387,7 @@ private:
     if (x.type == Type::wide && sizeof(T) == 4) return false;
     const RawInt size = in_lanes(Int(x.integer)), last = size - 1, stride = in_lanes(Int(x.stride));
     return integers([&](RawInt i, RawInt sum) __attribute__((always_inline)) {
-      i = i < 0 ? i + size : i;
+      i = i < 0 ? (RawInt)((Wrapping)i + (Wrapping)size) : i;
       i = i < 0 ? RawInt{} : i;
       i = last < i ? last : i;
       return i * stride + sum;

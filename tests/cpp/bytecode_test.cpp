@@ -323,7 +323,7 @@ struct Tables {
     for (const int64_t x :
          {0l, 1l, -1l, 2l, -3l, 7l, -8l, 31l, 32l, 33l, 62l, 63l, 64l, -64l, 1l << 31, -(1l << 31), 1l << 40, INT64_MAX, INT64_MIN})
       large.push_back(x);
-    while (large.size() < 96) large.push_back(int64_t(random()) * int64_t(random()) >> random() % 60);
+    while (large.size() < 96) large.push_back(int64_t(uint64_t(random()) * random()) >> random() % 60);
     for (const int64_t x : large) small.push_back(int32_t(x));
     for (size_t n = 0; n < 96; ++n) flags.push_back(random() % 2);
     for (size_t n = 0; n < 35; ++n) matrix.push_back(std::sin(double(n)));
