@@ -7,6 +7,7 @@
 #include "attention/text.h"
 #include "attention/work.h"
 #include "isa.h"
+#include "sets.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -14,25 +15,6 @@
 #endif
 
 namespace strobe {
-
-namespace baseline {
-const CpuKernels *kernels(DType);
-}
-namespace neon {
-const CpuKernels *kernels(DType);
-}
-namespace avx2 {
-const CpuKernels *kernels(DType);
-}
-namespace amx {
-const CpuKernels *kernels(DType);
-}
-namespace avx512bf16 {
-const CpuKernels *kernels(DType);
-}
-namespace avx512 {
-const CpuKernels *kernels(DType);
-}
 
 namespace {
 

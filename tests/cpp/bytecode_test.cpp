@@ -10,23 +10,9 @@
 
 #include "cpu/engine.h"
 #include "cpu/isa.h"
+#include "cpu/sets.h"
 #include "engine.h"
 #include "score/bytecode.h"
-
-namespace strobe {
-namespace baseline {
-const CpuKernels *kernels(DType);
-}
-namespace avx2 {
-const CpuKernels *kernels(DType);
-}
-namespace avx512 {
-const CpuKernels *kernels(DType);
-}
-namespace neon {
-const CpuKernels *kernels(DType);
-}
-} // namespace strobe
 
 using namespace strobe;
 using namespace strobe::score;

@@ -1,0 +1,28 @@
+// The kernels of each instruction set; sets that this library is not built with are only declared.
+#pragma once
+#include "attention/attention.h"
+
+namespace strobe {
+
+struct CpuKernels;
+
+namespace baseline {
+const CpuKernels *kernels(DType);
+}
+namespace avx2 {
+const CpuKernels *kernels(DType);
+}
+namespace avx512 {
+const CpuKernels *kernels(DType);
+}
+namespace avx512bf16 {
+const CpuKernels *kernels(DType);
+}
+namespace amx {
+const CpuKernels *kernels(DType);
+}
+namespace neon {
+const CpuKernels *kernels(DType);
+}
+
+} // namespace strobe
