@@ -105,10 +105,8 @@ def block_mask(case: Case, seqlen: int) -> tuple[dict[str, Any], Any]:
         seen = (lambda b, h, i, j: (j <= i) & g(b, h, i, j)) if g and causal else g or (lambda b, h, i, j: j <= i)
         flex = create_block_mask(seen, BATCH if g else None, None, seqlen, seqlen, device="cuda")
     ours: dict[str, Any] = {"causal": causal} if causal else {}
-    if g and hasattr(strobe.BlockMask, "from_function"):
+    if g:
         ours["block_mask"] = strobe.BlockMask.from_function(g, BATCH, 1, seqlen, seqlen, block=128, device="cuda")
-    elif g:
-        ours["mask"] = g
     return ours, flex
 
 

@@ -223,7 +223,7 @@ class Value:
         return tuple(self.graph.zero if size == 1 else n for size, n in zip(self.shape, own, strict=True))
 
     def _arithmetic(self, operation: str, other: Any, other_first: bool = False) -> Value:
-        """Of booleans: that of integers, as a boolean."""
+        """The result on booleans is that on integers, as a boolean."""
         other = self.graph.of(other)
         kind, add = promoted(self.kind, other.kind), self.graph.add
         takes = INTEGER if kind == BOOLEAN else kind

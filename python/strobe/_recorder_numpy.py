@@ -110,7 +110,7 @@ class _Copies:
         }
         own.pop("__new__", None)
         found.__dict__.update(namespace)
-        # Of a class of the same name, whose methods are copies.
+        # A class of the same name, whose methods are copies.
         found.__class__ = type(kind.__name__, (kind,), {**own, "__slots__": ()})
         return found
 

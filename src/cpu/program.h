@@ -356,7 +356,8 @@ private:
     }
   }
 
-  // Of integers below 2^20 by a number that is the same for all: a quotient in T, multiplied by the reciprocal, is off by one at most.
+  // Divides integers below 2^20 by a number that is the same for all. The quotient, a product in T with the reciprocal, is off by one at
+  // most.
   template <bool kRemainder> bool divide_small() {
     const V divisor(__builtin_convertvector((RawInt)V::load(reinterpret_cast<const T *>(in_[1].at)).v, Raw)), inverse = V(1) / divisor;
     const auto zero = divisor == V(0);
@@ -371,7 +372,7 @@ private:
     });
   }
 
-  // Of integers below 2^31: a quotient in FP64, rounded towards 0, is exact.
+  // Divides integers below 2^31: their quotient in FP64, rounded towards 0, is exact.
   template <bool kRemainder> bool divide() {
     typedef double Doubles __attribute__((vector_size(L * sizeof(double))));
     return integers([](RawInt a, RawInt b) __attribute__((always_inline)) {

@@ -112,7 +112,7 @@ private:
     return {0, {load(one, 0, 0, 0, 0)}};
   }
 
-  // Of booleans and integers. The result is an integer or a boolean; that of TO_REAL is made by the caller.
+  // An operation on booleans and integers. The result is an integer or a boolean; the caller makes that of TO_REAL.
   static int64_t of_integers(Op op, Kind kind, int64_t a, int64_t b) {
     auto wrapped = [](uint64_t x) { return int64_t(x); };
     const uint64_t ua = uint64_t(a), ub = uint64_t(b);

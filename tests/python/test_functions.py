@@ -768,7 +768,7 @@ def test_flex_attention_computes_the_same(name):
 
 @pytest.mark.parametrize("name", ["softcap and alibi", "document", "t5", "both", "powers"])
 def test_gradients_by_differences(name):
-    """Of q, k, v, bias and sinks."""
+    """The gradients of q, k, v, bias and sinks."""
     score, mask = PAIRS[name]
     options = {option: x for option, x in (("score", score), ("mask", mask)) if x is not None}
     arrays = [numbers(seed, 1, 2, 5, 3).to(DEVICE).requires_grad_() for seed in (11, 12, 13)]

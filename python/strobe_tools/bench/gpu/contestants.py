@@ -78,22 +78,22 @@ def fa4(p: Problem, device: str = "cuda") -> Callable[..., Tensor]:
     return attend
 
 
-def call(who: str, p: Problem, feature: str, direction: str, inputs: tuple[Tensor, ...], device: str) -> Call:
-    """A contestant's call. who: "strobe", one of its engines or a peer; direction: "forward", "backward" or "both"; inputs: p's q, k, v and
-    dout."""
+def call(name: str, p: Problem, feature: str, direction: str, inputs: tuple[Tensor, ...], device: str) -> Call:
+    """A contestant's call. name: "strobe", one of its engines or a peer; direction: "forward", "backward" or "both"; inputs: p's q, k, v
+    and dout."""
     import torch
 
     attend: Callable[..., Tensor]
-    if who == "fa2" and (p.window or p.lengths):
+    if name == "fa2" and (p.window or p.lengths):
         attend = _fa2(p, device)
-    elif who in _BACKENDS:
-        attend = _sdpa(_BACKENDS[who], p)
-    elif who == "fa4":
+    elif name in _BACKENDS:
+        attend = _sdpa(_BACKENDS[name], p)
+    elif name == "fa4":
         attend = fa4(p, device)
         if not p.lengths:
             inputs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # the layout of these peers
     else:
-        options = p.options(device) | FEATURES[feature](p, device) | {"engine": None if who == "strobe" else who}
+        options = p.options(device) | FEATURES[feature](p, device) | {"engine": None if name == "strobe" else name}
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return strobe.attention(q, k, v, **options)
@@ -111,7 +111,7 @@ def call(who: str, p: Problem, feature: str, direction: str, inputs: tuple[Tenso
     return run
 
 
-def results(who: str, run: Call) -> list[Tensor]:
+def results(name: str, run: Call) -> list[Tensor]:
     """The call's results, in the layout common to all contestants."""
     found = [x.detach() for x in run()]
-    return [x.transpose(1, 2) for x in found] if who == "fa4" and found[0].ndim == 4 else found
+    return [x.transpose(1, 2) for x in found] if name == "fa4" and found[0].ndim == 4 else found
