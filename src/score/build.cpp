@@ -6,6 +6,7 @@
 
 #include "attention/versioned.h"
 #include "score/forms.h"
+#include "score/hash.h"
 
 namespace strobe::score {
 namespace {
@@ -194,11 +195,7 @@ private:
 
 // Keeps the nodes that the program's results need.
 void prune(Program &p) {
-  std::vector<char> needed(size_t(p.graph.size()));
-  for (int32_t root : {p.score, p.slope, p.seen})
-    if (root >= 0) needed[size_t(root)] = true;
-  for (int32_t n = p.graph.size(); n-- > 0;)
-    for (int32_t i = 0; needed[size_t(n)] && i < p.graph[n].count; i++) needed[size_t(p.graph[n].inputs[size_t(i)])] = true;
+  const std::vector<bool> needed = p.graph.needed_by({p.score, p.slope, p.seen});
   std::vector<int32_t> at(size_t(p.graph.size()), -1);
   Graph kept;
   for (int32_t n = 0; n < p.graph.size(); n++) {
@@ -211,23 +208,6 @@ void prune(Program &p) {
     if (*root >= 0) *root = at[size_t(*root)];
   p.graph = std::move(kept);
 }
-
-class Hash {
-public:
-  void add(uint64_t x) {
-    state_ = mixed((state_ ^ x) + 0x9E3779B97F4A7C15);
-    state_ ^= state_ >> 32;
-  }
-  std::array<uint32_t, 2> words() const { return {uint32_t(mixed(state_)), uint32_t(mixed(state_) >> 32)}; }
-
-private:
-  static uint64_t mixed(uint64_t x) { // the finaliser of splitmix64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
-    return x ^ (x >> 31);
-  }
-  uint64_t state_ = 0x5354524F4245; // any number
-};
 
 std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given) {
   Hash hash;

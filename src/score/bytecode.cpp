@@ -186,7 +186,7 @@ private:
 
 bool has_a_form(const Program &program) { return program.score < 0 || program.form != Form::general; }
 
-// Of one direction: instructions by stage, in the order of the graph.
+// The instructions of one direction by stage, in the order of the graph.
 struct Listing {
   std::vector<Instruction> of[4];
   std::vector<Place> used[4];
@@ -207,11 +207,7 @@ public:
       : p_(p), analysis_(analysis), graph_(p.program->graph), values_(size_t(graph_.size())), fp64_(p.dtype == DType::f64) {}
 
   Listing run(int32_t score, int32_t slope, int32_t seen) {
-    std::vector<bool> needed(size_t(graph_.size()));
-    for (const int32_t result : {score, slope, seen})
-      if (result >= 0) needed[size_t(result)] = true;
-    for (int32_t n = graph_.size() - 1; n >= 0; --n)
-      for (int32_t i = 0; needed[size_t(n)] && i < graph_[n].count; ++i) needed[size_t(graph_[n].inputs[size_t(i)])] = true;
+    const std::vector<bool> needed = graph_.needed_by({score, slope, seen});
     for (int32_t n = 0; n < graph_.size(); ++n)
       if (needed[size_t(n)]) translate(n);
     const int32_t results[] = {result(score), result(slope), result(seen)};

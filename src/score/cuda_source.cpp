@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "attention/text.h"
+#include "score/hash.h"
 
 namespace strobe::score {
 namespace {
@@ -13,19 +14,6 @@ namespace {
 constexpr double kMostOf64Bits = 9223372036854775807.0;
 constexpr double kLimit = 1 << 30;                                   // of limited_integer()
 constexpr double kSmallConstant = 1 << 29, kShortPosition = 1 << 24; // classes: numbers and lengths below make the same code
-
-// Whether two parts of a problem have the same code is a matter of these words, in order.
-class CodeHash {
-public:
-  void add(uint64_t x) {
-    for (uint64_t &h : state_) h = std::rotl((h ^ x) * 0x9E3779B97F4A7C15, 29) * 0xBF58476D1CE4E5B9, x = ~x;
-  }
-  std::array<int32_t, 2> words() const { return {fold(state_[0]), fold(state_[1])}; }
-
-private:
-  static int32_t fold(uint64_t x) { return static_cast<int32_t>(static_cast<uint32_t>(x ^ x >> 32)); }
-  uint64_t state_[2] = {0x243F6A8885A308D3, 0x13198A2E03707344};
-};
 
 const char *element(DType dtype) {
   switch (dtype) {
@@ -87,9 +75,8 @@ CudaFunctions::CudaFunctions(const Problem &p, bool scored)
                                  p.part ? p.part.first_head + p.heads : 0});
   most_position_ = double(most) < kShortPosition ? kShortPosition : 2147483647.0;
   const size_t count = size_t(graph_.size());
-  used_.assign(count, false), place_.assign(count, -1), divisor_place_.assign(count, -1);
-  for (const int32_t root : {score_, slope_, seen_})
-    if (root >= 0) reach(root, used_);
+  used_ = graph_.needed_by({score_, slope_, seen_});
+  place_.assign(count, -1), divisor_place_.assign(count, -1);
   limited_.assign(count, false), divides_.assign(count, false);
   for (const Node &x : graph_.nodes())
     if (x.op == Op::FLOOR_DIVIDE || x.op == Op::REMAINDER) divides_[size_t(x.inputs[1])] = true;
@@ -100,7 +87,7 @@ CudaFunctions::CudaFunctions(const Problem &p, bool scored)
   find_ranges();
   for (int32_t n = 0; n < graph_.size(); n++) {
     if (!used_[size_t(n)]) continue;
-    if (is_constant(graph_[n]) && numbers_.size() < FunctionArguments::kNumbers)
+    if (is_constant(graph_[n].op) && numbers_.size() < FunctionArguments::kNumbers)
       place_[size_t(n)] = int32_t(numbers_.size()), numbers_.push_back(n);
     if (!divides_by_constant(graph_[n])) continue;
     int32_t &place = divisor_place_[size_t(graph_[n].inputs[1])];
@@ -160,15 +147,6 @@ bool CudaFunctions::may_be_limited(int32_t node, double added, int depth) const 
 }
 bool CudaFunctions::short_axes(const Captured &x) const {
   return std::all_of(x.size, x.size + x.rank, [](int64_t size) { return size <= 1 << 28; });
-}
-
-bool CudaFunctions::is_constant(const Node &x) const { return x.op == Op::REAL || x.op == Op::INTEGER || x.op == Op::BOOLEAN; }
-
-void CudaFunctions::reach(int32_t node, std::vector<bool> &reached) const {
-  reached[size_t(node)] = true;
-  for (int32_t n = node; n >= 0; n--) // inputs stand before
-    if (reached[size_t(n)])
-      for (int32_t i = 0; i < graph_[n].count; i++) reached[size_t(graph_[n].inputs[size_t(i)])] = true;
 }
 
 // Whether the code divides by a constant that is positive and small.
@@ -261,7 +239,7 @@ bool CudaFunctions::small(const Captured &x) const {
 }
 
 std::array<int32_t, 2> CudaFunctions::digest() const {
-  CodeHash hash;
+  Hash hash;
   hash.add(uint64_t(program_.digest[1]) << 32 | program_.digest[0]);
   hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2);
   for (int32_t n = 0; n < graph_.size(); n++) {
@@ -272,11 +250,10 @@ std::array<int32_t, 2> CudaFunctions::digest() const {
       hash.add(uint64_t(tensor.dtype) | uint64_t(small(tensor)) << 32 | uint64_t(short_axes(tensor)) << 33);
     }
     if (x.op == Op::INTEGER) hash.add(uint64_t(int64_t(ranges_[size_t(n)].low)));
-    if (is_constant(x) && place_[size_t(n)] < 0) hash.add(x.op == Op::REAL ? std::bit_cast<uint64_t>(x.real) : uint64_t(x.integer));
+    if (is_constant(x.op) && place_[size_t(n)] < 0) hash.add(x.op == Op::REAL ? std::bit_cast<uint64_t>(x.real) : uint64_t(x.integer));
   }
-  std::array<int32_t, 2> words = hash.words();
-  if (!words[0]) words[0] = 1; // 0: there are no functions
-  return words;
+  const auto [low, high] = hash.words();
+  return {int32_t(low ? low : 1), int32_t(high)}; // 0: there are no functions
 }
 
 FunctionArguments CudaFunctions::arguments() const {
@@ -482,9 +459,7 @@ std::string CudaFunctions::source() const {
   std::string out = text("#pragma once\n#include \"device/functions.h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0],
                          ", ", key[1], "> {\n");
   if (score_ >= 0) {
-    std::vector<bool> value = none, all = none;
-    reach(score_, value);
-    if (slope_ >= 0) reach(slope_, all);
+    const std::vector<bool> value = graph_.needed_by({score_}), all = graph_.needed_by({slope_});
     out += text("  template <Functions kFunctions, bool kSlope, class T>\n"
                 "  static __device__ __forceinline__ T score(const FunctionArguments &a, const PlaceOfPair &at, T x, T &slope) {\n"
                 "    using R = Reals<kFunctions, T>;\n",
@@ -493,8 +468,7 @@ std::string CudaFunctions::source() const {
                 "    return ", name(score_), ";\n  }\n");
   }
   if (seen_ >= 0) {
-    std::vector<bool> wanted = none;
-    reach(seen_, wanted);
+    const std::vector<bool> wanted = graph_.needed_by({seen_});
     out += text("  template <Functions kFunctions, class T>\n"
                 "  static __device__ __forceinline__ bool seen(const FunctionArguments &a, const PlaceOfPair &at) {\n"
                 "    using R = Reals<kFunctions, T>;\n",

@@ -33,11 +33,7 @@ private:
     double low, high;
     bool narrow() const { return low >= -2147483648.0 && high <= 2147483647.0; }
   };
-  // How the source gets the value of a constant.
-  enum class Place { argument, literal };
 
-  bool is_constant(const Node &) const;
-  void reach(int32_t node, std::vector<bool> &) const;
   Range range(int32_t node) const;
   void find_ranges();
   bool may_be_limited(int32_t node, double added, int depth = 0) const;

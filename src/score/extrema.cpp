@@ -5,27 +5,18 @@
 #include <tuple>
 
 #include "score/interval.h"
+#include "score/small_floats.h"
 
 namespace strobe::score {
 namespace {
 
-// A 16-bit float with this many bits of exponent.
-double widened(uint16_t bits, int exponent_bits) {
-  const int fraction_bits = 15 - exponent_bits, most = (1 << exponent_bits) - 1, bias = most / 2;
-  const int exponent = (bits & 0x7FFF) >> fraction_bits, fraction = bits & ((1 << fraction_bits) - 1);
-  double value = exponent ? std::ldexp((1 << fraction_bits) + fraction, exponent - bias - fraction_bits)
-                          : std::ldexp(fraction, 1 - bias - fraction_bits);
-  if (exponent == most) value = fraction ? std::numeric_limits<double>::quiet_NaN() : std::numeric_limits<double>::infinity();
-  return bits & 0x8000 ? -value : value;
-}
-
 struct Half {
   uint16_t bits;
-  operator double() const { return widened(bits, 5); }
+  operator double() const { return from_half<double>(bits); }
 };
 struct Brain {
   uint16_t bits;
-  operator double() const { return widened(bits, 8); }
+  operator double() const { return from_bfloat<double>(bits); }
 };
 struct Boolean {
   uint8_t byte;

@@ -12,13 +12,21 @@ constexpr std::pair<int32_t, Operation> kOperations[] = {
 };
 
 Kind kind_of(char letter) { return letter == 'B' ? Kind::boolean : letter == 'I' ? Kind::integer : Kind::real; }
-bool is_constant(Op op) { return op == Op::REAL || op == Op::INTEGER || op == Op::BOOLEAN; }
 
 } // namespace
 
 const Operation *find_operation(int32_t number) {
   const auto found = std::ranges::find(kOperations, number, [](const auto &row) { return row.first; });
   return found == std::end(kOperations) ? nullptr : &found->second;
+}
+
+std::vector<bool> Graph::needed_by(std::initializer_list<int32_t> roots) const {
+  std::vector<bool> needed(nodes_.size());
+  for (const int32_t root : roots)
+    if (root >= 0) needed[size_t(root)] = true;
+  for (size_t n = nodes_.size(); n-- > 0;) // inputs stand before
+    for (int32_t i = 0; needed[n] && i < nodes_[n].count; i++) needed[size_t(nodes_[n].inputs[size_t(i)])] = true;
+  return needed;
 }
 
 int32_t Graph::add(const Node &node) {

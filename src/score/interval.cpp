@@ -34,7 +34,7 @@ Bounds quotient(Range a, Range b) {
   return at_corners<Wide>(a, b, [](Wide x, Wide y) { return floor_divided(x, y); });
 }
 
-// Of floored division.
+// The remainder of a floored division.
 Bounds remainder(Range a, Range b) {
   if (b.low > 0) {
     if (is_one(b) && floor_divided(a.low, b.low) == floor_divided(a.high, b.low)) {
@@ -244,7 +244,7 @@ Bounds of_two_reals(Op op, const Bounds &a, const Bounds &b) {
   }
 }
 
-// Of a < b, a <= b and so on, where each of a's values may meet each of b's: 1, 0 or both.
+// The result of a < b, a <= b and so on, where each of a's values may meet each of b's: 1, 0 or both.
 template <class T> Bounds order(Op op, T a_low, T a_high, T b_low, T b_high) {
   const auto decided = [](bool always, bool never) { return Bounds{always, !never}; };
   switch (op) {
@@ -305,13 +305,10 @@ Bounds Bounds::rounded(double least, double most, bool may_be_nan) {
 
 Intervals::Intervals(const Graph &graph, int32_t result, const Captured *captured) {
   for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++) extrema_.emplace_back(captured[c]);
-  std::vector<char> needed(size_t(result) + 1);
-  needed.back() = true;
-  for (int32_t n = result; n >= 0; n--)
-    for (int32_t k = 0; needed[size_t(n)] && k < graph[n].count; k++) needed[size_t(graph[n].inputs[size_t(k)])] = true;
+  const std::vector<bool> needed = graph.needed_by({result});
   using Key = std::pair<std::array<int32_t, 8>, std::pair<uint64_t, int64_t>>;
   std::map<Key, int32_t> known;
-  std::vector<int32_t> at(needed.size(), -1);
+  std::vector<int32_t> at(size_t(result) + 1, -1);
   for (int32_t n = 0; n <= result; n++) {
     if (!needed[size_t(n)]) continue;
     Node node = graph[n];

@@ -28,6 +28,8 @@ struct Operation {
 // null: there is no operation of this number.
 const Operation *find_operation(int32_t number);
 
+inline bool is_constant(Op op) { return op == Op::REAL || op == Op::INTEGER || op == Op::BOOLEAN; }
+
 struct Node {
   Op op;
   Kind kind;            // of its value
@@ -45,6 +47,8 @@ public:
   const std::vector<Node> &nodes() const { return nodes_; }
   const Node &operator[](int32_t n) const { return nodes_[size_t(n)]; }
   int32_t size() const { return int32_t(nodes_.size()); }
+  // Whether each node is one of the roots (-1: none) or an input, direct or indirect, of one.
+  std::vector<bool> needed_by(std::initializer_list<int32_t> roots) const;
   // The index of the node. Kind and count are set from the operation and the inputs, which have to be right.
   int32_t add(Op, std::initializer_list<int32_t> inputs = {});
   int32_t add(const Node &); // as it is

@@ -1,10 +1,10 @@
 // The bytecode's operations of any kind, element by element: what instruction sets have no vector form of.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
 
 #include "score/bytecode.h"
+#include "score/small_floats.h"
 
 namespace strobe::score {
 namespace {
@@ -181,20 +181,6 @@ constexpr bool compares(Op op) { return (op >= Op::EQUAL && op <= Op::GREATER_EQ
 
 // NaN and what 64 bits cannot hold: any number.
 int64_t integer_from(double x) { return x > -0x1p63 && x < 0x1p63 ? int64_t(x) : x < 0 ? INT64_MIN : INT64_MAX; }
-
-template <class T> T from_half(uint16_t bits) {
-  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const T x = exponent == 31 ? (fraction ? T(NAN) : std::numeric_limits<T>::infinity())
-              : exponent     ? T(std::ldexp(double(fraction + 1024), exponent - 25))
-                             : T(std::ldexp(double(fraction), -24));
-  return bits & 0x8000 ? -x : x;
-}
-template <class T> T from_bfloat(uint16_t bits) {
-  const uint32_t word = uint32_t(bits) << 16;
-  float x;
-  std::memcpy(&x, &word, sizeof x);
-  return T(x);
-}
 
 // Calls f with each element of the inputs and the output.
 template <class Out, class In, class F> void each(const Vectors &n, const Operand &out, const Operand *in, int count, F &&f) {
