@@ -241,6 +241,7 @@ public:
     if (!kernels) return std::string("adds nothing for ") + strobe::name(problem.dtype);
     const Compiled compiled(problem, set_);
     const Problem &p = compiled.problem();
+    if (p.gradient_program) return "no gradients of captured tensors";
     if (std::string reason = against_quantised(*kernels, p, direction); !reason.empty()) return reason;
     if (std::string reason = against_function(*kernels, p); !reason.empty()) return reason;
     Plan plan;
