@@ -213,4 +213,24 @@ struct BackwardArguments {
   i32 dq_sums;      // how many copies of dQ's sum dq_sum holds, one after another: a power of two (attention/dq_sum.h)
 };
 
+// The gradient of a captured tensor. Axes that the tensor lacks have size 1.
+struct CapturedGradient {
+  void *data; // null: it is not wanted
+  i64 stride[4], size[4];
+  i64 first, count;        // elements: those of the gradients before it, and its own
+  i32 dtype;               // a strobe_dtype
+  i32 log2_values;         // at most 2^log2_values values are added to its elements
+  i32 table, table_copies; // where its elements begin in a table; the log2 of copies. table -1: it is in none
+};
+// The arguments of the passes that make the gradients of captured tensors (device/captured.h). Only the first `kCaptured` can be wanted.
+struct CapturedArguments : BackwardArguments {
+  CapturedGradient gradients[FunctionArguments::kCaptured];
+  i64 *sums;      // (elements of all gradients), in fixed point
+  u64 *largest;   // for each gradient the bits, as a double, of the largest value that is added to `sums`; infinite: it has no number
+  void *lines[3]; // the sums along rows, columns and diagonals, in lse's type: (load, line)
+  i64 count[3];   // lines per load
+  void *tables;   // (thread block, table_elements): the sums of a thread block's pairs
+  i32 table_elements, table_blocks;
+};
+
 } // namespace strobe::inline STROBE_ISA

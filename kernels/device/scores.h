@@ -106,14 +106,14 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     return score<true>(raw, r, j, T(r.i + offset - j), given, by_position, limit, slope);
   }
 
-private:
-  static constexpr i32 kMost = 1 << 30;
-
   // The pair as the caller's functions see it, in the whole problem.
   __device__ __forceinline__ PlaceOfPair pair(const Row &r, i32 j) const {
     const PlaceOfHeads<F.part != 0> heads(in);
     return {(i32)heads.whole_batch(b), (i32)heads.whole_head(r.h), r.i, j, offset};
   }
+
+private:
+  static constexpr i32 kMost = 1 << 30;
 
   // Where P must be as exact as FP32, forward and backward must compute the same score to the last bit, because the last bit of a large
   // score changes P by more than P's own last bit.

@@ -25,6 +25,8 @@ public:
     i32 batch, head, q0, k0;
   };
 
+  static constexpr Functions kFunctions = kTf32 ? Functions::full : Functions::half;
+
   const BackwardArguments &a;
   const Inputs &in;
   int thread, key_warp, query_warp;
@@ -36,6 +38,12 @@ public:
   // Computes P, negated where dropout drops it, and dS, which is 0 where P is. Returns whether some query sees some key of the tile; if
   // not, P and dS are not written.
   __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Place &place) const {
+    Tile unused;
+    return compute<false>(P, dS, unused, place, true, true);
+  }
+  // The same. kRaw: q.k is written to `raw`. load_keys, load_queries: otherwise the previous tile had the same keys, or the same queries.
+  template <bool kRaw>
+  __device__ __forceinline__ bool compute(Tile &P, Tile &dS, Tile &raw, const Place &place, bool load_keys, bool load_queries) const {
     const Sequence sequence = in.sequence<F>(place.batch);
     const Band &band = sequence.band;
     const i32 q1 = (i32)min((i64)place.q0 + kTileQ, band.seqlen_q), k1 = (i32)min((i64)place.k0 + kTileK, band.seqlen_k);
@@ -44,17 +52,25 @@ public:
     const bool masked = place.k0 < all.begin || place.k0 + kTileK > all.end;
 
     __syncthreads(); // all threads have read the previous tile
-    load<kTileK, kD>(0, k_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
-    load<kTileK, kDv>(kV, v_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
-    load<kTileQ, kD>(kQ, queries(in.q, place, sequence, q1, in.head_dim));
-    load<kTileQ, kDv>(kDo, queries(a.dout, place, sequence, q1, in.head_dim_v));
+    if (load_keys) {
+      load<kTileK, kD>(0, k_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
+      load<kTileK, kDv>(kV, v_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
+    }
+    if (load_queries) {
+      load<kTileQ, kD>(kQ, queries(in.q, place, sequence, q1, in.head_dim));
+      load<kTileQ, kDv>(kDo, queries(a.dout, place, sequence, q1, in.head_dim_v));
+    }
     cp_async_commit();
     cp_async_wait<0>();
     __syncthreads();
 
-    const Scores<F, float, C.dtype == kF32 ? Functions::full : Functions::half> scores(in, sequence, place.batch);
+    const Scores<F, float, kFunctions> scores(in, sequence, place.batch);
     const i32 i = place.q0 + query_warp * kQueries * 16, j = place.k0 + key_warp * kKeys * 16;
     multiply<kD, true>(P, 0, kQ);
+    if constexpr (kRaw) {
+#pragma unroll
+      for (int n = 0; n < kKeys * kQueries; ++n) raw[n / kQueries][n % kQueries] = P[n / kQueries][n % kQueries];
+    }
     const auto lse = [&](int n) { return RowLse{*this, place, sequence, i + 16 * n, q1}; };
     if (masked)
       probabilities<F, true, Slope::none, true>(P, P, scores, place.head, i, j, k1, lse);

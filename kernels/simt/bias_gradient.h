@@ -1,7 +1,7 @@
 // dbias with plain FMA; device/bias_gradient.h has the loop.
 #pragma once
 #include "../device/bias_gradient.h"
-#include "gradient.h"
+#include "tile_gradient.h"
 
 namespace strobe::simt {
 
@@ -12,131 +12,31 @@ template <Config C> struct BiasGradient {
   static __device__ void run(const Arguments &a) { bias_gradient<C.features.bias, Tile>(a); }
 
 private:
-  using Multiply = Products<C>;
-  using E = typename Multiply::E;
-  using Source = typename Multiply::Source;
-  static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
-  static constexpr i32 kPlace = max(C.p_elements(), C.pt_elements());
-
-  struct Tile {
-    using T = typename Multiply::T;
+  struct Tile : TileGradient<C> {
+    using Gradient = TileGradient<C>;
+    using T = typename Gradient::T;
+    using Gradient::P, Gradient::dS, Gradient::kRows, Gradient::kKeys;
     struct Sum {
       T x[kRows][kKeys];
     };
     static constexpr int kTileQ = C.tile_q, kTileK = C.tile_k, kThreads = C.threads();
-    static_assert(!C.features.part || C.features.part == kAnywhere);
-    static __device__ constexpr bool of_part() { return C.features.part != 0; }
-    const Arguments &a;
-    const Inputs &in;
-    T *const P, *const dS;
-    const RowStatistics<C, T> rows;
-    Multiply multiply;
-    const Dropout<C.features> dropout;
-    const Kept<C> kept;
-    i32 b, h, q0, q1; // the queries taken last
-    Range any, all;   // keys that some of them see; keys that all of them see
-    i32 seqlen_k;
 
-    __device__ __forceinline__ Tile(const Arguments &a, unsigned char *shared)
-        : a(a), in(a.in), P(reinterpret_cast<T *>(shared)), dS(P + kPlace), rows(dS + kPlace), multiply(dS + kPlace + 3 * C.tile_q),
-          dropout(a.in), kept(dS + kPlace + 3 * C.tile_q + 2 * C.stage_elements()) {}
-
+    using Gradient::Gradient;
     static __device__ __forceinline__ void add(T &sum, T &lost, T x) { strobe::add(sum, lost, x); }
-    __device__ __forceinline__ bool take_queries(i32 batch, i32 head, i32 first) {
-      b = batch, h = head, q0 = first;
-      if constexpr (of_part()) {
-        const HeldRows held = in.held(b);
-        if (q0 >= held.seqlen_q) return false;
-        q1 = min(q0 + C.tile_q, (i32)held.seqlen_q);
-        __syncthreads(); // the previous tile's statistics have been read
-        rows.load(a, b, h, {held.q0, held.k0, {}}, q0, q1);
-        return true;
-      }
-      const Sequence s = in.sequence<C.features>(b);
-      if (q0 >= s.band.seqlen_q) return false;
-      q1 = min(q0 + C.tile_q, (i32)s.band.seqlen_q), seqlen_k = (i32)s.band.seqlen_k;
-      any = s.band.keys_any(q0, q1), all = s.band.keys_all(q0, q1);
-      __syncthreads(); // the previous tile's statistics have been read
-      rows.load(a, b, h, s, q0, q1);
-      return true;
-    }
     __device__ __forceinline__ void add(Sum &sum, Sum &lost, i32 k0) {
-      if constexpr (of_part()) {
-        add_part(sum, lost, k0);
-        return;
-      }
-      const i32 k1 = min(k0 + C.tile_k, seqlen_k);
-      if (k0 >= seqlen_k || k1 <= any.begin || k0 >= any.end || !block_kept(k0)) return;
-      const Sequence s = in.sequence<C.features>(b);
-      const i32 h_kv = h / in.group, seqlen_q = (i32)s.band.seqlen_q;
-      const Source Q(in.q, b, h, s.q0, seqlen_q, in.head_dim), K(k_of<E>(in, s, b, h_kv), seqlen_k),
-          dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(v_of<E>(in, s, b, h_kv), seqlen_k);
-      const Scores<C.features, T> scores(in, s, b);
-      if constexpr (C.features.dropout) __syncthreads(); // every thread has read the previous tile's dropout
-      recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end,
-                   [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
-      add_dS(sum, lost);
+      this->compute(k0, [&](const Scores<C.features, T> &, i32) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int j = 0; j < kKeys; ++j) add(sum.x[i][j], lost.x[i][j], dS[this->place(i, j)]);
+      });
     }
     __device__ __forceinline__ T &at(i32 query, i32 key) const { return P[query * C.p_stride() + key]; }
     __device__ __forceinline__ void put(const Sum &sum) const {
 #pragma unroll
       for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) P[place(i, j)] = sum.x[i][j];
-    }
-
-  private:
-    __device__ __forceinline__ void add_dS(Sum &sum, Sum &lost) const {
-#pragma unroll
-      for (int i = 0; i < kRows; ++i)
-#pragma unroll
-        for (int j = 0; j < kKeys; ++j) add(sum.x[i][j], lost.x[i][j], dS[place(i, j)]);
-    }
-    // Rows of the tile are held rows, its columns are positions of keys. Adds the intersection of each range of queries with each range of
-    // keys.
-    __device__ __forceinline__ void add_part(Sum &sum, Sum &lost, i32 k0) {
-      const HeldRanges queries = held_queries(in, b), keys = held_keys(in, b);
-#pragma unroll 1
-      for (i32 n = 0; n < queries.count; ++n) {
-        const HeldRange r = queries.at(n);
-        if (r.local + r.length <= q0) continue;
-        if (r.local >= q1) break;
-        const i32 first = q0 - r.shift(), end = min(r.end(), first + C.tile_q); // the tile's first row as a position
-#pragma unroll 1
-        for (i32 i0 = max(r.start, first), i1; i0 < end; i0 = i1) {
-          i1 = C.features.blocks ? min(end, (i0 / C.tile_q + 1) * C.tile_q) : end; // within one row of mask blocks
-#pragma unroll 1
-          for (i32 m = keys.first_behind(k0); m < keys.count && keys.at(m).start < k0 + C.tile_k; ++m)
-            add_ranges(sum, lost, first, i0, i1, r.shift(), k0, keys.at(m));
-        }
-      }
-    }
-    // Adds dS of the queries [i0, i1), in a tile that begins at query `first`, and of a range's keys in the tile from k0 on.
-    __device__ __forceinline__ void add_ranges(Sum &sum, Sum &lost, i32 first, i32 i0, i32 i1, i32 shift, i32 k0, const HeldRange &range) {
-      const i32 j0 = max(k0, range.start), j1 = min(k0 + C.tile_k, range.end());
-      Sequence s = whole_sequence(in, b);
-      const Range seen = s.band.keys_any(i0, i1);
-      if (j0 >= j1 || j1 <= seen.begin || j0 >= seen.end) return;
-      if constexpr (C.features.blocks)
-        if (!in.blocks.row(b, h, i0 / in.blocks.row_tokens).keeps(k0)) return;
-      s.q0 += shift, s.band.seqlen_q = i1, s.k0 += range.shift(), s.band.seqlen_k = j1;
-      const i32 h_kv = h / in.group;
-      Source Q(in.q, b, h, s.q0, i1, in.head_dim), K(k_of<E>(in, s, b, h_kv), j1), dO(a.dout, b, h, s.q0, i1, in.head_dim_v),
-          V(v_of<E>(in, s, b, h_kv), j1);
-      Q.first = dO.first = i0, K.first = V.first = j0;
-      const Scores<C.features, T> scores = scores_of<C, T>(in, s, b);
-      __syncthreads(); // the previous tile has been read
-      recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, first, i1, k0, j1, true,
-                   [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
-      add_dS(sum, lost);
-    }
-    // Where the thread's element (i, j) lies, as recompute leaves it.
-    __device__ __forceinline__ i32 place(int i, int j) const {
-      return multiply.grid.template row<piece<T>(kRows)>(i) * C.p_stride() + multiply.grid.template column<piece<T>(kKeys)>(j);
-    }
-    __device__ __forceinline__ bool block_kept(i32 k0) const {
-      if constexpr (!C.features.blocks) return true;
-      return in.blocks.row(b, h, q0 / in.blocks.row_tokens).keeps(k0);
+        for (int j = 0; j < kKeys; ++j) P[this->place(i, j)] = sum.x[i][j];
     }
   };
 };

@@ -15,6 +15,7 @@ strobe_sources(driver
 strobe_sources(program
   program/addresses.cpp
   program/arguments.cpp
+  program/captured.cpp
   program/engine.cpp
   program/lists.cpp
   program/part.cpp

@@ -64,18 +64,31 @@ int32_t instructions_of(const Node &x) {
   }
 }
 
+// Whether the numbers of the tensor's elements fit 32 bits.
+bool few_elements(const Captured &x) {
+  double count = 1;
+  for (int32_t axis = 0; axis < x.rank; axis++) count *= double(x.size[axis]);
+  return count < 2147483647.0;
+}
+
 } // namespace
 
 bool only_adds(const Program &p) { return p.score >= 0 && only_adds(p.graph, p.score, p.slope); }
 
 CudaFunctions::CudaFunctions(const Problem &p, bool scored)
-    : problem_(p), program_(*p.program), graph_(program_.graph), score_(scored ? program_.score : -1), slope_(scored ? program_.slope : -1),
-      seen_(program_.seen) {
+    : CudaFunctions(p, *p.program, {}, scored ? p.program->score : -1, scored ? p.program->slope : -1) {}
+CudaFunctions::CudaFunctions(const Problem &p, bool scored, const GradientProgram &gradients)
+    : CudaFunctions(p, gradients, gradients.loads, scored ? gradients.score : -1, -1) {}
+
+CudaFunctions::CudaFunctions(const Problem &p, const Program &program, const std::vector<LoadGradient> &loads, int32_t score, int32_t slope)
+    : problem_(p), program_(program), graph_(program_.graph), loads_(loads), score_(score), slope_(slope), seen_(program_.seen) {
   const int64_t most = std::max({p.part ? p.part.first_batch + p.batch : p.batch, p.part ? p.part.heads : p.heads, p.size_q(), p.size_k(),
                                  p.part ? p.part.first_head + p.heads : 0});
   most_position_ = double(most) < kShortPosition ? kShortPosition : 2147483647.0;
   const size_t count = size_t(graph_.size());
-  used_ = graph_.needed_by({score_, slope_, seen_});
+  std::vector<int32_t> roots{score_, slope_, seen_};
+  for (const LoadGradient &g : loads_) roots.insert(roots.end(), {g.load, g.slope});
+  used_ = graph_.needed_by(roots);
   place_.assign(count, -1), divisor_place_.assign(count, -1);
   limited_.assign(count, false), divides_.assign(count, false);
   for (const Node &x : graph_.nodes())
@@ -241,7 +254,8 @@ bool CudaFunctions::small(const Captured &x) const {
 std::array<int32_t, 2> CudaFunctions::digest() const {
   Hash hash;
   hash.add(uint64_t(program_.digest[1]) << 32 | program_.digest[0]);
-  hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2);
+  hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 | loads_.size() << 3);
+  for (const LoadGradient &g : loads_) hash.add(uint64_t(few_elements(problem_.captured[graph_[g.load].captured])));
   for (int32_t n = 0; n < graph_.size(); n++) {
     const Node &x = graph_[n];
     if (!used_[size_t(n)]) continue;
@@ -453,10 +467,52 @@ std::string CudaFunctions::statements(const std::vector<bool> &wanted, const std
   return all;
 }
 
+// The number of the element that a load reads, if elements are numbered row by row.
+std::string CudaFunctions::element_read(const Node &x) const {
+  const Captured &tensor = problem_.captured[x.captured];
+  const char *at = few_elements(tensor) ? "i32" : "i64";
+  std::string number = "0";
+  for (int32_t axis = 0; axis < x.count; axis++) {
+    const int32_t index = x.inputs[size_t(axis)];
+    const std::string place = text("place_on_axis<", at, ", ", ranges_[size_t(index)].low >= 0 ? "true" : "false", ">(", name(index),
+                                   ", g.size[", axis, "])");
+    number = axis ? text("(", number, ") * (", at, ")g.size[", axis, "] + ", place) : place;
+  }
+  return number;
+}
+
+// What device/captured.h calls.
+std::string CudaFunctions::gradients() const {
+  const std::vector<bool> none(size_t(graph_.size()), false);
+  std::string captured, values, elements;
+  std::vector<bool> made = none;
+  for (size_t n = 0; n < loads_.size(); n++) {
+    const LoadGradient &g = loads_[n];
+    const Node &load = graph_[g.load];
+    captured += text(n ? ", " : "", load.captured);
+    const std::vector<bool> slope = graph_.needed_by({g.slope});
+    values += statements(slope, made, "    ") + text("    if constexpr ((kLoads_ >> ", n, " & 1) != 0) out[", n, "] = ", name(g.slope), ";\n");
+    for (size_t node = 0; node < made.size(); node++) made[node] = made[node] || slope[node];
+    std::vector<int32_t> indices(load.inputs.begin(), load.inputs.begin() + load.count);
+    elements += text(n ? "    else if constexpr (kLoad == " : "    if constexpr (kLoad == ", n, ") {\n",
+                     statements(graph_.needed_by(indices), none, "      "), "      return ", element_read(load), ";\n    }\n");
+  }
+  return text("  static constexpr int kLoads = ", loads_.size(), ";\n", "  static __device__ constexpr i32 captured_of(int load) {\n",
+              "    constexpr i32 all[] = {", captured, "};\n    return all[load];\n  }\n",
+              "  template <Functions kFunctions, i32 kLoads_, class T>\n"
+              "  static __device__ __forceinline__ void gradients(const FunctionArguments &a, const PlaceOfPair &at, T x, T (&out)[kLoads]) {\n"
+              "    using R = Reals<kFunctions, T>;\n",
+              values,
+              "  }\n  template <Functions kFunctions, int kLoad, class T>\n"
+              "  static __device__ __forceinline__ i64 element(const FunctionArguments &a, const CapturedGradient &g, const PlaceOfPair &at, T "
+              "x) {\n    using R = Reals<kFunctions, T>;\n",
+              elements, "  }\n");
+}
+
 std::string CudaFunctions::source() const {
   const std::array<int32_t, 2> key = digest();
   const std::vector<bool> none(size_t(graph_.size()), false);
-  std::string out = text("#pragma once\n#include \"device/functions.h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0],
+  std::string out = text("#pragma once\n#include \"device/", loads_.empty() ? "functions" : "captured", ".h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0],
                          ", ", key[1], "> {\n");
   if (score_ >= 0) {
     const std::vector<bool> value = graph_.needed_by({score_}), all = graph_.needed_by({slope_});
@@ -474,6 +530,7 @@ std::string CudaFunctions::source() const {
                 "    using R = Reals<kFunctions, T>;\n",
                 statements(wanted, none, "    "), "    return ", name(seen_), ";\n  }\n");
   }
+  if (!loads_.empty()) out += gradients();
   return out + "};\n} // namespace strobe\n";
 }
 

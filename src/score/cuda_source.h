@@ -18,6 +18,8 @@ class CudaFunctions {
 public:
   // scored: the program's score and slope are generated; otherwise only `seen`, because a kernel has its own code for the score.
   CudaFunctions(const Problem &, bool scored);
+  // The functions of the passes that make the gradients of captured tensors: those of the problem's gradient_program, and its loads.
+  CudaFunctions(const Problem &, bool scored, const GradientProgram &);
 
   // A hash of all that the source depends on: equal hashes, equal sources.
   std::array<int32_t, 2> digest() const;
@@ -28,6 +30,7 @@ public:
   int32_t instructions() const;
 
 private:
+  CudaFunctions(const Problem &, const Program &, const std::vector<LoadGradient> &loads, int32_t score, int32_t slope);
   // What is known of an integer. Code takes 32 bits where both ends fit.
   struct Range {
     double low, high;
@@ -46,10 +49,13 @@ private:
   std::string load(const Node &) const;
   std::string constant(int32_t node) const;
   std::string statements(const std::vector<bool> &wanted, const std::vector<bool> &made, const char *indent) const;
+  std::string gradients() const;
+  std::string element_read(const Node &load) const;
 
   const Problem &problem_;
   const Program &program_;
   const Graph &graph_;
+  std::vector<LoadGradient> loads_; // whose gradients are generated
   int32_t score_, slope_, seen_;
   double most_position_;          // an upper bound of positions, sequences and heads
   std::vector<Range> ranges_;     // of each node

@@ -138,10 +138,10 @@ void decode_access(Kernel &k, Instruction &i, const std::vector<std::string> &wo
 
 // Each lane in turn changes `count` elements, one after another. If that changes nothing and returns a value, it may be an attempt in a
 // loop: other warps run before the next one.
-template <class T, auto f, bool returns> void atomic(Warp &w, const Instruction &i, uint32_t lanes) {
+template <class T, auto f, bool returns, Space space = kGlobal> void atomic(Warp &w, const Instruction &i, uint32_t lanes) {
   bool changed = false;
   each(lanes, [&](uint32_t lane) {
-    std::byte *to = global(address(w, i, lane), i.count * sizeof(T), i.count * sizeof(T));
+    std::byte *to = at<space, Access::kAtomic>(w, lane, address(w, i, lane), i.count * sizeof(T));
     for (int n = 0; n < i.count; n++) {
       T before, after;
       std::memcpy(&before, to + n * sizeof(T), sizeof(T));
@@ -159,6 +159,7 @@ template <class T, auto f, bool returns> void atomic(Warp &w, const Instruction 
 }
 
 template <class T> T sum(T a, T b) { return a + b; }
+template <class T> T larger(T a, T b) { return a > b ? a : b; }
 template <class T> T disjunction(T a, T b) { return a | b; }
 Pair swap_if_equal(Pair before, Pair expected, Pair wanted) {
   return before.low == expected.low && before.high == expected.high ? wanted : before;
@@ -168,12 +169,17 @@ struct Atomic {
   Execute atom, red;
   uint8_t bits;
 };
-template <class T, auto f> constexpr Atomic both() { return {atomic<T, f, true>, atomic<T, f, false>, kBits<T>}; }
+template <class T, auto f, Space space = kGlobal> constexpr Atomic both() {
+  return {atomic<T, f, true, space>, atomic<T, f, false, space>, kBits<T>};
+}
 
 void decode_atomic(Kernel &k, Instruction &i, const std::vector<std::string> &words, const std::vector<Operand> &operands) {
   static const std::unordered_map<std::string, Atomic> known = {{"add.f32", both<float, sum<float>>()},
                                                                 {"add.f64", both<double, sum<double>>()},
                                                                 {"add.u32", both<uint32_t, sum<uint32_t>>()},
+                                                                {"add.u64", both<uint64_t, sum<uint64_t>>()},
+                                                                {"max.u64", both<uint64_t, larger<uint64_t>>()},
+                                                                {"shared.add.u32", both<uint32_t, sum<uint32_t>, kShared>()},
                                                                 {"or.b32", both<uint32_t, disjunction<uint32_t>>()},
                                                                 {"cas.b128", both<Pair, swap_if_equal>()}};
   const bool returns = words[0] == "atom";
@@ -181,7 +187,7 @@ void decode_atomic(Kernel &k, Instruction &i, const std::vector<std::string> &wo
   for (size_t n = 1; n < words.size(); n++) {
     if (words[n] == "v2" || words[n] == "v4")
       i.count = words[n][1] - '0';
-    else if (words[n] != "relaxed" && words[n] != "release" && words[n] != "gpu" && words[n] != "global")
+    else if (words[n] != "relaxed" && words[n] != "release" && words[n] != "gpu" && words[n] != "cta" && words[n] != "global")
       what += (what.empty() ? "" : ".") + words[n];
   }
   const auto found = known.find(what);

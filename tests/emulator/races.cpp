@@ -26,12 +26,18 @@ void Races::access(uint32_t warp, uint32_t lane, uint32_t at, size_t bytes, Acce
   for (size_t word = at / 4; word < (at + bytes + 3) / 4; word++) {
     check(known, party, word, access, line);
     Read *reads = &reads_[word * count_];
+    if (access == Access::kAtomic) {
+      if (atomics_.empty()) atomics_.resize(reads_.size());
+      atomics_[word * count_ + party] = {known.done[party], line};
+      continue;
+    }
     if (!writes) {
       reads[party] = {known.done[party], line};
       continue;
     }
     writes_[word] = {party, known.done[party], line, copies};
     std::fill_n(reads, count_, Read{});
+    if (!atomics_.empty()) std::fill_n(&atomics_[word * count_], count_, Read{});
   }
 }
 
@@ -46,6 +52,11 @@ void Races::check(const Knowledge &known, uint32_t party, size_t word, Access ac
   if (write.party != party && write.step > known.done[write.party]) fail(write.party, " wrote", write.line, "nothing orders them");
   if ((access == Access::kAsyncRead || access == Access::kAsyncWrite) && !write.async && write.step > known.fenced[write.party])
     fail(write.party, " wrote", write.line, "no fence.proxy.async is between");
+  if (!atomics_.empty() && access != Access::kAtomic)
+    for (uint32_t p = 0; p < count_; p++) {
+      const Read &atomic = atomics_[word * count_ + p];
+      if (p != party && atomic.step > known.done[p]) fail(p, " changed", atomic.line, "nothing orders them");
+    }
   if (reads) return;
   for (uint32_t p = 0; p < count_; p++) {
     const Read &read = reads_[word * count_ + p];

@@ -1,4 +1,4 @@
-// Races in a block's shared memory: two accesses, one of them a write, that nothing orders; and accesses by the copy engine or wgmma to
+// Races in a block's shared memory: two accesses, one of them a write, that nothing orders (two atomic ones need no order); and accesses by the copy engine or wgmma to
 // words that threads wrote, without a proxy fence between. In a warp, lane 0, which usually arrives and waits for all, is distinguished
 // from the others; these are not distinguished from one another. Where all lanes meet (.sync, .aligned) each knows the earlier accesses of
 // the others.
@@ -10,7 +10,7 @@
 
 namespace strobe::emulator {
 
-enum class Access : uint8_t { kRead, kWrite, kAsyncRead, kAsyncWrite, kSynchronize };
+enum class Access : uint8_t { kRead, kWrite, kAsyncRead, kAsyncWrite, kAtomic, kSynchronize };
 
 // For each party, a count of its steps. A party is lane 0 of a warp, the other lanes of a warp, or the copies that complete on one barrier.
 class Clock {
@@ -71,6 +71,7 @@ private:
   std::vector<Knowledge> parties_;
   std::vector<Write> writes_; // the last write of each word
   std::vector<Read> reads_;   // each party's last read of each word after that write
+  std::vector<Read> atomics_; // each party's last atomic access to each word after that write; empty while there was none
   std::unordered_map<uint32_t, Barrier> barriers_;
   std::unordered_map<uint32_t, uint32_t> copiers_; // the party of a barrier's copies
   uint32_t copier_ = 0, copies_ = 0, copy_barrier_ = 0;

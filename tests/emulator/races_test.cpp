@@ -40,6 +40,10 @@ TEST_CASE("emulator: a write and a read race unless a barrier is between") {
   check_race(kParts + "SECOND: @%p1 st.shared.u32 [%r5], %r0;\nbar.sync 1, 64;\n@!%p1 ld.shared.u32 %r9, [%r5+-128];", "bar.sync 1, 64;",
              "nothing orders them");
 }
+TEST_CASE("emulator: atomic additions do not race, but a read races with them unless a barrier is between") {
+  check_race(kParts + "SECOND: red.relaxed.cta.shared.add.u32 [%r2], 1;\nbar.sync 1, 64;\nld.shared.u32 %r9, [%r2];", "bar.sync 1, 64;",
+             "nothing orders them");
+}
 TEST_CASE("emulator: a write and a read race unless the reader waits for the writer") {
   check_race(kParts + "st.shared.u32 [%r5], %r0; bar.warp.sync -1; @%p2 mbarrier.arrive.shared::cta.b64 _, [%r3]; ret;\nSECOND:" + kWait +
                  "ld.shared.u32 %r9, [%r5+-128];",

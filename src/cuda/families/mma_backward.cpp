@@ -9,6 +9,7 @@
 #include "../../../kernels/mma/backward/config.h"
 #include "attention/text.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/captured.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
@@ -110,6 +111,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   if (p.part && p.bias && (!p.part.partial || p.dbias))
     return "has no backward of a part with a bias, but for a partial one without its gradient";
   if (!chosen || ((p.bias || settles(p)) && !tensor_cores_settle(p, device))) return no_tile(device);
+  if (std::string reason = captured_refusal(p, device); !reason.empty()) return reason;
   const BackwardConfig &c = chosen->config;
   BackwardArguments a = backward_arguments(p);
   a.bundle = bundle_of_heads(c.deterministic);
@@ -129,6 +131,7 @@ CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &s
   describe_tile(program, p, c.tile_q, c.tile_k, c.aligned);
   describe_width(program, p);
   program.predicted_seconds = predicted_seconds(p, c, chosen->speed, device, program.steps.size());
+  captured_gradients(program, p, device, a, scratch);
   return program;
 }
 

@@ -4,10 +4,12 @@
 #include <span>
 
 #include "../../../kernels/attention/dq_sum.h"
+#include "../../../kernels/simt/captured_config.h"
 #include "../../../kernels/simt/config.h"
 #include "attention/text.h"
 #include "cuda/families/families.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/captured.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
@@ -22,8 +24,9 @@ constexpr KernelSource kForward{"simt/forward.h", "strobe::simt::Forward", "stro
 constexpr KernelSource kSettle{"simt/settle.h", "strobe::simt::Settle", "strobe::simt::Config"};
 constexpr KernelSource kBackward{"simt/backward.h", "strobe::simt::Backward", "strobe::simt::Config"};
 constexpr KernelSource kBiasGradient{"simt/bias_gradient.h", "strobe::simt::BiasGradient", "strobe::simt::Config"};
+constexpr KernelSource kCaptured{"simt/captured.h", "strobe::simt::Captured", "strobe::simt::CapturedConfig"};
 
-enum class Kind { forward, backward, bias_gradient };
+enum class Kind { forward, backward, bias_gradient, captured };
 
 int64_t shared_bytes(const Config &c, Kind kind) { return kind == Kind::forward ? c.forward_shared_bytes() : c.backward_shared_bytes(); }
 
@@ -37,6 +40,7 @@ int64_t registers(const Config &c, Kind kind) {
     return held + words * (operands + 4) + words * staged * dim / c.threads();
   };
   if (kind == Kind::bias_gradient) return nt(2 * words * rows * keys); // the sum and its rounding error
+  if (kind == Kind::captured) return nt(0);
   if (kind == Kind::forward) {
     const int64_t o = words * rows * c.head_dim_v / c.threads_k, at_once = c.columns_staged(c.head_dim_v);
     return std::max(nt(o), by_rows(2 * o, rows, at_once, c.rows_staged(c.tile_k, at_once)));
@@ -114,7 +118,8 @@ std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, con
                                                               : kBackwardTiles;
   const Tile *best = cheapest(tiles, [&](const Tile &tile) {
     const Config c = with(any, tile);
-    if (p.invariant && kind != Kind::bias_gradient && (tile.k != kInvariantKeys || tile.threads_k != kInvariantThreads)) return kCannotRun;
+    if (kind == Kind::captured && tile.q != tile.k) return kCannotRun; // diagonals of tiles are walked
+    if (p.invariant && kind < Kind::bias_gradient && (tile.k != kInvariantKeys || tile.threads_k != kInvariantThreads)) return kCannotRun;
     if (!divides_blocks(p, tile.q, kind == Kind::forward ? 1 : tile.k) || shared_bytes(c, kind) > device.shared_per_block)
       return kCannotRun;
     const int64_t spare = tile.q - std::max<int64_t>(16, p.longest_q());
@@ -195,7 +200,8 @@ private:
     Config with_bias = any;
     if (p.part) with_bias.features.part = kAnywhere; // its tiles consist of held rows, whatever their positions
     const std::optional<Config> of_bias = p.dbias ? choose(with_bias, Kind::bias_gradient, p, device) : c;
-    if (!c || !of_bias) return no_tile(device);
+    const std::optional<Config> of_captured = p.gradient_program ? choose(config_of_captured(p), Kind::captured, p, device) : c;
+    if (!c || !of_bias || !of_captured) return no_tile(device);
     BackwardArguments a = backward_arguments(p);
     a.dq_sums = dq_sums(p, a.in.rows() * c->head_dim);
     const int64_t tiles_q = p.batch * p.heads * query_tiles(p, c->tile_q), tiles_k = p.batch * p.heads_kv * key_tiles(p, c->tile_k);
@@ -214,7 +220,30 @@ private:
           .dq = dq_from_sum(p, a, c->head_dim),
           .dbias = bias_gradient(p, *of_bias, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size() - bool(p.dbias), 1);
+    captured_gradients(program, p, device, a, scratch, captured_passes(p, *of_captured, device));
     return program;
+  }
+
+  static Config config_of_captured(const Problem &p) {
+    Config c = config_for(p);
+    c.features = gradient_features(p);
+    if (p.part) c.features.part = kAnywhere; // its tiles consist of held rows, whatever their positions
+    return c;
+  }
+  static CapturedPasses captured_passes(const Problem &p, const Config &of_captured, const Device &device) {
+    const double products = 2 * double(of_captured.head_dim + of_captured.head_dim_v) / 2;
+    return {.tile_q = of_captured.tile_q,
+            .tile_k = of_captured.tile_k,
+            .of_lines = !p.part,
+            .table_blocks = [](int32_t) { return 0; },
+            .launch =
+                [of_captured](const CapturedPasses::Sums &sums, int64_t grid, const CapturedArguments &arguments) {
+                  simt::CapturedConfig c{};
+                  static_cast<Config &>(c) = of_captured;
+                  c.summed = sums.summed, c.loads = sums.loads, c.of_lines = sums.of_lines;
+                  return Launch(kCaptured, c, grid, c.threads(), c.backward_shared_bytes(), arguments);
+                },
+            .score_seconds = products / (kMeasured.share_of_peak[1] * rate(device, p.dtype) * device.clock_hz)};
   }
 
   static std::optional<Launch> bias_gradient(const Problem &p, const Config &c, const BackwardArguments &a) {

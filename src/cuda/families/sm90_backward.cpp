@@ -10,6 +10,7 @@
 #include "cuda/families/sm90_mask.h"
 #include "cuda/families/sm90_steps.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/captured.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/tiles.h"
@@ -133,6 +134,7 @@ void describe(Program &program, const Problem &p, const BackwardConfig &c, int64
 CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &scratch) {
   const Features features = backward_features(p);
   if (std::string reason = refusal(p, features); !reason.empty()) return reason;
+  if (std::string reason = captured_refusal(p, device); !reason.empty()) return reason;
   BackwardConfig c = choose_form(p, features, device);
   if (!divides_blocks(p, c.tile_q, c.tile_k()))
     return text("blocks of ", p.blocks.block_q, " x ", p.blocks.block_k, "; the backward's tile is ", c.tile_q, " x ", c.tile_k());
@@ -151,6 +153,7 @@ CudaEngine::Made sm90_backward(const Problem &p, const Device &device, Scratch &
   push_launches(program, p, c, work, a, device, scratch);
   describe(program, p, c, work.shares);
   program.predicted_seconds = predicted_seconds(p, c, work.shares, device);
+  captured_gradients(program, p, device, a, scratch);
   return program;
 }
 

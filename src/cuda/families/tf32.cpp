@@ -8,6 +8,7 @@
 #include "attention/text.h"
 #include "cuda/families/families.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/captured.h"
 #include "cuda/program/passes.h"
 #include "cuda/program/prediction.h"
 #include "cuda/program/tiles.h"
@@ -142,6 +143,7 @@ private:
     if (exceeds_registers(p)) return "dK and dV of head dimensions beyond 256 together do not fit the registers";
     const std::optional<Config> c = choose(p, device, Direction::backward);
     if (!c || !tensor_cores_settle(p, device)) return no_tile(device);
+    if (std::string reason = captured_refusal(p, device); !reason.empty()) return reason;
     BackwardArguments a = backward_arguments(p);
     a.dq_sums = dq_sums(p, a.in.rows() * c->head_dim);
     a.bundle = bundle_of_heads(c->deterministic);
@@ -159,6 +161,7 @@ private:
           .dq = dq_from_sum(p, a, c->head_dim),
           .dbias = bias_gradient(p, device, a)});
     program.predicted_seconds = predicted_seconds(p, *c, device, Direction::backward, program.steps.size(), 1);
+    captured_gradients(program, p, device, a, scratch);
     return program;
   }
 

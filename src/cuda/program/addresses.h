@@ -76,5 +76,11 @@ template <class V> void each_pointer(const BackwardArguments &a, V &visit) {
   for (const Operand *x : {&a.out, &a.lse, &a.dout, &a.dlse, &a.dq, &a.dk, &a.dv, &a.dbias, &a.dsinks, &a.given_delta}) visit(x->data);
   visit(a.delta), visit(a.dq_sum), visit(a.ticket), visit(a.turns), visit(a.rows);
 }
+template <class V> void each_pointer(const CapturedArguments &a, V &visit) {
+  each_pointer(static_cast<const BackwardArguments &>(a), visit);
+  for (const CapturedGradient &g : a.gradients) visit(g.data);
+  for (void *const &lines : a.lines) visit(lines);
+  visit(a.sums), visit(a.largest), visit(a.tables);
+}
 
 } // namespace strobe::cuda

@@ -33,6 +33,7 @@ Pages pages(const Problem &p) {
 }
 
 score::CudaFunctions functions(const Problem &p) { return {p, function_of(p) >= kProgram}; }
+score::CudaFunctions gradient_functions(const Problem &p) { return {p, function_of(p) >= kProgram, *p.gradient_program}; }
 // Whether kernels call functions of the caller's.
 bool calls_functions(const Problem &p) { return p.program && p.program->is_given(); }
 
@@ -119,6 +120,16 @@ Features features_of(const Problem &p) {
   f.program = digest[0], f.program_high = digest[1];
   return f;
 }
+
+Features gradient_features(const Problem &p) {
+  Features f = features_of(p);
+  const std::array<int32_t, 2> digest = gradient_functions(p).digest();
+  f.program = digest[0], f.program_high = digest[1];
+  return f;
+}
+std::string gradient_functions_source(const Problem &p) { return gradient_functions(p).source(); }
+int32_t gradient_instructions(const Problem &p) { return gradient_functions(p).instructions(); }
+FunctionArguments gradient_function_arguments(const Problem &p) { return gradient_functions(p).arguments(); }
 
 std::string outsized_scale(const Problem &p) {
   if (function_of(p) == kHyperbolic || std::abs(p.scale) <= kMostScale) return {};

@@ -26,6 +26,11 @@ int32_t function_instructions(const Problem &);
 // one: outsized_scale() returns the reason, or nothing if the scale is not larger.
 inline constexpr double kMostScale = 1e4;
 std::string outsized_scale(const Problem &);
+// The same of the passes that make the gradients of captured tensors, whose code is not that of the call's other kernels.
+Features gradient_features(const Problem &);
+std::string gradient_functions_source(const Problem &);
+int32_t gradient_instructions(const Problem &);
+FunctionArguments gradient_function_arguments(const Problem &);
 ForwardArguments forward_arguments(const Problem &);   // without the split over keys
 BackwardArguments backward_arguments(const Problem &); // without the workspace
 AuxiliaryArguments auxiliary_arguments(const Problem &);

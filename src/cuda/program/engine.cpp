@@ -7,6 +7,7 @@
 #include "cuda/driver/driver.h"
 #include "cuda/driver/stream.h"
 #include "cuda/program/arguments.h"
+#include "cuda/program/captured.h"
 #include "cuda/program/lists.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
@@ -26,10 +27,11 @@ std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream
 
 // Gives the launches that call the caller's functions their source.
 void give_functions(Program &program, const Problem &p) {
-  Functions source;
+  Functions sources[2];
   for (Step &step : program.steps)
     if (Launch *launch = std::get_if<Launch>(&step); launch && launch->calls_functions) {
-      if (!source) source = std::make_shared<const std::string>(functions_source(p));
+      Functions &source = sources[launch->of_captured];
+      if (!source) source = std::make_shared<const std::string>(launch->of_captured ? gradient_functions_source(p) : functions_source(p));
       launch->functions = source;
     }
 }
@@ -56,7 +58,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.page_size && !reads_pages()) return "k and v in pages: it reads one tensor each";
   if (call.quantised() && !reads_quantised()) return text("k and v in ", strobe::name(call.quantised_as), ": it reads q's dtype");
   if (call.accumulate && !computes_parts()) return "no accumulate: it writes gradients, and adds to none";
-  if (call.gradient_program) return "no gradients of captured tensors";
+  if (std::string reason = captured_refusal(call); !reason.empty()) return reason;
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);

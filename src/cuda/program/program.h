@@ -27,6 +27,7 @@ struct Launch {
   std::vector<uint16_t> marks;        // where the marks lie
   std::vector<uint16_t> map_requests; // where the TensorMaps lie that must be encoded
   bool calls_functions = false;       // the caller's
+  bool of_captured = false;           // they are those for the gradients of captured tensors
   Functions functions{};              // their source, when the program is complete
 
   template <class Config, class Arguments>

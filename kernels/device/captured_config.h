@@ -1,0 +1,54 @@
+// The configurations of the passes that make the gradients of captured tensors (device/captured.h).
+#pragma once
+#include "tile_gradient_config.h"
+
+namespace strobe {
+
+// What a launch that recomputes dS adds up: the sums along lines; with kTable the sums of each element of small tensors, in shared memory;
+// with kPairs each pair by itself, in global memory, after kLargest has found the largest value.
+enum Summed : i32 { kRows = 0, kColumns = 1, kDiagonals = 2, kTable = 3, kLargest = 4, kPairs = 5 };
+
+// A table has at most so many elements. Where a table is small it has copies, so that lanes meet less often: kTableCells is the number of
+// elements times copies.
+inline constexpr i32 kTableElements = 4096, kTableCells = 4096, kMostTableCopies = 5; // log2
+
+// loads: bit n, if the launch adds up load n of the functions' gradients.
+STROBE_FN constexpr i32 count_loads(i32 loads) {
+  i32 count = 0;
+  for (u32 bits = (u32)loads; bits; bits &= bits - 1) ++count;
+  return count;
+}
+
+// Members of the Configs of launches that recompute dS. summed: a Summed; loads: those that the launch adds up; of_lines: all loads that are
+// summed in this way, whose sums lie one after another.
+struct CapturedTileConfig : TileConfig {
+  i32 summed, loads, of_lines;
+
+  // Distance of two keys in a tile of values: a warp's lanes then use all banks about equally.
+  STROBE_FN constexpr i32 values_pitch() const { return tile_q + 9; }
+  STROBE_FN constexpr i32 cells() const { return dtype == kF32 ? 2 * kTableCells : kTableCells; } // ints; FP32: with a second, finer int
+  STROBE_FN constexpr i32 sum_bytes() const { return dtype == kF32 ? 8 : 4; }                     // of an element of the table
+  STROBE_FN constexpr i32 operand_bytes() const {
+    return max(k_bytes() + v_bytes() + q_bytes() + dout_bytes(), 4 * max(values_pitch() * tile_k, 4 * threads()));
+  }
+  STROBE_FN constexpr i32 bytes(i32 table_elements) const {
+    return operand_bytes() + (summed == kTable ? 4 * cells() + sum_bytes() * table_elements : 0);
+  }
+};
+
+// The launch that adds sums along lines to the elements that they belong to.
+struct CapturedScatterConfig {
+  i32 dtype;
+  i32 tile;                     // of diagonals
+  i32 rows, columns, diagonals; // loads
+  Features features;
+
+  STROBE_FN static constexpr i32 threads() { return 256; }
+};
+struct CapturedResultConfig {
+  i32 dtype; // of q
+  STROBE_FN static constexpr i32 threads() { return 256; }
+  STROBE_FN static constexpr i32 elements() { return 32; } // per thread block
+};
+
+} // namespace strobe
