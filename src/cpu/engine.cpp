@@ -145,8 +145,6 @@ std::string rounded(const char *what, int64_t wish, int64_t got, const char *why
   return text;
 }
 
-constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512;
-
 // The multiple of 16 nearest to the requested size that divides a block of queries; of two equally near, the larger.
 int64_t nearest_divisor(int64_t block, int64_t wish) {
   int64_t best = 16;
@@ -241,7 +239,6 @@ public:
     if (!kernels) return std::string("adds nothing for ") + strobe::name(problem.dtype);
     const Compiled compiled(problem, set_);
     const Problem &p = compiled.problem();
-    if (p.gradient_program) return "no gradients of captured tensors";
     if (std::string reason = against_quantised(*kernels, p, direction); !reason.empty()) return reason;
     if (std::string reason = against_function(*kernels, p); !reason.empty()) return reason;
     Plan plan;
