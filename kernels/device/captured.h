@@ -12,6 +12,7 @@ namespace strobe {
 // CallersFunctions (functions.h) also has, if gradients are wanted:
 //   kLoads                                        how many loads there are
 //   captured_of(load)                             which tensor it reads
+//   is_unit(load)                                 whether df/dl is 1 for all pairs
 //   gradients<kFunctions, kLoads>(a, at, x, out)  df/dl for each load whose bit is set in kLoads
 //   element<kFunctions, kLoad>(a, g, at, x)       which element of its tensor a load reads; elements are numbered row by row
 
@@ -96,7 +97,10 @@ template <Features F, Functions kFunctions, i32 kWanted, class T> struct PairVal
   __device__ __forceinline__ PairValues(const FunctionArguments &a, const PlaceOfPair &at, T x, T dS) : x(x), dS(dS), at(at) {
     Of::template gradients<kFunctions, kWanted>(a, at, x, slopes);
   }
-  template <int kLoad> __device__ __forceinline__ T value() const { return dS == T(0) ? T(0) : dS * slopes[kLoad]; }
+  template <int kLoad> __device__ __forceinline__ T value() const {
+    if constexpr (Of::is_unit(kLoad)) return dS;
+    return dS == T(0) ? T(0) : dS * slopes[kLoad];
+  }
   template <int kLoad> __device__ __forceinline__ i64 element(const FunctionArguments &a, const CapturedGradient &g) const {
     return Of::template element<kFunctions, kLoad>(a, g, at, x);
   }

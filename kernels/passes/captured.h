@@ -235,8 +235,8 @@ private:
     // floating-point sums, tile by tile in a fixed order. A block takes the tiles of queries block, block + blocks and so on.
     __device__ __forceinline__ void sum_table(u32 pairs) const {
       using Real = typename Either<kExact, double, float>::type;
-      __shared__ u32 of_warps[kThreads / 32];
-      i32 *const cells = (i32 *)(memory + C.operand_bytes());
+      u32 *const of_warps = (u32 *)(memory + C.operand_bytes());
+      i32 *const cells = (i32 *)(memory + C.operand_bytes() + C.kWarpBytes);
       Real *const sums = (Real *)(cells + C.cells());
       for (i32 n = t; n < C.cells(); n += kThreads) cells[n] = 0;
       for (i32 n = t; n < a.table_elements; n += kThreads) sums[n] = 0;

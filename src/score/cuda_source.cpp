@@ -255,7 +255,8 @@ std::array<int32_t, 2> CudaFunctions::digest() const {
   Hash hash;
   hash.add(uint64_t(program_.digest[1]) << 32 | program_.digest[0]);
   hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 | loads_.size() << 3);
-  for (const LoadGradient &g : loads_) hash.add(uint64_t(few_elements(problem_.captured[graph_[g.load].captured])));
+  for (const LoadGradient &g : loads_)
+    hash.add(uint64_t(few_elements(problem_.captured[graph_[g.load].captured])) | uint64_t(is_real(graph_[g.slope], 1)) << 1);
   for (int32_t n = 0; n < graph_.size(); n++) {
     const Node &x = graph_[n];
     if (!used_[size_t(n)]) continue;
@@ -484,12 +485,12 @@ std::string CudaFunctions::element_read(const Node &x) const {
 // What device/captured.h calls.
 std::string CudaFunctions::gradients() const {
   const std::vector<bool> none(size_t(graph_.size()), false);
-  std::string captured, values, elements;
+  std::string captured, units, values, elements;
   std::vector<bool> made = none;
   for (size_t n = 0; n < loads_.size(); n++) {
     const LoadGradient &g = loads_[n];
     const Node &load = graph_[g.load];
-    captured += text(n ? ", " : "", load.captured);
+    captured += text(n ? ", " : "", load.captured), units += text(n ? ", " : "", is_real(graph_[g.slope], 1) ? "true" : "false");
     const std::vector<bool> slope = graph_.needed_by({g.slope});
     values += statements(slope, made, "    ") + text("    if constexpr ((kLoads_ >> ", n, " & 1) != 0) out[", n, "] = ", name(g.slope), ";\n");
     for (size_t node = 0; node < made.size(); node++) made[node] = made[node] || slope[node];
@@ -499,6 +500,8 @@ std::string CudaFunctions::gradients() const {
   }
   return text("  static constexpr int kLoads = ", loads_.size(), ";\n", "  static __device__ constexpr i32 captured_of(int load) {\n",
               "    constexpr i32 all[] = {", captured, "};\n    return all[load];\n  }\n",
+              "  static __device__ constexpr bool is_unit(int load) {\n    constexpr bool all[] = {", units,
+              "};\n    return all[load];\n  }\n",
               "  template <Functions kFunctions, i32 kLoads_, class T>\n"
               "  static __device__ __forceinline__ void gradients(const FunctionArguments &a, const PlaceOfPair &at, T x, T (&out)[kLoads]) {\n"
               "    using R = Reals<kFunctions, T>;\n",

@@ -36,6 +36,16 @@ int64_t elements(const Captured &x) {
   return count;
 }
 
+// Whether df/dl of some load is a function of q.k.
+bool slopes_read_score(const score::GradientProgram &program) {
+  std::vector<int32_t> slopes;
+  for (const LoadGradient &g : program.loads) slopes.push_back(g.slope);
+  const std::vector<bool> needed = program.graph.needed_by(slopes);
+  for (int32_t n = 0; n < program.graph.size(); n++)
+    if (needed[size_t(n)] && program.graph[n].op == score::Op::SCORE) return true;
+  return false;
+}
+
 int32_t log2_up(double x) { return int32_t(std::ceil(std::log2(std::max(x, 1.0)))); }
 
 class Gradients {
@@ -223,10 +233,12 @@ std::string captured_refusal(const Problem &p, const Device &device) {
 void captured_gradients(Program &program, const Problem &p, const Device &device, const BackwardArguments &a, Scratch &scratch) {
   if (!p.gradient_program) return;
   const CapturedTileConfig any = *tile_config(p, device);
+  const bool read_score = slopes_read_score(*p.gradient_program);
   const auto with = [&](Summed summed, int32_t table_elements) {
     CapturedTileConfig c = any;
     c.summed = summed;
-    c.blocks_per_sm = int32_t(std::max<int64_t>(1, resident(device, c.bytes(table_elements), any.blocks_per_sm)));
+    const int32_t most = read_score || summed == kTable ? 2 : 3; // these have no registers for more
+    c.blocks_per_sm = int32_t(resident(device, c.bytes(table_elements), std::min(any.blocks_per_sm, most)));
     return c;
   };
   // As guessed: the products at the rate of kernels/mma's dbias, and a pair's instructions at this rate.
