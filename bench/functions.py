@@ -4,6 +4,9 @@ Each line is one function at one head dimension: causal unless the function says
 Strobe's built-in option for the same scores, or else the plain call. All of a line is timed in turns, in one process.
 
     python bench/functions.py [--only alibi --only document] [--dims 64,128] [--seqlen 8192] [--no-flex] [--json FILE]
+
+With --gradients each line is a function that reads a tensor, and its backward with the gradient of that tensor beside the one without it:
+`ratio`. FlexAttention makes the gradient, too.
 """
 
 from __future__ import annotations
@@ -68,6 +71,53 @@ def cases(seqlen: int) -> dict[str, Case]:
     }
 
 
+def captured_cases(seqlen: int) -> dict[str, tuple[Callable[[torch.Tensor], Callable[..., Any]], torch.Tensor]]:
+    """Functions of a tensor, by what its gradient is summed along: all pairs, those of a head, rows, columns, diagonals, or nothing."""
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device="cuda") / 2 + 0.5
+
+    return {
+        "constant": (lambda t: lambda x, b, h, i, j: x * t, numbers()),
+        "head": (lambda t: lambda x, b, h, i, j: x + t[h] * (j - i), numbers(HEADS)),
+        "query": (lambda t: lambda x, b, h, i, j: x * t[i], numbers(seqlen)),
+        "key": (lambda t: lambda x, b, h, i, j: x + t[h, j], numbers(HEADS, seqlen)),
+        "i - j": (lambda t: lambda x, b, h, i, j: x + t[h, i - j + seqlen - 1], numbers(HEADS, 2 * seqlen - 1)),
+        "table": (lambda t: lambda x, b, h, i, j: x + t[i % 32, j % 32], numbers(32, 32)),
+    }
+
+
+def gradients(args: argparse.Namespace, dim: int, inputs: list[torch.Tensor], dout: torch.Tensor) -> list[dict[str, Any]]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    rows = []
+    for name, (make, tensor) in captured_cases(args.seqlen).items():
+        if args.only and name not in args.only:
+            continue
+        row: dict[str, Any] = {"gradient": name, "dim": dim}
+        read = tensor.clone().requires_grad_()
+        calls: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
+            "without": (lambda q, k, v, f=make(tensor): strobe.attention(q, k, v, score=f, causal=True), inputs),
+            "with": (lambda q, k, v, t, m=make: strobe.attention(q, k, v, score=m(t), causal=True), [*inputs, read]),
+        }
+        if not args.no_flex:
+            torch._dynamo.reset()
+            flex, blocks = torch.compile(flex_attention, dynamic=False), block_mask(Case(), args.seqlen)[1]
+            calls["flex"] = (lambda q, k, v, t, m=make, f=flex, b=blocks: f(q, k, v, score_mod=m(t), block_mask=b), [*inputs, read])
+        timed = {}
+        for who, (call, leaves) in calls.items():
+            try:
+                timed[who] = both(call, leaves, dout)["backward"]
+            except Exception as error:
+                row[f"error {who}"] = f"{type(error).__name__}: {error}"[:300]
+        row |= {who: statistics.median(x) * 1e3 for who, x in samples_on_gpu(timed, args.repeats).items()}
+        if "with" in row and "without" in row:
+            row["ratio"] = row["with"] / row["without"]
+        rows.append(row)
+        print({key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+    return rows
+
+
 def both(call: Callable[..., torch.Tensor], inputs: list[torch.Tensor], dout: torch.Tensor) -> dict[str, Callable[[], Any]]:
     out = call(*inputs)
     for _ in range(3):  # from the second call on, calls are prepared
@@ -117,6 +167,7 @@ def main() -> None:
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--gradients", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     import torch._functorch.config
@@ -130,6 +181,9 @@ def main() -> None:
         shape = (BATCH, HEADS, args.seqlen, dim)
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         dout = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        if args.gradients:
+            rows += gradients(args, dim, inputs, dout)
+            continue
         for name, case in cases(args.seqlen).items():
             if args.only and name not in args.only:
                 continue

@@ -17,6 +17,7 @@ from engines import available_engines
 sys.path.insert(0, str(Path(__file__).parents[1] / "nvrtc"))
 from functions import FUNCTIONS, struct
 
+import strobe
 from strobe._abi import CUDA, DTYPES
 from strobe._core import ffi, lib
 
@@ -127,3 +128,79 @@ def test_it_agrees(engine, name, dim, dtype):
         pytest.skip(reason)
     for (what, found), leaf in zip(gradients.items(), leaves, strict=True):
         close(found, leaf.grad, what)
+
+
+# Functions by what the gradient of the tensor that they read is summed along, with the tensor's shape.
+CAPTURED: dict[str, tuple[Callable[[Tensor], Callable[..., Any]], tuple[int, ...]]] = {
+    "constant": (lambda t: lambda x, b, h, i, j: x * t, ()),
+    "head": (lambda t: lambda x, b, h, i, j: x + t[h] * (i - j) / 50, (H,)),
+    "curved": (lambda t: lambda x, b, h, i, j: t[h] * torch.tanh(x / t[h]), (H,)),
+    "query": (lambda t: lambda x, b, h, i, j: x * t[b, i], (B, LENGTH)),
+    "key": (lambda t: lambda x, b, h, i, j: x + t[h, j], (H, LENGTH)),
+    "i - j": (lambda t: lambda x, b, h, i, j: x + t[h, i - j + LENGTH - 1], (H, 2 * LENGTH - 1)),
+    "table": (lambda t: lambda x, b, h, i, j: x + t[i % 7, j % 5], (7, 5)),
+    "large table": (lambda t: lambda x, b, h, i, j: x + t[i % 80, j % 90], (80, 90)),
+    "pairs": (lambda t: lambda x, b, h, i, j: x + t[i, j], (LENGTH, LENGTH)),
+    "several": (lambda t: lambda x, b, h, i, j: x * t[i] + t[j] + t[i - j] + t[i // 2 + j // 2], (LENGTH,)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_of_captured_tensors(engine, name, dim, dtype):
+    """Near float64, and with the same bits in every run."""
+    torch.manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    of, shape = CAPTURED[name]
+    q, dout = (torch.randn(B, H, LENGTH, dim, dtype=dtype, device="cuda") for _ in range(2))
+    k, v = (torch.randn(B, HKV, LENGTH, dim, dtype=dtype, device="cuda") for _ in range(2))
+    t = torch.rand(shape, dtype=wide, device="cuda") / 2 + 0.75
+    found = []
+    for _ in range(2):
+        read = t.clone().requires_grad_()
+        try:
+            strobe.attention(q, k, v, score=of(read), causal=True, engine=engine, strict=True).backward(dout)
+        except ValueError as refused:
+            pytest.skip(str(refused))
+        assert read.grad is not None
+        found.append(read.grad)
+    assert torch.equal(*found)
+    exact = t.double().requires_grad_()
+    b, h, i, j = torch.meshgrid(*(torch.arange(n, device="cuda") for n in (B, H, LENGTH, LENGTH)), indexing="ij")
+    x = q.double() @ k.double().repeat_interleave(H // HKV, 1).mT / dim**0.5
+    scores = of(exact)(x, b, h, i, j).masked_fill(i < j, -torch.inf)
+    (scores.softmax(-1) @ v.double().repeat_interleave(H // HKV, 1)).backward(dout.double())
+    assert exact.grad is not None
+    # Sums of many terms of both signs may cancel: the error is measured by the terms' root of summed squares, too.
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5, torch.float64: 1e-11}[dtype]
+    off, size = float((found[0].double() - exact.grad).abs().max()), float(exact.grad.abs().max())
+    terms = float(dout.double().square().sum()) ** 0.5 * (dim**0.5 if name in ("constant", "head", "curved", "query") else 1)
+    assert off <= tolerance * (size + terms / max(1, exact.numel()) ** 0.5), f"error {off:.3g} of {size:.3g}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_graph_of_cuda_makes_gradients_of_captured_tensors(engine):
+    """A captured graph waits for nothing on the host, and clears its sums in every run."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 4, 200, 64, dtype=torch.float16, device="cuda") for _ in range(4))
+    t, u = (torch.rand(200, device="cuda").requires_grad_() for _ in range(2))
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = strobe.attention(q, k, v, score=lambda x, b, h, i, j: x * t[i] + u[(i * j) % 200], causal=True, engine=engine)
+        return torch.autograd.grad(out, (t, u), dout)
+
+    try:
+        expected = gradients()
+    except ValueError as refused:
+        pytest.skip(str(refused))
+    gradients()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

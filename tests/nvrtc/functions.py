@@ -143,3 +143,21 @@ FUNCTIONS: dict[str, Callable[[], Function]] = {
     "tanh": lambda: _score(lambda g: g.multiply(g.tanh(g.score()), g.real(2.0))),
     "causal by -inf": lambda: _score(lambda g: g.where(g.greater_equal(g.query(), g.key()), g.score(), g.real(float("-inf")))),
 }
+
+# Functions by what the gradient of the tensor that they read is summed along. The call is causal.
+CAPTURED: dict[str, Callable[[], Function]] = {
+    "constant": lambda: _score(lambda g: g.multiply(g.score(), g.load(0)), captured_0=Shape((), "float32")),
+    "head": FUNCTIONS["ALiBi"],
+    "curved": lambda: _score(
+        lambda g: g.multiply(g.load(0, g.head()), g.tanh(g.divide(g.score(), g.load(0, g.head())))), captured_0=Shape((16,), "float32")
+    ),
+    "query": lambda: _score(lambda g: g.multiply(g.score(), g.load(0, g.query())), captured_0=Shape((S,), "float32")),
+    "key": lambda: _score(lambda g: g.add(g.score(), g.load(0, g.head(), g.key())), captured_0=Shape((16, S), "float32")),
+    "i - j": FUNCTIONS["relative bias"],
+    "buckets": FUNCTIONS["T5 buckets"],
+    "table": lambda: _score(
+        lambda g: g.add(g.score(), g.load(0, g.remainder(g.query(), g.integer(32)), g.remainder(g.key(), g.integer(32)))),
+        captured_0=Shape((32, 32), "float32"),
+    ),
+    "pairs": lambda: _score(lambda g: g.add(g.score(), g.load(0, g.query(), g.key())), captured_0=Shape((S, S), "float32")),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from functions import FUNCTIONS, S, prewarmed
+from functions import CAPTURED, FUNCTIONS, S, prewarmed
 
 from strobe._prewarm import Shape
 
@@ -48,6 +48,51 @@ def test_hopper(name, dim, backward):
 def test_other_families(name, engine, arch, dtype, backward):
     for kernel in kernels(name, 64, backward, arch, engine, dtype):
         assert kernel.registers > 0, kernel
+
+
+# Bytes that the pass for the gradient of a captured tensor spills.
+CAPTURED_SPILLS: dict[tuple[str, int], int] = {}
+
+
+def captured_kernels(name, dim, arch=90, engine=None, dtype="bfloat16", **more):
+    score, mask, captured = CAPTURED[name]()
+    x = Shape((2, 16, S, dim), dtype)
+    arrays = {"q": x, "k": x, "v": x, **captured, **{f"d{key}": shape for key, shape in captured.items()}}
+    found = prewarmed(arrays, score, mask, {"causal": 1, **more}, True, arch, engine)
+    return [kernel for kernel in found if "Captured" in kernel.name]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_gradients_of_captured_tensors(name, dim):
+    found = captured_kernels(name, dim)
+    assert len(found) == {"table": 2, "pairs": 3}.get(name, 3), found
+    for kernel in found:
+        assert kernel.spilled <= CAPTURED_SPILLS.get((name, dim), 0), kernel
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize(
+    ("engine", "arch", "dtype"),
+    [("cuda-mma", 80, "bfloat16"), ("cuda-mma", 75, "float16"), ("cuda-tf32", 80, "float32"), ("cuda-simt", 61, "float32")],
+)
+def test_gradients_of_captured_tensors_in_other_families(name, engine, arch, dtype):
+    found = captured_kernels(name, 64, arch, engine, dtype)
+    assert found
+    for kernel in found:
+        assert kernel.registers > 0, kernel
+
+
+def test_the_gradient_of_a_captured_tensor_is_no_other_kernel_of_dq():
+    """Kernels that are compiled for a backward serve it with that gradient as well."""
+    score, mask, captured = CAPTURED["key"]()
+    x = Shape((2, 16, S, 64), "bfloat16")
+    arrays = {"q": x, "k": x, "v": x, **captured}
+    before, after = (
+        {kernel.name for kernel in prewarmed({**arrays, **more}, score, mask, {"causal": 1}, True, 90)}
+        for more in ({}, {"dcaptured_0": captured["captured_0"]})
+    )
+    assert before <= after
 
 
 def test_a_number_in_a_function_is_no_other_kernel():
