@@ -31,7 +31,15 @@ def scores_on_gpu(rng: random.Random) -> float:
     return rng.choices([10**5, 10**6, 10**7], [0.4, 0.4, 0.2])[0] * rng.uniform(0.3, 1)
 
 
+FUNCTIONS = 1 << 30  # numbers from here on are small calls with a function of the score or the mask
+
+
 def drawn(number: int, gpu: bool = False) -> Call:
+    if number >= FUNCTIONS and not gpu:
+        o = draw_options(number, functions=1.0)
+        o["functions"] = o["functions"] or ["mask"]
+        shape = draw_shape(number, o, lambda rng: rng.uniform(300, 6000), most=400, most_keys=2048)
+        return build(number, o, shape, DEVICE)
     if not gpu:
         o = draw_options(number)
         return build(number, o, draw_shape(number, o, scores_on_cpu), DEVICE)
@@ -74,12 +82,16 @@ def run(call: Call, engine: str | None) -> Results:
         return _run_forward(call, call.handed, engine)
     tensors: dict[str, Any] = {"q": call.q, "k": call.k, "v": call.v}
     options = dict(call.options)
+    tables = {name: _leaf(call.table(name)) for name in call.leaves if name.startswith("table")}
+    if tables:
+        options["score"] = call.score.callable({int(name.split()[1]): t for name, t in tables.items()})
     for name in call.leaves:
         if name in tensors:
             tensors[name] = _leaf(tensors[name])
-        else:
+        elif name not in tables:
             options[name] = _leaf(options[name])
-    leaves = [tensors[name] if name in tensors else options[name] for name in call.leaves]
+    every = options | tensors | tables
+    leaves = [every[name] for name in call.leaves]
     with running_on(engine):
         found = strobe.attention(**tensors, **options, engine=engine, return_lse=call.returns_lse, aux=call.aux)
         aux = {name: getattr(found, name) for name in call.aux}

@@ -15,6 +15,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
 import philox
 
+from random_function import Placed
+
 
 @dataclass
 class Packing:
@@ -121,6 +123,17 @@ def _positions(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packi
     return i - j + (difference if options["alignment"] == "bottom_right" else 0), there_q, there_k
 
 
+def places(options: dict[str, Any], b: int, heads: int, sq: int, sk: int, device: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """b, h, i and j of the whole problem, as functions of the score see them: each along its own axis of four."""
+    numbers = [torch.arange(n, device=device) for n in (b, heads, sq, sk)]
+    if (held := Held.of(options, b, sq, sk, device)) is None:
+        i, j = numbers[2][None, None, :, None], numbers[3][None, None, None, :]
+    else:
+        i, j = held.q[:, None, :, None], held.k[:, None, None, :]
+        numbers[0], numbers[1] = numbers[0] + held.first_batch, numbers[1] + held.first_head
+    return numbers[0][:, None, None, None], numbers[1][None, :, None, None], i, j
+
+
 def visible(options: dict[str, Any], b: int, heads: int, sq: int, sk: int, packing: Packing | None, device: Any) -> Tensor:
     """Which scores count, (B|1, H|1, Sq, Sk). A bias of -inf hides, too."""
     distance, there_q, there_k = _positions(options, b, sq, sk, packing, device)
@@ -186,11 +199,12 @@ class Dense:
     keep: Tensor | None
     keep_rate: float
     lengths: tuple[list[int], list[int]] | None
+    function: Placed | None = None  # of the score
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any], seen: Tensor,
-        packing: Packing | None,
+        packing: Packing | None, function: Placed | None = None,
     ) -> Dense:  # fmt: skip
         """Makes the problem from the call's tensors, (B, H, S, D) or packed."""
         if packing:
@@ -219,6 +233,7 @@ class Dense:
             seen, _positions(options, b, sq, sk, packing, q.device)[0].abs(),
             (1.0 if hyperbolic else d**-0.5) if scale is None else scale, options.get("softcap", 0.0), hyperbolic,
             slopes, None if bias is None else bias.clone(), sinks, keep, rate, (packing.lengths_q, packing.lengths_k) if packing else None,
+            function,
         )  # fmt: skip
 
     def ordered(self, seed: int) -> tuple[Dense, Tensor, Tensor]:
@@ -234,7 +249,9 @@ class Dense:
             return t if t is None or t.shape[-1] == 1 else t[..., keys]
 
         more = {name: by_key(getattr(self, name)) for name in ("seen", "distance", "bias", "keep")}
-        return dataclasses.replace(self, q=self.q[..., dims], k=self.k[:, :, keys][..., dims], v=self.v[:, :, keys], **more), keys, dims
+        function = self.function.ordered(keys) if self.function else None
+        q, k, v = self.q[..., dims], self.k[:, :, keys][..., dims], self.v[:, :, keys]
+        return dataclasses.replace(self, q=q, k=k, v=v, function=function, **more), keys, dims
 
     def shuffled(self, seed: int) -> Dense:
         """A call of the same kind with other rounding errors. The tokens of q, of k, of v and of dout are shuffled across sequences and

@@ -18,7 +18,8 @@ import strobe
 from device import ON_GPU
 from paging import in_pages
 from quantising import SCALES, Kind, Quantised, group_of, quantised
-from random_dense import Dense, Packing, visible
+from random_dense import Dense, Packing, places, visible
+from random_function import Function, Placed, draw_function, draw_mask, fill
 
 CALLS = 16  # consecutive numbers with the same options
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -36,7 +37,7 @@ class Call:
     dout: Tensor
     dlse: Tensor | None
     options: dict[str, Any]
-    leaves: list[str]  # the tensors among q, k, v, bias and sinks whose gradients are asked for
+    leaves: list[str]  # the tensors among q, k, v, bias, sinks and the score's tables ("table 0") whose gradients are asked for
     returns_lse: bool
     dense: Dense
     packing: Packing | None
@@ -44,9 +45,15 @@ class Call:
     words: dict[str, Any] = field(default_factory=dict)  # what was drawn
     aux: tuple[str, ...] = ()
     handed: Handed | None = None  # k, v and options in pages, or quantised; only the forward is called
+    score: Function | None = None  # options["score"]
+    mask: Function | None = None  # options["mask"]
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.words.items())
+
+    def table(self, name: str) -> Tensor:
+        """What \"table 0\" and so on hold."""
+        return self.score.tables[int(name.split()[1])].values
 
 
 @dataclass
@@ -76,8 +83,8 @@ def _wide(rng: random.Random, most: int) -> int:
     return rng.choice([320, 384, 512, most]) if rng.random() < 0.6 else rng.randint(257, most)
 
 
-def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options:
-    """The options that calls with the same number // CALLS share. dtypes: the weight of each dtype."""
+def draw_options(number: int, dtypes: dict[str, float] | None = None, functions: float = 0.2) -> Options:
+    """The options that calls with the same number // CALLS share. dtypes: the weight of each dtype; functions: how often a score is the caller's."""
     rng = random.Random(f"options {number // CALLS}")
     o: Options = {"dtype": _one(rng, dtypes or {"float32": 0.35, "bfloat16": 0.3, "float16": 0.2, "float64": 0.15})}
     o["d"] = _width(rng)
@@ -133,6 +140,11 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
         stored = rng.choice(["int8", "float8", "int4"] if even else ["int8", "float8"])
         o["quant"] = Kind(stored, rng.choice([*SCALES]), rng.choice([None, None, 32, 64, 128, 32 * rng.randint(1, 9)]))
         o["flags"] = [name for name in o["flags"] if name != "deterministic"]
+    of_score, of_mask = rng.random(), rng.random()
+    o["functions"] = [
+        name for name, drawn in (("score", o["score"] == "dot" and of_score < functions), ("mask", of_mask < functions / 2)) if drawn
+    ]
+    o["tables"] = rng.choice(["wide", "wide", "own"])  # the dtype of captured reals
     return o
 
 
@@ -276,6 +288,7 @@ class _Values:
     """Draws the numbers in the tensors of one call."""
 
     def __init__(self, number: int, device: str):
+        self.number = number
         self.rng = random.Random(f"values {number}")
         self.generator = torch.Generator(device).manual_seed(number)
         self.device = device
@@ -440,7 +453,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         if rng.random() < 0.3:
             bias[values.chance(rng.choice([0.1, 0.9]), *bias.shape)] = -math.inf
         options["bias"] = values.stored(bias.to(wide if o["bias"] == "float32" else dtype), o["aligned"])
-    if o["mask"]:
+    if o["mask"] and "mask" not in o["functions"]:
         mask = _pattern(values, broadcast())
         options["mask"] = mask if rng.random() < 0.7 else mask.transpose(-1, -2).contiguous().transpose(-1, -2)
     if o["sinks"]:
@@ -466,11 +479,17 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         run["reserved_sms"] = rng.choice([1, 3])
 
     seen = visible(options, s.b, s.h, s.sq, s.sk, packing, device)
+    functions = _functions(values, o, options, (whole_b, whole_h, whole_q, whole_k), (s.b, s.h, s.sq, s.sk), device)
+    for name, placed in functions.items():
+        seen = seen & (placed.sees() if name == "mask" else placed.shows(s.b, s.h, s.sq, s.sk))
+        options[name] = placed.function.callable()
+    score = functions.get("score")
     lacking = _lacking(values, o, s, device)
     if lacking is not None:
         seen = seen & ~lacking.repeat_interleave(o["page"], 1)[:, None, None]
-    dense = Dense.of(q, k, v, dout, dlse, options, seen, packing)
+    dense = Dense.of(q, k, v, dout, dlse, options, seen, packing, score)
     if values.spoil:
+        _spoil_tables(values, s, seen, [x.function for x in functions.values()] if s.part is None else [])
         _spoil(values, s, packing, seen, q, k, v, dout, dlse, options)
         if quant is not None:
             _spoil_quantised(values, s, packing, seen, quant)
@@ -486,10 +505,12 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     given = [name for name in ("q", "k", "v", "bias", "sinks") if name in ("q", "k", "v") or name in options]
     if s.part is not None and "bias" in given:
         given.remove("bias")  # this gradient has the whole problem's columns; test_contract.py tests it
+    given += [f"table {n}" for n in score.function.read()] if score else []
     leaves = [name for name in o["leaves"] if name in given] if o["leaves"] else given
     words = {**o, **{name: x for name, x in vars(s).items() if x is not None}, "layout": "bshd" if bshd else "bhsd", "spoil": values.spoil}
     words |= {name: options[name] for name in ("window",) if name in options}
-    words |= {name: tuple(options[name].shape) for name in ("bias", "mask") if name in options}
+    words |= {name: tuple(options[name].shape) for name in ("bias", "mask") if name in options and name not in functions}
+    words |= {f"{name} function": str(placed.function) for name, placed in functions.items()}
     spoiled = values.spoil is not None
     if handed is not None:
         handed.options = _with_gaps(number, handed.options | run)
@@ -497,7 +518,26 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
     else:
         leaves = leaves or ["q"]
     options = _with_gaps(number, options | run)
-    return Call(number, q, k, v, dout, dlse, options, leaves, lse != "none", dense, packing, spoiled, words, o["aux"], handed)
+    given_functions = [functions[name].function if name in functions else None for name in ("score", "mask")]
+    return Call(
+        number, q, k, v, dout, dlse, options, leaves, lse != "none", dense, packing, spoiled, words, o["aux"], handed, *given_functions
+    )
+
+
+def _functions(
+    values: _Values, o: Options, options: dict[str, Any], whole: tuple[int, ...], own: tuple[int, ...], device: str
+) -> dict[str, Placed]:
+    """The functions of the score and the mask, which calls of a number // CALLS share but for what their tables hold."""
+    found = {}
+    sizes = dict(zip(("b", "h", "i", "j"), whole, strict=True))
+    for name in o["functions"]:
+        function = (draw_function if name == "score" else draw_mask)(random.Random(f"{name} {values.number // CALLS}"))
+        dtype = DTYPES[o["dtype"]]
+        if o["tables"] == "wide":
+            dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        fill(function, sizes, random.Random(f"tables {values.number // CALLS}"), values.normal, dtype)
+        found[name] = Placed(function, places(options, *own, device))
+    return found
 
 
 def _with_gaps(number: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -593,6 +633,14 @@ def _unread(s: Shape, seen: Tensor) -> Tensor:
     """(B, Hkv, Sk): which keys no query sees."""
     full = seen.expand(s.b, s.h, s.sq, s.sk)
     return ~full.view(s.b, s.hkv, s.h // s.hkv, s.sq, s.sk).any(3).any(2) if s.sq else torch.ones(s.b, s.hkv, s.sk, dtype=torch.bool)
+
+
+def _spoil_tables(values: _Values, s: Shape, seen: Tensor, functions: list[Function]) -> None:
+    """Where a table has one element per key, those of keys that no query sees."""
+    unread = _unread(s, seen).flatten(0, 1).all(0)
+    for table in (table for function in functions for table in function.tables):
+        if table.by_key and table.kind == "real" and table.values.numel() == len(unread):
+            values.spoiled(table.values, unread.to(table.values.device))
 
 
 def _spoil(

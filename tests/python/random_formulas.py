@@ -52,6 +52,10 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         s = r(r(-beta * torch.where(far, r(torch.acosh(y)), 0.0)) - shift)
         s = torch.where(scaled.isnan(), scaled, s)
         slope = torch.where(far, beta / torch.sqrt((y - 1) * (y + 1)), 0.0)
+    of_loads = {}
+    if x.function:
+        s, slope, of_loads = x.function.score(scaled)
+        s, slope = r(s), torch.where(x.seen, slope, 0.0)  # where something hides, nothing counts
     if x.slopes is not None:
         s = r(s - x.slopes.to(work) * x.distance.to(work))
     if x.bias is not None:
@@ -93,6 +97,11 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         axes = [i for i in range(4) if x.bias.shape[i] == 1]
         total_ds = ds.sum(dim=axes, keepdim=True) if axes else ds
         results["dbias"] = total_ds.to(x.bias.dtype).to(work) if x.bias.dtype in HALF and dtype in HALF else total_ds
+    if x.function:
+        terms = {n: torch.where(x.seen, ds * of_load, 0.0) for n, of_load in of_loads.items()}
+        for n, total in x.function.scatter(scaled, terms).items():
+            wanted = x.function.function.tables[n].values.dtype
+            results[f"dtable {n}"] = total.to(wanted).to(work) if wanted in HALF else total
     if sink is not None:
         share = torch.exp(sink - lse)
         ds = share * (dlse[..., None] - delta)  # the sink counts as one more key: with d_from_p its dS is rounded, otherwise not

@@ -43,6 +43,7 @@ def ulp(dtype: torch.dtype, size: float) -> float:
 
 def _ordered(ref: Results, keys: Tensor, dims: Tensor) -> Results:
     found = {name: ref[name] for name in ("out", "lse", "max_logit")} | {"column_sums": ref["column_sums"][..., keys]}
+    found |= {name: t for name, t in ref.items() if name.startswith("dtable")}
     found |= {"dq": ref["dq"][..., dims], "dk": ref["dk"][:, :, keys][..., dims], "dv": ref["dv"][:, :, keys]}
     if "dbias" in ref:
         found["dbias"] = ref["dbias"][..., keys] if ref["dbias"].shape[-1] > 1 else ref["dbias"]
@@ -77,8 +78,19 @@ class Judge:
         """The size of the terms dP and D whose difference makes these gradients."""
         x = self.call.dense
         d = magnitude((x.dout.double() * self.ref["out"]).sum(-1))
-        gross = {"dq": abs(x.scale) * d * magnitude(x.k), "dk": abs(x.scale) * d * magnitude(x.q), "dbias": d}
+        d_tables = {} if x.function is None else self._of_tables(d)
+        gross = {"dq": abs(x.scale) * d * magnitude(x.k), "dk": abs(x.scale) * d * magnitude(x.q), "dbias": d} | d_tables
         return {name: size for name, size in gross.items() if name in self.ref}
+
+    def _of_tables(self, d: float) -> dict[str, float]:
+        x = self.call.dense
+        keys = x.k.double().repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+        scaled = x.scale * (x.q.double() @ keys.transpose(2, 3))
+        found: dict[str, float] = {}
+        for n, of_load in x.function.score(scaled)[2].items():
+            name = f"dtable {int(x.function.function.steps[n].number)}"
+            found[name] = found.get(name, 0.0) + d * magnitude(torch.where(x.seen, of_load, 0.0))
+        return found
 
     def _steps(self) -> dict[str, float]:
         """The largest error of each gradient from P and dS below 2^-14, where float16 has steps of 2^-24 (docs/semantics.md, "Rows"): four
@@ -134,6 +146,8 @@ class Judge:
         """The dtype of a result, by the contract."""
         if name in ("dbias", "dsinks"):
             return self.call.options[name[1:]].dtype
+        if name.startswith("dtable"):
+            return self.call.table(name[1:]).dtype
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return wide if name in STATISTICS else self.dtype
 
@@ -153,7 +167,7 @@ class Judge:
     def _dense(self, name: str, t: Tensor) -> Tensor:
         """A result with the axes of the formulas. Where packed sequences have no token, it gets the formulas' values."""
         packing = self.call.packing
-        if name in ("dbias", "dsinks", "max_logit"):
+        if name in ("dbias", "dsinks", "max_logit") or name.startswith("dtable"):
             return t
         if packing is None:
             return t.transpose(1, 2) if name not in STATISTICS and self.call.options.get("layout") == "bshd" else t
@@ -165,8 +179,8 @@ class Judge:
     def _behind(self, name: str, t: Tensor) -> Tensor:
         """The part of a result that belongs to tokens of no sequence."""
         packing = self.call.packing
-        if packing is None or name in ("dbias", "dsinks", "max_logit"):
-            return t[:0]
+        if packing is None or name in ("dbias", "dsinks", "max_logit") or name.startswith("dtable"):
+            return t.flatten()[:0]
         first = sum(packing.lengths_k if name in ("dk", "dv", "column_sums") else packing.lengths_q)
         return t[:, first:] if name in STATISTICS else t[first:]
 
@@ -175,6 +189,8 @@ class Judge:
         like = {"dq": call.q, "dk": call.k, "dv": call.v, "out": call.dout} | {
             "d" + x: options[x] for x in ("bias", "sinks") if x in options
         }
+        if name.startswith("dtable"):
+            return tuple(call.table(name[1:]).shape)
         if name not in STATISTICS:
             return tuple(like[name].shape)
         if call.packing and name != "max_logit":

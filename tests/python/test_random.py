@@ -13,9 +13,10 @@ import torch
 
 from device import DEVICE
 from engines import LONG
-from random_call import drawn, engines, faults, replay, run
+from random_call import FUNCTIONS, drawn, engines, faults, replay, run
 from random_dense import dropout_keeps
 from random_draw import CALLS
+from random_function import ARGUMENTS, BY_CONSTANT, CONDITIONS, INTEGERS, OTHERS, STEPS, UNARY
 from random_judge import Judge
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reference"))
@@ -26,9 +27,10 @@ TESTS = 20 * (50 if LONG else 1)
 
 
 @pytest.mark.parametrize("first", range(0, TESTS * CALLS_A_TEST, CALLS_A_TEST))
-def test_random_calls(first):
+@pytest.mark.parametrize("begin", [0, FUNCTIONS], ids=["any", "functions"])
+def test_random_calls(begin, first):
     found = []
-    for number in range(first * CALLS, (first + CALLS_A_TEST) * CALLS, CALLS):  # each number has options of its own
+    for number in range(begin + first * CALLS, begin + (first + CALLS_A_TEST) * CALLS, CALLS):  # each number has options of its own
         call = drawn(number)
         wrong = faults(call, engines(call))
         if wrong:
@@ -62,6 +64,17 @@ def test_what_is_drawn_holds_every_option():
     assert {flag for x in words for flag in x["flags"]} == {"deterministic", "exact_max", "check", "invariant"}
     assert {bool(x["packed"]) for x in words if x["page"]} == {True, False}
     assert max(max(x["sq"], x["sk"]) for x in words) > 4096
+
+
+def test_functions_that_are_drawn_do_all_that_functions_do():
+    calls = [drawn(FUNCTIONS + number) for number in range(0, 200 * CALLS, CALLS)]
+    functions = [placed for call in calls for placed in (call.score, call.mask) if placed]
+    steps = {step.name for function in functions for step in function.steps}
+    assert steps == {"x", *ARGUMENTS, *UNARY, *INTEGERS, *BY_CONSTANT, *CONDITIONS, *OTHERS, "load"}
+    assert {len(table.axes) for function in functions for table in function.tables} == {0, 1, 2}
+    assert STEPS - 2 <= max(sum(len(step.inputs) > 0 for step in function.steps) for function in functions) <= STEPS
+    for name in ("packed", "part", "page", "quant", "blocks", "dropout", "sinks", "bias", "alibi"):
+        assert any(call.words[name] for call in calls if call.score), name
 
 
 def _same_in_some_order(x: torch.Tensor, y: torch.Tensor, atol: float) -> bool:
