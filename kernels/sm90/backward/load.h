@@ -104,7 +104,8 @@ private:
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns(), C.k_bytes(), kTileK>(a.tma_k, shared.k_full(), shared.k, k_row(keys), head_of(keys), keys.batch);
-    wait_for_launch_before(); // LSE, D and a cleared dQ; this thread waits for all computing warpgroups
+    // The launch before writes LSE and D and clears dQ's sum. Computing warpgroups wait for these loads, and so for that launch.
+    wait_for_launch_before();
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       wait_empty(shared.q_empty(n), n);
