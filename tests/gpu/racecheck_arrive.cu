@@ -1,15 +1,15 @@
-// Compute Sanitizer's racecheck reports races in a kernel that has none, if some warps arrive at a barrier without waiting (bar.arrive):
+// Compute Sanitizer's racecheck reports races in a kernel that has none, where some warps arrive at a barrier without waiting (bar.arrive):
 //
 //   nvcc -arch=sm_90 -DWAIT=0 racecheck_arrive.cu -o arrive && compute-sanitizer --tool racecheck ./arrive     # races in 8 of 8 runs
 //   nvcc -arch=sm_90 -DWAIT=1 racecheck_arrive.cu -o wait && compute-sanitizer --tool racecheck ./wait         # none in 8 of 8
 //
-// Half of the warps write P and read LSE; the others read P and write LSE, as in the backward of cuda-mma. A barrier of all warps orders
-// the accesses of one iteration before those of the next. P is passed on through a second barrier, at which its writers need not wait. With
-// WAIT they wait nevertheless, which orders no more of these accesses.
+// Half of the warps write P and read LSE, the other half the other way round, as in the backward of cuda-mma. A barrier of all warps orders
+// the accesses of one iteration and those of the next. P is passed on through a barrier of its own, at which its writers need not wait:
+// with WAIT they wait nevertheless, which orders no more of these accesses.
 #include <cstdio>
 #include <cuda_runtime.h>
 
-__device__ __forceinline__ int barrier_of_all(int condition) { // returns whether the condition is true for any thread
+__device__ __forceinline__ int barrier_of_all(int condition) { // whether it holds for some thread
   int any = 0;
   asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, 0, 256, p; selp.b32 %0, 1, 0, q; }"
                : "=r"(any)

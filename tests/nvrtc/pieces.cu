@@ -1,5 +1,5 @@
-// Kernels that call every piece of kernels/attention, and those of kernels/device that take no tile, with float. They compile with nothing
-// but NVRTC.
+// Kernels that call, with float, every piece of kernels/attention and those of kernels/device that take no tile. They compile with NVRTC
+// alone.
 #include "ptx/math.h" // first: numbers must be declared before the templates that use them
 
 #include "attention/arguments.h"
@@ -27,7 +27,7 @@ namespace strobe {
 
 struct Arguments {
   const float *scores; // (seqlen_q, seqlen_k)
-  const i32 *cols;     // kept blocks of the only block row, or null
+  const i32 *cols;     // of the one block row, or null
   float *lse;          // (seqlen_q)
   float *slopes;       // d capped / d s summed over the row
   i64 seqlen_q, seqlen_k, left, right, blocks, block;
@@ -74,7 +74,7 @@ extern "C" __global__ void backward_pieces(const BackwardArguments a, u32 *befor
   if (large_lse<kF32>(lse)) settle_row(a, 0, 0, 0, lse, 1.0f, 0.0f);
 }
 
-// Walks over the ranges of a part. Counts the keys of a query tile and the queries of a key tile.
+// The ranges of a part: how many keys a query tile walks over, how many queries a key tile.
 extern "C" __global__ void part_pieces(const BackwardArguments a, u32 *walked) {
   constexpr Features kFeatures{.band = 1, .blocks = 1, .part = kAnywhere};
   const auto [q0, s] = queries_of<kFeatures, 64>(a.in, 0, (i32)blockIdx.x);
