@@ -68,8 +68,8 @@ public:
   STROBE_BINARY(Integer, Integer, operator+, ADD)
   STROBE_BINARY(Integer, Integer, operator-, SUBTRACT)
   STROBE_BINARY(Integer, Integer, operator*, MULTIPLY)
-  STROBE_BINARY(Integer, Integer, floor_divide, FLOOR_DIVIDE) // rounds down, unlike C++'s own division
-  STROBE_BINARY(Integer, Integer, remainder, REMAINDER)       // has the divisor's sign
+  STROBE_BINARY(Integer, Integer, floor_divide, FLOOR_DIVIDE) // rounded down, unlike C++'s own division
+  STROBE_BINARY(Integer, Integer, remainder, REMAINDER)       // the result has the divisor's sign
   STROBE_BINARY(Integer, Integer, operator&, AND)
   STROBE_BINARY(Integer, Integer, operator|, OR)
   STROBE_BINARY(Integer, Integer, operator^, XOR)

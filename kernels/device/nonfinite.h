@@ -1,6 +1,6 @@
-// Infinities and NaN must not reach queries that do not see them, but 0 times such a number is NaN, even where P or dS is 0. So where
-// something is hidden, these numbers are replaced by 0 in the tiles, and their effect on the queries that do see them is added separately.
-// The code for 16 bits comes first, then the code for FP32 by TF32.
+// Infinities and NaN must not reach queries that do not see them. A P or dS of 0 does not keep them out, because 0 times such a number is
+// NaN. So where something is hidden, these numbers are replaced by 0 in the tiles, and their effect on the queries that do see them is
+// added separately. The code for 16 bits comes first, then the code for FP32 by TF32.
 #pragma once
 #include "../tile/shared.h"
 #include "../tile/tf32_multiply.h"

@@ -1,4 +1,4 @@
-// The arguments of the mma kernels that other families do not have.
+// Arguments that only the mma kernels have.
 #pragma once
 #include "../attention/arguments.h"
 

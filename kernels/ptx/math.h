@@ -195,7 +195,7 @@ __device__ __forceinline__ float times_probability(float x, float s, float lse, 
 }
 // A row's LSE, m * factor + ln(l). An error of LSE becomes an error of the whole row of P. So in FP32 LSE is rounded only once: m * factor
 // and the power of two in l are added together with their own rounding errors. The __f..._rn functions keep the compiler from making an
-// fma, with which these errors would be wrong.
+// fma, because an fma would make these errors wrong.
 __device__ __forceinline__ double row_lse(double m, double factor, double l) { return m * factor + log2(l) * kLn2<double>; }
 __device__ __forceinline__ float row_lse(float m, float factor, float l) {
   const float x = __fmul_rn(m, factor);

@@ -84,8 +84,8 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of_key(u32
 template <i32 kStored> __device__ __forceinline__ u32 nan_bits(u32 x) { return kStored == kE4M3 ? (x & 0x7F7F7F7Fu) + 0x01010101u : 0; }
 __device__ __forceinline__ bool has_nan(u32 bits) { return (bits & 0x80808080u) != 0; }
 
-// The column that number e of half h is in step c, for the lanes with t = lane % 4, in rows of kColumns. These lanes hold a quarter of a
-// row of K. The sum over columns may take the columns in any order.
+// Which column of K the lanes with t = lane % 4 multiply in step c as number e of half h, in rows of kColumns. These lanes hold a quarter
+// of a row of K. The sum over columns may take the columns in any order.
 template <i32 kStored, int kColumns> __device__ __forceinline__ int column_of_step(int t, int c, int h, int e) {
   constexpr int kWord = columns_of_word(kStored), kSteps = kWord / 4; // steps per word
   return kColumns / 4 * t + c / kSteps * kWord + c % kSteps * 2 + (kConverted<kStored> ? 2 * h + e : h + e * kWord / 2);

@@ -1,8 +1,8 @@
 /* strobe._eager: repeated calls of torch tensors, made with as few Python objects as possible.
  *
- * Nothing here depends on PyTorch's ABI, except its stable part. Tensors are read by the DLPack C exchange API of their type (PyTorch
- * 2.10 and later) or by their Python attributes, the size of their storage by PyTorch's C shim or by their methods, and results are
- * allocated by PyTorch's own functions. Compiled for CPython's stable ABI. */
+ * Nothing here depends on PyTorch's ABI, except its stable part. Tensors are read by the DLPack C exchange API (PyTorch 2.10 and
+ * later) or by their Python attributes. Their storage's size comes from PyTorch's C shim or their methods. PyTorch's own functions
+ * allocate the results. Compiled for CPython's stable ABI. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
@@ -68,7 +68,7 @@ static long long number(PyObject *function) {
   return n;
 }
 
-/* Whether no transform or mode intercepts the call. Whether a compiler does is asked in Python, because the compiler has to see that
+/* Whether no transform or mode intercepts the call. Python code asks whether a compiler does, because the compiler has to see that
  * question. */
 static int is_alone(void) {
   if (is_true(torch.functorch) != 0 || is_true(torch.tracing) != 0 || number(torch.modes) != 0) return 0;

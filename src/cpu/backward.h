@@ -169,9 +169,9 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
 
 // Sums P and P (dP - D) of each row once more, and corrects D and P by these sums. Two rounding errors make this necessary. First, dP and D
 // cancel if a row sees few keys, or if nearly all of its P lies on one key; they are summed in different orders, so their rounding errors
-// remain. Second, LSE is off by up to eps |LSE|, which gives P = e^(s - LSE) a wrong factor in the whole row. Corrected are rows whose keys
-// lie in one tile, and all rows of a query tile if some LSE in it is large. Invariant: rows whose own keys lie in one tile, or whose own
-// LSE is large.
+// remain. Second, LSE is off by up to eps |LSE|, which gives P = e^(s - LSE) a wrong factor in the whole row. Rows are corrected if their
+// keys lie in one tile; and all rows of a query tile, if some LSE in it is large. Invariant: a row is corrected if its own keys lie in one
+// tile, or if its own LSE is large.
 template <class Math>
 __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {

@@ -206,7 +206,8 @@ private:
       for (int64_t n = 0; n < ranges_of_queries(p); ++n) {
         const RowRange queries = p.range_q(b, n);
         const Head<T> head(p, b, h, {queries, 0, queries.start, queries.end()});
-        const int64_t rows = p.blocks.present ? p.blocks.block_q : max(queries.end(), int64_t(1)); // within one row of mask blocks
+        // The queries lie within one row of mask blocks.
+        const int64_t rows = p.blocks.present ? p.blocks.block_q : max(queries.end(), int64_t(1));
         for (int64_t i0 = queries.start; i0 < queries.end(); i0 = (i0 / rows + 1) * rows) {
           const int64_t i1 = min((i0 / rows + 1) * rows, queries.end());
           RangeTiles<T> tiles(head, i0, i1, max((i64)p.longest_k(), (i64)1));

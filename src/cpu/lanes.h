@@ -116,7 +116,7 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
       if constexpr (kTerms <= 2) { // in registers
         unroll<kSquare / kStep>(STROBE_UNROLL(i) { add_step(x + i * kStep); });
         if (kRunWords > 0 && (w + kSquare) % max(kRunWords, int64_t(1)) == 0) end_run();
-      } else {                        // by a loop, whose code is shorter, through memory
+      } else {                        // a loop through memory, whose code is shorter
         static_assert(kRunWords > 0); // otherwise each word would end a run
         alignas(64) T stored[kSquare * L];
         unroll<kSquare>(STROBE_UNROLL(i) { x[i].store(stored + i * L); });

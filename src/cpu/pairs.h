@@ -1,8 +1,8 @@
-// The arithmetic of bf16 dot products, of AMX or of AVX512-BF16. Both take the left operand as bf16 rows and the right one as pairs of rows
-// interleaved (k, k+1 adjacent in 32 bits), both padded with zeros to 32 along k and to 16 along the other axis. kPlanes 1: bf16 operands.
-// 2: fp16 operands as a sum of two bf16 (8 bits of the significand each), three products. 3: fp32 operands as a sum of three, of whose nine
-// products the six above 2^-24 are added up in fp32 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype
-// for Higher-Precision Computations").
+// The arithmetic of bf16 dot products, of AMX or of AVX512-BF16. The left operand is bf16 rows. The right one is pairs of rows, interleaved
+// (k, k+1 adjacent in 32 bits). Both are padded with zeros to 32 along k and to 16 along the other axis. kPlanes 1: operands are bf16. 2:
+// operands are fp16, each a sum of two bf16 (8 bits of the significand each); three products. 3: operands are fp32, each a sum of three
+// bf16; of the nine products the six above 2^-24 are added up in fp32 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
+// Intelligence Datatype for Higher-Precision Computations").
 #pragma once
 #include <immintrin.h>
 

@@ -3,7 +3,6 @@
 // STROBE_AGREEMENT_ROUNDS sets the number of rounds. STROBE_AGREEMENT_CALLS ends the test of an engine after this many backwards.
 // STROBE_AGREEMENT_ENGINES names the engines to test, separated by commas. Under an emulated GPU (tests/emulator) only the CUDA engines are
 // tested.
-// tested.
 #include "call.h"
 
 #include <cstdlib>

@@ -293,7 +293,7 @@ private:
   std::vector<Value<T>> all_;
 };
 
-// Captured tensors of reals and integers, with the values that are critical.
+// Captured tensors of reals and integers, which include critical values.
 struct Tables {
   std::vector<float> reals;
   std::vector<int32_t> small;

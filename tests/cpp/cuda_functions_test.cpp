@@ -21,9 +21,9 @@ constexpr int64_t kValues = 16;
 
 class Operations {
 public:
-  // Groups of operations. reals: of reals. reals_without_calls: those for which NVRTC generates no calls in FP64, because the emulator has
-  // no calls. others: all others. approximated: those that are approximated in 16 bits. Sine, cosine and tangent are left out, because they
-  // read tables and the emulator has none.
+  // Groups of operations. reals: operations of reals. reals_without_calls: those for which NVRTC generates no calls in FP64, because the
+  // emulator has no calls. others: all others. approximated: those that are approximated in 16 bits. Sine, cosine and tangent are left out,
+  // because they read tables and the emulator has none.
   enum class Which { reals, reals_without_calls, others, approximated };
   Nodes f;
   int32_t count = 0;

@@ -5,7 +5,7 @@
 //   STROBE_EMULATOR_LATE   1: asynchronous copies and products happen as late as the program's waits permit
 //   STROBE_EMULATOR_RACES  1: look for races in shared memory
 //   STROBE_EMULATOR_EDIT   a change of a kernel's source, in controls/ (nvrtc.cpp)
-//   STROBE_EMULATOR_SEED   not 0: warps run in an order drawn from it
+//   STROBE_EMULATOR_SEED   not 0: the seed of the order in which warps run
 //   STROBE_EMULATOR_IDLE   1: an H200 that accepts any code and runs none, so that kernels are compiled for a GPU without one
 #include "cuda/driver/driver.h"
 

@@ -73,7 +73,7 @@ private:
   std::vector<Write> writes_; // the last write of each word
   std::vector<Read> reads_;   // each party's last read of each word after that write
   std::unordered_map<uint32_t, Barrier> barriers_;
-  std::unordered_map<uint32_t, uint32_t> copiers_; // the party of a barrier's copies
+  std::unordered_map<uint32_t, uint32_t> copiers_; // for each barrier, the party of its copies
   uint32_t copier_ = 0, copies_ = 0, copy_barrier_ = 0;
   Knowledge copy_;
 };

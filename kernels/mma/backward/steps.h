@@ -40,10 +40,10 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   __device__ __forceinline__ bool hands_on() const { return !C.repeats() || dim_warp == 0; }
 
   // The left role hands the derivative of a function of q.k to the right one as P * derivative. In FP16 it hands over P and the derivative
-  // separately: below 2^-14 FP16's steps are 2^-24, so that with many keys the product would vanish. Unit keeps the derivative above these
-  // steps. arccosh's derivative is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of c tanh(x / c) is at most 1; that of the
-  // caller's function may be up to 2^12. With dropout, which marks dropped elements by P's sign, a derivative that may be negative, as the
-  // caller's function may have, is handed over separately as well.
+  // separately: below 2^-14 FP16's steps are 2^-24, so that with many keys the product would vanish. slope_unit() keeps the derivative
+  // above these steps. arccosh's derivative is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of c tanh(x / c) is at most 1;
+  // that of the caller's function may be up to 2^12. With dropout, which marks dropped elements by P's sign, a derivative that may be
+  // negative, as that of the caller's function, is handed over separately as well.
   static constexpr Slope kSlope = !F.curved()                                                ? Slope::none
                                   : C.dtype == kF16 || (F.function == kProgram && F.dropout) ? Slope::apart
                                                                                              : Slope::times_p;

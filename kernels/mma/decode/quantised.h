@@ -130,8 +130,8 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
 }
 
 // O += P V, where P has been multiplied by V's scales. Returns whether this tile of V holds NaN; the product takes NaN for a number, so the
-// caller must still add it. A scale may have any exponent, so P's factors are BF16, which also holds all stored numbers. Its fraction is
-// too short for FP16 results; there a factor is two terms.
+// caller must still add it. A scale may have any exponent, so P times a scale is BF16; BF16 also holds all stored numbers. BF16's fraction
+// is too short for FP16 results; there P times a scale is two terms.
 template <class T, i32 kStored, int kDv, int kM, int kN, int kSums, class Scales>
 __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], tile::Accumulator (&P)[kM][kN], u32 v, const Scales &scales,
                                            u32 zero) {

@@ -1,5 +1,5 @@
-// A 16-bit bias that the copy engine loads together with Q. In shared memory its rows are queries; a lane reads it transposed, in the
-// order in which it holds S^T.
+// A 16-bit bias that the copy engine loads together with Q. In shared memory its rows are queries. A lane reads it transposed, in the order
+// in which the lane holds S^T.
 #pragma once
 #include "../../ptx/ldmatrix.h"
 #include "../../ptx/math.h"

@@ -15,8 +15,8 @@ struct BackwardConfig {
   i32 exact_p;       // dS is computed from P in fp32, not from the rounded P that dV takes
   i32 dq_shared;     // dQ is added through shared memory, not from registers
   i32 deterministic; // dQ is added in the same order in every run; through shared memory, except with `roles`
-  // A thread block takes one tile of keys after another, and loads the next tile while it stores dK and dV. Otherwise a block takes one
-  // tile of keys.
+  // 1: a thread block takes one tile of keys after another, and loads the next tile while it stores dK and dV. 0: a block takes one tile of
+  // keys.
   i32 persistent;
   // A persistent block takes all key tiles of a (batch, key head) pair, then those of another pair. It alone adds to the pair's dQ, in
   // order, and stores dQ rounded. The sum lies in shared memory if dQ has up to 64 columns, otherwise in global memory that stays in the L2

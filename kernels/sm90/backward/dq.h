@@ -24,7 +24,7 @@ template <BackwardConfig C> struct DqSum {
   // other uses that part.)
   __device__ __forceinline__ i64 first_tile() const { return C.owns_dq ? (i64)blockIdx.x * (a.heads_of_keys * a.query_tiles) : 0; }
 
-  // Adds dQ of iteration n, for tile `number` of the queries and keys from `begin` on.
+  // Adds dQ of iteration n to query tile `number`. The keys are those from `begin` on.
   __device__ __forceinline__ void add(const Accumulator<T, kN> &dQ, u32 n, i32 number, i32 begin) const {
     const bool first = C.owns_dq && begin == 0; // these keys come first and all queries see them, so the sum is still empty
     if constexpr (C.dq_sum_in_shared()) return add_in_shared(dQ, number, first);

@@ -65,7 +65,7 @@ template <BackwardConfig C> struct BackwardNonfinite {
     return __any_sync(0xFFFFFFFFu, absent() || !one_of_each_key);
   }
   // Replaces numbers of this warp's 16 keys that are not finite: in V by 0, in K (kLargest) by the largest finite number, because a score
-  // may have to overflow to -inf as before. The results of queries that see such a key do not change: their LSE (for K) or D (for V) is not
+  // may have to overflow to -inf as before. Queries that see such a key still get NaN, because their LSE (for K) or D (for V) is not
   // finite. Keys past the sequence become 0, because they may be so large that dP overflows. No barrier is needed: this warp has computed
   // its first scores, and no other warp's scores depend on these keys.
   template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 tile, int blocks) const {

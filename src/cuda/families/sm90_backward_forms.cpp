@@ -65,9 +65,9 @@ bool wastes_80(const Problem &p, const Features &f) {
   return double(tiles(p.seqlen_q, 80) * 80) > 1.07 * double(tiles(p.seqlen_q, 64) * 64);
 }
 
-// Whether tiles of 80 queries are slower than tiles of 64 in short walks without a band at head dimension 128. Shared memory has room for
-// key tiles in line with tiles of 64, but not of 80. Speed of 64-query over 80-query tiles, if they have no more rows: 1.04 at 1024
-// queries; 1.01 at 2048, where they are not taken (H100, H200).
+// Whether tiles of 80 queries are slower than tiles of 64 in short walks without a band at head dimension 128. With tiles of 64, but not of
+// 80, shared memory has room for the two stages that in_line.h needs. Speed of 64-query over 80-query tiles, if they have no more rows:
+// 1.04 at 1024 queries; 1.01 at 2048, where they are not taken (H100, H200).
 bool wastes_80_in_line(const Problem &p, const BackwardConfig &of_64, const Device &device) {
   return !of_64.features.band && larger_dim(p) > 112 && p.seqlen_q <= 1024 && tiles(p.seqlen_q, 64) * 64 <= tiles(p.seqlen_q, 80) * 80 &&
          stages_keys(p, of_64, tiles_with_keys(p, of_64.tile_k()), device);

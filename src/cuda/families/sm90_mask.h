@@ -7,7 +7,7 @@
 
 namespace strobe::cuda {
 
-// by_queries: in the order in which the forward's lanes hold S; by_keys: in that in which the backward's lanes hold S^T.
+// by_queries: the order in which the forward's lanes hold S. by_keys: the order in which the backward's lanes hold S^T.
 enum class MaskOrder { by_queries, by_keys };
 // The launch that packs the mask; `bits` receives the address and strides of the packed mask.
 Launch pack_mask(const Problem &, const Inputs &, MaskOrder, MaskBits &bits, Scratch &);

@@ -105,8 +105,8 @@ protected:
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (p.invariant) return "is not invariant: its tiles of keys begin where a tile of queries sees some";
     if (!p.allow_tf32) {
-      // The rms errors are 2^-23.8 of the exact product for three TF32 products of 11-bit numbers, and n / 1.4 2^-25.8 for an FP32 sum of n
-      // products. They are equal at n = 31; but at 32 columns the error of single rows of dK was still 1.3 times the bound.
+      // Rms errors, relative to the exact product: three TF32 products of 11-bit numbers have 2^-23.8; an FP32 sum of n products has n /
+      // 1.4 2^-25.8. They are equal at n = 31; but at 32 columns the error of single rows of dK was still 1.3 times the bound.
       if (std::min(p.head_dim, p.head_dim_v) < kFewestColumns)
         return text("head dimensions under ", kFewestColumns, ": FP32 rounds a sum of so few products less than TF32's parts do");
       if (function_of(p) == kHyperbolic) return "a Lorentz product cancels, which shows what TF32's parts leave of FP32's last bits";

@@ -35,7 +35,7 @@ KeyScales key_scales(const Problem &); // the scales of quantised keys
 bool aligned(const View &, int64_t row_elements);
 bool aligned(std::initializer_list<const View *>, int64_t row_elements);
 bool aligned_keys(const Problem &);     // K and V, quantised or not
-bool aligned_backward(const Problem &); // all tensors that a backward copies in this way
+bool aligned_backward(const Problem &); // the same for all tensors that a backward copies
 
 inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
 

@@ -11,8 +11,8 @@
 
 namespace strobe::cuda {
 
-// cheapest() returns the table's row of least cost, the first of equal ones. A row that cannot run costs kCannotRun; null if no row can
-// run.
+// cheapest() returns the table's row of least cost, or the first of equal ones. A row that cannot run costs kCannotRun; if no row can run,
+// the result is null.
 inline constexpr double kCannotRun = HUGE_VAL;
 template <class Table, class Cost> auto cheapest(const Table &table, Cost cost) {
   decltype(&*std::begin(table)) best = nullptr;
