@@ -143,7 +143,7 @@ struct Inputs {
     const Sequence s = sequence<without_seqused(F)>(b);
     return {s.q0, s.k0, s.band.seqlen_q, s.band.seqlen_k};
   }
-  // The index of a query's row in contiguous scratch with one entry per row. Its axes are (batch, head, query), or (head, token) for
+  // The index of a query's row in contiguous scratch with one entry per row. The scratch's axes: (batch, head, query), or (head, token) for
   // varlen.
   STROBE_FN i64 row_index(i64 b, i64 h, i64 row) const { return cu_seqlens_q ? h * total_q + row : (b * heads + h) * seqlen_q + row; }
   STROBE_FN i64 rows() const { return cu_seqlens_q ? heads * total_q : (i64)batch * heads * seqlen_q; }

@@ -1,5 +1,6 @@
 // Types and functions for all files that host and device share. No standard or CUDA header is included, so that NVRTC compiles these files
-// unchanged. On the host, the translation unit of each instruction set defines STROBE_ISA, so that its inline functions are its own.
+// unchanged. On the host, the translation unit of each instruction set defines STROBE_ISA, so that it shares no inline function with
+// another unit.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -44,7 +44,7 @@ std::string amx_missing() {
 }
 
 // FLOP per cycle of the bf16 dot product. CPUs with AMX execute it at less than half the rate of fp32 multiply-adds (measured: one per 2.5
-// cycles). Other CPUs execute it at twice that rate.
+// cycles). Other CPUs execute it at twice the rate of fp32 multiply-adds.
 double bf16_dot_rate() { return has_amx() ? 26 : 128; }
 #endif
 

@@ -91,8 +91,8 @@ template <class T> struct Head {
   }
 
 private:
-  // Whether the scale must multiply the scores and not exp2's argument: its reciprocal leaves FP32's range, or it makes scores of 2^31 and
-  // more, whose rounding would become a factor outside that range.
+  // Whether the scale must multiply the scores and not exp2's argument: the scale's reciprocal leaves FP32's range, or the scale makes
+  // scores of 2^31 and more, whose rounding would become a factor outside that range.
   static STROBE_INLINE bool outsized(double scale) { return !(__builtin_fabs(scale) > 1e-30 && __builtin_fabs(scale) <= 1e4); }
   static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 };

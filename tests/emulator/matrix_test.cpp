@@ -13,8 +13,8 @@ void write(LoneWarp &w, uint32_t at, const Table &x, uint32_t rows, uint32_t col
   for (uint32_t r = 0; r < rows; r++)
     for (uint32_t c = 0; c < columns; c++) w.shared<uint16_t>(at + (r * columns + c) * 2) = bfloat(x(r, c));
 }
-// Gives each lane the address of a row. Lanes of equal lane / 8 = i have the rows of matrix i, one of four 8 x 8 matrices of a 16 x 16
-// matrix. Matrix i begins at row 8 * (i % 2), column 8 * (i / 2).
+// Gives each lane the address of a row: lane n that of a row of matrix i = n / 8, one of the four 8 x 8 matrices of a 16 x 16 matrix.
+// Matrix i begins at row 8 * (i % 2), column 8 * (i / 2).
 void point_at_parts(LoneWarp &w, uint32_t slot, uint32_t at) {
   for (uint32_t lane = 0; lane < kLanes; lane++) w.words(slot)[lane] = at + (lane % 16) * 32 + lane / 16 * 16;
 }

@@ -1,4 +1,4 @@
-// Parts of a larger problem (attention/part.h) in the forward: which keys are loaded for a query tile, and which tile they belong to. The
+// Parts of a larger problem (attention/part.h) in the forward: which query tile an item is, and which keys are loaded for the tile. The
 // calling threads have few registers: numbers have 32 bits, and tables are read again rather than kept.
 #pragma once
 #include "../../device/part_tiles.h"

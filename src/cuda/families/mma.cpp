@@ -227,8 +227,8 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   return kLaunchSeconds + ends + std::max(computing, reading) + (splits > 1 ? combining_seconds(p) : 0);
 }
 
-// How many splits quantised keys are divided into. A block converts keys more slowly than memory delivers them, so blocks fill all slots,
-// in rounds.
+// How many splits quantised keys are divided into. A block converts keys more slowly than memory delivers them, so there are enough splits
+// for the blocks to fill all slots, in rounds.
 int32_t quantised_splits(const Problem &p, const Config &c, const Device &device, int64_t slots) {
   constexpr double kBytesPerSecond = 3e12; // at which partial results are written and read
   const double whole = std::max(reading_seconds(p, device), converting_seconds(p, c, device));
