@@ -48,8 +48,9 @@ class Graph:
 
     value: type[Value]  # the class of the values that are made
 
-    def __init__(self, value: type[Value] | None = None) -> None:
+    def __init__(self, value: type[Value] | None = None, in_float64: bool = False) -> None:
         self.value = value or Value
+        self.in_float64 = in_float64  # how reals are computed; otherwise in float32
         self.nodes: list[tuple[str, tuple[int, ...], Any]] = []  # operation, inputs, constant or captured array
         self.kinds: list[str] = []
         self._known: dict[tuple[str, tuple[int, ...], Any], int] = {}
@@ -388,8 +389,14 @@ class Value:
     def __float__(self) -> float:
         self._has_no_number()
 
+    def _is_no_index(self) -> NoReturn:
+        raise UnrecordableError(
+            "an array is turned into a number of Python, perhaps as the index of an array that is not followed, such as one of a module; "
+            "accepted are indices of arrays in closures, defaults, globals, containers and attributes of objects"
+        )
+
     def __index__(self) -> int:
-        self._has_no_number()
+        self._is_no_index()
 
     # Views
 
