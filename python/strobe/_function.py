@@ -78,8 +78,12 @@ def _known(name: str, function: Callable[..., Any], q: Array) -> tuple[Recording
     if entry is not None:
         for n, known in enumerate(entry[1]):
             if (found := known[0](function)) is not None:
-                if n or len(_recordings) > 1:
+                if n:
                     _keep(key, code, known)
+                elif len(_recordings) > 1:
+                    with _lock:
+                        if key in _recordings:  # another thread may have dropped it
+                            _recordings.move_to_end(key)
                 return known[1], found
     return None
 

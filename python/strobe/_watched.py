@@ -37,7 +37,7 @@ _TRUSTED = frozenset(
 )
 # Functions of those modules that read what is not listed, or what changes by itself: the first ones by their names.
 _READS_STATE = re.compile(
-    r"(get|current|default|initial|manual)_?|are_|is_.*(enabled|available|compiling|scripting|tracing)|(has|in)_\w+_mode|rand|seed|print"
+    r"_?(get|current|default|initial|manual)_?|are_|is_.*(enabled|available|compiling|scripting|tracing)|(has|in)_\w+_mode|rand|seed|print"
 )
 _READ_STATE = (
     *(__import__, dir, eval, exec, getattr, globals, hasattr, id, input, locals, open, print, vars, object.__getattribute__),
@@ -479,7 +479,7 @@ _OF_CLASSES = frozenset(
 _UNCHANGING = frozenset(
     (
         *("numpy._ArrayFunctionDispatcher", "torch.dtype", "torch.device", "torch.layout", "torch.memory_format"),
-        *("builtins.range", "_collections._tuplegetter"),
+        *("builtins.range", "_collections._tuplegetter", "collections._tuplegetter"),
     )
 )
 

@@ -68,9 +68,7 @@ CHANGES = {
     "global that hides a function of builtins": Change(F + "s * abs(-2.0)", "abs = lambda x: 3.0"),
     "function that is added to builtins": Change("builtins.added = 2.0\n" + F + "s * added", "builtins.added = 3.0", False),
     "global of another module": Change("x = 2.0\nf = module('def f(s, b, h, i, j): return s * x', x=2.0).f", "f.__globals__['x'] = 3.0"),
-    "cell": Change(
-        CELL + "  return lambda s, b, h, i, j: s * x, change\nf, g = of(2.0)", "g()"
-    ),
+    "cell": Change(CELL + "  return lambda s, b, h, i, j: s * x, change\nf, g = of(2.0)", "g()"),
     "cell of a function within": Change(
         CELL + "  def f(s, b, h, i, j):\n    def inner():\n      return [x for _ in (1,)][0]\n"
         "    return s * inner()\n  return f, change\nf, g = of(2.0)",
@@ -81,9 +79,7 @@ CHANGES = {
         "g()",
     ),
     "cell that a function in a list has": Change(
-        CELL + "  return lambda: x, change\nx, g = of(2.0)\nl = [x]\n"
-        + F
-        + "s * l[0]()",
+        CELL + "  return lambda: x, change\nx, g = of(2.0)\nl = [x]\n" + F + "s * l[0]()",
         "g()",
     ),
     "default": Change("def f(s, b, h, i, j, x=2.0):\n  return s * x", "f.__defaults__ = (3.0,)"),
