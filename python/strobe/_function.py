@@ -19,7 +19,7 @@ from ._core import ffi, lib
 from ._graph import BOOLEAN, INTEGER, REAL, Graph, UnrecordableError, Value, decoded
 from ._messages import kind
 from ._refusals import refusals_of, refusing
-from ._watched import Watch, key_of, watch
+from ._watched import Watch, forget_recorded, key_of, watch
 from .arrays.base import Array, Framework
 from .arrays.known import RECORDING, refuse_in_functions
 
@@ -253,6 +253,7 @@ def _called(name: str, function: Callable[..., Any], framework: Framework, q: Ar
         raise _RefusedError(words, TypeError) from failed  # a function in C, whose own message is behind this one
     finally:
         RECORDING.option = ""
+        forget_recorded(seen)
     if iscoroutine(found):
         found.close()  # or Python warns that nothing awaits it
     return graph, found, arrays

@@ -53,6 +53,8 @@ def record(
         raise UnrecordableError(words).with_traceback(failed.__traceback__) from None
     if isinstance(found, np.generic):
         found = found.item()
+    if isinstance(found, Value):
+        graph.of(found)
     if isinstance(found, np.ndarray):
         found = copies.of(found)
     return graph, found, copies.captured

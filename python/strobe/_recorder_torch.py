@@ -192,7 +192,8 @@ class _Operations(TorchDispatchMode):
         found = self._values.get(id(x))
         if found is None:
             if x.device == _META:
-                raise UnrecordableError("a tensor on device meta, or one that .data made; accepted are tensors with numbers, and detach()")
+                words = "a tensor on device meta, one that .data made, or one that the function kept when it was recorded before"
+                raise UnrecordableError(f"{words}; accepted are tensors with numbers, and detach()")
             found = self.graph.captured(len(self.captured), tuple(x.shape), kind_of_dtype(x.dtype))
             self.captured.append(x)
             self.keep(x, found)

@@ -208,10 +208,11 @@ class Step(NamedTuple):
 
 
 class Watch:
-    """arrays: the steps that find arrays, by id."""
+    """arrays: the steps that find arrays, by id; caches: functions of functools.cache, with how often each has called its own function."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        self.caches: list[tuple[Any, int]] = []
         self.is_complete = True
         self.arrays: dict[int, int] = {}
         self.found: list[Any] = []  # what the steps found when they were listed; the first is the function
@@ -360,6 +361,9 @@ class _Walk:
             self._look(at, _itself_of(inner), None, inner)
         elif _is_unchanging(x):
             self._step(parent, fetch, key, _is, x, x)
+        elif kind is _CACHE:  # what it keeps may have been computed of anything: watch() makes the list incomplete
+            self.watch.caches.append((x, x.cache_info().misses))
+            self._look(self._step(parent, fetch, key, _is, x, x), _attribute, "__wrapped__", x.__wrapped__)
         elif kind.__flags__ & 1 << 9 or kind is types.SimpleNamespace:  # a class made by Python
             self._instance(parent, fetch, key, x)
         else:
@@ -465,6 +469,7 @@ class _Walk:
             self._entries(held, own[holder], self.names)
 
 
+_CACHE = type(names_of)
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 # Attributes of classes that neither operators nor calls read.
 _OF_CLASSES = frozenset(
@@ -546,7 +551,7 @@ def _is_unchanging(x: Any) -> bool:
     if kind in (types.GetSetDescriptorType, types.MemberDescriptorType):
         return True  # what they read belongs to the object
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if name == "functools._lru_cache_wrapper":  # what it keeps may have been computed of anything, unless the function is a library's
+    if kind is _CACHE:
         return _is_function_of_trusted(x.__wrapped__)
     if name == "numpy.ufunc":  # not one that was made of a function of Python
         return any(getattr(sys.modules.get(of), x.__name__, None) is x for of in ("numpy", "scipy.special"))
@@ -562,11 +567,19 @@ def watch(function: Any) -> Watch:
     for _ in range(8):
         walk = _Walk(function, names, made)
         if not walk.watch.is_complete or (walk.seen_names <= names and walk.seen_classes <= made):
+            walk.watch.is_complete &= not walk.watch.caches
             return walk.watch
         names |= walk.seen_names
         made |= walk.seen_classes
     walk.watch.is_complete = False
     return walk.watch
+
+
+def forget_recorded(seen: Watch) -> None:
+    """Clears the caches that have kept something since the list was made: tensors of a recording, which have no numbers."""
+    for cache, misses in seen.caches:
+        if cache.cache_info().misses != misses:
+            cache.cache_clear()
 
 
 def key_of(x: Any) -> Any:

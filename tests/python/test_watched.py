@@ -543,6 +543,37 @@ def test_threads_record_and_find_at_once(monkeypatch):
     assert outcome(made(3), TORCH)[0] == 4.0  # no mode of another thread is left
 
 
+def test_a_cache_keeps_no_tensor_of_a_recording():
+    """Such a tensor has no numbers."""
+
+    @functools.cache
+    def slopes() -> torch.Tensor:
+        return 2.0 ** -torch.arange(1, 3)
+
+    for _ in range(3):
+        assert outcome(lambda s, b, h, i, j: s * slopes()[h], TORCH)[:2] == [0.5, -0.125]
+    assert slopes().tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("library", FRAMEWORKS)
+def test_what_the_function_keeps_is_refused(library):
+    kept: list[Any] = []
+
+    def keeps(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        kept.append(s)
+        return kept[0] * 2 if b is None else kept[0] * s
+
+    def returns(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        kept.append(s)
+        return kept[0]
+
+    for function in (keeps, returns):
+        kept.clear()
+        outcome(function, FRAMEWORKS[library])
+        with pytest.raises(AssertionError, match="kept when it was recorded before; accepted"):
+            outcome(function, FRAMEWORKS[library])
+
+
 def test_what_changes_while_the_function_runs_is_not_kept():
     values = [1.0]
 
