@@ -188,7 +188,7 @@ def both(first: Callable[..., Any] | None, second: Callable[..., Any]) -> Callab
 
 def array_read_by(function: Callable[..., Any]) -> Array | None:
     """An array that the function reads; None if none is found."""
-    seen = watch(function)
+    seen = watch(function, to_the_end=True)
     return next((seen.found[n] for n in seen.arrays.values()), None)
 
 

@@ -270,8 +270,9 @@ _CHECKS: dict[Any, str] = {
 class _Walk:
     """One pass over what a function reads, for the attributes of these names."""
 
-    def __init__(self, function: Any, names: frozenset[str], made: frozenset[int]):
+    def __init__(self, function: Any, names: frozenset[str], made: frozenset[int], to_the_end: bool):
         self.watch = Watch()
+        self.to_the_end = to_the_end  # also of a list that is incomplete
         self.names, self.made = names, made  # attributes that are followed, and classes, by id, of which the code may make objects
         self.seen_names: set[str] = set()
         self.seen_classes: set[int] = set()
@@ -290,7 +291,9 @@ class _Walk:
 
     def _look(self, parent: int, fetch: Callable[..., Any], key: Any, x: Any) -> None:
         """Adds x, which is fetch(value of the parent, key), and what it reads."""
-        if not self.watch.is_complete:
+        if len(self.watch.steps) >= _MOST:
+            self.watch.is_complete = False
+        if not self.watch.is_complete and (not self.to_the_end or len(self.watch.steps) >= _MOST):
             return
         kind = type(x)
         if isinstance(x, type) and fetch not in (_type, _class_cell):
@@ -381,7 +384,8 @@ class _Walk:
             or (missing and (missing - _BUILTINS or x.__builtins__ is not vars(builtins)))  # type: ignore[attr-defined]
         ):
             self.watch.is_complete = False
-            return
+            if not self.to_the_end:
+                return
         self._look(at, _attribute, "__defaults__", x.__defaults__)
         if x.__code__.co_kwonlyargcount:
             self._look(at, _attribute, "__kwdefaults__", x.__kwdefaults__)
@@ -560,13 +564,13 @@ def _is_unchanging(x: Any) -> bool:
     return name in _UNCHANGING or kind.__module__ == "numpy.dtypes"
 
 
-def watch(function: Any) -> Watch:
-    """What the function reads now."""
+def watch(function: Any, to_the_end: bool = False) -> Watch:
+    """What the function reads now. to_the_end: does not stop where the list becomes incomplete."""
     made: frozenset[int] = frozenset()
     names = frozenset({"forward"})  # which torch.nn.Module calls
     for _ in range(8):
-        walk = _Walk(function, names, made)
-        if not walk.watch.is_complete or (walk.seen_names <= names and walk.seen_classes <= made):
+        walk = _Walk(function, names, made, to_the_end)
+        if not (walk.watch.is_complete or to_the_end) or (walk.seen_names <= names and walk.seen_classes <= made):
             walk.watch.is_complete &= not walk.watch.caches
             return walk.watch
         names |= walk.seen_names

@@ -615,7 +615,26 @@ def test_the_list_is_short():
         return torch.where(i >= j, cap * torch.tanh(s / cap) - slopes[h], -math.inf)
 
     assert len(watch(function).steps) <= 16
-    assert len(watch(strobe.attention).steps) <= 400
+
+
+@pytest.mark.parametrize("library", FRAMEWORKS)
+def test_the_array_of_a_function_that_is_not_followed_is_found(library):
+    """The blocks of a mask lie where it lies, and are made by its library."""
+    xp = torch if library == "torch" else np
+    names = types.SimpleNamespace(documents=xp.arange(4) // 2)
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        try:
+            return helper(i) == helper(j)
+        finally:
+            pass
+
+    def helper(n: Any) -> Any:
+        return names.documents[n]
+
+    blocks = strobe.BlockMask.from_function(mask, 1, 1, 4, 4, block=2)
+    assert [type(x) for x in blocks.arrays] == [type(names.documents)] * 4
+    assert blocks.plot(0, 0).split() == ["█·", "·█"]
 
 
 def test_names_are_those_of_this_version():
