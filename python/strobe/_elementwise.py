@@ -181,8 +181,10 @@ def heaviside(x: Value, values: Any) -> Value:
     return where(x == 0, values, where(x > 0, 1, 0))
 
 
-def nan_to_num(x: Value, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Value:
-    most = 3.4028234663852886e38
+def nan_to_num(x: Value, nan: Any, posinf: Any, neginf: Any, most: float) -> Value:
+    """most: the largest number of x's dtype, in place of an infinity."""
+    if x.kind != REAL:
+        return x
     found = where(isnan(x), 0.0 if nan is None else nan, x)
     found = where(x == math.inf, most if posinf is None else posinf, found)
     return where(x == -math.inf, -most if neginf is None else neginf, found)

@@ -8,17 +8,20 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from inspect import iscoroutine
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
 from ._checks import Wrong
 from ._core import ffi, lib
-from ._graph import BOOLEAN, INTEGER, REAL, UnrecordableError, Value, decoded
+from ._graph import BOOLEAN, INTEGER, REAL, Graph, UnrecordableError, Value, decoded
 from ._messages import kind
 from ._refusals import refusals_of, refusing
-from ._watched import key_of, watch
+from ._watched import Watch, forget_recorded, key_of, watch
 from .arrays.base import Array, Framework
+from .arrays.known import RECORDING, refuse_in_functions
 
 MOST_CAPTURED: int = lib.STROBE_MOST_CAPTURED
 MOST_NODES: int = lib.STROBE_MOST_NODES
@@ -68,18 +71,40 @@ class Recording:
 
 # A function of the recorded one: what it captures, or None if what it read is not as it was. And its recording.
 Known = tuple[Callable[[Any], "tuple[Any, ...] | None"], Recording]
-# By the id of the code, the option and q's dtype: the code, which keeps the id, and the latest recordings.
-_recordings: OrderedDict[tuple[Any, ...], tuple[Any, list[Known]]] = OrderedDict()
+# By the id of the code, the option and q's dtype: the code, which keeps the id, and its recordings. The last used code is the last one, and
+# the last used recording the first. Tuples are replaced, not changed, so that other threads may go through them.
+_recordings: OrderedDict[tuple[Any, ...], tuple[Any, tuple[Known, ...]]] = OrderedDict()
+_lock = Lock()  # of whoever changes _recordings
 
 
 def _known(name: str, function: Callable[..., Any], q: Array) -> tuple[Recording, tuple[Any, ...]] | None:
     """A recording that still holds, and what it captures now."""
-    entry = _recordings.get((id(key_of(function)), name, q.dtype))
+    code = key_of(function)
+    key = id(code), name, q.dtype
+    entry = _recordings.get(key)
     if entry is not None:
-        for values, recording in entry[1]:
-            if (found := values(function)) is not None:
-                return recording, recording.captured(found)
+        for n, known in enumerate(entry[1]):
+            if (found := known[0](function)) is not None:
+                if n:
+                    _keep(key, code, known)
+                elif len(_recordings) > 1:
+                    with _lock:
+                        if key in _recordings:  # another thread may have dropped it
+                            _recordings.move_to_end(key)
+                return known[1], known[1].captured(found)
     return None
+
+
+def _keep(key: tuple[Any, ...], code: Any, known: Known) -> None:
+    """Makes a recording, which may be a new one, the last used one."""
+    with _lock:
+        _, others = _recordings.get(key, (code, ()))
+        if not others or others[0] is not known:
+            others = known, *(each for each in others if each is not known)
+            _recordings[key] = code, others[:_MOST_RECORDINGS]
+        _recordings.move_to_end(key)
+        while len(_recordings) > _MOST_CODES:
+            _recordings.popitem(last=False)
 
 
 def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[Any]]]) -> dict[str, Any]:
@@ -170,7 +195,7 @@ def both(first: Callable[..., Any] | None, second: Callable[..., Any]) -> Callab
 
 def array_read_by(function: Callable[..., Any]) -> Array | None:
     """An array that the function reads; None if none is found."""
-    seen = watch(function)
+    seen = watch(function, to_the_end=True)
     return next((seen.found[n] for n in seen.arrays.values()), None)
 
 
@@ -200,13 +225,10 @@ class _RefusedError(Exception):
 
 
 def _record(name: str, function: Callable[..., Any], framework: Framework, q: Array) -> tuple[Recording, Sequence[Any]]:
+    refuse_in_functions()
     _check_signature(name, function)
     seen = watch(function)  # before the function runs, which may change what it reads
-    if framework.is_traced:
-        from ._recorder_torch import record
-    else:
-        from ._recorder_numpy import record
-    graph, found, arrays = record(function, _ARGUMENTS[name], q.dtype == framework.xp.float64)
+    graph, found, arrays = _called(name, function, framework, q, seen)
     value = _result(name, _named(function), graph, found)
     result = value.at((), BOOLEAN if name == "mask" else REAL)
     used = graph.captured_by(result)
@@ -217,14 +239,34 @@ def _record(name: str, function: Callable[..., Any], framework: Framework, q: Ar
     recording = Recording(value, result, used, [_name_of(x.dtype) for x in captured])
     read = [graph.detached.get(n, arrays[n]) for n in used]
     if seen.is_complete and not graph.depends_on_grad and all(id(x) in seen.arrays for x in read):
-        known = seen.compiled([seen.arrays[id(x)] for x in read]), recording
-        code = key_of(function)
-        _, recordings = _recordings.setdefault((id(code), name, q.dtype), (code, []))
-        recordings.insert(0, known)
-        del recordings[_MOST_RECORDINGS:]
-        while len(_recordings) > _MOST_CODES:
-            _recordings.popitem(last=False)
+        values, code = seen.compiled([seen.arrays[id(x)] for x in read]), key_of(function)
+        if values(function) is not None:  # nothing that it reads changed while it ran, by the function or by other threads
+            _keep((id(code), name, q.dtype), code, (values, recording))
     return recording, captured
+
+
+def _called(name: str, function: Callable[..., Any], framework: Framework, q: Array, seen: Watch) -> tuple[Graph, Any, list[Any]]:
+    """What record() gives, which calls the function once."""
+    if framework.is_traced:
+        from ._recorder_torch import record
+    else:
+        from ._recorder_numpy import record
+    RECORDING.option = name
+    try:
+        graph, found, arrays = record(function, _ARGUMENTS[name], q.dtype == framework.xp.float64, seen)
+    except RecursionError:
+        raise _RefusedError(f"{_named(function)} makes too many calls within one another; accepted is a function that ends") from None
+    except TypeError as failed:
+        if _place(failed.__traceback__):
+            raise
+        words = f"{_named(function)} refuses its {len(_ARGUMENTS[name])} arguments; accepted is {SIGNATURES[name]}"
+        raise _RefusedError(words, TypeError) from failed  # a function in C, whose own message is behind this one
+    finally:
+        RECORDING.option = ""
+        forget_recorded(seen)
+    if iscoroutine(found):
+        found.close()  # or Python warns that nothing awaits it
+    return graph, found, arrays
 
 
 def _check_signature(name: str, function: Callable[..., Any]) -> None:
@@ -259,7 +301,7 @@ def _check_captured(whose: str, arrays: Sequence[Any], framework: Framework, q: 
         if getattr(x, "device", None) != getattr(q, "device", None):
             raise _RefusedError(f"{what} on {x.device}; accepted is q's device, {q.device}, or a number: item() gives that of a scalar")
         if len(x.shape) > MOST_AXES:
-            raise _RefusedError(f"{what}; accepted are up to {MOST_AXES} axes")
+            raise _RefusedError(f"{what}; accepted are up to {MOST_AXES} axes: reshape() makes one of two, whose index is i * size + j")
         if 0 in x.shape:
             raise _RefusedError(f"{what}; accepted are tensors with elements")
         if (dtype := _name_of(x.dtype)) not in _AS_THEY_ARE + _AS_INT32:

@@ -48,8 +48,9 @@ class Graph:
 
     value: type[Value]  # the class of the values that are made
 
-    def __init__(self, value: type[Value] | None = None) -> None:
+    def __init__(self, value: type[Value] | None = None, in_float64: bool = False) -> None:
         self.value = value or Value
+        self.in_float64 = in_float64  # how reals are computed; otherwise in float32
         self.nodes: list[tuple[str, tuple[int, ...], Any]] = []  # operation, inputs, constant or captured array
         self.kinds: list[str] = []
         self._known: dict[tuple[str, tuple[int, ...], Any], int] = {}
@@ -107,6 +108,8 @@ class Graph:
     def of(self, x: Any) -> Value:
         """x, or the value of a Python number."""
         if isinstance(x, Value):
+            if x.graph is not self:
+                raise UnrecordableError("an array that the function kept when it was recorded before; accepted is one that it makes anew")
             return x
         if isinstance(x, (bool, int, float)):
             return self.number(x)
@@ -390,8 +393,14 @@ class Value:
     def __float__(self) -> float:
         self._has_no_number()
 
+    def _is_no_index(self) -> NoReturn:
+        raise UnrecordableError(
+            "an array is turned into a number of Python, perhaps as the index of an array that is not followed, such as one of a module; "
+            "accepted are indices of arrays in closures, defaults, globals, containers and attributes of objects"
+        )
+
     def __index__(self) -> int:
-        self._has_no_number()
+        self._is_no_index()
 
     # Views
 
@@ -413,7 +422,7 @@ class Value:
         if not given:
             return self
         for _, x in given:
-            if x.kind != INTEGER:
+            if self.graph.of(x).kind != INTEGER:
                 raise UnrecordableError("an index that is no integer; accepted are integers, and for a choice by a condition torch.where")
         together, axes = broadcast([x.shape for _, x in given]), [axis for axis, _ in given]
         rest = [axis for axis in range(len(self.shape)) if axis not in axes]
@@ -546,7 +555,7 @@ def where(condition: Value, x: Any, y: Any) -> Value:
 def concatenated(values: Sequence[Value], axis: int) -> Value:
     """The arrays one behind the other; an index chooses by comparisons."""
     graph, axis = values[0].graph, axis_of(axis, len(values[0].shape))
-    kind, shape = promoted(*(x.kind for x in values)), values[0].shape
+    kind, shape = promoted(*(graph.of(x).kind for x in values)), values[0].shape
     ends = [sum(x.shape[axis] for x in values[: n + 1]) for n in range(len(values))]
     if any(x.shape[:axis] + x.shape[axis + 1 :] != shape[:axis] + shape[axis + 1 :] for x in values):
         raise UnrecordableError(f"shapes {', '.join(str(x.shape) for x in values)}, which cannot be concatenated")

@@ -6,7 +6,9 @@ closure cells, defaults, globals, containers and attributes are replaced by obje
 from __future__ import annotations
 
 import functools
+import operator
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +17,9 @@ import numpy as np
 from . import _elementwise as e
 from ._elementwise import ELEMENTWISE
 from ._graph import BOOLEAN, INTEGER, REAL, Graph, NoFormError, UnrecordableError, Value, concatenated, where
-from ._watched import is_trusted, names_of
+from ._watched import Watch, hides_state, is_array, is_trusted, names_of, names_of_class
 
-_DTYPES = {BOOLEAN: np.dtype(np.bool_), INTEGER: np.dtype(np.int64), REAL: np.dtype(np.float64)}
+_DTYPES = {BOOLEAN: np.dtype(np.bool_), INTEGER: np.dtype(np.int64)}
 _OF_DTYPES = {"b": BOOLEAN, "i": INTEGER, "u": INTEGER, "f": REAL}
 
 
@@ -29,18 +31,38 @@ def kind_of_dtype(dtype: Any) -> str:
     return found
 
 
-def record(function: Callable[..., Any], arguments: Sequence[tuple[str, str]], in_float64: bool) -> tuple[Graph, Any, list[Any]]:
+def record(
+    function: Callable[..., Any], arguments: Sequence[tuple[str, str]], in_float64: bool, seen: Watch | None = None
+) -> tuple[Graph, Any, list[Any]]:
     """The graph of function(*arguments), its result (a Value, or what it returns that is none), and the arrays that it captures.
 
-    arguments: the operation and the kind of each."""
-    graph = Graph(NumPyValue)
+    arguments: the operation and the kind of each; seen: what the function reads, which is incomplete if arrays are left in it."""
+    graph = _Graph(NumPyValue, in_float64)
     copies = _Copies(graph)
-    found = copies.of(function)(*(graph.argument(operation, kind) for operation, kind in arguments))
+    copy = copies.of(function)
+    seen = Watch() if seen is None else seen
+    if not copies.replace_all(seen, copy):
+        seen.is_complete = False  # numbers of an array may become constants
+    try:
+        found = copy(*(graph.argument(operation, kind) for operation, kind in arguments))
+    except (TypeError, UnrecordableError) as failed:
+        foreign = [x for n in seen.arrays.values() if not isinstance(x := seen.found[n], np.ndarray)]
+        if not foreign:
+            raise
+        words = f"a {type(foreign[0]).__module__}.{type(foreign[0]).__name__} beside arrays of NumPy; accepted is what its numpy() gives"
+        raise UnrecordableError(words).with_traceback(failed.__traceback__) from None
     if isinstance(found, np.generic):
         found = found.item()
+    if isinstance(found, Value):
+        graph.of(found)
     if isinstance(found, np.ndarray):
         found = copies.of(found)
     return graph, found, copies.captured
+
+
+class _Graph(Graph):
+    def of(self, x: Any) -> Value:
+        return super().of(x.item() if isinstance(x, np.generic) else x)
 
 
 class _Copies:
@@ -51,6 +73,7 @@ class _Copies:
         self.captured: list[Any] = []
         self._known: dict[int, Any] = {}
         self._alive: list[Any] = []
+        self._made_classes: list[type] = []
 
     def of(self, x: Any) -> Any:
         if id(x) not in self._known:
@@ -59,6 +82,24 @@ class _Copies:
             self._known[id(x)] = self._made(x)
         return self._known[id(x)]
 
+    def replace_all(self, seen: Watch, copy: Any) -> bool:
+        """Whether the copy of a function has Values and copies wherever the function has arrays, or what was copied."""
+        values = [copy]
+        for step, x in zip(seen.steps, seen.found[1:], strict=True):
+            parent = values[step.parent]
+            try:
+                if step.fetch is names_of_class and parent in self._made_classes:
+                    of = parent.__mro__[1].__mro__[step.key].__dict__
+                    values.append(of if step.key else {**of, **vars(parent)})
+                else:
+                    values.append(step.fetch(parent, step.key))
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+                return False
+            copied = self._known.get(id(x), x)
+            if (is_array(x) and not isinstance(values[-1], Value)) or (copied is not x and copied is not values[-1]):
+                return False
+        return True
+
     def _made(self, x: Any) -> Any:
         if isinstance(x, np.ndarray):
             self.captured.append(x)
@@ -66,30 +107,52 @@ class _Copies:
         if isinstance(x, types.FunctionType):
             return x if is_trusted(x.__globals__.get("__name__")) else self._function(x)
         if isinstance(x, types.MethodType):
-            return types.MethodType(self.of(x.__func__), self.of(x.__self__))
+            parts = self.of(x.__func__), self.of(x.__self__)
+            return x if all(map(operator.is_, parts, (x.__func__, x.__self__))) else types.MethodType(*parts)
         if type(x) is functools.partial:
-            return functools.partial(self.of(x.func), *map(self.of, x.args), **{name: self.of(each) for name, each in x.keywords.items()})
-        if type(x) in (tuple, list):
+            before = (x.func, *x.args, *x.keywords.values(), *vars(x).values())
+            function, keywords, more = self.of(x.func), self._entries(x.keywords), self._entries(vars(x))
+            arguments = [*map(self.of, x.args)]
+            if all(map(operator.is_, (function, *arguments, *keywords.values(), *more.values()), before)):
+                return x
+            partial = functools.partial(function, *arguments, **keywords)
+            partial.__dict__.update(more)
+            return partial
+        if type(x) in (tuple, list) or (isinstance(x, tuple) and hasattr(type(x), "_fields")):
             found = [self.of(each) for each in x]
-            return x if all(old is new for old, new in zip(x, found, strict=True)) else type(x)(found)
-        if type(x) is dict:
-            items = {name: self.of(each) for name, each in x.items()}
-            return x if all(x[name] is items[name] for name in x) else items
-        if type(x).__flags__ & 1 << 9 and not isinstance(x, type) and hasattr(x, "__dict__") and not is_trusted(type(x).__module__):
-            return self._instance(x)
-        return x
+            made = type(x) if type(x) in (tuple, list) else type(x)._make
+            return x if all(old is new for old, new in zip(x, found, strict=True)) else made(found)
+        if type(x) in (dict, OrderedDict):
+            items = self._entries(x)
+            return x if all(x[name] is items[name] for name in x) else type(x)(items)
+        if type(x) is types.SimpleNamespace:
+            items = self._entries(vars(x))
+            return x if all(map(operator.is_, vars(x).values(), items.values())) else types.SimpleNamespace(**items)
+        if isinstance(x, type) or is_trusted(type(x).__module__) or any(map(hides_state, type(x).__mro__)) or not hasattr(x, "__dict__"):
+            return x
+        return self._instance(x)
+
+    def _entries(self, x: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self.of(each) for name, each in x.items()}
 
     def _function(self, x: types.FunctionType) -> types.FunctionType:
+        """A function that reads copies, or x if there are none."""
         own = x.__globals__
-        namespace = own | {name: self.of(own[name]) for name in names_of(x.__code__).of_globals & own.keys()}
+        read = self._entries({name: own[name] for name in names_of(x.__code__).of_globals & own.keys()})
         cells = []
         for cell in x.__closure__ or ():
             try:
-                cells.append(types.CellType(self.of(cell.cell_contents)))
+                new = self.of(cell.cell_contents)
+                cells.append(cell if new is cell.cell_contents else types.CellType(new))
             except ValueError:  # it has no value yet
                 cells.append(cell)
-        found = types.FunctionType(x.__code__, namespace, x.__name__, self.of(x.__defaults__), tuple(cells))
-        found.__kwdefaults__ = self.of(x.__kwdefaults__)
+        more = self.of(x.__defaults__), self.of(x.__kwdefaults__), *self._entries(x.__dict__).values()
+        before = *(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, *x.__dict__.values(), *(own[name] for name in read)
+        if all(map(operator.is_, (*cells, *more, *read.values()), before)):
+            return x
+        found = types.FunctionType(x.__code__, own | read, x.__name__, more[0], tuple(cells))
+        found.__kwdefaults__ = more[1]
+        found.__dict__.update(zip(x.__dict__, more[2:], strict=True))
         return found
 
     def _instance(self, x: Any) -> Any:
@@ -99,19 +162,16 @@ class _Copies:
             found = object.__new__(kind)
         except TypeError:
             return x
-        namespace = {name: self.of(each) for name, each in vars(x).items()}
-        if all(vars(x)[name] is namespace[name] for name in namespace) and not callable(x):
-            return x
-        own = {
-            name: self.of(method)
-            for each in kind.__mro__[::-1]
-            for name, method in vars(each).items()
-            if type(method) is types.FunctionType
-        }
+        namespace = self._entries(vars(x))
+        own = {name: method for each in kind.__mro__[::-1] for name, method in vars(each).items()}
+        own = {name: new for name, method in own.items() if type(method) is types.FunctionType and (new := self.of(method)) is not method}
         own.pop("__new__", None)
+        if not own and all(vars(x)[name] is namespace[name] for name in namespace):
+            return x
         found.__dict__.update(namespace)
         # A class of the same name, whose methods are copies.
         found.__class__ = type(kind.__name__, (kind,), {**own, "__slots__": ()})
+        self._made_classes.append(found.__class__)
         return found
 
 
@@ -177,7 +237,7 @@ class NumPyValue(Value):
 
     @property
     def dtype(self) -> Any:
-        return _DTYPES[self.kind]
+        return _DTYPES[self.kind] if self.kind != REAL else np.dtype(np.float64 if self.graph.in_float64 else np.float32)
 
     @property
     def ndim(self) -> int:
@@ -193,7 +253,7 @@ class NumPyValue(Value):
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a scalar")
+            raise UnrecordableError("len() of a scalar, or an index of what is no array; accepted is an index of an array")
         return self.shape[0]
 
     def __iter__(self) -> Any:
@@ -236,7 +296,7 @@ class NumPyValue(Value):
         raise AttributeError(name)
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        self._has_no_number()
+        self._is_no_index()
 
     def item(self) -> Any:
         self._has_no_number()
@@ -283,6 +343,11 @@ class NumPyValue(Value):
         return function(*operands, **kwargs)
 
 
+def _most(x: Value) -> float:
+    """The largest real number of the call."""
+    return float(np.finfo(np.float64 if x.graph.in_float64 else np.float32).max)
+
+
 def _where(condition: Value, x: Any, y: Any) -> Value:
     return where(condition, *(_operand(condition.graph, each) for each in (x, y)))
 
@@ -308,7 +373,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "expand_dims": lambda x, axis: x.unsqueezed(axis),
     "flip": lambda x, axis=None: x.flipped([*range(len(x.shape))] if axis is None else [axis]),
     "full_like": lambda x, value, **_: x.graph.of(value).to(x.kind),
-    "nan_to_num": lambda x, copy=True, nan=0.0, posinf=None, neginf=None: e.nan_to_num(x, nan, posinf, neginf),
+    "nan_to_num": lambda x, copy=True, nan=0.0, posinf=None, neginf=None: e.nan_to_num(x, nan, posinf, neginf, _most(x)),
     "ndim": lambda x: x.ndim,
     "ones_like": lambda x, **_: x.graph.of(1).to(x.kind),
     "ravel": lambda x, **_: x.reshaped((-1,)),

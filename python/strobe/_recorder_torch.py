@@ -5,6 +5,7 @@ Indexing is taken over in Python, where `table[i]` would read the number of i, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
@@ -34,6 +35,7 @@ from ._graph import (
     concatenated,
     where,
 )
+from ._watched import Watch
 
 _META = torch.device("meta")
 _DTYPES = {BOOLEAN: torch.bool, INTEGER: torch.int64, REAL: torch.float32}
@@ -45,12 +47,17 @@ def kind_of_dtype(dtype: torch.dtype) -> str:
     return BOOLEAN if dtype == torch.bool else REAL if dtype.is_floating_point else INTEGER
 
 
-def record(function: Callable[..., Any], arguments: Sequence[tuple[str, str]], in_float64: bool) -> tuple[Graph, Any, list[Tensor]]:
+def record(
+    function: Callable[..., Any], arguments: Sequence[tuple[str, str]], in_float64: bool, seen: Watch | None = None
+) -> tuple[Graph, Any, list[Tensor]]:
     """The graph of function(*arguments), its result (a Value, or what it returns that is none), and the tensors that it captures.
 
-    arguments: the operation and the kind of each."""
+    arguments: the operation and the kind of each; seen: what the function reads, which is incomplete if it turns out to read more."""
     graph = Graph()
-    mode = _Operations(graph)
+    seen = Watch() if seen is None else seen
+    if not all(isinstance(seen.found[n], Tensor) for n in seen.arrays.values()):
+        seen.is_complete = False  # NumPy's arrays, whose numbers become constants
+    mode = _Operations(graph, seen)
     dtypes = {REAL: torch.float64 if in_float64 else torch.float32, INTEGER: torch.int64}
     # Views of new tensors are refused in inference mode. (torch.no_grad() would be an operation of an exported graph.)
     inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -59,7 +66,7 @@ def record(function: Callable[..., Any], arguments: Sequence[tuple[str, str]], i
         for example, (operation, kind) in zip(examples, arguments, strict=True):
             mode.keep(example, graph.argument(operation, kind))
         try:
-            with _Python(), mode:
+            with _Python(seen), mode:
                 found = function(*examples)
         except RuntimeError as failed:
             if "meta tensor" not in str(failed):
@@ -78,10 +85,42 @@ _NUMBERS = {
 _IS_A_NUMBER = "turns a tensor into a number of Python; accepted are operations on the tensor itself, as in table[h] or torch.exp"
 _NAMES_OF_NUMBERS = ("__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy", "__array__", "data_ptr", "__dlpack__")
 _NUMBERS |= {getattr(torch.Tensor, name): f"{name}() {_IS_A_NUMBER}" for name in _NAMES_OF_NUMBERS}
+_NUMBERS[torch.Tensor.__array__] = (
+    "a function, or the index of an array, of NumPy gets a tensor; accepted are functions of torch, and in place of the array a tensor: "
+    "torch.as_tensor(array), made before"
+)
+
+
+# What is the same of all tensors of a type, shape, dtype and device.
+_OF_KINDS = {getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "is_cuda", "itemsize", "nbytes", "ndim", "shape")}
+_OF_KINDS |= {
+    getattr(torch.Tensor, name)
+    for name in (
+        "__len__",
+        "dim",
+        "element_size",
+        "get_device",
+        "is_complex",
+        "is_floating_point",
+        "ndimension",
+        "nelement",
+        "numel",
+        "size",
+    )
+}
+_OF_KINDS |= {torch.is_complex, torch.is_floating_point, torch.numel, torch.promote_types}
+
+
+def _are_tensors(found: Any) -> bool:
+    return isinstance(found, Tensor) or (isinstance(found, (tuple, list)) and all(isinstance(x, Tensor) for x in found))
 
 
 class _Python(TorchFunctionMode):
     """What is taken over before ATen sees it."""
+
+    def __init__(self, seen: Watch):
+        super().__init__()
+        self._seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -92,7 +131,11 @@ class _Python(TorchFunctionMode):
             return torch.scalar_tensor(args[1], dtype=args[0].dtype if args[0].is_floating_point() else None, device=_META) / args[0]
         if func is torch.Tensor.__setitem__:
             raise UnrecordableError("a write into a tensor; accepted is torch.where, which makes a new one")
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        nothing = found is None and func.__name__ != "__get__"
+        if func not in _OF_KINDS and not _are_tensors(found) and not nothing:
+            self._seen.is_complete = False  # as of stride() or requires_grad, which other tensors have in another way
+        return found
 
 
 def _indexed(x: Tensor, index: Any) -> Tensor:
@@ -128,9 +171,9 @@ def _indexed(x: Tensor, index: Any) -> Tensor:
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, seen: Watch):
         super().__init__()
-        self.graph = graph
+        self.graph, self._seen = graph, seen
         self.captured: list[Tensor] = []
         self._values: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # so that no id is that of another tensor
@@ -149,7 +192,8 @@ class _Operations(TorchDispatchMode):
         found = self._values.get(id(x))
         if found is None:
             if x.device == _META:
-                raise UnrecordableError("a tensor on device meta, or one that .data made; accepted are tensors with numbers, and detach()")
+                words = "a tensor on device meta, one that .data made, or one that the function kept when it was recorded before"
+                raise UnrecordableError(f"{words}; accepted are tensors with numbers, and detach()")
             found = self.graph.captured(len(self.captured), tuple(x.shape), kind_of_dtype(x.dtype))
             self.captured.append(x)
             self.keep(x, found)
@@ -209,6 +253,8 @@ class _Operations(TorchDispatchMode):
     def _decomposed(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name == "_local_scalar_dense":
             raise UnrecordableError(f"an operation that {_IS_A_NUMBER}")
+        if func.namespace not in ("aten", "prims"):
+            self._seen.is_complete = False  # its code is not followed
         try:
             if func._can_decompose():
                 with self:
@@ -226,6 +272,11 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._decomp import decomposition_table
 
     return decomposition_table
+
+
+def _most(dtype: torch.dtype) -> float:
+    """The largest number of a dtype of reals."""
+    return torch.finfo(dtype).max if dtype.is_floating_point else math.inf
 
 
 Handler = Callable[[_Operations, dict[str, Any]], Any]
@@ -330,7 +381,7 @@ _HANDLERS["softshrink"] = _each(e.softshrink, "self", lambd="lambd")
 _HANDLERS["threshold"] = _each(e.threshold, "self", threshold="threshold", value="value")
 _HANDLERS["logit"] = _each(e.logit, "self", eps="eps")
 _HANDLERS["sinc"] = _each(e.sinc, "self")
-_HANDLERS["nan_to_num"] = _each(e.nan_to_num, "self", nan="nan", posinf="posinf", neginf="neginf")
+_HANDLERS["nan_to_num"] = lambda r, a: e.nan_to_num(r.value(a["self"]), a["nan"], a["posinf"], a["neginf"], _most(a["self"].dtype))
 _HANDLERS["lerp"] = lambda r, a: r.value(a["self"]) + r.value(a["weight"]) * (r.value(a["end"]) - r.value(a["self"]))
 _HANDLERS["addcmul"] = lambda r, a: r.value(a["self"]) + r.value(a["tensor1"]) * r.value(a["tensor2"]) * a["value"]
 _HANDLERS["addcdiv"] = lambda r, a: r.value(a["self"]) + r.value(a["tensor1"]) / r.value(a["tensor2"]) * a["value"]

@@ -260,6 +260,7 @@ def test_numpy_makes_the_graph_that_torch_makes(name):
 
 
 NUMPY_ONLY: dict[str, Callable[..., Any]] = {
+    "scalars": lambda s, b, h, i, j: s + np.float32(2) - (i - np.int32(1)) * np.float32(0.5) + np.where(i < j, np.float32(1), s),
     "functions": lambda s, b, h, i, j: (
         np.clip(s, -1, 1) + np.square(s) + np.hypot(s, 2) + np.logaddexp(s, 1) + np.float32(2) * s + np.cbrt(s)
     ),
@@ -273,6 +274,24 @@ def test_functions_of_numpy(name):
     table = TABLE.numpy()
     functions = NUMPY_ONLY | {"methods": lambda s, b, h, i, j: s.clip(-1, 1) + (i * 100).astype(np.int8) + np.take(table, h) + np.sinc(s)}
     agrees(functions[name], *text_of(functions[name], _recorder_numpy), lambda x: np.float64(x) if isinstance(x, float) else np.int64(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_number_is_that_of_the_dtype(dtype):
+    table = torch.tensor([math.inf, -math.inf, math.nan, 1.0], dtype=dtype)
+    q = torch.zeros(1, dtype=dtype if dtype == torch.float64 else torch.float32)
+
+    def outcome(function: Callable[..., Any], framework: Any, given: Any, **names: float) -> list[float]:
+        found = _function.recorded([], {"score": function}, framework, given)
+        captured = [x.tolist() for name, x in found.items() if name != "score_function"]
+        arguments = dict.fromkeys(nodes.ARGUMENTS, 0) | names
+        return [nodes.evaluate(found["score_function"], arguments | {"HEAD": h}, captured) for h in range(4)]
+
+    assert outcome(lambda s, b, h, i, j: torch.nan_to_num(table)[h], TORCH, q) == torch.nan_to_num(table).tolist()
+    assert outcome(lambda s, b, h, i, j: s.nan_to_num(), TORCH, q, SCORE=-math.inf)[0] == torch.finfo(q.dtype).min
+    least = outcome(lambda s, b, h, i, j: s * 0 + np.finfo(s.dtype).min, NUMPY, q.numpy(), SCORE=0.0)[0]
+    assert least == torch.finfo(q.dtype).min
+    assert outcome(lambda s, b, h, i, j: np.nan_to_num(s), NUMPY, q.numpy(), SCORE=math.inf)[0] == torch.finfo(q.dtype).max
 
 
 # When a recording is used again
@@ -495,6 +514,19 @@ def test_another_number_makes_the_same_structure():
     assert structure(2.0, 3) == structure(3.0, 3) == structure(0.0, 0) == structure(1.0, -(2**40))
 
 
+@pytest.mark.parametrize("name", [*OF_BOTH, *OF_TORCH])
+def test_functions_of_the_library_are_followed(name):
+    """Their recordings are used again, but for those of a function that makes tensors."""
+    function = {**OF_BOTH, **OF_TORCH}[name]
+    option = "score" if count_of(function) == 5 else "mask"
+    recorded_text(function, option)
+    assert (_function.as_fields({option: function}, TORCH, torch.zeros(1, dtype=torch.float64)) is not None) == (name != "constants")
+    if name in OF_BOTH:
+        function = both(NumPy, lambda x: x.numpy())[name]
+        recorded_text(function, option, NUMPY)
+        assert _function.as_fields({option: function}, NUMPY, np.zeros(1)) is not None
+
+
 def test_other_tensors_need_no_recording():
     """In another function of the same code, as a layer makes one in each call; another shape or dtype does."""
 
@@ -598,6 +630,31 @@ def adds(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return s
 
 
+async def waits(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return s
+
+
+def yields(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    yield s
+
+
+def recurs(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return recurs(s, b, h, i, j)
+
+
+class Made:
+    def __init__(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> None:
+        pass
+
+    def method(self, s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s
+
+
+def attends(*options: str) -> Callable[..., Any]:
+    return lambda s, b, h, i, j: s + strobe.attention(Q, K, V, **dict.fromkeys(options, lambda *x: x[0]))[0, 0, 0, 0]
+
+
+WITHIN = r"\(line \d+ of test_functions.py\): a call of strobe within the function; accepted is one that is made before, and its result"
 BRANCHES = r"a branch on the data, as .* make; accepted is torch\.where\(condition, a, b\), and &, \|, ~ in place of and, or, not"
 NUMBER = r"\(line \d+ of test_functions.py\): {}\(\) turns a tensor into a number of Python; accepted are operations on the tensor itself"
 NO_FORM = r"aten\.{} has no form for one score at a time; accepted are operations on single elements, indexing"
@@ -623,8 +680,34 @@ SCORES: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, i, j: TABLES[0], r"<lambda> returns shape \(2,\); accepted is a scalar: the function sees one score at a time"),
     (lambda s, b, h, i, j: None, "<lambda> returns NoneType; accepted is a scalar, or a number"),
     (lambda s, b, h, i, j: s + sum(x[h] for x in TABLES), "the function reads 9 tensors; accepted are up to 8: stack those of one shape"),
+    (attends(), WITHIN),
+    (attends("score"), WITHIN),
+    (lambda s, b, h, i, j: strobe.attention(*3 * [s.view(1, 1, 1, 1)])[0, 0, 0, 0], WITHIN),
+    (lambda s, b, h, i, j: s + strobe.reference(Q, K, V)[0][0, 0, 0, 0], WITHIN),
+    (lambda s, b, h, i, j: s + strobe.merge(Q, Q[..., 0], Q, Q[..., 0])[0][0, 0, 0, 0], WITHIN),
+    (lambda s, b, h, i, j: s * strobe.dropout_mask((1, 2, 6, 6), 0.5, 1)[0, 0, 0, 0], WITHIN),
+    (lambda s, b, h, i, j: s + len([strobe.BlockMask.from_function(lambda b, h, i, j: i > j, 1, 2, 6, 6)]), WITHIN),
+    (lambda s, b, h, i, j: s + strobe.hyperbolic_attention(Q, K, V)[0, 0, 0, 0], WITHIN),
+    (waits, "waits returns coroutine; accepted is a scalar, or a number"),
+    (yields, "yields returns generator; accepted is a scalar, or a number"),
+    (recurs, "recurs makes too many calls within one another; accepted is a function that ends"),
+    (Made, r"Made returns .*\.Made; accepted is a scalar, or a number"),
+    (Made.method, r"Made\.method does not take 5 arguments; accepted is f\(score, b, h, i, j\)"),
+    (len, r"len does not take 5 arguments; accepted is f\(score, b, h, i, j\)"),
+    (dict, r"dict refuses its 5 arguments; accepted is f\(score, b, h, i, j\)"),
+    (torch.add, r"add refuses its 5 arguments; accepted is f\(score, b, h, i, j\)"),
+    (max, BRANCHES),
+    (lambda s, b, h, i, j, *, x: s, r"<lambda> does not take 5 arguments; accepted is f\(score, b, h, i, j\)"),
+    (lambda s, b, h, i, j: (s, s), "<lambda> returns tuple; accepted is a scalar, or a number"),
+    (lambda s, b, h, i, j: "a", "<lambda> returns str; accepted is a scalar, or a number"),
+    (lambda s, b, h, i, j: 1j, "<lambda> returns complex; accepted is a scalar, or a number"),
+    (lambda s, b, h, i, j: s[None], r"<lambda> returns shape \(1,\); accepted is a scalar"),
+    (lambda s, b, h, i, j: s * NUMPY_TABLE[h], r"the index of an array, of NumPy gets a tensor; accepted are .* torch\.as_tensor\(array\)"),
     (lambda s, b, h, i, j: s + EMPTY[h], r"reads a tensor of shape \(0,\); accepted are tensors with elements"),
-    (lambda s, b, h, i, j: s + DEEP[0, 0, 0, 0, h], r"reads a tensor of shape \(1, 1, 1, 1, 2\); accepted are up to 4 axes"),
+    (
+        lambda s, b, h, i, j: s + DEEP[0, 0, 0, 0, h],
+        r"reads a tensor of shape \(1, 1, 1, 1, 2\); accepted are up to 4 axes: reshape\(\) makes one of two",
+    ),
     (lambda s, b, h, i, j: s + COMPLEX[h].real, r"a tensor of torch\.complex64; accepted are real numbers, integers and bools"),
     (lambda s, b, h, i, j: s + EIGHT_BITS[h].float(), "reads a tensor of float8_e4m3fn; accepted are float32, .* integers of fewer bits"),
     (lambda s, b, h, i, j: s + META[h], "a tensor on device meta, .*; accepted are tensors with numbers"),
@@ -643,6 +726,7 @@ MASKS: list[tuple[Callable[..., Any], str]] = [
 CASES = [("score", *case) for case in SCORES] + [("mask", *case) for case in MASKS]
 
 
+@pytest.mark.filterwarnings("error:coroutine")
 @pytest.mark.parametrize(("option", "function", "words"), CASES)
 @pytest.mark.parametrize("call", [strobe.attention, strobe.reference, strobe.explain])
 def test_one_clear_message(option, function, words, call):
@@ -683,11 +767,20 @@ REFUSED_BY_NUMPY: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, i, j: np.add.reduce(s), r"add\.reduce has no form for one score at a time"),
     (lambda s, b, h, i, j: s + NUMPY_TABLE.sum(), r"\.sum of an array has no form for one score at a time"),
     (lambda s, b, h, i, j: s + globals()["NUMPY_TABLE"][h], "an array is turned into a number of Python"),
+    (lambda s, b, h, i, j: s + HOLDER.table[h], "the index of an array that is not followed, such as one of a module; accepted are"),
+    (lambda s, b, h, i, j: s + TABLE[h, 0], r"a torch\.Tensor beside arrays of NumPy; accepted is what its numpy\(\) gives"),
+    (lambda s, b, h, i, j: strobe.attention(s, s, s), WITHIN),
+    (lambda s, b, h, i, j: s + strobe.attention(*3 * [NUMPY_TABLE[None, None]])[0, 0, 0, 0], WITHIN),
+    (waits, "waits returns coroutine; accepted is a scalar, or a number"),
+    (recurs, "recurs makes too many calls within one another"),
     (lambda s, b, h, i, j: NUMPY_TABLE, r"returns shape \(4, 5\); accepted is a scalar"),
 ]
 NUMPY_TABLE = TABLE.numpy()
+HOLDER = types.ModuleType("holder_of_the_test")
+HOLDER.table = NUMPY_TABLE[0].copy()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("function", "words"), REFUSED_BY_NUMPY)
 def test_one_clear_message_beside_numpy(function, words):
     with pytest.raises((TypeError, ValueError), match=rf"\Ascore: [^\n]*{words}[^\n]*\Z"):

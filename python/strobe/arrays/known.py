@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
+from .._graph import UnrecordableError
 from .._messages import NUMPY_EXTRA, kind, needed_by
 from .._refusals import Name, refusing
 from .base import Array, Framework
+
+
+class _Recording(threading.local):
+    """option: that whose function this thread records, "score" or "mask"."""
+
+    option = ""
+
+
+RECORDING = _Recording()
+
+
+def refuse_in_functions() -> None:
+    """Refuses a call that a function of the score or a mask makes: it would see one score at a time, without a value."""
+    if RECORDING.option:
+        raise UnrecordableError("a call of strobe within the function; accepted is one that is made before, and its result indexed")
 
 
 def known_framework(x: object) -> Framework | None:
@@ -26,6 +43,7 @@ def known_framework(x: object) -> Framework | None:
 
 
 def no_array(name: str, x: object) -> TypeError:
+    refuse_in_functions()
     return refusing(TypeError, name, f"{kind(x)}; accepted is a torch.Tensor or a numpy.ndarray")
 
 
@@ -33,6 +51,7 @@ def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "
     """Why the package does not accept x: it must be of `framework`, if that is known, like the argument `beside`, and on q's device.
 
     Every array of every function passes here; its shape and dtype are checked elsewhere."""
+    refuse_in_functions()
     own = framework if framework is not None and framework.is_array(x) else known_framework(x)
     if framework is not None and own is not framework:
         return refusing(TypeError, name, "{0}; accepted is a {1}, as {2} is", kind(x), framework.name, Name(beside))
@@ -41,6 +60,7 @@ def unfit(name: str, x: Any, framework: Framework | None = None, beside: str = "
 
 def framework_of(name: str, x: object) -> Framework:
     """known_framework, for an x that must be an array; `name` is x's in a message."""
+    refuse_in_functions()
     framework = known_framework(x)
     if framework is None:
         raise no_array(name, x)
@@ -52,6 +72,7 @@ def framework_of(name: str, x: object) -> Framework:
 def framework_like(like: Array | None, whose: str) -> Framework:
     """The framework for arrays that derive from no other array: `like`'s; without `like`, torch if the program has imported torch, else
     NumPy. whose: the argument that the arrays belong to, for messages."""
+    refuse_in_functions()
     if like is not None:
         return framework_of("like", like)
     if sys.modules.get("torch") is not None:
