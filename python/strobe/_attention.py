@@ -89,9 +89,13 @@ def attention(
     before_parsing = BEFORE_PARSING.get(type(q)) if plain else None
     if before_parsing is not None and (found := before_parsing(q, k, v, return_lse, options)) is not None:
         return found
-    if is_traced_by_dynamo() and in_options(options):
-        graph_break("strobe.attention: functions of the score and the mask are recorded outside of the graph")
-        return attention_with_functions(q, k, v, return_lse=return_lse, aux=aux, **options)
+    lifted = is_traced_by_dynamo() and in_options(options)
+    if lifted:
+        from . import _compiled
+
+        if _compiled.OPERATOR is None:
+            graph_break("strobe.attention: functions of the score and the mask need PyTorch 2.11 to stay in the graph")
+            return attention_with_functions(q, k, v, return_lse=return_lse, aux=aux, **options)
     framework = known_framework(q)
     if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
         more = {} if plain else {"aux": aux}
@@ -102,6 +106,8 @@ def attention(
     call = parse("attention", q, k, v, options, wrong, aux=names)
     if not call.framework.is_traced:
         return _returned(call.forward(), return_lse, names)
+    if lifted:
+        return _returned(_compiled.forward(call), return_lse, names)
     from . import _autograd, _prepared
 
     results = _autograd.forward(call)
