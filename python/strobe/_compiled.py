@@ -19,6 +19,7 @@ from torch._dynamo import exc
 from torch._dynamo.variables import higher_order_ops
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from . import _operators
 from ._call import Call
@@ -46,12 +47,15 @@ class Lifted(Unwatched):
         numbers: list[Tensor] = []
         for node in graph.graph.nodes:
             found = self._without_scores(node)
-            if isinstance(found, torch.SymFloat):
-                found = torch.scalar_tensor(found, dtype=torch.float64)
-            elif not (_is_item(node) and isinstance(found, Tensor) and found.is_floating_point()):
+            if isinstance(found, torch.SymFloat) and not _has_float(found):
+                found = torch.scalar_tensor(found, dtype=torch.float64, device=device)
+            elif isinstance(found, torch.SymFloat) or (_is_item(node) and isinstance(found, Tensor) and found.is_floating_point()):
+                # A sum, because a copy would wait for the GPU, and because a compiler that sees scalar_tensor() compiles for each number.
+                found = torch.zeros((), dtype=torch.float64, device=device) + found
+            else:
                 continue
             self._places[node] = len(numbers)
-            numbers.append(torch.zeros((), dtype=torch.float64, device=device) + found)  # unlike a copy, this does not wait for the GPU
+            numbers.append(found)
         self._numbers = torch.stack(numbers) if numbers else None
 
     def _without_scores(self, node: fx.Node) -> Any:
@@ -77,6 +81,11 @@ class Lifted(Unwatched):
 
 def _is_item(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "item"
+
+
+def _has_float(x: torch.SymFloat) -> bool:
+    """Whether x was computed from a float, and not from lengths alone."""
+    return any(symbol_is_type(symbol, SymT.FLOAT) for symbol in x.node.expr.free_symbols)
 
 
 class _Interpreter(fx.Interpreter):
@@ -168,10 +177,11 @@ def _operator() -> _Attention | None:
             operator.refused = ""
             try:
                 return super()._call_function(*args)
-            except (exc.TorchRuntimeError, exc.Unsupported):
-                if operator.refused:  # PyTorch's words would be those of a failure; without fullgraph the call then runs outside of the graph
-                    exc.unimplemented(gb_type="strobe.attention", context="", explanation=operator.refused, hints=[])
-                raise
+            except (exc.TorchRuntimeError, exc.Unsupported) as failed:
+                if not operator.refused and not isinstance(failed, exc.TorchRuntimeError):
+                    raise
+                # Without fullgraph the call runs outside of the graph, and says itself what it refuses.
+                exc.unimplemented(gb_type="strobe.attention", context="", explanation=operator.refused or str(failed), hints=[])
 
     variables[operator.__name__] = AttentionVariable
     return operator
