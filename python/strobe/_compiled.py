@@ -30,7 +30,7 @@ from ._recorder_torch import indexed
 from .arrays.torch import TORCH
 
 
-_SIZES = ("dim", "numel", "size", "stride")
+_OF_WHOLE_TENSORS = ("detach", "dim", "numel", "size", "stride")  # methods that are called before a function is recorded
 _NUMBERS = (int, float, tuple, torch.SymInt, torch.SymFloat)
 _FRAME = re.compile(r'File "(.*?)", line (\d+), in (\S+)')
 
@@ -64,7 +64,7 @@ class Lifted(Unwatched):
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._known.__getitem__)
             if _is_item(node):
                 self._known[node] = args[0]
-            elif node.op == "call_method" and node.target in _SIZES:
+            elif node.op == "call_method" and node.target in _OF_WHOLE_TENSORS:
                 self._known[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
             elif node.op == "call_function" and isinstance(node.meta.get("example_value"), _NUMBERS):
                 self._known[node] = node.target(*args, **kwargs)
