@@ -179,7 +179,7 @@ def fields_of(given: Mapping[str, Any], fields: Mapping[str, Any], arrays: Mappi
 
 def in_options(given: Mapping[str, Any]) -> bool:
     """Whether an option is a function, or a block mask that was made of one."""
-    return bool(functions_in(given)) or getattr(given.get("block_mask"), "function", None) is not None
+    return len(functions_in(given)) > 0 or getattr(given.get("block_mask"), "function", None) is not None
 
 
 def both(first: Callable[..., Any] | None, second: Callable[..., Any]) -> Callable[..., Any]:

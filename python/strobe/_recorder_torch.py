@@ -68,7 +68,8 @@ def record(function: Callable[..., Any], arguments: Sequence[tuple[str, str]], i
             raise UnrecordableError(words).with_traceback(failed.__traceback__) from None
         if isinstance(found, Tensor):
             found = mode.value(found)
-        return graph, found, mode.captured
+    # Detached where the modes that trace the call see it.
+    return graph, found, [graph.detached[n].detach() if n in graph.detached else x for n, x in enumerate(mode.captured)]
 
 
 _NUMBERS = {
