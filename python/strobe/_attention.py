@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ArrayT = TypeVar("ArrayT")
 
+_OUTSIDE = "{}: functions of the score and the mask are recorded outside of the graph"
+
 # The contexts of strobe.distributed.context_parallel() that the process is in; the innermost is last.
 CONTEXTS: list[Any] = []
 
@@ -90,10 +92,14 @@ def attention(
     before_parsing = BEFORE_PARSING.get(type(q)) if plain else None
     if before_parsing is not None and (found := before_parsing(q, k, v, return_lse, options)) is not None:
         return found
-    if is_traced_by_dynamo() and in_options(options):
-        graph_break("strobe.attention: functions of the score and the mask are recorded outside of the graph")
-        return attention_with_functions(q, k, v, return_lse=return_lse, aux=aux, **options)
     framework = known_framework(q)
+    lifted = is_traced_by_dynamo() and in_options(options)
+    if lifted:
+        from . import _compiled
+
+        if _compiled.OPERATOR is None or framework is None or not framework.is_traced:
+            graph_break(_OUTSIDE.format("strobe.attention") + "; PyTorch 2.11 and later keep those of tensors in it")
+            return attention_with_functions(q, k, v, return_lse=return_lse, aux=aux, **options)
     if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
         more = {} if plain else {"aux": aux}
         return framework.handed_over(kinds, attention, q, k, v, return_lse=return_lse, **more, **options)
@@ -103,6 +109,8 @@ def attention(
     call = parse("attention", q, k, v, options, wrong, aux=names)
     if not call.framework.is_traced:
         return _returned(call.forward(), return_lse, names)
+    if lifted:
+        return _returned(_compiled.forward(call), return_lse, names)
     from . import _autograd, _prepared
 
     results = _autograd.forward(call)
@@ -200,6 +208,11 @@ def attention_backward(
     Raises:
         The errors of attention().
     """
+    if is_traced_by_dynamo() and in_options(options):
+        graph_break(_OUTSIDE.format("strobe.attention_backward"))
+        more: Any = {"dlse": dlse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "accumulate": accumulate}
+        found_outside: Gradients = outside_graphs(attention_backward)(dout, q, k, v, out, lse, **more, **options)
+        return found_outside
     wrong: Wrong = []
     known = _of_rows(wrong, dout, out, lse, dlse, delta, options)
     into = {name: x for name, x in (("dq", dq), ("dk", dk), ("dv", dv)) if x is not None}

@@ -11,12 +11,12 @@ from functools import lru_cache
 from inspect import iscoroutine
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any
 
+from ._abi import is_traced_by_dynamo
 from ._checks import Wrong
 from ._core import ffi, lib
-from ._graph import BOOLEAN, INTEGER, REAL, Graph, UnrecordableError, Value, decoded
+from ._graph import BOOLEAN, INTEGER, REAL, Graph, UnrecordableError, Value, decoded, is_symbolic, numbered
 from ._messages import kind
 from ._refusals import refusals_of, refusing
 from ._watched import Watch, forget_recorded, key_of, watch
@@ -33,6 +33,7 @@ _POSITIONS = (("BATCH", INTEGER), ("HEAD", INTEGER), ("QUERY", INTEGER), ("KEY",
 _ARGUMENTS = {"score": (("SCORE", REAL), *_POSITIONS), "mask": _POSITIONS}
 SIGNATURES = {"score": "f(score, b, h, i, j)", "mask": "g(b, h, i, j)"}
 FIELDS = {"score": "score_function", "mask": "mask_function"}
+SYMBOLS = "symbols"  # the integers that a compiler does not know yet, which the texts call $0, $1, ...
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _AS_THEY_ARE = (*_FLOATS, "bool", "int32", "int64")
 _AS_INT32 = ("uint8", "int8", "int16", "uint16")
@@ -42,6 +43,10 @@ _MOST_CODES, _MOST_RECORDINGS = 256, 16
 def functions_in(given: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """The options that are functions."""
     return {name: given[name] for name in _ARGUMENTS if callable(given.get(name))}
+
+
+class Unwatched:
+    """A function that is recorded in each call."""
 
 
 class Recording:
@@ -61,11 +66,14 @@ class Recording:
             return found
         return tuple(x.detach() if n in self._detached else x for n, x in enumerate(found))
 
-    def text(self, places: tuple[int, ...]) -> str:
-        """The graph as text; places: of the captured arrays, among those of the call."""
+    def text(self, places: tuple[int, ...], symbols: list[Any]) -> str:
+        """The graph as text; places: of the captured arrays, among those of the call; symbols: those of the call, to which it adds."""
         found = self._texts.get(places)
         if found is None:
-            found = self._texts[places] = self._graph.text(self._result, dict(zip(self._used, places, strict=True)))
+            count = len(symbols)
+            found = self._graph.text(self._result, dict(zip(self._used, places, strict=True)), symbols)
+            if len(symbols) == count:
+                self._texts[places] = found
         return found
 
 
@@ -112,6 +120,7 @@ def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[
     fields: dict[str, Any] = {}
     arrays: list[Any] = []
     converts: list[bool] = []
+    symbols: list[Any] = []
     for name, (recording, own) in found.items():
         places = recording.alone
         if arrays:
@@ -122,7 +131,9 @@ def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[
             converts += [recording.converts[m] for m in new]
         else:
             arrays, converts = [*own], recording.converts[:]
-        fields[FIELDS[name]] = recording.text(places)
+        fields[FIELDS[name]] = recording.text(places, symbols)
+    if symbols:
+        fields[SYMBOLS] = symbols
     for name, x, is_converted in zip(CAPTURED, arrays, converts, strict=False):
         fields[name] = framework.cast(x, framework.xp.int32) if is_converted else x
     if len(arrays) > MOST_CAPTURED:
@@ -156,7 +167,11 @@ def as_fields(given: Mapping[str, Any], framework: Framework, q: Array) -> dict[
 
 
 def recorded(wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framework: Framework, q: Array) -> dict[str, Any]:
-    """The fields and captured arrays of the functions, which are recorded unless they are known; errors are added to `wrong`."""
+    """The fields and captured arrays of the functions, which are recorded unless they are known; errors are added to `wrong`.
+
+    While Dynamo traces, the fields are the functions themselves, which _compiled.py hands on."""
+    if is_traced_by_dynamo():
+        return {FIELDS[name]: function for name, function in functions.items()}
     found = {}
     for name, function in functions.items():
         try:
@@ -164,7 +179,7 @@ def recorded(wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framewor
             _check_captured(_named(function), known[1], framework, q)
             found[name] = known
         except UnrecordableError as refused:
-            wrong.append(refusing(ValueError, name, f"{_named(function)}{_place(refused.__traceback__)}: {refused}"))
+            wrong.append(refusing(ValueError, name, f"{_named(function)}{_place(refused)}: {refused}"))
         except _RefusedError as refused:
             wrong.append(refusing(refused.error, name, str(refused)))
     try:
@@ -172,6 +187,12 @@ def recorded(wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framewor
     except _RefusedError as refused:
         wrong.append(refusing(ValueError, next(iter(found)), str(refused)))
         return {}
+
+
+def with_numbers(fields: Mapping[str, Any], symbols: Sequence[int]) -> dict[str, Any]:
+    """The fields, with integers in place of the symbols of their texts."""
+    texts = {name: numbered(fields[name], symbols) for name in FIELDS.values() if name in fields}
+    return {**fields, **texts}
 
 
 def fields_of(given: Mapping[str, Any], fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Any]:
@@ -183,7 +204,7 @@ def fields_of(given: Mapping[str, Any], fields: Mapping[str, Any], arrays: Mappi
 
 def in_options(given: Mapping[str, Any]) -> bool:
     """Whether an option is a function, or a block mask that was made of one."""
-    return bool(functions_in(given)) or getattr(given.get("block_mask"), "function", None) is not None
+    return len(functions_in(given)) > 0 or getattr(given.get("block_mask"), "function", None) is not None
 
 
 def both(first: Callable[..., Any] | None, second: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +231,7 @@ def recorded_mask(function: Callable[..., Any], framework: Framework) -> dict[st
                 raise _RefusedError(f"{_named(function)} {_TRACKED}", NotImplementedError)
         return _merged(framework, {"mask": (recording, arrays)})
     except UnrecordableError as refused:
-        raise refusing(ValueError, "function", f"{_named(function)}{_place(refused.__traceback__)}: {refused}") from None
+        raise refusing(ValueError, "function", f"{_named(function)}{_place(refused)}: {refused}") from None
     except _RefusedError as refused:
         raise refusing(refused.error, "function", str(refused)) from None
 
@@ -227,7 +248,8 @@ class _RefusedError(Exception):
 def _record(name: str, function: Callable[..., Any], framework: Framework, q: Array) -> tuple[Recording, Sequence[Any]]:
     refuse_in_functions()
     _check_signature(name, function)
-    seen = watch(function)  # before the function runs, which may change what it reads
+    # Before the function runs, which may change what it reads.
+    seen = Watch(is_complete=False) if isinstance(function, Unwatched) else watch(function)
     graph, found, arrays = _called(name, function, framework, q, seen)
     value = _result(name, _named(function), graph, found)
     result = value.at((), BOOLEAN if name == "mask" else REAL)
@@ -257,7 +279,7 @@ def _called(name: str, function: Callable[..., Any], framework: Framework, q: Ar
     except RecursionError:
         raise _RefusedError(f"{_named(function)} makes too many calls within one another; accepted is a function that ends") from None
     except TypeError as failed:
-        if _place(failed.__traceback__):
+        if _place(failed):
             raise
         words = f"{_named(function)} refuses its {len(_ARGUMENTS[name])} arguments; accepted is {SIGNATURES[name]}"
         raise _RefusedError(words, TypeError) from failed  # a function in C, whose own message is behind this one
@@ -281,7 +303,7 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
 
 def _result(name: str, whose: str, graph: Any, found: Any) -> Value:
     if not isinstance(found, Value):
-        if not isinstance(found, (bool, int, float)):
+        if not isinstance(found, (bool, int, float)) and not is_symbolic(found):
             accepted = "a scalar, or a number" if name == "score" else "a bool scalar, or a bool"
             raise _RefusedError(f"{whose} returns {kind(found)}; accepted is {accepted}", TypeError)
         found = graph.number(found)
@@ -315,10 +337,11 @@ def _named(function: Callable[..., Any]) -> str:
 _OWN = f"{Path(__file__).parent}{os.sep}"
 
 
-def _place(at: TracebackType | None) -> str:
+def _place(failed: UnrecordableError | TypeError) -> str:
     """(line 12 of file): where the caller's code was, in words."""
-    found = ""
-    while at is not None:
+    known = failed.place if isinstance(failed, UnrecordableError) else ""
+    found, at = known, failed.__traceback__
+    while at is not None and not known:
         file = at.tb_frame.f_code.co_filename
         if not file.startswith(_OWN) and f"{os.sep}torch{os.sep}" not in file and f"{os.sep}numpy{os.sep}" not in file:
             found = f" (line {at.tb_lineno} of {Path(file).name})"

@@ -7,6 +7,7 @@ tensor may be indexed in several steps, or operated on as a whole before it is i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ _CONSTANTS = {BOOLEAN: "BOOLEAN", INTEGER: "INTEGER", REAL: "REAL"}
 _CONVERSIONS = {BOOLEAN: "TO_BOOLEAN", INTEGER: "TO_INTEGER", REAL: "TO_REAL"}
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
 _MOST_WHOLE_POWER = 16
+_SYMBOL = re.compile(r"(REAL|INTEGER) \$(\d+)")
 
 BRANCH = (
     "a branch on the data, as if, and, or, not, min, max and a < b < c make; accepted is {}.where(condition, a, b), and &, |, ~ in "
@@ -27,6 +29,8 @@ _NO_FORM = "accepted are operations on single elements, indexing, and functions 
 class UnrecordableError(Exception):
     """Why a function has no graph, in words that go behind "score: " or "mask: "."""
 
+    place = ""  # the caller's line in words, if no traceback has it
+
 
 class NoFormError(UnrecordableError):
     def __init__(self, operation: object):
@@ -37,9 +41,21 @@ def promoted(*kinds: str) -> str:
     return max(kinds, key="BIR".index)
 
 
+def is_symbolic(x: Any) -> bool:
+    """Whether x is an integer of PyTorch's compiler, as a length is, which has another value in each call."""
+    return type(x).__name__ == "SymInt"
+
+
 def kind_of(x: Any) -> str:
-    """The kind of a Python number."""
-    return BOOLEAN if isinstance(x, bool) else INTEGER if isinstance(x, int) else REAL
+    """The kind of a number."""
+    return BOOLEAN if isinstance(x, bool) else INTEGER if isinstance(x, int) or is_symbolic(x) else REAL
+
+
+class Symbol:
+    """A constant that has another value in each call: number is symbolic."""
+
+    def __init__(self, number: Any):
+        self.number = number
 
 
 class Graph:
@@ -75,7 +91,9 @@ class Graph:
         return len(self.nodes) - 1
 
     def constant(self, x: Any, kind: str) -> int:
-        if kind == REAL:
+        if is_symbolic(x) and kind != BOOLEAN:
+            x = Symbol(x)
+        elif kind == REAL:
             x = float(x)
         elif kind == INTEGER:
             x = int(x)
@@ -111,12 +129,14 @@ class Graph:
             if x.graph is not self:
                 raise UnrecordableError("an array that the function kept when it was recorded before; accepted is one that it makes anew")
             return x
-        if isinstance(x, (bool, int, float)):
+        if isinstance(x, (bool, int, float)) or is_symbolic(x):
             return self.number(x)
         raise UnrecordableError(f"{type(x).__name__} among the operands; accepted are tensors and numbers")
 
-    def text(self, result: int, captured: Mapping[int, int] | None = None) -> str:
-        """The nodes that the result needs, as decoded() reads them. captured: the places of captured arrays among those of the call."""
+    def text(self, result: int, captured: Mapping[int, int] | None = None, symbols: list[Any] | None = None) -> str:
+        """The nodes that the result needs, as decoded() reads them. captured: the places of captured arrays among those of the call;
+        symbols: those of the call, to which the text's are added: $n is symbols[n]."""
+        symbols = [] if symbols is None else symbols
         needed, stack = {result}, [result]
         while stack:
             for n in self.nodes[stack.pop()][1]:
@@ -130,6 +150,9 @@ class Graph:
             parts = [operation, *map(str, (order[n] for n in inputs))]
             if operation == "LOAD":
                 parts.insert(1, str(more if captured is None else captured[more]))
+            elif isinstance(more, Symbol):
+                parts.append(f"${len(symbols)}")
+                symbols.append(more.number)
             elif more is not None:
                 parts.append(repr(int(more) if operation == "BOOLEAN" else more))
             words.append(" ".join(parts))
@@ -141,12 +164,19 @@ class Graph:
         return [*dict.fromkeys(more for operation, _, more in nodes if operation == "LOAD")]
 
 
+def numbered(text: str, symbols: Sequence[int]) -> str:
+    """The text with integers in place of its symbols."""
+    return _SYMBOL.sub(lambda found: f"{found[1]} {(float if found[1] == 'REAL' else int)(symbols[int(found[2])])}", text)
+
+
 def decoded(text: str) -> list[tuple[str, tuple[int, ...], Any]]:
-    """The nodes of a text: operation, inputs, and the constant or the number of the captured array."""
+    """The nodes of a text: operation, inputs, and the constant, its symbol or the number of the captured array."""
     nodes: list[tuple[str, tuple[int, ...], Any]] = []
     for words in text.split("; "):
         operation, *rest = words.split(" ")
-        if operation == "REAL":
+        if rest and rest[0].startswith("$"):
+            nodes.append((operation, (), rest[0]))
+        elif operation == "REAL":
             nodes.append((operation, (), float(rest[0])))
         elif operation in ("INTEGER", "BOOLEAN"):
             nodes.append((operation, (), int(rest[0])))
@@ -162,10 +192,10 @@ def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     sizes = []
     for axis in zip(*padded, strict=True):
-        wide = {n for n in axis if n != 1}
-        if len(wide) > 1:
+        wide = [n for n in axis if n != 1]
+        if any(n != wide[0] for n in wide):
             raise UnrecordableError(f"shapes {', '.join(map(str, shapes))} do not broadcast")
-        sizes.append(wide.pop() if wide else 1)
+        sizes.append(wide[0] if wide else 1)
     return tuple(sizes)
 
 
@@ -260,7 +290,7 @@ class Value:
     def to(self, kind: str) -> Value:
         if kind == self.kind:
             return self
-        if self.number is not None:
+        if self.number is not None and not is_symbolic(self.number):
             number = self.number
             return self.graph.number({BOOLEAN: bool, INTEGER: int, REAL: float}[kind](number))
         return self._made(self.shape, lambda indices: self.at(indices, kind), kind)
@@ -408,7 +438,7 @@ class Value:
         """A node that counts from the beginning of an axis, within it: what an array beneath must not see beyond its own part."""
         add, n = self.graph.add, self.graph.constant(size, INTEGER)
         operation, _, number = self.graph.nodes[index]
-        if operation == "INTEGER" and 0 <= number < size:
+        if operation == "INTEGER" and not isinstance(number, Symbol) and 0 <= number < size:
             return index
         wrapped = add("WHERE", add("LESS", index, self.graph.zero), add("ADD", index, n), index)
         last = self.graph.constant(size - 1, INTEGER)
@@ -443,7 +473,7 @@ class Value:
         size = self.shape[axis]
         if not -size <= index < size:
             raise UnrecordableError(f"index {index} of an axis of {size}")
-        return self.index([None] * axis + [self.graph.number(index % size)])
+        return self.index([None] * axis + [self.graph.number(index + size if index < 0 else index)])
 
     def sliced(self, axis: int, start: int, stop: int, step: int) -> Value:
         """x[start:stop:step] along an axis; bounds as Python's slices give them, for the axis."""

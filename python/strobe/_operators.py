@@ -13,8 +13,9 @@ from torch import Tensor
 from . import _prepared
 from ._call import Call
 from ._checks import Wrong
-from ._function import CAPTURED
+from ._function import CAPTURED, SYMBOLS, with_numbers
 from ._function import FIELDS as FUNCTIONS
+from ._graph import is_symbolic
 from ._options import FIELDS, GRADIENTS, INPUTS
 from ._parse import parse_aux
 from .arrays.torch import TORCH
@@ -37,7 +38,8 @@ ARGUMENTS_WITHOUT_FUNCTIONS = ", ".join(
     + [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items() if name not in _OF_FUNCTIONS]
 )
 # One list has all captured tensors, because PyTorch allows an operator 64 arguments.
-ARGUMENTS = ", ".join([ARGUMENTS_WITHOUT_FUNCTIONS, *(f"str? {name}=None" for name in FUNCTIONS.values()), "Tensor[]? captured=None"])
+_CAPTURED = f"Tensor[]? captured=None, SymInt[]? {SYMBOLS}=None"
+ARGUMENTS = ", ".join([ARGUMENTS_WITHOUT_FUNCTIONS, *(f"str? {name}=None" for name in FUNCTIONS.values()), _CAPTURED])
 # Results have the memory layout of the inputs, so a compiler may not choose other strides for the inputs.
 TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_backward"
@@ -80,14 +82,18 @@ def call_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> Call:
     if wrong:
         raise wrong[0]
     q, k, v = tensors
-    arrays, options = {"q": q, "k": k, "v": v}, {}
+    arrays, options, symbols = {"q": q, "k": k, "v": v}, {}, None
     for name, x in given.items():
         if name in FIELDS:
             options[name] = tuple(x) if isinstance(x, list) else x
         elif name == "captured":
             arrays.update(zip(CAPTURED, x or (), strict=False))
+        elif name == SYMBOLS:
+            symbols = x
         elif x is not None and name != "aux":
             arrays[name] = x
+    if symbols:
+        options = {**options, SYMBOLS: symbols} if any(map(is_symbolic, symbols)) else with_numbers(options, symbols)
     return Call(TORCH, arrays, options, aux)
 
 

@@ -111,6 +111,7 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
         withheld |= {*_function.CAPTURED, *_function.FIELDS.values()}
     if wrong & {"k_scale", "v_scale"}:  # these determine whether k and v are quantised
         withheld |= {"k", "v", "k_scale", "v_scale"}
+    withheld |= {name for name in _function.FIELDS.values() if callable(call.options.get(name))}  # under torch.compile
     arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (call.arrays, call.options))
     return Call(call.framework, arrays, options), known
 

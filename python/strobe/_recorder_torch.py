@@ -75,7 +75,8 @@ def record(
             raise UnrecordableError(words).with_traceback(failed.__traceback__) from None
         if isinstance(found, Tensor):
             found = mode.value(found)
-        return graph, found, mode.captured
+    # Detached where the modes that trace the call see it.
+    return graph, found, [graph.detached[n].detach() if n in graph.detached else x for n, x in enumerate(mode.captured)]
 
 
 _NUMBERS = {
@@ -124,7 +125,7 @@ class _Python(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
-            return _indexed(*args)
+            return indexed(*args)
         if (words := _NUMBERS.get(func)) is not None:
             raise UnrecordableError(words)
         if func is torch.Tensor.__rtruediv__:  # by itself other * (1 / x)
@@ -138,7 +139,7 @@ class _Python(TorchFunctionMode):
         return found
 
 
-def _indexed(x: Tensor, index: Any) -> Tensor:
+def indexed(x: Tensor, index: Any) -> Tensor:
     """x[index], where scalars are tensors."""
     items = [*index] if isinstance(index, tuple) else [index]
     wide = sum(item is not None and item is not Ellipsis for item in items)
@@ -168,6 +169,12 @@ def _indexed(x: Tensor, index: Any) -> Tensor:
             accepted = "accepted are integers, tensors of integers, slices, None and ..."
             raise UnrecordableError(f"an index of type {type(item).__name__}; {accepted}")
     return torch.ops.aten.index.Tensor(x, tensors) if tensors else x.view_as(x)
+
+
+_SIZES = ("numel", "size", "stride", "storage_offset")
+_OF_METADATA = frozenset(
+    ("prim::device", "dim", "is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense", *_SIZES, *map("sym_{}".format, _SIZES))
+)
 
 
 class _Operations(TorchDispatchMode):
@@ -210,6 +217,8 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::").removeprefix("prims::")
+        if name in _OF_METADATA:  # of a tensor of a compiler, which itself has the answer
+            return func(*args, **(kwargs or {}))
         given = {x.name: x.default_value for x in func._schema.arguments if x.has_default_value()}
         given |= dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | (kwargs or {})
         if name in ("lift_fresh", "lift_fresh_copy"):

@@ -210,10 +210,10 @@ class Step(NamedTuple):
 class Watch:
     """arrays: the steps that find arrays, by id; caches: functions of functools.cache, with how often each has called its own function."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_complete: bool = True) -> None:
         self.steps: list[Step] = []
         self.caches: list[tuple[Any, int]] = []
-        self.is_complete = True
+        self.is_complete = is_complete
         self.arrays: dict[int, int] = {}
         self.found: list[Any] = []  # what the steps found when they were listed; the first is the function
 

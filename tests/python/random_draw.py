@@ -84,7 +84,8 @@ def _wide(rng: random.Random, most: int) -> int:
 
 
 def draw_options(number: int, dtypes: dict[str, float] | None = None, functions: float = 0.2) -> Options:
-    """The options that calls with the same number // CALLS share. dtypes: the weight of each dtype; functions: how often a score is the caller's."""
+    """The options that calls with the same number // CALLS share. dtypes: the weight of each dtype; functions: how often a call has a score
+    of its own."""
     rng = random.Random(f"options {number // CALLS}")
     o: Options = {"dtype": _one(rng, dtypes or {"float32": 0.35, "bfloat16": 0.3, "float16": 0.2, "float64": 0.15})}
     o["d"] = _width(rng)
