@@ -133,7 +133,7 @@ class _Python(TorchFunctionMode):
         if func is torch.Tensor.__setitem__:
             raise UnrecordableError("a write into a tensor; accepted is torch.where, which makes a new one")
         found = func(*args, **(kwargs or {}))
-        nothing = found is None and func.__name__ != "__get__"
+        nothing = found is None and getattr(func, "__name__", "") != "__get__"
         if func not in _OF_KINDS and not _are_tensors(found) and not nothing:
             self._seen.is_complete = False  # as of stride() or requires_grad, which other tensors have in another way
         return found

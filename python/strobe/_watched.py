@@ -354,10 +354,11 @@ class _Walk:
                 self._look(at, _type, None, kind)
         elif kind in (dict, OrderedDict) and all(map(_is_plain_key, x)):
             at = self._step(parent, fetch, key, _has_members, (kind, [*x], [*map(type, x)]), x)
+            self._keys(at, x)
             for name, each in x.items():
                 self._look(at, _item, name, each)
         elif kind in (set, frozenset) and all(map(_is_plain_key, x)):
-            self._step(parent, fetch, key, _has_members, (kind, [*x], [*map(type, x)]), x)
+            self._keys(self._step(parent, fetch, key, _has_members, (kind, [*x], [*map(type, x)]), x), x)
         elif kind in (property, staticmethod, classmethod, functools.cached_property):
             at = self._step(parent, fetch, key, _is, x, x)
             inner = getattr(x, "fget", None) or getattr(x, "func", None) or getattr(x, "__func__", None)
@@ -409,6 +410,12 @@ class _Walk:
         """Those of the names that a dictionary has."""
         for name in sorted(name for name in names if name in x):
             self._look(at, _entry, name, x[name])
+
+    def _keys(self, at: int, x: Iterable[Any]) -> None:
+        """What is read of keys, or of a set's members, which are known to be the same ones."""
+        for each in x:
+            if isinstance(each, enum.Enum):
+                self._look(at, _itself_of(each), None, each)
 
     def _module(self, parent: int, fetch: Callable[..., Any], key: Any, x: types.ModuleType) -> None:
         at = self._step(parent, fetch, key, _is, x, x)

@@ -253,6 +253,12 @@ CHANGES = {
     "key of a dictionary of another type": Change(
         "d = {1: 2.0}\n" + F + "i // sum(k / 3 if type(k) is int else 1 for k in d)", "del d[1]\nd[True] = 2.0"
     ),
+    "attribute of a key": Change(
+        "class E(enum.Enum):\n  A = 1\nE.A.x = 2.0\nd = {E.A: 1.0}\n" + F + "s * sum(e.x for e in d)", "[*d][0].x = 3.0"
+    ),
+    "attribute of a member of a set": Change(
+        "class E(enum.Enum):\n  A = 1\nE.A.x = 2.0\nd = {E.A}\n" + F + "s * sum(e.x for e in d)", "[*d][0].x = 3.0"
+    ),
     "order of a dictionary": Change("d = {'x': 2.0, 'y': 3.0}\n" + F + "s * [*d.values()][0]", "d['x'] = d.pop('x')"),
     "ordered dictionary": Change("d = collections.OrderedDict(x=2.0)\n" + F + "s * d['x']", "d['x'] = 3.0"),
     "default of a dictionary": Change("d = collections.defaultdict(lambda: y)\ny = 2.0\n" + F + "s * d[h]", "d.clear()\ny = 3.0", False),
