@@ -38,7 +38,14 @@ ARGUMENTS_WITHOUT_FUNCTIONS = ", ".join(
     + [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items() if name not in _OF_FUNCTIONS]
 )
 # One list has all captured tensors, because PyTorch allows an operator 64 arguments.
-ARGUMENTS = ", ".join([ARGUMENTS_WITHOUT_FUNCTIONS, *(f"str? {name}=None" for name in FUNCTIONS.values()), f"Tensor[]? captured=None, SymInt[]? {SYMBOLS}=None"])
+ARGUMENTS = ", ".join(
+    [
+        ARGUMENTS_WITHOUT_FUNCTIONS,
+        *(f"str? {name}=None" for name in FUNCTIONS.values()),
+        "Tensor[]? captured=None",
+        f"SymInt[]? {SYMBOLS}=None",
+    ]
+)
 # Results have the memory layout of the inputs: a compiler may not choose other strides for these.
 TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_backward"
