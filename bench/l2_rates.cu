@@ -16,7 +16,7 @@ using namespace strobe;
 constexpr int kTile = 48 * 1024, kPiece = 8192, kSteps = 400, kTiles = 400, kAdding = 256;
 
 enum Adders { kNobody, kLanes, kCopyEngine };
-enum Places { kOwn, kCommon }; // two tiles of each block's own; or 64 that 64 blocks walk over at the same time
+enum Places { kOwn, kCommon }; // each block has two tiles; or 64 blocks walk over the same 64 tiles
 
 template <Places places> __device__ long tile_of(int step) {
   return (places == kCommon ? blockIdx.x / 64 * 64 + step % 64 : blockIdx.x * 2 + step % 2) * (long)kTile;

@@ -42,8 +42,8 @@ static int is_csr(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, co
   return end == kept;
 }
 
-/* Counting sort by column: counts, their running sum, then each entry to its place. Another thread may write to the caller's CSR meanwhile:
- * checked values are read again, so every index that is written through is checked against its bounds. */
+/* Counting sort by column: counts, their running sum, then each entry goes to its place. Another thread may change the caller's CSR after a
+ * check, so every index that is written through is checked against its bounds once more. */
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
                               int32_t *offsets_t, int32_t *indices_t) {
   if (!is_csr(matrices, rows, cols, kept, offsets, indices)) return 0;

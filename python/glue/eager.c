@@ -38,7 +38,7 @@ static PyObject *refused; /* the exception raised where a call turns out to need
 static int32_t (*run_prepared)(const strobe_prepared *, int32_t, const uint8_t *, const uintptr_t *, int32_t, uintptr_t, uintptr_t,
                                uint64_t); /* strobe_glue_run, in another library: strobe._core */
 
-/* Py_None, and no error; or NULL with the error, if it must not be dropped, such as KeyboardInterrupt. */
+/* Returns Py_None and drops the error; or NULL, with an error that must not be dropped, such as KeyboardInterrupt. */
 static PyObject *nothing(void) {
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;

@@ -90,7 +90,7 @@ static void work(void *arg) {
   for (int i; (i = atomic_fetch_add_explicit(&r->next, 1, memory_order_relaxed)) < r->n;) r->body(r->arg, i);
 }
 
-/* Runs n items on the whole team of PyTorch's operators (0 stands for it), however small n: a smaller team would end threads, and the next
+/* Runs n items on the whole team of PyTorch's operators (0 threads), however small n is: a smaller team would end threads, and the next
  * team would start them again. */
 static void on_openmp(void *pool, int32_t n, void (*body)(void *arg, int32_t i), void *arg) {
   struct region r = {body, arg, n, (int)(uintptr_t)pool, 0};

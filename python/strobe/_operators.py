@@ -46,7 +46,7 @@ ARGUMENTS = ", ".join(
         f"SymInt[]? {SYMBOLS}=None",
     ]
 )
-# Results have the memory layout of the inputs: a compiler may not choose other strides for these.
+# Results have the memory layout of the inputs, so a compiler may not choose other strides for the inputs.
 TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_backward"
 torch.library.define(FORWARD_NAME, f"({ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=TAGS)
