@@ -239,6 +239,18 @@ def test_checkpoint():
     same(compiled(layer), layer, [*drawn(12), randn(12).requires_grad_()], [*model.parameters()])
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs need a GPU")
+def test_cuda_graphs():
+    model = Model().to(DEVICE)
+    found = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for n in range(4):  # warm-up, capture, and replays that read other numbers
+        given = randn(12, seed=n).requires_grad_()
+        torch.compiler.cudagraph_mark_step_begin()
+        same(found, model, [*drawn(12), given], [*model.parameters()])
+        with torch.no_grad():
+            model.slopes += 0.1
+
+
 def test_functions_that_share_tensors_pass_them_once():
     table = torch.randint(0, 3, (12,)).to(DEVICE, torch.uint8)  # converted for the library
 
