@@ -1,9 +1,9 @@
 """Calls with functions of the score and the mask under torch.compile and strict torch.export.
 
-TorchDynamo traces such a function as it traces FlexAttention's: it becomes a graph of its own, and whatever it captures (parameters, inputs,
-tensors that the model has computed, lengths) becomes an operand of one higher-order operator. When that graph is lowered, the operator
-records the function's graph as it records a function, and leaves the ordinary operator of _operators.py behind, with the function as text.
-Only this module knows PyTorch's compiler."""
+TorchDynamo traces such a function as it traces FlexAttention's: the function becomes a graph of its own, and whatever it captures
+(parameters, inputs, tensors that the model has computed, lengths) becomes an operand of one higher-order operator. Later tracers do not see
+that operator: called on their tensors, it records the function's graph as the recorder does a function, and calls the operator of
+_operators.py with the function as text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from ._graph import UnrecordableError
 from ._recorder_torch import indexed
 from .arrays.torch import TORCH
 
-
 _OF_WHOLE_TENSORS = ("detach", "dim", "numel", "size", "stride")  # methods that are called before a function is recorded
 _NUMBERS = (int, float, tuple, torch.SymInt, torch.SymFloat)
 _FRAME = re.compile(r'File "(.*?)", line (\d+), in (\S+)')
@@ -42,33 +41,24 @@ class Lifted(Unwatched):
         self._graph, self.__qualname__ = graph, _name(graph)
         placeholders = graph.graph.find_nodes(op="placeholder")
         self._known = dict(zip(placeholders[len(placeholders) - len(operands) :], operands, strict=True))
-        # Real numbers: those of closures, which Dynamo keeps in tensors on the CPU, and those computed from lengths.
-        self._places: dict[fx.Node, int] = {}
-        numbers: list[Tensor] = []
         for node in graph.graph.nodes:
-            found = self._without_scores(node)
-            if isinstance(found, torch.SymFloat) and not _has_float(found):
-                found = torch.scalar_tensor(found, dtype=torch.float64, device=device)
-            elif isinstance(found, torch.SymFloat) or (_is_item(node) and isinstance(found, Tensor) and found.is_floating_point()):
-                # A sum, because a copy would wait for the GPU, and because a compiler that sees scalar_tensor() compiles for each number.
-                found = torch.zeros((), dtype=torch.float64, device=device) + found
-            else:
-                continue
-            self._places[node] = len(numbers)
-            numbers.append(found)
-        self._numbers = torch.stack(numbers) if numbers else None
+            self._compute(node)
+        # Real numbers become one tensor: those of closures, which Dynamo keeps in tensors on the CPU, and those computed from lengths.
+        places = [node for node in self._known if _is_real(node) and any(user not in self._known for user in node.users)]
+        self._places = {node: place for place, node in enumerate(places)}
+        self._numbers = torch.stack([_on(device, self._known[node]) for node in places]) if places else None
 
-    def _without_scores(self, node: fx.Node) -> Any:
-        """The value of a node that no argument of the function has a part in; None if there is none."""
-        if node not in self._known and all(x in self._known for x in node.all_input_nodes):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), self._known.__getitem__)
-            if _is_item(node):
-                self._known[node] = args[0]
-            elif node.op == "call_method" and node.target in _OF_WHOLE_TENSORS:
-                self._known[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
-            elif node.op == "call_function" and isinstance(node.meta.get("example_value"), _NUMBERS):
-                self._known[node] = node.target(*args, **kwargs)
-        return self._known.get(node)
+    def _compute(self, node: fx.Node) -> None:
+        """Computes the value of a node that no argument of the function has a part in, and that is no tensor."""
+        if node in self._known or not all(x in self._known for x in node.all_input_nodes):
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._known.__getitem__)
+        if _is_item(node):
+            self._known[node] = args[0]
+        elif node.op == "call_method" and node.target in _OF_WHOLE_TENSORS:
+            self._known[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+        elif node.op == "call_function" and isinstance(node.meta.get("example_value"), _NUMBERS):
+            self._known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
 
     def __call__(self, *scalars: Tensor) -> Any:
         known = {**self._known}
@@ -83,9 +73,16 @@ def _is_item(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "item"
 
 
-def _has_float(x: torch.SymFloat) -> bool:
-    """Whether x was computed from a float, and not from lengths alone."""
-    return any(symbol_is_type(symbol, SymT.FLOAT) for symbol in x.node.expr.free_symbols)
+def _is_real(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.SymFloat)
+
+
+def _on(device: torch.device, x: Any) -> Tensor:
+    """A tensor of a number, be it symbolic or a tensor on the CPU."""
+    if isinstance(x, torch.SymFloat) and not any(symbol_is_type(symbol, SymT.FLOAT) for symbol in x.node.expr.free_symbols):
+        return torch.scalar_tensor(x, dtype=torch.float64, device=device)  # type: ignore[arg-type]
+    # A sum, because a copy would wait for the GPU, and because a compiler that sees scalar_tensor() of a float compiles for each number.
+    return torch.zeros((), dtype=torch.float64, device=device) + x
 
 
 class _Interpreter(fx.Interpreter):
@@ -166,7 +163,7 @@ def _operator() -> _Attention | None:
         return None
     operator = _Attention()
 
-    class AttentionVariable(traced_as_flex):
+    class AttentionVariable(traced_as_flex):  # type: ignore[misc, valid-type]
         _HOP_NAME = "strobe.attention"
 
         def create_wrapped_node(self, *args: Any) -> Any:
@@ -199,6 +196,7 @@ def forward(call: Call) -> tuple[Tensor, ...]:
     score = partial(_score, functions.get("score"), torch.float64 if q.dtype == torch.float64 else torch.float32)
     mask = partial(_mask, functions.get("mask"))
     names = tuple(arrays)[3:], call.aux, tuple(functions)
+    assert OPERATOR is not None
     found: tuple[Tensor, ...] = OPERATOR(q, k, v, score, (*others, mask), names, options)
     return found
 
@@ -216,4 +214,5 @@ def _mask(function: Any, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Any:
 
 def _result(found: Any) -> Any:
     """What a function returns; a number becomes a tensor, which a graph can return."""
-    return torch.full((), found) if isinstance(found, (bool, int, float, torch.SymInt)) else found
+    is_number = isinstance(found, (bool, int, float, torch.SymInt))
+    return torch.full((), found) if is_number else found

@@ -173,7 +173,15 @@ def indexed(x: Tensor, index: Any) -> Tensor:
 
 _SIZES = ("numel", "size", "stride", "storage_offset")
 _OF_METADATA = frozenset(
-    ("prim::device", "dim", "is_contiguous", "is_strides_like_format", "is_non_overlapping_and_dense", *_SIZES, *map("sym_{}".format, _SIZES))
+    (
+        "prim::device",
+        "dim",
+        "is_contiguous",
+        "is_strides_like_format",
+        "is_non_overlapping_and_dense",
+        *_SIZES,
+        *(f"sym_{n}" for n in _SIZES),
+    )
 )
 
 

@@ -898,21 +898,6 @@ def test_explain_prints_the_functions():
     assert "i >= j" in text
 
 
-def test_a_compiler_breaks_its_graph_and_says_so():
-    q, k, v = drawn_call()
-
-    def model(q: Tensor, k: Tensor, v: Tensor, cap: float) -> Tensor:
-        return strobe.attention(q * 2, k, v, score=lambda s, b, h, i, j: cap * torch.tanh(s / cap), engine="reference") * 2
-
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager")
-    for cap in (2.0, 3.0):
-        assert torch.equal(compiled(q, k, v, cap), model(q, k, v, cap))
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="functions of the score and the mask are recorded outside of the graph"):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(q, k, v, 2.0)
-
-
 def test_export_keeps_the_functions():
     class Model(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
