@@ -100,7 +100,11 @@ template <Functions kFunctions> struct Reals<kFunctions, double> {
   static __device__ __forceinline__ T subtract(T x, T y) { return rounded_sum(x, -y); }
   static __device__ __forceinline__ T multiply(T x, T y) { return rounded_product(x, y); }
   static __device__ __forceinline__ T divide(T x, T y) { return x / y; }
-  static __device__ __forceinline__ T floor_divide(T x, T y) { return ::floor(x / y); }
+  static __device__ __forceinline__ T floor_divide(T x, T y) {
+    if (y == 0) return x / y;
+    const T rest = ::fmod(x, y), quotient = subtract(subtract(x, rest) / y, T(rest != 0 && (rest < 0) != (y < 0)));
+    return quotient == 0 ? ::copysign(T(0), x / y) : ::floor(quotient) + T(quotient - ::floor(quotient) > T(0.5));
+  }
   static __device__ __forceinline__ T trunc_remainder(T x, T y) { return ::fmod(x, y); }
   static __device__ __forceinline__ T remainder(T x, T y) {
     const T r = ::fmod(x, y);
@@ -157,7 +161,11 @@ template <Functions kFunctions> struct Reals<kFunctions, float> {
     asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
   }
-  static __device__ __forceinline__ T floor_divide(T x, T y) { return ::floorf(__fdiv_rn(x, y)); }
+  static __device__ __forceinline__ T floor_divide(T x, T y) {
+    if (y == 0) return __fdiv_rn(x, y);
+    const T rest = ::fmodf(x, y), quotient = rounded_sum(__fdiv_rn(rounded_sum(x, -rest), y), -T(rest != 0 && (rest < 0) != (y < 0)));
+    return quotient == 0 ? ::copysignf(T(0), __fdiv_rn(x, y)) : ::floorf(quotient) + T(quotient - ::floorf(quotient) > T(0.5));
+  }
   static __device__ __forceinline__ T trunc_remainder(T x, T y) { return ::fmodf(x, y); }
   static __device__ __forceinline__ T remainder(T x, T y) {
     const T r = ::fmodf(x, y);

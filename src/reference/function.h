@@ -235,9 +235,10 @@ private:
     }
   }
 
+  // PyTorch's: x // 0 is x / 0, and an infinite x has no quotient, as it has no remainder.
   static double floor_of_quotient(double x, double y) {
+    if (y == 0) return x / y;
     const double rest = std::fmod(x, y);
-    if (std::isnan(rest)) return std::floor(x / y);
     return std::round((x - rest) / y) - (rest != 0 && (rest < 0) != (y < 0));
   }
 

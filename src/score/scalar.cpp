@@ -66,6 +66,16 @@ template <class I> I integer_of(Op op, I x, I y) {
   }
 }
 
+// PyTorch's and Python's x // y, from the exact remainder: where x / y is rounded up to an integer, its floor would be one too large.
+template <class T> T floor_of_quotient(T x, T y) {
+  if (y == 0) return x / y;
+  const T rest = std::fmod(x, y);
+  const T quotient = (x - rest) / y - T(rest != 0 && (rest < 0) != (y < 0)); // an integer, but for rounding
+  if (quotient == 0) return std::copysign(T(0), x / y);
+  const T whole = std::floor(quotient);
+  return quotient - whole > T(0.5) ? whole + 1 : whole;
+}
+
 template <class T> T real_of(Op op, T x, T y) {
   switch (op) {
   case Op::ADD:
@@ -77,7 +87,7 @@ template <class T> T real_of(Op op, T x, T y) {
   case Op::DIVIDE:
     return x / y;
   case Op::FLOOR_DIVIDE:
-    return std::floor(x / y);
+    return floor_of_quotient(x, y);
   case Op::REMAINDER: {
     const T r = std::fmod(x, y);
     return r != 0 && (r < 0) != (y < 0) ? r + y : r;

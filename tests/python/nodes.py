@@ -42,7 +42,7 @@ def logarithm(function: Callable[[float], float]) -> Callable[[float], float]:
 def floored(x: Any, y: Any) -> Any:
     if isinstance(x, int):
         return wrapped(x // y) if y else 0
-    return float(math.floor(x / y)) if y and math.isfinite(x / y) else divided(x, y)
+    return x // y if y else divided(x, y)
 
 
 def remainder(x: Any, y: Any) -> Any:

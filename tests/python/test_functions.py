@@ -877,6 +877,24 @@ def test_engines_agree_with_the_reference(engine, name):
 
 
 @pytest.mark.parametrize("engine", available_engines())
+def test_the_quotient_of_reals_is_pytorchs(engine):
+    """1.0 // 0.1 is 9, though 1.0 / 0.1 is rounded to 10. LSE is the score of the only key."""
+    dtype = dtype_of(engine)
+    reals = torch.float64 if dtype == torch.float64 else torch.float32
+    pairs = itertools.product([1.0, -1.0, 0.3, 3.0, 7.0, -2.5, 0.0, 1e6], [0.1, -0.1, 0.3, 0.7, 2.0, -1.5])
+    x, y = torch.tensor([*pairs], dtype=reals, device=DEVICE).unbind(1)
+    q, kv = (torch.zeros(1, 1, n, 64, dtype=dtype, device=DEVICE) for n in (len(x), 1))
+    for score, expected in (
+        (lambda s, b, h, i, j: x[i] // y[i], x // y),
+        (lambda s, b, h, i, j: torch.div(x[i], y[i], rounding_mode="floor"), x // y),
+        (lambda s, b, h, i, j: x[i] % y[i], x % y),
+    ):
+        with running_on(engine):
+            lse = strobe.attention(q, kv, kv, score=score, return_lse=True, engine=engine)[1]
+        torch.testing.assert_close(lse[0, 0].to(reals), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", available_engines())
 def test_a_repeated_call(engine, monkeypatch):
     """It is not parsed, reads the numbers that the tensors have then, and follows a number that changes."""
     dtype = dtype_of(engine)
