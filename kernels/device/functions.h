@@ -93,6 +93,7 @@ template <class T, class E> __device__ __forceinline__ T load(const CapturedOper
 }
 
 // Reals.
+// x // y is PyTorch's, from the exact remainder: where x / y is rounded up to an integer, its floor would be one too large.
 template <Functions kFunctions, class T> struct Reals;
 template <Functions kFunctions> struct Reals<kFunctions, double> {
   using T = double;
@@ -202,7 +203,7 @@ template <Functions kFunctions> struct Reals<kFunctions, float> {
     asm("sqrt.approx.f32 %0, %0;" : "+f"(x));
     return x;
   }
-  static __device__ __forceinline__ T rsqrt(T x) { return ::rsqrtf(x); }
+  static __device__ __forceinline__ T rsqrt(T x) { return kFull ? __fdiv_rn(1, __fsqrt_rn(x)) : ::rsqrtf(x); }
   static __device__ __forceinline__ T sin(T x) { return ::sinf(x); }
   static __device__ __forceinline__ T cos(T x) { return ::cosf(x); }
   static __device__ __forceinline__ T tan(T x) { return ::tanf(x); }

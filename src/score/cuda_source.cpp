@@ -47,6 +47,23 @@ bool only_adds(const Graph &g, int32_t score, int32_t slope, int depth = 0) {
          only_adds(g, f.inputs[2], d.inputs[2], depth + 1);
 }
 
+// Whether a small change of an input may change the result by a whole.
+bool steps(Op op) {
+  switch (op) {
+  case Op::FLOOR:
+  case Op::CEIL:
+  case Op::TRUNC:
+  case Op::ROUND:
+  case Op::SIGN:
+  case Op::FLOOR_DIVIDE:
+  case Op::REMAINDER:
+  case Op::TRUNC_REMAINDER:
+    return true;
+  default:
+    return false;
+  }
+}
+
 // What an operation takes, in instructions, about.
 int32_t instructions_of(const Node &x) {
   switch (x.op) {
@@ -80,6 +97,7 @@ CudaFunctions::CudaFunctions(const Problem &p, bool scored)
   limited_.assign(count, false), divides_.assign(count, false);
   for (const Node &x : graph_.nodes())
     if (x.op == Op::FLOOR_DIVIDE || x.op == Op::REMAINDER) divides_[size_t(x.inputs[1])] = true;
+  find_exact();
   find_ranges();
   for (int32_t n = 0; n < graph_.size(); n++)
     limited_[size_t(n)] =
@@ -93,6 +111,16 @@ CudaFunctions::CudaFunctions(const Problem &p, bool scored)
     int32_t &place = divisor_place_[size_t(graph_[n].inputs[1])];
     if (place < 0 && divisors_.size() < FunctionArguments::kDivisors)
       place = int32_t(divisors_.size()), divisors_.push_back(graph_[n].inputs[1]);
+  }
+}
+
+// An approximation's last bits change a score little, but a step, a comparison or an index that follows from them by a whole.
+void CudaFunctions::find_exact() {
+  exact_.assign(size_t(graph_.size()), false);
+  for (int32_t n = graph_.size() - 1; n >= 0; n--) { // inputs stand before
+    const Node &x = graph_[n];
+    if (!used_[size_t(n)] || (x.kind == Kind::real && !exact_[size_t(n)] && !steps(x.op))) continue;
+    for (int32_t i = 0; i < x.count; i++) exact_[size_t(x.inputs[size_t(i)])] = true;
   }
 }
 
@@ -324,7 +352,7 @@ std::string CudaFunctions::call(int32_t n, const char *name_of_op) const {
     arguments += text(i ? ", " : "", name(input));
     narrow = narrow && ranges_[size_t(input)].narrow();
   }
-  if (x.kind == Kind::real) return text("R::", name_of_op, "(", arguments, ")");
+  if (x.kind == Kind::real) return text(exact_[size_t(n)] ? "Exact::" : "R::", name_of_op, "(", arguments, ")");
   const bool fits = ranges_[size_t(n)].narrow();
   return text(fits ? "(i32)" : "", "Integers<", narrow && fits ? "i32" : "i64", ">::", name_of_op, "(", arguments, ")");
 }
@@ -462,7 +490,8 @@ std::string CudaFunctions::source() const {
     const std::vector<bool> value = graph_.needed_by({score_}), all = graph_.needed_by({slope_});
     out += text("  template <Functions kFunctions, bool kSlope, class T>\n"
                 "  static __device__ __forceinline__ T score(const FunctionArguments &a, const PlaceOfPair &at, T x, T &slope) {\n"
-                "    using R = Reals<kFunctions, T>;\n",
+                "    using R = Reals<kFunctions, T>;\n"
+                "    using Exact = Reals<Functions::full, T>;\n",
                 statements(value, none, "    "), slope_ >= 0 ? "    if constexpr (kSlope) {\n" + statements(all, value, "      ") : "",
                 slope_ >= 0 ? text("      slope = ", name(slope_), ";\n    }\n") : "    if constexpr (kSlope) slope = T(1);\n",
                 "    return ", name(score_), ";\n  }\n");
@@ -471,7 +500,7 @@ std::string CudaFunctions::source() const {
     const std::vector<bool> wanted = graph_.needed_by({seen_});
     out += text("  template <Functions kFunctions, class T>\n"
                 "  static __device__ __forceinline__ bool seen(const FunctionArguments &a, const PlaceOfPair &at) {\n"
-                "    using R = Reals<kFunctions, T>;\n",
+                "    using Exact = Reals<Functions::full, T>;\n",
                 statements(wanted, none, "    "), "    return ", name(seen_), ";\n  }\n");
   }
   return out + "};\n} // namespace strobe\n";

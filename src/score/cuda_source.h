@@ -36,6 +36,7 @@ private:
 
   Range range(int32_t node) const;
   void find_ranges();
+  void find_exact();
   bool may_be_limited(int32_t node, double added, int depth = 0) const;
   bool short_axes(const Captured &) const;
   bool divides_by_constant(const Node &) const;
@@ -60,6 +61,7 @@ private:
   std::vector<bool> divides_; // of each node: whether something is divided by it
   std::vector<bool> limited_; // of each node: whether it is a limited_integer()
   std::vector<bool> used_;    // of each node: whether a result needs it
+  std::vector<bool> exact_;   // of each real: whether a step, a comparison, an integer or a mask follows from it
 };
 
 } // namespace strobe::score

@@ -21,9 +21,9 @@ constexpr int64_t kValues = 16;
 
 class Operations {
 public:
-  // of reals; those of which NVRTC makes no calls in FP64, because the emulator has no calls; all others; those that are approximated in 16
-  // bits. The emulator has no tables, which sine, cosine and tangent read.
-  enum class Which { reals, reals_without_calls, others, approximated };
+  // of reals; those of which NVRTC makes no calls in FP64, because the emulator has no calls; quotients of reals, which take so much code
+  // that they stand apart; all others; those that are approximated in 16 bits; those that are not, because a whole follows from them. The emulator has no tables, which sine, cosine and tangent read.
+  enum class Which { reals, reals_without_calls, quotients, others, approximated, decided };
   Nodes f;
   int32_t count = 0;
 
@@ -33,6 +33,10 @@ public:
     u_ = f.load(0, {b}), v_ = f.load(1, {b}), m_ = f.load(2, {b}), n_ = f.load(3, {b}), narrow_ = f.load(4, {b}), flag_ = f.load(5, {b});
     if (which == Which::approximated)
       approximated();
+    else if (which == Which::decided)
+      decided();
+    else if (which == Which::quotients)
+      quotients();
     else if (which == Which::others)
       integers(), booleans(), others();
     else
@@ -60,8 +64,6 @@ private:
     for (const strobe_operation o :
          {STROBE_OP_ADD, STROBE_OP_SUBTRACT, STROBE_OP_MULTIPLY, STROBE_OP_DIVIDE, STROBE_OP_MINIMUM, STROBE_OP_MAXIMUM, STROBE_OP_ATAN2})
       is(op(o, {both_signs, v_}));
-    for (const strobe_operation o : {STROBE_OP_FLOOR_DIVIDE, STROBE_OP_REMAINDER, STROBE_OP_TRUNC_REMAINDER})
-      is(op(o, {both_signs, op(STROBE_OP_SUBTRACT, {v_, f.real(0.5419)})}));
     for (const strobe_operation o : {STROBE_OP_NEGATE, STROBE_OP_ABSOLUTE, STROBE_OP_SIGN, STROBE_OP_EXP, STROBE_OP_EXP2, STROBE_OP_EXPM1,
                                      STROBE_OP_ATAN, STROBE_OP_SINH, STROBE_OP_COSH, STROBE_OP_TANH, STROBE_OP_ASINH, STROBE_OP_ERF,
                                      STROBE_OP_ERFC, STROBE_OP_SIGMOID, STROBE_OP_FLOOR, STROBE_OP_CEIL, STROBE_OP_TRUNC, STROBE_OP_ROUND})
@@ -81,6 +83,26 @@ private:
     for (const strobe_operation o : {STROBE_OP_EXP2, STROBE_OP_TANH, STROBE_OP_SIGMOID}) is(op(o, {x}));
     for (const strobe_operation o : {STROBE_OP_LOG, STROBE_OP_LOG2, STROBE_OP_SQRT, STROBE_OP_RSQRT}) is(op(o, {u_}));
     is(op(STROBE_OP_ARCCOSH_FROM_1, {more}));
+  }
+  void quotients() {
+    is(op(STROBE_OP_FLOOR_DIVIDE, {f.real(1), u_})); // 1 / 0.1f is rounded up to 10
+    is(op(STROBE_OP_FLOOR_DIVIDE, {f.real(-3), u_}));
+    is(op(STROBE_OP_REMAINDER, {f.real(-3), u_}));
+    is(op(STROBE_OP_TRUNC_REMAINDER, {f.real(-3), u_}));
+  }
+  void decided() { // by quotients of whole numbers, of which approximated ones are a little smaller
+    const int32_t whole = op(STROBE_OP_TO_REAL, {narrow_}), part = op(STROBE_OP_DIVIDE, {whole, f.real(37)});
+    for (const strobe_operation o : {STROBE_OP_FLOOR, STROBE_OP_CEIL, STROBE_OP_TRUNC}) is(op(o, {part}));
+    is(op(STROBE_OP_ROUND, {op(STROBE_OP_MULTIPLY, {part, f.real(0.5)})}));
+    is(op(STROBE_OP_SIGN, {op(STROBE_OP_SUBTRACT, {part, f.real(2)})}));
+    is(op(STROBE_OP_FLOOR_DIVIDE, {part, f.real(2)}));
+    is(op(STROBE_OP_REMAINDER, {part, f.real(2)}));
+    is(op(STROBE_OP_TRUNC_REMAINDER, {part, f.real(2)}));
+    is_integer(op(STROBE_OP_TO_INTEGER, {part}));
+    is(f.load(0, {op(STROBE_OP_TO_INTEGER, {op(STROBE_OP_ABSOLUTE, {part})})}));
+    is_boolean(op(STROBE_OP_GREATER_EQUAL, {part, f.real(2)}));
+    is_boolean(op(STROBE_OP_TO_BOOLEAN, {op(STROBE_OP_SUBTRACT, {part, f.real(2)})}));
+    is(op(STROBE_OP_WHERE, {op(STROBE_OP_EQUAL, {op(STROBE_OP_MINIMUM, {part, f.real(2)}), f.real(2)}), f.real(1), u_}));
   }
   void integers() {
     const int32_t wide = op(STROBE_OP_MULTIPLY, {m_, op(STROBE_OP_MULTIPLY, {m_, f.integer(1 << 20)})}); // beyond 32 bits
@@ -205,7 +227,9 @@ TEST_CASE("functions: each operation, emulated, is what the reference computes")
   each_operation_agrees("cuda-simt", Operations::Which::others, DType::f64, 1e-13);
   each_operation_agrees("cuda-simt", Operations::Which::reals, DType::f32, 4e-6);
   each_operation_agrees("cuda-simt", Operations::Which::others, DType::f32, 4e-6);
+  for (const DType dtype : {DType::f64, DType::f32}) each_operation_agrees("cuda-simt", Operations::Which::quotients, dtype, 1e-6);
   each_operation_agrees("cuda-mma", Operations::Which::approximated, DType::bf16, 4e-6);
+  each_operation_agrees("cuda-mma", Operations::Which::decided, DType::bf16, 4e-6);
 }
 
 namespace {
@@ -248,6 +272,23 @@ TEST_CASE("functions: what makes other code has another hash") {
        {with_table(int64_t(1) << 40, 0.5), with_table(63, 0.5, int64_t(1) << 33), with_table(63, 0.5, 100, DType::bf16), long_sequence}) {
     CHECK(made(usual).digest() != made(other).digest());
     CHECK(made(usual).source() != made(other).source());
+  }
+}
+TEST_CASE("functions: what decides something is computed exactly, and what only scales a score is not") {
+  using namespace score;
+  for (const bool decides : {false, true}) {
+    Program f;
+    Graph &g = f.graph;
+    const int32_t x = g.add(Op::SCORE), part = g.add(Op::DIVIDE, {x, g.real(3)}), log = g.add(Op::LOG, {part});
+    f.score = decides ? g.add(Op::WHERE, {g.add(Op::LESS, {log, g.real(1)}), x, g.real(0)}) : g.add(Op::ADD, {x, log});
+    f.form = Form::general;
+    Problem p;
+    p.dtype = DType::bf16, p.program = std::make_shared<const Program>(f);
+    const std::string source = made(p).source();
+    for (const char *operation : {"divide", "log"}) {
+      CHECK((source.find(std::string(" R::") + operation) == source.npos) == decides);
+      CHECK((source.find(std::string(" Exact::") + operation) == source.npos) != decides);
+    }
   }
 }
 TEST_CASE("functions: a function that adds, or hides, needs no derivative") {
