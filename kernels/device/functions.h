@@ -12,6 +12,7 @@ namespace strobe {
 // needed. half_rounded: the same, and every product and sum is rounded by itself, so that a score has the same bits whatever code surrounds
 // it. (Otherwise the compiler might fuse a product and a sum in the code for unmasked tiles, and not in that for masked tiles.) full: to a
 // few units in the last place of T, and rounded likewise.
+// What decides a step, a comparison, an index or a mask is computed with full in every kernel.
 enum class Functions { rough, half, half_rounded, full };
 STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_rounded || f == Functions::full; }
 

@@ -89,6 +89,7 @@ inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 namespace score {
 struct Program;
 struct Bytecode;
+class CudaFunctions;
 } // namespace score
 
 // A tensor that the caller's functions read, with axes of its own.
@@ -149,6 +150,7 @@ struct Problem {
   std::shared_ptr<const score::Program> program; // what becomes of x and what functions hide; null: x stays x, and they hide nothing
   Captured captured[STROBE_MOST_CAPTURED];       // what the program reads
   const score::Bytecode *bytecode = nullptr;     // a CPU engine's code of the program
+  std::shared_ptr<const score::CudaFunctions> cuda_functions; // a GPU engine's; null: not made yet
   // The lists follow. In host memory they are the call's own copies (contents.h), without gaps. In device memory they are the caller's,
   // with any strides, and GPU engines copy them (cuda/program/lists.h).
   std::shared_ptr<const void> lists;      // owns the copies

@@ -155,6 +155,8 @@ private:
       return b < 0 || b > 63 ? -(a < 0) : a >> b;
     case Op::TO_BOOLEAN:
       return a != 0;
+    case Op::TO_INT32:
+      return int32_t(uint32_t(ua));
     case Op::TO_INTEGER:
     case Op::TO_REAL:
       return a;

@@ -61,6 +61,8 @@ template <class I> I integer_of(Op op, I x, I y) {
     return y >= 0 && y < 64 ? I(wrap(a << b)) : 0;
   case Op::SHIFT_RIGHT:
     return y >= 0 && y < int64_t(8 * sizeof(I)) ? x >> y : x < 0 ? -1 : 0;
+  case Op::TO_INT32:
+    return int32_t(uint32_t(a));
   default:
     return x;
   }
@@ -229,6 +231,7 @@ template <class F> void with_integer(Op op, F &&f) {
     STROBE_CASE(NOT)
     STROBE_CASE(SHIFT_LEFT)
     STROBE_CASE(SHIFT_RIGHT)
+    STROBE_CASE(TO_INT32)
     STROBE_CASE(EQUAL)
     STROBE_CASE(NOT_EQUAL)
     STROBE_CASE(LESS)

@@ -187,6 +187,8 @@ private:
       return b < 0 || b > 63 ? 0 : wrap(uint64_t(a) << b);
     case Op::SHIFT_RIGHT:
       return b < 0 || b > 63 ? (a < 0 ? -1 : 0) : a >> b;
+    case Op::TO_INT32:
+      return int32_t(uint32_t(uint64_t(a)));
     default:
       FAIL("an operation without integers");
       return 0;

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdlib>
+#include <ctime>
 
 #include "score/cuda_source.h"
 
@@ -118,6 +119,7 @@ private:
       }
     for (const strobe_operation o : {STROBE_OP_NEGATE, STROBE_OP_ABSOLUTE, STROBE_OP_SIGN, STROBE_OP_NOT})
       is_integer(op(o, {m_})), is_integer(op(o, {narrow_}));
+    is_integer(op(STROBE_OP_TO_INT32, {wide})), is_integer(op(STROBE_OP_TO_INT32, {narrow_}));
     for (const int64_t by : {0, 3, 63, 64, -1})
       is_integer(op(STROBE_OP_SHIFT_LEFT, {narrow_, f.integer(by)})), is_integer(op(STROBE_OP_SHIFT_RIGHT, {narrow_, f.integer(by)}));
   }
@@ -290,6 +292,45 @@ TEST_CASE("functions: what decides something is computed exactly, and what only 
       CHECK((source.find(std::string(" Exact::") + operation) == source.npos) != decides);
     }
   }
+}
+TEST_CASE("functions: a hostile graph is planned at once") {
+  using namespace score;
+  Program f;
+  Graph &g = f.graph;
+  const int32_t x = g.add(Op::SCORE), i = g.add(Op::QUERY);
+  std::vector<int32_t> layer = {g.add(Op::TO_INTEGER, {x})};
+  while (g.size() < 900) { // each node is taken by many of the next layer
+    std::vector<int32_t> next;
+    for (int n = 0; n < 60; n++)
+      next.push_back(g.add(n % 2 ? Op::ADD : Op::SUBTRACT, {layer[size_t(n) % layer.size()], layer[size_t(7 * n + 3) % layer.size()]}));
+    for (int n = 0; n < 60; n++) next.push_back(g.add(Op::MINIMUM, {next[size_t(n)], n % 3 ? i : g.integer(n)}));
+    layer = next;
+  }
+  int32_t sum = layer[0];
+  for (const int32_t n : layer) sum = g.add(Op::MAXIMUM, {sum, n});
+  f.score = g.add(Op::MULTIPLY, {x, g.load(0, Kind::real, {sum})}), f.form = Form::general;
+  differentiate(f);
+  Problem p = with_table(0, 1);
+  p.captured[0].rank = 1, p.program = std::make_shared<const Program>(f);
+  const std::clock_t before = std::clock();
+  for (int n = 0; n < 10; n++) CHECK(made(p).digest() == made(p).digest());
+  CHECK(double(std::clock() - before) / CLOCKS_PER_SEC < 1); // of 20
+}
+TEST_CASE("functions: shifts by a number take 32 bits") {
+  using namespace score;
+  const auto source = [](int64_t by) {
+    Program f;
+    Graph &g = f.graph;
+    const int32_t product = g.add(Op::MULTIPLY, {g.load(0, Kind::integer, {g.add(Op::QUERY)}), g.load(0, Kind::integer, {g.add(Op::KEY)})});
+    const int32_t bits = g.integer(by), wrapped = g.add(Op::SHIFT_RIGHT, {g.add(Op::SHIFT_LEFT, {product, bits}), bits});
+    f.score = g.add(Op::ADD, {g.add(Op::SCORE), g.add(Op::TO_REAL, {wrapped})}), f.form = Form::general;
+    differentiate(f);
+    Problem p = with_table(0, 1, 100, DType::i32);
+    p.captured[0].rank = 1, p.program = std::make_shared<const Program>(f);
+    return made(p).source();
+  };
+  CHECK(source(32).find("= (i32)Integers<i64>::shift_right(") != std::string::npos);
+  CHECK(source(31).find("= (i32)Integers<i64>::shift_right(") == std::string::npos);
 }
 TEST_CASE("functions: a function that adds, or hides, needs no derivative") {
   using namespace score;

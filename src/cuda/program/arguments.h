@@ -17,6 +17,8 @@ Features features_of(const Problem &);
 i32 function_of(const Problem &);
 // Which it is, for messages.
 const char *score_in_words(const Problem &);
+// Makes the code of the caller's functions, once for all that asks for it.
+void make_functions(Problem &);
 // The source of the caller's functions, as far as kernels have no own form of them.
 std::string functions_source(const Problem &);
 // About how many instructions they take for a pair, where kernels have no own form of them.

@@ -59,6 +59,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);
+  make_functions(p);
   const TunedTile *tile = tuned(p, direction, device);
   if (tile)
     p.wishes = {.engine = std::move(p.wishes.engine),
