@@ -279,7 +279,14 @@ std::shared_ptr<const Program> make_program(const strobe_attention &a, const Cap
       reasons.add(kCaptured[c], strobe::Code::excluded, "given, and read by no function; accepted is none");
   if (reasons.size() > before) return nullptr;
   if (readers.empty()) return built_in(asked_form(a));
-  a.score_function ? match(*program) : set_form(*program, asked_form(a));
+  if (a.score_function) {
+    const int32_t score = program->score;
+    match(*program); // adds nodes
+    if (program->curved() && program->form != Form::general)
+      program->given = std::make_shared<const Graph>(program->graph), program->given_score = score;
+  } else {
+    set_form(*program, asked_form(a));
+  }
   return finished(program, given);
 }
 
