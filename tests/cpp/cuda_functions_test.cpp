@@ -23,7 +23,8 @@ constexpr int64_t kValues = 16;
 class Operations {
 public:
   // of reals; those of which NVRTC makes no calls in FP64, because the emulator has no calls; quotients of reals, which take so much code
-  // that they stand apart; all others; those that are approximated in 16 bits; those that are not, because a whole follows from them. The emulator has no tables, which sine, cosine and tangent read.
+  // that they stand apart; all others; those that are approximated in 16 bits; those that are not, because a whole follows from them. The
+  // emulator has no tables, which sine, cosine and tangent read.
   enum class Which { reals, reals_without_calls, quotients, others, approximated, decided };
   Nodes f;
   int32_t count = 0;

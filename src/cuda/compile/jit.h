@@ -39,8 +39,8 @@ struct Build {
   std::string file;      // the cache file in which it was found
 };
 enum class From { anywhere, source }; // source: compiled now, whatever a cache has
-// The source of the caller's functions, which a kernel includes as "score/program.h"; null: the kernel calls none. The Config has its hash, which
-// another source may share: a kernel is known by the source itself.
+// The source of the caller's functions, which a kernel includes as "score/program.h"; null: the kernel calls none. The Config has its hash,
+// which another source may share: a kernel is known by the source itself.
 using Functions = std::shared_ptr<const std::string>;
 // Compiles a kernel, or reads it from the disk cache. Needs no GPU.
 Build build(const KernelSource &, std::span<const int32_t> config, int cc, From = From::anywhere, const Functions & = nullptr);
