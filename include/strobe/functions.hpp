@@ -140,6 +140,7 @@ public:
   STROBE_UNARY(Real, Real, trunc, TRUNC)
   STROBE_UNARY(Real, Real, round, ROUND)
   STROBE_UNARY(Real, Real, arccosh_from_1, ARCCOSH_FROM_1)
+  STROBE_UNARY(Integer, Integer, to_int32, TO_INT32) // wraps around
   STROBE_UNARY(Integer, Real, to_integer, TO_INTEGER)
   STROBE_BINARY(Boolean, Real, operator==, EQUAL)
   STROBE_BINARY(Boolean, Real, operator!=, NOT_EQUAL)

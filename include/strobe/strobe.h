@@ -402,7 +402,8 @@ typedef struct strobe_block_mask {
   int64_t block_q, block_k;             /* 1 or more */
   int32_t alignment;                    /* a strobe_alignment, for STROBE_OP_OFFSET */
   /* 0: bounds of the values that g takes in a block decide; a block that they leave open is kept. 1: they are found for ever smaller parts
-   * of such a block, down to single pairs, until it is certain whether some pair is visible, and whether all are. */
+   * of such a block, down to single pairs, until it is certain whether some pair is visible, and whether all are. A block in which the
+   * rounding of reals decides is still kept, because engines compute them in float32 or in float64. */
   int32_t exact;
   const strobe_tensor *captured_0, *captured_1, *captured_2, *captured_3; /* what g reads, in host memory */
   const strobe_tensor *captured_4, *captured_5, *captured_6, *captured_7;

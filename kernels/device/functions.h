@@ -12,6 +12,7 @@ namespace strobe {
 // needed. half_rounded: the same, and every product and sum is rounded by itself, so that a score has the same bits whatever code surrounds
 // it. (Otherwise the compiler might fuse a product and a sum in the code for unmasked tiles, and not in that for masked tiles.) full: to a
 // few units in the last place of T, and rounded likewise.
+// What decides a step, a comparison, an index or a mask is computed with full in every kernel.
 enum class Functions { rough, half, half_rounded, full };
 STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_rounded || f == Functions::full; }
 
@@ -93,6 +94,7 @@ template <class T, class E> __device__ __forceinline__ T load(const CapturedOper
 }
 
 // Reals.
+// x // y is PyTorch's, from the exact remainder: where x / y is rounded up to an integer, its floor would be one too large.
 template <Functions kFunctions, class T> struct Reals;
 template <Functions kFunctions> struct Reals<kFunctions, double> {
   using T = double;
@@ -100,7 +102,11 @@ template <Functions kFunctions> struct Reals<kFunctions, double> {
   static __device__ __forceinline__ T subtract(T x, T y) { return rounded_sum(x, -y); }
   static __device__ __forceinline__ T multiply(T x, T y) { return rounded_product(x, y); }
   static __device__ __forceinline__ T divide(T x, T y) { return x / y; }
-  static __device__ __forceinline__ T floor_divide(T x, T y) { return ::floor(x / y); }
+  static __device__ __forceinline__ T floor_divide(T x, T y) {
+    if (y == 0) return x / y;
+    const T rest = ::fmod(x, y), quotient = subtract(subtract(x, rest) / y, T(rest != 0 && (rest < 0) != (y < 0)));
+    return quotient == 0 ? ::copysign(T(0), x / y) : ::floor(quotient) + T(quotient - ::floor(quotient) > T(0.5));
+  }
   static __device__ __forceinline__ T trunc_remainder(T x, T y) { return ::fmod(x, y); }
   static __device__ __forceinline__ T remainder(T x, T y) {
     const T r = ::fmod(x, y);
@@ -157,7 +163,11 @@ template <Functions kFunctions> struct Reals<kFunctions, float> {
     asm("div.full.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
   }
-  static __device__ __forceinline__ T floor_divide(T x, T y) { return ::floorf(__fdiv_rn(x, y)); }
+  static __device__ __forceinline__ T floor_divide(T x, T y) {
+    if (y == 0) return __fdiv_rn(x, y);
+    const T rest = ::fmodf(x, y), quotient = rounded_sum(__fdiv_rn(rounded_sum(x, -rest), y), -T(rest != 0 && (rest < 0) != (y < 0)));
+    return quotient == 0 ? ::copysignf(T(0), __fdiv_rn(x, y)) : ::floorf(quotient) + T(quotient - ::floorf(quotient) > T(0.5));
+  }
   static __device__ __forceinline__ T trunc_remainder(T x, T y) { return ::fmodf(x, y); }
   static __device__ __forceinline__ T remainder(T x, T y) {
     const T r = ::fmodf(x, y);
@@ -194,7 +204,7 @@ template <Functions kFunctions> struct Reals<kFunctions, float> {
     asm("sqrt.approx.f32 %0, %0;" : "+f"(x));
     return x;
   }
-  static __device__ __forceinline__ T rsqrt(T x) { return ::rsqrtf(x); }
+  static __device__ __forceinline__ T rsqrt(T x) { return kFull ? __fdiv_rn(1, __fsqrt_rn(x)) : ::rsqrtf(x); }
   static __device__ __forceinline__ T sin(T x) { return ::sinf(x); }
   static __device__ __forceinline__ T cos(T x) { return ::cosf(x); }
   static __device__ __forceinline__ T tan(T x) { return ::tanf(x); }

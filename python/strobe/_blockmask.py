@@ -367,7 +367,8 @@ class BlockMask:
             seqlen_q, seqlen_k: the lengths of queries and keys.
             block: the size of a block. block_q, block_k: the same for queries and for keys, in place of block.
             exact: also look into blocks that the bounds leave open, until it is certain which of their pairs are visible. Blocks without a
-                visible pair are then dropped. It costs up to block_q * block_k evaluations for each such block.
+                visible pair are then dropped, but for those in which the rounding of reals to float32 or float64 decides. It costs
+                up to block_q * block_k evaluations for each such block.
             device: of the mask, which then is of torch tensors. None: that of the arrays that the function reads, if there are any.
 
         Raises:

@@ -206,9 +206,11 @@ def rounded(x: Value, decimals: int = 0) -> Value:
 
 
 def to_integer_of(x: Value, bits: int, signed: bool) -> Value:
-    """x as an integer of 8 or 16 bits, which wraps around."""
-    half = 1 << (bits - 1) if signed else 0
+    """x as an integer of fewer bits, which wraps around. Of a real that 32 bits do not hold it is any number."""
     whole = x.to(INTEGER)
+    if bits == 32 and signed:
+        return whole._each(lambda n: x.graph.add("TO_INT32", n)) if x.kind == INTEGER else whole
+    half = 1 << (bits - 1) if signed else 0
     return ((whole + half) & ((1 << bits) - 1)) - half
 
 

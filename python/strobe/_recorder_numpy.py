@@ -103,7 +103,9 @@ class _Copies:
     def _made(self, x: Any) -> Any:
         if isinstance(x, np.ndarray):
             self.captured.append(x)
-            return self.graph.captured(len(self.captured) - 1, x.shape, kind_of_dtype(x.dtype))
+            array = self.graph.captured(len(self.captured) - 1, x.shape, kind_of_dtype(x.dtype))
+            array.whole = _whole(x.dtype)  # type: ignore[attr-defined]
+            return array
         if isinstance(x, types.FunctionType):
             return x if is_trusted(x.__globals__.get("__name__")) else self._function(x)
         if isinstance(x, types.MethodType):
@@ -228,15 +230,51 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
 }
 
 
-class NumPyValue(Value):
-    """A Value that NumPy's functions take as an array."""
+def _whole(dtype: Any) -> Any:
+    """The dtype, if it is of integers that wrap around before those of 64 bits do; otherwise None."""
+    dtype = np.dtype(dtype)
+    return dtype if dtype.kind in "iu" and dtype.itemsize < 8 else None
 
-    __slots__ = ()
+
+def _promoted(found: Any, operands: Sequence[Any]) -> Any:
+    """found with the dtype of the operands, if it is of integers. Numbers of Python take the dtype of the arrays."""
+    if isinstance(found, NumPyValue) and found.kind == INTEGER:
+        own = [x.whole or _DTYPES[INTEGER] for x in operands if isinstance(x, NumPyValue) and x.kind == INTEGER and x.number is None]
+        found.whole = _whole(np.result_type(*own)) if own else None
+    return found
+
+
+class NumPyValue(Value):
+    """A Value that NumPy's functions take as an array. whole: its dtype, if it is of integers of fewer than 64 bits."""
+
+    __slots__ = ("whole",)
     __hash__ = Value.__hash__
     __array_priority__ = 1000
 
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.whole: Any = None
+
+    def _made(self, shape: tuple[int, ...], at: Any, kind: str = "") -> Value:
+        found = super()._made(shape, at, kind)
+        found.whole = self.whole if found.kind == self.kind else None  # type: ignore[attr-defined]
+        return found
+
+    def _each(self, build: Any, *others: Any, takes: str = "", gives: str = "") -> Value:
+        """Integers of fewer than 64 bits wrap around."""
+        found = super()._each(build, *others, takes=takes, gives=gives)
+        dtype = _promoted(found, [self, *others]).whole
+        if dtype is None:
+            return found
+        found.whole = None  # type: ignore[attr-defined]
+        found = e.to_integer_of(found, 8 * dtype.itemsize, dtype.kind == "i")
+        found.whole = dtype  # type: ignore[attr-defined]
+        return found
+
     @property
     def dtype(self) -> Any:
+        if self.whole:
+            return self.whole
         return _DTYPES[self.kind] if self.kind != REAL else np.dtype(np.float64 if self.graph.in_float64 else np.float32)
 
     @property
@@ -303,15 +341,18 @@ class NumPyValue(Value):
 
     def astype(self, dtype: Any, **_: Any) -> Value:
         of = np.dtype(dtype)
-        if of.kind in "iu" and of.itemsize < 4 and self.kind != BOOLEAN:
-            return e.to_integer_of(self, 8 * of.itemsize, of.kind == "i")
-        return self.to(kind_of_dtype(of))
+        found = self._made(self.shape, self.at).to(kind_of_dtype(of))
+        found.whole = None  # type: ignore[attr-defined]
+        if _whole(of):
+            found = e.to_integer_of(found, 8 * of.itemsize, of.kind == "i")
+            found.whole = _whole(of)  # type: ignore[attr-defined]
+        return found
 
     def copy(self) -> Value:
         return self
 
     def clip(self, min: Any = None, max: Any = None) -> Value:
-        return e.clamp(self, min, max)
+        return _promoted(e.clamp(self, min, max), [self, min, max])
 
     def reshape(self, *shape: Any) -> Value:
         return self.reshaped(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
@@ -331,7 +372,7 @@ class NumPyValue(Value):
         if (function := _UFUNCS.get(ufunc.__name__)) is None:
             raise NoFormError(f"np.{ufunc.__name__}")
         operands = [_operand(self.graph, x) for x in inputs]
-        found = function(self.graph.of(operands[0]), *operands[1:])
+        found = _promoted(function(self.graph.of(operands[0]), *operands[1:]), operands)
         return found.astype(kwargs["dtype"]) if kwargs.get("dtype") is not None else found
 
     def __array_function__(self, func: Any, _: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -340,7 +381,12 @@ class NumPyValue(Value):
         operands = [_operand(self.graph, x) if isinstance(x, (np.ndarray, np.generic)) else x for x in args]
         if operands and isinstance(operands[0], (bool, int, float)):
             operands[0] = self.graph.of(operands[0])
-        return function(*operands, **kwargs)
+        found = function(*operands, **kwargs)
+        lists = [x for each in args if isinstance(each, (list, tuple)) for x in each]
+        return _promoted(found, [*args, *lists]) if func.__name__ in _PROMOTES else found
+
+
+_PROMOTES = frozenset({"where", "select", "clip", "concatenate", "stack"})
 
 
 def _most(x: Value) -> float:

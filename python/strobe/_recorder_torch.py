@@ -6,6 +6,7 @@ Indexing is taken over in Python, where `table[i]` would read the number of i, a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
@@ -183,6 +184,13 @@ _OF_METADATA = frozenset(
         *(f"sym_{n}" for n in _SIZES),
     )
 )
+# Integers of fewer than 64 bits wrap around: those dtypes, and the operations whose results may leave their ranges.
+_BITS = {torch.uint8: (8, False), torch.int8: (8, True), torch.int16: (16, True), torch.int32: (32, True)}
+_LEAVES_RANGE = re.compile(
+    "abs|add|addcmul|bitwise_(left_shift|not|or|xor)|clamp(_max|_min)?|div|fill|floor_divide|fmod|full|full_like|heaviside|lerp|masked_fill|"
+    "mul|neg|new_full|pow|remainder|rsub|square|sub|threshold|where|__(lshift|or|xor)__"
+)
+_INDICES = frozenset({"index", "indices", "mask", "condition"})  # operands that do not take part in promotion
 
 
 class _Operations(TorchDispatchMode):
@@ -243,16 +251,20 @@ class _Operations(TorchDispatchMode):
             raise UnrecordableError(f"out of {name}; accepted are functions that make a new tensor")
         found = handler(self, given)
         if isinstance(found, list):
-            return [self._made(value, given) for value in found]
-        out = self._made(found, given)
+            return [self._made(name, value, given) for value in found]
+        out = self._made(name, found, given)
         return (out, out) if name == "log_sigmoid_forward" else out
 
-    def _made(self, value: Value, given: dict[str, Any]) -> Tensor:
+    def _made(self, name: str, value: Value, given: dict[str, Any]) -> Tensor:
         """A tensor that stands for the value. (No operation is run to make it, because those of device meta are slow to import.)"""
         dtype = given.get("dtype")
         if dtype is None:
-            own = [x.dtype for x in given.values() if isinstance(x, Tensor) and kind_of_dtype(x.dtype) == value.kind]
-            dtype = reduce(torch.promote_types, own) if own else _DTYPES[value.kind]
+            operands = [x for key, x in given.items() if isinstance(x, Tensor) and key not in _INDICES] + [*given.get("tensors", ())]
+            own = [x for x in operands if kind_of_dtype(x.dtype) == value.kind]
+            own = [x for x in own if x.dim()] or own  # a scalar of the same kind does not change an array's dtype
+            dtype = reduce(torch.promote_types, (x.dtype for x in own)) if own else _DTYPES[value.kind]
+        if dtype in _BITS and _LEAVES_RANGE.fullmatch(name) and value.kind == INTEGER:
+            value = e.to_integer_of(value, *_BITS[dtype])
         out = torch.empty(value.shape, dtype=dtype, device=_META)
         self.keep(out, value.to(kind_of_dtype(dtype)))
         return out
@@ -405,12 +417,10 @@ _HANDLERS["addcdiv"] = lambda r, a: r.value(a["self"]) + r.value(a["tensor1"]) /
 
 # Copies, conversions and new tensors
 
-_BITS = {torch.uint8: (8, False), torch.int8: (8, True), torch.int16: (16, True)}
-
 
 @_handles("_to_copy", "convert_element_type", "to", "type_as")
 def _to_copy(r: _Operations, a: dict[str, Any]) -> Value:
-    """Conversions to another float dtype, and to integers of 32 bits or more, change nothing."""
+    """Conversions to another float dtype, and to int64, change nothing."""
     x, dtype = r.value(a.get("self", a.get("a"))), a.get("dtype")
     if dtype is None:
         return x

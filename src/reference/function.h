@@ -172,6 +172,8 @@ private:
       return b < 0 || b > 63 ? -(a < 0) : a >> b;
     case Op::TO_BOOLEAN:
       return a != 0;
+    case Op::TO_INT32:
+      return int32_t(uint32_t(ua));
     case Op::TO_INTEGER:
     case Op::TO_REAL:
       return a;
@@ -252,9 +254,10 @@ private:
     }
   }
 
+  // PyTorch's: x // 0 is x / 0, and an infinite x has no quotient, as it has no remainder.
   static double floor_of_quotient(double x, double y) {
+    if (y == 0) return x / y;
     const double rest = std::fmod(x, y);
-    if (std::isnan(rest)) return std::floor(x / y);
     return std::round((x - rest) / y) - (rest != 0 && (rest < 0) != (y < 0));
   }
 

@@ -118,12 +118,18 @@ struct Head {
         offset(p.bottom_right ? whole(p.part.seqlens_k, p.part.batch_lens_k, b, k) - whole(p.part.seqlens_q, p.part.batch_lens_q, b, q)
                               : 0),
         slope(p.alibi_slopes ? load(p.alibi_slopes, b, h, 0, 0) : 0), sink(p.sinks ? load(p.sinks, 0, h, 0, 0) : -kInfinity),
-        dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset),
-        function(made(p, &score::Program::score)), seen(made(p, &score::Program::seen)), Q(p.q, b, h, q, p.head_dim),
+        dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), function(score_of(p)),
+        seen(p.program ? made(p, p.program->graph, p.program->seen) : oracle::Function({}, -1, nullptr)), Q(p.q, b, h, q, p.head_dim),
         K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale), dO(p.dout, b, h, q, p.head_dim_v) {}
 
-  static oracle::Function made(const Problem &p, int32_t score::Program::*root) {
-    return p.program ? oracle::Function(p.program->graph.nodes(), (*p.program).*root, p.captured) : oracle::Function({}, -1, nullptr);
+  static oracle::Function made(const Problem &p, const score::Graph &graph, int32_t root) {
+    return oracle::Function(graph.nodes(), root, p.captured);
+  }
+  // The caller's own graph, also where engines compute a built-in form instead.
+  static oracle::Function score_of(const Problem &p) {
+    if (!p.program) return oracle::Function({}, -1, nullptr);
+    const score::Program &program = *p.program;
+    return program.given ? made(p, *program.given, program.given_score) : made(p, program.graph, program.score);
   }
 
   // How far key j lies before query i.
@@ -152,7 +158,8 @@ struct Head {
     if (!visible(i, j)) return {-kInfinity, 0};
     double s = p.scale * dot(Q[i], K[j], p.head_dim), ds = 1;
     if (function) {
-      const oracle::Dual f = function.real(pair(i, j, s));
+      oracle::Dual f = function.real(pair(i, j, s));
+      if (p.program->form == score::Form::hyperbolic && -s <= 1) f.slope = 0; // however the caller's graph computes arccosh(max(-x, 1))
       if (f.value == -kInfinity) return {-kInfinity, 0};
       s = f.value, ds = f.slope;
     }

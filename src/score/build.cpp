@@ -338,7 +338,14 @@ Programs make_programs(const strobe_attention &a, const CapturedTensors &given, 
   if (readers.empty()) return {built_in(asked_form(a)), nullptr};
   Programs made;
   if (wants) made.gradients = gradients_of(*program, given, wanted);
-  a.score_function ? match(*program) : set_form(*program, asked_form(a));
+  if (a.score_function) {
+    const int32_t score = program->score;
+    match(*program); // adds nodes
+    if (program->curved() && program->form != Form::general)
+      program->given = std::make_shared<const Graph>(program->graph), program->given_score = score;
+  } else {
+    set_form(*program, asked_form(a));
+  }
   made.program = finished(program, given);
   return made;
 }

@@ -4,16 +4,17 @@
 #include <cmath>
 #include <unordered_map>
 
+#include "score/interval.h"
+
 namespace strobe::score {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// The least and the largest value that a node may have: of a real, among those that are finite.
+// The least and the largest value of a real, among those that are finite.
 struct Extent {
   double low = -kInfinity, high = kInfinity;
   bool within(double limit) const { return low >= -limit && high <= limit; }
-  bool narrow() const { return low >= -0x1p31 && high < 0x1p31; }
 };
 Extent hull(Extent a, Extent b) { return {std::min(a.low, b.low), std::max(a.high, b.high)}; }
 Extent add(Extent a, Extent b) { return {a.low + b.low, a.high + b.high}; }
@@ -28,45 +29,24 @@ Extent absolute(Extent a) {
   if (a.high <= 0) return negated(a);
   return {0, std::max(-a.low, a.high)};
 }
-// The numbers whose bits above the lowest n are those of the sign, for the least n that holds these.
-Extent bits(Extent a) {
-  if (!a.within(0x1p62)) return {};
-  double most = 1;
-  while (most <= std::max(a.high, -a.low - 1)) most *= 2;
-  return {a.low < 0 ? -most : 0, most - 1};
-}
-// Beyond 2^53 a double does not tell integers apart, and 64 bits may wrap around: then nothing is known.
-Extent unwrapped(Extent a) { return a.within(0x1p53) ? a : Extent{}; }
-bool may_wrap(Op op) {
-  switch (op) {
-  case Op::ADD:
-  case Op::SUBTRACT:
-  case Op::MULTIPLY:
-  case Op::FLOOR_DIVIDE:
-  case Op::NEGATE:
-  case Op::ABSOLUTE:
-  case Op::SHIFT_LEFT:
-  case Op::TO_INTEGER:
-  case Op::INTEGER:
-    return true;
-  default:
-    return false;
-  }
-}
 
 // Lanes and rows past the last query or key have positions as well.
 constexpr int64_t kPastTheEnd = 1024;
+// Reals up to this become integers by a narrow instruction, which limits the others to it.
+constexpr double kNarrowFromReal = 0x1p30;
 
 class Analysis {
 public:
   Analysis(const Problem &p, const Graph &graph) : p_(p), graph_(graph) {
-    for (const Node &node : graph_.nodes()) {
-      const Extent b = bounds(node);
-      bounds_.push_back(node.kind == Kind::integer && may_wrap(node.op) ? unwrapped(b) : b);
+    bounds_ = bounds_of_nodes(graph_, [&](int32_t n, std::span<const Bounds> before) {
+      const Node &node = graph_[n];
       stages_.push_back(stage(node));
-    }
+      finite_.push_back(node.kind == Kind::real ? finite(node, before) : Extent{});
+      return known(node, before);
+    });
   }
-  const Extent &bounds(int32_t n) const { return bounds_[size_t(n)]; }
+  const Range &whole(int32_t n) const { return bounds_[size_t(n)].whole; } // of an integer or boolean
+  const Extent &finite(int32_t n) const { return finite_[size_t(n)]; }     // of a real
   Stage stage(int32_t n) const { return stages_[size_t(n)]; }
 
 private:
@@ -83,26 +63,40 @@ private:
     return all;
   }
 
-  Extent bounds(const Node &node) const {
-    const auto in = [&](size_t n) { return bounds_[size_t(node.inputs[n])]; };
-    const bool real = node.kind == Kind::real;
+  // What does not follow from the inputs.
+  std::optional<Bounds> known(const Node &node, std::span<const Bounds> before) const {
+    const int64_t most_q = std::max(p_.size_q(), p_.longest_q()), most_k = std::max(p_.size_k(), p_.longest_k());
     switch (node.op) {
     case Op::BATCH:
-      return {0, double(p_.part.first_batch + p_.batch)};
+      return Bounds{0, p_.part.first_batch + p_.batch};
     case Op::HEAD:
-      return {0, double(p_.part.first_head + p_.heads)};
+      return Bounds{0, p_.part.first_head + p_.heads};
     case Op::QUERY:
-      return {0, double(std::max(p_.size_q(), p_.longest_q()) + kPastTheEnd)};
+      return Bounds{0, most_q + kPastTheEnd};
     case Op::KEY:
-      return {0, double(std::max(p_.size_k(), p_.longest_k()) + kPastTheEnd)};
+      return Bounds{0, most_k + kPastTheEnd};
     case Op::OFFSET:
-      return {-double(std::max(p_.size_q(), p_.longest_q())), double(std::max(p_.size_k(), p_.longest_k()))};
+      return Bounds{-most_q, most_k};
+    case Op::LOAD:
+      if (p_.captured[node.captured].dtype == DType::i32) return Bounds{INT32_MIN, INT32_MAX};
+      return {};
+    case Op::TO_INTEGER: { // of a real that is infinite or NaN: what the narrow instruction makes of it, if finite ones fit
+      const size_t from = size_t(node.inputs[0]);
+      if (graph_[node.inputs[0]].kind != Kind::real || !finite_[from].within(kNarrowFromReal)) return {};
+      const Bounds &real = before[from];
+      if (!real.may_be_nan && real.real.least >= -kNarrowFromReal && real.real.most <= kNarrowFromReal) return {};
+      return Bounds{-int64_t(kNarrowFromReal), int64_t(kNarrowFromReal)};
+    }
+    default:
+      return {};
+    }
+  }
+
+  Extent finite(const Node &node, std::span<const Bounds> before) const {
+    const auto in = [&](size_t n) { return finite_[size_t(node.inputs[n])]; };
+    switch (node.op) {
     case Op::REAL:
       return std::isfinite(node.real) ? Extent{node.real, node.real} : Extent{};
-    case Op::INTEGER:
-      return {double(node.integer), double(node.integer)};
-    case Op::LOAD:
-      return p_.captured[node.captured].dtype == DType::i32 ? Extent{-0x1p31, 0x1p31 - 1} : Extent{};
     case Op::ADD:
       return add(in(0), in(1));
     case Op::SUBTRACT:
@@ -112,49 +106,19 @@ private:
     case Op::DIVIDE:
       if (in(1).low == in(1).high && in(1).low != 0) return multiply(in(0), {1 / in(1).low, 1 / in(1).low});
       return {};
-    case Op::FLOOR_DIVIDE: {
-      if (real) return {};
-      const Extent quotient = absolute(in(0)); // |x // y| <= |x|
-      return in(0).low >= 0 && in(1).low >= 0 ? quotient : Extent{-quotient.high, quotient.high};
-    }
-    case Op::REMAINDER:
-      if (real) return {};
-      return {std::min(in(1).low + 1, 0.0), std::max(in(1).high - 1, 0.0)};
-    case Op::TRUNC_REMAINDER:
-      if (real) return {};
-      return {std::min(in(0).low, 0.0), std::max(in(0).high, 0.0)};
     case Op::MINIMUM: // if one is infinite, the other one may be the result
-      return real ? hull(in(0), in(1)) : Extent{std::min(in(0).low, in(1).low), std::min(in(0).high, in(1).high)};
     case Op::MAXIMUM:
-      return real ? hull(in(0), in(1)) : Extent{std::max(in(0).low, in(1).low), std::max(in(0).high, in(1).high)};
+      return hull(in(0), in(1));
     case Op::NEGATE:
       return negated(in(0));
     case Op::ABSOLUTE:
       return absolute(in(0));
-    case Op::SIGN:
-      return {-1, 1};
-    case Op::AND:
-      if (in(0).low >= 0 || in(1).low >= 0)
-        return {0, in(0).low < 0 ? in(1).high : in(1).low < 0 ? in(0).high : std::min(in(0).high, in(1).high)};
-      return bits(hull(in(0), in(1)));
-    case Op::OR:
-    case Op::XOR:
-      return bits(hull(in(0), in(1)));
-    case Op::NOT:
-      return {-in(0).high - 1, -in(0).low - 1};
-    case Op::SHIFT_LEFT: {
-      if (in(1).low < 0 || in(1).high > 62) return {};
-      const double most = std::ldexp(1.0, int(in(1).high));
-      return hull(multiply(in(0), {most, most}), in(0));
-    }
-    case Op::SHIFT_RIGHT: // x >> y lies between x and 0 or -1
-      return {std::min(in(0).low, 0.0), std::max(in(0).high, 0.0)};
     case Op::WHERE:
       return hull(in(1), in(2));
-    case Op::TO_REAL:
-    case Op::TO_INTEGER: {
-      const Kind from = graph_[node.inputs[0]].kind;
-      return from == Kind::boolean ? Extent{0, 1} : in(0);
+    case Op::TO_REAL: {
+      if (graph_[node.inputs[0]].kind == Kind::real) return in(0);
+      const Range whole = before[size_t(node.inputs[0])].whole;
+      return {double(whole.low), double(whole.high)};
     }
     case Op::FLOOR:
     case Op::CEIL:
@@ -165,6 +129,7 @@ private:
       return {-746, 710};
     case Op::LOG2:
       return {-1075, 1024};
+    case Op::SIGN:
     case Op::TANH:
     case Op::SIN:
     case Op::COS:
@@ -180,7 +145,8 @@ private:
 
   const Problem &p_;
   const Graph &graph_;
-  std::vector<Extent> bounds_;
+  std::vector<Bounds> bounds_;
+  std::vector<Extent> finite_;
   std::vector<Stage> stages_;
 };
 
@@ -230,6 +196,7 @@ private:
     int32_t last_use = -1; // the instruction of the same stage; never freed: at most
     bool used_by_pairs = false;
   };
+  static constexpr int64_t kSmall = 1 << 20; // of Instruction::small
   static constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
 
   void translate_all(const std::vector<int32_t> &roots) {
@@ -245,7 +212,7 @@ private:
     return std::move(out_);
   }
 
-  bool is_narrow(int32_t n) const { return fp64_ || analysis_.bounds(n).narrow(); }
+  bool is_narrow(int32_t n) const { return fp64_ || analysis_.whole(n).narrow(); }
   int32_t result(int32_t node) const { return node < 0 ? -1 : values_[size_t(node)]; }
 
   static Instruction instruction(int32_t op, Type type, Type gives) {
@@ -304,6 +271,10 @@ private:
       values_[size_t(n)] = value(0);
       return;
     }
+    if (node.op == Op::TO_INT32 && analysis_.whole(input(0)).narrow()) {
+      values_[size_t(n)] = value(0);
+      return;
+    }
     Instruction x;
     x.op = int32_t(node.op), x.real = node.real, x.integer = node.integer;
     const Kind kind = node.op == Op::WHERE ? node.kind : first; // of the inputs in question
@@ -313,14 +284,14 @@ private:
     const bool narrow_result = node.kind != Kind::integer || is_narrow(n);
     if (kind == Kind::integer && node.kind == Kind::integer) wide |= !narrow_result;
     if (fp64_ && (node.op == Op::FLOOR_DIVIDE || node.op == Op::REMAINDER) && kind == Kind::integer)
-      wide = !(analysis_.bounds(input(0)).narrow() && analysis_.bounds(input(1)).narrow());
-    if (fp64_ && node.op == Op::TO_INTEGER && kind == Kind::real) wide = !analysis_.bounds(input(0)).within(0x1p30);
+      wide = !(analysis_.whole(input(0)).narrow() && analysis_.whole(input(1)).narrow());
+    if (fp64_ && node.op == Op::TO_INTEGER && kind == Kind::real) wide = !analysis_.finite(input(0)).within(kNarrowFromReal);
     if ((node.op == Op::SHIFT_LEFT || node.op == Op::SHIFT_RIGHT) && !shifts_narrow(input(1))) wide = true;
     x.type = type_of(kind, wide);
     x.gives = node.kind != Kind::integer ? type_of(node.kind, false)
               : kind == Kind::integer    ? type_of(node.kind, wide)
               : kind == Kind::boolean    ? Type::narrow
-                                         : type_of(node.kind, !(narrow_result && analysis_.bounds(input(0)).within(0x1p30)));
+                                         : type_of(node.kind, !(narrow_result && analysis_.finite(input(0)).within(kNarrowFromReal)));
     if (node.op == Op::POWER && graph_[input(1)].op == Op::REAL && graph_[input(1)].real == 2) {
       x.op = int32_t(Op::MULTIPLY);
       values_[size_t(n)] = emit(x, {value(0), value(0)});
@@ -328,7 +299,7 @@ private:
     }
     const auto operand = [&](int i) { return graph_[input(i)].kind == Kind::integer ? widened(value(i), wide) : value(i); };
     x.small = x.type == Type::narrow && node.count == 2 && analysis_.stage(input(1)) == Stage::head &&
-              analysis_.bounds(input(0)).within(0x1p20) && analysis_.bounds(input(1)).within(0x1p20);
+              analysis_.whole(input(0)).within(kSmall) && analysis_.whole(input(1)).within(kSmall);
     int32_t made = node.count == 0   ? emit(x, {})
                    : node.count == 1 ? emit(x, {operand(0)})
                    : node.count == 2 ? emit(x, {operand(0), operand(1)})
@@ -338,7 +309,7 @@ private:
   }
 
   bool shifts_narrow(int32_t by) const {
-    const Extent b = analysis_.bounds(by);
+    const Range b = analysis_.whole(by);
     return b.low >= 0 && b.high <= (fp64_ ? 63 : 31);
   }
 

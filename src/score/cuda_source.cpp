@@ -11,9 +11,8 @@
 namespace strobe::score {
 namespace {
 
-constexpr double kMostOf64Bits = 9223372036854775807.0;
-constexpr double kLimit = 1 << 30;                                   // of limited_integer()
-constexpr double kSmallConstant = 1 << 29, kShortPosition = 1 << 24; // classes: numbers and lengths below make the same code
+constexpr int64_t kLimit = 1 << 30;                                   // of limited_integer()
+constexpr int64_t kSmallConstant = 1 << 29, kShortPosition = 1 << 24; // classes: numbers and lengths below make the same code
 
 const char *element(DType dtype) {
   switch (dtype) {
@@ -47,6 +46,23 @@ bool only_adds(const Graph &g, int32_t score, int32_t slope, int depth = 0) {
          only_adds(g, f.inputs[2], d.inputs[2], depth + 1);
 }
 
+// Whether a small change of an input may change the result by a whole.
+bool steps(Op op) {
+  switch (op) {
+  case Op::FLOOR:
+  case Op::CEIL:
+  case Op::TRUNC:
+  case Op::ROUND:
+  case Op::SIGN:
+  case Op::FLOOR_DIVIDE:
+  case Op::REMAINDER:
+  case Op::TRUNC_REMAINDER:
+    return true;
+  default:
+    return false;
+  }
+}
+
 // What an operation takes, in instructions, about.
 int32_t instructions_of(const Node &x) {
   switch (x.op) {
@@ -76,59 +92,108 @@ bool few_elements(const Captured &x) {
 bool only_adds(const Program &p) { return p.score >= 0 && only_adds(p.graph, p.score, p.slope); }
 
 CudaFunctions::CudaFunctions(const Problem &p, bool scored)
-    : CudaFunctions(p, *p.program, {}, scored ? p.program->score : -1, scored ? p.program->slope : -1) {}
-CudaFunctions::CudaFunctions(const Problem &p, bool scored, const GradientProgram &gradients)
-    : CudaFunctions(p, gradients, gradients.loads, scored ? gradients.score : -1, -1) {}
+    : CudaFunctions(p, p.program, {}, scored ? p.program->score : -1, scored ? p.program->slope : -1) {}
+CudaFunctions::CudaFunctions(const Problem &p, bool scored, const std::shared_ptr<const GradientProgram> &gradients)
+    : CudaFunctions(p, gradients, gradients->loads, scored ? gradients->score : -1, -1) {}
 
-CudaFunctions::CudaFunctions(const Problem &p, const Program &program, const std::vector<LoadGradient> &loads, int32_t score, int32_t slope)
-    : problem_(p), program_(program), graph_(program_.graph), loads_(loads), score_(score), slope_(slope), seen_(program_.seen) {
+CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> program, const std::vector<LoadGradient> &loads,
+                             int32_t score, int32_t slope)
+    : program_(std::move(program)), graph_(program_->graph), dtype_(p.dtype), captured_(std::to_array(p.captured)), loads_(loads),
+      score_(score), slope_(slope), seen_(program_->seen) {
   const int64_t most = std::max({p.part ? p.part.first_batch + p.batch : p.batch, p.part ? p.part.heads : p.heads, p.size_q(), p.size_k(),
                                  p.part ? p.part.first_head + p.heads : 0});
-  most_position_ = double(most) < kShortPosition ? kShortPosition : 2147483647.0;
+  most_position_ = most < kShortPosition ? kShortPosition : INT32_MAX;
   const size_t count = size_t(graph_.size());
   std::vector<int32_t> roots{score_, slope_, seen_};
   for (const LoadGradient &g : loads_) roots.insert(roots.end(), {g.load, g.slope});
   used_ = graph_.needed_by(roots);
   place_.assign(count, -1), divisor_place_.assign(count, -1);
-  limited_.assign(count, false), divides_.assign(count, false);
-  for (const Node &x : graph_.nodes())
+  divides_.assign(count, false), shifts_.assign(count, false);
+  for (const Node &x : graph_.nodes()) {
     if (x.op == Op::FLOOR_DIVIDE || x.op == Op::REMAINDER) divides_[size_t(x.inputs[1])] = true;
+    if (x.op == Op::SHIFT_LEFT || x.op == Op::SHIFT_RIGHT) shifts_[size_t(x.inputs[1])] = true;
+  }
+  find_exact();
+  limited_.assign(count, false);
   find_ranges();
-  for (int32_t n = 0; n < graph_.size(); n++)
-    limited_[size_t(n)] =
-        used_[size_t(n)] && graph_[n].op == Op::TO_INTEGER && graph_[graph_[n].inputs[0]].kind == Kind::real && may_be_limited(n, 0);
+  find_limited();
   find_ranges();
   for (int32_t n = 0; n < graph_.size(); n++) {
     if (!used_[size_t(n)]) continue;
-    if (is_constant(graph_[n].op) && numbers_.size() < FunctionArguments::kNumbers)
+    const bool in_source = graph_[n].op == Op::INTEGER && shifts_[size_t(n)];
+    if (is_constant(graph_[n].op) && !in_source && numbers_.size() < FunctionArguments::kNumbers)
       place_[size_t(n)] = int32_t(numbers_.size()), numbers_.push_back(n);
     if (!divides_by_constant(graph_[n])) continue;
     int32_t &place = divisor_place_[size_t(graph_[n].inputs[1])];
     if (place < 0 && divisors_.size() < FunctionArguments::kDivisors)
       place = int32_t(divisors_.size()), divisors_.push_back(graph_[n].inputs[1]);
   }
+  digest_ = made_digest();
+}
+
+// An approximation's last bits change a score little, but a step, a comparison or an index that follows from them by a whole.
+void CudaFunctions::find_exact() {
+  exact_.assign(size_t(graph_.size()), false);
+  for (int32_t n = graph_.size() - 1; n >= 0; n--) { // inputs stand before
+    const Node &x = graph_[n];
+    if (!used_[size_t(n)] || (x.kind == Kind::real && !exact_[size_t(n)] && !steps(x.op))) continue;
+    for (int32_t i = 0; i < x.count; i++) exact_[size_t(x.inputs[size_t(i)])] = true;
+  }
 }
 
 void CudaFunctions::find_ranges() {
-  ranges_.clear();
-  for (int32_t n = 0; n < graph_.size(); n++) ranges_.push_back(range(n)); // inputs stand before
+  ranges_ = bounds_of_nodes(graph_, [&](int32_t n, std::span<const Bounds>) { return known_range(n); });
 }
 
-// Whether no result changes if the integer `node` is limited to +-kLimit: whatever takes it compares or clamps it. added: how much may have
-// been added to the limited number before. depth: how far the search went.
-bool CudaFunctions::may_be_limited(int32_t node, double added, int depth) const {
-  if (depth > 8) return false;
-  constexpr double kCompared = 1 << 28; // below kLimit - kSmallConstant
-  for (int32_t n = node + 1; n < graph_.size(); n++) {
+// What does not follow from the inputs. The value of a number makes no other code, but for its class: large or not, and of a divisor also
+// positive or not.
+std::optional<Bounds> CudaFunctions::known_range(int32_t n) const {
+  const Node &x = graph_[n];
+  switch (x.op) {
+  case Op::BATCH:
+  case Op::HEAD:
+  case Op::QUERY:
+  case Op::KEY:
+    return Bounds{0, most_position_};
+  case Op::OFFSET:
+    return Bounds{-most_position_, most_position_};
+  case Op::REAL:
+  case Op::BOOLEAN:
+    return Bounds::any(x.kind);
+  case Op::INTEGER:
+    if (shifts_[size_t(n)]) return {}; // its value stands in the source
+    if (x.integer <= -kSmallConstant || x.integer >= kSmallConstant) return Bounds::any(x.kind);
+    return Bounds{divides_[size_t(n)] && x.integer > 0 ? 1 : -kSmallConstant, kSmallConstant};
+  case Op::LOAD:
+    if (captured_[size_t(x.captured)].dtype == DType::i32) return Bounds{INT32_MIN, INT32_MAX};
+    return {};
+  case Op::TO_INTEGER:
+    if (limited_[size_t(n)]) return Bounds{-kLimit, kLimit};
+    return {};
+  default:
+    return {};
+  }
+}
+
+// Finds the integers made of reals that change no result if they are limited to +-kLimit, because whatever takes them compares or clamps
+// them. room: how much may be added to a node's value until then; negative: it may not be limited.
+void CudaFunctions::find_limited() {
+  constexpr int64_t kCompared = 1 << 28; // below kLimit - kSmallConstant
+  std::vector<int64_t> room(size_t(graph_.size()), kSmallConstant);
+  for (int32_t n = graph_.size() - 1; n >= 0; n--) { // what takes a node stands behind it
     const Node &x = graph_[n];
     if (!used_[size_t(n)]) continue;
+    const int64_t own = room[size_t(n)];
+    limited_[size_t(n)] = own >= 0 && x.op == Op::TO_INTEGER && graph_[x.inputs[0]].kind == Kind::real;
     for (int32_t i = 0; i < x.count; i++) {
-      if (x.inputs[size_t(i)] != node) continue;
-      const Range other = x.count == 2 ? ranges_[size_t(x.inputs[size_t(1 - i)])] : Range{-kMostOf64Bits, kMostOf64Bits};
-      const double most = std::max(std::abs(other.low), std::abs(other.high));
+      const int32_t input = x.inputs[size_t(i)];
+      if (graph_[input].kind != Kind::integer) continue;
+      // The size of the other input of two.
+      const auto within = [&](int64_t most) { return ranges_[size_t(x.inputs[size_t(1 - i)])].whole.within(most); };
+      int64_t left = -1;
       switch (x.op) {
       case Op::LOAD:
-        if (!short_axes(problem_.captured[x.captured])) return false;
+        if (short_axes(captured_[size_t(x.captured)])) left = kSmallConstant;
         break;
       case Op::EQUAL:
       case Op::NOT_EQUAL:
@@ -136,28 +201,32 @@ bool CudaFunctions::may_be_limited(int32_t node, double added, int depth) const 
       case Op::LESS_EQUAL:
       case Op::GREATER:
       case Op::GREATER_EQUAL:
-        if (most > kCompared) return false;
+        if (within(kCompared)) left = kSmallConstant;
         break;
       case Op::MINIMUM:
       case Op::MAXIMUM:
-        if (most > kSmallConstant || !may_be_limited(n, added, depth + 1)) return false;
+        if (within(kSmallConstant)) left = own;
         break;
       case Op::ADD:
       case Op::SUBTRACT:
-        if (added + most > kSmallConstant || !may_be_limited(n, added + most, depth + 1)) return false;
+        if (within(kSmallConstant)) {
+          const Range by = ranges_[size_t(x.inputs[size_t(1 - i)])].whole;
+          left = own - std::max(std::abs(by.low), std::abs(by.high));
+        }
         break;
       case Op::WHERE:
       case Op::NEGATE:
       case Op::ABSOLUTE:
-        if (!may_be_limited(n, added, depth + 1)) return false;
+        left = own;
         break;
       default:
-        return false;
+        break;
       }
+      room[size_t(input)] = std::min(room[size_t(input)], left);
     }
   }
-  return true;
 }
+
 bool CudaFunctions::short_axes(const Captured &x) const {
   return std::all_of(x.size, x.size + x.rank, [](int64_t size) { return size <= 1 << 28; });
 }
@@ -165,83 +234,8 @@ bool CudaFunctions::short_axes(const Captured &x) const {
 // Whether the code divides by a constant that is positive and small.
 bool CudaFunctions::divides_by_constant(const Node &x) const {
   if ((x.op != Op::FLOOR_DIVIDE && x.op != Op::REMAINDER) || x.kind != Kind::integer) return false;
-  const Node &by = graph_[x.inputs[1]];
-  return by.op == Op::INTEGER && ranges_[size_t(x.inputs[1])].low > 0 && ranges_[size_t(x.inputs[0])].narrow();
-}
-
-CudaFunctions::Range CudaFunctions::range(int32_t n) const {
-  const Node &x = graph_[n];
-  const Range all{-kMostOf64Bits, kMostOf64Bits};
-  if (x.kind != Kind::integer) return all;
-  const auto input = [&](int n) { return ranges_[size_t(x.inputs[size_t(n)])]; };
-  const auto within = [&](double low, double high) {
-    return low > -kMostOf64Bits / 2 && high < kMostOf64Bits / 2 ? Range{low, high} : all;
-  }; // else it may wrap
-  const auto size = [](const Range &r) { return std::max(std::abs(r.low), std::abs(r.high)); };
-  switch (x.op) {
-  case Op::BATCH:
-  case Op::HEAD:
-  case Op::QUERY:
-  case Op::KEY:
-    return {0, most_position_};
-  case Op::OFFSET:
-    return {-most_position_, most_position_};
-  case Op::INTEGER: // its value makes no other code, but for its class: large or not, and of a divisor also positive or not
-    if (std::abs(double(x.integer)) >= kSmallConstant) return all;
-    return {divides_[size_t(n)] && x.integer > 0 ? 1 : -kSmallConstant, kSmallConstant};
-  case Op::LOAD:
-    return problem_.captured[x.captured].dtype == DType::i32 ? Range{-2147483648.0, 2147483647.0} : all;
-  case Op::TO_INTEGER:
-    if (graph_[x.inputs[0]].kind == Kind::real) return limited_[size_t(n)] ? Range{-kLimit, kLimit} : all;
-    return graph_[x.inputs[0]].kind == Kind::boolean ? Range{0, 1} : input(0);
-  case Op::ADD:
-    return within(input(0).low + input(1).low, input(0).high + input(1).high);
-  case Op::SUBTRACT:
-    return within(input(0).low - input(1).high, input(0).high - input(1).low);
-  case Op::MULTIPLY: {
-    const Range a = input(0), b = input(1);
-    const auto [low, high] = std::minmax({a.low * b.low, a.low * b.high, a.high * b.low, a.high * b.high});
-    return within(low, high);
-  }
-  case Op::FLOOR_DIVIDE: {
-    const double most = size(input(0));
-    return within(input(0).low >= 0 && input(1).low >= 0 ? 0 : -most, most);
-  }
-  case Op::REMAINDER: {
-    const double most = size(input(1));
-    if (input(1).low >= 0) return within(0, input(0).low >= 0 ? std::min(most, input(0).high) : most);
-    return within(-most, most);
-  }
-  case Op::TRUNC_REMAINDER: {
-    const double most = std::min(size(input(0)), size(input(1)));
-    return within(input(0).low >= 0 ? 0 : -most, most);
-  }
-  case Op::MINIMUM:
-    return {std::min(input(0).low, input(1).low), std::min(input(0).high, input(1).high)};
-  case Op::MAXIMUM:
-    return {std::max(input(0).low, input(1).low), std::max(input(0).high, input(1).high)};
-  case Op::NEGATE:
-    return within(-input(0).high, -input(0).low);
-  case Op::ABSOLUTE:
-    return within(0, size(input(0)));
-  case Op::SIGN:
-    return {-1, 1};
-  case Op::AND:
-    if (input(0).low >= 0 || input(1).low >= 0)
-      return {0, std::min(input(0).low >= 0 ? input(0).high : kMostOf64Bits, input(1).low >= 0 ? input(1).high : kMostOf64Bits)};
-    [[fallthrough]];
-  case Op::OR:
-  case Op::XOR:
-    return input(0).narrow() && input(1).narrow() ? Range{-2147483648.0, 2147483647.0} : all;
-  case Op::NOT:
-    return within(-input(0).high - 1, -input(0).low - 1);
-  case Op::SHIFT_RIGHT:
-    return {std::min(input(0).low, -1.0), std::max(input(0).high, 0.0)};
-  case Op::WHERE:
-    return {std::min(input(1).low, input(2).low), std::max(input(1).high, input(2).high)};
-  default:
-    return all;
-  }
+  const int32_t by = x.inputs[1];
+  return graph_[by].op == Op::INTEGER && ranges_[size_t(by)].whole.low > 0 && narrow(by) && narrow(x.inputs[0]);
 }
 
 // Whether all distances within the tensor fit 32 bits.
@@ -251,20 +245,20 @@ bool CudaFunctions::small(const Captured &x) const {
   return extent < 2147483647.0;
 }
 
-std::array<int32_t, 2> CudaFunctions::digest() const {
+std::array<int32_t, 2> CudaFunctions::made_digest() const {
   Hash hash;
-  hash.add(uint64_t(program_.digest[1]) << 32 | program_.digest[0]);
+  hash.add(uint64_t(program_->digest[1]) << 32 | program_->digest[0]);
   hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 | loads_.size() << 3);
   for (const LoadGradient &g : loads_)
-    hash.add(uint64_t(few_elements(problem_.captured[graph_[g.load].captured])) | uint64_t(is_real(graph_[g.slope], 1)) << 1);
+    hash.add(uint64_t(few_elements(captured_[size_t(graph_[g.load].captured)])) | uint64_t(is_real(graph_[g.slope], 1)) << 1);
   for (int32_t n = 0; n < graph_.size(); n++) {
     const Node &x = graph_[n];
     if (!used_[size_t(n)]) continue;
     if (x.op == Op::LOAD) {
-      const Captured &tensor = problem_.captured[x.captured];
+      const Captured &tensor = captured_[size_t(x.captured)];
       hash.add(uint64_t(tensor.dtype) | uint64_t(small(tensor)) << 32 | uint64_t(short_axes(tensor)) << 33);
     }
-    if (x.op == Op::INTEGER) hash.add(uint64_t(int64_t(ranges_[size_t(n)].low)));
+    if (x.op == Op::INTEGER) hash.add(uint64_t(ranges_[size_t(n)].whole.low));
     if (is_constant(x.op) && place_[size_t(n)] < 0) hash.add(x.op == Op::REAL ? std::bit_cast<uint64_t>(x.real) : uint64_t(x.integer));
   }
   const auto [low, high] = hash.words();
@@ -277,14 +271,14 @@ FunctionArguments CudaFunctions::arguments() const {
     const Node &x = graph_[numbers_[i]];
     if (x.op != Op::REAL)
       a.numbers[i] = uint64_t(x.integer);
-    else if (problem_.dtype == DType::f64)
+    else if (dtype_ == DType::f64)
       a.numbers[i] = std::bit_cast<uint64_t>(x.real);
     else
       a.numbers[i] = std::bit_cast<uint32_t>(float(x.real));
   }
   for (size_t i = 0; i < divisors_.size(); i++) a.divisors[i] = Divisor::make(uint32_t(graph_[divisors_[i]].integer));
   for (int i = 0; i < STROBE_MOST_CAPTURED; i++) {
-    const Captured &x = problem_.captured[i];
+    const Captured &x = captured_[size_t(i)];
     if (!x) continue;
     a.captured[i].data = x.data;
     for (int axis = 0; axis < 4; axis++) a.captured[i].size[axis] = x.size[axis], a.captured[i].stride[axis] = x.stride[axis];
@@ -300,15 +294,14 @@ int32_t CudaFunctions::instructions() const {
     bool varies = x.op == Op::SCORE || x.op == Op::KEY;
     for (int32_t i = 0; i < x.count; i++) varies = varies || by_pair[size_t(x.inputs[size_t(i)])];
     by_pair[size_t(n)] = varies;
-    if (used_[size_t(n)] && varies && x.count)
-      sum += instructions_of(x) * (x.kind == Kind::integer && !ranges_[size_t(n)].narrow() ? 3 : 1);
+    if (used_[size_t(n)] && varies && x.count) sum += instructions_of(x) * (narrow(n) ? 1 : 3);
   }
   return sum;
 }
 
 std::string CudaFunctions::constant(int32_t n) const {
   const Node &x = graph_[n];
-  const char *own = type(x.kind, ranges_[size_t(n)].narrow());
+  const char *own = type(x.kind, narrow(n));
   if (const int32_t place = place_[size_t(n)]; place >= 0)
     return x.op == Op::REAL ? text("number<T>(a, ", place, ")") : text("(", own, ")number<i64>(a, ", place, ")");
   if (x.op == Op::REAL) return text("T(__longlong_as_double((i64)", std::bit_cast<uint64_t>(x.real), "ull))");
@@ -316,32 +309,32 @@ std::string CudaFunctions::constant(int32_t n) const {
 }
 
 std::string CudaFunctions::load(const Node &x) const {
-  const Captured &tensor = problem_.captured[x.captured];
+  const Captured &tensor = captured_[size_t(x.captured)];
   const char *at = small(tensor) ? "i32" : "i64";
   const std::string operand = text("a.captured[", x.captured, "]");
   std::string distance;
   for (int32_t axis = 0; axis < x.count; axis++) {
     const int32_t index = x.inputs[size_t(axis)];
-    distance += text(axis ? " + " : "", "step<", at, ", ", ranges_[size_t(index)].low >= 0 ? "true" : "false", ">(", name(index), ", ",
-                     operand, ", ", axis, ")");
+    distance +=
+        text(axis ? " + " : "", "step<", at, ", ", negative(index) ? "false" : "true", ">(", name(index), ", ", operand, ", ", axis, ")");
   }
-  const bool narrow = tensor.dtype == DType::i32;
-  return text("load<", type(x.kind, narrow), ", ", element(tensor.dtype), ">(", operand, ", ", distance.empty() ? "0" : distance, ")");
+  return text("load<", type(x.kind, tensor.dtype == DType::i32), ", ", element(tensor.dtype), ">(", operand, ", ",
+              distance.empty() ? "0" : distance, ")");
 }
 
 // A function of functions.h; integers are computed in 32 bits if inputs and result fit.
 std::string CudaFunctions::call(int32_t n, const char *name_of_op) const {
   const Node &x = graph_[n];
   std::string arguments;
-  bool narrow = true;
+  bool fit = true; // the inputs
   for (int32_t i = 0; i < x.count; i++) {
     const int32_t input = x.inputs[size_t(i)];
     arguments += text(i ? ", " : "", name(input));
-    narrow = narrow && ranges_[size_t(input)].narrow();
+    fit = fit && narrow(input);
   }
-  if (x.kind == Kind::real) return text("R::", name_of_op, "(", arguments, ")");
-  const bool fits = ranges_[size_t(n)].narrow();
-  return text(fits ? "(i32)" : "", "Integers<", narrow && fits ? "i32" : "i64", ">::", name_of_op, "(", arguments, ")");
+  if (x.kind == Kind::real) return text(exact_[size_t(n)] ? "Exact::" : "R::", name_of_op, "(", arguments, ")");
+  const bool fits = narrow(n);
+  return text(fits ? "(i32)" : "", "Integers<", fit && fits ? "i32" : "i64", ">::", name_of_op, "(", arguments, ")");
 }
 
 std::string CudaFunctions::compared(const Node &x, const char *sign) const {
@@ -375,7 +368,7 @@ std::string CudaFunctions::expression(int32_t n) const {
   case Op::REMAINDER: {
     const char *op = x.op == Op::REMAINDER ? "remainder" : "floor_divide";
     if (const int32_t place = divisor_place_[size_t(x.inputs[1])]; place >= 0 && divides_by_constant(x))
-      return text(op, ranges_[size_t(x.inputs[0])].low >= 0 ? "<true>(" : "<false>(", first, ", a.divisors[", place, "])");
+      return text(op, negative(x.inputs[0]) ? "<false>(" : "<true>(", first, ", a.divisors[", place, "])");
     return call(n, op);
   }
   case Op::AND:
@@ -399,16 +392,18 @@ std::string CudaFunctions::expression(int32_t n) const {
   case Op::GREATER_EQUAL:
     return compared(x, ">=");
   case Op::WHERE: {
-    const char *own = type(x.kind, ranges_[size_t(n)].narrow());
+    const char *own = type(x.kind, narrow(n));
     return text(first, " ? (", own, ")", second, " : (", own, ")", name(x.inputs[2]));
   }
   case Op::TO_REAL:
     return text("T(", first, ")");
   case Op::TO_INTEGER:
     if (limited_[size_t(n)]) return text("limited_integer(", first, ")");
-    return text("(", type(Kind::integer, ranges_[size_t(n)].narrow()), ")", first);
+    return text("(", type(Kind::integer, narrow(n)), ")", first);
   case Op::TO_BOOLEAN:
     return first + " != 0";
+  case Op::TO_INT32:
+    return "(i32)" + first;
 #define STROBE_CALLED(op, name_of_op)                                                                                                      \
   case Op::op:                                                                                                                             \
     return call(n, name_of_op);
@@ -464,19 +459,19 @@ std::string CudaFunctions::statements(const std::vector<bool> &wanted, const std
   std::string all;
   for (int32_t n = 0; n < graph_.size(); n++)
     if (wanted[size_t(n)] && !made[size_t(n)])
-      all += text(indent, "const ", type(graph_[n].kind, ranges_[size_t(n)].narrow()), " ", name(n), " = ", expression(n), ";\n");
+      all += text(indent, "const ", type(graph_[n].kind, narrow(n)), " ", name(n), " = ", expression(n), ";\n");
   return all;
 }
 
 // The number of the element that a load reads, if elements are numbered row by row.
 std::string CudaFunctions::element_read(const Node &x) const {
-  const Captured &tensor = problem_.captured[x.captured];
+  const Captured &tensor = captured_[size_t(x.captured)];
   const char *at = few_elements(tensor) ? "i32" : "i64";
   std::string number = "0";
   for (int32_t axis = 0; axis < x.count; axis++) {
     const int32_t index = x.inputs[size_t(axis)];
-    const std::string place = text("place_on_axis<", at, ", ", ranges_[size_t(index)].low >= 0 ? "true" : "false", ">(", name(index),
-                                   ", g.size[", axis, "])");
+    const std::string place =
+        text("place_on_axis<", at, ", ", negative(index) ? "false" : "true", ">(", name(index), ", g.size[", axis, "])");
     number = axis ? text("(", number, ") * (", at, ")g.size[", axis, "] + ", place) : place;
   }
   return number;
@@ -492,36 +487,38 @@ std::string CudaFunctions::gradients() const {
     const Node &load = graph_[g.load];
     captured += text(n ? ", " : "", load.captured), units += text(n ? ", " : "", is_real(graph_[g.slope], 1) ? "true" : "false");
     const std::vector<bool> slope = graph_.needed_by({g.slope});
-    values += statements(slope, made, "    ") + text("    if constexpr ((kLoads_ >> ", n, " & 1) != 0) out[", n, "] = ", name(g.slope), ";\n");
+    values +=
+        statements(slope, made, "    ") + text("    if constexpr ((kLoads_ >> ", n, " & 1) != 0) out[", n, "] = ", name(g.slope), ";\n");
     for (size_t node = 0; node < made.size(); node++) made[node] = made[node] || slope[node];
     std::vector<int32_t> indices(load.inputs.begin(), load.inputs.begin() + load.count);
     elements += text(n ? "    else if constexpr (kLoad == " : "    if constexpr (kLoad == ", n, ") {\n",
                      statements(graph_.needed_by(indices), none, "      "), "      return ", element_read(load), ";\n    }\n");
   }
-  return text("  static constexpr int kLoads = ", loads_.size(), ";\n", "  static __device__ constexpr i32 captured_of(int load) {\n",
-              "    constexpr i32 all[] = {", captured, "};\n    return all[load];\n  }\n",
-              "  static __device__ constexpr bool is_unit(int load) {\n    constexpr bool all[] = {", units,
-              "};\n    return all[load];\n  }\n",
-              "  template <Functions kFunctions, i32 kLoads_, class T>\n"
-              "  static __device__ __forceinline__ void gradients(const FunctionArguments &a, const PlaceOfPair &at, T x, T (&out)[kLoads]) {\n"
-              "    using R = Reals<kFunctions, T>;\n",
-              values,
-              "  }\n  template <Functions kFunctions, int kLoad, class T>\n"
-              "  static __device__ __forceinline__ i64 element(const FunctionArguments &a, const CapturedGradient &g, const PlaceOfPair &at, T "
-              "x) {\n    using R = Reals<kFunctions, T>;\n",
-              elements, "  }\n");
+  return text(
+      "  static constexpr int kLoads = ", loads_.size(), ";\n", "  static __device__ constexpr i32 captured_of(int load) {\n",
+      "    constexpr i32 all[] = {", captured, "};\n    return all[load];\n  }\n",
+      "  static __device__ constexpr bool is_unit(int load) {\n    constexpr bool all[] = {", units, "};\n    return all[load];\n  }\n",
+      "  template <Functions kFunctions, i32 kLoads_, class T>\n"
+      "  static __device__ __forceinline__ void gradients(const FunctionArguments &a, const PlaceOfPair &at, T x, T (&out)[kLoads]) {\n"
+      "    using R = Reals<kFunctions, T>;\n    using Exact = Reals<Functions::full, T>;\n",
+      values,
+      "  }\n  template <Functions kFunctions, int kLoad, class T>\n"
+      "  static __device__ __forceinline__ i64 element(const FunctionArguments &a, const CapturedGradient &g, const PlaceOfPair &at, T "
+      "x) {\n    using R = Reals<kFunctions, T>;\n    using Exact = Reals<Functions::full, T>;\n",
+      elements, "  }\n");
 }
 
 std::string CudaFunctions::source() const {
   const std::array<int32_t, 2> key = digest();
   const std::vector<bool> none(size_t(graph_.size()), false);
-  std::string out = text("#pragma once\n#include \"device/", loads_.empty() ? "functions" : "captured", ".h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0],
-                         ", ", key[1], "> {\n");
+  std::string out = text("#pragma once\n#include \"device/", loads_.empty() ? "functions" : "captured",
+                         ".h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0], ", ", key[1], "> {\n");
   if (score_ >= 0) {
     const std::vector<bool> value = graph_.needed_by({score_}), all = graph_.needed_by({slope_});
     out += text("  template <Functions kFunctions, bool kSlope, class T>\n"
                 "  static __device__ __forceinline__ T score(const FunctionArguments &a, const PlaceOfPair &at, T x, T &slope) {\n"
-                "    using R = Reals<kFunctions, T>;\n",
+                "    using R = Reals<kFunctions, T>;\n"
+                "    using Exact = Reals<Functions::full, T>;\n",
                 statements(value, none, "    "), slope_ >= 0 ? "    if constexpr (kSlope) {\n" + statements(all, value, "      ") : "",
                 slope_ >= 0 ? text("      slope = ", name(slope_), ";\n    }\n") : "    if constexpr (kSlope) slope = T(1);\n",
                 "    return ", name(score_), ";\n  }\n");
@@ -530,7 +527,7 @@ std::string CudaFunctions::source() const {
     const std::vector<bool> wanted = graph_.needed_by({seen_});
     out += text("  template <Functions kFunctions, class T>\n"
                 "  static __device__ __forceinline__ bool seen(const FunctionArguments &a, const PlaceOfPair &at) {\n"
-                "    using R = Reals<kFunctions, T>;\n",
+                "    using Exact = Reals<Functions::full, T>;\n",
                 statements(wanted, none, "    "), "    return ", name(seen_), ";\n  }\n");
   }
   if (!loads_.empty()) out += gradients();

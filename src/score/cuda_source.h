@@ -7,6 +7,7 @@
 
 #include "../../kernels/attention/arguments.h"
 #include "attention/attention.h"
+#include "score/interval.h"
 #include "score/program.h"
 
 namespace strobe::score {
@@ -19,10 +20,10 @@ public:
   // scored: the program's score and slope are generated; otherwise only `seen`, because a kernel has its own code for the score.
   CudaFunctions(const Problem &, bool scored);
   // The functions of the passes that make the gradients of captured tensors: those of the problem's gradient_program, and its loads.
-  CudaFunctions(const Problem &, bool scored, const GradientProgram &);
+  CudaFunctions(const Problem &, bool scored, const std::shared_ptr<const GradientProgram> &);
 
-  // A hash of all that the source depends on: equal hashes, equal sources.
-  std::array<int32_t, 2> digest() const;
+  // A hash of all that the source depends on: equal sources have equal hashes.
+  std::array<int32_t, 2> digest() const { return digest_; }
   // The header "score/program.h", which specialises CallersFunctions for the digest.
   std::string source() const;
   FunctionArguments arguments() const;
@@ -30,16 +31,13 @@ public:
   int32_t instructions() const;
 
 private:
-  CudaFunctions(const Problem &, const Program &, const std::vector<LoadGradient> &loads, int32_t score, int32_t slope);
-  // What is known of an integer. Code takes 32 bits where both ends fit.
-  struct Range {
-    double low, high;
-    bool narrow() const { return low >= -2147483648.0 && high <= 2147483647.0; }
-  };
-
-  Range range(int32_t node) const;
+  CudaFunctions(const Problem &, std::shared_ptr<const Program>, const std::vector<LoadGradient> &loads, int32_t score, int32_t slope);
   void find_ranges();
-  bool may_be_limited(int32_t node, double added, int depth = 0) const;
+  void find_exact();
+  void find_limited();
+  std::optional<Bounds> known_range(int32_t node) const;
+  bool narrow(int32_t node) const { return graph_[node].kind != Kind::integer || ranges_[size_t(node)].whole.narrow(); }
+  bool negative(int32_t node) const { return ranges_[size_t(node)].whole.low < 0; } // whether the integer may be
   bool short_axes(const Captured &) const;
   bool divides_by_constant(const Node &) const;
   bool small(const Captured &) const;
@@ -52,13 +50,16 @@ private:
   std::string gradients() const;
   std::string element_read(const Node &load) const;
 
-  const Problem &problem_;
-  const Program &program_;
+  std::array<int32_t, 2> made_digest() const;
+
+  const std::shared_ptr<const Program> program_;
   const Graph &graph_;
+  const DType dtype_;
+  std::array<Captured, STROBE_MOST_CAPTURED> captured_;
   std::vector<LoadGradient> loads_; // whose gradients are generated
   int32_t score_, slope_, seen_;
-  double most_position_;          // an upper bound of positions, sequences and heads
-  std::vector<Range> ranges_;     // of each node
+  int64_t most_position_;         // an upper bound of positions, sequences and heads
+  std::vector<Bounds> ranges_;    // of each node; code takes 32 bits where both ends of an integer's fit
   std::vector<int32_t> numbers_;  // constants that are arguments, in the order of their places
   std::vector<int32_t> place_;    // of each node: its place among the arguments; -1: none
   std::vector<int32_t> divisors_; // integers by which something is divided, likewise
@@ -66,6 +67,9 @@ private:
   std::vector<bool> divides_; // of each node: whether something is divided by it
   std::vector<bool> limited_; // of each node: whether it is a limited_integer()
   std::vector<bool> used_;    // of each node: whether a result needs it
+  std::vector<bool> shifts_;  // of each node: whether an integer is shifted by it
+  std::vector<bool> exact_;   // of each real: whether a step, a comparison, an integer or a mask follows from it
+  std::array<int32_t, 2> digest_;
 };
 
 } // namespace strobe::score

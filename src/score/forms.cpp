@@ -1,6 +1,7 @@
 #include "score/forms.h"
 
 #include <cmath>
+#include <map>
 #include <optional>
 
 #include "attention/text.h"
@@ -54,7 +55,17 @@ private:
   bool is(int32_t n, Op op) const { return graph[n].op == op; }
   int32_t input(int32_t n, int32_t i) const { return graph[n].inputs[size_t(i)]; }
 
+  // Each node is looked at once, however many ways lead to it.
+  using Known = std::map<int32_t, std::optional<double>>;
+  template <class F> std::optional<double> once(Known &known, int32_t n, F &&find) const {
+    const auto at = known.find(n);
+    return at != known.end() ? at->second : known[n] = find();
+  }
+
   std::optional<double> constant(int32_t n) const {
+    return once(constants, n, [&] { return constant_now(n); });
+  }
+  std::optional<double> constant_now(int32_t n) const {
     if (is(n, Op::REAL)) return graph[n].real;
     if (is(n, Op::NEGATE)) {
       if (const auto inner = constant(input(n, 0))) return -*inner;
@@ -98,6 +109,9 @@ private:
     return false;
   }
   std::optional<double> factor_of_distance(int32_t n) const {
+    return once(factors, n, [&] { return factor_now(n); });
+  }
+  std::optional<double> factor_now(int32_t n) const {
     if (is_distance(n)) return 1.0;
     if (is(n, Op::NEGATE)) {
       if (const auto inner = factor_of_distance(input(n, 0))) return -*inner;
@@ -120,6 +134,7 @@ private:
   }
 
   const Graph &graph;
+  mutable Known constants, factors;
 };
 
 } // namespace

@@ -18,8 +18,15 @@ Bounds any_real() { return Bounds::reals(-kInfinite, kInfinite, true); }
 Bounds either() { return {0, 1}; }
 
 bool fits(Wide x) { return x >= kLeastInteger && x <= kMostInteger; }
-// What 64 bits cannot hold wraps around.
-Bounds within(Wide low, Wide high) { return fits(low) && fits(high) ? Bounds{int64_t(low), int64_t(high)} : any_integer(); }
+// What so many bits cannot hold wraps around: if all values do so equally often, they are still a range.
+template <int kBits> Bounds wrapped(Wide low, Wide high) {
+  constexpr Wide least = -(Wide{1} << (kBits - 1));
+  const Wide laps = (low - least) >> kBits;
+  if (laps != (high - least) >> kBits) return {int64_t(least), int64_t(-least - 1)};
+  return {int64_t(low - (laps << kBits)), int64_t(high - (laps << kBits))};
+}
+Bounds within(Wide low, Wide high) { return wrapped<64>(low, high); }
+Bounds hull(const Bounds &a, const Bounds &b) { return {std::min(a.whole.low, b.whole.low), std::max(a.whole.high, b.whole.high)}; }
 template <class T, class F> Bounds at_corners(Range a, Range b, F f) {
   const T corners[] = {f(a.low, b.low), f(a.low, b.high), f(a.high, b.low), f(a.high, b.high)};
   return within(*std::ranges::min_element(corners), *std::ranges::max_element(corners));
@@ -30,12 +37,20 @@ Wide magnitude(Range a) { return std::max(a.low < 0 ? -Wide{a.low} : Wide{a.low}
 bool is_one(Range a) { return a.low == a.high; }
 
 Bounds quotient(Range a, Range b) {
-  if (b.low <= 0 && b.high >= 0) return within(-magnitude(a), magnitude(a)); // by 0 it is 0
-  return at_corners<Wide>(a, b, [](Wide x, Wide y) { return floor_divided(x, y); });
+  const auto of = [&](Range by) { return at_corners<Wide>(a, by, [](Wide x, Wide y) { return floor_divided(x, y); }); };
+  if (b.low > 0 || b.high < 0) return of(b);
+  Bounds all{0, 0}; // by 0 it is 0
+  if (b.high > 0) all = hull(all, of({1, b.high}));
+  if (b.low < 0) all = hull(all, of({b.low, -1}));
+  return all;
 }
 
 // The remainder of a floored division.
 Bounds remainder(Range a, Range b) {
+  if (is_one(a) && is_one(b)) {
+    const Wide rest = b.low ? Wide{a.low} - floor_divided(a.low, b.low) * b.low : 0;
+    return within(rest, rest);
+  }
   if (b.low > 0) {
     if (is_one(b) && floor_divided(a.low, b.low) == floor_divided(a.high, b.low)) {
       const Wide start = floor_divided(a.low, b.low) * b.low;
@@ -49,6 +64,10 @@ Bounds remainder(Range a, Range b) {
 }
 
 Bounds truncated_remainder(Range a, Range b) {
+  if (is_one(a) && is_one(b)) {
+    const Wide rest = b.low ? Wide{a.low} % b.low : 0;
+    return within(rest, rest);
+  }
   if (a.low >= 0 && b.low > 0) return remainder(a, b);
   const Wide most = std::min(magnitude(a), std::max<Wide>(magnitude(b) - 1, 0));
   return within(a.low < 0 ? -most : 0, a.high > 0 ? most : 0);
@@ -62,10 +81,13 @@ uint64_t open_bits(Range a) {
 
 Bounds of_bits(Op op, Range a, Range b) {
   const uint64_t open = open_bits(a) | open_bits(b), x = uint64_t(a.low), y = uint64_t(b.low);
-  if (open >> 63) {
+  if (open >> 63) { // numbers of both signs
     if (op == Op::AND && a.low >= 0) return {0, a.high};
     if (op == Op::AND && b.low >= 0) return {0, b.high};
-    return any_integer();
+    uint64_t below = 0; // the bits in which some number differs from its sign
+    for (const int64_t end : {a.low, a.high, b.low, b.high}) below |= uint64_t(end ^ (end >> 63));
+    const int64_t most = int64_t(below ? ~uint64_t{0} >> std::countl_zero(below) : 0);
+    return {~most, most};
   }
   const uint64_t shared = (op == Op::AND ? x & y : op == Op::OR ? x | y : x ^ y) & ~open;
   Range made = {int64_t(shared), int64_t(shared | open)};
@@ -75,9 +97,9 @@ Bounds of_bits(Op op, Range a, Range b) {
 }
 
 Bounds shifted_left(Range a, Range by) {
-  if (!is_one(by)) return any_integer();
-  if (by.low < 0 || by.low > 63) return {0, 0};
-  return within(Wide{a.low} * (Wide{1} << by.low), Wide{a.high} * (Wide{1} << by.low));
+  if (by.low >= 0 && by.high <= 63) return at_corners<Wide>(a, by, [](Wide x, Wide y) { return x * (Wide{1} << int(y)); });
+  if (by.high < 0 || by.low > 63) return {0, 0};
+  return any_integer();
 }
 
 Bounds shifted_right(Range a, Range by) {
@@ -281,6 +303,82 @@ Bounds of_booleans(Op op, Range a, Range b, bool same) {
   }
 }
 
+Bounds of_integers(Op op, Range a, Range b, bool same) {
+  switch (op) {
+  case Op::ADD:
+    return within(Wide{a.low} + b.low, Wide{a.high} + b.high);
+  case Op::SUBTRACT:
+    return within(Wide{a.low} - b.high, Wide{a.high} - b.low);
+  case Op::MULTIPLY:
+    if (same) return within(a.low > 0 ? Wide{a.low} * a.low : a.high < 0 ? Wide{a.high} * a.high : 0, magnitude(a) * magnitude(a));
+    return at_corners<Wide>(a, b, [](Wide x, Wide y) { return x * y; });
+  case Op::FLOOR_DIVIDE:
+    return quotient(a, b);
+  case Op::REMAINDER:
+    return remainder(a, b);
+  case Op::TRUNC_REMAINDER:
+    return truncated_remainder(a, b);
+  case Op::MINIMUM:
+    return {std::min(a.low, b.low), std::min(a.high, b.high)};
+  case Op::MAXIMUM:
+    return {std::max(a.low, b.low), std::max(a.high, b.high)};
+  case Op::NEGATE:
+    return within(-Wide{a.high}, -Wide{a.low});
+  case Op::ABSOLUTE:
+    if (a.low >= 0) return {a.low, a.high};
+    return within(a.high <= 0 ? -Wide{a.high} : 0, magnitude(a));
+  case Op::SIGN:
+    return {(a.low > 0) - (a.low < 0), (a.high > 0) - (a.high < 0)};
+  case Op::XOR:
+    if (same) return {0, 0};
+    [[fallthrough]];
+  case Op::AND:
+  case Op::OR:
+    return of_bits(op, a, b);
+  case Op::NOT:
+    return {~a.high, ~a.low};
+  case Op::SHIFT_LEFT:
+    return shifted_left(a, b);
+  case Op::SHIFT_RIGHT:
+    return shifted_right(a, b);
+  case Op::TO_REAL:
+    return rounded(double(a.low), double(a.high), false);
+  case Op::TO_INTEGER:
+    return {a.low, a.high};
+  case Op::TO_INT32:
+    return wrapped<32>(a.low, a.high);
+  case Op::TO_BOOLEAN:
+    return {a.low > 0 || a.high < 0, a.low != 0 || a.high != 0};
+  default:
+    return order(op, a.low, a.high, b.low, b.high);
+  }
+}
+
+// What is no real, of reals.
+Bounds from_reals(Op op, const Bounds &a, const Bounds &b, bool same) {
+  if (op == Op::TO_BOOLEAN) return {a.real.least > 0 || a.real.most < 0, a.real.least != 0 || a.real.most != 0 || a.may_be_nan};
+  if (op == Op::TO_INTEGER) {
+    constexpr double most = 0x1p62;
+    if (a.may_be_nan || a.real.least < -most || a.real.most > most) return any_integer();
+    return {int64_t(a.real.least), int64_t(a.real.most)};
+  }
+  Bounds made = order(op, a.real.least, a.real.most, b.real.least, b.real.most);
+  if (same) made = order(op, 0, 0, 0, 0);
+  if (a.may_be_nan || b.may_be_nan) { // NaN differs from every number, and is neither less nor greater
+    if (op == Op::NOT_EQUAL)
+      made.whole.high = 1;
+    else
+      made.whole.low = 0;
+  }
+  return made;
+}
+
+Bounds chosen(Kind kind, Range condition, const Bounds &a, const Bounds &b) {
+  if (is_one(condition)) return condition.low ? a : b;
+  if (kind != Kind::real) return hull(a, b);
+  return Bounds::reals(std::min(a.real.least, b.real.least), std::max(a.real.most, b.real.most), a.may_be_nan || b.may_be_nan);
+}
+
 uint8_t argument(Op op) {
   switch (op) {
   case Op::BATCH:
@@ -301,6 +399,47 @@ uint8_t argument(Op op) {
 Bounds Bounds::rounded(double least, double most, bool may_be_nan) {
   if (!(least <= most)) return any_real(); // NaN alone
   return reals(rounded_down(least), rounded_up(most), may_be_nan);
+}
+
+Bounds Bounds::any(Kind kind) { return kind == Kind::real ? any_real() : kind == Kind::integer ? any_integer() : either(); }
+
+Bounds result_bounds(const Node &node, Kind of, const Bounds *in, bool same) {
+  switch (node.op) {
+  case Op::REAL:
+    return rounded(node.real, node.real, std::isnan(node.real));
+  case Op::INTEGER:
+  case Op::BOOLEAN:
+    return {node.integer, node.integer};
+  case Op::WHERE:
+    return chosen(node.kind, in[0].whole, in[1], in[2]);
+  default:
+    break;
+  }
+  if (!node.count || node.op == Op::LOAD) return Bounds::any(node.kind);
+  const Bounds none, &a = in[0], &b = node.count > 1 ? in[1] : none;
+  if (of != Kind::real) {
+    const bool logical = of == Kind::boolean && (node.count > 1 || node.op == Op::NOT);
+    return logical ? of_booleans(node.op, a.whole, b.whole, same) : of_integers(node.op, a.whole, b.whole, same);
+  }
+  if (node.kind != Kind::real) return from_reals(node.op, a, b, same);
+  return node.count > 1 ? of_two_reals(node.op, a, b) : of_one_real(node.op, a);
+}
+
+std::vector<Bounds> bounds_of_nodes(const Graph &graph, const KnownBounds &known) {
+  std::vector<Bounds> all;
+  all.reserve(size_t(graph.size()));
+  for (int32_t n = 0; n < graph.size(); n++) { // inputs stand before
+    const Node &node = graph[n];
+    if (const std::optional<Bounds> more = known(n, all)) {
+      all.push_back(*more);
+      continue;
+    }
+    Bounds in[4];
+    for (int32_t k = 0; k < node.count; k++) in[k] = all[size_t(node.inputs[size_t(k)])];
+    const Kind of = node.count ? graph[node.inputs[0]].kind : node.kind;
+    all.push_back(result_bounds(node, of, in, node.count > 1 && node.inputs[0] == node.inputs[1]));
+  }
+  return all;
 }
 
 Intervals::Intervals(const Graph &graph, int32_t result, const Captured *captured) {
@@ -422,11 +561,8 @@ Bounds Intervals::evaluate(const Box &box) {
 
 Bounds Intervals::value(int32_t n, const Box &box) {
   const Node &node = nodes_[size_t(n)];
-  auto in = [&](int k) -> const Bounds & { return values_[size_t(node.inputs[size_t(k)])]; };
   auto of = [](Range r) { return Bounds{r.low, r.high}; };
   switch (node.op) {
-  case Op::SCORE:
-    return any_real();
   case Op::BATCH:
     return of(box.b);
   case Op::HEAD:
@@ -437,40 +573,16 @@ Bounds Intervals::value(int32_t n, const Box &box) {
     return of(box.j);
   case Op::OFFSET:
     return of(box.offset);
-  case Op::REAL:
-    return rounded(node.real, node.real, std::isnan(node.real));
-  case Op::INTEGER:
-  case Op::BOOLEAN:
-    return {node.integer, node.integer};
   case Op::LOAD:
     return element(node);
-  case Op::WHERE: {
-    const Range condition = in(0).whole;
-    if (is_one(condition)) return in(condition.low ? 1 : 2);
-    const Bounds &a = in(1), &b = in(2);
-    if (node.kind != Kind::real) return {std::min(a.whole.low, b.whole.low), std::max(a.whole.high, b.whole.high)};
-    return Bounds::reals(std::min(a.real.least, b.real.least), std::max(a.real.most, b.real.most), a.may_be_nan || b.may_be_nan);
-  }
   default:
     break;
   }
-  const Kind kind = nodes_[size_t(node.inputs[0])].kind;
-  if (kind == Kind::real) return of_reals(node);
-  switch (node.op) {
-  case Op::TO_REAL:
-    return rounded(double(in(0).whole.low), double(in(0).whole.high), false);
-  case Op::TO_INTEGER:
-    return in(0);
-  case Op::TO_BOOLEAN: {
-    const Range a = in(0).whole;
-    return {a.low > 0 || a.high < 0, a.low != 0 || a.high != 0};
-  }
-  default:
-    break;
-  }
-  if (kind == Kind::boolean)
-    return of_booleans(node.op, in(0).whole, node.count > 1 ? in(1).whole : Range{}, node.count > 1 && node.inputs[0] == node.inputs[1]);
-  return node.kind == Kind::boolean ? compared(node, n) : of_integers(node, n);
+  if (Bounds made; correlated_[size_t(n)] && by_sums(n, made)) return made;
+  Bounds in[3];
+  for (int32_t k = 0; k < node.count; k++) in[k] = values_[size_t(node.inputs[size_t(k)])];
+  const Kind kind = node.count ? nodes_[size_t(node.inputs[0])].kind : node.kind;
+  return result_bounds(node, kind, in, node.count > 1 && node.inputs[0] == node.inputs[1]);
 }
 
 Bounds Intervals::element(const Node &node) {
@@ -479,82 +591,22 @@ Bounds Intervals::element(const Node &node) {
   return extrema_[size_t(node.captured)].over(at, node.count);
 }
 
-Bounds Intervals::of_integers(const Node &node, int32_t n) {
-  const Range a = values_[size_t(node.inputs[0])].whole, b = node.count > 1 ? values_[size_t(node.inputs[1])].whole : Range{};
-  const bool same = node.count > 1 && node.inputs[0] == node.inputs[1];
-  switch (node.op) {
-  case Op::ADD:
-  case Op::SUBTRACT:
-    if (Range sum; correlated_[size_t(n)] && bounds_of(sums_[size_t(n)], sum)) return {sum.low, sum.high};
-    if (node.op == Op::ADD) return within(Wide{a.low} + b.low, Wide{a.high} + b.high);
-    return within(Wide{a.low} - b.high, Wide{a.high} - b.low);
-  case Op::MULTIPLY:
-    if (same) return within(a.low > 0 ? Wide{a.low} * a.low : a.high < 0 ? Wide{a.high} * a.high : 0, magnitude(a) * magnitude(a));
-    return at_corners<Wide>(a, b, [](Wide x, Wide y) { return x * y; });
-  case Op::FLOOR_DIVIDE:
-    return quotient(a, b);
-  case Op::REMAINDER:
-    return remainder(a, b);
-  case Op::TRUNC_REMAINDER:
-    return truncated_remainder(a, b);
-  case Op::MINIMUM:
-    return {std::min(a.low, b.low), std::min(a.high, b.high)};
-  case Op::MAXIMUM:
-    return {std::max(a.low, b.low), std::max(a.high, b.high)};
-  case Op::NEGATE:
-    return within(-Wide{a.high}, -Wide{a.low});
-  case Op::ABSOLUTE:
-    if (a.low >= 0) return {a.low, a.high};
-    return within(a.high <= 0 ? -Wide{a.high} : 0, magnitude(a));
-  case Op::SIGN:
-    return {(a.low > 0) - (a.low < 0), (a.high > 0) - (a.high < 0)};
-  case Op::XOR:
-    if (same) return {0, 0};
-    [[fallthrough]];
-  case Op::AND:
-  case Op::OR:
-    return of_bits(node.op, a, b);
-  case Op::NOT:
-    return {~a.high, ~a.low};
-  case Op::SHIFT_LEFT:
-    return shifted_left(a, b);
-  case Op::SHIFT_RIGHT:
-    return shifted_right(a, b);
-  default:
-    return any_integer();
+bool Intervals::by_sums(int32_t n, Bounds &made) const {
+  const Node &node = nodes_[size_t(n)];
+  if (node.op == Op::ADD || node.op == Op::SUBTRACT) {
+    Range sum;
+    if (!bounds_of(sums_[size_t(n)], sum)) return false;
+    made = {sum.low, sum.high};
+    return true;
   }
-}
-
-Bounds Intervals::compared(const Node &node, int32_t n) {
-  const size_t x = size_t(node.inputs[0]), y = size_t(node.inputs[1]);
-  const Range a = values_[x].whole, b = values_[y].whole;
-  if (correlated_[size_t(n)]) { // the bounds of a - b instead, if none of the sums wraps around
-    Range of_a, of_b, apart;
-    Sum difference = sums_[x];
-    if (add(difference, sums_[y], -1) && bounds_of(sums_[x], of_a) && bounds_of(sums_[y], of_b) && bounds_of(difference, apart))
-      return order<int64_t>(node.op, apart.low, apart.high, 0, 0);
-  }
-  return order(node.op, a.low, a.high, b.low, b.high);
-}
-
-Bounds Intervals::of_reals(const Node &node) {
-  const Bounds a = values_[size_t(node.inputs[0])], b = node.count > 1 ? values_[size_t(node.inputs[1])] : Bounds{};
-  if (node.kind == Kind::real) return node.count > 1 ? of_two_reals(node.op, a, b) : of_one_real(node.op, a);
-  if (node.op == Op::TO_BOOLEAN) return {a.real.least > 0 || a.real.most < 0, a.real.least != 0 || a.real.most != 0 || a.may_be_nan};
-  if (node.op == Op::TO_INTEGER) {
-    constexpr double most = 0x1p62;
-    if (a.may_be_nan || a.real.least < -most || a.real.most > most) return any_integer();
-    return {int64_t(a.real.least), int64_t(a.real.most)};
-  }
-  Bounds made = order(node.op, a.real.least, a.real.most, b.real.least, b.real.most);
-  if (node.inputs[0] == node.inputs[1]) made = order(node.op, 0, 0, 0, 0);
-  if (a.may_be_nan || b.may_be_nan) { // NaN differs from every number, and is neither less nor greater
-    if (node.op == Op::NOT_EQUAL)
-      made.whole.high = 1;
-    else
-      made.whole.low = 0;
-  }
-  return made;
+  if (node.kind != Kind::boolean) return false;
+  const size_t x = size_t(node.inputs[0]), y = size_t(node.inputs[1]); // a comparison: of a - b with 0, if none of the sums wraps around
+  Range of_a, of_b, apart;
+  Sum difference = sums_[x];
+  if (!add(difference, sums_[y], -1) || !bounds_of(sums_[x], of_a) || !bounds_of(sums_[y], of_b) || !bounds_of(difference, apart))
+    return false;
+  made = order<int64_t>(node.op, apart.low, apart.high, 0, 0);
+  return true;
 }
 
 } // namespace strobe::score

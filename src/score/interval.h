@@ -2,7 +2,9 @@
 // float32.
 #pragma once
 #include <bit>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "attention/attention.h"
@@ -13,6 +15,8 @@ namespace strobe::score {
 // Integers from low to high, both included.
 struct Range {
   int64_t low = 0, high = 0;
+  bool within(int64_t most) const { return low >= -most && high <= most; }
+  bool narrow() const { return low >= INT32_MIN && high <= INT32_MAX; }
 };
 
 // Booleans are the integers 0 and 1. Of reals, may_be_nan says whether NaN is possible beside those from least to most.
@@ -32,9 +36,18 @@ struct Bounds {
     b.real = {least, most}, b.may_be_nan = may_be_nan;
     return b;
   }
+  static Bounds any(Kind);
   // The same, of values that engines round to float32 or float64, with or without subnormals.
   static Bounds rounded(double least, double most, bool may_be_nan);
 };
+
+// The bounds of a node, from those of its inputs, which are of kind `of`. same: its first two inputs are one node. Of a SCORE, LOAD or
+// argument nothing is known.
+Bounds result_bounds(const Node &, Kind of, const Bounds *in, bool same);
+
+// The bounds of each node of a graph. known(n, bounds of the nodes before n): those of node n, if more is known than its inputs tell.
+using KnownBounds = std::function<std::optional<Bounds>(int32_t n, std::span<const Bounds> before)>;
+std::vector<Bounds> bounds_of_nodes(const Graph &, const KnownBounds &known);
 
 struct Box {
   Range b, h, i, j, offset;
@@ -86,9 +99,7 @@ private:
 
   Bounds value(int32_t n, const Box &);
   Bounds element(const Node &);
-  Bounds of_integers(const Node &, int32_t n);
-  Bounds compared(const Node &, int32_t n);
-  Bounds of_reals(const Node &);
+  bool by_sums(int32_t n, Bounds &) const; // false: they tell nothing
 
   std::vector<Node> nodes_;
   std::vector<Sum> sums_;        // of integers

@@ -86,6 +86,9 @@ struct Program : BuiltIn {
   int32_t score = -1; // the node of f(x); -1: it is x
   int32_t slope = -1; // the node of df/dx; -1: it is 1
   int32_t seen = -1;  // the node of g; -1: it hides nothing
+  // The caller's own graph of f and its result, where `graph` has a built-in form in its place: what the reference evaluates.
+  std::shared_ptr<const Graph> given;
+  int32_t given_score = -1;
   // A hash of everything but the values of constants: equal for programs that differ in these alone.
   std::array<uint32_t, 2> digest{};
 

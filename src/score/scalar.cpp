@@ -61,9 +61,21 @@ template <class I> I integer_of(Op op, I x, I y) {
     return y >= 0 && y < 64 ? I(wrap(a << b)) : 0;
   case Op::SHIFT_RIGHT:
     return y >= 0 && y < int64_t(8 * sizeof(I)) ? x >> y : x < 0 ? -1 : 0;
+  case Op::TO_INT32:
+    return int32_t(uint32_t(a));
   default:
     return x;
   }
+}
+
+// PyTorch's and Python's x // y, from the exact remainder: where x / y is rounded up to an integer, its floor would be one too large.
+template <class T> T floor_of_quotient(T x, T y) {
+  if (y == 0) return x / y;
+  const T rest = std::fmod(x, y);
+  const T quotient = (x - rest) / y - T(rest != 0 && (rest < 0) != (y < 0)); // an integer, but for rounding
+  if (quotient == 0) return std::copysign(T(0), x / y);
+  const T whole = std::floor(quotient);
+  return quotient - whole > T(0.5) ? whole + 1 : whole;
 }
 
 template <class T> T real_of(Op op, T x, T y) {
@@ -77,7 +89,7 @@ template <class T> T real_of(Op op, T x, T y) {
   case Op::DIVIDE:
     return x / y;
   case Op::FLOOR_DIVIDE:
-    return std::floor(x / y);
+    return floor_of_quotient(x, y);
   case Op::REMAINDER: {
     const T r = std::fmod(x, y);
     return r != 0 && (r < 0) != (y < 0) ? r + y : r;
@@ -219,6 +231,7 @@ template <class F> void with_integer(Op op, F &&f) {
     STROBE_CASE(NOT)
     STROBE_CASE(SHIFT_LEFT)
     STROBE_CASE(SHIFT_RIGHT)
+    STROBE_CASE(TO_INT32)
     STROBE_CASE(EQUAL)
     STROBE_CASE(NOT_EQUAL)
     STROBE_CASE(LESS)

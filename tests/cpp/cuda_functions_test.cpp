@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdlib>
+#include <ctime>
 
 #include "score/cuda_source.h"
 
@@ -22,9 +23,10 @@ constexpr int64_t kValues = 16;
 class Operations {
 public:
   // Groups of operations. reals: operations of reals. reals_without_calls: those for which NVRTC generates no calls in FP64, because the
-  // emulator has no calls. others: all others. approximated: those that are approximated in 16 bits. Sine, cosine and tangent are left out,
-  // because they read tables and the emulator has none.
-  enum class Which { reals, reals_without_calls, others, approximated };
+  // emulator has no calls. quotients: those of reals, whose code is so long that they stand apart. others: all others. approximated: those
+  // that are approximated in 16 bits. decided: those that are not, because a whole follows from them. Sine, cosine and tangent are left
+  // out, because they read tables and the emulator has none.
+  enum class Which { reals, reals_without_calls, quotients, others, approximated, decided };
   Nodes f;
   int32_t count = 0;
 
@@ -34,6 +36,10 @@ public:
     u_ = f.load(0, {b}), v_ = f.load(1, {b}), m_ = f.load(2, {b}), n_ = f.load(3, {b}), narrow_ = f.load(4, {b}), flag_ = f.load(5, {b});
     if (which == Which::approximated)
       approximated();
+    else if (which == Which::decided)
+      decided();
+    else if (which == Which::quotients)
+      quotients();
     else if (which == Which::others)
       integers(), booleans(), others();
     else
@@ -61,8 +67,6 @@ private:
     for (const strobe_operation o :
          {STROBE_OP_ADD, STROBE_OP_SUBTRACT, STROBE_OP_MULTIPLY, STROBE_OP_DIVIDE, STROBE_OP_MINIMUM, STROBE_OP_MAXIMUM, STROBE_OP_ATAN2})
       is(op(o, {both_signs, v_}));
-    for (const strobe_operation o : {STROBE_OP_FLOOR_DIVIDE, STROBE_OP_REMAINDER, STROBE_OP_TRUNC_REMAINDER})
-      is(op(o, {both_signs, op(STROBE_OP_SUBTRACT, {v_, f.real(0.5419)})}));
     for (const strobe_operation o : {STROBE_OP_NEGATE, STROBE_OP_ABSOLUTE, STROBE_OP_SIGN, STROBE_OP_EXP, STROBE_OP_EXP2, STROBE_OP_EXPM1,
                                      STROBE_OP_ATAN, STROBE_OP_SINH, STROBE_OP_COSH, STROBE_OP_TANH, STROBE_OP_ASINH, STROBE_OP_ERF,
                                      STROBE_OP_ERFC, STROBE_OP_SIGMOID, STROBE_OP_FLOOR, STROBE_OP_CEIL, STROBE_OP_TRUNC, STROBE_OP_ROUND})
@@ -83,6 +87,26 @@ private:
     for (const strobe_operation o : {STROBE_OP_LOG, STROBE_OP_LOG2, STROBE_OP_SQRT, STROBE_OP_RSQRT}) is(op(o, {u_}));
     is(op(STROBE_OP_ARCCOSH_FROM_1, {more}));
   }
+  void quotients() {
+    is(op(STROBE_OP_FLOOR_DIVIDE, {f.real(1), u_})); // 1 / 0.1f is rounded up to 10
+    is(op(STROBE_OP_FLOOR_DIVIDE, {f.real(-3), u_}));
+    is(op(STROBE_OP_REMAINDER, {f.real(-3), u_}));
+    is(op(STROBE_OP_TRUNC_REMAINDER, {f.real(-3), u_}));
+  }
+  void decided() { // by quotients of whole numbers, of which approximated ones are a little smaller
+    const int32_t whole = op(STROBE_OP_TO_REAL, {narrow_}), part = op(STROBE_OP_DIVIDE, {whole, f.real(37)});
+    for (const strobe_operation o : {STROBE_OP_FLOOR, STROBE_OP_CEIL, STROBE_OP_TRUNC}) is(op(o, {part}));
+    is(op(STROBE_OP_ROUND, {op(STROBE_OP_MULTIPLY, {part, f.real(0.5)})}));
+    is(op(STROBE_OP_SIGN, {op(STROBE_OP_SUBTRACT, {part, f.real(2)})}));
+    is(op(STROBE_OP_FLOOR_DIVIDE, {part, f.real(2)}));
+    is(op(STROBE_OP_REMAINDER, {part, f.real(2)}));
+    is(op(STROBE_OP_TRUNC_REMAINDER, {part, f.real(2)}));
+    is_integer(op(STROBE_OP_TO_INTEGER, {part}));
+    is(f.load(0, {op(STROBE_OP_TO_INTEGER, {op(STROBE_OP_ABSOLUTE, {part})})}));
+    is_boolean(op(STROBE_OP_GREATER_EQUAL, {part, f.real(2)}));
+    is_boolean(op(STROBE_OP_TO_BOOLEAN, {op(STROBE_OP_SUBTRACT, {part, f.real(2)})}));
+    is(op(STROBE_OP_WHERE, {op(STROBE_OP_EQUAL, {op(STROBE_OP_MINIMUM, {part, f.real(2)}), f.real(2)}), f.real(1), u_}));
+  }
   void integers() {
     const int32_t wide = op(STROBE_OP_MULTIPLY, {m_, op(STROBE_OP_MULTIPLY, {m_, f.integer(1 << 20)})}); // beyond 32 bits
     for (const int32_t left : {m_, narrow_, wide})
@@ -97,6 +121,7 @@ private:
       }
     for (const strobe_operation o : {STROBE_OP_NEGATE, STROBE_OP_ABSOLUTE, STROBE_OP_SIGN, STROBE_OP_NOT})
       is_integer(op(o, {m_})), is_integer(op(o, {narrow_}));
+    is_integer(op(STROBE_OP_TO_INT32, {wide})), is_integer(op(STROBE_OP_TO_INT32, {narrow_}));
     for (const int64_t by : {0, 3, 63, 64, -1})
       is_integer(op(STROBE_OP_SHIFT_LEFT, {narrow_, f.integer(by)})), is_integer(op(STROBE_OP_SHIFT_RIGHT, {narrow_, f.integer(by)}));
   }
@@ -206,7 +231,9 @@ TEST_CASE("functions: each operation, emulated, is what the reference computes")
   each_operation_agrees("cuda-simt", Operations::Which::others, DType::f64, 1e-13);
   each_operation_agrees("cuda-simt", Operations::Which::reals, DType::f32, 4e-6);
   each_operation_agrees("cuda-simt", Operations::Which::others, DType::f32, 4e-6);
+  for (const DType dtype : {DType::f64, DType::f32}) each_operation_agrees("cuda-simt", Operations::Which::quotients, dtype, 1e-6);
   each_operation_agrees("cuda-mma", Operations::Which::approximated, DType::bf16, 4e-6);
+  each_operation_agrees("cuda-mma", Operations::Which::decided, DType::bf16, 4e-6);
 }
 
 namespace {
@@ -250,6 +277,62 @@ TEST_CASE("functions: what makes other code has another hash") {
     CHECK(made(usual).digest() != made(other).digest());
     CHECK(made(usual).source() != made(other).source());
   }
+}
+TEST_CASE("functions: what decides something is computed exactly, and what only scales a score is not") {
+  using namespace score;
+  for (const bool decides : {false, true}) {
+    Program f;
+    Graph &g = f.graph;
+    const int32_t x = g.add(Op::SCORE), part = g.add(Op::DIVIDE, {x, g.real(3)}), log = g.add(Op::LOG, {part});
+    f.score = decides ? g.add(Op::WHERE, {g.add(Op::LESS, {log, g.real(1)}), x, g.real(0)}) : g.add(Op::ADD, {x, log});
+    f.form = Form::general;
+    Problem p;
+    p.dtype = DType::bf16, p.program = std::make_shared<const Program>(f);
+    const std::string source = made(p).source();
+    for (const char *operation : {"divide", "log"}) {
+      CHECK((source.find(std::string(" R::") + operation) == source.npos) == decides);
+      CHECK((source.find(std::string(" Exact::") + operation) == source.npos) != decides);
+    }
+  }
+}
+TEST_CASE("functions: a hostile graph is planned at once") {
+  using namespace score;
+  Program f;
+  Graph &g = f.graph;
+  const int32_t x = g.add(Op::SCORE), i = g.add(Op::QUERY);
+  std::vector<int32_t> layer = {g.add(Op::TO_INTEGER, {x})};
+  while (g.size() < 900) { // each node is taken by many of the next layer
+    std::vector<int32_t> next;
+    for (int n = 0; n < 60; n++)
+      next.push_back(g.add(n % 2 ? Op::ADD : Op::SUBTRACT, {layer[size_t(n) % layer.size()], layer[size_t(7 * n + 3) % layer.size()]}));
+    for (int n = 0; n < 60; n++) next.push_back(g.add(Op::MINIMUM, {next[size_t(n)], n % 3 ? i : g.integer(n)}));
+    layer = next;
+  }
+  int32_t sum = layer[0];
+  for (const int32_t n : layer) sum = g.add(Op::MAXIMUM, {sum, n});
+  f.score = g.add(Op::MULTIPLY, {x, g.load(0, Kind::real, {sum})}), f.form = Form::general;
+  differentiate(f);
+  Problem p = with_table(0, 1);
+  p.captured[0].rank = 1, p.program = std::make_shared<const Program>(f);
+  const std::clock_t before = std::clock();
+  for (int n = 0; n < 10; n++) CHECK(made(p).digest() == made(p).digest());
+  CHECK(double(std::clock() - before) / CLOCKS_PER_SEC < 1); // of 20
+}
+TEST_CASE("functions: shifts by a number take 32 bits") {
+  using namespace score;
+  const auto source = [](int64_t by) {
+    Program f;
+    Graph &g = f.graph;
+    const int32_t product = g.add(Op::MULTIPLY, {g.load(0, Kind::integer, {g.add(Op::QUERY)}), g.load(0, Kind::integer, {g.add(Op::KEY)})});
+    const int32_t bits = g.integer(by), wrapped = g.add(Op::SHIFT_RIGHT, {g.add(Op::SHIFT_LEFT, {product, bits}), bits});
+    f.score = g.add(Op::ADD, {g.add(Op::SCORE), g.add(Op::TO_REAL, {wrapped})}), f.form = Form::general;
+    differentiate(f);
+    Problem p = with_table(0, 1, 100, DType::i32);
+    p.captured[0].rank = 1, p.program = std::make_shared<const Program>(f);
+    return made(p).source();
+  };
+  CHECK(source(32).find("= (i32)Integers<i64>::shift_right(") != std::string::npos);
+  CHECK(source(31).find("= (i32)Integers<i64>::shift_right(") == std::string::npos);
 }
 TEST_CASE("functions: a function that adds, or hides, needs no derivative") {
   using namespace score;

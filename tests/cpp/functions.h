@@ -46,9 +46,9 @@ inline const NamedFunction kFunctions[] = {
     {"T5 buckets",
      {0},
      [](const ArgumentsOfFunctions &a) {
-       const int32_t distance = a.absolute(a.behind); // a number is added so that no logarithm is an integer
+       const int32_t distance = a.absolute(a.behind);
        const int32_t log = a.f.add(STROBE_OP_LOG, {a.f.add(STROBE_OP_DIVIDE, {a.real(distance), a.f.real(8)})});
-       const int32_t far = a.f.add(STROBE_OP_TO_INTEGER, {a.plus(a.times(log, a.f.real(2.8853900817779268)), a.f.real(8.003))});
+       const int32_t far = a.f.add(STROBE_OP_TO_INTEGER, {a.plus(a.times(log, a.f.real(2.8853900817779268)), a.f.real(8))});
        const int32_t near = a.f.add(STROBE_OP_LESS, {distance, a.f.integer(8)});
        const int32_t bucket = a.f.add(STROBE_OP_WHERE, {near, distance, a.f.add(STROBE_OP_MINIMUM, {far, a.f.integer(15)})});
        a.plus(a.x, a.f.load(0, {a.h, bucket}));

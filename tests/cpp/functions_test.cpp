@@ -285,6 +285,38 @@ TEST_CASE("functions: gradients are finite differences") {
     }
 }
 
+// tanh(x * (1 / 30)) * 30 is a softcap, but for rounding. LSE is the score of the only key.
+TEST_CASE("functions: the reference evaluates the caller's own graph, not a built-in form in its place") {
+  for (int n = 1; n <= 50; n++) {
+    Call c;
+    for (const char *name : {"q", "k", "v"}) c.add(name, DType::f64, {1, 1, 1, 1});
+    *c.data<double>("q") = 0.7 * n, *c.data<double>("k") = 1, *c.data<double>("v") = 1;
+    c.add("out", DType::f64, {1, 1, 1, 1}), c.add("lse", DType::f64, {1, 1, 1});
+    Nodes f;
+    const int32_t part = f.add(STROBE_OP_MULTIPLY, {f.add(STROBE_OP_SCORE), f.real(1 / 30.0)});
+    f.add(STROBE_OP_MULTIPLY, {f.add(STROBE_OP_TANH, {part}), f.real(30)});
+    c.attention.score_function = c.function(f.all), c.attention.engine = "reference";
+    REQUIRE_MESSAGE(c.run() == STROBE_OK, error());
+    CHECK(*c.data<double>("lse") == std::tanh(0.7 * n * (1 / 30.0)) * 30);
+  }
+}
+
+// Nodes that lead to each other in many ways are looked at once; otherwise this would not end.
+TEST_CASE("functions: a chain in which each node takes the one before twice") {
+  for (const strobe_operation op : {STROBE_OP_MULTIPLY, STROBE_OP_DIVIDE, STROBE_OP_SUBTRACT}) {
+    Call c;
+    for (const char *name : {"q", "k", "v", "out"}) c.add(name, DType::f64, {1, 1, 1, 1});
+    Nodes f;
+    int32_t last = f.add(STROBE_OP_SCORE);
+    for (int n = 0; n < 500; n++) last = f.add(op, {last, last});
+    int32_t numbers = f.real(1);
+    for (int n = 0; n < 500; n++) numbers = f.add(op, {numbers, numbers});
+    f.add(STROBE_OP_MULTIPLY, {last, numbers});
+    c.attention.score_function = c.function(f.all);
+    CHECK_MESSAGE(c.run() == STROBE_OK, error());
+  }
+}
+
 TEST_CASE("functions: the call keeps neither the nodes nor the captured addresses of a prepared call") {
   const Build build = [](Nodes &f, const Arguments &a) { f.add(STROBE_OP_ADD, {f.add(STROBE_OP_SIN, {a.x}), f.load(2, {a.j})}); };
   auto make = [&](Call &c, int seed) {

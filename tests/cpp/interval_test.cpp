@@ -212,13 +212,13 @@ TEST_CASE("reals: the bounds include what is computed in float32") {
     const double x = (double(random() % 20000) - 10000) / 77, y = (double(random() % 20000) + 1) / 313;
     Graph g;
     const int32_t a = g.real(x), b = g.real(y);
-    const float fa = float(x), fb = float(y);
+    const float fa = float(x), fb = float(y), rest = std::fmod(fa, fb), above = rest < 0 ? rest + fb : rest;
     const std::pair<Op, float> all[] = {{Op::ADD, fa + fb},
                                         {Op::SUBTRACT, fa - fb},
                                         {Op::MULTIPLY, fa * fb},
                                         {Op::DIVIDE, fa / fb},
-                                        {Op::FLOOR_DIVIDE, std::floor(fa / fb)},
-                                        {Op::REMAINDER, fa - fb * std::floor(fa / fb)}};
+                                        {Op::FLOOR_DIVIDE, std::round((fa - rest) / fb) - float(rest < 0)},
+                                        {Op::REMAINDER, above}};
     for (const auto &[op, value] : all) {
       const Bounds bounds = bounds_of(g, g.add(op, {a, b}), {});
       CHECK(bounds.real.least <= value);

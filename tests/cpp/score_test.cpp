@@ -125,6 +125,7 @@ const std::map<Op, WholeOp> kIntegers = {
     {Op::NOT, {{{12, 0, -13}}}},
     {Op::SHIFT_LEFT, {{{3, 4, 48}, {3, 63, kLeast}, {3, 64, 0}, {3, -1, 0}}}},
     {Op::SHIFT_RIGHT, {{{48, 4, 3}, {-48, 4, -3}, {-1, 63, -1}, {7, 64, 0}, {-7, 64, -1}, {-7, -1, -1}}}},
+    {Op::TO_INT32, {{{-3, 0, -3}, {1ll << 31, 0, -(1ll << 31)}, {(5ll << 32) - 7, 0, -7}, {kLeast, 0, 0}}}},
     {Op::EQUAL, {{{3, 3, 1}, {3, 4, 0}}}},
     {Op::NOT_EQUAL, {{{3, 3, 0}, {3, 4, 1}}}},
     {Op::LESS, {{{3, 3, 0}, {3, 4, 1}, {4, 3, 0}}}},
@@ -163,6 +164,26 @@ struct Made {
 };
 
 } // namespace
+
+TEST_CASE("the quotient of reals is PyTorch's") {
+  const std::tuple<double, double, double> cases[] = {
+      {1, 0.1, 9},  {-1, 0.1, -10},      {1, -0.1, -10},  {-1, -0.1, 9},   {0.3, 0.1, 2}, {7, 2, 3},
+      {-7, 2, -4},  {1e30, 3, 1e30 / 3}, {5, kInf, 0},    {-5, kInf, -1},  {1, 0, kInf},  {-1, 0, -kInf},
+      {0, 0, kNan}, {kInf, 2, kNan},     {kNan, 2, kNan}, {2, kNan, kNan}, {4.5, 1.5, 3}, {1e-300, 1e300, 0}};
+  for (const auto &[x, y, quotient] : cases) {
+    Graph g;
+    const int32_t a = g.add(Op::SCORE), b = g.real(y);
+    CAPTURE(x);
+    CAPTURE(y);
+    CHECK(close(evaluated(g, g.add(Op::FLOOR_DIVIDE, {a, b}), x).value, quotient, 1e-15));
+    if (std::isfinite(quotient) && std::isfinite(x)) {
+      Graph of_divisor; // the derivative of x % y by y is -(x // y)
+      const int32_t by = of_divisor.add(Op::SCORE), remainder = of_divisor.add(Op::REMAINDER, {of_divisor.real(x), by});
+      CHECK(close(slope(of_divisor, remainder, y), -quotient, 1e-15));
+      CHECK(close(evaluated(of_divisor, remainder, y).slope, -quotient, 1e-15));
+    }
+  }
+}
 
 TEST_CASE("score: each operation on reals, its derivative in the graph and by the oracle's duals") {
   for (const Op op : all_operations()) {

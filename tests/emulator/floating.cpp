@@ -86,7 +86,10 @@ void add_floating(Opcodes &o) {
   o["fma.rm.f32"] = of<[](float a, float b, float c) { return fma_directed(a, b, c, true); }, float, float, float, float>();
   o["fma.rz.f32"] = of<[](float a, float b, float c) { return fma_directed(a, b, c, false); }, float, float, float, float>();
   o["cvt.sat.f32.f32"] = of<[](float a) { return std::fmin(std::fmax(a, 0.0f), 1.0f); }, float, float>();
-  o["div.full.f32"] = o["div.approx.ftz.f32"] = of<[](float a, float b) { return a / b; }, float, float, float>();
+  o["div.approx.ftz.f32"] = of<[](float a, float b) { return a / b; }, float, float, float>();
+  // Within the 2 units in the last place that PTX allows, so that code which needs the quotient itself is found.
+  o["div.full.f32"] =
+      of<[](float a, float b) { return std::isfinite(a / b) ? std::nextafter(a / b, 0.0f) : a / b; }, float, float, float>();
   o["rsqrt.approx.f32"] = o["rsqrt.approx.ftz.f32"] = of<[](float a) { return 1 / std::sqrt(a); }, float, float>();
   o["rsqrt.approx.ftz.f64"] = of<[](double a) { return 1 / std::sqrt(a); }, double, double>();
   o["sqrt.approx.f32"] = of<[](float a) { return std::sqrt(a); }, float, float>();

@@ -42,7 +42,7 @@ def logarithm(function: Callable[[float], float]) -> Callable[[float], float]:
 def floored(x: Any, y: Any) -> Any:
     if isinstance(x, int):
         return wrapped(x // y) if y else 0
-    return float(math.floor(x / y)) if y and math.isfinite(x / y) else divided(x, y)
+    return x // y if y else divided(x, y)
 
 
 def remainder(x: Any, y: Any) -> Any:
@@ -87,6 +87,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "NOT": lambda x: not x if isinstance(x, bool) else ~x,
     "SHIFT_LEFT": lambda x, by: wrapped(x << by) if 0 <= by < 64 else 0,
     "SHIFT_RIGHT": shifted_right,
+    "TO_INT32": lambda x: (x + 2**31) % 2**32 - 2**31,
     "EQUAL": lambda x, y: x == y,
     "NOT_EQUAL": lambda x, y: x != y,
     "LESS": lambda x, y: x < y,

@@ -949,6 +949,95 @@ def test_engines_agree_with_the_reference(engine, name):
         torch.testing.assert_close(got.double(), expected, rtol=rtol, atol=rtol)
 
 
+NARROW = {
+    "+": lambda x, y, n: x + y,
+    "+ of a number": lambda x, y, n: x + 100,
+    "-": lambda x, y, n: x - y,
+    "- from a number": lambda x, y, n: 7 - x,
+    "*": lambda x, y, n: x * y,
+    "**": lambda x, y, n: x**3,
+    "- of one": lambda x, y, n: -x,
+    "abs": lambda x, y, n: abs(x),
+    "~": lambda x, y, n: ~x,
+    "<<": lambda x, y, n: x << 3,
+    "// after +": lambda x, y, n: (x + y) // 3,
+    "a wider one": lambda x, y, n: (x + y) + n,
+    "a comparison": lambda x, y, n: (x + y < x) * 1.0,
+}
+NARROW_DTYPES = ["uint8", "int8", "int16", "int32"]
+
+
+def narrow_table(dtype: str) -> np.ndarray:
+    limits = np.iinfo(dtype)
+    return np.array([limits.min, limits.max, limits.max - 1, 0, 1, 2, 77, limits.max // 2], dtype)
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+@pytest.mark.parametrize("name", NARROW)
+def test_integers_of_few_bits_wrap_around(name, dtype, framework):
+    whole, make = narrow_table(dtype), NARROW[name]
+    table = torch.from_numpy(whole) if framework == "torch" else whole
+    function = lambda s, b, h, i, j: s * 0 + make(table[i], table[j], i)  # noqa: E731
+    text, captured = text_of(function, _recorder_torch if framework == "torch" else _recorder_numpy)
+    assert len(captured) == 1
+    number = torch.tensor if framework == "torch" else np.int64
+    with np.errstate(over="ignore"):
+        for i, j in itertools.product(range(len(whole)), repeat=2):
+            expected = float(make(table[i], table[j], number(i)))
+            assert nodes.evaluate(text, {"SCORE": 0.5, "QUERY": i, "KEY": j}, [whole.tolist()]) == expected, (i, j)
+
+
+def test_arrays_of_few_bits_wrap_around():
+    """An array's dtype counts, and not that of a scalar beside it, as in PyTorch; where, cat and clamp keep it."""
+    table = torch.tensor([200, 100, 50], dtype=torch.uint8)
+    for make in (
+        lambda t, i: (t + i)[0] * 3,
+        lambda t, i: (torch.cat([t, t]) * 2)[i],
+        lambda t, i: torch.where(i < 1, t[0], t[1]) * 2,
+        lambda t, i: t[0].clamp(min=3) + t[1],
+        lambda t, i: t.gather(0, i.view(1))[0] + t[0],
+        lambda t, i: (i * 300).to(torch.int8) + 1,
+        lambda t, i: (i * 2**31 + 5).to(torch.int32) * 2,
+    ):
+
+        def score(s, b, h, i, j):
+            return s * 0 + make(table, i)  # noqa: B023
+
+        text, _ = text_of(score, _recorder_torch)
+        for i in range(3):
+            assert nodes.evaluate(text, {"SCORE": 0.5, "QUERY": i}, [table.tolist()]) == float(make(table, torch.tensor(i)))
+
+
+@pytest.mark.parametrize("engine", available_engines())
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+def test_engines_wrap_integers_of_few_bits(engine, dtype):
+    of_engine, table = dtype_of(engine), torch.from_numpy(narrow_table(dtype)).to(DEVICE)
+    q, kv = (torch.zeros(1, 1, n, 64, dtype=of_engine, device=DEVICE) for n in (len(table), 1))
+    with running_on(engine):
+        score = lambda s, b, h, i, j: ((table[i] + table[1]) * table[i]) % 101 * 1.0  # noqa: E731
+        lse = strobe.attention(q, kv, kv, score=score, return_lse=True, engine=engine)[1]
+    torch.testing.assert_close(lse[0, 0].double(), ((table + table[1]) * table % 101).double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", available_engines())
+def test_the_quotient_of_reals_is_pytorchs(engine):
+    """1.0 // 0.1 is 9, though 1.0 / 0.1 is rounded to 10. LSE is the score of the only key."""
+    dtype = dtype_of(engine)
+    reals = torch.float64 if dtype == torch.float64 else torch.float32
+    pairs = itertools.product([1.0, -1.0, 0.3, 3.0, 7.0, -2.5, 0.0, 1e6], [0.1, -0.1, 0.3, 0.7, 2.0, -1.5])
+    x, y = torch.tensor([*pairs], dtype=reals, device=DEVICE).unbind(1)
+    q, kv = (torch.zeros(1, 1, n, 64, dtype=dtype, device=DEVICE) for n in (len(x), 1))
+    for score, expected in (
+        (lambda s, b, h, i, j: x[i] // y[i], x // y),
+        (lambda s, b, h, i, j: torch.div(x[i], y[i], rounding_mode="floor"), x // y),
+        (lambda s, b, h, i, j: x[i] % y[i], x % y),
+    ):
+        with running_on(engine):
+            lse = strobe.attention(q, kv, kv, score=score, return_lse=True, engine=engine)[1]
+        torch.testing.assert_close(lse[0, 0].to(reals), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("engine", available_engines())
 def test_a_repeated_call(engine, monkeypatch):
     """It is not parsed, reads the numbers that the tensors have then, and follows a number that changes."""

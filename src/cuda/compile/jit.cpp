@@ -23,11 +23,12 @@ struct Entry {
   const KernelSource *source;
   int ordinal;
   std::vector<int32_t> config;
+  Functions functions;
   uint64_t hash;
   Kernel kernel;
 
-  bool is(const KernelSource &s, std::span<const int32_t> c, int o) const {
-    return source == &s && ordinal == o && std::ranges::equal(config, c);
+  bool is(const KernelSource &s, std::span<const int32_t> c, int o, const Functions &f) const {
+    return source == &s && ordinal == o && std::ranges::equal(config, c) && (functions == f || (functions && f && *functions == *f));
   }
 };
 
@@ -41,10 +42,11 @@ class Table {
 public:
   explicit Table(size_t size) : slots_(size) {} // size: a power of two
 
-  const Entry *find(uint64_t hash, const KernelSource &source, std::span<const int32_t> config, int ordinal) const {
+  const Entry *find(uint64_t hash, const KernelSource &source, std::span<const int32_t> config, int ordinal,
+                    const Functions &functions) const {
     for (uint64_t i = hash;; i++) {
       const Entry *entry = slots_[i & (slots_.size() - 1)].load(std::memory_order_acquire);
-      if (!entry || (entry->hash == hash && entry->is(source, config, ordinal))) return entry;
+      if (!entry || (entry->hash == hash && entry->is(source, config, ordinal, functions))) return entry;
     }
   }
   void insert(const Entry *entry) {
@@ -177,21 +179,21 @@ Kernel load_now(const KernelSource &source, std::span<const int32_t> config, con
 
 } // namespace
 
-const Kernel *find_loaded(const KernelSource &source, std::span<const int32_t> config, const Device &device) {
-  const Entry *known =
-      kernels().table.load(std::memory_order_acquire)->find(hash_of(source, config, device.ordinal), source, config, device.ordinal);
+const Kernel *find_loaded(const KernelSource &source, std::span<const int32_t> config, const Device &device, const Functions &functions) {
+  const Table *table = kernels().table.load(std::memory_order_acquire);
+  const Entry *known = table->find(hash_of(source, config, device.ordinal), source, config, device.ordinal, functions);
   return known ? &known->kernel : nullptr;
 }
 
 const Kernel &load(const KernelSource &source, std::span<const int32_t> config, const Device &device, const Functions &functions) {
-  if (const Kernel *known = find_loaded(source, config, device)) return *known;
+  if (const Kernel *known = find_loaded(source, config, device, functions)) return *known;
   Kernels &all = kernels();
   const uint64_t hash = hash_of(source, config, device.ordinal);
   cuda::device(device.ordinal); // throws in a forked child: there a thread of the parent may have left a lock locked for ever
   const Loading::Turn turn(all.loading, hash);
-  if (const Kernel *known = find_loaded(source, config, device)) return *known;
+  if (const Kernel *known = find_loaded(source, config, device, functions)) return *known;
   std::unique_ptr<const Entry> entry(
-      new Entry{&source, device.ordinal, {config.begin(), config.end()}, hash, load_now(source, config, device, functions)});
+      new Entry{&source, device.ordinal, {config.begin(), config.end()}, functions, hash, load_now(source, config, device, functions)});
   const Kernel &kernel = entry->kernel;
   all.insert(std::move(entry));
   return kernel;

@@ -40,7 +40,7 @@ struct Build {
 };
 enum class From { anywhere, source }; // source: compiled now, whatever a cache has
 // The source of the caller's functions, which a kernel includes as "score/program.h"; null: the kernel calls none. The source's hash is in
-// the Config.
+// the Config; another source may share it, so a kernel is known by the source itself.
 using Functions = std::shared_ptr<const std::string>;
 // Compiles a kernel, or reads it from the disk cache. Needs no GPU.
 Build build(const KernelSource &, std::span<const int32_t> config, int cc, From = From::anywhere, const Functions & = nullptr);
@@ -67,7 +67,7 @@ template <class Config> const Kernel &load(const KernelKey<Config> &key, const D
   return load(*key.source, key.integers(), device);
 }
 // The kernel if it has been loaded, else null. Takes no lock.
-const Kernel *find_loaded(const KernelSource &, std::span<const int32_t> config, const Device &);
+const Kernel *find_loaded(const KernelSource &, std::span<const int32_t> config, const Device &, const Functions & = nullptr);
 struct KernelName {
   const KernelSource *source;
   std::span<const int32_t> config;

@@ -32,10 +32,14 @@ Pages pages(const Problem &p) {
           .shift = std::has_single_bit(size) ? std::countr_zero(size) : -1};
 }
 
-score::CudaFunctions functions(const Problem &p) { return {p, function_of(p) >= kProgram}; }
-score::CudaFunctions gradient_functions(const Problem &p) { return {p, function_of(p) >= kProgram, *p.gradient_program}; }
+std::shared_ptr<const score::CudaFunctions> gradient_functions(const Problem &p) {
+  return std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram, p.gradient_program);
+}
 // Whether kernels call functions of the caller.
 bool calls_functions(const Problem &p) { return p.program && p.program->is_given(); }
+std::shared_ptr<const score::CudaFunctions> functions(const Problem &p) {
+  return p.cuda_functions ? p.cuda_functions : std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram);
+}
 
 Inputs inputs(const Problem &p) {
   Inputs in{};
@@ -51,7 +55,7 @@ Inputs inputs(const Problem &p) {
   in.threshold = dropout_threshold(p.dropout);
   in.scale = p.scale;
   if (p.program) in.cap = p.program->cap, in.beta = p.program->beta, in.shift = p.program->shift;
-  if (calls_functions(p)) in.function = functions(p).arguments();
+  if (calls_functions(p)) in.function = functions(p)->arguments();
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks; // in a part: those of the whole problem, from the part's first sequence and head on
   if (m.present) in.blocks = list(m.row_ptr, m.col, p, m.rows, m.block_q, m.block_k);
@@ -95,9 +99,13 @@ const char *score_in_words(const Problem &p) {
   }
 }
 
-std::string functions_source(const Problem &p) { return functions(p).source(); }
+void make_functions(Problem &p) {
+  if (calls_functions(p)) p.cuda_functions = functions(p);
+}
 
-int32_t function_instructions(const Problem &p) { return calls_functions(p) ? functions(p).instructions() : 0; }
+std::string functions_source(const Problem &p) { return functions(p)->source(); }
+
+int32_t function_instructions(const Problem &p) { return calls_functions(p) ? functions(p)->instructions() : 0; }
 
 Features features_of(const Problem &p) {
   Features f{};
@@ -116,20 +124,20 @@ Features features_of(const Problem &p) {
   f.quant = i32(p.quantised_as), f.by_column = p.scaled_by_channel();
   if (!calls_functions(p)) return f;
   f.seen = p.program->seen >= 0;
-  const std::array<int32_t, 2> digest = functions(p).digest();
+  const std::array<int32_t, 2> digest = functions(p)->digest();
   f.program = digest[0], f.program_high = digest[1];
   return f;
 }
 
 Features gradient_features(const Problem &p) {
   Features f = features_of(p);
-  const std::array<int32_t, 2> digest = gradient_functions(p).digest();
+  const std::array<int32_t, 2> digest = gradient_functions(p)->digest();
   f.program = digest[0], f.program_high = digest[1];
   return f;
 }
-std::string gradient_functions_source(const Problem &p) { return gradient_functions(p).source(); }
-int32_t gradient_instructions(const Problem &p) { return gradient_functions(p).instructions(); }
-FunctionArguments gradient_function_arguments(const Problem &p) { return gradient_functions(p).arguments(); }
+std::string gradient_functions_source(const Problem &p) { return gradient_functions(p)->source(); }
+int32_t gradient_instructions(const Problem &p) { return gradient_functions(p)->instructions(); }
+FunctionArguments gradient_function_arguments(const Problem &p) { return gradient_functions(p)->arguments(); }
 
 std::string outsized_scale(const Problem &p) {
   if (function_of(p) == kHyperbolic || std::abs(p.scale) <= kMostScale) return {};

@@ -17,6 +17,8 @@ Features features_of(const Problem &);
 i32 function_of(const Problem &);
 // The same in words, for messages.
 const char *score_in_words(const Problem &);
+// Makes the code of the caller's functions, once for all that asks for it.
+void make_functions(Problem &);
 // The source of those functions of the caller for which kernels have no form of their own.
 std::string functions_source(const Problem &);
 // How many instructions these functions take for a pair, roughly.

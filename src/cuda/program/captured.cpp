@@ -57,7 +57,14 @@ public:
     features_ = gradient_features(p);
     for (int64_t first = 0, n = 0; n < FunctionArguments::kCaptured; n++) {
       CapturedGradient &g = a_.gradients[n];
-      g = {.data = nullptr, .stride = {}, .size = {1, 1, 1, 1}, .first = first, .count = 0, .dtype = 0, .log2_values = 0, .table = -1,
+      g = {.data = nullptr,
+           .stride = {},
+           .size = {1, 1, 1, 1},
+           .first = first,
+           .count = 0,
+           .dtype = 0,
+           .log2_values = 0,
+           .table = -1,
            .table_copies = 0};
       const Captured &x = p.dcaptured[n];
       if (!x) continue;
@@ -107,10 +114,7 @@ private:
         masks_[kTable] |= bit;
         continue;
       }
-      masks_[lines == Lines::rows        ? kRows
-             : lines == Lines::columns   ? kColumns
-             : lines == Lines::diagonals ? kDiagonals
-                                         : kPairs] |= bit;
+      masks_[lines == Lines::rows ? kRows : lines == Lines::columns ? kColumns : lines == Lines::diagonals ? kDiagonals : kPairs] |= bit;
       if (lines == Lines::general) masks_[kLargest] |= bit;
       const double of_head = lines == Lines::rows        ? double(p_.seqlen_q)
                              : lines == Lines::columns   ? double(p_.seqlen_k)
@@ -244,23 +248,22 @@ void captured_gradients(Program &program, const Problem &p, const Device &device
   // As guessed: the products at the rate of kernels/mma's dbias, and a pair's instructions at this rate.
   constexpr double kPerClock = 1400, kInstructionsPerClock = 100, kInstructions = 24;
   const double columns = any.head_dim + any.head_dim_v, products = p.dtype == DType::f32 ? 2.0 * any.products : 1;
-  CapturedPasses passes{
-      .tile_q = any.tile_q,
-      .tile_k = any.tile_k,
-      .of_lines = true,
-      .table_blocks =
-          [&](int32_t elements) -> int64_t {
-        const CapturedTileConfig c = with(kTable, elements);
-        return c.bytes(elements) <= device.shared_per_block ? int64_t{device.sms} * c.blocks_per_sm : 0;
-      },
-      .launch =
-          [&](const CapturedPasses::Sums &sums, int64_t grid, const CapturedArguments &arguments) {
-            CapturedTileConfig c = with(sums.summed, arguments.table_elements);
-            c.loads = sums.loads, c.of_lines = sums.of_lines;
-            return Launch(kCaptured, c, grid, c.threads(), c.bytes(arguments.table_elements), arguments);
-          },
-      .score_seconds = (2 * columns * products / kPerClock + (kInstructions + gradient_instructions(p)) / kInstructionsPerClock) /
-                       device.clock_hz};
+  CapturedPasses passes{.tile_q = any.tile_q,
+                        .tile_k = any.tile_k,
+                        .of_lines = true,
+                        .table_blocks = [&](int32_t elements) -> int64_t {
+                          const CapturedTileConfig c = with(kTable, elements);
+                          return c.bytes(elements) <= device.shared_per_block ? int64_t{device.sms} * c.blocks_per_sm : 0;
+                        },
+                        .launch =
+                            [&](const CapturedPasses::Sums &sums, int64_t grid, const CapturedArguments &arguments) {
+                              CapturedTileConfig c = with(sums.summed, arguments.table_elements);
+                              c.loads = sums.loads, c.of_lines = sums.of_lines;
+                              return Launch(kCaptured, c, grid, c.threads(), c.bytes(arguments.table_elements), arguments);
+                            },
+                        .score_seconds =
+                            (2 * columns * products / kPerClock + (kInstructions + gradient_instructions(p)) / kInstructionsPerClock) /
+                            device.clock_hz};
   captured_gradients(program, p, device, a, scratch, passes);
 }
 

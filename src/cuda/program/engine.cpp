@@ -40,7 +40,7 @@ void give_functions(Program &program, const Problem &p) {
 void load_all(const Program &program, const Device &on) {
   std::vector<KernelName> names;
   for (const Step &step : program.steps)
-    if (const Launch *l = std::get_if<Launch>(&step); l && l->grid && !find_loaded(*l->source, l->config, on))
+    if (const Launch *l = std::get_if<Launch>(&step); l && l->grid && !find_loaded(*l->source, l->config, on, l->functions))
       names.push_back({l->source, l->config, l->functions});
   load_together(names, on);
 }
@@ -62,6 +62,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);
+  make_functions(p);
   const TunedTile *tile = tuned(p, direction, device);
   if (tile)
     p.wishes = {.engine = std::move(p.wishes.engine),
@@ -154,7 +155,7 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
   const auto start = [&](const Launch &l, bool early) {
     if (!l.grid) return false;
     l.bind(addresses, arguments);
-    const Kernel *kernel = find_loaded(*l.source, l.config, on);
+    const Kernel *kernel = find_loaded(*l.source, l.config, on, l.functions);
     if (!kernel) load_all(program, on), kernel = &load(*l.source, l.config, on, l.functions);
     launch(*kernel, {.x = l.grid}, l.threads, l.shared_bytes, stream, arguments, l.arguments.size(), early);
     return true;

@@ -20,7 +20,7 @@ static void each_operation() {
     y = y + asin(y) + acos(y) + atan(y) + sinh(y) + cosh(y) + tanh(y) + asinh(y) + acosh(y) + atanh(y) + erf(y) + erfc(y) + sigmoid(y);
     y = y + floor(y) + ceil(y) + trunc(y) + round(y) + arccosh_from_1(y) + captured<Real>(0)() * captured<Real>(1)(h, i - j);
     Integer n = i + b * 2 - j + floor_divide(i, 3) + remainder(j, 5) + (i & 7) + (i | 1) + (j ^ 3) + (i << 1) + (j >> 1) + min(i, j);
-    n = -n + max(n, 0) + ~n + abs(n) + sign(n) + strobe::offset() + to_integer(y) + Integer(captured<Boolean>(2)(0));
+    n = -n + max(n, 0) + ~n + abs(n) + sign(n) + strobe::offset() + to_integer(y) + to_int32(n) + Integer(captured<Boolean>(2)(0));
     Boolean c = (i == j) | (i != j) | (i < j) | (i <= j) | (i > j) | (i >= j) | (y == 0) | (y != 0) | (y < 0) | (y <= 0) | (y > 0);
     c = (!c & (y >= 0)) ^ Boolean(true);
     return where(c == Boolean(false), y, 0.5 * i + Real(c)) + where(c != Boolean(true), n, 0) + where(c, 1.0, 2.0) * 1.5;

@@ -132,6 +132,24 @@ TEST_CASE("jit: many threads, many kernels, each loaded once and found again") {
   }
 }
 
+TEST_CASE("jit: sources of functions that share a hash are two kernels, in memory and in the cache's folder") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  const int loads = fake.loads;
+  const KernelKey<Config> key = plain(700); // its numbers stand for the hash
+  const auto source = [](const char *text) { return std::make_shared<const std::string>(text); };
+  const Functions one = source("// x + 1"), other = source("// x + 2");
+  const Kernel &first = load(kPlain, key.integers(), device(1), one), &second = load(kPlain, key.integers(), device(1), other);
+  CHECK(&first != &second);
+  CHECK(fake.loads == loads + 2);
+  CHECK(c.files().size() == 2);
+  CHECK(&load(kPlain, key.integers(), device(1), source("// x + 1")) == &first); // the text counts, not its address
+  CHECK(find_loaded(kPlain, key.integers(), device(1), other) == &second);
+  CHECK(find_loaded(kPlain, key.integers(), device(1), source("// x + 3")) == nullptr);
+  CHECK(find_loaded(kPlain, key.integers(), device(1)) == nullptr);
+  CHECK(fake.loads == loads + 2);
+}
+
 TEST_CASE("jit: kernels of one call are compiled at the same time") {
   const Compiling c;
   const Variable meet("FAKE_NVRTC_MEET", "12"); // compilations one after another would never finish
