@@ -24,6 +24,7 @@ struct PlaceOfPair {
 // The caller's functions, by the hash of their code (Features::program); the specialisation is generated. It has
 //   score<kFunctions, kSlope>(a, place, x, slope)   f(x, b, h, i, j); with kSlope, slope becomes its derivative by x
 //   seen<kFunctions, T>(a, place)                   g(b, h, i, j)
+//   penalty<kFunctions, T>(a, place)                ALiBi's slope, which b and h decide
 // of which only those are defined that Features say are there. T: the type of x and of all other reals.
 template <i32 kLow, i32 kHigh> struct CallersFunctions;
 

@@ -195,7 +195,7 @@ private:
 
 // Keeps the nodes that the program's results need.
 void prune(Program &p) {
-  const std::vector<bool> needed = p.graph.needed_by({p.score, p.slope, p.seen});
+  const std::vector<bool> needed = p.graph.needed_by({p.score, p.slope, p.seen, p.penalty.slope});
   std::vector<int32_t> at(size_t(p.graph.size()), -1);
   Graph kept;
   for (int32_t n = 0; n < p.graph.size(); n++) {
@@ -204,7 +204,7 @@ void prune(Program &p) {
     for (int32_t i = 0; i < node.count; i++) node.inputs[size_t(i)] = at[size_t(node.inputs[size_t(i)])];
     at[size_t(n)] = kept.add(node);
   }
-  for (int32_t *root : {&p.score, &p.slope, &p.seen})
+  for (int32_t *root : {&p.score, &p.slope, &p.seen, &p.penalty.slope})
     if (*root >= 0) *root = at[size_t(*root)];
   p.graph = std::move(kept);
 }
@@ -214,7 +214,7 @@ std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given) {
   auto add = [&](auto... numbers) { (hash.add(uint64_t(int64_t(numbers))), ...); };
   for (const Node &n : p.graph.nodes())
     add(int32_t(n.op), int32_t(n.kind), n.captured, n.count, n.inputs[0], n.inputs[1], n.inputs[2], n.inputs[3]);
-  add(p.score, p.slope, p.seen, int32_t(p.form));
+  add(p.score, p.slope, p.seen, int32_t(p.form), p.penalty.slope, p.penalty.has_sign, p.penalty.counts_offset, int32_t(p.penalty.rest.form));
   for (const strobe_tensor *t : given) t ? add(t->dtype, t->rank) : add(0, -1);
   return hash.words();
 }

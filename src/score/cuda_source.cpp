@@ -68,14 +68,14 @@ int32_t instructions_of(const Node &x) {
 
 bool only_adds(const Program &p) { return p.score >= 0 && only_adds(p.graph, p.score, p.slope); }
 
-CudaFunctions::CudaFunctions(const Problem &p, bool scored)
+CudaFunctions::CudaFunctions(const Problem &p, bool scored, int32_t penalty)
     : problem_(p), program_(*p.program), graph_(program_.graph), score_(scored ? program_.score : -1), slope_(scored ? program_.slope : -1),
-      seen_(program_.seen) {
+      seen_(program_.seen), penalty_(penalty) {
   const int64_t most = std::max({p.part ? p.part.first_batch + p.batch : p.batch, p.part ? p.part.heads : p.heads, p.size_q(), p.size_k(),
                                  p.part ? p.part.first_head + p.heads : 0});
   most_position_ = double(most) < kShortPosition ? kShortPosition : 2147483647.0;
   const size_t count = size_t(graph_.size());
-  used_ = graph_.needed_by({score_, slope_, seen_});
+  used_ = graph_.needed_by({score_, slope_, seen_, penalty_});
   place_.assign(count, -1), divisor_place_.assign(count, -1);
   limited_.assign(count, false), divides_.assign(count, false);
   for (const Node &x : graph_.nodes())
@@ -241,7 +241,7 @@ bool CudaFunctions::small(const Captured &x) const {
 std::array<int32_t, 2> CudaFunctions::digest() const {
   Hash hash;
   hash.add(uint64_t(program_.digest[1]) << 32 | program_.digest[0]);
-  hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2);
+  hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 | uint64_t(penalty_ >= 0) << 3);
   for (int32_t n = 0; n < graph_.size(); n++) {
     const Node &x = graph_[n];
     if (!used_[size_t(n)]) continue;
@@ -473,6 +473,13 @@ std::string CudaFunctions::source() const {
                 "  static __device__ __forceinline__ bool seen(const FunctionArguments &a, const PlaceOfPair &at) {\n"
                 "    using R = Reals<kFunctions, T>;\n",
                 statements(wanted, none, "    "), "    return ", name(seen_), ";\n  }\n");
+  }
+  if (penalty_ >= 0) {
+    const std::vector<bool> wanted = graph_.needed_by({penalty_});
+    out += text("  template <Functions kFunctions, class T>\n"
+                "  static __device__ __forceinline__ T penalty(const FunctionArguments &a, const PlaceOfPair &at) {\n"
+                "    using R = Reals<kFunctions, T>;\n",
+                statements(wanted, none, "    "), "    return ", name(penalty_), ";\n  }\n");
   }
   return out + "};\n} // namespace strobe\n";
 }

@@ -17,7 +17,8 @@ bool only_adds(const Program &);
 class CudaFunctions {
 public:
   // scored: the program's score and slope are generated; otherwise only `seen`, because a kernel has its own code for the score.
-  CudaFunctions(const Problem &, bool scored);
+  // penalty: the node of ALiBi's slope, where it is the program's; -1: it is not.
+  CudaFunctions(const Problem &, bool scored, int32_t penalty = -1);
 
   // A hash of all that the source depends on: equal hashes, equal sources.
   std::array<int32_t, 2> digest() const;
@@ -50,7 +51,7 @@ private:
   const Problem &problem_;
   const Program &program_;
   const Graph &graph_;
-  int32_t score_, slope_, seen_;
+  int32_t score_, slope_, seen_, penalty_;
   double most_position_;          // an upper bound of positions, sequences and heads
   std::vector<Range> ranges_;     // of each node
   std::vector<int32_t> numbers_;  // constants that are arguments, in the order of their places

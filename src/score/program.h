@@ -81,11 +81,20 @@ struct BuiltIn {
   bool operator==(const BuiltIn &) const = default;
 };
 
+// f(x) = rest(x) - slope * distance, where the slope depends on b and h alone: ALiBi, whoever asks for it.
+struct Penalty {
+  int32_t slope = -1;        // its node; -1: the function is no such sum
+  bool has_sign = false;     // the distance is i - j; otherwise |i - j|
+  bool counts_offset = false; // it is that of i + offset
+  BuiltIn rest;
+};
+
 struct Program : BuiltIn {
   Graph graph;
   int32_t score = -1; // the node of f(x); -1: it is x
   int32_t slope = -1; // the node of df/dx; -1: it is 1
   int32_t seen = -1;  // the node of g; -1: it hides nothing
+  Penalty penalty;    // of Form::general
   // A hash of everything but the values of constants: equal for programs that differ in these alone.
   std::array<uint32_t, 2> digest{};
 

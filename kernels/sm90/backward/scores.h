@@ -96,7 +96,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
       if constexpr (kLine) {
         const i32 q = step.begin + tile::lane_column(0, 0);
         unit = scores.scale * kLog2e<float>, slope = scores.row(q, step.head).slope * kLog2e<float>;
-        distance = (float)(q + scores.offset - key());
+        distance = (float)scores.distance(q, key());
       }
       BackwardBias<C> bias = bias_of(n);
 #pragma unroll
@@ -118,7 +118,10 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           float exponent = __fmaf_rn(S[4 * i + k], unit, negative[k % 2]);
-          if constexpr (kLine) exponent = __fmaf_rn(-slope, fabsf(distance + (float)(8 * i + k % 2 - k / 2 * 8)), exponent);
+          if constexpr (kLine) {
+            const float far = distance + (float)(8 * i + k % 2 - k / 2 * 8);
+            exponent = __fmaf_rn(-slope, F.alibi & kSigned ? far : fabsf(far), exponent);
+          }
           S[4 * i + k] = exp2(exponent);
         }
       }
@@ -231,7 +234,7 @@ private:
         const i32 own = j + k / 2 * 8;
         const Given given{{scores, row, own}, bias, 4 * i + k, allowed & mask_bit(4 * i + k)};
         x = F.curved() ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope)
-                       : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
+                       : scores.score(x, row, own, float(scores.distance(row.i, own)), given, kByPosition, scores.seqlen_k);
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= end_of(step));
         const float exponent =
             F.unbounded() ? __fmaf_rn(x + negative[k % 2], scores.unit, correction[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);

@@ -193,7 +193,7 @@ private:
   }
   template <bool kByPosition> __device__ __forceinline__ void score(const Tile &t) {
     const i32 column = t.begin + tile::lane_column(0, 0);
-    const float distance[2] = {(float)(rows[0].i + scores.offset - column), (float)(rows[1].i + scores.offset - column)};
+    const float distance[2] = {(float)scores.distance(rows[0].i, column), (float)scores.distance(rows[1].i, column)};
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       given.bias.read(i);

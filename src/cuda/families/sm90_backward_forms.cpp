@@ -119,7 +119,7 @@ BackwardConfig of_64_keys(const Problem &p, const Features &f) {
 // The form with 128 keys for heads beyond kMostDimOf128Keys. Beside dK and dV, and 32 registers for the rest, a warpgroup has registers for
 // S and dP of a tile of few queries. Null if these are fewer than 32 queries, or if an option takes more registers.
 std::optional<BackwardConfig> of_fewer_queries(const Problem &p, const Features &f, const Device &device) {
-  const int options = f.alibi + (f.mask != 0) + (f.dropout != 0) + (f.function != 0) + f.seen;
+  const int options = (f.alibi != 0) + (f.mask != 0) + (f.dropout != 0) + (f.function != 0) + f.seen;
   BackwardConfig c = begin(p, f);
   if (f.blocks || f.bias || f.scaled || options + (f.part != 0) > 1 || std::max(c.columns(), c.columns_v()) > 192) return {};
   if (!f.part) c.registers_load = 24, c.registers_compute = 240; // loading threads of a part walk over ranges

@@ -144,7 +144,7 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   constexpr double kWorth = 0.9; // packing must save 10% of the scores, because packed heads take longer to load and to store (guessed)
   const HeadsOfTile apart{1, 64, p.group()};
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return apart;
-  if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || p.alibi_slopes || p.part)) return apart;
+  if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || c.features.alibi || p.part)) return apart;
   HeadsOfTile best = apart;
   double least = kWorth * computed(p, c, apart);
   for (int64_t n = tiles(p.group(), 64); n < p.group(); n *= 2) {

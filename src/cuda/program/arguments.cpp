@@ -32,7 +32,27 @@ Pages pages(const Problem &p) {
           .shift = std::has_single_bit(size) ? std::countr_zero(size) : -1};
 }
 
-score::CudaFunctions functions(const Problem &p) { return {p, function_of(p) >= kProgram}; }
+// The function of the caller's that kernels compute as ALiBi beside one of their own forms; null: there is none. With invariant the
+// penalty would depend on where a tile begins.
+const score::Penalty *penalty_of(const Problem &p) {
+  if (!p.program || p.program->penalty.slope < 0 || p.alibi_slopes || p.invariant) return nullptr;
+  return &p.program->penalty;
+}
+i32 alibi_of(const Problem &p) {
+  const score::Penalty *own = penalty_of(p);
+  if (!own) return p.alibi_slopes ? kSlopes : 0;
+  return kOwnSlope | (own->has_sign ? kSigned : 0) | (own->counts_offset ? 0 : kFromZero);
+}
+// The form of the score that kernels have code for.
+const score::BuiltIn &form_of(const Problem &p) {
+  static constexpr score::BuiltIn none{};
+  const score::Penalty *own = penalty_of(p);
+  return own ? own->rest : p.program ? *p.program : none;
+}
+score::CudaFunctions functions(const Problem &p) {
+  const score::Penalty *own = penalty_of(p);
+  return {p, function_of(p) >= kProgram, own ? own->slope : -1};
+}
 // Whether kernels call functions of the caller's.
 bool calls_functions(const Problem &p) { return p.program && p.program->is_given(); }
 
@@ -49,7 +69,8 @@ Inputs inputs(const Problem &p) {
   in.bottom_right = p.bottom_right;
   in.threshold = dropout_threshold(p.dropout);
   in.scale = p.scale;
-  if (p.program) in.cap = p.program->cap, in.beta = p.program->beta, in.shift = p.program->shift;
+  const score::BuiltIn &form = form_of(p);
+  in.cap = form.cap, in.beta = form.beta, in.shift = form.shift;
   if (calls_functions(p)) in.function = functions(p).arguments();
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks; // in a part: the whole problem's, from the first of its sequences and heads on
@@ -69,7 +90,7 @@ Operand operand(const View &view) {
 }
 
 i32 function_of(const Problem &p) {
-  switch (p.program ? p.program->form : score::Form::identity) {
+  switch (form_of(p).form) {
   case score::Form::softcap:
     return kCapped;
   case score::Form::hyperbolic:
@@ -104,7 +125,7 @@ Features features_of(const Problem &p) {
   f.blocks = p.blocks.present;
   f.mask = bool(p.mask);
   f.bias = p.bias ? i32(p.bias.dtype) : 0;
-  f.alibi = bool(p.alibi_slopes);
+  f.alibi = alibi_of(p);
   f.function = function_of(p);
   f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;
