@@ -73,6 +73,8 @@ template <bool kNotNegative> __device__ __forceinline__ i32 floor_divide(i32 x, 
 template <bool kNotNegative> __device__ __forceinline__ i32 remainder(i32 x, const Divisor &y) {
   return x - floor_divide<kNotNegative>(x, y) * (i32)y.by;
 }
+__device__ __forceinline__ i32 floor_divide_by_power_of_two(i32 x, const Divisor &y) { return x >> (31 - __clz((i32)y.by)); }
+__device__ __forceinline__ i32 remainder_by_power_of_two(i32 x, const Divisor &y) { return x & (i32)(y.by - 1); }
 // The integer towards 0, limited to +-2^30.
 __device__ __forceinline__ i32 limited_integer(float x) { return (i32)fminf(fmaxf(x, -0x1p30f), 0x1p30f); }
 __device__ __forceinline__ i32 limited_integer(double x) { return (i32)fmin(fmax(x, -0x1p30), 0x1p30); }

@@ -38,6 +38,7 @@ const char *type(Kind kind, bool narrow) { return kind == Kind::boolean ? "bool"
 
 std::string name(int32_t node) { return text("n", node); }
 
+bool is_power_of_two(const Node &x) { return x.integer > 0 && std::has_single_bit(uint64_t(x.integer)); }
 bool is_real(const Node &x, double value) { return x.op == Op::REAL && x.real == value; }
 bool only_adds(const Graph &g, int32_t score, int32_t slope, int depth = 0) {
   if (slope < 0 || is_real(g[slope], 1) || is_real(g[score], -std::numeric_limits<double>::infinity())) return true;
@@ -249,7 +250,7 @@ std::array<int32_t, 2> CudaFunctions::digest() const {
       const Captured &tensor = problem_.captured[x.captured];
       hash.add(uint64_t(tensor.dtype) | uint64_t(small(tensor)) << 32 | uint64_t(short_axes(tensor)) << 33);
     }
-    if (x.op == Op::INTEGER) hash.add(uint64_t(int64_t(ranges_[size_t(n)].low)));
+    if (x.op == Op::INTEGER) hash.add(uint64_t(int64_t(ranges_[size_t(n)].low)) ^ uint64_t(divides_[size_t(n)] && is_power_of_two(x)));
     if (is_constant(x.op) && place_[size_t(n)] < 0) hash.add(x.op == Op::REAL ? std::bit_cast<uint64_t>(x.real) : uint64_t(x.integer));
   }
   const auto [low, high] = hash.words();
@@ -360,7 +361,10 @@ std::string CudaFunctions::expression(int32_t n) const {
   case Op::REMAINDER: {
     const char *op = x.op == Op::REMAINDER ? "remainder" : "floor_divide";
     if (const int32_t place = divisor_place_[size_t(x.inputs[1])]; place >= 0 && divides_by_constant(x))
-      return text(op, ranges_[size_t(x.inputs[0])].low >= 0 ? "<true>(" : "<false>(", first, ", a.divisors[", place, "])");
+      return text(op, is_power_of_two(graph_[x.inputs[1]]) ? "_by_power_of_two("
+                      : ranges_[size_t(x.inputs[0])].low >= 0 ? "<true>("
+                                                              : "<false>(",
+                  first, ", a.divisors[", place, "])");
     return call(n, op);
   }
   case Op::AND:

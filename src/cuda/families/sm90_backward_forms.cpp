@@ -24,7 +24,7 @@ bool takes_64_keys(const Problem &p, const Features &f) {
   const bool costly_pair = (f.curved() && (f.dropout || (f.band && in_turns(p)))) || (f.mask && f.dropout && f.band);
   // In a part the loading threads walk over ranges; these options leave them too few registers.
   if (f.part && (f.curved() || (f.dropout && in_turns(p)))) return true;
-  const bool crowded = (f.bias != 0) + (f.mask || f.alibi) + f.curved() + costly_pair > 1;
+  const bool crowded = (f.bias != 0) + (f.mask || (f.alibi && f.bias)) + f.curved() + costly_pair > 1;
   return crowded || (f.blocks && (p.blocks.block_k % 128 || f.dropout || f.curved()));
 }
 
