@@ -66,7 +66,9 @@ template <class Int> struct Integers {
   }
 };
 // The same divisions of x by a positive number that the host knows: floor(x / y) = ~floor(~x / y).
-template <bool kNotNegative> __device__ __forceinline__ i32 floor_divide(i32 x, const Divisor &y) {
+template <bool kNotNegative> __device__ __forceinline__ i32 floor_divide(i32 x, const Divisor &by) {
+  const Divisor y = by;
+  __builtin_assume(y.by != 1); // 1 is a power of two. A branch would keep the compiler from sharing quotients between pairs
   const i32 sign = kNotNegative ? 0 : x >> 31;
   return (i32)y.divide((u32)(x ^ sign)) ^ sign;
 }
