@@ -19,11 +19,11 @@ enum Starts : i32 { kAligned = 1, kAnywhere = 2 };
 
 // int32 fields only: a kernel's Config holds one, and its bytes are the key that the compiled kernel is cached under.
 struct Features {
-  i32 band;   // causal or a window: which keys are visible differs from query to query
-  i32 blocks; // a block-sparse mask
-  i32 mask;   // a bool mask tensor
-  i32 bias;   // 0: none; else the strobe_dtype of the bias tensor
-  i32 alibi; // bits of Alibi; 0: none
+  i32 band;     // causal or a window: which keys are visible differs from query to query
+  i32 blocks;   // a block-sparse mask
+  i32 mask;     // a bool mask tensor
+  i32 bias;     // 0: none; else the strobe_dtype of the bias tensor
+  i32 alibi;    // bits of Alibi; 0: none
   i32 function; // the function of x = scale q.k: kLinear, kCapped, kHyperbolic, kProgram or kAdded
   i32 scaled;   // the scale cannot be folded into exp2's argument: not positive, too small or too large. kHyperbolic: it is not 1
   i32 dropout;

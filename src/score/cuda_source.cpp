@@ -242,7 +242,8 @@ bool CudaFunctions::small(const Captured &x) const {
 std::array<int32_t, 2> CudaFunctions::digest() const {
   Hash hash;
   hash.add(uint64_t(program_.digest[1]) << 32 | program_.digest[0]);
-  hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 | uint64_t(penalty_ >= 0) << 3);
+  hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 |
+           uint64_t(penalty_ >= 0) << 3);
   for (int32_t n = 0; n < graph_.size(); n++) {
     const Node &x = graph_[n];
     if (!used_[size_t(n)]) continue;
@@ -361,9 +362,10 @@ std::string CudaFunctions::expression(int32_t n) const {
   case Op::REMAINDER: {
     const char *op = x.op == Op::REMAINDER ? "remainder" : "floor_divide";
     if (const int32_t place = divisor_place_[size_t(x.inputs[1])]; place >= 0 && divides_by_constant(x))
-      return text(op, is_power_of_two(graph_[x.inputs[1]]) ? "_by_power_of_two("
-                      : ranges_[size_t(x.inputs[0])].low >= 0 ? "<true>("
-                                                              : "<false>(",
+      return text(op,
+                  is_power_of_two(graph_[x.inputs[1]])    ? "_by_power_of_two("
+                  : ranges_[size_t(x.inputs[0])].low >= 0 ? "<true>("
+                                                          : "<false>(",
                   first, ", a.divisors[", place, "])");
     return call(n, op);
   }

@@ -83,8 +83,8 @@ struct BuiltIn {
 
 // f(x) = rest(x) - slope * distance, where the slope depends on b and h alone: ALiBi, whoever asks for it.
 struct Penalty {
-  int32_t slope = -1;        // its node; -1: the function is no such sum
-  bool has_sign = false;     // the distance is i - j; otherwise |i - j|
+  int32_t slope = -1;         // its node; -1: the function is no such sum
+  bool has_sign = false;      // the distance is i - j; otherwise |i - j|
   bool counts_offset = false; // it is that of i + offset
   BuiltIn rest;
 };
