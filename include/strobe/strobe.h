@@ -219,6 +219,9 @@ typedef struct strobe_tensors {
   const strobe_tensor *k_scale, *v_scale;
   /* what STROBE_OP_LOAD reads: bool, int32, int64 or a float dtype, of any shape that has elements */
   const strobe_tensor *captured_0, *captured_1, *captured_2, *captured_3, *captured_4, *captured_5, *captured_6, *captured_7;
+  /* int32 (kept), for the entries of block_cols and of block_cols_t: other than 0 promises that mask_function sees every pair of the block,
+   * so that engines need not evaluate it there. Optional; with the transpose both are given. */
+  const strobe_tensor *block_full, *block_full_t;
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It must run body(arg, i) once for each i in [0, n), on any number of threads, and
@@ -342,6 +345,7 @@ typedef struct strobe_addresses {
   void *page_table;
   void *k_scale, *v_scale;
   void *captured_0, *captured_1, *captured_2, *captured_3, *captured_4, *captured_5, *captured_6, *captured_7;
+  void *block_full, *block_full_t;
 } strobe_addresses;
 
 /* Keeps only threads and reserved_sms of the execution. On success *prepared is written; the caller has to release it. */

@@ -14,13 +14,16 @@ enum : i32 { kProgram = 3, kAdded = 4 };
 // is i - j, not |i - j|; kFromZero: it does not count the offset.
 enum Alibi : i32 { kSlopes = 1, kOwnSlope = 2, kSigned = 4, kFromZero = 8 };
 
+// A value of Features::blocks.
+enum : i32 { kFullKnown = 2 };
+
 // Values of Features::part: all ranges begin at multiples of 16; or they begin anywhere.
 enum Starts : i32 { kAligned = 1, kAnywhere = 2 };
 
 // int32 fields only: a kernel's Config holds one, and its bytes are the key that the compiled kernel is cached under.
 struct Features {
   i32 band;     // causal or a window: which keys are visible differs from query to query
-  i32 blocks;   // a block-sparse mask
+  i32 blocks;   // a block-sparse mask; kFullKnown: the call says which blocks the function of the mask sees as a whole
   i32 mask;     // a bool mask tensor
   i32 bias;     // 0: none; else the strobe_dtype of the bias tensor
   i32 alibi;    // bits of Alibi; 0: none

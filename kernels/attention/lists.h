@@ -13,7 +13,7 @@ struct ListCopy {
   i32 wide;      // int64; else int32
 };
 
-enum : i32 { kMostLists = 9 };
+enum : i32 { kMostLists = 11 };
 struct ListArguments {
   ListCopy lists[kMostLists];
   i32 count, unused;

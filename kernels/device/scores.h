@@ -91,11 +91,13 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     T unused;
     return score<false>(raw, r, j, T(distance(r.i, j)), InMemory{*this, r, j}, by_position, limit, unused);
   }
-  // The same for a caller that has distance(r.i, j) as a float, and the bias and the mask as given.bias() and given.allowed().
+  // The same for a caller that has distance(r.i, j) as a float, and the bias and the mask as given.bias() and given.allowed(). open: whether
+  // the function of the mask has to be asked.
   template <class Given>
-  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit) const {
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
+                                     bool open = true) const {
     T unused;
-    return score<false>(raw, r, j, distance, given, by_position, limit, unused);
+    return score<false>(raw, r, j, distance, given, by_position, limit, unused, open);
   }
   // Mask and bias of a query and a key, read from memory.
   struct InMemory {
@@ -112,8 +114,9 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     return score(raw, r, j, InMemory{*this, r, j}, by_position, limit, slope);
   }
   template <class Given>
-  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, const Given &given, bool by_position, i32 limit, T &slope) const {
-    return score<true>(raw, r, j, T(distance(r.i, j)), given, by_position, limit, slope);
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, const Given &given, bool by_position, i32 limit, T &slope,
+                                     bool open = true) const {
+    return score<true>(raw, r, j, T(distance(r.i, j)), given, by_position, limit, slope, open);
   }
 
 private:
@@ -131,8 +134,8 @@ private:
   static __device__ __forceinline__ T sum(T x, T y) { return rounds_each(kFunctions) ? rounded_sum(x, y) : x + y; }
 
   template <bool kSlope, class Given>
-  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
-                                     T &slope) const {
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit, T &slope,
+                                     bool open = true) const {
     static_assert(!kSlope || kFunctions != Functions::rough);
     T s = raw;
     bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
@@ -171,7 +174,7 @@ private:
         }
       }
     }
-    if constexpr (F.seen) seen = seen & this->seen(r, j);
+    if constexpr (F.seen) seen = seen & (!open || this->seen(r, j));
     if constexpr (F.mask) {
       if (seen) seen = given.allowed();
     }
