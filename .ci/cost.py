@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What the library costs to compile, in units of one fixed file: so that drift is seen, on any machine.
+"""Measures what the library costs to compile, relative to one fixed file, so that drift shows on any machine.
 
     .ci/cost.py          # from what .ci/run has compiled; says "not measured" if an object came out of ccache
     .ci/cost.py --whole  # compiles the library by itself, without ccache: two minutes of a core (make cost)
 
-.ci/run makes this program CCACHE_PREFIX: ccache then calls it with each compiler's command that it does not know the result of. It runs the
-command and adds its processor seconds to the file that $STROBE_COST names, with a digest of the files that were compiled: an object counts
-as measured if they are the same now. The seconds of the library's objects are added up and divided by those of tests/cpp/main.cpp (a header
-of another project, which does not change). The exit status is 1 if that is more than MOST.
+.ci/run sets CCACHE_PREFIX to this program, so ccache calls it with each compiler command whose result is not in the cache. The program runs
+the command and notes its processor seconds in the file that $STROBE_COST names, with a digest of the compiled files: an object counts as
+measured if these files are the same now. The sum of the library's objects is divided by the seconds of tests/cpp/main.cpp (a header of
+another project, which does not change). The exit status is 1 if the quotient is more than MOST.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from pathlib import Path
 FIGURE = 42.0  # 41.8 and 44.3 in two builds on an EPYC (GCC 12), two cores, with the rest of .ci/run beside them
 MOST = 1.15 * FIGURE
 FIXED = "doctest_main.dir/"  # one object
-TIMES = 3  # that it is compiled by --whole: it is short
+TIMES = 3  # how often --whole compiles it, because it is short
 LIBRARY = "strobe_core.dir/"
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "cpp"
 WHOLE = ROOT / "build" / "cost"
-FOLDERS = (str(BUILD), str(ROOT / "build" / "python"), str(WHOLE))  # the same objects, which ccache compiles where they come first
-HOW = ("CMakeLists.txt", "src/*/sources.cmake", "tests/cpp/CMakeLists.txt")  # says with which options
+# Each folder has the same objects; ccache compiles an object in the folder that comes first.
+FOLDERS = (str(BUILD), str(ROOT / "build" / "python"), str(WHOLE))
+HOW = ("CMakeLists.txt", "src/*/sources.cmake", "tests/cpp/CMakeLists.txt")  # files that set the options
 
 
 def compile_and_note(command: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(command[command.index("-MF") + 1]) if "-MF" in command else Path(folder) / "files"
-        environment = os.environ | {"DEPENDENCIES_OUTPUT": str(Path(folder) / "files")}  # GCC and Clang list there what they read
+        environment = os.environ | {"DEPENDENCIES_OUTPUT": str(Path(folder) / "files")}  # GCC and Clang list in it the files that they read
         status = subprocess.run(command, check=False, env=environment).returncode
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         if "-o" in command and "-c" in command and status == 0 and listed.exists():
@@ -53,7 +54,7 @@ def compile_and_note(command: list[str]) -> int:
 
 
 def _own(words: Iterable[str]) -> list[str]:
-    """The files of the working tree, but for those that are made in a build folder."""
+    """The files of the working tree, except those that are made in a build folder."""
     paths = {Path(word).resolve() for word in words if not word.endswith(":")}
     names = {path.relative_to(ROOT).as_posix() for path in paths if ROOT in path.parents}
     return sorted(name for name in names if not name.startswith(("build/", ".venv/")))
@@ -94,7 +95,7 @@ def check(build: Path, noted: Path) -> bool | None:
 
 
 def measure() -> Path:
-    """Compiles the library and the fixed file; where the seconds are noted."""
+    """Compiles the library and the fixed file. Returns the file in which their seconds are noted."""
     noted = WHOLE / "cost.jsonl"
     noted.parent.mkdir(parents=True, exist_ok=True)
     noted.write_text("")

@@ -1,4 +1,4 @@
-"""What no formatter holds: lines of at most 140 columns, and commit subjects of at most 72 characters.
+"""Checks what no formatter checks: lines of at most 140 columns, and commit subjects of at most 72 characters.
 
 Usage: .ci/style.py; with --wrap it breaks long lines of // comments and of Markdown, and says what is left.
 """
@@ -10,9 +10,9 @@ from pathlib import Path
 
 COLUMNS, SUBJECT = 140, 72
 ROOT = Path(__file__).parents[1]
-# Written by programs, or taken from elsewhere.
+# Files that programs wrote, or that come from other projects.
 SKIPPED_FOLDERS = ("tests/third_party/", "bench/results/", "docs/figures/", "docs/h200.md")
-EXCUSED = {"34d5902e8d", "5754cbbc63"}  # subjects that were merged too long: history is not rewritten for a character
+EXCUSED = {"34d5902e8d", "5754cbbc63"}  # commits that were merged with too long a subject: history is not rewritten for a character
 SKIPPED_SUFFIXES = {".ipynb", ".json", ".svg", ".png"}
 
 
@@ -27,7 +27,7 @@ def files() -> list[Path]:
 
 
 def is_long(line: str, markdown: bool) -> bool:
-    """Rows of a Markdown table cannot be broken, nor can a line of one word."""
+    """Whether a line is too long and can be broken. Rows of a Markdown table and single words cannot."""
     return len(line) > COLUMNS and len(line.split()) > 1 and not (markdown and line.startswith("|"))
 
 
@@ -41,7 +41,7 @@ def long_lines() -> list[str]:
 
 
 def wrapped(lines: list[str], markdown: bool) -> list[str]:
-    """Of a long line the last words go to the next line of its paragraph, and so on; of code nothing moves."""
+    """Moves the last words of a long line to the next line of its paragraph, and so on. Code is not moved."""
     item = re.compile(r"([-*]|\d+\.) ")
     done: list[str] = []
     rest = list(reversed(lines))
@@ -80,7 +80,8 @@ def wrap() -> None:
 
 
 def long_subjects() -> list[str]:
-    """Of the commit that brought this check and of all that follow it, merges aside. In a shallow clone that is the oldest commit there."""
+    """The too long subjects of the commit that added this check and of all later ones except merges. A shallow clone starts at its oldest
+    commit."""
     first = git("log", "--diff-filter=A", "--format=%H", "--", str(Path(__file__).relative_to(ROOT)))
     if not first:  # not yet committed
         return []

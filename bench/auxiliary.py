@@ -1,8 +1,9 @@
-"""The cost of max_logit and column_sums on a GPU, relative to the forward alone, and the work that fits beside a forward with reserved_sms:
+"""Measures the cost of max_logit and column_sums on a GPU, relative to the forward alone, and the work that fits beside a forward with
+reserved_sms:
 python bench/auxiliary.py
 
-Each line is one shape: the forward's time, the time with both results, the share of the pass as measured and as predicted, and the largest
-error of both results beside formulas in float64 on one head. The last lines time a small kernel on another stream while a forward runs."""
+Each line is one shape: the forward's time, the time with both results, the pass's share of it as measured and as predicted, and the largest
+error of both results against formulas in float64 on one head. The last lines time a small kernel on another stream while a forward runs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SHAPES = [
 
 
 def milliseconds(run, calls: int = 10) -> float:
-    """The median of some calls, after two."""
+    """The median of some calls, after two calls that do not count."""
     times = []
     for n in range(calls + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -39,7 +40,7 @@ def milliseconds(run, calls: int = 10) -> float:
 
 
 def errors(q, k, found, causal: bool) -> tuple[float, float]:
-    """For head 0, relative to the largest."""
+    """The errors of both results on head 0, relative to the largest number."""
     s = q[0, 0].double() @ k[0, 0].double().T / q.shape[-1] ** 0.5
     if causal:
         s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -torch.inf)

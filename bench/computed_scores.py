@@ -1,7 +1,7 @@
-"""How many scores the Hopper forward computes at shapes drawn at random, relative to tiles of 128 rows that heads fill without gaps,
-with keys from multiples of a tile on, as FlashAttention-4 has them.
+"""Counts the scores that the Hopper forward computes at random shapes, relative to the tiles of FlashAttention-4: 128 rows, which heads
+fill without gaps, and key tiles that begin at multiples of their size.
 
-Counts; runs nothing and needs no GPU. The tiles are those that the library would take on a GPU of compute capability 9.0.
+Runs nothing and needs no GPU. The tiles are those that the library would take on a GPU of compute capability 9.0.
 
     python bench/computed_scores.py [--seed 7] [--shapes 150] [--worst 10]
 """
@@ -22,13 +22,13 @@ from strobe_tools.bench.gpu.problem import Problem
 
 
 class Tile(NamedTuple):
-    """Rows of this many queries each, which walk over `keys` at a time."""
+    """A tile of this many queries, which walks over `keys` keys at a time."""
 
     rows: int
     queries: float
     keys: int
-    pieces: int  # tiles that take the query heads of a key head
-    align: int = 16  # where tiles of keys begin
+    pieces: int  # tiles among which the query heads of a key head are divided
+    align: int = 16  # key tiles begin at multiples of this
 
 
 def _up(count: float, unit: float) -> int:

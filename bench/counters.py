@@ -1,4 +1,4 @@
-"""The limits of a kernel: Nsight Compute's counters for Strobe's calls in the sets of `strobe bench gpu`, one line per kernel.
+"""Shows what limits a kernel: Nsight Compute's counters for Strobe's calls in the sets of `strobe bench gpu`, one line per kernel.
 
 Prints time, the clock, how busy tensor cores, issue slots, L2 and DRAM were (per cent of their peak), and what warps waited for (in
 cycles for each instruction issued, the three longest).
@@ -32,7 +32,7 @@ BUSY = {
     "DRAM": r"dram_?_throughput.*pct",
 }
 STALL = re.compile(r"average_warps?(?:_latency)?_issue_stalled_(\w+?)(?:_per_issue_active)?\.ratio")
-MARKER = "spin_kernel"  # torch.cuda._sleep: between two calls
+MARKER = "spin_kernel"  # torch.cuda._sleep's kernel, which runs between two calls
 
 
 def chosen(args: argparse.Namespace) -> Iterator[tuple[Group, str]]:
@@ -48,7 +48,7 @@ def chosen(args: argparse.Namespace) -> Iterator[tuple[Group, str]]:
 
 
 def make_calls(args: argparse.Namespace) -> None:
-    """Runs in the process under Nsight Compute."""
+    """Makes the calls, in the process that Nsight Compute watches."""
     import torch
 
     for group, name in chosen(args):
@@ -92,7 +92,7 @@ def line(row: dict[str, str]) -> list[str]:
 
 
 def label(group: Group, run: str) -> str:
-    """The label of the run's row; for a run that several rows are compared with, their common part."""
+    """The label of the run's row. For a run that several rows are compared with it is the common part of their labels."""
     rows = [row.where for row in group.rows if row.strobe == run] or [row.where for row in group.rows]
     return " ".join(f"{key}={value}" for key, value in rows[0].items() if all(row.get(key) == value for row in rows))
 

@@ -1,9 +1,9 @@
-"""Decoding on a CPU: few queries of each head over many keys, beside PyTorch's attention and a sum that reads the same bytes.
+"""Times decoding on a CPU (few queries of each head over many keys), PyTorch's attention, and a sum that reads the same bytes.
 
     python bench/cpu_decode.py [--threads 1] [--rounds 9] [--beyond-cache] [--queries 1] [--quantised]
 
-Prints the minimum over the rounds, in which all contestants take turns; on one thread in the thread's own time, so that other work on the
-machine counts only if it occupies the memory.
+All contestants take turns in each round, and the minimum over the rounds is printed. One thread is timed by its own processor time, so that
+other work on the machine counts only if it occupies the memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Other packages that divide a causal sequence between GPUs, as bench/distributed_speed.py calls them: on zigzag's tokens, the same number
-per rank."""
+"""Other packages that divide a causal sequence between GPUs, for bench/distributed_speed.py. Each rank has the tokens of the zigzag
+sharding, the same number as the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @contextlib.contextmanager
 def ring_flash_attention(group: dist.ProcessGroup, device: str, tokens: int) -> Iterator[Attention]:
-    """The package ring-flash-attn: its zigzag over flash-attn, or over strobe.compat.flash_attn where that is not installed."""
+    """The package ring-flash-attn: its zigzag over flash-attn, or over strobe.compat.flash_attn where flash-attn is not installed."""
     if importlib.util.find_spec("flash_attn") is None:
         import strobe.compat.flash_attn
 
@@ -30,7 +30,7 @@ def ring_flash_attention(group: dist.ProcessGroup, device: str, tokens: int) -> 
     if "ring_flash_attn" not in sys.modules:
         if (found := importlib.util.find_spec("ring_flash_attn")) is None:
             raise ImportError("ring-flash-attn is not installed")
-        package = types.ModuleType(found.name)  # without its adapter to transformers, which cannot import every version of it
+        package = types.ModuleType(found.name)  # without its adapter to transformers, which some versions break
         package.__path__ = [*(found.submodule_search_locations or ())]
         sys.modules[found.name] = package
     from ring_flash_attn.zigzag_ring_flash_attn import zigzag_ring_flash_attn_func

@@ -1,15 +1,15 @@
-"""Strong scaling of strobe.distributed.attention(): forward, and forward and backward, of 32/8 heads, d 128, bf16, causal, beside
+"""Measures the strong scaling of strobe.distributed.attention(), forward alone and with backward (32/8 heads, d 128, bf16, causal), against
 strobe.attention() of the whole problem on one GPU in the same run.
 
 python bench/distributed_speed.py [--ranks 2] [--seconds 75] [--tokens 32768 131072] [--backend gloo] [--peers]
 
-E = T1 / (W TW): T1 of one GPU with the whole problem, the fastest of those that compute it at the same time; TW of the slowest of W
-ranks; each the median. In a round the whole problem and the methods take turns, each round in another order, so that a warming GPU slows
-all alike. "world" is causal attention with deterministic="world". "alone" is a call with no call before it, which is waited for,
-like T1; "in a row" is one of several successive calls, as in a model's layers, relative to T1 of as many: the host then prepares a
-call while the GPU computes the one before. Other processes compile the kernels first, as tests/gpu/distributed_on_gpus.py does. --peers:
-those of distributed_peers.py in the same run, if they are installed. The lines of a problem are printed when all its rounds have ended;
-problems for which the time is too short are named."""
+E = T1 / (W TW). T1 is the time of the whole problem on one GPU, the fastest of all GPUs, which compute it at the same time; TW is the time
+of the slowest of W ranks. Both are medians. In each round the whole problem and the methods take turns, in another order each time, so that
+a warming GPU slows all alike. "world" is causal attention with deterministic="world". "alone" is a call without a call before it, which is
+waited for, as T1 is. "in a row" is one of several successive calls, as in a model's layers, relative to T1 of as many: the host prepares a
+call while the GPU computes the one before. Other processes compile the kernels first, as in tests/gpu/distributed_on_gpus.py. --peers adds
+the packages of distributed_peers.py that are installed. The lines of a problem are printed after all its rounds; problems for which the
+time is too short are named."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ ONE = "one"  # the whole problem on one GPU
 # Lengths of the documents of a packed batch, in 1/64 of all tokens.
 DOCUMENTS = (21, 1, 2, 8, 1, 3, 12, 2, 6, 4, 1, 3)
 WINDOW = 4096
-_ENOUGH = 32768  # tokens: longer problems have the same kernels
-_IN_A_ROW, _MOST_SECONDS = 8, 0.1  # calls, and how long they may take
+_ENOUGH = 32768  # tokens; longer problems need no other kernels
+_IN_A_ROW, _MOST_SECONDS = 8, 0.1  # calls in a row, and the most seconds that they may take
 
 
 class How(NamedTuple):
@@ -65,8 +65,8 @@ class Problem(NamedTuple):
         return ("heads",) if self.name == "world" else METHODS
 
     def options(self, device: str, whole: bool) -> dict[str, Any]:
-        """For all tokens on one GPU (`whole`), or for a method's call: "world" compares a method that has the same bits in every world with
-        a call that guarantees nothing."""
+        """The options for all tokens on one GPU (`whole`), or for a method's call. "world" compares a method with the same bits for every
+        number of ranks with a call that guarantees nothing."""
         if self.name == "window":
             return {"window": (WINDOW, 0)}
         if self.name == "packed":
@@ -82,7 +82,7 @@ class Problem(NamedTuple):
         return (Sharding.contiguous if self.name == "window" else Sharding.zigzag)(self.tokens, world)
 
     def tensors(self, how: How, tokens: int) -> list[Tensor]:
-        """q, k, v and dO, for some of the tokens; without values if nothing is measured."""
+        """q, k, v and dO for some of the tokens; uninitialised if nothing is measured."""
         make = torch.randn if how.repeats else torch.empty
         heads, heads_kv = self.heads
         shapes = [(tokens, n, 128) if self.name == "packed" else (1, n, tokens, 128) for n in (heads, heads_kv, heads_kv, heads)]
@@ -102,31 +102,31 @@ def both(call: Callable[..., Tensor], tensors: list[Tensor], gradient: Tensor) -
 
 
 class Times(NamedTuple):
-    """In ms: of one call with no call before it, and of one of several in a row."""
+    """Milliseconds of a call without a call before it, and of one of several calls in a row."""
 
     alone: float
     in_a_row: float
 
 
 class Timer:
-    """Calls that are timed in turns."""
+    """Times a call, round after round."""
 
     def __init__(self, group: dist.ProcessGroup, how: How):
         self._group, self._how, self._times = group, how, list[Times]()
 
     def __call__(self, call: Callable[[], Any], in_a_row: int) -> None:
-        """in_a_row: of how many; 0: the call is so long that others beside it make no difference."""
+        """in_a_row: the number of calls in a row; 0 if the call is so long that a row of calls makes no difference."""
         one = self._seconds(call, 1)
         self._times.append(Times(one * 1e3, (self._seconds(call, in_a_row) if in_a_row else one) * 1e3))
 
     def calls_in_a_row(self) -> int:
-        """The same number for all ranks, since calls are collective; from the times so far."""
+        """The number of calls in a row, from the times so far. It is the same on all ranks, since calls are collective."""
         several = torch.tensor([int(_MOST_SECONDS * 1e3 / self._times[-1].alone)], device=self._how.device)
         dist.all_reduce(several, dist.ReduceOp.MIN, group=self._group)
         return min(_IN_A_ROW, int(several)) if several > 1 else 0
 
     def medians(self) -> Times:
-        """Without the first two, in which kernels are loaded and the number of calls in a row is determined."""
+        """The medians without the first two rounds, in which kernels are loaded and the number of calls in a row is determined."""
         return Times(*(statistics.median(x) for x in zip(*self._times[2:], strict=True)))
 
     def _seconds(self, call: Callable[[], Any], times: int) -> float:
@@ -151,15 +151,15 @@ class Passes(NamedTuple):
 
 
 def anywhere(group: dist.ProcessGroup, how: How, failed: bool) -> bool:
-    """Whether the condition holds on some rank: then none continues with a call in which others would wait."""
+    """Whether `failed` is true on some rank: then no rank continues with a call in which others would wait."""
     count = torch.tensor([failed], dtype=torch.int32, device=how.device)
     dist.all_reduce(count, group=group)
     return bool(count.item())
 
 
 def turns(group: dist.ProcessGroup, problem: Problem, how: How, names: tuple[str, ...]) -> dict[str, tuple[Passes, float] | str]:
-    """For the whole problem on this GPU, for methods and peers: the times, and the peak of this GPU's memory in GiB; or the reason of the
-    refusal."""
+    """The times and the peak of this GPU's memory in GiB, or the reason of the refusal: for the whole problem on this GPU, for methods and
+    for peers."""
     sharding = problem.sharding(group.size())
     whole, own = problem.tensors(how, problem.tokens), problem.tensors(how, sharding.count(group.rank()))
 

@@ -1,12 +1,12 @@
-"""The host's share of a call from PyTorch, beside scaled_dot_product_attention's: all in one process, interleaved.
+"""Measures the host's share of a call from PyTorch, and of scaled_dot_product_attention: in one process, interleaved.
 
-Each call of small tensors is timed by itself on the host's clock. Between groups of calls the script waits for the GPU, outside of the
-clock, so that its queue never fills. It prints the median and the quartiles of each, and whether these bounds are met:
+Each call of small tensors is timed by itself on the host's clock. Between groups of calls the script waits for the GPU, untimed, so that
+the GPU's queue never fills. It prints the median and the quartiles of each kind of call, and whether these bounds are met:
 
 - forward without a gradient: at most SDPA's;
 - forward and backward: at most those of an autograd.Function of the same tensors that computes nothing, plus 60 microseconds;
 - forward and backward() of leaves in layout "bshd": at most SDPA's, in a fresh process, and again after the process has run twenty other
-  shapes, causal and not, in both layouts, and FlashAttention-4 if that is installed. The garbage collector then runs as it would.
+    shapes, causal and not, in both layouts, and FlashAttention-4 if that is installed. Here the garbage collector stays on.
 
     python bench/host_time.py [--calls 2000] [--shape 1,8,128,64] [--dtype bfloat16] [--device cuda] [--json FILE]
 
@@ -117,7 +117,7 @@ def _sdpa_bshd(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 
 def other_work(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
-    """Runs what a long-lived process has run before; says what."""
+    """Does other work, as a long-lived process has done. Returns a description of it."""
     b, h, s, d = shape
     for n in range(1, OTHERS + 1):
         for causal in (False, True):
@@ -137,7 +137,7 @@ def other_work(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
 
 
 def measured(made: dict[str, Callable[[], Any]], calls: int, wait: Callable[[], Any], *, frozen: bool = True) -> dict[str, list[float]]:
-    """Microseconds of each call. frozen: the garbage collector looks at nothing that was there before."""
+    """Microseconds of each call. frozen: the garbage collector ignores all objects that were there before."""
     found: dict[str, list[float]] = {name: [] for name in made}
     groups = [name for name in made for _ in range(-(-calls // GROUP))]
     random.Random(0).shuffle(groups)

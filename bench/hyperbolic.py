@@ -1,6 +1,6 @@
-"""The cost of hyperbolic scores: each engine that runs here beside itself with plain ones, forward and backward, in shuffled order.
+"""Measures the cost of hyperbolic scores: each engine that runs here with hyperbolic and with plain scores, forward and backward, shuffled.
 
-On the CPU by the time of one thread, so that a busy machine does not count; on a GPU, `python bench/hyperbolic.py --cuda`, by events.
+CPU calls are timed by the processor time of one thread, so that other work does not count; GPU calls (--cuda) are timed by events.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def calls(engine: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[tuple[str, str], Callable[[], object]]:
-    """(direction, scores) -> the call; points of the hyperboloid for both."""
+    """The calls by (direction, scores). Both kinds of scores get points of the hyperboloid."""
     q, k, v, dout = (strobe.hyperbolic.lift(0.5 * torch.randn(*shape[:-1], shape[-1] - 1, device=device)).to(dtype) for _ in range(4))
     q[..., 0] *= -1
     found: dict[tuple[str, str], Callable[[], object]] = {}

@@ -2,8 +2,8 @@
 
 python bench/many_gpus.py [--across 40] [--inside 308] [--parts 0.92]
 
-Causal attention of 32/8 heads, d 128, bf16, Sharding.zigzag, nodes of 8 GPUs. It follows the methods step by step as they are written:
-which transfer a call waits for, and which runs beside it. bench/many_gpus.md has its tables, and what it assumes."""
+Causal attention of 32/8 heads, d 128, bf16, Sharding.zigzag, nodes of 8 GPUs. The simulation follows the code of each method step by step:
+which transfer a call waits for, and which runs beside it. bench/many_gpus.md has its tables and its assumptions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import NamedTuple
 HEADS, HEADS_KV, D, NODE, SMS = 32, 8, 128, 8, 132
 BF16, FLOAT32 = 2, 4
 TILE = 128  # queries that a thread block takes
-GROUPS = 4  # of key heads, at most: _gather.py
-KEY = 2 * D  # numbers of a token and key head
+GROUPS = 4  # the most groups of key heads: _gather.py
+KEY = 2 * D  # numbers of K and V per token and key head
 WORLDS = (64, 256, 1024, 4096)
 RESULTS = Path(__file__).parent / "results"
 
 
 class Machine(NamedTuple):
     inside: float  # bytes a second that a rank receives from its node
-    across: float  # and from other nodes
+    across: float  # bytes a second that it receives from other nodes
     start: float  # seconds of a transfer before the first byte
-    message: float  # seconds for each rank that it sends to
+    message: float  # seconds for each rank that a rank sends to
     parts: float  # speed of a call on a part of a problem, relative to a call on a whole one
 
     def exchange(self, world: int, bytes_: float) -> float:
-        """Each rank receives this many bytes, as many from each of the others."""
+        """Seconds in which each rank receives this many bytes, an equal share from each other rank."""
         others, neighbours = max(world - 1, 1), min(world, NODE) - 1
         elsewhere = others - neighbours
         return (
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 def rates(direction: str) -> tuple[list[int], list[float]]:
-    """FLOP/s by length, of one sequence's causal attention of d 128."""
+    """Lengths, and for each the FLOP/s of one sequence's causal attention of d 128."""
     rows = json.loads((RESULTS / f"h200-{direction}.json").read_text())["rows"]
     found = sorted((row["s"], row["strobe"] * 1e12) for row in rows if row["set"] == "core36" and row["d"] == D and row["causal"])
     return [s for s, _ in found], [rate for _, rate in found]
@@ -77,8 +77,8 @@ def compute(call: Call, machine: Machine, share: float, heads: int, queries: int
 
 
 def pipelined(groups: int, transfer: float, call: float, home: float) -> float:
-    """Groups of heads: each call waits for its keys, which are sent when the previous call begins; its gradients are then sent back. The
-    link carries one transfer at a time, in the order of their starts."""
+    """The seconds that groups of heads take, one after another. Each call waits for its keys, which are sent when the previous call begins,
+    and its gradients are sent back afterwards. The link carries one transfer at a time, in the order of their starts."""
     link = arrived = transfer
     ended = 0.0
     for group in range(groups):
@@ -101,7 +101,7 @@ def gather(call: Call, machine: Machine) -> float:
 
 
 def ring(call: Call, machine: Machine) -> float:
-    """All ranks take their turns together: keys, and gradients of the previous turn's, are sent during the products of a turn."""
+    """All ranks take each turn together. During a turn's products, keys are sent, and the gradients of the previous turn's keys."""
     keys = call.seqlen / call.world * HEADS_KV * KEY
     each = compute(call, machine, 1 / call.world**2, HEADS, call.seqlen // call.world)
     transfer = machine.next_rank(call.world, keys * BF16)
@@ -110,7 +110,7 @@ def ring(call: Call, machine: Machine) -> float:
 
 
 def levels(call: Call, machine: Machine) -> float:
-    """Heads exchanged inside a node, then each rank gathers its key head across nodes: one transfer, then one call."""
+    """Heads are exchanged inside a node, then each rank gathers its key head across nodes: one transfer, then one call."""
     columns = (2 * HEADS + 2 * HEADS_KV) * D * BF16
     inside = machine.exchange(NODE, (NODE - 1) / NODE * call.seqlen / call.world * columns)
     nodes = call.world // NODE

@@ -1,6 +1,6 @@
-"""The fastest tile of cuda-sm90 for each shape: every tile of kForwardTiles (src/cuda/families/sm90_tiles.cpp), in one run.
+"""Finds the fastest tile of cuda-sm90 for each shape: measures every tile of kForwardTiles (src/cuda/families/sm90_tiles.cpp) in one run.
 
-Prints a table, TFLOP/s (4·B·H·S²·D, half when causal), the best of a row marked; differences of 3% are due to the power cap.
+Prints a table of TFLOP/s (4·B·H·S²·D, half when causal), with the best of each row marked. The power cap makes differences of 3%.
 
     python bench/search_forward.py [--head-dim 64 128 256] [--seqlen 512 1024 ...] [--repeats 20]
 """
@@ -34,7 +34,7 @@ def tile_of(q: torch.Tensor, **options: Any) -> Tile:
 
 
 def rates(head_dim: int, seqlen: int, causal: bool, repeats: int) -> tuple[Tile, dict[Tile, float]]:
-    """The tile that runs by default, and the rate of each."""
+    """The tile that runs by default, and the rate of each tile."""
     shape = (TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim)
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     tiles = {tile_of(q, causal=causal, tile_q=a, tile_k=b) for a, b in product(QUERIES, KEYS)}

@@ -3,8 +3,8 @@
 python examples/fsdp_context_parallel.py          starts two processes on the CPU
 torchrun --nproc-per-node 2 examples/fsdp_context_parallel.py --device cuda
 
-Each rank has its own tokens of the batch and computes its part of the loss; FSDP averages the gradients over the ranks, so that the parts
-are multiplied by their number. It needs PyTorch 2.6 or later.
+Each rank has some tokens of the batch and computes its part of the loss. FSDP averages the gradients over the ranks, so each part of the
+loss is multiplied by the number of ranks. Needs PyTorch 2.6 or later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).unbind(2)
-        # Within context_parallel() it is attention over whole sequences, of which each rank has some tokens.
+        # Within context_parallel() this is attention over whole sequences, of which each rank has some tokens.
         x = x + self.out(strobe.distributed.attention(q, k, v, layout="bshd", causal=True).flatten(2))
         return x + self.mlp(x)
 
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def train(device: str, steps: int = 25) -> list[float]:
-    """The losses of a model that learns to count, in each sequence by other steps."""
+    """The losses of a model that learns to count. Each sequence counts in other steps."""
     torch.manual_seed(0)  # the same weights and batches on all ranks
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("cp",))
     model = Model().to(device)
@@ -90,7 +90,7 @@ def run(rank: int, ranks: int, store: str | None, device: str) -> None:
     losses = train(device)
     if rank == 0:
         print(f"loss {losses[0]:.4f} after the first step, {losses[-1]:.4f} after {len(losses)}, on {dist.get_world_size()} ranks")
-    dist.barrier()  # a rank that ends while another one still sends can abort, with gloo
+    dist.barrier()  # with gloo, a rank that ends while another one still sends can abort
     dist.destroy_process_group()
 
 
@@ -99,7 +99,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, default=2)
     arguments = parser.parse_args()
-    if "LOCAL_RANK" in os.environ:  # torchrun's
+    if "LOCAL_RANK" in os.environ:  # set by torchrun
         run(int(os.environ["LOCAL_RANK"]), 0, None, arguments.device)
     else:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """Learns where the nodes of a tree lie in the hyperbolic plane, and draws them in Poincaré's disk.
 
-Each node attends to all others by distance; its neighbours are to have the attention (Nickel and Kiela 2017, Poincaré Embeddings).
-What their distances compete with, log sum exp(-beta distance) over everybody else, is the lse of strobe.hyperbolic_attention.
+Each node attends to all others by distance; its neighbours should get the attention (Nickel and Kiela 2017, Poincaré Embeddings). Their
+distances compete with log sum exp(-beta distance) over all other nodes, which is the lse of strobe.hyperbolic_attention.
 """
 
 import argparse
@@ -32,18 +32,18 @@ others = ~neighbours.clone().fill_diagonal_(True)
 
 
 def moved(points: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """From each point along a tangent there (Lorentz coordinates), as far as that is long."""
+    """Moves each point along its tangent `step` (Lorentz coordinates), as far as the tangent is long."""
     length = hyperbolic.lorentz_product(step, step).clamp(min=1e-30).sqrt()[:, None]
     return hyperbolic.lift((torch.cosh(length) * points + torch.sinh(length) * step / length)[:, 1:])
 
 
 def tangent(points: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The Riemannian gradient: the time-like coordinate changes its sign, and what points off the hyperboloid goes."""
+    """The Riemannian gradient: the time-like coordinate changes its sign, and the part that leaves the hyperboloid is removed."""
     gradient = gradient * torch.tensor([-1.0, 1, 1], dtype=gradient.dtype)
     return gradient + hyperbolic.lorentz_product(gradient, points)[:, None] * points
 
 
-# The tree grows: each generation starts where its parents are, for branches that are on the wrong side do not pass through one another.
+# The tree grows: each generation starts at its parents, because branches that start on the wrong side do not pass through one another.
 torch.manual_seed(options.seed)
 points = hyperbolic.lift(torch.zeros(1, 2, dtype=torch.float64))
 for depth in range(1, options.depth + 1):

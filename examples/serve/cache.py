@@ -1,4 +1,4 @@
-"""The keys and values of all requests: a pool of pages for each layer, and who has which pages."""
+"""The keys and values of all requests: a pool of pages for each layer, and which request has which pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import strobe
 
 
 class Pages:
-    """Numbers of pages. They are the same in every layer, so that one table serves them all."""
+    """Hands out page numbers. They are the same in every layer, so that one page table serves all layers."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count, self.size = count, size  # size: tokens of a page
@@ -23,7 +23,7 @@ class Pages:
         return -(-tokens // self.size)
 
     def take(self, count: int) -> list[int] | None:
-        """None if there are not so many."""
+        """Takes this many pages; None if fewer are free."""
         if count > self.free:
             return None
         taken, self._free = self._free[:count], self._free[count:]
@@ -34,10 +34,10 @@ class Pages:
 
 
 class Batch:
-    """Where the tokens of a step come from and go: a piece of each sequence, one after the other."""
+    """Where the tokens of a step are in the cache: a piece of each sequence, one after the other."""
 
     def __init__(self, pieces: list[tuple[list[int], int, int]], device: torch.device) -> None:
-        """pieces: of each sequence its pages, how many tokens it holds, and how many come now."""
+        """pieces: for each sequence its pages, how many of its tokens are in the cache, and how many are new."""
 
         def ints(numbers: list[int]) -> Tensor:
             return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -47,13 +47,13 @@ class Batch:
         self.cu_seqlens = ints([sum(counts[:n]) for n in range(len(counts) + 1)])
         self.held = ints([held for _, held, _ in pieces])
         columns = max(len(pages) for pages, _, _ in pieces)
-        self.table = torch.stack([ints(pages + [0] * (columns - len(pages))) for pages, _, _ in pieces])  # what is not read may be anything
+        self.table = torch.stack([ints(pages + [0] * (columns - len(pages))) for pages, _, _ in pieces])  # unread entries may be anything
         self.positions = torch.cat([torch.arange(held, held + count, device=device) for _, held, count in pieces])
         self.last = self.cu_seqlens[1:].long() - 1  # each sequence's last token
 
 
 class Cache:
-    """K and V of all layers, in pages. In int8 with a scale for each token and head."""
+    """K and V of all layers, in pages. With int8 each token and head has a scale."""
 
     def __init__(self, layers: int, heads: int, head_dim: int, pages: Pages, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layers, pages.count, pages.size, heads)
@@ -67,8 +67,8 @@ class Cache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         """Writes the new keys and values behind the others of their sequences, then attends to all of them: (T, H, D), causal.
 
-        invariant=True: the bits of a row follow from its query and the keys that it sees, whoever else is in the batch, and however the
-        prompt was cut into pieces.
+        With invariant=True the bits of a row depend only on its query and the keys that it sees, not on the other requests of the batch,
+        nor on how the prompt was cut into pieces.
         """
         pools = self.k[layer], self.v[layer]
         scales = {name: x[layer] for name, x in self.scales.items()}

@@ -1,4 +1,4 @@
-"""Continuous batching: every step takes the next token of each request that is being answered, and pieces of the prompts of others."""
+"""Continuous batching: every step takes the next token of each request that is being answered, and pieces of other requests' prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
     held: int = 0  # tokens in the cache
     answer: list[int] = field(default_factory=list)
     stream: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)  # None: the end
-    is_gone: bool = False  # nobody waits for it any more
+    is_gone: bool = False  # the client has gone
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)  # its own, so that no other request draws from it
@@ -40,12 +40,12 @@ class Request:
 
     @property
     def room(self) -> int:
-        """The most tokens whose keys it may hold: the last one of the answer has none."""
+        """The most tokens whose keys the request may hold in the cache. The last token of the answer has no keys there."""
         return len(self.prompt) + self.max_tokens - 1
 
 
 class Engine:
-    """Answers requests. run() is to run in the loop that submits them."""
+    """Answers requests. run() must run in the event loop that calls submit()."""
 
     def __init__(
         self,
@@ -57,20 +57,20 @@ class Engine:
         cache_dtype: torch.dtype = torch.int8,
         step_tokens: int = 8 * ROWS,
     ) -> None:
-        """step_tokens: the most tokens of a step, so that a long prompt holds the others up for one step only."""
+        """step_tokens: the most tokens of a step, so that a long prompt delays the other requests by one step only."""
         config = model.config
         self.model, self.tokenizer, self.step_tokens = model, tokenizer, step_tokens
         self.device = model.token.weight.device
         self.end = tokenizer.token_to_id(END_OF_DOCUMENT)
         self.pages = Pages(pages, page_size)
         self.cache = Cache(config.layers, config.heads, config.head_dim, self.pages, cache_dtype, self.device)
-        self.queue: deque[Request] = deque()  # without pages yet
+        self.queue: deque[Request] = deque()  # requests without pages
         self.running: list[Request] = []
         self._wakes = asyncio.Event()
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, prompt: str, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> Request:
-        """Raises ValueError for what could never be answered."""
+        """Queues a request. Raises ValueError if it could never be answered."""
         tokens = [self.end, *self.tokenizer.encode(prompt).ids]
         longest = self.model.config.sequence
         if not 1 <= max_tokens <= longest:
@@ -91,12 +91,12 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Nobody waits for it any more. Its pages are free after the step that runs."""
+        """Drops a request whose client has gone. Its pages are free after the current step."""
         request.is_gone = True
         self._wakes.set()
 
     async def run(self) -> None:
-        """Steps for ever, in a thread of its own, so that the loop goes on to listen."""
+        """Runs steps for ever, each in another thread, so that the event loop can go on."""
         while True:
             self._wakes.clear()
             self._admit()
@@ -106,7 +106,7 @@ class Engine:
             pieces = self._pieces()
             try:
                 tokens = await asyncio.get_running_loop().run_in_executor(self._thread, self._step, pieces)
-            except Exception as error:  # those of this step are told; the server goes on
+            except Exception as error:  # the requests of this step get the error; the server goes on
                 for request in [*pieces]:
                     self._finish(request, error)
                 continue
@@ -117,8 +117,8 @@ class Engine:
                     self._finish(request)
 
     def _admit(self) -> None:
-        """Those that are gone make room; then the queue, in its order. A request gets all the pages that it may need when it starts, so
-        that it never has to stop for want of one."""
+        """Frees the pages of requests whose clients have gone, then starts queued requests in their order. A request gets all the pages
+        that it may need when it starts, so that it never has to stop for lack of one."""
         for request in [r for r in self.running if r.is_gone]:
             self._finish(request)
         self.queue = deque(r for r in self.queue if not r.is_gone)
@@ -130,7 +130,7 @@ class Engine:
             self.running.append(self.queue.popleft())
 
     def _pieces(self) -> dict[Request, int]:
-        """How many tokens of which request come next: one of each that is being answered, and of prompts as many as there is room for."""
+        """How many tokens of each request come next: one if it is being answered, and of prompts as many as there is room for."""
         left = self.step_tokens - sum(len(r.waiting) == 1 for r in self.running)
         pieces = {}
         for request in self.running:

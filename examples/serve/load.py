@@ -1,4 +1,4 @@
-"""Asks a running server by more and more clients at once, and draws what comes of it:
+"""Lets more and more clients ask a running server at once, and draws the rates and times:
 
 python examples/serve/load.py http://localhost:8000 --out load
 
@@ -29,7 +29,7 @@ OPENINGS = ["import os\n", "def main(", "class Node:\n    ", '"""Returns ', "   
 
 @dataclass(frozen=True)
 class Row:
-    """What a load gave. Times are in milliseconds: until the first token, and between two tokens."""
+    """The results at one load. Times are in milliseconds: until the first token, and between two tokens."""
 
     clients: int
     tokens_per_second: float
@@ -43,11 +43,11 @@ class Row:
 class Answer:
     text: str
     sent: float
-    came: tuple[float, ...]  # when each token did
+    came: tuple[float, ...]  # when each token came
 
 
 def calls(count: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Requests that differ in their prompts, whose lengths differ too, and in their seeds."""
+    """Requests with different prompts, of different lengths, and different seeds."""
     return [
         {"prompt": OPENINGS[n % len(OPENINGS)] * (1 + n % 5), "max_tokens": max_tokens, "temperature": 0.8, "seed": n} for n in range(count)
     ]
@@ -67,12 +67,12 @@ async def ask(session: aiohttp.ClientSession, call: dict[str, Any]) -> Answer:
 
 
 async def measure(url: str, clients: Sequence[int], requests: int, max_tokens: int, rounds: int = 1) -> list[Row]:
-    """A row for each number of clients, of the round with most tokens per second. Raises RuntimeError if a text is another one than at
-    another load."""
+    """A row for each number of clients, from the round with the most tokens per second. Raises RuntimeError if a text differs between two
+    loads."""
     texts: dict[int, str] = {}
     rows: dict[int, Row] = {}
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)) as session:
-        await ask(session, calls(1, 2)[0])  # what is made at first use is made now
+        await ask(session, calls(1, 2)[0])  # makes what is made at first use
         for count in [*clients] * rounds:
             left = iter(enumerate(calls(requests, max_tokens)))
             answers: list[Answer] = []
@@ -96,12 +96,12 @@ async def measure(url: str, clients: Sequence[int], requests: int, max_tokens: i
 
 
 def share(times: list[float], percent: int) -> float:
-    """The percentile; of less than two times 0."""
+    """The percentile; 0 if there are no times."""
     return statistics.quantiles(times, n=100, method="inclusive")[percent - 1] if len(times) > 1 else sum(times)
 
 
 def draw(rows: list[Row], path: Path, title: str) -> None:
-    """PATH.csv, PATH.png and PATH.svg."""
+    """Writes PATH.csv, PATH.png and PATH.svg."""
     with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, asdict(rows[0]))
         writer.writeheader()

@@ -1,8 +1,8 @@
 """strobe train's GPT, one step at a time: some tokens of many sequences in, the logits of each sequence's next token out.
 
-A matrix product may sum in another order for another number of rows, so that a request would get other bits, and sooner or later another
-text, in a larger batch. Hence everything but the attention runs on tiles of a fixed number of rows, the last of which is filled up with
-zeros: whatever the load, the same kernels run on the same shapes. The attention has invariant=True for that.
+A matrix product may sum in another order for another number of rows. In a larger batch a request would then get other bits, and sooner or
+later another text. So everything except the attention runs on tiles of a fixed number of rows, the last of which is padded with zeros: the
+same kernels run on the same shapes at every load. The attention has invariant=True for this.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ROWS = 16
 
 
 def load(checkpoint: Path, text: Path | None) -> tuple[GPT, Tokenizer]:
-    """What `strobe train` left in runs/NAME/attention.pt. text: what it was trained on, for the tokenizer is made from it."""
+    """The model that `strobe train` saved as runs/NAME/attention.pt. text: its training text, from which the tokenizer is made again."""
     if not checkpoint.is_file():
         raise ValueError(f"checkpoint: {checkpoint} does not exist, or is no file; accepted is attention.pt, which strobe train leaves")
     try:
         state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         config = Config(**state["config"])
-    except Exception:  # PyTorch raises exceptions of many kinds for what it did not write
+    except Exception:  # PyTorch raises exceptions of many kinds for a file that it did not write
         raise ValueError(f"checkpoint: {checkpoint} is none of strobe train; accepted is attention.pt") from None
     if config.attention == "none":
         raise ValueError(f"checkpoint: {checkpoint} has no attention; accepted is attention.pt")
@@ -43,7 +43,7 @@ def load(checkpoint: Path, text: Path | None) -> tuple[GPT, Tokenizer]:
 
 
 def by_tiles(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """function of the inputs (T, ...), ROWS rows at a time."""
+    """Applies `function` to the inputs (T, ...), ROWS rows at a time."""
     tokens = len(inputs[0])
     tiles = []
     for first in range(0, tokens, ROWS):
@@ -56,7 +56,8 @@ def by_tiles(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def step(model: GPT, cache: Cache, tokens: Tensor, batch: Batch) -> Tensor:
-    """Logits (B, vocabulary) behind the last of each sequence's tokens (T,), whose keys and values are in the cache afterwards."""
+    """Puts the keys and values of all sequences' tokens (T,) into the cache. Returns the logits (B, vocabulary) after each sequence's last
+    token."""
     heads = (3, model.config.heads, model.config.head_dim)
     x = model.token(tokens) + model.position(batch.positions)
     for number, block in enumerate(model.blocks):

@@ -32,7 +32,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
     except (ValueError, TypeError) as error:
         return web.json_response({"error": str(error)}, status=400)
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-    try:  # whatever ends this, a client that goes away too, gives the pages back
+    try:  # however this ends, also if the client goes away, the pages are given back
         await response.prepare(http)
         async for line in _lines(engine, request):
             await response.write(json.dumps(line).encode() + b"\n")
@@ -42,7 +42,7 @@ async def generate(http: web.Request) -> web.StreamResponse:
 
 
 def _arguments(sent: bytes) -> dict[str, Any]:
-    """Raises ValueError for what is no call of Engine.submit()."""
+    """The arguments of Engine.submit() in the sent JSON. Raises ValueError if they are not valid."""
     kinds: dict[str, tuple[Any, Any]] = {"prompt": (str, ""), "max_tokens": (int, 32), "temperature": ((int, float), 0.0), "seed": (int, 0)}
     accepted = f"accepted is a JSON object with {', '.join(kinds)}"
     try:
@@ -63,7 +63,7 @@ def _arguments(sent: bytes) -> dict[str, Any]:
 
 
 async def _lines(engine: Engine, request: Request) -> AsyncIterator[dict[str, Any]]:
-    """What each token adds to the text. A character may have several tokens: it comes with the last of them."""
+    """What each token adds to the text. A character of several tokens comes with the last of them."""
     tokens: list[int] = []
     text = sent = ""
     while isinstance(token := await request.stream.get(), int):

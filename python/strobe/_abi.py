@@ -46,7 +46,8 @@ def text(chars: Any, errors: str = "backslashreplace") -> str:
 
 
 def said(ask: Callable[[Any, int, Any], object], errors: str = "backslashreplace") -> str:
-    """The text that a function of the library writes as strobe_explain does: ask(chars, size, needed) calls it, first for the size only."""
+    """The text that a function of the library writes into a buffer, like strobe_explain. ask(chars, size, needed) calls the function, at
+    first only for the size."""
     needed = ffi.new("size_t *")
     ask(ffi.NULL, 0, needed)
     chars = ffi.new("char[]", needed[0])
@@ -55,7 +56,7 @@ def said(ask: Callable[[Any, int, Any], object], errors: str = "backslashreplace
 
 
 def told(function: Any, *arguments: Any, errors: str = "backslashreplace") -> str:
-    """The text that a function writes which takes (*arguments, chars, size, needed) and returns a status."""
+    """The text that a function writes, if the function takes (*arguments, chars, size, needed) and returns a status."""
 
     def ask(*buffer: Any) -> None:
         status = function(*arguments, *buffer)
@@ -96,7 +97,7 @@ def is_traced_by_dynamo() -> bool:
 def graph_break(why: str) -> None:
     """Ends the graph that torch.compile traces. With fullgraph=True its error says why."""
     torch = sys.modules["torch"]
-    if hasattr(torch.compiler, "nested_compile_region"):  # PyTorch 2.8; the first ones took no words
+    if hasattr(torch.compiler, "nested_compile_region"):  # PyTorch 2.8 or later: the first versions took no message
         torch._dynamo.graph_break(msg=why)
     else:
         torch._dynamo.graph_break()

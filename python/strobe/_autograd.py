@@ -31,7 +31,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
     found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
     if found is not None:
         return found
-    if callable(given.get("score")) or callable(given.get("mask")):  # which have no key, but their recordings have one
+    if callable(given.get("score")) or callable(given.get("mask")):  # functions have no key, but their recordings have one
         fields = _function.as_fields(given, TORCH, q)
         if fields is None:
             return None
@@ -55,7 +55,7 @@ def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping
             del made["lse"]
         kept = Kept(call, return_lse, is_repeated=True)
         _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
-        del made  # it was an example: its memory is free for the call
+        del made  # `made` was an example; the call may use its memory
     return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
 
 
@@ -66,7 +66,7 @@ def forward(call: Call) -> tuple[Tensor, ...]:
     if is_seen_by_dispatcher():
         return _operators.forward(call)
     try:
-        return _differentiable_forward(call)  # the dispatcher's first step would call this function
+        return _differentiable_forward(call)  # this is what the dispatcher would call first
     except TypeError as refused:
         raise tensor_kinds.not_dispatched(call.arrays, refused) from None
 
@@ -103,8 +103,8 @@ def is_plain(arrays: Iterable[Any]) -> bool:
 def below_autograd(
     tensors: Iterable[Any], implementation: Callable[..., T], operator: Callable[..., T], *arguments: Any, **given: Any
 ) -> T:
-    """The operator, below autograd. The dispatcher, which costs 10 µs or more, is left out where it would lead straight to the operator's
-    own implementation. tensors: those among the arguments."""
+    """Calls the operator below autograd. The dispatcher, which costs 10 µs or more, is left out where it would lead straight to the
+    operator's own implementation. tensors: the tensors among the arguments."""
     if is_plain(tensors):
         return implementation(*arguments, **given)
     with torch._C._AutoDispatchBelowAutograd():
@@ -156,7 +156,7 @@ class _Attention(torch.autograd.Function):
         raise _no_forward_mode()
 
 
-# Function.apply looks for transforms, of which a PreparedCall has none, and binds arguments, which takes a microsecond.
+# Function.apply takes a microsecond to look for transforms, of which a PreparedCall has none, and to bind arguments.
 _apply = super(torch.autograd.Function, _Attention).apply
 
 

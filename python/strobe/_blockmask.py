@@ -57,10 +57,10 @@ class BlockMask:
     rows_t: Array
     cols_t: Array
     alignment: str | None = None  # None if the pattern does not depend on it
-    function: Callable[..., Any] | None = None  # from_function()'s: attention() applies it as well
+    function: Callable[..., Any] | None = None  # the one of from_function(), which attention() applies as well
     _full: bytes | None = None  # for each kept block whether all of it is visible; None: not known
     full_arrays: tuple[Array, ...] = ()  # the same for cols and cols_t, int32, as attention() hands it on; empty: not known
-    made_for: tuple[int | None, int | None] = (None, None)  # B and H, where the function depends on b and h
+    made_for: tuple[int | None, int | None] = (None, None)  # B if the function depends on b, and H if it depends on h
 
     @outside_graphs
     def __init__(self, rows: Array, cols: Array, seqlen_q: int, seqlen_k: int, block_q: int, block_k: int):
@@ -166,7 +166,7 @@ class BlockMask:
     def to_dense(self) -> Array:
         """Which scores lie in a kept block: bool (B|1, H|1, seqlen_q, seqlen_k)."""
         framework = framework_of("rows", self.rows)
-        # A block may be larger than the whole: no more of it is made than is there.
+        # A block may be larger than the matrix: only the part within the matrix is made.
         block_q, block_k = min(self.block_q, self.seqlen_q), min(self.block_k, self.seqlen_k)
         dense = framework.repeat(framework.repeat(self.to_kept(), block_q, 2), block_k, 3)
         return dense[:, :, : self.seqlen_q, : self.seqlen_k]
@@ -419,8 +419,8 @@ class BlockMask:
         like: Array | None,
         row: Callable[[range, int], list[Collection[int]]],
     ) -> BlockMask:
-        """A mask from row(diagonal, nk), which returns ascending runs of the key blocks, among nk, that a query block keeps. The queries of
-        the block have the positions of the key blocks `diagonal`, which may reach past either end."""
+        """A mask from row(diagonal, nk), which returns the key blocks (of nk) that a query block keeps, as ascending runs. `diagonal` are
+        the key blocks at the positions of the block's queries; some may lie outside of the matrix."""
         lengths = _integers(
             seqlen_q=(seqlen_q, _LENGTH), seqlen_k=(seqlen_k, _LENGTH), block_q=(block_q, _BLOCK), block_k=(block_k, _BLOCK)
         )
@@ -458,7 +458,7 @@ def _marks(rows: array[int], cols: array[int], full: bytes, shape: tuple[int, in
 
 
 def _like_of(function: Callable[..., Any], device: Any) -> Array | None:
-    """An array beside which a function's mask lies; None if nothing determines its place."""
+    """An array on whose device a function's mask is made; None if nothing determines the device."""
     if device is None:
         return array_read_by(function)
     import torch
@@ -467,7 +467,7 @@ def _like_of(function: Callable[..., Any], device: Any) -> Array | None:
 
 
 class _FunctionCall:
-    """A call of strobe_mask_blocks, with all that has to live as long."""
+    """A call of strobe_mask_blocks, with all objects that must live as long."""
 
     def __init__(self, framework: Framework, fields: dict[str, Any], sizes: tuple[int, ...], exact: bool):
         self._mask = mask = ffi.new("strobe_block_mask *")
@@ -546,7 +546,7 @@ def _pointer(framework: Framework, ctype: str, x: Array) -> Any:
 
 
 def _csr(kept: Any, shape: tuple[int, ...]) -> tuple[array[int], array[int]]:
-    """Offsets and indices of the bytes `kept`, (batch, heads, rows, columns)."""
+    """The CSR (offsets and indices) of the bytes `kept`, (batch, heads, rows, columns)."""
     batch, heads, nq, nk = shape
     offsets = array("i", bytes(4 * batch * heads * (nq + 1)))
     n = lib.strobe_glue_count_kept(kept, batch * heads, nq, nk, ffi.from_buffer("int32_t[]", offsets))

@@ -39,7 +39,7 @@ def refuse(*found: Any) -> None:
 
 
 def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collection[str], hints: Mapping[str, str]) -> None:
-    """Refuses unknown names. function: whose options they are, for messages; hints: for names that other functions use."""
+    """Refuses unknown names. function: its name, for messages; hints: those for names that other functions use."""
     for name in given:
         if name not in known:
             hint = hints.get(name) or "".join(f"did you mean {close}?" for close in get_close_matches(name, known, 1, _MISSPELT))
@@ -47,8 +47,8 @@ def check_names(function: str, given: Iterable[str], wrong: Wrong, known: Collec
 
 
 def names_checked(hints: Mapping[str, str], example: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The function refuses all unknown keywords at once, with a hint for names of other functions. With an example of an option that is
-    named it refuses more arguments than have a place, too."""
+    """Makes a function refuse all unknown keywords at once, with a hint for names of other functions. With `example`, an option as it is
+    given by name, the function also refuses arguments beyond its positional ones."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
@@ -68,7 +68,7 @@ def names_checked(hints: Mapping[str, str], example: str = "") -> Callable[[Call
             refuse(*wrong)
             return function(*arguments, **named)
 
-        # inspect.getfullargspec() does not unwrap, and callers use it to list the arguments.
+        # inspect.getfullargspec() does not follow __wrapped__, and callers use it to list the arguments.
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return checked
 
@@ -86,7 +86,7 @@ def _is_ordered_index(kind: type) -> bool:
 
 
 def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Array) -> bool:
-    """Whether x is an array of q's kind, on q's device. framework is None if q itself is no array: then any array is one."""
+    """Whether x is an array of q's kind, on q's device. framework is None if q itself is no array: then any array passes."""
     if (refused := unfit(name, x, framework, "q", None if framework is None else q)) is not None:
         wrong.append(refused)
     elif x.ndim > MAX_RANK and name not in ("q", "k", "v"):  # their ranks are checked elsewhere
@@ -97,7 +97,7 @@ def is_array(wrong: Wrong, name: str, x: Any, framework: Framework | None, q: Ar
 
 
 def of_generator(x: object) -> str:
-    """A hint how to get numbers from x if x is a random generator, for arguments that are numbers or arrays; else empty."""
+    """A hint how to get numbers from x if x is a random generator, else empty. For arguments that are numbers or arrays."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(x, torch.Generator):
         return "; a generator draws rng by torch.randint(2**63 - 1, (2,), generator=..., device=...)"

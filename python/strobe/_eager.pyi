@@ -9,7 +9,7 @@ class RefusedError(Exception):
     """The call has to be made in full."""
 
 class PreparedCall:
-    """A call in one direction, but for its addresses: see _prepared.py."""
+    """A call in one direction, without its addresses: see _prepared.py."""
 
     def __new__(
         cls,
@@ -28,14 +28,14 @@ class PreparedCall:
     @property
     def more(self) -> Any: ...
 
-# The bytes that determine what runs; None if the call cannot be repeated here. prefix: says what the tensors are.
+# The bytes that determine what runs; None if the call cannot be remembered. prefix: says what the tensors are.
 def key(prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> bytes | None: ...
 def attention_key(q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> bytes | None: ...
 def gradients_key(
     prefix: bytes, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> bytes | None: ...
 
-# Runs the call with that key, if it is a PreparedCall in `calls`. None if it is not, or if the library refuses.
+# Runs the PreparedCall that `calls` has for this call's key. None if it has none, or if the library refuses the call.
 def run(
     calls: dict[bytes, Any], prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Any: ...
@@ -51,7 +51,7 @@ def gradients(
 
 HAS_SHIM: bool  # PyTorch's C shim was found, and agrees with PyTorch
 
-# Whether the storage of a plain tensor reaches to its last number. False also if that cannot be determined there.
+# Whether the storage of a plain tensor reaches to its last number. False also if that cannot be determined.
 def is_whole(x: Tensor) -> bool: ...
 def connect(address_of_strobe_glue_run: int) -> None: ...
 def by_attributes(wanted: bool) -> bool: ...

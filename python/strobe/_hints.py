@@ -16,7 +16,7 @@ from .arrays.known import known_framework
 
 # Tensors whose shapes depend on H, Sq or Sk.
 _OF_SIZES = frozenset({"mask", "bias", "alibi_slopes", "sinks", "lse", "dlse", "delta", "block_mask"})
-# The dtype that messages suggest for tensors that can be cast without a loss or are not computed, unless q is float64.
+# The dtype that messages suggest for lists and for tensors that can be cast without a loss, unless q is float64.
 _CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
 _CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
 _QUANTISED = ("int8", "uint8", "float8_e4m3fn")
@@ -76,7 +76,7 @@ class OfCall:
         return refusal._replace(argument=name.removeprefix("execution."))
 
     def _option_of(self, name: str) -> str | None:
-        """The option whose function is this member of the C structs, or reads this tensor."""
+        """The option whose function fills this member of the C structs, or reads this tensor."""
         if name in CAPTURED:
             return "score" if self._attention.score_function else "mask"
         return _OPTIONS.get(name)

@@ -38,7 +38,7 @@ ARGUMENTS_WITHOUT_FUNCTIONS = ", ".join(
 )
 # One list has all captured tensors, because PyTorch allows an operator 64 arguments.
 ARGUMENTS = ", ".join([ARGUMENTS_WITHOUT_FUNCTIONS, *(f"str? {name}=None" for name in FUNCTIONS.values()), "Tensor[]? captured=None"])
-# Results have the memory layout of the inputs: a compiler may not choose other strides for these.
+# Results have the memory layout of the inputs, so a compiler may not choose other strides for the inputs.
 TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_backward"
 torch.library.define(FORWARD_NAME, f"({ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=TAGS)

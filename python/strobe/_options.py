@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 INT32_MAX, INT64_MIN, INT64_MAX = 2**31 - 1, -(2**63), 2**63 - 1
 MAX_HEAD_DIM, MAX_HEAD_DIM_V = 576, 512  # src/attention/validate.cpp
-_UNDOCUMENTED = ""  # the words are those of the previous row
+_UNDOCUMENTED = ""  # described together with the previous row
 
 
 class Field(NamedTuple):
-    """A number, flag or name that the operators and the library are given, beside the tensors."""
+    """A number, flag or name that the operators and the library get besides the tensors."""
 
     type: Any
     default: Any
@@ -107,7 +107,7 @@ class Number(Row):
 
 
 class Whole(Row):
-    """An integer from `least` to `most`; None: 0, which leaves it to the library."""
+    """An integer from `least` to `most`. None becomes 0, which leaves the choice to the library."""
 
     def __init__(self, least: int, most: int, doc: str, in_struct: bool = True):
         super().__init__(None, doc)
@@ -121,7 +121,7 @@ class Whole(Row):
 
 
 class Multiple(Whole):
-    """A multiple of `least` up to `most`; None: 0, which leaves it to the library."""
+    """A multiple of `least` up to `most`. None becomes 0, which leaves the choice to the library."""
 
     def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
         if not is_whole(x) or (0 < x <= self.most and x % self.least == 0):
@@ -223,7 +223,7 @@ class Name(Row):
 
 
 class Tensor(Row):
-    """An array of q's kind, on q's device or, if that is stated, in host memory; it is then copied to q's device."""
+    """An array of q's kind, on q's device. Where that is stated it may be in host memory, and is then copied to q's device."""
 
     def __init__(
         self,
@@ -233,8 +233,8 @@ class Tensor(Row):
         broadcasts_to_scores: bool = False,
         has_rows_of_keys: bool = False,
     ):
-        """broadcasts_to_scores: to (B, H, Sq, Sk). If there are fewer axes, the first ones are missing, as in NumPy. has_rows_of_keys: its
-        axes are those of k without the last one, in the layout of k."""
+        """broadcasts_to_scores: it broadcasts to (B, H, Sq, Sk); if it has fewer axes, the first ones are missing, as in NumPy.
+        has_rows_of_keys: its axes are those of k without the last one, in the layout of k."""
         super().__init__(None, doc)
         self.has_gradient = has_gradient
         self.may_lie_in_host_memory = may_lie_in_host_memory
@@ -510,7 +510,7 @@ _GIVEN |= {field: Field(str | None, None) for field in FUNCTIONS.values()}  # th
 FIELDS: dict[str, Field] = {name: x for name, x in _GIVEN.items() if name not in _LAST} | {name: _GIVEN[name] for name in _LAST}
 _IN_STRUCT = [name for name, _ in ffi.typeof("strobe_tensors").fields]
 _TENSORS = ["q", "k", "v", *(tensor for name, row in ROWS.items() for tensor in row.tensors(name)), *CAPTURED]
-# The tensors that a call reads: their names in strobe_tensors, in its order, which is that of the operators' arguments.
+# The tensors that a call reads, by their names in strobe_tensors and in its order, which the operators' arguments have, too.
 INPUTS = tuple(sorted(_TENSORS, key=lambda name: _IN_STRUCT.index(name) if name in _IN_STRUCT else len(_IN_STRUCT)))
 BLOCKS, FULL_BLOCKS = (ROWS["block_mask"].tensors("block_mask")[part] for part in (slice(4), slice(4, None)))
 # The gradients that a backward may be asked for, and their inputs, in the order of the operators.
@@ -560,7 +560,7 @@ ELSEWHERE = {
     "window_size": "did you mean window?",
 }
 
-# If one of these is wrong, the others cannot be judged.
+# If one of these is wrong, no other argument's shape can be judged.
 SIZES = frozenset({"q", "k", "v", "layout", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"})
 
 

@@ -1,6 +1,6 @@
 """Turns the caller's arguments, torch tensors or NumPy arrays, into a Call, or into one exception that lists everything wrong.
 
-Types and spellings are checked here, shapes and values in the library: it serves every caller, C and C++ included. Errors are collected
+Types and spellings are checked here, shapes and values in the library, which serves every caller, C and C++ included. Errors are collected
 in a list, one exception for each argument, so that a caller sees all of them at once.
 """
 
@@ -57,7 +57,8 @@ def parse(
     known: dict[str, Array] | None = None,
     aux: tuple[str, ...] = (),
 ) -> Call:
-    """The call of read(), or an exception that lists everything wrong, the library's refusals included. known: arrays beside q, k and v."""
+    """Returns read()'s call, or raises one exception for everything wrong, the library's refusals included. known: arrays beside q, k and
+    v."""
     call, known = read(function, q, k, v, options, wrong), known or {}
     for name, x in known.items():
         is_array(wrong, name, x, call.framework, q)
@@ -74,7 +75,7 @@ def _refusal(function: str, call: Call, wrong: Wrong, known: dict[str, Array]) -
     reasons = _reasons(*_judgeable(call, {name: x for name, x in known.items() if name not in found}, found.keys()), "backward" in function)
     for each in reasons:
         if "k_scale_group" in found and each.argument == "k_scale":
-            continue  # the array would be checked against another group, or none
+            continue  # k_scale would be checked against another group, or none
         found.setdefault(each.argument or each.words, each)
     if any(map(guesses_layout, reasons)):
         return raised_for(ValueError, [each for each in found.values() if not is_of_sizes(each)])
@@ -106,7 +107,7 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
         withheld |= {*BLOCKS, *FULL_BLOCKS, "block_q", "block_k"}
     if "score" in wrong:
         withheld |= {"beta", "shift"}
-    if wrong & {"score", "mask"}:  # whose functions share the captured tensors
+    if wrong & {"score", "mask"}:  # their functions share the captured tensors
         withheld |= {*_function.CAPTURED, *_function.FIELDS.values(), *FULL_BLOCKS}
     if wrong & {"k_scale", "v_scale"}:  # these determine whether k and v are quantised
         withheld |= {"k", "v", "k_scale", "v_scale"}
@@ -161,9 +162,9 @@ def read(
         functions["mask"] = _function.both(functions.get("mask"), blocks.function)
     if functions:
         _functions(wrong, arrays, options, functions, framework)
-        if framework is not None and isinstance(blocks, BlockMask) and functions.get("mask") is blocks.function and BLOCKS[0] in arrays:
-            if _function.FIELDS["mask"] in options:  # without it the function was refused
-                arrays.update(zip(FULL_BLOCKS, map(framework.own, blocks.full_arrays), strict=False))
+        recorded = _function.FIELDS["mask"] in options  # otherwise it was refused
+        if framework is not None and isinstance(blocks, BlockMask) and recorded and functions["mask"] is blocks.function:
+            arrays.update(zip(FULL_BLOCKS, map(framework.own, blocks.full_arrays), strict=False))
     if options.get("score") == HYPERBOLIC:
         options["beta"] = options.get("beta", 1.0)
     elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
@@ -232,7 +233,7 @@ def _with_way_out(error: Exception, name: str, x: Any, framework: Framework | No
     """The error that x is no array, with a hint at the array that the caller may have meant."""
     hint = Hint("")
     if name == "mask" and takes_functions and known_framework(x) is None:
-        hint = Hint(f", or a function {_function.SIGNATURES[name]}", needs=("score",))  # without it the caller has no functions
+        hint = Hint(f", or a function {_function.SIGNATURES[name]}", needs=("score",))  # callers without `score` take no functions
     if name == "rng":
         hint = Hint("; an integer goes into {0}", (Name("seed"),), needs=("seed",)) if is_whole(x) else Hint(of_generator(x))
     if name in ("k_scale", "v_scale") and framework is not None and k is not None and k.ndim > 2:

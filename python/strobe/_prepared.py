@@ -66,7 +66,7 @@ class Kept:
     def __init__(self, call: Call, return_lse: bool = True, *, is_repeated: bool = False):
         self.names, self.call = tuple(call.arrays), call.on({})
         self.return_lse = return_lse
-        # The prefix of the keys of the call's gradients. (The gradients of a call that was made once are found as a parsed call.)
+        # The prefix of the keys of the call's gradients. (If the call was made only once, its gradients are looked up like a parsed call.)
         self.prefix = repr((self.names, call.options)).encode() if is_repeated else b""
 
     def needed(self, flags: tuple[bool, ...]) -> list[str]:
@@ -85,7 +85,7 @@ def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, give
         return
     arrays, tensors = call.arrays, tensors_in(given)
     if [*arrays] != ["q", "k", "v", *tensors] or call.is_oracle:
-        return  # some tensors are new objects in each call, or results are cast first
+        return  # some tensors are new objects in each call, or the oracle's results must be cast
     if any(x is not arrays[name] for name, x in tensors.items()):
         return  # some tensors are copied from host memory in each call
     if 0 in (call.options.get("max_seqlen_q"), call.options.get("max_seqlen_k")):
@@ -162,7 +162,7 @@ def _repeated(
     if isinstance(seen, Call):
         made = results()
         CALLS.keep(key, prepare(call, known, made, direction, form=bytes(range(len(made)))))
-        del made  # it was an example: its memory is free for the call
+        del made  # `made` was an example; the call may use its memory
     return _eager.run(CALLS.lately, *signed)
 
 

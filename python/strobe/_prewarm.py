@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A tensor that is not read."""
+    """A tensor's shape and dtype. It has no values."""
 
     shape: tuple[int, ...]
     dtype: str

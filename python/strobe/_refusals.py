@@ -1,5 +1,5 @@
-"""Refusals as data: the argument, what is wrong, and what is accepted, in parts. This module makes a line of text of a refusal, in the
-names of the function that was called.
+"""Refusals as data: the argument, what is wrong, and what is accepted, in parts. This module makes a line of text from a refusal, with the
+argument names of the function that was called.
 
 The library gives refusals as records (strobe_last_refusal); Python's own checks make them with refusing(). An exception carries its
 refusals, so that a function with names of its own can word them again."""
@@ -82,7 +82,7 @@ class Hint(NamedTuple):
 
 
 class Either(NamedTuple):
-    """Hints of which each is an alternative."""
+    """Alternative hints."""
 
     hints: tuple[Hint, ...]
 

@@ -1,4 +1,4 @@
-"""The positions of new tokens, and the rotary embedding (Su et al. 2021, arXiv:2104.09864) of torch tensors by them."""
+"""The positions of new tokens, and the rotary embedding (Su et al. 2021, arXiv:2104.09864) of torch tensors at these positions."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def turn(
 
 
 def furthest(first: int | Tensor, count: int | Tensor, tokens: Tensor) -> int:
-    """The end of the last sequence that has a token, if sequences of `count` tokens begin at `first`, as far as it is known without reading
-    numbers in device memory. 0 if there are no tokens: `tokens` holds them."""
+    """The largest end of the sequences of `count` tokens that begin at `first`, as far as it is known without reading device memory.
+    Sequences without tokens do not count; 0 if `tokens` is empty."""
     if not (tokens.shape[0] and tokens.shape[1]) or (not isinstance(count, Tensor) and not count):
         return 0
     ends = first + count

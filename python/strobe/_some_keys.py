@@ -1,4 +1,4 @@
-"""Attention whose keys are divided among several calls, or devices, by their LSE: one call's share of the gradients."""
+"""One call's share of the gradients, if the keys of an attention are divided among several calls or devices and merged by LSE."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def backward_of_some_keys(dout: Tensor, out: Tensor, lse: Tensor, **given: Any) 
     """
     own, own_lse = attention(return_lse=True, **given)
     weight = torch.where(own_lse == -math.inf, 0.0, torch.exp(own_lse - lse))  # the row sees none of these keys
-    # All weights may be so small that dO' leaves float16, so the largest is scaled to a number from 1 to 2, and the gradients scaled back.
+    # All weights may be so small that dO' underflows in float16, so the largest is scaled to between 1 and 2, and the gradients are scaled
+    # back.
     unit = torch.exp2(weight.amax().clamp_min(1e-30).log2().floor()) if weight.numel() else weight.new_ones(())
     weight = weight / unit
     scaled = (dout * by_head(weight)[..., None]).to(dout.dtype)

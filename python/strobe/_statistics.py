@@ -22,7 +22,7 @@ def statistics(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(l, m) by a call's LSE and arguments, each (B, H, N), float32 (float64 with float64). A row that sees no key: m = -inf and l = 0.
 
-    The scores are computed once more, some rows at a time: half the work of a forward, and beside K a few MiB of memory.
+    The scores are computed once more, some rows at a time. That takes half the work of a forward, and a few MiB of memory besides K.
     """
     sq, sk = q.shape[-2], k.shape[-2]
     unit = q.shape[-1] ** -0.5 if scale is None else scale

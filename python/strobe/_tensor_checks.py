@@ -53,7 +53,7 @@ def counts(x: Tensor, cu_seqlens: Tensor | None) -> int | Tensor:
 def check_cu_seqlens(
     name: str, cu: Tensor, of: str | None = None, packed: Tensor | None = None, dtypes: tuple[torch.dtype, ...] = (torch.int32,)
 ) -> int:
-    """B, from cu_seqlens (B + 1,); packed: the tokens that they divide, the argument `of`."""
+    """Checks cu_seqlens (B + 1,) and returns B. packed: the tokens that it divides, the argument `of`."""
     if cu.dim() != 1 or not len(cu) or cu.dtype not in dtypes:
         accepted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise refusing(ValueError, name, f"{cu.dtype} of shape {tuple(cu.shape)}; accepted is {accepted} (B + 1,)")

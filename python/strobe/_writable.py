@@ -20,8 +20,8 @@ R = TypeVar("R")
 
 
 def writes(*names: str, beside: str | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """torch.no_grad() for a function that writes into these arguments: a leaf that requires a gradient is refused, as PyTorch does, unless
-    the caller has switched gradients off. beside: if this argument is missing, nothing is written."""
+    """Runs a function that writes into these arguments under torch.no_grad(). A leaf that requires a gradient is refused, as in PyTorch,
+    unless the caller has switched gradients off. beside: without this argument nothing is written."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = [*inspect.signature(function).parameters]
@@ -62,8 +62,8 @@ def not_writable(written: Mapping[str, Tensor], read: Mapping[str, Tensor] | Non
 
 
 def overlaps_itself(x: Tensor) -> bool:
-    """Whether two elements may have one address: the stride of some axis does not exceed the reach of the shorter ones. Under a compiler
-    sizes may be symbols, which have no order."""
+    """Whether two elements may have one address: the stride of some axis does not exceed the reach of the axes with shorter strides. Under
+    a compiler sizes may be symbols, which have no order."""
     if torch.compiler.is_compiling():
         return any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)) and x.numel() > 0
     reached = 0

@@ -94,7 +94,7 @@ def hyperbolic_attention(
     """
     points = {"q": q, "k": k, "v": v}
     options, wrong = _translated(model, aggregate, return_lse, beta, c, options)
-    refused = arguments_of(wrong)  # such a value may be an array, which is not to be compared
+    refused = arguments_of(wrong)  # a refused value may be an array, which must not be compared
     poincare = "model" not in refused and model == "poincare"
     midpoint = "aggregate" not in refused and aggregate == "midpoint"
     framework = known_framework(q)
@@ -210,7 +210,7 @@ def _no_points(name: str, x: Array, model: str) -> Exception | None:
 
 
 def _time_reversed(framework: Framework, x: Array) -> Array:
-    """x with the time-like coordinate negated: the dot product of the result with a point is the Lorentz product."""
+    """x with the time-like coordinate negated, so that its dot product with a point is the Lorentz product."""
     signs = framework.empty(x, x.shape[-1:], x.dtype)
     signs[:] = 1
     signs[:1] = -1
@@ -361,8 +361,8 @@ def _lift(xp: Any, x: Array) -> Array:
 
 
 def _mapped(formula: Callable[..., Array], x: Array, *second: Array, least: int = 0) -> Array:
-    """formula(torch or numpy, x), or formula(…, x, y), rounded to the dtype of x, or to that to which x and y promote. least: the least
-    number of coordinates, the time-like one included."""
+    """formula(torch or numpy, x), or formula(…, x, y), rounded to the dtype of x, or to the one to which the dtypes of x and y promote.
+    least: the least number of coordinates, the time-like one included."""
     framework = _framework_of_points("x", x)
     xp: Any = framework.xp
     if x.shape[-1] < least:

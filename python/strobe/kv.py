@@ -281,8 +281,8 @@ def _no_room(b: int, held: int, new: int, room: int, page: int, in_pages: bool) 
 
 
 def _quantised_tokens(given: dict[str, tuple[Tensor, torch.dtype]], dtype: torch.dtype, tokens: int | None) -> list[tuple[Tensor, Tensor]]:
-    """Data and scale of k and of v, (Tnew, Hkv, D), each given with the dtype of its scales. tokens: how many are to be written; the rest
-    is padding; None if numbers are not read."""
+    """Data and scale of k and of v, (Tnew, Hkv, D), each given with the dtype of its scales. tokens: how many tokens are to be written (the
+    rest is padding), or None if numbers are not read."""
     largest = {name: _largest(x, None, 0) for name, (x, _) in given.items()}
     wrong: Wrong = []
     if tokens is not None and TORCH.is_readable(given["k"][0]):
@@ -644,7 +644,7 @@ def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_s
     pages, one, other = sizes = tuple(k_cache.shape[:3])
     columns = k_cache.shape[3] * (2 if k_cache.dtype == torch.uint8 else 1)
     by_column = k_scale.dim() == 4 and (k_scale.shape[0], k_scale.shape[3]) == (pages, columns)
-    if by_column:  # heads and groups of rows, or groups and heads
+    if by_column:  # the axes are heads and groups of rows, or groups and heads
         first, second = k_scale.shape[1:3]
         by_column = (first == one and _is_groups(second, other)) or (second == other and _is_groups(first, one))
     types = (torch.float16, torch.float32)
@@ -660,7 +660,7 @@ def _unlike_scales(k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_s
 
 
 def _is_groups(count: int, rows: int) -> bool:
-    """Whether rows make this many groups for some k_scale_group."""
+    """Whether some k_scale_group divides the rows into this many groups."""
     if not count or not rows:
         return count == rows
     group = 32 * -(-rows // (32 * count))  # the smallest group that makes at most `count` groups
@@ -672,8 +672,8 @@ def _accepted_pages(pages: int) -> str:
 
 
 def _check_pages(table: list[list[int]], begin: list[int], new: list[int], page: int, pages: int, writes: bool = True) -> None:
-    """Checks that the pages that hold the new[b] tokens from begin[b] on are in the pool and, with `writes`, serve no other place of a
-    sequence."""
+    """Checks that the pages that hold the new[b] tokens from begin[b] on are in the pool and, with `writes`, are used at no other place of
+    a sequence."""
     written: dict[int, tuple[int, int]] = {}  # page → the sequence, and the page's index in it
     ends = [-(-(first + count) // page) for first, count in zip(begin, new, strict=True)]
     for b, (row, first, count, end) in enumerate(zip(table, begin, new, ends, strict=True)):

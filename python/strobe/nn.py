@@ -91,7 +91,7 @@ class FlashAttention(torch.nn.Module):
 def _check_values(head_dim: int, options: AttentionOptions) -> None:
     """Raises the errors of attention() that do not depend on the tensors, by a call on sequences without tokens."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return  # the library cannot serve a tracer or fake tensors; the call can
+        return  # the library cannot serve a tracer or fake tensors; the later call can
     nothing = torch.zeros(0, 1, head_dim, device="cpu")
     starts = torch.zeros(2, dtype=torch.int32, device="cpu")
     given: AttentionOptions = {**options, "cu_seqlens_q": starts, "cu_seqlens_k": starts}

@@ -29,7 +29,7 @@ def medians(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Cal
 
 
 def samples(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] | None = None) -> dict[str, list[float]]:
-    """The same, all calls that count."""
+    """Like medians(), but all times that count."""
     now = clock or time.perf_counter
     for function in functions.values():
         function()
@@ -44,17 +44,17 @@ def samples(functions: Mapping[str, Callable[[], Any]], repeats: int, clock: Cal
 
 
 def medians_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, float]:
-    """The same by CUDA events on the current stream: the time on the GPU, without that of the host.
+    """Like medians(), but by CUDA events on the current stream: the time on the GPU, without that of the host.
 
-    As in a training step, under load: all calls are launched without a stop, after rounds that are not counted and have brought clocks and
-    power to a steady state. Each call finds an L2 cache of other data, none of which must be written back. If the calls are too short
-    for the host to keep ahead, the GPU waits before each.
+    Calls run under load, as in a training step: they are launched without a stop, after rounds that do not count and that bring clocks and
+    power to a steady state. Each call finds other data in the L2 cache, none of which must be written back. If the calls are too short for
+    the host to keep ahead, the GPU waits before each.
     """
     return {name: statistics.median(times) for name, times in samples_on_gpu(functions, repeats).items()}
 
 
 def samples_on_gpu(functions: Mapping[Name, Callable[[], Any]], repeats: int) -> dict[Name, list[float]]:
-    """The same, all calls that count."""
+    """Like medians_on_gpu(), but all times that count."""
     import torch
 
     properties = torch.cuda.get_device_properties("cuda")

@@ -1,4 +1,4 @@
-"""Makes the modules of the contract's tests available here."""
+"""Lets the tests here import the modules of tests/python."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""The kernels of a call of strobe.distributed.attention(), compiled into the cache ahead of it: no GPU is needed, and nothing is sent.
+"""Compiles the kernels of a strobe.distributed.attention() call into the cache beforehand. It needs no GPU and sends nothing.
 
-For one rank after the other, the call is made on CPU tensors that the library takes for GPU tensors, in a group whose transfers do
-nothing; instead of each run the library compiles the kernels of the run."""
+The call is made for one rank after the other, on CPU tensors that the library takes for GPU tensors, in a group whose transfers do nothing.
+Where the library would run kernels, it only compiles them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TEXT_BYTES = 1 << 16
 
 
 def compile_case(case: dict[str, Any], compute_capability: int) -> int:
-    """Returns how many kernels were not in the cache. A refusal is no error here: the ranks will report it."""
+    """Returns how many kernels the cache lacked. A refused call is no error here: the ranks report the refusal."""
     return compile_ranks(case["how"][0], compute_capability, lambda group: run_on_rank(group, case))
 
 

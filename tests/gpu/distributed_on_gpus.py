@@ -1,12 +1,12 @@
-"""strobe.distributed.attention() on GPUs: the covering array of tests/python/distributed_cases.py on NCCL, one process for each GPU, judged
-as on CPUs.
+"""Runs the cases of tests/python/distributed_cases.py (every pair of options) on GPUs over NCCL, one process per GPU. The results are
+judged as on CPUs.
 
 python tests/gpu/distributed_on_gpus.py [--ranks 2] [--seconds 100] [--backend gloo]
 
-Cases for more ranks than there are GPUs become cases for as many as there are. Other processes, as many as there are cores, compile the
-kernels of the cases ahead, without a GPU, and judge the results; a case runs once its kernels are there, and a line says how it went.
-A case that the GPU's engines refuse (on all ranks alike) is counted as refused, with its reason. One that is wrong, or hangs, makes
-the status 1; where ranks hang, their stacks go to stderr, and others take their place. bench/distributed_speed.py measures."""
+A case for more ranks than there are GPUs runs with one rank per GPU. Further processes, one per core, compile the kernels of the cases
+ahead, without a GPU, and judge the results. A case runs as soon as its kernels are compiled, and prints one line with its outcome. A case
+that the GPU engines refuse on all ranks alike counts as refused, with the reason. A wrong or hanging case makes the exit status 1; ranks
+that hang print their stacks to stderr and are replaced. bench/distributed_speed.py measures the speed."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def tell(words: str) -> None:
     print(f"{since():6.1f} s  {words}", flush=True)
 
 
-# Functions of the other processes
+# Functions that the other processes run
 
 
 def on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) -> Any:
-    """A rank's results, or why the engines refuse; and the seconds that it took."""
+    """Returns a rank's results or the reason why the engines refuse the case; and the seconds that it took."""
     began = time.monotonic()
     try:
         with running_on(None):
@@ -63,7 +63,7 @@ def on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str) -> Any:
 
 
 def all_there(group: dist.ProcessGroup, device: str) -> float:
-    """The number of ranks, as a sum over them: it needs all of them."""
+    """The number of ranks, by an all-reduce: it ends only if all ranks take part."""
     ones = torch.ones(1, device=device)
     dist.all_reduce(ones, group=group)
     return ones.item()
@@ -144,7 +144,7 @@ class Run:
         self.workers.close()
 
     def look(self, until: float) -> None:
-        """Looks at the cases that were judged meanwhile."""
+        """Reports the cases that have been judged meanwhile."""
         waiting = []
         for number, case, seconds, judged in self.judging:
             judged.wait(max(0.0, until - since()))
@@ -165,7 +165,7 @@ class Run:
 
 
 def until_then(found: Any, until: float) -> Iterator[Any]:
-    """The items of a pool's iterator until that time."""
+    """The items of a pool's iterator that arrive before the time `until`."""
     while True:
         try:
             yield found.next(max(0.01, until - since()))
@@ -178,14 +178,14 @@ def covering(
 ) -> int:
     cases = cases_for(ranks)
     tasks = [(number, cases[number], compute_capability) for number in numbers or range(len(cases))]
-    Random(0).shuffle(tasks)  # neighbours share kernels, and would wait for one another
-    # Before all must have ended, there is time to end the cases in progress and to judge them.
+    Random(0).shuffle(tasks)  # neighbouring cases share kernels, so one would wait for the other's compilation
+    # The last 15% of the time are for ending and judging the cases in progress.
     until, judged_until = 0.85 * seconds, 0.97 * seconds
     kernels, done, all_compiled = 0, 0, 0.0
     context = multiprocessing.get_context("spawn")
     tell(f"{len(tasks)} cases on {ranks} ranks of {backend}; {jobs} processes compile and judge")
     with context.Pool(jobs) as pool, context.Pool(max(1, jobs // 4)) as judges:
-        ready = pool.imap_unordered(compiled, tasks)  # they compile while the ranks start
+        ready = pool.imap_unordered(compiled, tasks)  # compilation runs while the ranks start
         run = Run(ranks, backend, patience)
         tell("the ranks are ready")
         for done, (number, of_case) in enumerate(until_then(ready, until), 1):

@@ -1,9 +1,9 @@
-"""Sequences too long for one test: sampled rows of strobe.distributed.attention(), forward and dq, held to float64.
+"""Checks strobe.distributed.attention() on sequences too long for a test: sampled rows of out and dq, against float64.
 
 python tests/gpu/distributed_rows.py [--ranks 2] [--tokens 1048576] [--method gather] [--backend gloo]
 
-Causal, 32/8 heads, d 128, bf16, zigzag. Each rank has tokens of its own, and judges some of its rows by all keys: the error may be twice
-that of the plain formulas in bf16, and one ulp of the largest number, as docs/semantics.md says."""
+Causal, 32 query and 8 key heads, d 128, bf16, zigzag. Each rank compares some of its rows, over all keys, with float64. The error may
+be twice that of the plain formulas in bf16, plus one ulp of the largest number (docs/semantics.md)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ D = 128
 
 
 def formulas(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """out and dq of some rows of one head, from its keys (S, D); products and their operands are rounded to dtype."""
+    """out and dq of some rows of one head, whose keys are k (S, D). Operands and products are rounded to dtype."""
     q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
     scores = (q @ k.T) * D**-0.5
     scores = scores.masked_fill(torch.arange(len(k), device=k.device) > positions[:, None], -torch.inf)
@@ -44,7 +44,7 @@ def formulas(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, positions: Tensor, d
 def judged(
     group: dist.ProcessGroup, tokens: int, heads: tuple[int, int], method: str, device: str, samples: int
 ) -> tuple[dict[str, tuple[float, float]], float]:
-    """The largest error and the largest allowed error, of out and dq; and the seconds of forward and backward."""
+    """Returns the largest error and the largest allowed error of out and of dq, and the seconds of forward and backward."""
     sharding, rank = Sharding.zigzag(tokens, group.size()), group.rank()
     generator = torch.Generator(device).manual_seed(rank)
     own = sharding.count(rank)
@@ -62,7 +62,7 @@ def judged(
     leaf.grad[0, 0, 0, 0].item()  # waits for the GPU
     seconds = time.perf_counter() - began
     k, v = (sharding.unshard(x.detach(), 2, group=group)[0] for x in (k, v))
-    places = torch.linspace(own // 2, own - 1, samples, device=device).round().long()  # the later block: rows of many keys
+    places = torch.linspace(own // 2, own - 1, samples, device=device).round().long()  # rows of the rank's later block, which see many keys
     positions = sharding.positions(rank).to(device)[places]
     errors: dict[str, list[Tensor]] = {name: [] for name in found}
     plain: dict[str, list[Tensor]] = {name: [] for name in found}

@@ -1,8 +1,9 @@
-"""Random mixes for `invariant` on a GPU: rows alone, in batches, packed, with other strides and other numbers of queries, compared by bits.
+"""Tests `invariant` on a GPU with random mixes: a row must have the same bits alone, in batches, packed, with other strides or more
+queries.
 
 python tests/gpu/invariant.py [--problems N] [--seed N] [--engine NAME ...] [--dtype NAME ...]
 
-Each problem is compared in four surroundings. The exit status is 1 if a bit differs."""
+Each problem is computed in four mixes. The exit status is 1 if a bit differs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ os.environ.setdefault("STROBE_TEST_DEVICE", "cuda")
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 VARIANTS = 4
-LENGTHS = (90, 700, 5000)  # of the longest sequences; the last ones pass chunks of keys
+LENGTHS = (90, 700, 5000)  # of the longest sequences; 5000 keys are several chunks
 
 
 def main() -> int:

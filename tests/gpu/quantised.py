@@ -1,4 +1,4 @@
-"""Decoding over quantised keys beside bf16: correctness, and the speedup. On one GPU, under a minute besides compiling:
+"""Compares decoding over quantised keys with bf16: correctness and speed. Needs one GPU, and less than a minute after compilation:
 
 python tests/gpu/quantised.py"""
 

@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <cuda_runtime.h>
 
-__device__ __forceinline__ int barrier_of_all(int condition) { // returns whether it holds for one of them
+__device__ __forceinline__ int barrier_of_all(int condition) { // whether it holds for some thread
   int any = 0;
   asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, 0, 256, p; selp.b32 %0, 1, 0, q; }"
                : "=r"(any)

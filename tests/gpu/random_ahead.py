@@ -1,9 +1,10 @@
-"""Compiles the kernels of tests/gpu/random_calls.py ahead of it, where there is no GPU: the calls are made on an H200 that runs nothing.
+"""Compiles the kernels of tests/gpu/random_calls.py beforehand, on a machine without a GPU: the calls are made on an emulated H200 that
+runs no kernels.
 
 STROBE_EMULATOR_IDLE=1 STROBE_CACHE_DIR=... tests/emulator/run build/cpp python tests/gpu/random_ahead.py --seed N [--sets N] [--workers N]
 
-The cache then holds what the sets of that seed need, if NVRTC has the version of the GPU's machine; STROBE_TEST_NVRTC of build/cpp names
-it."""
+The cache then holds what the sets of that seed need, if this machine's NVRTC has the same version as that of the GPU's machine. The CMake
+variable STROBE_TEST_NVRTC of build/cpp names the NVRTC."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "python")]
 
 
 def compile_set(number: int) -> list[str]:
-    """The calls that were not compiled, and why, except calls that the engine refuses."""
+    """The calls that could not be compiled, with the reason. Calls that the engine refuses are not listed."""
     from random_calls import CALLS_A_SET
 
     import random_call
     from random_draw import CALLS
 
-    random_call.EMULATED = False  # lengths as on a GPU
+    random_call.EMULATED = False  # draws lengths as for a real GPU
     missing = []
     for n in range(number * CALLS, number * CALLS + CALLS_A_SET):
         try:

@@ -2,9 +2,10 @@
 
 python tests/gpu/random_calls.py [--seed N] [--seconds T] [--sets N] [...]
 
-What decides what a kernel is compiled for is drawn once for several calls, a set. As many processes as there are cores, spread over the
-GPUs, take a set each: they compile its kernels, make its calls, and judge them by formulas in float64 on the GPU. A process that crashes or
-hangs is replaced, and its last call counts as wrong. The counts go to tests/gpu-record.json, where runs on the same sources add up."""
+A set is several calls with the same options, as far as these determine the compiled kernels. One process per core, spread over the GPUs,
+takes one set after the other: it compiles the set's kernels, makes its calls, and judges them by formulas in float64 on the GPU. A process
+that crashes or hangs is replaced, and its last call counts as wrong. The counts are added to those of earlier runs on the same sources in
+tests/gpu-record.json."""
 
 from __future__ import annotations
 
@@ -50,15 +51,15 @@ def work(calls: int) -> None:
             try:
                 call = drawn(number, gpu=True)
                 names = engines(call)
-                names = names[number // CALLS % len(names) :][:1]  # one per set, because its kernels take longer than all its calls
+                names = names[number // CALLS % len(names) :][:1]  # one engine per set, since compiling takes longer than all its calls
                 found = faults(call, names)
             except torch.OutOfMemoryError:
                 tell(left_out=number)
                 torch.cuda.empty_cache()
                 continue
-            except Exception as error:  # whatever its type is, this call is wrong, and the next may be right
+            except Exception as error:  # an exception of any type makes this call wrong; the next call may be right
                 tell(number=number, runs=[], faults=[f"{type(error).__name__}: {error}"], replay=replay(number, None, True), call="")
-                if on_gpu and "CUDA" in str(error):  # a context does not recover from it
+                if on_gpu and "CUDA" in str(error):  # a CUDA context does not recover from an error
                     return
                 continue
             words = str(call) if found else ""
@@ -117,12 +118,12 @@ class Worker:
 
     def ask(self, number: int) -> None:
         assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # next_event() reports that it has ended
+        with contextlib.suppress(BrokenPipeError):  # if the process has ended, next_event() reports that
             self._process.stdin.write(f"{number}\n")
             self._process.stdin.flush()
 
     def next_event(self, seconds: float) -> dict[str, Any] | None:
-        """The next message of the process; None if it has ended. Raises queue.Empty if no message comes in that time."""
+        """The next message of the process; None if the process has ended. Raises queue.Empty if no message comes in that time."""
         line = self._told.get(timeout=max(0.01, seconds))
         return None if line is None else json.loads(line)
 
@@ -135,7 +136,7 @@ class Worker:
 
 
 class Sets:
-    """Numbers of option sets, until there are enough or the time is over."""
+    """Hands out numbers of option sets until there are enough or the time is over."""
 
     def __init__(self, seed: int, most: int, until: float):
         self._next, self._end, self._until, self._lock = seed * SETS_A_SEED, seed * SETS_A_SEED + most, until, threading.Lock()
@@ -203,7 +204,7 @@ def follow(worker: Worker, asked: int, tally: Tally, patience: float, deadline: 
 
 
 def cores() -> int:
-    """The number of cores that this process may use, by a container's quota as well."""
+    """The number of cores that this process may use. A container's quota counts, too."""
     found = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())

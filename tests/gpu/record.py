@@ -1,15 +1,15 @@
-"""Runs the tests that need a GPU and writes tests/gpu-record.json: what ran, where, and of which sources.
+"""Runs the tests that need a GPU and writes tests/gpu-record.json: what ran, where, and on which sources.
 
 python tests/gpu/record.py [--only NAME] [pytest's options]   runs all parts or one (contract, extensions, engines, ...); with -n each
-                                                              worker of pytest-xdist begins at another GPU
-python tests/gpu/record.py --check                            exits with 1 if the record is of other sources than today's, lacks a part, or
-                                                              is of a failure
+                                                              worker of pytest-xdist has another GPU as its first one
+python tests/gpu/record.py --check                            exits with 1 if the sources have changed since the record was made, a part
+                                                              is missing, or a test failed
 
-Each part is recorded as soon as it ends, with a digest of the sources that it depends on: several calls, also on several machines, make a
-record, and an edit of a test leaves the other parts as they are.
+Each part is recorded as soon as it ends, with a digest of the sources that it depends on. So several runs, also on several machines, can
+fill one record, and after an edit of a test only the part with that test must run again.
 
-tests/gpu/random_calls.py adds what random calls gave: of the same sources, counts of several runs add up. An edit of a test, of
-strobe.distributed, of strobe.compat or of the training leaves them as they are, since no random call runs one.
+tests/gpu/random_calls.py adds its counts to those of earlier runs on the same sources. The counts stay valid after an edit of a test, of
+strobe.distributed, of strobe.compat or of the training, because random calls use none of these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "gpu-record.json"
-# The contract on the GPU's engines, beside the tests of tests/gpu; and its extensions, with the interfaces of other libraries.
+# Tests of tests/python that also run on a GPU. CONTRACT: the contract; EXTENSIONS: its extensions and the interfaces of other libraries.
 CONTRACT = (
     *("test_contract.py", "test_corners.py", "test_hidden.py", "test_known_bugs.py", "test_hyperbolic.py", "test_ladder.py"),
     *("test_bounds.py", "test_many_keys.py"),
@@ -55,9 +55,8 @@ HELPERS = (
     "plain.py",
     "random_*.py",
 )
-LEAST_OPTION_SETS = 3000  # of random calls that must have run
-# The files that determine what runs on a GPU, and the references of its results. Each tracked file of these folders is in SOURCES or
-# EXCLUDED.
+LEAST_OPTION_SETS = 3000  # the random calls must have covered at least this many
+# The files that determine what runs on a GPU, or what its results are compared with. Each tracked file of ROOTS is in SOURCES or EXCLUDED.
 ROOTS = ("include", "kernels", "python", "src", "tests/gpu", "tests/python", "tests/reference")
 TESTS = ("tests/gpu/test_*.py", *(f"tests/python/{name}" for name in (*CONTRACT, *EXTENSIONS)))
 SOURCES = (
@@ -71,18 +70,18 @@ SOURCES = (
     *(f"tests/python/{name}" for name in HELPERS),
     "tests/reference/philox.py",
 )
-# Files that no random call uses: it makes calls of strobe.attention() in one process.
+# Files that the random tests do not use, because these tests only call strobe.attention(), in one process.
 NOT_OF_RANDOM_CALLS = (
     *TESTS,
     *("python/strobe/distributed/*.py", "python/strobe/compat/**/*.py", "python/strobe_tools/train/*.py"),
     *("tests/python/distributed_*.py", "tests/gpu/distributed_*.py"),
 )
 EXCLUDED = (
-    *("src/**/sources.cmake", "src/**/README.md", "python/CMakeLists.txt"),  # how files are built that are sources themselves
+    *("src/**/sources.cmake", "src/**/README.md", "python/CMakeLists.txt"),  # these files only say how the sources are built
     *("src/cpu/*.h", "src/cpu/*.cpp", "src/ladder/*.h", "src/ladder/engine.cpp"),  # the CPU's engines, which judge no GPU result
     *("python/strobe/*.pyi", "python/*/py.typed"),  # files for mypy
     "python/_strobe_autoload/__init__.py",  # used only by programs that import torch without strobe
-    *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # the tools but training
+    *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # all tools except the training
     *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # their results are not recorded
     "tests/python/dear.py",  # nothing is left out on a GPU
     "tests/python/emulated.py",  # used by tests that need no GPU
@@ -95,7 +94,7 @@ ENDED = (0, 1)  # pytest's exit status: all passed, some failed
 
 
 class Part(NamedTuple):
-    """A part of the tests: by files and folders, and marks."""
+    """Some of the tests: those in these files and folders with these marks."""
 
     files: tuple[str, ...]
     marks: str
@@ -132,7 +131,7 @@ def matched(patterns: Iterable[str]) -> set[Path]:
 
 
 def digest(part: str | None = None) -> str:
-    """A digest of the sources that a part of the tests depends on; without a part, of those that random calls depend on. In this file only
+    """A digest of the sources that a part of the tests depends on, or with part=None those that random calls depend on. Of this file only
     PARTS counts, because it determines what runs."""
     files = matched(SOURCES) - {Path(__file__).resolve()} - matched(TESTS if part else NOT_OF_RANDOM_CALLS)
     if part:
@@ -178,7 +177,7 @@ def check() -> int:
 
 
 def add_random(found: dict[str, Any], of: str, file: Path | None = None) -> None:
-    """Records the results of a run of random calls. of: the digest of the sources. Counts of the same sources and device add up."""
+    """Adds the results of a run of random calls to those of the same sources and device. of: the digest of the sources."""
     file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     before = record.get("random")
@@ -190,7 +189,7 @@ def add_random(found: dict[str, Any], of: str, file: Path | None = None) -> None
 
 
 def add_part(name: str, found: dict[str, Any], of: str, file: Path | None = None) -> None:
-    """Records the results of a run of one of PARTS in place of its earlier results. of: the digest of the sources."""
+    """Replaces the recorded results of one of PARTS. of: the digest of the sources."""
     file = file or RECORD
     record = json.loads(file.read_text()) if file.exists() else {}
     parts = {each: part for each, part in record.get("parts", {}).items() if each in PARTS}
@@ -198,7 +197,7 @@ def add_part(name: str, found: dict[str, Any], of: str, file: Path | None = None
 
 
 def suite_of(options: list[str], environment: dict[str, str]) -> tuple[ElementTree.Element | None, int]:
-    """pytest's report of a run, None if it left none; and its exit status."""
+    """Runs pytest. Returns its report (None if there is none) and its exit status."""
     report = ROOT / "build" / "gpu-tests.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
@@ -216,12 +215,12 @@ def run(names: Iterable[str], options: list[str]) -> int:
     if not torch.cuda.is_available():
         print("PyTorch sees no CUDA device here", file=sys.stderr)
         return 2
-    found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # for the plugin spread
+    found = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # where pytest finds the plugin `spread`
     environment = {**os.environ, "STROBE_TEST_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(found)}
     environment.setdefault("OMP_NUM_THREADS", "1")  # the references run on the CPU, and -n starts many processes
-    signal.signal(signal.SIGINT, lambda *_: None)  # pytest gets the Ctrl-C, too, and ends with its report written
+    signal.signal(signal.SIGINT, lambda *_: None)  # pytest gets the Ctrl-C, too: it ends and writes its report
     worst = 0
-    before = {name: digest(name) for name in names}  # later edits are in no result
+    before = {name: digest(name) for name in names}  # taken before the run, which does not test later edits
     for name in before:
         files, marks = PARTS[name]
         processes = {"gigabytes": ["-n", str(torch.cuda.device_count())], "ranks": ["-n", "0"]}.get(name, [])

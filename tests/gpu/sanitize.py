@@ -1,7 +1,7 @@
-"""compute-sanitizer (memcheck, racecheck) over a cover of the GPU engines' kernels: python tests/gpu/sanitize.py [--tool NAME] [--jobs N].
+"""Runs compute-sanitizer (memcheck, racecheck) on kernels of every GPU engine: python tests/gpu/sanitize.py [--tool NAME] [--jobs N].
 
-Each engine with each feature, forward and backward, on tensors of a few tiles. The tensors are made on the CPU and copied, so that the tool
-looks at our kernels alone. The calls are dealt out to several processes, for the tools are slow.
+Each engine runs each feature, forward and backward, on tensors of a few tiles. The tensors are made on the CPU and copied, so that the tool
+checks only our kernels. Several processes share the calls, because the tools are slow.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 import strobe
 
 TOOLS = ("memcheck", "racecheck")
-# If one lane arrives at an mbarrier for its warp, after __syncwarp, racecheck does not know that this orders the other lanes' reads: it
-# reports every such hand-over of cuda-sm90 as a race.
+# racecheck reports a false race wherever one lane arrives at an mbarrier for its whole warp, after __syncwarp: it does not know that this
+# orders the other lanes' reads. cuda-sm90 does so everywhere.
 NOT_UNDERSTOOD = {"racecheck": ("cuda-sm90",)}
-# Where some warps arrive at a barrier without waiting (bar.arrive), racecheck forgets the accesses that a barrier of all warps ordered
-# before: racecheck_arrive.cu shows that. The backward of cuda-mma passes P on this way. racecheck reported it now and then with 22 pairs of
-# heads and more, never with 4 (docs/lab/performance.md), so only the case of many heads is left out.
+# When some warps arrive at a barrier without waiting (bar.arrive), racecheck forgets the order that earlier barriers of all warps gave
+# (racecheck_arrive.cu shows it). The backward of cuda-mma hands P over in this way. racecheck sometimes reported it with 22 or more pairs
+# of heads, never with 4 (docs/lab/performance.md), so only the case of many heads is left out.
 BACKWARD_NOT_UNDERSTOOD = {"racecheck": (("cuda-mma", "many heads"),)}
 SQ, SK = 130, 150
 DTYPES = {"cuda-sm90": ("bfloat16",), "cuda-mma": ("bfloat16", "float16"), "cuda-tf32": ("float32",), "cuda-simt": ("float32", "float64")}
@@ -59,11 +59,11 @@ FEATURES = {
     "bias": Feature(lambda: {"bias": torch.randn(1, 2, SQ, SK), "causal": True}),
     "blocks": Feature(lambda: {"block_mask": blocks()}),
     "one key head": Feature(lambda: {"causal": True}, heads_kv=1),
-    # the tiles of the longest sequence would not fit after the beginning of the last, short one
+    # the last sequence is short: with as many tiles as the longest one has, it would reach past the end of the tensors
     "packed": Feature(lambda: {"causal": True}, lengths=(300, 0, 20)),
     "deterministic": Feature(lambda: {"deterministic": True}),
     "exact_max": Feature(lambda: {"exact_max": True}),
-    "many heads": Feature(lambda: {"causal": True}, batch=70),  # as many pairs as SMs: blocks of the Hopper backward own dQ
+    "many heads": Feature(lambda: {"causal": True}, batch=70),  # at least one pair per SM: each block of the Hopper backward owns its dQ
 }
 DIMS = ((64, 64), (128, 128), (80, 80), (256, 256), (96, 64))
 
@@ -107,7 +107,7 @@ class Case(NamedTuple):
 
 
 def cases(tool: str | None = None) -> list[Case]:
-    """Every feature on every engine and dtype with one head dimension, in turn; every head dimension with one feature at least."""
+    """Every feature on every engine and dtype, with one head dimension each; every head dimension with at least one feature."""
     return list(dict.fromkeys(_cases(tool)))
 
 
@@ -188,7 +188,7 @@ def main() -> int:
     with ThreadPoolExecutor(asked.jobs) as pool:
         clean = True
         began = time.monotonic()
-        compiling = [calls(None, share) for share in shares(None, asked.jobs)]  # compiles the kernels, outside of the tools
+        compiling = [calls(None, share) for share in shares(None, asked.jobs)]  # compiles the kernels into the cache, without the tool
         list(pool.map(lambda command: subprocess.run(command, check=True, stdout=subprocess.DEVNULL), compiling))
         print(f"without a tool: {time.monotonic() - began:.0f} s", flush=True)
         for tool in asked.tool or TOOLS:

@@ -1,4 +1,4 @@
-"""Spreads processes over the GPUs: each counts them from another one on. Also a plugin of pytest, for pytest-xdist's workers."""
+"""Spreads processes over the GPUs: each process has another GPU as its first one. Also a pytest plugin, for the workers of pytest-xdist."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""strobe.distributed on NCCL, beside the covering array (distributed_on_gpus.py): the bits of every world, CUDA graphs, one rank's error,
-PyTorch's modes, and training, on all GPUs of the machine."""
+"""Tests strobe.distributed over NCCL on all GPUs of the machine: equal bits for any number of ranks, CUDA graphs, one rank's error,
+PyTorch's modes, training. distributed_on_gpus.py tests the pairs of options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METHODS = ["gather", *(["heads"] if WORLD and HKV % WORLD == 0 else []), "ring"]
 
 @pytest.fixture(scope="module")
 def ranks():
-    # NVLink multicast stays off: a program that dies while it has it can put a host's GPUs out of service.
+    # NVLink multicast stays off: if a program dies while using it, the host's GPUs can become unusable.
     with mock.patch.dict(os.environ, {"NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0")}):
         started = Workers(WORLD, "nccl")
     yield started
@@ -107,7 +107,7 @@ def test_ways_to_call(ranks, way, method):
 
 
 def replayed(group: dist.ProcessGroup, method: str) -> list[Tensor]:
-    """A graph of forward and backward with some numbers, replayed with others."""
+    """The results of a CUDA graph of forward and backward that is captured with some numbers and replayed with others."""
     sharding = Sharding.zigzag(S, group.size())
     tensors = own(group, sharding)
 
@@ -172,7 +172,7 @@ def test_a_rank_without_memory(ranks):
 
 
 def test_training_gives_the_losses_of_one_gpu(tmp_path):
-    """strobe train --context-parallel on all GPUs."""
+    """Runs strobe train --context-parallel on all GPUs."""
     for needed in ("click", "matplotlib", "tokenizers"):
         pytest.importorskip(needed)
     losses = []

@@ -1,4 +1,5 @@
-"""The Hopper backward, by name: each feature at each width, long enough for several tiles of queries and of keys, held to the oracle."""
+"""Compares the Hopper backward, requested by name, with the oracle: each feature at each width, with several tiles of queries and of
+keys."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "narrow window": {"window": (0, 0), "alignment": "top_left"},
     "negative scale": {"scale": -0.3},
     "softcap": {"softcap": 3.0, "causal": True},
-    "softcap, small scores": {"softcap": 30.0, "causal": True},  # most tiles' tanh is a polynomial
+    "softcap, small scores": {"softcap": 30.0, "causal": True},  # in most tiles tanh is a polynomial
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 0.004, 0.3, 0.06]), "causal": True},
     "dropout": {"dropout": 0.3, "seed": 5, "offset": 7},
     "dropout, causal": {"dropout": 0.1, "seed": 5, "offset": 7, "causal": True},
@@ -126,7 +127,7 @@ def owns(inputs: Inputs) -> bool:
 
 
 MOST_SMS = 132  # the number of SMs of a Hopper GPU
-# batch, key heads, queries, keys. The (batch, key head) pairs are two or three rounds of an H200's SMs, or fewer.
+# batch, key heads, queries, keys. There are two or three (batch, key head) pairs per SM of an H200, or fewer.
 SHORT = ((66, 4, 64, 64), (99, 4, 64, 64), (50, 4, 128, 128), (66, 4, 150, 180), (64, 2, 80, 150), (32, 4, 150, 180))
 
 
@@ -166,8 +167,8 @@ PERSISTENT += [f"{feature}, window" for feature in ("softcap", "dropout", "alibi
 @pytest.mark.parametrize("d", [24, 64, 96, 128, 160])
 @pytest.mark.parametrize("feature", PERSISTENT)
 def test_persistent_blocks(feature, d):
-    """There are more tiles of keys than SMs, and no query sees some of them. A block takes one tile after the other if the call is
-    deterministic, has blocks or a window, or has up to 64 columns; with up to 64 columns there are two stages of keys."""
+    """There are more key tiles than SMs, and some keys are seen by no query. Blocks are persistent if the call is deterministic, has a
+    block mask or a window, or has up to 64 columns; with up to 64 columns there are two stages of keys."""
     sizes = {"b": 24, "sq": 300, "sk": 400}
     feature, window, _ = feature.partition(", window")
     options = dict(FEATURES.get(feature, {}))
@@ -253,8 +254,8 @@ def test_shares_are_added_to_what_is_there(part, d):
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 @pytest.mark.parametrize("batches", [slice(2, 4), slice(70, 72)], ids=["first pair", "second pair"])
 def test_a_block_of_several_pairs_spreads_nothing_hidden(batches, value, what, d, b):
-    """Pairs 4 to 7 or 140 to 143 hold NaN or infinities. These reach neither other pairs that the same block takes (an H200 has 132 SMs),
-    nor the queries and keys that do not see them."""
+    """NaN and infinities in (batch, key head) pairs 4 to 7, or 140 to 143, reach neither other pairs of the same block (an H200 has 132
+    SMs), nor queries and keys that do not see them."""
     inputs = call(b=b, h=4, hkv=2, sq=90, sk=180, d=d, dtype=BF16, causal=True)
     assert owns(inputs) == (b == 132)
     assert owns(inputs) or "two stages of keys" in plan(inputs)
@@ -313,7 +314,7 @@ def test_bias(feature, d, shape):
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float32 if feature == "alone" else BF16)
     if sk == 336:
         bias = bias.to(BF16)
-        bias[:, :, :, 100:103] = bias[:, :, shape[2] // 3 : shape[2] // 3 + 2] = -INF  # these keys, and these rows, see nothing
+        bias[:, :, :, 100:103] = bias[:, :, shape[2] // 3 : shape[2] // 3 + 2] = -INF  # no query sees these keys, and these rows see no key
     assert not faults(call(b=2, h=4, hkv=2, sq=300, sk=sk, d=d, dtype=BF16, bias=bias, gradients=("bias",), **options), **how)
 
 
@@ -321,7 +322,7 @@ def test_bias(feature, d, shape):
 @pytest.mark.parametrize("feature", ["alone", "causal", "softcap", "mask", "alibi"])
 @pytest.mark.parametrize("d", [64, 128, 192])
 def test_a_bias_hides_what_is_no_number(d, feature, number):
-    """The tile has rows for queries that do not exist, and for which there is no bias: they must not see the key either."""
+    """A tile's rows past the last query have no bias, but must not see the hidden key either."""
     options = dict(BIASES[feature])
     if "mask" in options:
         options["mask"] = options["mask"][..., :100, :128].contiguous()
@@ -337,7 +338,7 @@ def test_a_bias_hides_what_is_no_number(d, feature, number):
 
 
 def test_a_large_bias_keeps_its_digits():
-    """A constant in all scores changes only LSE, of which fp32 then holds fewer digits. The plain formulas do without the constant."""
+    """A constant added to all scores changes only LSE, of which fp32 then holds fewer digits. The plain formulas get no constant."""
     bias = torch.randn(1, 1, 200, 200, generator=torch.Generator().manual_seed(4))
     inputs, small = (call(h=2, sq=200, d=128, dtype=F16, bias=bias + more, gradients=("bias",)) for more in (3e4, 0))
     ref, exact = run_plain(inputs, torch.float64), run_plain(small, torch.float64)
@@ -405,7 +406,8 @@ def test_storage(storage, d):
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 @pytest.mark.parametrize("where", ["causal", "window", "packed", "mask"])
 def test_what_is_hidden_reaches_nobody(where, value, what, d):
-    """The last keys, or the first queries, hold NaN or infinities, which may reach only the queries, or keys, that see them."""
+    """NaN and infinities in the last keys reach only queries that see those keys; in the first queries, only keys that these queries
+    see."""
     options: dict[str, Any] = {"causal": True, "alignment": "top_left"}
     if where == "window":
         options = {"window": (20, 20)}

@@ -1,4 +1,4 @@
-"""The Hopper forward, by name: every tile, hidden elements, rising scores, split keys; compared with the oracle."""
+"""Compares the Hopper forward, requested by name, with the oracle: every tile, hidden elements, rising scores, split keys."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_the_next_sequence_is_not_seen():
 
 
 def ramp(dtype: torch.dtype, top: float, **options: Any) -> Inputs:
-    """Each 64 keys score higher than the previous 64."""
+    """Every 64 keys score higher than the 64 keys before."""
     inputs = call(h=2, sq=200, sk=1024, d=128, dtype=dtype, **options)
     grown = inputs.k.abs() * torch.logspace(-2, top, 16).repeat_interleave(64)[:, None]
     return Inputs(inputs.q.abs(), grown.to(dtype), inputs.v, inputs.dout, inputs.dlse, inputs.options, inputs.gradients)
 
 
-@pytest.mark.parametrize("top", [0.5, 1.2, 2.5])  # how fast the scores rise: the last values are too fast to follow
+@pytest.mark.parametrize("top", [0.5, 1.2, 2.5])  # how fast the scores rise: a reference that lags behind cannot follow the last values
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(1, 1, 200, 1024) < 0.7}], ids=["full", "causal", "mask"])
 def test_rising_scores(options, dtype, top):
@@ -137,7 +137,7 @@ def test_broadcast_mask_and_bias(what, axes):
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_logits_as_low_as_numbers_go(d):
-    """Rows of finfo.min are rows of equal logits; rows of -inf are empty; an infinity in a hidden place has no effect."""
+    """A row whose bias is finfo.min has equal logits, a row of -inf is empty, and an infinity in a hidden place has no effect."""
     bias = torch.randn(1, 1, 200, 208).to(BF16)
     bias[:, :, 7:9] = bias[:, :, 20:30, 100:] = torch.finfo(BF16).min
     bias[:, :, 40:42] = -INF
@@ -145,7 +145,7 @@ def test_logits_as_low_as_numbers_go(d):
     assert not faults(call(h=2, sq=200, sk=208, d=d, dtype=BF16, bias=bias, causal=True, alignment="top_left"))
 
 
-@pytest.mark.parametrize("size", [0.3, 3.0, 20.0])  # logits that are all small beside the cap, or some of them, or few
+@pytest.mark.parametrize("size", [0.3, 3.0, 20.0])  # compared with the cap, all logits are small, or some, or few
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": torch.rand(1, 1, 200, 300) < 0.7}], ids=["full", "causal", "mask"])
 def test_softcap(options, dtype, size):
@@ -164,7 +164,7 @@ def test_alibi_on_both_sides(options, lengths):
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"alibi_slopes": torch.tensor([0.01, 0.3])}, {"dropout": 0.2, "seed": 1, "offset": 2}], ids=list)
 def test_what_a_warpgroup_sees_of_a_window(options, d):
-    """The first queries of a tile see less on the right than the last, and more on the left."""
+    """The first queries of a tile see fewer keys on the right than the last ones, and more on the left."""
     assert not faults(call(h=2, sq=330, sk=420, d=d, dtype=BF16, window=(116, 59), **options))
 
 

@@ -18,7 +18,8 @@ def tensors(*shape: int, dtype: torch.dtype, n: int = 3) -> list[torch.Tensor]:
 
 
 def memory_settles(at, seconds=2.0):
-    """Whether allocated memory soon falls to `at` bytes: PyTorch's thread of backwards releases tensors after the call has returned."""
+    """Whether allocated memory soon falls to `at` bytes. PyTorch's backward thread may free tensors a little after the call has
+    returned."""
     torch.cuda.synchronize()
     until = monotonic() + seconds
     while torch.cuda.memory_allocated() > at and monotonic() < until:
@@ -76,7 +77,7 @@ def test_a_graph_replays_with_other_keys_that_count(queries, dtype):
 
 @pytest.fixture(params=[False, True], ids=["option", "use_deterministic_algorithms"])
 def deterministic(request):
-    """The options that ask for determinism, unless PyTorch's own setting does."""
+    """Asks for determinism by PyTorch's setting, or else by the returned options."""
     torch.use_deterministic_algorithms(request.param)
     yield {} if request.param else {"deterministic": True}
     torch.use_deterministic_algorithms(False)
@@ -84,7 +85,7 @@ def deterministic(request):
 
 @pytest.mark.parametrize("placing", [{"seed": 5, "offset": 3}, {"rng": [5, 3]}], ids=["seed", "rng"])
 def test_a_seed_is_captured(placing):
-    """pytorch/pytorch#168991: a seed by value must not be copied from the host while the stream is captured."""
+    """pytorch/pytorch#168991: a seed given as a number must not be copied from the host while the stream is captured."""
     placing = {name: torch.tensor(x, device="cuda") if name == "rng" else x for name, x in placing.items()}
     q, k, v, dout = tensors(2, 4, 200, 64, dtype=torch.bfloat16, n=4)
     expected = gradients(q, k, v, dout, dropout=0.2, deterministic=True, **placing)
@@ -156,7 +157,7 @@ def test_a_broadcast_bias_has_one_gradient():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_dropout_drops_what_the_cpu_drops(engine):
-    """V is the identity: O is P after dropout."""
+    """V is the identity, so O is P after dropout."""
     dtype = torch.float16 if engine in ("cuda-mma", "cuda-sm90") else torch.float32
     q, k = tensors(2, 3, 150, 64, dtype=dtype, n=2)
     k = k[:, :, :96]
@@ -188,7 +189,7 @@ def test_another_stream():
 
 
 def test_repeated_calls_in_a_graph_on_a_side_stream():
-    """Repeated calls that are found by their key before and during capture; also a sum's gradient, which is copied first."""
+    """Repeated calls are found by their key before and during the capture. A sum's gradient has strides 0 and is copied first."""
     q, k, v, dout = tensors(2, 4, 256, 64, dtype=torch.bfloat16, n=4)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 

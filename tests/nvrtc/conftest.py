@@ -1,4 +1,4 @@
-"""Makes the generator of the contract's cases and the draw available here."""
+"""Lets the tests here import tests/python (the contract's cases), and draws the tests that `make test` runs."""
 
 import sys
 from collections import defaultdict
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 from engines import is_drawn, leave_out, part
 
-# Tests with one or two kernels per case, which take seconds to compile. `make test` draws one case in SHARE of each group, at least one.
+# Tests of one or two kernels per case, which take seconds to compile. `make test` draws one in SHARE cases of each group, at least one.
 COMPILED = ("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills", "test_compiles_without_spills")
 SHARE = 5
 
@@ -29,13 +29,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _always(item):
-    """Whether the test always runs: each option of the most frequent forward does."""
+    """Whether the test always runs: the most frequent forward does, with each option."""
     job = item.callspec.params.get("job")
     return job is not None and (job.compute_capability, job.dtype, job.head_dim, job.backward) == (90, "bfloat16", 128, False)
 
 
 def _group(item):
-    """The group of a test: a GPU with an option, or an engine. Some test of each group is drawn."""
+    """The group of a test: a GPU with an option, or an engine. At least one test of each group is drawn."""
     params = item.callspec.params
     if "job" in params:
         return params["job"].compute_capability, params["job"].feature

@@ -51,7 +51,7 @@ def prewarmed(
     compute_capability: int,
     engine: str | None = None,
 ) -> list[Kernel]:
-    """As strobe._prewarm.prewarm, with the functions."""
+    """Like strobe._prewarm.prewarm, with functions of the score and the mask."""
     alive: list[Any] = []
     attention = ffi.new("strobe_attention *", dict(options))
     attention.size = ffi.sizeof("strobe_attention")
@@ -90,7 +90,7 @@ def _mask(build: Callable[[Graph], int], **captured: Shape) -> Function:
 
 
 def _bucket(g: Graph) -> int:
-    """T5's causal buckets: the first 16 distances, and then their logarithms."""
+    """T5's causal buckets: one for each of the first 16 distances, then one per range of their logarithm."""
     distance = g.maximum(g.subtract(g.query(), g.key()), g.integer(0))
     log = g.divide(g.log(g.divide(g.to_real(distance), g.real(16.0))), g.real(2.0794415))
     far = g.minimum(g.add(g.integer(16), g.to_integer(g.multiply(log, g.real(16.0)))), g.integer(31))

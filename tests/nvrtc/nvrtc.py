@@ -19,7 +19,8 @@ def load() -> ctypes.CDLL:
 def compiled(
     source: bytes, name: str, options: Iterable[str], form: str, headers: Mapping[str, str] | None = None
 ) -> tuple[int, str, bytes]:
-    """Status (0: good), log, and the code in this form (CUBIN or PTX), if it is good. headers: by the names that the source includes."""
+    """Returns the status (0: success), the log, and on success the code in this form (CUBIN or PTX). headers: texts by the names in
+    #include."""
     nvrtc, program, size = load(), ctypes.c_void_p(), ctypes.c_size_t()
     names, texts = _strings(headers or {}), _strings((headers or {}).values())
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), len(names), texts, names)
@@ -42,7 +43,7 @@ def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
 
 
 def compile_source(source: Path, include: Path, arch: str) -> tuple[int, str, int]:
-    """Status (0: good), log and size of the cubin."""
+    """Returns the status (0: success), the log and the size of the cubin."""
     options = [f"--gpu-architecture={arch}", "--std=c++20", f"--include-path={include}", "--ptxas-options=-v", "--no-cache"]
     status, log, cubin = compiled(source.read_bytes(), source.name, options, "CUBIN")
     return status, log, len(cubin)

@@ -1,5 +1,5 @@
-// One kernel that calls every piece of kernels/attention, and those of kernels/device that take no tile, with float: they compile with
-// nothing but NVRTC itself.
+// Kernels that call, with float, every piece of kernels/attention and those of kernels/device that take no tile. They compile with NVRTC
+// alone.
 #include "ptx/math.h" // first: numbers must be declared before the templates that use them
 
 #include "attention/arguments.h"

@@ -7,7 +7,7 @@ from functions import FUNCTIONS, S, prewarmed
 
 from strobe._prewarm import Shape
 
-# Bytes of local memory, stores and loads, of the main kernel: by function, head dimension and whether it is the backward. H100.
+# What the main kernel spills on an H100, bytes of stores and loads: by function, head dimension and whether it is the backward.
 SPILLS = {
     ("T5 buckets", 64, False): 56,
     ("T5 buckets", 128, False): 60,
@@ -61,7 +61,7 @@ def test_other_families(name, engine, arch, dtype, backward):
 
 
 def test_a_number_in_a_function_is_no_other_kernel():
-    """The names of kernels have the hash of the functions' code."""
+    """Kernel names hold a hash of the functions' code, in which numbers are arguments."""
     names = {
         kernel.name
         for window in (16, 300)

@@ -28,7 +28,7 @@ def test_serialized_wgmma_is_told_in_the_words_that_are_looked_for():
 
 
 def test_what_roundings_of_a_rows_lse_took_is_not_contracted():
-    """ptxas makes an fma of mul.f32 and add.f32, and never of mul.rn.f32 and add.rn.f32."""
+    """ptxas fuses mul.f32 and add.f32 into an fma, but never mul.rn.f32 and add.rn.f32."""
     ptx = ptx_of(Path(__file__).with_name("row_lse.cu"), ROOT / "kernels", "compute_90")
     found = {operation: ptx.count(f"{operation}.rn.f32") for operation in ("mul", "add", "sub")}
     assert found == {"mul": 2, "add": 2, "sub": 4}

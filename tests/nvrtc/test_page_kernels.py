@@ -59,5 +59,6 @@ def test_it_compiles_without_spills(arch, engine, dtype, dims, options, sq):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles_of_a_full_gpu_do_not_spill(dim):
-    """If queries fill the GPU, calls without pages use tiles that have no registers for pages and ALiBi."""
+    """If queries fill the GPU, calls without pages use tiles that leave no registers for pages and ALiBi. Calls with pages must use
+    others."""
     test_it_compiles_without_spills(90, "cuda-sm90", "bfloat16", (dim, dim), "ALiBi", 4096)

@@ -1,4 +1,4 @@
-"""Kernels for parts of larger problems compile for absent GPUs, without spills if the same ones without a part have none."""
+"""Kernels for parts of larger problems compile for absent GPUs; they spill only where the same kernels without a part spill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = {
     "block-sparse": ({name: Shape(shape, "int32") for name, shape in BLOCKS.items()}, {"block_q": 128, "block_k": 128}),
 }
 STARTS = {"multiples of 16": 0, "anywhere": 8}
-# Bytes of local memory of the worst kernel, if it uses any.
+# What the worst kernel spills, in bytes; kernels that are not listed do not spill.
 SPILLS = {
     (90, "strobe::mma::Backward"): 16,  # head dimension 64, tiles of 256 keys
     (90, "strobe::simt::Forward"): 8,  # with a causal mask
@@ -30,7 +30,7 @@ SPILLS = {
 
 HOPPER_REFUSES = ("mask", "block-sparse")
 KINDS = list(product(STARTS, [False, True]))  # where ranges begin, whether results are partial
-# Each option with one of them (make test-long: with all).
+# Each option with one of KINDS (`make test-long`: with all).
 CASES = [(option, *kind) for n, option in enumerate(OPTIONS) for kind in (KINDS if LONG else KINDS[n % len(KINDS) :][:1])]
 
 

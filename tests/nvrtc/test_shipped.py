@@ -1,7 +1,7 @@
 """The kernels that ship compile for GPUs that are not here, without spills: each feature alone, and every pair of options.
 
-They come from the cache of earlier runs (STROBE_CACHE_DIR) where nothing that they are made of has changed. With STROBE_TEST_LONG=1 (make
-test-long) every triple, the whole table, and GPUs older and newer than the two that are compiled for here.
+Kernels come from the cache of earlier runs (STROBE_CACHE_DIR) if none of their sources has changed. With STROBE_TEST_LONG=1 (`make
+test-long`) the tests also compile every triple of options, the whole table, and kernels for older and newer GPUs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from strobe_tools.cli.prewarm import Job, jobs
 FEATURES = len(re.findall(r"^  i32 \w+;", (Path(__file__).parents[2] / "kernels/attention/features.h").read_text(), re.MULTILINE))
 
 ARCHS = (80, 90, 120)
-OTHER = 80  # compiled for beside 90, where not all architectures are
+OTHER = 80  # the second architecture, besides 90, that `make test` compiles for
 OLD_ARCHS = (61, 70)  # NVRTC 12 compiles for them
 
-# Bytes of local memory, stores and loads, that the worst kernel of a template with two options or more is known to take;
-# docs/lab/performance.md says where. Kernels that are not listed take none.
+# Known spills of kernels with two or more options: bytes of stores and loads in the worst kernel of each template. docs/lab/performance.md
+# says where. Kernels that are not listed do not spill.
 SPILLS = {
     (61, "strobe::simt::Forward"): 492,
     (70, "strobe::simt::Forward"): 1288,
@@ -53,8 +53,8 @@ SPILLS = {
 }
 
 
-# Bytes, as in SPILLS, of kernels with at most one option, each by its name without the trailing zeros of its Config; no other such kernel
-# spills. For OLD_ARCHS only the worst kernel of each template is known.
+# Known spills, in bytes as in SPILLS, of kernels with at most one option, by name without the trailing zeros of the Config. Other such
+# kernels do not spill. OLD_ARCHS are only in SPILLS, by template.
 SPILLS_OF_FEW = {
     (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3}>"): 24,
     (80, "strobe::tf32::Forward<strobe::tf32::Config{64,64,64,32,4,2,3,1,0,0,3,1}>"): 24,
@@ -105,14 +105,15 @@ def options(name: str) -> int:
 
 
 def accepted(arch: int, name: str) -> int:
-    """Bytes that it may spill."""
+    """The bytes that this kernel may spill."""
     if options(name) < 2 and arch not in OLD_ARCHS:
         return SPILLS_OF_FEW.get((arch, re.sub(r"(,0)+}", "}", name)), 0)
     return SPILLS.get((arch, name.partition("<")[0]), 0)
 
 
 def shipped() -> list[Job]:
-    """The jobs of `strobe prewarm` to compile: Hopper's that differ in more than dtype or width, and some for another GPU; or all."""
+    """The jobs of `strobe prewarm` that are compiled here: for Hopper all that differ in more than dtype or width, for OTHER some. LONG:
+    all jobs."""
     if LONG:
         return list(jobs(ARCHS, None, None, None)) + list(jobs(OLD_ARCHS, None, ("float32", "float64"), None))
     usual = ("plain", "causal")
@@ -205,7 +206,7 @@ def possible(case: dict[str, Any]) -> bool:
 
 
 def call(case: dict[str, Any], batch: int = 2) -> tuple[dict[str, Shape], dict[str, Any]]:
-    """prewarm's tensors and options."""
+    """The case's tensors and options, as prewarm takes them."""
     (heads, heads_kv), (sq, sk), (d, dv) = case["heads"], case["lengths"], case["dims"]
 
     def tokens(heads: int, seqlen: int, width: int) -> Shape:
@@ -254,7 +255,8 @@ def test_pairs(case, backward):
 
 @pytest.mark.parametrize(("batch", "keys"), [(1, 65536), (64, 4096)])
 def test_one_query_runs_on_packed_heads(batch, keys):
-    """Packed heads have the least predicted time, because K and V are read once. In a tile of one head a single row would count."""
+    """Tiles with all query heads of a key head are predicted fastest, because they read K and V once; a tile of one head would use one
+    row."""
     q, k = Shape((batch, 32, 1, 128), "bfloat16"), Shape((batch, 8, keys, 128), "bfloat16")
     names = [kernel.name for kernel in prewarm({"q": q, "k": k, "v": k}, {}, False, 90)]
     assert names[0].startswith("strobe::mma::Decode")
@@ -285,8 +287,8 @@ def test_short_calls_ship_the_hopper_backwards_for_them():
             assert config(longer) != config(few)
 
 
-# Calls of the Hopper backward whose blocks own dQ in shared memory, have two stages of keys, with few options in line, and hold K and V,
-# or V, in registers: sequences, their length, d and Dv.
+# Calls of the Hopper backward, one for each form of its blocks: they own dQ in shared memory, have two stages of keys, or hold K and V
+# ("keys") or V alone ("values") in registers. Each is (sequences, their length, d, Dv).
 HOPPER_FORMS = {
     "dQ": (132, 300, 64, 64),
     "stages": (16, 600, 64, 64),
@@ -328,7 +330,7 @@ def test_forms_of_the_hopper_backward(form, options):
 
 
 def test_hopper_takes_powers_of_two():
-    """The test chooses a shape for which batch² · seqlen⁴ is a multiple of 2⁶⁴."""
+    """The product batch² · seqlen⁴ of this shape is a multiple of 2⁶⁴, so it must not be computed in 64 bits."""
     shape = Shape((16, 2, 16384, 64), "bfloat16")
     kernels = prewarm({"q": shape, "k": shape, "v": shape}, {"engine": "cuda-sm90"}, True, 90)
     assert any("sm90::Backward<" in kernel.name for kernel in kernels)
@@ -366,7 +368,7 @@ def test_invariant(arch, dim, feature, queries, backward, engine):
 @pytest.mark.parametrize("lengths", [(64, 64), (4000, 16), (4096, 4096)], ids=str)
 @pytest.mark.parametrize("heads", [(24, 6), (8, 8)], ids=str)
 def test_fp32_goes_back_where_it_came_from(heads, lengths):
-    """The backward takes the forward's engine. P is exp(S - LSE), and other products than LSE's would make S too inexact for float32."""
+    """The backward takes the forward's engine, because P = exp(S - LSE): with products of another engine S would be too far from LSE."""
     q, k = (Shape((5, h, s, 16), "float32") for h, s in zip(heads, lengths, strict=True))
     families = []
     for backward in (False, True):

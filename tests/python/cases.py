@@ -90,7 +90,7 @@ Names, Indices = tuple[str, ...], tuple[int, ...]
 
 
 def _valid(case: dict[str, Any]) -> bool:
-    """Whether the values, of some or of all options, are allowed in one call. Every rule is about two options."""
+    """Whether one call may have the values in `case`, which may lack options. Every rule concerns two options."""
     rules = [
         # negative strides come from NumPy, which has no bfloat16 and whose gradients are never expanded
         not (case.get("storage") == "reversed" and case.get("dtype") == "bfloat16"),
@@ -110,7 +110,7 @@ def _valid(case: dict[str, Any]) -> bool:
         rules += [
             case.get("dtype") != "float64",
             not case.get("part"),
-            # two INT4 are a byte
+            # two INT4 share a byte
             not (quant.stored == "int4" and any(n % 2 for n in case.get("dims", ()))),
             # NumPy has no float8
             not (quant.stored == "float8" and case.get("storage") == "reversed"),
@@ -119,7 +119,7 @@ def _valid(case: dict[str, Any]) -> bool:
 
 
 def tuples(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid) -> dict[Names, set[Indices]]:
-    """The combinations of values (as indices) of every `strength` options that are allowed in one call."""
+    """For every `strength` options: the combinations of their values (as indices) that one call may have."""
     found = {}
     for names in itertools.combinations(factors, strength):
         indices = itertools.product(*(range(len(factors[name])) for name in names))
@@ -128,7 +128,7 @@ def tuples(strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str,
 
 
 def contract(strength: int) -> list[dict[str, Any]]:
-    """Cases that hold every combination: quantised keys, which have no gradients, have cases of their own."""
+    """Cases that hold every combination. Quantised keys have no gradients, so they get cases of their own."""
     plain = combinations(strength, FACTORS | {"quant": [None]})
     return plain + combinations(strength, FACTORS | {"quant": FACTORS["quant"][1:]}, among="quant")
 
@@ -136,14 +136,14 @@ def contract(strength: int) -> list[dict[str, Any]]:
 def combinations(
     strength: int, factors: Factors = FACTORS, valid: Callable[[dict[str, Any]], bool] = _valid, among: str | None = None
 ) -> list[dict[str, Any]]:
-    """Cases that hold every possible combination of `strength` options' values at least once: each starts from a combination not yet held,
-    then gives every other option the value that holds the most of the missing ones. among: only combinations that include this option."""
+    """Cases that hold every allowed combination of the values of any `strength` options. Each case starts from a combination that is
+    missing so far; then every other option gets the value that adds the most missing ones. among: only combinations with this option."""
     left = {names: found for names, found in tuples(strength, factors, valid).items() if among is None or among in names}
     order = list(factors)
     shuffle = random.Random(strength)
 
     def held(row: dict[str, int], name: str) -> int:
-        """How many missing combinations the option of that name holds with the others of the row."""
+        """How many missing combinations with the option `name` the row holds."""
         groups = (sorted((name, *rest), key=order.index) for rest in itertools.combinations(row.keys() - {name}, strength - 1))
         return sum(tuple(row[n] for n in group) in left.get(tuple(group), ()) for group in groups)
 
@@ -176,10 +176,10 @@ class Inputs:
     gradients: list[str] = field(default_factory=list)  # "bias" and "sinks", if their gradients are asked for
     lse: bool = True
     numpy: bool = False  # pass NumPy arrays with negative strides, backward through attention_backward
-    run: dict[str, Any] = field(default_factory=dict)  # how it runs, not what: tile, threads, flags
+    run: dict[str, Any] = field(default_factory=dict)  # options that say how the call runs, not what it computes: tile, threads, flags
     aux: tuple[str, ...] = ()
     page: int | None = None  # k and v are passed in pages of this many keys, forward only; Sk is a multiple of it
-    quant: Quantised | None = None  # the stored k and v that are passed; k and v are then their values in float64; forward only
+    quant: Quantised | None = None  # the stored k and v to pass; the fields k and v hold their values in float64; forward only
 
     @property
     def varlen(self) -> bool:
@@ -222,7 +222,7 @@ class Inputs:
         return replace(self, k=next(pools), v=next(pools), options=options)
 
     def _one_by_one(self, x: Tensor, starts: list[int], most: int) -> Tensor:
-        """Packed rows as (B, H, most, width), with zeros after them."""
+        """Packed rows as (B, H, most, width), each sequence padded with zeros."""
         found = x.new_zeros(len(starts) - 1, x.shape[1], most, x.shape[2])
         for b, (start, end) in enumerate(itertools.pairwise(starts)):
             found[b, :, : end - start] = x[start:end].transpose(0, 1)
@@ -240,7 +240,7 @@ class Inputs:
 
 
 def _storage(kind: str, t: Tensor) -> Tensor:
-    """The values of t (for the expanded kinds: those of its first batch or head) in other strides."""
+    """The values of t in other strides. The expanded kinds repeat the first batch or head."""
     if kind == "transposed":
         return t.transpose(-1, -2).contiguous().transpose(-1, -2)
     if kind == "expanded batch":
@@ -256,12 +256,12 @@ def _storage(kind: str, t: Tensor) -> Tensor:
 
 
 def _on_hyperboloid(x: Tensor) -> Tensor:
-    """The points of the hyperboloid above x, without their first coordinate."""
+    """x with its first coordinate replaced, so that every row is a point of the hyperboloid."""
     return torch.cat([(1 + (x[..., 1:] ** 2).sum(-1, keepdim=True)).sqrt(), x[..., 1:]], dim=-1)
 
 
 def _flipped(x: Tensor) -> Tensor:
-    """x with its first coordinate negated: the product of the result with a point is their Lorentz product."""
+    """x with its first coordinate negated, so that the dot product with a point is the Lorentz product of x and the point."""
     return torch.cat([-x[..., :1], x[..., 1:]], dim=-1)
 
 
@@ -335,10 +335,10 @@ def _window(band: str) -> Any:
 
 
 def build(case: dict[str, Any]) -> Inputs:
-    """The inputs of a case; the same for the same case."""
+    """The inputs of a case. Equal cases have equal inputs."""
     g = torch.Generator().manual_seed(zlib.crc32(repr(sorted(case.items(), key=str)).encode()))
     dtype = DTYPES[case["dtype"]]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32  # the dtype of lse and sinks, and of bias if asked for
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # the dtype of lse and sinks, and of a float32 bias
     (d, dv), (sq, sk), (h, hkv), b = case["dims"], case["lengths"], case["heads"], case["batch"]
     options: dict[str, Any] = {}
     varlen = case["varlen"]
@@ -471,8 +471,8 @@ def build(case: dict[str, Any]) -> Inputs:
 
 
 def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None], plain.Score, Any]]:
-    """The call as dense ones for the formulas: ((q, k, v, dout, dlse), score, the sequence's place), one for each sequence of a varlen
-    call, and of one with seqused_k or a part."""
+    """The call as dense problems for the formulas, each ((q, k, v, dout, dlse), score, the sequence's place). A varlen call, and one with
+    seqused_k or a part, becomes one problem per sequence."""
     o = inputs.options
     q, k, v = inputs.q, inputs.k, inputs.v
     alignment, softcap, dropout = o.get("alignment", "bottom_right"), o.get("softcap", 0.0), o.get("dropout", 0.0)
@@ -512,7 +512,7 @@ def dense_problems(inputs: Inputs) -> list[tuple[tuple[Tensor, Tensor, Tensor, T
         return plain.Score(scale, softcap, hyperbolic, alibi, bias, visible, o.get("sinks"), keep, plain.keep_rate(dropout))
 
     def score_of_part(held: strobe.Part, b: int, sq: int, sk: int) -> plain.Score:
-        """The score of sequence b, whose rows stand anywhere in a larger problem."""
+        """The score of sequence b, whose rows have any positions in a larger problem."""
         at_q, at_k = (positions(x[b if len(x) > 1 else 0]) for x in (held.q_ranges, held.k_ranges))
         whole_q, whole_k = (x[b if len(x) > 1 else 0] for x in (held.seqlens_q, held.seqlens_k))
         heads = slice(held.first_head, held.first_head + h)

@@ -1,4 +1,4 @@
-"""Runs a call on an engine, on the fp64 oracle and by the plain formulas, and checks the first by the accuracy clause."""
+"""Runs a call on an engine, on the fp64 oracle and by the plain formulas, and checks the engine's results by the accuracy clause."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ STATISTICS = ("lse", "max_logit", "column_sums")
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
 ORDERS = 3  # how many orders of summation of the plain formulas are tried
-# Elements of q, and of the gradient of a bias or sinks. Smaller calls may have a small error by chance, so DRAWS calls of the same kind are
-# measured.
+# A call is small if q has fewer than SMALL elements, or a bias or sinks with a gradient fewer than FEW. The formulas' error of one small
+# call may be small by chance, so DRAWS more calls of the same kind are measured.
 SMALL, FEW = 50_000, 1000
 DRAWS = 4
 
@@ -45,7 +45,7 @@ def dtype_of(engine: str) -> torch.dtype:
 
 
 def runs(inputs: Inputs, **how: Any) -> Iterator[tuple[str, Results]]:
-    """The call on each engine under test that supports it: an engine requested by name may refuse, the library may not."""
+    """Runs the call on each engine under test. An engine requested by name may refuse the call, the library's own choice must not."""
     yield from _runs(inputs, engines_under_test(inputs.q.shape, inputs.k.shape, how), how)
 
 
@@ -65,8 +65,8 @@ def run_or_skip(inputs: Inputs, engine: str, **how: Any) -> Results:
 
 
 def keys_of_a_block() -> dict[str, int]:
-    """A tile for the Hopper backward. Small calls leave SMs of a GPU idle and are given 64 keys, larger ones 128. Every other test asks for
-    the tile that its size would not give, which changes the forward's tile as well."""
+    """The tile_k that half of the tests ask for. By itself the Hopper backward takes 64 keys where a small call leaves SMs of a GPU idle,
+    and 128 otherwise, as on the emulated GPU. These tests ask for the other number, which changes the forward's tile, too."""
     asks = zlib.crc32(current_test().encode()) % 2
     return {"tile_k": 64 if EMULATED else 128} if asks else {}
 
@@ -127,7 +127,7 @@ def _split(result: Any, inputs: Inputs) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _reversed(t: Tensor) -> np.ndarray:
-    """The values of t behind negative strides on every axis."""
+    """t with negative strides on every axis, with the same values."""
     flip = (slice(None, None, -1),) * t.dim()
     return np.ascontiguousarray(t.numpy()[flip])[flip]
 
@@ -144,8 +144,8 @@ def _run_numpy(inputs: Inputs, options: dict[str, Any]) -> Results:
 
 
 def oracle(inputs: Inputs) -> Results:
-    """The reference: float64, from the same inputs; for a paged call, the gradients are those of the call without pages. With quantised k
-    and v there are none."""
+    """The reference's results in float64, from the same inputs. A paged call gets the gradients of the call without pages; a call with
+    quantised k and v has none."""
     with running_on("reference"):
         forward = inputs.handed()
         out, lse, *aux = strobe.reference(forward.q, forward.k, forward.v, aux=inputs.aux, **forward.options)
@@ -159,7 +159,7 @@ def oracle(inputs: Inputs) -> Results:
 
 
 def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, seed: int | None = None, round_once: bool = False) -> Results:
-    """The plain formulas in dtype, summed in the order that seed shuffles; from_output and round_once: see plain.attention."""
+    """The plain formulas in dtype, with sums in the order that seed shuffles. from_output and round_once: see plain.attention."""
     q, k, v = (_leaf(t.to(dtype)) for t in (inputs.q, inputs.k, inputs.v))
     options = dict(inputs.options)
     for name in ("bias", "sinks"):
@@ -169,7 +169,7 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
     dlse = None if inputs.dlse is None else inputs.dlse.to(dtype)
     leaf_inputs = dataclasses.replace(inputs, q=q, k=k, v=v, dout=inputs.dout.to(dtype), dlse=dlse, options=options)
     outs, lses, outputs, gradients = [], [], [], []
-    statistics = []  # one entry per dense problem, with the keys that it has
+    statistics = []  # (largest scores, sums of columns, keys) of each dense problem
     for (qs, ks, vs, dout, dl), score, place in dense_problems(leaf_inputs):
         order = None
         if seed is not None:
@@ -203,7 +203,7 @@ def run_plain(inputs: Inputs, dtype: torch.dtype, from_output: bool = False, see
 
 
 def _auxiliary(inputs: Inputs, statistics: list[tuple[Tensor, Tensor, slice]]) -> Results:
-    """max_logit and column_sums from the results of dense problems: 0 for keys that none of them has."""
+    """max_logit and column_sums from the results of dense problems. A key that is in none of them has the sum 0."""
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     heads, keys = inputs.q.shape[1 if inputs.varlen or axis == 2 else 2], inputs.k.shape[axis]
     if inputs.varlen:
@@ -239,7 +239,7 @@ def ulp(dtype: torch.dtype, magnitude: float) -> float:
 
 
 def shuffled(inputs: Inputs, seed: int) -> Inputs:
-    """The tokens of q, of k, of v and of dout in another order: a call of the same kind, where everything else stays in place."""
+    """A call of the same kind: the tokens of q, of k, of v and of dout are in another order; everything else stays in place."""
     g = torch.Generator().manual_seed(seed)
     axis = 0 if inputs.varlen else 1 if inputs.options.get("layout") == "bshd" else 2
     tensors = {name: getattr(inputs, name) for name in ("q", "k", "v", "dout")}
@@ -250,10 +250,10 @@ def shuffled(inputs: Inputs, seed: int) -> Inputs:
 class Yardstick:
     """The allowed difference of each result from the oracle: the accuracy clause of the contract.
 
-    float32 (float64): max(1e-6 (1e-12) of max|ref|, twice the plain formulas' error); float16 and bfloat16: twice the plain
-    formulas' error in that precision and one ulp of the output; LSE, which is float32 there, within 1e-4 of max|ref| besides.
-    The plain formulas' error is the largest over orders of summation and calls of the same kind, with D from P and with D from O.
-    flushed: gradients smaller than this may be 0."""
+    float32: the larger of 1e-6 of max|ref| and twice the plain formulas' error; float64: the same with 1e-12. float16 and bfloat16: twice
+    the plain formulas' error in that precision, plus one ulp of the output. LSE, which is float32 there, must also be within the larger of
+    1e-4 of max|ref| and twice the formulas' error in float32. The plain formulas' error is the largest over orders of summation and calls
+    of the same kind, with D from P and with D from O. flushed: gradients smaller than this may be 0."""
 
     def __init__(self, inputs: Inputs, flushed: float = 0.0):
         self.inputs = inputs
@@ -277,7 +277,7 @@ class Yardstick:
         # A gradient that vanishes identically (every row sees one key: P = 1, dP = D) is measured by the terms that cancel.
         self.vanishing = vanishing = {name for name, size in gross.items() if _magnitude(self.ref[name]) < 1e-9 * size}
         self.size = {name: gross[name] if name in vanishing else _magnitude(ref) for name, ref in self.ref.items()}
-        # The oracle is float64: it too rounds terms before they cancel, and scores of the size of LSE.
+        # The float64 oracle also rounds: terms before they cancel, and scores as large as LSE.
         lse = min(max(_magnitude(self.ref["lse"]), 1.0), 1e5)
         self.oracle_error = {name: 4 * torch.finfo(torch.float64).eps * lse * gross.get(name, size) for name, size in self.size.items()}
         self.allowed = {name: max(FLOOR[dtype] * size, 2 * plain_error[name]) for name, size in self.size.items()}
@@ -285,7 +285,7 @@ class Yardstick:
             self.allowed = {name: max(self.oracle_error[name], allowed) for name, allowed in self.allowed.items()}
         if dtype in (torch.float16, torch.bfloat16):
             for name, size in self.size.items():
-                output = dtype if name in vanishing else self._dtype(name)  # if it cancels, it carries the rounding of O
+                output = dtype if name in vanishing else self._dtype(name)  # a gradient that vanishes carries the rounding of O
                 self.allowed[name] += ulp(output, size)
             if "column_sums" in self.allowed:  # P in float32: docs/semantics.md, "Rows"
                 self.allowed["column_sums"] += self.size["column_sums"] * 2.0**-21 * (1 + 2 * self.size["lse"])

@@ -8,7 +8,7 @@ import os
 from collections import Counter, defaultdict
 from pathlib import Path
 
-# Tests run concurrently, and the plain formulas are small: a test uses the threads that it asks for, never the default.
+# Tests run concurrently and the plain formulas are small, so tests use one OpenMP thread unless they ask for more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -24,7 +24,7 @@ THREADS = torch.get_num_threads()
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Every run draws the same numbers, whichever worker runs a test, on as many threads, whatever the previous test requested."""
+    """Every test starts with the same seed and number of threads, whichever worker runs it and whatever the previous test set."""
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
 
@@ -47,12 +47,12 @@ def pytest_report_header(config):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # PyTorch and all tests are not scanned at each garbage collection
+    gc.freeze()  # garbage collections do not scan PyTorch and the tests
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Draws cases before -k selects some, so that the drawn ones do not depend on the selection."""
+    """Draws cases before -k selects tests, so that the draw does not depend on the selection."""
     if not LONG:
         leave_out(config, items, {item for item in items if item.get_closest_marker("long")})
     if not is_drawn(config):

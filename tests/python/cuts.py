@@ -31,7 +31,7 @@ def ranges(positions: Tensor) -> list[tuple[int, int]]:
 
 
 def all_ranges(rows: Rows) -> list[list[tuple[int, int]]]:
-    """The ranges of all sequences, with empty ranges where others have more."""
+    """The ranges of all sequences, padded with empty ranges to the same number."""
     found = [ranges(positions) for positions in rows]
     most = max(map(len, found), default=0)
     return [of + [(0, 0)] * (most - len(of)) for of in found]
@@ -50,7 +50,7 @@ def owners(rng: random.Random, length: int, parts: int) -> Tensor:
 
 
 def _cut(rng: random.Random, lengths: list[int], parts: int, packed: bool) -> list[Rows]:
-    """The rows of each part. Dense tensors have the same number in each sequence: the pattern of one sequence, rotated."""
+    """The rows of each part. Dense tensors need as many rows in each sequence, so all sequences have one pattern, rotated or not."""
     if packed:
         of = [owners(rng, n, parts) for n in lengths]
     else:
@@ -62,7 +62,7 @@ def _cut(rng: random.Random, lengths: list[int], parts: int, packed: bool) -> li
 
 @dataclass
 class Whole:
-    """The call with axes (sequence, head, row, column), as a list of sequences if these have different lengths."""
+    """The whole call. Each list has one tensor (heads, rows, columns) per sequence."""
 
     inputs: Inputs
     q: list[Tensor]
@@ -70,7 +70,7 @@ class Whole:
     v: list[Tensor]
     dout: list[Tensor]
     dlse: list[Tensor] | None
-    seen: list[Tensor] | None  # which query sees which key; None: hidden keys hold numbers
+    seen: list[Tensor] | None  # which query sees which key, if hidden keys are to hold NaN
 
     @classmethod
     def of(cls, inputs: Inputs, spoiled: bool) -> Whole:
@@ -107,7 +107,7 @@ class Piece:
     k: Rows
 
     def tensor(self, of: list[Tensor], heads: range, rows: Rows) -> Tensor:
-        """The rows of its sequences, in the form that the call takes."""
+        """The piece's rows of its sequences, dense or packed as the call takes them."""
         found = [of[b][heads.start : heads.stop, rows[b]] for b in self.batch]
         return torch.cat([x.transpose(0, 1) for x in found]) if self.whole.inputs.varlen else torch.stack(found)
 
@@ -116,7 +116,7 @@ class Piece:
         return torch.cat(found, dim=1) if self.whole.inputs.varlen else torch.stack(found)
 
     def of_scores(self, x: Tensor) -> Tensor:
-        """mask or bias: its own queries by all keys."""
+        """x (mask or bias) for the piece's queries and all keys."""
         if x.shape[1] > 1:
             x = x[:, self.heads.start : self.heads.stop]
         here = [self.q[b] for b in self.batch]
@@ -133,7 +133,7 @@ class Piece:
         return torch.stack(padded)
 
     def add_scores(self, to: Tensor, gradient: Tensor) -> None:
-        """Adds its dbias to the whole's."""
+        """Adds the piece's dbias to the whole call's."""
         heads = slice(self.heads.start, self.heads.stop) if to.shape[1] > 1 else slice(0, 1)
         for n, b in enumerate(self.batch):
             if gradient.shape[0] == 1 and n > 0:
@@ -170,7 +170,7 @@ class Piece:
         return found
 
     def unread(self, b: int) -> Tensor:
-        """(Hkv, keys): whether none of its queries sees the key."""
+        """(Hkv, keys): which keys no query of the piece sees."""
         of_heads = self.whole.seen[b][self.heads.start : self.heads.stop][:, self.q[b]][..., self.k[b]]
         return ~of_heads.reshape(len(self.heads_kv), len(self.heads) // len(self.heads_kv), *of_heads.shape[1:]).any(1).any(1)
 
@@ -197,7 +197,7 @@ def _spans(rng: random.Random, n: int) -> Iterator[range]:
 
 
 def pieces(rng: random.Random, whole: Whole) -> Iterator[list[Piece]]:
-    """All pieces with the same queries, list by list."""
+    """Lists of pieces; all pieces of a list have the same queries."""
     b, h, hkv = len(whole.q), whole.q[0].shape[0], whole.k[0].shape[0]
     packed = whole.inputs.varlen
     queries = _cut(rng, [t.shape[1] for t in whole.q], rng.randint(1, 4), packed)

@@ -1,7 +1,7 @@
-"""The expensive tests, of which `make test` leaves out cases."""
+"""Expensive tests, of which `make test` runs only some cases."""
 
-# `make test` draws a quarter of the cases of these tests, at least one of each engine and of each value of the parameters that are listed
-# here. In full these tests take two fifths of the time of tests/python (--durations=0). All other tests run in full.
+# `make test` draws a quarter of the cases of each of these tests, and at least one for each engine and each value of the parameters listed
+# here. In full, these tests take two fifths of the time of tests/python (--durations=0). All other tests run in full.
 DEAR = {
     "test_bounds.py": {"test_each_row_of_a_gradient": "shape"},
     "test_corners.py": {"test_head_dims": "dtype", "test_long_and_thin": "", "test_many_heads": ""},

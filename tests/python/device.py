@@ -1,6 +1,6 @@
-"""The device of the tests: STROBE_TEST_DEVICE=cuda moves every call to the GPU, strides and all, and its results back.
+"""The device of the tests: STROBE_TEST_DEVICE=cuda moves every call, with its strides, to the GPU and its results back.
 
-STROBE_TEST_DEVICE=emulated: on the GPU of tests/emulator, whose memory is the CPU's."""
+STROBE_TEST_DEVICE=emulated runs every call on the emulated GPU of tests/emulator, which shares the CPU's memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _QUANTISED = ("k", "v", "k_scale", "v_scale")
 
 @contextmanager
 def running_on(engine: str | None) -> Iterator[None]:
-    """If the GPU is emulated, CPU tensors are its memory, except for the oracle."""
+    """On an emulated GPU, CPU tensors count as GPU memory, except for the oracle."""
     before = torch_arrays.CPU
     numpy_arrays.CPU = torch_arrays.CPU = _abi.CUDA if EMULATED and engine != "reference" else _abi.CPU
     try:
@@ -64,5 +64,5 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
 
 
 def here(engine: str) -> bool:
-    """Whether the engine computes where the tests run."""
+    """Whether the engine runs on the device of the tests."""
     return engine.startswith("cuda-") == ON_GPU and not engine.startswith("ladder-")

@@ -1,5 +1,5 @@
-"""The functions that ranks run in the tests of strobe.distributed beside the contract's cases: calls that fail, seeds, bits, modes of
-PyTorch."""
+"""Functions that ranks run in the tests of strobe.distributed: calls that fail, seeds, bits, modes of PyTorch. The contract's cases are in
+distributed_cases.py."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shards(sharding: Sharding, rank: int, **how: Any) -> tuple[Tensor, Tensor, T
 
 
 def said(call: Callable[[], Any]) -> tuple[str, str]:
-    """The exception that the call raises."""
+    """The type and the message of the exception that the call raises."""
     try:
         call()
     except Exception as failure:
@@ -118,7 +118,7 @@ OTHERS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def fails_on(group: dist.ProcessGroup, rank: int, change: str, of: str) -> tuple[str, str]:
-    """The error that this rank gets if one rank's call is changed so. Afterwards a valid call succeeds."""
+    """The error that this rank gets if one rank's call is changed in this way. Afterwards a valid call succeeds."""
     sharding = Sharding.zigzag(S, group.size())
     q, k, v, _ = shards(sharding, group.rank())
     contiguous = Sharding.contiguous(S, group.size())
@@ -269,7 +269,7 @@ def no_memory(after: int) -> Iterator[None]:
 
 
 def padded_with_sinks(group: dist.ProcessGroup, method: str) -> tuple[Tensor, Tensor]:
-    """lse of packed tokens of which the last ones belong to no sequence, and this rank's share of dsinks where the loss uses lse."""
+    """lse of packed tokens, the last of which belong to no sequence; and this rank's share of dsinks for a loss that uses lse."""
     sharding = Sharding.contiguous(12, group.size())
     q, k, v = (sharding.shard(torch.randn(12, 2, 8, generator=torch.Generator().manual_seed(n)), 0, group.rank()) for n in range(3))
     sinks, cu = torch.zeros(2, requires_grad=True), torch.tensor([0, 3, 8], dtype=torch.int32)
@@ -307,7 +307,7 @@ def runs_out_of_memory(group: dist.ProcessGroup, rank: int, method: str, in_back
 
 
 def agrees_without_a_cpu_backend(group: dist.ProcessGroup) -> tuple[list[tuple[int, ...]], tuple[str, str], str]:
-    """The group looks like one with NCCL only. Its ranks are in different numbers of groups: the first is in all of the workers' groups."""
+    """The group seems to have NCCL only. Its ranks are in different numbers of groups: the first rank is in all groups of the workers."""
     own = dist.new_group(list(range(group.size())))
     devices = _group._devices
     try:
@@ -321,7 +321,7 @@ def agrees_without_a_cpu_backend(group: dist.ProcessGroup) -> tuple[list[tuple[i
 
 
 def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) -> tuple[str, str, float]:
-    """The error that each rank gets if one rank does not come. The group is a new one, since it cannot be used afterwards."""
+    """The error that each rank gets if one rank does not take part. The group is new, because it cannot be used afterwards."""
     own = dist.new_group(list(range(group.size())))
     sharding = Sharding.zigzag(S, group.size())
     q, k, v, dout = shards(sharding, group.rank())
@@ -341,7 +341,7 @@ def does_not_come(group: dist.ProcessGroup, absent: int, agree: bool, how: str) 
 
 
 def leaves(group: dist.ProcessGroup, absent: int, how: str) -> tuple[str, str, float]:
-    """One rank passes an object that is no group, mesh or sharding. The group is a new one, since it cannot be used afterwards."""
+    """One rank passes an object that is no group, mesh or sharding. The group is new, because it cannot be used afterwards."""
     own = dist.new_group(list(range(group.size())))
     sharding = Sharding.zigzag(S, group.size())
     q, k, v, _ = shards(sharding, group.rank())
@@ -362,7 +362,7 @@ def leaves(group: dist.ProcessGroup, absent: int, how: str) -> tuple[str, str, f
 
 
 def drawn(group: dist.ProcessGroup, method: str, agree: bool) -> dict[str, Tensor]:
-    """Dropout without a seed, where every rank's generator differs: this rank's results, and the numbers drawn by the first one."""
+    """Dropout without a seed on ranks with different generators: this rank's results, and the seed and offset that the first rank drew."""
     torch.manual_seed(100 + group.rank())
     expected = torch.randint(2**63 - 1, (2,), dtype=torch.int64)
     torch.manual_seed(100 + group.rank())
@@ -438,7 +438,7 @@ def unsharded(group: dist.ProcessGroup) -> Tensor:
 
 
 def in_a_context(group: dist.ProcessGroup, door: str) -> dict[str, Any]:
-    """PyTorch's way: buffers are sharded within, and attention sees whole sequences."""
+    """Attention within context_parallel(), as in PyTorch: the context shards the buffers, and attention sees whole sequences."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     q, k, v, dout = whole()
     kept = torch.arange(S)
@@ -460,7 +460,7 @@ def in_a_context(group: dist.ProcessGroup, door: str) -> dict[str, Any]:
 
 
 def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tuple[list[int], list[int]]:
-    """reserved_sms of this rank's calls of the library, forward and backward, if the method takes 5 beside transfers."""
+    """reserved_sms of this rank's calls of the library, forward and backward, if 5 SMs are reserved beside transfers."""
     found: list[int] = []
 
     def structs(call: Call, *more: Any) -> Any:
@@ -474,16 +474,16 @@ def reserved(group: dist.ProcessGroup, method: str, given: dict[str, int]) -> tu
         mock.patch.object(Call, "structs", structs),
         mock.patch.object(_prepared, "CALLS", _prepared.Memory()),  # an empty memory of calls
         mock.patch.object(_operators, "sms_for_transfers", return_value=5),
-        mock.patch.object(_gather, "LEAST_BYTES", {"cpu": 1}),  # key heads come in groups
+        mock.patch.object(_gather, "LEAST_BYTES", {"cpu": 1}),  # key heads are gathered in groups
     ):
         out = strobe.distributed.attention(q, k, v, sharding=sharding, group=group, method=method, **given)
         of_forward, found = found, []
         out.backward(dout)
-    return of_forward[1:], found[1:]  # without the call that is only checked
+    return of_forward[1:], found[1:]  # without the first call, which is only checked
 
 
 def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[str, str]]]:
-    """The difference between nn.MultiheadAttention of shards and of whole sequences, with and without gradients; and its message if weights
+    """The difference between nn.MultiheadAttention of shards and of whole sequences, with and without gradients; and the error if weights
     are asked for."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     torch.manual_seed(0)
@@ -501,7 +501,8 @@ def multihead_in_a_context(group: dist.ProcessGroup) -> tuple[float, list[tuple[
 
 
 def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """What calls raise: in a context calls that see only the rank's tokens, and strobe.distributed's; then a call after the context."""
+    """The errors of calls within a context (calls that see only the rank's tokens, and one of strobe.distributed.attention()), and of a
+    call after it."""
     from strobe.compat import sdpa
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
@@ -523,7 +524,7 @@ def local_attention_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, st
 
 
 def changed_in_place(group: dist.ProcessGroup, method: str) -> float:
-    """The largest difference if out of packed sequences, tracked by autograd or not, is changed in place."""
+    """Adds 1 in place to out of packed sequences, with and without autograd. Returns the largest difference from the right sum."""
     sharding, cu = Sharding.contiguous(32, group.size()), torch.tensor([0, 20, 32], dtype=torch.int32)
     q, k, v = (torch.randn(32 // group.size(), 4, 16) for _ in "qkv")
     differences = []
@@ -564,7 +565,7 @@ def contexts_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 
 
 def masks_refused_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """What F.scaled_dot_product_attention says of an attn_mask of another kind."""
+    """The errors of F.scaled_dot_product_attention for an attn_mask of a wrong kind."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (group.size(),))
     x = torch.zeros(1, 2, 8, 16)
     with strobe.distributed.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
@@ -573,7 +574,7 @@ def masks_refused_in_a_context(group: dist.ProcessGroup) -> list[tuple[str, str]
 
 
 def in_two_levels(group: dist.ProcessGroup) -> tuple[list[str], list[tuple[str, str]]]:
-    """explain()'s text for a mesh of two dimensions; and the refusals."""
+    """explain()'s text for a mesh of two dimensions; and the errors of calls that cannot use two levels."""
     sharding, mesh = Sharding.zigzag(S, group.size()), mesh_of(group.size(), "cpu")
     q, k, v, _ = shards(sharding, group.rank())
     one = shards(sharding, group.rank(), hkv=1)
@@ -614,7 +615,7 @@ def refused_in_own_words(group: dist.ProcessGroup, function: str) -> list[tuple[
 
 
 def by_a_causal_bias(group: dist.ProcessGroup) -> bool:
-    """Whether a causal bias of whole sequences is causal."""
+    """Whether PyTorch's causal bias of whole sequences gives the same result as causal=True."""
     sharding = Sharding.zigzag(S, group.size())
     q, k, v, _ = shards(sharding, group.rank())
     found, expected = (
@@ -678,7 +679,7 @@ def trained_and_resumed(group: dist.ProcessGroup, folder: str, cache: str) -> tu
 
 
 def runs_the_page(group: dist.ProcessGroup, page: str) -> float:
-    """Runs the Python of docs/many-gpus.md; returns by how much the results that it prints differ. `group` has all ranks and stays."""
+    """Runs the Python of docs/many-gpus.md; returns the largest difference that it prints. `group` has all ranks and is not destroyed."""
     printed: list[float] = []
     names: dict[str, Any] = {"print": lambda x: printed.append(float(x))}
     there = {"init_process_group": lambda backend: None, "destroy_process_group": lambda: None}
@@ -768,7 +769,7 @@ def dtensors_refused(group: dist.ProcessGroup) -> list[tuple[str, str]]:
 
 
 def compiled_beside_eager(group: dist.ProcessGroup) -> float:
-    """The largest difference of a packed call with dropout whose seed is drawn, and of its gradients."""
+    """The largest difference between compiled and eager, for results and gradients of a packed call with dropout and a drawn seed."""
     torch._dynamo.reset()
     sharding = Sharding.zigzag(2 * S, group.size())
     q, k, v, dout = (sharding.shard(x, 0, group.rank()).detach().requires_grad_() for x in laid_out("packed"))

@@ -1,4 +1,4 @@
-"""Calls of strobe.distributed.attention(): the contract's options with ranks, shardings and methods, and a rank's results."""
+"""Cases for strobe.distributed.attention(): the contract's options with ranks, shardings and methods; and how a rank runs a case."""
 
 from __future__ import annotations
 
@@ -66,14 +66,15 @@ def valid(case: dict[str, Any]) -> bool:
 
 
 def every_pair() -> list[dict[str, Any]]:
-    """Cases that hold every pair of values at least once. If a rank would have one query with a mask or bias, which method "heads" refuses,
-    another method takes the case, and it is repeated once with other lengths, and once without mask and bias."""
+    """Cases that hold every pair of values at least once. Method "heads" refuses a mask or bias if a rank has one query: another method
+    takes such a case, and "heads" gets it once with other lengths, and once without mask and bias."""
     found = []
     for case in cases.combinations(2, FACTORS, valid):
         (world, method), inputs = case["how"], build(case)
         scores = case["mask"] or case["bias"]
         if method in ("heads", "levels") and world > 1 and scores and 1 in _most_rows(inputs, shardings(case, inputs)[0]):
-            longer = [case | {"lengths": n, "sharding": "contiguous"} for n in ((64, 64), (129, 64), (257, 257))]  # packed ones: random
+            # Several lengths, because those of packed sequences are drawn.
+            longer = [case | {"lengths": n, "sharding": "contiguous"} for n in ((64, 64), (129, 64), (257, 257))]
             plain = next(x for x in longer if 1 not in _most_rows(build(x), shardings(x, build(x))[0]))
             found += [plain, case | {"mask": None, "bias": None, "bias kind": None}]
             case = case | {"how": (1, "heads") if case["used"] or case["flag"] == "invariant" else (world, "ring")}
@@ -88,7 +89,7 @@ def node_of(world: int) -> int:
 
 @functools.cache
 def mesh_of(world: int, device: str) -> dist.device_mesh.DeviceMesh:
-    """The mesh of all processes, as nodes."""
+    """The mesh (nodes, ranks of a node) of all processes."""
     return dist.device_mesh.init_device_mesh(device, (world // node_of(world), node_of(world)))
 
 
@@ -154,7 +155,7 @@ class Shard:
         return [positions[(positions >= a) & (positions < b)] - a for a, b in itertools.pairwise(cu)]
 
     def scores(self, x: Tensor) -> Tensor:
-        """mask or bias: the rank's rows by all keys."""
+        """x (mask or bias) for the rank's queries and all keys."""
         if x.shape[2] == 1:
             return x
         rows = self.rows()
@@ -167,7 +168,7 @@ class Shard:
         )
 
     def add_scores(self, to: Tensor, gradient: Tensor) -> None:
-        """Adds the rank's dbias to the whole's."""
+        """Adds the rank's dbias to the whole call's."""
         if to.shape[2] == 1:
             to += gradient
             return
@@ -194,7 +195,7 @@ def run_on_rank(group: dist.ProcessGroup, case: dict[str, Any], device: str = "c
     """A rank's results of the case: its rows, and its shares of dbias and dsinks."""
     before = _gather.LEAST_BYTES
     if len(repr(case)) % 2:
-        _gather.LEAST_BYTES = dict.fromkeys(before, 1)  # key heads come in groups
+        _gather.LEAST_BYTES = dict.fromkeys(before, 1)  # key heads are exchanged in several groups even if they are small
     try:
         return _run_on_rank(group, case, device)
     finally:

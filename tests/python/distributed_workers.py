@@ -23,7 +23,7 @@ SECONDS = 120  # time limit of an answer
 
 
 def _serve(rank: int, most: int, backend: str, folder: str, seconds: float, pipe: Any) -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # dumps the stacks if it hangs, for show_stacks()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # lets show_stacks() print this process's stacks if it hangs
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -59,7 +59,7 @@ class Workers:
 
     def send(self, function: Callable[..., Any], world: int, *arguments: Any) -> None:
         for pipe in self._pipes[:world]:
-            with contextlib.suppress(BrokenPipeError):  # receive() reports that it has ended
+            with contextlib.suppress(BrokenPipeError):  # receive() reports a process that has ended
                 pipe.send((function, world, arguments))
 
     def receive(self, world: int) -> list[Any]:

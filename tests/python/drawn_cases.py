@@ -41,7 +41,8 @@ def cases(draw):
         case["part"] = None
     if case["part"]:
         case |= {"used": None, "aux": (), "page": None, "flag": None if case["flag"] == "invariant" else case["flag"]}
-    if case["part"] or case["dtype"] == "float64" or draw(st.integers(0, 3)):  # quantised keys have no gradients: a quarter of the calls
+    # A quarter of the calls have quantised keys, which have no gradients.
+    if case["part"] or case["dtype"] == "float64" or draw(st.integers(0, 3)):
         case["quant"] = None
     if case["quant"] and case["quant"].stored == "int4":
         case["dims"] = tuple(d + d % 2 for d in case["dims"])

@@ -13,12 +13,12 @@ import strobe
 from device import ON_GPU, here
 
 LONG = bool(os.environ.get("STROBE_TEST_LONG"))  # make test-long: all engines, more options together, other random calls each time
-# The seed of all draws, a number or a name; the workers of pytest-xdist and the programs that tests start have it, too. It is printed.
+# The seed of all draws, a number or a name. The workers of pytest-xdist and the programs that tests start inherit it. It is printed.
 SEED = os.environ.setdefault("STROBE_TEST_SEED", str(random.randrange(10**6)))
 
 
 def available_engines() -> list[str]:
-    """The engines that the oracle judges; it runs by the name "reference" itself."""
+    """The engines that the oracle judges. The oracle is the engine "reference", which is left out."""
     return [name for name, missing in strobe.engines() if missing is None and name != "reference" and here(name)]
 
 
@@ -47,12 +47,12 @@ def draw(what: str) -> random.Random:
 
 
 def is_drawn(config: Any) -> bool:
-    """Whether tests and cases are left out: tests/conftest.py."""
+    """Whether this run leaves out tests and cases (tests/conftest.py)."""
     return config.option.drawn and not (LONG or ON_GPU)
 
 
 def part(found: list[Any], what: str, share: int) -> list[Any]:
-    """One in `share` of these, rounded up, in their order."""
+    """One in `share` of `found`, rounded up, drawn and in their order."""
     kept = set(draw(what).sample(range(len(found)), -(-len(found) // share)))
     return [x for i, x in enumerate(found) if i in kept]
 

@@ -28,7 +28,7 @@ def formulas(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, T
 
 
 def inputs(*shape: int, kv: tuple[int, int] | None = None) -> list[Tensor]:
-    """q (B, Sq, H, D), and k and v of kv = (Sk, Hkv)"""
+    """Random q (B, Sq, H, D), and k and v (B, Sk, Hkv, D); kv is (Sk, Hkv)."""
     b, sq, h, d = shape
     sk, hkv = kv or (sq, h)
     return [torch.randn(b, s, heads, d, requires_grad=True) for s, heads in ((sq, h), (sk, hkv), (sk, hkv))]

@@ -1,4 +1,4 @@
-"""Random mixes for `invariant`: a problem by itself, and the same rows among others, whose bits must be the same."""
+"""Random mixes for `invariant`: a problem's rows must have the same bits alone and among other rows."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 @dataclasses.dataclass
 class Problem:
-    """One sequence: query i of `queries` stands opposite key i, and all options are those of its rows and columns."""
+    """One sequence with as many queries as keys. Its options are divided into those of rows, of heads and all others."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
-    options: Options  # causal, window, and options that are not divided by rows or columns
+    options: Options  # causal, window, and all options that are the same for all rows and heads
     rows_of: Options  # bias and mask (1, H, S, S)
     heads_of: Options  # alibi_slopes and sinks (H)
-    in_place: bool  # dropout: only the same batch, heads and positions draw the same bytes
+    in_place: bool  # with dropout: the bytes are the same only for the same batch, heads and positions
 
     @property
     def sees_all(self) -> bool:
         return not self.options.get("causal")
 
     def run(self, variant: Variant, backward: bool, given: Results | None, **how: Any) -> Results:
-        """Rows [variant.first, variant.end) with keys [0, variant.end), in the surroundings of the variant. The backward of rows takes the
-        given out and lse."""
+        """Results of rows [variant.first, variant.end) with keys [0, variant.end), in the variant's call. The backward takes out and lse
+        from `given`, if there is one."""
         return variant.run(self, backward, given, how)
 
 
 @dataclasses.dataclass
 class Variant:
-    """The other contents of a call, and its storage."""
+    """What else a call with the problem contains, and how the call is stored."""
 
     first: int
     end: int
-    heads_kv: list[int]  # key heads of the problem; None stands for a head of the surroundings
+    heads_kv: list[int]  # key heads of the problem; a negative number stands for some other head
     share: int  # query heads of each key head, from its first one on
     kind: str  # "dense", "packed", "used"
     lengths: list[tuple[int, int]]  # queries and keys of the other sequences of a packed call
     batch: int
-    place: int  # the problem's place among them
+    place: int  # the problem's place among the sequences
     storage: str
     threads: int
     seed: int
-    spoiled: bool  # the surroundings hold NaN and infinities
+    spoiled: bool  # all other rows hold NaN and infinities
 
     def whole(self, p: Problem) -> bool:
         return self.first == 0 and self.end == p.k.shape[2] and self.share == p.q.shape[1] // p.k.shape[1]
@@ -78,7 +78,7 @@ class Variant:
         rows = slice(self.first, self.end)
 
         def picked(x: Tensor, which: list[int], part: slice) -> Tensor:
-            """(1, heads, rows, ...) of the call: the problem's, and others where the problem has none."""
+            """(1, heads, rows, ...) of the call: heads of the problem, and random ones for negative numbers."""
             pieces = [x[:, one : one + 1, part] if one >= 0 else self.other(g, x[:, :1, part]) for one in which]
             return torch.cat(pieces, 1)
 
@@ -164,7 +164,7 @@ class Variant:
         return found
 
     def expected(self, p: Problem, base: Results) -> Results:
-        """What the problem gives by itself, in the rows and heads that this mix holds."""
+        """The problem's results when it is computed alone, cut to the rows and heads of this mix."""
         group = p.q.shape[1] // p.k.shape[1]
         kv = [one for one in self.heads_kv if one >= 0]
         heads = [one * group + n for one in kv for n in range(self.share)]
@@ -199,7 +199,7 @@ def draw_problem(rng: random.Random, dtype: torch.dtype, device: str, longest: i
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g)
 
-    # rows whose maximum rises late, and large ones, whose LSE is large
+    # keys whose scores rise late in a row, or scores so large that LSE is large
     rises = torch.linspace(0.2, 2.5, s)[:, None] if rng.random() < 0.4 else torch.tensor(rng.choice([0.3, 1.0, 1.0, 6.0]))
     q, k, v = normal(1, hkv * group, s, d), normal(1, hkv, s, d) * rises, normal(1, hkv, s, dv)
     if rng.random() < 0.15 and dtype != torch.float16 and device == "cpu":

@@ -22,7 +22,7 @@ def divided(x: float, y: float) -> float:
 
 
 def total(function: Callable[..., float]) -> Callable[..., float]:
-    """The function with IEEE's results where Python raises an error."""
+    """The function, with IEEE's result where Python would raise an error."""
 
     def call(*x: float) -> float:
         try:
@@ -113,14 +113,14 @@ FUNCTIONS |= {name: total(getattr(math, name.lower())) for name in _OF_MATH.spli
 
 
 def loaded(x: Any, indices: Sequence[int]) -> Any:
-    """An element of a nested list, or the number itself, for no index."""
+    """An element of a nested list; without indices, x itself."""
     for n in indices:
         x = x[min(max(n + len(x) if n < 0 else n, 0), len(x) - 1)]
     return x
 
 
 def evaluate(text: str, arguments: Mapping[str, Any], captured: Sequence[Any] = ()) -> Any:
-    """The result. arguments: by ARGUMENTS; captured: nested lists."""
+    """The result. arguments: values by the names in ARGUMENTS; captured: nested lists."""
     found: list[Any] = []
     for operation, inputs, more in decoded(text):
         x = [found[n] for n in inputs]

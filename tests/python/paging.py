@@ -18,8 +18,8 @@ class Pages(NamedTuple):
 def in_pages(
     k: Tensor, v: Tensor, lengths: list[int], page: int, generator: torch.Generator, empty: Callable[[Tensor], Tensor] | None = None
 ) -> Pages:
-    """k, v: (B, Hkv, Sk, D), where Sk is a multiple of page; lengths: how many keys of each sequence count. Pages lie in the pools in any
-    order, with others between them, which empty() fills (None: NaN, or bytes of 255). Entries of the table past the last key that counts
+    """k, v: (B, Hkv, Sk, D), where Sk is a multiple of page; lengths: how many keys of each sequence count. The pages lie in the pools in
+    random order, between unused pages that empty() fills (None: with NaN, or bytes of 255). Table entries past the last key that counts
     name no page."""
     each = k.shape[2] // page
     needed = [-(-n // page) for n in lengths]
@@ -29,7 +29,7 @@ def in_pages(
     table = table.to(k.device, torch.int32)
     pools = []
     for x in (k, v):
-        nothing = torch.nan if x.is_floating_point() else 255  # as FP8 bytes of 255 are NaN
+        nothing = torch.nan if x.is_floating_point() else 255  # a byte of 255 is NaN in FP8
         pool = torch.full((pages, x.shape[1], page, x.shape[3]), nothing, dtype=x.dtype, device=x.device)
         pools.append(pool if empty is None else empty(pool))
     first = 0

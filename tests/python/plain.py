@@ -1,6 +1,6 @@
 """The plain formulas of attention in torch, every step in the precision of its inputs: the yardstick of the accuracy clause.
 
-As PyTorch's math path evaluates them: whole S and P matrices, torch.softmax, gradients by autograd. Nothing here is shared with Strobe.
+They are computed as on PyTorch's math path: whole S and P matrices, torch.softmax, gradients by autograd. Nothing is shared with Strobe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def band(sq: int, sk: int, causal: bool, window: tuple[int | None, int | None], 
 
 
 def seen_at(d: Tensor, causal: bool, window: tuple[int | None, int | None]) -> Tensor:
-    """Which keys causal and the window leave to each query, from the distance d of each key behind each query."""
+    """Which keys causal and the window leave to each query. d: how far each key is behind each query."""
     seen = torch.ones(d.shape, dtype=torch.bool)
     left, right = window
     if left is not None:
@@ -40,7 +40,7 @@ def seen_at(d: Tensor, causal: bool, window: tuple[int | None, int | None]) -> T
 
 
 def keep_rate(dropout: float) -> float:
-    """The quantised fraction of kept elements: a random byte below T keeps, T in 1..255."""
+    """The fraction of elements that dropout keeps, in 256ths: those whose random byte is below T, with T in 1..255."""
     if dropout == 0.0:
         return 1.0
     return min(max(round((1.0 - dropout) * 256), 1), 255) / 256
@@ -70,7 +70,7 @@ def hyperbolic(x: Tensor, beta: float, shift: float) -> Tensor:
 
 
 def _rounded_once(q: Tensor, k: Tensor, s: Tensor) -> Tensor:
-    """q k^T of float64, summed in the CPU's wider precision; the gradients are those of s, which has the same values."""
+    """q k^T of float64, summed in the CPU's long double. Its gradients are those of s, the same product summed in float64."""
     exact = np.matmul(*(t.detach().numpy().astype(np.longdouble) for t in (q, k.transpose(-1, -2))))
     return s + (torch.from_numpy(exact.astype(np.float64)) - s).detach()
 
@@ -80,7 +80,7 @@ def _drop(p: Tensor, keep: Tensor | None, rate: float) -> Tensor:
 
 
 class SoftmaxTimesV(torch.autograd.Function):
-    """softmax(s) V, with the backward of the contract's formulas: D = rowsum(dO * O), from O as it was rounded for the caller.
+    """softmax(s) V with the backward of the contract: D = rowsum(dO * O), where O is as rounded for the caller.
 
     If there is a sink, s has one column more than v has rows."""
 
@@ -157,7 +157,7 @@ def attention(
         s = torch.cat([s, score.sinks.to(dtype)[None, :, None, None].expand(b, h, sq, 1)], dim=-1)
     if not s.shape[-1]:
         return s @ v, scores if with_scores else s.sum(dim=-1) - torch.inf
-    # In a row of -inf only, any finite value keeps NaN out of the gradients, and the row is removed from P.
+    # A row of only -inf gets finite scores, which keep NaN out of the gradients; its P becomes 0.
     empty = (s == -torch.inf).all(dim=-1, keepdim=True)
     s = s.masked_fill(empty, 0.0)
     keep = None if score.keep is None else ordered(score.keep)

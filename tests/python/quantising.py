@@ -1,4 +1,4 @@
-"""K and V of a call quantised, by the tests' own formulas: the stored numbers, the scales, and their values in float64."""
+"""Quantises K and V of a call by the tests' own formulas: stored numbers, scales, and the values that they stand for, in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Quantised:
 
 
 def quantised(kind: Kind, k: Tensor, v: Tensor, row: int, groups: Tensor | None) -> tuple[Quantised, Tensor, Tensor]:
-    """k and v, of any strides, as they are stored, contiguous; and their values, in float64. groups: for each row of k along the axis
+    """Returns k and v, of any strides, as stored contiguous tensors, and their values in float64. groups: for each row of k along the axis
     `row`, the number of the group of rows that share its scales."""
     k_data, k_scale = _stored(kind, k, _largest_of_groups(k, row, groups) if groups is not None else k.abs().amax(-1, keepdim=True))
     v_data, v_scale = _stored(kind, v, v.abs().amax(-1, keepdim=True))

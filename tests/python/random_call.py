@@ -1,4 +1,4 @@
-"""Repeats the random call of a number: python tests/python/random_call.py NUMBER [--engine NAME] [--gpu].
+"""Repeats the random call with a given number: python tests/python/random_call.py NUMBER [--engine NAME] [--gpu].
 
 With --gpu, NUMBER is a number of tests/gpu/random_calls.py, otherwise one of test_random.py. STROBE_TEST_DEVICE sets the device."""
 
@@ -40,7 +40,8 @@ def drawn(number: int, gpu: bool = False) -> Call:
 
 
 def engines(call: Call) -> list[str | None]:
-    """None, which is the library's own choice, and one drawn engine that computes here. (The ladder's do not keep hidden numbers out.)"""
+    """None, the library's own choice; and one drawn engine that runs here. Ladder engines let hidden numbers through, so NaN excludes
+    them."""
     names = [name for name, missing in strobe.engines() if missing is None and name != "reference"]
     usable = [name for name in names if here(name) or (name.startswith("ladder-") and not call.spoiled)]
     rng = random.Random(f"engine {call.number // CALLS}")

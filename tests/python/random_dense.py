@@ -1,4 +1,4 @@
-"""A call as one dense problem for formulas, however it is packed: axes (batch, head, query, key), shorter sequences padded with zeros."""
+"""A call, packed or not, as one dense problem for formulas: axes (batch, head, query, key), shorter sequences padded with zeros."""
 
 from __future__ import annotations
 
@@ -75,19 +75,19 @@ class Held:
         return cls(*sides, part.first_head, part.first_batch)
 
     def columns(self, x: Tensor) -> Tensor:
-        """(B|1, H|1, Sq|1, columns of the whole) for the call's own keys."""
+        """x (B|1, H|1, Sq|1, keys of the whole problem) for the part's keys only."""
         if x.shape[3] == 1:
             return x
         b, sk = self.k.shape
         return x.expand(b, *x.shape[1:]).gather(3, self.k[:, None, None, :].expand(b, *x.shape[1:3], sk))
 
     def rows(self, x: Tensor) -> Tensor:
-        """(B|1, H|1, rows of the whole, columns) for the call's own queries."""
+        """x (B|1, H|1, queries of the whole problem, keys) for the part's queries only."""
         b, sq = self.q.shape
         return x.expand(b, *x.shape[1:]).gather(2, self.q[:, None, :, None].expand(b, x.shape[1], sq, x.shape[3]))
 
     def own(self, x: Tensor, heads: int) -> Tensor:
-        """The call's own slice of a tensor that has all axes of the whole problem."""
+        """The part's slice of a tensor that has all axes of the whole problem."""
         x = x[self.first_batch : self.first_batch + len(self.q)] if x.shape[0] > 1 else x
         x = x[:, self.first_head : self.first_head + heads] if x.shape[1] > 1 else x
         return self.columns(self.rows(x))
@@ -122,7 +122,7 @@ def _positions(options: dict[str, Any], b: int, sq: int, sk: int, packing: Packi
 
 
 def visible(options: dict[str, Any], b: int, heads: int, sq: int, sk: int, packing: Packing | None, device: Any) -> Tensor:
-    """Which scores count, (B|1, H|1, Sq, Sk), a bias of -inf included."""
+    """Which scores count, (B|1, H|1, Sq, Sk). A bias of -inf hides, too."""
     distance, there_q, there_k = _positions(options, b, sq, sk, packing, device)
     seen = there_q & there_k & torch.ones_like(distance, dtype=torch.bool)
     if options.get("causal"):
@@ -146,8 +146,8 @@ def visible(options: dict[str, Any], b: int, heads: int, sq: int, sk: int, packi
 
 
 def dropout_keeps(options: dict[str, Any], b: int, h: int, sq: int, sk: int, device: Any) -> tuple[Tensor | None, float]:
-    """The elements that dropout keeps, and their fraction. A call of Philox serves a group of 4 x 4 in a block of 16 x 16, as in the
-    contract."""
+    """The elements that dropout keeps, and their fraction. One Philox call serves 4 x 4 elements of a block of 16 x 16, as the contract
+    says."""
     if not options.get("dropout"):
         return None, 1.0
     seed, offset = options["rng"].tolist() if "rng" in options else (options["seed"], options["offset"])
@@ -168,7 +168,7 @@ def dropout_keeps(options: dict[str, Any], b: int, h: int, sq: int, sk: int, dev
 
 @dataclass
 class Dense:
-    """Copies of the tensors, in their dtypes."""
+    """The problem: copies of the call's tensors, in their dtypes."""
 
     q: Tensor  # (B, H, Sq, D)
     k: Tensor  # (B, Hkv, Sk, D)
@@ -192,7 +192,7 @@ class Dense:
         cls, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, options: dict[str, Any], seen: Tensor,
         packing: Packing | None,
     ) -> Dense:  # fmt: skip
-        """Makes it from the call's tensors, (B, H, S, D) or packed."""
+        """Makes the problem from the call's tensors, (B, H, S, D) or packed."""
         if packing:
             q, k, v, dout = (packing.dense(t, keys) for t, keys in ((q, False), (k, True), (v, True), (dout, False)))
             dlse = None if dlse is None else packing.dense(dlse.T[..., None], False)[..., 0]
@@ -202,7 +202,7 @@ class Dense:
             slopes = slopes.view(-1, h, 1, 1)
         if dlse is None:
             dlse = torch.zeros(b, h, sq, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32, device=q.device)
-        elif sinks is None:  # the sink is ignored in a row that sees no key
+        elif sinks is None:  # a row that sees no key ignores the sink
             dlse = torch.where(seen.expand(b, h, sq, sk).any(3), dlse, 0)
         held = Held.of(options, b, sq, sk, q.device)
         if held is None:
@@ -222,8 +222,8 @@ class Dense:
         )  # fmt: skip
 
     def ordered(self, seed: int) -> tuple[Dense, Tensor, Tensor]:
-        """This problem with keys and head dimensions in other orders, which are returned: sums have another order, too. If seed is
-        odd, head dimensions stay near their places, so that a large first coordinate, as in points of a hyperboloid, comes early."""
+        """The problem with keys and head dimensions permuted, which changes the order of sums; and the two permutations. If seed is odd,
+        head dimensions stay near their places: a large first coordinate, as in points of a hyperboloid, stays early."""
         g = torch.Generator().manual_seed(seed)
         keys, dims = (torch.randperm(n, generator=g) for n in (self.k.shape[2], self.q.shape[3]))
         if seed % 2:
@@ -237,9 +237,9 @@ class Dense:
         return dataclasses.replace(self, q=self.q[..., dims], k=self.k[:, :, keys][..., dims], v=self.v[:, :, keys], **more), keys, dims
 
     def shuffled(self, seed: int) -> Dense:
-        """A call of the same kind: the tokens of q, of k, of v and of dout in another order, across sequences and heads, because a few
-        tokens within one have few orders, which would repeat the call's own luck. Each number, also of the bias, moves by an ulp or two: if
-        scores do not depend on the order, and a key has nearly all of P, the same numbers would round in the same way."""
+        """A call of the same kind with other rounding errors. The tokens of q, of k, of v and of dout are shuffled across sequences and
+        heads, because a sequence of few tokens has few orders. Each number, also of the bias, moves by an ulp or two, because a row with
+        nearly all of P on one key rounds in the same way in any order."""
         g = torch.Generator().manual_seed(seed)
 
         def mixed(t: Tensor, keys: bool) -> Tensor:

@@ -27,7 +27,7 @@ Options = dict[str, Any]
 
 @dataclass
 class Call:
-    """strobe.attention's arguments, and the same as a problem for formulas."""
+    """One call: strobe.attention's arguments, and the same call as a problem for formulas."""
 
     number: int
     q: Tensor
@@ -77,7 +77,7 @@ def _wide(rng: random.Random, most: int) -> int:
 
 
 def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options:
-    """The options that the calls of a number // CALLS share. dtypes: the weight of each."""
+    """The options that calls with the same number // CALLS share. dtypes: the weight of each dtype."""
     rng = random.Random(f"options {number // CALLS}")
     o: Options = {"dtype": _one(rng, dtypes or {"float32": 0.35, "bfloat16": 0.3, "float16": 0.2, "float64": 0.15})}
     o["d"] = _width(rng)
@@ -94,8 +94,8 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
     own = sign * round(_log_uniform(rng, 0.02, 1.5), 4)
     o["scale"] = _one(rng, {None: 0.6, 0.0: 0.03, own: 0.3, 4.0 * sign / math.sqrt(o["d"]): 0.07})
     if o["score"] == "hyperbolic":
-        # Near x = -1 its last bit determines the derivative, from 0 to any size: points on a line often meet, and a scale below 1 moves
-        # others there.
+        # Near x = -1 the derivative depends on the last bit of x, and can be 0 or huge. Many x are there if d is small, because such points
+        # often coincide, or if the scale is below 1.
         o["d"], o["scale"] = max(o["d"], 8), _one(rng, {None: 0.7, 1.5: 0.2, -0.5: 0.1})
     o["alibi"] = _one(rng, {None: 0.75, "H": 0.15, "BH": 0.1})
     o["bias"] = _one(rng, {None: 0.68, "own": 0.2, "float32": 0.12})
@@ -138,8 +138,8 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None) -> Options
 
 @dataclass
 class Placing:
-    """The ranges of positions of each sequence's rows, and its whole length. All sequences of a dense call have the same ranges or their
-    own."""
+    """For each sequence, the ranges of its rows' positions, and the length of the whole sequence. The sequences of a dense call all have
+    the same ranges, or each has its own."""
 
     ranges_q: list[list[tuple[int, int]]]
     ranges_k: list[list[tuple[int, int]]]
@@ -158,7 +158,8 @@ class Placing:
 
 
 def _placed(rng: random.Random, length: int, unit: int) -> tuple[list[tuple[int, int]], int]:
-    """The rows of one sequence cut into ranges, with gaps between them; and a whole length that contains them."""
+    """Cuts the rows of one sequence into ranges with gaps between them. Returns the ranges and the length of a whole sequence that holds
+    them."""
     ranges, at = [], 0
     for n in range(4):
         at += rng.choice([0, rng.randint(0, 80)]) // unit * unit
@@ -218,11 +219,11 @@ def _lengths(rng: random.Random, o: Options, most: int, most_keys: int) -> tuple
 
 
 def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float], most: int = 4096, most_keys: int = 16384) -> Shape:
-    """scores: draws the largest number of scores in all; most: the largest length; most_keys: with "long keys", that of the keys."""
+    """scores: draws how many scores the call may have; most: the largest length; most_keys: that of the keys, if these are "long keys"."""
     rng = random.Random(f"shape {number}")
     budget = scores(rng) if o["length"] != "long keys" else max(scores(rng), 2 * most_keys)
     sq, sk = _lengths(rng, o, most, most_keys)
-    while sq * sk > budget:  # shortens the longer one, except keys that are meant to be many
+    while sq * sk > budget:  # shortens the longer of the two, but not "long keys"
         if o["length"] == "long keys" and sq > 1 and sk < budget:
             sq = max(1, int(budget / sk))
         elif sq >= sk:
@@ -248,7 +249,7 @@ def draw_shape(number: int, o: Options, scores: Callable[[random.Random], float]
 
     s.lengths_q = lengths(sq)
     s.lengths_k = list(s.lengths_q) if sq == sk and rng.random() < 0.6 else lengths(sk)
-    s.sq, s.sk = max(1, sq), _whole_pages(o, max(1, sk))  # because a maximum of 0 means none
+    s.sq, s.sk = max(1, sq), _whole_pages(o, max(1, sk))  # max_seqlen 0 would mean that it is absent
     padding = rng.random() < 0.6
     s.used = _used(rng, o, s.lengths_k)
     s.total_q = sum(s.lengths_q) + (rng.choice([1, 7, 40, 130]) if padding else 0)
@@ -272,7 +273,7 @@ SPOILS = {"nan": [math.nan], "inf": [math.inf], "-inf": [-math.inf], "huge": [1.
 
 
 class _Values:
-    """The values of one call."""
+    """Draws the numbers in the tensors of one call."""
 
     def __init__(self, number: int, device: str):
         self.rng = random.Random(f"values {number}")
@@ -297,18 +298,18 @@ class _Values:
         return kinds.to(self.device)[index].to(x.dtype).repeat(x.numel() // 1009 + 1)[: x.numel()].view(x.shape)
 
     def spoiled(self, x: Tensor, where: Tensor) -> Tensor:
-        """x except at `where`, in its own memory."""
+        """x, after numbers that must not be read were written to its memory at `where`."""
         if self.spoil is None or not where.numel():
             return x
         return x.copy_(torch.where(where, self.spoil_like(x), x))
 
     def empty(self, shape: list[int], dtype: torch.dtype) -> Tensor:
-        """The memory between the rows of a tensor."""
+        """Memory for a tensor. What is left of it between the rows must not be read."""
         t = torch.zeros(shape, dtype=dtype, device=self.device)
         return t if self.spoil is None else self.spoil_like(t)
 
     def stored(self, t: Tensor, aligned: bool, expands: bool = True) -> Tensor:
-        """t in other strides; if heads or a batch are broadcast, the first one's."""
+        """t in other strides. "expanded" broadcasts the first head or batch."""
         kinds = {"dense": 4, "heads last": 4, "wider": 3, "expanded": 0 if not expands else 0.6 if t.dim() == 4 else 0.3}
         if not aligned:
             kinds |= {"sliced": 2, "offset": 2, "transposed": 1.5}
@@ -344,7 +345,8 @@ class _Values:
 
 
 def _lorentz(x: Tensor, flip: bool) -> Tensor:
-    """The points of the hyperboloid above these, without their first coordinate; flipped, so that a product is a Lorentz product."""
+    """x with its first coordinate replaced, so that every row is a point of the hyperboloid. flip: negates it, so that a dot product with a
+    point is a Lorentz product."""
     first = (1 + (x[..., 1:] ** 2).sum(-1, keepdim=True)).sqrt()
     return torch.cat([-first if flip else first, x[..., 1:]], dim=-1)
 
@@ -483,7 +485,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
         q, k, v, dout = (t.transpose(1, 2) for t in (q, k, v, dout))
     given = [name for name in ("q", "k", "v", "bias", "sinks") if name in ("q", "k", "v") or name in options]
     if s.part is not None and "bias" in given:
-        given.remove("bias")  # its gradient has the whole problem's columns: test_contract.py
+        given.remove("bias")  # this gradient has the whole problem's columns; test_contract.py tests it
     leaves = [name for name in o["leaves"] if name in given] if o["leaves"] else given
     words = {**o, **{name: x for name, x in vars(s).items() if x is not None}, "layout": "bshd" if bshd else "bhsd", "spoil": values.spoil}
     words |= {name: options[name] for name in ("window",) if name in options}
@@ -500,7 +502,7 @@ def build(number: int, o: Options, s: Shape, device: str) -> Call:
 
 def _with_gaps(number: int, options: dict[str, Any]) -> dict[str, Any]:
     """The options with some lists in other strides. The numbers in the gaps would be invalid in the list."""
-    rng = random.Random(f"lists {number}")  # a generator of its own, so that everything else is drawn as without it
+    rng = random.Random(f"lists {number}")  # a generator of its own, so that the other draws stay the same
     given = dict(options)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table", "rng"):
         x = options.get(name)
@@ -516,8 +518,8 @@ def _with_gaps(number: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lacking(values: _Values, o: Options, s: Shape, device: str) -> Tensor | None:
-    """Which pages of each sequence get a number that is not in the pool, which hides their keys: (B, pages of a sequence). None where such
-    numbers are refused: in host memory, and with `check`."""
+    """(B, pages of a sequence): which pages get a number outside of the pool, so that their keys are hidden. None where such numbers are
+    refused: in host memory, and with `check`."""
     if not o["page"] or not ON_GPU or "check" in o["flags"] or values.rng.random() < 0.6:
         return None
     return values.chance(values.rng.choice([0.02, 0.3, 1.0]), s.b, s.sk // o["page"])
@@ -527,7 +529,7 @@ def _paged(
     values: _Values, o: Options, s: Shape, packing: Packing | None, k: Tensor, v: Tensor, options: dict[str, Any], lacking: Tensor | None,
     seed: int | None = None,
 ) -> Handed:  # fmt: skip
-    """The paged call, with other pages between that hold NaN. seed: of the places of the pages."""
+    """The paged call, in whose pools pages that must not be read lie between the others. seed: for the places of the pages."""
     counted = s.used if s.used is not None else s.lengths_k if s.lengths_k is not None else [s.sk] * s.b
     if packing:
         k, v = (packing.dense(x, True, values.empty([s.b, s.hkv, s.sk, x.shape[2]], x.dtype)) for x in (k, v))
@@ -577,7 +579,7 @@ def _handed(
 
 
 def _spoil_quantised(values: _Values, s: Shape, packing: Packing | None, seen: Tensor, quant: Quantised) -> None:
-    """Keys that no query sees hold any bytes and scales, except scales that others share."""
+    """Fills keys that no query sees with any bytes and scales, except scales that other keys share."""
     unread = _unread(s, seen).to(quant.k.device)
     where = (packing.pack(unread, True, True).T if packing else unread)[..., None]
     values.spoiled(quant.v_scale, where)
@@ -588,7 +590,7 @@ def _spoil_quantised(values: _Values, s: Shape, packing: Packing | None, seen: T
 
 
 def _unread(s: Shape, seen: Tensor) -> Tensor:
-    """(B, Hkv, Sk)"""
+    """(B, Hkv, Sk): which keys no query sees."""
     full = seen.expand(s.b, s.h, s.sq, s.sk)
     return ~full.view(s.b, s.hkv, s.h // s.hkv, s.sq, s.sk).any(3).any(2) if s.sq else torch.ones(s.b, s.hkv, s.sk, dtype=torch.bool)
 
@@ -605,7 +607,7 @@ def _spoil(
     unread, empty = unread.to(q.device), empty.to(q.device)
     nobody = torch.zeros_like(empty)
     queries = empty if values.rng.random() < 0.3 else nobody
-    # With a sink, a row that sees no key has O = 0, and D = dO O is NaN if dO is not finite.
+    # With a sink, a row that sees no key has O = 0, and D = dO O must not become NaN, so its dO is finite.
     for t, where in ((k, unread), (v, unread), (q, queries), (dout, nobody if "sinks" in options else queries)):
         if t.numel() and all(stride or n == 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
             values.spoiled(t, (packing.pack(where, where is unread, True).T if packing else where)[..., None])

@@ -1,5 +1,5 @@
-"""The formulas of docs/semantics.md, forward and every gradient, as written there: one line each, S and P whole, in float64 or in the
-precision of a call. Nothing here is shared with Strobe, its reference, or the formulas of the other tests; autograd is not used."""
+"""The formulas of docs/semantics.md, forward and every gradient, with whole matrices S and P, in float64 or in the precision of a call.
+Each formula is one line. Nothing is shared with Strobe, its reference, or the formulas of the other tests; autograd is not used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _in_runs(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T, column by column, and summed up over 32 of them at a time, as blocked products are."""
+    """q k^T, as blocked products compute it: runs of 32 columns are summed one by one, and then the sums of the runs."""
     s = torch.zeros(*q.shape[:-1], k.shape[2], dtype=q.dtype, device=q.device)
     for part_q, part_k in zip(q.split(32, 3), k.split(32, 3), strict=True):
         run = torch.zeros_like(s)
@@ -26,10 +26,10 @@ def _in_runs(q: Tensor, k: Tensor) -> Tensor:
 
 
 def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool = False, p_from_lse: bool = False) -> Results:
-    """The results. Each step's result is rounded to dtype. A product of 16-bit matrices is summed in float32, as tensor cores and BLAS
-    sum it, and so is a sum of 16-bit numbers. d_from_p: D is the sum of P dP, not of dO O, which is equal except for rounding. in_runs: q.k
-    is summed in runs of 32 columns. p_from_lse: the gradients' P is exp(S - LSE), as in docs/semantics.md, with the LSE that a caller gets;
-    otherwise it is the output's P."""
+    """Evaluates the formulas. Each step's result is rounded to dtype. Products of 16-bit matrices and sums of 16-bit numbers are
+    accumulated in float32, as by tensor cores and BLAS. d_from_p: D is the sum of P dP instead of dO O; the two differ only by rounding.
+    in_runs: q.k is summed in runs of 32 columns. p_from_lse: the gradients' P is exp(S - LSE), as in docs/semantics.md, with the LSE that
+    the caller gets; otherwise it is the forward's P."""
     work = torch.float32 if dtype in HALF else dtype
     r: Callable[[Tensor], Tensor] = (lambda t: t.to(dtype).to(work)) if dtype in HALF else (lambda t: t)
     q, k, v, dout, dlse = (t.to(work) for t in (x.q, x.k, x.v, x.dout, x.dlse))
@@ -58,7 +58,7 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         s = r(s + x.bias.to(work))
     s = torch.where(x.seen, s, -torch.inf)
 
-    # Softmax: relative to the largest score; a row without one relative to 0
+    # Softmax, relative to the largest score of a row; relative to 0 in a row without scores
     sink = None if x.sinks is None else x.sinks.to(work).view(1, h, 1, 1)
     m = s.amax(3, keepdim=True) if sk else s.new_full((b, h, sq, 1), -torch.inf)
     if sink is not None:
@@ -95,6 +95,6 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         results["dbias"] = total_ds.to(x.bias.dtype).to(work) if x.bias.dtype in HALF and dtype in HALF else total_ds
     if sink is not None:
         share = torch.exp(sink - lse)
-        ds = share * (dlse[..., None] - delta)  # the sink as one more key, rounded like its dS; otherwise in the precision of lse
+        ds = share * (dlse[..., None] - delta)  # the sink counts as one more key: with d_from_p its dS is rounded, otherwise not
         results["dsinks"] = (r(ds) if d_from_p else ds).sum(dim=(0, 2, 3))
     return results

@@ -13,11 +13,11 @@ from random_draw import DTYPES, Call
 from random_formulas import HALF, Results, evaluate
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
-ORDERS = 12  # how many orders of summation of the formulas are tried, beside their own: one may have a small error by chance
-# DRAWS calls of the same kind are measured where that is possible for the whole call. Of a call with fewer visible rows than FEW,
-# DRAWS_OF_FEW are measured, because the largest error is that of a row whose terms happen to cancel, and twelve calls of six queries hold
-# few rows: over 60 calls of 112 rows each, cuda-tf32 erred by 1.8 times as much as the formulas, over 300 calls of 24 rows by 1.7. With
-# more draws of larger calls, an engine that sums all 256 columns of q.k in one run would go unnoticed.
+ORDERS = 12  # in how many more orders the formulas are summed: the error of one order may be small by chance
+# The formulas' error is also measured for DRAWS calls of the same kind, or for DRAWS_OF_FEW if fewer than FEW rows are visible: the largest
+# error is that of a row whose terms happen to cancel, and twelve calls of six queries have few rows. (Over 60 calls of 112 rows each, the
+# error of cuda-tf32 was 1.8 times that of the formulas, over 300 calls of 24 rows 1.7 times.) With more draws of larger calls, an engine
+# that sums all 256 columns of q.k in one run would go unnoticed.
 DRAWS, FEW, DRAWS_OF_FEW = 12, 300, 100
 STATISTICS = ("lse", "max_logit", "column_sums")
 
@@ -50,10 +50,11 @@ def _ordered(ref: Results, keys: Tensor, dims: Tensor) -> Results:
 
 
 class Judge:
-    """float32 (float64): within max(1e-6 (1e-12) of max|ref|, twice the error of the formulas in that precision); float16 and bfloat16:
-    within twice that error and one ulp of the output; lse, max_logit and column_sums, which are float32 there, within 1e-4 of max|ref|
-    besides, or twice the formulas' error in float32. The formulas' error is the largest over orders of summation and calls of the same
-    kind, looked at one after another until the results are within the bound: what is within a smaller one is within the largest."""
+    """Judges the results of a call. float32: they must be within the larger of 1e-6 of max|ref| and twice the formulas' error in that
+    precision; float64: the same with 1e-12; float16 and bfloat16: within twice the formulas' error plus one ulp of the output. lse,
+    max_logit and column_sums, which are float32 there, must also be within the larger of 1e-4 of max|ref| and twice the formulas' error in
+    float32. The formulas' error is the largest over orders of summation and calls of the same kind. These are tried one after another, only
+    until the results are within the bound, since more of them can only raise it."""
 
     def __init__(self, call: Call, flushed: float = 0.0):
         """flushed: gradients smaller than this may be 0."""
@@ -64,7 +65,7 @@ class Judge:
         # A gradient that vanishes identically (every row sees one key: P = 1, dP = D) is measured by the terms that cancel.
         self.vanishing = {name for name, size in gross.items() if magnitude(self.ref[name]) < 1e-9 * size}
         self.size = {name: gross[name] if name in self.vanishing else magnitude(t) for name, t in self.ref.items()}
-        # float64 too rounds terms before they cancel, and scores of the size of LSE.
+        # float64 also rounds: terms before they cancel, and scores as large as LSE.
         lse = min(max(self.size["lse"], 1.0), 1e5)
         self.rounding = {name: 4 * torch.finfo(torch.float64).eps * lse * gross.get(name, size) for name, size in self.size.items()}
         self.plain = dict.fromkeys(self.ref, 0.0)  # the formulas' error, so far
@@ -80,8 +81,8 @@ class Judge:
         return {name: size for name, size in gross.items() if name in self.ref}
 
     def _steps(self) -> dict[str, float]:
-        """The largest error of each gradient from P and dS below 2^-14, where float16 has steps of 2^-24 (docs/semantics.md, "Rows"). Each
-        element is off by up to half a step, in either direction, so the errors of n terms grow with sqrt(n); four standard deviations."""
+        """The largest error of each gradient from P and dS below 2^-14, where float16 has steps of 2^-24 (docs/semantics.md, "Rows"): four
+        standard deviations. Each element is off by up to half a step in either direction, so the errors of n terms grow with sqrt(n)."""
         x = self.call.dense
         seen, k, v, dout = (t.double() for t in (x.seen, x.k, x.v, x.dout))
         (b, h, sq), (hkv, sk), d = dout.shape[:3], k.shape[1:3], x.q.shape[3]
@@ -101,7 +102,7 @@ class Judge:
         return found
 
     def _variants(self) -> Iterator[tuple[Dense, Results, bool]]:
-        """Problems, their results, and whether q.k is summed in runs."""
+        """Yields problems, their results, and whether q.k is summed in runs."""
         dense = self.call.dense
         yield dense, self.ref, False
         yield dense, self.ref, True
@@ -118,7 +119,8 @@ class Judge:
             if dtype in HALF:
                 single = evaluate(x, torch.float32, in_runs=in_runs)
                 self.plain_statistics = {name: max(off, error(single[name], ref[name])) for name, off in self.plain_statistics.items()}
-            # An LSE of more than 16 is rounded too much for float32: engines compensate, and these formulas must not.
+            # float32 rounds an LSE above 16 too much. Engines compensate for that; these formulas do not, so P does not come from such an
+            # LSE.
             from_lse = [(False, True)] if dtype == torch.float32 and self.size["lse"] <= 16 else []
             for d_from_p, p_from_lse in [(True, False), (False, False), *from_lse]:
                 errors = {name: error(t, ref[name]) for name, t in evaluate(x, dtype, d_from_p, in_runs, p_from_lse).items()}
@@ -141,7 +143,7 @@ class Judge:
         if self.dtype == torch.float64:
             bound = max(bound, self.rounding[name])
         if self.dtype in HALF:
-            bound += ulp(self.dtype if name in self.vanishing else self.dtype_of(name), size)  # if it cancels, it has the rounding of O
+            bound += ulp(self.dtype if name in self.vanishing else self.dtype_of(name), size)  # a gradient that vanishes has O's rounding
             if name == "column_sums":
                 bound += size * 2.0**-21 * (1 + 2 * self.size["lse"])  # P in float32: docs/semantics.md, "Rows"
             if name in STATISTICS:
@@ -149,7 +151,7 @@ class Judge:
         return bound if name in ("out", *STATISTICS) else max(bound + self.steps.get(name, 0.0), self.flushed)
 
     def _dense(self, name: str, t: Tensor) -> Tensor:
-        """A result in the axes of the formulas'; where packed sequences have no token, it has the formulas' values."""
+        """A result with the axes of the formulas. Where packed sequences have no token, it gets the formulas' values."""
         packing = self.call.packing
         if name in ("dbias", "dsinks", "max_logit"):
             return t

@@ -1,4 +1,4 @@
-"""max_logit and column_sums: attention()'s results if aux names them, corners, and calls that must not change."""
+"""max_logit and column_sums: their values, corner cases, and that calls without them do not change."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_reference_wants_all_rows():
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_only_key_of_a_query_gets_all_of_it(engine, seed):
-    """The scores of the pass are equal to those that LSE was made of, or close to them."""
+    """P is 1 only if the pass computes the score that LSE was made of, or nearly so."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = ((3 * torch.randn(1, 4, n, 128, generator=g)).to(DEVICE, dtype_of(engine)) for n in (16, 1, 1))
     found = attention(q, k, v, engine=engine, aux=("column_sums",)).column_sums
@@ -162,7 +162,7 @@ def test_nan_that_is_seen_and_nan_that_is_not(engine):
     found = attention(q, k, v, causal=True, aux=BOTH, engine=engine)
     assert found.max_logit[0, 0].isnan()
     assert not found.max_logit[0, 1].isnan()
-    assert found.column_sums[0, 0].isnan().all()  # rows from 50 on see the NaN, and each earlier key
+    assert found.column_sums[0, 0].isnan().all()  # the rows from 50 on see the NaN, and also all earlier keys
     assert not found.column_sums[0, 1].isnan().any()
     hidden = attention(q, k, v, causal=True, window=(5, 0), mask=torch.arange(70, device=q.device) != 50, aux=BOTH, engine=engine)
     assert not hidden.max_logit.isnan().any()
@@ -204,7 +204,7 @@ def test_explain_says_what_they_cost():
 @pytest.mark.parametrize("engine", available_engines())
 @pytest.mark.parametrize("first", [1, 16, 48, 97])
 def test_no_key_is_left_out_wherever_the_first_one_lies(engine, first):
-    """Query tiles see keys from any position on: by a window, and where a mask hides the first ones."""
+    """The first key that a query tile sees may be anywhere: because of a window, or of a mask that hides earlier keys."""
     q, k, v = (torch.randn(1, 2, 200, 16, generator=torch.Generator().manual_seed(n)).to(DEVICE) for n in range(3))
     mask = (torch.arange(200) >= first).to(DEVICE)[None, None, None]
     for options in ({"window": (first, 0)}, {"mask": mask}):

@@ -33,7 +33,7 @@ def every_group():
     return [group for make in SETS.values() for group in make()]
 
 
-# The work counted
+# Counted work
 
 
 @pytest.mark.parametrize(("backward", "causal"), list(itertools.product((False, True), repeat=2)))
@@ -169,7 +169,7 @@ def test_nan_is_a_difference():
 
 
 class FakeGpu:
-    """The time of a stream: the host launches, and the GPU runs each launch when it gets there."""
+    """Simulates a stream's time: the host launches, and the GPU runs each launch when it gets there."""
 
     def __init__(self, monkeypatch, host):
         self.host_time = self.gpu_time = self.slept = 0.0
@@ -342,7 +342,7 @@ def test_shapes_are_drawn_from_what_is_named(seed):
         assert p.heads % p.heads_kv == 0
         assert p.heads // p.heads_kv in range(1, 9)
         lengths = p.lengths or (p.seqlen,) * p.batch
-        assert all(64 <= n <= 32768 for n in lengths[: -1 if p.lengths else None])  # the last packed sequence has the rest
+        assert all(64 <= n <= 32768 for n in lengths[: -1 if p.lengths else None])  # the last packed sequence has the remaining tokens
         assert 4096 <= sum(lengths) <= 65536
         assert max(lengths) == where["s"]
         assert 0 <= p.window < 32768
@@ -358,12 +358,12 @@ def test_everything_that_is_named_is_drawn():
     assert {p.heads // p.heads_kv for p in problems} == set(range(1, 9))
     lengths = [p.seqlen for p in problems if not p.lengths]
     assert {n % 2 for n in lengths} == {0, 1}
-    below = [sum(n < bound for n in lengths) / len(lengths) for bound in (512, 4096)]  # each bound leaves a third of the logarithmic range
+    below = [sum(n < bound for n in lengths) / len(lengths) for bound in (512, 4096)]  # the bounds cut the logarithmic range into thirds
     assert below == [pytest.approx(1 / 3, abs=0.05), pytest.approx(2 / 3, abs=0.05)]
     tokens = [p.batch * p.seqlen for p in problems if not p.lengths]
     assert min(tokens) < 5000
     assert max(tokens) > 60000
-    for share, of in ((1 / 4, "lengths"), (1 / 4, "window"), (5 / 8, "causal")):  # a window is causal
+    for share, of in ((1 / 4, "lengths"), (1 / 4, "window"), (5 / 8, "causal")):  # calls with a window are causal, too
         assert sum(bool(getattr(p, of)) for p in problems) / len(problems) == pytest.approx(share, abs=0.04), of
     assert sum(p.dim_v != p.dim for p in problems) / len(problems) == pytest.approx(1 / 4, abs=0.04)
 
@@ -406,7 +406,7 @@ def test_a_drawn_window_is_the_calls():
 
 def drawn_rows():
     rows = [row("random", 100.0 + i, peers={"fa2": 50.0, "fa4": 110.0}, seed=9) | {"s": 100 + i} for i in range(20)]
-    return [*rows, row("random", 90.0, peers={}, seed=9)]  # a row without a peer is part of no figure
+    return [*rows, row("random", 90.0, peers={}, seed=9)]  # a row without peers is left out of all figures
 
 
 def test_summary_of_shapes_drawn_at_random():
@@ -427,7 +427,7 @@ def test_a_seed_is_no_part_of_a_shapes_name():
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """A GPU whose clock moves ten seconds for each group measured."""
+    """A GPU whose clock advances by ten seconds per measured group."""
     now = [0.0]
 
     def measure(group, repeats):

@@ -51,7 +51,7 @@ def packed() -> Inputs:
 
 
 def few_queries() -> Inputs:
-    """A decode of more items than threads: each thread has scratch of its own."""
+    """Decoding with more items than threads, so that a thread uses its scratch again."""
     return call(b=3, h=8, hkv=4, sq=2, sk=3000, d=32, causal=True)
 
 
@@ -87,7 +87,7 @@ def test_run_to_run(engine):
 
 def in_child(inputs: Inputs, engine: str, connection) -> None:
     results = run(inputs, engine, threads=4)
-    torch.set_num_threads(1)  # PyTorch's own operators wait for ever for the parent's threads
+    torch.set_num_threads(1)  # PyTorch's own operators would wait for ever for the parent's threads
     connection.send({name: t.float().numpy() for name, t in results.items()})
     connection.close()
 

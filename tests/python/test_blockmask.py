@@ -30,7 +30,7 @@ SIZES = [
 
 
 def diagonal(sq: int, sk: int, block_q: int, block_k: int, alignment: str, i: int) -> set[int]:
-    """The key blocks, possibly outside, at the positions of the queries of block i."""
+    """The key blocks at the positions of the queries of block i, also those outside of the matrix."""
     offset = sk - sq if alignment == "bottom_right" else 0
     return {(token + offset) // block_k for token in range(i * block_q, min((i + 1) * block_q, sq))}
 
@@ -256,13 +256,13 @@ def test_bad_arguments(name, make):
 
 
 def test_blocks_that_another_thread_adds_after_they_were_counted():
-    """No more columns are written than were counted."""
+    """Even then, no more columns are written than were counted."""
     columns = ffi.new("int32_t[]", [7] * 8)
     lib.strobe_glue_indices_of_kept(ffi.new("uint8_t[]", [1] * 8), 1, 2, 4, 3, columns)
     assert list(columns) == [0, 1, 2, 7, 7, 7, 7, 7]
 
 
-# calls that a mask does not fit
+# Calls with a mask that does not fit
 
 
 def shape_of(sq: int, sk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -299,7 +299,7 @@ def test_a_call_has_the_lengths_of_its_mask(made):
 @pytest.mark.parametrize("alignment", ["bottom_right", "top_left"])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (8, 8)}, {"alibi_slopes": torch.ones(2)}], ids=str)
 def test_a_call_has_the_alignment_of_its_mask(alignment, options):
-    """The alignment is checked if it has an effect: with different lengths, beside another aligned option."""
+    """The alignment is checked where it has an effect: if lengths differ and another option depends on the alignment, too."""
     other = "top_left" if alignment == "bottom_right" else "bottom_right"
     q, k = shape_of(40, 50)
     for make in (BlockMask.causal, BlockMask.butterfly):

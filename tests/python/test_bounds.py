@@ -19,7 +19,7 @@ halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=s
 
 
 def bounds_of_rows(inputs: Inputs) -> dict[str, Tensor]:
-    """How far each number of dq, dk and dsinks may be off in 16 bits: docs/semantics.md, "Rows". One key head for each query head."""
+    """How far each number of dq, dk and dsinks may be off in 16 bits: docs/semantics.md, "Rows". Each query head has its own key head."""
     q, k, v, dout = (t.double() for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
     options, unit = inputs.options, torch.finfo(inputs.q.dtype).eps / 2
     scale = options["scale"]
@@ -32,7 +32,7 @@ def bounds_of_rows(inputs: Inputs) -> dict[str, Tensor]:
     dp = dout @ v.transpose(-1, -2)
     delta = (dout * (p @ v)).sum(-1, keepdim=True)
     dlse = 0 if inputs.dlse is None else inputs.dlse.double()[..., None]
-    of_d = (dout.abs() * (p @ v.abs())).sum(-1, keepdim=True)  # the terms of D and dP
+    of_d = (dout.abs() * (p @ v.abs())).sum(-1, keepdim=True)  # the size of the terms of D and dP
     fp32 = 2.0**-21 * (1 + s.abs() + lse.abs())  # the errors of P = exp(S - LSE), and of sums in fp32
     lost = torch.finfo(inputs.q.dtype).tiny * unit  # the errors of P and dS below the dtype's normal numbers
     ds = dp - delta + dlse
@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@lru_cache(maxsize=1)  # the engines of one call are tested one after another
+@lru_cache(maxsize=1)  # tests of one call on all engines follow one another
 def measured(shape: str, dtype: torch.dtype) -> tuple[Yardstick, dict[str, Tensor]]:
     """A call's yardstick, and its bounds_of_rows."""
     inputs = call(dtype=dtype, dlse=shape == "sinks", **SHAPES[shape])
@@ -63,7 +63,7 @@ def measured(shape: str, dtype: torch.dtype) -> tuple[Yardstick, dict[str, Tenso
 @halves
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_row_of_a_gradient(shape, dtype, engine):
-    """Rows of dq in which P is nearly 1 have a dS that cancels: the error of D, made from a rounded O, exceeds such a dS."""
+    """Where a row's P is nearly 1, the terms of its dS cancel, and the error of D, which is made from a rounded O, is larger than dS."""
     yardstick, bounds = measured(shape, dtype)
     results = run_or_skip(yardstick.inputs, engine)
     assert not (faults := yardstick.faults(results)), faults  # the accuracy clause, for whole tensors
@@ -101,8 +101,8 @@ def test_sums_of_large_values(sk, dtype, engine):
 
 @pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
 def test_scores_of_a_hundred(engine):
-    """P has the relative error of its score's absolute error, so a sum of 256 products must not be rounded in one run. Measured on the
-    average of all numbers, because the largest error is one row's luck."""
+    """P's relative error is its score's absolute error, so the 256 products of a score must not be summed in one run. The test takes the
+    mean error, because the largest is one row's luck."""
     inputs = call(h=2, sq=303, sk=192, d=256, scale=-0.25)
     inputs.q.mul_(3)
     inputs.k.mul_(3)
@@ -120,8 +120,8 @@ def test_scores_of_a_hundred(engine):
 @engines
 @pytest.mark.parametrize(("width", "far"), [(24, 100), (64, 80), (160, 60)])
 def test_hyperbolic_slopes_below_the_steps_of_float16(width, far, engine):
-    """If keys are many and points far away, P times the derivative of the distance is of the size of float16's last step, 2^-24: it must
-    not be rounded before dP - D, which is larger than 1, multiplies it."""
+    """With many keys and distant points, P times the derivative of the distance is about 2^-24, float16's smallest number. It must not be
+    rounded before it is multiplied by dP - D, which is larger than 1."""
     inputs = call(h=1, sq=5, sk=1024, d=width, dv=24, dtype=torch.float16, dlse=False, score="hyperbolic", beta=0.5, shift=0.0)
     for t, sign in ((inputs.q, -1), (inputs.k, 1)):
         x = t.float() * far / width**0.5
@@ -168,7 +168,7 @@ def test_small_terms_of_a_sum_whose_first_are_large(hidden, engine):
 
 @pytest.mark.parametrize("engine", [e for e in available_engines() if takes(e, torch.float32, 64)])
 def test_dq_of_thousands_of_tiles_of_keys(engine):
-    """Thousands of tiles add to dQ of a few queries: a float32 sum would round as often. The test looks at the average of all numbers."""
+    """Thousands of tiles add to dQ of a few queries, and a plain float32 sum would be rounded each time. The test takes the mean error."""
     inputs = call(h=1, sq=2, sk=40_000, d=64, tile_q=256, tile_k=16, dlse=False)
     inputs.q.mul_(0.1)
     inputs.k.mul_(0.1)

@@ -139,7 +139,8 @@ def test_check_passes_and_counts(run):
     rows = {name.strip(): [int(n) for n in counts] for name, *counts in lines}
     assert sorted(rows) == sorted(available)
     assert all(failed == 0 and passed + not_taken == 24 for passed, failed, not_taken in rows.values())
-    assert all(row[0] > 0 for name, row in rows.items() if name.startswith("cpu"))  # engines but the ladder's, which supports few options
+    # The ladder's engines support too few options.
+    assert all(row[0] > 0 for name, row in rows.items() if name.startswith("cpu"))
     assert f"{sum(row[0] for row in rows.values())} cases checked" in done.output
 
 
@@ -464,7 +465,7 @@ def test_medians_interleave_in_shuffled_order(monkeypatch):
         return function
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
-    first = [9.0, 1.0, 5.0, 2.0, 4.0, 3.0]  # the first call of each is not counted
+    first = [9.0, 1.0, 5.0, 2.0, 4.0, 3.0]  # the first call of each function is not counted
     found = timing.medians({"a": call("a", first), "b": call("b", [x * 10 for x in first])}, repeats=5)
     assert found == {"a": 3.0, "b": 30.0}
     assert Counter(order) == {"a": 6, "b": 6}
@@ -488,7 +489,7 @@ def test_bench_prints_and_keeps_its_figures(run, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("longest", "brief"), [(1.9, True), (7.0, True), (7.0, False)])
 def test_bench_says_that_the_machine_was_busy(run, monkeypatch, longest, brief):
-    """One call of a figure stalls. If calls are brief, the median is that of more of them."""
+    """One timed call stalls. If calls are brief, twice as many more are timed."""
     asked = []
 
     def samples(functions, repeats):

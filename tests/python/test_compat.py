@@ -102,7 +102,7 @@ def test_learned_scale_usage_training_loop_with_a_scheduler():
         scheduler.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-    assert model.attention.scale > 0.125  # it moves towards the 0.3 that made the target
+    assert model.attention.scale > 0.125  # training moves the scale towards 0.3, which made the target
 
 
 def test_learned_scale_usage_multi_head_attention():
@@ -153,7 +153,7 @@ def test_the_gradient_of_the_scale(dtype, tolerance, head_dim):
     close(output, expected, tolerance)
     close(dQ, expected_dQ, tolerance)
     by_rows = (expected_dQ * wide[0]).detach()
-    terms = float(by_rows.abs().sum()) / 0.2  # terms that may cancel
+    terms = float(by_rows.abs().sum()) / 0.2  # the size of the terms, which may cancel
     assert abs(dscale.item() - expected_dscale.item()) < tolerance * terms
     assert math.isclose(expected_dscale.item(), float(by_rows.sum()) / 0.2, rel_tol=1e-9)
 

@@ -100,7 +100,7 @@ def test_packed_heads():
 def test_sequences_that_fill_their_place_in_part(options, used_k):
     lengths_q, lengths_k, q_there, k_there = [5, 3, 0, 4], [6, 4, 2, 0], [3, 3, 0, 2], [6, 1, 2, 0]
     cu_q, cu_k = (ints(0, *itertools.accumulate(lengths)) for lengths in (lengths_q, lengths_k))
-    q, k, v = (torch.randn(n, h, D, requires_grad=True) for n, h in ((14, H), (12, HKV), (12, HKV)))  # 2 of padding in q
+    q, k, v = (torch.randn(n, h, D, requires_grad=True) for n, h in ((14, H), (12, HKV), (12, HKV)))  # q has 2 padding tokens
     used = {"seqused_q": ints(*q_there)} | ({"seqused_k": ints(*k_there)} if used_k else {})
     out, lse = flash_attn_3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, **used, **options, return_attn_probs=True)
     expected, expected_lse = torch.zeros_like(out, dtype=torch.double), torch.full_like(lse, -torch.inf, dtype=torch.double)

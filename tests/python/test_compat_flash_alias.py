@@ -54,7 +54,7 @@ for name in ("flash_attn.ops", "flash_attn.modules.mha", "flash_attn.losses", "f
 
 def test_an_alias_is_a_package():
     """The alias's modules are imported under its name and have the same functions; importlib finds it, with flash-attn's version; missing
-    modules stay missing. The test runs in a process of its own, because an alias stays."""
+    modules stay missing. The test runs in a process of its own, because an alias cannot be undone."""
     done = subprocess.run([sys.executable, "-c", ALIASED + MODULES + FOUND], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
 
@@ -74,7 +74,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_the_signatures_of_the_passes(name):
-    """Callers build their arguments from inspect.getfullargspec(), which does not unwrap."""
+    """Callers build their arguments from inspect.getfullargspec(), which does not follow __wrapped__."""
     function = getattr(flash_attn_interface, name)
     assert list(inspect.signature(function).parameters) == SIGNATURES[name].split()
     spec = inspect.getfullargspec(function)

@@ -39,7 +39,8 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kv", [(33, 4), (50, 2), (20, 1)])
 def test_func(options, kv):
-    """Outputs, softmax_lse and gradients; grouped heads; more and fewer keys than queries, aligned at the bottom right."""
+    """Checks outputs, softmax_lse and gradients, with grouped heads, and with more and fewer keys than queries, aligned at the bottom
+    right."""
     leaves = inputs(2, 33, 4, 24, kv=kv)
     out, lse, probabilities = flash_attn.flash_attn_func(*leaves, **options, return_attn_probs=True)
     expected_out, expected_lse = formulas(*leaves, **options)
@@ -88,7 +89,7 @@ def test_varlen_forms(options):
 
 
 def test_max_seqlen_is_a_number_of_any_kind():
-    """transformers passes lengths.max()."""
+    """transformers passes the tensor lengths.max()."""
     q, k, v = (torch.randn(32, 4, 16) for _ in range(3))
     lengths = torch.tensor([20, 12], dtype=torch.int32)
     cu = torch.tensor([0, 20, 32], dtype=torch.int32)

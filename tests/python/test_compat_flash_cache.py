@@ -90,8 +90,8 @@ def test_rows_of_the_cache_by_index_and_left_padding():
 @pytest.mark.parametrize("filled", [7, [12, 7, 0, 38], None], ids=str)
 @pytest.mark.parametrize("options", CACHE_OPTIONS[:4], ids=str)
 def test_named_rows_are_those_rows_taken_out(options, filled, begin, module):
-    """Bits are the same on a CPU, unless a left padding hides keys in one call that are left out in the other. A row may serve several
-    sequences."""
+    """A call that names rows of the cache equals a call with copies of these rows. On a CPU the bits are equal, too, unless left padding
+    hides keys in one call that the other call lacks. Several sequences may name the same row."""
     k_cache, v_cache = cache(6, 40)
     q, rows = torch.randn(4, 2, 8, 16), torch.tensor([5, 0, 0, 2])
     given: dict[str, Any] = {**options, "return_softmax_lse": True}
@@ -127,7 +127,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", ["plain", "rows", "rows and leftpad", "leftpad", "packed queries", "new keys in rows"])
 @pytest.mark.parametrize("filled", [900, [900, 3, 1000, 0]], ids=str)
 def test_nothing_of_the_cache_is_copied(filled, kind, layout):
-    """Less than a row of it is copied; and the result is that of a contiguous cache."""
+    """Less than a row of the cache is copied, and the result equals that of a contiguous cache."""
     k_cache, v_cache = (LAYOUTS[layout](x) for x in cache(4, 1100))
     lengths = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
     q, rows = torch.randn(4, 1, 4, 16), torch.tensor([3, 0, 2, 1])
@@ -181,7 +181,7 @@ def test_named_rows_of_nothing(shape):
 
 
 def test_named_rows_where_something_requires_a_gradient():
-    """The cache has no gradient: the function itself uses no_grad(). Forward mode does not matter either, if nothing has a tangent."""
+    """The function runs under no_grad(), so the cache needs no gradient. Forward mode is no obstacle either, if no tensor has a tangent."""
     q, rows = torch.randn(2, 1, 4, 16), torch.tensor([3, 1])
     k_cache, v_cache = cache(4, 8)
     expected = flash_attn.flash_attn_with_kvcache(q, k_cache[rows], v_cache[rows])
@@ -237,7 +237,7 @@ def test_packed_queries_over_pages():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary(interleaved, causal):
-    """q and k are rotated as pairs of columns, by complex numbers here."""
+    """The expected q and k are rotated here as complex numbers, one for each pair of columns."""
     angles = torch.rand(40, 4) * 6
     k_cache, v_cache = cache(2, 40)
     cached = k_cache.clone()
@@ -325,7 +325,8 @@ def test_a_numpy_integer_is_a_length():
 @pytest.mark.parametrize("filled", [5, [3, 5]])
 @pytest.mark.parametrize("causal", [False, True])
 def test_rotary_tables_reach_the_last_token(filled, causal):
-    """Tables are checked for k, and for q if each query has its own position. Lengths are in host memory, because a check must not wait."""
+    """Tables are checked for k, and for q if each query has its own position. Only lengths in host memory are checked, so as not to wait
+    for a GPU."""
     with torch.device("cpu"):
         q, k, v = torch.ones(2, 3, 4, 16), *(torch.ones(2, 2, 4, 16) for _ in "kv")
         lengths = torch.tensor(filled, dtype=torch.int32) if isinstance(filled, list) else filled
@@ -384,7 +385,7 @@ def test_rotary_tables_come_with_each_other_and_with_new_keys():
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int32], ids=str)
 def test_rotary_tables_are_floating_point(dtype):
-    """The imaginary part of complex ones would be dropped, and wrong keys would be in the cache."""
+    """The imaginary part of a complex table would be dropped, and wrong keys would get into the cache."""
     k_cache, v_cache = cache(2, 8)
     kept = k_cache.clone()
     q, table = torch.ones(2, 1, 4, 16), torch.ones(8, 4).to(dtype)

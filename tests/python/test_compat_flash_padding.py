@@ -307,7 +307,7 @@ def test_rotary_sequences_in_host_memory_are_checked(ends, message):
 
 @pytest.mark.parametrize("length", [5, 9])
 def test_rotary_tables_reach_the_tokens_and_not_the_padding(length):
-    """The tables need not reach a sequence without a token either."""
+    """The tables need not reach padding, nor a sequence without a token."""
     with torch.device("cpu"):
         x, ends, offsets = torch.randn(8, 3, 12), torch.tensor([0, 0, 2], dtype=torch.int32), torch.tensor([40, 3])
         angles = torch.rand(9, 4)[:length]
@@ -326,7 +326,7 @@ def test_rotary_embedding_of_no_token(length):
     none, x = torch.zeros(2, 0, 3, 12), torch.randn(8, 3, 12)
     assert apply_rotary_emb(none, *tables, seqlen_offsets=7).shape == none.shape
     if length == 0 and DEVICE != "cpu":
-        return  # lengths in a GPU's memory are not read: a token may be there
+        return  # cu_seqlens in GPU memory is not read, so there may be tokens
     for ends in ([0], [0, 0, 0]):
         out = apply_rotary_emb(x, *tables, seqlen_offsets=5, cu_seqlens=torch.tensor(ends, device="cpu").to(x.device))
         assert out.shape == x.shape

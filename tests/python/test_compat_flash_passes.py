@@ -82,8 +82,8 @@ def test_both_passes_are_those_of_the_function(options):
 @pytest.mark.parametrize("scale", [None, 4.0])
 @pytest.mark.parametrize("length", [40, 700])
 def test_keys_that_several_calls_share_have_the_gradients_of_one(dtype, scale, length):
-    """Ring attention: parts of the keys, merged by their LSE; each part's backward gets the merged out and LSE. With scale 4 some LSE are
-    large, and with 40 keys all lie in one tile, where a backward must not take the LSE for that of its own keys."""
+    """As in ring attention, calls on parts of the keys are merged by their LSE, and each part's backward gets the merged out and LSE. With
+    scale 4 some LSE are large. With 40 keys all lie in one tile, whose backward must not take the merged LSE for that of its own keys."""
     q, k, v = (x.detach() for x in inputs(dtype, length))
     wide = torch.promote_types(dtype, torch.float32)
     spans = (slice(0, length // 3), slice(length // 3, length))
@@ -155,7 +155,7 @@ def test_packed_passes_are_those_of_the_function(options):
 
 @pytest.mark.parametrize("slopes", [None, torch.stack([SLOPES, 2 * SLOPES, 3 * SLOPES])], ids=["plain", "alibi"])
 def test_sequences_of_which_some_keys_are_there(slopes):
-    """seqused_k and leftpad_k: the other keys may hold anything."""
+    """Keys that seqused_k and leftpad_k leave out may hold anything."""
     (q, k, v), sequences = packed()
     k, v = k.detach(), v.detach()
     used, begin = torch.tensor([12, 0, 11], dtype=torch.int32), torch.tensor([2, 0, 5], dtype=torch.int32)
@@ -221,8 +221,8 @@ PAGED: list[dict[str, Any]] = [{}, {"causal": True, "softcap": 2.0}, {"alibi_slo
 @pytest.mark.parametrize("page", [1, 4, 16])
 @pytest.mark.parametrize("options", PAGED, ids=str)
 def test_keys_in_pages(options, page):
-    """The results of the same keys one after the other, also where q requires a gradient. seqused_k or
-    else cu_seqlens_k has their number."""
+    """Results equal those of contiguous keys, also where q requires a gradient. seqused_k, or else cu_seqlens_k, gives the number of
+    keys."""
     (q, k, v), sequences = packed()
     k_pool, v_pool, table = in_pages(k.detach(), v.detach(), sequences["cu_seqlens_k"], page)
     given = {"dropout_p": 0.0, "softmax_scale": 0.3, "causal": False} | options
@@ -331,7 +331,7 @@ def test_wrong_names_and_flags_of_the_passes_are_refused():
 
 
 def test_a_part_with_little_weight_keeps_its_gradients():
-    """Keys whose scores are 12 below the others': their dO' is smaller by that factor, and float16 has no such numbers."""
+    """The part's keys score 12 below the others, so the weight of their gradients, e^-12, is too small for products in float16."""
     q, k, v = (torch.randn(1, 64, 2, 32, dtype=torch.float16) for _ in range(3))
     q, k = q * 0.1, k * 0.1
     q[..., 0] = 8.0

@@ -1,4 +1,4 @@
-"""strobe.compat.sdpa beside PyTorch's own function in float64, outputs and gradients."""
+"""Compares outputs and gradients of strobe.compat.sdpa with those of PyTorch's own function in float64."""
 
 from __future__ import annotations
 

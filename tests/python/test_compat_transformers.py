@@ -139,7 +139,7 @@ def test_its_own_flash_attention_runs_on_an_alias(monkeypatch):
 
 
 def test_encoder_with_a_position_bias():
-    """T5: bidirectional, learned relative positions added to the scores."""
+    """T5 is bidirectional, and adds learned relative positions to the scores."""
     torch.manual_seed(0)
     config = transformers.T5Config(vocab_size=97, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, dropout_rate=0.0)
     assert_as_eager(transformers.T5EncoderModel(config).to(DEVICE), padded(2, 13))
@@ -202,8 +202,8 @@ def updates_the_cache_itself() -> bool:
 @pytest.mark.skipif(DEVICE != "cpu", reason="the comparison is of the CPU's texts")
 @pytest.mark.parametrize("case", [case for case in MODELS if case != "other dimensions of values"])
 def test_continuous_batching(case, monkeypatch):
-    """Prompts in pieces beside single tokens, in pages of 4, with fewer pages than all requests need at once: each generates the same as
-    alone."""
+    """Requests have prompts in pieces beside single tokens, in pages of 4, with fewer pages than all need at once. Each generates the same
+    text as alone."""
     if not hasattr(transformers, "ContinuousBatchingConfig"):
         pytest.skip("an earlier transformers, whose generate_batch has other arguments")
     from transformers.generation.continuous_batching import cache as batching

@@ -29,7 +29,7 @@ def test_every_combination_is_among_the_cases():
 
 
 def leaves_quantised(engine: str | None, refusal: str) -> bool:
-    """Whether an engine may refuse quantised keys: cpu-amx takes few queries with scales of rows, if a group has five or more."""
+    """Whether an engine may refuse quantised keys. cpu-amx takes only few queries with scales per row, at least five rows to a key head."""
     if ON_GPU:
         return engine not in (None, "cuda-simt")
     return engine == "cpu-avx512bf16" or (engine == "cpu-amx" and ("but for" in refusal or "fewer than 5 rows" in refusal))
@@ -38,7 +38,7 @@ def leaves_quantised(engine: str | None, refusal: str) -> bool:
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_case(number, record_property):
     case = CASES[number]
-    if ON_GPU and case["flag"] == "allow_tf32":  # it allows less accuracy than the contract asks: tests/gpu/test_runtime.py
+    if ON_GPU and case["flag"] == "allow_tf32":  # allow_tf32 allows more error than the contract: tests/gpu/test_runtime.py tests it
         case = case | {"flag": None}
     inputs = build(case)
     yardstick = Yardstick(inputs)
@@ -53,7 +53,7 @@ def test_case(number, record_property):
             results = run(inputs, engine)
         except NotImplementedError as refusal:
             if ON_GPU and case["flag"] == "invariant" and "invariant" in str(refusal):
-                continue  # block masks of some sizes, this bias, or every call may be refused
+                continue  # with `invariant` a GPU engine may refuse some block sizes, this bias, or every call
             special = SPECIAL.get(engine, {case["dtype"]})
             if case["part"] and case["bias"] and engine == "cuda-mma":  # cuda-mma leaves the backward of most of these to cuda-simt
                 special = set()

@@ -17,7 +17,8 @@ from engines import available_engines
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = (torch.float64, torch.float32, *HALF)
 INF = torch.inf
-# V as the sum of two TF32 numbers has 22 bits, not 24: if P is 0 or 1, only assert_matches checks the engine by the contract.
+# V as the sum of two TF32 numbers has 22 bits, not 24, so O is not V to the bit where P is 1. There only assert_matches checks these
+# engines.
 NOT_TO_THE_BIT = {"cuda-tf32"}
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda t: str(t).removeprefix("torch."))
@@ -83,7 +84,7 @@ def test_one_token(dtype):
 @pytest.mark.parametrize("sk", [1, 40])
 @pytest.mark.parametrize("dlse", [False, True])
 def test_one_key_of_a_row(engine, sk, dlse):
-    """P = 1, and dP = D to the last bits of each row's D, although D is a sum of many terms: only dLSE remains of dS."""
+    """P = 1, and dP = D except for the last bits of D, a sum of many terms: only dLSE remains of dS."""
     if dtype_of(engine) != torch.float32:
         pytest.skip(f"{engine} is not for float32")
     inputs = call(b=300, h=1, sq=1, sk=sk, d=256, dlse=dlse, mask=(torch.arange(sk) == sk // 2)[None, None, None])
@@ -167,7 +168,7 @@ def test_long_and_thin(sq, sk):
 
 @engines
 def test_more_scores_than_32_bits_count(engine):
-    """70000 x 70000, banded; float64, so that selected rows and columns of the oracle need no other yardstick."""
+    """70000 x 70000 scores in a band. In float64, sampled rows and columns of the oracle need no other yardstick."""
     n = 70_000
     inputs = call(h=1, sq=n, d=4, dtype=torch.float64, dlse=False, causal=True, window=(64, None), dropout=0.25, seed=3, offset=4)
     chosen = torch.tensor([0, 1, 65535, 65536, n - 1])
@@ -201,7 +202,7 @@ def spread(t: torch.Tensor, axis: int) -> torch.Tensor:
 @pytest.mark.gigabytes
 @pytest.mark.parametrize("axis", range(4), ids=["batch", "head", "token", "element"])
 def test_offsets_beyond_31_bits(axis):
-    """fla-org/flash-linear-attention#1080, thu-ml/SageAttention#386, Dao-AILab/flash-attention#1500: offsets that wrap."""
+    """fla-org/flash-linear-attention#1080, thu-ml/SageAttention#386, Dao-AILab/flash-attention#1500: offsets overflowed."""
     mask, bias = torch.rand(2, 2, 19, 21) < 0.8, torch.randn(2, 2, 19, 21)
     inputs = call(b=2, h=2, sq=19, sk=21, d=8, gradients=("bias",), mask=mask, bias=bias)
     yardstick = Yardstick(inputs)
@@ -218,7 +219,7 @@ def test_offsets_beyond_31_bits(axis):
 @dtypes
 @pytest.mark.parametrize("logit", [8e4, -8e4, 1e5])
 def test_huge_logits(logit, dtype):
-    """No finite sentinel: a row whose every logit is -8e4 is a row like any other (flashinfer-ai/flashinfer#4267)."""
+    """Hidden scores are no finite number, so a row of logits of -8e4 is a row like any other (flashinfer-ai/flashinfer#4267)."""
     inputs = call(sq=40, sk=50, dtype=dtype, scale=1.0, gradients=("bias",), bias=torch.full((1, 1, 40, 50), logit), causal=True)
     if dtype == torch.float64:
         inputs.options["bias"] = inputs.options["bias"].double()
@@ -244,7 +245,7 @@ def test_differences_of_1e5(dtype):
 
 
 def test_rows_of_one_large_score():
-    """P = 1, whatever was rounded in the score and in LSE: all computations of P must round in the same places."""
+    """P = 1, however the score and LSE were rounded: all computations of P must round in the same places."""
     inputs = call(sq=300, d=2, scale=2.83, window=(0, 0), sinks=torch.zeros(2))
     inputs.q.mul_(20)
     assert_matches(inputs)
@@ -253,7 +254,7 @@ def test_rows_of_one_large_score():
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("size", [20.0, -160.0, 160.0, 1e4, -2e4, 1e6])
 def test_keys_that_share_rows_of_large_scores(size, sinks):
-    """Scores are exact, a few units below a large one. P, recomputed from LSE, must be as exact, however large LSE's last bit is."""
+    """Scores are exact, a few units below a large number. P, recomputed from LSE, must be exact, too, however coarse LSE's last bit is."""
     bias = size - torch.randint(0, 7, (1, 2, 33, 33), generator=torch.Generator().manual_seed(1)).float()
     options = {"sinks": torch.full((2,), size)} if sinks else {}
     if ON_GPU and size > 2**14:
@@ -276,8 +277,8 @@ def test_masked_key_among_very_low_logits(dtype):
 
 @dtypes
 def test_lowest_finite_bias(dtype):
-    """A row whose bias is finfo.min throughout, as padding masks have it: legal logits, so it averages V
-    (pytorch/pytorch#103749, #109517)."""
+    """A row whose bias is finfo.min throughout, as in padding masks, has legal logits, so it averages V (pytorch/pytorch#103749,
+    #109517)."""
     bias = torch.zeros(1, 1, 40, 50, dtype=dtype)
     bias[:, :, 7:9] = torch.finfo(dtype).min
     bias[:, :, 20:30, 25:] = torch.finfo(dtype).min
@@ -360,7 +361,7 @@ def test_a_score_of_minus_infinity_hides(options, sq, engine):
 
 @engines
 def test_a_bias_of_minus_infinity_hides_what_is_no_number(engine):
-    """K holds NaN there. In the reference, too, a score of NaN with a bias of -inf is not NaN."""
+    """The hidden keys of K hold NaN. In the reference, too, a bias of -inf hides a score of NaN."""
     bias = torch.zeros(1, 1, 1, 70)
     bias[..., 37] = -INF
     inputs = call(sq=20, sk=70, d=16, dtype=dtype_of(engine), dlse=False, bias=bias.to(dtype_of(engine)))
@@ -380,7 +381,7 @@ def test_a_softcap_of_large_scores(sq):
 
 @pytest.mark.parametrize("sq", [1, 20])
 def test_a_huge_sink(sq):
-    """A sink that is in float32's range, but not in the unit of q.k."""
+    """A sink within float32's range, but not within that of the unit of q.k."""
     inputs = call(sq=sq, sk=70, sinks=torch.tensor([1e38, -1e38]), scale=0.1, gradients=("sinks",))
     assert_matches(inputs)
 
@@ -406,7 +407,7 @@ def test_nan_stays_in_its_sequence(engine):
 
 @engines
 def test_all_nan_is_not_zero(engine):
-    """pytorch/pytorch#141128: a NaN query turned into zeros by a 'no visible key' test on the row's maximum."""
+    """pytorch/pytorch#141128: a 'no visible key' test on the row's maximum turned a NaN query into zeros."""
     inputs = call(d=64, dtype=dtype_of(engine), dlse=False)
     inputs.q = torch.full_like(inputs.q, torch.nan)
     results = run(inputs, engine)
@@ -416,7 +417,7 @@ def test_all_nan_is_not_zero(engine):
 
 @engines
 def test_sinks_far_below_the_scores(engine):
-    """Each row adds less than 2^-126 or little more, which exp() may flush to 0, and the gradient is the sum of two thousand rows."""
+    """Each row adds about 2^-126, or less, which exp() may flush to 0, and the gradient is the sum of two thousand rows."""
     sinks = torch.tensor([-82.5, -83.5])
     inputs = call(sq=2000, sk=64, gradients=("sinks",), dlse=False, sinks=sinks)
     if not takes(engine, torch.float32, 16):
@@ -433,7 +434,7 @@ def test_sinks_far_below_the_scores(engine):
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize(("sq", "sk"), [(70, 50), (1, 3000)])
 def test_sinks_far_above_the_scores(sq, sk, invariant):
-    """Every number of a row has the error of exp(m - sink), whose exponent FP32 rounds by 2e-6. Scores are 0: the formulas are exact."""
+    """Each result of a row has the error of exp(m - sink), whose exponent FP32 rounds by 2e-6. Scores are 0, so the formulas are exact."""
     inputs = call(h=1, hkv=1, sq=sq, sk=sk, d=64, sinks=torch.tensor([44.94]))
     inputs.q.zero_()
     assert_matches(dataclasses.replace(inputs, aux=("column_sums",)), invariant=invariant)

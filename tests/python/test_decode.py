@@ -128,12 +128,12 @@ def test_any_number_of_threads(name, dtype, engine):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_one_key_has_a_p_of_1(dtype, engine):
     """A score has the same bits in each pass, so that exp(score - LSE) is 1 if LSE is the score."""
-    slopes = torch.zeros(16)  # slopes keep scores in their own unit
+    slopes = torch.zeros(16)  # with slopes, scores are in natural units
     inputs = call(h=16, hkv=8, sq=1, sk=208, d=192, dtype=getattr(torch, dtype), alibi_slopes=slopes, window=(0, 0), dlse=False)
     inputs = dataclasses.replace(inputs, q=inputs.q * 4, aux=("column_sums",))
     results = run_or_skip(inputs, engine)
     dv = results["dv"][:, :, -1].double()
-    if dtype != "bfloat16":  # few rows of bfloat16 have another order of sums
+    if dtype != "bfloat16":  # with few rows, bfloat16 is summed in another order
         assert (results["column_sums"][..., -1] == 1).all()
     if dtype in ("float32", "float64"):
         torch.testing.assert_close(dv, inputs.dout.double().view(1, 8, 2, -1).sum(2), rtol=0, atol=1e-6 if dtype == "float32" else 1e-14)
@@ -154,7 +154,7 @@ def test_a_mean_that_fits_where_the_sum_does_not(most):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_hidden_changes_nothing(dtype, bad):
-    """Hidden keys: past a causal row, hidden by a mask, not in use. A row that sees them does change."""
+    """Keys past a causal row, hidden by a mask, or not in use have no effect. A row that sees such a key does change."""
     shape, type_ = (1, 2, 1300, 32), getattr(torch, dtype)
     q, k, v = (torch.randn(1, 4, 3, 32).to(type_), torch.randn(shape).to(type_), torch.randn(shape).to(type_))
     mask = torch.ones(1, 1, 1, 1300, dtype=torch.bool)
@@ -176,7 +176,7 @@ def test_what_is_hidden_changes_nothing(dtype, bad):
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name != "cpu-amx"])  # on cpu-amx the result is NaN: docs/semantics.md
 @pytest.mark.parametrize("sq", [1, 17])
 def test_an_infinite_value_whose_weight_is_0_does_not_show(engine, sq):
-    """The cut of the keys into spans does not matter. In the first span the low scores are the largest, so the infinity weighs 1 there."""
+    """Spans change nothing, although the infinity weighs 1 in the first span, where low scores are the largest."""
     q, k, v = torch.ones(1, 1, sq, 16), torch.zeros(1, 1, 4096, 16), torch.ones(1, 1, 4096, 16)
     k[:, :, :2000] = -3000
     v[:, :, 5] = torch.inf

@@ -35,7 +35,7 @@ def test_case(workers, number):
 
 
 def test_the_script_for_several_gpus():
-    """tests/gpu/distributed_on_gpus.py, here on the CPU."""
+    """Runs tests/gpu/distributed_on_gpus.py on the CPU."""
     file = Path(__file__).parents[1] / "gpu" / "distributed_on_gpus.py"
     command = [sys.executable, file, "--backend", "gloo", "--ranks", "2", "--cases", "3", "77", "--jobs", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,5 +1,4 @@
-"""strobe.distributed beside its covering array: one rank's error is raised on every rank; seeds, bits, and the ways in which it is
-called."""
+"""strobe.distributed apart from its options: one rank's error is raised on every rank; seeds, bits, and the ways to call it."""
 
 from __future__ import annotations
 
@@ -105,7 +104,7 @@ def test_calls_that_differ_raise_on_all(workers, change):
 
 
 def test_options_that_differ_are_told_as_they_are_written():
-    """Messages name options as callers write them, not as fields of the C ABI, and those at their default as well."""
+    """Messages name options as callers write them, not as fields of the C ABI, including options at their default."""
     drawn = _operators._written({"deterministic": True, "invariant": True, "bshd": True, "window_right": 0, "dropout": 0.5}, True)
     plain = _operators._written({}, False)
     differ = {name: (drawn[name], plain[name]) for name in plain if drawn[name] != plain[name]}
@@ -362,7 +361,7 @@ def test_what_a_context_refuses(workers):
 
 @pytest.mark.parametrize("function", ["attention", "explain"])
 def test_refusals_name_what_the_caller_gave(workers, function):
-    """The function that was called, the caller's shapes, and no Part, which the caller has not given."""
+    """Messages name the function that was called and the caller's shapes, and no Part, because the caller gave none."""
     longest = "and a sequence has 22 tokens; accepted is 22 or more, or None"
     expected = [
         ("TypeError", f"{function}() got an unexpected keyword argument 'nonsense'"),
@@ -472,7 +471,7 @@ def test_calls_on_parts_are_predicted_at_their_own_rate():
 
 
 def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
-    """All that the transfer can use are left if it takes as long as the call; none without a transfer, or on a CPU."""
+    """A call leaves all SMs that the transfer can use if the transfer takes as long as the call; none without a transfer, or on a CPU."""
     band = _seen.Band.of(True, None)
 
     def reserved(seqlen: int, world: int, device: str = "cuda", backward: bool = False) -> int:
@@ -490,7 +489,8 @@ def test_a_call_leaves_as_few_multiprocessors_as_its_transfer_needs():
 @pytest.mark.parametrize(("given", "expected"), [({}, [5, 5, 5, 0]), ({"reserved_sms": 2}, [2, 2, 2, 2])])
 @pytest.mark.parametrize("method", ["gather", "ring"])
 def test_multiprocessors_are_left_beside_transfers(workers, method, given, expected):
-    """Multiprocessors are left while a transfer is in flight; in the last group or turn only gradients are. A caller's number is kept."""
+    """SMs are left while a transfer is in flight; during the last group or turn only gradients are. A number that the caller gives is
+    kept."""
     assert workers.run(calls.reserved, 4, method, given) == [(expected, [expected[0]] * 4)] * 4
 
 
@@ -507,7 +507,7 @@ def test_the_code_of_the_page(workers):
     ],
 )
 def test_dtensors(workers, placed, of, layout):
-    """strobe.attention() of sharded heads and sequences, on the tensors that each rank has."""
+    """strobe.attention() on DTensors with sharded heads and sequences: each rank computes on the tensors that it has."""
     answers = workers.run(calls.of_dtensors, 4, placed, of, layout)
     more = calls.learned() if of == "learned" else {}
     tensors = calls.laid_out(layout)

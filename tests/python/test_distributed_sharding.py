@@ -20,7 +20,7 @@ NAMES = ["contiguous", "zigzag", "balanced", "any"]
 
 
 def sharding_of(name: str, seqlen: int, world: int, seed: int = 0) -> Sharding:
-    if name == "any":  # uneven, and some ranks may have none
+    if name == "any":  # uneven; some ranks may have no token
         rng = random.Random(seed)
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(world)]
         at = 0
@@ -103,7 +103,7 @@ def test_the_work_before_a_token(lengths, padding, causal, left, right):
 
 @pytest.mark.parametrize("options", [{}, {"window": 4096}, {"causal": False}, {"cu_seqlens": [0, 2**39, 2**40]}], ids=str)
 def test_balanced_takes_no_memory_for_tokens(options):
-    """Which would be terabytes here."""
+    """Memory per token would be terabytes here."""
     sharding = Sharding.balanced(2**40, 4, **options)
     assert sum(map(sharding.count, range(4))) == 2**40
 
@@ -288,7 +288,7 @@ def test_only_dense_tensors_are_sharded():
     st.booleans(),
 )  # fmt: skip
 def test_seen_keys_are_those_that_positions_and_blocks_leave(world, seed, packed, causal, left, right, blocks):
-    """The keys are compared with the formulas of the contract, for sequences of different lengths on the two sides."""
+    """The keys are compared with the contract's formulas, for sequences of different lengths of queries and keys."""
     rng = random.Random(seed)
     lengths = [(rng.randrange(1, 60), rng.randrange(0, 60)) for _ in range(3 if packed else 1)]
     cu_q, cu_k = ([0, *itertools.accumulate(side)] for side in zip(*lengths, strict=True))

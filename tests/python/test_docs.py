@@ -1,4 +1,4 @@
-"""The code on the documentation's pages runs, block after block, and what `make api` writes is what the package says."""
+"""The code on the pages of docs/ runs, block after block, and the pages that `make api` writes are up to date."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md", "functions.md", "hyperbolic.md", "ladder.md", "reference.md"])
 def test_the_code_runs(page, monkeypatch):
     torch.set_num_threads(1)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # a block on a page replaces the function
+    monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # restored later: a block on a page replaces it
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert blocks
     names: dict[str, object] = {}
@@ -25,7 +25,7 @@ def test_the_code_runs(page, monkeypatch):
         if page == "compat.md":
             names = {}  # a reader copies one of these blocks at a time
         exec(compile(code, f"{page}, block {number}", "exec"), names)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:  # an alias that a block makes
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:  # removes the alias that a block makes
         del sys.modules[name]
 
 

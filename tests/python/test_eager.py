@@ -1,4 +1,5 @@
-"""python/glue/eager.c: which calls of torch tensors are the same call, which may use the fast path, and that it leaves nothing behind."""
+"""python/glue/eager.c: which calls of torch tensors count as the same call, which take the fast path, and that the path leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def reader(request):
 
 @pytest.fixture
 def short_ways(monkeypatch):
-    """How many forwards and backwards were found in C."""
+    """Counts the forwards and backwards that C found."""
     counts = {"attention": 0, "gradients": 0}
 
     def counted(name):
@@ -309,7 +310,7 @@ def test_incoming_gradients_of_other_strides_are_other_calls():
 
 
 def test_what_hooks_make_of_saved_tensors_is_looked_at():
-    """Unpacked, they may lie elsewhere and have other strides than the saved tensors."""
+    """The unpacked tensors may have other memory and other strides than the saved ones."""
     q, k, v = qkv(grad=True)
     expected = step(q, k, v)
     turn = lambda x: x.detach().transpose(-1, -2).contiguous().transpose(-1, -2)  # noqa: E731
@@ -539,7 +540,7 @@ def test_what_no_call_can_be_made_of(changed):
 
 
 def test_examples_are_gone_when_the_call_runs(monkeypatch):
-    """A repeated call is prepared with examples of its results, whose memory the call itself can use."""
+    """A repeated call is prepared with examples of its results. Their memory must be free again when the call runs."""
     examples: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 

@@ -1,5 +1,5 @@
-"""Some of what tests/gpu/record.py runs on a GPU, on the emulated one: ways to store keys, parts and invariant results, which the calls of
-tests/cpp/agreement_test.cpp do not have. `make test-emulated` runs the contract's pairs."""
+"""Runs on the emulated GPU some of what tests/gpu/record.py runs on a GPU: ways to store keys, parts and invariant results, which the calls
+of tests/cpp/agreement_test.cpp do not have. `make test-emulated` runs the contract's pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query heads of a key head share a tile on Hopper if that computes less, and are right with every option that such a tile supports."""
+"""On Hopper, query heads of a key head share a tile if that saves work. Results are right with every option that such a tile supports."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_they_are_right(name):
     output(CALL, how, *(str(int(x)) for x in numbers), LATE="1", SEED="1")
 
 
-# Heads have tiles of their own with a mask, a bias, ALiBi or dropout, because cuda-mma's tile of few rows is as fast, and if the tiles of
-# one head are full.
+# Each head has its own tiles if one head fills them, and with a mask, a bias, ALiBi or dropout, for which cuda-mma's tile of few rows is as
+# fast.
 APART = """
 import torch, strobe
 from device import running_on
@@ -96,7 +96,7 @@ def test_some_options_keep_heads_apart():
     output(APART)
 
 
-# An infinity of V in a tile that is not masked by position, and that lacks a page, reaches the queries that see it.
+# A tile is not masked by position and lacks a page: an infinity in its V must still reach the queries that see it.
 INFINITY = """
 import torch, strobe
 from device import running_on
@@ -131,7 +131,7 @@ def test_an_infinity_beside_a_page_that_is_not_there():
     output(INFINITY)
 
 
-# Packed queries of which one row serves all tokens are not read at tokens that do not exist.
+# If the packed queries are one expanded row, tokens that do not exist are not read.
 ONE_ROW = """
 import torch, strobe
 from device import running_on

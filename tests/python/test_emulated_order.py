@@ -1,10 +1,10 @@
-"""On the emulated GPU asynchronous products happen at once, or as late as the program's waits permit: the bits are the same."""
+"""On the emulated GPU, asynchronous products end at once or as late as the kernel's waits permit. The bits must be the same."""
 
 from __future__ import annotations
 
 from emulated import output
 
-# Keys of the second sequence lie in the first one's last key tile. They are large, so that a softcap's polynomial does not serve them.
+# The first sequence's last key tile reaches into the second sequence, whose keys are too large for a softcap's polynomial.
 CALL = """
 import hashlib, torch, strobe, device
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Packed sequences of very different lengths on Hopper: their tiles are numbered through all of them, and each is computed once."""
+"""Packed sequences of very different lengths on Hopper: tiles are numbered across all sequences, and each is computed once."""
 
 from __future__ import annotations
 

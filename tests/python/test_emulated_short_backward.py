@@ -1,6 +1,6 @@
-"""Forms of the Hopper backward on the emulated GPU: a block that owns dQ and has its sum in shared memory, a persistent one with two stages
-of keys, in line or not, and K and V in registers. Beside each option that a form takes, products end as late as the waits permit, nothing
-races, and the gradients are right. `make test` runs a few of these calls, `make test-long` all (mark: long)."""
+"""Forms of the Hopper backward on the emulated GPU: blocks that own dQ and sum it in shared memory, persistent blocks with two stages of
+keys (with options in line or not), and K and V in registers. With each option of a form, and with products that end as late as the waits
+permit, nothing races and the gradients are right. `make test` runs a few of these calls, `make test-long` all (mark: long)."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ IN_LINE = [
     *("plain; sq 520; sk 140; b 1; hkv 4", "plain; sq 400; sk 260; b 1; h 3; hkv 3; d 32"),
     "causal; sq 640; sk 520; b 1; h 2; hkv 2",
     "wide window; sq 520; sk 520; b 1; h 2; hkv 2; d 40; dv 64",
-    "top left; sq 900; sk 1100; b 1; h 1; hkv 1; d 48",  # the last keys have no queries
+    "top left; sq 900; sk 1100; b 1; h 1; hkv 1; d 48",  # no query sees the last keys
 ]
 WIDE_IN_LINE = [
     *(
@@ -162,13 +162,13 @@ def test_tiles_of_keys_come_in_line():
 
 @pytest.mark.long
 def test_wide_tiles_of_keys_come_in_line():
-    """Beside K and V in registers, or V alone, too; dQ is computed by columns."""
+    """The same with K and V, or V alone, in registers; dQ is computed by columns."""
     run("line", WIDE_IN_LINE, LATE="1", SEED="1", RACES="1")
 
 
 @pytest.mark.long
 def test_two_stages_of_keys_of_shares():
-    """Shares of a key head's query heads: enough blocks for five SMs."""
+    """Blocks take shares of a key head's query heads, so that there are enough blocks for five SMs."""
     calls = ["causal; b 1; hkv 1; sq 207; sk 260; shares 2", "causal; b 1; hkv 1; sq 270; sk 263; shares 2"]
     run("stages", calls, SMS="5", LATE="1", SEED="1", RACES="1")
 
@@ -204,7 +204,7 @@ def test_what_takes_none_of_these_forms():
 
 @pytest.mark.parametrize(("form", "call"), [("stages", SHORTEST), pytest.param("line", LAST_HIDDEN, marks=pytest.mark.long)])
 def test_keys_that_come_before_the_last_ones_are_read_are_a_race(form, call, tmp_path):
-    """The tests above can fail: without the wait for the stage that is read, two stages of keys are a race."""
+    """Shows that the tests above can fail: without the wait for the stage that is being read, two stages of keys are a race."""
     line = "        mbarrier_wait(next.keys_empty(), parity_before_next_keys<C>(n));"
     assert line in (ROOT / "kernels" / "sm90" / "backward" / "load.h").read_text()
     edit = tmp_path / "early_keys.edit"

@@ -1,5 +1,5 @@
-"""On the emulated GPU, tiles that wait for a turn that never comes: lists of blocks whose transpose contradicts them (illegal, but device
-memory is not checked before a call). The call ends, and writes only within its results."""
+"""On the emulated GPU, tiles wait for a turn that never comes, because the transpose of the block lists contradicts the lists. (That is
+illegal, but device memory is not checked before a call.) The call ends, and writes only within its results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from emulated import ROOT, output
 
-# The lists say that each query tile sees all keys, their transpose that no query sees the first ones.
+# The lists say that each query tile sees all keys; their transpose says that no query sees the first keys.
 CALL = """
 import sys, torch, strobe, device
 engine, dtype = sys.argv[1], getattr(torch, sys.argv[2])

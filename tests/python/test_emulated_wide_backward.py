@@ -1,4 +1,4 @@
-"""The Hopper backward of heads beyond 128 columns with 128 keys a block: its gradients are right, and gradients that are added up in order
+"""The Hopper backward of heads beyond 128 columns with 128 keys per block: the gradients are right, and gradients that are added in order
 do not depend on when products end."""
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ class Unprintable:
         raise RuntimeError
 
 
-# Values that no option accepts; and further values that each of them refuses.
+# Values that no option accepts, and below, for each kind of option, further values that it refuses.
 ANYWHERE = [
     "text",
     SURROGATE,
@@ -358,7 +358,7 @@ def test_the_shape_of_a_dropout_mask(shape):
 
 
 def test_gradients_of_what_is_not_there():
-    """Programs that trace the operators can call them directly."""
+    """Programs that trace the operators can call them directly, so the operators check `needed`."""
     q = torch.randn(1, 1, 4, 8)
     out, lse = strobe.attention(q, q, q, return_lse=True)
     for device in ("cpu", "meta"):
@@ -370,7 +370,7 @@ def test_gradients_of_what_is_not_there():
 
 
 def test_no_memory_for_the_results():
-    """MemoryError, as promised; and torch's own error, for handlers of that one."""
+    """The error is a MemoryError, as promised, and also torch's own error, so that handlers of either catch it."""
     for heads, length in ((2**20, 2**24), (2**30, 2**27)):
         q = torch.zeros(1).expand(1, heads, length, 8)
         for call in (lambda q=q: strobe.attention(q, q, q), lambda q=q: strobe.reference(q, q, q)):
@@ -412,7 +412,7 @@ def test_shapes_are_shown_as_they_were_given():
 
 
 def test_every_reason_is_told():
-    """Two wrong arguments: two lines, so that a caller need not correct a call one error at a time."""
+    """Two wrong arguments give two lines, so that a caller need not correct a call one error at a time."""
     with pytest.raises(ValueError, match=r"(?s)softcap: .*\nsinks: |sinks: .*\nsoftcap: "):
         strobe.attention(**good() | {"softcap": -1.0, "sinks": torch.randn(H + 1)})
 
@@ -773,7 +773,7 @@ def test_a_dtype_of_v_beside_scales_is_that_of_k(of_v):
 
 
 def test_k_scale_group_is_refused_in_pythons_words():
-    """If the scales belong to columns, no hint asks for a refused value."""
+    """If the scales belong to columns, the hint asks for no value that is refused."""
     k, scale = torch.zeros(B, H, SK, D, dtype=torch.int8), torch.ones(B, H, SK)
     quantised = good() | {"k": k, "v": k, "k_scale": scale, "v_scale": scale}
     for group in (40, 0, -32, 2**31):
@@ -865,7 +865,7 @@ def test_sinks_of_16_bits_under_a_compiler():
 
 
 def test_no_softcap_may_be_written_none():
-    """Many configurations write None for it."""
+    """Many configurations write None for no softcap."""
     q, k, v = (good()[name] for name in "qkv")
     for _ in range(3):
         assert torch.equal(strobe.attention(q, k, v, softcap=None), strobe.attention(q, k, v))
@@ -1040,7 +1040,7 @@ def test_slopes_that_require_grad_are_refused():
 
 
 def test_strict_names_what_stands_in_the_way():
-    """strict refuses a call that would not run on the fastest engine; which the oracle never is."""
+    """strict refuses a call that would not run on the fastest engine, and the oracle never is the fastest."""
     with pytest.raises((NotImplementedError, ValueError), match="strict"):
         strobe.attention(**good(), engine="reference", strict=True)
 
@@ -1277,7 +1277,7 @@ def test_a_parameter_without_a_shape_is_no_number(name):
 
 @pytest.mark.parametrize("device", ["no such", "cpu:x", [1], np.zeros(2), torch.float32, None])
 def test_a_mask_goes_to_a_device_alone(device):
-    """Not to another dtype either, as Tensor.to() would take it."""
+    """BlockMask.to() takes a device only, and not a dtype as Tensor.to() does."""
     mask = strobe.BlockMask.causal(SQ, SK, 16, 16)
     with pytest.raises(TypeError, match=r"^device: .*; accepted is a torch\.device, or the name of one$"):
         mask.to(device)

@@ -1,4 +1,4 @@
-"""The table of fields (include/strobe/fields.inc) and what is made from it: whatever a change of the C ABI forgets does not compile."""
+"""The table of fields (include/strobe/fields.inc) and what is made from it: a change of the C ABI that forgets a place does not compile."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_table_that_differs_from_the_structs(tree, file, old, new, says):
         (CPP, "  Tensor max_logit = {}, column_sums = {};", "  Tensor max_logit = {};", "column_sums"),
         (CPP, "  bool partial = false;", "", "partial"),
         (CPP, "  void *stream = nullptr;", "", "stream"),
-        # the same for a row that others know of
+        # a row of a kind that strobe.hpp does not expect
         (TABLE, "STROBE_MODE(strict)\n", "STROBE_BACKWARD_MODE(strict)\n", "strict"),
     ],
 )

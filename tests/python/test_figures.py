@@ -27,7 +27,7 @@ def run():
 
 @pytest.fixture
 def tiny(monkeypatch):
-    """Every figure in seconds; the results mean nothing."""
+    """Draws every figure within seconds. The results mean nothing."""
     monkeypatch.setattr(clock, "SPREAD", math.inf)
     monkeypatch.setattr(measure, "_gpt2_medium", lambda setting: (1, 2, 64, 16))
     monkeypatch.setattr(measure, "_blocks", lambda setting: ((1, 1, 64, 16), (16, 32)))
@@ -133,7 +133,7 @@ def test_a_point_is_the_median_of_three_calls_at_least(processor, budget, second
 @pytest.mark.parametrize("stalls", [0, 1, 2, 3])
 @pytest.mark.parametrize("budget", [0.0, 0.04, 2.0])
 def test_a_call_that_stalls_is_no_data(processor, budget, stalls):
-    """A call of 4.42 s among others of 0.05 s was drawn as data."""
+    """A call of 4.42 s among others of 0.05 s must not become a point."""
     seconds = [0.05] * 30
     seconds[stalls] = 4.42
     times, notes = clock.times(processor("a", seconds), Setting("cpu", True, budget))
@@ -155,7 +155,7 @@ def test_a_call_that_stalls_is_warned_of(run, tmp_path, monkeypatch):
 
 
 def test_gradients_that_are_let_go_late_are_not_taken_for_what_was_there_before(monkeypatch):
-    """150 bytes at most, over 40 that stay; the previous call still held 60 at the first look."""
+    """The peak is 150 bytes, of which 40 were there before; at the first look the previous call still held 60 more."""
     held = iter([100, 40])
     for name, found in (("synchronize", None), ("reset_peak_memory_stats", None), ("max_memory_allocated", 150)):
         monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
@@ -164,7 +164,7 @@ def test_gradients_that_are_let_go_late_are_not_taken_for_what_was_there_before(
 
 
 def test_memory_that_a_method_takes_is_limited(monkeypatch):
-    """Out of memory is detected by running out of it, in a process of its own."""
+    """Each method runs out of memory in a process of its own, and so its limit is found."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rows = lengths._in_a_process(CPU, rivals.STROBE)
     assert [row["length"] for row in rows] == lengths.lengths(CPU)
@@ -173,7 +173,7 @@ def test_memory_that_a_method_takes_is_limited(monkeypatch):
 
 
 def test_the_io_model_is_that_of_the_ladder():
-    """docs/ladder.md: N = 4096, d = 64, (64, 64): 151, 52 and 34 million numbers."""
+    """docs/ladder.md: with N = 4096, d = 64 and tiles of 64 x 64, the three methods move 151, 52 and 34 million numbers."""
     n, d = 4096, 64
     assert [round(f(n, d, 64, 64) / 1e6) for f in (traffic.naive, traffic.flash1, traffic.flash2)] == [151, 52, 34]
     assert traffic.standard(n, d, False) > 60 * traffic.fused(n, d, False) / 4

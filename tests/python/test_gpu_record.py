@@ -1,4 +1,4 @@
-"""The record of the tests that ran on a GPU, and the program that makes random calls there, without a GPU."""
+"""Tests, without a GPU, the record of the tests that ran on one, and the program that makes random calls on one."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_every_file_that_may_decide_a_result_is_a_source_or_left_out_by_name():
 def test_sources(name):
     file = record.ROOT / name
     assert file in record.matched(record.SOURCES)
-    left_out = {"tests/python/test_contract.py": "tests/python/test_*.py"}  # of the left-out files, test_contract.py itself is a source
+    left_out = {"tests/python/test_contract.py": "tests/python/test_*.py"}  # test_contract.py matches EXCLUDED, but is a source
     assert (file in record.matched(record.EXCLUDED)) == (name in left_out)
 
 
@@ -144,7 +144,7 @@ def test_an_edited_test_leaves_random_calls_of_today(tmp_path, monkeypatch):
 
 
 def test_no_test_of_the_record_imports_another():
-    """A part's digest has only its own tests; code that several share is in helpers."""
+    """A part's digest has only the part's own tests, so code that several tests share is in helpers."""
     for file in record.matched(record.TESTS):
         imported = {line.split()[1] for line in file.read_text().splitlines() if line.startswith(("import ", "from "))}
         assert not {name for name in imported if name.startswith("test_")}, file
@@ -157,7 +157,7 @@ def test_a_random_call_runs_nothing_of_what_its_count_does_not_speak_of():
 
 
 class Told:
-    """A worker that has sent these messages, and then, without None, sends nothing more."""
+    """A worker that has sent these messages. If the last one is None, the worker has ended; otherwise it hangs."""
 
     def __init__(self, *events):
         self._events = list(events)

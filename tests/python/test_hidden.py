@@ -30,7 +30,7 @@ def assert_clean(inputs: Inputs, engine: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("what", "value"), [("k", NAN), ("v", INF), ("v", NAN)])
 def test_behind_the_diagonal(what, value, dtype, engine):
-    """A tile of keys packed once per head: a product's last step reads past the diagonal."""
+    """Key tiles are packed once per head, and the last step of a product reads past the diagonal."""
     inputs = call(h=4, hkv=1, sq=128, sk=141, d=64, dtype=dtype, causal=True)
     getattr(inputs, what)[..., 78:, :] = value
     assert_clean(inputs, engine)
@@ -41,7 +41,8 @@ def test_behind_the_diagonal(what, value, dtype, engine):
 @pytest.mark.parametrize("at", [0, 15, 16, 31, 63, 64, 127])
 @pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
 def test_one_number_at_the_edge_of_a_tile(what, at, dtype, engine):
-    """The engine looks for such numbers in tiles of 128 rows and in pieces of these; here the first or last row of one has it."""
+    """The engine looks for such numbers in tiles of 128 rows and in pieces of tiles. Here the first or last row of one has such a
+    number."""
     if engine == "cuda-sm90" and what == "dout":
         pytest.skip("docs/semantics.md: a dO that is not finite shows in all columns of dv")
     inputs = call(h=1, hkv=1, sq=128, sk=128, d=64, dtype=dtype, causal=True)
@@ -66,7 +67,7 @@ PADDED = [(f, x, *PACKED[(i + j + k) % 4]) for i, f in enumerate(FUNCTIONS) for 
 @engines
 @pytest.mark.parametrize(("function", "added", "dtype", "d", "dv", "causal"), PADDED, ids=str)
 def test_padding_behind_packed_tokens(function, added, dtype, d, dv, causal, engine):
-    """A tile of a sequence's last queries reaches into the padding, whose numbers have no score, and no derivative of one."""
+    """A tile of a sequence's last queries reaches into the padding, whose numbers must have neither a score nor its derivative."""
     ends_q, ends_k = torch.tensor([0, 70, 70, 85], dtype=torch.int32), torch.tensor([0, 90, 130, 130], dtype=torch.int32)
     options = {"max_seqlen_q": 70, "max_seqlen_k": 90, "causal": causal, **FUNCTIONS[function], **ADDED[added]}
     inputs = call(sq=125, sk=161, d=d, dv=dv, dtype=dtype, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, dlse=False, **options)
@@ -139,7 +140,7 @@ def test_padding_with_other_options(options, what, dtype, engine):
 @engines
 @pytest.mark.parametrize("what", ["k", "v"])
 def test_mask_of_each_query_and_a_bias_gradient(what, engine):
-    """40 queries do not fill their lanes: the mask has no rows for the others."""
+    """40 queries do not fill the lanes, and the mask has no rows for the lanes that are left over."""
     mask = (torch.arange(64).view(1, 1, 1, 64) < 60).expand(1, 1, 40, 64).contiguous()
     inputs = call(sq=40, sk=64, mask=mask, bias=torch.randn(1, 1, 1, 64), gradients=("bias",))
     getattr(inputs, what)[..., 60:, :] = NAN
@@ -150,7 +151,7 @@ def test_mask_of_each_query_and_a_bias_gradient(what, engine):
 @dtypes
 @pytest.mark.parametrize("sq", [1, 65, 257])
 def test_gradient_that_is_not_finite(sq, dtype, engine):
-    """The last query's dO makes the keys that it sees NaN, not those beside them."""
+    """The last query's dO is not finite: the keys that it sees get gradients of NaN, keys beside them do not."""
     inputs = call(sq=sq, sk=400, dtype=dtype, causal=True, alignment="top_left")
     inputs.dout[..., -1, :] = INF
     assert_clean(inputs, engine)

@@ -32,7 +32,8 @@ def poincare_distance(x: Tensor, y: Tensor) -> Tensor:
 
 
 def formulas(q: Tensor, k: Tensor, v: Tensor, beta: float, c: float, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(B, H, S, n) of Poincaré's ball: distances by its own formula, Einstein's midpoint in Klein's model, as Gulcehre et al. write it."""
+    """q, k and v: (B, H, S, n), points of Poincaré's ball. Distances by the ball's own formula; Einstein's midpoint in Klein's model, as
+    Gulcehre et al. write it."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     s = -beta * poincare_distance(q[:, :, :, None], k[:, :, None]) - c
@@ -473,8 +474,8 @@ def scores_by(engine: str, q: Tensor, k: Tensor, beta: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("radius", [1e-4, 1e-2, 1.0, 30.0])
 def test_scores_are_within_the_stated_error(dtype, radius):
-    """docs/hyperbolic.md: x is off by delta = D eps sum |q_i k_i|, so d by min(sqrt(2 delta), delta / sinh m), where m is the mean of the
-    true and the computed distance, and by 4 eps max(1, d) besides."""
+    """docs/hyperbolic.md: x is off by delta = D eps sum |q_i k_i|. So d is off by min(sqrt(2 delta), delta / sinh m), where m is the mean
+    of the true and the computed distance, plus 4 eps max(1, d)."""
     base = torch.randn(1, 1, 1, 15, dtype=torch.float64) * radius
     q, k = (h.lift(base + torch.randn(1, 1, 24, 15, dtype=torch.float64) * radius * 1e-2).to(dtype) for _ in range(2))
     k[:, :, :8] = q[:, :, :8]
@@ -485,7 +486,7 @@ def test_scores_are_within_the_stated_error(dtype, radius):
     t = (y - 1).clamp(min=0)
     d = torch.log1p(t + (t * (t + 2)).sqrt())
     for engine in engines(dtype):
-        planes = 2.0**-16 if engine == "cpu-amx" and dtype == torch.float16 else 0.0  # planes: two bf16, whose smallest product is left out
+        planes = 2.0**-16 if engine == "cpu-amx" and dtype == torch.float16 else 0.0  # two bf16, without their smallest product
         delta = (16 * eps + planes) * size
         computed = scores_by(engine, flipped, k, beta).double() / -beta
         within = torch.minimum((2 * delta).sqrt(), delta / torch.sinh((d + computed) / 2)) + 4 * eps * d.clamp(min=1)
@@ -508,7 +509,7 @@ def test_the_stated_error_is_a_bound():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_at_the_cusp_the_gradient_is_0(dtype):
-    """Points whose Lorentz products with themselves are exactly -1, and products beyond it."""
+    """The gradient is 0 where the Lorentz product of two points is exactly -1, and where a product is above -1 and is clamped."""
     points = torch.tensor([[1.0, 0, 0], [1.25, 0.75, 0], [1.25, 0, -0.75], [2.125, 1.875, 0]], dtype=dtype, device=DEVICE)
     v, dout = (torch.randn(4, 1, 5, 3, device=DEVICE).to(dtype) for _ in range(2))
     for engine, shrink in itertools.product(engines(dtype), (1.0, 0.5, -1.0)):

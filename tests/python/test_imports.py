@@ -1,4 +1,4 @@
-"""The imports within the two packages: in one direction, without a cycle, function-level imports and those for type checkers included."""
+"""The imports within the two packages have one direction and no cycle, including imports in functions and those for type checkers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES |= {f"strobe.{name}": FOLDER / "strobe" / f"{name}.pyi" for name in ("_c
 
 
 def imported(module: str, text: str, is_package: bool) -> set[str]:
-    """The modules of the packages that the text of a module of this name imports, wherever in it."""
+    """The modules of the two packages that a module with this name and text imports, anywhere in the text."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):

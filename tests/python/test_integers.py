@@ -35,7 +35,7 @@ def add(whose: str, argument: str, call: Callable[[Any], object]) -> None:
 
 
 def add_methods(cls: type, whose: str, good: dict[str, Any], **more: Callable[[Any], object]) -> None:
-    """A method whose good arguments are known, and calls where the integer lies within an argument."""
+    """Adds calls of a method. good: arguments that it accepts; more: calls whose integer lies within an argument."""
     method = cls if whose == cls.__name__ else getattr(cls, whose.partition(".")[2])
     for argument, x in good.items():
         if isinstance(x, int) and not isinstance(x, bool):
@@ -148,7 +148,7 @@ def test_what_is_no_integer_here_is_refused_by_name(whose, argument, value):
 
 @pytest.mark.parametrize(("whose", "argument"), CALLS)
 def test_an_integer_of_numpy_is_one(whose, argument):
-    """What is refused for its value names the same argument for every kind of integer."""
+    """Integers of any kind are accepted, or refused for their value under the same argument's name."""
     for n in (S, 1, 0):
         named = [answered(CALLS[whose, argument], x).partition(":")[0] for x in (n, np.int64(n), np.uint8(n))]
         assert len({*named}) == 1
@@ -180,7 +180,7 @@ def test_no_argument_is_forgotten():
 
 
 def test_a_block_may_be_larger_than_the_whole():
-    """Without the memory of a whole block."""
+    """No memory is taken for a whole block."""
     mask = BlockMask.from_dense(torch.ones(5, 7, dtype=torch.bool), 2**31 - 1, 2**31 - 1)
     assert mask.to_dense().shape == (1, 1, 5, 7)
     assert mask.to_dense().all()

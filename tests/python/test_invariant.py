@@ -11,7 +11,7 @@ from device import DEVICE, EMULATED, ON_GPU, running_on
 from engines import available_engines
 from invariant_mixes import Variant, alone, differing, draw_problem, mixes
 
-# For each engine and dtype: 1,000 mixes and more in all. Those of a seed are compiled one after the other.
+# Per engine and dtype; in all more than 1,000 mixes. The mixes of one seed are one test, whose kernels are compiled one after the other.
 SEEDS, PROBLEMS, VARIANTS = (range(16, 17), 3, 2) if EMULATED else (range(16, 21), 5, 4)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 engines = pytest.mark.parametrize("engine", available_engines())
@@ -47,15 +47,15 @@ def test_mixes(engine, dtype, seed):
 
 @pytest.mark.skipif(ON_GPU, reason="of the CPU's tiles")
 def test_the_mixes_find_what_is_not_invariant():
-    """Without the option, rows have other bits in other surroundings. The test uses one engine, so that each machine draws the same."""
+    """Without the option, rows have other bits among other rows. The test uses one engine, so that each machine draws the same."""
     found = list(mixes(16, torch.float32, DEVICE, 30, 4, invariant=False, engine="cpu-baseline"))
     assert {name for _, bits, _ in found for name, n in bits.items() if n} >= {"out", "dq", "dk", "dv"}
 
 
 @engines
 def test_chunks_of_a_long_cache(engine):
-    """A few queries over the keys of more than one chunk, which may be divided, and many queries, which walk over them. Few queries of many
-    heads may share a tile. Numbers that are not finite are added to splits, or to the result."""
+    """Few queries over more than one chunk of keys, which blocks may divide, and many queries, whose blocks walk over all chunks. Few
+    queries of several heads may share a tile. Some numbers in the splits, or in the result, are not finite."""
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
     g = torch.Generator().manual_seed(3)
@@ -91,7 +91,7 @@ def test_chunks_of_a_long_cache(engine):
 @engines
 @pytest.mark.parametrize("queries", [1, 5, 33])
 def test_heads_of_a_group_share_a_tile(engine, queries):
-    """Each row has the bits that it has among the rows of its head alone, and a NaN of one head stays there."""
+    """Each row has the same bits as without the other heads, and a NaN of one head stays in that head."""
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
     g = torch.Generator().manual_seed(4)
@@ -183,8 +183,8 @@ def test_rows_whose_scores_rise_do_not_concern_the_others(engine, dtype, keys):
 @engines
 @pytest.mark.parametrize("option", ["bias", "alibi_slopes", "window"])
 def test_rows_lie_elsewhere_in_their_tiles(engine, option):
-    """The key tile before a row's diagonal has hidden elements, or not, depending on the rows beside it: the terms that are added to a
-    score are rounded alike in both. With a window, the first visible key of a tile differs, too."""
+    """The key tile before a row's diagonal has hidden elements or not, depending on the rows beside it. In both cases the terms that are
+    added to a score must be rounded alike. With a window, the first visible key of a tile differs, too."""
     dtype = torch.bfloat16 if takes(engine, torch.bfloat16, 64) else torch.float32
     if "invariant" in refusal(engine, invariant=True):
         pytest.skip(f"{engine} is not invariant")
@@ -209,7 +209,7 @@ def test_rows_lie_elsewhere_in_their_tiles(engine, option):
 
 
 def test_a_variant_compares_the_rows_that_it_says():
-    """The harness: a problem with other queries differs only in them."""
+    """Tests the harness: a problem whose queries change differs only in them."""
     import random
 
     p = draw_problem(random.Random(5), torch.float32, "cpu", 80, 64)

@@ -1,4 +1,4 @@
-"""The includes in kernels/: a family includes the common files and nothing of another; passes know no family."""
+"""The includes in kernels/: a family includes the common files and nothing of another family; passes include no family."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def allowed(includer: str, included: str) -> bool:
         return target in SHARED[folder]
     if target != folder:
         return target in SHARED["device"]
-    # forward, backward and decode of a family share the files of its own folder, and nothing of one another
+    # a family's forward, backward and decode include the files of the family's folder, but nothing of one another
     inner, other = includer.split("/")[1:-1], included.split("/")[1:-1]
     return not other or inner == other
 

@@ -33,7 +33,7 @@ def cumulated(*lengths):
 
 @engines
 def test_causal_aligns_the_last_query_with_the_last_key(engine):
-    """Dao-AILab/flash-attention#282, #402, #517, NVIDIA/cutlass#2336, pytorch/pytorch#110144: with a past, causal hid it."""
+    """Dao-AILab/flash-attention#282, #402, #517, NVIDIA/cutlass#2336, pytorch/pytorch#110144: causal hid the cached prefix."""
     for sq, sk, expected in ((2, 5, [4, 5]), (5, 2, [0, 0, 0, 1, 2])):
         inputs = call(h=1, sq=sq, sk=sk, causal=True)
         inputs.q.zero_()  # every visible key weighs the same, and LSE counts them
@@ -65,7 +65,7 @@ def test_window_ends_are_inclusive(engine):
 @engines
 @pytest.mark.parametrize("s", [64, 100, 257])
 def test_window_as_wide_as_the_sequence_is_causal(s, engine):
-    """Dao-AILab/flash-attention#1133: causal, (None, 0), (S, 0) and (S - 1, 0) are one thing."""
+    """Dao-AILab/flash-attention#1133: causal, (None, 0), (S, 0) and (S - 1, 0) are the same."""
     causal = run(call(sq=s, causal=True), engine, **BITS)
     for window in ((None, 0), (s, 0), (s - 1, 0), (2**62, 0)):
         for name, t in run(call(sq=s, window=window), engine, **BITS).items():
@@ -86,8 +86,8 @@ def test_window_backward(window, dtype):
 @pytest.mark.parametrize(("sq", "sk"), [(1, 90), (90, 1), (33, 90), (90, 33)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_alibi_measures_from_the_aligned_diagonal(sq, sk, causal, dtype):
-    """vllm-project/vllm#945, Dao-AILab/flash-attention#907, #1585, meta-pytorch/attention-gym#86: distances off by one, by the past, or
-    of the wrong sign."""
+    """vllm-project/vllm#945, Dao-AILab/flash-attention#907, #1585, meta-pytorch/attention-gym#86: distances were off by one, off by the
+    length of the cached prefix, or of the wrong sign."""
     for alignment in ("bottom_right", "top_left"):
         assert_matches(call(sq=sq, sk=sk, dtype=dtype, causal=causal, alignment=alignment, alibi_slopes=torch.tensor([0.5, 0.03])))
 
@@ -142,7 +142,7 @@ def test_expanded_gradient(dtype):
 
 @dtypes
 def test_transposed_gradient(dtype):
-    """Dao-AILab/flash-attention#355, #1149: an output gradient read as if it were contiguous."""
+    """Dao-AILab/flash-attention#355, #1149: an output gradient was read as if it were contiguous."""
     inputs = call(b=2, dtype=dtype)
     inputs.dout = inputs.dout.transpose(1, 2).contiguous().transpose(1, 2)
     assert_matches(inputs)
@@ -192,7 +192,7 @@ def test_one_projection_for_q_k_and_v():
 
 @dtypes
 def test_bias_of_odd_width(dtype):
-    """facebookresearch/xformers#808: 77 keys, the bias a slice of 80 columns."""
+    """facebookresearch/xformers#808: 77 keys, and a bias that is a slice of 80 columns."""
     bias = torch.randn(3, 2, 77, 80, dtype=dtype)[:, :, :, :77]
     assert_matches(call(b=3, sq=77, dtype=dtype, gradients=("bias",), bias=bias))
 
@@ -387,7 +387,7 @@ def test_gradients_of_grouped_heads(hkv, dtype):
 
 @engines
 def test_large_batch_times_heads(engine):
-    """pytorch/pytorch#142228, facebookresearch/xformers#845, flashinfer-ai/flashinfer#3125: more than 65535 of them."""
+    """pytorch/pytorch#142228, facebookresearch/xformers#845, flashinfer-ai/flashinfer#3125: batch times heads is more than 65535."""
     inputs = on_device(call(b=65537, h=1, sq=1, sk=2), DEVICE)
     with running_on(engine):
         out = strobe.attention(inputs.q, inputs.k, inputs.v, engine=engine)
@@ -424,7 +424,7 @@ def test_sink_of_each_head(engine):
 
 @dtypes
 def test_gradient_of_sinks(dtype):
-    """Dao-AILab/flash-attention#1973, #2102: learnable sinks had none."""
+    """Dao-AILab/flash-attention#1973, #2102: learnable sinks got no gradient."""
     sinks = torch.randn(4, generator=torch.Generator().manual_seed(1))
     assert_matches(
         call(b=2, h=4, hkv=2, sq=50, sk=70, dtype=dtype, gradients=("sinks",), sinks=sinks, causal=True, dropout=0.2, seed=1, offset=1)
@@ -437,8 +437,8 @@ def test_gradient_of_sinks(dtype):
 @dtypes
 @pytest.mark.parametrize("softcap", [0.5, 15.0, 1e6])
 def test_softcap_forward_and_backward(softcap, dtype):
-    """Dao-AILab/flash-attention#2402, #1181, openxla/tokamax#1121: s tanh(s) for c tanh(s/c), and no or a wrong derivative, also where tanh
-    has saturated."""
+    """Dao-AILab/flash-attention#2402, #1181, openxla/tokamax#1121: s tanh(s) was computed for c tanh(s/c), and the derivative was missing
+    or wrong, also where tanh has saturated."""
     inputs = call(sq=60, sk=70, dtype=dtype, softcap=softcap, causal=True, gradients=("bias",), bias=torch.randn(1, 1, 60, 70).to(dtype))
     inputs.q = inputs.q * 12
     assert_matches(inputs)
@@ -450,7 +450,7 @@ def test_softcap_forward_and_backward(softcap, dtype):
 @dtypes
 @pytest.mark.parametrize("s", [1025, 129, 101])
 def test_last_block_is_partial(s, dtype):
-    """pytorch/pytorch#153799, #143534: lengths that no block divides, with a score modification; NaN in the backward."""
+    """pytorch/pytorch#153799, #143534: with lengths that no block size divides and a changed score, the backward gave NaN."""
     n = -(-s // 64)
     kept = torch.tril(torch.ones(n, n, dtype=torch.bool))[None, None]
     blocks = strobe.BlockMask.from_kept(kept, 64, 64, s, s)
@@ -496,7 +496,7 @@ def test_some_gradients_only(wanted, engine):
 
 
 def test_what_is_negated_lazily_is_read_negated():
-    """x.conj().imag holds the numbers before their sign is changed."""
+    """z.conj().imag is negated lazily: its memory holds the numbers before their sign is changed."""
     z = torch.randn(1, 2, 40, 16, dtype=torch.complex64)
     q, (k, v) = z.conj().imag, torch.randn(2, 1, 2, 40, 16)
     assert q.is_neg()

@@ -123,7 +123,7 @@ def test_append_nothing_but_padding(quantised, paged, length):
 @pytest.mark.skipif(DEVICE != "cpu", reason="nobody looks at numbers in device memory")
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_rotary_tables_reach_the_new_tokens_alone(layout):
-    """A sequence without a new token needs no row of them, and padding none; without any token no row is needed."""
+    """The tables need no row for padding, nor for a sequence without new tokens."""
     caches = [torch.randn(2, HKV, 20, D).transpose(1, 2 if layout == "bshd" else 1).contiguous() for _ in "kv"]
     before = [x.clone() for x in caches]
     k, held = torch.randn(5, HKV, D), ints(19, 2)

@@ -1,4 +1,4 @@
-"""The ladder against the float64 reference: every rung, tiles that really change, both directions; on the CPU its plain C++ form."""
+"""Compares every rung of the ladder with the float64 reference, both directions, with tiles that really change. The CPU runs plain C++."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lists of a call - cu_seqlens, seqused_k, page_table, rng - with any strides: the bits of the same call with contiguous ones."""
+"""The lists of a call (cu_seqlens, seqused_k, page_table, rng) may have any strides: the bits are those with contiguous lists."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _packed(n: int, queries: bool) -> Inputs:
 
 
 def _above(n: int, share: float) -> torch.Tensor:
-    """A bias that leaves all keys but the first this fraction of P."""
+    """A bias that leaves this fraction of P to all keys except the first."""
     bias = torch.full((1, 1, 1, n), math.log(share / n))
     bias[..., 0] = 0
     return bias
@@ -94,8 +94,8 @@ def test_few_queries_many_keys(kind, n):
 
 @pytest.mark.parametrize("n", [128, 1024])
 def test_terms_whose_last_bits_a_long_run_drops(n):
-    """A sum of such numbers drops 31 * 2^-23 of each from 64 on: with 128 in one run O was off by 1.8e-6, as the plain formulas are.
-    Tensor cores round in another way, and the ladder sums as its papers do."""
+    """From 64 on, a sum of such numbers drops 31 * 2^-23 of each of them: with 128 in one run O was off by 1.8e-6, and so are the plain
+    formulas. Tensor cores round in another way, and the ladder sums as its papers do."""
     inputs = call(sq=9, sk=n, d=16, dlse=False)
     inputs.k.zero_()
     inputs.v.fill_(1 + 31 * 2.0**-23)
@@ -120,7 +120,8 @@ def test_infinities_of_values_show():
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_scores_that_crowd_near_a_few_values(invariant):
-    """Adding one number again and again rounds in one direction: l of a thread was off by 3e-6. Invariant: no engine splits the keys."""
+    """Adding one number again and again rounds in one direction: l of a thread was off by 3e-6. With `invariant`, no engine splits the
+    keys."""
     assert_matches(call(sq=2, sk=40_000, h=1, d=64, scale=0.6, softcap=1.0, invariant=invariant))
 
 
@@ -128,8 +129,8 @@ def test_scores_that_crowd_near_a_few_values(invariant):
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("p", [2.8e-11, 9e-10, 3.6e-9])
 def test_a_key_beside_which_sums_of_the_others_round_away(p, invariant, n):
-    """All keys but the first have this P each: 2048, 64 or 16 of them together are less than half of the last bit of 1. Invariant, or with
-    more queries than a GPU needs before it stops splitting the keys: O was off by up to 2e-6."""
+    """Each key except the first has this P, so that 2048, 64 or 16 of them together are less than half of the last bit of 1. Where keys are
+    not split (with `invariant`, or with so many queries that a GPU need not split), O was off by up to 2e-6."""
     sq = 5 if invariant else MORE
     assert_matches(_with_mean(call(sq=sq, sk=n, d=64, scale=1e-3, bias=_above(n, p * n), invariant=invariant), 1.0))
 
@@ -138,7 +139,7 @@ def test_a_key_beside_which_sums_of_the_others_round_away(p, invariant, n):
 @pytest.mark.parametrize(("sq", "invariant"), [(1, False), (5, False), (5, True), (MORE, False)])
 @pytest.mark.parametrize("p", [2.8e-8, 5e-8])
 def test_a_key_beside_which_each_of_the_others_rounds_away(p, sq, invariant, n):
-    """All keys but the first have this P, less than half of the last bit of 1. CPUs lost up to 63 of them in l; LSE was off by 1.8e-6."""
+    """Each key except the first has this P, less than half of the last bit of 1. CPUs lost up to 63 of them in l; LSE was off by 1.8e-6."""
     assert_matches(_with_mean(call(sq=sq, sk=n, d=64, scale=1e-3, bias=_above(n, p * n), invariant=invariant), 1.0))
 
 

@@ -15,7 +15,7 @@ from check import takes
 from engines import available_engines
 from strobe._call import Allocator, Structs
 
-# Peak resident memory beyond that before the call, with every page of the inputs touched. glibc's arenas would keep freed memory.
+# The peak of resident memory, minus that before the call with every page of the inputs touched. glibc's arenas would keep freed memory.
 SCRIPT = """
 import json, resource, sys
 import torch, strobe
@@ -49,8 +49,8 @@ def extra(engine: str, dtype: str, length: int) -> int:
 @pytest.mark.parametrize("engine", available_engines())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_extra_memory_per_token(engine, dtype, record_property):
-    """Per token and with two threads: the results, and as scratch at most twice what q, k, v, out and their gradients take in float32.
-    One row of S alone, at the longer length, is far more than that."""
+    """With two threads, memory per token is that of the results, plus scratch of at most twice what q, k, v, out and their gradients take
+    in float32. One row of S alone, at the longer length, is far more than that."""
     if not takes(engine, getattr(torch, dtype), 64):
         pytest.skip(f"{engine} does not take {dtype}")
     heads, heads_kv, d = 2, 1, 64

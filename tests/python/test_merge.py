@@ -1,4 +1,4 @@
-"""merge: attentions over parts of the keys, merged, are the attention over all of them."""
+"""strobe.merge(): attentions over parts of the keys, when merged, give the attention over all keys."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_gradcheck():
 
 
 def test_parts_without_keys():
-    """-inf on one side leaves the other; on both, output 0, lse -inf and no gradient."""
+    """An lse of -inf on one side leaves the other side; on both sides it gives output 0, lse -inf and no gradient."""
     torch.manual_seed(0)
     out_a, out_b = (torch.randn(1, 1, 4, 8, requires_grad=True) for _ in range(2))
     inf = -torch.inf
@@ -165,7 +165,7 @@ def test_a_nan_in_the_out_of_a_part_with_keys_is_seen():
 
 
 def test_far_apart():
-    """Logits of 1e4 neither overflow nor displace each other wrongly."""
+    """Logits of 1e4 neither overflow nor get a wrong weight."""
     out_a, out_b = torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 4)
     lse_a, lse_b = torch.tensor([[[1e4, -1e4, 1e4]]]), torch.tensor([[[-1e4, 1e4, 1e4]]])
     out, lse = strobe.merge(out_a, lse_a, out_b, lse_b)

@@ -25,7 +25,7 @@ IN_STRUCT = {name: field for name, field in FIELDS.items() if field.in_struct}
 
 
 def members(struct: str) -> dict[str, str]:
-    """A C struct's members, without its size, reserved ones, and those that only the backward has: name and type."""
+    """Names and types of a C struct's members, without its size, reserved members, and those that only the backward has."""
     fields = ffi.typeof(struct).fields
     return {name: x.type.cname for name, x in fields if name not in ("size", _call.ACCUMULATE, *RESERVED)}
 
@@ -56,7 +56,7 @@ def test_the_docstring():
 
 
 def test_the_operators():
-    """Every value that a call consists of is an argument by name, and absent ones are not in a graph."""
+    """An operator has a named argument for every value of a call, and a graph does not hold absent ones."""
     known = {
         "bool": bool,
         "int": int,
@@ -145,7 +145,7 @@ def test_the_structs_of_cpp():
 
 
 def test_the_module_and_hyperbolic_attention():
-    """The former takes every option that is no tensor, the latter every one that the distance does not determine."""
+    """The module takes every option that is no tensor; hyperbolic_attention() takes every option that the distance does not determine."""
     tensors = {name for name, row in ROWS.items() if set(row.tensors(name)) - set(BLOCKS)}
     for name, default in DEFAULTS.items():
         if name in tensors:
@@ -162,7 +162,7 @@ def test_the_module_and_hyperbolic_attention():
 
 
 def test_every_option_is_in_the_contract():
-    """Except engine, which each test varies, and strict, which is tested in test_errors.py."""
+    """All options except engine, which each test varies, and strict, which test_errors.py tests."""
     used = {name for case in cases.combinations(1) for name in cases.build(case).options}
     used |= {"tile_q", "tile_k", "threads", *cases.FACTORS["flag"]} if {"tile", "threads"} <= cases.FACTORS.keys() else set()
     used |= {"page_table"} if "page" in cases.FACTORS else set()
@@ -171,7 +171,7 @@ def test_every_option_is_in_the_contract():
 
 
 def test_what_each_row_reads():
-    """All its fields and no others for a good value, exactly one refusal for a bad one."""
+    """A row reads all its fields and no others for a good value, and gives exactly one refusal for a bad one."""
     examples = {bool: True, float: 0.5, int: 32, str: "cpu-baseline", tuple[int, ...]: strobe.Part([], [], 1, 1)}
     for name, row in ROWS.items():
         if isinstance(row, (_options.Tensor, _options.Blocks, _options.Seed)):

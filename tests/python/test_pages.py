@@ -294,7 +294,7 @@ def test_keys_of_pages_outside_the_pool_are_hidden(page, sq, dtype, engine):
 @pytest.mark.parametrize("rises", [False, True], ids=["", "scores that rise"])
 @pytest.mark.parametrize("sq", [20, 200])
 def test_many_tiles(sq, rises, engine):
-    """Some tiles in the middle have a page outside the pool, which is not checked; and scores whose maxima come late, for which a query
+    """Some tiles in the middle have a page outside the pool, which is not checked. With scores that rise, maxima come late, and a query
     tile may be computed again."""
     used = [1000, 0, 777]
     p = problem(16, sq, dtype_of(engine), keys=1000, used=used, **widths(engine))

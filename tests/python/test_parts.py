@@ -35,7 +35,7 @@ def drawn(seed: int) -> dict:
 
 @pytest.mark.parametrize("seed", range(CUTS))
 def test_any_cut_is_the_whole(seed):
-    """Rows from both ends, in a ring or in blocks of any size, sequences and heads apart: merged in any order, within the contract."""
+    """Rows are cut from both ends, in a ring or in blocks of any size, sequences and heads apart. Parts are merged in any order."""
     case = drawn(seed)
     inputs = build(case)
     faults = []
@@ -52,7 +52,8 @@ def test_any_cut_is_the_whole(seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [(20, 10), (40, None)], ids=str)
 def test_a_window_into_ranges_that_begin_anywhere(window, dtype, engine):
-    """The first key that a tile sees is then neither its range's first one nor a multiple of as many keys as are packed at once."""
+    """Then the first key that a tile sees is neither the first of its range nor a multiple of the number of keys that are packed at
+    once."""
     part = strobe.Part([(7, 100), (150, 90)], [(5, 130), (170, 100)], 300, 300)
     inputs = call(h=2, sq=190, sk=230, d=32, dtype=dtype, window=window, part=part)
     assert not Yardstick(inputs).faults(run_or_skip(inputs, engine))
@@ -176,7 +177,7 @@ def test_a_read_only_array_is_not_added_to():
 
 
 def test_ranges_of_more_sequences_than_have_lengths():
-    """With a q with too few axes the batch is not known, and ranges were read with lengths from past the end of their list."""
+    """If q has too few axes the batch is not known. Ranges were then read with lengths from past the end of their list."""
     x = call(b=2, sq=4)
     part = strobe.Part([[(0, 4)]] * 3, [[(0, 4)]] * 2, [8, 8], [8, 8])
     words = "\npart.q_ranges: ranges of 3 sequences; accepted are those of 2, as seqlens_q has, or of 1"
@@ -268,7 +269,7 @@ def test_the_reference_adds_to_what_other_engines_add_to(dtype, partial):
 
 @pytest.mark.parametrize("engine", available_engines())
 def test_no_sequences(engine):
-    """The lists of the block mask are then empty, and have no addresses, although the heads begin after the whole problem's first."""
+    """The lists of the block mask are then empty and have no addresses, although the part begins at a later head than the first."""
     dtype = torch.bfloat16 if engine in ("cuda-sm90", "cuda-mma") else torch.float32
     q, k, v, sinks = (
         torch.zeros(shape, dtype=of, device=DEVICE, requires_grad=True) for shape, of in [((0, 2, 64), dtype)] * 3 + [((2,), torch.float32)]
@@ -311,7 +312,7 @@ def test_keys_behind_the_last_query_are_hidden(engine):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_merge_with_sinks(layout):
-    """Sinks are given once, with LSE as one number and as two."""
+    """Sinks are given once, with LSE as one number or as two."""
     shape = (2, 2, 8, 16) if layout == "bhsd" else (2, 8, 2, 16)
     q, k, v = (torch.randn(shape) for _ in range(3))
     sinks = torch.tensor([0.5, -1.0])
@@ -392,7 +393,7 @@ def test_what_a_part_refuses():
 
 
 def test_ranges_that_look_odd_and_are_right():
-    """Empty ones stand anywhere within the sequence; others touch; each sequence has ranges of its own."""
+    """Empty ranges may stand anywhere within the sequence, ranges may touch, and each sequence may have ranges of its own."""
     strobe.Part([(3, 2), (0, 0), (5, 3), (8, 0)], [], 8, 0)
     strobe.Part([[(0, 8)], [(2, 3)]], [[]], [8, 5], [])
     strobe.Part([[(0, 4)]] * 3, [[(0, 4)]] * 2, [4, 8], [8, 4])

@@ -80,7 +80,7 @@ def test_a_call_is_made_ready_when_it_comes_again(tracked, monkeypatch):
 
 
 def frames(call: Callable[[], object], *names: str) -> int:
-    """The Python frames between `call` and the function in C of one of these names."""
+    """The number of Python frames between `call` and the C function that has one of these names."""
     found: list[int] = []
 
     def profile(frame, event, function):

@@ -95,7 +95,7 @@ def test_options(options, kind, page):
 @pytest.mark.parametrize("page", [None, 16, 24])
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (300, 5)}, {"dropout": 0.2, "seed": 3, "mask": True}], ids=str)
 def test_many_queries(options, page, kind):
-    """More rows of a group than a tile has; rows of a tile in two pages; split keys."""
+    """A group has more rows than a tile, a tile's rows lie in two pages, and keys are split."""
     dtype = HALF[kind.stored == "int8"]
     if options.get("mask"):
         options = {**options, "mask": torch.rand(1, 1, 37, 816, generator=torch.Generator().manual_seed(3)) < 0.9}
@@ -116,7 +116,7 @@ def test_groups_of_rows(how, sq, dtype, kind):
         page = 80 if how != "dense" else None
         inputs, row = call(2, 4, sq, 320, 64, 32, 2, dtype, dlse=False), 2
     keys = inputs.k.shape[row]
-    far = 2.0 ** torch.linspace(-1, 1, keys).view(-1, *[1] * (inputs.k.dim() - row - 1))  # so that another group's scale shows
+    far = 2.0 ** torch.linspace(-1, 1, keys).view(-1, *[1] * (inputs.k.dim() - row - 1))  # so that a wrong group's scale shows
     quant, k, v = quantised(kind, far * inputs.k, inputs.v, row, group_of(torch.arange(keys), kind.group, page))
     check(replace(inputs, k=k, v=v, quant=quant, page=page))
 

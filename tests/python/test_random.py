@@ -104,7 +104,7 @@ def test_dropout_by_groups_is_the_contracts(shape):
 
 
 def test_the_judge_refuses_what_is_a_little_wrong():
-    """A few calls in float32: results that are off by 5e-6 of themselves, and q·k without its last column."""
+    """A few calls in float32: results with a relative error of 5e-6, and results of q·k without its last column, are refused."""
     calls = [call for call in (drawn(number) for number in range(0, 240 * CALLS, CALLS)) if call.words["dtype"] == "float32"]
     calls = [call for call in calls if call.packing is None and call.words["score"] == "dot" and call.dense.q.shape[2] >= 20][:4]
     assert len(calls) == 4

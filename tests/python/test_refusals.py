@@ -1,4 +1,4 @@
-"""Refusals as data: what the library gives, what hints are made of it, and that functions of other libraries name their own arguments."""
+"""Refusals as data: the library's records, the hints made of them, and the argument names that functions of other libraries use."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def spoiled(inputs: Inputs, behind: float = torch.nan) -> Inputs:
 
 
 def assert_counts(inputs: Inputs, engine: str, behind: float = torch.nan) -> None:
-    """The contract's bounds, whatever lies after the keys that count; the gradients there are exactly 0."""
+    """Checks the contract's bounds, whatever lies after the keys that count, and that gradients there are exactly 0."""
     yardstick = Yardstick(inputs)
     there = spoiled(inputs, behind)
     results = run_or_skip(there, engine)
@@ -119,7 +119,7 @@ def test_few_queries(sq, options, dtype, engine):
 @pytest.mark.parametrize("page", [None, 16])
 @pytest.mark.parametrize(("sq", "options"), [(1, {"sinks": torch.tensor([0.5, -1.0, 2.0, 9.0])}), (3, {"causal": True})], ids=["1", "3"])
 def test_decoding_over_uneven_lengths(sq, options, page, dtype, engine):
-    """A GPU divides the keys of all sequences evenly: the longest has many shares, others one, and each row's are merged."""
+    """A GPU divides the keys of all sequences into equal shares: the longest has many, others one, and each row's shares are merged."""
     used = [2048, 0, 1, 777, 1300, *(n * n % 61 for n in range(36)), 1999]
     inputs = call(b=len(used), h=4, hkv=2, sq=sq, sk=2048, d=64, dtype=dtype, dlse=False, seqused_k=ints(*used), **options)
     there = spoiled(inputs)

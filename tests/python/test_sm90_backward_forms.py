@@ -22,7 +22,7 @@ FIELDS = re.findall(
 class Form(NamedTuple):
     queries: int  # queries of a tile
     what: str
-    in_line: bool = False  # beyond 64 columns, where `what` says something else
+    in_line: bool = False  # for more than 64 columns; up to 64, `what` tells
 
 
 OWNED, STAGED, IN_LINE = "dQ in shared memory", "two stages of keys", "two stages of keys in line"
@@ -229,7 +229,7 @@ def test_in_line_registers_hold_less():
 
 
 def test_wide_keys_come_in_line_from_four_to_some_tiles_of_queries():
-    """A causal call of 128 n tokens has a mean of n + 1 tiles of 64 queries."""
+    """In a causal call of 128 n tokens, a key tile walks over n + 1 tiles of 64 queries on average."""
     assert [form(16, 16, 128 * n, 128, True).in_line for n in (2, 3, 32)] == [False, True, True]
     assert [form(16, 16, 128 * n, 96, True).in_line for n in (2, 3, 22, 23)] == [False, True, True, False]
     assert [form(1, 32, 16384, 128, True, window_left=left).in_line for left in (256, 1024, 3900)] == [False, True, False]

@@ -1,4 +1,5 @@
-"""The choice of the Hopper forward's query tile: as measured at the benchmark's shapes, and by the scores that it computes at others."""
+"""The Hopper forward's query tile: at the benchmark's shapes the one that was measured as the fastest, at others the one with the fewest
+scores."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from strobe._prewarm import Shape, kernels
 
 
 def tile(batch, heads, heads_kv, seqlen, dim, causal=False, window=0, lengths=(), dim_v=0, more=(), **fields):
-    """Warpgroups, keys per tile, and whether query heads share it. more: arrays beside q, k and v; fields: further options."""
+    """Warpgroups, keys per tile, and whether query heads share a tile. more: arrays beside q, k and v; fields: further options."""
     tokens = sum(lengths)
     shapes = ((heads, dim), (heads_kv, dim), (heads_kv, dim_v or dim))
     arrays = {
@@ -38,8 +39,8 @@ def test_the_tiles_that_were_measured(dim, causal, seqlen):
     assert tile(16384 // seqlen, 2048 // dim, 2048 // dim, seqlen, dim, causal) == (*expected, False)
 
 
-# The fastest on an H200 at lengths that are no powers of two. Rows of 24, 72 and 88 numbers are not whole sectors of 32 bytes: tiles of few
-# queries wait for the copy engine.
+# The fastest tiles on an H200 at lengths that are no powers of two. Rows of 24, 72 and 88 numbers are not whole sectors of 32 bytes, so
+# that tiles of few queries wait for the copy engine.
 @pytest.mark.parametrize(
     ("dim", "seqlen", "causal", "expected"),
     [
@@ -86,7 +87,7 @@ def test_lengths_do_not_choose_an_invariant_tile(dim, fields):
 
 
 def walked(queries, seqlen, keys, causal, window):
-    """The keys of the tiles that tiles of this many queries walk over, all together."""
+    """How many keys all query tiles of this size walk over together, counted in whole key tiles."""
     found = 0
     for first in range(0, seqlen, queries):
         end = min(first + queries, seqlen) if causal else seqlen

@@ -1,4 +1,4 @@
-""".ci/style.py in a repository of its own: what it finds, and what it lets pass."""
+""".ci/style.py in a repository of its own: what it finds, and what it lets pass; whether the faults of tests/faults fit the code."""
 
 from __future__ import annotations
 
@@ -100,3 +100,9 @@ def test_subjects_of_a_branch_older_than_the_check(repository):
     git(repository, "checkout", "main")
     git(repository, "merge", "--no-ff", "--message", "a merge", "older")
     assert found(repository) == []
+
+
+def test_each_planted_fault_fits_the_code():
+    plant = STYLE.parents[1] / "tests" / "faults" / "plant.py"
+    listed = subprocess.run([sys.executable, plant, "--list"], check=False, capture_output=True, text=True)
+    assert listed.returncode == 0, [line for line in listed.stdout.splitlines() if "NO LONGER FITS" in line]

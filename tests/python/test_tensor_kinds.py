@@ -1,4 +1,4 @@
-"""Tensors and arrays that are more, or other, than the numbers in their memory: served, or one clear message; in every function."""
+"""Tensors and arrays that are more, or other, than the numbers in their memory: every function serves them or gives one clear message."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def as_numpy(x: Tensor) -> Any:
 
 
 def refused(name: str, call: Callable[[], Any]) -> str:
-    """The call fails with one line, or with one for `name` among those for others, which begins with it and states the accepted values."""
+    """The call fails with exactly one line that begins with `name` and states the accepted values; other lines may name others. Returns the
+    line."""
     with pytest.raises((TypeError, ValueError)) as raised:
         call()
     lines = [line for line in str(raised.value).splitlines() if re.match(rf"{name}: .*accepted", line)]
@@ -217,7 +218,7 @@ def test_a_view_of_an_array_that_was_resized(place):
     first, second = (x.reshape(like.shape) for x in np.split(whole, 2))
     call(first[::-1][::-1], as_numpy)
     call(second, as_numpy)
-    whole.resize(like.numel(), refcheck=False)  # PyTorch refuses this, and NumPy itself without refcheck
+    whole.resize(like.numel(), refcheck=False)  # PyTorch refuses this, and so does NumPy with refcheck
     assert "a view of an array that resize() has moved or shortened" in refused(name, lambda: call(second, as_numpy))
 
 
@@ -259,7 +260,7 @@ def test_a_kind_that_overrides_functions_is_asked():
 
 
 def test_a_mask_that_may_mean_more_than_its_memory_is_refused_by_name():
-    """A mask that passes the function on to us may be like CausalBias, whose memory is never written."""
+    """A mask that passes the function on to Strobe may be like CausalBias, whose memory is never written."""
     for name, x in (("mask", BOOL), ("bias", torch.randn(5, 9))):
         with pytest.raises(
             TypeError, match=rf"^{name}: .*Tagged, whose memory may not hold what it means; accepted is a torch.Tensor; as_su"

@@ -246,7 +246,7 @@ INCOMING = {
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("case", INCOMING)
 def test_on_a_gpu_an_incoming_gradient_has_rows(case, layout, monkeypatch):
-    """The fastest kernels load no tile of one number, nor of one row; gradients that they can load are not copied."""
+    """The fastest kernels cannot load gradients that repeat one number or one row. Only gradients that they cannot load are copied."""
     loss, is_copied = INCOMING[case]
     q, k, v = qkv(bshd=layout == "bshd")
     out, lse = strobe.attention(q, k, v, layout=layout, return_lse=True)
@@ -354,7 +354,7 @@ def test_compile_with_dynamic_shapes_once():
         return strobe.attention(q * 2, k, v, causal=True, window=(q.shape[2] // 2, None), mask=mask)
 
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
-    for b, s in ((3, 17), (5, 40), (7, 33)):  # different from the numbers of heads, with which sizes would be unified
+    for b, s in ((3, 17), (5, 40), (7, 33)):  # sizes that are no numbers of heads, which the compiler would unify with them
         tensors = [randn(b, 4, s, 16), randn(b, 2, s, 16), randn(b, 2, s, 16)]
         mask = torch.rand(b, 1, 1, s) > 0.2
         found, expected = (torch.autograd.grad(f(*tensors, mask).square().sum(), tensors) for f in (compiled, block))
@@ -563,7 +563,7 @@ def test_checkpoint_redraws_the_mask(reentrant, compiled):
     out = checkpoint(layer, *tensors, use_reentrant=reentrant)
     for x in tensors:
         x.grad = None
-    out.square().sum().backward()  # reentrant checkpoints know no autograd.grad
+    out.square().sum().backward()  # reentrant checkpoints do not support autograd.grad
     assert_same_bits([x.grad for x in tensors], list(expected))
 
 

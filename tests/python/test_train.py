@@ -256,7 +256,7 @@ def test_resume_is_bitwise(corpus, tmp_path, attention):
 
 @pytest.fixture
 def interruptible():
-    """Python's own answer to Ctrl-C, also if the tests run in the background and a shell has it ignored."""
+    """Python's own handling of Ctrl-C, even if the tests run in the background, where a shell ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

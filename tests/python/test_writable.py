@@ -20,7 +20,7 @@ def touched(x: Tensor) -> set[int]:
 
 
 def test_memory_that_is_shared_is_found_exactly():
-    """Tensors of any dtypes, ranks and strides in one buffer, against the sets of bytes."""
+    """The answers for tensors of any dtypes, ranks and strides in one buffer are compared with sets of bytes."""
     generator = random.Random(1)
     buffer = torch.zeros(1000, dtype=torch.float64)
     found = 0
@@ -57,7 +57,7 @@ def test_large_caches_that_interleave_are_told_apart_at_once():
 
 
 def test_what_would_take_long_to_find_out_counts_as_shared():
-    """Strides that are large primes, whose sums all differ."""
+    """The strides are large primes, whose sums all differ."""
     buffer = torch.zeros(40_000_000, dtype=torch.int8)
     x = buffer.as_strided((99, 97, 89, 83), (100_003, 99_991, 99_989, 2))
     y = buffer.as_strided((99, 97, 89, 83), (100_019, 99_971, 99_961, 4), 1)

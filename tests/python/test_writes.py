@@ -49,7 +49,7 @@ def copy_quantised(k_scale: Tensor, v_scale: Tensor) -> None:
     strobe.kv.copy(QUANTISED, QUANTISED.clone(), PAGE, PAGE, k_scale=k_scale[..., 0], v_scale=v_scale[..., 0])
 
 
-# The written argument, and the call; each of Q's shape.
+# The names of the written arguments, and the call. Each argument has Q's shape.
 WRITERS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "attention_backward": (
         ("dq", "dk", "dv"),

@@ -6,7 +6,7 @@ import torch
 
 
 def visible(Sq, Sk, *, causal, window, alignment):
-    """(Sq, Sk) of bool from the three options that depend on positions only."""
+    """Which keys are visible by position, bool (Sq, Sk)."""
     left, right = window
     i = torch.arange(Sq)[:, None] + (Sk - Sq if alignment == "bottom_right" else 0)
     j = torch.arange(Sk)[None, :]
@@ -25,7 +25,7 @@ def probabilities(
     score="dot", beta=1.0, shift=0.0, mask=None, bias=None,
     alibi_slopes=None, sinks=None, blocks=None,
 ):  # fmt: skip
-    """(B, H, Sq, D) and so on -> S, P before dropout, lse. blocks: what block sparsity keeps, (B, H, Sq, Sk) or broadcast to it."""
+    """q (B, H, Sq, D) and so on -> S, P before dropout, lse. blocks: which scores lie in kept blocks, (B, H, Sq, Sk) or broadcast to it."""
     B, H, Sq, D = q.shape
     Sk = k.shape[2]
     k = k.repeat_interleave(H // max(k.shape[1], 1), dim=1)
@@ -63,7 +63,7 @@ def probabilities(
 
 
 def attention(q, k, v, *, kept=None, keep_rate=1.0, **options):
-    """(B, H, Sq, D) and so on -> out, lse. kept: the elements that dropout keeps, (B, H, Sq, Sk) or broadcast to it."""
+    """q (B, H, Sq, D) and so on -> out, lse. kept: the elements that dropout keeps, (B, H, Sq, Sk) or broadcast to it."""
     _, P, lse = probabilities(q, k, **options)
     if kept is not None:
         P = P * kept / keep_rate
@@ -84,7 +84,7 @@ def varlen_statistics(**inputs):
 
 
 def varlen(**inputs):
-    """(Tq, H, D) and so on -> out (Tq, H, Dv), lse (H, Tq): each sequence by itself."""
+    """q (Tq, H, D) and so on -> out (Tq, H, Dv), lse (H, Tq): each sequence by itself."""
     outs, lses = zip(*(attention(**x) for x in sequences(**inputs)), strict=True)
     return torch.cat([x[0].transpose(0, 1) for x in outs]), torch.cat([x[0] for x in lses], dim=1)
 

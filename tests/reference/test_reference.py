@@ -109,7 +109,7 @@ class Case:
         self.tensors = tensors
 
         self.dropout, self.blocks = {}, {}
-        self.dense = {}  # the arguments of formulas.py that replace those two
+        self.dense = {}  # the arguments that formulas.py takes instead of those two
         if o["dropout"]:
             self.dropout = {"dropout": o["dropout"], "seed": number, "offset": 3}
             self.dense["kept"] = torch.from_numpy(philox.keep((B, H, Sq, Sk), o["dropout"], number, 3))

@@ -25,7 +25,7 @@ class Framework(ABC):
 
     @abstractmethod
     def unfit(self, name: str, x: Array, beside: str = "q", q: Array | None = None) -> Exception | None:
-        """The reason against x, an array of this framework, if its memory is not its values, or not on the device of q, the argument
+        """Why x, an array of this framework, is refused: its memory does not hold its values, or is not on the device of q, the argument
         `beside`."""
 
     def without_values(self, name: str, x: Array) -> Exception | None:
@@ -102,7 +102,8 @@ class Framework(ABC):
 
     @abstractmethod
     def dense_like(self, x: Array, width: int, dtype: Any) -> Array:
-        """An uninitialised array without gaps in x's shape, except the last axis; if it has four axes, 1 and 2 have x's order in memory."""
+        """An uninitialised array without gaps, in x's shape except for the last axis. Axes 1 and 2 of four lie in memory in the same order
+        as x's."""
 
     @abstractmethod
     def cast(self, x: Array, dtype: Any) -> Array: ...

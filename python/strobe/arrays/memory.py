@@ -12,7 +12,7 @@ PLAIN = Tensor, torch.nn.Parameter
 
 
 def is_lazy(x: Tensor) -> bool:
-    """Whether x's memory does not hold its numbers, or x has no memory: the dispatcher makes a negation, or zeros, when x is read."""
+    """Whether x's memory lacks its numbers: the dispatcher negates them, or makes zeros, only when x is read."""
     return x.is_neg() or x._is_zerotensor()
 
 

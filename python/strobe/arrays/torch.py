@@ -60,7 +60,7 @@ class Torch(Framework):
         return x.requires_grad and torch.is_grad_enabled()
 
     def is_readable(self, x: Tensor) -> bool:
-        return is_alone() and type(x) in PLAIN and x.is_cpu  # is_alone() is first, because PyTorch 2.4 can trace it alone
+        return is_alone() and type(x) in PLAIN and x.is_cpu  # is_alone() is first, because PyTorch 2.4 can trace only that
 
     def causal_bias(self, x: object) -> tuple[str, int, int] | None:
         return tensor_kinds.causal_bias(x)

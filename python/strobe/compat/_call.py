@@ -16,20 +16,20 @@ from ..arrays.known import unfit
 from ..arrays.torch import TORCH
 from ._words import called, switch_or_refusal, tensor_or_refusal
 
-Window = tuple[int, int] | Tensor  # two integers, or tensors of one element; a tensor of two elements
+Window = tuple[int, int] | Tensor  # two integers or tensors of one element, or a tensor of two elements
 NAMES = {"dropout": "dropout_p", "scale": "softmax_scale", "window": "window_size", "return_lse": "return_attn_probs"}
 KV = NAMES | {"k": "kv", "v": "kv"}
 QKV = NAMES | dict.fromkeys("qkv", "qkv")
 PACKED_QKV = QKV | {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
 _CU_SEQLENS = "a torch.Tensor, int32 (B + 1,)"
 
-# The arguments of strobe.attention() for which other libraries have some, in the order of its refusals.
+# The arguments of strobe.attention() that other libraries' functions have, too, in the order in which they are refused.
 _ARGUMENTS: tuple[str, ...] = ("q", "k", "v", "causal", "window", "scale", "softcap", "alibi_slopes", "dropout", "deterministic")
 _ARGUMENTS += ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "page_table", "seqused_k", "mask", "rng", "invariant")
 
 
 def attend(given: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> Any:
-    """out and softmax_lse; out alone if return_attn_probs is given and False. The rest as translated() takes it."""
+    """out and softmax_lse; out alone if return_attn_probs is given and False. The other arguments are those of translated()."""
     arguments = translated(given, names)
     with_lse = switch_or_refusal("return_attn_probs", given.get("return_attn_probs", True))
     arguments["return_lse"] = with_lse if isinstance(with_lse, Exception) else True
@@ -46,8 +46,8 @@ def backward(names: Mapping[str, str], **given: Any) -> tuple[Tensor, Tensor, Te
 def translated(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of strobe.attention(). A wrong one is replaced by the exception that says so (called()).
 
-    given: the caller's arguments; `names` has their names where strobe.attention() has others. What is no argument of it is left out.
-    q, k and v, and what was prepared for strobe.attention(), have its own names.
+    given: the caller's arguments. names: what the caller calls the arguments of strobe.attention() that have another name there. Arguments
+    that strobe.attention() lacks are left out. q, k and v, and what was prepared for strobe.attention(), already have its names.
     """
     found: dict[str, Any] = {"layout": "bshd"}
     for name in _ARGUMENTS:
@@ -94,8 +94,8 @@ def _numbers(x: Any) -> Any:
 
 
 def parts(name: str, given: Mapping[str, Any], shape: str) -> dict[str, Any]:
-    """given, with the views of q, k and v, or of k and v, that are in one tensor; each is replaced by the exception that says what is
-    wrong with that. shape: ends in (…, 3, H, D), or (…, 2, Hkv, D)."""
+    """given, with views of the tensor `name` as q, k and v, or as k and v. If the tensor is wrong, each of them is the exception that says
+    so. shape: ends in (…, 3, H, D), or (…, 2, Hkv, D)."""
     x = tensor_or_refusal(name, given[name], f"a torch.Tensor, {shape}")
     if isinstance(x, Tensor) and (x.dim() != shape.count(",") + 1 or x.shape[-3] != len(name)):
         x = ValueError(f"{name}: shape {tuple(x.shape)}; accepted is {shape}")
@@ -103,8 +103,8 @@ def parts(name: str, given: Mapping[str, Any], shape: str) -> dict[str, Any]:
 
 
 def in_pages(given: Mapping[str, Any], table: str, cu_seqlens_k: str = "cu_seqlens_k") -> dict[str, Any]:
-    """given, with keys in pages, which the argument `table` names. seqused_k has the number of keys of each sequence, or else the argument
-    that is named by cu_seqlens_k, which has no effect otherwise."""
+    """given, with keys in pages. table: the name of the page table. The number of keys of each sequence comes from seqused_k, or else from
+    the argument that cu_seqlens_k names, which has no other effect."""
     cu, used = given[cu_seqlens_k], given.get("seqused_k")
     if cu is not None or used is None:
         refuse(tensor_or_refusal(cu_seqlens_k, cu, _CU_SEQLENS))
@@ -125,7 +125,7 @@ def some_tokens(given: Mapping[str, Any]) -> dict[str, Any]:
     batch = check_cu_seqlens("cu_seqlens_q", cu_q, "q", given["q"])
     if check_cu_seqlens("cu_seqlens_k", cu_k, "k", k if isinstance(k, Tensor) else None) != batch:
         raise ValueError(f"cu_seqlens_k: shape {tuple(cu_k.shape)}; accepted is ({batch + 1},), as cu_seqlens_q has")
-    for side, cu in (("q", cu_q), ("k", cu_k)):  # by the caller's count of sequences
+    for side, cu in (("q", cu_q), ("k", cu_k)):  # checked here, where b is the caller's sequence
         most = given[f"max_seqlen_{side}"]
         for b, n in enumerate(cu.diff().tolist() if TORCH.is_readable(cu) and isinstance(most, int) else []):
             if n > most:

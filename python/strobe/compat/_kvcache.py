@@ -66,7 +66,7 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
 
 
 def _checked(given: dict[str, Any], table_name: str, found: list[Any]) -> dict[str, Any]:
-    """The tensors that are given, by their names, after the checks that need no shapes. found: what other checks found."""
+    """The given tensors, by their names, after the checks that need no shapes. found: what other checks found."""
     tensors: dict[str, Any] = {name: given[name] for name in _TENSORS if name in _NEEDED or given.get(name) is not None}
     seqlens = given["cache_seqlens"]
     if isinstance(seqlens, Tensor):
@@ -90,7 +90,7 @@ def _checked(given: dict[str, Any], table_name: str, found: list[Any]) -> dict[s
 
 
 def _check_shapes(given: dict[str, Any], table_name: str | None) -> int:
-    """B, if the shapes and dtypes fit that must fit before the first write, and the caches may be written in place."""
+    """Returns B, after the checks that must pass before the first write: shapes, dtypes, and that the caches may be written in place."""
     q, cu_q, cu_new = given["q"], given.get("cu_seqlens_q"), given.get("cu_seqlens_k_new")
     batch = next(iter(q.shape), 0) if cu_q is None else check_cu_seqlens("cu_seqlens_q", cu_q, "q", q)
     if cu_new is not None and (found := check_cu_seqlens("cu_seqlens_k_new", cu_new, "k", given["k"])) != batch:
@@ -169,9 +169,9 @@ def _lengths(given: dict[str, Any], table: Tensor | None, batch: int) -> tuple[i
 
 
 def _keys(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, table: Tensor | None, batch: int) -> tuple[Tensor | None, Keys]:
-    """The page table, and the keys that queries attend to once the new keys are written. cache_batch_idx is a table, too: each row of the
-    cache is a page, and a row that does not exist is -1. Keys that have none then are rows that must be copied first: because a page needs
-    at least one key, or because autocast copies what it casts."""
+    """The page table, and the keys that queries attend to once the new keys are written. cache_batch_idx becomes a table, too: each row of
+    the cache is a page, and a row that does not exist is -1. The keys have no table if the named rows must be copied first, because a page
+    needs at least one key or because autocast copies what it casts."""
     k, v, rows, begin, device = given["k_cache"], given["v_cache"], given["cache_batch_idx"], given["cache_leftpad"], given["q"].device
     same_end = filled + added if isinstance(filled, int) and not isinstance(added, Tensor) else None
     end = _each(filled, batch, device) + added
@@ -202,7 +202,8 @@ def _try_attention(attend_to: Any, given: dict[str, Any], packing: dict[str, Any
 
 
 def _rotated(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, from_each: bool) -> tuple[Tensor, Tensor]:
-    """q and k, rotated: each token of k by its own position, and each token of q likewise if from_each, else by the first new key's."""
+    """q and k, rotated: each token of k by its own position; each token of q by its own, too, if from_each, else by that of the first new
+    key."""
     q, k, cos, sin = [given[name] for name in ("q", "k", "rotary_cos", "rotary_sin")]
     cu_q, seqlens = given.get("cu_seqlens_q"), given.get("rotary_seqlens")
     if cos is None:
@@ -218,7 +219,7 @@ def _rotated(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, f
 
 
 def _attend_in_place(attend_to: Any, q: Tensor, packing: dict[str, Any], keys: Keys, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out and softmax_lse, by the least general call that gives them and copies nothing of the cache."""
+    """out and softmax_lse, by the simplest call that copies nothing of the cache."""
     k, v, table, begin, end, same_end = keys
     if table is None and (packing or begin is not None):
         # Where rows follow one another in memory, flatten(0, 1) is a view.

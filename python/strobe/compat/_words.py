@@ -27,10 +27,10 @@ _NOT_THEIRS = frozenset({"layout", "alignment", "engine"})  # options that the o
 
 
 def called(names: Mapping[str, str], function: Callable[..., R], /, **given: Any) -> R:
-    """function(**given), a function of the package, whose refusals are put in the caller's words: `names` has its names for arguments.
+    """Calls `function`, one of the package's, and rewords its refusals with the caller's names of the arguments, which `names` has.
 
-    An argument that the caller's own check refuses is replaced by the exception that says why: the function refuses it, along with all
-    other errors, and the line is the exception's.
+    An argument that the caller's own check refuses is passed as the exception that says why. The function then refuses it in the
+    exception's words, along with all other errors.
     """
     try:
         return function(**given)
@@ -80,7 +80,7 @@ def mask_or_bias(attn_mask: Tensor | None) -> dict[str, Any]:
 
 
 def front(names: Mapping[str, str], run: Callable[[dict[str, Any]], Any] | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The function refuses all unknown keywords at once, each with a suggestion: `names` as above.
+    """Makes a function refuse all unknown keywords at once, each with a suggestion. names: as in called().
 
     run: answers a call, whose arguments it gets by their names. The function itself is then only a signature and its documentation.
     """
@@ -100,6 +100,7 @@ def front(names: Mapping[str, str], run: Callable[[dict[str, Any]], Any] | None 
 
 
 def stands_for(name: str, own: str) -> None:
-    """Called by the module `own` if it may have just been created again as `name`: an import of `name` then gives the first one."""
+    """Called by the module `own`, which may have just been created a second time as `name`. An import of `name` then gives the first
+    module."""
     if name != own:
         sys.modules[name] = import_module(own)

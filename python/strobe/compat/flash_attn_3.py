@@ -55,7 +55,7 @@ def _of_hopper(given: dict[str, Any]) -> list[Any]:
 
 
 def _heads_apart(given: dict[str, Any]) -> dict[str, Any]:
-    """given, with the views of q, k and v that are in qkv."""
+    """given, with views of qkv as q, k and v."""
     qkv, count = given["qkv"], given["num_heads_q"]
     if count is None:
         return parts("qkv", given, "(B, S, 3, H, D)")

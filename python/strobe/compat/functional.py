@@ -45,7 +45,7 @@ def _backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of strobe.attention(). A wrong one is replaced by the exception that says so (called())."""
+    """The arguments of strobe.attention(). A wrong one is replaced by the exception that says so (see called())."""
     blocks = {name: given[name] for name in ("block_mask", "block_q", "block_k") if name in given}
     found = {"q": given["Q"], "k": given["K"], "v": given["V"], "mask": given["mask"], "causal": given["causal"]}
     found.update({"scale": given["softmax_scale"], "dropout": given["dropout_p"], "rng": given["rng_state"]})

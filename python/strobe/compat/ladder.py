@@ -59,8 +59,8 @@ def flash_attention_2_backward(
 
 
 def _arguments(engine: str, Q: Any, K: Any, V: Any, causal: bool, scale: float | None, Br: int | None, Bc: int | None) -> dict[str, Any]:
-    """The arguments of strobe.attention(). V is replaced by an exception if its head dimension is not Q's, which the papers' algorithms
-    need. The kernels' own reason for that is a text with other names."""
+    """The arguments of strobe.attention(). V is replaced by an exception if its head dimension is not Q's, as the papers' algorithms need.
+    The kernels' own message would have other names."""
     if all(isinstance(x, Tensor) and unfit("", x) is None and x.dim() == 4 for x in (Q, V)) and V.shape[-1] != Q.shape[-1]:
         V = ValueError(f"V: head dimension {V.shape[-1]}; accepted is that of Q, {Q.shape[-1]}")
     return {"q": Q, "k": K, "v": V, "causal": causal, "scale": scale, "tile_q": Br, "tile_k": Bc, "engine": engine}

@@ -74,7 +74,8 @@ def _attention(q: Any, k: Any, v: Any, **options: Any) -> Tensor:
 
 
 def _broadcast(given: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
-    """Views one head as many, and joins all axes before the heads into one, for which tensors that broadcast over several are copied."""
+    """Views one head as many, and joins all axes before the heads into one. Tensors that broadcast over several of these axes are
+    copied."""
     rank = max(x.dim() for x in given)
     q, k, v = (x[(None,) * max(0, 3 - x.dim())] for x in given)
     try:
@@ -92,7 +93,7 @@ def _broadcast(given: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) ->
     for name in ("mask", "bias"):
         x = options.get(name)
         if isinstance(x, Tensor) and x.dim() >= 4:
-            try:  # attention() broadcasts one for all axes in front without a copy
+            try:  # attention() broadcasts a tensor that is one for all axes in front, without a copy
                 options[name] = x.reshape(1, *x.shape[-3:]) if prod(x.shape[:-3]) == 1 else flat(x)
             except RuntimeError:
                 whole = (*front, heads, q.shape[-2], k.shape[-2])

@@ -87,7 +87,7 @@ def attention_forward(
     own = is_causal is not None
     causal = switch_or_refusal("is_causal" if own else "module.is_causal", is_causal if own else getattr(module, "is_causal", True))
     if causal is True and (attention_mask is not None or (isinstance(query, Tensor) and query.dim() == 4 and query.shape[2] <= 1)):
-        causal = False  # a mask says all, and a single query is the last one
+        causal = False  # a mask replaces causal, and a single query sees all keys
     options = {**_masks(attention_mask, position_bias), "causal": causal, **_model_options(query, dropout, scaling, softcap, s_aux)}
     names = _NAMES | {"mask": "attention_mask", "bias": "attention_mask" if position_bias is None else "position_bias"}
     out = called(names, attention, q=query, k=key, v=value, alignment="top_left", **options)
@@ -161,9 +161,10 @@ def _paged_attention_forward(
 
 
 class _Layer:
-    """The cache of one layer: transformers 5.0 to 5.21 keep one tensor of all layers' keys for each group of layers, later ones views of
-    one tensor for each layer. In both, read_index gives the rows of the keys of every sequence, one sequence after another, and write_index
-    the rows for new ones. (From 5.24 on attention gets no cache, but the keys of all sequences, which the model copies out of it.)"""
+    """The cache of one layer. transformers 5.0 to 5.21 keep one tensor of all layers' keys for each group of layers; later versions keep
+    views of one tensor for each layer. In both, read_index gives the rows of the keys of every sequence, one sequence after another, and
+    write_index the rows for new keys. (From 5.24 on attention gets no cache, but the keys of all sequences, which the model copies out of
+    it.)"""
 
     def __init__(self, cache: Any, index: int, sliding: int | None, given: dict[str, Any]) -> None:
         self._cache, self._index, self._given = cache, index, given

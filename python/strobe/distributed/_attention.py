@@ -35,7 +35,8 @@ from ._sharding import Sharding, cumulated, host_integers, in_short
 _LONGEST = 1e6  # seconds that a rank may be asked to wait
 _LAYOUTS = ("bhsd", "bshd")
 _IN_PLACE_OF_FUNCTIONS = {"score": "'dot' or 'hyperbolic'", "mask": "a tensor"}
-_OF_KEYS = ROWS.keys() - {"alibi_slopes"}  # options of calls that have a key; alibi_slopes are checked for a gradient
+# A call with other options has no key: alibi_slopes are checked for a gradient each time.
+_OF_KEYS = ROWS.keys() - {"alibi_slopes"}
 _NAMES = ROWS.keys() | {"sharding", "sharding_k", "group", "mesh", "method"}
 _HINTS = ELSEWHERE | {
     "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
@@ -43,7 +44,7 @@ _HINTS = ELSEWHERE | {
     "dropout_p": "did you mean dropout?",
     "layout_k": "did you mean sharding_k?",
 }
-# explain() lacks arguments of attention().
+# explain() lacks some arguments of attention().
 _HINTS_OF_EXPLAIN = _HINTS | dict.fromkeys(("agree", "return_lse", "time_limit"), "leave it out: explain() tells the same with any")
 
 
@@ -199,7 +200,8 @@ def prepare(
         return known._replace(call=known.call.on(arrays))
     parsed = _judge(function, group, levels, asked)
     given = parsed.call.arrays
-    if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):  # no tensor is new in each call
+    # A call is remembered only if none of its tensors is a new object each time.
+    if key is not None and [*given] == [*arrays] and all(x is arrays[name] for name, x in given.items()):
         _prepared.CALLS.keep(key, parsed._replace(call=parsed.call.on({})))
     return parsed
 
@@ -219,7 +221,7 @@ class _Asked(NamedTuple):
 
 
 def _key(group: ProcessGroup, levels: Levels | None, asked: _Asked) -> bytes | None:
-    """The bytes that determine whether the call is valid, and its method; None if they depend on more than these arguments."""
+    """The bytes that determine whether the call is valid, and which method it takes; None if that depends on more than these arguments."""
     shardings = asked.sharding, asked.sharding_k
     if is_seen_by_dispatcher() or not asked.options.keys() <= _OF_KEYS or not all(isinstance(sharding, Sharding) for sharding in shardings):
         return None

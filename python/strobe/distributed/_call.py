@@ -30,7 +30,7 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """The positions of tokens, the same on all ranks. Values derived from a Plan are cached under it as the key."""
+    """The positions of tokens, the same on all ranks. A Plan is the key under which values derived from it are cached."""
 
     q: tuple[Ranges, ...]  # the queries of each rank
     k: tuple[Ranges, ...]
@@ -283,8 +283,8 @@ def in_own_words(call: RankCall, refused: Exception) -> Exception:
 
 
 def check_shapes(call: RankCall) -> None:
-    """Raises the errors of arguments that methods cut by heads or send by rows before the library sees them, and of those that the library
-    would hold against a Part, which the caller has not given."""
+    """Checks arguments that methods cut by heads or send by rows before the library sees them, and arguments that the library would refuse
+    because of a Part, which the caller has not given."""
     names = {"alibi_slopes", "sinks", "mask", "bias"} & call.of_caller.arrays.keys()
     wrong = _against_whole(call)
     if wrong or names:
@@ -332,7 +332,7 @@ def backward_into(call: Call, known: Results, made: Results) -> Results:
 
 
 def backward_added(call: Call, known: Results, wanted: list[str], into: Results) -> Results:
-    """The gradients; those in `into` are added to what it contains."""
+    """The gradients. Those that `into` has are added to its tensors."""
     if call.is_oracle or len(wanted) > len(into):
         return call.backward(known, wanted, into)
     run_into(BACKWARD, call.adding(), known | into, {})
@@ -340,8 +340,8 @@ def backward_added(call: Call, known: Results, wanted: list[str], into: Results)
 
 
 def check(call: Call, of_backward: bool) -> list[int]:
-    """Raises the library's objections to the call, or its backward; nothing is computed. Memory for results is allocated meanwhile, and on
-    a GPU as much as the workspace. It goes back to the allocator, for later allocations. Returns the size of each in bytes."""
+    """Raises the library's refusals of the call, or of its backward; nothing is computed. Memory for the results, and on a GPU for the
+    workspace, is allocated and given back to the allocator for later allocations. Returns the size of each in bytes."""
     structs = call.example_structs(of_backward)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     structs.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)

@@ -41,7 +41,7 @@ def route(plan: Plan, rank: int) -> Route:
 
 @lru_cache(maxsize=256)
 def received(plan: Plan) -> int:
-    """The number of keys that the rank with the most keys from others gets."""
+    """The largest number of keys that a rank gets from others."""
     return max(sum(route(plan, r).of) - route(plan, r).of[r] for r in range(plan.world))
 
 

@@ -112,7 +112,7 @@ class Whole:
         return found
 
     def bias_gradient(self, own: Tensor) -> Tensor:
-        """The gradient of the rank's own rows, or if these are broadcast the rank's addend."""
+        """The gradient of the bias: of the rank's own rows, or the rank's addend if rows are broadcast."""
         given = four_axes(self.call.of_caller.arrays["bias"])
         if not has_rows(given):
             found = own.new_zeros(given.shape)
@@ -131,14 +131,14 @@ class Whole:
             local.arrays["seqused_k"] = call.of_caller.arrays["seqused_k"]
         if not needs_part(call.of_caller):
             del local.options["part"]
-            if plan.packed:  # without a part, and without maxima, mask and bias would cover all tokens
+            if plan.packed:  # without a part or maximum lengths, mask and bias would cover all tokens
                 local.options.update(longest(plan.cu_q, plan.cu_k, local.options))
         return local
 
 
 def _among_all(call: RankCall) -> Whole:
     whole = Whole(call, call.waits, range(call.plan.world))
-    if not needs_part(call.of_caller):  # with a part they have as many rows as the longest sequence
+    if not needs_part(call.of_caller):  # with a part, mask and bias have as many rows as the longest sequence
         whole.all_scores.most = max(whole.all_scores.most, call.of_caller.options.get("max_seqlen_q") or 0)
     return whole
 
@@ -157,7 +157,7 @@ def longest(cu_q: tuple[int, ...], cu_k: tuple[int, ...], options: dict[str, obj
 
 
 def most_rows(plan: Plan, rank: int) -> int:
-    """The number of rows of a mask or bias for the rank's queries: for packed sequences, of the one with most rows here."""
+    """The number of rows of a mask or bias for the rank's queries; with packed sequences, the most that it has of one sequence."""
     return max(rows_of_sequences(plan.q[rank], plan.cu_q), default=0)
 
 

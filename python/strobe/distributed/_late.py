@@ -22,8 +22,8 @@ _LEFT = "strobe/left"
 
 @dataclass
 class _Left:
-    """Counts of this process: how often it has left, whether the store says now that it has, and how many more times other processes had
-    left when this one raised because of them."""
+    """Counts of this process: how often it has left, whether the store says so now, and how many more times other processes had left when
+    this process raised an error because of them."""
 
     times: int = 0
     is_told: bool = False
@@ -41,7 +41,7 @@ class AnotherLeftError(Exception):
 
 
 def leave(failure: Exception) -> None:
-    """Tells the ranks that wait for this rank why it does not come. It does not know in which group they wait."""
+    """Tells the ranks that wait for this rank why it does not come. This rank does not know in which group they wait."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _left.times += 1
         with contextlib.suppress(Exception):  # the store's process has ended
@@ -52,7 +52,7 @@ def leave(failure: Exception) -> None:
 
 
 def come_back() -> None:
-    """The rank takes part again."""
+    """Takes the message of leave() back, as the rank takes part again."""
     if _left.is_told:
         _left.is_told = False
         _store().delete_key(f"{_LEFT}/{dist.get_rank()}")

@@ -121,7 +121,8 @@ class _Own:
         """The bytes that determine whether a call is valid, and how it is made; None if numbers in other tensors than cu_seqlens matter."""
         if call.options.get("check") or not _READ.isdisjoint(call.arrays) or ("rng" in call.arrays and not self.draw):
             return None
-        prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()  # names of groups may be used again
+        # The group's name is left out, because a later group may have it again.
+        prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()
         numbers = {f"numbers of {name}": in_short(host_integers(name, call.arrays[name])) for name in CU if name in call.arrays}
         return _eager.key(prefix, (), call.arrays, call.options | self._of_key | numbers)
 
@@ -135,7 +136,7 @@ def _signature(call: RankCall, own: _Own, of: str) -> Signature:
     """The values that must be the same on all ranks, by the names that callers know. The first difference is reported: options come before
     shapes, which follow from layout, and last comes the method, which follows from all others if none was requested."""
     if not own.agrees:
-        return Signature({})  # it is not compared, and numbers of a GPU's rng would have to be waited for
+        return Signature({})  # it is not compared, and reading a GPU's rng would wait
     of_caller, plan = call.of_caller, call.plan
     said: dict[str, object] = {
         "the pass": of,
@@ -330,7 +331,7 @@ class _DistributedAttention(torch.autograd.Function):
         arrays, saved = more[: len(ctx.names)], more[len(ctx.names) :]
         if dout is None:
             dout = torch.zeros_like(out)
-        n, rest, names = len(saved), ctx.rest, ctx.names  # not ctx itself, which the result of compute() would keep
+        n, rest, names = len(saved), ctx.rest, ctx.names  # not ctx itself, which compute() would keep alive
 
         def compute(tensors: tuple[Any, ...]) -> list[Tensor]:
             dout, dlse, out, lse, *more = tensors

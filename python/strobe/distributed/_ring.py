@@ -28,7 +28,7 @@ class Round:
         return (self.call.rank - turn) % len(self.counts)
 
     def memory(self, turn: int) -> Tensor:
-        """The place of the rows in a turn."""
+        """The memory that holds the rows in this turn."""
         return self.room[turn % 2][: self.counts[self.owner(turn)]]
 
     def begin(self, turn: int) -> Underway:
@@ -161,7 +161,7 @@ class Backward:
         return found
 
     def _add(self, turn: int, known: Results) -> Tensor | None:
-        """Computes the gradients from the keys of this turn; returns those of the keys."""
+        """Computes the gradients from this turn's keys; returns the gradients of these keys."""
         local, into, own = self.ring.local(turn, len(self.ring.turns) > 1), {}, None
         if self.dq is not None:
             into["dq"] = self.dq
@@ -178,7 +178,8 @@ class Backward:
         return own
 
     def _pass_on(self, sums: Round, turn: int, arriving: Underway | None, added: Tensor | None) -> Underway:
-        """Sends the gradients of this turn's keys to the next rank, including this rank's addends, computed while they were in flight."""
+        """Sends the gradients of this turn's keys to the next rank, with this rank's addends, which were computed while the sums were in
+        flight."""
         here = sums.memory(turn)
         if arriving is None:
             here.zero_()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MOST = 2**63 - 1
 _MOST_RANKS = 1 << 20  # a sharding lists the ranges of each
-_GRAINS = (4, 16, 64)  # blocks per rank, among which balanced() looks for the best
+_GRAINS = (4, 16, 64)  # numbers of blocks per rank; balanced() takes the best
 _CLOSE = 1.03  # a sharding with fewer ranges is preferred if its largest share of the work is larger by no more than this
 
 
@@ -258,7 +258,7 @@ class Sharding:
 
 
 def _check_tokens(name: str, x: Any, dim: Any, length: int, first: Any = None) -> None:
-    """Checks a tensor that has `length` tokens along `dim`. first: the first shard, which the others are like except for their length."""
+    """Checks a tensor that has `length` tokens along `dim`. first: the first shard, which the others must equal except for their length."""
     if (refused := tensor_refusal(name, x)) is not None:
         raise refused
     if not is_whole(dim) or not -x.dim() <= dim < x.dim():

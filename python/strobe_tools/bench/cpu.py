@@ -30,7 +30,7 @@ SHAPES = ((1, 8, 2048, 64), (1, 4, 2048, 128))
 DTYPES = ("float32", "bfloat16")
 LENGTHS = (4096, 16384)
 MASK_SHAPE = (8, 2048, 64)  # heads, length, head dimension
-_BRIEF = 2.0  # if the calls of a figure take fewer seconds than this, and differ, twice as many more are made
+_BRIEF = 2.0  # if the calls of a figure take fewer seconds than this and differ much, twice as many are added
 
 
 def _normal(*shape: int, dtype: str) -> Tensor:

@@ -50,7 +50,7 @@ def main() -> None:
             app()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # otherwise Python itself would meet an error here, as it ends
+                sys.stdout.flush()  # otherwise Python would meet the error when it ends
     except OSError:
         if (reason := _output_fails()) is None:
             raise

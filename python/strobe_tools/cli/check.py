@@ -127,8 +127,8 @@ def _results(out: Any, lse: Any, gradients: Any) -> dict[str, Any]:
 
 
 def _error(x: Any, reference: Any) -> float:
-    """The largest difference, relative to the largest finite element of the reference, or to the inputs' 1 if that is more (a sum that
-    cancels is no better than its terms). inf if only one of the two has an infinity or NaN."""
+    """The largest difference, relative to the largest finite element of the reference, or to 1, the inputs' size, if that is more (a sum
+    that cancels is no better than its terms). inf if only one of the two has an infinity or NaN."""
     import numpy as np
 
     finite = np.isfinite(reference)

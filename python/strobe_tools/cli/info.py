@@ -33,7 +33,7 @@ def _numpy() -> str:
 
 
 def kernel_cache() -> str:
-    """The folders of a GPU's kernels, and those that are not used, with the reason."""
+    """The folders of the kernel cache, and those that are not used, with the reason."""
     return _known_of_cuda("cache: ")
 
 

@@ -62,10 +62,11 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Lengths at which the Hopper backward uses another tile than at _S, for head dimensions beyond 64.
 _OTHER_LENGTHS = {"plain": 512, "causal": 8192, "deterministic": 8192}
 _SMALL = 512  # tokens of a call for which the Hopper backward takes 64 keys a block, up to head dimension 160
-# (Tokens of a sequence, number of sequences) for forms up to head dimension 64: two stages of keys, in line or not; dQ in shared memory.
+# (Tokens of a sequence, number of sequences) for the Hopper backward's forms up to head dimension 64: two stages of keys, in line or not;
+# dQ in shared memory.
 _SHORT = ((512, 16), (512, 33), (1024, 16))
-_AS_WIDE = ("bias", "sinks")  # with float64 they are float64
-_EVERY_DIM = ("plain", "causal")  # features compiled for every dimension; the other features are compiled for these dimensions alone
+_AS_WIDE = ("bias", "sinks")  # these tensors are float64 if q is
+_EVERY_DIM = ("plain", "causal")  # features compiled for every dimension; the others are compiled only for _FEATURE_DIMS
 _FEATURE_DIMS = (64, 128)
 # --common: the calls with which transformers are mostly trained and run.
 _COMMON_DTYPES, _COMMON_DIMS, _COMMON_FEATURES = ("bfloat16",), (64, 128), ("plain", "causal", "varlen")
@@ -82,7 +83,7 @@ class Job(NamedTuple):
     feature: str
     backward: bool
     seqlen: int = _S
-    sequences: int | None = None  # None: as many as have the example's tokens
+    sequences: int | None = None  # None: as many as make the example's number of tokens
 
     def __str__(self) -> str:
         length = "" if self.seqlen == _S else f" of {self.seqlen}" if self.sequences is None else f" of {self.sequences} x {self.seqlen}"
@@ -145,7 +146,7 @@ def _arch(given: str) -> int:
 
 
 def _reasons(refused: Iterable[tuple[Job, str]]) -> Iterator[str]:
-    """Each reason once, with the calls that it keeps out."""
+    """Each reason once, with the calls that it refuses."""
     calls: dict[str, list[Job]] = {}
     for job, reason in refused:
         # The name of the kernel that was compiled first is no part of the reason.
@@ -246,8 +247,8 @@ def command(
 
 @contextlib.contextmanager
 def _ended_by_interrupts() -> Iterator[None]:
-    """Ctrl-C ends all processes at once. As an exception, Ctrl-C would wait, as the pool ends, for a lock that a process of the pool holds,
-    and would be lost if it came while Python frees an object."""
+    """Lets Ctrl-C end all processes at once. If Ctrl-C raised an exception, the end of the pool would wait for a lock that one of its
+    processes holds, and the exception would be lost if it came while Python frees an object."""
 
     def end(*_: object) -> None:
         for process in active_children():
@@ -283,8 +284,8 @@ def _without_words_of_the_tracker() -> Iterator[None]:
 
 
 def _leave_interrupts() -> None:
-    """Called in a compiling process: if Ctrl-C ended it within a call of the pool, it might leave a lock behind, for which the others
-    wait."""
+    """Makes a compiling process ignore Ctrl-C. If Ctrl-C ended the process within a call of the pool, it might leave a lock behind for
+    which the others wait."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

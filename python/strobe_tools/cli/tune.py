@@ -23,7 +23,7 @@ from strobe_tools.values import known
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Requests; an engine rounds each to a tile that it has.
+# Requested tiles; an engine rounds each to a tile that it has.
 TILES_Q = (16, 32, 64, 128, 192, 256)
 TILES_K = (16, 32, 48, 64, 80, 96, 112, 128, 160, 176, 256)
 # B, H, S, D
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """The calls for which one tile is sought: of an engine, in one direction."""
+    """The calls of one engine, in one direction, for which one tile is sought."""
 
     engine: str
     shape: Shape

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 class Setting(NamedTuple):
-    """The device, and the thoroughness."""
+    """The device, and how thorough the measurement is."""
 
     device: str  # "cpu" or "cuda"
     quick: bool
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    """Columns in the order in which rows bring them; floats with six digits."""
+    """Writes rows, with columns in the order in which the rows first have them, and floats with six digits."""
     rows = list(rows)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -44,7 +44,7 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Numbers as numbers; missing values are None."""
+    """Reads rows: numbers as numbers, missing values as None."""
     with path.open(newline="", encoding="utf-8") as file:
         return [{name: _value(x) for name, x in row.items()} for row in csv.DictReader(file)]
 

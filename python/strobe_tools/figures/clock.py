@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Call = Callable[[], Any]
 LEAST_REPEATS, MOST_REPEATS = 3, 15
-PATIENCE = 20  # times the budget: if a call takes longer, the first one counts as well
+PATIENCE = 20  # if a call takes longer than this many budgets, the first call counts as well
 DIFFERS = "its calls took "  # begins the note of a point whose calls differ
 STARTING = 10.0  # seconds that a first call on a GPU may take to load libraries and compile kernels
 
@@ -56,7 +56,8 @@ def once(call: Call, setting: Setting) -> float:
 
 def times(calls: Mapping[str, Call], setting: Setting, warm: bool = False) -> tuple[dict[str, float], dict[str, str]]:
     """Seconds of each call, and notes: the reasons of calls that are refused, and how far the calls of one point differ, if much. Seconds
-    are medians of as many calls as the budget allows, at least three, after a first call that is not counted. warm: that call was made."""
+    are medians of as many calls as the budget allows, at least three, after a first call that does not count. warm: the first call has been
+    made."""
     patience = max(PATIENCE * setting.budget, STARTING if setting.on_gpu else 0.0)
     single: dict[str, float] = {}
     notes: dict[str, str] = {}

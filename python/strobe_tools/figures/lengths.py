@@ -46,7 +46,7 @@ def _row(setting: Setting, method: str, n: int, seconds: float | None, peak: int
 
 
 def _on_gpu(setting: Setting, n: int) -> list[Row]:
-    """Each method alone on the GPU, so that no other method holds memory."""
+    """Measures each method alone on the GPU, so that no other method holds memory."""
     return [_measured(setting, method, n) for method in rivals.methods(setting.device)]
 
 
@@ -65,7 +65,7 @@ def _measured(setting: Setting, method: str, n: int) -> Row:
 
 
 def _gpu_peak(call: Callable[[], Any]) -> int:
-    """Bytes that PyTorch's allocator hands out at once, beyond what it had handed out before."""
+    """The most bytes that PyTorch's allocator has handed out at one time during the call, minus those from before the call."""
     import torch
 
     attempt(call)  # a library's own workspace does not count as the method's

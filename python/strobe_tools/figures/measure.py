@@ -46,7 +46,7 @@ def _both(attend: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> Call:
 
 
 def _standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The formula, op by op: S and P whole in memory."""
+    """The formula, op by op, with the whole matrices S and P in memory."""
     return (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1) @ v
 
 
@@ -197,7 +197,7 @@ def block_sparsity(setting: Setting) -> list[Case]:
 
 
 class Rung(NamedTuple):
-    """One bar; the tiles are each rung's best of docs/ladder.md, on the CPU the engine's own."""
+    """One bar. On a GPU a rung has its best tile from docs/ladder.md, on the CPU the engine's own."""
 
     name: str
     dtype: str
@@ -259,7 +259,7 @@ PEERS = {
 def peers(setting: Setting) -> list[Case]:
     tokens, width = (16384, 2048) if setting.on_gpu else (2048, 512)
     every = [tokens >> i for i in range(6 if setting.on_gpu else 4)]
-    ns = every[:0:-2] if setting.quick else every[::-1]  # a line in the quick figure takes every second one
+    ns = every[:0:-2] if setting.quick else every[::-1]  # the quick figure takes every second length
 
     def run(d: int, n: int, causal: bool) -> list[Row]:
         shape = (tokens // n, width // d, n, d)

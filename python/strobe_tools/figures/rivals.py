@@ -44,7 +44,7 @@ def inputs(method: str, shape: tuple[int, int, int, int], dtype: str, device: st
 
 
 def both(attend: Attend, given: Inputs) -> Callable[[], Any]:
-    """Forward and backward."""
+    """A function that runs forward and backward."""
     import torch
 
     dout = torch.randn_like(given.leaves[0])
@@ -69,7 +69,7 @@ def unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, E: Tensor, F: Tensor, mask: Tensor) -> Tensor:
-    """Wang et al. 2020: keys and values projected along the sequence to a fixed length."""
+    """Wang et al. 2020: keys and values are projected along the sequence to a fixed length."""
     import torch
 
     keep = mask.mT.to(k.dtype)
@@ -78,7 +78,8 @@ def linformer(q: Tensor, k: Tensor, v: Tensor, E: Tensor, F: Tensor, mask: Tenso
 
 
 def fixed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Child et al. 2019, "fixed": each query sees its own block of keys, and the last c keys of every block. Two dense products each."""
+    """Child et al. 2019, "fixed": each query sees its own block of keys, and the last c keys of every block. Each part is two dense
+    products."""
     import torch
 
     batch, _, n, d = q.shape
@@ -91,7 +92,7 @@ def fixed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     blocks = [x.unflatten(2, (count, block)) for x in (q, k, v)]
     own = blocks[0] @ blocks[1].mT  # (B, H, blocks, l, l)
     own = own.masked_fill(~mask.view(batch, 1, count, 1, block), -math.inf)
-    own[..., -FIXED_SUMMARY:] = -math.inf  # they are among the summaries
+    own[..., -FIXED_SUMMARY:] = -math.inf  # these keys are among the summaries
     far = (q @ summary(k).mT).masked_fill(~summary(mask.mT).mT, -math.inf).unflatten(2, (count, block))
     P = torch.nn.functional.dropout((torch.cat([own, far], -1) * d**-0.5).softmax(-1), DROPOUT)
     near = P[..., :block] @ blocks[2]

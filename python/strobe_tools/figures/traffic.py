@@ -42,7 +42,7 @@ _BETWEEN = "spin_kernel"  # the kernel of torch.cuda._sleep
 
 
 def profile(calls: Iterable[Callable[[], Any]]) -> None:
-    """Makes the calls so that Nsight Compute, under which the process must run, counts each."""
+    """Makes the calls so that Nsight Compute counts each of them. The process must run under Nsight Compute."""
     import torch
 
     calls = list(calls)

@@ -172,7 +172,7 @@ def _stored(path: Path) -> tuple[Tokenizer, NDArray[np.int32], NDArray[np.int32]
 
 
 def _store(path: Path, **arrays: NDArray[np.generic]) -> None:
-    """Works without a cache if it cannot be written."""
+    """Writes the arrays to the cache, or nothing if it cannot be written."""
     with contextlib.suppress(OSError), replacing(path) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
@@ -197,7 +197,7 @@ def bigram_entropy(train: NDArray[np.int64], windows: NDArray[np.int64], vocab_s
     pairs, counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)
     first, second = np.divmod(pairs, vocab_size)
     total = np.bincount(first, weights=counts, minlength=vocab_size)  # how often a token is followed by any
-    followers = np.bincount(first, minlength=vocab_size)  # by how many different ones
+    followers = np.bincount(first, minlength=vocab_size)  # how many different tokens follow it
     preceders = np.bincount(second, minlength=vocab_size)
     backoff = (preceders + 1) / (len(pairs) + vocab_size)  # Kneser-Ney's unigram, add-one smoothed
 

@@ -33,7 +33,7 @@ def train(config: Config, *, text: Path | None, out: Path, resume: bool, console
 
     Raises ValueError or FileNotFoundError, naming the argument, for a text or a checkpoint that does not fit.
     """
-    pick_device(config)  # before the text, which takes time
+    pick_device(config)  # checked before the text, which takes time
     out.mkdir(parents=True, exist_ok=True)
     if ranks is not None and not ranks.is_first:
         ranks.barrier()  # until the first one has trained and stored the tokenizer

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from strobe_tools.train.attention import ATTENTIONS
 from strobe_tools.train.config import Config
 
-_WIDTH = 64  # logits are computed in multiples of it: tensor cores compute products of an odd width at a fifth of their speed
+_WIDTH = 64  # the number of logits is a multiple of it: tensor cores compute products of an odd width at a fifth of their speed
 
 
 class SelfAttention(nn.Module):

@@ -101,8 +101,8 @@ def _bf16_speedup(config: Config) -> float:
 
 @contextlib.contextmanager
 def _held_interrupt() -> Iterator[Callable[[], bool]]:
-    """Delays Ctrl-C, since half a step could not be resumed bit for bit, and yields a function that reports it. A second one takes effect
-    at once."""
+    """Delays Ctrl-C, since half a step could not be resumed bit for bit, and yields a function that reports it. A second Ctrl-C takes
+    effect at once."""
     interrupted = False
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -254,7 +254,8 @@ class Trainer:
         return self.history.final
 
     def run(self, checkpoint: Path | None = None, on_step: Callable[[Trainer], None] = lambda trainer: None) -> History:
-        """Trains to the end, measuring and saving on the way. Ctrl-C lets the step end, saves too, then goes on as KeyboardInterrupt."""
+        """Trains to the end, and measures and saves on the way. After Ctrl-C the step ends, the run is saved, and KeyboardInterrupt is
+        raised."""
         with _held_interrupt() as held:
 
             def interrupted() -> bool:

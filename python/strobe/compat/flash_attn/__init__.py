@@ -22,7 +22,7 @@ causal and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), hea
 - autograd stacks the gradients of the packed forms from those of q, k and v, which is one copy.
 """
 
-# Under another name the modules of this folder are created a second time, and the first ones stand for these: so they use absolute imports.
+# Under another name the modules of this folder are created a second time, and the first ones replace these. So they use absolute imports.
 from strobe.compat.flash_attn import bert_padding as bert_padding
 from strobe.compat.flash_attn import flash_attn_interface as flash_attn_interface
 from strobe.compat.flash_attn.flash_attn_interface import *  # noqa: F403

@@ -53,7 +53,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     masks = {"attention_mask": attention_mask, **({} if unused_mask is None else {"unused_mask": unused_mask})}
     _check(hidden_states, **masks)
     for name, mask in masks.items():
-        if mask.dtype != torch.bool and not _is_integral(mask):  # one that is added to the scores has its zeros where tokens are
+        if mask.dtype != torch.bool and not _is_integral(mask):  # a mask that is added to the scores is 0 where tokens are
             raise ValueError(f"{name}: dtype {mask.dtype}; accepted is bool, True = a token, or integers, 1 = a token")
         each = mask.long()
         if not torch.compiler.is_compiling() and (other := each[(each != 0) & (each != 1)]).numel():
@@ -141,7 +141,7 @@ def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> tuple[Tenso
 
 
 def _rows(name: str, x: Tensor, indices: Tensor, count: int | None = None) -> Tensor:
-    """Indices of `count` rows (None: those of x, the argument `name`) for torch's functions: int64, where callers have other integers."""
+    """`indices`, checked against `count` rows (None: those of x, the argument `name`), as the int64 that torch's functions need."""
     refuse(tensor_or_refusal(name, x))
     if not x.dim():
         raise ValueError(f"{name}: a number; accepted is (N, ...)")

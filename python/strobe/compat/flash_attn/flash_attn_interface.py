@@ -266,7 +266,7 @@ def _flash_attn_varlen_backward(
 
 
 def _misfits(known: dict[str, Tensor], into: dict[str, Any], is_packed: bool) -> Wrong:
-    """The arguments that do not fit q, k and v, or must fit before the first write."""
+    """The errors of arguments that do not fit q, k and v, found before the first write."""
     q, v = known["q"], known["v"]
     rank, accepted = (3, "(tokens, heads, head dimension)") if is_packed else (4, "(batches, tokens, heads, head dimension)")
     if of_rank := [name for name in "qkv" if known[name].dim() != rank]:

@@ -91,7 +91,7 @@ def _kept(results: Path, record: dict[str, Any], figures: Figures, sets: Iterabl
 
 
 def _write(results: Path, record: dict[str, Any], figures: Figures) -> None:
-    """One file per direction, named after the GPU."""
+    """Writes one file per direction, named after the GPU."""
     results.mkdir(parents=True, exist_ok=True)
     order = list(SETS)
     for direction, rows in figures.items():

@@ -21,7 +21,7 @@ Call = Callable[[], Any]  # returns the results: out, or the gradients
 
 
 def missing(peer: str) -> bool:
-    """Whether a peer is missing: FlashAttention-4, if it is not installed."""
+    """Whether a peer is missing. All except FlashAttention-4 are part of PyTorch."""
     try:
         return peer == "fa4" and importlib.util.find_spec("flash_attn.cute") is None
     except ModuleNotFoundError:
@@ -62,7 +62,8 @@ def _fa2(p: Problem, device: str) -> Callable[..., Tensor]:
 
 
 def fa4(p: Problem, device: str = "cuda") -> Callable[..., Tensor]:
-    # Each kernel of FlashAttention-4 takes seconds to compile. Kernels are kept on disk, so that several processes can compile for one.
+    # Each kernel of FlashAttention-4 takes seconds to compile. Kernels are kept on disk, so that other processes can compile them for this
+    # one.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func  # type: ignore[import-not-found]
 

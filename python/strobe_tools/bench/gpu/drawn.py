@@ -10,7 +10,7 @@ from strobe_tools.bench.gpu.problem import Problem
 
 DIMS = range(16, 257, 8)
 GROUPS = range(1, 9)  # query heads per key head
-LENGTHS = (64, 32768)  # any parity, log-uniform
+LENGTHS = (64, 32768)  # odd and even, log-uniform
 TOKENS = (4096, 65536)  # per call
 WIDTHS = (1024, 4096)  # all query heads together, approximately
 PACKED, WINDOWS, OTHER_DIM_V = 1 / 4, 1 / 4, 1 / 4  # fractions of all shapes
@@ -44,7 +44,7 @@ def shape(draw: Random) -> tuple[Problem, dict[str, Any]]:
 
 
 def _lengths(draw: Random, batch: int, longest: int) -> tuple[int, ...]:
-    """Lengths of packed sequences, together as many tokens as `batch` of the longest."""
+    """Lengths of packed sequences, which have as many tokens in all as `batch` sequences of the longest length."""
     left, lengths = batch * longest, []
     while left > 0:
         lengths.append(min(left, _log_integer(draw, LENGTHS[0], longest)))

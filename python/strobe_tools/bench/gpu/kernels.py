@@ -1,4 +1,5 @@
-"""Kernels compiled before anything is timed, in several processes: Strobe's without a GPU, FlashAttention-4's through its cache on disk."""
+"""Compiles kernels, in several processes, before anything is timed: Strobe's without a GPU, FlashAttention-4's through its cache on
+disk."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def compile_all(groups: Sequence[Group], compute_capability: int, jobs: int, sec
         for run in g.runs.values()
         if run.who == "fa4" and not contestants.missing("fa4")
     }
-    # Neighbouring calls share kernels, and would wait for one another.
+    # Neighbouring calls share kernels, so one would wait for the other's compilation.
     ordered = list(of_strobe) if seconds is not None else Random(0).sample(list(of_strobe), len(of_strobe))
     began = time.monotonic()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:

@@ -1,4 +1,4 @@
-"""A group of calls, made, compared with one another and timed."""
+"""Makes the calls of a group, compares their results, and times them."""
 
 from __future__ import annotations
 

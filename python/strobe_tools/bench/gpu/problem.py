@@ -30,8 +30,8 @@ class Problem(NamedTuple):
     window: int = 0  # how many keys before its own position a query of a causal call sees; 0: all
 
     def flops(self, backward: bool) -> float:
-        """Two products forward, five backward (three of the keys' dimension, two of the values'); half of them when causal, and with a
-        window only the visible scores."""
+        """FLOP of two products forward, or of five backward (three with the keys' dimension, two with the values'). A causal call counts
+        half of them, a call with a window only the visible scores."""
         dim_v = self.dim_v or self.dim
         width = 3 * self.dim + 2 * dim_v if backward else self.dim + dim_v
         return 2.0 * self.heads * self._scores() * width

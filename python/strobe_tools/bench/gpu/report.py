@@ -12,9 +12,9 @@ from strobe_tools.bench.gpu.contestants import PEERS
 
 Row = dict[str, Any]  # a line of a figures' file
 _MEASURED = ("set", "unit", "strobe", "peers", "beside", "seed")  # the other keys say what was measured
-_LOWEST = 10  # shapes drawn at random that a summary names
+_LOWEST = 10  # how many of the lowest random shapes a summary names
 
-# The subject of a table, and the comparison with Strobe's own second run: a ratio of rates or a cost in time.
+# The title of each set's table: its subject and, where Strobe is compared with a second run of its own, by what: rates, or times (_COSTS).
 TITLES = {
     "core36": "16k tokens, heads·d = 2048, bf16",
     "random": "Shapes drawn at random, bf16",
