@@ -259,6 +259,7 @@ struct Attention {
 
   int64_t block_q = 0, block_k = 0; // for block sparsity
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
+  ConstTensor block_full = {}, block_full_t = {}; // blocks that the mask's function sees as a whole
 
   std::optional<Part> part = {}; // absent: the whole problem
 

@@ -100,6 +100,7 @@ struct FunctionArguments {
   u64 numbers[kNumbers];
   Divisor divisors[kDivisors];
   CapturedOperand captured[kCaptured];
+  const i32 *full, *full_t; // for each kept mask block, and transposed: whether the function of the mask sees it as a whole (kFullKnown)
 };
 
 struct Inputs {
@@ -121,6 +122,13 @@ struct Inputs {
   BlockList blocks, blocks_t; // the backward reads both, the forward only blocks
   double beta, shift;         // for hyperbolic scores
   FunctionArguments function; // used with Features::program
+
+  // The kept blocks of keys for row `row` of mask blocks, with those that are full.
+  template <Features F> STROBE_FN BlockRow block_row(i64 b, i64 h, i64 row) const {
+    BlockRow r = blocks.row(b, h, row);
+    if constexpr (F.blocks == kFullKnown) r.to_full = function.full - blocks.indices;
+    return r;
+  }
 
   template <Features F = Features{}> STROBE_FN Sequence sequence(i64 b) const {
     i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;

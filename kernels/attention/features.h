@@ -11,16 +11,23 @@ namespace strobe::inline STROBE_ISA {
 inline constexpr i32 kLinear = 0, kCapped = 1, kHyperbolic = 2;
 enum : i32 { kProgram = 3, kAdded = 4 };
 
+// Bits of Features::alibi. kSlopes: the tensor alibi_slopes. kOwnSlope: a function of the caller gives the slope. Then kSigned: the distance
+// is i - j, not |i - j|; kFromZero: it does not count the offset.
+enum Alibi : i32 { kSlopes = 1, kOwnSlope = 2, kSigned = 4, kFromZero = 8 };
+
+// A value of Features::blocks.
+enum : i32 { kFullKnown = 2 };
+
 // Values of Features::part. kAligned: all ranges begin at multiples of 16. kAnywhere: they may begin anywhere.
 enum Starts : i32 { kAligned = 1, kAnywhere = 2 };
 
 // All members are int32: a kernel's Config holds a Features, and the Config's bytes are part of the key of the kernel cache.
 struct Features {
-  i32 band;   // causal or a window: visible keys differ from query to query
-  i32 blocks; // a block-sparse mask
-  i32 mask;   // a bool mask tensor
-  i32 bias;   // 0: none; else the strobe_dtype of the bias tensor
-  i32 alibi;
+  i32 band;     // causal or a window: visible keys differ from query to query
+  i32 blocks;   // a block-sparse mask; kFullKnown: the call says which blocks the function of the mask sees as a whole
+  i32 mask;     // a bool mask tensor
+  i32 bias;     // 0: none; else the strobe_dtype of the bias tensor
+  i32 alibi;    // bits of Alibi; 0: none
   i32 function; // the function of x = scale q.k: kLinear, kCapped, kHyperbolic, kProgram or kAdded
   i32 scaled;   // the scale cannot be folded into exp2's argument: it is not positive, too small or too large. kHyperbolic: it is not 1
   i32 dropout;

@@ -13,7 +13,7 @@ struct ListCopy {
   i32 wide;      // 1: int64; 0: int32
 };
 
-enum : i32 { kMostLists = 9 };
+enum : i32 { kMostLists = 11 };
 struct ListArguments {
   ListCopy lists[kMostLists];
   i32 count, unused;

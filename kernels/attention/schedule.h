@@ -10,7 +10,9 @@ namespace strobe::inline STROBE_ISA {
 struct BlockRow {
   const i32 *cols;
   i64 count;
-  i64 block; // keys per mask block
+  i64 block;       // keys per mask block
+  i64 to_full = 0; // the distance from an entry of cols to the number that says whether the function of the mask sees the whole block, in
+                   // numbers; 0: not known. It is the same for all rows and therefore takes no register
   // The first entry at or after a given column of mask blocks.
   STROBE_FN i64 first_from(i64 column) const {
     i64 low = 0, high = count;
@@ -23,6 +25,7 @@ struct BlockRow {
     }
     return low;
   }
+  STROBE_FN bool is_full(i64 entry) const { return (cols + entry)[to_full] != 0; }
   STROBE_FN bool keeps(i32 key) const {
     if (!cols) return true;
     i32 column = (i32)((u32)key / (u32)block);
@@ -33,7 +36,8 @@ struct BlockRow {
 
 template <class Int> struct BasicKeyTile {
   Int begin, end; // keys [begin, end), begin a multiple of the schedule's alignment
-  bool masked;    // some key of the tile is hidden from some query
+  bool masked;    // some key of the tile is hidden from some query by position
+  bool open;      // the function of the mask, if there is one, may hide some
 };
 using KeyTile = BasicKeyTile<i64>;
 
@@ -78,6 +82,7 @@ public:
     tile.begin = next_;
     tile.end = min(next_ + tile_, run_.end);
     tile.masked = tile.begin < all_.begin || tile.end > all_.end;
+    tile.open = !full_;
     next_ = tile.end;
     return true;
   }
@@ -100,6 +105,7 @@ private:
   STROBE_FN void advance() {
     ahead_ = {seqlen_, seqlen_};
     if (entry_ >= row_.count) return;
+    if (row_.to_full) full_ahead_ = row_.is_full(entry_);
     const Int c = max((Int)row_.cols[entry_++], Int(0));
     if (c < blocks_) ahead_ = {c * block_, min(c * block_ + block_, seqlen_)};
   }
@@ -107,7 +113,8 @@ private:
     if (!row_.cols) return false;
     while (entry_ < row_.count || !ahead_.empty()) {
       Range run = ahead_;
-      for (advance(); join_ && ahead_.begin == run.end && !ahead_.empty(); advance()) run.end = ahead_.end;
+      full_ = full_ahead_;
+      for (advance(); join_ && ahead_.begin == run.end && !ahead_.empty(); advance()) run.end = ahead_.end, full_ = full_ && full_ahead_;
       run_ = intersect(run, any_);
       if (run_.empty()) continue;
       next_ = max(below(run_.begin), run.begin);
@@ -121,7 +128,8 @@ private:
   Int tile_, align_, seqlen_, next_ = 0;
   Int block_ = 1, blocks_ = 0; // keys per mask block; mask blocks in the sequence
   i64 entry_ = 0;
-  bool join_ = false; // whether adjacent blocks are joined, because they do not hold whole tiles
+  bool full_ = false, full_ahead_ = false; // whether all blocks of the run, and the next block, are full
+  bool join_ = false;                      // whether adjacent blocks are joined, because they do not hold whole tiles
 };
 using Schedule = BasicSchedule<i64>;
 

@@ -25,6 +25,7 @@ struct PlaceOfPair {
 // The caller's functions, by the hash of their code (Features::program); the specialisation is generated. It has
 //   score<kFunctions, kSlope>(a, place, x, slope)   f(x, b, h, i, j); with kSlope, slope becomes its derivative by x
 //   seen<kFunctions, T>(a, place)                   g(b, h, i, j)
+//   penalty<kFunctions, T>(a, place)                ALiBi's slope, which b and h decide
 // of which only those are defined that Features say are there. T: the type of x and of all other reals.
 template <i32 kLow, i32 kHigh> struct CallersFunctions;
 
@@ -66,13 +67,17 @@ template <class Int> struct Integers {
   }
 };
 // The same divisions of x by a positive number that the host knows: floor(x / y) = ~floor(~x / y).
-template <bool kNotNegative> __device__ __forceinline__ i32 floor_divide(i32 x, const Divisor &y) {
+template <bool kNotNegative> __device__ __forceinline__ i32 floor_divide(i32 x, const Divisor &by) {
+  const Divisor y = by;
+  __builtin_assume(y.by != 1); // 1 is a power of two. A branch would keep the compiler from sharing quotients between pairs
   const i32 sign = kNotNegative ? 0 : x >> 31;
   return (i32)y.divide((u32)(x ^ sign)) ^ sign;
 }
 template <bool kNotNegative> __device__ __forceinline__ i32 remainder(i32 x, const Divisor &y) {
   return x - floor_divide<kNotNegative>(x, y) * (i32)y.by;
 }
+__device__ __forceinline__ i32 floor_divide_by_power_of_two(i32 x, const Divisor &y) { return x >> (31 - __clz((i32)y.by)); }
+__device__ __forceinline__ i32 remainder_by_power_of_two(i32 x, const Divisor &y) { return x & (i32)(y.by - 1); }
 // The integer towards 0, limited to +-2^30.
 __device__ __forceinline__ i32 limited_integer(float x) { return (i32)fminf(fmaxf(x, -0x1p30f), 0x1p30f); }
 __device__ __forceinline__ i32 limited_integer(double x) { return (i32)fmin(fmax(x, -0x1p30), 0x1p30); }

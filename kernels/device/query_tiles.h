@@ -7,8 +7,9 @@
 namespace strobe {
 
 struct QueryTile {
-  i32 begin;  // a multiple of the tile
-  i32 masked; // some key of the tile is hidden from some query
+  i32 begin;        // a multiple of the tile
+  i32 masked;       // some key of the tile is hidden from some query by position
+  const i32 *entry; // its block's entry in the list, with a block mask
 };
 
 // Tiles of kTile queries on a fixed grid; kTile divides the number of queries in a block of the block mask.
@@ -43,7 +44,7 @@ public:
       if (next_ <= floor_) return false;
     }
     next_ -= kTile;
-    tile = {next_, next_ < all_begin_ || next_ + kTile > all_end_};
+    tile = {next_, next_ < all_begin_ || next_ + kTile > all_end_, kBlocks ? row_.cols + entry_ : nullptr};
     return true;
   }
 

@@ -64,8 +64,18 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
       r.begin = max(0, r.i + low);
       r.end = min(seqlen_k, r.i + high + 1);
     }
-    if constexpr (F.alibi) r.slope = T(*in.slopes.at<const float>(b, h, 0, 0));
+    if constexpr (F.alibi & kOwnSlope)
+      r.slope = CallersFunctions<F.program, F.program_high>::template penalty<kFunctions, T>(in.function, pair(r, 0));
+    else if constexpr (F.alibi)
+      r.slope = T(*in.slopes.at<const float>(b, h, 0, 0));
     return r;
+  }
+
+  // ALiBi's distance of a query and a key, and what ALiBi adds to their score.
+  __device__ __forceinline__ i32 distance(i32 i, i32 j) const { return F.alibi & kFromZero ? i - j : i + offset - j; }
+  static __device__ __forceinline__ T added(T slope, T distance) {
+    if constexpr (F.alibi & kSigned) return -slope * distance;
+    return alibi(slope, distance);
   }
 
   // Whether the caller's function lets row r see key j.
@@ -79,13 +89,15 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   // outside r's band, past the end of the sequence, or past `limit`, the end of the schedule's tile. Otherwise none is.
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, bool by_position, i32 limit) const {
     T unused;
-    return score<false>(raw, r, j, T(r.i + offset - j), InMemory{*this, r, j}, by_position, limit, unused);
+    return score<false>(raw, r, j, T(distance(r.i, j)), InMemory{*this, r, j}, by_position, limit, unused);
   }
-  // The same for a caller that has distance = r.i + offset - j as a float, and the bias and the mask as given.bias() and given.allowed().
+  // The same for a caller that has distance(r.i, j) as a float, and the bias and the mask as given.bias() and given.allowed(). open: whether
+  // the function of the mask has to be asked.
   template <class Given>
-  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit) const {
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
+                                     bool open = true) const {
     T unused;
-    return score<false>(raw, r, j, distance, given, by_position, limit, unused);
+    return score<false>(raw, r, j, distance, given, by_position, limit, unused, open);
   }
   // Mask and bias of a query and a key, read from memory.
   struct InMemory {
@@ -102,8 +114,9 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     return score(raw, r, j, InMemory{*this, r, j}, by_position, limit, slope);
   }
   template <class Given>
-  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, const Given &given, bool by_position, i32 limit, T &slope) const {
-    return score<true>(raw, r, j, T(r.i + offset - j), given, by_position, limit, slope);
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, const Given &given, bool by_position, i32 limit, T &slope,
+                                     bool open = true) const {
+    return score<true>(raw, r, j, T(distance(r.i, j)), given, by_position, limit, slope, open);
   }
 
   // The pair as the caller's functions see it, in the whole problem.
@@ -121,8 +134,8 @@ private:
   static __device__ __forceinline__ T sum(T x, T y) { return rounds_each(kFunctions) ? rounded_sum(x, y) : x + y; }
 
   template <bool kSlope, class Given>
-  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
-                                     T &slope) const {
+  __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit, T &slope,
+                                     bool open = true) const {
     static_assert(!kSlope || kFunctions != Functions::rough);
     T s = raw;
     bool seen = !by_position || (F.band ? j >= r.begin && j < min(r.end, limit) : j < limit); // limit <= seqlen_k
@@ -152,7 +165,7 @@ private:
         kSlope && F.curved() > (in.function, pair(r, j), s, slope);
         if constexpr (kSlope || F.alibi || F.bias) seen = seen && s != minus_infinity<T>();
       }
-      if constexpr (F.alibi) s = sum(s, alibi(r.slope, distance));
+      if constexpr (F.alibi) s = sum(s, added(r.slope, distance));
       if constexpr (F.bias) {
         if (seen) {
           const T x = given.bias();
@@ -161,7 +174,7 @@ private:
         }
       }
     }
-    if constexpr (F.seen) seen = seen & this->seen(r, j);
+    if constexpr (F.seen) seen = seen & (!open || this->seen(r, j));
     if constexpr (F.mask) {
       if (seen) seen = given.allowed();
     }

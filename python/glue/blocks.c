@@ -45,7 +45,7 @@ static int is_csr(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, co
 /* Counting sort by column: counts, their running sum, then each entry goes to its place. Another thread may change the caller's CSR after a
  * check, so every index that is written through is checked against its bounds once more. */
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
-                              int32_t *offsets_t, int32_t *indices_t) {
+                              int32_t *offsets_t, int32_t *indices_t, const int32_t *marks, int32_t *marks_t) {
   if (!is_csr(matrices, rows, cols, kept, offsets, indices)) return 0;
   for (int64_t m = 0; m < matrices; m++, offsets += rows + 1, offsets_t += cols + 1) {
     /* Offsets are shifted by one. While entries are placed, offsets_t[j + 1] is the place of column j's next entry; at the end it is the
@@ -69,6 +69,7 @@ int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int6
       for (int64_t e = begin > offsets[i] ? begin : offsets[i]; e < end && e < offsets[i + 1]; e++) {
         const int64_t j = indices[e];
         if (j < 0 || j >= cols || offsets_t[j + 1] >= kept) return 0;
+        if (marks_t) marks_t[offsets_t[j + 1]] = marks[e];
         indices_t[offsets_t[j + 1]++] = (int32_t)i;
       }
   }

@@ -33,8 +33,9 @@ int64_t strobe_glue_count_kept(const uint8_t *kept, int64_t matrices, int64_t ro
 /* Writes the CSR columns of kept, at most `count` of them. */
 void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int64_t count, int32_t *indices);
 /* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, without usable output, unless the matrices follow one
- * another in absolute offsets from 0 to kept, and the indices of each row lie in [0, cols) and ascend strictly. */
+ * another in absolute offsets from 0 to kept, and the indices of each row lie in [0, cols) and ascend strictly. marks (kept): numbers of
+ * the entries, which go with them to marks_t; null: there are none. */
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
-                              int32_t *offsets_t, int32_t *indices_t);
+                              int32_t *offsets_t, int32_t *indices_t, const int32_t *marks, int32_t *marks_t);
 
 #endif

@@ -59,6 +59,7 @@ class BlockMask:
     alignment: str | None = None  # None if the pattern does not depend on it
     function: Callable[..., Any] | None = None  # the one of from_function(), which attention() applies as well
     _full: bytes | None = None  # for each kept block whether all of it is visible; None: not known
+    full_arrays: tuple[Array, ...] = ()  # the same for cols and cols_t, int32, as attention() hands it on; empty: not known
     made_for: tuple[int | None, int | None] = (None, None)  # B if the function depends on b, and H if it depends on h
 
     @outside_graphs
@@ -88,7 +89,8 @@ class BlockMask:
         cols_t = array("i", bytes(4 * kept))
         sizes = (batch * heads, nq, nk, kept)
         csr = (_pointer(framework, "int32_t *", host_rows), _pointer(framework, "int32_t *", host_cols))
-        if not lib.strobe_glue_transpose(*sizes, *csr, ffi.from_buffer("int32_t[]", rows_t), ffi.from_buffer("int32_t[]", cols_t)):
+        to = (ffi.from_buffer("int32_t[]", rows_t), ffi.from_buffer("int32_t[]", cols_t))
+        if not lib.strobe_glue_transpose(*sizes, *csr, *to, ffi.NULL, ffi.NULL):
             accepted = (
                 f"accepted are absolute offsets that ascend from 0 to {kept}, the size of cols, and key blocks of 0 to {nk - 1}, strictly "
                 "ascending within a row"
@@ -147,6 +149,7 @@ class BlockMask:
             raise refusing(TypeError, "device", f"{shown(device)}; accepted is a torch.device, or the name of one") from None
         moved = copy(self)
         moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(there) for x in self.arrays)
+        moved.full_arrays = tuple(TORCH.own(x).to(there) for x in self.full_arrays)
         return moved
 
     def to_kept(self) -> Array:
@@ -401,6 +404,7 @@ class BlockMask:
             framework.int32(rows, like).reshape(*matrices, nq + 1), framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k
         )
         made.function, made._full = function, full
+        made.full_arrays = tuple(framework.int32(x, like) for x in _marks(rows, cols, full, made.shape))
         made.made_for = (batch if "BATCH" in depends else None, heads if "HEAD" in depends else None)
         return made
 
@@ -442,6 +446,16 @@ class BlockMask:
         made = cls(framework.int32(rows, like)[None, None], framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k)
         made.alignment = None if seqlen_q == seqlen_k else alignment
         return made
+
+
+def _marks(rows: array[int], cols: array[int], full: bytes, shape: tuple[int, int, int, int]) -> tuple[array[int], array[int]]:
+    """Numbers for the entries of a CSR, and for those of its transpose, from a byte for each entry."""
+    batch, heads, nq, nk = shape
+    marks = array("i", list(full))
+    rows_t, cols_t, marks_t = array("i", bytes(4 * batch * heads * (nk + 1))), array("i", cols), array("i", marks)
+    pointers = [ffi.from_buffer("int32_t[]", x) for x in (rows, cols, rows_t, cols_t, marks, marks_t)]
+    lib.strobe_glue_transpose(batch * heads, nq, nk, len(cols), *pointers)
+    return marks, marks_t
 
 
 def _like_of(function: Callable[..., Any], device: Any) -> Array | None:

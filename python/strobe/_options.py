@@ -246,7 +246,7 @@ class Tensor(Row):
 
 
 class Blocks(Row):
-    """A BlockMask: its four arrays and the size of a block."""
+    """A BlockMask: its four arrays, the size of a block and, if its function is the only one, which blocks are full."""
 
     def __init__(self, doc: str):
         super().__init__(None, doc)
@@ -255,7 +255,7 @@ class Blocks(Row):
         return dict.fromkeys(("block_q", "block_k"), Field(int, 0))
 
     def tensors(self, name: str) -> tuple[str, ...]:
-        return ("block_rows", "block_cols", "block_rows_t", "block_cols_t")
+        return ("block_rows", "block_cols", "block_rows_t", "block_cols_t", "block_full", "block_full_t")
 
 
 class PartOfProblem(Row):
@@ -512,7 +512,7 @@ _IN_STRUCT = [name for name, _ in ffi.typeof("strobe_tensors").fields]
 _TENSORS = ["q", "k", "v", *(tensor for name, row in ROWS.items() for tensor in row.tensors(name)), *CAPTURED]
 # The tensors that a call reads, by their names in strobe_tensors and in its order, which the operators' arguments have, too.
 INPUTS = tuple(sorted(_TENSORS, key=lambda name: _IN_STRUCT.index(name) if name in _IN_STRUCT else len(_IN_STRUCT)))
-BLOCKS = ROWS["block_mask"].tensors("block_mask")
+BLOCKS, FULL_BLOCKS = (ROWS["block_mask"].tensors("block_mask")[part] for part in (slice(4), slice(4, None)))
 # The gradients that a backward may be asked for, and their inputs, in the order of the operators.
 GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v", *CAPTURED) or getattr(ROWS.get(name), "has_gradient", False)}
 # The results of attention() and reference() beside out and lse, if asked for.

@@ -16,7 +16,7 @@ from ._call import ORACLE, Call
 from ._checks import Wrong, check_names, is_array, is_whole, of_generator
 from ._hints import guesses_layout, is_of_sizes
 from ._messages import kind, shown
-from ._options import AUX, BLOCKS, ELSEWHERE, HYPERBOLIC, INPUTS, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
+from ._options import AUX, BLOCKS, ELSEWHERE, FULL_BLOCKS, HYPERBOLIC, INPUTS, INT64_MAX, INT64_MIN, ROWS, SIZES, Blocks, Tensor
 from ._part import decoded
 from ._refusals import AnyHint, Either, Hint, Name, Refusal, arguments_of, raised_for, refusals_of, refusing
 from .arrays.base import Array, Framework
@@ -94,7 +94,7 @@ def _reasons(call: Call, known: dict[str, Array], of_backward: bool) -> list[Ref
 
 def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Call, dict[str, Array]]:
     """Drops the arguments that are already refused, and those that cannot be judged without them."""
-    of_scores = {"mask", "bias", *BLOCKS, "block_q", "block_k"}
+    of_scores = {"mask", "bias", *BLOCKS, *FULL_BLOCKS, "block_q", "block_k"}
     withheld: set[str] = {*wrong}
     if "layout" in wrong:
         withheld |= {"q", "k", "v"}
@@ -104,11 +104,11 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
     elif wrong & {"max_seqlen_q", "max_seqlen_k"}:
         withheld |= of_scores
     if "block_mask" in wrong:
-        withheld |= {*BLOCKS, "block_q", "block_k"}
+        withheld |= {*BLOCKS, *FULL_BLOCKS, "block_q", "block_k"}
     if "score" in wrong:
         withheld |= {"beta", "shift"}
     if wrong & {"score", "mask"}:  # their functions share the captured tensors
-        withheld |= {*_function.CAPTURED, *_function.FIELDS.values()}
+        withheld |= {*_function.CAPTURED, *_function.FIELDS.values(), *FULL_BLOCKS}
     if wrong & {"k_scale", "v_scale"}:  # these determine whether k and v are quantised
         withheld |= {"k", "v", "k_scale", "v_scale"}
     withheld |= {name for name in _function.FIELDS.values() if callable(call.options.get(name))}  # under torch.compile
@@ -163,6 +163,9 @@ def read(
         functions["mask"] = _function.both(functions.get("mask"), blocks.function)
     if functions:
         _functions(wrong, arrays, options, functions, framework)
+        recorded = _function.FIELDS["mask"] in options  # otherwise it was refused
+        if framework is not None and isinstance(blocks, BlockMask) and recorded and functions["mask"] is blocks.function:
+            arrays.update(zip(FULL_BLOCKS, map(framework.own, blocks.full_arrays), strict=False))
     if options.get("score") == HYPERBOLIC:
         options["beta"] = options.get("beta", 1.0)
     elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":
@@ -295,6 +298,8 @@ def _without_scores(wrong: Wrong, framework: Framework, arrays: dict[str, Array]
     if "block_rows" in arrays and "block_mask" not in arguments_of(wrong):
         for of in (*BLOCKS, "block_q", "block_k"):
             (arrays if of in BLOCKS else options).pop(of)
+        for of in FULL_BLOCKS:
+            arrays.pop(of, None)
 
 
 def _check_used(wrong: Wrong, name: str, used: Array, most: int | None) -> None:

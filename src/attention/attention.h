@@ -167,6 +167,7 @@ struct Problem {
     int64_t batch = 1, heads = 1;                         // 1 or the problem's; the CSR is broadcast over an axis of 1
     const int32_t *row_ptr = nullptr, *col = nullptr;     // row_ptr: (batch, heads, rows + 1) absolute offsets into col
     const int32_t *row_ptr_t = nullptr, *col_t = nullptr; // (batch, heads, cols + 1)
+    const int32_t *full = nullptr, *full_t = nullptr; // for each entry: whether the program's mask sees the whole block; null: not known
   } blocks;
 
   View out, lse; // lse: (batch, head, query, -)

@@ -374,8 +374,11 @@ private:
       beside("block_cols", t.block_cols, "block_rows", t.block_rows);
       beside("block_rows_t", t.block_rows_t, "block_rows", t.block_rows);
       beside("block_cols_t", t.block_cols_t, "block_rows", t.block_rows);
+      beside("block_full", t.block_full, "block_rows", t.block_rows);
+      beside("block_full_t", t.block_full_t, "block_rows", t.block_rows);
       return;
     }
+    full_blocks();
     n.blocks_q = block_count("block_q", a.block_q, n.size_q);
     n.blocks_k = block_count("block_k", a.block_k, n.size_k);
     Csr m{}, mt{};
@@ -392,6 +395,19 @@ private:
     const bool good_t = csr("block_rows_t", t.block_rows_t, {batch, heads, {"nk+1", plus_one(n.blocks_k)}}, "block_cols_t", t.block_cols_t,
                             good ? m.kept : kAny, n.blocks_q, mt);
     if (good && good_t && on_cpu(*t.block_rows)) check_transpose("block_rows_t", m, mt, reasons);
+  }
+  // Which blocks the mask's function sees as a whole.
+  void full_blocks() {
+    const int64_t kept = t.block_cols && t.block_cols->rank == 1 ? t.block_cols->shape[0] : kAny;
+    if (t.block_full && !a.mask_function)
+      reasons.add("block_full", Code::excluded, "given without {0}; accepted is both, or neither", Argument{"mask_function"});
+    if (t.block_full && t.block_rows_t && !t.block_full_t)
+      reasons.add("block_full_t", Code::missing, "missing; accepted is a tensor beside {0} and {1}", Argument{"block_full"},
+                  Argument{"block_rows_t"});
+    accept_list("block_full", t.block_full, {{"kept", kept}}, {DType::i32});
+    if (beside("block_full_t", t.block_full_t, "block_full", t.block_full) &&
+        beside("block_full_t", t.block_full_t, "block_rows_t", t.block_rows_t))
+      accept_list("block_full_t", t.block_full_t, {{"kept", kept}}, {DType::i32});
   }
   // The batch size of a block mask that differs between sequences. It is the whole problem's, which is not known here. The part's last
   // sequence gives a lower bound.
@@ -593,6 +609,7 @@ private:
     blocks.batch = t.block_rows->shape[0], blocks.heads = t.block_rows->shape[1];
     blocks.row_ptr = ints(t.block_rows), blocks.col = columns(t.block_cols);
     blocks.row_ptr_t = ints(t.block_rows_t), blocks.col_t = columns(t.block_cols_t);
+    blocks.full = columns(t.block_full), blocks.full_t = columns(t.block_full_t);
     return blocks;
   }
 

@@ -199,7 +199,7 @@ private:
 
 // Keeps the nodes that the program's results and these nodes need.
 void prune(Program &p, std::vector<int32_t *> roots = {}) {
-  roots.insert(roots.end(), {&p.score, &p.slope, &p.seen});
+  roots.insert(roots.end(), {&p.score, &p.slope, &p.seen, &p.penalty.slope});
   std::vector<int32_t> nodes;
   for (const int32_t *root : roots) nodes.push_back(*root);
   const std::vector<bool> needed = p.graph.needed_by(nodes);
@@ -221,7 +221,8 @@ std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given, c
   auto add = [&](auto... numbers) { (hash.add(uint64_t(int64_t(numbers))), ...); };
   for (const Node &n : p.graph.nodes())
     add(int32_t(n.op), int32_t(n.kind), n.captured, n.count, n.inputs[0], n.inputs[1], n.inputs[2], n.inputs[3]);
-  add(p.score, p.slope, p.seen, int32_t(p.form));
+  add(p.score, p.slope, p.seen, int32_t(p.form), p.penalty.slope, p.penalty.has_sign, p.penalty.counts_offset,
+      int32_t(p.penalty.rest.form));
   for (const strobe_tensor *t : given) t ? add(t->dtype, t->rank) : add(0, -1);
   for (const LoadGradient &g : loads) add(g.load, g.slope, int32_t(g.lines));
   return hash.words();

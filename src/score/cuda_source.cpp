@@ -37,6 +37,7 @@ const char *type(Kind kind, bool narrow) { return kind == Kind::boolean ? "bool"
 
 std::string name(int32_t node) { return text("n", node); }
 
+bool is_power_of_two(const Node &x) { return x.integer > 0 && std::has_single_bit(uint64_t(x.integer)); }
 bool is_real(const Node &x, double value) { return x.op == Op::REAL && x.real == value; }
 bool only_adds(const Graph &g, int32_t score, int32_t slope, int depth = 0) {
   if (slope < 0 || is_real(g[slope], 1) || is_real(g[score], -std::numeric_limits<double>::infinity())) return true;
@@ -91,20 +92,20 @@ bool few_elements(const Captured &x) {
 
 bool only_adds(const Program &p) { return p.score >= 0 && only_adds(p.graph, p.score, p.slope); }
 
-CudaFunctions::CudaFunctions(const Problem &p, bool scored)
-    : CudaFunctions(p, p.program, {}, scored ? p.program->score : -1, scored ? p.program->slope : -1) {}
+CudaFunctions::CudaFunctions(const Problem &p, bool scored, int32_t penalty)
+    : CudaFunctions(p, p.program, {}, scored ? p.program->score : -1, scored ? p.program->slope : -1, penalty) {}
 CudaFunctions::CudaFunctions(const Problem &p, bool scored, const std::shared_ptr<const GradientProgram> &gradients)
-    : CudaFunctions(p, gradients, gradients->loads, scored ? gradients->score : -1, -1) {}
+    : CudaFunctions(p, gradients, gradients->loads, scored ? gradients->score : -1, -1, -1) {}
 
 CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> program, const std::vector<LoadGradient> &loads,
-                             int32_t score, int32_t slope)
+                             int32_t score, int32_t slope, int32_t penalty)
     : program_(std::move(program)), graph_(program_->graph), dtype_(p.dtype), captured_(std::to_array(p.captured)), loads_(loads),
-      score_(score), slope_(slope), seen_(program_->seen) {
+      score_(score), slope_(slope), seen_(program_->seen), penalty_(penalty) {
   const int64_t most = std::max({p.part ? p.part.first_batch + p.batch : p.batch, p.part ? p.part.heads : p.heads, p.size_q(), p.size_k(),
                                  p.part ? p.part.first_head + p.heads : 0});
   most_position_ = most < kShortPosition ? kShortPosition : INT32_MAX;
   const size_t count = size_t(graph_.size());
-  std::vector<int32_t> roots{score_, slope_, seen_};
+  std::vector<int32_t> roots{score_, slope_, seen_, penalty_};
   for (const LoadGradient &g : loads_) roots.insert(roots.end(), {g.load, g.slope});
   used_ = graph_.needed_by(roots);
   place_.assign(count, -1), divisor_place_.assign(count, -1);
@@ -248,7 +249,8 @@ bool CudaFunctions::small(const Captured &x) const {
 std::array<int32_t, 2> CudaFunctions::made_digest() const {
   Hash hash;
   hash.add(uint64_t(program_->digest[1]) << 32 | program_->digest[0]);
-  hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 | loads_.size() << 3);
+  hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 |
+           uint64_t(penalty_ >= 0) << 3 | loads_.size() << 4);
   for (const LoadGradient &g : loads_)
     hash.add(uint64_t(few_elements(captured_[size_t(graph_[g.load].captured)])) | uint64_t(is_real(graph_[g.slope], 1)) << 1);
   for (int32_t n = 0; n < graph_.size(); n++) {
@@ -258,7 +260,7 @@ std::array<int32_t, 2> CudaFunctions::made_digest() const {
       const Captured &tensor = captured_[size_t(x.captured)];
       hash.add(uint64_t(tensor.dtype) | uint64_t(small(tensor)) << 32 | uint64_t(short_axes(tensor)) << 33);
     }
-    if (x.op == Op::INTEGER) hash.add(uint64_t(ranges_[size_t(n)].whole.low));
+    if (x.op == Op::INTEGER) hash.add(uint64_t(ranges_[size_t(n)].whole.low) ^ uint64_t(divides_[size_t(n)] && is_power_of_two(x)));
     if (is_constant(x.op) && place_[size_t(n)] < 0) hash.add(x.op == Op::REAL ? std::bit_cast<uint64_t>(x.real) : uint64_t(x.integer));
   }
   const auto [low, high] = hash.words();
@@ -368,7 +370,11 @@ std::string CudaFunctions::expression(int32_t n) const {
   case Op::REMAINDER: {
     const char *op = x.op == Op::REMAINDER ? "remainder" : "floor_divide";
     if (const int32_t place = divisor_place_[size_t(x.inputs[1])]; place >= 0 && divides_by_constant(x))
-      return text(op, negative(x.inputs[0]) ? "<false>(" : "<true>(", first, ", a.divisors[", place, "])");
+      return text(op,
+                  is_power_of_two(graph_[x.inputs[1]]) ? "_by_power_of_two("
+                  : negative(x.inputs[0])              ? "<false>("
+                                                       : "<true>(",
+                  first, ", a.divisors[", place, "])");
     return call(n, op);
   }
   case Op::AND:
@@ -531,6 +537,13 @@ std::string CudaFunctions::source() const {
                 statements(wanted, none, "    "), "    return ", name(seen_), ";\n  }\n");
   }
   if (!loads_.empty()) out += gradients();
+  if (penalty_ >= 0) {
+    const std::vector<bool> wanted = graph_.needed_by({penalty_});
+    out += text("  template <Functions kFunctions, class T>\n"
+                "  static __device__ __forceinline__ T penalty(const FunctionArguments &a, const PlaceOfPair &at) {\n"
+                "    using R = Reals<kFunctions, T>;\n",
+                statements(wanted, none, "    "), "    return ", name(penalty_), ";\n  }\n");
+  }
   return out + "};\n} // namespace strobe\n";
 }
 

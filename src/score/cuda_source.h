@@ -18,7 +18,8 @@ bool only_adds(const Program &);
 class CudaFunctions {
 public:
   // scored: the program's score and slope are generated; otherwise only `seen`, because a kernel has its own code for the score.
-  CudaFunctions(const Problem &, bool scored);
+  // penalty: the node of ALiBi's slope, where it is the program's; -1: it is not.
+  CudaFunctions(const Problem &, bool scored, int32_t penalty = -1);
   // The functions of the passes that make the gradients of captured tensors: those of the problem's gradient_program, and its loads.
   CudaFunctions(const Problem &, bool scored, const std::shared_ptr<const GradientProgram> &);
 
@@ -31,7 +32,8 @@ public:
   int32_t instructions() const;
 
 private:
-  CudaFunctions(const Problem &, std::shared_ptr<const Program>, const std::vector<LoadGradient> &loads, int32_t score, int32_t slope);
+  CudaFunctions(const Problem &, std::shared_ptr<const Program>, const std::vector<LoadGradient> &loads, int32_t score, int32_t slope,
+                int32_t penalty);
   void find_ranges();
   void find_exact();
   void find_limited();
@@ -57,7 +59,7 @@ private:
   const DType dtype_;
   std::array<Captured, STROBE_MOST_CAPTURED> captured_;
   std::vector<LoadGradient> loads_; // whose gradients are generated
-  int32_t score_, slope_, seen_;
+  int32_t score_, slope_, seen_, penalty_;
   int64_t most_position_;         // an upper bound of positions, sequences and heads
   std::vector<Bounds> ranges_;    // of each node; code takes 32 bits where both ends of an integer's fit
   std::vector<int32_t> numbers_;  // constants that are arguments, in the order of their places

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <map>
 #include <optional>
+#include <vector>
 
 #include "attention/text.h"
 
@@ -137,6 +138,103 @@ private:
   mutable Known constants, factors;
 };
 
+// Finds a sum of a form and a product of a distance and a factor that is the same for all pairs of a head. It may add nodes to the graph.
+class PenaltyMatcher {
+public:
+  explicit PenaltyMatcher(Graph &graph) : graph(graph) {
+    for (const Node &x : graph.nodes()) {
+      bool varies = x.op == Op::SCORE || x.op == Op::QUERY || x.op == Op::KEY;
+      for (int32_t i = 0; i < x.count; i++) varies = varies || varies_[size_t(x.inputs[size_t(i)])];
+      varies_.push_back(varies);
+    }
+  }
+
+  std::optional<Penalty> penalty(int32_t n) {
+    if (!is(n, Op::ADD) && !is(n, Op::SUBTRACT)) return {};
+    for (int32_t side : {0, 1}) {
+      if (side && is(n, Op::SUBTRACT)) break;
+      const std::optional<BuiltIn> rest = form(input(n, side));
+      if (!rest) continue;
+      if (std::optional<Product> added = product(input(n, 1 - side))) {
+        if (is(n, Op::ADD)) added->negative = !added->negative; // rest + x is rest - (-x)
+        const int32_t slope = added->negative ? graph.add(Op::NEGATE, {added->factor}) : added->factor;
+        return Penalty{slope, added->has_sign, added->counts_offset, *rest};
+      }
+    }
+    return {};
+  }
+
+private:
+  struct Distance {
+    bool negative, has_sign, counts_offset; // (negative ? -1 : 1) * (has_sign ? d : |d|), d = i - j, or i + offset - j
+  };
+  struct Product : Distance {
+    int32_t factor;
+  };
+
+  bool is(int32_t n, Op op) const { return graph[n].op == op; }
+  int32_t input(int32_t n, int32_t i) const { return graph[n].inputs[size_t(i)]; }
+  bool is_sum(int32_t n, Op a, Op b) const {
+    return is(n, Op::ADD) && ((is(input(n, 0), a) && is(input(n, 1), b)) || (is(input(n, 0), b) && is(input(n, 1), a)));
+  }
+
+  std::optional<BuiltIn> form(int32_t n) const {
+    if (is(n, Op::SCORE)) return BuiltIn{};
+    const Matcher matcher(graph);
+    const auto softcap = matcher.softcap(n);
+    return softcap ? softcap : matcher.hyperbolic(n);
+  }
+
+  std::optional<Distance> distance(int32_t n) const {
+    if (is(n, Op::TO_REAL)) return distance(input(n, 0));
+    if (is(n, Op::NEGATE) || is(n, Op::ABSOLUTE)) {
+      auto inner = distance(input(n, 0));
+      if (!inner) return {};
+      if (is(n, Op::NEGATE)) return Distance{!inner->negative, inner->has_sign, inner->counts_offset};
+      return Distance{false, false, inner->counts_offset};
+    }
+    if (is(n, Op::ADD))
+      for (int32_t side : {0, 1})
+        if (is(input(n, side), Op::OFFSET)) { // (i - j) + offset
+          const auto inner = difference(input(n, 1 - side));
+          if (inner && !inner->negative && !inner->counts_offset) return Distance{false, true, true};
+        }
+    return difference(n);
+  }
+  std::optional<Distance> difference(int32_t n) const {
+    if (!is(n, Op::SUBTRACT)) return {};
+    for (int32_t side : {0, 1}) {
+      const int32_t query = input(n, side);
+      const bool counts_offset = is_sum(query, Op::QUERY, Op::OFFSET);
+      if ((counts_offset || is(query, Op::QUERY)) && is(input(n, 1 - side), Op::KEY)) return Distance{side == 1, true, counts_offset};
+    }
+    return {};
+  }
+
+  std::optional<Product> product(int32_t n) {
+    if (const auto d = distance(n)) return Product{*d, graph.real(1)};
+    if (is(n, Op::NEGATE)) {
+      auto inner = product(input(n, 0));
+      if (inner) inner->negative = !inner->negative;
+      return inner;
+    }
+    if (!is(n, Op::MULTIPLY) || graph[n].kind != Kind::real) return {};
+    for (int32_t side : {0, 1}) {
+      const int32_t factor = input(n, side), other = input(n, 1 - side);
+      if (varies_[size_t(factor)]) continue;
+      if (const auto d = distance(other)) return Product{*d, factor};
+      if (auto inner = product(other)) {
+        inner->factor = graph.add(Op::MULTIPLY, {factor, inner->factor});
+        return inner;
+      }
+    }
+    return {};
+  }
+
+  Graph &graph;
+  std::vector<bool> varies_; // of each of the caller's nodes: whether it depends on the pair, not on its sequence and head alone
+};
+
 } // namespace
 
 void check_forms(const strobe_attention &a, Reasons &reasons) {
@@ -197,7 +295,7 @@ void match(Program &p) {
   else if (const auto hyperbolic = matcher.hyperbolic(p.score))
     set_form(p, *hyperbolic);
   else
-    p.form = Form::general;
+    p.form = Form::general, p.penalty = PenaltyMatcher(p.graph).penalty(p.score).value_or(Penalty{});
 }
 
 std::vector<std::pair<const char *, std::string>> in_words(const Program &p) {

@@ -16,7 +16,7 @@ BuiltIn asked_form(const strobe_attention &);
 
 // Gives the program this form, with the form's own graph.
 void set_form(Program &, const BuiltIn &);
-// Gives a program whose score's graph computes one of the forms that form.
+// Gives a program whose score's graph computes one of the forms that form, or finds the penalty in it.
 void match(Program &);
 
 // For explain(): what the program computes, as (label, value).

@@ -81,6 +81,14 @@ struct BuiltIn {
   bool operator==(const BuiltIn &) const = default;
 };
 
+// f(x) = rest(x) - slope * distance, where the slope depends on b and h alone: ALiBi, whoever asks for it.
+struct Penalty {
+  int32_t slope = -1;         // its node; -1: the function is no such sum
+  bool has_sign = false;      // the distance is i - j; otherwise |i - j|
+  bool counts_offset = false; // it is that of i + offset
+  BuiltIn rest;
+};
+
 struct Program : BuiltIn {
   Graph graph;
   int32_t score = -1; // the node of f(x); -1: it is x
@@ -89,6 +97,7 @@ struct Program : BuiltIn {
   // The caller's own graph of f and its result, where `graph` has a built-in form in its place: what the reference evaluates.
   std::shared_ptr<const Graph> given;
   int32_t given_score = -1;
+  Penalty penalty; // of Form::general
   // A hash of everything but the values of constants: equal for programs that differ in these alone.
   std::array<uint32_t, 2> digest{};
 

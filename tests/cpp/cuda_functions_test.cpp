@@ -114,7 +114,8 @@ private:
            {STROBE_OP_ADD, STROBE_OP_SUBTRACT, STROBE_OP_MULTIPLY, STROBE_OP_FLOOR_DIVIDE, STROBE_OP_REMAINDER, STROBE_OP_TRUNC_REMAINDER,
             STROBE_OP_MINIMUM, STROBE_OP_MAXIMUM, STROBE_OP_AND, STROBE_OP_OR, STROBE_OP_XOR})
         is_integer(op(o, {left, n_}));
-    for (const int32_t by : {f.integer(7), f.integer(-7), f.integer(0), f.integer(1), f.integer(1ll << 40)})
+    for (const int32_t by :
+         {f.integer(7), f.integer(-7), f.integer(0), f.integer(1), f.integer(8), f.integer(1 << 20), f.integer(1ll << 40)})
       for (const int32_t left : {narrow_, op(STROBE_OP_SUBTRACT, {f.add(STROBE_OP_KEY), f.integer(5)}), f.add(STROBE_OP_HEAD)}) {
         is_integer(op(STROBE_OP_FLOOR_DIVIDE, {left, by}));
         is_integer(op(STROBE_OP_REMAINDER, {left, by}));

@@ -430,6 +430,76 @@ TEST_CASE("score: built-in forms, in their spellings") {
   CHECK(Made(same.all).program == nullptr);
 }
 
+TEST_CASE("score: a penalty by the distance, in its spellings") {
+  using score::Form;
+  constexpr auto kTimes = STROBE_OP_MULTIPLY, kPlus = STROBE_OP_ADD, kMinus = STROBE_OP_SUBTRACT, kAbs = STROBE_OP_ABSOLUTE;
+  std::vector<float> slopes = {0.25f, 0.5f, 0.75f};
+  strobe_tensor table{};
+  table.data = slopes.data(), table.dtype = STROBE_FLOAT32, table.rank = 1, table.shape[0] = 3, table.strides[0] = 1;
+  struct Place {
+    Nodes f;
+    int32_t x = f.add(STROBE_OP_SCORE), i = f.add(STROBE_OP_QUERY), j = f.add(STROBE_OP_KEY), h = f.add(STROBE_OP_HEAD);
+    int32_t slope = f.load(0, {h}), offset = f.add(STROBE_OP_OFFSET);
+    int32_t two(strobe_operation op, int32_t a, int32_t b) { return f.add(op, {a, b}); }
+    int32_t one(strobe_operation op, int32_t a) { return f.add(op, {a}); }
+    int32_t real(int32_t a) { return one(STROBE_OP_TO_REAL, a); }
+    int32_t behind() { return two(kMinus, i, j); }
+    int32_t ahead() { return two(kMinus, j, i); }
+    int32_t with_offset() { return two(kMinus, two(kPlus, i, offset), j); }
+    int32_t capped() { return two(kTimes, f.real(2), one(STROBE_OP_TANH, two(STROBE_OP_DIVIDE, x, f.real(2)))); }
+  };
+  struct Case {
+    std::function<void(Place &)> make;
+    bool found = true, has_sign = false, counts_offset = false;
+    Form rest = Form::identity;
+  };
+  const Case cases[] = {
+      {[](Place &p) { p.two(kMinus, p.x, p.two(kTimes, p.slope, p.real(p.one(kAbs, p.behind())))); }},
+      {[](Place &p) { p.two(kMinus, p.x, p.two(kTimes, p.one(kAbs, p.real(p.ahead())), p.slope)); }},
+      {[](Place &p) { p.two(kPlus, p.two(kTimes, p.one(STROBE_OP_NEGATE, p.slope), p.real(p.one(kAbs, p.ahead()))), p.x); }},
+      {[](Place &p) { p.two(kPlus, p.x, p.one(STROBE_OP_NEGATE, p.two(kTimes, p.slope, p.real(p.one(kAbs, p.ahead()))))); }},
+      {[](Place &p) { p.two(kPlus, p.x, p.two(kTimes, p.slope, p.real(p.ahead()))); }, true, true},
+      {[](Place &p) { p.two(kPlus, p.x, p.two(kTimes, p.f.real(-3), p.two(kTimes, p.slope, p.real(p.behind())))); }, true, true},
+      {[](Place &p) { p.two(kMinus, p.x, p.two(kTimes, p.two(kTimes, p.slope, p.f.real(2)), p.real(p.behind()))); }, true, true},
+      {[](Place &p) { p.two(kMinus, p.x, p.real(p.one(STROBE_OP_NEGATE, p.behind()))); }, true, true},
+      {[](Place &p) { p.two(kMinus, p.x, p.two(kTimes, p.one(STROBE_OP_EXP, p.slope), p.real(p.one(kAbs, p.with_offset())))); }, true,
+       false, true},
+      {[](Place &p) { p.two(kMinus, p.x, p.two(kTimes, p.slope, p.real(p.two(kPlus, p.offset, p.behind())))); }, true, true, true},
+      {[](Place &p) { p.two(kMinus, p.capped(), p.two(kTimes, p.slope, p.real(p.one(kAbs, p.behind())))); }, true, false, false,
+       Form::softcap},
+      {[](Place &p) { p.two(kMinus, p.two(kTimes, p.slope, p.real(p.behind())), p.x); }, false},            // minus x
+      {[](Place &p) { p.two(kPlus, p.x, p.two(kTimes, p.slope, p.real(p.two(kPlus, p.i, p.j)))); }, false}, // no distance
+      {[](Place &p) { p.two(kPlus, p.x, p.two(kTimes, p.real(p.behind()), p.real(p.behind()))); }, false},  // a square
+      {[](Place &p) { p.two(kPlus, p.x, p.two(kTimes, p.f.load(0, {p.i}), p.real(p.behind()))); }, false},  // a slope by query
+      {[](Place &p) { p.two(kPlus, p.one(STROBE_OP_SIN, p.x), p.two(kTimes, p.slope, p.real(p.behind()))); }, false},
+  };
+  for (const Case &c : cases) {
+    Place place;
+    c.make(place);
+    score::CapturedTensors all{};
+    all[0] = &table;
+    const auto program = Made(place.f.all, {}, all).program;
+    CAPTURE(score::formula(program->graph, program->score));
+    const score::Penalty &penalty = program->penalty;
+    CHECK(program->form == Form::general);
+    CHECK((penalty.slope >= 0) == c.found);
+    if (penalty.slope < 0) continue;
+    CHECK(penalty.has_sign == c.has_sign);
+    CHECK(penalty.counts_offset == c.counts_offset);
+    CHECK(penalty.rest.form == c.rest);
+    const Captured captured[] = {score::captured_of(&table)};
+    for (const auto &[i, j] : {std::pair{7, 3}, {2, 6}, {5, 5}}) {
+      oracle::Pair at{};
+      at.h = 1, at.i = i, at.j = j, at.offset = 4;
+      const double x = 0.75, distance = i + (c.counts_offset ? 4 : 0) - j;
+      const double slope = evaluated(program->graph, penalty.slope, x, at, captured).value;
+      const double rest = c.rest == Form::softcap ? 2 * std::tanh(x / 2) : x;
+      const double made = rest - slope * (c.has_sign ? distance : std::abs(distance));
+      CHECK(close(made, evaluated(program->graph, program->score, x, at, captured).value, 1e-14));
+    }
+  }
+}
+
 TEST_CASE("score: the digest knows everything but the values of constants") {
   strobe_tensor table{};
   table.dtype = STROBE_FLOAT32, table.rank = 1, table.shape[0] = 8, table.strides[0] = 1, table.data = &table;

@@ -14,6 +14,7 @@ from torch import Tensor
 import strobe
 from device import DEVICE
 from strobe import BlockMask
+from strobe._parse import parse
 
 B, H, S = 2, 3, 200
 DOCUMENTS = torch.tensor([n // 37 for n in range(S)])
@@ -109,6 +110,19 @@ def test_the_transpose_fits():
     assert torch.equal(blocks.cols_t, again.cols_t)
 
 
+def test_which_blocks_are_full_follows_the_transpose():
+    blocks = BlockMask.from_function(FUNCTIONS["prefix"][0], B, H, S, S, block=16)
+    batch, _, nq, nk = blocks.shape
+    full, full_t = np.zeros((batch, nq, nk), bool), np.zeros((batch, nk, nq), bool)
+    lists = (blocks.rows, blocks.cols, full), (blocks.rows_t, blocks.cols_t, full_t)
+    for (rows, cols, to), marks in zip(lists, blocks.full_arrays, strict=True):
+        for b in range(batch):
+            for n, (begin, end) in enumerate(zip(rows[b, 0, :-1].tolist(), rows[b, 0, 1:].tolist(), strict=True)):
+                to[b, n, cols[begin:end].cpu().numpy()] = marks[begin:end].cpu().numpy()
+    assert full.sum() == blocks.full.sum() > 0
+    np.testing.assert_array_equal(full.swapaxes(1, 2), full_t)
+
+
 def test_more_blocks_than_there_was_room_for():
     blocks = BlockMask.from_function(FUNCTIONS["causal"][0], 1, 1, 4096, 4096, block=16)
     assert blocks.cols.shape[0] == 256 * 257 // 2
@@ -159,6 +173,17 @@ class TestCalls:
         assert torch.equal(strobe.attention(**inputs(block_mask=blocks, mask=document)), strobe.attention(**inputs(mask=document)))
         scored = strobe.attention(**inputs(block_mask=blocks, score=lambda x, b, h, i, j: x * 0.5))
         torch.testing.assert_close(scored, strobe.attention(**inputs(mask=document, scale=0.125)), rtol=0, atol=1e-12)
+
+    def test_full_blocks_are_those_of_the_only_function(self):
+        document, causal = FUNCTIONS["document"][0], FUNCTIONS["causal"][0]
+        blocks = BlockMask.from_function(document, B, H, S, S, block=16)
+        assert blocks.full.any()
+        seen = blocks.full_arrays
+        for more, given in (({}, True), ({"mask": document}, True), ({"causal": True}, True), ({"mask": causal}, False)):
+            q, k, v, options = (call := inputs(block_mask=blocks, **more)).pop("q"), call.pop("k"), call.pop("v"), call
+            arrays = parse("attention", q, k, v, options, []).arrays
+            assert ("block_full" in arrays and arrays["block_full"] is seen[0]) == given
+            assert ("block_full_t" in arrays) == given
 
     def test_numpy_and_packed(self):
         function = of_numpy(FUNCTIONS["document"][0])

@@ -193,6 +193,7 @@ private:
 #pragma unroll 1
     for (; !(flags & kLast); ++n) {
       QueryStep step{next.begin, head, first + head * a.query_tiles + (i32)((u32)next.begin / kM), masks(next.begin)};
+      if constexpr (F.blocks == kFullKnown) step.flags |= in.function.full_t[next.entry - in.blocks_t.indices] ? 0 : kOpen;
       if (!more()) step.flags |= kLast;
       flags = step.flags;
       visit(n, q0 + step.begin, step);

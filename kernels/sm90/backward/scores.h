@@ -76,7 +76,9 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
       BackwardFastForm<F>(scores).template exponentiate<T>(S, P, shared.lse_of(n) + lane % 4 * 8);
       auto clear = [&](int i) { S[i] = 0, P[i / 2] &= i % 2 ? 0x0000FFFFu : 0xFFFF0000u; };
       if (masked(step)) hide(step, clear);
-      if constexpr (F.seen) hide_unseen(step, clear);
+      if constexpr (F.seen) {
+        if (open(step)) hide_unseen(step, clear);
+      }
       if constexpr (F.mask) {
 #pragma unroll
         for (int i = 0; i < kM / 2; ++i) {
@@ -87,8 +89,10 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
     } else if constexpr (F.additive() && !kLine && !kSum) {
       if (masked(step))
         score<true>(S, P, n, step, allowed);
-      else
+      else if (open(step))
         score<false>(S, P, n, step, allowed);
+      else
+        score<false, false>(S, P, n, step, allowed);
       if constexpr (kClear) clear_nonfinite_queries(step, n);
     } else {
       const u32 lse = shared.lse_of(n) + lane % 4 * 8;
@@ -96,7 +100,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
       if constexpr (kLine) {
         const i32 q = step.begin + tile::lane_column(0, 0);
         unit = scores.scale * kLog2e<float>, slope = scores.row(q, step.head).slope * kLog2e<float>;
-        distance = (float)(q + scores.offset - key());
+        distance = (float)scores.distance(q, key());
       }
       BackwardBias<C> bias = bias_of(n);
 #pragma unroll
@@ -118,12 +122,17 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           float exponent = __fmaf_rn(S[4 * i + k], unit, negative[k % 2]);
-          if constexpr (kLine) exponent = __fmaf_rn(-slope, fabsf(distance + (float)(8 * i + k % 2 - k / 2 * 8)), exponent);
+          if constexpr (kLine) {
+            const float far = distance + (float)(8 * i + k % 2 - k / 2 * 8);
+            exponent = __fmaf_rn(-slope, F.alibi & kSigned ? far : fabsf(far), exponent);
+          }
           S[4 * i + k] = exp2(exponent);
         }
       }
       if (masked(step)) hide(step, [&](int i) { S[i] = 0; });
-      if constexpr (F.seen) hide_unseen(step, [&](int i) { S[i] = 0; });
+      if constexpr (F.seen) {
+        if (open(step)) hide_unseen(step, [&](int i) { S[i] = 0; });
+      }
       if constexpr (F.mask) {
 #pragma unroll
         for (int i = 0; i < kM / 2; ++i) {
@@ -189,6 +198,8 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
   }
 
 private:
+  // Whether the function of the mask has to be asked.
+  static __device__ __forceinline__ bool open(const QueryStep &step) { return !F.seen || F.blocks != kFullKnown || step.flags & kOpen; }
   __device__ __forceinline__ BackwardBias<C> bias_of(u32 n) const {
     return BackwardBias<C>(shared, n, scores.in.bias.stride[2] != 0, half, warp, lane);
   }
@@ -207,7 +218,7 @@ private:
     __device__ __forceinline__ bool allowed() const { return bit != 0; }
   };
   // Replaces S by P, if some option changes the scores.
-  template <bool kByPosition>
+  template <bool kByPosition, bool kAsks = true>
   __device__ __forceinline__ void score(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
     const u32 lse = shared.lse_of(n) + lane % 4 * 8;
     const i32 q = step.begin + tile::lane_column(0, 0), j = key();
@@ -230,8 +241,8 @@ private:
         float &x = S[4 * i + k], slope = 1;
         const i32 own = j + k / 2 * 8;
         const Given given{{scores, row, own}, bias, 4 * i + k, allowed & mask_bit(4 * i + k)};
-        x = F.curved() ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope)
-                       : scores.score(x, row, own, float(row.i + scores.offset - own), given, kByPosition, scores.seqlen_k);
+        x = F.curved() ? scores.score(x, row, own, given, kByPosition, scores.seqlen_k, slope, kAsks)
+                       : scores.score(x, row, own, float(scores.distance(row.i, own)), given, kByPosition, scores.seqlen_k, kAsks);
         const bool hidden = ((kByPosition || kHides) && x == minus_infinity<float>()) || (kByPosition && at >= end_of(step));
         const float exponent =
             F.unbounded() ? __fmaf_rn(x + negative[k % 2], scores.unit, correction[k % 2]) : __fmaf_rn(x, scores.unit, negative[k % 2]);

@@ -14,6 +14,7 @@ enum : i32 {
   kNothing = 2, // these keys have no tile of queries
   kMasked = 4,  // some key is hidden from some query
   kUnseen = 16, // shifted by 0 or 1: no query sees any of the first, or of the second, 64 keys
+  kOpen = 64,   // in a call that says which blocks are full: the function of the mask may hide some key
   kRows = 256   // in a part of a larger problem, flags also hold kRows times the number of the tile's queries
 };
 struct QueryStep {

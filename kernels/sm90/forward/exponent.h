@@ -13,25 +13,25 @@ namespace strobe::sm90 {
 template <Config C, class Score> struct Line {
   static constexpr Features F = C.features;
   static constexpr bool kApplies = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.bias_by_tma);
-  const i32 offset, high; // as in Score
+  const i32 offset, high; // the distance of query 0 and key 0; as in Score
   const float unit, full_slope;
   float slope, start; // for this tile: ALiBi's slope, and ALiBi's term at the lane's first row and column
   bool before;        // no key of the tile lies past its query: ALiBi's penalty then grows from tile to tile
 
   __device__ __forceinline__ Line(const Score &scores, float slope)
-      : offset(scores.offset), high(scores.high), unit(scores.scale * kLog2e<float>),
+      : offset(scores.distance(0, 0)), high(scores.high), unit(scores.scale * kLog2e<float>),
         full_slope(__shfl_sync(0xFFFFFFFFu, slope * kLog2e<float>, 0)) {}
 
   // Begins a tile. s: S of the keys [begin, end) and the warp's queries from `row` on, before any element is hidden.
   template <int N> __device__ __forceinline__ void begin(float (&s)[N], i32 row, i32 begin, i32 end) {
     if constexpr (F.alibi) {
-      const bool after = begin >= row + 15 + offset;
+      const bool after = !(F.alibi & kSigned) && begin >= row + 15 + offset;
       before = end <= row + offset + 1;
       slope = after ? -full_slope : full_slope;
       const float first =
           (float)(begin + tile::lane_column(0, 0) - row - tile::lane_row(0) - offset); // how far the key lies past the query
       start = slope * first;
-      if (before || after || (F.band && high <= offset)) return;
+      if ((F.alibi & kSigned) || before || after || (F.band && high <= offset)) return;
       const float twice = __fdividef(-2 * slope, unit); // changes -(slope x) to -|slope x| for keys past their query
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] = __fmaf_rn(fmaxf(first + place(i), 0), twice, s[i]);

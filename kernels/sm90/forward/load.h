@@ -21,7 +21,7 @@ template <Config C>
 __device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArguments &a, const BasicBand<i32> &band, const Item &item,
                                                        const BasicSchedule<i32>::Share &share) {
   BlockRow row{nullptr, 0, 0};
-  if constexpr (C.features.blocks) row = a.in.blocks.row(item.b, item.h, item.q / a.in.blocks.row_tokens);
+  if constexpr (C.features.blocks) row = a.in.block_row<C.features>(item.b, item.h, item.q / a.in.blocks.row_tokens);
   const i32 end = min(item.q + queries_of_tile<C>(a), band.seqlen_q);
   return {band, item.q, end, C.tile_k, C.invariant ? C.tile_k : 16, row, share};
 }
@@ -209,11 +209,12 @@ template <Config C> struct Load {
         continue;
       }
       mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
+      i32 masked = tile.masked || tile.end - tile.begin < kN;
+      if constexpr (C.features.blocks == kFullKnown) masked |= tile.open ? Tile::kOpen : 0;
       if constexpr (C.invariant)
-        write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN,
-              !more ? Tile::kLast : end_of_run(tiles, run, next.begin));
+        write(shared.tile(k.index), tile.begin, tile.end, masked, !more ? Tile::kLast : end_of_run(tiles, run, next.begin));
       else
-        write(shared.tile(k.index), tile.begin, tile.end, tile.masked || tile.end - tile.begin < kN, !more);
+        write(shared.tile(k.index), tile.begin, tile.end, masked, !more);
       load<C.columns()>(a.tma_k, shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u),
                         shared.k + k.index * C.k_bytes(), k0 + first_row(tile), kv, item.b);
       if constexpr (C.bias_by_tma) load_bias(item, tile.begin);

@@ -30,7 +30,9 @@ struct HeldQueries {
 struct Tile {
   i32 begin, end;
   i32 masked, last;
-  enum : i32 { kLacks = 2 }; // from this bit of `masked` on, one bit for each 16 keys: their page does not exist
+  // kLacks: from this bit of `masked` on, one bit for each 16 keys: their page does not exist. kOpen: in a call that says which blocks are
+  // full, the function of the mask may hide some key.
+  enum : i32 { kLacks = 2, kOpen = 1 << 16 };
   // Values of `last`. kLast: the item's last tile. If keys are walked by chunks, kLastOfChunk: the last tile of a walk over a chunk;
   // kLastBeforeAgain: the last tile of the first walk over the final chunk, which is walked twice.
   enum Last : i32 { kLast = 1, kLastOfChunk, kLastBeforeAgain };

@@ -145,7 +145,7 @@ private:
       if (!scored) line.begin(S, row, t.begin, t.end);
     }
     if constexpr (Fast::kApplies) fast.begin(S);
-    if (t.masked) {
+    if (kFullKnown ? t.masked & ~Tile::kOpen : t.masked) {
       if constexpr (!kClearsEachTile) {
         if (item.kind() != kFast) clear_nonfinite_v(group, value);
       }
@@ -156,11 +156,13 @@ private:
       if constexpr (F.pages) {
         if (t.masked >= Tile::kLacks) hide_lacking(t);
       }
-    } else if (scored) {
+    } else if (scored && open(t)) {
       score<false>(t);
+    } else if (scored) {
+      score<false, false>(t);
     }
     if constexpr (F.seen) {
-      if (!scored) hide_unseen(t);
+      if (!scored && open(t)) hide_unseen(t);
     }
     given.mask.hide(S);
   }
@@ -191,15 +193,18 @@ private:
       if (t.masked & Tile::kLacks << i / 8) S[i] = minus_infinity<float>();
     }
   }
-  template <bool kByPosition> __device__ __forceinline__ void score(const Tile &t) {
+  static constexpr bool kFullKnown = F.seen && F.blocks == strobe::kFullKnown;
+  // Whether the function of the mask has to be asked.
+  static __device__ __forceinline__ bool open(const Tile &t) { return !kFullKnown || t.masked & Tile::kOpen; }
+  template <bool kByPosition, bool kAsks = true> __device__ __forceinline__ void score(const Tile &t) {
     const i32 column = t.begin + tile::lane_column(0, 0);
-    const float distance[2] = {(float)(rows[0].i + scores.offset - column), (float)(rows[1].i + scores.offset - column)};
+    const float distance[2] = {(float)scores.distance(rows[0].i, column), (float)scores.distance(rows[1].i, column)};
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
       given.bias.read(i);
       const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
       const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, i};
-      S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end);
+      S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end, kAsks);
     }
   }
 };

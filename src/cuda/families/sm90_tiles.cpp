@@ -24,6 +24,7 @@ constexpr int kBlockSparse = 8;   // block sparsity, with the fixed reference
 constexpr int kDropout = 16;      // dropout; tile_k must be a multiple of 32
 constexpr int kBias = 32;         // a bias loaded by the copy engine, which also takes shared memory
 constexpr int kFunction = 64;     // a hyperbolic score, or functions of the caller
+constexpr int kSeen = 512;        // a function of the mask beside blocks, with the fixed reference
 constexpr int kAnything = 128;    // all of these at once
 
 // The figures from which a tile's time is predicted. The tile with the least predicted time runs, unless the caller requests tile_q or
@@ -53,8 +54,8 @@ constexpr ForwardTile kForwardTiles[] = {
     { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kAlibiInBand | kFunction, {.rate = 0.94}},
     { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout, {.rate = 0.75}},
     { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias, {.rate = 0.7}},
-    { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse},
-    { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse, {.rate = 0.83}},
+    { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse | kSeen},
+    { 64,  64,   2, 128,   4,  56, 224,   1,   1, kBlockSparse | kSeen, {.rate = 0.83}},
     {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed | kAlibiInBand, {.blocks = 1}},
     {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.88, .blocks = 0.5}},
     {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.54}},
@@ -63,6 +64,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias, {.rate = 0.62}},
     {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kAlibiInBand | kFunction, {.rate = 0.83}},
     {128, 128,   2, 128,   3,  56, 224,   1,   1, kBlockSparse},
+    {128, 128,   2, 128,   3,  56, 224,   0,   1, kSeen, {.rate = 1.2}},
     {128, 128,   2,  96,   3,  56, 224,   1,   1, kDropout, {.rate = 0.83}},
     {128, 128,   2,  64,   4,  56, 224,   1,   1, kAnything},
     {192, 128,   2, 128,   2,  40, 232,   0,   1, kFixed | kLagging | kAlibi | kAlibiInBand},
@@ -80,6 +82,8 @@ int load_of(const Config &c) {
   const Features &f = c.features;
   const bool capped = f.function == kCapped, function = (f.function && !capped) || f.seen;
   const bool alibi = f.alibi || (f.scaled && f.function != kHyperbolic && !f.given());
+  if (f.blocks && f.seen && !f.mask && !f.bias && !alibi && !f.function && !f.dropout && c.reference == sm90::kFixed)
+    return kSeen | kAnything;
   if (!!f.mask + !!f.bias + alibi + function + capped + !!f.blocks + !!f.dropout > 1) return kAnything;
   if (capped && c.reference == sm90::kExact) return kAnything;
   if (f.bias) return c.bias_by_tma ? kBias : kAnything;
@@ -144,7 +148,7 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   constexpr double kWorth = 0.9; // packing must save 10% of the scores, because packed heads load and store more slowly (guessed)
   const HeadsOfTile apart{1, 64, p.group()};
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return apart;
-  if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || p.alibi_slopes || p.part)) return apart;
+  if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || c.features.alibi || p.part)) return apart;
   HeadsOfTile best = apart;
   double least = kWorth * computed(p, c, apart);
   for (int64_t n = tiles(p.group(), 64); n < p.group(); n *= 2) {

@@ -50,6 +50,7 @@ private:
 template <class V> void each_pointer(const BlockList &list, V &visit) { visit(list.offsets), visit(list.indices); }
 template <class V> void each_pointer(const FunctionArguments &a, V &visit) {
   for (const CapturedOperand &x : a.captured) visit(x.data);
+  visit(a.full), visit(a.full_t);
 }
 template <class V> void each_pointer(const Inputs &in, V &visit) {
   for (const Operand *x : {&in.q, &in.k, &in.v, &in.mask, &in.bias, &in.slopes, &in.sinks}) visit(x->data);

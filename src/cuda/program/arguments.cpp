@@ -32,13 +32,33 @@ Pages pages(const Problem &p) {
           .shift = std::has_single_bit(size) ? std::countr_zero(size) : -1};
 }
 
+// The function of the caller that kernels compute as ALiBi beside one of their own forms; null: there is none. With invariant the penalty
+// would depend on where a tile begins.
+const score::Penalty *penalty_of(const Problem &p) {
+  if (!p.program || p.program->penalty.slope < 0 || p.alibi_slopes || p.invariant) return nullptr;
+  return &p.program->penalty;
+}
+i32 alibi_of(const Problem &p) {
+  const score::Penalty *own = penalty_of(p);
+  if (!own) return p.alibi_slopes ? kSlopes : 0;
+  return kOwnSlope | (own->has_sign ? kSigned : 0) | (own->counts_offset ? 0 : kFromZero);
+}
+// The form of the score that kernels have code for.
+const score::BuiltIn &form_of(const Problem &p) {
+  static constexpr score::BuiltIn none{};
+  const score::Penalty *own = penalty_of(p);
+  return own ? own->rest : p.program ? *p.program : none;
+}
+// The passes that make the gradients of captured tensors compute the caller's own function, with its penalty.
 std::shared_ptr<const score::CudaFunctions> gradient_functions(const Problem &p) {
-  return std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram, p.gradient_program);
+  return std::make_shared<const score::CudaFunctions>(p, p.program->form == score::Form::general, p.gradient_program);
 }
 // Whether kernels call functions of the caller.
 bool calls_functions(const Problem &p) { return p.program && p.program->is_given(); }
 std::shared_ptr<const score::CudaFunctions> functions(const Problem &p) {
-  return p.cuda_functions ? p.cuda_functions : std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram);
+  if (p.cuda_functions) return p.cuda_functions;
+  const score::Penalty *own = penalty_of(p);
+  return std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram, own ? own->slope : -1);
 }
 
 Inputs inputs(const Problem &p) {
@@ -54,8 +74,9 @@ Inputs inputs(const Problem &p) {
   in.bottom_right = p.bottom_right;
   in.threshold = dropout_threshold(p.dropout);
   in.scale = p.scale;
-  if (p.program) in.cap = p.program->cap, in.beta = p.program->beta, in.shift = p.program->shift;
-  if (calls_functions(p)) in.function = functions(p)->arguments();
+  const score::BuiltIn &form = form_of(p);
+  in.cap = form.cap, in.beta = form.beta, in.shift = form.shift;
+  if (calls_functions(p)) in.function = functions(p)->arguments(), in.function.full = p.blocks.full, in.function.full_t = p.blocks.full_t;
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks; // in a part: those of the whole problem, from the part's first sequence and head on
   if (m.present) in.blocks = list(m.row_ptr, m.col, p, m.rows, m.block_q, m.block_k);
@@ -73,14 +94,16 @@ Operand operand(const View &view) {
   return o;
 }
 
+static i32 general_function_of(const Problem &p) { return score::only_adds(*p.program) ? kAdded : kProgram; }
+
 i32 function_of(const Problem &p) {
-  switch (p.program ? p.program->form : score::Form::identity) {
+  switch (form_of(p).form) {
   case score::Form::softcap:
     return kCapped;
   case score::Form::hyperbolic:
     return kHyperbolic;
   case score::Form::general:
-    return score::only_adds(*p.program) ? kAdded : kProgram;
+    return general_function_of(p);
   default:
     return kLinear;
   }
@@ -113,7 +136,7 @@ Features features_of(const Problem &p) {
   f.blocks = p.blocks.present;
   f.mask = bool(p.mask);
   f.bias = p.bias ? i32(p.bias.dtype) : 0;
-  f.alibi = bool(p.alibi_slopes);
+  f.alibi = alibi_of(p);
   f.function = function_of(p);
   f.scaled = f.function == kHyperbolic ? p.scale != 1 : !(p.scale > 1e-30 && p.scale <= kMostScale);
   f.dropout = p.dropout > 0;
@@ -131,6 +154,7 @@ Features features_of(const Problem &p) {
 
 Features gradient_features(const Problem &p) {
   Features f = features_of(p);
+  if (penalty_of(p)) f.alibi = 0, f.function = general_function_of(p);
   const std::array<int32_t, 2> digest = gradient_functions(p)->digest();
   f.program = digest[0], f.program_high = digest[1];
   return f;
