@@ -260,6 +260,10 @@ public:
     plan.workspace_bytes = uint64_t(few ? kernels->decode_workspace(p, execution.threads)
                                         : (forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     plan.predicted_seconds = predict(set_, *kernels, p, execution.threads, direction);
+    if (p.gradient_program) { // two of the backward's five products once more
+      plan.predicted_seconds *= 1 + double(p.head_dim + p.head_dim_v) / double(3 * p.head_dim + 2 * p.head_dim_v);
+      plan.notes.push_back("gradients of captured tensors: another pass over the scores");
+    }
     if (p.auxiliary()) {
       plan.workspace_bytes = std::max(plan.workspace_bytes, uint64_t(kernels->auxiliary_workspace(p, tile, execution.threads)));
       const double pass = plan.predicted_seconds * double(p.head_dim) / double(p.head_dim + p.head_dim_v);

@@ -162,7 +162,7 @@ template <class T> STROBE_INLINE score::Scores placed(const Head<T> &head, score
   t.keys_are_rows = keys_are_rows, t.scale = double(head.scale);
   return t;
 }
-// Applies the caller's functions to scores: those of a tile, whose rows are keys, or of a row of keys.
+// Applies the caller's functions to scores: to those of a tile, whose rows are keys, or to a row of keys.
 template <class T>
 STROBE_INLINE void run_functions(const Head<T> &head, score::Scores t, bool keys_are_rows, char *scratch, T *s, T *slopes) {
   head.code->run(slopes ? head.code->backward : head.code->forward, placed(head, t, keys_are_rows), scratch, s, slopes);

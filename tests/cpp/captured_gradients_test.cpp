@@ -117,16 +117,16 @@ TEST_CASE("captured gradients: each reason against one") {
     void (*how)(Call &);
   };
   const Wrong all[] = {
-      {"dcaptured_1: shape (5); accepted is (that of the captured tensor=4)", [](Call &c) { c.add("dcaptured_1", DType::f32, {5}); }},
-      {"dcaptured_1: rank 2; accepted is 1, (that of the captured tensor=4)", [](Call &c) { c.add("dcaptured_1", DType::f32, {H, 1}); }},
+      {"dcaptured_1: shape (5); accepted is (4), that of captured_1", [](Call &c) { c.add("dcaptured_1", DType::f32, {5}); }},
+      {"dcaptured_1: rank 2; accepted is 1, that of captured_1", [](Call &c) { c.add("dcaptured_1", DType::f32, {H, 1}); }},
       {"dcaptured_3: dtype bfloat16; accepted is float16, float32, float64",
        [](Call &c) { c.add("dcaptured_3", DType::bf16, {B, H, Sq}); }},
       {"dcaptured_1: dtype float16; accepted is float32, float64", [](Call &c) { c.add("dcaptured_1", DType::f16, {H}); }},
-      {"dcaptured_1: shares memory with dq; accepted is memory of its own where the tensor is written",
+      {"dq: shares memory with dcaptured_1; accepted is memory of its own where the tensor is written",
        [](Call &c) { c["dcaptured_1"].data = c["dq"].data; }},
       {"dcaptured_1: shares memory with captured_1; accepted is memory of its own where the tensor is written",
        [](Call &c) { c["dcaptured_1"].data = c["captured_1"].data; }},
-      {"dcaptured_1: strides (0); accepted are positive ones where the tensor is written",
+      {"dcaptured_1: strides (0); accepted are positive strides where the tensor is written",
        [](Call &c) { c["dcaptured_1"].strides[0] = 0; }},
       {"dcaptured_1: data is null, shape (4); accepted is null only for a tensor without elements",
        [](Call &c) { c["dcaptured_1"].data = nullptr; }},

@@ -93,7 +93,7 @@ void (*const kHoldingAll[])(Call &) = {
       make_part(c, part, Direction::backward, true);
     },
     [](Call &c) { make_captured(c, Direction::forward), make_for_reference(c); },
-    [](Call &c) { make_captured_gradients(c), make_for_reference(c); },
+    make_captured_gradients,
 };
 
 } // namespace
