@@ -52,8 +52,7 @@ private:
   // Where a thread's element n of a tile lies.
   struct Element {
     int m, n, c, r, e;
-    __device__ __forceinline__ explicit Element(int k)
-        : m(k / (8 * kQueries)), n(k / 8 % kQueries), c(k / 4 % 2), r(k / 2 % 2), e(k % 2) {}
+    __device__ __forceinline__ explicit Element(int k) : m(k / (8 * kQueries)), n(k / 8 % kQueries), c(k / 4 % 2), r(k / 2 % 2), e(k % 2) {}
     __device__ __forceinline__ float of(const Tile &x) const { return x[m][n].x[c][2 * r + e]; }
     __device__ __forceinline__ int query() const { return 4 * n + 2 * c + e; } // among this thread's
     __device__ __forceinline__ int key() const { return 2 * m + r; }
@@ -73,9 +72,7 @@ private:
     __device__ __forceinline__ i32 query_of(const Element &x) const {
       return (gradient.query_warp * kQueries + x.n) * 16 + tile::lane_column(x.c, x.e);
     }
-    __device__ __forceinline__ i32 key_of(const Element &x) const {
-      return (gradient.key_warp * kKeys + x.m) * 16 + tile::lane_row(x.r);
-    }
+    __device__ __forceinline__ i32 key_of(const Element &x) const { return (gradient.key_warp * kKeys + x.m) * 16 + tile::lane_row(x.r); }
     // Computes a tile and calls use(element, values) for each of this thread's elements; returns whether some query sees some key.
     template <class Use>
     __device__ __forceinline__ bool each(const typename Gradient::Place &place, bool keys, bool queries, const Use &use) const {
@@ -270,7 +267,7 @@ private:
       most = largest_of_block(most, of_warps); // after this, too, the cells are 0 for all threads
       if (most == 0) return;
       const i32 exponent = (i32)(most >> 23) - 126; // all values are below 2^exponent
-      if (exponent > 128) { // not finite
+      if (exponent > 128) {                         // not finite
         if (t == 0) raise_to(a.largest + Values::Of::captured_of(kLoad), 0x7FFull << 52);
         return;
       }

@@ -21,13 +21,10 @@ template <CapturedScatterConfig C> struct CapturedScatter {
       for (i64 n = first + threadIdx.x / 32 * 32; n < lines; n += step) take((i32)n + (i32)threadIdx.x % 32);
     };
     if constexpr (C.rows != 0)
-      along(seqlen_q, [&](i32 i) {
-        add<C.rows>(a, kRows, in.row_index(b, h, s.q0 + i), scores.pair(scores.row(i, h), 0), i < seqlen_q);
-      });
+      along(seqlen_q, [&](i32 i) { add<C.rows>(a, kRows, in.row_index(b, h, s.q0 + i), scores.pair(scores.row(i, h), 0), i < seqlen_q); });
     if constexpr (C.columns != 0)
-      along(seqlen_k, [&](i32 j) {
-        add<C.columns>(a, kColumns, column_index(in, b, h, s.k0 + j), scores.pair(scores.row(0, h), j), j < seqlen_k);
-      });
+      along(seqlen_k,
+            [&](i32 j) { add<C.columns>(a, kColumns, column_index(in, b, h, s.k0 + j), scores.pair(scores.row(0, h), j), j < seqlen_k); });
     if constexpr (C.diagonals != 0) {
       const Diagonals diagonals(in, C.tile);
       along((i64)diagonals.count() * 2 * C.tile, [&](i32 n) {
@@ -46,7 +43,8 @@ private:
   using Of = CallersFunctions<F.program, F.program_high>;
 
   // at: one of the line's pairs
-  template <i32 kLoads> static __device__ __forceinline__ void add(const Arguments &a, i32 lines, i64 line, const PlaceOfPair &at, bool has) {
+  template <i32 kLoads>
+  static __device__ __forceinline__ void add(const Arguments &a, i32 lines, i64 line, const PlaceOfPair &at, bool has) {
     each_load<kLoads>([&](auto load) {
       constexpr int kLoad = decltype(load)::kNumber, kTensor = Of::captured_of(kLoad);
       const CapturedGradient &g = a.gradients[kTensor];

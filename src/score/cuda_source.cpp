@@ -475,8 +475,8 @@ std::string CudaFunctions::element_read(const Node &x) const {
   std::string number = "0";
   for (int32_t axis = 0; axis < x.count; axis++) {
     const int32_t index = x.inputs[size_t(axis)];
-    const std::string place = text("place_on_axis<", at, ", ", ranges_[size_t(index)].low >= 0 ? "true" : "false", ">(", name(index),
-                                   ", g.size[", axis, "])");
+    const std::string place =
+        text("place_on_axis<", at, ", ", ranges_[size_t(index)].low >= 0 ? "true" : "false", ">(", name(index), ", g.size[", axis, "])");
     number = axis ? text("(", number, ") * (", at, ")g.size[", axis, "] + ", place) : place;
   }
   return number;
@@ -492,31 +492,32 @@ std::string CudaFunctions::gradients() const {
     const Node &load = graph_[g.load];
     captured += text(n ? ", " : "", load.captured), units += text(n ? ", " : "", is_real(graph_[g.slope], 1) ? "true" : "false");
     const std::vector<bool> slope = graph_.needed_by({g.slope});
-    values += statements(slope, made, "    ") + text("    if constexpr ((kLoads_ >> ", n, " & 1) != 0) out[", n, "] = ", name(g.slope), ";\n");
+    values +=
+        statements(slope, made, "    ") + text("    if constexpr ((kLoads_ >> ", n, " & 1) != 0) out[", n, "] = ", name(g.slope), ";\n");
     for (size_t node = 0; node < made.size(); node++) made[node] = made[node] || slope[node];
     std::vector<int32_t> indices(load.inputs.begin(), load.inputs.begin() + load.count);
     elements += text(n ? "    else if constexpr (kLoad == " : "    if constexpr (kLoad == ", n, ") {\n",
                      statements(graph_.needed_by(indices), none, "      "), "      return ", element_read(load), ";\n    }\n");
   }
-  return text("  static constexpr int kLoads = ", loads_.size(), ";\n", "  static __device__ constexpr i32 captured_of(int load) {\n",
-              "    constexpr i32 all[] = {", captured, "};\n    return all[load];\n  }\n",
-              "  static __device__ constexpr bool is_unit(int load) {\n    constexpr bool all[] = {", units,
-              "};\n    return all[load];\n  }\n",
-              "  template <Functions kFunctions, i32 kLoads_, class T>\n"
-              "  static __device__ __forceinline__ void gradients(const FunctionArguments &a, const PlaceOfPair &at, T x, T (&out)[kLoads]) {\n"
-              "    using R = Reals<kFunctions, T>;\n",
-              values,
-              "  }\n  template <Functions kFunctions, int kLoad, class T>\n"
-              "  static __device__ __forceinline__ i64 element(const FunctionArguments &a, const CapturedGradient &g, const PlaceOfPair &at, T "
-              "x) {\n    using R = Reals<kFunctions, T>;\n",
-              elements, "  }\n");
+  return text(
+      "  static constexpr int kLoads = ", loads_.size(), ";\n", "  static __device__ constexpr i32 captured_of(int load) {\n",
+      "    constexpr i32 all[] = {", captured, "};\n    return all[load];\n  }\n",
+      "  static __device__ constexpr bool is_unit(int load) {\n    constexpr bool all[] = {", units, "};\n    return all[load];\n  }\n",
+      "  template <Functions kFunctions, i32 kLoads_, class T>\n"
+      "  static __device__ __forceinline__ void gradients(const FunctionArguments &a, const PlaceOfPair &at, T x, T (&out)[kLoads]) {\n"
+      "    using R = Reals<kFunctions, T>;\n",
+      values,
+      "  }\n  template <Functions kFunctions, int kLoad, class T>\n"
+      "  static __device__ __forceinline__ i64 element(const FunctionArguments &a, const CapturedGradient &g, const PlaceOfPair &at, T "
+      "x) {\n    using R = Reals<kFunctions, T>;\n",
+      elements, "  }\n");
 }
 
 std::string CudaFunctions::source() const {
   const std::array<int32_t, 2> key = digest();
   const std::vector<bool> none(size_t(graph_.size()), false);
-  std::string out = text("#pragma once\n#include \"device/", loads_.empty() ? "functions" : "captured", ".h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0],
-                         ", ", key[1], "> {\n");
+  std::string out = text("#pragma once\n#include \"device/", loads_.empty() ? "functions" : "captured",
+                         ".h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0], ", ", key[1], "> {\n");
   if (score_ >= 0) {
     const std::vector<bool> value = graph_.needed_by({score_}), all = graph_.needed_by({slope_});
     out += text("  template <Functions kFunctions, bool kSlope, class T>\n"

@@ -57,7 +57,14 @@ public:
     features_ = gradient_features(p);
     for (int64_t first = 0, n = 0; n < FunctionArguments::kCaptured; n++) {
       CapturedGradient &g = a_.gradients[n];
-      g = {.data = nullptr, .stride = {}, .size = {1, 1, 1, 1}, .first = first, .count = 0, .dtype = 0, .log2_values = 0, .table = -1,
+      g = {.data = nullptr,
+           .stride = {},
+           .size = {1, 1, 1, 1},
+           .first = first,
+           .count = 0,
+           .dtype = 0,
+           .log2_values = 0,
+           .table = -1,
            .table_copies = 0};
       const Captured &x = p.dcaptured[n];
       if (!x) continue;
@@ -107,10 +114,7 @@ private:
         masks_[kTable] |= bit;
         continue;
       }
-      masks_[lines == Lines::rows        ? kRows
-             : lines == Lines::columns   ? kColumns
-             : lines == Lines::diagonals ? kDiagonals
-                                         : kPairs] |= bit;
+      masks_[lines == Lines::rows ? kRows : lines == Lines::columns ? kColumns : lines == Lines::diagonals ? kDiagonals : kPairs] |= bit;
       if (lines == Lines::general) masks_[kLargest] |= bit;
       const double of_head = lines == Lines::rows        ? double(p_.seqlen_q)
                              : lines == Lines::columns   ? double(p_.seqlen_k)
@@ -192,6 +196,12 @@ constexpr CapturedTile kTiles[] = {
     {.side = 32, .key_warps = 2, .query_warps = 1, .blocks_per_sm = 4},
     {.side = 16, .key_warps = 1, .query_warps = 1, .blocks_per_sm = 4},
 };
+// For functions whose df/dl reads q.k, which has to be kept: half as many scores per thread.
+constexpr CapturedTile kTilesCurved[] = {
+    {.side = 64, .key_warps = 4, .query_warps = 2, .blocks_per_sm = 2},
+    {.side = 32, .key_warps = 2, .query_warps = 1, .blocks_per_sm = 4},
+    {.side = 16, .key_warps = 1, .query_warps = 1, .blocks_per_sm = 4},
+};
 constexpr CapturedTile kTilesTf32[] = {
     {.side = 64, .key_warps = 4, .query_warps = 2, .blocks_per_sm = 1},
     {.side = 32, .key_warps = 2, .query_warps = 1, .blocks_per_sm = 2},
@@ -204,7 +214,7 @@ std::optional<CapturedTileConfig> tile_config(const Problem &p, const Device &de
   CapturedTileConfig c = begin_config<CapturedTileConfig>(p, tf32 ? 32 : 16);
   c.products = !tf32 ? 0 : p.allow_tf32 ? 1 : 3;
   c.aligned = aligned_backward(p), c.features = gradient_features(p);
-  for (const CapturedTile &tile : tf32 ? kTilesTf32 : kTiles) {
+  for (const CapturedTile &tile : tf32 ? kTilesTf32 : slopes_read_score(*p.gradient_program) ? kTilesCurved : kTiles) {
     c.tile_q = c.tile_k = tile.side, c.key_warps = tile.key_warps, c.query_warps = tile.query_warps;
     c.summed = kRows, c.blocks_per_sm = tile.blocks_per_sm;
     if (c.bytes(0) <= device.shared_per_block && divides_blocks(p, tile.side, tile.side)) return c;
@@ -233,34 +243,32 @@ std::string captured_refusal(const Problem &p, const Device &device) {
 void captured_gradients(Program &program, const Problem &p, const Device &device, const BackwardArguments &a, Scratch &scratch) {
   if (!p.gradient_program) return;
   const CapturedTileConfig any = *tile_config(p, device);
-  const bool read_score = slopes_read_score(*p.gradient_program);
   const auto with = [&](Summed summed, int32_t table_elements) {
     CapturedTileConfig c = any;
     c.summed = summed;
-    const int32_t most = read_score || summed == kTable ? 2 : 3; // these have no registers for more
+    const int32_t most = summed == kTable ? 2 : 3; // a table has no registers for more
     c.blocks_per_sm = int32_t(resident(device, c.bytes(table_elements), std::min(any.blocks_per_sm, most)));
     return c;
   };
   // As guessed: the products at the rate of kernels/mma's dbias, and a pair's instructions at this rate.
   constexpr double kPerClock = 1400, kInstructionsPerClock = 100, kInstructions = 24;
   const double columns = any.head_dim + any.head_dim_v, products = p.dtype == DType::f32 ? 2.0 * any.products : 1;
-  CapturedPasses passes{
-      .tile_q = any.tile_q,
-      .tile_k = any.tile_k,
-      .of_lines = true,
-      .table_blocks =
-          [&](int32_t elements) -> int64_t {
-        const CapturedTileConfig c = with(kTable, elements);
-        return c.bytes(elements) <= device.shared_per_block ? int64_t{device.sms} * c.blocks_per_sm : 0;
-      },
-      .launch =
-          [&](const CapturedPasses::Sums &sums, int64_t grid, const CapturedArguments &arguments) {
-            CapturedTileConfig c = with(sums.summed, arguments.table_elements);
-            c.loads = sums.loads, c.of_lines = sums.of_lines;
-            return Launch(kCaptured, c, grid, c.threads(), c.bytes(arguments.table_elements), arguments);
-          },
-      .score_seconds = (2 * columns * products / kPerClock + (kInstructions + gradient_instructions(p)) / kInstructionsPerClock) /
-                       device.clock_hz};
+  CapturedPasses passes{.tile_q = any.tile_q,
+                        .tile_k = any.tile_k,
+                        .of_lines = true,
+                        .table_blocks = [&](int32_t elements) -> int64_t {
+                          const CapturedTileConfig c = with(kTable, elements);
+                          return c.bytes(elements) <= device.shared_per_block ? int64_t{device.sms} * c.blocks_per_sm : 0;
+                        },
+                        .launch =
+                            [&](const CapturedPasses::Sums &sums, int64_t grid, const CapturedArguments &arguments) {
+                              CapturedTileConfig c = with(sums.summed, arguments.table_elements);
+                              c.loads = sums.loads, c.of_lines = sums.of_lines;
+                              return Launch(kCaptured, c, grid, c.threads(), c.bytes(arguments.table_elements), arguments);
+                            },
+                        .score_seconds =
+                            (2 * columns * products / kPerClock + (kInstructions + gradient_instructions(p)) / kInstructionsPerClock) /
+                            device.clock_hz};
   captured_gradients(program, p, device, a, scratch, passes);
 }
 
