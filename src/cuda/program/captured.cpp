@@ -196,8 +196,8 @@ constexpr CapturedTile kTiles[] = {
     {.side = 32, .key_warps = 2, .query_warps = 1, .blocks_per_sm = 4},
     {.side = 16, .key_warps = 1, .query_warps = 1, .blocks_per_sm = 4},
 };
-// For functions whose df/dl reads q.k, which has to be kept: half as many scores per thread.
-constexpr CapturedTile kTilesCurved[] = {
+// For functions whose df/dl reads q.k, which has to be kept, and for wide heads: half as many scores per thread.
+constexpr CapturedTile kTilesOfFewer[] = {
     {.side = 64, .key_warps = 4, .query_warps = 2, .blocks_per_sm = 2},
     {.side = 32, .key_warps = 2, .query_warps = 1, .blocks_per_sm = 4},
     {.side = 16, .key_warps = 1, .query_warps = 1, .blocks_per_sm = 4},
@@ -214,7 +214,8 @@ std::optional<CapturedTileConfig> tile_config(const Problem &p, const Device &de
   CapturedTileConfig c = begin_config<CapturedTileConfig>(p, tf32 ? 32 : 16);
   c.products = !tf32 ? 0 : p.allow_tf32 ? 1 : 3;
   c.aligned = aligned_backward(p), c.features = gradient_features(p);
-  for (const CapturedTile &tile : tf32 ? kTilesTf32 : slopes_read_score(*p.gradient_program) ? kTilesCurved : kTiles) {
+  const bool fewer = slopes_read_score(*p.gradient_program) || std::max(c.head_dim, c.head_dim_v) > 128;
+  for (const CapturedTile &tile : tf32 ? kTilesTf32 : fewer ? kTilesOfFewer : kTiles) {
     c.tile_q = c.tile_k = tile.side, c.key_warps = tile.key_warps, c.query_warps = tile.query_warps;
     c.summed = kRows, c.blocks_per_sm = tile.blocks_per_sm;
     if (c.bytes(0) <= device.shared_per_block && divides_blocks(p, tile.side, tile.side)) return c;
