@@ -19,8 +19,8 @@ STROBE_FN constexpr i32 count_loads(i32 loads) {
   return count;
 }
 
-// Members of the Configs of launches that recompute dS. summed: a Summed; loads: those that the launch adds up; of_lines: all loads that are
-// summed in this way, whose sums lie one after another.
+// Members of the Configs of launches that recompute dS. summed: a Summed; loads: those that the launch adds up; of_lines: all loads that
+// are summed in this way, whose sums lie one after another.
 struct CapturedTileConfig : TileConfig {
   i32 summed, loads, of_lines;
 

@@ -231,8 +231,8 @@ private:
       return x;
     }
 
-    // Small tensors: the values of a tile are added up in shared memory as integers, in fixed point by the largest of them, which then go to
-    // floating-point sums, tile by tile in a fixed order. A block takes the tiles of queries block, block + blocks and so on.
+    // Small tensors: the values of a tile are added up in shared memory as integers, in fixed point by the largest of them, which then go
+    // to floating-point sums, tile by tile in a fixed order. A block takes the tiles of queries block, block + blocks and so on.
     __device__ __forceinline__ void sum_table(u32 pairs) const {
       using Real = typename Either<kExact, double, float>::type;
       u32 *const of_warps = (u32 *)(memory + C.operand_bytes() + C.row_bytes());
