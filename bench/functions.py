@@ -95,9 +95,9 @@ def gradients(args: argparse.Namespace, dim: int, inputs: list[torch.Tensor], do
         if args.only and name not in args.only:
             continue
         row: dict[str, Any] = {"gradient": name, "dim": dim}
-        read = tensor.clone().requires_grad_()
+        read, fixed = tensor.clone().requires_grad_(), make(tensor)
         calls: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
-            "without": (lambda q, k, v, f=make(tensor): strobe.attention(q, k, v, score=f, causal=True), inputs),
+            "without": (lambda q, k, v, f=fixed: strobe.attention(q, k, v, score=f, causal=True), inputs),
             "with": (lambda q, k, v, t, m=make: strobe.attention(q, k, v, score=m(t), causal=True), [*inputs, read]),
         }
         if not args.no_flex:

@@ -19,8 +19,8 @@ STROBE_FN constexpr i32 count_loads(i32 loads) {
   return count;
 }
 
-// Members of the Configs of launches that recompute dS. summed: a Summed; loads: those that the launch adds up; of_lines: all loads that are
-// summed in this way, whose sums lie one after another.
+// Members of the Configs of launches that recompute dS. summed: a Summed; loads: those that the launch adds up; of_lines: all loads that
+// are summed in this way, whose sums lie one after another.
 struct CapturedTileConfig : TileConfig {
   i32 summed, loads, of_lines;
 
@@ -31,9 +31,10 @@ struct CapturedTileConfig : TileConfig {
   STROBE_FN constexpr i32 operand_bytes() const {
     return max(k_bytes() + v_bytes() + q_bytes() + dout_bytes(), 4 * max(values_pitch() * tile_k, 4 * threads()));
   }
-  static constexpr i32 kWarpBytes = 64; // a number for each warp
+  static constexpr i32 kWarpBytes = 64;                                // a number for each warp
+  STROBE_FN constexpr i32 row_bytes() const { return 3 * 4 * tile_q; } // three numbers for each query
   STROBE_FN constexpr i32 bytes(i32 table_elements) const {
-    return operand_bytes() + (summed == kTable ? kWarpBytes + 4 * cells() + sum_bytes() * table_elements : 0);
+    return operand_bytes() + row_bytes() + (summed == kTable ? kWarpBytes + 4 * cells() + sum_bytes() * table_elements : 0);
   }
 };
 

@@ -39,12 +39,13 @@ public:
   // not, P and dS are not written.
   __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Place &place) const {
     Tile unused;
-    return compute<false>(P, dS, unused, place, true, true);
+    return compute<false>(P, dS, unused, in.sequence<F>(place.batch), place, true, true, nullptr);
   }
   // The same. kRaw: q.k is written to `raw`. load_keys, load_queries: otherwise the previous tile had the same keys, or the same queries.
+  // rows: room in shared memory for three numbers of each query, which are then read from there; null: from global memory.
   template <bool kRaw>
-  __device__ __forceinline__ bool compute(Tile &P, Tile &dS, Tile &raw, const Place &place, bool load_keys, bool load_queries) const {
-    const Sequence sequence = in.sequence<F>(place.batch);
+  __device__ __forceinline__ bool compute(Tile &P, Tile &dS, Tile &raw, const Sequence &sequence, const Place &place, bool load_keys,
+                                          bool load_queries, float *rows) const {
     const Band &band = sequence.band;
     const i32 q1 = (i32)min((i64)place.q0 + kTileQ, band.seqlen_q), k1 = (i32)min((i64)place.k0 + kTileK, band.seqlen_k);
     if (q1 <= place.q0 || k1 <= place.k0 || intersect(band.keys_any(place.q0, q1), {place.k0, k1}).empty() || !kept(place)) return false;
@@ -61,6 +62,7 @@ public:
       load<kTileQ, kDv>(kDo, queries(a.dout, place, sequence, q1, in.head_dim_v));
     }
     cp_async_commit();
+    if (load_queries && kRaw) stage_rows(rows, place, sequence, q1);
     cp_async_wait<0>();
     __syncthreads();
 
@@ -71,7 +73,12 @@ public:
 #pragma unroll
       for (int n = 0; n < kKeys * kQueries; ++n) raw[n / kQueries][n % kQueries] = P[n / kQueries][n % kQueries];
     }
-    const auto lse = [&](int n) { return RowLse{*this, place, sequence, i + 16 * n, q1}; };
+    const auto lse = [&](int n) {
+      if constexpr (kRaw)
+        return StagedLse{rows + i - place.q0 + 16 * n};
+      else
+        return RowLse{*this, place, sequence, i + 16 * n, q1};
+    };
     if (masked)
       probabilities<F, true, Slope::none, true>(P, P, scores, place.head, i, j, k1, lse);
     else
@@ -83,7 +90,11 @@ public:
     for (int n = 0; n < kQueries; ++n) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float D = *delta(place, sequence, i + 16 * n + tile::lane_column(k / 2, k % 2), q1);
+        float D;
+        if constexpr (kRaw)
+          D = rows[2 * kTileQ + i - place.q0 + 16 * n + tile::lane_column(k / 2, k % 2)];
+        else
+          D = *delta(place, sequence, i + 16 * n + tile::lane_column(k / 2, k % 2), q1);
 #pragma unroll
         for (int m = 0; m < 2 * kKeys; ++m) {
           float &x = dS[m / 2][n].x[k / 2][2 * (m % 2) + k % 2], probability = P[m / 2][n].x[k / 2][2 * (m % 2) + k % 2];
@@ -118,6 +129,22 @@ private:
     }
   };
 
+  // The same from shared memory.
+  struct StagedLse {
+    const float *of_block;
+    __device__ __forceinline__ float lse(int c, int e) const { return of_block[tile::lane_column(c, e)]; }
+    __device__ __forceinline__ float correction(int c, int e) const { return of_block[kTileQ + tile::lane_column(c, e)]; }
+  };
+  // LSE, its correction and D of the queries.
+  __device__ __forceinline__ void stage_rows(float *rows, const Place &place, const Sequence &sequence, i32 q1) const {
+    for (int i = thread; i < kTileQ; i += kThreads) {
+      const i32 row = place.q0 + i;
+      const float x = row < q1 ? *a.lse.template at<const float>(place.batch, place.head, sequence.q0 + row, 0) : minus_infinity<float>();
+      const float *const D = delta(place, sequence, row, q1);
+      rows[i] = x == minus_infinity<float>() ? -x : x, rows[kTileQ + i] = D[in.rows()] * kLog2e<float>, rows[2 * kTileQ + i] = *D;
+    }
+  }
+
   __device__ __forceinline__ tile::Matrix<const T> queries(const Operand &x, const Place &place, const Sequence &sequence, i32 q1,
                                                            i32 columns) const {
     return {x.at<const T>(place.batch, place.head, sequence.q0 + place.q0, 0), x.stride[2], x.stride[3], q1 - place.q0, columns};
@@ -126,7 +153,7 @@ private:
     if constexpr (kTf32)
       tile::tf32::load<kRows, kColumns, kThreads, C.aligned != 0>(shared_ + target, m, thread);
     else
-      tile::load<kRows, kColumns, kThreads, C.aligned != 0>(shared_ + target, m, thread);
+      tile::load<kRows, kColumns, kThreads, C.aligned != 0>(shared_ + target, tile::StridedMatrix<const T>{m}, thread);
   }
   // x = this warp's rows of the tile at `keys`, times the transpose of its rows of the tile at `queries`.
   template <int kInner, bool kScores> __device__ __forceinline__ void multiply(Tile &x, u32 keys, u32 queries) const {

@@ -75,15 +75,17 @@ private:
     __device__ __forceinline__ i32 key_of(const Element &x) const { return (gradient.key_warp * kKeys + x.m) * 16 + tile::lane_row(x.r); }
     // Computes a tile and calls use(element, values) for each of this thread's elements; returns whether some query sees some key.
     template <class Use>
-    __device__ __forceinline__ bool each(const typename Gradient::Place &place, bool keys, bool queries, const Use &use) const {
+    __device__ __forceinline__ bool each(const Sequence &s, const typename Gradient::Place &place, bool keys, bool queries,
+                                         const Use &use) const {
       Tile P, dS, raw;
-      if (!gradient.template compute<true>(P, dS, raw, place, keys, queries)) return false;
-      each_of(dS, raw, place, use);
+      if (!gradient.template compute<true>(P, dS, raw, s, place, keys, queries, rows())) return false;
+      each_of(dS, raw, s, place, use);
       return true;
     }
     template <class Use>
-    __device__ __forceinline__ void each_of(const Tile &dS, const Tile &raw, const typename Gradient::Place &place, const Use &use) const {
-      const Scores<F, float, Gradient::kFunctions> scores(in, in.sequence<F>(place.batch), place.batch);
+    __device__ __forceinline__ void each_of(const Tile &dS, const Tile &raw, const Sequence &s, const typename Gradient::Place &place,
+                                            const Use &use) const {
+      const Scores<F, float, Gradient::kFunctions> scores(in, s, place.batch);
 #pragma unroll
       for (int k = 0; k < kElements; ++k) {
         const Element x(k);
@@ -97,6 +99,7 @@ private:
       raise_by_warp(a.largest + Values::Of::captured_of(kLoad), has_line ? size_bits(sum) : 0);
     }
     __device__ __forceinline__ float *floats() const { return (float *)memory; }
+    __device__ __forceinline__ float *rows() const { return (float *)(memory + C.operand_bytes()); }
     // Calls use(k0) for the tiles of keys that queries [q0, q1) may see.
     template <class Use> __device__ __forceinline__ void walk_keys(const Band &band, i32 q0, i32 q1, const Use &use) const {
       const Range seen = intersect(band.keys_any(q0, q1), {0, band.seqlen_k});
@@ -111,7 +114,7 @@ private:
       Sum sums[kCount][4 * kQueries];
       bool loaded = false;
       walk_keys(s.band, q0, q1, [&](i32 k0) {
-        loaded |= each({b, h, q0, k0}, true, !loaded, [&](const Element &x, const Values &values) {
+        loaded |= each(s, {b, h, q0, k0}, true, !loaded, [&](const Element &x, const Values &values) {
           each_load<C.loads>([&](auto load) {
             constexpr int kLoad = decltype(load)::kNumber;
             sums[rank_of_load(C.loads, kLoad)][x.query()].add(values.template value<kLoad>());
@@ -146,7 +149,7 @@ private:
       bool loaded = false;
       const Range seen = intersect(s.band.transposed().keys_any(k0, k1), {0, s.band.seqlen_q});
       for (i64 q0 = round_down(seen.begin, C.tile_q); q0 < seen.end; q0 += C.tile_q) {
-        loaded |= each({b, h, (i32)q0, k0}, !loaded, true, [&](const Element &x, const Values &values) {
+        loaded |= each(s, {b, h, (i32)q0, k0}, !loaded, true, [&](const Element &x, const Values &values) {
           each_load<C.loads>([&](auto load) {
             constexpr int kLoad = decltype(load)::kNumber;
             sums[rank_of_load(C.loads, kLoad)][x.key()].add(values.template value<kLoad>());
@@ -182,11 +185,11 @@ private:
         for (i32 k0 = max(0, -difference); k0 < s.band.seqlen_k && k0 + difference < s.band.seqlen_q; k0 += kSide) {
           const typename Gradient::Place place{b, h, k0 + difference, k0};
           Tile P, dS, raw;
-          if (!gradient.template compute<true>(P, dS, raw, place, true, true)) continue;
+          if (!gradient.template compute<true>(P, dS, raw, s, place, true, true, rows())) continue;
           each_load<C.loads>([&](auto load) {
             constexpr int kLoad = decltype(load)::kNumber, kRank = rank_of_load(C.loads, kLoad);
             __syncthreads();
-            each_of(dS, raw, place, [&](const Element &x, const Values &values) {
+            each_of(dS, raw, s, place, [&](const Element &x, const Values &values) {
               const i32 i = query_of(x), j = key_of(x);
               floats()[j * C.values_pitch() + ((i - j) & (kSide - 1))] = values.template value<kLoad>();
             });
@@ -228,12 +231,12 @@ private:
       return x;
     }
 
-    // Small tensors: the values of a tile are added up in shared memory as integers, in fixed point by the largest of them, which then go to
-    // floating-point sums, tile by tile in a fixed order. A block takes the tiles of queries block, block + blocks and so on.
+    // Small tensors: the values of a tile are added up in shared memory as integers, in fixed point by the largest of them, which then go
+    // to floating-point sums, tile by tile in a fixed order. A block takes the tiles of queries block, block + blocks and so on.
     __device__ __forceinline__ void sum_table(u32 pairs) const {
       using Real = typename Either<kExact, double, float>::type;
-      u32 *const of_warps = (u32 *)(memory + C.operand_bytes());
-      i32 *const cells = (i32 *)(memory + C.operand_bytes() + C.kWarpBytes);
+      u32 *const of_warps = (u32 *)(memory + C.operand_bytes() + C.row_bytes());
+      i32 *const cells = (i32 *)(of_warps + C.kWarpBytes / 4);
       Real *const sums = (Real *)(cells + C.cells());
       for (i32 n = t; n < C.cells(); n += kThreads) cells[n] = 0;
       for (i32 n = t; n < a.table_elements; n += kThreads) sums[n] = 0;
@@ -247,9 +250,9 @@ private:
         walk_keys(s.band, q0, (i32)min((i64)q0 + C.tile_q, s.band.seqlen_q), [&](i32 k0) {
           const typename Gradient::Place place{b, h, q0, k0};
           Tile P, dS, raw;
-          if (!gradient.template compute<true>(P, dS, raw, place, true, !loaded)) return;
+          if (!gradient.template compute<true>(P, dS, raw, s, place, true, !loaded, rows())) return;
           loaded = true;
-          each_load<C.loads>([&](auto load) { add_to_table<decltype(load)::kNumber>(dS, raw, place, cells, sums, of_warps); });
+          each_load<C.loads>([&](auto load) { add_to_table<decltype(load)::kNumber>(dS, raw, s, place, cells, sums, of_warps); });
         });
       }
       __syncthreads();
@@ -257,11 +260,11 @@ private:
       for (i32 n = t; n < a.table_elements; n += kThreads) table[n] = sums[n];
     }
     template <int kLoad, class Real>
-    __device__ __forceinline__ void add_to_table(const Tile &dS, const Tile &raw, const typename Gradient::Place &place, i32 *cells,
-                                                 Real *sums, u32 *of_warps) const {
+    __device__ __forceinline__ void add_to_table(const Tile &dS, const Tile &raw, const Sequence &s, const typename Gradient::Place &place,
+                                                 i32 *cells, Real *sums, u32 *of_warps) const {
       const CapturedGradient &g = a.gradients[Values::Of::captured_of(kLoad)];
       u32 most = 0;
-      each_of(dS, raw, place, [&](const Element &, const Values &values) {
+      each_of(dS, raw, s, place, [&](const Element &, const Values &values) {
         most = max(most, __float_as_uint(values.template value<kLoad>()) & 0x7FFFFFFF);
       });
       most = largest_of_block(most, of_warps); // after this, too, the cells are 0 for all threads
@@ -276,7 +279,7 @@ private:
       const i32 k = min(30 - bits - exponent, 126);
       const float unit = __uint_as_float((u32)(127 + k) << 23), inverse = __uint_as_float((u32)(127 - k) << 23);
       const u32 own = shared_address(cells + t % copies);
-      each_of(dS, raw, place, [&](const Element &, const Values &values) {
+      each_of(dS, raw, s, place, [&](const Element &, const Values &values) {
         const float x = values.template value<kLoad>() * unit;
         if (x == 0) return;
         const u32 cell = own + (u32)(4 << g.table_copies) * (u32)values.template element<kLoad>(in.function, g);
@@ -318,7 +321,7 @@ private:
       float most[kCount] = {};
       bool loaded = false;
       walk_keys(s.band, q0, (i32)min((i64)q0 + C.tile_q, s.band.seqlen_q), [&](i32 k0) {
-        loaded |= each({b, h, q0, k0}, true, !loaded, [&](const Element &, const Values &values) {
+        loaded |= each(s, {b, h, q0, k0}, true, !loaded, [&](const Element &, const Values &values) {
           each_load<C.loads>([&](auto load) {
             constexpr int kLoad = decltype(load)::kNumber, kTensor = Values::Of::captured_of(kLoad);
             const float x = values.template value<kLoad>();

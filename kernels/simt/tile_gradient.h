@@ -22,8 +22,8 @@ template <Config C> struct TileGradient {
   Multiply multiply;
   const Dropout<C.features> dropout;
   const Kept<C> kept;
-  i32 b, h, q0, q1; // the queries taken last
-  Range any, all;   // keys that some of them see; keys that all of them see
+  i32 b, h, q0, q1; // the queries of the last call of take_queries()
+  Range any, all;   // keys that some of these queries see; keys that all of them see
   i32 seqlen_k;
 
   __device__ __forceinline__ TileGradient(const BackwardArguments &a, unsigned char *shared)
@@ -37,7 +37,7 @@ template <Config C> struct TileGradient {
       const HeldRows held = in.held(b);
       if (q0 >= held.seqlen_q) return false;
       q1 = min(q0 + C.tile_q, (i32)held.seqlen_q);
-      __syncthreads(); // the previous tile's statistics have been read
+      __syncthreads(); // LSE and D of the previous tile have been read
       rows.load(a, b, h, {held.q0, held.k0, {}}, q0, q1);
       return true;
     }
@@ -45,7 +45,7 @@ template <Config C> struct TileGradient {
     if (q0 >= s.band.seqlen_q) return false;
     q1 = min(q0 + C.tile_q, (i32)s.band.seqlen_q), seqlen_k = (i32)s.band.seqlen_k;
     any = s.band.keys_any(q0, q1), all = s.band.keys_all(q0, q1);
-    __syncthreads(); // the previous tile's statistics have been read
+    __syncthreads(); // LSE and D of the previous tile have been read
     rows.load(a, b, h, s, q0, q1);
     return true;
   }
@@ -69,7 +69,7 @@ template <Config C> struct TileGradient {
                  [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
     use(scores, q0);
   }
-  // Where the thread's element (i, j) lies, as recompute leaves it.
+  // Where the thread's element (i, j) lies, in the layout of recompute().
   __device__ __forceinline__ i32 place(int i, int j) const {
     return multiply.grid.template row<piece<T>(kRows)>(i) * C.p_stride() + multiply.grid.template column<piece<T>(kKeys)>(j);
   }

@@ -22,7 +22,7 @@ struct CapturedPasses {
     int32_t loads, of_lines;
   };
   int32_t tile_q, tile_k;
-  bool of_lines;                              // whether it sums along lines; otherwise pair by pair
+  bool of_lines;                                // whether it sums along lines; otherwise pair by pair
   std::function<int64_t(int32_t)> table_blocks; // how many blocks fill the GPU with a table of so many elements; 0: it has no room
   std::function<Launch(const Sums &, int64_t grid, const CapturedArguments &)> launch;
   double score_seconds; // of an SM, to recompute a score's dS
