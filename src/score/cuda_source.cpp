@@ -541,7 +541,8 @@ std::string CudaFunctions::source() const {
     const std::vector<bool> wanted = graph_.needed_by({penalty_});
     out += text("  template <Functions kFunctions, class T>\n"
                 "  static __device__ __forceinline__ T penalty(const FunctionArguments &a, const PlaceOfPair &at) {\n"
-                "    using R = Reals<kFunctions, T>;\n",
+                "    using R = Reals<kFunctions, T>;\n"
+                "    using Exact = Reals<Functions::full, T>;\n",
                 statements(wanted, none, "    "), "    return ", name(penalty_), ";\n  }\n");
   }
   return out + "};\n} // namespace strobe\n";
