@@ -147,13 +147,18 @@ TEST_CASE("emulator: blocks take turns") {
 TEST_CASE("emulator: sums by atomics") {
   const std::vector<uint32_t> out = run(kernel("red.relaxed.gpu.global.add.f32 [%rd0], 0f3F800000; atom.global.add.u32 %r2, [%rd0+4], 1;\n"
                                                "red.relaxed.gpu.global.add.v2.f32 [%rd0+8], {0f3F800000, 0f40000000};\n"
-                                               "atom.global.or.b32 %r3, [%rd0+16], %r0;"),
+                                               "atom.global.or.b32 %r3, [%rd0+16], %r0;\n"
+                                               "red.relaxed.gpu.global.add.u64 [%rd0+24], -1; mul.wide.u32 %rd1, %r0, 2;\n"
+                                               "red.relaxed.gpu.global.max.u64 [%rd0+32], %rd1;"),
                                         {.threads = 64, .blocks = 3});
   CHECK(out[0] == bits(192));
   CHECK(out[1] == 192);
   CHECK(out[2] == bits(192));
   CHECK(out[3] == bits(384));
   CHECK(out[4] == 63);
+  CHECK(out[6] == uint32_t(-192));
+  CHECK(out[7] == ~0u);
+  CHECK(out[8] == 126);
 }
 
 TEST_CASE("emulator: memory of every width") {

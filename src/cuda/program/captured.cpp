@@ -196,7 +196,7 @@ constexpr CapturedTile kTiles[] = {
     {.side = 32, .key_warps = 2, .query_warps = 1, .blocks_per_sm = 4},
     {.side = 16, .key_warps = 1, .query_warps = 1, .blocks_per_sm = 4},
 };
-// For functions whose df/dl reads q.k, which has to be kept, and for wide heads: half as many scores per thread.
+// Half as many scores per thread: for wide heads, and for short ones if df/dl reads q.k, which has to be kept.
 constexpr CapturedTile kTilesOfFewer[] = {
     {.side = 64, .key_warps = 4, .query_warps = 2, .blocks_per_sm = 2},
     {.side = 32, .key_warps = 2, .query_warps = 1, .blocks_per_sm = 4},
@@ -214,7 +214,8 @@ std::optional<CapturedTileConfig> tile_config(const Problem &p, const Device &de
   CapturedTileConfig c = begin_config<CapturedTileConfig>(p, tf32 ? 32 : 16);
   c.products = !tf32 ? 0 : p.allow_tf32 ? 1 : 3;
   c.aligned = aligned_backward(p), c.features = gradient_features(p);
-  const bool fewer = slopes_read_score(*p.gradient_program) || std::max(c.head_dim, c.head_dim_v) > 128;
+  const int32_t dim = std::max(c.head_dim, c.head_dim_v);
+  const bool fewer = dim > 128 || (dim <= 64 && slopes_read_score(*p.gradient_program));
   for (const CapturedTile &tile : tf32 ? kTilesTf32 : fewer ? kTilesOfFewer : kTiles) {
     c.tile_q = c.tile_k = tile.side, c.key_warps = tile.key_warps, c.query_warps = tile.query_warps;
     c.summed = kRows, c.blocks_per_sm = tile.blocks_per_sm;
@@ -244,10 +245,11 @@ std::string captured_refusal(const Problem &p, const Device &device) {
 void captured_gradients(Program &program, const Problem &p, const Device &device, const BackwardArguments &a, Scratch &scratch) {
   if (!p.gradient_program) return;
   const CapturedTileConfig any = *tile_config(p, device);
+  const bool read_score = slopes_read_score(*p.gradient_program);
   const auto with = [&](Summed summed, int32_t table_elements) {
     CapturedTileConfig c = any;
     c.summed = summed;
-    const int32_t most = summed == kTable ? 2 : 3; // a table has no registers for more
+    const int32_t most = summed == kTable || read_score ? 2 : 3; // these have no registers for more
     c.blocks_per_sm = int32_t(resident(device, c.bytes(table_elements), std::min(any.blocks_per_sm, most)));
     return c;
   };
