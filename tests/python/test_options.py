@@ -71,10 +71,12 @@ def test_the_operators():
         named = [x for x in schema.arguments if x.kwarg_only and x.name not in ("needed", "aux")]
         of_functions = {*_function.CAPTURED, *FUNCTIONS}
         whole = [name for name in (*INPUTS[3:], *FIELDS) if name not in of_functions]
-        assert [x.name for x in named] == [*whole, *FUNCTIONS, "captured"]
+        assert [x.name for x in named] == [*whole, *FUNCTIONS, "captured", _function.SYMBOLS]
         for x in named:
             if x.name == "captured":
                 assert (str(x.type), x.default_value) == ("Optional[List[Tensor]]", None)
+            elif x.name == _function.SYMBOLS:
+                assert (str(x.type), x.default_value) == ("Optional[List[int]]", None)
             elif x.name in INPUTS:
                 assert (str(x.type), x.default_value) == ("Optional[Tensor]", None)
             else:
