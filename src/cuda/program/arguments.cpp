@@ -33,9 +33,9 @@ Pages pages(const Problem &p) {
 }
 
 // The function of the caller that kernels compute as ALiBi beside one of their own forms; null: there is none. With invariant the penalty
-// would depend on where a tile begins.
+// would depend on where a tile begins; gradients of captured tensors need the LSE of the general form.
 const score::Penalty *penalty_of(const Problem &p) {
-  if (!p.program || p.program->penalty.slope < 0 || p.alibi_slopes || p.invariant) return nullptr;
+  if (!p.program || p.program->penalty.slope < 0 || p.alibi_slopes || p.invariant || p.gradient_program) return nullptr;
   return &p.program->penalty;
 }
 i32 alibi_of(const Problem &p) {
@@ -49,9 +49,8 @@ const score::BuiltIn &form_of(const Problem &p) {
   const score::Penalty *own = penalty_of(p);
   return own ? own->rest : p.program ? *p.program : none;
 }
-// The passes that make the gradients of captured tensors compute the caller's own function, with its penalty.
 std::shared_ptr<const score::CudaFunctions> gradient_functions(const Problem &p) {
-  return std::make_shared<const score::CudaFunctions>(p, p.program->form == score::Form::general, p.gradient_program);
+  return std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram, p.gradient_program);
 }
 // Whether kernels call functions of the caller.
 bool calls_functions(const Problem &p) { return p.program && p.program->is_given(); }
@@ -94,8 +93,6 @@ Operand operand(const View &view) {
   return o;
 }
 
-static i32 general_function_of(const Problem &p) { return score::only_adds(*p.program) ? kAdded : kProgram; }
-
 i32 function_of(const Problem &p) {
   switch (form_of(p).form) {
   case score::Form::softcap:
@@ -103,7 +100,7 @@ i32 function_of(const Problem &p) {
   case score::Form::hyperbolic:
     return kHyperbolic;
   case score::Form::general:
-    return general_function_of(p);
+    return score::only_adds(*p.program) ? kAdded : kProgram;
   default:
     return kLinear;
   }
@@ -154,7 +151,6 @@ Features features_of(const Problem &p) {
 
 Features gradient_features(const Problem &p) {
   Features f = features_of(p);
-  if (penalty_of(p)) f.alibi = 0, f.function = general_function_of(p);
   const std::array<int32_t, 2> digest = gradient_functions(p)->digest();
   f.program = digest[0], f.program_high = digest[1];
   return f;
