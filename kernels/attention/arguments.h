@@ -234,7 +234,8 @@ struct CapturedGradient {
 // The arguments of the passes that make the gradients of captured tensors (device/captured.h). Only the first `kCaptured` can be wanted.
 struct CapturedArguments : BackwardArguments {
   CapturedGradient gradients[FunctionArguments::kCaptured];
-  i64 *sums;      // (elements of all gradients), in fixed point
+  i64 *sums;      // (elements of all gradients), in fixed point; FP64: (2, elements), the second for what the first rounds away
+  i64 elements;   // of all gradients
   u64 *largest;   // for each gradient the bits, as a double, of the largest value that is added to `sums`; infinite: it has no number
   void *lines[3]; // the sums along rows, columns and diagonals, in lse's type: (load, line)
   i64 count[3];   // lines per load

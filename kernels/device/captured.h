@@ -66,8 +66,27 @@ template <class T> __device__ __forceinline__ i32 fixed_exponent(u64 size, i32 l
   const i32 exponent = (i32)(size >> 52) - 1022; // the size is below 2^exponent
   return min(max(62 - log2_values - exponent, -1022), sizeof(T) == 8 ? 1000 : 120);
 }
-__device__ __forceinline__ i64 to_fixed(double x, i32 k) { return __double2ll_rn(x * power_of_2(k)); }
-__device__ __forceinline__ i64 to_fixed(float x, i32 k) { return __float2ll_rn(x * (float)power_of_2(k)); }
+// x times 2^k. FP64 has a second integer for what the first rounds away: that rest, at most 1/2, times 2^(62 - log2_values).
+template <class T> struct Fixed {
+  i64 high;
+  __device__ __forceinline__ Fixed(T x, i32 k, i32) : high(__float2ll_rn(x * (float)power_of_2(k))) {}
+  __device__ __forceinline__ void add_over_warp() {
+#pragma unroll
+    for (int n = 16; n; n /= 2) high += __shfl_xor_sync(0xFFFFFFFFu, high, n);
+  }
+};
+template <> struct Fixed<double> {
+  i64 high, low;
+  __device__ __forceinline__ Fixed(double x, i32 k, i32 log2_values) {
+    x *= power_of_2(k);
+    high = __double2ll_rn(x);
+    low = __double2ll_rn((x - (double)high) * power_of_2(62 - log2_values));
+  }
+  __device__ __forceinline__ void add_over_warp() {
+#pragma unroll
+    for (int n = 16; n; n /= 2) high += __shfl_xor_sync(0xFFFFFFFFu, high, n), low += __shfl_xor_sync(0xFFFFFFFFu, low, n);
+  }
+};
 
 #if __CUDA_ARCH__ >= 700
 __device__ __forceinline__ void add_to(i64 *address, i64 x) {
@@ -80,6 +99,21 @@ __device__ __forceinline__ void raise_to(u64 *address, u64 x) {
 __device__ __forceinline__ void add_to(i64 *address, i64 x) { atomicAdd((u64 *)address, (u64)x); }
 __device__ __forceinline__ void raise_to(u64 *address, u64 x) { atomicMax(address, x); }
 #endif
+
+// Adds to the sums of an element of a tensor.
+__device__ __forceinline__ void add_to(const CapturedArguments &a, i64 element, const Fixed<float> &x) {
+  if (x.high) add_to(a.sums + element, x.high);
+}
+__device__ __forceinline__ void add_to(const CapturedArguments &a, i64 element, const Fixed<double> &x) {
+  if (x.high) add_to(a.sums + element, x.high);
+  if (x.low) add_to(a.sums + a.elements + element, x.low);
+}
+// Their value.
+template <class T> __device__ __forceinline__ double fixed_sum(const CapturedArguments &a, i64 element, i32 k, i32 log2_values) {
+  double sum = (double)a.sums[element];
+  if constexpr (sizeof(T) == 8) sum += (double)a.sums[a.elements + element] * power_of_2(log2_values - 62);
+  return sum * power_of_2(-k);
+}
 
 // Raises `largest` to the largest size of a warp's values; all lanes take part.
 __device__ __forceinline__ void raise_by_warp(u64 *largest, u64 size) {

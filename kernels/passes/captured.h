@@ -332,8 +332,8 @@ private:
               const CapturedGradient &g = a.gradients[kTensor];
               const u64 largest = a.largest[kTensor];
               if (is_number(largest))
-                add_to(a.sums + g.first + values.template element<kLoad>(in.function, g),
-                       to_fixed(x, fixed_exponent<float>(largest, g.log2_values)));
+                add_to(a, g.first + values.template element<kLoad>(in.function, g),
+                       Fixed<float>(x, fixed_exponent<float>(largest, g.log2_values), g.log2_values));
             }
           });
         });

@@ -51,14 +51,13 @@ private:
       const u64 largest = a.largest[kTensor];
       if (!is_number(largest)) return;
       const T x = has ? ((const T *)a.lines[lines])[rank_of_load(kLoads, kLoad) * a.count[lines] + line] : T(0);
-      i64 whole = to_fixed(x, fixed_exponent<T>(largest, g.log2_values));
+      Fixed<T> whole(x, fixed_exponent<T>(largest, g.log2_values), g.log2_values);
       const i64 element = Of::template element<kFunctions, kLoad>(a.in.function, g, at, T(0));
       if (__all_sync(0xFFFFFFFFu, element == __shfl_sync(0xFFFFFFFFu, element, 0))) { // many lines often read one element
-#pragma unroll
-        for (int n = 16; n; n /= 2) whole += __shfl_xor_sync(0xFFFFFFFFu, whole, n);
+        whole.add_over_warp();
         if (threadIdx.x % 32 != 0) return;
       }
-      if (whole) add_to(a.sums + g.first + element, whole);
+      add_to(a, g.first + element, whole);
     });
   }
 };
@@ -94,7 +93,7 @@ template <CapturedResultConfig C> struct CapturedResult {
     if (!is_number(largest))
       sum = __longlong_as_double(0x7FF8ll << 48);
     else if (largest)
-      sum += (double)a.sums[n] * power_of_2(-fixed_exponent<T>(largest, g->log2_values));
+      sum += fixed_sum<T>(a, n, fixed_exponent<T>(largest, g->log2_values), g->log2_values);
     i64 rest = n - g->first, distance = 0;
 #pragma unroll
     for (int axis = 3; axis >= 0; --axis) distance += rest % g->size[axis] * g->stride[axis], rest /= g->size[axis];

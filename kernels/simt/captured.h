@@ -148,8 +148,8 @@ private:
                 const CapturedGradient &g = a.gradients[kTensor];
                 const u64 largest = a.largest[kTensor];
                 if (is_number(largest))
-                  add_to(a.sums + g.first + pair.template element<kLoad>(in.function, g),
-                         to_fixed(x, fixed_exponent<T>(largest, g.log2_values)));
+                  add_to(a, g.first + pair.template element<kLoad>(in.function, g),
+                         Fixed<T>(x, fixed_exponent<T>(largest, g.log2_values), g.log2_values));
               }
             });
           }

@@ -161,8 +161,8 @@ def test_gradients_of_captured_tensors(engine, name, dim, dtype):
     for _ in range(2):
         read = t.clone().requires_grad_()
         try:
-            strobe.attention(q, k, v, score=of(read), causal=True, engine=engine, strict=True).backward(dout)
-        except ValueError as refused:
+            strobe.attention(q, k, v, score=of(read), causal=True, engine=engine).backward(dout)
+        except NotImplementedError as refused:
             pytest.skip(str(refused))
         assert read.grad is not None
         found.append(read.grad)
@@ -193,7 +193,7 @@ def test_a_graph_of_cuda_makes_gradients_of_captured_tensors(engine):
 
     try:
         expected = gradients()
-    except ValueError as refused:
+    except NotImplementedError as refused:
         pytest.skip(str(refused))
     gradients()
     torch.cuda.synchronize()

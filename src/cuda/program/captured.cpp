@@ -138,7 +138,8 @@ private:
   void take(Scratch &scratch) {
     const uint64_t before = scratch.bytes();
     a_.largest = scratch.take<u64>(FunctionArguments::kCaptured);
-    a_.sums = scratch.take<i64>(elements_);
+    a_.sums = scratch.take<i64>(elements_ * (p_.dtype == DType::f64 ? 2 : 1));
+    a_.elements = elements_;
     zeros_ = scratch.bytes() - before;
     const int64_t real = p_.dtype == DType::f64 ? 8 : 4, pairs = p_.batch * p_.heads;
     a_.count[kRows] = a_.in.rows();
