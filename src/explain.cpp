@@ -8,6 +8,7 @@
 #include "engines.h"
 #include "kernels/attention/dropout.h"
 #include "score/forms.h"
+#include "score/program.h"
 
 namespace strobe {
 namespace {
@@ -68,6 +69,18 @@ std::string blocks(const Problem::Blocks &b) {
 
 std::string captured(const Captured &c) { return text(name(c.dtype), " ", tuple(c.size, c.rank)); }
 
+// Along which lines the gradient of captured tensor n is summed before it is scattered, for each LOAD.
+std::string sums(const score::GradientProgram &program, int32_t n) {
+  std::string found;
+  for (const score::LoadGradient &g : program.loads)
+    if (program.graph[g.load].captured == n)
+      found += (found.empty() ? ", summed along " : ", ") + std::string(g.lines == score::Lines::rows        ? "rows"
+                                                                        : g.lines == score::Lines::columns   ? "columns"
+                                                                        : g.lines == score::Lines::diagonals ? "diagonals"
+                                                                                                             : "nothing: pair by pair");
+  return found.empty() ? ": 0, for the score does not depend on it smoothly" : found;
+}
+
 void asked(Page &page, const Problem &p, const Execution &e) {
   page.line("shape", shape(p));
   page.line("dtype", text(name(p.dtype), p.quantised() ? text(", k and v ", name(p.quantised_as)) : "", " on ",
@@ -82,6 +95,12 @@ void asked(Page &page, const Problem &p, const Execution &e) {
   };
   for (const auto &[what, tensor] : read)
     if (tensor) page.line(what, captured(tensor));
+  const std::pair<const char *, const Captured &> gradients[] = {
+#define STROBE_DCAPTURED(name, place) {#name, p.place},
+#include "strobe/fields.inc"
+  };
+  for (int32_t n = 0; n < STROBE_MOST_CAPTURED; n++)
+    if (const auto &[what, tensor] = gradients[n]; tensor) page.line(what, text(captured(tensor), sums(*p.gradient_program, n)));
   if (p.window_left != kUnbounded || p.window_right != kUnbounded)
     page.line("window", text(bound(p.window_left), " keys to the left, ", bound(p.window_right), " to the right",
                              p.window_left == kUnbounded && p.window_right == 0 ? " (causal)" : ""));

@@ -219,6 +219,9 @@ typedef struct strobe_tensors {
   const strobe_tensor *k_scale, *v_scale;
   /* what STROBE_OP_LOAD reads: bool, int32, int64 or a float dtype, of any shape that has elements */
   const strobe_tensor *captured_0, *captured_1, *captured_2, *captured_3, *captured_4, *captured_5, *captured_6, *captured_7;
+  /* backward: the gradient of captured_n, a float tensor that score_function reads; of its shape, and in its dtype, float32 or float64.
+   * Each element is the sum over all LOADs that read it. */
+  const strobe_tensor *dcaptured_0, *dcaptured_1, *dcaptured_2, *dcaptured_3, *dcaptured_4, *dcaptured_5, *dcaptured_6, *dcaptured_7;
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It must run body(arg, i) once for each i in [0, n), on any number of threads, and
@@ -342,6 +345,7 @@ typedef struct strobe_addresses {
   void *page_table;
   void *k_scale, *v_scale;
   void *captured_0, *captured_1, *captured_2, *captured_3, *captured_4, *captured_5, *captured_6, *captured_7;
+  void *dcaptured_0, *dcaptured_1, *dcaptured_2, *dcaptured_3, *dcaptured_4, *dcaptured_5, *dcaptured_6, *dcaptured_7;
 } strobe_addresses;
 
 /* Keeps only threads and reserved_sms of the execution. On success *prepared is written; the caller has to release it. */

@@ -280,6 +280,8 @@ struct Backward {
   ConstTensor delta = {};  // given instead of out with a partial part
   bool accumulate = false; // adds to dq, dk and dv, which are then float32 (float64 if q is)
   Tensor dq = {}, dk = {}, dv = {}, dbias = {}, dsinks = {};
+  Tensor dcaptured_0 = {}, dcaptured_1 = {}, dcaptured_2 = {}, dcaptured_3 = {}; // of what score_function reads
+  Tensor dcaptured_4 = {}, dcaptured_5 = {}, dcaptured_6 = {}, dcaptured_7 = {};
 };
 
 // How a call runs. By default the call starts as many threads as the process may run on, and allocates its workspace.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ._abi import engines, version
 from ._attention import attention, attention_backward, dropout_mask, explain, reference, reference_backward
 from ._blockmask import BlockMask
-from ._call import Gradients
+from ._call import Gradients, GradientsWithCaptured
 from ._merge import merge
 from ._part import Part
 from .hyperbolic import hyperbolic_attention
@@ -33,6 +33,7 @@ __version__ = version()
 __all__ = [
     "BlockMask",
     "Gradients",
+    "GradientsWithCaptured",
     "Part",
     "__version__",
     "attention",

@@ -9,11 +9,11 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ._abi import graph_break, is_traced_by_dynamo, outside_graphs
-from ._call import BEFORE_PARSING, Call, Gradients, drawn_mask
+from ._call import BEFORE_PARSING, Call, Gradients, GradientsWithCaptured, drawn_mask
 from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
 from ._function import in_options
 from ._messages import is_bool, shown
-from ._options import AUX, GRADIENTS, AttentionOptions, documentation, parameters
+from ._options import AUX, AttentionOptions, documentation, parameters
 from ._parse import is_seed, parse, parse_aux, seed_options
 from ._part import Part
 from ._refusals import Hint, raised_for, refusals_of, refusing
@@ -44,8 +44,9 @@ def attention(
 ) -> Any:
     """Exact softmax attention, softmax(scale · q·kᵀ) · v with the options below, in memory linear in the sequence length.
 
-    With torch tensors, the result is differentiable once in q, k, v, bias and sinks, and so is the returned lse. torch.compile, autocast
-    and activation checkpointing work. NumPy arrays give NumPy arrays; attention_backward() computes their gradients.
+    With torch tensors, the result is differentiable once in q, k, v, bias, sinks and what a function of the score reads, and so is the
+    returned lse. torch.compile, autocast and activation checkpointing work. NumPy arrays give NumPy arrays; attention_backward() computes
+    their gradients.
 
     B is the number of batches, H that of query heads and Hkv that of key heads. H is a multiple of Hkv: query head h reads key head
     h // (H / Hkv). Sq and Sk are the lengths. The head dimensions are 1 to 576 for D, 1 to 512 for Dv.
@@ -169,8 +170,9 @@ def attention_backward(
     dk: Array | None = None,
     dv: Array | None = None,
     accumulate: bool = False,
+    captured: Sequence[Array] = (),
     **options: Unpack[AttentionOptions],
-) -> Gradients:
+) -> Any:
     """The gradients of attention(), for callers without autograd.
 
     With a partial part, lse and delta are those of the whole rows: the lse that merge() made of all parts, and the sum of dout · out of the
@@ -187,11 +189,13 @@ def attention_backward(
         dq, dk, dv: with accumulate, the float32 arrays (float64 if q is) to which the gradients are added, in the shapes of q, k and v.
             One that is None is not computed.
         accumulate: adds the gradients to dq, dk and dv. Autograd does not differentiate this: a leaf that requires a gradient, or a view of
-            one, is refused, except under torch.no_grad(). dbias and dsinks are new arrays.
+            one, is refused, except under torch.no_grad(). dbias, dsinks and dcaptured are new arrays.
+        captured: arrays whose gradients are wanted as well: float arrays that the function of the score reads, the same objects.
 
     Returns:
         Gradients(dq, dk, dv, dbias, dsinks), in the shapes and dtypes of q, k, v, bias and sinks; dq, dk and dv of a partial part in
-        float32. dbias and dsinks are None without bias and sinks. With accumulate, dq, dk and dv are the given arrays.
+        float32. dbias and dsinks are None without bias and sinks. With accumulate, dq, dk and dv are the given arrays. With captured,
+        GradientsWithCaptured, which also has dcaptured: a tuple with the gradient of each, in its shape and dtype.
 
     Raises:
         The errors of attention().
@@ -207,7 +211,8 @@ def attention_backward(
     framework = call.framework
     if unwritable := [refused for name, x in into.items() if (refused := framework.unwritable(name, x)) is not None]:
         raise refusal(unwritable)
-    needed = [name for name, of in GRADIENTS.items() if of in call.arrays]
+    captures = _captures(call, captured)
+    needed = call.gradient_names(captures)
     if into:
         needed = [name for name in needed if name in into or name not in ("dq", "dk", "dv")]
     if into or "delta" in known or not framework.is_traced:
@@ -218,7 +223,28 @@ def attention_backward(
         found = dict(zip(needed, _autograd.backward(call, known, needed), strict=True))
     for x in into.values():
         framework.written(x)
-    return _as_given(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
+    gradients = _as_given(framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
+    return _with_captured(gradients, found, captures)
+
+
+def _captures(call: Call, captured: Any) -> list[str]:
+    """The names of the call's captured arrays that a caller of a backward names by the arrays themselves."""
+    if isinstance(captured, (str, bytes)) or not isinstance(captured, Sequence):
+        raise refusing(TypeError, "captured", f"{shown(captured)}; accepted is a list of arrays that the function of the score reads")
+    read = call.learnable()
+    names = []
+    for n, x in enumerate(captured):
+        found = next((name for name in read if call.arrays[name] is x), None)
+        if found is None:
+            shape = f"of shape {tuple(x.shape)} and dtype {x.dtype}" if hasattr(x, "shape") and hasattr(x, "dtype") else shown(x)
+            words = f"[{n}], {shape}, is no array that the function of the score reads; accepted are its float arrays, the same objects"
+            raise refusing(ValueError, "captured", words)
+        names.append(found)
+    return names
+
+
+def _with_captured(found: Gradients, all_of_them: dict[str, Array], captures: list[str]) -> Any:
+    return GradientsWithCaptured(*found, tuple(all_of_them[f"d{name}"] for name in captures)) if captures else found
 
 
 def _as_given(framework: Framework, found: Gradients, options: AttentionOptions) -> Gradients:
@@ -318,8 +344,9 @@ def reference_backward(
     delta: Array | None = None,
     rows: Iterable[int] | None = None,
     cols: Iterable[int] | None = None,
+    captured: Sequence[Array] = (),
     **options: Unpack[AttentionOptions],
-) -> Gradients:
+) -> Any:
     """The gradients of reference(), in float64 as well.
 
     Args:
@@ -330,9 +357,10 @@ def reference_backward(
         rows: the only rows of dq to compute, as flat indices as in reference(). The rest is NaN. dbias and dsinks, which are sums over
             all rows, are then None.
         cols: the only rows of dk and dv to compute, as ascending flat indices into (B, Hkv, Sk), or (Hkv, Tk). The rest is NaN.
+        captured: as for attention_backward(); refused with rows.
 
     Returns:
-        Gradients(dq, dk, dv, dbias, dsinks), float64.
+        Gradients(dq, dk, dv, dbias, dsinks), float64, or GradientsWithCaptured.
 
     Raises:
         The errors of attention().
@@ -342,7 +370,13 @@ def reference_backward(
     known = {name: x for name, x in given.items() if x is not None or name == "dout" or "delta" in given}
     chosen = _chosen(wrong, "rows", rows), _chosen(wrong, "cols", cols)
     call = _parse_again("reference_backward", q, k, v, options, wrong, known)
-    return _shaped(call.framework, call.reference_backward(known, *chosen), options)
+    captures = _captures(call, captured)
+    if captures and rows is not None:
+        words = "given beside rows; accepted is one of the two, for each gradient of a captured array is a sum over all rows"
+        raise refusing(ValueError, "captured", words)
+    found = call.reference_backward(known, *chosen, captures)
+    gradients = _shaped(call.framework, Gradients(*(found.get(name) for name in Gradients._fields)), options)
+    return _with_captured(gradients, found, captures)
 
 
 @outside_graphs

@@ -209,17 +209,19 @@ def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
             "whole row's lse and delta",
         )
     all_of_them = ", ".join(f"{{{n}}}" for n in range(len(tracked)))
-    words, names = f"have no gradients, and {all_of_them} requires grad; accepted is torch.no_grad(), or detach()", map(Name, tracked)
+    names = [Name("score") if name in _function.CAPTURED else Name(name) for name in tracked]  # score: what its function reads
+    words = f"have no gradients, and {all_of_them} requires grad; accepted is torch.no_grad(), or detach()"
     if "page_table" in call.arrays:
         raise refusing(NotImplementedError, "page_table", f"keys in pages {words}", *names)
     if "k_scale" in call.arrays or "v_scale" in call.arrays:
         raise refusing(NotImplementedError, "k_scale", f"quantised keys {words}", *names)
 
 
-def _refuse_tracked_captures(arrays: Mapping[str, Tensor]) -> None:
-    for name in _function.CAPTURED:
-        if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled():
-            raise refusing(NotImplementedError, "score", f"the function {_function.TRACKED}")
+def _without_masks_captures(call: Call) -> Call:
+    """The call with captured tensors that have no gradient, because only the mask reads them, detached."""
+    learnable = call.learnable()
+    others = [name for name in _function.CAPTURED if name in call.arrays and name not in learnable and call.arrays[name].requires_grad]
+    return call.on({**call.arrays, **{name: call.arrays[name].detach() for name in others}}) if others else call
 
 
 def refuse_tracked_slopes(arrays: Mapping[str, Tensor]) -> None:
@@ -230,9 +232,9 @@ def refuse_tracked_slopes(arrays: Mapping[str, Tensor]) -> None:
 
 
 def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
+    call = _without_masks_captures(call)
     arrays = call.arrays
     refuse_tracked_slopes(arrays)
-    _refuse_tracked_captures(arrays)
     if not _is_differentiated(*arrays.values()):
         return below_autograd(arrays.values(), _prepared.forward, _operators.forward, call)
     if tracked := [name for name in _TRACKED if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled()]:
@@ -245,7 +247,8 @@ _TRACKED = (*GRADIENTS.values(), "k_scale", "v_scale")  # arrays that have gradi
 
 def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:
     q, k, v, *_ = call.arrays.values()
-    if not _is_differentiated(*known.values(), q, k, v):
+    learnable = (call.arrays[name] for name in call.learnable())
+    if not _is_differentiated(*known.values(), q, k, v, *learnable):
         return below_autograd((*known.values(), *call.arrays.values()), _prepared.backward, _operators.backward, call, known, names)
 
     def compute(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ._abi import BACKWARD, FORWARD, MAX_RANK, said
 from ._core import ffi, lib
+from ._function import CAPTURED, captured_by, struct_of
 from ._function import FIELDS as FUNCTIONS
-from ._function import struct_of
 from ._hints import OfCall
 from ._options import AUX, FIELDS, GRADIENTS, INPUTS, INT64_MAX, INT64_MIN, SCALES, SCORES, TOKENS
 from ._part import decoded, is_partial
@@ -195,6 +195,17 @@ class Gradients(NamedTuple):
     dsinks: Any = None
 
 
+class GradientsWithCaptured(NamedTuple):
+    """Gradients, and those of the tensors that were named as `captured`, in their order."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsinks: Any
+    dcaptured: tuple[Any, ...]
+
+
 class Call(NamedTuple):
     """A call of attention() in the library's terms: parsed once, and only read afterwards.
 
@@ -212,6 +223,18 @@ class Call(NamedTuple):
     @property
     def is_oracle(self) -> bool:
         return self.options.get("engine") == ORACLE
+
+    def learnable(self) -> list[str]:
+        """The captured arrays that have a gradient: floats that the function of the score reads."""
+        text, xp = self.options.get("score_function"), self.framework.xp
+        if text is None or CAPTURED[0] not in self.arrays:
+            return []
+        read, others = captured_by(text), (self.framework.bool_dtype, xp.int32, xp.int64)
+        return [name for name in CAPTURED if name in read and name in self.arrays and self.arrays[name].dtype not in others]
+
+    def gradient_names(self, captured: Iterable[str]) -> list[str]:
+        """The names in GRADIENTS of the arrays that are given; of captured ones, only of these."""
+        return [name for name, of in GRADIENTS.items() if (of in captured if of in CAPTURED else of in self.arrays)]
 
     def results(self, in_float64: bool = False) -> dict[str, Array]:
         """Uninitialised out and lse, and the results named by aux."""
@@ -237,7 +260,8 @@ class Call(NamedTuple):
         for name in needed:
             x = self.arrays[GRADIENTS[name]]
             dtype = framework.xp.float64 if in_float64 else self._summed(x.dtype) if name in ("dq", "dk", "dv") else x.dtype
-            found[name] = framework.empty(x, x.shape, dtype) if name in ("dbias", "dsinks") else framework.dense_like(x, x.shape[-1], dtype)
+            is_of_rows = name in ("dq", "dk", "dv")
+            found[name] = framework.dense_like(x, x.shape[-1], dtype) if is_of_rows else framework.empty(x, x.shape, dtype)
         return found
 
     def structs(self, known: dict[str, Array], made: dict[str, Array]) -> Structs:
@@ -286,16 +310,18 @@ class Call(NamedTuple):
         self.structs({}, found).run(lib.strobe_reference_forward, selection)
         return tuple(found.values())
 
-    def reference_backward(self, known: dict[str, Array], rows: list[int] | None, cols: list[int] | None) -> Gradients:
-        # dbias and dsinks are sums over all rows, not over some
-        needed = [name for name, of in GRADIENTS.items() if of in self.arrays and (rows is None or of in ("q", "k", "v"))]
+    def reference_backward(
+        self, known: dict[str, Array], rows: list[int] | None, cols: list[int] | None, captured: list[str]
+    ) -> dict[str, Array]:
+        # the other gradients are sums over all rows, not over some
+        needed = [name for name in self.gradient_names(captured) if rows is None or name in ("dq", "dk", "dv")]
         found = self.gradients(needed, True)
         for name, chosen in (("dq", rows), ("dk", cols), ("dv", cols)):
             if chosen is not None:
                 found[name][...] = float("nan")
         selection, _alive = _selection(rows, cols)
         self.structs(known, found).run(lib.strobe_reference_backward, selection)
-        return Gradients(**found)
+        return found
 
     def example_structs(self, of_backward: bool) -> Structs:
         """The structs as attention() would fill them, with uninitialised results and, for a backward, all gradients."""
@@ -307,7 +333,8 @@ class Call(NamedTuple):
             if is_partial(call.options):
                 made["delta"] = call._of_rows()
                 del made["out"]
-            made |= call.gradients([name for name, of in GRADIENTS.items() if of in call.arrays], call.is_oracle)
+            tracked = [name for name in call.learnable() if call.framework.is_tracked(self.arrays[name])]
+            made |= call.gradients(call.gradient_names(tracked), call.is_oracle)
         return call.structs({}, made)
 
     def explain(self, of_backward: bool) -> str:

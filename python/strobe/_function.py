@@ -45,11 +45,18 @@ class Recording:
     """A function's graph and the arrays that it captures."""
 
     def __init__(self, value: Value, result: int, used: list[int], dtypes: list[str]):
+        self._detached = [n for n, place in enumerate(used) if place in value.graph.detached]
         self._graph, self._result = value.graph, result
         self._used = used  # those of the graph's captured arrays that the result reads
         self._texts: dict[tuple[int, ...], str] = {}
         self.alone = tuple(range(len(dtypes)))  # the places of its arrays if there is no other function
         self.converts = [dtype in _AS_INT32 for dtype in dtypes]
+
+    def captured(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The captured arrays, from those that were found where the function reads them."""
+        if not self._detached:
+            return found
+        return tuple(x.detach() if n in self._detached else x for n, x in enumerate(found))
 
     def text(self, places: tuple[int, ...]) -> str:
         """The graph as text; places: of the captured arrays, among those of the call."""
@@ -71,7 +78,7 @@ def _known(name: str, function: Callable[..., Any], q: Array) -> tuple[Recording
     if entry is not None:
         for values, recording in entry[1]:
             if (found := values(function)) is not None:
-                return recording, found
+                return recording, recording.captured(found)
     return None
 
 
@@ -174,6 +181,8 @@ def recorded_mask(function: Callable[..., Any], framework: Framework) -> dict[st
         recording, arrays = _known("mask", function, given) or _record("mask", function, framework, given)
         for x in arrays:
             _check_captured(_named(function), [x], framework, x)
+            if framework.is_tracked(x):
+                raise _RefusedError(f"{_named(function)} {_TRACKED}", NotImplementedError)
         return _merged(framework, {"mask": (recording, arrays)})
     except UnrecordableError as refused:
         raise refusing(ValueError, "function", f"{_named(function)}{_place(refused.__traceback__)}: {refused}") from None
@@ -181,7 +190,7 @@ def recorded_mask(function: Callable[..., Any], framework: Framework) -> dict[st
         raise refusing(refused.error, "function", str(refused)) from None
 
 
-TRACKED = "reads a tensor that requires grad, and attention has no gradient of it yet; accepted is its detach(), or torch.no_grad()"
+_TRACKED = "reads a tensor that requires grad, and blocks have no gradient; accepted is its detach(), or torch.no_grad()"
 
 
 class _RefusedError(Exception):
@@ -206,8 +215,9 @@ def _record(name: str, function: Callable[..., Any], framework: Framework, q: Ar
         raise _RefusedError(f"{_named(function)} has {count} operations; accepted are up to {MOST_NODES}")
     captured = [arrays[n] for n in used]
     recording = Recording(value, result, used, [_name_of(x.dtype) for x in captured])
-    if seen.is_complete and all(id(x) in seen.arrays for x in captured):
-        known = seen.compiled([seen.arrays[id(x)] for x in captured]), recording
+    read = [graph.detached.get(n, arrays[n]) for n in used]
+    if seen.is_complete and not graph.depends_on_grad and all(id(x) in seen.arrays for x in read):
+        known = seen.compiled([seen.arrays[id(x)] for x in read]), recording
         code = key_of(function)
         _, recordings = _recordings.setdefault((id(code), name, q.dtype), (code, []))
         recordings.insert(0, known)
@@ -254,8 +264,6 @@ def _check_captured(whose: str, arrays: Sequence[Any], framework: Framework, q: 
             raise _RefusedError(f"{what}; accepted are tensors with elements")
         if (dtype := _name_of(x.dtype)) not in _AS_THEY_ARE + _AS_INT32:
             raise _RefusedError(f"{whose} reads a tensor of {dtype}; accepted are {', '.join(_AS_THEY_ARE)}, and integers of fewer bits")
-        if framework.is_tracked(x):
-            raise _RefusedError(f"{whose} {TRACKED}", NotImplementedError)
 
 
 def _named(function: Callable[..., Any]) -> str:
@@ -274,6 +282,12 @@ def _place(at: TracebackType | None) -> str:
             found = f" (line {at.tb_lineno} of {Path(file).name})"
         at = at.tb_next
     return found
+
+
+@lru_cache(maxsize=1024)
+def captured_by(text: str) -> frozenset[str]:
+    """The names in CAPTURED of what the function of a text reads."""
+    return frozenset(CAPTURED[more] for operation, _, more in decoded(text) if operation == "LOAD")
 
 
 @lru_cache(maxsize=1024)

@@ -54,6 +54,8 @@ class Graph:
         self.kinds: list[str] = []
         self._known: dict[tuple[str, tuple[int, ...], Any], int] = {}
         self._zero: int | None = None
+        self.detached: dict[int, Any] = {}  # of captured arrays that are another one's detach(): that one
+        self.depends_on_grad = False  # whether another graph would be made, or none, if other captured arrays required grad
 
     def add(self, operation: str, *inputs: int, kind: str = "", more: Any = None) -> int:
         node = operation, inputs, more

@@ -514,7 +514,7 @@ _TENSORS = ["q", "k", "v", *(tensor for name, row in ROWS.items() for tensor in 
 INPUTS = tuple(sorted(_TENSORS, key=lambda name: _IN_STRUCT.index(name) if name in _IN_STRUCT else len(_IN_STRUCT)))
 BLOCKS = ROWS["block_mask"].tensors("block_mask")
 # The gradients that a backward may be asked for, and their inputs, in the order of the operators.
-GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v") or getattr(ROWS.get(name), "has_gradient", False)}
+GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v", *CAPTURED) or getattr(ROWS.get(name), "has_gradient", False)}
 # The results of attention() and reference() beside out and lse, if asked for.
 AUX = ("max_logit", "column_sums")
 # The tensors and gradients whose axes the layout names: (B, S, H, D) with "bshd".

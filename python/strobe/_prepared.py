@@ -61,17 +61,19 @@ CALLS = Memory()  # the one memory of all entry points
 class Kept:
     """A call as autograd keeps it: without the arrays, which autograd's graph saves."""
 
-    __slots__ = ("__weakref__", "call", "names", "prefix", "return_lse")
+    __slots__ = ("__weakref__", "_places", "call", "names", "prefix", "return_lse")
 
     def __init__(self, call: Call, return_lse: bool = True, *, is_repeated: bool = False):
         self.names, self.call = tuple(call.arrays), call.on({})
         self.return_lse = return_lse
+        # Of each gradient that the call may be asked for, the place of its array.
+        self._places = [(name, self.names.index(GRADIENTS[name])) for name in call.gradient_names(call.learnable())]
         # The prefix of the keys of the call's gradients. (If the call was made only once, its gradients are looked up like a parsed call.)
         self.prefix = repr((self.names, call.options)).encode() if is_repeated else b""
 
     def needed(self, flags: tuple[bool, ...]) -> list[str]:
         """The names in GRADIENTS that are needed. flags: one that is not used here, then one for each of the call's arrays."""
-        return [name for name, of in GRADIENTS.items() if of in self.names and flags[1 + self.names.index(of)]]
+        return [name for name, place in self._places if flags[1 + place]]
 
     def on(self, arrays: tuple[Tensor, ...]) -> Call:
         return self.call.on(dict(zip(self.names, arrays, strict=True)))
@@ -102,6 +104,8 @@ def tensors_in(given: Mapping[str, Any]) -> dict[str, Tensor]:
 def gradients(kept: Kept, flags: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]) -> Any:
     """The gradients of a repeated call of attention() that are not prepared, as autograd wants them; None if the full call must be made.
     They are prepared at once, because the forward was repeated. saved: out, lse and the call's arrays."""
+    if not kept.needed(flags):  # only what the mask reads requires grad
+        return (None,) * len(flags)
     if dout.is_cuda:
         dout = with_dense_rows(dout, "bshd" in kept.call.options)
     key = _eager.gradients_key(kept.prefix, flags, dout, dlse, saved)

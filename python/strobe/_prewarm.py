@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ._abi import BACKWARD, CUDA, DTYPES, FORWARD, text
 from ._call import Structs
 from ._core import ffi, lib
+from ._function import CAPTURED
 from ._options import GRADIENTS
 from ._part import is_partial
 
@@ -76,7 +77,7 @@ def _results(arrays: Mapping[str, Shape], backward: bool, partial: bool) -> Iter
     if backward:
         yield "dout", out
         for name, of in GRADIENTS.items():
-            if of in arrays:
+            if of in arrays and of not in CAPTURED:  # whether a captured array has a gradient is not known
                 yield name, Shape(arrays[of].shape, sum_dtype) if partial and name in ("dq", "dk", "dv") else arrays[of]
 
 

@@ -155,6 +155,15 @@ class _Operations(TorchDispatchMode):
             self.keep(x, found)
         return found
 
+    def detached(self, x: Tensor) -> Value:
+        of = next((n for n, base in self.graph.detached.items() if base is x), None)
+        if of is not None:
+            return self.value(self.captured[of])
+        own = x.detach()
+        value = self.value(own)
+        self.graph.detached[len(self.captured) - 1] = x
+        return value
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::").removeprefix("prims::")
         given = {x.name: x.default_value for x in func._schema.arguments if x.has_default_value()}
@@ -340,8 +349,23 @@ def _to_copy(r: _Operations, a: dict[str, Any]) -> Value:
     return e.to_integer_of(x, *_BITS[dtype]) if dtype in _BITS and x.kind != BOOLEAN else x.to(kind_of_dtype(dtype))
 
 
-for _name in ("clone", "detach", "alias", "contiguous", "positive", "_conj", "conj_physical", "resolve_conj", "resolve_neg", "lift"):
+for _name in ("clone", "alias", "contiguous", "positive", "_conj", "conj_physical", "resolve_conj", "resolve_neg", "lift"):
     _HANDLERS[_name] = lambda r, a: r.value(a["self"])
+
+
+@_handles("detach")
+def _detached(r: _Operations, a: dict[str, Any]) -> Value:
+    """detach() of a captured tensor is another one, without gradient. A graph has no node that stops one of any other value."""
+    x = a["self"]
+    if x.device != _META and x.is_floating_point():
+        return r.detached(x)
+    value = r.value(x)
+    if value.kind != REAL:
+        return value
+    if any(each.requires_grad for each in r.captured if each.is_floating_point()):
+        raise UnrecordableError("detach() of what is made of a tensor that requires grad; accepted is detach() of that tensor itself")
+    r.graph.depends_on_grad |= any(each.is_floating_point() for each in r.captured)
+    return value
 
 
 def _filled(r: _Operations, a: dict[str, Any], number: Any) -> Value:

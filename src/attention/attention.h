@@ -88,10 +88,11 @@ inline constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
 namespace score {
 struct Program;
+struct GradientProgram;
 struct Bytecode;
 } // namespace score
 
-// A tensor that the caller's functions read, with axes of its own.
+// A tensor that the caller's functions read, or its gradient, with axes of its own.
 struct Captured {
   char *data = nullptr;
   DType dtype = DType::none;
@@ -172,6 +173,8 @@ struct Problem {
   View max_logit, column_sums;                       // forward, if asked for: (batch, head, -, -) and (batch, query head, key, -)
   View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: given with a partial part
   bool accumulate = false;                           // dq, dk and dv are added to
+  Captured dcaptured[STROBE_MOST_CAPTURED];          // gradients of captured tensors, where wanted
+  std::shared_ptr<const score::GradientProgram> gradient_program; // what they are made of; null: none is wanted
 
   // The rows, heads and sequences of a larger problem that the tensors hold (docs/semantics.md, "Parts of a problem").
   struct Part {

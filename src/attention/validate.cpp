@@ -352,13 +352,19 @@ private:
 
   // Checks the caller's functions and what they read.
   void functions() {
-    score::CapturedTensors all;
+    score::CapturedTensors all{}, wanted{};
     size_t count = 0;
 #define STROBE_CAPTURED(name, place) all[count++] = t.name;
 #include "strobe/fields.inc"
     for (size_t n = 0; n < count; n++)
       if (all[n]) score::check_captured_tensor(int32_t(n), *all[n], checks, reasons);
-    program = score::make_program(a, all, reasons);
+    if (backward) {
+      count = 0;
+#define STROBE_DCAPTURED(name, place) wanted[count++] = t.name;
+#include "strobe/fields.inc"
+      for (size_t n = 0; n < count; n++) score::check_gradient(int32_t(n), wanted[n], all[n], oracle, checks, reasons);
+    }
+    programs = score::make_programs(a, all, wanted, reasons);
   }
 
   void blocks() {
@@ -546,7 +552,7 @@ private:
     if (t.rng) p.rng = on_cpu(*t.rng) ? lists->copy<int64_t>(*t.rng) : static_cast<const int64_t *>(t.rng->data);
     if (t.block_rows) p.blocks = kept_blocks();
     p.forms = forms();
-    p.program = program;
+    p.program = programs.program;
 #define STROBE_CAPTURED(name, place) p.place = score::captured_of(t.name);
 #include "strobe/fields.inc"
     if (part) p.part = *part;
@@ -558,6 +564,9 @@ private:
       p.dout = view(t.dout, tokens), p.dlse = view(t.dlse, rows), p.delta = view(t.delta, rows);
       p.dq = view(t.dq, tokens), p.dk = view(t.dk, tokens), p.dv = view(t.dv, tokens);
       p.dbias = view(t.dbias, kDense), p.dsinks = view(t.dsinks, kHead);
+#define STROBE_DCAPTURED(name, place) p.place = score::captured_of(t.name);
+#include "strobe/fields.inc"
+      p.gradient_program = programs.gradients;
     }
     return p;
   }
@@ -596,7 +605,7 @@ private:
   DType dtype = DType::none;
   bool good_used = false, good_cu_q = false, good_cu_k = false, good_bias = false, good_sinks = false;
   std::optional<Problem::Part> part;
-  std::shared_ptr<const score::Program> program;
+  score::Programs programs;
 };
 
 } // namespace

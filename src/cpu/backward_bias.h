@@ -1,7 +1,7 @@
 // dbias: dS summed over the axes over which bias is broadcast, each sum in a fixed order. It is a pass of its own (two products per tile),
 // so that the order does not depend on how the other gradients are divided.
 #pragma once
-#include "backward.h"
+#include "backward_captured.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -200,7 +200,7 @@ template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes
   BackwardScratch<Math> scratch(arena, p, tile, backward_sources<Math>(p, tile));
   return round_to(arena.used(), 256);
 }
-// The number of elements of the sums of backward_keys and of backward_bias, which lie one after the other.
+// The number of elements of the sums of backward_keys, backward_bias and backward_captured, which run one after the other.
 template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &tile, int64_t threads) {
   int64_t most = p.dq || p.dk || p.dv ? BackwardItems(p, tile).sums(threads) *
                                             KeyGradients<typename Math::Real>::size(p, BackwardItems(p, tile).tiles_each())
@@ -209,6 +209,7 @@ template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &t
     BiasItems items(p, tile);
     most = max((i64)most, (i64)items.size(threads));
   }
+  if (p.gradient_program) most = max((i64)most, (i64)div_up(CapturedItems(p, tile).bytes(), int64_t(sizeof(typename Math::Real))));
   return most;
 }
 
@@ -231,6 +232,7 @@ template <class Math> void backward(const Problem &p, const Execution &execution
   source.prepare(p, execution, scratches, each);
   if (p.dq || p.dk || p.dv) backward_keys<Math>(p, execution, tile, source, scratches, each, sums);
   if (p.dbias) backward_bias<Math>(p, execution, tile, source, scratches, each, sums);
+  if (p.gradient_program) backward_captured<Math>(p, execution, tile, source, scratches, each, reinterpret_cast<double *>(sums));
   if (!p.dsinks) return;
   const int32_t threads = int32_t(min((i64)execution.threads, (i64)p.heads));
   execution.run(threads, [&](int32_t thread) {

@@ -145,8 +145,6 @@ std::string rounded(const char *what, int64_t wish, int64_t got, const char *why
   return text;
 }
 
-constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512;
-
 // The multiple of 16 nearest to the requested size that divides a block of queries; of two equally near, the larger.
 int64_t nearest_divisor(int64_t block, int64_t wish) {
   int64_t best = 16;

@@ -14,6 +14,7 @@ struct TileSizes {
   int64_t width; // lanes processed at once: a query tile is cut into pieces of this width
 };
 
+inline constexpr int64_t kLongestTileQ = 256, kLongestTileK = 512;
 inline constexpr int64_t kMostDecodedRows = 128; // rows of a group of heads: each thread holds their scores
 
 struct CpuKernels {

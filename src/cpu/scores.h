@@ -155,13 +155,17 @@ STROBE_INLINE bool needs_slopes(const Problem &p) {
   return code && code->curved && (code->forward.score.slot < 0 || code->backward.slope.slot >= 0);
 }
 
-// Applies the caller's functions to scores: those of a tile, whose rows are keys, or of a row of keys.
-template <class T>
-STROBE_INLINE void run_functions(const Head<T> &head, score::Scores t, bool keys_are_rows, char *scratch, T *s, T *slopes) {
+// The scores of a head, as the caller's functions see them.
+template <class T> STROBE_INLINE score::Scores placed(const Head<T> &head, score::Scores t, bool keys_are_rows = true) {
   const Problem::Part &part = head.p->part;
   t.batch = part.first_batch + head.b, t.head = part.first_head + head.h, t.offset = head.band.offset;
   t.keys_are_rows = keys_are_rows, t.scale = double(head.scale);
-  head.code->run(slopes ? head.code->backward : head.code->forward, t, scratch, s, slopes);
+  return t;
+}
+// Applies the caller's functions to scores: those of a tile, whose rows are keys, or of a row of keys.
+template <class T>
+STROBE_INLINE void run_functions(const Head<T> &head, score::Scores t, bool keys_are_rows, char *scratch, T *s, T *slopes) {
+  head.code->run(slopes ? head.code->backward : head.code->forward, placed(head, t, keys_are_rows), scratch, s, slopes);
 }
 
 // From raw q.k of a head to the score before bias and mask.

@@ -1,4 +1,5 @@
-// The oracle's functions of the score: a graph's nodes one after another, in double, with dual numbers for the derivative by the score.
+// The oracle's functions of the score: a graph's nodes one after another, in double, with dual numbers for the derivative by the score, or
+// by what one LOAD reads.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -29,8 +30,8 @@ struct Pair {
 
 class Function {
 public:
-  // root: the node of the result; -1: there is no function.
-  Function(std::span<const Node> all, int32_t root, const Captured *captured) : captured(captured) {
+  // root: the node of the result; -1: there is no function. by: the node by which it is differentiated, a LOAD; -1: SCORE.
+  Function(std::span<const Node> all, int32_t root, const Captured *captured, int32_t by = -1) : captured(captured), by(by) {
     if (root < 0) return;
     nodes.assign(all.begin(), all.begin() + root + 1), values.resize(nodes.size());
     std::vector<char> needed(nodes.size());
@@ -44,6 +45,15 @@ public:
 
   Dual real(const Pair &at) const { return result(at).real; }
   bool boolean(const Pair &at) const { return result(at).integer; }
+  // Whether the result depends on the node by which it is differentiated.
+  bool uses_load() const { return std::find(order.begin(), order.end(), size_t(by)) != order.end(); }
+  // The place of the element that `by` read for the last pair, among the captured tensor's elements in the order of its axes.
+  int64_t place() const {
+    const Node &load = nodes[size_t(by)];
+    int64_t at = 0;
+    for (int32_t axis = 0; axis < load.count; axis++) at = at * captured[load.captured].size[axis] + index(load, axis);
+    return at;
+  }
 
 private:
   struct Value {
@@ -52,7 +62,10 @@ private:
   };
 
   const Value &result(const Pair &at) const {
-    for (const size_t n : order) values[n] = value(nodes[n], at);
+    for (const size_t n : order) {
+      values[n] = value(nodes[n], at);
+      if (int32_t(n) == by) values[n].real.slope = 1, values[n].real.varies = true;
+    }
     return values.back();
   }
 
@@ -60,7 +73,7 @@ private:
     auto in = [&](int k) -> const Value & { return values[size_t(n.inputs[size_t(k)])]; };
     switch (n.op) {
     case Op::SCORE:
-      return {0, {at.x, 1, true}};
+      return {0, {at.x, by < 0 ? 1.0 : 0.0, by < 0}};
     case Op::BATCH:
       return {at.b, {}};
     case Op::HEAD:
@@ -95,16 +108,20 @@ private:
     return {from_reals(n.op, a.value, b.value), {}};
   }
 
+  // An index of a LOAD: a negative one counts from the end, and others are limited to the axis.
+  int64_t index(const Node &n, int32_t axis) const {
+    const int64_t size = captured[n.captured].size[axis];
+    int64_t at = values[size_t(n.inputs[size_t(axis)])].integer;
+    if (at < 0) at += size;
+    return std::clamp<int64_t>(at, 0, size - 1);
+  }
+
   // An element of a captured tensor.
   Value element(const Node &n) const {
     const Captured &c = captured[n.captured];
     View one; // of the element alone
     int64_t place = 0;
-    for (int32_t axis = 0; axis < n.count; axis++) {
-      int64_t index = values[size_t(n.inputs[size_t(axis)])].integer;
-      if (index < 0) index += c.size[axis];
-      place += std::clamp<int64_t>(index, 0, c.size[axis] - 1) * c.stride[axis];
-    }
+    for (int32_t axis = 0; axis < n.count; axis++) place += index(n, axis) * c.stride[axis];
     one.data = c.data + place * bytes(c.dtype), one.dtype = c.dtype;
     if (c.dtype == DType::boolean) return {*one.at<uint8_t>(0, 0, 0, 0) != 0, {}};
     if (c.dtype == DType::i32) return {*one.at<int32_t>(0, 0, 0, 0), {}};
@@ -320,6 +337,7 @@ private:
   }
 
   const Captured *captured;
+  int32_t by;
   std::vector<Node> nodes;
   std::vector<size_t> order;         // those that the result needs
   mutable std::vector<Value> values; // a thread has a Function of its own

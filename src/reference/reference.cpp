@@ -269,9 +269,13 @@ public:
     if (rows && p.auxiliary())
       refuse(p.max_logit ? "max_logit" : "column_sums", Code::excluded,
              "given with {0}; accepted is {1}, for all rows of a head belong to it", Argument{"rows"}, Absent{"null"});
-    if (direction == Direction::backward && rows && (p.dbias || p.dsinks))
-      refuse(p.dbias ? "dbias" : "dsinks", Code::excluded, "given with {0}; accepted is {1}, for it is a sum over all rows",
-             Argument{"rows"}, Absent{"null"});
+    const char *over_all_rows = p.dbias ? "dbias" : p.dsinks ? "dsinks" : nullptr;
+#define STROBE_DCAPTURED(name, place)                                                                                                      \
+  if (p.place && !over_all_rows) over_all_rows = #name;
+#include "strobe/fields.inc"
+    if (direction == Direction::backward && rows && over_all_rows)
+      refuse(over_all_rows, Code::excluded, "given with {0}; accepted is {1}, for it is a sum over all rows", Argument{"rows"},
+             Absent{"null"});
   }
 
   void forward() const {
@@ -286,6 +290,9 @@ public:
       each(batch * heads, [&](int64_t n) { matrix_of_dbias(n / heads, n % heads); });
     }
     if (p.dsinks) each(p.heads, [&](int64_t h) { entry_of_dsinks(h); });
+    each(STROBE_MOST_CAPTURED, [&](int64_t n) {
+      if (p.dcaptured[n]) elements_of_dcaptured(n);
+    });
   }
 
 private:
@@ -389,6 +396,34 @@ private:
       }
     }
     *p.dsinks.at<double>(0, h, 0, 0) = sum;
+  }
+
+  // dcaptured_e = sum over the LOADs of this tensor, and over the pairs for which they read element e, of dS df / d(what was read). A pair
+  // without dS adds nothing, whatever the derivative is.
+  void elements_of_dcaptured(int64_t n) const {
+    const Captured &to = p.dcaptured[n];
+    Vector sum(size_t(to.size[0] * to.size[1] * to.size[2] * to.size[3]));
+    for (int32_t load = 0; p.program && load <= p.program->score; load++) {
+      const auto &nodes = p.program->graph.nodes();
+      if (nodes[size_t(load)].op != score::Op::LOAD || nodes[size_t(load)].captured != n) continue;
+      const oracle::Function function(nodes, p.program->score, p.captured, load);
+      if (!function.uses_load()) continue; // the mask alone reads it
+      for (int64_t b = 0; b < p.batch; b++)
+        for (int64_t h = 0; h < p.heads; h++) {
+          const Head head(p, b, h);
+          for (int64_t i = 0; i < head.q.length; i++)
+            each_gradient(head, i, [&](int64_t j, const Gradient &g) {
+              if (g.dS == 0) return;
+              const double slope = function.real(head.pair(i, j, p.scale * dot(head.Q[i], head.K[j], p.head_dim))).slope;
+              sum[size_t(function.place())] += g.dS * slope;
+            });
+        }
+    }
+    for (size_t e = 0; e < sum.size(); e++) {
+      int64_t rest = int64_t(e), place = 0;
+      for (int32_t axis = to.rank; axis-- > 0; rest /= to.size[axis]) place += rest % to.size[axis] * to.stride[axis];
+      reinterpret_cast<double *>(to.data)[place] = sum[e];
+    }
   }
 
   // f(j, gradient) for each key that query i sees.

@@ -15,7 +15,11 @@ constexpr const char *kCaptured[] = {
 #define STROBE_CAPTURED(name, place) #name,
 #include "strobe/fields.inc"
 };
-static_assert(std::size(kCaptured) == STROBE_MOST_CAPTURED);
+constexpr const char *kGradients[] = {
+#define STROBE_DCAPTURED(name, place) #name,
+#include "strobe/fields.inc"
+};
+static_assert(std::size(kCaptured) == STROBE_MOST_CAPTURED && std::size(kGradients) == STROBE_MOST_CAPTURED);
 
 const Types kBooleans = {DType::boolean}, kIntegers = {DType::i32, DType::i64}, kReals = {DType::f32, DType::f16, DType::bf16, DType::f64};
 
@@ -193,9 +197,12 @@ private:
   std::vector<Kind> kinds_;
 };
 
-// Keeps the nodes that the program's results need.
-void prune(Program &p) {
-  const std::vector<bool> needed = p.graph.needed_by({p.score, p.slope, p.seen});
+// Keeps the nodes that the program's results and these nodes need.
+void prune(Program &p, std::vector<int32_t *> roots = {}) {
+  roots.insert(roots.end(), {&p.score, &p.slope, &p.seen});
+  std::vector<int32_t> nodes;
+  for (const int32_t *root : roots) nodes.push_back(*root);
+  const std::vector<bool> needed = p.graph.needed_by(nodes);
   std::vector<int32_t> at(size_t(p.graph.size()), -1);
   Graph kept;
   for (int32_t n = 0; n < p.graph.size(); n++) {
@@ -204,18 +211,19 @@ void prune(Program &p) {
     for (int32_t i = 0; i < node.count; i++) node.inputs[size_t(i)] = at[size_t(node.inputs[size_t(i)])];
     at[size_t(n)] = kept.add(node);
   }
-  for (int32_t *root : {&p.score, &p.slope, &p.seen})
+  for (int32_t *root : roots)
     if (*root >= 0) *root = at[size_t(*root)];
   p.graph = std::move(kept);
 }
 
-std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given) {
+std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given, const std::vector<LoadGradient> &loads = {}) {
   Hash hash;
   auto add = [&](auto... numbers) { (hash.add(uint64_t(int64_t(numbers))), ...); };
   for (const Node &n : p.graph.nodes())
     add(int32_t(n.op), int32_t(n.kind), n.captured, n.count, n.inputs[0], n.inputs[1], n.inputs[2], n.inputs[3]);
   add(p.score, p.slope, p.seen, int32_t(p.form));
   for (const strobe_tensor *t : given) t ? add(t->dtype, t->rank) : add(0, -1);
+  for (const LoadGradient &g : loads) add(g.load, g.slope, int32_t(g.lines));
   return hash.words();
 }
 
@@ -224,6 +232,25 @@ std::shared_ptr<const Program> finished(const std::shared_ptr<Program> &program,
   if (program->score < 0 && program->seen < 0) return nullptr;
   prune(*program);
   program->digest = digest(*program, given);
+  return program;
+}
+
+// The program of the wanted gradients; from: the call's functions.
+std::shared_ptr<const GradientProgram> gradients_of(const Program &from, const CapturedTensors &given, const CapturedTensors &wanted) {
+  auto program = std::make_shared<GradientProgram>();
+  static_cast<Program &>(*program) = from;
+  program->form = Form::general;
+  const std::vector<bool> needed = from.graph.needed_by({from.score});
+  for (int32_t n = 0; n < from.graph.size(); n++) {
+    const Node &node = from.graph[n];
+    if (!needed[size_t(n)] || node.op != Op::LOAD || !wanted[size_t(node.captured)]) continue;
+    const int32_t slope = derivative(program->graph, from.score, n);
+    if (slope >= 0) program->loads.push_back({n, slope, lines_of(from.graph, n)});
+  }
+  std::vector<int32_t *> roots;
+  for (LoadGradient &g : program->loads) roots.insert(roots.end(), {&g.load, &g.slope});
+  prune(*program, roots);
+  program->digest = digest(*program, given, program->loads);
   return program;
 }
 
@@ -240,6 +267,26 @@ void check_captured_tensor(int32_t n, const strobe_tensor &tensor, TensorChecks 
   if (std::any_of(tensor.shape, tensor.shape + tensor.rank, [](int64_t size) { return size < 1; }))
     return reasons.add(argument, Code::shape, "shape {0}; accepted is 1 or more on each axis", Numbers{tensor.shape, tensor.rank});
   checks.accept(argument, tensor, Axes(size_t(tensor.rank), Axis{"any"}), all, Access::read);
+}
+
+void check_gradient(int32_t n, const strobe_tensor *gradient, const strobe_tensor *captured, bool oracle, TensorChecks &checks,
+                    Reasons &reasons) {
+  if (!gradient) return;
+  const char *argument = kGradients[n];
+  const Argument of = {kCaptured[n]};
+  if (!captured) return reasons.add(argument, Code::excluded, "given without {0}; accepted is both, or {0} alone", of);
+  const DType dtype = DType(captured->dtype);
+  if (is_one_of(kBooleans, dtype) || is_one_of(kIntegers, dtype))
+    return reasons.add(argument, Code::excluded, "given for {0} of dtype {1}; accepted is none: only floats have a gradient", of, dtype);
+  if (!is_one_of(kReals, dtype) || captured->rank < 0 || captured->rank > 4) return; // refused already
+  Axes axes;
+  for (int32_t axis = 0; axis < captured->rank; axis++) axes.push_back({"that of the captured tensor", captured->shape[axis]});
+  Types types = {DType::f64};
+  if (!oracle) {
+    types = {DType::f32, DType::f64};
+    if (!is_one_of(types, dtype)) types.insert(types.begin(), dtype);
+  }
+  checks.accept(argument, *gradient, axes, types, Access::write);
 }
 
 Captured captured_of(const strobe_tensor *t) {
@@ -262,7 +309,7 @@ std::shared_ptr<const Program> built_in(const BuiltIn &form) {
   return last = finished(program, {});
 }
 
-std::shared_ptr<const Program> make_program(const strobe_attention &a, const CapturedTensors &given, Reasons &reasons) {
+Programs make_programs(const strobe_attention &a, const CapturedTensors &given, const CapturedTensors &wanted, Reasons &reasons) {
   const size_t before = reasons.size();
   auto program = std::make_shared<Program>();
   std::vector<Reader> readers;
@@ -272,15 +319,28 @@ std::shared_ptr<const Program> make_program(const strobe_attention &a, const Cap
   };
   program->score = read("score_function", a.score_function, Kind::real, true);
   program->seen = read("mask_function", a.mask_function, Kind::boolean, false);
-  if (reasons.size() > before) return nullptr;
-  if ((a.score_function && program->score < 0) || (a.mask_function && program->seen < 0)) return nullptr; // for a tensor that was refused
+  if (reasons.size() > before) return {};
+  if ((a.score_function && program->score < 0) || (a.mask_function && program->seen < 0)) return {}; // for a tensor that was refused
   for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++)
     if (given[size_t(c)] && std::ranges::none_of(readers, [&](const Reader &r) { return r.reads(c); }))
       reasons.add(kCaptured[c], strobe::Code::excluded, "given, and read by no function; accepted is none");
-  if (reasons.size() > before) return nullptr;
-  if (readers.empty()) return built_in(asked_form(a));
+  bool wants = false;
+  for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++) {
+    if (!given[size_t(c)] || !wanted[size_t(c)]) continue;
+    wants = true;
+    if (!a.score_function || !readers.front().reads(c))
+      reasons.add(kGradients[c], strobe::Code::excluded,
+                  a.score_function ? "given, and score_function does not read {0}; accepted is none"
+                                   : "given without score_function; accepted is none",
+                  Argument{kCaptured[c]});
+  }
+  if (reasons.size() > before) return {};
+  if (readers.empty()) return {built_in(asked_form(a)), nullptr};
+  Programs made;
+  if (wants) made.gradients = gradients_of(*program, given, wanted);
   a.score_function ? match(*program) : set_form(*program, asked_form(a));
-  return finished(program, given);
+  made.program = finished(program, given);
+  return made;
 }
 
 } // namespace strobe::score

@@ -17,8 +17,18 @@ Captured captured_of(const strobe_tensor *); // null: not given
 // The program of one of the forms; null: of the identity.
 std::shared_ptr<const Program> built_in(const BuiltIn &);
 
-// The program of the options and of score_function and mask_function, which are copied; null if they change nothing, or if a reason was
-// added. A captured tensor that was refused already adds no reason.
-std::shared_ptr<const Program> make_program(const strobe_attention &, const CapturedTensors &, Reasons &);
+// Adds the reasons against dcaptured_n (null: not wanted). oracle: the gradient is float64.
+void check_gradient(int32_t n, const strobe_tensor *gradient, const strobe_tensor *captured, bool oracle, TensorChecks &, Reasons &);
+
+struct Programs {
+  std::shared_ptr<const Program> program;           // null: the options and functions change nothing
+  std::shared_ptr<const GradientProgram> gradients; // null: none is wanted
+};
+// The programs of the options and of score_function and mask_function, which are copied; none if a reason was added. A captured tensor
+// that was refused already adds no reason. wanted: the gradients, dcaptured_0 to dcaptured_7.
+Programs make_programs(const strobe_attention &, const CapturedTensors &, const CapturedTensors &wanted, Reasons &);
+inline std::shared_ptr<const Program> make_program(const strobe_attention &a, const CapturedTensors &given, Reasons &reasons) {
+  return make_programs(a, given, {}, reasons).program;
+}
 
 } // namespace strobe::score

@@ -59,7 +59,7 @@ constexpr int64_t kPastTheEnd = 1024;
 
 class Analysis {
 public:
-  explicit Analysis(const Problem &p) : p_(p), graph_(p.program->graph) {
+  Analysis(const Problem &p, const Graph &graph) : p_(p), graph_(graph) {
     for (const Node &node : graph_.nodes()) {
       const Extent b = bounds(node);
       bounds_.push_back(node.kind == Kind::integer && may_wrap(node.op) ? unwrapped(b) : b);
@@ -203,19 +203,24 @@ struct Listing {
 // Translates the nodes that the results need. Values have numbers first, then slots.
 class Compiler {
 public:
-  Compiler(const Problem &p, const Analysis &analysis)
-      : p_(p), analysis_(analysis), graph_(p.program->graph), values_(size_t(graph_.size())), fp64_(p.dtype == DType::f64) {}
+  Compiler(const Problem &p, const Analysis &analysis, const Graph &graph)
+      : p_(p), analysis_(analysis), graph_(graph), values_(size_t(graph_.size())), fp64_(p.dtype == DType::f64) {}
 
   Listing run(int32_t score, int32_t slope, int32_t seen) {
-    const std::vector<bool> needed = graph_.needed_by({score, slope, seen});
-    for (int32_t n = 0; n < graph_.size(); ++n)
-      if (needed[size_t(n)]) translate(n);
+    translate_all({score, slope, seen});
     const int32_t results[] = {result(score), result(slope), result(seen)};
-    assign(results);
-    Place *const places[] = {&out_.score, &out_.slope, &out_.seen};
-    for (int n = 0; n < 3; ++n)
-      if (results[n] >= 0) *places[n] = places_[size_t(results[n])];
-    return std::move(out_);
+    return finished(results);
+  }
+
+  // The place of the element that a LOAD reads, in the place of the score.
+  Listing run_place(int32_t load) {
+    const Node &node = graph_[load];
+    translate_all({node.inputs.begin(), node.inputs.begin() + node.count});
+    const Captured &c = p_.captured[node.captured];
+    int64_t stride[4] = {}, each = 1;
+    for (int32_t axis = node.count; axis-- > 0; each *= c.size[axis]) stride[axis] = each;
+    const int32_t results[] = {widened(index_of(load, stride).first, false), -1, -1};
+    return finished(results);
   }
 
 private:
@@ -226,6 +231,19 @@ private:
     bool used_by_pairs = false;
   };
   static constexpr int32_t kNever = std::numeric_limits<int32_t>::max();
+
+  void translate_all(const std::vector<int32_t> &roots) {
+    const std::vector<bool> needed = graph_.needed_by(roots);
+    for (int32_t n = 0; n < graph_.size(); ++n)
+      if (needed[size_t(n)]) translate(n);
+  }
+  Listing finished(const int32_t *results) {
+    assign(results);
+    Place *const places[] = {&out_.score, &out_.slope, &out_.seen};
+    for (int n = 0; n < 3; ++n)
+      if (results[n] >= 0) *places[n] = places_[size_t(results[n])];
+    return std::move(out_);
+  }
 
   bool is_narrow(int32_t n) const { return fp64_ || analysis_.bounds(n).narrow(); }
   int32_t result(int32_t node) const { return node < 0 ? -1 : values_[size_t(node)]; }
@@ -334,10 +352,20 @@ private:
   int32_t load(int32_t n) {
     const Node &node = graph_[n];
     const Captured &c = p_.captured[node.captured];
+    const auto [at, type] = index_of(n, c.stride);
+    Instruction x = instruction(kElement, type, type_of(node.kind, !fp64_ && c.dtype == DType::i64));
+    x.dtype = c.dtype, x.data = c.data;
+    return emit(x, {at});
+  }
+
+  // The sum over the axes of a LOAD's indices times these strides, and its type.
+  std::pair<int32_t, Type> index_of(int32_t n, const int64_t *strides) {
+    const Node &node = graph_[n];
+    const Captured &c = p_.captured[node.captured];
     bool wide = false;
     double reach = 0;
     for (int32_t axis = 0; axis < node.count; ++axis) {
-      reach += double(c.size[axis]) * std::fabs(double(c.stride[axis]));
+      reach += double(c.size[axis]) * std::fabs(double(strides[axis]));
       wide |= !is_narrow(node.inputs[size_t(axis)]) || c.size[axis] >= int64_t(1) << 30;
     }
     wide = !fp64_ && (wide || reach >= 0x1p30);
@@ -349,12 +377,10 @@ private:
         const int32_t index = values_[size_t(node.inputs[size_t(axis)])];
         if (all_[size_t(index)].stage != stage) continue;
         Instruction x = instruction(kIndex, type, type);
-        x.integer = c.size[axis], x.stride = c.stride[axis];
+        x.integer = c.size[axis], x.stride = strides[axis];
         at = emit(x, {widened(index, wide), at});
       }
-    Instruction x = instruction(kElement, type, type_of(node.kind, !fp64_ && c.dtype == DType::i64));
-    x.dtype = c.dtype, x.data = c.data;
-    return emit(x, {at});
+    return {at, type};
   }
 
   // Gives each value a slot; a slot is free again after the last use of its value.
@@ -408,12 +434,43 @@ private:
 
 struct Compiled : Bytecode {
   Listing forward_list, backward_list;
+  std::vector<Listing> load_lists; // of each LOAD: its slope and its place
+  std::vector<LoadCode> load_codes;
 };
 
 int64_t scratch_bytes(const Code &c) {
   const int64_t line = kRowsAtOnce * int64_t(sizeof(int64_t)) + kRowsAtOnce * kVectorRoom;
   const int64_t values = kValuesAtOnce * int64_t(sizeof(int64_t));
   return c.lists[0].slots * kVectorRoom + (c.lists[1].slots + c.lists[2].slots) * std::max(line, values) + c.lists[3].slots * values;
+}
+
+// Adds the codes of the LOADs whose captured tensors want gradients.
+void compile_loads(const Problem &p, Compiled &made) {
+  const GradientProgram &program = *p.gradient_program;
+  const Graph &graph = program.graph;
+  const Analysis analysis(p, graph);
+  const auto reads_score = [&](const std::vector<int32_t> &roots) {
+    const std::vector<bool> needed = graph.needed_by(roots);
+    for (int32_t n = 0; n < graph.size(); ++n)
+      if (needed[size_t(n)] && graph[n].op == Op::SCORE) return true;
+    return false;
+  };
+  for (const LoadGradient &g : program.loads) {
+    const Node &load = graph[g.load], &slope = graph[g.slope];
+    made.load_lists.push_back(Compiler(p, analysis, graph).run(g.slope, -1, -1));
+    made.load_lists.push_back(Compiler(p, analysis, graph).run_place(g.load));
+    made.load_codes.push_back({.captured = load.captured,
+                               .lines = g.lines,
+                               .slope_is_one = slope.op == Op::REAL && slope.real == 1,
+                               .slope_reads_score = reads_score({g.slope}),
+                               .place_reads_score = reads_score({load.inputs.begin(), load.inputs.begin() + load.count})});
+  }
+  for (size_t n = 0; n < made.load_codes.size(); ++n) {
+    LoadCode &code = made.load_codes[n];
+    code.slope = made.load_lists[2 * n].code(), code.place = made.load_lists[2 * n + 1].code();
+    made.scratch_bytes = std::max({made.scratch_bytes, scratch_bytes(code.slope), scratch_bytes(code.place)});
+  }
+  made.loads = made.load_codes.data(), made.load_count = int32_t(made.load_codes.size());
 }
 
 } // namespace
@@ -424,15 +481,16 @@ std::shared_ptr<Bytecode> compile(const Problem &p) {
   const int32_t score = own_code ? -1 : program.score, slope = own_code ? -1 : program.slope;
   auto made = std::make_shared<Compiled>();
   if (score >= 0 || program.seen >= 0) {
-    const Analysis analysis(p);
-    made->forward_list = Compiler(p, analysis).run(score, -1, program.seen);
+    const Analysis analysis(p, program.graph);
+    made->forward_list = Compiler(p, analysis, program.graph).run(score, -1, program.seen);
     made->forward = made->forward_list.code();
-    made->backward_list = Compiler(p, analysis).run(score, slope, program.seen);
+    made->backward_list = Compiler(p, analysis, program.graph).run(score, slope, program.seen);
     made->backward = made->backward_list.code();
   }
   static_cast<BuiltIn &>(*made) = program;
   made->curved = program.curved();
   made->scratch_bytes = std::max(scratch_bytes(made->forward), scratch_bytes(made->backward));
+  if (p.gradient_program) compile_loads(p, *made);
   return made;
 }
 

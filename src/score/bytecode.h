@@ -78,9 +78,19 @@ struct Vectors {
 // An operation of any kind, element by element. first: the position of QUERY or KEY.
 template <class T> void compute_each(const Instruction &, const Vectors &, int64_t first, const Operand &out, const Operand *in);
 
+// Of a LOAD whose captured tensor wants a gradient. Both codes leave their result where the scores were.
+struct LoadCode {
+  int32_t captured = 0;
+  Lines lines = Lines::general;
+  Code slope, place; // the derivative; a narrow integer, the element among all of the tensor's in the order of its axes
+  bool slope_is_one = false, slope_reads_score = false, place_reads_score = false;
+};
+
 struct Bytecode : BuiltIn { // the numbers of its form
   Code forward, backward;   // backward: with the slope
   bool curved = false;      // whether scores are not linear in q.k
+  const LoadCode *loads = nullptr;
+  int32_t load_count = 0;
   // Executes code on s, scores before the program, in place; a hidden pair's score becomes -inf. slopes (optional): receives df/dx.
   void (*run)(const Code &, const Scores &, char *scratch, void *s, void *slopes) = nullptr;
   int64_t scratch_bytes = 0;

@@ -20,7 +20,7 @@ const Operation *find_operation(int32_t number) {
   return found == std::end(kOperations) ? nullptr : &found->second;
 }
 
-std::vector<bool> Graph::needed_by(std::initializer_list<int32_t> roots) const {
+std::vector<bool> Graph::needed_by(const std::vector<int32_t> &roots) const {
   std::vector<bool> needed(nodes_.size());
   for (const int32_t root : roots)
     if (root >= 0) needed[size_t(root)] = true;

@@ -48,7 +48,7 @@ public:
   const Node &operator[](int32_t n) const { return nodes_[size_t(n)]; }
   int32_t size() const { return int32_t(nodes_.size()); }
   // Whether each node is one of the roots (-1: none) or an input, direct or indirect, of one.
-  std::vector<bool> needed_by(std::initializer_list<int32_t> roots) const;
+  std::vector<bool> needed_by(const std::vector<int32_t> &roots) const;
   // The index of the node. Kind and count are set from the operation and the inputs, which have to be right.
   int32_t add(Op, std::initializer_list<int32_t> inputs = {});
   int32_t add(const Node &); // as it is
@@ -93,6 +93,27 @@ struct Program : BuiltIn {
   bool curved() const { return score >= 0; }
   // Whether it is not one of the forms, or hides keys.
   bool is_given() const { return form == Form::general || seen >= 0; }
+};
+
+// The lines of a head's score matrix along which a LOAD reads one and the same element.
+enum class Lines : int32_t {
+  rows,      // the element does not depend on the key, nor need it depend on the query
+  columns,   // it does not depend on the query
+  diagonals, // it depends on query and key by their difference alone
+  general    // any two pairs may read different elements
+};
+Lines lines_of(const Graph &, int32_t load);
+
+// A LOAD of a captured tensor whose gradient is wanted, and the derivative of the score by what it loads.
+struct LoadGradient {
+  int32_t load, slope; // nodes
+  Lines lines;
+};
+
+// What the gradients of captured tensors are made of. It is not the call's Program, so that kernels of the other gradients stay as they
+// are. form is general, and slope is not set.
+struct GradientProgram : Program {
+  std::vector<LoadGradient> loads; // without those whose derivative is 0 everywhere
 };
 
 // Adds the derivative of node `of`, a real, by node `by` (SCORE or a LOAD of reals) to the graph. Returns its node; -1: it is 0 everywhere.

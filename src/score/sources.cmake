@@ -8,5 +8,6 @@ strobe_sources(score
   forms.cpp
   formula.cpp
   graph.cpp
+  gradients.cpp
   interval.cpp
   scalar.cpp)

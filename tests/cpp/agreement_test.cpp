@@ -353,6 +353,15 @@ private:
       c.add(gradient, narrow_result, shape(of));
     for (auto [gradient, of] : {std::pair{"dbias", "bias"}, std::pair{"dsinks", "sinks"}})
       if (c.has(of)) c.add(gradient, oracle ? DType::f64 : static_cast<DType>(c[of].dtype), shape(of));
+    if (counts() % 2) gradients_of_captured();
+  }
+  void gradients_of_captured() {
+    for (int n = 0; n < captured; n++) {
+      const std::string name = text("captured_", n);
+      const DType type = static_cast<DType>(c[name].dtype);
+      if (type == DType::i32 || type == DType::i64 || type == DType::boolean) continue; // the mask alone reads no floats
+      c.add("d" + name, oracle ? DType::f64 : type, shape(name.c_str()));
+    }
   }
 };
 
@@ -401,6 +410,15 @@ double cancelled_in_dbias(Call &backward, Call &forward_oracle) {
   return std::sqrt(squares);
 }
 
+// Terms of a gradient of captured tensors are rows of dS times a distance at most, in which D does not cancel either.
+double cancelled_in_dcaptured(Call &backward, Call &forward_oracle) {
+  const std::vector<double> out = values(forward_oracle, "out"), dout = values(backward, "dout");
+  double squares = 0;
+  for (size_t n = 0; n < out.size(); n++)
+    if (std::isfinite(dout[n]) && std::isfinite(out[n])) squares += out[n] * out[n] * dout[n] * dout[n];
+  return 50 * std::sqrt(squares);
+}
+
 // Returns false if the engine does not support the call. On a CPU each tensor ends, or begins, at memory that must not be read, because
 // AddressSanitizer is not built for every instruction set.
 bool runs(Call &call, const char *engine, bool at_end) {
@@ -441,6 +459,9 @@ void agrees(uint32_t seed, Calls calls, const char *engine, Taken &taken) {
   for (const char *name : {"dq", "dk", "dv", "dbias", "dsinks"})
     if (backward.has(name))
       compare(backward, backward_oracle, name, drawn.dtype, std::strcmp(name, "dbias") ? 0 : cancelled_in_dbias(backward, forward_oracle));
+  for (int n = 0; n < STROBE_MOST_CAPTURED; n++)
+    if (const std::string name = text("dcaptured_", n); backward.has(name))
+      compare(backward, backward_oracle, name.c_str(), drawn.dtype, cancelled_in_dcaptured(backward, forward_oracle));
 }
 
 int number(const char *name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; }

@@ -148,7 +148,11 @@ public:
 private:
   static constexpr unsigned char kFill = 0x3C; // as a float of any width it is small and finite
   static inline const std::vector<const char *> kForwardResults = {"out", "lse", "max_logit", "column_sums"};
-  static inline const std::vector<const char *> kBackwardResults = {"dq", "dk", "dv", "dbias", "dsinks"};
+  static inline const std::vector<const char *> kBackwardResults = {
+      "dq", "dk", "dv", "dbias", "dsinks",
+#define STROBE_DCAPTURED(name, place) #name,
+#include "strobe/fields.inc"
+  };
 
   void point(const std::string &name, const strobe_tensor *tensor) {
     for (const NamedSlot &s : kSlots)
@@ -271,7 +275,10 @@ inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(C
 // Gives the call the reference's result dtypes.
 inline void make_for_reference(Call &c) {
   c.attention.engine = "reference";
-  for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
+  std::vector<const char *> results = {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"};
+#define STROBE_DCAPTURED(name, place) results.push_back(#name);
+#include "strobe/fields.inc"
+  for (const char *name : results)
     if (c.has(name)) c.add(name, DType::f64, std::vector<int64_t>(c[name].shape, c[name].shape + c[name].rank));
 }
 
@@ -347,6 +354,26 @@ inline void make_captured(Call &c, Direction direction) {
   add(DType::f32, {}, {}), add(DType::f32, {H}, {h}), add(DType::f64, {H, Sk}, {h, j}), add(DType::f16, {B, H, Sq}, {b, h, i});
   add(DType::bf16, {Sk}, {j}), add(DType::i32, {Sq}, {i}), add(DType::i64, {B, H, Sq, 1}, {b, h, i, f.integer(0)});
   add(DType::boolean, {Sq, Sk}, {i, j});
+  c.attention.score_function = c.function(f.all);
+}
+
+// As many captured tensors of floats as a call may have, and the gradient of each: of a scalar, of heads, queries, keys, differences and
+// pairs.
+inline void make_captured_gradients(Call &c) {
+  c.add("q", DType::f32, {B, H, Sq, D});
+  c.add("k", DType::f32, {B, Hkv, Sk, D});
+  c.add("v", DType::f32, {B, Hkv, Sk, Dv});
+  add_results(c, Direction::backward, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
+  Nodes f;
+  int32_t sum = f.add(STROBE_OP_SCORE), captured = 0;
+  const int32_t b = f.add(STROBE_OP_BATCH), h = f.add(STROBE_OP_HEAD), i = f.add(STROBE_OP_QUERY), j = f.add(STROBE_OP_KEY),
+                behind = f.add(STROBE_OP_SUBTRACT, {i, j});
+  auto add = [&](DType type, const std::vector<int64_t> &shape, const std::vector<int32_t> &at) {
+    c.add("captured_" + std::to_string(captured), type, shape), c.add("dcaptured_" + std::to_string(captured), type, shape);
+    sum = f.add(STROBE_OP_ADD, {sum, f.add(STROBE_OP_MULTIPLY, {sum, f.load(captured++, at)})});
+  };
+  add(DType::f32, {}, {}), add(DType::f32, {H}, {h}), add(DType::f64, {H, Sk}, {h, j}), add(DType::f16, {B, H, Sq}, {b, h, i});
+  add(DType::bf16, {Sk}, {j}), add(DType::f32, {Sq + Sk}, {behind}), add(DType::f64, {Sq, Sk}, {i, j}), add(DType::f32, {2, 3}, {i, j});
   c.attention.score_function = c.function(f.all);
 }
 

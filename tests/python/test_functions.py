@@ -576,7 +576,6 @@ def test_the_memory_is_bounded():
 # What is refused
 
 Q, K, V = (numbers(seed, 1, 2, S, 16).float().to(DEVICE) for seed in (5, 6, 7))
-TRACKED = torch.zeros(2, device=DEVICE, requires_grad=True)
 TABLES = [torch.zeros(2, device=DEVICE) for _ in range(9)]
 EMPTY, DEEP = torch.zeros(0, device=DEVICE), torch.zeros(1, 1, 1, 1, 2, device=DEVICE)
 COMPLEX, EIGHT_BITS = torch.zeros(2, dtype=torch.complex64, device=DEVICE), torch.zeros(2, device=DEVICE).to(torch.float8_e4m3fn)
@@ -623,10 +622,6 @@ SCORES: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, i: s, r"<lambda> does not take 5 arguments; accepted is f\(score, b, h, i, j\)"),
     (lambda s, b, h, i, j: TABLES[0], r"<lambda> returns shape \(2,\); accepted is a scalar: the function sees one score at a time"),
     (lambda s, b, h, i, j: None, "<lambda> returns NoneType; accepted is a scalar, or a number"),
-    (
-        lambda s, b, h, i, j: s + TRACKED[h],
-        r"reads a tensor that requires grad, .*; accepted is its detach\(\), or torch\.no_grad",
-    ),
     (lambda s, b, h, i, j: s + sum(x[h] for x in TABLES), "the function reads 9 tensors; accepted are up to 8: stack those of one shape"),
     (lambda s, b, h, i, j: s + EMPTY[h], r"reads a tensor of shape \(0,\); accepted are tensors with elements"),
     (lambda s, b, h, i, j: s + DEEP[0, 0, 0, 0, h], r"reads a tensor of shape \(1, 1, 1, 1, 2\); accepted are up to 4 axes"),
