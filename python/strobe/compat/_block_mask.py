@@ -31,6 +31,7 @@ _EVERYTHING = 1 << 30  # FlexAttention's block size of a mask that hides nothing
 _UNIT = 16  # attention() takes blocks of multiples of it
 _KEPT = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _TRANSPOSED = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+_DESCRIBED = ("mask_mod", "seq_lengths", "BLOCK_SIZE")
 _UNUSED = ("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")  # orders of FlexAttention's own backward
 _NAMES = {"function": "mask_mod", "batch": "B", "heads": "H", "seqlen_q": "Q_LEN", "seqlen_k": "KV_LEN"}
 _NAMES |= dict.fromkeys(("block", "block_q", "block_k"), "BLOCK_SIZE")
@@ -204,6 +205,12 @@ class BlockMask:
         if was_ready and self._ready is not None:
             self._ready = (state_of(self), self._ready[1])
         return fields[name]
+
+    def __setattr__(self, name: str, x: Any) -> None:
+        if name in _KEPT and self._source is not None:
+            _ = self.kv_indices  # all tensors are made first
+            self._source = None
+        super().__setattr__(name, x)
 
     @outside_graphs
     def _made_tensors(self) -> dict[str, Tensor | None]:
@@ -390,7 +397,7 @@ def state_of(mask: Any) -> tuple[Any, ...]:
     fields = vars(mask)
     tensors = [fields.get(name) for name in _KEPT]
     versions = [None if x is None or x.is_inference() else x._version for x in tensors]
-    return (*tensors, fields["mask_mod"], fields["seq_lengths"], fields["BLOCK_SIZE"], *versions)
+    return (*(fields[name] for name in _DESCRIBED), *tensors, *versions)
 
 
 def is_ready(mask: Any, ready: tuple[tuple[Any, ...], Ready] | None) -> bool:
@@ -399,9 +406,13 @@ def is_ready(mask: Any, ready: tuple[tuple[Any, ...], Ready] | None) -> bool:
 
 def ready(mask: Any) -> Ready:
     """What hides the same as the mask, of this module or of PyTorch."""
-    if is_traced_by_dynamo():
-        return _ready_outside(mask)
-    return _ready(mask)
+    if not is_traced_by_dynamo():
+        return _ready(mask)
+    if isinstance(mask, BlockMask) and mask._source is not None and mask._ready is not None:
+        (mask_mod, lengths, size, *_), found = mask._ready
+        if mask.mask_mod is mask_mod and mask.seq_lengths == lengths and size == mask.BLOCK_SIZE:
+            return found  # in the graph; a write into the tensors of a function's mask would not be seen
+    return _ready_outside(mask)
 
 
 def _ready(mask: Any) -> Ready:
