@@ -314,6 +314,19 @@ def test_masks_serve_both():
         theirs._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = was
 
 
+@NEWEST
+def test_from_and_to_pytorchs():
+    own = create_block_mask(by_head, B, H, SQ, SK, DEVICE, 16)
+    there = own.to_pytorch()
+    assert type(there) is theirs.BlockMask
+    back = BlockMask.from_pytorch(there)
+    for x, y, z in zip(own.as_tuple(), there.as_tuple(), back.as_tuple(), strict=True):
+        assert x is y is z or x == y == z
+    compared(tensors(), [], None, by_head, back)
+    with pytest.raises(TypeError, match="^block_mask: strobe.*; accepted is a torch.nn.attention.flex_attention.BlockMask$"):
+        BlockMask.from_pytorch(own)
+
+
 def test_no_tensor_of_all_pairs():
     n = 2**18
     mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i // 512 == j // 512), 4, 8, n, n, DEVICE, 512)

@@ -185,6 +185,23 @@ class BlockMask:
         return made
 
     @classmethod
+    def from_pytorch(cls, block_mask: Any) -> BlockMask:
+        """PyTorch's BlockMask as one of this module, with the same tensors. (flex_attention takes PyTorch's as it is.)"""
+        if pytorchs is None or not isinstance(block_mask, pytorchs.BlockMask):
+            raise TypeError(f"block_mask: {kind(block_mask)}; accepted is a torch.nn.attention.flex_attention.BlockMask")
+        given: dict[str, Any] = {name: getattr(block_mask, name) for name in (*_DESCRIBED, *_KEPT, *_TRANSPOSED)}
+        given |= {name: getattr(block_mask, name, None) for name in _UNUSED}
+        return cls(**given)
+
+    def to_pytorch(self) -> Any:
+        """PyTorch's BlockMask with the same tensors, for code that asks for its class."""
+        if pytorchs is None:
+            raise NotImplementedError("to_pytorch(): this PyTorch has no FlexAttention; accepted is PyTorch 2.5 or later")
+        given = {name: getattr(self, name) for name in (*_DESCRIBED, *_KEPT, *_TRANSPOSED)}
+        orders = {name: x for name in _UNUSED if (x := getattr(self, name)) is not None}
+        return pytorchs.BlockMask(**given, **orders)
+
+    @classmethod
     def _of(cls, source: _Source, size: tuple[int, int], mask_mod: MaskMod, ready: Ready) -> BlockMask:
         made = cls.__new__(cls)
         made.seq_lengths, made.BLOCK_SIZE, made.mask_mod = (source.blocks.seqlen_q, source.blocks.seqlen_k), size, mask_mod
