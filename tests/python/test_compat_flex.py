@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from typing import Any
@@ -53,6 +54,7 @@ def hides_all(b, h, i, j):
 
 DOCUMENTS = torch.tensor([0] * 20 + [1] * 37 + [2] * 33, device=DEVICE)
 PREFIX = torch.tensor([7, 40], device=DEVICE)
+TOP = torch.tensor([[0, 3], [1, 4], [0, 2], [5, 3], [4, 2]], device=DEVICE)  # the blocks of 15 keys that each block of 15 queries sees
 MASKS = {
     "causal": causal,
     "window": window,
@@ -63,6 +65,7 @@ MASKS = {
     "prefix": lambda b, h, i, j: (j < PREFIX[b]) | (i >= j),
     "and": ours.and_masks(causal, window),
     "or": ours.or_masks(causal, window, by_head),
+    "of any": lambda b, h, i, j: (TOP[i // 15] == (j // 15).unsqueeze(-1)).any(-1),
     "noop": ours.noop_mask,
 }
 TABLE = torch.linspace(-1, 1, H * (SQ + SK), device=DEVICE).view(H, SQ + SK)
@@ -148,6 +151,46 @@ def test_what_a_score_learns():
         return s * torch.sigmoid(slopes[h]) + bias[h, i] * j / SK
 
     compared(tensors(), [bias, slopes], score, causal, create_block_mask(causal, None, None, SQ, SK, DEVICE))
+
+
+def test_a_score_of_vectors():
+    """As multi-head latent attention adds the product of rotary parts. FlexAttention's formulas have no gradient of it."""
+    at_q, at_k = torch.randn(B, H, SQ, 8, requires_grad=True), torch.randn(B, 1, SK, 8, requires_grad=True)
+    given = tensors()
+    out = flex_attention(*given, lambda s, b, h, i, j: s + 0.3 * torch.dot(at_q[b, h, i], at_k[b, h // H, j]))
+    q, k, v = given[0], *(x.repeat_interleave(H // HKV, 1) for x in given[1:])
+    want = torch.softmax(q @ k.mT * D**-0.5 + 0.3 * at_q @ at_k.mT, -1) @ v
+    close(out, want)
+    dout = torch.randn_like(out)
+    for x, y in zip(*(torch.autograd.grad(each, (*given, at_q, at_k), dout) for each in (out, want)), strict=True):
+        close(x, y)
+
+
+class Masks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 9
+        self.last = torch.tensor([20, 90])
+
+    def forward(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ((i - j).abs() < self.width) & (j < self.last[b])
+
+
+@pytest.mark.parametrize("kind", ["module", "method", "partial", "default"])
+def test_what_can_be_a_mask(kind):
+    masks = Masks()
+    partial = functools.partial(lambda width, b, h, i, j: (i - j).abs() < width, 9)
+    functions: dict[str, Any] = {"module": masks, "method": masks.forward, "partial": partial}
+    mask = functions.get(kind, lambda b, h, i, j, width=9: (i - j).abs() < width)
+    compared(tensors(), [], None, mask, create_block_mask(mask, B, None, SQ, SK, DEVICE, 32))
+
+
+def test_strides():
+    """A transposed projection, and keys that are one vector for all heads."""
+    query = torch.randn(B, SQ, H, D).transpose(1, 2).requires_grad_()
+    key = torch.randn(B, 1, SK, D).expand(B, HKV, SK, D).requires_grad_()
+    value = torch.randn(B, HKV, 1, DV).expand(B, HKV, SK, DV).requires_grad_()
+    compared([query, key, value], [], SCORES["bias"], causal, create_block_mask(causal, None, None, SQ, SK, DEVICE))
 
 
 def test_a_mask_of_what_requires_grad():
@@ -300,6 +343,16 @@ def test_what_is_assigned_or_written_takes_effect():
     mask.full_kv_num_blocks.zero_()
     seen = create_mask(lambda b, h, i, j: (i // 16 == j // 16) & (i >= j) & (j % 2 == 0), 1, 1, 64, 64, DEVICE)
     compared(given, [], None, lambda b, h, i, j: seen[0, 0, i, j], mask)
+
+
+def test_lengths_that_are_assigned_before_the_blocks_are_asked_for():
+    mask = create_block_mask(causal, None, None, 64, 64, DEVICE, 16)
+    mask.seq_lengths = (70, 64)
+    assert mask.to_dense().tolist() == [[[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]]]
+    mask = create_block_mask(causal, None, None, 64, 64, DEVICE, 16)
+    mask.seq_lengths = (50, 40)
+    compared(tensors(q_len=50, kv_len=40), [], None, causal, mask)
+    assert ours._block_mask.ready(mask.to("cpu")).blocks.seqlen_q == 50
 
 
 def test_masks_serve_both():
@@ -481,6 +534,12 @@ def test_masks_that_are_refused():
         BlockMask.from_kv_blocks(counts[0], indices)
     with pytest.raises(ValueError, match="^kv_indices: 2 rows; accepted are 5 rows, for 70 queries in blocks of 16$"):
         flex_attention(*CALL, None, BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, seq_lengths=(SQ, SK)))
+    for place in (-1, 7):
+        outside = BlockMask.from_kv_blocks(torch.ones(1, 1, 5).int(), torch.full((1, 1, 5, 6), place).int(), None, None, 16, None, (SQ, SK))
+        with pytest.raises(ValueError, match=f"^kv_indices: block {place}; accepted are 0 to 5, for 90 keys$"):
+            flex_attention(*CALL, None, outside)
+    with pytest.raises(ValueError, match=r"^seq_lengths: \(3,\); accepted are two integers, the numbers of queries and of keys$"):
+        BlockMask.from_kv_blocks(counts, indices, seq_lengths=(3,))
     with pytest.raises(IndexError, match="^index 2; accepted is -2 to 1$"):
         create_block_mask(causal, 2, 1, 8, 8, DEVICE)[2]
     with pytest.raises(ValueError, match="^block_mask: of 1 sequence, and its function depends on b; accepted is one of 2 sequences"):

@@ -147,7 +147,7 @@ class BlockMask:
     ):  # fmt: skip
         tensors = (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         given = dict(zip(_KEPT, tensors, strict=True))
-        refuse(*_wrong_tensors(given))
+        refuse(*_wrong_tensors(given), _wrong_lengths(seq_lengths))
         self.seq_lengths, self.BLOCK_SIZE, self.mask_mod = seq_lengths, _sizes(BLOCK_SIZE), mask_mod
         transposed = (q_num_blocks, q_indices, full_q_num_blocks, full_q_indices)
         unused = (dq_write_order, dq_write_order_full, dq_kv_order, dq_kv_order_spt)
@@ -234,7 +234,7 @@ class BlockMask:
         assert self._source is not None
         blocks, batch, heads, separates = self._source
         kept, whole = _grids(blocks)
-        for axis, length, size in ((2, *_firsts(self)), (3, *_lasts(self))):
+        for axis, length, size in ((2, blocks.seqlen_q, blocks.block_q), (3, blocks.seqlen_k, blocks.block_k)):
             if length % size:  # FlexAttention's whole blocks have all of their queries and keys
                 whole.narrow(axis, whole.shape[axis] - 1, 1).fill_(False)
         kept, whole = (x.expand(batch, heads, -1, -1) for x in (kept, whole))
@@ -355,6 +355,7 @@ class BlockMask:
         vars(moved).update({name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()})
         if self._source is not None:
             moved._source = self._source._replace(blocks=self._source.blocks.to(device))
+        moved._ready = None
         if self._ready is not None and is_ready(self, self._ready):
             blocks, function = self._ready[1]
             moved._ready = (state_of(moved), Ready(None if blocks is None else blocks.to(device), function))
@@ -489,15 +490,25 @@ def _checked_grid(mask: Any, name: str, indices_name: str) -> Tensor:
     if indices.shape[-2] < rows:
         accepted = f"accepted are {rows} rows, for {mask.seq_lengths[0]} queries in blocks of {mask.BLOCK_SIZE[0]}"
         raise ValueError(f"{indices_name}: {indices.shape[-2]} rows; {accepted}")
-    found = _grid(number, indices, max(columns, indices.shape[-1]))[..., :rows, :columns]
+    columns = max(columns, indices.shape[-1])
+    outside = _counted(number, indices) & ((indices < 0) | (indices >= columns))
+    if outside.any():
+        raise ValueError(
+            f"{indices_name}: block {int(indices[outside][0])}; accepted are 0 to {columns - 1}, for {mask.seq_lengths[1]} keys"
+        )
+    found = _grid(number, indices, columns)[..., :rows, : -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])]
     return found[(None,) * (4 - found.dim())]
 
 
 # Blocks as a grid of bools, and as counts and indices
 
 
+def _counted(number: Tensor, indices: Tensor) -> Tensor:
+    return torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
+
+
 def _grid(number: Tensor, indices: Tensor, columns: int) -> Tensor:
-    counts = torch.arange(indices.shape[-1], device=indices.device) < number[..., None]
+    counts = _counted(number, indices) & (indices >= 0) & (indices < columns)
     found = torch.zeros(*indices.shape[:-1], columns + 1, dtype=torch.bool, device=indices.device)
     # What does not count goes into a column that is dropped.
     return found.scatter_(-1, torch.where(counts, indices.long(), columns), True)[..., :columns]
@@ -524,14 +535,6 @@ def _grids(blocks: Blocks) -> tuple[Tensor, Tensor]:
     return kept, whole
 
 
-def _firsts(mask: BlockMask) -> tuple[int, int]:
-    return mask.seq_lengths[0], mask.BLOCK_SIZE[0]
-
-
-def _lasts(mask: BlockMask) -> tuple[int, int]:
-    return mask.seq_lengths[1], mask.BLOCK_SIZE[1]
-
-
 def _entry(x: Any, size: int) -> Any:
     """An entry of an index, which keeps its axis."""
     if isinstance(x, Tensor) and not x.dim() and x.dtype != torch.bool:
@@ -553,6 +556,12 @@ def _sizes(given: Any) -> tuple[int, int]:
         is_integer(wrong, "BLOCK_SIZE", size, 1, 2**31 - 1)
     refuse(*wrong)
     return int(sizes[0]), int(sizes[1])
+
+
+def _wrong_lengths(given: Any) -> Exception | None:
+    if isinstance(given, (tuple, list)) and len(given) == 2 and all(is_whole(x) and x >= 0 for x in given):
+        return None
+    return ValueError(f"seq_lengths: {shown(given)}; accepted are two integers, the numbers of queries and of keys")
 
 
 def _wrong_tensors(given: dict[str, Any]) -> list[Any]:
