@@ -13,6 +13,7 @@ accepted in the place of this module's. Any other name that torch.nn.attention.f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -185,11 +186,13 @@ def _largest(q: Tensor, k: Tensor, scale: float, score_mod: ScoreMod | None, vis
 
 def _of_all(function: Callable[..., Any], places: tuple[Tensor, ...], *scores: Tensor) -> Tensor:
     """function(score, b, h, i, j) of all pairs; without scores function(b, h, i, j)."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
+    try:
+        home = import_module("torch._dynamo._trace_wrapped_higher_order_op")
+    except ImportError:  # PyTorch 2.5
+        home = import_module("torch._higher_order_ops.flex_attention")
     for axis in (3, 2, 1, 0):
         function = torch.vmap(function, in_dims=(*(0 for _ in scores), *(0 if n == axis else None for n in range(4))))
-    with TransformGetItemToIndex():  # table[i] does not ask for the number of i
+    with home.TransformGetItemToIndex():  # table[i] does not ask for the number of i
         return function(*scores, *places)
 
 
