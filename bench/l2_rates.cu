@@ -1,4 +1,5 @@
-// The rates of the L2 cache for the Hopper backward: every SM adds to tiles of 48 KB in FP32, as dQ is added up, and loads as many bytes.
+// Measures the L2 cache under the load of the Hopper backward: every SM adds to tiles of 48 KB in FP32, as dQ is added up, and loads as
+// many bytes.
 //   nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a -I kernels -o l2_rates bench/l2_rates.cu && ./l2_rates
 // docs/lab/hopper-backward.md, step 40, has the results of an H200.
 #include <algorithm>
@@ -16,7 +17,7 @@ using namespace strobe;
 constexpr int kTile = 48 * 1024, kPiece = 8192, kSteps = 400, kTiles = 400, kAdding = 256;
 
 enum Adders { kNobody, kLanes, kCopyEngine };
-enum Places { kOwn, kCommon }; // each block has two tiles; or 64 blocks walk over the same 64 tiles
+enum Places { kOwn, kCommon }; // kOwn: each block has two tiles of its own; kCommon: 64 blocks walk over the same 64 tiles at the same time
 
 template <Places places> __device__ long tile_of(int step) {
   return (places == kCommon ? blockIdx.x / 64 * 64 + step % 64 : blockIdx.x * 2 + step % 2) * (long)kTile;

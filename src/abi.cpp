@@ -24,7 +24,7 @@ struct strobe_prepared {
 namespace strobe {
 namespace {
 
-// This thread's last failure, with its refusals also as the C structs that strobe_last_refusal() returns.
+// This thread's last failure, also with its refusals as the C structs that strobe_last_refusal() returns.
 struct Failure {
   std::string text;
   std::vector<Refusal> refusals;
@@ -48,9 +48,9 @@ thread_local Failure last;
 
 int32_t fail(strobe_status status, const char *what, const std::vector<Refusal> &refusals = {}) noexcept {
   try {
-    last = Failure(what, refusals); // a move keeps the vectors' places in memory
+    last = Failure(what, refusals); // the vectors keep their addresses when moved
   } catch (...) {
-    last = {}; // there is no memory even for the text
+    last = {}; // no memory is left for the text
   }
   return status;
 }
@@ -141,7 +141,7 @@ const Engine *engine_at(int32_t index) {
   return index >= 0 && static_cast<size_t>(index) < list.size() ? list[index] : nullptr;
 }
 
-// Writes what `says` returns about the kernels of a call on a GPU of this compute capability. The GPU need not be present.
+// Writes the text that `says` returns about a call's kernels on a GPU of this compute capability. The GPU need not be present.
 int32_t ahead_of_time(std::string (*says)(const Problem &, Direction, int cc), const strobe_attention *a, const strobe_tensors *t,
                       int32_t direction, int32_t compute_capability, char *text, size_t capacity, size_t *needed) {
   return guarded([&] {

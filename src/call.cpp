@@ -8,7 +8,7 @@ namespace strobe {
 
 Call::Call(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Direction direction, std::vector<Placed> *placed)
     : direction(direction) {
-  Reasons told; // validate() collects the reasons
+  Reasons told; // validate() adds its reasons here
   check_all([&] { problem = validate(a, t, direction, placed); }, [&] { execution = validate(e); },
             [&] { check_engine(read_versioned("attention", a, told).engine); });
   choice = choose(problem, execution, direction);

@@ -5,7 +5,7 @@
 
 namespace strobe {
 
-// A validated call, with every engine's answer.
+// A validated call with the answers of all engines.
 struct Call {
   Problem problem;
   Execution execution;
@@ -19,7 +19,7 @@ struct Call {
 // Runs the plan in the caller's workspace, or in one from the execution's allocator.
 void perform(const Decision &, const Problem &, const Execution &, Direction);
 
-// Makes every check and raises all refusals as one.
+// Makes all checks, and throws their refusals together.
 template <class... Checks> void check_all(Checks &&...checks) {
   Reasons found;
   auto run = [&](auto &check) {

@@ -16,22 +16,22 @@ struct Plan {
   int64_t tile_q = 0, tile_k = 0; // the tile (Br, Bc) that runs
   uint64_t workspace_bytes = 0;
   double predicted_seconds = 0;
-  std::vector<std::string> notes;      // what was rounded or fell back, and why; explain() prints them
-  std::shared_ptr<const void> program; // what the engine keeps from planning, so that run() need not compute it again
+  std::vector<std::string> notes;      // what was rounded or replaced, and why; explain() prints them
+  std::shared_ptr<const void> program; // what the engine keeps from planning, for run()
 };
 
 using Workspace = std::unique_ptr<void, std::function<void(void *)>>;
-using Answer = std::variant<Plan, std::string>; // a plan, or the reason against
+using Answer = std::variant<Plan, std::string>; // a plan, or the reason against the problem
 
 class Engine {
 public:
   virtual ~Engine() = default;
   virtual const char *name() const = 0;
-  virtual int32_t device_type() const { return STROBE_CPU; } // the device of the tensors that the engine takes
-  // The reason why this engine cannot run on this machine at all; empty if it can. Only the engines of a problem's device are asked: a CUDA
-  // driver that was once initialised cannot be used after a fork.
+  virtual int32_t device_type() const { return STROBE_CPU; } // the device of the tensors that the engine accepts
+  // The reason why this engine cannot run on this machine at all; empty if it can. Only engines of the problem's device are asked, because
+  // a CUDA driver that has been initialised cannot be used after a fork.
   virtual std::string missing() const = 0;
-  // Whether the engine runs only when asked for by name (the oracle, the ladder).
+  // Whether the engine runs only if asked for by name (the reference, the ladder).
   virtual bool only_by_name() const { return false; }
   virtual Answer plan(const Problem &, const Execution &, Direction) const = 0;
   // A workspace for one call, freed when the call returns.
@@ -42,7 +42,7 @@ public:
 
 // All engines, as src/engines.cpp lists them.
 const std::vector<const Engine *> &engines();
-// Every engine's answer, and the choice: the plan with the least predicted time.
+// Every engine's answer, and the chosen engine: the one whose plan has the least predicted time.
 struct Choice {
   struct Row {
     const Engine *engine;
@@ -50,11 +50,11 @@ struct Choice {
   };
   std::vector<Row> rows;
   int chosen = -1;      // index into rows; -1: none
-  bool follows = false; // the engine of the same call's forward was chosen, not the least predicted time
+  bool follows = false; // the engine of the same call's forward was chosen, whatever the predicted times
 };
 Choice choose(const Problem &, const Execution &, Direction);
-// choose() with answers from the caller's Ask, possibly for another machine. Ask is called for each engine of the problem's device,
-// with the problem and with variants of it.
+// choose() with the answers of `ask`, possibly for another machine. `ask` is called for each engine of the problem's device, with the
+// problem and with variants of it.
 using Ask = std::function<Answer(const Engine &, const Problem &, Direction)>;
 Choice choose(const Problem &, Direction, const Ask &);
 

@@ -21,7 +21,7 @@ Workspace Engine::allocate(const Problem &, const Execution &, uint64_t bytes) c
   return Workspace(memory, [](void *memory) { ::operator delete(memory, alignment); });
 }
 
-// Device by device, from the fastest family to the slowest: `strict` relies on this order. Each rung of the ladder has two entries of the
+// Device by device, from the fastest family to the slowest. `strict` relies on this order. Each rung of the ladder has two entries of the
 // same name, one for each device.
 const std::vector<const Engine *> &engines() {
   static const std::vector<const Engine *> list = [] {
@@ -47,7 +47,7 @@ const std::string &missing(const Engine &engine) {
 
 void check_engine(const char *wanted) {
   if (!wanted || !*wanted) return;
-  std::vector<std::string> names; // each name once, although some engines have a form for each device
+  std::vector<std::string> names; // each name once, because some engines have a form for each device
   for (const Engine *engine : engines()) {
     if (engine->name() == std::string(wanted)) return;
     if (std::find(names.begin(), names.end(), engine->name()) == names.end()) names.push_back(engine->name());
@@ -67,7 +67,7 @@ static void make_dense(View &x, int64_t heads, int64_t rows, int64_t width) {
   x.data = reinterpret_cast<char *>(uintptr_t{256});
   x.stride[3] = 1, x.stride[2] = width, x.stride[1] = rows * width, x.stride[0] = heads * rows * width;
 }
-// The problem with dense tensors, to be planned, but not run.
+// The problem with dense tensors. It is planned, but not run.
 static Problem stored_densely(Problem p) {
   const int64_t rows_q = p.varlen ? p.total_q : p.seqlen_q, rows_k = p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k;
   for (View *x : {&p.q, &p.dq}) make_dense(*x, p.heads, rows_q, p.head_dim);
@@ -77,15 +77,15 @@ static Problem stored_densely(Problem p) {
   return p;
 }
 
-// Whether the backward prefers the engine that the forward of the same call would choose. The backward's P is exp(S - LSE), and in fp32 on
-// a GPU two engines round S so differently that P would break the contract if S and LSE came from different engines.
+// Whether the backward prefers the engine that the forward of the same call would choose. The backward's P is exp(S - LSE). In FP32, two
+// engines on a GPU round S so differently that P would break the contract if S and LSE came from different engines.
 static bool follows_forward(const Problem &problem, Direction direction) {
   return direction == Direction::backward && problem.wishes.engine.empty() && problem.dtype == DType::f32 &&
          problem.device_type != STROBE_CPU;
 }
 
 // With `invariant`, the choice is the first engine that would support the call if its tensors were dense. If that engine does not support
-// the actual strides, no other engine replaces it, because the bits of two engines differ.
+// the actual strides, no other engine is chosen, because two engines give different bits.
 static void choose_first(Choice &choice, const Problem &problem, Direction direction, const Ask &ask) {
   const Problem dense = stored_densely(problem);
   choice.chosen = -1;
@@ -121,7 +121,7 @@ Choice choose(const Problem &problem, Direction direction, const Ask &ask) {
   }
   if (problem.invariant && problem.wishes.engine.empty()) choose_first(choice, problem, direction, ask);
   if (choice.chosen >= 0 && follows_forward(problem, direction)) {
-    const int same = choose(problem, Direction::forward, ask).chosen; // an index into either choice's rows: one per engine
+    const int same = choose(problem, Direction::forward, ask).chosen; // an index into the rows of either choice, which has one per engine
     if (same >= 0 && same != choice.chosen && std::holds_alternative<Plan>(choice.rows[same].answer))
       choice.chosen = same, choice.follows = true;
   }
@@ -136,7 +136,7 @@ Choice choose(const Problem &problem, const Execution &execution, Direction dire
   });
 }
 
-// The problem with dense tensors and without options (all that is not copied here), to be planned, but not run.
+// The problem with dense tensors, and without any option that is not copied here. It is planned, but not run.
 static Problem without_options(const Problem &p) {
   Problem plain;
   plain.batch = p.batch, plain.heads = p.heads, plain.heads_kv = p.heads_kv, plain.head_dim = p.head_dim, plain.head_dim_v = p.head_dim_v;
@@ -150,7 +150,7 @@ static Problem without_options(const Problem &p) {
     plain.*tensor = p.*tensor;
   for (View *x : {&plain.k, &plain.v}) {
     x->page_size = x->pages_each = 0, x->page_table = nullptr;
-    if (*x) x->dtype = p.dtype; // as if not quantised
+    if (*x) x->dtype = p.dtype; // without quantisation
   }
   return stored_densely(std::move(plain));
 }

@@ -13,7 +13,7 @@
 namespace strobe {
 namespace {
 
-// Headings with lines "label  value" below them, the values aligned.
+// Headings, with lines "label  value" below them. The values are aligned.
 class Page {
 public:
   void heading(const std::string &title) { page << title << "\n"; }

@@ -1,5 +1,5 @@
 // Compares the table of fields (strobe/fields.inc) with strobe.h. The structs have no padding, so the sizes of the members in the rows must
-// add up to the struct's size. The enums refuse a row that occurs twice, which could otherwise hide a missing row of the same size.
+// add up to the size of the struct. The enums refuse a row that occurs twice, because it could hide a missing row of the same size.
 #include <cstddef>
 
 #include "strobe/strobe.h"

@@ -36,10 +36,10 @@ Prepared::Prepared(const strobe_attention *a, const strobe_tensors *t, const str
     : direction_(direction) {
   const Call call(a, t, e, direction, &placed_);
   const Decision decision = call.decision();
-  problem_ = call.problem, problem_.lists.reset(); // each run has copies of its own
+  problem_ = call.problem, problem_.lists.reset(); // each run has its own copies of lists
   threads_ = call.execution.threads, reserved_sms_ = call.execution.reserved_sms, engine_ = decision.engine, plan_ = decision.plan;
 
-  Reasons none; // receives no reason: the call's reasons were raised when it was prepared
+  Reasons none; // stays empty: the reasons against the call were thrown when it was prepared
   const strobe_tensors given = read_versioned("tensors", t, none);
   for (const Field &field : kFields) {
     Was &was = was_.emplace_back();
@@ -100,7 +100,7 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   if (const auto lists = own_lists(problem)) check_contents(problem, [&](const int32_t *list, int64_t) { return lists->at(list); });
   how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;
   const Execution execution = validate(&how);
-  if (update_longest(problem)) // other lengths: the call is planned again
+  if (update_longest(problem)) // the lengths are others: the call is planned again
     perform(decide(problem, execution, direction_, choose(problem, execution, direction_)), problem, execution, direction_);
   else
     perform({engine_, plan_}, problem, execution, direction_);

@@ -15,20 +15,20 @@ public:
   void run(const strobe_addresses *, const strobe_execution *) const;
 
 private:
-  // A tensor as it was when the call was prepared.
+  // A tensor at the time when the call was prepared.
   struct Was {
     bool present = false;
     const char *address = nullptr;
     int32_t placed = -1; // index into placed_; -1: this direction does not use the tensor
   };
 
-  Problem problem_; // with the addresses of the call that was prepared
+  Problem problem_; // with the addresses at the time when the call was prepared
   Direction direction_;
   int32_t threads_, reserved_sms_;
   const Engine *engine_;
   Plan plan_;
   std::vector<Placed> placed_;
-  std::vector<Was> was_; // by field
+  std::vector<Was> was_; // indexed by field
 };
 
 } // namespace strobe

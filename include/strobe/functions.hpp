@@ -1,11 +1,11 @@
-// Functions of the score and of the mask in C++: an ordinary lambda is called once and records the operations that it makes.
+// Functions of the score and of the mask in C++: an ordinary lambda is called once, and the operations that it makes are recorded.
 //
 //   attention.score_function = strobe::score_function([](strobe::Real x, auto b, auto h, auto i, auto j) {
 //     return 30 * tanh(x / 30) + strobe::captured<strobe::Real>(0)(h, j - i);
 //   });
 //   attention.mask_function = strobe::mask_function([](auto b, auto h, auto i, auto j) { return j <= i; });
 //
-// Numbers become constants, which may change without a new compilation. docs/functions.md has the rules.
+// Numbers in the lambda become constants, which may change without a new compilation. docs/functions.md has the rules.
 #pragma once
 #include <algorithm>
 #include <concepts>
@@ -35,7 +35,7 @@ inline int32_t record(strobe_operation operation, std::initializer_list<int32_t>
 struct Node {
   int32_t node;
 };
-struct Made {}; // picks the constructors from a node
+struct Made {}; // selects the constructors that take a node
 
 } // namespace detail
 
@@ -69,7 +69,7 @@ public:
   STROBE_BINARY(Integer, Integer, operator-, SUBTRACT)
   STROBE_BINARY(Integer, Integer, operator*, MULTIPLY)
   STROBE_BINARY(Integer, Integer, floor_divide, FLOOR_DIVIDE) // rounded down, unlike C++'s own division
-  STROBE_BINARY(Integer, Integer, remainder, REMAINDER)       // with the divisor's sign
+  STROBE_BINARY(Integer, Integer, remainder, REMAINDER)       // the result has the divisor's sign
   STROBE_BINARY(Integer, Integer, operator&, AND)
   STROBE_BINARY(Integer, Integer, operator|, OR)
   STROBE_BINARY(Integer, Integer, operator^, XOR)
@@ -149,7 +149,7 @@ public:
   STROBE_BINARY(Boolean, Real, operator>=, GREATER_EQUAL)
 };
 
-// An integer beside a number with a fraction is a real.
+// An Integer and a number with a fraction give a Real.
 #define STROBE_MIXED(name)                                                                                                                 \
   template <std::floating_point T> Real name(Integer a, T b) { return name(Real(a), Real(b)); }                                            \
   template <std::floating_point T> Real name(T a, Integer b) { return name(Real(a), Real(b)); }
@@ -162,7 +162,7 @@ STROBE_MIXED(operator/)
 #undef STROBE_UNARY
 #undef STROBE_MIXED
 
-// What the branch that is not taken would give has no effect, nor has its derivative.
+// The branch that is not taken has no effect, and neither has its derivative.
 inline Real where(Boolean condition, Real a, Real b) {
   return Real(detail::Made{}, detail::record(STROBE_OP_WHERE, {condition.node, a.node, b.node}));
 }
@@ -173,7 +173,7 @@ inline Boolean where(Boolean condition, Boolean a, Boolean b) {
   return Boolean(detail::Made{}, detail::record(STROBE_OP_WHERE, {condition.node, a.node, b.node}));
 }
 
-// captured_n of the call, of which it reads an element: captured<Real>(0)(h, j). The kind is that of the tensor's dtype.
+// The call's tensor captured_n. An element is read by captured<Real>(0)(h, j). Kind is that of the tensor's dtype.
 template <class Kind> class captured {
 public:
   explicit captured(int32_t number) : n(number) {}
@@ -186,7 +186,7 @@ private:
   int32_t n;
 };
 
-// The offset of causal, windows and ALiBi: Sk - Sq of the sequence at bottom right, 0 at top left.
+// The offset of causal masks, windows and ALiBi: Sk - Sq of the sequence if they are aligned at bottom right, 0 at top left.
 inline Integer offset() { return Integer(detail::Made{}, detail::record(STROBE_OP_OFFSET)); }
 
 namespace detail {

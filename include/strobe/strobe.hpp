@@ -34,7 +34,7 @@ inline namespace api {
 
 // ---- errors ----------------------------------------------------------------------------------------------------------------------------
 
-// Why one argument was refused, in parts: strobe_refusal in strobe.h.
+// Why one argument was refused: the parts of strobe_refusal (strobe.h).
 struct Refusal {
   struct Value {
     strobe_value_kind kind;
@@ -42,7 +42,7 @@ struct Refusal {
     double number;
     std::string text;
     std::vector<int64_t> sizes;
-    std::vector<std::string> roles; // the roles of axes, with STROBE_VALUE_AXES
+    std::vector<std::string> roles; // with STROBE_VALUE_AXES: the roles of the axes
     int32_t or_one;
   };
   std::string argument;
@@ -53,7 +53,7 @@ struct Refusal {
 
 struct Error : std::runtime_error {
   strobe_status status;
-  std::vector<Refusal> refusals; // InvalidArgument: the refusals that what() lists in lines
+  std::vector<Refusal> refusals; // InvalidArgument: the refusals, of which each is a line of what()
   Error(strobe_status code, const std::string &text, std::vector<Refusal> why = {})
       : std::runtime_error(text), status(code), refusals(std::move(why)) {}
 };
@@ -152,7 +152,7 @@ class ConstTensor {
 public:
   ConstTensor() = default;
   explicit ConstTensor(const strobe_tensor &given) : tensor(given), present(true) {} // device memory, or any other tensor of strobe.h
-  // A contiguous tensor, or one with strides. The range has to hold every element that they reach.
+  // A contiguous tensor, or one with strides. The range must hold every element of the tensor.
   template <std::ranges::contiguous_range Range>
   ConstTensor(Range &&elements, const Shape &shape) : ConstTensor(elements, shape, contiguous(shape)) {}
   template <std::ranges::contiguous_range Range> ConstTensor(Range &&elements, const Shape &shape, const Shape &strides) : present(true) {
@@ -178,7 +178,8 @@ public:
   }
 
   explicit operator bool() const { return present; }
-  // The strobe_tensor; null if it is absent. Throws InvalidArgument, under the argument's name, if the range is too short for the shape.
+  // The strobe_tensor; null if the tensor is absent. If the range is too short for the shape, throws InvalidArgument under the argument's
+  // name.
   const strobe_tensor *get(const char *name) const {
     if (!wrong.empty()) throw detail::refused(name, STROBE_CODE_MEMORY, wrong);
     return present ? &tensor : nullptr;
@@ -197,7 +198,7 @@ public:
 private:
   strobe_tensor tensor{};
   bool present = false;
-  std::string wrong; // the reason why no call can accept it; empty: none
+  std::string wrong; // the reason why no call can accept the tensor; empty: none
 };
 
 // A tensor that a call may write.
@@ -218,7 +219,7 @@ public:
 enum class Alignment : int32_t { bottom_right = STROBE_BOTTOM_RIGHT, top_left = STROBE_TOP_LEFT };
 enum class Score : int32_t { dot = STROBE_DOT, hyperbolic = STROBE_HYPERBOLIC };
 
-// Which rows, heads and sequences of a larger problem the tensors hold: see strobe_part.
+// Which rows, heads and sequences of a larger problem the tensors hold (strobe_part).
 struct Part {
   ConstTensor q_ranges = {}, k_ranges = {};   // int64 (B|1, n, 2)
   ConstTensor seqlens_q = {}, seqlens_k = {}; // int64 (B|1)
@@ -226,12 +227,12 @@ struct Part {
   bool partial = false;
 };
 
-// A function of the caller's, as strobe_function has it.
+// A function of the caller, like strobe_function.
 struct Function {
-  std::vector<strobe_node> nodes = {}; // the last one is the result
+  std::vector<strobe_node> nodes = {}; // the last node is the result
 };
 
-// What is computed, and on what. A tensor left out is absent.
+// What is computed, and from which tensors. A tensor that is not given is absent.
 struct Attention {
   ConstTensor q = {}, k = {}, v = {};
 
@@ -246,15 +247,15 @@ struct Attention {
 
   double dropout = 0;
   uint64_t seed = 0, offset = 0;
-  ConstTensor rng = {}; // instead of seed and offset
+  ConstTensor rng = {}; // replaces seed and offset
 
   ConstTensor cu_seqlens_q = {}, cu_seqlens_k = {}; // if given, sequences are packed
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   ConstTensor seqused_k = {};  // how many keys of each sequence count; absent: all
-  ConstTensor page_table = {}; // if given, k and v are pools of pages; forward alone
+  ConstTensor page_table = {}; // if given, k and v are pools of pages; forward only
 
-  ConstTensor k_scale = {}, v_scale = {}; // if given, k and v are quantised; forward alone
-  int64_t k_scale_group = 0;              // 0: a scale for each key and head; else one for each column of this many rows of k
+  ConstTensor k_scale = {}, v_scale = {}; // if given, k and v are quantised; forward only
+  int64_t k_scale_group = 0;              // 0: one scale for each key and head; else one for each column of this many rows of k
 
   int64_t block_q = 0, block_k = 0; // for block sparsity
   ConstTensor block_rows = {}, block_cols = {}, block_rows_t = {}, block_cols_t = {};
@@ -272,12 +273,12 @@ struct Attention {
 
 struct Forward {
   Tensor out = {}, lse = {};
-  Tensor max_logit = {}, column_sums = {}; // if given, they take another pass over the scores
+  Tensor max_logit = {}, column_sums = {}; // if given, the call takes another pass over the scores
 };
-// A gradient left out is not computed.
+// A gradient that is not given is not computed.
 struct Backward {
   ConstTensor out = {}, lse = {}, dout = {}, dlse = {};
-  ConstTensor delta = {};  // given instead of out with a partial part
+  ConstTensor delta = {};  // replaces out in a partial part
   bool accumulate = false; // adds to dq, dk and dv, which are then float32 (float64 if q is)
   Tensor dq = {}, dk = {}, dv = {}, dbias = {}, dsinks = {};
   Tensor dcaptured_0 = {}, dcaptured_1 = {}, dcaptured_2 = {}, dcaptured_3 = {}; // of what score_function reads
@@ -291,14 +292,14 @@ struct Execution {
   void *pool = nullptr;
   void *stream = nullptr;
   std::span<std::byte> workspace = {};
-  int32_t reserved_sms = 0;                                     // multiprocessors of the GPU that are left to other work
-  void *(*allocate)(void *allocator, uint64_t bytes) = nullptr; // provides the workspace if `workspace` is empty and one is needed
+  int32_t reserved_sms = 0;                                     // multiprocessors of the GPU that are left for other work
+  void *(*allocate)(void *allocator, uint64_t bytes) = nullptr; // provides the workspace if one is needed and `workspace` is empty
   void *allocator = nullptr;                                    // passed to allocate
 };
 
 namespace detail {
 
-// Sets a member of a struct of strobe.h, for each row of fields.inc. The types are the same, or one of these pairs.
+// Sets a member of a struct of strobe.h, for each row of fields.inc. Both types are the same, or they are one of these pairs.
 template <class T> void put(T &to, const T &from, const char *) { to = from; }
 template <std::same_as<bool> Flag> void put(int32_t &to, Flag from, const char *) { to = from; }
 template <class Choice>
@@ -315,7 +316,7 @@ struct RawAttention : strobe_attention {
     size = sizeof(strobe_attention);
 #define STROBE_OPTION(name) put(name, a.name);
 #define STROBE_OPTIONAL(name) has_##name = a.name.has_value(), put(name, a.name.value_or(0));
-#define STROBE_BACKWARD_MODE(name) // see below
+#define STROBE_BACKWARD_MODE(name) // used further below
 #define STROBE_RESERVED(name)
 #include "strobe/fields.inc"
   }
@@ -403,7 +404,7 @@ inline void backward(const Attention &attention, const Backward &gradients, cons
   detail::check(strobe_backward(&a, &t, &e));
 }
 
-// Reports what would run for these arguments of forward() or backward().
+// Reports what a forward() or backward() with these arguments would run.
 template <detail::Direction D> strobe_plan plan(const Attention &attention, const D &direction, const Execution &execution = {}) {
   const detail::RawAttention a(attention, direction);
   const auto t = detail::raw(attention, direction);
@@ -430,7 +431,7 @@ template <detail::Direction D> std::string explain(const Attention &attention, c
   return text;
 }
 
-// A call that is validated once and can run often on other addresses (strobe_prepare). Several threads may run it at the same time.
+// A call that is validated once and can run many times on other addresses (strobe_prepare). Several threads may run it at the same time.
 class Prepared {
 public:
   template <detail::Direction D> Prepared(const Attention &attention, const D &direction, const Execution &execution = {}) {
@@ -447,7 +448,7 @@ public:
     detail::check(strobe_prepared_plan(prepared.get(), &plan));
     return plan;
   }
-  // Runs the call on these addresses, whose `size` need not be set.
+  // Runs the call on these addresses. Their `size` need not be set.
   void run(strobe_addresses addresses, const Execution &execution = {}) const {
     addresses.size = sizeof addresses;
     const auto e = detail::raw(execution);
@@ -461,7 +462,7 @@ private:
   std::unique_ptr<strobe_prepared, Release> prepared;
 };
 
-// Writes keep, a bool (B,H,Sq,Sk), which is true where dropout keeps the element. Reads dropout, seed, offset and rng of the attention.
+// Writes keep, a bool (B,H,Sq,Sk): true where dropout keeps the element. Uses dropout, seed, offset and rng of the attention.
 inline void dropout_mask(const Attention &attention, const Tensor &keep, const Execution &execution = {}) {
   const detail::RawAttention a(attention);
   const auto e = detail::raw(execution);
@@ -470,9 +471,9 @@ inline void dropout_mask(const Attention &attention, const Tensor &keep, const E
 
 struct EngineInfo {
   std::string name;
-  std::optional<std::string> missing; // the reason why it cannot run on this machine
+  std::optional<std::string> missing; // the reason why the engine cannot run on this machine
 };
-// Each name once. An engine with a form for each device can run if either form can.
+// The engines, each name once. An engine that has a form for each device can run if either form can.
 inline std::vector<EngineInfo> engines() {
   std::vector<EngineInfo> list;
   for (int32_t i = 0; const char *name = strobe_engine_name(i); i++) {

@@ -1,4 +1,4 @@
-// The arguments of kernels, written by the host and read by the device: plain structs, the same bytes in both.
+// The arguments of kernels: plain structs, which the host writes and the device reads.
 #pragma once
 #include "divisor.h"
 #include "features.h"
@@ -7,9 +7,9 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// A tensor with the axes (batch, head, row, column). Strides count elements and are 0 where an axis is broadcast or absent. Varlen tensors
-// have batch stride 0, and their rows are the packed tokens. mask, bias: (batch, head, query, key); slopes: (batch, head, -, -); sinks:
-// (-, head, -, -); lse, dlse: (batch, head, query, -).
+// A tensor with the axes (batch, head, row, column). Strides count elements, and are 0 where an axis is broadcast or absent. Varlen tensors
+// have batch stride 0, and their rows are the packed tokens. Axes of mask and bias: (batch, head, query, key); of slopes: (batch, head, -,
+// -); of sinks: (-, head, -, -); of lse and dlse: (batch, head, query, -).
 struct Operand {
   void *data;
   i64 stride[4];
@@ -19,11 +19,11 @@ struct Operand {
   STROBE_FN explicit operator bool() const { return data != nullptr; }
 };
 
-// The kept mask blocks as CSR: a list of key blocks for each query block, or transposed.
+// The kept mask blocks as CSR: for each query block, a list of key blocks; transposed, for each key block, a list of query blocks.
 struct BlockList {
   const i32 *offsets, *indices;        // offsets: (batch, heads, rows + 1), absolute
   i64 count;                           // entries
-  i64 rows, batch_stride, head_stride; // strides of offsets; 0: broadcast
+  i64 rows, batch_stride, head_stride; // strides of offsets, in elements; 0: broadcast
   i64 row_tokens, column_tokens;       // the size of a mask block, in tokens
 
   // The list of row `row` of mask blocks. Entries are clamped, never trusted.
@@ -36,36 +36,36 @@ struct BlockList {
 
 // The rows of one sequence that the tensors hold.
 struct HeldRows {
-  i64 q0, k0; // first packed token; 0 when dense
+  i64 q0, k0; // first packed token; 0 if sequences are not packed
   i64 seqlen_q, seqlen_k;
 };
 
-// One sequence of the batch: where its tokens lie and which keys are visible. Positions within a sequence fit 31 bits (the host refuses
-// more).
+// One sequence of the batch: where its tokens lie, and which keys are visible. Positions within a sequence fit 31 bits; the host refuses
+// longer sequences.
 struct Sequence {
-  i64 q0, k0; // first packed token; 0 when dense
+  i64 q0, k0; // first packed token; 0 if sequences are not packed
   Band band;
 };
 
-// Where the keys of one sequence lie if K and V are pools of pages. A key for which the table names no page of the pools is missing, and
-// therefore hidden.
+// Where the keys of one sequence lie if K and V are pools of pages. A key is missing, and therefore hidden, if the table's entry for it is
+// not the number of a page.
 struct SequencePages {
   const i32 *table;
   u32 page, pages; // keys per page; pages in the pools
-  i32 shift;       // log2 of page; -1: page is no power of two
+  i32 shift;       // log2 of page; -1: page is not a power of two
 
   STROBE_FN u32 number(i32 j) const { return shift >= 0 ? (u32)j >> shift : (u32)j / page; }
   STROBE_FN bool lacks(i32 j) const { return (u32)table[number(j)] >= pages; }
-  // The distance, in elements, from a head's row 0 of page 0 to the row of key j; for a missing key, to some row that may be read.
+  // The distance, in elements, from a head's row 0 of page 0 to the row of key j. For a missing key: to a row that may be read.
   STROBE_FN i64 offset(i32 j, i64 page_stride, i64 row_stride) const {
     const u32 n = number(j);
     return offset_of((u32)table[n], (u32)j - n * page, page_stride, row_stride);
   }
-  // The distance, in elements, from a head's row 0 of page 0 to row `slot` of the page that `entry` of the table names.
+  // The distance, in elements, from a head's row 0 of page 0 to row `slot` of the page in `entry`, an entry of the table.
   STROBE_FN i64 offset_of(u32 entry, u32 slot, i64 page_stride, i64 row_stride) const {
     return (entry < pages ? (i64)entry * page_stride : 0) + (i64)slot * row_stride;
   }
-  // Whether any of the keys [begin, end) is missing. This thread checks only every count-th page of the range, from number `first` on.
+  // Whether any of the keys [begin, end) is missing. This thread checks every count-th page of the range, starting with number `first`.
   STROBE_FN bool lacks_some(i32 begin, i32 end, u32 first, u32 count) const {
     bool some = false;
     for (u32 n = number(begin) + first; n <= number(end - 1); n += count) some |= (u32)table[n] >= pages;
@@ -75,11 +75,11 @@ struct SequencePages {
 
 // The pages of all sequences (Features::pages).
 struct Pages {
-  const i32 *table; // (batch, pages of a sequence): the page that holds the next keys; null: K and V are not paged
-  u32 row;          // the distance of two sequences in the table, in entries
+  const i32 *table; // (batch, pages of a sequence): the pages that hold a sequence's keys, in order; null: K and V are not paged
+  u32 row;          // entries of the table from one sequence to the next
   u32 count;        // pages in the pools
   Divisor size;     // keys per page
-  i32 shift;        // log2 of size; -1: size is no power of two
+  i32 shift;        // log2 of size; -1: size is not a power of two
 
   STROBE_FN const i32 *table_of(i64 b) const { return table + (u64)(u32)b * row; }
   STROBE_FN SequencePages of(i64 b) const { return {table_of(b), size.by, count, shift}; }
@@ -87,14 +87,14 @@ struct Pages {
 
 struct PartTable; // part.h
 
-// A tensor that the caller's functions read. Its dtype and its number of axes are part of their code.
+// A tensor that a function of the caller reads. Its dtype and number of axes are part of the function's code.
 struct CapturedOperand {
   const void *data;
   i64 stride[4];
   i64 size[4];
 };
-// What the caller's functions are given: their numbers, each in the type that their code reads (an int64, or the kernel's real type), and
-// the tensors that they capture.
+// What functions of the caller read: numbers, each in the type that the code reads (an int64, or the kernel's real type), and captured
+// tensors.
 struct FunctionArguments {
   static constexpr i32 kNumbers = 32, kDivisors = 8, kCaptured = 8;
   u64 numbers[kNumbers];
@@ -104,27 +104,27 @@ struct FunctionArguments {
 
 struct Inputs {
   Operand q, k, v, mask, bias, slopes, sinks;
-  const i32 *cu_seqlens_q, *cu_seqlens_k; // null when dense; keys in pages are never packed
-  const i32 *seqused_k;                   // (batch): how many keys of each sequence count; null: all
+  const i32 *cu_seqlens_q, *cu_seqlens_k; // null if sequences are not packed; keys in pages are never packed
+  const i32 *seqused_k;                   // (batch): how many keys of each sequence count; null: all of them
   Pages pages;
-  const PartTable *part;             // which rows of a larger problem the tensors hold (Features::part); null: all
+  const PartTable *part;             // which rows of a larger problem the tensors hold (Features::part); null: all rows
   i64 seqlen_q, seqlen_k;            // lengths of the longest sequence
   i64 total_q, total_k;              // varlen: the number of packed tokens
   i64 left, right;                   // the window; Band::kFar: unbounded
   i32 batch, heads, heads_kv, group; // group = heads / heads_kv
   i32 head_dim, head_dim_v;
   i32 bottom_right;
-  u32 threshold;     // dropout keeps an element if its byte is below
-  double scale, cap; // cap: with kCapped
+  u32 threshold;     // dropout keeps an element whose byte is below it
+  double scale, cap; // cap is used with kCapped
   u64 seed, offset;
   const i64 *rng;             // if not null: seed and offset in device memory
   BlockList blocks, blocks_t; // the backward reads both, the forward only blocks
   double beta, shift;         // for hyperbolic scores
-  FunctionArguments function; // of Features::program
+  FunctionArguments function; // used with Features::program
 
   template <Features F = Features{}> STROBE_FN Sequence sequence(i64 b) const {
     i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;
-    if (cu_seqlens_q) { // clamped, never trusted
+    if (cu_seqlens_q) { // the caller's values are clamped, never trusted
       q0 = min(max((i64)cu_seqlens_q[b], 0ll), total_q);
       nq = min(min(max((i64)cu_seqlens_q[b + 1], q0), total_q) - q0, seqlen_q);
       if constexpr (!F.pages) {
@@ -143,7 +143,8 @@ struct Inputs {
     const Sequence s = sequence<without_seqused(F)>(b);
     return {s.q0, s.k0, s.band.seqlen_q, s.band.seqlen_k};
   }
-  // The index of a query's row in contiguous scratch with one entry per row: (batch, head, query), varlen (head, token).
+  // The index of a query's row in contiguous scratch with one entry per row. The scratch's axes: (batch, head, query), or (head, token) for
+  // varlen.
   STROBE_FN i64 row_index(i64 b, i64 h, i64 row) const { return cu_seqlens_q ? h * total_q + row : (b * heads + h) * seqlen_q + row; }
   STROBE_FN i64 rows() const { return cu_seqlens_q ? heads * total_q : (i64)batch * heads * seqlen_q; }
 
@@ -154,36 +155,36 @@ private:
   }
 };
 
-// Bounds of the number of keys in one share, where sequences have uneven lengths (device/uneven_shares.h).
+// Bounds of the number of keys in one share, for sequences of uneven lengths (device/uneven_shares.h).
 STROBE_FN constexpr i32 least_keys_of_share() { return 256; }
 STROBE_FN constexpr i32 enough_keys_of_share() { return 4096; }
 
 struct ForwardArguments {
   Inputs in;
   Operand out, lse; // lse may be null
-  // How many splits the keys are divided into. If more than 1, each split stores its O, normalised, to partial_out, fp32 (splits, rows,
+  // How many splits the keys are divided into. With several splits, each stores its O, normalised, to partial_out, FP32 (splits, rows,
   // head_dim_v), and its LSE to partial_lse (splits, rows).
   i32 splits;
   i32 bundle; // (batch, head) pairs whose tiles run together, sharing the L2 cache
   float *partial_out, *partial_lse;
-  // These replace `splits` for sequences of uneven lengths (device/uneven_shares.h). extra_shares: the largest number of shares beyond one
-  // per sequence; round_shares: how many shares fill the GPU once. Shares are numbered through all sequences. Each stores its O, (shares,
-  // heads, seqlen_q, head_dim_v), and its LSE to partial_out and partial_lse, unless it is its sequence's only share. share_places:
-  // (batch, 2), each sequence's first share, and how many shares it has.
+  // For sequences of uneven lengths (device/uneven_shares.h) the following members replace `splits`. extra_shares: the largest number of
+  // shares beyond one per sequence. round_shares: how many shares fill the GPU once. Shares are numbered through all sequences. A share
+  // stores its O, (shares, heads, seqlen_q, head_dim_v), and its LSE to partial_out and partial_lse, unless it is its sequence's only
+  // share. share_places: (batch, 2), each sequence's first share and number of shares.
   i32 extra_shares, round_shares;
   i32 *share_places;
 };
 
-// The arguments of the passes after a forward that make max_logit and column_sums; either result may be null.
+// The arguments of the passes that make max_logit and column_sums after a forward. Either result may be null.
 struct AuxiliaryArguments {
   Inputs in;
   Operand lse, max_logit, column_sums; // (batch, head, query, -), (batch, head, -, -), (batch, query head, key, -)
   void *largest;                       // the largest score of each (batch, head, tile of keys), in lse's type
-  void *inverse;                       // (rows), in lse's type, for column_sums: the factor by which a row of P is corrected
+  void *inverse;                       // for column_sums, (rows), in lse's type: the factor by which a row of P is corrected
   i32 tiles;                           // tiles of keys per head
 };
 
-// The arguments of the pass that adds up dK and dV where the query heads of a key head are divided into shares, one for each thread block.
+// The arguments of the pass that adds up dK and dV if the query heads of a key head are divided into shares, one for each thread block.
 // dk_shares, dv_shares: FP32, (batch, share, key, column); the shares of a key head follow one another.
 struct SharesArguments {
   Inputs in;
@@ -195,20 +196,20 @@ struct SharesArguments {
 struct BackwardArguments {
   Inputs in;
   Operand out, lse, dout, dlse, dq, dk, dv, dbias, dsinks; // gradients that are not asked for are null
-  Operand given_delta; // in a partial part, which has no `out`: rowsum(dO * O) of whole rows, (batch, head, query, -), in lse's type
-  void *delta;   // (2, rows), in lse's type: D = rowsum(dO * O) - dLSE, and LSE's correction (device/settle_row.h; the ladder: D alone)
-  float *dq_sum; // FP32, dq_sums times (rows, head_dim of the kernel): the sum to which key tiles add dQ
-  // A counter from which thread blocks draw tickets for tiles of keys. In deterministic mode a block then waits only for blocks that have
-  // begun; on Hopper, persistent blocks draw their next tile from it.
+  Operand given_delta; // for a partial part, which has no `out`: rowsum(dO * O) of whole rows, (batch, head, query, -), in lse's type
+  void *delta;   // (2, rows), in lse's type: D = rowsum(dO * O) - dLSE, and LSE's correction (device/settle_row.h); in the ladder D alone
+  float *dq_sum; // FP32, dq_sums times (rows, head_dim of the kernel): the sum to which key tiles add their dQ
+  // A counter from which thread blocks draw tickets for tiles of keys. In deterministic mode, a block then waits only for blocks that have
+  // already begun. On Hopper, persistent blocks draw their next tile from it.
   u32 *ticket;
-  u32 *turns; // deterministic mode: for each query tile (in some families for each of its warps), how many key tiles have added to it
+  u32 *turns; // deterministic mode: how many key tiles have added to each query tile (in some families: to each warp's part of it)
   i32 deterministic;
   i32 bundle; // (batch, key head) pairs whose tiles run together, sharing the L2 cache
-  // Hopper, for each tile of tile_q queries: -LSE in exp2's unit, and D; with natural_lse -LSE, its correction in exp2's unit
-  // (kernels/device/settle_row.h) and D. A query that does not exist or sees no key has -inf and 0; a query whose dO is not finite has NaN
-  // and 0; a query of which only LSE is not finite has -LSE and 0.
+  // Hopper, for each tile of tile_q queries: -LSE in exp2's unit, and D. With natural_lse: -LSE, its correction in exp2's unit
+  // (kernels/device/settle_row.h), and D. The values are -inf and 0 for a query that does not exist or sees no key, NaN and 0 if dO is not
+  // finite, and -LSE and 0 if only LSE is not finite.
   float *rows;
-  i32 first_stores; // dq_sum is not cleared: the first block that reaches a tile stores instead of adding
+  i32 first_stores; // dq_sum is not cleared: the first block at a tile stores instead of adding
   i32 natural_lse;  // Features::unbounded()
   i32 dq_sums;      // how many copies of dQ's sum dq_sum holds, one after another: a power of two (attention/dq_sum.h)
 };

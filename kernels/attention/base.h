@@ -1,5 +1,6 @@
-// Types and functions that every file shared by host and device needs. No standard or CUDA header is included, so that NVRTC compiles these
-// files unchanged. On the host each instruction set's translation unit defines STROBE_ISA, so that its inline functions are its own.
+// Types and functions for all files that host and device share. No standard or CUDA header is included, so that NVRTC compiles these files
+// unchanged. On the host, the translation unit of each instruction set defines STROBE_ISA, so that it shares no inline function with
+// another unit.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -29,7 +30,7 @@ STROBE_FN constexpr i64 div_up(i64 a, i64 b) { return (a + b - 1) / b; }
 STROBE_FN constexpr i64 round_up(i64 a, i64 b) { return div_up(a, b) * b; }
 STROBE_FN constexpr i64 round_down(i64 a, i64 b) { return a / b * b; }
 
-// One of two types.
+// The first or the second of two types.
 template <bool kFirst, class A, class B> struct Either {
   using type = A;
 };

@@ -1,10 +1,10 @@
-// Division by a number that the host knows, as one multiplication.
+// Division by a number that the host knows in advance, as one multiplication.
 #pragma once
 #include "base.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// Exact for dividends below 2^31 (Granlund and Montgomery 1994).
+// The quotient is exact for dividends below 2^31 (Granlund and Montgomery 1994).
 struct Divisor {
   u32 by, multiplier, shift;
 

@@ -1,34 +1,34 @@
-// Parts of a larger problem: the table that says which rows the tensors hold (Inputs::part), and how tiles of these rows are counted. The
-// table lies in the workspace (passes/part_table.h). In a part the sizes in `Inputs` are those of the held rows, and positions are those of
-// the whole sequences.
+// Parts of a larger problem: the table of the rows that the tensors hold (Inputs::part), and how tiles of these rows are counted. The table
+// lies in the workspace (passes/part_table.h). In a part, the sizes in `Inputs` count held rows, and positions count in the whole
+// sequences.
 #pragma once
 #include "arguments.h"
 #include "features.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// Rows [local, local + length) of a sequence are the positions from start on.
+// The rows [local, local + length) that the tensors hold of a sequence are the positions from `start` on.
 struct HeldRange {
   i32 start, length, local;
   STROBE_FN i32 end() const { return start + length; }
   STROBE_FN i32 shift() const { return local - start; } // row - position
 };
 
-// The lists follow this table in memory.
+// In memory, the lists of ranges and lengths follow this table.
 struct PartTable {
-  i64 lse_low; // partial part: the distance, in elements, from a row's LSE to its second number
+  i64 lse_low; // in a partial part: the distance, in elements, from the first number of a row's LSE to the second one
   i32 first_head, first_batch;
   i32 count_q, count_k;                     // ranges per sequence
   i32 columns;                              // columns of mask, bias and dbias: positions of the longest sequence
   i32 step_q, step_k;                       // words between the ranges of two sequences; 0: all sequences have the same ranges
-  i32 step_whole_q, step_whole_k;           // the same for the lengths of whole sequences
+  i32 step_whole_q, step_whole_k;           // the same for the lists of lengths of whole sequences
   i32 ranges_q, ranges_k, whole_q, whole_k; // where the lists begin, in words
   i32 unused;
 
   STROBE_FN const i32 *words() const { return (const i32 *)this; }
 };
 
-// The arguments of the kernel that writes the table: some of the table's words.
+// The arguments of the kernel that writes the table: a piece of the table's words.
 enum : i32 { kMostWords = 1016 };
 struct WordArguments {
   i32 *to;
@@ -36,12 +36,12 @@ struct WordArguments {
   i32 words[kMostWords];
 };
 
-// The number of tile numbers of a sequence that holds `rows` rows in `count` ranges. Each tile lies within one range. A range's first tile
-// begins where the range does; with block sparsity, tiles are cut at multiples of `tile` as well. So some numbers belong to empty tiles.
+// How many tile numbers a sequence has that holds `rows` rows in `count` ranges. Each tile lies within one range, and a range's first tile
+// begins where the range does. With block sparsity, tiles also end at multiples of `tile`. So some numbers belong to empty tiles.
 STROBE_FN constexpr i64 spare_tiles(bool blocks) { return blocks ? 2 : 1; } // per range
 STROBE_FN constexpr i64 part_tiles(i64 rows, i64 count, i64 tile, bool blocks) { return rows / tile + count * spare_tiles(blocks); }
 
-// The first n below `count` for which is_so(n) is true, or `count`. If is_so(n) is true, it must be true for all larger n.
+// The first n below `count` for which is_so(n) is true, or `count`. is_so must be monotonic: false, then true.
 template <class IsSo> STROBE_FN i32 first_where(i32 count, const IsSo &is_so) {
   i32 low = 0, high = count;
   while (low < high) {
@@ -53,7 +53,7 @@ template <class IsSo> STROBE_FN i32 first_where(i32 count, const IsSo &is_so) {
   }
   return low;
 }
-// The range that contains the tile of this number: the last one whose first tile has no greater number. count > 0.
+// The range that contains the tile with this number: the last range whose first tile has no greater number. count > 0.
 template <class FirstNumber> STROBE_FN i32 range_of_tile(i32 count, i32 number, const FirstNumber &first_number) {
   i32 low = 0, high = count;
   while (high - low > 1) {
@@ -66,8 +66,8 @@ template <class FirstNumber> STROBE_FN i32 range_of_tile(i32 count, i32 number, 
   return low;
 }
 
-// The ranges of queries, or of keys, of one sequence, ascending; the host has moved empty ranges to the end. held: the number of held rows,
-// which limits the ranges whatever the list says.
+// The ranges of queries, or of keys, of one sequence, ascending. The host has moved empty ranges to the end. held: the number of held rows;
+// it limits the ranges, whatever the list says.
 struct HeldRanges {
   const HeldRange *ranges;
   i32 count;
@@ -92,7 +92,7 @@ STROBE_FN HeldRanges held_keys(const Inputs &in, i64 b) {
   return {(const HeldRange *)(t.words() + t.ranges_k) + b * t.step_k, t.count_k, (i32)in.held(b).seqlen_k};
 }
 
-// The whole sequence. q0 and k0 are the first held rows in the tensors, to which a tile still has to add its shift.
+// The whole sequence. q0 and k0 are the first held rows in the tensors; a tile's shift has to be added to them.
 STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
   const PartTable &t = *in.part;
   const HeldRows held = in.held(b);
@@ -104,7 +104,7 @@ STROBE_FN Sequence whole_sequence(const Inputs &in, i64 b) {
 struct PartTile {
   i32 begin, end, shift; // row = position + shift
 };
-// first_of_tiles(): the position at which a range's first tile begins. The next function returns that tile's number within the sequence.
+// first_of_tiles(): the position at which a range's first tile begins. number_of_first(): that tile's number within the sequence.
 STROBE_FN i32 first_of_tiles(const HeldRange &r, i32 tile, bool blocks) {
   return blocks ? (i32)((u32)r.start / (u32)tile) * tile : r.start;
 }
@@ -119,7 +119,7 @@ STROBE_FN PartTile part_tile(const HeldRanges &ranges, i32 number, i32 tile, boo
   return {max(at, r.start), min(at + tile, r.end()), r.shift()};
 }
 
-// How many tiles of queries, and of keys, a sequence has at most, in a whole call or in a part.
+// The largest number of query tiles, and of key tiles, that a sequence can have, in a whole call or in a part.
 template <Features F, i32 kTile> STROBE_FN i64 query_tiles(const Inputs &in) {
   if constexpr (F.part) return part_tiles(in.seqlen_q, in.part->count_q, kTile, F.blocks != 0);
   return div_up(in.seqlen_q, kTile);
@@ -128,7 +128,7 @@ template <Features F, i32 kTile> STROBE_FN i64 key_tiles(const Inputs &in) {
   if constexpr (F.part) return part_tiles(in.seqlen_k, in.part->count_k, kTile, F.blocks != 0);
   return div_up(in.seqlen_k, kTile);
 }
-// The query tile with the given number, which begins at position q0, and the sequence as this tile sees it: position i is row s.q0 + i, and
+// The query tile with the given number, which begins at position q0; and the sequence as this tile sees it: position i is row s.q0 + i, and
 // the tile's queries end at the band's seqlen_q.
 struct Queries {
   i32 q0;
@@ -145,7 +145,7 @@ STROBE_FN Sequence keys_at(const Inputs &in, i64 b, const PartTile &tile) {
   s.k0 += tile.shift, s.band.seqlen_k = tile.end;
   return s;
 }
-// The number of a head's first tile in dq_sum, in a part. For whole calls it is first_query_tile (dq_sum.h).
+// The number of a head's first tile in dq_sum, for a part. For a whole call see first_query_tile (dq_sum.h).
 STROBE_FN i64 first_part_tile(const Inputs &in, i64 b, i64 h, i64 tile, bool blocks) {
   const i64 count = in.part->count_q, spare = count * spare_tiles(blocks);
   if (!in.cu_seqlens_q) return (b * in.heads + h) * part_tiles(in.seqlen_q, count, tile, blocks);

@@ -4,11 +4,11 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// The scales by which stored numbers are multiplied. There is one for each row or, for k with Features::by_column, one for each column of
-// `group` rows.
+// The scales by which stored numbers are multiplied. Each row has one scale. With Features::by_column, k has instead one scale for each
+// column of `group` rows.
 struct KeyScales {
   Operand k, v;       // (batch or page, head, row or group of rows, column)
-  i32 group;          // rows of k, in the tensor or in a page, that share one set of column scales
+  i32 group;          // how many rows of k, in the tensor or in a page, share one set of column scales
   i32 half_k, half_v; // whether the scales are FP16; otherwise FP32
 };
 

@@ -9,12 +9,11 @@ template <class V> struct RowState {
   V m, l;
 };
 
-// The value that is subtracted from scores: m, or 0 in a row that has seen no key yet (-inf - -inf is not a number).
+// The value that is subtracted from scores: m, or 0 in a row that has seen no key yet, because -inf - -inf is NaN.
 template <class V> STROBE_FN V reference_of(V m, V minus_infinity) { return select(m == minus_infinity, V(0), m); }
 
-// Updates m by a tile's maximum and multiplies l by a factor. Returns the factor, by which O must be multiplied too. m may stay behind by
-// up to `slack` (in the scores' unit; 0: m is the running maximum): P then grows to exp2(slack * unit) at most, and most tiles need no
-// rescaling.
+// Updates m by a tile's maximum and multiplies l by a factor. Returns the factor, by which the caller multiplies O. m may lag behind the
+// running maximum by up to `slack` (in the scores' unit). P then grows to exp2(slack * unit) at most, and most tiles need no rescaling.
 template <class V> STROBE_FN V rescale(RowState<V> &row, V tile_max, V unit, V slack, V minus_infinity) {
   V m = select(row.m + slack < tile_max, tile_max, row.m);
   V alpha = exp2((row.m - reference_of(m, minus_infinity)) * unit);

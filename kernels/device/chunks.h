@@ -1,18 +1,18 @@
-// Chunks of keys begin at fixed places, and their results are merged in ascending order: the bits of a row then do not depend on which
-// thread block computes which chunk. (A Config's `invariant` asks for this; it is not one of the Features.)
+// Chunks of keys begin at fixed places, and their results are merged in ascending order, so that a row's bits do not depend on which thread
+// block computes which chunk. (`invariant` in a Config asks for chunks; it is not one of the Features.)
 #pragma once
 #include "../attention/base.h"
 #include "../ptx/math.h"
 
 namespace strobe {
 
-// Merges two results over different keys, each a normalised O with its natural LSE, into before * x + now * y. If one of them saw no key,
-// the other one keeps its bits.
+// Merges two results over different keys, each a normalised O with its natural LSE, into before * x + now * y. If one of the results saw no
+// key, the other one keeps its bits.
 struct Merge {
   float lse, before, now;
-  bool keep, take; // whether only the earlier result x counts; whether only the new result y does
+  bool keep, take; // keep: only the earlier result x counts; take: only the new result y counts
 
-  // a, b: the LSE of both. precise: for a sink that may be far above O's LSE, because an error of O's weight is then an error of all of O.
+  // a, b: the LSE of x and of y. precise: for a sink that may be far above O's LSE; an error of O's weight is then an error of all of O.
   __device__ __forceinline__ Merge(float a, float b, bool precise = false)
       : lse(a), before(1), now(0), keep(b == minus_infinity<float>()), take(false) {
     if (keep) return;
@@ -30,7 +30,7 @@ struct Merge {
   __device__ __forceinline__ float operator()(float x, float y) const {
     return __fmaf_rn(take ? -0.0f : x, before, keep ? -0.0f : __fmul_rn(y, now)); // adding -0 changes nothing
   }
-  // Merges results that already hold infinities and NaN from V: these stay, however small the weight of their chunk.
+  // Merges results that already hold infinities and NaN from V. These stay, however small the weight of their chunk.
   __device__ __forceinline__ float of_any(float x, float y) const {
     if (x - x + (y - y) == 0) return (*this)(x, y);
     return keep ? x : take ? y : x + y;

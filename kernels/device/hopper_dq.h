@@ -1,12 +1,13 @@
-// Stores dQ = scale * dq_sum, rounded. A warp stores the part of a query tile's piece that one warp of the Hopper backward has added up.
+// Stores dQ = scale * dq_sum, rounded. A warp stores what one warp of the Hopper backward has added up: its part of a piece of a query
+// tile.
 #pragma once
 #include "../attention/dq_sum.h"
 #include "epilogue.h"
 
 namespace strobe {
 
-// piece: which 64 columns of the tile, or, if there are only 64, which half of its queries (dq_queries). row: the tile's first row in the
-// tensor, from which on `rows` rows exist. sum: the lane's four numbers for each eight queries.
+// piece: which 64 columns of the tile, or, if there are only 64 columns, which half of its queries (dq_queries). row: the tile's first row
+// in the tensor; `rows` rows exist from there on. sum: the lane's four numbers for each eight queries.
 template <class T, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, int piece,
                                          const float4 (&sum)[dq_queries(kColumns, kTileQ) / 8]) {
@@ -22,7 +23,7 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
   }
 }
 
-// Stores dQ from the sum in dq_sum, where it is tile `number`. empty: no thread block has added to the tile, so there is no sum.
+// Stores dQ of tile `number` of dq_sum. empty: no thread block has added to the tile, so there is no sum.
 template <class T, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number, int piece,
                                          bool empty) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ void store_dq(const BackwardArguments &a, i32 batch, 
   store_dq<T, kColumns, kTileQ>(a, batch, head, row, rows, piece, x);
 }
 
-// Stores a dQ in fp32 from dq_sum. kAdds: adds to the tensor's contents.
+// Stores dQ from dq_sum in FP32. kAdds: adds to what the tensor holds.
 template <bool kAdds, i32 kColumns, i32 kTileQ>
 __device__ __forceinline__ void store_dq_unrounded(const BackwardArguments &a, i32 batch, i32 head, i64 row, i32 rows, i64 number,
                                                    int piece, bool empty) {

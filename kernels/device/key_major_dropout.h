@@ -1,4 +1,4 @@
-// Dropout of 16x16 blocks of P transposed, whose rows are keys. One Philox call gives 16 bytes, and two lanes with neighbouring keys use 8
+// Dropout of 16x16 blocks of P transposed, whose rows are keys. One Philox call gives 16 bytes; two lanes with neighbouring keys use 8
 // bytes each.
 #pragma once
 #include "../tile/registers.h"
@@ -13,7 +13,7 @@ template <Features F> struct KeyMajorDropout {
   template <int kKeys, int kQueries>
   __device__ __forceinline__ void mark(tile::Accumulator (&P)[kKeys][kQueries], i32 i, i32 j, i32 head, i32 batch) const {
     const u32 of_head = dropout.whole_head(head), of_batch = dropout.whole_batch(batch);
-    if constexpr (F.part == kAnywhere) { // i and j are not multiples of 16
+    if constexpr (F.part == kAnywhere) { // then i and j are not multiples of 16
 #pragma unroll
       for (int n = 0; n < kKeys * kQueries * 8; ++n) {
         const int m = n / 8 % kKeys, q = n / 8 / kKeys, c = n / 4 % 2, r = n / 2 % 2, e = n % 2;
@@ -24,8 +24,8 @@ template <Features F> struct KeyMajorDropout {
       }
       return;
     }
-    // Two blocks at a time: lanes with an even key call Philox for the first block, their neighbours for the second one, and they exchange
-    // halves. For a last block without a partner both lanes make the same call.
+    // Lanes work on two blocks at a time. Lanes with an even key call Philox for the first block, their neighbours for the second one, and
+    // they exchange halves. For a last block without a partner, both lanes make the same call.
     constexpr int kBlocks = kKeys * kQueries;
 #pragma unroll
     for (int n = 0; n < kBlocks; n += 2) {
@@ -33,7 +33,7 @@ template <Features F> struct KeyMajorDropout {
       int lane = tile::lane_id(), odd = lane >> 2 & 1, own = pair ? n + odd : n;
       u32 key_group = (u32)((j >> 4) + own % kKeys) * 4 + (lane >> 3), query_group = (u32)((i >> 4) + own / kKeys) * 4 + (lane & 3);
       Philox bits = dropout_bits(dropout.key, key_group, query_group, of_head, of_batch);
-      u32 mine = odd ? 0x7531 : 0x6420, theirs = odd ? 0x6420 : 0x7531; // the bytes of keys g and g + 8 of two words
+      u32 mine = odd ? 0x7531 : 0x6420, theirs = odd ? 0x6420 : 0x7531; // which bytes of two words belong to the keys g and g + 8
       u32 low = __byte_perm(bits.x[0], bits.x[1], mine), high = __byte_perm(bits.x[2], bits.x[3], mine);
       if (pair) {
         u32 other_low = __shfl_xor_sync(0xFFFFFFFFu, __byte_perm(bits.x[0], bits.x[1], theirs), 4);
@@ -47,7 +47,7 @@ template <Features F> struct KeyMajorDropout {
   }
 
 private:
-  // low: the bytes of query 2t with keys g and g + 8, and of query 2t + 1 with the same keys; high: those of the queries 8 further.
+  // low: the bytes of query 2t with keys g and g + 8, and of query 2t + 1 with the same keys. high: the same for the queries 8 further.
   __device__ __forceinline__ void mark(tile::Accumulator &P, u32 low, u32 high) const {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {

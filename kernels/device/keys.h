@@ -1,6 +1,6 @@
-// Where the rows of K and V of a sequence lie. Dense: one sequence after another; packed: from cu_seqlens_k on; paged: where the table
-// says. Three kernels find rows in pages themselves: simt/tile.h, which copies them in another way, sm90/forward/load.h, where the copy
-// engine loads them, and mma/decode/, whose warps copy rows of their own. The CPU engines have src/cpu/keys.h.
+// Where the rows of K and V of a sequence lie. Dense: one sequence after another. Packed: from cu_seqlens_k on. Paged: where the table
+// says. Three kernels find rows in pages themselves: simt/tile.h copies them in another way, in sm90/forward/load.h the copy engine loads
+// them, and in mma/decode/ each warp copies its own rows. The CPU engines have src/cpu/keys.h.
 #pragma once
 #include "../attention/arguments.h"
 #include "../tile/copy.h"
@@ -21,7 +21,7 @@ template <class T> struct Keys {
 
   __device__ __forceinline__ const T *row(i64 j) const { return first + j * x.stride[2]; }
   __device__ __forceinline__ T at(i64 j, i64 c) const { return first[j * x.stride[2] + c * x.stride[3]]; }
-  // Rows [begin, end), as a source for copies of tiles.
+  // The rows [begin, end), as a source from which tiles are copied.
   __device__ __forceinline__ tile::Matrix<const T> rows(i64 begin, i64 end) const {
     return {row(begin), x.stride[2], x.stride[3], (i32)end - (i32)begin, columns};
   }
@@ -52,8 +52,8 @@ template <class T> struct PagedKeys {
   }
 };
 
-// lacks: whether key j is hidden because the table names no page of the pools for it. lacks_some: whether a tile has such a key; all lanes
-// of a warp get the same answer.
+// lacks: whether key j is hidden because the table's entry for it is not the number of a page. lacks_some: whether a tile has such a key;
+// all lanes of a warp get the same answer.
 template <class T> __device__ __forceinline__ constexpr bool lacks(const Keys<T> &, i32) { return false; }
 template <class T> __device__ __forceinline__ bool lacks(const PagedKeys<T> &keys, i32 j) { return keys.pages.lacks(j); }
 template <class T, class KeyTile> __device__ __forceinline__ constexpr bool lacks_some(const Keys<T> &, const KeyTile &) { return false; }
@@ -88,7 +88,7 @@ template <class T, Features F>
 struct KeysOf<T, F> {
   using type = QuantisedKeys<F, F.by_column != 0>;
 };
-// The rows of K from a kernel's arguments, which also hold the scales of quantised keys.
+// The rows of K, with the scales of quantised keys, from a kernel's arguments.
 template <class T, Features F, class Arguments>
 __device__ __forceinline__ auto k_of_call(const Arguments &a, const Sequence &s, i64 b, i64 head) {
   const Inputs &in = a.in;
@@ -105,7 +105,7 @@ __device__ __forceinline__ auto v_of_call(const Arguments &a, const Sequence &s,
   else
     return v_of<T, F>(in, s, b, head);
 }
-// The row of the copy engine's maps of K and V that holds row j of a sequence.
+// For the copy engine: the row in the maps of K and V of a sequence's row j.
 template <class Rows> __device__ __forceinline__ i32 mapped_row(const Rows &s, i32 j) { return (i32)s.k0 + j; }
 
 } // namespace strobe

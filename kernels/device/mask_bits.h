@@ -7,8 +7,8 @@
 namespace strobe {
 
 // A byte holds one lane's elements of 16 queries and 16 keys: bit 4 r + 2 c + e is row 8 r + lane / 4, column 8 c + 2 (lane % 4) + e. The
-// bytes lie in the order (batch, head, 16 queries, 16 keys, lane); strides are 0 where the mask is broadcast. Transposed, rows are keys,
-// and columns queries.
+// bytes lie in the order (batch, head, 16 queries, 16 keys, lane); strides are 0 where the mask is broadcast. In transposed bits, rows are
+// keys and columns are queries.
 struct MaskBits {
   STROBE_FN static constexpr i64 block_bytes() { return 32; } // bytes of 16 x 16 elements
   u8 *data;
@@ -21,17 +21,17 @@ struct MaskBits {
 struct MaskArguments {
   Operand mask;
   MaskBits bits;
-  u32 cells;             // how many cells of 16 queries and 64 keys (transposed: 64 and 16) are packed, in all distinct heads
+  u32 cells;             // how many cells are packed, in all distinct heads; a cell is 16 queries x 64 keys (transposed: 64 x 16)
   Divisor heads;         // distinct heads per sequence
   Divisor rows, columns; // rows and columns of cells per head
-  i32 queries, keys;     // size of a head's mask; 1 query if it is broadcast over queries
+  i32 queries, keys;     // size of a head's mask; queries is 1 if the mask is broadcast over queries
   BasicBand<i32> band;   // elements outside the band are not packed; transposed like the bits
-  STROBE_FN static constexpr i32 tail() { return 32 * 16; } // bytes past the last one, which the forward may read
+  STROBE_FN static constexpr i32 tail() { return 32 * 16; } // bytes past the last one that the forward may read
 };
 
 struct MaskConfig {
-  i32 aligned; // rows begin at 16-byte addresses: 16 keys are read at a time
-  i32 by_keys; // transposed
+  i32 aligned; // rows begin at 16-byte addresses, so 16 keys are read at a time
+  i32 by_keys; // the bits are transposed
   STROBE_FN static constexpr i32 threads() { return 128; }
 };
 

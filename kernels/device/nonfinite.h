@@ -1,6 +1,6 @@
-// Infinities and NaN must not reach queries that do not see them, but where P or dS is 0, its product with such a number is NaN. So where
-// something is hidden, these numbers are replaced by 0 in the tiles, and their effect on the queries that do see them is added separately.
-// The code for 16 bits comes first, then that for FP32 by TF32.
+// Infinities and NaN must not reach queries that do not see them. A P or dS of 0 does not keep them out, because 0 times such a number is
+// NaN. So where something is hidden, these numbers are replaced by 0 in the tiles, and their effect on the queries that do see them is
+// added separately. The code for 16 bits comes first, then the code for FP32 by TF32.
 #pragma once
 #include "../tile/shared.h"
 #include "../tile/tf32_multiply.h"
@@ -9,7 +9,7 @@
 
 namespace strobe {
 
-template <class T> struct ExponentBits; // the exponent bits of a pair, and the lowest one of each
+template <class T> struct ExponentBits; // the exponent bits of a pair, and the lowest exponent bit of each half
 template <> struct ExponentBits<bf16> {
   static constexpr u32 kBits = 0x7F807F80, kUnit = 0x00800080, kOnes = 0x3F803F80;
 };
@@ -17,14 +17,14 @@ template <> struct ExponentBits<f16> {
   static constexpr u32 kBits = 0x7C007C00, kUnit = 0x04000400, kOnes = 0x3C003C00;
 };
 
-// The sign bit of each half that is not finite. (An exponent of all ones carries into the sign.)
+// The sign bits of the halves that are not finite. (An exponent of all ones carries into the sign.)
 template <class T> __device__ __forceinline__ u32 nonfinite(u32 pair) {
   return ((pair & ExponentBits<T>::kBits) + ExponentBits<T>::kUnit) & 0x80008000u;
 }
 // All bits of the halves whose sign bit is set.
 __device__ __forceinline__ u32 spread(u32 signs) { return (signs >> 15) * 0xFFFFu; }
 
-// Splits y. Its finite numbers stay and are 0 in the result; the others become 0 in y and 1 in the result.
+// Splits y into two operands. Finite numbers stay in y and become 0 in the result; other numbers become 0 in y and 1 in the result.
 template <class T, class Operand> __device__ __forceinline__ Operand split_nonfinite(Operand &y) {
   Operand flags;
 #pragma unroll
@@ -40,13 +40,13 @@ template <class T, class Operand> __device__ __forceinline__ Operand split_nonfi
 template <class T> __device__ __forceinline__ tile::Left nonzero(tile::Left x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    u32 magnitude = x.x[i] & 0x7FFF7FFFu; // a magnitude other than 0, plus 0x7FFF, reaches the sign bit
+    u32 magnitude = x.x[i] & 0x7FFF7FFFu; // 0x7FFF plus a magnitude other than 0 sets the sign bit
     x.x[i] = spread((magnitude + 0x7FFF7FFFu) & 0x80008000u) & ExponentBits<T>::kOnes;
   }
   return x;
 }
 
-// Makes d NaN where `count` is not 0.
+// Makes elements of d NaN where `count` is not 0.
 __device__ __forceinline__ void make_nonfinite(tile::Accumulator &d, const tile::Accumulator &count) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void make_nonfinite(tile::Accumulator &d, const tile:
   }
 }
 
-// Whether the bytes at base (a multiple of 16) that this thread reads hold a number that is not finite.
+// Whether a number is not finite among the bytes at base (a multiple of 16) that this thread reads.
 template <class T> __device__ __forceinline__ bool any_nonfinite(u32 base, int bytes, int thread, int threads) {
   u32 found = 0;
 #pragma unroll 1
@@ -68,12 +68,12 @@ template <class T> __device__ __forceinline__ bool any_nonfinite(u32 base, int b
 
 // The following functions serve V in the forward.
 
-// Clears numbers that are not finite in this thread's chunks of a tile of V in shared memory. Returns whether anything was replaced.
+// Clears numbers that are not finite in this thread's chunks of a tile of V in shared memory. Returns whether any was cleared.
 template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinline__ bool clear_nonfinite(u32 v, int thread) {
   constexpr int kChunks = kRows * kColumns / 8;
   u32 any = 0;
 #pragma unroll 2
-  for (int i = 0; i < kChunks; i += kThreads) { // a warp's threads must not diverge here: that would cost the main loop registers
+  for (int i = 0; i < kChunks; i += kThreads) { // a warp's threads must not diverge here: divergence would cost the main loop registers
     u32 x[4], bad[4], place = v + 16 * min(i + thread, kChunks - 1);
     load_shared(x, place);
 #pragma unroll
@@ -89,9 +89,9 @@ template <class T, int kRows, int kColumns, int kThreads> __device__ __forceinli
   return any;
 }
 
-// Adds V's numbers that are not finite to the results, which are in memory. kThreads threads call it; `thread` is this thread's number.
-// rows has count, query(row), head(row) and add(row, column, x). keys: the keys that were walked over, of which only those in kept blocks
-// count. v: the V of this head, in global memory.
+// Adds V's numbers that are not finite to the results, which are in memory. kThreads threads call it; `thread` is the calling thread's
+// number. rows has count, query(row), head(row) and add(row, column, x). keys: the keys that the main loop walked over; with block sparsity
+// only those in kept blocks count. v: the V of this head, in global memory.
 template <int kThreads, Features F, Functions kFunctions, class KeysOfHead, class Rows>
 __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions> &scores, const Dropout<F> &dropout, const KeysOfHead &v,
                                               Range keys, BlockRow blocks, Rows rows, int thread) {
@@ -115,13 +115,13 @@ __device__ __forceinline__ void add_nonfinite(const Scores<F, float, kFunctions>
 }
 
 // FP32 by TF32. Infinities, NaN, and numbers that TF32 rounds to infinity become NaN when they are split into hi and lo. They are rare, so
-// the work is repeated without them only where a result is not finite.
+// the work is first done with them, and repeated without them if a result is not finite.
 
 __device__ __forceinline__ bool finite_tf32(float x) {
   return fabsf(x) < __int_as_float(0x7F7FF000);
-} // whether x is finite when rounded to TF32
+} // whether x is finite after rounding to TF32
 
-// Which elements of S are visible: a word for each of a lane's rows, with bit 4n + 2c + e for a column of the row that the lane holds.
+// Which elements of S are visible: a word for each of a lane's rows. Bit 4n + 2c + e is a column that the lane holds.
 template <int kM, int kN> struct Seen {
   static_assert(4 * kN <= 32);
   u32 bits[kM][2];
@@ -145,7 +145,7 @@ template <int kRows, int kColumns, int kThreads> __device__ __forceinline__ void
   }
 }
 
-// Adds the numbers of the matrix B that are not finite to d, in the rows that see them. seen: Seen::bits of the left operand.
+// Adds those numbers of the matrix B that are not finite to d, in the rows that see them. seen: Seen::bits of the left operand.
 template <int kM, int kC, class Rows>
 __device__ __forceinline__ void add_nonfinite_tf32(tile::Accumulator (&d)[kM][kC], const u32 (&seen)[kM][2], const Rows &B) {
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// The schedules of a part of a larger problem: tiles of keys, ascending, and of queries, descending. No tile crosses the border of a range
-// of held rows.
+// The schedules for a part of a larger problem: tiles of keys, ascending, and tiles of queries, descending. No tile crosses the border of a
+// range of held rows.
 #pragma once
 #include "../attention/part.h"
 #include "query_tiles.h"
@@ -10,7 +10,7 @@ struct PartKeyTile : KeyTile {
   i32 shift; // row of K and V = position + shift
 };
 
-// The tiles of keys that some of the queries [q0, q1) see. align: 16, or 1 where ranges begin anywhere.
+// The tiles of keys that some of the queries [q0, q1) see. align: 16; or 1 if ranges may begin anywhere.
 class PartKeys {
 public:
   __device__ __forceinline__ PartKeys(const Band &band, i64 q0, i64 q1, i64 tile, i64 align, const BlockRow &row, const HeldRanges &ranges)
@@ -48,7 +48,7 @@ private:
   Schedule schedule_;
 };
 
-// PartKeys for kernels that are short of registers: one thread finds the tiles, two ahead, and stores them to shared memory. All threads of
+// PartKeys for kernels that are short of registers. One thread finds the tiles, two ahead, and stores them to shared memory. All threads of
 // the block call next() together, and meet at a barrier between any two calls except the first two.
 class SharedKeys {
 public:
@@ -83,7 +83,7 @@ struct PartQueryTile {
   i32 begin, end; // positions
   i32 masked;     // some key of the tile is hidden from some query
   i32 shift;      // row = position + shift
-  i32 number;     // its number within the sequence
+  i32 number;     // the tile's number within the sequence
 };
 
 // The tiles of queries that see some of the keys [k0, k1), which lie within one range and one mask block.
@@ -106,7 +106,7 @@ public:
       const i32 at = t.begin + origin();
       tile.begin = max(at, range_.start), tile.end = min(at + kTile, range_.end());
       tile.masked = t.masked || at < range_.start;
-      // The tile was cut where the range begins, and only queries before the cut see these keys.
+      // The range begins within the tile. If only queries before that see these keys, the tile is skipped.
       if (at < range_.start && intersect(band_.keys_any(tile.begin, tile.end), {k0_, k1_}).empty()) continue;
       tile.shift = range_.shift();
       tile.number = number_of_first(range_, n_, kTile, kBlocks) + (i32)((u32)(at - first_of_tiles(range_, kTile, kBlocks)) / (u32)kTile);
@@ -115,7 +115,7 @@ public:
   }
 
 private:
-  // The position from which tiles_ counts: the beginning of the range, so that tiles begin there; with block sparsity 0.
+  // The position from which tiles_ counts. It is the beginning of the range, so that tiles begin there; with block sparsity it is 0.
   __device__ __forceinline__ i32 origin() const { return kBlocks ? 0 : range_.start; }
   __device__ __forceinline__ void next_range() {
     do {

@@ -1,17 +1,17 @@
-// P of the backward from S transposed, whose rows are keys and whose columns are queries.
+// P in the backward, from S transposed: rows are keys, columns are queries.
 #pragma once
 #include "../tile/registers.h"
 #include "scores.h"
 
 namespace strobe {
 
-// What `probabilities` does with the function's derivative.
+// What `probabilities` does with the derivative of the function of q.k.
 enum class Slope { none, times_p, apart };
 
-// Turns S^T into P^T, for keys from j on and queries from i on. s becomes P; with kSlope (for a function of q.k) P is written to `P`, and s
-// becomes P times the function's derivative, or the derivative alone. lse(n) returns an object whose lse(c, e) is the LSE of the query in
-// this lane's column (c, e) of block n, in exp2's unit. kExact: it is natural, and correction(c, e) is LSE's rounding error (settle_row.h),
-// in exp2's unit.
+// Turns S^T into P^T, for keys from j on and queries from i on. Without a function of q.k, s becomes P. With one (kSlope), P is written to
+// `P`, and s becomes P times the function's derivative, or the derivative alone. lse(n) returns an object; its lse(c, e) is the LSE, in
+// exp2's unit, of the query in this lane's column (c, e) of block n. kExact: LSE is natural, and correction(c, e) is its rounding error
+// (settle_row.h), in exp2's unit.
 template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, Functions kFunctions, class Lse>
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],
                                               const Scores<F, float, kFunctions> &scores, i32 head, i32 i, i32 j, i32 limit,

@@ -7,7 +7,7 @@
 namespace strobe {
 
 // The number that the low bits of x store. Integers are put into the last bits of a float's fraction: 2^23 + 2^7 + x is exact for any INT8
-// x.
+// number x.
 template <i32 kStored> __device__ __forceinline__ float stored_number(u32 x);
 template <> __device__ __forceinline__ float stored_number<kInt8>(u32 x) {
   return __uint_as_float(0x4B000000 | ((x & 255) ^ 128)) - 8388736.0f;
@@ -15,7 +15,7 @@ template <> __device__ __forceinline__ float stored_number<kInt8>(u32 x) {
 template <> __device__ __forceinline__ float stored_number<kInt4>(u32 x) {
   return __uint_as_float(0x4B000000 | ((x & 15) ^ 8)) - 8388616.0f;
 }
-template <> __device__ __forceinline__ float stored_number<kE4M3>(u32 x) { // FP16 has the same fields with another exponent bias
+template <> __device__ __forceinline__ float stored_number<kE4M3>(u32 x) { // FP16 has the same fields, with another exponent bias
   const f16 y{(unsigned short)((x & 0x80) << 8 | (x & 0x7F) << 7)};
   return (x & 0x7F) == 0x7F ? __int_as_float(0x7FFFFFFF) : 256.0f * to_float(y);
 }
@@ -24,8 +24,8 @@ __device__ __forceinline__ float scale_at(const void *scales, i64 at, bool half)
   return half ? to_float(((const f16 *)scales)[at]) : ((const float *)scales)[at];
 }
 
-// A scale as it is stored, FP16 or FP32. Each dtype has a register of its own: if two conditional loads shared one, the second load would
-// wait for the first.
+// A scale as it is stored, in FP16 or FP32. Each dtype has a register of its own: if two conditional loads shared one, the second load
+// would wait for the first.
 struct StoredScale {
   u32 as_half = 0;
   float as_float = 0;
@@ -36,7 +36,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
   static constexpr bool kPages = F.pages;
   const Operand &x, &scale;
   const u8 *first;    // row 0, or row 0 of page 0
-  const void *scales; // scales of that row; with kByColumn, of the tensor's first group
+  const void *scales; // the scales of that row; with kByColumn those of the tensor's first group
   i64 k0;             // the sequence's first row in the tensor
   i32 columns, group;
   bool half;
@@ -73,7 +73,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
   __device__ __forceinline__ float scale_of(i64 at, i32 c) const {
     return scale_at(scales, kByColumn ? at + c * scale.stride[3] : at, half);
   }
-  // Reads the scale of a row in two steps, so that other work fits between the load and its use.
+  // Reads the scale of a row. The scale is converted in a second step, so that other work fits between load and use.
   __device__ __forceinline__ StoredScale stored_scale(i64 at) const {
     StoredScale x;
     if (half)
@@ -91,7 +91,7 @@ template <Features F, bool kByColumn> struct QuantisedKeys {
   }
   __device__ __forceinline__ float at(i32 j, i32 c) const { return stored_number<F.quant>(stored(row(j), c)) * scale_of(scales_of(j), c); }
 
-  // The bytes of rows [begin, end) as 16-bit elements, for copies of 16 bytes at a time; for keys that are not paged.
+  // The bytes of the rows [begin, end) as 16-bit elements, to be copied 16 bytes at a time. For keys that are not paged.
   __device__ __forceinline__ tile::StridedMatrix<const f16> bytes(i64 begin, i64 end) const {
     static_assert(!kPages);
     return {{(const f16 *)row((i32)begin), x.stride[2] / 2, 1, (i32)end - (i32)begin, elements()}};

@@ -1,4 +1,5 @@
-// Dropout of two 16x16 blocks of P side by side. A lane has 16 elements in them and makes one Philox call; two lanes exchange halves.
+// Dropout of two 16x16 blocks of P side by side. A lane has 16 elements in these blocks and makes one Philox call; two lanes exchange
+// halves.
 #pragma once
 #include "../tile/registers.h"
 #include "scores.h"
@@ -7,14 +8,14 @@ namespace strobe {
 
 template <Features F> struct QueryMajorDropout {
   Dropout<F> dropout;
-  u32 head, batch; // in a part, counted in the whole problem
+  u32 head, batch; // in a part, numbers in the whole problem
 
   // Draws one random byte for each of this lane's elements: rows g and g + 8 of the left block, then those of the right block. i, j: the
   // first query and key, multiples of 16.
   __device__ __forceinline__ void draw(u32 (&bytes)[4], i32 i, i32 j) const {
     int lane = tile::lane_id(), odd = lane >> 2 & 1;
-    // The lane with even g calls Philox for the left block, and its partner, lane 4(g^1)+t, for the right block. Each call covers the rows
-    // of both lanes.
+    // Lanes with an even g call Philox for the left block, and the partner, lane 4(g^1)+t, calls it for the right block. Each call covers
+    // the rows of both lanes.
     u32 query_group = (u32)i / 4 + (lane >> 3), key_group = (u32)j / 4 + 4 * odd + (lane & 3);
     Philox own = dropout_bits(dropout.key, key_group, query_group, head, batch);
     u32 low = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[0] : own.x[1], 4), high = __shfl_xor_sync(0xFFFFFFFFu, odd ? own.x[2] : own.x[3], 4);
@@ -24,7 +25,7 @@ template <Features F> struct QueryMajorDropout {
   }
   // Sets the dropped elements of P to 0.
   __device__ __forceinline__ void apply(tile::Accumulator &left, tile::Accumulator &right, i32 i, i32 j) const {
-    if constexpr (F.part == kAnywhere) { // i and j are not multiples of 16
+    if constexpr (F.part == kAnywhere) { // then i and j are not multiples of 16
       keep_each(left, i, j);
       keep_each(right, i, j + 16);
       return;
@@ -34,7 +35,8 @@ template <Features F> struct QueryMajorDropout {
     keep(left, bytes[0], bytes[1]);
     keep(right, bytes[2], bytes[3]);
   }
-  // Sets the dropped elements of a packed pair to 0: columns 8 c and 8 c + 1 (plus the lane's offset) of the row that the bytes belong to.
+  // Sets the dropped elements of a packed pair to 0. The pair has columns 8 c and 8 c + 1 (plus the lane's offset) of the row to which the
+  // bytes belong.
   __device__ __forceinline__ u32 kept(u32 pair, u32 bytes, int c) const {
     return pair & less_pairs(__byte_perm(bytes, 0, c ? 0x4342 : 0x4140), dropout.threshold * 0x00010001u);
   }

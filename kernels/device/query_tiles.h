@@ -1,5 +1,5 @@
 // The transposed schedule, for kernels that own a tile of keys: the tiles of queries that see some of these keys, from the last to the
-// first. So under a causal mask all key tiles of a head begin with the same queries, and key tiles that add in ascending order wait only
+// first. Under a causal mask all key tiles of a head thus begin with the same queries, and key tiles that add in ascending order wait only
 // briefly. Positions have 32 bits; Schedule would take too many registers.
 #pragma once
 #include "../attention/schedule.h"
@@ -15,7 +15,7 @@ struct QueryTile {
 template <bool kBlocks, int kTile> class QueryTiles {
 public:
   QueryTiles() = default;
-  // The keys [k0, k1) lie within one mask block; row: the kept blocks of queries for it.
+  // The keys [k0, k1) lie within one mask block. row: the kept blocks of queries for that mask block.
   __device__ __forceinline__ QueryTiles(const Band &band, i64 k0, i64 k1, i64 tile_k, const BlockRow &row) {
     Band t = band.transposed();
     Range any = t.keys_any(k0, k1), all = t.keys_all(k0, k1);

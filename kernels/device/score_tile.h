@@ -5,7 +5,7 @@
 
 namespace strobe {
 
-// Whether the position of some key hides it from some query, or the tile has fewer than kTileK keys.
+// Whether a key of the tile is hidden from some query by position, or the tile has fewer than kTileK keys.
 template <int kTileK, class KeyTile> __device__ __forceinline__ bool hides_by_position(const KeyTile &tile) {
   return tile.masked || tile.end - tile.begin < kTileK;
 }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void score_tile(tile::Accumulator (&S)[kM][kN], const
     score_elements<false>(S, scores, tile, row_of);
 }
 
-// Hides the tile's missing keys: see keys.h.
+// Hides the tile's missing keys (keys.h).
 template <class Keys, class KeyTile, int kM, int kN>
 __device__ __forceinline__ void hide_lacking(tile::Accumulator (&S)[kM][kN], const Keys &keys, const KeyTile &tile) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Online softmax of the rows of S that a lane holds. M is the reference of a row's exponents: P = exp2(exponent - M). It is the running
+// Online softmax of the rows of S that a lane holds. M is the reference of a row's exponents: P = exp2(exponent - M). M is the running
 // maximum, or lags behind it by at most 8 (a factor of 2^8 in P), so that most tiles need no rescaling. S is an array of a warp's 16x16
 // blocks, or a warpgroup's array.
 #pragma once
@@ -7,9 +7,9 @@
 
 namespace strobe {
 
-// Forms of the exponent, the argument of exp2. It is at(s, i, c), where c = constant(-M) and i is the element's index in a warpgroup's
-// array. A row's M follows top(x), where x is the row's largest comparable(s, i). difference(x) converts a difference of two M to exp2's
-// unit. Linear: M is in exp2's unit, which saves an instruction.
+// Forms of the exponent, the argument of exp2. The exponent is at(s, i, c), where c = constant(-M) and i is the element's index in a
+// warpgroup's array. A row's M follows top(x), where x is the row's largest comparable(s, i). difference(x) converts the difference of two
+// values of M to exp2's unit. Linear: M is in exp2's unit, which saves an instruction.
 struct Linear {
   float unit;
   __device__ __forceinline__ float at(float s, int, float c) const { return __fmaf_rn(s, unit, c); }
@@ -19,7 +19,7 @@ struct Linear {
   __device__ __forceinline__ float difference(float x) const { return x; }
   __device__ __forceinline__ float from_natural(float x) const { return x / kLn2<float>; }
 };
-// Natural: M is in the unit of the scores, which may then be as large as FP32 allows.
+// Natural: M is in the unit of the scores. Scores may then be as large as FP32 allows.
 struct Natural {
   __device__ __forceinline__ float at(float s, int, float c) const { return (s + c) * kLog2e<float>; }
   __device__ __forceinline__ float constant(float c) const { return c; }
@@ -35,23 +35,23 @@ template <bool kNatural> __device__ __forceinline__ auto exponent_of(float unit)
     return Linear{unit};
 }
 
-// Says where a row's sum is kept from tile to tile. OneSum: in l. Others (kJoins) keep it in memory together with its rounding error,
-// because over many keys the rounding of one running sum exceeds FP32's bound; then l is the current tile's sum, until join().
+// Says where a row's sum is kept from tile to tile. OneSum keeps it in l. Over many keys the rounding error of one running sum would exceed
+// FP32's bound, so other classes (kJoins) keep the sum and its rounding error in memory; l is then the current tile's sum, until join().
 struct OneSum {
   static constexpr bool kJoins = false;
 };
 
 template <int kRows, class Totals = OneSum> struct RowSoftmax {
   static constexpr bool kJoins = Totals::kJoins;
-  float M[kRows], l[kRows]; // l: over the columns that this lane has seen
-  float alpha[kRows];       // the last factor of l, by which O is still to be multiplied
+  float M[kRows], l[kRows]; // l: the sum over the columns that this lane has seen
+  float alpha[kRows];       // the last factor of l; O still has to be multiplied by it
 
   __device__ __forceinline__ RowSoftmax() {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) M[row] = minus_infinity<float>(), l[row] = 0, alpha[row] = 1;
   }
 
-  // Updates M and l by a tile's maxima. There is no branch; O may still be in flight and is rescaled later.
+  // Updates M and l by a tile's maxima. There is no branch. O may still be in flight; it is rescaled later.
   template <bool kExact, class Tile, class Exponent> __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
@@ -87,8 +87,8 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       for (int i = 0; i < tile::elements_of_row(O); ++i) tile::row_element(O, row, i) *= alpha[row];
     }
   }
-  // Updates M and l when O is complete in registers, and rescales O. Nothing changes unless some row of the warp exceeds its M by too much.
-  // In that case all rows are updated or, with kOwn, only those that exceed their M.
+  // Updates M and l once O is complete in registers, and rescales O. Nothing changes unless a row of the warp exceeds its M by too much.
+  // Then all rows are updated, or with kOwn only the rows that exceed their M.
   template <bool kExact, bool kOwn = false, class Tile, class Exponent, class Sum>
   __device__ __forceinline__ void follow(const Tile &S, const Exponent &exponent, Sum &O) {
     float top[kRows];
@@ -126,7 +126,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       l[row] = 0;
     }
   }
-  // A row's sum over all tiles, of this lane's columns only; and, in the next function, of all lanes' columns.
+  // own_sum(): a row's sum over all tiles, of this lane's columns only. sum(): the same, of all lanes' columns.
   __device__ __forceinline__ float own_sum(int row) const {
     if constexpr (!kJoins) return l[row];
     float x[2];
@@ -135,7 +135,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
   }
   __device__ __forceinline__ float sum(int row) const { return tile::row_sum(own_sum(row)); }
 
-  // Replaces S by P in a warpgroup's array. Each row is added up in two sums at a time.
+  // Replaces S by P in a warpgroup's array. Each row is added up in two sums.
   template <int N, class Exponent> __device__ __forceinline__ void exponentiate(float (&S)[N], const Exponent &exponent) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -152,7 +152,7 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
       l[r] = x + y;
     }
   }
-  // Replaces S by P in one block, rows first and first + 1.
+  // Replaces S by P in the rows first and first + 1 of one block.
   template <class Exponent> __device__ __forceinline__ void exponentiate(tile::Accumulator &S, int first, const Exponent &exponent) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -166,12 +166,12 @@ template <int kRows, class Totals = OneSum> struct RowSoftmax {
     }
   }
 
-  // The value that is subtracted from scores: M, or 0 in a row that has seen no key yet (-inf - -inf is not a number).
+  // The value that is subtracted from scores: M, or 0 in a row that has seen no key yet, because -inf - -inf is NaN.
   __device__ __forceinline__ float reference(int row) const { return M[row] == minus_infinity<float>() ? 0.0f : M[row]; }
 
-  // Whether all of O and l is finite.
+  // Whether all numbers of O and l are finite.
   template <class Sum> __device__ __forceinline__ bool finite(Sum &O) const {
-    float zero = 0; // or NaN
+    float zero = 0; // becomes NaN if a number is not finite
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
 #pragma unroll
@@ -191,7 +191,7 @@ private:
   }
 };
 
-// A row's last step: the factor by which O must be multiplied, and the natural LSE, exact to 2 ulp. sink (in M's unit): one more term of
+// The results of a row: the factor by which O must be multiplied, and the natural LSE, exact to 2 ulp. sink (in M's unit): one more term of
 // the denominator; -inf if there is none.
 struct RowEnd {
   float factor, lse;
@@ -205,8 +205,8 @@ __device__ __forceinline__ RowEnd row_end(float M, float l, float sink, bool nat
   const float log2_l = __log2f(l); // l is far below 2^126
   return {__fdividef(alpha, l), natural ? top + log2_l * kLn2<float> : (top + log2_l) * kLn2<float>};
 }
-// row_end() with FP32's full precision; here the sink is natural. Beside a sink that is far above all scores the whole row has the error of
-// exp(M - sink), so the difference is taken in FP64.
+// row_end() with FP32's full precision; here the sink is natural. If a sink is far above all scores, the whole row has the error of exp(M -
+// sink), so the difference is taken in FP64.
 __device__ __forceinline__ RowEnd precise_row_end(float M, float l, float sink, bool natural) {
   const double m = natural ? M * kLog2e<double> : (double)M, s = sink * kLog2e<double>;
   const bool sink_is_top = s > m;

@@ -1,5 +1,5 @@
-// The order in which thread blocks take tiles. Where lists of mask blocks make tiles unequally long, the longest come first, so that short
-// ones fill the GPU's idle time at the end.
+// The order in which thread blocks take tiles. If lists of mask blocks make tiles unequally long, the longest tiles come first, so that
+// short ones fill the GPU's idle time at the end.
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/features.h"
@@ -9,15 +9,15 @@
 
 namespace strobe {
 
-// The tile with the given rank when `tiles` tiles are sorted, the longest first; among equally long tiles the lower number comes first.
-// length(tile) <= most. All kThreads threads of the thread block call it together.
+// The tile with the given rank if `tiles` tiles are sorted, the longest first; equally long tiles are sorted by number. length(tile) <=
+// most. All kThreads threads of the thread block call it together.
 template <int kThreads, class Length> __device__ __forceinline__ i32 longest_first(i32 rank, i32 tiles, i32 most, const Length &length) {
   const u32 longest = min((u32)most, 0x7FFFFFFFu / (u32)tiles - 1);
-  const auto key = [&](i32 tile) { // all keys differ
+  const auto key = [&](i32 tile) { // the keys by which tiles are sorted; all keys differ
     return tile < tiles ? min((u32)length(tile), longest) * (u32)tiles + (u32)(tiles - tile) : 0u;
   };
   const u32 own = key((i32)threadIdx.x);
-  u32 found = 0; // found bit by bit: the greatest number that more than `rank` keys reach
+  u32 found = 0; // found bit by bit: the greatest number that more than `rank` keys reach or exceed
   for (u32 bit = 1u << (31 - __clz((longest + 1) * (u32)tiles)); bit; bit >>= 1) {
     i32 reach = __syncthreads_count(own >= (found | bit));
     for (i32 first = kThreads; first < tiles; first += kThreads)
@@ -42,7 +42,7 @@ template <Features F, int kThreads, int kTile> __device__ __forceinline__ i32 lo
     return q0 < q1 ? kept_of<F>(in.blocks.row(b, h, (u32)q0 / (u32)in.blocks.row_tokens), band.keys_any(q0, q1), band.seqlen_k) : 0;
   });
 }
-// The key tile with the given rank among the key tiles of a key head. Its length is over all query heads of the key head.
+// The key tile with the given rank by length among the key tiles of a key head. The length counts all query heads of the key head.
 template <Features F, int kThreads, int kTile>
 __device__ __forceinline__ i32 longest_key_tile(const Inputs &in, i32 b, i32 h_kv, i32 rank) {
   const Band band = in.sequence<F>(b).band.transposed();
@@ -81,7 +81,7 @@ template <Features F, bool kTickets, int kTileK, class State>
 __device__ __forceinline__ void take_keys(State &state, const BackwardArguments &a) {
   const Inputs &in = a.in;
   u32 index = blockIdx.x;
-  if constexpr (kTickets) index = fetch_add(a.ticket, 1); // every block that this one waits for has drawn its ticket earlier
+  if constexpr (kTickets) index = fetch_add(a.ticket, 1); // tickets: every block that this block waits for has drawn its ticket earlier
   u32 tiles = (u32)key_tiles<F, kTileK>(in), heads = (u32)in.batch * in.heads_kv, size = max(1u, (u32)a.bundle);
   u32 bundle = index / (size * tiles), rest = index % (size * tiles), first = bundle * size, n = min(size, heads - first);
   u32 pair = first + rest % n;
@@ -95,9 +95,9 @@ __device__ __forceinline__ void take_keys(State &state, const BackwardArguments 
   }
 }
 
-// take_keys(), called by all threads; where lists of mask blocks give tiles different lengths, the longest come first. (In deterministic
-// mode the tiles of the first keys must still come first, because later tiles wait for them.) The first thread calls begin() once k0 and k1
-// of state are set.
+// take_keys() for all threads of a block. If lists of mask blocks give tiles different lengths, the longest tiles come first; not in
+// deterministic mode, in which later tiles wait for the tiles of the first keys. The first thread calls begin() once k0 and k1 of state are
+// set.
 template <Features F, bool kTurns, int kThreads, int kTileK, class State, class Begin>
 __device__ __forceinline__ void choose_keys(State &state, const BackwardArguments &a, int thread, const Begin &begin) {
   if (thread == 0) take_keys<F, kTurns, kTileK>(state, a);
@@ -112,8 +112,8 @@ __device__ __forceinline__ void choose_keys(State &state, const BackwardArgument
   __syncthreads();
 }
 
-// Moves to a query head: state.tiles becomes its query tiles that see some of the keys. Returns false past the last head that shares the
-// keys.
+// Moves to a query head: state.tiles becomes the head's query tiles that see some of the keys. Returns false past the last head that shares
+// the keys.
 template <Features F, int kTileK, class State> __device__ __forceinline__ bool take_head(State &state, const Inputs &in, i32 head) {
   state.head = head;
   if (head == (state.head_kv + 1) * in.group) return false;
@@ -125,7 +125,7 @@ template <Features F, int kTileK, class State> __device__ __forceinline__ bool t
     state.tiles = decltype(state.tiles)(state.sequence.band, state.k0, state.k1, kTileK, row);
   return true;
 }
-// Sets t to the next query tile, of this head or of a following head, to which take(head) moves. t.head is -1 if there is none.
+// Sets t to the next query tile of this head or, after take(head) has moved to it, of a following head. If there is none, t.head is -1.
 template <int kTileQ, class State, class Tile, class Take>
 __device__ __forceinline__ void next_queries(State &state, const Inputs &in, Tile &t, const Take &take) {
   const i32 heads_end = (state.head_kv + 1) * in.group;

@@ -5,7 +5,7 @@
 
 namespace strobe {
 
-// How many tiles of kTileK keys before the one at k0 add to dQ of the query tile at q0.
+// How many key tiles (of kTileK keys) before the one at k0 add to dQ of the query tile at q0.
 template <bool kBlocks, int kTileK, class Int>
 __device__ __forceinline__ u32 key_tiles_before(const Inputs &in, const BasicBand<Int> &band, i32 b, i32 h, i32 q0, i32 k0) {
   const u32 first = (u32)max(Int(0), band.low + q0) / kTileK, own = (u32)k0 / kTileK;
@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 key_tiles_before(const Inputs &in, const BasicBan
   return own - first;
 }
 
-// In a part: how many key tiles come before number `own` of the sequence and have a key that some of the queries [q0, q1) see.
+// In a part: how many key tiles with a smaller number than `own` have a key that some of the queries [q0, q1) see.
 template <bool kBlocks, int kTileK>
 __device__ __forceinline__ u32 part_tiles_before(const Inputs &in, const Band &band, i32 b, i32 h, i32 q0, i32 q1, i32 own) {
   const HeldRanges keys = held_keys(in, b);
@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 part_tiles_before(const Inputs &in, const Band &b
     const HeldRange r = keys.at(n);
     const i32 number = number_of_first(r, n, kTileK, kBlocks), at = first_of_tiles(r, kTileK, kBlocks);
     if (number >= own || r.start >= any.end) break;
-    // Counts the range's tiles from `first` to `end` that the queries see and that come before `own`.
+    // Counts those of the range's tiles, from `first` to `end`, that the queries see and that come before `own`.
     const i32 most = (i32)div_up(min((i64)r.end(), any.end) - at, kTileK), first = (i32)(max((i64)r.start, any.begin) - at) / kTileK,
               end = min(most, own - number);
     if constexpr (kBlocks) {
@@ -44,13 +44,13 @@ __device__ __forceinline__ u32 part_tiles_before(const Inputs &in, const Band &b
   return before;
 }
 
-// Waits until `before` key tiles have added; seen: an earlier reading of the counter. The wait ends whatever the caller's tensors hold: if
-// sequences overlap (invalid cu_seqlens), tiles of other sequences count too, which only shortens the wait; if lists of mask blocks
-// contradict one another, it gives up.
+// Waits until `before` key tiles have added. seen: an earlier reading of the counter. The wait ends whatever the caller's tensors hold. If
+// sequences overlap (invalid cu_seqlens), tiles of other sequences count too, which only shortens the wait. If lists of mask blocks
+// contradict one another, the wait is given up.
 template <bool kBlocks> __device__ __forceinline__ void await_turn(const u32 *turn, u32 seen, u32 before) {
   for (i64 tries = 0; seen < before && (!kBlocks || tries < 1 << 24); ++tries) seen = load_acquire(turn);
 }
-// Ends a turn: one more tile has added. Every addition that this thread has observed becomes visible before the turn ends.
+// Ends a turn: one more tile has added. All additions that this thread has observed become visible before.
 __device__ __forceinline__ void end_turn(u32 *turn) { add_release(turn, 1); }
 
 } // namespace strobe

@@ -11,8 +11,8 @@ struct UnevenShare {
   i32 index, count; // the share's number within its sequence; the number of the sequence's shares
 };
 
-// All lanes of a warp find the same share together. There are at most `extra` shares beyond one per sequence; `round` of them fill the GPU
-// once.
+// All lanes of a warp find the same share together. extra: the largest number of shares beyond one per sequence. round: how many shares
+// fill the GPU once.
 class UnevenShares {
 public:
   __device__ __forceinline__ UnevenShares(const Inputs &in, i32 extra, i32 round) : in_(in) {
@@ -64,20 +64,21 @@ public:
   }
 
 private:
-  static constexpr i32 kOfLane = 4, kAtOnce = 32 * kOfLane; // sequences of a lane, and of a warp, at a time
+  static constexpr i32 kOfLane = 4, kAtOnce = 32 * kOfLane; // sequences that a lane, and a warp, takes at a time
   // With fewer keys per share, a block's start and end take as long as its keys. With more than kEnoughKeys, the last blocks run while much
-  // of the GPU is idle. Chosen from the figures of docs/lab/performance.md, "Decoding over uneven lengths"; not measured themselves.
+  // of the GPU is idle. The two numbers follow from the figures of docs/lab/performance.md, "Decoding over uneven lengths"; they were not
+  // measured themselves.
   static constexpr float kLeastKeys = least_keys_of_share(), kEnoughKeys = enough_keys_of_share();
   const Inputs &in_;
-  i32 first_[kOfLane]; // lengths of the first sequences; usually these are all
+  i32 first_[kOfLane]; // lengths of the first sequences; usually there are no others
   float per_key_;      // shares per key
 
   static __device__ __forceinline__ i32 of_lane(i32 i) { return kOfLane * tile::lane_id() + i; }
   __device__ __forceinline__ i32 length(i32 b) const {
     return b < in_.batch ? min(max(in_.seqused_k[b], 0), (i32)in_.seqlen_k) : 0; // clamped, never trusted
   }
-  // The number of shares, rounded, so that sequences of equal lengths have no short shares. All sequences together have at most batch +
-  // extra shares: each has at most 1 + length * per_key_, and these products add up to less than extra.
+  // The number of a sequence's shares, rounded, so that sequences of equal lengths have no short shares. All sequences together have at
+  // most batch + extra shares: each has at most 1 + length * per_key_, and these products add up to less than extra.
   __device__ __forceinline__ i32 of(i32 b, i32 keys) const { return b < in_.batch ? max((i32)((float)keys * per_key_ + 0.5f), 1) : 0; }
 };
 

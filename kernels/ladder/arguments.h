@@ -1,10 +1,10 @@
-// The arguments of the rungs beyond those of the call.
+// What the rungs take beside the arguments of the call.
 #pragma once
 #include "../attention/arguments.h"
 
 namespace strobe::ladder {
 
-// naive: a product of the whole matrices, head by head. scores: (batch, heads, seqlen_q, seqlen_k), one of S, P, dP, dS.
+// naive: a product of whole matrices, one head after another. scores: (batch, heads, seqlen_q, seqlen_k), one of S, P, dP, dS.
 struct ProductArguments {
   Inputs in;
   float *scores;
@@ -12,11 +12,11 @@ struct ProductArguments {
   double factor;
 };
 
-// naive: row by row of (batch, heads, seqlen_q, seqlen_k).
+// naive: a pass over the rows of (batch, heads, seqlen_q, seqlen_k).
 struct SoftmaxArguments {
   Inputs in;
-  float *P;  // forward: S in, P out
-  float *dP; // backward: dP in, dS out
+  float *P;  // forward: S, replaced by P
+  float *dP; // backward: dP, replaced by dS
   Operand lse;
 };
 

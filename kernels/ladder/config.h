@@ -1,17 +1,18 @@
-// What a kernel of the ladder is compiled for. From this file the host computes the cost of a tile; the kernels are in the headers beside.
+// What a kernel of the ladder is compiled for. The host computes the cost of a tile from this file; the kernels are in the other headers of
+// this folder.
 #pragma once
 #include "../attention/features.h"
 
 namespace strobe::ladder {
 
 struct Config {
-  i32 tile_q, tile_k; // (Br, Bc) of the papers, multiples of 16
-  i32 head_dim;       // d, rounded up to a multiple of 16 (tensor cores: of 32 beyond 128); the rest is zeros
+  i32 tile_q, tile_k; // Br and Bc of the papers, multiples of 16
+  i32 head_dim;       // d, rounded up to a multiple of 16 (tensor cores beyond 128: of 32); the added columns are zeros
   i32 dtype;          // dtype of q, k, v, a strobe_dtype
   i32 aligned;        // tensor cores: rows may be copied 16 bytes at a time
 
-  // Shared memory ("SRAM" in the papers), bytes. FP32: rows have one float more than they need, 16-bit: eight numbers (see tile.h,
-  // fragment.h).
+  // Bytes of shared memory ("SRAM" in the papers). Rows are padded: by one float in FP32 (tile.h), by eight numbers in 16 bits
+  // (fragment.h).
   STROBE_FN constexpr i32 shared(i32 rows, i32 columns) const {
     return dtype == kF32 ? rows * (columns + 1) * 4 : rows * (columns + 8) * 2;
   }
@@ -26,7 +27,8 @@ struct Config {
            (dtype == kF32 ? shared(tile_q, tile_k) : shared(tile_k, tile_q) + 8 * tile_q);
   }
 
-  // Tensor cores: a warp owns 16 queries of the tile (backward: 16 keys; at d > 128 two warps each hold half of their dK and dV).
+  // Tensor cores: a warp owns 16 queries of the tile, in the backward 16 keys. At d > 128 two warps share these keys, and each holds half
+  // of the columns of dK and dV.
   STROBE_FN constexpr i32 parts() const { return head_dim > 128 ? 2 : 1; }
   STROBE_FN constexpr i32 threads_forward() const { return dtype == kF32 ? 256 : tile_q / 16 * 32; }
   STROBE_FN constexpr i32 threads_backward() const { return dtype == kF32 ? 256 : tile_k / 16 * parts() * 32; }
@@ -38,7 +40,7 @@ struct Config {
     if (dtype != kF32) return head_dim / parts() + 24;
     return (2 * tile_k * head_dim + tile_q * max(2 * tile_k, head_dim)) / 256;
   }
-  // How many CTAs share an SM's 65,536 registers, if a thread needs 96 besides its sums.
+  // How many CTAs fit an SM's 65,536 registers, if a thread needs 96 beside its sums.
   static STROBE_FN constexpr i32 blocks_per_sm(i32 threads, i32 sums) { return max(1, 65536 / (threads * (sums + 96))); }
 };
 

@@ -1,5 +1,5 @@
-// The passes around the backward of FlashAttention-2: D before it; after it dQ, summed in FP32, is written to the caller's tensor. One warp
-// per row.
+// The passes around the backward of FlashAttention-2, one warp per row. Before the backward: D. After it: dQ, summed in FP32, is written to
+// the caller's tensor.
 #pragma once
 #include "tile.h"
 

@@ -1,7 +1,7 @@
 // Rung 1, backward. Dao et al. 2022, appendix B, Algorithm 4, whose lines stand beside the code (1, 14, 15 and 18 are about dropout).
 //   2-4: Divide Q, O, dO into Tr blocks, K and V into Tc blocks.
-// One CTA walks one key head, so no other one reads, adds to or writes its dQ_i in global memory. S and P are computed again from Q and K:
-// that costs a product, and saves reading S x S numbers.
+// One CTA walks one key head, so no other CTA touches its dQ_i in global memory. S and P are computed again from Q and K: that costs a
+// product, and saves reading S x S numbers.
 #pragma once
 #include "../attention/schedule.h"
 #include "tile.h"
@@ -50,7 +50,7 @@ template <Config C> struct Flash1Backward {
           load(Qi, Q, i0);
           load(dOi, dO, i0);
           __syncthreads();
-          // 11: S_ij = tau Q_i K_j^T. (tau stands in the exponent.)
+          // 11: S_ij = tau Q_i K_j^T. (Here tau is applied in the exponent.)
           Registers<Br, Bc> P, dS;
           multiply<d>(P, Qi, Kj.transposed());
           // 12: S_ij^masked = MASK(S_ij).
@@ -66,7 +66,7 @@ template <Config C> struct Flash1Backward {
           multiply<Br>(dVj, tile_ij.transposed(), dOi);
           // 17: dP_ij = dO_i V_j^T.
           multiply<d>(dS, dOi, Vj.transposed());
-          // 19: D_i = rowsum(dO_i o O_i). The 16 lanes that share a row add up.
+          // 19: D_i = rowsum(dO_i o O_i). The 16 lanes that share a row add up their parts.
 #pragma unroll
           for (i32 r = 0; r < P.kRows; r++) {
             D[r] = 0;

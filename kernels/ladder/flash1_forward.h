@@ -3,7 +3,7 @@
 //   3: Divide Q into Tr blocks of Br x d, K and V into Tc blocks of Bc x d.
 //   4: Divide O into Tr blocks of Br x d, l and m into Tr blocks of Br.
 // One CTA walks one head, as in the paper. The outer loop is over keys, so every step reads O_i, l_i, m_i from global memory and writes
-// them back: that traffic, and the idle SMs where heads are few, is what FlashAttention-2 does away with.
+// them back. FlashAttention-2 does away with that traffic, and with the idle SMs where heads are few.
 #pragma once
 #include "../attention/schedule.h"
 #include "tile.h"
@@ -80,7 +80,7 @@ template <Config C> struct Flash1Forward {
       } // 14
     } // 15
 
-    // 16: Return O. (Of l and m the backward needs only LSE = m + log l.)
+    // 16: Return O. (The backward needs only LSE = m + log l.)
     __syncthreads();
     if (a.call.lse)
       for (i64 i = threadIdx.x; i < in.seqlen_q; i += kThreads)

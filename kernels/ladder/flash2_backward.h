@@ -2,8 +2,8 @@
 //   1-2: Divide Q, O, dO, L into Tr blocks, K and V into Tc blocks.
 //   3: Initialize dQ = 0 in HBM.                                         the host
 //   4: Compute D = rowsum(dO o O), write D to HBM.                       Delta (delta.h)
-// A CTA owns a tile of keys, and the tiles of all heads run side by side. Each of them adds to every dQ_i that it meets, hence the atomic
-// additions, whose order changes from run to run: this rung is not deterministic.
+// A CTA owns a tile of keys, and the tiles of all heads run side by side. Several CTAs add to the same dQ_i, so additions are atomic. Their
+// order changes from run to run: this rung is not deterministic.
 #pragma once
 #include "../attention/schedule.h"
 #include "tile.h"

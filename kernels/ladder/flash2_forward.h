@@ -1,8 +1,8 @@
 // Rung 2: O stays on the chip. Dao 2023 (FlashAttention-2), Algorithm 1, whose lines stand beside the code.
 //   1: Divide Q into Tr blocks of Br x d, K and V into Tc blocks of Bc x d.
 //   2: Divide O into Tr blocks of Br x d, L into Tr blocks of Br.
-// The loops have changed places: a CTA owns a tile of queries, so the tiles of all heads run side by side (section 3.2), O is written once,
-// and the division by l is left to the end (section 3.1).
+// The loops have changed places: a CTA owns a tile of queries. So the tiles of all heads run side by side (section 3.2), O is written once,
+// and the division by l comes at the end (section 3.1).
 #pragma once
 #include "../attention/schedule.h"
 #include "tile.h"

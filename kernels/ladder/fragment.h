@@ -1,6 +1,6 @@
 // Tiles of the tensor-core rung. mma.sync multiplies A (16 x 16) by B (16 x 8), 16-bit numbers, and adds to C (16 x 8) in FP32; all three
-// are spread over a warp. Lane 4g + t holds of C: rows g and g + 8, columns 2t and 2t + 1. The left and right half of A have the same
-// layout, so a C rounded to 16 bits is half of an A without moving a number between lanes: P = exp(S) goes straight into P V.
+// are spread over a warp. Of C, lane 4g + t holds columns 2t and 2t + 1 of rows g and g + 8. The left and the right half of A have the same
+// layout, so a C rounded to 16 bits is half of an A, and no number moves between lanes: P = exp(S) goes straight into P V.
 #pragma once
 #include "../ptx/cp_async.h"
 #include "../ptx/ldmatrix.h"
@@ -18,14 +18,14 @@ template <class T, i32 Rows, i32 Columns> struct SharedHalf {
   __device__ void *end() const { return data + Rows * kPitch; }
   __device__ T *at(i32 i, i32 c) const { return data + i * kPitch + c; }
 
-  // Loads 16 x 16 elements from row i and column c on as an operand, in four 8 x 8 matrices. With `across` their order is left, right,
-  // below left, below right; otherwise it is column by column.
+  // Loads 16 x 16 elements from row i and column c on as an operand, in four 8 x 8 matrices. With `across` the matrices come in the order
+  // left, right, below left, below right; otherwise column by column.
   __device__ void read(u32 (&x)[4], i32 i, i32 c, bool across, bool transposed) const {
     const i32 lane = threadIdx.x % 32, part = lane / 8, first = part % 2 * 8, second = part / 2 * 8;
     const u32 address = shared_address(at(i + lane % 8 + (across ? second : first), c + (across ? first : second)));
     transposed ? ldmatrix_transposed(x, address) : ldmatrix(x, address);
   }
-  // Operands from tiles that store A, A^T (transposed: by A's columns), B or B^T.
+  // Operands from tiles that store A, A^T (`transposed`: read by A's columns), B or B^T.
   __device__ void read_a(u32 (&x)[4], i32 i, i32 k) const { read(x, i, k, false, false); }
   __device__ void read_a_transposed(u32 (&x)[4], i32 k, i32 i) const { read(x, k, i, true, true); }
   __device__ void read_b(u32 (&x)[4], i32 k, i32 n) const { read(x, k, n, false, true); }
@@ -37,7 +37,7 @@ template <i32 Columns> struct Sums {
   float x[Columns / 8][4] = {};
 
   static __device__ i32 row(i32 r) { return threadIdx.x % 32 / 4 + 8 * r; } // r: 0 or 1
-  // f(element, r, row, column)
+  // Calls f(element, r, row, column) for each element.
   template <class F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (i32 n = 0; n < Columns / 8; n++)
@@ -70,7 +70,7 @@ template <i32 Columns> struct Sums {
   }
 };
 
-// Global to shared memory, from row i0 on; zeros beyond the matrix. Aligned: 16 bytes at a time, asynchronously until arrived().
+// Copies global to shared memory, from row i0 on; zeros beyond the matrix. Aligned: 16 bytes at a time, asynchronously until arrived().
 template <i32 Threads, bool Aligned, class T, i32 Rows, i32 Columns>
 __device__ __forceinline__ void load(SharedHalf<T, Rows, Columns> tile, const Matrix<const T> &matrix, i64 i0) {
   constexpr i32 kUnit = Aligned ? 8 : 1;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void load(SharedHalf<T, Rows, Columns> tile, const Ma
       *tile.at(i, c) = holds ? matrix(i0 + i, c) : T{};
   }
 }
-// Waits until all copies of the CTA's threads are in shared memory.
+// Waits until the copies of all the CTA's threads are in shared memory.
 __device__ __forceinline__ void arrived() {
   cp_async_commit();
   cp_async_wait<0>();

@@ -4,7 +4,7 @@
 //   3: Read P, dP from HBM, compute dS, dS_ij = P_ij (dP_ij - sum_l P_il dP_il), write it.       SoftmaxGradient
 //   4: Load dS and K by blocks from HBM, compute dQ = dS K, write dQ to HBM.                     Product (naive_forward.h)
 //   5: Load dS and Q by blocks from HBM, compute dK = dS^T Q, write dK to HBM.                   ProductTransposed
-// The paper keeps P from the forward. Here Scores and Softmax compute it again.
+// The paper keeps P from the forward. Here Scores and Softmax compute P again.
 #pragma once
 #include "tile.h"
 

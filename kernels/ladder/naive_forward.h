@@ -1,9 +1,9 @@
-// Rung 0: attention as its formula says: three kernels, with the S x S matrix in global memory between them.
+// Rung 0: attention as its formula says, in three kernels, with the S x S matrix in global memory between them.
 // Dao et al. 2022 (FlashAttention), Algorithm 0, Standard Attention Implementation:
 //   1: Load Q, K by blocks from HBM, compute S = Q K^T, write S to HBM.      Scores
 //   2: Read S from HBM, compute P = softmax(S), write P to HBM.              Softmax
 //   3: Load P and V by blocks from HBM, compute O = P V, write O to HBM.     Product
-// The products are tiled (Br x Bc), or they would be slower still; nothing is fused. A causal mask saves no work here.
+// The products are tiled (Br x Bc), because they would be slower still without tiles. Nothing is fused. A causal mask saves no work here.
 #pragma once
 #include "tile.h"
 
@@ -34,7 +34,7 @@ template <Config C> struct Scores {
   }
 };
 
-// Each row in three passes: its maximum, its sum, its quotients. One warp per row.
+// Takes each row in three passes: its maximum, its sum, its quotients. One warp per row.
 template <Config C> struct Softmax {
   using Arguments = SoftmaxArguments;
   static constexpr i32 kThreads = kTileThreads, kBlocksPerSm = 1;

@@ -1,7 +1,7 @@
 // Rung 3, backward. Dao 2023, Algorithm 2, whose lines stand beside the code (1-4 as in flash2_backward.h).
-// A warp owns 16 keys of the tile and computes S^T and dP^T, keys by queries, 16 queries at a time: rounded to 16 bits they are the left
-// operands of dV and dK without leaving the registers. dQ sums over all keys, hence over warps, and takes dS through shared memory. At d >
-// 128 dK and dV of 16 keys do not fit one warp: two warps compute the same S^T, and each holds half of the columns.
+// A warp owns 16 keys of the tile and computes S^T and dP^T, keys by queries, 16 queries at a time. Rounded to 16 bits, P^T and dS^T are
+// the left operands of dV and dK without leaving the registers. dQ sums over all keys, hence over warps, and takes dS through shared
+// memory. At d > 128 dK and dV of 16 keys do not fit one warp, so two warps compute the same S^T, and each holds half of the columns.
 #pragma once
 #include "../attention/schedule.h"
 #include "fragment.h"
@@ -34,7 +34,7 @@ template <Config C> struct TensorBackward {
     // 6: Load K_j, V_j from HBM to on-chip SRAM.
     load<kThreads, C.aligned>(Kj, K, j0);
     load<kThreads, C.aligned>(Vj, V, j0);
-    // 7: Initialize dK_j = 0, dV_j = 0. (In registers.)
+    // 7: Initialize dK_j = 0, dV_j = 0. (Here: in registers.)
     Sums<kPart> dKj, dVj;
 
     for (i64 h = h_kv * in.group; h < (h_kv + 1) * in.group; h++) { // the query heads that share the key head

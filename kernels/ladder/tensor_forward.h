@@ -1,7 +1,7 @@
 // Rung 3: the same algorithm on tensor cores. Dao 2023 (FlashAttention-2), Algorithm 1, whose lines stand beside the code.
 //   1-2: Divide Q, O, L into Tr blocks, K and V into Tc blocks.
 // A warp owns 16 queries of the tile and all keys (section 3.3: "split Q", not "split K"), so warps exchange nothing: S, P, O, m and l live
-// in its registers. Products are FP16 (BF16) in, FP32 out. The library's own kernels add asynchronous copies that run ahead of the
+// in the warp's registers. Products take FP16 (BF16) and give FP32. The library's own kernels add asynchronous copies that run ahead of the
 // arithmetic, Q in registers, and swizzled tiles.
 #pragma once
 #include "../attention/schedule.h"

@@ -1,6 +1,5 @@
 // Tiles of the FP32 rungs: in global memory ("HBM" in the papers), in shared memory ("SRAM"), in registers. The 256 threads of a CTA form a
-// 16 x 16 grid: thread (y, x) holds the elements (y + 16 r, x + 16 c) of every tile in registers, so 16 adjacent lanes of a warp share a
-// row.
+// 16 x 16 grid. Of a tile in registers, thread (y, x) holds the elements (y + 16 r, x + 16 c), so 16 adjacent lanes of a warp share a row.
 #pragma once
 #include "../ptx/math.h" // included first: softmax.h finds exp2 and select there
 
@@ -31,7 +30,7 @@ template <class Tile> struct Transposed {
   __device__ float operator()(i32 i, i32 c) const { return tile(c, i); }
 };
 
-// A tile in shared memory. The odd pitch puts a column's elements into different banks.
+// A tile in shared memory. The odd pitch puts the elements of a column into different banks.
 template <i32 Rows, i32 Columns> struct Shared {
   static constexpr i32 kPitch = Columns + 1;
   float *data;
@@ -49,7 +48,7 @@ template <i32 Rows, i32 Columns> struct Registers {
 
   static __device__ i32 row(i32 r) { return threadIdx.x / 16 + 16 * r; }
   static __device__ i32 column(i32 c) { return threadIdx.x % 16 + 16 * c; }
-  // f(element, r, row in the tile, column in the tile)
+  // Calls f(element, r, row in the tile, column in the tile) for each element.
   template <class F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (i32 r = 0; r < kRows; r++)
@@ -72,7 +71,7 @@ template <i32 Rows, i32 Columns> struct Registers {
   }
 };
 
-// C += A B, the inner axis of length K; A and B in shared memory.
+// C += A B, with A and B in shared memory. K: the length of the inner axis.
 template <i32 K, i32 M, i32 N, class A, class B> __device__ __forceinline__ void multiply(Registers<M, N> &C, A a, B b) {
   constexpr i32 kUnroll = M * N > 64 * 64 ? 2 : 4;
 #pragma unroll kUnroll
@@ -89,7 +88,7 @@ template <i32 K, i32 M, i32 N, class A, class B> __device__ __forceinline__ void
   }
 }
 
-// Global to shared memory, from row i0 and column c0 on; zeros beyond the matrix.
+// Copies global to shared memory, from row i0 and column c0 on; zeros beyond the matrix.
 template <i32 Rows, i32 Columns, class T>
 __device__ __forceinline__ void load(Shared<Rows, Columns> tile, const Matrix<T> &matrix, i64 i0, i64 c0 = 0) {
   for (i32 n = threadIdx.x; n < Rows * Columns; n += kTileThreads) {
@@ -97,11 +96,11 @@ __device__ __forceinline__ void load(Shared<Rows, Columns> tile, const Matrix<T>
     tile(i, c) = matrix.holds(i0 + i, c0 + c) ? matrix(i0 + i, c0 + c) : 0;
   }
 }
-// Registers to shared memory.
+// Copies registers to shared memory.
 template <i32 Rows, i32 Columns> __device__ __forceinline__ void store(Shared<Rows, Columns> tile, Registers<Rows, Columns> &x) {
   x.each([&](float &x, i32, i32 i, i32 c) { tile(i, c) = x; });
 }
-// Registers to global memory.
+// Copies registers to global memory.
 template <i32 Rows, i32 Columns>
 __device__ __forceinline__ void store(const Matrix<float> &matrix, i64 i0, i64 c0, Registers<Rows, Columns> &x, float factor = 1) {
   x.each([&](float &x, i32, i32 i, i32 c) {
@@ -109,15 +108,15 @@ __device__ __forceinline__ void store(const Matrix<float> &matrix, i64 i0, i64 c
   });
 }
 
-// -inf where query i0 + row does not see key j0 + column.
+// Sets S to -inf where query i0 + row does not see key j0 + column.
 template <class Tile> __device__ __forceinline__ void hide(Tile &S, const Band &band, i64 i0, i64 j0) {
   S.each([&](float &s, i32, i32 i, i32 j) {
     if (!band.visible(i0 + i, j0 + j)) s = -kInfinity;
   });
 }
 
-// LSE of query i for the backward, times log2(e): exp(s - LSE) is exp2(s log2(e) - this). It is +inf, so that P is 0, for a row that sees
-// no key and for a row beyond the sequence.
+// LSE of query i times log2(e), for the backward: exp(s - LSE) = exp2(s log2(e) - log2_sum). For a row that sees no key and for a row
+// beyond the sequence the result is +inf, so that P is 0.
 __device__ __forceinline__ float log2_sum(const Operand &lse, i64 b, i64 h, i64 i, i64 seqlen_q) {
   const float L = i < seqlen_q ? *lse.at<const float>(b, h, i, 0) : -kInfinity;
   return L == -kInfinity ? kInfinity : L * kLog2e<float>;

@@ -1,5 +1,5 @@
-// A group of warps that share rows: they have the same rows of S, P, M and l, and each has its own columns of O. To make S they divide the
-// sum over the columns of Q and K.
+// A group of warps that share rows: all have the same rows of S, P, M and l, and each has its own columns of O. To compute S, each warp
+// sums over its own columns of Q and K.
 #pragma once
 #include "../ptx/barrier.h"
 #include "../tile/shared.h"
@@ -24,7 +24,7 @@ template <Config C> struct ColumnWarps {
     else
       barrier_sync(1 + group(thread), 32 * C.column_warps);
   }
-  // Adds up S over the columns of all warps of the group; each gets the same bits. The warps must meet again before the next exchange.
+  // Adds up the group's sums S, each over one warp's columns. All warps get the same bits. They must meet again before the next exchange.
   template <int kM, int kN> static __device__ __forceinline__ void exchange(tile::Accumulator (&S)[kM][kN], u32 places, int thread) {
     if constexpr (!alone()) {
       constexpr u32 kBytes = 1024 * kM * kN; // per warp

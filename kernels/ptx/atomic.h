@@ -4,8 +4,8 @@
 
 namespace strobe {
 
-// Compares 16 bytes with `before` and replaces them in one step (sm_90). Returns whether they were equal; otherwise `before` receives the
-// value found.
+// If the 16 bytes at the address equal `before`, replaces them atomically and returns true. Otherwise `before` receives the bytes found
+// (sm_90).
 __device__ __forceinline__ bool compare_exchange(void *address, u64 (&before)[2], u64 low, u64 high) {
   u64 x = before[0], y = before[1];
   asm volatile("{\n.reg .b128 old, expected, wanted;\n"
@@ -23,7 +23,7 @@ __device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) {
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(address), "r"(x) : "memory");
   return y;
 }
-#else // this PTX has no memory orders
+#else // this PTX version has no memory orders
 __device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) { return atomicAdd(address, x); }
 #endif
 

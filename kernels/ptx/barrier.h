@@ -1,23 +1,24 @@
-// Barriers among some warps of a block (1 ... 15; 0 is __syncthreads), reductions in global memory, and counters of deterministic turns.
+// Barriers among some warps of a block (1 ... 15; 0 is __syncthreads), reductions in global memory, and the counters of deterministic
+// turns.
 #pragma once
 #include "../attention/base.h"
 
 namespace strobe {
 
-// threadIdx.x, read again each time: no value derived from it stays in registers around a loop.
+// threadIdx.x, read again each time, so that no value derived from it stays in registers around a loop.
 __device__ __forceinline__ int thread_index() {
   int x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
 }
 
-// Arrives and waits until `threads` threads have arrived; barrier_arrive arrives without waiting.
+// barrier_sync arrives, and waits until `threads` threads have arrived. barrier_arrive arrives without waiting.
 __device__ __forceinline__ void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Barrier 0 for `threads` threads; returns whether the condition held for one of them.
+// Barrier 0 for `threads` threads. Returns whether the condition was true for any of them.
 __device__ __forceinline__ bool barrier_any(bool condition, int threads) {
   int any;
   asm volatile("{ .reg .pred p, q; setp.ne.b32 p, %1, 0; bar.red.or.pred q, 0, %2, p; selp.b32 %0, 1, 0, q; }"
@@ -68,7 +69,7 @@ __device__ __forceinline__ u32 load_relaxed(const u32 *p) {
 __device__ __forceinline__ void add_release(u32 *p, u32 x) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
-#else // this PTX has no memory order except fences
+#else // this PTX version has no memory order except fences
 __device__ __forceinline__ u32 load_acquire(const u32 *p) {
   const u32 x = *static_cast<const volatile u32 *>(p);
   __threadfence();

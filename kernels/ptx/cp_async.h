@@ -1,5 +1,5 @@
-// cp.async copies 16 bytes from global to shared memory without registers. An invalid source is not read, and zeros are written. Before
-// sm_80 the copy is synchronous.
+// cp.async copies 16 bytes from global to shared memory without registers. If the source is marked as invalid, it is not read, and zeros
+// are written. Before sm_80 the copy is synchronous.
 #pragma once
 #include "ldmatrix.h"
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ void cp_async(u32 shared, const void *global, bool va
 #endif
 }
 
-// Makes all copies since the last commit one group.
+// Makes all copies since the last commit a group.
 __device__ __forceinline__ void cp_async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

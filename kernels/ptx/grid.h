@@ -3,7 +3,7 @@
 
 namespace strobe {
 
-// Waits until the previous launch, and with it all earlier ones, has ended: then their results can be read.
+// Waits until the previous launch, and with it all earlier ones, has ended. Their results can then be read.
 __device__ __forceinline__ void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -21,7 +21,7 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&x)[4], u32 address) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address));
 }
-// Stores four matrices to the addresses from which ldmatrix would load them.
+// Stores four matrices to the addresses from which ldmatrix() would load them.
 __device__ __forceinline__ void stmatrix(u32 address, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
@@ -32,7 +32,7 @@ __device__ __forceinline__ void stmatrix_transposed(u32 address, const u32 *x) {
                "r"(x[3])
                : "memory");
 }
-// Transposes an 8x8 matrix in a warp's registers, of which lane 4r + t holds columns 2t and 2t + 1 of row r.
+// Transposes an 8x8 matrix in a warp's registers. Lane 4r + t holds columns 2t and 2t + 1 of row r.
 __device__ __forceinline__ u32 transposed(u32 x) {
   u32 y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));

@@ -1,4 +1,4 @@
-// Numbers on the GPU: conversions, and special functions, as one instruction where there is one. No CUDA header is needed.
+// Numbers on the GPU: conversions and special functions, each one instruction where such an instruction exists. No CUDA header is needed.
 #pragma once
 #include "../attention/base.h"
 
@@ -33,7 +33,7 @@ template <> struct Convert<f16> {
     return y;
   }
 };
-template <> struct Convert<bf16> { // to nearest even; NaN stays NaN
+template <> struct Convert<bf16> { // rounds to nearest even; NaN stays NaN
   static __device__ __forceinline__ bf16 from(float x) {
 #if __CUDA_ARCH__ >= 800
     bf16 y;
@@ -46,7 +46,7 @@ template <> struct Convert<bf16> { // to nearest even; NaN stays NaN
   }
 };
 
-// a * b + c of packed pairs, rounded once.
+// a * b + c of packed pairs, with one rounding.
 template <class T> __device__ __forceinline__ u32 multiply_add_pairs(u32 a, u32 b, u32 c);
 template <> __device__ __forceinline__ u32 multiply_add_pairs<bf16>(u32 a, u32 b, u32 c) {
   u32 d;
@@ -59,14 +59,14 @@ template <> __device__ __forceinline__ u32 multiply_add_pairs<f16>(u32 a, u32 b,
   return d;
 }
 
-// Converts four E4M3 numbers to two pairs of FP16, of adjacent numbers each (sm_89).
+// Converts four E4M3 numbers to two pairs of FP16. Each pair holds adjacent numbers (sm_89).
 __device__ __forceinline__ void pairs_of_e4m3(u32 x, u32 &first, u32 &second) {
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
       : "=r"(first), "=r"(second)
       : "r"(x));
 }
 
-// A mask with all bits of the halves that are not 0; a NaN half gives 0.
+// A mask with all bits set in the halves that are not 0. Halves that are NaN give 0.
 template <class T> __device__ __forceinline__ u32 nonzero_pairs(u32 x);
 template <> __device__ __forceinline__ u32 nonzero_pairs<bf16>(u32 x) {
   u32 y;
@@ -79,14 +79,14 @@ template <> __device__ __forceinline__ u32 nonzero_pairs<f16>(u32 x) {
   return y;
 }
 
-// A mask with all bits of the halves whose sign is set.
+// A mask with all bits set in the halves whose sign bit is set.
 __device__ __forceinline__ u32 negative_pairs(u32 x) {
   u32 y;
   asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// A mask with all bits of the halves where a < b, for numbers up to 0x7C00, which fp16 orders like integers.
+// A mask with all bits set in the halves where a < b. Both are at most 0x7C00 (infinity): FP16 orders such numbers like integers.
 __device__ __forceinline__ u32 less_pairs(u32 a, u32 b) {
   u32 y;
   asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
@@ -101,7 +101,7 @@ template <class T, class E> __device__ __forceinline__ T to_real(E x) {
     return T(to_float(x));
 }
 
-// The type of a strobe_dtype, and the type of its arithmetic.
+// Element<DType>: the type of a strobe_dtype, and the type of its arithmetic.
 template <i32 DType> struct Element;
 template <> struct Element<1> {
   using type = float;
@@ -120,7 +120,7 @@ template <> struct Element<4> {
   using real = double;
 };
 
-// The type in which results are stored: that of the dtype or, if unrounded, that of sums.
+// The type in which results are stored: that of the dtype or, if kUnrounded, that of sums.
 template <i32 DType, bool kUnrounded> struct ResultType {
   using type = typename Element<DType>::type;
 };
@@ -133,16 +133,16 @@ template <class T> __device__ __forceinline__ T minus_infinity();
 template <> __device__ __forceinline__ float minus_infinity<float>() { return __int_as_float(0xff800000); }
 template <> __device__ __forceinline__ double minus_infinity<double>() { return __longlong_as_double(0xfff0000000000000ll); }
 
-__device__ __forceinline__ float exp2(float x) { // ex2: 2 ulp; results below 2^-126 are 0
+__device__ __forceinline__ float exp2(float x) { // ex2: an error of 2 ulp; results below 2^-126 are 0
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 __device__ __forceinline__ double exp2(double x) { return ::exp2(x); }
-// 2^x to 3 ulp in FP32, for an x that needs more digits than FP32 has.
+// 2^x with an error of 3 ulp in FP32, for an x that needs more digits than FP32 has.
 __device__ __forceinline__ float exp2_in_fp32(double x) {
   const float high = (float)x, low = (float)(x - high);
-  return exp2(high) * fmaf(fabsf(low) < 1 ? low : 0.0f, kLn2<float>, 1.0f); // without low if x is infinite, or beyond FP32
+  return exp2(high) * fmaf(fabsf(low) < 1 ? low : 0.0f, kLn2<float>, 1.0f); // low counts only if x is finite and within FP32's range
 }
 __device__ __forceinline__ float log2(float x) { return ::log2f(x); }
 __device__ __forceinline__ double log2(double x) { return ::log2(x); }
@@ -150,27 +150,27 @@ __device__ __forceinline__ float abs(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs(double x) { return fabs(x); }
 __device__ __forceinline__ float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 __device__ __forceinline__ double fma(double a, double b, double c) { return ::fma(a, b, c); }
-// Returns x, but hides its value from the compiler: values derived from it are computed where they are used, not earlier, when they would
-// occupy registers.
+// Returns x, but hides its value from the compiler. Values derived from it are then computed where they are used, and do not occupy
+// registers earlier.
 __device__ __forceinline__ i32 computed_here(i32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-// Returns x, which is the same in all lanes of the warp. The compiler then knows that, and may keep it in a uniform register.
+// Returns x, which must be the same in all lanes of the warp. The compiler then knows that it is, and may keep it in a uniform register.
 __device__ __forceinline__ u32 uniform(u32 x) {
 #if __CUDA_ARCH__ >= 800
   asm("redux.sync.max.u32 %0, %0, 0xFFFFFFFF;" : "+r"(x));
 #endif
   return x;
 }
-// x * y and x + y, each rounded: the compiler may not fuse them into one operation, as it otherwise may.
+// x * y and x + y, each rounded. The compiler may not fuse them into one operation.
 __device__ __forceinline__ float rounded_product(float x, float y) { return __fmul_rn(x, y); }
 __device__ __forceinline__ double rounded_product(double x, double y) { return __dmul_rn(x, y); }
 __device__ __forceinline__ float rounded_sum(float x, float y) { return __fadd_rn(x, y); }
 __device__ __forceinline__ double rounded_sum(double x, double y) { return __dadd_rn(x, y); }
-// s * factor - (LSE + n ln 2), where P = exp(s * factor - LSE) is 2^n times its exponential. The difference of two large numbers would be
-// rounded to their last bits, so a power of two is first taken out of P [Cody & Waite 1980]. The high part of ln 2 has 9 bits, so that
-// LSE + n ln 2 is exact, or rounded to the last bit of s.
+// The exponent s * factor - (LSE + n ln 2), for P = exp(s * factor - LSE) = 2^n exp(exponent). The difference of two large numbers would be
+// rounded to their last bits, so a power of two is first taken out of P [Cody & Waite 1980]. The high part of ln 2 has 9 bits, so that LSE
+// + n ln 2 is exact, or rounded to the last bit of s.
 __device__ __forceinline__ float without_power(float s, float factor, float lse, float n) {
   constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   return fmaf(n, -kLn2Low, fmaf(s, factor, -fmaf(n, kLn2High, lse)));
@@ -185,7 +185,7 @@ __device__ __forceinline__ float probability(float s, float factor, float lse, f
   const float of_rest = exp2(fmaf(without_power(s, factor, lse, n), kLog2e<float>, -correction));
   return of_rest * __uint_as_float((__float_as_uint(shifted) << 23) + 0x3F800000); // n >= -127
 }
-// x times this P, also if P is below 2^-126, where FP32's exp2() is 0.
+// x times probability(), also if P is below 2^-126, where FP32's exp2() is 0.
 __device__ __forceinline__ double times_probability(double x, double s, double lse, double correction) {
   return x * probability(s, 1.0, lse, correction);
 }
@@ -193,9 +193,9 @@ __device__ __forceinline__ float times_probability(float x, float s, float lse, 
   const float n = ::rintf(fminf(fmaxf((s - lse) * kLog2e<float>, -400.0f), 400.0f));
   return ::ldexpf(x * exp2(fmaf(without_power(s, 1.0f, lse, n), kLog2e<float>, -correction)), (i32)n);
 }
-// A row's LSE, m * factor + ln(l). Its error becomes an error of the whole row of P, so in FP32 it is rounded only once: m * factor and the
-// power of two in l are added together with their own rounding errors. The __f..._rn keep the compiler from making an fma, which would
-// falsify these errors.
+// A row's LSE, m * factor + ln(l). An error of LSE becomes an error of the whole row of P. So in FP32 LSE is rounded only once: m * factor
+// and the power of two in l are added together with their own rounding errors. The __f..._rn functions keep the compiler from making an
+// fma, because an fma would make these errors wrong.
 __device__ __forceinline__ double row_lse(double m, double factor, double l) { return m * factor + log2(l) * kLn2<double>; }
 __device__ __forceinline__ float row_lse(float m, float factor, float l) {
   const float x = __fmul_rn(m, factor);
@@ -206,7 +206,7 @@ __device__ __forceinline__ float row_lse(float m, float factor, float l) {
   const float lost = __fadd_rn(__fsub_rn(x, __fsub_rn(sum, of_y)), __fsub_rn(y, of_y));
   return sum + (log2(rest) * kLn2<float> + (lost + __fmaf_rn(m, factor, -x) + __fmaf_rn((float)exponent, kLn2<float>, -y)));
 }
-// What row_lse rounded away: LSE - lse.
+// What row_lse() rounded away: the exact LSE minus lse.
 __device__ __forceinline__ double rest_of_lse(double m, double factor, double l, double lse) {
   const double x = __dmul_rn(m, factor), y = __dmul_rn(log2(l), kLn2<double>), sum = __dadd_rn(x, y), of_y = __dsub_rn(sum, x);
   const double lost = __dadd_rn(__dsub_rn(x, __dsub_rn(sum, of_y)), __dsub_rn(y, of_y));
@@ -217,14 +217,14 @@ __device__ __forceinline__ float rest_of_lse(float m, float factor, float l, flo
   const float lost = __fadd_rn(__fsub_rn(x, __fsub_rn(sum, of_y)), __fsub_rn(y, of_y));
   return __fadd_rn(__fsub_rn(sum, lse), __fadd_rn(lost, __fmaf_rn(m, factor, -x)));
 }
-// sum + x; `lost` accumulates the rounding errors (Kahan 1965).
+// Adds x to `sum`; `lost` accumulates the rounding errors (Kahan 1965).
 template <class T> __device__ __forceinline__ void add(T &sum, T &lost, T x) {
   const T y = x - lost, t = sum + y;
   lost = (t - sum) - y;
   sum = t;
 }
-// Joins two runs of keys: returns y * factor + x. x becomes the error of the two roundings (Knuth 1969, 4.2.2, theorem B), or 0 if that is
-// NaN. last: x becomes the sum instead.
+// Joins the sums of two runs of keys: returns y * factor + x. x becomes the error of the two roundings (Knuth 1969, 4.2.2, theorem B), or 0
+// if that error is not finite. last: x becomes the sum instead.
 template <class T> __device__ __forceinline__ T join(T y, T factor, T &x, bool last) {
   const T scaled = rounded_product(y, factor), sum = rounded_sum(scaled, x), of_x = rounded_sum(sum, -scaled);
   const T lost = rounded_sum(rounded_sum(scaled, -rounded_sum(sum, -of_x)), rounded_sum(x, -of_x)) + fma(y, factor, -scaled);
@@ -253,13 +253,13 @@ template <bool kSmall = true> __device__ __forceinline__ float tanh_approximate(
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1 + e));
   slope = 4 * (e * inverse) * inverse;
   if constexpr (!kSmall) return copysignf((1 - e) * inverse, x);
-  // 1 - e would cancel: a series instead, whose next term is 3e-7 of the sum.
+  // 1 - e would cancel, so a series is used; its next term is 3e-7 of the sum.
   const float u = x * x, series = fmaf(u, fmaf(u, fmaf(u, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1.0f) * x;
   return fabsf(x) < 0.25f ? series : copysignf((1 - e) * inverse, x);
 }
 
-// arccosh(max(y, 1)) and its derivative: 1 / sqrt(y^2 - 1), 0 where y <= 1. NaN stays NaN. y^2 - 1 is rounded once; where it overflows its
-// root is y.
+// arccosh(max(y, 1)), and its derivative: 1 / sqrt(y^2 - 1), or 0 where y <= 1. NaN stays NaN. y^2 - 1 is rounded once; where it overflows,
+// its root is y.
 __device__ __forceinline__ float arccosh(float y, float &slope) {
   y = y < 1 ? 1 : y;
   const float sinh = fminf(__fsqrt_rn(fmaf(y, y, -1.0f)), y);
@@ -278,7 +278,7 @@ __device__ __forceinline__ float arccosh2_approximate(float y, float &slope) {
   sinh = fminf(sinh, y);
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(sinh));
   slope = sinh > 0 ? inverse : 0.0f;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(y + sinh)); // error 2^-22, absolute up to 2, then relative
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2) : "f"(y + sinh)); // error 2^-22: absolute for results up to 2, relative beyond
   return log2;
 }
 __device__ __forceinline__ double arccosh(double y, double &slope) {

@@ -1,4 +1,4 @@
-// Barriers in shared memory that count arrivals and bytes (PTX mbarrier). They are given by their 32-bit addresses.
+// Barriers in shared memory that count arrivals and bytes (PTX mbarrier). Functions take their 32-bit addresses.
 #pragma once
 #include "barrier.h"
 
@@ -12,11 +12,11 @@ __device__ __forceinline__ void mbarrier_init_fence() { asm volatile("fence.mbar
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives and expects `bytes` more from the copy engine before the phase completes.
+// Arrives, and lets the phase complete only after `bytes` more bytes have come from the copy engine.
 __device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Waits until the phase of this parity has completed. A fresh barrier is in phase 0, so waiting for parity 1 returns at once.
+// Waits until the phase of this parity has completed. A fresh barrier is in phase 0, so a wait for parity 1 returns at once.
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   asm volatile("{\n.reg .pred done;\n"
                "WAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -25,8 +25,8 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
                : "memory");
 }
 
-// Moves registers between warpgroups: one that needs few returns the rest, and one that needs many takes them. kRegisters: registers per
-// thread from now on, a multiple of 8.
+// Moves registers between warpgroups: a warpgroup that needs few gives back the rest, and one that needs many takes more. kRegisters:
+// registers per thread from now on, a multiple of 8.
 template <int kRegisters> __device__ __forceinline__ void registers_lower() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }

@@ -1,6 +1,6 @@
-// mma.sync: D (16x8, fp32) += A (16x16) B (16x8), 16-bit A and B. In each 8x8 quarter lane 4g+t holds row g (A) or column g (B), elements
-// 2t, 2t+1 of the inner axis. a: (rows 0-7, 8-15) x (inner 0-7, 8-15), rows fastest; b: inner 0-7, 8-15; d: row g, then row g + 8, columns
-// 2t, 2t+1.
+// mma.sync: D (16x8, FP32) += A (16x16) B (16x8), with 16-bit A and B. In each 8x8 quarter lane 4g+t holds row g of A or column g of B,
+// elements 2t, 2t+1 of the inner axis. a: (rows 0-7, 8-15) x (inner 0-7, 8-15), rows fastest; b: inner 0-7, 8-15; d: columns 2t, 2t+1 of
+// row g, then of row g + 8.
 #pragma once
 #include "math.h"
 
@@ -28,8 +28,8 @@ template <> __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&d)[4], co
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// D (16x8) += A (16x8) B (8x8) in TF32, sm_80 and later. Lane 4g+t holds: of A rows g, g + 8 of inner t, then those of inner t + 4; of B
-// column g, inner t, t + 4; of D the same elements as above. The lowest 13 bits of an operand are ignored.
+// D (16x8) += A (16x8) B (8x8) in TF32, sm_80 and later. Lane 4g+t holds, of A, rows g and g + 8 of inner t, then of inner t + 4; of B,
+// column g of inner t and t + 4; of D, the same elements as above. The lowest 13 bits of an operand are ignored.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -42,7 +42,7 @@ __device__ __forceinline__ u32 round_to_tf32(float x) {
   return y;
 }
 
-// Rounds two numbers to nearest even and packs them into one register, the first in the low half.
+// Rounds two numbers to nearest even and packs them into one register, `low` in the low half.
 template <class T> __device__ __forceinline__ u32 pack(float low, float high);
 template <> __device__ __forceinline__ u32 pack<f16>(float low, float high) {
   u32 y;

@@ -1,7 +1,7 @@
-// wgmma (sm_90a): D (64 x N, fp32) (+)= A (64 x 16) B (16 x N), issued by the four warps of a warpgroup, run asynchronously. A descriptor
-// says where in shared memory B lies, and A unless it is in registers. D: warp w of the group holds rows 16w ... 16w+15; lane 4g+t holds
-// columns 8j+2t and 8j+2t+1 of row g in d[4j] and d[4j+1], and of row g + 8 in d[4j+2] and d[4j+3]. A in registers has the layout of
-// mma.sync.
+// wgmma (sm_90a): D (64 x N, FP32) (+)= A (64 x 16) B (16 x N), issued by the four warps of a warpgroup, run asynchronously. A descriptor
+// says where B lies in shared memory, and where A lies unless it is in registers. D: warp w of the group holds rows 16w ... 16w+15; lane
+// 4g+t holds columns 8j+2t and 8j+2t+1 of row g in d[4j] and d[4j+1], and of row g + 8 in d[4j+2] and d[4j+3]. In registers, A has the
+// layout of mma.sync.
 #pragma once
 #include "math.h"
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int kPending> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// Tells the compiler that these registers have new values here, which the tensor cores wrote.
+// Tells the compiler that the tensor cores have written new values to these registers here.
 template <int N> __device__ __forceinline__ void registers_changed(float (&x)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
@@ -23,20 +23,20 @@ template <int N> __device__ __forceinline__ void registers_changed(u32 (&x)[N]) 
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// Tiles in shared memory have rows of 64 elements (128 bytes), swizzled over 128 bytes, as the copy engine writes them; wider ones lie as
+// Tiles in shared memory have rows of 64 elements (128 bytes), swizzled over 128 bytes, as the copy engine writes them. Wider tiles are
 // blocks of 64 columns, one after another. base: a multiple of 1024.
 // K-major: rows are the outer axis (M or N), columns the inner one. Eight rows take 1024 bytes.
 __device__ __forceinline__ u64 descriptor_k_major(u32 base) { return (u64)((base & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
-// MN-major: rows are the inner axis; block_bytes lie between one block of 64 columns and the next.
+// MN-major: rows are the inner axis. block_bytes: the distance from one block of 64 columns to the next.
 __device__ __forceinline__ u64 descriptor_mn_major(u32 base, u32 block_bytes) {
   return (u64)((base & 0x3FFFF) >> 4) | (u64)(block_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 // Moves a descriptor on by `bytes`.
 __device__ __forceinline__ u64 advance(u64 descriptor, u32 bytes) { return descriptor + (bytes >> 4); }
 
-// Wgmma<T, N>: shared<kAccumulate, kMnMajorA>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). The first product of a sum is
-// shared_anew<kMnMajorA>(d, a, b) or registers_anew<kMnMajorB>(d, a, b), which leave d's registers free until then; if d keeps its
-// registers over a loop, the first product is one with kAccumulate = false.
+// Wgmma<T, N> has shared<kAccumulate, kMnMajorA>(d, a, b) and registers<kAccumulate, kMnMajorB>(d, a, b). The first product of a sum is
+// shared_anew<kMnMajorA>(d, a, b) or registers_anew<kMnMajorB>(d, a, b), which leave d's registers free until then. If d keeps its
+// registers over a loop, the first product has kAccumulate = false instead.
 template <class T, int N> struct Wgmma;
 
 #define STROBE_OUT(io, i) io(d[i])

@@ -1,6 +1,6 @@
-// Backward (Dao 2023, algorithm 2) with plain FMA: a CTA owns a tile of keys and walks over the query tiles that see them, of every query
-// head of its key head. dK and dV accumulate in registers; dQ is added up in global memory, in any order, or key tile after key tile where
-// the result must be the same in every run.
+// Backward (Dao 2023, algorithm 2) with plain FMA: a CTA owns a tile of keys and walks over the query tiles that see them, in every query
+// head of its key head. dK and dV accumulate in registers. dQ is added up in global memory: in any order, or key tile after key tile if the
+// result must be the same in every run.
 #pragma once
 #include "../attention/dq_sum.h"
 #include "../device/tile_order.h"
@@ -26,8 +26,8 @@ template <Config C> struct Backward {
   using Grid = typename Multiply::Grid;
   static constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_q; // rows per thread: of dQ; of dK and dV
   static constexpr int kColumns = C.head_dim / C.threads_k, kColumnsV = C.head_dim_v / C.threads_k;
-  // Sums over many queries are made in runs, of one head or of this many tiles, because that rounds less. In FP32 runs may be long, because
-  // each tile is summed by itself (add_product). 16-bit types need no runs: rounding the output hides the difference.
+  // Sums over many queries are divided into runs, because that rounds less. A run covers at most one head and this many tiles. In FP32 runs
+  // may be long, because each tile is summed by itself (add_product). 16-bit types need no runs: rounding the output hides the difference.
   static constexpr i32 kFlush = sizeof(E) == sizeof(T) ? (C.dtype == kF32 ? 2048 : 512) / C.tile_q : 0;
   static constexpr int kPass = C.columns_at_once(C.head_dim); // columns of dQ that are added at a time
 
@@ -65,10 +65,11 @@ private:
     static_assert(sizeof(Walk<Tiles>) + sizeof(Operands) <= C.walk_bytes());
   }
 
-  // Returns whether the tile has any keys.
+  // Returns whether the tile has keys.
   __device__ __forceinline__ bool choose_keys() {
     u32 number = blockIdx.x;
-    if (a.deterministic) { // Key tiles wait for earlier ones, so those must have started: tiles are numbered in the order of arrival.
+    // Key tiles wait for earlier ones. Tiles are numbered in the order of arrival, so that the earlier ones have started.
+    if (a.deterministic) {
       u32 &ticket = *reinterpret_cast<u32 *>(P);
       if (threadIdx.x == 0) ticket = fetch_add(a.ticket, 1);
       __syncthreads();
@@ -103,8 +104,8 @@ private:
     const Sequence &sequence = operands.sequence;
     const i32 seqlen_q = (i32)sequence.band.seqlen_q;
     T dK[kKeys][kColumns] = {}, dV[kKeys][kColumnsV] = {};
-    i32 summed = 0;             // tiles summed in dK and dV
-    bool flushed = F.adds != 0; // whether flush() adds to the tensor's contents
+    i32 summed = 0;             // how many tiles dK and dV have summed
+    bool flushed = F.adds != 0; // whether flush() adds to what the tensor holds
     for (i32 h = h_kv * in.group; h < (h_kv + 1) * in.group; ++h) {
       if (threadIdx.x == 0) {
         operands.Q = {in.q, b, h, sequence.q0, seqlen_q, in.head_dim};
@@ -118,7 +119,7 @@ private:
           summed = 0;
         }
       };
-      // The last queries come first: all key tiles of a head see those, even under a causal mask, and do not wait long for their turn.
+      // The last queries come first: all key tiles of a head see them, even under a causal mask, so no key tile waits long for its turn.
       if constexpr (F.part)
         walk.run({{held_queries(in, b), sequence.band, k0, k1, C.tile_k, row}}, 0, 1, step_of);
       else
@@ -142,15 +143,15 @@ private:
                  });
     add_product(dV, P, dO, q0, q1 - q0); // dV += P^T dO
     __syncthreads();
-    T *const dS_t = P; // P has been read: its place takes dS, one line per key
+    T *const dS_t = P; // P has been read; dS takes its memory, one line per key
     transpose(dS_t, dS);
     add_product(dK, dS, Q, q0, q1 - q0); // dK += dS^T Q
     if (a.dq_sum) add_dq(dS_t, h, s, tile);
-    __syncthreads(); // P, dS and the rows' statistics have been read
+    __syncthreads(); // P, dS, LSE and D of the tile have been read
   }
 
-  // sum += x^T B over a query tile. In FP32 runs of queries are first summed by themselves: otherwise, after a row with a large term, every
-  // single product would be rounded to the last bit of that large sum.
+  // sum += x^T B over a query tile. In FP32, runs of queries are first summed by themselves. Otherwise, after a row with a large term,
+  // every single product would be rounded to the last bit of that large sum.
   template <int kColumns>
   __device__ __forceinline__ void add_product(T (&sum)[kKeys][kColumns], const T *x, const Source &B, i32 q0, i32 count) {
     constexpr int kDim = kColumns * C.threads_k;
@@ -170,7 +171,7 @@ private:
       multiply.template tn<kDim, C.tile_q, C.p_stride()>(sum, x, B, q0, count);
     }
   }
-  // Transposes each thread's own elements, as recompute left them.
+  // Transposes each thread's own elements, in the layout of recompute().
   __device__ __forceinline__ void transpose(T *to, const T *from) const {
     constexpr int kAcross = C.tile_k / C.threads_k, WM = piece<T>(kRows), WN = piece<T>(kAcross);
 #pragma unroll
@@ -237,14 +238,14 @@ private:
     if (threadIdx.x == 0) end_turn(turn_of(h, tile));
   }
 
-  // Stores dK and dV and sets them to 0. add: whether they are added to the tensor's contents; it becomes true.
+  // Stores dK and dV and sets them to 0. add: whether to add them to what the tensor holds; it becomes true.
   __device__ __forceinline__ void flush(T (&dK)[kKeys][kColumns], T (&dV)[kKeys][kColumnsV], bool &add) const {
     const i64 row = operands.sequence.k0 + k0;
     store(a.dk, row, in.head_dim, dK, T(in.scale), add);
     store(a.dv, row, in.head_dim_v, dV, Kept<C>::template factor<T>(operands.dropout), add);
     add = true;
   }
-  template <int kColumns> // a thread's columns are adjacent in pieces, as left by Products::tn
+  template <int kColumns> // a thread's columns are adjacent in pieces, in the layout of Products::tn
   __device__ __forceinline__ void store(const Operand &to, i64 row, i32 columns, T (&x)[kKeys][kColumns], T scale, bool add) const {
     const i64 batch = b, head = h_kv;
     Grid here = grid;

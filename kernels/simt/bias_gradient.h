@@ -33,8 +33,8 @@ private:
     Multiply multiply;
     const Dropout<C.features> dropout;
     const Kept<C> kept;
-    i32 b, h, q0, q1; // the queries taken last
-    Range any, all;   // keys that some of them see; keys that all of them see
+    i32 b, h, q0, q1; // the queries of the last call
+    Range any, all;   // keys that some of these queries see; keys that all of them see
     i32 seqlen_k;
 
     __device__ __forceinline__ Tile(const Arguments &a, unsigned char *shared)
@@ -48,7 +48,7 @@ private:
         const HeldRows held = in.held(b);
         if (q0 >= held.seqlen_q) return false;
         q1 = min(q0 + C.tile_q, (i32)held.seqlen_q);
-        __syncthreads(); // the previous tile's statistics have been read
+        __syncthreads(); // LSE and D of the previous tile have been read
         rows.load(a, b, h, {held.q0, held.k0, {}}, q0, q1);
         return true;
       }
@@ -56,7 +56,7 @@ private:
       if (q0 >= s.band.seqlen_q) return false;
       q1 = min(q0 + C.tile_q, (i32)s.band.seqlen_q), seqlen_k = (i32)s.band.seqlen_k;
       any = s.band.keys_any(q0, q1), all = s.band.keys_all(q0, q1);
-      __syncthreads(); // the previous tile's statistics have been read
+      __syncthreads(); // LSE and D of the previous tile have been read
       rows.load(a, b, h, s, q0, q1);
       return true;
     }
@@ -92,8 +92,8 @@ private:
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) add(sum.x[i][j], lost.x[i][j], dS[place(i, j)]);
     }
-    // Rows of the tile are held rows, its columns are positions of keys. Adds the intersection of each range of queries with each range of
-    // keys.
+    // For a part: the tile's rows are held rows, its columns are positions of keys. Adds the intersection of each range of queries with
+    // each range of keys.
     __device__ __forceinline__ void add_part(Sum &sum, Sum &lost, i32 k0) {
       const HeldRanges queries = held_queries(in, b), keys = held_keys(in, b);
 #pragma unroll 1
@@ -111,7 +111,8 @@ private:
         }
       }
     }
-    // Adds dS of the queries [i0, i1), in a tile that begins at query `first`, and of a range's keys in the tile from k0 on.
+    // Adds dS of the queries [i0, i1) and of those keys of a range that lie in the tile from k0 on. The queries' tile begins at query
+    // `first`.
     __device__ __forceinline__ void add_ranges(Sum &sum, Sum &lost, i32 first, i32 i0, i32 i1, i32 shift, i32 k0, const HeldRange &range) {
       const i32 j0 = max(k0, range.start), j1 = min(k0 + C.tile_k, range.end());
       Sequence s = whole_sequence(in, b);
@@ -130,7 +131,7 @@ private:
                    [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
       add_dS(sum, lost);
     }
-    // Where the thread's element (i, j) lies, as recompute leaves it.
+    // Where the thread's element (i, j) lies, in the layout of recompute().
     __device__ __forceinline__ i32 place(int i, int j) const {
       return multiply.grid.template row<piece<T>(kRows)>(i) * C.p_stride() + multiply.grid.template column<piece<T>(kKeys)>(j);
     }

@@ -42,10 +42,10 @@ private:
     __device__ __forceinline__ T &m(int i) const { return m_[WM * C.threads_q * (i / WM) + i % WM]; }
     __device__ __forceinline__ T &l(int i) const { return l_[i * kThreads]; }
     __device__ __forceinline__ T &lost(int i) const { return l_[(kRows + i) * kThreads]; } // the rounding error of l
-    // m as it was where the last run of keys ended; none(), which is NaN, before any run has ended.
+    // m of the row when the last run of keys ended; none(), which is NaN, before the first run has ended.
     static __device__ __forceinline__ T none() { return -minus_infinity<T>() + minus_infinity<T>(); }
     __device__ __forceinline__ T &earlier_m(int i) const { return (&m(i))[C.tile_q + 2 * kRows * kThreads]; }
-    // The number of the run of keys that is being summed, from 0; -1: none
+    // The number of the run of keys that is being summed, from 0 on; -1: no run has begun
     __device__ __forceinline__ i32 &run() const { return reinterpret_cast<i32 *>(l_)[C.tile_q + 2 * kRows * kThreads]; }
   };
   const Arguments &a;
@@ -120,8 +120,8 @@ private:
     }
     rows.run() = here;
   }
-  // Adds O to the O of the runs of keys that have ended, which the result's memory holds. The rounding error stays in O, and the next run
-  // begins with it. last: O becomes the sum instead. Only FP32 has runs. With `invariant` they begin at the same keys in every query tile.
+  // Adds O to the O of the finished runs of keys, which lies in the result's memory. The rounding error stays in O, and the next run begins
+  // with it. last: O becomes the sum instead. Only FP32 has runs. With `invariant` runs begin at the same keys in every query tile.
   __device__ __forceinline__ void join_earlier(T (&O)[kColumns], int i, bool last) const {
     const Grid here = place_here();
     const T m = rows.m(i), before = rows.earlier_m(i);
@@ -136,8 +136,8 @@ private:
     });
   }
 
-  // S = Q K^T. Heads wider than score_run() are summed in runs of that many columns; the sum of finished runs waits in P's memory. When the
-  // first run ends, all threads have read the previous tile's P.
+  // S = Q K^T. For heads wider than score_run(), S is summed in runs of that many columns. The sum of finished runs waits in P's memory;
+  // when the first run ends, all threads have read the previous tile's P.
   template <class RowsOfK> __device__ __forceinline__ void multiply_q_k(T (&S)[kRows][kKeys], const RowsOfK &K, i32 k0) {
     multiply.template nt_in_runs<C.head_dim, C.score_run()>(S, Q, q0, K, k0, [&](bool first) {
       transfer(place_here(), P, [&](T &p, int i, int j) { p = first ? S[i][j] : p + S[i][j], S[i][j] = T(0); });
@@ -145,7 +145,7 @@ private:
     if constexpr (C.head_dim > C.score_run()) transfer(grid, P, [&](T &p, int i, int j) { S[i][j] += p; });
   }
 
-  // Scores that need more than a comparison are computed one by one, through shared memory, in a loop that is not unrolled: unrolled it
+  // Scores that need more than a comparison are computed one by one, through shared memory, in a loop that is not unrolled. Unrolled, it
   // would take the registers of O, and seconds to compile.
   static constexpr bool kStaged = F.by_element();
 
@@ -171,7 +171,7 @@ private:
       }
     }
   }
-  // Hides the keys whose page does not exist; there are rarely any.
+  // Hides the keys whose page does not exist. There are rarely any.
   __device__ __forceinline__ void hide_lacking(T (&S)[kRows][kKeys], const SequencePages &pages, const Tile &tile) const {
     if (!pages.lacks_some(tile.begin, tile.end, 0, 1)) return;
 #pragma unroll
@@ -183,7 +183,7 @@ private:
     }
   }
 
-  // P = exp(S - m), left in shared memory for the threads of the same row, which are in one warp. alpha: the factor of O.
+  // P = exp(S - m), stored in shared memory for the threads of the same row, which lie in one warp. alpha: the factor of O.
   __device__ __forceinline__ void make_p(T (&alpha)[kRows], T (&S)[kRows][kKeys]) const {
     const Grid here = place_here();
 #pragma unroll
@@ -214,8 +214,8 @@ private:
     transfer(grid, P, [&](T &p, int i, int j) { p = S[i][j]; });
   }
 
-  // O = alpha O + P V, one run of keys after another. The first barrier comes after all of P is written; the barrier of the next product
-  // after all of P is read.
+  // O = alpha O + P V, one run of keys after another. The first barrier comes after all of P has been written; the barrier of the next
+  // product comes after all of P has been read.
   template <class RowsOfV>
   __device__ __forceinline__ void add_p_v(T (&O)[kRows][kColumns], const T (&alpha)[kRows], const RowsOfV &V, const Tile &tile) {
     multiply.template tn_in_runs<C.head_dim_v, C.tile_k, C.pt_stride(), C.run_of_rows(C.tile_k), kRows>(
@@ -245,12 +245,12 @@ private:
       store(sequence.q0 + r, O[i], scale, lse);
     }
   }
-  // Adds the sink, one more term of the denominator. m becomes natural; scale becomes the factor of O.
+  // Adds the sink, one more term of the denominator. m becomes natural, and scale the factor of O.
   __device__ __forceinline__ void add_sink(T &m, T &l, T &scale, T &to_natural) const {
     const T sink = *in.sinks.template at<const T>(0, h, 0, 0);
     m *= to_natural, to_natural = T(1);
     const T larger = maximum(m, sink), reference = larger == minus_infinity<T>() ? T(0) : larger;
-    scale = probability(m, T(1), reference, T(0)); // exp(m - reference): all of O has its error
+    scale = probability(m, T(1), reference, T(0)); // exp(m - reference): its error is an error of all of O
     l = fma(l, scale, probability(sink, T(1), reference, T(0)));
     m = larger;
   }
@@ -266,7 +266,7 @@ private:
   __device__ __forceinline__ void store_low(i64 row, T lse, T rest) const {
     if (grid.x == 0 && a.lse) a.lse.template at<T>(b, h, row, 0)[in.part->lse_low] = abs(lse) < -minus_infinity<T>() ? rest : T(0);
   }
-  // Calls f<how rows are copied>(the address of O's row, the distance of its columns).
+  // Calls f<how rows are copied>(the address of O's row, the distance between its columns).
   template <class Write> __device__ __forceinline__ void at_row(i64 row, Write &&f) const {
     if (a.splits > 1)
       f.template operator()<kElements>(a.partial_out + row_of_split(row) * in.head_dim_v, 1);
@@ -277,13 +277,13 @@ private:
 
   static __device__ __forceinline__ i32 row(const Grid &grid, int i) { return grid.template row<WM>(i); }
   static __device__ __forceinline__ i32 column(const Grid &grid, int j) { return grid.template column<WN>(j); }
-  // The grid, read again each time, so that no value computed from it stays in registers around the loop over keys.
+  // The grid, read again each time, so that no value derived from it stays in registers around the loop over keys.
   __device__ __forceinline__ Grid place_here() const {
     Grid here = grid;
     here.x = computed_here(here.x), here.y = computed_here(here.y);
     return here;
   }
-  // Calls f(element in shared memory, i, j) for each of the thread's elements of S or P, which lie there in one line per key.
+  // Calls f(element in shared memory, i, j) for each of the thread's elements of S or P. They lie there in one line per key.
   template <class Each> static __device__ __forceinline__ void transfer(const Grid &grid, T *P, Each &&f) {
 #pragma unroll
     for (int j = 0; j < kKeys; ++j)

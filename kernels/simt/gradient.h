@@ -1,4 +1,4 @@
-// One tile of P and dS, recomputed from Q, K, dO, V, LSE and D: every gradient starts from it.
+// P and dS of one tile, computed again from Q, K, dO, V, LSE and D. Every gradient starts from them.
 #pragma once
 #include "part.h"
 
@@ -19,16 +19,16 @@ template <Config C, class T> struct RowStatistics {
         y = static_cast<const T *>(a.delta)[index];
         z = static_cast<const T *>(a.delta)[a.in.rows() + index];
       }
-      lse[i] = x == minus_infinity<T>() ? -x : x; // a row that sees no key
+      lse[i] = x == minus_infinity<T>() ? -x : x; // +inf for a row that sees no key, so that P is 0
       delta[i] = y;
       correction[i] = z * kLog2e<T>;
     }
   }
 };
 
-// Computes S = Q K^T and dP = dO V^T, which are kept in shared memory, in the places of P and dS. Then calls write(P's place, dS's place,
-// P, kept, dS, d score / d (scale * q.k)) for each element. This P is without dropout, dS is with it. Rows before the beginning of Q and K
-// are hidden. Each thread reads only what it has written, element by element, because the products need the registers.
+// Computes S = Q K^T and dP = dO V^T in the shared memory of P and dS. Then calls write(P's place, dS's place, P, kept, dS, d score / d
+// (scale * q.k)) for each element. P is without dropout, dS is with it. Rows before the beginning of Q and K are hidden. Each thread reads
+// only what it has written, element by element, because the products need the registers.
 template <Config C, class Multiply, class T, class Source, class F>
 __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.features, T> &scores, const Dropout<C.features> &dropout,
                                           const Kept<C> &kept_of, const RowStatistics<C, T> &rows, T *P, T *dS, const Source &Q,
@@ -37,7 +37,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
   constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
   const auto grid = multiply.grid;
   constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
-  const auto leave = [&](T *where, T(&x)[kRows][kKeys], bool first) { // not first: adds to what lies there
+  const auto leave = [&](T *where, T(&x)[kRows][kKeys], bool first) { // not first: adds to the numbers there
     auto grid = multiply.grid;
     grid.x = computed_here(grid.x), grid.y = computed_here(grid.y);
 #pragma unroll

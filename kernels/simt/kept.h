@@ -1,4 +1,4 @@
-// The elements of a tile of S that dropout keeps, in shared memory: the CTA draws each group of 4x4 elements once
+// Which elements of a tile of S dropout keeps, in shared memory. The CTA draws each group of 4x4 elements once
 // (kernels/attention/dropout.h).
 #pragma once
 #include "../device/scores.h"
@@ -9,15 +9,15 @@ namespace strobe::simt {
 template <Config C> class Kept {
   static constexpr int kGroupsAcross = C.tile_k / 4;
   static_assert(C.tile_q % 16 == 0 && C.tile_k % 16 == 0);
-  unsigned short *groups_; // bit 4 * row's slot + key's slot
+  unsigned short *groups_; // bit 4 * row's slot + key's slot of a group: whether the element is kept
 
 public:
   __device__ explicit Kept(void *shared) : groups_(static_cast<unsigned short *>(shared)) {}
 
-  // A barrier must follow before the tile is read, and another before the next tile is drawn. q0 and k0 are multiples of 16, except where
-  // the ranges of a part are not.
+  // A barrier must follow before the tile is read, and another one before the next tile is drawn. q0 and k0 are multiples of 16, except in
+  // a part whose ranges are not.
   __device__ __forceinline__ void draw(const Dropout<C.features> &dropout, i64 b, i32 h, i32 q0, i32 k0) const {
-    if constexpr (C.features.dropout && C.features.part == kAnywhere) // groups do not match the sequence's: each element is drawn alone
+    if constexpr (C.features.dropout && C.features.part == kAnywhere) // then groups differ from the sequence's: elements are drawn alone
       for (i32 n = (i32)threadIdx.x; n < C.tile_q * C.tile_k / 16; n += C.threads()) {
         const i32 across = n % kGroupsAcross, down = n / kGroupsAcross;
         u32 kept = 0;
@@ -35,10 +35,10 @@ public:
         groups_[n] = (unsigned short)kept;
       }
   }
-  // The index within the tile of a group's row or column, by its slot: the inverse of dropout_group and dropout_slot.
+  // The row or column of a slot of a group, within the tile. This is the inverse of dropout_group and dropout_slot.
   static __device__ __forceinline__ i32 place(i32 group, i32 slot) { return group / 4 * 16 + group % 4 * 2 + slot % 2 + slot / 2 * 8; }
 
-  // The factor of kept elements.
+  // By how much dropout scales the elements that it keeps.
   template <class T> static __device__ __forceinline__ T factor(const Dropout<C.features> &dropout) {
     return C.features.dropout ? T(256) / T(dropout.threshold) : T(1);
   }

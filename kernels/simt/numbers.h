@@ -6,7 +6,7 @@
 
 namespace strobe::simt {
 
-// The larger of two numbers; if one of them is NaN, the other one.
+// The larger of two numbers. If one of them is NaN, the other one.
 __device__ __forceinline__ float maximum(float a, float b) { return ::fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return ::fmax(a, b); }
 

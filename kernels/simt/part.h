@@ -11,7 +11,7 @@ template <Config C>
 using TilesOfQueries = typename Either<C.features.part != 0, RangesOfQueries<C.features.blocks != 0, C.tile_q>,
                                        DescendingQueries<C.features.blocks != 0, C.tile_q>>::type;
 
-// The scores of a tile's queries; in a part, mask and bias have the part's rows.
+// The scores of a tile's queries. In a part, mask and bias are read at the part's rows.
 template <Config C, class T> __device__ __forceinline__ Scores<C.features, T> scores_of(const Inputs &in, const Sequence &s, i64 b) {
   Scores<C.features, T> scores(in, s, b);
   if constexpr (C.features.part) scores.row_shift = (i32)(s.q0 - in.held(b).q0);
@@ -27,7 +27,7 @@ __device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, cons
     return Source(Keys<E>(x, s, b, head, columns), (i32)s.band.seqlen_k);
 }
 
-// The rows of K from the arguments of a forward, whose keys may be quantised.
+// The rows of K from the arguments of a forward. The keys may be quantised.
 template <Config C, class E, class Source, class Arguments>
 __device__ __forceinline__ auto rows_of_k(const Arguments &a, const Sequence &s, i64 b, i64 head) {
   constexpr Features F = C.features;
@@ -51,7 +51,7 @@ template <Config C> __device__ __forceinline__ PartKeys part_keys(const Inputs &
   const BlockRow row = F.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{};
   return {s.band, q0, q1, C.tile_k, F.part == kAnywhere ? 1 : 16, row, held_keys(in, b)};
 }
-// The sequence as a query tile sees it; s is the sequence as the key tile sees it.
+// The sequence as a query tile sees it. s: the sequence as the key tile sees it.
 __device__ __forceinline__ const Sequence &sequence_of(const Sequence &s, const Tile &) { return s; }
 __device__ __forceinline__ Sequence sequence_of(const Sequence &s, const ShiftedTile &tile) {
   Sequence own = s;
@@ -59,7 +59,7 @@ __device__ __forceinline__ Sequence sequence_of(const Sequence &s, const Shifted
   return own;
 }
 
-// Rows of K or V, Q or dO, counted as a tile counts its rows.
+// Rows of K or V, Q or dO, numbered as the tile numbers its rows.
 template <class Source> __device__ __forceinline__ const Source &rows_of(const Source &all, const Tile &) { return all; }
 template <class Source> __device__ __forceinline__ Source rows_of(const Source &all, const ShiftedTile &tile) {
   return all.shifted(tile.shift, tile.end);

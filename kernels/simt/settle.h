@@ -50,7 +50,7 @@ private:
         __syncthreads();
         if (t < q1 - q0)
           for (i32 c = 0; c < C.tile_k; ++c) {
-            if (C.invariant && P[t * C.p_stride() + c] == T(0)) continue; // the sum must not depend on how many keys the row does not see
+            if (C.invariant && P[t * C.p_stride() + c] == T(0)) continue; // so that bits do not depend on the number of hidden keys
             add(sums.P, lost.P, P[t * C.p_stride() + c]);
             add(sums.dS, lost.dS, dS[t * C.p_stride() + c]);
           }

@@ -13,13 +13,13 @@ template <class T, int N> struct alignas(N * sizeof(T)) Pack {
 };
 template <class T, int N> __device__ __forceinline__ Pack<T, N> read(const T *p) { return *reinterpret_cast<const Pack<T, N> *>(p); }
 
-// The widest piece, up to 16 bytes, into which n elements can be cut.
+// The widest piece, of up to 16 bytes, that divides n elements evenly.
 template <class T> STROBE_FN constexpr int piece(int n) { return n % 4 == 0 && sizeof(T) <= 4 ? 4 : n % 2 == 0 ? 2 : 1; }
 
 template <class T, int N> STROBE_FN constexpr int size(const T (&)[N]) { return N; }
 
-// The threads as a grid of kY x kX. 16-byte reads of shared memory are served in two passes instead of four where neighbouring lanes, or
-// lanes two apart, read the same address: so bit 0 of a lane goes to x, bit 1 to y.
+// The threads as a grid of kY x kX. 16-byte reads of shared memory take two passes instead of four if neighbouring lanes, or lanes two
+// apart, read the same address. So bit 0 of a lane goes to x, bit 1 to y.
 template <int kY, int kX> struct Threads {
   static constexpr int kRows = kY, kColumns = kX, kCount = kY * kX;
   static_assert(kX % 4 == 0 && kX <= 16 && kCount % 32 == 0);
@@ -36,21 +36,21 @@ template <int kY, int kX> struct Threads {
     for (int mask = 4; mask < 2 * kX; mask *= 2) v = f(v, __shfl_xor_sync(0xffffffffu, v, mask));
     return v;
   }
-  // The i-th of the n elements that a thread owns along an axis: the threads take one element, or W adjacent ones, in rotation.
+  // The i-th of the n elements that a thread owns along an axis. The threads take one element each in rotation, or W adjacent ones.
   template <int W = 1> __device__ __forceinline__ int row(int i) const { return W * (y + kY * (i / W)) + i % W; }
   template <int W = 1> __device__ __forceinline__ int column(int j) const { return W * (x + kX * (j / W)) + j % W; }
 };
 
-// The following loops are unrolled to a few hundred FMA: unrolled further they compile for seconds and run no faster.
+// The following loops are unrolled to a few hundred FMA. Unrolled further, they compile for seconds and run no faster.
 
-// Where row r lies in a line of a transposed chunk (see Chunk::store_transposed): threads that write adjacent columns then use different
-// banks. kSpan: how many adjacent rows the threads own, a power of two; rows are permuted only among kSpan rows.
+// The place of row r in a line of a transposed chunk (Chunk::store_transposed), chosen so that threads which write adjacent columns use
+// different banks. kSpan: how many adjacent rows the threads own, a power of two. Rows are permuted only among kSpan rows.
 template <int kSpan, class T> STROBE_FN constexpr int swizzled(int r, int line) {
   return r ^ (8 * (line / (16 / (int)sizeof(T)) % 4) & (kSpan - 1));
 }
 
-// acc += A^T B; A and B: kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). This is the fastest form
-// measured: 53 of 65 TFLOP/s on an H200; forms that finish one piece of the sum after another reach 43 to 48.
+// acc += A^T B, where A and B are kDepth lines of kY*M and kX*N elements. acc(i, j) belongs to row<WM>(i), column<WN>(j). This is the
+// fastest form measured: 53 of 65 TFLOP/s on an H200. Forms that finish one piece of the sum after another reach 43 to 48.
 template <int kDepth, int kStrideA, int kStrideB, bool kSwizzled, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
   constexpr int WM = piece<T>(M), WN = piece<T>(N), kUnroll = max(1, 2048 / ((int)sizeof(T) * M * N));
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply(const Grid &g, T (&acc)[M][N], const T 
   }
 }
 
-// acc += A^T B where B is not finite: an element of A that is 0, because it is hidden or dropped, adds nothing. Slow.
+// acc += A^T B for a B that is not finite. An element of A that is 0, because it is hidden or dropped, adds nothing. Slow.
 template <int kDepth, int kStrideA, int kStrideB, class Grid, class T, int M, int N>
 __device__ __forceinline__ void multiply_seen(const Grid &g, T (&acc)[M][N], const T *a, const T *b) {
   constexpr int WM = piece<T>(M), WN = piece<T>(N);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply_seen(const Grid &g, T (&acc)[M][N], con
   }
 }
 
-// The first row that exists: 0, unless a tile may begin before a part's range.
+// The first row that exists: 0, except where a tile may begin before a part's range.
 template <bool kBounded> struct FirstRow {
   static __device__ constexpr bool may_lack() { return false; }
   static __device__ __forceinline__ i32 from() { return 0; }
@@ -109,7 +109,7 @@ template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
   static constexpr bool kInPages = false;
   const E *data;
   i64 stride, column_stride;
-  i32 count, columns; // elements past them read as 0
+  i32 count, columns; // elements beyond count and columns read as 0
 
   __device__ Rows(const Keys<E> &keys, i32 count)
       : data(keys.first), stride(keys.x.stride[2]), column_stride(keys.x.stride[3]), count(count), columns(keys.columns) {}
@@ -125,8 +125,8 @@ template <class E, bool kBounded = false> struct Rows : FirstRow<kBounded> {
       : data(o.at<const E>(b, h, first, 0)), stride(o.stride[2]), column_stride(o.stride[3]), count(count), columns(columns) {}
 };
 
-// y = f(y, x) for a thread's elements x of one row y in global memory. reads: whether y is read; otherwise f gets 0. columns: how many
-// columns exist.
+// y = f(y, x) for one row y in global memory and the thread's elements x of that row. reads: whether y is read; otherwise f gets 0.
+// columns: how many columns exist.
 template <i32 kCopy, class E, class Grid, class X, int N, class F>
 __device__ __forceinline__ void update_row(const Grid &g, E *row, i64 column_stride, i32 columns, X (&x)[N], bool reads, F &&f) {
   constexpr int W = piece<X>(N);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void update_row(const Grid &g, E *row, i64 column_str
   }
 }
 
-// Stores a thread's elements of one row, scaled, to global memory; add: adds them to the memory's contents.
+// Stores a thread's elements of one row, scaled, to global memory. add: adds them to the row in memory.
 template <i32 kCopy, class E, class Grid, class T, int N>
 __device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stride, i32 columns, const T (&x)[N], T scale,
                                           bool add = false) {
@@ -160,8 +160,8 @@ __device__ __forceinline__ void store_row(const Grid &g, E *row, i64 column_stri
 }
 
 // kRows x kColumns elements in flight from global to shared memory, in the registers of the CTA's threads. Each thread takes pieces of V
-// elements from a few rows, always at the same columns: one address, and one comparison per row, serve them all. Columns that do not exist
-// read as 0; rows that do not exist read as 0 or as an earlier row: they are multiplied by 0 or their scores are hidden.
+// elements from a few rows, always at the same columns, so that one address and one comparison per row serve all its pieces. Columns that
+// do not exist read as 0. Rows that do not exist read as 0 or as an earlier row: they are multiplied by 0, or their scores are hidden.
 template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns> class Chunk : FirstRow<Source::may_lack()> {
 protected:
   Chunk() = default;
@@ -173,7 +173,7 @@ protected:
 
   Pack<E, V> x_[kMine][kMineAcross] = {};
   const E *at_;
-  i32 rows_, columns_; // how many exist from this thread's first one on
+  i32 rows_, columns_; // how many rows and columns exist from this thread's first ones on
 
   static __device__ __forceinline__ i32 row() { return (i32)threadIdx.x / kAcross; }
   static __device__ __forceinline__ i32 column() { return (i32)threadIdx.x % kAcross * V; }
@@ -183,7 +183,7 @@ protected:
 public:
   __device__ __forceinline__ Chunk(const Source &from, i32 first_row, i32 first_column) {
     const i32 r = computed_here(first_row + row()),
-              c = first_column + column(); // addresses of several operands must not wait in registers
+              c = first_column + column(); // so that addresses of several operands do not wait in registers
     at_ = from.data + r * from.stride + c * step(from);
     rows_ = from.count - r;
     if constexpr (Source::may_lack()) this->first = from.from() - r;
@@ -251,7 +251,7 @@ public:
   }
 };
 
-// Rows of K or V of a paged sequence: data is row 0 of page 0.
+// Rows of K or V of a paged sequence. data: row 0 of page 0.
 template <class E> struct PagedRows : FirstRow<false> {
   using Of = E;
   static constexpr bool kInPages = true;
@@ -328,7 +328,7 @@ template <Features F, bool kByColumn> struct QuantisedRows : FirstRow<false> {
   __device__ QuantisedRows(const QuantisedKeys<F, kByColumn> &keys, i32 count) : keys(keys), pages(keys.pages), count(count) {}
 };
 
-// A Chunk of numbers that are multiplied by their scales as they are read.
+// A Chunk of quantised numbers, which are multiplied by their scales as they are read.
 template <class Source, class T, int kThreads, i32 kCopy, int kRows, int kColumns>
 class QuantisedChunk : public Chunk<Source, T, kThreads, kElements, kRows, kColumns> {
   using Base = Chunk<Source, T, kThreads, kElements, kRows, kColumns>;
@@ -372,8 +372,8 @@ struct ChunkOf<QuantisedRows<F, kByColumn>, T, kThreads, kCopy, kRows, kColumns>
   using type = QuantisedChunk<QuantisedRows<F, kByColumn>, T, kThreads, kCopy, kRows, kColumns>;
 };
 
-// The products, whose operands come from global memory through two stages of shared memory: while one chunk is multiplied, the next one is
-// in flight through registers; one barrier per chunk separates them.
+// The products. Their operands come from global memory through two stages of shared memory: while one chunk is multiplied, the next one is
+// in flight through registers. One barrier per chunk separates them.
 template <Config C> struct Products {
   using E = typename Element<C.dtype>::type;
   using T = typename Element<C.dtype>::real;
@@ -393,8 +393,9 @@ template <Config C> struct Products {
     return stage = next;
   }
 
-  // acc += A B^T for the rows a0... of A and b0... of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j). After each run
-  // of kRun columns except the last, end_of_run(whether it is the first) takes acc and restarts it: a long sum in one run rounds more.
+  // acc += A B^T for the rows from a0 on of A and from b0 on of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j). After
+  // each run of kRun columns except the last one, end_of_run(whether this is the first run) takes acc and restarts it, because a long sum
+  // in one run rounds more.
   template <int kDim, int kRun, int M, int N, class Other, class F>
   __device__ __forceinline__ void nt_in_runs(T (&acc)[M][N], const Source &A, i32 a0, const Other &B, i32 b0, F &&end_of_run) {
     constexpr int kRowsA = C.threads_q * M, kRowsB = C.threads_k * N;
@@ -407,7 +408,7 @@ template <Config C> struct Products {
       T *sa = next_stage(), *sb = sa + kRowsA * kChunk;
       a.template store_transposed<C.threads_q * piece<T>(M)>(sa), b.template store_transposed<C.threads_k * piece<T>(N)>(sb);
       __syncthreads();
-      if (c && c % kRun == 0) end_of_run(c == kRun); // here, where no operands wait in registers
+      if (c && c % kRun == 0) end_of_run(c == kRun); // here, because no operands wait in registers
       if (c + kChunk < kDim) {
         a.next_columns(A), b.next_columns(B);
         a.load(A), b.load(B);
@@ -416,8 +417,8 @@ template <Config C> struct Products {
     }
   }
 
-  // acc += P^T B for the `length` rows b0... of B and kDim columns from `column` on; P in shared memory, at most kLines lines kStride
-  // apart.
+  // acc += P^T B for the `length` rows of B from b0 on, and kDim columns from `column` on. P lies in shared memory, in at most kLines lines
+  // with a pitch of kStride.
   template <int kDim, int kLines, int kStride, int M, int N, class Other>
   __device__ __forceinline__ void tn(T (&acc)[M][N], const T *p, const Other &B, i32 b0, i32 length, i32 column = 0) {
     constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k; // per thread
@@ -437,8 +438,8 @@ template <Config C> struct Products {
     }
   }
 
-  // P^T B in runs: after each kRun rows end_of_run takes their sum, because a long sum in one run rounds more. Its arguments: the sum, the
-  // number of the sum's first column among the thread's columns, and whether the run is the first. M: rows per thread.
+  // P^T B in runs. After each kRun rows end_of_run takes their sum, because a long sum in one run rounds more. Its arguments: the sum, the
+  // number of the sum's first column among the thread's columns, and whether the run is the first one. M: rows per thread.
   template <int kDim, int kLines, int kStride, int kRun, int M, class Other, class F>
   __device__ __forceinline__ void tn_in_runs(const T *p, const Other &B, i32 b0, i32 length, i32 column, F &&end_of_run) {
     constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k;

@@ -1,4 +1,4 @@
-// One thread walks over tiles for the whole CTA, so that the walk's state lies in shared memory and not in every thread's registers.
+// One thread walks over tiles for the whole CTA, so that the walk's state lies in shared memory and not in the registers of every thread.
 #pragma once
 #include "../device/part_tiles.h"
 
@@ -12,10 +12,10 @@ struct ShiftedTile : Tile {
   i32 shift; // row = position + shift
 };
 struct NumberedTile : ShiftedTile {
-  i32 number; // its number within the sequence
+  i32 number; // the tile's number within the sequence
 };
 
-// A CTA's work, found from its number. Tiles of one head are neighbours and share K and V in the L2 cache; where tiles have unequal
+// A CTA's work, found from the CTA's number. Tiles of one head are neighbours and share K and V in the L2 cache. If tiles have unequal
 // lengths, equally long tiles are neighbours, and the longest come first.
 struct Item {
   i32 split, tile, head, batch;
@@ -38,7 +38,7 @@ private:
   }
 };
 
-// The tiles to walk over: of keys, ascending, or of queries, descending.
+// Makes the tiles to walk over: of keys, ascending, or of queries, descending.
 struct KeyTiles {
   using Tile = simt::Tile;
   Schedule schedule;
@@ -99,8 +99,8 @@ template <class Tiles> class Walk {
   }
 
 public:
-  // Calls body(tile, more) for every `stride`-th tile from number `first` on. Between the starts of two calls of body the CTA must meet at
-  // a barrier, and only then is `more` valid: whether another tile follows.
+  // Calls body(tile, more) for every `stride`-th tile from number `first` on. more: whether another tile follows. The CTA must meet at a
+  // barrier between the starts of two calls of body; `more` is valid only after that barrier.
   template <class F> __device__ __forceinline__ void run(const Tiles &tiles, i32 first, i32 stride, F &&body) {
     __syncthreads(); // the last walk is over
     if (threadIdx.x == 0) {

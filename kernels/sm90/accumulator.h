@@ -1,7 +1,8 @@
-// The registers that wgmma reads and writes. The compiler does not see these accesses, so these types tell it when they happen.
+// The registers that wgmma reads and writes. The compiler does not see these accesses, so the types of this file tell it when they happen.
 //
-// A product begins at once and runs asynchronously, as a commit group of its own. wait_for<kPending>(x...) returns when all products of
-// this warpgroup but the last kPending have ended, including those of x... . Until then x... are neither read nor written.
+// A product begins at once and runs asynchronously, as a commit group of its own. wait_for<kPending>(x...) returns when at most the last
+// kPending products of this warpgroup are still running; the products that read or write x... have then ended. Until then no code may read
+// or write x... .
 #pragma once
 #include "../ptx/ldmatrix.h"
 #include "../ptx/wgmma.h"
@@ -31,8 +32,8 @@ template <int kPending, class... Registers> __device__ __forceinline__ void wait
   (registers.done(), ...);
 }
 
-// How the compiler treats a sum's registers before its first product. kept: they belong to the sum throughout the loop. free: they may hold
-// other values until the product begins.
+// How the compiler treats a sum's registers before the sum's first product. kept: the registers belong to the sum throughout the loop.
+// free: they may hold other values until the product begins.
 enum class Place { kept, free };
 
 // A sum of products of T: 64 x N, FP32.
@@ -45,7 +46,7 @@ template <class T, int N> struct Accumulator {
     done();
   }
 
-  // Marks the point from which on this sum is complete, so that the compiler does not move the wait for it.
+  // Tells the compiler that this sum is complete from here on, so that the wait for it is not moved.
   __device__ __forceinline__ void done() { registers_changed(x); }
 
   // Begins this = A B^T. A: 64 rows of a tile of kRows; B: N rows; both kInner columns wide.

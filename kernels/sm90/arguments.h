@@ -14,8 +14,8 @@ struct alignas(16) TicketCounter {
 
 struct HopperForwardArguments : ForwardArguments {
   MappedOperand tma_q, tma_k, tma_v;
-  // The number of items: a.splits for each query tile. There are `tiles` query tiles for each of batch * heads heads; those of packed
-  // sequences are numbered as in PackedTile, so there are `tiles` for each of `heads` heads.
+  // The number of items: a query tile has a.splits of them. Each of the batch * heads heads has `tiles` query tiles. Packed sequences
+  // number their tiles as PackedTile says, so there each of the `heads` heads has `tiles`.
   u32 items;
   i32 tiles;
   // Heads come in bundles of `bundle`, which share the L2 cache. Items are counted as if the last bundle were full.
@@ -23,13 +23,13 @@ struct HopperForwardArguments : ForwardArguments {
   TicketCounter *tickets; // thread blocks draw their next item from it; unused if there are as many blocks as items
   MaskBits mask_bits;     // used with a mask
   MappedOperand tma_bias; // used if the copy engine loads the bias
-  i32 bias_rows_step;     // 0: broadcast over queries, then one row is loaded
+  i32 bias_rows_step;     // 0: the bias is broadcast over queries, and one row is loaded
   u32 bias_bytes;         // per tile
   // Invariant: global memory where each thread block keeps O and LSE of the chunks of keys that it has walked over.
   float *walked;
 };
-// For query tiles into which query heads are packed: a warpgroup's 64 rows are `queries` queries of each of `packed` heads, and the next
-// warpgroup has the following queries. The query heads of a key head are divided into `pieces`, which count as heads above.
+// The arguments if several query heads share a query tile. The 64 rows of a warpgroup are `queries` queries of each of `packed` heads; the
+// next warpgroup has the next queries. The query heads of a key head are divided into `pieces`, which count as heads in the members above.
 struct PackedForwardArguments : HopperForwardArguments {
   i32 packed;
   Divisor queries, pieces;

@@ -1,17 +1,17 @@
-// The functions of the score that Hopper has faster forms of, and these forms. So far: the softcap, in the forward's exponent; the backward
-// uses the same approximation, so that its P matches the one that LSE sums up.
+// Functions of the score for which Hopper has faster forms. So far there is one, the softcap, in the forward's exponent. The backward uses
+// the same approximation, so that its P matches the P that LSE sums up.
 #pragma once
 #include "../device/scores.h"
 #include "../ptx/mma.h"
 
 namespace strobe::sm90 {
 
-// The exponent with a softcap and no other option of the score; x = scale q.k. If |x| <= kSmall c in a warp's whole tile, S stays q.k, and
-// c tanh(x / c) is x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, with a relative error of 5e-5. Otherwise S becomes tanh(x / c).
+// The exponent if a softcap is the score's only option; x = scale q.k. If |x| <= kSmall c in a warp's whole tile, S stays q.k, and c tanh(x
+// / c) is computed as x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, with a relative error of 5e-5. Otherwise S becomes tanh(x / c).
 template <Features F, bool kApproximate> struct FastForm {
   static constexpr bool kApplies = F.function == kCapped && kApproximate && !F.scaled && !F.alibi && !F.bias;
   static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
-  float to_caps, most; // the factor from q.k to x / c; the largest |q.k| that is small
+  float to_caps, most; // the factor from q.k to x / c; the largest |q.k| that counts as small
   float cap;           // c in exp2's unit
   float linear, cubic, quintic;
   bool small; // whether all scores of the warp's tile are small
@@ -49,7 +49,7 @@ template <Features F, bool kApproximate> struct FastForm {
   __device__ __forceinline__ float difference(float x) const { return x; }
 };
 
-// The backward's: P and the derivative in few instructions, where no other option changes the scores.
+// The backward's form: P and the derivative in few instructions, where no other option changes the scores.
 template <Features F> struct BackwardFastForm {
   using Forward = FastForm<F, true>;
   static constexpr bool kApplies = Forward::kApplies;
@@ -57,15 +57,15 @@ template <Features F> struct BackwardFastForm {
 
   template <class Score> __device__ __forceinline__ explicit BackwardFastForm(const Score &scores) : forward(scores) {}
 
-  // Replaces q.k in S by P times the derivative, and writes P, rounded, to P. lse: the address of -LSE of this lane's first two queries;
-  // -LSE of its next two queries lies 32 bytes further.
+  // Replaces q.k in S by P times the derivative, and writes P, rounded, to the argument P. lse: the address of -LSE of this lane's first
+  // two queries; -LSE of the lane's next two queries lies 32 bytes further.
   template <class T, int N> __device__ __forceinline__ void exponentiate(float (&S)[N], u32 (&P)[N / 2], u32 lse) const {
     const float to_caps = forward.to_caps, square = to_caps * to_caps;
     const float cubic = Forward::kCubic * square * to_caps, quintic = Forward::kQuintic * (square * square) * to_caps;
     if (forward.all_small(S)) {
       exponentiate<T>(S, P, lse, [&](float s, float &slope) {
         const float u = s * s, t = s * __fmaf_rn(__fmaf_rn(quintic, u, cubic), u, to_caps);
-        slope = __fmaf_rn(-t, t, 1.0f); // does not cancel, because t is small
+        slope = __fmaf_rn(-t, t, 1.0f); // no cancellation, because t is small
         return t;
       });
     } else {

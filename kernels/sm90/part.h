@@ -17,13 +17,13 @@ __device__ __forceinline__ HeldRange range_of_keys(const Inputs &in, i32 b, i32 
 __device__ __forceinline__ HeldRange range_of_queries(const Inputs &in, i32 b, i32 n) {
   const PartTable &t = *in.part;
   return range_at(in, t.ranges_q,
-                  b * t.step_q + computed_here(n)); // n is hidden from the compiler: no value derived from it stays in registers
+                  b * t.step_q + computed_here(n)); // computed_here keeps values derived from n out of registers
 }
-// The first token of a packed sequence, clamped as by Inputs::sequence; 0 when dense.
+// The first token of a packed sequence, clamped as in Inputs::sequence; 0 if sequences are not packed.
 __device__ __forceinline__ i32 first_held_row(const i32 *cu_seqlens, i64 total, i32 b) {
   return cu_seqlens ? min(max(cu_seqlens[b], 0), (i32)min(total, 0x7FFFFFFFll)) : 0;
 }
-// The rows of a range that exist, whatever the table says.
+// Those rows of a range that exist, whatever the table says.
 __device__ __forceinline__ HeldRange held(HeldRange r, const i32 *cu_seqlens, i64 total, i64 seqlen, i32 b) {
   i32 rows = (i32)seqlen;
   if (cu_seqlens) {

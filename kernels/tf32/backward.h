@@ -1,5 +1,5 @@
-// dQ, dK and dV of attention (FlashAttention-2, algorithm 2) in FP32 on tensor cores. A thread block owns a tile of keys, a warp tile_k /
-// warps of them, and walks over the query tiles that see some of it:
+// dQ, dK and dV of attention (FlashAttention-2, algorithm 2) in FP32 on tensor cores. A thread block owns a tile of keys, and each warp
+// owns tile_k / warps of these. The block walks over the query tiles that see some of its keys:
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ += dS K, in global memory
 //
@@ -56,8 +56,8 @@ private:
   }
 
   // Walks over a segment: kSegment query tiles, or the rest. Returns whether there is another segment. Infinities and NaN in dO and Q must
-  // reach only the keys that their queries see. They are rare, so only if dK or dV of a segment is not finite, the segment is repeated
-  // without them, in short segments and without dQ.
+  // reach only the keys that their queries see. They are rare, so a segment is repeated without them only if its dK or dV is not finite.
+  // The repetition has short segments and does not compute dQ.
   __device__ __forceinline__ bool walk(Accumulator (&dK)[kM][kD / 16], Accumulator (&dV)[kM][kDv / 16]) const {
     set_zero(dK), set_zero(dV);
     begin_segment();
@@ -89,7 +89,7 @@ private:
     return shared_state().ring[0].head < -1;
   }
 
-  // Finds the tile of iteration n. If the segment ends before it, the tile's head becomes -2 - head until the next segment.
+  // Finds the tile of iteration n. If the segment ends before that tile, the tile's head is -2 - head until the next segment.
   __device__ __forceinline__ void find_within_segment(int n) const {
     find(n);
     State &state = shared_state();
@@ -107,14 +107,14 @@ private:
       }
     }
     __syncthreads();
-    if (threadIdx.x == 0 && !shared_state().repeat) ++shared_state().segment; // the last one has been stored
+    if (threadIdx.x == 0 && !shared_state().repeat) ++shared_state().segment; // then the last segment has been stored
   }
   template <int kC> static __device__ __forceinline__ void set_zero(Accumulator (&x)[kM][kC]) {
 #pragma unroll
     for (int i = 0; i < 8 * kM * kC; ++i) x[i / (8 * kC)][i / 8 % kC].x[i / 4 % 2][i % 4] = 0;
   }
 
-  // S^T = K Q^T, P^T = exp(S^T - LSE). With a function of q.k `slope` becomes P^T times its derivative. Dropped elements are negated.
+  // S^T = K Q^T, P^T = exp(S^T - LSE). With a function of q.k, `slope` becomes P^T times the derivative. Dropped elements are negated.
   __device__ __forceinline__ void make_p(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t, u32 keys) const {
     multiply_rows<kD, C.products, Sum::of_scores_transposed>(F.curved() ? slope : P, shared(0) + 4 * keys * kD, shared(kQ));
     if (t.queries.masked)
@@ -132,13 +132,13 @@ private:
     differentiate(dS, slope);
   }
 
-  struct RowLse { // LSE is loaded where it is used: registers are scarce
+  struct RowLse { // loads LSE where it is used: registers are scarce
     const Backward &backward;
     int n;
     __device__ __forceinline__ float lse(int c, int e) const { return backward.statistic(0, n, c, e); }
     __device__ __forceinline__ float correction(int c, int e) const { return backward.statistic(2, n, c, e); }
   };
-  // S^T -> P^T. For a function of q.k: slope[..] holds S^T, and then P^T times its derivative.
+  // Turns S^T into P^T. With a function of q.k, slope[..] holds S^T, and becomes P^T times the derivative.
   template <bool kMasked>
   __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t) const {
     const auto lse = [&](int n) { return RowLse{*this, n}; };
@@ -147,7 +147,7 @@ private:
         F.curved() ? slope : P, P, scores, t.head, t.queries.begin, shared_state().k0 + first_key(), shared_state().k1, lse);
   }
 
-  // dP^T -> dS^T, with P^T from shared memory, where this lane put it; dS is 0 where nothing is visible, whatever dP is.
+  // Turns dP^T into dS^T, with P^T from shared memory, where this lane has put it. dS is 0 where nothing is visible, whatever dP is.
   __device__ __forceinline__ void differentiate(Accumulator (&dP)[kM][kN], const Accumulator (&slope)[kM][kN]) const {
     float factor = Dropout<F>(in).factor();
 #pragma unroll
@@ -164,7 +164,7 @@ private:
     }
   }
 
-  // Whether dropout drops the element of P^T: it is then negated.
+  // Whether dropout drops the element p of P^T, which is then negative.
   static __device__ __forceinline__ bool dropped(float p) { return F.dropout && __float_as_uint(p) >> 31; }
 
   // The address of P^T and later dS^T in shared memory; rows are queries.
@@ -181,7 +181,7 @@ private:
     __syncwarp();
   }
 
-  // sum += x B. x: P^T or dS^T, which also lies in shared memory. B: dO or Q of the tile.
+  // sum += x B. x: P^T or dS^T, which also lies in shared memory. B: the tile's dO or Q.
   template <int kColumns, bool kP>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kM][kColumns / 16], Accumulator (&x)[kM][kN], u32 b) const {
     if (shared_state().repeats_left) return accumulate_nonfinite<kColumns, kP>(sum, b);
@@ -203,7 +203,7 @@ private:
       multiply_pairs<kColumns, C.products>(sum, f, B, 16 * n);
     }
   }
-  // accumulate() for a B that is not finite: an element of x that is 0 adds nothing.
+  // accumulate() for a B that is not finite. An element of x that is 0 adds nothing.
   template <int kColumns, bool kP>
   __device__ __forceinline__ void accumulate_nonfinite(Accumulator (&sum)[kM][kColumns / 16], u32 b) const {
 #pragma unroll 1
@@ -222,8 +222,8 @@ private:
     }
   }
 
-  // Adds dS K, 16 queries by 32 columns at a time, to the rows of the tile. In deterministic mode each warp adds to its own columns, in
-  // turn.
+  // Adds dS K, 16 queries by 32 columns at a time, to the tile's rows of dQ. In deterministic mode each warp waits for its turn and adds to
+  // its own columns.
   __device__ __forceinline__ void add_dq(const Tile &t) const {
     if (!a.dq_sum || shared_state().repeats_left) return;
     const i64 rows = in.row_index(shared_state().batch, t.head, shared_state().sequence.q0 + t.queries.begin);
@@ -276,7 +276,7 @@ private:
       multiply_pairs<kD, C.products>(dQ, dS, K, k, column);
     }
   }
-  // Computes dQ for a K that is not finite: an element of dS that is 0 adds nothing.
+  // Computes dQ for a K that is not finite. An element of dS that is 0 adds nothing.
   __device__ __forceinline__ void multiply_dq_nonfinite(Accumulator (&dQ)[1][2], int row, int column) const {
 #pragma unroll 1
     for (int j = 0; j < kTileK; ++j) {
@@ -295,7 +295,7 @@ private:
   }
 
   template <int kC> static __device__ __forceinline__ bool all_finite(const Accumulator (&x)[kM][kC]) {
-    float zero = 0; // or NaN
+    float zero = 0; // becomes NaN if a number is not finite
 #pragma unroll
     for (int i = 0; i < 8 * kM * kC; ++i) zero = fmaf(x[i / (8 * kC)][i / 8 % kC].x[i / 4 % 2][i % 4], 0.0f, zero);
     return zero == 0;
@@ -307,7 +307,7 @@ private:
     return yes;
   }
 
-  // Stores dK or dV; segments after the first one add to the tensor's contents.
+  // Stores dK or dV. Segments after the first one add to what the tensor holds.
   template <int kC> __device__ __forceinline__ void store(const Operand &out, Accumulator (&x)[kM][kC], float factor, i32 columns) const {
     if (!out) return;
 #pragma unroll

@@ -1,5 +1,5 @@
-// A thread block of the backward in FP32: its tile of keys, the query tiles that it walks over, and its loads of both into shared memory.
-// The loop is in backward.h.
+// A thread block of the backward in FP32: its tile of keys, the query tiles that it walks over, and its loads of keys and queries into
+// shared memory. The loop is in backward.h.
 #pragma once
 #include "../attention/dq_sum.h"
 #include "../device/keys.h"
@@ -17,12 +17,12 @@ template <Config C> struct BackwardBlock {
   using Arguments = BackwardArguments;
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
-  static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // a warp's keys, and the queries, in 16x16 blocks
-  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // blocks of queries that dK and dV take at a time
-  // dK and dV are summed in runs of this many tiles, 2048 queries, which rounds less.
+  static constexpr int kM = kTileK / C.warps / 16, kN = kTileQ / 16; // in 16x16 blocks: a warp's keys, and the tile's queries
+  static constexpr int kBlocks = kM * (kD + kDv) > 192 ? 1 : 2;      // blocks of queries that are multiplied into dK and dV at a time
+  // dK and dV are summed in segments of this many tiles (2048 queries), because longer sums round more.
   static constexpr int kSegment = 2048 / kTileQ;
-  // A segment whose dK or dV is not finite is walked again in runs of this many tiles; each product is then a separate multiply-add, so
-  // that zeros of P and dS are left out.
+  // A segment whose dK or dV is not finite is walked again in segments of this many tiles. Each product is then a separate multiply-add, so
+  // that zeros of P and dS can be left out.
   static constexpr int kRepeatSegment = 2;
   static_assert(kTileK % (16 * C.warps) == 0 && kTileK % 32 == 0 && kTileQ % 32 == 0 && kSegment % kRepeatSegment == 0);
 
@@ -33,7 +33,7 @@ template <Config C> struct BackwardBlock {
 
   using Tiles = QueryTiles<F.blocks != 0, kTileQ>;
   struct Tile { // a tile of queries
-    i32 head;   // -1: there are no more tiles; less: none in this segment
+    i32 head;   // -1: there are no more tiles; below -1: no more in this segment
     QueryTile queries;
     i32 rows; // how many rows exist
   };
@@ -52,9 +52,9 @@ template <Config C> struct BackwardBlock {
     Position begin; // where the segment begins
     i32 k_finite;
     i32 walked;       // tiles of the last segment
-    i32 repeat;       // the last segment is repeated: dO or Q are not finite
-    i32 repeats_left; // how many tiles from here on are walked over for the second time
-    i32 segment;      // its number
+    i32 repeat;       // the last segment is repeated, because dO or Q is not finite
+    i32 repeats_left; // how many tiles from here on are walked for the second time
+    i32 segment;      // the number of the segment
   };
   static_assert(sizeof(State) <= C.state_bytes());
 
@@ -89,7 +89,7 @@ template <Config C> struct BackwardBlock {
   __device__ __forceinline__ tile::Matrix<const float> queries(const Operand &x, const Tile &t, i64 row, i32 columns) const {
     return {x.at<const float>(shared_state().batch, t.head, row, 0), x.stride[2], x.stride[3], t.rows, columns};
   }
-  // Loads LSE (+inf, so that P is 0, for rows that see no key and for rows that do not exist), D, and LSE's correction as well.
+  // Loads LSE, D and LSE's correction. LSE is +inf, so that P is 0, for rows that see no key and for rows that do not exist.
   __device__ __forceinline__ void load_queries(const Tile &t) const {
     i64 row = shared_state().sequence.q0 + t.queries.begin;
     load_tile<kTileQ, kD>(kQ, queries(in.q, t, row, in.head_dim));
@@ -107,7 +107,7 @@ template <Config C> struct BackwardBlock {
       store_shared(shared(kStats) + 4 * (2 * kTileQ + i), __float_as_uint(correction * kLog2e<float>));
     }
   }
-  // The statistic of the query in this lane's column (c, e) of block n. which: 0 for LSE, 1 for D, 2 for LSE's correction in exp2's unit.
+  // LSE (which = 0), D (1), or LSE's correction in exp2's unit (2), of the query in this lane's column (c, e) of block n.
   __device__ __forceinline__ float statistic(int which, int n, int c, int e) const {
     return load_shared_float(shared(kStats) + 4 * (which * kTileQ + 16 * n + tile::lane_column(c, e)));
   }

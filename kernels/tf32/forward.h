@@ -1,5 +1,5 @@
 // FlashAttention-2's forward (Dao 2023, algorithm 1) in FP32 on tensor cores: a thread block owns a tile of queries and walks over the
-// tiles of keys; a warp owns tile_q / warps rows, with their S, P, O, m and l in its registers.
+// tiles of keys. A warp owns tile_q / warps rows, and keeps their S, P, O, m and l in its registers.
 #pragma once
 #include "../device/nonfinite.h"
 #include "../device/query_major_dropout.h"
@@ -22,7 +22,7 @@ template <Config C> struct Forward {
   static constexpr int kM = kRows / 16, kN = C.tile_k / 16, kC = kDv / 16;
   static_assert(kRows % 16 == 0 && C.tile_k % 32 == 0);
 
-  using Item = QueryItem<C.tile_q>; // with block sparsity its tile is at first a rank by length
+  using Item = QueryItem<C.tile_q>; // with block sparsity, the item's tile is at first a rank by length
 
   static __device__ __forceinline__ void run(const Arguments &a) { Forward(a).compute(); }
 
@@ -30,7 +30,7 @@ private:
   struct Tile { // a tile of keys
     i32 begin, end, masked, valid;
   };
-  enum : i32 { kLacks = 2 }; // Tile::masked: the pages of some keys are not in the pools
+  enum : i32 { kLacks = 2 }; // a bit of Tile::masked: some keys are missing, since their pages do not exist
   struct Nothing {};
   // State that the threads share lies in shared memory: registers are scarce.
   struct State {
@@ -38,7 +38,7 @@ private:
     Item item;
     Sequence sequence;
     Schedule schedule;
-    const float *k, *v; // row 0; paged: of page 0
+    const float *k, *v; // row 0; if paged, row 0 of page 0
     i32 nonfinite;      // V holds numbers that are not finite
     typename Either<F.pages != 0, SequencePages, Nothing>::type pages;
   };
@@ -154,7 +154,7 @@ private:
     softmax = {};
 #pragma unroll
     for (int row = 0; row < 2 * kM; ++row) Totals::store(row, {0, 0});
-    float earlier[2 * kM]; // M where the last run of tiles ended; NaN before the first end
+    float earlier[2 * kM]; // M when the last run of tiles ended; NaN before the first run has ended
 #pragma unroll
     for (int row = 0; row < 2 * kM; ++row) earlier[row] = __int_as_float(0x7FC00000);
     if (threadIdx.x == 0) begin();
@@ -166,7 +166,7 @@ private:
     for (int n = 0; shared_state().ring[n % 4].valid; ++n) {
       const Tile &tile = shared_state().ring[n % 4], &next = shared_state().ring[(n + 1) % 4];
       int stage = C.stages > 1 ? n % 2 : 0;
-      arrive(); // K (with two stages also V) of this tile has arrived, and all threads have read the previous one's
+      arrive(); // K of this tile (with two stages also V) has arrived, and all threads have read the previous tile
       if (threadIdx.x == 0) find(n + 2);
       if constexpr (C.stages == 1) {
         load_v(tile, 0);
@@ -199,8 +199,8 @@ private:
     join_earlier(O, softmax, earlier, true);
   }
 
-  // Adds O to the O of the earlier runs of tiles, which the result's memory holds, relative to M as it was then. The rounding error stays
-  // in O, and the next run begins with it. last: O becomes the sum instead.
+  // Adds O to the O of the earlier runs of tiles, which lies in the result's memory relative to the M of that time. The rounding error
+  // stays in O, and the next run begins with it. last: O becomes the sum instead.
   __device__ __forceinline__ void join_earlier(Accumulator (&O)[kM][kC], const Softmax &softmax, float (&earlier)[2 * kM],
                                                bool last) const {
 #pragma unroll
@@ -221,7 +221,7 @@ private:
     __syncthreads();
   }
 
-  // Replaces raw products by scores.
+  // Replaces q.k by scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const Tile &tile) const {
     const Scores<F, float> scores(in, shared_state().sequence, shared_state().item.b);
     const i32 first = shared_state().item.q + warp_row(), head = shared_state().item.h;
@@ -274,7 +274,7 @@ private:
   }
 
   __device__ __forceinline__ bool whole() const { return a.splits == 1; }
-  // The i-th row of this thread, and the place of its O.
+  // The i-th row of this thread, and where its O lies.
   struct Row {
     bool there;
     i64 row; // row of the tensors

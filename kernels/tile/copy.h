@@ -1,10 +1,10 @@
-// Copies tiles between global and shared memory, by kThreads threads; `thread` is the calling thread's number.
+// Copies tiles between global and shared memory with kThreads threads; `thread` is the calling thread's number.
 #pragma once
 #include "shared.h"
 
 namespace strobe::tile {
 
-// A matrix in global memory; elements beyond its rows and columns are not accessed, and read as zero.
+// A matrix in global memory. Elements beyond its rows and columns are not accessed; they read as zero.
 template <class T> struct Matrix {
   T *data;
   i64 row_stride, column_stride; // elements
@@ -12,19 +12,19 @@ template <class T> struct Matrix {
   __device__ __forceinline__ T *row(i32 i) const { return data + i * row_stride; }
 };
 
-// A source whose rows lie at addresses from a table in memory.
+// A source whose rows lie at the addresses of a table in memory.
 template <class Rows>
 concept LooksUp = requires { Rows::kLooksUp; };
 
-// A matrix whose rows load() finds by adding row_stride. It takes fewer instructions than an address for each row, which matters where
-// copies take much of the time.
+// A matrix for which load() finds rows by adding row_stride. That takes fewer instructions than an address for each row, which matters
+// where copies take much of the time.
 template <class T> struct StridedMatrix : Matrix<T> {
   static constexpr bool kStrided = true;
 };
 template <class Rows>
 concept Strided = requires { Rows::kStrided; };
 
-// Rows of 16-bit elements whose addresses a warp's lanes hold: lane r holds row r's address. For aligned copies only.
+// A source whose row addresses a warp's lanes hold: lane r holds that of row r. 16-bit elements, aligned copies only.
 struct RowsOfLanes {
   static constexpr bool kOfLanes = true;
   const void *address;
@@ -41,7 +41,7 @@ template <int kRows, int kColumns, int kThreads> struct Share {
   int chunk, row;
   __device__ __forceinline__ explicit Share(int thread) : chunk(thread % kAcross), row(thread / kAcross) {}
   __device__ __forceinline__ bool inside(int i) const { return kRows % kDown == 0 || row + i * kDown < kRows; }
-  // Where a chunk of row + i * kDown lies in the tile. The swizzle repeats after kPeriod steps, so further places are found by adding an
+  // Where a chunk of row + i * kDown lies in the tile. The swizzle repeats after kPeriod steps; further places are found by adding an
   // offset that all threads share.
   static constexpr int kPeriod = kDown % 8 ? 8 / (kDown & -kDown) : 1;
   __device__ __forceinline__ u32 place(int i, int chunk) const {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load(u32 base, const Rows &m, int thread) {
     int chunk = s.chunk + k * S::kAcross;
     i32 columns = m.columns - 8 * chunk, rows = columns > 0 ? m.rows - s.row : 0;
     if constexpr (kAligned && LooksUp<Rows> && S::kSteps > 8) {
-      // Reads several rows' addresses at a time: they come from a table in memory, and a copy has to wait for its address.
+      // Reads several rows' addresses at a time: they come from a table in memory, and a copy waits for its address.
       constexpr int kBatch = 8;
 #pragma unroll
       for (int first = 0; first < S::kSteps; first += kBatch) {

@@ -4,8 +4,8 @@
 
 namespace strobe::tile {
 
-// s += rows * transpose(columns). Both are kInner wide and given by their addresses in shared memory. kShort: as a loop, for code that
-// seldom runs.
+// s += rows * transpose(columns). Both are kInner wide and given by their addresses in shared memory. kShort: compiled as a loop, for code
+// that seldom runs.
 template <class T, int kInner, bool kShort, int kM, int kN>
 __device__ __forceinline__ void multiply(Accumulator (&s)[kM][kN], u32 rows, u32 columns) {
   auto step = [&](const Blocks<Left, kInner> &A, const Blocks<Right, kInner> &B, int column) {

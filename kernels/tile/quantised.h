@@ -1,6 +1,7 @@
-// Tiles of quantised K and V in shared memory, as they are stored, and operands of mma.sync made from them. A row has the layout of one
-// with half as many 16-bit elements (shared.h). A word of n numbers, four INT8 or FP8 or eight INT4, becomes pairs of 16-bit numbers: pair
-// i holds number i in its low half and number i + n / 2 in the high one; with kConverted numbers 2 i and 2 i + 1.
+// Tiles of quantised K and V in shared memory, as they are stored, and operands of mma.sync made from them. A row has the layout of a row
+// with half as many 16-bit elements (shared.h). A word holds n numbers, four INT8 or FP8 or eight INT4, and becomes pairs of 16-bit
+// numbers. Pair i holds number i in its low half and number i + n / 2 in its high half; with kConverted it holds the numbers 2 i and 2 i +
+// 1.
 #pragma once
 #include "../attention/features.h"
 #include "../ptx/math.h"
@@ -13,7 +14,7 @@ STROBE_FN constexpr int columns_of_word(i32 stored) { return stored == kInt4 ? 8
 template <class T> inline constexpr bool kIsHalf = false;
 template <> inline constexpr bool kIsHalf<f16> = true;
 
-// The lower 16 bits of x in both halves of the result.
+// A word with the lower 16 bits of x in both halves.
 __device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
 
 // Converts a word to pairs of FP16 (T = f16) or BF16. A stored number x is converted by an exact fused multiply-add:
@@ -23,7 +24,7 @@ __device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
 //   INT8, BF16  (128 + the lower 7 bits of x) - (128, or 256 where x < 0): the fraction has 7 bits
 //   FP8         2^8 y, in BF16 2^120 y: y has x's sign, exponent and fraction, each at its place; the exponents' biases differ
 // FP8's NaN becomes 480: see has_nan().
-// zero: a 0 that the compiler does not know. If it knew, it would move each constant to a register again for each use.
+// zero: a 0 that the compiler does not know. If it knew, it would load each constant into a register again for each use.
 template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, u32 (&pairs)[columns_of_word(kStored) / 2], u32 zero) {
   constexpr bool kHalf = kIsHalf<T>;
   constexpr u32 kOne = kHalf ? both(0x3C00) : both(0x3F80);
@@ -57,8 +58,8 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, 
   }
 }
 
-// KeyFactor: the 16-bit dtype as which K is multiplied where Q has dtype T. It is FP16 where that takes fewer instructions. kConverted:
-// newer GPUs have an instruction from FP8 to FP16, NaN included.
+// KeyFactor: the 16-bit dtype as which K is multiplied if Q has dtype T. It is FP16 where FP16 takes fewer instructions. kConverted: newer
+// GPUs convert FP8 to FP16, NaN included, with one instruction.
 #if __CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201) // PTX 8.1
 template <i32 kStored> inline constexpr bool kConverted = kStored == kE4M3;
 #else
@@ -79,12 +80,12 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of_key(u32
     pairs_of<typename KeyFactor<T, kStored>::type, kStored>(x, pairs, zero);
 }
 
-// Bit 7 of each byte says whether that byte of x is FP8's NaN. The bits of several words are joined by |.
+// Bit 7 of each byte of the result says whether that byte of x is FP8's NaN. The results for several words are joined by |.
 template <i32 kStored> __device__ __forceinline__ u32 nan_bits(u32 x) { return kStored == kE4M3 ? (x & 0x7F7F7F7Fu) + 0x01010101u : 0; }
 __device__ __forceinline__ bool has_nan(u32 bits) { return (bits & 0x80808080u) != 0; }
 
-// The column that the lanes with t = lane % 4 multiply in step c as number e of half h, in rows of kColumns. These lanes hold a quarter of
-// a row of K, and the sum over columns may take them in any order.
+// Which column of K the lanes with t = lane % 4 multiply in step c as number e of half h, in rows of kColumns. These lanes hold a quarter
+// of a row of K. The sum over columns may take the columns in any order.
 template <i32 kStored, int kColumns> __device__ __forceinline__ int column_of_step(int t, int c, int h, int e) {
   constexpr int kWord = columns_of_word(kStored), kSteps = kWord / 4; // steps per word
   return kColumns / 4 * t + c / kSteps * kWord + c % kSteps * 2 + (kConverted<kStored> ? 2 * h + e : h + e * kWord / 2);
@@ -106,9 +107,9 @@ template <i32 kStored, int kColumns> __device__ __forceinline__ Left left_of_ste
   return f;
 }
 
-// Rows of K as right operands.
+// Rows of K, loaded as right operands.
 template <i32 kStored, int kColumns> class StoredRows {
-  static constexpr int kBytes = kStored == kInt4 ? kColumns / 2 : kColumns, kShare = kBytes / 4; // per row; per lane
+  static constexpr int kBytes = kStored == kInt4 ? kColumns / 2 : kColumns, kShare = kBytes / 4; // bytes per row; and per lane
   using L = Layout<kBytes / 2>;
   static_assert(kShare % 8 == 0);
   u32 at_[kShare / 8];
@@ -122,14 +123,14 @@ public:
       at_[i] = base + L::offset(lane_id() / 4, byte / 16) + byte % 16;
     }
   }
-  // Loads this lane's words of row lane / 4 of the eight from `row` on, a multiple of 8.
+  // Loads this lane's words of one row: row lane / 4 of the eight rows from `row` on. row: a multiple of 8.
   __device__ __forceinline__ void load(u32 (&words)[kWords], int row) const {
 #pragma unroll
     for (int i = 0; i < kShare / 8; ++i) load_shared(words[2 * i], words[2 * i + 1], at_[i] + row * L::kPitch);
   }
 };
 
-// Which column of V is number n in half h of accumulator a of O.
+// The column of V of number n in half h of accumulator a of O.
 template <i32 kStored> __device__ __forceinline__ int column_of_sum(int a, int h, int n) {
   return kStored == kInt4 ? 32 * (a / 2) + 4 * n + 2 * (a % 2) + h : 16 * a + 2 * n + h;
 }

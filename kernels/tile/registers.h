@@ -1,5 +1,5 @@
 // Tiles in a warp's registers, as 16x16 blocks: the operands and the sums of mma.sync. Lane 4g+t holds rows g and g + 8, and in each half
-// of the columns 2t and 2t+1. A left and a right operand hold the same elements in the order in which the instruction takes adjacent
+// of the columns 2t and 2t+1. A left and a right operand hold the same elements, in the order in which the instruction takes adjacent
 // registers.
 #pragma once
 #include "../ptx/mma.h"
@@ -27,8 +27,8 @@ __device__ __forceinline__ int lane_id() { return (int)(threadIdx.x & 31); }
 __device__ __forceinline__ int lane_row(int r) { return (lane_id() >> 2) + 8 * r; }
 __device__ __forceinline__ int lane_column(int c, int e) { return 8 * c + 2 * (lane_id() & 3) + e; }
 
-// The elements of a lane's rows: in a warp's 16x16 blocks, two rows in each row of blocks; in a warpgroup's array x[4j + 2r + e], row r and
-// column 8j + 2t + e.
+// How many elements of a row a lane holds. In a warp's 16x16 blocks, a lane has two rows in each row of blocks. In a warpgroup's array,
+// x[4j + 2r + e] is row r, column 8j + 2t + e.
 template <int kM, int kN> __device__ __forceinline__ constexpr int elements_of_row(const Accumulator (&)[kM][kN]) { return 4 * kN; }
 template <int kM, int kN> __device__ __forceinline__ float &row_element(Accumulator (&x)[kM][kN], int row, int i) {
   return x[row / 2][i / 4].x[i / 2 % 2][2 * (row % 2) + i % 2];

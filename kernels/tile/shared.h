@@ -1,6 +1,6 @@
-// Tiles of 16-bit elements in shared memory. Rows lie one after another; within a row the 16-byte chunks are permuted by the row's number
-// (swizzled), so that the same chunk of eight consecutive rows falls on 32 different banks: ldmatrix, cp.async and fragment stores are all
-// free of conflicts, without padding.
+// Tiles of 16-bit elements in shared memory. Rows lie one after another. Within a row the 16-byte chunks are permuted by the row's number
+// (swizzled), so that the same chunk of eight consecutive rows falls on 32 different banks. So ldmatrix, cp.async and fragment stores have
+// no bank conflicts, without padding.
 #pragma once
 #include "../ptx/cp_async.h"
 #include "../ptx/ldmatrix.h"
@@ -19,8 +19,8 @@ template <int kColumns> struct Layout {
   }
 };
 
-// Reads blocks of a tile as Left or Right operands. row, column: where the block begins, multiples of 16. If they are known at compile
-// time, they become immediate offsets to one of a few addresses that a lane keeps.
+// Reads blocks of a tile as Left or Right operands. row, column: where the block begins, multiples of 16. If row and column are known at
+// compile time, they become immediate offsets to one of a few addresses that a lane keeps.
 template <class Operand, int kColumns, bool kTransposed = false> class Blocks {
   using L = Layout<kColumns>;
   static constexpr int kPhases = L::kGroup / 2;

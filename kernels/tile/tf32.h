@@ -1,5 +1,5 @@
-// Tiles of FP32 in shared memory. Rows lie one after another, their 16-byte chunks permuted by the row's number, so that both ways of
-// reading below are free of bank conflicts: four adjacent chunks of two adjacent rows, and two chunks of every other row of eight.
+// Tiles of FP32 in shared memory. Rows lie one after another, with their 16-byte chunks permuted by the row's number. Both ways of reading
+// below have no bank conflicts: four adjacent chunks of two adjacent rows, and two chunks of every other row of eight.
 #pragma once
 #include "../ptx/barrier.h"
 #include "../ptx/cp_async.h"
@@ -31,7 +31,7 @@ public:
 #pragma unroll
     for (int i = 0; i < 2; ++i) lane_[i] = base + Layout<kColumns>::offset(lane >> 2, 4 * i + (lane & 3));
   }
-  // row: a multiple of 8, column: of 16
+  // row: a multiple of 8; column: a multiple of 16
   __device__ __forceinline__ void load(float (&x)[4], int row, int column) const {
     u32 bits[4];
     load_shared(bits, lane_[column / 16 % 2] + (u32)(row * Layout<kColumns>::kPitch + column / 32 * 128));
@@ -50,7 +50,7 @@ public:
 #pragma unroll
     for (int e = 0; e < 2; ++e) lane_[e] = base + Layout<kColumns>::offset(2 * (lane & 3) + e, lane >> 2);
   }
-  // row: a multiple of 8, column: of 32
+  // row: a multiple of 8; column: a multiple of 32
   __device__ __forceinline__ void load(float (&x)[2][4], int row, int column) const {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {

@@ -1,8 +1,8 @@
-// FP32 products from TF32 products: x = hi + lo, x y = hi hi + (hi lo + lo hi); lo lo is below FP32's precision. Tensor cores truncate when
-// they add. So they add at most 32 products, the small ones first, and these sums are added in FP32.
+// FP32 products from TF32 products: x = hi + lo, x y = hi hi + (hi lo + lo hi); lo lo is below FP32's precision. Tensor cores truncate as
+// they add, so they add at most 32 products, the small ones first. The sums of these are then added in FP32.
 //
-// The order of the inner axis is free. Both operands are read so that 16-byte loads are whole fragments, and an accumulator is a left
-// operand without a change of layout.
+// The order of the inner axis is free. Both operands are read such that 16-byte loads are whole fragments, and an accumulator becomes a
+// left operand without a change of layout.
 #pragma once
 #include "tf32.h"
 
@@ -17,7 +17,7 @@ template <int n> struct Split {
     if constexpr (kProducts == 1) {
       hi[i] = round_to_tf32(x);
     } else {
-      hi[i] = __float_as_uint(x) + 0x1000 & 0xFFFFE000;    // rounds alike in half of the instructions, except NaN, for which lo becomes NaN
+      hi[i] = __float_as_uint(x) + 0x1000 & 0xFFFFE000;    // rounds like round_to_tf32, in half of its instructions; NaN makes lo NaN
       lo[i] = __float_as_uint(x - __uint_as_float(hi[i])); // exact
     }
   }
@@ -25,8 +25,8 @@ template <int n> struct Split {
 using Left = Split<4>;  // 16x8
 using Right = Split<2>; // 8x8
 
-// How q.k is summed. Its sums take 8 products at a time, because the truncation of longer ones would show in the exponential. They have the
-// same bits in the forward, where Q is the left operand, and in the backward, where K is the left operand, whose low part is therefore
+// How q.k is summed. Each sum takes 8 products at a time, because truncation of longer sums would show in the exponential. The sums have
+// the same bits in the forward, where Q is the left operand, and in the backward, where K is the left operand and its low part is therefore
 // multiplied last. All other sums take 32 products at a time.
 enum class Sum { of_32, of_scores, of_scores_transposed };
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const Left (&a)[kSte
 // s += A transpose(B). Both are kInner wide and given by their addresses in shared memory.
 template <int kInner, int kProducts, Sum kSum = Sum::of_32, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u32 b) {
-  // kWidth: columns at a time. The backward, which computes transposed scores, is short of registers.
+  // kWidth: columns at a time. The backward (transposed scores) has few registers.
   constexpr int kWidth = kSum == Sum::of_scores_transposed ? 16 : 32, kLoads = kWidth / 16;
   Rows<kInner> A(a), B(b);
 #pragma unroll 1
@@ -93,7 +93,7 @@ __device__ __forceinline__ void multiply_rows(Accumulator (&s)[kM][kN], u32 a, u
   }
 }
 
-// Turns adjacent blocks, from `first` on, into left operands: columns 2t, 2t+1 of each 8 are t, t+4 of the inner axis.
+// Turns adjacent blocks, from `first` on, into left operands. In each 8 columns, columns 2t and 2t+1 become t and t+4 of the inner axis.
 template <int kProducts, int kSteps> __device__ __forceinline__ void set_left(Left (&x)[kSteps], const Accumulator *first) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
@@ -102,16 +102,16 @@ template <int kProducts, int kSteps> __device__ __forceinline__ void set_left(Le
   }
 }
 
-// The layout of a sum of multiply_pairs: in each 32 columns a lane holds 8 adjacent ones, columns 8t ... 8t+7; column(k) of the k-th of
-// them in block pair c is element e = k / 4 of accumulator k % 4.
+// The layout of a sum of multiply_pairs. In each 32 columns, c, a lane holds the 8 adjacent columns 8t ... 8t+7. element() returns the k-th
+// of these, which is element e = k / 4 of accumulator k % 4.
 __device__ __forceinline__ int first_column() { return 8 * (tile::lane_id() & 3); }
 template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator (&d)[kM][kC], int m, int r, int c, int k) {
   return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
 }
 
-// y = f(y, there, x) for the elements x of row r of a sum's block m, and the row y in memory. there: y exists and may be read. Only f reads
-// y, because y read ahead would not stay in registers. kAligned: the columns are adjacent on 16-byte addresses, and their number is a
-// multiple of 4.
+// Updates a row in memory from row r of block m of the sum d: y = f(y, there, x), with y in memory and x in d. there: y may be read,
+// because `reads` is set and the column exists. Only f reads y: if y were read earlier, it would not stay in registers. kAligned: columns
+// are adjacent at 16-byte addresses, and their number is a multiple of 4.
 template <bool kAligned, int kM, int kC, class F>
 __device__ __forceinline__ void update_row(Accumulator (&d)[kM][kC], int m, int r, float *row, i64 stride, i32 columns, bool reads, F &&f) {
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ __forceinline__ void update_row(Accumulator (&d)[kM][kC], int m, int 
   }
 }
 
-// Stores row r of block m, times factor, to memory, or adds it to the contents.
+// Stores row r of block m, times factor, to memory. add: adds it to the row in memory instead.
 template <bool kAligned, int kM, int kC>
 __device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r, float factor, float *row, i64 stride, i32 columns,
                                           bool add = false) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r
                        [&](const float &y, bool there, float x) { return there ? fmaf(x, factor, y) : x * factor; });
 }
 
-// d += x times a tile's rows from `row` on; x has 8 kSteps columns, and as many rows are read.
+// d += x B, where B is the 8 kSteps rows of a tile from `row` on.
 template <int kColumns, int kProducts, int kSteps, int kM, int kC>
 __device__ __forceinline__ void multiply_pairs(Accumulator (&d)[kM][kC], const Left (&x)[kM][kSteps], const Pairs<kColumns> &B, int row,
                                                int column = 0) {

@@ -48,7 +48,7 @@ int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int6
                               int32_t *offsets_t, int32_t *indices_t) {
   if (!is_csr(matrices, rows, cols, kept, offsets, indices)) return 0;
   for (int64_t m = 0; m < matrices; m++, offsets += rows + 1, offsets_t += cols + 1) {
-    /* Offsets are shifted by one: while entries are placed, offsets_t[j + 1] is the place of column j's next entry; at the end it is the
+    /* Offsets are shifted by one. While entries are placed, offsets_t[j + 1] is the place of column j's next entry; at the end it is the
      * start of column j + 1. */
     int32_t running = offsets[0];
     offsets_t[0] = running;

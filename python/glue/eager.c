@@ -1,8 +1,8 @@
 /* strobe._eager: repeated calls of torch tensors, made with as few Python objects as possible.
  *
- * Nothing here depends on PyTorch's ABI, except its stable part. Tensors are read by the DLPack C exchange API of their type (PyTorch
- * 2.10 and later) or by their Python attributes, the size of their storage by PyTorch's C shim or by their methods, and results are
- * allocated by PyTorch's own functions. Compiled for CPython's stable ABI. */
+ * Nothing here depends on PyTorch's ABI, except its stable part. Tensors are read by the DLPack C exchange API (PyTorch 2.10 and
+ * later) or by their Python attributes. Their storage's size comes from PyTorch's C shim or their methods. PyTorch's own functions
+ * allocate the results. Compiled for CPython's stable ABI. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
@@ -17,7 +17,7 @@ static struct {
   PyObject *storage_bytes;                                           /* of torch.UntypedStorage */
   PyObject *functorch, *modes, *tracing, *forward_ad;
   PyObject *grad, *threads, *deterministic, *any_autocast, *autocast, *autocast_dtype;
-  PyObject *empty_strided, *empty_cpu, *empty_cuda; /* the latter two: PyTorch's shortest way, absent in some versions */
+  PyObject *empty_strided, *empty_cpu, *empty_cuda; /* the latter two are PyTorch's fastest ways, absent in some versions */
   PyObject *device_now, *stream_now;                /* absent where PyTorch has no CUDA */
   PyObject *uint8;
   struct {
@@ -25,20 +25,20 @@ static struct {
   } name;
 } torch;
 
-/* Two functions of PyTorch's C shim, whose ABI is stable. A handle is the address of an at::Tensor, which is also the pointer that
- * _cdata returns. The at::Tensor lies in the Python object, `place` bytes from its beginning; 0: use methods. */
+/* Two functions of PyTorch's C shim, whose ABI is stable. A handle is the address of an at::Tensor; _cdata returns the same address. The
+ * at::Tensor lies in the Python object, `place` bytes from its beginning. place = 0: methods are used instead. */
 static struct {
   int32_t (*storage_bytes)(const void *handle, int64_t *);
   int32_t (*offset)(const void *handle, int64_t *);
   size_t place, found;
 } shim;
 
-static PyObject *refused; /* the exception raised where a call turns out to need the full path */
+static PyObject *refused; /* the exception that is raised if a call needs the full path */
 
 static int32_t (*run_prepared)(const strobe_prepared *, int32_t, const uint8_t *, const uintptr_t *, int32_t, uintptr_t, uintptr_t,
                                uint64_t); /* strobe_glue_run, in another library: strobe._core */
 
-/* Returns Py_None and drops the error; or NULL, with an error that must not be dropped, such as KeyboardInterrupt. */
+/* Returns Py_None and clears the error. If the error must not be dropped (e.g. KeyboardInterrupt), keeps it and returns NULL. */
 static PyObject *nothing(void) {
   if (PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return NULL;
@@ -47,10 +47,10 @@ static PyObject *nothing(void) {
   Py_RETURN_NONE;
 }
 
-/* Calls a function without arguments: 1 for True, 0 for False, -1 for anything else. */
+/* Calls a function without arguments. Returns 1 for True, 0 for False, -1 for anything else. */
 static int is_true(PyObject *function) {
   PyObject *found = PyObject_CallNoArgs(function);
-  Py_XDECREF(found); /* True and False live on */
+  Py_XDECREF(found); /* the objects True and False always exist */
   return found == Py_True ? 1 : found == Py_False ? 0 : -1;
 }
 
@@ -60,7 +60,7 @@ static int is_true_of(PyObject *function, PyObject *x) {
   return found == Py_True ? 1 : found == Py_False ? 0 : -1;
 }
 
-/* Calls a function without arguments that returns an integer; -1 with an error. */
+/* Calls a function without arguments that returns an integer. Returns -1 with an error. */
 static long long number(PyObject *function) {
   PyObject *found = PyObject_CallNoArgs(function);
   const long long n = found ? PyLong_AsLongLong(found) : -1;
@@ -68,7 +68,8 @@ static long long number(PyObject *function) {
   return n;
 }
 
-/* Whether no transform or mode intercepts the call. Python asks whether a compiler does, because the compiler must see that question. */
+/* Whether no transform or mode intercepts the call. Python code asks whether a compiler does, because the compiler has to see that
+ * question. */
 static int is_alone(void) {
   if (is_true(torch.functorch) != 0 || is_true(torch.tracing) != 0 || number(torch.modes) != 0) return 0;
   PyObject *level = PyObject_GetAttr(torch.forward_ad, torch.name.level);
@@ -79,7 +80,7 @@ static int is_alone(void) {
 
 /* --- Tensors ------------------------------------------------------------------------------------------------------------------------ */
 
-/* The parts of the DLPack ABI, version 1, that are used here, under names of this file. */
+/* Those parts of the DLPack ABI, version 1, that this file uses, under names of its own. */
 struct dl_tensor {
   void *data;
   int32_t device_type, device_index, rank;
@@ -100,14 +101,14 @@ struct dl_exchange {
 };
 
 static const struct dl_exchange *exchange;  /* NULL: tensors are read by their attributes */
-static const struct dl_exchange *available; /* the exchange API of this PyTorch */
+static const struct dl_exchange *available; /* the exchange API of this PyTorch version */
 
-enum { ON_CPU = 1, ON_CUDA = 2, MOST_AXES = 8 }; /* DLPack's numbers of devices */
+enum { ON_CPU = 1, ON_CUDA = 2, MOST_AXES = 8 }; /* numbers of devices in DLPack */
 
 struct view {
   void *data;
   const int64_t *shape, *strides;
-  uint64_t dtype; /* a number chosen by the reader */
+  uint64_t dtype; /* a number that the reading function chooses */
   int32_t device_type, device_index, rank, item_bytes;
   int64_t own[2 * MOST_AXES]; /* shape and strides may point here */
 };
@@ -144,7 +145,7 @@ static int read_by_attributes(PyObject *x, struct view *t) {
              (device = PyObject_GetAttr(x, torch.name.device)) && place(device, t);
   if (good) {
     t->rank = (int32_t)PyTuple_Size(shape);
-    t->dtype = (uintptr_t)dtype; /* each dtype is a single object that lives for ever */
+    t->dtype = (uintptr_t)dtype; /* each dtype is a single object that exists for ever */
     t->shape = t->own, t->strides = t->own + MOST_AXES;
     good = t->rank <= MOST_AXES && copy_integers(shape, t->own, t->rank) && copy_integers(strides, t->own + MOST_AXES, t->rank);
   }
@@ -181,10 +182,10 @@ static int is_plain(PyObject *x) {
 
 static int read_plain(PyObject *x, struct view *t) { return exchange ? read_by_exchange(x, t) : read_by_attributes(x, t); }
 
-/* Whether x is a plain tensor whose memory holds its numbers; 0, perhaps with an error, for any other object. */
+/* Whether x is a plain tensor whose memory holds its numbers. Returns 0, perhaps with an error, for any other object. */
 static int read_tensor(PyObject *x, struct view *t) {
   if (!is_plain(x) || is_true_of(torch.is_neg, x) != 0 || !read_plain(x, t)) return 0;
-  return t->data || is_true_of(torch.is_zero, x) == 0; /* zeros that are not written yet have no memory */
+  return t->data || is_true_of(torch.is_zero, x) == 0; /* zeros that have not been written yet have no memory */
 }
 
 static int storage_by_calls(PyObject *x, int64_t *bytes, int64_t *offset) {
@@ -198,14 +199,15 @@ static int storage_by_calls(PyObject *x, int64_t *bytes, int64_t *offset) {
   return first && !PyErr_Occurred();
 }
 
-/* The size of x's storage in bytes, and where x begins in it, in elements. 0, perhaps with an error, if that cannot be determined. */
+/* The size of x's storage in bytes, and where x begins in the storage, in elements. Returns 0, perhaps with an error, if these cannot be
+ * determined. */
 static int storage_of(PyObject *x, int64_t *bytes, int64_t *offset) {
   if (!shim.place) return storage_by_calls(x, bytes, offset);
   const void *handle = (const char *)x + shim.place;
   return shim.storage_bytes(handle, bytes) == 0 && shim.offset(handle, offset) == 0;
 }
 
-/* Whether the storage reaches to the last number, as it does unless it has been shortened. */
+/* Whether the storage holds the tensor's last number. It does, unless it has been shortened. */
 static int is_whole(PyObject *x, const struct view *t) {
   int64_t bytes, last;
   if (!storage_of(x, &bytes, &last)) return 0;
@@ -282,7 +284,7 @@ static int put_tensor(struct call *c, PyObject *x, int with_grad) {
   return 1;
 }
 
-/* Adds a value with its type, because Python calls 1, 1.0 and True equal. */
+/* Adds a value and its type, because in Python 1, 1.0 and True are equal. */
 static int put_scalar(struct call *c, PyObject *x) {
   if (x == Py_None) return put_byte(c, 'n'), 1;
   if (x == Py_True || x == Py_False) return put_byte(c, x == Py_True ? 't' : 'f'), 1;
@@ -356,7 +358,7 @@ struct made {           /* a result, uninitialised */
 struct prepared_call {
   PyObject ob_base;
   const strobe_prepared *prepared;
-  PyObject *owner; /* of `prepared` */
+  PyObject *owner; /* the object that owns `prepared` */
   PyObject *function, *more;
   PyObject *fields, *form; /* bytes; form may be NULL */
   struct made made[8], workspace;
@@ -387,7 +389,7 @@ static void prepared_call_free(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* shape, strides, dtype, device */
+/* Describes a result by its shape, strides, dtype and device. */
 static int describe(struct made *m, PyObject *shape, PyObject *strides, PyObject *dtype, PyObject *device) {
   m->short_args = PyTuple_Pack(3, shape, strides, dtype);
   m->args = PyTuple_Pack(2, shape, strides);
@@ -433,10 +435,10 @@ static PyObject *prepared_call_new(PyTypeObject *type, PyObject *args, PyObject 
   return NULL;
 }
 
-/* PyTorch's fastest function that makes a tensor on this device, or NULL. */
+/* PyTorch's fastest function that makes a tensor on this device; NULL if there is none. */
 static PyObject *short_way(const struct prepared_call *r) {
   if (r->device_type == ON_CPU) return torch.empty_cpu;
-  /* On CUDA it uses the current device. */
+  /* The function for CUDA makes tensors on the current device. */
   return torch.empty_cuda && torch.device_now && number(torch.device_now) == r->device_index ? torch.empty_cuda : NULL;
 }
 
@@ -454,7 +456,8 @@ static PyObject *make(const struct made *m, PyObject *maker, uintptr_t *address)
   return NULL;
 }
 
-/* The results as `form` arranges them: its bytes are indices of results, 255 for None. Without it: a tuple of all, or the only result. */
+/* The results, arranged by the bytes of `form`: indices of results, or 255 for None. Without `form`: a tuple of all results, or the only
+ * one. */
 static PyObject *formed(const struct prepared_call *r, PyObject **made) {
   const Py_ssize_t count = r->form ? PyBytes_Size(r->form) : r->made_count;
   if (!r->form && count == 1) return Py_NewRef(made[0]);
@@ -467,7 +470,8 @@ static PyObject *formed(const struct prepared_call *r, PyObject **made) {
   return all;
 }
 
-/* Runs the call at the addresses of c, to which those of results are added. None if the library refuses: the full call then says why. */
+/* Runs the call at the addresses of c, to which it adds those of the results. Returns None if the library refuses; the full path then says
+ * why. */
 static PyObject *run(const struct prepared_call *r, struct call *c) {
   PyObject *made[sizeof r->made / sizeof *r->made], *workspace = NULL, *found = NULL;
   uintptr_t stream = 0, scratch = 0;
@@ -498,7 +502,7 @@ static PyObject *run(const struct prepared_call *r, struct call *c) {
   return found ? found : nothing();
 }
 
-/* run(*tensors): the arrays of the call, in the order of its fields. */
+/* run(*tensors): the call's arrays, in the order of its fields. */
 static PyObject *prepared_call_run(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   begin(&c);
@@ -518,14 +522,14 @@ static PyObject *prepared_call_more(PyObject *self, void *unused) {
 
 /* --- The module's functions --------------------------------------------------------------------------------------------------------- */
 
-/* A new reference, because another thread may drop the call from the memory; NULL if the call is not prepared. */
+/* Returns a new reference, because another thread may drop the call from the memory; NULL if the call is not prepared. */
 static struct prepared_call *known(PyObject *calls, const struct call *c) {
   PyObject *key = key_of(c), *found = key ? PyDict_GetItemWithError(calls, key) : NULL;
   Py_XDECREF(key);
   return found && Py_TYPE(found) == prepared_call_type ? (struct prepared_call *)Py_NewRef(found) : NULL;
 }
 
-/* Arguments: prefix; tensors, whose meaning the prefix determines; arrays and options, by their names. */
+/* Arguments: a prefix; tensors, whose meaning the prefix determines; arrays and options, by name. */
 static int sign(struct call *c, PyObject *const *args) {
   char *bytes;
   Py_ssize_t size;
@@ -543,7 +547,7 @@ static PyObject *eager_key(PyObject *self, PyObject *const *args, Py_ssize_t cou
   return count == 4 && sign(&c, args) ? key_of(&c) : nothing();
 }
 
-/* Runs the call on r, if there is one, and takes over the reference to r. */
+/* Runs the call on r, if r is not NULL, and takes over the reference to r. */
 static PyObject *ran(struct prepared_call *r, struct call *c) {
   if (!r) return nothing();
   PyObject *found = run(r, c);
@@ -570,7 +574,7 @@ static int sign_attention(struct call *c, PyObject *const *args) {
   if (!put_process(c)) return 0;
   for (int i = 0; i < 3; i++)
     if (!put_tensor(c, args[i], with_grad)) return 0;
-  PyObject *dtype = NULL; /* the dtype of autocast; NULL without one */
+  PyObject *dtype = NULL; /* autocast's dtype; NULL without autocast */
   if (autocast) {
     PyObject *type = PyUnicode_FromString(c->device_type == ON_CPU ? "cpu" : "cuda");
     const int here = type ? is_true_of(torch.autocast, type) : -1;
@@ -636,7 +640,7 @@ static PyObject *eager_gradients(PyObject *self, PyObject *const *args, Py_ssize
   return ran(known(args[0], &c), &c);
 }
 
-/* is_whole(x): True for a plain tensor whose storage reaches to its last number; False for others, and if that cannot be told. */
+/* is_whole(x): True for a plain tensor whose storage holds its last number. False for other objects, and if that cannot be determined. */
 static PyObject *eager_is_whole(PyObject *self, PyObject *x) {
   (void)self;
   struct view t;
@@ -653,7 +657,7 @@ static PyObject *eager_connect(PyObject *self, PyObject *address) {
   Py_RETURN_NONE;
 }
 
-/* by_attributes(True): read tensors as in PyTorch before 2.10, and their storage without the shim, for tests. */
+/* by_attributes(True), for tests: reads tensors as in PyTorch before 2.10, and their storage without the shim. */
 static PyObject *eager_by_attributes(PyObject *self, PyObject *wanted) {
   (void)self;
   const int attributes = PyObject_IsTrue(wanted);
@@ -685,7 +689,7 @@ static PyType_Slot prepared_call_slots[] = {{Py_tp_new, prepared_call_new},
 static PyType_Spec prepared_call_spec = {"strobe._eager.PreparedCall", sizeof(struct prepared_call), 0, Py_TPFLAGS_DEFAULT,
                                          prepared_call_slots};
 
-/* The object at a dotted path below an imported module, or NULL; with no error if it may be absent. */
+/* The object at a dotted path below an imported module; NULL if there is none, without an error if it may be absent. */
 static PyObject *found_at(PyObject *from, const char *path, int may_be_absent) {
   char name[64];
   PyObject *at = Py_NewRef(from);
@@ -705,13 +709,13 @@ static const struct dl_exchange *exchange_of(PyObject *tensor) {
   PyObject *capsule = found_at(tensor, "__dlpack_c_exchange_api__", 1);
   struct dl_header *header = capsule && PyCapsule_CheckExact(capsule) ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
   PyErr_Clear();
-  Py_XDECREF(capsule); /* its target lives for ever */
+  Py_XDECREF(capsule); /* its target exists for ever */
   while (header && header->major != 1) header = header->older;
   const struct dl_exchange *found = (const struct dl_exchange *)header;
   return found && found->tensor_of ? found : NULL;
 }
 
-/* The place of x's at::Tensor in x, as _cdata says; 0 if it is not there. */
+/* The place of x's at::Tensor within x, according to _cdata; 0 if it does not lie there. */
 static size_t place_of_handle(PyObject *x) {
   PyObject *cdata = PyObject_GetAttrString(x, "_cdata"), *size = PyObject_GetAttrString((PyObject *)Py_TYPE(x), "__basicsize__");
   void *impl = cdata ? PyLong_AsVoidPtr(cdata) : NULL;
@@ -724,7 +728,7 @@ static size_t place_of_handle(PyObject *x) {
   return place + sizeof impl <= end ? place : 0;
 }
 
-/* Fills `shim` if it agrees with PyTorch's Python functions, for a tensor, a view and a parameter. */
+/* Fills `shim`, if it agrees with PyTorch's Python functions for a tensor, a view and a parameter. */
 static void find_shim(PyObject *module) {
   void *library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   if (!library) return;

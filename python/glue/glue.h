@@ -6,18 +6,18 @@
 
 #include "strobe/strobe.h"
 
-/* Fills *t. swap_1_2: exchanges the axes 1 and 2, which turns a (B,S,H,D) tensor into the library's (B,H,S,D). */
+/* Fills *t. swap_1_2: exchanges axes 1 and 2, so that a (B,S,H,D) tensor becomes the library's (B,H,S,D). */
 void strobe_glue_tensor(strobe_tensor *t, uintptr_t data, int32_t dtype, int32_t device_type, int32_t device_index, int32_t rank,
                         const int64_t *shape, const int64_t *strides, int32_t swap_1_2);
 
-/* Looks for the OpenMP runtime that this process has loaded. Without it the library starts threads for each call. */
+/* Looks for the OpenMP runtime that this process has loaded. If there is none, the library starts threads for each call. */
 void strobe_glue_find_openmp(void);
 
-/* Fills *e so that CPU work runs on `threads` threads: those of the OpenMP runtime's team if it is as large and can be started, otherwise
- * threads that the library starts, as many of them as the system allows. */
+/* Fills *e so that CPU work runs on `threads` threads. They are those of the OpenMP runtime's team, if it is as large and can be started;
+ * otherwise the library starts threads, as many of them as the system allows. */
 void strobe_glue_execution(strobe_execution *e, int32_t threads);
 
-/* strobe_run, with the address of field fields[i] of strobe_addresses (0: q) in addresses[i]. threads: 0 on a GPU. */
+/* strobe_run with the address addresses[i] for field fields[i] of strobe_addresses (0: q). threads: 0 on a GPU. */
 int32_t strobe_glue_run(const strobe_prepared *prepared, int32_t count, const uint8_t *fields, const uintptr_t *addresses, int32_t threads,
                         uintptr_t stream, uintptr_t workspace, uint64_t workspace_bytes);
 
@@ -32,8 +32,8 @@ void strobe_glue_blocks_of_mask(const uint8_t *mask, int64_t matrices, int64_t s
 int64_t strobe_glue_count_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int32_t *offsets);
 /* Writes the CSR columns of kept, at most `count` of them. */
 void strobe_glue_indices_of_kept(const uint8_t *kept, int64_t matrices, int64_t rows, int64_t cols, int64_t count, int32_t *indices);
-/* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, with no usable output, unless the matrices
- * follow one another in absolute offsets from 0 to kept and the indices of each row are in [0, cols) and strictly ascending. */
+/* Writes the transposes: offsets_t (matrices, cols + 1), indices_t (kept). Returns 0, without usable output, unless the matrices follow one
+ * another in absolute offsets from 0 to kept, and the indices of each row lie in [0, cols) and ascend strictly. */
 int32_t strobe_glue_transpose(int64_t matrices, int64_t rows, int64_t cols, int64_t kept, const int32_t *offsets, const int32_t *indices,
                               int32_t *offsets_t, int32_t *indices_t);
 

@@ -1,5 +1,5 @@
-/* CPU work on the OpenMP threads that the process has already. PyTorch's operators run on them, and they spin for a while between two
- * operators: threads of our own would compete with them for the cores. Nothing here is compiled with OpenMP or linked to it. */
+/* CPU work on the OpenMP threads that the process already has. PyTorch's operators run on these threads, which spin for a while between two
+ * operators: threads of our own would compete with them for the cores. This file is neither compiled with OpenMP nor linked to it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -11,18 +11,18 @@
 
 #include "glue.h"
 
-/* The entry point that GCC compiles `omp parallel` to; LLVM's and Intel's runtimes have it too. */
+/* GCC compiles `omp parallel` to a call of this function. LLVM's and Intel's runtimes have it too. */
 typedef void (*gomp_parallel)(void (*body)(void *), void *arg, unsigned threads, unsigned flags);
 
 static gomp_parallel run_parallel;
-static int (*largest_team)(void); /* omp_get_max_threads: for the calling thread, the number set by torch.set_num_threads */
+static int (*largest_team)(void); /* omp_get_max_threads: the number that torch.set_num_threads has set for the calling thread */
 static pid_t owner;               /* the process in which run_parallel was found */
 
-/* Whether this process is a child of fork that has not called exec: the runtime may remember threads that only the parent has, and wait for
- * them for ever. */
+/* Whether this process is a child of fork that has not called exec. In such a child, the runtime may wait for ever for threads that only
+ * the parent has. */
 static int is_forked(void) {
 #ifdef __linux__
-  enum { PF_FORKNOEXEC = 0x40 }; /* field 9 of /proc/PID/stat; field 2 is in parentheses and may hold anything */
+  enum { PF_FORKNOEXEC = 0x40 }; /* in field 9 of /proc/PID/stat; field 2 is in parentheses and may hold anything */
   char text[1024];
   FILE *stat = fopen("/proc/self/stat", "r");
   size_t length = stat ? fread(text, 1, sizeof text - 1, stat) : 0;
@@ -49,7 +49,7 @@ static void *pass(void *gate) {
   return NULL;
 }
 
-/* Whether the system grants `count` more threads, all at once. */
+/* Whether the system can start `count` more threads that all exist at once. */
 static int can_start(int count) {
   pthread_t *threads = malloc((size_t)count * sizeof *threads);
   if (!threads) return 0;
@@ -63,8 +63,8 @@ static int can_start(int count) {
   return started == count;
 }
 
-/* Whether this thread may lead a team of its largest size. The runtime ends the process if it cannot start a thread, so the first time, and
- * whenever the team has grown, threads are started to find out. */
+/* Whether this thread may lead a team of its largest size. The runtime ends the process if it cannot start a thread. So threads are started
+ * as a test the first time, and whenever the team has grown. */
 static int has_team(void) {
   static _Thread_local int started = 1, refused;
   const int team = largest_team();
@@ -81,7 +81,7 @@ struct region {
   void *arg;
   int32_t n;
   atomic_int places; /* how many threads of the team may work */
-  atomic_int next;   /* the next item: the team may have fewer threads than items, so threads take items until none is left */
+  atomic_int next;   /* the next item; threads take items until none is left, because a team may have fewer threads than items */
 };
 
 static void work(void *arg) {
@@ -90,8 +90,8 @@ static void work(void *arg) {
   for (int i; (i = atomic_fetch_add_explicit(&r->next, 1, memory_order_relaxed)) < r->n;) r->body(r->arg, i);
 }
 
-/* Runs n items on the whole team of PyTorch's operators (0 threads), however small n is: a smaller team would end threads, and the next
- * team would start them again. */
+/* Runs n items on the whole team of PyTorch's operators (which 0 stands for), however small n is. A smaller team would end threads, and the
+ * next team would start them again. */
 static void on_openmp(void *pool, int32_t n, void (*body)(void *arg, int32_t i), void *arg) {
   struct region r = {body, arg, n, (int)(uintptr_t)pool, 0};
   run_parallel(work, &r, 0, 0);

@@ -30,6 +30,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     str | None: "str?",
 }
 _SCHEMA_TYPES[tuple[int, ...] | None] = "int[]?"
+_FEWEST = len([name for name in GRADIENTS.values() if name not in CAPTURED])  # of the values of `needed`: the others are at the end, if any
 _OF_FUNCTIONS = {*CAPTURED, *FUNCTIONS.values()}
 ARGUMENTS_WITHOUT_FUNCTIONS = ", ".join(
     ["Tensor q, Tensor k, Tensor v, *"]
@@ -70,6 +71,8 @@ def _keywords(call: Call) -> dict[str, Any]:
 def backward(call: Call, known: dict[str, Tensor], names: Sequence[str]) -> tuple[Tensor, ...]:
     """The gradients of these names, in the order of GRADIENTS, by PyTorch's dispatcher. known: dout, out, lse and, if used, dlse."""
     needed = [name in names for name in GRADIENTS]
+    while len(needed) > _FEWEST and not needed[-1]:
+        needed.pop()
     return tuple(torch.ops.strobe.attention_backward.default(**{"dlse": None, **known}, **_keywords(call), needed=needed))
 
 
@@ -106,9 +109,9 @@ def gradients_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> tuple[Call
 
 @lru_cache
 def _needed(*flags: bool) -> list[str]:
-    if len(flags) != len(GRADIENTS):
-        raise ValueError(f"needed: {len(flags)} values; accepted are {len(GRADIENTS)}, of {', '.join(GRADIENTS)}")
-    return [name for name, is_needed in zip(GRADIENTS, flags, strict=True) if is_needed]
+    if not _FEWEST <= len(flags) <= len(GRADIENTS):
+        raise ValueError(f"needed: {len(flags)} values; accepted are {_FEWEST} to {len(GRADIENTS)}, of {', '.join(GRADIENTS)}")
+    return [name for name, is_needed in zip(GRADIENTS, flags, strict=False) if is_needed]
 
 
 @torch.library.register_fake(FORWARD_NAME)

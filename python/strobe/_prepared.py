@@ -66,7 +66,7 @@ class Kept:
     def __init__(self, call: Call, return_lse: bool = True, *, is_repeated: bool = False):
         self.names, self.call = tuple(call.arrays), call.on({})
         self.return_lse = return_lse
-        # Of each gradient that the call may be asked for, the place of its array.
+        # The gradients that the call may be asked for, each with the place of its array.
         self._places = [(name, self.names.index(GRADIENTS[name])) for name in call.gradient_names(call.learnable())]
         # The prefix of the keys of the call's gradients. (If the call was made only once, its gradients are looked up like a parsed call.)
         self.prefix = repr((self.names, call.options)).encode() if is_repeated else b""

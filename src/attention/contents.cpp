@@ -124,7 +124,7 @@ bool update_longest(Problem &p) {
 }
 
 void check_offsets(const char *argument, const Csr &m, Reasons &reasons) {
-  int64_t at = 0; // where the next row must begin
+  int64_t at = 0; // where the next row has to begin
   for (int64_t n = 0; n < m.matrices; n++) {
     const int32_t *row = m.offsets + n * (m.rows + 1);
     if (row[0] != at)
@@ -163,7 +163,7 @@ void check_indices(const char *argument, const Csr &m, Reasons &reasons) {
   }
 }
 
-// Rows are walked in ascending order, so the entries of each transposed row must appear in their own order.
+// Rows are walked in ascending order, so the entries of each transposed row must come up in that row's order.
 void check_transpose(const char *argument, const Csr &m, const Csr &t, Reasons &reasons) {
   std::vector<int32_t> next(m.cols);
   for (int64_t n = 0; n < m.matrices; n++) {

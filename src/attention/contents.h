@@ -11,14 +11,14 @@
 
 namespace strobe {
 
-// A list of 32-bit integers or, in host memory, of 64-bit integers, which are checked before they are narrowed.
+// A list of 32-bit integers, or in host memory of 64-bit integers, which are checked before they are narrowed.
 class Ints {
 public:
   Ints(const int32_t *narrow = nullptr, const int64_t *wide = nullptr) : narrow_(narrow), wide_(wide) {}
   Ints(const std::vector<int32_t> &all) : Ints(all.data()) {}
   int64_t operator[](int64_t n) const { return wide_ ? wide_[n] : narrow_[n]; }
   explicit operator bool() const { return narrow_; }
-  // The integers in 32 bits. A number that does not fit becomes negative; the checks allow it only where it is not read.
+  // The integers in 32 bits. A number that does not fit becomes negative. The checks refuse such a number, unless it is not read.
   const int32_t *narrow() const { return narrow_; }
 
 private:
@@ -26,13 +26,13 @@ private:
   const int64_t *wide_;
 };
 
-// Copies of the lists of one call in host memory. The checks and the engines read the same copies, whatever another thread writes to the
-// caller's lists meanwhile.
+// Copies of a call's lists in host memory. Checks and engines read the same copies, whatever another thread meanwhile writes to the
+// caller's lists.
 class OwnLists {
 public:
-  // A copy without gaps, whatever the list's strides; the same list gives the same copy. T: the type of the list's elements.
+  // A copy without gaps, whatever the list's strides. The same list gives the same copy. T: the type of the list's elements.
   template <class T> const T *copy(const strobe_tensor &list) { return reinterpret_cast<const T *>(copied(list).own.get()); }
-  // A copy of a list of 32-bit or 64-bit integers, as copy() makes it.
+  // copy() for a list of 32-bit or 64-bit integers.
   Ints ints(const strobe_tensor &list);
   // The list whose 32-bit copy lies at this address.
   Ints at(const int32_t *narrow) const;
@@ -41,16 +41,16 @@ private:
   struct Copy {
     strobe_tensor of;
     std::unique_ptr<char[]> own;
-    std::unique_ptr<int32_t[]> narrow; // the 32-bit copy of a list of 64 bits
+    std::unique_ptr<int32_t[]> narrow; // the 32-bit copy of a list of 64-bit integers
   };
   Copy &copied(const strobe_tensor &list);
   static Ints ints_of(const Copy &);
   std::vector<Copy> copies_;
 };
-// Copies the problem's lists in host memory and points the problem at the copies, which the result owns; null if there are no lists.
+// Copies the problem's lists in host memory, and points the problem at the copies. The result owns them; it is null if there are no lists.
 std::shared_ptr<const OwnLists> own_lists(Problem &);
 
-// Calls f(list, n) for each list that a problem may have: the pointer to the integers, and the list's index in ListForms.
+// Calls f(list, n) for each list that a problem may have: list is the pointer to the integers, n the list's index in ListForms.
 template <class P, class F> void each_list(P &p, F &&f) {
 #define STROBE_LIST(name, place) f(p.place, int(ListForms::name));
 #include "strobe/fields.inc"
@@ -59,18 +59,18 @@ template <class P, class F> void each_list(P &p, F &&f) {
 // The longest length that a check accepts: the caller's maximum, or the number of all packed tokens.
 struct Longest {
   int64_t tokens;
-  const char *argument; // the maximum's name; null: the caller gave none
-  // given: the maximum, 0 if there is none
+  const char *argument; // the name of the maximum; null: the caller has given none
+  // given: the maximum; 0 if there is none
   Longest(const char *argument, int64_t given, int64_t total) : tokens(given ? given : total), argument(given ? argument : nullptr) {}
 };
-// Each check also refuses numbers that do not fit 32 bits.
+// The following checks also refuse numbers that do not fit 32 bits.
 void check_cu_seqlens(const char *argument, Ints cu, int64_t batch, int64_t total, Longest most, Reasons &);
-// cu: cu_seqlens of packed keys, already checked; null: each sequence has `length` keys.
+// cu: the cu_seqlens of packed keys, already checked. If it is null, each sequence has `length` keys.
 void check_seqused(Ints used, int64_t batch, const int32_t *cu, int64_t length, bool paged, Reasons &);
 
-// Only pages that hold keys that count are checked. used: how many keys of each sequence count, already checked; null: all.
+// Checks only pages of keys that count. used: how many keys of each sequence count, already checked; null: all.
 struct PageTable {
-  int64_t batch, pages_each, page_size, pages; // pages: of the pool
+  int64_t batch, pages_each, page_size, pages; // pages: pages in the pool
   Ints table;
 };
 void check_pages(const PageTable &, const int32_t *used, Reasons &);
@@ -81,15 +81,15 @@ struct Csr {
   const int32_t *offsets, *indices;
 };
 void check_offsets(const char *argument, const Csr &, Reasons &);
-void check_indices(const char *argument, const Csr &, Reasons &); // only if check_offsets found no error
-// Whether `t`, whose offsets are the argument, holds the transposes of `m`; both are already checked. O(kept + cols).
+void check_indices(const char *argument, const Csr &, Reasons &); // call it only if check_offsets has found no error
+// Checks that `t`, whose offsets are the argument, holds the transposes of `m`. Both must have been checked before. O(kept + cols).
 void check_transpose(const char *argument, const Csr &m, const Csr &t, Reasons &);
 
-// Sets most_q and most_k, if the problem has them, from the checked cu_seqlens. Returns whether either changed.
+// Sets most_q and most_k, if the problem has them, from the checked cu_seqlens. Returns whether one of them has changed.
 bool update_longest(Problem &);
 
-// Runs all checks for a problem; throws the first error. read(ints, count) returns the integers in host memory, as a type that converts to
-// Ints.
+// Runs all checks for a problem, and throws the first error. read(ints, count) returns the integers in host memory, as a type that converts
+// to Ints.
 template <class Read> void check_contents(const Problem &p, Read &&read) {
   Reasons reasons;
   auto done = [&] { reasons.raise_if_any(); };

@@ -10,7 +10,7 @@
 namespace strobe {
 namespace {
 
-constexpr int64_t kBlock = 16; // queries and keys per block; a block has groups of 4 x 4 elements with one Philox call each
+constexpr int64_t kBlock = 16; // queries and keys per block; each of its groups of 4 x 4 elements takes one Philox call
 
 // Writes the mask of a block of queries of one head.
 void write_rows(const strobe_tensor &keep, DropoutKey key, u32 threshold, int64_t b, int64_t h, int64_t i0) {
@@ -38,7 +38,7 @@ void dropout_mask(const strobe_attention *attention, const strobe_tensor *rng, c
   const strobe_attention a = read_versioned("attention", attention, reasons);
   check_dropout(a, reasons);
   TensorChecks checks(reasons);
-  const strobe_tensor host{}; // zeros stand for the CPU
+  const strobe_tensor host{}; // a device of zeros is the CPU
   checks.on_device_of(host, nullptr);
   if (!keep) {
     reasons.add("keep", Code::missing, "missing; accepted is a tensor");

@@ -1,4 +1,4 @@
-// strobe_dropout_mask: writes out which elements dropout keeps.
+// strobe_dropout_mask: writes the mask of the elements that dropout keeps.
 #pragma once
 #include "strobe/strobe.h"
 

@@ -1,4 +1,4 @@
-// strobe_execution, checked, with its defaults resolved.
+// Checks strobe_execution and resolves its defaults.
 #include <thread>
 #if defined(__linux__)
 #include <sched.h>

@@ -47,7 +47,7 @@ bool each_element_apart(const Footprint &f) {
 }
 
 bool is_dense(const strobe_tensor &t) {
-  if (std::find(t.shape, t.shape + t.rank, 0) != t.shape + t.rank) return true; // NumPy gives tensors without elements strides of 0
+  if (std::find(t.shape, t.shape + t.rank, 0) != t.shape + t.rank) return true; // in NumPy, tensors without elements have strides of 0
   int64_t stride = 1;
   for (int32_t a = t.rank - 1; a >= 0; a--) {
     if (t.shape[a] > 1 && t.strides[a] != stride) return false;
@@ -58,7 +58,7 @@ bool is_dense(const strobe_tensor &t) {
 
 void gather(const strobe_tensor &t, int64_t element_bytes, void *to) {
   char *next = static_cast<char *>(to);
-  auto copy = [&](int64_t first, int64_t count) { // first, count: elements in the tensor's memory
+  auto copy = [&](int64_t first, int64_t count) { // first, count: in elements of the tensor's memory
     std::memcpy(next, static_cast<const char *>(t.data) + first * element_bytes, static_cast<size_t>(count * element_bytes));
     next += count * element_bytes;
   };
@@ -79,8 +79,8 @@ void gather(const strobe_tensor &t, int64_t element_bytes, void *to) {
 
 namespace {
 
-// A tensor's bytes as runs of `run` bytes. There is a run at begin + i_1 stride_1 + i_2 stride_2 + ..., for all i_n < count_n; every stride
-// is larger than `run`.
+// A tensor's bytes, as runs of `run` bytes. A run lies at begin + i_1 stride_1 + i_2 stride_2 + ..., for all i_n < count_n. Every stride is
+// larger than `run`.
 struct Runs {
   int64_t begin, run;
   int32_t axes = 0;
@@ -98,7 +98,7 @@ Runs runs(const Footprint &f) {
   return r;
 }
 
-// The reach of a tensor that repeats with this period: modulo the period, its bytes lie in [begin, begin + reach).
+// The reach of a tensor that repeats with this period. Modulo the period, the tensor's bytes lie in [begin, begin + reach).
 int64_t reach_within(const Runs &r, int64_t period) {
   int64_t reach = r.run;
   for (int32_t a = 0; a < r.axes; a++)
@@ -122,7 +122,7 @@ bool apart_in_a_period(const Runs &x, const Runs &y) {
   return false;
 }
 
-// Searches for multiples of the strides at which a run of y overlaps a run of x, that is, at which their starts are low_ to high_ apart.
+// Searches for multiples of the strides at which a run of y overlaps a run of x: their starts are then low_ to high_ apart.
 class Meeting {
 public:
   Meeting(const Runs &x, const Runs &y) : low_(1 - __int128{y.run}), high_(__int128{x.run} - 1) {
@@ -133,7 +133,7 @@ public:
       least_[n] = least_[n + 1] + steps_[n].stride * steps_[n].least, most_[n] = most_[n + 1] + steps_[n].stride * steps_[n].most;
     found_ = search(__int128{y.begin} - x.begin, 0);
   }
-  // Whether no run of y meets one of x; also false if the search would take long.
+  // Whether no run of y overlaps a run of x. Also false if the search would take long.
   bool excluded() const { return !found_ && left_ >= 0; }
 
 private:
@@ -164,7 +164,7 @@ private:
   __int128 low_, high_;
   Step steps_[8];
   int count_ = 0;
-  __int128 least_[9] = {}, most_[9] = {}; // bounds of what the n-th and later steps can add
+  __int128 least_[9] = {}, most_[9] = {}; // bounds of the sum that the n-th and later steps can add
   int left_ = 4096;
   bool found_;
 };

@@ -1,4 +1,4 @@
-// Checks of the fields of strobe_attention, each field by itself; validate.cpp checks fields against the tensors.
+// Checks each field of strobe_attention by itself. validate.cpp checks fields against the tensors.
 #pragma once
 #include "attention/reasons.h"
 

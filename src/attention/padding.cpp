@@ -23,7 +23,7 @@ void clear(const View &to, int64_t b, int64_t h, int64_t begin, int64_t end, int
   }
 }
 
-// Clears rows, one item per head of a sequence; threads start only if there is enough to write. range_of(b): the rows of sequence b.
+// Clears rows, one item per head of a sequence. Threads are started only if there is much to clear. range_of(b): the rows of sequence b.
 template <class RangeOf>
 void clear(const View &to, const Execution &execution, int64_t batch, int64_t heads, int64_t width, RangeOf &&range_of) {
   if (!to) return;
@@ -62,7 +62,7 @@ Range unused(const Problem &p, int64_t b) {
 } // namespace
 
 void clear_padding_of_keys(const Problem &p, const Execution &execution, Direction direction) {
-  if (direction == Direction::backward && p.accumulate) return; // gradients of padding are not added to
+  if (direction == Direction::backward && p.accumulate) return; // nothing is added to gradients of padding
   const auto each = [&](int64_t batch, auto &&range_of) {
     if (direction == Direction::forward) return clear(p.column_sums, execution, batch, p.heads, 1, range_of);
     clear(p.dk, execution, batch, p.heads_kv, p.head_dim, range_of);
@@ -74,7 +74,7 @@ void clear_padding_of_keys(const Problem &p, const Execution &execution, Directi
 
 void clear_padding_of_queries(const Problem &p, const Execution &execution, Direction direction) {
   if (!p.varlen) return;
-  if (direction == Direction::backward && p.accumulate) return; // gradients of padding are not added to
+  if (direction == Direction::backward && p.accumulate) return; // nothing is added to gradients of padding
   const auto behind = [&](int64_t) { return Range{0, p.cu_seqlens_q[p.batch], p.total_q}; };
   if (direction == Direction::backward) return clear(p.dq, execution, 1, p.heads, p.head_dim, behind);
   clear(p.out, execution, 1, p.heads, p.head_dim_v, behind);

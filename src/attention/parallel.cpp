@@ -1,4 +1,4 @@
-// Execution: the number of threads, and a parallel region on the caller's threads or on threads that it starts.
+// Execution: the number of threads, and a parallel region on the caller's threads or on threads started for it.
 #include <algorithm>
 #include <atomic>
 #include <exception>
@@ -12,12 +12,12 @@
 namespace strobe {
 namespace {
 
-// The items of one region. The first exception of a body stops the region and is thrown again in the caller.
+// The items of one region. The first exception of a body stops the region, and is thrown again in the caller's thread.
 class Region {
 public:
   Region(int32_t n, void (*body)(void *, int32_t), void *arg) : n(n), body(body), arg(arg) {}
 
-  // One thread's work: takes items until none is left.
+  // The work of one thread: takes items until none is left.
   void work() {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) item(static_cast<int32_t>(i));
   }
@@ -61,14 +61,14 @@ void Execution::run(int32_t n, void (*body)(void *arg, int32_t i), void *arg) co
   }
   Region region(n, body, arg);
   if (parallel) {
-    // No exception may cross the caller's frames, which need not be C++.
+    // No exception may cross the caller's frames, which may be C.
     parallel(pool, n, [](void *r, int32_t i) { static_cast<Region *>(r)->item(i); }, &region);
   } else {
     std::vector<std::thread> team;
     try {
       for (int32_t t = 1; t < std::min(threads, n); t++) team.emplace_back(&Region::work, &region);
     } catch (const std::system_error &) {
-      // The system grants no further thread; the threads that have started do the work.
+      // The system has no more threads; the started threads do the work.
     } catch (const std::bad_alloc &) {}
     region.work();
     for (std::thread &thread : team) thread.join();

@@ -10,7 +10,7 @@
 namespace strobe {
 namespace {
 
-constexpr int64_t kMost = std::numeric_limits<int32_t>::max(); // limit of positions, heads and sequences: dropout counts them in 32 bits
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max(); // the most positions, heads and sequences: dropout counts them in 32 bits
 
 struct Lists {
   std::vector<RowRange> q, k;
@@ -22,7 +22,7 @@ public:
   PartChecks(const strobe_part &part, int64_t batch, Reasons &reasons)
       : p_(read_versioned("part", &part, reasons)), batch_(batch), reasons_(reasons) {}
 
-  // The integers of a list with these axes; null, with reasons, if they cannot be read.
+  // The integers of a list with these axes. Null, with reasons, if the list cannot be read.
   std::optional<std::vector<int64_t>> ints(const char *name, const strobe_tensor *tensor, Axes axes) {
     if (!tensor) {
       reasons_.add(name, Code::missing, "missing; accepted is a list in host memory");
@@ -58,13 +58,13 @@ public:
     std::optional<std::vector<int64_t>> found = ints(name, tensor, {{"B", batch_, true}, {"n"}, {"start and length", 2}});
     if (!found) return false;
     const int64_t count = tensor->shape[1], sequences = tensor->shape[0];
-    if (sequences > 1 && seqlens.size() > 1 && sequences != int64_t(seqlens.size())) { // possible if the batch is not known
+    if (sequences > 1 && seqlens.size() > 1 && sequences != int64_t(seqlens.size())) { // possible only if the batch size is not known
       reasons_.add(name, Code::shape, "ranges of {0} sequences; accepted are those of {1}, as {2} has, or of 1", sequences, seqlens.size(),
                    of);
       return false;
     }
     for (int64_t b = 0; b < sequences; b++) {
-      // Ranges that all sequences share must fit the shortest sequence.
+      // Ranges that all sequences share must fit the shortest one.
       const int64_t most = sequences > 1 && seqlens.size() > 1 ? seqlens[b] : shortest(seqlens);
       int64_t before = 0, local = 0;
       for (int64_t n = 0; n < count; n++) {
@@ -159,7 +159,7 @@ int64_t most_held(const RowRange *ranges, int64_t range_batch, int64_t count) {
 
 void check_held(const char *argument, const RowRange *ranges, int64_t range_batch, int64_t count, int64_t batch, const int32_t *cu,
                 int64_t rows, Reasons &reasons) {
-  // If all sequences share ranges and lengths, only the first is checked: the batch size itself has not been checked yet.
+  // If all sequences share ranges and lengths, only the first one is checked, because the batch size itself has not been checked yet.
   for (int64_t b = 0; b < (cu || range_batch > 1 ? batch : std::min<int64_t>(batch, 1)); b++) {
     const int64_t held = held_by(ranges + (range_batch > 1 ? b : 0) * count, count);
     const int64_t wanted = cu ? int64_t{cu[b + 1]} - cu[b] : rows;

@@ -10,7 +10,7 @@ namespace strobe {
 
 class Reasons {
 public:
-  // words: for example "{0} heads; accepted is 1 or more", where {0} stands for the first value
+  // words: for example "{0} heads; accepted is 1 or more". {0} stands for the first value.
   template <class... Values> void add(const char *argument, Code code, const char *words, const Values &...values) {
     all.emplace_back(argument, code, words, values...);
   }

@@ -1,5 +1,5 @@
-// A refusal as data: the argument, the kind of refusal, words with numbered places, and the values that stand in these places. A line of
-// text is made in one place, line() below; other languages make their own from the same record (strobe_last_refusal in strobe.h).
+// A refusal as data: the argument, the kind of refusal, words with numbered places, and the values for these places. line() below makes a
+// line of text from it; other languages make their own text from the same record (strobe_last_refusal in strobe.h).
 #pragma once
 #include <concepts>
 #include <string>
@@ -32,7 +32,7 @@ enum class Code : int32_t {
 
 inline constexpr int64_t kAny = -1;
 
-// An axis by its name in the documentation, and its required size; or_one: size 1 is accepted as well, and is broadcast.
+// An axis: its name in the documentation, and the required size. or_one: size 1 is accepted as well, and is broadcast.
 struct Axis {
   const char *symbol;
   int64_t size = kAny;
@@ -41,11 +41,11 @@ struct Axis {
 using Axes = std::vector<Axis>;
 using Types = std::vector<DType>;
 
-// Values that need a wrapper type. Integers, double, DType, Types, Axes, addresses and text are passed directly.
-struct Argument { // the name of an argument, for which other languages may have another name
+// These values need a wrapper type. Integers, double, DType, Types, Axes, addresses and text are passed directly.
+struct Argument { // the name of an argument; other languages may use another name
   const char *name;
 };
-struct Absent { // no value: Python's None, which C spells in several ways
+struct Absent { // no value: None in Python, spelled in several ways in C
   const char *in_c;
 };
 struct Numbers { // a number for each axis of a tensor: sizes, or strides
@@ -62,10 +62,10 @@ struct Value {
   double number = 0;
   std::string text;
   std::vector<int64_t> sizes;
-  std::vector<const char *> roles; // roles of axes; each lives as long as the library
+  std::vector<const char *> roles; // roles of axes; each text exists as long as the library
   int32_t or_one = 0;
 
-  strobe_value shown() const; // valid as long as this Value
+  strobe_value shown() const; // valid as long as this Value exists
 };
 
 Value value_of(int64_t);
@@ -81,17 +81,17 @@ Value value_of(const void *address);
 Value value_of(std::string_view text);
 inline Value value_of(const char *text) { return value_of(std::string_view(text)); }
 inline Value value_of(const std::string &text) { return value_of(std::string_view(text)); }
-Value value_of(uint64_t); // text, if it does not fit 63 bits
+Value value_of(uint64_t); // becomes text if it does not fit 63 bits
 template <std::integral T>
-  requires(!std::same_as<T, bool> && !std::same_as<T, int64_t> && !std::same_as<T, uint64_t>) // messages have words, not bools
+  requires(!std::same_as<T, bool> && !std::same_as<T, int64_t> && !std::same_as<T, uint64_t>) // messages use words for bools
 Value value_of(T number) {
   return value_of(static_cast<int64_t>(number));
 }
 
 struct Refusal {
-  const char *argument; // lives as long as the library
+  const char *argument; // exists as long as the library
   Code code;
-  const char *words; // "{0} heads; accepted is 1 or more"; lives as long as the library
+  const char *words; // "{0} heads; accepted is 1 or more"; exists as long as the library
   std::vector<Value> values;
 
   template <class... Values>
@@ -99,10 +99,10 @@ struct Refusal {
       : argument(argument), code(code), words(words), values{value_of(values)...} {}
 };
 
-// "argument: words", with the values in their places, as C and C++ show it.
+// "argument: words" with the values in their places, as C and C++ show it.
 std::string line(const Refusal &);
 
-// The error that one or more arguments are wrong. Its text has a line for each refusal.
+// The error if arguments are wrong. Its text has a line for each refusal.
 struct Refused : Error {
   std::vector<Refusal> refusals;
   explicit Refused(std::vector<Refusal> all);

@@ -38,7 +38,7 @@ bool TensorChecks::accept_list(const char *argument, const strobe_tensor &t, con
   if (!accept(argument, t, axes, types, Access::read)) return false;
   if (is_dense(t)) return true;
   int64_t entries = 1;
-  for (int32_t a = 0; a < t.rank; a++) entries *= t.shape[a]; // memory() has made sure that this does not overflow
+  for (int32_t a = 0; a < t.rank; a++) entries *= t.shape[a]; // cannot overflow: memory() has checked that
   const Footprint &f = seen.back().bytes;
   const bool apart = entries <= (f.end - f.begin) / f.element;
   const int64_t most = apart ? INT32_MAX : 1 << 24;

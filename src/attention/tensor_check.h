@@ -1,4 +1,4 @@
-// Checks of one tensor against its argument's requirements.
+// Checks one tensor against the requirements of its argument.
 #pragma once
 #include <vector>
 
@@ -16,21 +16,21 @@ struct Placed {
   bool written;
 };
 
-// Refuses a written tensor that shares a byte with any other tensor.
+// Refuses a tensor that is written and shares a byte with any other tensor.
 void check_overlaps(const std::vector<Placed> &, Reasons &);
 
 class TensorChecks {
 public:
   explicit TensorChecks(Reasons &reasons) : reasons(reasons) {}
 
-  // Every further tensor must lie on the device of this tensor, if that device is valid. argument: the tensor's name; null: it has none.
+  // All later tensors must lie on the device of this tensor, if that device is valid. argument: the tensor's name; null: it has none.
   void on_device_of(const strobe_tensor &, const char *argument);
 
-  // Returns false, with reasons, if anything is wrong. An accepted tensor becomes one of placed().
+  // Returns false, with reasons, if the tensor is refused. An accepted tensor becomes one of placed().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);
-  // accept() for a list. A list with gaps will be copied, so its size is bounded: with strides of 0 it could exceed all memory.
+  // accept() for a list. A list with gaps will be copied, so its size is bounded: with strides of 0 it could exceed any memory.
   bool accept_list(const char *argument, const strobe_tensor &, const Axes &, const Types &);
-  // Checks only rank and sizes, and adds no reason.
+  // Checks only rank and sizes. Adds no reason.
   static bool has_rank(const strobe_tensor *, int32_t rank);
 
   const std::vector<Placed> &placed() const { return seen; }
@@ -42,7 +42,7 @@ private:
   bool memory(const char *, const strobe_tensor &, Access);
 
   Reasons &reasons;
-  const char *first = nullptr; // the argument that determines the device
+  const char *first = nullptr; // the argument that has determined the device
   const strobe_tensor *device = nullptr;
   std::vector<Placed> seen;
 };

@@ -9,7 +9,7 @@
 
 namespace strobe {
 
-// The number of significant digits of a number that is not whole.
+// The number of significant digits for numbers that are not whole.
 struct Digits {
   double value;
   int count = 6;
@@ -29,7 +29,7 @@ inline void append(std::string &out, const void *address) {
 }
 inline void append(std::string &out, char part) { out += part; }
 template <std::integral T>
-  requires(!std::same_as<T, bool>) // messages have words, not bools
+  requires(!std::same_as<T, bool>) // messages use words for bools
 void append(std::string &out, T number) {
   char digits[32];
   out.append(digits, std::to_chars(digits, std::end(digits), number).ptr);
@@ -38,7 +38,7 @@ inline void append(std::string &out, double number) { append(out, Digits{number}
 
 } // namespace detail
 
-// The parts as one text. Engines describe their plans and reasons on every call, so this uses no stream and no locale.
+// Joins the parts to one text. Engines describe plans and reasons on every call, so this uses no stream and no locale.
 template <class... Parts> std::string text(const Parts &...parts) {
   std::string out;
   (detail::append(out, parts), ...);

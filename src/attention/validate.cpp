@@ -1,4 +1,4 @@
-// From the structs of the C ABI to a Problem, or to all reasons against one.
+// Turns the structs of the C ABI into a Problem, or into all reasons against one.
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -23,9 +23,9 @@ const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64}, kQuanti
 
 int64_t div_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-// The axes in which a tensor has its batch, head, row and column; -1: none.
+// Which axes of a tensor are its batch, head, row and column; -1: none.
 using AxisMap = std::array<int, 4>;
-constexpr AxisMap kDense = {0, 1, 2, 3}, kPacked = {-1, 1, 0, 2};             // q, and tensors shaped like it
+constexpr AxisMap kDense = {0, 1, 2, 3}, kPacked = {-1, 1, 0, 2};             // q, and tensors with its axes
 constexpr AxisMap kDenseRows = {0, 1, 2, -1}, kPackedRows = {-1, 0, 1, -1};   // lse
 constexpr AxisMap kDensePairs = {1, 2, 3, -1}, kPackedPairs = {-1, 1, 2, -1}; // lse of a partial part
 constexpr AxisMap kPackedScales = {-1, 1, 0, -1};                             // one scale for each row and head
@@ -49,7 +49,7 @@ public:
         varlen(t.cu_seqlens_q || t.cu_seqlens_k), paged(t.page_table), quantised(t.k_scale || t.v_scale) {}
 
   Problem problem() {
-    reasons.raise_if_any(); // without the structs no later reason would mean anything
+    reasons.raise_if_any(); // without the structs, later reasons would mean nothing
     check_options(a, reasons);
     inputs();
     sequences();
@@ -72,15 +72,15 @@ public:
   const std::vector<Placed> &placed() const { return checks.placed(); }
 
 private:
-  // The sizes, each given by the tensor that defines it. A size that cannot be determined is kAny, which no check refuses.
+  // The sizes, each taken from the tensor that defines it. A size that cannot be determined is kAny, which no check refuses.
   struct Sizes {
     int64_t batch = kAny, heads = kAny, heads_kv = kAny, dim = kAny, dim_v = kAny;
     int64_t rows_q = kAny, rows_k = kAny;     // Sq, Sk; varlen: Tq, Tk
     int64_t seqlen_q = kAny, seqlen_k = kAny; // Sq, Sk; varlen: max_seqlen_q, max_seqlen_k
-    int64_t max_q = 0, max_k = 0;             // max_seqlen_q, max_seqlen_k as given; 0: not given; kAny: refused
-    int64_t size_q = kAny, size_k = kAny;     // seqlen_q, seqlen_k; in a part: of the whole problem's longest sequence
+    int64_t max_q = 0, max_k = 0;             // the given max_seqlen_q, max_seqlen_k; 0: not given; kAny: refused
+    int64_t size_q = kAny, size_k = kAny;     // seqlen_q, seqlen_k; in a part those of the whole problem's longest sequence
     int64_t blocks_q = kAny, blocks_k = kAny;
-    int64_t pages = kAny, page_size = kAny, pages_each = kAny; // pages of the pool, keys per page, pages per sequence
+    int64_t pages = kAny, page_size = kAny, pages_each = kAny; // pages in the pool, keys per page, pages per sequence
   };
 
   Axes queries(Axis width) const {
@@ -113,7 +113,7 @@ private:
                           : "Sk",
              n.size_k, true}};
   }
-  // With a partial part, a row's LSE is two numbers.
+  // The axes of LSE. With a partial part, LSE is two numbers per row.
   Axes lse_rows() const {
     Axes rows = query_rows();
     if (part && part->partial) rows.insert(rows.begin(), {"two numbers", 2});
@@ -130,13 +130,13 @@ private:
     if (!tensor) reasons.add(argument, Code::missing, "missing; accepted is a tensor");
     return accept(argument, tensor, axes, types, access);
   }
-  // Refuses a tensor that is given without the tensor that it needs; returns whether both are given.
+  // Refuses a tensor that is given without the tensor that it needs. Returns whether both are given.
   bool beside(const char *argument, const strobe_tensor *tensor, const char *other, const strobe_tensor *needed) {
     if (tensor && !needed) reasons.add(argument, Code::excluded, "given without {0}; accepted is both, or {0} alone", Argument{other});
     return tensor && needed;
   }
 
-  // The dtypes accepted for k and v. Two INT4 are one element.
+  // The dtypes that k and v may have. Two INT4 are one element.
   Types key_types() const { return quantised ? kQuantised : input_types(); }
   static int64_t columns_each(const strobe_tensor *x) { return x && x->dtype == STROBE_UINT8 ? 2 : 1; }
   // Whether the keys are tokens in consecutive rows.
@@ -144,7 +144,7 @@ private:
   Types input_types() const { return dtype == DType::none ? kFloats : Types{dtype}; }
   Types result_types() const { return oracle ? Types{DType::f64} : input_types(); }
   bool partial() const { return part && part->partial; }
-  Types statistics_types() const { // for numbers per row or per head, and for sums over several calls
+  Types statistics_types() const { // of numbers per row or per head, and of sums over several calls
     if (dtype == DType::none && !oracle) return {DType::f32, DType::f64};
     return {oracle || dtype == DType::f64 ? DType::f64 : DType::f32};
   }
@@ -206,7 +206,7 @@ private:
     const bool good_k = good_cu_k = cu_seqlens("cu_seqlens_k", t.cu_seqlens_k, n.rows_k, k);
     seqused(good_k ? ints(t.cu_seqlens_k) : nullptr, good_k);
   }
-  // Checks the scales of quantised k and v. A row's scale has the index of the row, in the tensor or in the page.
+  // Checks the scales of quantised k and v. The scale of a row has the row's index, in the tensor or in the page.
   void scales() {
     const int64_t group = a.k_scale_group;
     if (!quantised) {
@@ -242,7 +242,7 @@ private:
     axes.pop_back();
     return axes;
   }
-  // The longest sequence's length as the caller gave it; 0: not given; kAny: refused.
+  // The length of the longest sequence, if the caller gives it. 0: not given; kAny: refused.
   int64_t maximum(const char *field, int64_t given, bool packed) {
     if (!packed && given != 0)
       reasons.add(field, Code::excluded, paged && varlen ? "{0} beside {2}; accepted is {1}" : "{0} without cu_seqlens; accepted is {1}",
@@ -253,7 +253,7 @@ private:
     }
     return packed ? given : 0;
   }
-  // Checks the page table. Sk is the number of keys that a row of the table has room for.
+  // Checks the page table. Sk is the number of keys for which a row of the table has entries.
   void pages() {
     if (backward) reasons.add("page_table", Code::excluded, "given in a backward; accepted is none: keys in pages have no gradients");
     if (t.cu_seqlens_k)
@@ -270,7 +270,7 @@ private:
       n.rows_k = kAny;
     }
   }
-  // Checks cu_seqlens; returns whether its integers are in host memory and right.
+  // Checks cu_seqlens. Returns whether its integers are in host memory and right.
   bool cu_seqlens(const char *argument, const strobe_tensor *cu, int64_t rows, Longest most) {
     if (!cu) {
       reasons.add(argument, Code::missing, "missing; accepted is {0} and {1}, or neither", Argument{"cu_seqlens_q"},
@@ -283,31 +283,31 @@ private:
     }
     return false;
   }
-  // cu: cu_seqlens of the keys, if they are packed. comparable: whether the lengths are known.
+  // Checks seqused_k. cu: the cu_seqlens of the keys, if they are packed. comparable: whether the lengths are known.
   void seqused(const int32_t *cu, bool comparable) {
     const strobe_tensor *used = t.seqused_k;
     if (!accept_list("seqused_k", used, {{"B", n.batch}}, list_types(used))) return;
     if (on_cpu(*used) && comparable && n.batch != kAny && n.rows_k != kAny)
       good_used = adds_none([&] { check_seqused(lists->ints(*used), n.batch, cu, n.rows_k, paged, reasons); });
   }
-  // Checks the page table in host memory, in the entries for keys that count.
+  // Checks the entries of a page table in host memory, for keys that count.
   void pages_in_pool() {
     if (!paged || n.rows_k == kAny || n.pages == kAny || n.batch == kAny || !on_cpu(*t.page_table) || (t.seqused_k && !good_used)) return;
     const PageTable table{n.batch, n.pages_each, n.page_size, n.pages, lists->ints(*t.page_table)};
     check_pages(table, t.seqused_k ? ints(t.seqused_k) : nullptr, reasons);
   }
 
-  // Refuses large factors: engines compute 16 and 32 bits in float32, where such a factor, or its product with log2(e), is infinite.
+  // Refuses large factors. Engines compute 16 and 32 bits in float32, where such a factor, or its product with log2(e), would be infinite.
   void floats() {
     if (!oracle && dtype != DType::f64 && dtype != DType::none) score::check_range(a, dtype, reasons);
   }
 
-  // Checks the part: the rows, heads and sequences of a larger problem that the call holds.
+  // Checks the part: which rows, heads and sequences of a larger problem the call has.
   void parts() {
     n.size_q = n.seqlen_q, n.size_k = n.seqlen_k;
     if (!a.part) return;
     part = check_part(*a.part, n.batch, n.heads, reasons);
-    if (!part) return reasons.raise_if_any(); // without the part no later reason would mean anything
+    if (!part) return reasons.raise_if_any(); // without the part, later reasons would mean nothing
     if (t.seqused_k)
       reasons.add("seqused_k", Code::excluded, "given beside part; accepted is part alone, whose ranges and seqlens_k say it");
     if (part->partial && t.sinks)
@@ -330,7 +330,7 @@ private:
     n.seqlen_q = most_held(part->q, part->batch_q, part->count_q);
     n.seqlen_k = most_held(part->k, part->batch_k, part->count_k);
   }
-  // With packed sequences, max_seqlen bounds the whole sequences, too.
+  // For packed sequences, max_seqlen also bounds the whole sequences.
   void whole(const char *field, int64_t given, int64_t &most) {
     if (!varlen || given <= 0) return;
     if (given < most)
@@ -350,7 +350,7 @@ private:
   }
   DType sink_type() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
-  // Checks the caller's functions and what they read.
+  // Checks the caller's functions and the tensors that they read.
   void functions() {
     score::CapturedTensors all{}, wanted{};
     size_t count = 0;
@@ -393,7 +393,7 @@ private:
                             good ? m.kept : kAny, n.blocks_q, mt);
     if (good && good_t && on_cpu(*t.block_rows)) check_transpose("block_rows_t", m, mt, reasons);
   }
-  // The batch size of a block mask that differs between sequences. It is the whole problem's, which is not known here; the part's last
+  // The batch size of a block mask that differs between sequences. It is the whole problem's, which is not known here. The part's last
   // sequence gives a lower bound.
   int64_t sequences_of_blocks() const {
     if (n.batch == kAny || !t.block_rows || t.block_rows->rank < 1) return kAny;
@@ -408,7 +408,7 @@ private:
     }
     return seqlen == kAny ? kAny : div_up(seqlen, block);
   }
-  // True if the CSR may be walked: its shapes and, in host memory, its contents are right.
+  // Whether the CSR may be walked: its shapes and, in host memory, its contents are right.
   bool csr(const char *rows_argument, const strobe_tensor *rows, const Axes &axes, const char *cols_argument, const strobe_tensor *cols,
            int64_t kept, int64_t bound, Csr &m) {
     const bool good_rows = accept_list(rows_argument, rows, axes, {DType::i32});
@@ -433,7 +433,7 @@ private:
     if (partial()) {
       require("lse", t.lse, lse_rows(), oracle ? either : statistics_types());
       require("delta", t.delta, query_rows(), oracle ? either : statistics_types());
-    } else { // the oracle needs neither out nor lse, since it can compute both itself
+    } else { // the oracle needs neither out nor lse: it can compute both itself
       if (!oracle || t.out) require("out", t.out, queries({"Dv", n.dim_v}), result_types());
       if (!oracle || t.lse) require("lse", t.lse, query_rows(), statistics_types());
       if (t.delta) reasons.add("delta", Code::excluded, "given without a partial part; accepted is {0} alone", Argument{"out"});
@@ -444,7 +444,7 @@ private:
     accept("dlse", t.dlse, query_rows(), oracle ? either : statistics_types());
 
     Types gradients = partial() || a.accumulate ? statistics_types() : result_types();
-    if (oracle && a.accumulate && dtype != DType::f64) gradients = either; // the types that other engines add to, and its own
+    if (oracle && a.accumulate && dtype != DType::f64) gradients = either; // types that other engines add to, and the oracle's own
     accept("dq", t.dq, queries({"D", n.dim}), gradients, Access::write);
     accept("dk", t.dk, keys({"D", n.dim}), gradients, Access::write);
     accept("dv", t.dv, keys({"Dv", n.dim_v}), gradients, Access::write);
@@ -458,8 +458,8 @@ private:
     accept(argument, &gradient, axes, {oracle ? DType::f64 : static_cast<DType>(of.dtype)}, Access::write);
   }
 
-  // Bounds the sizes: strides of 0 allow any size, but engines count a workspace's bytes, up to 2^20 per row, in 64 bits. For packed
-  // sequences engines keep rows only for the tokens, but count as many tiles for each sequence as the longest one has.
+  // Bounds the sizes. Strides of 0 allow any size, but engines count a workspace's bytes, up to 2^20 per row, in 64 bits. For packed
+  // sequences, engines keep rows only for the tokens, but count as many tiles for each sequence as the longest one has.
   void total_size(const Problem &p) {
     if (!packed_k()) {
       if (product_below(40, {n.batch, n.heads}, {n.seqlen_q, n.seqlen_k})) return;
@@ -478,7 +478,7 @@ private:
           n.batch, n.heads, p.longest_q(), p.longest_k(), Argument{"max_seqlen_q"}, Argument{"max_seqlen_k"});
     }
   }
-  // Whether the product of all factors that are at least 1, and of the sum, is below 2^bits.
+  // Whether the product of the sum of the addends and of all factors that are at least 1 is below 2^bits.
   static bool product_below(int bits, std::initializer_list<int64_t> factors, std::initializer_list<int64_t> addends) {
     int64_t count = 0;
     for (int64_t x : addends)
@@ -488,16 +488,17 @@ private:
     return count < int64_t{1} << bits;
   }
 
-  // The integers of an accepted tensor; those in host memory are the call's own copy, without gaps.
+  // The integers of an accepted tensor. Those in host memory are the call's own copy, without gaps.
   const int32_t *ints(const strobe_tensor *tensor) const {
     if (!tensor) return nullptr;
     if (!tensor->data || !on_cpu(*tensor)) return static_cast<const int32_t *>(tensor->data);
     return lists->ints(*tensor).narrow();
   }
-  // The types of lists of lengths and pages: 64 bits only in host memory, where the call keeps a 32-bit copy once the list is checked.
+  // The types that lists of lengths and pages may have. 64 bits are accepted only in host memory, where the checked list is copied to 32
+  // bits.
   static Types list_types(const strobe_tensor *list) { return list && on_cpu(*list) ? Types{DType::i32, DType::i64} : Types{DType::i32}; }
   static bool on_cpu(const strobe_tensor &tensor) { return tensor.device_type == STROBE_CPU; }
-  // Whether a check of numbers adds no reason.
+  // Whether the check adds no reason.
   template <class Check> bool adds_none(Check &&check) {
     const size_t before = reasons.size();
     check();
@@ -583,7 +584,7 @@ private:
     return forms;
   }
   Problem::Blocks kept_blocks() const {
-    static const int32_t nothing = 0; // stands in for null pointers of a CSR that keeps no block
+    static const int32_t nothing = 0; // replaces the null pointers of a CSR that keeps no block
     auto columns = [this](const strobe_tensor *cols) { return cols && !cols->data ? &nothing : ints(cols); };
     Problem::Blocks blocks;
     blocks.present = true, blocks.transposed = t.block_rows_t != nullptr;

@@ -1,4 +1,5 @@
-// Structs of the C ABI begin with their size: fields that an older caller lacks are zero; fields that a newer caller adds must be zero.
+// Structs of the C ABI begin with their size. Fields that an older caller lacks are zero; fields that only a newer caller knows must be
+// zero.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -7,9 +8,9 @@
 
 namespace strobe {
 
-// type: that of the struct, strobe_<type>; null: the argument's name.
+// type: the struct is strobe_<type>; null: it has the argument's name.
 template <class T> bool size_is_sane(const char *name, uint64_t size, Reasons &reasons, const char *type = nullptr) {
-  constexpr uint64_t most = 4096; // no future version is that large
+  constexpr uint64_t most = 4096; // no future version will be larger
   if (size >= sizeof(size) && size <= most && size % 8 == 0) return true;
   reasons.add(name, Code::version, "size is {0}; accepted is sizeof(strobe_{1}), here {2}", size, type ? type : name, sizeof(T));
   return false;

@@ -7,7 +7,7 @@
 
 namespace strobe {
 
-// The visible scores of a part, as an estimate: each query of a range counts as many keys as the range's middle query.
+// An estimate of a part's visible scores: each query of a range counts as many keys as the range's middle query.
 static double visible_in_part(const Problem &p) {
   double scores = 0;
   for (int64_t b = 0; b < p.batch; b++) {
@@ -30,7 +30,7 @@ static double visible_in_part(const Problem &p) {
 
 double mean_keys(const Problem &p, int64_t seqlen_q, int64_t seqlen_k) {
   if (seqlen_q == 0) return 0;
-  // The sum of min(max(t, 0), seqlen_k) over t up to x: the keys that successive queries lose at one end. Positions have 30 bits.
+  // The sum of min(max(t, 0), seqlen_k) over all t up to x: how many keys successive queries do not see at one end. Positions have 30 bits.
   const auto lost = [&](int64_t x) {
     const auto triangle = [](int64_t n) { return n > 0 ? n * (n + 1) / 2 : 0; };
     return triangle(x) - triangle(x - seqlen_k);

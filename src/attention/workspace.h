@@ -1,4 +1,4 @@
-// The properties of a workspace that every engine may rely on.
+// What every engine may expect of a workspace.
 #pragma once
 #include <cstdint>
 

@@ -5,7 +5,7 @@
 namespace strobe::inline STROBE_ISA {
 
 struct Amx {
-  // Few rows use multiply-adds: in a tile they would leave most rows idle, and dot products are slower on these CPUs.
+  // Few rows use multiply-adds: in a tile they would leave most rows idle, and these CPUs execute dot products more slowly.
   template <class Elements> using Few = FewRows<FmaLanes<float, Elements>>;
   template <class, class Elements> using Many = TileRows<Elements>;
   static constexpr int64_t kFewRows = 4; // measured (docs/lab/performance.md)
@@ -31,7 +31,7 @@ private:
   }
 
   // Computes one block of C: kRows x kColumns tiles. Registers 0-3 hold C, 4-5 A, 6-7 B. Each instruction adds 32 products of two planes to
-  // a sum and rounds once. FP32 takes six instructions for 32 terms, so its sum starts from 0 and is added to C at the end.
+  // a sum and rounds once. FP32 takes six instructions for 32 terms, so the sum starts from 0 there and is added to C at the end.
   template <int kPlanes, bool kExchanged, int kRows, int kColumns>
   static STROBE_INLINE void multiply_block(int64_t depth, PairsLeft a, PairsRight b, float *c, int64_t ldc, bool accumulate) {
     const bool apart = accumulate && kPlanes == 3;
@@ -63,8 +63,8 @@ private:
       });
   }
 
-  // The planes of a and b that the i-th product multiplies: small products first, in an order that reloads few tiles. kExchanged: the order
-  // of the product b a.
+  // The planes of a and b for the i-th product. Small products come first, in an order that reloads few tiles. kExchanged: the order of the
+  // product b a.
   struct Product {
     int a, b;
   };

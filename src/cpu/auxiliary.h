@@ -1,5 +1,5 @@
-// The largest score of each head, and the sums of P's columns: a separate pass over S after the forward, which reads the forward's LSE. An
-// item is a run of query tiles of one head. Each item has sums of its own, which are added in order: no bit depends on the threads.
+// The largest score of each head, and the sums of P's columns. A separate pass over S computes them after the forward, whose LSE it reads.
+// An item is a run of query tiles of one head. Each item has its own sums, which are added in order, so no bit depends on the threads.
 #pragma once
 #include "forward.h"
 #include "probability.h"
@@ -9,7 +9,7 @@ namespace strobe::inline STROBE_ISA {
 struct AuxiliaryItems {
   int64_t tiles_each, runs, count, keys; // query tiles per item; items per head; all items; elements in a row of sums
   AuxiliaryItems(const Problem &p, const TileSizes &tile) {
-    constexpr int64_t kEnough = 16; // this many items occupy many threads
+    constexpr int64_t kEnough = 16; // this many items keep many threads busy
     const int64_t tiles = max((i64)query_tiles(p, tile.q), (i64)1), heads = p.batch * p.heads;
     tiles_each = div_up(tiles, min((i64)tiles, max(div_up(kEnough, max((i64)heads, (i64)1)), (i64)1)));
     runs = div_up(tiles, tiles_each);
@@ -41,7 +41,8 @@ template <class Math> struct AuxiliaryScratch {
   }
 };
 
-// Adds a chunk of scores to the results: the largest per lane to `most`, a NaN to `nan`, and P of each key, summed over lanes, to `sums`.
+// Adds a chunk of scores to the results: `most` is the largest score per lane, `nan` receives a NaN, and `sums` receive P of each key,
+// summed over lanes.
 template <class T>
 __attribute__((noinline)) void add_chunk(const Head<T> &head, const TileSpan &t, const T *s, const T *lse, const T *excess, Vec<T> &most,
                                          Vec<T> &nan, T *sums) {
@@ -90,7 +91,7 @@ void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile
                             scratch.q + n * Math::lanes_size(tile.width, p.head_dim), scratch.score.buffer);
   }
   bool any_large = false;
-  for (int64_t i = 0; i < rows; ++i) { // +inf: a lane past the end, or a row that sees no key
+  for (int64_t i = 0; i < rows; ++i) { // +inf marks a lane past the end, or a row that sees no key
     const T lse = i0 + i < i1 ? (p.column_sums ? *p.lse.at<T>(head.b, head.h, head.q0 + i0 + i, 0) : T(0)) : kInfinity<T>;
     const RowLse<T> row = Probability<Fma<T>>::row(head, lse == -kInfinity<T> ? kInfinity<T> : lse);
     scratch.lse[i] = row.lse, scratch.excess[i] = row.excess;
@@ -114,7 +115,7 @@ void auxiliary_tile(const Head<typename Math::Real> &head, const TileSizes &tile
       }
     }
   };
-  if (any_large) { // as in the backward: P is divided by its row's sum if LSE's rounding is too large
+  if (any_large) { // as in the backward, P is divided by its row's sum if LSE's rounding is too large
     fill(scratch.sum, rows, T(0)), fill(scratch.sum_lost, rows, T(0));
     each_chunk([&](const TileSpan &chunk, int64_t lane) {
       add_rows(head, chunk, lane, scratch.s, scratch.lse, scratch.excess, scratch.sum, scratch.sum_lost);
@@ -140,7 +141,7 @@ template <class Math> int64_t auxiliary_scratch(const Problem &p, const TileSize
   Arena arena(nullptr);
   const KeyPair<Math> keys = auxiliary_keys<Math>(p, tile);
   AuxiliaryScratch<Math> scratch(arena, p, tile, keys);
-  keys.v.take(arena); // prepare() needs the scratch of K and of V
+  keys.v.take(arena); // prepare() needs scratch for K and for V
   return round_to(arena.used(), 256);
 }
 
@@ -196,7 +197,7 @@ template <class Math> void auxiliary(const Problem &p, const Execution &executio
       T most = largest[first];
       for (int64_t run = 1; run < items.runs; ++run) {
         const T x = largest[first + run];
-        if (most < x || x != x) most = x; // a NaN stays: nothing is larger
+        if (most < x || x != x) most = x; // a NaN stays, because nothing is larger
       }
       if (p.max_logit) *p.max_logit.at<T>(b, h, 0, 0) = most;
       for (int64_t j = 0; p.column_sums && j < keys.length; ++j) {

@@ -1,20 +1,20 @@
-// The backward: FlashAttention-2's recomputation (Dao 2023, Algorithm 2), five products per tile. An item is one key head of one sequence:
-// its query tiles are walked in order, dQ of a tile is complete when its keys are done, and dK and dV accumulate in rows of the
-// arithmetic's real type. The order of every sum follows from the shape alone, whatever the number of threads.
+// The backward: FlashAttention-2's recomputation (Dao 2023, Algorithm 2), five products per tile. An item is one key head of one sequence.
+// Its query tiles are walked in order; dQ of a tile is complete when its keys are done; dK and dV accumulate in rows of the arithmetic's
+// real type. The order of every sum follows from the shape alone, whatever the number of threads.
 #pragma once
 #include "forward.h"
 #include "probability.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// Arrays with a number for each row of a query tile.
+// Arrays with one number for each row of a query tile.
 template <class T> struct BackwardRows {
-  T *lse, *excess;           // LSE as Probability takes it
+  T *lse, *excess;           // LSE as the two numbers that Probability takes
   T *delta, *dlse;           // D and dLSE
   T *sum, *sum_lost;         // the sum of P, and its rounding error
   T *rest, *rest_lost;       // the sum of P (dP - D), and its rounding error
   T *settled;                // a value of Settled: how D and P of a row are computed
-  T *first_tile, *last_tile; // key tiles that the row sees, for rows that might see a single tile
+  T *first_tile, *last_tile; // the first and last key tile that the row sees, set for rows that might see a single tile
   T *scale;                  // the factor of dQ
 
   BackwardRows(Arena &arena, int64_t rows) {
@@ -36,15 +36,15 @@ template <class Math> struct BackwardScratch {
   Element *q, *d_o, *q_rows, *do_rows, *p_rows, *ds_lanes, *ds_rows;
   BackwardRows<T> rows;
   T *s, *dp;        // S and dP of a piece
-  T *dq, *dq_total; // dQ's running sum, and the total of earlier running sums
+  T *dq, *dq_total; // dQ's running sum, and the sum of earlier running sums
   T *row;           // a row of dO and a row of O
   T *keep = nullptr, *slopes = nullptr;
-  T *finite_q, *finite_do;       // copies of a query tile with numbers that are not finite
-  T *unrounded_p, *unrounded_ds; // P and dS of a piece that meets numbers that are not finite
+  T *finite_q, *finite_do;       // copies of a query tile that has numbers that are not finite
+  T *unrounded_p, *unrounded_ds; // P and dS of a piece that has numbers that are not finite
   struct {
     int64_t b = -1, kv = -1;
     bool finite = true; // whether all of K is finite
-  } known;              // the key head that was checked last, and the result
+  } known;              // the key head that was checked last, and the result of that check
 
   BackwardScratch(Arena &arena, const Problem &problem, const TileSizes &tile, const KeyPair<Math> &keys)
       : k(keys.k.take(arena)), v(keys.v.take(arena)), finite_k(arena, tile.k, problem.head_dim),
@@ -71,17 +71,17 @@ template <class Math> struct BackwardScratch {
   }
 };
 
-// How D and P of a row are computed (see add_rows). kDelta: D from the sums of P dP and P. kDeltaAndLse: also P, from LSE and the sum of P.
-// Unless invariant, all rows of a query tile have the same value.
+// How D and P of a row are computed (add_rows). kDelta: D from the sums of P dP and P. kDeltaAndLse: D in that way, and P from LSE and the
+// sum of P. Unless invariant, all rows of a query tile have the same value.
 enum Settled { kAsItIs, kDelta, kDeltaAndLse };
 
-// A query tile, prepared: Q and dO as lanes and as rows, LSE, D and dLSE.
+// A prepared query tile: Q and dO as lanes and as rows, LSE, D and dLSE.
 template <class Math> struct QueryTile {
   using T = typename Math::Real;
   int64_t i0, i1, rows, pieces, width;
-  bool finite;     // Q and dO are finite; otherwise their rows are copies made by finite_rows()
-  bool whole;      // all keys that the queries see lie in one tile, so that the rows' sums are made in that tile
-  bool sums_first; // the sums of some row must be made before the gradients
+  bool finite;     // Q and dO are finite; otherwise the rows are copies made by finite_rows()
+  bool whole;      // all keys that the queries see lie in one tile, which then gives the rows' sums
+  bool sums_first; // the sums of some row must be known before the gradients
   typename Math::Right q[kMaxPieces], d_o[kMaxPieces], q_rows, do_rows;
 
   int64_t piece_lanes(int64_t n) const { return min((i64)width, (i64)(i1 - i0 - n * width)); }
@@ -140,7 +140,7 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   for (int64_t i = 0; i < out.rows; ++i) {
     bool real = i0 + i < out.i1;
     double lse = real ? double(*p.lse.at<T>(head.b, head.h, token + i, 0)) : -kInfinity<double>;
-    if (lse == -kInfinity<double>) lse = kInfinity<double>; // P is 0 in lanes past the end and in rows that see no key
+    if (lse == -kInfinity<double>) lse = kInfinity<double>; // so that P is 0 in lanes past the end and in rows that see no key
     if (p.part.partial && __builtin_isfinite(lse)) lse += double(p.lse.at<T>(head.b, head.h, token + i, 0)[p.lse_low]);
     const RowLse<T> row = Probability<Math>::row(head, lse);
     scratch.rows.lse[i] = row.lse, scratch.rows.excess[i] = row.excess;
@@ -153,7 +153,7 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
                             : p.delta ? *p.delta.at<T>(head.b, head.h, token + i, 0)
                                       : T(row_delta(head, token + i, scratch.row));
   }
-  if (p.part.partial) { // these sums have terms in other calls, so the caller gives LSE and D
+  if (p.part.partial) { // other calls have terms of these sums, so the caller gives LSE and D
     out.sums_first = out.whole = false;
     return;
   }
@@ -167,11 +167,11 @@ void load_queries(const Head<typename Math::Real> &head, const MaskMap &mask, co
   fill(scratch.rows.settled, out.rows, T(any_large ? kDeltaAndLse : kDelta));
 }
 
-// Sums P and P (dP - D) of each row once more; D and P are then corrected by these sums. Two rounding errors make this necessary. First, dP
-// and D cancel if a row sees few keys, or if nearly all of its P lies on one key; they are summed in different orders, so their errors
-// remain. Second, LSE is off by up to eps |LSE|, which gives P = e^(s - LSE) a wrong factor in the whole row. The correction serves rows
-// whose keys lie in one tile, and all rows of a query tile if some LSE in it is large. Invariant: rows whose own keys lie in one tile, or
-// whose own LSE is large.
+// Sums P and P (dP - D) of each row once more, and corrects D and P by these sums. Two rounding errors make this necessary. First, dP and D
+// cancel if a row sees few keys, or if nearly all of its P lies on one key; they are summed in different orders, so their rounding errors
+// remain. Second, LSE is off by up to eps |LSE|, which gives P = e^(s - LSE) a wrong factor in the whole row. Rows are corrected if their
+// keys lie in one tile; and all rows of a query tile, if some LSE in it is large. Invariant: a row is corrected if its own keys lie in one
+// tile, or if its own LSE is large.
 template <class Math>
 __attribute__((noinline)) void add_rows(const Head<typename Math::Real> &head, const TileSpan &t, int64_t lane,
                                         const typename Math::Real *s, const typename Math::Real *dp, BackwardScratch<Math> &scratch) {
@@ -235,7 +235,7 @@ __attribute__((noinline)) void settle_rows(const Head<typename Math::Real> &head
   }
 }
 
-// Makes the sums of all rows of a query tile, before the tile's gradients.
+// Computes the sums of all rows of a query tile, before the tile's gradients.
 template <class Math>
 __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, const TileSizes &tile, const QueryTile<Math> &queries,
                                         const KeyPair<Math> &source, BackwardScratch<Math> &scratch) {
@@ -272,8 +272,8 @@ __attribute__((noinline)) void sum_rows(const Head<typename Math::Real> &head, c
 }
 
 // Computes P (after dropout) and dS = P (dP - D + dLSE) of one piece of a tile, by chunks of keys, and in a chunk by pairs of keys. For
-// each pair it calls emit(first key of the chunk, the pair's first key in it, lane, P of both keys, dS of both keys, whether there is a
-// second key). kThroughFunction: the score is a function of scale q.k, and dS is the gradient by scale q.k.
+// each pair it calls emit(first key of the chunk, the pair's first key in the chunk, lane, P of both keys, dS of both keys, whether there
+// is a second key). kThroughFunction: the score is a function of scale q.k, and dS is the gradient by scale q.k.
 template <bool kThroughFunction, class Math, class Emit>
 STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, int64_t n,
                              const Piece<typename Math::Real> &piece, typename Math::Left k_rows, typename Math::Left v_rows,
@@ -306,9 +306,9 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
         grad = V::load(dp + at);
         const V keep = head.dropout ? V::load(scratch.keep + at) : V(T(1));
         grad = (head.dropout ? grad * keep : grad) - delta;
-        grad = prob * (p.dlse ? grad + dlse : grad); // dP and D may cancel: dLSE must not be rounded with either
+        grad = prob * (p.dlse ? grad + dlse : grad); // dP and D may cancel, so dLSE must not be rounded with either
         if (scratch.slopes && kThroughFunction) grad *= V::load(scratch.slopes + at);
-        if (masked) { // hidden, or past the last query: 0, whatever LSE, dP and D are
+        if (masked) { // 0 if hidden or past the last query, whatever LSE, dP and D are
           const auto hidden = (score == V(-kInfinity<T>)) | (probability.lse == V(kInfinity<T>));
           prob = select(hidden, V(T(0)), prob);
           grad = select(hidden, V(T(0)), grad);
@@ -326,16 +326,16 @@ STROBE_INLINE void recompute(const Head<typename Math::Real> &head, const QueryT
   }
 }
 
-// dK and dV of one key head accumulate here, keys x round_to(d, 16). One running sum over all tiles would lose bits in long sequences:
-// every kTiles tiles the running sum is added to the total and starts again.
+// dK and dV of one key head accumulate here, keys x round_to(d, 16). One running sum over all tiles would lose bits in long sequences. So
+// after every kTiles tiles, the running sum is added to the total and starts again.
 template <class T> struct KeyGradients {
   static constexpr int64_t kTiles = 16;
   T *dk, *dv;             // the running sums
-  T *total_dk, *total_dv; // the totals; with a single run, the running sums themselves
+  T *total_dk, *total_dv; // the totals; if there is a single run, the running sums themselves
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
-  // Products write 16 rows at a time, and in a part they may start at any row.
+  // Products write 16 rows at a time. In a part they may start at any row.
   static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16) + (p.part ? 16 : 0); }
   static int64_t sums(int64_t tiles) { return tiles > kTiles ? 2 : 1; }
   static int64_t size(const Problem &p, int64_t tiles) {
@@ -373,8 +373,8 @@ private:
   }
 };
 
-// sum[key][c] += weights[key][i] x(i, c), from the piece's first key on, for each element of x that is not finite, which finite_rows() has
-// left out, and whose weight is not 0.
+// For each element of x that is not finite: sum[key][c] += weights[key][i] x(i, c), from the piece's first key on, if the weight is not 0.
+// finite_rows() has left these elements out.
 template <class T>
 __attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const TileSpan &t, const View &x, int64_t columns,
                                                      const T *weights, T *sum, int64_t ld) {
@@ -390,7 +390,7 @@ __attribute__((noinline)) void add_nonfinite_queries(const Head<T> &head, const 
     }
 }
 
-// Whether a score of these queries and keys may be -inf although it is not hidden.
+// Whether a score of these queries and keys may be -inf without being hidden.
 template <class Math>
 bool meets_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math> &queries, BackwardScratch<Math> &scratch) {
   if (auto &known = scratch.known; known.b != head.b || known.kv != head.kv)
@@ -398,7 +398,7 @@ bool meets_nonfinite(const Head<typename Math::Real> &head, const QueryTile<Math
   return !queries.finite || !scratch.known.finite;
 }
 
-// The gradients of a query tile: its dQ, and its additions to dK and dV, one key tile after another.
+// The gradients of a query tile: its dQ, and its terms of dK and dV, one key tile after another.
 template <class Math> struct TileGradients {
   using T = typename Math::Real;
   using V = Vec<T>;
@@ -454,7 +454,8 @@ template <class Math> struct TileGradients {
     const int64_t lane = n * tile.width;
     dq[n].expect(keys.begin);
     const auto k_rows = Math::rows_from(k.keys.rows, t.j0 - k.origin), v_rows = Math::rows_from(v.keys.rows, t.j0 - v.origin);
-    // A product reads rows past the piece's keys. They belong to other keys, whose P is 0 here: 0 times an infinity or NaN would be NaN.
+    // A product reads rows past the piece's keys. They belong to other keys, whose P is 0 here; but 0 times an infinity or NaN would be
+    // NaN.
     const bool reads_others = piece.reads_hidden(head) || t.keys % 16 != 0,
                nonfinite = reads_nonfinite(head, piece, reads_others, rows_of_k(p), d);
     auto probs = Math::scores(scratch.s, nullptr, want_dv ? scratch.p_rows : nullptr, t.keys, t.width, tile.q, lane);
@@ -482,7 +483,7 @@ template <class Math> struct TileGradients {
     if (nonfinite) add_nonfinite(t, scratch.unrounded_ds, rows_of_k(p), head.b, head.kv, piece.k0, d, dq[n].add_to());
   }
 
-  // The first row of the piece's keys among the rows of the sequence in which dK and dV accumulate.
+  // The piece's first key, as a row of the sequence's dK and dV sums.
   int64_t first_row(const KeysOfRange &keys, const TileSpan &t) const { return keys.k0 - head.k_begin + t.j0; }
 
   // dV += P^T dO and dK += dS^T Q over the queries [lane, lane + count) of the tile
@@ -499,7 +500,7 @@ template <class Math> struct TileGradients {
     if (want_dk) add_nonfinite_queries(head, t, p.q, d, scratch.unrounded_ds, sums.dk + j0 * ldk, ldk);
   }
 
-  // Adds to dK and dV the terms of adjacent pieces that see the same keys, in one product.
+  // Adds the terms of adjacent pieces that see the same keys to dK and dV, in one product.
   void multiply_neighbours(const KeysOfRange &keys, const TileSpan *spans) const {
     for (int64_t n = 0, end; n < queries.pieces; n = end) {
       const TileSpan &t = spans[n];
@@ -533,8 +534,8 @@ void backward_tile(const Head<typename Math::Real> &head, const TileSizes &tile,
   gradients.store_dq();
 }
 
-// An item is a key head; if key heads are few, the query tiles of each are cut into chunks, and an item is a chunk with sums of its own.
-// Items follow from the shape alone. Invariant: nothing is cut, because the number of key heads depends on the batch.
+// An item is a key head. If key heads are few, the query tiles of each are cut into chunks, and an item is a chunk with its own sums. Items
+// follow from the shape alone. Invariant: nothing is cut, because the number of key heads depends on the batch.
 struct BackwardItems {
   int64_t heads, chunks, tiles; // tiles: query tiles of all heads of a group
   BackwardItems(const Problem &p, const TileSizes &tile) {
@@ -545,11 +546,11 @@ struct BackwardItems {
   }
   int64_t count() const { return heads * chunks; }
   int64_t tiles_each() const { return div_up(tiles, chunks); }
-  // There is one set of sums per item where chunks must be added up, otherwise one per thread.
+  // If chunks must be added up, each item has its own sums; otherwise each thread has.
   int64_t sums(int64_t threads) const { return chunks > 1 ? count() : min((i64)threads, (i64)count()); }
 };
 
-// dst = scale * the sum over chunks, whose sums lie `stride` apart, for rows [j0, j1) of one key head.
+// dst = scale * the sum over chunks, for rows [j0, j1) of one key head. The sums of chunks lie `stride` apart.
 template <class T>
 void store_key_gradients(const View &dst, int64_t b, int64_t h, int64_t k0, int64_t j0, int64_t j1, int64_t d, T scale, const T *first,
                          int64_t parts, int64_t stride, T *buffer, bool add) {
@@ -587,7 +588,7 @@ void backward_keys(const Problem &p, const Execution &execution, const TileSizes
     BackwardScratch<Math> scratch(arena, p, tile, source);
     [[maybe_unused]] typename Math::Session session;
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items.count();) {
-      // the last chunk of queries is done first: under a causal mask it takes the longest
+      // the last chunk of queries comes first: under a causal mask it takes the longest
       const int64_t kv_head = item % items.heads, chunk = items.chunks - 1 - item / items.heads;
       T *sum = sums + (items.chunks > 1 ? kv_head * items.chunks + chunk : thread) * size;
       KeyGradients<T> gradients(sum, p, items.tiles_each(), p.rows_k(kv_head / p.heads_kv).length);

@@ -1,20 +1,20 @@
-// dbias: dS summed over the axes over which bias is broadcast, each sum in a fixed order. It is a pass of its own (two products per tile),
-// so that the order does not depend on how the other gradients are divided.
+// dbias: dS summed over the axes over which bias is broadcast, each sum in a fixed order. It is a separate pass (two products per tile), so
+// that the order does not depend on how the other gradients are divided.
 #pragma once
 #include "backward_captured.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// If bias has a row for each query, an item is a query tile of one slice of bias: it walks over the heads that share the slice, and its sum
-// has keys x queries elements. If one row serves all queries, an item is one head, and its sum has an element per key; the heads' sums are
-// then added in order.
+// If bias has a row for each query, an item is a query tile of one slice of bias. It walks over the heads that share the slice, and its sum
+// has keys x queries elements. If one row serves all queries, an item is one head, and its sum has one element per key; the sums of the
+// heads are then added in order.
 struct BiasItems {
   bool rows;                                           // bias has a row for each query
   int64_t batch, heads;                                // slices of bias
   int64_t tiles;                                       // query tiles
   int64_t count, sum_size;                             // items; elements of an item's sum
-  int64_t terms, terms_once;                           // terms of an item, each a query tile of one head; terms of a running sum
-  BiasItems(const Problem &p, const TileSizes &tile) { // tiles: if bias has rows, tiles of these rows, whatever their positions
+  int64_t terms, terms_once;                           // terms of an item, each a query tile of one head; terms of one running sum
+  BiasItems(const Problem &p, const TileSizes &tile) { // if bias has rows, tiles are counted in these rows, whatever their positions
     rows = p.dbias.stride[2] != 0;
     batch = p.dbias.stride[0] != 0 ? p.batch : 1;
     heads = p.dbias.stride[1] != 0 ? p.heads : 1;
@@ -22,17 +22,17 @@ struct BiasItems {
     count = rows ? batch * heads * tiles : p.batch * p.heads;
     sum_size = rows ? round_to(p.size_k(), 16) * tile.q : round_to(p.size_k(), 16);
     terms = rows ? (batch > 1 ? 1 : p.batch) * (heads > 1 ? 1 : p.heads) : tiles;
-    terms_once = rows ? 16 : 1; // with rows a term of an element is one dS, otherwise the sum of a whole tile
+    terms_once = rows ? 16 : 1; // with rows, a term of an element is one dS; otherwise it is the sum of a whole tile
   }
-  // Elements of the sums: own_size() for one thread, size() for all threads and, where each item's sum is kept, for all items.
+  // Elements of the sums. own_size(): for one thread. size(): for all threads and, if each item's sum is kept, for all items.
   int64_t own_size() const { return (terms > terms_once ? 3 : 1) * sum_size; }
   int64_t size(int64_t threads) const { return min((i64)threads, (i64)count) * own_size() + (rows ? 0 : count * sum_size); }
 };
 
-// The sum of an item: every terms_once terms the running sum is added to the total, exactly, and starts again.
+// The sum of an item. After every terms_once terms, the running sum is added exactly to the total and starts again.
 template <class T> struct BiasSum {
   const BiasItems &items;
-  T *run, *total, *lost; // total and lost are used where there are several runs
+  T *run, *total, *lost; // total and lost are used if there are several runs
   int64_t terms = 0;
   BiasSum(const BiasItems &items, T *own) : items(items), run(own), total(own + items.sum_size), lost(own + 2 * items.sum_size) {}
   void clear() {
@@ -54,7 +54,7 @@ private:
   }
 };
 
-// Adds dS of one query tile of one head to the sum. first: the row of the sum for the tile's first query, if the sum has a row per query.
+// Adds dS of one query tile of one head to the sum. first: the sum's row for the tile's first query, if the sum has a row per query.
 template <class Math>
 void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &tile, bool rows, int64_t first, const KeyPair<Math> &source,
                         BackwardScratch<Math> &scratch, typename Math::Real *sum) {
@@ -93,7 +93,7 @@ void backward_bias_tile(const Head<typename Math::Real> &head, const TileSizes &
   }
 }
 
-// Stores one row of dbias from sum[j * stride], one number per column of bias; one element if bias has one column.
+// Stores one row of dbias. sum[j * stride] has one number per column of bias; a bias with one column takes one number.
 template <class T> STROBE_INLINE void store_bias_row(const Problem &p, int64_t b, int64_t h, int64_t i, const T *sum, int64_t stride) {
   with_type(p.dbias.dtype, [&](auto *type) {
     using To = std::remove_pointer_t<decltype(type)>;
@@ -113,7 +113,7 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
                    int64_t each, typename Math::Real *sums) {
   using T = typename Math::Real;
   const BiasItems items(p, tile);
-  if (p.batch == 0 || p.seqlen_q == 0) { // there is nothing to sum
+  if (p.batch == 0 || p.seqlen_q == 0) { // nothing to sum
     const T zero = 0;
     for (int64_t slice = 0; slice < items.batch * items.heads; ++slice)
       for (int64_t i = 0; i < (items.rows ? p.seqlen_q : 1); ++i) store_bias_row(p, slice / items.heads, slice % items.heads, i, &zero, 0);
@@ -134,7 +134,7 @@ void backward_bias(const Problem &p, const Execution &execution, const TileSizes
     auto add_tile = [&](int64_t b, int64_t h, const QuerySpan &queries, int64_t first) {
       if (!queries.empty()) backward_bias_tile<Math>({p, b, h, queries}, tile, items.rows, first, source, scratch, sum.run);
     };
-    // Adds rows [r0, r1) of the sequence, one range and one tile at a time.
+    // Adds the rows [r0, r1) of the sequence, one range and one tile at a time.
     auto add_rows = [&](int64_t b, int64_t h, int64_t r0, int64_t r1) {
       for (int64_t n = 0; n < ranges_of_queries(p); ++n) {
         const RowRange range = p.range_q(b, n);
@@ -200,7 +200,7 @@ template <class Math> int64_t backward_scratch(const Problem &p, const TileSizes
   BackwardScratch<Math> scratch(arena, p, tile, backward_sources<Math>(p, tile));
   return round_to(arena.used(), 256);
 }
-// The number of elements of the sums of backward_keys, backward_bias and backward_captured, which run one after the other.
+// The number of elements in the sums of backward_keys, backward_bias and backward_captured, which run one after the other.
 template <class Math> int64_t backward_sums(const Problem &p, const TileSizes &tile, int64_t threads) {
   int64_t most = p.dq || p.dk || p.dv ? BackwardItems(p, tile).sums(threads) *
                                             KeyGradients<typename Math::Real>::size(p, BackwardItems(p, tile).tiles_each())

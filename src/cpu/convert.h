@@ -1,4 +1,4 @@
-// Element conversions, written so that the compiler vectorises loops over them: fp16 and bf16 as bits, round to nearest even.
+// Conversions of elements, written so that the compiler vectorises loops over them. fp16 and bf16 are bits; rounding is to nearest even.
 #pragma once
 #include <type_traits>
 
@@ -48,9 +48,9 @@ STROBE_INLINE void narrow(float x, Half &to) {
   to.bits = uint16_t(r | sign >> 16);
 }
 
-template <class To> using Narrow = std::conditional_t<std::is_same_v<To, double>, double, float>; // the type from which To is narrowed
+template <class To> using Narrow = std::conditional_t<std::is_same_v<To, double>, double, float>; // the type that is narrowed to To
 
-// Calls f with a null pointer whose type is the element type of a float dtype.
+// Calls f with a null pointer to the element type of a float dtype.
 template <class F> STROBE_INLINE void with_type(DType dtype, F &&f) {
   switch (dtype) {
   case DType::f32:
@@ -72,7 +72,7 @@ template <class T> STROBE_INLINE T load_as(DType dtype, const char *base, int64_
   return r;
 }
 
-// Whether the rows [i, i + n) of a head, d columns, hold no infinity and no NaN.
+// Whether rows [i, i + n) of a head, d columns, hold neither infinity nor NaN.
 inline bool all_finite(const View &view, int64_t b, int64_t h, int64_t i, int64_t n, int64_t d) {
   if (n == 0) return true; // a view without elements has no dtype
   bool finite = true;
@@ -113,7 +113,7 @@ template <class T> void load_row(const View &view, int64_t b, int64_t h, int64_t
     }
   });
 }
-// add: adds to the memory's contents, in T's own type.
+// add: adds to what the tensor holds, in T's own type.
 template <class T> void store_row(const View &view, int64_t b, int64_t h, int64_t i, int64_t n, const T *src, bool add = false) {
   if (add) {
     T *dst = view.at<T>(b, h, i, 0);

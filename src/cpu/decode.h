@@ -1,7 +1,7 @@
 // The forward of few queries, as in decoding: the products of forward.h with queries and keys exchanged. Keys lie across lanes, the queries
-// of all heads of a group are rows, and K and V are read once for all rows. The keys are divided into spans of a fixed length, one item
-// each, whose results are merged in order: no bit depends on the threads. Scores are summed in the order of forward.h, like the scores that
-// the backward recomputes, so that LSE agrees with the recomputed scores.
+// of all heads of a group are rows, and K and V are read once for all rows. An item is a span of keys of a fixed length. The results of
+// spans are merged in order, so no bit depends on the threads. Scores are summed in the order of forward.h, in which the backward
+// recomputes them, so that LSE agrees with the recomputed scores.
 #pragma once
 #include "decode_products.h"
 #include "isa.h"
@@ -12,7 +12,7 @@ namespace strobe::inline STROBE_ISA {
 // Query i of the n-th head of a group is row n * queries + i.
 template <class T> struct DecodeScratch : DecodeTile {
   T *s, *probs, *add, *reals;
-  char *functions = nullptr; // of the caller's functions
+  char *functions = nullptr; // scratch of the caller's functions
 
   DecodeScratch(Arena &arena, const Problem &problem, int64_t rows) {
     const int64_t padded = round_to(rows, 32);
@@ -24,31 +24,31 @@ template <class T> struct DecodeScratch : DecodeTile {
   }
 };
 
-// A thread's products, and the rows whose queries the products have loaded.
+// A thread's products, and the rows whose queries they have loaded.
 template <class T> struct LoadedProducts {
   DecodeProducts<T> &products;
   int64_t of_b = -1, of_kv = -1;
   bool holds(int64_t b, int64_t kv) const { return b == of_b && kv == of_kv; }
 };
 
-// The results of each item for each of its rows: m, the largest score; l, the sum of P relative to m; and O = P V. Each sequence has
-// adjacent places, one for each span in which some query sees a key. Their number is bounded by the window or by the packed tokens.
+// The results of each item for each of its rows: m, the largest score; l, the sum of P relative to m; and O = P V. A sequence has adjacent
+// places, one for each span in which some query sees a key. The number of places is bounded by the window or by the packed tokens.
 template <class T> struct DecodeResults : DecodeTile {
   const Problem &p;
-  int64_t each;                  // places per sequence; 0: packed tokens, the places follow from the tokens
+  int64_t each;                  // places per sequence; 0: packed sequences, whose places follow from their tokens
   int64_t places, rows, columns; // places and rows of a key head; columns of O
   T *m, *l, *o;
 
   DecodeResults(Arena &arena, const Problem &problem) : p(problem), rows(p.group() * p.longest_q()), columns(round_to(p.head_dim_v, 16)) {
     each = div_up(p.longest_k(), kSpan);
-    if (p.window_left < p.longest_k() && p.window_right < p.longest_k()) // a range may begin and end anywhere in a span
+    if (p.window_left < p.longest_k() && p.window_right < p.longest_k()) // a range may begin and end anywhere within a span
       each = min((i64)each, div_up(p.window_left + p.window_right + p.longest_q(), kSpan) + 1);
     if (p.packed_k() && p.total_k / kSpan + p.batch < p.batch * each) each = 0;
     places = each > 0 || !p.packed_k() ? p.batch * each : p.total_k / kSpan + p.batch;
     const int64_t all = places * p.heads_kv * rows;
     m = arena.take<T>(all), l = arena.take<T>(all), o = arena.take<T>(all * columns);
   }
-  // The spans that hold a key which some query of a sequence sees.
+  // The spans that hold a key which some query of sequence b sees.
   STROBE_INLINE Range spans(int64_t b) const {
     const QuerySpan queries = query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1));
     if (queries.empty()) return {0, 0};
@@ -57,7 +57,7 @@ template <class T> struct DecodeResults : DecodeTile {
   }
   STROBE_INLINE int64_t first(int64_t b) const { return each > 0 || !p.packed_k() ? b * each : p.rows_k(b).begin / kSpan + b; }
   STROBE_INLINE int64_t row(int64_t place, int64_t kv) const { return (place * p.heads_kv + kv) * rows; }
-  // The sequence that a place belongs to: the last one that begins there or before.
+  // The sequence of a place: the last sequence that begins at the place or before.
   int64_t sequence(int64_t place) const {
     int64_t low = 0, high = p.batch;
     while (high - low > 1) {
@@ -68,7 +68,7 @@ template <class T> struct DecodeResults : DecodeTile {
   }
 };
 
-// Turns raw q.k of query i and the keys of a range into scores, in place. add: a buffer of the same size. functions: scratch.
+// Turns q.k of query i and the keys of a range into scores, in place. add: a buffer of the same size. functions: scratch.
 template <class T> __attribute__((noinline)) void score_row(const Head<T> &head, int64_t i, Range keys, T *add, char *functions, T *s) {
   using V = Vec<T>;
   const Problem &p = *head.p;
@@ -87,10 +87,10 @@ template <class T> __attribute__((noinline)) void score_row(const Head<T> &head,
   if (head.hides && !head.computes) run_functions(head, of_functions, false, functions, s, (T *)nullptr);
   const Range seen = intersect(keys, head.band.keys(i));
   fill(s, min(max(seen.begin - keys.begin, 0ll), (i64)count), -kInfinity<T>);
-  for (int64_t j = max(seen.end - keys.begin, 0ll); j < lanes; ++j) s[j] = -kInfinity<T>; // keys past the range, too
+  for (int64_t j = max(seen.end - keys.begin, 0ll); j < lanes; ++j) s[j] = -kInfinity<T>; // also keys past the range
 }
 
-// P = exp2((s - reference) * unit); returns their sum. count: a multiple of 16. It also prefetches V: each_ahead bytes per step.
+// P = exp2((s - reference) * unit). Returns the sum of P. count: a multiple of 16. Also prefetches V, each_ahead bytes per step.
 template <class Math>
 __attribute__((noinline)) typename Math::Real exponentials(const typename Math::Real *s, int64_t count, typename Math::Real reference,
                                                            typename Math::Real unit, typename Math::Real *probs,
@@ -140,7 +140,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   loaded.products.scores(of_span, rows, scratch.s);
 
   const int64_t padded = round_to(keys.end - keys.begin, 16);
-  // V is prefetched during the exponentials, if its rows are adjacent.
+  // During the exponentials V is prefetched, if its rows are adjacent.
   const int64_t element = strobe::bytes(p.v.dtype);
   const char *const v = p.v.data + p.v.index(b, kv, any.k_begin + keys.begin, 0) * element;
   const bool dense = !p.v.page_size && p.v.stride[2] == p.stored(p.head_dim_v);
@@ -161,8 +161,8 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   }
   loaded.products.values(of_span, hides, rows, scratch.probs, o, results.columns);
 
-  // As in forward.h, P V is computed once more, with m raised by log2 l, if its sum overflowed, or if a key with a score of -inf has a NaN
-  // in V.
+  // As in forward.h, P V is computed once more, with m raised by log2 l, if the sum of P V has overflowed, or if a key with a score of -inf
+  // has a NaN in V.
   bool overflowed = false;
   for (int64_t r = 0; r < rows; ++r) {
     T zero = l[r] * T(0); // NaN if l is not finite
@@ -176,7 +176,7 @@ void decode_span(const Problem &p, int64_t b, int64_t kv, int64_t span, const Qu
   if (overflowed) loaded.products.values(of_span, true, rows, scratch.probs, o, results.columns);
 }
 
-// Merges the results of the spans into O / l and LSE of a group's rows; the sink joins the denominator.
+// Merges the results of the spans into O / l and LSE of a group's rows. The sink is added to the denominator.
 template <class T>
 __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t kv, const QuerySpan &queries,
                                            const DecodeResults<T> &results, double *sum, T *row) {
@@ -196,10 +196,10 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
     fill(sum, results.columns, 0.0);
     for (int64_t n = 0; n < spans; ++n) {
       const int64_t at = at_span(n);
-      if (results.l[at] == T(0)) continue; // the span has no visible key, and its O may not have been written
+      if (results.l[at] == T(0)) continue; // the span has no visible key, and its O may not be written
       const double factor = __builtin_exp2((double(results.m[at]) - reference) * double(head.unit));
       const double weight = double(results.l[at]) * factor;
-      if (weight == 0) continue; // the span's P is 0 beside the other spans', so an infinity in its V does not count
+      if (weight == 0) continue; // beside the other spans this span's P is 0, so an infinity in its V does not count
       l += weight;
       for (int64_t c = 0; c < p.head_dim_v; ++c) sum[c] += double(results.o[at * results.columns + c]) * factor;
     }
@@ -211,7 +211,7 @@ __attribute__((noinline)) void merge_spans(const Problem &p, int64_t b, int64_t 
   }
 }
 
-// Calls f with the products that serve this many rows.
+// Calls f with the products for this many rows.
 template <class Math, class F> STROBE_INLINE void with_products(const Problem &p, F &&f) {
   using T = typename Math::Real;
   with_elements<T, Math::kDecodesQuantised, Math::kBFloat16>(p.k.dtype, [&](auto elements) {
@@ -245,9 +245,9 @@ template <class Math> void decode(const Problem &p, const Execution &execution, 
   const DecodeResults<T> results(arena, p);
   const auto queries_of = [&](int64_t b) { return query_tile(p, b, 0, max((i64)p.longest_q(), (i64)1)); };
 
-  // Items take the spans of a sequence in the order in which they lie in memory.
+  // Items take the spans of a sequence in memory order.
   const int64_t items = results.places * p.heads_kv;
-  int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
+  int64_t next = 0; // uses builtins, not std::atomic, because isa.h forbids inline functions of std
   const auto take_spans = [&](DecodeProducts<T> &products, const DecodeScratch<T> &scratch) {
     LoadedProducts<T> loaded{products};
     for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {

@@ -1,5 +1,5 @@
-// The two products of decode.h, S = Q K^T and O = P V, for the rows of a group and the keys of a span. Few rows are multiplied by lanes.h,
-// more rows on the tiles of an arithmetic.
+// The two products of decode.h, S = Q K^T and O = P V, for the rows of a group and the keys of a span. lanes.h multiplies few rows; more
+// rows go through the tiles of an arithmetic.
 #pragma once
 #include "fma.h"
 #include "keys.h"
@@ -13,7 +13,7 @@ struct DecodeTile {
   static constexpr int64_t kKeys = 64;          // keys whose products are computed at once
 };
 
-// The keys of a span, of one key head: key j is row k_begin + j of K and V.
+// The keys of a span and a key head. Key j is row k_begin + j of K and V.
 struct DecodeKeys {
   const Problem &p;
   int64_t b, kv, k_begin;
@@ -23,7 +23,7 @@ struct DecodeKeys {
   int64_t count() const { return keys.end - keys.begin; }
 };
 
-// The interface of decode.h's products. It is virtual, so that decode.h is compiled once and not for each kind of product; a call
+// The interface of decode.h's products. It is virtual, so that decode.h is compiled only once and not for each kind of product. One call
 // multiplies a whole span.
 template <class T> class DecodeProducts {
 public:
@@ -31,13 +31,13 @@ public:
   virtual void load_queries(const T *queries, int64_t rows, int64_t d) = 0;
   // s[row * kPitch + key] = q.k of the loaded rows and the span's keys.
   virtual void scores(const DecodeKeys &span, int64_t rows, T *s) = 0;
-  // o[row * ldo + column] = P V. probs: rows of 0 after the last one, up to a multiple of kMostRowsHeld, and keys of 0 after the last one,
-  // up to a multiple of 16. hides: some P may be 0 where V is not finite.
+  // o[row * ldo + column] = P V. probs has zeros after the last row, up to a multiple of kMostRowsHeld, and after the last key, up to a
+  // multiple of 16. hides: some P may be 0 where V is not finite.
   virtual void values(const DecodeKeys &span, bool hides, int64_t rows, const T *probs, T *o, int64_t ldo) = 0;
 };
 
-// Adds the numbers of V that are not finite, of the keys [j, j + n), to the rows of o whose P is not 0 there. place(c): where column c of o
-// lies.
+// Adds those numbers of V, in the keys [j, j + n), that are not finite to the rows of o whose P is not 0 there. place(c): where column c of
+// o lies.
 template <class T, class Place>
 void add_nonfinite_values(const DecodeKeys &span, int64_t j, int64_t n, int64_t rows, const T *probs, T *v, T *o, int64_t ldo,
                           Place &&place) {
@@ -49,7 +49,7 @@ void add_nonfinite_values(const DecodeKeys &span, int64_t j, int64_t n, int64_t 
   }
 }
 
-// Multiplies the scores of a span's keys by the scales of their rows. scales: a buffer for them.
+// Multiplies the scores of a span's keys by the scales of their rows. scales: a buffer.
 template <class T> void scale_scores(const DecodeKeys &span, int64_t rows, T *scales, T *s) {
   load_row_scales(span.p.k_scale, span.b, span.kv, span.k_begin + span.keys.begin, span.count(), scales);
   for (int64_t r = 0; r < rows; ++r)
@@ -64,7 +64,7 @@ template <class T> __attribute__((noinline)) void scale_terms(const T *q, const 
   }
 }
 
-// weights[r * kPitch + j] = probs[r * kPitch + j] * scales[j] of the keys [0, count). hides: a P of 0 stays 0, because the scale of a
+// weights[r * kPitch + j] = probs[r * kPitch + j] * scales[j] for the keys [0, count). hides: a P of 0 stays 0, because the scale of a
 // hidden key may be any number.
 template <class T>
 __attribute__((noinline)) void scale_probabilities(const T *probs, const T *scales, bool hides, int64_t rows, int64_t count, T *weights) {
@@ -75,7 +75,7 @@ __attribute__((noinline)) void scale_probabilities(const T *probs, const T *scal
     }
 }
 
-// Products that read K and V once, in place, for up to kMostRowsHeld rows at a time.
+// Products that read K and V once and in place, for up to kMostRowsHeld rows at a time.
 template <class Lanes> class FewRows final : public DecodeProducts<typename Lanes::Real>, DecodeTile {
 public:
   using T = typename Lanes::Real;
@@ -118,7 +118,7 @@ public:
       if (p.quantised()) scale_scores(span, rows, scales_, s);
       return;
     }
-    for (int64_t done = 0, end; done < count; done = end) { // groups of rows that share their columns' scales
+    for (int64_t done = 0, end; done < count; done = end) { // one group of rows with the same column scales at a time
       const int64_t row = span.k_begin + span.keys.begin + done, in_page = p.page_size ? row % p.page_size : row;
       const int64_t left = p.k_scale.rows - in_page % p.k_scale.rows;
       end = min((i64)count, (i64)(done + (p.page_size ? min((i64)left, (i64)(p.page_size - in_page)) : left)));
@@ -173,7 +173,7 @@ private:
   int64_t terms() const { return words_k_ * Lanes::kTerms; }
   int64_t columns() const { return words_v_ * Elements::kPerWord; }
 
-  // Computes s of the keys [done, end), counted from the span's first key.
+  // Computes s for the keys [done, end), counted from the span's first key.
   void add_scores(const DecodeKeys &span, int64_t rows, const Operand *q, int64_t done, int64_t end, T *s) {
     const int64_t first = span.k_begin + span.keys.begin;
     const Rows k(span.p.k, span.b, span.kv, span.p.head_dim, first + end, Vec<T>::kLanes, Vec<T>::kLanes);
@@ -184,7 +184,7 @@ private:
     }
   }
 
-  // Calls f(rows, first row) for 8, 4, 2 or 1 rows at a time.
+  // Calls f(number of rows, first row) for 8, 4, 2 or 1 rows at a time.
   template <class F> static STROBE_INLINE void batches(int64_t rows, F &&f) {
     for (int64_t r = 0, batch; r < rows; r += batch) {
       const int64_t left = rows - r;
@@ -213,7 +213,7 @@ private:
   Word *copies_;
 };
 
-// Products on tiles of K and V, which are converted to an arithmetic's layout.
+// Products on tiles of K and V, which are converted to the layout of an arithmetic.
 template <class Math> class ManyRows final : public DecodeProducts<typename Math::Real>, DecodeTile {
 public:
   using T = typename Math::Real;

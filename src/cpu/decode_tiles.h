@@ -1,7 +1,7 @@
 // The two products of decode.h in AMX's tiles, for queries in bf16. A product of tiles takes 16 cycles, however few of the 16 rows of Q or
-// P are used, and loading the tile of K or V from memory takes longer: so up to 16 rows cost little more than the loads. Rows of K are used
-// as tiles in place; rows of V are interleaved by pairs. A quantised number, an integer or E4M3, is exact in bf16, and scales of rows are
-// multiplied into S and P. Tile registers 0-3 hold sums, 4-6 are loaded in rotation, and 7 holds the operand that four products share.
+// P are used. Loading the tile of K or V from memory takes longer, so up to 16 rows cost little more than the loads. Rows of K are used as
+// tiles in place; rows of V are interleaved by pairs. A quantised number (integer or E4M3) is exact in bf16; scales of rows multiply S and
+// P. Tile registers 0-3 hold sums, 4-6 are loaded in rotation, and 7 holds the operand that four products share.
 #pragma once
 #include "decode_products.h"
 #include "pairs.h"
@@ -29,7 +29,7 @@ public:
     copies_ = arena.take<Word>(kKeys * max(words_k_, words_v_));
   }
 
-  // queries: rows of round_to(d, 16) columns, all of them bf16 numbers. q_: [tile of rows][pair of columns][row].
+  // queries: rows of round_to(d, 16) columns, whose numbers are bf16. q_: [tile of rows][pair of columns][row].
   void load_queries(const T *queries, int64_t rows, int64_t d) override {
     fill(q_, round_to(rows, kTile) * pairs_k(), 0u);
     for (int64_t r = 0; r < rows; ++r)
@@ -93,12 +93,12 @@ private:
   static constexpr T kLift = 0x1p64f;
   static constexpr int64_t kPerWord = E::kPerWord;
   static constexpr bool kConverts = kPerWord > 2;
-  static int64_t ahead(int64_t words) { return max((i64)16384, (i64)(kKeys * words * int64_t(sizeof(Word)))); } // bytes: a block or more
+  static int64_t ahead(int64_t words) { return max((i64)16384, (i64)(kKeys * words * int64_t(sizeof(Word)))); } // in bytes, a block or more
   int64_t pairs_k() const { return words_k_ * kPerWord / 2; }
   int64_t columns_v() const { return words_v_ * kPerWord; }
 
-  // Prefetches the rows of the next block. Each product of tiles asks for as many lines as it consumes, so that memory and products work at
-  // the same time.
+  // Prefetches the rows of the next block. Each product of tiles prefetches as many lines as it consumes, so that memory and products work
+  // at the same time.
   struct Fetch {
     const Word *row;
     int64_t stride, words, rows, w = 0;
@@ -111,16 +111,16 @@ private:
     }
   };
 
-  // The place of column c of K among the numbers of its row: adjacent words have [pair of each word][word].
+  // The place of column c of K in its row: adjacent words have the order [pair of each word][word].
   static STROBE_INLINE int64_t place_k(int64_t c) {
     return c / (L * kPerWord) * (L * kPerWord) + c % kPerWord / 2 * kDepth + c / kPerWord % L * 2 + c % 2;
   }
-  // The place of column c of V in a row of O: [column of each word][word].
+  // The place of column c of V in a row of O, in the order [column of each word][word].
   static STROBE_INLINE int64_t place_v(int64_t c) { return FmaLanes<T, E>::place(c); }
   static STROBE_INLINE WordsOf<T> load(const Word *at) { return (WordsOf<T>)Vec<T>::load(reinterpret_cast<const T *>(at)).v; }
-  // bf16 numbers, `low` in the low half of each lane.
+  // Pairs of bf16 numbers, `low` in the low half of each lane.
   static STROBE_INLINE __m512i pair(Vec<T> low, Vec<T> high) { return pair_up<2>((__m512)low.v, (__m512)high.v); }
-  // Element n of the words of two rows, as pairs of bf16.
+  // Element n of each word of two rows, as pairs of bf16.
   template <int n> static STROBE_INLINE __m512i pair(WordsOf<T> even, WordsOf<T> odd) {
     if constexpr (kConverts) return pair(E::template element<n>(even), E::template element<n>(odd));
     const __m512i low = n == 0 ? (__m512i)even : _mm512_srli_epi32((__m512i)even, 16);
@@ -184,9 +184,9 @@ private:
     }
   }
 
-  // The tiles flush products below 2^-126 to 0. So powers of two lift the largest product of P and a scale to about 2^100: kLift, by which
-  // P is multiplied elsewhere, and the rest, by which the scales are multiplied here. Returns the factor by which O must be multiplied
-  // afterwards, besides 1 / kLift.
+  // Tiles flush products below 2^-126 to 0. So powers of two lift the largest product of P and a scale to about 2^100. P is multiplied by
+  // kLift elsewhere, and here the scales are multiplied by the rest. Returns the factor by which O must be multiplied afterwards, besides 1
+  // / kLift.
   __attribute__((noinline)) T lift_scales(int64_t rows, int64_t count, const T *probs) {
     const Vec<T> none(T(0));
     fill(scales_ + count, round_to(count, L) - count, T(0));
@@ -194,7 +194,7 @@ private:
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t j = 0; j < count; j += L) {
         const Vec<T> p = Vec<T>::load(probs + r * kPitch + j);
-        most = max(most, select(none < p, abs(p * Vec<T>::load(scales_ + j)), none)); // the scale of a hidden key may be any number
+        most = max(most, select(none < p, abs(p * Vec<T>::load(scales_ + j)), none)); // a hidden key's scale may be any number
       }
     T largest = 0;
     for (int lane = 0; lane < L; ++lane) largest = max(largest, T(most.v[lane]));
@@ -213,7 +213,7 @@ private:
         const int64_t left = r < rows ? count - key : 0;
         const __mmask16 some = left >= L ? 0xFFFF : left > 0 ? __mmask16((1u << left) - 1) : 0;
         __m512 x = _mm512_maskz_loadu_ps(some, probs + r * kPitch + key);
-        if (scales) { // the scale of a hidden key may be any number
+        if (scales) { // a hidden key's scale may be any number
           const __mmask16 seen = hides ? _mm512_mask_cmp_ps_mask(some, x, _mm512_setzero_ps(), _CMP_NEQ_UQ) : some;
           x = _mm512_maskz_mul_ps(seen, _mm512_mul_ps(x, _mm512_set1_ps(kLift)), _mm512_maskz_loadu_ps(some, scales + key));
         }
@@ -228,7 +228,7 @@ private:
     int64_t c = 0;
     for (; c + 4 * kTile <= columns; c += 4 * kTile) multiply_columns<4>(c, keys, p, o, accumulate, fetch);
     for (; c < columns; c += 2 * kTile)
-      multiply_columns<2>(c, keys, p, o, accumulate, fetch); // words are read in vectors, of two columns or more
+      multiply_columns<2>(c, keys, p, o, accumulate, fetch); // words are read in vectors of two columns or more
   }
   template <int kTiles>
   STROBE_INLINE void multiply_columns(int64_t c, int64_t keys, const uint16_t *p, T *o, bool accumulate, Fetch &fetch) {

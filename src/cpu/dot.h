@@ -1,12 +1,12 @@
-// Products of bf16 pairs by AVX512-BF16: a vector of pairs of B times a broadcast pair of A.
+// Products of bf16 pairs by AVX512-BF16: a vector of pairs of B times one broadcast pair of A.
 #pragma once
 #include "lanes.h"
 #include "pairs.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// Products of few rows of queries, for lanes.h: a word of K is a pair of bf16, and two adjacent rows of V make pairs of keys. Sums have the
-// order of Dot::multiply.
+// Products of few rows of queries, for lanes.h. A word of K is a pair of bf16 numbers; two adjacent rows of V make pairs of keys. Sums have
+// the order of Dot::multiply.
 struct DotLanes {
   using Real = float;
   using Elements = BFloat16Elements;
@@ -24,7 +24,7 @@ struct DotLanes {
     const __m512i a = (__m512i)words[0], b = (__m512i)words[1];
     sum = dot(n == 0 ? _mm512_unpacklo_epi16(a, b) : _mm512_unpackhi_epi16(a, b), p, sum);
   }
-  // [32 columns][low or high 4 of 8][adjacent columns of the same 8]
+  // The order is [32 columns][low or high 4 of 8][adjacent columns of the same 8].
   static STROBE_INLINE int64_t place(int64_t c) { return c / 32 * 32 + c % 8 / 4 * 16 + c % 32 / 8 * 4 + c % 4; }
   static STROBE_INLINE void convert(const float *src, int64_t count, Operand *dst) { // count: a multiple of 16
     for (int64_t i = 0; i < count; i += 16)

@@ -1,6 +1,6 @@
-// The elements of K and V, for code that takes rows as words of the width of a lane: how many elements a word holds, and each element of a
-// word as a number. The same functions serve keys across lanes, where a vector has one word of each of many rows, and columns across lanes,
-// where a vector has many words of one row. Words are little-endian: element 0 is the lowest.
+// The elements of K and V, for code that reads rows as words of a lane's width: how many elements a word holds, and each element of a word
+// as a number. The same functions serve keys across lanes (a vector has one word of each of many rows) and columns across lanes (a vector
+// has many words of one row). Words are little-endian: element 0 is the lowest.
 #pragma once
 #include "quantised.h"
 #include "tile.h"
@@ -9,7 +9,7 @@ namespace strobe::inline STROBE_ISA {
 
 template <class T> using WordsOf = typename Vec<T>::RawInt;
 
-// float or double, unchanged
+// float or double, stored as they are.
 template <class T> struct PlainElements {
   using Real = T;
   using Stored = T;
@@ -33,7 +33,7 @@ struct HalfElements {
   using Stored = Half;
   using Word = int32_t;
   static constexpr int kPerWord = 2;
-  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // as widen() converts
+  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // converts like widen()
     using V = Vec<float>;
     const WordsOf<float> high = n == 0 ? words << 16 : words, magnitude = (high & 0x7FFF0000) >> 3;
     const WordsOf<float> finite = (WordsOf<float>)(V((V::Raw)magnitude) * V(0x1p112f)).v;
@@ -42,7 +42,7 @@ struct HalfElements {
   }
 };
 
-// Quantised elements, as they are stored.
+// Quantised elements, as stored.
 struct Int8Elements {
   using Real = float;
   using Stored = uint8_t;
@@ -57,7 +57,7 @@ struct E4M3Elements {
   using Stored = E4M3;
   using Word = int32_t;
   static constexpr int kPerWord = 4;
-  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // as widen() converts
+  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // converts like widen()
     using V = Vec<float>;
     const WordsOf<float> high = words << (24 - 8 * n), magnitude = (high & 0x7F000000) >> 4;
     const WordsOf<float> number = (WordsOf<float>)(V((V::Raw)magnitude) * V(0x1p120f)).v;
@@ -80,7 +80,7 @@ struct Int4Elements { // two per byte
   }
 };
 
-// Calls f with the element type of a dtype. kBFloat16: elements that are not quantised are bf16.
+// Calls f with the element type of a dtype. kBFloat16: whether elements that are not quantised are bf16.
 template <class T, bool kQuantised, bool kBFloat16, class F> STROBE_INLINE void with_elements(DType dtype, F &&f) {
   if constexpr (kQuantised) {
     if (dtype == DType::i8) return f(Int8Elements{});
@@ -106,31 +106,32 @@ template <class Stored> STROBE_INLINE bool is_finite(Stored x) {
     return __builtin_isfinite(widen(x));
 }
 
-// Rows at a fixed distance from each other, in words. `ahead` points to as many rows that will be read soon.
+// Rows at a fixed distance, counted in words. `ahead` points to as many rows that will be read soon.
 template <class Word> struct WordBlock {
   const Word *rows;
-  int64_t count; // rows; those past the tensor's end are 0
+  int64_t count; // rows; rows past the tensor's end are 0
   int64_t stride;
   const Word *ahead;
 };
 
-// Rows of K or V of one head as whole steps of words: in place if memory holds whole steps, else copies with zeros after their columns.
+// Rows of K or V of one head, in whole steps of words: in place if memory holds whole steps, otherwise as copies, with zeros after their
+// columns.
 template <class Elements> class WordRows {
 public:
   using Word = typename Elements::Word;
   using Stored = typename Elements::Stored;
-  static constexpr int64_t kStored = sizeof(Word) / sizeof(Stored); // per word; a stored INT4 is two elements
+  static constexpr int64_t kStored = sizeof(Word) / sizeof(Stored); // per word; two INT4 are one stored element
   static constexpr int64_t kStep = Vec<typename Elements::Real>::kLanes < 4 ? 4 : Vec<typename Elements::Real>::kLanes;
   static int64_t words(int64_t d) { return (d + kStep * Elements::kPerWord - 1) / (kStep * Elements::kPerWord) * kStep; }
 
-  // Blocks of rows before `end` are read: cut at multiples of `unit` rows, and padded to a multiple of `least`. ahead_bytes: measured
-  // (docs/lab/performance.md).
+  // Rows before `end` are read in blocks, which are cut at multiples of `unit` rows and padded to a multiple of `least`. ahead_bytes:
+  // measured (docs/lab/performance.md).
   WordRows(const View &x, int64_t b, int64_t h, int64_t d, int64_t end, int64_t unit, int64_t least, int64_t ahead_bytes = 8192)
       : x_(x), b_(b), h_(h), d_(d * kStored / Elements::kPerWord), end_(end), unit_(unit), least_(least), words_(words(d)),
         stride_(x.stride[2] / kStored), ahead_(max((i64)unit, (i64)(ahead_bytes / (words_ * int64_t(sizeof(Word)))))),
         in_place_(x.stride[3] == 1 && words_ * kStored == d_ && stride_ * kStored == x.stride[2]) {}
 
-  // The rows from i0 on, at most `most`. finite: numbers that are not finite are 0 in them. copies: a buffer for as many rows.
+  // The rows from i0 on, at most `most`. finite: numbers that are not finite become 0. copies: a buffer for as many rows.
   STROBE_INLINE WordBlock<Word> block(int64_t i0, int64_t most, bool finite, Word *copies) const {
     const Word *ahead = at(min((i64)(i0 + ahead_), (i64)(end_ - 1)));
     int64_t n = min((i64)most, (i64)(end_ - i0));

@@ -26,7 +26,7 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl");
 }
 
-// cpuid leaf 7: AVX512_BF16 is bit 5 of EAX in its subleaf 1, AMX_BF16 and AMX_TILE bits 22 and 24 of EDX in its subleaf 0
+// cpuid leaf 7: bit 5 of EAX of subleaf 1 is AVX512_BF16; bits 22 and 24 of EDX of subleaf 0 are AMX_BF16 and AMX_TILE.
 bool has_bf16_dot() {
   unsigned a, b, c, d;
   return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 5 & 1;
@@ -44,7 +44,7 @@ std::string amx_missing() {
 }
 
 // FLOP per cycle of the bf16 dot product. CPUs with AMX execute it at less than half the rate of fp32 multiply-adds (measured: one per 2.5
-// cycles), other CPUs at twice that rate.
+// cycles). Other CPUs execute it at twice the rate of fp32 multiply-adds.
 double bf16_dot_rate() { return has_amx() ? 26 : 128; }
 #endif
 
@@ -98,10 +98,10 @@ constexpr Foreign kForeign[] = {
 #endif
 };
 
-constexpr int64_t kFewQueries = 16; // up to this number of queries, a lane per query would leave most lanes idle
+constexpr int64_t kFewQueries = 16; // with at most this many queries, one lane per query would leave most lanes idle
 
-// The reason why decode.h does not compute this forward of few queries; empty if it does. It computes no invariant calls, whose bits must
-// not depend on the number of queries.
+// The reason why decode.h does not compute this forward of few queries; empty if it does. It refuses invariant calls, whose bits must not
+// depend on the number of queries.
 const char *against_decoding(const Problem &p) {
   if (p.invariant) return "invariant";
   if (p.part) return "a part";
@@ -116,13 +116,13 @@ bool has_few(const Problem &p) { return p.longest_q() <= kFewQueries && !*agains
 bool decodes(const Problem &p, Direction direction) { return direction == Direction::forward && has_few(p); }
 
 // The model counts the products of all lanes, padding included, and the packing of K and V. The backward takes a multiple of the forward,
-// by the number of its products, on every set alike: the set that is chosen for the forward must be chosen for the backward, because P =
+// according to its number of products, on every set alike. The backward must run on the set that is chosen for the forward, because P =
 // e^(s - LSE) is exact only if both round s alike. The number of threads must not change a bit, so the order of the sets does not depend on
 // it. The forward of few queries has no padding lanes. (With AMX it has some, which cost little beside reading.)
 double predict(const InstructionSet &set, const CpuKernels &kernels, const Problem &p, int64_t threads, Direction direction) {
-  constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, the fraction of the peak, and the seconds of a call
-  constexpr int64_t kShortestTile = 64;                       // the limit to which tiles are shortened for more parallel work
-  constexpr double kTransposed = 1;                           // cycles per element of K and V that few queries do not read in place
+  constexpr double kHertz = 3e9, kShare = 0.7, kStart = 5e-6; // a typical clock, a fraction of the peak, the seconds to begin a call
+  constexpr int64_t kShortestTile = 64;                       // tiles are not shortened below this for more parallel work
+  constexpr double kTransposed = 1;                           // cycles per element of K and V that few queries cannot read in place
   const int column = p.dtype == DType::bf16 ? 2 : p.dtype == DType::f16 ? 1 : 0;
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.seqlen_q) / double(std::max<int64_t>(p.varlen ? p.batch : 1, 1)));
   const double width = double(kernels.forward_tile.width), pieces = std::ceil(queries / width);
@@ -145,7 +145,7 @@ std::string rounded(const char *what, int64_t wish, int64_t got, const char *why
   return text;
 }
 
-// The multiple of 16 nearest to the requested size that divides a block of queries; of two equally near, the larger.
+// The multiple of 16 that divides a block of queries and is nearest to the requested size; of two equally near, the larger.
 int64_t nearest_divisor(int64_t block, int64_t wish) {
   int64_t best = 16;
   for (int64_t q = 32; q <= kLongestTileQ; q += 16)
@@ -153,10 +153,10 @@ int64_t nearest_divisor(int64_t block, int64_t wish) {
   return best;
 }
 
-// Br is a multiple of 16 that, under block sparsity, divides the query block. Requested sizes are rounded; otherwise the kernels' own
-// preference is halved until there is work for many threads. The number of threads must not change a bit, so everything follows from the
-// shape alone. Invariant: key tiles are the kernels' own, because the bits depend on them; so are the backward's query tiles, because dK
-// and dV depend on them.
+// Br is a multiple of 16 and, under block sparsity, divides the query block. Requested sizes are rounded. Without a request, the kernels'
+// preferred size is halved until there is work for many threads. The number of threads must not change a bit, so everything follows from
+// the shape alone. Invariant: key tiles have the kernels' own size, because bits depend on it; so have the backward's query tiles, because
+// dK and dV depend on them.
 TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Direction direction, std::vector<std::string> &notes) {
   auto round_up = [](int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; };
   TileSizes tile = preferred;
@@ -204,10 +204,10 @@ private:
   std::shared_ptr<const score::Bytecode> code_;
 };
 
-// What keeps an engine from computing a function of the score, which may show the rounding errors of products of bf16.
+// The reason why an engine refuses a function of the score, which may expose the rounding errors of bf16 products; empty if there is none.
 std::string against_function(const CpuKernels &kernels, const Problem &p) {
   if (!p.bytecode) return "";
-  const bool general = p.bytecode->backward.slope.slot >= 0; // not x plus a number, for instance
+  const bool general = p.bytecode->backward.slope.slot >= 0; // more general than x plus a number, for instance
   const bool hyperbolic = p.bytecode->form == score::Form::hyperbolic;
   if (kernels.planes == 3 && hyperbolic) return "a Lorentz product cancels, which shows what three bf16 leave of FP32's last bits";
   if (kernels.planes == 3 && general) return "a function of the score may show what three bf16 leave of FP32's last bits";
@@ -260,6 +260,10 @@ public:
     plan.workspace_bytes = uint64_t(few ? kernels->decode_workspace(p, execution.threads)
                                         : (forward ? kernels->forward_workspace : kernels->backward_workspace)(p, tile, execution.threads));
     plan.predicted_seconds = predict(set_, *kernels, p, execution.threads, direction);
+    if (p.gradient_program) { // two of the backward's five products once more
+      plan.predicted_seconds *= 1 + double(p.head_dim + p.head_dim_v) / double(3 * p.head_dim + 2 * p.head_dim_v);
+      plan.notes.push_back("gradients of captured tensors: another pass over the scores");
+    }
     if (p.auxiliary()) {
       plan.workspace_bytes = std::max(plan.workspace_bytes, uint64_t(kernels->auxiliary_workspace(p, tile, execution.threads)));
       const double pass = plan.predicted_seconds * double(p.head_dim) / double(p.head_dim + p.head_dim_v);
@@ -282,7 +286,7 @@ public:
     else
       (forward ? kernels->forward : kernels->backward)(p, execution, tile, workspace);
     if (!p.auxiliary()) return;
-    std::vector<std::string> told; // collected by the plan
+    std::vector<std::string> told; // the plan collects these
     kernels->auxiliary(p, execution, few ? choose_tiles(p, preferred, direction, told) : tile, workspace);
   }
 

@@ -6,6 +6,6 @@
 
 namespace strobe {
 std::vector<const Engine *> cpu_engines();
-// The architecture that an engine needs if this library was not built for it; null for any other name.
+// The architecture that an engine needs, if this library was built for another one. Null for any other name.
 const char *foreign_architecture(const std::string &engine);
 } // namespace strobe

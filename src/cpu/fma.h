@@ -1,5 +1,5 @@
-// The arithmetic of broadcast and fused multiply-add: fp32 and fp64 throughout, fp16 and bf16 widened on load. An arithmetic defines how a
-// tile of each tensor is laid out for its multiply(); forward.h and backward.h use nothing else of an arithmetic.
+// The arithmetic of broadcast and fused multiply-add: fp32 and fp64 throughout; fp16 and bf16 are widened on load. An arithmetic defines
+// the layout of a tile of each tensor for its multiply(). forward.h and backward.h use nothing else of it.
 #pragma once
 #include "gemm.h"
 #include "lanes.h"
@@ -13,7 +13,7 @@ template <class T> struct Fma {
   struct Session {};                           // a thread's state while it works
   static constexpr int64_t kChunk = 64;        // keys whose scores are computed at once
   static constexpr bool kScoresInPlace = true; // Scores overwrites its source
-  static constexpr bool kJointQueries = false; // the products over queries are made piece by piece
+  static constexpr bool kJointQueries = false; // products over queries are computed piece by piece
   static constexpr bool kSumsApart = false;    // a product adds to C every few terms, not only at its end
 
   static constexpr bool kBFloat16 = false;
@@ -41,11 +41,11 @@ template <class T> struct Fma {
     STROBE_ISA::multiply(rows, columns, depth, a.a, b.b, b.ld, c, ldc, accumulate);
   }
 
-  // Keys: rows of K or V of one head, to be multiplied from the left as they are (n x d) or transposed (d x n).
+  // Keys: rows of K or V of one head, as left operands: as they are (n x d), or transposed (d x n).
   struct Keys {
     Left rows, columns;
   };
-  // Whether a tensor can be used in place.
+  // Whether a tensor can serve in place.
   static STROBE_INLINE bool in_place(const View &x, int64_t /*d*/) {
     return matches(x) && !x.page_size && (x.stride[3] == 1 || x.stride[2] == 1);
   }
@@ -62,11 +62,11 @@ template <class T> struct Fma {
                         T * /*reals*/, T * /*buffer*/) {
     for (int64_t j = 0; j < n; ++j) load_row(x, b, h, j0 + j, 0, d, const_cast<T *>(to.rows.a.a) + j * to.rows.a.row);
   }
-  // The operand x from key `skip` of the tile on.
+  // The operand x, beginning at key `skip` of the tile.
   static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.row, x.a.row, x.a.col}}; }
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {{x.a.a + skip * x.a.col, x.a.row, x.a.col}}; }
 
-  // Rows of any tensor as the operand that is broadcast.
+  // Rows of any tensor, as the operand that is broadcast.
   static STROBE_INLINE int64_t left_size(int64_t /*rows*/, int64_t /*columns*/) { return 0; } // elements of scratch
   static STROBE_INLINE Left left_rows(const T *src, int64_t /*rows*/, int64_t /*columns*/, int64_t ld, T * /*scratch*/) {
     return {{src, ld, 1}};
@@ -79,7 +79,7 @@ template <class T> struct Fma {
     STROBE_ISA::load_lanes(x, b, h, i0, n, d, factor, scratch, width, buffer);
     return {scratch, width};
   }
-  // Queries: rows of Q or dO in place (n x d), d padded to lanes.
+  // Queries: rows of Q or dO in place (n x d), with d padded to lanes.
   static STROBE_INLINE int64_t rows_size(int64_t n, int64_t d) { return n * round_to(d, 16); } // elements of scratch
   static Right load_rows(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *scratch) {
     int64_t ld = round_to(d, 16);
@@ -93,8 +93,8 @@ template <class T> struct Fma {
 
   static STROBE_INLINE Right right_from(Right x, int64_t row) { return {x.b + row * x.ld, x.ld}; }
 
-  // Scores (P or dS) on their way into a product: keys x width, supplied by pairs of keys; the right operand of a product over keys, the
-  // left one of a product over queries.
+  // Scores (P or dS) on their way into a product: keys x width, written by pairs of keys. They are the right operand of a product over
+  // keys, and the left operand of a product over queries.
   struct Scores {
     T *s;
     int64_t width;
@@ -103,7 +103,7 @@ template <class T> struct Fma {
       if (both) second.store(s + (j + 1) * width + lane);
     }
     STROBE_INLINE void finish(int64_t /*keys*/) const {}
-    STROBE_INLINE Right lanes(int64_t from = 0) const { return {s + from * width, width}; } // from key `from` on
+    STROBE_INLINE Right lanes(int64_t from = 0) const { return {s + from * width, width}; } // beginning at key `from`
     STROBE_INLINE Left rows() const { return {{s, width, 1}}; }
   };
   static int64_t scores_size(int64_t /*tile_k*/, int64_t /*width*/) { return 0; }

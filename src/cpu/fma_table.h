@@ -1,4 +1,4 @@
-// kernels(dtype) of an instruction set that computes by fused multiply-add.
+// kernels(dtype) of an instruction set that computes with fused multiply-adds.
 #pragma once
 #include "kernels.h"
 #include "program.h"

@@ -8,7 +8,7 @@
 
 namespace strobe::inline STROBE_ISA {
 
-inline constexpr int64_t kMaxPieces = 16; // Br / width at most
+inline constexpr int64_t kMaxPieces = 16; // Br / width is at most this
 
 // The scratch that one thread needs for one query tile.
 template <class Math> struct ForwardScratch {
@@ -36,12 +36,12 @@ template <class Math> struct ForwardScratch {
   }
 };
 
-// One step of online softmax over a chunk of scores s of the lanes from first_lane on: P goes to `out` from its key `at_key` on, m and l
-// are updated. Returns whether m changed: then alpha is the factor for O.
+// One step of online softmax over a chunk of scores s, for the lanes from first_lane on. P goes to `out`, from its key `at_key` on; m and l
+// are updated. Returns whether m has changed: alpha is then the factor of O.
 template <class Math, class Scores>
 __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &head, const TileSpan &span, const typename Math::Real *s,
                                             int64_t first_lane, const Scores &scores, int64_t at_key, ForwardScratch<Math> &scratch) {
-  // Copies, because the compiler would load the members of a referenced object again after each store.
+  // The copies spare the compiler from loading the members of a referenced object again after each store.
   const TileSpan t = span;
   const Scores out = scores;
   using T = typename Math::Real;
@@ -105,7 +105,7 @@ __attribute__((noinline)) bool softmax_step(const Head<typename Math::Real> &hea
 }
 
 // sum[c * width + lane] += s[key * width + lane] x(key, c) for each x(key, c) that is not finite, if s is not 0. FiniteKeys has left these
-// numbers out, and the queries that see their keys must get them.
+// numbers out, but queries that see their keys must receive them.
 template <class T>
 __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, const KeyRows &x, int64_t b, int64_t h, int64_t k0, int64_t d,
                                              T *sum) {
@@ -121,7 +121,7 @@ __attribute__((noinline)) void add_nonfinite(const TileSpan &t, const T *s, cons
     }
 }
 
-// Stores scores as an operand of a product, and also unrounded, in `unrounded` from key `from` on.
+// Stores scores as an operand of a product, and also unrounded, in `unrounded`, from key `from` on.
 template <class Math> struct BothScores {
   typename Math::Scores probs;
   typename Math::Real *unrounded;
@@ -133,15 +133,15 @@ template <class Math> struct BothScores {
   }
 };
 
-// Whether the rows of K or V that a piece's products read hold numbers that are not finite, so that FiniteKeys are needed. That matters
-// only if some query does not see such a key (hidden) or under `invariant`, where the bits of a row that sees the key must not depend on
-// whether other rows see it.
+// Whether FiniteKeys are needed: the rows of K or V that a piece's products read hold numbers that are not finite. That matters in two
+// cases: some query does not see such a key (hidden); or `invariant`, where the bits of a row that sees the key must not depend on whether
+// other rows see it.
 template <class T> bool reads_nonfinite(const Head<T> &head, const Piece<T> &piece, bool hidden, const KeyRows &x, int64_t d) {
   return (hidden || head.p->invariant) && !all_finite(x, head.b, head.kv, piece.k0 + piece.span.j0, piece.keys_read(head), d);
 }
 
-// sum += x^T s, a product over keys, from key `from` of s on. invariant: an arithmetic with kSumsApart adds the finished sum of a product
-// to `sum`, so each product must have kKeyAlign keys.
+// sum += x^T s, a product over keys, from key `from` of s on. invariant: each product must have kKeyAlign keys, because an arithmetic with
+// kSumsApart adds a product to `sum` only when it is finished.
 template <class Math>
 STROBE_INLINE void multiply_keys(const Head<typename Math::Real> &head, int64_t d, int64_t width, int64_t keys, typename Math::Left x,
                                  const typename Math::Scores &s, int64_t from, KeySum<typename Math::Real> &sum) {
@@ -153,14 +153,14 @@ STROBE_INLINE void multiply_keys(const Head<typename Math::Real> &head, int64_t 
   }
 }
 
-// A query tile in progress: Q transposed, and O, piece by piece of tile.width lanes.
+// A query tile in progress: Q transposed, and O, in pieces of tile.width lanes.
 template <class Math> struct ForwardTile {
   int64_t i0, i1, rows, pieces = 0;
   typename Math::Right q[kMaxPieces];
   KeySum<typename Math::Real> o[kMaxPieces];
 };
 
-// Computes O, m and l of a query tile, starting from the given m. hides: some key may have a P of 0, whatever V holds.
+// Computes O, m and l of a query tile, beginning with the given m. hides: some key may have a P of 0, whatever V holds.
 template <class Math>
 void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, const KeyPair<Math> &source, ForwardScratch<Math> &scratch,
               ForwardTile<Math> &queries, bool hides) {
@@ -194,7 +194,7 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
       const bool nonfinite = reads_nonfinite(head, piece, hides || piece.reads_hidden(head), rows_of_v(p), dv);
       const auto columns = nonfinite ? scratch.finite_v.columns(rows_of_v(p), head.b, head.kv, piece.k0 + t.j0, piece.keys_read(head), dv)
                                      : Math::columns_from(v.keys.columns, t.j0 - v.origin);
-      int64_t multiplied = 0;                   // keys of the tile whose P V is already in O
+      int64_t multiplied = 0;                   // keys of the tile whose P V has been added to O
       auto multiply_values = [&](int64_t end) { // O += V^T P
         multiply_keys<Math>(head, dv, width, end - multiplied, Math::columns_from(columns, multiplied), probs, multiplied, o);
         multiplied = end;
@@ -221,8 +221,8 @@ void add_keys(const Head<typename Math::Real> &head, const TileSizes &tile, cons
   for (int64_t i = 0; i < queries.rows; ++i) scratch.l[i] += scratch.l_lost[i];
 }
 
-// Whether some row has a finite l, but an O that is not finite. Such a row starts again from the m in `restart_m`, which is its m raised by
-// log2 l; all other rows start as before.
+// Whether some row has a finite l but an O that is not finite. Such a row starts again with `restart_m`, its m raised by log2 l. All other
+// rows start as before.
 template <class Math>
 bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math> &scratch, ForwardTile<Math> &queries) {
   using T = typename Math::Real;
@@ -232,7 +232,7 @@ bool overflowed(const Head<typename Math::Real> &head, const ForwardScratch<Math
     KeySum<typename Math::Real> &o = queries.o[n];
     const auto *sum = o.result();
     for (int64_t c = 0; c < o.width; c += V::kLanes) {
-      V all = V::load(scratch.l + lane + c) * V(0); // 0; NaN if l is not finite
+      V all = V::load(scratch.l + lane + c) * V(0); // 0, or NaN if l is not finite
       const auto good = all == V(0);
       for (int64_t r = 0; r < o.rows; ++r) all += V::load(sum + r * o.width + c) * V(0);
       const auto lost = good & ~(all == V(0));
@@ -264,14 +264,14 @@ void forward_tile(const Head<typename Math::Real> &head, const TileSizes &tile, 
   }
   fill(scratch.m, rows, -kInfinity<T>);
   add_keys(head, tile, source, scratch, queries, false);
-  // The sum P V, with P up to 2^8, may overflow although the mean does not, or take a NaN of V from a key that an infinite K hides by a
-  // score of -inf. Then P V is computed once more, with m raised by log2 l, so that P sums to 1.
+  // The sum P V, with P up to 2^8, may overflow although the mean does not. It may also contain a NaN of V, of a key that an infinite K
+  // hides by a score of -inf. Then P V is computed once more, with m raised by log2 l, so that P sums to 1.
   if (overflowed(head, scratch, queries)) {
     std::memcpy(scratch.m, scratch.restart_m, sizeof(T) * size_t(rows));
     add_keys(head, tile, source, scratch, queries, true);
   }
 
-  // O / l and LSE; the sink joins the denominator. In FP64: a sink in the unit of raw scores may leave FP32's range.
+  // O / l and LSE. The sink is added to the denominator. In FP64, because a sink in the unit of q.k may leave FP32's range.
   const double sink = p.sinks ? load_as<double>(p.sinks.dtype, p.sinks.data, p.sinks.index(0, head.h, 0, 0)) : -kInfinity<double>;
   for (int64_t i = 0; i < rows; ++i) {
     double reference = double(scratch.m[i]) * double(head.measure()), sum = double(scratch.l[i]), factor = 1;

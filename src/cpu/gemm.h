@@ -1,11 +1,11 @@
-// C (+)= A B on tiles in cache, outer products in registers. B and C hold one column per lane; A's elements are broadcast in place, so that
-// K and V are read where they lie, transposed or not.
+// C (+)= A B on tiles in cache, by outer products in registers. B and C hold one column per lane. A's elements are broadcast in place, so
+// that K and V are read where they lie, transposed or not.
 #pragma once
 #include "simd.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// a[m * row + k * col]; one of the two strides is 1.
+// The element (m, k) is a[m * row + k * col]. One of the two strides is 1.
 template <class T> struct Broadcast {
   const T *a;
   int64_t row, col;
@@ -16,16 +16,16 @@ inline constexpr int kVectorRegisters = 32;
 #else
 inline constexpr int kVectorRegisters = 16;
 #endif
-inline constexpr int64_t kRun = 32; // terms of a product that are added up one after the other
+inline constexpr int64_t kRun = 32; // terms of a product that are added up one after another
 #if defined(__FMA__) || defined(__aarch64__)
 inline constexpr bool kRoundsProducts = false;
 #else
-inline constexpr bool kRoundsProducts = true; // products are rounded: four of them are added up before they join the sum
+inline constexpr bool kRoundsProducts = true; // each product is rounded, so four products are added up before they join the sum
 #endif
-inline constexpr int kMaxColumns = kVectorRegisters == 32 ? 4 : 2; // vectors of C's columns held at once
+inline constexpr int kMaxColumns = kVectorRegisters == 32 ? 4 : 2; // how many vectors of C's columns are held at once
 constexpr int block_rows(int columns) { return kVectorRegisters == 32 ? (columns == 4 ? 6 : 8) : (columns == 2 ? 4 : 8); }
 
-// A block of C, rows x columns vectors, in registers over a run of k.
+// A block of C, rows x `columns` vectors, held in registers over a run of k.
 template <int kRows, int kColumns, bool kUnitRow, class T>
 STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c, int64_t ldc, bool accumulate) {
   using V = Vec<T>;
@@ -40,7 +40,7 @@ STROBE_INLINE void multiply_block(int64_t depth, Broadcast<T> a, const T *b, int
     const int64_t end = kRun < depth - k ? k + kRun : depth;
     if constexpr (kRoundsProducts) {
       for (; k < end; k += 4, b += 4 * ldb) {
-        const int64_t left = end - k; // fewer than four terms give the bits of four with zeros at the end
+        const int64_t left = end - k; // fewer than four terms have the bits of four terms with zeros at the end
         unroll<kRows>(STROBE_UNROLL(m) {
           const auto product = [&](int i, int n) __attribute__((always_inline)) {
             return V(kUnitRow ? a.a[i * a.col + m] : rows[m][k + i]) * V::load(b + i * ldb + n * L);
@@ -105,9 +105,9 @@ STROBE_INLINE void multiply_columns(int64_t rows, int64_t columns, int64_t depth
   if constexpr (kColumns > 1) multiply_columns<kColumns - 1, kUnitRow>(rows, columns, depth, a, b, ldb, c, ldc, accumulate);
 }
 
-// C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns a multiple of the lanes. A sum of many terms one after the other loses
-// bits as it grows, so each run of kRun terms starts from 0 and is then added to C. Hence two products over successive terms give the bits
-// of one product over all terms, if the first has a multiple of kRun terms; and terms of 0 change nothing.
+// C[rows][columns] (+)= A[rows][depth] B[depth][columns]; columns is a multiple of the lanes. A sum of many terms one after another loses
+// bits as it grows, so each run of kRun terms starts from 0 and is then added to C. Hence two products over successive terms have the bits
+// of one product over all terms, if the first one has a multiple of kRun terms. Terms of 0 change nothing.
 template <class T>
 __attribute__((noinline)) void multiply(int64_t rows, int64_t columns, int64_t depth, Broadcast<T> a, const T *b, int64_t ldb, T *c,
                                         int64_t ldc, bool accumulate) {

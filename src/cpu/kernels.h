@@ -1,4 +1,4 @@
-// The body of an instruction set's translation unit, without its table.
+// What an instruction set's translation unit contains, except for its table.
 #pragma once
 #include "auxiliary.h"
 #include "backward_bias.h"

@@ -1,10 +1,10 @@
-// The schedule's key tiles, range by range: keys are positions of the sequence, of which the call may hold only some ranges.
+// The schedule's key tiles, range by range. Keys are positions of the sequence, of which the call may hold only some ranges.
 #pragma once
 #include "scores.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// Positions of one range. Key j is row k0 + j of K and V.
+// Positions within one range. Key j is row k0 + j of K and V.
 struct KeysOfRange : KeyTile {
   int64_t k0, range;
 };

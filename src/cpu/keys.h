@@ -1,12 +1,13 @@
-// K and V as the arithmetic needs them: in place where that is possible; packed once per head where several query tiles will read them;
-// otherwise, and where they are paged, packed tile by tile. View::index says where row j of a sequence lies.
+// K and V as the arithmetic needs them: in place where that is possible; packed once per head if several query tiles will read them;
+// otherwise, and if they are paged, packed tile by tile. View::index says where row j of a sequence lies.
 #pragma once
 #include "key_ranges.h"
 #include "quantised.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// A view of adjacent rows of numbers of type T; dense_copy() makes such rows. finite: numbers that are not finite become 0 in the copy.
+// dense_rows(): a view of adjacent rows of numbers of type T. dense_copy(): copies to such rows; finite: numbers that are not finite become
+// 0.
 template <class T> View dense_rows(T *rows, int64_t d) {
   View view;
   view.data = reinterpret_cast<char *>(rows), view.dtype = sizeof(T) == 8 ? DType::f64 : DType::f32;
@@ -28,18 +29,18 @@ public:
   using T = typename Math::Real;
   using Element = typename Math::Element;
 
-  // x: K or V, of head dimension d. rows, columns: whether products take it as rows, as columns, or both.
+  // x: K or V, with head dimension d. rows, columns: whether products use it as rows, as columns, or both.
   KeySource(const Problem &p, const KeyRows &x, int64_t d, bool rows, bool columns, const TileSizes &tile)
       : p_(p), x_(x), d_(d), tile_k_(tile.k), rows_(rows), columns_(columns), in_place_(!x.quantised() && Math::in_place(x.x, d)),
         once_((rows || columns) && !in_place_ && !x.quantised() && !x.x.page_size && p.group() * query_tiles(p, tile.q) > 1 &&
               p.blocks.block_k % kKeyAlign == 0 && aligned(p)) {}
 
-  // Elements that the threads share: every range of every head packed.
+  // How many elements the threads share: all ranges of all heads, packed.
   int64_t shared_size() const {
     return once_ ? (p_.total_k + kSlack * p_.batch * ranges()) * p_.heads_kv * Math::key_size(d_, rows_, columns_) : 0;
   }
 
-  // Elements that each thread needs for itself.
+  // The elements that each thread needs for itself.
   struct Scratch {
     Element *packed = nullptr;
     T *reals = nullptr, *buffer = nullptr, *numbers = nullptr;
@@ -54,8 +55,8 @@ public:
     return scratch;
   }
 
-  // Packs keys [j0, j1) of a range of key head kv of sequence b, counted from the beginning of the range, j0 a multiple of kPacked, if keys
-  // are packed once.
+  // If keys are packed once: packs the keys [j0, j1) of a range of key head kv of sequence b. Keys count from the beginning of the range;
+  // j0 is a multiple of kPacked.
   void pack(Element *shared, int64_t b, int64_t kv, int64_t n, int64_t j0, int64_t j1, const Scratch &scratch) const {
     if (!once_) return;
     const RowRange range = p_.range_k(b, n);
@@ -77,7 +78,7 @@ public:
       return {Math::keys_at(range_at(shared, b, kv, keys.range), range.length, d_, rows_), range.start};
     }
     const int64_t n = keys.end - keys.begin;
-    if (x_.quantised()) { // the stored numbers may serve directly
+    if (x_.quantised()) { // stored numbers may serve without conversion
       const View numbers = dense_rows(scratch.numbers, d_);
       if (Math::in_place(numbers, d_)) {
         dense_copy(x_, b, kv, keys.k0 + keys.begin, n, d_, false, scratch.numbers);
@@ -90,10 +91,10 @@ public:
   }
 
 private:
-  static constexpr int64_t kSlack = 64; // keys of padding per range: see Math::keys_at
+  static constexpr int64_t kSlack = 64; // keys of padding per range (Math::keys_at)
 
   int64_t ranges() const { return p_.part ? p_.part.count_k : 1; }
-  // Whether key tiles begin at multiples of kKeyAlign from the beginning of their range. In a part, the cells of a mask and mask blocks may
+  // Whether key tiles begin at multiples of kKeyAlign from the beginning of their range. In a part, mask blocks and the cells of a mask may
   // be cut elsewhere.
   static bool aligned(const Problem &p) {
     if (!p.part || !(p.mask || p.blocks.present)) return true;
@@ -121,13 +122,13 @@ private:
   bool rows_, columns_, in_place_, once_;
 };
 
-// Rows of K, V, Q or dO with 0 for each number that is not finite, for products with weights that may be 0: 0 times an infinity is NaN.
-// add_nonfinite adds the numbers that are not finite to the sums of the queries that see them.
+// Rows of K, V, Q or dO with 0 in place of each number that is not finite, for products with weights that may be 0, because 0 times an
+// infinity is NaN. add_nonfinite adds the numbers that are not finite to the sums of the queries that see them.
 template <class Rows, class T> View finite_rows(const Rows &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, T *copy) {
   return dense_copy(x, b, h, i0, n, d, true, copy);
 }
 
-// The left operand of a product over keys, from a tile of K or V in which 0 replaces the numbers that are not finite.
+// The left operand of a product over keys, from a tile of K or V with 0 in place of numbers that are not finite.
 template <class Math> struct FiniteKeys {
   using T = typename Math::Real;
   T *copy, *reals = nullptr, *buffer = nullptr;
@@ -140,7 +141,7 @@ template <class Math> struct FiniteKeys {
     packed = arena.take<typename Math::Element>((tile_k + 64) * Math::key_size(d, false, true));
   }
 
-  // The operand for n keys from j0 on, d columns.
+  // The operand for n keys from j0 on, with d columns.
   typename Math::Left columns(const KeyRows &x, int64_t b, int64_t kv, int64_t j0, int64_t n, int64_t d) const {
     const View finite = finite_rows(x, b, kv, j0, n, d, copy);
     if (Math::in_place(finite, d)) return Math::keys_in_place(finite, 0, 0, 0).columns;
@@ -150,14 +151,14 @@ template <class Math> struct FiniteKeys {
   }
 };
 
-// K and V of one direction, the packed elements that the threads share, and the map of the mask.
+// K and V for one direction, the packed elements that threads share, and the map of the mask.
 template <class Math> struct KeyPair {
   using T = typename Math::Real;
   using Element = typename Math::Element;
   KeySource<Math> k, v;
   MaskMap mask;
   Element *shared_k = nullptr, *shared_v = nullptr;
-  uint8_t *used = nullptr; // for each kPacked keys of each key head: whether some query sees one of them
+  uint8_t *used = nullptr; // for each kPacked keys of each key head: whether some query sees a key of these
 
   static constexpr int64_t kPacked = 64;
   static int64_t groups(const Problem &p) { return div_up(p.longest_k(), kPacked) + (p.part ? p.part.count_k : 0); }
@@ -169,12 +170,12 @@ template <class Math> struct KeyPair {
     shared_v = arena.take<Element>(v.shared_size());
     used = arena.take<uint8_t>(p.batch * p.heads_kv * groups(p));
   }
-  // Reads the mask; packs the keys that are packed once, one head per item.
+  // Reads the mask, and packs the keys that are packed once, one head per item.
   void prepare(const Problem &p, const Execution &execution, char *scratch, int64_t each) const {
     if (mask) mask.make(execution);
     const int64_t heads = p.batch * p.heads_kv;
     if (!k.once() && !v.once()) return;
-    int64_t next = 0; // by builtins, not std::atomic: see isa.h on inline functions of std
+    int64_t next = 0; // uses builtins, not std::atomic, because isa.h forbids inline functions of std
     execution.run(int32_t(min((i64)execution.threads, (i64)heads)), [&](int32_t thread) {
       Arena arena(scratch + thread * each);
       auto scratch_k = k.take(arena), scratch_v = v.take(arena);
@@ -205,7 +206,8 @@ private:
       for (int64_t n = 0; n < ranges_of_queries(p); ++n) {
         const RowRange queries = p.range_q(b, n);
         const Head<T> head(p, b, h, {queries, 0, queries.start, queries.end()});
-        const int64_t rows = p.blocks.present ? p.blocks.block_q : max(queries.end(), int64_t(1)); // within one row of mask blocks
+        // The queries lie within one row of mask blocks.
+        const int64_t rows = p.blocks.present ? p.blocks.block_q : max(queries.end(), int64_t(1));
         for (int64_t i0 = queries.start; i0 < queries.end(); i0 = (i0 / rows + 1) * rows) {
           const int64_t i1 = min((i0 / rows + 1) * rows, queries.end());
           RangeTiles<T> tiles(head, i0, i1, max((i64)p.longest_k(), (i64)1));

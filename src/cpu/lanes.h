@@ -1,6 +1,5 @@
-// The products of few rows of queries with K and V, which are limited by memory: they read K and V once and in place. S = Q K^T has one key
-// per lane, so words of K are transposed; O = P V has one word of V per lane. Rows of Q and P are broadcast, and the sums stay in
-// registers.
+// The products of few rows of queries with K and V. Memory limits them: they read K and V once and in place. S = Q K^T has one key per
+// lane, so words of K are transposed. O = P V has one word of V per lane. Rows of Q and P are broadcast, and the sums stay in registers.
 #pragma once
 #include "elements.h"
 #include "gemm.h"
@@ -8,7 +7,7 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// The products of decode.h: decode_products.h.
+// The products for decode.h (decode_products.h).
 template <class Lanes> class FewRows;
 template <class Math> class ManyRows;
 
@@ -29,8 +28,8 @@ template <class T, class E> struct FmaLanes {
       sum = fma(x[0], V(*y), sum);
   }
 
-  // V: a row's words hold as many vectors of columns as a word holds elements.
-  static constexpr int kVectors = E::kPerWord, kKeys = kTogether, kOperands = kTogether; // keys that are added at once
+  // A row of V: its words hold as many vectors of columns as a word holds elements.
+  static constexpr int kVectors = E::kPerWord, kKeys = kTogether, kOperands = kTogether; // keys that are added up at once
   template <int n> static STROBE_INLINE void add_values(const Words (&words)[kKeys], const Operand *p, Vec<T> &sum) {
     Vec<T> x[kKeys];
     unroll<kKeys>(STROBE_UNROLL(i) { x[i] = E::template element<n>(words[i]); });
@@ -49,13 +48,13 @@ private:
 
 inline constexpr int kMostRowsHeld = kVectorRegisters == 32 ? 8 : 4;
 
-inline constexpr int64_t kPitch = 1024 + 16; // distance of rows of scores or P, in elements or operands, so that rows share no cache sets
+inline constexpr int64_t kPitch = 1024 + 16; // elements from one row of scores or P to the next, so that rows share no cache sets
 
-// Prefetches words of later rows. Where rows are adjacent, it asks for words in the order of memory, because the CPU's own prefetcher
-// follows only that order; elsewhere it asks for the same words of each row.
+// Prefetches words of later rows. If rows are adjacent, it prefetches words in memory order, because the CPU's own prefetcher follows only
+// that order. Otherwise it prefetches the same words of each row.
 template <class Word> class Prefetch {
 public:
-  // Serves a loop over the words [w, w + words) of `rows` rows of `all` words.
+  // For a loop over the words [w, w + words) of `rows` rows, which have `all` words each.
   STROBE_INLINE Prefetch(const Word *ahead, int64_t stride, int64_t rows, int64_t w, int64_t words, int64_t all)
       : at_(ahead + (stride == all ? rows * w : w)), row_(stride == all ? words : stride) {}
   STROBE_INLINE void operator()(int64_t row, int64_t word) const {
@@ -67,7 +66,7 @@ private:
   int64_t row_;
 };
 
-// s[r * kPitch + key] = q(r) k(key) of a block of keys, a multiple of the lanes. q: [words * Lanes::kTerms][kRows].
+// s[r * kPitch + key] = q(r) k(key) for a block of keys, a multiple of the lanes. q: [words * Lanes::kTerms][kRows].
 template <class Lanes, int kRows>
 __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elements::Word> &block, int64_t words,
                                           const typename Lanes::Operand *q, typename Lanes::Real *s) {
@@ -80,7 +79,7 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
     V run[kRows];
     unroll<kRows>(STROBE_UNROLL(r) { run[r] = V(T(0)); });
     bool started = false;
-    const auto end_run = [&]() __attribute__((always_inline)) { // sums are added up in memory: registers hold a square of K
+    const auto end_run = [&]() __attribute__((always_inline)) { // sums are added up in memory, because registers hold a square of K
       unroll<kRows>(STROBE_UNROLL(r) {
         T *const at = s + r * kPitch + key;
         (started ? run[r] + V::load(at) : run[r]).store(at);
@@ -90,7 +89,7 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
     };
     const auto *const keys = block.rows + key * block.stride;
     const typename Lanes::Operand *operand = q;
-    // The terms of kStep words.
+    // Adds the terms of kStep words.
     const auto add_step = [&](const V *word) __attribute__((always_inline)) {
       unroll<kStep * kTerms / kTogether>(STROBE_UNROLL(n) {
         V terms[kTogether];
@@ -117,7 +116,7 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
       if constexpr (kTerms <= 2) { // in registers
         unroll<kSquare / kStep>(STROBE_UNROLL(i) { add_step(x + i * kStep); });
         if (kRunWords > 0 && (w + kSquare) % max(kRunWords, int64_t(1)) == 0) end_run();
-      } else {                        // by a loop, whose code is shorter, through memory
+      } else {                        // a loop through memory, whose code is shorter
         static_assert(kRunWords > 0); // otherwise each word would end a run
         alignas(64) T stored[kSquare * L];
         unroll<kSquare>(STROBE_UNROLL(i) { x[i].store(stored + i * L); });
@@ -132,13 +131,13 @@ __attribute__((noinline)) void score_keys(const WordBlock<typename Lanes::Elemen
   }
 }
 
-// o[r * ldo ...] (+)= P V of a run of keys, a multiple of Lanes::kKeys, kWords vectors of words at a time and then fewer.
+// o[r * ldo ...] (+)= P V for a run of keys, a multiple of Lanes::kKeys: kWords vectors of words at a time, at the end fewer.
 template <class Lanes, int kRows, int kWords, int kParts>
 STROBE_INLINE void add_run(const WordBlock<typename Lanes::Elements::Word> &block, int64_t first, int64_t keys, int64_t w, int64_t words,
                            const typename Lanes::Operand *p, typename Lanes::Real *o, int64_t ldo, bool accumulate) {
   using T = typename Lanes::Real;
   using V = Vec<T>;
-  constexpr int L = V::kLanes, kOfWord = Lanes::kVectors; // vectors of columns that a vector of words holds, kParts at a time
+  constexpr int L = V::kLanes, kOfWord = Lanes::kVectors; // vectors of columns in a vector of words; kParts of them are taken at a time
   for (; w + kWords * L <= words; w += kWords * L) {
     const Prefetch prefetch(block.ahead + first * block.stride, block.stride, keys, w, kWords * L, words);
     unroll<kOfWord / kParts>(STROBE_UNROLL(part) {
@@ -170,7 +169,7 @@ STROBE_INLINE void add_run(const WordBlock<typename Lanes::Elements::Word> &bloc
   if constexpr (kWords > 1) add_run<Lanes, kRows, kWords / 2, kParts>(block, first, keys, w, words, p, o, ldo, accumulate);
 }
 
-// o (+)= P V of a block of keys, by add_run(): each run of kRun keys starts from 0.
+// o (+)= P V for a block of keys, by add_run(). Each run of kRun keys starts from 0.
 template <class Lanes, int kRows>
 __attribute__((noinline)) void add_values(const WordBlock<typename Lanes::Elements::Word> &block, int64_t words,
                                           const typename Lanes::Operand *p, typename Lanes::Real *o, int64_t ldo, bool accumulate) {

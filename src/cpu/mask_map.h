@@ -1,4 +1,4 @@
-// The effect of the mask on cells of queries x keys. The mask is read once per call, even if heads share it: all heads and passes then skip
+// What the mask does to cells of queries x keys. The mask is read once per call, even if heads share it. All heads and passes then skip
 // hidden cells, and compute fully visible cells as if there were no mask.
 #pragma once
 #include "query_tiles.h"
@@ -6,14 +6,14 @@
 
 namespace strobe::inline STROBE_ISA {
 
-inline constexpr int64_t kKeyAlign = 32; // pieces of a tile of keys begin at multiples of it (from the tile's first key)
+inline constexpr int64_t kKeyAlign = 32; // pieces of a key tile begin at multiples of this, counted from the tile's first key
 
 STROBE_INLINE int64_t pieces_of(const TileSizes &tile) { return (tile.q + tile.width - 1) / tile.width; }
 
-// The effect of the mask on a cell; for several cells, the union.
+// What the mask does to a cell; for several cells, the union.
 inline constexpr uint8_t kSeen = 1, kHidden = 2; // some element is visible; some element is hidden
 
-// The effect of rows x columns bytes of the mask; 0 if there are none.
+// What the mask does to a cell of rows x columns bytes; 0 if the cell is empty.
 inline uint8_t classify(const uint8_t *at, int64_t rows, int64_t row_stride, int64_t columns, int64_t stride) {
   if (stride != 1 && row_stride == 1) return classify(at, columns, stride, rows, 1);
   uint8_t least[kKeyAlign], most[kKeyAlign] = {};
@@ -38,13 +38,13 @@ inline uint8_t classify(const uint8_t *at, int64_t rows, int64_t row_stride, int
   return (seen ? kSeen : 0) | (hidden ? kHidden : 0);
 }
 
-// One byte per cell. A cell is a piece of a query tile times kKeyAlign keys; an axis over which the mask is broadcast has one cell.
+// One byte per cell. A cell is a piece of a query tile times kKeyAlign keys. If the mask is broadcast over an axis, that axis has one cell.
 class MaskMap {
 public:
   MaskMap(const Problem &p, const TileSizes &tile) : p_(p), tile_(tile) {
     if (!p.mask) return;
     const int64_t *stride = p.mask.stride;
-    batch_ = stride[0] != 0 || (p.part && p.part.batch_q > 1) ? p.batch : 1; // if tiles differ between sequences, so do cells
+    batch_ = stride[0] != 0 || (p.part && p.part.batch_q > 1) ? p.batch : 1; // cells differ between sequences if tiles do
     heads_ = stride[1] != 0 ? p.heads : 1;
     rows_ = stride[2] != 0 ? query_tiles(p, tile.q) * pieces_of(tile) : 1;
     keys_ = stride[3] != 0 ? kKeyAlign : max(1ll, (i64)columns());
@@ -66,25 +66,25 @@ public:
   }
 
   explicit operator bool() const { return bool(p_.mask); }
-  // The row of cells for the piece of queries that begins at i0.
+  // The row of cells for the piece of queries from i0 on.
   const uint8_t *row(int64_t b, int64_t h, const QuerySpan &queries, int64_t i0) const {
     if (rows_ == 1) return cells_ + slice(b, h) * columns_;
     const int64_t start = queries.range.start, aligned = i0 / tile_.q * tile_.q, begin = max(aligned, start); // where the tile begins
     const int64_t tile = queries.first_tile + i0 / tile_.q - start / tile_.q;
     return cells_ + (slice(b, h) * rows_ + tile * pieces_of(tile_) + (i0 - begin) / tile_.width) * columns_;
   }
-  // The effect of the mask on the cell of key j, for the query tile at i0: the union over its pieces.
+  // What the mask does to the cell of key j, for the query tile at i0: the union over the tile's pieces.
   uint8_t of_tile(int64_t b, int64_t h, const QuerySpan &queries, int64_t i0, int64_t j) const {
     const uint8_t *cell = row(b, h, queries, i0) + j / keys_;
     uint8_t kind = 0;
     for (int64_t n = 0; n < min((i64)pieces_of(tile_), (i64)rows_); ++n) kind |= cell[n * columns_];
     return kind;
   }
-  // The effect of the mask on the cell of key j, for all queries.
+  // What the mask does to the cell of key j, for all queries.
   uint8_t of_all(int64_t b, int64_t h, int64_t j) const { return totals_[slice(b, h) * columns_ + j / keys_]; }
 
-  // Three functions of a row of cells: the union of the cells of keys [begin, end); the hull of their visible cells; the end of key j's
-  // cell.
+  // Functions of a row of cells. of(): the union of the cells of the keys [begin, end). seen(): the smallest range with all visible keys of
+  // `keys`, in whole cells. cell_end(): the end of key j's cell.
   uint8_t of(const uint8_t *row, int64_t begin, int64_t end) const {
     uint8_t kind = 0;
     for (int64_t c = begin / keys_; c * keys_ < end; ++c) kind |= row[c];
@@ -98,7 +98,7 @@ public:
   int64_t cell_end(int64_t j) const { return (j / keys_ + 1) * keys_; }
 
 private:
-  int64_t columns() const { return p_.part ? p_.size_k() : p_.longest_k(); } // the number of the mask's columns that count
+  int64_t columns() const { return p_.part ? p_.size_k() : p_.longest_k(); } // how many columns of the mask count
   int64_t slice(int64_t b, int64_t h) const { return (batch_ > 1 ? b : 0) * heads_ + (heads_ > 1 ? h : 0); }
   void make_row(int64_t slice, int64_t row) const {
     const View &m = p_.mask;

@@ -1,8 +1,8 @@
-// The arithmetic of bf16 dot products, of AMX or of AVX512-BF16. Both take the left operand as bf16 rows and the right one as pairs of rows
-// interleaved (k, k+1 adjacent in 32 bits), both padded with zeros to 32 along k and to 16 along the other axis. kPlanes 1: bf16 operands.
-// 2: fp16 operands as a sum of two bf16 (8 bits of the significand each), three products. 3: fp32 operands as a sum of three, of whose nine
-// products the six above 2^-24 are added up in fp32 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype
-// for Higher-Precision Computations").
+// The arithmetic of bf16 dot products, of AMX or of AVX512-BF16. The left operand is bf16 rows. The right one is pairs of rows, interleaved
+// (k, k+1 adjacent in 32 bits). Both are padded with zeros to 32 along k and to 16 along the other axis. kPlanes 1: operands are bf16. 2:
+// operands are fp16, each a sum of two bf16 (8 bits of the significand each); three products. 3: operands are fp32, each a sum of three
+// bf16; of the nine products the six above 2^-24 are added up in fp32 (Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 Artificial
+// Intelligence Datatype for Higher-Precision Computations").
 #pragma once
 #include <immintrin.h>
 
@@ -10,12 +10,12 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Splits x into a sum of planes. Each plane will be cut to a bf16, the high half of a lane, with 8 significant bits. All planes but the
-// last are rounded, so that the remainder is small and of either sign. FP32 beyond the largest bf16 is truncated, because rounding would
-// make it infinite.
+// Splits x into a sum of planes. Each plane will be cut to a bf16 number, the high half of a lane, with 8 significant bits. All planes but
+// the last are rounded, so that the remainder is small and of either sign. FP32 numbers beyond the largest bf16 are truncated, because
+// rounding would make them infinite.
 template <int kPlanes> struct Split {
   __m512 plane[kPlanes];
-  static STROBE_INLINE __m512 largest() { return _mm512_castsi512_ps(_mm512_set1_epi32(0x7F7F0000)); } // bf16
+  static STROBE_INLINE __m512 largest() { return _mm512_castsi512_ps(_mm512_set1_epi32(0x7F7F0000)); } // the largest bf16 number
   STROBE_INLINE explicit Split(__m512 x) {
     unroll<kPlanes>(STROBE_UNROLL(p) {
       plane[p] = x;
@@ -33,13 +33,13 @@ template <int kPlanes> struct Split {
   }
 };
 
-// The left operand: rows of 32 elements along k. Strides in elements: between rows, between 32 elements along k, between 32 rows, and
-// between planes.
+// The left operand: rows of 32 elements along k. Strides, in elements: from row to row, from 32 elements along k to the next 32, from 32
+// rows to the next 32, and from plane to plane.
 struct PairsLeft {
   const uint16_t *a;
   int64_t row, step, block, plane;
   STROBE_INLINE PairsLeft rows_from(int64_t m) const { return {a + m / 32 * block, row, step, block, plane}; } // m: a multiple of 32
-  // The place at which element k of row m is packed.
+  // Where element k of row m is packed.
   STROBE_INLINE uint16_t *at(int64_t m, int64_t k) const {
     return const_cast<uint16_t *>(a) + m / 32 * block + m % 32 * row + k / 32 * step + k % 32;
   }
@@ -56,14 +56,14 @@ STROBE_INLINE __m512i interleave_order() {
                           0);
 }
 
-// The bf16 of two vectors: low's in the low half, high's in the high half of each lane.
+// The bf16 of two vectors: `low` in the low half and `high` in the high half of each lane.
 template <int kPlanes> STROBE_INLINE __m512i pair_up(__m512 low, __m512 high) {
   if constexpr (kPlanes == 1) return _mm512_permutexvar_epi16(interleave_order(), (__m512i)_mm512_cvtne2ps_pbh(high, low));
   return _mm512_ternarylogic_epi32(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high),
                                    _mm512_set1_epi32(int(0xFFFF0000)), 0xF8); // low | (high & mask)
 }
 
-// src[k][width] -> pairs dst[plane][round_to(k, 32) / 2][width]: 32 bits hold rows k (low) and k + 1
+// src[k][width] to pairs, dst[plane][round_to(k, 32) / 2][width]: 32 bits hold row k in the low half and row k + 1 in the high half.
 template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *src, int64_t depth, int64_t width, uint32_t *dst) {
   const int64_t padded = round_to(depth, 32), plane_size = padded / 2 * width;
   for (int64_t k = 0; k < padded; k += 2) {
@@ -78,7 +78,8 @@ template <int kPlanes> __attribute__((noinline)) void pack_pairs(const float *sr
   }
 }
 
-// Transposes bf16 rows into pairs: dst[c / 2][lane] holds columns c and c + 1 of row `lane`. `count` rows exist; `width` lanes are written.
+// Transposes bf16 rows into pairs: dst[c / 2][lane] holds columns c and c + 1 of row `lane`. `count` rows exist, and `width` lanes are
+// written.
 inline __attribute__((noinline)) void pair_lanes(const uint16_t *src, int64_t row, int64_t count, int64_t columns, int64_t width,
                                                  uint32_t *dst) {
   for (int64_t lane = 0; lane < width; lane += 16)
@@ -92,7 +93,7 @@ inline __attribute__((noinline)) void pair_lanes(const uint16_t *src, int64_t ro
       unroll<16>(STROBE_UNROLL(r) { block[r].store(reinterpret_cast<float *>(dst) + (c / 2 + r) * width + lane); });
     }
 }
-// Sixteen columns of rows i (low) and i + 1 from src on; zeros for rows from `count` on.
+// Sixteen columns of rows i (low half) and i + 1 (high half) of src. Rows from `count` on are zeros.
 STROBE_INLINE __m512i pair_of_rows(const uint16_t *src, int64_t row, int64_t i, int64_t count) {
   const auto load = [&](int64_t n) __attribute__((always_inline)) {
     return n < count ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(src + n * row))) : _mm512_setzero_si512();
@@ -104,12 +105,13 @@ inline __attribute__((noinline)) void pair_rows(const uint16_t *src, int64_t row
   for (int64_t i = 0; i < round_to(count, 32); i += 2)
     for (int64_t c = 0; c < columns; c += 16) _mm512_storeu_si512(dst + i / 2 * columns + c, pair_of_rows(src + c, row, i, count));
 }
-// Copies bf16 rows as the left operand. Rows after the last are not written: products with them make scores that are not read.
+// Copies bf16 rows as the left operand. Rows after the last one are not written: products with them give scores that are not read.
 inline __attribute__((noinline)) void copy_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
   for (int64_t i = 0; i < count; ++i)
     for (int64_t c = 0; c < columns; c += 32) _mm512_storeu_si512(to.at(i, c), _mm512_loadu_si512(src + i * row + c));
 }
-// Copies bf16 rows, transposed, as columns of the left operand. Products sum over these, so zeros follow the last row, to a multiple of 32.
+// Copies bf16 rows, transposed, as columns of the left operand. Products sum over these columns, so zeros follow the last row, up to a
+// multiple of 32.
 inline __attribute__((noinline)) void turn_rows(const uint16_t *src, int64_t row, int64_t count, int64_t columns, PairsLeft to) {
   for (int64_t i = 0; i < count; i += 32)
     for (int64_t c = 0; c < columns; c += 16) {
@@ -128,21 +130,21 @@ template <int planes, class Unit> struct Pairs {
   static constexpr int kPlanes = planes;
   static constexpr int64_t kChunk = 32;           // keys whose scores are held at once
   static constexpr bool kScoresInPlace = false;   // Scores leaves its source unchanged
-  static constexpr bool kJointQueries = true;     // products over queries take the whole tile: C is loaded less often
-  static constexpr bool kSumsApart = planes == 3; // the sum of a product starts from 0, and is then added to C: see amx.h
+  static constexpr bool kJointQueries = true;     // products over queries take the whole tile, so that C is loaded less often
+  static constexpr bool kSumsApart = planes == 3; // the sum of a product starts from 0 and is then added to C (amx.h)
 
   using V = Vec<float>;
   static constexpr bool kBFloat16 = kPlanes == 1;
   static constexpr bool kQuantised = false;
-  // The products of decode.h. With more than one plane, sums have the order of the backward.
+  // The products for decode.h. With several planes, their sums have the order of the backward.
   template <class Elements> using Few = typename Unit::template Few<Elements>;
   template <class Elements> using Many = std::conditional_t<kPlanes == 1, typename Unit::template Many<Pairs, Elements>, ManyRows<Pairs>>;
   static constexpr int64_t kFewRows = kPlanes == 1 ? Unit::kFewRows : 0;
   static constexpr bool kManyInPlace = kPlanes == 1 && Unit::kManyInPlace;
-  static constexpr bool kDecodesQuantised = kPlanes == 1 && Unit::kDecodesQuantised; // with scales of rows
+  static constexpr bool kDecodesQuantised = kPlanes == 1 && Unit::kDecodesQuantised; // if scales belong to rows
 
   static constexpr bool kExactPower = kPlanes == 3;
-  // bf16's P is rounded to 8 bits: a shorter polynomial (3e-6) is enough.
+  // bf16's P is rounded to 8 bits, so a shorter polynomial (3e-6) is enough.
   static STROBE_INLINE V power(V x) { return exp2<kPlanes == 1 ? 4 : 5>(x); }
 
   using Left = PairsLeft;
@@ -192,7 +194,7 @@ template <int planes, class Unit> struct Pairs {
       }
     }
   }
-  // The operands from key `skip` on, a multiple of kKeyAlign.
+  // The operands, beginning at key `skip`, a multiple of kKeyAlign.
   static STROBE_INLINE Left rows_from(Left x, int64_t skip) { return x.rows_from(skip); }
   static STROBE_INLINE Left columns_from(Left x, int64_t skip) { return {x.a + skip / 32 * x.step, x.row, x.step, x.block, x.plane}; }
 
@@ -203,7 +205,7 @@ template <int planes, class Unit> struct Pairs {
     return left;
   }
 
-  static int64_t lanes_size(int64_t width, int64_t d) { return kPlanes * round_to(d, 32) * width + 2 * d * width; } // packed, and as reals
+  static int64_t lanes_size(int64_t width, int64_t d) { return kPlanes * round_to(d, 32) * width + 2 * d * width; } // packed; and as reals
   static Right load_lanes(const View &x, int64_t b, int64_t h, int64_t i0, int64_t n, int64_t d, float factor, int64_t width,
                           uint16_t *scratch, float *buffer) {
     float *reals = reinterpret_cast<float *>(scratch);
@@ -238,7 +240,7 @@ template <int planes, class Unit> struct Pairs {
 
   struct Scores {
     uint32_t *pairs; // [plane][round_to(keys, 32) / 2][width], or null
-    Left left;       // the lanes of this piece, or null; laid out like Keys::rows [keys / 32][tile_q / 32][plane][32][32]
+    Left left;       // the lanes of this piece, or null; the layout is Keys::rows's [keys / 32][tile_q / 32][plane][32][32]
     int64_t width, pairs_plane;
     STROBE_INLINE void put(int64_t j, int64_t lane, V first, V second, bool /*both: zero where not*/) const {
       Split<kPlanes> a((__m512)first.v), b((__m512)second.v);
@@ -252,7 +254,7 @@ template <int planes, class Unit> struct Pairs {
         if (pairs) _mm512_storeu_si512(pairs + p * pairs_plane + j / 2 * width + lane, pair_up<kPlanes>(a.plane[p], b.plane[p]));
       });
     }
-    STROBE_INLINE void finish(int64_t keys) const { // zeros in the padding
+    STROBE_INLINE void finish(int64_t keys) const { // fills the padding with zeros
       const int64_t even = round_to(keys, 2), end = round_to(keys, 32);
       for (int p = 0; p < kPlanes; ++p) {
         if (pairs) fill(pairs + p * pairs_plane + even / 2 * width, (end - even) / 2 * width, 0u);
@@ -261,9 +263,7 @@ template <int planes, class Unit> struct Pairs {
           for (int64_t j = lane < width ? even : 0; j < end; ++j) fill(row_at(j, lane) + p * left.plane, 16, uint16_t(0));
       }
     }
-    STROBE_INLINE Right lanes(int64_t from = 0) const {
-      return {pairs + from / 2 * width, width, pairs_plane};
-    } // from key `from`, a multiple of 32
+    STROBE_INLINE Right lanes(int64_t from = 0) const { return {pairs + from / 2 * width, width, pairs_plane}; } // from: a multiple of 32
     STROBE_INLINE Left rows() const { return left; }
 
   private:
@@ -272,7 +272,7 @@ template <int planes, class Unit> struct Pairs {
     }
   };
   static int64_t scores_size(int64_t tile_k, int64_t width) { return kPlanes * round_to(tile_k, 32) * round_to(width, 32); }
-  // rows: the left operand of the whole tile of tile_q queries; these scores are its lanes from `lane` on, a multiple of 32.
+  // rows: the left operand of the whole tile of tile_q queries. These scores are its lanes from `lane` on, a multiple of 32.
   static STROBE_INLINE Scores scores(float * /*s*/, uint16_t *lanes, uint16_t *rows, int64_t keys, int64_t width, int64_t tile_q,
                                      int64_t lane) {
     const int64_t unit = 32 * 32, step = kPlanes * unit;
@@ -283,11 +283,12 @@ template <int planes, class Unit> struct Pairs {
   }
 
 private:
-  // Whether the rows of a tensor are bf16, each contiguous, at one distance from each other, in whole steps of 32.
+  // Whether the rows of a tensor are bf16 and contiguous, lie at one distance from each other, and have whole steps of 32.
   static STROBE_INLINE bool is_paired(const View &x, int64_t d) {
     return x.dtype == DType::bf16 && !x.page_size && x.stride[3] == 1 && d % 32 == 0;
   }
-  // src[rows][width] -> the left operand `to`; of its columns [0, end) those past `columns` are zero. width and end are multiples of 16.
+  // Packs src[rows][width] as the left operand `to`. Of its columns [0, end), those past `columns` become zero. width and end are multiples
+  // of 16.
   static __attribute__((noinline)) void pack_rows(const float *src, int64_t rows, int64_t columns, int64_t width, Left to, int64_t end) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < end; c += 16) {

@@ -1,11 +1,11 @@
-// The keys that a query tile works on, and the keys of each of its pieces.
+// The keys of a query tile, and the keys of each of its pieces.
 #pragma once
 #include "keys.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// The schedule's key tiles, cut where a mask hides a cell from every query of the tile. Invariant: also cut at multiples of tile.k among
-// all keys, wherever the first visible key lies.
+// The schedule's key tiles, cut where a mask hides a cell from every query of the tile. Invariant: tiles are also cut at multiples of
+// tile.k, counted over all keys, wherever the first visible key lies.
 template <class T> class KeyTiles {
 public:
   KeyTiles(const Head<T> &head, const MaskMap &mask, const TileSizes &tile, int64_t i0, int64_t i1)
@@ -47,17 +47,17 @@ private:
   KeysOfRange rest_{{0, 0, false}, 0, 0}, run_{{0, 0, false}, 0, 0};
 };
 
-// A piece of lanes in a key tile: the tile is cut to the keys that the piece sees.
+// A piece of lanes in a key tile. The tile is cut to the keys that the piece sees.
 template <class T> struct Piece {
   TileSpan span;
   int64_t k0; // key j is row k0 + j of K and V
   bool band_masked, use_mask;
-  bool infinite = false; // Q or K has numbers that are not finite
+  bool infinite = false; // Q or K has a number that is not finite
   const MaskMap *mask;
-  const uint8_t *cells; // a row of the mask's map, if there is one
-  // Some score may be -inf.
+  const uint8_t *cells; // a row of the mask's map; null if there is no map
+  // Whether some score may be -inf.
   bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || head.hides || infinite; }
-  // Products over keys run in steps of kKeyAlign and may read keys past the piece, times a P of 0.
+  // Products over keys run in steps of kKeyAlign, and may read keys past the piece, with a P of 0.
   int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.k_end - k0 - span.j0)); }
   bool reads_hidden(const Head<T> &head) const { return masked(head) || keys_read(head) > span.keys; }
   bool uses_mask(int64_t j0, int64_t keys) const { return *mask && (!cells || mask->of(cells, j0, j0 + keys) & kHidden); }
@@ -78,7 +78,7 @@ STROBE_INLINE bool make_piece(const Head<T> &head, const MaskMap &mask, int64_t 
   return true;
 }
 
-// Turns raw q.k of a chunk of a piece into scores.
+// Turns q.k of a chunk of a piece into scores.
 template <class T>
 STROBE_INLINE void apply_options(const Head<T> &head, const Piece<T> &piece, const TileSpan &chunk, ScoreScratch<T> &scratch, T *s,
                                  T *slopes) {

@@ -1,4 +1,4 @@
-// P = e^(score - LSE), recomputed from a row's LSE: in the backward, and for the sums of P's columns.
+// P = e^(score - LSE), computed again from a row's LSE, in the backward and for the sums of P's columns.
 #pragma once
 #include "scores.h"
 
@@ -15,11 +15,11 @@ template <class T> STROBE_INLINE bool is_large(const Problem &p, T lse) {
   return __builtin_fabs(double(lse)) > large && __builtin_isfinite(lse);
 }
 
-// In FP32 the difference of a score and LSE, both of the order of tens, is rounded to their last bit. If scores are nearly the same, this
-// makes the same error of P in all rows. So a power of two is taken out first [Cody & Waite 1980]: P = 2^n e^(s - (lse + n ln 2) - excess).
-// In this form lse and the high part of ln 2 are multiples of 2^-9, so that lse + n ln 2 is exact. If LSE is too large for that, s - lse is
-// computed first, which is exact for scores of the same size. CPUs without fused multiply-adds compute the exponent in FP64. Arithmetics in
-// FP64, and arithmetics that round P to 16 bits, need none of this.
+// In FP32, the difference of a score and LSE, if both are of the order of tens, is rounded to their last bit. If scores are nearly the
+// same, P has the same error in all rows. So a power of two is taken out first [Cody & Waite 1980]: P = 2^n e^(s - (lse + n ln 2) -
+// excess). Here lse and the high part of ln 2 are multiples of 2^-9, so that lse + n ln 2 is exact. If LSE is too large for that, s - lse
+// is computed first, which is exact for scores of the same size. CPUs without fused multiply-adds compute the exponent in FP64. Arithmetics
+// in FP64, and those that round P to 16 bits, need none of this.
 template <class Math> struct Probability {
   using T = typename Math::Real;
   using V = Vec<T>;
@@ -28,7 +28,7 @@ template <class Math> struct Probability {
 
   V factor, unit, lse, excess, high, low; // P = e^((s * factor - lse) * unit - excess); ln 2 = high + low
 
-  // both: the natural LSE, which is returned as two parts. With a partial part, 16 bits and FP64 keep `lse` in the unit of the scores.
+  // both: the natural LSE, returned as two parts. With a partial part, 16 bits and FP64 keep `lse` in the unit of the scores.
   static STROBE_INLINE RowLse<T> row(const Head<T> &head, double both) {
     if (!__builtin_isfinite(both)) return {T(both), T(0)};
     const double unit = own_unit(head) ? double(head.measure()) : 1;
@@ -63,7 +63,7 @@ template <class Math> struct Probability {
       const V shifted = V(__builtin_convertvector(exact * kLog2e<double>, typename V::Raw)) + V(kIntegers), n = shifted - V(kIntegers);
       const V rest(__builtin_convertvector(exact - doubles(n) * kLn2<double>, typename V::Raw));
 #endif
-      return select(x < V(kLeastExponent), V(T(0)), times_power_of_2(exp_fraction(rest), n, shifted)); // x may be infinite there
+      return select(x < V(kLeastExponent), V(T(0)), times_power_of_2(exp_fraction(rest), n, shifted)); // a smaller x may be infinite
     }
   }
 

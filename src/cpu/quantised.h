@@ -1,4 +1,4 @@
-// K and V as numbers, whether they are stored as such or quantised: the stored number times its scale.
+// K and V as numbers. Quantised elements are stored numbers, which are multiplied by their scales.
 #pragma once
 #include "convert.h"
 
@@ -12,7 +12,7 @@ STROBE_INLINE float widen(E4M3 x) {
   return bit_cast<float>(((x.bits & 0x7F) == 0x7F ? 0x7FC00000u : bit_cast<uint32_t>(value)) | uint32_t(x.bits & 0x80) << 24);
 }
 
-// Rows of K or of V.
+// The rows of K or of V.
 struct KeyRows {
   const View &x;
   const Scales &scales;
@@ -21,7 +21,7 @@ struct KeyRows {
 STROBE_INLINE KeyRows rows_of_k(const Problem &p) { return {p.k, p.k_scale}; }
 STROBE_INLINE KeyRows rows_of_v(const Problem &p) { return {p.v, p.v_scale}; }
 
-// dst[c] = column c0 + c of a row, as it is stored.
+// dst[c] = column c0 + c of a row, as stored.
 template <class T> STROBE_INLINE void load_stored(const View &x, int64_t b, int64_t h, int64_t i, int64_t c0, int64_t n, T *dst) {
   const int64_t stride = x.stride[3];
   const auto load = [&](auto *src) __attribute__((always_inline)) {
@@ -44,7 +44,7 @@ template <class T> STROBE_INLINE void load_stored(const View &x, int64_t b, int6
         T(int(src[(c0 + c) / 2 * stride] >> (c0 + c) % 2 * 4 & 15) - 16 * int(src[(c0 + c) / 2 * stride] >> ((c0 + c) % 2 * 4 + 3) & 1));
 }
 
-// dst[n] = scale number index + n * stride, for n < count.
+// dst[n] = the scale at index + n * stride, for n < count.
 template <class T> STROBE_INLINE void load_scales_at(const Scales &scales, int64_t index, int64_t stride, int64_t count, T *dst) {
   const auto load = [&](auto *src) __attribute__((always_inline)) {
     if (stride == 1)
@@ -61,10 +61,10 @@ template <class T> STROBE_INLINE void load_scales_at(const Scales &scales, int64
 template <class T> STROBE_INLINE void load_scales(const Scales &scales, int64_t b, int64_t h, int64_t i, int64_t c0, int64_t n, T *dst) {
   load_scales_at(scales, scales.index(b, h, i, c0), scales.stride[3], n, dst);
 }
-// dst[r] = the scale of row i + r, if scales belong to rows.
+// dst[r] = the scale of row i + r. For scales that belong to rows.
 template <class T>
 __attribute__((noinline)) void load_row_scales(const Scales &scales, int64_t b, int64_t h, int64_t i, int64_t n, T *dst) {
-  for (int64_t r = 0, count; r < n; r += count) { // up to the end of a page
+  for (int64_t r = 0, count; r < n; r += count) { // rows up to the end of a page
     count = scales.page_size ? min((i64)(n - r), (i64)(scales.page_size - (i + r) % scales.page_size)) : n;
     load_scales_at(scales, scales.index(b, h, i + r, 0), scales.stride[2], count, dst + r);
   }
@@ -96,7 +96,7 @@ inline bool stores_nonfinite(const KeyRows &rows, int64_t b, int64_t h, int64_t 
 }
 inline bool all_finite(const KeyRows &rows, int64_t b, int64_t h, int64_t i, int64_t n, int64_t d) {
   if (stores_nonfinite(rows, b, h, i, n, d)) return false;
-  constexpr float kLargest = 0x1.fp127f / 512; // up to this scale, scale times any stored number is finite
+  constexpr float kLargest = 0x1.fp127f / 512; // with a scale up to this, every stored number times the scale is finite
   const bool of_row = rows.scales.rows == 1;
   for (int64_t r = i; rows.quantised() && r < i + n; ++r)
     for (int64_t c = 0; c < (of_row ? 1 : d); ++c) {

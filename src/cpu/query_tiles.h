@@ -1,5 +1,5 @@
-// Query tiles by their positions in the sequence. A call may hold only some ranges of the positions (a part of a larger problem): a tile
-// lies within one range, and begins at a multiple of tile_q or where the range begins, so that it lies in one row of mask blocks.
+// Query tiles by their positions in the sequence. A call may hold only some ranges of the positions (a part of a larger problem). A tile
+// lies within one range and begins at a multiple of tile_q, or where the range begins, so that it lies in one row of mask blocks.
 #pragma once
 #include "../../kernels/attention/geometry.h"
 #include "isa.h"
@@ -7,12 +7,12 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Queries [i0, i1), positions of one range of the rows that the call holds.
+// The queries [i0, i1): positions within one range of the rows that the call holds.
 struct QuerySpan {
   RowRange range{0, 0, 0};
   int64_t first_tile = 0; // the number of the range's first tile within the sequence
   int64_t i0 = 0, i1 = 0;
-  bool cut = false; // the queries are only some of their tile
+  bool cut = false; // these are only some of the tile's queries
   STROBE_INLINE bool empty() const { return i0 >= i1; }
 };
 
@@ -31,7 +31,7 @@ inline int64_t query_tiles(const Problem &p, int64_t tile_q) {
   }
   return most;
 }
-// The queries of tile `index` of a sequence; none past the last tile.
+// The queries of tile `index` of a sequence. Past the last tile there are none.
 inline QuerySpan query_tile(const Problem &p, int64_t b, int64_t index, int64_t tile_q) {
   int64_t first = 0;
   for (int64_t n = 0; n < ranges_of_queries(p); ++n) {

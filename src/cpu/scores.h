@@ -1,4 +1,4 @@
-// One tile of scores: the problem's options are applied to it before softmax sees it. Keys are rows, queries lanes.
+// One tile of scores: the problem's options are applied before softmax reads it. Rows are keys, lanes are queries.
 #pragma once
 #include "../../kernels/attention/dropout.h"
 #include "../../kernels/attention/schedule.h"
@@ -8,23 +8,23 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// A tile of scores: queries [i0, i0 + lanes), keys [j0, j0 + keys), in s[key * width + lane].
+// A tile of scores: the queries [i0, i0 + lanes) and the keys [j0, j0 + keys) are s[key * width + lane].
 struct TileSpan {
   int64_t i0, lanes, width;
   int64_t j0, keys;
-  // At most `most` keys from j0 + from on. If the span begins at a multiple of kKeyAlign, they end at the next multiple of `most` among all
-  // keys, so that chunks do not depend on where the span begins.
+  // At most `most` keys from j0 + from on. If the span begins at a multiple of kKeyAlign, the chunk ends at the next multiple of `most`,
+  // counted over all keys, so that chunks do not depend on where the span begins.
   STROBE_INLINE TileSpan chunk(int64_t from, int64_t most) const {
     const int64_t left = j0 % kKeyAlign == 0 ? most - (j0 + from) % most : most;
     return {i0, lanes, width, j0 + from, keys - from < left ? keys - from : left};
   }
 };
 
-// The constants of a problem, and of one head of one of its sequences. Queries i and keys j are positions of the whole sequence.
+// The constants of a problem, of one head and of one sequence. Queries i and keys j are positions in the whole sequence.
 template <class T> struct Head {
   int64_t b, h;           // batch or sequence, query head
   int64_t kv;             // its key head
-  int64_t q0;             // query i is row q0 + i of Q and of tensors like it
+  int64_t q0;             // query i is row q0 + i of Q, and of tensors with Q's rows
   int64_t row0;           // query i is row row0 + i of mask and bias
   int64_t k_begin, k_end; // the sequence's rows of K and V
   QuerySpan queries;      // the queries that these constants belong to
@@ -32,13 +32,13 @@ template <class T> struct Head {
   BlockRow no_blocks{nullptr, 0, 0};
   const Problem *p;
 
-  bool additive; // a function of q.k, ALiBi or bias: scores are kept in their own unit, otherwise as raw q.k
-  T scale, unit; // score = raw * scale; exp2's argument = (s - m) * unit
+  bool additive; // there is a function of q.k, ALiBi or a bias: scores are kept in their own unit, otherwise as q.k
+  T scale, unit; // score = q.k * scale; exp2's argument = (s - m) * unit
   T slack;       // how far m may lag behind the running maximum
-  T sign;        // the factor of Q, so that raw scores grow with the score
+  T sign;        // the factor of Q, chosen so that q.k grows with the score
   T cap, slope;
-  const score::Bytecode *code; // of the functions of the score; null: there are none
-  bool computes, hides;        // whether the code computes scores; whether it may hide keys
+  const score::Bytecode *code; // the functions of the score and of the mask; null: there are none
+  bool computes, hides;        // computes: the code computes scores; hides: it may hide keys
   bool dropout;
   DropoutKey key;
   u32 threshold;
@@ -73,7 +73,7 @@ template <class T> struct Head {
   static STROBE_INLINE bool curved(const Problem &problem) { return problem.bytecode && problem.bytecode->curved; }
   // The factor from scores as they are kept to scores in their own unit.
   STROBE_INLINE T measure() const { return additive ? T(1) : scale; }
-  // Whether these queries are only some of a tile's, so that the cells of a mask's map do not apply to them.
+  // Whether these are only some of a tile's queries, so that the cells of a mask's map do not apply to them.
   STROBE_INLINE bool cut() const { return queries.cut; }
   // The positions of the keys that the call holds.
   STROBE_INLINE int64_t ranges_k() const { return p->part ? p->part.count_k : 1; }
@@ -91,18 +91,18 @@ template <class T> struct Head {
   }
 
 private:
-  // Whether the scale must be applied to the scores instead of exp2's argument: because its reciprocal leaves the range of fp32, or because
-  // it makes scores of 2^31 and more, whose rounding would become a factor outside that range.
+  // Whether the scale must multiply the scores and not exp2's argument: the scale's reciprocal leaves FP32's range, or the scale makes
+  // scores of 2^31 and more, whose rounding would become a factor outside that range.
   static STROBE_INLINE bool outsized(double scale) { return !(__builtin_fabs(scale) > 1e-30 && __builtin_fabs(scale) <= 1e4); }
   static STROBE_INLINE int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 };
 
-// Scratch of one tile; members that the problem does not need stay null.
+// Scratch of one tile. Members that the problem does not need are null.
 template <class T> struct ScoreScratch {
   T *add = nullptr;                    // bias, and -inf where the mask hides
   T *buffer = nullptr;                 // 16 rows
-  T *first = nullptr, *last = nullptr; // visible keys of each lane, relative to the tile
-  char *functions = nullptr;           // of the caller's functions
+  T *first = nullptr, *last = nullptr; // the first and last visible key of each lane, relative to the tile
+  char *functions = nullptr;           // scratch of the caller's functions
 
   ScoreScratch(Arena &arena, const Problem &p, int64_t tile_k, int64_t width, int64_t columns) {
     if (p.mask || p.bias) add = arena.take<T>(tile_k * width);
@@ -162,16 +162,16 @@ template <class T> STROBE_INLINE score::Scores placed(const Head<T> &head, score
   t.keys_are_rows = keys_are_rows, t.scale = double(head.scale);
   return t;
 }
-// Applies the caller's functions to scores: those of a tile, whose rows are keys, or of a row of keys.
+// Applies the caller's functions to scores: to those of a tile, whose rows are keys, or to a row of keys.
 template <class T>
 STROBE_INLINE void run_functions(const Head<T> &head, score::Scores t, bool keys_are_rows, char *scratch, T *s, T *slopes) {
   head.code->run(slopes ? head.code->backward : head.code->forward, placed(head, t, keys_are_rows), scratch, s, slopes);
 }
 
-// From raw q.k of a head to the score before bias and mask.
+// From q.k of a head to the score before bias and mask.
 template <class T> struct ScoreTerms {
   using V = Vec<T>;
-  const bool additive, computed, capped, distances, linear; // computed: by the caller's function; linear: with ALiBi
+  const bool additive, computed, capped, distances, linear; // computed: by the caller's function; linear: ALiBi is added
   const V scale, cap, inverse_cap, slope, beta, beta_ln2, shift;
 
   STROBE_INLINE explicit ScoreTerms(const Head<T> &head)
@@ -179,7 +179,7 @@ template <class T> struct ScoreTerms {
         distances(has_form(head, score::Form::hyperbolic)), linear(head.p->alibi_slopes), scale(head.scale), cap(head.cap),
         inverse_cap(T(1) / head.cap), slope(head.slope), beta(T(head.code ? head.code->beta : 0)),
         beta_ln2(T(head.code ? head.code->beta * kLn2<double> : 0)), shift(T(head.code ? head.code->shift : 0)) {}
-  // distance: between keys and queries. keep(d score / d (scaled q.k)) is called if the score is a function of q.k.
+  // distance: from keys to queries. keep(d score / d (scaled q.k)) is called if the score is a function of q.k.
   template <class Keep> STROBE_INLINE V operator()(V x, V distance, Keep &&keep) const {
     if (!additive) return x;
     if (!computed) x *= scale;
@@ -193,7 +193,7 @@ template <class T> struct ScoreTerms {
     }
     return linear ? x + alibi(slope, distance) : x;
   }
-  // add: bias, or -inf, which hides the key, as -inf from the caller's function does.
+  // add: the bias; or -inf, which hides the key, as a -inf from the caller's function does.
   STROBE_INLINE V plus(V x, V add) const {
     const V hidden(-kInfinity<T>);
     auto hides = add == hidden;
@@ -205,7 +205,7 @@ private:
   static STROBE_INLINE bool has_form(const Head<T> &head, score::Form form) { return head.code && head.code->form == form; }
 };
 
-// Turns raw q.k into scores, in place. slopes (optional): receives d score / d (scaled q.k), if the score is a function of q.k.
+// Turns q.k into scores, in place. slopes (optional): receives d score / d (scaled q.k), if the score is a function of q.k.
 template <class T>
 __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan &t, bool band_masked, bool use_mask,
                                              ScoreScratch<T> &scratch, T *s, T *slopes) {
@@ -242,8 +242,8 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
   if (head.hides && !head.computes) run_functions(head, of_functions, true, scratch.functions, s, (T *)nullptr);
 }
 
-// keep[key][lane] = 1 / keep rate if dropout keeps the element, else 0. Bits are drawn for blocks of 16 x 16; i0 and j0 need not lie at the
-// borders of a block.
+// keep[key][lane] = 1 / keep rate if dropout keeps the element, else 0. Bits are drawn for blocks of 16 x 16. i0 and j0 may lie within a
+// block.
 template <class T> __attribute__((noinline)) void load_keep(const Head<T> &head, const TileSpan &t, T *keep) {
   const T kept = T(1) / T(dropout_keep_rate(head.threshold));
   const u32 of_head = u32(head.p->part.first_head + head.h), of_batch = u32(head.p->part.first_batch + head.b);

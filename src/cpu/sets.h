@@ -1,4 +1,4 @@
-// The kernels of each instruction set; sets that this library is not built with are only declared.
+// The kernels of each instruction set. Sets that this library is built without are only declared.
 #pragma once
 #include "attention/attention.h"
 

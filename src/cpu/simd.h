@@ -1,5 +1,5 @@
-// A vector of lanes over the compiler's vector extension, and the few functions of it that attention needs. One definition serves SSE2,
-// AVX2, AVX-512 and NEON: the translation unit sets STROBE_VECTOR_BYTES and the target flags.
+// A vector of lanes, made from the compiler's vector extension, and the few functions of vectors that attention needs. One definition
+// serves SSE2, AVX2, AVX-512 and NEON: the translation unit sets STROBE_VECTOR_BYTES and the target flags.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -53,7 +53,7 @@ template <class T> struct Vec {
 
   Vec() = default;
   STROBE_INLINE explicit Vec(Raw raw) : v(raw) {}
-  STROBE_INLINE Vec(T x) : v(x - Raw{}) {} // the compiler's idiom for a broadcast
+  STROBE_INLINE Vec(T x) : v(x - Raw{}) {} // compilers recognise this as a broadcast
   STROBE_INLINE static Vec load(const T *p) { return Vec(Raw(*reinterpret_cast<const typename Bits<T>::Unaligned *>(p))); }
   STROBE_INLINE void store(T *p) const { *reinterpret_cast<typename Bits<T>::Unaligned *>(p) = v; }
   STROBE_INLINE static Vec iota() {
@@ -80,8 +80,8 @@ template <class T> struct Vec {
   friend STROBE_INLINE Vec abs(Vec a) { return Vec((Raw)((RawInt)a.v & ~((RawInt){} + (Int(1) << (8 * sizeof(T) - 1))))); }
 };
 
-// a b + c, with one rounding if the CPU has such an instruction. For a * b + c the compiler chooses one or two roundings, and might choose
-// differently in two places that must have the same bits, because a product has other uses or was moved out of a branch.
+// a b + c, with one rounding if the CPU has such an instruction. For a * b + c the compiler itself chooses one rounding or two. In two
+// places that must have the same bits, it might choose differently, because a product has other uses or was moved out of a branch.
 template <class T> STROBE_INLINE Vec<T> fma(Vec<T> a, Vec<T> b, Vec<T> c) {
   using Raw [[maybe_unused]] = typename Vec<T>::Raw; // for types without such an instruction
   [[maybe_unused]] constexpr bool kSingle = sizeof(T) == 4;
@@ -107,7 +107,7 @@ template <class T> STROBE_INLINE T sum_of_lanes(Vec<T> x) {
   return lanes[0];
 }
 
-// Whether any lane of a mask is set. (The mask is copied into a vector of its own.)
+// Whether any lane of a mask is set. (The mask is copied to a vector.)
 template <class M> STROBE_INLINE bool any(M mask) {
 #if defined(__AVX512DQ__)
   if constexpr (sizeof(mask[0]) == 4) return _mm512_movepi32_mask((__m512i)mask) != 0;
@@ -118,7 +118,7 @@ template <class M> STROBE_INLINE bool any(M mask) {
   return bits != 0;
 }
 
-// 2^r for r in [0, 1]: the minimax polynomial with p(0) = 1. Its relative error is 8e-8 in float (3e-6 with degree 4), 3e-18 in double.
+// 2^r for r in [0, 1]: the minimax polynomial with p(0) = 1. The relative error is 8e-8 in float (3e-6 with degree 4) and 3e-18 in double.
 template <int kDegree> STROBE_INLINE Vec<float> exp2_fraction(Vec<float> r) {
   if constexpr (kDegree == 4) {
     Vec<float> p = 0.013426684250649921047f;
@@ -149,8 +149,8 @@ template <int kDegree> STROBE_INLINE Vec<double> exp2_fraction(Vec<double> r) {
   return p * r + 1.0;
 }
 
-// 2^x for x up to a little over 0 (attention needs no more), or 0 if 2^x is not a normal number: many CPUs take a hundred cycles for each
-// vector with a subnormal number. NaN stays NaN.
+// 2^x for x up to slightly above 0 (attention needs no more). 0 if 2^x is not a normal number, because many CPUs take a hundred cycles for
+// a vector with a subnormal number. NaN stays NaN.
 #if defined(__AVX512DQ__)
 template <int kDegree = 5> STROBE_INLINE Vec<float> exp2(Vec<float> x) {
   constexpr int kFloor = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
@@ -168,8 +168,8 @@ template <int kDegree = 11> STROBE_INLINE Vec<double> exp2(Vec<double> x) {
 template <int kDegree = 5, class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
   using V = Vec<T>;
   using B = Bits<T>;
-  const T magic = T(typename B::Int(3) << (B::kMantissa - 1)); // adding it rounds to an integer, kept in the low bits
-  const T lowest = T(1) / 2 - B::kBias;                        // from here down the exponent's bits are 0
+  const T magic = T(typename B::Int(3) << (B::kMantissa - 1)); // rounds to an integer in the low bits when added
+  const T lowest = T(1) / 2 - B::kBias;                        // for x from here down, the exponent's bits are 0
   x = select(x < V(lowest), V(lowest), x);
   typename V::Raw shifted = (x.v - T(0.5)) + magic;
   V r = x - V(shifted - magic);
@@ -178,18 +178,18 @@ template <int kDegree = 5, class T> STROBE_INLINE Vec<T> exp2(Vec<T> x) {
 }
 #endif
 
-// e^r for |r| <= ln(2) / 2: the minimax polynomial with p(0) = p'(0) = 1. Its relative error is 3e-9, with rounding 6e-8.
+// e^r for |r| <= ln(2) / 2: the minimax polynomial with p(0) = p'(0) = 1. The relative error is 3e-9; with rounding 6e-8.
 STROBE_INLINE Vec<float> exp_fraction(Vec<float> r) {
   Vec<float> p = 0.0013813144591881456f;
   p = p * r + 0.008369418826811692f;
   p = p * r + 0.04166845678553441f;
   p = p * r + 0.1666651479149428f;
   p = p * r + 0.4999999305073412f;
-  return p * (r * r) + r + 1.0f; // 1 is added last: only that addition's rounding counts
+  return p * (r * r) + r + 1.0f; // 1 is added last, so that only that addition's rounding counts
 }
 
-// x 2^n, where shifted = n + kIntegers; n must not be less than kLeastExponent / ln 2.
-inline constexpr float kIntegers = 0x1.8p23f;   // adding it rounds to an integer, kept in the low bits
+// x 2^n, where shifted = n + kIntegers. n must be at least kLeastExponent / ln 2.
+inline constexpr float kIntegers = 0x1.8p23f;   // rounds to an integer in the low bits when added
 inline constexpr float kLeastExponent = -87.3f; // natural logarithm of the least normal number
 #if defined(__AVX512DQ__)
 STROBE_INLINE Vec<float> times_power_of_2(Vec<float> x, Vec<float> n, Vec<float>) {
@@ -202,7 +202,7 @@ STROBE_INLINE Vec<float> times_power_of_2(Vec<float> x, Vec<float>, Vec<float> s
 }
 #endif
 
-// tanh and its derivative, neither by a difference that cancels: Cephes' rational form below 0.625, e^-2|x| above.
+// tanh and its derivative, both without a difference that cancels: Cephes' rational form below 0.625, e^-2|x| above.
 template <class T> STROBE_INLINE Vec<T> tanh(Vec<T> x, Vec<T> &slope) {
   using V = Vec<T>;
   V a = abs(x), z = x * x;
@@ -255,7 +255,7 @@ template <class T> STROBE_INLINE Vec<T> log2(Vec<T> x) {
   return select(x < V(T(__builtin_inf())), y, x);
 }
 
-// arccosh(max(y, 1)) / ln 2 and arccosh's derivative: 1 / sqrt(y^2 - 1), 0 where y <= 1. Where y^2 overflows the root is y.
+// arccosh(max(y, 1)) / ln 2, and arccosh's derivative: 1 / sqrt(y^2 - 1), or 0 where y <= 1. Where y^2 overflows, the root is y.
 template <class T> STROBE_INLINE Vec<T> arccosh2(Vec<T> y, Vec<T> &slope) {
   using V = Vec<T>;
   y = max(y, V(1));

@@ -1,10 +1,10 @@
-// Sums over many terms with their rounding errors: each addition to a plain running sum rounds to the last bit of the sum so far.
+// Sums of many terms that keep their rounding errors: a plain running sum rounds each addition to the last bit of the sum so far.
 #pragma once
 #include "tile.h"
 
 namespace strobe::inline STROBE_ISA {
 
-// sum += x, per lane; returns the rounding error (Knuth's two-sum).
+// sum += x in each lane. Returns the rounding error (Knuth's two-sum).
 template <class T> STROBE_INLINE Vec<T> add_rounded(Vec<T> x, Vec<T> &sum) {
   const Vec<T> before = sum, added = (sum = before + x) - before;
   return (before - (sum - added)) + (x - added);
@@ -33,20 +33,20 @@ template <class T> STROBE_INLINE void scale_lanes(T *x, int64_t rows, int64_t wi
       (Vec<T>::load(x + r * width + lane) * Vec<T>::load(factor + lane)).store(x + r * width + lane);
 }
 
-// O or dQ of a piece, rows x width. Products over keys accumulate in `run`. Wherever the keys pass a multiple of kKeys, `run` is added to
-// `total`, and starts again with that addition's rounding error.
+// O or dQ of a piece, rows x width. Products over keys accumulate in `run`. Whenever the keys pass a multiple of kKeys, `run` is added to
+// `total` and starts again with the rounding error of that addition.
 template <class T> struct KeySum {
   static constexpr int64_t kKeys = 512;
   T *run, *total;
   int64_t rows, width;
-  int64_t segment = 0;                   // index of the kKeys keys whose terms are in `run`
-  bool started = false, carried = false; // `run`, `total` has been written
+  int64_t segment = 0;                   // the index of the kKeys keys whose terms are in `run`
+  bool started = false, carried = false; // whether `run` has been written; whether `total` has been
 
   void expect(int64_t key) { // announces the terms of the key tile that begins here
     if (key / kKeys != segment) carry();
     segment = key / kKeys;
   }
-  // The running sum for products that always add: it is set to 0 if no product has written it yet.
+  // The running sum, for products that always add. It is set to 0 if no product has written it yet.
   T *add_to() {
     if (!started) fill(run, rows * width, T(0));
     started = true;

@@ -1,4 +1,4 @@
-// Tiles in memory: scratch, and the loads that bring a tile of a tensor into the layout of lanes (one query a lane).
+// Tiles in memory: scratch, and loads that bring a tensor's tile into the layout of lanes (one query per lane).
 #pragma once
 #include <utility>
 
@@ -6,7 +6,7 @@
 
 namespace strobe::inline STROBE_ISA {
 
-// Hands out 64-byte aligned pieces of the caller's workspace; with a null base it only counts bytes.
+// Hands out 64-byte aligned pieces of the caller's workspace. With a null base it only counts bytes.
 class Arena {
 public:
   explicit Arena(void *base) : base_(static_cast<char *>(base)) {}
@@ -28,11 +28,11 @@ template <class T> STROBE_INLINE void fill(T *p, int64_t count, T value) {
   for (int64_t i = 0; i < count; ++i) p[i] = value;
 }
 
-// Swaps rows and columns of a kLanes x kLanes block held in registers: log2 steps, each of which exchanges rows i and i + s, s a power of
+// Swaps rows and columns of a kLanes x kLanes block in registers. It takes log2 steps; a step exchanges rows i and i + s, with s a power of
 // two.
 template <int s, class T, int... lane> STROBE_INLINE void exchange(Vec<T> &x, Vec<T> &y, std::integer_sequence<int, lane...>) {
   constexpr int L = sizeof...(lane);
-  auto a = x.v, b = y.v; // x keeps a's lanes without bit s and takes b's, y gets the others
+  auto a = x.v, b = y.v; // x keeps the lanes of a without bit s and takes those of b; y takes the others
   x.v = __builtin_shufflevector(a, b, (lane & s ? lane - s + L : lane)...);
   y.v = __builtin_shufflevector(a, b, (lane & s ? lane + L : lane + s)...);
 }
@@ -46,8 +46,8 @@ template <int s = 1, class T> STROBE_INLINE void transpose_block(Vec<T> (&x)[Vec
   }
 }
 
-// dst[c * width + lane] = x[c] * factor for lane < count (0 in further lanes, up to width) and c < columns, where x = row_of(lane, room),
-// and row_of may write to room. width is a multiple of 16; x has round_to(columns, 16) elements that can be read, and buffer has 16 such
+// dst[c * width + lane] = x[c] * factor for lane < count (0 in further lanes, up to width) and c < columns. Here x = row_of(lane, room),
+// and row_of may write to room. width is a multiple of 16. x has round_to(columns, 16) elements that may be read, and buffer has 16 such
 // rows. ahead: the distance, in elements, from each row to a row that will be read soon (0: not known).
 template <class T, class Row>
 STROBE_INLINE void load_lanes(Row &&row_of, int64_t count, int64_t columns, T factor, T *dst, int64_t width, T *buffer, int64_t ahead = 0) {
@@ -90,8 +90,8 @@ __attribute__((noinline)) void load_lanes(const View &src, int64_t b, int64_t h,
   load_lanes<T>(row_of, count, columns, factor, dst, width, buffer, in_place && !src.page_size ? width * src.stride[2] : 0);
 }
 
-// The inverse: dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count. add: adds to the tensor's contents. buffer:
-// 16 rows of round_to(columns, 16) elements.
+// The inverse of load_lanes(): dst(b, h, i0 + lane, c) = src[c * width + lane] * factor[lane] for lane < count. add: adds to what the
+// tensor holds. buffer: 16 rows of round_to(columns, 16) elements.
 template <class T>
 __attribute__((noinline)) void store_lanes(const View &dst, int64_t b, int64_t h, int64_t i0, int64_t count, int64_t columns,
                                            const T *factor, const T *src, int64_t width, T *buffer, bool add = false) {

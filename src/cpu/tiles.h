@@ -16,7 +16,7 @@ template <int c, int a, int b> STROBE_INLINE void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));
 }
 
-// Configures the thread's tile registers while it works.
+// Configures the thread's tile registers during its lifetime.
 struct TileSession {
   STROBE_INLINE TileSession() {
     alignas(64) struct {

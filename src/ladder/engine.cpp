@@ -32,7 +32,7 @@ public:
     const int64_t threads = shares(p, size, execution, direction);
     plan.workspace_bytes =
         sizeof(float) * uint64_t(Algorithm::memory(p, direction) + threads * Algorithm::sram(size, p.head_dim, direction));
-    plan.predicted_seconds = flops(p, direction) / (4e9 * double(execution.threads)); // no choice depends on it
+    plan.predicted_seconds = flops(p, direction) / (4e9 * double(execution.threads)); // no choice depends on this time
     return plan;
   }
 

@@ -1,5 +1,5 @@
-// The rungs of the ladder for tensors on the CPU, by the names of those for a GPU (cuda/families/ladder.h): the papers' algorithms in
-// plain C++.
+// The rungs of the ladder for tensors on the CPU: the papers' algorithms in plain C++. They have the names of the GPU's rungs
+// (cuda/families/ladder.h).
 #pragma once
 #include "../engine.h"
 

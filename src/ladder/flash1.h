@@ -64,7 +64,7 @@ public:
         }
       } // 14
     } // 15
-    // 16: Return O. (Of l and m the backward needs only LSE = m + log l.)
+    // 16: Return O. (The backward needs only LSE = m + log l.)
     for (int64_t i = 0; i < p.seqlen_q && p.lse; i++) *p.lse.at<float>(b, h, i, 0) = log_sum(m[i], l[i], scale);
   }
 
@@ -98,7 +98,7 @@ public:
           // 10: Load Q_i, O_i, dO_i, dQ_i, l_i, m_i from HBM to on-chip SRAM. (O_i and dQ_i below; l_i and m_i are LSE_i)
           load(Qi, Q, i0, tile.end);
           load(dOi, dO, i0, tile.end);
-          // 11: S_ij = tau Q_i K_j^T. (tau stands in the exponent.)
+          // 11: S_ij = tau Q_i K_j^T. (Here tau is applied in the exponent.)
           multiply(P, Qi, KjT);
           // 12: S_ij^masked = MASK(S_ij).
           if (tile.masked) hide(P, band, i0, j0);

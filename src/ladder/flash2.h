@@ -1,5 +1,5 @@
-// Rung 2: O stays on the chip. Dao 2023 (FlashAttention-2), Algorithms 1 and 2, whose lines stand beside the code. The loops of the forward
-// have changed places: a tile of queries is an item of work of its own, O is written once, and the division by l is left to the end.
+// Rung 2: O stays on the chip. Dao 2023 (FlashAttention-2), Algorithms 1 and 2, whose lines stand beside the code. The forward's loops have
+// changed places: a tile of queries is an item of work, O is written once, and the division by l comes at the end.
 #pragma once
 #include "ladder/tile.h"
 
@@ -63,8 +63,8 @@ public:
     for (int64_t r = 0; r < Oi.rows && p.lse; r++) *p.lse.at<float>(b, h, i0 + r, 0) = log_sum(m[0][r], l[0][r], scale);
   } // 16, 17
 
-  // One item: a key head, with the query heads that share it. The paper also divides key tiles among blocks, and adds to dQ atomically;
-  // here the order of every sum must be the same in each run.
+  // One item: a key head, with the query heads that share it. The paper also divides key tiles among blocks, which add to dQ atomically.
+  // Here the order of every sum must be the same in each run.
   static void backward(const Problem &p, const TileSize &size, int64_t item, float *memory, Sram sram) {
     const int64_t b = item / p.heads_kv, kv = item % p.heads_kv, d = p.head_dim, h0 = kv * p.group();
     const Band band = band_of(p);

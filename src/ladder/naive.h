@@ -1,5 +1,5 @@
-// Rung 0: attention as its formula says, S and P whole in memory. Dao et al. 2022 (FlashAttention), Algorithm 0, and Algorithm 3 of
-// appendix B. The products go tile by tile, nothing is fused, and a causal mask saves no work.
+// Rung 0: attention as its formula says, with all of S and P in memory. Dao et al. 2022 (FlashAttention), Algorithm 0, and Algorithm 3 of
+// appendix B. Products are computed tile by tile, nothing is fused, and a causal mask saves no work.
 #pragma once
 #include "ladder/tile.h"
 
@@ -42,7 +42,7 @@ public:
     clear(dK), clear(dV);
     for (int64_t h = kv * p.group(); h < (kv + 1) * p.group(); h++) {
       const Matrix Q = head(p.q, b, h, p.seqlen_q, d), dO = head(p.dout, b, h, p.seqlen_q, d);
-      // The paper keeps P from the forward. Here it is computed again.
+      // The paper keeps P from the forward. Here P is computed again.
       const Matrix P = whole(p, memory, b, h), dP = whole(p, memory + memory_of(p), b, h);
       outer(P, Q, K, size, t);
       softmax(P, p, {}, b, h);

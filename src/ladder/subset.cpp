@@ -5,7 +5,7 @@
 
 namespace strobe::ladder {
 
-constexpr int64_t kMostHeadDim = 256; // as in the papers' kernels
+constexpr int64_t kMostHeadDim = 256; // the limit of the papers' kernels
 
 std::string against(const Problem &p) {
   if (p.head_dim != p.head_dim_v) return "the head dimensions of q and v must be equal";

@@ -1,5 +1,5 @@
-// The building blocks of the CPU's rungs: the matrix of a head in memory ("HBM" in the papers), a tile of it at hand ("SRAM"), and the
-// product of tiles. A tile has only the rows that exist, so nothing is padded.
+// The building blocks of the CPU's rungs: a head's matrix in memory ("HBM" in the papers), a tile of it ("SRAM"), and the product of tiles.
+// A tile has only rows that exist, so nothing is padded.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ struct TileSize {
   int64_t q, k; // Br, Bc
 };
 
-struct Matrix { // one head, with the caller's strides; or a whole S, P, dP or dS
+struct Matrix { // one head, with the caller's strides; or all of S, P, dP or dS
   float *x = nullptr;
   int64_t rows = 0, columns = 0, row_stride = 0, column_stride = 1;
   float &operator()(int64_t i, int64_t c) const { return x[i * row_stride + c * column_stride]; }
@@ -39,7 +39,7 @@ inline void zero(Tile &tile, int64_t rows, int64_t columns) {
   tile.fill(0);
 }
 
-// Hands out a thread's tiles; without memory it only counts their bytes.
+// Hands out a thread's tiles. Without memory it only counts their bytes.
 class Sram {
 public:
   explicit Sram(float *memory = nullptr) : memory_(memory) {}
@@ -62,7 +62,7 @@ inline void load(Tile &tile, const Matrix &m, int64_t i0, int64_t i1, int64_t c0
 }
 inline void load(Tile &tile, const Matrix &m, int64_t i0, int64_t i1) { load(tile, m, i0, i1, 0, m.columns); }
 
-// tile = rows [i0, i1) of m, transposed, so that a product's inner loop runs along them.
+// tile = the rows [i0, i1) of m, transposed, so that the inner loop of a product runs along them.
 inline void load_transposed(Tile &tile, const Matrix &m, int64_t i0, int64_t i1) {
   tile.rows = m.columns, tile.columns = i1 - i0;
   for (int64_t i = i0; i < i1; i++)
@@ -86,8 +86,8 @@ inline void add(const Matrix &m, int64_t i0, const Tile &tile, float factor) {
     for (int64_t c = 0; c < tile.columns; c++) m(i0 + i, c) += tile[i][c] * factor;
 }
 
-// to += x B, a row times a tile; the numbers of x lie `stride` apart. Four rows of B at a time, so that `to` is read and written less
-// often.
+// to += x B, a row times a tile. The numbers of x lie `stride` apart. Four rows of B are taken at a time, so that `to` is read and written
+// less often.
 inline void multiply_add_row(float *__restrict to, const float *__restrict x, int64_t stride, const Tile &B) {
   int64_t k = 0;
   for (; k + 4 <= B.rows; k += 4) {
@@ -117,7 +117,7 @@ inline void multiply(Tile &C, const Tile &A, const Tile &B) {
 
 inline Band band_of(const Problem &p) { return Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right); }
 
-// Hides the scores of queries from i0 on and keys from j0 on that lie outside the band.
+// Sets to -inf the scores, of queries from i0 on and keys from j0 on, that lie outside the band.
 inline void hide(const Tile &S, const Band &band, int64_t i0, int64_t j0) {
   for (int64_t i = 0; i < S.rows; i++)
     for (int64_t j = 0; j < S.columns; j++)
@@ -126,10 +126,10 @@ inline void hide(const Tile &S, const Band &band, int64_t i0, int64_t j0) {
 
 inline float row_max(const float *row, int64_t n) { return n ? *std::max_element(row, row + n) : -kInfinity; }
 
-// The number that exponentials() subtracts: m, but 0 for a row that has seen no key, because -inf - (-inf) would be NaN.
+// The number that exponentials() subtracts: m, or 0 in a row that has seen no key, because -inf - (-inf) would be NaN.
 inline float reference_of(float m) { return m == -kInfinity ? 0 : m; }
 
-// row = exp(scale (row - m)); returns the row's sum
+// row = exp(scale (row - m)). Returns the sum of the row.
 inline float exponentials(float *row, int64_t n, float m, float scale) {
   float sum = 0;
   for (int64_t j = 0; j < n; j++) sum += row[j] = std::exp(scale * (row[j] - m));

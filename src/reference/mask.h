@@ -1,4 +1,4 @@
-// The oracle's evaluation of a mask function at single pairs.
+// The oracle's evaluation of a mask function for single pairs.
 #pragma once
 #include <functional>
 
@@ -10,7 +10,8 @@ struct Place {
   int64_t b, h, i, j, offset;
 };
 
-// Whether the program's mask function lets the query see the key. captured: what it reads, which has to live as long.
+// Whether the program's mask function lets the query see the key. captured: the tensors that it reads; they must exist as long as the
+// result.
 std::function<bool(const Place &)> mask(const score::Program &, const Captured *captured);
 
 } // namespace strobe::oracle

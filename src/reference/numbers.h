@@ -1,4 +1,4 @@
-// The oracle's numbers: any float dtype, and quantised K and V, as double.
+// The numbers of the oracle: any float dtype, and quantised K and V, as double.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace strobe::oracle {
 
-// A 16-bit float: one sign bit, then the bits of the exponent, then those of the fraction.
+// A 16-bit float: one sign bit, then the exponent's bits, then the fraction's bits.
 template <int exponent_bits> double decode(uint16_t bits) {
   constexpr int fraction_bits = 15 - exponent_bits, bias = (1 << (exponent_bits - 1)) - 1;
   constexpr int infinity = ((1 << exponent_bits) - 1) << fraction_bits;
@@ -35,7 +35,7 @@ inline double load(const View &x, int64_t b, int64_t h, int64_t i, int64_t c) {
   throw Error(STROBE_INTERNAL, text("the oracle cannot read ", name(x.dtype)));
 }
 
-// FP8 E4M3: it has no infinity, and the largest exponent holds numbers too.
+// FP8 E4M3. It has no infinity, and its largest exponent holds numbers too.
 inline double e4m3(uint8_t bits) {
   const int exponent = (bits >> 3) & 15, fraction = bits & 7;
   double value = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
@@ -43,7 +43,7 @@ inline double e4m3(uint8_t bits) {
   return bits & 0x80 ? -value : value;
 }
 
-// An element of K or V: the stored number, times its scale if it has one.
+// An element of K or V: the stored number, multiplied by its scale if there is one.
 inline double load(const View &x, const Scales &scales, int64_t b, int64_t h, int64_t i, int64_t c) {
   if (!scales) return load(x, b, h, i, c);
   double stored;

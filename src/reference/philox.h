@@ -1,4 +1,4 @@
-// The oracle's dropout: Philox4x32-7 (Salmon et al. 2011) and the geometry that gives each score its byte.
+// The oracle's dropout: Philox4x32-7 (Salmon et al. 2011), and which byte belongs to which score.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -34,8 +34,8 @@ public:
     key = {uint32_t(x), uint32_t(x >> 32)};
   }
 
-  // The random byte of query i and key j. One Philox call serves a group of 4 queries x 4 keys: those of one 16 x 16 block whose
-  // positions in the block, as bits 3210, agree in bits 2 and 1. Bits 3 and 0 pick one of four words (query) and one of its bytes (key).
+  // The random byte of query i and key j. One Philox call serves a group of 4 queries x 4 keys: those positions of a 16 x 16 block that
+  // agree in bits 2 and 1. Bits 3 and 0 of the query pick one of four words; bits 3 and 0 of the key pick one of its bytes.
   uint32_t byte(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const Counter words = philox4x32_7({group(j), group(i), uint32_t(h), uint32_t(b)}, key);
     return words[slot(i)] >> (8 * slot(j)) & 255;
@@ -51,7 +51,7 @@ private:
   static uint32_t group(int64_t x) { return uint32_t(x / 16 * 4 + x % 8 / 2); }
   static uint32_t slot(int64_t x) { return uint32_t((x & 1) + 2 * (x >> 3 & 1)); }
 
-  uint32_t threshold = 256; // kept: byte < threshold
+  uint32_t threshold = 256; // an element is kept if byte < threshold
   Key key;
 };
 

@@ -32,7 +32,7 @@ void add(Vector &sum, double factor, const double *x) {
 
 // ---- one head of one sequence ----------------------------------------------------------------------------------------------------------
 
-// The tokens [begin, begin + length) of sequence b. In dense tensors begin is 0: a batch axis separates the sequences.
+// The tokens [begin, begin + length) of sequence b. In dense tensors begin is 0, because sequences have a batch axis.
 struct Tokens {
   int64_t begin, length;
 };
@@ -64,7 +64,7 @@ int64_t whole(const int64_t *lengths, int64_t sequences, int64_t b, Tokens t) {
   return lengths ? lengths[sequences > 1 ? b : 0] : t.length;
 }
 
-// (tokens, columns) of one head, in double.
+// The (tokens, columns) of one head, in double.
 class Matrix {
 public:
   Matrix(const View &x, int64_t b, int64_t h, Tokens t, int64_t columns, const Scales &scales = {})
@@ -78,9 +78,9 @@ private:
   Vector values;
 };
 
-// P = exp(s - LSE) of one row. The maximum is kept apart from the sum so that LSE's own rounding does not enter P.
+// P = exp(s - LSE) of one row. The maximum and the sum are kept apart, so that the rounding of LSE does not enter P.
 struct Softmax {
-  double max = 0, sum = 0; // a row that sees no key: LSE = log 0 = -inf, P = 0
+  double max = 0, sum = 0; // for a row that sees no key, LSE = log 0 = -inf and P = 0
   double lse() const { return max + std::log(sum); }
   double operator()(double s) const { return sum == 0 || s == -kInfinity ? 0 : std::exp(s - max) / sum; }
 };
@@ -90,7 +90,7 @@ struct Score {
   double slope; // ds / d(scale q.k)
 };
 
-// The row statistics that the backward needs.
+// The statistics of a row that the backward needs.
 struct Row {
   Softmax softmax;
   double D, dlse;
@@ -126,7 +126,7 @@ struct Head {
     return p.program ? oracle::Function(p.program->graph.nodes(), (*p.program).*root, p.captured) : oracle::Function({}, -1, nullptr);
   }
 
-  // The distance by which key j lies before query i.
+  // How far key j lies before query i.
   int64_t behind(int64_t i, int64_t j) const { return place_q[i] + offset - place_k[j]; }
 
   bool visible(int64_t i, int64_t j) const {
@@ -170,7 +170,7 @@ struct Head {
   Softmax softmax(const std::vector<Score> &row) const {
     double max = sink, sum = 0;
     for (const Score &x : row) max = std::max(max, x.s);
-    if (max == -kInfinity) max = 0; // the query sees no key: every term below is 0, or NaN from a NaN score
+    if (max == -kInfinity) max = 0; // the query sees no key: every term below is 0, or NaN if a score is NaN
     for (const Score &x : row) sum += std::exp(x.s - max);
     return {max, sum + std::exp(sink - max)};
   }
@@ -192,7 +192,7 @@ struct Head {
     return {P, dot(dO[i], output(i, scores, P).data(), p.head_dim_v), dlse(i)};
   }
 
-  // The row statistics from the caller's LSE and O, or LSE and D.
+  // A row's statistics from the caller's LSE and O, or LSE and D.
   Row given_row(int64_t i) const {
     double lse = load(p.lse, b, h, q.begin + i, 0);
     if (p.part.partial) {
@@ -216,12 +216,12 @@ struct Head {
 
 // ---- selections ------------------------------------------------------------------------------------------------------------------------
 
-// A selection as ascending flat indices, copied for the call; absent: everything.
+// A selection as ascending flat indices, copied for the call. If it is absent, everything is selected.
 struct Indices {
   std::optional<std::vector<int64_t>> flat;
   explicit operator bool() const { return flat.has_value(); }
 
-  // The selected indices in [first, first + length), counted from `first`.
+  // The selected indices in [first, first + length), minus `first`.
   std::vector<int64_t> within(int64_t first, int64_t length) const {
     if (!*this) {
       std::vector<int64_t> all(size_t(length), 0);
@@ -303,7 +303,7 @@ private:
     });
   }
 
-  // seqlen: the length of dense tensors' sequences; total: the number of packed tokens.
+  // seqlen: the length of the sequences in dense tensors; total: the number of packed tokens.
   std::vector<int64_t> selected(const Indices &indices, int64_t b, int64_t h, int64_t heads, Tokens t, int64_t seqlen,
                                 int64_t total) const {
     return indices.within(p.varlen ? h * total + t.begin : (b * heads + h) * seqlen, t.length);
@@ -322,7 +322,7 @@ private:
       if (p.lse) *p.lse.at<double>(b, h, head.q.begin + i, 0) = P.lse();
       if (p.lse && p.part.partial) p.lse.at<double>(b, h, head.q.begin + i, 0)[p.lse_low] = 0; // the first number is exact enough
       for (const Score &x : scores)
-        if (x.s > most || std::isnan(x.s)) most = x.s; // a NaN stays: nothing is larger
+        if (x.s > most || std::isnan(x.s)) most = x.s; // a NaN stays, because nothing is larger
       for (size_t j = 0; j < columns.size(); j++)
         if (scores[j].s != -kInfinity) columns[j] += P(scores[j].s);
     }
@@ -352,7 +352,7 @@ private:
     for (int64_t h = h_kv * p.group(); h < (h_kv + 1) * p.group(); h++) {
       const Head head(p, b, h);
       for (int64_t i = 0; i < head.q.length; i++) {
-        std::optional<Row> row; // set once a chosen column is visible to it
+        std::optional<Row> row; // set once the query sees a chosen column
         for (size_t n = 0; n < chosen.size() && chosen[n] < k.length; n++) {
           const Score score = head.score(i, chosen[n]);
           if (score.s == -kInfinity) continue;
@@ -369,7 +369,7 @@ private:
     }
   }
 
-  // dbias = dS, summed over the axes that dbias lacks (stride 0); (b, h) is the place in dbias.
+  // dbias = dS, summed over the axes that dbias lacks (stride 0). (b, h): the place in dbias.
   void matrix_of_dbias(int64_t b, int64_t h) const {
     const bool all_b = !p.dbias.stride[0], all_h = !p.dbias.stride[1], all_i = !p.dbias.stride[2], all_j = !p.dbias.stride[3];
     const int64_t n_i = all_i ? 1 : p.seqlen_q, n_j = all_j ? 1 : p.size_k();
@@ -426,7 +426,7 @@ private:
     }
   }
 
-  // f(j, gradient) for each key that query i sees.
+  // Calls f(j, gradient) for each key j that query i sees.
   template <class F> void each_gradient(const Head &head, int64_t i, F &&f) const {
     const auto scores = head.scores(i);
     const Row row = head.row(i, scores);
@@ -437,7 +437,7 @@ private:
   void write(const View &x, int64_t b, int64_t h, int64_t i, const Vector &values) const {
     if (!x) return;
     for (size_t c = 0; c < values.size(); c++) {
-      if (x.dtype == DType::f32) { // gradients that are added to the caller's
+      if (x.dtype == DType::f32) { // gradients that are added to those of the caller
         float &to = *x.at<float>(b, h, i, int64_t(c));
         to = float(to + values[c]);
       } else {
@@ -464,7 +464,7 @@ public:
     plan.kernel = "the formulas in fp64, row by row";
     plan.tile_q = 1;
     plan.tile_k = p.seqlen_k;
-    // About one multiply-add per nanosecond; backward recomputes the forward for each gradient.
+    // About one multiply-add per nanosecond. The backward computes the forward again for each gradient.
     const double scores = double(p.batch) * double(p.heads) * double(p.seqlen_q) * double(p.seqlen_k);
     plan.predicted_seconds = 1e-9 * scores * double(p.head_dim + p.head_dim_v) * (direction == Direction::forward ? 1 : 5);
     if (p.wishes.tile_q || p.wishes.tile_k) plan.notes.push_back("tile_q, tile_k: no tiles here, each row is computed whole");

@@ -279,14 +279,17 @@ void check_gradient(int32_t n, const strobe_tensor *gradient, const strobe_tenso
   if (is_one_of(kBooleans, dtype) || is_one_of(kIntegers, dtype))
     return reasons.add(argument, Code::excluded, "given for {0} of dtype {1}; accepted is none: only floats have a gradient", of, dtype);
   if (!is_one_of(kReals, dtype) || captured->rank < 0 || captured->rank > 4) return; // refused already
-  Axes axes;
-  for (int32_t axis = 0; axis < captured->rank; axis++) axes.push_back({"that of the captured tensor", captured->shape[axis]});
+  const int32_t rank = gradient->rank;
+  if (rank != captured->rank) return reasons.add(argument, Code::rank, "rank {0}; accepted is {1}, that of {2}", rank, captured->rank, of);
+  if (!std::equal(gradient->shape, gradient->shape + rank, captured->shape))
+    return reasons.add(argument, Code::shape, "shape {0}; accepted is {1}, that of {2}", Numbers{gradient->shape, rank},
+                       Numbers{captured->shape, rank}, of);
   Types types = {DType::f64};
   if (!oracle) {
     types = {DType::f32, DType::f64};
     if (!is_one_of(types, dtype)) types.insert(types.begin(), dtype);
   }
-  checks.accept(argument, *gradient, axes, types, Access::write);
+  checks.accept(argument, *gradient, Axes(size_t(rank), Axis{"any"}), types, Access::write);
 }
 
 Captured captured_of(const strobe_tensor *t) {

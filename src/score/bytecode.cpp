@@ -459,11 +459,11 @@ void compile_loads(const Problem &p, Compiled &made) {
     const Node &load = graph[g.load], &slope = graph[g.slope];
     made.load_lists.push_back(Compiler(p, analysis, graph).run(g.slope, -1, -1));
     made.load_lists.push_back(Compiler(p, analysis, graph).run_place(g.load));
-    made.load_codes.push_back({.captured = load.captured,
-                               .lines = g.lines,
-                               .slope_is_one = slope.op == Op::REAL && slope.real == 1,
-                               .slope_reads_score = reads_score({g.slope}),
-                               .place_reads_score = reads_score({load.inputs.begin(), load.inputs.begin() + load.count})});
+    LoadCode &code = made.load_codes.emplace_back();
+    code.captured = load.captured, code.lines = g.lines;
+    code.slope_is_one = slope.op == Op::REAL && slope.real == 1;
+    code.slope_reads_score = reads_score({g.slope});
+    code.place_reads_score = reads_score({load.inputs.begin(), load.inputs.begin() + load.count});
   }
   for (size_t n = 0; n < made.load_codes.size(); ++n) {
     LoadCode &code = made.load_codes[n];

@@ -78,7 +78,7 @@ struct Vectors {
 // An operation of any kind, element by element. first: the position of QUERY or KEY.
 template <class T> void compute_each(const Instruction &, const Vectors &, int64_t first, const Operand &out, const Operand *in);
 
-// Of a LOAD whose captured tensor wants a gradient. Both codes leave their result where the scores were.
+// The codes of a LOAD whose captured tensor wants a gradient. Both leave their result where the scores were.
 struct LoadCode {
   int32_t captured = 0;
   Lines lines = Lines::general;

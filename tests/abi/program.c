@@ -1,5 +1,5 @@
-/* A program of version 0.1, whose header stands beside it, on the library of today: forward, plan, backward and a prepared call, against
- * loops. It knows no later field. */
+/* A program of version 0.1, with the header of that version, on today's library: forward, plan, backward and a prepared call, compared with
+ * loops. It knows no field that came later. */
 #include <strobe/strobe.h>
 
 #include <math.h>
@@ -83,7 +83,7 @@ int main(void) {
 
   struct {
     strobe_plan plan;
-    uint64_t behind; /* no version may write it */
+    uint64_t behind; /* no version may write here */
   } planned = {{0}, 0x1234};
   planned.plan.size = sizeof planned.plan;
   if (strobe_make_plan(&attention, &tensors, &execution, STROBE_FORWARD, &planned.plan) != STROBE_OK) return failed("plan");

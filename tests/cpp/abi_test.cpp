@@ -1,4 +1,4 @@
-// The C ABI: versions by size, statuses, texts, workspaces, threads; and the correctness of results.
+// The C ABI: versions by size, statuses, texts, workspaces and threads; and that results are correct.
 #include "call.h"
 
 #include <cmath>
@@ -21,7 +21,7 @@ void make_filled(Call &c, Direction direction) {
   for (size_t i = 0; i < c.memory_bytes("mask"); i++) c.data<uint8_t>("mask")[i] = i % 7 != 0;
 }
 
-// Turns a call into one of the reference, whose results are float64.
+// Turns a call into one of the reference. Its results are float64.
 void as_reference(Call &c) {
   c.attention.engine = "reference";
   for (const char *name : {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"})
@@ -102,7 +102,7 @@ TEST_CASE("abi: sizes that no version has") {
 TEST_CASE("abi: an older caller's missing tail is zero") {
   Call call;
   make_dense(call, Direction::forward);
-  call.attention.size = offsetof(strobe_attention, max_seqlen_q); // the later fields do not exist for this caller
+  call.attention.size = offsetof(strobe_attention, max_seqlen_q); // this caller does not have the later fields
   call.attention.max_seqlen_q = call.attention.tile_q = -1;
   call.attention.tile_q = 0;
   call.attention.engine = reinterpret_cast<const char *>(1);
@@ -267,7 +267,7 @@ TEST_CASE("abi: explain answers where nothing would run") {
   Call call;
   make_dense(call, Direction::forward);
   for (const NamedSlot &s : kSlots)
-    if (call.has(s.name)) call[s.name].device_type = STROBE_CUDA; // described only, never accessed
+    if (call.has(s.name)) call[s.name].device_type = STROBE_CUDA; // described, but never accessed
   CHECK(call.run() == STROBE_UNSUPPORTED);
   CHECK(error().starts_with("no engine takes this problem:\n"));
   CHECK(call.untouched());
@@ -279,7 +279,7 @@ TEST_CASE("abi: explain answers where nothing would run") {
 TEST_CASE("abi: the reference follows no pointer of a device") {
   Call call;
   make_dense(call, Direction::forward);
-  int64_t address = int64_t{1} << 40; // it points to no memory
+  int64_t address = int64_t{1} << 40; // points to no memory
   for (const NamedSlot &s : kSlots) {
     if (!call.has(s.name)) continue;
     call[s.name].device_type = STROBE_CUDA, call[s.name].data = reinterpret_cast<void *>(address += int64_t{1} << 32);

@@ -1,7 +1,7 @@
-// Every engine that runs here against the oracle, forward and every gradient, over options and shapes drawn at random. tests/python judges
-// accuracy and covers all pairs of options; this test serves where there is no Python: other machines, emulated or not, and the sanitizers.
-// STROBE_AGREEMENT_ROUNDS sets the number of rounds; STROBE_AGREEMENT_CALLS ends an engine after this many backwards;
-// STROBE_AGREEMENT_ENGINES names the engines to test (commas between). Under an emulated GPU (tests/emulator) only the CUDA engines are
+// Every engine that runs here against the oracle: forward and all gradients, with options and shapes drawn at random. tests/python judges
+// accuracy and covers all pairs of options. This test serves where there is no Python: other machines, emulated or not, and the sanitizers.
+// STROBE_AGREEMENT_ROUNDS sets the number of rounds. STROBE_AGREEMENT_CALLS ends the test of an engine after this many backwards.
+// STROBE_AGREEMENT_ENGINES names the engines to test, separated by commas. Under an emulated GPU (tests/emulator) only the CUDA engines are
 // tested.
 #include "call.h"
 
@@ -21,7 +21,7 @@ constexpr const char *kOracle = "reference";
 
 bool on_gpu(const char *engine) { return std::strncmp(engine, "cuda-", 5) == 0; }
 
-// Far above rounding, far below the effect of a lost lane, row or tile.
+// Far above rounding errors, and far below the effect of a missing lane, row or tile.
 double tolerance(DType type) { return type == DType::f64 ? 1e-11 : type == DType::f32 ? 2e-5 : type == DType::f16 ? 1e-2 : 6e-2; }
 
 double half(uint16_t bits, int mantissa, int bias) {
@@ -31,12 +31,12 @@ double half(uint16_t bits, int mantissa, int bias) {
   return bits >> 15 ? -size : size;
 }
 
-// Kinds of drawn calls. packed_softcap: in 16 bits, where queries past a sequence's end might spoil its gradients by their derivative.
-// lengthy: more keys or queries than one running sum takes. grouped: in 16 bits, many query heads per key head, which a large GPU divides
-// among thread blocks. functions: of the score and of the mask, which read tensors.
+// Kinds of drawn calls. packed_softcap: 16 bits; queries past a sequence's end might spoil its gradients by their derivative. lengthy: more
+// keys or queries than one running sum takes. grouped: 16 bits, many query heads per key head, which a large GPU divides among thread
+// blocks. functions: functions of the score and of the mask, which read tensors.
 enum class Calls { any, packed_softcap, lengthy, wide, grouped, functions };
 
-// The calls of one seed: the same inputs whatever the direction and the engine.
+// The calls of one seed. All directions and engines get the same inputs.
 class Drawn {
 public:
   Drawn(uint32_t seed, Calls calls, Call &call, Direction direction, bool oracle)
@@ -62,19 +62,19 @@ public:
   DType dtype;
 
 private:
-  std::mt19937 random, counts; // counts: how many keys count
+  std::mt19937 random, counts; // counts: draws how many keys count
   Call &c;
   const Calls calls;
   const bool oracle;
   DType wide;
-  int64_t group, hkv, h, b, d, dv, sq, sk, total_q, total_k, used_q, used_k; // packed tokens: all, and those of sequences
+  int64_t group, hkv, h, b, d, dv, sq, sk, total_q, total_k, used_q, used_k; // packed tokens: total_ with padding, used_ without
   bool varlen;
 
   int draw(int n) { return std::uniform_int_distribution<int>(0, n - 1)(random); }
   template <class T> T pick(std::initializer_list<T> from) { return from.begin()[draw(static_cast<int>(from.size()))]; }
   int64_t size() { return pick<int64_t>({1, 3, 8, 16, 17, 31, 32, 40, 64, 65, 80, 128}); }
 
-  // +-[1/4, 2), of any float type
+  // Numbers of magnitude [1/4, 2), of any float type.
   void numbers(const char *name, DType type, const std::vector<int64_t> &shape) {
     const strobe_tensor &t = c.add(name, type, shape);
     const size_t count = c.memory_bytes(name) / static_cast<size_t>(bytes(type));
@@ -115,7 +115,7 @@ private:
       cu_q.push_back(cu_q.back() + q), cu_k.push_back(cu_k.back() + k);
       sq = std::max<int64_t>(sq, q), sk = std::max<int64_t>(sk, k);
     }
-    b += 2, total_q = cu_q.back() + draw(3) * 20, total_k = cu_k.back() + draw(3) * 20; // with padding after the last sequence
+    b += 2, total_q = cu_q.back() + draw(3) * 20, total_k = cu_k.back() + draw(3) * 20; // adds padding after the last sequence
     c.add_values("cu_seqlens_q", DType::i32, cu_q);
     c.add_values("cu_seqlens_k", DType::i32, cu_k);
     c.attention.max_seqlen_q = sq, c.attention.max_seqlen_k = sk;
@@ -125,7 +125,7 @@ private:
     numbers("v", dtype, {total_k, hkv, dv});
     spoil_padding("q", used_q), spoil_padding("k", used_k), spoil_padding("v", used_k);
   }
-  // The tokens from `used` on must not be read: NaN.
+  // Sets the tokens from `used` on to NaN: they must not be read.
   void spoil_padding(const char *name, int64_t used) { spoil(name, used, c[name].shape[0] - used); }
 
   int64_t or_one(int64_t n) { return draw(2) ? n : 1; }
@@ -196,7 +196,7 @@ private:
     case 0:
       with_alibi(x);
       break;
-    case 1: { // indices below 0, which count from the end, and beyond it
+    case 1: { // some indices are below 0, which count from the end, and some are beyond it
       const int32_t shifted = op(STROBE_OP_ADD, {behind, f.integer(7)}), table = reals(f, {h, 50}, {hd, shifted});
       op(STROBE_OP_ADD, {table, x});
       break;
@@ -215,7 +215,7 @@ private:
     case 4:
       with_alibi(softcap(3));
       break;
-    case 5: { // hides by itself, and its derivative is below 0
+    case 5: { // hides keys by itself, and has a negative derivative
       const int32_t one = integers<int32_t>(f, DType::i32, 3, {200}, {i}), other = f.load(captured - 1, {j});
       op(STROBE_OP_WHERE, {op(STROBE_OP_GREATER_EQUAL, {one, other}), op(STROBE_OP_MULTIPLY, {x, f.real(-0.75)}), f.real(-HUGE_VAL)});
       break;
@@ -225,7 +225,7 @@ private:
       op(STROBE_OP_ADD, {a, b});
       break;
     }
-    default: { // x min(x, 2) / 4 + b's number
+    default: { // adds b's number to x min(x, 2) / 4
       const int32_t least = op(STROBE_OP_MINIMUM, {x, f.real(2)}),
                     product = op(STROBE_OP_MULTIPLY, {least, op(STROBE_OP_MULTIPLY, {x, f.real(0.25)})});
       op(STROBE_OP_ADD, {product, reals(f, {b}, {f.add(STROBE_OP_BATCH)})});
@@ -275,7 +275,7 @@ private:
     }
     c.attention.mask_function = c.function(f.all);
   }
-  // Keys that do not count hold NaN.
+  // Keys that do not count become NaN.
   void use_some() {
     std::vector<int32_t> used;
     for (int64_t n = 0; n < b; n++) {
@@ -295,7 +295,7 @@ private:
     const size_t all = static_cast<size_t>(varlen ? t.shape[0] : t.shape[0] * t.shape[1] * t.shape[2]), bytes = c.memory_bytes(name) / all;
     std::memset(static_cast<char *>(t.data) + bytes * static_cast<size_t>(row), 0xFF, bytes * static_cast<size_t>(rows));
   }
-  // Products of q and k near -64: at -1 a distance has a cusp, where rounding has a larger effect than tolerances allow.
+  // Products of q and k near -64. At -1 a distance has a cusp, where rounding has a larger effect than tolerances allow.
   void hyperbolic() {
     c.attention.score = STROBE_HYPERBOLIC, c.attention.beta = pick({0.5, 2.0}), c.attention.shift = draw(2);
     c.attention.has_scale = 0, c.attention.scale = 0;
@@ -376,12 +376,12 @@ std::vector<double> values(Call &c, const char *name) {
   return out;
 }
 
-// cancelled: the size of the terms that cancel in the result; their rounding does not cancel.
+// cancelled: the size of the terms that cancel in the result. Their rounding errors do not cancel.
 void compare(Call &found, Call &expected, const char *name, DType dtype, double cancelled = 0) {
   CAPTURE(std::string(name));
   const std::vector<double> x = values(found, name), ref = values(expected, name);
   REQUIRE(x.size() == ref.size());
-  double most = std::max(1e-3, cancelled); // inputs have size 1; smaller results have cancelled
+  double most = std::max(1e-3, cancelled); // inputs have size 1, so smaller results come from cancellation
   for (double r : ref)
     if (std::isfinite(r)) most = std::max(most, std::fabs(r));
   for (size_t n = 0; n < x.size(); n++) {
@@ -394,8 +394,8 @@ void compare(Call &found, Call &expected, const char *name, DType dtype, double 
   }
 }
 
-// A bias of one column sums whole rows of dS, where sum_j P dP and D cancel. The rest is the rounding of D, which comes from an O rounded
-// to dtype and differs from row to row.
+// A bias of one column sums whole rows of dS, where sum_j P dP and D cancel. What remains is the rounding error of D: D comes from an O
+// rounded to dtype, and its error differs from row to row.
 double cancelled_in_dbias(Call &backward, Call &forward_oracle) {
   if (!backward.has("dbias") || backward["dbias"].shape[3] != 1) return 0;
   const std::vector<double> out = values(forward_oracle, "out"), dout = values(backward, "dout");
@@ -419,8 +419,8 @@ double cancelled_in_dcaptured(Call &backward, Call &forward_oracle) {
   return 50 * std::sqrt(squares);
 }
 
-// Returns false if the engine does not support the call. On a CPU each tensor ends, or begins, at memory that must not be read, because
-// AddressSanitizer is not built for every instruction set.
+// Returns false if the engine does not support the call. On a CPU each tensor ends, or begins, next to memory that must not be read,
+// because AddressSanitizer is not built for every instruction set.
 bool runs(Call &call, const char *engine, bool at_end) {
   call.attention.engine = engine;
   if (on_gpu(engine)) call.move_to_gpu();
@@ -430,7 +430,7 @@ bool runs(Call &call, const char *engine, bool at_end) {
   return true;
 }
 struct Taken {
-  int forward = 0, backward = 0, shared = 0; // shared: backwards that divide the query heads of a key head
+  int forward = 0, backward = 0, shared = 0; // shared: how many backwards divide the query heads of a key head
 };
 bool shares(const Call &call) {
   std::string said(1 << 16, '\0');
@@ -460,8 +460,10 @@ void agrees(uint32_t seed, Calls calls, const char *engine, Taken &taken) {
     if (backward.has(name))
       compare(backward, backward_oracle, name, drawn.dtype, std::strcmp(name, "dbias") ? 0 : cancelled_in_dbias(backward, forward_oracle));
   for (int n = 0; n < STROBE_MOST_CAPTURED; n++)
-    if (const std::string name = text("dcaptured_", n); backward.has(name))
-      compare(backward, backward_oracle, name.c_str(), drawn.dtype, cancelled_in_dcaptured(backward, forward_oracle));
+    if (const std::string name = text("dcaptured_", n); backward.has(name)) {
+      const DType own = static_cast<DType>(backward[name].dtype), rounded = tolerance(own) > tolerance(drawn.dtype) ? own : drawn.dtype;
+      compare(backward, backward_oracle, name.c_str(), rounded, cancelled_in_dcaptured(backward, forward_oracle));
+    }
 }
 
 int number(const char *name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; }
@@ -474,7 +476,7 @@ void every_engine_agrees(Calls calls, int rounds) {
     if (strobe_engine_missing(e) || std::strcmp(engine, kOracle) == 0) continue;
     if (std::strncmp(engine, "ladder-", 7) == 0) continue; // supports no options: tests/python/test_ladder.py
     if (calls == Calls::wide && (std::strcmp(engine, "cuda-sm90") == 0 || std::strcmp(engine, "cuda-tf32") == 0)) continue;
-    if (on_gpu(engine) != emulated) continue; // a real GPU has memory of its own
+    if (on_gpu(engine) != emulated) continue; // a real GPU cannot read this memory
     if (listed && text(",", listed, ",").find(text(",", engine, ",")) == std::string::npos) continue;
     CAPTURE(std::string(engine));
     Taken taken;
@@ -483,7 +485,7 @@ void every_engine_agrees(Calls calls, int rounds) {
       CAPTURE(n);
       agrees(static_cast<uint32_t>(n), calls, engine, taken);
     }
-    if (calls == Calls::packed_softcap && std::strcmp(engine, "cuda-tf32") == 0) continue; // only fp32
+    if (calls == Calls::packed_softcap && std::strcmp(engine, "cuda-tf32") == 0) continue; // only fp32, and these calls have 16 bits
     MESSAGE(std::string(engine) << ": " << taken.forward << " forwards and " << taken.backward << " backwards of " << n);
     CHECK(taken.forward > 0);
     CHECK(taken.backward > 0);

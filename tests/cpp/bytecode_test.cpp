@@ -1,4 +1,4 @@
-// The bytecode of functions of the score, on each instruction set of this machine, beside an evaluator of one pair at a time.
+// The bytecode of functions of the score, on each instruction set of this machine, against an evaluator of one pair at a time.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -51,7 +51,7 @@ const std::vector<Set> &sets_here() {
 // A value of a node for one pair.
 template <class T> struct Value {
   T real = 0;
-  int64_t integer = 0; // of a boolean: 0 or 1
+  int64_t integer = 0; // a boolean is 0 or 1
 };
 
 struct Pair {
@@ -60,7 +60,7 @@ struct Pair {
 
 int64_t wrap(uint64_t x) { return int64_t(x); }
 
-// The definitions of operations.inc, each in double, rounded once.
+// The definitions in operations.inc, each computed in double and rounded once.
 template <class T> class Evaluator {
 public:
   Evaluator(const Graph &graph, const Problem &p) : graph_(graph), p_(p) {}
@@ -293,7 +293,7 @@ private:
   std::vector<Value<T>> all_;
 };
 
-// Captured tensors of reals and integers, with the values that matter.
+// Captured tensors of reals and integers, which include critical values.
 struct Tables {
   std::vector<float> reals;
   std::vector<int32_t> small;
@@ -314,7 +314,7 @@ struct Tables {
     for (size_t n = 0; n < 96; ++n) flags.push_back(random() % 2);
     for (size_t n = 0; n < 35; ++n) matrix.push_back(std::sin(double(n)));
   }
-  // captured: 0 reals, 1 int32, 2 int64, 3 bool, 4 a matrix, transposed
+  // Captured tensor 0: reals; 1: int32; 2: int64; 3: bool; 4: a matrix, transposed.
   void give(Problem &p) {
     const auto one = [](auto &v, DType dtype) {
       Captured c;
@@ -329,7 +329,7 @@ struct Tables {
 };
 
 constexpr Pair kFirst{3, 5, 37, 130, -11};
-constexpr int64_t kRows = 35, kLanes = 16, kStride = 32; // more than one block
+constexpr int64_t kRows = 35, kLanes = 16, kStride = 32; // more than one block of the bytecode
 
 Problem problem_of(Program program, DType dtype, Tables &tables) {
   Problem p;
@@ -345,7 +345,7 @@ template <class T> T score_of(int64_t row, int64_t lane) {
   return T(float(std::sin(double(row * 53 + lane)) * std::exp(double((row + 3 * lane) % 7) - 3)));
 }
 
-// Runs score and seen on a tile in both layouts and compares each pair. exact: bit by bit (NaN equals NaN).
+// Runs score and seen on a tile in both layouts, and compares each pair. exact: bit by bit (NaN equals NaN).
 template <class T> void check(const Graph &graph, int32_t score, int32_t seen, Tables &tables, double tolerance, const std::string &what) {
   Program program;
   program.graph = graph, program.score = score, program.slope = score, program.seen = seen, program.form = Form::general;
@@ -401,7 +401,7 @@ const Listed kOperations[] = {
 #include "strobe/operations.inc"
 };
 
-// Sources of integers: of each stage and width.
+// Integers of each stage and width.
 std::vector<int32_t> integers(Graph &g) {
   const int32_t i = g.add(Op::QUERY), j = g.add(Op::KEY), distance = g.add(Op::SUBTRACT, {i, j});
   return {distance,
@@ -425,7 +425,7 @@ TEST_CASE_TEMPLATE("bytecode: every operation of reals", T, float, double) {
     const int32_t x = g.add(Op::SCORE), i = g.add(Op::QUERY), j = g.add(Op::KEY);
     const int32_t operands[] = {x, g.load(0, Kind::real, {g.add(Op::SUBTRACT, {i, j})}), g.load(0, Kind::real, {j}),
                                 g.load(0, Kind::real, {i}), g.real(0.75)};
-    // Functions that vectors compute have a few ulps; REMAINDER and FLOOR_DIVIDE jump, but not here.
+    // Functions computed by vectors have errors of a few ulps. REMAINDER and FLOOR_DIVIDE jump, but not at these values.
     const double tolerance = row.op >= Op::EXP || row.op == Op::POWER ? ulps<T>(8) : ulps<T>(2);
     for (const int32_t a : operands)
       for (const int32_t b : operands) {

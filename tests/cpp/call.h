@@ -1,4 +1,4 @@
-// A call of the C ABI with memory of its own, for tests to modify.
+// A call of the C ABI that owns its memory, for tests to modify.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -14,7 +14,7 @@
 #include "attention/attention.h"
 #include "guarded.h"
 
-// doctest prints what it compares.
+// doctest needs these to print the values that it compares.
 namespace strobe {
 inline doctest::String toString(DType type) { return name(type); }
 } // namespace strobe
@@ -49,7 +49,7 @@ public:
   template <class T> T *data(const std::string &name) { return reinterpret_cast<T *>(held.at(name).memory.data()); }
   size_t memory_bytes(const std::string &name) const { return held.at(name).memory.size(); }
 
-  // A contiguous tensor of bytes kFill.
+  // Adds a contiguous tensor, whose bytes are kFill.
   strobe_tensor &add(const std::string &name, DType dtype, const std::vector<int64_t> &shape) {
     Held &h = held[name];
     h.tensor = {};
@@ -70,7 +70,7 @@ public:
     if (!values.empty()) std::memcpy(t.data, values.data(), values.size() * sizeof(T));
     return t;
   }
-  // Puts gaps between a tensor's values: the last axis has this stride. backwards: all strides are negative.
+  // Puts gaps between a tensor's values: the last axis gets this stride. backwards: all strides are negative.
   void spread(const std::string &name, int64_t stride, bool backwards) {
     Held &h = held.at(name);
     strobe_tensor &t = h.tensor;
@@ -116,7 +116,7 @@ public:
     return direction == Direction::forward ? strobe_forward(&attention, &tensors, &execution)
                                            : strobe_backward(&attention, &tensors, &execution);
   }
-  // Runs the call with each of its own tensors in guarded memory.
+  // Runs the call with each of its tensors in guarded memory.
   int32_t run_guarded(bool at_end) {
     std::vector<std::unique_ptr<Guarded>> guarded;
     std::vector<void *> before;
@@ -146,7 +146,7 @@ public:
   }
 
 private:
-  static constexpr unsigned char kFill = 0x3C; // as a float of any width it is small and finite
+  static constexpr unsigned char kFill = 0x3C; // a small finite number in a float of any width
   static inline const std::vector<const char *> kForwardResults = {"out", "lse", "max_logit", "column_sums"};
   static inline const std::vector<const char *> kBackwardResults = {
       "dq", "dk", "dv", "dbias", "dsinks",
@@ -171,7 +171,7 @@ private:
     std::vector<strobe_node> nodes;
     strobe_function function;
   };
-  std::map<std::string, Held> held; // a map's nodes do not move
+  std::map<std::string, Held> held; // elements of a map keep their addresses
   std::vector<std::unique_ptr<Function>> functions;
 };
 
@@ -184,7 +184,7 @@ inline strobe_addresses addresses(const Call &call) {
   return at;
 }
 
-// Sizes that differ from one another, so that no check passes by accident.
+// All sizes differ, so that no check passes by accident.
 inline constexpr int64_t B = 2, H = 4, Hkv = 2, Sq = 21, Sk = 38, D = 8, Dv = 6;
 
 inline void add_results(Call &c, Direction direction, const std::vector<int64_t> &q, const std::vector<int64_t> &k,
@@ -194,7 +194,7 @@ inline void add_results(Call &c, Direction direction, const std::vector<int64_t>
   c.add("lse", DType::f32, rows);
   if (direction == Direction::forward) {
     const bool packed = c.has("cu_seqlens_q");
-    c.add("max_logit", DType::f32, {B, H}); // there are B packed sequences as well
+    c.add("max_logit", DType::f32, {B, H}); // there are also B packed sequences
     c.add("column_sums", DType::f32, packed ? std::vector{H, Sk} : std::vector{B, H, Sk});
     return;
   }
@@ -207,7 +207,7 @@ inline void add_results(Call &c, Direction direction, const std::vector<int64_t>
   if (c.has("sinks")) c.add("dsinks", DType::f32, {H});
 }
 
-// Every option that a dense problem can have.
+// A call with every option that a dense problem can have.
 inline void make_dense(Call &c, Direction direction) {
   c.add("q", DType::f32, {B, H, Sq, D});
   c.add("k", DType::f32, {B, Hkv, Sk, D});
@@ -222,7 +222,7 @@ inline void make_dense(Call &c, Direction direction) {
   add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
 }
 
-// Two sequences: 13 and 8 queries, 0 and 38 keys.
+// A call with two sequences: 13 and 8 queries, 0 and 38 keys.
 inline void make_varlen(Call &c, Direction direction) {
   c.add("q", DType::f32, {Sq, H, D});
   c.add("k", DType::f32, {Sk, Hkv, D});
@@ -233,7 +233,7 @@ inline void make_varlen(Call &c, Direction direction) {
   add_results(c, direction, {Sq, H, D}, {Sk, Hkv, D}, {Sk, Hkv, Dv}, {Sq, H, Dv}, {H, Sq});
 }
 
-// The keys of two sequences in pages of 5: 30 and 38 of 40. Packed: 13 and 8 queries.
+// The keys of two sequences in pages of 5: 30 and 38 keys of at most 40. If packed: 13 and 8 queries.
 inline constexpr int64_t kPage = 5, kPages = 16, kPagesEach = 8;
 inline void make_paged(Call &c, bool packed) {
   c.direction = Direction::forward;
@@ -255,7 +255,7 @@ inline void make_paged(Call &c, bool packed) {
   c.add("column_sums", DType::f32, {B, H, kPagesEach * kPage});
 }
 
-// Quantised keys, which only the reference supports: dense, packed or paged; scales of k by key, or by column and 32 rows.
+// Quantised keys, which only the reference supports, in dense, packed or paged calls. k has scales by key, or by column and 32 rows.
 inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(Call &, Direction)) {
   make(c, Direction::forward);
   const int64_t each = stored == DType::i4x2 ? 2 : 1;
@@ -272,7 +272,7 @@ inline void make_quantised(Call &c, DType stored, bool by_column, void (*make)(C
   }
   c.attention.k_scale_group = by_column ? 32 : 0;
 }
-// Gives the call the reference's result dtypes.
+// Gives the results of a call the dtypes of the reference.
 inline void make_for_reference(Call &c) {
   c.attention.engine = "reference";
   std::vector<const char *> results = {"out", "lse", "max_logit", "column_sums", "dq", "dk", "dv", "dbias", "dsinks"};
@@ -282,7 +282,7 @@ inline void make_for_reference(Call &c) {
     if (c.has(name)) c.add(name, DType::f64, std::vector<int64_t>(c[name].shape, c[name].shape + c[name].rank));
 }
 
-// Blocks of 16 x 16: 2 x 3 for each of the batch, one pattern for all heads. Kept: {0}, {0, 2} and {}, {1, 2}.
+// Blocks of 16 x 16: 2 x 3 for each batch, one pattern for all heads. Kept are {0}, {0, 2} in the first batch and {}, {1, 2} in the second.
 inline void make_sparse(Call &c, Direction direction) {
   c.add("q", DType::f32, {B, H, Sq, D});
   c.add("k", DType::f32, {B, Hkv, Sk, D});
@@ -336,7 +336,7 @@ private:
   }
 };
 
-// q, k, v and a score_function that adds eight captured tensors, of each dtype and rank, to x.
+// A call of q, k, v, and a score_function that adds eight captured tensors, of each dtype and rank, to x.
 inline void make_captured(Call &c, Direction direction) {
   c.add("q", DType::f32, {B, H, Sq, D});
   c.add("k", DType::f32, {B, Hkv, Sk, D});
@@ -391,7 +391,7 @@ struct PartOf {
   List q_ranges, k_ranges, seqlens_q, seqlens_k;
   strobe_part part{};
 
-  // By default the rows of make_dense: queries at positions 5 to 16 and 20 to 28 of 30, keys at positions 0 to 37 of 40.
+  // By default, the rows of make_dense: queries at positions 5 to 16 and 20 to 28 of 30, and keys at positions 0 to 37 of 40.
   PartOf() {
     part.size = sizeof part;
     set(q_ranges, {5, 12, 20, 9}, {1, 2, 2}), set(k_ranges, {0, 38}, {1, 1, 2});
@@ -405,7 +405,7 @@ struct PartOf {
   }
 };
 
-// make_dense without the tensors that a part excludes.
+// make_dense, without the tensors that a part excludes.
 inline void make_part(Call &call, PartOf &of, Direction direction, bool partial = false) {
   make_dense(call, direction);
   for (const char *name : {"seqused_k", "mask", "bias", "dbias", "max_logit", "column_sums"}) call.drop(name);

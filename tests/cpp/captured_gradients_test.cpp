@@ -27,7 +27,7 @@ struct Positions {
   int32_t ids(const std::vector<int32_t> &at) { return g.load(1, Kind::integer, at); }
 };
 
-Lines lines(std::vector<int32_t> (*indices)(Positions &)) {
+Lines lines_by(std::vector<int32_t> (*indices)(Positions &)) {
   Positions p;
   const std::vector<int32_t> at = indices(p);
   return score::lines_of(p.g, p.g.load(0, Kind::real, at));
@@ -36,33 +36,33 @@ Lines lines(std::vector<int32_t> (*indices)(Positions &)) {
 using P = Positions;
 
 TEST_CASE("captured gradients: elements that are one along rows") {
-  CHECK(lines([](P &) { return std::vector<int32_t>{}; }) == Lines::rows);
-  CHECK(lines([](P &p) { return std::vector{p.b, p.h, p.one}; }) == Lines::rows);
-  CHECK(lines([](P &p) { return std::vector{p.h, p.i}; }) == Lines::rows);
-  CHECK(lines([](P &p) { return std::vector{p.ids({p.b, p.i})}; }) == Lines::rows);
-  CHECK(lines([](P &p) { return std::vector{p.sum(p.difference(p.i, p.j), p.j)}; }) == Lines::rows); // j cancels
-  CHECK(lines([](P &p) { return std::vector{p.difference(p.j, p.j)}; }) == Lines::rows);
-  CHECK(lines([](P &p) { return std::vector{p.product(p.j, p.g.integer(0))}; }) == Lines::rows);
+  CHECK(lines_by([](P &) { return std::vector<int32_t>{}; }) == Lines::rows);
+  CHECK(lines_by([](P &p) { return std::vector{p.b, p.h, p.one}; }) == Lines::rows);
+  CHECK(lines_by([](P &p) { return std::vector{p.h, p.i}; }) == Lines::rows);
+  CHECK(lines_by([](P &p) { return std::vector{p.ids({p.b, p.i})}; }) == Lines::rows);
+  CHECK(lines_by([](P &p) { return std::vector{p.sum(p.difference(p.i, p.j), p.j)}; }) == Lines::rows); // j cancels
+  CHECK(lines_by([](P &p) { return std::vector{p.difference(p.j, p.j)}; }) == Lines::rows);
+  CHECK(lines_by([](P &p) { return std::vector{p.product(p.j, p.g.integer(0))}; }) == Lines::rows);
 }
 
 TEST_CASE("captured gradients: elements that are one along columns") {
-  CHECK(lines([](P &p) { return std::vector{p.j}; }) == Lines::columns);
-  CHECK(lines([](P &p) { return std::vector{p.h, p.ids({p.ids({p.j})})}; }) == Lines::columns);
-  CHECK(lines([](P &p) { return std::vector{p.product(p.h, p.j), p.sum(p.offset, p.j)}; }) == Lines::columns);
-  CHECK(lines([](P &p) { return std::vector{p.g.add(Op::FLOOR_DIVIDE, {p.j, p.two})}; }) == Lines::columns);
+  CHECK(lines_by([](P &p) { return std::vector{p.j}; }) == Lines::columns);
+  CHECK(lines_by([](P &p) { return std::vector{p.h, p.ids({p.ids({p.j})})}; }) == Lines::columns);
+  CHECK(lines_by([](P &p) { return std::vector{p.product(p.h, p.j), p.sum(p.offset, p.j)}; }) == Lines::columns);
+  CHECK(lines_by([](P &p) { return std::vector{p.g.add(Op::FLOOR_DIVIDE, {p.j, p.two})}; }) == Lines::columns);
 }
 
 TEST_CASE("captured gradients: elements that are one along diagonals") {
-  CHECK(lines([](P &p) { return std::vector{p.difference(p.i, p.j)}; }) == Lines::diagonals);
-  CHECK(lines([](P &p) { return std::vector{p.h, p.difference(p.j, p.i)}; }) == Lines::diagonals);
-  CHECK(lines([](P &p) { return std::vector{p.sum(p.difference(p.sum(p.i, p.offset), p.j), p.one)}; }) == Lines::diagonals);
-  CHECK(lines([](P &p) { return std::vector{p.difference(p.i, p.difference(p.j, p.h))}; }) == Lines::diagonals);
-  CHECK(lines([](P &p) { return std::vector{p.sum(p.i, p.g.add(Op::NEGATE, {p.j}))}; }) == Lines::diagonals);
-  CHECK(lines([](P &p) { return std::vector{p.difference(p.product(p.i, p.two), p.product(p.two, p.j))}; }) == Lines::diagonals);
-  CHECK(lines([](P &p) { return std::vector{p.difference(p.i, p.j), p.g.add(Op::ABSOLUTE, {p.difference(p.j, p.i)})}; }) ==
+  CHECK(lines_by([](P &p) { return std::vector{p.difference(p.i, p.j)}; }) == Lines::diagonals);
+  CHECK(lines_by([](P &p) { return std::vector{p.h, p.difference(p.j, p.i)}; }) == Lines::diagonals);
+  CHECK(lines_by([](P &p) { return std::vector{p.sum(p.difference(p.sum(p.i, p.offset), p.j), p.one)}; }) == Lines::diagonals);
+  CHECK(lines_by([](P &p) { return std::vector{p.difference(p.i, p.difference(p.j, p.h))}; }) == Lines::diagonals);
+  CHECK(lines_by([](P &p) { return std::vector{p.sum(p.i, p.g.add(Op::NEGATE, {p.j}))}; }) == Lines::diagonals);
+  CHECK(lines_by([](P &p) { return std::vector{p.difference(p.product(p.i, p.two), p.product(p.two, p.j))}; }) == Lines::diagonals);
+  CHECK(lines_by([](P &p) { return std::vector{p.difference(p.i, p.j), p.g.add(Op::ABSOLUTE, {p.difference(p.j, p.i)})}; }) ==
         Lines::diagonals);
   // T5's buckets: steps of the logarithm of the distance
-  CHECK(lines([](P &p) {
+  CHECK(lines_by([](P &p) {
           const int32_t distance = p.g.add(Op::MAXIMUM, {p.difference(p.i, p.j), p.one}), log = p.g.add(Op::LOG, {p.real(distance)});
           const int32_t far = p.g.add(Op::TO_INTEGER, {log}), near = p.g.add(Op::LESS, {distance, p.two});
           return std::vector{p.g.add(Op::WHERE, {near, distance, far}), p.h};
@@ -70,17 +70,17 @@ TEST_CASE("captured gradients: elements that are one along diagonals") {
 }
 
 TEST_CASE("captured gradients: elements of single pairs") {
-  CHECK(lines([](P &p) { return std::vector{p.i, p.j}; }) == Lines::general);
-  CHECK(lines([](P &p) { return std::vector{p.sum(p.i, p.j)}; }) == Lines::general);
-  CHECK(lines([](P &p) { return std::vector{p.difference(p.product(p.i, p.two), p.j)}; }) == Lines::general);
-  CHECK(lines([](P &p) { return std::vector{p.i, p.difference(p.i, p.j)}; }) == Lines::general);
-  CHECK(lines([](P &p) { return std::vector{p.difference(p.product(p.h, p.i), p.product(p.h, p.j))}; }) ==
+  CHECK(lines_by([](P &p) { return std::vector{p.i, p.j}; }) == Lines::general);
+  CHECK(lines_by([](P &p) { return std::vector{p.sum(p.i, p.j)}; }) == Lines::general);
+  CHECK(lines_by([](P &p) { return std::vector{p.difference(p.product(p.i, p.two), p.j)}; }) == Lines::general);
+  CHECK(lines_by([](P &p) { return std::vector{p.i, p.difference(p.i, p.j)}; }) == Lines::general);
+  CHECK(lines_by([](P &p) { return std::vector{p.difference(p.product(p.h, p.i), p.product(p.h, p.j))}; }) ==
         Lines::general); // it is not seen
-  CHECK(lines([](P &p) { return std::vector{p.ids({p.i, p.j})}; }) == Lines::general);
-  CHECK(lines([](P &p) { return std::vector{p.g.add(Op::WHERE, {p.g.add(Op::LESS, {p.i, p.j}), p.i, p.j})}; }) == Lines::general);
-  CHECK(lines([](P &p) { return std::vector{p.g.add(Op::TO_INTEGER, {p.x})}; }) == Lines::general);
+  CHECK(lines_by([](P &p) { return std::vector{p.ids({p.i, p.j})}; }) == Lines::general);
+  CHECK(lines_by([](P &p) { return std::vector{p.g.add(Op::WHERE, {p.g.add(Op::LESS, {p.i, p.j}), p.i, p.j})}; }) == Lines::general);
+  CHECK(lines_by([](P &p) { return std::vector{p.g.add(Op::TO_INTEGER, {p.x})}; }) == Lines::general);
   // float32 rounds positions, so this is no function of i - j
-  CHECK(lines([](P &p) { return std::vector{p.g.add(Op::TO_INTEGER, {p.difference(p.real(p.i), p.real(p.j))})}; }) == Lines::general);
+  CHECK(lines_by([](P &p) { return std::vector{p.g.add(Op::TO_INTEGER, {p.difference(p.real(p.i), p.real(p.j))})}; }) == Lines::general);
 }
 
 TEST_CASE("captured gradients: the program has a row for each LOAD on which the score depends smoothly") {
@@ -117,16 +117,16 @@ TEST_CASE("captured gradients: each reason against one") {
     void (*how)(Call &);
   };
   const Wrong all[] = {
-      {"dcaptured_1: shape (5); accepted is (that of the captured tensor=4)", [](Call &c) { c.add("dcaptured_1", DType::f32, {5}); }},
-      {"dcaptured_1: rank 2; accepted is 1, (that of the captured tensor=4)", [](Call &c) { c.add("dcaptured_1", DType::f32, {H, 1}); }},
+      {"dcaptured_1: shape (5); accepted is (4), that of captured_1", [](Call &c) { c.add("dcaptured_1", DType::f32, {5}); }},
+      {"dcaptured_1: rank 2; accepted is 1, that of captured_1", [](Call &c) { c.add("dcaptured_1", DType::f32, {H, 1}); }},
       {"dcaptured_3: dtype bfloat16; accepted is float16, float32, float64",
        [](Call &c) { c.add("dcaptured_3", DType::bf16, {B, H, Sq}); }},
       {"dcaptured_1: dtype float16; accepted is float32, float64", [](Call &c) { c.add("dcaptured_1", DType::f16, {H}); }},
-      {"dcaptured_1: shares memory with dq; accepted is memory of its own where the tensor is written",
+      {"dq: shares memory with dcaptured_1; accepted is memory of its own where the tensor is written",
        [](Call &c) { c["dcaptured_1"].data = c["dq"].data; }},
       {"dcaptured_1: shares memory with captured_1; accepted is memory of its own where the tensor is written",
        [](Call &c) { c["dcaptured_1"].data = c["captured_1"].data; }},
-      {"dcaptured_1: strides (0); accepted are positive ones where the tensor is written",
+      {"dcaptured_1: strides (0); accepted are positive strides where the tensor is written",
        [](Call &c) { c["dcaptured_1"].strides[0] = 0; }},
       {"dcaptured_1: data is null, shape (4); accepted is null only for a tensor without elements",
        [](Call &c) { c["dcaptured_1"].data = nullptr; }},

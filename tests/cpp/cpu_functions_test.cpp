@@ -1,5 +1,5 @@
-// Functions of the score on each CPU engine of this machine: in pages, of quantised keys, in parts, and with the same bits in any tile.
-// agreement_test.cpp has all other options.
+// Functions of the score on each CPU engine of this machine: with pages, with quantised keys, in parts, and with the same bits in any tile.
+// agreement_test.cpp tests all other options.
 #include "functions.h"
 
 #include <cstring>
@@ -17,7 +17,7 @@ std::vector<std::string> engines() {
   return all;
 }
 
-// Numbers of size 1, and some hidden keys.
+// Numbers of size 1, and a mask that hides some keys.
 void fill(Call &c) {
   int seed = 0;
   for (const char *name : {"q", "k", "v", "k_scale", "v_scale", "bias", "alibi_slopes", "sinks", "dout", "dlse"}) {
@@ -44,7 +44,7 @@ void fill(Call &c) {
 using Make = void (*)(Call &, Direction);
 void in_pages(Call &c, Direction) { make_paged(c, false); }
 void in_packed_pages(Call &c, Direction) { make_paged(c, true); }
-void few_in_pages(Call &c, Direction) { // 3 queries: keys lie across lanes
+void few_in_pages(Call &c, Direction) { // 3 queries are few: keys lie across lanes
   make_paged(c, false);
   c.add("q", DType::f32, {B, H, 3, D}), c.add("out", DType::f32, {B, H, 3, Dv}), c.add("lse", DType::f32, {B, H, 3});
   c.add("mask", DType::boolean, {B, 1, 3, kPagesEach * kPage});
@@ -84,7 +84,7 @@ bool given(const Call &c, const std::string &name) {
   return false;
 }
 
-// make_for_reference() without the results that the call does not ask for.
+// make_for_reference(), for the results that the call asks for.
 void for_reference(Call &c) {
   std::vector<const char *> dropped;
   for (const NamedSlot &s : kSlots)
@@ -153,7 +153,7 @@ TEST_CASE("functions on CPU engines: pages, few queries, quantised keys, parts a
         for (const char *name : {"dq", "dk", "dv", "dsinks"})
           if (given(backward, name)) compare(backward, backward_oracle, name);
       }
-    if (engine != "cpu-avx512bf16") CHECK(ran > 100); // which has no FP32
+    if (engine != "cpu-avx512bf16") CHECK(ran > 100); // that engine has no FP32
   }
 }
 

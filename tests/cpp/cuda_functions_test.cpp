@@ -1,5 +1,5 @@
-// The code that CUDA engines make of each operation of a function of the score, on an emulated GPU, against the reference; and what its key
-// and its arguments depend on. tests/nvrtc looks at what ptxas makes of it.
+// The code that CUDA engines generate for each operation of a function of the score, on an emulated GPU, against the reference; and what
+// the code's key and arguments depend on. tests/nvrtc checks what ptxas generates.
 #include "call.h"
 
 #include <bit>
@@ -15,14 +15,15 @@ namespace {
 
 bool emulated() { return std::getenv("STROBE_EMULATOR_NVRTC"); }
 
-// A call of one query and one key in each of kValues sequences, whose LSE is therefore the score: that of head h is operation h of these
-// sequences' numbers.
+// A call with one query and one key in each of kValues sequences, so that LSE is the score. In head h, the score is the result of operation
+// h for the numbers of each sequence.
 constexpr int64_t kValues = 16;
 
 class Operations {
 public:
-  // of reals; those of which NVRTC makes no calls in FP64, because the emulator has no calls; all others; those that are approximated in 16
-  // bits. The emulator has no tables, which sine, cosine and tangent read.
+  // Groups of operations. reals: operations of reals. reals_without_calls: those for which NVRTC generates no calls in FP64, because the
+  // emulator has no calls. others: all others. approximated: those that are approximated in 16 bits. Sine, cosine and tangent are left out,
+  // because they read tables and the emulator has none.
   enum class Which { reals, reals_without_calls, others, approximated };
   Nodes f;
   int32_t count = 0;
@@ -48,7 +49,7 @@ private:
     const int32_t own = f.add(STROBE_OP_EQUAL, {head_, f.integer(count++)});
     result_ = result_ < 0 ? value : f.add(STROBE_OP_WHERE, {own, value, result_});
   }
-  void is_integer(int32_t value) { // small enough for FP32
+  void is_integer(int32_t value) { // value must be small enough for FP32
     is(f.add(STROBE_OP_TO_REAL, {f.add(STROBE_OP_REMAINDER, {value, f.integer(1009)})}));
   }
   void is_boolean(int32_t value) { is(f.add(STROBE_OP_TO_REAL, {value})); }
@@ -120,7 +121,7 @@ private:
     is(f.load(0, {m_}));
     is(f.load(6, {narrow_, n_}));
     for (const strobe_operation o : {STROBE_OP_QUERY, STROBE_OP_KEY, STROBE_OP_OFFSET, STROBE_OP_BATCH}) is_integer(f.add(o));
-    for (int n = 0; n < 3; n++) is(op(STROBE_OP_ADD, {u_, f.real(n)})); // by then there are more numbers than arguments
+    for (int n = 0; n < 3; n++) is(op(STROBE_OP_ADD, {u_, f.real(n)})); // from here on there are more numbers than arguments
   }
 };
 
@@ -159,7 +160,7 @@ void make(Call &c, const Operations &operations, DType dtype, DType results) {
     for (int at = 0; at < 27; at++) c.data<double>("captured_6")[at] = 0.25 * at;
   }
   std::vector<strobe_node> nodes = operations.f.all;
-  strobe_node last{}; // the result has to be the last node
+  strobe_node last{}; // the result must be the last node
   last.operation = STROBE_OP_ADD, last.inputs[0] = operations.result();
   strobe_node zero{};
   zero.operation = STROBE_OP_REAL;

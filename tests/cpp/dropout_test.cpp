@@ -1,4 +1,4 @@
-// kernels/attention/dropout.h against Random123's vectors and against the definition, spelled out byte by byte.
+// Compares kernels/attention/dropout.h with Random123's vectors, and with the definition, which is spelled out here byte by byte.
 #include "kernels/attention/dropout.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@ using namespace strobe;
 
 namespace {
 
-// docs/semantics.md, word for word. Deliberately written without dropout.h.
+// docs/semantics.md, word for word, deliberately without dropout.h.
 uint64_t finalise(uint64_t x) {
   x ^= x >> 30, x *= 0xBF58476D1CE4E5B9;
   x ^= x >> 27, x *= 0x94D049BB133111EB;
@@ -101,7 +101,7 @@ TEST_CASE("dropout: strobe_dropout_mask writes the same, through strides") {
           }
     CHECK(wrong == 0);
     const double n = double(B * H * Sq * Sk), rate = 179.0 / 256;
-    CHECK(std::abs(kept - n * rate) < 5 * std::sqrt(n * rate * (1 - rate))); // five standard deviations; the draw is fixed
+    CHECK(std::abs(kept - n * rate) < 5 * std::sqrt(n * rate * (1 - rate))); // five standard deviations; the seed is fixed
   }
 }
 

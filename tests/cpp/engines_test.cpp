@@ -1,4 +1,4 @@
-// The choice among engines, with engines whose answers the test sets.
+// The choice among engines. The test sets the answers of the engines.
 #include "engines.h"
 #include "score/build.h"
 #include <algorithm>
@@ -18,7 +18,7 @@ public:
   const char *name() const override { return name_; }
   std::string missing() const override { return missing_; }
   bool only_by_name() const override { return only_by_name_; }
-  Answer plan(const Problem &p, const Execution &, Direction) const override { // supports float32, adjacent columns, and no softcap
+  Answer plan(const Problem &p, const Execution &, Direction) const override { // supports float32 and adjacent columns, but no softcap
     if (p.dtype != DType::f32) return "float32 only";
     if (p.program) return "no softcap";
     if (p.q && p.q.stride[3] != 1) return "columns apart";
@@ -48,7 +48,7 @@ TEST_CASE("decide: nobody takes it") {
   Problem p;
   CHECK_THROWS_WITH_AS(decide(p, choice), "no engine takes this problem:\nbest: no softcap\nabsent: this CPU lacks it\nplain: no masks",
                        Error);
-  p.wishes.engine = "plain"; // only the requested engine's reason
+  p.wishes.engine = "plain"; // then only the requested engine gives a reason
   CHECK_THROWS_WITH_AS(decide(p, choice), "the engine that was asked for cannot take this problem:\nplain: no masks", Error);
 }
 
@@ -106,7 +106,7 @@ TEST_CASE("choose: a name forces its engine") {
     const Choice choice = choose(p, {}, Direction::forward);
     const auto row = std::find_if(choice.rows.begin(), choice.rows.end(), [&](const Choice::Row &r) { return r.engine == engine; });
     REQUIRE(row != choice.rows.end());
-    if (stands_elsewhere(*row, choice, p)) continue;                        // its namesake for the CPU comes in another iteration
+    if (stands_elsewhere(*row, choice, p)) continue;                        // the CPU's engine of this name comes later
     if (const std::string *reason = std::get_if<std::string>(&row->answer)) // the engine is missing here, or has no float32
       CHECK_THROWS_WITH_AS(decide(p, choice), doctest::Contains(reason->c_str()), Error);
     else
@@ -160,7 +160,7 @@ TEST_CASE("predict: padded lanes and packed keys count") {
   CHECK(of(18) == doctest::Approx(of(32)));
   if (predicted(self_attention(DType::f32, 2, 1, 4096, 64), "cpu-amx") == 0) return; // cpu-amx is not available here
   CHECK(std::string(name) == "cpu-avx512");
-  for (int64_t keys : {512, 8192}) { // more queries share the packed keys, so the products dominate
+  for (int64_t keys : {512, 8192}) { // more queries share the packed keys, so that the products dominate
     const Problem few = self_attention(DType::f32, 2, 16, keys, 64), many = self_attention(DType::f32, 2, 4096, keys, 64);
     CHECK(predicted(few, "cpu-amx") > predicted(few, "cpu-avx512"));
     CHECK(predicted(many, "cpu-amx") < predicted(many, "cpu-avx512"));

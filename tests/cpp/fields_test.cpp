@@ -1,4 +1,4 @@
-// Every field of the table (strobe/fields.inc) has its place in explain(), in prepared calls and in the checks.
+// Every field of the table (strobe/fields.inc) appears in explain(), in prepared calls and in the checks.
 #include "call.h"
 
 #include <set>
@@ -8,7 +8,7 @@ using namespace strobe::test;
 
 namespace {
 
-// What strobe_explain says of the call, without the engines; empty if the call is refused.
+// What strobe_explain says about the call, without the engines; empty if the call is refused.
 std::string explained(Call &call) {
   std::string text(1 << 14, '\0');
   const int32_t status = strobe_explain(&call.attention, &call.tensors, &call.execution, static_cast<int32_t>(call.direction), text.data(),
@@ -17,7 +17,7 @@ std::string explained(Call &call) {
   return text.substr(0, text.find("\nengines\n"));
 }
 
-// q, k, v, out and lse.
+// A call with q, k, v, out and lse.
 void make_plain(Call &call, Direction direction = Direction::forward) {
   make_dense(call, direction);
   for (const char *name : {"mask", "bias", "alibi_slopes", "sinks", "rng", "seqused_k", "max_logit", "column_sums", "dbias", "dsinks"})
@@ -25,7 +25,7 @@ void make_plain(Call &call, Direction direction = Direction::forward) {
   call.attention.dropout = 0;
 }
 
-// Two calls that differ in one option: `with` says whether it is given.
+// Makes one of two calls that differ in one option. with: whether the option is given.
 using MakeEither = void (*)(Call &, bool with);
 const std::map<std::string, MakeEither> kExamples = {
     {"scale", [](Call &c, bool with) { make_plain(c), c.attention.has_scale = with, c.attention.scale = with ? 0.7 : 0; }},
@@ -93,7 +93,7 @@ void (*const kHoldingAll[])(Call &) = {
       make_part(c, part, Direction::backward, true);
     },
     [](Call &c) { make_captured(c, Direction::forward), make_for_reference(c); },
-    [](Call &c) { make_captured_gradients(c), make_for_reference(c); },
+    make_captured_gradients,
 };
 
 } // namespace
@@ -117,7 +117,7 @@ TEST_CASE("fields: explain tells each option") {
 }
 
 TEST_CASE("fields: explain tells each tensor that a call may do without") {
-  // The forward writes lse, and the backward the gradients, without another choice; dlse changes no plan.
+  // The forward always writes lse, and the backward the gradients. dlse changes no plan.
   const std::set<std::string> untold = {"lse", "dlse", "dq", "dk", "dv", "dbias", "dsinks"};
   for (auto make : kHoldingAll)
     for (const NamedSlot &s : kSlots) {
@@ -129,7 +129,7 @@ TEST_CASE("fields: explain tells each tensor that a call may do without") {
       const std::string gradient = std::string("d") + s.name;
       if (gradient == "dbias" || gradient == "dsinks" || gradient.starts_with("dcaptured_")) without.drop(gradient);
       const std::string text = explained(without);
-      if (!text.empty()) CHECK(text != explained(with)); // an empty text: the call needs the option
+      if (!text.empty()) CHECK(text != explained(with)); // the text is empty if the call needs the option
     }
 }
 

@@ -1,10 +1,10 @@
-// Functions of the score and masks that models use, and some that are difficult, for tests of engines beside the reference.
+// Functions of the score and of the mask, some that models use and some that are difficult, to test engines against the reference.
 #pragma once
 #include "call.h"
 
 namespace strobe::test {
 
-// The sizes that captured tensors follow; most: positions of queries or keys.
+// The sizes that determine the shapes of captured tensors. most: positions of queries or keys.
 struct FunctionSizes {
   int64_t batch, heads, most;
 };
@@ -28,7 +28,7 @@ struct ArgumentsOfFunctions {
 
 struct NamedFunction {
   const char *name;
-  std::vector<int32_t> captured;                         // those of give_captured() that it reads
+  std::vector<int32_t> captured;                         // which tensors of give_captured() the function reads
   void (*score)(const ArgumentsOfFunctions &) = nullptr; // the last node is the result
   void (*mask)(const ArgumentsOfFunctions &) = nullptr;
 };
@@ -111,8 +111,8 @@ inline const NamedFunction kFunctions[] = {
     {"a constant", {}, [](const ArgumentsOfFunctions &a) { a.f.real(0.5); }},
 };
 
-// captured_n, with numbers that follow from its size. 0: reals (heads, 17); 1: integers of 64 bits, one for each position; 2: (batch), 32
-// bits; 3: a permutation of 0 to 15.
+// Gives the call captured_n, with numbers that follow from its size. 0: reals, (heads, 17). 1: 64-bit integers, one for each position. 2:
+// 32-bit integers, (batch). 3: a permutation of 0 to 15.
 inline void give_captured(Call &c, int32_t n, const FunctionSizes &sizes) {
   const std::string name = "captured_" + std::to_string(n);
   if (n == 0) {
@@ -127,7 +127,7 @@ inline void give_captured(Call &c, int32_t n, const FunctionSizes &sizes) {
   }
 }
 
-// Gives the call a function and what it reads.
+// Gives the call a function and the tensors that the function reads.
 inline void give(Call &c, const NamedFunction &function, const FunctionSizes &sizes) {
   const auto built = [&](void (*build)(const ArgumentsOfFunctions &), bool scored) -> const strobe_function * {
     if (!build) return nullptr;

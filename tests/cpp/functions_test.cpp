@@ -1,10 +1,11 @@
-// Functions of the caller's in calls: on the reference beside the built-in options, gradients by finite differences, and every refusal.
+// Calls with functions of the caller: on the reference, against the built-in options; gradients, against finite differences; and every
+// refusal.
 #include <functional>
 
 #include "call.h"
 #include "refusals.h"
 
-// The files of a group have names of their own.
+// Several files are compiled together, so each has its own names.
 namespace strobe::functions_test {
 
 using namespace strobe::test;
@@ -15,7 +16,7 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 
 using Make = void (*)(Call &, Direction);
 
-// q, k, v and results in float64, on the reference; numbers that follow from `seed`.
+// q, k, v and results in float64, on the reference. seed: determines the numbers.
 void make_plain(Call &c, Make make, Direction direction, int seed = 1) {
   make(c, direction);
   for (const char *name : {"mask", "bias", "dbias", "alibi_slopes", "sinks", "dsinks", "rng", "seqused_k", "max_logit", "column_sums"})
@@ -66,7 +67,7 @@ const strobe_function *masked(Call &c, const Build &build) {
 // i + offset - j
 int32_t behind(Nodes &f, const Arguments &a) { return f.add(STROBE_OP_SUBTRACT, {f.add(STROBE_OP_ADD, {a.i, a.offset}), a.j}); }
 
-// An option, and the same by functions.
+// An option, and functions that do the same.
 struct Same {
   const char *what;
   std::function<void(Call &)> option, function;
@@ -156,7 +157,7 @@ void make_whole_part(Call &c, Direction direction) {
   make_part(c, part, direction);
 }
 
-// The sum of out * dout and lse * dlse of a call with the backward's inputs.
+// The loss, sum(out * dout) + sum(lse * dlse), of a call with the inputs of the backward.
 double loss(Call &backward) {
   Call c;
   c.attention = backward.attention, c.attention.accumulate = 0, c.direction = Direction::forward;
@@ -224,7 +225,7 @@ TEST_CASE("functions: captured tensors of each dtype and rank, and of broadcast 
   for (size_t n = 0; n < call.memory_bytes("captured_5") / 4; n++) call.data<int32_t>("captured_5")[n] = int32_t(n % 3) - 1;
   for (size_t n = 0; n < call.memory_bytes("captured_6") / 8; n++) call.data<int64_t>("captured_6")[n] = int64_t(n % 4) - 2;
   for (size_t n = 0; n < call.memory_bytes("captured_7"); n++) call.data<uint8_t>("captured_7")[n] = n % 5 == 0 ? 3 : 0;
-  call["captured_2"].strides[0] = 0; // one row for all heads
+  call["captured_2"].strides[0] = 0; // all heads share a row
   REQUIRE_MESSAGE(call.run() == STROBE_OK, error());
   auto sixteen = [](uint16_t bits, int fraction) {
     return std::ldexp(1 + (bits & ((1 << fraction) - 1)) / double(1 << fraction), fraction == 10 ? (bits >> 10) - 15 : (bits >> 7) - 127);
@@ -329,7 +330,7 @@ TEST_CASE("functions: explain tells the formula, its derivative and what it read
 TEST_CASE("functions: each refusal") {
   struct Wrong {
     const char *message;
-    std::function<void(Call &, Nodes &)> how; // of a score function whose last node is an earlier one's sine
+    std::function<void(Call &, Nodes &)> how; // makes a score function whose last node is the sine of an earlier node
     bool as_mask = false;
   };
   const Wrong all[] = {

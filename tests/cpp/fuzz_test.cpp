@@ -1,5 +1,5 @@
-// Calls modified at random, within existing memory: no crash (run it under the sanitizers), and statuses that agree with one another.
-// STROBE_FUZZ_ROUNDS sets the number of rounds.
+// Calls that are modified at random, within existing memory. They must not crash (run the test under the sanitizers), and their statuses
+// must agree with one another. STROBE_FUZZ_ROUNDS sets the number of rounds.
 #include "call.h"
 #include "refusals.h"
 
@@ -39,7 +39,7 @@ public:
 
 private:
   std::mt19937 random;
-  std::vector<std::unique_ptr<unsigned char[]>> more; // memory for tensors that outgrew their own
+  std::vector<std::unique_ptr<unsigned char[]>> more; // memory of tensors that have outgrown their own
 
   int draw(int n) { return std::uniform_int_distribution<int>(0, n - 1)(random); }
   template <class T> T pick(std::initializer_list<T> from) { return *std::next(from.begin(), draw(static_cast<int>(from.size()))); }
@@ -53,7 +53,7 @@ private:
       if (const char *name = kSlots[draw(std::size(kSlots))].name; call.has(name)) return name;
   }
 
-  // One of the members of strobe_attention that have this type.
+  // Draws one of the members of strobe_attention that have this type.
   template <class T> T strobe_attention::*member() {
     std::vector<T strobe_attention::*> all;
 #define STROBE_OPTION(name)                                                                                                                \
@@ -89,7 +89,7 @@ private:
     case 5:
       call.execution.*pick<int32_t strobe_execution::*>({&strobe_execution::threads, &strobe_execution::reserved_sms}) = flag();
       return;
-    case 6: { // the contents of a list
+    case 6: { // changes the contents of a list
       const std::string name = pick<const char *>({
 #define STROBE_LIST(name, place) #name,
 #include "strobe/fields.inc"
@@ -155,7 +155,7 @@ private:
   }
 
   struct Reach {
-    __int128 low, high; // bytes relative to `data`
+    __int128 low, high; // in bytes relative to `data`
   };
   static std::optional<Reach> reach(const strobe_tensor &t) { // empty: the tensor is absent or has no element
     const int64_t element = bytes(static_cast<DType>(t.dtype));
@@ -170,7 +170,7 @@ private:
     return r;
   }
 
-  // Memory for the whole extent of the tensor, or none.
+  // Gives the tensor memory for its whole extent, or none.
   void give_memory(const std::string &name) {
     strobe_tensor &t = call[name];
     const auto r = reach(t);
@@ -181,13 +181,13 @@ private:
     }
     const int64_t element = bytes(static_cast<DType>(t.dtype));
     const __int128 at = static_cast<char *>(t.data) - call.data<char>(name);
-    const bool misaligned = at % element != 0; // must be refused before it is read
+    const bool misaligned = at % element != 0; // must be refused before the tensor is read
     if (misaligned || (at + r->low >= 0 && at + r->high <= static_cast<__int128>(call.memory_bytes(name)))) return;
     more.emplace_back(new unsigned char[static_cast<size_t>(r->high - r->low)]());
     t.data = more.back().get() - static_cast<int64_t>(r->low);
   }
 
-  // One tensor in the memory of another.
+  // Moves one tensor into the memory of another.
   void alias() {
     strobe_tensor &x = call[tensor()], &y = call[tensor()];
     const auto rx = reach(x), ry = reach(y);
@@ -229,7 +229,7 @@ TEST_CASE("fuzz: no crash, and statuses that agree") {
     REQUIRE(explained == (planned == STROBE_UNSUPPORTED ? STROBE_OK : planned));
     REQUIRE((explained != STROBE_OK || needed > 1));
 
-    if (planned == STROBE_OK && (work(c) > 1e9 || plan.workspace_bytes > (64u << 20))) continue; // valid, but more than a test should run
+    if (planned == STROBE_OK && (work(c) > 1e9 || plan.workspace_bytes > (64u << 20))) continue; // valid, but too much work for a test
     const int32_t ran = c.run();
     REQUIRE(ran == planned);
     if (ran == STROBE_OK) {

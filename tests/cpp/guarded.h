@@ -1,4 +1,4 @@
-// Memory between two pages that nothing may touch: an element that is read beyond an end is a SIGSEGV, with any instruction set.
+// Memory between two pages that nothing may access. An element that is read beyond an end causes a SIGSEGV, with any instruction set.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@ namespace strobe::test {
 
 class Guarded {
 public:
-  // `bytes` that end where the second page begins, or begin where the first one ends.
+  // `bytes` bytes, which end where the second page begins, or begin where the first page ends.
   Guarded(size_t bytes, bool at_end) : page_(static_cast<size_t>(sysconf(_SC_PAGESIZE))) {
     const size_t inner = (bytes + page_ - 1) / page_ * page_;
     size_ = inner + 2 * page_;

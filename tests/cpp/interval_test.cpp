@@ -1,4 +1,4 @@
-// Bounds of functions: that they hold, by random graphs at each point of a box, and that they are as narrow as block masks need.
+// Bounds of functions. They hold: tested with random graphs at each point of a box. And they are as narrow as block masks need.
 #include <cmath>
 #include <random>
 
@@ -6,7 +6,7 @@
 #include "reference/function.h"
 #include "score/interval.h"
 
-// The files of a group have names of their own.
+// Several files are compiled together, so each has its own names.
 namespace strobe::interval_test {
 
 using namespace strobe::test;
@@ -33,7 +33,7 @@ const Row kRows[] = {
 #include "strobe/operations.inc"
 };
 
-// Captured tensors of each kind and several shapes.
+// Captured tensors of each kind, in several shapes.
 struct Tables {
   std::vector<int64_t> whole;
   std::vector<int32_t> sorted;
@@ -89,7 +89,7 @@ public:
     }
     used[row.op]++;
   }
-  int32_t drawn(Kind kind) { // a late node, rather
+  int32_t drawn(Kind kind) { // draws a node, preferably a late one
     for (;;) {
       const uint64_t size = uint64_t(graph.size()),
                      n = random_() % 2 ? random_() % size : size - 1 - random_() % std::min<uint64_t>(size, 6);
@@ -109,7 +109,7 @@ private:
   std::mt19937_64 &random_;
 };
 
-// Whether the node's value at a point lies in its bounds.
+// Whether the value of the node at a point lies within its bounds.
 bool holds(const Graph &graph, int32_t n, const oracle::Pair &at, const Bounds &bounds, const Captured *captured) {
   const Kind kind = graph[n].kind;
   if (kind == Kind::real) {
@@ -181,7 +181,7 @@ TEST_CASE("sums that wrap around have no bounds") {
   const Bounds sum = bounds_of(g, g.add(Op::ADD, {i, most}), box);
   CHECK(sum.whole.low == kLeast);
   CHECK(sum.whole.high == kMost);
-  const int32_t less = g.add(Op::LESS, {i, g.add(Op::ADD, {i, most})}); // false where it wraps
+  const int32_t less = g.add(Op::LESS, {i, g.add(Op::ADD, {i, most})}); // false where the sum wraps
   CHECK(bounds_of(g, less, box).whole.low == 0);
   CHECK(bounds_of(g, less, box).whole.high == 1);
 }

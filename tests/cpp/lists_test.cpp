@@ -1,4 +1,5 @@
-// Lists in host memory that another thread changes while a call runs: the checked values count, and nothing else is read or written.
+// Lists in host memory that another thread changes while a call runs. The checked values must be used, and nothing else may be read or
+// written.
 #include <atomic>
 #include <thread>
 
@@ -13,7 +14,7 @@ namespace {
 constexpr const char *kLists[] = {"cu_seqlens_q", "cu_seqlens_k", "block_rows", "block_cols", "block_rows_t",
                                   "block_cols_t", "rng",          "seqused_k",  "page_table"};
 
-// Numbers that every check refuses; a seed of such a number is only another seed.
+// Writes numbers that every check refuses. (Such a number as a seed is only another seed.)
 void spoil(Call &c) {
   for (const char *name : kLists)
     if (c.has(name)) std::memset(c.data<char>(name), 0x3F, c.memory_bytes(name));
@@ -144,8 +145,8 @@ TEST_CASE("lists: changed in the midst of the reference") {
     }
 }
 
-// Another thread changes the lists between any two reads of a check, so that sanitizers see a bad access. The call runs or reports an
-// error.
+// Another thread changes the lists all the time, so that sanitizers see a bad access between any two reads of a check. The call runs or
+// reports an error.
 TEST_CASE("lists: changed by another thread all the time") {
   Call c;
   make(c, make_sparse, Direction::forward);
@@ -162,7 +163,7 @@ TEST_CASE("lists: changed by another thread all the time") {
         for (size_t n = 0; n < bytes.size(); n++) at[n] = bytes[n];
       }
   });
-  int refused = 0; // whatever the lists hold when they are copied, they are accepted or refused, and never read out of bounds
+  int refused = 0; // whatever the lists hold when they are copied, they are accepted or refused, and nothing is read out of bounds
   for (int n = 0; n < 2000; n++) {
     const int32_t status = c.run();
     CHECK((status == STROBE_OK || status == STROBE_INVALID_ARGUMENT));
@@ -193,7 +194,7 @@ namespace {
 
 constexpr const char *kOfEitherWidth[] = {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"};
 
-// Turns a list of int32 into one of int64.
+// Turns a list of int32 into a list of int64.
 void widen(Call &c, const std::string &name) {
   const std::vector<int32_t> values(c.data<int32_t>(name), c.data<int32_t>(name) + c.memory_bytes(name) / sizeof(int32_t));
   const std::vector<int64_t> shape(c[name].shape, c[name].shape + c[name].rank);
@@ -201,7 +202,7 @@ void widen(Call &c, const std::string &name) {
   std::copy(values.begin(), values.end(), c.data<int64_t>(name));
 }
 
-// A full call, a prepared one, and their results beside those of `plain`.
+// Compares `other` with `plain`: the results of a full call and of a prepared one.
 void check_same(Call &plain, Call &other) {
   REQUIRE_MESSAGE(plain.run() == STROBE_OK, std::string(strobe_last_error()));
   strobe_prepared *prepared = nullptr;
@@ -217,7 +218,7 @@ void check_same(Call &plain, Call &other) {
   strobe_release(prepared);
 }
 
-// For each kind of call and engine: two equal calls; the second one is to be changed.
+// For each kind of call and each engine, makes two equal calls and lets `change` change the second one.
 template <class Change> void with_each(Change change) {
   for (Make made : {make_padded, make_sparse, make_dense, make_in_pages})
     for (Direction direction : {Direction::forward, Direction::backward})

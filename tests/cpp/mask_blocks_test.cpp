@@ -1,4 +1,4 @@
-// strobe_mask_blocks against each pair of the problem: masks as models have them, random graphs, sizes that blocks do not divide, refusals.
+// Compares strobe_mask_blocks with every pair of the problem: masks of models, random graphs, sizes that blocks do not divide, refusals.
 #include <functional>
 #include <random>
 
@@ -7,7 +7,7 @@
 #include "refusals.h"
 #include "score/build.h"
 
-// The files of a group have names of their own.
+// Several files are compiled together, so each has its own names.
 namespace strobe::mask_blocks_test {
 
 using namespace strobe::test;
@@ -22,7 +22,7 @@ using Build = std::function<void(Nodes &, const Arguments &)>;
 enum class State { hidden, mixed, full };
 using States = std::vector<State>; // (batch, heads, blocks of queries, blocks of keys)
 
-// A mask function with what it reads, in sizes that a test changes.
+// A mask function and the tensors that it reads, in sizes that a test changes.
 struct Mask {
   strobe_block_mask mask{};
   Nodes nodes;
@@ -75,7 +75,7 @@ Kept kept_blocks(const Mask &m) {
   return kept;
 }
 
-// Expanded over b and h; the CSR is checked on the way.
+// The states of all blocks, expanded over b and h. Checks the CSR as well.
 States states(const Mask &m, const Kept &kept) {
   States all(size_t(m.mask.batch * m.mask.heads * m.rows() * m.columns()), State::hidden);
   int32_t end = 0;
@@ -124,7 +124,7 @@ States by_each_pair(const Mask &m) {
   return all;
 }
 
-// Exactly these states where `exact`; otherwise no visible block is dropped, and no block is called full in vain.
+// is_tight: the states must be exact. Otherwise no visible block may be dropped, and no block may wrongly be called full.
 void check(Mask &m, bool is_tight) {
   const States expected = by_each_pair(m);
   m.mask.exact = 1;
@@ -174,7 +174,7 @@ TEST_CASE("blocks of a mask function: window") {
     const int32_t near = g.add(STROBE_OP_LESS, {g.add(STROBE_OP_SUBTRACT, {at.i, at.j}), g.integer(20)});
     both(g, near, causal(g, at));
   });
-  check_sizes(m, false); // a block between the two borders
+  check_sizes(m, false); // a block lies between the two borders
   Mask symmetric([](Nodes &g, const Arguments &at) {
     g.add(STROBE_OP_LESS_EQUAL, {g.add(STROBE_OP_ABSOLUTE, {g.add(STROBE_OP_SUBTRACT, {at.i, at.j})}), g.integer(17)});
   });
@@ -292,7 +292,7 @@ TEST_CASE("blocks of a mask function: a million tokens") {
   const Kept kept = kept_blocks(m);
   int64_t full = 0;
   for (uint8_t x : kept.full) full += x;
-  CHECK(kept.cols.size() == 8192 * 9 - 36); // 8 before the diagonal, fewer at the beginning
+  CHECK(kept.cols.size() == 8192 * 9 - 36); // 8 blocks before the diagonal, fewer at the beginning
   CHECK(full == 8192 * 7 - 28);
 }
 

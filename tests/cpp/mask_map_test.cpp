@@ -1,4 +1,4 @@
-// The map of the mask against brute force over its bytes, and which cells share it.
+// Compares the map of the mask with a brute force over the mask's bytes; and tests which cells share a map.
 #define STROBE_VECTOR_BYTES 16
 #include "cpu/mask_map.h"
 
@@ -11,7 +11,7 @@ using namespace strobe;
 
 namespace {
 
-// A mask in memory of its own; an axis whose flag in `axes` is unset is broadcast by stride 0.
+// A mask that owns its memory. An axis whose flag in `axes` is unset is broadcast, by stride 0.
 struct Mask {
   int64_t sizes[4];
   std::vector<uint8_t> bytes;
@@ -69,7 +69,7 @@ TEST_CASE("mask map: every cell, tile and total is what the bytes say, whatever 
   for (int axes = 0; axes < 16; axes++)
     for (int n = 0; n < 24; n++) {
       Problem p = problem(draw(1, 2), draw(1, 3), draw(1, 200), draw(1, 200));
-      const int64_t density = draw(0, 3), noise = draw(0, 40); // density in thirds; noise: how many of 1600 bytes differ from their block
+      const int64_t density = draw(0, 3), noise = draw(0, 40); // density: in thirds; noise: how many of 1600 bytes differ from their block
       std::vector<uint8_t> kept(16 * 16);
       for (uint8_t &k : kept) k = draw(1, 3) <= density ? static_cast<uint8_t>(draw(1, 255)) : 0; // any byte but 0 is true
       Mask mask(p, axes, n % 2, [&](int64_t i, int64_t j) {
@@ -138,7 +138,7 @@ TEST_CASE("mask map: heads and sequences that share a slice share its cells") {
     CHECK((made.map.row(0, 0, {}, 0) == made.map.row(0, 0, {}, 32)) == !(axes & 4));
     return made.used;
   };
-  const int64_t cells = 256 / 32 * 512 / kKeyAlign, totals = 64; // bytes, aligned to 64
+  const int64_t cells = 256 / 32 * 512 / kKeyAlign, totals = 64; // in bytes, aligned to 64
   CHECK(size(4 + 8) == cells + totals);
   CHECK(size(1 + 4 + 8) == 4 * cells + totals);
   CHECK(size(8) == 64 + totals);

@@ -1,4 +1,4 @@
-// Overlap of strided tensors against the set of bytes that they touch.
+// The overlap of strided tensors, against the set of bytes that they touch.
 #include "attention/memory.h"
 
 #include <set>
@@ -17,7 +17,7 @@ strobe_tensor make(int64_t address, std::vector<int64_t> shape, std::vector<int6
   return t;
 }
 
-// Every byte, as often as it is touched.
+// Every byte, as many times as it is touched.
 std::multiset<int64_t> touched(const strobe_tensor &t, int64_t element) {
   std::multiset<int64_t> all = {reinterpret_cast<int64_t>(t.data)};
   for (int a = 0; a < t.rank; a++) {
@@ -94,7 +94,7 @@ TEST_CASE("memory: numbers and scales of one buffer are told apart, whatever lie
   for (int64_t gap : {0, 4, 12, 60}) {
     const int64_t pages = 100000, rows = 16, heads = 8, D = 128, row = 2 * (D + 4), page = heads * rows * row + gap;
     auto numbers = [&](int64_t at) { return footprint(make(4096 + at, {pages, heads, rows, D}, {page, row, heads * row, 1}), 1).value(); };
-    auto scales = [&](int64_t at) { // strides count elements, which are bytes here; the page size need not be a multiple
+    auto scales = [&](int64_t at) { // strides count elements, which are bytes here; the page size may be no multiple
       Footprint f = footprint(make(4096 + at, {pages, heads, rows}, {page, row, heads * row}), 1).value();
       f.element = 4, f.end += 3;
       return f;
@@ -121,6 +121,6 @@ TEST_CASE("memory: sizes and offsets past 64 bits") {
   CHECK_FALSE(footprint(make(4096, {3}, {INT64_MIN / 4}), 4));
   CHECK_FALSE(footprint(make(4096, {2}, {INT64_MIN}), 1));
   CHECK_FALSE(footprint(make(4096, {2, 2}, {INT64_MAX / 2, INT64_MAX / 2 + 2}), 1));
-  CHECK_FALSE(footprint(make(4096, {2}, {-2000}), 4)); // the tensor begins below address 0
+  CHECK_FALSE(footprint(make(4096, {2}, {-2000}), 4)); // the tensor would begin below address 0
   CHECK(footprint(make(4096, {1, 0}, {INT64_MIN, INT64_MAX}), 8));
 }

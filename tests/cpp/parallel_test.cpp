@@ -1,4 +1,4 @@
-// Execution::run: each item once, on threads of its own or on the caller's, and exceptions that reach the caller.
+// Execution::run runs each item once, on its own threads or on the caller's, and exceptions reach the caller.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -56,7 +56,7 @@ TEST_CASE("parallel: one thread or one item stays in the caller") {
 
 TEST_CASE("parallel: several threads do run at once") {
   std::atomic<int> arrived = 0;
-  auto body = [&](int32_t) { // returns only once all three have begun
+  auto body = [&](int32_t) { // returns only when all three have begun
     for (arrived++; arrived < 3;) std::this_thread::yield();
   };
   run(with(3), 3, body);

@@ -1,4 +1,4 @@
-// Parts of a larger problem: refusals, and ranges drawn at random, which are valid if and only if no error is reported.
+// Parts of a larger problem: refusals, and randomly drawn ranges, which must be valid if and only if no error is reported.
 #include <cstddef>
 #include <random>
 
@@ -108,11 +108,11 @@ TEST_CASE("part: what is legal although it looks odd") {
   runs([](Call &, PartOf &p) { // an empty range may stand anywhere
     p.q_ranges.values = {5, 12, 0, 0, 20, 9, 30, 0}, p.q_ranges.shape({1, 4, 2});
   });
-  runs([](Call &, PartOf &p) { // ranges for each sequence
+  runs([](Call &, PartOf &p) { // each sequence has ranges of its own
     p.q_ranges.values = {5, 12, 20, 9, 0, 0, 9, 21}, p.q_ranges.shape({2, 2, 2});
     p.seqlens_q.values = {29, 30}, p.seqlens_q.shape({2});
   });
-  runs([](Call &, PartOf &p) { // a tensor that stores all starts, then all lengths
+  runs([](Call &, PartOf &p) { // a tensor that stores all starts first, and then all lengths
     p.q_ranges.values = {5, 20, 12, 9}, p.q_ranges.tensor.strides[1] = 1, p.q_ranges.tensor.strides[2] = 2;
     p.seqlens_k.tensor.shape[0] = B, p.seqlens_k.tensor.strides[0] = 0;
   });
@@ -132,7 +132,7 @@ TEST_CASE("part: ranges drawn at random") {
       if (draw(2)) call.drop(name);
     const int64_t batch = draw(3) ? 1 : B, count = 1 + draw(4), whole = Sq + draw(12);
     std::vector<int64_t> values;
-    for (int64_t b = 0; b < batch; b++) { // gaps and rows are drawn, and often one number is off by one
+    for (int64_t b = 0; b < batch; b++) { // gaps and rows are drawn; often one number is off by one
       int64_t at = 0, rows = Sq, room = whole - Sq;
       for (int64_t n = 0; n < count; n++) {
         const int64_t gap = draw(room + 1), length = n + 1 < count ? draw(rows + 1) : rows;
@@ -178,7 +178,7 @@ TEST_CASE("part: a prepared call keeps its ranges") {
       REQUIRE(call.run() == STROBE_OK);
       const std::vector<float> wanted(call.data<float>(result), call.data<float>(result) + call.memory_bytes(result) / 4);
       std::fill_n(call.data<float>(result), wanted.size(), 0.0f);
-      of.q_ranges.values = {0, 21, 0, 0}, of.part = {}; // a run does not read them again
+      of.q_ranges.values = {0, 21, 0, 0}, of.part = {}; // a run does not read the lists again
       strobe_addresses at{};
       at.size = sizeof at;
       const std::pair<const char *, void *strobe_addresses::*> fields[] = {{"q", &strobe_addresses::q},
@@ -210,7 +210,7 @@ TEST_CASE("part: a program built before there were parts") {
   PartOf of;
   make_part(call, of, Direction::forward);
   call.attention.size = offsetof(strobe_attention, part);
-  call.attention.part = reinterpret_cast<const strobe_part *>(1); // `part` is the word after the older struct
+  call.attention.part = reinterpret_cast<const strobe_part *>(1); // `part` is the word after the end of the older struct
   CHECK_MESSAGE(call.run() == STROBE_OK, strobe_last_error());
 }
 

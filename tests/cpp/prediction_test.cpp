@@ -1,4 +1,4 @@
-// The quantities in predictions, against the tiles that kernels walk over and against brute force.
+// The quantities of predictions, compared with the tiles that kernels walk over, and with brute force.
 #include "cuda/program/prediction.h"
 
 #include <doctest/doctest.h>
@@ -25,7 +25,7 @@ Problem banded(int64_t queries, int64_t keys, int64_t left, int64_t right) {
 
 Band band(const Problem &p) { return Band::make(p.seqlen_q, p.seqlen_k, p.bottom_right, p.window_left, p.window_right); }
 
-// Keys that each query tile walks over, in whole tiles, as in the forward's kernels.
+// How many keys each query tile walks over, in whole tiles, as in the kernels of the forward.
 std::vector<double> walked_keys(const Problem &p, int64_t tile_q, int64_t tile_k) {
   std::vector<double> found;
   for (i64 q0 = 0; q0 < p.seqlen_q; q0 += tile_q) {
@@ -37,7 +37,7 @@ std::vector<double> walked_keys(const Problem &p, int64_t tile_q, int64_t tile_k
   }
   return found;
 }
-// Queries that each key tile walks over: on a fixed grid, the tiles from the first to the last one that sees a key.
+// How many queries each key tile walks over: on a fixed grid, all tiles from the first to the last one that sees a key.
 std::vector<double> walked_queries(const Problem &p, int64_t tile_q, int64_t tile_k) {
   std::vector<double> found;
   const Band sees = band(p);
@@ -105,11 +105,11 @@ TEST_CASE("predict: blocks of threads in rounds") {
   const Walks equal{10, 5, 5}, longest_first{10, 5, 9};
   CHECK(equal.last(100) == 5);
   CHECK(equal.last(10) == 5);
-  CHECK(equal.last(9) == 10); // one more round for one block
+  CHECK(equal.last(9) == 10); // one block needs another round
   CHECK(equal.last(1) == 50);
   CHECK(longest_first.last(100) == 9); // the longest block determines the end
   CHECK(longest_first.last(9) == 9);
-  CHECK(longest_first.last(2) == 25); // short ones fill the gaps
+  CHECK(longest_first.last(2) == 25); // short blocks fill the gaps
 }
 
 TEST_CASE("a workload takes its launches, its rows, its walks and what combines their parts") {
@@ -152,7 +152,7 @@ TEST_CASE("prediction: bundles of heads are few, and nearly equal") {
 
 TEST_CASE("prediction: blocks search for their tiles where that halves them") {
   Problem p = banded(1000, 1000, kUnbounded, kUnbounded);
-  CHECK_FALSE(worth_numbering(p, 2000, 1000, 128)); // sequences that are not packed
+  CHECK_FALSE(worth_numbering(p, 2000, 1000, 128)); // the sequences are not packed
   p.varlen = true;
   p.batch = 20;
   CHECK(worth_numbering(p, 1000 + 19 * 10, 1000, 128));  // 30 tiles instead of 160

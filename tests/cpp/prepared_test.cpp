@@ -1,4 +1,4 @@
-// Prepared calls: the same bits on other addresses, every check at every run, many threads at a time.
+// Prepared calls: they give the same bits on other addresses, check everything at every run, and run in many threads at a time.
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -24,7 +24,7 @@ Held prepared(Call &call) {
 
 using Make = void (*)(Call &, Direction);
 
-// Different numbers for each `seed`.
+// Fills the call with numbers that depend on `seed`.
 void make_filled(Call &c, Make make, Direction direction, int seed) {
   make(c, direction);
   for (const char *name : {"q", "k", "v", "bias", "alibi_slopes", "sinks", "dout", "dlse"})
@@ -51,7 +51,7 @@ TEST_CASE("prepared: on other addresses, the bits of the whole call") {
       Call first;
       make_filled(first, make, direction, 1);
       const Held held = prepared(first);
-      CHECK(first.untouched()); // the failed run wrote nothing
+      CHECK(first.untouched()); // the failed run has written nothing
       for (int seed : {2, 3}) {
         Call whole, again;
         make_filled(whole, make, direction, seed), make_filled(again, make, direction, seed);
@@ -86,7 +86,7 @@ TEST_CASE("prepared: what is released leaves no memory behind, whether it ran or
       REQUIRE_MESSAGE(strobe_run(held.get(), &at, nullptr) == STROBE_OK, error());
     }
   };
-  many(); // allocates everything that is made once
+  many(); // allocates everything that is allocated only once
   const size_t before = mallinfo2().uordblks;
   many();
   CHECK(mallinfo2().uordblks <= before + 50 * 64); // a prepared call is several hundred bytes
@@ -146,7 +146,7 @@ TEST_CASE("prepared: an address that was off 16 bytes has to be so again") {
   Call call;
   make_dense(call, Direction::forward);
   call["q"].data = static_cast<char *>(call["q"].data) + 4;
-  call["q"].shape[2]--, call["out"].shape[2]--, call["lse"].shape[2]--, call["mask"].shape[2]--; // still within their memory
+  call["q"].shape[2]--, call["out"].shape[2]--, call["lse"].shape[2]--, call["mask"].shape[2]--; // the shapes still fit their memory
   const Held held = prepared(call);
   strobe_addresses at = addresses(call);
   CHECK(strobe_run(held.get(), &at, nullptr) == STROBE_OK);
@@ -171,7 +171,7 @@ TEST_CASE("prepared: a length that is refused at a run is refused in the words o
     bool part;
     int64_t max_q, max_k;
     const char *list;
-    int32_t second; // the list's second number at the run
+    int32_t second; // the list's second number during the run
     const char *says;
   };
   const Case cases[] = {
@@ -246,7 +246,7 @@ TEST_CASE("prepared: a program built before there was seqused_k") {
   make_filled(call, make_dense, Direction::backward, 1);
   call.drop("seqused_k");
   call.tensors.size = offsetof(strobe_tensors, seqused_k);
-  call.tensors.seqused_k = reinterpret_cast<const strobe_tensor *>(1); // `seqused_k` is the word after the older struct
+  call.tensors.seqused_k = reinterpret_cast<const strobe_tensor *>(1); // `seqused_k` is the word after the end of the older struct
   const Held held = prepared(call);
   call.tensors.seqused_k = nullptr;
   strobe_addresses at = addresses(call);

@@ -1,4 +1,4 @@
-// The oracle on its own: its Philox, its 16-bit floats, its gradients against finite differences, its selections.
+// The oracle by itself: its Philox, its 16-bit floats, its gradients against finite differences, its selections.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -50,7 +50,7 @@ TEST_CASE("reference: each byte of a 16 x 16 block's Philox calls belongs to one
   CHECK(dropout.byte(b, h, 9, 22) == (oracle::philox4x32_7({7, 0, 3, 2}, key)[3] & 255));
   // Query 6 = 0110b: pair 3, slot 0. Key 11 = 1011b: pair 1, slot 3.
   CHECK(dropout.byte(b, h, 6, 11) == oracle::philox4x32_7({1, 3, 3, 2}, key)[0] >> 24);
-  // Groups count modulo 2^32.
+  // The numbers of groups wrap at 2^32.
   CHECK(dropout.byte(b, h, (int64_t{1} << 34) + 9, 22) == dropout.byte(b, h, 9, 22));
 }
 
@@ -123,7 +123,7 @@ struct Tensor {
   }
 };
 
-// All features at once: GQA, D != Dv, a causal window, softcap, ALiBi, bias, mask, sinks, dropout and blocks, with rows that see no key.
+// All features together: GQA, D != Dv, a causal window, softcap, ALiBi, bias, mask, sinks, dropout and blocks. Some rows see no key.
 struct Example {
   static constexpr int64_t B = 2, H = 4, H_kv = 2, Sq = 21, Sk = 37, D = 3, Dv = 2;
   std::mt19937 generator{7};
@@ -148,7 +148,7 @@ struct Example {
     p.scale = 0.7, p.dropout = 0.25, p.seed = 11, p.offset = 3;
     p.window_left = 12, p.window_right = 0;
     for (uint8_t &m : mask) m = generator() % 4 > 0;
-    std::fill_n(mask.begin(), 20, 0); // batch 0: queries 0 to 3 see keys 0 to 19 at most
+    std::fill_n(mask.begin(), 20, 0); // batch 0: queries 0 to 3 see none of the keys from 20 on
     p.mask.data = reinterpret_cast<char *>(mask.data());
     p.mask.dtype = DType::boolean;
     p.mask.stride[0] = Sk, p.mask.stride[3] = 1;

@@ -1,4 +1,4 @@
-// The text of a failure, made from its records alone, as a caller in another language can make it.
+// The text of a failure, made only from its records, as a caller in another language can make it.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -66,7 +66,8 @@ inline std::string in_words(const strobe_value &v) {
   return v.text;
 }
 
-// A line for each refusal of the last failure. Each has a code of the table and an argument, and its words use its values.
+// A line for each refusal of the last failure. Checks that each refusal has a code of the table and an argument, and that its words use its
+// values.
 inline std::string rendered() {
   std::string all;
   for (size_t n = 0; const strobe_refusal *r = strobe_last_refusal(n); n++) {

@@ -1,4 +1,5 @@
-// Refusals as data: the records of a failure, and their lifetime. fuzz_test.cpp and validate_test.cpp make each failure's text from them.
+// Refusals as data: the records of a failure, and how long they live. fuzz_test.cpp and validate_test.cpp compare each failure's text with
+// them.
 #include <thread>
 
 #include "attention/refusal.h"
@@ -10,7 +11,7 @@ using namespace strobe::test;
 
 namespace {
 
-// The refusal of a call that is valid before `change`.
+// The refusal of a call that is valid before `change` changes it.
 template <class Change> const strobe_refusal &refusal_of(Change &&change) {
   test::Call call;
   make_dense(call, Direction::forward);

@@ -1,4 +1,4 @@
-// Multiprocessors that are left to other work: the grids that shrink by them, and those that do not.
+// Multiprocessors that are left for other work: which grids shrink by them, and which do not.
 #include "call.h"
 #include "cuda/driver/device.h"
 #include "cuda/program/engine.h"
@@ -9,14 +9,14 @@ using namespace strobe::cuda;
 
 namespace {
 
-// bf16, described as lying on a GPU.
+// A bf16 call that claims to lie on a GPU.
 struct OnGpu : strobe::test::Call {
   OnGpu(int64_t queries, int64_t keys) {
     for (const char *name : {"q", "out"}) add(name, DType::bf16, {4, 8, queries, 64});
     for (const char *name : {"k", "v"}) add(name, DType::bf16, {4, 8, keys, 64});
     add("lse", DType::f32, {4, 8, queries});
     move_to_gpu();
-    for (const char *name : {"q", "out", "k", "v", "lse"}) // addresses that are not read
+    for (const char *name : {"q", "out", "k", "v", "lse"}) // these addresses are not read
       (*this)[name].data = reinterpret_cast<void *>((reinterpret_cast<uintptr_t>((*this)[name].data) + 255) / 256 * 256);
   }
 };

@@ -1,4 +1,4 @@
-// The tile schedule against brute force over every pair of query and key.
+// The schedule of tiles, compared with a brute force over all pairs of query and key.
 #include "kernels/attention/schedule.h"
 
 #include <doctest/doctest.h>
@@ -16,13 +16,13 @@ using namespace strobe;
 
 namespace {
 
-// One sequence: its own predicate, written out from docs/semantics.md.
+// One sequence, with the definition of visibility written out from docs/semantics.md.
 struct Case {
   i64 seqlen_q, seqlen_k;
   bool bottom_right;
   i64 left, right;                    // -1: unbounded
   i64 block_q = 0, block_k = 0;       // 0: no blocks
-  std::vector<std::vector<i32>> kept; // per query block, ascending
+  std::vector<std::vector<i32>> kept; // for each query block, the kept key blocks, ascending
 
   bool in_window(i64 i, i64 j) const {
     const i64 opposite = i + (bottom_right ? seqlen_k - seqlen_q : 0);
@@ -50,7 +50,8 @@ struct Tally {
   i64 tiles = 0, whole = 0; // all tiles; tiles without masking
 };
 
-// Walks [0, rows) in tiles of tile_q; `sees(row, column)` is the brute force. Blocks are those of the rows.
+// Walks over the rows [0, rows) in tiles of tile_q, and checks the columns of each tile against the brute force, sees(row, column). blocks:
+// the mask blocks of the rows.
 template <class Sees>
 void check_walk(const Band &band, i64 rows, i64 columns, i64 tile_q, i64 tile_k, i64 align, const Case &c, Sees sees, Tally &tally) {
   for (i64 q0 = 0; q0 < rows; q0 += tile_q) {
@@ -93,7 +94,7 @@ void check_both_ways(const Case &c, i64 tile_q, i64 tile_k, i64 align, Tally &ta
   check_walk(c.band().transposed(), c.seqlen_k, c.seqlen_q, tile_q, tile_k, align, t, [&](i64 j, i64 i) { return c.visible(i, j); }, tally);
 }
 
-// Checks the walk of kernels that own a tile of keys: over tiles of queries, last to first.
+// Checks kernels that own a tile of keys and walk over tiles of queries, from the last to the first.
 template <bool kBlocks> void check_queries(const Case &c, i64 tile_k, Tally &tally) {
   constexpr i32 kTile = 16, kNothing = 0;
   const Case t = c.transposed_blocks();
@@ -185,7 +186,7 @@ TEST_CASE("schedule: block-sparse, alone and with a window, the last block parti
            16 * draw(1, 2),
            16 * draw(1, 2),
            {}};
-    const i64 density = draw(0, 4); // in quarters: from nothing kept to everything
+    const i64 density = draw(0, 4); // in quarters: from no block kept to all blocks kept
     for (i64 r = 0; r * c.block_q < c.seqlen_q; r++) {
       c.kept.emplace_back();
       for (i64 j = 0; j * c.block_k < c.seqlen_k; j++)

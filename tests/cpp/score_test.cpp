@@ -1,4 +1,4 @@
-// The graph of a function: what each operation computes and its derivative, the built-in forms, the digest, the text.
+// The graph of a function: the results and derivatives of each operation, the built-in forms, the digest, the text.
 #include <cmath>
 #include <functional>
 #include <numbers>
@@ -8,7 +8,7 @@
 #include "reference/function.h"
 #include "score/build.h"
 
-// The files of a group have names of their own.
+// Several files are compiled together, so each has its own names.
 namespace strobe::score_test {
 
 using namespace strobe::test;
@@ -27,12 +27,12 @@ oracle::Dual evaluated(const Graph &graph, int32_t root, double x, oracle::Pair 
   return oracle::Function(graph.nodes(), root, captured).real(at);
 }
 int64_t evaluated_whole(const Graph &graph, int32_t root) {
-  Graph copy = graph; // an integer as a real, an exact one
+  Graph copy = graph; // the result as a real, exact if it is an integer
   const int32_t real = copy.add(Op::TO_REAL, {root});
   return int64_t(evaluated(copy, real, 0).value);
 }
 
-// The graph's own derivative by the score.
+// The derivative by the score that the graph itself computes.
 double slope(Graph graph, int32_t root, double x, const oracle::Pair &at = {}, const Captured *captured = nullptr) {
   const int32_t by = graph.add(Op::SCORE), of = score::derivative(graph, root, by);
   return of < 0 ? 0 : evaluated(graph, of, x, at, captured).value;
@@ -48,7 +48,7 @@ double finite_difference(const std::function<Long(Long)> &f, double x) {
   return double((8 * (f(x + h) - f(x - h)) - (f(x + 2 * h) - f(x - 2 * h))) / (12 * h));
 }
 
-// Functions of reals, each with points where it is smooth.
+// A function of reals, with points at which it is smooth.
 struct RealOp {
   std::function<Long(Long, Long)> value;
   std::vector<double> points;
@@ -102,7 +102,7 @@ const std::map<Op, RealOp> kReals = {
     {Op::ARCCOSH_FROM_1, {[](Long x, Long) { return x > 1 ? std::acosh(x) : 0; }, {-3, 0.5, 1.1, 2, 9}}},
 };
 
-// Operations of integers and booleans, and comparisons: each with inputs and results.
+// An operation of integers and booleans, or a comparison, with inputs and results.
 struct WholeOp {
   std::vector<std::array<int64_t, 3>> cases; // a, b, result
 };
@@ -172,7 +172,7 @@ TEST_CASE("score: each operation on reals, its derivative in the graph and by th
     const RealOp &known = kReals.at(op);
     const bool two = score::find_operation(int32_t(op))->inputs == 2;
     for (const double x : known.points)
-      for (const int form : two ? std::vector{0, 1, 2} : std::vector{0}) { // (x, c), (c, x), (x, 1.1 x + c)
+      for (const int form : two ? std::vector{0, 1, 2} : std::vector{0}) { // the forms (x, c), (c, x), (x, 1.1 x + c)
         CAPTURE(x);
         CAPTURE(form);
         if (form && op == Op::POWER && x < 0) continue;
@@ -283,8 +283,8 @@ TEST_CASE("score: the derivative by an element of a captured tensor") {
   const int32_t f = g.add(Op::ADD, {sum, exp});
   const int32_t by_w = score::derivative(g, f, w), by_other = score::derivative(g, f, other), size = g.size();
   CHECK(score::derivative(g, exp, other) == -1);
-  CHECK(score::derivative(g, f, w) == by_w); // made once
-  CHECK(g.size() - size <= 1);               // constants apart
+  CHECK(score::derivative(g, f, w) == by_w); // the derivative is made only once
+  CHECK(g.size() - size <= 1);               // except for constants
   double table[] = {0.3, -0.7, 0.9, 0.2};
   Captured captured[STROBE_MOST_CAPTURED];
   captured[0] = {reinterpret_cast<char *>(table), DType::f64, 1, {4, 1, 1, 1}, {1, 0, 0, 0}};
@@ -381,7 +381,7 @@ TEST_CASE("score: built-in forms, in their spellings") {
          two(f, kTimes, f.real(-2), f.add(STROBE_OP_ACOSH, {clamped}));
        },
        Form::hyperbolic, 0, 2, 0},
-      {[&](Nodes &f, int32_t x) { distance(f, x); }, Form::general}, // attracts what is far
+      {[&](Nodes &f, int32_t x) { distance(f, x); }, Form::general}, // attracts what is far away
       {[&](Nodes &f, int32_t x) { f.add(STROBE_OP_NEGATE, {f.add(STROBE_OP_ARCCOSH_FROM_1, {x})}); }, Form::general},
   };
   for (const Case &c : cases) {
@@ -393,7 +393,7 @@ TEST_CASE("score: built-in forms, in their spellings") {
     CHECK(program->cap == doctest::Approx(c.cap));
     CHECK(program->beta == c.beta);
     CHECK(program->shift == c.shift);
-    Graph plain; // the caller's own nodes give the same values
+    Graph plain; // the caller's own nodes must give the same values
     std::vector<Node> own;
     for (const strobe_node &n : f.all)
       own.push_back({Op(n.operation), Kind::real, 0, score::find_operation(n.operation)->inputs, {n.inputs[0], n.inputs[1]}, n.real, 0});
@@ -401,7 +401,7 @@ TEST_CASE("score: built-in forms, in their spellings") {
     for (double x : {-40.0, -3.0, -1.5, 0.25, 12.0}) {
       const oracle::Dual a = given.real(oracle::Pair{.x = x}), b = evaluated(program->graph, program->score, x);
       CHECK(close(a.value, b.value, 1e-14));
-      if (!std::isnan(a.slope)) CHECK(close(a.slope, b.slope, 1e-12)); // arccosh's own slope at 1 is infinite, times max's 0
+      if (!std::isnan(a.slope)) CHECK(close(a.slope, b.slope, 1e-12)); // at 1: arccosh's infinite slope times max's 0
     }
   }
   Nodes same;
@@ -511,7 +511,7 @@ TEST_CASE("score: random graphs keep their values, and their derivatives are tho
     for (double x : {-2.25, -0.3, 0.7, 1.9}) {
       const oracle::Pair at = {x, 1, 2, draw(9), draw(9), 3};
       const oracle::Dual expected = given.real(at);
-      if (!program) { // x itself
+      if (!program) { // the score is x itself
         CHECK(expected.value == x);
         continue;
       }

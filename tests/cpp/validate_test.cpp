@@ -1,4 +1,4 @@
-// Each argument, wrong in each way: one clear message that names it and the accepted values, and nothing written.
+// Each argument, wrong in each way. The message must be clear, name the argument and the accepted values; and nothing may be written.
 #include "call.h"
 #include "refusals.h"
 
@@ -392,7 +392,7 @@ TEST_CASE("validate: results may lie between what is read") {
       c->drop(extra);
     c->attention.dropout = 0;
   }
-  // each row of a buffer holds q, then out, then a gap of two numbers; each sequence ends with three more unused numbers
+  // A row of a buffer holds q, then out, then a gap of two numbers. Each sequence ends with three more unused numbers.
   constexpr int64_t row = D + Dv + 2, sequence = H * Sq * row + 3;
   std::vector<float> buffer(static_cast<size_t>(B * sequence));
   strobe_tensor &q = between["q"], &out = between["out"];
@@ -436,7 +436,7 @@ TEST_CASE("validate: sizes beyond what engines count") {
 
 namespace {
 
-// `batch` sequences of `length` queries and as many keys, without memory: strides of 0.
+// `batch` sequences of `length` queries and as many keys. They take no memory, because strides are 0.
 void make_many(Call &call, int64_t batch, int64_t length) {
   make_varlen(call, Direction::forward);
   for (const char *name : {"lse", "max_logit", "column_sums"}) call.drop(name);
@@ -478,7 +478,7 @@ TEST_CASE("validate: many short packed sequences are counted by their tokens") {
   make_many(heads, 4, 1);
   heads["q"].shape[1] = heads["out"].shape[1] = int64_t{1} << 37, heads["k"].shape[1] = heads["v"].shape[1] = 1;
   for (const char *name : {"q", "k", "v"}) heads[name].strides[1] = 0;
-  heads["out"].shape[0] = heads["q"].shape[0] = 0; // there is no query to write
+  heads["out"].shape[0] = heads["q"].shape[0] = 0; // no query has to be written
   heads.data<int32_t>("cu_seqlens_q")[1] = heads.data<int32_t>("cu_seqlens_q")[2] = 0;
   heads.data<int32_t>("cu_seqlens_q")[3] = heads.data<int32_t>("cu_seqlens_q")[4] = 0;
   heads["k"].shape[0] = heads["v"].shape[0] = 1 << 20;

@@ -1,4 +1,4 @@
-// Asynchronous operations of a thread. With Machine::late they happen only when a wait (or the end) demands it.
+// The asynchronous operations of a thread. With Machine::late they happen only when a wait (or the end) demands it.
 #pragma once
 #include <array>
 #include <vector>
@@ -23,7 +23,7 @@ struct Copy {
   uint64_t from;
   uint32_t bytes, read; // bytes beyond `read` become zeros
 };
-// A lane's cp.reduce.async.bulk, or its cp.async.bulk to global memory, which copies and does not add.
+// A lane's cp.reduce.async.bulk; or its cp.async.bulk to global memory, which copies instead of adding.
 struct Addition {
   bool adds;
   uint32_t group, lane;
@@ -37,14 +37,14 @@ struct Product {
   std::function<void(const Warp &)> perform;
 };
 struct WarpAsync {
-  std::array<uint32_t, kLanes> copy_groups{}, addition_groups{}; // groups committed so far, by lane
+  std::array<uint32_t, kLanes> copy_groups{}, addition_groups{}; // how many groups each lane has committed so far
   uint32_t product_groups = 0;
   std::vector<Copy> copies;
   std::vector<Addition> additions;
   std::vector<Product> products;
 };
 
-void copies_end(Warp &);    // in copy.cpp: completes additions that are in flight
+void copies_end(Warp &);    // in copy.cpp; completes additions that are in flight
 void products_end(Warp &);  // in wgmma.cpp
 void barriers_end(Block &); // in mbarrier.cpp
 

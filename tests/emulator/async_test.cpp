@@ -1,4 +1,4 @@
-// Copies and the barriers on which they complete, at once and as late as the waits permit.
+// Copies, and the barriers on which they complete: at once, and as late as the waits permit.
 #include "lone_warp.h"
 #include "tensor_map.h"
 
@@ -36,7 +36,7 @@ TEST_CASE("emulator: phases of an mbarrier") {
   LoneWarp w;
   CHECK_THROWS_AS(w.run(kArrive, {sink(), address(9)}), Fault); // a barrier at address 0
   w.set(0, kBarrier);
-  CHECK_THROWS_AS(w.run(kArrive, {sink(), address(0)}), Fault); // a barrier that is not initialised
+  CHECK_THROWS_AS(w.run(kArrive, {sink(), address(0)}), Fault); // a barrier that has not been initialised
   Barrier barrier(w, 3);
   CHECK(barrier.completed(1)); // the phase before the first one has completed
   CHECK_FALSE(barrier.completed(0));
@@ -46,7 +46,7 @@ TEST_CASE("emulator: phases of an mbarrier") {
   CHECK(barrier.completed(0));
   CHECK_FALSE(barrier.completed(1));
   barrier.arrive(0b11);
-  barrier.expect(32); // three arrivals, but 32 bytes are still to come
+  barrier.expect(32); // three threads arrive, but 32 bytes are still missing
   CHECK_FALSE(barrier.completed(1));
   CHECK_THROWS_AS(barrier.arrive(1), Fault);
 }
@@ -82,7 +82,7 @@ TEST_CASE("emulator: a bulk copy completes on its barrier") {
   Barrier barrier(w, 1);
   w.set(3, kTarget), w.set(4, sizeof kSource), w.set_wide(5, reinterpret_cast<uint64_t>(kSource));
   w.run("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", {address(3), wide_address(5), word(4), address(0)}, 1);
-  CHECK_THROWS_AS(finish(w.warp), Fault); // a copy was not waited for
+  CHECK_THROWS_AS(finish(w.warp), Fault); // no wait for the copy
 }
 
 TEST_CASE("emulator: a box of a tensor, swizzled, with zeros where there is none") {
@@ -154,7 +154,7 @@ TEST_CASE("emulator: bulk copies to global memory read shared memory, then store
     w.run(adds ? "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32" : "cp.async.bulk.global.shared::cta.bulk_group",
           {wide_address(5), address(3), word(4)}, 1);
     w.run("cp.async.bulk.commit_group", {}, 1);
-    if (late) CHECK_THROWS_AS(finish(w.warp), Fault); // at that time its shared memory may be another block's
+    if (late) CHECK_THROWS_AS(finish(w.warp), Fault); // when the copy happens, its shared memory may belong to another block
     w.run("cp.async.bulk.wait_group.read", {immediate(0)}, 1);
     w.shared<float>(kTarget) = 100; // the copy has already read the source
     CHECK((sums[3] == 4) == late);

@@ -46,7 +46,7 @@ template <Result result, bool waits> void come(Warp &warp, const Instruction &i,
 bool decode_barrier(Kernel &k, Instruction &i, const std::string &opcode, const std::vector<Operand> &operands) {
   struct Form {
     Execute execute;
-    uint8_t d; // bits of the result, 0: none, and no predicate
+    uint8_t d; // bits of the result; 0: no result and no predicate
     bool counted;
   };
   static const std::unordered_map<std::string, Form> forms = {{"bar.sync", {come<kNone, true>, 0, false}},

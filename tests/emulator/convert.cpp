@@ -1,4 +1,5 @@
-// Conversions between integers, and from them and doubles to floating point. A register may be wider than the number that is read from it.
+// Conversions between integers, and from integers and doubles to floating point. A register may be wider than the number that is read from
+// it.
 #include <cmath>
 #include <limits>
 
@@ -35,7 +36,7 @@ template <class T> void add_floats(Opcodes &o) {
   o[std::string("cvt.rn.f64.") + kName<T>] = of<[](T a) { return double(a); }, double, T>();
 }
 
-// Clamped to the integer's range; NaN becomes 0.
+// Clamps to the range of the integer; NaN becomes 0.
 template <class D, class S> D to_integer(S x) {
   constexpr S kEnd = S(std::numeric_limits<D>::max() / 2 + 1) * 2;
   if (x != x) return 0;

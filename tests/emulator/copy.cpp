@@ -1,4 +1,4 @@
-// Asynchronous copies: cp.async of one thread, and the bulk copy engine's runs of bytes and boxes of tensors.
+// Asynchronous copies: cp.async of one thread; and what the bulk copy engine copies, runs of bytes and boxes of tensors.
 #include <cstring>
 
 #include "async.h"
@@ -10,7 +10,7 @@ namespace {
 
 uint32_t address_of(const Warp &warp, const Operand &o, uint32_t lane) { return static_cast<uint32_t>(warp.value(o, lane)); }
 
-// Removes the groups that a lane waits for: all of its committed groups but the last `pending`.
+// Removes and returns the groups for which a lane waits: all of its committed groups except the last `pending`.
 template <class Work> std::vector<Work> waited_for(std::vector<Work> &all, uint32_t lane, uint32_t committed, uint64_t pending) {
   auto is = [&](const Work &w) { return w.lane == lane && w.group + pending < committed; };
   std::vector<Work> found;
@@ -28,7 +28,7 @@ void perform(const Warp &warp, const Copy &c) {
   if (c.read) std::memcpy(to, global(c.from, c.read, c.bytes), c.read);
   warp.block.grid.changes++;
 }
-// cp.async [to], [from], bytes {, how many are read}
+// Operands: [to], [from], bytes {, how many are read}
 Tile copy(std::string_view opcode, const Operands &operands) {
   if (operands.size() < 3 || operands[2].kind != Operand::kImmediate) unsupported(opcode);
   const auto bytes = static_cast<uint32_t>(operands[2].value);
@@ -69,7 +69,7 @@ void begin(Warp &warp, uint32_t lane, Transfer transfer) {
   else
     transfer.perform(warp);
 }
-// [to], [from], bytes, [barrier]
+// Operands: [to], [from], bytes, [barrier]
 Tile bulk_copy(const Operands &operands) {
   return [=](Warp &warp, uint32_t lanes) {
     for_each_lane(lanes, [&](uint32_t lane) {
@@ -85,7 +85,7 @@ Tile bulk_copy(const Operands &operands) {
   };
 }
 
-// The rows of a box one after another, axis 0 contiguous; elements outside of the tensor are zero.
+// Copies the rows of a box one after another; axis 0 is contiguous. Elements outside of the tensor are zero.
 void copy_box(const Warp &warp, const TensorMap &map, const int32_t *origin, uint32_t to, uint32_t barrier) {
   const uint32_t row_bytes = map.box[0] * map.element_bytes;
   uint32_t rows = 1;
@@ -119,7 +119,7 @@ const TensorMap &map_at(uint64_t address) {
   if (map.magic != TensorMap::kMagic) throw Fault("no tensor map lies there that cuTensorMapEncodeTiled made");
   return map;
 }
-// [to], [map, {coordinates}], [barrier]
+// Operands: [to], [map, {coordinates}], [barrier]
 Tile box_copy(std::string_view opcode, uint32_t rank, const Operands &operands) {
   if (operands.size() != 3 || operands[1].parts.size() != rank) unsupported(opcode);
   return [=](Warp &warp, uint32_t lanes) {
@@ -152,7 +152,7 @@ void perform(const Warp &warp, Addition a) {
     std::memcpy(to, a.read.data(), a.bytes);
   warp.block.grid.changes++;
 }
-// [global], [shared], bytes
+// Operands: [global], [shared], bytes
 Tile bulk_add(const Operands &operands, bool adds) {
   return [=](Warp &warp, uint32_t lanes) {
     for_each_lane(lanes, [&](uint32_t lane) {
@@ -171,7 +171,7 @@ Tile bulk_add(const Operands &operands, bool adds) {
     });
   };
 }
-// read: waits only until shared memory has been read; the additions may come later.
+// read_only: waits only until shared memory has been read; the additions may come later.
 Tile wait_additions(uint64_t pending, bool read_only) {
   return [=](Warp &warp, uint32_t lanes) {
     for_each_lane(lanes, [&](uint32_t lane) {

@@ -1,4 +1,4 @@
-// From an opcode and its operands to the function that executes it.
+// From an opcode and its operands to the function that executes the instruction.
 #include "opcodes.h"
 
 namespace strobe::emulator {
@@ -28,7 +28,7 @@ bool decode_mapped(Kernel &k, Instruction &i, const std::string &opcode, const s
   return true;
 }
 
-// mov of a register from, or to, its two halves, the lower first.
+// mov between a register and its two halves, the lower half first.
 template <class T, class Part> void join(Warp &w, const Instruction &i, uint32_t lanes) {
   each(lanes, [&](uint32_t lane) {
     const Part parts[2] = {w.lanes<Part>(i.a[0])[lane], w.lanes<Part>(i.a[1])[lane]};

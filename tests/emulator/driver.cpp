@@ -1,11 +1,11 @@
-// A libcuda.so.1 with one emulated GPU and the functions that Strobe calls. Device pointers are host pointers, and a call has done its work
-// when it returns. Newly allocated memory holds NaN. Environment variables, read once:
+// A libcuda.so.1 with one emulated GPU and the functions that Strobe calls. Device pointers are host pointers, and a call returns when its
+// work is done. Newly allocated memory holds NaN. Environment variables, read once:
 //   STROBE_EMULATOR_CC     compute capability times ten; 90 if not set
 //   STROBE_EMULATOR_SMS    streaming multiprocessors; 4
 //   STROBE_EMULATOR_LATE   1: asynchronous copies and products happen as late as the program's waits permit
 //   STROBE_EMULATOR_RACES  1: look for races in shared memory
 //   STROBE_EMULATOR_EDIT   a change of a kernel's source, in controls/ (nvrtc.cpp)
-//   STROBE_EMULATOR_SEED   not 0: warps run in an order drawn from it
+//   STROBE_EMULATOR_SEED   not 0: the seed of the order in which warps run
 //   STROBE_EMULATOR_IDLE   1: an H200 that accepts any code and runs none, so that kernels are compiled for a GPU without one
 #include "cuda/driver/driver.h"
 
@@ -58,12 +58,12 @@ const Gpu &gpu() {
   return only;
 }
 
-thread_local std::string words; // the last error's text
+thread_local std::string words; // the text of the last error
 thread_local int pushed = 0;
 thread_local CUstreamCaptureMode mode{};
 std::mutex one_at_a_time;
 
-// Memory ends at an unmapped page: a kernel that exceeds its workspace faults.
+// Memory ends at an unmapped page, so that a kernel that exceeds its workspace faults.
 constexpr size_t kPage = 4096, kBeyond = 64 << 20;
 std::unordered_map<CUdeviceptr, std::span<std::byte>> allocated;
 
@@ -175,7 +175,7 @@ CUresult cuKernelSetAttribute(CUfunction_attribute, int value, CUkernel kernel, 
   return function(kernel).most_dynamic = static_cast<size_t>(value), CUDA_SUCCESS;
 }
 CUresult cuKernelGetParamInfo(CUkernel kernel, size_t index, size_t *offset, size_t *size) {
-  if (gpu().idle) return *offset = *size = 0, CUDA_SUCCESS; // attributes that an idle GPU does not know
+  if (gpu().idle) return *offset = *size = 0, CUDA_SUCCESS; // an idle GPU knows no parameters of code
   const std::vector<Parameter> &all = function(kernel).info.parameters;
   if (index >= all.size()) return error(CUDA_ERROR_INVALID_VALUE, "no parameter of this index");
   return *offset = all[index].offset, *size = all[index].bytes, CUDA_SUCCESS;
@@ -219,7 +219,7 @@ CUresult cuStreamSynchronize(CUstream) { return CUDA_SUCCESS; }
 CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus *status) { return *status = CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS; }
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *wanted) { return std::swap(*wanted, mode), CUDA_SUCCESS; }
 
-// Refuses what the driver's documentation refuses, among Strobe's requests.
+// Refuses those requests of Strobe that the driver's documentation forbids.
 CUresult cuTensorMapEncodeTiled(CUtensorMap *encoded, int type, uint32_t rank, void *address, const uint64_t *sizes,
                                 const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int,
                                 int fill) {

@@ -15,7 +15,7 @@ struct Fault : std::runtime_error {
 };
 
 struct Module;
-std::shared_ptr<const Module> parse(const std::string &ptx); // throws Fault with the line
+std::shared_ptr<const Module> parse(const std::string &ptx); // throws a Fault with the line
 
 struct Parameter {
   uint32_t offset, bytes;
@@ -24,7 +24,7 @@ struct KernelInfo {
   uint32_t static_shared, argument_bytes;
   std::vector<Parameter> parameters;
 };
-KernelInfo kernel_info(const Module &, const std::string &kernel); // throws Fault if the name is unknown
+KernelInfo kernel_info(const Module &, const std::string &kernel); // throws a Fault if the name is unknown
 
 struct Launch {
   uint32_t grid[3] = {1, 1, 1}, block[3] = {1, 1, 1};
@@ -32,12 +32,12 @@ struct Launch {
   const void *arguments = nullptr;
 };
 struct Machine {
-  uint32_t multiprocessors = 4, blocks_per_multiprocessor = 2; // resident at a time; the others begin as these end, in order
+  uint32_t multiprocessors = 4, blocks_per_multiprocessor = 2; // resident at a time; other blocks begin, in order, as these end
   bool late = false;  // asynchronous copies and products happen as late as the program's waits permit, instead of at once
-  bool races = false; // look for races in shared memory; finds most if late is set, too
-  uint32_t seed = 0;  // 0: warps run in their order; else in an order drawn from it
+  bool races = false; // searches for races in shared memory; finds most of them if late is set too
+  uint32_t seed = 0;  // 0: warps run in the order of their numbers; else the seed of another order
 };
-// Returns when every block has ended.
+// Runs the kernel. Returns when every block has ended.
 void run(const Module &, const std::string &kernel, const Launch &, const Machine &);
 
 } // namespace strobe::emulator

@@ -1,11 +1,11 @@
-// Floating point. Nothing is contracted; approximations are the host's functions, which are more exact than the GPU's.
+// Floating point. No operations are fused. Approximations are functions of the host, which are more exact than the GPU's.
 #include "numbers.h"
 #include "opcodes.h"
 
 namespace strobe::emulator {
 namespace {
 
-// If one operand is NaN, the other one is the result; -0 is below +0.
+// The greater number. If one operand is NaN, the result is the other one. -0 is below +0.
 template <class T> T greater(T a, T b) {
   if (a != a) return b;
   if (b != b) return a;
@@ -13,7 +13,7 @@ template <class T> T greater(T a, T b) {
 }
 template <class T> T lesser(T a, T b) { return -greater<T>(-a, -b); }
 
-// a + b, rounded toward zero: the error of the nearest number is computed exactly (Knuth's sum).
+// a + b, rounded toward zero. The error of rounding to nearest is computed exactly (Knuth's sum).
 template <class T> T sum_toward_zero(T a, T b) {
   const T sum = a + b, of_b = sum - a, lost = (a - (sum - of_b)) + (b - of_b);
   return lost != 0 && (lost < 0) == (sum > 0) ? std::nextafter(sum, T(0)) : sum;
@@ -36,7 +36,7 @@ template <class T> void add_type(Opcodes &o, const std::string &type) {
   o["min." + type] = of<lesser<T>, T, T, T>();
   o["max." + type] = of<greater<T>, T, T, T>();
 
-  // Ordered comparisons (ne among them) are false if an operand is NaN; those whose names end with u are then true.
+  // Ordered comparisons, ne too, are false if an operand is NaN. Comparisons whose names end with u are then true.
   o["setp.eq." + type] = of<[](T a, T b) { return a == b; }, bool, T, T>();
   o["setp.ne." + type] = of<[](T a, T b) { return a < b || b < a; }, bool, T, T>();
   o["setp.lt." + type] = of<[](T a, T b) { return a < b; }, bool, T, T>();
@@ -64,12 +64,12 @@ float fma_directed(float a, float b, float c, bool down) {
   return below ? std::nextafter(nearest, INFINITY) : nearest;
 }
 
-// f of both halves.
+// Applies f to both halves.
 template <auto f> uint32_t halves(uint32_t a, uint32_t b, uint32_t c) {
   return uint32_t(f(a >> 16, b >> 16, c >> 16)) << 16 | f(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF);
 }
 template <auto from, auto to> uint16_t fma_half(uint16_t a, uint16_t b, uint16_t c) { return to(fma_to_odd(from(a), from(b), from(c))); }
-// All bits of the halves for which the comparison holds.
+// Sets all bits of the halves for which the comparison is true.
 template <auto from, auto holds> uint32_t set_halves(uint32_t a, uint32_t b) {
   return (holds(from(a >> 16), from(b >> 16)) ? 0xFFFF0000 : 0) | (holds(from(a & 0xFFFF), from(b & 0xFFFF)) ? 0xFFFF : 0);
 }

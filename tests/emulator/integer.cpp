@@ -54,13 +54,13 @@ template <class T> void add_moves(Opcodes &o, const std::string &width) {
   }
 }
 
-// Predicates are one bit per lane: one operation serves all lanes.
+// Predicates have one bit per lane, so one operation serves all lanes.
 template <auto f> void masks(Warp &w, const Instruction &i, uint32_t lanes) {
   const auto mask = [&](uint32_t slot) { return slot == kNoSlot ? 0 : *w.lanes<uint32_t>(slot); };
   write_mask(w, i.d, lanes, f(mask(i.a[0]), mask(i.a[1])));
 }
 
-// Bits [at, at + length) of b are the lowest of a.
+// Replaces the bits [at, at + length) of b by the lowest bits of a.
 template <class T> T insert_bits(T a, T b, uint32_t at, uint32_t length) {
   at &= 255, length &= 255;
   if (at >= sizeof(T) * 8 || length == 0) return b;
@@ -68,7 +68,8 @@ template <class T> T insert_bits(T a, T b, uint32_t at, uint32_t length) {
   return (b & ~field) | (a << at & field);
 }
 
-// Each of the selector's four numbers names a byte of b:a; its highest bit replicates that byte's sign instead.
+// Each of the selector's four numbers selects a byte of b:a. If the number's highest bit is set, the sign of that byte is replicated
+// instead.
 uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t from = uint64_t(b) << 32 | a;
   uint32_t d = 0;

@@ -20,7 +20,7 @@ struct LoneWarp {
   Block block{grid, {0, 0, 0}, nullptr, kSharedBegin + 128 * 1024, make_block_async()};
   Warp warp{.block = block, .index = 0, .registers = file.data(), .async = make_warp_async()};
 
-  std::deque<Tile> tiles; // they live as long as the operations in flight
+  std::deque<Tile> tiles; // exist as long as the operations in flight
 
   explicit LoneWarp(bool late = false) {
     machine.late = late;
@@ -60,7 +60,7 @@ inline Operand vector(uint32_t first, uint32_t count) {
 }
 inline Operand sink() { return {}; }
 
-// bfloat16 of a small integer, which it represents exactly; so are all sums of their products.
+// A small integer as bfloat16. It is exact, and so are sums of products of such numbers.
 inline uint16_t bfloat(int x) { return static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(x)) >> 16); }
 
 // Rows x columns of small integers.

@@ -1,4 +1,4 @@
-// Whole kernels: instructions one by one, lanes that diverge and converge, barriers, blocks that wait for blocks, and illegal programs.
+// Whole kernels: single instructions, lanes that diverge and converge, barriers, blocks that wait for blocks, and illegal programs.
 #include <bit>
 #include <cstdint>
 
@@ -57,11 +57,11 @@ TEST_CASE("emulator: floats, rounded and not a number") {
       {"mov.b32 %r2, 0f3F800001; mov.b32 %f1, %r2; fma.rn.f32 %f2, %f1, %f1, 0fBF800002; mov.b32 %r9, %f2;", bits(0x1p-46f)},
       {"copysign.f32 %f1, 0f80000000, 0f40000000; mov.b32 %r9, %f1;", bits(-2)},
       {"cvt.rn.bf16x2.f32 %r9, 0f3F808000, 0f3F818000;", 0x3F803F82}, // ties to even: down, up
-      {"cvt.rn.f16x2.f32 %r9, 0f477FF000, 0f33000001;", 0x7C000001},  // 65520, and just above half the least subnormal
+      {"cvt.rn.f16x2.f32 %r9, 0f477FF000, 0f33000001;", 0x7C000001},  // 65520; and a number just above half of the least subnormal
       {"cvt.rna.tf32.f32 %r9, 0f3F801000;", 0x3F802000},
       {"cvt.rn.f16.f32 %rs1, 0fC0000000; cvt.f32.f16 %f1, %rs1; mov.b32 %r9, %f1;", bits(-2)},
-      // 1 + 2^-8 + 2^-30: rounded to fp32 first it would be a tie
-      {"mov.f32 %f1, 0f3F800000; add.rz.f32 %f2, %f1, 0f33C00000; mov.b32 %r9, %f2;", bits(1.0f)}, // to the nearest: 1 + 2^-23
+      // 1 + 2^-8 + 2^-30: if it were rounded to fp32 first, it would become a tie
+      {"mov.f32 %f1, 0f3F800000; add.rz.f32 %f2, %f1, 0f33C00000; mov.b32 %r9, %f2;", bits(1.0f)}, // rounded to nearest: 1 + 2^-23
       {"mov.f32 %f1, 0f3F800000; add.rz.f32 %f2, %f1, 0fB3000000; mov.b32 %r9, %f2;", bits(1.0f - 0x1p-24f)},
       {"mov.u32 %r2, 0x3F803F80; mov.u32 %r3, 0x3F813F81; fma.rn.bf16x2 %r9, %r2, %r3, 0x30803080;", 0x3F813F81},
       {"set.neu.u32.f16x2 %r9, 0x80007E00, 0;", 0x0000FFFF},         // -0 is 0; NaN is not
@@ -76,7 +76,7 @@ TEST_CASE("emulator: floats, rounded and not a number") {
 }
 
 TEST_CASE("emulator: lanes part and meet") {
-  // Lane n loops n times, odd lanes in another branch; then all add up their counts.
+  // Lane n loops n times, odd lanes in another branch. Then all lanes add up their counts.
   const std::vector<uint32_t> out = result("mov.u32 %r9, 0; mov.u32 %r2, 0; and.b32 %r3, %r0, 1; setp.eq.s32 %p1, %r3, 1;\n"
                                            "LOOP: setp.ge.s32 %p2, %r2, %r0; @%p2 bra DONE; add.s32 %r2, %r2, 1; @%p1 bra ODD;\n"
                                            "add.s32 %r9, %r9, 1; bra.uni LOOP;\nODD: add.s32 %r9, %r9, 100; bra.uni LOOP;\n"
@@ -104,7 +104,7 @@ TEST_CASE("emulator: shuffles and votes") {
 }
 
 TEST_CASE("emulator: barriers of a block") {
-  // Warp 0 writes, the others read its values, 20 times, with two barriers.
+  // Warp 0 writes, and the other warps read its values: 20 times, with two barriers.
   const std::string body =
       "mov.u32 %r9, 0; mov.u32 %r2, 0; setp.lt.u32 %p1, %r0, 32; mov.u32 %r5, memory;\n"
       "LOOP: @!%p1 bra READ; add.s32 %r3, %r2, 1; bar.sync 2, 128; st.shared.u32 [%r5], %r3; bar.arrive 1, 128; bra.uni NEXT;\n"
@@ -133,7 +133,7 @@ TEST_CASE("emulator: wrong barriers") {
 }
 
 TEST_CASE("emulator: blocks take turns") {
-  // Each block waits until as many blocks have ended as its number, then counts itself; the last block begins first if it may.
+  // Each block waits until as many blocks have ended as its number says, and then counts itself. The last block begins first, if it may.
   const std::string wait = "setp.ne.s32 %p1, %r0, 0; @%p1 bra END;\n"
                            "TURN: ld.acquire.gpu.global.u32 %r2, [%rd0]; setp.ne.s32 %p2, %r2, %r3; @%p2 bra TURN;\n"
                            "add.s64 %rd1, %rd0, 4; atom.relaxed.gpu.global.add.u32 %r4, [%rd1], %r1; add.s32 %r2, %r2, 1;\n"
@@ -175,7 +175,7 @@ TEST_CASE("emulator: what is refused") {
   check_fault(kernel("mov.u32 %r2, memory; ld.shared.u32 %r9, [%r2+2];", kShared), "aligned to 4", {.shared = 64});
   check_fault(kernel("mov.u32 %r2, 0; ld.shared.u32 %r9, [%r2];", kShared), "shared memory is", {.shared = 64});
   check_fault(kernel("mov.u64 %rd1, 16; ld.global.u32 %r9, [%rd1];"), "global memory");
-  check_fault(kernel("mov.u64 %rd1, 140737488351232; st.global.u32 [%rd1], %r0;"), "global memory"); // the address is in an unmapped page
+  check_fault(kernel("mov.u64 %rd1, 140737488351232; st.global.u32 [%rd1], %r0;"), "global memory"); // an address in an unmapped page
   check_fault(kernel("ld.global.v4.u32 {%r2, %r3, %r4, %r5}, [%rd0+4];"), "aligned to 16");
   check_fault(kernel("ld.param.u32 %r9, [kernel_param_0+8];"), "of arguments");
   check_fault(kernel("LOOP: bra LOOP;"), "deadlock");

@@ -1,5 +1,5 @@
-// Matrices of 8 rows and columns of 16 bits in a warp's registers: lane 4r + t holds elements 2t and 2t + 1 of row r. mma.sync multiplies
-// them.
+// Matrices of 8 rows and columns of 16 bits in a warp's registers: lane 4r + t holds the elements 2t and 2t + 1 of row r. mma.sync
+// multiplies them.
 #include <cstring>
 
 #include "tile.h"
@@ -59,7 +59,7 @@ Tile transpose(const Operand &to, const Operand &from) {
 using ToFloat = float (*)(uint16_t);
 float from_tf32(uint32_t bits) { return std::bit_cast<float>(bits & 0xFFFFE000); }
 
-// D (16 x 8) = A (16 x kInner) B (kInner x 8) + C, 16-bit A and B: two elements in a register, which are adjacent on the inner axis.
+// D (16 x 8) = A (16 x kInner) B (kInner x 8) + C. A and B have 16 bits: a register holds two elements that are adjacent on the inner axis.
 template <uint32_t kInner, ToFloat to_float> struct Pairs {
   static constexpr uint32_t kDepth = kInner, kRegistersA = kInner / 4, kRegistersB = kInner / 8;
   static void read_a(uint32_t lane, uint32_t i, uint32_t word, float (&a)[16][16]) {
@@ -85,7 +85,7 @@ template <class Kind> Tile multiply(std::string_view opcode, const Operands &ope
     unsupported(opcode);
   return [=](Warp &warp, uint32_t lanes) {
     check_whole(lanes);
-    float a[16][16], b[16][8], d[16][8]; // kDepth of the inner axis are in use
+    float a[16][16], b[16][8], d[16][8]; // only kDepth of the inner axis are used
     auto at = [&](uint32_t i, uint32_t lane) -> float & { return d[lane / 4 + 8 * (i / 2)][lane % 4 * 2 + i % 2]; };
     for (uint32_t lane = 0; lane < kLanes; lane++) {
       for (uint32_t i = 0; i < Kind::kRegistersA; i++)

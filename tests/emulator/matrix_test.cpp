@@ -1,4 +1,4 @@
-// Matrices stored in memory row by row give the plain product through ldmatrix, mma.sync and wgmma.
+// Matrices that lie in memory row by row: ldmatrix, mma.sync and wgmma must give their plain product.
 #include "lone_warp.h"
 
 using namespace strobe::emulator;
@@ -13,8 +13,8 @@ void write(LoneWarp &w, uint32_t at, const Table &x, uint32_t rows, uint32_t col
   for (uint32_t r = 0; r < rows; r++)
     for (uint32_t c = 0; c < columns; c++) w.shared<uint16_t>(at + (r * columns + c) * 2) = bfloat(x(r, c));
 }
-// Points each lane at a row of matrix i = lane / 8 of the four 8 x 8 matrices of a 16 x 16 one. Matrix i begins at row 8 * (i % 2), column
-// 8 * (i / 2).
+// Gives each lane the address of a row: lane n that of a row of matrix i = n / 8, one of the four 8 x 8 matrices of a 16 x 16 matrix.
+// Matrix i begins at row 8 * (i % 2), column 8 * (i / 2).
 void point_at_parts(LoneWarp &w, uint32_t slot, uint32_t at) {
   for (uint32_t lane = 0; lane < kLanes; lane++) w.words(slot)[lane] = at + (lane % 16) * 32 + lane / 16 * 16;
 }
@@ -23,11 +23,11 @@ int product(const Table &a, const Table &b, uint32_t m, uint32_t n, uint32_t inn
   for (uint32_t k = 0; k < inner; k++) sum += a(m, k) * b(k, n);
   return sum;
 }
-// Row and column of element i of lane's sums, in the layout of mma.sync and of wgmma.
+// Row and column of element i of a lane's sums, in the layout of mma.sync and wgmma.
 uint32_t row_of(uint32_t lane, uint32_t i) { return lane / 4 + 8 * (i / 2 % 2); }
 uint32_t column_of(uint32_t lane, uint32_t i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; }
 
-// Rows of 64 numbers as the copy engine stores them with 128-byte swizzle, in blocks of 64 columns.
+// Writes rows of 64 numbers as the copy engine stores them: swizzled over 128 bytes, in blocks of 64 columns.
 void write_swizzled(LoneWarp &w, uint32_t at, const Table &x, uint32_t rows, uint32_t columns) {
   for (uint32_t r = 0; r < rows; r++)
     for (uint32_t c = 0; c < columns; c++) {
@@ -135,7 +135,7 @@ TEST_CASE("emulator: wgmma, each operand in each of its places") {
         operands.push_back(immediate(transposed_b));
         w.run("wgmma.fence.sync.aligned", {});
         w.run("wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16", operands);
-        w.set(100, 0); // A has been read
+        w.set(100, 0); // overwritten only after A has been read
         w.run("wgmma.commit_group.sync.aligned", {});
         CHECK((w.number(0, 0) == 1.0f) == late);
         w.run("wgmma.wait_group.sync.aligned", {immediate(1)});
@@ -159,9 +159,9 @@ TEST_CASE("emulator: what wgmma must not do") {
   constexpr std::string_view kProduct = "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16";
   w.run(kProduct, operands);
   w.run("wgmma.commit_group.sync.aligned", {});
-  CHECK_THROWS_AS(finish(w.warp), Fault);                                                       // not waited for
-  CHECK_THROWS_AS(w.run("wgmma.wait_group.sync.aligned", {immediate(0)}), Fault);               // A does not begin with its rows
-  CHECK_THROWS_AS(w.run("wgmma.mma_async.sync.aligned.m64n8k16.f16.f16.f16", operands), Fault); // wgmma has no such sums here
+  CHECK_THROWS_AS(finish(w.warp), Fault);                                                       // no wait for the product
+  CHECK_THROWS_AS(w.run("wgmma.wait_group.sync.aligned", {immediate(0)}), Fault);               // A must begin with its rows
+  CHECK_THROWS_AS(w.run("wgmma.mma_async.sync.aligned.m64n8k16.f16.f16.f16", operands), Fault); // this emulator lacks such sums
   w.words(120)[0] = 1;
-  CHECK_THROWS_AS(w.run(kProduct, operands), Fault); // operands that differ between lanes
+  CHECK_THROWS_AS(w.run(kProduct, operands), Fault); // operands must not differ between lanes
 }

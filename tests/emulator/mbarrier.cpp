@@ -1,4 +1,4 @@
-// Barriers in shared memory. Their state lies at the program's address, so that an overwritten barrier is found there.
+// Barriers in shared memory. Their state lies at the program's address, so that an overwritten barrier is noticed.
 #include <cstring>
 
 #include "async.h"
@@ -9,9 +9,9 @@ namespace {
 
 struct State {
   static constexpr uint64_t kMark = 2, kMost = (1 << 20) - 1;
-  uint64_t parity : 1, mark : 2;        // parity: of the current phase
+  uint64_t parity : 1, mark : 2;        // parity: the parity of the current phase
   uint64_t expected : 20, pending : 20; // numbers of arrivals
-  int64_t bytes : 21;                   // still to come; below 0 if they came before they were expected
+  int64_t bytes : 21;                   // bytes still to come; negative if bytes come before they are expected
 };
 static_assert(sizeof(State) == 8);
 

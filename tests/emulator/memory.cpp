@@ -8,7 +8,7 @@
 namespace strobe::emulator {
 namespace {
 
-enum Space : uint8_t { kGlobal, kShared, kParam, kLocal }; // a generic address is a global one
+enum Space : uint8_t { kGlobal, kShared, kParam, kLocal }; // a generic address is a global address
 
 std::string hexadecimal(uint64_t x) {
   char text[20];
@@ -48,7 +48,7 @@ template <Space space, class T, class R> void load(Warp &w, const Instruction &i
     }
   });
 }
-// A load from memory that other warps may write meanwhile: they run before it is read again.
+// A load from memory that other warps may write meanwhile. These warps run before the load is repeated.
 template <Space space, class T, class R> void load_waiting(Warp &w, const Instruction &i, uint32_t lanes) {
   load<space, T, R>(w, i, lanes), w.waits = true;
 }
@@ -59,7 +59,7 @@ template <Space space, class T, class R> void store(Warp &w, const Instruction &
     for (int n = 0; n < i.count; n++) values[n] = T(w.lanes<R>(i.a[n])[lane]);
     const size_t bytes = i.count * sizeof(T);
     std::byte *to = at<space, Access::kSynchronize>(w, lane, address(w, i, lane), bytes);
-    if (w.block.races && std::memcmp(to, values, bytes) == 0) return; // no thread can see a write of equal values
+    if (w.block.races && std::memcmp(to, values, bytes) == 0) return; // no thread can notice a write of equal values
     at<space, Access::kWrite>(w, lane, address(w, i, lane), bytes);
     std::memcpy(to, values, bytes);
   });
@@ -136,8 +136,8 @@ void decode_access(Kernel &k, Instruction &i, const std::vector<std::string> &wo
   i.execute = access(a, type);
 }
 
-// Each lane in turn changes `count` elements, one after another. If that changes nothing and returns a value, it may be an attempt in a
-// loop: other warps run before the next one.
+// Each lane in turn changes `count` elements, one after another. If an operation that returns a value changes nothing, it may be an attempt
+// in a loop, so other warps run before the next attempt.
 template <class T, auto f, bool returns> void atomic(Warp &w, const Instruction &i, uint32_t lanes) {
   bool changed = false;
   each(lanes, [&](uint32_t lane) {
@@ -195,10 +195,10 @@ void decode_atomic(Kernel &k, Instruction &i, const std::vector<std::string> &wo
   i.execute = returns ? found->second.atom : found->second.red;
 }
 
-// Converts an address in a space to a generic one, or back.
+// Converts an address in a space to a generic address, or back.
 template <Space space, bool back> void convert_address(Warp &w, const Instruction &i, uint32_t lanes) {
   each(lanes, [&](uint32_t lane) {
-    uint64_t zero = 0; // generic address of the space's address 0
+    uint64_t zero = 0; // the generic address of address 0 of the space
     if constexpr (space == kShared) zero = reinterpret_cast<uint64_t>(w.block.shared) - kSharedBegin;
     if constexpr (space == kParam) zero = reinterpret_cast<uint64_t>(w.block.grid.arguments.data());
     if constexpr (space == kLocal) zero = reinterpret_cast<uint64_t>(w.local + size_t(lane) * w.local_bytes);
@@ -231,7 +231,7 @@ bool decode_memory(Kernel &k, Instruction &i, const std::string &opcode, const s
       {"cvta.to.shared.u64", convert_address<kShared, true>}, {"cvta.shared.u64", convert_address<kShared, false>},
       {"cvta.param.u64", convert_address<kParam, false>},     {"cvta.to.local.u64", convert_address<kLocal, true>},
       {"cvta.local.u64", convert_address<kLocal, false>}};
-  // Memory has one order here, that of execution: fences only matter to the search for races.
+  // Memory has only one order here, that of execution. Fences matter only to the search for races.
   static const std::unordered_map<std::string, Execute> effects = {{"membar.gl", nothing},
                                                                    {"membar.cta", nothing},
                                                                    {"fence.acq_rel.gpu", nothing},

@@ -1,4 +1,4 @@
-// The GPU's small floating-point numbers, as bits. Rounded to nearest even; NaN is the one that the GPU produces.
+// The GPU's small floating-point numbers, as bits. They round to nearest even. NaN has the bits that the GPU gives it.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -24,17 +24,17 @@ inline uint16_t to_half(float x) {
   const uint32_t magnitude = bits(x) & 0x7FFFFFFF, sign = bits(x) >> 16 & 0x8000;
   uint32_t half = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
   if (magnitude < 0x38800000)
-    half = bits(number(magnitude) + 0.5f) - bits(0.5f); // below 2^-14: the unit of 0.5 is that of half's subnormals
+    half = bits(number(magnitude) + 0.5f) - bits(0.5f); // below 2^-14: the last bit of 0.5 is the unit of half's subnormals
   if (magnitude >= 0x477FF000) half = 0x7C00;
   return magnitude > 0x7F800000 ? 0x7FFF : sign | half;
 }
-// FP8 (E4M3) has FP16's fields with another bias, and only NaN above 448.
+// FP8 (E4M3) has the fields of FP16 with another bias. Above 448 there is only NaN.
 inline uint16_t half_of_e4m3(uint8_t x) {
   if ((x & 0x7F) == 0x7F) return 0x7FFF;
   return to_half((x & 0x80 ? -256.0f : 256.0f) * from_half(static_cast<uint16_t>((x & 0x7F) << 7)));
 }
 
-// Ten bits of fraction, ties away from zero.
+// Rounds to ten bits of fraction, ties away from zero.
 inline float to_tf32(float x) {
   if (x != x) return number(0x7FFFFFFF);
   return std::isinf(x) ? x : number((bits(x) + 0x1000) & ~0x1FFFu);
@@ -42,7 +42,7 @@ inline float to_tf32(float x) {
 
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
-// a b + c, rounded to odd, so that rounding it again to fewer bits is correct. The product of a and b must fit a double.
+// a b + c, rounded to odd, so that a second rounding to fewer bits is correct. The product of a and b must be exact in a double.
 inline float fma_to_odd(float a, float b, float c) {
   const double product = double(a) * b, sum = product + c, part = sum - product;
   const double error = (product - (sum - part)) + (c - part);

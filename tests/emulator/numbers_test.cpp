@@ -1,4 +1,4 @@
-// Conversions of every half and bfloat and of numbers between; packed sums rounded once.
+// Conversions of every half, of every bfloat and of numbers between; and packed sums, which are rounded once.
 #include <doctest/doctest.h>
 
 #include <random>
@@ -9,7 +9,7 @@ using namespace strobe::emulator;
 
 namespace {
 
-// From each number to the next: the number itself, the midpoint, and the nearest floats on either side of the midpoint.
+// Checks each number, the midpoint to the next number, and the nearest floats on either side of the midpoint.
 template <auto from, auto to> void check_rounding(uint16_t largest) {
   int wrong = 0;
   for (uint32_t n = 0; n < largest; n++)
@@ -59,7 +59,7 @@ TEST_CASE("emulator: a product and a sum of halves are rounded once") {
   std::mt19937 random(1);
   int wrong = 0;
   for (int n = 0; n < 200'000; n++) {
-    // 11 bits each, the sum no wider than the 64 bits of a long double: exact.
+    // The numbers have 11 bits each, and the sum fits the 64 bits of a long double, so that it is exact.
     auto draw = [&](int spread) {
       const float fraction = static_cast<float>(random() % 2048) * 0x1p-10f;
       return from_half(to_half(std::ldexp(fraction, static_cast<int>(random() % static_cast<unsigned>(spread)) - spread / 2)));
@@ -67,7 +67,7 @@ TEST_CASE("emulator: a product and a sum of halves are rounded once") {
     const float a = draw(8), b = draw(8), c = draw(20) * (n % 2 ? -1.0f : 1.0f);
     const long double exact = static_cast<long double>(a) * b + c;
     const uint16_t got = to_half(fma_to_odd(a, b, c));
-    // Its neighbours are not nearer.
+    // The result's neighbours must not be nearer.
     const long double error = std::fabs(exact - from_half(got));
     for (int step : {-1, 1}) {
       const auto other = static_cast<uint16_t>(got + step);

@@ -1,7 +1,8 @@
-// A libnvrtc for the emulator: the real one (STROBE_EMULATOR_NVRTC is its path), but every program is compiled only to PTX, which it
-// returns in place of the cubin. ptxas never runs, so the log says nothing about registers. Programs are compiled with fewer optimisations,
-// which saves a third of the time, except those with WGMMA: an additional register between two products would be read before its product is
-// complete. STROBE_EMULATOR_OPTIMISED=1: all programs are compiled as they ship, and so they are by an NVRTC that does not know the option.
+// A libnvrtc for the emulator. It is the real one (STROBE_EMULATOR_NVRTC is its path), but compiles every program only to PTX, and returns
+// PTX in place of the cubin. ptxas never runs, so the log says nothing about registers. Programs are compiled with fewer optimisations,
+// which saves a third of the time. Programs with WGMMA are not: an additional register between two products would be read before its
+// product is complete. With STROBE_EMULATOR_OPTIMISED=1, all programs are compiled as they ship; so they are if NVRTC does not know the
+// option.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -20,7 +21,7 @@ namespace {
 void *open(const char *path) {
   if (!path) return std::fputs("STROBE_EMULATOR_NVRTC is not set; accepted is the path of a libnvrtc.so\n", stderr), nullptr;
   std::error_code ignored;
-  // NVRTC looks for its builtins by name only.
+  // NVRTC looks for its builtins library by name only.
   for (const auto &file : std::filesystem::directory_iterator(std::filesystem::path(path).parent_path(), ignored))
     if (file.path().filename().string().starts_with("libnvrtc-builtins.so.")) dlopen(file.path().c_str(), RTLD_NOW | RTLD_LOCAL);
   void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
@@ -42,13 +43,14 @@ bool is_optimised(void *program) {
 }
 
 constexpr int kInvalidOption = 5; // NVRTC_ERROR_INVALID_OPTION
-// Result 7 is NVRTC's internal error.
+// The result 7 is an internal error of NVRTC.
 template <class... Arguments> int forward(const char *name, Arguments... arguments) {
   void *function = real() ? dlsym(real(), name) : nullptr;
   return function ? reinterpret_cast<int (*)(Arguments...)>(function)(arguments...) : 7;
 }
 
-// A change: the header's name, a line that says what is wrong, and lines to remove (-), each run of them followed by its replacement (+).
+// A change of a header: the header's name, a line that says what is wrong, and runs of lines to remove (-), each followed by its
+// replacement (+).
 struct Edit {
   std::string header;
   std::vector<std::pair<std::string, std::string>> changes;

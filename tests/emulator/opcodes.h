@@ -1,4 +1,4 @@
-// How most instructions are made: a function of a lane's operands, mapped over the lanes.
+// How most instructions are made: a function of a lane's operands is applied to the lanes.
 #pragma once
 #include <cstring>
 #include <string>
@@ -41,7 +41,7 @@ template <class F> void each(uint32_t lanes, F f) {
   for (; lanes; lanes &= lanes - 1) f(uint32_t(__builtin_ctz(lanes)));
 }
 
-// D = f(S...): computed for every lane, because it has no side effects, written for the lanes that execute it.
+// D = f(S...). It is computed for every lane, because it has no side effects, and written for the lanes that execute it.
 template <auto f, class D, class... S, size_t... n>
 void map_lanes(Warp &w, const Instruction &i, uint32_t lanes, std::index_sequence<n...>) {
   const std::tuple<Source<S>...> s{Source<S>(w, i.a[n])...};
@@ -59,10 +59,10 @@ template <auto f, class D, class... S> void map(Warp &w, const Instruction &i, u
   map_lanes<f, D, S...>(w, i, lanes, std::index_sequence_for<S...>{});
 }
 
-// An opcode with only registers and immediates.
+// An opcode whose operands are registers and immediates.
 struct Opcode {
   Execute execute;
-  uint8_t d, a[4]; // bits; 1: a predicate, 0: none
+  uint8_t d, a[4]; // in bits; 1: a predicate, 0: no operand
 };
 using Opcodes = std::unordered_map<std::string, Opcode>;
 
@@ -74,16 +74,16 @@ void add_integer(Opcodes &);
 void add_floating(Opcodes &);
 void add_conversions(Opcodes &);
 
-// In memory.cpp, shuffle.cpp, barrier.cpp: false if the opcode is none of theirs.
+// In memory.cpp, shuffle.cpp, barrier.cpp. Each returns false if it does not know the opcode.
 bool decode_memory(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 bool decode_warp(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 bool decode_barrier(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 
 std::vector<std::string> split(const std::string &, char at);
-// The slot of an operand that is read: a register of this many bits or an immediate.
+// The slot of an operand that is read: a register with this many bits, or an immediate.
 uint32_t source(Kernel &, const Operand &, uint8_t bits);
 uint32_t destination(const Operand &, uint8_t bits);
 void set_address(Instruction &, const Operand &);
-void need(bool, const char *what); // throws Fault
+void need(bool, const char *what); // throws a Fault if false
 
 } // namespace strobe::emulator

@@ -1,4 +1,4 @@
-// PTX as NVRTC writes it: one module, entries without functions, globals that are not used.
+// Parses PTX as NVRTC writes it: one module, entries that call no functions, globals that are not used.
 #include <charconv>
 
 #include "opcodes.h"
@@ -7,7 +7,7 @@ namespace strobe::emulator {
 namespace {
 
 struct Token {
-  std::string text; // empty at the end of the text
+  std::string text; // empty at the end of the PTX
   uint32_t line;
 };
 
@@ -40,9 +40,9 @@ uint64_t aligned(uint64_t x, uint64_t to) { return (x + to - 1) / to * to; }
 
 struct Scope {
   std::unordered_map<std::string, Operand> names;
-  std::unordered_map<std::string, Operand> families; // %r<9>: %r0 ... %r8; a register gets its slot when it is first named
+  std::unordered_map<std::string, Operand> families; // %r<9> declares %r0 ... %r8; a register gets its slot when it is first named
   std::unordered_map<std::string, uint32_t> labels;
-  std::vector<std::pair<uint32_t, std::string>> branches; // branches to labels that have not been found yet
+  std::vector<std::pair<uint32_t, std::string>> branches; // branches to labels that have not come yet
 };
 
 class Parser {
@@ -119,7 +119,7 @@ private:
     dynamic_ |= is_extern, shared_ += v.bytes;
   }
 
-  // A constant of the program. Kernels read those that are zero; the values of the others are inlined.
+  // A constant of the program. Kernels read only constants that are zero; others are inlined.
   void parse_global() {
     const Variable v = variable();
     if (take("=")) return skip_to(";");
@@ -220,7 +220,7 @@ private:
       std::vector<Operand> operands;
       while (!take(";")) {
         if (peek() == "%clock" || peek() == "%clock64" || peek() == "%globaltimer")
-          word += next(); // read again each time: an opcode of its own
+          word += next(); // becomes part of the opcode, because it is read again each time
         else
           operands.push_back(operand());
         if (peek() != ";") expect(",");

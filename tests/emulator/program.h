@@ -1,4 +1,4 @@
-// A parsed program: an array of decoded instructions for each kernel.
+// A parsed program: for each kernel an array of decoded instructions.
 #pragma once
 #include <map>
 
@@ -7,13 +7,13 @@
 namespace strobe::emulator {
 
 struct Instruction;
-using Execute = void (*)(Warp &, const Instruction &, uint32_t lanes); // for the lanes whose bit is set
+using Execute = void (*)(Warp &, const Instruction &, uint32_t lanes); // executes the instruction for the lanes whose bit is set
 
 struct Instruction {
   enum Kind : uint8_t {
     kPlain,
     kAligned, // waits until all lanes of the warp that have not ended have arrived
-    kMasked,  // waits until all lanes in the mask have arrived
+    kMasked,  // waits until all lanes of the mask have arrived
     kBranch,
     kEnd,
   };
@@ -23,7 +23,7 @@ struct Instruction {
   uint8_t count = 1; // number of elements of a vector
   uint32_t guard = kNoSlot, target = 0, line = 0;
   uint32_t d = kNoSlot, d2 = kNoSlot;                   // registers that it writes
-  uint32_t a[4] = {kNoSlot, kNoSlot, kNoSlot, kNoSlot}; // registers that it reads; for a vector its elements, read or written
+  uint32_t a[4] = {kNoSlot, kNoSlot, kNoSlot, kNoSlot}; // registers that it reads; for a vector those of its elements, read or written
   uint32_t address = kNoSlot, mask = kNoSlot;
   int64_t offset = 0;
   Execute execute = nullptr;
@@ -57,10 +57,10 @@ struct Kernel {
 struct Module {
   std::vector<std::string> lines;
   std::map<std::string, Kernel> kernels;
-  std::vector<std::unique_ptr<std::byte[]>> globals; // the memory of their globals
+  std::vector<std::unique_ptr<std::byte[]>> globals; // memory of globals
 };
 
-// Sets the members that follow from the opcode and its operands. Throws Fault for an unknown opcode or unsuitable operands.
+// Sets the members that follow from the opcode and the operands. Throws a Fault if the opcode is unknown or operands do not suit it.
 void decode(Kernel &, Instruction &, const std::string &opcode, const std::vector<Operand> &);
 
 } // namespace strobe::emulator

@@ -1,4 +1,4 @@
-// Races in shared memory: each kernel once with its accesses ordered, and once without.
+// Races in shared memory: each kernel runs once with ordered accesses, and once without the order.
 #include "whole_kernel.h"
 
 using namespace strobe::emulator;
@@ -6,7 +6,7 @@ using namespace strobe::emulator::test;
 
 namespace {
 
-// `ordered` runs, in any order of the warps; without the line that `without` names it has a race in one of the orders.
+// `ordered` must run with any order of the warps. Without the line named `without`, it must have a race with some order.
 void check_race(const std::string &ordered, const std::string &without, const char *words) {
   CAPTURE(without);
   std::string racing = kernel(ordered, kShared);

@@ -1,4 +1,4 @@
-// Runs a grid: some blocks at a time, their warps in turn, a warp's lanes together wherever they are at the same instruction.
+// Runs a grid: some blocks at a time; the warps of a block in turn; and together those lanes of a warp that are at the same instruction.
 #include <algorithm>
 #include <deque>
 #include <random>
@@ -9,8 +9,8 @@
 namespace strobe::emulator {
 namespace {
 
-constexpr int kSlice = 2048; // instructions of a warp before another runs
-// A deadlock is reported after kStillRounds rounds of all warps in which nothing changed except the clock. A round is short if every warp
+constexpr int kSlice = 2048; // how many instructions of a warp run before another warp does
+// A deadlock is reported after kStillRounds rounds of all warps in which nothing but the clock has changed. A round is short if every warp
 // waits.
 constexpr uint32_t kStillRounds = 1 << 17, kBusyRound = 16, kRoundCycles = 1 << 16;
 
@@ -54,7 +54,7 @@ private:
     void operator()(void *memory) const { std::free(memory); }
   };
   struct Resident {
-    std::unique_ptr<std::byte, Free> memory; // shared memory, then each warp's registers, then its local memory
+    std::unique_ptr<std::byte, Free> memory; // shared memory, then the registers of each warp, then its local memory
     size_t warp_bytes = 0;
     std::unique_ptr<RunningBlock> block;
   };
@@ -66,7 +66,7 @@ private:
     const size_t begin = (shared + kPage - 1) / kPage * kPage;
     if (!r.memory)
       r.memory.reset(static_cast<std::byte *>(std::aligned_alloc(kPage, (begin + warps * warp_bytes + kPage - 1) / kPage * kPage)));
-    std::memset(r.memory.get(), 0xFF, begin + warps * warp_bytes); // NaN for reads of memory that was not written
+    std::memset(r.memory.get(), 0xFF, begin + warps * warp_bytes); // reads of unwritten memory give NaN
     const std::array<uint32_t, 3> index = {uint32_t(n % launch_.grid[0]), uint32_t(n / launch_.grid[0] % launch_.grid[1]),
                                            uint32_t(n / launch_.grid[0] / launch_.grid[1])};
     r.block.reset(new RunningBlock{
@@ -108,7 +108,7 @@ private:
     }
   }
 
-  // Gives each warp of the block a time slice. Returns whether some warp did anything but wait.
+  // Gives each warp of the block a time slice. Returns whether some warp did more than wait.
   bool run_block(RunningBlock &b) {
     bool busy = false;
     const size_t first = grid_.machine.seed ? random_() % b.warps.size() : 0;
@@ -128,7 +128,7 @@ private:
     return busy;
   }
 
-  // The path that is furthest behind; the next one after the path whose time slice is over.
+  // Chooses the path that is furthest behind; or the next path, if the current one's time slice is over.
   static void choose(RunningWarp &w) {
     const size_t count = w.paths.size();
     size_t best = count;
@@ -141,7 +141,7 @@ private:
     w.at = best;
   }
 
-  // Lanes that have arrived at the same instruction continue together.
+  // Lets lanes that have arrived at the same instruction continue together.
   static void merge(RunningWarp &w) {
     for (size_t n = 0; n < w.paths.size(); n++) {
       if (n == w.at || w.paths[n].pc != w.paths[w.at].pc) continue;

@@ -1,4 +1,4 @@
-// shfl, vote, redux, elect, bar.warp.sync: lanes of a warp exchange.
+// shfl, vote, redux, elect, bar.warp.sync: exchange among the lanes of a warp.
 #include "opcodes.h"
 
 namespace strobe::emulator {
@@ -63,7 +63,7 @@ bool decode_warp(Kernel &k, Instruction &i, const std::string &opcode, const std
   size_t n = 0;
   if (o.d) {
     need(!operands.empty(), "wants another number of operands");
-    const bool two = operands[0].kind == Operand::kVector; // value | whether the lane is in range
+    const bool two = operands[0].kind == Operand::kVector; // value | predicate: whether the lane is in range
     i.d = destination(two ? operands[0].parts[0] : operands[0], o.d);
     if (two) i.d2 = destination(operands[0].parts[1], 1);
     n = 1;

@@ -1,4 +1,4 @@
-// The contents that cuTensorMapEncodeTiled (driver.cpp) writes to a CUtensorMap and the copy engine (copy.cpp) reads.
+// What a CUtensorMap contains: cuTensorMapEncodeTiled (driver.cpp) writes it, and the copy engine (copy.cpp) reads it.
 #pragma once
 #include <cstdint>
 
@@ -10,7 +10,7 @@ struct alignas(64) TensorMap {
   uint8_t element_bytes, rank;
   bool swizzled; // swizzled over 128 bytes
   uint64_t address;
-  uint64_t sizes[kMostRank], strides[kMostRank]; // strides[0]: adjacent elements
+  uint64_t sizes[kMostRank], strides[kMostRank]; // strides[0]: from one element to the next
   uint32_t box[kMostRank];
 };
 static_assert(sizeof(TensorMap) == 128);

@@ -1,4 +1,4 @@
-// Decoding of the instructions that work on tiles, one function per family. The result is empty if the opcode belongs to another family.
+// Decodes instructions that work on tiles, by one function per family. The result is empty if the opcode belongs to another family.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -25,10 +25,10 @@ template <class F> void for_each_lane(uint32_t lanes, F use) {
     if (lanes >> lane & 1) use(lane);
 }
 
-// In tiles of 128 bytes per row the 16-byte pieces are exchanged, by the row's number.
+// In tiles with rows of 128 bytes, the 16-byte pieces are permuted by the row's number.
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 
-// Tells the barrier at this address that bytes have arrived, which it expects (mbarrier.cpp).
+// Tells the barrier at this address that bytes have arrived. The barrier expects them (mbarrier.cpp).
 void complete_bytes(const Warp &, uint32_t barrier, uint32_t bytes);
 
 } // namespace strobe::emulator

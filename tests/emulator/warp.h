@@ -1,4 +1,4 @@
-// The state that an instruction sees: the registers of the warp that executes it and the memory of its block.
+// The state that an instruction can access: the registers of the warp that executes it, and the memory of its block.
 #pragma once
 #include <cstddef>
 #include <functional>
@@ -10,7 +10,7 @@
 namespace strobe::emulator {
 
 constexpr uint32_t kLanes = 32, kAllLanes = ~0u, kNoSlot = ~0u;
-constexpr uint32_t kSharedBegin = 1024; // the first address of shared memory, so that a null pointer to it is found
+constexpr uint32_t kSharedBegin = 1024; // the first address of shared memory; not 0, so that a null pointer is noticed
 
 struct BlockAsync; // async.h: the copies and products that are in flight
 struct WarpAsync;
@@ -23,7 +23,7 @@ struct Grid {
   std::vector<ArgumentLine> arguments{};
   size_t argument_bytes = 0;
   uint32_t blocks[3] = {}, threads[3] = {};
-  uint64_t changes = 0; // counts events that may end a wait (stores, arrivals); while it does not change and all wait, there is a deadlock
+  uint64_t changes = 0; // counts events that may end a wait (stores, arrivals); if there are none and all warps wait, there is a deadlock
   uint64_t clock = 0;
   uint32_t line = 0; // the PTX line of the current instruction
 };
@@ -34,8 +34,8 @@ struct Block {
   std::byte *shared; // at kSharedBegin
   uint32_t shared_end;
   std::shared_ptr<BlockAsync> async;
-  std::unique_ptr<Races> races{};               // null: not asked for
-  bool lets_next_begin = false, waited = false; // griddepcontrol's launch_dependents and wait were executed
+  std::unique_ptr<Races> races{};               // null: no search for races
+  bool lets_next_begin = false, waited = false; // whether griddepcontrol's launch_dependents, and its wait, have been executed
 };
 
 struct Operand {
@@ -56,24 +56,24 @@ struct Operand {
 
 struct Warp {
   Block &block;
-  uint32_t index;             // in its block
+  uint32_t index;             // the warp's number in its block
   std::byte *registers;       // slots of 32 words
-  std::byte *local = nullptr; // local memory of lane 0; the other lanes' follow
+  std::byte *local = nullptr; // local memory of lane 0, followed by that of the other lanes
   uint32_t local_bytes = 0;   // per lane
   bool waits = false;         // set by an instruction whose condition is not met: another warp runs next
   std::shared_ptr<WarpAsync> async{};
 
-  // A register of 32 (64) bits: one word (two) for each lane. Registers of 16 bits: the halves of the first 16 words.
+  // A register of 32 (64) bits has one word (two words) for each lane. Registers of 16 bits are the halves of the first 16 words.
   template <class T> T *lanes(uint32_t slot) const { return reinterpret_cast<T *>(registers + size_t(slot) * kLanes * 4); }
   uint32_t *words(const Operand &o) const { return lanes<uint32_t>(o.slot); }
   uint32_t &predicate(const Operand &o) const { return *words(o); } // a bit for each lane
-  uint64_t value(const Operand &o, uint32_t lane) const {           // of a register, an immediate, an address (register + offset)
+  uint64_t value(const Operand &o, uint32_t lane) const {           // of a register, an immediate, or an address (register + offset)
     if (o.slot == kNoSlot) return o.value;
     return o.bits == 64 ? o.value + lanes<uint64_t>(o.slot)[lane] : uint32_t(o.value + lanes<uint32_t>(o.slot)[lane]);
   }
 
-  // The host address of one lane's access to shared memory. Checks alignment and bounds, throws Fault. `address`: in the window of shared
-  // memory (kSharedBegin is its first byte).
+  // The host address of one lane's access to shared memory. Checks alignment and bounds, and throws a Fault. `address`: in the window of
+  // shared memory, whose first byte is kSharedBegin.
   std::byte *shared(uint64_t address, size_t bytes, size_t alignment, Access access, uint32_t lane) const {
     if (address < kSharedBegin || address + bytes > block.shared_end || address % alignment) bad_shared(address, bytes, alignment);
     const size_t at = address - kSharedBegin;
@@ -84,10 +84,10 @@ struct Warp {
 };
 
 [[noreturn]] void bad_global(uint64_t address, size_t bytes, size_t alignment);
-bool is_mapped(uint64_t page); // caches the answer until run() ends
+bool is_mapped(uint64_t page); // remembers the answer until run() ends
 constexpr uint64_t kPage = 4096;
 inline constinit thread_local uint64_t mapped_pages[64] = {}; // complements of the pages' numbers
-// A generic address is a host address. This only asks whether it is mapped; AddressSanitizer knows whether it is allocated.
+// A generic address is a host address. The check asks only whether it is mapped; AddressSanitizer knows whether it is allocated.
 inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
   const uint64_t first = address / kPage, last = (address + bytes - 1) / kPage;
   for (uint64_t page = first; page <= last; page++)
@@ -96,16 +96,17 @@ inline std::byte *global(uint64_t address, size_t bytes, size_t alignment) {
   return reinterpret_cast<std::byte *>(address);
 }
 
-// A decoded instruction from the tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...): executes it for the lanes whose bit is set. One
-// that is .aligned is called when all lanes of the warp have arrived.
+// A decoded instruction of the tile files (ldmatrix, mma, wgmma, cp.async, mbarrier ...). It is executed for the lanes whose bit is set. An
+// .aligned instruction is called when all lanes of the warp have arrived.
 using Tile = std::function<void(Warp &, uint32_t lanes)>;
-// opcode: with all modifiers, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". Operands as written, destination first. Empty if no
-// tile file has the opcode; throws Fault if one has it, but not its modifiers.
+// opcode: with all modifiers, for example "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32". operands: as written, the destination first.
+// The result is empty if no tile file has the opcode. Throws a Fault if a tile file has it, but not these modifiers.
 Tile decode_tile(std::string_view opcode, const std::vector<Operand> &operands);
 
 std::shared_ptr<BlockAsync> make_block_async();
 std::shared_ptr<WarpAsync> make_warp_async();
-// A warp's threads have all ended: completes its operations in flight or, if shared memory would be read after its end, throws a Fault.
+// Called when all threads of a warp have ended. Completes the warp's operations in flight; throws a Fault if they would read shared memory
+// after the block's end.
 void finish(Warp &);
 
 } // namespace strobe::emulator

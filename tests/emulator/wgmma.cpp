@@ -1,5 +1,5 @@
-// wgmma: D (64 x N) (+)= A (64 x 16) B (16 x N) of a warpgroup, in fp32. Each of its warps computes its own 16 rows by itself. Lane 4g + t
-// of warp w holds columns 2t and 2t + 1 of every eight, in rows 16w + g and 16w + g + 8.
+// wgmma: D (64 x N) (+)= A (64 x 16) B (16 x N) of a warpgroup, in fp32. Each warp computes its own 16 rows by itself. Lane 4g + t of warp
+// w holds columns 2t and 2t + 1 of every eight columns, in rows 16w + g and 16w + g + 8.
 #include <charconv>
 #include <cstring>
 
@@ -18,7 +18,7 @@ struct Form {
 };
 using SharedMatrix = float[kDepth][256];
 
-// The place of an operand in shared memory, in rows of 128 bytes that are swizzled.
+// Where an operand lies in shared memory, in rows of 128 bytes that are swizzled.
 struct Descriptor {
   uint32_t begin, leading, stride;
   explicit Descriptor(uint64_t bits)
@@ -29,7 +29,7 @@ struct Descriptor {
   }
 };
 
-// Rows (of A, columns of B) first ... first + count of the operand. A piece is 8 adjacent numbers.
+// Reads the rows of A, or the columns of B, from `first` to first + count. A piece is 8 adjacent numbers.
 void read(const Warp &warp, const Form &form, uint64_t bits, bool mn_major, uint32_t first, uint32_t count, SharedMatrix &x) {
   const Descriptor d(bits);
   auto piece = [&](uint32_t linear) {
@@ -67,7 +67,7 @@ void read(const Warp &warp, const Form &form, const std::vector<Operand> &regist
 struct Sources {
   uint64_t a, b;
   bool accumulate;
-  SharedMatrix in_registers; // A, if it is there: read when the instruction is issued
+  SharedMatrix in_registers; // A, if it lies in registers; read when the instruction is issued
 };
 
 void perform(const Warp &warp, const Form &form, const std::vector<Operand> &sums, const Sources &from) {
@@ -87,7 +87,7 @@ void perform(const Warp &warp, const Form &form, const std::vector<Operand> &sum
     for (uint32_t lane = 0; lane < kLanes; lane++) warp.words(sums[i])[lane] = std::bit_cast<uint32_t>(at(i, lane));
 }
 
-// {sums}, A, descriptor of B, whether to add to the sums, signs of A and B, {whether A is MN-major,} whether B is
+// Operands: {sums}, A, the descriptor of B, whether to add to the sums, the signs of A and B, {whether A is MN-major,} whether B is.
 Tile multiply(const Form &form, const Operands &operands) {
   return [=](Warp &warp, uint32_t lanes) {
     check_whole(lanes);

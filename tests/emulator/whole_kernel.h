@@ -1,4 +1,4 @@
-// Whole kernels, written in a test.
+// Whole kernels, whose PTX a test writes.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -6,7 +6,7 @@
 
 namespace strobe::emulator::test {
 
-// A kernel whose %rd0 is the address of `out`, %r0 the thread, %r1 the block; `more` comes before it.
+// A kernel in which %rd0 is the address of `out`, %r0 the thread, %r1 the block. `more` comes before the kernel.
 inline std::string kernel(const std::string &body, const std::string &more = "") {
   return ".version 8.0\n.target sm_90\n.address_size 64\n" + more +
          ".visible .entry kernel(.param .u64 kernel_param_0)\n{\n"
@@ -28,7 +28,7 @@ inline std::vector<uint32_t> run(const std::string &ptx, const Shape &shape = {}
   run(*parse(ptx), "kernel", launch, shape.machine);
   return out;
 }
-// The value of %r9 after `body`, for every thread.
+// Stores the value of %r9 after `body`, for every thread.
 inline const std::string kStore =
     "\nmov.u32 %r30, %ntid.x; mad.lo.s32 %r30, %r30, %r1, %r0; mul.wide.u32 %rd19, %r30, 4; add.s64 %rd19, %rd0, %rd19;\n"
     "st.global.u32 [%rd19], %r9;";

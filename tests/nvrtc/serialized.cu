@@ -1,4 +1,4 @@
-// A wgmma whose registers are accessed before the wait: ptxas makes it wait at once, and says so.
+// A wgmma whose registers are accessed before the wait. ptxas serialises it and says so.
 extern "C" __global__ void kernel(float *out, unsigned long long a, unsigned long long b) {
   float x[4] = {1, 2, 3, 4};
   for (int i = 0; i < 4; ++i) {

@@ -22,7 +22,7 @@ namespace {
 struct Program {
   std::string text, name;
 };
-struct Function { // a kernel, by its name and Config
+struct Function { // a kernel, given by its name and Config
   std::string name;
 };
 
@@ -40,15 +40,15 @@ int cc() {
   return given ? std::atoi(given) : 90;
 }
 
-// Allocated memory, so that an address in a kernel's arguments can be written as allocation and offset.
+// The allocated memory. With it an address in a kernel's arguments can be written as allocation and offset.
 std::mutex growing;
 std::map<uintptr_t, size_t> *const allocated = new std::map<uintptr_t, size_t>;
 std::set<void *> *const tensors = new std::set<void *>;
-std::vector<void *> *const later = new std::vector<void *>; // freed, but kept: within one call an address belongs to one tensor
-thread_local bool within = false;                           // the maps allocate, too
+std::vector<void *> *const later = new std::vector<void *>; // freed, but kept, so that within one call an address belongs to one tensor
+thread_local bool within = false;                           // set while the maps themselves allocate
 
 template <class F> void noted(F change) {
-  if (within || !later) return; // memory is allocated before the maps exist
+  if (within || !later) return; // memory may be allocated before the maps exist
   within = true;
   {
     const std::lock_guard lock(growing);
@@ -89,9 +89,9 @@ void *__libc_realloc(void *, size_t);
 void *__libc_memalign(size_t, size_t);
 void __libc_free(void *);
 
-// For launches.py.
+// Called by launches.py.
 void recorder_listen(Launched launch, Cleared clear) { launched = launch, cleared = clear; }
-// The beginning of the allocation that holds an address; 0 if none does.
+// The beginning of the allocation that contains an address; 0 if no allocation does.
 uintptr_t recorder_allocation(uintptr_t address) {
   const std::lock_guard lock(growing);
   auto next = allocated->upper_bound(address);
@@ -110,7 +110,7 @@ int recorder_is_static(uintptr_t address) {
   return dladdr(reinterpret_cast<void *>(address), &library) != 0;
 }
 
-// Preloaded, these replace the C library's. Tensors begin at multiples of 256, as on a GPU.
+// If this library is preloaded, these functions replace those of the C library. Tensors begin at multiples of 256, as on a GPU.
 void *malloc(size_t bytes) { return remember(__libc_malloc(bytes), bytes); }
 void *calloc(size_t count, size_t bytes) { return remember(__libc_calloc(count, bytes), count * bytes); }
 void *realloc(void *memory, size_t bytes) { return remember(__libc_realloc(forget(memory), bytes), bytes); }
@@ -144,7 +144,7 @@ int nvrtcCompileProgram(Program *p, int count, const char *const *options) {
   for (int i = 0; i < count; i++) all += std::string(i ? " " : "") + options[i];
   return keep(all + "\n" + p->text), 0;
 }
-// The code is the kernel's name.
+// In place of code, the kernel's name.
 int nvrtcGetCUBINSize(Program *p, size_t *size) { return *size = p->name.size() + 1, 0; }
 int nvrtcGetCUBIN(Program *p, char *to) { return std::memcpy(to, p->name.c_str(), p->name.size() + 1), 0; }
 int nvrtcGetProgramLogSize(Program *, size_t *size) { return *size = 1, 0; }
@@ -216,7 +216,7 @@ int cuMemFreeAsync(unsigned long long memory, void *) { return std::free(reinter
 int cuStreamSynchronize(void *) { return 0; }
 int cuStreamIsCapturing(void *, int *status) { return *status = 0, 0; }
 int cuThreadExchangeStreamCaptureMode(int *) { return 0; }
-// The map consists of its inputs.
+// In place of a map, the inputs of its encoding.
 int cuTensorMapEncodeTiled(void *map, int type, uint32_t rank, void *address, const uint64_t *sizes, const uint64_t *strides,
                            const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill) {
   uint64_t words[16] = {reinterpret_cast<uint64_t>(address)};

@@ -4,10 +4,10 @@
 //   S^T = K Q^T, P^T = exp(S^T - LSE)        dP^T = V dO^T, dS^T = P^T (dP^T - D)
 //   dV += P^T dO                             dK += dS^T Q                             dQ += dS K, in global memory
 //
-// Half of the warps have the left role (PAndDv: the formulas on the left), half the right role (DsAndDk). So every sum stays in registers,
-// P and dS are operands in the registers where they were made, and one role multiplies while the other one exponentiates. P passes from the
-// left role to the right one through shared memory. dS passes to all warps, which compute dQ of a tile one iteration later, so that the
-// roles meet once per iteration. S is transposed: its rows are keys.
+// Half of the warps have the left role (PAndDv: the formulas on the left), the others the right role (DsAndDk). So every sum stays in
+// registers, P and dS are operands in the registers where they were made, and one role multiplies while the other one exponentiates. P
+// passes from the left role to the right one through shared memory. dS passes to all warps, which compute dQ of a tile one iteration later,
+// so that the roles meet once per iteration. S is transposed: its rows are keys.
 #pragma once
 #include "steps.h"
 
@@ -40,7 +40,7 @@ private:
     using Sum = Accumulator[kKeys][Steps::kColumnsV]; // dV
 
     __device__ __forceinline__ bool load_first() const { return false; }
-    // One iteration. Returns whether this thread's loads for the next iteration had a number that is not finite.
+    // One iteration. Returns whether this thread has loaded a number for the next iteration that is not finite.
     template <bool kNonfinite> __device__ __forceinline__ bool iterate(Sum &dV, int n) const {
       const Blocks<Right, C.head_dim_v, true> dO(this->shared + Steps::kDo + n % 2 * C.dout_bytes(),
                                                  this->dim_warp * Steps::kColumnsV * 16);
@@ -116,7 +116,7 @@ private:
     using Role::Role;
 
     __device__ __forceinline__ void run() const {
-      typename Role::Sum sum = {}; // not a member: until loops are unrolled the compiler keeps such an object in memory, and then it spills
+      typename Role::Sum sum = {}; // not a member: the compiler keeps such an object in memory until loops are unrolled, and then spills it
       this->load_keys();
       bool suspect = this->load_first(); // whether the tile loaded last has a number that is not finite
       cp_async_commit();
@@ -144,7 +144,7 @@ private:
     }
 
   private:
-    // Waits for all threads and for their loads. Returns whether the condition holds for some thread.
+    // Waits for all threads and for their loads. Returns whether the condition is true for any thread.
     static __device__ __forceinline__ bool meet(bool condition) {
       cp_async_wait<0>();
       return barrier_any(condition, kThreads);

@@ -1,5 +1,5 @@
-// A thread block of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and its loads of both into shared
-// memory. The loop is in backward.h.
+// A thread block of the backward on mma.sync: its tile of keys, the tiles of queries that it walks over, and its loads of keys and queries
+// into shared memory. The loop is in backward.h.
 #pragma once
 #include "../../attention/dq_sum.h"
 #include "../../device/keys.h"
@@ -17,7 +17,7 @@ using tile::Blocks;
 using tile::Left;
 using tile::Right;
 
-// State that only parts have: the number of the key tile within the sequence, and where the rows of a query tile lie.
+// What the block's state has only in a part: the number of the key tile within the sequence, and where the rows of a query tile lie.
 template <bool kPart> struct NumberOfTile {};
 template <> struct NumberOfTile<true> {
   i32 number;
@@ -32,13 +32,13 @@ template <BackwardConfig C> struct BackwardBlock {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr int kThreads = C.threads(), kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k;
-  // Counts of 16x16 blocks. Of a warp: keys; queries whose S it computes at a time; queries that it multiplies by dO or Q at a time. Of the
-  // tile: queries. Then a warp's columns of dK and of dV.
+  // Counts of 16x16 blocks. kKeys: a warp's keys. kStep: the queries for which a warp computes S at a time. kSpan: the queries that it
+  // multiplies by dO or Q at a time. The others: the tile's queries, and a warp's columns of dK and of dV.
   static constexpr int kKeys = kTileK / C.key_warps / 16, kStep = C.step_q / 16, kSpan = C.repeats() ? kStep : kStep * C.dim_warps,
                        kQueries = kTileQ / 16;
   static constexpr int kColumns = kD / C.dim_warps / 16, kColumnsV = kDv / C.dim_warps / 16;
   static constexpr int kDqRows = kTileQ / C.dq_rows() / 16, kDqColumns = kD / C.dq_columns() / 16;
-  // Whether elements may be hidden in any tile, not only in tiles that are masked by position.
+  // Whether any tile may have hidden elements, and not only tiles that are masked by position.
   static constexpr bool kHides = F.hides();
 
   // Offsets in shared memory.
@@ -50,7 +50,7 @@ template <BackwardConfig C> struct BackwardBlock {
   struct Head {
     const T *q, *dout;
     const float *lse, *delta;
-    i64 query_tile; // the number of its first query tile
+    i64 query_tile; // the number of the head's first query tile
   };
   struct __align__(16) Tile : ShiftOfTile<F.part != 0> { // a tile of queries
     i32 head;                                            // -1: there are no more tiles
@@ -63,7 +63,7 @@ template <BackwardConfig C> struct BackwardBlock {
     Tile ring[4];               // iteration n uses n % 4
     i32 batch, head_kv, k0, k1; // this block's keys [k0, k1) of the sequence
     Sequence sequence;
-    i32 head; // the head of the following members
+    i32 head; // the head that the following members belong to
     Tiles tiles;
     Head at;
   };
@@ -102,7 +102,7 @@ template <BackwardConfig C> struct BackwardBlock {
       t.at = state.at;
     }
   }
-  // schedule() for a part, whose tiles have rows that differ from their positions, and numbers of their own.
+  // schedule() for a part: its tiles have numbers of their own, and rows that differ from their positions.
   template <class TileOfPart> __device__ __forceinline__ void schedule_part(TileOfPart &t) const {
     const i32 heads_end = (state.head_kv + 1) * in.group;
     PartQueryTile tile = {};
@@ -123,7 +123,7 @@ template <BackwardConfig C> struct BackwardBlock {
     return F.part ? t.at.query_tile : t.at.query_tile + t.queries.begin / kTileQ;
   }
   __device__ __forceinline__ const Tile &tile_of(int n) const {
-    return state.ring[computed_here(n) % 4]; // its address is not kept in a register
+    return state.ring[computed_here(n) % 4]; // computed_here keeps the address out of registers
   }
 
   __device__ __forceinline__ void load_keys() const {
@@ -132,9 +132,9 @@ template <BackwardConfig C> struct BackwardBlock {
     tile::load<kTileK, kDv, kThreads, C.aligned != 0>(
         shared + kV, v_of<T>(in, state.sequence, state.batch, state.head_kv).rows(state.k0, state.k1), thread);
   }
-  // The loads of queries, by the threads of the right role only.
+  // How many threads load queries: those of the right role.
   static constexpr int kLoaders = kThreads / 2;
-  // Where registers are scarce the thread's number is read again, so that no value derived from it stays in a register.
+  // Where registers are scarce, the thread's number is read again each time, so that no value derived from it stays in a register.
   static constexpr bool kShort = kD > 128 || kDv > 128 || F.by_element() || kTileK > 128;
   __device__ __forceinline__ int loader() const { return (kShort ? thread_index() : thread) % kLoaders; }
   template <int kColumns>
@@ -150,8 +150,8 @@ template <BackwardConfig C> struct BackwardBlock {
     load_queries<kDv>(kDo + stage * C.dout_bytes(), t.at.dout, a.dout, t, in.head_dim_v);
   }
 
-  // Whether Q or dO of a tile with hidden elements has a number that is not finite. suspect: LSE or D has one. If a row of Q or dO has one,
-  // so has LSE or D, unless the row sees only its sink.
+  // Whether Q or dO of a tile with hidden elements has a number that is not finite. suspect: LSE or D has such a number. A row of Q or dO
+  // that has one makes LSE or D not finite too, unless the row sees only its sink.
   __device__ __forceinline__ bool queries_nonfinite(const Tile &t, int stage, bool suspect) const {
     if (!(kHides || t.queries.masked) || !(suspect || in.sinks)) return false;
     return barrier_any(any_nonfinite<T>(shared + kQ + stage * C.q_bytes(), C.q_bytes(), thread, kThreads) ||
@@ -159,8 +159,8 @@ template <BackwardConfig C> struct BackwardBlock {
                        kThreads);
   }
 
-  // A tile's LSE, -D and, with a bias, LSE's correction, which the threads hold until there is room in shared memory. For rows that see no
-  // key or do not exist LSE is +inf, so that P is 0.
+  // A tile's LSE and -D and, with a bias, LSE's correction. Threads hold them until there is room in shared memory. For rows that see no
+  // key or do not exist, LSE is +inf, so that P is 0.
   static constexpr int kStatsEach = (int)div_up((C.stats() - 1) * kTileQ, kLoaders);
   struct Stats {
     float x[kStatsEach];
@@ -184,9 +184,9 @@ template <BackwardConfig C> struct BackwardBlock {
     return s;
   }
   static constexpr int kStatsBytes = C.stats_bytes() / 2; // per stage
-  // Stores the statistics in the order in which lanes read them: for each 16 queries, LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side, and
-  // its correction in the same order; -D of 2t and 2t + 1 twice, for the two rows of an accumulator. Returns whether a number of this
-  // thread is not finite.
+  // Stores LSE and D in the order in which lanes read them. For each 16 queries: LSE of 2t, 2t + 1, 2t + 8, 2t + 9 side by side; LSE's
+  // correction in the same order; -D of 2t and 2t + 1 twice, for the two rows of an accumulator. Returns whether a number of this thread is
+  // not finite.
   __device__ __forceinline__ bool write_stats(const Stats &s, int iteration) const {
     int thread = loader(), stage = iteration % 2;
     bool suspect = false;
@@ -210,7 +210,7 @@ template <BackwardConfig C> struct BackwardBlock {
   }
   __device__ __forceinline__ u32 delta_of(int stage, int n) const { return lse_of(stage, 2 * n) + kTileQ * 4; }
 
-  // LSE of the lane's four queries of a 16x16 block. LSE's correction is rarely used, and therefore loaded only where it is used.
+  // LSE of the lane's four queries of a 16x16 block. LSE's correction is rarely used, so it is loaded only where it is used.
   struct StagedLse {
     u32 at;
     float lse_[4];

@@ -7,12 +7,12 @@ namespace strobe::mma {
 
 struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
-  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps; if wide, of 64
-  i32 tile_q, tile_k;       // queries per iteration: a multiple of step_q * dim_warps, or step_q; keys per block: of 16 * key_warps
+  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps; wide heads: of 64
+  i32 tile_q, tile_k;       // queries: a multiple of step_q * dim_warps, or step_q; keys: a multiple of 16 * key_warps
   i32 key_warps,
-      dim_warps; // each role has key_warps x dim_warps warps; key_warps divide the keys, dim_warps the head dims (and the queries of S)
+      dim_warps; // each role has key_warps x dim_warps warps: key_warps divide the keys, dim_warps the head dims (and the queries of S)
   i32 step_q;    // for how many queries a warp computes S at a time, a multiple of 16
-  i32 aligned;   // adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 8: 16-byte copies
+  i32 aligned;   // 16-byte copies: adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 8
   i32 deterministic;
   i32 invariant; // deterministic, and a row's bits do not depend on what is hidden in its tiles
   i32 blocks_per_sm;
@@ -20,7 +20,7 @@ struct BackwardConfig {
 
   STROBE_FN constexpr i32 warps() const { return 2 * key_warps * dim_warps; }
   STROBE_FN constexpr i32 threads() const { return 32 * warps(); }
-  // Whether there are too few queries to divide them: all dim_warps then compute the same S.
+  // Whether a tile has too few queries to divide among dim_warps. All of these warps then compute the same S.
   STROBE_FN constexpr bool repeats() const { return tile_q < step_q * dim_warps; }
 
   // Bytes of shared memory.
@@ -29,7 +29,7 @@ struct BackwardConfig {
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q * head_dim; }
   STROBE_FN constexpr i32 dout_bytes() const { return 2 * tile_q * head_dim_v; }
   STROBE_FN constexpr i32 p_bytes() const { return 2 * tile_q * tile_k; }
-  // How many arrays of the size of P the left role passes on. With a function of q.k there is a second one for the derivative (kSlope in
+  // How many arrays of P's size the left role hands over. With a function of q.k there is a second array, for the derivative (kSlope in
   // steps.h).
   STROBE_FN constexpr i32 p_planes() const { return features.curved() ? 2 : 1; }
   // How many numbers per query are staged: LSE, D twice, and LSE's correction if scores are unbounded.
@@ -40,12 +40,12 @@ struct BackwardConfig {
     return k_bytes() + v_bytes() + 2 * (q_bytes() + dout_bytes()) + (p_planes() + 2) * p_bytes() + stats_bytes() + state_bytes();
   }
 
-  // dQ of an iteration (tile_q x head_dim) is divided among dq_rows x dq_columns warps: as many as possible, in a shape as square as
+  // dQ of an iteration (tile_q x head_dim) is divided among dq_rows x dq_columns warps: as many warps as possible, in a shape as square as
   // possible.
   STROBE_FN constexpr i32 dq_rows() const { return dq_split(true); }
   STROBE_FN constexpr i32 dq_columns() const { return dq_split(false); }
 
-  // How many counters BackwardArguments::turns has: one for each warp's region of each query tile.
+  // How many counters BackwardArguments::turns has: one for each query tile and each warp.
   STROBE_FN constexpr i64 turns(i64 query_tiles) const { return query_tiles * warps(); }
 
 private:

@@ -20,30 +20,30 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
 
   const Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half> scores;
   const KeyMajorDropout<F> dropout;
-  const float factor; // dropout's factor of kept elements
+  const float factor; // by how much dropout scales the elements that it keeps
 
-  // Must follow choose_keys().
+  // Must be constructed after choose_keys().
   __device__ __forceinline__ explicit BackwardSteps(const Block &block)
       : Block(block), scores(in, state.sequence, state.batch), dropout{Dropout<F>(in)}, factor(dropout.dropout.factor()) {}
 
-  // The number of a 16x16 block among the exchanged ones: block m of this warp's keys, block n of the tile's queries.
+  // The number of a 16x16 block in the exchange through shared memory: block m of this warp's keys, block n of the tile's queries.
   __device__ __forceinline__ int block(int m, int n) const { return (key_warp * kKeys + m) * kQueries + n; }
-  // The barriers of the warps with the same keys: one for each role, if it has several such warps, and one for each span of queries of P,
-  // because the warps that write P go on without waiting.
+  // The barriers of the warps with the same keys. Each role that has several such warps has one. Each span of queries of P has one, because
+  // the warps that write P go on without waiting.
   static constexpr int kSpans = kQueries / kSpan, kBarriers = kSpans + (C.dim_warps > 1 ? 2 : 0);
   static_assert(C.key_warps * kBarriers < 16);
   __device__ __forceinline__ int barrier_of_p(int span) const { return 1 + kBarriers * key_warp + span; }
   __device__ __forceinline__ int barrier_of_role() const { return 1 + kBarriers * key_warp + kSpans + role; }
   // The first block of queries for which this warp computes S and dP, in the span of queries that begins at block `span`.
   __device__ __forceinline__ int own(int span) const { return C.repeats() ? span : span + dim_warp * kStep; }
-  // Whether this warp passes P and dS on: if several warps compute the same P and dS, only the first does.
+  // Whether this warp hands over P and dS. If several warps compute the same P and dS, only the first one does.
   __device__ __forceinline__ bool hands_on() const { return !C.repeats() || dim_warp == 0; }
 
-  // The left role passes the derivative of a function of q.k to the right one as P * derivative. In FP16 it passes P and the derivative
-  // separately, because below 2^-14 FP16's steps are 2^-24, and with many keys the product would be lost. The derivative's unit keeps it
-  // above these steps: that of arccosh is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of c tanh(x / c) is at most 1; that of
-  // the caller's function may be up to 2^12. With dropout, whose mark is P's sign, the derivative of the caller's function, which may be
-  // negative, is passed on separately as well.
+  // The left role hands the derivative of a function of q.k to the right one as P * derivative. In FP16 it hands over P and the derivative
+  // separately: below 2^-14 FP16's steps are 2^-24, so that with many keys the product would vanish. slope_unit() keeps the derivative
+  // above these steps. arccosh's derivative is at most 2^11, and 2^-18 at a Lorentz product of 2^18; that of c tanh(x / c) is at most 1;
+  // that of the caller's function may be up to 2^12. With dropout, which marks dropped elements by P's sign, a derivative that may be
+  // negative, as that of the caller's function, is handed over separately as well.
   static constexpr Slope kSlope = !F.curved()                                                ? Slope::none
                                   : C.dtype == kF16 || (F.function == kProgram && F.dropout) ? Slope::apart
                                                                                              : Slope::times_p;
@@ -52,9 +52,9 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     return F.function == kHyperbolic ? fmaxf((float)in.beta, 1e-30f) * 0x1p-4f : 0x1p-15f;
   }
 
-  // S^T = K Q^T; P^T = exp(S^T - LSE). Without a function of q.k S becomes P, and the argument P is not written. With a function P is
-  // written there, and S becomes P times the derivative, or the derivative alone in its unit. Dropped elements are negated, except in the
-  // derivative alone.
+  // S^T = K Q^T; P^T = exp(S^T - LSE). Without a function of q.k, S becomes P, and the argument P is not written. With a function, P is
+  // written to the argument, and S becomes P times the derivative, or the derivative alone in its unit. Dropped elements are negated,
+  // except in the derivative alone.
   template <bool kNonfinite>
   __device__ __forceinline__ void make_p(Accumulator (&S)[kKeys][kStep], Accumulator (&P)[kKeys][kStep], int iteration, int span) const {
     const int stage = iteration % 2, n0 = own(span);
@@ -83,8 +83,8 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // The scores of a tile. In a part they end with the tile's last query, wherever the sequence ends, and read mask and bias at the tile's
-  // own rows.
+  // The scores of a tile. In a part, they end with the tile's last query, wherever the sequence ends, and they read mask and bias at the
+  // tile's own rows.
   __device__ __forceinline__ decltype(auto) scores_of(const Tile &t) const {
     if constexpr (F.part) {
       auto own = scores;
@@ -95,7 +95,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       return (scores);
     }
   }
-  // Rounds P and passes it to the warps of both roles through shared memory. p receives this warp's P, as dV's operand.
+  // Rounds P and hands it to the warps of both roles through shared memory. p receives this warp's P, as the operand of dV.
   __device__ __forceinline__ void hand_on_p(Left (&p)[kKeys][kStep], const Accumulator (&S)[kKeys][kStep],
                                             const Accumulator (&P)[kKeys][kStep], int span) const {
 #pragma unroll
@@ -129,7 +129,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
                                        shared + kDo + stage * C.dout_bytes() + n0 * 16 * kDv * 2);
   }
   __device__ __forceinline__ void await_p(int span) const { barrier_sync(barrier_of_p(span / kSpan), 64 * C.dim_warps); }
-  // Computes dS^T from P^T and what make_dp left: dP^T - D^T, or with dropout dP^T.
+  // Computes dS^T from P^T and the result of make_dp: dP^T - D^T, or with dropout dP^T.
   template <bool kHidden>
   __device__ __forceinline__ void differentiate(Left (&dS)[kKeys][kStep], Accumulator (&dP)[kKeys][kStep], int n0, int stage) const {
     const float unit = slope_unit();
@@ -174,7 +174,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
   }
 
   // sum += x Y, for this warp's keys and columns and the queries of a span. Block (m, n) of x is own(m, n) if this warp has computed the
-  // whole span; otherwise, and with kNonfinite, taken(m, n), which the warps of its role have put into shared memory.
+  // whole span. Otherwise, and with kNonfinite, it is taken(m, n), which the warps of this role have put into shared memory.
   template <bool kNonfinite, int kInner, int kN, class Own, class Taken>
   __device__ __forceinline__ void accumulate(Accumulator (&sum)[kKeys][kN], const Own &own, const Taken &taken,
                                              const Blocks<Right, kInner, true> &Y, int span) const {
@@ -202,7 +202,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       }
     }
   }
-  // accumulate() for a Y with numbers that are not finite: these numbers count only where the element of x is not 0.
+  // accumulate() for a Y with numbers that are not finite. Such a number counts only where the element of x is not 0.
   template <int kInner, int kN, class X>
   __device__ __forceinline__ void accumulate_nonfinite(Accumulator (&sum)[kKeys][kN], const X &x, const Blocks<Right, kInner, true> &Y,
                                                        int n0) const {
@@ -223,7 +223,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       for (int m = 0; m < kKeys; ++m) make_nonfinite(sum[m][c], count[m]);
     }
   }
-  // How many 16-column blocks of dQ a warp computes at a time: all, except in wide heads, whose dK and dV leave few registers.
+  // How many 16-column blocks of dQ a warp computes at a time. Wide heads take few, because their dK and dV leave few registers.
   static __device__ constexpr int dq_at_once() { return wide(kD, kDv) ? min(3, kDqColumns) : kDqColumns; }
   // Adds this warp's region of an iteration's dQ (without the scale) to dq_sum.
   template <bool kNonfinite> __device__ __forceinline__ void add_dq(int iteration) const {
@@ -234,7 +234,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     const Tile &t = tile_of(iteration);
     i64 number = this->number_of(t);
     u32 *turn = a.turns + number * C.warps() + warp, seen = 0;
-    if constexpr (C.deterministic) seen = load_relaxed(turn); // usually it is already this warp's turn, and no lane waits
+    if constexpr (C.deterministic) seen = load_relaxed(turn); // usually this warp's turn has come, and no lane waits
     Blocks<Right, kD, true> K(shared, column);
     auto taken = [&](int m, int k) {
       return tile::take_parts_transposed(shared + kDs + stage * C.p_bytes() + row / 16 * tile::kBlockBytes, k * kQueries + m);
@@ -244,7 +244,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
         if (tile::lane_id() == 0) await_turn<F.blocks != 0>(turn, seen, key_tiles_before(t));
         __syncwarp();
       }
-      // dq_sum holds 16x16 blocks as the lanes hold them, one row of blocks after another.
+      // dq_sum holds 16x16 blocks in the order of lanes, one row of blocks after another.
       return a.dq_sum + (number * (kTileQ * kD) + row * kD + column * 16);
     });
     if constexpr (C.deterministic) {
@@ -252,12 +252,12 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
       if (tile::lane_id() == 0) end_turn(turn);
     }
   }
-  // Computes and adds dQ's columns from block kFirst on. place() waits for this warp's turn and returns where the sum lies.
+  // Computes and adds dQ's columns from block kFirst on. place() waits for this warp's turn and returns the sum's address.
   template <bool kNonfinite, int kFirst, class Taken, class Place>
   __device__ __forceinline__ void add_dq_columns(const Taken &taken, const Blocks<Right, kD, true> &K, const Place &place) const {
     constexpr int kCount = min(dq_at_once(), kDqColumns - kFirst);
     Accumulator dQ[kDqRows][kCount] = {};
-    if constexpr (kNonfinite) { // K's numbers that are not finite count only where dS is not 0
+    if constexpr (kNonfinite) { // numbers of K that are not finite count only where dS is not 0
 #pragma unroll
       for (int c = 0; c < kCount; ++c) {
         Accumulator count[kDqRows] = {};
@@ -305,7 +305,7 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
                                                       t.queries.begin + t.rows, state.number);
     return strobe::key_tiles_before<F.blocks != 0, kTileK>(in, state.sequence.band, state.batch, t.head, t.queries.begin, state.k0);
   }
-  // Stores dK or dV in fp32 directly from the registers, or adds it to the tensor's contents.
+  // Stores dK or dV in FP32 directly from the registers, or adds it to what the tensor holds.
   template <int kN>
   __device__ __forceinline__ void store_unrounded(const Operand &out, const Accumulator (&x)[kKeys][kN], float factor, i32 columns) const {
     if (!out) return;

@@ -1,7 +1,7 @@
-// The forward for few queries over many keys; for quantised keys the forward for any number of queries. The query heads that share a key
-// head are packed into the rows of one tile, row = query * group + head, so that K and V are read once. Each warp walks over its own keys
-// with its own copies in flight, and at the end the warps' O are merged. Where O is too wide for one warp, a group of warps
-// (column_warps.h) replaces each warp.
+// The forward for few queries over many keys; and for quantised keys, the forward for any number of queries. The query heads that share a
+// key head are packed into the rows of one tile, row = query * group + head, so that K and V are read once. Each warp walks over its own
+// keys with its own copies in flight; at the end the warps' O are merged. Where O is too wide for one warp, a group of warps
+// (column_warps.h) takes the place of each warp.
 #pragma once
 #include "../../device/epilogue.h"
 #include "../../device/nonfinite.h"
@@ -48,7 +48,7 @@ template <Config C> struct Decode {
   }
 
 private:
-  // The split of its sequence's keys that a block takes: number `split` of `splits`. place: the place of its results among those of all
+  // The split that a block takes of its sequence's keys: number `split` of `splits`. place: where its results lie among those of all
   // splits.
   struct KeySplit {
     i32 b, split, splits, place;
@@ -73,7 +73,7 @@ private:
   int group = Warps::group((int)threadIdx.x), column = Warps::column((int)threadIdx.x);
   int lane = column * 32 + tile::lane_id(); // the thread's number within the group
   unsigned char *shared;
-  u32 q_shared, k_shared, v_shared; // K, V: of this group
+  u32 q_shared, k_shared, v_shared; // k_shared, v_shared: those of this group
 
   static constexpr u32 kKBytes = C.tile_k * C.row_bytes(kD), kVBytes = C.tile_k * C.row_bytes(kDv);
   static constexpr int kOPitch = kDv + 8; // floats; spreads rows over the banks
@@ -97,12 +97,12 @@ private:
     }
   };
 
-  __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // the last query + 1
+  __device__ __forceinline__ i64 last() const { return query(min(first + C.tile_q, rows) - 1) + 1; } // the last query, plus 1
   __device__ __forceinline__ Schedule::Share share(int w) const {
     return {(i64)keys.split * C.groups() + w, (i64)keys.splits * C.groups()};
   }
   __device__ __forceinline__ bool whole() const { return keys.splits == 1; }
-  // The place of a query's results among those of all splits.
+  // Where a query's results lie among those of all splits.
   __device__ __forceinline__ i64 partial_row(i32 h, i64 q) const {
     if constexpr (C.uneven) return ((i64)keys.place * in.heads + h) * in.seqlen_q + q;
     return keys.place * in.rows() + in.row_index(b, h, q);
@@ -114,7 +114,7 @@ private:
     Schedule ahead(sequence.band, query(first), last(), C.tile_k, 16, {nullptr, 0, 0}, share(group)), tiles = ahead;
     int loading = 0, stage = 0;
     PlacesAhead<typename KeysOf<T, F>::type, C.stages> places(k, ahead);
-    u32 lacking_tiles = 0; // a bit for each tile in flight, the next tile's first: whether keys are missing in it
+    u32 lacking_tiles = 0; // a bit for each tile in flight, the lowest one for the next tile: whether keys are missing in the tile
     tile::load<C.tile_q, kD, kThreads, kAligned>(q_shared, PackedRows{*this, rows - first, in.head_dim, in.q.stride[3]}, threadIdx.x);
     cp_async_commit();
 #pragma unroll
@@ -133,7 +133,7 @@ private:
     const QueryScales<T, F.quant, kM> row_scales(Q);
     while (tiles.next(tile)) {
       cp_async_wait<C.stages - 2>();
-      Warps::meet((int)threadIdx.x); // this tile has arrived, and the warps no longer read the previous one
+      Warps::meet((int)threadIdx.x); // this tile has arrived, and no warp reads the previous one any more
       const bool lacking = lacking_tiles & 1;
       load_next(ahead, loading, k, v, places, lacking_tiles);
       Accumulator S[kM][kN] = {};
@@ -158,7 +158,7 @@ private:
   }
 
   static __device__ __forceinline__ int next_stage(int stage) { return stage + 1 == C.stages ? 0 : stage + 1; }
-  // Begins to copy the next tile of keys. After the last tile it commits an empty group of copies.
+  // Begins to copy the next tile of keys. After the last tile, commits an empty group of copies.
   template <class RowsOfK, class RowsOfV>
   __device__ __forceinline__ void load_next(Schedule &ahead, int &stage, const RowsOfK &k, const RowsOfV &v,
                                             PlacesAhead<RowsOfK, C.stages> &places, u32 &lacking_tiles) const {
@@ -176,7 +176,7 @@ private:
   }
 
   static constexpr int kInner = Warps::inner() / 16;
-  static constexpr bool kKeepQ = kM * kD <= 128; // in registers
+  static constexpr bool kKeepQ = kM * kD <= 128; // Q stays in registers
   static_assert(!F.quant || kKeepQ && C.column_warps == 1);
   __device__ __forceinline__ void keep_q(Left (&Q)[kM][kInner], const tile::Blocks<Left, kD> &q_blocks) const {
 #pragma unroll
@@ -250,14 +250,14 @@ private:
   __device__ __forceinline__ u32 zero() const { return (u32)a.splits >> 31; } // see tile/quantised.h
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.hides() || hides_by_position<C.tile_k>(tile); }
 
-  // Replaces raw products by scores.
+  // Replaces q.k by scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
     score_tile(S, scores, tile, [&](int row) {
       const i32 packed = computed_here(first + 16 * (row / 2)) + tile::lane_row(row % 2);
       return scores.row(query(packed), query_head(packed));
     });
   }
-  // Dropout of one block. Rows of a tile are of several heads, so dropout's 4x4 groups do not fit, and each element is drawn by itself.
+  // Dropout of one block. The rows of a tile belong to several heads, so dropout's 4x4 groups do not fit, and each element is drawn alone.
   __device__ __forceinline__ void drop(Accumulator &P, i32 row, i32 key) const {
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
@@ -267,7 +267,7 @@ private:
     }
   }
 
-  // Merges the O of all groups and stores the result. Shared memory then holds M and l (group, row), followed by O (group, row, column).
+  // Merges the O of all groups and stores the result. Shared memory then holds M and l (group, row), and after them O (group, row, column).
   __device__ __forceinline__ void merge(const Accumulator (&O)[kM][Warps::columns()], const RowSoftmax<2 * kM> &softmax) {
     cp_async_wait<0>();
     __syncthreads();

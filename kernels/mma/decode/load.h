@@ -18,7 +18,7 @@ template <class T> inline constexpr bool kInPages<PagedKeys<T>> = true;
 template <Features F, bool kByColumn> inline constexpr bool kInPages<QuantisedKeys<F, kByColumn>> = F.pages;
 
 // Where the rows of a warp's next tiles lie in pages, one row per lane. The page table is read one tile before the rows are loaded, so that
-// no copy waits for it; its entries are kept until the tile's scales are read. Empty if the keys are not paged.
+// no copy waits for it. Entries are kept until the tile's scales are read. Empty if the keys are not paged.
 template <class K, int kStages> class PlacesAhead {
 public:
   __device__ __forceinline__ PlacesAhead(const K &, const Schedule &) {}
@@ -30,7 +30,7 @@ class PlacesAhead<K, kStages> {
   static_assert(kStages >= 2);
 
 public:
-  // tiles: from the next one on.
+  // tiles: the schedule, from the next tile on.
   __device__ __forceinline__ PlacesAhead(const K &k, const Schedule &tiles) { read(k, tiles); }
   __device__ __forceinline__ void read(const K &k, Schedule tiles) {
 #pragma unroll
@@ -41,13 +41,13 @@ public:
     const u32 number = k.pages.number(j);
     entry_[0] = (u32)k.pages.table[number], slot_[0] = (u32)j - number * k.pages.page;
   }
-  // row(): the offset, from row 0 of page 0, of this lane's row in the tile that is loaded next. scale(): the offset of its row's scale in
-  // the tile that is multiplied next.
+  // row(): the offset, from row 0 of page 0, of this lane's row in the tile that is loaded next. scale(): the offset of the scale of this
+  // lane's row in the tile that is multiplied next.
   template <class Values> __device__ __forceinline__ i64 row(const Values &values) const { return offset(values.pages, 0, values.x); }
   template <class Values> __device__ __forceinline__ i64 scale(const Values &values) const {
     return offset(values.pages, kStages - 1, values.scale);
   }
-  // Whether some key of the next tile is missing, because the table names no page of the pools for it; all lanes get the same answer.
+  // Whether a key of the next tile is missing, because the table's entry for it is not the number of a page. All lanes get the same answer.
   __device__ __forceinline__ bool lacks_some(const K &k, const KeyTile &tile) const {
     return __any_sync(0xFFFFFFFFu, (i32)tile.begin + tile::lane_id() < (i32)tile.end && entry_[0] >= k.pages.pages);
   }
@@ -67,7 +67,7 @@ __device__ __forceinline__ tile::RowsOfLanes rows_of_lanes(const QuantisedKeys<F
   return {values.first + place, rows, values.elements()};
 }
 
-// Loads K and V of a tile. With pages, each row's place is passed between lanes (tile::RowsOfLanes).
+// Loads K and V of a tile. With pages, lanes pass the addresses of rows to one another (tile::RowsOfLanes).
 template <int kRows, int kD, int kDv, int kThreads, bool kAligned, class K, class V, class Places>
 __device__ __forceinline__ void load_rows(u32 base_k, u32 base_v, const K &k, const V &v, const KeyTile &tile, const Places &places,
                                           int thread) {

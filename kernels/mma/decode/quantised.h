@@ -1,5 +1,5 @@
-// The products of a warp's tile with quantised K and V. The stored numbers are multiplied without their scales. The scale of a row of K
-// multiplies a column of S afterwards, and the scale of a row of V a column of P beforehand.
+// The products of a warp's tile with quantised K and V. The stored numbers are multiplied without their scales. Afterwards the scale of a
+// row of K multiplies a column of S; before the product the scale of a row of V multiplies a column of P.
 #pragma once
 #include "../../device/keys.h"
 #include "../../tile/quantised.h"
@@ -15,13 +15,13 @@ template <Features F>
 struct TileScales<F> {
   float k = 0, v = 0;
 
-  // tiles: from the first one on.
+  // tiles: the schedule, from the first tile on.
   template <class K, class V, class Places>
   __device__ __forceinline__ TileScales(const K &keys, const V &values, const Schedule &tiles, const Places &places) {
     read(keys, values, tiles, places);
   }
-  // Moves to the scales of the next tile, and begins to read those of the tile after it, the first of `tiles`. Returns whether this lane's
-  // scale of V is not finite. Such a scale becomes 0 here, and its row of V must be added separately.
+  // Moves to the scales of the next tile, and begins to read those of the tile after it, which is the first of `tiles`. Returns whether
+  // this lane's scale of V is not finite. Such a scale becomes 0 here, and its row of V must be added separately.
   template <class K, class V, class Places>
   __device__ __forceinline__ bool next(const K &keys, const V &values, const Schedule &tiles, const Places &places) {
     k = keys.number(next_k_), v = values.number(next_v_);
@@ -50,8 +50,8 @@ private:
   }
 };
 
-// Converts Q from BF16 to FP16, where K is multiplied as FP16. Each row of Q is divided by a power of two that brings its largest number to
-// 2^15. FP16 has more digits than BF16, so only numbers below 2^-39 of the row's largest are lost.
+// Converts Q from BF16 to FP16, if K is multiplied as FP16. Each row of Q is divided by a power of two that brings its largest number to
+// 2^15. FP16 has more digits than BF16, so only numbers below 2^-39 of the row's largest number are lost.
 template <class T, i32 kStored, int kM> struct QueryScales {
   template <int kSteps> __device__ __forceinline__ explicit QueryScales(tile::Left (&)[kM][kSteps]) {}
   __device__ __forceinline__ static float unscaled(int, float s) { return s; }
@@ -62,7 +62,7 @@ struct QueryScales<bf16, kStored, kM> {
   template <int kSteps> __device__ __forceinline__ explicit QueryScales(tile::Left (&Q)[kM][kSteps]) {
 #pragma unroll
     for (int row = 0; row < 2 * kM; ++row) {
-      u32 largest = 0; // magnitudes of BF16 are ordered as integers
+      u32 largest = 0; // as integers: magnitudes of BF16 have the same order
 #pragma unroll
       for (int i = 0; i < 2 * kSteps; ++i) {
         const u32 pair = Q[row / 2][i / 2].x[row % 2 + i % 2 * 2];
@@ -70,7 +70,7 @@ struct QueryScales<bf16, kStored, kM> {
       }
       largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
       largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
-      const i32 exponent = (i32)(largest >> 7) - 127 - 15; // the unit's exponent
+      const i32 exponent = (i32)(largest >> 7) - 127 - 15; // exponent of the row's unit
       const i32 unit = exponent < -126 ? -126 : exponent;
       unit_[row] = __int_as_float((unit + 127) << 23);
       const float inverse = __int_as_float((127 - unit) << 23);
@@ -81,7 +81,7 @@ struct QueryScales<bf16, kStored, kM> {
       }
     }
   }
-  // Multiplies a score of a row by the power of two again.
+  // Multiplies a score of a row by the row's power of two again.
   __device__ __forceinline__ float unscaled(int row, float s) const { return s * unit_[row]; }
 
 private:
@@ -112,10 +112,10 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
           mma_m16n8k16<typename tile::KeyFactor<T, kStored>::type>(S[m][half / 2].x[half % 2], Q[m][w * (kPairs / 2) + p / 2].x, pairs[p],
                                                                    pairs[p + 1]);
     }
-    const u32 keys = kFindsNan ? __ballot_sync(0xFFFFFFFFu, tile::has_nan(nan)) : 0; // four bits per key
+    const u32 keys = kFindsNan ? __ballot_sync(0xFFFFFFFFu, tile::has_nan(nan)) : 0; // for each key four bits: the lanes that found NaN
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int key = tile::lane_column(0, e); // among the eight
+      const int key = tile::lane_column(0, e); // number within the eight keys
       float scale = scales.of(scales.k, 8 * half + key);
       if (kFindsNan && keys >> 4 * key & 15) scale = __int_as_float(0x7FC00000);
 #pragma unroll
@@ -129,9 +129,9 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
   }
 }
 
-// O += P V, where P is multiplied by V's scales. Returns whether this tile of V holds NaN: the product treats NaN as a number, so the
-// caller must still add it. A scale may have any exponent, so the factors are BF16, which holds all stored numbers. Its fraction is too
-// short for FP16's results: for these a factor is two terms.
+// O += P V, where P has been multiplied by V's scales. Returns whether this tile of V holds NaN; the product takes NaN for a number, so the
+// caller must still add it. A scale may have any exponent, so P times a scale is BF16; BF16 also holds all stored numbers. BF16's fraction
+// is too short for FP16 results; there P times a scale is two terms.
 template <class T, i32 kStored, int kDv, int kM, int kN, int kSums, class Scales>
 __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], tile::Accumulator (&P)[kM][kN], u32 v, const Scales &scales,
                                            u32 zero) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], ti
   u32 nan = 0;
 #pragma unroll
   for (int c = 0; c < kUnits / 16; ++c) {
-    constexpr int kEach = kPairs; // accumulators for 16 units: half of them for the words of each half
+    constexpr int kEach = kPairs; // accumulators for 16 units; half of them for the words of each half
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const tile::Right stored = V.load(16 * n, 16 * c);

@@ -1,6 +1,6 @@
-// FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a thread block owns a tile of queries and walks over the tiles of keys; a
-// warp owns tile_q / warps rows, with their S, P, O, m and l in its registers. Where O is too wide for that, several warps have the same
-// rows (column_warps.h).
+// FlashAttention-2's forward (Dao 2023, algorithm 1) on mma.sync: a thread block owns a tile of queries and walks over the tiles of keys. A
+// warp owns tile_q / warps rows, and keeps their S, P, O, m and l in its registers. Where O is too wide for that, several warps share rows
+// (column_warps.h).
 #pragma once
 #include "../../device/chunks.h"
 #include "../../device/epilogue.h"
@@ -43,7 +43,7 @@ template <Config C> struct Forward {
     if (item.q >= sequence.band.seqlen_q) return;
     if constexpr (C.invariant) return run_chunks(a, item, sequence, shared_address(shared));
     if (!Forward(a, item, sequence, shared_address(shared)).compute()) return;
-    Item again(a, computed_here(blockIdx.x)); // a second copy, so that the item takes no registers in the main loop
+    Item again(a, computed_here(blockIdx.x)); // made again, so that the item takes no registers in the main loop
     Forward(a, again, a.in.sequence<F>(again.b), 0).add_nonfinite();
   }
 
@@ -63,7 +63,7 @@ private:
     const Sequence again = place(computed_here(blockIdx.x), item);
     Forward(a, item, again, 0).add_nonfinite();
   }
-  // Invariant: walks over the chunks of keys that the tile of queries sees, in order, or over the one chunk that is this block's split.
+  // Invariant: walks in order over the chunks of keys that the tile of queries sees; or over one chunk, if a block's split is one chunk.
   static __device__ __forceinline__ void run_chunks(const Arguments &a, Item item, const Sequence &sequence, u32 shared) {
     const Range keys = sequence.band.keys_any(item.q, min((i64)item.q + C.tile_q, sequence.band.seqlen_q));
     const i32 first = a.splits > 1 ? item.split : keys.empty() ? 0 : (i32)keys.begin / C.chunk();
@@ -78,13 +78,13 @@ private:
       __syncthreads(); // all threads have read the chunk's tiles
     }
     if (!nonfinite) return;
-    if (a.splits == 1) item.split = -1; // all keys
+    if (a.splits == 1) item.split = -1; // -1: all keys
     Forward(a, item, sequence, 0).add_nonfinite();
   }
 
   const Arguments &a;
   const Inputs &in;
-  Item item;                       // split: the split of the keys, or the chunk
+  Item item;                       // item.split: the split of the keys, or the chunk
   bool begins = true, ends = true; // invariant: the chunk is the first or the last one of the tile of queries
   Sequence sequence;
   Scores<F, float, C.invariant ? Functions::half_rounded : Functions::half> scores;
@@ -123,7 +123,7 @@ private:
     tile::load<C.tile_k, kDv, kThreads, kAligned>(v_shared + stage * kVBytes, rows_of(v, t), computed_here(threadIdx.x));
   }
 
-  __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // the last query + 1
+  __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // the last query, plus 1
   __device__ __forceinline__ BlockRow blocks() const {
     if constexpr (F.blocks) return in.blocks.row(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
     return {nullptr, 0, 0};
@@ -145,7 +145,7 @@ private:
     }
   }
 
-  // Returns whether V had numbers that are not finite.
+  // Returns whether V had a number that is not finite.
   __device__ __forceinline__ bool compute() {
     Accumulator O[kM][Warps::columns()] = {};
     RowSoftmax<2 * kM> softmax;
@@ -161,7 +161,7 @@ private:
     while (more) {
       tile = next;
       more = tiles.next(next);
-      arrive(); // K (with two stages also V) of this tile has arrived, and all threads have read the previous one's
+      arrive(); // K of this tile (with two stages also V) has arrived, and all threads have read the previous tile
       if constexpr (C.stages == 1) {
         load_v(tile, 0);
       } else if (more) {
@@ -220,10 +220,10 @@ private:
   static __device__ __forceinline__ int first_column() { return Warps::column((int)threadIdx.x) * 16 * Warps::columns(); }
   static __device__ __forceinline__ bool masked(const KeyTile &tile) { return F.hides() || hides_by_position<C.tile_k>(tile); }
 
-  // Replaces raw products by scores.
+  // Replaces q.k by scores.
   __device__ __forceinline__ void score(Accumulator (&S)[kM][kN], const KeyTile &tile) const {
     score_tile(S, scores, tile, [&](int row) {
-      const i32 first = item.q + Warps::group(computed_here(threadIdx.x)) * kRows; // computed here, not kept: registers are scarce
+      const i32 first = item.q + Warps::group(computed_here(threadIdx.x)) * kRows; // computed here, because registers are scarce
       return scores.row(first + 16 * (row / 2) + tile::lane_row(row % 2), item.h);
     });
   }
@@ -255,7 +255,7 @@ private:
     }
   }
 
-  // Clears V's numbers that are not finite. Returns to all threads whether there were any.
+  // Clears numbers of V that are not finite. Tells all threads whether there were any.
   __device__ __forceinline__ bool clear_nonfinite(int stage) const {
     return __any_sync(0xFFFFFFFFu, __syncthreads_or(strobe::clear_nonfinite<T, C.tile_k, kDv, kThreads>(v_shared + stage * kVBytes,
                                                                                                         computed_here(threadIdx.x))));
@@ -288,14 +288,14 @@ private:
     }
   }
 
-  // Stores O / l and LSE: as the result, as that of a split, or as that of a partial part, with LSE as two numbers. Invariant: a chunk's
+  // Stores O / l and LSE: as the result, as that of a split, or, with LSE as two numbers, as that of a partial part. Invariant: a chunk's
   // result is merged with those of the earlier chunks, and waits in merged_out and merged_lse until the last chunk is done.
   __device__ __forceinline__ void finish(Accumulator (&O)[kM][Warps::columns()], RowSoftmax<2 * kM> &softmax) {
     const bool complete = a.splits == 1 && ends;
     float before[2 * kM]; // LSE of the earlier chunks
     if constexpr (C.invariant) load_merged_lse(before);
     const float sink = !C.invariant && complete && in.sinks ? exponent().from_natural(*in.sinks.at<const float>(0, item.h, 0, 0))
-                                                            : minus_infinity<float>(); // invariant: merged like a chunk
+                                                            : minus_infinity<float>(); // invariant: the sink is merged like a chunk
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, r = i % 2;
@@ -320,7 +320,7 @@ private:
   }
   // The query of the lane's row i.
   __device__ __forceinline__ i32 query(int i) const { return item.q + warp_row + 16 * (i / 2) + tile::lane_row(i % 2); }
-  // Which of the lanes and warps that share a row stores its LSE.
+  // Which of the lanes and warps that share a row stores the row's LSE.
   static __device__ __forceinline__ bool stores_lse() { return first_column() + tile::lane_column(0, 0) == 0; }
   __device__ __forceinline__ void store_lse(i32 q, float lse) const {
     if (a.lse) *a.lse.template at<float>(item.b, item.h, sequence.q0 + q, 0) = lse;
@@ -331,7 +331,7 @@ private:
     for (int k = 0; k < 4 * Warps::columns(); ++k)
       each(first_column() + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2), O[k / 4].x[k / 2 % 2][2 * r + k % 2]);
   }
-  // The place of a query's row among the results of splits, or of the chunks so far.
+  // Where a query's row lies among the results of splits, or of the chunks so far.
   __device__ __forceinline__ i64 partial_row(i32 q) const {
     return (C.invariant && a.splits == 1 ? 0 : item.split) * in.rows() + in.row_index(item.b, item.h, sequence.q0 + q);
   }
@@ -353,10 +353,10 @@ private:
     float *const to = a.lse.template at<float>(item.b, item.h, row, 0);
     to[0] = lse, to[in.part->lse_low] = fabsf(lse) < -minus_infinity<float>() ? rest_of_lse(M, natural, l, lse) : 0.0f;
   }
-  // Invariant: whether there is no earlier chunk to merge with.
+  // Invariant: true if there is no earlier chunk to merge with.
   __device__ __forceinline__ bool alone() const { return a.splits != 1 || begins; }
   __device__ __forceinline__ i64 merged_row(int i) const { return partial_row(min(query(i), scores.seqlen_q - 1)); }
-  // The LSE of the lane's rows over the earlier chunks, whose merged result lies in memory.
+  // The LSE of the lane's rows over the earlier chunks. Their merged result lies in memory.
   __device__ __forceinline__ void load_merged_lse(float (&lse)[2 * kM]) const {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) lse[i] = alone() ? minus_infinity<float>() : a.merged_lse[merged_row(i)];
@@ -366,8 +366,8 @@ private:
       __syncwarp(); // every lane has read the LSE
   }
   // Merges row i of this chunk, O times `factor`, with the earlier chunks. complete: no chunk follows, and the sink is added. Otherwise the
-  // merged row is stored as a split's result, or as the result of the chunks so far. It is stored one column at a time, because no
-  // registers are left for the numbers that are read.
+  // merged row is stored as the result of a split, or of the chunks so far. Columns are stored one at a time, because no registers are left
+  // to read several.
   __device__ __forceinline__ void merge_chunk(Accumulator (&O)[Warps::columns()], int i, float before, float lse, float factor,
                                               bool complete) const {
     const i32 q = query(i);

@@ -6,8 +6,8 @@
 //   dV += P^T dO                             dK += dS^T Q                             dQ^T = K^T dS^T, added up in global memory
 //
 // S is transposed, so that P and dS are operands in the registers where they were made. dS also goes to shared memory, because dQ needs the
-// dS of both warpgroups. An iteration computes dQ of the previous tile and S of the next tile. The warpgroups take the tensor cores in
-// turn: one multiplies while the other exponentiates.
+// dS of both warpgroups. An iteration computes dQ of the previous tile and S of the next tile. The warpgroups alternate on the tensor
+// cores: one multiplies while the other exponentiates.
 #pragma once
 #include "differentiate.h"
 #include "dq.h"
@@ -41,24 +41,24 @@ template <BackwardConfig C> struct Backward {
   static_assert(!C.in_line || (C.key_stages == 2 && !C.third() && !C.split_group));
   static_assert(!(F.dropout || F.curved()) || C.exact_p, "dS is made of what S becomes");
 
-  // Whether a warpgroup skips tiles of queries that see none of its keys. Such tiles are few: where registers are scarce they are computed
-  // too.
+  // Whether a warpgroup skips tiles of queries that see none of its keys. Kernels that are short of registers do not: such tiles are few.
   static constexpr bool kSkips = F.band && !F.curved();
-  // Named barriers: at kTensorCores + w, warpgroup w waits until it may use the tensor cores, from dP to dQ. Without turns some kernels
-  // fall into a rhythm in which both warpgroups multiply at the same time, then both exponentiate: iterations take up to 15% longer.
+  // Named barriers: at kTensorCores + w, warpgroup w waits until it may use the tensor cores, which it keeps from dP to dQ. Without these
+  // barriers, some kernels fall into a rhythm in which both warpgroups multiply and then both exponentiate; iterations then take up to 15%
+  // longer.
   static constexpr int kTensorCores = BackwardScores<C>::kBoth + 1;
 
   struct Compute {
     using Scores = Accumulator<T, kM>;
     using Keys = LeftOperand<C.keys_in_registers ? kD : 4>; // K of this warpgroup's keys
     using Carried = InLineCarried<C, Scores, Keys>;
-    // With in_line, a reference to a member of Carried, which outlives the tile of keys.
+    // With in_line, Kept is a reference to a member of Carried, which outlives the tile of keys.
     template <class X> using Kept = typename ReferenceIf<C.in_line != 0, X>::type;
 
     const Arguments &a;
     const BackwardShared<C> &shared;
     Carried *const carried = nullptr;
-    const int w, lane, warp; // warpgroup; warp within it
+    const int w, lane, warp; // the warpgroup, and the warp within the warpgroup
     const BackwardScores<C> scores;
     Accumulator<T, kD> dK;
     Accumulator<T, kDv> dV;
@@ -79,7 +79,7 @@ template <BackwardConfig C> struct Backward {
         : a(a), shared(shared), carried(&carried), w(w), lane(this_thread<C>() % 32),
           warp(__shfl_sync(0xFFFFFFFFu, this_thread<C>() / 32 % 4, 0)), scores(shared, a, keys, w), S(carried.S), K(carried.K) {}
 
-    // All work for these keys. n: the number of the first iteration; returns the number of the iteration after the last one.
+    // Does all work for these keys. n: the number of the first iteration. Returns the number of the iteration after the last one.
     __device__ __forceinline__ u32 all(u32 n) {
       if constexpr (C.in_line) return in_line().all(n);
       clear_sums();
@@ -100,7 +100,7 @@ template <BackwardConfig C> struct Backward {
         if constexpr (C.third()) dq_sum().add_third(dQ_of_third, n, last);
         dq_sum().add(dQ, n, last, keys.begin);
       }
-      if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // if there was no tile of queries, V may still arrive
+      if constexpr (C.staged_store) mbarrier_wait(shared.v_full(), 0); // without a tile of queries nothing has waited for V yet
       store_sums(keys);
       dq_sum().finish(keys);
       return n + 1;
@@ -113,7 +113,7 @@ template <BackwardConfig C> struct Backward {
       scores.template store<kDv>(a.dv_of(C.split_group), a.in, keys, a.in.head_dim_v, dV, scores.dropout.dropout.factor());
       scores.template store<kD>(a.dk_of(C.split_group), a.in, keys, a.in.head_dim, dK, (float)a.in.scale);
     }
-    // After iteration n, the last one with these keys: frees the stages that it read.
+    // Called after iteration n, the last one with these keys: frees the stages that the iteration read.
     __device__ __forceinline__ void release_tiles(u32 n) const {
       __syncwarp();
       for (u32 read : {shared.q_empty(n), shared.ds_empty(n), shared.keys_empty()}) scores.release(read);
@@ -130,7 +130,7 @@ template <BackwardConfig C> struct Backward {
         scores.release(shared.dq_full(w));
       }
     }
-    // Walks over all tiles of queries. At the end dQ of the last tile is in registers and not added yet; returns that tile's number.
+    // Walks over all tiles of queries, and returns the number of the last tile. The dQ of that tile is then in registers and not added yet.
     __device__ __forceinline__ i32 walk(QueryStep step, u32 &n) {
       first_scores(n);
       i32 before = C.persistent ? -1 : 0;
@@ -142,8 +142,8 @@ template <BackwardConfig C> struct Backward {
       return before;
     }
 
-    // The steps of all tiles of queries. before: the number of the previous iteration's tile, if there was one. look() is called when S of
-    // a tile has been computed.
+    // Computes all tiles of queries. before: the number of the previous iteration's tile, if there was one. look() is called once S of a
+    // tile has been computed.
     template <class Look> __device__ __forceinline__ void each_tile(QueryStep step, u32 &n, i32 &before, const Look &look) {
 #pragma unroll 1
       for (;; ++n) {
@@ -162,8 +162,8 @@ template <BackwardConfig C> struct Backward {
       }
     }
 
-    // Computes S of the first tile, from K in shared memory. If S shows that K holds numbers that are not finite, they are cleared there,
-    // before K is loaded into registers.
+    // Computes S of the first tile, from K in shared memory. If S shows that K holds numbers that are not finite, these numbers are cleared
+    // in shared memory before K is loaded into registers.
     __device__ __forceinline__ void first_scores(u32 n) {
       mbarrier_wait(shared.k_full(), n >> 31);
       begin_s_of_shared(shared, n);
@@ -178,8 +178,8 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ void load_v() {
       if constexpr (C.v_in_registers()) load_left<kTileK>(V, shared.v, 64 * w + 16 * warp, lane);
     }
-    // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the previous tile, and S of the next tile.
-    // Returns the number of the next iteration, or n if this tile is the last one; so does unseen_step.
+    // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the previous tile, and S of the next tile. Like
+    // unseen_step, returns the number of the next iteration, or n if this tile is the last one.
     __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 allowed, u32 n, i32 before) {
       scores.template exponentiate<true>(S, P, n, step, allowed);
       scores.round(P, S);
@@ -195,8 +195,8 @@ template <BackwardConfig C> struct Backward {
       scores.release(shared.dout_empty(n));
       return end_step<true>(step, n, before);
     }
-    // The step of a tile whose queries see none of this warpgroup's keys. Its only product is dQ of the previous tile, whose dS also comes
-    // from the other warpgroup.
+    // The step of a tile whose queries see none of this warpgroup's keys. Only dQ of the previous tile is computed, from the dS of both
+    // warpgroups.
     __device__ __forceinline__ u32 unseen_step(const QueryStep &step, u32 n, i32 before) {
       scores.clear_nonfinite_queries(step, n);
       scores.hand_on_nothing(n);
@@ -207,7 +207,7 @@ template <BackwardConfig C> struct Backward {
     // Computes dQ of the previous tile, and S of the next tile. kSeen: dK += dS^T Q is in flight.
     template <bool kSeen> __device__ __forceinline__ u32 end_step(const QueryStep &step, u32 n, i32 before) {
       const u32 next = n + !(step.flags & kLast);
-      if (later(n, before)) { // as two branches: otherwise ptxas makes the products wait for one another
+      if (later(n, before)) { // two branches: otherwise ptxas makes the products wait for one another
         begin_dq(n - 1);
         if constexpr (kSeen) wait_for<1>(dK, dS);
         if constexpr (C.third()) add_third(n - 1, before);
@@ -217,7 +217,7 @@ template <BackwardConfig C> struct Backward {
         return go_on(n, next, false, before);
       }
     }
-    // later: this is not the first iteration, and dQ of the previous iteration is in flight.
+    // later: dQ of the previous iteration is in flight, so this iteration is not the first.
     __device__ __forceinline__ u32 go_on(u32 n, u32 next, bool later, i32 before) {
       if constexpr (C.in_line) {
         if (next == n) return in_line().end_keys(n, later, before);
@@ -227,7 +227,7 @@ template <BackwardConfig C> struct Backward {
       return next;
     }
 
-    // Two branches, because a barrier number that is not constant takes a register, and with a function of the score none is left.
+    // There are two branches because a barrier number that is not constant takes a register, and a function of the score leaves none.
     __device__ __forceinline__ void take_tensor_cores() const {
       w == 0 ? barrier_sync(kTensorCores, kComputing) : barrier_sync(kTensorCores + 1, kComputing);
     }
@@ -238,7 +238,7 @@ template <BackwardConfig C> struct Backward {
     static __device__ __forceinline__ bool later(u32 n, i32 before) { return C.persistent ? before >= 0 : n > 0; }
     // Passes the tensor cores to the other warpgroup and begins S of the next tile. After the last tile the product's result is not read.
     __device__ __forceinline__ void begin_next_s(u32 n, u32 next, bool later) {
-      if (!C.third() || !later) leave_tensor_cores(); // otherwise add_third has left them
+      if (!C.third() || !later) leave_tensor_cores(); // otherwise add_third has called it
       if (next != n) scores.release(shared.q_empty(n));
       wait_full(shared.q_full(next), next);
       begin_s(shared, next);
@@ -273,14 +273,14 @@ template <BackwardConfig C> struct Backward {
                                                                   shared.ds_of(n) + w * C.dq_queries_of_third() * kRowBytes);
       dQ.template begin_product_of_columns<kTileK, kM>(columns_of_k(), shared.ds_of(n) + (kByColumns ? 0 : w * C.dq_queries() * kRowBytes));
     }
-    // Adds the third piece of dQ while the rest of dQ is in flight, because S needs its registers. Leaves the tensor cores to the other
-    // warpgroup first.
+    // Leaves the tensor cores to the other warpgroup and adds the third piece of dQ, because S needs the piece's registers. The rest of dQ
+    // is still in flight.
     __device__ __forceinline__ void add_third(u32 n, i32 number) {
       wait_for<1>(dQ_of_third);
       leave_tensor_cores();
       dq_sum().add_third(dQ_of_third, n, number);
     }
-    // Waits for dQ of iteration n, after which at most kPending products have begun, and frees dS of that iteration.
+    // Waits for dQ of iteration n, and frees that iteration's dS. At most kPending products have begun after that dQ.
     template <int kPending> __device__ __forceinline__ void take_dq(u32 n) {
       wait_for<kPending>(dQ);
       scores.release(shared.ds_empty(n));
@@ -292,14 +292,14 @@ template <BackwardConfig C> struct Backward {
     __device__ __forceinline__ DqSum<C> dq_sum() const { return {a, shared, w, lane, warp}; }
     __device__ __forceinline__ InLine<C, Compute> in_line() { return {*this}; }
 
-    // Clears what is not finite in this warp's keys, when S of the first tile has been computed from them. All warps meet at a barrier
-    // before the next product of K. V is left alone where dS of a hidden key does not depend on dP.
+    // Called once S of the first tile is computed: clears the numbers of this warp's keys that are not finite. All warps meet at a barrier
+    // before the next product that reads K. V is not cleared where dS of a hidden key does not depend on dP.
     __device__ __forceinline__ void clear_nonfinite_keys() {
       if (!scores.hides()) return;
       wait_for<0>(S);
       clear_keys_that_show();
     }
-    // Clears what is not finite in this warp's keys if S, which is complete, shows some. Returns whether it does.
+    // If S, which is complete, shows numbers in K that are not finite, clears them in this warp's keys. Returns whether it has cleared any.
     __device__ __forceinline__ bool clear_keys_that_show() {
       if (!scores.shows_nonfinite(S)) return false;
       scores.template clear_nonfinite_keys<true>(shared.k, C.columns() / 64);
@@ -307,7 +307,7 @@ template <BackwardConfig C> struct Backward {
       return true;
     }
 
-    // Whether any tile of keys may have hidden elements, not only the last one.
+    // Whether every tile of keys may have hidden elements, and not only the last tile.
     static constexpr bool kHidden = F.band || BackwardScores<C>::kHides;
     // P in this warpgroup's registers, as differentiate() reads it.
     struct OwnP {

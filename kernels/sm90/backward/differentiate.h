@@ -6,15 +6,16 @@
 
 namespace strobe::sm90 {
 
-// How dS is kept 0 where P is 0. dP may be NaN there because of a hidden V, and D because of another V that the row sees.
+// How dS becomes 0 where P is 0. There dP may be NaN because of a hidden V, and D because of a V that the row sees.
 enum class Zeros {
   none,  // nothing is hidden
   each,  // each P is compared with 0
-  pairs, // a bit mask, made from each pair of rounded P, clears elements of dS
+  pairs, // a bit mask, made of each pair of rounded P, clears elements of dS
 };
 
-// dS = P (dP - D). P.take(i) loads the lane's elements from 8 i on; P.at(i) is element i, negative if it was dropped; P.pair(i) has the
-// elements 2 i and 2 i + 1, rounded. delta: the address of D of the lane's first two queries. factor: dropout's factor of kept elements.
+// dS = P (dP - D). P.take(i) loads the lane's elements from 8 i on; P.at(i) is element i, negative if dropped; P.pair(i) has the elements 2
+// i and 2 i + 1, rounded. delta: the address of D of the lane's first two queries. factor: by how much dropout scales the elements that it
+// keeps.
 template <Features F, Zeros kZeros, class T, int kM, class Probabilities>
 __device__ __forceinline__ void differentiate(LeftOperand<kM> &dS, const Accumulator<T, kM> &dP, Probabilities P, u32 delta, float factor) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// Adds a block's part of dQ to the sum over key tiles. The sum stores a tile of queries in the order in which the warps' lanes hold it: 512
-// bytes for each eight queries of a warp. It lies in global memory or, for heads of up to 64 columns whose dQ one block owns, in shared
-// memory.
+// Adds a block's part of dQ to the sum over key tiles. The sum stores a tile of queries in the order in which the lanes of a warp hold it:
+// 512 bytes for each eight queries of a warp. The sum lies in global memory. If one block owns dQ and heads have up to 64 columns, it lies
+// in shared memory.
 #pragma once
 #include "../../device/hopper_dq.h"
 #include "../../ptx/atomic.h"
@@ -10,7 +10,7 @@
 
 namespace strobe::sm90 {
 
-// The additions of one warpgroup, whose part of dQ is in registers; where blocks own dQ, it also rounds the complete sum.
+// The additions of one warpgroup, whose part of dQ is in registers. Where blocks own dQ, the warpgroup also rounds the complete sum.
 template <BackwardConfig C> struct DqSum {
   using T = typename Element<C.dtype>::type;
   static constexpr int kM = C.tile_q, kN = C.dq_queries(), kOfThird = C.dq_queries_of_third();
@@ -20,13 +20,13 @@ template <BackwardConfig C> struct DqSum {
   const BackwardShared<C> &shared;
   const int w, lane, warp; // warpgroup; warp within it
 
-  // Where blocks own dQ: the number of the first tile of queries in this block's room in dq_sum, which all its (batch, key head) pairs use
-  // in turn.
+  // The number of the first tile of queries in this block's part of dq_sum. (Where blocks own dQ, one (batch, key head) pair after the
+  // other uses that part.)
   __device__ __forceinline__ i64 first_tile() const { return C.owns_dq ? (i64)blockIdx.x * (a.heads_of_keys * a.query_tiles) : 0; }
 
-  // Adds dQ of iteration n, for tile `number` of the queries and keys from `begin` on.
+  // Adds dQ of iteration n to query tile `number`. The keys are those from `begin` on.
   __device__ __forceinline__ void add(const Accumulator<T, kN> &dQ, u32 n, i32 number, i32 begin) const {
-    const bool first = C.owns_dq && begin == 0; // these keys come first and all queries see them: the sum is empty
+    const bool first = C.owns_dq && begin == 0; // these keys come first and all queries see them, so the sum is still empty
     if constexpr (C.dq_sum_in_shared()) return add_in_shared(dQ, number, first);
     if (!a.dq_sum) return;
     float *const target = a.dq_sum + first_tile() * (kM * C.columns()) + (i64)number * (kM * C.columns()) + (w * 4 + warp) * (16 * kN);
@@ -40,7 +40,7 @@ template <BackwardConfig C> struct DqSum {
       add_quads(dQ, target);
     }
   }
-  // Adds this warpgroup's half of the queries of the third block of columns, before the rest of the iteration's dQ.
+  // Adds this warpgroup's half of the queries of dQ's third block of columns. Called before add().
   __device__ __forceinline__ void add_third(const Accumulator<T, kOfThird> &dQ, u32 n, i32 number) const {
     if (!a.dq_sum) return;
     if constexpr (C.dq_shared) wait_for_room(n);
@@ -62,7 +62,7 @@ template <BackwardConfig C> struct DqSum {
   }
 
 private:
-  // Waits until shared memory that this warp has staged dQ in may be written again.
+  // Waits until this warp may overwrite the shared memory in which it has staged dQ.
   __device__ __forceinline__ void wait_for_room(u32 n) const {
     if constexpr (C.deterministic) {
       mbarrier_wait(shared.dq_empty(w), n % 2 ^ 1);
@@ -85,7 +85,7 @@ private:
     if (!pads_dq<C>(w, warp)) stage(dQ, place);
     async_proxy_fence();
     __syncwarp();
-    if constexpr (C.deterministic) { // order.h adds it, in its turn
+    if constexpr (C.deterministic) { // order.h adds it when its turn comes
       if (lane == 0) mbarrier_arrive(shared.dq_full(w));
     } else if (lane == 0 && !pads_dq<C>(w, warp)) {
       if (first)
@@ -95,7 +95,7 @@ private:
       bulk_commit();
     }
   }
-  // The address of a lane's part of a tile's sum in shared memory. The lane that adds to it also reads it, so no barrier is needed.
+  // The address of a lane's part of a tile's sum in shared memory. Only this lane adds to the part and reads it, so no barrier is needed.
   __device__ __forceinline__ u32 in_shared(i32 number) const {
     return shared.dq_sum() + number * C.dq_sum_bytes() + (w * C.dq_warps(0) + warp) * (64 * kN) + 16 * lane;
   }
@@ -111,7 +111,7 @@ private:
       store_shared(sum + 512 * i, x);
     }
   }
-  // Rounds dQ of the (batch, key head) pair, all keys of which have been added.
+  // Rounds dQ of a (batch, key head) pair after all of the pair's keys have been added.
   __device__ __forceinline__ void round(const KeyBlock &keys) const {
     if constexpr (C.dq_sum_in_shared()) {
       if (pads_dq<C>(w, warp)) return;

@@ -1,19 +1,19 @@
-// A form of the Hopper backward for persistent blocks with two stages of keys, in which tiles of keys overlap. S of a key tile's first
-// queries begins before dK and dV of the previous key tile are stored, and dQ of a key tile's last queries is computed in the first
-// iteration of the next key tile. So the tensor cores are not idle between two key tiles. In return K stays in use until the first
-// iteration of the next key tile has ended, so the producers' lead is half a key tile shorter.
+// A form of the Hopper backward for persistent blocks with two stages of keys, in which consecutive key tiles overlap, so that the tensor
+// cores stay busy between them. S of a key tile's first queries begins before dK and dV of the previous key tile are stored. dQ of a key
+// tile's last queries is computed in the first iteration of the next key tile. K therefore stays in use until that iteration ends, which
+// shortens the producers' lead by half a key tile.
 #pragma once
 #include "scores.h"
 
 namespace strobe::sm90 {
 
-// What a warpgroup keeps from one tile of keys to the next. S, K: those of Backward::Compute.
+// What a warpgroup keeps from one tile of keys to the next. S_ and K_ are the types of S and K in Backward::Compute.
 template <BackwardConfig C, class S_, class K_> struct InLineCarried {
   const BackwardShared<C> &block;
   S_ S;
   K_ K;
-  i32 number = -1;  // the last tile of queries, numbered as in dq_sum; -1: its dQ has been added
-  u32 k = 0;        // the address of the K from which that dQ is computed
+  i32 number = -1;  // the last tile of queries, numbered as in dq_sum; -1: that tile's dQ has been added
+  u32 k = 0;        // the address of the K from which that tile's dQ is computed
   bool more = true; // whether another tile of keys follows
 };
 
@@ -45,8 +45,8 @@ template <BackwardConfig C, class Compute> struct InLine {
     }
     return next_keys_number<C>(n + 1);
   }
-  // Ends the last tile of queries, instead of begin_next_s: leaves the tensor cores and begins S for the next keys. later: dQ of the
-  // previous tile is in flight. Returns n.
+  // Ends the last tile of queries; it replaces begin_next_s. Leaves the tensor cores, begins S for the next keys, and returns n. later: dQ
+  // of the previous tile is in flight.
   __device__ __forceinline__ u32 end_keys(u32 n, bool later, i32 before) const {
     my.leave_tensor_cores();
     if (later) my.template take_dq<0>(n - 1);
@@ -55,7 +55,7 @@ template <BackwardConfig C, class Compute> struct InLine {
     if (later) my.add_dq(n - 1, before);
     return n;
   }
-  // Called when dQ of iteration n is complete: if that iteration used K of the previous keys, their stage is free from now on.
+  // Called when dQ of iteration n is complete. If that iteration used K of the previous keys, their stage is now free.
   __device__ __forceinline__ void release_keys_before(u32 n) const {
     if (my.carried->k != my.shared.k) my.scores.release(my.carried->block.at(next_keys_number<C>(n)).keys_empty());
   }
@@ -75,10 +75,10 @@ private:
     mbarrier_wait(my.shared.v_full(), n >> 31);
     if constexpr (!Compute::kHidden) look_at_keys();
     my.each_tile(step, n, carried.number, [&] {
-      if (Compute::kHidden && carried.k != my.shared.k) look_at_keys(); // outside the loop ptxas would find no registers for the products
+      if (Compute::kHidden && carried.k != my.shared.k) look_at_keys(); // in the loop, because outside it no registers are left
     });
   }
-  // As in Compute::first_scores, when S of the first queries has been computed.
+  // Does for S of these keys' first queries, once computed, what Compute::first_scores does.
   __device__ __forceinline__ void look_at_keys() const {
     if (my.scores.hides()) {
       if constexpr (!Compute::kHidden) wait_for<0>(my.S);
@@ -87,14 +87,14 @@ private:
     }
     my.load_v();
   }
-  // Loads K into registers, if it is kept there, and begins S of iteration n.
+  // Loads K into registers, if K is kept there, and begins S of iteration n.
   __device__ __forceinline__ void begin_s_of_keys(const BackwardShared<C> &keys, u32 n) const {
     wait_full(keys.q_full(n), n);
     my.load_k(keys);
     my.begin_s(keys, n);
   }
-  // After iteration n, the last one with these keys: begins S of the next keys' first queries. If there are none, the product's result is
-  // not read.
+  // Called after iteration n, the last one with these keys. Begins S of the next keys' first queries. If there are no more keys, the
+  // product's result is not read.
   __device__ __forceinline__ void begin_other_keys(u32 n) const {
     const u32 next = next_keys_number<C>(n + 1);
     const BackwardShared<C> keys = my.carried->block.at(next);
@@ -102,7 +102,7 @@ private:
     my.carried->more = (i32)load_shared(keys.keys()) != KeyBlock::kNone;
     begin_s_of_keys(keys, my.carried->more ? next : n);
   }
-  // Adds dQ of iteration n, if it has not been added.
+  // Adds dQ of iteration n, unless that has been done.
   __device__ __forceinline__ void add_last_dq(u32 n) const {
     if (my.carried->number < 0) return;
     my.begin_dq(n);

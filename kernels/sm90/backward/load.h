@@ -1,4 +1,4 @@
-// Two producer threads of a block: one has the copy engine load K and, tile by tile, Q with LSE; the other one V and dO with D.
+// Two producer threads of a block drive the copy engine: one loads K and, tile by tile, Q with LSE; the other one loads V and dO with D.
 #pragma once
 #include "../../attention/packed_tiles.h"
 #include "../../device/keys.h"
@@ -17,9 +17,9 @@ template <BackwardConfig C> struct BackwardLoad {
   const HopperBackwardArguments &a;
   const BackwardShared<C> shared;
 
-  // Writes this block's (first) keys to shared memory; one thread calls it, before the other threads begin.
+  // Writes this block's (first) keys to shared memory. One thread calls it, before the other threads begin.
   static __device__ __forceinline__ void choose_keys(const HopperBackwardArguments &a, const BackwardShared<C> &shared) {
-    // Deterministic: by tickets, so that a block waits only for blocks that have drawn theirs earlier and therefore run.
+    // Deterministic: keys are drawn as tickets, so that a block waits only for blocks with earlier tickets, which already run.
     const u32 x = C.deterministic ? fetch_add(a.ticket, 1) : C.owns_dq ? blockIdx.x * (u32)a.tiles : blockIdx.x;
     if constexpr (C.draws_keys())
       take_keys(a, shared, x);
@@ -46,7 +46,7 @@ template <BackwardConfig C> struct BackwardLoad {
     const u32 bundle = a.bundle_items.divide(x), within = x - bundle * a.bundle_items.by, tile = a.bundle_divisor.divide(within);
     const u32 pair = bundle * a.bundle_divisor.by + within - tile * a.bundle_divisor.by, b = a.heads_kv_divisor.divide(pair);
     const i32 head_kv = (i32)(pair - b * a.heads_kv_divisor.by);
-    bool none = b >= (C.packed ? 1 : (u32)a.in.batch); // the last bundle is not full
+    bool none = b >= (C.packed ? 1 : (u32)a.in.batch); // true if the last bundle is not full
     if constexpr (F.part) return choose_held_keys(a, shared, none ? 0 : (i32)b, head_kv, (i32)tile, none);
     PackedTile of{none ? 0 : (i32)b, (i32)tile * kTileK};
     if constexpr (C.packed) of = packed_tile(a.in.cu_seqlens_k, a.in.total_k, a.in.batch, kTileK, (i32)tile), none |= of.begin < 0;
@@ -91,7 +91,7 @@ template <BackwardConfig C> struct BackwardLoad {
 
 private:
   __device__ __forceinline__ BackwardLoad of_keys(u32 n) const { return {a, shared.at(n)}; }
-  // Where blocks own dQ: replaces `keys` by the keys that this block takes after them. Returns whether there are any.
+  // Where blocks own dQ: replaces `keys` by the block's next keys. Returns whether there are any.
   __device__ __forceinline__ bool next_keys(KeyBlock &keys) const {
     keys.begin += kTileK;
     if (keys.begin < keys.seqlen_k) return true;
@@ -100,11 +100,12 @@ private:
     return pair < (u32)a.pairs;
   }
   static __device__ __forceinline__ u32 keys_parity(u32 n) { return C.persistent ? n >> 31 : 0; }
-  // The loads for one tile of keys: q() of K, Q and LSE, dout() of V, dO and D. Both return the number of the next iteration.
+  // The loads for one tile of keys: q() loads K, Q and LSE, dout() loads V, dO and D. Both return the number of the next iteration.
   __device__ __forceinline__ u32 q(u32 n) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     load<C.columns(), C.k_bytes(), kTileK>(a.tma_k, shared.k_full(), shared.k, k_row(keys), head_of(keys), keys.batch);
-    wait_for_launch_before(); // it wrote LSE and D and cleared dQ's sum; the computing warpgroups wait for this thread's loads
+    // The launch before writes LSE and D and clears dQ's sum. Computing warpgroups wait for these loads, and so for that launch.
+    wait_for_launch_before();
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       wait_empty(shared.q_empty(n), n);
@@ -125,7 +126,7 @@ private:
     load<C.columns_v(), C.v_bytes(), kTileK>(a.tma_v, shared.v_full(), shared.v, k_row(keys), head_of(keys), keys.batch);
     wait_for_launch_before();
     if constexpr (C.persistent)
-      mbarrier_wait(shared.k_full(), n >> 31); // otherwise this thread might mistake these keys' K for the next keys'
+      mbarrier_wait(shared.k_full(), n >> 31); // otherwise this thread might take these keys' K for the next keys'
     const i32 batch = keys.batch;
     return walk(n, [&](u32 n, i32 row, const QueryStep &step) {
       if (step.flags & kNothing) {
@@ -148,7 +149,8 @@ private:
                step.head * a.tma_bias.head_step, keys.batch * a.tma_bias.batch_step);
   }
 
-  // The tile's number in dq_sum; where blocks own dQ, its number in the block's own room, which holds one (batch, key head) pair at a time.
+  // The tile's number in dq_sum. Where blocks own dQ, the number counts within the block's own part, which holds one (batch, key head) pair
+  // at a time.
   __device__ __forceinline__ i32 number_of_dq(const QueryStep &step) const {
     if (!C.owns_dq) return step.number;
     const i32 first = read<KeyBlock>(shared.keys()).head_kv * a.heads_of_keys;
@@ -221,13 +223,13 @@ private:
     if constexpr (F.blocks) row = a.in.blocks_t.row(keys.batch, head, keys.begin / (u32)a.in.blocks_t.row_tokens);
     return Tiles(a.in.sequence<F>(keys.batch).band, keys.begin, min(keys.begin + kTileK, keys.seqlen_k), kTileK, row);
   }
-  // Flags of this key tile against the kM queries from q on: kMasked if some query may not see some key; kUnseen << w if none of these
-  // queries sees the w-th 64 keys.
+  // The flags of this key tile for the kM queries from q on: kMasked if a key may be hidden from one of the queries; kUnseen << w if the
+  // queries see none of the w-th 64 keys.
   __device__ __forceinline__ i32 masks(i32 q) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());
-    // Rows past the last query have to be masked: they may be another sequence's, or their bias is the copy engine's 0, which hides
-    // nothing.
+    // Rows past the last query have to be masked. They may belong to another sequence, or the copy engine may have filled their bias with
+    // 0, which hides nothing.
     i32 flags = !F.part && (C.bias_by_tma || a.in.cu_seqlens_q) && q + kM > reach.seqlen_q ? kMasked : 0;
 #pragma unroll
     for (int w = 0; w < kTileK / 64; ++w) {

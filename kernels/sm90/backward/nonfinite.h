@@ -1,5 +1,5 @@
-// How the Hopper backward keeps infinities and NaN from elements that must not see them. Their P is 0, but 0 times infinity is NaN, so such
-// numbers are replaced in the tiles.
+// How the Hopper backward keeps infinities and NaN out of elements that must not see them. The P of such elements is 0, but 0 times
+// infinity is NaN, so infinities and NaN are replaced in the tiles.
 #pragma once
 #include "../../device/nonfinite.h"
 #include "../../ptx/tma.h"
@@ -13,13 +13,13 @@ template <BackwardConfig C> struct BackwardNonfinite {
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr int kM = C.tile_q;
-  // Whether elements may be hidden in any tile, not only in tiles that are masked by position. Invariant kernels treat all tiles so.
+  // Whether any tile may hide elements, and not only tiles that are masked by position. Invariant kernels treat all tiles as if it did.
   static constexpr bool kHides = F.hides() || C.invariant;
   // Named barriers: at kTogether + w the threads of warpgroup w meet, at kBoth those of both warpgroups.
   static constexpr int kTogether = 2, kBoth = kTogether + C.kWarpgroups;
 
   const BackwardShared<C> &shared;
-  const int w, half, lane, warp; // warpgroup; which 64 of the block's keys
+  const int w, half, lane, warp; // the warpgroup; and which 64 of the block's keys
 
   __device__ __forceinline__ BackwardNonfinite(const BackwardShared<C> &shared, int w)
       : shared(shared), w(w), half(C.roles ? 0 : w), lane(this_thread<C>() % 32),
@@ -27,9 +27,9 @@ template <BackwardConfig C> struct BackwardNonfinite {
 
   static __device__ __forceinline__ bool masked(const QueryStep &step) { return step.flags & kMasked; }
 
-  // Clears the rows of Q and dO of queries whose LSE or D is not finite, which see nothing, or which do not exist. A hidden element must
-  // add 0 whatever these rows hold, and a visible one adds NaN in any case, because its P is NaN. Both warpgroups must first have ended
-  // their products of this tile so far (S; with `roles` S and dP). Then one of them clears Q, and the other one dO.
+  // Clears rows of Q and dO: those of queries whose LSE or D is not finite, which see nothing, or which do not exist. A hidden element must
+  // add 0 whatever its row holds. A visible element of such a row adds NaN in any case, because its P is NaN. One warpgroup clears Q and
+  // the other one dO, after both have finished their products of this tile so far (S; with `roles` S and dP).
   __device__ __forceinline__ void clear_nonfinite_queries(const QueryStep &step, u32 n) const {
     if (!kHides && !masked(step)) return; // nothing is hidden
     bool found = false;
@@ -49,7 +49,7 @@ template <BackwardConfig C> struct BackwardNonfinite {
     }
     both();
     // Only ptxas needs this second barrier: before a barrier whose number is constant it computes the arguments of all exponentials at once
-    // (docs/lab/hopper-backward.md, step 25; whether that still costs anything since step 33 was not measured).
+    // (docs/lab/hopper-backward.md, step 25; not measured again since step 33).
     together();
   }
   // Whether some of these keys may be hidden from a query.
@@ -59,15 +59,15 @@ template <BackwardConfig C> struct BackwardNonfinite {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     return keys.begin + C.tile_k() > keys.seqlen_k;
   }
-  // Whether this warp's rows of K have to be cleared. The first scores show it: if a row of K is not finite, no score of that key is.
+  // Whether this warp's rows of K have to be cleared. The first scores tell: if a row of K is not finite, no score of that key is finite.
   __device__ __forceinline__ bool shows_nonfinite(const Accumulator<T, kM> &S) const {
     const bool one_of_each_key = finite(__float_as_uint(S.x[0])) && finite(__float_as_uint(S.x[2]));
     return __any_sync(0xFFFFFFFFu, absent() || !one_of_each_key);
   }
-  // Replaces the numbers of this warp's 16 keys that are not finite: in V by 0, in K (kLargest) by the largest finite number, which may
-  // still have to make a score of -inf. Nothing is lost: if a query sees such a key, its LSE (K) or its D (V) is not finite, and shows it.
-  // Keys past the sequence become 0, because they may be so large that dP overflows. A warp needs no barrier: its own first scores have
-  // been computed, and no other warp's scores depend on these keys.
+  // Replaces numbers of this warp's 16 keys that are not finite: in V by 0, in K (kLargest) by the largest finite number, because a score
+  // may have to overflow to -inf as before. Queries that see such a key still get NaN, because their LSE (for K) or D (for V) is not
+  // finite. Keys past the sequence become 0, because they may be so large that dP overflows. No barrier is needed: this warp has computed
+  // its first scores, and no other warp's scores depend on these keys.
   template <bool kLargest> __device__ __forceinline__ void clear_nonfinite_keys(u32 tile, int blocks) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const int first = 64 * half + 16 * warp, there = keys.seqlen_k - keys.begin - first;
@@ -91,12 +91,12 @@ template <BackwardConfig C> struct BackwardNonfinite {
     async_proxy_fence();
     __syncwarp();
   }
-  // Makes what both warpgroups wrote visible to wgmma.
+  // Makes what both warpgroups have written visible to wgmma.
   __device__ __forceinline__ void both() const {
     async_proxy_fence();
     barrier_sync(kBoth, 128 * C.kWarpgroups);
   }
-  // Makes what this warpgroup wrote visible to wgmma.
+  // Makes what this warpgroup has written visible to wgmma.
   __device__ __forceinline__ void together() const {
     async_proxy_fence();
     barrier_sync(kTogether + w, 128);

@@ -1,6 +1,6 @@
-// Gives dQ the same bits in every run: tiles of keys add to a tile of queries in ascending order. For each computing warpgroup one thread
-// of the producer warpgroup waits for the turn, adds from shared memory, and ends the turn when the addition is complete, which takes a
-// while. With `roles` it only waits: then the computing warps add from their registers and end the turn.
+// Gives dQ the same bits in every run: key tiles add to a query tile in ascending order. For each computing warpgroup one thread of the
+// producer warpgroup waits for the key tile's turn, adds from shared memory, and ends the turn when the addition is complete. With `roles`
+// the thread only waits; the computing warps then add from their registers and end the turn.
 #pragma once
 #include "../../device/turns.h"
 #include "../../ptx/tma.h"
@@ -8,7 +8,7 @@
 
 namespace strobe::sm90 {
 
-// The counter of turns of a warpgroup's part of a tile of queries.
+// The counter of turns for one warpgroup's part of a tile of queries.
 __device__ __forceinline__ u32 *turn_of(const HopperBackwardArguments &a, i32 number, int w) { return a.turns + 2 * (i64)number + w; }
 
 template <BackwardConfig C> struct BackwardOrder {
@@ -63,8 +63,8 @@ private:
     i32 number;
     bool last;
   };
-  // The turn of iteration n. It is read while the addition of the previous iteration is in flight; its step has been written by then,
-  // because the warpgroup that handed over that dQ had already read it.
+  // The turn of iteration n. It is read while the addition of the previous iteration is in flight. The step of iteration n is already
+  // written: the warpgroup that handed over the previous dQ had read that step before.
   __device__ __forceinline__ Turn turn(const KeyBlock &keys, u32 n) const {
     const QueryStep step = read<QueryStep>(shared.dq_step(n));
     const Reach reach = read<Reach>(shared.reach());

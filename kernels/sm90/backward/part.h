@@ -1,5 +1,5 @@
 // Parts of a larger problem (attention/part.h) in the backward: which tiles of queries are loaded for a block's keys. The calling threads
-// have few registers: numbers have 32 bits, and what lies in shared memory or in a table is read again rather than kept.
+// have few registers: numbers have 32 bits, and values in shared memory or in a table are read again rather than kept.
 #pragma once
 #include "../part.h"
 #include "shared.h"
@@ -27,19 +27,19 @@ public:
     const HeldRange r = held_range_of_queries(a_.in, b, n);
     const i32 begin = r.start + tile * C.tile_q, first_row = first_held_row(a_.in.cu_seqlens_q, a_.in.total_q, b);
     store_shared(place_ + kRow, first_row + begin + r.shift());
-    // The tile's number in dq_sum, counted like first_part_tile (attention/part.h).
+    // The tile's number in dq_sum, counted as in first_part_tile (attention/part.h).
     i32 first = b * a_.in.heads * a_.query_tiles;
     if (a_.in.cu_seqlens_q) first = (i32)((u32)first_row / (u32)C.tile_q) + b * a_.in.part->count_q;
     write(place_, begin, load(kHead), first + load(kHead) * a_.query_tiles + number_of_first(r, n, C.tile_q, false) + tile,
           min(C.tile_q, r.end() - begin) * kRows);
     return true;
   }
-  // The tile that next() found, without the flags that depend on keys; and its first row in the tensors.
+  // The tile that next() found, without the flags that depend on keys; and the tile's first row in the tensors.
   __device__ __forceinline__ QueryStep step() const { return read<QueryStep>(place_); }
   __device__ __forceinline__ i32 row() const { return load(kRow); }
 
 private:
-  // Offsets of the walk's state. The tiles [first, tile) of the current range of queries are still to come.
+  // Offsets of the walk's state. Of the current range of queries, the tiles [first, tile) are still to be visited.
   static constexpr u32 kRow = 16, kHead = 32, kRange = 36, kTile = 40, kFirst = 44;
   __device__ __forceinline__ i32 load(u32 what) const { return (i32)load_shared(place_ + what); }
   __device__ __forceinline__ i32 batch() const { return (i32)load_shared(shared_.keys()); }
@@ -75,7 +75,7 @@ private:
   const u32 place_;
 };
 
-// How many tiles of keys before the block's own tile add to dQ of these queries; part_tiles_before (device/turns.h) with fewer registers.
+// How many key tiles before the block's own tile add to dQ of these queries. Like part_tiles_before (device/turns.h), with fewer registers.
 template <BackwardConfig C>
 __device__ __forceinline__ u32 held_tiles_before(const Inputs &in, const BackwardShared<C> &shared, const QueryStep &step) {
   const i32 b = (i32)load_shared(shared.keys()), own = (i32)load_shared(shared.held() + 4), count = in.part->count_k;
@@ -87,7 +87,7 @@ __device__ __forceinline__ u32 held_tiles_before(const Inputs &in, const Backwar
   for (; n < count; ++n) {
     const HeldRange r = held_range_of_keys(in, b, n);
     const i32 earlier =
-        own - number_of_first(r, n, C.tile_k(), false); // how many tiles the block's own tile lies behind the range's first tile
+        own - number_of_first(r, n, C.tile_k(), false); // how many tiles lie between the range's first tile and the block's own tile
     if (earlier <= 0 || r.start >= end) break;
     const i32 first = (i32)((u32)max(begin - r.start, 0) / (u32)C.tile_k());
     before += (u32)max(min((i32)((u32)(min(r.end(), end) - r.start + C.tile_k() - 1) / (u32)C.tile_k()), earlier) - first, 0);

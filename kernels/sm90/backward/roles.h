@@ -1,7 +1,7 @@
-// dQ, dK and dV on Hopper with 64 keys per thread block (backward.h has the formulas). It serves heads so wide that dK of 64 keys fills one
-// warpgroup's registers and dV another's, and calls in which blocks of 128 keys would leave SMs idle. For each tile of queries the left
-// warpgroup makes S, P and dV, the right one dP, dS and dK. P goes to the right one through shared memory, in the order of lanes. dQ of a
-// tile is computed one iteration later; the warpgroups divide its columns, or its queries if there are only 64 columns.
+// dQ, dK and dV on Hopper with 64 keys per thread block (backward.h has the formulas). This form serves heads so wide that dK of 64 keys
+// fills one warpgroup's registers and dV another's, and calls in which blocks of 128 keys would leave SMs idle. For each tile of queries
+// the left warpgroup makes S, P and dV, and the right one dP, dS and dK. The left one passes P through shared memory, in the order of
+// lanes. dQ of a tile is computed one iteration later; the warpgroups divide dQ by columns, or by queries if there are only 64 columns.
 #pragma once
 #include "differentiate.h"
 #include "run.h"
@@ -17,7 +17,7 @@ template <BackwardConfig C> struct BackwardRoles {
   static constexpr int kThreads = C.kThreads, kBlocksPerSm = 1;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kM = C.tile_q, kKeys = 64;
   static constexpr int kBlockBytes = kKeys * kRowBytes, kBlocks = C.columns() / 64; // blocks of 64 columns of K
-  // A warpgroup computes some blocks of columns of dQ or, where there is only one block, half of its queries.
+  // A warpgroup computes some blocks of columns of dQ. If there is only one block, it computes half of the queries.
   static constexpr bool kByColumns = kBlocks > 1;
   static constexpr int kEndLeft = kByColumns ? kBlocks / 2 : 1, kBeginRight = kByColumns ? kEndLeft : 0;
   // K or V as a left operand, where they are held in registers; otherwise unused.
@@ -28,7 +28,7 @@ template <BackwardConfig C> struct BackwardRoles {
     const Arguments &a;
     const Inputs &in;
     const BackwardShared<C> &shared;
-    const int w, lane, warp; // warpgroup; warp within it
+    const int w, lane, warp; // the warpgroup, and the warp within the warpgroup
     const BackwardScores<C> scores;
 
     __device__ __forceinline__ Compute(const Arguments &a, const BackwardShared<C> &shared, const KeyBlock &keys, int w)
@@ -49,7 +49,7 @@ template <BackwardConfig C> struct BackwardRoles {
       return 0;
     }
 
-    // Walks over all tiles of queries, for the left or the right warpgroup, which computes the blocks [kBegin, kEnd) of dQ's columns.
+    // Walks over all tiles of queries. The calling warpgroup, left or right, computes the blocks [kBegin, kEnd) of dQ's columns.
     template <int kBegin, int kEnd, class Side> __device__ __forceinline__ void walk(Side &side) const {
       side.clear();
       wait_full(shared.q_full(0), 0);
@@ -107,7 +107,7 @@ template <BackwardConfig C> struct BackwardRoles {
         wait_full(my.shared.dout_full(n), n);
         dV.begin_adding(P, my.shared.dout_of(n));
       }
-      // When dV += P^T dO has ended: begins S of the next tile. After the last tile the product's result is not read.
+      // Called when dV += P^T dO has ended. Begins S of the next tile; after the last tile the product's result is not read.
       __device__ __forceinline__ void end(u32 n, u32 next) {
         dV.done();
         P.done();
@@ -141,7 +141,7 @@ template <BackwardConfig C> struct BackwardRoles {
         if constexpr (C.keys_in_registers) my.load_keys(V, my.shared.v);
         begin_dp(0);
       }
-      // Computes dS = P (dP - D), leaves it in shared memory for both warpgroups' dQ, and begins dK += dS^T Q.
+      // Computes dS = P (dP - D), stores it in shared memory for both warpgroups' dQ, and begins dK += dS^T Q.
       __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
         wait_for<0>(dP);
         my.scores.clear_nonfinite_queries(step, n);
@@ -156,7 +156,7 @@ template <BackwardConfig C> struct BackwardRoles {
         my.scores.hand_on(dS, n);
         dK.begin_adding(dS, my.shared.q_of(n));
       }
-      // When dK += dS^T Q has ended: begins dP of the next tile. After the last tile the product's result is not read.
+      // Called when dK += dS^T Q has ended. Begins dP of the next tile; after the last tile the product's result is not read.
       __device__ __forceinline__ void end(u32 n, u32 next) {
         dK.done();
         dS.done();
@@ -177,15 +177,15 @@ template <BackwardConfig C> struct BackwardRoles {
     template <int kColumns> __device__ __forceinline__ void load_keys(LeftOperand<kColumns> &x, u32 base) const {
       load_left<C.tile_k()>(x, base, 16 * warp, lane);
     }
-    // Clears what is not finite in K, when S of the first tile has been computed from it. The right warpgroup reads K only for dQ, and it
-    // waits for P before that. V is left alone, because dS of a hidden key does not depend on dP.
+    // Called once S of the first tile is computed: clears the numbers of K that are not finite. The right warpgroup reads K only for dQ,
+    // after it has waited for P. V is not cleared, because dS of a hidden key does not depend on dP.
     __device__ __forceinline__ void clear_nonfinite_k(Accumulator<T, kM> &S) const {
       wait_for<0>(S);
       if (!scores.hides()) return;
       if (scores.shows_nonfinite(S)) scores.template clear_nonfinite_keys<true>(shared.k, kBlocks);
       scores.together();
     }
-    // Where P lies in shared memory for the right warpgroup. Dropped elements are negative.
+    // Where P is stored in shared memory for the right warpgroup. Dropped elements are negative.
     __device__ __forceinline__ u32 place_of_p(int i) const { return shared.p + (i * 128 + 32 * warp + lane) * 16; }
     __device__ __forceinline__ void give_p(const Accumulator<T, kM> &S, u32 n) const {
       mbarrier_wait(shared.p_empty(), n % 2 ^ 1);
@@ -211,7 +211,7 @@ template <BackwardConfig C> struct BackwardRoles {
     }
 
     // Computes this warpgroup's part of dQ and adds it to the sum. then() is called when the product that was in flight before dQ has
-    // ended, and begins another one. Without then() no product may be in flight.
+    // ended; it begins another product. If no then() is given, no product may be in flight.
     template <int kBegin, int kEnd, class... Then> __device__ __forceinline__ void add_dq(u32 n, i32 number, const Then &...then) const {
       Accumulator<T, C.dq_queries()> dQ;
       if constexpr (C.deterministic) scores.release(shared.dq_full(w));
@@ -230,7 +230,8 @@ template <BackwardConfig C> struct BackwardRoles {
         leave(dQ, n, number, block, block == kBegin, block == kEnd - 1);
       }
     }
-    // Adds a block of dQ to the sum over key tiles, whose layout dq.h describes. first, last: of this warpgroup's blocks.
+    // Adds a block of columns of dQ to the sum over key tiles, in the layout of dq.h. first, last: whether it is the first or last of this
+    // warpgroup's blocks.
     __device__ __forceinline__ void leave(Accumulator<T, C.dq_queries()> &dQ, u32 n, i32 number, int block, bool first, bool last) const {
       dQ.done();
       if (last) scores.release(shared.ds_empty(n));

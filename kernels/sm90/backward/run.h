@@ -10,7 +10,7 @@ template <BackwardConfig C, class Compute> __device__ __forceinline__ void run_b
   const BackwardShared<C> shared(shared_address(dynamic));
   if (threadIdx.x == 0) {
     shared.begin();
-    if constexpr (C.deterministic || C.features.part) wait_for_launch_before(); // for the ticket; for the table of ranges
+    if constexpr (C.deterministic || C.features.part) wait_for_launch_before(); // for the ticket and the table of ranges
     BackwardLoad<C>::choose_keys(a, shared);
   }
   if (threadIdx.x == 32) {

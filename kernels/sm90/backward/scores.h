@@ -18,9 +18,9 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
   using Base::masked, Base::clear_nonfinite_queries;
   using Base::shared, Base::half, Base::lane, Base::warp;
   using typename Base::T;
-  // Whether ALiBi's penalty is one multiply-add in the exponent.
+  // Whether ALiBi's penalty becomes one multiply-add in the exponent.
   static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
-  // Whether a bias is all that is added to the scores, and lies in shared memory together with Q.
+  // Whether scores change only by a bias that lies in shared memory together with Q.
   static constexpr bool kSum = C.bias_by_tma && !F.alibi && F.function == kLinear && !F.scaled;
   static_assert(!F.mask || kM <= 64, "a lane's part of the mask is a word");
 
@@ -42,7 +42,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
 
   static __device__ __forceinline__ Score scores_of(const HopperBackwardArguments &a, const KeyBlock &keys) {
     Score scores(a.in, sequence(a.in, keys), keys.batch);
-    // In a loop over keys ptxas would compute the unit again from a double for each tile of queries.
+    // Without this line, ptxas would compute the unit from a double for each tile of queries.
     if constexpr (C.persistent) scores.unit = a.unit;
     return scores;
   }
@@ -65,7 +65,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
     return 1u << (8 * (i / 8) + 4 * (i / 2 % 2) + 2 * (i / 4 % 2) + i % 2);
   }
 
-  // Replaces S by P; with a function of q.k by P times the function's derivative, and P itself, rounded, goes to `rounded`. With dropout
+  // Replaces S by P. With a function of q.k it writes P times the function's derivative to S, and P, rounded, to `rounded`. With dropout
   // the dropped elements become negative. kClear: also clears rows of Q and dO (clear_nonfinite_queries).
   template <bool kClear>
   __device__ __forceinline__ void exponentiate(Accumulator<T, kM> &scored, LeftOperand<kM> &rounded, u32 n, const QueryStep &step,
@@ -92,7 +92,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
       if constexpr (kClear) clear_nonfinite_queries(step, n);
     } else {
       const u32 lse = shared.lse_of(n) + lane % 4 * 8;
-      float unit = scores.unit, slope = 0, distance = 0; // ALiBi's slope in exp2's unit, and the distance of the lane's first query and key
+      float unit = scores.unit, slope = 0, distance = 0; // ALiBi's slope in exp2's unit; first query minus first key
       if constexpr (kLine) {
         const i32 q = step.begin + tile::lane_column(0, 0);
         unit = scores.scale * kLog2e<float>, slope = scores.row(q, step.head).slope * kLog2e<float>;
@@ -138,7 +138,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
                    keys.batch);
     }
   }
-  // Rounds P to the operand of dV, in which dropped elements are 0.
+  // Rounds P to the left operand of dV, where dropped elements are 0.
   static __device__ __forceinline__ void round(LeftOperand<kM> &rounded, const Accumulator<T, kM> &p) {
     u32(&P)[kM / 4] = rounded.x;
     const float (&S)[kM / 2] = p.x;
@@ -153,7 +153,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
     }
   }
 
-  // Stores dS to shared memory, for dQ; there its rows are queries and its columns keys.
+  // Stores dS to shared memory, for dQ, with queries as rows and keys as columns.
   __device__ __forceinline__ void hand_on(const LeftOperand<kM> &dS, u32 n) const {
     const int row = lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
     const u32 target = shared.ds_of(n) + half * kM * kRowBytes + row * kRowBytes + ((chunk ^ row % 8) << 4);
@@ -206,7 +206,7 @@ private:
     }
     __device__ __forceinline__ bool allowed() const { return bit != 0; }
   };
-  // S -> P if some option changes the scores.
+  // Replaces S by P, if some option changes the scores.
   template <bool kByPosition>
   __device__ __forceinline__ void score(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
     const u32 lse = shared.lse_of(n) + lane % 4 * 8;
@@ -217,7 +217,7 @@ private:
     for (int i = 0; i < kM / 8; ++i) {
       if (i % 2 == 0) bias.take(i / 2);
       float negative[2],
-          correction[2]; // -LSE and, if scores are unbounded, its correction, which is kept apart (kernels/device/settle_row.h)
+          correction[2]; // -LSE, and the correction of LSE if scores are unbounded (kernels/device/settle_row.h)
       load_shared(negative, lse + 32 * i);
       if constexpr (F.unbounded()) load_shared(correction, lse + C.row_bytes() + 32 * i);
       float p[4];
@@ -241,9 +241,9 @@ private:
       if constexpr (F.curved()) P[2 * i] = pack<T>(p[0], p[1]), P[2 * i + 1] = pack<T>(p[2], p[3]);
     }
   }
-  // The position of this lane's first key; its second key is 8 positions further.
+  // The position of this lane's first key; the lane's second key lies 8 positions further.
   __device__ __forceinline__ i32 key() const { return (i32)load_shared(shared.keys() + 8) + 64 * half + 16 * warp + tile::lane_row(0); }
-  // Calls clear(i) for each of the lane's scores that the caller's function hides.
+  // Calls clear(i) for each of the lane's scores that the mask function hides.
   template <class Clear> __device__ __forceinline__ void hide_unseen(const QueryStep &step, const Clear &clear) const {
     const i32 q = step.begin + tile::lane_column(0, 0), j = key();
     auto row = scores.row(q, step.head);
@@ -253,7 +253,7 @@ private:
       if (!scores.seen(row, j + i / 2 % 2 * 8)) clear(i);
     }
   }
-  // Calls clear(i) for each of the lane's scores that is hidden by position.
+  // Calls clear(i) for each of the lane's scores that are hidden by position.
   template <class Clear> __device__ __forceinline__ void hide(const QueryStep &step, const Clear &clear) const {
     const i32 column = step.begin + tile::lane_column(0, 0);
 #pragma unroll

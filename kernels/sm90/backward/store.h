@@ -7,8 +7,8 @@
 
 namespace strobe::sm90 {
 
-// Like store_rows (device/epilogue.h). place: the address of the warp's 16 rows of the first 64 columns, swizzled like tiles; those of the
-// next 64 columns lie `block` bytes further.
+// Like store_rows (device/epilogue.h). place: the address of the warp's 16 rows of the first 64 columns, swizzled like tiles. The rows of
+// the next 64 columns lie `block` bytes further.
 template <class T, int kColumns>
 __device__ __forceinline__ void store_rows_staged(const Operand &out, i32 b, i32 h, i64 row, i32 rows, i32 columns,
                                                   const float (&x)[kColumns / 2], float factor, u32 place, u32 block) {

@@ -16,9 +16,9 @@ template <Config C> struct Assign {
   u32 told = 0, verdicts = 0;
 
   __device__ __forceinline__ void all() {
-    // Where items take different times, the block draws the next item only when the current one has been loaded: if it drew earlier, it
-    // would own an item while two others are still to be computed, and the last items would be distributed badly. Where all items take the
-    // same time, it draws earlier, so that no warp waits for a ticket.
+    // If items take different times, the block draws the next item only when the current one has been loaded. Drawing earlier would give a
+    // block an item while two others are still to be computed, and would distribute the last items badly. If all items take the same time,
+    // the block draws earlier, so that no warp waits for a ticket.
     const bool even = !C.features.band && !C.features.blocks && !in.cu_seqlens_q && !C.features.seqused && !C.features.pages;
     Item before{0, 0, 0, kNone};
     bool first = true;
@@ -50,7 +50,7 @@ template <Config C> struct Assign {
     return gridDim.x + ticket;
   }
   // The item with number x. Within a bundle of heads the last tile comes first (under a causal mask the longest). Packed sequences count as
-  // one batch here, because their tiles are numbered through all of them. C.packed: several heads share a tile.
+  // one batch here, because tiles are numbered through all sequences. C.packed: several heads share a tile.
   __device__ __forceinline__ Item item(u32 x) const {
     const u32 split = C.split ? x - a.splits_divisor.divide(x) * a.splits_divisor.by : 0;
     if constexpr (C.split) x = a.splits_divisor.divide(x);
@@ -91,8 +91,8 @@ template <Config C> struct Assign {
   __device__ __forceinline__ i32 first_number(i32 b, i32 n) const {
     return number_of_first(range_of_queries(in, b, n), n, C.tile_q(), false);
   }
-  // Waits until all warps have read the last item, and all loads of its keys have been issued (of its values as well, unless they are
-  // paged).
+  // Waits until all warps have read the last item, and all loads of the item's keys have been issued. Loads of its values have been issued
+  // too, unless they are paged.
   __device__ __forceinline__ void wait_loaded() const { mbarrier_wait(shared.item_empty(), told % 2 ^ 1); }
   __device__ __forceinline__ void tell(const Item &item) {
     wait_loaded();
@@ -101,8 +101,8 @@ template <Config C> struct Assign {
     write(shared.item(), item.b, item.h, item.q, item.how);
     mbarrier_arrive(shared.item_full());
   }
-  // Waits for the consumers' verdict on an item that was computed fast, and assigns it again, as kSafe, if it failed. (The next item still
-  // begins as kFast: how an item is computed must not depend on which block computes it.)
+  // Waits for the consumers' verdict on an item that was computed fast. If it failed, assigns the item again, as kSafe. (The next item
+  // still begins as kFast: how an item is computed must not depend on which block computes it.)
   __device__ __forceinline__ void judge(const Item &item) {
     if (item.kind() != kFast) return;
     const u32 n = verdicts++;

@@ -4,14 +4,14 @@
 
 namespace strobe::sm90 {
 
-// How far m, the value that is subtracted from scores, may lag behind the running maximum.
+// How far M, the value that is subtracted from scores, may lag behind the running maximum.
 inline constexpr i32 kExact = 0;   // not at all
 inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need no rescaling
-inline constexpr i32 kFixed = 2;   // without bound, once a row has had a tile with no hidden key: from then on no maximum is taken. A tile
-                                   // of queries that overflows is computed again, lagging
-// kFixedByRow: each row decides for itself. Its m stays fixed after the first tile with a key that the row sees, and lags by 2^8 while the
-// row's sum is large. If a result is not finite, the query tile is computed again, and each chunk of keys is walked twice: once like this,
-// and then lagging, for the rows that are not finite. (An enum leaves no symbol in kernels that do not use it.)
+inline constexpr i32 kFixed = 2;   // without bound. The maximum is no longer taken once a row has had a tile with no hidden key. A tile of
+                                   // queries that overflows is computed again, with kLagging
+// kFixedByRow: each row decides for itself. A row's M stays fixed after the first tile with a key that the row sees, and lags by 2^8 while
+// the row's sum is large. If a result is not finite, the query tile is computed again, and each chunk of keys is walked twice: once in the
+// same way, and then lagging, for the rows that are not finite. (An enum leaves no symbol in kernels that do not use it.)
 enum : i32 { kFixedByRow = 3 };
 
 struct Config {
@@ -27,8 +27,8 @@ struct Config {
   i32 split;       // keys are divided into splits: results are partial and passes/combine.h merges them
   i32 bias_by_tma; // a 16-bit bias, loaded by the copy engine
   // A row's bits depend on that row only, unless the reference is kFixed. Tiles of keys begin at multiples of tile_k. With up to 128
-  // columns of O, chunks of tiles have results of their own, which are merged in order (device/chunks.h); more columns leave no registers
-  // for merging. split: each split is one chunk.
+  // columns of O, each chunk of tiles has a result of its own, and results are merged in order (device/chunks.h). With more columns no
+  // registers are left for that. split: each split is one chunk.
   i32 invariant;
   i32 packed; // query heads of a key head share a query tile: rows.h
   Features features;
@@ -36,7 +36,7 @@ struct Config {
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
   STROBE_FN constexpr bool chunked() const { return invariant && head_dim_v <= 128; }
   STROBE_FN constexpr i32 chunk() const { return 4096 / tile_k * tile_k; }             // keys
-  STROBE_FN constexpr i32 walked_floats() const { return 128 * (head_dim_v / 4 + 1); } // O and LSE of one of each lane's two rows
+  STROBE_FN constexpr i32 walked_floats() const { return 128 * (head_dim_v / 4 + 1); } // O and LSE of one row per lane
   STROBE_FN constexpr bool repeats_chunks() const { return reference == kFixedByRow; } // when a query tile is computed again
   STROBE_FN constexpr bool walks_chunks() const { return chunked() && !split; }        // a block walks over all chunks, one after another
   STROBE_FN constexpr i32 threads() const { return 128 * (warpgroups + 1); }
@@ -46,10 +46,10 @@ struct Config {
   STROBE_FN constexpr i32 q_bytes() const { return 2 * tile_q() * columns(); }
   STROBE_FN constexpr i32 k_bytes() const { return 2 * tile_k * columns(); }
   STROBE_FN constexpr i32 v_bytes() const { return 2 * tile_k * columns_v(); }
-  // Bytes of a tile of the bias, in blocks of 64 columns, which have 64 rows for each warpgroup.
+  // Bytes of a tile of the bias. It consists of blocks of 64 columns, with 64 rows for each warpgroup.
   STROBE_FN constexpr i32 bias_columns() const { return 2 * 64 * tile_q(); }
   STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? (tile_k + 63) / 64 * bias_columns() : 0; }
-  // Q, the stages of K, of V and of the bias; 512 bytes of barriers and messages; and up to 1024 bytes that alignment takes.
+  // Q, the stages of K, of V and of the bias; 512 bytes of barriers and messages; and up to 1024 bytes for alignment.
   STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + stages * (k_bytes() + v_bytes() + bias_bytes()) + 512 + 1024; }
 };
 

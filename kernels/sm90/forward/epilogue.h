@@ -8,8 +8,7 @@
 
 namespace strobe::sm90 {
 
-// Stores a lane's columns of its row r (0 or 1) of O, times a factor, as the partial result of a split. Returns whether something is not
-// finite.
+// Stores a lane's columns of row r (0 or 1) of O, times a factor, as the partial result of a split. Returns whether a number is not finite.
 template <Config C>
 __device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, int r, float factor) {
   float *out = partial_out(group.a, item, h, row) + tile::lane_column(0, 0);
@@ -19,13 +18,13 @@ __device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const I
     const i32 c = n / 2 * 8 + n % 2;
     const float x = group.O.x[n / 2 * 4 + 2 * r + n % 2] * factor;
     if (c + tile::lane_column(0, 0) < group.in.head_dim_v) out[c] = x;
-    if (r == 0 || C.invariant) nonfinite |= !(x - x == 0); // invariant: both rows, for a row that sees no key of this split shows nothing
+    if (r == 0 || C.invariant) nonfinite |= !(x - x == 0); // invariant: a row that sees no key of this split shows nothing
   }
   return nonfinite;
 }
-// Stores a lane's columns of its row r of O, times a factor, as a final result. Two lanes exchange halves of neighbouring blocks of 8
-// columns, so that each lane stores 8 bytes and both together whole sectors. There are no branches: in a branch the compiler computes the
-// address again, and waits for each exchange.
+// Stores a lane's columns of row r of O, times a factor, as a final result. Two lanes exchange halves of neighbouring blocks of 8 columns,
+// so that each lane stores 8 bytes, and both together whole sectors. There are no branches, because in a branch the compiler computes the
+// address again and waits for each exchange.
 template <Config C>
 __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, bool there, int r,
                                               float factor) {
@@ -33,7 +32,7 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
   const i32 odd = group.lane % 2, column = 8 * odd + group.lane % 4 / 2 * 4;
   T *out = group.a.out.template at<T>(item.b, h, row, 0) + column;
   const i32 columns = there ? group.in.head_dim_v - column : 0;
-  u32 zero = 0; // NaN if something is not finite
+  u32 zero = 0; // becomes NaN if a number is not finite
 #pragma unroll
   for (int c = 0; c < C.head_dim_v; c += 16) {
     const float *o = group.O.x + c / 2 + 2 * r;
@@ -41,8 +40,8 @@ __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const I
     const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
     const u32 x = odd ? other : left, y = odd ? right : other;
     store_global_below(c, columns, out + c, x, y);
-    // If V has a number that is not finite, all rows show it, so one row is enough. Invariant: both rows, since one row's sum may be not
-    // finite.
+    // If V has a number that is not finite, all rows show it, so one row is enough. Invariant: both rows are looked at, since the sum of
+    // one row may not be finite.
     if (r == 0 || C.invariant) zero = multiply_add_pairs<T>(x, 0, multiply_add_pairs<T>(y, 0, zero));
   }
   return (r == 0 || C.invariant) && there && multiply_add_pairs<T>(zero, 0, 0) != 0;
@@ -56,7 +55,7 @@ __device__ __forceinline__ bool store_partial_of_part(const Warpgroup<C> &group,
   const float M = softmax.running.M[r], l = tile::row_sum(softmax.running.l[r]);
   if (!there) return false;
   float *out = a.out.template at<float>(item.b, h, row, tile::lane_column(0, 0));
-  float zero = 0; // NaN if something is not finite
+  float zero = 0; // becomes NaN if a number is not finite
 #pragma unroll
   for (int n = 0; n < C.head_dim_v / 8; ++n) {
     const float x = group.O.x[4 * n + 2 * r] * factor, y = group.O.x[4 * n + 2 * r + 1] * factor;
@@ -71,12 +70,12 @@ __device__ __forceinline__ bool store_partial_of_part(const Warpgroup<C> &group,
   return zero != 0;
 }
 // Merges row r of a lane's O / l of this chunk with the result of the earlier chunks, and returns the LSE of all chunks so far. A result
-// that is not final waits in the block's own global memory, which stays in the L2 cache; each thread reads only what it wrote itself.
-// zero: becomes NaN if something of the chunk is not finite.
+// that is not final waits in the block's own global memory, which stays in the L2 cache; each thread reads only what it has written. zero:
+// becomes NaN if a number of the chunk is not finite.
 template <Config C>
 __device__ __forceinline__ float merge_row(Warpgroup<C> &group, const RowEnd &end, float factor, bool there, int r, bool first, bool last,
                                            float &zero) {
-  constexpr int kPairs = C.head_dim_v / 8; // pairs of columns in a lane's row; its LSE follows them
+  constexpr int kPairs = C.head_dim_v / 8; // pairs of columns in a lane's row; the row's LSE follows them
   float2 *const own = (float2 *)group.a.walked + ((blockIdx.x * C.warpgroups + group.w) * 2 + r) * (C.walked_floats() / 2);
   float2 *const out = own + threadIdx.x % 128;
   float *const lse = (float *)(own + 128 * kPairs) + threadIdx.x % 128;
@@ -107,7 +106,7 @@ template <Config C> __device__ __forceinline__ float merge_sink(Warpgroup<C> &gr
   return with_sink.lse;
 }
 
-// Which rows exist. Invariant: this is computed again, so that no value stays in registers for it.
+// Which rows exist. Invariant: computed again each time, so that the answer takes no registers.
 template <Config C>
 __device__ __forceinline__ auto rows_of_result(const Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax) {
   struct {
@@ -128,8 +127,8 @@ template <Config C> __device__ __forceinline__ bool overflowed(const TileSoftmax
 }
 
 // Stores O / l and LSE of the warpgroup's rows: as final results, or as those of a split or of a partial part. Invariant: merges the result
-// of a chunk of keys with those of the earlier chunks. first, last: whether this is the first and the last chunk. counts: which of a
-// lane's two rows to store.
+// of a chunk of keys with those of the earlier chunks. first, last: whether this is the first and the last chunk. counts: which of a lane's
+// two rows are stored.
 template <Config C>
 __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, bool first, bool last,
                                               const bool (&counts)[2]) {
@@ -140,12 +139,12 @@ __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &i
   const bool natural = softmax.natural();
   const auto sink_of = [&](i32 h) {
     return !C.split && !C.invariant && in.sinks ? *in.sinks.at<const float>(0, h, 0, 0) * (natural ? 1 : kLog2e<float>)
-                                                : minus_infinity<float>(); // invariant: merged like a chunk
+                                                : minus_infinity<float>(); // invariant: the sink is merged like a chunk
   };
   const float sink = C.packed ? 0 : sink_of(item.h);
   const auto rows = rows_of_result(group, item, softmax);
   bool overflow = false, nonfinite = false;
-  float zero = 0; // NaN if something of a chunk is not finite
+  float zero = 0; // becomes NaN if a number of the chunk is not finite
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const auto [i, h] = softmax.place(r);

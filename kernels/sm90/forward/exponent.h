@@ -1,5 +1,5 @@
-// Forms of the exponent (device/softmax.h) of Hopper's forward: where options of the score are a few multiply-adds, they are fused into the
-// one that plain scores take.
+// Forms of the exponent (device/softmax.h) in Hopper's forward: options of the score that are a few multiply-adds are fused into the
+// multiply-add that plain scores take.
 #pragma once
 #include "../../device/scores.h"
 #include "../../device/softmax.h"
@@ -9,14 +9,14 @@
 
 namespace strobe::sm90 {
 
-// The exponent with ALiBi, a bias, or both: S stays q.k, and what is added to scores is added to the exponent.
+// The exponent with ALiBi, a bias, or both: S stays q.k, and the exponent adds what the options add to scores.
 template <Config C, class Score> struct Line {
   static constexpr Features F = C.features;
   static constexpr bool kApplies = (F.alibi || F.bias) && F.function == kLinear && !F.scaled && (!F.bias || C.bias_by_tma);
   const i32 offset, high; // as in Score
   const float unit, full_slope;
   float slope, start; // for this tile: ALiBi's slope, and ALiBi's term at the lane's first row and column
-  bool before;        // no key of the tile lies past its query: there ALiBi's penalty grows from tile to tile
+  bool before;        // no key of the tile lies past its query: ALiBi's penalty then grows from tile to tile
 
   __device__ __forceinline__ Line(const Score &scores, float slope)
       : offset(scores.offset), high(scores.high), unit(scores.scale * kLog2e<float>),

@@ -1,7 +1,7 @@
 // FlashAttention-2's forward on Hopper. A producer thread of the block (two warps where K and V are paged) has the copy engine load Q and,
-// tile by tile, K and V into shared memory; each of the other warpgroups, the consumers, owns 64 rows, with their S, P, O, m and l in its
-// registers. While the tensor cores compute P V of one tile and Q K^T of the next, the warpgroup computes the softmax of the tile between
-// (FlashAttention-3, Shah et al. 2024); the warpgroups issue products alternately (ping-pong). query_tile.h has the loop.
+// tile by tile, K and V into shared memory. Each of the other warpgroups, the consumers, owns 64 rows, and keeps their S, P, O, m and l in
+// its registers. While the tensor cores compute P V of a tile, the warpgroup computes the softmax of the next tile (FlashAttention-3, Shah
+// et al. 2024). The warpgroups issue products alternately (ping-pong). query_tile.h has the loop.
 #pragma once
 #include "assign.h"
 #include "load.h"
@@ -33,7 +33,7 @@ template <Config C> struct Forward {
     }
   }
 
-  // Clears the rows of Q that belong to no head, once. Arbitrary contents might overflow these rows' sums, so that the whole tile would
+  // Clears the rows of Q that belong to no head, once. Whatever these rows held might overflow their sums, so that the whole tile would
   // follow the maxima.
   static __device__ __forceinline__ void clear_spare_rows(const Warpgroup<C> &group) {
     const u32 first = (u32)packed(group.a).packed * packed(group.a).queries.by, zeros[4] = {};
@@ -47,7 +47,7 @@ template <Config C> struct Forward {
     group.together();
   }
 
-  // Computes one query tile after another, as they are assigned.
+  // Computes the query tiles, one after another, that assign.h assigns.
   static __device__ __forceinline__ void compute(Warpgroup<C> group) {
     if constexpr (C.packed && !C.invariant) clear_spare_rows(group);
     group.first_turn();

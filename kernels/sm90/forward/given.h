@@ -16,7 +16,7 @@ template <Config C> struct GivenMask {
   __device__ __forceinline__ GivenMask(const MaskBits &mask, const Score &scores, i32 h, i32 row)
       : bytes(mask.at(scores.b, h, min(row, scores.seqlen_q - 1) / 16, 0, tile::lane_id())) {}
 
-  // Loads the bits for the keys from `begin` on, a multiple of 16. Bytes past the last key belong to other rows, and are not used.
+  // Loads the bits for the keys from `begin` on, a multiple of 16. Bytes past the last key belong to other rows; they are not used.
   __device__ __forceinline__ void fetch(i32 begin) {
 #pragma unroll
     for (int n = 0; n < C.tile_k / 16; ++n) x[n] = load_global_byte(bytes + 2 * begin + 32 * n);
@@ -29,25 +29,26 @@ template <Config C> struct GivenMask {
   }
 };
 
-// A 16-bit bias, read from shared memory in the layout of S in registers. It is read where it is needed: all of it at once would take as
-// many registers as P does. Indices are constants once loops are unrolled, so that only the last values read stay in registers. Element i
-// of a lane is, in the lane's row i / 2 % 2, key 8 (i / 4) + i % 2, plus the lane's offset within the 8; tiles are swizzled (messages.h).
+// A 16-bit bias, read from shared memory in the layout that S has in registers. A value is read where it is needed: the whole bias would
+// take as many registers as P. Indices are constants once loops are unrolled, so that only the last values read stay in registers. Element
+// i of a lane lies in the lane's row i / 2 % 2, at key 8 (i / 4) + i % 2 plus the lane's offset within the 8 keys. Tiles are swizzled
+// (messages.h).
 template <Config C> struct GivenBias {
   using E = typename Element<C.features.bias>::type;
   static_assert(C.stages > 1, "a tile's K, with its bias, is given back after V of the same tile was waited for");
-  u32 first, next_row; // where this lane's first row lies in stage 0, and the distance to its second one
-  u32 stage = 0;       // the offset of the stage that is read
+  u32 first, next_row; // the address of this lane's first row in stage 0, and the distance to its second row
+  u32 stage = 0;       // the offset of the stage that is being read
   u32 x[2][C.tile_k / 16][2];
 
-  // w: the warpgroup; warp: the warp's number within it.
+  // w: the warpgroup; warp: the warp's number within the warpgroup.
   __device__ __forceinline__ GivenBias(const HopperForwardArguments &a, const SharedMemory<C> &shared, int w, int warp) {
     const int lane = tile::lane_id(), row = a.bias_rows_step ? lane % 8 : 0;
     first = shared.bias + kRowBytes * (a.bias_rows_step ? 64 * w + 16 * warp + row : 0) + ((lane / 8 % 2 ^ row) << 4);
     next_row = a.bias_rows_step ? 8 * kRowBytes : 0;
   }
   __device__ __forceinline__ void begin(int n) { stage = n * C.bias_bytes(); }
-  // Must be called by the whole warp for each i, before at(i). If i is the first element of 16 keys in one of a lane's two rows, it loads
-  // the bias of these keys.
+  // The whole warp must call it for each i, before at(i). If i is the first element of 16 keys in one of a lane's two rows, it loads the
+  // bias of these keys.
   __device__ __forceinline__ void read(int i) {
     const int r = i / 2 % 2, n = i / 8;
     if (i % 8 == 2 * r) ldmatrix(x[r][n], (first ^ 32 * (n % 4)) + (stage + r * next_row + n / 4 * C.bias_columns()));

@@ -30,8 +30,8 @@ __device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArgume
   return schedule<C>(a, band, item, share_of<C>(a, item));
 }
 
-// A walk over a schedule's tiles, each chunk of keys twice. With kFixedByRow a query tile whose fast result is not finite is computed again
-// in this way: all rows take the first walk over a chunk, and those that fail in it take the second, lagging one (config.h).
+// A walk over a schedule's tiles, each chunk of keys twice. With kFixedByRow a query tile is computed in this way if its fast result is not
+// finite: all rows take the first walk over a chunk; the rows that fail take the second walk, with a lagging reference (config.h).
 template <Config C> class TwiceByChunk {
 public:
   __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared)
@@ -54,16 +54,16 @@ public:
     }
     return true;
   }
-  // The number of the run that the tile last returned by next() belongs to.
+  // The number of the run that contains the tile last returned by next().
   __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
-  // If that tile begins a run: how the previous tile is marked, as the last one before the repetition of the final chunk, or as the last
-  // one of a walk over a chunk.
+  // If that tile begins a run: the mark of the tile before it, which is the last one of a walk over a chunk, or of the first walk over the
+  // final chunk.
   __device__ __forceinline__ Tile::Last before() const {
     return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk;
   }
 
 private:
-  // The tiles of one chunk; of all keys if chunk < 0. The item is read again, so that it takes no registers.
+  // The tiles of one chunk; of all keys if chunk < 0. The item is read again each time, so that it takes no registers.
   __device__ __forceinline__ BasicSchedule<i32> of(i32 chunk) const {
     const Item item = read<Item>(shared_.item());
     const BasicBand<i32> band = narrow(a_.in.sequence<C.features>(item.b).band);
@@ -78,8 +78,8 @@ private:
 };
 
 // A walk over a schedule's keys in another order: from the key opposite the last query downwards, and then upwards from there. ALiBi's
-// penalty then grows from tile to tile, so that the fixed reference holds. If the window ends to the left, the walk begins at the last
-// visible key instead, because the keys that a warpgroup sees must be one run in this order as well.
+// penalty then grows from tile to tile, so that the fixed reference holds. If the window ends on the left, the walk begins at the last
+// visible key, because the keys that a warpgroup sees must be one run in this order too.
 class FromDiagonal {
 public:
   __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
@@ -105,11 +105,11 @@ private:
   i32 tile_, down_, up_;
 };
 
-// The places of a tile's rows in paged K or V. Each lane of the loading warp looks up 16 rows, which lie in one page.
+// Where a tile's rows lie in paged K or V. Each lane of the loading warp looks up 16 rows, which lie in one page.
 struct PagedRows {
   enum : i32 { kCount = 16 };
-  i32 row;   // the lane's first row within its page; if the lane has no rows: past the page's end, where the copy engine reads zeros
-  u32 entry; // the table's entry: a page, or a number that is no page of the pools
+  i32 row;   // the lane's first row within its page. A lane without rows has a row past the page's end, where the copy engine reads zeros
+  u32 entry; // the table's entry: the number of a page, or a number that is no page
   // Looks up the lane's rows of the tile [begin, end), where begin is a multiple of kCount. Entries of the table past `end` are not read.
   __device__ __forceinline__ PagedRows(const Inputs &in, i32 b, i32 begin, i32 end) : row((i32)in.pages.size.by), entry(0) {
     const i32 j = begin + (i32)((u32)thread_index() % 32 * kCount);
@@ -119,7 +119,7 @@ struct PagedRows {
     const u32 n = page.divide((u32)j);
     row = j - (i32)(n * page.by), entry = (u32)in.pages.table_of(b)[n];
   }
-  // Lets load() read zeros for rows whose page is not in the pools, and returns which lanes have such rows.
+  // Makes load() read zeros for rows whose page does not exist, and returns which lanes have such rows.
   __device__ __forceinline__ u32 settle(const Inputs &in) {
     const bool lacks = entry >= in.pages.count;
     if (lacks) row = (i32)in.pages.size.by;
@@ -128,7 +128,7 @@ struct PagedRows {
   // Loads the tile: kN rows of kColumns columns.
   template <int kN, int kColumns> __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 head) const {
     const i32 page = (i32)entry * x.batch_step;
-    // kBoxes limits how many boxes are issued as one run of instructions: there are no registers for more.
+    // kBoxes limits how many boxes are issued without a break: there are no registers for more.
     constexpr int kGroups = kN / kCount, kBoxes = 6, kTogether = min(4, max(1, kBoxes * 64 / kColumns));
 #pragma unroll
     for (int n = 0; n < kGroups; n += kTogether) {
@@ -151,7 +151,7 @@ struct PagedRows {
 
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
-  // If K and V are paged, one warp loads K here and another one V in LoadV; otherwise one thread loads both. (An enum leaves no symbol in
+  // If K and V are paged, one warp loads K here and another one V in LoadV. Otherwise one thread loads both. (An enum leaves no symbol in
   // kernels that do not use it.)
   enum : bool { kPaged = C.features.pages != 0 };
   static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
@@ -171,7 +171,7 @@ template <Config C> struct Load {
       const Item item = read<Item>(shared.item());
       if (item.kind() == kNone) break;
       load(item);
-      if (one()) mbarrier_arrive(shared.item_empty()); // only now: assign.h draws the next item when this one is loaded
+      if (one()) mbarrier_arrive(shared.item_empty()); // not earlier: assign.h draws the next item when this one is loaded
     }
   }
 
@@ -199,7 +199,7 @@ template <Config C> struct Load {
     do {
       const KeyTile tile = next;
       const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
-      if constexpr (C.reference == kFixed && kPaged) // one lane reads for all: a consumer may write lost() meanwhile
+      if constexpr (C.reference == kFixed && kPaged) // one lane reads for all, because a consumer may write lost() meanwhile
         more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
       else if constexpr (C.reference == kFixed)
         more = more && load_shared(shared.lost()) != items;
@@ -224,12 +224,12 @@ template <Config C> struct Load {
     if constexpr (!kPaged) load_v(k0 + before, kv, item.b);
   }
 
-  // The number of the chunk that the tile at `begin` belongs to, if keys are walked by chunks.
+  // If keys are walked by chunks: the number of the chunk that contains the tile at `begin`.
   template <class Tiles> static __device__ __forceinline__ i32 run(const Tiles &, i32 begin) {
     return C.walks_chunks() ? (i32)((u32)begin / C.chunk()) : 0;
   }
   static __device__ __forceinline__ i32 run(const TwiceByChunk<C> &tiles, i32) { return tiles.run(); }
-  // The mark Tile::last for a tile of `run` that is followed by the tile at `next`.
+  // The value of Tile::last for a tile of `run`, if the next tile begins at `next`.
   template <class Tiles> static __device__ __forceinline__ i32 end_of_run(const Tiles &tiles, i32 run, i32 next) {
     return Load::run(tiles, next) != run ? Tile::kLastOfChunk : 0;
   }
@@ -276,7 +276,7 @@ template <Config C> struct Load {
   }
 };
 
-// Loads paged V. A warp of its own does so, and reads from the messages which tiles the warp that loads K has taken.
+// Loads paged V, in a warp of its own. It reads from the messages which tiles the warp that loads K has taken.
 template <Config C> struct LoadV {
   const HopperForwardArguments &a;
   const Inputs &in;
@@ -321,7 +321,7 @@ template <Config C> struct LoadQ {
   const HopperForwardArguments &a;
   const SharedMemory<C> &shared;
 
-  // Loads Q for one warpgroup after another, when it has finished its last tile.
+  // Loads Q for one warpgroup after another, as each finishes its last tile.
   __device__ __forceinline__ void all() {
     tma_prefetch(a.tma_q.map);
 #pragma unroll 1
@@ -347,12 +347,12 @@ template <Config C> struct LoadQ {
   }
 
 private:
-  // The row of the tensors that position 0 would have.
+  // The row of the tensors that is position 0, or would be.
   __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
     if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
     return a.in.held<C.features>(item.b).q0;
   }
-  // Loads the heads of the piece; in the last piece, rows past its last head are zeros or hold another piece's heads.
+  // Loads the heads of the piece. In the last piece, rows past the last head are zeros or belong to another piece.
   __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
     mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
     for (int c = 0; c < C.columns(); c += 64)

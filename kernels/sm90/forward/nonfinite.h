@@ -1,5 +1,5 @@
-// Infinities and NaN in V, when a query tile is computed again: they are cleared in the tiles, and at the end they are added to the results
-// of the queries that see them.
+// How infinities and NaN in V are treated when a query tile is computed again: they are cleared in the tiles, and at the end added to the
+// results of the queries that see them.
 #pragma once
 #include "../../device/nonfinite.h"
 #include "load.h"
@@ -14,7 +14,7 @@ template <Config C> __device__ constexpr Functions functions_of() {
   return C.reference != kExact ? Functions::rough : Functions::half;
 }
 
-// Clears the numbers of a tile of V that are not finite; add_nonfinite() adds them later.
+// Clears the numbers in a tile of V that are not finite; add_nonfinite() adds them later.
 template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warpgroup<C> &group, const Stage<C> &value) {
   using T = typename Element<C.dtype>::type;
   mbarrier_wait(group.shared.v_full(value.index), value.parity);
@@ -75,7 +75,7 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   const Inputs &in = group.in;
   const Sequence sequence = sequence_of(in, group.shared, item, group.items); // read again, so that it takes no registers
   const Scores<F, float, functions_of<C>()> scores(in, sequence, item.b);
-  group.together(); // all results are in memory
+  group.together(); // from here on all results are in memory
   const Results<C> results = results_of(group, item, sequence.q0, scores.seqlen_q);
   const auto value = v_of<T, F>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
   if constexpr (F.part) return add_nonfinite_of_part(item, sequence, scores, dropout, value, results);
@@ -83,9 +83,9 @@ __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const I
   BasicKeyTile<i32> t;
 #pragma unroll 1
   while (tiles.next(t)) {
-    // The numbers of V that are not finite were cleared in these tiles. With pages, they were cleared in tiles with missing keys as well,
-    // but these tiles are not known here. So all tiles are taken: adding a number that was not cleared changes nothing, because its result
-    // is already not finite.
+    // The numbers of V that are not finite were cleared in these tiles. With pages they were also cleared in tiles with missing keys, and
+    // these tiles are not known here, so all tiles are taken. Adding a number that was not cleared changes nothing, because its result is
+    // already not finite.
     if (C.invariant || F.hides() || F.pages || t.masked || t.end - t.begin < C.tile_k)
       strobe::add_nonfinite<128>(scores, dropout, value, {t.begin, t.end}, {nullptr, 0, 0}, results, (int)threadIdx.x % 128);
   }

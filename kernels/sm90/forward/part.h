@@ -1,5 +1,5 @@
-// Parts of a larger problem (attention/part.h) in the forward: which keys are loaded for a query tile, and which tile that is. The calling
-// threads have few registers: numbers have 32 bits, and tables are read again rather than kept.
+// Parts of a larger problem (attention/part.h) in the forward: which query tile an item is, and which keys are loaded for the tile. The
+// calling threads have few registers: numbers have 32 bits, and tables are read again rather than kept.
 #pragma once
 #include "../../device/part_tiles.h"
 #include "../part.h"
@@ -10,9 +10,9 @@ namespace strobe::sm90 {
 struct HeldKeyTile : BasicKeyTile<i32> {
   i32 shift; // row of K and V = position + shift
 };
-// The tiles of held keys that some queries of an item see, ascending. No tile crosses the border of a range. Tiles begin at multiples of
-// 16, as dropout needs, if the ranges do. kUnchecked: with an illegal cu_seqlens_k tiles may lie beyond the tensor, where the copy engine
-// reads zeros.
+// The tiles of held keys that some query of an item sees, ascending. No tile crosses the border of a range. If ranges begin at multiples of
+// 16, so do tiles, as dropout needs. kUnchecked: with an illegal cu_seqlens_k tiles may lie beyond the tensor, where the copy engine reads
+// zeros.
 template <Config C, bool kUnchecked> class HeldKeys {
 public:
   __device__ __forceinline__ HeldKeys(const Inputs &in, const BasicBand<i32> &band, const Item &item)
@@ -43,7 +43,7 @@ private:
   BasicRange<i32> any_, all_;
   i32 n_, next_ = 0, end_ = 0, shift_ = 0;
 };
-// The first row of K and V of a tile of keys.
+// The first row, in K and V, of a tile of keys.
 __device__ __forceinline__ i32 first_row(const BasicKeyTile<i32> &t) { return t.begin; }
 __device__ __forceinline__ i32 first_row(const HeldKeyTile &t) { return t.begin + t.shift; }
 

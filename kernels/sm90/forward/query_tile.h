@@ -62,7 +62,7 @@ template <Config C> struct QueryTile {
   }
   // Walks over each chunk of keys twice: for all rows, and then, lagging, for the rows that were not finite.
   __device__ __forceinline__ void compute_safely() {
-    bool failed[2] = {}, first = true, repeats = false, turn = false; // which rows failed; in the repetition: which did not
+    bool failed[2] = {}, first = true, repeats = false, turn = false; // which rows failed; in the repetition: which rows did not
     for (;;) {
       group.O.clear();
       softmax.restart(repeats);
@@ -76,7 +76,7 @@ template <Config C> struct QueryTile {
         p_v();
         turn = true;
       }
-      if (!sees()) { // then the following tiles are not visible either
+      if (!sees()) { // then the warpgroup sees none of the following tiles either
         group.skip_tile(turn);
         turn = true;
         while (!t.last) {
@@ -94,7 +94,7 @@ template <Config C> struct QueryTile {
     }
     add_nonfinite(group, item, softmax.dropout.dropout);
   }
-  // Whether all of a lane's row r is finite, the columns that other lanes hold included.
+  // Whether row r of a lane is finite, including the columns that other lanes hold.
   __device__ __forceinline__ bool finite(int r) const {
     float zero = tile::row_sum(softmax.running.l[r]) * 0.0f;
 #pragma unroll
@@ -105,7 +105,7 @@ template <Config C> struct QueryTile {
   __device__ __forceinline__ bool is_last() const { return C.walks_chunks() ? t.last == Tile::kLast : t.last; }
   __device__ __forceinline__ bool sees() const { return t.begin < visible.end && t.end > visible.begin; }
 
-  // Skips tiles that are not visible. Returns whether the tile found must take a turn, as every tile of an item but the first does.
+  // Skips tiles that are not visible. Returns whether the tile found must wait for its turn; all tiles of an item except the first must.
   __device__ __forceinline__ bool find_first_tile() {
     t = group.wait_tile();
     bool turn = false;
@@ -122,7 +122,7 @@ template <Config C> struct QueryTile {
 #pragma unroll 1
     while (more) more = steady_step();
   }
-  // S = Q K^T, P = softmax(S). Returns, as steady_step does, whether another tile must be computed.
+  // S = Q K^T, P = softmax(S). Like steady_step, returns whether another tile must be computed.
   __device__ __forceinline__ bool first_tile(bool turn) {
     if (turn) group.wait_turn();
     group.begin_q_k();
@@ -134,7 +134,7 @@ template <Config C> struct QueryTile {
     softmax.round(group.P);
     return next_tile();
   }
-  // S = Q K^T of this tile, then O += P V of the previous tile while P = softmax(S) of this tile is computed.
+  // S = Q K^T of this tile; then O += P V of the previous tile, while P = softmax(S) of this tile is computed.
   __device__ __forceinline__ bool steady_step() {
     group.wait_turn();
     group.begin_q_k();
@@ -145,7 +145,7 @@ template <Config C> struct QueryTile {
     const bool followed = softmax.follows;
     softmax.exponentiate(t, group.v.next());
     leave_bias();
-    group.S.done(); // so that the compiler waits for P V only after the softmax
+    group.S.done(); // makes the compiler wait for P V only after the softmax
     const bool more = next_tile();
     wait_for<0>(group.O, group.P);
     group.release_v();
@@ -172,7 +172,7 @@ template <Config C> struct QueryTile {
     }
   }
 
-  // Called when S is in registers: frees K's stage, unless a bias lies there too.
+  // Called when S is in registers. Frees the stage of K, unless a bias lies there too.
   __device__ __forceinline__ void take_k() {
     softmax.given.bias.begin(group.k.index);
     if constexpr (!Given<C, typename TileSoftmax<C>::Score>::kBias) group.release_k();

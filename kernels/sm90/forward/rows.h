@@ -1,5 +1,5 @@
-// Maps a row of a query tile to its query and head. A tile may hold several query heads of a key head (Config::packed). Its rows do not
-// depend on one another in any product, so their bits are the same as in a tile of one head.
+// Maps a row of a query tile to its query and head. A tile may hold several query heads of a key head (Config::packed). In a product, rows
+// do not depend on one another, so a row has the same bits as in a tile of one head.
 #pragma once
 #include "../../attention/part.h"
 #include "../arguments.h"
@@ -8,12 +8,12 @@
 namespace strobe::sm90 {
 
 struct RowPlace {
-  i32 i, h; // query and head; a row that does not exist has the query kNoQuery, which is past all sequences
+  i32 i, h; // query and head; the query of a row that does not exist is kNoQuery, which is past all sequences
 };
 enum : i32 { kNoQuery = 1 << 30 };
 
-// The sequence of the item with number n, as its query tile sees it. In a part position i is row q0 + i, and positions from the band's
-// seqlen_q on have no row.
+// The sequence of the item with number n, as the item's query tile sees it. In a part, position i is row q0 + i, and positions from the
+// band's seqlen_q on have no row.
 template <Config C>
 __device__ __forceinline__ Sequence sequence_of(const Inputs &in, const SharedMemory<C> &shared, const Item &item, u32 n) {
   if constexpr (!C.features.part) return in.sequence<C.features>(item.b);
@@ -28,7 +28,7 @@ __device__ __forceinline__ Sequence sequence_of(const Inputs &in, const SharedMe
 __device__ __forceinline__ const PackedForwardArguments &packed(const HopperForwardArguments &a) {
   return static_cast<const PackedForwardArguments &>(a);
 }
-// How many queries the rows of a warpgroup belong to; and those of a whole query tile.
+// To how many queries the rows of a warpgroup belong; and those of a whole query tile.
 template <Config C> __device__ __forceinline__ i32 queries_of_warpgroup(const HopperForwardArguments &a) {
   return C.packed ? (i32)packed(a).queries.by : 64;
 }

@@ -10,29 +10,29 @@ namespace strobe::sm90 {
 enum Kind : i32 {
   kNone,
   kFast, // the first time. If P overflows, or V holds numbers that are not finite, the tile is computed again
-  kSafe, // the second time: the reference follows the maxima, and infinities and NaN in V are kept from queries that do not see them
+  kSafe, // the second time: the reference follows the maxima, and queries do not get infinities and NaN from rows of V that they do not see
 };
 // The message of the assigning thread: what the block computes next.
 struct Item {
   i32 b, h, q;
-  i32 how;                         // the kind, and the number of the split of the keys
-  static constexpr i32 kKinds = 4; // room for the kinds; a power of two, because the split is stored above it
+  i32 how;                         // the kind, and the number of the item's split of the keys
+  static constexpr i32 kKinds = 4; // room for the kinds; a power of two, because the split is stored in the bits above
   __device__ __forceinline__ i32 kind() const { return how % kKinds; }
   __device__ __forceinline__ i32 split() const { return how / kKinds; }
   __device__ __forceinline__ Item safely() const { return {b, h, q, split() * kKinds + kSafe}; }
 };
-// The further message in a part of a larger problem, in which an item's q is a position.
+// Sent after Item, if the tensors hold only a part of a larger problem. Item::q is then a position.
 struct HeldQueries {
-  i32 end, shift;         // the position at which its queries end; row = position + shift
+  i32 end, shift;         // the position at which the item's queries end; row = position + shift
   i32 seqlen_q, seqlen_k; // lengths of the whole sequence
 };
 // The message of the loading thread: a tile of keys. It arrives together with K.
 struct Tile {
   i32 begin, end;
   i32 masked, last;
-  enum : i32 { kLacks = 2 }; // from this bit of `masked` on, one bit for each 16 keys: their page is not in the pools
+  enum : i32 { kLacks = 2 }; // from this bit of `masked` on, one bit for each 16 keys: their page does not exist
   // Values of `last`. kLast: the item's last tile. If keys are walked by chunks, kLastOfChunk: the last tile of a walk over a chunk;
-  // kLastBeforeAgain: the last tile of the first of two walks over the final chunk.
+  // kLastBeforeAgain: the last tile of the first walk over the final chunk, which is walked twice.
   enum Last : i32 { kLast = 1, kLastOfChunk, kLastBeforeAgain };
 };
 
@@ -61,9 +61,9 @@ template <Config C> struct SharedMemory {
 
   __device__ __forceinline__ u32 held(u32 item) const {
     return messages + 144 + 16 * (item % 2);
-  } // two places: an item's message is read until the item's end
+  } // two places, because an item's message is read until the item ends
 
-  enum : i32 { kLoadsV = C.features.pages }; // a warp of its own loads V, and reads the messages as the consumers do
+  enum : i32 { kLoadsV = C.features.pages }; // a warp of its own loads V, and reads the messages as consumers do
   __device__ __forceinline__ void begin() const {
     for (int w = 0; w < C.warpgroups; ++w) mbarrier_init(q_full(w), 1), mbarrier_init(q_empty(w), 4);
     mbarrier_init(item_full(), 1);

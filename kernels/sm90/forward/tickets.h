@@ -1,6 +1,6 @@
-// Tickets for free blocks: the numbers 0, 1, 2, ..., drawn from memory that was not set to zero. A block draws until its number lies
-// past the last item; the block that draws the very last number returns the tickets, so that the next run of a captured graph can draw
-// again. The memory's former contents are mistaken for tickets with a probability of 2^-96.
+// Tickets for free blocks: the numbers 0, 1, 2, ..., drawn from a counter that nothing has set to zero. A block draws until its number lies
+// past the last item. The block that draws the very last number resets the counter, so that the next run of a captured graph can draw
+// again. The memory's former contents are mistaken for a valid counter with a probability of 2^-96.
 #pragma once
 #include "../../ptx/atomic.h"
 #include "../arguments.h"

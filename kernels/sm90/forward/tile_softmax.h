@@ -1,5 +1,5 @@
-// Turns a tile of S into P, and keeps the running softmax of a warpgroup's queries: options of the score, masking, and the reference of
-// exponents.
+// Turns a tile of S into P, and keeps the running softmax of a warpgroup's queries. It applies options of the score and masks, and chooses
+// the reference of exponents.
 #pragma once
 #include "../../device/query_major_dropout.h"
 #include "../../device/softmax.h"
@@ -17,7 +17,7 @@ template <Config C> struct TileSoftmax {
   using Fast = FastForm<F, C.reference != kExact>;
   static constexpr bool kLine = Line<C, Score>::kApplies;
   static constexpr int kN = C.tile_k;
-  // Bounds of l: as long as l is below kMost, P fits its type; from kFar on the reference follows the maxima.
+  // Bounds of l: P fits its type as long as l is below kMost; from kFar on the reference follows the maxima.
   static constexpr float kMost = C.dtype == kF16 ? 65504.0f : 1e30f, kFar = C.dtype == kF16 ? 4096.0f : 1e12f;
   static_assert(!F.dropout || kN % 32 == 0, "dropout draws for 32 keys");
 
@@ -33,7 +33,7 @@ template <Config C> struct TileSoftmax {
   Line<C, Score> line;
   Fast fast;
   RowSoftmax<2> running;
-  bool follows = true, rising; // follows: the reference of some rows follows the maxima; rising: that of all rows does from now on
+  bool follows = true, rising; // follows: the reference of some rows follows the maxima; rising: from now on that of all rows does
   u32 random[F.dropout ? kN / 32 : 1][4];
 
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
@@ -51,7 +51,8 @@ template <Config C> struct TileSoftmax {
     if constexpr (!C.packed) return {row + tile::lane_row(r), item.h};
     return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
   }
-  // Starts another chunk of keys. kFixedByRow: if `lags`, all rows lag; otherwise each row decides. Rows that do not exist never follow.
+  // Starts another chunk of keys. kFixedByRow: if `lags`, all rows lag; otherwise each row decides for itself. Rows that do not exist never
+  // follow.
   __device__ __forceinline__ void restart(bool lags = false) {
     running = RowSoftmax<2>();
     if constexpr (C.reference == kFixedByRow) {
@@ -63,14 +64,14 @@ template <Config C> struct TileSoftmax {
     }
   }
 
-  // Whether scores and M are natural logarithms, as in a tile with a bias that is computed again: they may then be as low as FP32 allows,
-  // and -inf.
+  // Whether scores and M are natural logarithms, as in a tile with a bias that is computed again. Scores may then be as low as FP32 allows,
+  // or -inf.
   __device__ __forceinline__ bool natural() const { return F.unbounded() && !C.invariant && item.kind() != kFast; }
 
-  // Whether V's numbers that are not finite are cleared in all tiles, not only in those that are masked by position: mask and bias may hide
+  // Whether the numbers of V that are not finite are cleared in all tiles, and not only in those masked by position: mask and bias may hide
   // any element, and an invariant row's bits must not depend on the other rows of its tile.
   static constexpr bool kClearsEachTile = F.hides() || C.invariant;
-  // Replaces Q K^T of tile t in S by P. value: the stage where the tile's V lies.
+  // Replaces Q K^T in S by P for tile t. value: the stage that holds the tile's V.
   __device__ __forceinline__ void exponentiate(const Tile &t, const Stage<C> &value) {
     if constexpr (kClearsEachTile) {
       if (item.kind() != kFast) clear_nonfinite_v(group, value);
@@ -110,8 +111,7 @@ template <Config C> struct TileSoftmax {
     if (running.moved()) running.rescale(O.x);
   }
 
-  // Called after tile t: determines whether the reference goes on following the maxima, and whether it is too late for that because P has
-  // overflowed.
+  // Called after tile t. Decides whether the reference goes on following the maxima, and whether P has already overflowed.
   __device__ __forceinline__ void watch(const Tile &t) {
     if constexpr (C.reference == kFixed) {
       const float l = fmaxf(running.l[0], running.l[1]);
@@ -120,7 +120,7 @@ template <Config C> struct TileSoftmax {
         if (item.kind() == kFast && !(l < kMost))
           store_shared(group.shared.failed(group.verdicts), 1), store_shared(group.shared.lost(), group.items);
       }
-      bool hidden = t.masked; // a row may have seen no key yet, or with ALiBi only keys past its query
+      bool hidden = t.masked; // if true: a row may have seen no key yet, or, with ALiBi, only keys past its query
       if constexpr (kLine && F.alibi) hidden = hidden || !line.before;
       if constexpr (F.hides()) hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(running.M[0], running.M[1]) == minus_infinity<float>());
       follows = rising || (follows && hidden);
@@ -131,7 +131,7 @@ template <Config C> struct TileSoftmax {
   __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }
 
 private:
-  // Whether the reference of row r must follow its maximum, judged by this lane's columns.
+  // Whether this lane's columns show that the reference of row r must follow the row's maximum.
   __device__ __forceinline__ bool wants(int r) const { return running.M[r] == minus_infinity<float>() || running.l[r] >= kFar; }
   template <class Exponent> __device__ __forceinline__ void follow_by_row(const Exponent &of) {
     bool rows[2];
@@ -177,7 +177,7 @@ private:
       }
     }
   }
-  // Hides what the caller's function hides, where score() does not do so.
+  // Hides what the mask function hides, where score() does not do so.
   __device__ __forceinline__ void hide_unseen(const Tile &t) {
     const i32 column = t.begin + tile::lane_column(0, 0);
 #pragma unroll

@@ -1,5 +1,5 @@
-// A consumer warpgroup of the forward: the matrices in its registers, its place among the stages of shared memory, and its messages to the
-// other threads of the block.
+// A consumer warpgroup of the forward: the matrices in its registers, its current stages of shared memory, and its messages to the block's
+// other threads.
 #pragma once
 #include "../../ptx/wgmma.h"
 #include "../accumulator.h"
@@ -17,7 +17,7 @@ template <Config C> struct Warpgroup {
   const Inputs &in;
   const SharedMemory<C> &shared;
   const int w, lane, warp; // the warpgroup's number; the warp's number within it
-  Stage<C> k{}, v{};       // the stages of the next tiles of K and V
+  Stage<C> k{}, v{};       // the stages that the next tiles of K and V use
   u32 items = 0, verdicts = 0;
   Accumulator<T, kDv> O;
   Accumulator<T, kN> S;
@@ -74,7 +74,7 @@ template <Config C> struct Warpgroup {
     mbarrier_wait(shared.v_full(v.index), v.parity);
     release_v();
   }
-  // Reports to assign.h whether the query tile's result failed, so that it must be computed again.
+  // Reports to assign.h whether the query tile failed and must be computed again.
   __device__ __forceinline__ void judge(bool failed) {
     const u32 n = verdicts++;
     if (failed) store_shared(shared.failed(n), 1);

@@ -1,12 +1,12 @@
-/* The peak rate of one core: independent multiply-adds in registers, nothing else. `strobe bench` compiles this for the machine at
- * hand with the system's compiler. Each function runs on the calling thread for about this many seconds and returns FLOP per second of its
- * own time, 0 where the instruction is missing. */
+/* The peak rate of one core: independent multiply-adds in registers and nothing else. `strobe bench` compiles this file with the system's
+ * compiler for the present machine. Each function runs for about `seconds` on the calling thread, and returns FLOP per second of its own
+ * time; 0 if the instruction is missing. */
 #include <time.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-enum { CHAINS = 12, ROUNDS = 1 << 16 }; /* CHAINS: above latency times throughput, within 16 registers */
+enum { CHAINS = 12, ROUNDS = 1 << 16 }; /* CHAINS exceeds latency times throughput, and fits 16 registers */
 
 static double now(void) {
   struct timespec t;

@@ -11,10 +11,10 @@ namespace strobe::cuda {
 namespace {
 
 std::string source_text(const KernelSource &source, const std::string &name, int cc, const Functions &functions) {
-  const char *constant = cc >= 70 ? "__grid_constant__ " : ""; // read in place, not copied; older architectures have no such keyword
-  // Blocks of the next launch may begin as soon as there is room. Blocks of this launch have begun in the same way, so each waits for the
-  // end of the previous launch, here or, if the kernel waits itself, later. Every block must wait, or the next launch could not know that
-  // all earlier launches have ended.
+  const char *constant = cc >= 70 ? "__grid_constant__ " : ""; // arguments are read in place; older architectures lack the keyword
+  // Blocks of the next launch may begin as soon as there is room. This launch's blocks may have begun early in the same way, so each waits
+  // for the end of the previous launch: here, or later if the kernel waits itself. Every block must wait; otherwise the end of this launch
+  // would not mean the end of all earlier launches.
   const char *overlap = cc >= 90 ? "asm volatile(\"griddepcontrol.launch_dependents;\");\n"
                                    "if constexpr (!kWaitsItself<Kernel>) asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
                                  : "";
@@ -42,7 +42,7 @@ Sha256::Digest digest(const Translation &p) {
   return all.digest();
 }
 
-// Calls `use` with the number before each `what` in ptxas's log, e.g. "8 bytes spill stores", "Used 10 registers".
+// Calls `use` with each number that precedes `what` in ptxas's log, e.g. "8 bytes spill stores", "Used 10 registers".
 template <class F> void numbers_before(std::string_view log, std::string_view what, F use) {
   for (size_t at = log.find(what); at != log.npos; at = log.find(what, at + 1)) {
     size_t begin = at;

@@ -21,7 +21,7 @@ namespace strobe::cuda {
 namespace fs = std::filesystem;
 namespace {
 
-// The layout of a file: this header, the log, the cubin.
+// A file consists of this header, the log and the cubin.
 struct Head {
   char magic[8];
   Sha256::Digest digest; // digest of all bytes that follow
@@ -33,7 +33,7 @@ static_assert(std::has_unique_object_representations_v<Head>);
 constexpr char kMagic[8] = {'S', 'T', 'R', 'O', 'B', 'E', '0', '1'};
 constexpr size_t kDigested = offsetof(Head, key);
 constexpr std::string_view kFolderPrefix = "nvrtc-";
-constexpr size_t kMostBytes = 64 << 20; // the largest accepted entry; today's entries have less than a hundredth of this
+constexpr size_t kMostBytes = 64 << 20; // largest entry that is accepted; today's entries have less than a hundredth of this
 
 } // namespace
 
@@ -61,7 +61,7 @@ CacheSettings CacheSettings::from_environment() {
 static std::vector<std::string> all_refused() {
   CacheSettings s = CacheSettings::from_environment();
   s.further.push_back(s.folder);
-  for (const std::string &folder : s.further) { // each has a folder per NVRTC
+  for (const std::string &folder : s.further) { // each of them has a folder for each NVRTC
     std::error_code none;
     for (const auto &entry : std::filesystem::directory_iterator(folder, none))
       if (entry.path().filename().string().starts_with(kFolderPrefix))
@@ -136,7 +136,7 @@ CacheLock::CacheLock(const std::string &file) : path_(file + ".lock") {
     if (!lock_) lock_ = open_own_lock(path_);
     if (!lock_) return;
     if (flock(*lock_, LOCK_EX | LOCK_NB) == 0) {
-      // The last holder of a lock removes the file, so a lock counts only if the locked file still has this name.
+      // The last holder of a lock removes the file. So a lock counts only if the locked file still has this name.
       struct stat held, named;
       if (fstat(*lock_, &held) == 0 && lstat(path_.c_str(), &named) == 0 && held.st_ino == named.st_ino && held.st_dev == named.st_dev)
         return;

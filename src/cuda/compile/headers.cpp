@@ -15,7 +15,7 @@ const Header *find(std::string_view name) {
   return found == all.end() ? nullptr : &*found;
 }
 
-// The file that an include names: one beside the including file, else one below kernels/.
+// The file that an include names: a file beside the including file, or else below kernels/.
 const Header *resolve(std::string_view includer, std::string_view name) {
   const auto beside = (std::filesystem::path(includer).parent_path() / name).lexically_normal().generic_string();
   const Header *header = find(beside);

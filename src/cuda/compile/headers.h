@@ -12,14 +12,14 @@ struct Header {
   std::string_view text;
 };
 
-// All files of kernels/; the build generates the file of this function (embed.cmake).
+// All files of kernels/. The build generates this function (embed.cmake).
 std::span<const Header> kernel_headers();
 
-// One header in the form for NVRTC, which resolves no include relative to the including file: each include names a file below kernels/.
+// A header in the form for NVRTC. NVRTC resolves no include relative to the including file, so each include names a file below kernels/.
 struct Included {
   std::string name, text;
 };
-// The header and all that it includes, directly or indirectly, each once.
+// The header and everything that it includes, directly or indirectly, each file once.
 std::vector<Included> included_by(std::string_view header);
 
 } // namespace strobe::cuda

@@ -45,7 +45,7 @@ std::string info() {
     if (std::ranges::find(ccs, d.cc) == ccs.end()) ccs.push_back(d.cc);
   }
   if (const std::string missing = devices_missing(); driver() && !missing.empty()) out += text("device: ", missing, "\n");
-  if (ccs.empty()) ccs = {90}; // without a GPU, a cache could be prepared for this compute capability
+  if (ccs.empty()) ccs = {90}; // without a GPU: the compute capability for which a cache could be prepared
   for (int cc : ccs) out += text("NVRTC: ", nvrtc_line(cc), "\n");
   return out + text("compiles for: ", archs_line(), "\n", "cache: ", cache_line(), "\n");
 }

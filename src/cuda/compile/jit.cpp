@@ -39,7 +39,7 @@ uint64_t hash_of(const KernelSource &source, std::span<const int32_t> config, in
 
 class Table {
 public:
-  explicit Table(size_t size) : slots_(size) {} // a power of two
+  explicit Table(size_t size) : slots_(size) {} // size: a power of two
 
   const Entry *find(uint64_t hash, const KernelSource &source, std::span<const int32_t> config, int ordinal) const {
     for (uint64_t i = hash;; i++) {
@@ -58,7 +58,7 @@ private:
   std::vector<std::atomic<const Entry *>> slots_;
 };
 
-// Hashes of the kernels that some thread is loading, so that each kernel is loaded once, but different kernels at the same time.
+// Hashes of the kernels that threads are loading. Each kernel is loaded once, but different kernels may load at the same time.
 class Loading {
 public:
   class Turn {
@@ -96,7 +96,7 @@ struct Kernels {
 
   std::mutex growing;
   std::vector<std::unique_ptr<const Entry>> entries;
-  std::vector<std::unique_ptr<Table>> outgrown; // some thread may still read them
+  std::vector<std::unique_ptr<Table>> outgrown; // some thread may still read these tables
 
   void insert(std::unique_ptr<const Entry> entry) {
     const std::lock_guard lock(growing);
@@ -117,7 +117,7 @@ Kernels &kernels() {
   return *only;
 }
 
-// Code on a device, or the driver's call that refused it.
+// Code on a device, or the driver call that refused the code.
 struct OnDevice {
   CUkernel handle = nullptr;
   CUresult result = CUDA_SUCCESS;
@@ -126,12 +126,12 @@ struct OnDevice {
   explicit OnDevice(const Build &built) {
     const Driver &d = *driver();
     CUlibrary library = nullptr;
-    CUfunction loaded = nullptr; // asking for it loads the code now, not in the first launch
+    CUfunction loaded = nullptr; // loads the code now and not in the first launch
     call = "cuLibraryLoadData", result = d.cuLibraryLoadData(&library, built.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (!result) call = "cuLibraryGetKernel", result = d.cuLibraryGetKernel(&handle, library, "kernel");
     if (!result) call = "cuKernelGetFunction", result = d.cuKernelGetFunction(&loaded, handle);
   }
-  // Whether other code might be accepted.
+  // Whether the driver might accept other code.
   bool code_is_wrong() const {
     constexpr CUresult such[] = {CUDA_ERROR_INVALID_IMAGE,           CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_INVALID_PTX,
                                  CUDA_ERROR_UNSUPPORTED_PTX_VERSION, CUDA_ERROR_INVALID_SOURCE,    CUDA_ERROR_NOT_FOUND};
@@ -152,9 +152,9 @@ Kernel load_now(const KernelSource &source, std::span<const int32_t> config, con
   };
 
   const DeviceGuard current(device);
-  const RelaxedCapture relaxed; // the first call may come within a stream capture
+  const RelaxedCapture relaxed; // the kernel's first call may come within a stream capture
   OnDevice code(built);
-  if (code.code_is_wrong() && !built.file.empty() && can_build(device.cc)) { // the cache's entry may be from any process
+  if (code.code_is_wrong() && !built.file.empty() && can_build(device.cc)) { // the entry may be of any process
     cache_discard(built);
     built = build(source, config, device.cc, From::source, functions);
     code = OnDevice(built);
@@ -187,7 +187,7 @@ const Kernel &load(const KernelSource &source, std::span<const int32_t> config, 
   if (const Kernel *known = find_loaded(source, config, device)) return *known;
   Kernels &all = kernels();
   const uint64_t hash = hash_of(source, config, device.ordinal);
-  cuda::device(device.ordinal); // throws in a forked child, in which a lock may stay locked for ever by a thread that only the parent has
+  cuda::device(device.ordinal); // throws in a forked child: there a thread of the parent may have left a lock locked for ever
   const Loading::Turn turn(all.loading, hash);
   if (const Kernel *known = find_loaded(source, config, device)) return *known;
   std::unique_ptr<const Entry> entry(
@@ -207,11 +207,11 @@ void load_together(std::span<const KernelName> names, const Device &device) {
     }
   };
   std::vector<std::thread> team;
-  size_t started = 1; // the first is this thread's
+  size_t started = 1; // this thread loads the first kernel
   try {
     for (team.reserve(names.size()); started < names.size(); started++) team.emplace_back(load_one, started);
   } catch (const std::system_error &) {
-    // The system has no further thread.
+    // The system has no more threads.
   } catch (const std::bad_alloc &) {}
   if (!names.empty()) load_one(0);
   for (size_t i = started; i < names.size(); i++) load_one(i);

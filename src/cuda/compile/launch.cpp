@@ -18,7 +18,7 @@ void launch(const Kernel &kernel, Grid grid, int threads, int64_t shared_bytes, 
   if (kernel.argument_bytes && kernel.argument_bytes != argument_bytes)
     refuse(kernel, text(argument_bytes, " bytes of arguments; the kernel takes ", kernel.argument_bytes));
 
-  constexpr int kInGraphs = 12030; // the first driver that can capture early launches in graphs
+  constexpr int kInGraphs = 12030; // the first driver that captures early launches in graphs
   CUlaunchAttribute overlap = {CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, {.programmaticStreamSerializationAllowed = 1}};
   const bool overlaps = early && driver()->version >= kInGraphs;
   const CUlaunchConfig config = {.gridDimX = static_cast<unsigned>(grid.x),

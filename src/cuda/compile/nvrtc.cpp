@@ -20,7 +20,7 @@ namespace strobe::cuda {
 namespace fs = std::filesystem;
 namespace {
 
-// An NVRTC library that was tried; it stays loaded.
+// An NVRTC library that was tried. It stays loaded.
 struct LoadedNvrtc {
   Nvrtc nvrtc{};
   std::string failure;
@@ -58,7 +58,7 @@ struct LoadedNvrtc {
     if (n.archs.empty() && failure.empty()) failure = text(path, " names no architecture");
   }
 
-  // NVRTC looks for its builtins by name only, and the loader does not search the folder in which they lie.
+  // NVRTC looks for its builtins library by name only, and the loader does not search the folder of that library.
   static void load_builtins(const std::string &path) {
     std::error_code ignored;
     for (const auto &file : fs::directory_iterator(fs::path(path).parent_path(), ignored))
@@ -66,7 +66,7 @@ struct LoadedNvrtc {
   }
 };
 
-// The files of NVRTC major in a folder: laid out as in a wheel, in a toolkit, or in a site-packages folder.
+// The files of NVRTC `major` in a folder, which is laid out like a wheel, a toolkit, or site-packages.
 std::vector<std::string> libraries_in(const std::string &folder, int major) {
   std::vector<std::string> found;
   for (const char *below : {"", "nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib", "lib64", "lib"}) {
@@ -77,7 +77,7 @@ std::vector<std::string> libraries_in(const std::string &folder, int major) {
   return found;
 }
 
-// The site-packages folders from which libraries of this process come: torch's, numpy's, our own.
+// The site-packages folders from which this process has loaded libraries: torch's, numpy's, Strobe's.
 std::vector<std::string> site_packages() {
   std::vector<std::string> found;
   dl_iterate_phdr(
@@ -169,7 +169,7 @@ std::string nvrtc_missing(int cc) {
     for (const std::string &folder : folders_to_search()) where += folder + ", ";
     where += "the loader's path";
   }
-  const bool old = cc < 75 || !driver_follows(13); // NVRTC 13 does not support this GPU, or the driver does not accept its code
+  const bool old = cc < 75 || !driver_follows(13); // NVRTC 13 lacks this GPU, or the driver refuses its code
   return text("no NVRTC that compiles for sm_", cc, " (looked in ", where, "); accepted is NVRTC ",
               old ? "12: pip install \"nvidia-cuda-nvrtc-cu12==12.9.*" : "12 or 13: pip install \"nvidia-cuda-nvrtc",
               "\", or name the library in STROBE_NVRTC", result.failures.empty() ? "" : "; tried:", result.failures);
@@ -177,7 +177,7 @@ std::string nvrtc_missing(int cc) {
 
 std::vector<int> nvrtc_archs() {
   std::vector<int> all;
-  for (const std::string &path : candidates(90)) { // each compute capability has the same candidates, in another order
+  for (const std::string &path : candidates(90)) { // every compute capability has the same candidates, in another order
     const LoadedNvrtc &one = load(path);
     if (one.failure.empty() && driver_follows(one.nvrtc.major)) all.insert(all.end(), one.nvrtc.archs.begin(), one.nvrtc.archs.end());
   }
@@ -192,10 +192,10 @@ Compiled compile(const Nvrtc &n, const Translation &program) {
   std::vector<const char *> names, texts, options;
   for (const Included &header : program.headers) names.push_back(header.name.c_str()), texts.push_back(header.text.c_str());
   for (const std::string &option : program.options) options.push_back(option.c_str());
-  // From 12.9 on NVRTC has a cache of its own, for which it asks the driver; Strobe's cache is enough.
+  // From 12.9 on NVRTC has a cache of its own, for which it calls the driver. Strobe's cache is enough.
   if (n.major > 12 || (n.major == 12 && n.minor >= 9)) options.push_back("--no-cache");
-  // Without this option NVRTC raises the stack limit of the whole process while it compiles, and with several compiling threads any of them
-  // may restore the limit too early.
+  // Without this option NVRTC raises the stack limit of the whole process while it compiles. If several threads compile, one of them may
+  // restore the limit too early.
   options.push_back("--modify-stack-limit=false");
 
   Nvrtc::Program handle = nullptr;

@@ -27,15 +27,16 @@ struct Nvrtc {
   std::string version() const { return std::to_string(major) + "." + std::to_string(minor); }
 };
 
-// An NVRTC that compiles for this compute capability and that the driver (if there is one) supports; null if there is none. If STROBE_NVRTC
-// is set (libraries or folders, separated by colons), only these are tried; else the wheels beside the libraries of this process, CUDA_HOME
-// and CUDA_PATH, /usr/local/cuda, the loader's path. NVRTC 13 is tried before 12, except for GPUs that only 12 supports (before 7.5).
+// An NVRTC that compiles for this compute capability and whose code the driver, if there is one, accepts; null if there is none. If
+// STROBE_NVRTC is set (libraries or folders, separated by colons), only these are tried. Otherwise: the wheels beside the libraries of this
+// process, CUDA_HOME and CUDA_PATH, /usr/local/cuda, the loader's path. NVRTC 13 comes before 12, except for GPUs that only 12 supports
+// (before 7.5).
 const Nvrtc *nvrtc(int cc);
-// What was searched for, where, and what was wrong with the libraries found.
+// What was searched for and where, and what was wrong with the libraries found.
 std::string nvrtc_missing(int cc);
 // The compute capabilities for which nvrtc() finds an NVRTC, ascending.
 std::vector<int> nvrtc_archs();
-// Whether the driver loads cubins of an NVRTC of this major version: false if the driver's major version is older.
+// Whether the driver loads cubins of this major version of NVRTC. False if the driver's major version is lower.
 bool driver_follows(int nvrtc_major);
 
 struct Translation {
@@ -47,7 +48,7 @@ struct Translation {
 struct Compiled {
   std::string cubin, log;
 };
-// Compiles; throws with the whole log if the source does not compile.
+// Compiles. If the source does not compile, throws with the whole log.
 Compiled compile(const Nvrtc &, const Translation &);
 
 } // namespace strobe::cuda

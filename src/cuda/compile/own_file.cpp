@@ -18,7 +18,7 @@ namespace {
 
 constexpr mode_t kOthersWrite = S_IWGRP | S_IWOTH;
 
-// The reason why a file or folder is not used; null if it is.
+// The reason why a file or folder must not be used; null if it may.
 const char *wrong_with(const struct stat &s, mode_t kind) {
   if ((s.st_mode & S_IFMT) != kind) return kind == S_IFDIR ? "no folder" : "no regular file";
   if (s.st_uid != geteuid() && s.st_uid != 0) return "another user's";
@@ -34,7 +34,7 @@ Descriptor if_own(Descriptor file, mode_t kind) {
 
 std::string refused(const std::string &path, mode_t kind) {
   struct stat s;
-  // A cache folder may be a link, for example to a larger disk; a file in it may not.
+  // A cache folder may be a link, for example to a larger disk. A file in it may not be a link.
   if ((kind == S_IFDIR ? stat : lstat)(path.c_str(), &s) != 0) return {};
   const char *why = wrong_with(s, kind);
   return why ? text(path, ": ", why) : std::string();
@@ -80,7 +80,7 @@ Descriptor open_folder_of(const std::string &file, bool make) {
 static Descriptor open_in_folder(const std::string &file, bool make, int flags) {
   const Descriptor folder = open_folder_of(file, make);
   if (!folder) return Descriptor();
-  // A FIFO would block a reader without O_NONBLOCK.
+  // Without O_NONBLOCK, a FIFO would block a reader.
   return if_own(Descriptor(openat(*folder, name_of(file).c_str(), flags | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, 0600)), S_IFREG);
 }
 Descriptor open_own_file(const std::string &file) { return open_in_folder(file, false, O_RDONLY); }

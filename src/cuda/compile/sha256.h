@@ -6,13 +6,13 @@
 
 namespace strobe::cuda {
 
-// FIPS 180-4, over all bytes that were added.
+// SHA-256 (FIPS 180-4) of all bytes that were added.
 class Sha256 {
 public:
   using Digest = std::array<uint8_t, 32>;
 
   Sha256 &add(std::string_view bytes);
-  // The length, then the bytes, so that ("ab", "c") and ("a", "bc") differ.
+  // Adds the length and then the bytes, so that ("ab", "c") and ("a", "bc") differ.
   Sha256 &add_field(std::string_view bytes);
   Digest digest() const;
 

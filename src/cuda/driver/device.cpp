@@ -92,7 +92,7 @@ const Device &device(int ordinal) {
 Device described(int cc) {
   constexpr int64_t KiB = 1024, MiB = KiB * KiB;
   static const Device known[] = {
-      // cc, SMs, shared memory per block and SM, L2, clock, the GPU that the row describes
+      // cc, SMs, shared memory per block and per SM, L2, clock, the GPU of the row
       {-1, -1, 50, 5, 48 * KiB, 64 * KiB, 2 * MiB, 1.08e9, "GTX 750 Ti"},
       {-1, -1, 52, 24, 48 * KiB, 96 * KiB, 3 * MiB, 1.08e9, "GTX Titan X"},
       {-1, -1, 60, 56, 48 * KiB, 64 * KiB, 4 * MiB, 1.48e9, "P100"},
@@ -112,7 +112,7 @@ Device described(int cc) {
       {-1, -1, 120, 170, 99 * KiB, 100 * KiB, 96 * MiB, 2.41e9, "RTX 5090"},
       {-1, -1, 121, 48, 99 * KiB, 100 * KiB, 24 * MiB, 2.4e9, "GB10"},
   };
-  const Device *nearest = nullptr; // the newest device not newer than cc, so that it has nothing that cc may lack
+  const Device *nearest = nullptr; // the newest device that is not newer than cc, so that it has nothing which cc may lack
   for (const Device &one : known)
     if (one.cc <= cc) nearest = &one;
   if (!nearest) throw Error(STROBE_UNSUPPORTED, text("compute capability ", cc / 10, ".", cc % 10, "; accepted is 5.0 or newer"));

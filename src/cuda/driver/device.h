@@ -12,21 +12,21 @@ struct Device {
   CUdevice handle;          // the driver's handle
   int cc;                   // compute capability, 90 for 9.0
   int sms;                  // streaming multiprocessors
-  int64_t shared_per_block; // bytes, by opt-in
+  int64_t shared_per_block; // the largest that a launch can opt in to, in bytes
   int64_t shared_per_sm, l2;
   double clock_hz;
   std::string name;
 };
 
-// The reason why no GPU can be used; empty if one can. This function and the functions below initialise the driver, after which a forked
-// child cannot use CUDA, so ask driver_missing() first if its answer is enough.
+// The reason why no GPU can be used; empty if one can. This function and those below initialise the driver, after which a forked child
+// cannot use CUDA. Where the answer of driver_missing() is enough, call that first.
 std::string devices_missing();
 int device_count();
 const Device &device(int ordinal); // throws if it does not exist
-// A stand-in for planning and compiling without a GPU: typical values of this compute capability. Its ordinal is -1.
+// A stand-in for planning and compiling without a GPU, with typical values of this compute capability. Its ordinal is -1.
 Device described(int cc);
 
-// Makes the device's primary context current during its lifetime, then the caller's again.
+// Makes the device's primary context current during its lifetime. At its end, the caller's context is current again.
 class DeviceGuard {
 public:
   explicit DeviceGuard(const Device &);

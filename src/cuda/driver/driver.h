@@ -1,4 +1,4 @@
-// libcuda.so.1, loaded at run time: the functions that Strobe uses, under CUDA's names. They are declared here, so no CUDA header is
+// libcuda.so.1, loaded at run time: the functions that Strobe uses, under CUDA's names. Their declarations are here, so no CUDA header is
 // needed.
 #pragma once
 #include <cstddef>
@@ -90,10 +90,10 @@ struct Driver {
   Call<CUstream, CUstreamCaptureStatus *> cuStreamIsCapturing;
   Call<CUstreamCaptureMode *> cuThreadExchangeStreamCaptureMode;
 
-  // The following are null if the driver is too old.
+  // The following functions are null if the driver is too old.
   Call<CUkernel, size_t, size_t *, size_t *> cuKernelGetParamInfo; // CUDA 12.4
-  // tensor map, element type, rank, address, sizes, strides (bytes, from axis 1), box, element strides, interleave, swizzle, L2 promotion,
-  // fill
+  // Arguments: tensor map, element type, rank, address, sizes, strides (bytes, from axis 1 on), box, element strides, interleave, swizzle,
+  // L2 promotion, fill.
   Call<CUtensorMap *, int, uint32_t, void *, const uint64_t *, const uint64_t *, const uint32_t *, const uint32_t *, int, int, int, int>
       cuTensorMapEncodeTiled;
 
@@ -101,12 +101,13 @@ struct Driver {
   std::string path; // path of the library
 };
 
-// The driver; null if there is none, and driver_missing() says why. The library is loaded but not initialised: device.h initialises it.
+// The driver; null if there is none, for the reason of driver_missing(). The library is loaded but not initialised; device.h initialises
+// it.
 const Driver *driver();
 const std::string &driver_missing();
 
 [[noreturn]] void fail(CUresult, const std::string &what);
-// Throws with the driver's own name and text of the error; `what` names the operation.
+// Throws with the driver's own name and text of the error. what: the name of the operation.
 inline void check(CUresult result, const char *what) {
   if (result != CUDA_SUCCESS) fail(result, what);
 }

@@ -1,5 +1,5 @@
-// Environment variables. They are read at each use, but not when a loaded kernel runs again. In a program with more rights than its user
-// (setuid), all of them count as unset.
+// Environment variables. They are read at each use, but not when a loaded kernel runs again. All count as unset in a program that has more
+// rights than its user (setuid).
 #pragma once
 #include <algorithm>
 #include <cstdlib>
@@ -18,7 +18,7 @@ inline bool environment_flag(const char *name) {
   return !value.empty() && value != "0";
 }
 
-// Split at colons; empty entries do not count.
+// The variable, split at colons, without empty entries.
 inline std::vector<std::string> environment_list(const char *name) {
   std::vector<std::string> all;
   const std::string value = environment(name);

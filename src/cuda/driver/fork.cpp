@@ -9,7 +9,7 @@ namespace strobe::cuda {
 namespace {
 
 struct Gate {
-  std::mutex door; // a thread takes it to enter; a waiting fork holds it, so that no further thread enters
+  std::mutex door; // locked by a thread while it enters, and by a waiting fork, so that no more threads enter
   std::mutex mutex;
   std::condition_variable empty;
   int within = 0;
@@ -25,8 +25,8 @@ Gate &gate() {
 
 thread_local int depth = 0; // how many gates this thread has entered
 
-// A driver call within the gate may itself fork (cuInit does, to run nvidia-modprobe). Such a fork does not wait, since it would wait for
-// itself; its child runs another program.
+// A driver call within the gate may itself fork (cuInit does, to run nvidia-modprobe). Such a fork must not wait, because it would wait for
+// itself. Its child runs another program.
 void before_fork() {
   if (depth) return;
   Gate &g = gate();
@@ -42,7 +42,7 @@ void in_child() { gate().forks++, after_fork(); }
 
 Gate::Gate() { pthread_atfork(before_fork, after_fork, in_child); }
 
-// Creates the gate before main or in dlopen: otherwise a process could fork while another thread is creating it.
+// Creates the gate before main() or in dlopen(). Otherwise a process could fork while another thread creates it.
 [[maybe_unused]] const Gate &early = gate();
 
 } // namespace

@@ -1,10 +1,10 @@
-// A process may fork at any time, from any thread. The child has only that thread, and the state that the other threads had reached.
+// A process may fork at any time, from any thread. The child has only the forking thread, and the state that other threads have reached.
 #pragma once
 
 namespace strobe::cuda {
 
-// Surrounds work that a child could not finish (loading a library, compiling): a fork waits until no thread is within. A thread that is
-// within must not enter again; a fork of its own does not wait, and its child must run another program.
+// Surrounds work that a child could not finish (loading a library, compiling). A fork waits until no thread is within the gate. A thread
+// within the gate must not enter again; if it forks itself, the fork does not wait, and the child must run another program.
 class ForkGate {
 public:
   ForkGate();
@@ -13,7 +13,7 @@ public:
   ForkGate &operator=(const ForkGate &) = delete;
 };
 
-// The number of forks between the process that first called this function and the present one.
+// How often the process has forked, counted from the process that first called this function to this descendant of it.
 int forks();
 
 } // namespace strobe::cuda

@@ -1,4 +1,4 @@
-// Small operations on a stream. The stream's device is current (DeviceGuard).
+// Small operations on a stream, whose device must be current (DeviceGuard).
 #pragma once
 #include <cstddef>
 
@@ -7,14 +7,15 @@
 namespace strobe::cuda {
 
 void fill(void *memory, unsigned char value, size_t bytes, CUstream);
-// Copies a few bytes for `check` to the host, and waits for the stream.
+// Copies a few bytes to the host, for a check, and waits for the stream.
 void read(void *host, const void *memory, size_t bytes, CUstream);
 bool capturing(CUstream);
-// Allocates from the device's memory pool, in the stream's order.
+// Allocates from the device's memory pool, in stream order.
 void *allocate(size_t bytes, CUstream);
 void free(void *memory, CUstream) noexcept;
 
-// During its lifetime this thread may do what a stream capture forbids by default (loading a kernel); captured streams are not affected.
+// During its lifetime, this thread may do what a stream capture forbids by default, such as loading a kernel. Captured streams are not
+// affected.
 class RelaxedCapture {
 public:
   RelaxedCapture();

@@ -47,7 +47,7 @@ constexpr int kRowThreads = 256; // for kernels with one warp per row
 
 enum class Kind { naive, flash1, flash2, tensor_cores };
 
-// The shared memory of a CTA of the rung's largest kernel.
+// What a CTA of the rung's largest kernel needs.
 struct Needs {
   int64_t threads, shared_bytes, sums;
 };
@@ -117,7 +117,8 @@ private:
     return {};
   }
 
-  // The requested tile, rounded up to multiples of 16, or the first that fits. Otherwise the reason against it, or empty.
+  // The requested tile, rounded up to multiples of 16, or else the first tile that fits. Returns the reason against the requested tile, or
+  // an empty text.
   std::string choose_tile(const Problem &p, Direction direction, const Device &device, Config &c, std::vector<std::string> &notes) const {
     auto wished = [&notes](const char *what, int64_t wish) -> i32 {
       const int64_t rounded = (std::min<int64_t>(wish, 1 << 16) + 15) / 16 * 16;
@@ -127,7 +128,7 @@ private:
     const i32 wish_q = wished("tile_q", p.wishes.tile_q), wish_k = wished("tile_k", p.wishes.tile_k);
     static constexpr std::pair<i32, i32> kTiles[] = {{64, 64}, {64, 32}, {32, 32}, {32, 16}, {16, 16}};
     std::string reason;
-    // Measured on an H200: with (64, 32) two CTAs of FlashAttention-2's forward share an SM, and it is the fastest.
+    // Measured on an H200: the fastest tile of FlashAttention-2's forward is (64, 32), with which two CTAs share an SM.
     for (size_t i = kind_ == Kind::flash2 && direction == Direction::forward; i < std::size(kTiles); i++) {
       c.tile_q = wish_q ? wish_q : kTiles[i].first, c.tile_k = wish_k ? wish_k : kTiles[i].second;
       reason = too_large(kind_, c, direction, device);
@@ -139,7 +140,7 @@ private:
   double predicted(const Problem &p, Direction direction, const Device &device) const {
     const double products = direction == Direction::forward ? 4 : 10;
     const double flops = products * double(p.batch) * double(p.heads) * double(p.seqlen_q) * double(p.seqlen_k) * double(p.head_dim);
-    return flops / (64 * device.sms * device.clock_hz); // a quarter of the FP32 peak; no choice depends on it
+    return flops / (64 * device.sms * device.clock_hz); // a quarter of the FP32 peak; no choice depends on this time
   }
 
   void forward(const Problem &p, const Config &c, Scratch &scratch, std::vector<Step> &steps) const {
@@ -164,7 +165,7 @@ private:
     }
   }
 
-  // scores becomes S, then P.
+  // scores is overwritten with S, and then with P.
   void softmax_of(const Inputs &in, const Operand &lse, float *S, const Problem &p, const Config &c, std::vector<Step> &steps) const {
     const int64_t heads = p.batch * p.heads;
     steps.push_back(Launch(scores, c, heads * tiles(p.seqlen_q, c.tile_q) * tiles(p.seqlen_k, c.tile_k), 256, c.shared_scores(),
@@ -177,7 +178,7 @@ private:
     BackwardArguments a = backward_arguments(p);
     const int64_t heads = p.batch * p.heads, rows = heads * p.seqlen_q, row_ctas = tiles(rows, kRowThreads / 32);
     const int64_t query_tiles = heads * tiles(p.seqlen_q, c.tile_q), key_tiles = p.batch * p.heads_kv * tiles(p.seqlen_k, c.tile_k);
-    // A gradient that is not asked for goes into the workspace.
+    // A gradient that was not asked for is written to the workspace.
     auto wanted = [&](Operand &gradient, int64_t heads, int64_t length) {
       if (gradient) return;
       const int64_t d = p.head_dim;

@@ -1,4 +1,4 @@
-// The teaching kernels of kernels/ladder as engines. They run only when asked for by name.
+// The teaching kernels of kernels/ladder as engines. They run only if asked for by name.
 #pragma once
 #include <vector>
 

@@ -31,24 +31,24 @@ using mma::Config;
 constexpr KernelSource kForward{"mma/forward/forward.h", "strobe::mma::Forward", "strobe::mma::Config"};
 constexpr KernelSource kDecode{"mma/decode/decode.h", "strobe::mma::Decode", "strobe::mma::Config"};
 
-// The features that a tile has registers for.
+// Which features a tile has registers for.
 enum Load { plain, sparse, sparse_band, features, anything };
 
 struct Suits {
   int32_t least_cc = 75, most_cc = 1000;
-  int64_t least_queries = 0; // under a causal mask or a window: with fewer queries smaller tiles waste less
+  int64_t least_queries = 0; // under a causal mask or a window: tiles of more queries waste work below this
   int32_t least_dim = 0;
 };
 struct ForwardTile {
   int32_t most_dim, q, k, warps, stages;
-  int32_t blocks_per_sm; // for which registers are limited
-  int32_t column_warps;  // warps that divide the columns of the same queries
+  int32_t blocks_per_sm; // how many blocks an SM shall hold; limits a thread's registers
+  int32_t column_warps;  // how many warps divide the columns of the same queries
   Load most_load;
   Suits suits{};
 };
 
-// From the fastest to the smallest, measured on an H200; none spills. A warp owns q / warps rows: 32 rows read K and V from shared memory
-// half as often as 16, but leave no registers for features or copies by element.
+// From the fastest tile to the smallest, measured on an H200; no tile spills. A warp owns q / warps rows. A warp with 32 rows reads K and V
+// from shared memory half as often as one with 16, but leaves no registers for features, or for copies by element.
 // clang-format off
 constexpr ForwardTile kForwardTiles[] = {
     // up                   stages,   warps that divide
@@ -70,7 +70,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {256,  64,  32,   4,   1,   2,   1, anything},
     {256,  32,  32,   2,   1,   2,   1, anything},
     {256,  16,  32,   1,   1,   2,   1, anything},
-    {576,  64,  32,   8,   2,   1,   2, anything, {.least_dim = kWide}}, // guessed, like the following rows
+    {576,  64,  32,   8,   2,   1,   2, anything, {.least_dim = kWide}}, // guessed, as are the following rows
     {576,  64,  32,   8,   1,   1,   2, anything, {.least_dim = kWide}},
     {576,  32,  32,   4,   1,   1,   2, anything, {.least_dim = kWide}},
     {576,  16,  32,   2,   1,   1,   2, anything, {.least_dim = kWide}},
@@ -80,8 +80,8 @@ constexpr ForwardTile kForwardTiles[] = {
 struct DecodeTile {
   int32_t most_rows; // query heads of a group times queries
   int32_t most_dim, q, k, warps, stages, blocks_per_sm;
-  int32_t column_warps = 1; // more than 1: for wide heads
-  int32_t most_queries = 0; // up to this number of queries the tile serves any number of heads
+  int32_t column_warps = 1; // more than 1 for wide heads
+  int32_t most_queries = 0; // up to this many queries the tile serves any number of heads
 };
 constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 16, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 2},
@@ -96,17 +96,17 @@ constexpr DecodeTile kDecodeTiles[] = {
     {.most_rows = 64, .most_dim = 576, .q = 16, .k = 16, .warps = 2, .stages = 2, .blocks_per_sm = 1, .column_warps = 2, .most_queries = 8},
 };
 
-constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max() - 15; // the number of a tile's last row must fit as well
-// For quantised K and V: each lane of a warp holds the scales of one key, and Q stays in registers, with its columns reordered.
+constexpr int32_t kAnyRows = std::numeric_limits<int32_t>::max() - 15; // leaves room for the number of a tile's last row
+// For quantised K and V. Each lane of a warp holds the scales of one key. Q stays in registers, with its columns reordered.
 constexpr DecodeTile kQuantisedTiles[] = {
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 32, .warps = 4, .stages = 3, .blocks_per_sm = 2},
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 4, .blocks_per_sm = 2}, // see lacks_registers()
     {.most_rows = kAnyRows, .most_dim = 128, .q = 16, .k = 16, .warps = 4, .stages = 3, .blocks_per_sm = 1},
 };
 
-// The Config without the tile.
+// The Config except for the tile.
 Config config_for(const Problem &p) {
-  const bool in_quarters = p.quantised_as == DType::i4x2; // whether a quarter of a row of K is whole words
+  const bool in_quarters = p.quantised_as == DType::i4x2; // whether a quarter of a row of K consists of whole words
   Config c = begin_config<Config>(p, wide(p) || in_quarters ? 64 : 32);
   c.aligned = aligned_keys(p) && aligned(p.q, p.head_dim) && aligned(p.out, p.head_dim_v);
   c.exact_max = p.exact_max;
@@ -126,22 +126,22 @@ Load load_of(const Config &c) {
   const int many = 2 * !!f.function + !!f.bias + f.mask + f.alibi + f.dropout + f.scaled;
   if (many > 2) return anything;
   if (many || !c.aligned) return features;
-  if (f.part || f.pages) return sparse_band; // the walk, or the rows' addresses, take registers as well
+  if (f.part || f.pages) return sparse_band; // the walk, or the rows' addresses, take registers too
   return !f.blocks ? plain : f.band ? sparse_band : sparse;
 }
 
-// The widest head whose O leaves one warp the registers to merge chunks in, as the option `invariant` needs. In wider heads two warps
+// The widest head in which one warp has registers for O and for merging chunks, as the option `invariant` needs. In wider heads two warps
 // divide O's columns, as in heads beyond kMostUsualDim.
 int32_t most_dim_of_one_warp(const Device &device) { return device.cc < 100 ? 192 : 96; }
 
-// Invariant: how many scores are compared with the running maximum at once, in every query tile and for any dtype, option and stride.
+// Invariant: how many scores are compared with the running maximum at once, in every query tile and with every dtype, option and stride.
 constexpr int32_t kInvariantKeys = 32;
 
-// The first tile that fits, or if a tile is requested the nearest.
+// The first tile that fits; if a tile is requested, the nearest to it.
 std::optional<Config> choose(const Problem &p, const Device &device) {
   const Config any = config_for(p);
   const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-  const Load load = p.invariant ? anything : load_of(any); // merging chunks takes registers, too
+  const Load load = p.invariant ? anything : load_of(any); // merging chunks takes registers too
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &tile) {
     const bool wide_enough = p.invariant && dim > most_dim_of_one_warp(device) ? tile.column_warps > 1 : dim >= tile.suits.least_dim;
     const bool suits = dim <= tile.most_dim && wide_enough && load <= tile.most_load && device.cc >= tile.suits.least_cc &&
@@ -153,14 +153,14 @@ std::optional<Config> choose(const Problem &p, const Device &device) {
   return best ? std::optional(with(any, *best)) : std::nullopt;
 }
 
-// Quantised keys with options lack registers where P of FP16 becomes two terms, and where K of FP8 is searched for NaN because the GPU does
-// not convert FP8.
+// Quantised keys with options lack registers in two cases: where P in FP16 becomes two terms, and where K in FP8 is searched for NaN
+// because the GPU does not convert FP8.
 bool lacks_registers(const Problem &p, const Device &device) {
   return p.dtype == DType::f16 || (p.quantised_as == DType::e4m3 && device.cc < 90);
 }
 
-// Decode packs the query heads of a group into the rows of a tile, if rows are few or keys are quantised. A block mask may differ between
-// the heads, so a block mask is left out.
+// Decode packs the query heads of a group into the rows of a tile, if there are few rows or keys are quantised. Calls with a block mask are
+// left out, because heads may differ in it.
 std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   if (p.blocks.present || p.invariant) return std::nullopt;
   const int64_t rows = p.seqlen_q * p.group();
@@ -168,7 +168,7 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   const std::span<const DecodeTile> tiles = p.quantised() ? std::span<const DecodeTile>(kQuantisedTiles) : kDecodeTiles;
   const DecodeTile *best = cheapest(tiles, [&](const DecodeTile &tile) {
     const int32_t dim = std::max(any.head_dim, any.head_dim_v);
-    // The addresses of paged FP8 rows take further registers.
+    // The addresses of paged FP8 rows take more registers.
     const bool crowded = load_of(any) >= features || (p.page_size && p.dtype == DType::f16 && p.quantised_as == DType::e4m3);
     const bool registers = !p.quantised() || dim <= 64 || tile.k <= 16 || !crowded || !lacks_registers(p, device);
     const bool suits = registers && dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) &&
@@ -191,21 +191,21 @@ double rate(const Device &device) {
   }
 }
 
-// Measured on an H200. At its end a decode block merges the rows of its warps, one row after another.
+// Measured on an H200. At its end a decode block merges its warps' rows, one row after another.
 constexpr double kShareOfPeak = 0.7, kWideShare = 0.3 /* guessed */, kLaunchSeconds = 4e-6, kBlockSeconds = 6e-6,
                  kDecodeBlockSeconds = 2.5e-6, kMergedRowSeconds = 1e-7,
-                 kExposed = 0.4, // fraction of a block's end that takes time, as fitted; the rest overlaps with other blocks' reads
-    kReread = 0.4,               // fraction of the time to read, for each further tile of rows, which finds the keys in the L2 cache
-    kQuantisedClocks = 0.06;     // clocks of an SM to convert one stored number for a tile of rows
+                 kExposed = 0.4, // fraction of a block's end that takes time (fitted); the rest overlaps with the reads of other blocks
+    kReread = 0.4,               // fraction of the reading time for each further tile of rows, which finds the keys in the L2 cache
+    kQuantisedClocks = 0.06;     // clocks in which an SM converts one stored number for a tile of rows
 
-// How many tiles of a decode have rows. The last tile of each packed sequence may be partly empty.
+// How many tiles of a decode have rows. Of each packed sequence, the last tile may be partly empty.
 double row_tiles(const Problem &p, const Config &c) {
   const int64_t of_longest = p.batch * tiles(p.seqlen_q * p.group(), c.tile_q);
   const int64_t of_all = p.varlen ? std::min(of_longest, p.total_q * p.group() / c.tile_q + p.batch) : of_longest;
   return double(p.heads_kv * of_all);
 }
 
-// Each tile of rows converts the keys that it sees.
+// The time to convert keys: each tile of rows converts the keys that it sees.
 double converting_seconds(const Problem &p, const Config &c, const Device &device) {
   const double keys = visible_scores(p) / std::max(1.0, double(query_rows(p)));
   return row_tiles(p, c) * keys * (c.head_dim + c.head_dim_v) * kQuantisedClocks / (device.clock_hz * device.sms);
@@ -227,10 +227,10 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   return kLaunchSeconds + ends + std::max(computing, reading) + (splits > 1 ? combining_seconds(p) : 0);
 }
 
-// How many splits quantised keys are divided into. A block converts them more slowly than memory delivers them, so blocks fill all slots,
-// in rounds.
+// How many splits quantised keys are divided into. A block converts keys more slowly than memory delivers them, so there are enough splits
+// for the blocks to fill all slots, in rounds.
 int32_t quantised_splits(const Problem &p, const Config &c, const Device &device, int64_t slots) {
-  constexpr double kBytesPerSecond = 3e12; // rate at which partial results are written and read
+  constexpr double kBytesPerSecond = 3e12; // at which partial results are written and read
   const double whole = std::max(reading_seconds(p, device), converting_seconds(p, c, device));
   const double merging = 8.0 * double(p.head_dim_v) * query_rows(p) / kBytesPerSecond;
   int32_t best = 1;
@@ -244,7 +244,7 @@ int32_t quantised_splits(const Problem &p, const Config &c, const Device &device
   return best;
 }
 
-// Uneven shares are made up to this number of queries times heads of a group; with more there are enough blocks.
+// Uneven shares are made up to this product of queries and heads of a group. Beyond it there are enough blocks.
 constexpr int64_t kMostSharedRows = 64;
 
 class MmaEngine final : public CudaEngine {
@@ -282,9 +282,9 @@ private:
     const int32_t shared = decode ? c.decode_shared_bytes() : c.forward_shared_bytes();
     const int64_t ctas =
         decode ? p.batch * p.heads_kv * tiles(p.seqlen_q * p.group(), c.tile_q) : p.batch * p.heads * query_tiles(p, c.tile_q);
-    const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: fewer splits to merge
+    const int64_t per_sm = decode ? 1 : resident(device, shared, c.blocks_per_sm); // decode: one block per SM leaves fewer splits to merge
     const int64_t chunks = tiles(p.seqlen_k, Config::chunk());
-    // Invariant: chunks are merged where a thread block walks over them, or, if blocks are few, by the pass that combines splits.
+    // Invariant: chunks are merged by the thread block that walks over them; if blocks are few, by the pass that combines splits.
     a.splits = p.invariant     ? tiles(p.seqlen_q, c.tile_q) == 1 && ctas < device.sms * per_sm ? i32(std::max<int64_t>(1, chunks)) : 1
                : p.part        ? 1
                : p.quantised() ? quantised_splits(p, c, device, device.sms * resident(device, shared, c.blocks_per_sm))
@@ -314,7 +314,7 @@ private:
                                         : with_scales(p, decode ? kDecode : kForward, c, blocks, c.threads(), shared, a));
     combine_splits(program, p, a);
     program.predicted_seconds = predicted_seconds(p, c, device, decode, per_sm, std::max<int64_t>(a.splits, uneven.likely));
-    if (uneven.likely == 1) program.predicted_seconds += combining_seconds(p); // its launch finds nothing to do
+    if (uneven.likely == 1) program.predicted_seconds += combining_seconds(p); // the pass is launched, but has nothing to do
     return program;
   }
 

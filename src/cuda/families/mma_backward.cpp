@@ -1,4 +1,4 @@
-// The backward of kernels/mma. Its launches: D, and zeros in dQ's sum; dQ, dK and dV; dQ in 16 bits; dbias and dsinks.
+// The backward of kernels/mma. Its launches: D, and zeros in dQ's sum; dQ, dK and dV; rounding of dQ to 16 bits; dbias and dsinks.
 #include "cuda/families/mma_backward.h"
 
 #include <algorithm>
@@ -24,9 +24,9 @@ constexpr KernelSource kBackward{"mma/backward/backward.h", "strobe::mma::Backwa
 constexpr int32_t kAll = 16;
 struct BackwardTile {
   int32_t most_dim, q, k, key_warps, dim_warps, step_q;
-  int32_t most_features = kAll; // the largest costly_features() for which registers suffice
-  // The rate of the products, relative to other rows. It is measured on an H200: in large problems, and for 32 x 32 and 32 x 16 in small
-  // ones. For the other rows (0.25 and below) it is guessed, since on an H200, with its large shared memory, they are never chosen.
+  int32_t most_features = kAll; // the largest costly_features() that leaves enough registers
+  // The rate of the products relative to other rows, measured on an H200: in large problems, and for 32 x 32 and 32 x 16 in small ones. The
+  // other rates (0.25 and below) are guessed: these tiles are never chosen on an H200 with its large shared memory.
   double speed;
   int32_t least_dim = 0;
 };
@@ -45,11 +45,11 @@ constexpr BackwardTile kBackwardTiles[] = {
     {.most_dim = 256, .q = 16, .k = 16, .key_warps = 1, .dim_warps = 1, .step_q = 16, .speed = 0.1},
     {.most_dim = 576, .q = 32, .k = 32, .key_warps = 2, .dim_warps = 2, .step_q = 16, .speed = 0.3, .least_dim = kWide},
     {.most_dim = 576, .q = 32, .k = 16, .key_warps = 1, .dim_warps = 2, .step_q = 16, .speed = 0.15, .least_dim = kWide},
-    // for blocks of 16 and 48, and GPUs with less memory
+    // for mask blocks of 16 and 48, and for GPUs with less memory
     {.most_dim = 576, .q = 16, .k = 16, .key_warps = 1, .dim_warps = 2, .step_q = 16, .speed = 0.1, .least_dim = kWide},
 };
 
-// The number of features that take registers, where costlier ones count more.
+// The number of features that take registers; costlier ones count more.
 int32_t costly_features(const BackwardConfig &c) {
   const Features &f = c.features;
   const int32_t alibi = f.alibi ? (f.part ? 3 : 1) : 0, dropout = f.dropout ? (f.part ? 3 : f.additive()) : 0;
@@ -61,7 +61,7 @@ struct Chosen {
   double speed;
 };
 
-// The fastest tile that fits, or if a tile is requested the nearest. A small grid does not fill the GPU: then tiles of fewer keys may be
+// The fastest tile that fits; if a tile is requested, the nearest to it. If a grid is too small to fill the GPU, tiles of fewer keys may be
 // faster.
 std::optional<Chosen> choose(const Problem &p, const Device &device) {
   BackwardConfig any = begin_config<BackwardConfig>(p, 16);
@@ -72,7 +72,7 @@ std::optional<Chosen> choose(const Problem &p, const Device &device) {
   const int32_t features = costly_features(any) + (p.invariant && any.aligned);
   const auto with = [&](const BackwardTile &tile) {
     BackwardConfig c = any;
-    const int32_t unit = wide(p) ? 64 : 16 * tile.dim_warps; // wide: dQ's columns, too, are divided among many warps
+    const int32_t unit = wide(p) ? 64 : 16 * tile.dim_warps; // wide: dQ's columns too are divided among many warps
     c.head_dim = rounded(p.head_dim, unit), c.head_dim_v = rounded(p.head_dim_v, unit);
     c.tile_q = tile.q, c.tile_k = tile.k, c.key_warps = tile.key_warps, c.dim_warps = tile.dim_warps, c.step_q = tile.step_q;
     return c;
@@ -89,8 +89,8 @@ std::optional<Chosen> choose(const Problem &p, const Device &device) {
   return best ? std::optional(Chosen{with(*best), best->speed}) : std::nullopt;
 }
 
-// Measured on an H200: the rate of an SM with the tile of speed 1; the time of a launch; a block's time to begin and to store; the time of
-// a step besides its products.
+// Measured on an H200: an SM's rate with the tile of speed 1; the time of a launch; a block's time to begin and to store; a step's time
+// beside its products.
 constexpr double kFlopPerClock = 1370, kBiasPerClock = 1400, kLaunchSeconds = 3e-6, kBlockSeconds = 5.5e-6, kStepSeconds = 0.5e-6;
 
 double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed, const Device &device, size_t launches) {

@@ -27,7 +27,7 @@ enum class Kind { forward, backward, bias_gradient };
 
 int64_t shared_bytes(const Config &c, Kind kind) { return kind == Kind::forward ? c.forward_shared_bytes() : c.backward_shared_bytes(); }
 
-// Registers of a thread for accumulators, operands and the chunk in flight, in the product that needs the most.
+// How many registers of a thread hold accumulators, operands and the chunk in flight, in the product that needs the most.
 int64_t registers(const Config &c, Kind kind) {
   const int64_t words = c.real_bytes() / 4, rows = c.tile_q / c.threads_q, keys = c.tile_k / c.threads_k;
   const auto nt = [&](int64_t held) { // S or dP
@@ -51,7 +51,7 @@ int64_t registers(const Config &c, Kind kind) {
   const int64_t lines = c.tile_k / c.threads_q;
   return std::max({held, part(lines, c.tile_q, c.head_dim), part(lines, c.tile_q, c.head_dim_v)});
 }
-// Most registers, of a thread's 255, that registers() may count; addresses and loops need the others, in FP64 more.
+// The most registers, of a thread's 255, that registers() may count. Addresses and loops need the others; in FP64 they need more.
 int64_t most_registers(const Config &c) {
   const bool paged = c.features.pages || c.features.quant; // each thread keeps the addresses of its rows
   if (c.dtype == kF64) return paged ? 120 : 160;
@@ -78,7 +78,7 @@ constexpr Tile kBackwardTiles[] = {
     {.q = 16, .k = 32, .threads_q = 8, .threads_k = 16},  {.q = 16, .k = 16, .threads_q = 8, .threads_k = 16},
 };
 
-// Wide heads use more threads: each thread keeps all columns of its rows of O (backward: dK and dV).
+// Wide heads use more threads: each thread keeps all columns of its rows of O (backward: of dK and dV).
 constexpr Tile kWideTiles[] = {
     {.q = 32, .k = 64, .threads_q = 16, .threads_k = 16}, {.q = 32, .k = 32, .threads_q = 16, .threads_k = 16},
     {.q = 32, .k = 16, .threads_q = 16, .threads_k = 16}, {.q = 16, .k = 64, .threads_q = 16, .threads_k = 16},
@@ -98,7 +98,7 @@ Config config_for(const Problem &p) {
   return c;
 }
 
-// Invariant: every tile has this many keys, divided among this many threads, so that each thread sums the same keys.
+// Invariant: every tile has this many keys, divided among this many threads, so that a thread always sums the same keys.
 constexpr int32_t kInvariantKeys = 64, kInvariantThreads = 16;
 
 Config with(Config c, const Tile &tile) {
@@ -106,8 +106,8 @@ Config with(Config c, const Tile &tile) {
   return c;
 }
 
-// The first tile that fits shared memory and the blocks of a sparse mask, preferably without spilling; if a tile is requested, the nearest
-// of these. A tile that is longer than the queries is taken only if no shorter one will do.
+// The first tile that fits shared memory and the blocks of a sparse mask, preferably one that does not spill; if a tile is requested, the
+// nearest of these. A tile longer than the queries is taken only if no shorter one fits.
 std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, const Device &device) {
   const std::span<const Tile> tiles = wide(p)                 ? std::span<const Tile>(kWideTiles)
                                       : kind == Kind::forward ? std::span<const Tile>(kForwardTiles)
@@ -120,8 +120,8 @@ std::optional<Config> choose(const Config &any, Kind kind, const Problem &p, con
     const int64_t spare = tile.q - std::max<int64_t>(16, p.longest_q());
     const bool shorter = spare >= 16 && !(p.invariant && kind == Kind::backward); // dk and dv are sums over query tiles
     double cost = 1e3 * distance(p, tile.q, tile.k) + (shorter ? double(spare) : 0.0);
-    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c)));                  // they would spill
-    if (p.blocks.present && p.blocks.block_k % tile.k) cost += 10.0 * tile.k / double(p.blocks.block_k); // computed, not kept
+    cost += 1e6 * double(std::max<int64_t>(0, registers(c, kind) - most_registers(c)));                  // these would spill
+    if (p.blocks.present && p.blocks.block_k % tile.k) cost += 10.0 * tile.k / double(p.blocks.block_k); // hidden scores are computed, too
     return cost;
   });
   return best ? std::optional(with(any, *best)) : std::nullopt;
@@ -133,7 +133,7 @@ double rate(const Device &device, DType dtype) {
   return device.cc == 60 || device.cc == 70 || device.cc == 80 || device.cc == 90 || device.cc == 100 ? (device.cc >= 90 ? 64 : 32) : 2;
 }
 
-// On an H200.
+// Measured on an H200.
 constexpr Measured kMeasured{.share_of_peak = {0.53, 0.38}, .launch_seconds = 4.5e-6, .block_seconds = {3e-6, 9e-6}};
 
 class SimtEngine final : public CudaEngine {
@@ -162,7 +162,7 @@ private:
                         .direction = direction,
                         .device = device,
                         .rate = rate(device, p.dtype),
-                        .operations = 0.5, // an FMA for a column of Q or for one of V
+                        .operations = 0.5, // one FMA for each column of Q or V
                         .resident = resident(device, shared, c.blocks_per_sm),
                         .launches = launches,
                         .parts = parts};
@@ -178,7 +178,7 @@ private:
     const int64_t ctas = p.batch * p.heads * query_tiles(p, c->tile_q), slots = int64_t{device.sms} * c->blocks_per_sm;
     if (p.dtype != DType::f64 && !p.invariant && !p.part.partial)
       a.splits = splits_to_fill(slots, ctas, std::min<int64_t>(tiles(p.seqlen_k, c->tile_k) / 2, 64));
-    take_splits(a, p, scratch); // FP64 has none
+    take_splits(a, p, scratch); // FP64 has no splits
     Program program;
     describe(program, p, *c);
     program.steps.push_back(with_scales(p, kForward, *c, ctas * a.splits, c->threads(), c->forward_shared_bytes(), a));
@@ -193,7 +193,7 @@ private:
     const Config any = config_for(p);
     const std::optional<Config> c = choose(any, Kind::backward, p, device);
     Config with_bias = any;
-    if (p.part) with_bias.features.part = kAnywhere; // its tiles consist of held rows, whatever their positions
+    if (p.part) with_bias.features.part = kAnywhere; // its tiles hold held rows, whatever their positions
     const std::optional<Config> of_bias = p.dbias ? choose(with_bias, Kind::bias_gradient, p, device) : c;
     if (!c || !of_bias) return no_tile(device);
     BackwardArguments a = backward_arguments(p);

@@ -1,4 +1,4 @@
-// The Hopper family: which configuration, which maps, which launches.
+// The Hopper family: its choice of configuration, maps and launches.
 #include "../../../kernels/attention/packed_tiles.h"
 #include "../../../kernels/sm90/arguments.h"
 #include "../../../kernels/sm90/forward/config.h"
@@ -33,8 +33,8 @@ using sm90::Config;
 
 constexpr KernelSource kForward{"sm90/forward/forward.h", "strobe::sm90::Forward", "strobe::sm90::Config", true};
 
-// The number of heads, of `heads` in all, whose tiles run together: as many as the L2 cache holds; if some tiles take longer, more heads,
-// so that more of the long tiles start first.
+// How many of `heads` heads run their tiles together: as many as the L2 cache holds. If some tiles take longer, more heads run together, so
+// that more of the long tiles start first.
 int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   const bool some_longer = p.window_left != kUnbounded || p.window_right != kUnbounded || p.varlen;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
@@ -43,9 +43,9 @@ int64_t heads_in_bundle(const Problem &p, const Device &device, int64_t heads) {
   return p.wishes.bundle ? std::clamp<int64_t>(p.wishes.bundle, 1, std::max<int64_t>(1, heads)) : even_bundle(heads, size);
 }
 
-constexpr int32_t kRowsOfPage = 16; // rows of a page that one copy loads; a key tile begins at a multiple of it
+constexpr int32_t kRowsOfPage = 16; // how many rows of a page one copy loads; key tiles begin at multiples of this
 
-// The reason why an invariant call is refused: some query's bits would depend on the queries beside it. Empty if it is not refused.
+// The reason why an invariant call is refused: a query's bits would depend on the queries beside it. Empty if the call is accepted.
 std::string against_invariant(const Problem &p, const Config &c) {
   if (p.bias) return "is not invariant with a bias: a tile that is computed again takes other roundings";
   if (p.alibi_slopes) return "is not invariant with ALiBi: it is added from where a tile's own queries stand";
@@ -63,29 +63,29 @@ std::string against_part(const Problem &p) {
   return {};
 }
 
-constexpr double kFlopsPerSm = 5e12; // per second, measured on an H200 on whole tiles
+constexpr double kFlopsPerSm = 5e12; // per second, measured on an H200 with whole tiles
 
-// The seconds that a query tile takes if its SM computes nothing else.
+// The seconds that a query tile takes if it has an SM to itself.
 double tile_seconds(const Problem &p, const Config &c) {
   const double queries = std::max(1.0, double(p.varlen ? p.total_q : p.batch * p.seqlen_q) * double(p.heads));
-  const double keys = visible_scores(p) / queries; // per query
+  const double keys = visible_scores(p) / queries; // keys per query
   return 2.0 * c.tile_q() * keys * (c.head_dim + c.head_dim_v) / kFlopsPerSm;
 }
 
-// The number of splits of the keys if query tiles leave SMs idle: as many splits as fill the GPU once, if that saves more time than
-// combining them takes; else 1.
+// The number of splits of the keys, if query tiles leave SMs idle: as many as fill the GPU once. It is 1 if combining the splits would take
+// more time than they save.
 int32_t splits_for_idle_sms(const Problem &p, const Config &c, const Device &device, int64_t items) {
   const int64_t most = std::min(device.sms * c.blocks_per_sm / std::max<int64_t>(1, items), p.seqlen_k / kLeastKeysOfSplit);
   return most > 1 && tile_seconds(p, c) * (1 - 1 / double(most)) > combining_seconds(p) ? int32_t(most) : 1;
 }
 
-// Invariant: chunks of keys are merged where a thread block walks over them, or, if there are fewer query tiles than SMs, by the pass that
+// Invariant: chunks of keys are merged by the thread block that walks over them; if there are fewer query tiles than SMs, by the pass that
 // combines splits.
 int32_t splits_by_chunk(const Problem &p, const Config &c, const Device &device, int64_t items) {
   return c.chunked() && items < device.sms * c.blocks_per_sm ? int32_t(std::max<int64_t>(1, tiles(p.seqlen_k, c.chunk()))) : 1;
 }
 
-// The reason why the engine supports neither direction of this call; empty if it may support one.
+// The reason why the engine supports neither forward nor backward of this call; empty if it may support one of them.
 std::string against_call(const Problem &p, const Device &device) {
   if (device.cc != 90) return text("for compute capability 9.0; this is ", device.cc / 10, ".", device.cc % 10);
   if (driver() && !driver()->cuTensorMapEncodeTiled) return "the driver has no cuTensorMapEncodeTiled; CUDA 12.0's has";
@@ -108,14 +108,14 @@ std::string against_tensors(const Problem &p) {
 struct Work {
   HeadsOfTile rows;
   int64_t pieces;     // groups of query heads that share a tile, in one sequence
-  int64_t heads;      // such groups in all sequences, or in one if tiles are numbered through all sequences
+  int64_t heads;      // such groups in all sequences; or in one, if tiles are numbered through all sequences
   int64_t tiles;      // query tiles per group of heads
   int64_t bundle;     // groups of heads whose tiles run together
   int32_t splits = 1; // splits of each tile's keys
   int64_t items = 0;  // tiles times splits, counted as if the last bundle were full
 };
 
-// Also determines the members of the Config that depend on the amount of work.
+// Also sets the members of the Config that depend on the amount of work.
 Work share_out(Config &c, const Problem &p, const Device &device) {
   const HeadsOfTile rows = heads_of_tile(p, c);
   const int64_t queries = rows.queries * c.warpgroups, pieces = p.heads_kv * rows.pieces;
@@ -160,7 +160,7 @@ void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, 
   a.bias_rows_step = p.bias.stride[2] != 0;
 }
 
-// The arguments without addresses in the workspace. The members for packed heads are used only if heads are packed.
+// The arguments, except for addresses in the workspace. The members for packed heads are used only if heads are packed.
 PackedForwardArguments hopper_arguments(const Problem &p, const Config &c, const Work &work) {
   PackedForwardArguments a{};
   static_cast<ForwardArguments &>(a) = forward_arguments(p);

@@ -1,4 +1,4 @@
-// The backward of kernels/sm90. Its launches: LSE, D and zeros in dQ's sum; dQ, dK and dV; dQ in 16 bits; dsinks.
+// The backward of kernels/sm90. Its launches: LSE, D and zeros in dQ's sum; dQ, dK and dV; rounding of dQ to 16 bits; dsinks.
 #include "cuda/families/sm90_backward.h"
 
 #include <cmath>
@@ -33,7 +33,7 @@ constexpr KernelSource kByRoles{"sm90/backward/roles.h", "strobe::sm90::Backward
 std::string refusal(const Problem &p, const Features &f) {
   if (p.accumulate && p.dbias) return "its backward adds to no gradients beside that of a bias";
   if (p.invariant && p.bias) return kNoInvariantBias;
-  if (f.function == kProgram && f.dropout) // P times the derivative is negative where dropout drops it
+  if (f.function == kProgram && f.dropout) // the kernel marks dropped elements by a negative P times the derivative
     return text("its backward takes no dropout beside ", score_in_words(p));
   if (p.invariant && f.function == kCapped)
     return text("has no invariant backward with ", score_in_words(p), ": whether it is approximated is said of many scores at once");
@@ -59,7 +59,7 @@ std::string refusal(const Problem &p, const Features &f) {
 
 Features backward_features(const Problem &p) {
   Features f = hopper_features(p);
-  const double scale = std::abs(p.scale); // the sign does not matter in a backward, which knows LSE
+  const double scale = std::abs(p.scale); // a backward has LSE, so the sign does not matter
   if (f.function != kHyperbolic) f.scaled = scale != 0 && !(scale > 1e-30);
   return f;
 }

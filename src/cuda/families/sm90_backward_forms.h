@@ -6,7 +6,7 @@
 
 namespace strobe::cuda {
 
-// The Config without the members that share_out() sets.
+// The Config, except for the members that share_out() sets.
 sm90::BackwardConfig choose_form(const Problem &, const Features &, const Device &);
 
 } // namespace strobe::cuda

@@ -10,22 +10,22 @@
 
 namespace strobe::cuda {
 
-// With heads of at most this dimension a warpgroup has registers for both dK and dV of its keys, whatever the options.
+// In heads of at most this dimension, a warpgroup has registers for both dK and dV of its keys, whatever the options.
 constexpr int64_t kMostDimOf128Keys = 128;
 
 constexpr double kFlopsPerSm = 560e12 / 132, kBytes = 3e12; // per second, measured on an H200
 
 inline int64_t larger_dim(const Problem &p) { return std::max(p.head_dim, p.head_dim_v); }
-// Whether heads are wider than kMostDimOf128Keys: a block then has 64 keys, or a tile fewer queries.
+// Whether heads are wider than kMostDimOf128Keys. Then a block has 64 keys, or its tiles have fewer queries.
 inline bool beyond_128_keys(const Problem &p) { return larger_dim(p) > kMostDimOf128Keys; }
 // The mean number of scores in the walk of a key tile over query tiles.
 inline double mean_walk(const Problem &p, const sm90::BackwardConfig &c) {
   return walks(p, Direction::backward, c.tile_q, c.tile_k()).mean;
 }
 
-// The number of key tiles that may have keys. (Without numbering, packed sequences also have empty tiles.)
+// The number of key tiles that may have keys. (Unless tiles are numbered, packed sequences also have empty tiles.)
 int64_t tiles_with_keys(const Problem &, int64_t tile_k);
-// Bytes that the blocks of a (batch, key head) pair read and add to repeatedly, and that should stay in L2.
+// Bytes that the blocks of a (batch, key head) pair repeatedly read and add to. They should stay in the L2 cache.
 int64_t pair_bytes(const Problem &, const sm90::BackwardConfig &);
 // Bytes of a block's shared memory, including the sum of dQ if a block keeps it there.
 int64_t shared_bytes(const Problem &, const sm90::BackwardConfig &);
@@ -35,8 +35,8 @@ bool stages_keys(const Problem &, const sm90::BackwardConfig &, int64_t tiles, c
 Problem of_shares(const Problem &, int64_t shares);
 Walks walks_of(const Problem &, const sm90::BackwardConfig &);
 double predicted_seconds(const Problem &, const sm90::BackwardConfig &, int64_t shares, const Device &);
-// The number of shares into which a key head's query heads are divided: 1, unless more shares are predicted to be clearly faster because
-// they fill the GPU more evenly or find more in the L2 cache. dK and dV of all shares have at most as many rows as Q. Invariant: always 1.
+// Into how many shares a key head's query heads are divided. It is 1, unless more shares are predicted to be clearly faster because they
+// fill the GPU more evenly or find more in the L2 cache. dK and dV of all shares have at most as many rows as Q. Invariant: always 1.
 int64_t count_shares(const Problem &, const sm90::BackwardConfig &, const Device &);
 
 // The work that is divided among thread blocks.

@@ -21,10 +21,10 @@ Launch pack_mask(const Problem &p, const Inputs &in, MaskOrder order, MaskBits &
   bits.row_stride = rows > 1 ? row_bytes : 0;
   bits.head_stride = heads > 1 ? rows * row_bytes : 0, bits.batch_stride = batch > 1 ? heads * rows * row_bytes : 0;
   a.mask = operand(p.mask), a.bits = bits;
-  a.cells = uint32_t(batch * heads * rows * columns); // 128 bytes each: a GPU's memory holds fewer than a Divisor's 2^31
+  a.cells = uint32_t(batch * heads * rows * columns); // 128 bytes each, so a GPU's memory holds fewer than a Divisor's 2^31
   a.heads = Divisor::make(uint32_t(heads)), a.rows = Divisor::make(uint32_t(rows)), a.columns = Divisor::make(uint32_t(columns));
   a.queries = i32(queries), a.keys = i32(p.seqlen_k);
-  const bool one = !p.varlen && !p.seqused_k && queries > 1; // one band for all
+  const bool one = !p.varlen && !p.seqused_k && queries > 1; // one band for all sequences
   a.band = narrow(one ? in.sequence(0).band : Band::make(queries, p.seqlen_k, false, Band::kFar, Band::kFar));
   if (by_keys) a.band = a.band.transposed();
   const MaskConfig config{.aligned = aligned(p.mask, p.seqlen_k), .by_keys = by_keys};

@@ -9,7 +9,7 @@
 
 namespace strobe::cuda {
 
-// A part's ranges count as aligned: none of the supported options depends on where they begin.
+// A part's ranges count as aligned: none of the supported options depends on where ranges begin.
 inline Features hopper_features(const Problem &p) {
   Features f = features_of(p);
   if (f.part) f.part = kAligned;
@@ -23,17 +23,17 @@ inline std::string unmapped_inputs(const Problem &p) {
   return {};
 }
 
-// The number of heads in a bundle, at most `most`, for as few bundles as possible of nearly equal size. The last bundle may have fewer
+// How many heads a bundle has, at most `most`: there are as few bundles as possible, of nearly equal size. The last bundle may have fewer
 // heads.
 inline int64_t even_bundle(int64_t heads, int64_t most) { return heads <= 0 ? 1 : tiles(heads, tiles(heads, std::max<int64_t>(1, most))); }
-// Sets the order of the tiles, query or key tiles, of which each head has the same number: bundle after bundle of heads.
+// Sets the order of query or key tiles: bundle after bundle of heads. Each head has tiles_of_head tiles.
 template <class Arguments> void order_tiles(Arguments &a, int64_t tiles_of_head, int64_t bundle) {
   a.tiles = i32(tiles_of_head), a.bundle = i32(bundle);
   a.bundle_items = Divisor::make(uint32_t(std::max<int64_t>(1, bundle * tiles_of_head)));
   a.bundle_divisor = Divisor::make(uint32_t(bundle));
 }
 
-// Lets the copy engine load the bias in boxes of `box` queries: tile_bytes per tile, or one row if all queries share it.
+// Lets the copy engine load the bias in boxes of `box` queries, tile_bytes per tile; or a single row, if all queries share it.
 template <class Arguments> void map_bias(Arguments &a, const Problem &p, int32_t box, int32_t tile_bytes, int32_t tile_k) {
   a.tma_bias = mapped_bias(p, box);
   a.bias_bytes = uint32_t(p.bias.stride[2] ? tile_bytes : tiles(tile_k, 64) * 128);

@@ -15,23 +15,23 @@ using sm90::Config;
 
 namespace {
 
-// The features that a tile has registers for.
+// Which features a tile has registers for.
 constexpr int kFixed = 1;         // the fixed reference
 constexpr int kLagging = 2;       // the maximum of every tile is taken
-constexpr int kAlibi = 4;         // ALiBi; c tanh(x / c) or a mask alone needs no more registers than no option
-constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window, with keys that are not paged
-constexpr int kBlockSparse = 8;   // blocks, with the fixed reference
-constexpr int kDropout = 16;      // dropout: tile_k a multiple of 32
-constexpr int kBias = 32;         // a bias loaded by the copy engine: it needs shared memory, too
-constexpr int kFunction = 64;     // a hyperbolic score, or functions of the caller's
+constexpr int kAlibi = 4;         // ALiBi; a tanh cap alone or a mask alone needs no more registers than no option
+constexpr int kAlibiInBand = 256; // ALiBi under a causal mask or a window, if keys are not paged
+constexpr int kBlockSparse = 8;   // block sparsity, with the fixed reference
+constexpr int kDropout = 16;      // dropout; tile_k must be a multiple of 32
+constexpr int kBias = 32;         // a bias loaded by the copy engine, which also takes shared memory
+constexpr int kFunction = 64;     // a hyperbolic score, or functions of the caller
 constexpr int kAnything = 128;    // all of these at once
 
-// The figures from which a tile's time is predicted. Unless the caller requests tile_q or tile_k, the tile with the least predicted time
-// runs.
+// The figures from which a tile's time is predicted. The tile with the least predicted time runs, unless the caller requests tile_q or
+// tile_k.
 struct Suits {
   double rate = 1; // scores per second, relative to the fastest tile for such heads
   int64_t least_keys = 0, most_keys = INT64_MAX;
-  double blocks = 0; // the least number of blocks per SM for which the tile suits; splits count if even the smallest tiles are too few
+  double blocks = 0; // how many blocks per SM make the tile suitable; if even the smallest tiles give fewer, splits count as well
 };
 struct ForwardTile {
   int32_t most_dim, most_dim_v;
@@ -40,8 +40,8 @@ struct ForwardTile {
   Suits suits{};
 };
 
-// With these rates the chosen tiles are those that were the fastest on an H200 at 70 to 16k keys (bench/search_forward.py). No tile spills
-// with at most one option; with several, the worst known tile spills 88 bytes per thread (tests/nvrtc/test_shipped.py).
+// With these rates, the chosen tiles are those that were fastest on an H200 at 70 to 16k keys (bench/search_forward.py). With at most one
+// option no tile spills. With several, the worst known tile spills 88 bytes per thread (tests/nvrtc/test_shipped.py).
 // clang-format off
 constexpr ForwardTile kForwardTiles[] = {
     // up to  warp-      stages  registers to  Q in  blocks
@@ -91,15 +91,15 @@ int load_of(const Config &c) {
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
-// The Config without the tile.
+// The Config except for the tile.
 Config config_for(const Problem &p) {
   Config c = begin_config<Config>(p, 16);
   c.features = hopper_features(p);
-  // With FP16 a sum of 64k numbers near 1 would look like an overflow.
+  // In FP16, a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
-  if (c.features.given() && c.reference == sm90::kFixed) c.reference = sm90::kLagging; // it may grow from key to key
-  // A part's tiles come in ascending order of keys, and ALiBi's penalty falls towards the diagonal.
+  if (c.features.given() && c.reference == sm90::kFixed) c.reference = sm90::kLagging; // the score may grow from key to key
+  // A part's tiles come in ascending order of keys, so ALiBi's penalty falls towards the diagonal, and the reference cannot stay fixed.
   if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;
   c.bias_by_tma = maps_bias(p);
@@ -113,8 +113,8 @@ Config with(Config c, const ForwardTile &t) {
   return c;
 }
 
-// The number of scores that tiles of the shape `rows` compute in one sequence. If other sequences have other lengths (`others`), the
-// sequence's last tile counts as half full.
+// How many scores tiles of the shape `rows` compute in one sequence. others: other sequences have other lengths; the sequence's last tile
+// then counts as half full.
 double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int64_t seqlen_q, int64_t seqlen_k, bool others) {
   constexpr int64_t kSamples = 32;
   const Band band = Band::make(seqlen_q, seqlen_k, p.bottom_right, p.window_left, p.window_right);
@@ -123,8 +123,8 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows, int6
   const double count = others ? std::max(1.0, double(seqlen_q) / double(queries) + 0.5) : double(w.tiles);
   return count * w.mean * c.tile_q() * double(p.heads_kv * rows.pieces);
 }
-// The number of scores computed in all sequences. Of packed sequences only the longest length and the total are known, so all but the
-// longest count as equally long.
+// How many scores are computed in all sequences. Of packed sequences only the longest length and the total are known, so all others count
+// as equally long.
 double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
   if (!p.varlen) return double(p.batch) * computed(p, c, rows, p.seqlen_q, p.seqlen_k, false);
   const int64_t q = p.longest_q(), k = p.longest_k(), others = std::max<int64_t>(0, p.batch - 1);
@@ -135,13 +135,13 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
 
 } // namespace
 
-// Heads share a tile of queries only if no option ties a tile to one head. A mask and dropout are read for 16 queries of one head, and a
-// block mask for tiles of one head; ALiBi gives a tile one slope, and a bias or a part gives it one head. If Q is broadcast over the heads,
-// the copy engine cannot load several heads at once. An invariant call with a bias or ALiBi is refused elsewhere. Calls of up to 16 rows
-// are left to cuda-mma, which computes them at the rate of the memory.
+// Heads share a tile of queries only if no option ties a tile to one head. Options that do: a mask and dropout (read for 16 queries of one
+// head), a block mask, ALiBi (one slope per tile), a bias, a part; and a Q that is broadcast over heads, of which the copy engine cannot
+// load several heads at once. An invariant call with a bias or ALiBi is refused elsewhere. Calls of up to 16 rows are left to cuda-mma,
+// which computes them as fast as memory allows.
 HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   constexpr int64_t kRowsOfMma = 16;
-  constexpr double kWorth = 0.9; // packing must save 10% of the scores, because packed heads take longer to load and to store (guessed)
+  constexpr double kWorth = 0.9; // packing must save 10% of the scores, because packed heads load and store more slowly (guessed)
   const HeadsOfTile apart{1, 64, p.group()};
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return apart;
   if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || p.alibi_slopes || p.part)) return apart;
@@ -157,15 +157,15 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
 
 namespace {
 
-// The clocks that an SM's copy engine takes to load a key and its value if their rows are not whole sectors of 32 bytes. 0 with whole
-// sectors, where copies were never the limit.
+// The clocks in which an SM's copy engine loads a key and its value if their rows are not whole sectors of 32 bytes. With whole sectors the
+// result is 0, because copies were never the limit.
 double clocks_of_key(const Problem &p) {
   constexpr double kLine = 6.5; // clocks per started 128 bytes of a row (H200, head dimensions 24 to 88)
   const auto of_row = [](int64_t head_dim) { return head_dim % 16 ? kLine * double(tiles(head_dim, 64)) : 0; };
   return of_row(p.head_dim) + of_row(p.head_dim_v);
 }
 
-// The time of the whole call with tiles of this kind, in clocks of an SM. A tile that does not suit costs kUnsuited times as much.
+// The time of the whole call with tiles of this kind, in clocks of an SM. For a tile that does not suit, it is kUnsuited times as long.
 constexpr double kUnsuited = 1e100;
 double cost(const Suits &row, const Problem &p, const Config &c, const Device &device) {
   const int64_t queries = p.varlen ? p.total_q / std::max<int64_t>(1, p.batch) : p.seqlen_q, heads = p.batch * p.heads;
@@ -174,7 +174,7 @@ double cost(const Suits &row, const Problem &p, const Config &c, const Device &d
   const int64_t blocks = tiles(queries, rows.queries * c.warpgroups) * p.batch * p.heads_kv * rows.pieces * splits;
   const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys && double(blocks) >= row.blocks * device.sms;
   const int64_t dim = std::max(c.head_dim, c.head_dim_v);
-  const double best = dim <= 64 ? 10 : std::min(7.0, 900.0 / double(dim)); // scores a clock, about
+  const double best = dim <= 64 ? 10 : std::min(7.0, 900.0 / double(dim)); // scores per clock, roughly
   const double clocks = std::max(c.tile_q() / (best * row.rate), clocks_of_key(p));
   return computed(p, c, rows) / c.tile_q() * clocks * (suits ? 1 : kUnsuited);
 }
@@ -186,7 +186,7 @@ std::optional<Config> choose_tile(const Problem &p, const Device &device) {
   const Config any = config_for(p);
   const int load = load_of(any);
   const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
-  const ForwardTile *first = nullptr; // the first tile that fits: only tiles with the same limits of the head dimensions compete
+  const ForwardTile *first = nullptr; // the first tile that fits; only tiles with the same limits of head dimensions compete with it
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {
     const Config c = with(any, t);
     const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) &&

@@ -1,4 +1,4 @@
-// The choice of the query tile of the Hopper family's forward, and of the heads whose queries share it.
+// The choice of the query tile of the Hopper forward, and of the heads whose queries share a tile.
 #pragma once
 #include <optional>
 
@@ -8,9 +8,9 @@
 
 namespace strobe::cuda {
 
-constexpr int64_t kLeastKeysOfSplit = 512; // the least keys per split, if keys are split over thread blocks
+constexpr int64_t kLeastKeysOfSplit = 512; // if keys are split over thread blocks, a split has at least this many keys
 
-// The tile with the least predicted time among those made for such heads; if a tile is requested, the nearest that fits. Invariant: the
+// Of the tiles made for such heads, the one with the least predicted time; if a tile is requested, the nearest that fits. Invariant: the
 // first that fits, whatever the lengths. Null if no tile divides the blocks of a sparse mask.
 std::optional<sm90::Config> choose_tile(const Problem &, const Device &);
 
@@ -19,8 +19,8 @@ std::optional<sm90::Config> choose_tile(const Problem &, const Device &);
 struct HeadsOfTile {
   int64_t heads, queries, pieces;
 };
-// Packs query heads of a key head into shared tiles if these compute fewer scores: if queries are too few to fill tiles of one head, or if
-// a tile of fewer queries sees fewer keys.
+// Packs query heads of a key head into shared tiles if that takes fewer scores: because queries are too few to fill tiles of one head, or
+// because a tile of fewer queries sees fewer keys.
 HeadsOfTile heads_of_tile(const Problem &, const sm90::Config &);
 
 } // namespace strobe::cuda

@@ -20,13 +20,13 @@ using tf32::Config;
 constexpr KernelSource kForward{"tf32/forward.h", "strobe::tf32::Forward", "strobe::tf32::Config"};
 constexpr KernelSource kBackward{"tf32/backward.h", "strobe::tf32::Backward", "strobe::tf32::Config"};
 
-constexpr int64_t kFewestColumns = 64; // the least head dimension, of Q and K and of V, unless TF32 is allowed
+constexpr int64_t kFewestColumns = 64; // the least head dimension, of Q and K and of V, that the engine takes unless TF32 is allowed
 
 // From the fastest to the smallest.
 struct Tile {
   int32_t most_dims; // Dqk + Dv, limited by registers
   int32_t q, k, warps, stages;
-  int32_t blocks_per_sm; // for which registers are limited
+  int32_t blocks_per_sm; // how many blocks an SM shall hold; limits a thread's registers
 };
 constexpr Tile kForwardTiles[] = {
     {.most_dims = 128, .q = 64, .k = 32, .warps = 4, .stages = 2, .blocks_per_sm = 3},
@@ -62,7 +62,7 @@ int32_t shared_bytes(const Config &c, Direction direction) {
   return direction == Direction::forward ? c.forward_shared_bytes() : c.backward_shared_bytes();
 }
 
-// The first tile that fits, or if a tile is requested the nearest.
+// The first tile that fits; if a tile is requested, the nearest to it.
 std::optional<Config> choose(const Problem &p, const Device &device, Direction direction) {
   const bool forward = direction == Direction::forward;
   const Config any = config_for(p, direction);
@@ -90,7 +90,7 @@ double rate(const Device &device) {
   }
 }
 
-// On an H200.
+// Measured on an H200.
 constexpr Measured kMeasured{.share_of_peak = {0.38, 0.3}, .launch_seconds = 4e-6, .block_seconds = {6.5e-6, 16e-6}};
 
 class Tf32Engine final : public CudaEngine {
@@ -105,8 +105,8 @@ protected:
     if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
     if (p.invariant) return "is not invariant: its tiles of keys begin where a tile of queries sees some";
     if (!p.allow_tf32) {
-      // The rms errors: 2^-23.8 of the exact product for three TF32 products of 11-bit numbers, and n / 1.4 2^-25.8 for an FP32 sum of n
-      // products. They are equal at n = 31, but at 32 columns the error of single rows of dK was still 1.3 times the bound.
+      // Rms errors, relative to the exact product: three TF32 products of 11-bit numbers have 2^-23.8; an FP32 sum of n products has n /
+      // 1.4 2^-25.8. They are equal at n = 31; but at 32 columns the error of single rows of dK was still 1.3 times the bound.
       if (std::min(p.head_dim, p.head_dim_v) < kFewestColumns)
         return text("head dimensions under ", kFewestColumns, ": FP32 rounds a sum of so few products less than TF32's parts do");
       if (function_of(p) == kHyperbolic) return "a Lorentz product cancels, which shows what TF32's parts leave of FP32's last bits";
@@ -118,7 +118,7 @@ private:
   static bool exceeds_registers(const Problem &p) { return rounded(p.head_dim, 32) + rounded(p.head_dim_v, 32) > 256; }
 
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
-    // The backward rebuilds P from this forward's LSE: both must use the same arithmetic, or rows of P no longer sum to 1.
+    // The backward computes P again from this forward's LSE. Both must use the same arithmetic, or rows of P no longer sum to 1.
     if (exceeds_registers(p) || !choose(p, device, Direction::backward))
       return "takes no forward whose backward it would leave to another arithmetic: dK and dV of these head dimensions or blocks do not "
              "fit";
@@ -173,7 +173,7 @@ private:
                         .direction = direction,
                         .device = device,
                         .rate = rate(device),
-                        .operations = double(c.products), // 2 FLOP for a column of Q or for one of V
+                        .operations = double(c.products), // 2 FLOP for each column of Q or V, in each product
                         .resident = resident(device, shared_bytes(c, direction), c.blocks_per_sm),
                         .launches = launches,
                         .parts = parts};

@@ -5,9 +5,9 @@
 namespace strobe::cuda {
 namespace {
 
-// Marks are numbers that resemble no address: kFirst, and further ones at distances (kApart) that exceed the size of any tensor.
+// Marks are numbers that resemble no address: kFirst, and others at distances (kApart) that exceed the size of any tensor.
 constexpr uintptr_t kFirst = uintptr_t{0x57B0} << 48, kApart = uintptr_t{1} << 40, kWorkspace = kFirst + kTensors * kApart;
-constexpr uintptr_t kOff = 8; // added to a mark if its address is not a multiple of 16
+constexpr uintptr_t kOff = 8; // added to a mark whose address is not a multiple of 16
 
 uintptr_t off_16_bytes(const void *address) { return reinterpret_cast<uintptr_t>(address) % 16 ? kOff : 0; }
 

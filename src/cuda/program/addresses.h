@@ -1,5 +1,5 @@
-// A program is made once and run on other addresses each time. While it is made, marks stand for the addresses of the tensors and of the
-// workspace; a run puts addresses in place of the marks.
+// A program is made once, and runs each time on other addresses. While it is made, marks stand for the addresses of tensors and workspace.
+// A run replaces marks by addresses.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -13,7 +13,8 @@ namespace strobe::cuda {
 // How many tensors and lists a call may have.
 inline constexpr size_t kTensors = sizeof(strobe_addresses) / sizeof(void *) - 1;
 
-// The call with marks for addresses. A mark is a multiple of 16 if its address is, because the choice of kernels depends on that.
+// The call with marks in place of addresses. A mark is a multiple of 16 if its address is one, because the choice of kernels depends on
+// that.
 Problem marked(const Problem &);
 std::byte *workspace_mark();
 bool is_mark(const void *address);
@@ -23,14 +24,14 @@ bool is_workspace_mark(const void *address);
 class Addresses {
 public:
   Addresses(const Problem &, void *workspace);
-  // The address at some distance from a mark.
+  // The address that lies as far from a mark's address as `marked` lies from the mark.
   void *of(const void *marked) const;
 
 private:
   std::array<uintptr_t, kTensors + 1> bases_{}; // the addresses of the tensors and lists of a Problem, and of the workspace
 };
 
-// The workspace while a program is made: 256-byte aligned pieces, addressed from the workspace's mark.
+// The workspace while a program is made: 256-byte aligned pieces, whose addresses count from the workspace's mark.
 class Scratch {
 public:
   template <class T> T *take(int64_t count) {
@@ -44,8 +45,8 @@ private:
   uint64_t bytes_ = 0;
 };
 
-// Calls visit(pointer) for each pointer in a kernel's arguments; a launch binds these pointers. Arguments that only one family has get an
-// overload in that family.
+// Calls visit(pointer) for each pointer in a kernel's arguments. A launch replaces the marks in these pointers. Arguments of only one
+// family have an overload in that family.
 template <class V> void each_pointer(const BlockList &list, V &visit) { visit(list.offsets), visit(list.indices); }
 template <class V> void each_pointer(const FunctionArguments &a, V &visit) {
   for (const CapturedOperand &x : a.captured) visit(x.data);

@@ -18,7 +18,7 @@ BlockList list(const int32_t *offsets, const int32_t *indices, const Problem &p,
   const Problem::Blocks &m = p.blocks;
   const Problem::Part &part = p.part;
   const i64 head = m.heads > 1 ? rows + 1 : 0, batch = m.batch > 1 ? m.heads * (rows + 1) : 0;
-  if (offsets) offsets += part.first_batch * batch + part.first_head * head; // an empty list has no address
+  if (offsets) offsets += part.first_batch * batch + part.first_head * head; // an empty list may have no address
   return {offsets, indices, m.kept, rows, batch, head, row_tokens, column_tokens};
 }
 
@@ -33,7 +33,7 @@ Pages pages(const Problem &p) {
 }
 
 score::CudaFunctions functions(const Problem &p) { return {p, function_of(p) >= kProgram}; }
-// Whether kernels call functions of the caller's.
+// Whether kernels call functions of the caller.
 bool calls_functions(const Problem &p) { return p.program && p.program->is_given(); }
 
 Inputs inputs(const Problem &p) {
@@ -52,7 +52,7 @@ Inputs inputs(const Problem &p) {
   if (p.program) in.cap = p.program->cap, in.beta = p.program->beta, in.shift = p.program->shift;
   if (calls_functions(p)) in.function = functions(p).arguments();
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
-  const Problem::Blocks &m = p.blocks; // in a part: the whole problem's, from the first of its sequences and heads on
+  const Problem::Blocks &m = p.blocks; // in a part: those of the whole problem, from the part's first sequence and head on
   if (m.present) in.blocks = list(m.row_ptr, m.col, p, m.rows, m.block_q, m.block_k);
   if (m.transposed) in.blocks_t = list(m.row_ptr_t, m.col_t, p, m.cols, m.block_k, m.block_q);
   return in;

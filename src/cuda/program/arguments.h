@@ -13,29 +13,29 @@ namespace strobe::cuda {
 
 Operand operand(const View &);
 Features features_of(const Problem &);
-// Features::function: the kernels' own form of the score where the caller's function is one of these, else kProgram or kAdded.
+// Features::function: the kernels' own form of the score if the caller's function is one of these, else kProgram or kAdded.
 i32 function_of(const Problem &);
-// Which it is, for messages.
+// The same in words, for messages.
 const char *score_in_words(const Problem &);
-// The source of the caller's functions, as far as kernels have no own form of them.
+// The source of those functions of the caller for which kernels have no form of their own.
 std::string functions_source(const Problem &);
-// About how many instructions they take for a pair, where kernels have no own form of them.
+// How many instructions these functions take for a pair, roughly.
 int32_t function_instructions(const Problem &);
-// Up to this scale kernels apply the scale in exp2's argument. There, the rounding of scores of 2^31 and more would become a factor outside
-// FP32's range, so a larger scale is applied to the scores. Kernels on tensor cores apply every scale in the argument and refuse a larger
-// one: outsized_scale() returns the reason, or nothing if the scale is not larger.
+// Up to this scale kernels apply the scale in exp2's argument. With a larger scale, the rounding of scores of 2^31 and more would there
+// become a factor outside FP32's range, so a larger scale is applied to the scores. Kernels on tensor cores apply every scale in the
+// argument and refuse a larger one: outsized_scale() returns the reason, or nothing if the scale is not too large.
 inline constexpr double kMostScale = 1e4;
 std::string outsized_scale(const Problem &);
-ForwardArguments forward_arguments(const Problem &);   // without the split over keys
-BackwardArguments backward_arguments(const Problem &); // without the workspace
+ForwardArguments forward_arguments(const Problem &);   // except for the split of the keys
+BackwardArguments backward_arguments(const Problem &); // except for the workspace
 AuxiliaryArguments auxiliary_arguments(const Problem &);
 KeyScales key_scales(const Problem &); // the scales of quantised keys
 
-// Whether base and rows lie on 16-byte addresses and a row's elements are adjacent: tiles may then be copied 16 bytes at a time.
+// Whether base and rows lie at 16-byte addresses and a row's elements are adjacent. Tiles may then be copied 16 bytes at a time.
 bool aligned(const View &, int64_t row_elements);
 bool aligned(std::initializer_list<const View *>, int64_t row_elements);
 bool aligned_keys(const Problem &);     // K and V, quantised or not
-bool aligned_backward(const Problem &); // all tensors that a backward copies this way
+bool aligned_backward(const Problem &); // the same for all tensors that a backward copies
 
 inline int32_t rounded(int64_t dim, int32_t unit) { return int32_t((dim + unit - 1) / unit * unit); }
 

@@ -15,7 +15,7 @@
 namespace strobe::cuda {
 namespace {
 
-constexpr int64_t kMostPositions = int64_t{1} << 30; // limit per sequence: kernels count positions in 32 bits
+constexpr int64_t kMostPositions = int64_t{1} << 30; // the most positions of a sequence: kernels count them in 32 bits
 constexpr int64_t kMostCtas = (int64_t{1} << 31) - 1;
 
 std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream) {
@@ -24,7 +24,7 @@ std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream
   return host;
 }
 
-// Gives the launches that call the caller's functions their source.
+// Gives the source of the caller's functions to the launches that call them.
 void give_functions(Program &program, const Problem &p) {
   Functions source;
   for (Step &step : program.steps)
@@ -34,7 +34,7 @@ void give_functions(Program &program, const Problem &p) {
     }
 }
 
-// Loads the kernels of the launches that a run is about to make.
+// Loads the kernels that a run is about to launch.
 void load_all(const Program &program, const Device &on) {
   std::vector<KernelName> names;
   for (const Step &step : program.steps)
@@ -142,7 +142,7 @@ Workspace CudaEngine::allocate(const Problem &p, const Execution &execution, uin
 
 void CudaEngine::run(const Problem &p, const Execution &execution, Direction, const Plan &plan, void *workspace) const {
   const Device &on = device(p.device_index);
-  DeviceGuard guard(on); // the driver encodes tensor maps for a context
+  DeviceGuard guard(on); // the driver needs a context to encode tensor maps
   const CUstream stream = static_cast<CUstream>(execution.stream);
   if (p.check && capturing(stream))
     refuse("check", Code::excluded, "1 while the stream is captured; accepted is 0, for it waits for the stream");
@@ -162,7 +162,7 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
   if (p.check)
     check_contents(program.copied ? with_copies(p, *program.copied, addresses) : p,
                    [stream](const int32_t *ints, int64_t count) { return fetched(ints, count, stream); });
-  // Whether the last operation that this thread put on the stream is a kernel of this program. The launch that copies lists does not count:
+  // Whether this thread's last operation on the stream is a kernel of this program. The launch that copies lists does not count, because
   // some kernels read lists before they wait for the previous launch.
   bool early = false;
   for (; step != program.steps.end(); ++step) {

@@ -10,7 +10,7 @@ namespace strobe::cuda {
 
 struct TunedTile;
 
-// A family of kernels: it answers with a program or with the reason against it.
+// A family of kernels. It answers a problem with a program, or with the reason against it.
 class CudaEngine : public Engine {
 public:
   using Made = std::variant<Program, std::string>;
@@ -19,11 +19,11 @@ public:
   Answer plan(const Problem &, const Execution &, Direction) const override;
   Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const override; // from the stream's memory pool
   void run(const Problem &, const Execution &, Direction, const Plan &, void *workspace) const override;
-  // Like plan(), for a device that may only be described.
+  // plan() for a device that may be only described.
   Answer plan_on(const Device &, const Problem &, Direction) const;
 
 protected:
-  // Whether the family supports parts of larger problems, and adds to existing gradients.
+  // Whether the family supports parts of larger problems, and can add to existing gradients.
   virtual bool computes_parts() const { return false; }
   // Whether the family's forward supports a page table.
   virtual bool reads_pages() const { return false; }
@@ -33,7 +33,7 @@ protected:
   virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
 
 private:
-  // The tuned tile to request if the caller requests none; null if there is none.
+  // The tuned tile, which is requested if the caller requests none; null if there is none.
   const TunedTile *tuned(const Problem &, Direction, const Device &) const;
 };
 

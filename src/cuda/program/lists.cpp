@@ -21,7 +21,7 @@ constexpr const char *kNames[] = {
 };
 static_assert(int(kMostLists) == ListForms::kCount);
 
-// Whether a page table has dense rows at a distance that fits 32 bits: kernels find a sequence's row by a 32-bit product.
+// Whether a page table has dense rows at a distance that fits 32 bits. Kernels find a sequence's row by a 32-bit product.
 bool has_whole_rows(const strobe_tensor &table) {
   const int64_t row = table.strides[0];
   return (table.shape[1] == 1 || table.strides[1] == 1) && row >= 0 && row <= INT32_MAX;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr KernelSource kWriteWords{"passes/part_table.h", "strobe::passes::WriteWords", "strobe::passes::WordsConfig"};
 
-// The ranges of each sequence: ranges that touch are joined, and empty ranges, which the list may have anywhere, come last.
+// The ranges of each sequence. Ranges that touch are joined. Empty ranges, which the list may have anywhere, come last.
 struct Ranges {
   std::vector<HeldRange> all;
   int32_t count = 0, sequences = 0;

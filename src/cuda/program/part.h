@@ -1,4 +1,4 @@
-// The table of a part of a larger problem, which kernels read in the workspace (kernels/attention/part.h).
+// The table of a part of a larger problem. Kernels read it in the workspace (kernels/attention/part.h).
 #pragma once
 #include <vector>
 
@@ -8,19 +8,19 @@
 
 namespace strobe::cuda {
 
-// Reserves memory for the table, sets p.part.table, and returns the launches that write it: one, except for lists of hundreds of ranges.
+// Reserves memory for the table, sets p.part.table, and returns the launches that write it: one, or several if there are hundreds of
+// ranges.
 std::vector<Launch> part_table(Problem &p, Scratch &);
 // Whether all ranges begin at multiples of 16, so that dropout's groups and mask blocks lie at the same places as in the whole sequences.
 bool begins_aligned(const Problem &);
-// Whether tiles are numbered through all sequences, as in kernels/attention/packed_tiles.h, so that a short sequence has only the tiles
-// that it fills.
+// Whether tiles are numbered through all sequences (kernels/attention/packed_tiles.h), so that a short sequence has only the tiles that it
+// fills.
 inline bool numbers_tiles(const Problem &p) { return p.varlen && !p.part; }
-// Whether numbering tiles pays for kernels in which every block must first search for its tile, which takes 0.5 µs on an H200: true if it
-// halves the number of blocks. Without numbering each sequence has as many tiles as the longest one. rows: the number of rows of all
-// sequences.
+// Whether it pays to number tiles in kernels in which every block must then search for its tile, which takes 0.5 µs on an H200. True if it
+// halves the number of blocks. Without numbering each sequence has as many tiles as the longest one. rows: the rows of all sequences.
 bool worth_numbering(const Problem &, int64_t rows, int64_t longest, int64_t tile);
 
-// The number of query (key) tiles of the sequence with the most tiles, counted as kernels do.
+// How many query (key) tiles the sequence with the most tiles has, counted as in kernels.
 int64_t query_tiles(const Problem &, int64_t tile);
 int64_t key_tiles(const Problem &, int64_t tile);
 int64_t all_query_tiles(const Problem &, const Inputs &, int64_t tile); // over all heads and sequences: the size of dq_sum

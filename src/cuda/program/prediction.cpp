@@ -50,7 +50,7 @@ Walks walks(const Problem &p, Direction direction, int64_t tile_q, int64_t tile_
 
 double Walks::last(double slots) const {
   const double rounds = blocks / slots;
-  // Equal blocks take whole rounds; of unequal ones the longest come first, and short ones fill the gaps.
+  // Equal blocks take whole rounds. Of unequal blocks the longest come first, and short ones fill the gaps.
   return std::max(longest, mean * (longest > mean || rounds > 4 ? rounds : std::ceil(rounds)));
 }
 
@@ -71,11 +71,11 @@ double rows_seconds(const Problem &p, int64_t head_dim, int64_t head_dim_v, bool
 double missing_seconds(const Problem &p, const Walks &w, const Device &device, int64_t tile_k, int64_t pairs, int64_t row_bytes) {
   constexpr double kBytes = 3e12;      // per second, on an H200
   constexpr double kPartOfCache = 0.6; // fits the measured rates of long causal calls with groups of 5 to 7 heads (H100)
-  // Under a causal mask the walks of neighbouring key tiles differ by a query tile for each head of the group. Under a window a walk begins
-  // when the blocks before it end: the rows of a head that are then in use span the keys in progress plus the window.
+  // Under a causal mask the walks of neighbouring key tiles differ by one query tile for each head of the group. Under a window a walk
+  // begins when the blocks before it end, so the rows of a head in use at a time span the keys in progress and the window.
   const bool window = narrow_window(p);
   if (!window && w.longest < 1.05 * w.mean) return 0;     // concurrent walks stay together
-  if (std::max(p.head_dim, p.head_dim_v) <= 64) return 0; // no such loss was measured there (H100, groups of 4 and 8)
+  if (std::max(p.head_dim, p.head_dim_v) <= 64) return 0; // the loss was not measured there (H100, groups of 4 and 8)
   const double keys = double(device.sms) / double(pairs) * double(tile_k) + (window ? double(p.window_left + p.window_right) : 0);
   const double used = double(pairs) * double(p.group()) * std::min(double(p.seqlen_q), keys) * double(row_bytes);
   return w.scores() / double(tile_k) * double(row_bytes) * std::max(0.0, 1 - kPartOfCache * double(device.l2) / used) / kBytes;
@@ -96,7 +96,7 @@ double combining_seconds(const Problem &p) {
 
 double seconds(const Walks &w, const Device &device, int64_t resident, double rate, double block_seconds, int64_t parts) {
   const double blocks = w.blocks * double(parts), slots = double(device.sms * resident);
-  const double sharing = std::clamp(blocks / device.sms, 1.0, double(resident)); // a block alone on its SM has the whole SM
+  const double sharing = std::clamp(blocks / device.sms, 1.0, double(resident)); // a block that is alone has the whole SM
   return w.last(slots) / double(parts) * sharing / rate + block_seconds * std::max(1.0, blocks / slots);
 }
 

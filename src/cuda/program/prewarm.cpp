@@ -6,7 +6,7 @@
 namespace strobe::cuda {
 namespace {
 
-// The plan that the ordinary choice of engine and tile makes for a GPU of this compute capability.
+// The plan with the ordinary choice of engine and tile, for a GPU of this compute capability.
 Plan plan(const Problem &p, Direction direction, int cc) {
   const Device device = described(cc);
   const auto may_run = [&p](const Engine &engine) {

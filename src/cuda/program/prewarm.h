@@ -1,4 +1,4 @@
-// Kernels compiled ahead, for GPUs that need not be present.
+// Compiles kernels ahead, for GPUs that need not be present.
 #pragma once
 #include <string>
 
@@ -6,10 +6,11 @@
 
 namespace strobe::cuda {
 
-// Compiles, or finds in the cache, the kernels that the problem would run on a GPU of this compute capability; needs no GPU. Throws with
-// every engine's reason if none supports it. One line per kernel: "compiled|cached registers spilled-bytes wgmma-serialized name".
+// Compiles the kernels that the problem would run on a GPU of this compute capability, or finds them in the cache; needs no GPU. If no
+// engine supports the problem, throws with every engine's reason. Returns a line per kernel: "compiled|cached registers spilled-bytes
+// wgmma-serialized name".
 std::string prewarm(const Problem &, Direction, int cc);
-// The names of the same kernels, and whether a cache has them; nothing is compiled.
+// The names of these kernels, and whether a cache has them. Nothing is compiled.
 std::string kernels(const Problem &, Direction, int cc);
 
 } // namespace strobe::cuda

@@ -1,4 +1,5 @@
-// The steps of a CUDA engine for a problem, in order, each complete enough to compile, to print or, with addresses, to launch.
+// The steps of a CUDA engine for a problem, in order. A step has all that is needed to compile it, to print it or, with addresses, to
+// launch it.
 #pragma once
 #include <cstddef>
 #include <cstring>
@@ -19,15 +20,15 @@ struct Launch {
   static constexpr size_t kMostArguments = 4096; // bytes of a kernel's arguments
 
   const KernelSource *source;
-  std::vector<int32_t> config; // the ints of the kernel's Config
+  std::vector<int32_t> config; // the integers of the kernel's Config
   int64_t grid;                // CTAs, on one axis
   int32_t threads;
-  int32_t shared_bytes;               // dynamic
-  std::vector<std::byte> arguments;   // with marks for addresses
+  int32_t shared_bytes;               // dynamic shared memory
+  std::vector<std::byte> arguments;   // with marks in place of addresses
   std::vector<uint16_t> marks;        // where the marks lie
-  std::vector<uint16_t> map_requests; // where the TensorMaps lie that must be encoded
-  bool calls_functions = false;       // the caller's
-  Functions functions{};              // their source, when the program is complete
+  std::vector<uint16_t> map_requests; // offsets of the TensorMaps that must be encoded
+  bool calls_functions = false;       // the kernel calls the caller's functions
+  Functions functions{};              // the source of these functions, set when the program is complete
 
   template <class Config, class Arguments>
   Launch(const KernelSource &source, const Config &config, int64_t grid, int32_t threads, int32_t shared_bytes, const Arguments &arguments)
@@ -46,7 +47,7 @@ struct Launch {
   void bind(const Addresses &, std::byte *arguments) const;
 
 private:
-  struct Marks { // in the arguments, as each_pointer visits them
+  struct Marks { // offsets in the arguments, found by each_pointer
     Launch &launch;
     const std::byte *begin;
 
@@ -72,9 +73,9 @@ using Step = std::variant<Launch, Zero>;
 
 struct Program {
   std::vector<Step> steps;
-  std::shared_ptr<const Problem> copied; // the call on marks, if its first step copies lists; null: it copies none
+  std::shared_ptr<const Problem> copied; // the call with marks, if the first step copies lists; null: no list is copied
   bool overlap = false;                  // thread blocks of a launch may begin as soon as those of the previous one have all begun
-  bool persistent = false;               // the main kernel's grid is no larger than the GPU: it uses no more SMs than the Device has
+  bool persistent = false;               // the main kernel's grid is no larger than the GPU: it has at most one block per SM
   std::string kernel;                    // a description, for explain()
   int64_t tile_q = 0, tile_k = 0;
   double predicted_seconds = 0;

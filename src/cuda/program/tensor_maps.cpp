@@ -19,7 +19,7 @@ std::string unmapped(const char *argument, const View &view, int64_t columns) {
   return {};
 }
 
-// The number of rows of a head in Q (in K): rows of all sequences if these are packed, of a page if keys are paged.
+// How many rows a head has in Q (in K): those of all sequences if these are packed, those of a page if keys are paged.
 static int64_t rows_of_queries(const Problem &p) { return p.varlen ? p.total_q : p.seqlen_q; }
 static int64_t rows_of_keys(const Problem &p) { return p.page_size ? p.page_size : p.varlen ? p.total_k : p.seqlen_k; }
 
@@ -34,7 +34,7 @@ std::string broadcast_row(std::initializer_list<const View *> of_queries, std::i
 namespace {
 
 struct Request {
-  const void *data; // a mark; null: none
+  const void *data; // a mark; null: no tensor
   uint64_t sizes[4], strides[3];
   uint32_t box, box_heads;
   DType dtype;
@@ -50,7 +50,7 @@ Request request_in(const TensorMap &map) {
 MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, int32_t box, int32_t box_heads = 1) {
   MappedOperand operand{};
   operand.head_step = view.stride[1] != 0, operand.batch_step = view.stride[0] != 0;
-  const uint64_t unused = uint64_t((columns * 2 + 15) / 16 * 16); // for an axis of size 1
+  const uint64_t unused = uint64_t((columns * 2 + 15) / 16 * 16); // the stride of an axis of size 1
   Request request{
       .data = view.data,
       .sizes = {uint64_t(columns), uint64_t(rows), uint64_t(operand.head_step ? heads : 1), uint64_t(operand.batch_step ? batch : 1)},
@@ -86,7 +86,7 @@ void encode(TensorMap &map, const Addresses &addresses) {
   const Request r = request_in(map);
   const uint32_t boxes[4] = {64, r.box, r.box_heads, 1}, steps[4] = {1, 1, 1, 1};
   constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3, kPromote256 = 3;
-  CUtensorMap encoded; // the driver's type may need more alignment than a kernel's argument has
+  CUtensorMap encoded; // the driver's type may need a higher alignment than a kernel's arguments have
   check(driver()->cuTensorMapEncodeTiled(&encoded, r.dtype == DType::f16 ? kFloat16 : kBfloat16, 4, addresses.of(r.data), r.sizes,
                                          r.strides, boxes, steps, 0, kSwizzle128, kPromote256, 0),
         "cuTensorMapEncodeTiled");

@@ -1,4 +1,4 @@
-// Tensors as Hopper's copy engine sees them.
+// Tensors as Hopper's copy engine reads them.
 #pragma once
 #include <initializer_list>
 #include <string>
@@ -11,18 +11,18 @@ namespace strobe::cuda {
 
 // The reason why the copy engine cannot load this tensor; empty if it can.
 std::string unmapped(const char *argument, const View &, int64_t columns);
-// The reason why the copy engine cannot load boxes of rows: in some tensor one row stands for all rows of a sequence. Else empty.
+// The reason why the copy engine cannot load boxes of rows: one row of a tensor stands for all rows of a sequence. Empty if it can.
 std::string broadcast_row(std::initializer_list<const View *> of_queries, std::initializer_list<const View *> of_keys, const Problem &);
 
-// Maps of tensors with the rows of Q, or with those of K. box: the number of rows loaded at a time, 64 columns each, of box_heads heads.
-// The driver encodes a map for an address; until a run has the address, the map holds the inputs of the encoding: a request.
+// Maps of tensors with Q's rows, or with K's rows. box: how many rows are loaded at a time, in 64 columns of box_heads heads. The driver
+// encodes a map for an address. Until a run has the address, the map holds the inputs of the encoding: a request.
 MappedOperand mapped_queries(const Problem &, const View &, int64_t columns, int32_t box, int32_t box_heads = 1);
-MappedOperand mapped_keys(const Problem &, const View &, int64_t columns, int32_t box); // in a pool, pages take the place of sequences
-// Whether the copy engine can load the bias; it does not convert, so the bias must have q's dtype. box: the number of queries loaded at a
-// time; one if the bias is broadcast over queries.
+MappedOperand mapped_keys(const Problem &, const View &, int64_t columns, int32_t box); // in a pool, pages count as sequences
+// Whether the copy engine can load the bias. It does not convert, so the bias must have q's dtype.
 bool maps_bias(const Problem &);
+// box: how many queries are loaded at a time; 1 if the bias is broadcast over queries.
 MappedOperand mapped_bias(const Problem &, int32_t box);
-bool is_request(const TensorMap &); // false for a tensor that the call does not have
+bool is_request(const TensorMap &); // false also for a tensor that the call does not have
 void encode(TensorMap &request, const Addresses &);
 
 } // namespace strobe::cuda

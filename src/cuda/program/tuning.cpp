@@ -19,8 +19,8 @@
 namespace strobe::cuda {
 namespace {
 
-constexpr int kFormat = 2;              // 1 was JSON
-constexpr size_t kMostBytes = 16 << 20; // the largest accepted table
+constexpr int kFormat = 2;              // format 1 was JSON
+constexpr size_t kMostBytes = 16 << 20; // the largest table that is accepted
 
 int64_t rounded(int64_t size) { return size > 0 ? static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(size))) : 0; }
 
@@ -36,7 +36,7 @@ Direction direction_named(const std::string &wanted) {
   throw std::runtime_error(text("direction \"", wanted, "\" is neither forward nor backward"));
 }
 
-// A run of lines "name = value".
+// A section: lines "name = value".
 class Section {
 public:
   void add(std::string_view line, size_t number) {
@@ -171,7 +171,7 @@ const TunedTile *Tuning::find(const TuningKey &key) const {
 std::string tuning_file(const std::string &device_name) {
   const std::string folder = CacheSettings::from_environment().folder;
   if (folder.empty()) return {};
-  std::string plain; // letters and digits; a hyphen stands for each run of other characters
+  std::string plain; // letters and digits, with a hyphen for each run of other characters
   for (char c : device_name) {
     const char lower = c >= 'A' && c <= 'Z' ? char(c - 'A' + 'a') : c;
     if ((lower >= 'a' && lower <= 'z') || (lower >= '0' && lower <= '9'))

@@ -82,7 +82,7 @@ int main() {
       refused_for({.q = {q, queries}, .k = {k, keys}}, "v: missing") &&
       refused_for({.q = {q, queries}, .k = {k, keys}, .v = {half, keys}}, "v: a range of 424 elements; accepted are 848 or more");
 
-  // Each engine once; the ladder's rungs have a form for each device, and that for the CPU runs everywhere.
+  // Each engine's name comes once. The ladder's rungs have a form for each device; the form for the CPU runs everywhere.
   std::vector<std::string> names;
   bool rung_runs = false;
   for (const strobe::EngineInfo &engine : strobe::engines()) {

@@ -10,7 +10,7 @@ static void check(bool good, const char *otherwise) {
   if (!good) std::printf("%s\n", otherwise), failures++;
 }
 
-// Values that are no default. In strobe.h a flag is 1, and an enumerator its number.
+// Values that are not defaults. In strobe.h a flag is 1, and an enumerator is its number.
 static const float element = 0;
 static const strobe::ConstTensor tensor(std::span(&element, 1), {1});
 static void set(bool &x) { x = true; }
@@ -61,7 +61,7 @@ static bool is(const strobe_function *x, const std::optional<strobe::Function> &
   return x && x->size == sizeof *x && x->n_nodes == 1 && x->nodes == from->nodes.data();
 }
 
-// Whether all bytes after the size are 0, except those of these members.
+// Whether all bytes after the size are 0, except for those of the given members.
 template <class Raw, class... Members> static bool zero_but(const Raw &raw, const Members &...members) {
   Raw rest;
   std::memcpy(static_cast<void *>(&rest), static_cast<const void *>(&raw), sizeof raw);
@@ -75,7 +75,7 @@ template <class Raw, class... Members> static bool zero_but(const Raw &raw, cons
   return raw.size == sizeof raw;
 }
 
-// Sets an option of a `Given` and checks the struct `make`, an expression that converts the variable `given`.
+// Sets an option of a `Given`, and checks the struct that `make`, an expression of the variable `given`, produces.
 #define HANDED_ON(Struct, Given, name, make)                                                                                               \
   {                                                                                                                                        \
     Given given;                                                                                                                           \

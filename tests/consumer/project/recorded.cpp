@@ -1,4 +1,4 @@
-// functions.hpp records each operation, and what it records is computed.
+// functions.hpp records every operation, and the recorded operations are computed.
 #include <strobe/functions.hpp>
 
 #include <cmath>
@@ -25,7 +25,7 @@ static void each_operation() {
     c = (!c & (y >= 0)) ^ Boolean(true);
     return where(c == Boolean(false), y, 0.5 * i + Real(c)) + where(c != Boolean(true), n, 0) + where(c, 1.0, 2.0) * 1.5;
   });
-  std::set<int32_t> all = {STROBE_OP_TO_BOOLEAN}; // C++ compares with 0
+  std::set<int32_t> all = {STROBE_OP_TO_BOOLEAN}; // C++ itself compares with 0
   for (const strobe_node &n : f.nodes) all.insert(n.operation);
 #define STROBE_OPERATION(name, number, inputs, takes, gives) check(all.contains(STROBE_OP_##name), #name " is not recorded");
 #include <strobe/operations.inc>

@@ -1,4 +1,4 @@
-// Programs are made on marks; each run puts addresses in their place.
+// Programs are made with marks. Each run replaces the marks by addresses.
 #include "cuda/program/addresses.h"
 
 #include <cstring>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr uintptr_t kTensors = uintptr_t{1} << 40, kWorkspace = uintptr_t{1} << 46;
 
-// Tensors without memory, because they are not read.
+// Tensors without memory. They are not read.
 struct OnGpu : Problem {
   Direction direction;
   uintptr_t placed = 0;
@@ -59,7 +59,7 @@ struct OnGpu : Problem {
   }
 };
 
-// The places of marks in a launch's arguments.
+// The offsets of marks in a launch's arguments.
 std::vector<size_t> marks_in(const std::byte *arguments, size_t bytes) {
   std::vector<size_t> marks;
   for (size_t at = 0; at + 8 <= bytes; at += 8) {
@@ -70,7 +70,8 @@ std::vector<size_t> marks_in(const std::byte *arguments, size_t bytes) {
   return marks;
 }
 
-// The engines that support the call on such a GPU. A run leaves no mark in the arguments of its kernels, nor in the memory that it clears.
+// The engines that support the call on such a GPU. Checks that a run leaves no mark in the arguments of its kernels, nor in memory that it
+// clears.
 std::vector<std::string> bound(const OnGpu &call, int cc) {
   const Addresses addresses(call, reinterpret_cast<void *>(kWorkspace));
   std::vector<std::string> taken;
@@ -132,7 +133,7 @@ TEST_CASE("addresses: a run leaves no mark in the arguments of any kernel") {
   for (Direction direction : {Direction::forward, Direction::backward}) {
     CAPTURE(int(direction));
     const Names half{"cuda-sm90", "cuda-mma", "cuda-simt"}, with_rung{"cuda-sm90", "cuda-mma", "cuda-simt", "ladder-tensor-cores"};
-    for (int64_t length : {128, 4096}) { // few queries: the keys are split
+    for (int64_t length : {128, 4096}) { // few queries, so the keys are split
       OnGpu plain(direction, DType::bf16, length, 64);
       plain.dlse = {};
       CHECK(bound(plain, 90) == with_rung);

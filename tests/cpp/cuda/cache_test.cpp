@@ -1,4 +1,4 @@
-// The disk cache: hits, misses, and a cache that cannot be used. The compiler is the fake one, which counts.
+// The disk cache: hits, misses, and a cache that cannot be used. The fake compiler counts its compilations.
 #include "cuda/compile/cache.h"
 
 #include <sys/stat.h>
@@ -36,7 +36,7 @@ TEST_CASE("cache: compiled once, then read") {
   CHECK(first.spill_bytes == 20);
   CHECK(first.nvrtc == "13.7");
   CHECK(c.compiled() == 1);
-  REQUIRE(c.files().size() == 1); // neither a lock nor a temporary file is left
+  REQUIRE(c.files().size() == 1); // no lock and no temporary file is left
   CHECK(has(c.files()[0], "/cache/nvrtc-13.7/"));
 }
 
@@ -54,7 +54,7 @@ TEST_CASE("cache: what is compiled") {
                           "if constexpr (!kWaitsItself<Kernel>) asm volatile(\"griddepcontrol.wait;\" ::: \"memory\");\n"
                           "Kernel::run(a);\n}\n"
                           "== test/plain.h\n"));
-  CHECK_FALSE(has(build(plain(7), 80).cubin, "griddepcontrol")); // only from sm_90 on
+  CHECK_FALSE(has(build(plain(7), 80).cubin, "griddepcontrol")); // used only from sm_90 on
   CHECK(has(cubin, "== test/circle.h\n"));
   CHECK_FALSE(has(cubin, "unrelated"));
   const KernelSource specific{"test/plain.h", "test::Plain", "test::Config", true};
@@ -99,7 +99,7 @@ TEST_CASE("cache: a broken entry is no entry, and is replaced") {
   for (size_t length : {size_t(0), size_t(1), size_t(60), size_t(100), whole.size() - 1}) rebuilt(whole.substr(0, length));
   rebuilt(whole + "more");
 
-  build(plain(2), 90); // makes another entry, whose contents are then found under this one's name
+  build(plain(2), 90); // makes another entry; its contents are then put under this entry's name
   compiled++;
   for (const std::string &other : c.files())
     if (other != file) rebuilt(contents(other));
@@ -116,7 +116,7 @@ TEST_CASE("cache: lengths that an entry does not have make it no entry") {
   REQUIRE(log == good.log.size());
   REQUIRE(cubin == good.cubin.size());
   for (const auto &[log_bytes, cubin_bytes] : {std::pair{log + cubin + 1, uint64_t(0)}, // past the end
-                                               {~uint64_t(0) - 90, cubin},              // its sum with the number before it wraps
+                                               {~uint64_t(0) - 90, cubin},              // the sum with the number before it wraps
                                                {log, cubin - 1},
                                                {log, cubin + 1},
                                                {log + 1, cubin - 2},
@@ -200,9 +200,9 @@ TEST_CASE("cache: what others can write to is not used, and info says so") {
   shut(versions);
   CHECK_FALSE(build(plain(1), 90).compiled);
   open_to(file, group);
-  CHECK(build(plain(1), 90).compiled); // and the entry is replaced
+  CHECK(build(plain(1), 90).compiled); // the entry is replaced
   CHECK_FALSE(build(plain(1), 90).compiled);
-  if (geteuid() == 0) { // only root may give a file away
+  if (geteuid() == 0) { // only root may give a file to another user
     REQUIRE(chown(file.c_str(), 12345, 12345) == 0);
     CHECK(build(plain(1), 90).compiled);
     CHECK_FALSE(build(plain(1), 90).compiled);
@@ -296,7 +296,7 @@ TEST_CASE("cache: made elsewhere") {
     CHECK(build(plain(1), 90).nvrtc == "13.7"); // an entry of any compiler serves
     CHECK_FALSE(fs::exists(c.folder / "cache"));
     CHECK(build(plain(2), 90).nvrtc == "12.9");
-    CHECK(c.files().size() == 1); // compiled kernels stay in the process's own folder
+    CHECK(c.files().size() == 1); // compiled kernels go to the process's own folder
   }
   CHECK(build(plain(1), 90).compiled);
 }
@@ -317,7 +317,7 @@ TEST_CASE("cache: of two compilers' entries made elsewhere, the newer") {
 TEST_CASE("cache: 8 cold processes of 4 threads compile each kernel once") {
   const Compiling c;
   constexpr int processes = 8, threads = 4, keys = 3;
-  int start[2]; // closes once all have started
+  int start[2]; // is closed when all have started
   REQUIRE(pipe(start) == 0);
   std::vector<pid_t> children;
   for (int p = 0; p < processes; p++) {

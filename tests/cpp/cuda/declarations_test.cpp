@@ -1,4 +1,4 @@
-// driver.h against NVIDIA's cuda.h: each constant, struct and call is binary compatible.
+// Compares driver.h with NVIDIA's cuda.h: each constant, struct and call is binary compatible.
 #include <cuda.h>
 #include <doctest/doctest.h>
 
@@ -11,7 +11,7 @@ namespace {
 
 namespace own = strobe::cuda;
 
-// Arguments of the same sizes, and integers match integers.
+// Arguments must have the same sizes, and integers must match integers.
 template <class A, class B> struct Same : std::false_type {};
 template <class R, class S, class... A, class... B>
   requires(sizeof...(A) == sizeof...(B))

@@ -12,7 +12,7 @@ using namespace strobe::cuda::test;
 
 namespace {
 
-// The output of a separate program with this libcuda.so.1.
+// The output of another program that runs with this libcuda.so.1.
 std::string info_with(const std::string &libcuda) {
   const std::string command = "LD_LIBRARY_PATH=" BINARY_FOLDER "/" + libcuda + " " BINARY_FOLDER "/cuda_info";
   FILE *out = popen(command.c_str(), "r");
@@ -115,7 +115,7 @@ TEST_CASE("driver: a guard makes its device current and gives the caller's back"
     }
     CHECK(current() == first);
     const int pushes = fake.pushes;
-    const DeviceGuard same(one); // guards the same device, and changes nothing
+    const DeviceGuard same(one); // guards the same device and changes nothing
     CHECK(fake.pushes == pushes);
   }
   CHECK(current() == nullptr);
@@ -151,7 +151,7 @@ TEST_CASE("driver: stand-ins for a compute capability") {
   CHECK(described(90).shared_per_block == 227 * 1024);
   CHECK(described(120).shared_per_block == 99 * 1024);
   CHECK(described(61).shared_per_block == 48 * 1024);
-  CHECK(described(88).cc == 88); // described like the newest known GPU before it
+  CHECK(described(88).cc == 88); // an unknown GPU, described like the newest known GPU before it
   CHECK(described(88).shared_per_block == described(87).shared_per_block);
   CHECK(described(90).ordinal == -1);
   CHECK(thrown(STROBE_UNSUPPORTED, [] { described(37); }) == "compute capability 3.7; accepted is 5.0 or newer");

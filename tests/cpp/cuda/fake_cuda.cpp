@@ -104,7 +104,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction, void **param
   return fake.launch;
 }
 
-// The map begins with the tensor's address; then come its sizes.
+// A fake map begins with the tensor's address; the sizes follow.
 CUresult cuTensorMapEncodeTiled(CUtensorMap *map, int, uint32_t rank, void *address, const uint64_t *sizes, const uint64_t *,
                                 const uint32_t *, const uint32_t *, int, int, int, int) {
   *map = {};

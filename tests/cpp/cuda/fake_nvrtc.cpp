@@ -1,5 +1,5 @@
-// A fake libnvrtc.so that "compiles" to a text of its inputs, slowly, and adds a line to the file named by FAKE_NVRTC_LOG each time. With
-// FAKE_NVRTC_MEET no call succeeds before this many have begun.
+// A fake libnvrtc.so. It "compiles" slowly, to a text of its inputs, and each time adds a line to the file that FAKE_NVRTC_LOG names. With
+// FAKE_NVRTC_MEET, no call succeeds before this many calls have begun.
 #include <fcntl.h>
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// Children forked before the first use, after it, and in the middle of it.
+// Children that are forked before the first use, after it, and in the middle of it.
 #include <thread>
 
 #include "surroundings.h"
@@ -13,7 +13,8 @@ std::string built_in_child(int add) {
   return in_child([=] { return build(plain(add), 90).compiled ? "compiled" : "read"; });
 }
 
-// A child inherits AddressSanitizer's allocator, locked by a thread that was in it (seen with GCC 12), and waits for ever.
+// A child inherits AddressSanitizer's allocator. If another thread was in the allocator, it stays locked, and the child waits for ever
+// (seen with GCC 12).
 #ifdef __SANITIZE_ADDRESS__
 constexpr bool kAllocatorForks = false;
 #else
@@ -22,7 +23,7 @@ constexpr bool kAllocatorForks = true;
 
 } // namespace
 
-// Must come first: nothing is loaded yet.
+// Must be the first test: nothing is loaded yet.
 TEST_CASE("fork: before and after the first compilation") {
   const Compiling c;
   CHECK(built_in_child(1) == "compiled");
@@ -51,7 +52,7 @@ TEST_CASE("fork: while other threads compile" * doctest::skip(!kAllocatorForks))
   for (std::thread &thread : busy) thread.join();
 }
 
-// Must come before the driver is initialised in this process.
+// Must come before this process initialises the driver.
 TEST_CASE("fork: by the driver itself, in a thread that is within") {
   const Compiling c;
   fake_cuda().init_forks = true;
@@ -72,7 +73,7 @@ TEST_CASE("fork: the driver works in a child if it was not initialised before, e
   CHECK(has(in_child([] { return load(plain(2), device(1)).name; }), forked));
   const Device &here = device(1);
   CHECK(has(in_child([&] { return load(plain(2), here).name; }), forked));
-  const Kernel &kernel = load(plain(1), here); // the child launches it without another look-up
+  const Kernel &kernel = load(plain(1), here); // the child launches this kernel without looking it up again
   CHECK(has(in_child([&] {
               const char arguments[16] = {};
               launch(kernel, {}, 128, 0, nullptr, arguments, sizeof arguments);

@@ -1,4 +1,4 @@
-// The embedded headers: equal to the files byte by byte; and the includes of a kernel.
+// The embedded headers are equal to the files, byte by byte; and the headers that a kernel includes.
 #include "cuda/compile/headers.h"
 
 #include "surroundings.h"

@@ -33,7 +33,7 @@ TEST_CASE("jit: loaded once for each kernel, config and device") {
   CHECK(first.argument_bytes == 16);
 
   CHECK(&load(plain(2), device(1)) != &first);
-  const KernelSource twin = kPlain; // the address is the identity
+  const KernelSource twin = kPlain; // a template's address is its identity
   CHECK(&load(twin, plain(1).integers(), device(1)) != &first);
   CHECK(fake.loads == loads + 3);
   CHECK(load(plain(1), device(0)).cc == 80);
@@ -67,7 +67,7 @@ TEST_CASE("jit: loading leaves context and capture mode as they were") {
   CUstreamCaptureMode mode{};
   check(driver()->cuThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
   CHECK(mode == CUstreamCaptureMode{});
-  CHECK(load(plain(21), device(1)).cc == 90); // a failure is not kept
+  CHECK(load(plain(21), device(1)).cc == 90); // failures are not kept
 }
 
 TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
@@ -91,7 +91,7 @@ TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
   CHECK((contents(file) == whole));
 
   build(plain(41), 90);
-  refuse("Config{41,2}"); // also when it is compiled again
+  refuse("Config{41,2}"); // also if it is compiled again
   const int loads = fake.loads;
   CHECK(has(thrown(STROBE_DEVICE_ERROR, [] { load(plain(41), device(1)); }), "cuLibraryLoadData of test::Plain<test::Config{41,2}>"));
   CHECK(fake.loads == loads + 2);
@@ -102,7 +102,7 @@ TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
   }
   refuse("");
   CHECK(c.files().size() == 2);
-  fake.load = CUDA_ERROR_OUT_OF_MEMORY; // an error that is not the code's fault
+  fake.load = CUDA_ERROR_OUT_OF_MEMORY; // an error that the code has not caused
   CHECK(has(thrown(STROBE_OUT_OF_MEMORY, [] { load(plain(41), device(1)); }), "cuLibraryLoadData"));
   fake.load = CUDA_SUCCESS;
   CHECK(c.compiled() == 4);
@@ -111,7 +111,7 @@ TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
 TEST_CASE("jit: many threads, many kernels, each loaded once and found again") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
-  constexpr int threads = 8, kernels = 400; // the table grows twice
+  constexpr int threads = 8, kernels = 400; // enough to make the table grow twice
   const Variable no_disk("STROBE_CACHE_READONLY", "1");
   std::vector<std::vector<const Kernel *>> found(threads, std::vector<const Kernel *>(kernels));
   const int loads = fake.loads;
@@ -134,7 +134,7 @@ TEST_CASE("jit: many threads, many kernels, each loaded once and found again") {
 
 TEST_CASE("jit: kernels of one call are compiled at the same time") {
   const Compiling c;
-  const Variable meet("FAKE_NVRTC_MEET", "12"); // compiled one after another they would never finish
+  const Variable meet("FAKE_NVRTC_MEET", "12"); // compilations one after another would never finish
   FakeCuda &fake = fake_cuda();
   const int loads = fake.loads;
   std::vector<KernelKey<Config>> keys;

@@ -1,5 +1,5 @@
-// The folders of src/cuda depend on one another in one direction: driver <- compile <- program <- families. In kernels/ a family includes
-// the common files and its own folder, and no other.
+// The folders of src/cuda depend on one another in one direction: driver <- compile <- program <- families. In kernels/, a family includes
+// only the common files and its own folder.
 #include <doctest/doctest.h>
 
 #include <filesystem>
@@ -30,7 +30,7 @@ std::string text_of(const fs::path &file) {
   return text.str();
 }
 
-// The path from the project's folder: "src/cuda/driver/device.h". Empty if there is no such file.
+// The path of an included file from the project's folder, e.g. "src/cuda/driver/device.h". Empty if there is no such file.
 std::string found(const fs::path &includer, const std::string &name) {
   for (const fs::path &root : {includer.parent_path(), kSource, kProject, kProject / "include"})
     if (fs::exists(root / name)) return fs::relative(root / name, kProject).generic_string();
@@ -48,7 +48,7 @@ std::vector<std::string> included(const fs::path &file) {
   return all;
 }
 
-// The common beginning of a family's file names: "mma" of mma_backward.cpp. engines.cpp and families.h belong to none.
+// The family's name begins its file names: mma_backward.cpp is a file of "mma". engines.cpp and families.h belong to no family.
 const std::string kFamilies[] = {"ladder", "mma", "simt", "sm90", "tf32"};
 std::string family_of(const std::string &file) {
   const std::string stem = fs::path(file).stem();
@@ -82,7 +82,7 @@ bool allowed(const std::string &includer, const std::string &header) {
   if (rule->first == "families") {
     const std::string own = family_of(includer);
     if (!own.empty() && header.starts_with("kernels/" + own + "/")) return true;
-    // The ladder's limits are stated once for the CPU and the GPU, so that their refusals agree.
+    // The limits of the ladder are stated once, for CPU and GPU, so that refusals agree.
     if (own == "ladder" && header == "src/ladder/subset.h") return true;
     const std::string other = header.starts_with("src/cuda/families/") ? family_of(header) : "";
     if (!other.empty() && other != own && fs::path(includer).stem() != "engines") return false;

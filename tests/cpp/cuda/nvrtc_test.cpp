@@ -1,4 +1,4 @@
-// The choice of NVRTC, the message without one, and the report of a failed compilation.
+// The choice of NVRTC, the message if there is none, and the report of a failed compilation.
 #include "cuda/compile/nvrtc.h"
 
 #include "surroundings.h"
@@ -14,7 +14,7 @@ int chosen(int cc) { return nvrtc(cc) ? nvrtc(cc)->major : 0; }
 
 } // namespace
 
-// Must come first: the driver is not loaded yet.
+// Must be the first test: the driver is not loaded yet.
 TEST_CASE("nvrtc: none newer than the driver can follow") {
   const Variable both("STROBE_NVRTC", folder_of(12) + ":" + folder_of(13));
   CHECK(in_child([] {

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kDevice = 1;
 
-// bf16 on the GPU, whose memory is not read here; addresses are multiples of 256.
+// A bf16 call on the GPU, whose memory this test does not read. Addresses are multiples of 256.
 struct CallOnGpu : Call {
   std::vector<std::vector<char>> memory;
 
@@ -50,7 +50,7 @@ struct CallOnGpu : Call {
   }
 };
 
-// A call's kernels have arguments of several types, and the fake driver reports one size for all.
+// A call's kernels have arguments of several types, but the fake driver would report one size for all. So it reports none.
 struct WithoutBytes {
   WithoutBytes() { fake_cuda().tells_bytes = false; }
   ~WithoutBytes() { fake_cuda().tells_bytes = true; }

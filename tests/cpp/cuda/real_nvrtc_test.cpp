@@ -1,4 +1,4 @@
-// The real NVRTC named by STROBE_TEST_NVRTC, for checks that the fake one does not allow.
+// Checks that need the real NVRTC, which STROBE_TEST_NVRTC names.
 #include <chrono>
 
 #include "cuda/compile/nvrtc.h"
@@ -22,7 +22,7 @@ double milliseconds(const std::function<void()> &f) {
 
 } // namespace
 
-// Must come first: NVRTC is not loaded yet.
+// Must be the first test: NVRTC is not loaded yet.
 TEST_CASE("real NVRTC: first use and disk hit") {
   const Real r;
   MESSAGE("first use, of " << std::string(std::getenv("STROBE_TEST_NVRTC")) << ": "

@@ -1,4 +1,4 @@
-// The environment of the tests of src/cuda: environment variables, folders, forked processes, fake libraries.
+// What the tests of src/cuda need around them: environment variables, folders, forked processes, fake libraries.
 #pragma once
 #include <dlfcn.h>
 #include <doctest/doctest.h>
@@ -27,7 +27,7 @@ struct Config {
 };
 inline KernelKey<Config> plain(int add) { return {&kPlain, {add, 2}}; }
 
-class Variable { // an environment variable, until the end of the scope; null: unset
+class Variable { // sets an environment variable until the end of the scope; null: unsets it
 public:
   Variable(const char *name, const char *value) : name_(name), had_(std::getenv(name) != nullptr), old_(had_ ? std::getenv(name) : "") {
     set(value);
@@ -43,7 +43,7 @@ private:
   std::string old_;
 };
 
-class Folder { // a temporary folder, until the end of the scope
+class Folder { // a temporary folder that exists until the end of the scope
 public:
   Folder() {
     char name[] = "/tmp/strobe-test-XXXXXX";
@@ -70,13 +70,13 @@ inline std::string nvrtc_file(int major) {
   return BINARY_FOLDER "/nvrtc" + m + "/libnvrtc.so." + m;
 }
 
-// An empty cache and the fake NVRTC 13, which counts.
+// An empty cache, and the fake NVRTC 13, which counts its compilations.
 struct Compiling {
   Folder folder;
   Variable cache{"STROBE_CACHE_DIR", folder / "cache"}, log{"FAKE_NVRTC_LOG", folder / "log"}, nvrtc{"STROBE_NVRTC", nvrtc_file(13)};
   Variable further{"STROBE_CACHE_PATH", nullptr}, readonly{"STROBE_CACHE_READONLY", nullptr}, offline{"STROBE_OFFLINE", nullptr};
 
-  int compiled() const { // number of compilations so far, in all processes
+  int compiled() const { // the number of compilations so far, in all processes
     const std::string lines = contents(folder / "log");
     return static_cast<int>(std::ranges::count(lines, '\n'));
   }
@@ -89,7 +89,7 @@ struct Compiling {
   }
 };
 
-// The answer of a forked child, which has a minute, because a child that waits for a lock of its parent's would wait for ever.
+// The answer of a forked child. The child gets a minute, because it would wait for ever for a lock that its parent holds.
 inline std::string in_child(const std::function<std::string()> &answer) {
   int ends[2];
   REQUIRE(pipe(ends) == 0);
@@ -116,7 +116,7 @@ inline std::string in_child(const std::function<std::string()> &answer) {
   return text;
 }
 
-// The text of what f throws; empty if it does not.
+// The text of the exception that f throws; empty if it throws none.
 template <class F> std::string thrown(strobe_status status, F f) {
   try {
     f();
@@ -128,7 +128,7 @@ template <class F> std::string thrown(strobe_status status, F f) {
 }
 inline bool has(const std::string &text, const std::string &part) { return text.find(part) != text.npos; }
 
-// The fake driver, loaded first, so that it is the only one here, whatever the machine has.
+// The fake driver. It is loaded first, so that the tests use no other driver, whatever the machine has.
 inline FakeCuda &fake_cuda() {
   static FakeCuda *const fake = [] {
     void *library = dlopen(BINARY_FOLDER "/driver/libcuda.so.1", RTLD_NOW | RTLD_LOCAL);

@@ -160,7 +160,7 @@ TEST_CASE("tuning: a table that others can write to, or that is no file of our o
   CHECK(has(reason(), "table.txt: no regular file"));
   fs::remove(file);
   REQUIRE(mkfifo(file.c_str(), 0644) == 0);
-  CHECK(has(reason(), "table.txt: no regular file")); // the FIFO blocks no reader
+  CHECK(has(reason(), "table.txt: no regular file")); // the FIFO does not block its reader
   fs::remove(file);
   write(file, good);
   fs::resize_file(file, uint64_t(1) << 40);
@@ -182,7 +182,7 @@ TEST_CASE("tuning: explain says which cache folder is not used") {
 TEST_CASE("tuning: an engine takes the table's tile where the caller has no wish, and says so") {
   const Compiling c;
   fake_cuda();
-  // Each child reads its own table: a process reads it once.
+  // A process reads its table once, so each child reads its own.
   auto explained = [&](const std::string &text, int64_t wish) {
     return in_child([&] {
       fs::create_directories(c.folder / "cache");

@@ -1,4 +1,4 @@
-// A kernel in the form of jit.h.
+// A kernel as jit.h describes it.
 #pragma once
 #include "attention/base.h"
 #include "piece.h"
