@@ -25,6 +25,7 @@ MODULES = (
     "strobe.compat.flash_attn_3",
     "strobe.compat.sdpa",
     "strobe.compat.varlen",
+    "strobe.compat.flex_attention",
     "strobe.compat.transformers",
     "strobe.compat.learned_scale",
     "strobe.compat.block_sizes",
@@ -54,7 +55,7 @@ def signature(name: str, x: Any) -> str:
     parameters = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in inspect.signature(x).parameters.values()]
     if parameters and parameters[0].name in ("self", "cls"):
         del parameters[0]
-    call = f"{name}{inspect.Signature(parameters)}"
+    call = re.sub(r"<function (\w+) at 0x\w+>", r"\1", f"{name}{inspect.Signature(parameters)}")
     return "\n".join(textwrap.wrap(call, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False))
 
 

@@ -264,3 +264,34 @@ ELEMENTWISE: dict[str, Callable[..., Value]] = {
     "square": lambda x: x * x,
     "xlogy": xlogy,
 }
+
+
+# Functions of the elements along an axis, which become as many operations. axes: one, several, or None for all.
+
+
+def _reduction(name: str, join: Callable[[Value, Value], Value], takes: str = "") -> Callable[..., Value]:
+    def reduced(x: Value, axes: Any = None, keeps: bool = False) -> Value:
+        kind = takes or ("I" if x.kind == "B" else x.kind)
+        return x.to(kind).reduced(name, join, axes, keeps)
+
+    return reduced
+
+
+def mean_of(x: Value, axes: Any = None, keeps: bool = False) -> Value:
+    total = REDUCTIONS["sum"](x.to("R"), axes, keeps)
+    return total / (math.prod(x.shape) / math.prod(total.shape))
+
+
+def dot(x: Value, y: Value) -> Value:
+    return REDUCTIONS["sum"](x * y)
+
+
+REDUCTIONS: dict[str, Callable[..., Value]] = {
+    "all": _reduction("all", lambda x, y: x & y, "B"),
+    "amax": _reduction("the maximum", maximum),
+    "amin": _reduction("the minimum", minimum),
+    "any": _reduction("any", lambda x, y: x | y, "B"),
+    "mean": mean_of,
+    "prod": _reduction("the product", lambda x, y: x * y),
+    "sum": _reduction("the sum", lambda x, y: x + y),
+}

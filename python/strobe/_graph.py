@@ -18,6 +18,7 @@ _CONVERSIONS = {BOOLEAN: "TO_BOOLEAN", INTEGER: "TO_INTEGER", REAL: "TO_REAL"}
 _COMPARISONS = frozenset({"EQUAL", "NOT_EQUAL", "LESS", "LESS_EQUAL", "GREATER", "GREATER_EQUAL"})
 _MOST_WHOLE_POWER = 16
 _SYMBOL = re.compile(r"(REAL|INTEGER) \$(\d+)")
+_MOST_REDUCED = 256  # elements that a sum, any, ... joins, each of which takes nodes of its own
 
 BRANCH = (
     "a branch on the data, as if, and, or, not, min, max and a < b < c make; accepted is {}.where(condition, a, b), and &, |, ~ in "
@@ -516,6 +517,26 @@ class Value:
             return self.at(tuple(self.graph.zero if axis in dropped else next(left) for axis in range(rank)))
 
         return self._made(tuple(n for axis, n in enumerate(self.shape) if axis not in dropped), at)
+
+    def reduced(self, name: str, join: Callable[[Value, Value], Value], axes: Any = None, keeps: bool = False) -> Value:
+        """The elements along axes (one, several, or None: all) joined in pairs, and the pairs in pairs."""
+        rank = len(self.shape)
+        given = [*range(rank)] if axes is None or axes == [] else axes if isinstance(axes, (list, tuple)) else [axes]
+        chosen = sorted({axis_of(axis, rank) for axis in given}) if rank else []
+        count = math.prod(self.shape[axis] for axis in chosen)
+        if not 0 < count <= _MOST_REDUCED:
+            accepted = f"accepted are 1 to {_MOST_REDUCED}, or a tensor that is computed before and indexed"
+            raise UnrecordableError(f"{name} of {count} elements; {accepted}")
+        found = self
+        for axis in chosen[::-1]:
+            parts = [found.select(axis, n) for n in range(found.shape[axis])]
+            while len(parts) > 1:
+                pairs = [join(x, y) for x, y in zip(parts[::2], parts[1::2], strict=False)]
+                parts = pairs + parts[2 * len(pairs) :]
+            (found,) = parts
+        for axis in chosen if keeps else ():
+            found = found.unsqueezed(axis)
+        return found
 
     def permuted(self, axes: Sequence[int]) -> Value:
         order = [axis_of(axis, len(self.shape)) for axis in axes]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import _elementwise as e
-from ._elementwise import ELEMENTWISE
+from ._elementwise import ELEMENTWISE, REDUCTIONS
 from ._graph import BOOLEAN, INTEGER, REAL, Graph, NoFormError, UnrecordableError, Value, concatenated, where
 from ._watched import Watch, hides_state, is_array, is_trusted, names_of, names_of_class
 
@@ -215,6 +215,7 @@ _UFUNCS: dict[str, Callable[..., Any]] = {
     "left_shift": lambda x, y: x << y,
     "less": lambda x, y: x < y,
     "less_equal": lambda x, y: x <= y,
+    "matmul": lambda x, y: _dot(x, y),
     "log_expit": e.log_sigmoid,
     "multiply": lambda x, y: x * y,
     "negative": lambda x: -x,
@@ -364,6 +365,33 @@ class NumPyValue(Value):
     def take(self, index: Any, axis: Any = None) -> Value:
         return _take(self, index, axis)
 
+    def all(self, axis: Any = None, *, keepdims: bool = False) -> Value:
+        return REDUCTIONS["all"](self, axis, keepdims)
+
+    def any(self, axis: Any = None, *, keepdims: bool = False) -> Value:
+        return REDUCTIONS["any"](self, axis, keepdims)
+
+    def max(self, axis: Any = None, *, keepdims: bool = False) -> Value:
+        return REDUCTIONS["amax"](self, axis, keepdims)
+
+    def mean(self, axis: Any = None, *, keepdims: bool = False) -> Value:
+        return REDUCTIONS["mean"](self, axis, keepdims)
+
+    def min(self, axis: Any = None, *, keepdims: bool = False) -> Value:
+        return REDUCTIONS["amin"](self, axis, keepdims)
+
+    def prod(self, axis: Any = None, *, keepdims: bool = False) -> Value:
+        return REDUCTIONS["prod"](self, axis, keepdims)
+
+    def sum(self, axis: Any = None, *, keepdims: bool = False) -> Value:
+        return REDUCTIONS["sum"](self, axis, keepdims)
+
+    def dot(self, other: Any) -> Value:
+        return _dot(self, other)
+
+    def __matmul__(self, other: Any) -> Value:
+        return _dot(self, other)
+
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method != "__call__":
             raise NoFormError(f"{ufunc.__name__}.{method}")
@@ -411,7 +439,22 @@ def _select(conditions: Sequence[Value], choices: Sequence[Any], default: Any = 
     return found
 
 
+def _dot(x: Value, y: Any) -> Value:
+    other = x.graph.of(y)
+    if len(x.shape) != 1 or len(other.shape) != 1:
+        raise UnrecordableError(f"a matrix product of shapes {x.shape} and {other.shape}; accepted are two vectors")
+    return e.dot(x, other)
+
+
+def _over_axes(name: str) -> Callable[..., Any]:
+    return lambda x, axis=None, keepdims=False: REDUCTIONS[name](x, axis, keepdims)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: _over_axes(name) for name in REDUCTIONS},
+    "max": _over_axes("amax"),
+    "min": _over_axes("amin"),
+    "dot": _dot,
     "around": e.rounded,
     "broadcast_to": lambda x, shape: x.expanded(shape),
     "clip": lambda x, a_min=None, a_max=None, **_: e.clamp(x, a_min, a_max),

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from . import _elementwise as e
-from ._elementwise import ELEMENTWISE
+from ._elementwise import ELEMENTWISE, REDUCTIONS
 from ._graph import (
     BOOLEAN,
     BRANCH,
@@ -39,6 +39,7 @@ from ._graph import (
 from ._watched import Watch
 
 _META = torch.device("meta")
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _DTYPES = {BOOLEAN: torch.bool, INTEGER: torch.int64, REAL: torch.float32}
 
 
@@ -285,6 +286,9 @@ class _Operations(TorchDispatchMode):
         if func.namespace not in ("aten", "prims"):
             self._seen.is_complete = False  # its code is not followed
         try:
+            if func.namespace not in ("aten", "prims") and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _EXPLICIT.name):
+                with self:
+                    return func._op_dk(_EXPLICIT, *args, **kwargs)  # an operator of torch.library, which is made of others
             if func._can_decompose():
                 with self:
                     return func.decompose(*args, **kwargs)
@@ -411,6 +415,32 @@ _HANDLERS["threshold"] = _each(e.threshold, "self", threshold="threshold", value
 _HANDLERS["logit"] = _each(e.logit, "self", eps="eps")
 _HANDLERS["sinc"] = _each(e.sinc, "self")
 _HANDLERS["nan_to_num"] = lambda r, a: e.nan_to_num(r.value(a["self"]), a["nan"], a["posinf"], a["neginf"], _most(a["self"].dtype))
+
+
+def _reduced(function: Callable[..., Any]) -> Handler:
+    def handler(r: _Operations, a: dict[str, Any]) -> Any:
+        x, axes = (a["inp"], a["dims"]) if "inp" in a else (a["self"], a.get("dim"))  # prims have names of their own
+        return function(r.value(x), axes, a.get("keepdim", False))
+
+    return handler
+
+
+_HANDLERS |= {name: _reduced(function) for name, function in REDUCTIONS.items()}
+_HANDLERS["dot"] = _each(e.dot, "self", "tensor")
+
+
+def _extremum(name: str, pairwise: str) -> Handler:
+    def handler(r: _Operations, a: dict[str, Any]) -> Value:
+        if a.get("other") is not None:
+            return ELEMENTWISE[pairwise](r.value(a["self"]), r.value(a["other"]))
+        if a.get("dim") is not None:
+            raise UnrecordableError(f"torch.{name} along an axis, which also gives places; accepted is torch.a{name}")
+        return REDUCTIONS[f"a{name}"](r.value(a["self"]))
+
+    return handler
+
+
+_HANDLERS["max"], _HANDLERS["min"] = _extremum("max", "maximum"), _extremum("min", "minimum")
 _HANDLERS["lerp"] = lambda r, a: r.value(a["self"]) + r.value(a["weight"]) * (r.value(a["end"]) - r.value(a["self"]))
 _HANDLERS["addcmul"] = lambda r, a: r.value(a["self"]) + r.value(a["tensor1"]) * r.value(a["tensor2"]) * a["value"]
 _HANDLERS["addcdiv"] = lambda r, a: r.value(a["self"]) + r.value(a["tensor1"]) / r.value(a["tensor2"]) * a["value"]

@@ -22,6 +22,10 @@ def formulas(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, T
     if slopes is not None:
         alibi = -slopes.double().view(-1, q.shape[1], 1, 1) * plain.distance(sq, sk, "bottom_right").abs()
     visible = plain.band(sq, sk, options.get("causal", False), window, "bottom_right")
+    if chunk := options.get("attention_chunk"):
+        place, key = torch.arange(sq, device=q.device)[:, None] + sk - sq, torch.arange(sk, device=q.device)
+        first = place - place % chunk
+        visible &= (key >= first) & (key < first + chunk)
     scale = options.get("softmax_scale", q.shape[-1] ** -0.5)
     out, lse = plain.attention(q, k, v, plain.Score(scale, options.get("softcap", 0.0), alibi=alibi, visible=visible))
     return out.transpose(1, 2), lse

@@ -66,9 +66,14 @@ def test_under_the_name_that_callers_import(monkeypatch):
     assert flash_attn_with_kvcache is flash_attn_3.flash_attn_with_kvcache
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}, {"window_size": (5, 2), "softmax_scale": 0.3}])
-def test_dense(options):
-    q, k, v = inputs(2, 9, H, D, kv=(13, HKV))
+CHUNKS: list[dict[str, Any]] = [{"attention_chunk": 4}, {"attention_chunk": 40}, {"attention_chunk": 5, "causal": True, "softcap": 3.0}]
+CHUNKS += [{"attention_chunk": 6, "window_size": (2, 3)}, {"attention_chunk": 1}]
+
+
+@pytest.mark.parametrize("keys", [13, 7], ids="{} keys".format)
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}, {"window_size": (5, 2), "softmax_scale": 0.3}, *CHUNKS], ids=str)
+def test_dense(options, keys):
+    q, k, v = inputs(2, 9, H, D, kv=(keys, HKV))
     out, lse = flash_attn_3.flash_attn_func(q, k, v, **options, return_attn_probs=True, num_splits=3, pack_gqa=True, sm_margin=4)
     expected = formulas(q, k, v, **options)
     assert_close(out, expected[0])
@@ -96,7 +101,7 @@ def test_packed_heads():
 
 
 @pytest.mark.parametrize("used_k", [True, False])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 1)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (2, 1)}, *CHUNKS[:4:2]], ids=str)
 def test_sequences_that_fill_their_place_in_part(options, used_k):
     lengths_q, lengths_k, q_there, k_there = [5, 3, 0, 4], [6, 4, 2, 0], [3, 3, 0, 2], [6, 1, 2, 0]
     cu_q, cu_k = (ints(0, *itertools.accumulate(lengths)) for lengths in (lengths_q, lengths_k))
@@ -148,7 +153,7 @@ def the_cache(kind: str) -> tuple[Tensor, Tensor, dict[str, Any], list[tuple[int
 @pytest.mark.parametrize("packed_k", [None, True, False], ids=["no new keys", "packed keys", "padded keys"])
 @pytest.mark.parametrize("packed_q", [True, False], ids=["packed queries", "padded queries"])
 @pytest.mark.parametrize("kind", ["whole", "pages", "rows", "leftpad"])
-@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (4, -1), "softcap": 2.0}, {}], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (4, -1), "softcap": 2.0}, {}, CHUNKS[0]], ids=str)
 def test_cache(kind, packed_q, packed_k, options):
     torch.manual_seed(0)
     k_cache, v_cache, given, places = the_cache(kind)
@@ -232,7 +237,8 @@ CU = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=DEVICE)
             "^qv: given; accepted is None: pass q and qv, and k and v, as one tensor each, joined by columns$",
         ),
         ({"k_descale": Q}, NotImplementedError, "^k_descale: given; accepted is None, for q, k and v of 8 bits are not taken$"),
-        ({"attention_chunk": 8}, NotImplementedError, "^attention_chunk: 8; accepted is 0, no chunks$"),
+        ({"attention_chunk": -1}, ValueError, "^attention_chunk: -1; accepted are integers from 0"),
+        ({"attention_chunk": 8, "window_size": 3}, TypeError, "^window_size: 3; accepted is"),
         ({"attention_chunk": 0.5}, TypeError, "^attention_chunk: float; accepted is an integer$"),
         ({"num_splits": "2"}, TypeError, "^num_splits: str; accepted is an integer$"),
         ({"sm_margin": -1}, ValueError, "^sm_margin: -1; accepted are integers from 0"),
@@ -289,6 +295,9 @@ def test_what_is_refused_is_named_and_nothing_is_written(wrong, error, message):
         ({"seqused_q": CU[:3].to("meta")}, f"^seqused_q: on device meta; accepted is {DEVICE}(:0)?, where q lies$"),
         ({"seqused_q": [1, 1, 1]}, "^seqused_q: list; accepted is a torch.Tensor$"),
         ({"seqused_k": CU}, r"^seqused_k: shape \(4\); accepted is \(B\) = \(3\)$"),
+        ({"seqused_k": CU, "attention_chunk": 2}, r"^seqused_k: shape \(4\); accepted is \(B\) = \(3\)$"),
+        ({"cu_seqlens_q": CU[None], "attention_chunk": 2}, r"^cu_seqlens_q: rank 2; accepted is rank 1"),
+        ({"q": Q[0, 0], "attention_chunk": 2}, r"^q: shape \(16,\); accepted is"),
         ({"seqused_q": CU[:3] // 2, "seqused_k": CU}, r"^seqused_k: shape \(4,\); accepted is \(3,\), as q has batches$"),
         ({"seqused_q": CU[:3] // 2, "cu_seqlens_k": CU[:3]}, r"^cu_seqlens_k: shape \(3,\); accepted is \(4,\), as cu_seqlens_q has$"),
         ({"q_descale": Q}, "^q_descale: given; accepted is None"),

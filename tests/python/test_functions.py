@@ -123,12 +123,19 @@ def both(xp: Any, array: Callable[[Tensor], Any]) -> dict[str, Callable[..., Any
         "new axes": lambda s, b, h, i, j: s + table[None, h, ..., 2][0] + table[..., None, 1][h][0],
         "after exp": lambda s, b, h, i, j: s + xp.exp(table)[h, i % 5] + xp.exp(table[h])[j % 5],
         "unrolled": lambda s, b, h, i, j: sum((table[h, n] * xp.tanh(s * (n + 1)) for n in range(5)), s),
+        "sums": lambda s, b, h, i, j: s * table[h].sum() + (table * s)[h].mean() + table.mean(0)[j % 5] + (bias[h, i] * bias[h, j]).sum(-1),
+        "extremes": lambda s, b, h, i, j: s + table[h].max() - (table + s).min() + (table[h] * s).prod() + bias[h].sum(0)[j],
+        "of any": lambda b, h, i, j: ((documents[i] == documents) & (documents[j] == 1)).any() | (table[h] > -9).all(-1) & (i > j),
+        "products": lambda s, b, h, i, j: s + table[h] @ table[j % 4] + table[:, i % 5].dot(table[:, j % 5] + s),
     }
 
 
 OF_BOTH = both(Torch, lambda x: x)
 EMBEDDING = torch.nn.Embedding(S, 4).double().requires_grad_(False)
 SMALL = DOCUMENTS.to(torch.int8)
+# An operator of its own, as a library makes it whose function takes an instruction on a GPU.
+torch.library.define("strobe_tests::doubled_tanh", "(Tensor x) -> Tensor")
+torch.library.impl("strobe_tests::doubled_tanh", "CompositeExplicitAutograd", lambda x: 2 * torch.tanh(x))
 
 OF_TORCH: dict[str, Callable[..., Any]] = {
     # FlexAttention's examples, as its authors write them
@@ -197,6 +204,18 @@ OF_TORCH: dict[str, Callable[..., Any]] = {
         + torch.cat([TABLE, TABLE * 2])[i % 8, b]
         + TABLE.narrow(1, 1, 2)[h, 0]
     ),
+    "joined": lambda s, b, h, i, j: (
+        s
+        + TABLE.sum((0, 1))
+        + torch.amax(TABLE, 1, keepdim=True)[h, 0]
+        + torch.amin(TABLE[h], 0)
+        + torch.any(TABLE > 0, 1)[h]
+        + torch.logsumexp(torch.stack([s, s * 2]), 0)
+        + torch.dot(TABLE[h], TABLE[h] * s)
+        + torch.max(TABLE)
+    ),
+    "softmax of a few": lambda s, b, h, i, j: s * torch.softmax(TABLE[h], 0)[j % 5] + torch.linalg.norm(TABLE[h]),
+    "an operator of its own": lambda s, b, h, i, j: torch.ops.strobe_tests.doubled_tanh(s) + i,
     "small integers": lambda s, b, h, i, j: s + SMALL[i] * SMALL[j],
     "shifts": lambda s, b, h, i, j: s + torch.bitwise_left_shift(i, 2) + (j - i >> 1) + (i - j).bitwise_not() + torch.bitwise_xor(i, j),
 }
@@ -614,6 +633,9 @@ COMPLEX, EIGHT_BITS = torch.zeros(2, dtype=torch.complex64, device=DEVICE), torc
 META = torch.zeros(2, device="meta")
 
 
+LONG = torch.ones(257, device=DEVICE)
+
+
 def branches(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     if h == 0:
         return s
@@ -669,8 +691,13 @@ SCORES: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, i, j: s * math.exp(i), NUMBER.format("__float__")),
     (lambda s, b, h, i, j: sum(s for _ in range(h)), NUMBER.format("__index__")),
     (lambda s, b, h, i, j: torch.tensor([s, s])[0], r"torch\.tensor of tensors, .*; accepted is torch\.stack"),
-    (lambda s, b, h, i, j: torch.softmax(TABLES[0], 0)[h], NO_FORM.format(r"softmax\.int")),
-    (lambda s, b, h, i, j: s + TABLES[0].sum(), NO_FORM.format(r"sum\.default")),
+    (lambda s, b, h, i, j: torch.sort(TABLES[0])[0][h], NO_FORM.format(r"sort\.default")),
+    (lambda s, b, h, i, j: s + TABLES[0].std(), NO_FORM.format(r"std\.correction")),
+    (
+        lambda s, b, h, i, j: s + LONG.sum(),
+        r"the sum of 257 elements; accepted are 1 to 256, or a tensor that is computed before and indexed",
+    ),
+    (lambda s, b, h, i, j: s + TABLES[0].max(0)[0], r"torch\.max along an axis, which also gives places; accepted is torch\.amax"),
     (lambda s, b, h, i, j: s + torch.rand(()), r"aten\.rand\.default makes random numbers; accepted is the option dropout"),
     (lambda s, b, h, i, j: F.dropout(s), r"makes random numbers; accepted is the option dropout"),
     (lambda s, b, h, i, j: s.clone().mul_(2), r"a write into a tensor \(aten::mul_\); accepted are new values, as in score = score \+ x"),
@@ -765,7 +792,12 @@ REFUSED_BY_NUMPY: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, i, j: s * math.exp(i), r"an array is turned into a number of Python; accepted are operations on the array itself"),
     (lambda s, b, h, i, j: np.sort(s), r"np\.sort has no form for one score at a time"),
     (lambda s, b, h, i, j: np.add.reduce(s), r"add\.reduce has no form for one score at a time"),
-    (lambda s, b, h, i, j: s + NUMPY_TABLE.sum(), r"\.sum of an array has no form for one score at a time"),
+    (lambda s, b, h, i, j: s + NUMPY_LONG.sum(), r"the sum of 257 elements; accepted are 1 to 256"),
+    (
+        lambda s, b, h, i, j: s + (NUMPY_TABLE @ NUMPY_TABLE[h])[j],
+        r"a matrix product of shapes \(4, 5\) and \(5,\); accepted are two vectors",
+    ),
+    (lambda s, b, h, i, j: s + NUMPY_TABLE.std(), r"\.std of an array has no form for one score at a time"),
     (lambda s, b, h, i, j: s + globals()["NUMPY_TABLE"][h], "an array is turned into a number of Python"),
     (lambda s, b, h, i, j: s + HOLDER.table[h], "the index of an array that is not followed, such as one of a module; accepted are"),
     (lambda s, b, h, i, j: s + TABLE[h, 0], r"a torch\.Tensor beside arrays of NumPy; accepted is what its numpy\(\) gives"),
@@ -775,7 +807,7 @@ REFUSED_BY_NUMPY: list[tuple[Callable[..., Any], str]] = [
     (recurs, "recurs makes too many calls within one another"),
     (lambda s, b, h, i, j: NUMPY_TABLE, r"returns shape \(4, 5\); accepted is a scalar"),
 ]
-NUMPY_TABLE = TABLE.numpy()
+NUMPY_TABLE, NUMPY_LONG = TABLE.numpy(), np.ones(257)
 HOLDER = types.ModuleType("holder_of_the_test")
 HOLDER.table = NUMPY_TABLE[0].copy()
 

@@ -4,6 +4,7 @@
 - flash_attn_3: the functions of FlashAttention-3, importable in the place of flash_attn_interface
 - sdpa: torch.nn.functional.scaled_dot_product_attention, importable in its place
 - varlen: the functions of torch.nn.attention.varlen, importable in its place
+- flex_attention: the functions of torch.nn.attention.flex_attention, importable in its place
 - transformers: an attention implementation of Hugging Face transformers, attn_implementation="strobe", and one for continuous batching
 - learned_scale: FlashAttention(head_dim=64), whose softmax scale is a parameter; flash_attention(Q, K, V)
 - block_sizes: flash_attention_forward(Q, K, V, Bc, Br, use_half) and its backward
@@ -19,7 +20,18 @@ from .._messages import TORCH_EXTRA, needed_by
 with needed_by(__name__, TORCH_EXTRA):  # all modules need it
     import torch as torch
 
-__all__ = ["block_sizes", "flash_attn", "flash_attn_3", "functional", "ladder", "learned_scale", "sdpa", "transformers", "varlen"]
+__all__ = [
+    "block_sizes",
+    "flash_attn",
+    "flash_attn_3",
+    "flex_attention",
+    "functional",
+    "ladder",
+    "learned_scale",
+    "sdpa",
+    "transformers",
+    "varlen",
+]
 
 
 def __dir__() -> list[str]:

@@ -29,8 +29,11 @@ _ARGUMENTS += ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "
 
 
 def attend(given: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> Any:
-    """out and softmax_lse; out alone if return_attn_probs is given and False. The other arguments are those of translated()."""
+    """out and softmax_lse; out alone if return_attn_probs is given and False. The other arguments are those of translated(), and
+    attention_chunk, a whole number, beside which `begin` is the first key of each sequence that counts, (B,)."""
     arguments = translated(given, names)
+    if given.get("attention_chunk"):
+        arguments |= _in_chunks(given["attention_chunk"], arguments, given.get("begin"))
     with_lse = switch_or_refusal("return_attn_probs", given.get("return_attn_probs", True))
     arguments["return_lse"] = with_lse if isinstance(with_lse, Exception) else True
     out, lse = called(names, attention, **arguments)
@@ -70,6 +73,34 @@ def _converted(name: str, own: str, x: Any) -> Any:
             return ValueError(f"{own}: on device meta; accepted is an integer, or a tensor of one that has a value")
         return x.item() if x.numel() == 1 else x
     return x
+
+
+def _in_chunks(chunk: int, arguments: Mapping[str, Any], begin: Tensor | None) -> dict[str, Any]:
+    """The options by which a query sees the keys of its own chunk alone. The last query stands at the last key, and chunks count from the
+    first key. There are none if strobe.attention() will refuse the arguments."""
+    q, k = arguments["q"], arguments["k"]
+    cu_q, cu_k, used, window = (arguments.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "window"))
+    lists = [x for x in (cu_q, cu_k, used) if x is not None]
+    readable = all(isinstance(x, Tensor) and unfit("", x) is None for x in (q, k, *lists)) and not isinstance(window, Exception)
+    if not readable or q.dim() < 3 or k.dim() < 3 or any(x.dim() != 1 or x.dtype.is_floating_point for x in lists):
+        return {}
+    queries = q.shape[1] if cu_q is None else cu_q.diff()
+    keys = used.to(q.device) if used is not None else k.shape[1] if cu_k is None else cu_k.diff()
+    if isinstance(keys, Tensor) and isinstance(queries, Tensor) and keys.shape != queries.shape:
+        return {}
+    offset, side = keys - queries, chunk - 1
+    if isinstance(offset, Tensor):
+        offset = offset.to(q.device)
+    left, right = window or (None, None)
+    found: dict[str, Any] = {"window": (side if left is None else min(left, side), side if right is None else min(right, side))}
+    if begin is not None:
+        place = offset - begin
+        found["mask"] = lambda b, h, i, j: (j >= begin[b]) & ((i + place[b]) // chunk == (j - begin[b]) // chunk)
+    elif isinstance(offset, Tensor):
+        found["mask"] = lambda b, h, i, j: (i + offset[b]) // chunk == j // chunk
+    else:
+        found["mask"] = lambda b, h, i, j: (i + offset) // chunk == j // chunk
+    return found
 
 
 def bounds(window_size: Any) -> Any:

@@ -18,6 +18,7 @@ from ..kv import append
 from ._call import NAMES, attend, bounds, in_threes
 from ._words import called, integer_or_refusal, switch_or_refusal
 
+_OPTIONS = ("softmax_scale", "causal", "softcap", "alibi_slopes")
 _NEEDED = ("q", "k_cache", "v_cache")
 _TENSORS: tuple[str, ...] = (*_NEEDED, "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
 _TENSORS += ("block_table", "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens")
@@ -45,7 +46,7 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
     packing = {name: given[name] for name in ("cu_seqlens_q", "max_seqlen_q")} if "cu_seqlens_q" in tensors else {}
     names = {**NAMES, "k": "k_cache", "v": "v_cache", "mask": "cache_leftpad"}
     names["page_table"] = table_name if rows is None else "cache_batch_idx"
-    options: dict[str, Any] = {name: given[name] for name in ("softmax_scale", "causal", "softcap", "alibi_slopes") if name in given}
+    options: dict[str, Any] = {name: given[name] for name in (*_OPTIONS, "attention_chunk") if name in given}
 
     def attend_to(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
         return attend({"window": window, **options, **more, "q": q, "k": k, "v": v}, names)
@@ -54,7 +55,8 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
     table, keys = _keys(given, filled, added, tensors.get(table_name), batch)
     if "k" in tensors:
         _try_attention(attend_to, given, packing, keys)
-        q, k = _rotated(given, filled, added, from_each=bool(given["causal"]) or window is not None)
+        is_local = window is not None or bool(given.get("attention_chunk"))
+        q, k = _rotated(given, filled, added, from_each=bool(given["causal"]) or is_local)
         written = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": given["v"], "seqlens": _each(filled, batch, q.device).int()}
         of_append = {**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}
         called(of_append, append, **written, page_table=table, cu_seqlens=tensors.get("cu_seqlens_k_new"), layout="bshd")
@@ -231,7 +233,7 @@ def _attend_in_place(attend_to: Any, q: Tensor, packing: dict[str, Any], keys: K
     more: dict[str, Any] = {**packing, "page_table": table, "seqused_k": end.int()}
     if table is not None and begin is not None:
         key = torch.arange(k.shape[1] * table.shape[1], device=q.device)
-        more["mask"] = (key >= begin[:, None])[:, None, None]
+        more["mask"], more["begin"] = (key >= begin[:, None])[:, None, None], begin
     return attend_to(q, k, v, **more)
 
 

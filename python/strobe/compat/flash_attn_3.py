@@ -7,7 +7,7 @@
 
 The differences that strobe.compat.flash_attn lists hold here too. There is no dropout and there are no alibi_slopes; functions that return
 softmax_lse return (out, softmax_lse). These arguments have no effect: num_splits, pack_gqa, sm_margin and scheduler_metadata; the engine
-decides. These are refused: qv, q_descale, k_descale, v_descale, attention_chunk.
+decides. These are refused: qv, q_descale, k_descale, v_descale.
 """
 
 from __future__ import annotations
@@ -44,10 +44,7 @@ def _of_hopper(given: dict[str, Any]) -> list[Any]:
     for name in ("q_descale", "k_descale", "v_descale"):
         if given[name] is not None:
             found.append(NotImplementedError(f"{name}: given; accepted is None, for q, k and v of 8 bits are not taken"))
-    chunk = integer_or_refusal("attention_chunk", given["attention_chunk"])
-    if not isinstance(chunk, Exception) and chunk:
-        chunk = NotImplementedError(f"attention_chunk: {chunk}; accepted is 0, no chunks")
-    found += [chunk, *(integer_or_refusal(name, given[name]) for name in ("num_splits", "sm_margin") if name in given)]
+    found += [integer_or_refusal(name, given[name]) for name in ("attention_chunk", "num_splits", "sm_margin") if name in given]
     pack_gqa, metadata, count = map(given.get, ("pack_gqa", "scheduler_metadata", "num_heads_q"))
     found.append(None if pack_gqa is None else switch_or_refusal("pack_gqa", pack_gqa))
     found.append(None if metadata is None else tensor_or_refusal("scheduler_metadata", metadata, "a torch.Tensor, or None"))
@@ -78,7 +75,9 @@ def flash_attn_func(
     Args:
         softmax_scale, causal, window_size, softcap, deterministic: as in strobe.compat.flash_attn.flash_attn_func.
         return_attn_probs: True returns (out, softmax_lse).
-        qv, q_descale, k_descale, v_descale, attention_chunk: refused.
+        attention_chunk: a query sees the keys of its own chunk alone, of as many keys from the first one on; the last query stands at the
+            last key. 0: all keys. Causal and windows hide more.
+        qv, q_descale, k_descale, v_descale: refused.
         num_splits, pack_gqa, sm_margin: without effect.
 
     Returns:
@@ -135,7 +134,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: int32 (B + 1,): k and v are packed, (Tnew, Hkv, D) and (Tnew, Hkv, Dv).
         rotary_seqlens: int32 (B,): the position from which rotation counts, instead of cache_seqlens.
         scheduler_metadata, num_splits, pack_gqa, sm_margin: without effect.
-        qv, q_descale, k_descale, v_descale, attention_chunk: refused.
+        attention_chunk: as in flash_attn_func; chunks count from the first key that cache_leftpad leaves.
+        qv, q_descale, k_descale, v_descale: refused.
 
     Numbers that are not read are replaced as there, and tokens without a place in the cache are left out.
 
