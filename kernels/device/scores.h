@@ -91,8 +91,8 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     T unused;
     return score<false>(raw, r, j, T(distance(r.i, j)), InMemory{*this, r, j}, by_position, limit, unused);
   }
-  // The same for a caller that has distance(r.i, j) as a float, and the bias and the mask as given.bias() and given.allowed(). open: whether
-  // the function of the mask has to be asked.
+  // The same for a caller that has distance(r.i, j) as a float, and the bias and the mask as given.bias() and given.allowed(). open: the
+  // function of the mask has to be asked.
   template <class Given>
   __device__ __forceinline__ T score(T raw, const Row &r, i32 j, T distance, const Given &given, bool by_position, i32 limit,
                                      bool open = true) const {

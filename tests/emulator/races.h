@@ -1,7 +1,7 @@
 // Races in a block's shared memory: two accesses, one of them a write and not both atomic, that nothing orders; and accesses of the copy
 // engine or wgmma to words that threads have written, without a proxy fence in between. In a warp, lane 0, which usually arrives and waits
-// for all lanes, is one party; all other lanes together are another. Where all lanes meet (.sync, .aligned), each knows the earlier accesses
-// of the others.
+// for all lanes, is one party; all other lanes together are another. Where all lanes meet (.sync, .aligned), each knows the earlier
+// accesses of the others.
 #pragma once
 #include <cstdint>
 #include <string>
