@@ -11,8 +11,8 @@ namespace strobe::inline STROBE_ISA {
 inline constexpr i32 kLinear = 0, kCapped = 1, kHyperbolic = 2;
 enum : i32 { kProgram = 3, kAdded = 4 };
 
-// Bits of Features::alibi. kSlopes: the tensor alibi_slopes. kOwnSlope: a function of the caller gives the slope, with kSigned: the distance
-// is i - j, not |i - j|; and with kFromZero: the distance does not count the offset.
+// Bits of Features::alibi. kSlopes: the tensor alibi_slopes. kOwnSlope: a function of the caller gives the slope; with kSigned the distance
+// is i - j, not |i - j|, and with kFromZero it does not count the offset.
 enum Alibi : i32 { kSlopes = 1, kOwnSlope = 2, kSigned = 4, kFromZero = 8 };
 
 // A value of Features::blocks.
