@@ -199,6 +199,19 @@ def test_cache(kind, packed_q, packed_k, options):
     assert_close(v_cache, expected[1].double())
 
 
+@pytest.mark.parametrize("options", CHUNKS, ids=str)
+def test_chunks_of_a_cache_whose_rows_lie_apart(options):
+    begins, ends = [2, 0, 7], [9, 4, 16]
+    k_cache, v_cache = (torch.randn(3, ROOM + 3, HKV, d)[:, :ROOM] for d in (D, DV))
+    q = torch.randn(3, 3, H, D)
+    given = {"cache_seqlens": ints(*ends), "cache_leftpad": ints(*begins), "return_softmax_lse": True}
+    out, lse = flash_attn_3.flash_attn_with_kvcache(q, k_cache, v_cache, **given, **options)
+    for b, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        expected = formulas(*(x[b : b + 1] for x in (q, k_cache[:, begin:end], v_cache[:, begin:end])), **options)
+        assert_close(out[b : b + 1], expected[0])
+        assert_close(lse[b : b + 1], expected[1])
+
+
 def test_an_integer_length_beside_packed_tokens():
     k_cache, v_cache, given, _ = the_cache("pages")
     q, k = torch.randn(3, H, D), torch.randn(3, HKV, D)
