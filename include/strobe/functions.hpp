@@ -81,6 +81,7 @@ public:
   STROBE_UNARY(Integer, Integer, operator~, NOT)
   STROBE_UNARY(Integer, Integer, abs, ABSOLUTE)
   STROBE_UNARY(Integer, Integer, sign, SIGN)
+  STROBE_UNARY(Integer, Integer, to_int32, TO_INT32) // wraps around
   STROBE_BINARY(Boolean, Integer, operator==, EQUAL)
   STROBE_BINARY(Boolean, Integer, operator!=, NOT_EQUAL)
   STROBE_BINARY(Boolean, Integer, operator<, LESS)
@@ -140,7 +141,6 @@ public:
   STROBE_UNARY(Real, Real, trunc, TRUNC)
   STROBE_UNARY(Real, Real, round, ROUND)
   STROBE_UNARY(Real, Real, arccosh_from_1, ARCCOSH_FROM_1)
-  STROBE_UNARY(Integer, Integer, to_int32, TO_INT32) // wraps around
   STROBE_UNARY(Integer, Real, to_integer, TO_INTEGER)
   STROBE_BINARY(Boolean, Real, operator==, EQUAL)
   STROBE_BINARY(Boolean, Real, operator!=, NOT_EQUAL)

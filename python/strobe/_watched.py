@@ -23,7 +23,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 _MOST = 400  # steps of a list; a function that reads more is recorded in each call
 _MISSING = object()
@@ -382,7 +382,7 @@ class _Walk:
             not names.is_followed
             or (names.of_globals | names.of_attributes) & _UNFOLLOWED
             or not all(map(is_trusted, names.imports))
-            or (missing and (missing - _BUILTINS or x.__builtins__ is not vars(builtins)))  # type: ignore[attr-defined]
+            or (missing and (missing - _BUILTINS or cast(Any, x).__builtins__ is not vars(builtins)))
         ):
             self.watch.is_complete = False
             if not self.to_the_end:

@@ -302,6 +302,16 @@ inline void make_sparse(Call &c, Direction direction) {
   add_results(c, direction, {B, H, Sq, D}, {B, Hkv, Sk, D}, {B, Hkv, Sk, Dv}, {B, H, Sq, Dv}, {B, H, Sq});
 }
 
+// The same with a function of the mask, and the blocks that it sees as a whole.
+inline void make_full_blocks(Call &c, Direction direction) {
+  static const strobe_node always = {STROBE_OP_BOOLEAN, 0, {0, 0, 0, 0}, 0, 1};
+  static const strobe_function everything = {sizeof everything, &always, 1};
+  make_sparse(c, direction);
+  c.attention.mask_function = &everything;
+  c.add_values("block_full", DType::i32, std::vector<int32_t>{0, 1, 0, 1, 0});
+  c.add_values("block_full_t", DType::i32, std::vector<int32_t>{0, 0, 1, 1, 0});
+}
+
 // The nodes of a function, one after another.
 class Nodes {
 public:

@@ -94,6 +94,7 @@ void (*const kHoldingAll[])(Call &) = {
     },
     [](Call &c) { make_captured(c, Direction::forward), make_for_reference(c); },
     make_captured_gradients,
+    [](Call &c) { make_full_blocks(c, Direction::backward); },
 };
 
 } // namespace

@@ -126,16 +126,8 @@ TEST_CASE("validate: what is missing") {
               {{"block_cols: missing", drop("block_cols")},
                {"block_cols_t: missing", drop("block_cols_t")},
                {"block_cols_t: given without block_rows_t", drop("block_rows_t")}});
-  const auto with_full = [](Call &c, Direction direction) {
-    static const strobe_node always = {STROBE_OP_BOOLEAN, 0, {0, 0, 0, 0}, 0, 1};
-    static const strobe_function everything = {sizeof everything, &always, 1};
-    make_sparse(c, direction);
-    c.attention.mask_function = &everything;
-    c.add_values("block_full", DType::i32, std::vector<int32_t>{0, 1, 0, 1, 0});
-    c.add_values("block_full_t", DType::i32, std::vector<int32_t>{0, 0, 1, 1, 0});
-  };
   expect_each(
-      with_full, Direction::forward,
+      make_full_blocks, Direction::forward,
       {{"block_full: given without mask_function; accepted is both, or neither", [](Call &c) { c.attention.mask_function = nullptr; }},
        {"block_full_t: missing; accepted is a tensor beside block_full and block_rows_t", drop("block_full_t")},
        {"block_full_t: given without block_full", drop("block_full")},
