@@ -360,8 +360,8 @@ struct prepared_call {
   const strobe_prepared *prepared;
   PyObject *owner; /* the object that owns `prepared` */
   PyObject *function, *more;
-  PyObject *fields, *form; /* bytes; form may be NULL */
-  struct made made[8], workspace;
+  PyObject *fields, *form;         /* bytes; form may be NULL */
+  struct made made[16], workspace; /* a backward makes up to 13: dq, dk, dv, dbias, dsinks and 8 of captured tensors */
   int made_count, fields_count;
   int32_t threads, device_type, device_index;
   uint64_t workspace_bytes;

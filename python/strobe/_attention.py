@@ -210,7 +210,7 @@ def attention_backward(
     """
     if is_traced_by_dynamo() and in_options(options):
         graph_break(_OUTSIDE.format("strobe.attention_backward"))
-        more: Any = {"dlse": dlse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "accumulate": accumulate}
+        more: Any = {"dlse": dlse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "accumulate": accumulate, "captured": captured}
         found_outside: Gradients = outside_graphs(attention_backward)(dout, q, k, v, out, lse, **more, **options)
         return found_outside
     wrong: Wrong = []

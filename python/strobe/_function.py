@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -85,10 +86,15 @@ _recordings: OrderedDict[tuple[Any, ...], tuple[Any, tuple[Known, ...]]] = Order
 _lock = Lock()  # of whoever changes _recordings
 
 
+def _key(code: Any, name: str, q: Array) -> tuple[Any, ...]:
+    torch = sys.modules.get("torch")
+    return id(code), name, q.dtype, torch.get_default_dtype() if torch else None
+
+
 def _known(name: str, function: Callable[..., Any], q: Array) -> tuple[Recording, tuple[Any, ...]] | None:
     """A recording that still holds, and what it captures now."""
     code = key_of(function)
-    key = id(code), name, q.dtype
+    key = _key(code, name, q)
     entry = _recordings.get(key)
     if entry is not None:
         for n, known in enumerate(entry[1]):
@@ -263,7 +269,7 @@ def _record(name: str, function: Callable[..., Any], framework: Framework, q: Ar
     if seen.is_complete and not graph.depends_on_grad and all(id(x) in seen.arrays for x in read):
         values, code = seen.compiled([seen.arrays[id(x)] for x in read]), key_of(function)
         if values(function) is not None:  # nothing that it reads changed while it ran, by the function or by other threads
-            _keep((id(code), name, q.dtype), code, (values, recording))
+            _keep(_key(code, name, q), code, (values, recording))
     return recording, captured
 
 

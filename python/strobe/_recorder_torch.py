@@ -55,6 +55,8 @@ def record(
     """The graph of function(*arguments), its result (a Value, or what it returns that is none), and the tensors that it captures.
 
     arguments: the operation and the kind of each; seen: what the function reads, which is incomplete if it turns out to read more."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{_TRANSFORMS}; accepted are torch.autograd.grad and backward(), and calls without functions")
     graph = Graph()
     seen = Watch() if seen is None else seen
     if not all(isinstance(seen.found[n], Tensor) for n in seen.arrays.values()):
@@ -85,7 +87,11 @@ _NUMBERS = {
     torch.Tensor.__bool__: BRANCH.format("torch"),
     torch.Tensor.__contains__: BRANCH.format("torch").replace("if, and", "in, if, and"),
 }
-_IS_A_NUMBER = "turns a tensor into a number of Python; accepted are operations on the tensor itself, as in table[h] or torch.exp"
+_TRANSFORMS = "functions of the score and the mask under torch.func.grad, vjp, jvp, vmap, ..."
+_IS_A_NUMBER = (
+    "turns a tensor into a number of Python; accepted are operations on the tensor itself, as in table[h] of a tensor, which "
+    "torch.tensor(x) makes of a list x, or torch.exp"
+)
 _NAMES_OF_NUMBERS = ("__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy", "__array__", "data_ptr", "__dlpack__")
 _NUMBERS |= {getattr(torch.Tensor, name): f"{name}() {_IS_A_NUMBER}" for name in _NAMES_OF_NUMBERS}
 _NUMBERS[torch.Tensor.__array__] = (

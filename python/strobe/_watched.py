@@ -79,8 +79,11 @@ def names_of(code: types.CodeType) -> Names:
     of_attributes: set[str] = set()
     imports: set[str] = set()
     is_followed = True
+    last: dis.Instruction | None = None
     for x in dis.get_instructions(code):
-        if x.opname in _UNFOLLOWED_INSTRUCTIONS:
+        is_constant = last is not None and last.opname == "LOAD_CONST"
+        last = x
+        if x.opname in _UNFOLLOWED_INSTRUCTIONS or (x.opname == "IS_OP" and not is_constant):  # two objects may become one
             is_followed = False
         elif x.opname == "IMPORT_NAME":
             imports.add(x.argval)
@@ -449,6 +452,9 @@ class _Walk:
             inside = self._step(at, names_of_class, n, _has_size, len(each.__dict__), each.__dict__)
             of_operators = {name for name in each.__dict__ if name.startswith("__") and name.endswith("__")} - left_out
             self._entries(inside, each.__dict__, self.names | of_operators)
+            later = {name for other in x.__mro__[n + 1 :] for name in vars(other)}
+            for name in sorted((self.names & later) - each.__dict__.keys()):  # it may hide that of a base
+                self._step(inside, _entry, name, _is, _MISSING, _MISSING)
 
     def _instance(self, parent: int, fetch: Callable[..., Any], key: Any, x: Any) -> None:
         """An object, of which the attributes that code names are read, in its dictionary or its class. All are read of an object whose

@@ -143,15 +143,16 @@ struct Problem {
   Wishes wishes;
 
   // tensors
-  View q, k, v;                                               // INT4: strides count bytes, and each byte holds two columns
-  Scales k_scale, v_scale;                                    // the scales of quantised k and v
-  View mask, bias;                                            // (batch, head, query, key), stride 0 where broadcast
-  View alibi_slopes;                                          // (batch, head, -, -)
-  View sinks;                                                 // (-, head, -, -)
-  std::shared_ptr<const score::Program> program;              // the function of scale q.k, and what functions hide; null: neither exists
-  Captured captured[STROBE_MOST_CAPTURED];                    // the tensors that the program reads
-  const score::Bytecode *bytecode = nullptr;                  // a CPU engine's code of the program
-  std::shared_ptr<const score::CudaFunctions> cuda_functions; // a GPU engine's; null: not made yet
+  View q, k, v;                                  // INT4: strides count bytes, and each byte holds two columns
+  Scales k_scale, v_scale;                       // the scales of quantised k and v
+  View mask, bias;                               // (batch, head, query, key), stride 0 where broadcast
+  View alibi_slopes;                             // (batch, head, -, -)
+  View sinks;                                    // (-, head, -, -)
+  std::shared_ptr<const score::Program> program; // the function of scale q.k, and what functions hide; null: neither exists
+  Captured captured[STROBE_MOST_CAPTURED];       // the tensors that the program reads
+  const score::Bytecode *bytecode = nullptr;     // a CPU engine's code of the program
+  // Those of a GPU engine; null: not made yet.
+  std::shared_ptr<const score::CudaFunctions> cuda_functions, cuda_gradient_functions;
   // The following members are lists. In host memory they are the call's own copies (contents.h), without gaps. In device memory they are
   // the caller's, with any strides, and GPU engines copy them (cuda/program/lists.h).
   std::shared_ptr<const void> lists;      // owns the copies

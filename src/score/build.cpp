@@ -88,6 +88,17 @@ public:
   bool reads(int32_t captured) const {
     return std::ranges::any_of(nodes_, [&](const strobe_node &n) { return is_load(n) && n.captured == captured; });
   }
+  // Whether the result depends on the tensor.
+  bool needs(int32_t captured) const {
+    std::vector<bool> needed(nodes_.size());
+    if (!needed.empty()) needed.back() = true;
+    for (size_t n = nodes_.size(); n-- > 0;) {
+      if (!needed[n]) continue;
+      if (is_load(nodes_[n]) && nodes_[n].captured == captured) return true;
+      for (int32_t i = 0; i < count(nodes_[n]); i++) needed[size_t(nodes_[n].inputs[i])] = true;
+    }
+    return false;
+  }
 
 private:
   template <class... Values> void refuse(strobe::Code code, const char *words, const Values &...values) {
@@ -332,9 +343,9 @@ Programs make_programs(const strobe_attention &a, const CapturedTensors &given, 
   for (int32_t c = 0; c < STROBE_MOST_CAPTURED; c++) {
     if (!given[size_t(c)] || !wanted[size_t(c)]) continue;
     wants = true;
-    if (!a.score_function || !readers.front().reads(c))
+    if (!a.score_function || !readers.front().needs(c))
       reasons.add(kGradients[c], strobe::Code::excluded,
-                  a.score_function ? "given, and score_function does not read {0}; accepted is none"
+                  a.score_function ? "given, and the result of score_function does not depend on {0}; accepted is none"
                                    : "given without score_function; accepted is none",
                   Argument{kCaptured[c]});
   }

@@ -223,10 +223,6 @@ private:
       const int32_t factor = input(n, side), other = input(n, 1 - side);
       if (varies_[size_t(factor)]) continue;
       if (const auto d = distance(other)) return Product{*d, factor};
-      if (auto inner = product(other)) {
-        inner->factor = graph.add(Op::MULTIPLY, {factor, inner->factor});
-        return inner;
-      }
     }
     return {};
   }

@@ -142,12 +142,19 @@ TEST_CASE("captured gradients: each reason against one") {
          g.add(STROBE_OP_TO_BOOLEAN, {g.load(0, {})});
          c.attention.score_function = nullptr, c.attention.mask_function = c.function(g.all);
        }},
-      {"dcaptured_0: given, and score_function does not read captured_0; accepted is none",
+      {"dcaptured_0: given, and the result of score_function does not depend on captured_0; accepted is none",
        [](Call &c) {
          for (int n = 1; n < 8; n++) c.drop(text("captured_", n)), c.drop(text("dcaptured_", n));
          Nodes f, g;
          f.add(STROBE_OP_SCORE), g.add(STROBE_OP_TO_BOOLEAN, {g.load(0, {})});
          c.attention.score_function = c.function(f.all), c.attention.mask_function = c.function(g.all);
+       }},
+      {"dcaptured_0: given, and the result of score_function does not depend on captured_0; accepted is none",
+       [](Call &c) { // a node that the result does not need reads it
+         for (int n = 1; n < 8; n++) c.drop(text("captured_", n)), c.drop(text("dcaptured_", n));
+         Nodes f;
+         f.load(0, {}), f.add(STROBE_OP_SCORE);
+         c.attention.score_function = c.function(f.all), c.attention.mask_function = nullptr;
        }},
   };
   for (const Wrong &wrong : all) {

@@ -707,3 +707,18 @@ def test_explain_names_the_lines():
     with running_on(None):
         words = strobe.explain(*qkv(), score=lambda s, b, h, i, j: s + t[h], backward=True)
     assert any(line.split()[:1] == ["dcaptured_0"] and line.endswith("float64 (4), summed along rows") for line in words.splitlines())
+
+
+def test_eight_tensors_in_calls_that_repeat():
+    """From the third call on, calls are prepared: their results are made elsewhere."""
+    q = torch.randn(1, 2, 5, 8, dtype=torch.float64)
+    tables = [torch.randn(5, dtype=torch.float64).requires_grad_() for _ in range(8)]
+
+    def score(x, b, h, i, j):
+        for n, table in enumerate(tables):
+            x = x + table[(i + n * j) % 5] * (n + 1)
+        return x
+
+    found = [torch.autograd.grad(strobe.attention(q, q, q, score=score).sin().sum(), tables) for _ in range(5)]
+    assert all(torch.equal(x, y) for each in found[1:] for x, y in zip(found[0], each, strict=True))
+    assert all(g.abs().max() > 0 for g in found[0])

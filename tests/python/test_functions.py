@@ -1120,3 +1120,21 @@ def test_a_long_chain_of_operations_is_recorded():
     )
     with pytest.raises(ValueError, match=r"^score: .*1,?024"):
         strobe.attention(q, q, q, score=chain(2000))
+
+
+def test_products_without_a_distance_are_read_once():
+    def score(s, b, h, i, j):
+        a = SLOPES[h]
+        for _ in range(60):  # each is a product of one node with itself
+            a = a * a
+        return s + a
+
+    q = torch.randn(1, H, 2, 4)
+    assert "captured_0" in strobe.explain(q, q, q, score=score)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_functions_under_torch_func_are_refused_in_words(transform):
+    q = torch.randn(2, 1, H, 2, 4)
+    with pytest.raises(NotImplementedError, match="under torch.func.grad, vjp, jvp, vmap"):
+        transform(lambda x: strobe.attention(x, x, x, score=lambda s, b, h, i, j: s * 2).sum())(q if transform is torch.func.vmap else q[0])

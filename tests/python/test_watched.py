@@ -664,3 +664,51 @@ def test_names_are_those_of_this_version():
     assert not names_of(compile("try:\n  x\nexcept A:\n  pass", "", "exec")).is_followed
     assert not names_of(compile("with x:\n  pass", "", "exec")).is_followed
     assert not names_of(compile("match x:\n  case A(b=c):\n    pass", "", "exec")).is_followed
+
+
+class Base:
+    scale = 2.0
+
+
+def test_a_name_that_comes_to_hide_that_of_a_base():
+    class Derived(Base):
+        unused = 7
+
+    held = Derived()
+
+    def function(s, b, h, i, j):
+        return s * held.scale
+
+    q = torch.randn(1, 1, 3, 4)
+    before = strobe.attention(q, q, q, score=function)
+    del Derived.unused
+    Derived.scale = 3.0
+    found = strobe.attention(q, q, q, score=function)
+    assert torch.equal(found, strobe.attention(q, q, q, score=lambda s, b, h, i, j: s * 3.0))
+    assert not torch.equal(found, before)
+
+
+def test_two_objects_that_become_one():
+    held = types.SimpleNamespace(a=[1.0], b=[1.0])
+
+    def function(s, b, h, i, j):
+        return s * (2.0 if held.a is held.b else 1.0)
+
+    q = torch.randn(1, 1, 3, 4)
+    before = strobe.attention(q, q, q, score=function)
+    held.b = held.a
+    assert not torch.equal(strobe.attention(q, q, q, score=function), before)
+
+
+def test_another_default_dtype():
+    def function(s, b, h, i, j):
+        return s * (64 / torch.finfo().bits)
+
+    q = torch.randn(1, 1, 3, 4)
+    before = strobe.attention(q, q, q, score=function)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = strobe.attention(q, q, q, score=function)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not torch.equal(found, before)

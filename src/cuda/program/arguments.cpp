@@ -36,6 +36,7 @@ Pages pages(const Problem &p) {
 // would depend on where a tile begins; gradients of captured tensors need the LSE of the general form.
 const score::Penalty *penalty_of(const Problem &p) {
   if (!p.program || p.program->penalty.slope < 0 || p.alibi_slopes || p.invariant || p.gradient_program) return nullptr;
+  if (p.dtype != DType::f16 && p.dtype != DType::bf16) return nullptr; // nothing corrects a large LSE's rounding beside a penalty
   return &p.program->penalty;
 }
 i32 alibi_of(const Problem &p) {
@@ -50,6 +51,7 @@ const score::BuiltIn &form_of(const Problem &p) {
   return own ? own->rest : p.program ? *p.program : none;
 }
 std::shared_ptr<const score::CudaFunctions> gradient_functions(const Problem &p) {
+  if (p.cuda_gradient_functions) return p.cuda_gradient_functions;
   return std::make_shared<const score::CudaFunctions>(p, function_of(p) >= kProgram, p.gradient_program);
 }
 // Whether kernels call functions of the caller.
@@ -121,6 +123,7 @@ const char *score_in_words(const Problem &p) {
 
 void make_functions(Problem &p) {
   if (calls_functions(p)) p.cuda_functions = functions(p);
+  if (p.gradient_program) p.cuda_gradient_functions = gradient_functions(p);
 }
 
 std::string functions_source(const Problem &p) { return functions(p)->source(); }
