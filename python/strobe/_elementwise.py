@@ -173,8 +173,8 @@ def logaddexp2(x: Value, y: Any) -> Value:
 
 
 def copysign(x: Value, y: Any) -> Value:
-    """A zero of y counts as positive, whatever its sign."""
-    return where(x.graph.of(y) < 0, -abs(x.to(REAL)), abs(x.to(REAL)))
+    y = x.graph.of(y).to(REAL)
+    return where((y < 0) | ((y == 0) & (1 / y < 0)), -abs(x.to(REAL)), abs(x.to(REAL)))
 
 
 def heaviside(x: Value, values: Any) -> Value:

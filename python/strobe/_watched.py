@@ -81,9 +81,9 @@ def names_of(code: types.CodeType) -> Names:
     is_followed = True
     last: dis.Instruction | None = None
     for x in dis.get_instructions(code):
-        is_constant = last is not None and last.opname == "LOAD_CONST"
+        is_known = last is not None and (last.opname == "LOAD_CONST" or last.argval == "__class__" or last.argval in _BUILTINS)
         last = x
-        if x.opname in _UNFOLLOWED_INSTRUCTIONS or (x.opname == "IS_OP" and not is_constant):  # two objects may become one
+        if x.opname in _UNFOLLOWED_INSTRUCTIONS or (x.opname == "IS_OP" and not is_known):  # two objects may become one
             is_followed = False
         elif x.opname == "IMPORT_NAME":
             imports.add(x.argval)

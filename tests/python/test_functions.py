@@ -535,11 +535,13 @@ def test_another_number_makes_the_same_structure():
 
 @pytest.mark.parametrize("name", [*OF_BOTH, *OF_TORCH])
 def test_functions_of_the_library_are_followed(name):
-    """Their recordings are used again, but for those of a function that makes tensors."""
+    """Their recordings are used again, but for those of a function that makes tensors, or calls an operator whose code is not followed."""
     function = {**OF_BOTH, **OF_TORCH}[name]
     option = "score" if count_of(function) == 5 else "mask"
     recorded_text(function, option)
-    assert (_function.as_fields({option: function}, TORCH, torch.zeros(1, dtype=torch.float64)) is not None) == (name != "constants")
+    assert (_function.as_fields({option: function}, TORCH, torch.zeros(1, dtype=torch.float64)) is not None) == (
+        name not in ("constants", "an operator of its own")
+    )
     if name in OF_BOTH:
         function = both(NumPy, lambda x: x.numpy())[name]
         recorded_text(function, option, NUMPY)
@@ -1138,3 +1140,12 @@ def test_functions_under_torch_func_are_refused_in_words(transform):
     q = torch.randn(2, 1, H, 2, 4)
     with pytest.raises(NotImplementedError, match="under torch.func.grad, vjp, jvp, vmap"):
         transform(lambda x: strobe.attention(x, x, x, score=lambda s, b, h, i, j: s * 2).sum())(q if transform is torch.func.vmap else q[0])
+
+
+@pytest.mark.parametrize("sign", [0.0, -0.0, 2.0, -2.0])
+def test_copysign_takes_the_sign_of_a_zero(sign):
+    q = numbers(9, 1, 1, 4, 4)
+    y = torch.tensor(sign)
+    x = q @ q.mT / 2
+    found = strobe.attention(q, q, q, score=lambda x, b, h, i, j: torch.copysign(x, y))
+    torch.testing.assert_close(found, torch.softmax(torch.copysign(x, y), -1) @ q)
