@@ -42,7 +42,7 @@ private:
 struct KeyTiles {
   using Tile = simt::Tile;
   Schedule schedule;
-  __device__ bool next(Tile &tile) {
+  __device__ __forceinline__ bool next(Tile &tile) {
     KeyTile t;
     if (!schedule.next(t)) return false;
     tile = {(i32)t.begin, (i32)t.end, t.masked};
@@ -53,7 +53,7 @@ template <bool kBlocks, int kTile> struct DescendingQueries {
   using Tile = simt::Tile;
   QueryTiles<kBlocks, kTile> tiles;
   i32 seqlen_q;
-  __device__ bool next(Tile &tile) {
+  __device__ __forceinline__ bool next(Tile &tile) {
     QueryTile t;
     if (!tiles.next(t)) return false;
     tile = {t.begin, min(t.begin + kTile, seqlen_q), t.masked != 0};
@@ -65,7 +65,7 @@ template <bool kBlocks, int kTile> struct DescendingQueries {
 struct RangesOfKeys {
   using Tile = ShiftedTile;
   PartKeys tiles;
-  __device__ bool next(Tile &tile) {
+  __device__ __forceinline__ bool next(Tile &tile) {
     PartKeyTile t;
     if (!tiles.next(t)) return false;
     tile = {{(i32)t.begin, (i32)t.end, t.masked}, t.shift};
@@ -75,7 +75,7 @@ struct RangesOfKeys {
 template <bool kBlocks, int kTile> struct RangesOfQueries {
   using Tile = NumberedTile;
   PartQueries<kBlocks, kTile> tiles;
-  __device__ bool next(Tile &tile) {
+  __device__ __forceinline__ bool next(Tile &tile) {
     PartQueryTile t;
     if (!tiles.next(t)) return false;
     tile = {{{t.begin, t.end, t.masked != 0}, t.shift}, t.number};
@@ -93,7 +93,7 @@ template <class Tiles> class Walk {
   Tiles tiles_;
   Slot slots_[2];
 
-  __device__ void find(Slot &slot, i32 nth) {
+  __device__ __forceinline__ void find(Slot &slot, i32 nth) {
     slot.valid = true;
     for (i32 n = 0; n < nth && slot.valid; ++n) slot.valid = tiles_.next(slot.tile);
   }

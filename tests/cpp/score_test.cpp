@@ -459,7 +459,7 @@ TEST_CASE("score: a penalty by the distance, in its spellings") {
       {[](Place &p) { p.two(kPlus, p.two(kTimes, p.one(STROBE_OP_NEGATE, p.slope), p.real(p.one(kAbs, p.ahead()))), p.x); }},
       {[](Place &p) { p.two(kPlus, p.x, p.one(STROBE_OP_NEGATE, p.two(kTimes, p.slope, p.real(p.one(kAbs, p.ahead()))))); }},
       {[](Place &p) { p.two(kPlus, p.x, p.two(kTimes, p.slope, p.real(p.ahead()))); }, true, true},
-      {[](Place &p) { p.two(kPlus, p.x, p.two(kTimes, p.f.real(-3), p.two(kTimes, p.slope, p.real(p.behind())))); }, true, true},
+      {[](Place &p) { p.two(kPlus, p.x, p.two(kTimes, p.f.real(-3), p.two(kTimes, p.slope, p.real(p.behind())))); }, false}, // 2 factors
       {[](Place &p) { p.two(kMinus, p.x, p.two(kTimes, p.two(kTimes, p.slope, p.f.real(2)), p.real(p.behind()))); }, true, true},
       {[](Place &p) { p.two(kMinus, p.x, p.real(p.one(STROBE_OP_NEGATE, p.behind()))); }, true, true},
       {[](Place &p) { p.two(kMinus, p.x, p.two(kTimes, p.one(STROBE_OP_EXP, p.slope), p.real(p.one(kAbs, p.with_offset())))); }, true,
