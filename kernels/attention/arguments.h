@@ -239,7 +239,7 @@ struct CapturedArguments : BackwardArguments {
   u64 *largest;   // for each gradient the bits, as a double, of the largest value that is added to `sums`; infinite: it has no number
   void *lines[3]; // the sums along rows, columns and diagonals, in lse's type: (load, line)
   i64 count[3];   // lines per load
-  void *tables;   // (thread block, table_elements): the sums of a thread block's pairs
+  void *tables;   // (table_blocks, table_elements): each thread block's sums for the small captured tensors
   i32 table_elements, table_blocks;
 };
 

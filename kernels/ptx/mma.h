@@ -28,8 +28,8 @@ template <> __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&d)[4], co
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// D (16x8) += A (16x8) B (8x8) in TF32, sm_80 and later. Lane 4g+t holds, of A, rows g and g + 8 of inner t, then of inner t + 4; of B,
-// column g of inner t and t + 4; of D, the same elements as above. The lowest 13 bits of an operand are ignored.
+// D (16x8) += A (16x8) B (8x8) in TF32, sm_80 and later. In lane 4g+t: a = A[g][t], A[g+8][t], A[g][t+4], A[g+8][t+4]; b = B[t][g],
+// B[t+4][g]; d as for m16n8k16. The lowest 13 bits of an operand are ignored.
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

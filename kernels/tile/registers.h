@@ -27,8 +27,8 @@ __device__ __forceinline__ int lane_id() { return (int)(threadIdx.x & 31); }
 __device__ __forceinline__ int lane_row(int r) { return (lane_id() >> 2) + 8 * r; }
 __device__ __forceinline__ int lane_column(int c, int e) { return 8 * c + 2 * (lane_id() & 3) + e; }
 
-// How many elements of a row a lane holds. In a warp's 16x16 blocks, a lane has two rows in each row of blocks. In a warpgroup's array,
-// x[4j + 2r + e] is row r, column 8j + 2t + e.
+// elements_of_row: how many elements of one row a lane holds. row_element: element i of the lane's row `row`, of which each row of 16x16
+// blocks has two. In a warpgroup's flat array, x[4j + 2r + e] is the lane's row r, column 8j + 2t + e.
 template <int kM, int kN> __device__ __forceinline__ constexpr int elements_of_row(const Accumulator (&)[kM][kN]) { return 4 * kN; }
 template <int kM, int kN> __device__ __forceinline__ float &row_element(Accumulator (&x)[kM][kN], int row, int i) {
   return x[row / 2][i / 4].x[i / 2 % 2][2 * (row % 2) + i % 2];

@@ -30,7 +30,8 @@ template <class Math> class CapturedPiece {
   static constexpr int L = V::kLanes;
 
 public:
-  // values: dS times the derivative, of the piece's pairs; places: room for as many numbers
+  // values: for each query and key of the piece, dS times the derivative by the element that they read; places: room for the numbers of
+  // these elements
   CapturedPiece(const Head<T> &head, const TileSpan &t, const score::LoadCode &load, const T *values, T *places, char *scratch,
                 double *sums)
       : head_(head), t_(t), load_(load), values_(values), places_(places), scratch_(scratch), sums_(sums) {}

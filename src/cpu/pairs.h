@@ -240,7 +240,7 @@ template <int planes, class Unit> struct Pairs {
 
   struct Scores {
     uint32_t *pairs; // [plane][round_to(keys, 32) / 2][width], or null
-    Left left;       // the lanes of this piece, or null; the layout is Keys::rows's [keys / 32][tile_q / 32][plane][32][32]
+    Left left;       // these queries' scores as a left operand, or null; [keys / 32][tile_q / 32][plane][32][32], as in Keys::rows
     int64_t width, pairs_plane;
     STROBE_INLINE void put(int64_t j, int64_t lane, V first, V second, bool /*both: zero where not*/) const {
       Split<kPlanes> a((__m512)first.v), b((__m512)second.v);

@@ -99,7 +99,8 @@ struct Bytecode : BuiltIn { // the numbers of its form
 // Values that the executor holds at a time.
 inline constexpr int64_t kValuesAtOnce = 512, kRowsAtOnce = 64, kVectorRoom = 128; // kVectorRoom: bytes of a vector, if its lanes were wide
 
-// The bytecode of problem.program. A form of which engines have their own code is not compiled, only the mask is.
+// The bytecode of problem.program. If its score is a form (softcap, hyperbolic), engines compute it by their own code, and only the mask is
+// compiled.
 std::shared_ptr<Bytecode> compile(const Problem &);
 
 } // namespace strobe::score

@@ -362,7 +362,7 @@ TEST_CASE("functions: explain tells the formula, its derivative and what it read
 TEST_CASE("functions: each refusal") {
   struct Wrong {
     const char *message;
-    std::function<void(Call &, Nodes &)> how; // makes a score function whose last node is the sine of an earlier node
+    std::function<void(Call &, Nodes &)> how; // makes the call wrong; the nodes begin with the score, node 0
     bool as_mask = false;
   };
   const Wrong all[] = {

@@ -265,7 +265,7 @@ class Tree:
                 return process.returncode, output
             except subprocess.TimeoutExpired:
                 return None, f"no end within {LIMIT} s"
-            finally:  # the processes that it started end with it
+            finally:  # kill the whole group, so that the processes that a test started end, too
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
 

@@ -733,7 +733,8 @@ def learned() -> dict[str, Tensor]:
 
 
 def of_dtensors(group: dist.ProcessGroup, placed: str, of: str, layout: str) -> dict[str, Tensor]:
-    """Results and gradients, gathered, of a call whose heads and sequences are sharded. `group` has all four ranks."""
+    """The gathered results and gradients of a call on DTensors, which shard heads or the batch, as `placed` says. `group` has all four
+    ranks."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))

@@ -1,4 +1,5 @@
-"""BlockMask: the patterns against brute force, CSR and transpose against the dense blocks, linear construction, torch and NumPy alike."""
+"""BlockMask, of PyTorch and NumPy alike: its patterns are those of brute force, its CSR form and the transpose those of the dense blocks,
+and the memory that making one takes grows with the blocks that it keeps."""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ TESTS = 20 * (50 if LONG else 1)
 @pytest.mark.parametrize("begin", [0, FUNCTIONS], ids=["any", "functions"])
 def test_random_calls(begin, first):
     found = []
-    for number in range(begin + first * CALLS, begin + (first + CALLS_A_TEST) * CALLS, CALLS):  # each number has options of its own
+    for number in range(
+        begin + first * CALLS, begin + (first + CALLS_A_TEST) * CALLS, CALLS
+    ):  # a step of CALLS: consecutive numbers share their options
         call = drawn(number)
         wrong = faults(call, engines(call))
         if wrong:

@@ -1,4 +1,4 @@
-"""Functions that write into the caller's tensors: they refuse where PyTorch's own would."""
+"""Functions that write into the caller's tensors refuse what PyTorch's in-place operations refuse, as a leaf that requires grad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs that a tree compiles: its kernels by the calls of `strobe prewarm`, with their whole source. Recording compiles nothing.
+"""Records the whole source of every kernel that each call of `strobe prewarm` would compile in a tree. Nothing is compiled.
 
 A tree is a folder with a checkout whose package is built (make setup), or the git revision of one that was recorded before.
 """

@@ -81,7 +81,7 @@ struct QueryScales<bf16, kStored, kM> {
       }
     }
   }
-  // Multiplies a score of a row by the row's power of two again.
+  // Undoes, in a score, the division of this row of Q by its power of two.
   __device__ __forceinline__ float unscaled(int row, float s) const { return s * unit_[row]; }
 
 private:
@@ -129,9 +129,9 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
   }
 }
 
-// O += P V, where P has been multiplied by V's scales. Returns whether this tile of V holds NaN; the product takes NaN for a number, so the
-// caller must still add it. A scale may have any exponent, so P times a scale is BF16; BF16 also holds all stored numbers. BF16's fraction
-// is too short for FP16 results; there P times a scale is two terms.
+// O += P V; multiplies P by V's scales first. The product is one of BF16 numbers: a scale may have any exponent, and BF16 holds every
+// stored value. For FP16 results BF16's fraction is too short, so P times a scale is split into two BF16 numbers. FP8's NaN enters the
+// product as a number; the function returns whether the tile of V holds a NaN, which the caller then adds.
 template <class T, i32 kStored, int kDv, int kM, int kN, int kSums, class Scales>
 __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], tile::Accumulator (&P)[kM][kN], u32 v, const Scales &scales,
                                            u32 zero) {

@@ -1,6 +1,6 @@
 /* The peak rate of one core: independent multiply-adds in registers and nothing else. `strobe bench` compiles this file with the system's
- * compiler for the present machine. Each function runs for about `seconds` on the calling thread, and returns FLOP per second of its own
- * time; 0 if the instruction is missing. */
+ * compiler for the present machine. Each function runs for about `seconds` on the calling thread, and returns FLOP per second of that
+ * thread's CPU time, or 0 if the CPU lacks the instructions. */
 #include <time.h>
 #if defined(__x86_64__)
 #include <immintrin.h>

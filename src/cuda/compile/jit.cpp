@@ -133,7 +133,7 @@ struct OnDevice {
     if (!result) call = "cuLibraryGetKernel", result = d.cuLibraryGetKernel(&handle, library, "kernel");
     if (!result) call = "cuKernelGetFunction", result = d.cuKernelGetFunction(&loaded, handle);
   }
-  // Whether the driver might accept other code.
+  // Whether loading failed because of the code itself, so that compiling it again may help.
   bool code_is_wrong() const {
     constexpr CUresult such[] = {CUDA_ERROR_INVALID_IMAGE,           CUDA_ERROR_NO_BINARY_FOR_GPU, CUDA_ERROR_INVALID_PTX,
                                  CUDA_ERROR_UNSUPPORTED_PTX_VERSION, CUDA_ERROR_INVALID_SOURCE,    CUDA_ERROR_NOT_FOUND};

@@ -10,7 +10,7 @@ from strobe_tools.bench.gpu.problem import Problem
 
 DIMS = range(16, 257, 8)
 GROUPS = range(1, 9)  # query heads per key head
-LENGTHS = (64, 32768)  # odd and even, log-uniform
+LENGTHS = (64, 32768)  # the range of lengths, of which odd ones are drawn, too; log-uniform
 TOKENS = (4096, 65536)  # per call
 WIDTHS = (1024, 4096)  # all query heads together, approximately
 PACKED, WINDOWS, OTHER_DIM_V = 1 / 4, 1 / 4, 1 / 4  # fractions of all shapes
