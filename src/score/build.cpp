@@ -296,6 +296,10 @@ void check_gradient(int32_t n, const strobe_tensor *gradient, const strobe_tenso
   if (!std::equal(gradient->shape, gradient->shape + rank, captured->shape))
     return reasons.add(argument, Code::shape, "shape {0}; accepted is {1}, that of {2}", Numbers{gradient->shape, rank},
                        Numbers{captured->shape, rank}, of);
+  double elements = 1;
+  for (int32_t axis = 0; axis < rank; axis++) elements *= double(gradient->shape[axis]);
+  if (!oracle && elements >= 0x1p31) // CPU engines number elements by 32 bits
+    return reasons.add(argument, Code::shape, "shape {0}; accepted are fewer than 2^31 elements", Numbers{gradient->shape, rank});
   Types types = {DType::f64};
   if (!oracle) {
     types = {DType::f32, DType::f64};

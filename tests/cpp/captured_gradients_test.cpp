@@ -135,6 +135,11 @@ TEST_CASE("captured gradients: each reason against one") {
       {"dcaptured_7: given for captured_7 of dtype bool; accepted is none: only floats have a gradient",
        [](Call &c) { c.add("captured_7", DType::boolean, {2, 3}); }},
       {"dcaptured_7: given without captured_7; accepted is both, or captured_7 alone", [](Call &c) { c.drop("captured_7"); }},
+      {"dcaptured_0: shape (2147483648); accepted are fewer than 2^31 elements",
+       [](Call &c) {
+         for (const char *name : {"captured_0", "dcaptured_0"})
+           c[name].rank = 1, c[name].shape[0] = int64_t{1} << 31, c[name].strides[0] = name[0] == 'd';
+       }},
       {"dcaptured_0: given without score_function; accepted is none",
        [](Call &c) {
          for (int n = 1; n < 8; n++) c.drop(text("captured_", n)), c.drop(text("dcaptured_", n));
