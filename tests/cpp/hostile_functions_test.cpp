@@ -1,6 +1,7 @@
 // Nodes that no recorder makes: extreme numbers, strides and sizes in graphs of any operations, and graphs that are no graphs. Each has one
 // clear message, or the reference's numbers on every engine; sanitizers see that nothing else happens.
 #include <cmath>
+#include <functional>
 #include <random>
 
 #include "call.h"
