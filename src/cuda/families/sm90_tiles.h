@@ -10,7 +10,7 @@ namespace strobe::cuda {
 
 constexpr int64_t kLeastKeysOfSplit = 512; // if keys are split over thread blocks, a split has at least this many keys
 
-// Of the tiles made for such heads, the one with the least predicted time; if a tile is requested, the nearest that fits. Invariant: the
+// The tile with the least predicted time among those made for such heads; if a tile is requested, the nearest that fits. Invariant: the
 // first that fits, whatever the lengths. Null if no tile divides the blocks of a sparse mask.
 std::optional<sm90::Config> choose_tile(const Problem &, const Device &);
 
