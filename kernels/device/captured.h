@@ -4,6 +4,7 @@
 // the line is summed first, in a fixed order, and its sum is added to the element. Sums over elements are integers in fixed point, because
 // the order of integer additions does not matter: the results have the same bits in every run.
 #pragma once
+#include "../ptx/atomic.h"
 #include "captured_config.h"
 #include "scores.h"
 
@@ -15,15 +16,6 @@ namespace strobe {
 //   is_unit(load)                                 whether df/dl is 1 for all pairs
 //   gradients<kFunctions, kLoads>(a, at, x, out)  df/dl for each load whose bit is set in kLoads
 //   element<kFunctions, kLoad>(a, g, at, x)       which element of its tensor a load reads; elements are numbered row by row
-
-// The place on an axis that an index means, as step() in functions.h has it.
-template <class At, bool kNotNegative, class Index> __device__ __forceinline__ At place_on_axis(Index index, i64 axis) {
-  using Int = typename Either<(sizeof(At) > sizeof(Index)), At, Index>::type;
-  const Int size = (Int)axis;
-  Int place = index;
-  if constexpr (!kNotNegative) place = max(place < 0 ? place + size : place, Int(0));
-  return (At)min(place, size - 1);
-}
 
 STROBE_FN constexpr bool has_load(i32 loads, int load) { return (loads >> load & 1) != 0; }
 // How many loads of the launch stand before this one.
@@ -87,18 +79,6 @@ template <> struct Fixed<double> {
     for (int n = 16; n; n /= 2) high += __shfl_xor_sync(0xFFFFFFFFu, high, n), low += __shfl_xor_sync(0xFFFFFFFFu, low, n);
   }
 };
-
-#if __CUDA_ARCH__ >= 700
-__device__ __forceinline__ void add_to(i64 *address, i64 x) {
-  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(x) : "memory");
-}
-__device__ __forceinline__ void raise_to(u64 *address, u64 x) {
-  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(x) : "memory");
-}
-#else
-__device__ __forceinline__ void add_to(i64 *address, i64 x) { atomicAdd((u64 *)address, (u64)x); }
-__device__ __forceinline__ void raise_to(u64 *address, u64 x) { atomicMax(address, x); }
-#endif
 
 // Adds to the sums of an element of a tensor.
 __device__ __forceinline__ void add_to(const CapturedArguments &a, i64 element, const Fixed<float> &x) {

@@ -82,14 +82,18 @@ __device__ __forceinline__ i32 remainder_by_power_of_two(i32 x, const Divisor &y
 __device__ __forceinline__ i32 limited_integer(float x) { return (i32)fminf(fmaxf(x, -0x1p30f), 0x1p30f); }
 __device__ __forceinline__ i32 limited_integer(double x) { return (i32)fmin(fmax(x, -0x1p30), 0x1p30); }
 
-// An element of a captured tensor: its distance is the sum of one step per axis. An index below 0 counts from the axis' end; beyond the
-// axis it is that of the nearest end. At: i32 if all distances fit. kNotNegative: the index is not below 0.
-template <class At, bool kNotNegative, class Index> __device__ __forceinline__ At step(Index index, const CapturedOperand &x, int axis) {
+// The place that an index means on an axis of this size. An index below 0 counts from the axis' end; beyond the axis it is that of the
+// nearest end. At: i32 if all places fit. kNotNegative: the index is not below 0.
+template <class At, bool kNotNegative, class Index> __device__ __forceinline__ At place_on_axis(Index index, i64 axis) {
   using Int = typename Either<(sizeof(At) > sizeof(Index)), At, Index>::type;
-  const Int size = (Int)x.size[axis];
+  const Int size = (Int)axis;
   Int place = index;
   if constexpr (!kNotNegative) place = max(place < 0 ? place + size : place, Int(0));
-  return (At)min(place, size - 1) * (At)x.stride[axis];
+  return (At)min(place, size - 1);
+}
+// An element of a captured tensor: its distance is the sum of one step per axis.
+template <class At, bool kNotNegative, class Index> __device__ __forceinline__ At step(Index index, const CapturedOperand &x, int axis) {
+  return place_on_axis<At, kNotNegative>(index, x.size[axis]) * (At)x.stride[axis];
 }
 template <class T, class E> __device__ __forceinline__ T load(const CapturedOperand &x, i64 distance) {
   if constexpr (sizeof(E) == 2) // f16, bf16

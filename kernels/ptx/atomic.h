@@ -23,8 +23,16 @@ __device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) {
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(y) : "l"(address), "r"(x) : "memory");
   return y;
 }
+__device__ __forceinline__ void add_to(i64 *address, i64 x) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(address), "l"(x) : "memory");
+}
+__device__ __forceinline__ void raise_to(u64 *address, u64 x) { // to the larger of the two
+  asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(address), "l"(x) : "memory");
+}
 #else // this PTX version has no memory orders
 __device__ __forceinline__ u32 fetch_add(u32 *address, u32 x) { return atomicAdd(address, x); }
+__device__ __forceinline__ void add_to(i64 *address, i64 x) { atomicAdd((u64 *)address, (u64)x); }
+__device__ __forceinline__ void raise_to(u64 *address, u64 x) { atomicMax(address, x); }
 #endif
 
 } // namespace strobe

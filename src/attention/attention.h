@@ -101,6 +101,7 @@ struct Captured {
   int64_t size[4] = {1, 1, 1, 1}, stride[4] = {0, 0, 0, 0};
 
   __attribute__((always_inline)) explicit operator bool() const { return dtype != DType::none; }
+  __attribute__((always_inline)) int64_t elements() const { return size[0] * size[1] * size[2] * size[3]; }
 };
 
 // What the caller, or else a tuning table, requests. An engine ignores requests that it does not know.

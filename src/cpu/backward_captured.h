@@ -13,13 +13,12 @@ struct CapturedItems {
   int64_t first[STROBE_MOST_CAPTURED];                                     // of the tensor's elements among a share's sums
   int64_t elements = 0, tiles, count, shares;                              // tiles: of a head; count: of all heads
   CapturedItems(const Problem &p, const TileSizes &tile) {
-    for (int n = 0; n < STROBE_MOST_CAPTURED; ++n) first[n] = elements, elements += size(p.dcaptured[n]);
+    for (int n = 0; n < STROBE_MOST_CAPTURED; ++n) first[n] = elements, elements += p.dcaptured[n] ? p.dcaptured[n].elements() : 0;
     tiles = query_tiles(p, tile.q);
     count = p.batch * p.heads * tiles;
     shares = max(1ll, min(min((i64)kMostShares, (i64)count), (i64)(kMostSums / max((i64)elements, 1ll))));
   }
   int64_t bytes() const { return shares * elements * int64_t(sizeof(double)); }
-  static int64_t size(const Captured &x) { return x ? x.size[0] * x.size[1] * x.size[2] * x.size[3] : 0; }
 };
 
 // What the lines of a piece add up to, and where these sums go.
@@ -200,7 +199,7 @@ void backward_captured(const Problem &p, const Execution &execution, const TileS
   for (int n = 0; n < STROBE_MOST_CAPTURED; ++n) {
     const Captured &to = p.dcaptured[n];
     if (!to) continue;
-    const int64_t size = CapturedItems::size(to), pieces = div_up(size, kElements);
+    const int64_t size = to.elements(), pieces = div_up(size, kElements);
     const int32_t threads = int32_t(min((i64)execution.threads, (i64)pieces));
     execution.run(threads, [&](int32_t thread) {
       for (int64_t piece = thread; piece < pieces; piece += threads)

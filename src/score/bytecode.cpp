@@ -420,12 +420,6 @@ void compile_loads(const Problem &p, Compiled &made) {
   const GradientProgram &program = *p.gradient_program;
   const Graph &graph = program.graph;
   const Analysis analysis(p, graph);
-  const auto reads_score = [&](const std::vector<int32_t> &roots) {
-    const std::vector<bool> needed = graph.needed_by(roots);
-    for (int32_t n = 0; n < graph.size(); ++n)
-      if (needed[size_t(n)] && graph[n].op == Op::SCORE) return true;
-    return false;
-  };
   for (const LoadGradient &g : program.loads) {
     const Node &load = graph[g.load], &slope = graph[g.slope];
     made.load_lists.push_back(Compiler(p, analysis, graph).run(g.slope, -1, -1));
@@ -433,8 +427,8 @@ void compile_loads(const Problem &p, Compiled &made) {
     LoadCode &code = made.load_codes.emplace_back();
     code.captured = load.captured, code.lines = g.lines;
     code.slope_is_one = slope.op == Op::REAL && slope.real == 1;
-    code.slope_reads_score = reads_score({g.slope});
-    code.place_reads_score = reads_score({load.inputs.begin(), load.inputs.begin() + load.count});
+    code.slope_reads_score = graph.reads_score({g.slope});
+    code.place_reads_score = graph.reads_score({load.inputs.begin(), load.inputs.begin() + load.count});
   }
   for (size_t n = 0; n < made.load_codes.size(); ++n) {
     LoadCode &code = made.load_codes[n];

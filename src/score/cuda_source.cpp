@@ -81,13 +81,6 @@ int32_t instructions_of(const Node &x) {
   }
 }
 
-// Whether the numbers of the tensor's elements fit 32 bits.
-bool few_elements(const Captured &x) {
-  double count = 1;
-  for (int32_t axis = 0; axis < x.rank; axis++) count *= double(x.size[axis]);
-  return count < 2147483647.0;
-}
-
 } // namespace
 
 bool only_adds(const Program &p) { return p.score >= 0 && only_adds(p.graph, p.score, p.slope); }
@@ -251,8 +244,7 @@ std::array<int32_t, 2> CudaFunctions::made_digest() const {
   hash.add(uint64_t(program_->digest[1]) << 32 | program_->digest[0]);
   hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 |
            uint64_t(penalty_ >= 0) << 3 | loads_.size() << 4);
-  for (const LoadGradient &g : loads_)
-    hash.add(uint64_t(few_elements(captured_[size_t(graph_[g.load].captured)])) | uint64_t(is_real(graph_[g.slope], 1)) << 1);
+  for (const LoadGradient &g : loads_) hash.add(uint64_t(is_real(graph_[g.slope], 1)));
   for (int32_t n = 0; n < graph_.size(); n++) {
     const Node &x = graph_[n];
     if (!used_[size_t(n)]) continue;
@@ -469,16 +461,13 @@ std::string CudaFunctions::statements(const std::vector<bool> &wanted, const std
   return all;
 }
 
-// The number of the element that a load reads, if elements are numbered row by row.
+// The number of the element that a load reads, if elements are numbered row by row. It fits 32 bits: larger tensors have no gradient.
 std::string CudaFunctions::element_read(const Node &x) const {
-  const Captured &tensor = captured_[size_t(x.captured)];
-  const char *at = few_elements(tensor) ? "i32" : "i64";
   std::string number = "0";
   for (int32_t axis = 0; axis < x.count; axis++) {
     const int32_t index = x.inputs[size_t(axis)];
-    const std::string place =
-        text("place_on_axis<", at, ", ", negative(index) ? "false" : "true", ">(", name(index), ", g.size[", axis, "])");
-    number = axis ? text("(", number, ") * (", at, ")g.size[", axis, "] + ", place) : place;
+    const std::string place = text("place_on_axis<i32, ", negative(index) ? "false" : "true", ">(", name(index), ", g.size[", axis, "])");
+    number = axis ? text("(", number, ") * (i32)g.size[", axis, "] + ", place) : place;
   }
   return number;
 }

@@ -29,6 +29,13 @@ std::vector<bool> Graph::needed_by(const std::vector<int32_t> &roots) const {
   return needed;
 }
 
+bool Graph::reads_score(const std::vector<int32_t> &roots) const {
+  const std::vector<bool> needed = needed_by(roots);
+  for (int32_t n = 0; n < size(); n++)
+    if (needed[size_t(n)] && nodes_[size_t(n)].op == Op::SCORE) return true;
+  return false;
+}
+
 int32_t Graph::add(const Node &node) {
   if (!is_constant(node.op)) {
     const auto &in = node.inputs;

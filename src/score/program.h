@@ -49,6 +49,8 @@ public:
   int32_t size() const { return int32_t(nodes_.size()); }
   // Whether each node is one of the roots (-1: none) or an input, direct or indirect, of one.
   std::vector<bool> needed_by(const std::vector<int32_t> &roots) const;
+  // Whether one of the roots depends on the score.
+  bool reads_score(const std::vector<int32_t> &roots) const;
   // The index of the node. Kind and count are set from the operation and the inputs, which have to be right.
   int32_t add(Op, std::initializer_list<int32_t> inputs = {});
   int32_t add(const Node &); // as it is

@@ -30,20 +30,11 @@ struct Masks {
   int32_t operator[](Summed s) const { return of[s]; }
 };
 
-int64_t elements(const Captured &x) {
-  int64_t count = 1;
-  for (int32_t axis = 0; axis < x.rank; axis++) count *= x.size[axis];
-  return count;
-}
-
 // Whether df/dl of some load is a function of q.k.
 bool slopes_read_score(const score::GradientProgram &program) {
   std::vector<int32_t> slopes;
   for (const LoadGradient &g : program.loads) slopes.push_back(g.slope);
-  const std::vector<bool> needed = program.graph.needed_by(slopes);
-  for (int32_t n = 0; n < program.graph.size(); n++)
-    if (needed[size_t(n)] && program.graph[n].op == score::Op::SCORE) return true;
-  return false;
+  return program.graph.reads_score(slopes);
 }
 
 int32_t log2_up(double x) { return int32_t(std::ceil(std::log2(std::max(x, 1.0)))); }
@@ -68,7 +59,7 @@ public:
            .table_copies = 0};
       const Captured &x = p.dcaptured[n];
       if (!x) continue;
-      g.data = x.data, g.dtype = int32_t(x.dtype), g.count = elements(x);
+      g.data = x.data, g.dtype = int32_t(x.dtype), g.count = x.elements();
       for (int axis = 0; axis < 4; axis++) g.size[axis] = x.size[axis], g.stride[axis] = x.stride[axis];
       first += g.count, elements_ = first;
     }
