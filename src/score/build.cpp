@@ -75,10 +75,7 @@ public:
              in_words(result));
       return -1;
     }
-    std::vector<char> needed(nodes_.size());
-    needed.back() = true;
-    for (size_t n = nodes_.size(); n-- > 0;)
-      for (int32_t i = 0; needed[n] && i < count(nodes_[n]); i++) needed[size_t(nodes_[n].inputs[i])] = true;
+    const std::vector<bool> needed = needed_nodes();
     std::vector<int32_t> at(nodes_.size(), -1);
     for (size_t n = 0; n < nodes_.size(); n++)
       if (needed[n]) at[n] = added(graph, nodes_[n], kinds_[n], at);
@@ -90,19 +87,24 @@ public:
   }
   // Whether the result depends on the tensor.
   bool needs(int32_t captured) const {
-    std::vector<bool> needed(nodes_.size());
-    if (!needed.empty()) needed.back() = true;
-    for (size_t n = nodes_.size(); n-- > 0;) {
-      if (!needed[n]) continue;
-      if (is_load(nodes_[n]) && nodes_[n].captured == captured) return true;
-      for (int32_t i = 0; i < count(nodes_[n]); i++) needed[size_t(nodes_[n].inputs[i])] = true;
-    }
+    const std::vector<bool> needed = needed_nodes();
+    for (size_t n = 0; n < nodes_.size(); n++)
+      if (needed[n] && is_load(nodes_[n]) && nodes_[n].captured == captured) return true;
     return false;
   }
 
 private:
   template <class... Values> void refuse(strobe::Code code, const char *words, const Values &...values) {
     reasons_.add(argument_, code, words, values...);
+  }
+
+  // Whether each node is the result, the last one, or an input of it, direct or indirect.
+  std::vector<bool> needed_nodes() const {
+    std::vector<bool> needed(nodes_.size());
+    needed.back() = true;
+    for (size_t n = nodes_.size(); n-- > 0;)
+      for (int32_t i = 0; needed[n] && i < count(nodes_[n]); i++) needed[size_t(nodes_[n].inputs[i])] = true;
+    return needed;
   }
 
   static bool is_load(const strobe_node &node) { return node.operation == STROBE_OP_LOAD; }
@@ -298,7 +300,7 @@ void check_gradient(int32_t n, const strobe_tensor *gradient, const strobe_tenso
                        Numbers{captured->shape, rank}, of);
   double elements = 1;
   for (int32_t axis = 0; axis < rank; axis++) elements *= double(gradient->shape[axis]);
-  if (!oracle && elements >= 0x1p31) // CPU engines number elements by 32 bits
+  if (!oracle && elements >= 0x1p31) // engines number elements by 32 bits
     return reasons.add(argument, Code::shape, "shape {0}; accepted are fewer than 2^31 elements", Numbers{gradient->shape, rank});
   Types types = {DType::f64};
   if (!oracle) {
