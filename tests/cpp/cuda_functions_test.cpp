@@ -16,9 +16,9 @@ namespace {
 
 bool emulated() { return std::getenv("STROBE_EMULATOR_NVRTC"); }
 
-// A call with one query and one key in each of kValues sequences, so that LSE is the score. In head h, the score is the result of operation
-// h for the numbers of each sequence.
-constexpr int64_t kValues = 16;
+// A call with kValues queries and one key in each of two sequences, so that LSE is the score. In head h, the score is the result of
+// operation h for the numbers of each query.
+constexpr int64_t kValues = 16, kSequences = 2;
 
 class Operations {
 public:
@@ -32,9 +32,9 @@ public:
   int32_t count = 0;
 
   explicit Operations(Which which) {
-    const int32_t b = f.add(STROBE_OP_BATCH);
+    const int32_t i = f.add(STROBE_OP_QUERY);
     head_ = f.add(STROBE_OP_HEAD), x_ = f.add(STROBE_OP_SCORE);
-    u_ = f.load(0, {b}), v_ = f.load(1, {b}), m_ = f.load(2, {b}), n_ = f.load(3, {b}), narrow_ = f.load(4, {b}), flag_ = f.load(5, {b});
+    u_ = f.load(0, {i}), v_ = f.load(1, {i}), m_ = f.load(2, {i}), n_ = f.load(3, {i}), narrow_ = f.load(4, {i}), flag_ = f.load(5, {i});
     if (which == Which::approximated)
       approximated();
     else if (which == Which::decided)
@@ -158,7 +158,7 @@ void make(Call &c, const Operations &operations, DType dtype, DType results) {
   const int64_t heads = operations.count;
   c.direction = Direction::forward;
   for (const char *name : {"q", "k", "v"}) {
-    c.add(name, dtype, {kValues, heads, 1, 16});
+    c.add(name, dtype, {kSequences, heads, *name == 'q' ? kValues : 1, 16});
     const size_t bytes_of_one = size_t(bytes(dtype));
     for (size_t n = 0; n < c.memory_bytes(name) / bytes_of_one; n++) {
       const double x = double(n % 16 % 4) / 4;
@@ -197,8 +197,8 @@ void make(Call &c, const Operations &operations, DType dtype, DType results) {
   last.inputs[1] = int32_t(nodes.size()) - 1;
   nodes.push_back(last);
   c.attention.score_function = c.function(nodes);
-  c.add("out", results == DType::f64 ? DType::f64 : dtype, {kValues, heads, 1, 16});
-  c.add("lse", results, {kValues, heads, 1});
+  c.add("out", results == DType::f64 ? DType::f64 : dtype, {kSequences, heads, kValues, 16});
+  c.add("lse", results, {kSequences, heads, kValues});
 }
 
 double number(Call &c, const char *name, size_t n) {
@@ -215,12 +215,12 @@ void each_operation_agrees(const char *engine, Operations::Which which, DType dt
   REQUIRE_MESSAGE(expected.run() == STROBE_OK, std::string(strobe_last_error()));
   found.move_to_gpu();
   REQUIRE_MESSAGE(found.run() == STROBE_OK, std::string(strobe_last_error()));
-  for (size_t h = 0; h < size_t(operations.count); h++)
-    for (size_t b = 0; b < size_t(kValues); b++) {
-      const size_t at = b * size_t(operations.count) + h;
+  for (size_t row = 0; row < size_t(kSequences * operations.count); row++)
+    for (size_t i = 0; i < size_t(kValues); i++) {
+      const size_t at = row * size_t(kValues) + i;
       const double x = number(found, "lse", at), ref = number(expected, "lse", at);
-      CAPTURE(h);
-      CAPTURE(b);
+      CAPTURE(row % size_t(operations.count));
+      CAPTURE(i);
       CAPTURE(x);
       CAPTURE(ref);
       CHECK((x == ref || std::fabs(x - ref) <= tolerance * std::max(1.0, std::fabs(ref))));
