@@ -217,7 +217,7 @@ def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
         raise refusing(NotImplementedError, "k_scale", f"quantised keys {words}", *names)
 
 
-def _without_masks_captures(call: Call) -> Call:
+def without_masks_captures(call: Call) -> Call:
     """The call with captured tensors that have no gradient, because only the mask reads them, detached."""
     learnable = call.learnable()
     others = [name for name in _function.CAPTURED if name in call.arrays and name not in learnable and call.arrays[name].requires_grad]
@@ -232,7 +232,7 @@ def refuse_tracked_slopes(arrays: Mapping[str, Tensor]) -> None:
 
 
 def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
-    call = _without_masks_captures(call)
+    call = without_masks_captures(call)
     arrays = call.arrays
     refuse_tracked_slopes(arrays)
     if not _is_differentiated(*arrays.values()):

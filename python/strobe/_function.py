@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from inspect import iscoroutine
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 from ._abi import is_traced_by_dynamo
@@ -39,6 +39,16 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _AS_THEY_ARE = (*_FLOATS, "bool", "int32", "int64")
 _AS_INT32 = ("uint8", "int8", "int16", "uint16")
 _MOST_CODES, _MOST_RECORDINGS = 256, 16
+
+
+class _Place(local):
+    """of(option, array): what a call of this thread makes of an array that the option's function captures, as the tensor on this rank of a
+    DTensor. It may raise UnplacedError."""
+
+    of: Callable[[str, Array], Array] | None = None
+
+
+PLACE = _Place()
 
 
 def functions_in(given: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -109,6 +119,16 @@ def _known(name: str, function: Callable[..., Any], q: Array) -> tuple[Recording
     return None
 
 
+def _placed(name: str, whose: str, arrays: Sequence[Any]) -> Sequence[Any]:
+    place = PLACE.of
+    if place is None:
+        return arrays
+    try:
+        return tuple(place(name, x) for x in arrays)
+    except UnplacedError as refused:
+        raise _RefusedError(f"{whose} reads {refused}") from None
+
+
 def _keep(key: tuple[Any, ...], code: Any, known: Known) -> None:
     """Makes a recording, which may be a new one, the last used one."""
     with _lock:
@@ -157,7 +177,7 @@ def as_fields(given: Mapping[str, Any], framework: Framework, q: Array) -> dict[
 
     Nothing is checked: the key of a repeated call has whatever was checked when it was made."""
     options = dict(given)
-    found = {}
+    found: dict[str, tuple[Recording, Sequence[Any]]] = {}
     for name in _ARGUMENTS:
         function = given.get(name)
         if callable(function):
@@ -166,6 +186,8 @@ def as_fields(given: Mapping[str, Any], framework: Framework, q: Array) -> dict[
             found[name] = known
             del options[name]
     try:
+        if PLACE.of is not None:
+            found = {name: (recording, _placed(name, "", arrays)) for name, (recording, arrays) in found.items()}
         options.update(_merged(framework, found))
     except _RefusedError:
         return None
@@ -181,9 +203,10 @@ def recorded(wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framewor
     found = {}
     for name, function in functions.items():
         try:
-            known = _known(name, function, q) or _record(name, function, framework, q)
-            _check_captured(_named(function), known[1], framework, q)
-            found[name] = known
+            recording, arrays = _known(name, function, q) or _record(name, function, framework, q)
+            arrays = _placed(name, _named(function), arrays)
+            _check_captured(_named(function), arrays, framework, q)
+            found[name] = recording, arrays
         except UnrecordableError as refused:
             wrong.append(refusing(ValueError, name, f"{_named(function)}{_place(refused)}: {refused}"))
         except _RefusedError as refused:
@@ -243,6 +266,10 @@ def recorded_mask(function: Callable[..., Any], framework: Framework) -> dict[st
 
 
 _TRACKED = "reads a tensor that requires grad, and blocks have no gradient; accepted is its detach(), or torch.no_grad()"
+
+
+class UnplacedError(Exception):
+    """Why PLACE.of does not take an array, in words that go behind "reads "."""
 
 
 class _RefusedError(Exception):

@@ -170,6 +170,22 @@ def numbered(text: str, symbols: Sequence[int]) -> str:
     return _SYMBOL.sub(lambda found: f"{found[1]} {(float if found[1] == 'REAL' else int)(symbols[int(found[2])])}", text)
 
 
+def from_head(text: str, first: int) -> str:
+    """The text for a call whose head 0 is head `first` of the whole problem."""
+    nodes = text.split("; ")
+    if not first or "HEAD" not in nodes:
+        return text
+    at = nodes.index("HEAD")  # a graph has one at most
+    places = [*range(at), *range(at + 2, len(nodes) + 2)]
+
+    def moved(node: str) -> str:
+        operation, *rest = node.split(" ")
+        own = len(rest) if operation in _CONSTANTS.values() else operation == "LOAD"  # words that are no inputs
+        return " ".join([operation, *rest[:own], *(str(places[int(n)]) for n in rest[own:])])
+
+    return "; ".join([*nodes[: at + 1], f"INTEGER {first}", f"ADD {at} {at + 1}", *map(moved, nodes[at + 1 :])])
+
+
 def decoded(text: str) -> list[tuple[str, tuple[int, ...], Any]]:
     """The nodes of a text: operation, inputs, and the constant, its symbol or the number of the captured array."""
     nodes: list[tuple[str, tuple[int, ...], Any]] = []
