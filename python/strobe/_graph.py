@@ -47,6 +47,11 @@ def is_symbolic(x: Any) -> bool:
     return type(x).__name__ == "SymInt"
 
 
+def wide(x: int) -> str:
+    """Why an integer is refused that 64 bits do not hold."""
+    return f"the integer {x}; accepted are integers of 64 bits, and reals, as float(...) makes"
+
+
 def kind_of(x: Any) -> str:
     """The kind of a number."""
     return BOOLEAN if isinstance(x, bool) else INTEGER if isinstance(x, int) or is_symbolic(x) else REAL
@@ -99,7 +104,7 @@ class Graph:
         elif kind == INTEGER:
             x = int(x)
             if not -(2**63) <= x < 2**63:
-                raise UnrecordableError(f"the integer {x}; accepted are integers of 64 bits")
+                raise UnrecordableError(wide(x))
         else:
             x = bool(x)
         return self._append((_CONSTANTS[kind], (), x), kind)
@@ -131,6 +136,8 @@ class Graph:
                 raise UnrecordableError("an array that the function kept when it was recorded before; accepted is one that it makes anew")
             return x
         if isinstance(x, (bool, int, float)) or is_symbolic(x):
+            if type(x) is int and not -(2**63) <= x < 2**63:
+                raise UnrecordableError(wide(x))
             return self.number(x)
         raise UnrecordableError(f"{type(x).__name__} among the operands; accepted are tensors and numbers")
 
