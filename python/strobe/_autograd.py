@@ -28,16 +28,14 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
     """The result of attention() for a remembered call; None if the full call must be made."""
     if torch.compiler.is_compiling():
         return None
-    found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
-    if found is not None:
-        return found
-    if callable(given.get("score")) or callable(given.get("mask")):  # functions have no key, but their recordings have one
+    if given and (callable(given.get("score")) or callable(given.get("mask"))):  # functions have no key, but their recordings have one
         fields = _function.as_fields(given, TORCH, q)
         if fields is None:
             return None
         given = fields
-        if (found := _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)) is not None:
-            return found
+    found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+    if found is not None:
+        return found
     return _not_lately(q, k, v, return_lse, given)
 
 

@@ -4,9 +4,9 @@ captured arrays, which are fields of the call like any other."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from inspect import iscoroutine
@@ -90,9 +90,21 @@ class Recording:
 
 # A function of the recorded one: what it captures, or None if what it read is not as it was. And its recording.
 Known = tuple[Callable[[Any], "tuple[Any, ...] | None"], Recording]
-# By the id of the code, the option and q's dtype: the code, which keeps the id, and its recordings. The last used code is the last one, and
-# the last used recording the first. Tuples are replaced, not changed, so that other threads may go through them.
-_recordings: OrderedDict[tuple[Any, ...], tuple[Any, tuple[Known, ...]]] = OrderedDict()
+
+
+class _Entry:
+    """The recordings of a code, the last used one first. known is replaced, not changed, so that other threads may go through it."""
+
+    __slots__ = ("code", "known", "used")
+
+    def __init__(self, code: Any):
+        self.code = code  # which keeps its id
+        self.known: tuple[Known, ...] = ()
+        self.used = next(_clock)
+
+
+_clock = itertools.count()
+_recordings: dict[tuple[Any, ...], _Entry] = {}  # by the id of the code, the option and q's dtype
 _lock = Lock()  # of whoever changes _recordings
 
 
@@ -107,14 +119,11 @@ def _known(name: str, function: Callable[..., Any], q: Array) -> tuple[Recording
     key = _key(code, name, q)
     entry = _recordings.get(key)
     if entry is not None:
-        for n, known in enumerate(entry[1]):
+        for n, known in enumerate(entry.known):
             if (found := known[0](function)) is not None:
                 if n:
                     _keep(key, code, known)
-                elif len(_recordings) > 1:
-                    with _lock:
-                        if key in _recordings:  # another thread may have dropped it
-                            _recordings.move_to_end(key)
+                entry.used = next(_clock)
                 return known[1], known[1].captured(found)
     return None
 
@@ -132,13 +141,13 @@ def _placed(name: str, whose: str, arrays: Sequence[Any]) -> Sequence[Any]:
 def _keep(key: tuple[Any, ...], code: Any, known: Known) -> None:
     """Makes a recording, which may be a new one, the last used one."""
     with _lock:
-        _, others = _recordings.get(key, (code, ()))
-        if not others or others[0] is not known:
-            others = known, *(each for each in others if each is not known)
-            _recordings[key] = code, others[:_MOST_RECORDINGS]
-        _recordings.move_to_end(key)
+        entry = _recordings.get(key)
+        if entry is None:
+            entry = _recordings[key] = _Entry(code)
+        entry.known = (known, *(each for each in entry.known if each is not known))[:_MOST_RECORDINGS]
+        entry.used = next(_clock)
         while len(_recordings) > _MOST_CODES:
-            _recordings.popitem(last=False)
+            del _recordings[min(_recordings, key=lambda each: _recordings[each].used)]
 
 
 def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[Any]]]) -> dict[str, Any]:
@@ -149,13 +158,14 @@ def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[
     symbols: list[Any] = []
     for name, (recording, own) in found.items():
         places = recording.alone
-        if arrays:
-            places = tuple(next((n for n, each in enumerate(arrays) if each is x), len(arrays) + m) for m, x in enumerate(own))
-            new = [m for m, place in enumerate(places) if place >= len(arrays)]
-            places = tuple(place if place < len(arrays) else len(arrays) + new.index(m) for m, place in enumerate(places))
-            arrays += [own[m] for m in new]
-            converts += [recording.converts[m] for m in new]
-        else:
+        if arrays and own:
+            known = {id(x): n for n, x in enumerate(arrays)}
+            for x, is_converted in zip(own, recording.converts, strict=True):
+                if known.setdefault(id(x), len(arrays)) == len(arrays):
+                    arrays.append(x)
+                    converts.append(is_converted)
+            places = tuple([known[id(x)] for x in own])
+        elif own:
             arrays, converts = [*own], recording.converts[:]
         fields[FIELDS[name]] = recording.text(places, symbols)
     if symbols:

@@ -36,7 +36,7 @@ struct Instruction {
   bool small = false; // narrow integers below 2^20, divided by a number that is the same for all pairs
   Place out = {}, in[3] = {};
   double real = 0;            // a constant
-  int64_t integer = 0;        // a constant; kIndex: the size of the axis
+  int64_t integer = 0;        // a constant; kIndex: the size of the axis; kElement: the captured tensor
   int64_t stride = 0;         // kIndex
   DType dtype = DType::none;  // kElement
   const char *data = nullptr; // kElement

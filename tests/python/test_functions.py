@@ -10,6 +10,7 @@ import itertools
 import math
 import operator
 import random
+import threading
 import time
 import types
 import weakref
@@ -623,7 +624,47 @@ def test_the_memory_is_bounded():
     assert len(_function._recordings) <= _function._MOST_CODES
     for n in range(3 * _function._MOST_RECORDINGS):
         recorded_text(with_cell(float(n)))
-    assert all(len(found) <= _function._MOST_RECORDINGS for _, found in _function._recordings.values())
+    assert all(len(each.known) <= _function._MOST_RECORDINGS for each in _function._recordings.values())
+
+
+def test_calls_that_come_again_read_the_tensors_of_the_call():
+    """Compiled code is kept, per thread, and reads other memory in each call: of other tensors, strides, lengths and threads."""
+    tables = [numbers(seed, 2, 9).float().to(DEVICE).requires_grad_() for seed in range(3)]
+    tables += [numbers(3, 9, 2).float().to(DEVICE).T.requires_grad_()]
+    lengths = (4, 9)
+    drawn = {n: [numbers(seed, 1, 2, n, 16).float().to(DEVICE) for seed in range(3)] for n in lengths}
+
+    def expected(table: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        q, k, v = drawn[n]
+        place = torch.arange(n, device=DEVICE)
+        bias = table.detach()[:, (place[:, None] - place).abs()].requires_grad_()
+        out = strobe.attention(q, k, v, bias=bias[None])
+        (gradient,) = torch.autograd.grad(out.square().sum(), bias)
+        found = torch.zeros(2, n, device=DEVICE).index_add(1, (place[:, None] - place).abs().flatten(), gradient.flatten(1))
+        return out.detach(), torch.nn.functional.pad(found, (0, 9 - n))
+
+    right = {(t, n): expected(table, n) for t, table in enumerate(tables) for n in lengths}
+    failed: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(60):
+                t, n = rng.randrange(len(tables)), rng.choice(lengths)
+                table = tables[t]
+                out = strobe.attention(*drawn[n], score=lambda s, b, h, i, j: s + table[h, (i - j).abs()])  # noqa: B023
+                (gradient,) = torch.autograd.grad(out.square().sum(), table)
+                for x, y in zip((out.detach(), gradient), right[t, n], strict=True):
+                    torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failed, failed
 
 
 # What is refused
