@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -341,12 +341,18 @@ def _kept_by_dropout(name: str, given: dict[str, Any]) -> Tensor | None:
     return x if nothing and isinstance(x, Tensor) and name != "native_dropout" else None
 
 
+@lru_cache
+def _takes_numbers(name: str) -> tuple[bool, bool]:
+    """Whether an operation takes the lowest bits of a number, and whether it stores one."""
+    return _WRAPS_NUMBERS.fullmatch(name) is not None, _STORES_NUMBERS.fullmatch(name) is not None
+
+
 def _with_own_numbers(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments, with Python's integers as PyTorch reads them beside integers of few bits."""
-    wraps, stores = (pattern.fullmatch(name) is not None for pattern in (_WRAPS_NUMBERS, _STORES_NUMBERS))
+    wraps, stores = _takes_numbers(name)
     if not (wraps or stores) or (name == "div" and given.get("rounding_mode") is None):
         return given
-    numbers = [key for key in _STORED if type(given.get(key)) is int]
+    numbers = [key for key, x in given.items() if type(x) is int and key in _STORED]
     if not numbers:
         return given
     dtype = given.get("dtype")

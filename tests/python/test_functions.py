@@ -16,6 +16,7 @@ import types
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ import strobe
 from check import dtype_of
 from device import DEVICE, running_on
 from engines import available_engines
-from strobe import _function, _recorder_numpy, _recorder_torch
+from strobe import _function, _parse, _recorder_numpy, _recorder_torch
+from strobe._call import Call
 from strobe._graph import BOOLEAN, REAL, UnrecordableError, decoded
 from strobe.arrays.numpy import NUMPY
 from strobe.arrays.torch import TORCH
@@ -625,6 +627,32 @@ def test_the_memory_is_bounded():
     for n in range(3 * _function._MOST_RECORDINGS):
         recorded_text(with_cell(float(n)))
     assert all(len(each.known) <= _function._MOST_RECORDINGS for each in _function._recordings.values())
+
+
+def test_long_functions_are_prepared_too():
+    """Their texts have more bytes than a key may have; ones that differ in the last operation are other calls."""
+
+    def of(last: float) -> Callable[..., Any]:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            for n in range(120):
+                s = s + TABLES[n % 8][h] * n
+            return s * last
+
+        return score
+
+    q = Q.detach().requires_grad_()
+    text = text_of(of(2.0), _recorder_torch)[0]
+    assert len(text) > 4096
+    for _ in range(3):
+        for last in (2.0, 3.0):
+            strobe.attention(q, K, V, score=of(last)).sum().backward()
+    with mock.patch.object(_parse, "read", side_effect=AssertionError), mock.patch.object(Call, "structs", side_effect=AssertionError):
+        for last in (2.0, 3.0):
+            q.grad = None
+            out = strobe.attention(q, K, V, score=of(last))
+            out.sum().backward()
+            scale = last / math.sqrt(q.shape[-1])
+            torch.testing.assert_close(out.detach(), torch.softmax(q.detach() @ K.mT * scale, -1) @ V, atol=1e-5, rtol=1e-5)
 
 
 def test_calls_that_come_again_read_the_tensors_of_the_call():
