@@ -9,11 +9,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import strobe
 from distributed_calls import said
 from distributed_cases import drawn_sharding, mesh_of
-from strobe.distributed import Sharding, _attention, _gather, _operators
+from strobe.distributed import Sharding, _attention, _call, _gather, _operators
 
 B, H, HKV, S, D = 2, 8, 4, 37, 16
 CU = torch.tensor([0, 5, 31, 70], dtype=torch.int32)  # packed sequences, and four tokens of padding
@@ -158,6 +159,27 @@ def of_bits(group: dist.ProcessGroup, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x for name, x in found.items() if name not in case.learned}
 
 
+def apart(group: dist.ProcessGroup, method: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Results with gradients of captured tensors by calls of their own, as on GPUs; and by the call of the others."""
+    with mock.patch.object(_call, "CAPTURED_APART", {"cpu"}):
+        apart = on_rank(group, "packed", method, "zigzag", torch.float64)
+    return apart, on_rank(group, "packed", method, "zigzag", torch.float64)
+
+
+def checkpointed(group: dist.ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Results under activation checkpointing and autocast, and without checkpointing."""
+
+    def run(call: Callable[..., Any]) -> dict[str, Tensor]:
+        case = Case("mask", torch.float32)
+        sharding = Sharding.zigzag(S, group.size())
+        given = [sharding.shard(x, 2, group.rank()) for x in tensors(case, torch.float32)]
+        with torch.autocast("cpu", torch.bfloat16):
+            return differentiated(call, [*given[:3], given[3].bfloat16()], case, sharding=sharding, group=group)
+
+    of = strobe.distributed.attention
+    return run(lambda *x, **options: checkpoint(of, *x, use_reentrant=False, **options)), run(of)
+
+
 def judged(group: dist.ProcessGroup) -> list[int]:
     """How many of the checks of five equal calls were made in full, before and in the operator."""
     sharding, table = Sharding.zigzag(S, group.size()), torch.zeros(H, requires_grad=True)
@@ -167,7 +189,10 @@ def judged(group: dist.ProcessGroup) -> list[int]:
         mock.patch.object(_operators, "_judge", side_effect=_operators._judge) as within,
     ):
         for _ in range(5):
-            score = lambda x, b, h, i, j: x + table[h] * (i - j)  # noqa: E731: as a layer makes it in each call
+
+            def score(x: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:  # as a layer makes it in each call
+                return x + table[h] * (i - j)
+
             strobe.distributed.attention(q, k, v, sharding=sharding, group=group, score=score).sum().backward()
     return [before.call_count, within.call_count]
 

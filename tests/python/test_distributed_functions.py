@@ -79,8 +79,19 @@ def test_bits_do_not_depend_on_the_world(workers, dtype):
 
 
 def test_checks_of_a_known_call_are_not_repeated(workers):
-    """The first call makes the recording, the second one is remembered under it; the operator's checks are those of forward and backward."""
+    """The first call makes the recording, and the second one is remembered under it. The operator checks a forward and a backward."""
     assert workers.run(functions.judged, 2) == [[2, 2]] * 2
+
+
+@pytest.mark.parametrize("method", ["gather", "ring"])
+def test_gradients_of_captured_tensors_by_a_call_of_their_own(workers, method):
+    for apart, together in workers.run(functions.apart, 3, method):
+        check(apart, together, torch.float64)
+
+
+def test_checkpointing_and_autocast(workers):
+    for found, expected in workers.run(functions.checkpointed, 2):
+        assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
 
 def test_in_a_context(workers, single):

@@ -27,6 +27,8 @@ from ._seen import Band, Blocks, seen_keys
 from ._sharding import part_of, rows_of_sequences
 
 Results = dict[str, Tensor]
+CAPTURED_APART = {"cuda"}  # devices for _apart()
+_OF_CAPTURED = frozenset(f"d{name}" for name in CAPTURED)
 _WHOLE = frozenset({"rng", *BLOCKS, *FULL_BLOCKS, *CAPTURED})  # tensors that every call of the library has as a whole
 
 
@@ -344,16 +346,32 @@ def backward_into(call: Call, known: Results, made: Results) -> Results:
 
 def backward_added(call: Call, known: Results, wanted: list[str], into: Results) -> Results:
     """The gradients. Those that `into` has are added to its tensors."""
+    captured = [name for name in wanted if name in _OF_CAPTURED]
+    if 0 < len(captured) < len(wanted) and _apart(call):
+        others = [name for name in wanted if name not in captured]
+        return backward_added(call, known, others, into) | call.backward(known, captured)
     if call.is_oracle or len(wanted) > len(into):
         return call.backward(known, wanted, into)
     run_into(BACKWARD, call.adding(), known | into, {})
     return into
 
 
+def _apart(call: Call) -> bool:
+    """Whether gradients of captured tensors are computed by a call of their own: in a part the fastest engines of a GPU refuse them, and
+    would refuse all others with them."""
+    return "part" in call.options and call.arrays["q"].device.type in CAPTURED_APART
+
+
 def check(call: Call, of_backward: bool, captured: Sequence[str] = ()) -> list[int]:
     """Raises the library's refusals of the call, or of its backward; nothing is computed. Memory for the results, and on a GPU for the
     workspace, is allocated and given back to the allocator for later allocations. Returns the size of each in bytes. captured: the captured
     tensors whose gradients are asked for."""
+    if captured and _apart(call):
+        return [*check(call, of_backward), *_checked(call, of_backward, captured)]
+    return _checked(call, of_backward, captured)
+
+
+def _checked(call: Call, of_backward: bool, captured: Sequence[str]) -> list[int]:
     structs = call.example_structs(of_backward, captured)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     structs.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
