@@ -1,4 +1,4 @@
-// A program as a list of instructions, each of which computes many pairs of queries and keys at once. It is made once in a call, for all
+// A program as instructions, each of which computes many pairs of queries and keys at once. It is made once for calls of one shape, for all
 // instruction sets; src/cpu/program.h executes it. The instruction sets' files read these structs, so they have no functions to share.
 #pragma once
 #include <memory>
