@@ -220,7 +220,7 @@ static int is_whole(PyObject *x, const struct view *t) {
 
 /* --- Keys: bytes that determine what runs ------------------------------------------------------------------------------------------ */
 
-enum { MOST_BYTES = 4096, MOST_TENSORS = 48 };
+enum { MOST_BYTES = 4096, MOST_TENSORS = 48, LONG_TEXT = 256 };
 _Static_assert(MOST_TENSORS >= sizeof(strobe_addresses) / sizeof(void *) - 1, "a call may have more tensors");
 
 struct call {
@@ -284,6 +284,23 @@ static int put_tensor(struct call *c, PyObject *x, int with_grad) {
   return 1;
 }
 
+/* Adds a long text, such as that of a function, by its length and 128 bits: Python's hash, which the object keeps, and one of our own. */
+static int put_long_text(struct call *c, PyObject *x, const char *text, Py_ssize_t size) {
+  const Py_hash_t hash = PyObject_Hash(x);
+  uint64_t own = 0x9e3779b97f4a7c15u ^ (uint64_t)size, word;
+  for (Py_ssize_t at = 0; at < size; at += (Py_ssize_t)sizeof word) {
+    word = 0;
+    memcpy(&word, text + at, size - at < (Py_ssize_t)sizeof word ? (size_t)(size - at) : sizeof word);
+    own = (own ^ word) * 0xff51afd7ed558ccdu;
+    own ^= own >> 32;
+  }
+  put_byte(c, 'h');
+  put(c, &size, sizeof size);
+  put(c, &hash, sizeof hash);
+  put(c, &own, sizeof own);
+  return hash != -1;
+}
+
 /* Adds a value and its type, because in Python 1, 1.0 and True are equal. */
 static int put_scalar(struct call *c, PyObject *x) {
   if (x == Py_None) return put_byte(c, 'n'), 1;
@@ -308,6 +325,7 @@ static int put_scalar(struct call *c, PyObject *x) {
     Py_ssize_t size;
     const char *text = PyUnicode_AsUTF8AndSize(x, &size);
     if (!text) return 0;
+    if (size > LONG_TEXT) return put_long_text(c, x, text, size);
     put_byte(c, 's');
     return put_text(c, text, size), 1;
   }

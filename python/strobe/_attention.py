@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ArrayT = TypeVar("ArrayT")
 
-_OUTSIDE = "{}: functions of the score and the mask are recorded outside of the graph"
+OUTSIDE = "{}: functions of the score and the mask are recorded outside of the graph"
 
 # The contexts of strobe.distributed.context_parallel() that the process is in; the innermost is last.
 CONTEXTS: list[Any] = []
@@ -98,7 +98,7 @@ def attention(
         from . import _compiled
 
         if _compiled.OPERATOR is None or framework is None or not framework.is_traced:
-            graph_break(_OUTSIDE.format("strobe.attention") + "; PyTorch 2.11 and later keep those of tensors in it")
+            graph_break(OUTSIDE.format("strobe.attention") + "; PyTorch 2.11 and later keep those of tensors in it")
             return attention_with_functions(q, k, v, return_lse=return_lse, aux=aux, **options)
     if framework is not None and (kinds := framework.overriding((q, k, v, *options.values()))):
         more = {} if plain else {"aux": aux}
@@ -209,7 +209,7 @@ def attention_backward(
         The errors of attention().
     """
     if is_traced_by_dynamo() and in_options(options):
-        graph_break(_OUTSIDE.format("strobe.attention_backward"))
+        graph_break(OUTSIDE.format("strobe.attention_backward"))
         more: Any = {"dlse": dlse, "delta": delta, "dq": dq, "dk": dk, "dv": dv, "accumulate": accumulate, "captured": captured}
         found_outside: Gradients = outside_graphs(attention_backward)(dout, q, k, v, out, lse, **more, **options)
         return found_outside

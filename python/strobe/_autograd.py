@@ -28,16 +28,14 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
     """The result of attention() for a remembered call; None if the full call must be made."""
     if torch.compiler.is_compiling():
         return None
-    found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
-    if found is not None:
-        return found
-    if callable(given.get("score")) or callable(given.get("mask")):  # functions have no key, but their recordings have one
+    if given and (callable(given.get("score")) or callable(given.get("mask"))):  # functions have no key, but their recordings have one
         fields = _function.as_fields(given, TORCH, q)
         if fields is None:
             return None
         given = fields
-        if (found := _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)) is not None:
-            return found
+    found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+    if found is not None:
+        return found
     return _not_lately(q, k, v, return_lse, given)
 
 
@@ -217,7 +215,7 @@ def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
         raise refusing(NotImplementedError, "k_scale", f"quantised keys {words}", *names)
 
 
-def _without_masks_captures(call: Call) -> Call:
+def without_masks_captures(call: Call) -> Call:
     """The call with captured tensors that have no gradient, because only the mask reads them, detached."""
     learnable = call.learnable()
     others = [name for name in _function.CAPTURED if name in call.arrays and name not in learnable and call.arrays[name].requires_grad]
@@ -232,7 +230,7 @@ def refuse_tracked_slopes(arrays: Mapping[str, Tensor]) -> None:
 
 
 def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
-    call = _without_masks_captures(call)
+    call = without_masks_captures(call)
     arrays = call.arrays
     refuse_tracked_slopes(arrays)
     if not _is_differentiated(*arrays.values()):

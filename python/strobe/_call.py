@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -323,8 +323,9 @@ class Call(NamedTuple):
         self.structs(known, found).run(lib.strobe_reference_backward, selection)
         return found
 
-    def example_structs(self, of_backward: bool) -> Structs:
-        """The structs as attention() would fill them, with uninitialised results and, for a backward, all gradients."""
+    def example_structs(self, of_backward: bool, captured: Sequence[str] | None = None) -> Structs:
+        """The structs as attention() would fill them, with uninitialised results and, for a backward, all gradients. captured: the captured
+        arrays whose gradients are wanted; None: those that autograd tracks."""
         call = self.on(self.framework.autocast(self.arrays))
         made = call.results(call.is_oracle)
         if of_backward:
@@ -333,8 +334,9 @@ class Call(NamedTuple):
             if is_partial(call.options):
                 made["delta"] = call._of_rows()
                 del made["out"]
-            tracked = [name for name in call.learnable() if call.framework.is_tracked(self.arrays[name])]
-            made |= call.gradients(call.gradient_names(tracked), call.is_oracle)
+            if captured is None:
+                captured = [name for name in call.learnable() if call.framework.is_tracked(self.arrays[name])]
+            made |= call.gradients(call.gradient_names(captured), call.is_oracle)
         return call.structs({}, made)
 
     def explain(self, of_backward: bool) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,10 @@ def _on(device: torch.device, x: Any) -> Tensor:
     return torch.zeros((), dtype=torch.float64, device=device) + x
 
 
+# The words of refusals of the call that Dynamo traces, for its error.
+_REFUSED: ContextVar[list[str] | None] = ContextVar("refused", default=None)
+
+
 class _Interpreter(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         try:
@@ -122,7 +127,6 @@ class _Indexing(TorchFunctionMode):
 class _Attention(HigherOrderOperator):
     def __init__(self) -> None:
         super().__init__("strobe_attention")
-        self.refused = ""  # the words of the last refusal
 
     @torch.compiler.disable  # for calls that no graph holds
     def __call__(
@@ -150,8 +154,10 @@ class _Attention(HigherOrderOperator):
         for name, x in recorded(wrong, functions, TORCH, q).items():
             (arrays if name in CAPTURED else fields)[name] = x
         if wrong:
-            self.refused = str(refusal(wrong))
-            raise refusal(wrong)
+            refused = refusal(wrong)
+            if (said := _REFUSED.get()) is not None:
+                said.append(str(refused))
+            raise refused
         return _operators.forward(Call(TORCH, arrays, fields, aux))
 
 
@@ -171,14 +177,17 @@ def _operator() -> _Attention | None:
                 return super().create_wrapped_node(*args)
 
         def _call_function(self, *args: Any) -> Any:
-            operator.refused = ""
+            refused: list[str] = []
+            token = _REFUSED.set(refused)
             try:
                 return super()._call_function(*args)
             except (exc.TorchRuntimeError, exc.Unsupported) as failed:
-                if not operator.refused and not isinstance(failed, exc.TorchRuntimeError):
+                if not refused and not isinstance(failed, exc.TorchRuntimeError):
                     raise
                 # Without fullgraph the call runs outside of the graph, and says itself what it refuses.
-                exc.unimplemented(gb_type="strobe.attention", context="", explanation=operator.refused or str(failed), hints=[])
+                exc.unimplemented(gb_type="strobe.attention", context="", explanation="".join(refused[-1:]) or str(failed), hints=[])
+            finally:
+                _REFUSED.reset(token)
 
     variables[operator.__name__] = AttentionVariable
     return operator

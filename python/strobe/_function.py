@@ -4,14 +4,14 @@ captured arrays, which are fields of the call like any other."""
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from inspect import iscoroutine
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 from ._abi import is_traced_by_dynamo
@@ -39,6 +39,16 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _AS_THEY_ARE = (*_FLOATS, "bool", "int32", "int64")
 _AS_INT32 = ("uint8", "int8", "int16", "uint16")
 _MOST_CODES, _MOST_RECORDINGS = 256, 16
+
+
+class _Place(local):
+    """of(option, array): what a call of this thread makes of an array that the option's function captures, as the tensor on this rank of a
+    DTensor. It may raise UnplacedError."""
+
+    of: Callable[[str, Array], Array] | None = None
+
+
+PLACE = _Place()
 
 
 def functions_in(given: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
@@ -80,9 +90,21 @@ class Recording:
 
 # A function of the recorded one: what it captures, or None if what it read is not as it was. And its recording.
 Known = tuple[Callable[[Any], "tuple[Any, ...] | None"], Recording]
-# By the id of the code, the option and q's dtype: the code, which keeps the id, and its recordings. The last used code is the last one, and
-# the last used recording the first. Tuples are replaced, not changed, so that other threads may go through them.
-_recordings: OrderedDict[tuple[Any, ...], tuple[Any, tuple[Known, ...]]] = OrderedDict()
+
+
+class _Entry:
+    """The recordings of a code, the last used one first. known is replaced, not changed, so that other threads may go through it."""
+
+    __slots__ = ("code", "known", "used")
+
+    def __init__(self, code: Any):
+        self.code = code  # which keeps its id
+        self.known: tuple[Known, ...] = ()
+        self.used = next(_clock)
+
+
+_clock = itertools.count()
+_recordings: dict[tuple[Any, ...], _Entry] = {}  # by the id of the code, the option and q's dtype
 _lock = Lock()  # of whoever changes _recordings
 
 
@@ -97,28 +119,35 @@ def _known(name: str, function: Callable[..., Any], q: Array) -> tuple[Recording
     key = _key(code, name, q)
     entry = _recordings.get(key)
     if entry is not None:
-        for n, known in enumerate(entry[1]):
+        for n, known in enumerate(entry.known):
             if (found := known[0](function)) is not None:
                 if n:
                     _keep(key, code, known)
-                elif len(_recordings) > 1:
-                    with _lock:
-                        if key in _recordings:  # another thread may have dropped it
-                            _recordings.move_to_end(key)
+                entry.used = next(_clock)
                 return known[1], known[1].captured(found)
     return None
+
+
+def _placed(name: str, whose: str, arrays: Sequence[Any]) -> Sequence[Any]:
+    place = PLACE.of
+    if place is None:
+        return arrays
+    try:
+        return tuple(place(name, x) for x in arrays)
+    except UnplacedError as refused:
+        raise _RefusedError(f"{whose} reads {refused}") from None
 
 
 def _keep(key: tuple[Any, ...], code: Any, known: Known) -> None:
     """Makes a recording, which may be a new one, the last used one."""
     with _lock:
-        _, others = _recordings.get(key, (code, ()))
-        if not others or others[0] is not known:
-            others = known, *(each for each in others if each is not known)
-            _recordings[key] = code, others[:_MOST_RECORDINGS]
-        _recordings.move_to_end(key)
+        entry = _recordings.get(key)
+        if entry is None:
+            entry = _recordings[key] = _Entry(code)
+        entry.known = (known, *(each for each in entry.known if each is not known))[:_MOST_RECORDINGS]
+        entry.used = next(_clock)
         while len(_recordings) > _MOST_CODES:
-            _recordings.popitem(last=False)
+            del _recordings[min(_recordings, key=lambda each: _recordings[each].used)]
 
 
 def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[Any]]]) -> dict[str, Any]:
@@ -129,13 +158,14 @@ def _merged(framework: Framework, found: Mapping[str, tuple[Recording, Sequence[
     symbols: list[Any] = []
     for name, (recording, own) in found.items():
         places = recording.alone
-        if arrays:
-            places = tuple(next((n for n, each in enumerate(arrays) if each is x), len(arrays) + m) for m, x in enumerate(own))
-            new = [m for m, place in enumerate(places) if place >= len(arrays)]
-            places = tuple(place if place < len(arrays) else len(arrays) + new.index(m) for m, place in enumerate(places))
-            arrays += [own[m] for m in new]
-            converts += [recording.converts[m] for m in new]
-        else:
+        if arrays and own:
+            known = {id(x): n for n, x in enumerate(arrays)}
+            for x, is_converted in zip(own, recording.converts, strict=True):
+                if known.setdefault(id(x), len(arrays)) == len(arrays):
+                    arrays.append(x)
+                    converts.append(is_converted)
+            places = tuple([known[id(x)] for x in own])
+        elif own:
             arrays, converts = [*own], recording.converts[:]
         fields[FIELDS[name]] = recording.text(places, symbols)
     if symbols:
@@ -157,7 +187,7 @@ def as_fields(given: Mapping[str, Any], framework: Framework, q: Array) -> dict[
 
     Nothing is checked: the key of a repeated call has whatever was checked when it was made."""
     options = dict(given)
-    found = {}
+    found: dict[str, tuple[Recording, Sequence[Any]]] = {}
     for name in _ARGUMENTS:
         function = given.get(name)
         if callable(function):
@@ -166,6 +196,8 @@ def as_fields(given: Mapping[str, Any], framework: Framework, q: Array) -> dict[
             found[name] = known
             del options[name]
     try:
+        if PLACE.of is not None:
+            found = {name: (recording, _placed(name, "", arrays)) for name, (recording, arrays) in found.items()}
         options.update(_merged(framework, found))
     except _RefusedError:
         return None
@@ -181,9 +213,10 @@ def recorded(wrong: Wrong, functions: Mapping[str, Callable[..., Any]], framewor
     found = {}
     for name, function in functions.items():
         try:
-            known = _known(name, function, q) or _record(name, function, framework, q)
-            _check_captured(_named(function), known[1], framework, q)
-            found[name] = known
+            recording, arrays = _known(name, function, q) or _record(name, function, framework, q)
+            arrays = _placed(name, _named(function), arrays)
+            _check_captured(_named(function), arrays, framework, q)
+            found[name] = recording, arrays
         except UnrecordableError as refused:
             wrong.append(refusing(ValueError, name, f"{_named(function)}{_place(refused)}: {refused}"))
         except _RefusedError as refused:
@@ -243,6 +276,10 @@ def recorded_mask(function: Callable[..., Any], framework: Framework) -> dict[st
 
 
 _TRACKED = "reads a tensor that requires grad, and blocks have no gradient; accepted is its detach(), or torch.no_grad()"
+
+
+class UnplacedError(Exception):
+    """Why PLACE.of does not take an array, in words that go behind "reads "."""
 
 
 class _RefusedError(Exception):

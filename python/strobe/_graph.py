@@ -47,6 +47,11 @@ def is_symbolic(x: Any) -> bool:
     return type(x).__name__ == "SymInt"
 
 
+def wide(x: int) -> str:
+    """Why an integer is refused that 64 bits do not hold."""
+    return f"the integer {x}; accepted are integers of 64 bits, and reals, as float(...) makes"
+
+
 def kind_of(x: Any) -> str:
     """The kind of a number."""
     return BOOLEAN if isinstance(x, bool) else INTEGER if isinstance(x, int) or is_symbolic(x) else REAL
@@ -99,7 +104,7 @@ class Graph:
         elif kind == INTEGER:
             x = int(x)
             if not -(2**63) <= x < 2**63:
-                raise UnrecordableError(f"the integer {x}; accepted are integers of 64 bits")
+                raise UnrecordableError(wide(x))
         else:
             x = bool(x)
         return self._append((_CONSTANTS[kind], (), x), kind)
@@ -131,6 +136,8 @@ class Graph:
                 raise UnrecordableError("an array that the function kept when it was recorded before; accepted is one that it makes anew")
             return x
         if isinstance(x, (bool, int, float)) or is_symbolic(x):
+            if type(x) is int and not -(2**63) <= x < 2**63:
+                raise UnrecordableError(wide(x))
             return self.number(x)
         raise UnrecordableError(f"{type(x).__name__} among the operands; accepted are tensors and numbers")
 
@@ -168,6 +175,22 @@ class Graph:
 def numbered(text: str, symbols: Sequence[int]) -> str:
     """The text with integers in place of its symbols."""
     return _SYMBOL.sub(lambda found: f"{found[1]} {(float if found[1] == 'REAL' else int)(symbols[int(found[2])])}", text)
+
+
+def from_head(text: str, first: int) -> str:
+    """The text for a call whose head 0 is head `first` of the whole problem."""
+    nodes = text.split("; ")
+    if not first or "HEAD" not in nodes:
+        return text
+    at = nodes.index("HEAD")  # a graph has one at most
+    places = [*range(at), *range(at + 2, len(nodes) + 2)]
+
+    def moved(node: str) -> str:
+        operation, *rest = node.split(" ")
+        own = len(rest) if operation in _CONSTANTS.values() else operation == "LOAD"  # words that are no inputs
+        return " ".join([operation, *rest[:own], *(str(places[int(n)]) for n in rest[own:])])
+
+    return "; ".join([*nodes[: at + 1], f"INTEGER {first}", f"ADD {at} {at + 1}", *map(moved, nodes[at + 1 :])])
 
 
 def decoded(text: str) -> list[tuple[str, tuple[int, ...], Any]]:

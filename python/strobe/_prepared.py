@@ -11,6 +11,7 @@ direction. Compiled graphs, attention_backward(), strobe.distributed, and calls 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -31,6 +32,7 @@ _eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run")))
 # The number of entries that are kept. A differentiated call takes three entries, on several ranks a dozen; with packed sequences, whose
 # lengths may never be repeated, entries may be of no use.
 _MOST = 3 * 1024
+_LONG_KEY = 1024
 _NO_RESULT = 255  # in the form of a PreparedCall
 _FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
 
@@ -58,6 +60,11 @@ class Memory:
 CALLS = Memory()  # the one memory of all entry points
 
 
+def _short(key: bytes) -> bytes:
+    """The key, or a digest of one that is long because of functions' texts."""
+    return key if len(key) <= _LONG_KEY else hashlib.sha256(key).digest()
+
+
 class Kept:
     """A call as autograd keeps it: without the arrays, which autograd's graph saves."""
 
@@ -69,7 +76,7 @@ class Kept:
         # The gradients that the call may be asked for, each with the place of its array.
         self._places = [(name, self.names.index(GRADIENTS[name])) for name in call.gradient_names(call.learnable())]
         # The prefix of the keys of the call's gradients. (If the call was made only once, its gradients are looked up like a parsed call.)
-        self.prefix = repr((self.names, call.options)).encode() if is_repeated else b""
+        self.prefix = _short(repr((self.names, call.options)).encode()) if is_repeated else b""
 
     def needed(self, flags: tuple[bool, ...]) -> list[str]:
         """The names in GRADIENTS that are needed. flags: one that is not used here, then one for each of the call's arrays."""

@@ -267,6 +267,12 @@ class NumPyValue(Value):
         dtype = _promoted(found, [self, *others]).whole
         if dtype is None:
             return found
+        limits = np.iinfo(dtype)
+        for x in others:
+            number = x.number if isinstance(x, Value) else x
+            if type(number) is int and not limits.min <= number <= limits.max:
+                words = f"{number} beside an array of {dtype}; accepted are {limits.min} to {limits.max}, or astype(np.int64) of the array"
+                raise UnrecordableError(words)
         found.whole = None  # type: ignore[attr-defined]
         found = e.to_integer_of(found, 8 * dtype.itemsize, dtype.kind == "i")
         found.whole = dtype  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -35,11 +35,13 @@ from ._graph import (
     broadcast,
     concatenated,
     where,
+    wide,
 )
 from ._watched import Watch
 
 _META = torch.device("meta")
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _DTYPES = {BOOLEAN: torch.bool, INTEGER: torch.int64, REAL: torch.float32}
 
 
@@ -47,6 +49,16 @@ def kind_of_dtype(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         raise UnrecordableError(f"a tensor of {dtype}; accepted are real numbers, integers and bools")
     return BOOLEAN if dtype == torch.bool else REAL if dtype.is_floating_point else INTEGER
+
+
+def unreadable(x: Tensor) -> str | None:
+    """What keeps x from being captured, in words; None if nothing does, or what a call finds later."""
+    if x.is_nested:
+        return "reads a nested tensor; accepted is a dense one, which torch.nested.to_padded_tensor gives"
+    if x.dtype.is_floating_point and x.dtype not in _FLOATS:
+        accepted = "accepted are float32, float16, bfloat16, float64, bool, int32, int64, and integers of fewer bits"
+        return f"reads a tensor of {str(x.dtype).removeprefix('torch.')}; {accepted}: to() converts it before the call"
+    return None
 
 
 def record(
@@ -136,6 +148,9 @@ class _Python(TorchFunctionMode):
             return indexed(*args)
         if (words := _NUMBERS.get(func)) is not None:
             raise UnrecordableError(words)
+        for x in args:
+            if type(x) is int and not -(2**63) <= x < 2**63:
+                raise UnrecordableError(wide(x))
         if func is torch.Tensor.__rtruediv__:  # by itself other * (1 / x)
             return torch.scalar_tensor(args[1], dtype=args[0].dtype if args[0].is_floating_point() else None, device=_META) / args[0]
         if func is torch.Tensor.__setitem__:
@@ -197,6 +212,13 @@ _LEAVES_RANGE = re.compile(
     "abs|add|addcmul|bitwise_(left_shift|not|or|xor)|clamp(_max|_min)?|div|fill|floor_divide|fmod|full|full_like|heaviside|lerp|masked_fill|"
     "mul|neg|new_full|pow|remainder|rsub|square|sub|threshold|where|__(lshift|or|xor)__"
 )
+# Numbers of Python beside tensors of such a dtype: these operations take their lowest bits, and those that store the number refuse one that
+# the dtype does not hold.
+_WRAPS_NUMBERS = re.compile(
+    "bitwise_(and|left_shift|or|right_shift|xor)|div|eq|floor_divide|fmod|ge|gt|le|lt|ne|remainder|__(and|lshift|or|rshift|xor)__"
+)
+_STORES_NUMBERS = re.compile("clamp(_max|_min)?|fill|full|full_like|masked_fill|new_full|scalar_tensor|threshold|where|add|sub|rsub")
+_STORED = ("alpha", "fill_value", "max", "min", "other", "s", "self", "threshold", "value")
 _INDICES = frozenset({"index", "indices", "mask", "condition"})  # operands that do not take part in promotion
 
 
@@ -221,6 +243,8 @@ class _Operations(TorchDispatchMode):
             return self.graph.of(x)
         found = self._values.get(id(x))
         if found is None:
+            if (unread := unreadable(x)) is not None:
+                raise UnrecordableError(unread)
             if x.device == _META:
                 words = "a tensor on device meta, one that .data made, or one that the function kept when it was recorded before"
                 raise UnrecordableError(f"{words}; accepted are tensors with numbers, and detach()")
@@ -248,6 +272,8 @@ class _Operations(TorchDispatchMode):
             return self._fresh(given["self"])
         if name == "detach_":  # of torch.tensor(...)
             return given["self"]
+        if (kept := _kept_by_dropout(name, given)) is not None:
+            return kept
         if torch.Tag.nondeterministic_seeded in func.tags or "dropout" in name:
             raise UnrecordableError(f"{func} makes random numbers; accepted is the option dropout, or a tensor of numbers drawn before")
         if name.endswith("_") and not name.endswith("__"):
@@ -256,7 +282,7 @@ class _Operations(TorchDispatchMode):
             return self._decomposed(func, name, args, kwargs or {})
         if given.get("out") is not None:
             raise UnrecordableError(f"out of {name}; accepted are functions that make a new tensor")
-        found = handler(self, given)
+        found = handler(self, _with_own_numbers(name, given))
         if isinstance(found, list):
             return [self._made(name, value, given) for value in found]
         out = self._made(name, found, given)
@@ -304,6 +330,48 @@ class _Operations(TorchDispatchMode):
         except NoFormError:
             pass  # it would name another operation
         raise NoFormError(func)
+
+
+def _kept_by_dropout(name: str, given: dict[str, Any]) -> Tensor | None:
+    """x of a dropout that drops nothing; else None."""
+    if "dropout" not in name or name.startswith("_"):
+        return None
+    nothing = given.get("train") is False or (given.get("p") == 0 and name == "dropout")
+    x = given.get("input")
+    return x if nothing and isinstance(x, Tensor) and name != "native_dropout" else None
+
+
+@lru_cache
+def _takes_numbers(name: str) -> tuple[bool, bool]:
+    """Whether an operation takes the lowest bits of a number, and whether it stores one."""
+    return _WRAPS_NUMBERS.fullmatch(name) is not None, _STORES_NUMBERS.fullmatch(name) is not None
+
+
+def _with_own_numbers(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with Python's integers as PyTorch reads them beside integers of few bits."""
+    wraps, stores = _takes_numbers(name)
+    if not (wraps or stores) or (name == "div" and given.get("rounding_mode") is None):
+        return given
+    numbers = [key for key, x in given.items() if type(x) is int and key in _STORED]
+    if not numbers:
+        return given
+    dtype = given.get("dtype")
+    if dtype is None:
+        operands = [x for key, x in given.items() if isinstance(x, Tensor) and key not in _INDICES]
+        dtype = reduce(torch.promote_types, (x.dtype for x in operands)) if operands else None
+    if dtype not in _BITS:
+        return given
+    bits, signed = _BITS[dtype]
+    least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (1 - (1 << bits), (1 << bits) - 1)
+    own = dict(given)
+    for key in numbers:
+        stored = stores and (key == "alpha" or name not in ("add", "sub", "rsub"))
+        if least <= given[key] <= most or wraps:
+            n = given[key] & ((1 << bits) - 1)
+            own[key] = n - (1 << bits) if signed and n >> bits - 1 else n
+        elif stored:
+            raise UnrecordableError(f"{given[key]} in a tensor of {dtype}; accepted are {least if signed else 0} to {most}")
+    return own
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:

@@ -321,6 +321,9 @@ class _Walk:
                 self._object(parent, fetch, key, x)
 
     def _array(self, parent: int, fetch: Callable[..., Any], key: Any, x: Any) -> None:
+        if getattr(x, "is_nested", False):  # it has no shape, and the recorder refuses it
+            self.watch.is_complete = False
+            return
         at = self._step(parent, fetch, key, _is_like, (type(x), x.shape, x.dtype, getattr(x, "device", None)), x)
         self.watch.arrays[id(x)] = at
         if not is_trusted(type(x).__module__):

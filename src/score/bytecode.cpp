@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <unordered_map>
 
 #include "score/interval.h"
@@ -325,7 +326,7 @@ private:
     const Captured &c = p_.captured[node.captured];
     const auto [at, type] = index_of(n, c.stride);
     Instruction x = instruction(kElement, type, type_of(node.kind, !fp64_ && c.dtype == DType::i64));
-    x.dtype = c.dtype, x.data = c.data;
+    x.dtype = c.dtype, x.data = c.data, x.integer = node.captured;
     return emit(x, {at});
   }
 
@@ -407,6 +408,13 @@ struct Compiled : Bytecode {
   Listing forward_list, backward_list;
   std::vector<Listing> load_lists; // of each LOAD: its slope and its place
   std::vector<LoadCode> load_codes;
+  std::vector<Instruction *> elements; // those that read captured tensors
+
+  void add_elements(Listing &from) {
+    for (auto &list : from.of)
+      for (Instruction &x : list)
+        if (x.op == kElement) elements.push_back(&x);
+  }
 };
 
 int64_t scratch_bytes(const Code &c) {
@@ -438,9 +446,27 @@ void compile_loads(const Problem &p, Compiled &made) {
   made.loads = made.load_codes.data(), made.load_count = int32_t(made.load_codes.size());
 }
 
-} // namespace
+// All numbers that bytecode depends on, beside those of the programs.
+struct Shape {
+  int64_t dtype, batches, heads, most_q, longest_q, most_k, longest_k;
+  struct {
+    int64_t dtype, rank, size[4], stride[4];
+  } captured[STROBE_MOST_CAPTURED];
 
-std::shared_ptr<Bytecode> compile(const Problem &p) {
+  explicit Shape(const Problem &p)
+      : dtype(int64_t(p.dtype)), batches(p.part.first_batch + p.batch), heads(p.part.first_head + p.heads), most_q(p.size_q()),
+        longest_q(p.longest_q()), most_k(p.size_k()), longest_k(p.longest_k()), captured{} {
+    for (size_t n = 0; n < STROBE_MOST_CAPTURED; ++n) {
+      const Captured &c = p.captured[n];
+      captured[n].dtype = int64_t(c.dtype), captured[n].rank = c.rank;
+      for (int32_t axis = 0; axis < c.rank; ++axis) captured[n].size[axis] = c.size[axis], captured[n].stride[axis] = c.stride[axis];
+    }
+  }
+  bool operator==(const Shape &other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
+};
+static_assert(sizeof(Shape) == (7 + 10 * STROBE_MOST_CAPTURED) * sizeof(int64_t)); // no padding
+
+std::shared_ptr<Compiled> compiled(const Problem &p) {
   const Program &program = *p.program;
   const bool own_code = has_a_form(program);
   const int32_t score = own_code ? -1 : program.score, slope = own_code ? -1 : program.slope;
@@ -456,7 +482,35 @@ std::shared_ptr<Bytecode> compile(const Problem &p) {
   made->curved = program.curved();
   made->scratch_bytes = std::max(scratch_bytes(made->forward), scratch_bytes(made->backward));
   if (p.gradient_program) compile_loads(p, *made);
+  made->add_elements(made->forward_list), made->add_elements(made->backward_list);
+  for (Listing &list : made->load_lists) made->add_elements(list);
   return made;
+}
+
+} // namespace
+
+// All instruction sets plan a call with the same bytecode, and a prepared call runs it again and again: a thread keeps the last ones.
+std::shared_ptr<Bytecode> compile(const Problem &p) {
+  struct Kept {
+    std::shared_ptr<const Program> program;
+    std::shared_ptr<const GradientProgram> gradients;
+    Shape shape;
+    std::shared_ptr<Compiled> code;
+  };
+  constexpr size_t kMost = 8;
+  thread_local std::vector<Kept> kept; // the last used one comes first
+  const Shape shape(p);
+  const auto found = std::ranges::find_if(kept, [&](const Kept &k) {
+    return k.program == p.program && k.gradients == p.gradient_program && k.code.use_count() == 1 && k.shape == shape;
+  });
+  if (found == kept.end()) {
+    if (kept.size() == kMost) kept.pop_back();
+    kept.insert(kept.begin(), {p.program, p.gradient_program, shape, compiled(p)});
+  } else {
+    for (Instruction *x : found->code->elements) x->data = p.captured[x->integer].data;
+    std::rotate(kept.begin(), found, found + 1);
+  }
+  return kept.front().code;
 }
 
 } // namespace strobe::score

@@ -1,4 +1,4 @@
-// A program as a list of instructions, each of which computes many pairs of queries and keys at once. It is made once in a call, for all
+// A program as instructions, each of which computes many pairs of queries and keys at once. It is made once for calls of one shape, for all
 // instruction sets; src/cpu/program.h executes it. The instruction sets' files read these structs, so they have no functions to share.
 #pragma once
 #include <memory>
@@ -36,7 +36,7 @@ struct Instruction {
   bool small = false; // narrow integers below 2^20, divided by a number that is the same for all pairs
   Place out = {}, in[3] = {};
   double real = 0;            // a constant
-  int64_t integer = 0;        // a constant; kIndex: the size of the axis
+  int64_t integer = 0;        // a constant; kIndex: the size of the axis; kElement: the captured tensor
   int64_t stride = 0;         // kIndex
   DType dtype = DType::none;  // kElement
   const char *data = nullptr; // kElement

@@ -1,6 +1,7 @@
 // The bytecode of functions of the score, on each instruction set of this machine, against an evaluator of one pair at a time.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -422,6 +423,27 @@ std::vector<int32_t> integers(Graph &g) {
 }
 
 } // namespace
+
+TEST_CASE("bytecode: kept for calls of one shape, and reads the memory of each") {
+  Program program;
+  Graph &g = program.graph;
+  program.score = g.add(Op::MULTIPLY, {g.add(Op::SCORE), g.load(0, Kind::real, {g.add(Op::HEAD)})});
+  program.slope = program.score, program.form = Form::general;
+  Tables tables, others;
+  Problem p = problem_of(program, DType::f32, tables);
+  const Bytecode *const first = compile(p).get();
+  others.give(p);
+  const auto again = compile(p);
+  CHECK(again.get() == first);
+  const Code::List list = again->forward.lists[int(Stage::head)];
+  const auto element = std::find_if(list.at, list.at + list.count, [](const Instruction &x) { return x.op == kElement; });
+  REQUIRE(element != list.at + list.count);
+  CHECK(element->data == p.captured[0].data);
+  CHECK(compile(p).get() != first); // which is in use
+  p.captured[0].stride[0] = 2;
+  CHECK(compile(p).get() != first);
+  CHECK(again->forward.lists[int(Stage::head)].at == list.at);
+}
 
 TEST_CASE_TEMPLATE("bytecode: every operation of reals", T, float, double) {
   Tables tables;

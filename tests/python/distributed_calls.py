@@ -79,11 +79,6 @@ WRONG: dict[str, Callable[[dict[str, Any]], None]] = {
     ),
     "meta": lambda a: a.update({name: a[name].to("meta") for name in "qkv"}),
     "a part": lambda a: a.update(part=strobe.Part([(0, 1)], [(0, 1)], 1, 1)),
-    "a function of the score": lambda a: a.update(score=lambda x, b, h, i, j: x),
-    "a function as a mask": lambda a: a.update(mask=lambda b, h, i, j: i >= j),
-    "a block mask of a function": lambda a: a.update(
-        block_mask=strobe.BlockMask.from_function(lambda b, h, i, j: i >= j, 1, 1, S, S, block=16)
-    ),
     "an engine": lambda a: a.update(engine="no such engine"),
     "a sharding": lambda a: a.update(sharding="bshd"),
     "the old axes": lambda a: a.update(axes="bshd"),

@@ -159,13 +159,25 @@ def test_what_is_more_than_its_memory_has_no_key(odd):
 
 def test_other_objects_have_no_key():
     q, k, v = qkv()
-    for x in ([1, 2], (1, [2]), {}, object(), 2**64, -(2**63) - 1, "\ud800", "x" * 5000):
+    for x in ([1, 2], (1, [2]), {}, object(), 2**64, -(2**63) - 1, "\ud800", (1,) * 600):
         assert key(q, k, v, window=x) is None
     assert key(q, k, v, 1) is None
     assert key(q, k, v, **{f"n{n}": q for n in range(40)}) is None
     assert _eager.attention({}, q, k, v, False, []) is None
     assert _eager.key(b"", [q], {}, {}) is None
     assert _eager.key(b"", (q,), [], {}) is None
+
+
+def test_long_texts_have_a_key():
+    """As texts of functions are: by a digest, on which each byte has a part."""
+    q, k, v = qkv()
+    text = "".join(map(chr, range(40, 100))) * 100 + "end"
+    found = key(q, k, v, window=text)
+    assert found == key(q, k, v, window="".join([*text]))
+    assert len(found) < 400
+    for n in (0, 7, 8, 9, 3000, len(text) - 4, len(text) - 1):
+        assert key(q, k, v, window=f"{text[:n]}!{text[n + 1 :]}") != found
+    assert key(q, k, v, window=text + "\0") != found
 
 
 @pytest.mark.skipif(sys.platform != "linux" or torch.__version__ < "2.10", reason="elsewhere a tensor's methods are asked")

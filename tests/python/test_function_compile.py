@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -373,3 +376,23 @@ def test_a_pytorch_without_a_place_for_it_ends_its_graph(monkeypatch):
     torch._dynamo.reset()
     with pytest.raises(Exception, match="functions of the score and the mask are recorded outside of the graph; PyTorch 2.11"):
         compiled(model)(*drawn(12), 2.0)
+
+
+def test_an_error_has_no_words_of_another_threads_call():
+    q, k, v = (x.detach() for x in drawn(8))
+
+    def refused_elsewhere() -> None:
+        score = functools.partial(_compiled._score, lambda x, b, h, i, j: x.item(), torch.float32)
+        mask = functools.partial(_compiled._mask, None)
+        with pytest.raises(ValueError, match="turns a tensor into a number"):
+            _compiled.OPERATOR(q, k, v, score, (mask,), ((), (), ("score",)), {})
+
+    def broken(*_: Any) -> Any:
+        with mock.patch.object(_compiled, "recorded", of_module), ThreadPoolExecutor() as other:
+            other.submit(refused_elsewhere).result()
+        raise RuntimeError("broken")
+
+    of_module = _compiled.recorded
+    with mock.patch.object(_compiled, "recorded", broken), pytest.raises(torch._dynamo.exc.Unsupported, match="broken") as failed:
+        compiled(lambda q, k, v: strobe.attention(q, k, v, score=lambda x, b, h, i, j: x * 2))(q, k, v)
+    assert "turns a tensor" not in str(failed.value)

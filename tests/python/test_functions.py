@@ -10,11 +10,13 @@ import itertools
 import math
 import operator
 import random
+import threading
 import time
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,8 +29,9 @@ import strobe
 from check import dtype_of
 from device import DEVICE, running_on
 from engines import available_engines
-from strobe import _function, _recorder_numpy, _recorder_torch
-from strobe._graph import BOOLEAN, REAL, decoded
+from strobe import _function, _parse, _recorder_numpy, _recorder_torch
+from strobe._call import Call
+from strobe._graph import BOOLEAN, REAL, UnrecordableError, decoded
 from strobe.arrays.numpy import NUMPY
 from strobe.arrays.torch import TORCH
 
@@ -623,7 +626,73 @@ def test_the_memory_is_bounded():
     assert len(_function._recordings) <= _function._MOST_CODES
     for n in range(3 * _function._MOST_RECORDINGS):
         recorded_text(with_cell(float(n)))
-    assert all(len(found) <= _function._MOST_RECORDINGS for _, found in _function._recordings.values())
+    assert all(len(each.known) <= _function._MOST_RECORDINGS for each in _function._recordings.values())
+
+
+def test_long_functions_are_prepared_too():
+    """Their texts have more bytes than a key may have; ones that differ in the last operation are other calls."""
+
+    def of(last: float) -> Callable[..., Any]:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            for n in range(120):
+                s = s + TABLES[n % 8][h] * n
+            return s * last
+
+        return score
+
+    q = Q.detach().requires_grad_()
+    text = text_of(of(2.0), _recorder_torch)[0]
+    assert len(text) > 4096
+    for _ in range(3):
+        for last in (2.0, 3.0):
+            strobe.attention(q, K, V, score=of(last)).sum().backward()
+    with mock.patch.object(_parse, "read", side_effect=AssertionError), mock.patch.object(Call, "structs", side_effect=AssertionError):
+        for last in (2.0, 3.0):
+            q.grad = None
+            out = strobe.attention(q, K, V, score=of(last))
+            out.sum().backward()
+            scale = last / math.sqrt(q.shape[-1])
+            torch.testing.assert_close(out.detach(), torch.softmax(q.detach() @ K.mT * scale, -1) @ V, atol=1e-5, rtol=1e-5)
+
+
+def test_calls_that_come_again_read_the_tensors_of_the_call():
+    """Compiled code is kept, per thread, and reads other memory in each call: of other tensors, strides, lengths and threads."""
+    tables = [numbers(seed, 2, 9).float().to(DEVICE).requires_grad_() for seed in range(3)]
+    tables += [numbers(3, 9, 2).float().to(DEVICE).T.requires_grad_()]
+    lengths = (4, 9)
+    drawn = {n: [numbers(seed, 1, 2, n, 16).float().to(DEVICE) for seed in range(3)] for n in lengths}
+
+    def expected(table: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        q, k, v = drawn[n]
+        place = torch.arange(n, device=DEVICE)
+        bias = table.detach()[:, (place[:, None] - place).abs()].requires_grad_()
+        out = strobe.attention(q, k, v, bias=bias[None])
+        (gradient,) = torch.autograd.grad(out.square().sum(), bias)
+        found = torch.zeros(2, n, device=DEVICE).index_add(1, (place[:, None] - place).abs().flatten(), gradient.flatten(1))
+        return out.detach(), torch.nn.functional.pad(found, (0, 9 - n))
+
+    right = {(t, n): expected(table, n) for t, table in enumerate(tables) for n in lengths}
+    failed: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(60):
+                t, n = rng.randrange(len(tables)), rng.choice(lengths)
+                table = tables[t]
+                out = strobe.attention(*drawn[n], score=lambda s, b, h, i, j: s + table[h, (i - j).abs()])  # noqa: B023
+                (gradient,) = torch.autograd.grad(out.square().sum(), table)
+                for x, y in zip((out.detach(), gradient), right[t, n], strict=True):
+                    torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failed, failed
 
 
 # What is refused
@@ -633,6 +702,7 @@ TABLES = [torch.zeros(2, device=DEVICE) for _ in range(9)]
 EMPTY, DEEP = torch.zeros(0, device=DEVICE), torch.zeros(1, 1, 1, 1, 2, device=DEVICE)
 COMPLEX, EIGHT_BITS = torch.zeros(2, dtype=torch.complex64, device=DEVICE), torch.zeros(2, device=DEVICE).to(torch.float8_e4m3fn)
 META = torch.zeros(2, device="meta")
+SPARSE, RAGGED = torch.eye(4, device=DEVICE).to_sparse(), torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], device=DEVICE)
 
 
 LONG = torch.ones(257, device=DEVICE)
@@ -702,6 +772,13 @@ SCORES: list[tuple[Callable[..., Any], str]] = [
     (lambda s, b, h, i, j: s + TABLES[0].max(0)[0], r"torch\.max along an axis, which also gives places; accepted is torch\.amax"),
     (lambda s, b, h, i, j: s + torch.rand(()), r"aten\.rand\.default makes random numbers; accepted is the option dropout"),
     (lambda s, b, h, i, j: F.dropout(s), r"makes random numbers; accepted is the option dropout"),
+    (lambda s, b, h, i, j: F.alpha_dropout(s, 0.5, True), r"makes random numbers; accepted is the option dropout"),
+    (lambda s, b, h, i, j: s * 2**70, "the integer 1180591620717411303424; accepted are integers of 64 bits, and reals, as float"),
+    (lambda s, b, h, i, j: s + torch.tensor(2**63), "the integer 9223372036854775808; accepted are integers of 64 bits, and reals"),
+    (lambda s, b, h, i, j: i // -(2**70) + s, "the integer -1180591620717411303424; accepted are integers of 64 bits, and reals"),
+    (lambda s, b, h, i, j: s + EIGHT_BITS[h], "reads a tensor of float8_e4m3fn; accepted are float32, .* integers of fewer bits"),
+    (lambda s, b, h, i, j: s + SPARSE[h, i], r"reads a tensor of shape \(4, 4\): layout torch\.sparse_coo; accepted is torch\.strided"),
+    (lambda s, b, h, i, j: s + RAGGED[0][h], r"reads a nested tensor; accepted is a dense one, which torch\.nested\.to_padded_tensor"),
     (lambda s, b, h, i, j: s.clone().mul_(2), r"a write into a tensor \(aten::mul_\); accepted are new values, as in score = score \+ x"),
     (adds, r"a write into a tensor \(aten::add_\); accepted are new values, as in score = score \+ x"),
     (writes, r"a write into a tensor; accepted is torch\.where, which makes a new one"),
@@ -761,6 +838,30 @@ CASES = [("score", *case) for case in SCORES] + [("mask", *case) for case in MAS
 def test_one_clear_message(option, function, words, call):
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=rf"\A{option}: [^\n]*{words}[^\n]*\Z"):
         call(Q, K, V, **{option: function})
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda s: F.dropout(s, 0.5, training=False),
+        lambda s: F.dropout(s, 0.0),
+        lambda s: F.alpha_dropout(s, 0.5, training=False),
+        lambda s: F.feature_alpha_dropout(s, 0.5, training=False),
+        torch.nn.Dropout(0.5).eval(),
+    ],
+)
+def test_a_dropout_that_drops_nothing(kept):
+    assert text_of(lambda s, b, h, i, j: kept(s) + 1, _recorder_torch)[0] == text_of(lambda s, b, h, i, j: s + 1, _recorder_torch)[0]
+
+
+def test_numbers_outside_a_dtype_of_numpy_are_refused():
+    """As NumPy 2 does; comparisons take any number."""
+    table = np.array([200, 7], np.uint8)
+    for make in (lambda x: x // -3, lambda x: 300 & x, lambda x: np.maximum(x, 300), lambda x: x + 256):
+        with pytest.raises(UnrecordableError, match="beside an array of uint8; accepted are 0 to 255, or astype"):
+            text_of(lambda s, b, h, i, j: s + make(table[i]), _recorder_numpy)  # noqa: B023
+    text, _ = text_of(lambda s, b, h, i, j: s + (table[i] < 300), _recorder_numpy)
+    assert nodes.evaluate(text, {"SCORE": 0.5, "QUERY": 0}, [table.tolist()]) == 1.5
 
 
 def test_what_the_function_raises_itself():
@@ -1020,6 +1121,67 @@ def test_integers_of_few_bits_wrap_around(name, dtype, framework):
         for i, j in itertools.product(range(len(whole)), repeat=2):
             expected = float(make(table[i], table[j], number(i)))
             assert nodes.evaluate(text, {"SCORE": 0.5, "QUERY": i, "KEY": j}, [whole.tolist()]) == expected, (i, j)
+
+
+# Python's numbers that an integer dtype may not hold, beside a tensor of it.
+OUTSIDE: dict[str, Callable[[Any, int], Any]] = {
+    "//": lambda x, n: x // n,
+    "n // x": lambda x, n: n // x,
+    "%": lambda x, n: x % n,
+    "n % x": lambda x, n: n % x,
+    "fmod": torch.fmod,
+    "truncated division": lambda x, n: torch.div(x, n, rounding_mode="trunc"),
+    "/": lambda x, n: (x / n).double() * 0 + (x.double() / n > 0),
+    "&": lambda x, n: x & n,
+    "n & x": lambda x, n: n & x,
+    "|": lambda x, n: x | n,
+    "^": lambda x, n: x ^ n,
+    "<<": lambda x, n: x << n,
+    "n << x": lambda x, n: n << x.clamp(0, 5),
+    ">>": lambda x, n: x >> n,
+    "n >> x": lambda x, n: n >> x.clamp(0, 5),
+    "<": lambda x, n: x < n,
+    "==": lambda x, n: x == n,
+    "+": lambda x, n: x + n,
+    "n - x": lambda x, n: n - x,
+    "*": lambda x, n: x * n,
+    "alpha": lambda x, n: torch.add(x, x, alpha=n),
+    "clamp": lambda x, n: x.clamp(max=n),
+    "clamp_min": lambda x, n: x.clamp_min(n),
+    "where": lambda x, n: torch.where(x > 5, n, x),
+    "masked_fill": lambda x, n: x.masked_fill(x > 5, n),
+    "full_like": lambda x, n: torch.full_like(x, n) + x,
+    "full": lambda x, n: torch.full((), n, dtype=x.dtype) + x,
+    "new_full": lambda x, n: x.new_full((), n) + x,
+}
+
+
+@pytest.mark.parametrize("dtype", NARROW_DTYPES)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_numbers_outside_a_dtype_are_those_of_pytorch(name, dtype):
+    """They wrap around, or are refused where PyTorch refuses them."""
+    make, table = OUTSIDE[name], torch.from_numpy(narrow_table(dtype))
+    for number in (-3, 200, 300, -200, -300, 70001, -70001, 2**33 + 5):
+        expected: list[float | None] = []
+        overflows = False
+        for x in table:
+            try:
+                expected.append(float(make(x, number)))
+            except RuntimeError as failed:
+                expected.append(None)
+                overflows |= "without overflow" in str(failed)
+
+        def score(s, b, h, i, j):
+            return s * 0 + make(table[i], number)  # noqa: B023
+
+        if overflows:
+            with pytest.raises(UnrecordableError, match=rf"{number} in a tensor of torch\.{dtype}; accepted are -?\d+ to \d+"):
+                text_of(score, _recorder_torch)
+            continue
+        text, _ = text_of(score, _recorder_torch)
+        for i, found in enumerate(expected):
+            if found is not None:  # PyTorch divides by no zero
+                assert nodes.evaluate(text, {"SCORE": 0.5, "QUERY": i}, [table.tolist()]) == found, (number, i)
 
 
 def test_arrays_of_few_bits_wrap_around():

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from ._group import on_host
 from ._late import Waits, come_back, said_by, told
 
+_A_FUNCTION = "a function: "
 _MESSAGE = struct.Struct("=?32sqq")  # whether the rank has failed, the digest of its signature, the seed and offset that it has drawn
 
 
@@ -28,6 +29,16 @@ class Signature:
     @cached_property
     def digest(self) -> bytes:
         return hashlib.sha256(repr(sorted((name, repr(x)) for name, x in self.said.items())).encode()).digest()
+
+
+class Recorded:
+    """A recorded function in a signature; text: its operations."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __repr__(self) -> str:
+        return f"{_A_FUNCTION}{self.text}"
 
 
 class Said(NamedTuple):
@@ -76,11 +87,19 @@ def _refusal(waits: Waits, said: Said) -> Exception:
     for r, (_, other) in enumerate(found):
         for name in [*first, *other]:
             if first.get(name) != other.get(name):
-                return ValueError(
-                    f"{name}: {_short(other.get(name))} on rank {r}, and {_short(first.get(name))} on rank 0; accepted is the same on all "
-                    f"{len(found)} ranks"
-                )
+                theirs, ours = _told(other.get(name), first.get(name))
+                return ValueError(f"{name}: {theirs} on rank {r}, and {ours} on rank 0; accepted is the same on all {len(found)} ranks")
     return RuntimeError("signatures differ in nothing that has a name")
+
+
+def _told(a: str | None, b: str | None) -> tuple[str, str]:
+    """Two values that differ; two functions by the first operation in which they do."""
+    if not (a and b and a.startswith(_A_FUNCTION) and b.startswith(_A_FUNCTION)):
+        return tuple("a function" if x and x.startswith(_A_FUNCTION) else _short(x) for x in (a, b))  # type: ignore[return-value]
+    both = [x.removeprefix(_A_FUNCTION).split("; ") for x in (a, b)]
+    at = next((n for n, (x, y) in enumerate(zip(*both, strict=False)) if x != y), min(map(len, both)))
+    first, second = (f"a function whose operation {at} is {x[at]}" if at < len(x) else f"a function of {at} operations" for x in both)
+    return first, second
 
 
 def _short(text: str | None) -> str:

@@ -11,18 +11,20 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import _eager, _prepared
-from .._attention import CONTEXTS
-from .._autograd import is_seen_by_dispatcher, refuse_tracked_slopes
+from .. import _eager, _function, _prepared
+from .._abi import graph_break, is_traced_by_dynamo, outside_graphs
+from .._attention import CONTEXTS, OUTSIDE
+from .._autograd import is_seen_by_dispatcher, refuse_tracked_slopes, without_masks_captures
 from .._call import Call
 from .._checks import Wrong, check_names, flag, is_choice, number, refusal
-from .._function import functions_in
+from .._function import CAPTURED
+from .._function import FIELDS as FUNCTIONS
 from .._messages import kind, shown
 from .._options import ELSEWHERE, ROWS, parameters
 from .._parse import read
 from .._tensor_checks import tensor_refusal
 from ..arrays.torch import TORCH
-from . import _operators
+from . import _dtensor, _operators
 from ._agree import Said, Signature, agree
 from ._call import Facts, facts_beside_plan, facts_of
 from ._group import Levels, groups_of
@@ -34,9 +36,8 @@ from ._sharding import Sharding, cumulated, host_integers, in_short
 
 _LONGEST = 1e6  # seconds that a rank may be asked to wait
 _LAYOUTS = ("bhsd", "bshd")
-_IN_PLACE_OF_FUNCTIONS = {"score": "'dot' or 'hyperbolic'", "mask": "a tensor"}
 # A call with other options has no key: alibi_slopes are checked for a gradient each time.
-_OF_KEYS = ROWS.keys() - {"alibi_slopes"}
+_OF_KEYS = ROWS.keys() - {"alibi_slopes"} | {*FUNCTIONS.values(), *CAPTURED}
 _NAMES = ROWS.keys() | {"sharding", "sharding_k", "group", "mesh", "method"}
 _HINTS = ELSEWHERE | {
     "aux": "max_logit and column_sums belong to whole rows and columns, of which each rank has a part",
@@ -85,9 +86,10 @@ def attention(
     """strobe.attention() for sequences whose tokens lie on several ranks of a process group. All ranks of the group call it.
 
     Every option has its meaning in strobe.attention() for the whole sequences. Each rank has the rows of q, k and v that the sharding
-    gives it, and gets its rows of the result. It is differentiable once in q, k, v, bias and sinks, under torch.compile as well; all
-    ranks then differentiate. Gradients of tensors that all ranks share (sinks, a bias whose rows are broadcast) are local parts, to be
-    added up over the ranks, as those of parameters are.
+    gives it, and gets its rows of the result. It is differentiable once in q, k, v, bias, sinks and what a function of the score reads,
+    under torch.compile as well; all ranks then differentiate. Gradients of tensors that all ranks share (sinks, a bias whose rows are
+    broadcast) are local parts, to be added up over the ranks, as those of parameters are. Those of tensors that functions read are whole:
+    the sum over all ranks, on each rank.
 
     Args:
         q: the rank's rows, (B, H, Sq, D), (B, Sq, H, D) with layout "bshd", or (Tq, H, D) packed; as strobe.attention() takes it.
@@ -117,7 +119,8 @@ def attention(
         seed, offset, rng: the same on all ranks. Without them the group's first rank draws, from its default generator on the CPU (the
             other ranks draw as well, and their draws are not used).
         options: all others are those of strobe.attention(), the same on all ranks. part is refused, because the sharding determines it.
-            With more than one rank, seqused_k and invariant need method "heads".
+            With more than one rank, seqused_k and invariant need method "heads". Functions of the score and the mask see b, h, i and j
+            of the whole problem, and tensors that they read lie on every rank as a whole; of DTensors Replicate() placements are accepted.
 
     Returns:
         out: the rank's rows, in q's dtype. lse, if asked for: (B, H, Sq) or (H, Tq) of the rank's rows.
@@ -126,6 +129,11 @@ def attention(
         The errors of strobe.attention(), on all ranks alike; "[rank 1 of 4]" says whose arguments are wrong.
         RuntimeError: a rank did not come, or a transfer failed.
     """
+    if is_traced_by_dynamo() and _function.in_options(options):
+        graph_break(OUTSIDE.format("strobe.distributed.attention"))
+        own: dict[str, Any] = {"sharding": sharding, "sharding_k": sharding_k, "group": group, "mesh": mesh, "method": method}
+        own |= {"layout": layout, "return_lse": return_lse, "agree": agree, "time_limit": time_limit}
+        return outside_graphs(attention)(q, k, v, **own, **options)
     try:
         group, levels, sharding, method = in_context(group, mesh, sharding, method)
     except Exception as failure:
@@ -138,20 +146,13 @@ def attention(
         if group.size() > 1 and agree is not False:
             raise_on_all(group, failure, time_limit)
         raise
-    call, arrays = parsed.call, TORCH.autocast(parsed.call.arrays)
-    given = {name: x for name, x in arrays.items() if name not in ("q", "k", "v")}
-    needed = [name for name, x in arrays.items() if x.requires_grad and torch.is_grad_enabled()]
-    out, lse, _ = _operators.call(
-        arrays["q"],
-        arrays["k"],
-        arrays["v"],
-        **given,
-        **call.options,
+    call = without_masks_captures(parsed.call.on(TORCH.autocast(parsed.call.arrays)))
+    needed = [name for name, x in call.arrays.items() if x.requires_grad and torch.is_grad_enabled()]
+    out, lse, _ = _operators.run(
+        call,
         sharding_q=parsed.shardings[0].encoded,
         sharding_k=parsed.shardings[1].encoded,
-        group=group.group_name,
-        levels=(levels.inside, levels.across) if levels else (),
-        method=parsed.method,
+        names=(parsed.method, group.group_name, *((levels.inside, levels.across) if levels else ())),
         agree=bool(agree),
         time_limit=time_limit,
         draw=parsed.draw,
@@ -193,9 +194,22 @@ def prepare(
 ) -> ParsedCall:
     """Makes the checks that do not need the library, which sees the call of the rank's own rows later. They are skipped for a repeated call
     on tensors of the same shapes and strides. function: "attention" or "explain", for messages."""
-    asked = _Asked(q, k, v, sharding, sharding if sharding_k is None else sharding_k, method, layout, wants, options)
-    arrays = {"q": q, "k": k, "v": v} | {name: x for name, x in options.items() if isinstance(x, Tensor)}
-    key = _key(group, levels, asked)
+    with _dtensor.captured_as(_dtensor.whole):
+        return _prepared_call(
+            function,
+            group,
+            levels,
+            _Asked(q, k, v, sharding, sharding if sharding_k is None else sharding_k, method, layout, wants, options),
+        )
+
+
+def _prepared_call(function: str, group: ProcessGroup, levels: Levels | None, asked: _Asked) -> ParsedCall:
+    q, k, v, options = asked.q, asked.k, asked.v, asked.options
+    fields: dict[str, Any] | None = options
+    if _function.functions_in(options):  # which have no key, but their recordings have one
+        fields = _function.as_fields(options, TORCH, q) if isinstance(q, Tensor) and not is_seen_by_dispatcher() else None
+    arrays = {"q": q, "k": k, "v": v} | {name: x for name, x in (fields or {}).items() if isinstance(x, Tensor)}
+    key = None if fields is None else _key(group, levels, asked._replace(options=fields))
     if key is not None and (known := _prepared.CALLS.get(key)) is not None:
         return known._replace(call=known.call.on(arrays))
     parsed = _judge(function, group, levels, asked)
@@ -257,12 +271,6 @@ def _judge(function: str, group: ProcessGroup, levels: Levels | None, asked: _As
     for name in ("k_scale", "v_scale"):
         if options.pop(name, None) is not None:
             wrong.append(ValueError(f"{name}: given; accepted is None, for quantised keys are not sent between ranks"))
-    for name in functions_in(options):
-        del options[name]
-        wrong.append(ValueError(f"{name}: a function; accepted is {_IN_PLACE_OF_FUNCTIONS[name]}: shards do not take functions"))
-    if getattr(options.get("block_mask"), "function", None) is not None:
-        del options["block_mask"]
-        wrong.append(ValueError("block_mask: made from a function; accepted is one of a pattern or an array: shards do not take functions"))
     check_names(function, options, wrong, _NAMES, _HINTS_OF_EXPLAIN if function == "explain" else _HINTS)
     of_world = options.get("deterministic") == _operators.WORLD and isinstance(options["deterministic"], str)
     if of_world:

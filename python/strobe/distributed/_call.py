@@ -14,7 +14,8 @@ from torch import Tensor
 from .._abi import BACKWARD, FORWARD
 from .._call import Call
 from .._core import ffi, lib
-from .._options import BLOCKS
+from .._function import CAPTURED
+from .._options import BLOCKS, FULL_BLOCKS
 from .._prepared import into as run_into
 from .._refusals import Refusal, raised_for
 from ..arrays.memory import allocated
@@ -26,6 +27,9 @@ from ._seen import Band, Blocks, seen_keys
 from ._sharding import part_of, rows_of_sequences
 
 Results = dict[str, Tensor]
+CAPTURED_APART = {"cuda"}  # devices for _apart()
+_OF_CAPTURED = frozenset(f"d{name}" for name in CAPTURED)
+_WHOLE = frozenset({"rng", *BLOCKS, *FULL_BLOCKS, *CAPTURED})  # tensors that every call of the library has as a whole
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,15 @@ class RankCall:
         """Zeros to which gradients of the bias are added, with all four axes."""
         return self.new(four_axes(self.of_caller.arrays["bias"]).shape, self.sum_dtype).zero_() if "bias" in self.needs else None
 
+    @property
+    def captured(self) -> list[str]:
+        """The captured tensors whose gradients are asked for."""
+        return [name for name in CAPTURED if name in self.needs]
+
+    def room_for_captured(self) -> Results:
+        """Zeros to which the rank's gradients of captured tensors are added."""
+        return {f"d{name}": torch.zeros_like(self.of_caller.arrays[name]) for name in self.captured}
+
     def results(self) -> Results:
         """Uninitialised out and lse of the rank's rows."""
         return self.of_caller.results()
@@ -239,7 +252,7 @@ class RankCall:
                 arrays[name] = x.narrow(-1, heads.start, len(heads)) if x.dim() else x
             elif name == "sinks" and not partial:
                 arrays[name] = x.narrow(0, heads.start, len(heads)) if x.dim() else x
-            elif name in ("rng", *BLOCKS):
+            elif name in _WHOLE:
                 arrays[name] = x
         if self.plan.packed:
             for name, ranges, cu in (("cu_seqlens_q", of[0], self.plan.cu_q), ("cu_seqlens_k", of[1], self.plan.cu_k)):
@@ -317,7 +330,7 @@ def _own_reasons(call: RankCall) -> list[Refusal]:
     wrong = _against_whole(call)
     refused = {"invariant", *(each.argument for each in wrong)}
     if "block_mask" in refused:
-        refused |= {"block_q", "block_k", *BLOCKS}
+        refused |= {"block_q", "block_k", *BLOCKS, *FULL_BLOCKS}
     arrays = {name: x for name, x in arrays.items() if name not in refused}
     options = {name: x for name, x in call.of_caller.options.items() if name not in refused}
     options["part"] = part_numbers(call.plan, *own, 0, call.heads, False)
@@ -333,16 +346,33 @@ def backward_into(call: Call, known: Results, made: Results) -> Results:
 
 def backward_added(call: Call, known: Results, wanted: list[str], into: Results) -> Results:
     """The gradients. Those that `into` has are added to its tensors."""
+    captured = [name for name in wanted if name in _OF_CAPTURED]
+    if 0 < len(captured) < len(wanted) and _apart(call):
+        others = [name for name in wanted if name not in captured]
+        return backward_added(call, known, others, into) | call.backward(known, captured)
     if call.is_oracle or len(wanted) > len(into):
         return call.backward(known, wanted, into)
     run_into(BACKWARD, call.adding(), known | into, {})
     return into
 
 
-def check(call: Call, of_backward: bool) -> list[int]:
+def _apart(call: Call) -> bool:
+    """Whether gradients of captured tensors are computed by a call of their own: in a part the fastest engines of a GPU refuse them, and
+    would refuse all others with them."""
+    return "part" in call.options and call.arrays["q"].device.type in CAPTURED_APART
+
+
+def check(call: Call, of_backward: bool, captured: Sequence[str] = ()) -> list[int]:
     """Raises the library's refusals of the call, or of its backward; nothing is computed. Memory for the results, and on a GPU for the
-    workspace, is allocated and given back to the allocator for later allocations. Returns the size of each in bytes."""
-    structs = call.example_structs(of_backward)
+    workspace, is allocated and given back to the allocator for later allocations. Returns the size of each in bytes. captured: the captured
+    tensors whose gradients are asked for."""
+    if captured and _apart(call):
+        return [*check(call, of_backward), *_checked(call, of_backward, captured)]
+    return _checked(call, of_backward, captured)
+
+
+def _checked(call: Call, of_backward: bool, captured: Sequence[str]) -> list[int]:
+    structs = call.example_structs(of_backward, captured)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     structs.run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
     q, asked = call.arrays["q"], [x.nbytes for x in structs.made.values()]

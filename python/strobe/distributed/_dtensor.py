@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from .._attention import attention
 from .._blockmask import BlockMask
 from .._call import BEFORE_PARSING
-from .._function import in_options
+from .._function import PLACE, UnplacedError, in_options
 from .._part import Part
 
 try:
@@ -65,7 +66,8 @@ def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: M
         if given.get("dropout") and given.get("seed") is None and given.get("rng") is None:
             raise ValueError("seed: missing beside dropout and DTensors; accepted is one that is the same on all ranks, or rng")
         given["part"] = _part(local, given, own, packed, bshd)
-    out, lse = attention(*local, return_lse=True, **given)
+    with captured_as(lambda option, x: _captured(option, x, mesh, placements)):
+        out, lse = attention(*local, return_lse=True, **given)
     shape = (*q.shape[:-1], v.shape[-1])
     made = _distributed(out, mesh, placements, shape)
     if not return_lse:
@@ -115,6 +117,40 @@ def _whole(name: str, x: Any, mesh: Any, placements: Sequence[Placement]) -> Ten
         raise ValueError(f"{name}: on {x.device_mesh}; accepted is q's mesh, {mesh}")
     parts = [Partial() if isinstance(placement, Shard) else Replicate() for placement in placements]
     return x.redistribute(mesh, [Replicate()] * len(placements)).to_local(grad_placements=parts)
+
+
+@contextlib.contextmanager
+def captured_as(place: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Within, what functions of the score and the mask capture is replaced by place(option, it)."""
+    before, PLACE.of = PLACE.of, place
+    try:
+        yield
+    finally:
+        PLACE.of = before
+
+
+def whole(_: str, x: Tensor) -> Tensor:
+    """A captured tensor, of which a DTensor has to lie on each rank as a whole. Its gradient is the whole one."""
+    return _replicated(x).to_local() if DTensor is not None and isinstance(x, DTensor) else x
+
+
+def _captured(option: str, x: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:
+    """What a function captures beside DTensors with these placements: of a DTensor the whole, to whose gradient all ranks add."""
+    if isinstance(x, DTensor):
+        if x.device_mesh != mesh:
+            raise UnplacedError(f"a DTensor of shape {tuple(x.shape)} on {x.device_mesh}; accepted is q's mesh, {mesh}")
+        return _replicated(x).to_local(grad_placements=[Partial() if isinstance(of, Shard) else Replicate() for of in placements])
+    if option == "score" and x.requires_grad and torch.is_grad_enabled():
+        words = f"a tensor of shape {tuple(x.shape)} that requires grad and is no DTensor, as q is"
+        raise UnplacedError(f"{words}; accepted is a DTensor, to whose gradient all ranks add")
+    return x
+
+
+def _replicated(x: Any) -> Any:
+    if all(isinstance(placement, Replicate) for placement in x.placements):
+        return x
+    words = f"a DTensor of shape {tuple(x.shape)} with placements {tuple(x.placements)}"
+    raise UnplacedError(f"{words}; accepted is Replicate() alone: each rank reads all of it")
 
 
 def _own_of(name: str, x: Tensor, own: Own) -> Tensor:

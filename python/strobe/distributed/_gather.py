@@ -170,6 +170,7 @@ class Backward:
         self.back = room(got, here, call.sum_dtype)
         self.dbias = call.room_for_bias()
         self.dsinks = torch.zeros_like(call.of_caller.arrays["sinks"]) if "sinks" in call.needs else None
+        self.dcaptured = call.room_for_captured()
 
     def example(self) -> Call:
         return self.keys.local(*self.keys.example(), self.keys.groups[0], len(self.keys.groups) > 1)[0]
@@ -196,6 +197,7 @@ class Backward:
         if under is not None:
             self._arrive(*under)
         found = {"dq": self.dq} | {f"d{name}": x for name, x in self.home.items()} | {"dbias": self.dbias, "dsinks": self.dsinks}
+        found |= self.dcaptured
         return {name: x for name, x in found.items() if x is not None}
 
     def _add(self, local: Call, heads: range, into: Results) -> None:
@@ -204,12 +206,14 @@ class Backward:
         known |= {name: call.statistic_of_heads(self.given[name], heads) for name in ("lse", "dlse") if name in self.given}
         if self.dbias is not None and call.sum_dtype != local.arrays["bias"].dtype and local.arrays["bias"].shape[1] == 1:
             local.arrays["bias"] = local.arrays["bias"].to(call.sum_dtype)  # several gradients of it are added up
-        wanted = [*into, *(name for name, x in (("dbias", self.dbias), ("dsinks", self.dsinks)) if x is not None)]
+        wanted = [*into, *(name for name, x in (("dbias", self.dbias), ("dsinks", self.dsinks)) if x is not None), *self.dcaptured]
         found = backward_added(local, known, wanted, into) if wanted else {}
         if self.dbias is not None:
             self.call.scores_of_heads(self.dbias, heads).add_(found["dbias"])
         if self.dsinks is not None:
             self.dsinks[heads.start : heads.stop] = found["dsinks"]
+        for name, x in self.dcaptured.items():
+            x.add_(found[name])
 
     def _begin_home(self, sums: Tensor, heads_kv: range) -> Underway:
         """Sends the rows of a group's gradients to the ranks that have their keys."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .._call import Call
+from .._function import FIELDS as FUNCTIONS
+from .._graph import from_head
 from .._options import BLOCKS
 from ._call import Order, Plan, RankCall, Results, backward_into, forward_into, four_axes, order_of, rows_for
 from ._exchange import exchange
@@ -131,6 +133,8 @@ class Whole:
             local.arrays["seqused_k"] = call.of_caller.arrays["seqused_k"]
         if not needs_part(call.of_caller):
             del local.options["part"]
+            texts = {field: local.options[field] for field in FUNCTIONS.values() if field in local.options}
+            local.options.update({field: from_head(text, self.heads.start) for field, text in texts.items()})
             if plan.packed:  # without a part or maximum lengths, mask and bias would cover all tokens
                 local.options.update(longest(plan.cu_q, plan.cu_k, local.options))
         return local
@@ -226,7 +230,7 @@ class Backward:
         self.call, self.given, self.whole = call, given, _among_all(call)
         *self.tensors, self.out, self.lse = saved
         self.local_call = self._local(self.whole.room_for_scores())
-        names = [name for name in ("q", "k", "v", "bias", "sinks") if name in call.needs]
+        names = [name for name in ("q", "k", "v", "bias", "sinks", *call.captured) if name in call.needs]
         self.found = self.local_call.gradients([f"d{name}" for name in names])
 
     def _local(self, scores: Results) -> Call:

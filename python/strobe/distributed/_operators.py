@@ -15,12 +15,14 @@ from torch import Tensor
 from .. import _eager, _prepared
 from .._autograd import DifferentiatedOnce, below_autograd, is_seen_by_dispatcher, is_tracked
 from .._call import Call
-from .._operators import ARGUMENTS_WITHOUT_FUNCTIONS as ARGUMENTS
-from .._operators import TAGS, call_of
-from .._options import BLOCKS, FIELDS, GRADIENTS, INPUTS, written
+from .._function import CAPTURED
+from .._function import FIELDS as FUNCTIONS
+from .._operators import ARGUMENTS_WITHOUT_FUNCTIONS, TAGS, call_of
+from .._options import BLOCKS, FIELDS, FULL_BLOCKS, GRADIENTS, INPUTS, written
 from ..arrays.torch import TORCH
-from ._agree import Said, Signature, agree, drawn_by_first
+from ._agree import Recorded, Said, Signature, agree, drawn_by_first
 from ._call import Pass, Plan, RankCall, Results, ask_for, check, check_shapes, facts_of, in_own_words
+from ._exchange import summed
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
 from ._late import Waits
@@ -30,7 +32,9 @@ from ._seen import Band, Blocks, blocks_of
 from ._sharding import Sharding, host_integers, in_short
 
 PassT = TypeVar("PassT", bound=Pass)
-_OWN = "int[] sharding_q, int[] sharding_k, str group, str[] levels, str method, bool agree, float? time_limit, bool draw, bool[] needed"
+# PyTorch allows an operator 64 arguments, so some have several values. names: of the method, the group, and those of Levels, if there are.
+_OWN = "int[] sharding_q, int[] sharding_k, str[] names, bool agree, float? time_limit, bool draw, bool[] needed"
+ARGUMENTS = f"{ARGUMENTS_WITHOUT_FUNCTIONS}, str[]? functions=None, Tensor[]? captured=None"  # functions: texts, empty for none
 _OWN_NAMES = tuple(argument.split()[1] for argument in _OWN.split(", "))
 FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
 # saved: the forward's results for the backward; the drawn seed and offset are the last ones.
@@ -40,7 +44,8 @@ torch.library.define(
 )
 forward = torch.ops.strobe.distributed_forward.default
 backward = torch.ops.strobe.distributed_backward.default
-_NAMES = tuple(GRADIENTS.values())  # q, k, v, bias, sinks
+_NAMES = tuple(GRADIENTS.values())  # q, k, v, bias, sinks, captured_0, ...
+_BEFORE_CAPTURED = len(_NAMES) - len(CAPTURED)
 WORLD = "world"  # a value of deterministic
 # Options that may differ between ranks, because they only say how a rank runs its share.
 _LOCAL = frozenset({"threads", "check", "reserved_sms"})
@@ -107,11 +112,10 @@ class _Own:
     def __init__(self, given: dict[str, Any]):
         self._of_key = {name: tuple(x) if isinstance(x, list) else x for name in _OWN_NAMES if (x := given[name]) is not None}
         self.sharding_q, self.sharding_k = (decoded(tuple(given.pop(f"sharding_{side}"))) for side in "qk")
-        self._of_key |= {"sharding_q": self.sharding_q.digest, "sharding_k": self.sharding_k.digest}
-        self.group = of_name(given.pop("group"))
-        names = given.pop("levels")
+        self._of_key |= {"sharding_q": self.sharding_q.digest, "sharding_k": self.sharding_k.digest, "names": given["names"][0]}
+        self.method, group, *names = given.pop("names")
+        self.group = of_name(group)
         self.levels = Levels(names[0], names[1], of_name(names[0]).size()) if names else None
-        self.method: str = given.pop("method")
         agree, self.seconds, self.draw = (given.pop(name) for name in ("agree", "time_limit", "draw"))
         self.needs = frozenset(name for name, needed in zip(_NAMES, given.pop("needed"), strict=True) if needed)
         self.rank, self.world = self.group.rank(), self.group.size()
@@ -121,7 +125,7 @@ class _Own:
         """The bytes that determine whether a call is valid, and how it is made; None if numbers in other tensors than cu_seqlens matter."""
         if call.options.get("check") or not _READ.isdisjoint(call.arrays) or ("rng" in call.arrays and not self.draw):
             return None
-        # The group's name is left out, because a later group may have it again.
+        # The groups' names are left out, because later groups may have them again.
         prefix = f"distributed {of} {self.rank} {self.world} {size_of(self.levels)}".encode()
         numbers = {f"numbers of {name}": in_short(host_integers(name, call.arrays[name])) for name in CU if name in call.arrays}
         return _eager.key(prefix, (), call.arrays, call.options | self._of_key | numbers)
@@ -154,16 +158,19 @@ def _signature(call: RankCall, own: _Own, of: str) -> Signature:
     }
     for name in INPUTS[3:]:
         x = of_caller.arrays.get(name)
-        if x is None or name in (*CU, *BLOCKS):
+        if x is None or name in (*CU, *BLOCKS, *FULL_BLOCKS):
             continue
         if name in ("mask", "bias"):
             rows = ("rows" if has_rows(x) else "no rows") if own.method in ("heads", "levels") else "any rows"
             said[name] = (*x.shape[:-2], rows, *x.shape[-1:], x.dtype)
         elif name == "rng":
             said[name] = None if own.draw else x.tolist()
+        elif name in CAPTURED:
+            said[f"tensor {CAPTURED.index(name)} that functions read"] = tuple(x.shape), x.dtype
         else:
             said[name] = tuple(x.shape), x.dtype
-    return Signature(said | {"method": own.method})
+    functions = {name: Recorded(of_caller.options[field]) for name, field in FUNCTIONS.items() if field in of_caller.options}
+    return Signature({name: x for name, x in said.items() if name not in functions} | functions | {"method": own.method})
 
 
 def _written(fields: dict[str, Any], draw: bool) -> dict[str, object]:
@@ -200,7 +207,7 @@ def _started(of_caller: Call, own: _Own, of: str, build: Callable[[RankCall], Pa
         call.reserved_sms = _judge(call, own, of) if known is None else known.reserved_sms
         made = build(call)
         if known is None:
-            known = Judged(plan, call.reserved_sms, check(made.example(), of == "backward"), _signature(call, own, of))
+            known = Judged(plan, call.reserved_sms, check(made.example(), of == "backward", call.captured), _signature(call, own, of))
             if key is not None:
                 _prepared.CALLS.keep(key, known)
         else:
@@ -232,7 +239,7 @@ def _judge(call: RankCall, own: _Own, of: str) -> int:
 
 def run_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
-    of_caller = call_of((q, k, v), given)
+    of_caller = _call_of(q, k, v, given)
     drawn = of_caller.arrays["rng"] if own.draw else None
     if drawn is not None:
         of_caller.arrays["rng"] = torch.empty_like(drawn, device=q.device)
@@ -254,7 +261,9 @@ def run_backward(
     **given: Any,
 ) -> list[Tensor]:
     own = _Own(given)
-    of_caller = call_of((q, k, v), given)
+    of_caller = _call_of(q, k, v, given)
+    as_given = of_caller.arrays
+    of_caller = of_caller.on({name: _exact(x) if name in CAPTURED and name in own.needs else x for name, x in as_given.items()})
     if own.draw:
         *saved, of_caller.arrays["rng"] = saved
     if dlse is None and own.method in ("heads", "levels"):  # another rank's loss may have used lse: all exchange the same tensors
@@ -263,7 +272,19 @@ def run_backward(
     with torch.no_grad():
         made = _started(of_caller, own, "backward", lambda call: METHODS[own.method].Backward(call, known, saved))
         found = made.run()
-    return [_as_given(found[f"d{name}"], of_caller.arrays[name]) for name in _NAMES if name in own.needs]
+        captured = [f"d{name}" for name in CAPTURED if name in own.needs]
+        found |= dict(zip(captured, summed(Waits(own.group, own.seconds), [found[name] for name in captured]), strict=True))
+    return [_as_given(found[f"d{name}"], as_given[name]) for name in _NAMES if name in own.needs]
+
+
+def _call_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Call:
+    texts = given.pop("functions", None) or ()
+    return call_of((q, k, v), given | {field: text for field, text in zip(FUNCTIONS.values(), texts, strict=False) if text})
+
+
+def _exact(x: Tensor) -> Tensor:
+    """x in a dtype in which several gradients can be added up."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _as_given(gradient: Tensor, of: Tensor) -> Tensor:
@@ -273,7 +294,7 @@ def _as_given(gradient: Tensor, of: Tensor) -> Tensor:
 @torch.library.register_fake(FORWARD_NAME)
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
     own = _Own(given)
-    call = call_of((q, k, v), given)
+    call = _call_of(q, k, v, given)
     found = call.results()
     return (
         found["out"],
@@ -307,63 +328,75 @@ def _fake_saved(of_caller: Call, own: _Own, lse: Tensor) -> list[Tensor]:
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, saved: list[Tensor], q: Tensor, k: Tensor, v: Tensor, **given: Any
 ) -> list[Tensor]:
-    arrays = call_of((q, k, v), {name: x for name, x in given.items() if name in (*FIELDS, *INPUTS)}).arrays
+    arrays = _call_of(q, k, v, {name: x for name, x in given.items() if name not in _OWN_NAMES}).arrays
     return [arrays[name].new_empty(arrays[name].shape) for name, needed in zip(_NAMES, given["needed"], strict=True) if needed]
 
 
 class _DistributedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None, given: dict[str, Any], *captured: Tensor
     ) -> tuple[Tensor, ...]:
-        out, lse, saved = _forward_below_autograd(q, k, v, given)
+        out, lse, saved = _forward_below_autograd(q, k, v, given | {"captured": captured})
         arrays = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        ctx.count = len(captured)
         ctx.rest = {name: x for name, x in given.items() if name not in arrays}
         ctx.names = tuple(arrays)
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(out, lse, q, k, v, *arrays.values(), *saved)
+        ctx.save_for_backward(out, lse, q, k, v, *captured, *arrays.values(), *saved)
         return out, lse, *saved
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         out, lse, q, k, v, *more = ctx.saved_tensors
-        arrays, saved = more[: len(ctx.names)], more[len(ctx.names) :]
+        count = ctx.count
+        captured, arrays, saved = more[:count], more[count : count + len(ctx.names)], more[count + len(ctx.names) :]
         if dout is None:
             dout = torch.zeros_like(out)
         n, rest, names = len(saved), ctx.rest, ctx.names  # not ctx itself, which compute() would keep alive
 
         def compute(tensors: tuple[Any, ...]) -> list[Tensor]:
             dout, dlse, out, lse, *more = tensors
-            arguments, given = (dout, dlse, out, lse, more[:n], *more[n : n + 3]), dict(zip(names, more[n + 3 :], strict=True))
-            return _differentiable_backward(*arguments, **rest, **given)
+            saved, (q, k, v), captured = more[:n], more[n : n + 3], more[n + 3 : n + 3 + count]
+            given = dict(zip(names, more[n + 3 + count :], strict=True)) | {"captured": captured}
+            return _differentiable_backward(dout, dlse, out, lse, saved, q, k, v, **rest, **given)
 
-        tensors = dout, dlse, out, lse, *saved, q, k, v, *arrays
+        tensors = dout, dlse, out, lse, *saved, q, k, v, *captured, *arrays
         found = iter(
             DifferentiatedOnce.apply("strobe.distributed.attention", compute, *tensors) if is_tracked(*tensors) else compute(tensors)
         )
-        return *(next(found) if needed else None for needed in rest["needed"]), None
+        gradients = [next(found) if needed else None for needed in rest["needed"]]
+        return *gradients[:_BEFORE_CAPTURED], None, *gradients[_BEFORE_CAPTURED : _BEFORE_CAPTURED + count]
 
 
 def _differentiable_forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    bias, sinks = given.get("bias"), given.get("sinks")
-    if not is_tracked(q, k, v, bias, sinks):
+    bias, sinks, captured = given.get("bias"), given.get("sinks"), given.get("captured") or ()
+    if not is_tracked(q, k, v, bias, sinks, *captured):
         return _forward_below_autograd(q, k, v, given)
-    out, lse, *saved = _DistributedAttention.apply(q, k, v, bias, sinks, given)
+    rest = {name: x for name, x in given.items() if name != "captured"}
+    out, lse, *saved = _DistributedAttention.apply(q, k, v, bias, sinks, rest, *captured)
     return out, lse, saved
 
 
 def _differentiable_backward(*arguments: Any, **given: Any) -> list[Tensor]:
-    return below_autograd((*arguments, *given.values()), run_backward, backward, *arguments, **given)
+    tensors = *arguments, *given.values(), *(given.get("captured") or ())
+    return below_autograd(tensors, run_backward, backward, *arguments, **given)
 
 
 def _forward_below_autograd(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return below_autograd((q, k, v, *given.values()), run_forward, forward, q, k, v, **given)
+    tensors = q, k, v, *given.values(), *(given.get("captured") or ())
+    return below_autograd(tensors, run_forward, forward, q, k, v, **given)
 
 
-def call(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The forward, differentiable."""
-    return (forward if is_seen_by_dispatcher() else _differentiable_forward)(q, k, v, **given)
+def run(call: Call, **own: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The forward, differentiable. own: the operator's own arguments."""
+    given = {name: x for name, x in (call.arrays | call.options).items() if name not in ("q", "k", "v", *CAPTURED, *FUNCTIONS.values())}
+    if any(field in call.options for field in FUNCTIONS.values()):
+        given["functions"] = [call.options.get(field, "") for field in FUNCTIONS.values()]
+        given["captured"] = [call.arrays[name] for name in CAPTURED if name in call.arrays]
+    q, k, v = (call.arrays[name] for name in "qkv")
+    return (forward if is_seen_by_dispatcher() else _differentiable_forward)(q, k, v, **given, **own)
 
 
 def names_of(tensors: Iterable[str]) -> list[bool]:

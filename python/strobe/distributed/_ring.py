@@ -128,6 +128,7 @@ class Backward:
         self.own = call.new((max(self.ring.keys.counts), *self.ring.row), call.sum_dtype) if self.to_keys else None
         self.dq = call.new(call.q.shape, call.sum_dtype).zero_() if "q" in call.needs else None
         self.dbias = call.room_for_bias()
+        self.dcaptured = call.room_for_captured()
 
     def example(self) -> Call:
         return self.ring.local(0, len(self.ring.turns) > 1)
@@ -158,7 +159,7 @@ class Backward:
             found["dbias"] = self.dbias
         if "sinks" in call.needs:
             found["dsinks"] = self._sinks(known)
-        return found
+        return found | self.dcaptured
 
     def _add(self, turn: int, known: Results) -> Tensor | None:
         """Computes the gradients from this turn's keys; returns the gradients of these keys."""
@@ -170,11 +171,13 @@ class Backward:
             into |= {f"d{name}": x for name, x in zip("kv", self.ring.split(own), strict=True) if name in self.call.needs}
         if self.dbias is not None:
             local.arrays["bias"] = local.arrays["bias"].to(self.call.sum_dtype)
-        wanted = [*into, *(["dbias"] if self.dbias is not None else [])]
+        wanted = [*into, *(["dbias"] if self.dbias is not None else []), *self.dcaptured]
         if wanted:
             found = backward_added(local, known, wanted, into)
             if self.dbias is not None:
                 self.dbias.add_(found["dbias"])
+            for name, x in self.dcaptured.items():
+                x.add_(found[name])
         return own
 
     def _pass_on(self, sums: Round, turn: int, arriving: Underway | None, added: Tensor | None) -> Underway:
