@@ -23,8 +23,9 @@ public:
   __device__ __forceinline__ TileWalk(const BackwardArguments &a, unsigned char *memory, float *stats) : Base(a, memory), stats_(stats) {}
 
   // Calls use(place) for each tile from `place` on, up to queries_end and keys_end, in which some query sees some key. raw is then q.k, and
-  // dS is 0 where P is. between(): called while dS is still that of the tile before, and all threads have returned from its use().
-  template <class Between, class Use>
+  // dS is 0 where P is. kBetween: between() is called before each tile and after the last one, while raw and dS are still those of the tile
+  // before; all threads have returned from its use().
+  template <bool kBetween, class Between, class Use>
   __device__ __forceinline__ void run(Tile &raw, Tile &dS, const Sequence &s, Place place, i64 queries_end, i64 keys_end,
                                       const Between &between, const Use &use) const {
     const auto find = [&] { // along a diagonal some query sees some key of all tiles, or of none
@@ -40,13 +41,15 @@ public:
     write_stats(read_stats(from, s, place), 0);
     cp_async_wait<1>();
     __syncthreads();
+    bool exists = true;
     for (int stage = 0;; stage ^= kAlong != Along::keys) {
       const Place own = place;
       Tile P;
-      this->fill(P, 0), this->template multiply<kD, true>(P, kK, kQ);
-#pragma unroll
-      for (int n = 0; n < kKeys * kQueries; ++n) raw[n / kQueries][n % kQueries] = P[n / kQueries][n % kQueries];
-      const bool more = advance(place, queries_end, keys_end) && find();
+      bool more = false;
+      if (!kBetween || exists) {
+        this->fill(P, 0), this->template multiply<kD, true>(P, kK, kQ);
+        more = advance(place, queries_end, keys_end) && find();
+      }
       cp_async_wait<0>();
       __syncthreads(); // V and dO have arrived; all threads have read K and Q
       Stats stats;
@@ -55,7 +58,13 @@ public:
         if constexpr (kAlong != Along::keys) stats = read_stats(from, s, place);
       }
       cp_async_commit();
-      between();
+      if constexpr (kBetween) {
+        between();
+        if (!exists) return;
+        exists = more;
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys * kQueries; ++n) raw[n / kQueries][n % kQueries] = P[n / kQueries][n % kQueries];
       exponentiate(P, s, own, stage);
       differentiate(dS, stage);
       if (more && kAlong != Along::keys) write_stats(stats, stage ^ 1);
@@ -65,7 +74,7 @@ public:
       cp_async_commit();
       finish(dS, P, stage);
       use(own);
-      if (!more) return;
+      if (!kBetween && !more) return;
     }
   }
 

@@ -89,7 +89,8 @@ private:
     template <class Use>
     __device__ __forceinline__ void each(const Sequence &s, const Place &first, i64 queries_end, i64 keys_end, const Use &use) const {
       Tile raw, dS;
-      gradient.run(raw, dS, s, first, queries_end, keys_end, [] {}, [&](const Place &place) { each_of(dS, raw, s, place, use); });
+      gradient.template run<false>(
+          raw, dS, s, first, queries_end, keys_end, [] {}, [&](const Place &place) { each_of(dS, raw, s, place, use); });
     }
     // Adds a pair's values to sums[load][n].
     template <int kSums> static __device__ __forceinline__ void add(Sum (&sums)[kCount][kSums], int n, const Values &values) {
@@ -260,12 +261,10 @@ private:
           waits = false;
           each_tensor([&](auto load) { add_to_table<decltype(load)::kNumber>(cells, table, dS, raw, s, last); });
         };
-        gradient.run(raw, dS, s, {b, h, q0, (i32)keys.begin}, q1, keys.end, add_last, [&](const Place &place) {
+        gradient.template run<true>(raw, dS, s, {b, h, q0, (i32)keys.begin}, q1, keys.end, add_last, [&](const Place &place) {
           find_largest(table, dS, raw, s, place);
           last = place, waits = true;
         });
-        __syncthreads();
-        add_last();
       }
       __syncthreads();
       each_tensor([&](auto load) {
@@ -275,30 +274,33 @@ private:
       auto *const result = (typename Table::Real *)a.tables + (i64)blockIdx.x * a.table_elements;
       for (i32 n = t; n < a.table_elements; n += kThreads) result[n] = table.sums[n];
     }
-    // Finds the largest values of this warp's part of a tile. A pair with a value that is not finite makes its elements NaN, and its dS
+    // The largest values of this warp's part of a tile, as bits. Returns whether all values are finite.
+    __device__ __forceinline__ bool largest_of_warp(u32 (&most)[kCount], const Tile &dS, const Tile &raw, const Sequence &s,
+                                                    const Place &place) const {
+      float own[kCount] = {};
+      each_of(dS, raw, s, place, [&](const Element &, const Values &values) {
+        each_load<C.loads>([&](auto load) {
+          constexpr int kLoad = decltype(load)::kNumber;
+          float &x = own[rank_of_load(C.loads, first_of(kLoad))];
+          x = Reals<Functions::half, float>::maximum(x, fabsf(values.template value<kLoad>())); // NaN if one of them is
+        });
+      });
+      bool finite = true;
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) {
+        most[n] = __float_as_uint(own[n]);
+#pragma unroll
+        for (int m = 16; m; m /= 2) most[n] = max(most[n], __shfl_xor_sync(0xFFFFFFFFu, most[n], m));
+        finite &= most[n] < kInfinite;
+      }
+      return finite;
+    }
+    // Stores the largest values of this warp's part of a tile. A pair with a value that is not finite makes its elements NaN, and its dS
     // becomes 0.
     __device__ __forceinline__ void find_largest(const Table &table, Tile &dS, const Tile &raw, const Sequence &s,
                                                  const Place &place) const {
       u32 most[kCount];
-      const auto find = [&] {
-        float own[kCount] = {};
-        each_of(dS, raw, s, place, [&](const Element &, const Values &values) {
-          each_load<C.loads>([&](auto load) {
-            constexpr int kLoad = decltype(load)::kNumber;
-            float &x = own[rank_of_load(C.loads, first_of(kLoad))];
-            x = Reals<Functions::half, float>::maximum(x, fabsf(values.template value<kLoad>())); // NaN if one of them is
-          });
-        });
-        bool finite = true;
-        for (int n = 0; n < kCount; ++n) {
-          most[n] = __float_as_uint(own[n]);
-#pragma unroll
-          for (int m = 16; m; m /= 2) most[n] = max(most[n], __shfl_xor_sync(0xFFFFFFFFu, most[n], m));
-          finite &= most[n] < kInfinite;
-        }
-        return finite;
-      };
-      if (!find()) {
+      if (!largest_of_warp(most, dS, raw, s, place)) {
         each_of(dS, raw, s, place, [&](const Element &x, const Values &values) {
           bool finite = true;
           each_load<C.loads>([&](auto load) { finite &= is_finite(values.template value<decltype(load)::kNumber>()); });
@@ -310,10 +312,12 @@ private:
           });
           x.of(dS) = 0;
         });
-        find();
+        largest_of_warp(most, dS, raw, s, place);
       }
-      if (t % 32 == 0)
+      if (t % 32 == 0) {
+#pragma unroll
         for (int n = 0; n < kCount; ++n) table.largest[8 * n + t / 32] = most[n];
+      }
     }
     static constexpr u32 kInfinite = 0x7F800000;
     static __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & kInfinite) != kInfinite; }
