@@ -1,5 +1,5 @@
-// dS of the tiles along a row, a column or a diagonal of tiles, one after another, for the gradients of captured tensors (captured.h). While
-// a thread block computes with a part of a tile, its successor is loaded to where the other part was:
+// dS of the tiles along a row, a column or a diagonal of tiles, one after another, for the gradients of captured tensors (captured.h).
+// While a thread block computes with a part of a tile, its successor is loaded to where the other part was:
 //   S = K Q^T | the next K and Q | P = exp(S - LSE), dP = V dO^T | the next V and dO | dS = P (dP - D)
 // A bar is a barrier.
 #pragma once
