@@ -226,21 +226,23 @@ struct BackwardArguments {
 struct CapturedGradient {
   void *data; // null: it is not wanted
   i64 stride[4], size[4];
-  i64 first, count;        // elements: those of the gradients before it, and its own
-  i32 dtype;               // a strobe_dtype
-  i32 log2_values;         // at most 2^log2_values values are added to its elements
-  i32 table, table_copies; // where its elements begin in a table; the log2 of copies. table -1: it is in none
+  i64 first, count; // elements: those of the gradients before it, and its own
+  i32 dtype;        // a strobe_dtype
+  i32 log2_values;  // at most 2^log2_values values are added to its elements
+  i32 table;        // where its elements begin in a table; -1: it is in none
 };
 // The arguments of the passes that make the gradients of captured tensors (device/captured.h). Only the first `kCaptured` can be wanted.
 struct CapturedArguments : BackwardArguments {
   CapturedGradient gradients[FunctionArguments::kCaptured];
   i64 *sums;      // (elements of all gradients), in fixed point; FP64: (2, elements), the second for what the first rounds away
   i64 elements;   // of all gradients
-  u64 *largest;   // for each gradient the bits, as a double, of the largest value that is added to `sums`; infinite: it has no number
+  u8 *broken;     // for each element whether a value that is not finite is added to it
+  u64 *largest;   // for each gradient the bits, as a double, of the largest finite value that is added to `sums`
   void *lines[3]; // the sums along rows, columns and diagonals, in lse's type: (load, line)
   i64 count[3];   // lines per load
   void *tables;   // (table_blocks, table_elements): each thread block's sums for the small captured tensors
   i32 table_elements, table_blocks;
+  i32 table_copies; // in shared memory; log2
 };
 
 } // namespace strobe::inline STROBE_ISA

@@ -52,6 +52,7 @@ struct Diagonals {
 // Fixed point.
 __device__ __forceinline__ u64 size_bits(double x) { return (u64)__double_as_longlong(x) & ~(1ull << 63); }
 __device__ __forceinline__ bool is_number(u64 size) { return size < 0x7FFull << 52; }
+__device__ __forceinline__ u64 finite_size(double x) { return is_number(size_bits(x)) ? size_bits(x) : 0; }
 __device__ __forceinline__ double power_of_2(i32 k) { return __longlong_as_double((i64)(k + 1023) << 52); }
 // The largest k for which 2^log2_values values of at most this size, times 2^k, have a sum below 2^62, if numbers of type T have 2^k.
 template <class T> __device__ __forceinline__ i32 fixed_exponent(u64 size, i32 log2_values) {
@@ -88,7 +89,15 @@ __device__ __forceinline__ void add_to(const CapturedArguments &a, i64 element, 
   if (x.high) add_to(a.sums + element, x.high);
   if (x.low) add_to(a.sums + a.elements + element, x.low);
 }
-// Their value.
+// Adds a value to an element; largest: of the tensor's finite values. A value that is not finite makes the element NaN.
+template <class T>
+__device__ __forceinline__ void add_pair(const CapturedArguments &a, const CapturedGradient &g, i64 element, u64 largest, T x) {
+  if (is_number(size_bits(x)))
+    add_to(a, element, Fixed<T>(x, fixed_exponent<T>(largest, g.log2_values), g.log2_values));
+  else
+    a.broken[element] = 1;
+}
+// The value of the sums.
 template <class T> __device__ __forceinline__ double fixed_sum(const CapturedArguments &a, i64 element, i32 k, i32 log2_values) {
   double sum = (double)a.sums[element];
   if constexpr (sizeof(T) == 8) sum += (double)a.sums[a.elements + element] * power_of_2(log2_values - 62);

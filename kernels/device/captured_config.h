@@ -8,9 +8,10 @@ namespace strobe {
 // with kPairs each pair by itself, in global memory, after kLargest has found the largest value.
 enum Summed : i32 { kRows = 0, kColumns = 1, kDiagonals = 2, kTable = 3, kLargest = 4, kPairs = 5 };
 
-// A table has at most so many elements. Where a table is small it has copies, so that lanes meet less often: kTableCells is the number of
+// A table has at most so many elements. Where it is small it has copies, so that lanes meet less often: kTableCells is the number of
 // elements times copies.
 inline constexpr i32 kTableElements = 4096, kTableCells = 4096, kMostTableCopies = 5; // log2
+inline constexpr i32 kLoadsAtOnce = 4; // that a launch adds up: more sums would not fit a thread's registers
 
 // loads: bit n, if the launch adds up load n of the functions' gradients.
 STROBE_FN constexpr i32 count_loads(i32 loads) {
@@ -24,15 +25,15 @@ STROBE_FN constexpr i32 count_loads(i32 loads) {
 struct CapturedTileConfig : TileConfig {
   i32 summed, loads, of_lines;
 
-  // Distance of two keys in a tile of values: a warp's lanes then use all banks about equally.
-  STROBE_FN constexpr i32 values_pitch() const { return tile_q + 9; }
+  // Of a thread's elements in a tile, those with one distance to the thread's first diagonal have one sum.
+  STROBE_FN constexpr i32 thread_diagonals() const { return 2 * (tile_q / query_warps / 8 + tile_k / key_warps / 8 - 1); }
   STROBE_FN constexpr i32 cells() const { return dtype == kF32 ? 2 * kTableCells : kTableCells; } // ints; FP32: with a second, finer int
   STROBE_FN constexpr i32 sum_bytes() const { return dtype == kF32 ? 8 : 4; }                     // of an element of the table
   STROBE_FN constexpr i32 operand_bytes() const {
-    return max(k_bytes() + v_bytes() + q_bytes() + dout_bytes(), 4 * max(values_pitch() * tile_k, 4 * threads()));
+    return max(k_bytes() + v_bytes() + q_bytes() + dout_bytes(), 4 * threads() * max(thread_diagonals(), 4));
   }
-  static constexpr i32 kWarpBytes = 64;                                // a number for each warp
-  STROBE_FN constexpr i32 row_bytes() const { return 3 * 4 * tile_q; } // three numbers for each query
+  static constexpr i32 kWarpBytes = 4 * 8 * kLoadsAtOnce;                  // a number for each load and each of up to 8 warps
+  STROBE_FN constexpr i32 row_bytes() const { return 2 * 3 * 4 * tile_q; } // three numbers for each query of two tiles
   STROBE_FN constexpr i32 bytes(i32 table_elements) const {
     return operand_bytes() + row_bytes() + (summed == kTable ? kWarpBytes + 4 * cells() + sum_bytes() * table_elements : 0);
   }

@@ -11,8 +11,8 @@ enum class Slope { none, times_p, apart };
 // Turns S^T into P^T, for keys from j on and queries from i on. Without a function of q.k, s becomes P. With one (kSlope), P is written to
 // `P`, and s becomes P times the function's derivative, or the derivative alone. lse(n) returns an object; its lse(c, e) is the LSE, in
 // exp2's unit, of the query in this lane's column (c, e) of block n. kExact: LSE is natural, and correction(c, e) is its rounding error
-// (settle_row.h), in exp2's unit.
-template <Features F, bool kMasked, Slope kSlope, bool kExact, int kM, int kN, Functions kFunctions, class Lse>
+// (settle_row.h), in exp2's unit. kLseIsNumber: LSE is no NaN, so that what is hidden needs no look: exp2(-inf) is 0.
+template <Features F, bool kMasked, Slope kSlope, bool kExact, bool kLseIsNumber = false, int kM, int kN, Functions kFunctions, class Lse>
 __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], tile::Accumulator (&P)[kM][kN],
                                               const Scores<F, float, kFunctions> &scores, i32 head, i32 i, i32 j, i32 limit,
                                               const Lse &lse) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void probabilities(tile::Accumulator (&s)[kM][kN], ti
             float &x = s[m][n].x[c][2 * r + e], slope = 1;
             i32 key = j + 16 * m + tile::lane_row(r);
             float p = kSlope != Slope::none ? scores.score(x, row, key, kMasked, limit, slope) : scores.score(x, row, key, kMasked, limit);
-            bool hidden = (kMasked || F.hides()) && p == minus_infinity<float>();
+            bool hidden = !kLseIsNumber && (kMasked || F.hides()) && p == minus_infinity<float>();
             if constexpr (kExact && kFunctions == Functions::full)
               p = probability(p, natural, own, correction);
             else

@@ -12,11 +12,12 @@
 namespace strobe {
 
 template <TileConfig C> class TileGradient {
+protected:
   static constexpr bool kTf32 = C.dtype == kF32;
   using T = typename Element<C.dtype>::type;
   static constexpr Features F = C.features;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kTileQ = C.tile_q, kTileK = C.tile_k, kThreads = C.threads();
-  static constexpr u32 kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + C.q_bytes();
+  static constexpr u32 kK = 0, kV = C.k_bytes(), kQ = kV + C.v_bytes(), kDo = kQ + C.q_bytes();
 
 public:
   static constexpr int kKeys = kTileK / C.key_warps / 16, kQueries = kTileQ / C.query_warps / 16; // a warp's 16x16 blocks
@@ -38,63 +39,36 @@ public:
   // Computes P, negated where dropout drops it, and dS, which is 0 where P is. Returns whether some query sees some key of the tile; if
   // not, P and dS are not written.
   __device__ __forceinline__ bool compute(Tile &P, Tile &dS, const Place &place) const {
-    Tile unused;
-    return compute<false>(P, dS, unused, in.sequence<F>(place.batch), place, true, true, nullptr);
-  }
-  // The same. kRaw: q.k is written to `raw`. load_keys, load_queries: otherwise the previous tile had the same keys, or the same queries.
-  // rows: room in shared memory for three numbers of each query, which are then read from there; null: from global memory.
-  template <bool kRaw>
-  __device__ __forceinline__ bool compute(Tile &P, Tile &dS, Tile &raw, const Sequence &sequence, const Place &place, bool load_keys,
-                                          bool load_queries, float *rows) const {
+    const Sequence sequence = in.sequence<F>(place.batch);
+    if (!sees(sequence, place)) return false;
     const Band &band = sequence.band;
     const i32 q1 = (i32)min((i64)place.q0 + kTileQ, band.seqlen_q), k1 = (i32)min((i64)place.k0 + kTileK, band.seqlen_k);
-    if (q1 <= place.q0 || k1 <= place.k0 || intersect(band.keys_any(place.q0, q1), {place.k0, k1}).empty() || !kept(place)) return false;
-    const Range all = band.keys_all(place.q0, q1);
-    const bool masked = place.k0 < all.begin || place.k0 + kTileK > all.end;
 
     __syncthreads(); // all threads have read the previous tile
-    if (load_keys) {
-      load<kTileK, kD>(0, k_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
-      load<kTileK, kDv>(kV, v_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
-    }
-    if (load_queries) {
-      load<kTileQ, kD>(kQ, queries(in.q, place, sequence, q1, in.head_dim));
-      load<kTileQ, kDv>(kDo, queries(a.dout, place, sequence, q1, in.head_dim_v));
-    }
+    load<kTileK, kD>(kK, k_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
+    load<kTileK, kDv>(kV, v_of<T>(in, sequence, place.batch, place.head / in.group).rows(place.k0, k1));
+    load<kTileQ, kD>(kQ, queries(in.q, place, sequence, q1, in.head_dim));
+    load<kTileQ, kDv>(kDo, queries(a.dout, place, sequence, q1, in.head_dim_v));
     cp_async_commit();
-    if (load_queries && kRaw) stage_rows(rows, place, sequence, q1);
     cp_async_wait<0>();
     __syncthreads();
 
     const Scores<F, float, kFunctions> scores(in, sequence, place.batch);
     const i32 i = place.q0 + query_warp * kQueries * 16, j = place.k0 + key_warp * kKeys * 16;
-    multiply<kD, true>(P, 0, kQ);
-    if constexpr (kRaw) {
-#pragma unroll
-      for (int n = 0; n < kKeys * kQueries; ++n) raw[n / kQueries][n % kQueries] = P[n / kQueries][n % kQueries];
-    }
-    const auto lse = [&](int n) {
-      if constexpr (kRaw)
-        return StagedLse{rows + i - place.q0 + 16 * n};
-      else
-        return RowLse{*this, place, sequence, i + 16 * n, q1};
-    };
-    if (masked)
+    fill(P, 0), multiply<kD, true>(P, kK, kQ);
+    const auto lse = [&](int n) { return RowLse{*this, place, sequence, i + 16 * n, q1}; };
+    if (masked(sequence, place))
       probabilities<F, true, Slope::none, true>(P, P, scores, place.head, i, j, k1, lse);
     else
       probabilities<F, false, Slope::none, true>(P, P, scores, place.head, i, j, k1, lse);
     const KeyMajorDropout<F> dropout{Dropout<F>(in)};
     if constexpr (F.dropout) dropout.mark(P, i, j, place.head, place.batch);
-    multiply<kDv, false>(dS, kV, kDo);
+    fill(dS, 0), multiply<kDv, false>(dS, kV, kDo);
 #pragma unroll
     for (int n = 0; n < kQueries; ++n) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        float D;
-        if constexpr (kRaw)
-          D = rows[2 * kTileQ + i - place.q0 + 16 * n + tile::lane_column(k / 2, k % 2)];
-        else
-          D = *delta(place, sequence, i + 16 * n + tile::lane_column(k / 2, k % 2), q1);
+        const float D = *delta(place, sequence, i + 16 * n + tile::lane_column(k / 2, k % 2), q1);
 #pragma unroll
         for (int m = 0; m < 2 * kKeys; ++m) {
           float &x = dS[m / 2][n].x[k / 2][2 * (m % 2) + k % 2], probability = P[m / 2][n].x[k / 2][2 * (m % 2) + k % 2];
@@ -109,8 +83,20 @@ public:
     return true;
   }
 
-private:
+protected:
   u32 shared_;
+
+  // Whether some query of a tile sees some key.
+  __device__ __forceinline__ bool sees(const Sequence &sequence, const Place &place) const {
+    const Band &band = sequence.band;
+    const i32 q1 = (i32)min((i64)place.q0 + kTileQ, band.seqlen_q), k1 = (i32)min((i64)place.k0 + kTileK, band.seqlen_k);
+    return q1 > place.q0 && k1 > place.k0 && !intersect(band.keys_any(place.q0, q1), {place.k0, k1}).empty() && kept(place);
+  }
+  // Whether some query does not see some key by position.
+  __device__ __forceinline__ bool masked(const Sequence &sequence, const Place &place) const {
+    const Range all = sequence.band.keys_all(place.q0, (i32)min((i64)place.q0 + kTileQ, sequence.band.seqlen_q));
+    return place.k0 < all.begin || place.k0 + kTileK > all.end;
+  }
 
   // LSE and D of the queries from `first` on, loaded where they are used: registers are scarce.
   struct RowLse {
@@ -129,22 +115,6 @@ private:
     }
   };
 
-  // The same from shared memory.
-  struct StagedLse {
-    const float *of_block;
-    __device__ __forceinline__ float lse(int c, int e) const { return of_block[tile::lane_column(c, e)]; }
-    __device__ __forceinline__ float correction(int c, int e) const { return of_block[kTileQ + tile::lane_column(c, e)]; }
-  };
-  // LSE, its correction and D of the queries.
-  __device__ __forceinline__ void stage_rows(float *rows, const Place &place, const Sequence &sequence, i32 q1) const {
-    for (int i = thread; i < kTileQ; i += kThreads) {
-      const i32 row = place.q0 + i;
-      const float x = row < q1 ? *a.lse.template at<const float>(place.batch, place.head, sequence.q0 + row, 0) : minus_infinity<float>();
-      const float *const D = delta(place, sequence, row, q1);
-      rows[i] = x == minus_infinity<float>() ? -x : x, rows[kTileQ + i] = D[in.rows()] * kLog2e<float>, rows[2 * kTileQ + i] = *D;
-    }
-  }
-
   __device__ __forceinline__ tile::Matrix<const T> queries(const Operand &x, const Place &place, const Sequence &sequence, i32 q1,
                                                            i32 columns) const {
     return {x.at<const T>(place.batch, place.head, sequence.q0 + place.q0, 0), x.stride[2], x.stride[3], q1 - place.q0, columns};
@@ -155,11 +125,13 @@ private:
     else
       tile::load<kRows, kColumns, kThreads, C.aligned != 0>(shared_ + target, tile::StridedMatrix<const T>{m}, thread);
   }
-  // x = this warp's rows of the tile at `keys`, times the transpose of its rows of the tile at `queries`.
+  static __device__ __forceinline__ void fill(Tile &x, float value) {
+#pragma unroll
+    for (int n = 0; n < 8 * kKeys * kQueries; ++n) x[n / 8 / kQueries][n / 8 % kQueries].x[n / 4 % 2][n % 4] = value;
+  }
+  // x += this warp's rows of the tile at `keys`, times the transpose of its rows of the tile at `queries`.
   template <int kInner, bool kScores> __device__ __forceinline__ void multiply(Tile &x, u32 keys, u32 queries) const {
     constexpr u32 kRow = element_bytes(C.dtype) * kInner;
-#pragma unroll
-    for (int n = 0; n < kKeys * kQueries; ++n) x[n / kQueries][n % kQueries] = {};
     keys += shared_ + key_warp * kKeys * 16 * kRow, queries += shared_ + query_warp * kQueries * 16 * kRow;
     if constexpr (kTf32)
       tile::tf32::multiply_rows<kInner, C.products, kScores ? tile::tf32::Sum::of_scores_transposed : tile::tf32::Sum::of_32>(x, keys,

@@ -48,11 +48,10 @@ private:
     each_load<kLoads>([&](auto load) {
       constexpr int kLoad = decltype(load)::kNumber, kTensor = Of::captured_of(kLoad);
       const CapturedGradient &g = a.gradients[kTensor];
-      const u64 largest = a.largest[kTensor];
-      if (!is_number(largest)) return;
-      const T x = has ? ((const T *)a.lines[lines])[rank_of_load(kLoads, kLoad) * a.count[lines] + line] : T(0);
-      Fixed<T> whole(x, fixed_exponent<T>(largest, g.log2_values), g.log2_values);
+      T x = has ? ((const T *)a.lines[lines])[rank_of_load(kLoads, kLoad) * a.count[lines] + line] : T(0);
       const i64 element = Of::template element<kFunctions, kLoad>(a.in.function, g, at, T(0));
+      if (!is_number(size_bits(x))) a.broken[g.first + element] = 1, x = 0;
+      Fixed<T> whole(x, fixed_exponent<T>(a.largest[kTensor], g.log2_values), g.log2_values);
       if (__all_sync(0xFFFFFFFFu, element == __shfl_sync(0xFFFFFFFFu, element, 0))) { // many lines often read one element
         whole.add_over_warp();
         if (threadIdx.x % 32 != 0) return;
@@ -90,7 +89,7 @@ template <CapturedResultConfig C> struct CapturedResult {
     if (share || !g) return;
     for (i32 k = 1; k < kShares; ++k) sum += parts[k][lane];
     const u64 largest = a.largest[tensor];
-    if (!is_number(largest))
+    if (a.broken[n])
       sum = __longlong_as_double(0x7FF8ll << 48);
     else if (largest)
       sum += fixed_sum<T>(a, n, fixed_exponent<T>(largest, g->log2_values), g->log2_values);

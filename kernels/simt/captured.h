@@ -75,7 +75,7 @@ private:
         constexpr int kLoad = decltype(load)::kNumber, kRank = rank_of_load(C.loads, kLoad);
         const T sum = sums[kRank].sum;
         if (has_line) ((T *)a.lines[lines])[rank_of_load(C.of_lines, kLoad) * a.count[lines] + line] = sum;
-        raise_by_warp(a.largest + Values::Of::captured_of(kLoad), has_line ? size_bits(sum) : 0);
+        raise_by_warp(a.largest + Values::Of::captured_of(kLoad), has_line ? finite_size(sum) : 0);
       });
     }
     // Calls use(scores) for a tile, between barriers, so that all threads may read all of it.
@@ -143,13 +143,10 @@ private:
               const T x = pair.template value<kLoad>();
               if constexpr (C.summed == kLargest) {
                 u64 &own = most[rank_of_load(C.loads, kLoad)];
-                own = max(own, size_bits(x));
+                own = max(own, finite_size(x));
               } else if (x != T(0)) {
                 const CapturedGradient &g = a.gradients[kTensor];
-                const u64 largest = a.largest[kTensor];
-                if (is_number(largest))
-                  add_to(a, g.first + pair.template element<kLoad>(in.function, g),
-                         Fixed<T>(x, fixed_exponent<T>(largest, g.log2_values), g.log2_values));
+                add_pair(a, g, g.first + pair.template element<kLoad>(in.function, g), a.largest[kTensor], x);
               }
             });
           }

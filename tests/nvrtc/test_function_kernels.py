@@ -60,8 +60,8 @@ def test_other_families(name, engine, arch, dtype, backward):
         assert kernel.registers > 0, kernel
 
 
-# Bytes that the pass for the gradient of a captured tensor spills.
-CAPTURED_SPILLS = {("head", 128): 8}
+# Bytes that the pass for the gradient of a captured tensor spills, in tiles that a mask cuts.
+CAPTURED_SPILLS = {("curved", 64): 16}
 
 
 def captured_kernels(name, dim, arch=90, engine=None, dtype="bfloat16", **more):

@@ -235,6 +235,7 @@ private:
     return {.tile_q = of_captured.tile_q,
             .tile_k = of_captured.tile_k,
             .of_lines = !p.part,
+            .diagonals_at_once = kLoadsAtOnce,
             .table_blocks = [](int32_t) { return 0; },
             .launch =
                 [of_captured](const CapturedPasses::Sums &sums, int64_t grid, const CapturedArguments &arguments) {

@@ -82,7 +82,7 @@ template <class V> void each_pointer(const CapturedArguments &a, V &visit) {
   each_pointer(static_cast<const BackwardArguments &>(a), visit);
   for (const CapturedGradient &g : a.gradients) visit(g.data);
   for (void *const &lines : a.lines) visit(lines);
-  visit(a.sums), visit(a.largest), visit(a.tables);
+  visit(a.sums), visit(a.broken), visit(a.largest), visit(a.tables);
 }
 
 } // namespace strobe::cuda

@@ -20,7 +20,6 @@ constexpr KernelSource kScatter{"passes/captured_sums.h", "strobe::passes::Captu
 constexpr KernelSource kResult{"passes/captured_sums.h", "strobe::passes::CapturedResult", "strobe::CapturedResultConfig"};
 
 constexpr int32_t kMostLoads = 31;      // bits of a mask
-constexpr int32_t kLoadsAtOnce = 4;     // in one launch: more sums would not fit a thread's registers
 constexpr double kLaunchSeconds = 3e-6; // of a launch, on an H200
 
 // The loads by how they are summed, as bits.
@@ -48,15 +47,7 @@ public:
     features_ = gradient_features(p);
     for (int64_t first = 0, n = 0; n < FunctionArguments::kCaptured; n++) {
       CapturedGradient &g = a_.gradients[n];
-      g = {.data = nullptr,
-           .stride = {},
-           .size = {1, 1, 1, 1},
-           .first = first,
-           .count = 0,
-           .dtype = 0,
-           .log2_values = 0,
-           .table = -1,
-           .table_copies = 0};
+      g = {.data = nullptr, .stride = {}, .size = {1, 1, 1, 1}, .first = first, .count = 0, .dtype = 0, .log2_values = 0, .table = -1};
       const Captured &x = p.dcaptured[n];
       if (!x) continue;
       g.data = x.data, g.dtype = int32_t(x.dtype), g.count = x.elements();
@@ -87,6 +78,7 @@ public:
       const int64_t lines = c.diagonals ? 2 * passes_.tile_q * (tiles_q + tiles_k - 1) : std::max(p_.seqlen_q, p_.seqlen_k);
       push(program, Launch(kScatter, c, empty ? 0 : pairs * std::min<int64_t>(tiles(lines, c.threads()), 64), c.threads(), 0, a_));
     }
+    a_.tables = tables_, a_.table_blocks *= i32(launches_of(kTable));
     const CapturedResultConfig result{.dtype = int32_t(p_.dtype)};
     program.steps.push_back(Launch(kResult, result, tiles(elements_, result.elements()), result.threads(), 0, a_));
     predict(program, program.steps.size() - before);
@@ -114,6 +106,7 @@ private:
       values[tensor] += double(p_.batch * p_.heads) * of_head;
     }
     for (int n = 0; n < FunctionArguments::kCaptured; n++) a_.gradients[n].log2_values = log2_up(values[n]);
+    while (a_.table_copies < kMostTableCopies && a_.table_elements << (a_.table_copies + 1) <= kTableCells) a_.table_copies++;
     if (masks_[kTable])
       a_.table_blocks = i32(std::min(passes_.table_blocks(a_.table_elements), p_.batch * p_.heads * tiles(p_.seqlen_q, passes_.tile_q)));
   }
@@ -122,7 +115,6 @@ private:
     if (g.table >= 0) return true;
     if (g.count > kTableElements - a_.table_elements || !passes_.table_blocks(i32(a_.table_elements + g.count))) return false;
     g.table = a_.table_elements, a_.table_elements += i32(g.count);
-    while (g.table_copies < kMostTableCopies && g.count << (g.table_copies + 1) <= kTableCells) g.table_copies++;
     return true;
   }
 
@@ -131,6 +123,7 @@ private:
     a_.largest = scratch.take<u64>(FunctionArguments::kCaptured);
     a_.sums = scratch.take<i64>(elements_ * (p_.dtype == DType::f64 ? 2 : 1));
     a_.elements = elements_;
+    a_.broken = scratch.take<u8>(elements_);
     zeros_ = scratch.bytes() - before;
     const int64_t real = p_.dtype == DType::f64 ? 8 : 4, pairs = p_.batch * p_.heads;
     a_.count[kRows] = a_.in.rows();
@@ -139,18 +132,22 @@ private:
         pairs * std::max<int64_t>(0, tiles(p_.seqlen_q, passes_.tile_q) + tiles(p_.seqlen_k, passes_.tile_k) - 1) * 2 * passes_.tile_q;
     for (const Summed lines : {kRows, kColumns, kDiagonals})
       if (masks_[lines]) a_.lines[lines] = scratch.take<char>(count_loads(masks_[lines]) * a_.count[lines] * real);
-    if (masks_[kTable]) a_.tables = scratch.take<char>(int64_t{a_.table_blocks} * a_.table_elements * (p_.dtype == DType::f32 ? 8 : 4));
+    if (masks_[kTable]) a_.tables = tables_ = scratch.take<char>(launches_of(kTable) * table_bytes());
   }
+
+  int64_t table_bytes() const { return int64_t{a_.table_blocks} * a_.table_elements * (p_.dtype == DType::f32 ? 8 : 4); }
 
   void push(Program &program, Launch &&launch) {
     launch.of_captured = true;
     program.steps.push_back(std::move(launch));
   }
-  // A launch for each few loads that are summed in this way.
+  // A launch for each few loads that are summed in this way; each has its own sums of tables.
+  int64_t launches_of(Summed summed) const { return tiles(count_loads(masks_[summed]), passes_.loads_at_once(summed)); }
   void sum(Program &program, Summed summed, int64_t grid) {
-    for (int32_t rest = masks_[summed]; rest;) {
+    for (int32_t rest = masks_[summed], launch = 0; rest; launch++) {
       int32_t some = 0;
-      for (int32_t n = 0; n < kLoadsAtOnce && rest; n++) some |= rest & -rest, rest &= rest - 1;
+      for (int32_t n = 0; n < passes_.loads_at_once(summed) && rest; n++) some |= rest & -rest, rest &= rest - 1;
+      if (summed == kTable) a_.tables = tables_ + launch * table_bytes();
       push(program, passes_.launch({summed, some, masks_[summed]}, grid, a_));
       launches_++;
     }
@@ -177,6 +174,7 @@ private:
   Masks masks_;
   int64_t elements_ = 0;
   uint64_t zeros_ = 0;
+  char *tables_ = nullptr;
   int launches_ = 0;
 };
 
@@ -241,7 +239,7 @@ void captured_gradients(Program &program, const Problem &p, const Device &device
   const auto with = [&](Summed summed, int32_t table_elements) {
     CapturedTileConfig c = any;
     c.summed = summed;
-    const int32_t most = summed == kTable || read_score ? 2 : 3; // these have no registers for more
+    const int32_t most = read_score ? 2 : 3; // it has no registers for more
     c.blocks_per_sm = int32_t(resident(device, c.bytes(table_elements), std::min(any.blocks_per_sm, most)));
     return c;
   };
@@ -251,6 +249,7 @@ void captured_gradients(Program &program, const Problem &p, const Device &device
   CapturedPasses passes{.tile_q = any.tile_q,
                         .tile_k = any.tile_k,
                         .of_lines = true,
+                        .diagonals_at_once = p.dtype == DType::f32 ? 1 : 2,
                         .table_blocks = [&](int32_t elements) -> int64_t {
                           const CapturedTileConfig c = with(kTable, elements);
                           return c.bytes(elements) <= device.shared_per_block ? int64_t{device.sms} * c.blocks_per_sm : 0;

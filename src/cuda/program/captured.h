@@ -23,9 +23,12 @@ struct CapturedPasses {
   };
   int32_t tile_q, tile_k;
   bool of_lines;                                // whether it sums along lines; otherwise pair by pair
+  int32_t diagonals_at_once;                    // the loads of a launch that sums along diagonals
   std::function<int64_t(int32_t)> table_blocks; // how many blocks fill the GPU with a table of so many elements; 0: it has no room
   std::function<Launch(const Sums &, int64_t grid, const CapturedArguments &)> launch;
   double score_seconds; // of an SM, to recompute a score's dS
+
+  int32_t loads_at_once(Summed summed) const { return summed == kDiagonals ? diagonals_at_once : kLoadsAtOnce; }
 };
 
 // Appends the launches if gradients are wanted. Adds their time to the predicted time, and a note that says how much.

@@ -1,0 +1,72 @@
+"""Gradients of captured tensors on the emulated GPU: each way of summing, with numbers that are huge, tiny or no numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from emulated import output
+
+# The engine, the dtype and the case; prints the largest error, relative to the largest element of a head's gradient.
+PROGRAM = """
+import sys
+
+import torch
+
+import strobe
+from device import running_on
+
+engine, dtype, case = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3]
+B, H, L, D = 1, 2, 150, 64 if engine == "cuda-tf32" else 16
+SCORES = {
+    "rows": (lambda t: lambda x, b, h, i, j: x * t[h, i], (H, L)),
+    "columns": (lambda t: lambda x, b, h, i, j: x + t[h, j] * x, (H, L)),
+    "diagonals": (lambda t: lambda x, b, h, i, j: x + t[h, i - j] * 2, (H, L)),
+    "table": (lambda t: lambda x, b, h, i, j: x + t[h, i % 7, j % 5], (H, 7, 5)),
+    "two loads of a table": (lambda t: lambda x, b, h, i, j: x * (1 + t[h, i % 7, j % 5] * t[h, j % 7, (i + 2) % 5]), (H, 7, 5)),
+    "five tables": (
+        lambda t: lambda x, b, h, i, j: x + sum(t[h, (i + 3 * n) % 7, (j * n) % 5] * (n + 1) for n in range(1, 6)),
+        (H, 7, 5),
+    ),
+    "large table": (lambda t: lambda x, b, h, i, j: x + t[h, i // 2, j % 60], (H, L // 2, 60)),
+}
+name, what = case.split(": ")
+score, shape = SCORES[name]
+generator = torch.Generator().manual_seed(1)
+q, k, v, dout = (torch.randn(B, H, L, D, generator=generator).to(dtype) for _ in range(4))
+table = torch.rand(shape, generator=generator)
+scale = {"huge": 2.0**100, "tiny": 2.0**-100}.get(what, 1.0)
+dout[:, : 1 if name in ("table", "two loads of a table", "five tables") else H] *= scale  # the others have one unit for all heads
+if what == "not finite":
+    dout[0, 1, 40, 3] = float("nan")
+
+
+def gradient(engine, dtype):
+    captured = table.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_()
+    with running_on(engine):
+        out = strobe.attention(*(x.to(dtype) for x in (q, k, v)), score=score(captured), causal=True, engine=engine)
+        return torch.autograd.grad(out, captured, dout.to(dtype))[0].double()
+
+
+found, expected = gradient(engine, dtype), gradient("reference", torch.float64)
+assert torch.equal(found.isfinite(), expected.isfinite()), (found, expected)
+assert what != "not finite" or not expected.isfinite().all()
+if what == "same bits":
+    assert torch.equal(found, gradient(engine, dtype))
+heads = zip(found.nan_to_num().flatten(1), expected.nan_to_num().flatten(1))
+print(max(float((x - y).abs().max() / y.abs().max()) for x, y in heads))
+"""
+LINES = ("rows", "columns", "diagonals", "table", "two loads of a table", "five tables", "large table")
+BOUNDS = {"bfloat16": 2e-2, "float32": 2e-5, "float64": 1e-12}
+
+
+CASES = [
+    *(("cuda-mma", "bfloat16", what) for what in ("same bits", "huge", "tiny", "not finite")),
+    *(("cuda-tf32", "float32", what) for what in ("same bits", "not finite")),
+    ("cuda-simt", "float64", "not finite"),
+]
+
+
+@pytest.mark.parametrize(("engine", "dtype", "what"), CASES)
+@pytest.mark.parametrize("lines", LINES)
+def test_each_way_of_summing(lines, engine, dtype, what):
+    assert float(output(PROGRAM, engine, dtype, f"{lines}: {what}")) < BOUNDS[dtype]
