@@ -136,7 +136,7 @@ def registered() -> Registered | None:
 
 class _Local(threading.local):
     repeating = 0  # how many forwards of checkpoints this thread is repeating that ran on Strobe
-    passing = False  # whether PyTorch's Python code for a call is running, whose own calls are neither counted nor judged again
+    passing = False  # whether calls go to PyTorch and are not counted, because they are part of something that PyTorch runs
 
 
 _LOCK = threading.RLock()
@@ -244,6 +244,7 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
     found: list[tuple[Any, str, Callable[..., Any]]] = [
         (bias.CausalBias, "_dispatch", lambda original: staticmethod(_in_python(_causal_bias, original))),
         (checkpoint.CheckpointFunction, "forward", lambda original: staticmethod(_repeated_argument(original, 1))),
+        (checkpoint.CheckpointFunction, "backward", lambda original: staticmethod(_repeating_as_before(original))),
     ]
     if hasattr(checkpoint, "_CheckpointFrame"):
         found.append((checkpoint._CheckpointFrame, "__init__", lambda original: _repeated_argument(original, 1)))
@@ -302,6 +303,18 @@ def _repeated_argument(original: Callable[..., Any], place: int) -> Callable[...
     return keeping
 
 
+def _repeating_as_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of a reentrant checkpoint, which runs on PyTorch if its forward came before the registration."""
+
+    @wraps(original)
+    def keeping(ctx: Any, *gradients: Any) -> Any:
+        if isinstance(ctx.run_function, _OnStrobe):
+            return original(ctx, *gradients)
+        return _passing(original, ctx, *gradients)
+
+    return keeping
+
+
 class _OnStrobe:
     """A function whose attention runs on Strobe where it did so the first time, whatever is registered."""
 
@@ -330,7 +343,7 @@ def _repeating() -> Iterator[None]:
 
 
 def _repeats_pytorch() -> bool:
-    """Whether a checkpoint repeats a forward that ran without a registration. Checkpoints that are reentrant do not show it."""
+    """Whether a checkpoint that is not reentrant repeats a forward that ran without a registration."""
     if _LOCAL.repeating:
         return False
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
