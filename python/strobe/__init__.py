@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from . import distributed as distributed
     from . import kv as kv
     from . import nn as nn
-    from ._registered import register as register
-    from ._registered import registered as registered
-    from ._registered import unregister as unregister
+    from ._registration import Registration as Registration
+    from ._registration import register as register
+    from ._registration import registered as registered
+    from ._registration import unregister as unregister
 
 # If torch is imported later, that import registers the operators (torch.backends in pyproject.toml); before PyTorch 2.5, the first call
 # with a tensor does.
@@ -54,11 +55,11 @@ __all__ = [
 
 # They import torch, so they are loaded on first use.
 _LATE = ("compat", "distributed", "kv", "nn")
-_LATE_FUNCTIONS = ("register", "registered", "unregister")
+_LATE_NAMES = ("Registration", "register", "registered", "unregister")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_LATE, *_LATE_FUNCTIONS, "hyperbolic"]
+    return [*__all__, *_LATE, *_LATE_NAMES, "hyperbolic"]
 
 
 def __getattr__(name: str) -> Any:
@@ -66,8 +67,8 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return import_module(f".{name}", __name__)
-    if name in _LATE_FUNCTIONS:
-        from . import _registered
+    if name in _LATE_NAMES:
+        from . import _registration
 
-        return getattr(_registered, name)
+        return getattr(_registration, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import strobe
 from device import DEVICE
-from strobe import _registered
-from strobe._registered import SDPA, VARLEN, VARLEN_OUT
+from strobe import _registration
+from strobe._registration import SDPA, VARLEN, VARLEN_OUT
 
 OPERATORS = ("aten::scaled_dot_product_attention", "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out")
 
@@ -60,7 +60,7 @@ def qkv(*front: int, sq: int = 9, sk: int = 9, d: int = 16, **options: Any) -> l
     return tensors((*front, sq, d), (*front, sk, d), (*front, sk, d), **options)
 
 
-def runs(made: strobe._registered.Registered, name: str = SDPA) -> tuple[int, int]:
+def runs(made: strobe._registration.Registration, name: str = SDPA) -> tuple[int, int]:
     return made.calls[name]["strobe"], made.calls[name]["pytorch"]
 
 
@@ -609,7 +609,7 @@ def test_an_error_leaves_pytorch_as_it_was(monkeypatch):
     assert state() == found
     for step in ("_replacements", "_switch"):
         with monkeypatch.context() as patched:
-            patched.setattr(_registered, step, lambda *_: 1 / 0)
+            patched.setattr(_registration, step, lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 strobe.register()
         assert strobe.registered() is None
@@ -667,6 +667,21 @@ def test_an_override_that_was_there_before_comes_back():
         assert (len(seen), runs(made)) == (2, (1, 1))
     finally:
         library._destroy()
+
+
+def test_a_pytorch_that_cannot_keep_kernels_alive(monkeypatch):
+    """Before PyTorch 2.9 the kernel stays where it is, and passes calls on."""
+    given, big = qkv(1, 1), qkv(1, 1, d=600)
+    with monkeypatch.context() as older:
+        older.setattr(_registration, "_GET_KERNEL", None)
+        with strobe.register() as made:
+            F.scaled_dot_product_attention(*given)
+            with pytest.warns(UserWarning, match="head dimension 600"):
+                F.scaled_dot_product_attention(*big)
+        F.scaled_dot_product_attention(*given)
+        with strobe.register(strict=True) as again:
+            F.scaled_dot_product_attention(*given)
+    assert (runs(made), runs(again)) == ((1, 1), (1, 0))
 
 
 def test_threads_call_while_another_one_registers():

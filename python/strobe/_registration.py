@@ -44,7 +44,7 @@ _TRACKED = (*_DENSE, "AutogradCPU", "AutogradCUDA")
 _ALL = (*_TRACKED, "NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor", "FuncTorchVmapMode")
 
 
-class Registered:
+class Registration:
     """A registration, as register() returns it: a context manager that ends it, and the counts of the calls that came meanwhile.
 
     Attributes:
@@ -65,7 +65,7 @@ class Registered:
         state = "in force" if self in _OPEN else "ended"
         return f"<strobe.register(strict={self.strict}), {state}. {calls}>"
 
-    def __enter__(self) -> Registered:
+    def __enter__(self) -> Registration:
         with _LOCK:
             if self not in _OPEN:
                 _open(self)
@@ -87,7 +87,7 @@ class Registered:
         return known is None
 
 
-def register(*, strict: bool = False) -> Registered:
+def register(*, strict: bool = False) -> Registration:
     """Runs PyTorch's own attention functions on Strobe, on CPUs and CUDA GPUs, in the whole process, until unregister() is called:
     torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.varlen, and what calls them, such as torch.nn.MultiheadAttention
     with need_weights=False and torch.nn.TransformerEncoderLayer. Nothing is registered by an import.
@@ -105,7 +105,7 @@ def register(*, strict: bool = False) -> Registered:
         strict: a call that Strobe does not take raises an error.
 
     Returns:
-        A Registered, which counts calls. As a context manager it ends this registration alone; registrations may be nested.
+        A Registration, which counts calls. As a context manager it ends this registration alone; registrations may be nested.
 
     Raises:
         TypeError: strict is not a bool.
@@ -115,7 +115,7 @@ def register(*, strict: bool = False) -> Registered:
     is_strict = flag(wrong, "strict", strict)
     if wrong:
         raise refusal(wrong)
-    made = Registered(bool(is_strict))
+    made = Registration(bool(is_strict))
     with _LOCK:
         _open(made)
     return made
@@ -128,7 +128,7 @@ def unregister() -> None:
         _settle()
 
 
-def registered() -> Registered | None:
+def registered() -> Registration | None:
     """The registration in force, of several the last one, which says how many calls ran where; None if there is none."""
     last = _OPEN[-1:]
     return last[0] if last else None
@@ -141,7 +141,7 @@ class _Local(threading.local):
 
 _LOCK = threading.RLock()
 _LOCAL = _Local()
-_OPEN: list[Registered] = []
+_OPEN: list[Registration] = []
 _repeats = 0  # of all threads
 _undo: ExitStack | None = None  # gives back what is installed
 _switches: ExitStack | None = None  # gives back switches that hold for the whole process
@@ -149,7 +149,7 @@ _switches: ExitStack | None = None  # gives back switches that hold for the whol
 _kernels: deque[Any] = deque(maxlen=4096)
 
 
-def _open(new: Registered) -> None:
+def _open(new: Registration) -> None:
     _OPEN.append(new)
     try:
         _settle()
@@ -342,11 +342,14 @@ def _repeating() -> Iterator[None]:
             _settle()
 
 
+_TOP_HOOKS: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def _repeats_pytorch() -> bool:
     """Whether a checkpoint that is not reentrant repeats a forward that ran without a registration."""
     if _LOCAL.repeating:
         return False
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = None if _TOP_HOOKS is None else _TOP_HOOKS(False)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_recomputation_hook")
 
 
@@ -386,13 +389,13 @@ def _answer(name: str, compute: Callable[..., Any], theirs: Callable[..., Any], 
     return found
 
 
-def _count(opened: Sequence[Registered], name: str, where: str) -> None:
+def _count(opened: Sequence[Registration], name: str, where: str) -> None:
     with _LOCK:
         for each in opened:
             each.calls[name][where] += 1
 
 
-def _counted_as_pytorchs(opened: Sequence[Registered], name: str, why: str, counts: bool) -> bool:
+def _counted_as_pytorchs(opened: Sequence[Registration], name: str, why: str, counts: bool) -> bool:
     """Counts the call. Whether it is the first one for its reason."""
     with _LOCK:
         if counts:
