@@ -47,11 +47,12 @@ _ALL = (*_TRACKED, "NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor"
 class Registration:
     """A registration, as register() returns it: a context manager that ends it, and the counts of the calls that came meanwhile.
 
-    Attributes:
-        strict: whether a call that Strobe does not take raises an error.
-        calls: for "scaled_dot_product_attention", "varlen_attn" and "varlen_attn_out" how many calls ran on "strobe" and on "pytorch".
-            A compiled graph holds Strobe's operators, and its runs are not counted.
-        reasons: why calls ran on "pytorch", and how many. Reasons that differ in numbers alone are counted together.
+    - calls: for "scaled_dot_product_attention", "varlen_attn" and "varlen_attn_out" how many calls ran on "strobe" and on "pytorch". A
+      compiled graph holds Strobe's operators, and its runs are not counted.
+
+    - reasons: why calls ran on "pytorch", and how many. Reasons that differ in numbers alone are counted together.
+
+    - strict: whether a call that Strobe does not take raises an error.
     """
 
     def __init__(self, strict: bool = False):
@@ -95,8 +96,9 @@ def register(*, strict: bool = False) -> Registration:
     A call that Strobe does not take runs on PyTorch's implementation, with a warning the first time. A gradient runs on the implementation
     that ran its forward, and so does a forward that torch.utils.checkpoint repeats, whatever is registered by then.
 
-    >>> with strobe.register():
-    ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    Example:
+        >>> with strobe.register():
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     The native fast path of MultiheadAttention and TransformerEncoder, which computes attention by itself, is off meanwhile
     (torch.backends.mha).
@@ -366,7 +368,7 @@ def _answer(name: str, compute: Callable[..., Any], theirs: Callable[..., Any], 
         return theirs(*args, **kwargs)
     opened = tuple(_OPEN)
     counts = not isinstance(args[0], (FakeTensor, FunctionalTensor))  # else nothing is computed
-    why = _chosen()
+    why = _chosen(name)
     if why is None:
         try:
             why = _transformed(args)
@@ -404,10 +406,10 @@ def _counted_as_pytorchs(opened: Sequence[Registration], name: str, why: str, co
         return any(new)
 
 
-def _chosen() -> str | None:
+def _chosen(name: str) -> str | None:
     """Why PyTorch should run the call, as the caller chose it."""
     c = torch._C
-    if not (c._get_flash_sdp_enabled() or c._get_mem_efficient_sdp_enabled() or c._get_cudnn_sdp_enabled()):
+    if name == SDPA and not (c._get_flash_sdp_enabled() or c._get_mem_efficient_sdp_enabled() or c._get_cudnn_sdp_enabled()):
         return "sdpa_kernel() allows no other backend than math"
     if getattr(torch.compiler, "is_exporting", bool)():
         return "torch.export keeps PyTorch's operators"

@@ -92,12 +92,12 @@ def test_results_are_those_of_pytorchs_math(shapes, dtype):
     for n, (kind, causal, scale, layout) in enumerate(product(MASKS, (False, True), (None, 0.3), ("plain", "sparse", "exchanged"))):
         if kind != "none" and causal:
             continue  # PyTorch's math refuses it
-        given = [strided(x, layout).requires_grad_(n % 4 != place) for place, x in enumerate(tensors(query, key, value, dtype=dtype))]
+        given = [strided(x, layout).requires_grad_(bool(n >> place & 1)) for place, x in enumerate(tensors(query, key, value, dtype=dtype))]
         mask = None if kind == "none" else torch.randn(mask_shape, device=DEVICE, dtype=dtype)
         if kind == "bool":
             mask = mask > 0
-            if mask.dim() > 1:
-                mask[..., -1, :] = False  # the last query sees no key
+        if kind in ("bool", "float") and mask.dim() > 1:
+            mask[..., -1, :] = False if kind == "bool" else -torch.inf  # the last query sees no key
         options = {"is_causal": causal, "scale": scale, "enable_gqa": gqa}
         wide = [x.detach().double().requires_grad_(x.requires_grad) for x in given]
         wide_mask = mask if kind in ("none", "bool") else mask.double()
@@ -111,6 +111,8 @@ def test_results_are_those_of_pytorchs_math(shapes, dtype):
         assert runs(made) == (1, 0)
         assert (ours.shape, ours.dtype, ours.requires_grad) == (theirs.shape, dtype, theirs.requires_grad)
         torch.testing.assert_close(ours.double(), theirs, rtol=LIMITS[dtype], atol=LIMITS[dtype])
+        if not ours.requires_grad:
+            continue
         dout = torch.randn_like(ours)
         ours.backward(dout)  # outside of the registration
         theirs.backward(dout.double())
@@ -375,9 +377,12 @@ def test_what_pytorch_refuses_stays_refused_in_its_words(case):
 
 def test_a_chosen_backend_is_kept_and_is_no_error():
     given = qkv(2, 2)
+    packed, options = packed_pages()
     with strobe.register(strict=True) as made:
         with sdpa_kernel(SDPBackend.MATH):
             F.scaled_dot_product_attention(*given)
+            varlen_attn(*packed, **options)  # PyTorch's has no backends
+        assert runs(made, VARLEN) == (1, 0)
         assert runs(made) == (0, 1)
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
             F.scaled_dot_product_attention(*given)
@@ -523,16 +528,22 @@ def test_compiled_varlen_holds_strobes_operators():
     assert "strobe.attention_forward.default" in operators
 
 
-def test_inductor_and_its_cache():
+def test_inductors_cache_tells_what_was_registered():
     """What was compiled in a registration is not found outside of one, nor the other way round."""
+    from torch._inductor.utils import fresh_inductor_cache
+
     given = qkv(2, 2)
-    tag = torch.compiler.config.cache_key_tag
-    with strobe.register(strict=True):
-        torch._dynamo.reset()
-        out = torch.compile(Attends(), fullgraph=True)(*given)
-        assert torch.compiler.config.cache_key_tag != tag
-    torch.testing.assert_close(out, Attends()(*given), atol=1e-5, rtol=1e-5)
-    assert torch.compiler.config.cache_key_tag == tag
+    expected = Attends()(*given)
+    with fresh_inductor_cache():
+        for registered in (False, True, False):
+            torch._dynamo.reset()
+            with strobe.register(strict=True) if registered else nullcontext():
+                compiled = torch.compile(Attends(), fullgraph=True)
+                compiled(*given)
+            with torch.autograd.profiler.profile() as profile:
+                out = compiled(*given)
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+            assert any(each.name == "strobe::attention_forward" for each in profile.function_events) == registered
 
 
 @pytest.mark.parametrize("strict", [False, True])
