@@ -275,6 +275,17 @@ def test_nested_tensors(lengths):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def test_causal_nested_tensors_are_causal_by_sequence():
+    parts = tensors(*((n, 2, 8) for n in (3, 5)))
+    x: Any = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    with strobe.register(strict=True) as made:
+        out: Any = F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=0.5)
+    assert runs(made) == (1, 0)
+    for got, part in zip(out.transpose(1, 2).unbind(), parts, strict=True):
+        one = part.transpose(0, 1)
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(one, one, one, is_causal=True, scale=0.5).transpose(0, 1))
+
+
 @pytest.mark.parametrize("bias", [causal_lower_right, causal_upper_left])
 def test_causal_biases(bias):
     query, key, value = qkv(2, 2, sq=5, sk=9)
@@ -599,6 +610,17 @@ def test_registrations_are_nested():
     assert runs(outer) == (2, 0)
     assert strobe.registered() is None
     assert "ended" in repr(outer)
+
+
+def test_registrations_may_overlap():
+    """As those of two threads do."""
+    first, second = strobe.register().__enter__(), strobe.register().__enter__()
+    first.__exit__()
+    assert strobe.registered() is second
+    F.scaled_dot_product_attention(*qkv(1, 1))
+    second.__exit__()
+    assert strobe.registered() is None
+    assert (runs(first), runs(second)) == ((0, 0), (1, 0))
 
 
 def test_unregister_ends_all_of_them():
