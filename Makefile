@@ -108,8 +108,8 @@ test-faults: setup ## whether make test finds the mistakes planted by tests/faul
 # With the alias analysis and the register allocation of -O1, GCC takes twice as long over the instruction sets of src/cpu.
 SANITIZE_FLAGS := -O1 -fno-var-tracking-assignments -fno-tree-pta -fira-region=one -fira-algorithm=priority
 
-sanitize-cpu: $(VENV)/.dev ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, without AVX-512 and AMX
-	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=ON -DCMAKE_BUILD_TYPE=Sanitize \
+sanitize-cpu: $(VENV)/.dev ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, on the baseline; SETS=avx2: on AVX2, too
+	$(CMAKE) -S . -B build/sanitize -G Ninja -DSTROBE_SANITIZE=$(or $(SETS),ON) -DCMAKE_BUILD_TYPE=Sanitize \
 	  -DCMAKE_CXX_FLAGS='$(SANITIZE_FLAGS)'
 	$(CMAKE) --build build/sanitize --parallel $(JOBS)
 	$(CTEST) --test-dir build/sanitize

@@ -36,7 +36,7 @@ struct WordArguments {
   i32 words[kMostWords];
 };
 
-// How many tile numbers a sequence has that holds `rows` rows in `count` ranges. Each tile lies within one range, and a range's first tile
+// How many tile numbers a sequence with `rows` held rows in `count` ranges has. Each tile lies within one range, and a range's first tile
 // begins where the range does. With block sparsity, tiles also end at multiples of `tile`. So some numbers belong to empty tiles.
 STROBE_FN constexpr i64 spare_tiles(bool blocks) { return blocks ? 2 : 1; } // per range
 STROBE_FN constexpr i64 part_tiles(i64 rows, i64 count, i64 tile, bool blocks) { return rows / tile + count * spare_tiles(blocks); }
@@ -128,8 +128,8 @@ template <Features F, i32 kTile> STROBE_FN i64 key_tiles(const Inputs &in) {
   if constexpr (F.part) return part_tiles(in.seqlen_k, in.part->count_k, kTile, F.blocks != 0);
   return div_up(in.seqlen_k, kTile);
 }
-// The query tile with the given number, which begins at position q0; and the sequence as this tile sees it: position i is row s.q0 + i, and
-// the tile's queries end at the band's seqlen_q.
+// A query tile: q0 is the position of its first query, and s is the sequence as the tile sees it. Row s.q0 + i holds position i. In a part,
+// the tile's queries end at position s.band.seqlen_q.
 struct Queries {
   i32 q0;
   Sequence s;
@@ -139,7 +139,7 @@ STROBE_FN Queries queries_at(const Inputs &in, i64 b, const PartTile &tile) {
   x.s.q0 += tile.shift, x.s.band.seqlen_q = tile.end;
   return x;
 }
-// The sequence as a key tile sees it: position j is row s.k0 + j, and the tile's keys end at seqlen_k.
+// The sequence s as a key tile sees it. Row s.k0 + j holds position j, and the tile's keys end at position s.band.seqlen_k.
 STROBE_FN Sequence keys_at(const Inputs &in, i64 b, const PartTile &tile) {
   Sequence s = whole_sequence(in, b);
   s.k0 += tile.shift, s.band.seqlen_k = tile.end;

@@ -1,5 +1,5 @@
-// The operations of the caller's functions of the score, from which their code is generated (src/score/cuda_source.cpp). docs/functions.md
-// says what each computes.
+// Device code of the operations that the caller's functions consist of. src/score/cuda_source.cpp writes a function's code as calls of
+// these. docs/functions.md says what each operation computes.
 #pragma once
 #include "../ptx/math.h"
 
@@ -12,7 +12,7 @@ namespace strobe {
 // needed. half_rounded: the same, and every product and sum is rounded by itself, so that a score has the same bits whatever code surrounds
 // it. (Otherwise the compiler might fuse a product and a sum in the code for unmasked tiles, and not in that for masked tiles.) full: to a
 // few units in the last place of T, and rounded likewise.
-// What decides a step, a comparison, an index or a mask is computed with full in every kernel.
+// In every kernel, Functions::full computes whatever decides a comparison, an index, a mask or a step function such as floor.
 enum class Functions { rough, half, half_rounded, full };
 STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_rounded || f == Functions::full; }
 
@@ -22,14 +22,14 @@ struct PlaceOfPair {
   i32 offset; // of the alignment
 };
 
-// The caller's functions, by the hash of their code (Features::program); the specialisation is generated. It has
+// The caller's functions. A specialisation is generated for the hash of their code (Features::program). It has
 //   score<kFunctions, kSlope>(a, place, x, slope)   f(x, b, h, i, j); with kSlope, slope becomes its derivative by x
 //   seen<kFunctions, T>(a, place)                   g(b, h, i, j)
 //   penalty<kFunctions, T>(a, place)                ALiBi's slope, which b and h decide
-// of which only those are defined that Features say are there. T: the type of x and of all other reals.
+// Only those that Features declare are defined. T: the type of x and of all other reals.
 template <i32 kLow, i32 kHigh> struct CallersFunctions;
 
-// A number of the functions' own.
+// The functions' n-th constant that is passed as an argument.
 template <class T> __device__ __forceinline__ T number(const FunctionArguments &a, int n) {
   return reinterpret_cast<const T &>(a.numbers[n]);
 }
@@ -82,8 +82,8 @@ __device__ __forceinline__ i32 remainder_by_power_of_two(i32 x, const Divisor &y
 __device__ __forceinline__ i32 limited_integer(float x) { return (i32)fminf(fmaxf(x, -0x1p30f), 0x1p30f); }
 __device__ __forceinline__ i32 limited_integer(double x) { return (i32)fmin(fmax(x, -0x1p30), 0x1p30); }
 
-// The place that an index means on an axis of this size. An index below 0 counts from the axis' end; beyond the axis it is that of the
-// nearest end. At: i32 if all places fit. kNotNegative: the index is not below 0.
+// The place of an index on an axis of this size. An index below 0 counts from the axis's end; an index beyond the axis means the axis's
+// nearest element. At: i32 if all places fit. kNotNegative: the index is not below 0.
 template <class At, bool kNotNegative, class Index> __device__ __forceinline__ At place_on_axis(Index index, i64 axis) {
   using Int = typename Either<(sizeof(At) > sizeof(Index)), At, Index>::type;
   const Int size = (Int)axis;
@@ -91,7 +91,7 @@ template <class At, bool kNotNegative, class Index> __device__ __forceinline__ A
   if constexpr (!kNotNegative) place = max(place < 0 ? place + size : place, Int(0));
   return (At)min(place, size - 1);
 }
-// An element of a captured tensor: its distance is the sum of one step per axis.
+// One axis's step towards an element of a captured tensor. The sum of the steps of all axes is the element's distance, which load() takes.
 template <class At, bool kNotNegative, class Index> __device__ __forceinline__ At step(Index index, const CapturedOperand &x, int axis) {
   return place_on_axis<At, kNotNegative>(index, x.size[axis]) * (At)x.stride[axis];
 }

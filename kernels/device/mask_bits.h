@@ -7,8 +7,8 @@
 namespace strobe {
 
 // A byte holds one lane's elements of 16 queries and 16 keys: bit 4 r + 2 c + e is row 8 r + lane / 4, column 8 c + 2 (lane % 4) + e. The
-// bytes lie in the order (batch, head, 16 queries, 16 keys, lane); strides are 0 where the mask is broadcast. In transposed bits, rows are
-// keys and columns are queries.
+// bytes lie in the order (batch, head, block of 16 queries, block of 16 keys, lane); strides are 0 where the mask is broadcast. In
+// transposed bits, rows are keys and columns are queries.
 struct MaskBits {
   STROBE_FN static constexpr i64 block_bytes() { return 32; } // bytes of 16 x 16 elements
   u8 *data;

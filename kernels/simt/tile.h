@@ -393,9 +393,9 @@ template <Config C> struct Products {
     return stage = next;
   }
 
-  // acc += A B^T for the rows from a0 on of A and from b0 on of B, over kDim columns. acc(i, j) belongs to row<WM>(i), column<WN>(j). After
-  // each run of kRun columns except the last one, end_of_run(whether this is the first run) takes acc and restarts it, because a long sum
-  // in one run rounds more.
+  // acc += A B^T over kDim columns, with A's rows from a0 on and B's rows from b0 on. acc(i, j) belongs to row<WM>(i), column<WN>(j). A
+  // long sum rounds more, so acc is summed in runs of kRun columns: after each run except the last one, end_of_run(whether this is the
+  // first run) keeps acc elsewhere and sets acc to 0.
   template <int kDim, int kRun, int M, int N, class Other, class F>
   __device__ __forceinline__ void nt_in_runs(T (&acc)[M][N], const Source &A, i32 a0, const Other &B, i32 b0, F &&end_of_run) {
     constexpr int kRowsA = C.threads_q * M, kRowsB = C.threads_k * N;
@@ -438,8 +438,8 @@ template <Config C> struct Products {
     }
   }
 
-  // P^T B in runs. After each kRun rows end_of_run takes their sum, because a long sum in one run rounds more. Its arguments: the sum, the
-  // number of the sum's first column among the thread's columns, and whether the run is the first one. M: rows per thread.
+  // P^T B in runs of kRun rows, because a long sum rounds more. After each run end_of_run takes its sum. end_of_run's arguments: the sum,
+  // the number of the sum's first column among the thread's columns, and whether the run is the first one. M: rows per thread.
   template <int kDim, int kLines, int kStride, int kRun, int M, class Other, class F>
   __device__ __forceinline__ void tn_in_runs(const T *p, const Other &B, i32 b0, i32 length, i32 column, F &&end_of_run) {
     constexpr int kAtOnce = C.columns_staged(kDim), kMine = kAtOnce / C.threads_k;

@@ -12,7 +12,7 @@ template <class T> struct Matrix {
   __device__ __forceinline__ T *row(i32 i) const { return data + i * row_stride; }
 };
 
-// A source whose rows lie at the addresses of a table in memory.
+// A source that looks up the address of each row in a table in memory.
 template <class Rows>
 concept LooksUp = requires { Rows::kLooksUp; };
 
@@ -24,7 +24,7 @@ template <class T> struct StridedMatrix : Matrix<T> {
 template <class Rows>
 concept Strided = requires { Rows::kStrided; };
 
-// A source whose row addresses a warp's lanes hold: lane r holds that of row r. 16-bit elements, aligned copies only.
+// A source whose addresses are held by a warp: lane r has the address of row r. For aligned copies of 16-bit elements only.
 struct RowsOfLanes {
   static constexpr bool kOfLanes = true;
   const void *address;

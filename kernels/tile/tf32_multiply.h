@@ -102,16 +102,16 @@ template <int kProducts, int kSteps> __device__ __forceinline__ void set_left(Le
   }
 }
 
-// The layout of a sum of multiply_pairs. In each 32 columns, c, a lane holds the 8 adjacent columns 8t ... 8t+7. element() returns the k-th
+// The layout of a sum of multiply_pairs. A lane holds the 8 adjacent columns 8t ... 8t+7 of the c-th 32 columns. element() returns the k-th
 // of these, which is element e = k / 4 of accumulator k % 4.
 __device__ __forceinline__ int first_column() { return 8 * (tile::lane_id() & 3); }
 template <int kM, int kC> __device__ __forceinline__ float &element(Accumulator (&d)[kM][kC], int m, int r, int c, int k) {
   return d[m][2 * c + k % 4 / 2].x[k % 2][2 * r + k / 4];
 }
 
-// Updates a row in memory from row r of block m of the sum d: y = f(y, there, x), with y in memory and x in d. there: y may be read,
-// because `reads` is set and the column exists. Only f reads y: if y were read earlier, it would not stay in registers. kAligned: columns
-// are adjacent at 16-byte addresses, and their number is a multiple of 4.
+// Sets y = f(y, there, x) for each y of a row in memory, where x is the element of d in row r of block m. `there` is true if f may read y:
+// `reads` is set and the column exists. Only f reads y: if y were read earlier, it would not stay in registers. kAligned: columns are
+// adjacent at 16-byte addresses, and their number is a multiple of 4.
 template <bool kAligned, int kM, int kC, class F>
 __device__ __forceinline__ void update_row(Accumulator (&d)[kM][kC], int m, int r, float *row, i64 stride, i32 columns, bool reads, F &&f) {
 #pragma unroll
@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_row(Accumulator (&d)[kM][kC], int m, int r
                        [&](const float &y, bool there, float x) { return there ? fmaf(x, factor, y) : x * factor; });
 }
 
-// d += x B, where B is the 8 kSteps rows of a tile from `row` on.
+// d += x times the 8 kSteps rows of B that begin at `row`.
 template <int kColumns, int kProducts, int kSteps, int kM, int kC>
 __device__ __forceinline__ void multiply_pairs(Accumulator (&d)[kM][kC], const Left (&x)[kM][kSteps], const Pairs<kColumns> &B, int row,
                                                int column = 0) {

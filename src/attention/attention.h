@@ -131,7 +131,7 @@ struct Problem {
   DType quantised_as = DType::none;                 // how quantised k and v are stored; none: in dtype
   int32_t device_type = STROBE_CPU, device_index = 0;
 
-  double scale = 1; // the score is `program` of scale q.k
+  double scale = 1; // the score is `program` applied to scale q.k
   // Visibility: query i sees keys from i + offset - left to i + offset + right, where offset = bottom_right ? Sk - Sq : 0, with the lengths
   // of the sequence. Causal is stored as right = min(right, 0).
   bool bottom_right = true;
@@ -152,7 +152,7 @@ struct Problem {
   std::shared_ptr<const score::Program> program; // the function of scale q.k, and what functions hide; null: neither exists
   Captured captured[STROBE_MOST_CAPTURED];       // the tensors that the program reads
   const score::Bytecode *bytecode = nullptr;     // a CPU engine's code of the program
-  // Those of a GPU engine; null: not made yet.
+  // A GPU engine's code of the program, and of its gradients; null: not made yet.
   std::shared_ptr<const score::CudaFunctions> cuda_functions, cuda_gradient_functions;
   // The following members are lists. In host memory they are the call's own copies (contents.h), without gaps. In device memory they are
   // the caller's, with any strides, and GPU engines copy them (cuda/program/lists.h).
@@ -173,13 +173,13 @@ struct Problem {
   } blocks;
 
   View out, lse; // lse: (batch, head, query, -)
-  // The elements from an LSE to its low number. Used only if part.partial, where LSE is two numbers.
+  // The distance, in elements, from an LSE to its low number. Used only if part.partial, where LSE is two numbers.
   int64_t lse_low = 0;
   View max_logit, column_sums;                       // forward, if asked for: (batch, head, -, -) and (batch, query head, key, -)
-  View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: given in a partial part
+  View dout, dlse, delta, dq, dk, dv, dbias, dsinks; // delta: an input, only for a partial part
   bool accumulate = false;                           // adds to dq, dk and dv
   Captured dcaptured[STROBE_MOST_CAPTURED];          // gradients of captured tensors, where wanted
-  std::shared_ptr<const score::GradientProgram> gradient_program; // what they are made of; null: none is wanted
+  std::shared_ptr<const score::GradientProgram> gradient_program; // their program; null: none is wanted
 
   // The rows, heads and sequences of a larger problem that the tensors hold (docs/semantics.md, "Parts of a problem").
   struct Part {

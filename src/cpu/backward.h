@@ -335,7 +335,7 @@ template <class T> struct KeyGradients {
   int64_t size_dk, size_dv;
   int64_t tiles = 0;
 
-  // Products write 16 rows at a time. In a part they may start at any row.
+  // The rows of memory for dK, and for dV. A product writes 16 rows at a time; in a part, its first row need not be a multiple of 16.
   static int64_t keys(const Problem &p) { return round_to(p.longest_k(), 16) + (p.part ? 16 : 0); }
   static int64_t sums(int64_t tiles) { return tiles > kTiles ? 2 : 1; }
   static int64_t size(const Problem &p, int64_t tiles) {

@@ -66,7 +66,7 @@ const InstructionSet kInstructionSets[] = {
      24,
      {0, 0.15, 0.15}},
 #endif
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(STROBE_WITHOUT_AVX2)
     {"cpu-avx2",
      [] {
        bool all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

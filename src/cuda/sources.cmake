@@ -25,7 +25,8 @@ strobe_sources(program
   program/program.cpp
   program/tensor_maps.cpp
   program/tuning.cpp)
-# Each of these groups defines types that the other families also define, above all Config, so families are compiled apart.
+# Families define different types with the same names, above all Config. So no unity group has files of two families, and files outside
+# groups are compiled one by one.
 strobe_sources(sm90
   families/engines.cpp
   families/sm90.cpp

@@ -1,5 +1,6 @@
-// What becomes of x = scale q.k before ALiBi and bias are added, and which keys a function hides: the caller's functions, or the built-in
-// ones, as one graph, from which every engine makes its own code. docs/functions.md says what a function means.
+// A call's functions as one graph, from which every engine makes its own code. The score function says what becomes of x = scale q.k before
+// ALiBi and bias are added; the mask function says which keys are hidden. Both are the caller's or built in. docs/functions.md says what a
+// function means.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -40,8 +41,8 @@ struct Node {
   int64_t integer = 0;
 };
 
-// Each node stands behind its inputs. A node that equals an earlier one is that one, constants excepted: whether two constants are equal
-// changes nothing but numbers, and kernels take these as arguments.
+// Each node comes after its inputs. A node that equals an earlier one is not added again. Constants are an exception: kernels take their
+// values as arguments, so the graph must not depend on which constants are equal.
 class Graph {
 public:
   const std::vector<Node> &nodes() const { return nodes_; }
@@ -56,9 +57,10 @@ public:
   int32_t add(const Node &); // as it is
   int32_t load(int32_t captured, Kind, const std::vector<int32_t> &indices);
   int32_t real(double), integer(int64_t), boolean(bool);
-  // A real that does not come from the caller's numbers: equal ones are one node.
+  // A real that is not one of the caller's numbers. Equal ones share a node.
   int32_t fixed(double);
-  // A real made of two constants, once: their product, quotient or sum; POWER: the exponent of the derivative of a power of exponent a.
+  // A real computed from the constants a and b: their product, quotient or sum; for POWER, the exponent of the derivative of x^a. The same
+  // arguments always give the same node.
   int32_t folded(Op, int32_t a, int32_t b);
 
 private:
@@ -83,11 +85,11 @@ struct BuiltIn {
   bool operator==(const BuiltIn &) const = default;
 };
 
-// f(x) = rest(x) - slope * distance, where the slope depends on b and h alone: ALiBi, whoever asks for it.
+// f(x) = rest(x) - slope * distance, where the slope depends on b and h alone. A caller's function of this kind is ALiBi.
 struct Penalty {
   int32_t slope = -1;         // its node; -1: the function is no such sum
   bool has_sign = false;      // the distance is i - j; otherwise |i - j|
-  bool counts_offset = false; // it is that of i + offset
+  bool counts_offset = false; // the distance is measured from i + offset instead of i
   BuiltIn rest;
 };
 
@@ -105,15 +107,15 @@ struct Program : BuiltIn {
 
   // Whether the score is not linear in q.k.
   bool curved() const { return score >= 0; }
-  // Whether it is not one of the forms, or hides keys.
+  // Whether the score is none of the forms, or keys are hidden.
   bool is_given() const { return form == Form::general || seen >= 0; }
 };
 
 // The lines of a head's score matrix along which a LOAD reads one and the same element.
 enum class Lines : int32_t {
-  rows,      // the element does not depend on the key, nor need it depend on the query
-  columns,   // it does not depend on the query
-  diagonals, // it depends on query and key by their difference alone
+  rows,      // the element does not depend on the key; it may depend on the query
+  columns,   // the element does not depend on the query
+  diagonals, // the element depends only on the difference of query and key
   general    // any two pairs may read different elements
 };
 Lines lines_of(const Graph &, int32_t load);
@@ -131,13 +133,13 @@ struct GradientProgram : Program {
 };
 
 // Adds the derivative of node `of`, a real, by node `by` (SCORE or a LOAD of reals) to the graph. Returns its node; -1: it is 0 everywhere.
-// Where a function has no derivative, it is the one that PyTorch gives.
+// Where a function has no derivative, PyTorch's value is used.
 int32_t derivative(Graph &, int32_t of, int32_t by);
 
 // Sets the slope of a program that has a score.
 void differentiate(Program &);
 
-// "20 * tanh(x / 20) + captured_0[h]", for explain(). What occurs several times has a name: "t0 = i - j; t0 * t0".
+// "20 * tanh(x / 20) + captured_0[h]", for explain(). A term that occurs several times gets a name: "t0 = i - j; t0 * t0".
 std::string formula(const Graph &, int32_t node);
 
 } // namespace strobe::score

@@ -27,7 +27,9 @@ struct Set {
 const Set kSets[] = {
 #if defined(__x86_64__)
     {"cpu-baseline", baseline::kernels},
+#if !defined(STROBE_WITHOUT_AVX2)
     {"cpu-avx2", avx2::kernels},
+#endif
 #if !defined(STROBE_UP_TO_AVX2)
     {"cpu-avx512", avx512::kernels},
 #endif

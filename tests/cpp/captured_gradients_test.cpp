@@ -75,7 +75,7 @@ TEST_CASE("captured gradients: elements of single pairs") {
   CHECK(lines_by([](P &p) { return std::vector{p.difference(p.product(p.i, p.two), p.j)}; }) == Lines::general);
   CHECK(lines_by([](P &p) { return std::vector{p.i, p.difference(p.i, p.j)}; }) == Lines::general);
   CHECK(lines_by([](P &p) { return std::vector{p.difference(p.product(p.h, p.i), p.product(p.h, p.j))}; }) ==
-        Lines::general); // it is not seen
+        Lines::general); // lines_of() does not recognise h (i - j)
   CHECK(lines_by([](P &p) { return std::vector{p.ids({p.i, p.j})}; }) == Lines::general);
   CHECK(lines_by([](P &p) { return std::vector{p.g.add(Op::WHERE, {p.g.add(Op::LESS, {p.i, p.j}), p.i, p.j})}; }) == Lines::general);
   CHECK(lines_by([](P &p) { return std::vector{p.g.add(Op::TO_INTEGER, {p.x})}; }) == Lines::general);
@@ -108,7 +108,7 @@ TEST_CASE("captured gradients: the program has a row for each LOAD on which the 
     CHECK(score::formula(gradients.graph, gradients.loads[n].slope) == slope);
   }
   const score::CapturedTensors first = {&reals};
-  CHECK(score::make_programs(a, given, first, reasons).gradients->digest == gradients.digest); // the second one has no row
+  CHECK(score::make_programs(a, given, first, reasons).gradients->digest == gradients.digest); // captured_1 has no row
 }
 
 TEST_CASE("captured gradients: each reason against one") {
@@ -155,7 +155,7 @@ TEST_CASE("captured gradients: each reason against one") {
          c.attention.score_function = c.function(f.all), c.attention.mask_function = c.function(g.all);
        }},
       {"dcaptured_0: given, and the result of score_function does not depend on captured_0; accepted is none",
-       [](Call &c) { // a node that the result does not need reads it
+       [](Call &c) { // only a node that the result does not need reads captured_0
          for (int n = 1; n < 8; n++) c.drop(text("captured_", n)), c.drop(text("dcaptured_", n));
          Nodes f;
          f.load(0, {}), f.add(STROBE_OP_SCORE);
@@ -171,7 +171,7 @@ TEST_CASE("captured gradients: each reason against one") {
     CHECK(lines(error()).front() == wrong.message);
     CHECK(call.untouched());
   }
-  Call forward; // which ignores them, as it ignores dq
+  Call forward; // a forward ignores dcaptured_n, as it ignores dq
   make_captured_gradients(forward);
   forward.direction = Direction::forward;
   forward["dcaptured_1"].shape[0] = 100;

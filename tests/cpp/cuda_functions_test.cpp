@@ -22,10 +22,11 @@ constexpr int64_t kValues = 16;
 
 class Operations {
 public:
-  // Groups of operations. reals: operations of reals. reals_without_calls: those for which NVRTC generates no calls in FP64, because the
-  // emulator has no calls. quotients: those of reals, whose code is so long that they stand apart. others: all others. approximated: those
-  // that are approximated in 16 bits. decided: those that are not, because a whole follows from them. Sine, cosine and tangent are left
-  // out, because they read tables and the emulator has none.
+  // Groups of operations. reals: operations on reals. reals_without_calls: the operations on reals for which NVRTC generates no calls in
+  // FP64, because the emulator has no calls. quotients: divisions of reals; they are a group of their own because their code is long.
+  // others: integers, booleans and the rest. approximated: operations that 16-bit kernels approximate. decided: operations that no kernel
+  // approximates, because an integer, a comparison or an index depends on them. Sine, cosine and tangent are left out, because they read
+  // tables and the emulator has none.
   enum class Which { reals, reals_without_calls, quotients, others, approximated, decided };
   Nodes f;
   int32_t count = 0;
@@ -48,7 +49,8 @@ public:
   int32_t result() const { return result_; }
 
 private:
-  int32_t head_, x_, u_, v_, m_, n_, narrow_, flag_; // reals in (0.1, 0.9); int64, int32 and bool
+  // The nodes of the head, the score, and loads: u_ and v_ are reals from 0.1 to 0.9, m_ and n_ int64, narrow_ int32, flag_ bool.
+  int32_t head_, x_, u_, v_, m_, n_, narrow_, flag_;
   int32_t result_ = -1;
 
   void is(int32_t value) {
@@ -93,7 +95,7 @@ private:
     is(op(STROBE_OP_REMAINDER, {f.real(-3), u_}));
     is(op(STROBE_OP_TRUNC_REMAINDER, {f.real(-3), u_}));
   }
-  void decided() { // by quotients of whole numbers, of which approximated ones are a little smaller
+  void decided() { // the quotients are integers, and approximate divisions would give a little less
     const int32_t whole = op(STROBE_OP_TO_REAL, {narrow_}), part = op(STROBE_OP_DIVIDE, {whole, f.real(37)});
     for (const strobe_operation o : {STROBE_OP_FLOOR, STROBE_OP_CEIL, STROBE_OP_TRUNC}) is(op(o, {part}));
     is(op(STROBE_OP_ROUND, {op(STROBE_OP_MULTIPLY, {part, f.real(0.5)})}));
@@ -141,7 +143,8 @@ private:
     is_integer(op(STROBE_OP_TO_INTEGER, {scaled}));
     is_integer(op(STROBE_OP_TO_INTEGER, {flag_}));
     is_integer(op(STROBE_OP_WHERE, {flag_, m_, narrow_}));
-    const int32_t rounded = op(STROBE_OP_TO_INTEGER, {op(STROBE_OP_MULTIPLY, {scaled, f.real(1e12)})}); // limited: the load clamps it
+    // Kernels may limit `rounded` to 2^30, because load() clamps the index.
+    const int32_t rounded = op(STROBE_OP_TO_INTEGER, {op(STROBE_OP_MULTIPLY, {scaled, f.real(1e12)})});
     is(f.load(0, {op(STROBE_OP_MINIMUM, {op(STROBE_OP_ADD, {rounded, f.integer(3)}), f.integer(100)})}));
     is(f.load(0, {narrow_}));
     is(f.load(0, {m_}));
@@ -302,7 +305,7 @@ TEST_CASE("functions: a hostile graph is planned at once") {
   Graph &g = f.graph;
   const int32_t x = g.add(Op::SCORE), i = g.add(Op::QUERY);
   std::vector<int32_t> layer = {g.add(Op::TO_INTEGER, {x})};
-  while (g.size() < 900) { // each node is taken by many of the next layer
+  while (g.size() < 900) { // each node is an input of many nodes in the next layer
     std::vector<int32_t> next;
     for (int n = 0; n < 60; n++)
       next.push_back(g.add(n % 2 ? Op::ADD : Op::SUBTRACT, {layer[size_t(n) % layer.size()], layer[size_t(7 * n + 3) % layer.size()]}));
@@ -317,7 +320,7 @@ TEST_CASE("functions: a hostile graph is planned at once") {
   p.captured[0].rank = 1, p.program = std::make_shared<const Program>(f);
   const std::clock_t before = std::clock();
   for (int n = 0; n < 10; n++) CHECK(made(p).digest() == made(p).digest());
-  CHECK(double(std::clock() - before) / CLOCKS_PER_SEC < 1); // of 20
+  CHECK(double(std::clock() - before) / CLOCKS_PER_SEC < 1); // for 20 programs
 }
 TEST_CASE("functions: shifts by a number take 32 bits") {
   using namespace score;

@@ -132,7 +132,7 @@ TEST_CASE("part: ranges drawn at random") {
       if (draw(2)) call.drop(name);
     const int64_t batch = draw(3) ? 1 : B, count = 1 + draw(4), whole = Sq + draw(12);
     std::vector<int64_t> values;
-    for (int64_t b = 0; b < batch; b++) { // gaps and rows are drawn; often one number is off by one
+    for (int64_t b = 0; b < batch; b++) { // draws the ranges' lengths, and the gaps before them
       int64_t at = 0, rows = Sq, room = whole - Sq;
       for (int64_t n = 0; n < count; n++) {
         const int64_t gap = draw(room + 1), length = n + 1 < count ? draw(rows + 1) : rows;
@@ -140,6 +140,7 @@ TEST_CASE("part: ranges drawn at random") {
         at += gap + length, rows -= length, room -= gap;
       }
     }
+    // In half of the cases, one number is changed by up to 3.
     if (draw(2)) values[static_cast<size_t>(draw(static_cast<int64_t>(values.size())))] += draw(7) - 3;
     of.set(of.q_ranges, values, {batch, count, 2}), of.set(of.seqlens_q, {whole}, {1});
     bool good = true;

@@ -138,8 +138,8 @@ class Worker:
 class Sets:
     """Hands out numbers of option sets until there are enough or the time is over."""
 
-    def __init__(self, seed: int, most: int, until: float):
-        self._next, self._end, self._until, self._lock = seed * SETS_A_SEED, seed * SETS_A_SEED + most, until, threading.Lock()
+    def __init__(self, first: int, most: int, until: float):
+        self._next, self._end, self._until, self._lock = first, first + most, until, threading.Lock()
 
     def draw(self) -> int | None:
         with self._lock:
@@ -212,10 +212,10 @@ def cores() -> int:
     return found
 
 
-def run(seed: int, seconds: float, most: int, workers: int, calls: int, patience: float) -> tuple[Tally, float]:
+def run(first: int, seconds: float, most: int, workers: int, calls: int, patience: float) -> tuple[Tally, float]:
     began = time.monotonic()
     deadline = began + seconds
-    tally, sets = Tally(), Sets(seed, most, deadline - min(15.0, 0.1 * seconds))  # sets that begin later may not end in time
+    tally, sets = Tally(), Sets(first, most, deadline - min(15.0, 0.1 * seconds))  # sets that begin later may not end in time
     threads = [threading.Thread(target=attend, args=(i, sets, tally, calls, patience, deadline)) for i in range(workers)]
     for thread in threads:
         thread.start()
@@ -238,6 +238,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=cores(), help="by default as many as there are cores")
     parser.add_argument("--patience", type=float, default=120, help="seconds that a call, its kernels compiled, may take")
     parser.add_argument("--record", type=Path, help="by default tests/gpu-record.json; nothing is recorded of the emulated GPU")
+    parser.add_argument("--functions", action="store_true", help="draw calls with a function of the score or the mask alone")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.work:
@@ -246,11 +247,15 @@ def main() -> int:
     import record
     import torch
 
+    from random_call import FUNCTIONS_ON_GPU
+    from random_draw import CALLS
+
     if os.environ["STROBE_TEST_DEVICE"] == "cuda" and not torch.cuda.is_available():  # does not initialise CUDA
         parser.exit(2, "PyTorch sees no CUDA device here; CONTRIBUTING.md has the command for the emulated GPU\n")
     digest = record.digest()
     print(f"seed {asked.seed}, {asked.workers} workers", flush=True)
-    tally, seconds = run(asked.seed, asked.seconds, min(asked.sets, SETS_A_SEED), asked.workers, asked.calls, asked.patience)
+    first = asked.seed * SETS_A_SEED + (FUNCTIONS_ON_GPU // CALLS if asked.functions else 0)
+    tally, seconds = run(first, asked.seconds, min(asked.sets, SETS_A_SEED), asked.workers, asked.calls, asked.patience)
     found = {"calls": tally.calls, "option_sets": tally.option_sets, "wrong": tally.wrong}
     found |= {"seeds": [asked.seed], "device": tally.device, "seconds": round(seconds)}
     print(json.dumps(found | {"runs": tally.runs, "left_out": tally.left_out}))

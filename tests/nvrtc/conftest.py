@@ -11,7 +11,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 from engines import is_drawn, leave_out, part
 
 # Tests of one or two kernels per case, which take seconds to compile. `make test` draws one in SHARE cases of each group, at least one.
-COMPILED = ("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills", "test_compiles_without_spills")
+COMPILED = (
+    *("test_ships", "test_pairs", "test_invariant", "test_it_compiles_without_spills", "test_compiles_without_spills"),
+    *("test_hopper", "test_hopper_beside_blocks", "test_other_families"),
+    *("test_gradients_of_captured_tensors", "test_gradients_of_captured_tensors_in_other_families"),
+)
 SHARE = 5
 
 
@@ -35,8 +39,8 @@ def _always(item):
 
 
 def _group(item):
-    """The group of a test: a GPU with an option, or an engine. At least one test of each group is drawn."""
+    """The group of a test: a GPU with an option, an engine, or a direction. At least one test of each group is drawn."""
     params = item.callspec.params
     if "job" in params:
         return params["job"].compute_capability, params["job"].feature
-    return tuple(str(params[name]) for name in ("arch", "cc", "engine", "dtype", "feature") if name in params)
+    return tuple(str(params[name]) for name in ("arch", "cc", "engine", "dtype", "feature", "backward") if name in params)

@@ -31,19 +31,20 @@ def scores_on_gpu(rng: random.Random) -> float:
     return rng.choices([10**5, 10**6, 10**7], [0.4, 0.4, 0.2])[0] * rng.uniform(0.3, 1)
 
 
-FUNCTIONS = 1 << 30  # numbers from here on are small calls with a function of the score or the mask
+# Numbers from here on are calls with a function of the score or the mask: small ones on a CPU, and those of the GPUs' numbers.
+FUNCTIONS, FUNCTIONS_ON_GPU = 1 << 30, 1 << 60
 
 
 def drawn(number: int, gpu: bool = False) -> Call:
     if number >= FUNCTIONS and not gpu:
         o = draw_options(number, functions=1.0)
-        o["functions"] = o["functions"] or ["mask"]
         shape = draw_shape(number, o, lambda rng: rng.uniform(300, 6000), most=400, most_keys=2048)
         return build(number, o, shape, DEVICE)
     if not gpu:
         o = draw_options(number)
         return build(number, o, draw_shape(number, o, scores_on_cpu), DEVICE)
-    o = draw_options(number, {"bfloat16": 0.42, "float16": 0.25, "float32": 0.25, "float64": 0.08})
+    dtypes = {"bfloat16": 0.42, "float16": 0.25, "float32": 0.25, "float64": 0.08}
+    o = draw_options(number, dtypes, functions=1.0) if number >= FUNCTIONS_ON_GPU else draw_options(number, dtypes)
     return build(number, o, draw_shape(number, o, scores_on_gpu, most_keys=2**11 if EMULATED else 2**17), DEVICE)
 
 

@@ -85,7 +85,7 @@ def _wide(rng: random.Random, most: int) -> int:
 
 def draw_options(number: int, dtypes: dict[str, float] | None = None, functions: float = 0.2) -> Options:
     """The options that calls with the same number // CALLS share. dtypes: the weight of each dtype; functions: how often a call has a score
-    of its own."""
+    of its own; 1.0: each has a function of the score or the mask."""
     rng = random.Random(f"options {number // CALLS}")
     o: Options = {"dtype": _one(rng, dtypes or {"float32": 0.35, "bfloat16": 0.3, "float16": 0.2, "float64": 0.15})}
     o["d"] = _width(rng)
@@ -145,6 +145,8 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None, functions:
     o["functions"] = [
         name for name, drawn in (("score", o["score"] == "dot" and of_score < functions), ("mask", of_mask < functions / 2)) if drawn
     ]
+    if functions == 1.0 and not o["functions"]:
+        o["functions"] = ["mask"]
     o["tables"] = rng.choice(["wide", "wide", "own"])  # the dtype of captured reals
     return o
 

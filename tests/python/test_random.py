@@ -120,9 +120,9 @@ def test_dropout_by_groups_is_the_contracts(shape):
 
 def test_the_judge_refuses_what_is_a_little_wrong():
     """A few calls in float32: results with a relative error of 5e-6, and results of q·k without its last column, are refused."""
-    calls = [call for call in (drawn(number) for number in range(0, 240 * CALLS, CALLS)) if call.words["dtype"] == "float32"]
-    calls = [call for call in calls if call.packing is None and call.words["score"] == "dot" and call.dense.q.shape[2] >= 20][:4]
-    assert len(calls) == 4
+    calls = [call for call in (drawn(number) for number in range(0, 120 * CALLS, CALLS)) if call.words["dtype"] == "float32"]
+    calls = [call for call in calls if call.packing is None and call.words["score"] == "dot" and call.dense.q.shape[2] >= 20][:2]
+    assert len(calls) == 2
     refused = []
     for call in calls:
         results, q = run(call, None), call.q.clone()

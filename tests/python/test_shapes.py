@@ -10,7 +10,7 @@ from drawn_cases import cases
 from engines import LONG, beside_the_default
 
 
-@settings(max_examples=3000 if LONG else 80, deadline=None, derandomize=not LONG, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3000 if LONG else 50, deadline=None, derandomize=not LONG, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_any_legal_call(case):
     inputs = build(case)

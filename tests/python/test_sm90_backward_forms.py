@@ -22,7 +22,7 @@ FIELDS = re.findall(
 class Form(NamedTuple):
     queries: int  # queries of a tile
     what: str
-    in_line: bool = False  # for more than 64 columns; up to 64, `what` tells
+    in_line: bool = False  # set for more than 64 columns; up to 64 columns, `what` says it
 
 
 OWNED, STAGED, IN_LINE = "dQ in shared memory", "two stages of keys", "two stages of keys in line"

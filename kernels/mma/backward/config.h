@@ -7,11 +7,11 @@ namespace strobe::mma {
 
 struct BackwardConfig {
   i32 dtype;                // kF16 or kBF16
-  i32 head_dim, head_dim_v; // rounded up to the next multiple of 16 * dim_warps; wide heads: of 64
+  i32 head_dim, head_dim_v; // rounded up to a multiple of 16 * dim_warps, or, for wide heads, of 64
   i32 tile_q, tile_k;       // queries: a multiple of step_q * dim_warps, or step_q; keys: a multiple of 16 * key_warps
   i32 key_warps,
       dim_warps; // each role has key_warps x dim_warps warps: key_warps divide the keys, dim_warps the head dims (and the queries of S)
-  i32 step_q;    // for how many queries a warp computes S at a time, a multiple of 16
+  i32 step_q;    // the number of queries for which a warp computes S at a time; a multiple of 16
   i32 aligned;   // 16-byte copies: adjacent columns, rows and bases multiples of 16 bytes, head dims multiples of 8
   i32 deterministic;
   i32 invariant; // deterministic, and a row's bits do not depend on what is hidden in its tiles

@@ -10,8 +10,8 @@ inline constexpr i32 kLagging = 1; // by a factor of 2^8 in P: most tiles need n
 inline constexpr i32 kFixed = 2;   // without bound. The maximum is no longer taken once a row has had a tile with no hidden key. A tile of
                                    // queries that overflows is computed again, with kLagging
 // kFixedByRow: each row decides for itself. A row's M stays fixed after the first tile with a key that the row sees, and lags by 2^8 while
-// the row's sum is large. If a result is not finite, the query tile is computed again, and each chunk of keys is walked twice: once in the
-// same way, and then lagging, for the rows that are not finite. (An enum leaves no symbol in kernels that do not use it.)
+// the row's sum is large. If a result is not finite, the query tile is computed again. Each chunk of keys is then walked twice: first in
+// the same way, then with a lagging M for the rows that are not finite. (An enum leaves no symbol in kernels that do not use it.)
 enum : i32 { kFixedByRow = 3 };
 
 struct Config {

@@ -348,7 +348,7 @@ template <Config C> struct LoadQ {
   }
 
 private:
-  // The row of the tensors that is position 0, or would be.
+  // The row of the tensors where position 0 lies, or would lie.
   __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
     if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
     return a.in.held<C.features>(item.b).q0;

@@ -32,7 +32,8 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PINK, GREY, BROWN, PURPLE =
     "#7F4F24",
     "#4B2E83",
 )
-# Colour and marker by the first of these words in a method's name, so that a method looks the same in every picture and on every machine.
+# A method has the colour and marker of the first of these words that its name contains. So a method looks the same in every picture and
+# on every machine.
 LOOKS = {
     "Strobe": (VERMILLION, "o"),
     "math": (BLUE, "s"),
@@ -42,7 +43,7 @@ LOOKS = {
     "FlashAttention-1": (BROWN, "h"),
     "FlashAttention-2": (PINK, "P"),
     "FlashAttention-4": (PURPLE, "d"),
-    "SDPA": (PINK, "P"),  # flash: FlashAttention-2's loops on a CPU
+    "SDPA": (PINK, "P"),  # as FlashAttention-2, whose loops SDPA's flash backend runs on a CPU
     "Linformer": (BLACK, "X"),
     "Sparse Transformer": (GREY, "*"),
 }

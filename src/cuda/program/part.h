@@ -16,8 +16,8 @@ bool begins_aligned(const Problem &);
 // Whether tiles are numbered through all sequences (kernels/attention/packed_tiles.h), so that a short sequence has only the tiles that it
 // fills.
 inline bool numbers_tiles(const Problem &p) { return p.varlen && !p.part; }
-// Whether it pays to number tiles in kernels in which every block must then search for its tile, which takes 0.5 µs on an H200. True if it
-// halves the number of blocks. Without numbering each sequence has as many tiles as the longest one. rows: the rows of all sequences.
+// Whether numbering tiles pays in kernels whose blocks must then search for their tiles. The search takes 0.5 µs on an H200. True if
+// numbering halves the number of blocks: without it, each sequence has as many tiles as the longest one. rows: the rows of all sequences.
 bool worth_numbering(const Problem &, int64_t rows, int64_t longest, int64_t tile);
 
 // How many query (key) tiles the sequence with the most tiles has, counted as in kernels.

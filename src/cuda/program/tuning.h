@@ -50,15 +50,15 @@ private:
   std::string ignored_;
 };
 
-// The path of the table for such a device; empty if there is no cache folder.
+// The path of the table for devices of this name; empty if there is no cache folder.
 std::string tuning_file(const std::string &device_name);
 // A digest of all kernel sources. A table that was measured with other sources is stale.
 const std::string &kernels_digest();
 // The device's table, read when first needed. With STROBE_TUNING=0 there is none.
 const Tuning &tuning(const Device &);
 
-// Lines "name = value": file, the table's path; format, device and kernels, which a table must repeat to be used; ignored, the reason why
-// the table is not used.
+// Lines "name = value" about the device's table: `file` is its path; `format`, `device` and `kernels` are the values that a table must have
+// to be used; `ignored` is the reason why the table is not used.
 std::string tuning_header(const Device &);
 
 } // namespace strobe::cuda

@@ -48,7 +48,7 @@ std::vector<std::string> included(const fs::path &file) {
   return all;
 }
 
-// The family's name begins its file names: mma_backward.cpp is a file of "mma". engines.cpp and families.h belong to no family.
+// A family's file names begin with its name: mma_backward.cpp belongs to "mma". engines.cpp and families.h belong to no family.
 const std::string kFamilies[] = {"ladder", "mma", "simt", "sm90", "tf32"};
 std::string family_of(const std::string &file) {
   const std::string stem = fs::path(file).stem();

@@ -27,7 +27,7 @@ class Problem(NamedTuple):
     dim_v: int = 0
     dropout: float = 0.0
     lengths: tuple[int, ...] = ()  # packed sequences, instead of batch and seqlen
-    window: int = 0  # how many keys before its own position a query of a causal call sees; 0: all
+    window: int = 0  # with causal: a query sees this many keys before its own position; 0: all
 
     def flops(self, backward: bool) -> float:
         """FLOP of two products forward, or of five backward (three with the keys' dimension, two with the values'). A causal call counts
@@ -46,7 +46,7 @@ class Problem(NamedTuple):
         return scores * (0.5 if self.causal else 1)
 
     def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of normal numbers."""
+        """q, k and v, normally distributed."""
         import torch
 
         heads_kv, seqlen_k, dim_v = self.heads_kv or self.heads, self.seqlen_k or self.seqlen, self.dim_v or self.dim
