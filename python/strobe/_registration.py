@@ -186,8 +186,10 @@ _GET_KERNEL: Callable[..., Any] | None = getattr(torch.library, "get_kernel", No
 
 def _install(stack: ExitStack) -> None:
     operators: list[tuple[str, tuple[str, ...], str, Callable[..., Any]]] = [(f"aten::{SDPA}", _ALL, SDPA, _sdpa)]
-    if _GET_KERNEL is not None and _has_varlen():
+    packed = _varlen_operators()
+    if hasattr(packed, "_varlen_attn"):
         operators.append(("torch_attn::_varlen_attn", _TRACKED, VARLEN, _varlen))
+    if hasattr(packed, "_varlen_attn_out"):
         operators.append(("torch_attn::_varlen_attn_out", _DENSE, VARLEN_OUT, _varlen_out))
     for operator, keys, name, compute in operators:
         originals = {key: _original(operator, key) for key in keys}  # before the first override, which changes what others inherit
@@ -201,12 +203,13 @@ def _install(stack: ExitStack) -> None:
         _replace(stack, owner, attribute, replacement)
 
 
-def _has_varlen() -> bool:
+def _varlen_operators() -> Any:
+    """The namespace of varlen_attn's operators; None if their kernels cannot be read, or if this PyTorch has none."""
     try:
-        import torch.nn.attention.varlen  # defines the operators
+        import torch.nn.attention.varlen  # defines them
     except ImportError:
-        return False
-    return hasattr(torch.ops.torch_attn, "_varlen_attn") and hasattr(torch.ops.torch_attn, "_varlen_attn_out")
+        return None
+    return None if _GET_KERNEL is None else torch.ops.torch_attn
 
 
 def _original(qualified: str, key: str) -> Callable[..., Any]:
