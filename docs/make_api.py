@@ -42,9 +42,9 @@ WIDTH = 140
 
 
 def public(module: ModuleType) -> list[tuple[str, Any]]:
-    """What a module offers: its __all__, else the functions and classes that it defines."""
-    names = getattr(module, "__all__", None)
-    if names is None:
+    """What a module offers: its __all__ and names that it loads late, else the functions and classes that it defines."""
+    names = [*getattr(module, "__all__", ()), *getattr(module, "_LATE_NAMES", ())]
+    if not hasattr(module, "__all__"):
         names = [name for name, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
     found = [(name, getattr(module, name)) for name in sorted(names, key=str.lower) if not name.startswith("_")]
     return [(name, x) for name, x in found if inspect.isroutine(x) or inspect.isclass(x)]

@@ -4,6 +4,7 @@
 
 strobe.hyperbolic_attention attends between points of hyperbolic space; strobe.hyperbolic has the maps between its models.
 strobe.kv writes into KV caches, contiguous or in pages.
+strobe.register() runs PyTorch's own attention functions on Strobe, until strobe.unregister().
 strobe.nn.FlashAttention is a torch.nn.Module that computes strobe.attention with options that are set once: see help(strobe.nn).
 """
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from . import distributed as distributed
     from . import kv as kv
     from . import nn as nn
+    from ._registration import Registration as Registration
+    from ._registration import register as register
+    from ._registration import registered as registered
+    from ._registration import unregister as unregister
 
 # If torch is imported later, that import registers the operators (torch.backends in pyproject.toml); before PyTorch 2.5, the first call
 # with a tensor does.
@@ -48,11 +53,13 @@ __all__ = [
 ]
 
 
-_LATE = ("compat", "distributed", "kv", "nn")  # they import torch, so they are loaded on first use
+# They import torch, so they are loaded on first use.
+_LATE = ("compat", "distributed", "kv", "nn")
+_LATE_NAMES = ("Registration", "register", "registered", "unregister")
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_LATE, "hyperbolic"]
+    return [*__all__, *_LATE, *_LATE_NAMES, "hyperbolic"]
 
 
 def __getattr__(name: str) -> Any:
@@ -60,4 +67,8 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return import_module(f".{name}", __name__)
+    if name in _LATE_NAMES:
+        from . import _registration
+
+        return getattr(_registration, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["from-formula-to-kernel.md", "compat.md", "functions.md", "hyperbolic.md", "ladder.md", "pytorch.md", "reference.md"]
 
 
-@pytest.mark.parametrize("page", ["from-formula-to-kernel.md", "compat.md", "functions.md", "hyperbolic.md", "ladder.md", "reference.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_code_runs(page, monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(F, "scaled_dot_product_attention", F.scaled_dot_product_attention)  # restored later: a block on a page replaces it

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import attention, attention_backward
+from .._attention import attention, attention_backward
 from .._checks import is_whole, refuse
 from .._messages import shown
 from .._tensor_checks import check_cu_seqlens, misplaced, unfit_tensors, within

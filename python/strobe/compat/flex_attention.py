@@ -36,6 +36,7 @@ from ._block_mask import (
     or_masks,
     ready,
 )
+from ._nested import as_nested, wrong_nested
 from ._words import called, flag_or_refusal, front, tensor_or_refusal
 
 __all__ = [
@@ -201,7 +202,7 @@ def _of_all(function: Callable[..., Any], places: tuple[Tensor, ...], *scores: T
 
 def _attend_nested(given: dict[str, Any], wants_lse: bool, wants_max: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     query, key, value = (given[name] for name in ("query", "key", "value"))
-    refuse(*(_wrong_nested(name, given[name], 4) for name in ("query", "key", "value")))
+    refuse(*(wrong_nested(name, given[name], 4) for name in ("query", "key", "value")))
     if wants_max:
         raise NotImplementedError("return_aux: max_scores of nested tensors; accepted is lse")
     q, k, v = (x.values() for x in (query, key, value))  # (H, tokens, D)
@@ -220,27 +221,7 @@ def _attend_nested(given: dict[str, Any], wants_lse: bool, wants_max: bool) -> t
         all_out, all_lse, _ = _attend_dense(dense, True, False)
         assert all_lse is not None
         out, lse = all_out[0].transpose(0, 1), all_lse[0].transpose(0, 1)
-    return _as_nested(out, query), _as_nested(lse, query) if wants_lse else None, None
-
-
-# torch.nested has no types: a nested tensor is Any here.
-
-
-def _wrong_nested(name: str, x: Any, rank: int = 0) -> Exception | None:
-    shape = "(B, H, ragged, D)" if rank else "(..., ragged, ...)"
-    if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged:
-        return TypeError(f"{name}: {kind(x)}; accepted beside nested tensors is one of layout torch.jagged, {shape}")
-    nested: Any = x
-    if rank and (x.dim() != rank or nested._ragged_idx != 2):
-        return ValueError(f"{name}: nested, with {x.dim()} axes, of which the ragged one is {nested._ragged_idx}; accepted is {shape}")
-    if nested.lengths() is not None:
-        return ValueError(f"{name}: nested, with gaps between its sequences; accepted is one without: x.contiguous()")
-    return None
-
-
-def _as_nested(x: Tensor, like: Any) -> Tensor:
-    """(tokens, H, ...) as (B, H, ragged, ...)."""
-    return torch.nested.nested_tensor_from_jagged(x, offsets=like.offsets()).transpose(1, 2)
+    return as_nested(out, query), as_nested(lse, query) if wants_lse else None, None
 
 
 def _of_sequences(function: Callable[..., Any], query: Any, key: Any, is_score: bool) -> Callable[..., Any]:
@@ -340,7 +321,7 @@ def create_nested_block_mask(
     """
     q: Any = q_nt
     k: Any = q_nt if kv_nt is None else kv_nt
-    refuse(_wrong_nested("q_nt", q), _wrong_nested("kv_nt", k))
+    refuse(wrong_nested("q_nt", q), wrong_nested("kv_nt", k))
     if not callable(mask_mod):
         raise TypeError(f"mask_mod: {kind(mask_mod)}; accepted is a function g(b, h, q_idx, kv_idx)")
     q_len, kv_len = (x.values().shape[x._ragged_idx - 1] for x in (q, k))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import attention
+from .._attention import attention
 from .._refusals import refusing
 from ..arrays.torch import TORCH
 from ._words import called, flag_or_refusal, front, mask_or_bias, tensor_or_refusal
