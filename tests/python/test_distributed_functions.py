@@ -38,7 +38,7 @@ def single():
 @pytest.mark.parametrize(("world", "method"), WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_functions_see_the_whole_problem(workers, single, name, world, method):
-    """out, lse, dq, dk, dv and the gradients of captured tensors, which are sums over all ranks."""
+    """out, lse, dq, dk, dv and the gradients of captured tensors, which are parts that the ranks add up."""
     for kind, dtype in (("zigzag", torch.float64), ("blocks", torch.float32)):
         found = functions.joined(name, kind, workers.run(functions.on_rank, world, name, method, kind, dtype), dtype)
         check(found, single(name, dtype), dtype)
@@ -99,11 +99,10 @@ def test_in_a_context(workers, single):
     check(functions.joined("mask", "zigzag", answers, torch.float64), single("mask", torch.float64), torch.float64)
 
 
-def test_gradients_of_16_bits_are_added_in_32(workers):
-    """The sum of the ranks' addends is rounded once."""
-    (exact, *others), halves = workers.run(functions.learns, 4, torch.float32), workers.run(functions.learns, 4, torch.bfloat16)
-    assert all(torch.equal(x, exact) for x in others)
-    assert all(torch.equal(x, exact.bfloat16()) for x in halves)
+def test_gradients_of_16_bits_are_rounded_once(workers):
+    """A rank's part, of as many products of its own as the method makes, is added up in float32."""
+    exact, halves = workers.run(functions.learns, 4, torch.float32), workers.run(functions.learns, 4, torch.bfloat16)
+    assert all(torch.equal(x, y.bfloat16()) for x, y in zip(halves, exact, strict=True))
 
 
 WORDS = {

@@ -88,8 +88,7 @@ def attention(
     Every option has its meaning in strobe.attention() for the whole sequences. Each rank has the rows of q, k and v that the sharding
     gives it, and gets its rows of the result. It is differentiable once in q, k, v, bias, sinks and what a function of the score reads,
     under torch.compile as well; all ranks then differentiate. Gradients of tensors that all ranks share (sinks, a bias whose rows are
-    broadcast) are local parts, to be added up over the ranks, as those of parameters are. Those of tensors that functions read are whole:
-    the sum over all ranks, on each rank.
+    broadcast, what functions read) are local parts, to be added up over the ranks, as those of parameters are.
 
     Args:
         q: the rank's rows, (B, H, Sq, D), (B, Sq, H, D) with layout "bshd", or (Tq, H, D) packed; as strobe.attention() takes it.

@@ -130,8 +130,10 @@ def captured_as(place: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
 
 
 def whole(_: str, x: Tensor) -> Tensor:
-    """A captured tensor, of which a DTensor has to lie on each rank as a whole. Its gradient is the whole one."""
-    return _replicated(x).to_local() if DTensor is not None and isinstance(x, DTensor) else x
+    """A captured tensor, of which a DTensor has to lie on each rank as a whole. All ranks of its mesh add to its gradient."""
+    if DTensor is None or not isinstance(x, DTensor):
+        return x
+    return _replicated(x).to_local(grad_placements=[Partial()] * x.device_mesh.ndim)
 
 
 def _captured(option: str, x: Tensor, mesh: Any, placements: Sequence[Placement]) -> Tensor:

@@ -55,25 +55,6 @@ def exchange(waits: Waits, what: str, sent: Tensor, to: Sequence[int], of: Seque
     return begin(waits, what, sent, to, room(sent, sum(of)), of).wait()
 
 
-def summed(waits: Waits, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The sums over all ranks of tensors with the same shapes and dtypes on each, added in the order of the ranks: the same bits on all
-    ranks and in every run, which an all-reduce does not promise."""
-    world = waits.group.size()
-    if world == 1 or not xs:
-        return [*xs]
-    flat = torch.cat([x.reshape(-1).to(torch.float64) for x in xs])
-    size = -(-flat.numel() // world)
-    sent = torch.nn.functional.pad(flat, (0, size * world - flat.numel())).view(world, size)
-    one_each = [1] * world
-    of_ranks = exchange(waits, "gradients of captured tensors", sent, one_each, one_each)
-    total = of_ranks[0].clone()
-    for x in of_ranks[1:]:
-        total += x
-    found = exchange(waits, "gradients of captured tensors", total.expand(world, size).contiguous(), one_each, one_each).view(-1)
-    split = found[: flat.numel()].split([x.numel() for x in xs])
-    return [each.view(x.shape).to(x.dtype) for each, x in zip(split, xs, strict=True)]
-
-
 def room(like: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
     """`rows` uninitialised rows, in the shape of the rows of `like`."""
     return allocated((rows, *like.shape[1:]), None, dtype or like.dtype, like.device)

@@ -22,7 +22,6 @@ from .._options import BLOCKS, FIELDS, FULL_BLOCKS, GRADIENTS, INPUTS, written
 from ..arrays.torch import TORCH
 from ._agree import Recorded, Said, Signature, agree, drawn_by_first
 from ._call import Pass, Plan, RankCall, Results, ask_for, check, check_shapes, facts_of, in_own_words
-from ._exchange import summed
 from ._group import Levels, of_name, takes
 from ._heads import has_rows
 from ._late import Waits
@@ -272,8 +271,6 @@ def run_backward(
     with torch.no_grad():
         made = _started(of_caller, own, "backward", lambda call: METHODS[own.method].Backward(call, known, saved))
         found = made.run()
-        captured = [f"d{name}" for name in CAPTURED if name in own.needs]
-        found |= dict(zip(captured, summed(Waits(own.group, own.seconds), [found[name] for name in captured]), strict=True))
     return [_as_given(found[f"d{name}"], as_given[name]) for name in _NAMES if name in own.needs]
 
 
