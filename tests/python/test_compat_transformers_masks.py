@@ -397,6 +397,10 @@ FUNCTIONS: dict[str, tuple[Any, set[str]]] = {
     ),
     "keys": (masks.and_masks(masks.causal_mask_function, masks.padding_mask_function(GROUPS < 1)), {"causal", "keys"}),
     "of the user": (lambda b, h, i, j: (i - j).abs() % 3 == torch.where(i > 4, 0, 1), {"function"}),
+    "chunks that trail": (
+        lambda b, h, i, j: (torch.div(i, 4, rounding_mode="trunc") - torch.div(j, 4, rounding_mode="trunc")).abs() <= 1,
+        {"function"},
+    ),
     "what only a query hides": (lambda b, h, i, j: (j <= i) & (GROUPS[b, i] < 0), {"causal", "function"}),
     "a window to the right": (lambda b, h, i, j: (j > i + 1) & (j <= i + 9), {"function", "window"}),
     "two stretches": (lambda b, h, i, j: ((i - j) == 0) | (i - j >= 5), {"function"}),
@@ -456,6 +460,19 @@ def test_options(name, monkeypatch):
             if not side:
                 assert options_of(mask) == expected
             assert_as_dense(mask)
+
+
+def test_a_function_of_the_head():
+    """transformers' own attention calls it with head 0 alone. Here h is the head, also for one query."""
+    for length in (S, 1):
+        mask = made(lambda b, h, i, j: (i - j) % 4 >= h, q_length=length, q_offset=S - length)
+        q, k, v = drawn(length, S)
+        at = torch.arange(S, device=DEVICE)
+        heads = torch.arange(4, device=DEVICE)[:, None, None]
+        dense = (at[S - length :, None] - at) % 4 >= heads
+        out, _ = attention_forward(torch.nn.Module(), q, k, v, mask)
+        expected, _ = attention_forward(torch.nn.Module(), q, k, v, dense)
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
 
 
 OFFSETS = {

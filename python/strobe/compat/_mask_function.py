@@ -210,14 +210,10 @@ class MaskFunction(_BlockMask):
         rest.settle()
 
     def _keep_function(self, function: Callable[..., Any]) -> None:
-        """Takes a function that cannot be taken apart as it is."""
-        if self.q_length == 1 and not self.parts:
-            self.dense = self.to_dense()
-            return
+        """Takes a function that cannot be taken apart as it is. The call of attention() says so if it has no graph."""
         self.function = _offset(function, self.q_offset, self.kv_offset)
         if self.padding is not None:
             self.function = _with_keys(self.function, self._key_mask(self.padding))
-        self._find_blocks()
 
     def _find_blocks(self) -> None:
         worth = self.q_length * self.kv_length >= _WORTH_BLOCKS
@@ -267,7 +263,8 @@ class _Rest:
         others = [condition for condition in self.others if not any(condition is each for _, each in self.sequences)]
         is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
         mask.is_packed = is_square and not others and mask.keys is None and mask.seqused is None and not mask.parts
-        if self.others and mask.q_length == 1 and not mask.parts:
+        is_per_head = any("h" in reads(condition) for condition in self.others)
+        if self.others and mask.q_length == 1 and not mask.parts and not is_per_head:
             mask.dense, mask.keys = mask.to_dense(), None  # a row of keys
             return
         band = self.visible[0]
@@ -278,7 +275,8 @@ class _Rest:
             mask.function = function_of(terms, mask.q_offset, mask.kv_offset)
             if mask.keys is not None:
                 mask.function, mask.keys = _with_keys(mask.function, mask.keys), None
-            mask._find_blocks()
+            if not is_per_head:  # how many heads there will be is not known
+                mask._find_blocks()
 
     def _settle_band(self, band: tuple[int, int]) -> bool:
         """causal and window for the least and the largest i - j; False if there is no alignment that says the same."""
@@ -457,7 +455,7 @@ def mask_of(
     Args:
         batch_size, q_length, kv_length: the sizes of the mask.
         q_offset, kv_offset: the positions of the first query and the first key; integers, or tensors of one.
-        mask_function: g(b, h, i, j) → bool of positions; None: causal. It is called with h = 0 alone, as by transformers' own functions.
+        mask_function: g(b, h, i, j) → bool of positions and of the query head; None: causal.
         attention_mask: bool (B, positions), the keys that are no padding; or a MaskFunction, which is returned.
         local_size, allow_is_bidirectional_skip, use_vmap, device: as for transformers' sdpa_mask.
         cache_position: what transformers before 5.4 gives in the place of q_length and q_offset.

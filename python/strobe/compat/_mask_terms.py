@@ -254,8 +254,10 @@ def constant(x: Any) -> bool | None:
 
 
 def is_traced(*tensors: Any) -> bool:
-    """Whether the numbers of tensors cannot be read now: a compiler traces, an export, or vmap."""
+    """Whether the numbers of tensors cannot be read now: a compiler traces, an export, vmap, or a CUDA graph is captured."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch._C._functorch.maybe_current_level() is not None:
+        return True
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return True
     return any(isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta) for x in tensors)
 
