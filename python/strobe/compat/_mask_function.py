@@ -221,11 +221,12 @@ class MaskFunction(_BlockMask):
             self.blocks = Blocks.from_function(self.function, self.batch_size, 1, self.q_length, self.kv_length, device=self.device)
 
     def _key_mask(self, padding: Tensor) -> Tensor:
-        """(B, 1, 1, keys) of (B, positions)."""
+        """(B, 1, 1, keys) of (B, positions), with strides that a longer sequence leaves as they are."""
         if isinstance(self.kv_offset, Tensor):
-            at = torch.arange(self.kv_length, device=padding.device) + self.kv_offset
-            return padding[:, at][:, None, None, :]
-        return padding[:, self.kv_offset : self.kv_offset + self.kv_length][:, None, None, :]
+            found = padding[:, torch.arange(self.kv_length, device=padding.device) + self.kv_offset]
+        else:
+            found = padding[:, self.kv_offset : self.kv_offset + self.kv_length].contiguous()
+        return found[:, None, None, :]
 
 
 class _Rest:
