@@ -236,7 +236,7 @@ def noted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in ("and", "or") and len(operands) == 2:
         for x, other in (operands, operands[::-1]):
             known = constant(x)
-            if known is not None:
+            if known is not None and is_condition(other):
                 decides = known == (name == "or")
                 return Term("constant", None, (known,), {}, device) if decides else other
     return Term(name, _OPERATORS.get(name, function), operands, kwargs, device)

@@ -70,10 +70,13 @@ def attention_forward(
         module: its `is_causal` is used if the argument is None.
         query: (B, H, Sq, D).
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). H is a multiple of Hkv; heads are not repeated.
-        attention_mask: bool, True = attend, or added to the scores; broadcasts to (B, H, Sq, Sk). A sliding window is in it.
-            None: all keys, or if causal those up to the query's position.
+        attention_mask: the mask that transformers made by register()'s function, in which windows, padding and sequences are. Or a
+            tensor: bool, True = attend, or added to the scores; it broadcasts to (B, H, Sq, Sk). None: all keys, or if causal those up
+            to the query's position.
         softcap, s_aux, position_bias: softcap, sinks (H,) and bias of strobe.attention.
-        others: refused if they are cache (paged) or output_attentions; without effect otherwise.
+        others: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as of DataCollatorWithFlattening, are the lengths of sequences
+            behind one another in a batch of 1, if the mask hides nothing but by causal, windows and sequences. Refused are cache (paged)
+            and output_attentions. Others have no effect.
 
     Raises:
         The errors of strobe.attention, with the names of these arguments.
@@ -128,7 +131,7 @@ def _packed(mask: MaskFunction | None, query: Any, key: Any, others: dict[str, A
     cu_q: Any = others.get("cu_seq_lens_q")
     cu_k: Any = others.get("cu_seq_lens_k")
     is_given = isinstance(cu_q, Tensor) and isinstance(cu_k, Tensor) and all(isinstance(x, Tensor) and x.dim() == 4 for x in (query, key))
-    if is_given and query.shape[0] == 1 and (mask is None or mask.is_packed):
+    if is_given and query.shape[0] == 1 and query.shape[2] == key.shape[2] and (mask is None or mask.is_packed):
         lengths = {f"max_seqlen_{side}": others.get(f"max_length_{side}", others.get(f"max_seqlen_{side}")) for side in "qk"}
         known = {name: x if isinstance(x, (int, torch.SymInt)) else int(x) for name, x in lengths.items() if x is not None}
         return {"cu_seqlens_q": cu_q.int(), "cu_seqlens_k": cu_k.int(), **known}
