@@ -134,6 +134,23 @@ def _gemma3(side: str) -> tuple[Any, dict[str, Any]]:
     return class_of("Gemma3ForConditionalGeneration")(config), given | {"token_type_ids": (given["input_ids"] == IMAGE).long()}
 
 
+@case("gemma4, images", 2)
+def _gemma4(side: str) -> tuple[Any, dict[str, Any]]:
+    """Places of an image without its pixels: the mask depends on the types alone."""
+    more = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "global_head_dim": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = class_of("Gemma4Config")(
+        text_config=TEXT | BOTH | more | {"use_bidirectional_attention": "vision"},
+        vision_config=vision | {"head_dim": 16, "position_embedding_size": 64},
+        audio_config=None,
+        image_token_id=IMAGE,
+    )
+    types = torch.zeros(2, 14, dtype=torch.int64)
+    types[:, 4:8] = 1
+    given = {"input_ids": tokens(2, 14), "attention_mask": padding(2, 14, side), "mm_token_type_ids": types}
+    return class_of("Gemma4ForConditionalGeneration")(config), given
+
+
 @case("paligemma", 4)
 def _paligemma(side: str) -> tuple[Any, dict[str, Any]]:
     vision = VISION | {"model_type": "siglip_vision_model", "projection_dim": 64}
