@@ -20,6 +20,7 @@ from torch import Tensor
 from .. import attention
 from .._messages import TRANSFORMERS_EXTRA, kind, needed_by
 from .._tensor_checks import misplaced
+from ._mask_function import MaskFunction, mask_of
 from ._words import called, switch_or_refusal, tensor_or_refusal
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "sinks": "s_aux", "causal": "is_causal"}
@@ -31,10 +32,9 @@ def register(name: str = "strobe") -> None:
     """Makes `attn_implementation=name` known to transformers, and for continuous batching "paged|name" and "name-flash" (see use_paged)."""
     with needed_by(__name__, TRANSFORMERS_EXTRA):
         from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask_of)
     for paged in (f"paged|{name}", f"{name}-flash"):
         AttentionInterface.register(paged, _paged_attention_forward)
         AttentionMaskInterface.register(paged, lambda *_, **__: None)  # the sequences' lengths determine which keys a token sees
@@ -70,10 +70,13 @@ def attention_forward(
         module: its `is_causal` is used if the argument is None.
         query: (B, H, Sq, D).
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv). H is a multiple of Hkv; heads are not repeated.
-        attention_mask: bool, True = attend, or added to the scores; broadcasts to (B, H, Sq, Sk). A sliding window is in it.
-            None: all keys, or if causal those up to the query's position.
+        attention_mask: the mask that transformers made by register()'s function, in which windows, padding and sequences are. Or a
+            tensor: bool, True = attend, or added to the scores; it broadcasts to (B, H, Sq, Sk). None: all keys, or if causal those up
+            to the query's position.
         softcap, s_aux, position_bias: softcap, sinks (H,) and bias of strobe.attention.
-        others: refused if they are cache (paged) or output_attentions; without effect otherwise.
+        others: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as of DataCollatorWithFlattening, are the lengths of sequences
+            behind one another in a batch of 1, if the mask hides nothing but by causal, windows and sequences. Refused are cache (paged)
+            and output_attentions. Others have no effect.
 
     Raises:
         The errors of strobe.attention, with the names of these arguments.
@@ -85,13 +88,58 @@ def attention_forward(
             "cache: given; accepted is None: strobe.compat.transformers.use_paged(model) sets what takes a paged cache"
         )
     own = is_causal is not None
-    causal = switch_or_refusal("is_causal" if own else "module.is_causal", is_causal if own else getattr(module, "is_causal", True))
-    if causal is True and (attention_mask is not None or (isinstance(query, Tensor) and query.dim() == 4 and query.shape[2] <= 1)):
-        causal = False  # a mask replaces causal, and a single query sees all keys
-    options = {**_masks(attention_mask, position_bias), "causal": causal, **_model_options(query, dropout, scaling, softcap, s_aux)}
-    names = _NAMES | {"mask": "attention_mask", "bias": "attention_mask" if position_bias is None else "position_bias"}
-    out = called(names, attention, q=query, k=key, v=value, alignment="top_left", **options)
-    return out.transpose(1, 2).contiguous(), None
+    is_bias = position_bias is not None
+    options = _model_options(query, dropout, scaling, softcap, s_aux)
+    names = _NAMES | {"mask": "attention_mask", "bias": "position_bias" if is_bias else "attention_mask"}
+    if isinstance(attention_mask, MaskFunction):
+        _fit(attention_mask, query, key)
+        packed = None if is_bias else _packed(attention_mask, query, key, others)
+        hidden = {**attention_mask.options(), **({"bias": tensor_or_refusal("position_bias", position_bias)} if is_bias else {})}
+    else:
+        causal = switch_or_refusal("is_causal" if own else "module.is_causal", is_causal if own else getattr(module, "is_causal", True))
+        packed = None if is_bias or attention_mask is not None else _packed(None, query, key, others)
+        if packed is None and causal is True and (attention_mask is not None or _is_single(query)):
+            causal = False  # a mask replaces causal, and a single query sees all keys
+        hidden = {**_masks(attention_mask, position_bias), "causal": causal, "alignment": "top_left"}
+    if packed is None:
+        out = called(names, attention, q=query, k=key, v=value, **hidden, **options)
+        return out.transpose(1, 2).contiguous(), None
+    options |= {"causal": hidden["causal"], "window": hidden.get("window"), **packed}
+    q, k, v = (_of_tokens(x) for x in (query, key, value))
+    out = called(names, attention, q=q, k=k, v=v, layout="bshd", **options)
+    return out.unflatten(0, query.shape[:1] + query.shape[2:3]).contiguous(), None
+
+
+def _is_single(query: Any) -> bool:
+    return isinstance(query, Tensor) and query.dim() == 4 and query.shape[2] <= 1
+
+
+def _of_tokens(x: Tensor) -> Tensor:
+    """(B · S, H, D) of (B, H, S, D)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _fit(mask: MaskFunction, query: Any, key: Any) -> None:
+    for name, x, length in (("query", query, mask.q_length), ("key", key, mask.kv_length)):
+        if isinstance(x, Tensor) and x.dim() == 4 and (x.shape[2] != length or mask.batch_size not in (1, x.shape[0])):
+            shape = f"for a batch of {mask.batch_size}, {mask.q_length} queries and {mask.kv_length} keys"
+            raise ValueError(f"attention_mask: {shape}, beside {name} of shape {tuple(x.shape)}; accepted is one for the same")
+
+
+def _packed(mask: MaskFunction | None, query: Any, key: Any, others: dict[str, Any]) -> dict[str, Any] | None:
+    """The lengths of sequences that lie behind one another in the rows; None if there are none, or more is hidden than they say."""
+    cu_q: Any = others.get("cu_seq_lens_q")
+    cu_k: Any = others.get("cu_seq_lens_k")
+    is_given = isinstance(cu_q, Tensor) and isinstance(cu_k, Tensor) and all(isinstance(x, Tensor) and x.dim() == 4 for x in (query, key))
+    if is_given and query.shape[0] == 1 and query.shape[2] == key.shape[2] and (mask is None or mask.is_packed):
+        lengths = {f"max_seqlen_{side}": others.get(f"max_length_{side}", others.get(f"max_seqlen_{side}")) for side in "qk"}
+        known = {name: x if isinstance(x, (int, torch.SymInt)) else int(x) for name, x in lengths.items() if x is not None}
+        return {"cu_seqlens_q": cu_q.int(), "cu_seqlens_k": cu_k.int(), **known}
+    if mask is None or mask.cu_seqlens is None:
+        return None
+    return {
+        "cu_seqlens_q": mask.cu_seqlens, "cu_seqlens_k": mask.cu_seqlens, "max_seqlen_q": mask.longest, "max_seqlen_k": mask.longest,
+    }  # fmt: skip
 
 
 def _masks(attention_mask: Any, position_bias: Any) -> dict[str, Any]:
