@@ -7,7 +7,7 @@ namespace strobe::inline STROBE_ISA {
 inline constexpr i32 kSquare = 16;          // blocks along each side of a square, whose bounds are found before those of its blocks
 inline constexpr i32 kCellsFanOut = 32;     // elements, or cells, that one cell of the next level covers
 inline constexpr i32 kCellLevels = 3;       // levels along an axis: elements, and two levels of cells
-inline constexpr i32 kMostBoundsLoads = 12; // ways in which tensors are read: a tensor, and the axes along which the index varies
+inline constexpr i32 kMostBoundsLoads = 10; // ways in which tensors are read: a tensor, and the axes along which the index varies
 
 // One operation of a function, of which bounds are found. A slot holds the bounds of one node.
 struct BoundsStep {
@@ -61,7 +61,7 @@ struct CellReduction {
   i32 unused;
 };
 struct CellArguments {
-  static constexpr i32 kMost = 24;
+  static constexpr i32 kMost = 3 * kMostBoundsLoads; // each load makes up to three levels in one launch
   CellReduction reductions[kMost];
   i32 count, unused;
 };

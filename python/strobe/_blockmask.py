@@ -367,7 +367,8 @@ class BlockMask:
         memory are linear in the blocks at the borders of what is visible, and in the arrays that the function reads.
 
         The function is recorded as one of attention(mask=...) is, and what it reads has to stay as it is: make the mask again after a
-        change. Arrays on a GPU are copied to the host each time a mask is made.
+        change. If it reads tensors on a GPU, that GPU finds the blocks, in time that is linear in all blocks, and the host waits once for
+        their number. While a CUDA graph is captured it does not wait: cols has then room for all blocks, and rows say what is kept.
 
         Args:
             function: g(b, h, i, j) → bool, True = attend, as for attention(mask=g) and as FlexAttention's mask_mod.
@@ -376,7 +377,7 @@ class BlockMask:
             block: the size of a block. block_q, block_k: the same for queries and for keys, in place of block.
             exact: also look into blocks that the bounds leave open, until it is certain which of their pairs are visible. Blocks without a
                 visible pair are then dropped, but for those in which the rounding of reals to float32 or float64 decides. It costs
-                up to block_q * block_k evaluations for each such block.
+                up to block_q * block_k evaluations for each such block, by the host, which copies what the function reads.
             device: of the mask, which then is of torch tensors. None: that of the arrays that the function reads, if there are any.
 
         Raises:

@@ -82,11 +82,11 @@ public:
   }
 
   int64_t launches() const { return int64_t(levels_.size()); }
-  void run(const Kernel &kernel, CUstream stream) const {
+  void run(const Kernel &kernel, CUstream stream, bool early) const {
     constexpr int64_t warps = KeptListsConfig::threads() / 32;
     for (const Level &level : levels_)
       launch(kernel, {.x = (level.cells + warps - 1) / warps}, KeptListsConfig::threads(), 0, stream, &level.arguments,
-             sizeof level.arguments);
+             sizeof level.arguments, early);
   }
 
 private:
@@ -126,22 +126,15 @@ private:
     r.of_reals = load.element >= kHalves && load.element <= kDoubles;
     r.to = reinterpret_cast<u64 *>(room.take<uint64_t>(3 * r.count));
     load.cells[x * kCellLevels + y] = r.to;
-    const size_t depth = size_t(x + y - 1);
-    for (size_t at = depth;; at++) { // what it reads is made in an earlier launch
-      if (levels_.size() <= at) levels_.resize(at + 1);
-      Level &level = levels_[at];
-      if (level.arguments.count == CellArguments::kMost) continue;
-      r.first = level.cells, level.cells += r.count;
-      level.arguments.reductions[level.arguments.count++] = r;
-      break;
-    }
+    const size_t depth = size_t(x + y - 1); // what it reads is made in an earlier launch
+    if (levels_.size() <= depth) levels_.resize(depth + 1);
+    Level &level = levels_[depth];
+    r.first = level.cells, level.cells += r.count;
+    level.arguments.reductions[level.arguments.count++] = r;
   }
 
   std::vector<Level> levels_;
 };
-// A launch makes up to three levels of each load, so that none has to wait for room in a later one.
-static_assert(CellArguments::kMost >= 2 * kMostBoundsLoads);
-
 // What a call launches.
 struct Work {
   score::BlockCode code;
@@ -209,54 +202,52 @@ struct Work {
     a.most_kept = to.most_kept;
   }
 
-  int64_t lines() const { return a.matrices * (int64_t{a.lists[0].lines} + a.lists[1].lines); }
-
-  void run(const Device &on, CUstream stream) const {
-    const KeptListsConfig lists{};
-    const passes::WordsConfig of_words{};
-    const std::vector<KernelName> names = kernels(of_words, lists);
+  // Loads the kernels. Throws STROBE_UNSUPPORTED if there is no compiler for one.
+  void load_all(const Device &on) const {
     std::vector<KernelName> missing;
-    for (const KernelName &name : names)
+    for (const KernelName &name : kernels())
       if (!find_loaded(*name.source, name.config, on)) missing.push_back(name);
     load_together(missing, on);
+  }
+
+  void run(const Device &on, CUstream stream) const {
+    const std::vector<KernelName> names = kernels();
     const auto kernel = [&](size_t n) -> const Kernel & { return load(*names[n].source, names[n].config, on); };
+    const bool early = on.cc >= 90; // every kernel waits for the one before
+    fill(bits, 0, bit_bytes, stream);
     constexpr size_t most = size_t(kMostWords) / 2;
     for (size_t first = 0; first < code.words.size(); first += most) {
       WordArguments some{};
       some.to = reinterpret_cast<i32 *>(words + first), some.count = i32(2 * std::min(code.words.size() - first, most));
       std::memcpy(some.words, &code.words[first], size_t(some.count) * sizeof(i32));
-      launch(kernel(0), {}, passes::WordsConfig::threads(), 0, stream, &some, sizeof some);
+      launch(kernel(0), {}, passes::WordsConfig::threads(), 0, stream, &some, sizeof some, early && first);
     }
-    fill(bits, 0, bit_bytes, stream);
-    if (cells.launches()) cells.run(kernel(5), stream);
+    if (cells.launches()) cells.run(kernel(5), stream, early);
+    const auto start = [&](size_t n, int64_t work, int64_t of_block, int threads, int64_t shared_bytes) {
+      launch(kernel(n), {.x = div_up(work, of_block)}, threads, shared_bytes, stream, &a, sizeof a, early);
+    };
     const int64_t entries = a.side[0].blocks + a.side[0].squares + int64_t{a.side[1].blocks} + a.side[1].squares;
-    start(kernel(1), a.matrices * entries, config.threads(), config.threads(), config.shared_bytes(slots), stream);
-    start(kernel(2), a.matrices * a.side[0].squares * a.side[1].squares, config.warps, config.threads(), config.shared_bytes(slots),
-          stream);
-    const int64_t chunks = div_up(a.matrices * a.lists[0].lines, lists.chunk()) + div_up(a.matrices * a.lists[1].lines, lists.chunk());
-    start(kernel(3), chunks, 1, lists.count_threads(), 0, stream);
-    start(kernel(4), lines(), lists.threads() / 32, lists.threads(), 0, stream);
-  }
-
-  // In the order of the launches but for the cells, which a function may not need.
-  std::vector<KernelName> kernels(const passes::WordsConfig &of_words, const KeptListsConfig &lists) const {
-    const std::span<const int32_t> words_config(reinterpret_cast<const int32_t *>(&of_words), 1);
-    const std::span<const int32_t> of_lists(reinterpret_cast<const int32_t *>(&lists), 1);
-    const std::span<const int32_t> of_bounds(reinterpret_cast<const int32_t *>(&config), sizeof config / sizeof(int32_t));
-    std::vector<KernelName> names = {{&kWriteWords, words_config, nullptr},
-                                     {&kSideBounds, of_bounds, nullptr},
-                                     {&kPairBounds, of_bounds, nullptr},
-                                     {&kCountKept, of_lists, nullptr},
-                                     {&kListKept, of_lists, nullptr}};
-    if (cells.launches()) names.push_back({&kMakeCells, of_lists, nullptr});
-    return names;
+    const int64_t squares = int64_t{a.side[0].squares} * a.side[1].squares,
+                  lines = a.matrices * (int64_t{a.lists[0].lines} + a.lists[1].lines);
+    int64_t chunks = 0;
+    for (const KeptLists &list : a.lists) chunks += div_up(a.matrices * list.lines, KeptListsConfig::chunk());
+    start(1, a.matrices * entries, config.threads(), config.threads(), config.shared_bytes(slots));
+    start(2, a.matrices * squares, config.warps, config.threads(), config.shared_bytes(slots));
+    start(3, chunks, 1, KeptListsConfig::count_threads(), 0);
+    start(4, lines, KeptListsConfig::threads() / 32, KeptListsConfig::threads(), 0);
   }
 
 private:
   static constexpr int64_t kFewBytes = 48 << 10; // several blocks of threads fit a multiprocessor
 
-  void start(const Kernel &kernel, int64_t work, int64_t of_block, int threads, int64_t shared_bytes, CUstream stream) const {
-    launch(kernel, {.x = div_up(work, of_block)}, threads, shared_bytes, stream, &a, sizeof a);
+  // In the order of the launches but for the cells, which a function may not need.
+  std::vector<KernelName> kernels() const {
+    static constexpr int32_t kNone[] = {0};
+    const std::span<const int32_t> of_bounds(reinterpret_cast<const int32_t *>(&config), sizeof config / sizeof(int32_t));
+    std::vector<KernelName> names = {
+        {&kWriteWords, kNone}, {&kSideBounds, of_bounds}, {&kPairBounds, of_bounds}, {&kCountKept, kNone}, {&kListKept, kNone}};
+    if (cells.launches()) names.push_back({&kMakeCells, kNone});
+    return names;
   }
 };
 
@@ -284,8 +275,9 @@ void mask_blocks(score::MaskProblem &p) {
     fill(to.rows, 0, uint64_t(to.n_rows) * sizeof(int32_t), stream), fill(to.rows_t, 0, uint64_t(to.n_rows_t) * sizeof(int32_t), stream);
     return;
   }
-  const uint64_t needed = Work(p, intervals, on, nullptr).bytes;
-  to.workspace_bytes = needed;
+  const Work sized(p, intervals, on, nullptr);
+  const uint64_t needed = to.workspace_bytes = sized.bytes;
+  sized.load_all(on);
   if (sizes_alone) return;
   const bool waits = !capturing(stream);
   if (!waits && to.most_kept < all)
