@@ -439,9 +439,9 @@ typedef struct strobe_kept_blocks {
  * what g reads. Writes batch, heads, n_rows and kept; and rows, cols and full if there is room for them. For the sizes alone, most_rows
  * and most_kept are 0, and the pointers null.
  * On a GPU the work is linear in all blocks, of which there are at most 2^31, and kept blocks behind the room are left out. The call waits
- * for the stream, to know `kept`, unless it is asked for the sizes alone or the stream is captured, which takes room for all blocks: kept is
- * then the number of all blocks, the most that there may be. A function that needs too much of a GPU's shared memory, or reads tensors in
- * too many ways, is STROBE_UNSUPPORTED; the CPU takes it. */
+ * for the stream, to know `kept`, unless it is asked for the sizes alone or the stream is captured, which takes room for all blocks: kept
+ * is then the number of all blocks, the most that there may be. STROBE_UNSUPPORTED: there is no compiler or GPU, the function needs too
+ * much of its shared memory, or reads tensors in too many ways. The CPU takes such a call. */
 STROBE_API int32_t strobe_mask_blocks(const strobe_block_mask *, strobe_kept_blocks *);
 
 /* The float64 reference on the CPU evaluates the formulas row by row; it is slow on purpose. Inputs may have any float dtype; out, lse and

@@ -225,7 +225,7 @@ void check_device(const strobe_block_mask &mask, Reasons &reasons) {
     reasons.add("device_type", Code::value, "{0}; accepted is {1} (the CPU) or {2} (CUDA)", mask.device_type, int(STROBE_CPU),
                 int(STROBE_CUDA));
   if (mask.device_type == STROBE_CUDA) {
-    if (mask.workspace_bytes && reinterpret_cast<uintptr_t>(mask.workspace) % 256)
+    if (mask.workspace && reinterpret_cast<uintptr_t>(mask.workspace) % 256)
       reasons.add("workspace", Code::memory, "not aligned; accepted is an address that is a multiple of 256");
     return;
   }

@@ -263,6 +263,7 @@ void mask_blocks(score::MaskProblem &p) {
   const int64_t all = product_of({matrices, rows, columns});
   if (all > kMostBlocks) throw Error(STROBE_UNSUPPORTED, text("more than ", kMostBlocks, " blocks in all"));
   to.n_rows = matrices * (rows + 1), to.n_rows_t = matrices * (columns + 1), to.kept = all;
+  if (const std::string why = devices_missing(); !why.empty()) throw Error(STROBE_UNSUPPORTED, why);
   const Device &on = device(p.mask.device_index);
   const bool sizes_alone = !to.most_rows && !to.most_rows_t && !to.most_kept;
   if (sizes_alone && !all) return;
