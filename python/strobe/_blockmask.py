@@ -544,10 +544,13 @@ class _GpuCall:
 
     def __init__(self, framework: Framework, fields: dict[str, Any], sizes: tuple[int, ...], like: Array):
         self._framework, self._like, self.fits = framework, like, False
+        if str(getattr(like, "device", "cpu")).partition(":")[0] not in ("cpu", "cuda"):
+            return
         place = ffi.new("strobe_tensor *")
-        self._alive: list[Any] = [framework.view(place, "like", like, False)]
+        framework.view(place, "like", framework.empty(like, (0,), framework.xp.int32), False)
         if place.device_type != lib.STROBE_CUDA:
             return
+        self._alive: list[Any] = []
         self._mask = mask = ffi.new("strobe_block_mask *", {"size": ffi.sizeof("strobe_block_mask")})
         mask.mask_function, _ = self._function = struct_of(fields[FUNCTION])
         mask.batch, mask.heads, mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_k = sizes
