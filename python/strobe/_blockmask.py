@@ -154,6 +154,10 @@ class BlockMask:
         moved = copy(self)
         moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(there) for x in self.arrays)
         moved.full_arrays = tuple(TORCH.own(x).to(there) for x in self.full_arrays)
+        if self._has_room and there.type == "cpu":  # where lists end with what rows count
+            kept = self._kept
+            moved.cols, moved.cols_t, *full = (x[:kept] for x in (moved.cols, moved.cols_t, *moved.full_arrays))
+            moved.full_arrays, moved._has_room = tuple(full), False
         return moved
 
     def to_kept(self) -> Array:

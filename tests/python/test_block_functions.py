@@ -264,6 +264,7 @@ def test_captured_in_a_graph():
         assert torch.equal(captured.full, expected.full)
         assert torch.equal(captured.to_kept(), expected.to_kept())
         assert captured.plot() == expected.plot()
+        assert torch.equal(captured.to("cpu").cols_t, expected.cols_t.cpu())
 
 
 def test_device():
