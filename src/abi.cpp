@@ -8,6 +8,7 @@
 #include "attention/reasons.h"
 #include "attention/versioned.h"
 #include "cuda/compile/info.h"
+#include "cuda/program/mask_blocks.h"
 #include "cuda/program/prewarm.h"
 #include "cuda/program/tuning.h"
 #include "prepared.h"
@@ -289,7 +290,11 @@ int32_t strobe_dropout_mask(const strobe_attention *a, const strobe_tensor *rng,
 }
 
 int32_t strobe_mask_blocks(const strobe_block_mask *mask, strobe_kept_blocks *kept) {
-  return guarded([&] { score::mask_blocks(mask, kept); });
+  return guarded([&] {
+    score::MaskProblem problem(mask, kept);
+    problem.mask.device_type == STROBE_CUDA ? cuda::mask_blocks(problem) : score::mask_blocks(problem);
+    problem.write(kept);
+  });
 }
 
 int32_t strobe_reference_forward(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, const strobe_selection *s) {

@@ -409,8 +409,12 @@ typedef struct strobe_block_mask {
    * of such a block, down to single pairs, until it is certain whether some pair is visible, and whether all are. A block in which the
    * rounding of reals decides is still kept, because engines compute them in float32 or in float64. */
   int32_t exact;
-  const strobe_tensor *captured_0, *captured_1, *captured_2, *captured_3; /* what g reads, in host memory */
+  const strobe_tensor *captured_0, *captured_1, *captured_2, *captured_3; /* what g reads, on the device */
   const strobe_tensor *captured_4, *captured_5, *captured_6, *captured_7;
+  int32_t device_type, device_index; /* where the lists and what g reads lie; 0: in host memory. With exact it is the CPU */
+  void *stream;                      /* CUDA: a CUstream */
+  void *workspace;                   /* CUDA: at least strobe_kept_blocks.workspace_bytes, aligned to 256; null: allocated for the call */
+  uint64_t workspace_bytes;
 } strobe_block_mask;
 
 /* A block-sparse mask, as block_rows and block_cols of strobe_tensors have it. */
@@ -423,11 +427,21 @@ typedef struct strobe_kept_blocks {
   /* Written. There is one matrix for all sequences if g does not depend on b, and one for all heads if it does not depend on h. */
   int64_t batch, heads; /* the matrices: strobe_block_mask.batch or 1, heads or 1 */
   int64_t n_rows, kept; /* batch * heads * (blocks of queries + 1); the blocks that are kept */
+  /* On a GPU, where `full` is null: the other lists of strobe_tensors. rows_t has room for most_rows_t, the others for most_kept. */
+  int32_t *rows_t, *cols_t; /* block_rows_t and block_cols_t */
+  int32_t *marks, *marks_t; /* block_full and block_full_t: what `full` says, for cols and for cols_t */
+  int64_t most_rows_t;
+  int64_t n_rows_t;         /* written: batch * heads * (blocks of keys + 1) */
+  uint64_t workspace_bytes; /* written: what a workspace needs */
 } strobe_kept_blocks;
 
 /* Finds the blocks in which a mask function may see a pair, in time that is linear in the blocks at the borders of what is visible, and in
  * what g reads. Writes batch, heads, n_rows and kept; and rows, cols and full if there is room for them. For the sizes alone, most_rows
- * and most_kept are 0, and the pointers null. */
+ * and most_kept are 0, and the pointers null.
+ * On a GPU the work is linear in all blocks, of which there are at most 2^31, and kept blocks behind the room are left out. The call waits
+ * for the stream, to know `kept`, unless it is asked for the sizes alone or the stream is captured, which takes room for all blocks: kept
+ * is then the number of all blocks, the most that there may be. STROBE_UNSUPPORTED: there is no compiler or GPU, the function needs too
+ * much of its shared memory, or reads tensors in too many ways. The CPU takes such a call. */
 STROBE_API int32_t strobe_mask_blocks(const strobe_block_mask *, strobe_kept_blocks *);
 
 /* The float64 reference on the CPU evaluates the formulas row by row; it is slow on purpose. Inputs may have any float dtype; out, lse and

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection
 from copy import copy
+from functools import lru_cache
 from itertools import chain
 from operator import index
 from typing import Any
@@ -58,8 +59,9 @@ class BlockMask:
     cols_t: Array
     alignment: str | None = None  # None if the pattern does not depend on it
     function: Callable[..., Any] | None = None  # the one of from_function(), which attention() applies as well
-    _full: bytes | None = None  # for each kept block whether all of it is visible; None: not known
-    full_arrays: tuple[Array, ...] = ()  # the same for cols and cols_t, int32, as attention() hands it on; empty: not known
+    # For each entry of cols, and of cols_t, whether all of the block is visible: int32, as attention() hands it on. Empty: not known.
+    full_arrays: tuple[Array, ...] = ()
+    _has_room: bool = False  # whether cols and cols_t are longer than what rows count, which the host then does not know
     made_for: tuple[int | None, int | None] = (None, None)  # B if the function depends on b, and H if it depends on h
 
     @outside_graphs
@@ -120,21 +122,23 @@ class BlockMask:
     def density(self) -> float:
         """The fraction of blocks that are kept, or 0.0 if there are no blocks."""
         batch, heads, nq, nk = self.shape
-        return self.cols.shape[0] / max(batch * heads * nq * nk, 1)
+        return self._kept / max(batch * heads * nq * nk, 1)
+
+    @property
+    def _kept(self) -> int:
+        """How many blocks are kept."""
+        return int(self.rows[-1, -1, -1]) if self._has_room else int(self.cols.shape[0])
 
     @property
     def full(self) -> Array | None:
         """Which of the kept blocks are visible as a whole, bool (kept,); None unless the mask was made from a function."""
-        if self._full is None:
-            return None
-        framework = framework_of("cols", self.cols)
-        return framework.int32(array("i", list(self._full)), self.cols) != 0
+        return self.full_arrays[0][: self._kept] != 0 if self.full_arrays else None
 
     def __repr__(self) -> str:
         batch, heads, nq, nk = self.shape
         return (
             f"BlockMask({self.seqlen_q} queries in {nq} blocks of {self.block_q}, {self.seqlen_k} keys in {nk} blocks of {self.block_k}, "
-            f"batch {batch}, heads {heads}, {self.cols.shape[0]} blocks kept, density {self.density:.3g})"
+            f"batch {batch}, heads {heads}, {self._kept} blocks kept, density {self.density:.3g})"
         )
 
     def to(self, device: Any) -> BlockMask:
@@ -150,6 +154,10 @@ class BlockMask:
         moved = copy(self)
         moved.rows, moved.cols, moved.rows_t, moved.cols_t = (TORCH.own(x).to(there) for x in self.arrays)
         moved.full_arrays = tuple(TORCH.own(x).to(there) for x in self.full_arrays)
+        if self._has_room and there.type == "cpu":  # where lists end with what rows count
+            kept = self._kept
+            moved.cols, moved.cols_t, *full = (x[:kept] for x in (moved.cols, moved.cols_t, *moved.full_arrays))
+            moved.full_arrays, moved._has_room = tuple(full), False
         return moved
 
     def to_kept(self) -> Array:
@@ -160,7 +168,7 @@ class BlockMask:
         block_rows = framework.cast(framework.int32(array("i", range(batch * heads * nq)), self.rows), framework.xp.int64)
         kept = framework.empty(self.rows, (batch * heads * nq * nk,), framework.bool_dtype)
         kept[...] = False
-        kept[framework.repeat(block_rows, counts, 0) * nk + self.cols] = True
+        kept[framework.repeat(block_rows, counts, 0) * nk + self.cols[: self._kept]] = True
         return kept.reshape(self.shape)
 
     def to_dense(self) -> Array:
@@ -197,6 +205,7 @@ class BlockMask:
         framework = framework_of("rows", self.rows)
         rows = framework.on_host(self.rows[min(batch, of_batch - 1), min(head, of_heads - 1)]).tolist()
         cols = framework.on_host(self.cols)
+        full = framework.on_host(self.full_arrays[0]) if self.full_arrays else None
         step = max(-(-max(nq, nk) // width), 1)
         lines = []
         for top in range(0, nq, step):
@@ -204,7 +213,7 @@ class BlockMask:
             seen, whole = [0] * -(-nk // step), [0] * -(-nk // step)
             for n, column in enumerate(cols[rows[top] : rows[bottom]].tolist(), rows[top]):
                 seen[column // step] += 1
-                whole[column // step] += self._full is None or self._full[n]
+                whole[column // step] += full is None or bool(full[n])
             sizes = [(bottom - top) * (min(left + step, nk) - left) for left in range(0, nk, step)]
             cells = zip(seen, whole, sizes, strict=True)
             lines.append("".join("·" if not kept else "█" if full == size else "▒" for kept, full, size in cells))
@@ -362,7 +371,8 @@ class BlockMask:
         memory are linear in the blocks at the borders of what is visible, and in the arrays that the function reads.
 
         The function is recorded as one of attention(mask=...) is, and what it reads has to stay as it is: make the mask again after a
-        change. Arrays on a GPU are copied to the host each time a mask is made.
+        change. If it reads tensors on a GPU, that GPU finds the blocks, in time that is linear in all blocks, and the host waits once for
+        their number. While a CUDA graph is captured it does not wait: cols has then room for all blocks, and rows say what is kept.
 
         Args:
             function: g(b, h, i, j) → bool, True = attend, as for attention(mask=g) and as FlexAttention's mask_mod.
@@ -371,7 +381,7 @@ class BlockMask:
             block: the size of a block. block_q, block_k: the same for queries and for keys, in place of block.
             exact: also look into blocks that the bounds leave open, until it is certain which of their pairs are visible. Blocks without a
                 visible pair are then dropped, but for those in which the rounding of reals to float32 or float64 decides. It costs
-                up to block_q * block_k evaluations for each such block.
+                up to block_q * block_k evaluations for each such block, by the host, which copies what the function reads.
             device: of the mask, which then is of torch tensors. None: that of the arrays that the function reads, if there are any.
 
         Raises:
@@ -395,17 +405,38 @@ class BlockMask:
         like = _like_of(function, device)
         framework = framework_like(like, "strobe.BlockMask")
         fields = recorded_mask(function, framework)
-        depends = {operation for operation, *_ in decoded(fields[FUNCTION])}
-        matrices = tuple(n if name in depends else 1 for name, n in (("BATCH", batch), ("HEAD", heads)))
-        call = _FunctionCall(framework, fields, (batch, heads, seqlen_q, seqlen_k, block_q, block_k), is_exact)
-        rows, cols, full = call.kept(matrices[0] * matrices[1] * (-(-seqlen_q // block_q) + 1))
-        nq = -(-seqlen_q // block_q)
-        made = cls(
-            framework.int32(rows, like).reshape(*matrices, nq + 1), framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k
-        )
-        made.function, made._full = function, full
-        made.full_arrays = tuple(framework.int32(x, like) for x in _marks(rows, cols, full, made.shape))
+        depends = _operations_of(fields[FUNCTION])
+        matrices = (batch if "BATCH" in depends else 1, heads if "HEAD" in depends else 1)
+        sizes_given = (batch, heads, seqlen_q, seqlen_k, block_q, block_k)
+        made = None if is_exact else cls._made_on_gpu(framework, fields, sizes_given, matrices, like)
+        if made is None:
+            call = _FunctionCall(framework, fields, sizes_given, is_exact)
+            nq = -(-seqlen_q // block_q)
+            rows, cols, full = call.kept(matrices[0] * matrices[1] * (nq + 1))
+            made = cls(
+                framework.int32(rows, like).reshape(*matrices, nq + 1), framework.int32(cols, like), seqlen_q, seqlen_k, block_q, block_k
+            )
+            made.full_arrays = tuple(framework.int32(x, like) for x in _marks(rows, cols, full, made.shape))
+        made.function = function
         made.made_for = (batch if "BATCH" in depends else None, heads if "HEAD" in depends else None)
+        return made
+
+    @classmethod
+    def _made_on_gpu(
+        cls, framework: Framework, fields: dict[str, Any], sizes: tuple[int, ...], matrices: tuple[int, int], like: Array | None
+    ) -> BlockMask | None:
+        """The mask of a function, found on the GPU of `like`; None if that is no GPU, or if the host has to do it."""
+        call = like is not None and _GpuCall(framework, fields, sizes, like)
+        if not call or not call.fits:
+            return None
+        made = cls.__new__(cls)
+        _, _, made.seqlen_q, made.seqlen_k, made.block_q, made.block_k = sizes
+        nq, nk = made._grid
+        made.rows, made.rows_t = (framework.empty(like, (*matrices, n + 1), framework.xp.int32) for n in (nq, nk))
+        lists, kept = call.lists(made.rows, made.rows_t)
+        made.cols, made.cols_t, *marks = (lists[n] for n in range(4))
+        made.full_arrays = tuple(marks)
+        made._has_room = kept is None
         return made
 
     @classmethod
@@ -458,6 +489,12 @@ def _marks(rows: array[int], cols: array[int], full: bytes, shape: tuple[int, in
     return marks, marks_t
 
 
+@lru_cache(maxsize=1024)
+def _operations_of(text: str) -> frozenset[str]:
+    """The names of the operations of a function's text."""
+    return frozenset(operation for operation, *_ in decoded(text))
+
+
 def _like_of(function: Callable[..., Any], device: Any) -> Array | None:
     """An array on whose device a function's mask is made; None if nothing determines the device."""
     if device is None:
@@ -501,6 +538,70 @@ class _FunctionCall:
             if to.kept <= room:
                 return rows, cols[: to.kept], bytes(full[: to.kept])
             room = to.kept
+
+
+_ROOM = 1 << 20  # blocks for which a GPU's lists have room at first
+
+
+class _GpuCall:
+    """A call of strobe_mask_blocks on the GPU of `like`, with all objects that must live as long. fits: whether it can be made."""
+
+    def __init__(self, framework: Framework, fields: dict[str, Any], sizes: tuple[int, ...], like: Array):
+        self._framework, self._like, self.fits = framework, like, False
+        if str(getattr(like, "device", "cpu")).partition(":")[0] not in ("cpu", "cuda"):
+            return
+        place = ffi.new("strobe_tensor *")
+        framework.view(place, "like", framework.empty(like, (0,), framework.xp.int32), False)
+        if place.device_type != lib.STROBE_CUDA:
+            return
+        self._alive: list[Any] = []
+        self._mask = mask = ffi.new("strobe_block_mask *", {"size": ffi.sizeof("strobe_block_mask")})
+        mask.mask_function, _ = self._function = struct_of(fields[FUNCTION])
+        mask.batch, mask.heads, mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_k = sizes
+        mask.device_type, mask.device_index = place.device_type, place.device_index
+        for name in CAPTURED:
+            if name in fields:
+                tensor = ffi.new("strobe_tensor *")
+                self._alive += [tensor, framework.view(tensor, name, fields[name], False)]
+                if (tensor.device_type, tensor.device_index) != (place.device_type, place.device_index):
+                    return
+                setattr(mask, name, tensor)
+        self._stream = framework.stream(like)
+        if self._stream is not None:
+            mask.stream = ffi.cast("void *", self._stream)
+        self._to = ffi.new("strobe_kept_blocks *", {"size": ffi.sizeof("strobe_kept_blocks")})
+        status = lib.strobe_mask_blocks(mask, self._to)  # the sizes
+        self.fits = status == lib.STROBE_OK
+        if not self.fits and status != lib.STROBE_UNSUPPORTED:
+            raise failure(status)
+
+    def lists(self, rows: Array, rows_t: Array) -> tuple[Array, int | None]:
+        """Fills rows and rows_t. Returns cols, cols_t and both marks, int32 (4, kept), and how many blocks are kept. While the stream is
+        captured the host cannot know that: then it is None, and the lists have room for all blocks."""
+        framework, mask, to = self._framework, self._mask, self._to
+        most = int(to.kept)
+        if self._stream is not None:
+            self._alive.append(workspace := framework.scratch(self._like, to.workspace_bytes))
+            mask.workspace, mask.workspace_bytes = ffi.cast("void *", workspace[1]), to.workspace_bytes
+        is_captured = self._stream is not None and framework.xp.cuda.is_current_stream_capturing()
+        room = most if is_captured else min(most, _ROOM)
+        to.rows, to.rows_t = (_pointer(framework, "int32_t *", x) for x in (rows, rows_t))
+        to.most_rows, to.most_rows_t = to.n_rows, to.n_rows_t
+        while True:
+            lists = framework.empty(self._like, (4, room), framework.xp.int32)
+            to.cols, to.cols_t, to.marks, to.marks_t = (_pointer(framework, "int32_t *", lists[n]) for n in range(4))
+            to.most_kept = room
+            status = lib.strobe_mask_blocks(mask, to)
+            if status != lib.STROBE_OK:
+                raise failure(status)
+            if is_captured:
+                return lists, None
+            kept = int(to.kept)
+            if kept <= room:
+                exact = framework.empty(self._like, (4, -(-kept // 4) * 4), framework.xp.int32)[:, :kept]  # each begins at 16 bytes
+                exact[...] = lists[:, :kept]
+                return exact, kept
+            room = kept
 
 
 def _integers(**given: tuple[Any, tuple[int, int]]) -> list[int]:

@@ -18,6 +18,7 @@ strobe_sources(program
   program/captured.cpp
   program/engine.cpp
   program/lists.cpp
+  program/mask_blocks.cpp
   program/part.cpp
   program/passes.cpp
   program/prediction.cpp

@@ -12,18 +12,12 @@
 namespace strobe::score {
 namespace {
 
-constexpr int64_t kMostBlocks = INT32_MAX;
+constexpr int64_t kMostBlocks = kMostKeptBlocks;
 
 // The blocks of one matrix, numbered from 0, in rows [q0, q1) and columns [k0, k1).
 struct KeptArea {
   int64_t q0, q1, k0, k1;
   bool full;
-};
-
-struct BlockGrid {
-  int64_t seqlen_q, seqlen_k, block_q, block_k;
-  int64_t rows() const { return (seqlen_q + block_q - 1) / block_q; }
-  int64_t columns() const { return (seqlen_k + block_k - 1) / block_k; }
 };
 
 // Walks over squares of 2^n by 2^n blocks, from the whole matrix to single blocks, and divides those that bounds do not decide.
@@ -48,8 +42,7 @@ public:
     queries_.resize(grid.rows(), levels_), keys_.resize(grid.columns(), levels_);
   }
 
-  bool depends_on_batch() const { return intervals_.depends(result()) & Intervals::kBatch; }
-  bool depends_on_head() const { return intervals_.depends(result()) & Intervals::kHead; }
+  const Intervals &intervals() const { return intervals_; }
 
   // Adds the areas that are kept, so that those of a row of blocks have ascending columns.
   void run(int64_t b, int64_t h, std::vector<KeptArea> &areas) {
@@ -159,62 +152,6 @@ private:
   std::vector<KeptArea> *areas_ = nullptr;
 };
 
-// The arguments of strobe_mask_blocks.
-struct MaskProblem {
-  strobe_block_mask mask;
-  std::shared_ptr<const Program> program;
-  Captured captured[STROBE_MOST_CAPTURED];
-  BlockGrid grid;
-  int64_t offset;
-
-  explicit MaskProblem(const strobe_block_mask &m, Reasons &reasons) : mask(m) {
-    check_numbers(reasons);
-    const CapturedTensors given = {m.captured_0, m.captured_1, m.captured_2, m.captured_3,
-                                   m.captured_4, m.captured_5, m.captured_6, m.captured_7};
-    check_captured(given, reasons);
-    if (m.mask_function) {
-      strobe_attention a{};
-      a.mask_function = m.mask_function;
-      program = make_program(a, given, reasons);
-    } else {
-      reasons.add("mask_function", Code::missing, "missing; accepted is a pointer to a strobe_function");
-    }
-    if (reasons.size()) return;
-    for (size_t c = 0; c < given.size(); c++) captured[c] = captured_of(given[c]);
-    grid = {m.seqlen_q, m.seqlen_k, m.block_q, m.block_k};
-    offset = m.alignment == STROBE_BOTTOM_RIGHT ? m.seqlen_k - m.seqlen_q : 0;
-  }
-
-private:
-  void check_numbers(Reasons &reasons) const {
-    const std::pair<const char *, int64_t> sizes[] = {
-        {"batch", mask.batch}, {"heads", mask.heads}, {"seqlen_q", mask.seqlen_q}, {"seqlen_k", mask.seqlen_k}};
-    constexpr int64_t most = int64_t{1} << 53; // sums of positions have 64 bits
-    for (const auto &[name, x] : sizes)
-      if (x < 0 || x > most) reasons.add(name, Code::value, "{0}; accepted is 0 to {1}", x, most);
-    const std::tuple<const char *, int64_t, const char *, int64_t> blocks[] = {{"block_q", mask.block_q, "seqlen_q", mask.seqlen_q},
-                                                                               {"block_k", mask.block_k, "seqlen_k", mask.seqlen_k}};
-    for (const auto &[name, block, of, length] : blocks)
-      if (block < 1 || block > most)
-        reasons.add(name, Code::value, "{0}; accepted is 1 to {1}", block, most);
-      else if (length <= most && (length + block - 1) / block > kMostBlocks)
-        reasons.add(of, Code::size, "{0} in blocks of {1}; accepted are up to {2} blocks, what an int32 can count", length, block,
-                    kMostBlocks);
-    if (mask.alignment != STROBE_BOTTOM_RIGHT && mask.alignment != STROBE_TOP_LEFT)
-      reasons.add("alignment", Code::value, "{0}; accepted is {1} (bottom right) or {2} (top left)", mask.alignment,
-                  int(STROBE_BOTTOM_RIGHT), int(STROBE_TOP_LEFT));
-    if (mask.exact != 0 && mask.exact != 1) reasons.add("exact", Code::value, "{0}; accepted is 0 or 1", mask.exact);
-  }
-
-  static void check_captured(const CapturedTensors &given, Reasons &reasons) {
-    TensorChecks checks(reasons);
-    const strobe_tensor host{}; // zeros stand for the CPU
-    checks.on_device_of(host, nullptr);
-    for (size_t c = 0; c < given.size(); c++)
-      if (given[c]) check_captured_tensor(int32_t(c), *given[c], checks, reasons);
-  }
-};
-
 // Areas as a CSR, matrix by matrix.
 class KeptCsr {
 public:
@@ -255,39 +192,123 @@ private:
   std::vector<std::vector<KeptArea>> matrices_;
 };
 
-void check_room(const strobe_kept_blocks &to, Reasons &reasons) {
-  for (const auto &[name, room] : {std::pair{"most_rows", to.most_rows}, {"most_kept", to.most_kept}})
+void check_numbers(const strobe_block_mask &mask, Reasons &reasons) {
+  const std::pair<const char *, int64_t> sizes[] = {
+      {"batch", mask.batch}, {"heads", mask.heads}, {"seqlen_q", mask.seqlen_q}, {"seqlen_k", mask.seqlen_k}};
+  constexpr int64_t most = int64_t{1} << 53; // sums of positions have 64 bits
+  for (const auto &[name, x] : sizes)
+    if (x < 0 || x > most) reasons.add(name, Code::value, "{0}; accepted is 0 to {1}", x, most);
+  const std::tuple<const char *, int64_t, const char *, int64_t> blocks[] = {{"block_q", mask.block_q, "seqlen_q", mask.seqlen_q},
+                                                                             {"block_k", mask.block_k, "seqlen_k", mask.seqlen_k}};
+  for (const auto &[name, block, of, length] : blocks)
+    if (block < 1 || block > most)
+      reasons.add(name, Code::value, "{0}; accepted is 1 to {1}", block, most);
+    else if (length <= most && (length + block - 1) / block > kMostBlocks)
+      reasons.add(of, Code::size, "{0} in blocks of {1}; accepted are up to {2} blocks, what an int32 can count", length, block,
+                  kMostBlocks);
+  if (mask.alignment != STROBE_BOTTOM_RIGHT && mask.alignment != STROBE_TOP_LEFT)
+    reasons.add("alignment", Code::value, "{0}; accepted is {1} (bottom right) or {2} (top left)", mask.alignment, int(STROBE_BOTTOM_RIGHT),
+                int(STROBE_TOP_LEFT));
+  if (mask.exact != 0 && mask.exact != 1) reasons.add("exact", Code::value, "{0}; accepted is 0 or 1", mask.exact);
+  if (mask.device_type == STROBE_CUDA && mask.exact == 1)
+    reasons.add("exact", Code::excluded, "1 on a GPU; accepted is 0: copy what the function reads, and ask for it on the CPU");
+}
+
+strobe_tensor place_of(const strobe_block_mask &mask) {
+  strobe_tensor place{};
+  place.device_type = mask.device_type, place.device_index = mask.device_index;
+  return place;
+}
+
+void check_device(const strobe_block_mask &mask, Reasons &reasons) {
+  if (mask.device_type != 0 && mask.device_type != STROBE_CPU && mask.device_type != STROBE_CUDA)
+    reasons.add("device_type", Code::value, "{0}; accepted is {1} (the CPU) or {2} (CUDA)", mask.device_type, int(STROBE_CPU),
+                int(STROBE_CUDA));
+  if (mask.device_type == STROBE_CUDA) {
+    if (mask.workspace && reinterpret_cast<uintptr_t>(mask.workspace) % 256)
+      reasons.add("workspace", Code::memory, "not aligned; accepted is an address that is a multiple of 256");
+    return;
+  }
+  if (mask.device_index) reasons.add("device_index", Code::value, "{0} of the CPU; accepted is 0", mask.device_index);
+  for (const auto &[name, given] : {std::pair{"stream", mask.stream}, {"workspace", mask.workspace}})
+    if (given) reasons.add(name, Code::excluded, "given on the CPU; accepted is null");
+}
+
+void check_captured(const strobe_block_mask &mask, const CapturedTensors &given, Reasons &reasons) {
+  TensorChecks checks(reasons);
+  checks.on_device_of(place_of(mask), nullptr);
+  for (size_t c = 0; c < given.size(); c++)
+    if (given[c]) check_captured_tensor(int32_t(c), *given[c], checks, reasons);
+}
+
+void check_room(const strobe_block_mask &mask, const strobe_kept_blocks &to, Reasons &reasons) {
+  for (const auto &[name, room] : {std::pair{"most_rows", to.most_rows}, {"most_rows_t", to.most_rows_t}, {"most_kept", to.most_kept}})
     if (room < 0) reasons.add(name, Code::value, "{0}; accepted is 0 or more", room);
-  const std::tuple<const char *, const void *, int64_t> given[] = {
-      {"rows", to.rows, to.most_rows}, {"cols", to.cols, to.most_kept}, {"full", to.full, to.most_kept}};
-  for (const auto &[name, address, room] : given)
-    if (!address && room > 0) reasons.add(name, Code::memory, "null; accepted is memory for {0} entries, or null with room for none", room);
+  const bool on_gpu = mask.device_type == STROBE_CUDA;
+  const std::tuple<const char *, const void *, int64_t, bool> given[] = {
+      {"rows", to.rows, to.most_rows, true},         {"cols", to.cols, to.most_kept, true},       {"full", to.full, to.most_kept, !on_gpu},
+      {"rows_t", to.rows_t, to.most_rows_t, on_gpu}, {"cols_t", to.cols_t, to.most_kept, on_gpu}, {"marks", to.marks, to.most_kept, on_gpu},
+      {"marks_t", to.marks_t, to.most_kept, on_gpu},
+  };
+  for (const auto &[name, address, room, is_taken] : given)
+    if (is_taken && !address && room > 0)
+      reasons.add(name, Code::memory, "null; accepted is memory for {0} entries, or null with room for none", room);
+    else if (!is_taken && address)
+      reasons.add(name, Code::excluded, on_gpu ? "given on a GPU; accepted is null" : "given on the CPU; accepted is null");
+  if (!on_gpu && to.most_rows_t > 0) reasons.add("most_rows_t", Code::excluded, "{0} on the CPU; accepted is 0", to.most_rows_t);
 }
 
 } // namespace
 
-void mask_blocks(const strobe_block_mask *given, strobe_kept_blocks *kept) {
+MaskProblem::MaskProblem(const strobe_block_mask *given, const strobe_kept_blocks *kept) {
   Reasons reasons;
-  const strobe_block_mask mask = read_versioned("block_mask", given, reasons);
-  strobe_kept_blocks to = read_versioned("kept_blocks", kept, reasons);
+  mask = read_versioned("block_mask", given, reasons);
+  to = read_versioned("kept_blocks", kept, reasons);
   reasons.raise_if_any();
-  const MaskProblem problem(mask, reasons);
-  check_room(to, reasons);
+  check_numbers(mask, reasons);
+  check_device(mask, reasons);
+  const CapturedTensors tensors = {mask.captured_0, mask.captured_1, mask.captured_2, mask.captured_3,
+                                   mask.captured_4, mask.captured_5, mask.captured_6, mask.captured_7};
+  if (!reasons.size()) check_captured(mask, tensors, reasons);
+  if (mask.mask_function) {
+    strobe_attention a{};
+    a.mask_function = mask.mask_function;
+    program = make_program(a, tensors, reasons);
+  } else {
+    reasons.add("mask_function", Code::missing, "missing; accepted is a pointer to a strobe_function");
+  }
+  check_room(mask, to, reasons);
   reasons.raise_if_any();
+  for (size_t c = 0; c < tensors.size(); c++) captured[c] = captured_of(tensors[c]);
+  grid = {mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_k};
+  offset = mask.alignment == STROBE_BOTTOM_RIGHT ? mask.seqlen_k - mask.seqlen_q : 0;
+  to.n_rows = to.n_rows_t = to.kept = 0, to.workspace_bytes = 0;
+}
 
-  BlockWalk walk(*problem.program, problem.captured, problem.grid, problem.offset, mask.exact);
-  to.n_rows = to.kept = 0;
-  to.batch = walk.depends_on_batch() ? mask.batch : 1;
-  to.heads = walk.depends_on_head() ? mask.heads : 1;
-  KeptCsr csr(problem.grid, to);
-  for (int64_t b = 0; b < to.batch; b++)
-    for (int64_t h = 0; h < to.heads; h++) {
+void refuse_many_kept() {
+  refuse("block_mask", Code::size, "more than {0} blocks are kept; accepted are as many as an int32 can count: larger blocks are fewer",
+         kMostKeptBlocks);
+}
+
+void MaskProblem::set_matrices(const Intervals &intervals) {
+  const uint8_t depends = intervals.depends(int32_t(intervals.nodes().size()) - 1);
+  to.batch = depends & Intervals::kBatch ? mask.batch : 1;
+  to.heads = depends & Intervals::kHead ? mask.heads : 1;
+}
+
+void MaskProblem::write(strobe_kept_blocks *kept) const { std::memcpy(kept, &to, std::min<size_t>(kept->size, sizeof to)); }
+
+void mask_blocks(MaskProblem &problem) {
+  BlockWalk walk(*problem.program, problem.captured, problem.grid, problem.offset, problem.mask.exact);
+  problem.set_matrices(walk.intervals());
+  KeptCsr csr(problem.grid, problem.to);
+  for (int64_t b = 0; b < problem.to.batch; b++)
+    for (int64_t h = 0; h < problem.to.heads; h++) {
       std::vector<KeptArea> areas;
       walk.run(b, h, areas);
       csr.add(std::move(areas));
     }
   csr.write();
-  std::memcpy(kept, &to, std::min<size_t>(kept->size, sizeof to));
 }
 
 } // namespace strobe::score

@@ -23,13 +23,15 @@ struct Boolean {
   operator int64_t() const { return byte != 0; }
 };
 
-// V: int64_t or double. NaN is apart.
+// V: int64_t or double. NaN is apart from the others.
 template <class V> struct Span {
   V low = std::numeric_limits<V>::has_infinity ? std::numeric_limits<V>::infinity() : std::numeric_limits<V>::max();
   V high = std::numeric_limits<V>::has_infinity ? -std::numeric_limits<V>::infinity() : std::numeric_limits<V>::min();
 
-  void add(V x) { low = x < low ? x : low, high = x > high ? x : high; } // NaN changes neither
-  void add(const Span &x) { low = std::min(low, x.low), high = std::max(high, x.high); }
+  bool has_nan = false;
+
+  void add(V x) { low = x < low ? x : low, high = x > high ? x : high, has_nan |= x != x; }
+  void add(const Span &x) { low = std::min(low, x.low), high = std::max(high, x.high), has_nan |= x.has_nan; }
 };
 
 } // namespace
@@ -60,7 +62,7 @@ public:
       const V x = V(data_[start]);
       Span<V> one;
       one.add(x);
-      return bounds(one, x != x);
+      return bounds(one);
     }
     if (n == 1) return of_line(start, varies[0], at[varies[0]]);
     if (n == 2) return of_plane(start, varies[0], varies[1], at[varies[0]], at[varies[1]]);
@@ -76,35 +78,32 @@ private:
     return {std::min(r.low, size - 1), std::min(r.high, size - 1)};
   }
 
-  static Bounds bounds(const Span<V> &x, bool has_nan) {
+  static Bounds bounds(const Span<V> &x) {
     if constexpr (std::is_same_v<V, int64_t>)
       return {x.low, x.high};
     else
-      return Bounds::rounded(x.low, x.high, has_nan);
+      return Bounds::rounded(x.low, x.high, x.has_nan);
   }
 
   // Along one axis: spans of kFew elements, of kFew such spans, and so on.
   struct Line {
     std::vector<std::vector<Span<V>>> levels;
-    bool has_nan = false;
   };
 
   Bounds of_line(int64_t start, int32_t axis, Range at) {
     const int64_t stride = c_.stride[axis];
     if (at.high - at.low < kFew) {
       Span<V> found;
-      bool nan = false;
-      for (int64_t n = at.low; n <= at.high; n++) add(found, nan, data_[start + n * stride]);
-      return bounds(found, nan);
+      for (int64_t n = at.low; n <= at.high; n++) found.add(V(data_[start + n * stride]));
+      return bounds(found);
     }
     auto [place, is_new] = lines_.try_emplace({start, axis});
     Line &line = place->second;
     if (is_new) build(line, start, stride, c_.size[axis]);
     Span<V> found;
-    bool nan = line.has_nan;
     int64_t low = at.low, high = at.high + 1; // of elements, then of spans of each level
-    for (; low < high && low % kFew; low++) add(found, nan, data_[start + low * stride]);
-    for (; low < high && high % kFew && high < c_.size[axis]; high--) add(found, nan, data_[start + (high - 1) * stride]);
+    for (; low < high && low % kFew; low++) found.add(V(data_[start + low * stride]));
+    for (; low < high && high % kFew && high < c_.size[axis]; high--) found.add(V(data_[start + (high - 1) * stride]));
     for (size_t level = 0; low < high; level++) {
       low /= kFew, high = (high + kFew - 1) / kFew;
       const auto &spans = line.levels[level];
@@ -112,7 +111,7 @@ private:
       for (; low < high && (low % kFew || is_last); low++) found.add(spans[size_t(low)]);
       for (; low < high && high % kFew && high < int64_t(spans.size()); high--) found.add(spans[size_t(high) - 1]);
     }
-    return bounds(found, nan);
+    return bounds(found);
   }
 
   void build(Line &line, int64_t start, int64_t stride, int64_t size) {
@@ -122,9 +121,9 @@ private:
       const T *from = data_ + start + n * stride;
       const int64_t count = std::min(kFew, size - n);
       if (count == kFew && stride == 1)
-        for (int64_t k = 0; k < kFew; k++) add(span, line.has_nan, from[k]);
+        for (int64_t k = 0; k < kFew; k++) span.add(V(from[k]));
       else
-        for (int64_t k = 0; k < count; k++) add(span, line.has_nan, from[k * stride]);
+        for (int64_t k = 0; k < count; k++) span.add(V(from[k * stride]));
       spans[size_t(n / kFew)] = span;
     }
     line.levels.push_back(std::move(spans));
@@ -136,12 +135,6 @@ private:
     }
   }
 
-  static void add(Span<V> &span, bool &has_nan, const T &element) {
-    const V x = V(element);
-    span.add(x);
-    if constexpr (std::is_same_v<V, double>) has_nan |= x != x;
-  }
-
   // Along two axes: squares of kFew by kFew elements, of 2 by 2 such squares, and so on.
   struct Plane {
     struct Level {
@@ -149,7 +142,6 @@ private:
       std::vector<Span<V>> spans;
     };
     std::vector<Level> levels;
-    bool has_nan = false;
   };
 
   Bounds of_plane(int64_t start, int32_t x, int32_t y, Range at_x, Range at_y) {
@@ -157,9 +149,8 @@ private:
     Plane &plane = place->second;
     if (is_new) build(plane, start, x, y);
     Span<V> found;
-    bool nan = plane.has_nan;
-    collect(found, nan, plane, start, x, y, plane.levels.size() - 1, 0, 0, at_x, at_y);
-    return bounds(found, nan);
+    collect(found, plane, start, x, y, plane.levels.size() - 1, 0, 0, at_x, at_y);
+    return bounds(found);
   }
 
   void build(Plane &plane, int64_t start, int32_t x, int32_t y) {
@@ -167,7 +158,7 @@ private:
     level.spans.resize(size_t(level.rows * level.columns));
     for (int64_t r = 0; r < c_.size[x]; r++)
       for (int64_t c = 0; c < c_.size[y]; c++)
-        add(level.spans[size_t(r / kFew * level.columns + c / kFew)], plane.has_nan, data_[start + r * c_.stride[x] + c * c_.stride[y]]);
+        level.spans[size_t(r / kFew * level.columns + c / kFew)].add(V(data_[start + r * c_.stride[x] + c * c_.stride[y]]));
     plane.levels.push_back(std::move(level));
     while (plane.levels.back().spans.size() > 1) {
       const auto &below = plane.levels.back();
@@ -181,8 +172,8 @@ private:
   }
 
   // Adds what lies in square (r, c) of a level and in the ranges of indices.
-  void collect(Span<V> &found, bool &nan, const Plane &plane, int64_t start, int32_t x, int32_t y, size_t level, int64_t r, int64_t c,
-               Range at_x, Range at_y) const {
+  void collect(Span<V> &found, const Plane &plane, int64_t start, int32_t x, int32_t y, size_t level, int64_t r, int64_t c, Range at_x,
+               Range at_y) const {
     const auto &squares = plane.levels[level];
     if (r >= squares.rows || c >= squares.columns) return;
     const int64_t width = kFew << level, top = r * width, left = c * width;
@@ -191,12 +182,12 @@ private:
     if (at_x.low <= top && at_x.high >= bottom && at_y.low <= left && at_y.high >= right)
       return found.add(squares.spans[size_t(r * squares.columns + c)]);
     if (level > 0) {
-      for (int64_t k = 0; k < 4; k++) collect(found, nan, plane, start, x, y, level - 1, 2 * r + k / 2, 2 * c + k % 2, at_x, at_y);
+      for (int64_t k = 0; k < 4; k++) collect(found, plane, start, x, y, level - 1, 2 * r + k / 2, 2 * c + k % 2, at_x, at_y);
       return;
     }
     for (int64_t i = std::max(top, at_x.low); i <= std::min(bottom, at_x.high); i++)
       for (int64_t j = std::max(left, at_y.low); j <= std::min(right, at_y.high); j++)
-        add(found, nan, data_[start + i * c_.stride[x] + j * c_.stride[y]]);
+        found.add(V(data_[start + i * c_.stride[x] + j * c_.stride[y]]));
   }
 
   Bounds of_all() {
@@ -206,10 +197,10 @@ private:
         for (n[1] = 0; n[1] < c_.size[1]; n[1]++)
           for (n[2] = 0; n[2] < c_.size[2]; n[2]++)
             for (n[3] = 0; n[3] < c_.size[3]; n[3]++)
-              add(all_, all_has_nan_, data_[n[0] * c_.stride[0] + n[1] * c_.stride[1] + n[2] * c_.stride[2] + n[3] * c_.stride[3]]);
+              all_.add(V(data_[n[0] * c_.stride[0] + n[1] * c_.stride[1] + n[2] * c_.stride[2] + n[3] * c_.stride[3]]));
       has_all_ = true;
     }
-    return bounds(all_, all_has_nan_);
+    return bounds(all_);
   }
 
   const T *const data_;
@@ -217,7 +208,7 @@ private:
   std::map<std::pair<int64_t, int32_t>, Line> lines_;             // by the first element and the axis
   std::map<std::tuple<int64_t, int32_t, int32_t>, Plane> planes_; // by the first element and the axes
   Span<V> all_;
-  bool has_all_ = false, all_has_nan_ = false;
+  bool has_all_ = false;
 };
 
 } // namespace

@@ -1,382 +1,66 @@
 #include "score/interval.h"
 
 #include <algorithm>
-#include <cfloat>
 #include <cmath>
 #include <limits>
-#include <numbers>
+
+#include "../../kernels/attention/bounds.h"
 
 namespace strobe::score {
 namespace {
 
 using Wide = __int128;
 constexpr int64_t kLeastInteger = std::numeric_limits<int64_t>::min(), kMostInteger = std::numeric_limits<int64_t>::max();
-constexpr double kInfinite = std::numeric_limits<double>::infinity();
-
-Bounds any_integer() { return {kLeastInteger, kMostInteger}; }
-Bounds any_real() { return Bounds::reals(-kInfinite, kInfinite, true); }
-Bounds either() { return {0, 1}; }
 
 bool fits(Wide x) { return x >= kLeastInteger && x <= kMostInteger; }
-// What so many bits cannot hold wraps around: if all values do so equally often, they are still a range.
-template <int kBits> Bounds wrapped(Wide low, Wide high) {
-  constexpr Wide least = -(Wide{1} << (kBits - 1));
-  const Wide laps = (low - least) >> kBits;
-  if (laps != (high - least) >> kBits) return {int64_t(least), int64_t(-least - 1)};
-  return {int64_t(low - (laps << kBits)), int64_t(high - (laps << kBits))};
-}
-Bounds within(Wide low, Wide high) { return wrapped<64>(low, high); }
-Bounds hull(const Bounds &a, const Bounds &b) { return {std::min(a.whole.low, b.whole.low), std::max(a.whole.high, b.whole.high)}; }
-template <class T, class F> Bounds at_corners(Range a, Range b, F f) {
-  const T corners[] = {f(a.low, b.low), f(a.low, b.high), f(a.high, b.low), f(a.high, b.high)};
-  return within(*std::ranges::min_element(corners), *std::ranges::max_element(corners));
-}
 
-Wide floor_divided(Wide a, Wide b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
-Wide magnitude(Range a) { return std::max(a.low < 0 ? -Wide{a.low} : Wide{a.low}, a.high < 0 ? -Wide{a.high} : Wide{a.high}); }
-bool is_one(Range a) { return a.low == a.high; }
+#define STROBE_OPERATION(name, number, inputs, takes, gives) static_assert(bounds::name == number);
+#include "strobe/operations.inc"
+static_assert(int(Kind::boolean) == bounds::kBoolean && int(Kind::integer) == bounds::kInteger && int(Kind::real) == bounds::kReal);
 
-Bounds quotient(Range a, Range b) {
-  const auto of = [&](Range by) { return at_corners<Wide>(a, by, [](Wide x, Wide y) { return floor_divided(x, y); }); };
-  if (b.low > 0 || b.high < 0) return of(b);
-  Bounds all{0, 0}; // by 0 it is 0
-  if (b.high > 0) all = hull(all, of({1, b.high}));
-  if (b.low < 0) all = hull(all, of({b.low, -1}));
-  return all;
-}
-
-// The remainder of a floored division.
-Bounds remainder(Range a, Range b) {
-  if (is_one(a) && is_one(b)) {
-    const Wide rest = b.low ? Wide{a.low} - floor_divided(a.low, b.low) * b.low : 0;
-    return within(rest, rest);
+// The host's functions for kernels/attention/bounds.h.
+struct Mathematics {
+  static constexpr int32_t kFunctions = bounds::kAllFunctions;
+  static double float_below(double x) {
+    const float f = float(x);
+    return double(f) > x ? std::nextafter(f, -std::numeric_limits<float>::infinity()) : f;
   }
-  if (b.low > 0) {
-    if (is_one(b) && floor_divided(a.low, b.low) == floor_divided(a.high, b.low)) {
-      const Wide start = floor_divided(a.low, b.low) * b.low;
-      return within(a.low - start, a.high - start);
-    }
-    if (a.low >= 0) return a.high < b.low ? Bounds{a.low, a.high} : Bounds{0, std::min(a.high, b.high - 1)};
-    return {0, b.high - 1};
-  }
-  if (b.high < 0) return {b.low + 1, 0};
-  return {std::min<int64_t>(b.low < 0 ? b.low + 1 : 0, 0), std::max<int64_t>(b.high - 1, 0)}; // by 0 it is 0
-}
+#define STROBE_FUNCTION(name)                                                                                                              \
+  static double name(double x) { return std::name(x); }
+  STROBE_FUNCTION(exp)
+  STROBE_FUNCTION(exp2)
+  STROBE_FUNCTION(expm1)
+  STROBE_FUNCTION(log)
+  STROBE_FUNCTION(log2)
+  STROBE_FUNCTION(log1p)
+  STROBE_FUNCTION(sqrt)
+  STROBE_FUNCTION(asin)
+  STROBE_FUNCTION(acos)
+  STROBE_FUNCTION(atan)
+  STROBE_FUNCTION(sinh)
+  STROBE_FUNCTION(cosh)
+  STROBE_FUNCTION(tanh)
+  STROBE_FUNCTION(asinh)
+  STROBE_FUNCTION(acosh)
+  STROBE_FUNCTION(atanh)
+  STROBE_FUNCTION(erf)
+  STROBE_FUNCTION(erfc)
+  STROBE_FUNCTION(floor)
+  STROBE_FUNCTION(ceil)
+  STROBE_FUNCTION(trunc)
+  STROBE_FUNCTION(nearbyint)
+#undef STROBE_FUNCTION
+};
 
-Bounds truncated_remainder(Range a, Range b) {
-  if (is_one(a) && is_one(b)) {
-    const Wide rest = b.low ? Wide{a.low} % b.low : 0;
-    return within(rest, rest);
-  }
-  if (a.low >= 0 && b.low > 0) return remainder(a, b);
-  const Wide most = std::min(magnitude(a), std::max<Wide>(magnitude(b) - 1, 0));
-  return within(a.low < 0 ? -most : 0, a.high > 0 ? most : 0);
-}
-
-// The bits that the values of a range do not share are all below this many.
-uint64_t open_bits(Range a) {
-  const uint64_t differing = uint64_t(a.low) ^ uint64_t(a.high);
-  return differing ? ~uint64_t{0} >> std::countl_zero(differing) : 0;
-}
-
-Bounds of_bits(Op op, Range a, Range b) {
-  const uint64_t open = open_bits(a) | open_bits(b), x = uint64_t(a.low), y = uint64_t(b.low);
-  if (open >> 63) { // numbers of both signs
-    if (op == Op::AND && a.low >= 0) return {0, a.high};
-    if (op == Op::AND && b.low >= 0) return {0, b.high};
-    uint64_t below = 0; // the bits in which some number differs from its sign
-    for (const int64_t end : {a.low, a.high, b.low, b.high}) below |= uint64_t(end ^ (end >> 63));
-    const int64_t most = int64_t(below ? ~uint64_t{0} >> std::countl_zero(below) : 0);
-    return {~most, most};
-  }
-  const uint64_t shared = (op == Op::AND ? x & y : op == Op::OR ? x | y : x ^ y) & ~open;
-  Range made = {int64_t(shared), int64_t(shared | open)};
-  if (op == Op::AND && a.low >= 0 && b.low >= 0) made.high = std::min({made.high, a.high, b.high});
-  if (op == Op::OR && a.low >= 0 && b.low >= 0) made.low = std::max({made.low, a.low, b.low});
-  return {made.low, made.high};
-}
-
-Bounds shifted_left(Range a, Range by) {
-  if (by.low >= 0 && by.high <= 63) return at_corners<Wide>(a, by, [](Wide x, Wide y) { return x * (Wide{1} << int(y)); });
-  if (by.high < 0 || by.low > 63) return {0, 0};
-  return any_integer();
-}
-
-Bounds shifted_right(Range a, Range by) {
-  if (by.low >= 0 && by.high <= 63) return at_corners<Wide>(a, by, [](int64_t x, int64_t y) { return Wide{x >> y}; });
-  if (by.high < 0 || by.low > 63) return {-(a.low < 0), -(a.high < 0)};
-  return {std::min<int64_t>(a.low, 0), std::max<int64_t>(a.high, 0)};
-}
-
-double rounded_down(double x) {
-  float f = float(x);
-  if (double(f) > x) f = std::nextafter(f, -std::numeric_limits<float>::infinity());
-  if (std::abs(f) < FLT_MIN) return f < 0 ? -FLT_MIN : 0;
-  return f;
-}
-double rounded_up(double x) { return -rounded_down(-x); }
-Bounds rounded(double least, double most, bool may_be_nan) { return Bounds::rounded(least, most, may_be_nan); }
-// The same where engines compute approximately.
-Bounds approximate(double least, double most, bool may_be_nan, double relative = 0x1p-10, double absolute = 0x1p-10) {
-  if (std::isnan(least) || std::isnan(most)) return any_real();
-  if (!std::isinf(least)) least -= std::abs(least) * relative + absolute;
-  if (!std::isinf(most)) most += std::abs(most) * relative + absolute;
-  return rounded(least, most, may_be_nan);
-}
-constexpr double kFewUlps = 0x1p-21;
-
-bool is_finite(const Bounds &a) { return std::isfinite(a.real.least) && std::isfinite(a.real.most); }
-
-template <class F> Bounds corners_of_reals(const Bounds &a, const Bounds &b, F f, double relative = 0) {
-  if (!is_finite(a) || !is_finite(b)) return any_real();
-  const double corners[] = {f(a.real.least, b.real.least), f(a.real.least, b.real.most), f(a.real.most, b.real.least),
-                            f(a.real.most, b.real.most)};
-  if (std::ranges::any_of(corners, [](double x) { return std::isnan(x); })) return any_real();
-  return approximate(*std::ranges::min_element(corners), *std::ranges::max_element(corners), a.may_be_nan || b.may_be_nan, relative, 0);
-}
-
-Bounds divided(const Bounds &a, const Bounds &b) {
-  if (b.real.least <= 0 && b.real.most >= 0) return any_real();
-  return corners_of_reals(a, b, [](double x, double y) { return x / y; }, kFewUlps);
-}
-
-Bounds real_remainder(Op op, const Bounds &a, const Bounds &b) {
-  const bool nan = a.may_be_nan || b.may_be_nan, by_zero = b.real.least <= 0 && b.real.most >= 0;
-  if (!is_finite(a) || !is_finite(b) || by_zero) return any_real();
-  const double error = std::max(std::abs(a.real.least), std::abs(a.real.most)) * 0x1p-20;
-  if (op == Op::REMAINDER) return rounded(std::min(b.real.least, 0.0) - error, std::max(b.real.most, 0.0) + error, nan);
-  const double most = std::max(std::abs(b.real.least), std::abs(b.real.most));
-  return rounded((a.real.least < 0 ? -most : 0) - error, (a.real.most > 0 ? most : 0) + error, nan);
-}
-
-using Function1 = double (*)(double);
-// A function that ascends, or descends, from `from` to `to`, and is NaN elsewhere.
-Bounds monotone(const Bounds &a, Function1 f, bool ascends = true, double from = -kInfinite, double to = kInfinite) {
-  if (a.real.most < from || a.real.least > to) return any_real();
-  const double low = f(std::max(a.real.least, from)), high = f(std::min(a.real.most, to));
-  const bool nan = a.may_be_nan || a.real.least < from || a.real.most > to;
-  return ascends ? approximate(low, high, nan) : approximate(high, low, nan);
-}
-
-double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
-double arccosh_from_1(double x) { return std::acosh(std::max(x, 1.0)); }
-
-Bounds of_one_real(Op op, const Bounds &a) {
-  const auto [least, most] = a.real;
-  const bool nan = a.may_be_nan;
-  auto exact = [&](Function1 f) { return Bounds::reals(f(least), f(most), nan); };
-  switch (op) {
-  case Op::NEGATE:
-    return Bounds::reals(-most, -least, nan);
-  case Op::ABSOLUTE:
-    if (least >= 0) return a;
-    return Bounds::reals(most <= 0 ? -most : 0, std::max(-least, most), nan);
-  case Op::SIGN:
-    if (nan) return Bounds::reals(-1, 1, true);
-    return Bounds::reals((least > 0) - (least < 0), (most > 0) - (most < 0), false);
-  case Op::FLOOR:
-    return exact([](double x) { return std::floor(x); });
-  case Op::CEIL:
-    return exact([](double x) { return std::ceil(x); });
-  case Op::TRUNC:
-    return exact([](double x) { return std::trunc(x); });
-  case Op::ROUND:
-    return exact([](double x) { return std::nearbyint(x); });
-  case Op::EXP:
-    return monotone(a, [](double x) { return std::exp(x); });
-  case Op::EXP2:
-    return monotone(a, [](double x) { return std::exp2(x); });
-  case Op::EXPM1:
-    return monotone(a, [](double x) { return std::expm1(x); });
-  case Op::LOG:
-    return monotone(a, [](double x) { return std::log(x); }, true, 0);
-  case Op::LOG2:
-    return monotone(a, [](double x) { return std::log2(x); }, true, 0);
-  case Op::LOG1P:
-    return monotone(a, [](double x) { return std::log1p(x); }, true, -1);
-  case Op::SQRT:
-    if (most < 0) return any_real();
-    return approximate(std::sqrt(std::max(least, 0.0)), std::sqrt(most), nan || least < 0, kFewUlps, 0);
-  case Op::RSQRT:
-    if (least <= 0) return any_real();
-    return approximate(1 / std::sqrt(most), 1 / std::sqrt(least), nan, kFewUlps, 0);
-  case Op::SIN:
-  case Op::COS:
-    return approximate(-1, 1, nan || !is_finite(a));
-  case Op::ASIN:
-    return monotone(a, [](double x) { return std::asin(x); }, true, -1, 1);
-  case Op::ACOS:
-    return monotone(a, [](double x) { return std::acos(x); }, false, -1, 1);
-  case Op::ATAN:
-    return monotone(a, [](double x) { return std::atan(x); });
-  case Op::SINH:
-    return monotone(a, [](double x) { return std::sinh(x); });
-  case Op::COSH:
-    return monotone(of_one_real(Op::ABSOLUTE, a), [](double x) { return std::cosh(x); });
-  case Op::TANH:
-    return monotone(a, [](double x) { return std::tanh(x); });
-  case Op::ASINH:
-    return monotone(a, [](double x) { return std::asinh(x); });
-  case Op::ACOSH:
-    return monotone(a, [](double x) { return std::acosh(x); }, true, 1);
-  case Op::ATANH:
-    return monotone(a, [](double x) { return std::atanh(x); }, true, -1, 1);
-  case Op::ERF:
-    return monotone(a, [](double x) { return std::erf(x); });
-  case Op::ERFC:
-    return monotone(a, [](double x) { return std::erfc(x); }, false);
-  case Op::SIGMOID:
-    return monotone(a, sigmoid);
-  case Op::ARCCOSH_FROM_1:
-    return monotone(a, arccosh_from_1);
-  default:
-    return any_real();
-  }
-}
-
-Bounds of_two_reals(Op op, const Bounds &a, const Bounds &b) {
-  const bool nan = a.may_be_nan || b.may_be_nan;
-  switch (op) {
-  case Op::ADD:
-    return corners_of_reals(a, b, [](double x, double y) { return x + y; });
-  case Op::SUBTRACT:
-    return corners_of_reals(a, b, [](double x, double y) { return x - y; });
-  case Op::MULTIPLY:
-    return corners_of_reals(a, b, [](double x, double y) { return x * y; });
-  case Op::DIVIDE:
-    return divided(a, b);
-  case Op::FLOOR_DIVIDE: {
-    const Bounds q = divided(a, b);
-    return is_finite(q) ? rounded(std::floor(q.real.least), std::floor(q.real.most), nan) : any_real();
-  }
-  case Op::REMAINDER:
-  case Op::TRUNC_REMAINDER:
-    return real_remainder(op, a, b);
-  case Op::MINIMUM:
-    return Bounds::reals(std::min(a.real.least, b.real.least), std::min(a.real.most, b.real.most), nan);
-  case Op::MAXIMUM:
-    return Bounds::reals(std::max(a.real.least, b.real.least), std::max(a.real.most, b.real.most), nan);
-  case Op::POWER:
-    if (a.real.least <= 0) return any_real();
-    return corners_of_reals(a, b, [](double x, double y) { return std::pow(x, y); }, 0x1p-10);
-  case Op::ATAN2:
-    return approximate(-std::numbers::pi, std::numbers::pi, nan);
-  default:
-    return any_real();
-  }
-}
-
-// The result of a < b, a <= b and so on, where each of a's values may meet each of b's: 1, 0 or both.
-template <class T> Bounds order(Op op, T a_low, T a_high, T b_low, T b_high) {
-  const auto decided = [](bool always, bool never) { return Bounds{always, !never}; };
-  switch (op) {
-  case Op::LESS:
-    return decided(a_high < b_low, a_low >= b_high);
-  case Op::LESS_EQUAL:
-    return decided(a_high <= b_low, a_low > b_high);
-  case Op::GREATER:
-    return decided(a_low > b_high, a_high <= b_low);
-  case Op::GREATER_EQUAL:
-    return decided(a_low >= b_high, a_high < b_low);
-  default: {
-    const bool same = a_low == a_high && b_low == b_high && a_low == b_low, apart = a_high < b_low || b_high < a_low;
-    return op == Op::EQUAL ? decided(same, apart) : decided(apart, same);
-  }
-  }
-}
-
-Bounds of_booleans(Op op, Range a, Range b, bool same) {
-  switch (op) {
-  case Op::AND:
-    return {a.low & b.low, a.high & b.high};
-  case Op::OR:
-    return {a.low | b.low, a.high | b.high};
-  case Op::NOT:
-    return {1 - a.high, 1 - a.low};
-  case Op::XOR:
-  case Op::NOT_EQUAL:
-    if (same) return {0, 0};
-    return is_one(a) && is_one(b) ? Bounds{a.low ^ b.low, a.low ^ b.low} : either();
-  default: // EQUAL
-    if (same) return {1, 1};
-    return is_one(a) && is_one(b) ? Bounds{a.low == b.low, a.low == b.low} : either();
-  }
-}
-
-Bounds of_integers(Op op, Range a, Range b, bool same) {
-  switch (op) {
-  case Op::ADD:
-    return within(Wide{a.low} + b.low, Wide{a.high} + b.high);
-  case Op::SUBTRACT:
-    return within(Wide{a.low} - b.high, Wide{a.high} - b.low);
-  case Op::MULTIPLY:
-    if (same) return within(a.low > 0 ? Wide{a.low} * a.low : a.high < 0 ? Wide{a.high} * a.high : 0, magnitude(a) * magnitude(a));
-    return at_corners<Wide>(a, b, [](Wide x, Wide y) { return x * y; });
-  case Op::FLOOR_DIVIDE:
-    return quotient(a, b);
-  case Op::REMAINDER:
-    return remainder(a, b);
-  case Op::TRUNC_REMAINDER:
-    return truncated_remainder(a, b);
-  case Op::MINIMUM:
-    return {std::min(a.low, b.low), std::min(a.high, b.high)};
-  case Op::MAXIMUM:
-    return {std::max(a.low, b.low), std::max(a.high, b.high)};
-  case Op::NEGATE:
-    return within(-Wide{a.high}, -Wide{a.low});
-  case Op::ABSOLUTE:
-    if (a.low >= 0) return {a.low, a.high};
-    return within(a.high <= 0 ? -Wide{a.high} : 0, magnitude(a));
-  case Op::SIGN:
-    return {(a.low > 0) - (a.low < 0), (a.high > 0) - (a.high < 0)};
-  case Op::XOR:
-    if (same) return {0, 0};
-    [[fallthrough]];
-  case Op::AND:
-  case Op::OR:
-    return of_bits(op, a, b);
-  case Op::NOT:
-    return {~a.high, ~a.low};
-  case Op::SHIFT_LEFT:
-    return shifted_left(a, b);
-  case Op::SHIFT_RIGHT:
-    return shifted_right(a, b);
-  case Op::TO_REAL:
-    return rounded(double(a.low), double(a.high), false);
-  case Op::TO_INTEGER:
-    return {a.low, a.high};
-  case Op::TO_INT32:
-    return wrapped<32>(a.low, a.high);
-  case Op::TO_BOOLEAN:
-    return {a.low > 0 || a.high < 0, a.low != 0 || a.high != 0};
-  default:
-    return order(op, a.low, a.high, b.low, b.high);
-  }
-}
-
-// What is no real, of reals.
-Bounds from_reals(Op op, const Bounds &a, const Bounds &b, bool same) {
-  if (op == Op::TO_BOOLEAN) return {a.real.least > 0 || a.real.most < 0, a.real.least != 0 || a.real.most != 0 || a.may_be_nan};
-  if (op == Op::TO_INTEGER) {
-    constexpr double most = 0x1p62;
-    if (a.may_be_nan || a.real.least < -most || a.real.most > most) return any_integer();
-    return {int64_t(a.real.least), int64_t(a.real.most)};
-  }
-  Bounds made = order(op, a.real.least, a.real.most, b.real.least, b.real.most);
-  if (same) made = order(op, 0, 0, 0, 0);
-  if (a.may_be_nan || b.may_be_nan) { // NaN differs from every number, and is neither less nor greater
-    if (op == Op::NOT_EQUAL)
-      made.whole.high = 1;
-    else
-      made.whole.low = 0;
-  }
+bounds::Bounds shared(const Bounds &x) {
+  bounds::Bounds made = bounds::integers(x.whole.low, x.whole.high); // the same bits if they are reals
+  made.may_be_nan = x.may_be_nan;
   return made;
 }
-
-Bounds chosen(Kind kind, Range condition, const Bounds &a, const Bounds &b) {
-  if (is_one(condition)) return condition.low ? a : b;
-  if (kind != Kind::real) return hull(a, b);
-  return Bounds::reals(std::min(a.real.least, b.real.least), std::max(a.real.most, b.real.most), a.may_be_nan || b.may_be_nan);
+Bounds of_shared(const bounds::Bounds &x) {
+  Bounds made{x.whole.low, x.whole.high};
+  made.may_be_nan = x.may_be_nan;
+  return made;
 }
 
 uint8_t argument(Op op) {
@@ -397,32 +81,26 @@ uint8_t argument(Op op) {
 } // namespace
 
 Bounds Bounds::rounded(double least, double most, bool may_be_nan) {
-  if (!(least <= most)) return any_real(); // NaN alone
-  return reals(rounded_down(least), rounded_up(most), may_be_nan);
+  return of_shared(bounds::rounded<Mathematics>(least, most, may_be_nan));
 }
 
-Bounds Bounds::any(Kind kind) { return kind == Kind::real ? any_real() : kind == Kind::integer ? any_integer() : either(); }
+Bounds Bounds::any(Kind kind) { return of_shared(bounds::any(int32_t(kind))); }
 
 Bounds result_bounds(const Node &node, Kind of, const Bounds *in, bool same) {
   switch (node.op) {
   case Op::REAL:
-    return rounded(node.real, node.real, std::isnan(node.real));
+    return Bounds::rounded(node.real, node.real, std::isnan(node.real));
   case Op::INTEGER:
   case Op::BOOLEAN:
     return {node.integer, node.integer};
-  case Op::WHERE:
-    return chosen(node.kind, in[0].whole, in[1], in[2]);
   default:
     break;
   }
   if (!node.count || node.op == Op::LOAD) return Bounds::any(node.kind);
-  const Bounds none, &a = in[0], &b = node.count > 1 ? in[1] : none;
-  if (of != Kind::real) {
-    const bool logical = of == Kind::boolean && (node.count > 1 || node.op == Op::NOT);
-    return logical ? of_booleans(node.op, a.whole, b.whole, same) : of_integers(node.op, a.whole, b.whole, same);
-  }
-  if (node.kind != Kind::real) return from_reals(node.op, a, b, same);
-  return node.count > 1 ? of_two_reals(node.op, a, b) : of_one_real(node.op, a);
+  const bounds::Bounds none = bounds::integers(0, 0);
+  const auto input = [&](int32_t k) { return k < node.count ? shared(in[k]) : none; };
+  return of_shared(
+      bounds::result<Mathematics>(int32_t(node.op), int32_t(node.kind), int32_t(of), node.count > 1, same, input(0), input(1), input(2)));
 }
 
 std::vector<Bounds> bounds_of_nodes(const Graph &graph, const KnownBounds &known) {
@@ -435,7 +113,7 @@ std::vector<Bounds> bounds_of_nodes(const Graph &graph, const KnownBounds &known
       continue;
     }
     Bounds in[4];
-    for (int32_t k = 0; k < node.count; k++) in[k] = all[size_t(node.inputs[size_t(k)])];
+    for (int32_t k = 0; k < 3 && k < node.count; k++) in[k] = all[size_t(node.inputs[size_t(k)])];
     const Kind of = node.count ? graph[node.inputs[0]].kind : node.kind;
     all.push_back(result_bounds(node, of, in, node.count > 1 && node.inputs[0] == node.inputs[1]));
   }
@@ -580,7 +258,7 @@ Bounds Intervals::value(int32_t n, const Box &box) {
   }
   if (Bounds made; correlated_[size_t(n)] && by_sums(n, made)) return made;
   Bounds in[3];
-  for (int32_t k = 0; k < node.count; k++) in[k] = values_[size_t(node.inputs[size_t(k)])];
+  for (int32_t k = 0; k < 3 && k < node.count; k++) in[k] = values_[size_t(node.inputs[size_t(k)])];
   const Kind kind = node.count ? nodes_[size_t(node.inputs[0])].kind : node.kind;
   return result_bounds(node, kind, in, node.count > 1 && node.inputs[0] == node.inputs[1]);
 }
@@ -589,6 +267,17 @@ Bounds Intervals::element(const Node &node) {
   Range at[4];
   for (int32_t k = 0; k < node.count; k++) at[k] = values_[size_t(node.inputs[size_t(k)])].whole;
   return extrema_[size_t(node.captured)].over(at, node.count);
+}
+
+std::vector<Intervals::Sum> Intervals::sums_for(int32_t n) const {
+  const Node &node = nodes_[size_t(n)];
+  if (!correlated_[size_t(n)]) return {};
+  if (node.op == Op::ADD || node.op == Op::SUBTRACT) return {sums_[size_t(n)]};
+  if (node.kind != Kind::boolean) return {};
+  const size_t x = size_t(node.inputs[0]), y = size_t(node.inputs[1]);
+  Sum difference = sums_[x];
+  if (!add(difference, sums_[y], -1)) return {};
+  return {sums_[x], sums_[y], difference};
 }
 
 bool Intervals::by_sums(int32_t n, Bounds &made) const {
@@ -605,7 +294,7 @@ bool Intervals::by_sums(int32_t n, Bounds &made) const {
   Sum difference = sums_[x];
   if (!add(difference, sums_[y], -1) || !bounds_of(sums_[x], of_a) || !bounds_of(sums_[y], of_b) || !bounds_of(difference, apart))
     return false;
-  made = order<int64_t>(node.op, apart.low, apart.high, 0, 0);
+  made = of_shared(bounds::order<int64_t>(int32_t(node.op), apart.low, apart.high, 0, 0));
   return true;
 }
 

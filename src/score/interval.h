@@ -86,12 +86,16 @@ public:
   Bounds evaluate(const Box &); // all; returns that of the result
   Bounds &operator[](int32_t n) { return values_[size_t(n)]; }
 
-private:
   // An integer as a sum of multiples of other nodes, up to multiples of 2^64.
   struct Sum {
     int64_t constant = 0;
     std::vector<std::pair<int32_t, int64_t>> terms; // node, factor; nodes ascend
   };
+  // The sums that tell more of node n than the bounds of its inputs: n itself, or the two that it compares and their difference. Empty: there
+  // are none.
+  std::vector<Sum> sums_for(int32_t n) const;
+
+private:
   Sum sum_of(int32_t n) const;
   static bool share_terms(const Sum &, const Sum &);
   static bool add(Sum &to, const Sum &, int64_t factor); // false: too large

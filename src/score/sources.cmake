@@ -1,4 +1,5 @@
 strobe_sources(score
+  block_code.cpp
   blocks.cpp
   build.cpp
   bytecode.cpp

@@ -376,6 +376,24 @@ TEST_CASE("blocks of a mask function: refusals") {
   CHECK(refused([](Mask &, To &to) { to.most_rows = -1; }) == "most_rows: -1; accepted is 0 or more");
   CHECK(refused([](Mask &, To &to) { to.most_rows = 8; }) == "rows: null; accepted is memory for 8 entries, or null with room for none");
   CHECK(refused([](Mask &, To &to) { to.size = 4; }).starts_with("kept_blocks: size is 4; accepted is sizeof(strobe_kept_blocks)"));
+  CHECK(refused([](Mask &m, To &) { m.mask.device_type = 7; }) == "device_type: 7; accepted is 0 (the CPU) or 1 (CUDA)");
+  CHECK(refused([](Mask &m, To &) { m.mask.device_index = 1; }) == "device_index: 1 of the CPU; accepted is 0");
+  CHECK(refused([](Mask &m, To &) { m.mask.stream = &m, m.mask.workspace = &m; }) ==
+        "stream: given on the CPU; accepted is null\nworkspace: given on the CPU; accepted is null");
+  CHECK(refused([](Mask &, To &to) { to.marks = to.rows_t = reinterpret_cast<int32_t *>(&to), to.most_rows_t = 3; }) ==
+        "rows_t: given on the CPU; accepted is null\nmarks: given on the CPU; accepted is null\nmost_rows_t: 3 on the CPU; accepted is 0");
+  const auto on_gpu = [](Mask &m) { m.mask.device_type = m.memory["captured_0"].device_type = STROBE_CUDA; };
+  CHECK(refused([&](Mask &m, To &) { on_gpu(m), m.mask.exact = 1; }) ==
+        "exact: 1 on a GPU; accepted is 0: copy what the function reads, and ask for it on the CPU");
+  CHECK(refused([&](Mask &m, To &) { on_gpu(m), m.memory["captured_0"].device_type = STROBE_CPU; }) ==
+        "captured_0: lies on the CPU; accepted is CUDA device 0");
+  CHECK(refused([&](Mask &m, To &to) { on_gpu(m), to.full = reinterpret_cast<uint8_t *>(&to); }) ==
+        "full: given on a GPU; accepted is null");
+  CHECK(refused([&](Mask &m, To &to) {
+          on_gpu(m), to.most_kept = 2;
+        }).starts_with("cols: null; accepted is memory for 2 entries, or null with room for none\ncols_t: null"));
+  CHECK(refused([&](Mask &m, To &) { on_gpu(m), m.mask.workspace = reinterpret_cast<void *>(uintptr_t{8}), m.mask.workspace_bytes = 1; }) ==
+        "workspace: not aligned; accepted is an address that is a multiple of 256");
   CHECK(strobe_mask_blocks(nullptr, nullptr) == STROBE_INVALID_ARGUMENT);
   CHECK(error() == "block_mask: missing; accepted is a pointer to a strobe_block_mask\n"
                    "kept_blocks: missing; accepted is a pointer to a strobe_kept_blocks");

@@ -244,6 +244,29 @@ def test_captured_tensors_on_a_gpu():
     assert torch.equal(blocks.to("cpu").to_kept(), BlockMask.from_function(FUNCTIONS["document"][0], 1, 1, S, S, block=16).to_kept())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_captured_in_a_graph():
+    documents = DOCUMENTS.cuda()
+
+    def made() -> BlockMask:
+        return BlockMask.from_function(lambda b, h, i, j: documents[i] == documents[j], 1, 1, S, S, block=16)
+
+    made()  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = made()
+    for divisor in (37, 80):  # each replay reads the tensor again
+        documents.copy_(torch.arange(S) // divisor)
+        graph.replay()
+        expected = made()
+        assert captured.cols.shape[0] == 13 * 13 > expected.cols.shape[0]
+        assert captured.density == expected.density
+        assert torch.equal(captured.full, expected.full)
+        assert torch.equal(captured.to_kept(), expected.to_kept())
+        assert captured.plot() == expected.plot()
+        assert torch.equal(captured.to("cpu").cols_t, expected.cols_t.cpu())
+
+
 def test_device():
     on_cpu = BlockMask.from_function(FUNCTIONS["causal"][0], 1, 1, S, S, device="cpu")
     assert isinstance(on_cpu.rows, Tensor)

@@ -13,8 +13,6 @@ template <class V> void each_pointer(const WordArguments &a, V &visit) { visit(a
 
 namespace {
 
-constexpr KernelSource kWriteWords{"passes/part_table.h", "strobe::passes::WriteWords", "strobe::passes::WordsConfig"};
-
 // The ranges of each sequence. Ranges that touch are joined. Empty ranges, which the list may have anywhere, come last.
 struct Ranges {
   std::vector<HeldRange> all;

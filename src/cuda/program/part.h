@@ -8,6 +8,9 @@
 
 namespace strobe::cuda {
 
+// Copies up to kMostWords words of its arguments to memory: a launch, and a graph that has captured it, hold copies of them.
+inline constexpr KernelSource kWriteWords{"passes/part_table.h", "strobe::passes::WriteWords", "strobe::passes::WordsConfig"};
+
 // Reserves memory for the table, sets p.part.table, and returns the launches that write it: one, or several if there are hundreds of
 // ranges.
 std::vector<Launch> part_table(Problem &p, Scratch &);
