@@ -20,7 +20,15 @@ STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_
 struct PlaceOfPair {
   i32 b, h, i, j;
   i32 offset; // of the alignment
+  i32 row;    // i, if it is in the sequence; otherwise any number within a tile of it, so that rows of a tile lie at fixed distances
+
+  __device__ __forceinline__ i32 query() const { return row; }
+  __device__ __forceinline__ i32 key() const { return j; }
+  __device__ __forceinline__ i32 difference() const { return row - j; }
 };
+
+// What a value that is computed ahead (passes/ahead.h) depends on, beside b and h.
+enum class Along { query, key, difference };
 
 // The caller's functions, by the hash of their code (Features::program); the specialisation is generated. It has
 //   score<kFunctions, kSlope>(a, place, x, slope)   f(x, b, h, i, j); with kSlope, slope becomes its derivative by x
@@ -100,6 +108,15 @@ template <class T, class E> __device__ __forceinline__ T load(const CapturedOper
     return T(to_float(E{__ldg((const unsigned short *)x.data + distance)}));
   else
     return (T)__ldg((const E *)x.data + distance);
+}
+
+// A value that was computed ahead. `at` is in range by construction, so that elements of a tile lie at distances that the compiler knows.
+template <class E, bool kBatch, bool kHead>
+__device__ __forceinline__ E ahead(const CapturedOperand &x, const PlaceOfPair &pair, i32 at) {
+  const E *values = (const E *)x.data;
+  if constexpr (kBatch) values += pair.b * x.stride[0];
+  if constexpr (kHead) values += pair.h * x.stride[1];
+  return __ldg(values + at);
 }
 
 // Reals.

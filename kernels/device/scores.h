@@ -57,9 +57,10 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     i32 i, h;       // i is clamped into the sequence, for reads
     i32 begin, end; // keys visible by position: [begin, end)
     T slope;
+    i32 own; // PlaceOfPair::row
   };
   __device__ __forceinline__ Row row(i32 i, i32 h) const {
-    Row r{min(i, seqlen_q - 1), h, 0, seqlen_k, T(0)};
+    Row r{min(i, seqlen_q - 1), h, 0, seqlen_k, T(0), min(i, seqlen_q - 1)};
     if constexpr (F.band) {
       r.begin = max(0, r.i + low);
       r.end = min(seqlen_k, r.i + high + 1);
@@ -122,7 +123,7 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   // The pair as the caller's functions see it, in the whole problem.
   __device__ __forceinline__ PlaceOfPair pair(const Row &r, i32 j) const {
     const PlaceOfHeads<F.part != 0> heads(in);
-    return {(i32)heads.whole_batch(b), (i32)heads.whole_head(r.h), r.i, j, offset};
+    return {(i32)heads.whole_batch(b), (i32)heads.whole_head(r.h), r.i, j, offset, r.own};
   }
 
 private:

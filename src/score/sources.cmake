@@ -1,4 +1,5 @@
 strobe_sources(score
+  ahead.cpp
   blocks.cpp
   build.cpp
   bytecode.cpp

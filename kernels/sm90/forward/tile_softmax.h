@@ -40,7 +40,7 @@ template <Config C> struct TileSoftmax {
       : group(group), S(group.S.x), item(item), sequence(sequence_of(group.in, group.shared, item, group.items)),
         scores(group.in, sequence, item.b), dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b},
         q(item.q + queries_of_warpgroup<C>(group.a) * group.w), row(q + 16 * group.warp),
-        rows{scores.row(place(0).i, place(0).h), scores.row(place(1).i, place(1).h)},
+        rows{row_of_lane(0), row_of_lane(1)},
         given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), fast(scores),
         rising(item.kind() == kSafe) {
     if constexpr (F.part) dropout.head = dropout.dropout.whole_head(item.h), dropout.batch = dropout.dropout.whole_batch(item.b);
@@ -50,6 +50,11 @@ template <Config C> struct TileSoftmax {
   __device__ __forceinline__ RowPlace place(int r) const {
     if constexpr (!C.packed) return {row + tile::lane_row(r), item.h};
     return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
+  }
+  __device__ __forceinline__ typename Score::Row row_of_lane(int r) const {
+    typename Score::Row found = scores.row(place(r).i, place(r).h);
+    if constexpr (!C.packed) found.own = place(r).i;
+    return found;
   }
   // Starts another chunk of keys. kFixedByRow: if `lags`, all rows lag; otherwise each row decides for itself. Rows that do not exist never
   // follow.
