@@ -30,7 +30,7 @@ private:
       const i32 j = kAlong == Along::query ? 0 : min(max(kAlong == Along::key ? at : -at, 0), last_k);
       const i32 offset = (i32)in.sequence<C.features>(b).band.offset;
       E *const values = (E *)x.data + b * x.stride[0] + h * x.stride[1];
-      values[at] = Of::template value_ahead<kValue, T>(in.function, PlaceOfPair{b, h, i, j, offset, i});
+      values[at] = Of::template value_ahead<kValue, T>(in.function, PlaceOfPair{b, h, i, j, offset, {i, 0}, {j, 0}});
     }
     if constexpr (kValue + 1 < Of::kAhead) fill<kValue + 1>(in);
   }

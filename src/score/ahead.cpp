@@ -33,10 +33,11 @@ std::vector<Ahead> found_ahead(const Graph &graph, const std::vector<int32_t> &r
   return all;
 }
 
-// A difference's value is read by about half of its pairs, since two rows of a lane share it; a key's likewise.
+// Two pairs of a lane share what a key or a difference decides, whether it is read or computed. A boolean is read as what is added to the
+// score, which spares a comparison.
 int32_t saved_by(const Ahead &x) {
-  constexpr int32_t kRead = 3;
-  return x.by == kOfDifference ? x.cost - kRead : x.cost / 2 - kRead;
+  constexpr int32_t kRead = 2;
+  return x.cost / 2 - kRead;
 }
 
 } // namespace strobe::score

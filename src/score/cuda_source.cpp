@@ -11,7 +11,7 @@
 namespace strobe::score {
 namespace {
 
-constexpr int64_t kLimit = 1 << 30;                                   // of limited_integer()
+constexpr int64_t kLimit = 1 << 30; // of limited_integer()
 constexpr int64_t kRoomAhead = 512; // values of positions past both ends of a sequence, which tiles reach and nothing uses
 constexpr int64_t kSmallConstant = 1 << 29, kShortPosition = 1 << 24; // classes: numbers and lengths below make the same code
 
@@ -35,6 +35,8 @@ const char *element(DType dtype) {
 }
 
 const char *type(Kind kind, bool narrow) { return kind == Kind::boolean ? "bool" : kind == Kind::real ? "T" : narrow ? "i32" : "i64"; }
+
+const char *along(const Ahead &x) { return x.by == kOfQuery ? "Along::query" : x.by == kOfKey ? "Along::key" : "Along::difference"; }
 
 std::string name(int32_t node) { return text("n", node); }
 
@@ -104,9 +106,10 @@ CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> pr
   for (const LoadGradient &g : loads_) roots.insert(roots.end(), {g.load, g.slope});
   used_ = graph_.needed_by(roots);
   place_.assign(count, -1), divisor_place_.assign(count, -1);
-  divides_.assign(count, false), shifts_.assign(count, false);
+  divides_.assign(count, false), shifts_.assign(count, false), limits_.assign(count, false);
   for (const Node &x : graph_.nodes()) {
     if (x.op == Op::FLOOR_DIVIDE || x.op == Op::REMAINDER) divides_[size_t(x.inputs[1])] = true;
+    if (x.op == Op::LESS_EQUAL && graph_[x.inputs[0]].op == Op::ABSOLUTE) limits_[size_t(x.inputs[1])] = true;
     if (x.op == Op::SHIFT_LEFT || x.op == Op::SHIFT_RIGHT) shifts_[size_t(x.inputs[1])] = true;
   }
   find_exact();
@@ -128,22 +131,24 @@ CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> pr
   digest_ = made_digest();
 }
 
-// Chooses what is computed ahead. A launch more has to pay: it takes as long as a GPU takes for kPays instructions.
+// Chooses what is computed ahead. A launch more, 3 us, has to pay: on an H200 T5's buckets, of which about 28 instructions are counted here
+// as saved, take 4.5 ps for each pair, and a relative bias, of which 3 are, takes 0.85 ps.
 void CudaFunctions::find_ahead(const Problem &p, const std::vector<int32_t> &roots) {
-  constexpr double kPays = 1 << 26;
+  constexpr double kPays = 1 << 24;
   place_ahead_.assign(size_t(graph_.size()), -1);
   // A row's bits may not depend on the lengths, by which this chooses; positions of a part are those of the whole problem.
   if (p.invariant || p.part || !loads_.empty() || p.seqlen_q > kShortPosition || p.seqlen_k > kShortPosition) return;
   std::vector<Ahead> found = found_ahead(graph_, roots, [this](int32_t n) { return instructions_of(graph_[n]) * (narrow(n) ? 1 : 3); });
   const size_t places = size_t(std::ranges::count_if(captured_, [](const Captured &x) { return !x; }));
   if (found.size() > places) found.resize(places);
-  std::erase_if(found, [](const Ahead &x) { return saved_by(x) < 3; });
+  std::erase_if(found, [](const Ahead &x) { return saved_by(x) < 2; });
   double saved = 0;
   for (const Ahead &x : found) saved += saved_by(x);
   const Problem::Blocks &blocks = p.blocks;
   const double heads = double(p.batch * p.heads);
-  const double pairs = blocks.present ? heads / double(blocks.batch * blocks.heads) * double(blocks.kept) * double(blocks.block_q * blocks.block_k)
-                                      : heads * double(p.seqlen_q) * double(p.seqlen_k);
+  const double pairs = blocks.present
+                           ? heads / double(blocks.batch * blocks.heads) * double(blocks.kept) * double(blocks.block_q * blocks.block_k)
+                           : heads * double(p.seqlen_q) * double(p.seqlen_k);
   if (saved * pairs < kPays) return;
   ahead_ = std::move(found);
   for (size_t n = 0; n < ahead_.size(); n++) place_ahead_[size_t(ahead_[n].node)] = int32_t(n);
@@ -181,7 +186,7 @@ std::optional<Bounds> CudaFunctions::known_range(int32_t n) const {
   case Op::INTEGER:
     if (shifts_[size_t(n)]) return {}; // its value stands in the source
     if (x.integer <= -kSmallConstant || x.integer >= kSmallConstant) return Bounds::any(x.kind);
-    return Bounds{divides_[size_t(n)] && x.integer > 0 ? 1 : -kSmallConstant, kSmallConstant};
+    return Bounds{divides_[size_t(n)] && x.integer > 0 ? 1 : limits_[size_t(n)] && x.integer >= 0 ? 0 : -kSmallConstant, kSmallConstant};
   case Op::LOAD:
     if (captured_[size_t(x.captured)].dtype == DType::i32) return Bounds{INT32_MIN, INT32_MAX};
     return {};
@@ -415,7 +420,19 @@ std::string CudaFunctions::call(int32_t n, const char *name_of_op) const {
   return text(fits ? "(i32)" : "", "Integers<", fit && fits ? "i32" : "i64", ">::", name_of_op, "(", arguments, ")");
 }
 
+// |a - b| <= c, as one comparison without a sign.
+std::string CudaFunctions::within(const Node &x) const {
+  const Node &size = graph_[x.inputs[0]];
+  if (x.op != Op::LESS_EQUAL || size.op != Op::ABSOLUTE || size.kind != Kind::integer) return {};
+  const Node &difference = graph_[size.inputs[0]];
+  if (difference.op != Op::SUBTRACT) return {};
+  const int32_t a = difference.inputs[0], b = difference.inputs[1], most = x.inputs[1];
+  const auto small = [this](int32_t n) { return ranges_[size_t(n)].whole.within(kSmallConstant); };
+  return small(a) && small(b) && small(most) && !negative(most) ? text("within(", name(a), ", ", name(b), ", ", name(most), ")") : "";
+}
+
 std::string CudaFunctions::compared(const Node &x, const char *sign) const {
+  if (const std::string near = within(x); !near.empty()) return near;
   return text(name(x.inputs[0]), " ", sign, " ", name(x.inputs[1]));
 }
 
@@ -436,6 +453,10 @@ std::string CudaFunctions::expression(int32_t n) const {
     return "at.j";
   case Op::OFFSET:
     return "at.offset";
+  case Op::SUBTRACT:
+    if (graph_[x.inputs[0]].op == Op::QUERY && graph_[x.inputs[1]].op == Op::KEY && most_position_ == kShortPosition)
+      return "at.difference()";
+    return call(n, "subtract");
   case Op::REAL:
   case Op::INTEGER:
   case Op::BOOLEAN:
@@ -490,7 +511,6 @@ std::string CudaFunctions::expression(int32_t n) const {
   case Op::op:                                                                                                                             \
     return call(n, name_of_op);
     STROBE_CALLED(ADD, "add")
-    STROBE_CALLED(SUBTRACT, "subtract")
     STROBE_CALLED(MULTIPLY, "multiply")
     STROBE_CALLED(DIVIDE, "divide")
     STROBE_CALLED(TRUNC_REMAINDER, "trunc_remainder")
@@ -548,9 +568,8 @@ std::vector<bool> CudaFunctions::evaluated(int32_t root) const {
 
 std::string CudaFunctions::read_ahead(size_t n) const {
   const Ahead &x = ahead_[n];
-  const char *by = x.by == kOfQuery ? "query" : x.by == kOfKey ? "key" : "difference";
-  return text("ahead<", stored(x), ", ", x.of_batch ? "true" : "false", ", ", x.of_head ? "true" : "false", ">(a.captured[", slot_ahead(n),
-              "], at, at.", by, "())", graph_[x.node].kind == Kind::boolean ? " == T(0)" : "");
+  return text("ahead<", stored(x), ", ", along(x), ", ", x.of_batch ? "true" : "false", ", ", x.of_head ? "true" : "false", ">(a.captured[",
+              slot_ahead(n), "], at)");
 }
 
 // The nodes that are wanted and not made already.
@@ -560,8 +579,9 @@ std::string CudaFunctions::statements(const std::vector<bool> &wanted, const std
   for (int32_t n = 0; n < graph_.size(); n++) {
     if (!wanted[size_t(n)] || made[size_t(n)]) continue;
     const int32_t ahead = reads_ahead ? place_ahead_[size_t(n)] : -1;
-    all += text(indent, "const ", type(graph_[n].kind, narrow(n)), " ", name(n), " = ", ahead >= 0 ? read_ahead(size_t(ahead)) : expression(n),
-                ";\n");
+    all +=
+        text(indent, "const ", type(graph_[n].kind, narrow(n)), " ", name(n), " = ", ahead < 0 ? expression(n) : read_ahead(size_t(ahead)),
+             ahead >= 0 && graph_[n].kind == Kind::boolean ? " == T(0);\n" : ";\n");
   }
   return all;
 }
@@ -573,7 +593,7 @@ std::string CudaFunctions::functions_ahead() const {
   for (size_t n = 0; n < ahead_.size(); n++) {
     const Ahead &x = ahead_[n];
     slots += text(n ? ", " : "", slot_ahead(n));
-    by += text(n ? ", " : "", x.by == kOfQuery ? "Along::query" : x.by == kOfKey ? "Along::key" : "Along::difference");
+    by += text(n ? ", " : "", along(x));
     const std::string result = graph_[x.node].kind == Kind::boolean ? name(x.node) + " ? T(0) : minus_infinity<T>()" : name(x.node);
     values += text("    ", n ? "else if" : "if", " constexpr (kValue == ", n, ") {\n",
                    statements(graph_.needed_by({x.node}), none, "      ", false), "      return (", stored(x), ")(", result, ");\n    }\n");
@@ -651,6 +671,10 @@ std::string CudaFunctions::source() const {
                 "    using Exact = Reals<Functions::full, T>;\n",
                 statements(wanted, none, "    "), "    return ", name(seen_), ";\n  }\n");
   }
+  if (const int32_t place = seen_ >= 0 ? place_ahead_[size_t(seen_)] : -1; place >= 0)
+    out += text("  template <class T> static __device__ __forceinline__ T hidden(const FunctionArguments &a, const PlaceOfPair &at) {\n"
+                "    return ",
+                read_ahead(size_t(place)), ";\n  }\n");
   if (!loads_.empty()) out += gradients();
   if (!ahead_.empty()) out += functions_ahead();
   if (penalty_ >= 0) {

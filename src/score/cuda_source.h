@@ -56,6 +56,7 @@ private:
   bool small(const Captured &) const;
   std::string expression(int32_t node) const;
   std::string call(int32_t node, const char *name) const;
+  std::string within(const Node &) const;
   std::string compared(const Node &, const char *sign) const;
   std::string load(const Node &) const;
   std::string constant(int32_t node) const;
@@ -86,6 +87,7 @@ private:
   std::vector<bool> divides_; // of each node: whether something is divided by it
   std::vector<bool> limited_; // of each node: whether it is a limited_integer()
   std::vector<bool> used_;    // of each node: whether a result needs it
+  std::vector<bool> limits_;  // of each node: whether a size, |x|, is at most it
   std::vector<bool> shifts_;  // of each node: whether an integer is shifted by it
   std::vector<bool> exact_;   // of each real: whether a step, a comparison, an integer or a mask follows from it
   std::vector<Ahead> ahead_;

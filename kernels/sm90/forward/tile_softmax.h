@@ -40,7 +40,7 @@ template <Config C> struct TileSoftmax {
       : group(group), S(group.S.x), item(item), sequence(sequence_of(group.in, group.shared, item, group.items)),
         scores(group.in, sequence, item.b), dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b},
         q(item.q + queries_of_warpgroup<C>(group.a) * group.w), row(q + 16 * group.warp),
-        rows{row_of_lane(0), row_of_lane(1)},
+        rows{scores.row(place(0).i, place(0).h), scores.row(place(1).i, place(1).h)},
         given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), fast(scores),
         rising(item.kind() == kSafe) {
     if constexpr (F.part) dropout.head = dropout.dropout.whole_head(item.h), dropout.batch = dropout.dropout.whole_batch(item.b);
@@ -50,11 +50,6 @@ template <Config C> struct TileSoftmax {
   __device__ __forceinline__ RowPlace place(int r) const {
     if constexpr (!C.packed) return {row + tile::lane_row(r), item.h};
     return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
-  }
-  __device__ __forceinline__ typename Score::Row row_of_lane(int r) const {
-    typename Score::Row found = scores.row(place(r).i, place(r).h);
-    if constexpr (!C.packed) found.own = place(r).i;
-    return found;
   }
   // Starts another chunk of keys. kFixedByRow: if `lags`, all rows lag; otherwise each row decides for itself. Rows that do not exist never
   // follow.
@@ -171,6 +166,15 @@ private:
     }
     given.mask.hide(S);
   }
+  // The row of the lane's element i. column: the lane's first key.
+  __device__ __forceinline__ typename Score::Row stepped(int i, i32 column) const {
+    typename Score::Row found = rows[i / 2 % 2];
+    if constexpr (!C.packed) {
+      found.stepped = true;
+      found.query = {row + tile::lane_row(0), i / 2 % 2 * 8}, found.key = {column, i / 4 * 8 + i % 2};
+    }
+    return found;
+  }
   // Hides elements outside the rows' bands, or past the tile's end.
   __device__ __forceinline__ void hide(const Tile &t) {
     const i32 column = t.begin + tile::lane_column(0, 0);
@@ -184,12 +188,25 @@ private:
       }
     }
   }
+  // Whether an item that is computed fast adds -inf to what the mask function hides: fewer instructions than to choose. If q.k is infinite or
+  // NaN there, O is NaN, and the item is computed again.
+  static constexpr bool kAddsMask = [] {
+    if constexpr (F.seen && C.reference == kFixed) return kSeenAhead<F>;
+    return false;
+  }();
   // Hides what the mask function hides, where score() does not do so.
   __device__ __forceinline__ void hide_unseen(const Tile &t) {
     const i32 column = t.begin + tile::lane_column(0, 0);
+    if constexpr (kAddsMask) {
+      if (item.kind() == kFast) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) S[i] += scores.hidden(stepped(i, column), column + i / 4 * 8 + i % 2);
+        return;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
-      if (!scores.seen(rows[i / 2 % 2], column + i / 4 * 8 + i % 2)) S[i] = minus_infinity<float>();
+      if (!scores.seen(stepped(i, column), column + i / 4 * 8 + i % 2)) S[i] = minus_infinity<float>();
     }
   }
   __device__ __forceinline__ void hide_lacking(const Tile &t) {
@@ -208,8 +225,9 @@ private:
     for (int i = 0; i < kN / 2; ++i) {
       given.bias.read(i);
       const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
-      const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, i};
-      S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end, kAsks);
+      const typename Score::Row own = stepped(i, column);
+      const typename Given<C, Score>::At at{given, {scores, own, column + j}, i};
+      S[i] = scores.score(S[i], own, column + j, distance[r] - (float)j, at, kByPosition, t.end, kAsks);
     }
   }
 };
