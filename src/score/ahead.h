@@ -14,13 +14,10 @@ struct Ahead {
   int32_t node;
   Positions by;           // kOfQuery, kOfKey or kOfDifference
   bool of_batch, of_head; // whether it depends on b, or on the offset of the sequence; and on h
-  int32_t cost;           // what it takes, in the unit of `cost`
+  int32_t saved;          // for each pair, in instructions, about
 };
 
-// The largest such parts of a graph, the most costly first. cost: what a node takes, in instructions, about.
+// The largest such parts of a graph that are worth reading, those that save most first. cost: what a node takes, in instructions, about.
 std::vector<Ahead> found_ahead(const Graph &, const std::vector<int32_t> &roots, const std::function<int32_t(int32_t node)> &cost);
-
-// What a value saves each pair, in instructions, about: less than 1 if reading it costs as much as computing it.
-int32_t saved_by(const Ahead &);
 
 } // namespace strobe::score

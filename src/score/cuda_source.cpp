@@ -141,9 +141,8 @@ void CudaFunctions::find_ahead(const Problem &p, const std::vector<int32_t> &roo
   std::vector<Ahead> found = found_ahead(graph_, roots, [this](int32_t n) { return instructions_of(graph_[n]) * (narrow(n) ? 1 : 3); });
   const size_t places = size_t(std::ranges::count_if(captured_, [](const Captured &x) { return !x; }));
   if (found.size() > places) found.resize(places);
-  std::erase_if(found, [](const Ahead &x) { return saved_by(x) < 2; });
   double saved = 0;
-  for (const Ahead &x : found) saved += saved_by(x);
+  for (const Ahead &x : found) saved += x.saved;
   const Problem::Blocks &blocks = p.blocks;
   const double heads = double(p.batch * p.heads);
   const double pairs = blocks.present
@@ -374,7 +373,7 @@ int32_t CudaFunctions::instructions() const {
     for (int32_t i = 0; i < x.count; i++) varies = varies || by_pair[size_t(x.inputs[size_t(i)])];
     by_pair[size_t(n)] = varies;
     if (place_ahead_[size_t(n)] >= 0) {
-      sum += 2;
+      sum += narrow(n) ? 2 : 6;
       continue;
     }
     if (needed[size_t(n)] && varies && x.count) sum += instructions_of(x) * (narrow(n) ? 1 : 3);

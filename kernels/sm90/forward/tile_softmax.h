@@ -167,13 +167,16 @@ private:
     given.mask.hide(S);
   }
   // The row of the lane's element i. column: the lane's first key.
-  __device__ __forceinline__ typename Score::Row stepped(int i, i32 column) const {
-    typename Score::Row found = rows[i / 2 % 2];
-    if constexpr (!C.packed) {
-      found.stepped = true;
-      found.query = {row + tile::lane_row(0), i / 2 % 2 * 8}, found.key = {column, i / 4 * 8 + i % 2};
+  __device__ __forceinline__ decltype(auto) row_of(int i, i32 column) const {
+    const typename Score::Row &found = rows[i / 2 % 2];
+    if constexpr (F.program == 0 || C.packed) {
+      return (found);
+    } else {
+      typename Score::Row stepped = found;
+      stepped.stepped = true;
+      stepped.query = {row + tile::lane_row(0), i / 2 % 2 * 8}, stepped.key = {column, i / 4 * 8 + i % 2};
+      return stepped;
     }
-    return found;
   }
   // Hides elements outside the rows' bands, or past the tile's end.
   __device__ __forceinline__ void hide(const Tile &t) {
@@ -200,13 +203,13 @@ private:
     if constexpr (kAddsMask) {
       if (item.kind() == kFast) {
 #pragma unroll
-        for (int i = 0; i < kN / 2; ++i) S[i] += scores.hidden(stepped(i, column), column + i / 4 * 8 + i % 2);
+        for (int i = 0; i < kN / 2; ++i) S[i] += scores.hidden(row_of(i, column), column + i / 4 * 8 + i % 2);
         return;
       }
     }
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
-      if (!scores.seen(stepped(i, column), column + i / 4 * 8 + i % 2)) S[i] = minus_infinity<float>();
+      if (!scores.seen(row_of(i, column), column + i / 4 * 8 + i % 2)) S[i] = minus_infinity<float>();
     }
   }
   __device__ __forceinline__ void hide_lacking(const Tile &t) {
@@ -225,7 +228,7 @@ private:
     for (int i = 0; i < kN / 2; ++i) {
       given.bias.read(i);
       const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
-      const typename Score::Row own = stepped(i, column);
+      const auto &own = row_of(i, column);
       const typename Given<C, Score>::At at{given, {scores, own, column + j}, i};
       S[i] = scores.score(S[i], own, column + j, distance[r] - (float)j, at, kByPosition, t.end, kAsks);
     }
