@@ -81,8 +81,8 @@ def positions(x, b, h, i, j):
 
 
 relative = lambda x, b, h, i, j: x + table[h, i - j + MOST] * torch.exp2(of_sequence[b, i - j + MOST])
-near = lambda x, b, h, i, j: torch.where((i - j).abs() <= 200, x + table[h, i - j + MOST], x - 1)
-dilated = lambda b, h, i, j: (i - j) % 5 == 0
+near = lambda x, b, h, i, j: torch.where((i - j).abs() <= 200, x + torch.exp2(torch.exp2(table[h, i - j + MOST] / 4)), x - 1)
+dilated = lambda b, h, i, j: ((i - j) % 5 == 0) | ((i - j) % 7 == 1) | ((i - j) % 11 == 2)
 either = lambda b, h, i, j: ((i - j) % 5 == 0) | (table[h, i - j + MOST] > 0.5)
 packed = {"cu_seqlens_q": torch.tensor([0, 500, 500, 1100]).int(), "cu_seqlens_k": torch.tensor([0, 700, 760, 1200]).int()}
 CASES = {  # score, mask, options, keys, heads of k and v, engine
