@@ -373,7 +373,7 @@ int32_t CudaFunctions::instructions() const {
     for (int32_t i = 0; i < x.count; i++) varies = varies || by_pair[size_t(x.inputs[size_t(i)])];
     by_pair[size_t(n)] = varies;
     if (place_ahead_[size_t(n)] >= 0) {
-      sum += narrow(n) ? 2 : 6;
+      sum += x.kind == Kind::boolean ? 8 : narrow(n) ? 2 : 6; // a boolean in the backward is compared and chosen by
       continue;
     }
     if (needed[size_t(n)] && varies && x.count) sum += instructions_of(x) * (narrow(n) ? 1 : 3);
