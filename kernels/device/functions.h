@@ -16,18 +16,35 @@ namespace strobe {
 enum class Functions { rough, half, half_rounded, full };
 STROBE_FN constexpr bool rounds_each(Functions f) { return f == Functions::half_rounded || f == Functions::full; }
 
+// A position of a tile's row or column, as a lane reads values there that were computed ahead: a number that is the same for several of the
+// lane's elements, and a step that the compiler knows. It may lie past the end of its sequence, by less than a tile.
+struct Stepped {
+  i32 first, step;
+};
 // A query and a key as the caller's functions see them.
 struct PlaceOfPair {
   i32 b, h, i, j;
   i32 offset; // of the alignment
+  Stepped query, key;
+
+  // i - j. (Of a query past its sequence's end the result is not that of the clamped i; nothing comes of it.)
+  __device__ __forceinline__ i32 difference() const { return query.first - key.first + (query.step - key.step); }
 };
+
+// What a value that is computed ahead (passes/ahead.h) depends on, beside b and h.
+enum class Along { query, key, difference };
 
 // The caller's functions. A specialisation is generated for the hash of their code (Features::program). It has
 //   score<kFunctions, kSlope>(a, place, x, slope)   f(x, b, h, i, j); with kSlope, slope becomes its derivative by x
 //   seen<kFunctions, T>(a, place)                   g(b, h, i, j)
+//   hidden<T>(a, place)                             0 where g is true, else -inf, if all of g is computed ahead
 //   penalty<kFunctions, T>(a, place)                ALiBi's slope, which b and h decide
 // Only those that Features declare are defined. T: the type of x and of all other reals.
 template <i32 kLow, i32 kHigh> struct CallersFunctions;
+template <Features F>
+constexpr bool kSeenAhead = requires(const FunctionArguments &a, const PlaceOfPair &at) {
+  CallersFunctions<F.program, F.program_high>::template hidden<float>(a, at);
+};
 
 // The functions' n-th constant that is passed as an argument.
 template <class T> __device__ __forceinline__ T number(const FunctionArguments &a, int n) {
@@ -78,6 +95,15 @@ template <bool kNotNegative> __device__ __forceinline__ i32 remainder(i32 x, con
 }
 __device__ __forceinline__ i32 floor_divide_by_power_of_two(i32 x, const Divisor &y) { return x >> (31 - __clz((i32)y.by)); }
 __device__ __forceinline__ i32 remainder_by_power_of_two(i32 x, const Divisor &y) { return x & (i32)(y.by - 1); }
+// A number whose making the compiler does not mix into the sums that use it: it would compute again for each pair what pairs share.
+__device__ __forceinline__ i32 as_one_number(i32 x) {
+  asm("" : "+r"(x));
+  return x;
+}
+// |a - b| <= most, of numbers of up to 2^29 in size, most not negative.
+__device__ __forceinline__ bool within(i32 a, i32 b, i32 most) {
+  return (u32)(as_one_number(a + most) - as_one_number(b)) <= (u32)(2 * most);
+}
 // The integer towards 0, limited to +-2^30.
 __device__ __forceinline__ i32 limited_integer(float x) { return (i32)fminf(fmaxf(x, -0x1p30f), 0x1p30f); }
 __device__ __forceinline__ i32 limited_integer(double x) { return (i32)fmin(fmax(x, -0x1p30), 0x1p30); }
@@ -100,6 +126,18 @@ template <class T, class E> __device__ __forceinline__ T load(const CapturedOper
     return T(to_float(E{__ldg((const unsigned short *)x.data + distance)}));
   else
     return (T)__ldg((const E *)x.data + distance);
+}
+
+// A value that was computed ahead. It is in range by construction, and elements of a tile lie at distances from one another that the
+// compiler knows, so that it finds those that several pairs share.
+template <class E, Along kAlong, bool kBatch, bool kHead>
+__device__ __forceinline__ E ahead(const CapturedOperand &x, const PlaceOfPair &at) {
+  const E *values = (const E *)x.data;
+  if constexpr (kBatch) values += at.b * x.stride[0];
+  if constexpr (kHead) values += at.h * x.stride[1];
+  if constexpr (kAlong == Along::query) return __ldg(values + (i64)at.query.first + at.query.step);
+  if constexpr (kAlong == Along::key) return __ldg(values + (i64)at.key.first + at.key.step);
+  return __ldg(values + ((i64)at.query.first - at.key.first) + (at.query.step - at.key.step));
 }
 
 // Reals.

@@ -57,9 +57,11 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     i32 i, h;       // i is clamped into the sequence, for reads
     i32 begin, end; // keys visible by position: [begin, end)
     T slope;
+    bool stepped;       // whether the following are known; otherwise they are i, and the key of the pair
+    Stepped query, key; // those of PlaceOfPair
   };
   __device__ __forceinline__ Row row(i32 i, i32 h) const {
-    Row r{min(i, seqlen_q - 1), h, 0, seqlen_k, T(0)};
+    Row r{min(i, seqlen_q - 1), h, 0, seqlen_k, T(0), false, {}, {}};
     if constexpr (F.band) {
       r.begin = max(0, r.i + low);
       r.end = min(seqlen_k, r.i + high + 1);
@@ -81,6 +83,11 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   // Whether the caller's function lets row r see key j.
   __device__ __forceinline__ bool seen(const Row &r, i32 j) const {
     return CallersFunctions<F.program, F.program_high>::template seen<kFunctions, T>(in.function, pair(r, j));
+  }
+
+  // 0 if it does, else -inf; with kSeenAhead.
+  __device__ __forceinline__ T hidden(const Row &r, i32 j) const {
+    return CallersFunctions<F.program, F.program_high>::template hidden<T>(in.function, pair(r, j));
   }
 
   __device__ __forceinline__ i32 row_of(const Row &r) const { return PlaceOfRows<F.part != 0>::row(r.i); }
@@ -122,7 +129,8 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   // The pair as the caller's functions see it, in the whole problem.
   __device__ __forceinline__ PlaceOfPair pair(const Row &r, i32 j) const {
     const PlaceOfHeads<F.part != 0> heads(in);
-    return {(i32)heads.whole_batch(b), (i32)heads.whole_head(r.h), r.i, j, offset};
+    return {(i32)heads.whole_batch(b),        (i32)heads.whole_head(r.h), r.i, j, offset, r.stepped ? r.query : Stepped{r.i, 0},
+            r.stepped ? r.key : Stepped{j, 0}};
   }
 
 private:

@@ -154,6 +154,7 @@ struct Problem {
   const score::Bytecode *bytecode = nullptr;     // a CPU engine's code of the program
   // A GPU engine's code of the program, and of its gradients; null: not made yet.
   std::shared_ptr<const score::CudaFunctions> cuda_functions, cuda_gradient_functions;
+  void *ahead = nullptr; // a GPU engine's values that are computed ahead, in its workspace
   // The following members are lists. In host memory they are the call's own copies (contents.h), without gaps. In device memory they are
   // the caller's, with any strides, and GPU engines copy them (cuda/program/lists.h).
   std::shared_ptr<const void> lists;      // owns the copies

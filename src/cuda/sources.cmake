@@ -14,6 +14,7 @@ strobe_sources(driver
   compile/sha256.cpp)
 strobe_sources(program
   program/addresses.cpp
+  program/ahead.cpp
   program/arguments.cpp
   program/captured.cpp
   program/engine.cpp

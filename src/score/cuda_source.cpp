@@ -11,7 +11,8 @@
 namespace strobe::score {
 namespace {
 
-constexpr int64_t kLimit = 1 << 30;                                   // of limited_integer()
+constexpr int64_t kLimit = 1 << 30; // of limited_integer()
+constexpr int64_t kRoomAhead = 512; // values of positions past both ends of a sequence, which tiles reach and nothing uses
 constexpr int64_t kSmallConstant = 1 << 29, kShortPosition = 1 << 24; // classes: numbers and lengths below make the same code
 
 const char *element(DType dtype) {
@@ -34,6 +35,8 @@ const char *element(DType dtype) {
 }
 
 const char *type(Kind kind, bool narrow) { return kind == Kind::boolean ? "bool" : kind == Kind::real ? "T" : narrow ? "i32" : "i64"; }
+
+const char *along(const Ahead &x) { return x.by == kOfQuery ? "Along::query" : x.by == kOfKey ? "Along::key" : "Along::difference"; }
 
 std::string name(int32_t node) { return text("n", node); }
 
@@ -93,7 +96,8 @@ CudaFunctions::CudaFunctions(const Problem &p, bool scored, const std::shared_pt
 CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> program, const std::vector<LoadGradient> &loads,
                              int32_t score, int32_t slope, int32_t penalty)
     : program_(std::move(program)), graph_(program_->graph), dtype_(p.dtype), captured_(std::to_array(p.captured)), loads_(loads),
-      score_(score), slope_(slope), seen_(program_->seen), penalty_(penalty) {
+      score_(score), slope_(slope), seen_(program_->seen), penalty_(penalty), batch_(p.batch), heads_(p.heads), seqlen_q_(p.seqlen_q),
+      seqlen_k_(p.seqlen_k) {
   const int64_t most = std::max({p.part ? p.part.first_batch + p.batch : p.batch, p.part ? p.part.heads : p.heads, p.size_q(), p.size_k(),
                                  p.part ? p.part.first_head + p.heads : 0});
   most_position_ = most < kShortPosition ? kShortPosition : INT32_MAX;
@@ -102,9 +106,10 @@ CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> pr
   for (const LoadGradient &g : loads_) roots.insert(roots.end(), {g.load, g.slope});
   used_ = graph_.needed_by(roots);
   place_.assign(count, -1), divisor_place_.assign(count, -1);
-  divides_.assign(count, false), shifts_.assign(count, false);
+  divides_.assign(count, false), shifts_.assign(count, false), limits_.assign(count, false);
   for (const Node &x : graph_.nodes()) {
     if (x.op == Op::FLOOR_DIVIDE || x.op == Op::REMAINDER) divides_[size_t(x.inputs[1])] = true;
+    if (x.op == Op::LESS_EQUAL && graph_[x.inputs[0]].op == Op::ABSOLUTE) limits_[size_t(x.inputs[1])] = true;
     if (x.op == Op::SHIFT_LEFT || x.op == Op::SHIFT_RIGHT) shifts_[size_t(x.inputs[1])] = true;
   }
   find_exact();
@@ -112,6 +117,7 @@ CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> pr
   find_ranges();
   find_limited();
   find_ranges();
+  find_ahead(p, {score_, slope_, seen_});
   for (int32_t n = 0; n < graph_.size(); n++) {
     if (!used_[size_t(n)]) continue;
     const bool in_source = graph_[n].op == Op::INTEGER && shifts_[size_t(n)];
@@ -123,6 +129,28 @@ CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> pr
       place = int32_t(divisors_.size()), divisors_.push_back(graph_[n].inputs[1]);
   }
   digest_ = made_digest();
+}
+
+// Chooses what is computed ahead. A launch more, 3 us, has to pay: on an H200 T5's buckets, of which about 28 instructions are counted here
+// as saved, take 4.5 ps for each pair, and a relative bias, of which 3 are, takes 0.85 ps.
+void CudaFunctions::find_ahead(const Problem &p, const std::vector<int32_t> &roots) {
+  constexpr double kPays = 1 << 24;
+  place_ahead_.assign(size_t(graph_.size()), -1);
+  // A row's bits may not depend on the lengths, by which this chooses; positions of a part are those of the whole problem.
+  if (p.invariant || p.part || !loads_.empty() || p.seqlen_q > kShortPosition || p.seqlen_k > kShortPosition) return;
+  std::vector<Ahead> found = found_ahead(graph_, roots, [this](int32_t n) { return instructions_of(graph_[n]) * (narrow(n) ? 1 : 3); });
+  const size_t places = size_t(std::ranges::count_if(captured_, [](const Captured &x) { return !x; }));
+  if (found.size() > places) found.resize(places);
+  double saved = 0;
+  for (const Ahead &x : found) saved += x.saved;
+  const Problem::Blocks &blocks = p.blocks;
+  const double heads = double(p.batch * p.heads);
+  const double pairs = blocks.present
+                           ? heads / double(blocks.batch * blocks.heads) * double(blocks.kept) * double(blocks.block_q * blocks.block_k)
+                           : heads * double(p.seqlen_q) * double(p.seqlen_k);
+  if (saved * pairs < kPays) return;
+  ahead_ = std::move(found);
+  for (size_t n = 0; n < ahead_.size(); n++) place_ahead_[size_t(ahead_[n].node)] = int32_t(n);
 }
 
 // An approximation's last bits change a score little, but a step, a comparison or an index that follows from them by a whole.
@@ -157,7 +185,7 @@ std::optional<Bounds> CudaFunctions::known_range(int32_t n) const {
   case Op::INTEGER:
     if (shifts_[size_t(n)]) return {}; // its value stands in the source
     if (x.integer <= -kSmallConstant || x.integer >= kSmallConstant) return Bounds::any(x.kind);
-    return Bounds{divides_[size_t(n)] && x.integer > 0 ? 1 : -kSmallConstant, kSmallConstant};
+    return Bounds{divides_[size_t(n)] && x.integer > 0 ? 1 : limits_[size_t(n)] && x.integer >= 0 ? 0 : -kSmallConstant, kSmallConstant};
   case Op::LOAD:
     if (captured_[size_t(x.captured)].dtype == DType::i32) return Bounds{INT32_MIN, INT32_MAX};
     return {};
@@ -245,6 +273,7 @@ std::array<int32_t, 2> CudaFunctions::made_digest() const {
   hash.add(uint64_t(score_ >= 0) | uint64_t(seen_ >= 0) << 1 | uint64_t(most_position_ == kShortPosition) << 2 |
            uint64_t(penalty_ >= 0) << 3 | loads_.size() << 4);
   for (const LoadGradient &g : loads_) hash.add(uint64_t(is_real(graph_[g.slope], 1)));
+  for (const Ahead &x : ahead_) hash.add(uint64_t(x.node) | uint64_t(1) << 32); // what else there is to know follows from the graph
   for (int32_t n = 0; n < graph_.size(); n++) {
     const Node &x = graph_[n];
     if (!used_[size_t(n)]) continue;
@@ -257,6 +286,53 @@ std::array<int32_t, 2> CudaFunctions::made_digest() const {
   }
   const auto [low, high] = hash.words();
   return {int32_t(low ? low : 1), int32_t(high)}; // 0: there are no functions
+}
+
+// The type of a value in memory. A boolean is a real there: 0 if it is true, else -inf.
+const char *CudaFunctions::stored(const Ahead &x) const {
+  const Kind kind = graph_[x.node].kind;
+  return kind == Kind::boolean ? "T" : type(kind, narrow(x.node));
+}
+
+std::vector<CapturedOperand> CudaFunctions::operands_ahead() const {
+  std::vector<CapturedOperand> all;
+  int64_t bytes = 0;
+  for (const Ahead &x : ahead_) {
+    const int64_t before = kRoomAhead + (x.by == kOfDifference ? std::max<int64_t>(seqlen_k_ - 1, 0) : 0);
+    const int64_t length = before + kRoomAhead + (x.by == kOfKey ? seqlen_k_ : seqlen_q_);
+    const int64_t batch = x.of_batch ? batch_ : 1, heads = x.of_head ? heads_ : 1;
+    const int64_t element = graph_[x.node].kind == Kind::integer ? (narrow(x.node) ? 4 : 8) : dtype_ == DType::f64 ? 8 : 4;
+    all.push_back({.data = reinterpret_cast<const void *>(bytes + before * element),
+                   .stride = {heads * length, length, 1, 0},
+                   .size = {batch, heads, length, -before}});
+    bytes += (batch * heads * length * element + 255) / 256 * 256;
+  }
+  return all;
+}
+
+int64_t CudaFunctions::bytes_ahead() const {
+  if (ahead_.empty()) return 0;
+  const CapturedOperand last = operands_ahead().back();
+  return reinterpret_cast<intptr_t>(last.data) + last.size[0] * last.stride[0] * 8;
+}
+
+FunctionArguments CudaFunctions::arguments(void *values) const {
+  FunctionArguments a = arguments();
+  const std::vector<CapturedOperand> operands = operands_ahead();
+  for (size_t n = 0; n < operands.size(); n++) {
+    CapturedOperand &x = a.captured[slot_ahead(n)];
+    x = operands[n], x.data = static_cast<std::byte *>(values) + reinterpret_cast<intptr_t>(operands[n].data);
+  }
+  return a;
+}
+
+std::string CudaFunctions::formula_ahead(const Ahead &x) const { return formula(graph_, x.node); }
+
+// The place of a value's operand among the captured tensors: the last ones that are free.
+int32_t CudaFunctions::slot_ahead(size_t n) const {
+  int32_t slot = STROBE_MOST_CAPTURED - 1;
+  for (size_t free = 0;; slot--)
+    if (!captured_[size_t(slot)] && free++ == n) return slot;
 }
 
 FunctionArguments CudaFunctions::arguments() const {
@@ -282,13 +358,25 @@ FunctionArguments CudaFunctions::arguments() const {
 
 int32_t CudaFunctions::instructions() const {
   std::vector<bool> by_pair(size_t(graph_.size()), false); // whether it depends on the key
+  std::vector<bool> needed = used_;
+  if (!ahead_.empty()) {
+    needed.assign(used_.size(), false);
+    for (const int32_t root : {score_, slope_, seen_}) {
+      const std::vector<bool> more = evaluated(root);
+      for (size_t n = 0; n < more.size(); n++) needed[n] = needed[n] || more[n];
+    }
+  }
   int32_t sum = 0;
   for (int32_t n = 0; n < graph_.size(); n++) {
     const Node &x = graph_[n];
     bool varies = x.op == Op::SCORE || x.op == Op::KEY;
     for (int32_t i = 0; i < x.count; i++) varies = varies || by_pair[size_t(x.inputs[size_t(i)])];
     by_pair[size_t(n)] = varies;
-    if (used_[size_t(n)] && varies && x.count) sum += instructions_of(x) * (narrow(n) ? 1 : 3);
+    if (place_ahead_[size_t(n)] >= 0) {
+      sum += x.kind == Kind::boolean ? 8 : narrow(n) ? 2 : 6; // a boolean in the backward is compared and chosen by
+      continue;
+    }
+    if (needed[size_t(n)] && varies && x.count) sum += instructions_of(x) * (narrow(n) ? 1 : 3);
   }
   return sum;
 }
@@ -331,7 +419,19 @@ std::string CudaFunctions::call(int32_t n, const char *name_of_op) const {
   return text(fits ? "(i32)" : "", "Integers<", fit && fits ? "i32" : "i64", ">::", name_of_op, "(", arguments, ")");
 }
 
+// |a - b| <= c, as one comparison without a sign.
+std::string CudaFunctions::within(const Node &x) const {
+  const Node &size = graph_[x.inputs[0]];
+  if (x.op != Op::LESS_EQUAL || size.op != Op::ABSOLUTE || size.kind != Kind::integer) return {};
+  const Node &difference = graph_[size.inputs[0]];
+  if (difference.op != Op::SUBTRACT) return {};
+  const int32_t a = difference.inputs[0], b = difference.inputs[1], most = x.inputs[1];
+  const auto small = [this](int32_t n) { return ranges_[size_t(n)].whole.within(kSmallConstant); };
+  return small(a) && small(b) && small(most) && !negative(most) ? text("within(", name(a), ", ", name(b), ", ", name(most), ")") : "";
+}
+
 std::string CudaFunctions::compared(const Node &x, const char *sign) const {
+  if (const std::string near = within(x); !near.empty()) return near;
   return text(name(x.inputs[0]), " ", sign, " ", name(x.inputs[1]));
 }
 
@@ -352,6 +452,10 @@ std::string CudaFunctions::expression(int32_t n) const {
     return "at.j";
   case Op::OFFSET:
     return "at.offset";
+  case Op::SUBTRACT:
+    if (graph_[x.inputs[0]].op == Op::QUERY && graph_[x.inputs[1]].op == Op::KEY && most_position_ == kShortPosition)
+      return "at.difference()";
+    return call(n, "subtract");
   case Op::REAL:
   case Op::INTEGER:
   case Op::BOOLEAN:
@@ -406,7 +510,6 @@ std::string CudaFunctions::expression(int32_t n) const {
   case Op::op:                                                                                                                             \
     return call(n, name_of_op);
     STROBE_CALLED(ADD, "add")
-    STROBE_CALLED(SUBTRACT, "subtract")
     STROBE_CALLED(MULTIPLY, "multiply")
     STROBE_CALLED(DIVIDE, "divide")
     STROBE_CALLED(TRUNC_REMAINDER, "trunc_remainder")
@@ -452,13 +555,55 @@ std::string CudaFunctions::expression(int32_t n) const {
   throw Error(STROBE_INTERNAL, text("operation ", int(x.op), " has no CUDA source"));
 }
 
+// The nodes that kernels evaluate for a result: those that it needs, but none behind values that are computed ahead.
+std::vector<bool> CudaFunctions::evaluated(int32_t root) const {
+  std::vector<bool> needed(size_t(graph_.size()), false);
+  if (root >= 0) needed[size_t(root)] = true;
+  for (int32_t n = root; n >= 0; n--) // inputs stand before
+    for (int32_t i = 0; needed[size_t(n)] && place_ahead_[size_t(n)] < 0 && i < graph_[n].count; i++)
+      needed[size_t(graph_[n].inputs[size_t(i)])] = true;
+  return needed;
+}
+
+std::string CudaFunctions::read_ahead(size_t n) const {
+  const Ahead &x = ahead_[n];
+  return text("ahead<", stored(x), ", ", along(x), ", ", x.of_batch ? "true" : "false", ", ", x.of_head ? "true" : "false", ">(a.captured[",
+              slot_ahead(n), "], at)");
+}
+
 // The nodes that are wanted and not made already.
-std::string CudaFunctions::statements(const std::vector<bool> &wanted, const std::vector<bool> &made, const char *indent) const {
+std::string CudaFunctions::statements(const std::vector<bool> &wanted, const std::vector<bool> &made, const char *indent,
+                                      bool reads_ahead) const {
   std::string all;
-  for (int32_t n = 0; n < graph_.size(); n++)
-    if (wanted[size_t(n)] && !made[size_t(n)])
-      all += text(indent, "const ", type(graph_[n].kind, narrow(n)), " ", name(n), " = ", expression(n), ";\n");
+  for (int32_t n = 0; n < graph_.size(); n++) {
+    if (!wanted[size_t(n)] || made[size_t(n)]) continue;
+    const int32_t ahead = reads_ahead ? place_ahead_[size_t(n)] : -1;
+    all +=
+        text(indent, "const ", type(graph_[n].kind, narrow(n)), " ", name(n), " = ", ahead < 0 ? expression(n) : read_ahead(size_t(ahead)),
+             ahead >= 0 && graph_[n].kind == Kind::boolean ? " == T(0);\n" : ";\n");
+  }
   return all;
+}
+
+// What kernels/passes/ahead.h calls.
+std::string CudaFunctions::functions_ahead() const {
+  const std::vector<bool> none(size_t(graph_.size()), false);
+  std::string slots, by, values;
+  for (size_t n = 0; n < ahead_.size(); n++) {
+    const Ahead &x = ahead_[n];
+    slots += text(n ? ", " : "", slot_ahead(n));
+    by += text(n ? ", " : "", along(x));
+    const std::string result = graph_[x.node].kind == Kind::boolean ? name(x.node) + " ? T(0) : minus_infinity<T>()" : name(x.node);
+    values += text("    ", n ? "else if" : "if", " constexpr (kValue == ", n, ") {\n",
+                   statements(graph_.needed_by({x.node}), none, "      ", false), "      return (", stored(x), ")(", result, ");\n    }\n");
+  }
+  return text("  static constexpr int kAhead = ", ahead_.size(), ";\n", "  static __device__ constexpr i32 slot_ahead(int value) {\n",
+              "    constexpr i32 all[] = {", slots, "};\n    return all[value];\n  }\n",
+              "  static __device__ constexpr Along along(int value) {\n    constexpr Along all[] = {", by,
+              "};\n    return all[value];\n  }\n",
+              "  template <int kValue, class T> static __device__ __forceinline__ auto value_ahead(const FunctionArguments &a, const "
+              "PlaceOfPair &at) {\n    using R = Reals<Functions::full, T>;\n    using Exact = R;\n",
+              values, "  }\n");
 }
 
 // The number of the element that a load reads, if elements are numbered row by row. It fits 32 bits: larger tensors have no gradient.
@@ -509,7 +654,7 @@ std::string CudaFunctions::source() const {
   std::string out = text("#pragma once\n#include \"device/", loads_.empty() ? "functions" : "captured",
                          ".h\"\nnamespace strobe {\ntemplate <> struct CallersFunctions<", key[0], ", ", key[1], "> {\n");
   if (score_ >= 0) {
-    const std::vector<bool> value = graph_.needed_by({score_}), all = graph_.needed_by({slope_});
+    const std::vector<bool> value = evaluated(score_), all = evaluated(slope_);
     out += text("  template <Functions kFunctions, bool kSlope, class T>\n"
                 "  static __device__ __forceinline__ T score(const FunctionArguments &a, const PlaceOfPair &at, T x, T &slope) {\n"
                 "    using R = Reals<kFunctions, T>;\n"
@@ -519,13 +664,18 @@ std::string CudaFunctions::source() const {
                 "    return ", name(score_), ";\n  }\n");
   }
   if (seen_ >= 0) {
-    const std::vector<bool> wanted = graph_.needed_by({seen_});
+    const std::vector<bool> wanted = evaluated(seen_);
     out += text("  template <Functions kFunctions, class T>\n"
                 "  static __device__ __forceinline__ bool seen(const FunctionArguments &a, const PlaceOfPair &at) {\n"
                 "    using Exact = Reals<Functions::full, T>;\n",
                 statements(wanted, none, "    "), "    return ", name(seen_), ";\n  }\n");
   }
+  if (const int32_t place = seen_ >= 0 ? place_ahead_[size_t(seen_)] : -1; place >= 0)
+    out += text("  template <class T> static __device__ __forceinline__ T hidden(const FunctionArguments &a, const PlaceOfPair &at) {\n"
+                "    return ",
+                read_ahead(size_t(place)), ";\n  }\n");
   if (!loads_.empty()) out += gradients();
+  if (!ahead_.empty()) out += functions_ahead();
   if (penalty_ >= 0) {
     const std::vector<bool> wanted = graph_.needed_by({penalty_});
     out += text("  template <Functions kFunctions, class T>\n"

@@ -7,6 +7,7 @@
 
 #include "../../kernels/attention/arguments.h"
 #include "attention/attention.h"
+#include "score/ahead.h"
 #include "score/interval.h"
 #include "score/program.h"
 
@@ -31,6 +32,16 @@ public:
   // About how many instructions a pair takes, beside those that its query's other pairs share.
   int32_t instructions() const;
 
+  // What is computed ahead, before the kernels that call the functions (kernels/passes/ahead.h). Their values lie in places of captured
+  // tensors that the call leaves free.
+  const std::vector<Ahead> &ahead() const { return ahead_; }
+  // The operands of these values; `data` is their distance in the workspace that all of them share, in bytes.
+  std::vector<CapturedOperand> operands_ahead() const;
+  int64_t bytes_ahead() const;
+  // values: that workspace.
+  FunctionArguments arguments(void *values) const;
+  std::string formula_ahead(const Ahead &) const;
+
 private:
   CudaFunctions(const Problem &, std::shared_ptr<const Program>, const std::vector<LoadGradient> &loads, int32_t score, int32_t slope,
                 int32_t penalty);
@@ -45,10 +56,17 @@ private:
   bool small(const Captured &) const;
   std::string expression(int32_t node) const;
   std::string call(int32_t node, const char *name) const;
+  std::string within(const Node &) const;
   std::string compared(const Node &, const char *sign) const;
   std::string load(const Node &) const;
   std::string constant(int32_t node) const;
-  std::string statements(const std::vector<bool> &wanted, const std::vector<bool> &made, const char *indent) const;
+  std::string statements(const std::vector<bool> &wanted, const std::vector<bool> &made, const char *indent, bool reads_ahead = true) const;
+  void find_ahead(const Problem &, const std::vector<int32_t> &roots);
+  std::vector<bool> evaluated(int32_t root) const;
+  const char *stored(const Ahead &) const;
+  int32_t slot_ahead(size_t n) const;
+  std::string read_ahead(size_t n) const;
+  std::string functions_ahead() const;
   std::string gradients() const;
   std::string element_read(const Node &load) const;
 
@@ -69,8 +87,12 @@ private:
   std::vector<bool> divides_; // of each node: whether something is divided by it
   std::vector<bool> limited_; // of each node: whether it is a limited_integer()
   std::vector<bool> used_;    // of each node: whether a result needs it
+  std::vector<bool> limits_;  // of each node: whether a size, |x|, is at most it
   std::vector<bool> shifts_;  // of each node: whether an integer is shifted by it
   std::vector<bool> exact_;   // of each real: whether a step, a comparison, an integer or a mask follows from it
+  std::vector<Ahead> ahead_;
+  std::vector<int32_t> place_ahead_; // of each node: its place in ahead_; -1: none
+  int64_t batch_, heads_, seqlen_q_, seqlen_k_;
   std::array<int32_t, 2> digest_;
 };
 

@@ -1,4 +1,4 @@
-// Along which lines of the score matrix a LOAD reads one element.
+// Of which positions a value is a function, and along which lines of the score matrix a LOAD reads one element.
 #include "score/program.h"
 
 namespace strobe::score {
@@ -7,13 +7,12 @@ namespace {
 // How a value depends on the positions i of the query and j of the key: it is q i + k j, with integers q and k that wrap around as the
 // values do, plus a function of those of i, j and i - j that `other` names.
 struct Dependence {
-  enum : unsigned { none = 0, query = 1, key = 2, difference = 4, score = 8 };
   uint64_t q = 0, k = 0;
-  unsigned other = none;
+  unsigned other = kOfNone;
 
   // What the value is a function of, however it is used.
   unsigned all() const {
-    const unsigned linear = q == 0 && k == 0 ? none : q + k == 0 ? difference : (q ? query : none) | (k ? key : none);
+    const unsigned linear = q == 0 && k == 0 ? kOfNone : q + k == 0 ? kOfDifference : (q ? kOfQuery : kOfNone) | (k ? kOfKey : kOfNone);
     return linear | other;
   }
 };
@@ -46,23 +45,28 @@ Dependence of_node(const Node &node, const std::vector<Dependence> &known, const
     }
   }
   Dependence all;
-  if (node.op == Op::SCORE) all.other = Dependence::score;
+  if (node.op == Op::SCORE) all.other = kOfScore;
   for (int32_t n = 0; n < node.count; n++) all.other |= in(n).all();
   return all;
 }
 
 } // namespace
 
-Lines lines_of(const Graph &graph, int32_t load) {
+std::vector<unsigned> positions_of(const Graph &graph) {
   std::vector<Dependence> known;
-  for (int32_t n = 0; n <= load; n++) known.push_back(of_node(graph[n], known, graph));
-  switch (known.back().all()) {
-  case Dependence::none:
-  case Dependence::query:
+  std::vector<unsigned> all;
+  for (const Node &node : graph.nodes()) known.push_back(of_node(node, known, graph)), all.push_back(known.back().all());
+  return all;
+}
+
+Lines lines_of(const Graph &graph, int32_t load) {
+  switch (positions_of(graph)[size_t(load)]) {
+  case kOfNone:
+  case kOfQuery:
     return Lines::rows;
-  case Dependence::key:
+  case kOfKey:
     return Lines::columns;
-  case Dependence::difference:
+  case kOfDifference:
     return Lines::diagonals;
   default:
     return Lines::general;

@@ -120,6 +120,10 @@ enum class Lines : int32_t {
 };
 Lines lines_of(const Graph &, int32_t load);
 
+// What each node's value is a function of beside b and h, as bits: of i, of j, of i - j, of x.
+enum Positions : unsigned { kOfNone = 0, kOfQuery = 1, kOfKey = 2, kOfDifference = 4, kOfScore = 8 };
+std::vector<unsigned> positions_of(const Graph &);
+
 // A LOAD of a captured tensor whose gradient is wanted, and the derivative of the score by what it loads.
 struct LoadGradient {
   int32_t load, slope; // nodes

@@ -1,4 +1,5 @@
 strobe_sources(score
+  ahead.cpp
   block_code.cpp
   blocks.cpp
   build.cpp

@@ -272,6 +272,54 @@ TEST_CASE("functions: other numbers, lengths and sizes have the same code") {
   CHECK(int64_t(a.numbers[0]) == 63);
   CHECK(b.captured[0].size[1] == 77);
 }
+TEST_CASE("functions: what i - j and the head decide is computed ahead, where that pays") {
+  Problem p = with_table(63, 0.5);
+  CHECK(made(p).ahead().empty()); // a launch takes longer
+  p.seqlen_q = 8192, p.seqlen_k = 4096;
+  const score::CudaFunctions f = made(p);
+  REQUIRE(f.ahead().size() == 1);
+  const score::Ahead &x = f.ahead().front();
+  CHECK(x.by == score::kOfDifference);
+  CHECK(x.of_head);
+  CHECK_FALSE(x.of_batch);
+  CHECK(f.formula_ahead(x) == "captured_0[h, i - j + 63] * 0.5");
+  const std::string source = f.source();
+  CHECK(source.find("ahead<T, Along::difference, false, true>(a.captured[7], at)") != source.npos);
+  CHECK(source.find("value_ahead") != source.npos);
+  CHECK(f.instructions() < made(with_table(63, 0.5)).instructions());
+  const CapturedOperand operand = f.arguments(nullptr).captured[7];
+  CHECK(operand.size[0] == 1);
+  CHECK(operand.size[1] == 2);
+  CHECK(operand.size[2] >= 8192 + 4095);
+  CHECK(-operand.size[3] >= 4095); // the first difference
+  CHECK(f.bytes_ahead() >= 2 * operand.size[2] * 4);
+  CHECK(f.digest() != made(with_table(63, 0.5)).digest());
+  p.invariant = true; // bits may not depend on lengths
+  CHECK(made(p).ahead().empty());
+}
+TEST_CASE("functions: what is computed ahead depends on one position or on one difference") {
+  using namespace score;
+  const auto found = [](auto build) {
+    Graph g;
+    const int32_t root = build(g);
+    std::string all;
+    for (const Ahead &x : found_ahead(g, {root}, [](int32_t) { return 8; }))
+      all += text(all.empty() ? "" : "; ", int(x.by), x.of_batch ? "b " : " ", formula(g, x.node));
+    return all;
+  };
+  const auto cosine = [](Graph &g, int32_t of) { return g.add(Op::COS, {g.add(Op::TO_REAL, {of})}); };
+  CHECK(found([&](Graph &g) { return g.add(Op::MULTIPLY, {cosine(g, g.add(Op::QUERY)), cosine(g, g.add(Op::KEY))}); }) ==
+        "2 cos(real(j)); 1 cos(real(i))");
+  CHECK(found([&](Graph &g) { // (2 i + 3) - 2 j
+          const int32_t two = g.integer(2), i = g.add(Op::MULTIPLY, {two, g.add(Op::QUERY)});
+          return cosine(g, g.add(Op::SUBTRACT, {g.add(Op::ADD, {i, g.integer(3)}), g.add(Op::MULTIPLY, {g.add(Op::KEY), two})}));
+        }) == "4 cos(real(2 * i + 3 - j * 2))");
+  CHECK(found([&](Graph &g) { return cosine(g, g.add(Op::ADD, {g.add(Op::QUERY), g.add(Op::KEY)})); }) == "");
+  CHECK(found([&](Graph &g) {
+          return cosine(g, g.add(Op::SUBTRACT, {g.add(Op::ADD, {g.add(Op::QUERY), g.add(Op::OFFSET)}), g.add(Op::KEY)}));
+        }) == "4b cos(real(i + offset - j))"); // sequences may have other offsets
+  CHECK(found([&](Graph &g) { return g.add(Op::MULTIPLY, {g.add(Op::SCORE), cosine(g, g.add(Op::HEAD))}); }) == "");
+}
 TEST_CASE("functions: what makes other code has another hash") {
   const Problem usual = with_table(63, 0.5);
   Problem long_sequence = usual;

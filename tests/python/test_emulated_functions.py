@@ -1,5 +1,5 @@
-"""Functions that the Hopper kernels have forms of their own for, on the emulated GPU: penalties by the distance, and blocks that a mask's
-function sees as a whole, in which it is not evaluated."""
+"""Functions that GPU kernels have forms of their own for, on the emulated GPU: penalties by the distance, blocks that a mask's function
+sees as a whole, in which it is not evaluated, and what is computed ahead because many pairs share it."""
 
 from __future__ import annotations
 
@@ -53,3 +53,97 @@ print(max(float((x.double() - y).abs().max() / y.abs().max()) for y, x in zip(*r
 )
 def test_they_are_right(name):
     assert float(output(PROGRAM, name)) < 0.01  # the largest of those seen is 0.006
+
+
+AHEAD = """
+import math
+import sys
+
+import torch
+
+import strobe
+from device import running_on
+
+generator = torch.Generator().manual_seed(0)
+random = lambda *shape: torch.randn(shape, generator=generator)
+HEADS, MOST = 4, 1024
+buckets, table, of_sequence = random(32, HEADS), random(HEADS, 2 * MOST), random(3, 2 * MOST)
+
+
+def t5(x, b, h, i, j):
+    distance = torch.clamp(i - j, min=0)
+    far = 16 + (torch.log(distance.float() / 16) / math.log(8) * 16).to(torch.int32)
+    return x + buckets[torch.where(distance < 16, distance, torch.minimum(far, torch.full_like(far, 31))), h]
+
+
+def positions(x, b, h, i, j):
+    return x * torch.exp2(-(i - j).abs() * 0.01) * (1 + 0.1 * torch.exp2(torch.exp2(-0.01 * i))) + torch.tanh(torch.tanh(0.1 * j))
+
+
+relative = lambda x, b, h, i, j: x + table[h, i - j + MOST] * torch.exp2(of_sequence[b, i - j + MOST])
+near = lambda x, b, h, i, j: torch.where((i - j).abs() <= 200, x + torch.exp2(torch.exp2(table[h, i - j + MOST] / 4)), x - 1)
+dilated = lambda b, h, i, j: ((i - j) % 5 == 0) | ((i - j) % 7 == 1) | ((i - j) % 11 == 2)
+either = lambda b, h, i, j: ((i - j) % 5 == 0) | (table[h, i - j + MOST] > 0.5)
+packed = {"cu_seqlens_q": torch.tensor([0, 500, 500, 1100]).int(), "cu_seqlens_k": torch.tensor([0, 700, 760, 1200]).int()}
+CASES = {  # score, mask, options, keys, heads of k and v, engine
+    "T5, heads in groups": (t5, None, {"causal": True}, 900, 1, "cuda-sm90"),
+    "tables, packed sequences": (relative, None, packed, 1200, 4, "cuda-sm90"),
+    "a table within a window": (near, None, {"window": (300, 30)}, 700, 4, "cuda-sm90"),
+    "positions, dropout": (positions, None, {"dropout": 0.2, "seed": 3}, 900, 4, "cuda-mma"),
+    "a mask": (None, dilated, {"causal": True}, 900, 4, "cuda-sm90"),
+    "a mask, infinite keys": (None, dilated, {}, 900, 4, "cuda-sm90"),
+    "a mask of heads, beside blocks": (None, either, {"blocks": True}, 900, 4, "cuda-sm90"),
+    "T5 in cuda-mma": (t5, None, {}, 900, 2, "cuda-mma"),
+    "tables in cuda-tf32": (relative, dilated, {}, 700, 4, "cuda-tf32"),
+    "positions in cuda-simt": (positions, None, {}, 700, 4, "cuda-simt"),
+}
+score, mask, options, keys, heads, engine = CASES[sys.argv[1]]
+options = dict(options)
+blocks = options.pop("blocks", False)
+dtype = {"cuda-simt": torch.float64, "cuda-tf32": torch.float32}.get(engine, torch.bfloat16)
+dim = 16 if dtype == torch.float64 else 64
+shape = lambda heads, rows: (rows, heads, dim) if "cu_seqlens_q" in options else (1, heads, rows, dim)
+queries = 1100 if "cu_seqlens_q" in options else 600
+q, k, v, dout = (random(*shape(*x)).to(dtype) for x in ((HEADS, queries), (heads, keys), (heads, keys), (HEADS, queries)))
+if "infinite" in sys.argv[1]:
+    k[:, :, 17], v[:, :, 30] = float("inf"), float("nan")
+given = {"score": score} if score else {}
+results = []
+for name, of in (("reference", torch.float64), (engine, dtype)):
+    leaves = [x.to(of).requires_grad_() for x in (q, k, v)]
+    masks = {"mask": mask} if mask else {}
+    if blocks and name != "reference":
+        masks = {"block_mask": strobe.BlockMask.from_function(mask, 1, HEADS, queries, keys)}
+    with running_on(name):
+        if name != "reference":
+            assert "computed ahead" in str(strobe.explain(*leaves, **given, **masks, **options, engine=name, backward=True))
+        out = strobe.attention(*leaves, **given, **masks, **options, engine=name)
+        results.append([out.detach()])
+        if "infinite" not in sys.argv[1]:
+            results[-1] += torch.autograd.grad(out, leaves, dout.to(of))
+errors = [0.0]
+for expected, x in zip(*results):
+    finite = torch.isfinite(expected)
+    assert torch.equal(torch.isfinite(x), finite)
+    errors.append(float((x.double() - expected)[finite].abs().max() / expected[finite].abs().max()))
+print(max(errors))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),  # about three times the errors seen
+    [
+        ("T5, heads in groups", 0.02),
+        ("tables, packed sequences", 0.02),
+        ("a table within a window", 0.02),
+        ("positions, dropout", 0.02),
+        ("a mask", 0.02),
+        ("a mask, infinite keys", 0.02),
+        ("a mask of heads, beside blocks", 0.02),
+        ("T5 in cuda-mma", 0.02),
+        ("tables in cuda-tf32", 1e-5),
+        ("positions in cuda-simt", 1e-12),
+    ],
+)
+def test_what_pairs_share_is_computed_ahead(name, most):
+    assert float(output(AHEAD, name)) < most

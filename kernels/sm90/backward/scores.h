@@ -236,7 +236,7 @@ private:
       for (int k = 0; k < 4; ++k) {
         const i32 at = q + 8 * i + k % 2;
         auto row = first;
-        row.i = min(at, end_of(step) - 1);
+        row.i = min(at, end_of(step) - 1), row.stepped = true, row.query = {q, 8 * i + k % 2}, row.key = {j, k / 2 * 8};
         if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
         float &x = S[4 * i + k], slope = 1;
         const i32 own = j + k / 2 * 8;
@@ -261,6 +261,7 @@ private:
 #pragma unroll
     for (int i = 0; i < kM / 2; ++i) {
       row.i = min(q + i / 4 * 8 + i % 2, end_of(step) - 1);
+      row.stepped = true, row.query = {q, i / 4 * 8 + i % 2}, row.key = {j, i / 2 % 2 * 8};
       if (!scores.seen(row, j + i / 2 % 2 * 8)) clear(i);
     }
   }

@@ -166,6 +166,18 @@ private:
     }
     given.mask.hide(S);
   }
+  // The row of the lane's element i. column: the lane's first key.
+  __device__ __forceinline__ decltype(auto) row_of(int i, i32 column) const {
+    const typename Score::Row &found = rows[i / 2 % 2];
+    if constexpr (F.program == 0 || C.packed) {
+      return (found);
+    } else {
+      typename Score::Row stepped = found;
+      stepped.stepped = true;
+      stepped.query = {row + tile::lane_row(0), i / 2 % 2 * 8}, stepped.key = {column, i / 4 * 8 + i % 2};
+      return stepped;
+    }
+  }
   // Hides elements outside the rows' bands, or past the tile's end.
   __device__ __forceinline__ void hide(const Tile &t) {
     const i32 column = t.begin + tile::lane_column(0, 0);
@@ -179,12 +191,25 @@ private:
       }
     }
   }
+  // Whether an item that is computed fast adds -inf to what the mask function hides: fewer instructions than to choose. If q.k is infinite or
+  // NaN there, O is NaN, and the item is computed again.
+  static constexpr bool kAddsMask = [] {
+    if constexpr (F.seen && C.reference == kFixed) return kSeenAhead<F>;
+    return false;
+  }();
   // Hides what the mask function hides, where score() does not do so.
   __device__ __forceinline__ void hide_unseen(const Tile &t) {
     const i32 column = t.begin + tile::lane_column(0, 0);
+    if constexpr (kAddsMask) {
+      if (item.kind() == kFast) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) S[i] += scores.hidden(row_of(i, column), column + i / 4 * 8 + i % 2);
+        return;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) {
-      if (!scores.seen(rows[i / 2 % 2], column + i / 4 * 8 + i % 2)) S[i] = minus_infinity<float>();
+      if (!scores.seen(row_of(i, column), column + i / 4 * 8 + i % 2)) S[i] = minus_infinity<float>();
     }
   }
   __device__ __forceinline__ void hide_lacking(const Tile &t) {
@@ -203,8 +228,9 @@ private:
     for (int i = 0; i < kN / 2; ++i) {
       given.bias.read(i);
       const i32 r = i / 2 % 2, j = i / 4 * 8 + i % 2;
-      const typename Given<C, Score>::At at{given, {scores, rows[r], column + j}, i};
-      S[i] = scores.score(S[i], rows[r], column + j, distance[r] - (float)j, at, kByPosition, t.end, kAsks);
+      const auto &own = row_of(i, column);
+      const typename Given<C, Score>::At at{given, {scores, own, column + j}, i};
+      S[i] = scores.score(S[i], own, column + j, distance[r] - (float)j, at, kByPosition, t.end, kAsks);
     }
   }
 };

@@ -25,6 +25,7 @@ constexpr int kDropout = 16;      // dropout; tile_k must be a multiple of 32
 constexpr int kBias = 32;         // a bias loaded by the copy engine, which also takes shared memory
 constexpr int kFunction = 64;     // a hyperbolic score, or functions of the caller
 constexpr int kSeen = 512;        // a function of the mask beside blocks, with the fixed reference
+constexpr int kLight = 1024;      // functions of the caller of few instructions
 constexpr int kAnything = 128;    // all of these at once
 
 // The figures from which a tile's time is predicted. The tile with the least predicted time runs, unless the caller requests tile_q or
@@ -60,6 +61,7 @@ constexpr ForwardTile kForwardTiles[] = {
     {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.88, .blocks = 0.5}},
     {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.54}},
     {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kFunction},
+    {128, 128,   3,  80,   3,  32, 160,   0,   1, kLight, {.rate = 0.99}},
     {128, 128,   2, 128,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
     {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias, {.rate = 0.62}},
     {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kAlibiInBand | kFunction, {.rate = 0.83}},
@@ -78,7 +80,8 @@ constexpr ForwardTile kForwardTiles[] = {
 };
 // clang-format on
 
-int load_of(const Config &c) {
+// light: functions of the caller take few instructions.
+int load_of(const Config &c, bool light) {
   const Features &f = c.features;
   const bool capped = f.function == kCapped, function = (f.function && !capped) || f.seen;
   const bool alibi = f.alibi || (f.scaled && f.function != kHyperbolic && !f.given());
@@ -90,7 +93,7 @@ int load_of(const Config &c) {
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
-  if (function) return kFunction;
+  if (function) return kFunction | (light ? kLight : 0);
   if (alibi) return f.alibi && f.band && !c.invariant && !f.pages ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
@@ -188,7 +191,8 @@ double cost(const Suits &row, const Problem &p, const Config &c, const Device &d
 std::optional<Config> choose_tile(const Problem &p, const Device &device) {
   const bool wishes = p.wishes.tile_q > 0 || p.wishes.tile_k > 0;
   const Config any = config_for(p);
-  const int load = load_of(any);
+  constexpr int32_t kFew = 6; // instructions for a pair
+  const int load = load_of(any, any.features.given() && function_instructions(p) <= kFew);
   const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
   const ForwardTile *first = nullptr; // the first tile that fits; only tiles with the same limits of head dimensions compete with it
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {

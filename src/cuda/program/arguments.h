@@ -33,6 +33,7 @@ Features gradient_features(const Problem &);
 std::string gradient_functions_source(const Problem &);
 int32_t gradient_instructions(const Problem &);
 FunctionArguments gradient_function_arguments(const Problem &);
+Inputs all_inputs(const Problem &);
 ForwardArguments forward_arguments(const Problem &);   // except for the split of the keys
 BackwardArguments backward_arguments(const Problem &); // except for the workspace
 AuxiliaryArguments auxiliary_arguments(const Problem &);

@@ -6,6 +6,7 @@
 #include "cuda/compile/cache.h"
 #include "cuda/driver/driver.h"
 #include "cuda/driver/stream.h"
+#include "cuda/program/ahead.h"
 #include "cuda/program/arguments.h"
 #include "cuda/program/captured.h"
 #include "cuda/program/lists.h"
@@ -76,12 +77,14 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   const std::optional<Launch> lists = copy_lists(p, scratch);
   std::vector<Launch> first;
   if (p.part) first = part_table(p, scratch);
+  if (std::optional<Launch> ahead = compute_ahead(p, scratch)) first.push_back(std::move(*ahead));
   Made made = program(p, direction, device, scratch);
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
   if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
   if (p.auxiliary()) auxiliary(*program, p, device, scratch);
+  for (std::string &note : ahead_in_words(p)) program->notes.push_back(std::move(note));
   program->steps.insert(program->steps.begin(), first.begin(), first.end());
   if (lists) {
     program->steps.insert(program->steps.begin(), *lists);
@@ -172,8 +175,8 @@ void CudaEngine::run(const Problem &p, const Execution &execution, Direction, co
     if (const Zero *zero = std::get_if<Zero>(&*step)) {
       fill(addresses.of(zero->begin), 0, zero->bytes, stream);
       early = false;
-    } else if (start(std::get<Launch>(*step), early)) {
-      early = program.overlap && on.cc >= 90;
+    } else if (const Launch &launch = std::get<Launch>(*step); start(launch, early)) {
+      early = program.overlap && on.cc >= 90 && !launch.finishes;
     }
   }
 }

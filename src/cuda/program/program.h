@@ -28,6 +28,7 @@ struct Launch {
   std::vector<uint16_t> marks;        // where the marks lie
   std::vector<uint16_t> map_requests; // offsets of the TensorMaps that must be encoded
   bool calls_functions = false;       // the kernel calls the caller's functions
+  bool finishes = false;              // the next launch begins after its end, because it reads what this one writes without waiting
   bool of_captured = false;           // these functions are those for the gradients of captured tensors
   Functions functions{};              // the source of these functions, set when the program is complete
 
