@@ -1,5 +1,5 @@
-// Computes the values that many pairs of the caller's functions share: one for each i, each j or each i - j, of each sequence and head of which
-// they depend. Kernels read them in place of the operations (device/functions.h).
+// Computes the values that many pairs of the caller's functions share: one for each i, each j or each i - j, of each sequence and head
+// that they depend on. Kernels read them in place of the operations (device/functions.h).
 #pragma once
 #include "../device/functions.h"
 #include "ahead_config.h"

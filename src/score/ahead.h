@@ -1,5 +1,5 @@
-// What many pairs share: the parts of a function that depend on i, on j or on i - j alone. GPU engines compute them before their kernels, once
-// for each position or difference, and the kernels read the values (kernels/passes/ahead.h).
+// What many pairs share: the parts of a function that depend on i, on j or on i - j alone. GPU engines compute them before their kernels,
+// once for each position or difference, and the kernels read the values (kernels/passes/ahead.h).
 #pragma once
 #include <cstdint>
 #include <functional>

@@ -191,8 +191,8 @@ private:
       }
     }
   }
-  // Whether an item that is computed fast adds -inf to what the mask function hides: fewer instructions than to choose. If q.k is infinite or
-  // NaN there, O is NaN, and the item is computed again.
+  // Whether an item that is computed fast adds -inf to what the mask function hides: fewer instructions than a choice. If q.k is infinite
+  // or NaN there, O is NaN, and the item is computed again.
   static constexpr bool kAddsMask = [] {
     if constexpr (F.seen && C.reference == kFixed) return kSeenAhead<F>;
     return false;

@@ -77,7 +77,8 @@ Inputs inputs(const Problem &p) {
   in.scale = p.scale;
   const score::BuiltIn &form = form_of(p);
   in.cap = form.cap, in.beta = form.beta, in.shift = form.shift;
-  if (calls_functions(p)) in.function = functions(p)->arguments(p.ahead), in.function.full = p.blocks.full, in.function.full_t = p.blocks.full_t;
+  if (calls_functions(p))
+    in.function = functions(p)->arguments(p.ahead), in.function.full = p.blocks.full, in.function.full_t = p.blocks.full_t;
   in.seed = p.seed, in.offset = p.offset, in.rng = reinterpret_cast<const i64 *>(p.rng);
   const Problem::Blocks &m = p.blocks; // in a part: those of the whole problem, from the part's first sequence and head on
   if (m.present) in.blocks = list(m.row_ptr, m.col, p, m.rows, m.block_q, m.block_k);
