@@ -381,6 +381,10 @@ GROUPS[1, 12:20] = 1
 CHAINS = torch.tensor([[0] * 9 + [1] * 15, [0] * 3 + [1] * 4 + [2] * 17])
 FLAT = torch.cat([torch.arange(10), torch.arange(8), torch.arange(6)])[None].expand(B, -1)
 FALLING = CHAINS.flip(-1).contiguous()
+REALS = CHAINS + torch.arange(S) % 3 / 4
+# Two sequences, the first of which goes on behind the second, and the positions within each.
+TURNS = torch.tensor([0] * 8 + [1] * 8 + [0] * 8)[None].expand(B, -1)
+RESUMED = torch.cat([torch.arange(8), torch.arange(8), torch.arange(8, 16)])[None].expand(B, -1)
 
 
 def remapped(function: Any) -> Any:
@@ -427,6 +431,17 @@ FUNCTIONS: dict[str, tuple[Any, set[str]]] = {
     "never": (lambda b, h, i, j: torch.tensor(False) & (j <= i), {"function"}),
     "the diagonal": (lambda b, h, i, j: i == j, {"cu_seqlens"}),
     "infinite": (lambda b, h, i, j: (j < float("inf")) & (j <= i), {"causal"}),
+    "reals cut off": (lambda b, h, i, j: (REALS[b, i].long() == REALS[b, j].long()) & (j <= i), {"causal", "cu_seqlens"}),
+    "quotients cut off": (lambda b, h, i, j: (i / 4).to(torch.int64) == (j / 4).int(), {"function"}),
+    "quotients of a dtype": (lambda b, h, i, j: (i / 4).to(j) == (j / 4).to(j), {"function"}),
+    "counted conditions": (lambda b, h, i, j: ((j <= i).int() + (GROUPS[b, j] < 1).long()) == 2, {"function"}),
+    "integers as conditions": (lambda b, h, i, j: torch.logical_not(CHAINS[b, j]), {"seqused"}),
+    "integers beside integers": (lambda b, h, i, j: torch.logical_or(torch.logical_and(CHAINS[b, i], CHAINS[b, j]), i < 1), {"function"}),
+    "a multiple subtracted": (lambda b, h, i, j: (torch.rsub(i, j, alpha=2) <= 0) & (torch.sub(j, i, alpha=2) <= 0), {"function"}),
+    "positions that go on behind another sequence": (
+        lambda b, h, i, j: (RESUMED[b, j] <= RESUMED[b, i]) & (RESUMED[b, i] - RESUMED[b, j] < 2) & (TURNS[b, i] == TURNS[b, j]),
+        {"function"},
+    ),
 }
 PADDED = {"": None, "left": torch.arange(S) >= torch.tensor([[0], [5]]), "right": torch.arange(S) < torch.tensor([[S], [17]])}
 PADDED["within"] = torch.arange(S)[None].expand(B, -1) % 5 != 3
@@ -561,6 +576,32 @@ def test_operations_on_a_mask_are_those_on_its_tensor():
     assert mask.to("cpu") is mask
     with pytest.raises(TypeError, match="^attention_mask: added to 1; accepted is a tensor of scores"):
         mask + 1
+
+
+@pytest.mark.usefixtures("_on_this_device")
+@pytest.mark.parametrize("side", PADDED)
+@pytest.mark.parametrize("name", ["causal", "window", "chunks", "chains", "packed windows", "images", "what only a query hides"])
+def test_a_mask_for_a_batch_of_1_holds_for_all_of_a_larger_one(name, side):
+    seen = PADDED[side]
+    mask = made(FUNCTIONS[name][0], None if seen is None else seen[1:], batch_size=1)
+    for each in (mask, torch.cat([mask, mask], -1)):
+        q, k, v = drawn(S, each.kv_length, 3)
+        out, _ = attention_forward(torch.nn.Module(), q, k, v, each)
+        expected, _ = attention_forward(torch.nn.Module(), q, k, v, each.to_dense())
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.usefixtures("_on_this_device")
+@pytest.mark.parametrize("name", ["causal", "two-sided window", "images"])
+def test_an_offset_that_the_cache_counts_up(name):
+    """A static cache gives the tensor in which it counts, and counts before the first layer's attention."""
+    offset = torch.tensor(9)
+    mask, expected = (made(FUNCTIONS[name][0], q_length=5, q_offset=x) for x in (offset, 9))
+    offset += 5
+    assert torch.equal(mask.to_dense(), expected.to_dense())
+    qkv = drawn(5, S)
+    found, wanted = (attention_forward(torch.nn.Module(), *qkv, x)[0] for x in (mask, expected.to_dense()))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_a_mask_for_other_lengths_is_refused():

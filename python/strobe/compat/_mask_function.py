@@ -64,7 +64,27 @@ class MaskFunction(_BlockMask):
         self.longest = 0
         self.is_packed = False  # causal, window and sequences say all of it
         self.dense: Tensor | None = None
+        self._repeated: MaskFunction | None = None  # by of_batch()
         self._find_options()
+
+    def of_batch(self, size: int) -> MaskFunction:
+        """The mask for a batch of `size`: self, or, if it is for a batch of 1, one that has its options for each of them."""
+        if size == self.batch_size or (self.seqused is None and self.cu_seqlens is None and self.function is None):
+            return self
+        if self._repeated is None or self._repeated.batch_size != size:
+            if self.parts:
+                self._repeated = joined([part._of_first(size) for part in self.parts])
+            else:
+                self._repeated = self._of_first(size)
+        return self._repeated
+
+    def _of_first(self, size: int) -> MaskFunction:
+        """This mask's first row of the batch, in each of `size` rows."""
+        function, padding = self.mask_function, None if self.padding is None else self.padding[:1].expand(size, -1)
+        return MaskFunction(
+            size, self.q_length, self.kv_length, self.q_offset, self.kv_offset, lambda _, h, i, j: function(0, h, i, j), padding,
+            self.use_vmap, self.device,
+        )  # fmt: skip
 
     # What transformers and its models ask a mask
 
@@ -356,7 +376,7 @@ class _Rest:
             begins, ascending = self._begins()
             continues = [_continues(position, begins) for position in positions if position is not None]
             count, ascends, *numbers = torch.stack([x.to(torch.int64) for x in (begins.sum(), ascending, *continues)]).tolist()
-            fits = all(numbers)
+            fits = bool(ascends) and all(numbers)  # else a sequence may go on behind another one
         fits = fits and all(x is not None for x in positions)
         for found, condition in self.bands:
             kept = [(max(a, c), min(b, d)) for a, b in self.visible for c, d in found.ranges if max(a, c) <= min(b, d)]
@@ -480,6 +500,8 @@ def mask_of(
         missing = kv_length + kv_offset - padding.shape[-1]
         if missing > 0:
             padding = torch.nn.functional.pad(padding, (0, missing))
+    # A static cache counts up the tensor that it gives, before attention reads it.
+    q_offset, kv_offset = (x.clone() if isinstance(x, Tensor) else x for x in (q_offset, kv_offset))
     is_local = local_size is not None and kv_length >= local_size
     if allow_is_bidirectional_skip and not is_local and not is_traced(padding) and (padding is None or bool(padding.all())):
         return None

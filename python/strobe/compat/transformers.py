@@ -93,6 +93,8 @@ def attention_forward(
     names = _NAMES | {"mask": "attention_mask", "bias": "position_bias" if is_bias else "attention_mask"}
     if isinstance(attention_mask, MaskFunction):
         _fit(attention_mask, query, key)
+        if isinstance(query, Tensor) and query.dim() == 4:
+            attention_mask = attention_mask.of_batch(query.shape[0])
         packed = None if is_bias else _packed(attention_mask, query, key, others)
         hidden = {**attention_mask.options(), **({"bias": tensor_or_refusal("position_bias", position_bias)} if is_bias else {})}
     else:
