@@ -706,6 +706,28 @@ def test_a_mask_that_a_graph_gets(name):
     assert counter.frame_count == 1
 
 
+def test_a_compiled_mask_whose_positions_do_not_fit_its_sequences():
+    """causal and windows of positions become those of places, which is right only where both grow together."""
+    if DEVICE != "cpu":
+        pytest.skip("a failed assertion on a GPU ends all work on it")
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attended(q, k, v, positions, sequences):
+        def function(b, h, i, j):
+            return (positions[b, j] <= positions[b, i]) & (sequences[b, i] == sequences[b, j])
+
+        mask = mask_of(B, S, S, 0, 0, function, None, device=q.device)
+        return attention_forward(torch.nn.Module(), q, k, v, mask)[0], mask.causal
+
+    qkv, shared = drawn(S, S), RESUMED.clone()
+    shared[:, 3:6] = 3  # as of an image
+    assert attended(*qkv, FLAT, torch.cat([FLAT[:, :1] * 0, FLAT.diff() < 0], 1).cumsum(1))[1]
+    for positions, sequences in ((shared, TURNS), (RESUMED, TURNS)):
+        with pytest.raises(RuntimeError, match="^attention_mask: a compiled mask function compares positions, which do not grow by one"):
+            attended(*qkv, positions, sequences)
+
+
 def test_what_a_compiler_sees():
     """Causal and windows are options in a graph, too."""
     torch._dynamo.reset()

@@ -249,6 +249,12 @@ class MaskFunction(_BlockMask):
         return found[:, None, None, :]
 
 
+_UNFIT = (
+    "attention_mask: a compiled mask function compares positions, which do not grow by one within each of the sequences that it compares;"
+    " accepted are those that do, or a mask that is made outside of the compiled program"
+)
+
+
 class _Rest:
     """Conditions, sorted by what they can become."""
 
@@ -367,17 +373,20 @@ class _Rest:
         tables = [_table(side) for side, _ in self.sequences]
         positions = [_table(found.base) for found, _ in self.bands]
         traced = is_traced(mask.q_offset, mask.kv_offset, *tables, *positions)
-        # While a compiler traces, numbers cannot be looked at. transformers joins a comparison of positions with that of another table in
-        # one place alone, where it makes the sequences from the positions.
-        fits = traced and any(x is not None for x in tables)
-        begins, ascends = None, 0
-        is_square = mask.q_length == mask.kv_length and not traced and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
-        if self.sequences and is_square:
-            begins, ascending = self._begins()
-            continues = [_continues(position, begins) for position in positions if position is not None]
-            count, ascends, *numbers = torch.stack([x.to(torch.int64) for x in (begins.sum(), ascending, *continues)]).tolist()
-            fits = bool(ascends) and all(numbers)  # else a sequence may go on behind another one
-        fits = fits and all(x is not None for x in positions)
+        begins, ascends, fits = None, 0, False
+        is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
+        if self.sequences and is_square and all(x is not None for x in positions):
+            if not traced:
+                begins, ascending = self._begins()
+                continues = [_continues(position, begins) for position in positions]
+                count, ascends, *numbers = torch.stack([x.to(torch.int64) for x in (begins.sum(), ascending, *continues)]).tolist()
+                fits = bool(ascends) and all(numbers)  # else a sequence may go on behind another one
+            elif positions and any(x is not None for x in tables) and torch._C._functorch.maybe_current_level() is None:
+                # While a compiler traces, numbers cannot be looked at. The program looks when it runs: sequences that transformers makes
+                # from positions always fit.
+                starts, ascending = self._begins()
+                torch._assert_async(torch.stack([ascending, *(_continues(x, starts) for x in positions)]).all(), _UNFIT)
+                fits = True
         for found, condition in self.bands:
             kept = [(max(a, c), min(b, d)) for a, b in self.visible for c, d in found.ranges if max(a, c) <= min(b, d)]
             if fits and len(kept) == 1 and _fits(kept[0]):
@@ -426,7 +435,7 @@ def _table(side: Term | None) -> Tensor | None:
     return side.args[0] if [x.name if isinstance(x, Term) else "" for x in side.args[1]] in (["b", "i"], ["b", "j"]) else None
 
 
-def _continues(position: Tensor, begins: Tensor) -> Tensor:
+def _continues(position: Any, begins: Tensor) -> Tensor:
     """Whether the positions grow by one within each sequence."""
     return ((position[:, : begins.shape[1]].diff(dim=-1) == 1) | begins[:, 1:]).all()
 
