@@ -12,6 +12,7 @@ of PyTorch's modules, and the native path of MultiheadAttention, which computes 
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import warnings
@@ -142,6 +143,8 @@ class _Local(threading.local):
 
 
 _LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a child has no other threads, which could release it
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 _LOCAL = _Local()
 _OPEN: list[Registration] = []
 _repeats = 0  # of all threads

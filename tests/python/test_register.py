@@ -3,7 +3,10 @@ PyTorch keeps; and that PyTorch is afterwards as it was."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import strobe
 from device import DEVICE
-from strobe import _registration
+from strobe import _function, _registration
 from strobe._registration import SDPA, VARLEN, VARLEN_OUT
 
 OPERATORS = ("aten::scaled_dot_product_attention", "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out")
@@ -743,3 +746,29 @@ def test_threads_call_while_another_one_registers():
     assert not failed
     assert len(rounds) > 10
     assert strobe.registered() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or DEVICE != "cpu", reason="a forked process has no CUDA")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("lock", [_registration._LOCK, _function._lock], ids=["registration", "recordings"])
+def test_a_process_is_forked_while_a_thread_holds_a_lock(lock):
+    """As a DataLoader's worker is. No thread of the child would release the lock."""
+    is_held = threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            time.sleep(0.3)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        with lock:
+            os._exit(0)
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
+    with lock:
+        pass
