@@ -564,6 +564,8 @@ def test_operations_on_a_mask_are_those_on_its_tensor():
         (torch.nn.functional.pad(mask, (1, 1)), torch.nn.functional.pad(dense, (1, 1))), (mask & dense, dense),
         (mask.sum(-1), dense.sum(-1)),
         (torch.where(mask, scores, 0.0), torch.where(dense, scores, 0.0)), (mask.expand(B, 4, S, S), dense.expand(B, 4, S, S)),
+        (mask == 0, ~dense), (mask != 0, dense), (mask < 1, ~dense), (mask * 2.0, dense * 2.0), (scores * mask, scores * dense),
+        (mask.to(scores), dense.float()),
         (mask.to(torch.float32), dense.float()), (torch.cat([mask, dense], -1), torch.cat([dense, dense], -1)),
     ):  # fmt: skip
         assert torch.equal(found, expected)

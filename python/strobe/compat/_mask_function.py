@@ -116,9 +116,9 @@ class MaskFunction(_BlockMask):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The mask on another device; with a dtype, the tensor."""
+        """The mask on another device; with a dtype, or a tensor that has one, the tensor."""
         given = [*args, *kwargs.values()]
-        if any(isinstance(x, torch.dtype) and x != torch.bool for x in given):
+        if any(isinstance(x, Tensor) or (isinstance(x, torch.dtype) and x != torch.bool) for x in given):
             return self.to_dense().to(*args, **kwargs)
         device = next((torch.device(x) for x in given if isinstance(x, (str, torch.device, int)) and not isinstance(x, bool)), self.device)
         if device == self.device:
@@ -161,6 +161,22 @@ class MaskFunction(_BlockMask):
         return self.to_dense() | _dense(other)
 
     __rand__, __ror__ = __and__, __or__
+
+    def __eq__(self, other: Any) -> Any:
+        return self.to_dense() == _dense(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self.to_dense() != _dense(other)
+
+    __hash__ = object.__hash__
+
+    def __lt__(self, other: Any) -> Tensor:
+        return self.to_dense() < _dense(other)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return self.to_dense() * _dense(other)
+
+    __rmul__ = __mul__
 
     def __add__(self, other: Any) -> Tensor:
         return _added(other, self)
