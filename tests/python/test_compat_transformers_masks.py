@@ -369,7 +369,49 @@ def test_the_lengths_of_a_collator(positions, calls):
     # Without positions the model's go on, and rotary embeddings see only differences.
     got = model(**given, **lengths, position_ids=found if positions else None).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert all(each["cu_seqlens_q"].data_ptr() == starts.data_ptr() and each["max_seqlen_q"] == 6 for each in calls)
+    assert all(torch.equal(each["cu_seqlens_q"], starts) and each["max_seqlen_q"] == 6 for each in calls)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["causal", "packed", "packed windows", "packed chunks", "documents"])
+def test_the_lengths_of_a_collator_do_not_replace_other_sequences(name, compiled):
+    """Chunks, and sequences of the user, are narrower than those whose lengths a collator gives."""
+    if DEVICE != "cpu":
+        pytest.skip("the functions read tensors of the CPU")
+    torch._dynamo.reset()
+    starts = torch.tensor([0, 10, 18, 24], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 10, "max_length_k": 10}
+    narrower = torch.arange(S)[None] // 3
+
+    def attended(q, k, v, positions, documents):
+        function = {
+            "causal": masks.causal_mask_function,
+            "packed": masks.causal_mask_function,
+            "packed windows": masks.sliding_window_causal_mask_function(5),
+            "packed chunks": masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+            "documents": masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(documents)),
+        }[name]
+        if name.startswith("packed"):
+            found = masks.find_packed_sequence_indices(positions)
+            function = masks.remap_positions_for_packed_sequence(function, positions)
+            function = masks.and_masks(function, masks.packed_sequence_mask_function(found))
+        mask = mask_of(1, S, S, 0, 0, function, None, device=q.device)
+        return attention_forward(torch.nn.Module(), q, k, v, mask, **lengths)[0]
+
+    qkv = drawn(S, S, 1)
+    at = torch.arange(S)
+    i, j = at[:, None], at
+    whole = torch.bucketize(at, starts[1:], right=True)
+    place = at - starts[whole]
+    dense = (j <= i) & {
+        "packed windows": i - j < 5,
+        "packed chunks": place[:, None] // 4 == place // 4,
+        "documents": narrower[0][:, None] == narrower[0],
+    }.get(name, j <= i)
+    dense &= whole[:, None] == whole if name != "documents" else dense
+    expected = attention_forward(torch.nn.Module(), *qkv, dense[None, None])[0]
+    run = torch.compile(attended, fullgraph=True, backend="aot_eager") if compiled else attended
+    torch.testing.assert_close(run(*qkv, FLAT[:1], narrower), expected, rtol=1e-9, atol=1e-11)
 
 
 # What becomes which option

@@ -62,7 +62,7 @@ class MaskFunction(_BlockMask):
         self.blocks: Blocks | None = None
         self.cu_seqlens: Tensor | None = None  # of the sequences within the rows, if attention may take them one by one
         self.longest = 0
-        self.is_packed = False  # causal, window and sequences say all of it
+        self.is_packed = False  # causal, window and the sequences of a collator say all of it
         self.dense: Tensor | None = None
         self._repeated: MaskFunction | None = None  # by of_batch()
         self._find_options()
@@ -305,7 +305,9 @@ class _Rest:
         self._settle_keys()
         others = [condition for condition in self.others if not any(condition is each for _, each in self.sequences)]
         is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
-        mask.is_packed = is_square and not others and mask.keys is None and mask.seqused is None and not mask.parts
+        # Sequences that transformers makes are those of positions. Others, as chunks, are not those of which a collator gives the lengths.
+        has_collators = not self.sequences or (len(self.sequences) == 1 and bool(self.bands) and _table(self.sequences[0][0]) is not None)
+        mask.is_packed = is_square and has_collators and not others and mask.keys is None and mask.seqused is None and not mask.parts
         is_per_head = any("h" in reads(condition) for condition in self.others)
         if self.others and mask.q_length == 1 and not mask.parts and not is_per_head:
             mask.dense, mask.keys = mask.to_dense(), None  # a row of keys
