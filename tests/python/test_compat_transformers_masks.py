@@ -423,6 +423,7 @@ GROUPS[1, 12:20] = 1
 CHAINS = torch.tensor([[0] * 9 + [1] * 15, [0] * 3 + [1] * 4 + [2] * 17])
 FLAT = torch.cat([torch.arange(10), torch.arange(8), torch.arange(6)])[None].expand(B, -1)
 FALLING = CHAINS.flip(-1).contiguous()
+BYTES = torch.cat([(row == n).cumsum(0)[row == n] for row in CHAINS for n in row.unique()]).reshape(B, S).to(torch.uint8)
 REALS = CHAINS + torch.arange(S) % 3 / 4
 # Two sequences, the first of which goes on behind the second, and the positions within each.
 TURNS = torch.tensor([0] * 8 + [1] * 8 + [0] * 8)[None].expand(B, -1)
@@ -480,6 +481,10 @@ FUNCTIONS: dict[str, tuple[Any, set[str]]] = {
     "integers as conditions": (lambda b, h, i, j: torch.logical_not(CHAINS[b, j]), {"seqused"}),
     "integers beside integers": (lambda b, h, i, j: torch.logical_or(torch.logical_and(CHAINS[b, i], CHAINS[b, j]), i < 1), {"function"}),
     "a multiple subtracted": (lambda b, h, i, j: (torch.rsub(i, j, alpha=2) <= 0) & (torch.sub(j, i, alpha=2) <= 0), {"function"}),
+    "positions that wrap around": (
+        lambda b, h, i, j: (BYTES[b, j] - BYTES[b, i] <= 0) & (CHAINS[b, i] == CHAINS[b, j]),
+        {"function"},
+    ),
     "positions that go on behind another sequence": (
         lambda b, h, i, j: (RESUMED[b, j] <= RESUMED[b, i]) & (RESUMED[b, i] - RESUMED[b, j] < 2) & (TURNS[b, i] == TURNS[b, j]),
         {"function"},

@@ -389,7 +389,7 @@ class _Rest:
         then differ as i and j do."""
         mask = self.mask
         tables = [_table(side) for side, _ in self.sequences]
-        positions = [_table(found.base) for found, _ in self.bands]
+        positions = [_positions(found.base) for found, _ in self.bands]
         traced = is_traced(mask.q_offset, mask.kv_offset, *tables, *positions)
         begins, ascends, fits = None, 0, False
         is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
@@ -451,6 +451,12 @@ def _table(side: Term | None) -> Tensor | None:
     if side is None or side.name != "getitem" or not isinstance(side.args[0], Tensor) or not isinstance(side.args[1], tuple):
         return None
     return side.args[0] if [x.name if isinstance(x, Term) else "" for x in side.args[1]] in (["b", "i"], ["b", "j"]) else None
+
+
+def _positions(base: Term | None) -> Tensor | None:
+    """The table of positions whose differences are no less than those of places; of fewer bits, they may wrap around."""
+    found = _table(base)
+    return found if found is not None and found.dtype in (torch.int32, torch.int64) else None
 
 
 def _continues(position: Any, begins: Tensor) -> Tensor:
