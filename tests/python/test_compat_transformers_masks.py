@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -542,6 +543,45 @@ def test_options(name, monkeypatch):
             if not side:
                 assert options_of(mask) == expected
             assert_as_dense(mask)
+
+
+TABLES = {"groups": GROUPS, "chains": CHAINS, "flat": FLAT, "falling": FALLING, "seen": GROUPS < 1, "few": (GROUPS * 90).to(torch.int8)}
+
+
+def drawn_integer(draw: random.Random, depth: int = 0) -> str:
+    if depth == 2 or draw.random() < 0.5:
+        table = draw.choice(["groups", "chains", "flat", "falling", "few"])
+        return draw.choice(["i", "j", f"{table}[b, i]", f"{table}[b, j]", str(draw.randrange(-3, 9))])
+    a, b = (drawn_integer(draw, depth + 1) for _ in range(2))
+    return draw.choice([f"({a} + {b})", f"({a} - {b})", f"abs({a})", f"(-{a})", f"({a} * 3)", f"({a} // 4)", f"({a} % 3)", "(i - j).abs()"])
+
+
+def drawn_condition(draw: random.Random, depth: int = 0) -> str:
+    if depth == 3 or draw.random() < 0.4:
+        compared = f"({drawn_integer(draw)} {draw.choice(['<', '<=', '>', '>=', '==', '!='])} {drawn_integer(draw)})"
+        usual = ["(j <= i)", "(i - j < 6)", "(i - j > -3)", "(chains[b, i] == chains[b, j])", "(flat[b, j] <= flat[b, i])"]
+        return draw.choice([compared, draw.choice(usual), draw.choice(usual), draw.choice(["seen[b, j]", "seen[b, i]"])])
+    a, b = (drawn_condition(draw, depth + 1) for _ in range(2))
+    several = [f"({a} | {b})", f"(~{a})", f"({a} ^ {b})", f"torch.logical_and({a}, {b})", f"torch.where({a}, {b}, j <= i)"]
+    return draw.choice([f"({a} & {b})", draw.choice(several)])
+
+
+@pytest.mark.usefixtures("_on_this_device")
+@pytest.mark.parametrize("seed", range(8))
+def test_functions_at_random(seed, monkeypatch):
+    draw = random.Random(seed)
+    sizes = [*({},) * 3, {"q_length": 5, "q_offset": 9}, {"q_length": 5, "q_offset": torch.tensor(9)}, {"q_length": 1, "q_offset": S - 1}]
+    for _ in range(12):
+        text = f"({drawn_condition(draw)} & (j >= 0))"
+        monkeypatch.setattr("strobe.compat._mask_function._WORTH_BLOCKS", draw.choice([1 << 20, 1]))
+        mask = made(
+            eval(f"lambda b, h, i, j: {text}", TABLES | {"torch": torch}), draw.choice([None, *PADDED.values()]), **draw.choice(sizes)
+        )
+        q, k, v = drawn(mask.q_length, S)
+        found, expected = (attention_forward(torch.nn.Module(), q, k, v, x)[0] for x in (mask, mask.to_dense()))
+        torch.testing.assert_close(
+            found, expected, rtol=1e-9, atol=1e-11, msg=lambda words, text=text, mask=mask: f"{text} {mask}: {words}"
+        )
 
 
 def test_a_function_of_the_head():

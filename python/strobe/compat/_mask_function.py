@@ -454,7 +454,7 @@ def _table(side: Term | None) -> Tensor | None:
 
 
 def _positions(base: Term | None) -> Tensor | None:
-    """The table of positions whose differences are no less than those of places; of fewer bits, they may wrap around."""
+    """The table of positions that a difference reads; None if its dtype has so few bits that the difference may wrap around."""
     found = _table(base)
     return found if found is not None and found.dtype in (torch.int32, torch.int64) else None
 
