@@ -237,8 +237,12 @@ def _switch(stack: ExitStack) -> None:
         stack.callback(torch.backends.mha.set_fastpath_enabled, True)
     config: Any = getattr(torch.compiler, "config", None)
     if hasattr(config, "cache_key_tag"):
-        stack.callback(setattr, config, "cache_key_tag", config.cache_key_tag)
         config.cache_key_tag += _CACHE_TAG
+
+        def give_back() -> None:  # what others have added meanwhile stays
+            config.cache_key_tag = config.cache_key_tag.replace(_CACHE_TAG, "", 1)
+
+        stack.callback(give_back)
 
 
 # Attributes of PyTorch's modules

@@ -560,6 +560,7 @@ def drawn_condition(draw: random.Random, depth: int = 0) -> str:
     if depth == 3 or draw.random() < 0.4:
         compared = f"({drawn_integer(draw)} {draw.choice(['<', '<=', '>', '>=', '==', '!='])} {drawn_integer(draw)})"
         usual = ["(j <= i)", "(i - j < 6)", "(i - j > -3)", "(chains[b, i] == chains[b, j])", "(flat[b, j] <= flat[b, i])"]
+        usual += ["(abs(i - j - 1) < 5)", "((j - i).abs() <= 4)", "(i // 7 == j // 7)"]
         return draw.choice([compared, draw.choice(usual), draw.choice(usual), draw.choice(["seen[b, j]", "seen[b, i]"])])
     a, b = (drawn_condition(draw, depth + 1) for _ in range(2))
     several = [f"({a} | {b})", f"(~{a})", f"({a} ^ {b})", f"torch.logical_and({a}, {b})", f"torch.where({a}, {b}, j <= i)"]

@@ -685,6 +685,15 @@ def test_switches_and_priorities_are_given_back_as_found():
         del _registry._FLASH_ATTENTION_IMPLS["another"]
 
 
+def test_what_is_added_to_the_tag_of_caches_meanwhile_stays():
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag="before,"):
+        with strobe.register():
+            assert config.cache_key_tag != "before,"
+            config.cache_key_tag += ",meanwhile"
+        assert config.cache_key_tag == "before,,meanwhile"
+
+
 def test_an_override_that_was_there_before_comes_back():
     seen = []
 
