@@ -197,13 +197,23 @@ def _install(stack: ExitStack) -> None:
     for operator, keys, name, compute in operators:
         originals = {key: _original(operator, key) for key in keys}  # before the first override, which changes what others inherit
         library = torch.library.Library(operator.partition("::")[0], "IMPL")
+        stack.callback(_forget_dispatch, operator)  # called last
         stack.callback(library._destroy)
         for key, original in originals.items():
             library.impl(operator, _kernel(name, compute, original), key, with_keyset=True)
             if _GET_KERNEL is not None:
                 _kernels.append(_GET_KERNEL(operator, key))
+        _forget_dispatch(operator)
     for owner, attribute, replacement in _replacements():
         _replace(stack, owner, attribute, replacement)
+
+
+def _forget_dispatch(operator: str) -> None:
+    """A compiler's calls of the operator look anew for its kernels. Otherwise they remember those that an earlier compilation found."""
+    namespace, _, name = operator.partition("::")
+    cache = getattr(getattr(getattr(torch.ops, namespace), name).default, "_dispatch_cache", None)
+    if cache is not None:
+        cache.clear()
 
 
 def _varlen_operators() -> Any:

@@ -542,6 +542,18 @@ def test_compiled_varlen_holds_strobes_operators():
     assert "strobe.attention_forward.default" in operators
 
 
+def test_what_was_compiled_before_does_not_decide_what_is_compiled():
+    given = qkv(2, 2)
+    for registered in (False, True, False, True):
+        torch._dynamo.reset()
+        with strobe.register(strict=True) if registered else nullcontext():
+            compiled = torch.compile(Attends(), fullgraph=True, backend="aot_eager")
+            compiled(*given)
+        with torch.autograd.profiler.profile() as profile:
+            compiled(*given)
+        assert any(each.name == "strobe::attention_forward" for each in profile.function_events) == registered
+
+
 def test_inductors_cache_tells_what_was_registered():
     """What was compiled in a registration is not found outside of one, nor the other way round."""
     from torch._inductor.utils import fresh_inductor_cache
