@@ -106,6 +106,8 @@ class _Entry:
 _clock = itertools.count()
 _recordings: dict[tuple[Any, ...], _Entry] = {}  # by the id of the code, the option and q's dtype
 _lock = Lock()  # of whoever changes _recordings
+if hasattr(os, "register_at_fork"):  # a child has no other threads, which could release it
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _key(code: Any, name: str, q: Array) -> tuple[Any, ...]:

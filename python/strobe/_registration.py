@@ -12,6 +12,7 @@ of PyTorch's modules, and the native path of MultiheadAttention, which computes 
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import warnings
@@ -142,6 +143,8 @@ class _Local(threading.local):
 
 
 _LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):  # a child has no other threads, which could release it
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
 _LOCAL = _Local()
 _OPEN: list[Registration] = []
 _repeats = 0  # of all threads
@@ -194,13 +197,23 @@ def _install(stack: ExitStack) -> None:
     for operator, keys, name, compute in operators:
         originals = {key: _original(operator, key) for key in keys}  # before the first override, which changes what others inherit
         library = torch.library.Library(operator.partition("::")[0], "IMPL")
+        stack.callback(_forget_dispatch, operator)  # called last
         stack.callback(library._destroy)
         for key, original in originals.items():
             library.impl(operator, _kernel(name, compute, original), key, with_keyset=True)
             if _GET_KERNEL is not None:
                 _kernels.append(_GET_KERNEL(operator, key))
+        _forget_dispatch(operator)
     for owner, attribute, replacement in _replacements():
         _replace(stack, owner, attribute, replacement)
+
+
+def _forget_dispatch(operator: str) -> None:
+    """A compiler's calls of the operator look anew for its kernels. Otherwise they remember those that an earlier compilation found."""
+    namespace, _, name = operator.partition("::")
+    cache = getattr(getattr(getattr(torch.ops, namespace), name).default, "_dispatch_cache", None)
+    if cache is not None:
+        cache.clear()
 
 
 def _varlen_operators() -> Any:
@@ -234,8 +247,12 @@ def _switch(stack: ExitStack) -> None:
         stack.callback(torch.backends.mha.set_fastpath_enabled, True)
     config: Any = getattr(torch.compiler, "config", None)
     if hasattr(config, "cache_key_tag"):
-        stack.callback(setattr, config, "cache_key_tag", config.cache_key_tag)
         config.cache_key_tag += _CACHE_TAG
+
+        def give_back() -> None:  # what others have added meanwhile stays
+            config.cache_key_tag = config.cache_key_tag.replace(_CACHE_TAG, "", 1)
+
+        stack.callback(give_back)
 
 
 # Attributes of PyTorch's modules

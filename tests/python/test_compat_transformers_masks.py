@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -369,7 +370,49 @@ def test_the_lengths_of_a_collator(positions, calls):
     # Without positions the model's go on, and rotary embeddings see only differences.
     got = model(**given, **lengths, position_ids=found if positions else None).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    assert all(each["cu_seqlens_q"].data_ptr() == starts.data_ptr() and each["max_seqlen_q"] == 6 for each in calls)
+    assert all(torch.equal(each["cu_seqlens_q"], starts) and each["max_seqlen_q"] == 6 for each in calls)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["causal", "packed", "packed windows", "packed chunks", "documents"])
+def test_the_lengths_of_a_collator_do_not_replace_other_sequences(name, compiled):
+    """Chunks, and sequences of the user, are narrower than those whose lengths a collator gives."""
+    if DEVICE != "cpu":
+        pytest.skip("the functions read tensors of the CPU")
+    torch._dynamo.reset()
+    starts = torch.tensor([0, 10, 18, 24], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 10, "max_length_k": 10}
+    narrower = torch.arange(S)[None] // 3
+
+    def attended(q, k, v, positions, documents):
+        function = {
+            "causal": masks.causal_mask_function,
+            "packed": masks.causal_mask_function,
+            "packed windows": masks.sliding_window_causal_mask_function(5),
+            "packed chunks": masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)),
+            "documents": masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(documents)),
+        }[name]
+        if name.startswith("packed"):
+            found = masks.find_packed_sequence_indices(positions)
+            function = masks.remap_positions_for_packed_sequence(function, positions)
+            function = masks.and_masks(function, masks.packed_sequence_mask_function(found))
+        mask = mask_of(1, S, S, 0, 0, function, None, device=q.device)
+        return attention_forward(torch.nn.Module(), q, k, v, mask, **lengths)[0]
+
+    qkv = drawn(S, S, 1)
+    at = torch.arange(S)
+    i, j = at[:, None], at
+    whole = torch.bucketize(at, starts[1:], right=True)
+    place = at - starts[whole]
+    dense = (j <= i) & {
+        "packed windows": i - j < 5,
+        "packed chunks": place[:, None] // 4 == place // 4,
+        "documents": narrower[0][:, None] == narrower[0],
+    }.get(name, j <= i)
+    dense &= whole[:, None] == whole if name != "documents" else dense
+    expected = attention_forward(torch.nn.Module(), *qkv, dense[None, None])[0]
+    run = torch.compile(attended, fullgraph=True, backend="aot_eager") if compiled else attended
+    torch.testing.assert_close(run(*qkv, FLAT[:1], narrower), expected, rtol=1e-9, atol=1e-11)
 
 
 # What becomes which option
@@ -381,6 +424,11 @@ GROUPS[1, 12:20] = 1
 CHAINS = torch.tensor([[0] * 9 + [1] * 15, [0] * 3 + [1] * 4 + [2] * 17])
 FLAT = torch.cat([torch.arange(10), torch.arange(8), torch.arange(6)])[None].expand(B, -1)
 FALLING = CHAINS.flip(-1).contiguous()
+BYTES = torch.cat([(row == n).cumsum(0)[row == n] for row in CHAINS for n in row.unique()]).reshape(B, S).to(torch.uint8)
+REALS = CHAINS + torch.arange(S) % 3 / 4
+# Two sequences, the first of which goes on behind the second, and the positions within each.
+TURNS = torch.tensor([0] * 8 + [1] * 8 + [0] * 8)[None].expand(B, -1)
+RESUMED = torch.cat([torch.arange(8), torch.arange(8), torch.arange(8, 16)])[None].expand(B, -1)
 
 
 def remapped(function: Any) -> Any:
@@ -427,6 +475,21 @@ FUNCTIONS: dict[str, tuple[Any, set[str]]] = {
     "never": (lambda b, h, i, j: torch.tensor(False) & (j <= i), {"function"}),
     "the diagonal": (lambda b, h, i, j: i == j, {"cu_seqlens"}),
     "infinite": (lambda b, h, i, j: (j < float("inf")) & (j <= i), {"causal"}),
+    "reals cut off": (lambda b, h, i, j: (REALS[b, i].long() == REALS[b, j].long()) & (j <= i), {"causal", "cu_seqlens"}),
+    "quotients cut off": (lambda b, h, i, j: (i / 4).to(torch.int64) == (j / 4).int(), {"function"}),
+    "quotients of a dtype": (lambda b, h, i, j: (i / 4).to(j) == (j / 4).to(j), {"function"}),
+    "counted conditions": (lambda b, h, i, j: ((j <= i).int() + (GROUPS[b, j] < 1).long()) == 2, {"function"}),
+    "integers as conditions": (lambda b, h, i, j: torch.logical_not(CHAINS[b, j]), {"seqused"}),
+    "integers beside integers": (lambda b, h, i, j: torch.logical_or(torch.logical_and(CHAINS[b, i], CHAINS[b, j]), i < 1), {"function"}),
+    "a multiple subtracted": (lambda b, h, i, j: (torch.rsub(i, j, alpha=2) <= 0) & (torch.sub(j, i, alpha=2) <= 0), {"function"}),
+    "positions that wrap around": (
+        lambda b, h, i, j: (BYTES[b, j] - BYTES[b, i] <= 0) & (CHAINS[b, i] == CHAINS[b, j]),
+        {"function"},
+    ),
+    "positions that go on behind another sequence": (
+        lambda b, h, i, j: (RESUMED[b, j] <= RESUMED[b, i]) & (RESUMED[b, i] - RESUMED[b, j] < 2) & (TURNS[b, i] == TURNS[b, j]),
+        {"function"},
+    ),
 }
 PADDED = {"": None, "left": torch.arange(S) >= torch.tensor([[0], [5]]), "right": torch.arange(S) < torch.tensor([[S], [17]])}
 PADDED["within"] = torch.arange(S)[None].expand(B, -1) % 5 != 3
@@ -480,6 +543,46 @@ def test_options(name, monkeypatch):
             if not side:
                 assert options_of(mask) == expected
             assert_as_dense(mask)
+
+
+TABLES = {"groups": GROUPS, "chains": CHAINS, "flat": FLAT, "falling": FALLING, "seen": GROUPS < 1, "few": (GROUPS * 90).to(torch.int8)}
+
+
+def drawn_integer(draw: random.Random, depth: int = 0) -> str:
+    if depth == 2 or draw.random() < 0.5:
+        table = draw.choice(["groups", "chains", "flat", "falling", "few"])
+        return draw.choice(["i", "j", f"{table}[b, i]", f"{table}[b, j]", str(draw.randrange(-3, 9))])
+    a, b = (drawn_integer(draw, depth + 1) for _ in range(2))
+    return draw.choice([f"({a} + {b})", f"({a} - {b})", f"abs({a})", f"(-{a})", f"({a} * 3)", f"({a} // 4)", f"({a} % 3)", "(i - j).abs()"])
+
+
+def drawn_condition(draw: random.Random, depth: int = 0) -> str:
+    if depth == 3 or draw.random() < 0.4:
+        compared = f"({drawn_integer(draw)} {draw.choice(['<', '<=', '>', '>=', '==', '!='])} {drawn_integer(draw)})"
+        usual = ["(j <= i)", "(i - j < 6)", "(i - j > -3)", "(chains[b, i] == chains[b, j])", "(flat[b, j] <= flat[b, i])"]
+        usual += ["(abs(i - j - 1) < 5)", "((j - i).abs() <= 4)", "(i // 7 == j // 7)"]
+        return draw.choice([compared, draw.choice(usual), draw.choice(usual), draw.choice(["seen[b, j]", "seen[b, i]"])])
+    a, b = (drawn_condition(draw, depth + 1) for _ in range(2))
+    several = [f"({a} | {b})", f"(~{a})", f"({a} ^ {b})", f"torch.logical_and({a}, {b})", f"torch.where({a}, {b}, j <= i)"]
+    return draw.choice([f"({a} & {b})", draw.choice(several)])
+
+
+@pytest.mark.usefixtures("_on_this_device")
+@pytest.mark.parametrize("seed", range(8))
+def test_functions_at_random(seed, monkeypatch):
+    draw = random.Random(seed)
+    sizes = [*({},) * 3, {"q_length": 5, "q_offset": 9}, {"q_length": 5, "q_offset": torch.tensor(9)}, {"q_length": 1, "q_offset": S - 1}]
+    for _ in range(12):
+        text = f"({drawn_condition(draw)} & (j >= 0))"
+        monkeypatch.setattr("strobe.compat._mask_function._WORTH_BLOCKS", draw.choice([1 << 20, 1]))
+        mask = made(
+            eval(f"lambda b, h, i, j: {text}", TABLES | {"torch": torch}), draw.choice([None, *PADDED.values()]), **draw.choice(sizes)
+        )
+        q, k, v = drawn(mask.q_length, S)
+        found, expected = (attention_forward(torch.nn.Module(), q, k, v, x)[0] for x in (mask, mask.to_dense()))
+        torch.testing.assert_close(
+            found, expected, rtol=1e-9, atol=1e-11, msg=lambda words, text=text, mask=mask: f"{text} {mask}: {words}"
+        )
 
 
 def test_a_function_of_the_head():
@@ -549,6 +652,8 @@ def test_operations_on_a_mask_are_those_on_its_tensor():
         (torch.nn.functional.pad(mask, (1, 1)), torch.nn.functional.pad(dense, (1, 1))), (mask & dense, dense),
         (mask.sum(-1), dense.sum(-1)),
         (torch.where(mask, scores, 0.0), torch.where(dense, scores, 0.0)), (mask.expand(B, 4, S, S), dense.expand(B, 4, S, S)),
+        (mask == 0, ~dense), (mask != 0, dense), (mask < 1, ~dense), (mask * 2.0, dense * 2.0), (scores * mask, scores * dense),
+        (mask.to(scores), dense.float()),
         (mask.to(torch.float32), dense.float()), (torch.cat([mask, dense], -1), torch.cat([dense, dense], -1)),
     ):  # fmt: skip
         assert torch.equal(found, expected)
@@ -561,6 +666,32 @@ def test_operations_on_a_mask_are_those_on_its_tensor():
     assert mask.to("cpu") is mask
     with pytest.raises(TypeError, match="^attention_mask: added to 1; accepted is a tensor of scores"):
         mask + 1
+
+
+@pytest.mark.usefixtures("_on_this_device")
+@pytest.mark.parametrize("side", PADDED)
+@pytest.mark.parametrize("name", ["causal", "window", "chunks", "chains", "packed windows", "images", "what only a query hides"])
+def test_a_mask_for_a_batch_of_1_holds_for_all_of_a_larger_one(name, side):
+    seen = PADDED[side]
+    mask = made(FUNCTIONS[name][0], None if seen is None else seen[1:], batch_size=1)
+    for each in (mask, torch.cat([mask, mask], -1)):
+        q, k, v = drawn(S, each.kv_length, 3)
+        out, _ = attention_forward(torch.nn.Module(), q, k, v, each)
+        expected, _ = attention_forward(torch.nn.Module(), q, k, v, each.to_dense())
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.usefixtures("_on_this_device")
+@pytest.mark.parametrize("name", ["causal", "two-sided window", "images"])
+def test_an_offset_that_the_cache_counts_up(name):
+    """A static cache gives the tensor in which it counts, and counts before the first layer's attention."""
+    offset = torch.tensor(9)
+    mask, expected = (made(FUNCTIONS[name][0], q_length=5, q_offset=x) for x in (offset, 9))
+    offset += 5
+    assert torch.equal(mask.to_dense(), expected.to_dense())
+    qkv = drawn(5, S)
+    found, wanted = (attention_forward(torch.nn.Module(), *qkv, x)[0] for x in (mask, expected.to_dense()))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 def test_a_mask_for_other_lengths_is_refused():
@@ -663,6 +794,28 @@ def test_a_mask_that_a_graph_gets(name):
         expected = attention_forward(torch.nn.Module(), *qkv, mask.to_dense())[0] * 2
         torch.testing.assert_close(layer(*qkv, mask), expected, rtol=1e-9, atol=1e-11)
     assert counter.frame_count == 1
+
+
+def test_a_compiled_mask_whose_positions_do_not_fit_its_sequences():
+    """causal and windows of positions become those of places, which is right only where both grow together."""
+    if DEVICE != "cpu":
+        pytest.skip("a failed assertion on a GPU ends all work on it")
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attended(q, k, v, positions, sequences):
+        def function(b, h, i, j):
+            return (positions[b, j] <= positions[b, i]) & (sequences[b, i] == sequences[b, j])
+
+        mask = mask_of(B, S, S, 0, 0, function, None, device=q.device)
+        return attention_forward(torch.nn.Module(), q, k, v, mask)[0], mask.causal
+
+    qkv, shared = drawn(S, S), RESUMED.clone()
+    shared[:, 3:6] = 3  # as of an image
+    assert attended(*qkv, FLAT, torch.cat([FLAT[:, :1] * 0, FLAT.diff() < 0], 1).cumsum(1))[1]
+    for positions, sequences in ((shared, TURNS), (RESUMED, TURNS)):
+        with pytest.raises(RuntimeError, match="^attention_mask: a compiled mask function compares positions, which do not grow by one"):
+            attended(*qkv, positions, sequences)
 
 
 def test_what_a_compiler_sees():

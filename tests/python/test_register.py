@@ -3,7 +3,10 @@ PyTorch keeps; and that PyTorch is afterwards as it was."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import strobe
 from device import DEVICE
-from strobe import _registration
+from strobe import _function, _registration
 from strobe._registration import SDPA, VARLEN, VARLEN_OUT
 
 OPERATORS = ("aten::scaled_dot_product_attention", "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out")
@@ -539,6 +542,18 @@ def test_compiled_varlen_holds_strobes_operators():
     assert "strobe.attention_forward.default" in operators
 
 
+def test_what_was_compiled_before_does_not_decide_what_is_compiled():
+    given = qkv(2, 2)
+    for registered in (False, True, False, True):
+        torch._dynamo.reset()
+        with strobe.register(strict=True) if registered else nullcontext():
+            compiled = torch.compile(Attends(), fullgraph=True, backend="aot_eager")
+            compiled(*given)
+        with torch.autograd.profiler.profile() as profile:
+            compiled(*given)
+        assert any(each.name == "strobe::attention_forward" for each in profile.function_events) == registered
+
+
 def test_inductors_cache_tells_what_was_registered():
     """What was compiled in a registration is not found outside of one, nor the other way round."""
     from torch._inductor.utils import fresh_inductor_cache
@@ -682,6 +697,15 @@ def test_switches_and_priorities_are_given_back_as_found():
         del _registry._FLASH_ATTENTION_IMPLS["another"]
 
 
+def test_what_is_added_to_the_tag_of_caches_meanwhile_stays():
+    config: Any = torch.compiler.config
+    with config.patch(cache_key_tag="before,"):
+        with strobe.register():
+            assert config.cache_key_tag != "before,"
+            config.cache_key_tag += ",meanwhile"
+        assert config.cache_key_tag == "before,,meanwhile"
+
+
 def test_an_override_that_was_there_before_comes_back():
     seen = []
 
@@ -743,3 +767,29 @@ def test_threads_call_while_another_one_registers():
     assert not failed
     assert len(rounds) > 10
     assert strobe.registered() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or DEVICE != "cpu", reason="a forked process has no CUDA")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("lock", [_registration._LOCK, _function._lock], ids=["registration", "recordings"])
+def test_a_process_is_forked_while_a_thread_holds_a_lock(lock):
+    """As a DataLoader's worker is. No thread of the child would release the lock."""
+    is_held = threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            time.sleep(0.3)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        with lock:
+            os._exit(0)
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
+    with lock:
+        pass

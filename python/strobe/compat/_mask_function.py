@@ -62,9 +62,29 @@ class MaskFunction(_BlockMask):
         self.blocks: Blocks | None = None
         self.cu_seqlens: Tensor | None = None  # of the sequences within the rows, if attention may take them one by one
         self.longest = 0
-        self.is_packed = False  # causal, window and sequences say all of it
+        self.is_packed = False  # causal, window and the sequences of a collator say all of it
         self.dense: Tensor | None = None
+        self._repeated: MaskFunction | None = None  # by of_batch()
         self._find_options()
+
+    def of_batch(self, size: int) -> MaskFunction:
+        """The mask for a batch of `size`: self, or, if it is for a batch of 1, one that has its options for each of them."""
+        if size == self.batch_size or (self.seqused is None and self.cu_seqlens is None and self.function is None):
+            return self
+        if self._repeated is None or self._repeated.batch_size != size:
+            if self.parts:
+                self._repeated = joined([part._of_first(size) for part in self.parts])
+            else:
+                self._repeated = self._of_first(size)
+        return self._repeated
+
+    def _of_first(self, size: int) -> MaskFunction:
+        """This mask's first row of the batch, in each of `size` rows."""
+        function, padding = self.mask_function, None if self.padding is None else self.padding[:1].expand(size, -1)
+        return MaskFunction(
+            size, self.q_length, self.kv_length, self.q_offset, self.kv_offset, lambda _, h, i, j: function(0, h, i, j), padding,
+            self.use_vmap, self.device,
+        )  # fmt: skip
 
     # What transformers and its models ask a mask
 
@@ -96,9 +116,9 @@ class MaskFunction(_BlockMask):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The mask on another device; with a dtype, the tensor."""
+        """The mask on another device; with a dtype, or a tensor that has one, the tensor."""
         given = [*args, *kwargs.values()]
-        if any(isinstance(x, torch.dtype) and x != torch.bool for x in given):
+        if any(isinstance(x, Tensor) or (isinstance(x, torch.dtype) and x != torch.bool) for x in given):
             return self.to_dense().to(*args, **kwargs)
         device = next((torch.device(x) for x in given if isinstance(x, (str, torch.device, int)) and not isinstance(x, bool)), self.device)
         if device == self.device:
@@ -141,6 +161,22 @@ class MaskFunction(_BlockMask):
         return self.to_dense() | _dense(other)
 
     __rand__, __ror__ = __and__, __or__
+
+    def __eq__(self, other: Any) -> Any:
+        return self.to_dense() == _dense(other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self.to_dense() != _dense(other)
+
+    __hash__ = object.__hash__
+
+    def __lt__(self, other: Any) -> Tensor:
+        return self.to_dense() < _dense(other)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return self.to_dense() * _dense(other)
+
+    __rmul__ = __mul__
 
     def __add__(self, other: Any) -> Tensor:
         return _added(other, self)
@@ -229,6 +265,12 @@ class MaskFunction(_BlockMask):
         return found[:, None, None, :]
 
 
+_UNFIT = (
+    "attention_mask: a compiled mask function compares positions, which do not grow by one within each of the sequences that it compares;"
+    " accepted are those that do, or a mask that is made outside of the compiled program"
+)
+
+
 class _Rest:
     """Conditions, sorted by what they can become."""
 
@@ -263,7 +305,9 @@ class _Rest:
         self._settle_keys()
         others = [condition for condition in self.others if not any(condition is each for _, each in self.sequences)]
         is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
-        mask.is_packed = is_square and not others and mask.keys is None and mask.seqused is None and not mask.parts
+        # Sequences that transformers makes are those of positions. Others, as chunks, are not those of which a collator gives the lengths.
+        has_collators = not self.sequences or (len(self.sequences) == 1 and bool(self.bands) and _table(self.sequences[0][0]) is not None)
+        mask.is_packed = is_square and has_collators and not others and mask.keys is None and mask.seqused is None and not mask.parts
         is_per_head = any("h" in reads(condition) for condition in self.others)
         if self.others and mask.q_length == 1 and not mask.parts and not is_per_head:
             mask.dense, mask.keys = mask.to_dense(), None  # a row of keys
@@ -345,19 +389,22 @@ class _Rest:
         then differ as i and j do."""
         mask = self.mask
         tables = [_table(side) for side, _ in self.sequences]
-        positions = [_table(found.base) for found, _ in self.bands]
+        positions = [_positions(found.base) for found, _ in self.bands]
         traced = is_traced(mask.q_offset, mask.kv_offset, *tables, *positions)
-        # While a compiler traces, numbers cannot be looked at. transformers joins a comparison of positions with that of another table in
-        # one place alone, where it makes the sequences from the positions.
-        fits = traced and any(x is not None for x in tables)
-        begins, ascends = None, 0
-        is_square = mask.q_length == mask.kv_length and not traced and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
-        if self.sequences and is_square:
-            begins, ascending = self._begins()
-            continues = [_continues(position, begins) for position in positions if position is not None]
-            count, ascends, *numbers = torch.stack([x.to(torch.int64) for x in (begins.sum(), ascending, *continues)]).tolist()
-            fits = all(numbers)
-        fits = fits and all(x is not None for x in positions)
+        begins, ascends, fits = None, 0, False
+        is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
+        if self.sequences and is_square and all(x is not None for x in positions):
+            if not traced:
+                begins, ascending = self._begins()
+                continues = [_continues(position, begins) for position in positions]
+                count, ascends, *numbers = torch.stack([x.to(torch.int64) for x in (begins.sum(), ascending, *continues)]).tolist()
+                fits = bool(ascends) and all(numbers)  # else a sequence may go on behind another one
+            elif positions and any(x is not None for x in tables) and torch._C._functorch.maybe_current_level() is None:
+                # While a compiler traces, numbers cannot be looked at. The program looks when it runs: sequences that transformers makes
+                # from positions always fit.
+                starts, ascending = self._begins()
+                torch._assert_async(torch.stack([ascending, *(_continues(x, starts) for x in positions)]).all(), _UNFIT)
+                fits = True
         for found, condition in self.bands:
             kept = [(max(a, c), min(b, d)) for a, b in self.visible for c, d in found.ranges if max(a, c) <= min(b, d)]
             if fits and len(kept) == 1 and _fits(kept[0]):
@@ -406,7 +453,13 @@ def _table(side: Term | None) -> Tensor | None:
     return side.args[0] if [x.name if isinstance(x, Term) else "" for x in side.args[1]] in (["b", "i"], ["b", "j"]) else None
 
 
-def _continues(position: Tensor, begins: Tensor) -> Tensor:
+def _positions(base: Term | None) -> Tensor | None:
+    """The table of positions that a difference reads; None if its dtype has so few bits that the difference may wrap around."""
+    found = _table(base)
+    return found if found is not None and found.dtype in (torch.int32, torch.int64) else None
+
+
+def _continues(position: Any, begins: Tensor) -> Tensor:
     """Whether the positions grow by one within each sequence."""
     return ((position[:, : begins.shape[1]].diff(dim=-1) == 1) | begins[:, 1:]).all()
 
@@ -480,6 +533,8 @@ def mask_of(
         missing = kv_length + kv_offset - padding.shape[-1]
         if missing > 0:
             padding = torch.nn.functional.pad(padding, (0, missing))
+    # A static cache counts up the tensor that it gives, before attention reads it.
+    q_offset, kv_offset = (x.clone() if isinstance(x, Tensor) else x for x in (q_offset, kv_offset))
     is_local = local_size is not None and kv_length >= local_size
     if allow_is_bidirectional_skip and not is_local and not is_traced(padding) and (padding is None or bool(padding.all())):
         return None

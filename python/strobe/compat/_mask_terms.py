@@ -28,9 +28,10 @@ _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 # The names under which PyTorch and Python know the operations that terms are computed with.
 _ALIASES = {
     "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "subtract": "sub", "multiply": "mul",
-    "bitwise_and": "and", "logical_and": "and", "bitwise_or": "or", "logical_or": "or", "bitwise_not": "invert", "logical_not": "invert",
+    "bitwise_and": "and", "bitwise_or": "or", "bitwise_not": "invert",
     "absolute": "abs", "negative": "neg", "floor_divide": "floordiv", "remainder": "mod",
 }  # fmt: skip
+_LOGICAL = {"logical_and": "and", "logical_or": "or", "logical_not": "invert"}  # the same where all operands are conditions
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "neg": operator.neg, "abs": operator.abs,
@@ -38,7 +39,9 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "invert": operator.invert, "getitem": operator.getitem,
 }  # fmt: skip
 _PLAIN = (Tensor, torch.nn.Parameter)
-_SAME = ("contiguous", "clone", "cpu", "cuda", "int", "long")  # methods that leave an integer, or a truth, as it is
+_SAME = ("contiguous", "clone", "cpu", "cuda")  # methods that leave all values as they are
+_OF_INTEGERS = ("add", "sub", "mul", "neg", "abs", "floordiv", "mod", "and", "or", "xor", "invert")  # of integers, they are integers
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class NotATermError(TypeError):
@@ -223,16 +226,14 @@ def noted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operands = tuple(_operand(x) for x in args)
     if name in ("new_ones", "new_zeros") and kwargs.get("dtype") is torch.bool and len(args) > 1 and tuple(args[1]) == ():
         return Term("constant", None, (name == "new_ones",), {}, device)
-    if name in _SAME or (name == "bool" and is_condition(operands[0])):
+    if name in _SAME or _keeps(name, operands, (*args[1:], *kwargs.values())):
         return operands[0]
-    if name == "to" and not any(isinstance(x, torch.dtype) and x not in (torch.int64, torch.bool) for x in (*args, *kwargs.values())):
-        wants_bool = any(x is torch.bool for x in (*args, *kwargs.values()))
-        if not wants_bool or is_condition(operands[0]):
-            return operands[0]
+    if name in _LOGICAL and all(is_condition(x) for x in operands):
+        name = _LOGICAL[name]
+    if kwargs and (name in _OPERATORS or name == "rsub"):
+        name = bare + "()"  # with alpha, rounding_mode or out
     if name in ("rsub", "radd", "rand", "ror", "rmul"):
         name, operands = name[1:], operands[::-1]
-    if kwargs and name in _OPERATORS:
-        name = bare + "()"  # with alpha, rounding_mode or out
     if name in ("and", "or") and len(operands) == 2:
         for x, other in (operands, operands[::-1]):
             known = constant(x)
@@ -240,6 +241,30 @@ def noted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 decides = known == (name == "or")
                 return Term("constant", None, (known,), {}, device) if decides else other
     return Term(name, _OPERATORS.get(name, function), operands, kwargs, device)
+
+
+def _keeps(name: str, operands: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether a conversion leaves each value as it is: integers beside integers, and conditions beside conditions."""
+    x = operands[0]
+    if name == "bool":
+        return is_condition(x)
+    if name in ("int", "long"):
+        return _is_whole(x)
+    if name != "to" or any(isinstance(each, (Term, Tensor)) for each in others):  # to(other) takes the other's dtype
+        return False
+    dtypes = [each for each in others if isinstance(each, torch.dtype)]
+    return all((each is torch.int64 and _is_whole(x)) or (each is torch.bool and is_condition(x)) for each in dtypes)
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether a term is known to be an integer, not a condition."""
+    if isinstance(x, Tensor):
+        return x.dtype in _INTEGERS
+    if not isinstance(x, Term):
+        return _is_integer(x)
+    if x.name == "getitem":
+        return _is_whole(x.args[0])
+    return x.name in LEAVES or (x.name in _OF_INTEGERS and all(_is_whole(each) for each in x.args))
 
 
 def constant(x: Any) -> bool | None:
@@ -266,7 +291,7 @@ def is_condition(x: Any) -> bool:
     if isinstance(x, Term):
         if x.name == "getitem":
             return is_condition(x.args[0])
-        return x.name in _FLIPPED or x.name == "constant" or (x.name in ("and", "or", "invert", "xor") and is_condition(x.args[0]))
+        return x.name in _FLIPPED or x.name == "constant" or (x.name in ("and", "or", "invert", "xor") and all(map(is_condition, x.args)))
     return isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool)
 
 

@@ -75,8 +75,8 @@ def attention_forward(
             to the query's position.
         softcap, s_aux, position_bias: softcap, sinks (H,) and bias of strobe.attention.
         others: cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as of DataCollatorWithFlattening, are the lengths of sequences
-            behind one another in a batch of 1, if the mask hides nothing but by causal, windows and sequences. Refused are cache (paged)
-            and output_attentions. Others have no effect.
+            behind one another in a batch of 1, if the mask hides nothing but by causal, windows and these sequences, whose own lengths
+            it does not know. Refused are cache (paged) and output_attentions. Others have no effect.
 
     Raises:
         The errors of strobe.attention, with the names of these arguments.
@@ -93,6 +93,8 @@ def attention_forward(
     names = _NAMES | {"mask": "attention_mask", "bias": "position_bias" if is_bias else "attention_mask"}
     if isinstance(attention_mask, MaskFunction):
         _fit(attention_mask, query, key)
+        if isinstance(query, Tensor) and query.dim() == 4:
+            attention_mask = attention_mask.of_batch(query.shape[0])
         packed = None if is_bias else _packed(attention_mask, query, key, others)
         hidden = {**attention_mask.options(), **({"bias": tensor_or_refusal("position_bias", position_bias)} if is_bias else {})}
     else:
@@ -127,7 +129,11 @@ def _fit(mask: MaskFunction, query: Any, key: Any) -> None:
 
 
 def _packed(mask: MaskFunction | None, query: Any, key: Any, others: dict[str, Any]) -> dict[str, Any] | None:
-    """The lengths of sequences that lie behind one another in the rows; None if there are none, or more is hidden than they say."""
+    """The lengths of sequences that lie behind one another in the rows; None if there are none, or more is hidden than they say. Those of
+    the mask come first: they also tell chunks, and sequences of the user."""
+    if mask is not None and mask.cu_seqlens is not None:
+        cu, longest = mask.cu_seqlens, mask.longest
+        return {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
     cu_q: Any = others.get("cu_seq_lens_q")
     cu_k: Any = others.get("cu_seq_lens_k")
     is_given = isinstance(cu_q, Tensor) and isinstance(cu_k, Tensor) and all(isinstance(x, Tensor) and x.dim() == 4 for x in (query, key))
@@ -135,11 +141,7 @@ def _packed(mask: MaskFunction | None, query: Any, key: Any, others: dict[str, A
         lengths = {f"max_seqlen_{side}": others.get(f"max_length_{side}", others.get(f"max_seqlen_{side}")) for side in "qk"}
         known = {name: x if isinstance(x, (int, torch.SymInt)) else int(x) for name, x in lengths.items() if x is not None}
         return {"cu_seqlens_q": cu_q.int(), "cu_seqlens_k": cu_k.int(), **known}
-    if mask is None or mask.cu_seqlens is None:
-        return None
-    return {
-        "cu_seqlens_q": mask.cu_seqlens, "cu_seqlens_k": mask.cu_seqlens, "max_seqlen_q": mask.longest, "max_seqlen_k": mask.longest,
-    }  # fmt: skip
+    return None
 
 
 def _masks(attention_mask: Any, position_bias: Any) -> dict[str, Any]:
