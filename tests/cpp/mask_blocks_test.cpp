@@ -344,6 +344,17 @@ TEST_CASE("blocks of a mask function: what does not fit is not written") {
   CHECK(std::ranges::count(rows, -1) + std::ranges::count(cols, -1) + std::ranges::count(full, 9) == 0);
 }
 
+TEST_CASE("blocks of a mask function: the struct of an older caller keeps its size, and what lies behind it") {
+  Mask m([](Nodes &g, const Arguments &at) { causal(g, at); });
+  strobe_kept_blocks to{};
+  to.size = offsetof(strobe_kept_blocks, rows_t), to.n_rows_t = to.workspace_bytes = 77;
+  REQUIRE(strobe_mask_blocks(&m.mask, &to) == STROBE_OK);
+  CHECK(to.kept == 28);
+  CHECK(to.size == offsetof(strobe_kept_blocks, rows_t));
+  CHECK(to.n_rows_t == 77);
+  CHECK(to.workspace_bytes == 77);
+}
+
 TEST_CASE("blocks of a mask function: refusals") {
   auto refused = [](const std::function<void(Mask &, strobe_kept_blocks &)> &change) {
     Mask m([](Nodes &g, const Arguments &at) { g.add(STROBE_OP_EQUAL, {g.load(0, {at.i}), g.load(0, {at.j})}); });
