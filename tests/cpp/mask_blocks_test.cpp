@@ -410,4 +410,13 @@ TEST_CASE("blocks of a mask function: refusals") {
                    "kept_blocks: missing; accepted is a pointer to a strobe_kept_blocks");
 }
 
+TEST_CASE("blocks of a mask function: a GPU counts all blocks as int32") {
+  Mask m([](Nodes &g, const Arguments &at) { causal(g, at); });
+  m.sizes(1 << 20, 1 << 19, 16, 16), m.mask.device_type = STROBE_CUDA; // 2^31 blocks
+  strobe_kept_blocks to{};
+  to.size = sizeof to;
+  CHECK(strobe_mask_blocks(&m.mask, &to) == STROBE_UNSUPPORTED);
+  CHECK(error() == "more than 2147483647 blocks in all");
+}
+
 } // namespace strobe::mask_blocks_test
