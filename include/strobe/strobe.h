@@ -438,7 +438,7 @@ typedef struct strobe_kept_blocks {
 /* Finds the blocks in which a mask function may see a pair, in time that is linear in the blocks at the borders of what is visible, and in
  * what g reads. Writes batch, heads, n_rows and kept; and rows, cols and full if there is room for them. For the sizes alone, most_rows
  * and most_kept are 0, and the pointers null.
- * On a GPU the work is linear in all blocks, of which there are at most 2^31, and kept blocks behind the room are left out. The call waits
+ * On a GPU the work is linear in all blocks, of which there are at most 2^31 - 1. Kept blocks behind the room are left out. The call waits
  * for the stream, to know `kept`, unless it is asked for the sizes alone or the stream is captured, which takes room for all blocks: kept
  * is then the number of all blocks, the most that there may be. STROBE_UNSUPPORTED: there is no compiler or GPU, the function needs too
  * much of its shared memory, or reads tensors in too many ways. The CPU takes such a call. */

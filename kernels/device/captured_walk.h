@@ -8,9 +8,9 @@
 namespace strobe {
 
 // What differs from tile to tile.
-enum class WalksAlong { keys, queries, both };
+enum class WalkAlong { keys, queries, both };
 
-template <TileConfig C, WalksAlong kAlong> class TileWalk : public TileGradient<C> {
+template <TileConfig C, WalkAlong kAlong> class TileWalk : public TileGradient<C> {
   using Base = TileGradient<C>;
   using Base::kTf32, Base::F, Base::kD, Base::kDv, Base::kTileQ, Base::kTileK, Base::kThreads, Base::kK, Base::kV, Base::kQ, Base::kDo;
   using typename Base::T;
@@ -33,7 +33,7 @@ public:
         if (!advance(place, queries_end, keys_end)) return false;
       return true;
     };
-    if (place.q0 >= queries_end || place.k0 >= keys_end || (kAlong == WalksAlong::both && !F.blocks && !this->sees(s, place)) || !find())
+    if (place.q0 >= queries_end || place.k0 >= keys_end || (kAlong == WalkAlong::both && !F.blocks && !this->sees(s, place)) || !find())
       return;
     const Operands from(*this, s, place);
     __syncthreads(); // all threads have read what lay there
@@ -43,7 +43,7 @@ public:
     cp_async_wait<1>();
     __syncthreads();
     bool exists = true;
-    for (int stage = 0;; stage ^= kAlong != WalksAlong::keys) {
+    for (int stage = 0;; stage ^= kAlong != WalkAlong::keys) {
       const Place own = place;
       Tile P;
       bool more = false;
@@ -55,8 +55,8 @@ public:
       __syncthreads(); // V and dO have arrived; all threads have read K and Q
       Stats stats;
       if (more) {
-        load_part<kAlong != WalksAlong::queries, kAlong != WalksAlong::keys>(from, s, place, Part::scores);
-        if constexpr (kAlong != WalksAlong::keys) stats = read_stats(from, s, place);
+        load_part<kAlong != WalkAlong::queries, kAlong != WalkAlong::keys>(from, s, place, Part::scores);
+        if constexpr (kAlong != WalkAlong::keys) stats = read_stats(from, s, place);
       }
       cp_async_commit();
       if constexpr (kBetween) {
@@ -68,10 +68,10 @@ public:
       for (int n = 0; n < kKeys * kQueries; ++n) raw[n / kQueries][n % kQueries] = P[n / kQueries][n % kQueries];
       exponentiate(P, s, own, stage);
       differentiate(dS, stage);
-      if (more && kAlong != WalksAlong::keys) write_stats(stats, stage ^ 1);
+      if (more && kAlong != WalkAlong::keys) write_stats(stats, stage ^ 1);
       cp_async_wait<0>();
       __syncthreads(); // K and Q of the next tile have arrived; all threads have read V and dO
-      if (more) load_part<kAlong != WalksAlong::queries, kAlong != WalksAlong::keys>(from, s, place, Part::gradients);
+      if (more) load_part<kAlong != WalkAlong::queries, kAlong != WalkAlong::keys>(from, s, place, Part::gradients);
       cp_async_commit();
       finish(dS, P, stage);
       use(own);
@@ -88,10 +88,10 @@ private:
   static_assert(kTileQ <= kThreads);
 
   static __device__ __forceinline__ bool advance(Place &place, i64 queries_end, i64 keys_end) {
-    if (kAlong != WalksAlong::keys && queries_end - place.q0 <= kTileQ) return false;
-    if (kAlong != WalksAlong::queries && keys_end - place.k0 <= kTileK) return false;
-    if constexpr (kAlong != WalksAlong::keys) place.q0 += kTileQ;
-    if constexpr (kAlong != WalksAlong::queries) place.k0 += kTileK;
+    if (kAlong != WalkAlong::keys && queries_end - place.q0 <= kTileQ) return false;
+    if (kAlong != WalkAlong::queries && keys_end - place.k0 <= kTileK) return false;
+    if constexpr (kAlong != WalkAlong::keys) place.q0 += kTileQ;
+    if constexpr (kAlong != WalkAlong::queries) place.k0 += kTileK;
     return true;
   }
   // Where the rows of a head begin.

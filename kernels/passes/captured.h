@@ -32,9 +32,7 @@ template <CapturedTileConfig C> struct Captured {
 private:
   static constexpr TileConfig kTile = C;
   static constexpr Features F = C.features;
-  using Gradient = TileWalk<kTile, C.summed == kColumns     ? WalksAlong::queries
-                                   : C.summed == kDiagonals ? WalksAlong::both
-                                                            : WalksAlong::keys>;
+  using Gradient = TileWalk<kTile, C.summed == kColumns ? WalkAlong::queries : C.summed == kDiagonals ? WalkAlong::both : WalkAlong::keys>;
   using Tile = typename Gradient::Tile;
   using Place = typename Gradient::Place;
   using Values = PairValues<F, Gradient::kFunctions, C.loads, float>;
@@ -334,9 +332,11 @@ private:
       for (int w = 0; w < kThreads / 32; ++w) most = max(most, table.largest[8 * kRank + w]);
       if (most == 0) return;
       Cells &cells = all[kRank];
-      // A cell takes up to 2^log2_pairs values of a tile and load, since lanes of different numbers use different copies.
+      // A cell takes up to 2^log2_pairs values of a tile and load, since lanes of different numbers use different copies. All of them, of
+      // up to kTimes loads, may be the largest one.
       const i32 log2_pairs = log2_of(C.tile_q * C.tile_k) - a.table_copies;
-      const i32 bits = kExact ? 30 - log2_pairs : min(29 - log2_pairs, kMostBits);
+      constexpr i32 kLog2Times = kTimes<kLoad> > 2 ? 2 : (i32)kTimes<kLoad> - 1;
+      const i32 bits = kExact ? 30 - log2_pairs - kLog2Times : min(29 - log2_pairs - kLog2Times / 2, kMostBits);
       const i32 exponent = min(bits - ((i32)(most >> 23) - 126), 126); // the largest integer has `bits` bits
       const auto bound = [&](i32 exponent) {                           // of a cell's sum
         return (u64)(__float2int_rn(__uint_as_float(most) * power(exponent)) + 1) * kTimes<kLoad> << log2_pairs;
@@ -369,14 +369,15 @@ private:
       });
     }
     static constexpr i32 kMostBits = 22;
+    static_assert(kLoadsAtOnce <= 4);
     template <int kLoad>
-    static constexpr u64 kTimes = [] {
+    static constexpr u64 kTimes = [] { // how many loads read the tensor
       u64 count = 0;
       for (int n = 0; n < 31; ++n) count += has_load(C.loads, n) && first_of(n) == kLoad;
       return count;
     }();
-    // The unit of the second integer in that of the first, of which it is at most a half.
-    __device__ __forceinline__ float fine() const { return (float)(1 << (30 - log2_of(C.tile_q * C.tile_k) + a.table_copies)); }
+    // The unit of the second integer in that of the first, of which it is at most a half. A cell has room for those of kLoadsAtOnce loads.
+    __device__ __forceinline__ float fine() const { return (float)(1 << (29 - log2_of(C.tile_q * C.tile_k) + a.table_copies)); }
     static __device__ __forceinline__ float power(i32 k) { return __uint_as_float((u32)(127 + k) << 23); }
     static __device__ constexpr i32 log2_of(i32 x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
     // Adds the cells of a tensor to the sums, and sets them to 0.

@@ -296,7 +296,11 @@ void MaskProblem::set_matrices(const Intervals &intervals) {
   to.heads = depends & Intervals::kHead ? mask.heads : 1;
 }
 
-void MaskProblem::write(strobe_kept_blocks *kept) const { std::memcpy(kept, &to, std::min<size_t>(kept->size, sizeof to)); }
+void MaskProblem::write(strobe_kept_blocks *kept) const {
+  strobe_kept_blocks result = to;
+  result.size = kept->size; // the caller's struct may be shorter
+  std::memcpy(kept, &result, std::min<size_t>(kept->size, sizeof result));
+}
 
 void mask_blocks(MaskProblem &problem) {
   BlockWalk walk(*problem.program, problem.captured, problem.grid, problem.offset, problem.mask.exact);

@@ -344,6 +344,17 @@ TEST_CASE("blocks of a mask function: what does not fit is not written") {
   CHECK(std::ranges::count(rows, -1) + std::ranges::count(cols, -1) + std::ranges::count(full, 9) == 0);
 }
 
+TEST_CASE("blocks of a mask function: the struct of an older caller keeps its size, and what lies behind it") {
+  Mask m([](Nodes &g, const Arguments &at) { causal(g, at); });
+  strobe_kept_blocks to{};
+  to.size = offsetof(strobe_kept_blocks, rows_t), to.n_rows_t = to.workspace_bytes = 77;
+  REQUIRE(strobe_mask_blocks(&m.mask, &to) == STROBE_OK);
+  CHECK(to.kept == 28);
+  CHECK(to.size == offsetof(strobe_kept_blocks, rows_t));
+  CHECK(to.n_rows_t == 77);
+  CHECK(to.workspace_bytes == 77);
+}
+
 TEST_CASE("blocks of a mask function: refusals") {
   auto refused = [](const std::function<void(Mask &, strobe_kept_blocks &)> &change) {
     Mask m([](Nodes &g, const Arguments &at) { g.add(STROBE_OP_EQUAL, {g.load(0, {at.i}), g.load(0, {at.j})}); });
@@ -397,6 +408,15 @@ TEST_CASE("blocks of a mask function: refusals") {
   CHECK(strobe_mask_blocks(nullptr, nullptr) == STROBE_INVALID_ARGUMENT);
   CHECK(error() == "block_mask: missing; accepted is a pointer to a strobe_block_mask\n"
                    "kept_blocks: missing; accepted is a pointer to a strobe_kept_blocks");
+}
+
+TEST_CASE("blocks of a mask function: a GPU counts all blocks as int32") {
+  Mask m([](Nodes &g, const Arguments &at) { causal(g, at); });
+  m.sizes(1 << 20, 1 << 19, 16, 16), m.mask.device_type = STROBE_CUDA; // 2^31 blocks
+  strobe_kept_blocks to{};
+  to.size = sizeof to;
+  CHECK(strobe_mask_blocks(&m.mask, &to) == STROBE_UNSUPPORTED);
+  CHECK(error() == "more than 2147483647 blocks in all");
 }
 
 } // namespace strobe::mask_blocks_test

@@ -70,3 +70,33 @@ CASES = [
 @pytest.mark.parametrize("lines", LINES)
 def test_each_way_of_summing(lines, engine, dtype, what):
     assert float(output(PROGRAM, engine, dtype, f"{lines}: {what}")) < BOUNDS[dtype]
+
+
+# Four loads of one tensor, and all pairs of a tile add the same number to one element. Prints the element's error.
+ONE_ELEMENT = """
+import torch
+
+import strobe
+from device import running_on
+
+L, D = 128, 64
+generator = torch.Generator().manual_seed(0)
+q, k, v, dout = torch.zeros(1, 1, L, D), torch.randn(1, 1, L, D, generator=generator), torch.ones(1, 1, L, D), torch.ones(1, 1, L, D) * 0.9
+v[:, :, 64:] = -1
+
+
+def gradient(engine, dtype):
+    t = torch.zeros(2, dtype=dtype, requires_grad=True)
+    loads = lambda i, j: sum(t[(i * j + n) // 100000] for n in range(4))
+    with running_on(engine):
+        score = lambda x, b, h, i, j: x + torch.where(j < 64, loads(i, j), 0.0)
+        out = strobe.attention(*(x.to(dtype) for x in (q, k, v)), score=score, engine=engine)
+        return float(torch.autograd.grad(out, t, dout.to(dtype))[0][0])
+
+
+print(abs(gradient("cuda-tf32", torch.float32) / gradient("reference", torch.float64) - 1))
+"""
+
+
+def test_a_cell_does_not_overflow():
+    assert float(output(ONE_ELEMENT)) < 1e-6

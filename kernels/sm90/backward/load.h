@@ -229,9 +229,9 @@ private:
   __device__ __forceinline__ i32 masks(i32 q) const {
     const KeyBlock keys = read<KeyBlock>(shared.keys());
     const Reach reach = read<Reach>(shared.reach());
-    // Rows past the last query have to be masked. They may belong to another sequence, or the copy engine may have filled their bias with
-    // 0, which hides nothing.
-    i32 flags = !F.part && (C.bias_by_tma || a.in.cu_seqlens_q) && q + kM > reach.seqlen_q ? kMasked : 0;
+    // Rows past the last query have to be masked. They may belong to another sequence, the copy engine may have filled their bias with 0,
+    // which hides nothing, or the caller's function may be NaN at a distance that no query has.
+    i32 flags = !F.part && (C.bias_by_tma || F.given() || a.in.cu_seqlens_q) && q + kM > reach.seqlen_q ? kMasked : 0;
 #pragma unroll
     for (int w = 0; w < kTileK / 64; ++w) {
       const i32 j = keys.begin + 64 * w;

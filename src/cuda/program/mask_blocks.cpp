@@ -24,7 +24,7 @@ constexpr KernelSource kListKept{kHeader, "strobe::passes::ListKept", "strobe::K
 constexpr KernelSource kSideBounds{kHeader, "strobe::passes::SideBounds", "strobe::BoundsConfig"};
 constexpr KernelSource kPairBounds{kHeader, "strobe::passes::PairBounds", "strobe::BoundsConfig"};
 
-constexpr int64_t kMostBlocks = int64_t{1} << 31; // of all matrices
+constexpr int64_t kMostBlocks = score::kMostKeptBlocks; // of all matrices: kernels count them as int32
 
 // The product of numbers that are not negative, or what exceeds kMostBlocks.
 int64_t product_of(std::initializer_list<int64_t> numbers) {
