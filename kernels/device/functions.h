@@ -27,7 +27,8 @@ struct PlaceOfPair {
   i32 offset; // of the alignment
   Stepped query, key;
 
-  // i - j. For a query past its sequence's end this is not the clamped i minus j, and the function may be NaN there: kernels mask such rows.
+  // i - j. For a query past its sequence's end this is not the clamped i minus j, and the function may be NaN there: kernels mask such
+  // rows.
   __device__ __forceinline__ i32 difference() const { return query.first - key.first + (query.step - key.step); }
 };
 

@@ -91,8 +91,8 @@ public:
     int64_t constant = 0;
     std::vector<std::pair<int32_t, int64_t>> terms; // node, factor; nodes ascend
   };
-  // The sums that tell more of node n than the bounds of its inputs: n itself, or the two that it compares and their difference. Empty: there
-  // are none.
+  // The sums that tell more of node n than the bounds of its inputs: n itself, or the two that it compares and their difference. Empty:
+  // there are none.
   std::vector<Sum> sums_for(int32_t n) const;
 
 private:
