@@ -7,10 +7,10 @@
 
 namespace strobe {
 
-// What differs from tile to tile.
-enum class Along { keys, queries, both };
+// What moves from one tile to the next.
+enum class Moves { keys, queries, both };
 
-template <TileConfig C, Along kAlong> class TileWalk : public TileGradient<C> {
+template <TileConfig C, Moves kMoves> class TileWalk : public TileGradient<C> {
   using Base = TileGradient<C>;
   using Base::kTf32, Base::F, Base::kD, Base::kDv, Base::kTileQ, Base::kTileK, Base::kThreads, Base::kK, Base::kV, Base::kQ, Base::kDo;
   using typename Base::T;
@@ -33,7 +33,7 @@ public:
         if (!advance(place, queries_end, keys_end)) return false;
       return true;
     };
-    if (place.q0 >= queries_end || place.k0 >= keys_end || (kAlong == Along::both && !F.blocks && !this->sees(s, place)) || !find()) return;
+    if (place.q0 >= queries_end || place.k0 >= keys_end || (kMoves == Moves::both && !F.blocks && !this->sees(s, place)) || !find()) return;
     const Operands from(*this, s, place);
     __syncthreads(); // all threads have read what lay there
     load_part<true, true>(from, s, place, Part::scores), cp_async_commit();
@@ -42,7 +42,7 @@ public:
     cp_async_wait<1>();
     __syncthreads();
     bool exists = true;
-    for (int stage = 0;; stage ^= kAlong != Along::keys) {
+    for (int stage = 0;; stage ^= kMoves != Moves::keys) {
       const Place own = place;
       Tile P;
       bool more = false;
@@ -54,8 +54,8 @@ public:
       __syncthreads(); // V and dO have arrived; all threads have read K and Q
       Stats stats;
       if (more) {
-        load_part<kAlong != Along::queries, kAlong != Along::keys>(from, s, place, Part::scores);
-        if constexpr (kAlong != Along::keys) stats = read_stats(from, s, place);
+        load_part<kMoves != Moves::queries, kMoves != Moves::keys>(from, s, place, Part::scores);
+        if constexpr (kMoves != Moves::keys) stats = read_stats(from, s, place);
       }
       cp_async_commit();
       if constexpr (kBetween) {
@@ -67,10 +67,10 @@ public:
       for (int n = 0; n < kKeys * kQueries; ++n) raw[n / kQueries][n % kQueries] = P[n / kQueries][n % kQueries];
       exponentiate(P, s, own, stage);
       differentiate(dS, stage);
-      if (more && kAlong != Along::keys) write_stats(stats, stage ^ 1);
+      if (more && kMoves != Moves::keys) write_stats(stats, stage ^ 1);
       cp_async_wait<0>();
       __syncthreads(); // K and Q of the next tile have arrived; all threads have read V and dO
-      if (more) load_part<kAlong != Along::queries, kAlong != Along::keys>(from, s, place, Part::gradients);
+      if (more) load_part<kMoves != Moves::queries, kMoves != Moves::keys>(from, s, place, Part::gradients);
       cp_async_commit();
       finish(dS, P, stage);
       use(own);
@@ -87,10 +87,10 @@ private:
   static_assert(kTileQ <= kThreads);
 
   static __device__ __forceinline__ bool advance(Place &place, i64 queries_end, i64 keys_end) {
-    if (kAlong != Along::keys && queries_end - place.q0 <= kTileQ) return false;
-    if (kAlong != Along::queries && keys_end - place.k0 <= kTileK) return false;
-    if constexpr (kAlong != Along::keys) place.q0 += kTileQ;
-    if constexpr (kAlong != Along::queries) place.k0 += kTileK;
+    if (kMoves != Moves::keys && queries_end - place.q0 <= kTileQ) return false;
+    if (kMoves != Moves::queries && keys_end - place.k0 <= kTileK) return false;
+    if constexpr (kMoves != Moves::keys) place.q0 += kTileQ;
+    if constexpr (kMoves != Moves::queries) place.k0 += kTileK;
     return true;
   }
   // Where the rows of a head begin.

@@ -32,7 +32,7 @@ template <CapturedTileConfig C> struct Captured {
 private:
   static constexpr TileConfig kTile = C;
   static constexpr Features F = C.features;
-  using Gradient = TileWalk<kTile, C.summed == kColumns ? Along::queries : C.summed == kDiagonals ? Along::both : Along::keys>;
+  using Gradient = TileWalk<kTile, C.summed == kColumns ? Moves::queries : C.summed == kDiagonals ? Moves::both : Moves::keys>;
   using Tile = typename Gradient::Tile;
   using Place = typename Gradient::Place;
   using Values = PairValues<F, Gradient::kFunctions, C.loads, float>;
