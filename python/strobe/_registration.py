@@ -478,8 +478,11 @@ def _sdpa(
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     """Refuses what PyTorch refuses, and strobe.attention() does not."""
-    if not enable_gqa:
-        heads = [x.shape[-3] for x in (query, key, value) if x.dim() > 2]
+    heads = [x.shape[-3] for x in (query, key, value) if x.dim() > 2]
+    if enable_gqa:
+        if len(heads) == 3 and any(n and heads[0] % n for n in heads[1:]):
+            raise ValueError(f"enable_gqa: True beside query, key and value of {heads} heads; accepted are divisors of the query's")
+    else:
         several = [n for n in heads if n != 1]
         if any(n != several[0] for n in several):
             raise ValueError(f"enable_gqa: False beside query, key and value of {heads} heads; accepted is True, or as many heads of each")

@@ -135,19 +135,24 @@ CudaFunctions::CudaFunctions(const Problem &p, std::shared_ptr<const Program> pr
 // as saved, take 4.5 ps for each pair, and a relative bias, of which 3 are, takes 0.85 ps.
 void CudaFunctions::find_ahead(const Problem &p, const std::vector<int32_t> &roots) {
   constexpr double kPays = 1 << 24;
+  constexpr double kPairsOfValue = 4; // at least; with a query or few for each sequence the values are as many as the pairs, or more
   place_ahead_.assign(size_t(graph_.size()), -1);
   // A row's bits may not depend on the lengths, by which this chooses; positions of a part are those of the whole problem.
   if (p.invariant || p.part || !loads_.empty() || p.seqlen_q > kShortPosition || p.seqlen_k > kShortPosition) return;
-  std::vector<Ahead> found = found_ahead(graph_, roots, [this](int32_t n) { return instructions_of(graph_[n]) * (narrow(n) ? 1 : 3); });
-  const size_t places = size_t(std::ranges::count_if(captured_, [](const Captured &x) { return !x; }));
-  if (found.size() > places) found.resize(places);
-  double saved = 0;
-  for (const Ahead &x : found) saved += x.saved;
   const Problem::Blocks &blocks = p.blocks;
   const double heads = double(p.batch * p.heads);
   const double pairs = blocks.present
                            ? heads / double(blocks.batch * blocks.heads) * double(blocks.kept) * double(blocks.block_q * blocks.block_k)
                            : heads * double(p.seqlen_q) * double(p.seqlen_k);
+  std::vector<Ahead> found = found_ahead(graph_, roots, [this](int32_t n) { return instructions_of(graph_[n]) * (narrow(n) ? 1 : 3); });
+  std::erase_if(found, [&](const Ahead &x) {
+    const int64_t length = 2 * kRoomAhead + (x.by == kOfKey ? 0 : p.seqlen_q) + (x.by == kOfQuery ? 0 : p.seqlen_k);
+    return double(x.of_batch ? p.batch : 1) * double(x.of_head ? p.heads : 1) * double(length) * kPairsOfValue > pairs;
+  });
+  const size_t places = size_t(std::ranges::count_if(captured_, [](const Captured &x) { return !x; }));
+  if (found.size() > places) found.resize(places);
+  double saved = 0;
+  for (const Ahead &x : found) saved += x.saved;
   if (saved * pairs < kPays) return;
   ahead_ = std::move(found);
   for (size_t n = 0; n < ahead_.size(); n++) place_ahead_[size_t(ahead_[n].node)] = int32_t(n);

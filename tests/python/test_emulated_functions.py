@@ -153,3 +153,22 @@ print(max(errors))
 )
 def test_what_pairs_share_is_computed_ahead(name, most):
     assert float(output(AHEAD, name)) < most
+
+
+FEW_QUERIES = """
+import torch
+
+import strobe
+from device import running_on
+
+gate = torch.zeros(4096, 32)
+q, k = (torch.zeros(1, 1, 1, 64).bfloat16().expand(4096, 32, length, 64) for length in (1, 128))
+for score in (lambda x, b, h, i, j: x + torch.tanh(gate[b, h] * i), lambda x, b, h, i, j: x + torch.tanh(gate[b, h] * j)):
+    with running_on("cuda-simt"):
+        print("computed ahead" in str(strobe.explain(q, k, k, score=score)))
+"""
+
+
+def test_nothing_is_computed_ahead_that_few_pairs_share():
+    """A query for each sequence: the values, with room past their ends, would take a GiB."""
+    assert output(FEW_QUERIES).split() == ["False", "False"]

@@ -370,6 +370,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "heads that do not divide": lambda: F.scaled_dot_product_attention(
         *tensors((1, 8, 3, 16), (1, 3, 3, 16), (1, 3, 3, 16)), enable_gqa=True
     ),
+    "one head of queries": lambda: F.scaled_dot_product_attention(*tensors((1, 1, 3, 16), (1, 3, 3, 16), (1, 3, 3, 16)), enable_gqa=True),
+    "one head of queries and of keys": lambda: F.scaled_dot_product_attention(
+        *tensors((1, 3, 16), (1, 3, 16), (2, 3, 16)), enable_gqa=True
+    ),
     "dtypes": lambda: F.scaled_dot_product_attention(*qkv(1, 1)[:2], *qkv(1, 1, dtype=torch.float64)[:1]),
     "mask's dtype": lambda: F.scaled_dot_product_attention(*qkv(1, 1), torch.ones(9, 9, dtype=torch.int32, device=DEVICE)),
     "mask's shape": lambda: F.scaled_dot_product_attention(*qkv(1, 1), torch.ones(9, 8, dtype=torch.bool, device=DEVICE)),
