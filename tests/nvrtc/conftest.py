@@ -16,7 +16,7 @@ COMPILED = (
     *("test_hopper", "test_hopper_beside_blocks", "test_other_families"),
     *("test_gradients_of_captured_tensors", "test_gradients_of_captured_tensors_in_other_families"),
 )
-SHARE = 5
+SHARE = 8
 
 
 @pytest.hookimpl(tryfirst=True)

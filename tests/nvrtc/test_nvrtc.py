@@ -36,7 +36,10 @@ def test_what_roundings_of_a_rows_lse_took_is_not_contracted():
 
 def test_every_shared_piece_is_compiled():
     included = SOURCE.read_text()
+    of_kernels = {"bounds.h", "mask_blocks.h"}  # test_mask_block_kernels.py compiles what uses them
     for header in (ROOT / "kernels" / "attention").glob("*.h"):
+        if header.name in of_kernels:
+            continue
         assert f'#include "attention/{header.name}"' in included, header.name
 
 

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from dear import DEAR, SHARE
+from dear import DEAR, ENDS, SHARE
 from device import ON_GPU
 from engines import LONG, SEED, available_engines, is_drawn, leave_out, part, thinned
 
@@ -73,6 +73,8 @@ def pytest_collection_modifyitems(config, items):
             cases[f"{item.path.name}::{item.originalname} {group}"].append(item)
     for what, found in cases.items():
         left_out.update({*found}.difference(part(found, what, SHARE)))
+    ends = {*ENDS}.difference(part([*ENDS], "files", 2))
+    left_out.update(item for item in here if item.path.name in ends)
     leave_out(config, items, left_out)
 
 

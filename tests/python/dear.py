@@ -1,6 +1,6 @@
 """Expensive tests, of which `make test` runs only some cases."""
 
-# `make test` draws a quarter of the cases of each of these tests, and at least one for each engine and each value of the parameters listed
+# `make test` draws a sixth of the cases of each of these tests, and at least one for each engine and each value of the parameters listed
 # here. In full, these tests take two fifths of the time of tests/python (--durations=0). All other tests run in full.
 DEAR = {
     "test_bounds.py": {"test_each_row_of_a_gradient": "shape"},
@@ -47,4 +47,6 @@ DEAR = {
     },
     "test_torch_op.py": {"test_every_function_may_stand_in_what_is_compiled": "", "test_opcheck": ""},
 }
-SHARE = 4
+SHARE = 6
+# Files of tests from end to end, each of which takes half a minute: `make test` draws half of the files.
+ENDS = ("test_figures.py", "test_notebook.py", "test_serve.py", "test_train_ranks.py")

@@ -146,8 +146,8 @@ print(max(errors))
         ("a mask", 0.02),
         ("a mask, infinite keys", 0.02),
         ("a mask of heads, beside blocks", 0.02),
-        ("T5 in cuda-mma", 0.02),
-        ("tables in cuda-tf32", 1e-5),
+        pytest.param("T5 in cuda-mma", 0.02, marks=pytest.mark.long),
+        pytest.param("tables in cuda-tf32", 1e-5, marks=pytest.mark.long),  # half a minute
         ("positions in cuda-simt", 1e-12),
     ],
 )
