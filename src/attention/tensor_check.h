@@ -25,6 +25,7 @@ public:
 
   // All later tensors must lie on the device of this tensor, if that device is valid. argument: the tensor's name; null: it has none.
   void on_device_of(const strobe_tensor &, const char *argument);
+  void on_device_of(const strobe_tensor &&, const char *) = delete; // it has to live as long as the checks
 
   // Returns false, with reasons, if the tensor is refused. An accepted tensor becomes one of placed().
   bool accept(const char *argument, const strobe_tensor &, const Axes &, const Types &, Access);

@@ -236,7 +236,8 @@ void check_device(const strobe_block_mask &mask, Reasons &reasons) {
 
 void check_captured(const strobe_block_mask &mask, const CapturedTensors &given, Reasons &reasons) {
   TensorChecks checks(reasons);
-  checks.on_device_of(place_of(mask), nullptr);
+  const strobe_tensor place = place_of(mask);
+  checks.on_device_of(place, nullptr);
   for (size_t c = 0; c < given.size(); c++)
     if (given[c]) check_captured_tensor(int32_t(c), *given[c], checks, reasons);
 }
