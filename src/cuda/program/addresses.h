@@ -31,17 +31,20 @@ private:
   std::array<uintptr_t, kTensors + 1> bases_{}; // the addresses of the tensors and lists of a Problem, and of the workspace
 };
 
-// The workspace while a program is made: 256-byte aligned pieces, whose addresses count from the workspace's mark.
+// Pieces of a workspace, 256-byte aligned. While a program is made, their addresses count from the workspace's mark. A workspace may be
+// null, if only its size is asked for.
 class Scratch {
 public:
+  explicit Scratch(void *workspace = workspace_mark()) : begin_(reinterpret_cast<uintptr_t>(workspace)) {}
   template <class T> T *take(int64_t count) {
-    T *piece = reinterpret_cast<T *>(workspace_mark() + bytes_);
+    T *piece = reinterpret_cast<T *>(begin_ + bytes_);
     bytes_ += (uint64_t(count) * sizeof(T) + 255) / 256 * 256;
     return piece;
   }
   uint64_t bytes() const { return bytes_; }
 
 private:
+  uintptr_t begin_;
   uint64_t bytes_ = 0;
 };
 

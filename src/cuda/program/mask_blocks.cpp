@@ -11,6 +11,7 @@
 #include "cuda/compile/jit.h"
 #include "cuda/driver/device.h"
 #include "cuda/driver/stream.h"
+#include "cuda/program/addresses.h"
 #include "cuda/program/part.h"
 #include "score/block_code.h"
 
@@ -32,22 +33,6 @@ int64_t product_of(std::initializer_list<int64_t> numbers) {
   for (const int64_t n : numbers) all = n && all > kMostBlocks / n ? kMostBlocks + 1 : all * n;
   return std::ranges::count(numbers, 0) ? 0 : all;
 }
-
-// Hands out a workspace, of which only the size may be known.
-class Room {
-public:
-  explicit Room(void *begin) : begin_(reinterpret_cast<uintptr_t>(begin)) {}
-  template <class T> T *take(int64_t count) {
-    const uint64_t at = bytes_;
-    bytes_ += (uint64_t(count) * sizeof(T) + 255) / 256 * 256;
-    return reinterpret_cast<T *>(begin_ + at);
-  }
-  uint64_t bytes() const { return bytes_; }
-
-private:
-  const uintptr_t begin_;
-  uint64_t bytes_ = 0;
-};
 
 ElementKind element_of(DType dtype) {
   switch (dtype) {
@@ -74,7 +59,7 @@ ElementKind element_of(DType dtype) {
 class Cells {
 public:
   // Takes room for the cells of a load, and sets their addresses.
-  void add(BoundsLoad &load, Room &room) {
+  void add(BoundsLoad &load, Scratch &room) {
     load.levels_x = levels_of(load, load.x), load.levels_y = levels_of(load, load.y);
     for (int32_t x = 0; x < load.levels_x; x++)
       for (int32_t y = 0; y < load.levels_y; y++)
@@ -109,7 +94,7 @@ private:
     }
   }
 
-  void add_level(BoundsLoad &load, int32_t x, int32_t y, Room &room) {
+  void add_level(BoundsLoad &load, int32_t x, int32_t y, Scratch &room) {
     CellReduction r{};
     const int32_t from_x = y ? x : x - 1, from_y = y ? y - 1 : y;
     int64_t sizes[4], from[4], dense = 1;
@@ -156,7 +141,7 @@ struct Work {
       throw Error(STROBE_UNSUPPORTED,
                   text("the function needs ", config.shared_bytes(slots), " bytes of shared memory; this GPU has ", on.shared_per_block));
     a.heads = int32_t(p.to.heads), a.matrices = p.to.batch * p.to.heads, a.offset = p.offset, a.result = code.result;
-    Room room(workspace);
+    Scratch room(workspace);
     words = reinterpret_cast<u64 *>(room.take<uint64_t>(int64_t(code.words.size())));
     a.words = words;
     const auto steps_at = [&](int64_t place) { return reinterpret_cast<const BoundsStep *>(words + place); };
