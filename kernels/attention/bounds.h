@@ -3,6 +3,31 @@
 #pragma once
 #include "base.h"
 
+// The functions of double that M, the host's and the device's, has under these names.
+#define STROBE_BOUNDS_FUNCTIONS(F)                                                                                                         \
+  F(exp)                                                                                                                                   \
+  F(exp2)                                                                                                                                  \
+  F(expm1)                                                                                                                                 \
+  F(log)                                                                                                                                   \
+  F(log2)                                                                                                                                  \
+  F(log1p)                                                                                                                                 \
+  F(sqrt)                                                                                                                                  \
+  F(asin)                                                                                                                                  \
+  F(acos)                                                                                                                                  \
+  F(atan)                                                                                                                                  \
+  F(sinh)                                                                                                                                  \
+  F(cosh)                                                                                                                                  \
+  F(tanh)                                                                                                                                  \
+  F(asinh)                                                                                                                                 \
+  F(acosh)                                                                                                                                 \
+  F(atanh)                                                                                                                                 \
+  F(erf)                                                                                                                                   \
+  F(erfc)                                                                                                                                  \
+  F(floor)                                                                                                                                 \
+  F(ceil)                                                                                                                                  \
+  F(trunc)                                                                                                                                 \
+  F(nearbyint)
+
 namespace strobe::inline STROBE_ISA::bounds {
 
 // The numbers of include/strobe/operations.inc, with which src/score/interval.cpp compares them.

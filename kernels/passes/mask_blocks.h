@@ -101,28 +101,7 @@ template <i32 kFunctions_> struct DeviceMathematics {
   }
 #define STROBE_FUNCTION(name)                                                                                                              \
   static __device__ __forceinline__ double name(double x) { return ::name(x); }
-  STROBE_FUNCTION(exp)
-  STROBE_FUNCTION(exp2)
-  STROBE_FUNCTION(expm1)
-  STROBE_FUNCTION(log)
-  STROBE_FUNCTION(log2)
-  STROBE_FUNCTION(log1p)
-  STROBE_FUNCTION(sqrt)
-  STROBE_FUNCTION(asin)
-  STROBE_FUNCTION(acos)
-  STROBE_FUNCTION(atan)
-  STROBE_FUNCTION(sinh)
-  STROBE_FUNCTION(cosh)
-  STROBE_FUNCTION(tanh)
-  STROBE_FUNCTION(asinh)
-  STROBE_FUNCTION(acosh)
-  STROBE_FUNCTION(atanh)
-  STROBE_FUNCTION(erf)
-  STROBE_FUNCTION(erfc)
-  STROBE_FUNCTION(floor)
-  STROBE_FUNCTION(ceil)
-  STROBE_FUNCTION(trunc)
-  STROBE_FUNCTION(nearbyint)
+  STROBE_BOUNDS_FUNCTIONS(STROBE_FUNCTION)
 #undef STROBE_FUNCTION
 };
 
