@@ -183,13 +183,8 @@ private:
         const float own = kFromD ? 0.0f : D(stage, n, k);
 #pragma unroll
         for (int m = 0; m < 2 * kKeys; ++m) {
-          float &x = dS[m / 2][n].x[k / 2][2 * (m % 2) + k % 2], probability = P[m / 2][n].x[k / 2][2 * (m % 2) + k % 2];
-          if constexpr (F.dropout) {
-            x = __float_as_uint(probability) >> 31 ? 0.0f : x * dropout.dropout.factor();
-            probability = fabsf(probability);
-          }
-          if constexpr (!kFromD) x -= own;
-          x = probability == 0 ? 0.0f : probability * x; // a hidden element may be NaN
+          float &x = dS[m / 2][n].x[k / 2][2 * (m % 2) + k % 2];
+          x = this->differentiated(x, P[m / 2][n].x[k / 2][2 * (m % 2) + k % 2], own, dropout);
         }
       }
     }

@@ -71,12 +71,8 @@ public:
         const float D = *delta(place, sequence, i + 16 * n + tile::lane_column(k / 2, k % 2), q1);
 #pragma unroll
         for (int m = 0; m < 2 * kKeys; ++m) {
-          float &x = dS[m / 2][n].x[k / 2][2 * (m % 2) + k % 2], probability = P[m / 2][n].x[k / 2][2 * (m % 2) + k % 2];
-          if constexpr (F.dropout) {
-            x = __float_as_uint(probability) >> 31 ? 0.0f : x * dropout.dropout.factor();
-            probability = fabsf(probability);
-          }
-          x = probability == 0 ? 0.0f : probability * (x - D); // a hidden element may be NaN
+          float &x = dS[m / 2][n].x[k / 2][2 * (m % 2) + k % 2];
+          x = differentiated(x, P[m / 2][n].x[k / 2][2 * (m % 2) + k % 2], D, dropout);
         }
       }
     }
@@ -96,6 +92,12 @@ protected:
   __device__ __forceinline__ bool masked(const Sequence &sequence, const Place &place) const {
     const Range all = sequence.band.keys_all(place.q0, (i32)min((i64)place.q0 + kTileQ, sequence.band.seqlen_q));
     return place.k0 < all.begin || place.k0 + kTileK > all.end;
+  }
+
+  // dS of an element whose P is negative if dropout drops it.
+  static __device__ __forceinline__ float differentiated(float dP, float P, float D, const KeyMajorDropout<F> &dropout) {
+    if constexpr (F.dropout) dP = __float_as_uint(P) >> 31 ? 0.0f : dP * dropout.dropout.factor(), P = fabsf(P);
+    return P == 0 ? 0.0f : P * (dP - D); // a hidden element may be NaN
   }
 
   // LSE and D of the queries from `first` on, loaded where they are used: registers are scarce.
