@@ -25,7 +25,7 @@ STROBE_FN constexpr i32 count_loads(i32 loads) {
 struct CapturedTileConfig : TileConfig {
   i32 summed, loads, of_lines;
 
-  // Of a thread's elements in a tile, those with one distance to the thread's first diagonal have one sum.
+  // A thread's elements in a tile that have one distance to the thread's first diagonal have one sum.
   STROBE_FN constexpr i32 thread_diagonals() const { return 2 * (tile_q / query_warps / 8 + tile_k / key_warps / 8 - 1); }
   STROBE_FN constexpr i32 cells() const { return dtype == kF32 ? 2 * kTableCells : kTableCells; } // ints; FP32: with a second, finer int
   STROBE_FN constexpr i32 sum_bytes() const { return dtype == kF32 ? 8 : 4; }                     // of an element of the table

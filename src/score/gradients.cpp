@@ -1,4 +1,4 @@
-// Of which positions a value is a function, and along which lines of the score matrix a LOAD reads one element.
+// The positions that a value depends on, and the lines of the score matrix along which a LOAD reads one element.
 #include "score/program.h"
 
 namespace strobe::score {
