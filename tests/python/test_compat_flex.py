@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from device import DEVICE
+from strobe import _compiled
 from strobe.compat import flex_attention as ours
 from strobe.compat.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
@@ -571,3 +572,16 @@ def test_compiled():
     mask.mask_mod = window
     close(compiled(*given), run(*given))
     assert not torch.equal(run(*given), fewer)
+
+
+@pytest.mark.skipif(_compiled.OPERATOR is None, reason="this PyTorch's compiler does not keep functions in its graph")
+def test_a_mask_of_a_partial_stays_in_the_graph():
+    """A compiler does not compare functools.partial objects."""
+
+    def within(most: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j).abs() < most
+
+    given = [x.detach() for x in tensors()]
+    mask = create_block_mask(functools.partial(within, 20), None, None, SQ, SK, DEVICE, 16)
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, None, mask), backend="eager", fullgraph=True)
+    close(compiled(*given), flex_attention(*given, None, create_block_mask(window, None, None, SQ, SK, DEVICE, 16)))
