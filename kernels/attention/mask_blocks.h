@@ -47,8 +47,8 @@ struct BoundsLoad {
   i32 levels_x, levels_y;                       // 1: elements alone
   const void *cells[kCellLevels * kCellLevels]; // by level_x * kCellLevels + level_y, row by row
 };
-// A cell has the least and the largest of its elements. It takes three words: bounds::Bounds. One of booleans is a byte: bit 0 if there is a
-// false, bit 1 if there is a true.
+// A cell has the least and the largest of its elements. It takes three words: bounds::Bounds. One of booleans is a byte: bit 0 if there is
+// a false, bit 1 if there is a true.
 enum ElementKind : i32 { kBooleans, kInts, kLongs, kHalves, kBrains, kFloats, kDoubles, kCells, kBooleanCells };
 STROBE_FN constexpr ElementKind cells_of(i32 element) { return element == kBooleans ? kBooleanCells : kCells; }
 

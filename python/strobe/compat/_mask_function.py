@@ -323,7 +323,9 @@ class _Rest:
         others = [condition for condition in self.others if not any(condition is each for _, each in self.sequences)]
         is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
         # Sequences that transformers makes are those of positions. Others, as chunks, are not those of which a collator gives the lengths.
-        has_collators = not self.sequences or (len(self.sequences) == 1 and len(self.bands) > 0 and _table(self.sequences[0][0]) is not None)
+        # Dynamo of PyTorch 2.11 knows no bool() of a list.
+        is_remapped = len(self.sequences) == 1 and len(self.bands) > 0
+        has_collators = not self.sequences or (is_remapped and _table(self.sequences[0][0]) is not None)
         mask.is_packed = is_square and has_collators and not others and mask.keys is None and mask.seqused is None and not mask.parts
         is_per_head = any("h" in reads(condition) for condition in self.others)
         if self.others and mask.q_length == 1 and not mask.parts and not is_per_head:
