@@ -181,21 +181,22 @@ std::optional<Bounds> CudaFunctions::known_range(int32_t n) const {
   case Op::HEAD:
   case Op::QUERY:
   case Op::KEY:
-    return Bounds{0, most_position_};
+    return bounds::integers(0, most_position_);
   case Op::OFFSET:
-    return Bounds{-most_position_, most_position_};
+    return bounds::integers(-most_position_, most_position_);
   case Op::REAL:
   case Op::BOOLEAN:
-    return Bounds::any(x.kind);
+    return any_bounds(x.kind);
   case Op::INTEGER:
     if (shifts_[size_t(n)]) return {}; // its value stands in the source
-    if (x.integer <= -kSmallConstant || x.integer >= kSmallConstant) return Bounds::any(x.kind);
-    return Bounds{divides_[size_t(n)] && x.integer > 0 ? 1 : limits_[size_t(n)] && x.integer >= 0 ? 0 : -kSmallConstant, kSmallConstant};
+    if (x.integer <= -kSmallConstant || x.integer >= kSmallConstant) return any_bounds(x.kind);
+    if (divides_[size_t(n)] && x.integer > 0) return bounds::integers(1, kSmallConstant);
+    return bounds::integers(limits_[size_t(n)] && x.integer >= 0 ? 0 : -kSmallConstant, kSmallConstant);
   case Op::LOAD:
-    if (captured_[size_t(x.captured)].dtype == DType::i32) return Bounds{INT32_MIN, INT32_MAX};
+    if (captured_[size_t(x.captured)].dtype == DType::i32) return bounds::integers(INT32_MIN, INT32_MAX);
     return {};
   case Op::TO_INTEGER:
-    if (limited_[size_t(n)]) return Bounds{-kLimit, kLimit};
+    if (limited_[size_t(n)]) return bounds::integers(-kLimit, kLimit);
     return {};
   default:
     return {};
