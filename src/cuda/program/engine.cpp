@@ -81,6 +81,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   Made made = program(p, direction, device, scratch);
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
+  program->predicted_seconds += ahead_seconds(p, device);
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
   if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
   if (p.auxiliary()) auxiliary(*program, p, device, scratch);
