@@ -633,8 +633,7 @@ std::string CudaFunctions::gradients() const {
     const Node &load = graph_[g.load];
     captured += text(n ? ", " : "", load.captured), units += text(n ? ", " : "", is_real(graph_[g.slope], 1) ? "true" : "false");
     const std::vector<bool> slope = graph_.needed_by({g.slope});
-    values +=
-        statements(slope, made, "    ") + text("    if constexpr ((kLoads_ >> ", n, " & 1) != 0) out[", n, "] = ", name(g.slope), ";\n");
+    values += statements(slope, made, "    ") + text("    if constexpr (kSome.has(", n, ")) out[", n, "] = ", name(g.slope), ";\n");
     for (size_t node = 0; node < made.size(); node++) made[node] = made[node] || slope[node];
     std::vector<int32_t> indices(load.inputs.begin(), load.inputs.begin() + load.count);
     elements += text(n ? "    else if constexpr (kLoad == " : "    if constexpr (kLoad == ", n, ") {\n",
@@ -644,7 +643,7 @@ std::string CudaFunctions::gradients() const {
       "  static constexpr int kLoads = ", loads_.size(), ";\n", "  static __device__ constexpr i32 captured_of(int load) {\n",
       "    constexpr i32 all[] = {", captured, "};\n    return all[load];\n  }\n",
       "  static __device__ constexpr bool is_unit(int load) {\n    constexpr bool all[] = {", units, "};\n    return all[load];\n  }\n",
-      "  template <Functions kFunctions, i32 kLoads_, class T>\n"
+      "  template <Functions kFunctions, LoadSet kSome, class T>\n"
       "  static __device__ __forceinline__ void gradients(const FunctionArguments &a, const PlaceOfPair &at, T x, T (&out)[kLoads]) {\n"
       "    using R = Reals<kFunctions, T>;\n    using Exact = Reals<Functions::full, T>;\n",
       values,

@@ -59,7 +59,6 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.page_size && !reads_pages()) return "k and v in pages: it reads one tensor each";
   if (call.quantised() && !reads_quantised()) return text("k and v in ", strobe::name(call.quantised_as), ": it reads q's dtype");
   if (call.accumulate && !computes_parts()) return "no accumulate: it writes gradients, and adds to none";
-  if (std::string reason = captured_refusal(call); !reason.empty()) return reason;
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);
