@@ -359,7 +359,7 @@ def _with_own_numbers(name: str, given: dict[str, Any]) -> dict[str, Any]:
     if dtype not in _BITS:
         return given
     info = torch.iinfo(dtype)
-    # -1 counts as held by uint8, which has it as 255; but not as a number that is named in the refusal.
+    # PyTorch also takes -255 to -1 for a uint8: they wrap around.
     least = info.min or -info.max
     own = dict(given)
     for key in numbers:
