@@ -129,6 +129,8 @@ struct Inputs {
     if constexpr (F.blocks == kFullKnown) r.to_full = function.full - blocks.indices;
     return r;
   }
+  // The distance from an entry of blocks_t to the number that says whether its block is full; 0: not known.
+  template <Features F> STROBE_FN i64 to_full_t() const { return F.blocks == kFullKnown ? function.full_t - blocks_t.indices : 0; }
 
   template <Features F = Features{}> STROBE_FN Sequence sequence(i64 b) const {
     i64 q0 = 0, k0 = 0, nq = seqlen_q, nk = seqlen_k;

@@ -107,6 +107,8 @@ enum Kind : i32 { kBoolean = 0, kInteger = 1, kReal = 2 };
 // Integers from low to high, both included.
 struct Range {
   i64 low, high;
+  STROBE_FN bool within(i64 most) const { return low >= -most && high <= most; }
+  STROBE_FN bool narrow() const { return low >= -(1ll << 31) && high < 1ll << 31; } // of 32 bits
 };
 
 // Booleans are the integers 0 and 1. Of reals, may_be_nan says whether NaN is possible beside those from least to most.

@@ -14,20 +14,16 @@ namespace strobe {
 //   kLoads                                        how many loads there are
 //   captured_of(load)                             which tensor it reads
 //   is_unit(load)                                 whether df/dl is 1 for all pairs
-//   gradients<kFunctions, kLoads>(a, at, x, out)  df/dl for each load whose bit is set in kLoads
+//   gradients<kFunctions, kSome>(a, at, x, out)   df/dl for each load of the LoadSet kSome
 //   element<kFunctions, kLoad>(a, g, at, x)       which element of its tensor a load reads; elements are numbered row by row
-
-STROBE_FN constexpr bool has_load(i32 loads, int load) { return (loads >> load & 1) != 0; }
-// How many loads of the launch stand before this one.
-STROBE_FN constexpr int rank_of_load(i32 loads, int load) { return count_loads(loads & (i32)((1u << load) - 1)); }
 
 // Calls f(Load<n>()) for each load n of the launch.
 template <int n> struct Load {
   static constexpr int kNumber = n;
 };
-template <i32 kLoads, int n = 0, class F> __device__ __forceinline__ void each_load(F &&f) {
-  if constexpr (n < 31 && (kLoads >> n) != 0) {
-    if constexpr (has_load(kLoads, n)) f(Load<n>());
+template <LoadSet kLoads, int n = kLoads.first, class F> __device__ __forceinline__ void each_load(F &&f) {
+  if constexpr (n < kLoads.end()) {
+    if constexpr (kLoads.has(n)) f(Load<n>());
     each_load<kLoads, n + 1>(f);
   }
 }
@@ -112,7 +108,7 @@ __device__ __forceinline__ void raise_by_warp(u64 *largest, u64 size) {
 }
 
 // The values of a pair: dS times df/dl for each load of the launch, 0 where dS is.
-template <Features F, Functions kFunctions, i32 kWanted, class T> struct PairValues {
+template <Features F, Functions kFunctions, LoadSet kWanted, class T> struct PairValues {
   using Of = CallersFunctions<F.program, F.program_high>;
   T x, dS, slopes[Of::kLoads];
   PlaceOfPair at;

@@ -13,17 +13,30 @@ enum Summed : i32 { kRows = 0, kColumns = 1, kDiagonals = 2, kTable = 3, kLarges
 inline constexpr i32 kTableElements = 4096, kTableCells = 4096, kMostTableCopies = 5; // log2
 inline constexpr i32 kLoadsAtOnce = 4; // that a launch adds up: more sums would not fit a thread's registers
 
-// loads: bit n, if the launch adds up load n of the functions' gradients.
-STROBE_FN constexpr i32 count_loads(i32 loads) {
-  i32 count = 0;
-  for (u32 bits = (u32)loads; bits; bits &= bits - 1) ++count;
-  return count;
-}
+// Some of the loads whose gradients are wanted. Bit n: load first + n.
+struct LoadSet {
+  i32 first, bits;
+  static constexpr i32 kMost = 31;
+
+  STROBE_FN constexpr i32 end() const { return first + kMost; }
+  STROBE_FN constexpr bool has(i32 load) const { return load >= first && load < end() && (bits >> (load - first) & 1) != 0; }
+  STROBE_FN constexpr i32 count() const { return count_bits((u32)bits); }
+  // How many of them stand before this one.
+  STROBE_FN constexpr i32 rank(i32 load) const { return count_bits((u32)bits & ((1u << (load - first)) - 1)); }
+
+private:
+  STROBE_FN static constexpr i32 count_bits(u32 bits) {
+    i32 count = 0;
+    for (; bits; bits &= bits - 1) ++count;
+    return count;
+  }
+};
 
 // Members of the Configs of launches that recompute dS. summed: a Summed; loads: those that the launch adds up; of_lines: all loads that
 // are summed in this way, whose sums lie one after another.
 struct CapturedTileConfig : TileConfig {
-  i32 summed, loads, of_lines;
+  i32 summed;
+  LoadSet loads, of_lines;
 
   // A thread's elements in a tile that have one distance to the thread's first diagonal have one sum.
   STROBE_FN constexpr i32 thread_diagonals() const { return 2 * (tile_q / query_warps / 8 + tile_k / key_warps / 8 - 1); }
@@ -42,8 +55,8 @@ struct CapturedTileConfig : TileConfig {
 // The launch that adds sums along lines to the elements that they belong to.
 struct CapturedScatterConfig {
   i32 dtype;
-  i32 tile;                     // of diagonals
-  i32 rows, columns, diagonals; // loads
+  i32 tile; // of diagonals
+  LoadSet rows, columns, diagonals;
   Features features;
 
   STROBE_FN static constexpr i32 threads() { return 256; }

@@ -10,8 +10,8 @@ template <int kTileK, class KeyTile> __device__ __forceinline__ bool hides_by_po
   return tile.masked || tile.end - tile.begin < kTileK;
 }
 
-// row_of(n) returns the Scores::Row of the lane's row n.
-template <bool kByPosition, Features F, Functions kFunctions, class KeyTile, class RowOf, int kM, int kN>
+// row_of(n) returns the Scores::Row of the lane's row n. kAsks: the function of the mask may hide some key of the tile.
+template <bool kByPosition, bool kAsks, Features F, Functions kFunctions, class KeyTile, class RowOf, int kM, int kN>
 __device__ __forceinline__ void score_elements(tile::Accumulator (&S)[kM][kN], const Scores<F, float, kFunctions> &scores,
                                                const KeyTile &tile, const RowOf &row_of) {
   const i32 begin = (i32)tile.begin, end = (i32)tile.end;
@@ -21,17 +21,30 @@ __device__ __forceinline__ void score_elements(tile::Accumulator (&S)[kM][kN], c
 #pragma unroll
     for (int k = 0; k < 4 * kN; ++k) {
       float &s = tile::row_element(S, row, k);
-      s = scores.score(s, query, begin + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2), kByPosition, end);
+      const i32 key = begin + 16 * (k / 4) + tile::lane_column(k / 2 % 2, k % 2);
+      if constexpr (kAsks)
+        s = scores.score(s, query, key, kByPosition, end);
+      else
+        s = scores.score(s, query, key, (float)scores.distance(query.i, key),
+                         typename Scores<F, float, kFunctions>::InMemory{scores, query, key}, kByPosition, end, false);
     }
   }
+}
+template <bool kAsks, Features F, Functions kFunctions, class KeyTile, class RowOf, int kM, int kN>
+__device__ __forceinline__ void score_tile(tile::Accumulator (&S)[kM][kN], const Scores<F, float, kFunctions> &scores, const KeyTile &tile,
+                                           const RowOf &row_of) {
+  if (hides_by_position<16 * kN>(tile))
+    score_elements<true, kAsks>(S, scores, tile, row_of);
+  else if constexpr (F.by_element())
+    score_elements<false, kAsks>(S, scores, tile, row_of);
 }
 template <Features F, Functions kFunctions, class KeyTile, class RowOf, int kM, int kN>
 __device__ __forceinline__ void score_tile(tile::Accumulator (&S)[kM][kN], const Scores<F, float, kFunctions> &scores, const KeyTile &tile,
                                            const RowOf &row_of) {
-  if (hides_by_position<16 * kN>(tile))
-    score_elements<true>(S, scores, tile, row_of);
-  else if constexpr (F.by_element())
-    score_elements<false>(S, scores, tile, row_of);
+  if constexpr (F.blocks == kFullKnown) {
+    if (!tile.open) return score_tile<false>(S, scores, tile, row_of);
+  }
+  score_tile<true>(S, scores, tile, row_of);
 }
 
 // Hides the tile's missing keys (keys.h).

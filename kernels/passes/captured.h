@@ -36,7 +36,7 @@ private:
   using Tile = typename Gradient::Tile;
   using Place = typename Gradient::Place;
   using Values = PairValues<F, Gradient::kFunctions, C.loads, float>;
-  static constexpr int kKeys = Gradient::kKeys, kQueries = Gradient::kQueries, kCount = count_loads(C.loads);
+  static constexpr int kKeys = Gradient::kKeys, kQueries = Gradient::kQueries, kCount = C.loads.count();
   static constexpr int kElements = 8 * kKeys * kQueries; // of a thread
   static constexpr bool kExact = C.dtype == kF32;        // sums keep their rounding errors; in 16 bits the rounding of dS is larger
 
@@ -96,12 +96,12 @@ private:
     template <int kSums> static __device__ __forceinline__ void add(Sum (&sums)[kCount][kSums], int n, const Values &values) {
       each_load<C.loads>([&](auto load) {
         constexpr int kLoad = decltype(load)::kNumber;
-        sums[rank_of_load(C.loads, kLoad)][n].add(values.template value<kLoad>());
+        sums[C.loads.rank(kLoad)][n].add(values.template value<kLoad>());
       });
     }
     // Stores the sum of a line of a load, and raises its tensor's largest value. All threads take part; those without a line have a null.
     template <int kLoad> __device__ __forceinline__ void put(i32 lines, i64 line, float sum, bool has_line) const {
-      if (has_line) ((float *)a.lines[lines])[rank_of_load(C.of_lines, kLoad) * a.count[lines] + line] = sum;
+      if (has_line) ((float *)a.lines[lines])[C.of_lines.rank(kLoad) * a.count[lines] + line] = sum;
       raise_by_warp(a.largest + Values::Of::captured_of(kLoad), has_line ? finite_size(sum) : 0);
     }
     __device__ __forceinline__ float *floats() const { return (float *)memory; }
@@ -137,7 +137,7 @@ private:
         __syncthreads(); // all threads have read what lies there
 #pragma unroll
         for (int k = 0; k < 4 * kQueries; ++k) {
-          float sum = sums[rank_of_load(C.loads, kLoad)][k].sum;
+          float sum = sums[C.loads.rank(kLoad)][k].sum;
 #pragma unroll
           for (int n = 4; n < 32; n *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, n);
           const i32 query = (gradient.query_warp * kQueries + k / 4) * 16 + tile::lane_column(k / 2 % 2, k % 2);
@@ -166,7 +166,7 @@ private:
         __syncthreads();
 #pragma unroll
         for (int k = 0; k < 2 * kKeys; ++k) {
-          const float sum = tile::row_sum(sums[rank_of_load(C.loads, kLoad)][k].sum);
+          const float sum = tile::row_sum(sums[C.loads.rank(kLoad)][k].sum);
           const i32 key = (gradient.key_warp * kKeys + k / 2) * 16 + tile::lane_row(k % 2);
           if (tile::lane_column(0, 0) == 0) floats()[gradient.query_warp * C.tile_k + key] = sum;
         }
@@ -192,7 +192,7 @@ private:
           constexpr int kLoad = decltype(load)::kNumber;
           __syncthreads();
 #pragma unroll
-          for (int n = 0; n < kOwn; ++n) floats()[n * kThreads + t] = sums[rank_of_load(C.loads, kLoad)][n].sum;
+          for (int n = 0; n < kOwn; ++n) floats()[n * kThreads + t] = sums[C.loads.rank(kLoad)][n].sum;
           __syncthreads();
           float sum =
               0; // of the diagonal t - kSide of the tiles; of each 8 lanes whose keys differ by 1, two queries of one lane are on it
@@ -229,8 +229,8 @@ private:
     }
     // The first load of the launch that reads the same tensor.
     static constexpr int first_of(int load) {
-      for (int n = 0; n < load; ++n)
-        if (has_load(C.loads, n) && Values::Of::captured_of(n) == Values::Of::captured_of(load)) return n;
+      for (int n = C.loads.first; n < load; ++n)
+        if (C.loads.has(n) && Values::Of::captured_of(n) == Values::Of::captured_of(load)) return n;
       return load;
     }
     // Calls f(Load<n>()) for the first load of each tensor.
@@ -268,7 +268,7 @@ private:
       }
       __syncthreads();
       each_tensor([&](auto load) {
-        flush(table, cells[rank_of_load(C.loads, decltype(load)::kNumber)], a.gradients[Values::Of::captured_of(decltype(load)::kNumber)]);
+        flush(table, cells[C.loads.rank(decltype(load)::kNumber)], a.gradients[Values::Of::captured_of(decltype(load)::kNumber)]);
       });
       __syncthreads();
       auto *const result = (typename Table::Real *)a.tables + (i64)blockIdx.x * a.table_elements;
@@ -281,7 +281,7 @@ private:
       each_of(dS, raw, s, place, [&](const Element &, const Values &values) {
         each_load<C.loads>([&](auto load) {
           constexpr int kLoad = decltype(load)::kNumber;
-          float &x = own[rank_of_load(C.loads, first_of(kLoad))];
+          float &x = own[C.loads.rank(first_of(kLoad))];
           x = Reals<Functions::half, float>::maximum(x, fabsf(values.template value<kLoad>())); // NaN if one of them is
         });
       });
@@ -325,7 +325,7 @@ private:
     template <int kLoad>
     __device__ __forceinline__ void add_to_table(Cells (&all)[kCount], const Table &table, const Tile &dS, const Tile &raw,
                                                  const Sequence &s, const Place &place) const {
-      constexpr int kRank = rank_of_load(C.loads, kLoad);
+      constexpr int kRank = C.loads.rank(kLoad);
       const CapturedGradient &g = a.gradients[Values::Of::captured_of(kLoad)];
       u32 most = 0;
 #pragma unroll
@@ -373,7 +373,7 @@ private:
     template <int kLoad>
     static constexpr u64 kTimes = [] { // how many loads read the tensor
       u64 count = 0;
-      for (int n = 0; n < 31; ++n) count += has_load(C.loads, n) && first_of(n) == kLoad;
+      for (int n = C.loads.first; n < C.loads.end(); ++n) count += C.loads.has(n) && first_of(n) == kLoad;
       return count;
     }();
     // The unit of the second integer in that of the first, of which it is at most a half. A cell has room for those of kLoadsAtOnce loads.
@@ -426,7 +426,7 @@ private:
           constexpr int kLoad = decltype(load)::kNumber, kTensor = Values::Of::captured_of(kLoad);
           const float x = values.template value<kLoad>();
           if constexpr (C.summed == kLargest) {
-            if (is_finite(x)) most[rank_of_load(C.loads, kLoad)] = fmaxf(most[rank_of_load(C.loads, kLoad)], fabsf(x));
+            if (is_finite(x)) most[C.loads.rank(kLoad)] = fmaxf(most[C.loads.rank(kLoad)], fabsf(x));
           } else if (x != 0) {
             const CapturedGradient &g = a.gradients[kTensor];
             add_pair(a, g, g.first + values.template element<kLoad>(in.function, g), a.largest[kTensor], x);
@@ -436,7 +436,7 @@ private:
       if constexpr (C.summed == kLargest)
         each_load<C.loads>([&](auto load) {
           constexpr int kLoad = decltype(load)::kNumber;
-          raise_by_warp(a.largest + Values::Of::captured_of(kLoad), finite_size(most[rank_of_load(C.loads, kLoad)]));
+          raise_by_warp(a.largest + Values::Of::captured_of(kLoad), finite_size(most[C.loads.rank(kLoad)]));
         });
     }
   };

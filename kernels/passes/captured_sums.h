@@ -20,12 +20,12 @@ template <CapturedScatterConfig C> struct CapturedScatter {
     const auto along = [&](i64 lines, const auto &take) { // whole warps
       for (i64 n = first + threadIdx.x / 32 * 32; n < lines; n += step) take((i32)n + (i32)threadIdx.x % 32);
     };
-    if constexpr (C.rows != 0)
+    if constexpr (C.rows.bits != 0)
       along(seqlen_q, [&](i32 i) { add<C.rows>(a, kRows, in.row_index(b, h, s.q0 + i), scores.pair(scores.row(i, h), 0), i < seqlen_q); });
-    if constexpr (C.columns != 0)
+    if constexpr (C.columns.bits != 0)
       along(seqlen_k,
             [&](i32 j) { add<C.columns>(a, kColumns, column_index(in, b, h, s.k0 + j), scores.pair(scores.row(0, h), j), j < seqlen_k); });
-    if constexpr (C.diagonals != 0) {
+    if constexpr (C.diagonals.bits != 0) {
       const Diagonals diagonals(in, C.tile);
       along((i64)diagonals.count() * 2 * C.tile, [&](i32 n) {
         const i32 of_tiles = n / (2 * C.tile), i_minus_j = diagonals.difference(of_tiles) + n % (2 * C.tile) - C.tile;
@@ -43,12 +43,12 @@ private:
   using Of = CallersFunctions<F.program, F.program_high>;
 
   // at: one of the line's pairs
-  template <i32 kLoads>
+  template <LoadSet kLoads>
   static __device__ __forceinline__ void add(const Arguments &a, i32 lines, i64 line, const PlaceOfPair &at, bool has) {
     each_load<kLoads>([&](auto load) {
       constexpr int kLoad = decltype(load)::kNumber, kTensor = Of::captured_of(kLoad);
       const CapturedGradient &g = a.gradients[kTensor];
-      T x = has ? ((const T *)a.lines[lines])[rank_of_load(kLoads, kLoad) * a.count[lines] + line] : T(0);
+      T x = has ? ((const T *)a.lines[lines])[kLoads.rank(kLoad) * a.count[lines] + line] : T(0);
       const i64 element = Of::template element<kFunctions, kLoad>(a.in.function, g, at, T(0));
       if (!is_number(size_bits(x))) a.broken[g.first + element] = 1, x = 0;
       Fixed<T> whole(x, fixed_exponent<T>(a.largest[kTensor], g.log2_values), g.log2_values);

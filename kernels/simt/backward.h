@@ -123,7 +123,7 @@ private:
       if constexpr (F.part)
         walk.run({{held_queries(in, b), sequence.band, k0, k1, C.tile_k, row}}, 0, 1, step_of);
       else
-        walk.run({{sequence.band, k0, k1, C.tile_k, row}, seqlen_q}, 0, 1, step_of);
+        walk.run({{sequence.band, k0, k1, C.tile_k, row}, seqlen_q, in.template to_full_t<F>()}, 0, 1, step_of);
     }
     if (!kFlush || !flushed) flush(dK, dV, flushed);
   }
@@ -137,7 +137,7 @@ private:
     const Scores<F, T> scores = scores_of<C, T>(in, s, b);
     rows.load(a, b, h, s, q0, q1);
     recompute<C>(multiply, scores, operands.dropout, kept, rows, P, dS, Q, operands.K, dO, operands.V, h, q0, q1, k0, k1, tile.masked,
-                 [](T &p, T &ds, T x, bool kept, T gradient, T slope) {
+                 tile.open, [](T &p, T &ds, T x, bool kept, T gradient, T slope) {
                    p = kept ? x : T(0);
                    ds = gradient * slope;
                  });

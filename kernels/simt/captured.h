@@ -32,7 +32,7 @@ private:
   using T = typename Gradient::T;
   using Values = PairValues<F, Functions::full, C.loads, T>;
   using HeadScores = Scores<F, T>;
-  static constexpr int kCount = count_loads(C.loads);
+  static constexpr int kCount = C.loads.count();
   static_assert(C.summed != kTable && (!F.part || C.summed >= kLargest));
 
   struct Sum {
@@ -66,15 +66,15 @@ private:
       const Values pair = values(scores, q0, k0, i, j);
       each_load<C.loads>([&](auto load) {
         constexpr int kLoad = decltype(load)::kNumber;
-        sums[rank_of_load(C.loads, kLoad)].add(pair.template value<kLoad>());
+        sums[C.loads.rank(kLoad)].add(pair.template value<kLoad>());
       });
     }
     // Stores this thread's sums, of a line.
     __device__ __forceinline__ void put(i32 lines, i64 line, const Sum (&sums)[kCount], bool has_line) const {
       each_load<C.loads>([&](auto load) {
-        constexpr int kLoad = decltype(load)::kNumber, kRank = rank_of_load(C.loads, kLoad);
+        constexpr int kLoad = decltype(load)::kNumber, kRank = C.loads.rank(kLoad);
         const T sum = sums[kRank].sum;
-        if (has_line) ((T *)a.lines[lines])[rank_of_load(C.of_lines, kLoad) * a.count[lines] + line] = sum;
+        if (has_line) ((T *)a.lines[lines])[C.of_lines.rank(kLoad) * a.count[lines] + line] = sum;
         raise_by_warp(a.largest + Values::Of::captured_of(kLoad), has_line ? finite_size(sum) : 0);
       });
     }
@@ -142,7 +142,7 @@ private:
               constexpr int kLoad = decltype(load)::kNumber, kTensor = Values::Of::captured_of(kLoad);
               const T x = pair.template value<kLoad>();
               if constexpr (C.summed == kLargest) {
-                u64 &own = most[rank_of_load(C.loads, kLoad)];
+                u64 &own = most[C.loads.rank(kLoad)];
                 own = max(own, finite_size(x));
               } else if (x != T(0)) {
                 const CapturedGradient &g = a.gradients[kTensor];
@@ -154,7 +154,7 @@ private:
       if constexpr (C.summed == kLargest)
         each_load<C.loads>([&](auto load) {
           constexpr int kLoad = decltype(load)::kNumber;
-          raise_by_warp(a.largest + Values::Of::captured_of(kLoad), most[rank_of_load(C.loads, kLoad)]);
+          raise_by_warp(a.largest + Values::Of::captured_of(kLoad), most[C.loads.rank(kLoad)]);
         });
     }
   };

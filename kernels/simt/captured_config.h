@@ -6,7 +6,8 @@
 namespace strobe::simt {
 
 struct CapturedConfig : Config {
-  i32 summed, loads, of_lines; // as in CapturedTileConfig
+  i32 summed;
+  LoadSet loads, of_lines; // as in CapturedTileConfig
 };
 
 } // namespace strobe::simt

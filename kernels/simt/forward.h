@@ -81,7 +81,7 @@ private:
       walk.run({part_keys<C>(in, sequence, b, h, q0, q1)}, split, a.splits, step_of);
     else
       walk.run({Schedule(sequence.band, q0, q1, C.tile_k, C.invariant ? C.tile_k : 16,
-                         F.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{})},
+                         F.blocks ? in.template block_row<F>(b, h, q0 / in.blocks.row_tokens) : BlockRow{})},
                split, a.splits, step_of);
     finish_rows(O);
   }
@@ -105,7 +105,7 @@ private:
     kept.draw(dropout, b, h, q0, tile.begin);
     T S[kRows][kKeys] = {}, alpha[kRows];
     multiply_q_k(S, K, tile.begin);
-    score(S, tile.begin, tile.end, by_position);
+    score(S, tile, by_position);
     if constexpr (F.pages) hide_lacking(S, all_K.pages, tile);
     make_p(alpha, S);
     add_p_v(O, alpha, V, tile);
@@ -149,7 +149,8 @@ private:
   // would take the registers of O, and seconds to compile.
   static constexpr bool kStaged = F.by_element();
 
-  __device__ __forceinline__ void score(T (&S)[kRows][kKeys], i32 k0, i32 k1, bool by_position) const {
+  __device__ __forceinline__ void score(T (&S)[kRows][kKeys], const Tile &tile, bool by_position) const {
+    const i32 k0 = tile.begin, k1 = tile.end;
     if constexpr (kStaged) {
       transfer(grid, P, [&](T &p, int i, int j) { p = S[i][j]; });
 #pragma unroll 1
@@ -158,7 +159,7 @@ private:
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
           T &s = P[column(grid, j) * C.pt_stride() + row(grid, i)];
-          s = scores.score(s, r, k0 + column(grid, j), by_position, k1);
+          s = score_of<C>(scores, s, r, k0 + column(grid, j), by_position, k1, tile.open);
         }
       }
       transfer(grid, P, [&](T &p, int i, int j) { S[i][j] = p; });

@@ -33,7 +33,7 @@ template <Config C, class Multiply, class T, class Source, class F>
 __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.features, T> &scores, const Dropout<C.features> &dropout,
                                           const Kept<C> &kept_of, const RowStatistics<C, T> &rows, T *P, T *dS, const Source &Q,
                                           const Source &K, const Source &dO, const Source &V, i32 h, i32 q0, i32 q1, i32 k0, i32 k1,
-                                          bool masked, F &&write) {
+                                          bool masked, bool open, F &&write) {
   constexpr int kRows = C.tile_q / C.threads_q, kKeys = C.tile_k / C.threads_k;
   const auto grid = multiply.grid;
   constexpr int WM = piece<T>(kRows), WN = piece<T>(kKeys);
@@ -76,7 +76,7 @@ __device__ __forceinline__ void recompute(Multiply &multiply, const Scores<C.fea
 #pragma unroll
       for (int w = 0; w < WN; ++w) {
         T slope;
-        const T s = scores.score(p.x[w], row, k0 + c + w, by_position, k1, slope);
+        const T s = score_of<C>(scores, p.x[w], row, k0 + c + w, by_position, k1, open, slope);
         bool hidden = s == minus_infinity<T>();
         if constexpr (Source::may_lack()) hidden = hidden || q0 + r < Q.from() || q0 + r >= q1 || k0 + c + w < K.from();
         const bool kept = kept_of(r, c + w);

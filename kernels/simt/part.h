@@ -18,6 +18,22 @@ template <Config C, class T> __device__ __forceinline__ Scores<C.features, T> sc
   return scores;
 }
 
+// The score of a row and a key. open: the function of the mask has to be asked.
+template <Config C, class T>
+__device__ __forceinline__ T score_of(const Scores<C.features, T> &scores, T raw, const typename Scores<C.features, T>::Row &row, i32 j,
+                                      bool by_position, i32 limit, bool open) {
+  if constexpr (C.features.blocks != kFullKnown) return scores.score(raw, row, j, by_position, limit);
+  const typename Scores<C.features, T>::InMemory given{scores, row, j};
+  return scores.score(raw, row, j, T(scores.distance(row.i, j)), given, by_position, limit, open);
+}
+// The same with d score / d (scaled q.k).
+template <Config C, class T>
+__device__ __forceinline__ T score_of(const Scores<C.features, T> &scores, T raw, const typename Scores<C.features, T>::Row &row, i32 j,
+                                      bool by_position, i32 limit, bool open, T &slope) {
+  if constexpr (C.features.blocks != kFullKnown) return scores.score(raw, row, j, by_position, limit, slope);
+  return scores.score(raw, row, j, typename Scores<C.features, T>::InMemory{scores, row, j}, by_position, limit, slope, open);
+}
+
 // K or V of a key head of a sequence.
 template <Config C, class E, class Source>
 __device__ __forceinline__ auto keys_of(const Operand &x, const Inputs &in, const Sequence &s, i64 b, i64 head, i32 columns) {

@@ -45,7 +45,7 @@ private:
       const auto step = [&](const typename TilesOfKeys<C>::Tile &tile, const bool &) {
         decltype(auto) K = rows_of(all_K, tile);
         decltype(auto) V = rows_of(all_V, tile);
-        recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, tile.begin, tile.end, tile.masked,
+        recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, tile.begin, tile.end, tile.masked, tile.open,
                      [](T &p, T &ds, T x, bool, T gradient, T) { p = x, ds = gradient; });
         __syncthreads();
         if (t < q1 - q0)
@@ -59,7 +59,8 @@ private:
       if constexpr (C.features.part)
         walk.run({part_keys<C>(in, s, b, h, q0, q1)}, 0, 1, step);
       else
-        walk.run({Schedule(s.band, q0, q1, C.tile_k, 16, C.features.blocks ? in.blocks.row(b, h, q0 / in.blocks.row_tokens) : BlockRow{})},
+        walk.run({Schedule(s.band, q0, q1, C.tile_k, 16,
+                           C.features.blocks ? in.template block_row<C.features>(b, h, q0 / in.blocks.row_tokens) : BlockRow{})},
                  0, 1, step);
       return sums;
     }

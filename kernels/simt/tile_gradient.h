@@ -65,7 +65,7 @@ template <Config C> struct TileGradient {
         dO(a.dout, b, h, s.q0, seqlen_q, in.head_dim_v), V(v_of<E>(in, s, b, h_kv), seqlen_k);
     const Scores<C.features, T> scores(in, s, b);
     if constexpr (C.features.dropout) __syncthreads(); // every thread has read the previous tile's dropout
-    recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end,
+    recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, q0, q1, k0, k1, k0 < all.begin || k1 > all.end, true,
                  [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
     use(scores, q0);
   }
@@ -110,7 +110,7 @@ private:
     Q.first = dO.first = i0, K.first = V.first = j0;
     const Scores<C.features, T> scores = scores_of<C, T>(in, s, b);
     __syncthreads(); // the previous tile has been read
-    recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, first, i1, k0, j1, true,
+    recompute<C>(multiply, scores, dropout, kept, rows, P, dS, Q, K, dO, V, h, first, i1, k0, j1, true, true,
                  [](T &, T &ds, T, bool, T gradient, T) { ds = gradient; });
     use(scores, first);
   }

@@ -7,6 +7,7 @@ namespace strobe::simt {
 struct Tile {
   i32 begin, end;
   bool masked;
+  bool open; // the function of the mask has to be asked
 };
 struct ShiftedTile : Tile {
   i32 shift; // row = position + shift
@@ -45,7 +46,7 @@ struct KeyTiles {
   __device__ __forceinline__ bool next(Tile &tile) {
     KeyTile t;
     if (!schedule.next(t)) return false;
-    tile = {(i32)t.begin, (i32)t.end, t.masked};
+    tile = {(i32)t.begin, (i32)t.end, t.masked, t.open};
     return true;
   }
 };
@@ -53,10 +54,11 @@ template <bool kBlocks, int kTile> struct DescendingQueries {
   using Tile = simt::Tile;
   QueryTiles<kBlocks, kTile> tiles;
   i32 seqlen_q;
+  i64 to_full = 0; // the distance from an entry of the blocks to the number that says whether it is full; 0: not known
   __device__ __forceinline__ bool next(Tile &tile) {
     QueryTile t;
     if (!tiles.next(t)) return false;
-    tile = {t.begin, min(t.begin + kTile, seqlen_q), t.masked != 0};
+    tile = {t.begin, min(t.begin + kTile, seqlen_q), t.masked != 0, !(kBlocks && to_full && t.entry[to_full])};
     return true;
   }
 };
@@ -68,7 +70,7 @@ struct RangesOfKeys {
   __device__ __forceinline__ bool next(Tile &tile) {
     PartKeyTile t;
     if (!tiles.next(t)) return false;
-    tile = {{(i32)t.begin, (i32)t.end, t.masked}, t.shift};
+    tile = {{(i32)t.begin, (i32)t.end, t.masked, true}, t.shift};
     return true;
   }
 };
@@ -78,7 +80,7 @@ template <bool kBlocks, int kTile> struct RangesOfQueries {
   __device__ __forceinline__ bool next(Tile &tile) {
     PartQueryTile t;
     if (!tiles.next(t)) return false;
-    tile = {{{t.begin, t.end, t.masked != 0}, t.shift}, t.number};
+    tile = {{{t.begin, t.end, t.masked != 0, true}, t.shift}, t.number};
     return true;
   }
 };

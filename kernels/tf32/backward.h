@@ -143,8 +143,13 @@ private:
   __device__ __forceinline__ void probabilities(Accumulator (&P)[kM][kN], Accumulator (&slope)[kM][kN], const Tile &t) const {
     const auto lse = [&](int n) { return RowLse{*this, n}; };
     Scores<F, float> scores(in, shared_state().sequence, shared_state().batch);
-    strobe::probabilities<F, kMasked, F.curved() ? strobe::Slope::times_p : strobe::Slope::none, true>(
-        F.curved() ? slope : P, P, scores, t.head, t.queries.begin, shared_state().k0 + first_key(), shared_state().k1, lse);
+    constexpr Slope kSlope = F.curved() ? Slope::times_p : Slope::none;
+    const i32 i = t.queries.begin, j = shared_state().k0 + first_key(), end = shared_state().k1;
+    if constexpr (F.blocks == kFullKnown) {
+      if (t.queries.entry[in.template to_full_t<F>()])
+        return strobe::probabilities<F, kMasked, kSlope, true, false, false>(F.curved() ? slope : P, P, scores, t.head, i, j, end, lse);
+    }
+    strobe::probabilities<F, kMasked, kSlope, true>(F.curved() ? slope : P, P, scores, t.head, i, j, end, lse);
   }
 
   // Turns dP^T into dS^T, with P^T from shared memory, where this lane has put it. dS is 0 where nothing is visible, whatever dP is.

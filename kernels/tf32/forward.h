@@ -28,7 +28,8 @@ template <Config C> struct Forward {
 
 private:
   struct Tile { // a tile of keys
-    i32 begin, end, masked, valid;
+    i32 begin, end, masked;
+    bool valid, open; // open: the function of the mask has to be asked
   };
   enum : i32 { kLacks = 2 }; // a bit of Tile::masked: some keys are missing, since their pages do not exist
   struct Nothing {};
@@ -88,7 +89,7 @@ private:
     const Item &item = shared_state().item;
     i64 q1 = min((i64)item.q + C.tile_q, shared_state().sequence.band.seqlen_q);
     BlockRow row{nullptr, 0, 0};
-    if constexpr (F.blocks) row = in.blocks.row(item.b, item.h, item.q / in.blocks.row_tokens);
+    if constexpr (F.blocks) row = in.template block_row<F>(item.b, item.h, item.q / in.blocks.row_tokens);
     shared_state().schedule = Schedule(shared_state().sequence.band, item.q, q1, C.tile_k, 16, row, {item.split, a.splits});
     find(0);
     find(1);
@@ -101,7 +102,7 @@ private:
     if constexpr (F.pages) {
       if (valid && shared_state().pages.lacks_some((i32)t.begin, (i32)t.end, 0, 1)) masked = kLacks;
     }
-    shared_state().ring[n % 4] = valid ? Tile{(i32)t.begin, (i32)t.end, masked, 1} : Tile{0, 0, 0, 0};
+    shared_state().ring[n % 4] = valid ? Tile{(i32)t.begin, (i32)t.end, masked, true, t.open} : Tile{0, 0, 0, false, false};
   }
   __device__ __forceinline__ i32 rows() const {
     return (i32)shared_state().sequence.band.seqlen_q - shared_state().item.q;

@@ -348,30 +348,40 @@ def _takes_numbers(name: str) -> tuple[bool, bool]:
 
 
 def _with_own_numbers(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with Python's integers as PyTorch reads them beside integers of few bits."""
+    """The arguments, with Python's integers as PyTorch reads them beside integers of few bits: an operation that wraps takes a number's
+    lowest bits; one that stores refuses a number that the dtype does not hold."""
     wraps, stores = _takes_numbers(name)
-    if not (wraps or stores) or (name == "div" and given.get("rounding_mode") is None):
-        return given
+    is_true_division = name == "div" and given.get("rounding_mode") is None
     numbers = [key for key, x in given.items() if type(x) is int and key in _STORED]
-    if not numbers:
+    if not (wraps or stores) or is_true_division or not numbers:
         return given
-    dtype = given.get("dtype")
-    if dtype is None:
-        operands = [x for key, x in given.items() if isinstance(x, Tensor) and key not in _INDICES]
-        dtype = reduce(torch.promote_types, (x.dtype for x in operands)) if operands else None
+    dtype = given.get("dtype") or _promoted(given)
     if dtype not in _BITS:
         return given
-    bits, signed = _BITS[dtype]
-    least, most = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (1 - (1 << bits), (1 << bits) - 1)
+    info = torch.iinfo(dtype)
+    # PyTorch also takes -255 to -1 for a uint8: they wrap around.
+    least = info.min or -info.max
     own = dict(given)
     for key in numbers:
-        stored = stores and (key == "alpha" or name not in ("add", "sub", "rsub"))
-        if least <= given[key] <= most or wraps:
-            n = given[key] & ((1 << bits) - 1)
-            own[key] = n - (1 << bits) if signed and n >> bits - 1 else n
-        elif stored:
-            raise UnrecordableError(f"{given[key]} in a tensor of {dtype}; accepted are {least if signed else 0} to {most}")
+        is_stored = stores and (key == "alpha" or name not in ("add", "sub", "rsub"))
+        if wraps or least <= given[key] <= info.max:
+            own[key] = _wrapped(given[key], dtype)
+        elif is_stored:
+            raise UnrecordableError(f"{given[key]} in a tensor of {dtype}; accepted are {info.min} to {info.max}")
     return own
+
+
+def _promoted(given: dict[str, Any]) -> torch.dtype | None:
+    """The dtype to which an operation's tensors are promoted; None without tensors."""
+    operands = [x.dtype for key, x in given.items() if isinstance(x, Tensor) and key not in _INDICES]
+    return reduce(torch.promote_types, operands) if operands else None
+
+
+def _wrapped(n: int, dtype: torch.dtype) -> int:
+    """The integer of this dtype with the lowest bits of n."""
+    bits, is_signed = _BITS[dtype]
+    lowest = n % (1 << bits)
+    return lowest - (1 << bits) if is_signed and lowest >= 1 << (bits - 1) else lowest
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:

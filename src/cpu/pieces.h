@@ -44,7 +44,7 @@ private:
   const MaskMap &mask_;
   int64_t i0_, tile_k_;
   RangeTiles<T> tiles_;
-  KeysOfRange rest_{{0, 0, false}, 0, 0}, run_{{0, 0, false}, 0, 0};
+  KeysOfRange rest_{{0, 0, false, false}, 0, 0}, run_{{0, 0, false, false}, 0, 0};
 };
 
 // A piece of lanes in a key tile. The tile is cut to the keys that the piece sees.
@@ -52,11 +52,12 @@ template <class T> struct Piece {
   TileSpan span;
   int64_t k0; // key j is row k0 + j of K and V
   bool band_masked, use_mask;
+  bool hides;            // the caller's functions may hide keys of the piece
   bool infinite = false; // Q or K has a number that is not finite
   const MaskMap *mask;
   const uint8_t *cells; // a row of the mask's map; null if there is no map
   // Whether some score may be -inf.
-  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || head.hides || infinite; }
+  bool masked(const Head<T> &head) const { return band_masked || use_mask || head.p->bias || hides || infinite; }
   // Products over keys run in steps of kKeyAlign, and may read keys past the piece, with a P of 0.
   int64_t keys_read(const Head<T> &head) const { return min((i64)round_to(span.keys, kKeyAlign), (i64)(head.k_end - k0 - span.j0)); }
   bool reads_hidden(const Head<T> &head) const { return masked(head) || keys_read(head) > span.keys; }
@@ -75,6 +76,7 @@ STROBE_INLINE bool make_piece(const Head<T> &head, const MaskMap &mask, int64_t 
   piece.span = {i0, lanes, width, begin, any.end - begin};
   piece.band_masked = begin < all.begin || any.end > all.end;
   piece.use_mask = piece.uses_mask(begin, piece.span.keys);
+  piece.hides = head.hides && tile.open;
   return true;
 }
 
@@ -83,8 +85,8 @@ template <class T>
 STROBE_INLINE void apply_options(const Head<T> &head, const Piece<T> &piece, const TileSpan &chunk, ScoreScratch<T> &scratch, T *s,
                                  T *slopes) {
   const bool use_mask = piece.use_mask && piece.uses_mask(chunk.j0, chunk.keys);
-  if (head.additive || head.hides || piece.band_masked || use_mask)
-    apply_options(head, chunk, piece.band_masked, use_mask, scratch, s, slopes);
+  if (head.additive || piece.hides || piece.band_masked || use_mask)
+    apply_options(head, chunk, piece.band_masked, use_mask, piece.hides, scratch, s, slopes);
 }
 
 } // namespace strobe::inline STROBE_ISA

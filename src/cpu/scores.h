@@ -87,7 +87,8 @@ template <class T> struct Head {
     int64_t row = i0 / m.block_q, base = matrix * (m.rows + 1);
     int64_t begin = clamp(m.row_ptr[base + row], 0, m.kept), end = clamp(m.row_ptr[base + row + 1], begin, m.kept);
     static const i32 nothing = 0; // a row without entries is still a row
-    return {m.kept > 0 ? m.col + begin : &nothing, end - begin, m.block_k};
+    const int64_t to_full = m.kept > 0 && m.full && hides && !computes ? m.full - m.col : 0;
+    return {m.kept > 0 ? m.col + begin : &nothing, end - begin, m.block_k, to_full};
   }
 
 private:
@@ -205,9 +206,10 @@ private:
   static STROBE_INLINE bool has_form(const Head<T> &head, score::Form form) { return head.code && head.code->form == form; }
 };
 
-// Turns q.k into scores, in place. slopes (optional): receives d score / d (scaled q.k), if the score is a function of q.k.
+// Turns q.k into scores, in place. hides: the functions may hide keys here. slopes (optional): receives d score / d (scaled q.k), if the
+// score is a function of q.k.
 template <class T>
-__attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan &t, bool band_masked, bool use_mask,
+__attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan &t, bool band_masked, bool use_mask, bool hides,
                                              ScoreScratch<T> &scratch, T *s, T *slopes) {
   using V = Vec<T>;
   constexpr int L = V::kLanes;
@@ -239,7 +241,7 @@ __attribute__((noinline)) void apply_options(const Head<T> &head, const TileSpan
       x.store(at);
     }
   }
-  if (head.hides && !head.computes) run_functions(head, of_functions, true, scratch.functions, s, (T *)nullptr);
+  if (hides && !head.computes) run_functions(head, of_functions, true, scratch.functions, s, (T *)nullptr);
 }
 
 // keep[key][lane] = 1 / keep rate if dropout keeps the element, else 0. Bits are drawn for blocks of 16 x 16. i0 and j0 may lie within a

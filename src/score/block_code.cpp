@@ -71,7 +71,7 @@ private:
     if (node.count > 1 && node.inputs[0] == node.inputs[1]) step.flags |= BoundsStep::kSame;
     code_.functions |= bounds::bit_of_function(int32_t(node.op));
     if (node.op == Op::REAL) {
-      const Bounds rounded = Bounds::rounded(node.real, node.real, std::isnan(node.real));
+      const Bounds rounded = rounded_bounds(node.real, node.real, std::isnan(node.real));
       const auto bits = [](double x) { return uint64_t(std::bit_cast<uint32_t>(float(x))); };
       step.number = bits(rounded.real.least) | bits(rounded.real.most) << 32;
       if (rounded.may_be_nan) step.flags |= BoundsStep::kNan;

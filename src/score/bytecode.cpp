@@ -69,24 +69,24 @@ private:
     const int64_t most_q = std::max(p_.size_q(), p_.longest_q()), most_k = std::max(p_.size_k(), p_.longest_k());
     switch (node.op) {
     case Op::BATCH:
-      return Bounds{0, p_.part.first_batch + p_.batch};
+      return bounds::integers(0, p_.part.first_batch + p_.batch);
     case Op::HEAD:
-      return Bounds{0, p_.part.first_head + p_.heads};
+      return bounds::integers(0, p_.part.first_head + p_.heads);
     case Op::QUERY:
-      return Bounds{0, most_q + kPastTheEnd};
+      return bounds::integers(0, most_q + kPastTheEnd);
     case Op::KEY:
-      return Bounds{0, most_k + kPastTheEnd};
+      return bounds::integers(0, most_k + kPastTheEnd);
     case Op::OFFSET:
-      return Bounds{-most_q, most_k};
+      return bounds::integers(-most_q, most_k);
     case Op::LOAD:
-      if (p_.captured[node.captured].dtype == DType::i32) return Bounds{INT32_MIN, INT32_MAX};
+      if (p_.captured[node.captured].dtype == DType::i32) return bounds::integers(INT32_MIN, INT32_MAX);
       return {};
     case Op::TO_INTEGER: { // of a real that is infinite or NaN: what the narrow instruction makes of it, if finite ones fit
       const size_t from = size_t(node.inputs[0]);
       if (graph_[node.inputs[0]].kind != Kind::real || !finite_[from].within(kNarrowFromReal)) return {};
       const Bounds &real = before[from];
       if (!real.may_be_nan && real.real.least >= -kNarrowFromReal && real.real.most <= kNarrowFromReal) return {};
-      return Bounds{-int64_t(kNarrowFromReal), int64_t(kNarrowFromReal)};
+      return bounds::integers(-int64_t(kNarrowFromReal), int64_t(kNarrowFromReal));
     }
     default:
       return {};

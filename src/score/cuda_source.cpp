@@ -181,21 +181,22 @@ std::optional<Bounds> CudaFunctions::known_range(int32_t n) const {
   case Op::HEAD:
   case Op::QUERY:
   case Op::KEY:
-    return Bounds{0, most_position_};
+    return bounds::integers(0, most_position_);
   case Op::OFFSET:
-    return Bounds{-most_position_, most_position_};
+    return bounds::integers(-most_position_, most_position_);
   case Op::REAL:
   case Op::BOOLEAN:
-    return Bounds::any(x.kind);
+    return any_bounds(x.kind);
   case Op::INTEGER:
     if (shifts_[size_t(n)]) return {}; // its value stands in the source
-    if (x.integer <= -kSmallConstant || x.integer >= kSmallConstant) return Bounds::any(x.kind);
-    return Bounds{divides_[size_t(n)] && x.integer > 0 ? 1 : limits_[size_t(n)] && x.integer >= 0 ? 0 : -kSmallConstant, kSmallConstant};
+    if (x.integer <= -kSmallConstant || x.integer >= kSmallConstant) return any_bounds(x.kind);
+    if (divides_[size_t(n)] && x.integer > 0) return bounds::integers(1, kSmallConstant);
+    return bounds::integers(limits_[size_t(n)] && x.integer >= 0 ? 0 : -kSmallConstant, kSmallConstant);
   case Op::LOAD:
-    if (captured_[size_t(x.captured)].dtype == DType::i32) return Bounds{INT32_MIN, INT32_MAX};
+    if (captured_[size_t(x.captured)].dtype == DType::i32) return bounds::integers(INT32_MIN, INT32_MAX);
     return {};
   case Op::TO_INTEGER:
-    if (limited_[size_t(n)]) return Bounds{-kLimit, kLimit};
+    if (limited_[size_t(n)]) return bounds::integers(-kLimit, kLimit);
     return {};
   default:
     return {};
@@ -632,8 +633,7 @@ std::string CudaFunctions::gradients() const {
     const Node &load = graph_[g.load];
     captured += text(n ? ", " : "", load.captured), units += text(n ? ", " : "", is_real(graph_[g.slope], 1) ? "true" : "false");
     const std::vector<bool> slope = graph_.needed_by({g.slope});
-    values +=
-        statements(slope, made, "    ") + text("    if constexpr ((kLoads_ >> ", n, " & 1) != 0) out[", n, "] = ", name(g.slope), ";\n");
+    values += statements(slope, made, "    ") + text("    if constexpr (kSome.has(", n, ")) out[", n, "] = ", name(g.slope), ";\n");
     for (size_t node = 0; node < made.size(); node++) made[node] = made[node] || slope[node];
     std::vector<int32_t> indices(load.inputs.begin(), load.inputs.begin() + load.count);
     elements += text(n ? "    else if constexpr (kLoad == " : "    if constexpr (kLoad == ", n, ") {\n",
@@ -643,7 +643,7 @@ std::string CudaFunctions::gradients() const {
       "  static constexpr int kLoads = ", loads_.size(), ";\n", "  static __device__ constexpr i32 captured_of(int load) {\n",
       "    constexpr i32 all[] = {", captured, "};\n    return all[load];\n  }\n",
       "  static __device__ constexpr bool is_unit(int load) {\n    constexpr bool all[] = {", units, "};\n    return all[load];\n  }\n",
-      "  template <Functions kFunctions, i32 kLoads_, class T>\n"
+      "  template <Functions kFunctions, LoadSet kSome, class T>\n"
       "  static __device__ __forceinline__ void gradients(const FunctionArguments &a, const PlaceOfPair &at, T x, T (&out)[kLoads]) {\n"
       "    using R = Reals<kFunctions, T>;\n    using Exact = Reals<Functions::full, T>;\n",
       values,

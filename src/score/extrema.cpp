@@ -82,14 +82,14 @@ private:
   static Range inside(Range r, int64_t size) {
     if (r.low < 0 && r.high >= 0) return {0, size - 1};
     if (r.high < 0) r.low = r.low < -size ? 0 : r.low + size, r.high = r.high < -size ? 0 : r.high + size;
-    return {std::min(r.low, size - 1), std::min(r.high, size - 1)};
+    return {std::min<int64_t>(r.low, size - 1), std::min<int64_t>(r.high, size - 1)};
   }
 
   static Bounds bounds(const Span &x) {
     if constexpr (kReal)
-      return Bounds::rounded(x.low, x.high, x.has_nan);
+      return rounded_bounds(x.low, x.high, x.has_nan);
     else
-      return {x.low, x.high};
+      return bounds::integers(x.low, x.high);
   }
 
   // Along one axis: spans of kFew elements, of kFew such spans, and so on.
@@ -192,8 +192,8 @@ private:
       for (int64_t k = 0; k < 4; k++) collect(found, plane, start, x, y, level - 1, 2 * r + k / 2, 2 * c + k % 2, at_x, at_y);
       return;
     }
-    for (int64_t i = std::max(top, at_x.low); i <= std::min(bottom, at_x.high); i++)
-      for (int64_t j = std::max(left, at_y.low); j <= std::min(right, at_y.high); j++)
+    for (int64_t i = std::max<int64_t>(top, at_x.low); i <= std::min<int64_t>(bottom, at_x.high); i++)
+      for (int64_t j = std::max<int64_t>(left, at_y.low); j <= std::min<int64_t>(right, at_y.high); j++)
         found.add(V(data_[start + i * c_.stride[x] + j * c_.stride[y]]));
   }
 

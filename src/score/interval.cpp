@@ -4,8 +4,6 @@
 #include <cmath>
 #include <limits>
 
-#include "../../kernels/attention/bounds.h"
-
 namespace strobe::score {
 namespace {
 
@@ -31,17 +29,6 @@ struct Mathematics {
 #undef STROBE_FUNCTION
 };
 
-bounds::Bounds shared(const Bounds &x) {
-  bounds::Bounds made = bounds::integers(x.whole.low, x.whole.high); // the same bits if they are reals
-  made.may_be_nan = x.may_be_nan;
-  return made;
-}
-Bounds of_shared(const bounds::Bounds &x) {
-  Bounds made{x.whole.low, x.whole.high};
-  made.may_be_nan = x.may_be_nan;
-  return made;
-}
-
 uint8_t argument(Op op) {
   switch (op) {
   case Op::BATCH:
@@ -59,27 +46,21 @@ uint8_t argument(Op op) {
 
 } // namespace
 
-Bounds Bounds::rounded(double least, double most, bool may_be_nan) {
-  return of_shared(bounds::rounded<Mathematics>(least, most, may_be_nan));
-}
-
-Bounds Bounds::any(Kind kind) { return of_shared(bounds::any(int32_t(kind))); }
+Bounds rounded_bounds(double least, double most, bool may_be_nan) { return bounds::rounded<Mathematics>(least, most, may_be_nan); }
 
 Bounds result_bounds(const Node &node, Kind of, const Bounds *in, bool same) {
   switch (node.op) {
   case Op::REAL:
-    return Bounds::rounded(node.real, node.real, std::isnan(node.real));
+    return rounded_bounds(node.real, node.real, std::isnan(node.real));
   case Op::INTEGER:
   case Op::BOOLEAN:
-    return {node.integer, node.integer};
+    return bounds::integers(node.integer, node.integer);
   default:
     break;
   }
-  if (!node.count || node.op == Op::LOAD) return Bounds::any(node.kind);
-  const bounds::Bounds none = bounds::integers(0, 0);
-  const auto input = [&](int32_t k) { return k < node.count ? shared(in[k]) : none; };
-  return of_shared(
-      bounds::result<Mathematics>(int32_t(node.op), int32_t(node.kind), int32_t(of), node.count > 1, same, input(0), input(1), input(2)));
+  if (!node.count || node.op == Op::LOAD) return any_bounds(node.kind);
+  const auto input = [&](int32_t k) { return k < node.count ? in[k] : bounds::integers(0, 0); };
+  return bounds::result<Mathematics>(int32_t(node.op), int32_t(node.kind), int32_t(of), node.count > 1, same, input(0), input(1), input(2));
 }
 
 std::vector<Bounds> bounds_of_nodes(const Graph &graph, const KnownBounds &known) {
@@ -91,7 +72,7 @@ std::vector<Bounds> bounds_of_nodes(const Graph &graph, const KnownBounds &known
       all.push_back(*more);
       continue;
     }
-    Bounds in[4];
+    Bounds in[4] = {};
     for (int32_t k = 0; k < 3 && k < node.count; k++) in[k] = all[size_t(node.inputs[size_t(k)])];
     const Kind of = node.count ? graph[node.inputs[0]].kind : node.kind;
     all.push_back(result_bounds(node, of, in, node.count > 1 && node.inputs[0] == node.inputs[1]));
@@ -218,7 +199,7 @@ Bounds Intervals::evaluate(const Box &box) {
 
 Bounds Intervals::value(int32_t n, const Box &box) {
   const Node &node = nodes_[size_t(n)];
-  auto of = [](Range r) { return Bounds{r.low, r.high}; };
+  auto of = [](Range r) { return bounds::integers(r.low, r.high); };
   switch (node.op) {
   case Op::BATCH:
     return of(box.b);
@@ -235,7 +216,7 @@ Bounds Intervals::value(int32_t n, const Box &box) {
   default:
     break;
   }
-  if (Bounds made; correlated_[size_t(n)] && by_sums(n, made)) return made;
+  if (Bounds made{}; correlated_[size_t(n)] && by_sums(n, made)) return made;
   Bounds in[3];
   for (int32_t k = 0; k < 3 && k < node.count; k++) in[k] = values_[size_t(node.inputs[size_t(k)])];
   const Kind kind = node.count ? nodes_[size_t(node.inputs[0])].kind : node.kind;
@@ -243,7 +224,7 @@ Bounds Intervals::value(int32_t n, const Box &box) {
 }
 
 Bounds Intervals::element(const Node &node) {
-  Range at[4];
+  Range at[4] = {};
   for (int32_t k = 0; k < node.count; k++) at[k] = values_[size_t(node.inputs[size_t(k)])].whole;
   return extrema_[size_t(node.captured)].over(at, node.count);
 }
@@ -262,18 +243,18 @@ std::vector<Intervals::Sum> Intervals::sums_for(int32_t n) const {
 bool Intervals::by_sums(int32_t n, Bounds &made) const {
   const Node &node = nodes_[size_t(n)];
   if (node.op == Op::ADD || node.op == Op::SUBTRACT) {
-    Range sum;
+    Range sum{};
     if (!bounds_of(sums_[size_t(n)], sum)) return false;
-    made = {sum.low, sum.high};
+    made = bounds::integers(sum.low, sum.high);
     return true;
   }
   if (node.kind != Kind::boolean) return false;
   const size_t x = size_t(node.inputs[0]), y = size_t(node.inputs[1]); // a comparison: of a - b with 0, if none of the sums wraps around
-  Range of_a, of_b, apart;
+  Range of_a{}, of_b{}, apart{};
   Sum difference = sums_[x];
   if (!add(difference, sums_[y], -1) || !bounds_of(sums_[x], of_a) || !bounds_of(sums_[y], of_b) || !bounds_of(difference, apart))
     return false;
-  made = of_shared(bounds::order<int64_t>(int32_t(node.op), apart.low, apart.high, 0, 0));
+  made = bounds::order<int64_t>(int32_t(node.op), apart.low, apart.high, 0, 0);
   return true;
 }
 

@@ -7,39 +7,17 @@
 #include <optional>
 #include <span>
 
+#include "../../kernels/attention/bounds.h"
 #include "attention/attention.h"
 #include "score/program.h"
 
 namespace strobe::score {
 
-// Integers from low to high, both included.
-struct Range {
-  int64_t low = 0, high = 0;
-  bool within(int64_t most) const { return low >= -most && high <= most; }
-  bool narrow() const { return low >= INT32_MIN && high <= INT32_MAX; }
-};
+using bounds::Bounds, bounds::Range;
 
-// Booleans are the integers 0 and 1. Of reals, may_be_nan says whether NaN is possible beside those from least to most.
-struct Bounds {
-  union {
-    Range whole;
-    struct {
-      double least, most;
-    } real;
-  };
-  bool may_be_nan = false;
-
-  Bounds() : whole{} {}
-  Bounds(int64_t low, int64_t high) : whole{low, high} {}
-  static Bounds reals(double least, double most, bool may_be_nan) {
-    Bounds b;
-    b.real = {least, most}, b.may_be_nan = may_be_nan;
-    return b;
-  }
-  static Bounds any(Kind);
-  // The same, of values that engines round to float32 or float64, with or without subnormals.
-  static Bounds rounded(double least, double most, bool may_be_nan);
-};
+inline Bounds any_bounds(Kind kind) { return bounds::any(int32_t(kind)); }
+// Of reals that engines round to float32 or float64, with or without subnormals.
+Bounds rounded_bounds(double least, double most, bool may_be_nan);
 
 // The bounds of a node, from those of its inputs, which are of kind `of`. same: its first two inputs are one node. Of a SCORE, LOAD or
 // argument nothing is known.

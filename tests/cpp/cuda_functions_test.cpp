@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <ctime>
 
+#include "cuda/program/ahead.h"
 #include "score/cuda_source.h"
 
 using namespace strobe;
@@ -296,6 +297,20 @@ TEST_CASE("functions: what i - j and the head decide is computed ahead, where th
   CHECK(f.digest() != made(with_table(63, 0.5)).digest());
   p.invariant = true; // bits may not depend on lengths
   CHECK(made(p).ahead().empty());
+}
+TEST_CASE("functions: the launch that computes ahead takes time") {
+  cuda::Device device;
+  device.sms = 100, device.clock_hz = 1e9;
+  const auto seconds = [&](int64_t length) {
+    Problem p = with_table(63, 0.5);
+    p.seqlen_q = p.seqlen_k = length;
+    p.cuda_functions = std::make_shared<const score::CudaFunctions>(p, true);
+    return cuda::ahead_seconds(p, device);
+  };
+  CHECK(seconds(64) == 0); // nothing is computed ahead
+  const double some = seconds(8192), more = seconds(16384), most = seconds(32768);
+  CHECK(some > 2e-6);
+  CHECK(most - more == doctest::Approx(2 * (more - some)).epsilon(0.01)); // a start, and the values
 }
 TEST_CASE("functions: what is computed ahead depends on one position or on one difference") {
   using namespace score;

@@ -29,15 +29,18 @@ BLOCKS = {"block_rows": (1, 1, 65), "block_rows_t": (1, 1, 65)} | dict.fromkeys(
 FULL = dict.fromkeys(("block_full", "block_full_t"), (4096,))
 
 
+def kernels_beside_blocks(name, dim, backward, arch, engine, dtype="bfloat16", lists=BLOCKS | FULL):
+    score, mask, captured = FUNCTIONS[name]()
+    x = Shape((2, 16, S, dim), dtype)
+    arrays = {"q": x, "k": x, "v": x, **captured, **{name: Shape(shape, "int32") for name, shape in lists.items()}}
+    return prewarmed(arrays, score, mask, {"causal": 1, "block_q": 128, "block_k": 128}, backward, arch, engine)
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ["documents", "window", "neighbourhood"])
 def test_hopper_beside_blocks(name, dim, backward):
-    score, mask, captured = FUNCTIONS[name]()
-    x = Shape((2, 16, S, dim), "bfloat16")
-    arrays = {"q": x, "k": x, "v": x, **captured, **{name: Shape(shape, "int32") for name, shape in (BLOCKS | FULL).items()}}
-    options = {"causal": 1, "block_q": 128, "block_k": 128}
-    for kernel in prewarmed(arrays, score, mask, options, backward, 90, "cuda-sm90"):
+    for kernel in kernels_beside_blocks(name, dim, backward, 90, "cuda-sm90"):
         assert kernel.spilled <= (8 if backward else 0), kernel  # a loading thread's
         assert not kernel.serialized, kernel
 
@@ -51,6 +54,21 @@ def test_hopper_beside_blocks(name, dim, backward):
 def test_other_families(name, engine, arch, dtype, backward):
     for kernel in kernels(name, 64, backward, arch, engine, dtype):
         assert kernel.registers > 0, kernel
+
+
+@pytest.mark.parametrize(
+    ("engine", "arch", "dtype"), [("cuda-mma", 80, "bfloat16"), ("cuda-tf32", 80, "float32"), ("cuda-simt", 90, "float64")]
+)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_other_families_beside_blocks(engine, arch, dtype, backward):
+    """Where lists say which blocks are full, kernels are others, and spill no more than is named."""
+    plain, full = (
+        {kernel.name: kernel.spilled for kernel in kernels_beside_blocks("documents", 64, backward, arch, engine, dtype, lists)}
+        for lists in (BLOCKS, BLOCKS | FULL)
+    )
+    assert not {name for name in full if "Forward" in name or "Backward" in name} & {*plain}
+    more = 48 if engine == "cuda-simt" and not backward else 0  # bytes in float64: whether a tile is full takes a register
+    assert max(full.values()) <= max(plain.values()) + more
 
 
 # Bytes that the pass for the gradient of a captured tensor spills, in tiles that a mask cuts.

@@ -25,20 +25,18 @@ def _in_runs(q: Tensor, k: Tensor) -> Tensor:
     return s
 
 
-def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool = False, p_from_lse: bool = False) -> Results:
-    """Evaluates the formulas. Each step's result is rounded to dtype. Products of 16-bit matrices and sums of 16-bit numbers are
-    accumulated in float32, as by tensor cores and BLAS. d_from_p: D is the sum of P dP instead of dO O; the two differ only by rounding.
-    in_runs: q.k is summed in runs of 32 columns. p_from_lse: the gradients' P is exp(S - LSE), as in docs/semantics.md, with the LSE that
-    the caller gets; otherwise it is the forward's P."""
+def _rounding(dtype: torch.dtype) -> tuple[torch.dtype, Callable[[Tensor], Tensor]]:
+    """The dtype that sums have, and the rounding of a step's result."""
     work = torch.float32 if dtype in HALF else dtype
-    r: Callable[[Tensor], Tensor] = (lambda t: t.to(dtype).to(work)) if dtype in HALF else (lambda t: t)
-    q, k, v, dout, dlse = (t.to(work) for t in (x.q, x.k, x.v, x.dout, x.dlse))
-    (b, h, sq, d), (hkv, sk), dv = q.shape, k.shape[1:3], v.shape[3]
-    grouped, scores = (b, hkv, h // hkv * sq), (b, h, sq, sk)  # the query heads of a key head are rows of one product
+    return work, (lambda t: t.to(dtype).to(work)) if dtype in HALF else (lambda t: t)
 
-    # Scores
-    rows = q.reshape(*grouped, d)
-    product = r((_in_runs(rows, k) if in_runs else rows @ k.transpose(2, 3)).view(scores))
+
+def scores_of(x: Dense, dtype: torch.dtype, in_runs: bool = False) -> tuple[Tensor, Tensor, Tensor | None, dict[int, Tensor]]:
+    """scale q.k; the scores, -inf where nothing is seen; their derivative by scale q.k (None: 1), and by each load of the function."""
+    work, r = _rounding(dtype)
+    (b, h, sq, d), hkv = x.q.shape, x.k.shape[1]
+    q, k = x.q.to(work).reshape(b, hkv, h // hkv * sq, d), x.k.to(work)
+    product = r((_in_runs(q, k) if in_runs else q @ k.transpose(2, 3)).view(b, h, sq, k.shape[2]))
     s = scaled = r(product * x.scale)
     slope = None
     if x.softcap:
@@ -60,7 +58,22 @@ def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool
         s = r(s - x.slopes.to(work) * x.distance.to(work))
     if x.bias is not None:
         s = r(s + x.bias.to(work))
-    s = torch.where(x.seen, s, -torch.inf)
+    return scaled, torch.where(x.seen, s, -torch.inf), slope, of_loads
+
+
+def evaluate(x: Dense, dtype: torch.dtype, d_from_p: bool = False, in_runs: bool = False, p_from_lse: bool = False) -> Results:
+    """Evaluates the formulas. Each step's result is rounded to dtype. Products of 16-bit matrices and sums of 16-bit numbers are
+    accumulated in float32, as by tensor cores and BLAS. d_from_p: D is the sum of P dP instead of dO O; the two differ only by rounding.
+    in_runs: q.k is summed in runs of 32 columns. p_from_lse: the gradients' P is exp(S - LSE), as in docs/semantics.md, with the LSE that
+    the caller gets; otherwise it is the forward's P."""
+    work, r = _rounding(dtype)
+    q, k, v, dout, dlse = (t.to(work) for t in (x.q, x.k, x.v, x.dout, x.dlse))
+    (b, h, sq, d), (hkv, sk), dv = q.shape, k.shape[1:3], v.shape[3]
+    grouped, scores = (b, hkv, h // hkv * sq), (b, h, sq, sk)  # the query heads of a key head are rows of one product
+
+    # Scores
+    rows = q.reshape(*grouped, d)
+    scaled, s, slope, of_loads = scores_of(x, dtype, in_runs)
 
     # Softmax, relative to the largest score of a row; relative to 0 in a row without scores
     sink = None if x.sinks is None else x.sinks.to(work).view(1, h, 1, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -344,18 +344,23 @@ class Placed:
 
     def scatter(self, x: Tensor, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
         """The gradient of each real table. gradients: of each load of one, by the number of its step."""
-        values = self.function.evaluate(
-            x, self.places, [t.values.to(x.dtype) if t.kind == "real" else t.values for t in self.function.tables]
-        )
         found = {
             n: torch.zeros(t.values.shape, dtype=x.dtype, device=x.device) for n, t in enumerate(self.function.tables) if t.kind == "real"
         }
+        elements = self.elements(x, gradients)
         for n, g in gradients.items():
+            found[int(self.function.steps[n].number)].view(-1).index_put_((elements[n],), g, accumulate=True)
+        return found
+
+    def elements(self, x: Tensor, loads: Iterable[int]) -> dict[int, Tensor]:
+        """Which element of its table, row by row, each pair reads. loads: numbers of steps."""
+        tables = [t.values.to(x.dtype) if t.kind == "real" else t.values for t in self.function.tables]
+        values, found = self.function.evaluate(x, self.places, tables), {}
+        for n in loads:
             step = self.function.steps[n]
-            target = found[int(step.number)]
-            index = index_of(step, [values[m].expand(x.shape) for m in step.inputs], target.shape)
-            if index:
-                target.index_put_(tuple(index), g, accumulate=True)
-            else:
-                target += g.sum()
+            shape = tables[int(step.number)].shape
+            at = torch.zeros((), dtype=torch.int64, device=x.device)
+            for index, size in zip(index_of(step, [values[m] for m in step.inputs], shape), shape, strict=True):
+                at = at * size + index
+            found[n] = at.expand(x.shape)
         return found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from random_dense import Dense
 from random_draw import DTYPES, Call
-from random_formulas import HALF, Results, evaluate
+from random_formulas import HALF, Results, evaluate, scores_of
 
 FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
 ORDERS = 12  # in how many more orders the formulas are summed: the error of one order may be small by chance
@@ -54,8 +54,9 @@ class Judge:
     """Judges the results of a call. float32: they must be within the larger of 1e-6 of max|ref| and twice the formulas' error in that
     precision; float64: the same with 1e-12; float16 and bfloat16: within twice the formulas' error plus one ulp of the output. lse,
     max_logit and column_sums, which are float32 there, must also be within the larger of 1e-4 of max|ref| and twice the formulas' error in
-    float32. The formulas' error is the largest over orders of summation and calls of the same kind. These are tried one after another, only
-    until the results are within the bound, since more of them can only raise it."""
+    float32; and a captured tensor's gradient may be off by what D is off by (_rows). The formulas' error is the largest over orders of
+    summation and calls of the same kind. These are tried one after another, only until the results are within the bound, since more of
+    them can only raise it."""
 
     def __init__(self, call: Call, flushed: float = 0.0):
         """flushed: gradients smaller than this may be 0."""
@@ -72,6 +73,7 @@ class Judge:
         self.plain = dict.fromkeys(self.ref, 0.0)  # the formulas' error, so far
         self.plain_statistics = dict.fromkeys(STATISTICS, 0.0)  # the same in float32
         self.steps = self._steps() if self.dtype == torch.float16 else {}
+        self.rows: dict[str, float] = {}  # by which D's error may exceed these; only of results that are not within the bound without it
         self._more = self._measure()
 
     def _gross(self) -> dict[str, float]:
@@ -111,6 +113,48 @@ class Judge:
         if x.bias is not None:
             axes = [i for i in range(4) if x.bias.shape[i] == 1]
             found["dbias"] = each * magnitude((seen.sum(dim=axes) if axes else seen).sqrt())
+        return found
+
+    def _rows(self) -> dict[str, float]:
+        """The largest error of each table's gradient from D (docs/semantics.md, "Rows"), in 16 bits.
+
+        With u half a unit in the last place of 1, the forward rounds P and O: sum_j P_ij (1 + a_ij) kept_ij V_jc times 1 + e_ic, where |a|
+        and |e| are at most u. D_i = sum_c dO_ic O_ic is then off by
+
+            delta_i = sum_j a_ij P_ij dP_ij + sum_c e_ic dO_ic O_ic
+
+        and dS_ij = P_ij (dP_ij - D_i) by -P_ij delta_i: one error for all pairs of a row, which does not cancel as their own roundings do.
+        An element that pairs read with the derivative g_ij is off by sum_i delta_i G_i, where G_i is the sum of P_ij g_ij over the pairs of
+        row i that read it. Roundings are independent and between -u and u: delta_i has at most the variance of numbers drawn from there,
+        and the element is off by at most four standard deviations, and by no more than the sum of all roundings' largest.
+
+        Other calls of the same kind do not show this error, which grows with this call's D and G: a scalar where the mask leaves one row,
+        or an element that few rows read, is a single number, as is a row of dQ."""
+        x, dtype = self.call.dense, torch.float64
+        scaled, s, _, of_loads = scores_of(x, dtype)
+        if not of_loads:
+            return {}
+        out, lse = self.ref["out"], torch.where(self.ref["lse"] == -torch.inf, torch.inf, self.ref["lse"])
+        p = torch.exp(s - lse[..., None])
+        v = x.v.to(dtype).repeat_interleave(s.shape[1] // x.v.shape[1], 1)
+        dout = x.dout.to(dtype)
+        dp = torch.where(x.seen, dout @ v.transpose(2, 3), 0.0)
+        terms = torch.cat([p * (dp if x.keep is None else dp * x.keep / x.keep_rate), dout * out], 3).flatten(0, 2)
+        u = torch.finfo(self.dtype).eps / 2
+        largest, variance = u * terms.abs().sum(1), u**2 / 3 * terms.square().sum(1)
+        found: dict[str, float] = {}
+        elements = x.function.elements(scaled, of_loads)
+        rows = torch.arange(len(terms), device=terms.device).view(s.shape[:3])[..., None]
+        for table in {int(x.function.function.steps[n].number) for n in of_loads}:
+            own = [n for n in of_loads if x.function.function.steps[n].number == table]
+            count = x.function.function.tables[table].values.numel()
+            read = torch.cat([(rows * count + elements[n]).flatten() for n in own])  # a row and an element
+            of, back = read.unique(return_inverse=True)
+            g = torch.cat([torch.where(x.seen, p * of_loads[n], 0.0).flatten() for n in own])
+            of_row = torch.zeros(len(of), dtype=dtype, device=g.device).index_add(0, back, g).abs()
+            row, sums = of // count, torch.zeros(2, count, dtype=dtype, device=g.device)
+            sums.index_add_(1, of % count, torch.stack([largest[row] * of_row, variance[row] * of_row.square()]))
+            found[f"dtable {table}"] = magnitude(torch.minimum(sums[0], 4 * sums[1].sqrt()))
         return found
 
     def _variants(self) -> Iterator[tuple[Dense, Results, bool]]:
@@ -157,6 +201,7 @@ class Judge:
         if self.dtype == torch.float64:
             bound = max(bound, self.rounding[name])
         if self.dtype in HALF:
+            bound = max(bound, self.rows.get(name, 0.0))
             bound += ulp(self.dtype if name in self.vanishing else self.dtype_of(name), size)  # a gradient that vanishes has O's rounding
             if name == "column_sums":
                 bound += size * 2.0**-21 * (1 + 2 * self.size["lse"])  # P in float32: docs/semantics.md, "Rows"
@@ -216,6 +261,7 @@ class Judge:
             try:
                 next(self._more)
             except StopIteration:
+                self.rows = self._rows() if self.dtype in HALF else {}
                 break
         for name, off in errors.items():
             if not off <= self.allowed(name):

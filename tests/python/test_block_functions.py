@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import strobe
-from device import DEVICE
+from device import DEVICE, running_on
+from engines import available_engines
 from strobe import BlockMask
 from strobe._parse import parse
 
@@ -53,6 +54,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], bool, tuple[int, int]]] = {
 }
 # (Sq, Sk, block_q, block_k)
 SIZES = [(200, 200, 16, 16), (200, 200, 64, 32), (199, 130, 32, 16), (1, 200, 16, 16), (200, 1, 16, 16), (0, 48, 16, 16), (33, 0, 16, 16)]
+
+
+# Engines of some dtypes alone.
+DTYPES_OF = {"cpu-amx": "bfloat16", "cpu-avx512bf16": "bfloat16", "cuda-sm90": "bfloat16", "cuda-mma": "bfloat16", "cuda-tf32": "float32"}
 
 
 def of_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,6 +152,51 @@ def test_which_blocks_are_full_follows_the_transpose():
                 to[b, n, cols[begin:end].cpu().numpy()] = marks[begin:end].cpu().numpy()
     assert full.sum() == blocks.full.sum() > 0
     np.testing.assert_array_equal(full.swapaxes(1, 2), full_t)
+
+
+def wrong_where_lists_say_full(engine: str, dtype: torch.dtype, gradients: bool = True) -> list[str]:
+    """Which results are not those of a mask that sees every pair of the blocks that the lists call full, whatever g says. The lists call
+    every other kept block full, also those in which g hides keys: only if g is not evaluated there do the results agree."""
+    block, n, d = 128, 500, 64
+    i = torch.arange(n)
+    keeps = (i[None] <= i[:, None]) & ((i[None] // 90 + i[:, None] // 70) % 3 > 0)
+    hidden = keeps.to(DEVICE)
+
+    def g(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return hidden[i, j]
+
+    made = BlockMask.from_function(g, 1, 1, n, n, block=block, device=DEVICE)
+    kept = np.asarray(made.to_kept().cpu())[0, 0]
+    full = kept & (np.add.outer(*[np.arange(len(kept))] * 2) % 2 == 0)
+    assert (full & ~whole(keeps[None, None], block, block)[0, 0]).sum() > 2
+    marks = [torch.from_numpy(full[np.nonzero(kept)]), torch.from_numpy(full.T[np.nonzero(kept.T)])]
+    for to, own in zip(made.full_arrays, marks, strict=True):
+        to[: len(own)] = own.to(to)
+    pairs = [torch.from_numpy(x).repeat_interleave(block, 0).repeat_interleave(block, 1)[:n, :n] for x in (kept, full)]
+    seen = (pairs[0] & (keeps | pairs[1]))[None, None].to(DEVICE)
+
+    generator = torch.Generator().manual_seed(3)
+    leaves = [torch.randn(1, heads, n, d, generator=generator).to(DEVICE, dtype).requires_grad_(gradients) for heads in (2, 1, 1)]
+    found = []
+    with running_on(engine):
+        for options in ({"block_mask": made}, {"mask": seen}):
+            out = strobe.attention(*leaves, engine=engine, **options)
+            more = torch.autograd.grad(out.float().square().sum(), leaves) if gradients else ()
+            found.append([out.detach(), *more])
+    limit = {torch.float32: 2e-5, torch.float64: 1e-11}.get(dtype, 2e-2)
+    names = zip(("out", "dq", "dk", "dv"), *found, strict=False)
+    return [name for name, x, y in names if not (x - y).double().abs().max() <= limit * y.double().abs().max()]
+
+
+@pytest.mark.parametrize("engine", available_engines())
+def test_full_blocks_do_not_ask_the_function(engine):
+    for dtype in [DTYPES_OF[engine]] if engine in DTYPES_OF else ["float32", "bfloat16", "float64"]:
+        assert wrong_where_lists_say_full(engine, getattr(torch, dtype)) == [], dtype
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the reference computes on the CPU")
+def test_the_reference_asks_the_function_everywhere():
+    assert wrong_where_lists_say_full("reference", torch.float64) == ["out", "dq", "dk", "dv"]
 
 
 def test_more_blocks_than_there_was_room_for():

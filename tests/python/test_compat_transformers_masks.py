@@ -683,8 +683,18 @@ def test_operations_on_a_mask_are_those_on_its_tensor():
     assert mask.dtype == torch.bool
     assert mask.ndim == mask.dim() == len(mask.shape) == 4
     assert mask.to("cpu") is mask
+    assert mask.to("cpu:0") is mask
     with pytest.raises(TypeError, match="^attention_mask: added to 1; accepted is a tensor of scores"):
         mask + 1
+
+
+def test_a_device_without_an_index_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    mask = made(FUNCTIONS["window"][0])
+    for own, other in (("cuda:1", "cuda"), ("cuda", "cuda:1"), ("cuda", "cuda")):
+        mask.device = torch.device(own)
+        assert mask.to(other) is mask
+        assert mask.to(device=torch.device(other)) is mask
 
 
 @pytest.mark.usefixtures("_on_this_device")

@@ -17,7 +17,7 @@ import torch
 import strobe
 from device import running_on
 from random_function import draw_mask, fill
-from test_block_functions import B, FUNCTIONS, H, SIZES
+from test_block_functions import B, DTYPES_OF, FUNCTIONS, H, SIZES, wrong_where_lists_say_full
 
 
 def made(function, b, h, sizes, on_gpu, **more):
@@ -155,6 +155,13 @@ def long():
     compare("long", function, 1, 1, (200, 200, 16, 16))
 
 
+def full():
+    for engine, dtype in DTYPES_OF.items():
+        if engine.startswith("cuda"):
+            print(*(f"{engine} {name} " for name in wrong_where_lists_say_full(engine, getattr(torch, dtype))), end="")
+    print(*wrong_where_lists_say_full("cuda-simt", torch.float64), end="")
+
+
 globals()[sys.argv[1]]()
 """
 
@@ -167,3 +174,7 @@ def test_lists_are_those_of_the_cpu(group):
 @pytest.mark.parametrize("first", [0, 40])
 def test_random_functions(first):
     assert output(PROGRAM, "drawn", str(first), str(first + 40)) == ""
+
+
+def test_full_blocks_do_not_ask_the_function():
+    assert output(PROGRAM, "full") == ""

@@ -100,3 +100,66 @@ print(abs(gradient("cuda-tf32", torch.float32) / gradient("reference", torch.flo
 
 def test_a_cell_does_not_overflow():
     assert float(output(ONE_ELEMENT)) < 1e-6
+
+
+# More reads than one set of loads holds, of one tensor and of others, summed in each way. Prints the largest error of each gradient.
+MANY_READS = """
+import sys
+
+import torch
+
+import strobe
+from device import running_on
+
+engine, dtype = sys.argv[1], getattr(torch, sys.argv[2])
+H, L, D = 2, 80, 16
+generator = torch.Generator().manual_seed(4)
+q, k, v, dout = (torch.randn(1, H, L, D, generator=generator).to(dtype) for _ in range(4))
+shapes = [(H, L, 32), (H, L), (5, 7), (L, 130)]
+tables = [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def gradients(engine, dtype):
+    t, u, small, large = leaves = [x.to(torch.float64 if dtype == torch.float64 else torch.float32).requires_grad_() for x in tables]
+
+    def score(x, b, h, i, j):
+        of_pair = large[i, (i + j) % 130] + small[i % 5, j % 7] + u[h, j] * t[h, i, 31]
+        return x + torch.dot(t[h, i], torch.arange(32) / 16.0) * torch.tanh(of_pair) + small[j % 5, i % 7] * u[h, i - j]
+
+    with running_on(engine):
+        out = strobe.attention(*(x.to(dtype) for x in (q, k, v)), score=score, causal=True, engine=engine)
+        return [x.double() for x in torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+
+pairs = zip(gradients(engine, dtype), gradients("reference", torch.float64))
+print(*(float((x - y).abs().max() / y.abs().max()) for x, y in pairs))
+"""
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [("cuda-mma", "bfloat16"), ("cuda-simt", "float32")])
+def test_more_reads_than_a_set_holds(engine, dtype):
+    errors = [float(x) for x in output(MANY_READS, engine, dtype).split()]
+    assert len(errors) == 4
+    assert max(errors) < BOUNDS[dtype]
+
+
+# In a part: what explain() says of the engines.
+PART = """
+import torch
+
+import strobe
+from device import running_on
+
+q, k, v = (torch.randn(1, 1, 32, 16).bfloat16() for _ in range(3))
+t = torch.zeros(64, requires_grad=True)
+part = strobe.Part([(32, 32)], [(0, 32)], 64, 64)
+with running_on("cuda-mma"):
+    print(strobe.explain(q, k, v, score=lambda x, b, h, i, j: x + t[i], part=part, backward=True))
+"""
+
+
+def test_parts_are_left_to_simt():
+    lines = [" ".join(line.split()) for line in output(PART).splitlines()]
+    assert "cuda-mma no: computes no gradients of captured tensors in parts" in lines
+    assert any(line.startswith("cuda-simt ") and "predicted" in line for line in lines)
+    assert lines[lines.index("choice") + 1].startswith("cuda-simt")

@@ -64,9 +64,9 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
     auto lse = [&](int n) { return StagedLse(lse_of(stage, n0 + n)); };
     decltype(auto) own_scores = scores_of(t);
     if (kNonfinite || t.queries.masked)
-      probabilities<F, true, kSlope, F.unbounded()>(S, P, own_scores, t.head, i, j, state.k1, lse);
+      exponentiate<true>(S, P, own_scores, t, i, j, lse);
     else
-      probabilities<F, false, kSlope, F.unbounded()>(S, P, own_scores, t.head, i, j, state.k1, lse);
+      exponentiate<false>(S, P, own_scores, t, i, j, lse);
     if constexpr (F.dropout) {
       if constexpr (kSlope != Slope::apart) dropout.mark(S, i, j, t.head, state.batch);
       if constexpr (F.curved()) dropout.mark(P, i, j, t.head, state.batch);
@@ -82,6 +82,15 @@ template <BackwardConfig C> struct BackwardSteps : BackwardBlock<C> {
         }
       }
     }
+  }
+  template <bool kMasked, class OwnScores, class Lse>
+  __device__ __forceinline__ void exponentiate(Accumulator (&S)[kKeys][kStep], Accumulator (&P)[kKeys][kStep], const OwnScores &own_scores,
+                                               const Tile &t, i32 i, i32 j, const Lse &lse) const {
+    if constexpr (F.blocks == kFullKnown) {
+      if (t.queries.entry[in.template to_full_t<F>()])
+        return probabilities<F, kMasked, kSlope, F.unbounded(), false, false>(S, P, own_scores, t.head, i, j, state.k1, lse);
+    }
+    probabilities<F, kMasked, kSlope, F.unbounded()>(S, P, own_scores, t.head, i, j, state.k1, lse);
   }
   // The scores of a tile. In a part, they end with the tile's last query, wherever the sequence ends, and they read mask and bias at the
   // tile's own rows.

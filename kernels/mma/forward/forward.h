@@ -125,7 +125,7 @@ private:
 
   __device__ __forceinline__ i64 last() const { return min((i64)item.q + C.tile_q, sequence.band.seqlen_q); } // the last query, plus 1
   __device__ __forceinline__ BlockRow blocks() const {
-    if constexpr (F.blocks) return in.blocks.row(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
+    if constexpr (F.blocks) return in.template block_row<F>(item.b, item.h, (u32)item.q / (u32)in.blocks.row_tokens);
     return {nullptr, 0, 0};
   }
   __device__ __forceinline__ Schedule::Share share() const {

@@ -122,7 +122,7 @@ class MaskFunction(_BlockMask):
         if any(isinstance(x, Tensor) or (isinstance(x, torch.dtype) and x != torch.bool) for x in given):
             return self.to_dense().to(*args, **kwargs)
         device = next((torch.device(x) for x in given if isinstance(x, (str, torch.device, int)) and not isinstance(x, bool)), self.device)
-        if device == self.device:
+        if _is_same_device(device, self.device):
             return self
         return self.to_dense().to(device)  # what the function reads lies on the old one
 
@@ -317,16 +317,11 @@ class _Rest:
             self.others.append(condition)
 
     def settle(self) -> None:
+        """Gives the mask its options: packed sequences, keys that count, a band, and a function for all that these cannot say."""
         mask = self.mask
         self._settle_sequences()
         self._settle_keys()
-        others = [condition for condition in self.others if not any(condition is each for _, each in self.sequences)]
-        is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
-        # Sequences that transformers makes are those of positions. Others, as chunks, are not those of which a collator gives the lengths.
-        # Dynamo of PyTorch 2.11 knows no bool() of a list.
-        is_remapped = len(self.sequences) == 1 and len(self.bands) > 0
-        has_collators = not self.sequences or (is_remapped and _table(self.sequences[0][0]) is not None)
-        mask.is_packed = is_square and has_collators and not others and mask.keys is None and mask.seqused is None and not mask.parts
+        mask.is_packed = self._is_of_a_collator()
         is_per_head = any("h" in reads(condition) for condition in self.others)
         if self.others and mask.q_length == 1 and not mask.parts and not is_per_head:
             mask.dense, mask.keys = mask.to_dense(), None  # a row of keys
@@ -335,12 +330,34 @@ class _Rest:
         if not self._settle_band(band):
             self.others.append(_band_term(band, mask.device))
         if self.others:
-            terms = tuple(self.others)
-            mask.function = function_of(terms, mask.q_offset, mask.kv_offset)
-            if mask.keys is not None:
-                mask.function, mask.keys = _with_keys(mask.function, mask.keys), None
-            if not is_per_head:  # how many heads there will be is not known
-                mask._find_blocks()
+            self._settle_function(is_per_head)
+
+    def _is_square(self) -> bool:
+        """Whether queries and keys are the same positions, from 0 on."""
+        mask = self.mask
+        return mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
+
+    def _is_of_a_collator(self) -> bool:
+        """Whether the lengths of sequences that a collator gives may take the place of the mask's. transformers makes sequences of
+        positions, which a band reads, too; others, as chunks, are not those of a collator."""
+        mask = self.mask
+        if not self._is_square() or mask.parts or mask.keys is not None or mask.seqused is not None:
+            return False
+        others = [condition for condition in self.others if not any(condition is each for _, each in self.sequences)]
+        if others:
+            return False
+        if not self.sequences:
+            return True
+        # Dynamo of PyTorch 2.11 knows no bool() of a list.
+        return len(self.sequences) == 1 and len(self.bands) > 0 and _table(self.sequences[0][0]) is not None
+
+    def _settle_function(self, is_per_head: bool) -> None:
+        mask = self.mask
+        mask.function = function_of(tuple(self.others), mask.q_offset, mask.kv_offset)
+        if mask.keys is not None:
+            mask.function, mask.keys = _with_keys(mask.function, mask.keys), None
+        if not is_per_head:  # how many heads there will be is not known
+            mask._find_blocks()
 
     def _settle_band(self, band: tuple[int, int]) -> bool:
         """causal and window for the least and the largest i - j; False if there is no alignment that says the same."""
@@ -411,8 +428,7 @@ class _Rest:
         positions = [_positions(found.base) for found, _ in self.bands]
         traced = is_traced(mask.q_offset, mask.kv_offset, *tables, *positions)
         begins, ascends, fits = None, 0, False
-        is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
-        if self.sequences and is_square and all(x is not None for x in positions):
+        if self.sequences and self._is_square() and all(x is not None for x in positions):
             if not traced:
                 begins, ascending = self._begins()
                 continues = [_continues(position, begins) for position in positions]
@@ -455,6 +471,15 @@ class _Rest:
             ascends = ascends & ((steps >= 0) | begins[:, 1:]).all()
             begins[:, 1:] |= steps != 0
         return begins, ascends
+
+
+def _is_same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether both name one device: without an index it is the current one."""
+
+    def index(x: torch.device) -> int:
+        return x.index if x.index is not None else torch.cuda.current_device() if x.type == "cuda" else 0
+
+    return a.type == b.type and (a.index == b.index or index(a) == index(b))
 
 
 def _is_zero(x: Any) -> bool:

@@ -13,7 +13,6 @@ namespace strobe::cuda {
 inline Features hopper_features(const Problem &p) {
   Features f = features_of(p);
   if (f.part) f.part = kAligned;
-  if (f.blocks && f.seen && p.blocks.full && !f.part && !f.pages) f.blocks = kFullKnown;
   return f;
 }
 

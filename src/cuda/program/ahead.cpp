@@ -29,6 +29,19 @@ std::optional<Launch> compute_ahead(Problem &p, Scratch &scratch) {
   return launch;
 }
 
+double ahead_seconds(const Problem &p, const Device &device) {
+  if (!p.cuda_functions || p.cuda_functions->ahead().empty()) return 0;
+  // As guessed: a launch on an H200, the instructions that find a value's place, and an SM's rate.
+  constexpr double kLaunchSeconds = 3e-6, kInstructions = 40, kInstructionsPerClock = 100;
+  const std::vector<CapturedOperand> operands = p.cuda_functions->operands_ahead();
+  double instructions = 0;
+  for (size_t n = 0; n < operands.size(); n++) {
+    const auto &size = operands[n].size;
+    instructions += double(size[0]) * double(size[1]) * double(size[2]) * (kInstructions + p.cuda_functions->ahead()[n].saved);
+  }
+  return kLaunchSeconds + instructions / (kInstructionsPerClock * device.clock_hz * device.sms);
+}
+
 std::vector<std::string> ahead_in_words(const Problem &p) {
   std::vector<std::string> notes;
   if (!p.cuda_functions) return notes;

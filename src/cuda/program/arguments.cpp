@@ -150,6 +150,7 @@ Features features_of(const Problem &p) {
   f.quant = i32(p.quantised_as), f.by_column = p.scaled_by_channel();
   if (!calls_functions(p)) return f;
   f.seen = p.program->seen >= 0;
+  if (f.blocks && f.seen && p.blocks.full && !f.part && !f.pages) f.blocks = kFullKnown;
   const std::array<int32_t, 2> digest = functions(p)->digest();
   f.program = digest[0], f.program_high = digest[1];
   return f;

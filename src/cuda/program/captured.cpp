@@ -19,14 +19,14 @@ constexpr KernelSource kCaptured{"passes/captured.h", "strobe::passes::Captured"
 constexpr KernelSource kScatter{"passes/captured_sums.h", "strobe::passes::CapturedScatter", "strobe::CapturedScatterConfig"};
 constexpr KernelSource kResult{"passes/captured_sums.h", "strobe::passes::CapturedResult", "strobe::CapturedResultConfig"};
 
-constexpr int32_t kMostLoads = 31;      // bits of a mask
 constexpr double kLaunchSeconds = 3e-6; // of a launch, on an H200
 
-// The loads by how they are summed, as bits.
-struct Masks {
-  int32_t of[6] = {};
-  int32_t &operator[](Summed s) { return of[s]; }
-  int32_t operator[](Summed s) const { return of[s]; }
+// As many loads as a set has room for, by how they are summed.
+struct Group {
+  int32_t first;
+  int32_t bits[6] = {};
+  void *lines[3] = {}; // their sums along rows, columns and diagonals
+  LoadSet of(Summed s) const { return {first, bits[s]}; }
 };
 
 // Whether df/dl of some load is a function of q.k.
@@ -68,14 +68,16 @@ public:
     sum(program, kDiagonals, empty ? 0 : pairs * (tiles_q + tiles_k - 1));
     sum(program, kTable, a_.table_blocks);
     sum(program, kPairs, rows);
-    const CapturedScatterConfig c{.dtype = int32_t(p_.dtype),
-                                  .tile = masks_[kDiagonals] ? passes_.tile_q : 0,
-                                  .rows = masks_[kRows],
-                                  .columns = masks_[kColumns],
-                                  .diagonals = masks_[kDiagonals],
-                                  .features = features_};
-    if (c.rows || c.columns || c.diagonals) {
-      const int64_t lines = c.diagonals ? 2 * passes_.tile_q * (tiles_q + tiles_k - 1) : std::max(p_.seqlen_q, p_.seqlen_k);
+    for (const Group &group : groups_) { // when the largest values of all are known
+      const CapturedScatterConfig c{.dtype = int32_t(p_.dtype),
+                                    .tile = group.bits[kDiagonals] ? passes_.tile_q : 0,
+                                    .rows = group.of(kRows),
+                                    .columns = group.of(kColumns),
+                                    .diagonals = group.of(kDiagonals),
+                                    .features = features_};
+      if (!c.rows.bits && !c.columns.bits && !c.diagonals.bits) continue;
+      const int64_t lines = c.diagonals.bits ? 2 * passes_.tile_q * (tiles_q + tiles_k - 1) : std::max(p_.seqlen_q, p_.seqlen_k);
+      std::ranges::copy(group.lines, a_.lines);
       push(program, Launch(kScatter, c, empty ? 0 : pairs * std::min<int64_t>(tiles(lines, c.threads()), 64), c.threads(), 0, a_));
     }
     a_.tables = tables_, a_.table_blocks *= i32(launches_of(kTable));
@@ -90,15 +92,17 @@ private:
     const std::vector<LoadGradient> &loads = program_.loads;
     double values[FunctionArguments::kCaptured] = {};
     for (size_t n = 0; n < loads.size(); n++) {
-      const int32_t tensor = program_.graph[loads[n].load].captured, bit = 1 << n;
+      if (n % LoadSet::kMost == 0) groups_.push_back({int32_t(n)});
+      int32_t *const bits = groups_.back().bits;
+      const int32_t tensor = program_.graph[loads[n].load].captured, bit = 1 << n % LoadSet::kMost;
       CapturedGradient &g = a_.gradients[tensor];
       const Lines lines = passes_.of_lines ? loads[n].lines : Lines::general;
       if (lines == Lines::general && has_table(g)) {
-        masks_[kTable] |= bit;
+        bits[kTable] |= bit;
         continue;
       }
-      masks_[lines == Lines::rows ? kRows : lines == Lines::columns ? kColumns : lines == Lines::diagonals ? kDiagonals : kPairs] |= bit;
-      if (lines == Lines::general) masks_[kLargest] |= bit;
+      bits[lines == Lines::rows ? kRows : lines == Lines::columns ? kColumns : lines == Lines::diagonals ? kDiagonals : kPairs] |= bit;
+      if (lines == Lines::general) bits[kLargest] |= bit;
       const double of_head = lines == Lines::rows        ? double(p_.seqlen_q)
                              : lines == Lines::columns   ? double(p_.seqlen_k)
                              : lines == Lines::diagonals ? 2.0 * double(p_.seqlen_q + p_.seqlen_k + 2 * passes_.tile_q)
@@ -107,7 +111,7 @@ private:
     }
     for (int n = 0; n < FunctionArguments::kCaptured; n++) a_.gradients[n].log2_values = log2_up(values[n]);
     while (a_.table_copies < kMostTableCopies && a_.table_elements << (a_.table_copies + 1) <= kTableCells) a_.table_copies++;
-    if (masks_[kTable])
+    if (has(kTable))
       a_.table_blocks = i32(std::min(passes_.table_blocks(a_.table_elements), p_.batch * p_.heads * tiles(p_.seqlen_q, passes_.tile_q)));
   }
   // Whether the tensor lies in a table, in which it gets a place.
@@ -130,9 +134,10 @@ private:
     a_.count[kColumns] = p_.varlen ? p_.heads * p_.total_k : pairs * p_.seqlen_k;
     a_.count[kDiagonals] =
         pairs * std::max<int64_t>(0, tiles(p_.seqlen_q, passes_.tile_q) + tiles(p_.seqlen_k, passes_.tile_k) - 1) * 2 * passes_.tile_q;
-    for (const Summed lines : {kRows, kColumns, kDiagonals})
-      if (masks_[lines]) a_.lines[lines] = scratch.take<char>(count_loads(masks_[lines]) * a_.count[lines] * real);
-    if (masks_[kTable]) a_.tables = tables_ = scratch.take<char>(launches_of(kTable) * table_bytes());
+    for (Group &group : groups_)
+      for (const Summed lines : {kRows, kColumns, kDiagonals})
+        if (group.bits[lines]) group.lines[lines] = scratch.take<char>(group.of(lines).count() * a_.count[lines] * real);
+    if (has(kTable)) a_.tables = tables_ = scratch.take<char>(launches_of(kTable) * table_bytes());
   }
 
   int64_t table_bytes() const { return int64_t{a_.table_blocks} * a_.table_elements * (p_.dtype == DType::f32 ? 8 : 4); }
@@ -142,14 +147,25 @@ private:
     program.steps.push_back(std::move(launch));
   }
   // A launch for each few loads that are summed in this way; each has its own sums of tables.
-  int64_t launches_of(Summed summed) const { return tiles(count_loads(masks_[summed]), passes_.loads_at_once(summed)); }
+  int64_t launches_of(Summed summed) const {
+    int64_t launches = 0;
+    for (const Group &group : groups_) launches += tiles(group.of(summed).count(), passes_.loads_at_once(summed));
+    return launches;
+  }
+  bool has(Summed summed) const {
+    return std::ranges::any_of(groups_, [&](const Group &group) { return group.bits[summed] != 0; });
+  }
   void sum(Program &program, Summed summed, int64_t grid) {
-    for (int32_t rest = masks_[summed], launch = 0; rest; launch++) {
-      int32_t some = 0;
-      for (int32_t n = 0; n < passes_.loads_at_once(summed) && rest; n++) some |= rest & -rest, rest &= rest - 1;
-      if (summed == kTable) a_.tables = tables_ + launch * table_bytes();
-      push(program, passes_.launch({summed, some, masks_[summed]}, grid, a_));
-      launches_++;
+    int64_t launch = 0;
+    for (const Group &group : groups_) {
+      std::ranges::copy(group.lines, a_.lines);
+      for (int32_t rest = group.bits[summed]; rest; launch++) {
+        int32_t some = 0;
+        for (int32_t n = 0; n < passes_.loads_at_once(summed) && rest; n++) some |= rest & -rest, rest &= rest - 1;
+        if (summed == kTable) a_.tables = tables_ + launch * table_bytes();
+        push(program, passes_.launch({summed, {group.first, some}, group.of(summed)}, grid, a_));
+        launches_++;
+      }
     }
   }
 
@@ -160,7 +176,7 @@ private:
     std::string how;
     for (const auto &[summed, name] : {std::pair{kRows, "rows"}, std::pair{kColumns, "columns"}, std::pair{kDiagonals, "diagonals"},
                                        std::pair{kTable, "elements in shared memory"}, std::pair{kPairs, "pairs, twice"}})
-      if (masks_[summed]) how += text(how.empty() ? "" : ", ", name);
+      if (has(summed)) how += text(how.empty() ? "" : ", ", name);
     program.notes.push_back(text("gradients of captured tensors: dS is computed again and summed by ", how.empty() ? "nothing" : how, ", ",
                                  std::lround(pass * 1e6), " of ", std::lround(program.predicted_seconds * 1e6), " µs"));
   }
@@ -171,7 +187,7 @@ private:
   const score::GradientProgram &program_;
   CapturedArguments a_{};
   Features features_;
-  Masks masks_;
+  std::vector<Group> groups_;
   int64_t elements_ = 0;
   uint64_t zeros_ = 0;
   char *tables_ = nullptr;
@@ -215,11 +231,6 @@ std::optional<CapturedTileConfig> tile_config(const Problem &p, const Device &de
 }
 
 } // namespace
-
-std::string captured_refusal(const Problem &p) {
-  if (!p.gradient_program || p.gradient_program->loads.size() <= size_t(kMostLoads)) return {};
-  return text("gradients of captured tensors that are loaded ", p.gradient_program->loads.size(), " times; it takes ", kMostLoads);
-}
 
 void captured_gradients(Program &program, const Problem &p, const Device &device, const BackwardArguments &a, Scratch &scratch,
                         const CapturedPasses &passes) {

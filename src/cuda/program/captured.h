@@ -11,15 +11,12 @@
 
 namespace strobe::cuda {
 
-// The reason why no engine makes the gradients that the call wants; empty if there is none.
-std::string captured_refusal(const Problem &);
-
 // How a family recomputes dS.
 struct CapturedPasses {
   // What a launch sums, and of which loads; of_lines: of all loads that are summed in this way.
   struct Sums {
     Summed summed;
-    int32_t loads, of_lines;
+    LoadSet loads, of_lines;
   };
   int32_t tile_q, tile_k;
   bool of_lines;                                // whether it sums along lines; otherwise pair by pair

@@ -59,7 +59,6 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (call.page_size && !reads_pages()) return "k and v in pages: it reads one tensor each";
   if (call.quantised() && !reads_quantised()) return text("k and v in ", strobe::name(call.quantised_as), ": it reads q's dtype");
   if (call.accumulate && !computes_parts()) return "no accumulate: it writes gradients, and adds to none";
-  if (std::string reason = captured_refusal(call); !reason.empty()) return reason;
   if (call.blocks.present && direction == Direction::backward && !call.blocks.transposed)
     return "the backward of a block-sparse mask wants its transpose, block_rows_t and block_cols_t";
   Problem p = marked(call);
@@ -81,6 +80,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   Made made = program(p, direction, device, scratch);
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
+  program->predicted_seconds += ahead_seconds(p, device);
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
   if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
   if (p.auxiliary()) auxiliary(*program, p, device, scratch);

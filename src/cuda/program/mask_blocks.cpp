@@ -7,6 +7,7 @@
 #include "../../../kernels/attention/mask_blocks.h"
 #include "../../../kernels/attention/part.h"
 #include "../../../kernels/passes/config.h"
+#include "attention/refusal.h"
 #include "attention/text.h"
 #include "cuda/compile/jit.h"
 #include "cuda/driver/device.h"
