@@ -11,7 +11,7 @@ import torch
 import strobe
 from cases import FACTORS, Inputs, call
 from check import Yardstick, run
-from device import DEVICE, ON_GPU, moved, running_on
+from device import DEVICE, EMULATED, ON_GPU, moved, running_on
 from engines import engines_under_test
 from quantising import Kind, group_of, quantised
 
@@ -207,3 +207,47 @@ def test_nan_that_is_seen_is_seen(in_v):
 def test_the_cases_hold_each_kind():
     assert {kind.stored for kind in FACTORS["quant"][1:]} == {"int8", "float8", "int4"}
     assert {kind.group is None for kind in FACTORS["quant"][1:]} == {True, False}
+
+
+def scaled_call(requires_grad: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
+    """q, k and v, float8 keys and values, and their scales; `requires_grad` of them does."""
+    q, k, v = (torch.randn(2, heads, 5, 32) for heads in (4, 2, 2))
+    tensors = {"q": q, "k": k.to(torch.float8_e4m3fn), "v": v.to(torch.float8_e4m3fn)}
+    tensors |= {name: torch.rand(2, 2, 5) for name in ("k_scale", "v_scale")}
+    tensors = {name: moved(x, DEVICE) for name, x in tensors.items()}
+    if requires_grad:
+        tensors[requires_grad].requires_grad_()
+    return {name: tensors[name] for name in "qkv"}, {name: tensors[name] for name in ("k_scale", "v_scale")}
+
+
+@pytest.mark.parametrize("name", ["q", "k", "k_scale", "v_scale"])
+def test_the_backward_refuses_quantised_keys(name):
+    """The forward runs, as often as it is repeated: torch.no_grad() may be forgotten where there is no backward."""
+    qkv, scales = scaled_call(name)
+    message = f"^k_scale: quantised keys have no gradients, and {name} requires grad; accepted is a forward under torch.no_grad"
+    with running_on(None):
+        with torch.no_grad():
+            expected = strobe.attention(**qkv, **scales)
+        for _ in range(3):
+            out = strobe.attention(**qkv, **scales)
+            assert torch.equal(out.detach(), expected)
+            with pytest.raises(NotImplementedError, match=message):
+                out.sum().backward()
+
+
+@pytest.mark.skipif(EMULATED, reason="tensors of the CPU stand for a GPU's outside torch.compile alone")
+@pytest.mark.parametrize("name", ["q", "k", "v_scale", "pages"])
+def test_the_compiled_backward_refuses_quantised_keys(name):
+    qkv, scales = scaled_call("q" if name == "pages" else name)
+    argument, keys = "k_scale", "quantised keys"
+    if name == "pages":
+        qkv["k"], qkv["v"] = torch.randn(2, 3, 2, 8, 32, device=DEVICE).unbind()
+        scales = {"page_table": torch.tensor([[0], [2]], dtype=torch.int32, device=DEVICE)}
+        argument, keys, name = "page_table", "keys in pages", "q"
+    torch.compiler.reset()
+    compiled = torch.compile(lambda: strobe.attention(**qkv, **scales) * 2, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        out = compiled()
+        assert torch.equal(out.detach(), strobe.attention(**qkv, **scales).detach() * 2)
+        with pytest.raises(NotImplementedError, match=f"^{argument}: {keys} have no gradients, and {name} requires grad; accepted is"):
+            out.sum().backward()
