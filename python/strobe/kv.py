@@ -213,6 +213,41 @@ def append(
     Raises:
         TypeError, ValueError: an argument is not as described above; nothing is written then.
     """
+    caches = (k_cache, v_cache, k, v, seqlens, page_table, cu_seqlens)
+    return _append(*caches, rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale, layout)
+
+
+@writes("k_cache", "v_cache")
+def append_stored(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqlens: Tensor,
+    page_table: Tensor | None,
+    cu_seqlens: Tensor | None,
+    layout: str,
+) -> None:
+    """append() of FP8 numbers to a cache of them that has no scales for its keys."""
+    _append(k_cache, v_cache, k, v, seqlens, page_table, cu_seqlens, None, None, False, None, None, layout, stored=True)
+
+
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqlens: Tensor,
+    page_table: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    layout: str,
+    stored: bool = False,
+) -> Tensor:
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "seqlens": seqlens}
     maybe = {"page_table": page_table, "cu_seqlens": cu_seqlens, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     maybe.update({"k_scale": k_scale, "v_scale": v_scale})
@@ -223,7 +258,7 @@ def append(
     wrong += incomplete(maybe, ("rotary_cos", "rotary_sin"), ("k_scale", "v_scale"))
     refuse(*wrong)
     bshd = layout == "bshd"
-    wrong = misplaced(tensors) or _unlike(tensors, bshd)
+    wrong = misplaced(tensors) or _unlike(tensors, bshd, stored)
     caches = {name: x for name, x in tensors.items() if name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     wrong = wrong or not_writable(caches, {name: x for name, x in tensors.items() if name not in caches})
     refuse(*wrong)
@@ -547,8 +582,8 @@ def _ways_out(given: dict[str, Tensor], name: str, sizes: _Sizes, bshd: bool) ->
     return ""
 
 
-def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
-    """Refuses the tensors of a call of append() that do not fit."""
+def _unlike(given: dict[str, Tensor], bshd: bool, stored: bool) -> Wrong:
+    """Refuses the tensors of a call of append() that do not fit. stored: k and v are numbers of a quantised cache that has no scales."""
     k_cache, k, seqlens = (given[name] for name in ("k_cache", "k", "seqlens"))
     table, cu_seqlens, quantised = given.get("page_table"), given.get("cu_seqlens"), "k_scale" in given
     axes = {"k_cache": 4, "v_cache": 4} | dict.fromkeys(("k", "v"), 4 if cu_seqlens is None else 3)
@@ -569,7 +604,8 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
         )
     if wrong:
         return wrong
-    if not quantised and (k_cache.dtype in _LARGEST or given["v_cache"].dtype in _LARGEST):  # the intended dtype of k and v is not known
+    # Without scales the intended dtype of k and v is not known.
+    if not (quantised or stored) and (k_cache.dtype in _LARGEST or given["v_cache"].dtype in _LARGEST):
         of = f", float16 or float32 {tuple(k_cache.shape[:3])}: append() quantises k and v itself, and writes their scales"
         return _wrong_dtypes(k_cache, given["v_cache"], quantised, of)
     row = 1 if bshd else 2
@@ -592,7 +628,7 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
             wrong.append(refusing(ValueError, name, f"{x.dtype} of shape {tuple(x.shape)}; accepted is float16 or float32 {shape}"))
         if not given[name[0]].shape[-1]:
             wrong.append(ValueError(f"{name[0]}: shape {tuple(given[name[0]].shape)}; accepted is a last axis of 1 or more"))
-    wrong += _wrong_dtypes(k_cache, given["v_cache"], quantised)
+    wrong += [] if stored else _wrong_dtypes(k_cache, given["v_cache"], quantised)
     if quantised and k.dtype not in _PLAIN:
         wrong.append(refusing(ValueError, "k", f"dtype {k.dtype}; accepted are {_listed(_PLAIN)}"))
     for name, of in (("v", "k"),) if quantised else (("k", "k_cache"), ("v", "k_cache")):

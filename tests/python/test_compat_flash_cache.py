@@ -267,8 +267,6 @@ def test_refusals_of_a_cache():
     q = torch.zeros(2, 1, 4, 16)
     call = flash_attn.flash_attn_with_kvcache
     table = torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="^cache_leftpad: given beside block_table"):
-        call(q, k_cache, v_cache, cache_leftpad=table[:, 0], block_table=table)
     with pytest.raises(ValueError, match=r"^block_table: torch.int64 of shape \(2, 1\); accepted is int32 \(2, n\)"):
         call(q, k_cache, v_cache, block_table=table.long())
     if DEVICE == "cpu":
