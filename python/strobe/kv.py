@@ -33,7 +33,8 @@ from .arrays.torch import TORCH
 __all__ = ["append", "copy", "gather", "quantise", "quantize"]
 
 # The largest stored number; uint8 stores two INT4.
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.uint8: 7.0}
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.uint8: 7.0}
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -64,7 +65,7 @@ def quantise(
     Args:
         x: K or V, (B, Hkv, Sk, D), (B, Sk, Hkv, D) with layout "bshd", or (Tk, Hkv, D); pools of pages are the first two. Of float64,
             float32, float16 or bfloat16, and finite.
-        dtype: torch.int8, torch.float8_e4m3fn, or torch.uint8, which stands for two INT4 and needs an even D.
+        dtype: torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, or torch.uint8, which stands for two INT4 and needs an even D.
         group: for K, strobe.attention()'s k_scale_group, a multiple of 32: a scale for each column and this many rows. None: for each row.
         scale_dtype: torch.float32, or torch.float16, which takes numbers up to 65504 times the largest stored one (127, 448 or 7).
             A float16 scale is 2^-24 or more, unless it is 0.
@@ -144,7 +145,7 @@ def _rounded(
     x = x if x.dtype == torch.float64 else x.float()
     of_rows = scale[..., None] if group is None else scale.repeat_interleave(group, row).narrow(row, 0, x.shape[row])
     data = (x / torch.where(of_rows == 0, 1.0, of_rows.to(x.dtype))).clamp(-most, most)
-    if dtype == torch.float8_e4m3fn:
+    if dtype in _FP8:
         return data.contiguous().to(dtype), scale
     data = data.nan_to_num(0.0).round().to(torch.int8)  # a NaN has a scale that makes it NaN again
     if dtype == torch.uint8:
@@ -166,7 +167,7 @@ def _scale(largest: Tensor, most: float, dtype: torch.dtype) -> Tensor:
 
 def _as_bytes(cache: Tensor) -> Tensor:
     """FP8 as bytes, which can be copied by index on every device."""
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+    return cache.view(torch.uint8) if cache.dtype in _FP8 else cache
 
 
 @names_checked(_OF_APPEND, "page_table=table")
@@ -407,7 +408,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     refuse(*wrong)
     if cache.dim() == 3:
         return gather(cache[..., None], page_table, seqlens, layout=layout)[..., 0]
-    if cache.dtype == torch.float8_e4m3fn:
+    if cache.dtype in _FP8:
         return gather(_as_bytes(cache), page_table, seqlens, layout=layout).view(cache.dtype)
     if cache.dim() != 4:
         raise refusing(
