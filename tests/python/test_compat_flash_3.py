@@ -477,6 +477,18 @@ def test_the_backward_refuses_fp8():
             out.sum().backward()
 
 
+def test_compiled_fp8():
+    (q, k, v), (descale, _, _) = in_eight_bits((2, 4, H, D), (2, 4, HKV, D), (2, 4, HKV, D))
+    given: dict[str, Any] = dict.fromkeys(("q_descale", "k_descale", "v_descale"), descale)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *x: flash_attn_3.flash_attn_func(*x, **given), fullgraph=True, backend="aot_eager")
+    q.requires_grad_()
+    out = compiled(q, k, v)
+    assert torch.equal(out, flash_attn_3.flash_attn_func(q, k, v, **given))
+    with pytest.raises(NotImplementedError, match="^q: float8_e4m3fn has no gradient; accepted is"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -74,14 +74,8 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
         q, k = _rotated(given, filled, added, from_each=bool(given["causal"]) or is_local)
         written = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": given["v"], "seqlens": _each(filled, batch, q.device).int()}
         of_append = {**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}
-        called(
-            of_append,
-            append_stored if fp8 else append,
-            **written,
-            page_table=table,
-            cu_seqlens=tensors.get("cu_seqlens_k_new"),
-            layout="bshd",
-        )
+        write = append_stored if fp8 else append
+        called(of_append, write, **written, page_table=table, cu_seqlens=tensors.get("cu_seqlens_k_new"), layout="bshd")
     if table is not None and keys.table is None:
         row = table[:, 0].clamp(min=0)
         keys = keys._replace(k=k_cache[row], v=v_cache[row])
