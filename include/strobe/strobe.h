@@ -57,9 +57,10 @@ typedef enum strobe_dtype {
   STROBE_BOOL = 5, /* one byte: 0 is false, any other value is true */
   STROBE_INT32 = 6,
   STROBE_INT64 = 7,
-  STROBE_INT8 = 8,        /* k and v only, with k_scale and v_scale; the same holds for the next two */
+  STROBE_INT8 = 8,        /* k and v only, with k_scale and v_scale; the same holds for the next three */
   STROBE_FLOAT8_E4M3 = 9, /* 1 sign bit, 4 exponent bits (bias 7), 3 fraction bits; NaN is 0x7F or 0xFF; no infinity */
-  STROBE_UINT8 = 10       /* two INT4 (-8 to 7, two's complement) per byte: column 2n is the low nibble of byte n */
+  STROBE_UINT8 = 10,      /* two INT4 (-8 to 7, two's complement) per byte: column 2n is the low nibble of byte n */
+  STROBE_FLOAT8_E5M2 = 11 /* 1 sign bit, 5 exponent bits (bias 15), 2 fraction bits: the upper byte of a float16, with its NaN, infinity */
 } strobe_dtype;
 
 typedef enum strobe_device_type { STROBE_CPU = 0, STROBE_CUDA = 1 } strobe_device_type;
@@ -214,8 +215,8 @@ typedef struct strobe_tensors {
    * not read. */
   const strobe_tensor *page_table;
   /* forward: the scales of quantised k and v, float16 or float32. Each stored number stands for itself times its scale. They have the
-   * shape of k and v without the last axis; with k_scale_group, k_scale has k's shape, but ceil(rows / k_scale_group) on the axis of
-   * rows. */
+   * shape of k and v without the last axis, or (Hkv), or are one number, of rank 0 or shape (1); with k_scale_group, k_scale has k's
+   * shape, but ceil(rows / k_scale_group) on the axis of rows. */
   const strobe_tensor *k_scale, *v_scale;
   /* what STROBE_OP_LOAD reads: bool, int32, int64 or a float dtype, of any shape that has elements */
   const strobe_tensor *captured_0, *captured_1, *captured_2, *captured_3, *captured_4, *captured_5, *captured_6, *captured_7;

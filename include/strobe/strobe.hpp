@@ -117,6 +117,9 @@ struct bfloat16 {
 struct float8_e4m3 {
   uint8_t bits;
 };
+struct float8_e5m2 {
+  uint8_t bits;
+};
 struct int4x2 { // column 2n is the low nibble of element n
   uint8_t bits;
 };
@@ -130,6 +133,7 @@ template <> struct dtype_of<bool> : std::integral_constant<strobe_dtype, STROBE_
 template <> struct dtype_of<uint8_t> : std::integral_constant<strobe_dtype, STROBE_BOOL> {};
 template <> struct dtype_of<int8_t> : std::integral_constant<strobe_dtype, STROBE_INT8> {};
 template <> struct dtype_of<float8_e4m3> : std::integral_constant<strobe_dtype, STROBE_FLOAT8_E4M3> {};
+template <> struct dtype_of<float8_e5m2> : std::integral_constant<strobe_dtype, STROBE_FLOAT8_E5M2> {};
 template <> struct dtype_of<int4x2> : std::integral_constant<strobe_dtype, STROBE_UINT8> {};
 template <> struct dtype_of<int32_t> : std::integral_constant<strobe_dtype, STROBE_INT32> {};
 template <> struct dtype_of<int64_t> : std::integral_constant<strobe_dtype, STROBE_INT64> {};

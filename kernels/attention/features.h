@@ -38,7 +38,7 @@ struct Features {
   // LSE and D of the whole row.
   i32 partial;
   i32 adds;      // gradients are FP32 (FP64 if q is) and added to what the tensors hold
-  i32 quant;     // how quantised K and V are stored: kInt8, kE4M3, kInt4; 0: in q's dtype
+  i32 quant;     // how quantised K and V are stored: kInt8, kE4M3, kE5M2, kInt4; 0: in q's dtype
   i32 by_column; // quantised K: scales belong to columns, not to rows
   i32 seen;      // a function of the caller says which keys are visible
   i32 program;   // the two halves of a hash of the code of the caller's functions; 0 without functions
@@ -71,7 +71,7 @@ inline constexpr i32 kMostUsualDim = 256;
 STROBE_FN constexpr bool wide(i32 head_dim, i32 head_dim_v) { return max(head_dim, head_dim_v) > kMostUsualDim; }
 
 // The values of strobe_dtype.
-inline constexpr i32 kF32 = 1, kF16 = 2, kBF16 = 3, kF64 = 4, kInt8 = 8, kE4M3 = 9, kInt4 = 10;
+inline constexpr i32 kF32 = 1, kF16 = 2, kBF16 = 3, kF64 = 4, kInt8 = 8, kE4M3 = 9, kInt4 = 10, kE5M2 = 11;
 STROBE_FN constexpr i32 element_bytes(i32 dtype) { return dtype == kF64 ? 8 : dtype == kF32 ? 4 : 2; }
 
 } // namespace strobe::inline STROBE_ISA

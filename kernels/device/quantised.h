@@ -19,6 +19,9 @@ template <> __device__ __forceinline__ float stored_number<kE4M3>(u32 x) { // FP
   const f16 y{(unsigned short)((x & 0x80) << 8 | (x & 0x7F) << 7)};
   return (x & 0x7F) == 0x7F ? __int_as_float(0x7FFFFFFF) : 256.0f * to_float(y);
 }
+template <> __device__ __forceinline__ float stored_number<kE5M2>(u32 x) { // the upper byte of an FP16 number
+  return to_float(f16{(unsigned short)(x << 8)});
+}
 
 __device__ __forceinline__ float scale_at(const void *scales, i64 at, bool half) {
   return half ? to_float(((const f16 *)scales)[at]) : ((const float *)scales)[at];

@@ -22,8 +22,9 @@ __device__ __forceinline__ constexpr u32 both(u32 x) { return x << 16 | x; }
 //   INT4, BF16  (128 + (x + 8)) - 136
 //   INT8, FP16  (1024 + (x + 128)) - 1152
 //   INT8, BF16  (128 + the lower 7 bits of x) - (128, or 256 where x < 0): the fraction has 7 bits
-//   FP8         2^8 y, in BF16 2^120 y: y has x's sign, exponent and fraction, each at its place; the exponents' biases differ
-// FP8's NaN becomes 480: see has_nan().
+//   E4M3        2^8 y, in BF16 2^120 y: y has x's sign, exponent and fraction, each at its place; the exponents' biases differ
+//   E5M2        in BF16 2^112 y. In FP16 x is the upper byte.
+// E4M3's NaN becomes 480, and in BF16 E5M2's infinity and NaN become numbers from 2^16 on: see has_nan().
 // zero: a 0 that the compiler does not know. If it knew, it would load each constant into a register again for each use.
 template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, u32 (&pairs)[columns_of_word(kStored) / 2], u32 zero) {
   constexpr bool kHalf = kIsHalf<T>;
@@ -50,6 +51,12 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of(u32 x, 
       const u32 y = x >> 8 * i;
       pairs[i] = multiply_add_pairs<T>((y & 0x00800080u) | (both(0x4300) + zero), both(0xBF80), (y & 0x007F007Fu) | (both(0x4300) + zero));
     }
+  } else if constexpr (kStored == kE5M2 && kHalf) {
+    pairs[0] = x << 8 & 0xFF00FF00u, pairs[1] = x & 0xFF00FF00u;
+  } else if constexpr (kStored == kE5M2) {
+    constexpr u32 kFields = both(0x0FE0), kUnit = both(0x7780); // 2^112
+    const u32 low = (x << 5 & kFields) | (x << 8 & 0x80008000u), high = (x >> 3 & kFields) | (x & 0x80008000u);
+    pairs[0] = multiply_add_pairs<T>(low, kUnit, both(0x8000)), pairs[1] = multiply_add_pairs<T>(high, kUnit, both(0x8000));
   } else {
     constexpr int kShift = kHalf ? 1 : 4; // FP16 has one more exponent bit, BF16 four
     constexpr u32 kFields = kHalf ? both(0x3F80) : both(0x07F0), kUnit = kHalf ? both(0x5C00) : both(0x7B80); // 2^8, 2^120
@@ -69,7 +76,7 @@ template <class T, i32 kStored> struct KeyFactor {
   using type = T;
 };
 template <class T, i32 kStored>
-  requires(kConverted<kStored> || kStored == kInt8 || kStored == kInt4)
+  requires(kConverted<kStored> || kStored == kInt8 || kStored == kInt4 || kStored == kE5M2)
 struct KeyFactor<T, kStored> {
   using type = f16;
 };
@@ -80,8 +87,11 @@ template <class T, i32 kStored> __device__ __forceinline__ void pairs_of_key(u32
     pairs_of<typename KeyFactor<T, kStored>::type, kStored>(x, pairs, zero);
 }
 
-// Bit 7 of each byte of the result says whether that byte of x is FP8's NaN. The results for several words are joined by |.
-template <i32 kStored> __device__ __forceinline__ u32 nan_bits(u32 x) { return kStored == kE4M3 ? (x & 0x7F7F7F7Fu) + 0x01010101u : 0; }
+// Bit 7 of each byte of the result says whether that byte of x is FP8's NaN or infinity. The results for several words are joined by |.
+template <i32 kStored> inline constexpr bool kHasNan = kStored == kE4M3 || kStored == kE5M2;
+template <i32 kStored> __device__ __forceinline__ u32 nan_bits(u32 x) {
+  return kHasNan<kStored> ? (x & 0x7F7F7F7Fu) + (kStored == kE5M2 ? 0x04040404u : 0x01010101u) : 0;
+}
 __device__ __forceinline__ bool has_nan(u32 bits) { return (bits & 0x80808080u) != 0; }
 
 // Which column of K the lanes with t = lane % 4 multiply in step c as number e of half h, in rows of kColumns. These lanes hold a quarter

@@ -27,6 +27,7 @@ DTYPES: dict[str, int] = {
     "int64": lib.STROBE_INT64,
     "int8": lib.STROBE_INT8,
     "float8_e4m3fn": lib.STROBE_FLOAT8_E4M3,
+    "float8_e5m2": lib.STROBE_FLOAT8_E5M2,
     "uint8": lib.STROBE_UINT8,  # two INT4 each
 }
 NO_DTYPE = 0  # for types that the library has no name for

@@ -13,10 +13,9 @@ from . import _eager, _function, _operators, _prepared
 from ._abi import FORWARD
 from ._call import BEFORE_PARSING, Call
 from ._eager import PreparedCall
-from ._options import GRADIENTS
 from ._part import is_partial
 from ._prepared import Kept
-from ._refusals import Name, refusing
+from ._refusals import CALLER, OWN, Name, Refusal, refusing
 from .arrays import tensor_kinds
 from .arrays.memory import PLAIN
 from .arrays.torch import TORCH
@@ -125,8 +124,12 @@ class _Attention(torch.autograd.Function):
             found = out, lse, *aux = below_autograd(arrays, _prepared.forward, _operators.forward, call)
             kept = Kept(of)
             ctx.mark_non_differentiable(*aux)
-        ctx.save_for_backward(out, lse, *arrays)
         ctx.kept = kept
+        if kept.without_gradients is None:
+            ctx.save_for_backward(out, lse, *arrays)
+        else:
+            ctx.words = CALLER.get()()
+            ctx.save_for_backward(*() if is_plain(arrays) else arrays)  # a graph needs their shapes
         if not kept.return_lse:
             return out
         ctx.set_materialize_grads(False)
@@ -135,6 +138,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: None) -> tuple[Tensor | None, ...]:
         kept, flags, saved = ctx.kept, ctx.needs_input_grad, ctx.saved_tensors
+        if kept.without_gradients is not None:
+            return _refuse_gradients(ctx, dlse if dout is None else dout, saved)
         if dout is None:
             dout = torch.zeros_like(saved[0])
         if kept.prefix and not torch.compiler.is_compiling():
@@ -197,8 +202,23 @@ def _is_differentiated(*tensors: Tensor) -> bool:
     return tracked
 
 
-def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
-    """Refuses a call that has no gradient. tracked: the arrays that require one."""
+def _refuse_gradients(ctx: Any, dout: Tensor | None, arrays: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Refuses the backward of keys in pages or of quantised ones: at once, or in a compiled graph when it runs."""
+    kept, flags = ctx.kept, ctx.needs_input_grad[1:]
+    argument, keys = kept.without_gradients
+    tracked = [name for name, flag in zip(kept.names, flags, strict=True) if flag]
+    all_of_them = ", ".join(f"{{{n}}}" for n in range(len(tracked)))
+    names = [Name("score") if name in _function.CAPTURED else Name(name) for name in tracked]  # score: what its function reads
+    words = f"{keys} have no gradients, and {all_of_them} requires grad; accepted is a forward under torch.no_grad(), or of detach()"
+    refused = ctx.words.said(Refusal(argument, words, (*names,)))
+    if not arrays or dout is None:
+        raise refusing(NotImplementedError, refused.argument, refused.words)
+    tracked_arrays = [x for x, flag in zip(arrays, flags, strict=True) if flag]
+    found = iter(_operators.refuse_gradients(dout, tracked_arrays, OWN.line(refused)))
+    return None, *(next(found) if flag else None for flag in flags)
+
+
+def _refuse_partial(call: Call) -> None:
     if is_partial(call.options):
         raise refusing(
             NotImplementedError,
@@ -206,13 +226,6 @@ def _refuse_without_gradient(call: Call, tracked: Sequence[str]) -> None:
             "partial=True, and a tensor requires grad; accepted are tensors that do not, and strobe.attention_backward with the "
             "whole row's lse and delta",
         )
-    all_of_them = ", ".join(f"{{{n}}}" for n in range(len(tracked)))
-    names = [Name("score") if name in _function.CAPTURED else Name(name) for name in tracked]  # score: what its function reads
-    words = f"have no gradients, and {all_of_them} requires grad; accepted is torch.no_grad(), or detach()"
-    if "page_table" in call.arrays:
-        raise refusing(NotImplementedError, "page_table", f"keys in pages {words}", *names)
-    if "k_scale" in call.arrays or "v_scale" in call.arrays:
-        raise refusing(NotImplementedError, "k_scale", f"quantised keys {words}", *names)
 
 
 def without_masks_captures(call: Call) -> Call:
@@ -235,12 +248,9 @@ def _differentiable_forward(call: Call) -> tuple[Tensor, ...]:
     refuse_tracked_slopes(arrays)
     if not _is_differentiated(*arrays.values()):
         return below_autograd(arrays.values(), _prepared.forward, _operators.forward, call)
-    if tracked := [name for name in _TRACKED if name in arrays and arrays[name].requires_grad and torch.is_grad_enabled()]:
-        _refuse_without_gradient(call, tracked)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values()):
+        _refuse_partial(call)
     return _Attention.apply(call, *arrays.values())
-
-
-_TRACKED = (*GRADIENTS.values(), "k_scale", "v_scale")  # arrays that have gradients, and those for which a gradient is refused
 
 
 def _differentiable_backward(call: Call, known: dict[str, Tensor], names: list[str]) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ _OF_SIZES = frozenset({"mask", "bias", "alibi_slopes", "sinks", "lse", "dlse", "
 # The dtype that messages suggest for lists and for tensors that can be cast without a loss, unless q is float64.
 _CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
 _CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
-_QUANTISED = ("int8", "uint8", "float8_e4m3fn")
+_QUANTISED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _OPTIONS = {field: option for option, field in FUNCTIONS.items()}
 _NONE = f"{NO_DTYPE} (none)"
 
@@ -134,7 +134,7 @@ class OfCall:
         if has_scales and name == "v" and len(accepted) == 1:  # the one accepted dtype is that of k
             return [Hint(", as {0}", (Name("k"),))]
         if not has_scales and given in _QUANTISED:
-            return [Hint(", or with {0} and {1} int8, float8_e4m3fn, uint8", scales, needs=("k_scale",))]
+            return [Hint(", or with {0} and {1} int8, float8_e4m3fn, float8_e5m2, uint8", scales, needs=("k_scale",))]
         return []
 
     def _is_other_layout(self) -> bool:
@@ -185,12 +185,12 @@ class OfCall:
             return [Either((Hint("{0}[..., 0]", (Name(name),)),))]
         if len(shape) == k.ndim and name == "k_scale":
             return [Either((Hint("a scale for each column, with {0}", (Name("k_scale_group"),), needs=("k_scale_group",)),))]
-        by_head = len(shape) == 1 and shape[0] > 1 and not self._bshd and k.ndim == MAX_RANK
-        full, index = ((*shape, 1), "[:, None]") if by_head else (shape, "")
         framework = known_framework(scale)
-        if framework is None or len(full) > len(rows) or any(n not in (1, m) for n, m in zip(full[::-1], rows[::-1], strict=False)):
+        if framework is None or len(shape) < 2 or len(shape) > len(rows):
             return []
-        return [Hint(f"; one for many keys is a view of it, {framework.expanded_in_words('{0}' + index, rows)}", (Name(name),))]
+        if any(n not in (1, m) for n, m in zip(shape[::-1], rows[::-1], strict=False)):
+            return []
+        return [Hint(f"; one for many keys is a view of it, {framework.expanded_in_words('{0}', rows)}", (Name(name),))]
 
     def _missing_axes(self, name: str, shape: tuple[int, ...]) -> list[Hint]:
         """Hints for a mask or bias that does not broadcast: how to make it broadcast, if its axes are those of a batch and of keys."""

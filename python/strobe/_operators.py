@@ -50,6 +50,9 @@ torch.library.define(
     f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {ARGUMENTS}, bool[] needed) -> Tensor[]",  # in the order of GRADIENTS
     tags=TAGS,
 )
+# Stands in a compiled backward for gradients that do not exist: where it runs it raises an error of these words.
+REFUSE_NAME = "strobe::refuse_gradients"
+torch.library.define(REFUSE_NAME, "(Tensor dout, Tensor[] inputs, str words) -> Tensor[]", tags=TAGS)
 # The forward operator that also returns the results named by aux (_options.AUX), after out and lse.
 FORWARD_AUX_NAME = "strobe::attention_forward_aux"
 torch.library.define(FORWARD_AUX_NAME, f"({ARGUMENTS}, str[] aux) -> Tensor[]", tags=TAGS)
@@ -76,6 +79,11 @@ def backward(call: Call, known: dict[str, Tensor], names: Sequence[str]) -> tupl
     while len(needed) > _FEWEST and not needed[-1]:
         needed.pop()
     return tuple(torch.ops.strobe.attention_backward.default(**{"dlse": None, **known}, **_keywords(call), needed=needed))
+
+
+def refuse_gradients(dout: Tensor, inputs: Sequence[Tensor], words: str) -> list[Tensor]:
+    found: list[Tensor] = torch.ops.strobe.refuse_gradients.default(dout, inputs, words)
+    return found
 
 
 def call_of(tensors: Sequence[Tensor], given: dict[str, Any]) -> Call:
@@ -134,6 +142,16 @@ def _fake_forward_aux(*tensors: Tensor, **given: Any) -> list[Tensor]:
 def _fake_backward(*tensors: Tensor, **given: Any) -> list[Tensor]:
     call, _, names = gradients_of(tensors, given)
     return [*call.gradients(names).values()]
+
+
+@torch.library.register_fake(REFUSE_NAME)
+def _fake_refusal(dout: Tensor, inputs: Sequence[Tensor], words: str) -> list[Tensor]:
+    return [torch.empty_like(x) for x in inputs]
+
+
+@torch.library.impl(REFUSE_NAME, "CompositeExplicitAutograd")
+def _refusal(dout: Tensor, inputs: Sequence[Tensor], words: str) -> list[Tensor]:
+    raise NotImplementedError(words)
 
 
 def implement(key: str, forward: Callable[[Call], tuple[Tensor, ...]], backward: Callable[..., tuple[Tensor, ...]]) -> None:

@@ -249,8 +249,8 @@ def _as_scales(framework: Framework, x: Any, k: Array) -> str:
     shape = tuple(k.shape[:-1])
     if not isinstance(x, (int, float)):
         return f", of shape {shape}, a scale for each key and head"
-    one = f"np.float32({x})" if framework.name.startswith("numpy") else f"torch.tensor({x}, device=k.device)"
-    return f"; one for all keys is {framework.expanded_in_words(one, shape)}"
+    one = f"np.array({x}, np.float32)" if framework.name.startswith("numpy") else f"torch.tensor({x}, device=k.device)"
+    return f"; one for all keys is {one}"
 
 
 def _rank_hint(layout: str, paged: bool) -> AnyHint:

@@ -65,14 +65,19 @@ def _short(key: bytes) -> bytes:
     return key if len(key) <= _LONG_KEY else hashlib.sha256(key).digest()
 
 
+_WITHOUT_GRADIENTS = {"page_table": "keys in pages", "k_scale": "quantised keys"}
+
+
 class Kept:
     """A call as autograd keeps it: without the arrays, which autograd's graph saves."""
 
-    __slots__ = ("__weakref__", "_places", "call", "names", "prefix", "return_lse")
+    __slots__ = ("__weakref__", "_places", "call", "names", "prefix", "return_lse", "without_gradients")
 
     def __init__(self, call: Call, return_lse: bool = True, *, is_repeated: bool = False):
         self.names, self.call = tuple(call.arrays), call.on({})
         self.return_lse = return_lse
+        # The argument for which a backward is refused, and what its keys are; None: there are gradients.
+        self.without_gradients = next(((name, keys) for name, keys in _WITHOUT_GRADIENTS.items() if name in self.names), None)
         # The gradients that the call may be asked for, each with the place of its array.
         self._places = [(name, self.names.index(GRADIENTS[name])) for name in call.gradient_names(call.learnable())]
         # The prefix of the keys of the call's gradients. (If the call was made only once, its gradients are looked up like a parsed call.)

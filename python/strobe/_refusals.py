@@ -7,6 +7,7 @@ refusals, so that a function with names of its own can word them again."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 from ._abi import DTYPES, NO_DTYPE, exception_for, last_failure, text
@@ -163,6 +164,8 @@ class Words:
 
 
 OWN = Words()  # strobe.attention() itself
+# The words of the function that the caller called, for a refusal that comes only in the backward.
+CALLER: ContextVar[Callable[[], Words]] = ContextVar("caller", default=lambda: OWN)
 
 
 def refusing(kind: type[ErrorT], argument: str | None, words: str, *values: Any, code: str = "", hints: tuple[AnyHint, ...] = ()) -> ErrorT:

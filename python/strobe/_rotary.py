@@ -35,7 +35,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
         return x.clone()
     turning = 2 * cos.shape[-1]
     positions = positions.clamp(0, len(cos) - 1)  # positions in device memory have not been checked
-    sum_dtype = torch.promote_types(x.dtype, torch.float32)
+    sum_dtype = torch.promote_types(x.dtype, torch.float32) if x.element_size() > 1 else torch.float32
     c, s = (table[positions].unsqueeze(2).to(sum_dtype) for table in (cos, sin))  # (B, S, 1, R)
     head = x[..., :turning].to(sum_dtype)
     a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)

@@ -33,7 +33,8 @@ from .arrays.torch import TORCH
 __all__ = ["append", "copy", "gather", "quantise", "quantize"]
 
 # The largest stored number; uint8 stores two INT4.
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.uint8: 7.0}
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.uint8: 7.0}
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -64,7 +65,7 @@ def quantise(
     Args:
         x: K or V, (B, Hkv, Sk, D), (B, Sk, Hkv, D) with layout "bshd", or (Tk, Hkv, D); pools of pages are the first two. Of float64,
             float32, float16 or bfloat16, and finite.
-        dtype: torch.int8, torch.float8_e4m3fn, or torch.uint8, which stands for two INT4 and needs an even D.
+        dtype: torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, or torch.uint8, which stands for two INT4 and needs an even D.
         group: for K, strobe.attention()'s k_scale_group, a multiple of 32: a scale for each column and this many rows. None: for each row.
         scale_dtype: torch.float32, or torch.float16, which takes numbers up to 65504 times the largest stored one (127, 448 or 7).
             A float16 scale is 2^-24 or more, unless it is 0.
@@ -144,7 +145,7 @@ def _rounded(
     x = x if x.dtype == torch.float64 else x.float()
     of_rows = scale[..., None] if group is None else scale.repeat_interleave(group, row).narrow(row, 0, x.shape[row])
     data = (x / torch.where(of_rows == 0, 1.0, of_rows.to(x.dtype))).clamp(-most, most)
-    if dtype == torch.float8_e4m3fn:
+    if dtype in _FP8:
         return data.contiguous().to(dtype), scale
     data = data.nan_to_num(0.0).round().to(torch.int8)  # a NaN has a scale that makes it NaN again
     if dtype == torch.uint8:
@@ -166,7 +167,7 @@ def _scale(largest: Tensor, most: float, dtype: torch.dtype) -> Tensor:
 
 def _as_bytes(cache: Tensor) -> Tensor:
     """FP8 as bytes, which can be copied by index on every device."""
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+    return cache.view(torch.uint8) if cache.dtype in _FP8 else cache
 
 
 @names_checked(_OF_APPEND, "page_table=table")
@@ -213,6 +214,41 @@ def append(
     Raises:
         TypeError, ValueError: an argument is not as described above; nothing is written then.
     """
+    caches = (k_cache, v_cache, k, v, seqlens, page_table, cu_seqlens)
+    return _append(*caches, rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale, layout)
+
+
+@writes("k_cache", "v_cache")
+def append_stored(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqlens: Tensor,
+    page_table: Tensor | None,
+    cu_seqlens: Tensor | None,
+    layout: str,
+) -> None:
+    """append() of FP8 numbers to a cache of them that has no scales for its keys."""
+    _append(k_cache, v_cache, k, v, seqlens, page_table, cu_seqlens, None, None, False, None, None, layout, stored=True)
+
+
+def _append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqlens: Tensor,
+    page_table: Tensor | None,
+    cu_seqlens: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    rotary_interleaved: bool,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    layout: str,
+    stored: bool = False,
+) -> Tensor:
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "seqlens": seqlens}
     maybe = {"page_table": page_table, "cu_seqlens": cu_seqlens, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin}
     maybe.update({"k_scale": k_scale, "v_scale": v_scale})
@@ -223,7 +259,7 @@ def append(
     wrong += incomplete(maybe, ("rotary_cos", "rotary_sin"), ("k_scale", "v_scale"))
     refuse(*wrong)
     bshd = layout == "bshd"
-    wrong = misplaced(tensors) or _unlike(tensors, bshd)
+    wrong = misplaced(tensors) or _unlike(tensors, bshd, stored)
     caches = {name: x for name, x in tensors.items() if name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     wrong = wrong or not_writable(caches, {name: x for name, x in tensors.items() if name not in caches})
     refuse(*wrong)
@@ -372,7 +408,7 @@ def gather(cache: Tensor, page_table: Tensor, seqlens: Tensor | None = None, *, 
     refuse(*wrong)
     if cache.dim() == 3:
         return gather(cache[..., None], page_table, seqlens, layout=layout)[..., 0]
-    if cache.dtype == torch.float8_e4m3fn:
+    if cache.dtype in _FP8:
         return gather(_as_bytes(cache), page_table, seqlens, layout=layout).view(cache.dtype)
     if cache.dim() != 4:
         raise refusing(
@@ -547,8 +583,8 @@ def _ways_out(given: dict[str, Tensor], name: str, sizes: _Sizes, bshd: bool) ->
     return ""
 
 
-def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
-    """Refuses the tensors of a call of append() that do not fit."""
+def _unlike(given: dict[str, Tensor], bshd: bool, stored: bool) -> Wrong:
+    """Refuses the tensors of a call of append() that do not fit. stored: k and v are numbers of a quantised cache that has no scales."""
     k_cache, k, seqlens = (given[name] for name in ("k_cache", "k", "seqlens"))
     table, cu_seqlens, quantised = given.get("page_table"), given.get("cu_seqlens"), "k_scale" in given
     axes = {"k_cache": 4, "v_cache": 4} | dict.fromkeys(("k", "v"), 4 if cu_seqlens is None else 3)
@@ -569,7 +605,8 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
         )
     if wrong:
         return wrong
-    if not quantised and (k_cache.dtype in _LARGEST or given["v_cache"].dtype in _LARGEST):  # the intended dtype of k and v is not known
+    # Without scales the intended dtype of k and v is not known.
+    if not (quantised or stored) and (k_cache.dtype in _LARGEST or given["v_cache"].dtype in _LARGEST):
         of = f", float16 or float32 {tuple(k_cache.shape[:3])}: append() quantises k and v itself, and writes their scales"
         return _wrong_dtypes(k_cache, given["v_cache"], quantised, of)
     row = 1 if bshd else 2
@@ -592,7 +629,7 @@ def _unlike(given: dict[str, Tensor], bshd: bool) -> Wrong:
             wrong.append(refusing(ValueError, name, f"{x.dtype} of shape {tuple(x.shape)}; accepted is float16 or float32 {shape}"))
         if not given[name[0]].shape[-1]:
             wrong.append(ValueError(f"{name[0]}: shape {tuple(given[name[0]].shape)}; accepted is a last axis of 1 or more"))
-    wrong += _wrong_dtypes(k_cache, given["v_cache"], quantised)
+    wrong += [] if stored else _wrong_dtypes(k_cache, given["v_cache"], quantised)
     if quantised and k.dtype not in _PLAIN:
         wrong.append(refusing(ValueError, "k", f"dtype {k.dtype}; accepted are {_listed(_PLAIN)}"))
     for name, of in (("v", "k"),) if quantised else (("k", "k_cache"), ("v", "k_cache")):

@@ -30,7 +30,8 @@ enum class DType : int32_t {
   i64 = STROBE_INT64,
   i8 = STROBE_INT8,
   e4m3 = STROBE_FLOAT8_E4M3,
-  i4x2 = STROBE_UINT8 // two numbers per byte
+  i4x2 = STROBE_UINT8, // two numbers per byte
+  e5m2 = STROBE_FLOAT8_E5M2
 };
 enum class Direction : int32_t { forward = STROBE_FORWARD, backward = STROBE_BACKWARD };
 

@@ -24,6 +24,8 @@ const char *name(DType type) {
     return "int8";
   case DType::e4m3:
     return "float8_e4m3fn";
+  case DType::e5m2:
+    return "float8_e5m2";
   case DType::i4x2:
     return "uint8";
   }
@@ -37,6 +39,7 @@ int64_t bytes(DType type) {
   case DType::boolean:
   case DType::i8:
   case DType::e4m3:
+  case DType::e5m2:
   case DType::i4x2:
     return 1;
   case DType::f16:

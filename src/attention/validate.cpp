@@ -19,7 +19,7 @@ constexpr int64_t kMaxHeadDim = 576, kMaxHeadDimV = 512, kScaleGroup = 32;
 constexpr const char *kOracle = "reference"; // the engine whose results are float64
 constexpr const char *kOneOfTwo = "given beside {0}; accepted is one of the two";
 
-const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64}, kQuantised = {DType::i8, DType::e4m3, DType::i4x2};
+const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64}, kQuantised = {DType::i8, DType::e4m3, DType::e5m2, DType::i4x2};
 
 int64_t div_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
@@ -30,6 +30,7 @@ constexpr AxisMap kDenseRows = {0, 1, 2, -1}, kPackedRows = {-1, 0, 1, -1};   //
 constexpr AxisMap kDensePairs = {1, 2, 3, -1}, kPackedPairs = {-1, 1, 2, -1}; // lse of a partial part
 constexpr AxisMap kPackedScales = {-1, 1, 0, -1};                             // one scale for each row and head
 constexpr AxisMap kHead = {-1, 0, -1, -1}, kBatchHead = {0, 1, -1, -1};       // sinks, ALiBi's slopes
+constexpr AxisMap kOne = {-1, -1, -1, -1};                                    // one number
 
 View view(const strobe_tensor *t, const AxisMap &map) {
   View v;
@@ -227,15 +228,25 @@ private:
                   group, kScaleGroup, Absent{"0"});
     const Types types = {DType::f16, DType::f32};
     const Axes rows = scale_rows();
-    accept("v_scale", t.v_scale, rows, types);
+    accept("v_scale", t.v_scale, scale_axes(t.v_scale), types);
     if (!good) return;
-    Axes of_k = rows;
+    Axes of_k = group ? rows : scale_axes(t.k_scale);
     if (group) {
       Axis &axis = of_k[packed_k() ? 0 : 2];
       axis = {"rows of k / k_scale_group", axis.size == kAny ? kAny : div_up(axis.size, group)};
       of_k.push_back({"D", n.dim});
     }
     accept("k_scale", t.k_scale, of_k, types);
+  }
+  // The accepted axes of scales that are not by column: one number, one for each head, or one for each key and head.
+  Axes scale_axes(const strobe_tensor *scale) const {
+    if (scale && scale->rank == 0) return {};
+    if (scale && scale->rank == 1) return {{"Hkv", n.heads_kv, true}};
+    return scale_rows();
+  }
+  // The axes of a view of scales.
+  const AxisMap &scale_map(const strobe_tensor *scale) const {
+    return scale->rank == 0 ? kOne : scale->rank == 1 ? kHead : packed_k() ? kPackedScales : kDenseRows;
   }
   Axes scale_rows() const {
     Axes axes = keys({"D"});
@@ -546,9 +557,8 @@ private:
     const AxisMap &tokens = varlen ? kPacked : kDense, &rows = varlen ? kPackedRows : kDenseRows;
     p.q = view(t.q, tokens), p.k = view(t.k, packed_k() ? kPacked : kDense), p.v = view(t.v, packed_k() ? kPacked : kDense);
     if (quantised) {
-      const AxisMap &scale_rows = packed_k() ? kPackedScales : kDenseRows;
-      static_cast<View &>(p.v_scale) = view(t.v_scale, scale_rows);
-      static_cast<View &>(p.k_scale) = view(t.k_scale, !a.k_scale_group ? scale_rows : packed_k() ? kPacked : kDense);
+      static_cast<View &>(p.v_scale) = view(t.v_scale, scale_map(t.v_scale));
+      static_cast<View &>(p.k_scale) = view(t.k_scale, !a.k_scale_group ? scale_map(t.k_scale) : packed_k() ? kPacked : kDense);
       if (a.k_scale_group) p.k_scale.rows = a.k_scale_group;
     }
     if (paged) {

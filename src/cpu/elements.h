@@ -65,6 +65,19 @@ struct E4M3Elements {
     return V((V::Raw)(r | (high & int32_t(0x80000000))));
   }
 };
+struct E5M2Elements {
+  using Real = float;
+  using Stored = E5M2;
+  using Word = int32_t;
+  static constexpr int kPerWord = 4;
+  template <int n> static STROBE_INLINE Vec<float> element(WordsOf<float> words) { // converts like widen()
+    using V = Vec<float>;
+    const WordsOf<float> high = words << (24 - 8 * n), magnitude = (high & 0x7F000000) >> 3;
+    const WordsOf<float> number = (WordsOf<float>)(V((V::Raw)magnitude) * V(0x1p112f)).v;
+    const WordsOf<float> r = magnitude >= 0x0F800000 ? magnitude | 0x7F800000 : number;
+    return V((V::Raw)(r | (high & int32_t(0x80000000))));
+  }
+};
 struct Int4Elements { // two per byte
   using Real = float;
   using Stored = uint8_t;
@@ -85,6 +98,7 @@ template <class T, bool kQuantised, bool kBFloat16, class F> STROBE_INLINE void 
   if constexpr (kQuantised) {
     if (dtype == DType::i8) return f(Int8Elements{});
     if (dtype == DType::e4m3) return f(E4M3Elements{});
+    if (dtype == DType::e5m2) return f(E5M2Elements{});
     if (dtype == DType::i4x2) return f(Int4Elements{});
   }
   if constexpr (kBFloat16)

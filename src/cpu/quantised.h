@@ -12,6 +12,11 @@ STROBE_INLINE float widen(E4M3 x) {
   return bit_cast<float>(((x.bits & 0x7F) == 0x7F ? 0x7FC00000u : bit_cast<uint32_t>(value)) | uint32_t(x.bits & 0x80) << 24);
 }
 
+struct E5M2 { // the upper byte of a half
+  uint8_t bits;
+};
+STROBE_INLINE float widen(E5M2 x) { return widen(Half{uint16_t(x.bits << 8)}); }
+
 // The rows of K or of V.
 struct KeyRows {
   const View &x;
@@ -38,6 +43,7 @@ template <class T> STROBE_INLINE void load_stored(const View &x, int64_t b, int6
   };
   if (x.dtype == DType::i8) return load(x.at<int8_t>(b, h, i, c0));
   if (x.dtype == DType::e4m3) return load(x.at<E4M3>(b, h, i, c0));
+  if (x.dtype == DType::e5m2) return load(x.at<E5M2>(b, h, i, c0));
   const uint8_t *src = x.at<uint8_t>(b, h, i, 0);
   for (int64_t c = 0; c < n; ++c)
     dst[c] =
@@ -84,19 +90,20 @@ __attribute__((noinline)) void load_row(const KeyRows &rows, int64_t b, int64_t 
   }
 }
 
-// Whether stored rows hold a NaN, whatever their scales.
+// Whether stored rows hold a NaN or an infinity, whatever their scales.
 inline bool stores_nonfinite(const KeyRows &rows, int64_t b, int64_t h, int64_t i, int64_t n, int64_t d) {
   if (!rows.quantised()) return !all_finite(rows.x, b, h, i, n, d);
   bool found = false;
-  for (int64_t r = i; rows.x.dtype == DType::e4m3 && r < i + n; ++r) {
+  const int least = rows.x.dtype == DType::e4m3 ? 0x7F : rows.x.dtype == DType::e5m2 ? 0x7C : 0x80; // magnitudes from there on
+  for (int64_t r = i; least < 0x80 && r < i + n; ++r) {
     const uint8_t *row = rows.x.at<uint8_t>(b, h, r, 0);
-    for (int64_t c = 0; c < d; ++c) found |= (row[c * rows.x.stride[3]] & 0x7F) == 0x7F;
+    for (int64_t c = 0; c < d; ++c) found |= (row[c * rows.x.stride[3]] & 0x7F) >= least;
   }
   return found;
 }
 inline bool all_finite(const KeyRows &rows, int64_t b, int64_t h, int64_t i, int64_t n, int64_t d) {
   if (stores_nonfinite(rows, b, h, i, n, d)) return false;
-  constexpr float kLargest = 0x1.fp127f / 512; // with a scale up to this, every stored number times the scale is finite
+  constexpr float kLargest = 0x1.fp127f / 65536; // with a scale up to this, every stored number times the scale is finite
   const bool of_row = rows.scales.rows == 1;
   for (int64_t r = i; rows.quantised() && r < i + n; ++r)
     for (int64_t c = 0; c < (of_row ? 1 : d); ++c) {

@@ -43,6 +43,9 @@ inline double e4m3(uint8_t bits) {
   return bits & 0x80 ? -value : value;
 }
 
+// FP8 E5M2: the upper byte of a half.
+inline double e5m2(uint8_t bits) { return half(uint16_t(bits << 8)); }
+
 // An element of K or V: the stored number, multiplied by its scale if there is one.
 inline double load(const View &x, const Scales &scales, int64_t b, int64_t h, int64_t i, int64_t c) {
   if (!scales) return load(x, b, h, i, c);
@@ -51,6 +54,8 @@ inline double load(const View &x, const Scales &scales, int64_t b, int64_t h, in
     stored = *x.at<int8_t>(b, h, i, c);
   else if (x.dtype == DType::e4m3)
     stored = e4m3(*x.at<uint8_t>(b, h, i, c));
+  else if (x.dtype == DType::e5m2)
+    stored = e5m2(*x.at<uint8_t>(b, h, i, c));
   else if (x.dtype == DType::i4x2)
     stored = (((*x.at<uint8_t>(b, h, i, c / 2) >> (c % 2 ? 4 : 0)) & 15) ^ 8) - 8;
   else

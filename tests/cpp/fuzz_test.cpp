@@ -18,7 +18,7 @@ public:
   explicit Fuzzer(uint32_t seed) : random(seed) {
     const auto direction = draw(2) ? Direction::backward : Direction::forward;
     if (direction == Direction::forward && draw(4) == 0)
-      make_quantised(call, pick<DType>({DType::i8, DType::e4m3, DType::i4x2}), draw(2),
+      make_quantised(call, pick<DType>({DType::i8, DType::e4m3, DType::e5m2, DType::i4x2}), draw(2),
                      pick<void (*)(Call &, Direction)>({make_dense, make_varlen, in_pages}));
     else if (direction == Direction::forward && draw(4) == 0)
       make_paged(call, draw(2));

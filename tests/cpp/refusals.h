@@ -11,11 +11,11 @@ namespace strobe::test {
 
 inline std::string dtypes_in_words(const strobe_value &v) {
   const char *const names[] = {"none",  "float32", "float16", "bfloat16",      "float64", "bool",
-                               "int32", "int64",   "int8",    "float8_e4m3fn", "uint8"};
+                               "int32", "int64",   "int8",    "float8_e4m3fn", "uint8",   "float8_e5m2"};
   std::string all;
   for (size_t n = 0; n < v.count; n++) {
     const int64_t type = v.sizes[n];
-    const bool is_known = type > 0 && type <= STROBE_UINT8;
+    const bool is_known = type > 0 && type <= STROBE_FLOAT8_E5M2;
     all += n ? ", " : "";
     all += is_known ? names[type] : std::to_string(type) + (type ? " (unknown)" : " (none)");
   }

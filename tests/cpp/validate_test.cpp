@@ -324,6 +324,12 @@ TEST_CASE("validate: what host memory holds") {
     Call call;
     make(call, Direction::forward);
     CHECK_NOTHROW(call.validated());
+    call.add("v_scale", DType::f32, {Hkv}); // for each head, or for all
+    CHECK_NOTHROW(call.validated());
+    call.add("v_scale", DType::f32, {1});
+    CHECK(call.validated().v_scale.stride[1] == 0);
+    call["v_scale"].rank = 0;
+    CHECK_NOTHROW(call.validated());
   }
   expect_each(by_key, Direction::forward,
               {{"k_scale: missing beside v_scale; accepted is both, or neither", drop("k_scale")},
@@ -331,15 +337,15 @@ TEST_CASE("validate: what host memory holds") {
                {"k_scale: shape (2, 2, 37); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("k_scale", 2, 37)},
                {"k_scale: dtype bfloat16; accepted is float16, float32", dtype("k_scale", DType::bf16)},
                {"v_scale: shape (2, 1, 38); accepted is (B, Hkv, Sk) = (2, 2, 38)", shape("v_scale", 1, 1)},
-               {"k_scale: rank 0; accepted is rank 3, (B, Hkv, Sk) = (2, 2, 38)", [](Call &c) { c["k_scale"].rank = 0; }},
-               {"v_scale: rank 1; accepted is rank 3, (B, Hkv, Sk) = (2, 2, 38)", [](Call &c) { c["v_scale"].rank = 1; }},
+               {"k_scale: rank 2; accepted is rank 3, (B, Hkv, Sk) = (2, 2, 38)", [](Call &c) { c["k_scale"].rank = 2; }},
+               {"v_scale: shape (3); accepted is (Hkv|1) = (2|1)", [](Call &c) { c.add("v_scale", DType::f32, {3}); }},
                {"k_scale: rank 3; accepted is rank 4, (B, Hkv, rows of k / k_scale_group, D) = (2, 2, 1, 8)",
                 set(&strobe_attention::k_scale_group, int64_t{64})},
                {"k_scale_group: 48; accepted are the multiples of 32 below 2^31, and 0 for a scale for each key",
                 set(&strobe_attention::k_scale_group, int64_t{48})},
                {"k_scale_group: -32; accepted are", set(&strobe_attention::k_scale_group, int64_t{-32})},
                {"v: dtype float8_e4m3fn; accepted is int8", dtype("v", DType::e4m3)},
-               {"k: dtype float32; accepted is int8, float8_e4m3fn, uint8",
+               {"k: dtype float32; accepted is int8, float8_e4m3fn, float8_e5m2, uint8",
                 [](Call &c) { c.add("k", DType::f32, {B, Hkv, Sk, D}), c.add("v", DType::i8, {B, Hkv, Sk, Dv}); }},
                {"k: dtype int8; accepted is float32",
                 [](Call &c) { c.drop("k_scale"), c.drop("v_scale"), c.add("v", DType::f32, {B, Hkv, Sk, Dv}); }}});

@@ -12,7 +12,7 @@ import torch
 import strobe
 
 SHAPES = ((64, 4096), (128, 1024), (8, 16384), (1, 65536))  # batch, keys; 32/8 heads of 128 columns
-STORED = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn, "INT4": torch.uint8}
+STORED = {"INT8": torch.int8, "FP8": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2, "INT4": torch.uint8}
 
 
 def median_ms(call: Callable[[], Any], flush: torch.Tensor, rounds: int = 20) -> float:

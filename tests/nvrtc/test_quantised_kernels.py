@@ -15,8 +15,8 @@ OPTIONS = {
     "ALiBi and dropout": ({"alibi_slopes": Shape((16,), "float32")}, {"window_right": 0, "dropout": 0.1, "seed": 1}),
     "mask and bias": ({"mask": Shape((1, 1, 1, SK), "bool"), "bias": Shape((1, 1, 1, SK), "float32")}, {}),
 }
-STORED = ("int8", "float8_e4m3fn", "uint8")
-CASES = [(o, STORED[n % 3]) for n, o in enumerate(OPTIONS)]  # make test-long takes all combinations
+STORED = ("int8", "float8_e4m3fn", "uint8", "float8_e5m2")
+CASES = [(o, STORED[n % 4]) for n, o in enumerate(OPTIONS)]  # make test-long takes all combinations
 if LONG:
     CASES = [(o, stored) for o in OPTIONS for stored in STORED]
 

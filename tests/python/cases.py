@@ -113,7 +113,7 @@ def _valid(case: dict[str, Any]) -> bool:
             # two INT4 share a byte
             not (quant.stored == "int4" and any(n % 2 for n in case.get("dims", ()))),
             # NumPy has no float8
-            not (quant.stored == "float8" and case.get("storage") == "reversed"),
+            not (quant.stored in ("float8", "e5m2") and case.get("storage") == "reversed"),
         ]
     return all(rules)
 

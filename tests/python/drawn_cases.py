@@ -46,7 +46,7 @@ def cases(draw):
         case["quant"] = None
     if case["quant"] and case["quant"].stored == "int4":
         case["dims"] = tuple(d + d % 2 for d in case["dims"])
-    if case["quant"] and case["quant"].stored == "float8" and case["storage"] == "reversed":
+    if case["quant"] and case["quant"].stored in ("float8", "e5m2") and case["storage"] == "reversed":
         case["storage"] = "sliced"
     if case["score"] != "dot":
         case["softcap"] = FACTORS["softcap"][0]  # no softcap, because the two exclude each other

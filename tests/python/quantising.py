@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 # By name: the largest stored number, and the dtype that stores it. int4: two per byte.
-KINDS = {"int8": (127.0, torch.int8), "float8": (448.0, torch.float8_e4m3fn), "int4": (7.0, torch.uint8)}
+KINDS = {
+    "int8": (127.0, torch.int8),
+    "float8": (448.0, torch.float8_e4m3fn),
+    "e5m2": (57344.0, torch.float8_e5m2),
+    "int4": (7.0, torch.uint8),
+}
 SCALES = {"float16": torch.float16, "float32": torch.float32}
 
 
@@ -69,11 +74,11 @@ def _stored(kind: Kind, x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     scale = (largest.double() / most).to(SCALES[kind.scale])
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     wanted = (x.double() / scale.double()).clamp(-most, most)
-    return wanted.float().to(dtype) if kind.stored == "float8" else wanted.round(), scale
+    return wanted.float().to(dtype) if kind.stored in ("float8", "e5m2") else wanted.round(), scale
 
 
 def _bytes(kind: Kind, data: Tensor) -> Tensor:
-    if kind.stored == "float8":
+    if kind.stored in ("float8", "e5m2"):
         return data.contiguous().view(torch.uint8)
     whole = data.to(torch.int64) % 256
     if kind.stored == "int4":

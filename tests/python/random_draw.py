@@ -138,7 +138,7 @@ def draw_options(number: int, dtypes: dict[str, float] | None = None, functions:
     o["quant"] = None  # the stored kind of k and v
     if not o["part"] and o["dtype"] != "float64" and rng.random() < 0.15:
         even = o["d"] % 2 == 0 and o["dv"] % 2 == 0
-        stored = rng.choice(["int8", "float8", "int4"] if even else ["int8", "float8"])
+        stored = rng.choice(["int8", "float8", "e5m2", "int4"] if even else ["int8", "float8", "e5m2"])
         o["quant"] = Kind(stored, rng.choice([*SCALES]), rng.choice([None, None, 32, 64, 128, 32 * rng.randint(1, 9)]))
         o["flags"] = [name for name in o["flags"] if name != "deterministic"]
     of_score, of_mask = rng.random(), rng.random()

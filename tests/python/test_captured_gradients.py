@@ -593,8 +593,10 @@ def test_keys_without_gradients_refuse_tensors_that_require_grad(option):
     else:
         more = {name: torch.ones((B, HKV, S), device=DEVICE) for name in ("k_scale", "v_scale")}
         k, v = k.to(torch.int8), v.to(torch.int8)
-    with pytest.raises(NotImplementedError, match=rf"{option}: .* have no gradients, and score requires grad"), running_on(None):
-        strobe.attention(q, k, v, score=lambda s, b, h, i, j: s + t[j].float(), **more)
+    with running_on(None):
+        out = strobe.attention(q, k, v, score=lambda s, b, h, i, j: s + t[j].float(), **more)
+    with pytest.raises(NotImplementedError, match=rf"{option}: .* have no gradients, and score requires grad"):
+        out.sum().backward()
 
 
 # --- attention_backward -------------------------------------------------------------------------------------------------------------------

@@ -338,3 +338,37 @@ def test_every_unknown_name_has_a_line(name, wrong, hints):
     if name == "flash_attn_with_kvcache":  # it has no dropout
         hints = [hint.replace("; did you mean dropout_p?", "") for hint in hints]
     assert lines == [f"{name}() got an unexpected keyword argument {hint}" for hint in hints]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 2.0}, {"window_size": (2, 1)}, {"alibi_slopes": SLOPES}], ids=str)
+def test_what_was_dropped_is_said(options):
+    """out follows from the third result: its sizes are the softmax before it is normalised, its signs what was dropped."""
+    p = 44 / 256  # dropout in steps of 1/256
+    q, k, v = inputs(2, 5, 4, 16, kv=(9, 2))
+    out, _, dropped = flash_attn.flash_attn_func(q, k, v, p, **options, return_attn_probs=True)
+    assert dropped.shape == (2, 4, 5, 9)
+    assert dropped.dtype == q.dtype
+
+    def of_dropped(dropped: Tensor, v: Tensor) -> Tensor:
+        weights = (dropped.abs() / dropped.abs().sum(-1, keepdim=True)).nan_to_num() * ~torch.signbit(dropped)
+        return torch.einsum("bhij,bjhd->bihd", weights / (1 - p), v.repeat_interleave(2, 2))
+
+    torch.testing.assert_close(out, of_dropped(dropped, v), atol=3e-6, rtol=0)
+    assert 0 < torch.signbit(dropped).float().mean() < 0.4
+    kv = torch.stack([k, v], 2)
+    out, _, dropped = flash_attn.flash_attn_kvpacked_func(q, kv, p, **options, return_attn_probs=True)
+    torch.testing.assert_close(out, of_dropped(dropped, v), atol=3e-6, rtol=0)
+
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 8], [0, 9, 13]))
+    packed = torch.cat([q[0], q[1, :4]]), torch.cat([k[0], k[1, :6]]), torch.cat([v[0], v[1, :6]])  # padding follows
+    pools = [torch.cat([x, x[:, :3]], 1).unflatten(1, (3, 4)).flatten(0, 1) for x in (k, v)]  # 3 pages of 4 keys for each sequence
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    for keys, more in ((packed[1:], {}), (pools, {"block_table": table})):
+        out, _, dropped = flash_attn.flash_attn_varlen_func(
+            packed[0], *keys, cu_q, cu_k, 5, 9, p, **options, **more, return_attn_probs=True
+        )
+        for b, (i, j) in enumerate([(5, 9), (3, 4)]):
+            expected = of_dropped(dropped[b : b + 1, :, :i, :j], v[b : b + 1, :j])[0]
+            torch.testing.assert_close(out[cu_q[b] : cu_q[b + 1]], expected, atol=3e-6, rtol=0)
+        assert not dropped[1, :, 3:].any()
+        assert not dropped[1, :, :, 4:].any()

@@ -267,8 +267,6 @@ def test_refusals_of_a_cache():
     q = torch.zeros(2, 1, 4, 16)
     call = flash_attn.flash_attn_with_kvcache
     table = torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="^cache_leftpad: given beside block_table"):
-        call(q, k_cache, v_cache, cache_leftpad=table[:, 0], block_table=table)
     with pytest.raises(ValueError, match=r"^block_table: torch.int64 of shape \(2, 1\); accepted is int32 \(2, n\)"):
         call(q, k_cache, v_cache, block_table=table.long())
     if DEVICE == "cpu":
@@ -647,10 +645,12 @@ def test_that_pages_have_no_gradient_is_said_of_the_block_table():
     q, pool = torch.zeros(2, 4, 16, requires_grad=True), torch.zeros(3, 8, 4, 16)
     cu = torch.tensor([0, 1, 2], dtype=torch.int32)
     table = torch.tensor([[0], [2]], dtype=torch.int32)
-    with pytest.raises(
-        NotImplementedError, match="^block_table: keys in pages have no gradients, and q requires grad; accepted is torch.no_grad"
-    ):
-        flash_attn.flash_attn_varlen_func(q, pool, pool, cu, cu, 1, 1, block_table=table)
+    for _ in range(3):
+        out = flash_attn.flash_attn_varlen_func(q, pool, pool, cu, cu, 1, 1, block_table=table)
+        with pytest.raises(
+            NotImplementedError, match="^block_table: keys in pages have no gradients, and q requires grad; accepted is a for"
+        ):
+            out.sum().backward()
 
 
 def test_what_is_written_lies_in_no_memory_that_is_read():

@@ -338,15 +338,24 @@ def test_a_page_table_of_a_wrong_kind_is_all_that_is_named():
             strobe.attention(q, *p.pages[:2], page_table=[[0, 1]], **cu)
 
 
-def test_there_are_no_gradients():
+def test_the_backward_refuses_pages():
+    """The forward runs, as often as it is repeated: torch.no_grad() may be forgotten where there is no backward."""
     p = problem(16)
+    more = {"page_table": p.pages.table, "seqused_k": p.used}
     for name in ("q", "k", "v"):
         tensors = {"q": p.q, "k": p.pages.k, "v": p.pages.v}
-        tensors[name] = tensors[name].detach().requires_grad_()
-        with pytest.raises(NotImplementedError, match=f"^page_table: keys in pages have no gradients, and {name} requires grad"):
-            strobe.attention(**tensors, page_table=p.pages.table, seqused_k=p.used)
         with torch.no_grad():
-            strobe.attention(**tensors, page_table=p.pages.table, seqused_k=p.used)
+            expected = strobe.attention(**tensors, **more)
+        tensors[name] = tensors[name].detach().requires_grad_()
+        for return_lse in (False, True, False, True, False, True):
+            out = strobe.attention(**tensors, **more, return_lse=return_lse)
+            out, lse = out if return_lse else (out, out)
+            assert torch.equal(out.detach(), expected)
+            for result in (out, lse):
+                with pytest.raises(
+                    NotImplementedError, match=f"^page_table: keys in pages have no gradients, and {name} requires grad; acc"
+                ):
+                    result.sum().backward()
     out, lse = p.paged()
     with pytest.raises(ValueError, match="page_table: given in a backward"):
         strobe.attention_backward(out, p.q, p.pages.k, p.pages.v, out, lse, page_table=p.pages.table, seqused_k=p.used)

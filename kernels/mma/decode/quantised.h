@@ -131,7 +131,7 @@ __device__ __forceinline__ void multiply_stored(tile::Accumulator (&S)[kM][kN], 
 
 // O += P V; multiplies P by V's scales first. The product is one of BF16 numbers: a scale may have any exponent, and BF16 holds every
 // stored value. For FP16 results BF16's fraction is too short, so P times a scale is split into two BF16 numbers. FP8's NaN enters the
-// product as a number; the function returns whether the tile of V holds a NaN, which the caller then adds.
+// product as a number, and so does its infinity; the function returns whether the tile of V holds one, which the caller then adds.
 template <class T, i32 kStored, int kDv, int kM, int kN, int kSums, class Scales>
 __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], tile::Accumulator (&P)[kM][kN], u32 v, const Scales &scales,
                                            u32 zero) {
@@ -167,7 +167,8 @@ __device__ __forceinline__ bool add_stored(tile::Accumulator (&O)[kM][kSums], ti
       for (int h = 0; h < 2; ++h) {    // halves of the units
         u32 low[kPairs], high[kPairs]; // keys 0 to 7; keys 8 to 15
         tile::pairs_of<bf16, kStored>(stored.x[2 * h], low, zero), tile::pairs_of<bf16, kStored>(stored.x[2 * h + 1], high, zero);
-        if constexpr (kStored == kE4M3) nan |= tile::nan_bits<kStored>(stored.x[2 * h]) | tile::nan_bits<kStored>(stored.x[2 * h + 1]);
+        if constexpr (tile::kHasNan<kStored>)
+          nan |= tile::nan_bits<kStored>(stored.x[2 * h]) | tile::nan_bits<kStored>(stored.x[2 * h + 1]);
 #pragma unroll
         for (int p = 0; p < kPairs; ++p)
 #pragma unroll

@@ -8,19 +8,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._autograd import is_tracked
 from .._checks import Wrong, is_whole, refuse
 from .._messages import kind, shown
 from .._rotary import check_tables, furthest, turn
 from .._tensor_checks import check_cu_seqlens, counts, incomplete, misplaced, unfit_tensors, within
 from .._writable import not_writable
 from ..arrays.torch import TORCH
-from ..kv import append
+from ..kv import append, append_stored
 from ._call import NAMES, attend, bounds, in_threes
+from ._eight_bits import FP8, RESULT, check_fp8, is_fp8, of_tokens
 from ._words import called, integer_or_refusal, switch_or_refusal
 
 _OPTIONS = ("softmax_scale", "causal", "softcap", "alibi_slopes")
 _NEEDED = ("q", "k_cache", "v_cache")
-_TENSORS: tuple[str, ...] = (*_NEEDED, "k", "v", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
+_TENSORS: tuple[str, ...] = (*_NEEDED, "k", "v", "qv", "rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "alibi_slopes")
 _TENSORS += ("block_table", "page_table", "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens")
 
 
@@ -37,11 +39,19 @@ class Keys(NamedTuple):
 
 def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
     """The flash_attn_with_kvcache of both libraries, which document its arguments. beside: what checks of further arguments found."""
+    if given.get("rotary_cos") is None and given.get("rotary_sin") is None:
+        given = {**given, "rotary_seqlens": None}
     table_name = "block_table" if "block_table" in given else "page_table"
     window = bounds(given["window_size"])
     flags = [switch_or_refusal(name, given[name]) for name in ("causal", "rotary_interleaved", "return_softmax_lse")]
     tensors = _checked(given, table_name, [*flags, integer_or_refusal("num_splits", given["num_splits"]), window, *beside])
     batch = _check_shapes(tensors, table_name if table_name in tensors else None)
+    fp8, qv = is_fp8(given), given.get("qv")
+    if qv is not None and (qv.shape != (wanted := (*given["q"].shape[:-1], given["v_cache"].shape[-1])) or qv.dtype != given["q"].dtype):
+        raise ValueError(f"qv: {qv.dtype} of shape {tuple(qv.shape)}; accepted is {given['q'].dtype} {wanted}, as q and v_cache have")
+    if fp8:
+        check_fp8(given, tuple(name for name in ("k_cache", "v_cache", "k", "v") if name in tensors), batch, given["k_cache"].shape[2])
+        given = {**given, **{name: tensors[name].to(RESULT) for name in ("q", "rotary_cos", "rotary_sin") if name in tensors}}
     q, k_cache, v_cache, rows = given["q"], given["k_cache"], given["v_cache"], given["cache_batch_idx"]
     packing = {name: given[name] for name in ("cu_seqlens_q", "max_seqlen_q")} if "cu_seqlens_q" in tensors else {}
     names = {**NAMES, "k": "k_cache", "v": "v_cache", "mask": "cache_leftpad"}
@@ -49,6 +59,11 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
     options: dict[str, Any] = {name: given[name] for name in (*_OPTIONS, "attention_chunk") if name in given}
 
     def attend_to(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        if fp8:  # a number for each key in place of those of k_descale and v_descale, which pages of several sequences cannot have
+            more["k_scale"] = more["v_scale"] = torch.ones((), device=q.device).expand(k.shape[:-1])
+        elif qv is not None:
+            rows = (*q.shape[:-1], v.shape[-1])  # those of qv, or none in a trial
+            q, k = torch.cat([qv.reshape(rows) if q.numel() else qv.new_empty(rows), q], -1), joined(v, k)
         return attend({"window": window, **options, **more, "q": q, "k": k, "v": v}, names)
 
     filled, added = _lengths(given, tensors.get(table_name), batch)
@@ -59,12 +74,29 @@ def attend_to_cache(given: dict[str, Any], beside: Sequence[Any] = ()) -> Any:
         q, k = _rotated(given, filled, added, from_each=bool(given["causal"]) or is_local)
         written = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": given["v"], "seqlens": _each(filled, batch, q.device).int()}
         of_append = {**names, "seqlens": "cache_seqlens", "cu_seqlens": "cu_seqlens_k_new"}
-        called(of_append, append, **written, page_table=table, cu_seqlens=tensors.get("cu_seqlens_k_new"), layout="bshd")
+        write = append_stored if fp8 else append
+        called(of_append, write, **written, page_table=table, cu_seqlens=tensors.get("cu_seqlens_k_new"), layout="bshd")
     if table is not None and keys.table is None:
         row = table[:, 0].clamp(min=0)
         keys = keys._replace(k=k_cache[row], v=v_cache[row])
+    if fp8:
+        factors = [of_tokens(given[name], q, tensors.get("cu_seqlens_q")) for name in ("q_descale", "k_descale", "v_descale")]
+        for factor in factors[:2]:
+            q = q if factor is None else q.float() * factor
+        q = q.to(RESULT)
     out, lse = _attend_in_place(attend_to, q, packing, keys, given.get("alibi_slopes"))
+    if fp8 and factors[2] is not None:
+        out = (out.float() * factors[2]).to(RESULT)
     return (out, lse) if given["return_softmax_lse"] else out
+
+
+def joined(v: Tensor, k: Tensor) -> Tensor:
+    """v and k side by side: a view if they are neighbouring columns of one tensor, else a copy."""
+    if not torch.compiler.is_compiling() and not is_tracked(v, k) and v.stride() == k.stride() and v.stride(-1) == 1:
+        here, one_storage = v.storage_offset(), v.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+        if one_storage and k.storage_offset() == here + v.shape[-1]:
+            return v.as_strided((*v.shape[:-1], v.shape[-1] + k.shape[-1]), v.stride(), here)
+    return torch.cat([v, k], -1)
 
 
 def _checked(given: dict[str, Any], table_name: str, found: list[Any]) -> dict[str, Any]:
@@ -76,11 +108,7 @@ def _checked(given: dict[str, Any], table_name: str, found: list[Any]) -> dict[s
     elif not (seqlens is None or is_whole(seqlens)):
         found = [TypeError(f"cache_seqlens: {kind(seqlens)}; accepted is an integer, or a torch.Tensor, int32 (B,)"), *found]
     wrong = incomplete(given, ("k", "v"), ("rotary_cos", "rotary_sin"))
-    for name in ("cache_batch_idx", "cache_leftpad"):
-        if name in tensors and table_name in tensors:
-            wrong.append(ValueError(f"{name}: given beside {table_name}; accepted is None, for the table says where a sequence lies"))
     needs = {"rotary_cos": ("k", "k and v, new keys to be turned"), "cu_seqlens_k_new": ("k", "k and v, new keys")}
-    needs["rotary_seqlens"] = "rotary_cos", "rotary_cos and rotary_sin"
     for name, (of, needed) in needs.items():
         if name in tensors and of not in tensors:
             wrong.append(ValueError(f"{of}: None beside {name}; accepted are {needed}, or no {name}"))
@@ -120,8 +148,10 @@ def _wrong_shapes(given: dict[str, Any], batch: int, table_name: str | None) -> 
     wrong: Wrong = []
     if table_name is not None:
         table = given[table_name]
-        if table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32:
-            return [ValueError(f"{table_name}: {table.dtype} of shape {tuple(table.shape)}; accepted is int32 ({batch}, n)")]
+        fits = table.dim() == 2 and (len(table) > 0 or not batch if indexed else len(table) == batch)
+        if not fits or table.dtype != torch.int32:
+            accepted = "(rows, n), one row or more, for cache_batch_idx to name" if indexed else f"({batch}, n)"
+            return [ValueError(f"{table_name}: {table.dtype} of shape {tuple(table.shape)}; accepted is int32 {accepted}")]
         room, where = length * table.shape[1], f"a row of {table_name}"
     elif indexed and batch and not rows:
         return [ValueError(f"k_cache: shape {tuple(k_cache.shape)}; accepted is one row or more, for cache_batch_idx to name")]
@@ -171,9 +201,9 @@ def _lengths(given: dict[str, Any], table: Tensor | None, batch: int) -> tuple[i
 
 
 def _keys(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, table: Tensor | None, batch: int) -> tuple[Tensor | None, Keys]:
-    """The page table, and the keys that queries attend to once the new keys are written. cache_batch_idx becomes a table, too: each row of
-    the cache is a page, and a row that does not exist is -1. The keys have no table if the named rows must be copied first, because a page
-    needs at least one key or because autocast copies what it casts."""
+    """The page table, and the keys that queries attend to once new keys are written. cache_batch_idx names rows of the table, or becomes a
+    table: each row of the cache is then a page. In place of a row that does not exist pages are -1. The keys have no table if the named
+    rows must be copied first, because a page needs at least one key or because autocast copies what it casts."""
     k, v, rows, begin, device = given["k_cache"], given["v_cache"], given["cache_batch_idx"], given["cache_leftpad"], given["q"].device
     same_end = filled + added if isinstance(filled, int) and not isinstance(added, Tensor) else None
     end = _each(filled, batch, device) + added
@@ -181,15 +211,22 @@ def _keys(given: dict[str, Any], filled: int | Tensor, added: int | Tensor, tabl
         begin = within("cache_leftpad", begin, batch, filled + added, "where the sequence ends").to(device)
     if rows is None:
         return table, Keys(k, v, table, begin, end, same_end)
-    known = within("cache_batch_idx", rows, batch, len(k) - 1, f"a cache of {len(k)} rows")
+    of_table = table is not None
+    last = len(k if table is None else table) - 1
+    known = within("cache_batch_idx", rows, batch, last, f"a {'table' if of_table else 'cache'} of {last + 1} rows")
     if given["k"] is not None and TORCH.is_readable(known) and len(set(numbers := known.tolist())) < batch:
         raise ValueError(f"cache_batch_idx: {shown(numbers)} beside k and v; accepted are rows that differ from one another")
-    table = torch.where(known == rows, known, -1).to(device, torch.int32)[:, None]
+    if table is None:
+        table = torch.where(known == rows, known, -1).to(device, torch.int32)[:, None]
+    else:
+        known, rows = known.to(device), rows.to(device)
+        table = torch.where((known == rows)[:, None], table[known], -1)
     if not TORCH.is_readable(rows):
-        there = table[:, 0] >= 0
+        there = (known == rows).to(device)
         begin, end, same_end = None if begin is None else begin * there, end * there, None
-    is_cast = torch.is_autocast_enabled(device.type) and k.dtype not in (torch.float64, torch.get_autocast_dtype(device.type))
-    return table, Keys(k, v, table if k.shape[1] and not is_cast else None, begin, end, same_end)
+    is_cast = torch.is_autocast_enabled(device.type) and k.dtype not in (torch.float64, FP8, torch.get_autocast_dtype(device.type))
+    in_place = of_table or (k.shape[1] and not is_cast)
+    return table, Keys(k, v, table if in_place else None, begin, end, same_end)
 
 
 def _try_attention(attend_to: Any, given: dict[str, Any], packing: dict[str, Any], keys: Keys) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._checks import Wrong, flag, is_integer, is_whole, names_checked
 from .._messages import is_bool, kind, shown
-from .._refusals import Refusal, Words, raised_for, refusals_of
+from .._refusals import CALLER, Refusal, Words, raised_for, refusals_of
 from .._tensor_checks import tensor_refusal
 from ..arrays.torch import TORCH
 
@@ -32,17 +32,24 @@ def called(names: Mapping[str, str], function: Callable[..., R], /, **given: Any
     An argument that the caller's own check refuses is passed as the exception that says why. The function then refuses it in the
     exception's words, along with all other errors.
     """
+
+    def words() -> Words:
+        known = {*"qkv", *names, *given} - _NOT_THEIRS
+        return Words(names, known, {name for name in "qkv" if names.get(name) in _WHOLES})
+
+    token = None if torch.compiler.is_compiling() else CALLER.set(words)  # a compiler does not trace it
     try:
         return function(**given)
     except (TypeError, ValueError, NotImplementedError) as error:
         own = {name: x for name, x in given.items() if isinstance(x, Exception)}
-        known = {*"qkv", *names, *given} - _NOT_THEIRS
-        words = Words(names, known, {name for name in "qkv" if names.get(name) in _WHOLES})
         found: list[Refusal] = []
         for each in refusals_of(error):
             of_caller = own.get(each.argument or "")
-            found += [words.said(each)] if of_caller is None else refusals_of(of_caller)
+            found += [words().said(each)] if of_caller is None else refusals_of(of_caller)
         raise raised_for(ValueError if any(isinstance(x, ValueError) for x in own.values()) else type(error), found) from None
+    finally:
+        if token is not None:
+            CALLER.reset(token)
 
 
 def tensor_or_refusal(name: str, x: Any, accepted: str = "a torch.Tensor") -> Any:

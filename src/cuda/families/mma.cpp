@@ -169,7 +169,8 @@ std::optional<Config> choose_decode(const Problem &p, const Device &device) {
   const DecodeTile *best = cheapest(tiles, [&](const DecodeTile &tile) {
     const int32_t dim = std::max(any.head_dim, any.head_dim_v);
     // The addresses of paged FP8 rows take more registers.
-    const bool crowded = load_of(any) >= features || (p.page_size && p.dtype == DType::f16 && p.quantised_as == DType::e4m3);
+    const bool fp8 = p.quantised_as == DType::e4m3 || p.quantised_as == DType::e5m2;
+    const bool crowded = load_of(any) >= features || (p.page_size && p.dtype == DType::f16 && fp8);
     const bool registers = !p.quantised() || dim <= 64 || tile.k <= 16 || !crowded || !lacks_registers(p, device);
     const bool suits = registers && dim <= tile.most_dim && wide(p) == (tile.column_warps > 1) &&
                        (rows <= tile.most_rows || p.seqlen_q <= tile.most_queries);

@@ -15,8 +15,8 @@ causal and windows aligned at the bottom right, alibi_slopes (H,) or (B, H), hea
 
 - float32 and float64, the CPU, and any head dimension from 1 to 576 (that of v: 512) work as well.
 - dropout_p is rounded to steps of 1/256. Its mask is Strobe's own (strobe.dropout_mask), seeded from torch's default generator.
-- return_attn_probs=True returns (out, softmax_lse, None), because the S x S probabilities are never made. softmax_lse is differentiable.
-  That of a query that sees no key is -inf, not +inf.
+- return_attn_probs=True returns (out, softmax_lse, S_dmask); S_dmask is None without dropout, for the S x S probabilities are made on
+  demand alone. softmax_lse is differentiable. That of a query that sees no key is -inf, not +inf.
 - block_table (a paged cache) may have pages of any size. There are no gradients.
 - num_splits has no effect, because the engine itself decides whether to split the keys of a short query.
 - autograd stacks the gradients of the packed forms from those of q, k and v, which is one copy.

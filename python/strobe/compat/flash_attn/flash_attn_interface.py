@@ -16,6 +16,7 @@ from strobe._tensor_checks import unfit_tensors
 from strobe._writable import not_writable, writes
 from strobe.arrays.torch import TORCH
 from strobe.compat._call import KV, NAMES, PACKED_QKV, QKV, Window, attend, in_pages, parts, some_tokens, translated
+from strobe.compat._dropped import signed_probabilities
 from strobe.compat._kvcache import attend_to_cache
 from strobe.compat._words import called, front, integer_or_refusal, stands_for, switch_or_refusal
 
@@ -30,8 +31,16 @@ _PAGES = NAMES | {"page_table": "block_table", "seqused_k": "cu_seqlens_k"}
 _PASSES = NAMES | {"rng": "rng_state", "lse": "softmax_lse", "page_table": "block_table"}
 
 
+USE_TRITON_ROCM = False
+
+
+def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """How many keys share a maximum in S_dmask: here all that a query sees."""
+    return 2**31 - 1
+
+
 def _attend(given: dict[str, Any]) -> Any:
-    """out, or (out, softmax_lse, None): flash-attn's third result, the probabilities, is never made."""
+    """out, or (out, softmax_lse, S_dmask), where S_dmask is None without dropout: the probabilities are made on demand alone."""
     names: Mapping[str, str] = NAMES
     if "qkv" in given:
         names, shape = (PACKED_QKV, "(T, 3, H, D)") if "cu_seqlens" in given else (QKV, "(B, S, 3, H, D)")
@@ -40,8 +49,13 @@ def _attend(given: dict[str, Any]) -> Any:
         names, given = KV, parts("kv", given, "(Tk, 2, Hkv, D)" if "cu_seqlens_k" in given else "(B, Sk, 2, Hkv, D)")
     elif given.get("block_table") is not None:
         names, given = _PAGES, in_pages(given, "block_table")
+    wants_probabilities, dropout = switch_or_refusal("return_attn_probs", given["return_attn_probs"]), given["dropout_p"]
+    if wants_probabilities is True and isinstance(dropout, (int, float)) and dropout > 0 and isinstance(given["q"], Tensor):
+        given = {**given, "rng": TORCH.drawn_rng(given["q"])}
     found = attend(given, names)
-    return (*found, None) if isinstance(found, tuple) else found
+    if not isinstance(found, tuple):
+        return found
+    return (*found, signed_probabilities(translated(given, names)) if "rng" in given else None)
 
 
 @front(NAMES, _attend)
@@ -60,10 +74,12 @@ def flash_attn_func(
         softcap: c > 0 turns each score into c · tanh(score / c).
         alibi_slopes: float32 (H,) or (B, H); -slope · |i + Sk - Sq - j| is added to the scores.
         deterministic: True makes the backward give the same bits in every run.
-        return_attn_probs: True returns (out, softmax_lse, None).
+        return_attn_probs: True returns (out, softmax_lse, None), and with dropout S_dmask in the place of None. It is made by PyTorch's
+            operations in memory of its size, for tests, and waits for a GPU.
 
     Returns:
-        out (B, Sq, H, D); softmax_lse (B, H, Sq).
+        out (B, Sq, H, D); softmax_lse (B, H, Sq); S_dmask (B, H, Sq, Sk), in q's dtype: exp(score - the row's largest), negative (-0.0 as
+        well) where it was dropped.
     """
 
 
@@ -97,7 +113,7 @@ def flash_attn_varlen_func(
     cu_seqlens_k then gives the number of keys of each sequence, max_seqlen_k has no effect, and there are no gradients.
 
     Returns:
-        out (Tq, H, D); softmax_lse (H, Tq).
+        out (Tq, H, D); softmax_lse (H, Tq); S_dmask (B, H, max_seqlen_q, max_seqlen_k), 0 outside of the sequences.
     """
 
 
@@ -142,7 +158,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int (B,): which row of the cache each sequence has. The cache is read in place; autocast copies what it casts, and
             then the named rows are copied first.
         cache_leftpad: int32 (B,): where in the cache each sequence begins.
-        block_table: int32 (B, n): the pages of each sequence; Sc is n · page. With it cache_batch_idx and cache_leftpad are refused.
+        block_table: int32 (B, n): the pages of each sequence; Sc is n · page. With cache_batch_idx it has a row for each row of the
+            cache that cache_batch_idx can name; cache_leftpad counts keys of the sequence.
         num_splits: an integer; it has no effect.
 
     Numbers in host memory are checked. Those in device memory, and all under torch.compile, are not read: a length out of bounds is
