@@ -174,14 +174,6 @@ def test_forward_mode_is_refused():
         torch.func.jvp(lambda q: strobe.attention(q, k, v), (q,), (q,))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_is_a_loop():
-    q, k, v = qkv(grad=False)
-    many = torch.stack([q, 2 * q, 3 * q])
-    found = torch.vmap(lambda q: strobe.attention(q, k, v, causal=True))(many)
-    assert_same_bits(list(found), [strobe.attention(q, k, v, causal=True) for q in many])
-
-
 class Calls(TorchDispatchMode):
     """Records every operator that runs below autograd, and its arguments."""
 
