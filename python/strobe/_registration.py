@@ -23,6 +23,7 @@ from functools import partial, wraps
 from typing import Any
 
 from ._attention import attention
+from ._call import IMPORTED_LATE
 from ._checks import Wrong, flag, refusal, refuse
 from ._messages import TORCH_EXTRA, needed_by
 
@@ -449,6 +450,8 @@ def _transformed(args: Sequence[Any]) -> str | None:
 
 # What is computed, with the arguments of PyTorch's functions
 
+_NAMES = {"q": "query", "k": "key", "v": "value"}
+
 
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
@@ -470,8 +473,10 @@ def _sdpa(
             options["scale"] = scale
         try:
             return attention(query, key, value, **options)
-        except (TypeError, ValueError, NotImplementedError):
-            pass  # for the words of PyTorch's arguments
+        except (TypeError, ValueError, NotImplementedError) as refused:
+            if type(query).__name__ in IMPORTED_LATE:  # no other function takes such tensors
+                raise type(refused)(re.sub("^[qkv](?=:)", lambda of: _NAMES[of[0]], str(refused))) from None
+            # else it is refused again below, in the words of PyTorch's arguments
     _check_heads(query, key, value, enable_gqa)
     return sdpa.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
