@@ -35,11 +35,13 @@ if sys.modules.get("torch") is not None:
     from . import _autograd as _autograd  # registers the operators torch.ops.strobe.*
 
 
-def _import_distributed() -> None:
-    from . import distributed as distributed  # registers attention() of DTensors
+def _attention_of_dtensors() -> Any:
+    from .distributed._dtensor import attention_of_dtensors
+
+    return attention_of_dtensors
 
 
-IMPORTED_LATE["DTensor"] = _import_distributed
+IMPORTED_LATE["DTensor"] = _attention_of_dtensors
 
 __version__ = version()
 __all__ = [

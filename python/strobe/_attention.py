@@ -89,9 +89,9 @@ def attention(
     if CONTEXTS:
         raise RuntimeError("attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention")
     plain = isinstance(aux, tuple) and not aux
-    if type(q) not in BEFORE_PARSING and type(q).__name__ in IMPORTED_LATE:
-        IMPORTED_LATE[type(q).__name__]()
     before_parsing = BEFORE_PARSING.get(type(q)) if plain else None
+    if plain and before_parsing is None and type(q).__name__ in IMPORTED_LATE:
+        before_parsing = IMPORTED_LATE[type(q).__name__]()
     if before_parsing is not None and (found := before_parsing(q, k, v, return_lse, options)) is not None:
         return found
     framework = known_framework(q)
