@@ -41,21 +41,33 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
 
 
 def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:
-    """What again() returns for a remembered call that is not prepared yet, or was not used recently."""
+    """What again() returns for a remembered call that is not prepared yet, or was not used recently, and for one of other sizes."""
     key = _eager.attention_key(q, k, v, return_lse, given)
-    known = None if key is None else _prepared.CALLS.get(key)
-    if key is None or known is None:
+    if key is None:
         return None
+    known = _prepared.CALLS.get(key)
     if isinstance(known, Call):
         call = known.on({"q": q, "k": k, "v": v, **_prepared.tensors_in(given)})
-        is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in call.arrays.values())
-        made = call.results()
-        if not (return_lse or is_tracked):
-            del made["lse"]
-        kept = Kept(call, return_lse, is_repeated=True)
-        _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
-        del made  # `made` was an example; the call may use its memory
+        _prepare(key, call, Kept(call, return_lse, is_repeated=True))
+    elif known is None:
+        kind = _eager.attention_kind(q, k, v, return_lse, given)
+        kept = None if kind is None else _prepared.CALLS.kinds.get(kind)
+        if kept is None:
+            return None
+        try:
+            _prepare(key, kept.on((q, k, v)), kept)
+        except (TypeError, ValueError, NotImplementedError):  # the full call says what is wrong, in the words of its arguments
+            return None
     return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+
+
+def _prepare(key: bytes, call: Call, kept: Kept) -> None:
+    """Prepares a call of attention(), which is remembered under this key. kept: what autograd keeps of it."""
+    is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in call.arrays.values())
+    made = call.results()  # an example; the call may use its memory once it is dropped
+    if not (kept.return_lse or is_tracked):
+        del made["lse"]
+    _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
 
 
 def forward(call: Call) -> tuple[Tensor, ...]:
