@@ -584,8 +584,8 @@ static PyObject *eager_run(PyObject *self, PyObject *const *args, Py_ssize_t cou
   return ran(known(args[0], &c), &c);
 }
 
-/* Arguments: q, k, v, return_lse, options of strobe.attention(). of_any_size: for the key of calls that differ in sizes alone; there is none
-   if options have tensors. */
+/* Arguments: q, k, v, return_lse, options of strobe.attention(). of_any_size: for the key of calls that differ in sizes alone; none has it
+   whose options have tensors. */
 static int sign_attention(struct call *c, PyObject *const *args, int of_any_size) {
   begin(c);
   c->of_any_size = of_any_size;
