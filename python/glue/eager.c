@@ -226,6 +226,7 @@ _Static_assert(MOST_TENSORS >= sizeof(strobe_addresses) / sizeof(void *) - 1, "a
 struct call {
   size_t size;
   int count, first_device, overflow;
+  int of_any_size; /* whether the key leaves out shapes, strides and alignment */
   int32_t device_type, device_index;
   PyObject *tensors[MOST_TENSORS]; /* borrowed */
   uintptr_t at[MOST_TENSORS];
@@ -248,7 +249,7 @@ static void put_text(struct call *c, const char *text, Py_ssize_t size) {
   put(c, text, (size_t)size);
 }
 
-static void begin(struct call *c) { c->size = 0, c->count = 0, c->overflow = 0, c->device_type = 0; }
+static void begin(struct call *c) { c->size = 0, c->count = 0, c->overflow = 0, c->device_type = 0, c->of_any_size = 0; }
 
 /* Adds the state of the process, which also determines what runs. */
 static int put_process(struct call *c) {
@@ -264,7 +265,7 @@ static int put_process(struct call *c) {
 static int put_tensor(struct call *c, PyObject *x, int with_grad) {
   struct view t;
   if (c->count == MOST_TENSORS || !read_tensor(x, &t) || !is_whole(x, &t)) return 0;
-  char flags = (char)((uintptr_t)t.data % 16 == 0);
+  char flags = (char)(!c->of_any_size && (uintptr_t)t.data % 16 == 0);
   if (with_grad) {
     PyObject *tracked = PyObject_GetAttr(x, torch.name.requires_grad);
     if (!tracked) return 0;
@@ -276,8 +277,10 @@ static int put_tensor(struct call *c, PyObject *x, int with_grad) {
   put(c, &t.device_type, sizeof t.device_type);
   put(c, &t.device_index, sizeof t.device_index);
   put(c, &t.rank, sizeof t.rank);
-  put(c, t.shape, sizeof *t.shape * (size_t)t.rank);
-  put(c, t.strides, sizeof *t.strides * (size_t)t.rank);
+  if (!c->of_any_size) {
+    put(c, t.shape, sizeof *t.shape * (size_t)t.rank);
+    put(c, t.strides, sizeof *t.strides * (size_t)t.rank);
+  }
   put_byte(c, flags);
   c->tensors[c->count] = x;
   c->at[c->count++] = (uintptr_t)t.data;
@@ -340,6 +343,7 @@ static int put_options(struct call *c, PyObject *options, int with_grad) {
     if (!text) return 0;
     put_text(c, text, size);
     if (is_plain(x)) {
+      if (c->of_any_size) return 0;
       put_byte(c, 'T');
       if (!put_tensor(c, x, with_grad)) return 0;
     } else if (PyTuple_CheckExact(x)) {
@@ -580,14 +584,16 @@ static PyObject *eager_run(PyObject *self, PyObject *const *args, Py_ssize_t cou
   return ran(known(args[0], &c), &c);
 }
 
-/* Arguments: q, k, v, return_lse, options of strobe.attention(). */
-static int sign_attention(struct call *c, PyObject *const *args) {
+/* Arguments: q, k, v, return_lse, options of strobe.attention(). of_any_size: for the key of calls that differ in sizes alone; none has it
+   whose options have tensors. */
+static int sign_attention(struct call *c, PyObject *const *args, int of_any_size) {
   begin(c);
+  c->of_any_size = of_any_size;
   if (!is_plain(args[0]) || (args[3] != Py_True && args[3] != Py_False) || !PyDict_Check(args[4]) || !is_alone()) return 0;
   const int with_grad = is_true(torch.grad);
   const int autocast = torch.any_autocast ? is_true(torch.any_autocast) : 1;
   if (with_grad < 0 || autocast < 0) return 0;
-  put_byte(c, 'A');
+  put_byte(c, of_any_size ? 'S' : 'A');
   put_byte(c, (char)(with_grad << 1 | (args[3] == Py_True)));
   if (!put_process(c)) return 0;
   for (int i = 0; i < 3; i++)
@@ -608,13 +614,19 @@ static int sign_attention(struct call *c, PyObject *const *args) {
 static PyObject *eager_attention_key(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   (void)self;
-  return count == 5 && sign_attention(&c, args) ? key_of(&c) : nothing();
+  return count == 5 && sign_attention(&c, args, 0) ? key_of(&c) : nothing();
+}
+
+static PyObject *eager_attention_kind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  struct call c;
+  (void)self;
+  return count == 5 && sign_attention(&c, args, 1) ? key_of(&c) : nothing();
 }
 
 static PyObject *eager_attention(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   (void)self;
-  if (count != 6 || !sign_attention(&c, args + 1)) return nothing();
+  if (count != 6 || !sign_attention(&c, args + 1, 0)) return nothing();
   struct prepared_call *r = known(args[0], &c);
   if (!r || !r->function) return ran(r, &c);
   PyObject *all = PyTuple_New(1 + c.count);
@@ -688,6 +700,7 @@ static PyMethodDef functions[] = {
     {"key", (PyCFunction)(void (*)(void))eager_key, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))eager_run, METH_FASTCALL, NULL},
     {"attention_key", (PyCFunction)(void (*)(void))eager_attention_key, METH_FASTCALL, NULL},
+    {"attention_kind", (PyCFunction)(void (*)(void))eager_attention_kind, METH_FASTCALL, NULL},
     {"attention", (PyCFunction)(void (*)(void))eager_attention, METH_FASTCALL, NULL},
     {"gradients_key", (PyCFunction)(void (*)(void))eager_gradients_key, METH_FASTCALL, NULL},
     {"gradients", (PyCFunction)(void (*)(void))eager_gradients, METH_FASTCALL, NULL},

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ._abi import engines, version
 from ._attention import attention, attention_backward, dropout_mask, explain, reference, reference_backward
 from ._blockmask import BlockMask
-from ._call import Gradients, GradientsWithCaptured
+from ._call import IMPORTED_LATE, Gradients, GradientsWithCaptured
 from ._merge import merge
 from ._part import Part
 from .hyperbolic import hyperbolic_attention
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
 # with a tensor does.
 if sys.modules.get("torch") is not None:
     from . import _autograd as _autograd  # registers the operators torch.ops.strobe.*
+
+
+def _attention_of_dtensors() -> Any:
+    from .distributed._dtensor import attention_of_dtensors
+
+    return attention_of_dtensors
+
+
+IMPORTED_LATE["DTensor"] = _attention_of_dtensors
 
 __version__ = version()
 __all__ = [

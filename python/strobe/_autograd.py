@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import _batched as _batched  # its batching rules
 from . import _eager, _function, _operators, _prepared
 from ._abi import FORWARD
 from ._call import BEFORE_PARSING, Call
@@ -39,21 +40,33 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
 
 
 def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping[str, Any]) -> Any:
-    """What again() returns for a remembered call that is not prepared yet, or was not used recently."""
+    """What again() returns for a remembered call that is not prepared yet, or was not used recently, and for one of other sizes."""
     key = _eager.attention_key(q, k, v, return_lse, given)
-    known = None if key is None else _prepared.CALLS.get(key)
-    if key is None or known is None:
+    if key is None:
         return None
+    known = _prepared.CALLS.get(key)
     if isinstance(known, Call):
         call = known.on({"q": q, "k": k, "v": v, **_prepared.tensors_in(given)})
-        is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in call.arrays.values())
-        made = call.results()
-        if not (return_lse or is_tracked):
-            del made["lse"]
-        kept = Kept(call, return_lse, is_repeated=True)
-        _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
-        del made  # `made` was an example; the call may use its memory
+        _prepare(key, call, Kept(call, return_lse, is_repeated=True))
+    elif known is None:
+        kind = _eager.attention_kind(q, k, v, return_lse, given)
+        kept = None if kind is None else _prepared.CALLS.kinds.get(kind)
+        if kept is None:
+            return None
+        try:
+            _prepare(key, kept.on((q, k, v)), kept)
+        except (TypeError, ValueError, NotImplementedError):  # the full call says what is wrong, in the words of its arguments
+            return None
     return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+
+
+def _prepare(key: bytes, call: Call, kept: Kept) -> None:
+    """Prepares a call of attention(), which is remembered under this key. kept: what autograd keeps of it."""
+    is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in call.arrays.values())
+    made = call.results()  # an example; the call may use its memory once it is dropped
+    if not (kept.return_lse or is_tracked):
+        del made["lse"]
+    _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
 
 
 def forward(call: Call) -> tuple[Tensor, ...]:
@@ -83,14 +96,18 @@ def is_seen_by_dispatcher() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
 
 
+# Whether torch.autograd.grad(is_grads_batched=True) maps over the tensor. Other transforms are seen without looking at tensors.
+_is_mapped_gradient: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
+
+
 def is_plain(arrays: Iterable[Any]) -> bool:
-    """Whether only the operators' own implementation needs to see the call: no mode that traces or fakes, no subclass of Tensor, no other
-    device."""
-    if torch._C._len_torch_dispatch_stack():
+    """Whether only the operators' own implementation needs to see the call: no mode that traces or fakes, no transform, no subclass of
+    Tensor, no other device."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
     for x in arrays:
         if type(x) in PLAIN:
-            if not (x.is_cuda or x.is_cpu):
+            if not (x.is_cuda or x.is_cpu) or _is_mapped_gradient(x):
                 return False
         elif isinstance(x, Tensor):
             return False

@@ -403,7 +403,10 @@ class Call(NamedTuple):
 
 # For the exact type of q, a function that may answer a call of attention() before it is parsed: one for repeated calls of torch tensors,
 # and one for DTensors. It returns None if the full call must be made.
-BEFORE_PARSING: dict[type, Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]] = {}
+BeforeParsing = Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]
+BEFORE_PARSING: dict[type, BeforeParsing] = {}
+# For the names of types whose functions are imported with the first such q: the import, which returns the function.
+IMPORTED_LATE: dict[str, Callable[[], BeforeParsing]] = {}
 
 
 def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:

@@ -5,6 +5,9 @@ it. The key, which C makes, has everything that decides what runs: the entry poi
 the gradients that are wanted, threads, determinism, autocast. A call that a compiler, a transform, a mode or a subclass of Tensor must see
 has no key, and takes the full path every time.
 
+A call of attention() that differs from an earlier one in sizes alone, and whose options have no tensors, is not parsed again, and prepared
+when it comes the first time: the library checks sizes in any case.
+
 There are three entry points: strobe.attention() itself, whose repetition is not even parsed; its gradients; and a parsed call in one
 direction. Compiled graphs, attention_backward(), strobe.distributed, and calls whose arrays are new in each repetition use the last one.
 """
@@ -32,6 +35,7 @@ _eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run")))
 # The number of entries that are kept. A differentiated call takes three entries, on several ranks a dozen; with packed sequences, whose
 # lengths may never be repeated, entries may be of no use.
 _MOST = 3 * 1024
+_MOST_KINDS = 256
 _LONG_KEY = 1024
 _NO_RESULT = 255  # in the form of a PreparedCall
 _FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
@@ -39,11 +43,14 @@ _FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
 
 class Memory:
     """The calls that were made, by their keys: a Call without arrays after the first time, a PreparedCall from the second time on, or
-    the results of strobe.distributed's checks. Repeated calls are kept, however many others come only once."""
+    the results of strobe.distributed's checks. Repeated calls are kept, however many others come only once.
+
+    kinds: what autograd keeps of calls of attention(), by keys without sizes."""
 
     def __init__(self) -> None:
         self.lately: dict[bytes, Any] = {}
         self._before: dict[bytes, Any] = {}
+        self.kinds: dict[bytes, Kept] = {}
 
     def get(self, key: bytes) -> Any:
         found = self.lately.get(key)
@@ -55,6 +62,11 @@ class Memory:
         if len(self.lately) >= _MOST // 2:
             self.lately, self._before = {}, self.lately
         self.lately[key] = call
+
+    def keep_kind(self, kind: bytes, kept: Kept) -> None:
+        if len(self.kinds) >= _MOST_KINDS:
+            self.kinds = {}
+        self.kinds[kind] = kept
 
 
 CALLS = Memory()  # the one memory of all entry points
@@ -93,7 +105,8 @@ class Kept:
 
 def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, given: Mapping[str, Any]) -> None:
     """Remembers a call of attention() that was made with these arguments."""
-    if _function.functions_in(given):
+    has_functions = _function.functions_in(given)
+    if has_functions:
         given = _function.fields_of(given, call.options, call.arrays)
     if torch.compiler.is_compiling() or (key := _eager.attention_key(q, k, v, return_lse, given)) is None:
         return
@@ -107,6 +120,8 @@ def remember(call: Call, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, give
     if any(x is not arrays[name] for name, x in TORCH.autocast(arrays).items()):
         return  # autocast makes some tensors anew in each call
     CALLS.keep(key, call.on({}))
+    if q.dim() == 4 and not has_functions and (kind := _eager.attention_kind(q, k, v, return_lse, given)) is not None:
+        CALLS.keep_kind(kind, Kept(call, return_lse, is_repeated=True))
 
 
 def tensors_in(given: Mapping[str, Any]) -> dict[str, Tensor]:

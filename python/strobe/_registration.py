@@ -17,12 +17,13 @@ import re
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any
 
 from ._attention import attention
+from ._call import IMPORTED_LATE
 from ._checks import Wrong, flag, refusal, refuse
 from ._messages import TORCH_EXTRA, needed_by
 
@@ -449,6 +450,8 @@ def _transformed(args: Sequence[Any]) -> str | None:
 
 # What is computed, with the arguments of PyTorch's functions
 
+_NAMES = {"q": "query", "k": "key", "v": "value"}
+
 
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
@@ -470,8 +473,10 @@ def _sdpa(
             options["scale"] = scale
         try:
             return attention(query, key, value, **options)
-        except (TypeError, ValueError, NotImplementedError):
-            pass  # for the words of PyTorch's arguments
+        except (TypeError, ValueError, NotImplementedError) as refused:
+            if type(query).__name__ in IMPORTED_LATE:  # no other function takes such tensors
+                raise type(refused)(re.sub("^[qkv](?=:)", lambda of: _NAMES[of[0]], str(refused))) from None
+            # else it is refused again below, in the words of PyTorch's arguments
     _check_heads(query, key, value, enable_gqa)
     return sdpa.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -513,31 +518,31 @@ def _jagged(
     return as_nested(attention(q, k, v, causal=is_causal, scale=scale, dropout=dropout_p, **options), query)
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, is_causal: bool = False,
-    scale: float | None = None, window_size: Sequence[int] | None = None, enable_gqa: bool = False, seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None, num_splits: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    options = _varlen_options(is_causal, scale, window_size, seqused_k, block_table, num_splits)
-    out, lse = varlen.varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, enable_gqa=enable_gqa, **options)
-    return out, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
+def _varlen(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given = _named(torch.ops.torch_attn._varlen_attn.default, args, kwargs)
+    out, lse = varlen.varlen_attn(**given)
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=out.device)
 
 
-def _varlen_out(
-    out: Tensor, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int,
-    is_causal: bool = False, scale: float | None = None, window_size: Sequence[int] | None = None, enable_gqa: bool = False,
-    seqused_k: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
-) -> Tensor:  # fmt: skip
-    options = _varlen_options(is_causal, scale, window_size, seqused_k, block_table, num_splits)
-    lse: Tensor = varlen.varlen_attn_out(out, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, enable_gqa=enable_gqa, **options)[1]
-    return lse
+def _varlen_out(*args: Any, **kwargs: Any) -> Any:
+    operator = torch.ops.torch_attn._varlen_attn_out.default
+    out, lse = varlen.varlen_attn_out(**_named(operator, args, kwargs))
+    if len(operator._schema.returns) == 1:
+        return lse
+    return lse, torch.zeros(2, dtype=torch.uint64, device=out.device)  # PyTorch 2.12
 
 
-def _varlen_options(
-    is_causal: bool, scale: float | None, window_size: Sequence[int] | None, seqused_k: Tensor | None, block_table: Tensor | None,
-    num_splits: int | None,
-) -> dict[str, Any]:  # fmt: skip
-    left, right = (-1, -1) if window_size is None else window_size
-    window = left, 0 if is_causal else right
-    given = {"scale": scale, "window_size": window, "seqused_k": seqused_k, "block_table": block_table, "num_splits": num_splits}
-    return {"return_aux": varlen.AuxRequest(lse=True), **given}
+# What the operators of PyTorch's versions have, beside is_causal and window_size. Others, such as 2.12's k_cache, are refused if given.
+_OF_VARLEN = {"out", "query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale"}
+_OF_VARLEN |= {"enable_gqa", "seqused_k", "block_table", "num_splits"}
+
+
+def _named(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of strobe.compat.varlen for those of PyTorch's operator, whose order differs between versions."""
+    given = {of.name: x for of, x in zip(operator._schema.arguments, args, strict=False)} | {**kwargs}
+    is_causal, window = given.pop("is_causal", False), given.pop("window_size", None)
+    for name in [*given]:
+        if name not in _OF_VARLEN and given.pop(name) is not None:
+            raise ValueError(f"{name}: given; accepted is None")
+    left, right = (-1, -1) if window is None else window
+    return {"return_aux": varlen.AuxRequest(lse=True), "window_size": (left, 0 if is_causal else right), **given}

@@ -217,6 +217,39 @@ def test_repeated_calls_in_a_graph_on_a_side_stream():
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("door", ["attention", "register"])
+@pytest.mark.parametrize("way", ["make_graphed_callables", "reduce-overhead"])
+def test_graphs_of_pytorchs_own_making(way, door):
+    """Forward and backward run from CUDA graphs, for strobe.attention and for PyTorch's function on Strobe."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    leaves = [x.requires_grad_() for x in tensors(2, 4, 256, 64, dtype=torch.bfloat16)]
+    dout = torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if door == "register":
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return strobe.attention(q, k, v, causal=True)
+
+    with strobe.register(strict=True) as run:
+        expected = attend(*leaves)
+        wanted = [expected, *torch.autograd.grad(expected, leaves, dout)]
+        if way == "reduce-overhead":
+            graphed = torch.compile(attend, fullgraph=True, mode=way)
+        else:
+            graphed = torch.cuda.make_graphed_callables(attend, tuple(x.detach().clone().requires_grad_() for x in leaves))
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = graphed(*leaves).clone()
+            found = [out, *torch.autograd.grad(out, leaves, dout)]
+    assert run.calls["scaled_dot_product_attention"]["pytorch"] == 0
+    assert not counters["inductor"]["cudagraph_skips"]
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
 def test_repeated_calls_leave_no_memory_behind():
     q, k, v, dout = tensors(1, 2, 128, 64, dtype=torch.bfloat16, n=4)
     gc.collect()  # garbage of earlier tests would distort the comparison

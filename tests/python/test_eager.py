@@ -285,6 +285,40 @@ def test_the_third_call_has_the_bits_of_the_first(options, short_ways, monkeypat
         assert short_ways == {"attention": n, "gradients": n}
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"layout": "bshd", "causal": True}, {"dropout": 0.3, "seed": 5}], ids=str)
+def test_other_sizes_are_not_parsed_again(options, short_ways, monkeypatch):
+    """A call like an earlier one, whose sizes are others, takes the short way at once."""
+    monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
+    for n, (b, h, kv, sq, sk, d) in enumerate([(2, 4, 4, 9, 9, 8), (1, 6, 2, 20, 33, 16), (3, 2, 1, 1, 70, 64), (1, 1, 1, 0, 5, 8)]):
+        shapes = [(b, h, sq, d), (b, kv, sk, d), (b, kv, sk, d)]
+        shapes = [(b, s, h, d) for b, h, s, d in shapes] if options.get("layout") else shapes
+        q, k, v = (torch.randn(*shape).requires_grad_() for shape in shapes)
+        found = step(q, k, v, **options)
+        assert short_ways == {"attention": n, "gradients": n}
+        with monkeypatch.context() as fresh:
+            fresh.setattr(_prepared, "CALLS", _prepared.Memory())
+            assert same(found, step(q, k, v, **options))
+
+
+def test_other_sizes_that_are_wrong_are_refused_as_ever(monkeypatch):
+    monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
+    q, k, v = qkv()
+    strobe.attention(q, k, v)
+    for wrong, words in (
+        (k[:, :, :-1], "v: shape .*; accepted"),
+        (k[..., :-1], "k: shape .*; accepted"),
+        (torch.cat([k, k]), "k: shape .*; accepted"),
+    ):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=words):
+                strobe.attention(q, wrong, v)
+    with pytest.raises(ValueError, match="q: head dimension 577; accepted"):
+        strobe.attention(*(torch.randn(1, 1, 3, 577) for _ in range(3)))
+    with pytest.raises(ValueError, match="k: dtype"):
+        strobe.attention(q, k.double(), v)
+    torch.testing.assert_close(strobe.attention(q[:, :, :3], k, v), strobe.attention(q, k, v)[:, :, :3])
+
+
 def test_any_choice_of_gradients(short_ways):
     """The requested gradients are returned, and no others are computed."""
     q, k, v = qkv(grad=True)
@@ -449,6 +483,7 @@ def test_a_call_that_is_forgotten_is_released(monkeypatch):
     assert sys.getrefcount(prepared) == before
     more = weakref.ref(prepared.more)
     memory.lately.clear()
+    memory.kinds.clear()
     del prepared
     assert more() is None
 
@@ -579,6 +614,7 @@ def test_examples_are_gone_when_the_call_runs(monkeypatch):
         setattr(seen, name, counted(getattr(_eager, name)))
     for module in (_autograd, _prepared):
         monkeypatch.setattr(module, "_eager", seen)
+    monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
     q = torch.randn(1, 2, 77, 8)
     made = []
     for _ in range(3):

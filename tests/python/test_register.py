@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ import strobe
 from device import DEVICE
 from strobe import _function, _registration
 from strobe._registration import SDPA, VARLEN, VARLEN_OUT
+from strobe.compat.varlen import varlen_attn as compat_varlen
 
 OPERATORS = ("aten::scaled_dot_product_attention", "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_out")
 
@@ -187,6 +189,44 @@ def test_varlen():
         i, j = (torch.arange(end - begin, device=DEVICE).view(shape) for shape in ((-1, 1), (1, -1)))
         expected = F.scaled_dot_product_attention(*one, (j >= i - 2) & (j <= i + 1), enable_gqa=True)
         torch.testing.assert_close(window[begin:end], expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+class Named:
+    """Stands for an operator of another version of PyTorch."""
+
+    def __init__(self, *names: str, returns: int = 3) -> None:
+        self.default = self
+        self._schema = SimpleNamespace(arguments=[SimpleNamespace(name=name) for name in names], returns=[None] * returns)
+
+
+OF_ALL = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal", "scale", "window_size")
+IN_2_12 = ("k_cache", "v_cache", "cache_seqlens", "cache_batch_idx", "page_table", "seqused_k")
+
+
+@pytest.mark.parametrize("version", ["2.11", "2.12"])
+def test_varlen_of_other_versions(monkeypatch, version):
+    """The operators of PyTorch 2.11 lack arguments, those of 2.12 have others, in another order."""
+    names = OF_ALL if version == "2.11" else (*OF_ALL, *IN_2_12)
+    cu_seq = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+    used = torch.tensor([4, 7], dtype=torch.int32, device=DEVICE)
+    query, key, value = tensors((12, 2, 16), (12, 2, 16), (12, 2, 16))
+    common = (query, key, value, cu_seq, cu_seq, 7, 7, False, 0.3, [2, 1])
+    monkeypatch.setattr(
+        torch.ops, "torch_attn", SimpleNamespace(_varlen_attn=Named(*names), _varlen_attn_out=Named("out", *names, returns=2))
+    )
+    out, lse, _ = _registration._varlen(*common)
+    alone = compat_varlen(query, key, value, cu_seq, cu_seq, 7, 7, scale=0.3, window_size=(2, 1))
+    assert torch.equal(out, alone)
+    found = _registration._varlen_out(torch.empty_like(out), *common)
+    assert torch.equal(found[0], lse)
+    assert len(found) == 2
+    if version == "2.12":
+        assert torch.equal(
+            _registration._varlen(*common, None, None, None, None, None, used)[0],
+            compat_varlen(query, key, value, cu_seq, cu_seq, 7, 7, scale=0.3, window_size=(2, 1), seqused_k=used),
+        )
+        with pytest.raises(ValueError, match="^k_cache: given; accepted is None"):
+            _registration._varlen(*common, key)
 
 
 def packed_pages() -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -303,9 +302,7 @@ def test_a_distributed_tensor_is_refused_by_name():
     try:
         mesh = tensor.init_device_mesh("cpu", (1,))
         q = tensor.distribute_tensor(Q, mesh, [tensor.Replicate()])
-        # strobe.attention takes some once strobe.distributed has been imported: test_distributed_tensors.py
-        once_imported = [] if "strobe.distributed" in sys.modules else [strobe.attention, strobe.hyperbolic_attention]
-        for call in (*once_imported, strobe.reference, strobe.explain):
+        for call in (strobe.reference, strobe.explain):  # strobe.attention takes some: test_parallel.py
             with pytest.raises(TypeError, match="^q: a DTensor; accepted is a torch.Tensor, which to_local"):
                 call(q, K, K)
         with pytest.raises(TypeError, match="^attn_mask: a DTensor"):

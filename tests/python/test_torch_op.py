@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import strobe
 from strobe import _call, _prepared
@@ -172,14 +173,6 @@ def test_forward_mode_is_refused():
         torch.func.grad(lambda q: strobe.attention(q, k, v).sum())(q)
     with pytest.raises(NotImplementedError, match=r"strobe\.attention under torch\.func"):
         torch.func.jvp(lambda q: strobe.attention(q, k, v), (q,), (q,))
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_is_a_loop():
-    q, k, v = qkv(grad=False)
-    many = torch.stack([q, 2 * q, 3 * q])
-    found = torch.vmap(lambda q: strobe.attention(q, k, v, causal=True))(many)
-    assert_same_bits(list(found), [strobe.attention(q, k, v, causal=True) for q in many])
 
 
 class Calls(TorchDispatchMode):
@@ -462,10 +455,41 @@ def test_every_function_may_stand_in_what_is_compiled(case):
 
 
 def test_export():
+    """A program has the operator, also once it is decomposed, as compilers ahead of time do, and takes other lengths."""
     q, k, v = qkv(grad=False)
     module = strobe.nn.FlashAttention(16, causal=True)
-    program = torch.export.export(module, (q, k, v))
-    assert torch.equal(program.module()(q, k, v), module(q, k, v))
+    lengths = ({2: torch.export.Dim("sq", min=2)}, {2: torch.export.Dim("sk", min=2)}, {2: torch.export.Dim("sk", min=2)})
+    program = torch.export.export(module, (q, k, v), dynamic_shapes=lengths)
+    for each in (program, program.run_decompositions()):
+        assert FORWARD in [node.target for node in each.graph.nodes]
+        for sq, sk in ((9, 11), (5, 30)):
+            given = randn(2, 4, sq, 16), randn(2, 2, sk, 16), randn(2, 2, sk, 8)
+            assert torch.equal(each.module()(*given), module(*given))
+
+
+@pytest.mark.long
+def test_ahead_of_time_inductor(tmp_path):
+    """A package of AOTInductor calls the operator through Python: it runs in any process that has imported strobe."""
+
+    class Attends(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return 2 * strobe.attention(q + 1, k, v, causal=True, window=(5, None))
+
+    given = tuple(randn(2, 4, 9, 16, grad=False) for _ in range(3))
+    length = {2: torch.export.Dim("s", min=2, max=4096)}
+    program = torch.export.export(Attends(), given, dynamic_shapes={"q": length, "k": length, "v": length})
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attends.pt2"))
+    runs = torch._inductor.aoti_load_package(path)
+    for s in (9, 30):
+        others = [randn(2, 4, s, 16, grad=False) for _ in range(3)]
+        assert torch.equal(runs(*others), Attends()(*others))
+    torch.save((given, Attends()(*given)), tmp_path / "given")
+    code = f"""
+import torch, strobe
+given, expected = torch.load({str(tmp_path / "given")!r})
+assert torch.equal(torch._inductor.aoti_load_package({path!r})(*given), expected)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 # autocast
@@ -568,6 +592,46 @@ def test_checkpoint_redraws_the_mask(reentrant, compiled):
 
 
 # devices, modes, modules
+
+
+@pytest.mark.parametrize("door", ["attention", "register"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_selective_checkpoint_repeats_no_attention(compiled, door):
+    """A checkpoint that keeps what Strobe's operator returns repeats what is around it alone."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    torch._dynamo.reset()
+    context = partial(create_selective_checkpoint_contexts, [FORWARD])
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        attend = torch.nn.functional.scaled_dot_product_attention if door == "register" else partial(strobe.attention, alignment="top_left")
+        return attend(q.sin(), k, v).cos()
+
+    def run(*tensors: Tensor) -> Tensor:
+        return checkpoint(block, *tensors, use_reentrant=False, context_fn=context)
+
+    nodes: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        nodes.extend(node.target for node in graph.graph.nodes)
+        return make_boxed_func(graph)
+
+    tensors = [randn(2, 4, 9, 16) for _ in range(3)]
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    with strobe.register(strict=True):
+        expected = torch.autograd.grad(block(*tensors).sum(), tensors)
+        if compiled:
+            found = torch.autograd.grad(torch.compile(run, fullgraph=True, backend=backend)(*tensors).sum(), tensors)
+        for _ in range(0 if compiled else 3):  # the second and third time the call is known
+            with Calls() as calls:
+                found = torch.autograd.grad(run(*tensors).sum(), tensors)
+            nodes = calls.functions
+            assert (nodes.count(FORWARD), nodes.count(BACKWARD)) == (1, 1)
+    assert (nodes.count(FORWARD), nodes.count(BACKWARD)) == (1, 1)
+    assert nodes.count(torch.ops.aten.sin.default) > 1
+    assert_same_bits(list(found), list(expected))
 
 
 def test_meta_and_fake_tensors():
