@@ -37,17 +37,20 @@ struct BoundsSide {
   i32 blocks, squares;
 };
 
-// The least and the largest element of a range, three words: bounds::Bounds.
+// The elements of a tensor, and cells of them.
 struct BoundsLoad {
   const void *data;
   i64 size[4], stride[4];
-  i32 element;                                 // ElementKind
-  i32 axes;                                    // of the tensor
-  i32 x, y;                                    // the axes along which there are cells; -1: none
-  i32 levels_x, levels_y;                      // 1: elements alone
-  const u64 *cells[kCellLevels * kCellLevels]; // by level_x * kCellLevels + level_y, row by row
+  i32 element;                                  // ElementKind
+  i32 axes;                                     // of the tensor
+  i32 x, y;                                     // the axes along which there are cells; -1: none
+  i32 levels_x, levels_y;                       // 1: elements alone
+  const void *cells[kCellLevels * kCellLevels]; // by level_x * kCellLevels + level_y, row by row
 };
-enum ElementKind : i32 { kBooleans, kInts, kLongs, kHalves, kBrains, kFloats, kDoubles, kCells };
+// A cell has the least and the largest of its elements. It takes three words: bounds::Bounds. One of booleans is a byte: bit 0 if there is
+// a false, bit 1 if there is a true.
+enum ElementKind : i32 { kBooleans, kInts, kLongs, kHalves, kBrains, kFloats, kDoubles, kCells, kBooleanCells };
+STROBE_FN constexpr ElementKind cells_of(i32 element) { return element == kBooleans ? kBooleanCells : kCells; }
 
 // Cells of one level, each of kCellsFanOut elements, or of cells, along one axis.
 struct CellReduction {
@@ -55,10 +58,10 @@ struct CellReduction {
   i64 size[4];   // of the result
   i64 stride[4]; // of what is read, in elements or cells
   i64 length;    // of the axis of what is read
-  u64 *to;
+  void *to;
   i64 first, count; // which warps of the launch make it, one for each cell
   i32 axis, element, of_reals;
-  i32 unused;
+  i32 kind; // of the cells
 };
 struct CellArguments {
   static constexpr i32 kMost = 3 * kMostBoundsLoads; // each load makes up to three levels in one launch

@@ -42,6 +42,10 @@ __device__ __forceinline__ Bounds element_at(const void *data, i32 element, i64 
     return real_element(((const float *)data)[at]);
   case kDoubles:
     return real_element(((const double *)data)[at]);
+  case kBooleanCells: {
+    const u8 cell = ((const u8 *)data)[at];
+    return bounds::integers(cell & 1 ? 0 : 1, cell & 2 ? 1 : 0);
+  }
   default: {
     const u64 *cell = (const u64 *)data + 3 * at;
     return of_words(cell[0], cell[1], cell[2]);
@@ -84,8 +88,11 @@ template <KeptListsConfig C> struct MakeCells {
                     of_words(__shfl_xor_sync(kAllLanes, (u64)cell.whole.low, by), __shfl_xor_sync(kAllLanes, (u64)cell.whole.high, by),
                              __shfl_xor_sync(kAllLanes, (u32)cell.may_be_nan, by)),
                     r.of_reals);
-      if (lane == 0) {
-        u64 *to = r.to + 3 * (warp - r.first);
+      if (lane != 0) return;
+      if (r.kind == kBooleanCells) {
+        ((u8 *)r.to)[warp - r.first] = (cell.whole.low == 0 ? 1 : 0) | (cell.whole.high == 1 ? 2 : 0);
+      } else {
+        u64 *to = (u64 *)r.to + 3 * (warp - r.first);
         to[0] = (u64)cell.whole.low, to[1] = (u64)cell.whole.high, to[2] = cell.may_be_nan;
       }
       return;
@@ -247,7 +254,7 @@ template <BoundsConfig C> struct BoundsMachine {
             place = place * (load.stride[axis] == 0 ? 1 : (load.size[axis] + covers - 1) / covers) + index;
         }
         const void *from = elements ? load.data : load.cells[level_x * kCellLevels + level_y];
-        add_element(found, element_at(from, elements ? load.element : i32(kCells), place), reals);
+        add_element(found, element_at(from, elements ? load.element : cells_of(load.element), place), reals);
       }
     }
     return reals ? bounds::rounded<M>(found.real.least, found.real.most, found.may_be_nan) : found;

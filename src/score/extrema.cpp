@@ -12,26 +12,30 @@ namespace {
 
 struct Half {
   uint16_t bits;
-  operator double() const { return from_half<double>(bits); }
+  operator float() const { return from_half<float>(bits); }
 };
 struct Brain {
   uint16_t bits;
-  operator double() const { return from_bfloat<double>(bits); }
+  operator float() const { return from_bfloat<float>(bits); }
 };
 struct Boolean {
   uint8_t byte;
-  operator int64_t() const { return byte != 0; }
+  operator uint8_t() const { return byte != 0; }
 };
 
-// V: int64_t or double. NaN is apart from the others.
-template <class V> struct Span {
+// V holds every element: spans are kept for each few of them. NaN is apart from the others.
+template <class V> struct WholeSpan {
   V low = std::numeric_limits<V>::has_infinity ? std::numeric_limits<V>::infinity() : std::numeric_limits<V>::max();
   V high = std::numeric_limits<V>::has_infinity ? -std::numeric_limits<V>::infinity() : std::numeric_limits<V>::min();
 
+  void add(V x) { low = x < low ? x : low, high = x > high ? x : high; }
+  void add(const WholeSpan &x) { low = std::min(low, x.low), high = std::max(high, x.high); }
+};
+template <class V> struct RealSpan : WholeSpan<V> {
   bool has_nan = false;
 
-  void add(V x) { low = x < low ? x : low, high = x > high ? x : high, has_nan |= x != x; }
-  void add(const Span &x) { low = std::min(low, x.low), high = std::max(high, x.high), has_nan |= x.has_nan; }
+  void add(V x) { WholeSpan<V>::add(x), has_nan |= x != x; }
+  void add(const RealSpan &x) { WholeSpan<V>::add(x), has_nan |= x.has_nan; }
 };
 
 } // namespace
@@ -44,6 +48,9 @@ struct Extrema::Pyramids {
 namespace {
 
 template <class T, class V> class Of final : public Extrema::Pyramids {
+  static constexpr bool kReal = std::is_floating_point_v<V>;
+  using Span = std::conditional_t<kReal, RealSpan<V>, WholeSpan<V>>;
+
 public:
   explicit Of(const Captured &c) : data_(reinterpret_cast<const T *>(c.data)), c_(c) {}
 
@@ -60,7 +67,7 @@ public:
     }
     if (n == 0) {
       const V x = V(data_[start]);
-      Span<V> one;
+      Span one;
       one.add(x);
       return bounds(one);
     }
@@ -78,29 +85,29 @@ private:
     return {std::min(r.low, size - 1), std::min(r.high, size - 1)};
   }
 
-  static Bounds bounds(const Span<V> &x) {
-    if constexpr (std::is_same_v<V, int64_t>)
-      return {x.low, x.high};
-    else
+  static Bounds bounds(const Span &x) {
+    if constexpr (kReal)
       return Bounds::rounded(x.low, x.high, x.has_nan);
+    else
+      return {x.low, x.high};
   }
 
   // Along one axis: spans of kFew elements, of kFew such spans, and so on.
   struct Line {
-    std::vector<std::vector<Span<V>>> levels;
+    std::vector<std::vector<Span>> levels;
   };
 
   Bounds of_line(int64_t start, int32_t axis, Range at) {
     const int64_t stride = c_.stride[axis];
     if (at.high - at.low < kFew) {
-      Span<V> found;
+      Span found;
       for (int64_t n = at.low; n <= at.high; n++) found.add(V(data_[start + n * stride]));
       return bounds(found);
     }
     auto [place, is_new] = lines_.try_emplace({start, axis});
     Line &line = place->second;
     if (is_new) build(line, start, stride, c_.size[axis]);
-    Span<V> found;
+    Span found;
     int64_t low = at.low, high = at.high + 1; // of elements, then of spans of each level
     for (; low < high && low % kFew; low++) found.add(V(data_[start + low * stride]));
     for (; low < high && high % kFew && high < c_.size[axis]; high--) found.add(V(data_[start + (high - 1) * stride]));
@@ -115,9 +122,9 @@ private:
   }
 
   void build(Line &line, int64_t start, int64_t stride, int64_t size) {
-    std::vector<Span<V>> spans(size_t((size + kFew - 1) / kFew));
+    std::vector<Span> spans(size_t((size + kFew - 1) / kFew));
     for (int64_t n = 0; n < size; n += kFew) {
-      Span<V> span;
+      Span span;
       const T *from = data_ + start + n * stride;
       const int64_t count = std::min(kFew, size - n);
       if (count == kFew && stride == 1)
@@ -129,7 +136,7 @@ private:
     line.levels.push_back(std::move(spans));
     while (line.levels.back().size() > size_t(kFew)) {
       const auto &below = line.levels.back();
-      std::vector<Span<V>> above((below.size() + kFew - 1) / kFew);
+      std::vector<Span> above((below.size() + kFew - 1) / kFew);
       for (size_t n = 0; n < below.size(); n++) above[n / kFew].add(below[n]);
       line.levels.push_back(std::move(above));
     }
@@ -139,7 +146,7 @@ private:
   struct Plane {
     struct Level {
       int64_t rows, columns;
-      std::vector<Span<V>> spans;
+      std::vector<Span> spans;
     };
     std::vector<Level> levels;
   };
@@ -148,7 +155,7 @@ private:
     auto [place, is_new] = planes_.try_emplace({start, x, y});
     Plane &plane = place->second;
     if (is_new) build(plane, start, x, y);
-    Span<V> found;
+    Span found;
     collect(found, plane, start, x, y, plane.levels.size() - 1, 0, 0, at_x, at_y);
     return bounds(found);
   }
@@ -172,7 +179,7 @@ private:
   }
 
   // Adds what lies in square (r, c) of a level and in the ranges of indices.
-  void collect(Span<V> &found, const Plane &plane, int64_t start, int32_t x, int32_t y, size_t level, int64_t r, int64_t c, Range at_x,
+  void collect(Span &found, const Plane &plane, int64_t start, int32_t x, int32_t y, size_t level, int64_t r, int64_t c, Range at_x,
                Range at_y) const {
     const auto &squares = plane.levels[level];
     if (r >= squares.rows || c >= squares.columns) return;
@@ -207,7 +214,7 @@ private:
   const Captured c_;
   std::map<std::pair<int64_t, int32_t>, Line> lines_;             // by the first element and the axis
   std::map<std::tuple<int64_t, int32_t, int32_t>, Plane> planes_; // by the first element and the axes
-  Span<V> all_;
+  Span all_;
   bool has_all_ = false;
 };
 
@@ -216,22 +223,22 @@ private:
 Extrema::Extrema(const Captured &c) {
   switch (c.dtype) {
   case DType::boolean:
-    pyramids_ = std::make_unique<Of<Boolean, int64_t>>(c);
+    pyramids_ = std::make_unique<Of<Boolean, uint8_t>>(c);
     break;
   case DType::i32:
-    pyramids_ = std::make_unique<Of<int32_t, int64_t>>(c);
+    pyramids_ = std::make_unique<Of<int32_t, int32_t>>(c);
     break;
   case DType::i64:
     pyramids_ = std::make_unique<Of<int64_t, int64_t>>(c);
     break;
   case DType::f16:
-    pyramids_ = std::make_unique<Of<Half, double>>(c);
+    pyramids_ = std::make_unique<Of<Half, float>>(c);
     break;
   case DType::bf16:
-    pyramids_ = std::make_unique<Of<Brain, double>>(c);
+    pyramids_ = std::make_unique<Of<Brain, float>>(c);
     break;
   case DType::f32:
-    pyramids_ = std::make_unique<Of<float, double>>(c);
+    pyramids_ = std::make_unique<Of<float, float>>(c);
     break;
   case DType::f64:
     pyramids_ = std::make_unique<Of<double, double>>(c);

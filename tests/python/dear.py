@@ -48,5 +48,5 @@ DEAR = {
     "test_torch_op.py": {"test_every_function_may_stand_in_what_is_compiled": "", "test_opcheck": ""},
 }
 SHARE = 6
-# Files of tests from end to end, each of which takes half a minute: `make test` draws half of the files.
+# Files of tests from end to end, each of which takes half a minute: `make test` draws one of the files.
 ENDS = ("test_figures.py", "test_notebook.py", "test_serve.py", "test_train_ranks.py")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,30 @@ def test_blocks_are_those_of_the_dense_mask(name, sizes, library):
     reads = bool({"DOCUMENTS", "EACH", "PREFIX", "REACH", "TABLE", "STARTS"} & {*function.__code__.co_names})
     if reads:  # otherwise the mask lies where patterns do
         assert isinstance(made[True].rows, Tensor if library == "torch" else np.ndarray)
+
+
+# The peak of resident memory that the blocks of a table of booleans add, which is read in rows of 2 MiB.
+ROWS = """
+import torch, strobe
+
+seen = torch.zeros(16, 1 << 21, dtype=torch.bool)
+seen[:, ::4096] = True
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+def made(rows):
+    return strobe.BlockMask.from_function(lambda b, h, i, j: seen[i, j], 1, 1, rows, 1 << 21, block_q=1, block_k=1 << 16)
+made(1)
+open("/proc/self/clear_refs", "w").write("5")  # resets the peak
+before = peak()
+made(16)
+print((peak() - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_bounds_of_a_table_of_booleans_are_smaller_than_it():
+    done = subprocess.run([sys.executable, "-c", ROWS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 16 << 20  # the table takes 32 MiB
 
 
 def test_the_transpose_fits():

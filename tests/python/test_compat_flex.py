@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from device import DEVICE
+from strobe import _compiled
 from strobe.compat import flex_attention as ours
 from strobe.compat.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
@@ -129,6 +130,59 @@ def test_a_mask_of_a_function(name, size):
         assert torch.equal(getattr(mask, each), getattr(want, each)), each
     if name != "noop":  # theirs is as large as the scores
         compared(tensors(), [], None, MASKS[name], mask)
+
+
+def bits(x: Tensor) -> Tensor:
+    """Every other bit of a place on a curve through a plane."""
+    x = x & 0x5555
+    x = (x | x >> 1) & 0x3333
+    return (x | x >> 2) & 0x0F0F
+
+
+def clamped(at: Tensor, least: int, most: int) -> Tensor:
+    return at.clamp(least, most)
+
+
+STARTS, FIRST = torch.tensor([0, 20, 57], device=DEVICE), torch.tensor([0, 0, 2], device=DEVICE)  # of a document; the one that it goes on
+FAR = torch.arange(H * 12, device=DEVICE).view(H, 12) / 17
+STEPS = (torch.arange(B * SQ * SK, device=DEVICE).view(B, SQ, SK) * 31 % 12).int()
+# The kinds of functions that attention-gym publishes, and the suite of FlexAttention draws.
+PUBLISHED: dict[str, tuple[Any, Any]] = {
+    "dilated window": (None, lambda b, h, i, j: ((i - j).abs() <= 24) & ((i - j).abs() % 3 == 0)),
+    "blocks of a diffusion": (
+        None,
+        lambda b, h, i, j: ((i % 35 // 7 == j % 35 // 7) & ((i < 35) == (j < 35))) | ((i % 35 // 7 > j % 35 // 7) & (i < 35) & (j >= 35)),
+    ),
+    "on a curve": (None, lambda b, h, i, j: ((bits(i) - bits(j)).abs() < 3) & ((bits(i >> 1) - bits(j >> 1)).abs() < 3)),
+    "tiles of a canvas": (
+        None,
+        lambda b, h, i, j: ((clamped(i // 16, 1, 3) - j // 16).abs() < 2) & ((clamped(i // 4 % 4, 1, 2) - j // 4 % 4).abs() < 2),
+    ),
+    "starts of documents": (None, lambda b, h, i, j: (j >= STARTS[DOCUMENTS[i]]) & (j <= i)),
+    "a shared prefix": (
+        None,
+        lambda b, h, i, j: (
+            ((j >= STARTS[DOCUMENTS[i]]) & (j <= i))
+            | ((FIRST[DOCUMENTS[i]] != DOCUMENTS[i]) & (j >= STARTS[FIRST[DOCUMENTS[i]]]) & (j < 20))
+        ),
+    ),
+    "some see all": (None, lambda b, h, i, j: ((i - j).abs() <= 6) | (i % 30 == 0) | (j % 30 == 0)),
+    "place in a frame": (None, lambda b, h, i, j: (((i - 4) % 11 - (j - 4) % 11).abs() < 3) | (i < 4) | (j < 4)),
+    "an activation": (lambda s, b, h, i, j: torch.log(torch.nn.functional.gelu(s) + 1), None),
+    "steps in a graph": (lambda s, b, h, i, j: s + FAR[h, STEPS[b, i, j]], None),
+    "steps of several kinds": (
+        lambda s, b, h, i, j: s + torch.where(STEPS[b, i, j] > 3, FAR[h, STEPS[b, i, j]], 0.0) / STEPS[b, i, j].clamp(min=1),
+        causal,
+    ),
+    "a score of scores": (lambda s, b, h, i, j: torch.cos(s) * torch.sin(s) + b * 0.5, None),
+    "the inverse": (lambda s, b, h, i, j: torch.where(i <= j, s * s, -float("inf")), None),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_functions(name):
+    score, mask = PUBLISHED[name]
+    compared(tensors(), [], score, mask, None if mask is None else create_block_mask(mask, B, H, SQ, SK, DEVICE, 16))
 
 
 @pytest.mark.parametrize("mask", [None, "window", "no key for some"])
@@ -571,3 +625,16 @@ def test_compiled():
     mask.mask_mod = window
     close(compiled(*given), run(*given))
     assert not torch.equal(run(*given), fewer)
+
+
+@pytest.mark.skipif(_compiled.OPERATOR is None, reason="this PyTorch's compiler does not keep functions in its graph")
+def test_a_mask_of_a_partial_stays_in_the_graph():
+    """A compiler does not compare functools.partial objects."""
+
+    def within(most: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j).abs() < most
+
+    given = [x.detach() for x in tensors()]
+    mask = create_block_mask(functools.partial(within, 20), None, None, SQ, SK, DEVICE, 16)
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, None, mask), backend="eager", fullgraph=True)
+    close(compiled(*given), flex_attention(*given, None, create_block_mask(window, None, None, SQ, SK, DEVICE, 16)))

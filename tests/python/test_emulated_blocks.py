@@ -130,6 +130,18 @@ def room():
     compare("causal", lambda b, h, i, j: j <= i, 1, 1, (300, 300, 16, 16))
 
 
+def booleans():
+    from strobe import _blockmask
+
+    sizes, lists = [], _blockmask._GpuCall.lists
+    _blockmask._GpuCall.lists = lambda self, *to: (sizes.append(int(self._to.workspace_bytes)), lists(self, *to))[1]
+    seen = torch.rand(1030, 1100, generator=torch.Generator().manual_seed(3)) < 0.0001
+    seen[500:600, 300:500] = True
+    compare("booleans", lambda b, h, i, j: seen[i, j], 1, 1, (1030, 1100, 32, 64))
+    if sizes[0] > seen.numel() / 5:
+        print(sizes, "bytes for", seen.numel())
+
+
 def long():
     a = [torch.arange(64) % n for n in range(1, 9)]
 
@@ -147,7 +159,7 @@ globals()[sys.argv[1]]()
 """
 
 
-@pytest.mark.parametrize("group", ["documented", "captured", "functions", "many_blocks", "room", "long"])
+@pytest.mark.parametrize("group", ["documented", "captured", "functions", "many_blocks", "room", "booleans", "long"])
 def test_lists_are_those_of_the_cpu(group):
     assert output(PROGRAM, group) == ""
 

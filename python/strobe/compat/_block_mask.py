@@ -228,6 +228,8 @@ class BlockMask:
             _ = self.kv_indices  # all tensors are made first
             self._source = None
         super().__setattr__(name, x)
+        if name in _DESCRIBED and self._ready is not None:  # a compiler cannot compare every kind of mask_mod
+            self._ready = None
 
     @outside_graphs
     def _made_tensors(self) -> dict[str, Tensor | None]:
@@ -427,9 +429,7 @@ def ready(mask: Any) -> Ready:
     if not is_traced_by_dynamo():
         return _ready(mask)
     if isinstance(mask, BlockMask) and mask._source is not None and mask._ready is not None:
-        (mask_mod, lengths, size, *_), found = mask._ready
-        if mask.mask_mod is mask_mod and mask.seq_lengths == lengths and size == mask.BLOCK_SIZE:
-            return found  # in the graph; a write into the tensors of a function's mask would not be seen
+        return mask._ready[1]  # in the graph; a write into the tensors of a function's mask would not be seen
     return _ready_outside(mask)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import reduce
+from functools import lru_cache, reduce
 from importlib import import_module
 from operator import and_
 from typing import Any
@@ -63,6 +63,7 @@ class MaskFunction(_BlockMask):
         self.cu_seqlens: Tensor | None = None  # of the sequences within the rows, if attention may take them one by one
         self.longest = 0
         self.is_packed = False  # causal, window and the sequences of a collator say all of it
+        self.fits: Tensor | None = None  # while a compiler traces: whether the options are right, for checked_sequences()
         self.dense: Tensor | None = None
         self._repeated: MaskFunction | None = None  # by of_batch()
         self._find_options()
@@ -271,6 +272,22 @@ _UNFIT = (
 )
 
 
+@torch.library.custom_op("strobe::checked_sequences", mutates_args=())
+def checked_sequences(x: Tensor, fits: Tensor) -> Tensor:
+    """A copy of x if `fits` is True. Else the host, which waits for that, raises an error: a failed assertion would end all work on a GPU.
+    A CUDA graph cannot wait, and asserts."""
+    if fits.is_cuda and torch.cuda.is_current_stream_capturing():
+        torch._assert_async(fits, _UNFIT)
+    elif not fits:
+        raise RuntimeError(_UNFIT)
+    return x.clone()
+
+
+@checked_sequences.register_fake
+def _(x: Tensor, fits: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 class _Rest:
     """Conditions, sorted by what they can become."""
 
@@ -306,7 +323,9 @@ class _Rest:
         others = [condition for condition in self.others if not any(condition is each for _, each in self.sequences)]
         is_square = mask.q_length == mask.kv_length and _is_zero(mask.q_offset) and _is_zero(mask.kv_offset)
         # Sequences that transformers makes are those of positions. Others, as chunks, are not those of which a collator gives the lengths.
-        has_collators = not self.sequences or (len(self.sequences) == 1 and bool(self.bands) and _table(self.sequences[0][0]) is not None)
+        # Dynamo of PyTorch 2.11 knows no bool() of a list.
+        is_remapped = len(self.sequences) == 1 and len(self.bands) > 0
+        has_collators = not self.sequences or (is_remapped and _table(self.sequences[0][0]) is not None)
         mask.is_packed = is_square and has_collators and not others and mask.keys is None and mask.seqused is None and not mask.parts
         is_per_head = any("h" in reads(condition) for condition in self.others)
         if self.others and mask.q_length == 1 and not mask.parts and not is_per_head:
@@ -403,7 +422,8 @@ class _Rest:
                 # While a compiler traces, numbers cannot be looked at. The program looks when it runs: sequences that transformers makes
                 # from positions always fit.
                 starts, ascending = self._begins()
-                torch._assert_async(torch.stack([ascending, *(_continues(x, starts) for x in positions)]).all(), _UNFIT)
+                mask.fits = torch.stack([ascending, *(_continues(x, starts) for x in positions)]).all()
+                self.sequences = [_checked(side, condition, mask.fits) for side, condition in self.sequences]
                 fits = True
         for found, condition in self.bands:
             kept = [(max(a, c), min(b, d)) for a, b in self.visible for c, d in found.ranges if max(a, c) <= min(b, d)]
@@ -459,6 +479,16 @@ def _positions(base: Term | None) -> Tensor | None:
     return found if found is not None and found.dtype in (torch.int32, torch.int64) else None
 
 
+def _checked(side: Term, condition: Term, fits: Tensor) -> tuple[Term, Term]:
+    """A condition t[b, i] == t[b, j] that reads a table which is checked when the program runs. Others stay as they are."""
+    table = _table(side)
+    if table is None:
+        return side, condition
+    checked = checked_sequences(table, fits)
+    a, b = (Term(x.name, x.function, (checked, x.args[1]), x.kwargs, x.device) for x in condition.args)
+    return (a if condition.args[0] is side else b), Term(condition.name, condition.function, (a, b), condition.kwargs, condition.device)
+
+
 def _continues(position: Any, begins: Tensor) -> Tensor:
     """Whether the positions grow by one within each sequence."""
     return ((position[:, : begins.shape[1]].diff(dim=-1) == 1) | begins[:, 1:]).all()
@@ -504,7 +534,8 @@ def mask_of(
     allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, device: Any = None, cache_position: Tensor | None = None,
     **others: Any,
 ) -> Any:  # fmt: skip
-    """The function that transformers calls for a mask: a MaskFunction, or None where a bidirectional mask would hide nothing.
+    """The function that transformers calls for a mask: a MaskFunction, or None where a bidirectional mask would hide nothing. Models that
+    have eager attention alone get the tensor that eager attention gets.
 
     Args:
         batch_size, q_length, kv_length: the sizes of the mask.
@@ -513,10 +544,16 @@ def mask_of(
         attention_mask: bool (B, positions), the keys that are no padding; or a MaskFunction, which is returned.
         local_size, allow_is_bidirectional_skip, use_vmap, device: as for transformers' sdpa_mask.
         cache_position: what transformers before 5.4 gives in the place of q_length and q_offset.
-        others: without effect.
+        others: config, whose model is asked for. The rest is without effect.
     """
     if isinstance(attention_mask, MaskFunction):
         return attention_mask
+    if _is_eager_alone(getattr(others.get("config"), "model_type", "")):
+        return _eager_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=None if cache_position is not None else q_offset,
+            kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask, use_vmap=use_vmap, device=device,
+            cache_position=cache_position, allow_is_bidirectional_skip=allow_is_bidirectional_skip, local_size=local_size, **others,
+        )  # fmt: skip
     if mask_function is None:
         from transformers.masking_utils import causal_mask_function
 
@@ -539,6 +576,28 @@ def mask_of(
     if allow_is_bidirectional_skip and not is_local and not is_traced(padding) and (padding is None or bool(padding.all())):
         return None
     return MaskFunction(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, padding, use_vmap, torch.device(device))
+
+
+@torch.compiler.assume_constant_result
+def _is_eager_alone(model_type: str) -> bool:
+    """Whether the models of a config compute attention by themselves, as Gemma 4's audio encoder does. They do not ask for the
+    implementation that the config names, and expect what eager attention adds to the scores."""
+    return _known_as_eager_alone(model_type)
+
+
+@lru_cache(maxsize=256)
+def _known_as_eager_alone(model_type: str) -> bool:
+    names = import_module("transformers.models.auto.modeling_auto").MODEL_MAPPING_NAMES
+    name = names.get(model_type)
+    found = getattr(import_module("transformers"), name, None) if isinstance(name, str) else None
+    supports = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
+    return found is not None and not any(getattr(found, each, True) for each in supports)
+
+
+def _eager_mask(**given: Any) -> Any:
+    from transformers.masking_utils import eager_mask
+
+    return eager_mask(**{name: x for name, x in given.items() if x is not None})
 
 
 def joined(parts: Any) -> MaskFunction:

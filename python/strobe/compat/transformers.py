@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import attention
 from .._messages import TRANSFORMERS_EXTRA, kind, needed_by
 from .._tensor_checks import misplaced
-from ._mask_function import MaskFunction, mask_of
+from ._mask_function import MaskFunction, checked_sequences, mask_of
 from ._words import called, switch_or_refusal, tensor_or_refusal
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "scale": "scaling", "sinks": "s_aux", "causal": "is_causal"}
@@ -140,7 +140,10 @@ def _packed(mask: MaskFunction | None, query: Any, key: Any, others: dict[str, A
     if is_given and query.shape[0] == 1 and query.shape[2] == key.shape[2] and (mask is None or mask.is_packed):
         lengths = {f"max_seqlen_{side}": others.get(f"max_length_{side}", others.get(f"max_seqlen_{side}")) for side in "qk"}
         known = {name: x if isinstance(x, (int, torch.SymInt)) else int(x) for name, x in lengths.items() if x is not None}
-        return {"cu_seqlens_q": cu_q.int(), "cu_seqlens_k": cu_k.int(), **known}
+        cu_q = cu_q.int()
+        if mask is not None and mask.fits is not None:
+            cu_q = checked_sequences(cu_q, mask.fits)
+        return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k.int(), **known}
     return None
 
 

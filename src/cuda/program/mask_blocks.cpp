@@ -107,9 +107,10 @@ private:
       dense *= from[axis], r.count *= sizes[axis];
     }
     r.from = elements ? load.data : load.cells[from_x * kCellLevels + from_y];
-    r.element = elements ? load.element : i32(kCells);
+    r.kind = cells_of(load.element);
+    r.element = elements ? load.element : r.kind;
     r.of_reals = load.element >= kHalves && load.element <= kDoubles;
-    r.to = reinterpret_cast<u64 *>(room.take<uint64_t>(3 * r.count));
+    r.to = r.kind == kBooleanCells ? static_cast<void *>(room.take<uint8_t>(r.count)) : room.take<uint64_t>(3 * r.count);
     load.cells[x * kCellLevels + y] = r.to;
     const size_t depth = size_t(x + y - 1); // what it reads is made in an earlier launch
     if (levels_.size() <= depth) levels_.resize(depth + 1);
