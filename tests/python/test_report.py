@@ -70,7 +70,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work():
 def test_each_report_is_listed():
     page = (ROOT / "docs" / "reports.md").read_text()
     files = sorted((ROOT / "docs" / "reports").glob("*.json"))
-    assert files
     assert sorted(re.findall(r"\]\(reports/(.*?)\)", page)) == [file.name for file in files]
     for file in files:
         found = json.loads(file.read_text())
