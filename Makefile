@@ -173,10 +173,9 @@ format: $(VENV)/.dev ## rewrite the files as lint wants them
 # The wheel
 
 wheel: $(VENV)/.dev ## a manylinux wheel in wheelhouse/, proven in an environment of its own
-	rm -rf dist wheelhouse
-	$(BIN)/python -m pip wheel --quiet --no-deps --config-settings=build-dir=build/wheel --wheel-dir dist .
-	auditwheel repair --wheel-dir wheelhouse dist/*.whl
+	rm -rf wheelhouse
+	$(BIN)/python .ci/release.py build wheelhouse wheel
 	$(PYTHON) tests/wheel.py wheelhouse
 
 clean: ## remove what was built; rm -r .venv removes the environment too
-	rm -rf build dist wheelhouse .mypy_cache .pytest_cache .ruff_cache $(VENV)/.package
+	rm -rf build wheelhouse .mypy_cache .pytest_cache .ruff_cache $(VENV)/.package

@@ -7,6 +7,7 @@
 #include "attention/padding.h"
 #include "attention/reasons.h"
 #include "attention/versioned.h"
+#include "cuda/compile/cache.h"
 #include "cuda/compile/info.h"
 #include "cuda/program/mask_blocks.h"
 #include "cuda/program/prewarm.h"
@@ -241,6 +242,14 @@ int32_t strobe_explain(const strobe_attention *a, const strobe_tensors *t, const
     check_text(text, capacity);
     const Call call(a, t, e, checked(direction));
     write_text(explain(call.problem, call.execution, call.direction, call.choice), text, capacity, needed);
+  });
+}
+
+int32_t strobe_add_kernel_folder(const char *folder) {
+  return guarded([&] {
+    if (!folder) refuse("folder", Code::missing, "null; accepted is a path");
+    if (!*folder) refuse("folder", Code::value, "empty; accepted is a path");
+    cuda::cache_add(folder);
   });
 }
 

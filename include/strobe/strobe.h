@@ -383,6 +383,10 @@ STROBE_API int32_t strobe_kernels(const strobe_attention *, const strobe_tensors
 STROBE_API const char *strobe_engine_name(int32_t index);
 STROBE_API const char *strobe_engine_missing(int32_t index);
 
+/* Adds a folder of compiled kernels that is only read, like those of STROBE_CACHE_PATH, and after them, for the rest of the process. To be
+ * called before the first call on a GPU. The Python package adds that of the package strobe-attention-kernels. */
+STROBE_API int32_t strobe_add_kernel_folder(const char *folder);
+
 /* The state of CUDA here, a line each for driver, devices, NVRTC, the compute capabilities (times ten) that NVRTC compiles for, and the
  * cache folder: paths and versions, or the reason why there is none.
  * The text is written as by strobe_explain. This call initialises the driver; a child that this process forks later cannot use CUDA. */

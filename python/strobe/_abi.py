@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
 from ._core import ffi, lib
@@ -122,3 +124,13 @@ def engines() -> list[tuple[str, str | None]]:
             found[name] = None if missing == ffi.NULL else text(missing)
         index += 1
     return list(found.items())
+
+
+def _add_installed_kernels() -> None:
+    """Lets the library read the kernels of the package strobe-attention-kernels, if it is installed (packages/kernels)."""
+    package = find_spec("strobe_attention_kernels")
+    for folder in (package and package.submodule_search_locations) or ():
+        lib.strobe_add_kernel_folder(os.fsencode(folder))
+
+
+_add_installed_kernels()

@@ -112,12 +112,12 @@ def accepted(arch: int, name: str) -> int:
 
 
 def shipped() -> list[Job]:
-    """The jobs of `strobe prewarm` that are compiled here: for Hopper all that differ in more than dtype or width, for OTHER some. LONG:
-    all jobs."""
+    """The jobs of `strobe prewarm` that are compiled here: for Hopper all that differ in more than dtype, width or the number of heads, for
+    OTHER some. LONG: all jobs."""
     if LONG:
         return list(jobs(ARCHS, None, None, None)) + list(jobs(OLD_ARCHS, None, ("float32", "float64"), None))
     usual = ("plain", "causal")
-    return [
+    some = [
         *(job for job in jobs((90,), None, ("bfloat16",), None) if job.head_dim == 64 or job.sequences in (None, 1)),
         *(job for job in jobs((90,), (64, 128), ("float16",), usual) if job.sequences in (None, 1)),
         *jobs((90,), (576,), ("bfloat16", "float32"), ("plain",)),
@@ -128,6 +128,7 @@ def shipped() -> list[Job]:
         *jobs((OTHER,), (64, 256), ("bfloat16",), ("plain",)),
         *jobs((OTHER,), (64,), ("float32",), ("causal", "bias", "dropout", "deterministic")),
     ]
+    return [job for job in some if job.heads == Job._field_defaults["heads"]]
 
 
 def check(arch: int, kernels: Iterable[Kernel]) -> None:

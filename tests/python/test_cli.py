@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -306,6 +307,18 @@ def test_prewarm_says_first_what_it_will_take(run, tmp_path):
     assert "--common compiles" not in few
 
 
+def test_the_common_kernels_are_those_of_many_sizes():
+    """Each kernel of other numbers of sequences, tokens and heads is in the table."""
+    common = (prewarm._COMMON_DIMS, prewarm._COMMON_DTYPES, prewarm._COMMON_FEATURES)
+    table = {name for job in prewarm.jobs([90], *common) for name in job.names()[0]}
+    heads = ((8, 8), (16, 16), (32, 32), (32, 8))
+    grid = [(128 << i, 1 << j, *h) for i in range(8) for j in range(5) if 128 << i + j <= 1 << 16 for h in heads]
+    for sizes in random.Random(0).sample(grid, 12):
+        for dim, feature, backward in product(prewarm._COMMON_DIMS, prewarm._COMMON_FEATURES, (False, True)):
+            job = prewarm.Job(90, "bfloat16", dim, feature, backward, *sizes)
+            assert job.names()[0].keys() <= table, job
+
+
 FEW = ("--arch", "90", "--head-dim", "64", "--dtype", "bfloat16", "--feature", "sinks")
 
 
@@ -417,7 +430,7 @@ def test_prewarm_gives_each_reason_once(run, monkeypatch, tmp_path):
     done = run("prewarm", "--arch", "90", "--common")
     assert done.exit_code == 1
     assert done.output.count("there is no NVRTC") == 1
-    assert "and 21 more: a kernel is not in a cache (/none), and there is no NVRTC" in done.output
+    assert "and 189 more: a kernel is not in a cache (/none), and there is no NVRTC" in done.output
 
 
 def test_prewarms_two_counts_agree(run, monkeypatch, tmp_path):
@@ -439,7 +452,7 @@ def test_prewarms_two_counts_agree(run, monkeypatch, tmp_path):
     monkeypatch.setenv("STROBE_CACHE_DIR", str(tmp_path))
     done = run("prewarm", "--arch", "90", "--common")
     assert done.exit_code == 1
-    assert "24 calls take 4 kernels: 2 to compile (" in done.output
+    assert "192 calls take 4 kernels: 2 to compile (" in done.output
     assert "MB), 2 in the cache" in done.output
     assert "4 kernels, 1 compiled, 2 found in the cache, 1 not compiled, " in done.output
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import torch
 import torch.nn.functional as F
 
-DOCS = Path(__file__).parents[2] / "docs"
+from strobe_tools.cli import app
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PAGES = ["from-formula-to-kernel.md", "compat.md", "functions.md", "hyperbolic.md", "ladder.md", "pytorch.md", "reference.md"]
 
 
@@ -28,6 +33,40 @@ def test_the_code_runs(page, monkeypatch):
         exec(compile(code, f"{page}, block {number}", "exec"), names)
     for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:  # removes the alias that a block makes
         del sys.modules[name]
+
+
+def test_no_page_has_code_that_does_not_run():
+    elsewhere = {"many-gpus.md"}  # test_distributed_ranks.py runs it on several ranks
+    assert {path.name for path in DOCS.rglob("*.md") if "```python\n" in path.read_text()} == {*PAGES, *elsewhere}
+
+
+def commands():
+    for page in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                yield from ((page.name, shlex.split(part, comments=True)) for part in line.split("&&"))
+
+
+def test_the_commands_on_the_pages_are_there():
+    """Options of `strobe`, targets of make, and programs; nothing is run."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    seen = set()
+    for page, words in commands():
+        if words[:1] == ["strobe"]:
+            command, path = app, words[1:]
+            while isinstance(command, click.Group) and path and path[0] in command.commands:
+                command, path = command.commands[path[0]], path[1:]
+            options = {name for parameter in command.params for name in parameter.opts}
+            assert {word for word in path if word.startswith("--")} <= options, f"{page}: {' '.join(words)}"
+            seen.add("strobe")
+        elif words[:1] == ["make"]:
+            assert words[1] in targets, f"{page}: {' '.join(words)}"
+            seen.add("make")
+        elif words[:1] and (words[0] == "python" or words[0].startswith((".ci/", "tests/"))):
+            program = words[1] if words[0] == "python" else words[0]
+            assert (ROOT / program).is_file(), f"{page}: {' '.join(words)}"
+            seen.add("program")
+    assert seen == {"strobe", "make", "program"}
 
 
 def test_the_api_page_is_made_from_the_docstrings():

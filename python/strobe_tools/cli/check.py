@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import click
@@ -15,7 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import strobe
+from strobe_tools.cli import report
+from strobe_tools.machine import usable_cores
 from strobe_tools.requirements import require
+from strobe_tools.values import PATH, writable
 
 # The largest error accepted: some ulps. At these sizes correct results stay below it, and wrong results exceed it. (The test suite measures
 # an engine's accuracy relative to the plain formulas.)
@@ -118,7 +126,7 @@ def _problem(case: Case, seed: int) -> Problem:
 def _doubles(x: Any) -> Any:
     import numpy as np
 
-    return x.astype(np.float64) if isinstance(x, np.ndarray) else x.double().numpy()
+    return x.astype(np.float64) if isinstance(x, np.ndarray) else x.double().cpu().numpy()
 
 
 def _results(out: Any, lse: Any, gradients: Any) -> dict[str, Any]:
@@ -137,12 +145,27 @@ def _error(x: Any, reference: Any) -> float:
     return float(np.abs(x[finite] - reference[finite]).max(initial=0) / np.abs(reference[finite]).max(initial=1))
 
 
-def _outcomes(case: Case, engines: Iterable[str], seed: int) -> Iterator[tuple[str, str | None]]:
+def _on(device: str, problem: Problem) -> Problem:
+    """The problem in the memory of a GPU, as torch tensors."""
+    import numpy as np
+    import torch
+
+    def moved(x: Any) -> Any:
+        x = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+        return x.to(device) if hasattr(x, "to") else x
+
+    return Problem([moved(x) for x in problem.tensors], {name: moved(x) for name, x in problem.options.items()})
+
+
+def outcomes(case: Case, engines: Iterable[str], seed: int, device: str = "cpu") -> Iterator[tuple[str, str | None]]:
     """Yields the name of each engine, and its error ("": none; None: it does not support such a call)."""
     problem = _problem(case, seed)
     dout, q, k, v = problem.tensors
     out, lse = strobe.reference(q, k, v, **problem.options)
     expected = _results(out, lse, strobe.reference_backward(dout, q, k, v, **problem.options))
+    if device != "cpu":
+        problem = _on(device, problem)
+        dout, q, k, v = problem.tensors
     for engine in engines:
         options = problem.options | {"engine": engine}
         try:
@@ -159,13 +182,70 @@ def _outcomes(case: Case, engines: Iterable[str], seed: int) -> Iterator[tuple[s
 @click.command(short_help="Self-test of every engine that runs here.")
 @click.option("--engine", multiple=True, help="Only this engine; may be given more than once.")
 @click.option("--seed", type=click.IntRange(0, 2**32), default=0, help="Of the random inputs.")
-def command(engine: tuple[str, ...], seed: int) -> None:
-    """Self-test: forward and every gradient of each engine that runs here, against the float64 reference."""
+@click.option(
+    "--report", "report_file", type=PATH, help="Check a cover of the options on the GPU, if there is one, measure, and write it here."
+)
+def command(engine: tuple[str, ...], seed: int, report_file: Path | None) -> None:
+    """Self-test: forward and every gradient of each engine that runs here, against the float64 reference.
+
+    With --report FILE also what this machine is and how fast a GPU is, as JSON, to be sent to Strobe's authors: docs/reports.md.
+    """
     require("check", "numpy", extra="numpy")
+    if report_file:
+        require("check --report", "torch", extra="torch")
+        writable(report_file, "--report")
     console = Console()
-    missing = dict(strobe.engines())
-    available = [name for name, reason in missing.items() if reason is None and name != "reference"]
+    available = [name for name, reason in strobe.engines() if reason is None and name != "reference"]
     engines = engine or available
+    _refuse_unknown(engines, available)
+    device = report.device() if report_file else "cpu"
+    dtypes = [name for name in TOLERANCE if name != "bfloat16" or importlib.util.find_spec("torch")]
+    todo = cases(dtypes)
+    if report_file:
+        todo = report.cover(todo)
+    tally = {name: {"passed": 0, "failed": 0, "not taken": 0} for name in engines}
+    failures = []
+    began = perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+    calls = [(case, engines, seed + number, device) for number, case in enumerate(todo)]
+    with Progress(*columns, console=console) as progress, _mapping(device) as map_:
+        task = progress.add_task("checking", total=len(todo))
+        for case, found in zip(todo, map_(_all_outcomes, calls), strict=True):
+            for name, wrong in found:
+                tally[name]["not taken" if wrong is None else "failed" if wrong else "passed"] += 1
+                if wrong:
+                    failures.append(f"{name}: {case}: {wrong}")
+                    progress.console.print(failures[-1], style="red", markup=False, highlight=False)
+            progress.advance(task)
+    table = Table("engine", *next(iter(tally.values())))
+    for name, counts in tally.items():
+        table.add_row(name, *map(str, counts.values()))
+    console.print(table)
+    failed = sum(counts["failed"] for counts in tally.values())
+    checked = failed + sum(counts["passed"] for counts in tally.values())
+    console.print(f"{checked} cases checked in {', '.join(dtypes)}: {failed or 'none'} failed", style="bold")
+    if report_file:
+        report.write(report_file, device, tally, failures, perf_counter() - began, console)
+    if failed or not checked:
+        raise SystemExit(1)
+
+
+def _all_outcomes(call: tuple[Case, Sequence[str], int, str]) -> list[tuple[str, str | None]]:
+    return list(outcomes(*call))
+
+
+@contextmanager
+def _mapping(device: str) -> Iterator[Callable[..., Iterable[list[tuple[str, str | None]]]]]:
+    """map(), on a GPU by several processes, because most of the time goes into compiling kernels."""
+    if device == "cpu":
+        yield map
+        return
+    with ProcessPoolExecutor(min(16, usable_cores()), mp_context=get_context("spawn")) as pool:
+        yield pool.map
+
+
+def _refuse_unknown(engines: Iterable[str], available: list[str]) -> None:
+    missing = dict(strobe.engines())
     for name in engines:
         if name not in available:
             why = "is unknown"
@@ -175,24 +255,3 @@ def command(engine: tuple[str, ...], seed: int) -> None:
             hint = "".join(f"; did you mean {known}?" for known in close)
             click.echo(f"--engine: {name} {why}; accepted: {', '.join(available)}{hint}", err=True)
             raise SystemExit(2)
-    dtypes = [name for name in TOLERANCE if name != "bfloat16" or importlib.util.find_spec("torch")]
-    todo = cases(dtypes)
-    tally = {name: {"passed": 0, "failed": 0, "not taken": 0} for name in engines}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True))
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("checking", total=len(todo))
-        for number, case in enumerate(todo):
-            for name, wrong in _outcomes(case, engines, seed + number):
-                tally[name]["not taken" if wrong is None else "failed" if wrong else "passed"] += 1
-                if wrong:
-                    progress.console.print(f"{name}: {case}: {wrong}", style="red", markup=False, highlight=False)
-            progress.advance(task)
-    table = Table("engine", *next(iter(tally.values())))
-    for name, counts in tally.items():
-        table.add_row(name, *map(str, counts.values()))
-    console.print(table)
-    failed = sum(counts["failed"] for counts in tally.values())
-    checked = failed + sum(counts["passed"] for counts in tally.values())
-    console.print(f"{checked} cases checked in {', '.join(dtypes)}: {failed or 'none'} failed", style="bold")
-    if failed or not checked:
-        raise SystemExit(1)

@@ -70,6 +70,13 @@ _EVERY_DIM = ("plain", "causal")  # features compiled for every dimension; the o
 _FEATURE_DIMS = (64, 128)
 # --common: the calls with which transformers are mostly trained and run.
 _COMMON_DTYPES, _COMMON_DIMS, _COMMON_FEATURES = ("bfloat16",), (64, 128), ("plain", "causal", "varlen")
+# (Tokens of a sequence, sequences, query heads, key heads) for which the common calls have other tiles, orders of tiles, or ways to add up
+# dK and dV. With them the table has every kernel of a grid: 1, 2, 4, 8, 16 sequences of 128, 256, ..., 16384 tokens, 8, 16 or 32 heads, or
+# 32 with 8 of keys.
+_COMMON_SIZES = (
+    *((128, 1, 8, 8), (128, 1, 32, 8), (128, 4, 32, 32), (128, 16, 32, 8), (256, 1, 32, 8), (256, 2, 32, 8), (512, 1, 32, 8)),
+    *((1024, 1, 8, 8), (1024, 1, 32, 8), (1024, 2, 32, 8), (1024, 2, 32, 32), (4096, 1, 16, 16), (8192, 1, 8, 8), (16384, 1, 32, 8)),
+)
 # Seconds of one core of a server, and bytes in the cache, per kernel, averaged over the table.
 _SECONDS, _BYTES = 0.7, 65_000
 
@@ -84,11 +91,14 @@ class Job(NamedTuple):
     backward: bool
     seqlen: int = _S
     sequences: int | None = None  # None: as many as make the example's number of tokens
+    heads: int = _H
+    heads_kv: int = _H
 
     def __str__(self) -> str:
+        heads = "" if (self.heads, self.heads_kv) == (_H, _H) else f", {self.heads}/{self.heads_kv} heads"
         length = "" if self.seqlen == _S else f" of {self.seqlen}" if self.sequences is None else f" of {self.sequences} x {self.seqlen}"
         direction = "backward" if self.backward else "forward"
-        return f"sm_{self.compute_capability} {self.dtype} d{self.head_dim} {self.feature} {direction}{length}"
+        return f"sm_{self.compute_capability} {self.dtype} d{self.head_dim} {self.feature} {direction}{length}{heads}"
 
     def names(self) -> tuple[dict[str, bool], str]:
         """The kernels' names, and whether each is in the cache; or the reason why no engine supports the call."""
@@ -103,14 +113,19 @@ class Job(NamedTuple):
         packed = "cu_seqlens_q" in more
         batch = self.sequences or max(_B, _B * _S // self.seqlen)
 
-        def tokens(width: int) -> Shape:
-            return Shape((_B * _S, _H, width) if packed else (batch, _H, self.seqlen, width), self.dtype)
+        def tokens(heads: int, width: int) -> Shape:
+            return Shape((batch * self.seqlen, heads, width) if packed else (batch, heads, self.seqlen, width), self.dtype)
 
-        x, v = tokens(self.head_dim), tokens(min(self.head_dim, MAX_HEAD_DIM_V))
+        q, k = (tokens(heads, self.head_dim) for heads in (self.heads, self.heads_kv))
+        v = tokens(self.heads_kv, min(self.head_dim, MAX_HEAD_DIM_V))
+        if packed:
+            starts = Shape((batch + 1,), "int32")
+            more = more | {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+            options = options | {"max_seqlen_q": self.seqlen, "max_seqlen_k": self.seqlen}
         if self.dtype == "float64":
             more = {name: tensor._replace(dtype="float64") if name in _AS_WIDE else tensor for name, tensor in more.items()}
         try:
-            return function({"q": x, "k": x, "v": v, **more}, options, self.backward, self.compute_capability), ""
+            return function({"q": q, "k": k, "v": v, **more}, options, self.backward, self.compute_capability), ""
         except NotImplementedError as refusal:
             return nothing, str(refusal)
 
@@ -129,6 +144,8 @@ def jobs(
                 yield Job(arch, dtype, dim, feature, True, _SMALL, 1)
             if arch == 90 and dim <= 64 and dtype in ("bfloat16", "float16") and feature in _EVERY_DIM:
                 yield from (Job(arch, dtype, dim, feature, True, *length) for length in _SHORT)
+            if dtype in _COMMON_DTYPES and dim in _COMMON_DIMS and feature in _COMMON_FEATURES:
+                yield from (Job(arch, dtype, dim, feature, backward, *sizes) for sizes in _COMMON_SIZES for backward in (False, True))
 
 
 # The compute capabilities that NVRTC 12.9 and 13 support and Strobe has kernels for.

@@ -97,9 +97,9 @@ Build build(const KernelSource &source, std::span<const int32_t> config, int cc,
   const Translation p = translation(source, config, cc, functions);
   const Sha256::Digest key = digest(p);
   const CacheSettings settings = CacheSettings::from_environment();
-  const bool look = from == From::anywhere;
+  const bool look = from != From::source;
   for (const std::string &folder : settings.further)
-    if (auto found = look ? cache_read_any(folder, key) : std::nullopt) return *found;
+    if (auto found = from == From::anywhere ? cache_read_any(folder, key) : std::nullopt) return *found;
 
   const Nvrtc *compiler = compiler_for(cc, settings);
   if (!compiler) {

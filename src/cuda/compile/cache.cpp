@@ -10,7 +10,11 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <map>
+#include <mutex>
+#include <set>
 #include <thread>
+#include <utility>
 
 #include "attention/text.h"
 #include "cuda/compile/nvrtc.h"
@@ -35,7 +39,43 @@ constexpr size_t kDigested = offsetof(Head, key);
 constexpr std::string_view kFolderPrefix = "nvrtc-";
 constexpr size_t kMostBytes = 64 << 20; // largest entry that is accepted; today's entries have less than a hundredth of this
 
+// What this process has learned of folders. Never destroyed: other threads may still run at exit.
+struct Learned {
+  std::mutex mutex;
+  std::vector<std::string> added;
+  std::map<std::string, std::set<std::string>> refused_code; // folder: files
+};
+Learned &learned() {
+  static Learned *const only = new Learned;
+  return *only;
+}
+
+// The version in a folder's name, nvrtc-13.0.
+std::optional<std::pair<int, int>> version_of(const fs::path &folder) {
+  int major = 0, minor = 0;
+  if (std::sscanf(folder.filename().c_str(), "nvrtc-%d.%d", &major, &minor) != 2) return {};
+  return std::pair(major, minor);
+}
+
 } // namespace
+
+void cache_add(const std::string &folder) {
+  const std::lock_guard lock(learned().mutex);
+  learned().added.push_back(folder);
+}
+
+void note_refused_code(const std::string &file) {
+  const std::lock_guard lock(learned().mutex);
+  learned().refused_code[fs::path(file).parent_path()].insert(file);
+}
+
+std::vector<std::string> refused_code() {
+  std::vector<std::string> all;
+  const std::lock_guard lock(learned().mutex);
+  for (const auto &[folder, files] : learned().refused_code)
+    all.push_back(text(folder, ": the driver refused the code of ", files.size(), files.size() == 1 ? " kernel" : " kernels"));
+  return all;
+}
 
 CacheSettings CacheSettings::from_environment() {
   CacheSettings s;
@@ -46,6 +86,10 @@ CacheSettings CacheSettings::from_environment() {
   else if (const std::string home = environment("HOME"); !home.empty())
     s.folder = home + "/.cache/strobe";
   s.further = environment_list("STROBE_CACHE_PATH");
+  {
+    const std::lock_guard lock(learned().mutex);
+    s.further.insert(s.further.end(), learned().added.begin(), learned().added.end());
+  }
   auto used = [&](const std::string &folder) {
     const std::string why = folder_refused(folder);
     if (!why.empty()) s.refused.push_back(why);
@@ -60,6 +104,19 @@ CacheSettings CacheSettings::from_environment() {
 
 static std::vector<std::string> all_refused() {
   CacheSettings s = CacheSettings::from_environment();
+  for (const std::string &folder : s.further) { // a folder in which every kernel is too new for the driver
+    std::string too_new;
+    bool follows = false;
+    std::error_code none;
+    for (const auto &entry : fs::directory_iterator(folder, none))
+      if (const auto version = version_of(entry.path())) {
+        if (driver_follows(version->first))
+          follows = true;
+        else
+          too_new = entry.path();
+      }
+    if (!follows && !too_new.empty()) s.refused.push_back(too_new + ": an NVRTC that is newer than the driver compiled it");
+  }
   s.further.push_back(s.folder);
   for (const std::string &folder : s.further) { // each of them has a folder for each NVRTC
     std::error_code none;
@@ -100,11 +157,8 @@ std::optional<Build> cache_read(const std::string &file, const Sha256::Digest &k
 std::optional<Build> cache_read_any(const std::string &folder, const Sha256::Digest &key) {
   std::vector<std::pair<int, int>> versions;
   std::error_code ignored;
-  for (const auto &entry : fs::directory_iterator(folder, ignored)) {
-    int major = 0, minor = 0;
-    if (std::sscanf(entry.path().filename().c_str(), "nvrtc-%d.%d", &major, &minor) == 2 && driver_follows(major))
-      versions.push_back({major, minor});
-  }
+  for (const auto &entry : fs::directory_iterator(folder, ignored))
+    if (const auto version = version_of(entry.path()); version && driver_follows(version->first)) versions.push_back(*version);
   std::ranges::sort(versions, std::greater());
   for (auto [major, minor] : versions)
     if (auto found = cache_read(cache_file(folder, text(major, ".", minor), key), key)) return found;

@@ -15,15 +15,20 @@ namespace strobe::cuda {
 
 struct CacheSettings {
   std::string folder;               // STROBE_CACHE_DIR, else $XDG_CACHE_HOME/strobe, else ~/.cache/strobe; empty: none
-  std::vector<std::string> further; // STROBE_CACHE_PATH: folders that are only read, made by any NVRTC
+  std::vector<std::string> further; // STROBE_CACHE_PATH, then added folders: they are only read, and any NVRTC may have made them
   std::vector<std::string> refused; // folders that are not used, each with the reason; they are not in `folder` or `further`
   bool readonly = false;            // STROBE_CACHE_READONLY: write nothing
   bool offline = false;             // STROBE_OFFLINE: compile nothing
 
   static CacheSettings from_environment();
 };
+// Adds a folder to `further` for the rest of the process: the kernels of an installed package.
+void cache_add(const std::string &folder);
 // The folders that were refused when this process first read the settings. Every plan's notes list them.
 const std::vector<std::string> &refused_folders();
+// Notes that the driver refuses the code of a cache file; a line for each folder with such files. Every plan's notes list them, too.
+void note_refused_code(const std::string &file);
+std::vector<std::string> refused_code();
 
 std::string cache_file(const std::string &folder, const std::string &nvrtc, const Sha256::Digest &key);
 std::optional<Build> cache_read(const std::string &file, const Sha256::Digest &key);

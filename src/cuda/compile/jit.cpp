@@ -156,9 +156,11 @@ Kernel load_now(const KernelSource &source, std::span<const int32_t> config, con
   const DeviceGuard current(device);
   const RelaxedCapture relaxed; // the kernel's first call may come within a stream capture
   OnDevice code(built);
-  if (code.code_is_wrong() && !built.file.empty() && can_build(device.cc)) { // the entry may be of any process
+  for (From from : {From::own_folder, From::source}) { // the entry may be of any process or package
+    if (!code.code_is_wrong() || built.file.empty() || !can_build(device.cc)) break;
+    note_refused_code(built.file);
     cache_discard(built);
-    built = build(source, config, device.cc, From::source, functions);
+    built = build(source, config, device.cc, from, functions);
     code = OnDevice(built);
   }
   checked(code.result, code.call);

@@ -38,7 +38,7 @@ struct Build {
   bool compiled = false; // compiled now, not found in a cache
   std::string file;      // the cache file, if the build came from one
 };
-enum class From { anywhere, source }; // source: compiled now, whatever a cache has
+enum class From { anywhere, own_folder, source }; // own_folder: not from folders that are only read; source: compiled now
 // The source of the caller's functions, which a kernel includes as "score/program.h"; null: the kernel calls none. The source's hash is in
 // the Config; another source may share it, so a kernel is known by the source itself.
 using Functions = std::shared_ptr<const std::string>;

@@ -132,6 +132,7 @@ Answer CudaEngine::plan(const Problem &p, const Execution &execution, Direction 
               : "reserved_sms: this kernel's blocks go to every SM that is free; work is shared out for those that are left");
     if (const std::string &ignored = tuning(on).ignored(); !ignored.empty()) plan->notes.push_back(ignored);
     for (const std::string &why : refused_folders()) plan->notes.push_back(text("kernel cache not used: ", why));
+    for (const std::string &why : refused_code()) plan->notes.push_back(text("compiled here: ", why));
   }
   return answer;
 }

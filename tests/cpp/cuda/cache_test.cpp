@@ -26,6 +26,23 @@ void same(const Build &a, const Build &b) {
 
 } // namespace
 
+// Must be the first test: the driver is not loaded yet.
+TEST_CASE("cache: a folder whose kernels are all too new for the driver is named") {
+  const Compiling c;
+  const Variable further("STROBE_CACHE_PATH", c.folder / "package");
+  auto refused = [](int version) {
+    return in_child([version] {
+      fake_cuda().version = version;
+      return refused_folders().empty() ? "none" : refused_folders()[0];
+    });
+  };
+  fs::create_directories(c.folder / "package/nvrtc-13.7");
+  CHECK(refused(13000) == "none");
+  CHECK(refused(12080) == c.folder / "package/nvrtc-13.7" + ": an NVRTC that is newer than the driver compiled it");
+  fs::create_directories(c.folder / "package/nvrtc-12.9");
+  CHECK(refused(12080) == "none");
+}
+
 TEST_CASE("cache: compiled once, then read") {
   const Compiling c;
   const Build first = build(plain(1), 90), second = build(plain(1), 90);
@@ -299,6 +316,23 @@ TEST_CASE("cache: made elsewhere") {
     CHECK(c.files().size() == 1); // compiled kernels go to the process's own folder
   }
   CHECK(build(plain(1), 90).compiled);
+}
+
+TEST_CASE("cache: made elsewhere, in a folder that the program adds") {
+  const Compiling c;
+  build(plain(1), 90);
+  fs::rename(c.folder / "cache", c.folder / "package");
+  CHECK(in_child([&] { // folders are added for the rest of a process
+          if (strobe_add_kernel_folder((c.folder / "package").c_str()) != STROBE_OK) return std::string(strobe_last_error());
+          if (build(plain(1), 90).compiled) return std::string("compiled");
+          return is_kept(kPlain, plain(1).integers(), 90) ? info() : "not kept";
+        })
+            .ends_with(", further " + c.folder / "package" + "\n"));
+  CHECK_FALSE(fs::exists(c.folder / "cache"));
+  CHECK(strobe_add_kernel_folder(nullptr) == STROBE_INVALID_ARGUMENT);
+  CHECK(strobe_last_error() == std::string("folder: null; accepted is a path"));
+  CHECK(strobe_add_kernel_folder("") == STROBE_INVALID_ARGUMENT);
+  CHECK(strobe_last_error() == std::string("folder: empty; accepted is a path"));
 }
 
 TEST_CASE("cache: of two compilers' entries made elsewhere, the newer") {

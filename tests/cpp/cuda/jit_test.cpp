@@ -108,6 +108,32 @@ TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
   CHECK(c.compiled() == 4);
 }
 
+TEST_CASE("jit: code of a folder that is only read is compiled anew once, however many processes the driver refuses it") {
+  const Compiling c;
+  FakeCuda &fake = fake_cuda();
+  Build built = build(plain(45), 90);
+  const std::string good = built.cubin, file = c.files().at(0), whole = contents(file);
+  Sha256::Digest key;
+  std::memcpy(key.data(), whole.data() + 40, key.size());
+  built.cubin = "of another driver";
+  REQUIRE(cache_write(file, key, built));
+  fs::rename(c.folder / "cache", c.folder / "package");
+  const Variable further("STROBE_CACHE_PATH", c.folder / "package");
+  {
+    const std::lock_guard lock(fake.mutex);
+    fake.refused = built.cubin;
+  }
+  CHECK(load(plain(45), device(1)).cc == 90);
+  CHECK(fake.code == good);
+  CHECK(c.compiled() == 2);
+  CHECK(std::ranges::count(refused_code(), c.folder / "package/nvrtc-13.7" + ": the driver refused the code of 1 kernel") == 1);
+  // What another process finds after it, too, was refused
+  CHECK(build(kPlain, plain(45).integers(), 90, From::own_folder).cubin == good);
+  CHECK(c.compiled() == 2);
+  const std::lock_guard lock(fake.mutex);
+  fake.refused = "";
+}
+
 TEST_CASE("jit: many threads, many kernels, each loaded once and found again") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
