@@ -26,6 +26,7 @@ struct PlaceOfPair {
   i32 b, h, i, j;
   i32 offset; // of the alignment
   Stepped query, key;
+  const float *fetched = nullptr; // the lane's values of the first of what is computed ahead, if registers hold them: place_fetched()
 
   // i - j. For a query past its sequence's end this is not the clamped i minus j, and the function may be NaN there: kernels mask such
   // rows.
@@ -35,11 +36,19 @@ struct PlaceOfPair {
 // What a value that is computed ahead (passes/ahead.h) depends on, beside b and h.
 enum class Along { query, key, difference };
 
+// The place of a pair's value among those that a lane fetches for its elements of a tile, which have two rows, 8 apart, and the columns 8 n
+// and 8 n + 1. Columns are keys, or up to 64 queries. By differences the places are from 14 on if columns are keys.
+template <Along kAlong> __device__ __forceinline__ int place_fetched(const PlaceOfPair &at) {
+  const int steps = kAlong == Along::key ? at.key.step : at.key.step - at.query.step + 64;
+  return steps / 8 * 2 + (steps % 8 != 0);
+}
+
 // The caller's functions. A specialisation is generated for the hash of their code (Features::program). It has
 //   score<kFunctions, kSlope>(a, place, x, slope)   f(x, b, h, i, j); with kSlope, slope becomes its derivative by x
 //   seen<kFunctions, T>(a, place)                   g(b, h, i, j)
 //   hidden<T>(a, place)                             0 where g is true, else -inf, if all of g is computed ahead
 //   penalty<kFunctions, T>(a, place)                ALiBi's slope, which b and h decide
+//   fetchable<T>(a, place)                          where the first value computed ahead lies, for kFetched = its Along, if it has 32 bits
 // Only those that Features declare are defined. T: the type of x and of all other reals.
 template <i32 kLow, i32 kHigh> struct CallersFunctions;
 template <Features F>
@@ -129,13 +138,26 @@ template <class T, class E> __device__ __forceinline__ T load(const CapturedOper
     return (T)__ldg((const E *)x.data + distance);
 }
 
-// A value that was computed ahead. It is in range by construction, and elements of a tile lie at distances from one another that the
-// compiler knows, so that it finds those that several pairs share.
-template <class E, Along kAlong, bool kBatch, bool kHead>
-__device__ __forceinline__ E ahead(const CapturedOperand &x, const PlaceOfPair &at) {
+// The values of a sequence and a head that were computed ahead, from position or difference 0 on.
+template <class E, bool kBatch, bool kHead>
+__device__ __forceinline__ const E *values_ahead(const CapturedOperand &x, const PlaceOfPair &at) {
   const E *values = (const E *)x.data;
   if constexpr (kBatch) values += at.b * x.stride[0];
   if constexpr (kHead) values += at.h * x.stride[1];
+  return values;
+}
+// A value that was computed ahead. It is in range by construction, and elements of a tile lie at distances from one another that the
+// compiler knows, so that it finds those that several pairs share. kFetchable: registers may hold the lane's values.
+template <class E, Along kAlong, bool kBatch, bool kHead, bool kFetchable = false>
+__device__ __forceinline__ E ahead(const CapturedOperand &x, const PlaceOfPair &at) {
+  if constexpr (kFetchable) {
+    if (at.fetched) {
+      const float value = at.fetched[place_fetched<kAlong>(at)];
+      if constexpr (E(0.5f) == E(0)) return (E)__float_as_int(value); // an integer of 32 bits
+      return E(value);
+    }
+  }
+  const E *values = values_ahead<E, kBatch, kHead>(x, at);
   if constexpr (kAlong == Along::query) return __ldg(values + (i64)at.query.first + at.query.step);
   if constexpr (kAlong == Along::key) return __ldg(values + (i64)at.key.first + at.key.step);
   return __ldg(values + ((i64)at.query.first - at.key.first) + (at.query.step - at.key.step));
@@ -264,8 +286,10 @@ template <Functions kFunctions> struct Reals<kFunctions, float> {
   static __device__ __forceinline__ T cosh(T x) { return ::coshf(x); }
   static __device__ __forceinline__ T tanh(T x) {
     if constexpr (kFull) return ::tanhf(x);
-    T unused;
-    return tanh_approximate(x, unused);
+    T y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1 + strobe::exp2(2.88539008177792681472f * x)));
+    const T u = x * x, series = fmaf(u, fmaf(u, T(2.0 / 15), T(-1.0 / 3)), T(1)) * x; // below 1/8, where 1 - 2 y would cancel
+    return fabsf(x) < T(0.125) ? series : fmaf(T(-2), y, T(1));
   }
   static __device__ __forceinline__ T asinh(T x) { return ::asinhf(x); }
   static __device__ __forceinline__ T acosh(T x) { return ::acoshf(x); }

@@ -12,8 +12,9 @@ struct QueryTile {
   const i32 *entry; // its block's entry in the list, with a block mask
 };
 
-// Tiles of kTile queries on a fixed grid; kTile divides the number of queries in a block of the block mask.
-template <bool kBlocks, int kTile> class QueryTiles {
+// Tiles of kTile queries on a fixed grid; kTile divides the number of queries in a block of the block mask. kEnds: the walk ends at the
+// first block before the queries that see some key, instead of reading the rest of the list.
+template <bool kBlocks, int kTile, bool kEnds = false> class QueryTiles {
 public:
   QueryTiles() = default;
   // The keys [k0, k1) lie within one mask block. row: the kept blocks of queries for that mask block.
@@ -27,7 +28,7 @@ public:
     if constexpr (kBlocks) {
       row_ = row;
       entry_ = (i32)row.count;
-      next_ = floor_ = 0;
+      next_ = 0, floor_ = kEnds ? 1 << 30 : 0;
     } else {
       next_ = (i32)round_up(end_, kTile), floor_ = (i32)round_down(begin_, kTile);
     }
@@ -35,7 +36,7 @@ public:
   __device__ __forceinline__ bool next(QueryTile &tile) {
     if constexpr (kBlocks) {
       while (next_ <= floor_) {
-        if (entry_ == 0) return false;
+        if (entry_ == 0 || (kEnds && floor_ <= begin_)) return false;
         i64 block = max(0ll, (i64)row_.cols[--entry_]) * row_.block;
         next_ = (i32)round_up(min(block + row_.block, (i64)end_), kTile);
         floor_ = (i32)min(max(block, round_down(begin_, kTile)), 1ll << 30);

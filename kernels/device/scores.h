@@ -59,6 +59,7 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
     T slope;
     bool stepped;       // whether the following are known; otherwise they are i, and the key of the pair
     Stepped query, key; // those of PlaceOfPair
+    const float *fetched = nullptr;
   };
   __device__ __forceinline__ Row row(i32 i, i32 h) const {
     Row r{min(i, seqlen_q - 1), h, 0, seqlen_k, T(0), false, {}, {}};
@@ -129,8 +130,14 @@ template <Features F, class T, Functions kFunctions = Functions::full> struct Sc
   // The pair as the caller's functions see it, in the whole problem.
   __device__ __forceinline__ PlaceOfPair pair(const Row &r, i32 j) const {
     const PlaceOfHeads<F.part != 0> heads(in);
-    return {(i32)heads.whole_batch(b),        (i32)heads.whole_head(r.h), r.i, j, offset, r.stepped ? r.query : Stepped{r.i, 0},
-            r.stepped ? r.key : Stepped{j, 0}};
+    return {(i32)heads.whole_batch(b),
+            (i32)heads.whole_head(r.h),
+            r.i,
+            j,
+            offset,
+            r.stepped ? r.query : Stepped{r.i, 0},
+            r.stepped ? r.key : Stepped{j, 0},
+            r.fetched};
   }
 
 private:

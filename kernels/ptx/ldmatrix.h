@@ -68,6 +68,12 @@ __device__ __forceinline__ u32 load_global_byte(const u8 *address) {
   asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(x) : "l"(address) : "memory");
   return x;
 }
+// The same for a number. The compiler does not move the load to where its result is used.
+__device__ __forceinline__ float load_global_now(const float *address) {
+  float x;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(x) : "l"(address));
+  return x;
+}
 __device__ __forceinline__ void store_global(void *address, u32 x, u32 y) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
 }

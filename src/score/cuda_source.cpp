@@ -316,6 +316,8 @@ std::vector<CapturedOperand> CudaFunctions::operands_ahead() const {
   return all;
 }
 
+bool CudaFunctions::fetchable() const { return !ahead_.empty() && ahead_[0].by != kOfQuery && narrow(ahead_[0].node); }
+
 int64_t CudaFunctions::bytes_ahead() const {
   if (ahead_.empty()) return 0;
   const CapturedOperand last = operands_ahead().back();
@@ -573,8 +575,8 @@ std::vector<bool> CudaFunctions::evaluated(int32_t root) const {
 
 std::string CudaFunctions::read_ahead(size_t n) const {
   const Ahead &x = ahead_[n];
-  return text("ahead<", stored(x), ", ", along(x), ", ", x.of_batch ? "true" : "false", ", ", x.of_head ? "true" : "false", ">(a.captured[",
-              slot_ahead(n), "], at)");
+  return text("ahead<", stored(x), ", ", along(x), ", ", x.of_batch ? "true" : "false", ", ", x.of_head ? "true" : "false",
+              n == 0 && fetchable() ? ", true" : "", ">(a.captured[", slot_ahead(n), "], at)");
 }
 
 // The nodes that are wanted and not made already.
@@ -679,6 +681,13 @@ std::string CudaFunctions::source() const {
     out += text("  template <class T> static __device__ __forceinline__ T hidden(const FunctionArguments &a, const PlaceOfPair &at) {\n"
                 "    return ",
                 read_ahead(size_t(place)), ";\n  }\n");
+  if (fetchable())
+    out += text(
+        "  static constexpr Along kFetched = ", along(ahead_[0]), ";\n",
+        "  template <class T> static __device__ __forceinline__ const T *fetchable(const FunctionArguments &a, const PlaceOfPair &at) {\n"
+        "    return (const T *)values_ahead<",
+        stored(ahead_[0]), ", ", ahead_[0].of_batch ? "true" : "false", ", ", ahead_[0].of_head ? "true" : "false", ">(a.captured[",
+        slot_ahead(0), "], at);\n  }\n");
   if (!loads_.empty()) out += gradients();
   if (!ahead_.empty()) out += functions_ahead();
   if (penalty_ >= 0) {

@@ -35,6 +35,8 @@ public:
   // What is computed ahead, before the kernels that call the functions (kernels/passes/ahead.h). Their values lie in places of captured
   // tensors that the call leaves free.
   const std::vector<Ahead> &ahead() const { return ahead_; }
+  // Whether a lane may hold its values of the first one in registers: 32 bits that keys or differences decide.
+  bool fetchable() const;
   // The operands of these values; `data` is their distance in the workspace that all of them share, in bytes.
   std::vector<CapturedOperand> operands_ahead() const;
   int64_t bytes_ahead() const;

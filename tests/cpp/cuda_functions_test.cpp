@@ -285,7 +285,9 @@ TEST_CASE("functions: what i - j and the head decide is computed ahead, where th
   CHECK_FALSE(x.of_batch);
   CHECK(f.formula_ahead(x) == "captured_0[h, i - j + 63] * 0.5");
   const std::string source = f.source();
-  CHECK(source.find("ahead<T, Along::difference, false, true>(a.captured[7], at)") != source.npos);
+  CHECK(source.find("ahead<T, Along::difference, false, true, true>(a.captured[7], at)") != source.npos);
+  CHECK(f.fetchable());
+  CHECK(source.find("kFetched = Along::difference") != source.npos);
   CHECK(source.find("value_ahead") != source.npos);
   CHECK(f.instructions() < made(with_table(63, 0.5)).instructions());
   const CapturedOperand operand = f.arguments(nullptr).captured[7];
@@ -314,11 +316,11 @@ TEST_CASE("functions: the launch that computes ahead takes time") {
 }
 TEST_CASE("functions: what is computed ahead depends on one position or on one difference") {
   using namespace score;
-  const auto found = [](auto build) {
+  const auto found = [](auto build, int32_t cost = 8) {
     Graph g;
     const int32_t root = build(g);
     std::string all;
-    for (const Ahead &x : found_ahead(g, {root}, [](int32_t) { return 8; }))
+    for (const Ahead &x : found_ahead(g, {root}, [cost](int32_t) { return cost; }))
       all += text(all.empty() ? "" : "; ", int(x.by), x.of_batch ? "b " : " ", formula(g, x.node));
     return all;
   };
@@ -334,6 +336,12 @@ TEST_CASE("functions: what is computed ahead depends on one position or on one d
           return cosine(g, g.add(Op::SUBTRACT, {g.add(Op::ADD, {g.add(Op::QUERY), g.add(Op::OFFSET)}), g.add(Op::KEY)}));
         }) == "4b cos(real(i + offset - j))"); // sequences may have other offsets
   CHECK(found([&](Graph &g) { return g.add(Op::MULTIPLY, {g.add(Op::SCORE), cosine(g, g.add(Op::HEAD))}); }) == "");
+  const auto every = [](Graph &g, int64_t n) { // (i - j) % n == 0
+    const int32_t rest = g.add(Op::REMAINDER, {g.add(Op::SUBTRACT, {g.add(Op::QUERY), g.add(Op::KEY)}), g.integer(n)});
+    return g.add(Op::EQUAL, {rest, g.integer(0)});
+  };
+  CHECK(found([&](Graph &g) { return every(g, 4); }, 5) == ""); // such a mask is computed as fast as it is read
+  CHECK(found([&](Graph &g) { return g.add(Op::OR, {every(g, 5), every(g, 7)}); }, 5).starts_with("4 "));
 }
 TEST_CASE("functions: what makes other code has another hash") {
   const Problem usual = with_table(63, 0.5);

@@ -24,6 +24,9 @@ CASES = {  # score, mask, options, keys
     "full blocks": (None, prefix, {}, 256),
     "full blocks, causal": (None, lambda b, h, i, j: documents[i] <= documents[j] + 1, {"causal": True}, 256),
     "full blocks, with a derivative": (lambda x, b, h, i, j: x * 0.5 + documents[i] * 0.1, prefix, {}, 256),
+    "blocks of 48 keys, causal": (None, lambda b, h, i, j: (i - j <= 100) | (j < 96), {"causal": True}, 256),  # tiles join blocks
+    "hidden by a large number": (lambda x, b, h, i, j: torch.where(documents[i] == documents[j], x, -1e9), None, {"causal": True}, 256),
+    "a step upwards": (lambda x, b, h, i, j: x + torch.where(j < 128, 0.0, 200.0), None, {}, 256),  # P overflows
     "ALiBi": (lambda x, b, h, i, j: x - slopes[h] * (i - j).abs(), None, {"causal": True}, 284),
     "a distance with its sign": (lambda x, b, h, i, j: x + torch.nn.functional.softplus(slopes[h]) * 0.1 * (j - i), None, {}, 284),
     "softcap, ALiBi": (lambda x, b, h, i, j: 3 * torch.tanh(x / 3) - slopes[h] * (i - j).abs(), None, {"causal": True}, 256),
@@ -37,15 +40,15 @@ q, k, v, dout = (torch.randn(1, 2, n, 64, generator=generator).bfloat16() for n 
 results = []
 for engine, dtype in (("reference", torch.float64), ("cuda-sm90", torch.bfloat16)):
     leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-    masks = {}
+    masks, size = {}, {"block_k": 48} if "48" in sys.argv[1] else {}
     if mask and engine == "reference":
         masks = {"mask": mask}
     elif mask:
-        masks = {"block_mask": strobe.BlockMask.from_function(mask, 1, 2, 256, keys)}
+        masks = {"block_mask": strobe.BlockMask.from_function(mask, 1, 2, 256, keys, **size)}
         assert masks["block_mask"].full.any() and not masks["block_mask"].full.all()
     with running_on(engine):
         out = strobe.attention(*leaves, **given, **masks, **options, engine=engine)
-        results.append([out, *torch.autograd.grad(out, leaves, dout.to(dtype))])
+        results.append([out, *(() if size else torch.autograd.grad(out, leaves, dout.to(dtype)))])  # the backward takes no such blocks
 print(float(torch.stack([(x.double() - y).abs().max() / y.abs().max() for y, x in zip(*results)]).max()))  # NaN if one is
 """
 
@@ -53,7 +56,8 @@ print(float(torch.stack([(x.double() - y).abs().max() / y.abs().max() for y, x i
 @pytest.mark.parametrize(
     "name",
     [
-        *("full blocks", "full blocks, causal", "full blocks, with a derivative"),
+        *("full blocks", "full blocks, causal", "full blocks, with a derivative", "blocks of 48 keys, causal"),
+        *("hidden by a large number", "a step upwards"),
         *("ALiBi", "a distance with its sign", "softcap, ALiBi", "infinite past the last query"),
     ],
 )

@@ -147,12 +147,14 @@ template <BackwardConfig C> struct Backward {
     template <class Look> __device__ __forceinline__ void each_tile(QueryStep step, u32 &n, i32 &before, const Look &look) {
 #pragma unroll 1
       for (;; ++n) {
+        typename BackwardScores<C>::Fetched fetched;
+        scores.fetch(step, fetched);
         const u32 allowed = scores.allowed(step);
         wait_for<0>(S);
         look();
         u32 next;
         if (!kSkips || !(step.flags & kUnseen << w))
-          next = steady_step(step, allowed, n, before);
+          next = steady_step(step, allowed, fetched, n, before);
         else
           next = unseen_step(step, n, before);
         before = step.number;
@@ -180,8 +182,9 @@ template <BackwardConfig C> struct Backward {
     }
     // Computes P, dP and dS of a tile whose S is ready, dV += P^T dO, dK += dS^T Q, dQ of the previous tile, and S of the next tile. Like
     // unseen_step, returns the number of the next iteration, or n if this tile is the last one.
-    __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 allowed, u32 n, i32 before) {
-      scores.template exponentiate<true>(S, P, n, step, allowed);
+    __device__ __forceinline__ u32 steady_step(const QueryStep &step, u32 allowed, const typename BackwardScores<C>::Fetched &fetched,
+                                               u32 n, i32 before) {
+      scores.template exponentiate<true>(S, P, n, step, allowed, fetched);
       scores.round(P, S);
       wait_full(shared.dout_full(n), n);
       take_tensor_cores();

@@ -13,7 +13,7 @@ namespace strobe::sm90 {
 template <BackwardConfig C> struct BackwardLoad {
   static constexpr Features F = C.features;
   static constexpr int kM = C.tile_q, kTileK = C.tile_k();
-  using Tiles = QueryTiles<F.blocks != 0, kM>;
+  using Tiles = QueryTiles<F.blocks != 0, kM, F.blocks == kFullKnown>;
   const HopperBackwardArguments &a;
   const BackwardShared<C> shared;
 

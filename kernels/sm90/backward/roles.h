@@ -97,10 +97,12 @@ template <BackwardConfig C> struct BackwardRoles {
       }
       // Computes P = exp(S - LSE), passes it to the right warpgroup, and begins dV += P^T dO.
       __device__ __forceinline__ void step(const QueryStep &step, u32 n) {
+        typename BackwardScores<C>::Fetched fetched;
+        my.scores.fetch(step, fetched);
         const u32 allowed = my.scores.allowed(step);
         wait_for<0>(S);
         my.scores.clear_nonfinite_queries(step, n);
-        my.scores.template exponentiate<false>(S, P, n, step, allowed);
+        my.scores.template exponentiate<false>(S, P, n, step, allowed, fetched);
         my.give_p(S, n);
         my.scores.round(P, S);
         my.scores.release(my.shared.q_empty(n));

@@ -49,6 +49,27 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
   __device__ __forceinline__ BackwardScores(const BackwardShared<C> &shared, const HopperBackwardArguments &a, const KeyBlock &keys, int w)
       : Base(shared, w), a(a), scores(scores_of(a, keys)), dropout{Dropout<F>(a.in)} {}
 
+  // Whether lanes fetch their values of what is computed ahead, while the tensor cores compute S.
+  static constexpr bool kFetches = [] {
+    if constexpr (!F.given() || kM > 64) return false;
+    return requires { requires CallersFunctions<F.program, F.program_high>::kFetched == Along::difference; };
+  }();
+  struct Fetched {
+    float x[kFetches ? 20 : 1];
+  };
+  __device__ __forceinline__ void fetch(const QueryStep &step, Fetched &fetched) const {
+    if constexpr (kFetches) {
+      const float *values = CallersFunctions<F.program, F.program_high>::template fetchable<float>(
+          scores.in.function, scores.pair(scores.row(0, step.head), 0));
+      values += step.begin + tile::lane_column(0, 0) - key();
+#pragma unroll
+      for (int n = -1; n < kM / 8; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          fetched.x[place_fetched<Along::difference>({.query = {0, 8 * n + c}})] = load_global_now(values + 8 * n + c);
+      }
+    }
+  }
   // Loads the mask's bits for this lane's scores. Called while the tensor cores compute these scores.
   __device__ __forceinline__ u32 allowed(const QueryStep &step) const {
     u32 bits = 0;
@@ -69,7 +90,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
   // the dropped elements become negative. kClear: also clears rows of Q and dO (clear_nonfinite_queries).
   template <bool kClear>
   __device__ __forceinline__ void exponentiate(Accumulator<T, kM> &scored, LeftOperand<kM> &rounded, u32 n, const QueryStep &step,
-                                               u32 allowed) const {
+                                               u32 allowed, const Fetched &fetched) const {
     float (&S)[kM / 2] = scored.x;
     u32(&P)[kM / 4] = rounded.x;
     if constexpr (BackwardFastForm<F>::kApplies) {
@@ -88,11 +109,11 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
       if constexpr (kClear) clear_nonfinite_queries(step, n);
     } else if constexpr (F.additive() && !kLine && !kSum) {
       if (masked(step))
-        score<true>(S, P, n, step, allowed);
+        score<true>(S, P, n, step, allowed, fetched);
       else if (open(step))
-        score<false>(S, P, n, step, allowed);
+        score<false>(S, P, n, step, allowed, fetched);
       else
-        score<false, false>(S, P, n, step, allowed);
+        score<false, false>(S, P, n, step, allowed, fetched);
       if constexpr (kClear) clear_nonfinite_queries(step, n);
     } else {
       const u32 lse = shared.lse_of(n) + lane % 4 * 8;
@@ -219,7 +240,8 @@ private:
   };
   // Replaces S by P, if some option changes the scores.
   template <bool kByPosition, bool kAsks = true>
-  __device__ __forceinline__ void score(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed) const {
+  __device__ __forceinline__ void score(float (&S)[kM / 2], u32 (&P)[kM / 4], u32 n, const QueryStep &step, u32 allowed,
+                                        const Fetched &fetched) const {
     const u32 lse = shared.lse_of(n) + lane % 4 * 8;
     const i32 q = step.begin + tile::lane_column(0, 0), j = key();
     const auto first = scores.row(q, step.head);
@@ -237,6 +259,7 @@ private:
         const i32 at = q + 8 * i + k % 2;
         auto row = first;
         row.i = min(at, end_of(step) - 1), row.stepped = true, row.query = {q, 8 * i + k % 2}, row.key = {j, k / 2 * 8};
+        if constexpr (kFetches) row.fetched = fetched.x;
         if constexpr (F.band) row.begin = max(0, row.i + scores.low), row.end = min(scores.seqlen_k, row.i + scores.high + 1);
         float &x = S[4 * i + k], slope = 1;
         const i32 own = j + k / 2 * 8;

@@ -105,6 +105,49 @@ private:
   i32 tile_, down_, up_;
 };
 
+// A walk over the kept blocks of a query tile, where the call says which blocks the function of the mask sees as a whole. Entries of the
+// list are read one block ahead, so that the loading thread does not wait for memory, and the walk ends at the first block past the visible
+// keys. Adjacent blocks are walked as one run if both are full, or if neither is.
+template <i32 kTile> class KnownBlocks {
+public:
+  __device__ __forceinline__ KnownBlocks(const BasicBand<i32> &band, i32 q0, i32 q1, const BlockRow &row)
+      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), row_(row), left_((i32)row.count),
+        block_(max((i32)min(row.block, (i64)band.seqlen_k), 1)) {
+    read_ahead();
+  }
+  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
+    while (next_ >= end_) {
+      const i32 begin = column_ * block_;
+      if (column_ < 0 || begin >= any_.end) return false;
+      next_ = max(begin, any_.begin / kAlign * kAlign), end_ = min(begin + block_, any_.end), full_ = mark_;
+      read_ahead();
+    }
+    while (end_ - next_ < kTile && end_ < any_.end && column_ >= 0 && column_ * block_ == end_ && (mark_ != 0) == (full_ != 0)) {
+      end_ = min(end_ + block_, any_.end);
+      read_ahead();
+    }
+    t.begin = next_, t.end = min(next_ + kTile, end_);
+    t.masked = t.begin < all_.begin || t.end > all_.end, t.open = !full_;
+    next_ = t.end;
+    return true;
+  }
+
+private:
+  enum : i32 { kAlign = 16, kMost = 1 << 30 };
+  // Reads the next entry into column_ and mark_. Columns are limited, never trusted.
+  __device__ __forceinline__ void read_ahead() {
+    column_ = -1;
+    if (left_ <= 0) return;
+    column_ = (i32)min((u32)*row_.cols, (u32)kMost / (u32)block_), mark_ = row_.is_full(0);
+    ++row_.cols, --left_;
+  }
+
+  BasicRange<i32> any_, all_;
+  BlockRow row_;
+  i32 left_, block_, next_ = 0, end_ = 0;
+  i32 column_, mark_ = 0, full_ = 0;
+};
+
 // Where a tile's rows lie in paged K or V. Each lane of the loading warp looks up 16 rows, which lie in one page.
 struct PagedRows {
   enum : i32 { kCount = 16 };
@@ -154,6 +197,7 @@ template <Config C> struct Load {
   // If K and V are paged, one warp loads K here and another one V in LoadV. Otherwise one thread loads both. (An enum leaves no symbol in
   // kernels that do not use it.)
   enum : bool { kPaged = C.features.pages != 0 };
+  static constexpr bool kKnown = C.features.blocks == kFullKnown && !C.split && !C.invariant;
   static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
@@ -184,6 +228,10 @@ template <Config C> struct Load {
     }
     if constexpr (kFromDiagonal)
       load(item, sequence, FromDiagonal(band, item.q, min(item.q + queries_of_tile<C>(a), band.seqlen_q), kN));
+    else if constexpr (kKnown)
+      load(item, sequence,
+           KnownBlocks<kN>(band, item.q, min(item.q + queries_of_tile<C>(a), band.seqlen_q),
+                           in.block_row<C.features>(item.b, item.h, item.q / in.blocks.row_tokens)));
     else
       load(item, sequence, schedule<C>(a, band, item));
   }

@@ -124,6 +124,7 @@ template <Config C> struct QueryTile {
   }
   // S = Q K^T, P = softmax(S). Like steady_step, returns whether another tile must be computed.
   __device__ __forceinline__ bool first_tile(bool turn) {
+    softmax.fetch(t);
     if (turn) group.wait_turn();
     group.begin_q_k();
     if (turn) group.pass_turn();
@@ -136,6 +137,7 @@ template <Config C> struct QueryTile {
   }
   // S = Q K^T of this tile; then O += P V of the previous tile, while P = softmax(S) of this tile is computed.
   __device__ __forceinline__ bool steady_step() {
+    softmax.fetch(t);
     group.wait_turn();
     group.begin_q_k();
     group.begin_p_v();

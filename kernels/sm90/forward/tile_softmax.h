@@ -34,6 +34,14 @@ template <Config C> struct TileSoftmax {
   Fast fast;
   RowSoftmax<2> running;
   bool follows = true, rising; // follows: the reference of some rows follows the maxima; rising: from now on that of all rows does
+  static constexpr int kFetched = kN / 4 + 2;
+  // Whether lanes fetch their values of what is computed ahead before they wait for S. Registers have to be left for that.
+  static constexpr bool kFetches = [] {
+    constexpr int kHeld = kN / 2 + kN / 4 + C.head_dim_v / 2 + (C.q_in_registers ? C.head_dim / 4 : 0), kRest = 30;
+    if constexpr (C.packed || C.registers_compute < kHeld + kFetched + kRest) return false;
+    return requires { CallersFunctions<F.program, F.program_high>::kFetched; };
+  }();
+  float fetched[kFetches ? kFetched + 14 : 1];
   u32 random[F.dropout ? kN / 32 : 1][4];
 
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
@@ -60,6 +68,23 @@ template <Config C> struct TileSoftmax {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (place(r).i >= scores.seqlen_q) running.M[r] = -minus_infinity<float>();
+      }
+    }
+  }
+
+  // Begins to fetch what is computed ahead for tile t.
+  __device__ __forceinline__ void fetch(const Tile &t) {
+    if constexpr (kFetches) {
+      using Of = CallersFunctions<F.program, F.program_high>;
+      if (!F.given() && !open(t)) return;
+      constexpr bool kByKey = Of::kFetched == Along::key;
+      const i32 column = t.begin + tile::lane_column(0, 0), first = kByKey ? column : row + tile::lane_row(0) - column;
+      const float *values = Of::template fetchable<float>(scores.in.function, scores.pair(rows[0], 0)) + first;
+#pragma unroll
+      for (int n = kByKey ? 0 : -1; n < kN / 8; ++n) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          fetched[place_fetched<Of::kFetched>({.key = {0, 8 * n + c}})] = load_global_now(values + (kByKey ? 8 * n + c : -8 * n - c));
       }
     }
   }
@@ -120,9 +145,9 @@ template <Config C> struct TileSoftmax {
         if (item.kind() == kFast && !(l < kMost))
           store_shared(group.shared.failed(group.verdicts), 1), store_shared(group.shared.lost(), group.items);
       }
-      bool hidden = t.masked; // if true: a row may have seen no key yet, or, with ALiBi, only keys past its query
+      bool hidden = hides_by_position(t); // if true: a row may have seen no key yet, or, with ALiBi, only keys past its query
       if constexpr (kLine && F.alibi) hidden = hidden || !line.before;
-      if constexpr (F.hides()) hidden = hidden || __any_sync(0xFFFFFFFFu, fminf(running.M[0], running.M[1]) == minus_infinity<float>());
+      if constexpr (F.hides()) hidden = hidden || __any_sync(0xFFFFFFFFu, is_low(fminf(running.M[0], running.M[1])));
       follows = rising || (follows && hidden);
     }
     if constexpr (C.reference == kFixedByRow) follows = rising || __any_sync(0xFFFFFFFFu, wants(0) || wants(1));
@@ -131,6 +156,8 @@ template <Config C> struct TileSoftmax {
   __device__ __forceinline__ bool never() const { return __any_sync(0xFFFFFFFFu, running.l[0] + running.l[1] < 0); }
 
 private:
+  // Whether a row's reference is that of hidden keys. The caller's functions may hide them by a large negative number, too.
+  static __device__ __forceinline__ bool is_low(float M) { return F.given() ? M <= -4096.0f : M == minus_infinity<float>(); }
   // Whether this lane's columns show that the reference of row r must follow the row's maximum.
   __device__ __forceinline__ bool wants(int r) const { return running.M[r] == minus_infinity<float>() || running.l[r] >= kFar; }
   template <class Exponent> __device__ __forceinline__ void follow_by_row(const Exponent &of) {
@@ -145,7 +172,7 @@ private:
       if (!scored) line.begin(S, row, t.begin, t.end);
     }
     if constexpr (Fast::kApplies) fast.begin(S);
-    if (kFullKnown ? t.masked & ~Tile::kOpen : t.masked) {
+    if (hides_by_position(t)) {
       if constexpr (!kClearsEachTile) {
         if (item.kind() != kFast) clear_nonfinite_v(group, value);
       }
@@ -174,6 +201,7 @@ private:
     } else {
       typename Score::Row stepped = found;
       stepped.stepped = true;
+      if constexpr (kFetches) stepped.fetched = fetched;
       stepped.query = {row + tile::lane_row(0), i / 2 % 2 * 8}, stepped.key = {column, i / 4 * 8 + i % 2};
       return stepped;
     }
@@ -219,6 +247,7 @@ private:
     }
   }
   static constexpr bool kFullKnown = F.seen && F.blocks == strobe::kFullKnown;
+  static __device__ __forceinline__ i32 hides_by_position(const Tile &t) { return kFullKnown ? t.masked & ~Tile::kOpen : t.masked; }
   // Whether the function of the mask has to be asked.
   static __device__ __forceinline__ bool open(const Tile &t) { return !kFullKnown || t.masked & Tile::kOpen; }
   template <bool kByPosition, bool kAsks = true> __device__ __forceinline__ void score(const Tile &t) {

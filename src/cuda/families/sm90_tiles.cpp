@@ -26,6 +26,7 @@ constexpr int kBias = 32;         // a bias loaded by the copy engine, which als
 constexpr int kFunction = 64;     // a hyperbolic score, or functions of the caller
 constexpr int kSeen = 512;        // a function of the mask beside blocks, with the fixed reference
 constexpr int kLight = 1024;      // functions of the caller of few instructions
+constexpr int kFetched = 2048;    // functions of the score of which lanes fetch values ahead
 constexpr int kAnything = 128;    // all of these at once
 
 // The figures from which a tile's time is predicted. The tile with the least predicted time runs, unless the caller requests tile_q or
@@ -53,6 +54,7 @@ constexpr ForwardTile kForwardTiles[] = {
     { 64,  64,   4,  64,   5,  32, 112,   0,   1, kFixed | kLagging | kAlibiInBand, {.rate = 0.96, .blocks = 1}},
     { 64,  64,   3,  64,   4,  40, 152,   1,   1, kDropout | kBias},
     { 64,  64,   3,  80,   4,  40, 152,   0,   1, kAlibi | kAlibiInBand | kFunction, {.rate = 0.94}},
+    { 64,  64,   3,  96,   4,  32, 160,   0,   1, kFetched, {.rate = 1.2}},
     { 64,  64,   2, 128,   4,  40, 232,   1,   1, kLagging | kDropout, {.rate = 0.75}},
     { 64,  64,   1,  64,   3,  40, 208,   1,   2, kBias, {.rate = 0.7}},
     { 64,  64,   1, 128,   3,  56, 200,   1,   2, kBlockSparse | kSeen},
@@ -60,10 +62,12 @@ constexpr ForwardTile kForwardTiles[] = {
     {128, 128,   3,  80,   3,  32, 160,   0,   1, kFixed | kAlibiInBand, {.blocks = 1}},
     {128, 128,   2, 128,   3,  40, 232,   1,   1, kFixed, {.rate = 0.88, .blocks = 0.5}},
     {128, 128,   1,  64,   3,  40, 208,   1,   2, kFixed, {.rate = 0.54}},
+    {128, 128,   3,  64,   3,  32, 160,   0,   1, kFetched, {.rate = 1.0}},
     {128, 128,   3,  64,   3,  40, 152,   0,   1, kDropout | kFunction},
     {128, 128,   3,  80,   3,  32, 160,   0,   1, kLight, {.rate = 0.99}},
     {128, 128,   2, 128,   2,  40, 232,   0,   1, kBias, {.blocks = 0.5}},
     {128, 128,   1,  64,   2,  40, 208,   1,   2, kBias, {.rate = 0.62}},
+    {128, 128,   2, 128,   3,  40, 232,   0,   1, kFetched, {.rate = 1.2}},
     {128, 128,   2, 128,   3,  40, 232,   0,   1, kLagging | kAlibi | kAlibiInBand | kFunction, {.rate = 0.83}},
     {128, 128,   2, 128,   3,  56, 224,   1,   1, kBlockSparse},
     {128, 128,   2, 128,   3,  56, 224,   0,   1, kSeen, {.rate = 1.2}},
@@ -80,8 +84,8 @@ constexpr ForwardTile kForwardTiles[] = {
 };
 // clang-format on
 
-// light: functions of the caller take few instructions.
-int load_of(const Config &c, bool light) {
+// light: functions of the caller take few instructions. fetched: lanes may fetch values ahead.
+int load_of(const Config &c, bool light, bool fetched) {
   const Features &f = c.features;
   const bool capped = f.function == kCapped, function = (f.function && !capped) || f.seen;
   const bool alibi = f.alibi || (f.scaled && f.function != kHyperbolic && !f.given());
@@ -93,7 +97,7 @@ int load_of(const Config &c, bool light) {
   if ((f.blocks || f.dropout) && c.reference != sm90::kFixed) return kAnything;
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
-  if (function) return kFunction | (light ? kLight : 0);
+  if (function) return kFunction | (light ? kLight : 0) | (fetched ? kFetched : 0);
   if (alibi) return f.alibi && f.band && !c.invariant && !f.pages ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
@@ -105,7 +109,8 @@ Config config_for(const Problem &p) {
   // In FP16, a sum of 64k numbers near 1 would look like an overflow.
   const bool fixed = p.dtype == DType::bf16 || p.seqlen_k <= 1 << 15;
   c.reference = p.exact_max ? sm90::kExact : p.invariant ? i32(sm90::kFixedByRow) : fixed ? sm90::kFixed : sm90::kLagging;
-  if (c.features.given() && c.reference == sm90::kFixed) c.reference = sm90::kLagging; // the score may grow from key to key
+  // A function's score may grow from key to key. P of FP16 would then overflow often.
+  if (c.features.given() && c.reference == sm90::kFixed && p.dtype == DType::f16) c.reference = sm90::kLagging;
   // A part's tiles come in ascending order of keys, so ALiBi's penalty falls towards the diagonal, and the reference cannot stay fixed.
   if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;
@@ -192,7 +197,8 @@ std::optional<Config> choose_tile(const Problem &p, const Device &device) {
   const bool wishes = p.wishes.tile_q > 0 || p.wishes.tile_k > 0;
   const Config any = config_for(p);
   constexpr int32_t kFew = 6; // instructions for a pair
-  const int load = load_of(any, any.features.given() && function_instructions(p) <= kFew);
+  const bool given = any.features.given();
+  const int load = load_of(any, given && function_instructions(p) <= kFew, given && fetches_ahead(p));
   const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
   const ForwardTile *first = nullptr; // the first tile that fits; only tiles with the same limits of head dimensions compete with it
   const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {

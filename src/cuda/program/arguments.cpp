@@ -131,6 +131,7 @@ Inputs all_inputs(const Problem &p) { return inputs(p); }
 
 std::string functions_source(const Problem &p) { return functions(p)->source(); }
 
+bool fetches_ahead(const Problem &p) { return calls_functions(p) && functions(p)->fetchable(); }
 int32_t function_instructions(const Problem &p) { return calls_functions(p) ? functions(p)->instructions() : 0; }
 
 Features features_of(const Problem &p) {

@@ -23,6 +23,8 @@ void make_functions(Problem &);
 std::string functions_source(const Problem &);
 // How many instructions these functions take for a pair, roughly.
 int32_t function_instructions(const Problem &);
+// Whether kernels may fetch what is computed ahead (CudaFunctions::fetchable).
+bool fetches_ahead(const Problem &);
 // Up to this scale kernels apply the scale in exp2's argument. With a larger scale, the rounding of scores of 2^31 and more would there
 // become a factor outside FP32's range, so a larger scale is applied to the scores. Kernels on tensor cores apply every scale in the
 // argument and refuse a larger one: outsized_scale() returns the reason, or nothing if the scale is not too large.
