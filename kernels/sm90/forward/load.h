@@ -1,153 +1,14 @@
 // One producer thread of a block has the copy engine load K and V, tile by tile; another one loads Q. Where K and V are paged, one warp
-// loads K and another one V.
+// loads K and another one V. Which tiles come, and when, is said in walks.h; where their rows lie in source.h (parts of a problem: part.h).
 #pragma once
-#include "../../attention/schedule.h"
-#include "../../device/keys.h"
-#include "../../ptx/tma.h"
 #include "../arguments.h"
 #include "part.h"
 #include "rows.h"
 #include "shared.h"
+#include "source.h"
+#include "walks.h"
 
 namespace strobe::sm90 {
-
-// The share of the keys that the item walks over.
-template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Share share_of(const HopperForwardArguments &a, const Item &item) {
-  if constexpr (C.chunked() && C.split) return {item.split(), 1, C.chunk()};
-  return {item.split(), C.split ? a.splits : 1};
-}
-// The tiles of keys for a tile of queries.
-template <Config C>
-__device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArguments &a, const BasicBand<i32> &band, const Item &item,
-                                                       const BasicSchedule<i32>::Share &share) {
-  BlockRow row{nullptr, 0, 0};
-  if constexpr (C.features.blocks) row = a.in.block_row<C.features>(item.b, item.h, item.q / a.in.blocks.row_tokens);
-  const i32 end = min(item.q + queries_of_tile<C>(a), band.seqlen_q);
-  return {band, item.q, end, C.tile_k, C.invariant ? C.tile_k : 16, row, share};
-}
-template <Config C>
-__device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
-  return schedule<C>(a, band, item, share_of<C>(a, item));
-}
-
-// A walk over a schedule's tiles, each chunk of keys twice. With kFixedByRow a query tile is computed in this way if its fast result is not
-// finite: all rows take the first walk over a chunk; the rows that fail take the second walk, with a lagging reference (config.h).
-template <Config C> class TwiceByChunk {
-public:
-  __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared)
-      : a_(a), shared_(shared), tiles_(of(-1)) {
-    if constexpr (C.walks_chunks()) {
-      const Item item = read<Item>(shared.item());
-      const BasicBand<i32> band = narrow(a.in.sequence<C.features>(item.b).band);
-      const BasicRange<i32> keys = band.keys_any(item.q, min(item.q + queries_of_tile<C>(a), band.seqlen_q));
-      if (!keys.empty()) chunk_ = keys.begin / C.chunk(), end_ = (keys.end + C.chunk() - 1) / C.chunk();
-      BasicKeyTile<i32> any;
-      while (end_ - 1 > chunk_ && !of(end_ - 1).next(any)) --end_;
-      tiles_ = of(chunk_);
-    }
-  }
-  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
-    while (!tiles_.next(t)) {
-      if (again_ && ++chunk_ >= end_) return false;
-      again_ = !again_;
-      tiles_ = of(chunk_);
-    }
-    return true;
-  }
-  // The number of the run that contains the tile last returned by next().
-  __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
-  // If that tile begins a run: the mark of the tile before it, which is the last one of a walk over a chunk, or of the first walk over the
-  // final chunk.
-  __device__ __forceinline__ Tile::Last before() const {
-    return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk;
-  }
-
-private:
-  // The tiles of one chunk; of all keys if chunk < 0. The item is read again each time, so that it takes no registers.
-  __device__ __forceinline__ BasicSchedule<i32> of(i32 chunk) const {
-    const Item item = read<Item>(shared_.item());
-    const BasicBand<i32> band = narrow(a_.in.sequence<C.features>(item.b).band);
-    if (!C.walks_chunks() || chunk < 0) return schedule<C>(a_, band, item);
-    return schedule<C>(a_, band, item, {chunk, 1, C.chunk()});
-  }
-  const HopperForwardArguments &a_;
-  const SharedMemory<C> &shared_;
-  BasicSchedule<i32> tiles_;
-  i32 chunk_ = 0, end_ = 1;
-  bool again_ = false;
-};
-
-// A walk over a schedule's keys in another order: from the key opposite the last query downwards, and then upwards from there. ALiBi's
-// penalty then grows from tile to tile, so that the fixed reference holds. If the window ends on the left, the walk begins at the last
-// visible key, because the keys that a warpgroup sees must be one run in this order too.
-class FromDiagonal {
-public:
-  __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
-      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), tile_(tile) {
-    any_.begin = any_.begin / 16 * 16;
-    const i32 keys = (all_.begin > 0 ? any_.end : min(q1 + band.offset, any_.end)) - any_.begin;
-    down_ = up_ = any_.begin + (i32)((u32)max(keys + tile - 1, 0) / (u32)tile) * tile;
-  }
-  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
-    if (down_ > any_.begin)
-      t.begin = down_ -= tile_;
-    else if (up_ < any_.end)
-      t.begin = up_, up_ += tile_;
-    else
-      return false;
-    t.end = min(t.begin + tile_, any_.end);
-    t.masked = t.begin < all_.begin || t.end > all_.end;
-    return true;
-  }
-
-private:
-  BasicRange<i32> any_, all_;
-  i32 tile_, down_, up_;
-};
-
-// Where a tile's rows lie in paged K or V. Each lane of the loading warp looks up 16 rows, which lie in one page.
-struct PagedRows {
-  enum : i32 { kCount = 16 };
-  i32 row;   // the lane's first row within its page. A lane without rows has a row past the page's end, where the copy engine reads zeros
-  u32 entry; // the table's entry: the number of a page, or a number that is no page
-  // Looks up the lane's rows of the tile [begin, end), where begin is a multiple of kCount. Entries of the table past `end` are not read.
-  __device__ __forceinline__ PagedRows(const Inputs &in, i32 b, i32 begin, i32 end) : row((i32)in.pages.size.by), entry(0) {
-    const i32 j = begin + (i32)((u32)thread_index() % 32 * kCount);
-    if (j >= end) return;
-    const Divisor page = in.pages.size;
-    __builtin_assume(page.by != 1); // a page holds a multiple of kCount keys
-    const u32 n = page.divide((u32)j);
-    row = j - (i32)(n * page.by), entry = (u32)in.pages.table_of(b)[n];
-  }
-  // Makes load() read zeros for rows whose page does not exist, and returns which lanes have such rows.
-  __device__ __forceinline__ u32 settle(const Inputs &in) {
-    const bool lacks = entry >= in.pages.count;
-    if (lacks) row = (i32)in.pages.size.by;
-    return __ballot_sync(0xFFFFFFFFu, lacks);
-  }
-  // Loads the tile: kN rows of kColumns columns.
-  template <int kN, int kColumns> __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 head) const {
-    const i32 page = (i32)entry * x.batch_step;
-    // kBoxes limits how many boxes are issued without a break: there are no registers for more.
-    constexpr int kGroups = kN / kCount, kBoxes = 6, kTogether = min(4, max(1, kBoxes * 64 / kColumns));
-#pragma unroll
-    for (int n = 0; n < kGroups; n += kTogether) {
-      i32 row_of[kTogether], page_of[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether && n + i < kGroups; ++i)
-        row_of[i] = __shfl_sync(0xFFFFFFFFu, row, n + i), page_of[i] = __shfl_sync(0xFFFFFFFFu, page, n + i);
-      if (elected()) {
-#pragma unroll
-        for (int i = 0; i < kTogether && n + i < kGroups; ++i) {
-#pragma unroll
-          for (int c = 0; c < kColumns; c += 64)
-            tma_load(address + (kN * (c / 64) + kCount * (n + i)) * kRowBytes, x.map, full, c, row_of[i], head * x.head_step, page_of[i]);
-        }
-      }
-      __syncwarp();
-    }
-  }
-};
 
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
@@ -271,9 +132,7 @@ template <Config C> struct Load {
   template <int kColumns>
   static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 bytes, u32 address, i32 row, i32 head, i32 b) {
     mbarrier_expect(full, bytes);
-#pragma unroll
-    for (int c = 0; c < kColumns; c += 64)
-      tma_load(address + kN * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
+    load_rows<kN, kColumns>(x, full, address, row, head, b);
   }
 };
 
