@@ -1,26 +1,87 @@
 // One producer thread of a block has the copy engine load K and V, tile by tile; another one loads Q. Where K and V are paged, one warp
-// loads K and another one V. Which tiles come, and when, is said in walks.h; where their rows lie in source.h (parts of a problem: part.h).
+// loads K and another one V. Three questions are answered apart: which tiles come, and when (walks.h); where their rows lie (source.h;
+// parts of a problem: part.h); and whether they are tiles that wgmma reads, or quantised and become such tiles first (stored.h).
 #pragma once
 #include "../arguments.h"
 #include "part.h"
 #include "rows.h"
 #include "shared.h"
 #include "source.h"
+#include "stored.h"
 #include "walks.h"
 
 namespace strobe::sm90 {
+
+template <Config C> struct LoadQ {
+  const HopperForwardArguments &a;
+  const SharedMemory<C> &shared;
+
+  // Loads Q for one warpgroup after another, as each finishes its last tile.
+  __device__ __forceinline__ void all() {
+    tma_prefetch(a.tma_q.map);
+#pragma unroll 1
+    for (u32 items = 0;; ++items) {
+      mbarrier_wait(shared.item_full(), items % 2);
+      const Item item = read<Item>(shared.item());
+      mbarrier_arrive(shared.item_empty());
+      if (item.kind() == kNone) break;
+      load(item, items);
+    }
+  }
+  // The queries of the item with number n. Where a warp loads them, all its lanes call it.
+  __device__ __forceinline__ void load(const Item &item, u32 n) const {
+    const i32 row = (i32)first_row(item, n) + item.q;
+#pragma unroll 1
+    for (int w = 0; w < C.warpgroups; ++w) {
+      mbarrier_wait(shared.q_empty(w), n % 2 ^ 1);
+      if constexpr (SharedMemory<C>::kDequantises) {
+        __syncwarp();
+        if (elected()) load(item, row, w);
+        __syncwarp();
+      } else {
+        load(item, row, w);
+      }
+    }
+  }
+
+private:
+  // The row of the tensors where position 0 lies, or would lie.
+  __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
+    if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
+    return a.in.held<C.features>(item.b).q0;
+  }
+  // Loads the queries of warpgroup w. row: the item's first one.
+  __device__ __forceinline__ void load(const Item &item, i32 row, int w) const {
+    if constexpr (C.packed) return load_packed(item, row, w);
+    mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
+    for (int c = 0; c < C.columns(); c += 64)
+      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row + 64 * w,
+               item.h * a.tma_q.head_step, item.b * a.tma_q.batch_step);
+  }
+  // Loads the heads of the piece. In the last piece, rows past the last head are zeros or belong to another piece.
+  __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
+    mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
+    for (int c = 0; c < C.columns(); c += 64)
+      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c,
+               row + w * (i32)packed(a).queries.by, item.h, item.b * a.tma_q.batch_step);
+  }
+};
 
 template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
   // If K and V are paged, one warp loads K here and another one V in LoadV. Otherwise one thread loads both. (An enum leaves no symbol in
   // kernels that do not use it.)
-  enum : bool { kPaged = C.features.pages != 0 };
+  enum : bool { kStored = C.features.quant != 0, kPaged = C.features.pages != 0 && !kStored };
   static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
   const Inputs &in;
   const SharedMemory<C> &shared;
   Stage<C> k{}, v{};
   u32 items = 0;
+  // Quantised:
+  StoredStage<C> to{};
+  RowScales<C> scales; // of the stage before `to`, if it is pending: all but its scales is on its way
+  bool pending = false;
 
   __device__ __forceinline__ void all() {
     tma_prefetch(a.tma_k.map);
@@ -56,6 +117,7 @@ template <Config C> struct Load {
     if (!more) next.begin = next.end = 0, next.masked = true;
     if constexpr (C.features.part) next.shift = more ? next.shift : 0;
     i32 before = -1; // the first row of the tile whose V is loaded next
+    if constexpr (kStored) return load_stored(item.b, tiles, next, more, k0, kv);
 #pragma unroll 1
     do {
       const KeyTile tile = next;
@@ -84,6 +146,94 @@ template <Config C> struct Load {
       before = first_row(tile);
     } while (more);
     if constexpr (!kPaged) load_v(k0 + before, kv, item.b);
+  }
+
+  // Quantised K and V: loads K of a tile, then V of the one before it; and Q after the first K, since K comes earlier by being dequantised.
+  template <class Tiles, class KeyTile>
+  __device__ __forceinline__ void load_stored(i32 b, Tiles &tiles, KeyTile next, bool more, i32 k0, i32 kv) {
+    StoredRows<C> before(in, b, 0, 0), rows(in, b, next.begin, next.end);
+    bool first = true, tiles_left = true;
+#pragma unroll 1
+    for (;; first = false) {
+      const bool exists = tiles_left;
+      StoredRows<C> ahead = rows;
+      if (exists) {
+        const KeyTile tile = next;
+        const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
+        if constexpr (C.reference == kFixed) more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
+        more = more && tiles.next(next);
+        tiles_left = more;
+        ahead = StoredRows<C>(in, b, more ? next.begin : 0, more ? next.end : 0); // looked up before this tile's waits
+        const i32 lacking = rows.settle(in) * Tile::kLacks;
+        i32 masked = lacking || tile.masked || tile.end - tile.begin < kN;
+        if constexpr (C.features.blocks == kFullKnown) masked |= tile.open ? Tile::kOpen : 0;
+        i32 last = !more;
+        if constexpr (C.invariant) last = !more ? Tile::kLast : end_of_run(tiles, run, next.begin);
+        load_stored<false>(rows, b, lacking | masked, last, k0, kv);
+      }
+      if (first) {
+        complete();
+        LoadQ<C>{a, shared}.load(read<Item>(shared.item()), items);
+      } else {
+        load_stored<true>(before, b, 0, kStoredValue, k0, kv);
+      }
+      if (!exists) break;
+      before = rows, rows = ahead;
+    }
+    complete(); // what follows may wait for this tile
+  }
+  // Loads what is stored of a tile, K or V, with its scales.
+  template <bool kValue>
+  __device__ __forceinline__ void load_stored(const StoredRows<C> &rows, i32 b, i32 masked, i32 last, i32 k0, i32 kv) {
+    constexpr int kColumns = C.stored_columns(kValue ? C.head_dim_v : C.head_dim);
+    const u32 full = shared.stored_full(to.index);
+    const KeyScales &all = scales_of<C>(a);
+    const Operand &of = kValue ? all.v : all.k;
+    const bool half = kValue ? all.half_v : all.half_k;
+    if (!__all_sync(0xFFFFFFFFu, mbarrier_test(shared.stored_empty(to.index), to.parity ^ 1))) {
+      complete();
+      mbarrier_wait(shared.stored_empty(to.index), to.parity ^ 1);
+      __syncwarp();
+    }
+    if (elected()) {
+      write(shared.stored_message(to.index), kValue ? 0 : rows.begin, kValue ? 0 : rows.begin + rows.count, masked, last);
+      mbarrier_expect(full, 2 * kN * kColumns);
+    }
+    __syncwarp();
+    rows.template load<kColumns>(kValue ? a.tma_v : a.tma_k, full, shared.stored_tile(to.index), k0, kv, b);
+    if constexpr (!kValue && C.features.by_column) {
+      complete();
+      store_column_scales<C>(in, of, half, kv * of.stride[1], all.group, rows, k0, b, shared.scales(to.index));
+      __syncwarp();
+      if (elected()) mbarrier_arrive(full);
+      __syncwarp();
+    } else {
+      RowScales<C> next;
+      next.load(in, of, half, kv * of.stride[1], rows, k0, b);
+      complete();
+      scales = next, pending = true;
+    }
+    to.advance();
+  }
+  // Stores the scales of a stage that is pending.
+  __device__ __forceinline__ void complete() {
+    if (!pending) return;
+    const int stage = (to.index == 0 ? C.stored_stages : to.index) - 1;
+    scales.store(shared.scales(stage));
+    __syncwarp();
+    if (elected()) mbarrier_arrive(shared.stored_full(stage));
+    __syncwarp();
+    pending = false;
+  }
+  // Tells the warps that dequantise that no tile follows.
+  __device__ __forceinline__ void end_stored() {
+    mbarrier_wait(shared.stored_empty(to.index), to.parity ^ 1);
+    __syncwarp();
+    if (elected()) {
+      write(shared.stored_message(to.index), 0, 0, 0, kStoredEnd);
+      for (int n = 0; n < 2; ++n) mbarrier_arrive(shared.stored_full(to.index));
+    }
+    __syncwarp();
   }
 
   // If keys are walked by chunks: the number of the chunk that contains the tile at `begin`.
@@ -174,50 +324,6 @@ private:
   static __device__ __forceinline__ void release(u32 empty) {
     __syncwarp();
     if (elected()) mbarrier_arrive(empty);
-  }
-};
-
-template <Config C> struct LoadQ {
-  const HopperForwardArguments &a;
-  const SharedMemory<C> &shared;
-
-  // Loads Q for one warpgroup after another, as each finishes its last tile.
-  __device__ __forceinline__ void all() {
-    tma_prefetch(a.tma_q.map);
-#pragma unroll 1
-    for (u32 items = 0;; ++items) {
-      mbarrier_wait(shared.item_full(), items % 2);
-      const Item item = read<Item>(shared.item());
-      mbarrier_arrive(shared.item_empty());
-      if (item.kind() == kNone) break;
-      const i32 row = (i32)first_row(item, items) + item.q;
-#pragma unroll 1
-      for (int w = 0; w < C.warpgroups; ++w) {
-        mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);
-        if constexpr (C.packed) {
-          load_packed(item, row, w);
-          continue;
-        }
-        mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
-        for (int c = 0; c < C.columns(); c += 64)
-          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row + 64 * w,
-                   item.h * a.tma_q.head_step, item.b * a.tma_q.batch_step);
-      }
-    }
-  }
-
-private:
-  // The row of the tensors where position 0 lies, or would lie.
-  __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
-    if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
-    return a.in.held<C.features>(item.b).q0;
-  }
-  // Loads the heads of the piece. In the last piece, rows past the last head are zeros or belong to another piece.
-  __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
-    mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
-    for (int c = 0; c < C.columns(); c += 64)
-      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c,
-               row + w * (i32)packed(a).queries.by, item.h, item.b * a.tma_q.batch_step);
   }
 };
 
