@@ -1,5 +1,5 @@
 // Where the rows of K and V of a sequence lie. Dense: one sequence after another. Packed: from cu_seqlens_k on. Paged: where the table
-// says. Three kernels find rows in pages themselves: simt/tile.h copies them in another way, in sm90/forward/load.h the copy engine loads
+// says. Three kernels find rows in pages themselves: simt/tile.h copies them in another way, in sm90/forward/source.h the copy engine loads
 // them, and in mma/decode/ each warp copies its own rows. The CPU engines have src/cpu/keys.h.
 #pragma once
 #include "../attention/arguments.h"

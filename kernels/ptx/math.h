@@ -66,6 +66,13 @@ __device__ __forceinline__ void pairs_of_e4m3(u32 x, u32 &first, u32 &second) {
       : "r"(x));
 }
 
+// x & mask ^ y as one instruction, of which ptxas would make two if it knew mask and y.
+__device__ __forceinline__ u32 and_xor(u32 x, u32 mask, u32 y) {
+  u32 z;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(z) : "r"(x), "r"(mask), "r"(y));
+  return z;
+}
+
 // A mask with all bits set in the halves that are not 0. Halves that are NaN give 0.
 template <class T> __device__ __forceinline__ u32 nonzero_pairs(u32 x);
 template <> __device__ __forceinline__ u32 nonzero_pairs<bf16>(u32 x) {

@@ -24,6 +24,17 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
                "r"(parity)
                : "memory");
 }
+// Whether that phase has completed.
+__device__ __forceinline__ bool mbarrier_test(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred done;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+               "selp.b32 %0, 1, 0, done;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done != 0;
+}
 
 // Moves registers between warpgroups: a warpgroup that needs few gives back the rest, and one that needs many takes more. kRegisters:
 // registers per thread from now on, a multiple of 8.

@@ -2,6 +2,7 @@
 #pragma once
 #include "../attention/arguments.h"
 #include "../attention/divisor.h"
+#include "../attention/quantised.h"
 #include "../device/mask_bits.h"
 #include "../ptx/tensor_map.h"
 

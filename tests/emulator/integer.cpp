@@ -68,6 +68,14 @@ template <class T> T insert_bits(T a, T b, uint32_t at, uint32_t length) {
   return (b & ~field) | (a << at & field);
 }
 
+// Bit 4 a + 2 b + c of `table`, for the bits a, b and c at each place.
+uint32_t table_of_bits(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
+  uint32_t d = 0;
+  for (int row = 0; row < 8; row++)
+    if (table >> row & 1) d |= (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
+  return d;
+}
+
 // Each of the selector's four numbers selects a byte of b:a. If the number's highest bit is set, the sign of that byte is replicated
 // instead.
 uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
@@ -114,6 +122,7 @@ void add_integer(Opcodes &o) {
       of<[](int32_t a, int32_t b, int64_t c) { return uint64_t(int64_t(a) * b) + uint64_t(c); }, uint64_t, int32_t, int32_t, int64_t>();
   o["clz.b32"] = of<[](uint32_t a) { return a ? __builtin_clz(a) : 32; }, uint32_t, uint32_t>();
   o["popc.b32"] = of<[](uint32_t a) { return __builtin_popcount(a); }, uint32_t, uint32_t>();
+  o["lop3.b32"] = of<table_of_bits, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>();
   o["prmt.b32"] = of<permute, uint32_t, uint32_t, uint32_t, uint32_t>();
 
   o["mov.u32%clock"] = {read_clock<uint32_t>, 32, {}};

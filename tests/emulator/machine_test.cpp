@@ -29,6 +29,7 @@ TEST_CASE("emulator: integers at their edges") {
       {"mov.u64 %rd1, -1; mul.hi.u64 %rd2, %rd1, 8; cvt.u32.u64 %r9, %rd2;", 7},
       {"mov.u64 %rd1, -1; mul.hi.s64 %rd2, %rd1, 8; cvt.u32.u64 %r9, %rd2;", ~0u},
       {"mov.u32 %r2, 0xABCD; mov.u32 %r3, -1; bfi.b32 %r9, %r2, %r3, 8, 12;", 0xFFFBCDFF},
+      {"mov.u32 %r2, 0xF0; mov.u32 %r3, 0xCC; mov.u32 %r4, 0xAA; lop3.b32 %r9, %r2, %r3, %r4, 0x6A;", 0x6A}, // a & b ^ c
       {"mov.u32 %r2, 0x33221100; mov.u32 %r3, 0x77665584; prmt.b32 %r9, %r2, %r3, 0xC074;", 0xFF007784},
       {"mov.u32 %r2, 0x10000; clz.b32 %r9, %r2;", 15},
       {"mov.u64 %rd1, 4294967168; cvt.s64.s32 %rd2, %rd1; shr.s64 %rd2, %rd2, 40; cvt.u32.u64 %r9, %rd2;", ~0u},

@@ -118,7 +118,8 @@ void barriers_end(Block &block) {
 Tile decode_mbarrier(std::string_view opcode, const Operands &operands) {
   if (!opcode.starts_with("mbarrier.")) return {};
   if (opcode == "mbarrier.init.shared::cta.b64") return init(operands[0], operands[1]);
-  if (opcode == "mbarrier.try_wait.parity.shared::cta.b64") return try_wait(operands[0], operands[1], operands[2]);
+  if (opcode == "mbarrier.try_wait.parity.shared::cta.b64" || opcode == "mbarrier.test_wait.parity.shared::cta.b64")
+    return try_wait(operands[0], operands[1], operands[2]);
   if (!operands.empty() && operands[0].kind == Operand::kSink) {
     if (opcode == "mbarrier.arrive.shared::cta.b64" && operands.size() == 2) return arrive(operands[1]);
     if (opcode == "mbarrier.arrive.expect_tx.shared::cta.b64") return arrive_expecting(operands[1], operands[2]);

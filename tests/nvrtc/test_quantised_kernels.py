@@ -16,6 +16,7 @@ OPTIONS = {
     "mask and bias": ({"mask": Shape((1, 1, 1, SK), "bool"), "bias": Shape((1, 1, 1, SK), "float32")}, {}),
 }
 STORED = ("int8", "float8_e4m3fn", "uint8", "float8_e5m2")
+SPILLS = {"cuda-sm90": 112}  # bytes: by the warp that loads, once for each tile
 CASES = [(o, STORED[n % 4]) for n, o in enumerate(OPTIONS)]  # make test-long takes all combinations
 if LONG:
     CASES = [(o, stored) for o in OPTIONS for stored in STORED]
@@ -27,12 +28,15 @@ if LONG:
     (90, "cuda-mma", "float16", (128, 128), 1),
     (90, "cuda-mma", "bfloat16", (64, 64), 4),
     (80, "cuda-mma", "bfloat16", (128, 128), 1),
+    (90, "cuda-sm90", "bfloat16", (64, 64), 500),
+    (90, "cuda-sm90", "bfloat16", (128, 128), 500),
+    (90, "cuda-sm90", "float16", (256, 256), 500),
     (90, "cuda-simt", "float32", (128, 128), 1),
     (90, "cuda-simt", "bfloat16", (64, 64), 100),
 ])  # fmt: skip
 def test_it_compiles_without_spills(arch, engine, dtype, dims, sq, options, stored):
     arrays, fields = OPTIONS[options]
-    group = 64 if engine == "cuda-simt" and sq > 1 else 0
+    group = 64 if (engine == "cuda-simt" and sq > 1) or (engine == "cuda-sm90" and stored == "uint8") else 0
     rows = (200, HKV, PAGE) if "page_table" in arrays else (B, HKV, SK)
     each = 2 if stored == "uint8" else 1
     d, dv = dims
@@ -46,4 +50,5 @@ def test_it_compiles_without_spills(arch, engine, dtype, dims, sq, options, stor
     }
     kernels = prewarm(arrays, fields | {"engine": engine, "k_scale_group": group}, False, arch)
     for kernel in kernels:
-        assert kernel.spilled == 0, kernel
+        assert kernel.spilled <= SPILLS.get(engine, 0), kernel
+        assert not kernel.serialized, kernel

@@ -30,7 +30,8 @@ struct Config {
   // columns of O, each chunk of tiles has a result of its own, and results are merged in order (device/chunks.h). With more columns no
   // registers are left for that. split: each split is one chunk.
   i32 invariant;
-  i32 packed; // query heads of a key head share a query tile: rows.h
+  i32 packed;        // query heads of a key head share a query tile: rows.h
+  i32 stored_stages; // quantised K and V: tiles as they are stored, of K or V, in shared memory at a time (stored.h)
   Features features;
 
   STROBE_FN constexpr i32 tile_q() const { return 64 * warpgroups; }
@@ -49,8 +50,20 @@ struct Config {
   // Bytes of a tile of the bias. It consists of blocks of 64 columns, with 64 rows for each warpgroup.
   STROBE_FN constexpr i32 bias_columns() const { return 2 * 64 * tile_q(); }
   STROBE_FN constexpr i32 bias_bytes() const { return bias_by_tma ? (tile_k + 63) / 64 * bias_columns() : 0; }
-  // Q, the stages of K, of V and of the bias; 512 bytes of barriers and messages; and up to 1024 bytes for alignment.
-  STROBE_FN constexpr i32 shared_bytes() const { return q_bytes() + stages * (k_bytes() + v_bytes() + bias_bytes()) + 512 + 1024; }
+  // Quantised K and V. A row as it is stored is copied as 16-bit columns. Beside a tile lie its scales, in FP32: one for each row; or, for
+  // K, an offset for each row and a scale for each column of each group. A group has 32 rows or more, unless a page ends.
+  enum : i32 { kDequantising = 3 }; // warps. (An enum leaves no symbol in kernels that do not use it.)
+  STROBE_FN constexpr i32 stored_columns(i32 dim) const { return (dim / (features.quant == kInt4 ? 4 : 2) + 63) / 64 * 64; }
+  STROBE_FN constexpr i32 stored_bytes() const { return 2 * tile_k * stored_columns(max(head_dim, head_dim_v)); }
+  STROBE_FN constexpr i32 groups_of_tile() const { return features.pages ? tile_k / 16 : tile_k / 32 + 2; }
+  STROBE_FN constexpr i32 scale_bytes() const {
+    return (4 * tile_k + (features.by_column ? groups_of_tile() * 4 * head_dim : 0) + 127) / 128 * 128;
+  }
+  STROBE_FN constexpr i32 all_stored_bytes() const { return features.quant ? stored_stages * (stored_bytes() + scale_bytes() + 32) : 0; }
+  // Q, the stages of K, of V and of the bias, and of what is stored; 512 bytes of barriers and messages; up to 1024 bytes for alignment.
+  STROBE_FN constexpr i32 shared_bytes() const {
+    return q_bytes() + stages * (k_bytes() + v_bytes() + bias_bytes()) + all_stored_bytes() + 512 + 1024;
+  }
 };
 
 } // namespace strobe::sm90

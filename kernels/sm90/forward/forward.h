@@ -4,13 +4,14 @@
 // et al. 2024). The warpgroups issue products alternately (ping-pong). query_tile.h has the loop.
 #pragma once
 #include "assign.h"
+#include "control.h"
 #include "load.h"
 #include "query_tile.h"
 
 namespace strobe::sm90 {
 
 template <Config C> struct Forward {
-  using Arguments = ForwardArgumentsOf<C.packed>::type;
+  using Arguments = ArgumentsOf<typename ForwardArgumentsOf<C.packed>::type, C.features.quant != 0>::type;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = C.blocks_per_sm;
 
   static __device__ __forceinline__ void run(const Arguments &a) {
@@ -21,6 +22,13 @@ template <Config C> struct Forward {
     const int warpgroup = __shfl_sync(0xFFFFFFFFu, (int)threadIdx.x / 128, 0);
     if (warpgroup == 0) {
       registers_lower<C.registers_load>();
+      if constexpr (C.features.quant) {
+        if (threadIdx.x < 32)
+          Control<C>{{a, a.in, shared}, {a, a.in, shared}}.all();
+        else
+          Dequantise<C>{shared}.all();
+        return;
+      }
       if (Load<C>::kPaged ? threadIdx.x < 32 : threadIdx.x == 0) Load<C>{a, a.in, shared}.all();
       if (threadIdx.x == 64) LoadQ<C>{a, shared}.all();
       if (threadIdx.x == 32) Assign<C>{a, a.in, shared}.all();

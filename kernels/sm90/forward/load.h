@@ -1,194 +1,69 @@
 // One producer thread of a block has the copy engine load K and V, tile by tile; another one loads Q. Where K and V are paged, one warp
-// loads K and another one V.
+// loads K and another one V. Three questions are answered apart: which tiles come, and when (walks.h); where their rows lie (source.h;
+// parts of a problem: part.h); and whether they are tiles that wgmma reads, or quantised and become such tiles first (stored.h).
 #pragma once
-#include "../../attention/schedule.h"
-#include "../../device/keys.h"
-#include "../../ptx/tma.h"
 #include "../arguments.h"
 #include "part.h"
 #include "rows.h"
 #include "shared.h"
+#include "source.h"
+#include "stored.h"
+#include "walks.h"
 
 namespace strobe::sm90 {
 
-// The share of the keys that the item walks over.
-template <Config C> __device__ __forceinline__ BasicSchedule<i32>::Share share_of(const HopperForwardArguments &a, const Item &item) {
-  if constexpr (C.chunked() && C.split) return {item.split(), 1, C.chunk()};
-  return {item.split(), C.split ? a.splits : 1};
-}
-// The tiles of keys for a tile of queries.
-template <Config C>
-__device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArguments &a, const BasicBand<i32> &band, const Item &item,
-                                                       const BasicSchedule<i32>::Share &share) {
-  BlockRow row{nullptr, 0, 0};
-  if constexpr (C.features.blocks) row = a.in.block_row<C.features>(item.b, item.h, item.q / a.in.blocks.row_tokens);
-  const i32 end = min(item.q + queries_of_tile<C>(a), band.seqlen_q);
-  return {band, item.q, end, C.tile_k, C.invariant ? C.tile_k : 16, row, share};
-}
-template <Config C>
-__device__ __forceinline__ BasicSchedule<i32> schedule(const HopperForwardArguments &a, const BasicBand<i32> &band, const Item &item) {
-  return schedule<C>(a, band, item, share_of<C>(a, item));
-}
+template <Config C> struct LoadQ {
+  const HopperForwardArguments &a;
+  const SharedMemory<C> &shared;
 
-// A walk over a schedule's tiles, each chunk of keys twice. With kFixedByRow a query tile is computed in this way if its fast result is not
-// finite: all rows take the first walk over a chunk; the rows that fail take the second walk, with a lagging reference (config.h).
-template <Config C> class TwiceByChunk {
-public:
-  __device__ __forceinline__ TwiceByChunk(const HopperForwardArguments &a, const SharedMemory<C> &shared)
-      : a_(a), shared_(shared), tiles_(of(-1)) {
-    if constexpr (C.walks_chunks()) {
+  // Loads Q for one warpgroup after another, as each finishes its last tile.
+  __device__ __forceinline__ void all() {
+    tma_prefetch(a.tma_q.map);
+#pragma unroll 1
+    for (u32 items = 0;; ++items) {
+      mbarrier_wait(shared.item_full(), items % 2);
       const Item item = read<Item>(shared.item());
-      const BasicBand<i32> band = narrow(a.in.sequence<C.features>(item.b).band);
-      const BasicRange<i32> keys = band.keys_any(item.q, min(item.q + queries_of_tile<C>(a), band.seqlen_q));
-      if (!keys.empty()) chunk_ = keys.begin / C.chunk(), end_ = (keys.end + C.chunk() - 1) / C.chunk();
-      BasicKeyTile<i32> any;
-      while (end_ - 1 > chunk_ && !of(end_ - 1).next(any)) --end_;
-      tiles_ = of(chunk_);
+      mbarrier_arrive(shared.item_empty());
+      if (item.kind() == kNone) break;
+      load(item, items);
     }
   }
-  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
-    while (!tiles_.next(t)) {
-      if (again_ && ++chunk_ >= end_) return false;
-      again_ = !again_;
-      tiles_ = of(chunk_);
-    }
-    return true;
-  }
-  // The number of the run that contains the tile last returned by next().
-  __device__ __forceinline__ i32 run() const { return 2 * chunk_ + again_; }
-  // If that tile begins a run: the mark of the tile before it, which is the last one of a walk over a chunk, or of the first walk over the
-  // final chunk.
-  __device__ __forceinline__ Tile::Last before() const {
-    return again_ && chunk_ + 1 >= end_ ? Tile::kLastBeforeAgain : Tile::kLastOfChunk;
-  }
-
-private:
-  // The tiles of one chunk; of all keys if chunk < 0. The item is read again each time, so that it takes no registers.
-  __device__ __forceinline__ BasicSchedule<i32> of(i32 chunk) const {
-    const Item item = read<Item>(shared_.item());
-    const BasicBand<i32> band = narrow(a_.in.sequence<C.features>(item.b).band);
-    if (!C.walks_chunks() || chunk < 0) return schedule<C>(a_, band, item);
-    return schedule<C>(a_, band, item, {chunk, 1, C.chunk()});
-  }
-  const HopperForwardArguments &a_;
-  const SharedMemory<C> &shared_;
-  BasicSchedule<i32> tiles_;
-  i32 chunk_ = 0, end_ = 1;
-  bool again_ = false;
-};
-
-// A walk over a schedule's keys in another order: from the key opposite the last query downwards, and then upwards from there. ALiBi's
-// penalty then grows from tile to tile, so that the fixed reference holds. If the window ends on the left, the walk begins at the last
-// visible key, because the keys that a warpgroup sees must be one run in this order too.
-class FromDiagonal {
-public:
-  __device__ __forceinline__ FromDiagonal(const BasicBand<i32> &band, i32 q0, i32 q1, i32 tile)
-      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), tile_(tile) {
-    any_.begin = any_.begin / 16 * 16;
-    const i32 keys = (all_.begin > 0 ? any_.end : min(q1 + band.offset, any_.end)) - any_.begin;
-    down_ = up_ = any_.begin + (i32)((u32)max(keys + tile - 1, 0) / (u32)tile) * tile;
-  }
-  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
-    if (down_ > any_.begin)
-      t.begin = down_ -= tile_;
-    else if (up_ < any_.end)
-      t.begin = up_, up_ += tile_;
-    else
-      return false;
-    t.end = min(t.begin + tile_, any_.end);
-    t.masked = t.begin < all_.begin || t.end > all_.end;
-    return true;
-  }
-
-private:
-  BasicRange<i32> any_, all_;
-  i32 tile_, down_, up_;
-};
-
-// A walk over the kept blocks of a query tile, where the call says which blocks the function of the mask sees as a whole. Entries of the
-// list are read one block ahead, so that the loading thread does not wait for memory, and the walk ends at the first block past the visible
-// keys. Adjacent blocks are walked as one run if both are full, or if neither is.
-template <i32 kTile> class KnownBlocks {
-public:
-  __device__ __forceinline__ KnownBlocks(const BasicBand<i32> &band, i32 q0, i32 q1, const BlockRow &row)
-      : any_(band.keys_any(q0, q1)), all_(band.keys_all(q0, q1)), row_(row), left_((i32)row.count),
-        block_(max((i32)min(row.block, (i64)band.seqlen_k), 1)) {
-    read_ahead();
-  }
-  __device__ __forceinline__ bool next(BasicKeyTile<i32> &t) {
-    while (next_ >= end_) {
-      const i32 begin = column_ * block_;
-      if (column_ < 0 || begin >= any_.end) return false;
-      next_ = max(begin, any_.begin / kAlign * kAlign), end_ = min(begin + block_, any_.end), full_ = mark_;
-      read_ahead();
-    }
-    while (end_ - next_ < kTile && end_ < any_.end && column_ >= 0 && column_ * block_ == end_ && (mark_ != 0) == (full_ != 0)) {
-      end_ = min(end_ + block_, any_.end);
-      read_ahead();
-    }
-    t.begin = next_, t.end = min(next_ + kTile, end_);
-    t.masked = t.begin < all_.begin || t.end > all_.end, t.open = !full_;
-    next_ = t.end;
-    return true;
-  }
-
-private:
-  enum : i32 { kAlign = 16, kMost = 1 << 30 };
-  // Reads the next entry into column_ and mark_. Columns are limited, never trusted.
-  __device__ __forceinline__ void read_ahead() {
-    column_ = -1;
-    if (left_ <= 0) return;
-    column_ = (i32)min((u32)*row_.cols, (u32)kMost / (u32)block_), mark_ = row_.is_full(0);
-    ++row_.cols, --left_;
-  }
-
-  BasicRange<i32> any_, all_;
-  BlockRow row_;
-  i32 left_, block_, next_ = 0, end_ = 0;
-  i32 column_, mark_ = 0, full_ = 0;
-};
-
-// Where a tile's rows lie in paged K or V. Each lane of the loading warp looks up 16 rows, which lie in one page.
-struct PagedRows {
-  enum : i32 { kCount = 16 };
-  i32 row;   // the lane's first row within its page. A lane without rows has a row past the page's end, where the copy engine reads zeros
-  u32 entry; // the table's entry: the number of a page, or a number that is no page
-  // Looks up the lane's rows of the tile [begin, end), where begin is a multiple of kCount. Entries of the table past `end` are not read.
-  __device__ __forceinline__ PagedRows(const Inputs &in, i32 b, i32 begin, i32 end) : row((i32)in.pages.size.by), entry(0) {
-    const i32 j = begin + (i32)((u32)thread_index() % 32 * kCount);
-    if (j >= end) return;
-    const Divisor page = in.pages.size;
-    __builtin_assume(page.by != 1); // a page holds a multiple of kCount keys
-    const u32 n = page.divide((u32)j);
-    row = j - (i32)(n * page.by), entry = (u32)in.pages.table_of(b)[n];
-  }
-  // Makes load() read zeros for rows whose page does not exist, and returns which lanes have such rows.
-  __device__ __forceinline__ u32 settle(const Inputs &in) {
-    const bool lacks = entry >= in.pages.count;
-    if (lacks) row = (i32)in.pages.size.by;
-    return __ballot_sync(0xFFFFFFFFu, lacks);
-  }
-  // Loads the tile: kN rows of kColumns columns.
-  template <int kN, int kColumns> __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 address, i32 head) const {
-    const i32 page = (i32)entry * x.batch_step;
-    // kBoxes limits how many boxes are issued without a break: there are no registers for more.
-    constexpr int kGroups = kN / kCount, kBoxes = 6, kTogether = min(4, max(1, kBoxes * 64 / kColumns));
-#pragma unroll
-    for (int n = 0; n < kGroups; n += kTogether) {
-      i32 row_of[kTogether], page_of[kTogether];
-#pragma unroll
-      for (int i = 0; i < kTogether && n + i < kGroups; ++i)
-        row_of[i] = __shfl_sync(0xFFFFFFFFu, row, n + i), page_of[i] = __shfl_sync(0xFFFFFFFFu, page, n + i);
-      if (elected()) {
-#pragma unroll
-        for (int i = 0; i < kTogether && n + i < kGroups; ++i) {
-#pragma unroll
-          for (int c = 0; c < kColumns; c += 64)
-            tma_load(address + (kN * (c / 64) + kCount * (n + i)) * kRowBytes, x.map, full, c, row_of[i], head * x.head_step, page_of[i]);
-        }
+  // The queries of the item with number n. Where a warp loads them, all its lanes call it.
+  __device__ __forceinline__ void load(const Item &item, u32 n) const {
+    const i32 row = (i32)first_row(item, n) + item.q;
+#pragma unroll 1
+    for (int w = 0; w < C.warpgroups; ++w) {
+      mbarrier_wait(shared.q_empty(w), n % 2 ^ 1);
+      if constexpr (SharedMemory<C>::kDequantises) {
+        __syncwarp();
+        if (elected()) load(item, row, w);
+        __syncwarp();
+      } else {
+        load(item, row, w);
       }
-      __syncwarp();
     }
+  }
+
+private:
+  // The row of the tensors where position 0 lies, or would lie.
+  __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
+    if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
+    return a.in.held<C.features>(item.b).q0;
+  }
+  // Loads the queries of warpgroup w. row: the item's first one.
+  __device__ __forceinline__ void load(const Item &item, i32 row, int w) const {
+    if constexpr (C.packed) return load_packed(item, row, w);
+    mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
+    for (int c = 0; c < C.columns(); c += 64)
+      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row + 64 * w,
+               item.h * a.tma_q.head_step, item.b * a.tma_q.batch_step);
+  }
+  // Loads the heads of the piece. In the last piece, rows past the last head are zeros or belong to another piece.
+  __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
+    mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
+    for (int c = 0; c < C.columns(); c += 64)
+      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c,
+               row + w * (i32)packed(a).queries.by, item.h, item.b * a.tma_q.batch_step);
   }
 };
 
@@ -196,7 +71,7 @@ template <Config C> struct Load {
   static constexpr int kN = C.tile_k;
   // If K and V are paged, one warp loads K here and another one V in LoadV. Otherwise one thread loads both. (An enum leaves no symbol in
   // kernels that do not use it.)
-  enum : bool { kPaged = C.features.pages != 0 };
+  enum : bool { kStored = C.features.quant != 0, kPaged = C.features.pages != 0 && !kStored };
   static constexpr bool kKnown = C.features.blocks == kFullKnown && !C.split && !C.invariant;
   static constexpr bool kFromDiagonal = C.features.alibi && !C.features.blocks && !C.split && C.reference == kFixed;
   const HopperForwardArguments &a;
@@ -204,6 +79,10 @@ template <Config C> struct Load {
   const SharedMemory<C> &shared;
   Stage<C> k{}, v{};
   u32 items = 0;
+  // Quantised:
+  StoredStage<C> to{};
+  RowScales<C> scales; // of the stage before `to`, if it is pending: all but its scales is on its way
+  bool pending = false;
 
   __device__ __forceinline__ void all() {
     tma_prefetch(a.tma_k.map);
@@ -243,6 +122,7 @@ template <Config C> struct Load {
     if (!more) next.begin = next.end = 0, next.masked = true;
     if constexpr (C.features.part) next.shift = more ? next.shift : 0;
     i32 before = -1; // the first row of the tile whose V is loaded next
+    if constexpr (kStored) return load_stored(item.b, tiles, next, more, k0, kv);
 #pragma unroll 1
     do {
       const KeyTile tile = next;
@@ -271,6 +151,94 @@ template <Config C> struct Load {
       before = first_row(tile);
     } while (more);
     if constexpr (!kPaged) load_v(k0 + before, kv, item.b);
+  }
+
+  // Quantised K and V: loads K of a tile, then V of the one before it; and Q after the first K, since K comes earlier by being dequantised.
+  template <class Tiles, class KeyTile>
+  __device__ __forceinline__ void load_stored(i32 b, Tiles &tiles, KeyTile next, bool more, i32 k0, i32 kv) {
+    StoredRows<C> before(in, b, 0, 0), rows(in, b, next.begin, next.end);
+    bool first = true, tiles_left = true;
+#pragma unroll 1
+    for (;; first = false) {
+      const bool exists = tiles_left;
+      StoredRows<C> ahead = rows;
+      if (exists) {
+        const KeyTile tile = next;
+        const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
+        if constexpr (C.reference == kFixed) more = __shfl_sync(0xFFFFFFFFu, load_shared(shared.lost()), 0) != items && more;
+        more = more && tiles.next(next);
+        tiles_left = more;
+        ahead = StoredRows<C>(in, b, more ? next.begin : 0, more ? next.end : 0); // looked up before this tile's waits
+        const i32 lacking = rows.settle(in) * Tile::kLacks;
+        i32 masked = lacking || tile.masked || tile.end - tile.begin < kN;
+        if constexpr (C.features.blocks == kFullKnown) masked |= tile.open ? Tile::kOpen : 0;
+        i32 last = !more;
+        if constexpr (C.invariant) last = !more ? Tile::kLast : end_of_run(tiles, run, next.begin);
+        load_stored<false>(rows, b, lacking | masked, last, k0, kv);
+      }
+      if (first) {
+        complete();
+        LoadQ<C>{a, shared}.load(read<Item>(shared.item()), items);
+      } else {
+        load_stored<true>(before, b, 0, kStoredValue, k0, kv);
+      }
+      if (!exists) break;
+      before = rows, rows = ahead;
+    }
+    complete(); // what follows may wait for this tile
+  }
+  // Loads what is stored of a tile, K or V, with its scales.
+  template <bool kValue>
+  __device__ __forceinline__ void load_stored(const StoredRows<C> &rows, i32 b, i32 masked, i32 last, i32 k0, i32 kv) {
+    constexpr int kColumns = C.stored_columns(kValue ? C.head_dim_v : C.head_dim);
+    const u32 full = shared.stored_full(to.index);
+    const KeyScales &all = scales_of<C>(a);
+    const Operand &of = kValue ? all.v : all.k;
+    const bool half = kValue ? all.half_v : all.half_k;
+    if (!__all_sync(0xFFFFFFFFu, mbarrier_test(shared.stored_empty(to.index), to.parity ^ 1))) {
+      complete();
+      mbarrier_wait(shared.stored_empty(to.index), to.parity ^ 1);
+      __syncwarp();
+    }
+    if (elected()) {
+      write(shared.stored_message(to.index), kValue ? 0 : rows.begin, kValue ? 0 : rows.begin + rows.count, masked, last);
+      mbarrier_expect(full, 2 * kN * kColumns);
+    }
+    __syncwarp();
+    rows.template load<kColumns>(kValue ? a.tma_v : a.tma_k, full, shared.stored_tile(to.index), k0, kv, b);
+    if constexpr (!kValue && C.features.by_column) {
+      complete();
+      store_column_scales<C>(in, of, half, kv * of.stride[1], all.group, rows, k0, b, shared.scales(to.index));
+      __syncwarp();
+      if (elected()) mbarrier_arrive(full);
+      __syncwarp();
+    } else {
+      RowScales<C> next;
+      next.load(in, of, half, kv * of.stride[1], rows, k0, b);
+      complete();
+      scales = next, pending = true;
+    }
+    to.advance();
+  }
+  // Stores the scales of a stage that is pending.
+  __device__ __forceinline__ void complete() {
+    if (!pending) return;
+    const int stage = (to.index == 0 ? C.stored_stages : to.index) - 1;
+    scales.store(shared.scales(stage));
+    __syncwarp();
+    if (elected()) mbarrier_arrive(shared.stored_full(stage));
+    __syncwarp();
+    pending = false;
+  }
+  // Tells the warps that dequantise that no tile follows.
+  __device__ __forceinline__ void end_stored() {
+    mbarrier_wait(shared.stored_empty(to.index), to.parity ^ 1);
+    __syncwarp();
+    if (elected()) {
+      write(shared.stored_message(to.index), 0, 0, 0, kStoredEnd);
+      for (int n = 0; n < 2; ++n) mbarrier_arrive(shared.stored_full(to.index));
+    }
+    __syncwarp();
   }
 
   // If keys are walked by chunks: the number of the chunk that contains the tile at `begin`.
@@ -319,9 +287,7 @@ template <Config C> struct Load {
   template <int kColumns>
   static __device__ __forceinline__ void load(const MappedOperand &x, u32 full, u32 bytes, u32 address, i32 row, i32 head, i32 b) {
     mbarrier_expect(full, bytes);
-#pragma unroll
-    for (int c = 0; c < kColumns; c += 64)
-      tma_load(address + kN * kRowBytes * (c / 64), x.map, full, c, row, head * x.head_step, b * x.batch_step);
+    load_rows<kN, kColumns>(x, full, address, row, head, b);
   }
 };
 
@@ -363,50 +329,6 @@ private:
   static __device__ __forceinline__ void release(u32 empty) {
     __syncwarp();
     if (elected()) mbarrier_arrive(empty);
-  }
-};
-
-template <Config C> struct LoadQ {
-  const HopperForwardArguments &a;
-  const SharedMemory<C> &shared;
-
-  // Loads Q for one warpgroup after another, as each finishes its last tile.
-  __device__ __forceinline__ void all() {
-    tma_prefetch(a.tma_q.map);
-#pragma unroll 1
-    for (u32 items = 0;; ++items) {
-      mbarrier_wait(shared.item_full(), items % 2);
-      const Item item = read<Item>(shared.item());
-      mbarrier_arrive(shared.item_empty());
-      if (item.kind() == kNone) break;
-      const i32 row = (i32)first_row(item, items) + item.q;
-#pragma unroll 1
-      for (int w = 0; w < C.warpgroups; ++w) {
-        mbarrier_wait(shared.q_empty(w), items % 2 ^ 1);
-        if constexpr (C.packed) {
-          load_packed(item, row, w);
-          continue;
-        }
-        mbarrier_expect(shared.q_full(w), C.q_bytes() / C.warpgroups);
-        for (int c = 0; c < C.columns(); c += 64)
-          tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c, row + 64 * w,
-                   item.h * a.tma_q.head_step, item.b * a.tma_q.batch_step);
-      }
-    }
-  }
-
-private:
-  // The row of the tensors where position 0 lies, or would lie.
-  __device__ __forceinline__ i64 first_row(const Item &item, u32 n) const {
-    if constexpr (C.features.part) return sequence_of(a.in, shared, item, n).q0;
-    return a.in.held<C.features>(item.b).q0;
-  }
-  // Loads the heads of the piece. In the last piece, rows past the last head are zeros or belong to another piece.
-  __device__ __forceinline__ void load_packed(const Item &item, i32 row, int w) const {
-    mbarrier_expect(shared.q_full(w), 2 * C.columns() * packed(a).queries.by * (u32)packed(a).packed);
-    for (int c = 0; c < C.columns(); c += 64)
-      tma_load(shared.q + 64 * w * 2 * C.columns() + 64 * kRowBytes * (c / 64), a.tma_q.map, shared.q_full(w), c,
-               row + w * (i32)packed(a).queries.by, item.h, item.b * a.tma_q.batch_step);
   }
 };
 

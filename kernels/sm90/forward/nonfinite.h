@@ -28,6 +28,15 @@ template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warp
   group.together();
 }
 
+// V of a sequence, as the tiles hold it.
+template <Config C> __device__ __forceinline__ auto values_of(const HopperForwardArguments &a, const Sequence &s, i32 b, i32 kv) {
+  using T = typename Element<C.dtype>::type;
+  if constexpr (C.features.quant)
+    return DequantisedRows<T, C.features>(a.in.v, scales_of<C>(a).v, scales_of<C>(a).half_v, a.in, s, b, kv);
+  else
+    return v_of<T, C.features>(a.in, s, b, kv);
+}
+
 // The address of a row of this split's partial O.
 __device__ __forceinline__ float *partial_out(const HopperForwardArguments &a, const Item &item, i32 h, i64 row) {
   return a.partial_out + (item.split() * a.in.rows() + a.in.row_index(item.b, h, row)) * a.in.head_dim_v;
@@ -70,14 +79,13 @@ __device__ __forceinline__ void add_nonfinite_of_part(const Item &item, const Se
 }
 template <Config C>
 __device__ __forceinline__ void add_nonfinite(const Warpgroup<C> &group, const Item &item, const Dropout<C.features> &dropout) {
-  using T = typename Element<C.dtype>::type;
   constexpr Features F = C.features;
   const Inputs &in = group.in;
   const Sequence sequence = sequence_of(in, group.shared, item, group.items); // read again, so that it takes no registers
   const Scores<F, float, functions_of<C>()> scores(in, sequence, item.b);
   group.together(); // from here on all results are in memory
   const Results<C> results = results_of(group, item, sequence.q0, scores.seqlen_q);
-  const auto value = v_of<T, F>(in, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
+  const auto value = values_of<C>(group.a, sequence, item.b, (i32)group.a.group_divisor.divide(item.h));
   if constexpr (F.part) return add_nonfinite_of_part(item, sequence, scores, dropout, value, results);
   BasicSchedule<i32> tiles = schedule<C>(group.a, narrow(sequence.band), item);
   BasicKeyTile<i32> t;

@@ -41,10 +41,10 @@ struct Tile {
 // The offsets of shared memory, from an address that is a multiple of 1024.
 template <Config C> struct SharedMemory {
   static_assert(C.stages <= 6 && C.warpgroups <= 4, "the barriers' place");
-  u32 q, k, v, bias, barriers, messages;
+  u32 q, k, v, bias, stored, barriers, messages;
   __device__ __forceinline__ explicit SharedMemory(u32 base)
       : q((base + 1023) & ~1023u), k(q + C.q_bytes()), v(k + C.stages * C.k_bytes()), bias(v + C.stages * C.v_bytes()),
-        barriers(bias + C.stages * C.bias_bytes()), messages(barriers + 320) {}
+        stored(bias + C.stages * C.bias_bytes()), barriers(stored + C.all_stored_bytes()), messages(barriers + 320) {}
   __device__ __forceinline__ u32 item_full() const { return barriers; }
   __device__ __forceinline__ u32 item_empty() const { return barriers + 8; }
   __device__ __forceinline__ u32 judged(u32 n) const { return barriers + 16 + 8 * (n % 2); }
@@ -65,21 +65,39 @@ template <Config C> struct SharedMemory {
     return messages + 144 + 16 * (item % 2);
   } // two places, because an item's message is read until the item ends
 
-  enum : i32 { kLoadsV = C.features.pages }; // a warp of its own loads V, and reads the messages as consumers do
+  // Quantised K and V: the stages of what is stored.
+  __device__ __forceinline__ u32 stored_tile(int stage) const { return stored + stage * C.stored_bytes(); }
+  __device__ __forceinline__ u32 scales(int stage) const { return stored + C.stored_stages * C.stored_bytes() + stage * C.scale_bytes(); }
+  __device__ __forceinline__ u32 stored_full(int stage) const {
+    return stored + C.stored_stages * (C.stored_bytes() + C.scale_bytes()) + 32 * stage;
+  }
+  __device__ __forceinline__ u32 stored_empty(int stage) const { return stored_full(stage) + 8; }
+  __device__ __forceinline__ u32 stored_message(int stage) const { return stored_full(stage) + 16; }
+
+  enum : bool { kDequantises = C.features.quant != 0 };
+  enum : i32 {
+    kLoadsV = C.features.pages && !kDequantises, // a warp of its own loads V, and reads the messages as consumers do
+    kReaders = kDequantises ? 0 : 2 + kLoadsV,   // warps that read an item's message, beside the consumers
+    kFills = kDequantises ? C.kDequantising : 1, // arrivals that make a stage full
+  };
   __device__ __forceinline__ void begin() const {
     for (int w = 0; w < C.warpgroups; ++w) mbarrier_init(q_full(w), 1), mbarrier_init(q_empty(w), 4);
     mbarrier_init(item_full(), 1);
-    mbarrier_init(item_empty(), 4 * C.warpgroups + 2 + kLoadsV);
+    mbarrier_init(item_empty(), 4 * C.warpgroups + kReaders);
     store_shared(lost(), ~0u);
     for (int n = 0; n < 2; ++n) {
       mbarrier_init(judged(n), 4 * C.warpgroups);
       store_shared(failed(n), 0);
     }
     for (int s = 0; s < C.stages; ++s) {
-      mbarrier_init(k_full(s), 1);
+      mbarrier_init(k_full(s), kFills);
       mbarrier_init(k_empty(s), 4 * C.warpgroups + kLoadsV);
-      mbarrier_init(v_full(s), 1);
+      mbarrier_init(v_full(s), kFills);
       mbarrier_init(v_empty(s), 4 * C.warpgroups);
+    }
+    if constexpr (kDequantises) {
+      for (int s = 0; s < C.stored_stages; ++s)
+        mbarrier_init(stored_full(s), 2), mbarrier_init(stored_empty(s), C.kDequantising); // full: the copy engine's bytes, and the scales
     }
     mbarrier_init_fence();
   }

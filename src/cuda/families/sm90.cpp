@@ -139,7 +139,11 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   of_pieces.heads = work.pieces;
   const Walks w = walks(of_pieces, Direction::forward, work.rows.queries * c.warpgroups, c.tile_k);
   const double flop = 2.0 * (c.head_dim + c.head_dim_v) * 64 / double(work.rows.queries);
-  const double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / flop, kBlockSeconds, work.splits);
+  double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / flop, kBlockSeconds, work.splits);
+  if (p.quantised()) { // each tile of queries has the keys that it walks over dequantised
+    const double numbers = w.scores() / double(work.rows.queries * c.warpgroups) * double(c.head_dim + c.head_dim_v);
+    computing = std::max(computing, kBlockSeconds + numbers * clocks_of_stored_number(c) / (device.clock_hz * device.sms));
+  }
   return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (work.splits > 1 ? combining_seconds(p) : 0);
 }
 
@@ -154,7 +158,7 @@ void order_items(HopperForwardArguments &a, const Problem &p, const Work &work) 
 void map_operands(HopperForwardArguments &a, const Problem &p, const Config &c, const Work &work) {
   a.tma_q = mapped_queries(p, p.q, p.head_dim, i32(work.rows.queries), i32(work.rows.heads));
   const int32_t keys = p.page_size ? kRowsOfPage : c.tile_k;
-  a.tma_k = mapped_keys(p, p.k, p.head_dim, keys), a.tma_v = mapped_keys(p, p.v, p.head_dim_v, keys);
+  a.tma_k = mapped_keys(p, p.k, p.stored(p.head_dim), keys), a.tma_v = mapped_keys(p, p.v, p.stored(p.head_dim_v), keys);
   if (!c.bias_by_tma) return;
   map_bias(a, p, 64, c.bias_bytes(), c.tile_k);
   a.bias_rows_step = p.bias.stride[2] != 0;
@@ -180,7 +184,7 @@ void push_launches(Program &program, const Problem &p, const Config &c, PackedFo
   if (c.walks_chunks() && p.seqlen_k > c.chunk()) a.walked = scratch.take<float>(grid * c.warpgroups * 2 * c.walked_floats());
   if (p.mask) program.steps.push_back(pack_mask(p, a.in, MaskOrder::by_queries, a.mask_bits, scratch));
   const auto launch = [&](const auto &arguments) {
-    program.steps.push_back(Launch(kForward, c, grid, c.threads(), c.shared_bytes(), arguments));
+    program.steps.push_back(with_scales(p, kForward, c, grid, c.threads(), c.shared_bytes(), arguments));
   };
   c.packed ? launch(a) : launch(static_cast<const HopperForwardArguments &>(a));
   combine_splits(program, p, a);
@@ -206,6 +210,7 @@ public:
 protected:
   bool computes_parts() const override { return true; }
   bool reads_pages() const override { return true; }
+  bool reads_quantised() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {
     if (std::string reason = against_call(p, device); !reason.empty()) return reason;
     return direction == Direction::backward ? sm90_backward(p, device, scratch) : forward(p, device, scratch);
@@ -215,6 +220,7 @@ private:
   static Made forward(const Problem &p, const Device &device, Scratch &scratch) {
     if (std::string reason = against_tensors(p); !reason.empty()) return reason;
     const std::optional<Config> chosen = choose_tile(p, device);
+    if (!chosen && p.quantised()) return "no tile of quantised keys for these head dimensions, options and blocks";
     if (!chosen) return text("no tile of queries divides the blocks of ", p.blocks.block_q);
     Config config = *chosen;
     if (p.invariant)
@@ -226,6 +232,8 @@ private:
     Program program;
     program.overlap = program.persistent = true;
     program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ", reference_name(config));
+    if (p.quantised())
+      program.kernel += text(", k and v dequantised to ", strobe::name(p.dtype), " by ", i32(Config::kDequantising), " warps");
     if (config.packed) program.kernel += text(", ", work.rows.heads, " query heads packed");
     describe_tile(program, p, config.tile_q(), config.tile_k, true);
     push_launches(program, p, config, a, device, scratch);

@@ -18,7 +18,10 @@ inline Features hopper_features(const Problem &p) {
 
 // The reason why the copy engine cannot load Q, K or V; empty if it can.
 inline std::string unmapped_inputs(const Problem &p) {
-  for (const std::string &reason : {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.head_dim), unmapped("v", p.v, p.head_dim_v)})
+  if (p.quantised() && !aligned_keys(p))
+    return "quantised keys whose rows, in bytes, are no multiples of 16, or do not lie on such addresses";
+  for (const std::string &reason :
+       {unmapped("q", p.q, p.head_dim), unmapped("k", p.k, p.stored(p.head_dim)), unmapped("v", p.v, p.stored(p.head_dim_v))})
     if (!reason.empty()) return reason;
   return {};
 }

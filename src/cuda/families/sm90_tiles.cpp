@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 
 #include "cuda/families/sm90_steps.h"
 #include "cuda/program/arguments.h"
@@ -41,6 +42,7 @@ struct ForwardTile {
   int32_t warpgroups, tile_k, stages, registers_load, registers_compute, q_in_registers, blocks_per_sm;
   int loads;
   Suits suits{};
+  int32_t stored_stages = 0; // quantised K and V
 };
 
 // With these rates, the chosen tiles are those that were fastest on an H200 at 70 to 16k keys (bench/search_forward.py). With at most one
@@ -84,6 +86,29 @@ constexpr ForwardTile kForwardTiles[] = {
 };
 // clang-format on
 
+constexpr int kPlain = kFixed | kLagging | kAlibi | kAlibiInBand | kFunction | kLight; // at most one of these options, or none
+
+// For quantised K and V. The warpgroup that loads also dequantises, so it has more registers, and shared memory holds tiles as they are
+// stored, too.
+// clang-format off
+constexpr ForwardTile kQuantisedTiles[] = {
+    { 64,  64,   3, 112,   3,  56, 152,   0,   1, kFixed, {.blocks = 1}, 5},
+    { 64,  64,   3,  96,   3,  56, 152,   0,   1, kFixed | kDropout, {.rate = 0.98, .blocks = 1}, 5},
+    { 64,  64,   3,  80,   4,  56, 152,   0,   1, kPlain, {.rate = 0.94}, 6},
+    { 64,  64,   2, 128,   3,  72, 216,   0,   1, kFixed | kLagging | kBlockSparse | kSeen, {.rate = 0.83}, 4},
+    { 64,  64,   2,  64,   4,  72, 216,   0,   1, kPlain | kDropout | kAnything, {.rate = 0.7}, 6},
+    { 64,  64,   1,  64,   3,  56, 200,   1,   2, kFixed, {.rate = 0.6}, 4},
+    {128, 128,   3,  80,   3,  56, 152,   0,   1, kFixed | kAlibiInBand, {.blocks = 1}, 4},
+    {128, 128,   2, 128,   2,  72, 216,   0,   1, kPlain, {.rate = 0.88, .blocks = 0.5}, 3},
+    {128, 128,   2,  96,   2,  72, 216,   0,   1, kFixed | kDropout | kBlockSparse | kSeen, {.rate = 0.83}, 5},
+    {128, 128,   1,  64,   2,  56, 200,   0,   2, kFixed, {.rate = 0.54}, 3},
+    {128, 128,   2,  64,   3,  72, 216,   0,   1, kAnything, {.rate = 0.7}, 6},
+    {256, 256,   2,  64,   2,  72, 216,   0,   1, kFixed | kLagging, {}, 2},
+    {256, 256,   2,  48,   2,  72, 216,   0,   1, kPlain | kBlockSparse | kSeen | kAnything, {.rate = 0.9}, 4},
+    {256, 256,   2,  32,   2,  72, 216,   0,   1, kAnything | kDropout, {.rate = 0.6}, 4},
+};
+// clang-format on
+
 // light: functions of the caller take few instructions. fetched: lanes may fetch values ahead.
 int load_of(const Config &c, bool light, bool fetched) {
   const Features &f = c.features;
@@ -114,14 +139,14 @@ Config config_for(const Problem &p) {
   // A part's tiles come in ascending order of keys, so ALiBi's penalty falls towards the diagonal, and the reference cannot stay fixed.
   if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;
-  c.bias_by_tma = maps_bias(p);
+  c.bias_by_tma = maps_bias(p) && !p.quantised(); // K is dequantised later than the copy engine would bring the bias
   return c;
 }
 
 Config with(Config c, const ForwardTile &t) {
   c.warpgroups = t.warpgroups, c.tile_k = t.tile_k, c.stages = t.stages;
   c.registers_load = t.registers_load, c.registers_compute = t.registers_compute, c.q_in_registers = t.q_in_registers;
-  c.blocks_per_sm = t.blocks_per_sm;
+  c.blocks_per_sm = t.blocks_per_sm, c.stored_stages = t.stored_stages;
   return c;
 }
 
@@ -150,13 +175,14 @@ double computed(const Problem &p, const Config &c, const HeadsOfTile &rows) {
 // Heads share a tile of queries only if no option ties a tile to one head. Options that do: a mask and dropout (read for 16 queries of one
 // head), a block mask, ALiBi (one slope per tile), a bias, a part; and a Q that is broadcast over heads, of which the copy engine cannot
 // load several heads at once. An invariant call with a bias or ALiBi is refused elsewhere. Calls of up to 16 rows are left to cuda-mma,
-// which computes them as fast as memory allows.
+// which computes them as fast as memory allows; but not all of those with quantised keys, which are dequantised once for each tile.
 HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   constexpr int64_t kRowsOfMma = 16;
   constexpr double kWorth = 0.9; // packing must save 10% of the scores, because packed heads load and store more slowly (guessed)
   const HeadsOfTile apart{1, 64, p.group()};
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return apart;
-  if (!p.invariant && (p.seqlen_q * p.group() <= kRowsOfMma || p.bias || c.features.alibi || p.part)) return apart;
+  const bool few = p.seqlen_q * p.group() <= kRowsOfMma && !p.quantised();
+  if (!p.invariant && (few || p.bias || c.features.alibi || p.part)) return apart;
   HeadsOfTile best = apart;
   double least = kWorth * computed(p, c, apart);
   for (int64_t n = tiles(p.group(), 64); n < p.group(); n *= 2) {
@@ -187,7 +213,8 @@ double cost(const Suits &row, const Problem &p, const Config &c, const Device &d
   const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys && double(blocks) >= row.blocks * device.sms;
   const int64_t dim = std::max(c.head_dim, c.head_dim_v);
   const double best = dim <= 64 ? 10 : std::min(7.0, 900.0 / double(dim)); // scores per clock, roughly
-  const double clocks = std::max(c.tile_q() / (best * row.rate), clocks_of_key(p));
+  const double dequantising = p.quantised() ? double(c.head_dim + c.head_dim_v) * clocks_of_stored_number(c) : 0;
+  const double clocks = std::max({c.tile_q() / (best * row.rate), clocks_of_key(p), dequantising});
   return computed(p, c, rows) / c.tile_q() * clocks * (suits ? 1 : kUnsuited);
 }
 
@@ -199,12 +226,16 @@ std::optional<Config> choose_tile(const Problem &p, const Device &device) {
   constexpr int32_t kFew = 6; // instructions for a pair
   const bool given = any.features.given();
   const int load = load_of(any, given && function_instructions(p) <= kFew, given && fetches_ahead(p));
+  constexpr int32_t kOfColumns = 72; // registers with which a warp loads scales of columns without spilling
   const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
   const ForwardTile *first = nullptr; // the first tile that fits; only tiles with the same limits of head dimensions compete with it
-  const ForwardTile *best = cheapest(kForwardTiles, [&](const ForwardTile &t) {
+  const std::span<const ForwardTile> table = p.quantised() ? std::span<const ForwardTile>(kQuantisedTiles) : kForwardTiles;
+  const ForwardTile *best = cheapest(table, [&](const ForwardTile &t) {
     const Config c = with(any, t);
     const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) &&
-                      !(c.features.dropout && t.tile_k % 32) && !(takes_registers && t.blocks_per_sm > 2);
+                      !(c.features.dropout && t.tile_k % 32) && !(takes_registers && t.blocks_per_sm > 2) &&
+                      (!p.quantised() || (!(c.features.by_column && t.registers_load < kOfColumns) &&
+                                          t.blocks_per_sm * (c.shared_bytes() + 1024) <= device.shared_per_sm));
     if (!fits || !divides_blocks(p, c.tile_q())) return kCannotRun;
     if (p.invariant) return t.suits.least_keys == 0 && t.suits.most_keys == INT64_MAX ? 0 : kCannotRun;
     if (wishes) return distance(p, c.tile_q(), c.tile_k);

@@ -14,7 +14,7 @@ std::string unmapped(const char *argument, const View &view, int64_t columns) {
   if (view.stride[3] != 1 && columns > 1) return text(argument, "'s columns do not lie side by side");
   constexpr const char *axes[] = {"batches", "heads", "rows"};
   for (int a = 0; a < 3; a++)
-    if (view.stride[a] < 0 || view.stride[a] % 8)
+    if (view.stride[a] < 0 || view.stride[a] * bytes(view.dtype) % 16)
       return text(argument, "'s ", axes[a], " lie ", view.stride[a], " elements apart, no multiple of 16 bytes above 0");
   return {};
 }
@@ -50,6 +50,7 @@ Request request_in(const TensorMap &map) {
 MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t heads, int64_t batch, int32_t box, int32_t box_heads = 1) {
   MappedOperand operand{};
   operand.head_step = view.stride[1] != 0, operand.batch_step = view.stride[0] != 0;
+  columns = columns * bytes(view.dtype) / 2;                      // quantised numbers are copied as if they were of 16 bits
   const uint64_t unused = uint64_t((columns * 2 + 15) / 16 * 16); // the stride of an axis of size 1
   Request request{
       .data = view.data,
@@ -58,7 +59,7 @@ MappedOperand mapped(const View &view, int64_t columns, int64_t rows, int64_t he
       .box = uint32_t(box),
       .box_heads = uint32_t(box_heads),
       .dtype = view.dtype};
-  for (int a = 0; a < 3; a++) request.strides[a] = view.stride[2 - a] ? uint64_t(view.stride[2 - a]) * 2 : unused; // bytes
+  for (int a = 0; a < 3; a++) request.strides[a] = view.stride[2 - a] ? uint64_t(view.stride[2 - a] * bytes(view.dtype)) : unused; // bytes
   std::memcpy(&operand.map, &request, sizeof request);
   return operand;
 }
@@ -87,7 +88,7 @@ void encode(TensorMap &map, const Addresses &addresses) {
   const uint32_t boxes[4] = {64, r.box, r.box_heads, 1}, steps[4] = {1, 1, 1, 1};
   constexpr int kFloat16 = 6, kBfloat16 = 9, kSwizzle128 = 3, kPromote256 = 3;
   CUtensorMap encoded; // the driver's type may need a higher alignment than a kernel's arguments have
-  check(driver()->cuTensorMapEncodeTiled(&encoded, r.dtype == DType::f16 ? kFloat16 : kBfloat16, 4, addresses.of(r.data), r.sizes,
+  check(driver()->cuTensorMapEncodeTiled(&encoded, r.dtype == DType::bf16 ? kBfloat16 : kFloat16, 4, addresses.of(r.data), r.sizes,
                                          r.strides, boxes, steps, 0, kSwizzle128, kPromote256, 0),
         "cuTensorMapEncodeTiled");
   static_assert(sizeof map == sizeof encoded);

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import strobe
-from strobe_tools.bench.gpu.problem import FEATURES, Problem
+from strobe_tools.bench.gpu.problem import FEATURES, Problem, quantised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,6 +95,9 @@ def call(name: str, p: Problem, feature: str, direction: str, inputs: tuple[Tens
             inputs = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # the layout of these peers
     else:
         options = p.options(device) | FEATURES[feature](p, device) | {"engine": None if name == "strobe" else name}
+        q, k, v, dout = inputs
+        k, v, scales = quantised(feature, k, v)
+        inputs, options = (q, k, v, dout), options | scales
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return strobe.attention(q, k, v, **options)

@@ -15,7 +15,7 @@ from typing import Any
 from strobe._prewarm import Shape, prewarm
 from strobe_tools.bench.gpu import contestants
 from strobe_tools.bench.gpu.measurement import make
-from strobe_tools.bench.gpu.problem import FEATURES, Problem
+from strobe_tools.bench.gpu.problem import FEATURES, Problem, quantised
 from strobe_tools.bench.gpu.sets import Group, Run
 
 
@@ -56,7 +56,8 @@ def _of_strobe(run: Run, direction: str, compute_capability: int) -> None:
     from strobe._parse import parse
 
     q, k, v = run.problem.tensors("meta")
-    options = run.problem.options("meta") | FEATURES[run.feature](run.problem, "meta")
+    k, v, scales = quantised(run.feature, k, v)
+    options = run.problem.options("meta") | FEATURES[run.feature](run.problem, "meta") | scales
     if run.who != "strobe":
         options["engine"] = run.who
     call = parse("attention", q, k, v, options, [])

@@ -28,6 +28,7 @@ class Problem(NamedTuple):
     dropout: float = 0.0
     lengths: tuple[int, ...] = ()  # packed sequences, instead of batch and seqlen
     window: int = 0  # with causal: a query sees this many keys before its own position; 0: all
+    page: int = 0  # keys per page, seqlen_k of them for each sequence, also beside packed queries; 0: no pages
 
     def flops(self, backward: bool) -> float:
         """FLOP of two products forward, or of five backward (three with the keys' dimension, two with the values'). A causal call counts
@@ -55,7 +56,12 @@ class Problem(NamedTuple):
             shape = (sum(self.lengths), heads, dim) if self.lengths else (self.batch, heads, seqlen, dim)
             return torch.randn(*shape, device=device, dtype=getattr(torch, self.dtype))
 
-        return normal(self.heads, self.seqlen, self.dim), normal(heads_kv, seqlen_k, self.dim), normal(heads_kv, seqlen_k, dim_v)
+        q = normal(self.heads, self.seqlen, self.dim)
+        if self.page:
+            pages = (len(self.lengths) or self.batch) * seqlen_k // self.page
+            keys = self._replace(lengths=(), batch=pages, heads=heads_kv, seqlen=self.page, seqlen_k=0, page=0)
+            return q, *keys.tensors(device)[1:]
+        return q, normal(heads_kv, seqlen_k, self.dim), normal(heads_kv, seqlen_k, dim_v)
 
     def options(self, device: str) -> dict[str, Any]:
         """The options of strobe.attention."""
@@ -64,7 +70,14 @@ class Problem(NamedTuple):
             found |= {"dropout": self.dropout, "seed": 1}
         if self.lengths:
             starts, longest = self.starts(device), max(self.lengths)
-            found |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            found |= {"cu_seqlens_q": starts, "max_seqlen_q": longest}
+            found |= {} if self.page else {"cu_seqlens_k": starts, "max_seqlen_k": longest}
+        if self.page:
+            import torch
+
+            each = self.seqlen_k // self.page
+            table = torch.arange((len(self.lengths) or self.batch) * each, dtype=torch.int32, device=device)
+            found["page_table"] = table.view(-1, each)
         return found
 
     def starts(self, device: str) -> Tensor:
@@ -155,7 +168,32 @@ FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
     "seqused_k": _all_keys,
     "uneven": _uneven_keys,
     **{name: _blocks(share) for name, share in SHARES.items()},
+    **dict.fromkeys(("INT8", "FP8", "INT4"), _constant()),  # contestants.py quantises
 }
+
+
+# By feature: the dtype in which K and V are stored, with a scale for each key and head.
+STORED = {"INT8": "int8", "FP8": "float8_e4m3fn", "INT4": "uint8"}
+
+
+def quantised(feature: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """k and v as a call with this feature gets them, and its options for them."""
+    if feature not in STORED:
+        return k, v, {}
+    import torch
+
+    import strobe
+
+    dtype = getattr(torch, STORED[feature])
+
+    def stored(x: Tensor) -> tuple[Tensor, Tensor]:
+        if not x.is_meta:
+            return strobe.kv.quantise(x, dtype)
+        width = x.shape[-1] // (2 if feature == "INT4" else 1)
+        return x.new_empty((*x.shape[:-1], width), dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+    (k, k_scale), (v, v_scale) = stored(k), stored(v)
+    return k, v, {"k_scale": k_scale, "v_scale": v_scale}
 
 
 def tiles(seqlen: int, left: int | None = None) -> int:

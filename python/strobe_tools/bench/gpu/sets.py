@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from strobe_tools.bench.gpu import drawn
-from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, WINDOW, Problem, tiles, uneven_lengths
+from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, STORED, WINDOW, Problem, tiles, uneven_lengths
 
 TOKENS, WIDTH = 16384, 2048  # B·S and H·D of most shapes
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -154,7 +154,7 @@ def sparse() -> Iterator[Group]:
 
 def options() -> Iterator[Group]:
     names = [
-        name for name in FEATURES if name not in ("plain", "window", "deterministic", "invariant", "uneven", *SHARES)
+        name for name in FEATURES if name not in ("plain", "window", "deterministic", "invariant", "uneven", *SHARES, *STORED)
     ]  # these have sets of their own
     for d, direction in product((64, 128), DIRECTIONS):
         p = Problem(4, WIDTH // d, 4096, d, True)
@@ -212,6 +212,29 @@ def uneven() -> Iterator[Group]:
         )
 
 
+def _quantised(set_: str, *stored: str) -> Iterator[Group]:
+    """Prefill over quantised keys, and few queries, beside the same call over bf16 keys."""
+    for d, (heads, heads_kv) in ((64, (32, 8)), (128, (32, 8)), (256, (16, 4))):
+        calls = {
+            "8 x 2k of 2k": Problem(8, heads, 2048, d, True, heads_kv=heads_kv),
+            "4 x 1k of 16k": Problem(4, heads, 1024, d, True, heads_kv=heads_kv, seqlen_k=16384, page=64),
+            "4k, 31 x 1 of 4k": Problem(0, heads, 0, d, True, heads_kv=heads_kv, seqlen_k=4096, page=64, lengths=(4096, *[1] * 31)),
+            **{f"64 x {n} of 4k": Problem(64, heads, n, d, True, heads_kv=heads_kv, seqlen_k=4096, page=64) for n in (2, 8, 32)},
+        }
+        for name, p in calls.items():
+            runs = {feature: Run("strobe", p, feature) for feature in ("plain", *stored)}
+            where = {"heads": f"{heads}/{heads_kv}", "d": d, "queries": name}
+            yield Group(set_, "forward", runs, [Row({**where, "stored": x}, x, base="plain") for x in stored], "µs")
+
+
+def quantised() -> Iterator[Group]:
+    yield from _quantised("quantised", "INT8", "FP8")
+
+
+def quantised_int4() -> Iterator[Group]:
+    yield from _quantised("quantised-int4", "INT4")
+
+
 def step() -> Iterator[Group]:
     """The attention of a training step of gpt3-small, forward and backward."""
     peers = ("cudnn", "fa2", "efficient")
@@ -232,6 +255,8 @@ SETS: dict[str, Callable[[], Iterator[Group]]] = {
     "small": small,
     "decode": decode,
     "uneven": uneven,
+    "quantised": quantised,
+    "quantised-int4": quantised_int4,
     "fp32": fp32,
     "mma": mma,
     "deterministic": deterministic,
