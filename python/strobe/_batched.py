@@ -110,12 +110,19 @@ def _mapped(call: Call, compute: Compute, tensors: dict[str, Tensor], needed: tu
     return found
 
 
+def _is_mapped(x: Tensor) -> bool:
+    return torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def _level_of(x: Tensor) -> int:
+    """The depth of PyTorch's older vmap at which x is mapped, by trying: a GPU's backward runs in a thread that does not know the depth."""
+    return next(level for level in range(1, 64) if not _is_mapped(torch._remove_batch_dim(x, level, 1, 0)))
+
+
 def _mapped_as_gradients(call: Call, compute: Compute, tensors: dict[str, Tensor], needed: tuple[str, ...] = ()) -> tuple[Tensor, ...]:
     """compute(tensors) for each sample of torch.autograd.grad(is_grads_batched=True), which maps by PyTorch's older means."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
-    is_mapped = torch._C._functorch.is_legacy_batchedtensor
-    dims = {name: 0 if is_mapped(x) else None for name, x in tensors.items()}
+    dims = {name: 0 if _is_mapped(x) else None for name, x in tensors.items()}
+    level = _level_of(next(x for name, x in tensors.items() if dims[name] == 0))
     given = {name: x if dims[name] is None else torch._remove_batch_dim(x, level, 0, 0) for name, x in tensors.items()}
     samples = next(len(x) for name, x in given.items() if dims[name] == 0)
     return tuple(torch._add_batch_dim(x, 0, level) for x in _rule(call, compute, needed, samples, dims, given))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -150,6 +151,22 @@ def test_gradients_in_a_batch():
         assert operators.ran == [BACKWARD]
         for n in range(SAMPLES):
             torch.testing.assert_close([x[n] for x in found], [*torch.autograd.grad(out, (q, k), weights[n], retain_graph=True)])
+
+
+def test_gradients_in_a_batch_from_another_thread():
+    """As on a GPU, whose backward runs in a thread that does not know how deep PyTorch's older vmap is."""
+    q, k = randn(B, H, SQ, D).requires_grad_(), randn(B, KV, SK, D).requires_grad_()
+    out = strobe.attention(q, k, k, causal=True)
+    weights = randn(SAMPLES, *out.shape)
+    level = torch._C._vmapmode_increment_nesting()
+    try:
+        mapped = torch._add_batch_dim(weights, 0, level)
+        with ThreadPoolExecutor() as threads:
+            found = threads.submit(torch.autograd.grad, out, (q, k), mapped, retain_graph=True).result()
+        found = tuple(torch._remove_batch_dim(x, level, SAMPLES, 0) for x in found)
+    finally:
+        torch._C._vmapmode_decrement_nesting()
+    torch.testing.assert_close(found, torch.autograd.grad(out, (q, k), weights, is_grads_batched=True))
 
 
 def test_compiled():
