@@ -141,8 +141,8 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   const double flop = 2.0 * (c.head_dim + c.head_dim_v) * 64 / double(work.rows.queries);
   double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / flop, kBlockSeconds, work.splits);
   if (p.quantised()) { // each tile of queries has the keys that it walks over dequantised
-    const double numbers = w.scores() / double(work.rows.queries * c.warpgroups) * double(c.head_dim + c.head_dim_v);
-    computing = std::max(computing, kBlockSeconds + numbers * clocks_of_stored_number(c) / (device.clock_hz * device.sms));
+    const double keys = w.scores() / double(work.rows.queries * c.warpgroups);
+    computing = std::max(computing, kBlockSeconds + keys * clocks_of_stored_key(c) / (device.clock_hz * device.sms));
   }
   return kStart + std::max(computing, kBlockSeconds + reading_seconds(p, device)) + (work.splits > 1 ? combining_seconds(p) : 0);
 }

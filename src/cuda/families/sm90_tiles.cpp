@@ -213,7 +213,7 @@ double cost(const Suits &row, const Problem &p, const Config &c, const Device &d
   const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys && double(blocks) >= row.blocks * device.sms;
   const int64_t dim = std::max(c.head_dim, c.head_dim_v);
   const double best = dim <= 64 ? 10 : std::min(7.0, 900.0 / double(dim)); // scores per clock, roughly
-  const double dequantising = p.quantised() ? double(c.head_dim + c.head_dim_v) * clocks_of_stored_number(c) : 0;
+  const double dequantising = p.quantised() ? clocks_of_stored_key(c) : 0;
   const double clocks = std::max({c.tile_q() / (best * row.rate), clocks_of_key(p), dequantising});
   return computed(p, c, rows) / c.tile_q() * clocks * (suits ? 1 : kUnsuited);
 }

@@ -14,8 +14,12 @@ constexpr int64_t kLeastKeysOfSplit = 512; // if keys are split over thread bloc
 // first that fits, whatever the lengths. Null if no tile divides the blocks of a sparse mask.
 std::optional<sm90::Config> choose_tile(const Problem &, const Device &);
 
-// The clocks in which an SM dequantises a number of K or V, measured on an H200. Two blocks have twice as many warps for it.
-inline double clocks_of_stored_number(const sm90::Config &c) { return c.blocks_per_sm > 1 ? 0.13 : 0.2; }
+// The clocks in which an SM loads and dequantises a key and its value, measured on an H200: the warps that convert take a time for each
+// number, and two blocks have twice as many of them; the warp that loads takes a time for each key.
+inline double clocks_of_stored_key(const sm90::Config &c) {
+  const double converting = double(c.head_dim + c.head_dim_v) * (c.blocks_per_sm > 1 ? 0.13 : 0.2);
+  return converting > 30 ? converting : 30;
+}
 
 // The rows of a warpgroup: `queries` queries of each of `heads` query heads. A key head's query heads are divided into `pieces` such
 // groups.
