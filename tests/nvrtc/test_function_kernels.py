@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from functions import CAPTURED, FUNCTIONS, S, prewarmed
+from functions import CAPTURED, FUNCTIONS, Graph, S, prewarmed
 
 from strobe._prewarm import Shape
 
@@ -141,3 +141,17 @@ def _window(size):
     g = Graph()
     g.less_equal(g.absolute(g.subtract(g.query(), g.key())), g.integer(size))
     return g
+
+
+def test_long_functions_run_where_they_are_not_unrolled():
+    """A dot product of rows of 16 elements, of the queries and of the keys: on cuda-sm90 a first call would take minutes."""
+    graph = Graph()
+    b, h, i, j = graph.batch(), graph.head(), graph.query(), graph.key()
+    found = graph.score()
+    for n in range(16):
+        place = graph.integer(n)
+        found = graph.add(found, graph.multiply(graph.load(0, b, h, i, place), graph.load(1, b, h, j, place)))
+    x, rows = Shape((2, 16, S, 64), "bfloat16"), Shape((2, 16, S, 16), "float32")
+    kernels = prewarmed({"q": x, "k": x, "v": x, "captured_0": rows, "captured_1": rows}, graph, None, {"causal": 1}, False, 90)
+    assert any(kernel.name.startswith("strobe::simt::Forward") for kernel in kernels), kernels
+    assert max(kernel.spilled for kernel in kernels) < 100

@@ -147,6 +147,7 @@ public:
 
 protected:
   bool computes_parts() const override { return true; }
+  bool unrolls_functions() const override { return false; }
   bool reads_pages() const override { return true; }
   bool reads_quantised() const override { return true; }
   Made program(const Problem &p, Direction direction, const Device &device, Scratch &scratch) const override {

@@ -19,6 +19,10 @@ namespace {
 
 constexpr int64_t kMostPositions = int64_t{1} << 30; // the most positions of a sequence: kernels count them in 32 bits
 constexpr int64_t kMostCtas = (int64_t{1} << 31) - 1;
+// Functions of more instructions for a pair go to an engine that does not unroll them, unless another one is asked for. With 64 reads at
+// d 64 cuda-sm90's forward compiles for a minute and spills 6 KB a thread; cuda-simt's takes 7 s.
+constexpr int32_t kMostUnrolled = 100;
+constexpr double kUnrolled = 1000;
 
 std::vector<int32_t> fetched(const int32_t *ints, int64_t count, CUstream stream) {
   std::vector<int32_t> host(static_cast<size_t>(count));
@@ -81,6 +85,7 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Direction 
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
   program->predicted_seconds += ahead_seconds(p, device);
+  if (unrolls_functions() && function_instructions(p) > kMostUnrolled) program->predicted_seconds *= kUnrolled;
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
   if (p.varlen || (p.seqused_k && direction == Direction::backward)) program->steps.push_back(padding(p, direction));
   if (p.auxiliary()) auxiliary(*program, p, device, scratch);

@@ -29,6 +29,9 @@ protected:
   virtual bool reads_pages() const { return false; }
   // Whether the family's forward reads quantised K and V.
   virtual bool reads_quantised() const { return false; }
+  // Whether a thread holds many scores. The compiler evaluates functions for each of them, so long functions take minutes to compile and
+  // spill kilobytes.
+  virtual bool unrolls_functions() const { return true; }
   // The program for a call whose addresses are marks.
   virtual Made program(const Problem &, Direction, const Device &, Scratch &) const = 0;
 
