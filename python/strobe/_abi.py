@@ -128,8 +128,13 @@ def engines() -> list[tuple[str, str | None]]:
 
 def _add_installed_kernels() -> None:
     """Lets the library read the kernels of the package strobe-attention-kernels, if it is installed (packages/kernels)."""
-    package = find_spec("strobe_attention_kernels")
-    for folder in (package and package.submodule_search_locations) or ():
+    try:
+        package = find_spec("strobe_attention_kernels")
+    except ValueError:  # a module of that name that a program made by itself
+        return
+    if package is None or package.origin is None:  # a folder of that name, which is no package
+        return
+    for folder in package.submodule_search_locations or ():
         lib.strobe_add_kernel_folder(os.fsencode(folder))
 
 

@@ -1,7 +1,7 @@
 """The operators under torch.vmap: a batching rule for each.
 
 A rule puts the axis that torch.vmap maps over before the batch, B calls of N samples in one of N · B, where nothing in the call depends on
-the number of a sequence. Otherwise, as with dropout, packed sequences and functions of the score, it makes a call for each sample.
+the number of a sequence. Otherwise, as with dropout and packed sequences, it makes a call for each sample.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ def _sample(x: Tensor, dim: int | None, n: int = 0) -> Tensor:
     return x if dim is None else x.select(dim, n)
 
 
+def _own_shapes(tensors: Mapping[str, Tensor], dims: Dims) -> dict[str, tuple[int, ...]]:
+    """The shapes of a sample's tensors; there may be no sample."""
+    return {name: tuple(n for axis, n in enumerate(x.shape) if axis != dims[name]) for name, x in tensors.items()}
+
+
 def _folds(call: Call, tensors: Mapping[str, Tensor], dims: Dims, needed: tuple[str, ...]) -> bool:
     """Whether one call computes all samples."""
-    own = {name: tuple(_sample(x, dims[name]).shape) for name, x in tensors.items()}
+    own = _own_shapes(tensors, dims)
     if len(own["q"]) != 4 or not _BY_SEQUENCE.isdisjoint(call.options):
         return False
     if dims.get("sinks") is not None or "dsinks" in needed:  # sequences share sinks
@@ -78,7 +83,7 @@ def _serves_all(name: str, x: Tensor) -> bool:
 
 def _unfolded(name: str, x: Tensor, samples: int, own: Mapping[str, tuple[int, ...]]) -> Tensor:
     """A result, sample by sample. own: the shapes of a sample's tensors."""
-    x = x.unflatten(0, (samples, -1)) if x.shape[0] else x.reshape(samples, 0, *x.shape[1:])
+    x = x.reshape(samples, own["q"][0], *x.shape[1:])
     if name != "dbias":
         return x
     summed = len(own["bias"]) < 4 or own["bias"][0] == 1
@@ -89,10 +94,12 @@ def _rule(
     call: Call, compute: Compute, needed: tuple[str, ...], samples: int, dims: Dims, tensors: Mapping[str, Tensor]
 ) -> tuple[Tensor, ...]:
     """The results of all samples, which are their first axes."""
+    own = _own_shapes(tensors, dims)
     if not _folds(call, tensors, dims, needed):
+        if samples == 0:
+            return tuple(x.new_empty(0, *x.shape) for x in compute({name: x.new_zeros(own[name]) for name, x in tensors.items()}))
         found = [compute({name: _sample(x, dims[name], n) for name, x in tensors.items()}) for n in range(samples)]
         return tuple(torch.stack(of) for of in zip(*found, strict=True))
-    own = {name: tuple(_sample(x, dims[name]).shape) for name, x in tensors.items()}
     all_of_them = compute({name: _folded(name, x, dims[name], samples, own["q"][0], needed) for name, x in tensors.items()})
     names = needed or ("",) * len(all_of_them)
     return tuple(_unfolded(name, x, samples, own) for name, x in zip(names, all_of_them, strict=True))
@@ -116,7 +123,10 @@ def _is_mapped(x: Tensor) -> bool:
 
 def _level_of(x: Tensor) -> int:
     """The depth of PyTorch's older vmap at which x is mapped, by trying: a GPU's backward runs in a thread that does not know the depth."""
-    return next(level for level in range(1, 64) if not _is_mapped(torch._remove_batch_dim(x, level, 1, 0)))
+    for level in range(1, 64):
+        if not _is_mapped(torch._remove_batch_dim(x, level, 1, 0)):
+            return level
+    raise NotImplementedError("is_grads_batched of is_grads_batched; accepted is one of them, and torch.vmap around a call")
 
 
 def _mapped_as_gradients(call: Call, compute: Compute, tensors: dict[str, Tensor], needed: tuple[str, ...] = ()) -> tuple[Tensor, ...]:

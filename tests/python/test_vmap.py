@@ -140,6 +140,15 @@ def test_backward(shape):
         torch.testing.assert_close([x[n] for x in found], list(gradients(q[n], dout[n], bias)), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.5, "seed": 1}], ids=["one call", "a call for each"])
+def test_no_samples(options):
+    q = randn(0, B, H, SQ, D).requires_grad_()
+    out, lse = torch.vmap(lambda q: strobe.attention(q, q, q, return_lse=True, **options))(q)
+    assert out.shape == (0, B, H, SQ, D) and lse.shape == (0, B, H, SQ)
+    if not options:  # without a call there is no graph
+        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+
 def test_gradients_in_a_batch():
     """torch.autograd.grad(is_grads_batched=True), for a call that comes the first time and for one that is known."""
     q, k = randn(B, H, SQ, D).requires_grad_(), randn(B, KV, SK, D).requires_grad_()

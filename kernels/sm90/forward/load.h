@@ -266,7 +266,7 @@ template <Config C> struct Load {
   __device__ __forceinline__ void load_k_in_pages(const Item &item, const BasicKeyTile<i32> &tile, i32 last, i32 kv) {
     PagedRows rows(in, item.b, tile.begin, tile.end);
     mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
-    const i32 lacking = (i32)rows.settle(in) * Tile::kLacks;
+    const i32 lacking = (i32)(rows.settle(in) * (u32)Tile::kLacks);
     if (elected()) {
       write(shared.tile(k.index), tile.begin, tile.end, lacking | (lacking || tile.masked || tile.end - tile.begin < kN), last);
       mbarrier_expect(shared.k_full(k.index), C.k_bytes() + (C.bias_by_tma ? a.bias_bytes : 0u));

@@ -174,6 +174,9 @@ def outcomes(case: Case, engines: Iterable[str], seed: int, device: str = "cpu")
         except NotImplementedError:
             yield engine, None
             continue
+        except (RuntimeError, ValueError) as error:  # also a kernel that does not compile
+            yield engine, f"{type(error).__name__}: {error}"
+            continue
         errors = {name: _error(found[name], reference) for name, reference in expected.items()}
         bad = [f"{name} {error:.2g}" for name, error in errors.items() if error > TOLERANCE[case.dtype]]
         yield engine, f"error of {', '.join(bad)}; accepted: {TOLERANCE[case.dtype]:.2g}" if bad else ""

@@ -67,7 +67,7 @@ def write(
         "date": datetime.now(timezone.utc).date().isoformat(),
         "passed": counts["passed"],
         "failed": counts["failed"],
-        "status": int(counts["failed"] > 0),
+        "status": int(counts["failed"] > 0 or counts["passed"] == 0),
         "skipped": counts["not taken"],
         "seconds": round(seconds),
         "torch": torch.__version__,
@@ -80,6 +80,9 @@ def write(
         "PyTorch": torch.__version__,
         "CUDA": told(lib.strobe_cuda_info).splitlines(),
     }
-    found = {"machine": about, "parts": {"check": part}, "speed": speeds(console) if device == "cuda" else []}
-    file.write_text(json.dumps(found, indent=2) + "\n")
+    found: dict[str, Any] = {"machine": about, "parts": {"check": part}, "speed": []}
+    file.write_text(json.dumps(found, indent=2) + "\n")  # first without speeds, which an untried GPU may fail to give
+    if device == "cuda":
+        found["speed"] = speeds(console)
+        file.write_text(json.dumps(found, indent=2) + "\n")
     console.print(f"{file}: written; how to send it: docs/reports.md", markup=False, highlight=False)

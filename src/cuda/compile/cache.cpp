@@ -60,8 +60,11 @@ std::optional<std::pair<int, int>> version_of(const fs::path &folder) {
 } // namespace
 
 void cache_add(const std::string &folder) {
+  std::error_code none;
+  fs::path absolute = fs::absolute(folder, none).lexically_normal(); // whatever folder the process goes to later
   const std::lock_guard lock(learned().mutex);
-  learned().added.push_back(folder);
+  std::vector<std::string> &added = learned().added;
+  if (!none && std::ranges::find(added, absolute.string()) == added.end()) added.push_back(absolute.string());
 }
 
 void note_refused_code(const std::string &file) {
