@@ -154,4 +154,3 @@ def test_long_functions_run_where_they_are_not_unrolled():
     x, rows = Shape((2, 16, S, 64), "bfloat16"), Shape((2, 16, S, 16), "float32")
     kernels = prewarmed({"q": x, "k": x, "v": x, "captured_0": rows, "captured_1": rows}, graph, None, {"causal": 1}, False, 90)
     assert any(kernel.name.startswith("strobe::simt::Forward") for kernel in kernels), kernels
-    assert max(kernel.spilled for kernel in kernels) < 100
