@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _batched as _batched  # its batching rules
 from . import _eager, _function, _operators, _prepared
 from ._abi import FORWARD
+from ._batched import is_mapped_gradient
 from ._call import BEFORE_PARSING, Call
 from ._eager import PreparedCall
 from ._part import is_partial
@@ -96,10 +96,6 @@ def is_seen_by_dispatcher() -> bool:
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
 
 
-# Whether torch.autograd.grad(is_grads_batched=True) maps over the tensor. Other transforms are seen without looking at tensors.
-_is_mapped_gradient: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
-
-
 def is_plain(arrays: Iterable[Any]) -> bool:
     """Whether only the operators' own implementation needs to see the call: no mode that traces or fakes, no transform, no subclass of
     Tensor, no other device."""
@@ -107,7 +103,7 @@ def is_plain(arrays: Iterable[Any]) -> bool:
         return False
     for x in arrays:
         if type(x) in PLAIN:
-            if not (x.is_cuda or x.is_cpu) or _is_mapped_gradient(x):
+            if not (x.is_cuda or x.is_cpu) or is_mapped_gradient(x):
                 return False
         elif isinstance(x, Tensor):
             return False

@@ -117,21 +117,21 @@ def _mapped(call: Call, compute: Compute, tensors: dict[str, Tensor], needed: tu
     return found
 
 
-def _is_mapped(x: Tensor) -> bool:
-    return torch._C._functorch.is_legacy_batchedtensor(x)
+# Whether torch.autograd.grad(is_grads_batched=True) maps over the tensor. Other transforms are seen without looking at tensors.
+is_mapped_gradient: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 
 
 def _level_of(x: Tensor) -> int:
     """The depth of PyTorch's older vmap at which x is mapped, by trying: a GPU's backward runs in a thread that does not know the depth."""
     for level in range(1, 64):
-        if not _is_mapped(torch._remove_batch_dim(x, level, 1, 0)):
+        if not is_mapped_gradient(torch._remove_batch_dim(x, level, 1, 0)):
             return level
     raise NotImplementedError("is_grads_batched of is_grads_batched; accepted is one of them, and torch.vmap around a call")
 
 
 def _mapped_as_gradients(call: Call, compute: Compute, tensors: dict[str, Tensor], needed: tuple[str, ...] = ()) -> tuple[Tensor, ...]:
     """compute(tensors) for each sample of torch.autograd.grad(is_grads_batched=True), which maps by PyTorch's older means."""
-    dims = {name: 0 if _is_mapped(x) else None for name, x in tensors.items()}
+    dims = {name: 0 if is_mapped_gradient(x) else None for name, x in tensors.items()}
     level = _level_of(next(x for name, x in tensors.items() if dims[name] == 0))
     given = {name: x if dims[name] is None else torch._remove_batch_dim(x, level, 0, 0) for name, x in tensors.items()}
     samples = next(len(x) for name, x in given.items() if dims[name] == 0)

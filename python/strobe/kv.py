@@ -214,8 +214,10 @@ def append(
     Raises:
         TypeError, ValueError: an argument is not as described above; nothing is written then.
     """
-    caches = (k_cache, v_cache, k, v, seqlens, page_table, cu_seqlens)
-    return _append(*caches, rotary_cos, rotary_sin, rotary_interleaved, k_scale, v_scale, layout)
+    return _append(
+        k_cache, v_cache, k, v, seqlens, page_table, cu_seqlens, layout, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=rotary_interleaved, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
 
 
 @writes("k_cache", "v_cache")
@@ -230,7 +232,7 @@ def append_stored(
     layout: str,
 ) -> None:
     """append() of FP8 numbers to a cache of them that has no scales for its keys."""
-    _append(k_cache, v_cache, k, v, seqlens, page_table, cu_seqlens, None, None, False, None, None, layout, stored=True)
+    _append(k_cache, v_cache, k, v, seqlens, page_table, cu_seqlens, layout, stored=True)
 
 
 def _append(
@@ -241,12 +243,13 @@ def _append(
     seqlens: Tensor,
     page_table: Tensor | None,
     cu_seqlens: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    rotary_interleaved: bool,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     layout: str,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     stored: bool = False,
 ) -> Tensor:
     tensors = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "seqlens": seqlens}

@@ -16,7 +16,7 @@ namespace strobe::score {
 using bounds::Bounds, bounds::Range;
 
 inline Bounds any_bounds(Kind kind) { return bounds::any(int32_t(kind)); }
-// Of reals that engines round to float32 or float64, with or without subnormals.
+// The bounds of reals that engines round to float32 or float64, with or without subnormals.
 Bounds rounded_bounds(double least, double most, bool may_be_nan);
 
 // The bounds of a node, from those of its inputs, which are of kind `of`. same: its first two inputs are one node. Of a SCORE, LOAD or

@@ -54,7 +54,7 @@ class Ready(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Of which the blocks' tensors are made when they are asked for."""
+    """What the blocks' tensors are made of when they are asked for."""
 
     blocks: Blocks
     batch: int
@@ -408,7 +408,7 @@ def default_device() -> Any:
 # From a mask to what attention() takes
 
 
-# Of PyTorch's own masks.
+# What was made of PyTorch's own masks.
 _of_pytorchs: weakref.WeakKeyDictionary[Any, tuple[tuple[Any, ...], Ready]] = weakref.WeakKeyDictionary()
 
 
@@ -484,7 +484,7 @@ def _is_true_in(whole: Tensor, function: MaskMod, lengths: tuple[int, int], size
 
 
 def _checked_grid(mask: Any, name: str, indices_name: str) -> Tensor:
-    """Of each block whether it is among those that two tensors name, bool (B|1, H|1, query blocks, key blocks)."""
+    """Whether each block is among those that two tensors name, bool (B|1, H|1, query blocks, key blocks)."""
     number, indices = getattr(mask, name), getattr(mask, indices_name)
     rows, columns = (-(-length // size) for length, size in zip(mask.seq_lengths, mask.BLOCK_SIZE, strict=True))
     if indices.shape[-2] < rows:

@@ -242,7 +242,7 @@ def _of_sequences(function: Callable[..., Any], query: Any, key: Any, is_score: 
 
 
 def _places(x: Any) -> tuple[Tensor, Tensor]:
-    """Of each token its sequence, and its place there."""
+    """The sequence of each token, and its place there."""
     offsets = x.offsets()
     tokens = torch.arange(x.values().shape[x._ragged_idx - 1], device=offsets.device)
     sequence = torch.searchsorted(offsets, tokens, right=True) - 1

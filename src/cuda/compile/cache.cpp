@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -50,12 +51,17 @@ Learned &learned() {
   return *only;
 }
 
-// The version in a folder's name, nvrtc-13.0.
-std::optional<std::pair<int, int>> version_of(const fs::path &folder) {
-  int major = 0, minor = 0;
-  if (std::sscanf(folder.filename().c_str(), "nvrtc-%d.%d", &major, &minor) != 2) return {};
-  return std::pair(major, minor);
+// The versions of NVRTC for which a folder has one of its own, nvrtc-13.0.
+std::vector<std::pair<int, int>> versions_in(const std::string &folder) {
+  std::vector<std::pair<int, int>> found;
+  std::error_code none;
+  for (const auto &entry : fs::directory_iterator(folder, none)) {
+    int major = 0, minor = 0;
+    if (std::sscanf(entry.path().filename().c_str(), "nvrtc-%d.%d", &major, &minor) == 2) found.push_back({major, minor});
+  }
+  return found;
 }
+bool is_for_driver(std::pair<int, int> version) { return driver_follows(version.first); }
 
 } // namespace
 
@@ -108,17 +114,10 @@ CacheSettings CacheSettings::from_environment() {
 static std::vector<std::string> all_refused() {
   CacheSettings s = CacheSettings::from_environment();
   for (const std::string &folder : s.further) { // a folder in which every kernel is too new for the driver
-    std::string too_new;
-    bool follows = false;
-    std::error_code none;
-    for (const auto &entry : fs::directory_iterator(folder, none))
-      if (const auto version = version_of(entry.path())) {
-        if (driver_follows(version->first))
-          follows = true;
-        else
-          too_new = entry.path();
-      }
-    if (!follows && !too_new.empty()) s.refused.push_back(too_new + ": an NVRTC that is newer than the driver compiled it");
+    const std::vector<std::pair<int, int>> versions = versions_in(folder);
+    if (versions.empty() || std::ranges::any_of(versions, is_for_driver)) continue;
+    const auto [major, minor] = versions.back();
+    s.refused.push_back(text(folder, "/", kFolderPrefix, major, ".", minor, ": an NVRTC that is newer than the driver compiled it"));
   }
   s.further.push_back(s.folder);
   for (const std::string &folder : s.further) { // each of them has a folder for each NVRTC
@@ -158,10 +157,8 @@ std::optional<Build> cache_read(const std::string &file, const Sha256::Digest &k
 }
 
 std::optional<Build> cache_read_any(const std::string &folder, const Sha256::Digest &key) {
-  std::vector<std::pair<int, int>> versions;
-  std::error_code ignored;
-  for (const auto &entry : fs::directory_iterator(folder, ignored))
-    if (const auto version = version_of(entry.path()); version && driver_follows(version->first)) versions.push_back(*version);
+  std::vector<std::pair<int, int>> versions = versions_in(folder);
+  std::erase_if(versions, std::not_fn(is_for_driver));
   std::ranges::sort(versions, std::greater());
   for (auto [major, minor] : versions)
     if (auto found = cache_read(cache_file(folder, text(major, ".", minor), key), key)) return found;

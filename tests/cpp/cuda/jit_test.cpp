@@ -16,6 +16,24 @@ namespace {
 
 const char kArguments[16] = "fifteen letters";
 
+// The one cache entry of plain(n), which has other code from then on.
+struct Overwritten {
+  std::string good, file, whole; // the code, the file, and the contents that it had
+
+  Overwritten(const Compiling &c, int n, const std::string &code) {
+    Build built = build(plain(n), 90);
+    good = built.cubin, file = c.files().at(0), whole = contents(file);
+    Sha256::Digest key;
+    std::memcpy(key.data(), whole.data() + 40, key.size());
+    built.cubin = code;
+    REQUIRE(cache_write(file, key, built));
+  }
+};
+void refuse(FakeCuda &fake, const std::string &code) {
+  const std::lock_guard lock(fake.mutex);
+  fake.refused = code;
+}
+
 } // namespace
 
 TEST_CASE("jit: loaded once for each kernel, config and device") {
@@ -73,25 +91,16 @@ TEST_CASE("jit: loading leaves context and capture mode as they were") {
 TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
-  Build built = build(plain(40), 90);
-  const std::string good = built.cubin, file = c.files().at(0), whole = contents(file);
-  Sha256::Digest key;
-  std::memcpy(key.data(), whole.data() + 40, key.size());
-  built.cubin = "of another age";
-  REQUIRE(cache_write(file, key, built));
-  auto refuse = [&](const std::string &code) {
-    const std::lock_guard lock(fake.mutex);
-    fake.refused = code;
-  };
-  refuse(built.cubin);
+  const Overwritten entry(c, 40, "of another age");
+  refuse(fake, "of another age");
   CHECK(c.compiled() == 1);
   CHECK(load(plain(40), device(1)).cc == 90);
-  CHECK(fake.code == good);
+  CHECK(fake.code == entry.good);
   CHECK(c.compiled() == 2);
-  CHECK((contents(file) == whole));
+  CHECK((contents(entry.file) == entry.whole));
 
   build(plain(41), 90);
-  refuse("Config{41,2}"); // also if it is compiled again
+  refuse(fake, "Config{41,2}"); // also if it is compiled again
   const int loads = fake.loads;
   CHECK(has(thrown(STROBE_DEVICE_ERROR, [] { load(plain(41), device(1)); }), "cuLibraryLoadData of test::Plain<test::Config{41,2}>"));
   CHECK(fake.loads == loads + 2);
@@ -100,7 +109,7 @@ TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
     const Variable offline("STROBE_OFFLINE", "1"); // no better code can be compiled
     CHECK(has(thrown(STROBE_DEVICE_ERROR, [] { load(plain(41), device(1)); }), "by NVRTC 13.7 and found in " + c.folder / "cache"));
   }
-  refuse("");
+  refuse(fake, "");
   CHECK(c.files().size() == 2);
   fake.load = CUDA_ERROR_OUT_OF_MEMORY; // an error that the code has not caused
   CHECK(has(thrown(STROBE_OUT_OF_MEMORY, [] { load(plain(41), device(1)); }), "cuLibraryLoadData"));
@@ -111,27 +120,18 @@ TEST_CASE("jit: an entry that the driver refuses is compiled anew, once") {
 TEST_CASE("jit: code of a folder that is only read is compiled anew once, however many processes the driver refuses it") {
   const Compiling c;
   FakeCuda &fake = fake_cuda();
-  Build built = build(plain(45), 90);
-  const std::string good = built.cubin, file = c.files().at(0), whole = contents(file);
-  Sha256::Digest key;
-  std::memcpy(key.data(), whole.data() + 40, key.size());
-  built.cubin = "of another driver";
-  REQUIRE(cache_write(file, key, built));
+  const Overwritten entry(c, 45, "of another driver");
   fs::rename(c.folder / "cache", c.folder / "package");
   const Variable further("STROBE_CACHE_PATH", c.folder / "package");
-  {
-    const std::lock_guard lock(fake.mutex);
-    fake.refused = built.cubin;
-  }
+  refuse(fake, "of another driver");
   CHECK(load(plain(45), device(1)).cc == 90);
-  CHECK(fake.code == good);
+  CHECK(fake.code == entry.good);
   CHECK(c.compiled() == 2);
   CHECK(std::ranges::count(refused_code(), c.folder / "package/nvrtc-13.7" + ": the driver refused the code of 1 kernel") == 1);
   // What another process finds after it, too, was refused
-  CHECK(build(kPlain, plain(45).integers(), 90, From::own_folder).cubin == good);
+  CHECK(build(kPlain, plain(45).integers(), 90, From::own_folder).cubin == entry.good);
   CHECK(c.compiled() == 2);
-  const std::lock_guard lock(fake.mutex);
-  fake.refused = "";
+  refuse(fake, "");
 }
 
 TEST_CASE("jit: many threads, many kernels, each loaded once and found again") {
