@@ -83,6 +83,7 @@ EXCLUDED = (
     "python/_strobe_autoload/__init__.py",  # used only by programs that import torch without strobe
     *("python/strobe_tools/*.py", "python/strobe_tools/[!t]*/**/*.py", "python/strobe_tools/bench/peak.c"),  # all tools except the training
     *("tests/gpu/*.cu", "tests/gpu/invariant.py", "tests/gpu/quantised.py", "tests/gpu/sanitize.py"),  # their results are not recorded
+    "tests/gpu/pack.sh",  # brings files to a GPU machine, and tests nothing
     "tests/python/dear.py",  # nothing is left out on a GPU
     "tests/python/emulated.py",  # used by tests that need no GPU
     "tests/python/nodes.py",  # judges recorded functions on the CPU
