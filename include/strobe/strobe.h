@@ -102,7 +102,13 @@ typedef struct strobe_function {
 /* The upper limits of strobe_execution.threads, and of strobe_attention.tile_q and tile_k. */
 enum { STROBE_MAX_THREADS = 1024, STROBE_MAX_TILE = 65536 };
 
-typedef enum strobe_direction { STROBE_FORWARD = 0, STROBE_BACKWARD = 1 } strobe_direction;
+/* What a call computes. */
+typedef enum strobe_direction {
+  STROBE_FORWARD = 0,
+  STROBE_BACKWARD = 1,
+  STROBE_JVP = 2,         /* forward-mode derivatives of out and lse; no engine has them yet */
+  STROBE_BACKWARD_JVP = 3 /* forward-mode derivatives of the gradients; no engine has them yet */
+} strobe_direction;
 
 /* A view of memory that the caller owns. rank <= 4. Entries of shape and strides past rank are ignored. Strides count elements. */
 typedef struct strobe_tensor {

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from ._abi import graph_break, is_traced_by_dynamo, outside_graphs
+from ._abi import OPERATIONS, graph_break, is_traced_by_dynamo, outside_graphs
 from ._call import BEFORE_PARSING, IMPORTED_LATE, Call, Gradients, GradientsWithCaptured, drawn_mask
-from ._checks import Wrong, flag, is_array, is_integer, number, of_generator, refusal
+from ._checks import Wrong, flag, is_array, is_choice, is_integer, number, of_generator, refusal
 from ._function import in_options
 from ._messages import is_bool, shown
 from ._options import AUX, AttentionOptions, documentation, parameters
@@ -395,17 +395,32 @@ def reference_backward(
 
 
 @outside_graphs
-def explain(q: Array, k: Array, v: Array, *, backward: bool = False, aux: Sequence[str] = (), **options: Unpack[AttentionOptions]) -> str:
-    """Says what attention() or its backward would run for this call: each engine's plan or its reason against, the choice, what was
-    rounded.
+def explain(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    backward: bool = False,
+    operation: str | None = None,
+    aux: Sequence[str] = (),
+    **options: Unpack[AttentionOptions],
+) -> str:
+    """Says what attention() or one of its derivatives would run for this call: each engine's plan or its reason against, the choice, what
+    was rounded.
+
+    operation is "forward" (the default), "backward", "jvp" or "backward_jvp"; backward=True is another way to write "backward".
 
     Nothing is computed. Arguments and errors are those of attention(), except that if no engine takes the call, the text says so and
     nothing is raised.
     """
     wrong: Wrong = []
-    of_backward = flag(wrong, "backward", backward)
+    asked = "backward" if flag(wrong, "backward", backward) else "forward"
+    if operation is not None and is_choice(wrong, "operation", operation, OPERATIONS):
+        if backward is True and operation != "backward":
+            wrong.append(refusing(ValueError, "operation", f"{operation!r} beside backward=True; accepted is one of the two"))
+        asked = operation
     names = parse_aux(wrong, aux)
-    return parse("explain", q, k, v, options, wrong, aux=names).explain(of_backward)
+    return parse("explain", q, k, v, options, wrong, aux=names).explain(OPERATIONS[asked])
 
 
 @outside_graphs

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from ._abi import BACKWARD, FORWARD, MAX_RANK, said
+from ._abi import FORWARD, MAX_RANK, WITH_GRADIENTS, said
 from ._core import ffi, lib
 from ._function import CAPTURED, captured_by, struct_of
 from ._function import FIELDS as FUNCTIONS
@@ -156,10 +156,10 @@ class Structs:
                 raise self._allocator.error
             raise failure(status, OfCall(self._arrays, self._made, self._bshd, self._attention))
 
-    def prepare(self, direction: int) -> Any:
+    def prepare(self, operation: int) -> Any:
         """The prepared call: a strobe_prepared, which is released with the last reference to it."""
         prepared = ffi.new("strobe_prepared **")
-        self.run(lib.strobe_prepare, direction, prepared)
+        self.run(lib.strobe_prepare, operation, prepared)
         return ffi.gc(prepared[0], lib.strobe_release)
 
 
@@ -323,12 +323,12 @@ class Call(NamedTuple):
         self.structs(known, found).run(lib.strobe_reference_backward, selection)
         return found
 
-    def example_structs(self, of_backward: bool, captured: Sequence[str] | None = None) -> Structs:
-        """The structs as attention() would fill them, with uninitialised results and, for a backward, all gradients. captured: the captured
-        arrays whose gradients are wanted; None: those that autograd tracks."""
+    def example_structs(self, operation: int, captured: Sequence[str] | None = None) -> Structs:
+        """The structs as attention() would fill them, with uninitialised results and, where the operation has them, all gradients.
+        captured: the captured arrays whose gradients are wanted; None: those that autograd tracks."""
         call = self.on(self.framework.autocast(self.arrays))
         made = call.results(call.is_oracle)
-        if of_backward:
+        if operation in WITH_GRADIENTS:
             q = call.arrays["q"]
             made["dout"], made["dlse"] = call.framework.dense_like(q, call._width_v(), q.dtype), call._of_rows()
             if is_partial(call.options):
@@ -339,21 +339,21 @@ class Call(NamedTuple):
             made |= call.gradients(call.gradient_names(captured), call.is_oracle)
         return call.structs({}, made)
 
-    def explain(self, of_backward: bool) -> str:
-        return said(partial(self.example_structs(of_backward).run, lib.strobe_explain, BACKWARD if of_backward else FORWARD))
+    def explain(self, operation: int) -> str:
+        return said(partial(self.example_structs(operation).run, lib.strobe_explain, operation))
 
-    def tile(self, of_backward: bool) -> tuple[int, int]:
+    def tile(self, operation: int) -> tuple[int, int]:
         """The tile (Br, Bc) that would run."""
         plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
-        self.example_structs(of_backward).run(lib.strobe_make_plan, BACKWARD if of_backward else FORWARD, plan)
+        self.example_structs(operation).run(lib.strobe_make_plan, operation, plan)
         return plan.tile_q, plan.tile_k
 
-    def reasons_against(self, known: dict[str, Array], of_backward: bool) -> list[Refusal]:
+    def reasons_against(self, known: dict[str, Array], operation: int) -> list[Refusal]:
         """The library's refusals. The call may lack some arguments; checks that need these are not made.
         known: arrays beside the call's own."""
         framework, options = self.framework, self.options
         arrays, known = ({name: x for name, x in given.items() if framework.is_array(x)} for given in (self.arrays, known))
-        if "q" in arrays and not of_backward:
+        if "q" in arrays and operation == FORWARD:
             arrays = framework.autocast(arrays)
 
         def place(execution: Any) -> None:
@@ -361,7 +361,7 @@ class Call(NamedTuple):
 
         try:
             structs = Structs(arrays | known, {}, options, framework.view, place)
-            structs.run(lib.strobe_explain, BACKWARD if of_backward else FORWARD, ffi.NULL, 0, ffi.new("size_t *"))
+            structs.run(lib.strobe_explain, operation, ffi.NULL, 0, ffi.new("size_t *"))
         except ValueError as refusal:
             absent = {"q", "k", "v", "out", "lse", "dout"} - arrays.keys() - known.keys()
             return [each for each in refusals_of(refusal) if each.argument not in absent]

@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention/operation.h"
 #include "strobe/strobe.h"
 
 namespace strobe {
@@ -33,7 +34,6 @@ enum class DType : int32_t {
   i4x2 = STROBE_UINT8, // two numbers per byte
   e5m2 = STROBE_FLOAT8_E5M2
 };
-enum class Direction : int32_t { forward = STROBE_FORWARD, backward = STROBE_BACKWARD };
 
 const char *name(DType);
 // The bytes of a stored element. Two INT4 numbers are one element.
@@ -285,7 +285,7 @@ struct Execution {
 // Checks everything. Throws Refused with all reasons. A null execution means the default. placed (optional): receives which bytes belong to
 // which tensor (tensor_check.h).
 struct Placed;
-Problem validate(const strobe_attention *, const strobe_tensors *, Direction, std::vector<Placed> *placed = nullptr);
+Problem validate(const strobe_attention *, const strobe_tensors *, Operation, std::vector<Placed> *placed = nullptr);
 Execution validate(const strobe_execution *);
 
 } // namespace strobe

@@ -44,9 +44,9 @@ View view(const strobe_tensor *t, const AxisMap &map) {
 
 class Validator {
 public:
-  Validator(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction)
+  Validator(const strobe_attention *attention, const strobe_tensors *tensors, Operation operation)
       : a(read_versioned("attention", attention, reasons)), t(read_versioned("tensors", tensors, reasons)),
-        backward(direction == Direction::backward), oracle(a.engine && std::strcmp(a.engine, kOracle) == 0),
+        backward(writes(operation, kGradients)), oracle(a.engine && std::strcmp(a.engine, kOracle) == 0),
         varlen(t.cu_seqlens_q || t.cu_seqlens_k), paged(t.page_table), quantised(t.k_scale || t.v_scale) {}
 
   Problem problem() {
@@ -638,8 +638,8 @@ private:
 
 } // namespace
 
-Problem validate(const strobe_attention *attention, const strobe_tensors *tensors, Direction direction, std::vector<Placed> *placed) {
-  Validator validator(attention, tensors, direction);
+Problem validate(const strobe_attention *attention, const strobe_tensors *tensors, Operation operation, std::vector<Placed> *placed) {
+  Validator validator(attention, tensors, operation);
   const Problem problem = validator.problem();
   if (placed) *placed = validator.placed();
   return problem;

@@ -265,13 +265,13 @@ Indices checked(const char *argument, const int64_t *indices, int64_t count, int
 
 class Reference {
 public:
-  Reference(const Problem &p, const Execution &execution, Direction direction, const strobe_selection *selection)
+  Reference(const Problem &p, const Execution &execution, Operation operation, const strobe_selection *selection)
       : p(p), execution(execution) {
     if (!selection) return;
     const int64_t tokens_q = p.varlen ? p.total_q : p.batch * p.seqlen_q, tokens_k = p.varlen ? p.total_k : p.batch * p.seqlen_k;
     rows = checked("rows", selection->rows, selection->n_rows, tokens_q * p.heads);
     cols = checked("cols", selection->cols, selection->n_cols, tokens_k * p.heads_kv);
-    if (direction == Direction::forward && cols)
+    if (!writes(operation, kGradients) && cols)
       refuse("cols", Code::excluded, "given in forward; accepted is {0}, for they are those of dk and dv", Absent{"null"});
     if (rows && p.auxiliary())
       refuse(p.max_logit ? "max_logit" : "column_sums", Code::excluded,
@@ -280,7 +280,7 @@ public:
 #define STROBE_DCAPTURED(name, place)                                                                                                      \
   if (p.place && !over_all_rows) over_all_rows = #name;
 #include "strobe/fields.inc"
-    if (direction == Direction::backward && rows && over_all_rows)
+    if (writes(operation, kGradients) && rows && over_all_rows)
       refuse(over_all_rows, Code::excluded, "given with {0}; accepted is {1}, for it is a sum over all rows", Argument{"rows"},
              Absent{"null"});
   }
@@ -465,7 +465,7 @@ public:
   std::string missing() const override { return {}; }
   bool only_by_name() const override { return true; }
 
-  Answer plan(const Problem &p, const Execution &, Direction direction) const override {
+  Answer plan(const Problem &p, const Execution &, Operation operation) const override {
     Plan plan;
     plan.engine = name();
     plan.kernel = "the formulas in fp64, row by row";
@@ -473,21 +473,21 @@ public:
     plan.tile_k = p.seqlen_k;
     // About one multiply-add per nanosecond. The backward computes the forward again for each gradient.
     const double scores = double(p.batch) * double(p.heads) * double(p.seqlen_q) * double(p.seqlen_k);
-    plan.predicted_seconds = 1e-9 * scores * double(p.head_dim + p.head_dim_v) * (direction == Direction::forward ? 1 : 5);
+    plan.predicted_seconds = 1e-9 * scores * double(p.head_dim + p.head_dim_v) * (operation == Operation::forward ? 1 : 5);
     if (p.wishes.tile_q || p.wishes.tile_k) plan.notes.push_back("tile_q, tile_k: no tiles here, each row is computed whole");
     return plan;
   }
 
-  void run(const Problem &p, const Execution &execution, Direction direction, const Plan &, void *) const override {
-    reference(p, execution, direction, nullptr);
+  void run(const Problem &p, const Execution &execution, Operation operation, const Plan &, void *) const override {
+    reference(p, execution, operation, nullptr);
   }
 };
 
 } // namespace
 
-void reference(const Problem &p, const Execution &execution, Direction direction, const strobe_selection *selection) {
-  const Reference oracle(p, execution, direction, selection);
-  direction == Direction::forward ? oracle.forward() : oracle.backward();
+void reference(const Problem &p, const Execution &execution, Operation operation, const strobe_selection *selection) {
+  const Reference oracle(p, execution, operation, selection);
+  operation == Operation::forward ? oracle.forward() : oracle.backward();
 }
 
 const Engine *reference_engine() {
