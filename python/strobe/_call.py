@@ -405,8 +405,15 @@ class Call(NamedTuple):
 # and one for DTensors. It returns None if the full call must be made.
 BeforeParsing = Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]
 BEFORE_PARSING: dict[type, BeforeParsing] = {}
-# For the names of types whose functions are imported with the first such q: the import, which returns the function.
-IMPORTED_LATE: dict[str, Callable[[], BeforeParsing]] = {}
+# For the names of types whose functions are imported with the first such q: the beginning of their module's name, and the import, which
+# returns the function.
+IMPORTED_LATE: dict[str, tuple[str, Callable[[], BeforeParsing]]] = {}
+
+
+def imported_late(kind: type) -> Callable[[], BeforeParsing] | None:
+    """The import of the function for q of this type; None for types that IMPORTED_LATE does not list."""
+    module, found = IMPORTED_LATE.get(kind.__name__, ("", None))
+    return found if kind.__module__.startswith(module) else None
 
 
 def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:
