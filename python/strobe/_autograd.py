@@ -50,23 +50,31 @@ def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping
         _prepare(key, call, Kept(call, return_lse, is_repeated=True))
     elif known is None:
         kind = _eager.attention_kind(q, k, v, return_lse, given)
-        kept = None if kind is None else _prepared.CALLS.kinds.get(kind)
-        if kept is None:
+        like = None if kind is None else _prepared.CALLS.kinds.get(kind)
+        if kind is None or like is None:
             return None
-        try:
-            _prepare(key, kept.on((q, k, v)), kept)
-        except (TypeError, ValueError, NotImplementedError):  # the full call says what is wrong, in the words of its arguments
-            return None
+        if isinstance(like, PreparedCall):
+            found = like.alike(q, k, v)
+            if found is None:
+                return None
+            _prepared.CALLS.keep(key, found)
+        else:
+            try:
+                _prepared.CALLS.keep_kind(kind, _prepare(key, like.on((q, k, v)), like))
+            except (TypeError, ValueError, NotImplementedError):  # the full call says what is wrong, in the words of its arguments
+                return None
     return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
 
 
-def _prepare(key: bytes, call: Call, kept: Kept) -> None:
+def _prepare(key: bytes, call: Call, kept: Kept) -> PreparedCall:
     """Prepares a call of attention(), which is remembered under this key. kept: what autograd keeps of it."""
     is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in call.arrays.values())
     made = call.results()  # an example; the call may use its memory once it is dropped
     if not (kept.return_lse or is_tracked):
         del made["lse"]
-    _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
+    prepared = _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept)
+    _prepared.CALLS.keep(key, prepared)
+    return prepared
 
 
 def forward(call: Call) -> tuple[Tensor, ...]:

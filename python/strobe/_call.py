@@ -144,6 +144,16 @@ class Structs:
     def made(self) -> dict[str, Any]:
         return self._made
 
+    @property
+    def attention(self) -> tuple[Any, Any]:
+        """The strobe_attention and the objects that must live as long as it."""
+        return self._alive[1]
+
+    def forms(self, names: Sequence[str]) -> bytes:
+        """Of each of these tensors: dtype, device type, and whether axes 1 and 2 change places."""
+        views = [getattr(self._tensors, name) for name in names]
+        return bytes(x for name, t in zip(names, views, strict=True) for x in (t.dtype, t.device_type, self._bshd and name in TOKENS))
+
     def run(self, function: Any, *more: Any) -> None:
         self._check(function(self._attention, self._tensors, self._execution, *more))
 
