@@ -34,6 +34,8 @@ public:
   // Whether the engine runs only if asked for by name (the reference, the ladder).
   virtual bool only_by_name() const { return false; }
   virtual Answer plan(const Problem &, const Execution &, Direction) const = 0;
+  // No more than plan() would predict, in seconds. Without a plan it tells that the engine cannot be the fastest.
+  virtual double least_seconds(const Problem &, Direction) const { return 0; }
   // A workspace for one call, freed when the call returns.
   virtual Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const;
   // Runs a plan. The workspace holds at least plan.workspace_bytes, 256-byte aligned.

@@ -188,4 +188,21 @@ Decision decide(const Problem &problem, const Execution &execution, Direction di
   return {chosen.engine, std::get<Plan>(chosen.answer)};
 }
 
+Decision decide(const Problem &problem, const Execution &execution, Direction direction) {
+  Decision best{nullptr, {}};
+  const bool by_all_answers = problem.strict || problem.invariant || follows_forward(problem, direction);
+  for (const Engine *engine : engines()) {
+    if (by_all_answers) break;
+    const std::string &wanted = problem.wishes.engine;
+    if (engine->device_type() != problem.device_type || (wanted.empty() ? engine->only_by_name() : wanted != engine->name())) continue;
+    if (best.engine && engine->least_seconds(problem, direction) >= best.plan.predicted_seconds) continue;
+    if (!missing(*engine).empty()) continue;
+    Answer answer = engine->plan(problem, execution, direction);
+    if (Plan *plan = std::get_if<Plan>(&answer); plan && (!best.engine || plan->predicted_seconds < best.plan.predicted_seconds))
+      best = {engine, std::move(*plan)};
+  }
+  if (best.engine) return best;
+  return decide(problem, execution, direction, choose(problem, execution, direction));
+}
+
 } // namespace strobe

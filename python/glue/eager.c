@@ -22,6 +22,7 @@ static struct {
   PyObject *uint8;
   struct {
     PyObject *shape, *dtype, *device, *layout, *type, *index, *requires_grad, *level, *itemsize;
+    PyObject *lately, *before, *kinds, *keep; /* of strobe._prepared.Memory */
   } name;
 } torch;
 
@@ -619,8 +620,9 @@ static int prepare_alike(struct prepared_call *r, const struct prepared_call *of
   return status == STROBE_OK && describe_workspace(r, r->device_type == ON_CUDA ? workspace_bytes : 0);
 }
 
-/* alike(*tensors): this call on tensors of other sizes; None if it cannot be prepared in this way. */
+/* A prepared call on tensors of other sizes; None if it cannot be prepared in this way. */
 static PyObject *prepared_call_alike(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  if (Py_TYPE(self) != prepared_call_type) return nothing();
   const struct prepared_call *of = (const struct prepared_call *)self;
   struct view given[MOST_ALIKE];
   if (!of->kind.attention || of->fields_count > MOST_ALIKE || count + of->made_count != of->fields_count) return nothing();
@@ -646,11 +648,23 @@ static PyObject *prepared_call_more(PyObject *self, void *unused) {
 
 /* --- The module's functions --------------------------------------------------------------------------------------------------------- */
 
-/* Returns a new reference, because another thread may drop the call from the memory; NULL if the call is not prepared. */
-static struct prepared_call *known(PyObject *calls, const struct call *c) {
-  PyObject *key = key_of(c), *found = key ? PyDict_GetItemWithError(calls, key) : NULL;
+/* Whether a dictionary of strobe._prepared.Memory has an entry: a new reference to it, because another thread may drop it. */
+static int remembered(PyObject *memory, PyObject *name, PyObject *key, PyObject **entry) {
+  PyObject *calls = PyObject_GetAttr(memory, name);
+  PyObject *found = calls && PyDict_Check(calls) ? PyDict_GetItemWithError(calls, key) : NULL;
+  *entry = found ? Py_NewRef(found) : NULL;
+  Py_XDECREF(calls);
+  return found != NULL;
+}
+
+/* NULL if the call is not prepared. */
+static struct prepared_call *known(PyObject *memory, const struct call *c) {
+  PyObject *key = key_of(c), *found = NULL;
+  if (key) remembered(memory, torch.name.lately, key, &found);
   Py_XDECREF(key);
-  return found && Py_TYPE(found) == prepared_call_type ? (struct prepared_call *)Py_NewRef(found) : NULL;
+  if (found && Py_TYPE(found) == prepared_call_type) return (struct prepared_call *)found;
+  Py_XDECREF(found);
+  return NULL;
 }
 
 /* Arguments: a prefix; tensors, whose meaning the prefix determines; arrays and options, by name. */
@@ -725,11 +739,37 @@ static PyObject *eager_attention_kind(PyObject *self, PyObject *const *args, Py_
   return count == 5 && sign_attention(&c, args, 1) ? key_of(&c) : nothing();
 }
 
+/* The call that is prepared for c, or, if there is one of its kind, is prepared now. NULL, perhaps with an error: Python has to make it.
+ * Returns a new reference, because another thread may drop the call from the memory. */
+static struct prepared_call *known_or_alike(PyObject *memory, const struct call *c, int (*sign)(struct call *, PyObject *const *, int),
+                                            PyObject *const *args) {
+  PyObject *key = key_of(c), *found = NULL;
+  const int is_lately = key ? remembered(memory, torch.name.lately, key, &found) : 0;
+  const int is_before = key && !is_lately && !PyErr_Occurred() ? remembered(memory, torch.name.before, key, &found) : 0;
+  if (is_before) Py_CLEAR(found); /* Memory.get() moves it */
+  if (key && !is_lately && !is_before && !PyErr_Occurred()) {
+    struct call kind;
+    PyObject *kind_key = !PyErr_Occurred() && sign(&kind, args, 1) ? key_of(&kind) : NULL, *like = NULL;
+    if (kind_key && remembered(memory, torch.name.kinds, kind_key, &like)) found = prepared_call_alike(like, kind.tensors, kind.count);
+    Py_XDECREF(kind_key);
+    Py_XDECREF(like);
+    if (found && found != Py_None) {
+      PyObject *kept = PyObject_CallMethodObjArgs(memory, torch.name.keep, key, found, NULL);
+      if (!kept) Py_CLEAR(found);
+      Py_XDECREF(kept);
+    }
+  }
+  Py_XDECREF(key);
+  if (found && Py_TYPE(found) == prepared_call_type) return (struct prepared_call *)found;
+  Py_XDECREF(found);
+  return NULL;
+}
+
 static PyObject *eager_attention(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   (void)self;
   if (count != 6 || !sign_attention(&c, args + 1, 0)) return nothing();
-  struct prepared_call *r = known(args[0], &c);
+  struct prepared_call *r = known_or_alike(args[0], &c, sign_attention, args + 1);
   if (!r || !r->function) return ran(r, &c);
   PyObject *all = PyTuple_New(1 + c.count);
   if (!all) {
@@ -776,7 +816,7 @@ static PyObject *eager_gradients(PyObject *self, PyObject *const *args, Py_ssize
   struct call c;
   (void)self;
   if (count != 6 || !sign_gradients(&c, args + 1, 0)) return nothing();
-  return ran(known(args[0], &c), &c);
+  return ran(known_or_alike(args[0], &c, sign_gradients, args + 1), &c);
 }
 
 /* is_whole(x): True for a plain tensor whose storage holds its last number. False for other objects, and if that cannot be determined. */
@@ -823,9 +863,7 @@ static PyMethodDef functions[] = {
     {0},
 };
 
-static PyMethodDef prepared_call_functions[] = {{"run", (PyCFunction)(void (*)(void))prepared_call_run, METH_FASTCALL, NULL},
-                                                {"alike", (PyCFunction)(void (*)(void))prepared_call_alike, METH_FASTCALL, NULL},
-                                                {0}};
+static PyMethodDef prepared_call_functions[] = {{"run", (PyCFunction)(void (*)(void))prepared_call_run, METH_FASTCALL, NULL}, {0}};
 static PyGetSetDef prepared_call_attributes[] = {{"more", prepared_call_more, NULL, NULL, NULL}, {0}};
 static PyType_Slot prepared_call_slots[] = {{Py_tp_new, prepared_call_new},
                                             {Py_tp_dealloc, prepared_call_free},
@@ -961,6 +999,10 @@ static int find_names(void) {
   torch.name.requires_grad = PyUnicode_InternFromString("requires_grad");
   torch.name.itemsize = PyUnicode_InternFromString("itemsize");
   torch.name.level = PyUnicode_InternFromString("_current_level");
+  torch.name.lately = PyUnicode_InternFromString("lately");
+  torch.name.before = PyUnicode_InternFromString("_before");
+  torch.name.kinds = PyUnicode_InternFromString("kinds");
+  torch.name.keep = PyUnicode_InternFromString("keep");
   return !PyErr_Occurred();
 }
 

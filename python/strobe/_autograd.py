@@ -33,7 +33,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
         if fields is None:
             return None
         given = fields
-    found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+    found = _eager.attention(_prepared.CALLS, q, k, v, return_lse, given)
     if found is not None:
         return found
     return _not_lately(q, k, v, return_lse, given)
@@ -51,19 +51,13 @@ def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping
     elif known is None:
         kind = _eager.attention_kind(q, k, v, return_lse, given)
         like = None if kind is None else _prepared.CALLS.kinds.get(kind)
-        if kind is None or like is None:
+        if kind is None or not isinstance(like, Kept):  # of a PreparedCall C knows that it is not like this call
             return None
-        if isinstance(like, PreparedCall):
-            found = like.alike(q, k, v)
-            if found is None:
-                return None
-            _prepared.CALLS.keep(key, found)
-        else:
-            try:
-                _prepared.CALLS.keep_kind(kind, _prepare(key, like.on((q, k, v)), like))
-            except (TypeError, ValueError, NotImplementedError):  # the full call says what is wrong, in the words of its arguments
-                return None
-    return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+        try:
+            _prepared.CALLS.keep_kind(kind, _prepare(key, like.on((q, k, v)), like))
+        except (TypeError, ValueError, NotImplementedError):  # the full call says what is wrong, in the words of its arguments
+            return None
+    return _eager.attention(_prepared.CALLS, q, k, v, return_lse, given)
 
 
 def _prepare(key: bytes, call: Call, kept: Kept) -> PreparedCall:
@@ -164,7 +158,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(saved[0])
         if kept.prefix and not torch.compiler.is_compiling():
-            found = _eager.gradients(_prepared.CALLS.lately, kept.prefix, flags, dout, dlse, saved)
+            found = _eager.gradients(_prepared.CALLS, kept.prefix, flags, dout, dlse, saved)
             if found is None:
                 found = _prepared.gradients(kept, flags, dout, dlse, saved)
             if found is not None:

@@ -30,9 +30,6 @@ class PreparedCall:
         reserved_sms: int,
     ) -> PreparedCall: ...
     def run(self, *arrays: Tensor) -> Any: ...
-
-    # The same call on tensors of other sizes. None if it cannot be prepared in this way.
-    def alike(self, *arrays: Tensor) -> PreparedCall | None: ...
     @property
     def more(self) -> Any: ...
 
@@ -51,13 +48,14 @@ def gradients_kind(
     prefix: bytes, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> bytes | None: ...
 
-# Runs the PreparedCall that `calls` has for this call's key. None if it has none, or if the library refuses the call.
+# Runs the PreparedCall that the memory has for this call's key; attention() and gradients() also prepare one, if the memory has one of its
+# kind. None if there is none, or if the library refuses the call.
 def run(
-    calls: dict[bytes, Any], prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]
+    memory: Any, prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Any: ...
-def attention(calls: dict[bytes, Any], q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> Any: ...
+def attention(memory: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> Any: ...
 def gradients(
-    calls: dict[bytes, Any],
+    memory: Any,
     prefix: bytes,
     needed: tuple[bool, ...],
     dout: Tensor,

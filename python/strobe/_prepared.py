@@ -6,8 +6,7 @@ the gradients that are wanted, threads, determinism, autocast. A call that a com
 has no key, and takes the full path every time.
 
 A call of attention() that differs from earlier ones in sizes alone, and whose options have no tensors, is not parsed again, and prepared
-when it comes the first time: the library checks sizes in any case. From the third sizes on, C does this (PreparedCall.alike); gradients
-likewise.
+when it comes the first time: the library checks sizes in any case. From the third sizes on, C does this. Gradients likewise.
 
 There are three entry points: strobe.attention() itself, whose repetition is not even parsed; its gradients; and a parsed call in one
 direction. Compiled graphs, attention_backward(), strobe.distributed, and calls whose arrays are new in each repetition use the last one.
@@ -146,18 +145,14 @@ def gradients(kept: Kept, flags: tuple[bool, ...], dout: Tensor, dlse: Tensor | 
         return None
     if CALLS.get(key) is None:
         known = {"dout": dout} | ({} if dlse is None else {"dlse": dlse}) | {"out": saved[0], "lse": saved[1]}
-        kind = _eager.gradients_kind(kept.prefix, flags, dout, dlse, saved)
-        like = None if kind is None else CALLS.kinds.get(kind)
-        found = like.alike(*known.values(), *saved[2:]) if isinstance(like, PreparedCall) else None
-        if found is None:
-            call, names = kept.on(saved[2:]), kept.needed(flags)
-            places = {GRADIENTS[name]: place for place, name in enumerate(names)}
-            form = bytes(places.get(of, _NO_RESULT) for of in ("", *call.arrays))
-            found = prepare(call, known, call.gradients(names), BACKWARD, form=form)
-            if kind is not None:
-                CALLS.keep_kind(kind, found)
-        CALLS.keep(key, found)
-    return _eager.gradients(CALLS.lately, kept.prefix, flags, dout, dlse, saved)
+        call, names = kept.on(saved[2:]), kept.needed(flags)
+        places = {GRADIENTS[name]: place for place, name in enumerate(names)}
+        form = bytes(places.get(of, _NO_RESULT) for of in ("", *call.arrays))
+        prepared = prepare(call, known, call.gradients(names), BACKWARD, form=form)
+        CALLS.keep(key, prepared)
+        if (kind := _eager.gradients_kind(kept.prefix, flags, dout, dlse, saved)) is not None:
+            CALLS.keep_kind(kind, prepared)
+    return _eager.gradients(CALLS, kept.prefix, flags, dout, dlse, saved)
 
 
 def forward(call: Call) -> tuple[Tensor, ...]:
@@ -194,7 +189,7 @@ def _repeated(
 ) -> tuple[Tensor, ...] | None:
     """Runs a parsed call as a prepared one, from the second time on; None if the full call must be made."""
     signed = prefix, tuple(known.values()), call.arrays, call.options
-    if (found := _eager.run(CALLS.lately, *signed)) is not None:
+    if (found := _eager.run(CALLS, *signed)) is not None:
         return found
     key = _eager.key(*signed)
     if key is None or call.is_oracle:
@@ -207,7 +202,7 @@ def _repeated(
         made = results()
         CALLS.keep(key, prepare(call, known, made, direction, form=bytes(range(len(made)))))
         del made  # `made` was an example; the call may use its memory
-    return _eager.run(CALLS.lately, *signed)
+    return _eager.run(CALLS, *signed)
 
 
 def prepare(
