@@ -378,7 +378,7 @@ static PyObject *key_of(const struct call *c) { return PyBytes_FromStringAndSize
 
 /* --- PreparedCall: a call in one direction, without its addresses ------------------------------------------------------------------- */
 
-struct made {       /* a result, uninitialised */
+struct made {         /* a result, uninitialised */
   PyObject *args;     /* (shape, strides, dtype) */
   PyObject *keywords; /* dtype and device */
 };
@@ -400,7 +400,7 @@ struct prepared_call {
   struct kind kind;
   PyObject *function, *more;
   PyObject *fields, *form, *device; /* bytes; form may be NULL */
-  struct made made[16], workspace; /* a backward makes up to 13: dq, dk, dv, dbias, dsinks and 8 of captured tensors */
+  struct made made[16], workspace;  /* a backward makes up to 13: dq, dk, dv, dbias, dsinks and 8 of captured tensors */
   int made_count, fields_count;
   int32_t threads, device_type, device_index;
   uint64_t workspace_bytes;
@@ -443,13 +443,13 @@ static int describe(struct made *m, PyObject *shape, PyObject *strides, PyObject
 
 static int describe_workspace(struct prepared_call *r, uint64_t bytes) {
   r->workspace_bytes = bytes;
-  return !bytes || describe(&r->workspace, Py_BuildValue("(K)", (unsigned long long)bytes), Py_BuildValue("(i)", 1), torch.uint8, r->device);
+  return !bytes ||
+         describe(&r->workspace, Py_BuildValue("(K)", (unsigned long long)bytes), Py_BuildValue("(i)", 1), torch.uint8, r->device);
 }
 
 static PyObject *prepared_call_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-  static char *names[] = {"owner", "address",  "fields", "made",      "device", "workspace_bytes", "threads",
-                          "form",  "function", "more",   "attention", "forms",  "likes",           "direction",
-                          "reserved_sms", NULL};
+  static char *names[] = {"owner",    "address", "fields",    "made",  "device", "workspace_bytes", "threads",      "form",
+                          "function", "more",    "attention", "forms", "likes",  "direction",       "reserved_sms", NULL};
   PyObject *owner, *fields, *made, *device, *form, *function, *more, *forms, *likes;
   unsigned long long address, workspace_bytes, attention;
   int threads, direction, reserved_sms;
@@ -567,8 +567,8 @@ static PyObject *prepared_call_run(PyObject *self, PyObject *const *args, Py_ssi
 
 /* --- Calls that differ in sizes alone ----------------------------------------------------------------------------------------------- */
 
-enum { MOST_ALIKE = 16 };                                  /* tensors of such a call; a backward has up to 7, and 3 results */
-static const uintptr_t NOWHERE = (uintptr_t)1 << 56;       /* results have addresses that no memory has, until the call runs */
+enum { MOST_ALIKE = 16 };                            /* tensors of such a call; a backward has up to 7, and 3 results */
+static const uintptr_t NOWHERE = (uintptr_t)1 << 56; /* results have addresses that no memory has, until the call runs */
 _Static_assert(sizeof(uintptr_t) == 8, "addresses of 64 bits");
 
 static PyObject *tuple_of(const int64_t *integers, int count) {

@@ -50,9 +50,7 @@ def gradients_kind(
 
 # Runs the PreparedCall that the memory has for this call's key; attention() and gradients() also prepare one, if the memory has one of its
 # kind. None if there is none, or if the library refuses the call.
-def run(
-    memory: Any, prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]
-) -> Any: ...
+def run(memory: Any, prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any: ...
 def attention(memory: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> Any: ...
 def gradients(
     memory: Any,

@@ -595,7 +595,10 @@ def test_on_a_gpu(reader):
     assert found.stdout.strip() == "interrupted"
 
 
-@pytest.mark.parametrize("changed", [{"made": ((1,),)}, {"device": 3}, {"form": "x"}, {"made": (((1,), (1,), torch.float32),) * 17}, {"attention": 8, "forms": b"x"}])
+@pytest.mark.parametrize(
+    "changed",
+    [{"made": ((1,),)}, {"device": 3}, {"form": "x"}, {"made": (((1,), (1,), torch.float32),) * 17}, {"attention": 8, "forms": b"x"}],
+)
 def test_what_no_call_can_be_made_of(changed):
     given = {
         "owner": None,
