@@ -40,7 +40,7 @@ _MOST_KINDS = 256
 _LONG_KEY = 1024
 _NO_RESULT = 255  # in the form of a PreparedCall
 _PER_ROW = 255  # in the likes of a PreparedCall
-# A call of these tensors alone may be prepared for other sizes. The axes of a result are those of the first array, its width is the second's.
+# A call of these tensors alone may be prepared for other sizes. A result's axes are those of the first array, its width is the second's.
 _LIKE = {"out": ("q", "v"), "lse": ("q", ""), "dq": ("q", "q"), "dk": ("k", "k"), "dv": ("v", "v")}
 _OF_TOKENS = {"q", "k", "v", "dout", "dlse", *_LIKE}
 _FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
