@@ -2,7 +2,7 @@
 """Builds what is released, and judges it.
 
     .ci/release.py build DIST [PART...]  # parts: sdist, wheel, aarch64, kernels; by default all
-    .ci/release.py check DIST            # versions, names and sizes; that their pages can be shown on a package index
+    .ci/release.py check DIST [PART...]  # that DIST has these parts, by default all, and nothing else; names, sizes, pages of an index
     .ci/release.py index DIST FOLDER     # FOLDER: a package index for pip install --index-url file://FOLDER
     .ci/release.py tag NAME              # whether this checkout may be released as the tag v1.2.3
 
@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,35 +77,67 @@ def build_sdist(dist: Path) -> None:
     run(sys.executable, "-c", code, dist)
 
 
+def digest_of_kernels(*more: str) -> str:
+    """A digest of all that determines which kernels a wheel has and what is in them: the code of the kernels, the choice among them, the
+    list of calls, and `more`."""
+    found = hashlib.sha256()
+    places = [path for folder in ("kernels", "src") for path in (ROOT / folder).rglob("*.*")]
+    places += [ROOT / "python" / "strobe" / "_prewarm.py", ROOT / "python" / "strobe_tools" / "cli" / "prewarm.py"]
+    for path in sorted(places):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(ROOT).as_posix()} {len(content)}\n".encode() + content)
+    for word in more:
+        found.update(f"{word}\n".encode())
+    return found.hexdigest()[:16]
+
+
 def build_kernels(dist: Path) -> None:
     """The companion wheel: the cache that `strobe prewarm --common` of the built wheel fills, as a package."""
-    sources = hashlib.sha256()
-    for path in sorted(path for folder in ("kernels", "src/cuda") for path in (ROOT / folder).rglob("*.*")):
-        sources.update(path.read_bytes())
-    cache = ROOT / "build" / "kernels" / sources.hexdigest()[:12]  # kernels of earlier sources stay out of the wheel
+    calls = ["prewarm", "--common", *(word for arch in ARCHS for word in ("--arch", str(arch)))]
+    sources = digest_of_kernels(*calls, metadata.version("nvidia-cuda-nvrtc"))
+    cache = ROOT / "build" / "kernels" / sources  # kernels of other sources, lists and compilers stay out of the wheel
     (wheel,) = (path for path in dist.glob(f"strobe_attention-{version()}-*.whl") if path.stem.endswith(os.uname().machine))
-    archs = [word for arch in ARCHS for word in ("--arch", str(arch))]
     with tempfile.TemporaryDirectory() as place:
         zipfile.ZipFile(wheel).extractall(place)
         here = {"PYTHONPATH": place, "STROBE_CACHE_DIR": str(cache), "STROBE_CACHE_PATH": ""}
-        run(sys.executable, "-m", "strobe", "prewarm", "--common", *archs, **here)
-    run(sys.executable, ROOT / "packages" / "kernels" / "pack.py", cache, dist, version())
+        run(sys.executable, "-m", "strobe", *calls, **here)
+    run(sys.executable, ROOT / "packages" / "kernels" / "pack.py", cache, dist, version(), sources, " ".join(["strobe", *calls]))
 
 
 PARTS = {"sdist": build_sdist, "wheel": build_wheel, "aarch64": build_aarch64, "kernels": build_kernels}
+_WHEEL = r"strobe_attention-{}-cp310-abi3-(?:manylinux\w+\.)*manylinux_\w+"  # one for every CPython from 3.10 on
+FILES = {  # of a release: patterns of their names, {} being the version
+    "sdist": r"strobe_attention-{}\.tar\.gz",
+    "x86_64": rf"{_WHEEL}_x86_64\.whl",
+    "aarch64": rf"{_WHEEL}_aarch64\.whl",
+    "kernels": r"strobe_attention_kernels-{}-py3-none-any\.whl",
+}
 
 
-def check(dist: Path) -> None:
+def faults(sizes: dict[str, int], wanted: Iterable[str]) -> list[str]:
+    """What is wrong with a folder that has files of these names and sizes, in bytes, if these of FILES are wanted."""
+    patterns = {kind: FILES[kind].replace("{}", re.escape(version())) for kind in wanted}
+    found = []
+    for kind, pattern in patterns.items():
+        count = sum(re.fullmatch(pattern, name) is not None for name in sizes)
+        if count != 1:
+            found.append(f"{kind}: {count} files; accepted is one, {pattern}")
+    for name, size in sizes.items():
+        if not any(re.fullmatch(pattern, name) for pattern in patterns.values()):
+            found.append(f"{name}: none of {', '.join(patterns)} in version {version()}")
+        if not 0 < size <= MOST_BYTES:
+            found.append(f"{name}: {size} bytes; accepted are 1 to {MOST_BYTES}")
+    return found
+
+
+def check(dist: Path, parts: Iterable[str]) -> None:
+    """parts: those that were built on this machine; none: DIST has to be a whole release."""
     files = sorted(dist.iterdir())
-    assert files, f"{dist} is empty"
+    wanted = {os.uname().machine if part == "wheel" else part for part in parts} or set(FILES)
+    if found := faults({file.name: file.stat().st_size for file in files}, sorted(wanted)):
+        raise SystemExit("\n".join(found))
     for file in files:
-        size = file.stat().st_size
-        assert f"-{version()}-" in file.name or file.name.endswith(f"-{version()}.tar.gz"), f"{file.name}: not of version {version()}"
-        assert size <= MOST_BYTES, f"{file.name}: {size} bytes; accepted are {MOST_BYTES}"
-        assert "linux_" not in file.name or "manylinux_" in file.name, f"{file.name}: no manylinux wheel"
-        if file.name.startswith("strobe_attention-") and file.suffix == ".whl":
-            assert "-cp310-abi3-" in file.name, f"{file.name}: not one wheel for every CPython from 3.10 on"
-        print(f"{size:9} bytes  {file.name}")
+        print(f"{file.stat().st_size:9} bytes  {file.name}")
     run(sys.executable, "-m", "twine", "check", "--strict", *files)
 
 
@@ -136,8 +170,8 @@ def main(arguments: list[str]) -> int:
             Path(dist).mkdir(parents=True, exist_ok=True)
             for part in parts or PARTS:
                 PARTS[part](Path(dist).resolve())
-        case ["check", dist]:
-            check(Path(dist).resolve())
+        case ["check", dist, *parts] if set(parts) <= set(PARTS):
+            check(Path(dist).resolve(), parts)
         case ["index", dist, folder]:
             index(Path(dist).resolve(), Path(folder).resolve())
         case ["tag", name]:

@@ -84,7 +84,8 @@ Operation checked(int32_t direction) {
 
 void run(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Operation operation) {
   const Call call(a, t, e, operation);
-  perform(call.decision(), call.problem, call.execution, operation);
+  const Decision decision = call.decision();
+  perform(*decision.engine, decision.plan, call.problem, call.execution, operation);
 }
 
 void check_plan(const strobe_plan *plan) {
@@ -241,7 +242,8 @@ int32_t strobe_explain(const strobe_attention *a, const strobe_tensors *t, const
   return guarded([&] {
     check_text(text, capacity);
     const Call call(a, t, e, checked(direction));
-    write_text(explain(call.problem, call.execution, call.operation, call.choice), text, capacity, needed);
+    const Choice choice = choose(call.problem, call.execution, call.operation);
+    write_text(explain(call.problem, call.execution, call.operation, choice), text, capacity, needed);
   });
 }
 

@@ -5,19 +5,18 @@
 
 namespace strobe {
 
-// A validated call with the answers of all engines.
+// A validated call.
 struct Call {
   Problem problem;
   Execution execution;
   Operation operation;
-  Choice choice;
 
   Call(const strobe_attention *, const strobe_tensors *, const strobe_execution *, Operation, std::vector<Placed> *placed = nullptr);
-  Decision decision() const { return decide(problem, execution, operation, choice); }
+  Decision decision() const { return decide(problem, execution, operation); }
 };
 
-// Runs the plan in the caller's workspace, or in one from the execution's allocator.
-void perform(const Decision &, const Problem &, const Execution &, Operation);
+// Runs the engine's plan in the caller's workspace, or in one from the execution's allocator.
+void perform(const Engine &, const Plan &, const Problem &, const Execution &, Operation);
 
 // Makes all checks, and throws their refusals together.
 template <class... Checks> void check_all(Checks &&...checks) {

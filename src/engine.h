@@ -36,6 +36,8 @@ public:
   // Whether the engine has this operation at all. Its plan() is asked for no other one.
   virtual bool computes(Operation operation) const { return operation == Operation::forward || operation == Operation::backward; }
   virtual Answer plan(const Problem &, const Execution &, Operation) const = 0;
+  // No more than plan() would predict, in seconds. Without a plan it tells that the engine cannot be the fastest.
+  virtual double least_seconds(const Problem &, Operation) const { return 0; }
   // A workspace for one call, freed when the call returns.
   virtual Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const;
   // Runs a plan. The workspace holds at least plan.workspace_bytes, 256-byte aligned.

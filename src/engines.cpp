@@ -192,4 +192,21 @@ Decision decide(const Problem &problem, const Execution &execution, Operation op
   return {chosen.engine, std::get<Plan>(chosen.answer)};
 }
 
+Decision decide(const Problem &problem, const Execution &execution, Operation operation) {
+  Decision best{nullptr, {}};
+  const bool by_all_answers = problem.strict || problem.invariant || follows_forward(problem, operation);
+  for (const Engine *engine : engines()) {
+    if (by_all_answers) break;
+    const std::string &wanted = problem.wishes.engine;
+    if (engine->device_type() != problem.device_type || (wanted.empty() ? engine->only_by_name() : wanted != engine->name())) continue;
+    if (best.engine && engine->least_seconds(problem, operation) >= best.plan.predicted_seconds) continue;
+    if (!engine->computes(operation) || !missing(*engine).empty()) continue;
+    Answer answer = engine->plan(problem, execution, operation);
+    if (Plan *plan = std::get_if<Plan>(&answer); plan && (!best.engine || plan->predicted_seconds < best.plan.predicted_seconds))
+      best = {engine, std::move(*plan)};
+  }
+  if (best.engine) return best;
+  return decide(problem, execution, operation, choose(problem, execution, operation));
+}
+
 } // namespace strobe

@@ -17,9 +17,11 @@ bool stands_elsewhere(const Choice::Row &, const Choice &, const Problem &);
 // engine that does, because an engine further up the list is available and supports this dtype and shape, but not with these options.
 struct Decision {
   const Engine *engine;
-  const Plan &plan;
+  Plan plan;
 };
 Decision decide(const Problem &, const Execution &, Operation, const Choice &);
+// The same decision, without the answers of engines that it does not depend on.
+Decision decide(const Problem &, const Execution &, Operation);
 
 // A report of the choice: the call, each engine's plan or reason, the choice and its notes.
 std::string explain(const Problem &, const Execution &, Operation, const Choice &);

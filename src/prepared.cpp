@@ -1,6 +1,7 @@
 #include "prepared.h"
 
 #include <cstring>
+#include <utility>
 
 #include "attention/contents.h"
 #include "attention/versioned.h"
@@ -34,10 +35,11 @@ bool on_16_bytes(const void *address) { return reinterpret_cast<uintptr_t>(addre
 
 Prepared::Prepared(const strobe_attention *a, const strobe_tensors *t, const strobe_execution *e, Operation operation)
     : operation_(operation) {
-  const Call call(a, t, e, operation, &placed_);
-  const Decision decision = call.decision();
-  problem_ = call.problem, problem_.lists.reset(); // each run has its own copies of lists
-  threads_ = call.execution.threads, reserved_sms_ = call.execution.reserved_sms, engine_ = decision.engine, plan_ = decision.plan;
+  Call call(a, t, e, operation, &placed_);
+  Decision decision = call.decision();
+  threads_ = call.execution.threads, reserved_sms_ = call.execution.reserved_sms;
+  engine_ = decision.engine, plan_ = std::move(decision.plan);
+  problem_ = std::move(call.problem), problem_.lists.reset(); // each run has its own copies of lists
 
   Reasons none; // stays empty: the reasons against the call were thrown when it was prepared
   const strobe_tensors given = read_versioned("tensors", t, none);
@@ -100,10 +102,9 @@ void Prepared::run(const strobe_addresses *addresses, const strobe_execution *e)
   if (const auto lists = own_lists(problem)) check_contents(problem, [&](const int32_t *list, int64_t) { return lists->at(list); });
   how.size = sizeof how, how.threads = threads_, how.reserved_sms = reserved_sms_;
   const Execution execution = validate(&how);
-  if (update_longest(problem)) // the lengths are others: the call is planned again
-    perform(decide(problem, execution, operation_, choose(problem, execution, operation_)), problem, execution, operation_);
-  else
-    perform({engine_, plan_}, problem, execution, operation_);
+  if (!update_longest(problem)) return perform(*engine_, plan_, problem, execution, operation_);
+  const Decision decision = decide(problem, execution, operation_); // the lengths are others: the call is planned again
+  perform(*decision.engine, decision.plan, problem, execution, operation_);
 }
 
 } // namespace strobe

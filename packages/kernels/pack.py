@@ -1,8 +1,12 @@
 #!/usr/bin/env python3
-"""Makes the wheel strobe-attention-kernels of a kernel cache. Usage: packages/kernels/pack.py CACHE DIST VERSION
+"""Makes the wheel strobe-attention-kernels of a kernel cache. Usage: packages/kernels/pack.py CACHE DIST VERSION SOURCES CALLS
 
 The wheel holds the cache's files as they are, and no code: strobe finds its folder and reads it like those of STROBE_CACHE_PATH. Kernels
-are found by a digest of their source, so a wheel of another version does no harm and is of no use. A GPU's code is the same on every host.
+are found by a digest of their source, so a wheel of another version does no harm and is of no use: pip refuses it, and explain() says so.
+A GPU's code is the same on every host.
+
+The file manifest.txt says what the kernels were made of: the version, the NVRTC, SOURCES (a digest) and CALLS (the command that chose
+them).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ Version: {version}
 Summary: Compiled GPU kernels of strobe-attention's most frequent calls
 License: MIT
 Requires-Python: >=3.10
+Requires-Dist: strobe-attention=={version}
 Description-Content-Type: text/markdown
 
 {description}"""
@@ -32,13 +37,19 @@ Tag: py3-none-any
 """
 
 
-def pack(cache: Path, dist: Path, version: str) -> Path:
+def pack(cache: Path, dist: Path, version: str, sources: str, calls: str) -> Path:
     kernels = sorted(cache.glob("nvrtc-*/*.kernel"))
     if not kernels:
         raise SystemExit(f"{cache}: no kernels")
+    compilers = sorted({kernel.parent.name for kernel in kernels})
+    if len(compilers) > 1:
+        raise SystemExit(f"{cache}: kernels of {', '.join(compilers)}; accepted are those of one NVRTC")
     info = f"{PACKAGE}-{version}.dist-info"
     description = (Path(__file__).parent / "README.md").read_text()
     files = {f"{PACKAGE}/__init__.py": b'"""Compiled kernels of strobe-attention, which finds them by itself."""\n'}
+    compiler = compilers[0].removeprefix("nvrtc-")
+    manifest = (f"strobe-attention {version}", f"nvrtc {compiler}", f"sources {sources}", f"calls {calls}", f"kernels {len(kernels)}", "")
+    files[f"{PACKAGE}/manifest.txt"] = "\n".join(manifest).encode()
     files |= {f"{PACKAGE}/{kernel.relative_to(cache).as_posix()}": kernel.read_bytes() for kernel in kernels}
     files[f"{info}/METADATA"] = METADATA.format(version=version, description=description).encode()
     files[f"{info}/WHEEL"] = WHEEL.encode()
@@ -59,5 +70,7 @@ def digest(data: bytes) -> str:
 
 
 if __name__ == "__main__":
-    made = pack(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    if len(sys.argv) != 6:
+        raise SystemExit(__doc__)
+    made = pack(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
     print(f"{made.name}: {made.stat().st_size} bytes")

@@ -22,6 +22,7 @@ static struct {
   PyObject *uint8;
   struct {
     PyObject *shape, *dtype, *device, *layout, *type, *index, *requires_grad, *level, *itemsize;
+    PyObject *lately, *before, *kinds, *keep; /* of strobe._prepared.Memory */
   } name;
 } torch;
 
@@ -35,8 +36,14 @@ static struct {
 
 static PyObject *refused; /* the exception that is raised if a call needs the full path */
 
-static int32_t (*run_prepared)(const strobe_prepared *, int32_t, const uint8_t *, const uintptr_t *, int32_t, uintptr_t, uintptr_t,
-                               uint64_t); /* strobe_glue_run, in another library: strobe._core */
+/* Functions of another library, strobe._core. */
+static struct {
+  int32_t (*run)(const strobe_prepared *, int32_t, const uint8_t *, const uintptr_t *, int32_t, uintptr_t, uintptr_t, uint64_t);
+  int32_t (*prepare)(const strobe_attention *, int32_t, const uint8_t *, const strobe_tensor *, int32_t, int32_t, int32_t,
+                     strobe_prepared **, uint64_t *);
+  void (*release)(strobe_prepared *);
+  void (*tensor)(strobe_tensor *, uintptr_t, int32_t, int32_t, int32_t, int32_t, const int64_t *, const int64_t *, int32_t);
+} glue;
 
 /* Returns Py_None and clears the error. If the error must not be dropped (e.g. KeyboardInterrupt), keeps it and returns NULL. */
 static PyObject *nothing(void) {
@@ -371,19 +378,29 @@ static PyObject *key_of(const struct call *c) { return PyBytes_FromStringAndSize
 
 /* --- PreparedCall: a call in one direction, without its addresses ------------------------------------------------------------------- */
 
-struct made {           /* a result, uninitialised */
-  PyObject *short_args; /* (shape, strides, dtype) */
-  PyObject *args;       /* (shape, strides) */
-  PyObject *keywords;   /* dtype and device */
+struct made {         /* a result, uninitialised */
+  PyObject *args;     /* (shape, strides, dtype) */
+  PyObject *keywords; /* dtype and device */
 };
+
+/* What calls share that differ from one another in the sizes of q, k and v alone. */
+struct kind {
+  const strobe_attention *attention; /* NULL: there are no such calls */
+  PyObject *forms;                   /* bytes, 3 for each field: dtype, device type, whether axes 1 and 2 change places */
+  PyObject *likes;                   /* bytes, 2 for each result: the field whose axes it has, and the field whose width, or PER_ROW */
+  int32_t direction, reserved_sms;
+};
+enum { PER_ROW = 255 }; /* a result with one number for each row */
 
 struct prepared_call {
   PyObject ob_base;
-  const strobe_prepared *prepared;
-  PyObject *owner; /* the object that owns `prepared` */
+  strobe_prepared *prepared;
+  PyObject *owner; /* what `prepared` and kind.attention belong to, or, if `prepared` is its own, a call of the same kind */
+  int owned;       /* whether `prepared` is its own */
+  struct kind kind;
   PyObject *function, *more;
-  PyObject *fields, *form;         /* bytes; form may be NULL */
-  struct made made[16], workspace; /* a backward makes up to 13: dq, dk, dv, dbias, dsinks and 8 of captured tensors */
+  PyObject *fields, *form, *device; /* bytes; form may be NULL */
+  struct made made[16], workspace;  /* a backward makes up to 13: dq, dk, dv, dbias, dsinks and 8 of captured tensors */
   int made_count, fields_count;
   int32_t threads, device_type, device_index;
   uint64_t workspace_bytes;
@@ -392,7 +409,6 @@ struct prepared_call {
 static PyTypeObject *prepared_call_type;
 
 static void drop(struct made *m) {
-  Py_CLEAR(m->short_args);
   Py_CLEAR(m->args);
   Py_CLEAR(m->keywords);
 }
@@ -402,7 +418,11 @@ static void prepared_call_free(PyObject *self) {
   PyTypeObject *type = Py_TYPE(self);
   for (int i = 0; i < r->made_count; i++) drop(&r->made[i]);
   drop(&r->workspace);
+  if (r->owned) glue.release(r->prepared);
   Py_XDECREF(r->owner);
+  Py_XDECREF(r->kind.forms);
+  Py_XDECREF(r->kind.likes);
+  Py_XDECREF(r->device);
   Py_XDECREF(r->function);
   Py_XDECREF(r->more);
   Py_XDECREF(r->fields);
@@ -411,47 +431,53 @@ static void prepared_call_free(PyObject *self) {
   Py_DECREF(type);
 }
 
-/* Describes a result by its shape, strides, dtype and device. */
+/* Describes a result by its shape, strides, dtype and device. Takes over the references to shape and strides, which may be NULL. */
 static int describe(struct made *m, PyObject *shape, PyObject *strides, PyObject *dtype, PyObject *device) {
-  m->short_args = PyTuple_Pack(3, shape, strides, dtype);
-  m->args = PyTuple_Pack(2, shape, strides);
-  m->keywords = Py_BuildValue("{sOsO}", "dtype", dtype, "device", device);
-  return m->short_args && m->args && m->keywords;
+  m->args = shape && strides ? PyTuple_Pack(3, shape, strides, dtype) : NULL;
+  m->keywords = m->args ? PyDict_New() : NULL;
+  Py_XDECREF(shape);
+  Py_XDECREF(strides);
+  return m->keywords && PyDict_SetItem(m->keywords, torch.name.dtype, dtype) == 0 &&
+         PyDict_SetItem(m->keywords, torch.name.device, device) == 0;
+}
+
+static int describe_workspace(struct prepared_call *r, uint64_t bytes) {
+  r->workspace_bytes = bytes;
+  return !bytes ||
+         describe(&r->workspace, Py_BuildValue("(K)", (unsigned long long)bytes), Py_BuildValue("(i)", 1), torch.uint8, r->device);
 }
 
 static PyObject *prepared_call_new(PyTypeObject *type, PyObject *args, PyObject *keywords) {
-  static char *names[] = {"owner", "address", "fields", "made", "device", "workspace_bytes", "threads", "form", "function", "more", NULL};
-  PyObject *owner, *fields, *made, *device, *form, *function, *more;
-  unsigned long long address, workspace_bytes;
-  int threads;
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "OKSO!OKiOOO", names, &owner, &address, &fields, &PyTuple_Type, &made, &device,
-                                   &workspace_bytes, &threads, &form, &function, &more))
+  static char *names[] = {"owner",    "address", "fields",    "made",  "device", "workspace_bytes", "threads",      "form",
+                          "function", "more",    "attention", "forms", "likes",  "direction",       "reserved_sms", NULL};
+  PyObject *owner, *fields, *made, *device, *form, *function, *more, *forms, *likes;
+  unsigned long long address, workspace_bytes, attention;
+  int threads, direction, reserved_sms;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "OKSO!OKiOOOKSSii", names, &owner, &address, &fields, &PyTuple_Type, &made, &device,
+                                   &workspace_bytes, &threads, &form, &function, &more, &attention, &forms, &likes, &direction,
+                                   &reserved_sms))
     return NULL;
   struct prepared_call *r = (struct prepared_call *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); /* zeros */
   if (!r) return NULL;
   struct view where = {0};
-  r->prepared = (const strobe_prepared *)(uintptr_t)address;
-  r->owner = Py_NewRef(owner), r->fields = Py_NewRef(fields), r->more = Py_NewRef(more);
+  r->prepared = (strobe_prepared *)(uintptr_t)address;
+  r->owner = Py_NewRef(owner), r->fields = Py_NewRef(fields), r->more = Py_NewRef(more), r->device = Py_NewRef(device);
   r->function = function == Py_None ? NULL : Py_NewRef(function);
   r->form = form == Py_None ? NULL : Py_NewRef(form);
   r->fields_count = (int)PyBytes_Size(fields);
-  r->workspace_bytes = workspace_bytes, r->threads = threads;
+  r->threads = threads;
+  r->kind = (struct kind){(const strobe_attention *)(uintptr_t)attention, Py_NewRef(forms), Py_NewRef(likes), direction, reserved_sms};
   const Py_ssize_t count = PyTuple_Size(made);
   int good = count <= (Py_ssize_t)(sizeof r->made / sizeof *r->made) && r->fields_count <= MOST_TENSORS && place(device, &where) &&
-             (form == Py_None || PyBytes_Check(form));
+             (form == Py_None || PyBytes_Check(form)) &&
+             (!attention || (PyBytes_Size(forms) == 3 * r->fields_count && PyBytes_Size(likes) == 2 * count));
   r->device_type = where.device_type, r->device_index = where.device_index;
   for (Py_ssize_t i = 0; good && i < count; i++) {
     PyObject *shape, *strides, *dtype;
     good = PyArg_ParseTuple(PyTuple_GetItem(made, i), "OOO", &shape, &strides, &dtype) &&
-           describe(&r->made[r->made_count++], shape, strides, dtype, device);
+           describe(&r->made[r->made_count++], Py_NewRef(shape), Py_NewRef(strides), dtype, device);
   }
-  if (good && workspace_bytes) {
-    PyObject *shape = Py_BuildValue("(K)", workspace_bytes), *strides = Py_BuildValue("(i)", 1);
-    good = shape && strides && describe(&r->workspace, shape, strides, torch.uint8, device);
-    Py_XDECREF(shape);
-    Py_XDECREF(strides);
-  }
-  if (good) return (PyObject *)r;
+  if (good && describe_workspace(r, workspace_bytes)) return (PyObject *)r;
   if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "no call that can be prepared");
   Py_DECREF((PyObject *)r);
   return NULL;
@@ -465,7 +491,9 @@ static PyObject *short_way(const struct prepared_call *r) {
 }
 
 static PyObject *make(const struct made *m, PyObject *maker, uintptr_t *address) {
-  PyObject *x = maker ? PyObject_Call(maker, m->short_args, NULL) : PyObject_Call(torch.empty_strided, m->args, m->keywords);
+  PyObject *args = maker ? Py_NewRef(m->args) : PyTuple_GetSlice(m->args, 0, 2);
+  PyObject *x = args ? PyObject_Call(maker ? maker : torch.empty_strided, args, maker ? NULL : m->keywords) : NULL;
+  Py_XDECREF(args);
   struct dl_tensor found;
   if (!x) return NULL;
   if (!exchange) {
@@ -515,7 +543,7 @@ static PyObject *run(const struct prepared_call *r, struct call *c) {
     int32_t status;
     const uint8_t *fields = (const uint8_t *)PyBytes_AsString(r->fields);
     Py_BEGIN_ALLOW_THREADS;
-    status = run_prepared(r->prepared, r->fields_count, fields, c->at, r->threads, stream, scratch, r->workspace_bytes);
+    status = glue.run(r->prepared, r->fields_count, fields, c->at, r->threads, stream, scratch, r->workspace_bytes);
     Py_END_ALLOW_THREADS;
     if (status == STROBE_OK && !(found = formed(r, made))) good = 0;
   }
@@ -537,6 +565,82 @@ static PyObject *prepared_call_run(PyObject *self, PyObject *const *args, Py_ssi
   return run((struct prepared_call *)self, &c);
 }
 
+/* --- Calls that differ in sizes alone ----------------------------------------------------------------------------------------------- */
+
+enum { MOST_ALIKE = 16 };                            /* tensors of such a call; a backward has up to 7, and 3 results */
+static const uintptr_t NOWHERE = (uintptr_t)1 << 56; /* results have addresses that no memory has, until the call runs */
+_Static_assert(sizeof(uintptr_t) == 8, "addresses of 64 bits");
+
+static PyObject *tuple_of(const int64_t *integers, int count) {
+  PyObject *all = PyTuple_New(count);
+  for (int i = 0; all && i < count; i++) PyTuple_SetItem(all, i, PyLong_FromLongLong(integers[i]));
+  return all;
+}
+
+/* The rank, shape and strides of a result, as arrays/torch.py has them. x: the tensor of rank 4 whose axes it has, (B,S,H,D) if `swapped`,
+ * else (B,H,S,D); width: of its last axis; -1: it has a number for each row. Returns the rank. */
+static int lay_out(const struct view *x, int swapped, int64_t width, int64_t *shape, int64_t *strides) {
+  const int64_t m = x->shape[1], n = x->shape[2];
+  const int rank = width < 0 ? 3 : 4;
+  shape[0] = x->shape[0], shape[1] = rank == 3 && swapped ? n : m, shape[2] = rank == 3 && swapped ? m : n, shape[3] = width;
+  int64_t step = 1;
+  for (int a = rank; a--; step *= shape[a] > 1 ? shape[a] : 1) strides[a] = step;
+  if (rank == 4 && x->strides[1] < x->strides[2]) strides[0] = m * n * width, strides[1] = width, strides[2] = m * width;
+  return rank;
+}
+
+/* Prepares r as a call of its kind on `given`; 0 if that is refused, perhaps with an error. */
+static int prepare_alike(struct prepared_call *r, const struct prepared_call *of, const struct view *given, int count) {
+  strobe_tensor tensors[MOST_ALIKE] = {0};
+  const uint8_t *forms = (const uint8_t *)PyBytes_AsString(r->kind.forms), *likes = (const uint8_t *)PyBytes_AsString(r->kind.likes);
+  for (int i = 0; i < count; i++)
+    glue.tensor(&tensors[i], (uintptr_t)given[i].data, forms[3 * i], forms[3 * i + 1], r->device_index, given[i].rank, given[i].shape,
+                given[i].strides, forms[3 * i + 2]);
+  for (int n = 0; n < of->made_count; n++) {
+    const int like = likes[2 * n], wide = likes[2 * n + 1], at = count + n;
+    int64_t shape[4], strides[4];
+    const int rank = lay_out(&given[like], forms[3 * like + 2], wide == PER_ROW ? -1 : given[wide].shape[3], shape, strides);
+    glue.tensor(&tensors[at], NOWHERE * (uintptr_t)(1 + n), forms[3 * at], forms[3 * at + 1], r->device_index, rank, shape, strides,
+                forms[3 * at + 2]);
+    PyObject *sizes = tuple_of(shape, rank), *steps = tuple_of(strides, rank);
+    struct made *m = &r->made[r->made_count++];
+    m->args = sizes && steps ? PyTuple_Pack(3, sizes, steps, PyTuple_GetItem(of->made[n].args, 2)) : NULL;
+    m->keywords = Py_NewRef(of->made[n].keywords);
+    Py_XDECREF(sizes);
+    Py_XDECREF(steps);
+    if (!m->args) return 0;
+  }
+  int32_t status;
+  uint64_t workspace_bytes = 0;
+  Py_BEGIN_ALLOW_THREADS;
+  status = glue.prepare(r->kind.attention, r->fields_count, (const uint8_t *)PyBytes_AsString(r->fields), tensors, r->kind.direction,
+                        r->threads, r->kind.reserved_sms, &r->prepared, &workspace_bytes);
+  Py_END_ALLOW_THREADS;
+  r->owned = r->prepared != NULL;
+  return status == STROBE_OK && describe_workspace(r, r->device_type == ON_CUDA ? workspace_bytes : 0);
+}
+
+/* A prepared call on tensors of other sizes; None if it cannot be prepared in this way. */
+static PyObject *prepared_call_alike(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  if (Py_TYPE(self) != prepared_call_type) return nothing();
+  const struct prepared_call *of = (const struct prepared_call *)self;
+  struct view given[MOST_ALIKE];
+  if (!of->kind.attention || of->fields_count > MOST_ALIKE || count + of->made_count != of->fields_count) return nothing();
+  for (Py_ssize_t i = 0; i < count; i++)
+    if (!read_tensor(args[i], &given[i]) || given[i].rank > 4) return nothing();
+  PyTypeObject *type = Py_TYPE(self);
+  struct prepared_call *r = (struct prepared_call *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); /* zeros */
+  if (!r) return NULL;
+  r->owner = Py_NewRef(self), r->fields = Py_NewRef(of->fields), r->more = Py_NewRef(of->more), r->device = Py_NewRef(of->device);
+  r->function = Py_XNewRef(of->function), r->form = Py_XNewRef(of->form);
+  r->fields_count = of->fields_count, r->threads = of->threads, r->device_type = of->device_type, r->device_index = of->device_index;
+  r->kind = of->kind;
+  Py_NewRef(r->kind.forms), Py_NewRef(r->kind.likes);
+  if (prepare_alike(r, of, given, (int)count)) return (PyObject *)r;
+  Py_DECREF((PyObject *)r);
+  return nothing();
+}
+
 static PyObject *prepared_call_more(PyObject *self, void *unused) {
   (void)unused;
   return Py_NewRef(((struct prepared_call *)self)->more);
@@ -544,11 +648,23 @@ static PyObject *prepared_call_more(PyObject *self, void *unused) {
 
 /* --- The module's functions --------------------------------------------------------------------------------------------------------- */
 
-/* Returns a new reference, because another thread may drop the call from the memory; NULL if the call is not prepared. */
-static struct prepared_call *known(PyObject *calls, const struct call *c) {
-  PyObject *key = key_of(c), *found = key ? PyDict_GetItemWithError(calls, key) : NULL;
+/* Whether a dictionary of strobe._prepared.Memory has an entry: a new reference to it, because another thread may drop it. */
+static int remembered(PyObject *memory, PyObject *name, PyObject *key, PyObject **entry) {
+  PyObject *calls = PyObject_GetAttr(memory, name);
+  PyObject *found = calls && PyDict_Check(calls) ? PyDict_GetItemWithError(calls, key) : NULL;
+  *entry = found ? Py_NewRef(found) : NULL;
+  Py_XDECREF(calls);
+  return found != NULL;
+}
+
+/* NULL if the call is not prepared. */
+static struct prepared_call *known(PyObject *memory, const struct call *c) {
+  PyObject *key = key_of(c), *found = NULL;
+  if (key) remembered(memory, torch.name.lately, key, &found);
   Py_XDECREF(key);
-  return found && Py_TYPE(found) == prepared_call_type ? (struct prepared_call *)Py_NewRef(found) : NULL;
+  if (found && Py_TYPE(found) == prepared_call_type) return (struct prepared_call *)found;
+  Py_XDECREF(found);
+  return NULL;
 }
 
 /* Arguments: a prefix; tensors, whose meaning the prefix determines; arrays and options, by name. */
@@ -623,11 +739,37 @@ static PyObject *eager_attention_kind(PyObject *self, PyObject *const *args, Py_
   return count == 5 && sign_attention(&c, args, 1) ? key_of(&c) : nothing();
 }
 
+/* The call that is prepared for c, or, if there is one of its kind, is prepared now. NULL, perhaps with an error: Python has to make it.
+ * Returns a new reference, because another thread may drop the call from the memory. */
+static struct prepared_call *known_or_alike(PyObject *memory, const struct call *c, int (*sign)(struct call *, PyObject *const *, int),
+                                            PyObject *const *args) {
+  PyObject *key = key_of(c), *found = NULL;
+  const int is_lately = key ? remembered(memory, torch.name.lately, key, &found) : 0;
+  const int is_before = key && !is_lately && !PyErr_Occurred() ? remembered(memory, torch.name.before, key, &found) : 0;
+  if (is_before) Py_CLEAR(found); /* Memory.get() moves it */
+  if (key && !is_lately && !is_before && !PyErr_Occurred()) {
+    struct call kind;
+    PyObject *kind_key = !PyErr_Occurred() && sign(&kind, args, 1) ? key_of(&kind) : NULL, *like = NULL;
+    if (kind_key && remembered(memory, torch.name.kinds, kind_key, &like)) found = prepared_call_alike(like, kind.tensors, kind.count);
+    Py_XDECREF(kind_key);
+    Py_XDECREF(like);
+    if (found && found != Py_None) {
+      PyObject *kept = PyObject_CallMethodObjArgs(memory, torch.name.keep, key, found, NULL);
+      if (!kept) Py_CLEAR(found);
+      Py_XDECREF(kept);
+    }
+  }
+  Py_XDECREF(key);
+  if (found && Py_TYPE(found) == prepared_call_type) return (struct prepared_call *)found;
+  Py_XDECREF(found);
+  return NULL;
+}
+
 static PyObject *eager_attention(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   (void)self;
   if (count != 6 || !sign_attention(&c, args + 1, 0)) return nothing();
-  struct prepared_call *r = known(args[0], &c);
+  struct prepared_call *r = known_or_alike(args[0], &c, sign_attention, args + 1);
   if (!r || !r->function) return ran(r, &c);
   PyObject *all = PyTuple_New(1 + c.count);
   if (!all) {
@@ -643,13 +785,14 @@ static PyObject *eager_attention(PyObject *self, PyObject *const *args, Py_ssize
 }
 
 /* Arguments: prefix, needed, dout, dlse or None, saved tensors. */
-static int sign_gradients(struct call *c, PyObject *const *args) {
+static int sign_gradients(struct call *c, PyObject *const *args, int of_any_size) {
   begin(c);
+  c->of_any_size = of_any_size;
   char *bytes;
   Py_ssize_t size;
   if (PyBytes_AsStringAndSize(args[0], &bytes, &size) < 0 || !PyTuple_Check(args[1]) || !PyTuple_Check(args[4])) return 0;
   if (!is_alone() || is_true(torch.grad) != 0) return 0; /* a gradient of the gradient is refused elsewhere */
-  put_byte(c, 'G');
+  put_byte(c, of_any_size ? 'H' : 'G');
   put_text(c, bytes, size);
   for (Py_ssize_t i = 0; i < PyTuple_Size(args[1]); i++) put_byte(c, PyTuple_GetItem(args[1], i) == Py_True);
   put_byte(c, args[3] != Py_None);
@@ -660,14 +803,20 @@ static int sign_gradients(struct call *c, PyObject *const *args) {
 static PyObject *eager_gradients_key(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   (void)self;
-  return count == 5 && sign_gradients(&c, args) ? key_of(&c) : nothing();
+  return count == 5 && sign_gradients(&c, args, 0) ? key_of(&c) : nothing();
+}
+
+static PyObject *eager_gradients_kind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+  struct call c;
+  (void)self;
+  return count == 5 && sign_gradients(&c, args, 1) ? key_of(&c) : nothing();
 }
 
 static PyObject *eager_gradients(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   struct call c;
   (void)self;
-  if (count != 6 || !sign_gradients(&c, args + 1)) return nothing();
-  return ran(known(args[0], &c), &c);
+  if (count != 6 || !sign_gradients(&c, args + 1, 0)) return nothing();
+  return ran(known_or_alike(args[0], &c, sign_gradients, args + 1), &c);
 }
 
 /* is_whole(x): True for a plain tensor whose storage holds its last number. False for other objects, and if that cannot be determined. */
@@ -679,11 +828,14 @@ static PyObject *eager_is_whole(PyObject *self, PyObject *x) {
   Py_RETURN_FALSE;
 }
 
-/* connect(address of strobe_glue_run) */
-static PyObject *eager_connect(PyObject *self, PyObject *address) {
+/* connect(*addresses): of the functions in `glue`, in their order. */
+static PyObject *eager_connect(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   (void)self;
-  *(void **)&run_prepared = PyLong_AsVoidPtr(address);
+  void *addresses[sizeof glue / sizeof(void *)];
+  if (count != (Py_ssize_t)(sizeof glue / sizeof(void *))) return PyErr_Format(PyExc_TypeError, "%zd addresses", count);
+  for (Py_ssize_t i = 0; i < count; i++) addresses[i] = PyLong_AsVoidPtr(args[i]);
   if (PyErr_Occurred()) return NULL;
+  memcpy(&glue, addresses, sizeof glue);
   Py_RETURN_NONE;
 }
 
@@ -703,9 +855,10 @@ static PyMethodDef functions[] = {
     {"attention_kind", (PyCFunction)(void (*)(void))eager_attention_kind, METH_FASTCALL, NULL},
     {"attention", (PyCFunction)(void (*)(void))eager_attention, METH_FASTCALL, NULL},
     {"gradients_key", (PyCFunction)(void (*)(void))eager_gradients_key, METH_FASTCALL, NULL},
+    {"gradients_kind", (PyCFunction)(void (*)(void))eager_gradients_kind, METH_FASTCALL, NULL},
     {"gradients", (PyCFunction)(void (*)(void))eager_gradients, METH_FASTCALL, NULL},
     {"is_whole", eager_is_whole, METH_O, NULL},
-    {"connect", eager_connect, METH_O, NULL},
+    {"connect", (PyCFunction)(void (*)(void))eager_connect, METH_FASTCALL, NULL},
     {"by_attributes", eager_by_attributes, METH_O, NULL},
     {0},
 };
@@ -846,6 +999,10 @@ static int find_names(void) {
   torch.name.requires_grad = PyUnicode_InternFromString("requires_grad");
   torch.name.itemsize = PyUnicode_InternFromString("itemsize");
   torch.name.level = PyUnicode_InternFromString("_current_level");
+  torch.name.lately = PyUnicode_InternFromString("lately");
+  torch.name.before = PyUnicode_InternFromString("_before");
+  torch.name.kinds = PyUnicode_InternFromString("kinds");
+  torch.name.keep = PyUnicode_InternFromString("keep");
   return !PyErr_Occurred();
 }
 

@@ -21,6 +21,12 @@ void strobe_glue_execution(strobe_execution *e, int32_t threads);
 int32_t strobe_glue_run(const strobe_prepared *prepared, int32_t count, const uint8_t *fields, const uintptr_t *addresses, int32_t threads,
                         uintptr_t stream, uintptr_t workspace, uint64_t workspace_bytes);
 
+/* strobe_prepare with the tensor tensors[i] for field fields[i] of strobe_tensors (0: q). Writes the size of its workspace as well.
+ * threads: 0 on a GPU. */
+int32_t strobe_glue_prepare(const strobe_attention *attention, int32_t count, const uint8_t *fields, const strobe_tensor *tensors,
+                            int32_t direction, int32_t threads, int32_t reserved_sms, strobe_prepared **prepared,
+                            uint64_t *workspace_bytes);
+
 /* Block masks: from elements to blocks, and from blocks to CSR. A mask is a stack of `matrices` matrices of rows x cols blocks; `offsets`
  * is (matrices, rows + 1). */
 

@@ -41,7 +41,7 @@ def _attention_of_dtensors() -> Any:
     return attention_of_dtensors
 
 
-IMPORTED_LATE["DTensor"] = _attention_of_dtensors
+IMPORTED_LATE["DTensor"] = "torch.distributed.", _attention_of_dtensors
 
 __version__ = version()
 __all__ = [

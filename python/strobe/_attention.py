@@ -9,7 +9,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ._abi import OPERATIONS, graph_break, is_traced_by_dynamo, outside_graphs
-from ._call import BEFORE_PARSING, IMPORTED_LATE, Call, Gradients, GradientsWithCaptured, drawn_mask
+from ._call import BEFORE_PARSING, Call, Gradients, GradientsWithCaptured, drawn_mask, imported_late
 from ._checks import Wrong, flag, is_array, is_choice, is_integer, number, of_generator, refusal
 from ._function import in_options
 from ._messages import is_bool, shown
@@ -90,8 +90,8 @@ def attention(
         raise RuntimeError("attention() inside context_parallel(): the tensors are shards; accepted is strobe.distributed.attention")
     plain = isinstance(aux, tuple) and not aux
     before_parsing = BEFORE_PARSING.get(type(q)) if plain else None
-    if plain and before_parsing is None and type(q).__name__ in IMPORTED_LATE:
-        before_parsing = IMPORTED_LATE[type(q).__name__]()
+    if plain and before_parsing is None and (late := imported_late(type(q))) is not None:
+        before_parsing = late()
     if before_parsing is not None and (found := before_parsing(q, k, v, return_lse, options)) is not None:
         return found
     framework = known_framework(q)

@@ -33,7 +33,7 @@ def again(q: Tensor, k: Tensor, v: Tensor, return_lse: object, given: Mapping[st
         if fields is None:
             return None
         given = fields
-    found = _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+    found = _eager.attention(_prepared.CALLS, q, k, v, return_lse, given)
     if found is not None:
         return found
     return _not_lately(q, k, v, return_lse, given)
@@ -50,23 +50,25 @@ def _not_lately(q: Tensor, k: Tensor, v: Tensor, return_lse: Any, given: Mapping
         _prepare(key, call, Kept(call, return_lse, is_repeated=True))
     elif known is None:
         kind = _eager.attention_kind(q, k, v, return_lse, given)
-        kept = None if kind is None else _prepared.CALLS.kinds.get(kind)
-        if kept is None:
+        like = None if kind is None else _prepared.CALLS.kinds.get(kind)
+        if kind is None or not isinstance(like, Kept):  # of a PreparedCall C knows that it is not like this call
             return None
         try:
-            _prepare(key, kept.on((q, k, v)), kept)
+            _prepared.CALLS.keep_kind(kind, _prepare(key, like.on((q, k, v)), like))
         except (TypeError, ValueError, NotImplementedError):  # the full call says what is wrong, in the words of its arguments
             return None
-    return _eager.attention(_prepared.CALLS.lately, q, k, v, return_lse, given)
+    return _eager.attention(_prepared.CALLS, q, k, v, return_lse, given)
 
 
-def _prepare(key: bytes, call: Call, kept: Kept) -> None:
+def _prepare(key: bytes, call: Call, kept: Kept) -> PreparedCall:
     """Prepares a call of attention(), which is remembered under this key. kept: what autograd keeps of it."""
     is_tracked = torch.is_grad_enabled() and any(x.requires_grad for x in call.arrays.values())
     made = call.results()  # an example; the call may use its memory once it is dropped
     if not (kept.return_lse or is_tracked):
         del made["lse"]
-    _prepared.CALLS.keep(key, _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept))
+    prepared = _prepared.prepare(call, {}, made, FORWARD, function=_apply if is_tracked else None, more=kept)
+    _prepared.CALLS.keep(key, prepared)
+    return prepared
 
 
 def forward(call: Call) -> tuple[Tensor, ...]:
@@ -156,7 +158,7 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(saved[0])
         if kept.prefix and not torch.compiler.is_compiling():
-            found = _eager.gradients(_prepared.CALLS.lately, kept.prefix, flags, dout, dlse, saved)
+            found = _eager.gradients(_prepared.CALLS, kept.prefix, flags, dout, dlse, saved)
             if found is None:
                 found = _prepared.gradients(kept, flags, dout, dlse, saved)
             if found is not None:

@@ -144,6 +144,16 @@ class Structs:
     def made(self) -> dict[str, Any]:
         return self._made
 
+    @property
+    def attention(self) -> tuple[Any, Any]:
+        """The strobe_attention and the objects that must live as long as it."""
+        return self._alive[1]
+
+    def forms(self, names: Sequence[str]) -> bytes:
+        """Of each of these tensors: dtype, device type, and whether axes 1 and 2 change places."""
+        views = [getattr(self._tensors, name) for name in names]
+        return bytes(x for name, t in zip(names, views, strict=True) for x in (t.dtype, t.device_type, self._bshd and name in TOKENS))
+
     def run(self, function: Any, *more: Any) -> None:
         self._check(function(self._attention, self._tensors, self._execution, *more))
 
@@ -405,8 +415,15 @@ class Call(NamedTuple):
 # and one for DTensors. It returns None if the full call must be made.
 BeforeParsing = Callable[[Array, Array, Array, object, Mapping[str, Any]], Any]
 BEFORE_PARSING: dict[type, BeforeParsing] = {}
-# For the names of types whose functions are imported with the first such q: the import, which returns the function.
-IMPORTED_LATE: dict[str, Callable[[], BeforeParsing]] = {}
+# For the names of types whose functions are imported with the first such q: the beginning of their module's name, and the import, which
+# returns the function.
+IMPORTED_LATE: dict[str, tuple[str, Callable[[], BeforeParsing]]] = {}
+
+
+def imported_late(kind: type) -> Callable[[], BeforeParsing] | None:
+    """The import of the function for q of this type; None for types that IMPORTED_LATE does not list."""
+    module, found = IMPORTED_LATE.get(kind.__name__, ("", None))
+    return found if kind.__module__.startswith(module) else None
 
 
 def drawn_mask(framework: Framework, shape: tuple[int, ...], options: dict[str, Any], rng: Array | None) -> Array:

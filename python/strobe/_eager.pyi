@@ -23,6 +23,11 @@ class PreparedCall:
         form: bytes | None,
         function: Callable[..., Any] | None,
         more: object,
+        attention: int,
+        forms: bytes,
+        likes: bytes,
+        direction: int,
+        reserved_sms: int,
     ) -> PreparedCall: ...
     def run(self, *arrays: Tensor) -> Any: ...
     @property
@@ -38,13 +43,17 @@ def gradients_key(
     prefix: bytes, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]
 ) -> bytes | None: ...
 
-# Runs the PreparedCall that `calls` has for this call's key. None if it has none, or if the library refuses the call.
-def run(
-    calls: dict[bytes, Any], prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]
-) -> Any: ...
-def attention(calls: dict[bytes, Any], q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> Any: ...
+# The same without sizes.
+def gradients_kind(
+    prefix: bytes, needed: tuple[bool, ...], dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...]
+) -> bytes | None: ...
+
+# Runs the PreparedCall that the memory has for this call's key; attention() and gradients() also prepare one, if the memory has one of its
+# kind. None if there is none, or if the library refuses the call.
+def run(memory: Any, prefix: bytes, tensors: tuple[Tensor, ...], arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Any: ...
+def attention(memory: Any, q: Tensor, k: Tensor, v: Tensor, return_lse: object, options: Mapping[str, Any]) -> Any: ...
 def gradients(
-    calls: dict[bytes, Any],
+    memory: Any,
     prefix: bytes,
     needed: tuple[bool, ...],
     dout: Tensor,
@@ -56,5 +65,5 @@ HAS_SHIM: bool  # PyTorch's C shim was found, and agrees with PyTorch
 
 # Whether the storage of a plain tensor reaches to its last number. False also if that cannot be determined.
 def is_whole(x: Tensor) -> bool: ...
-def connect(address_of_strobe_glue_run: int) -> None: ...
+def connect(*addresses: int) -> None: ...
 def by_attributes(wanted: bool) -> bool: ...

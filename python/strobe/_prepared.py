@@ -5,8 +5,8 @@ it. The key, which C makes, has everything that decides what runs: the entry poi
 the gradients that are wanted, threads, determinism, autocast. A call that a compiler, a transform, a mode or a subclass of Tensor must see
 has no key, and takes the full path every time.
 
-A call of attention() that differs from an earlier one in sizes alone, and whose options have no tensors, is not parsed again, and prepared
-when it comes the first time: the library checks sizes in any case.
+A call of attention() that differs from earlier ones in sizes alone, and whose options have no tensors, is not parsed again, and prepared
+when it comes the first time: the library checks sizes in any case. From the third sizes on, C does this. Gradients likewise.
 
 There are three entry points: strobe.attention() itself, whose repetition is not even parsed; its gradients; and a parsed call in one
 direction. Compiled graphs, attention_backward(), strobe.distributed, and calls whose arrays are new in each repetition use the last one.
@@ -23,14 +23,15 @@ import torch
 from torch import Tensor
 
 from . import _eager, _function
-from ._abi import BACKWARD, FORWARD
+from ._abi import BACKWARD, FORWARD, MAX_RANK
 from ._call import Call, field_of
 from ._core import ffi, lib
 from ._eager import PreparedCall
 from ._options import GRADIENTS
 from .arrays.torch import TORCH
 
-_eager.connect(int(ffi.cast("uintptr_t", ffi.addressof(lib, "strobe_glue_run"))))
+_GLUE = ("strobe_glue_run", "strobe_glue_prepare", "strobe_release", "strobe_glue_tensor")
+_eager.connect(*(int(ffi.cast("uintptr_t", ffi.addressof(lib, name))) for name in _GLUE))
 
 # The number of entries that are kept. A differentiated call takes three entries, on several ranks a dozen; with packed sequences, whose
 # lengths may never be repeated, entries may be of no use.
@@ -38,6 +39,10 @@ _MOST = 3 * 1024
 _MOST_KINDS = 256
 _LONG_KEY = 1024
 _NO_RESULT = 255  # in the form of a PreparedCall
+_PER_ROW = 255  # in the likes of a PreparedCall
+# A call of these tensors alone may be prepared for other sizes. A result's axes are those of the first array, its width is the second's.
+_LIKE = {"out": ("q", "v"), "lse": ("q", ""), "dq": ("q", "q"), "dk": ("k", "k"), "dv": ("v", "v")}
+_OF_TOKENS = {"q", "k", "v", "dout", "dlse", *_LIKE}
 _FUNCTIONS = {FORWARD: lib.strobe_forward, BACKWARD: lib.strobe_backward}
 
 
@@ -45,12 +50,12 @@ class Memory:
     """The calls that were made, by their keys: a Call without arrays after the first time, a PreparedCall from the second time on, or
     the results of strobe.distributed's checks. Repeated calls are kept, however many others come only once.
 
-    kinds: what autograd keeps of calls of attention(), by keys without sizes."""
+    kinds: calls of attention() and its gradients by keys without sizes: what autograd keeps of one, or one that is prepared."""
 
     def __init__(self) -> None:
         self.lately: dict[bytes, Any] = {}
         self._before: dict[bytes, Any] = {}
-        self.kinds: dict[bytes, Kept] = {}
+        self.kinds: dict[bytes, Kept | PreparedCall] = {}
 
     def get(self, key: bytes) -> Any:
         found = self.lately.get(key)
@@ -63,10 +68,10 @@ class Memory:
             self.lately, self._before = {}, self.lately
         self.lately[key] = call
 
-    def keep_kind(self, kind: bytes, kept: Kept) -> None:
+    def keep_kind(self, kind: bytes, call: Kept | PreparedCall) -> None:
         if len(self.kinds) >= _MOST_KINDS:
             self.kinds = {}
-        self.kinds[kind] = kept
+        self.kinds[kind] = call
 
 
 CALLS = Memory()  # the one memory of all entry points
@@ -139,12 +144,15 @@ def gradients(kept: Kept, flags: tuple[bool, ...], dout: Tensor, dlse: Tensor | 
     if key is None:
         return None
     if CALLS.get(key) is None:
-        call, names = kept.on(saved[2:]), kept.needed(flags)
         known = {"dout": dout} | ({} if dlse is None else {"dlse": dlse}) | {"out": saved[0], "lse": saved[1]}
+        call, names = kept.on(saved[2:]), kept.needed(flags)
         places = {GRADIENTS[name]: place for place, name in enumerate(names)}
         form = bytes(places.get(of, _NO_RESULT) for of in ("", *call.arrays))
-        CALLS.keep(key, prepare(call, known, call.gradients(names), BACKWARD, form=form))
-    return _eager.gradients(CALLS.lately, kept.prefix, flags, dout, dlse, saved)
+        prepared = prepare(call, known, call.gradients(names), BACKWARD, form=form)
+        CALLS.keep(key, prepared)
+        if (kind := _eager.gradients_kind(kept.prefix, flags, dout, dlse, saved)) is not None:
+            CALLS.keep_kind(kind, prepared)
+    return _eager.gradients(CALLS, kept.prefix, flags, dout, dlse, saved)
 
 
 def forward(call: Call) -> tuple[Tensor, ...]:
@@ -181,7 +189,7 @@ def _repeated(
 ) -> tuple[Tensor, ...] | None:
     """Runs a parsed call as a prepared one, from the second time on; None if the full call must be made."""
     signed = prefix, tuple(known.values()), call.arrays, call.options
-    if (found := _eager.run(CALLS.lately, *signed)) is not None:
+    if (found := _eager.run(CALLS, *signed)) is not None:
         return found
     key = _eager.key(*signed)
     if key is None or call.is_oracle:
@@ -194,7 +202,7 @@ def _repeated(
         made = results()
         CALLS.keep(key, prepare(call, known, made, direction, form=bytes(range(len(made)))))
         del made  # `made` was an example; the call may use its memory
-    return _eager.run(CALLS.lately, *signed)
+    return _eager.run(CALLS, *signed)
 
 
 def prepare(
@@ -211,15 +219,19 @@ def prepare(
     known: arrays that it reads beside its own, and results in the caller's memory; made: its results, as an example; form: for each
     place of the tuple to return the index of a result, or 255 for None; function: is called with the PreparedCall and the arrays instead
     of PreparedCall.run; more: for that function."""
-    prepared = call.structs(known, made).prepare(direction)
+    structs = call.structs(known, made)
+    prepared = structs.prepare(direction)
     plan = ffi.new("strobe_plan *", {"size": ffi.sizeof("strobe_plan")})
     lib.strobe_prepared_plan(prepared, plan)
     device = call.arrays["q"].device
     on_gpu = device.type == "cuda"
+    names = (*known, *call.arrays, *made)
+    may_have_other_sizes = _OF_TOKENS.issuperset(names) and "part" not in call.options and call.arrays["q"].dim() == MAX_RANK
+    likes = (x for name in made for x in (names.index(_LIKE[name][0]), names.index(_LIKE[name][1]) if _LIKE[name][1] else _PER_ROW))
     return PreparedCall(
-        owner=prepared,
+        owner=(prepared, structs.attention),
         address=int(ffi.cast("uintptr_t", prepared)),
-        fields=bytes(map(field_of, (*known, *call.arrays, *made))),
+        fields=bytes(map(field_of, names)),
         made=tuple((tuple(x.shape), x.stride(), x.dtype) for x in made.values()),
         device=device,
         workspace_bytes=plan.workspace_bytes if on_gpu else 0,  # on the CPU the library has its own
@@ -227,6 +239,11 @@ def prepare(
         form=form,
         function=function,
         more=more,
+        attention=int(ffi.cast("uintptr_t", structs.attention[0])) if may_have_other_sizes else 0,
+        forms=structs.forms(names) if may_have_other_sizes else b"",
+        likes=bytes(likes) if may_have_other_sizes else b"",
+        direction=direction,
+        reserved_sms=call.options.get("reserved_sms", 0),
     )
 
 

@@ -23,7 +23,7 @@ from functools import partial, wraps
 from typing import Any
 
 from ._attention import attention
-from ._call import IMPORTED_LATE
+from ._call import imported_late
 from ._checks import Wrong, flag, refusal, refuse
 from ._messages import TORCH_EXTRA, needed_by
 
@@ -474,7 +474,7 @@ def _sdpa(
         try:
             return attention(query, key, value, **options)
         except (TypeError, ValueError, NotImplementedError) as refused:
-            if type(query).__name__ in IMPORTED_LATE:  # no other function takes such tensors
+            if imported_late(type(query)) is not None:  # no other function takes such tensors
                 raise type(refused)(re.sub("^[qkv](?=:)", lambda of: _NAMES[of[0]], str(refused))) from None
             # else it is refused again below, in the words of PyTorch's arguments
     _check_heads(query, key, value, enable_gqa)

@@ -350,14 +350,18 @@ private:
   }
 
   void extras() {
-    accept("mask", t.mask, scores(), {DType::boolean});
-    Types bias = input_types();
-    if (dtype == DType::f16 || dtype == DType::bf16) bias.push_back(DType::f32);
-    good_bias = accept("bias", t.bias, scores(), bias);
-    const bool per_batch = t.alibi_slopes && t.alibi_slopes->rank == 2;
-    accept("alibi_slopes", t.alibi_slopes, per_batch ? Axes{{"B", n.batch}, {"H", n.heads}} : Axes{{"H", n.heads}}, {DType::f32});
-    good_sinks = accept("sinks", t.sinks, {{"H", n.heads}}, dtype == DType::none ? Types{DType::f32, DType::f64} : Types{sink_type()});
-    accept("rng", t.rng, {{"seed and offset", 2}}, {DType::i64});
+    if (t.mask) accept("mask", t.mask, scores(), {DType::boolean});
+    if (t.bias) {
+      Types bias = input_types();
+      if (dtype == DType::f16 || dtype == DType::bf16) bias.push_back(DType::f32);
+      good_bias = accept("bias", t.bias, scores(), bias);
+    }
+    if (t.alibi_slopes)
+      accept("alibi_slopes", t.alibi_slopes, t.alibi_slopes->rank == 2 ? Axes{{"B", n.batch}, {"H", n.heads}} : Axes{{"H", n.heads}},
+             {DType::f32});
+    if (t.sinks)
+      good_sinks = accept("sinks", t.sinks, {{"H", n.heads}}, dtype == DType::none ? Types{DType::f32, DType::f64} : Types{sink_type()});
+    if (t.rng) accept("rng", t.rng, {{"seed and offset", 2}}, {DType::i64});
   }
   DType sink_type() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 

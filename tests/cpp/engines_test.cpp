@@ -94,6 +94,42 @@ TEST_CASE("choose: every engine of the list answers, the least predicted time wi
   }
 }
 
+TEST_CASE("decide: without all answers as with them") {
+  int refused = 0;
+  for (Operation operation : {Operation::forward, Operation::backward})
+    for (DType dtype : {DType::f32, DType::bf16, DType::f64})
+      for (int64_t queries : {1, 16, 33, 700})
+        for (const char *mode : {"", "strict", "invariant"})
+          for (const Engine *named : engines()) {
+            test::Call call;
+            const std::vector<int64_t> shape = {2, 4, queries, 32}, rows = {2, 4, queries};
+            for (const char *name : {"q", "k", "v", "out"}) call.add(name, dtype, shape);
+            call.add("lse", dtype == DType::f64 ? DType::f64 : DType::f32, rows);
+            if (operation == Operation::backward)
+              for (const char *name : {"dout", "dq", "dk", "dv"}) call.add(name, dtype, shape);
+            call.operation = operation;
+            call.attention.strict = mode == std::string("strict"), call.attention.invariant = mode == std::string("invariant");
+            const bool any = named == engines().front();
+            if (!any) call.attention.engine = named->name();
+            if (named->name() == std::string("reference")) continue; // it writes float64
+            const Problem p = call.validated();
+            std::string expected, found;
+            const auto said = [](std::string &to, const auto &decide) {
+              try {
+                const Decision d = decide();
+                to = d.engine->name() + std::string(" ") + d.plan.kernel + std::to_string(1e9 * d.plan.predicted_seconds);
+              } catch (const Error &e) {
+                to = e.what();
+              }
+            };
+            said(expected, [&] { return decide(p, {}, operation, choose(p, {}, operation)); });
+            said(found, [&] { return decide(p, {}, operation); });
+            CHECK(found == expected);
+            refused += found.find("\n") != found.npos;
+          }
+  CHECK(refused > 0);
+}
+
 TEST_CASE("choose: a name forces its engine") {
   for (const Engine *engine : engines()) {
     test::Call call;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/work.h"
+#include "cuda/families/families.h"
 #include "cuda/families/sm90_steps.h"
 #include "cuda/program/part.h"
 #include "kernels/attention/schedule.h"
@@ -135,6 +136,75 @@ TEST_CASE("a workload takes its launches, its rows, its walks and what combines 
                             .launches = 3,
                             .parts = parts};
         CHECK(seconds(work, measured, 64, 32, 96, 32) == doctest::Approx(expected));
+      }
+}
+
+namespace {
+
+// A dense call of 16-byte rows at invented addresses.
+Problem on_gpu(DType dtype, int64_t batch, int64_t heads, int64_t heads_kv, int64_t queries, int64_t keys, int64_t dim) {
+  Problem p;
+  p.device_type = STROBE_CUDA, p.dtype = dtype, p.scale = 0.1;
+  p.batch = batch, p.heads = heads, p.heads_kv = heads_kv, p.seqlen_q = queries, p.seqlen_k = keys;
+  p.total_q = batch * queries, p.total_k = batch * keys, p.head_dim = dim, p.head_dim_v = std::min<int64_t>(dim, 512);
+  uintptr_t address = 1 << 20;
+  const auto place = [&](View &x, DType type, int64_t h, int64_t rows, int64_t width) {
+    x.data = reinterpret_cast<char *>(address), address += uintptr_t{1} << 36;
+    x.dtype = type, x.stride[3] = width > 1, x.stride[2] = width, x.stride[1] = rows * width, x.stride[0] = h * rows * width;
+  };
+  for (View *x : {&p.q, &p.dq}) place(*x, dtype, heads, queries, p.head_dim);
+  for (View *x : {&p.k, &p.dk}) place(*x, dtype, heads_kv, keys, p.head_dim);
+  for (View *x : {&p.v, &p.dv}) place(*x, dtype, heads_kv, keys, p.head_dim_v);
+  for (View *x : {&p.out, &p.dout}) place(*x, dtype, heads, queries, p.head_dim_v);
+  place(p.lse, dtype == DType::f64 ? DType::f64 : DType::f32, heads, queries, 1);
+  return p;
+}
+
+} // namespace
+
+TEST_CASE("prediction: no plan takes less than what its engine says is the least") {
+  int bounded = 0;
+  for (int cc : {75, 80, 86, 90, 120})
+    for (DType dtype : {DType::f16, DType::bf16, DType::f32, DType::f64})
+      for (auto [batch, heads, heads_kv] : {std::tuple{1, 2, 2}, {4, 16, 16}, {2, 8, 2}, {1, 64, 1}})
+        for (auto [queries, keys] : {std::pair{1, 4096}, {100, 100}, {512, 512}, {1030, 4000}, {20000, 20000}, {300000, 300000}})
+          for (int64_t dim : {32, 64, 80, 128, 192, 256, 576})
+            for (int window : {0, 1, 2})
+              for (Operation operation : {Operation::forward, Operation::backward}) {
+                Problem p = on_gpu(dtype, batch, heads, heads_kv, queries, keys, dim);
+                if (window) p.window_right = 0;
+                if (window > 1) p.window_left = 300;
+                p.dropout = window == 2 ? 0.1 : 0;
+                for (const CudaEngine *engine : {&mma_engine(), &simt_engine()}) {
+                  const Answer answer = engine->plan_on(described(cc), p, operation);
+                  const Plan *plan = std::get_if<Plan>(&answer);
+                  if (!plan) continue;
+                  const double least = engine->least_seconds_on(described(cc), p, operation);
+                  if (!(least > 0 && least <= plan->predicted_seconds)) {
+                    CAPTURE(engine->name());
+                    CAPTURE(cc);
+                    CAPTURE(queries);
+                    CAPTURE(dim);
+                    CAPTURE(window);
+                    CAPTURE(int(operation));
+                    CHECK(least > 0);
+                    CHECK(least <= plan->predicted_seconds);
+                  }
+                  bounded += least > 0.3 * plan->predicted_seconds;
+                }
+              }
+  CHECK(bounded > 1000); // the bound says something
+}
+
+TEST_CASE("prediction: on Hopper the other engines need no plan for the usual calls") {
+  for (int64_t dim : {64, 128})
+    for (int64_t length : {1024, 1500, 4096, 16384})
+      for (Operation operation : {Operation::forward, Operation::backward}) {
+        Problem p = on_gpu(DType::bf16, 4, 16, 16, length, length, dim);
+        p.window_right = 0;
+        const Answer answer = sm90_engine().plan_on(described(90), p, operation);
+        for (const CudaEngine *engine : {&mma_engine(), &simt_engine()})
+          CHECK(engine->least_seconds_on(described(90), p, operation) >= std::get<Plan>(answer).predicted_seconds);
       }
 }
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import strobe
-from strobe import _autograd, _eager, _prepared
-from strobe._call import Call
+from strobe import _abi, _autograd, _eager, _prepared
+from strobe._call import Call, Structs
 
 
 @pytest.fixture(autouse=True, params=["by the exchange API", "by attributes"])
@@ -300,10 +300,38 @@ def test_other_sizes_are_not_parsed_again(options, short_ways, monkeypatch):
             assert same(found, step(q, k, v, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True, "alignment": "top_left"}, {"layout": "bshd"}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("heads_last", [False, True])
+def test_other_sizes_are_prepared_in_c(options, heads_last, monkeypatch):
+    """From the third sizes on C prepares them, with the plan, the results and the strides of a call that is made in full."""
+    memory = _prepared.Memory()
+    monkeypatch.setattr(_prepared, "CALLS", memory)
+    made = []
+    prepare = Structs.prepare
+    monkeypatch.setattr(Structs, "prepare", lambda structs, direction: [made.append(direction), prepare(structs, direction)][1])
+    sizes = [(1, 1, 1, 4, 4, 8, 8), (2, 4, 2, 5, 6, 8, 16), (2, 4, 4, 9, 9, 8, 8), (1, 6, 2, 20, 33, 16, 24), (3, 2, 1, 1, 70, 64, 8)]
+    for n, (b, h, kv, sq, sk, d, dv) in enumerate([*sizes, (1, 1, 1, 1, 1, 1, 1), (2, 3, 3, 0, 5, 8, 8), (1, 40, 5, 300, 7, 2, 3)]):
+        shapes = [(b, h, sq, d), (b, kv, sk, d), (b, kv, sk, dv)]
+        shapes = [(b, s, h, d) for b, h, s, d in shapes] if options.get("layout") else shapes
+        q, k, v = (torch.randn(*shape) for shape in shapes)
+        if heads_last:
+            q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x[..., n % 2 :].requires_grad_() if x.shape[-1] > 1 else x.requires_grad_() for x in (q, k, v))  # off 16 bytes
+        found = step(q, k, v, **options)
+        assert made == [_abi.FORWARD, _abi.BACKWARD] * min(n, 1)
+        with monkeypatch.context() as fresh:
+            fresh.setattr(_prepared, "CALLS", _prepared.Memory())
+            expected = step(q, k, v, **options)
+        assert same(found, expected)
+        for x, y in zip(found, expected, strict=True):
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+
+
 def test_other_sizes_that_are_wrong_are_refused_as_ever(monkeypatch):
     monkeypatch.setattr(_prepared, "CALLS", _prepared.Memory())
     q, k, v = qkv()
-    strobe.attention(q, k, v)
+    for length in range(3, 7):
+        strobe.attention(q[:, :, :length], k, v)
     for wrong, words in (
         (k[:, :, :-1], "v: shape .*; accepted"),
         (k[..., :-1], "k: shape .*; accepted"),
@@ -527,13 +555,13 @@ GPU = """
         arrays = [*fields[0:count]], [*addresses[0:count]]
         runs.append((int(ffi.cast("uintptr_t", prepared)), *arrays, threads, stream, workspace != 0, size))
         return status[0]
-    _eager.connect(int(ffi.cast("uintptr_t", run)))
+    _eager.connect(int(ffi.cast("uintptr_t", run)), 0, 0, 0)
 
     q = torch.randn(2, 3)
     shape = ((2, 3), (3, 1), torch.float32)
     prepared = _eager.PreparedCall(
         owner=None, address=7, fields=bytes([2, 5]), made=(shape,), device=torch.device("cuda", 1), workspace_bytes=4096, threads=0,
-        form=bytes([255, 0, 255]), function=None, more=None,
+        form=bytes([255, 0, 255]), function=None, more=None, attention=0, forms=b"", likes=b"", direction=1, reserved_sms=0,
     )
     for current in (1, 0):
         now[0] = current
@@ -567,7 +595,10 @@ def test_on_a_gpu(reader):
     assert found.stdout.strip() == "interrupted"
 
 
-@pytest.mark.parametrize("changed", [{"made": ((1,),)}, {"device": 3}, {"form": "x"}, {"made": (((1,), (1,), torch.float32),) * 17}])
+@pytest.mark.parametrize(
+    "changed",
+    [{"made": ((1,),)}, {"device": 3}, {"form": "x"}, {"made": (((1,), (1,), torch.float32),) * 17}, {"attention": 8, "forms": b"x"}],
+)
 def test_what_no_call_can_be_made_of(changed):
     given = {
         "owner": None,
@@ -580,6 +611,11 @@ def test_what_no_call_can_be_made_of(changed):
         "form": None,
         "function": None,
         "more": None,
+        "attention": 0,
+        "forms": b"",
+        "likes": b"",
+        "direction": 1,
+        "reserved_sms": 0,
     }
     assert isinstance(_eager.PreparedCall(**given), _eager.PreparedCall)
     with pytest.raises((TypeError, ValueError, AttributeError)):

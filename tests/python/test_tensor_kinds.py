@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.testing._internal.two_tensor import TwoTensor
 
 import strobe
+from strobe._call import imported_late
 from strobe.compat import functional
 from strobe.compat.sdpa import scaled_dot_product_attention
 
@@ -292,6 +293,18 @@ def test_kinds_with_a_dispatch_of_their_own():
         strobe.attention(deaf, K, K)
     with pytest.raises(TypeError, match=r"^dout: .*Deaf, whose __torch_dispatch__ takes no"):
         strobe.attention_backward(deaf, Q, K, K, out, lse)
+
+
+def test_another_class_of_that_name_is_no_distributed_tensor():
+    from torch.distributed.tensor import DTensor as Distributed
+
+    class DTensor(Tensor):
+        pass
+
+    assert imported_late(Distributed) is not None
+    assert imported_late(DTensor) is None
+    mine = Q.as_subclass(DTensor)
+    assert torch.equal(strobe.attention(mine, K, K), strobe.attention(Q, K, K))
 
 
 def test_a_distributed_tensor_is_refused_by_name():

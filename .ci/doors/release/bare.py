@@ -20,6 +20,7 @@ class Environment(NamedTuple):
     python: str
     requirements: str  # a file of pins beside this one
     torch: str  # the version that first_call.py finds, or none
+    kernels: bool = True  # with the wheel of compiled kernels
 
 
 def interpreter(minor: int) -> str | None:
@@ -39,7 +40,7 @@ def environments() -> list[Environment]:
     oldest, newest = there[OLDEST], there[max(there)]
     return [
         Environment(oldest, "numpy-oldest.txt", "none"),
-        Environment(newest, "numpy.txt", "none"),
+        Environment(newest, "numpy.txt", "none", kernels=False),
         Environment(oldest, "torch-oldest.txt", "2.4."),
         Environment(newest, "torch.txt", "2.13."),
     ]
@@ -51,13 +52,14 @@ def walk(environment: Environment, index: Path) -> None:
         python = Path(place) / "bin" / "python"
         pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
         began = time.perf_counter()
-        ours = ["strobe-attention", "strobe-attention-kernels"]
+        ours = ["strobe-attention", *(["strobe-attention-kernels"] if environment.kernels else [])]
         subprocess.run([*pip, "install", "--no-deps", "--index-url", index.as_uri(), *ours], check=True)
         subprocess.run([*pip, "install", "--requirement", str(HERE / environment.requirements), "strobe-attention"], check=True)
         subprocess.run([*pip, "check"], check=True)
         installed = time.perf_counter()
         bare = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-        subprocess.run([str(python), str(HERE / "first_call.py"), environment.torch], check=True, cwd=place, env=bare, timeout=MOST_SECONDS)
+        call = [str(python), str(HERE / "first_call.py"), environment.torch, "yes" if environment.kernels else "no"]
+        subprocess.run(call, check=True, cwd=place, env=bare, timeout=MOST_SECONDS)
         called = time.perf_counter()
         said = subprocess.run([str(python), "--version"], check=True, capture_output=True, text=True).stdout.strip()
         print(

@@ -21,6 +21,7 @@
 #include "cuda/compile/nvrtc.h"
 #include "cuda/compile/own_file.h"
 #include "cuda/driver/environment.h"
+#include "strobe/strobe.h"
 
 namespace strobe::cuda {
 namespace fs = std::filesystem;
@@ -111,8 +112,18 @@ CacheSettings CacheSettings::from_environment() {
   return s;
 }
 
+// The reason why a folder's kernels are of no use if it is a package of another version (packages/kernels/pack.py); else empty.
+static std::string of_other_version(const std::string &folder) {
+  const std::optional<std::string> manifest = read_own_file(folder + "/manifest.txt", 1 << 16);
+  const std::string ours = text("strobe-attention ", strobe_version());
+  const std::string made_of = manifest ? manifest->substr(0, manifest->find('\n')) : ours;
+  return made_of == ours ? "" : text(folder, ": its kernels are those of ", made_of, ", and this is ", ours);
+}
+
 static std::vector<std::string> all_refused() {
   CacheSettings s = CacheSettings::from_environment();
+  for (const std::string &folder : s.further)
+    if (std::string why = of_other_version(folder); !why.empty()) s.refused.push_back(std::move(why));
   for (const std::string &folder : s.further) { // a folder in which every kernel is too new for the driver
     const std::vector<std::pair<int, int>> versions = versions_in(folder);
     if (versions.empty() || std::ranges::any_of(versions, is_for_driver)) continue;

@@ -251,6 +251,14 @@ constexpr int64_t kMostSharedRows = 64;
 class MmaEngine final : public CudaEngine {
 public:
   const char *name() const override { return "cuda-mma"; }
+  double least_seconds_on(const Device &device, const Problem &p, Operation operation) const override {
+    if (operation == Operation::backward) return least_seconds_of_mma_backward(p, device);
+    constexpr int64_t kMostQueries = 128, kResident = 2, kMostOfDecode = 64; // of a tile; blocks per SM; queries
+    const bool fills = p.batch * p.heads * tiles(p.seqlen_q, kMostQueries) >= kResident * device.sms;
+    const double operations = 2.0 * double(p.head_dim + p.head_dim_v);
+    const double computing = seconds_of_visible(p, device, operations, (fills ? 1 : kResident) * kShareOfPeak * rate(device));
+    return computing > 0 && p.seqlen_q > kMostOfDecode ? kLaunchSeconds + kBlockSeconds + computing : computing;
+  }
 
 protected:
   bool computes_parts() const override { return true; }

@@ -106,6 +106,12 @@ double predicted_seconds(const Problem &p, const BackwardConfig &c, double speed
 
 } // namespace
 
+double least_seconds_of_mma_backward(const Problem &p, const Device &device) {
+  constexpr double kMostSpeed = 1.05; // of all tiles
+  const double computing = seconds_of_visible(p, device, 5 * double(p.head_dim + p.head_dim_v), kMostSpeed * kFlopPerClock);
+  return computing > 0 ? kLaunchSeconds + kBlockSeconds + computing + rows_seconds(p, p.head_dim, p.head_dim_v) : 0;
+}
+
 CudaEngine::Made mma_backward(const Problem &p, const Device &device, Scratch &scratch) {
   const std::optional<Chosen> chosen = choose(p, device);
   if (p.part && p.bias && (!p.part.partial || p.dbias))

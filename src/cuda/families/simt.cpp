@@ -144,6 +144,12 @@ constexpr Measured kMeasured{.share_of_peak = {0.53, 0.38}, .launch_seconds = 4.
 class SimtEngine final : public CudaEngine {
 public:
   const char *name() const override { return "cuda-simt"; }
+  double least_seconds_on(const Device &device, const Problem &p, Operation operation) const override {
+    constexpr double kResident = 2; // a block that is alone on its SM may have half its rate
+    const bool forward = operation == Operation::forward;
+    const double operations = (forward ? 1 : 2.5) * double(p.head_dim + p.head_dim_v);
+    return seconds_of_visible(p, device, operations, kResident * kMeasured.share_of_peak[!forward] * rate(device, p.dtype));
+  }
 
 protected:
   bool computes_parts() const override { return true; }

@@ -121,6 +121,10 @@ const TunedTile *CudaEngine::tuned(const Problem &p, Operation operation, const 
   return key ? table.find(*key) : nullptr;
 }
 
+double CudaEngine::least_seconds(const Problem &p, Operation operation) const {
+  return least_seconds_on(device(p.device_index), p, operation);
+}
+
 Answer CudaEngine::plan(const Problem &p, const Execution &execution, Operation operation) const {
   const Device &whole = device(p.device_index);
   if (execution.reserved_sms >= whole.sms)

@@ -19,8 +19,10 @@ public:
   Answer plan(const Problem &, const Execution &, Operation) const override;
   Workspace allocate(const Problem &, const Execution &, uint64_t bytes) const override; // from the stream's memory pool
   void run(const Problem &, const Execution &, Operation, const Plan &, void *workspace) const override;
-  // plan() for a device that may be only described.
+  double least_seconds(const Problem &, Operation) const override;
+  // plan() and least_seconds() for a device that may be only described.
   Answer plan_on(const Device &, const Problem &, Operation) const;
+  virtual double least_seconds_on(const Device &, const Problem &, Operation) const { return 0; }
 
 protected:
   // Whether the family supports parts of larger problems, and can add to existing gradients.

@@ -100,6 +100,12 @@ double seconds(const Walks &w, const Device &device, int64_t resident, double ra
   return w.last(slots) / double(parts) * sharing / rate + block_seconds * std::max(1.0, blocks / slots);
 }
 
+double seconds_of_visible(const Problem &p, const Device &device, double operations, double rate) {
+  constexpr double kSampled = 0.9; // in long sequences, walks() looks at some tiles only
+  if (p.part || p.varlen || p.quantised()) return 0;
+  return kSampled * visible_scores(p) * operations / (rate * device.clock_hz * device.sms);
+}
+
 double seconds(const Workload &work, const Measured &measured, int64_t tile_q, int64_t tile_k, int64_t head_dim, int64_t head_dim_v) {
   const auto &[p, operation, device, rate, operations, resident, launches, parts] = work;
   const bool forward = !writes(operation, kGradients);

@@ -49,6 +49,10 @@ struct Workload {
 };
 double seconds(const Workload &, const Measured &, int64_t tile_q, int64_t tile_k, int64_t head_dim, int64_t head_dim_v);
 
+// A lower bound of a prediction: the seconds in which all SMs compute the visible scores, at `operations` per score and `rate` operations
+// per clock and SM. 0 where the number of visible scores is only estimated.
+double seconds_of_visible(const Problem &, const Device &, double operations, double rate);
+
 // How many (batch, head) pairs run their tiles together in a forward: as many as keep their K and V in half of the L2 cache.
 int32_t pairs_in_half_the_cache(const Problem &, const Device &);
 

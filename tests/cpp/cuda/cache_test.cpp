@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 
 #include <cstring>
+#include <fstream>
 #include <thread>
 
 #include "cuda/compile/info.h"
@@ -41,6 +42,13 @@ TEST_CASE("cache: a folder whose kernels are all too new for the driver is named
   CHECK(refused(12080) == c.folder / "package/nvrtc-13.7" + ": an NVRTC that is newer than the driver compiled it");
   fs::create_directories(c.folder / "package/nvrtc-12.9");
   CHECK(refused(12080) == "none");
+  // What packages/kernels/pack.py writes: the first line is the version.
+  const auto made_of = [&](const std::string &version) { std::ofstream(c.folder / "package/manifest.txt") << version << "\nnvrtc 12.9\n"; };
+  const std::string ours = std::string("strobe-attention ") + strobe_version();
+  made_of(ours);
+  CHECK(refused(12080) == "none");
+  made_of("strobe-attention 9.9.9");
+  CHECK(refused(12080) == c.folder / "package" + ": its kernels are those of strobe-attention 9.9.9, and this is " + ours);
 }
 
 TEST_CASE("cache: compiled once, then read") {
