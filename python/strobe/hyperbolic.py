@@ -82,8 +82,8 @@ def hyperbolic_attention(
             on the keys, which lse includes. Up to rounding and dropout the two are the same point; the centroid costs less.
         options: those of attention() except score, shift, softcap, scale, the scales of q, k and v, and out_dtype. A part is not
             partial, and with aggregate "midpoint" it has all keys. check=True also checks every point of q, k and v, hidden ones
-            included, and refuses vectors that are no points of the model; it reads all three and waits for a GPU. Without it, other vectors (points of the other model, or outside
-            the ball) give numbers without a meaning.
+            included, and refuses vectors that are no points of the model; it reads all three and waits for a GPU. Without it, other
+            vectors (points of the other model, or outside the ball) give numbers without a meaning.
 
     Returns:
         out: points with q's leading axes and v's width. A query that sees no key gets the origin.
