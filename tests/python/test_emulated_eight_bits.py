@@ -20,7 +20,8 @@ b, h, hkv, sq, sk, d, dv = given["shape"]
 dtype, scales, options = getattr(torch, given.get("dtype", "bfloat16")), given.get("scales", "rows"), dict(given.get("options", {}))
 for name, x in options.items():
     if isinstance(x, list) and name != "window":
-        options[name] = torch.tensor(x, dtype=torch.bool if name == "mask" else torch.int32 if name[:3] in ("seq", "cu_") else torch.float32)
+        of_name = torch.bool if name == "mask" else torch.int32 if name[:3] in ("seq", "cu_") else torch.float32
+        options[name] = torch.tensor(x, dtype=of_name)
 if isinstance(options.get("window"), list):
     options["window"] = tuple(options["window"])
 how = {name: options.pop(name) for name in ("tile_q", "tile_k", "invariant") if name in options}
