@@ -152,6 +152,7 @@ static Problem without_options(const Problem &p) {
   for (auto tensor : {&Problem::q, &Problem::k, &Problem::v, &Problem::out, &Problem::lse, &Problem::dout, &Problem::dlse, &Problem::dq,
                       &Problem::dk, &Problem::dv})
     plain.*tensor = p.*tensor;
+  if (plain.q) plain.q.dtype = p.dtype; // without quantisation, as for k and v
   for (View *x : {&plain.k, &plain.v}) {
     x->page_size = x->pages_each = 0, x->page_table = nullptr;
     if (*x) x->dtype = p.dtype; // without quantisation

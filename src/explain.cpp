@@ -83,7 +83,10 @@ std::string sums(const score::GradientProgram &program, int32_t n) {
 
 void asked(Page &page, const Problem &p, const Execution &e) {
   page.line("shape", shape(p));
-  page.line("dtype", text(name(p.dtype), p.quantised() ? text(", k and v ", name(p.quantised_as)) : "", " on ",
+  const std::string stored = p.quantised_queries() ? text(" of q, k and v in ", name(p.quantised_as))
+                             : p.quantised()       ? text(", k and v ", name(p.quantised_as))
+                                                   : "";
+  page.line("dtype", text(name(p.dtype), stored, " on ",
                           p.device_type == STROBE_CPU ? text("the CPU, ", e.threads, e.threads == 1 ? " thread" : " threads")
                                                       : text("CUDA device ", p.device_index)));
   page.line("scale", text(p.scale));
@@ -117,6 +120,7 @@ void asked(Page &page, const Problem &p, const Execution &e) {
                                {bool(p.sinks), "sinks"},
                                {p.seqused_k != nullptr, "seqused_k"},
                                {p.page_size > 0, "page_table"},
+                               {p.quantised_queries(), "q_scale"},
                                {p.quantised() && !p.scaled_by_channel(), "k_scale and v_scale"},
                                {p.quantised() && p.scaled_by_channel(), "k_scale by channel and v_scale"},
                                {bool(p.max_logit), "max_logit"},

@@ -57,9 +57,10 @@ typedef enum strobe_dtype {
   STROBE_BOOL = 5, /* one byte: 0 is false, any other value is true */
   STROBE_INT32 = 6,
   STROBE_INT64 = 7,
-  STROBE_INT8 = 8,        /* k and v only, with k_scale and v_scale; the same holds for the next three */
-  STROBE_FLOAT8_E4M3 = 9, /* 1 sign bit, 4 exponent bits (bias 7), 3 fraction bits; NaN is 0x7F or 0xFF; no infinity */
-  STROBE_UINT8 = 10,      /* two INT4 (-8 to 7, two's complement) per byte: column 2n is the low nibble of byte n */
+  STROBE_INT8 = 8, /* k and v only, with k_scale and v_scale; the same holds for the next three */
+  STROBE_FLOAT8_E4M3 =
+      9,             /* also q, with q_scale; 1 sign bit, 4 exponent bits (bias 7), 3 fraction bits; NaN is 0x7F or 0xFF; no infinity */
+  STROBE_UINT8 = 10, /* two INT4 (-8 to 7, two's complement) per byte: column 2n is the low nibble of byte n */
   STROBE_FLOAT8_E5M2 = 11 /* 1 sign bit, 5 exponent bits (bias 15), 2 fraction bits: the upper byte of a float16, with its NaN, infinity */
 } strobe_dtype;
 
@@ -202,7 +203,7 @@ typedef struct strobe_tensors {
   const strobe_tensor *block_rows_t; /* the transpose, int32 (B|1, H|1, nk+1) and int32 (kept): optional, but some engines need it */
   const strobe_tensor *block_cols_t;
   const strobe_tensor *rng; /* int64 (2): seed and offset, on the device of q; they are read when the work runs */
-  const strobe_tensor *out; /* q's dtype; float64 for the reference */
+  const strobe_tensor *out; /* q's dtype, but see q_scale; float64 for the reference */
   const strobe_tensor *lse; /* float32 (float64 if q is); optional in the forward, needed in the backward */
   /* backward */
   const strobe_tensor *dout;
@@ -232,6 +233,10 @@ typedef struct strobe_tensors {
   /* int32 (kept), for the entries of block_cols and of block_cols_t: other than 0 promises that mask_function sees every pair of the block,
    * so that engines need not evaluate it there. Optional; with the transpose both are given. */
   const strobe_tensor *block_full, *block_full_t;
+  /* forward: q is STROBE_FLOAT8_E4M3, and stands for what is stored times this scale, float16 or float32: of q's shape without the last
+   * axis, or (H), or one number. k and v are then STROBE_FLOAT8_E4M3, too, with scales; out is float16 or bfloat16, and a bias has out's
+   * dtype or float32. Products may be computed in FP8, with P rounded to E4M3: see docs/semantics.md. */
+  const strobe_tensor *q_scale;
 } strobe_tensors;
 
 /* A parallel region that the caller provides. It must run body(arg, i) once for each i in [0, n), on any number of threads, and
@@ -357,6 +362,7 @@ typedef struct strobe_addresses {
   void *captured_0, *captured_1, *captured_2, *captured_3, *captured_4, *captured_5, *captured_6, *captured_7;
   void *dcaptured_0, *dcaptured_1, *dcaptured_2, *dcaptured_3, *dcaptured_4, *dcaptured_5, *dcaptured_6, *dcaptured_7;
   void *block_full, *block_full_t;
+  void *q_scale;
 } strobe_addresses;
 
 /* Keeps only threads and reserved_sms of the execution. On success *prepared is written; the caller has to release it. */

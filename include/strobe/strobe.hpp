@@ -259,6 +259,7 @@ struct Attention {
   ConstTensor page_table = {}; // if given, k and v are pools of pages; forward only
 
   ConstTensor k_scale = {}, v_scale = {}; // if given, k and v are quantised; forward only
+  ConstTensor q_scale = {};               // if given, q is FP8 E4M3, and so are k and v, with scales
   int64_t k_scale_group = 0;              // 0: one scale for each key and head; else one for each column of this many rows of k
 
   int64_t block_q = 0, block_k = 0; // for block sparsity

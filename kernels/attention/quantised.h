@@ -10,6 +10,16 @@ struct KeyScales {
   Operand k, v;       // (batch or page, head, row or group of rows, column)
   i32 group;          // how many rows of k, in the tensor or in a page, share one set of column scales
   i32 half_k, half_v; // whether the scales are FP16; otherwise FP32
+  i32 half_q;
+  Operand q; // the scales of Q in FP8, if it is multiplied so
+};
+
+// Q in FP8 E4M3, its scales, and where its rows are to lie in 16 bits. A column is the fourth axis; there is no batch in packed sequences.
+struct EightBitQueries {
+  Operand from, scale, to;
+  i64 rows; // of a head
+  i32 batch, heads, columns;
+  i32 half; // whether the scales are FP16; otherwise FP32
 };
 
 template <class Arguments> struct QuantisedArguments : Arguments {

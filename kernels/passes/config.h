@@ -43,6 +43,13 @@ struct ListsConfig {
   STROBE_FN static constexpr i32 threads() { return 256; }
 };
 
+struct QueriesConfig {
+  i32 dtype; // of the rows that are written
+  i32 words; // four columns that are read lie in one word
+  STROBE_FN static constexpr i32 threads() { return 256; }
+  STROBE_FN static constexpr i32 warps() { return threads() / 32; }
+};
+
 // The features that say how long sequences are.
 STROBE_FN constexpr Features keys_of(i32 seqused, i32 pages) {
   Features f{};

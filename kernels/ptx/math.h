@@ -7,6 +7,9 @@ namespace strobe {
 struct f16 {
   unsigned short bits;
 };
+struct e4m3 { // FP8: its numbers are only multiplied by tensor cores
+  unsigned char bits;
+};
 struct bf16 {
   unsigned short bits;
 };

@@ -229,6 +229,37 @@ STROBE_WGMMA(bf16, "bf16", 240, 120, 121, 122, 123, 124, 125)
 STROBE_WGMMA(f16, "f16", 256, 128, 129, 130, 131, 132, 133)
 STROBE_WGMMA(bf16, "bf16", 256, 128, 129, 130, 131, 132, 133)
 
+// FP8: A (64 x 32) and B (32 x N) of E4M3, both K-major. The sums keep some 14 bits, though D is FP32 (sm90/forward/eight_bits.h). A step
+// of 32 columns takes as many bytes as one of 16 columns of 16 bits.
+#define STROBE_WGMMA_E4M3(N, o0, o1, o2, o3, o4, o5)                                                                                       \
+  template <> struct Wgmma<e4m3, N> {                                                                                                      \
+    template <bool kAccumulate, int kMnMajorA = 0> static __device__ __forceinline__ void shared(float (&d)[N / 2], u64 a, u64 b) {        \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o2 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"               \
+                   " " STROBE_LIST_##N ", %" #o0 ", %" #o1 ", p, 1, 1;\n}"                                                                 \
+                   : STROBE_OUTS_##N("+f")                                                                                                 \
+                   : "l"(a), "l"(b), "n"((int)kAccumulate));                                                                               \
+    }                                                                                                                                      \
+    template <int kMnMajorB> static __device__ __forceinline__ void registers_anew(float (&d)[N / 2], const u32 *a, u64 b) {               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"                      \
+                   " " STROBE_LIST_##N ", {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1;\n}"                                 \
+                   : STROBE_OUTS_##N("=f")                                                                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                                  \
+    }                                                                                                                                      \
+    template <bool kAccumulate, int kMnMajorB> static __device__ __forceinline__ void registers(float (&d)[N / 2], const u32 *a, u64 b) {  \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #o5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3"               \
+                   " " STROBE_LIST_##N ", {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 "}, %" #o4 ", p, 1, 1;\n}"                                 \
+                   : STROBE_OUTS_##N("+f")                                                                                                 \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)kAccumulate));                                           \
+    }                                                                                                                                      \
+  };
+STROBE_WGMMA_E4M3(64, 32, 33, 34, 35, 36, 37)
+STROBE_WGMMA_E4M3(96, 48, 49, 50, 51, 52, 53)
+STROBE_WGMMA_E4M3(128, 64, 65, 66, 67, 68, 69)
+STROBE_WGMMA_E4M3(160, 80, 81, 82, 83, 84, 85)
+STROBE_WGMMA_E4M3(192, 96, 97, 98, 99, 100, 101)
+STROBE_WGMMA_E4M3(256, 128, 129, 130, 131, 132, 133)
+
+#undef STROBE_WGMMA_E4M3
 #undef STROBE_WGMMA
 #undef STROBE_OUTS_16
 #undef STROBE_LIST_16

@@ -121,12 +121,12 @@ class Structs:
         tensors.size = ffi.sizeof("strobe_tensors")
         t = views + 0
         alive = [views, attention]
-        k = arrays.get("k")
         for named in (arrays, made):
             for name, array in named.items():
                 swapped = bshd and name in TOKENS and len(array.shape) == MAX_RANK  # packed tensors have no such axes
                 if bshd and name in SCALES:
-                    swapped = k is not None and len(k.shape) == MAX_RANK and len(array.shape) >= MAX_RANK - 1
+                    of = arrays.get(SCALES[name])
+                    swapped = of is not None and len(of.shape) == MAX_RANK and len(array.shape) >= MAX_RANK - 1
                 if name in SCORES and array.ndim < MAX_RANK:
                     array = array[(None,) * (MAX_RANK - array.ndim)]
                 alive.append(view(t, name, array, swapped))
@@ -261,7 +261,7 @@ class Call(NamedTuple):
                 page = k.shape[1 if "bshd" in self.options else 2] if k.ndim == 4 else 0
                 sums = (batch, q.shape[head], page * (table.shape[1] if table.ndim == 2 else 0))
             shapes.update({"max_logit": (batch, q.shape[head]), "column_sums": sums})
-        out = framework.dense_like(q, self._width_v(), framework.xp.float64 if in_float64 else self._summed(q.dtype))
+        out = framework.dense_like(q, self._width_v(), framework.xp.float64 if in_float64 else self._of_out())
         return {"out": out, **{name: framework.empty(q, shapes[name], self._statistic(in_float64)) for name in ("lse", *self.aux)}}
 
     def gradients(self, needed: Iterable[str], in_float64: bool = False) -> dict[str, Array]:
@@ -287,7 +287,7 @@ class Call(NamedTuple):
 
     def _rounded(self, found: dict[str, Array]) -> tuple[Array, ...]:
         """The oracle's results in the dtypes of every other engine."""
-        framework, of_out, statistic = self.framework, self._summed(self.arrays["q"].dtype), self._statistic()
+        framework, of_out, statistic = self.framework, self._of_out(), self._statistic()
         if is_partial(self.options):  # lse's second number is the rounding error of its first number, which is rounded below
             whole, lost = found["lse"]
             rounded = framework.cast(framework.cast(whole, statistic), whole.dtype)
@@ -401,6 +401,13 @@ class Call(NamedTuple):
         """The dtype of lse and other row statistics."""
         xp = self.framework.xp
         return xp.float64 if in_float64 or self.arrays["q"].dtype == xp.float64 else xp.float32
+
+    def _of_out(self) -> Any:
+        """The dtype of out."""
+        if "q_scale" not in self.arrays:
+            return self._summed(self.arrays["q"].dtype)
+        xp, name = self.framework.xp, self.options.get("out_dtype") or "bfloat16"
+        return getattr(xp, name, None) or xp.dtype(name)  # NumPy knows bfloat16 by the name that ml_dtypes gives it
 
     def _summed(self, dtype: Any) -> Any:
         """The dtype of results that are to be added to those of other parts."""

@@ -17,7 +17,8 @@ from .arrays.known import known_framework
 # Tensors whose shapes depend on H, Sq or Sk.
 _OF_SIZES = frozenset({"mask", "bias", "alibi_slopes", "sinks", "lse", "dlse", "delta", "block_mask"})
 # The dtype that messages suggest for lists and for tensors that can be cast without a loss, unless q is float64.
-_CASTS = {"rng": "int64", "bias": "float32", "sinks": "float32", "alibi_slopes": "float32", "k_scale": "float32", "v_scale": "float32"}
+_CASTS = {"rng": "int64", "bias": "float32", "alibi_slopes": "float32", "sinks": "float32"}
+_CASTS |= dict.fromkeys(SCALES, "float32")
 _CASTS |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table"), "int32")
 _QUANTISED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _OPTIONS = {field: option for option, field in FUNCTIONS.items()}
@@ -114,7 +115,7 @@ class OfCall:
         """Hints for a wrong dtype: what the caller may do."""
         framework = known_framework(array)
         given, accepted = (values[0].names[0].removeprefix("torch."), values[1].names)
-        has_scales = not SCALES.isdisjoint(self._arrays)
+        has_scales = not SCALES.keys().isdisjoint(self._arrays)
         is_float = "float" in given
         if name == "mask":
             if is_float:
@@ -126,6 +127,8 @@ class OfCall:
             dtype = "float64" if accepted == ("float64",) else _CASTS[name]
             is_number = given.rstrip("0123456789") in (("int", "uint") if dtype.startswith("int") else ("int", "uint", "float", "bfloat"))
             return [Hint(f"; {framework.cast_in_words('{0}', dtype)}", (Name(name),))] if is_number else []
+        if name == "q" and given == "float8_e4m3fn" and "q_scale" not in self._arrays:
+            return [Hint(", or float8_e4m3fn with {0}", (Name("q_scale"),), needs=("q_scale",))]
         if name not in ("k", "v"):
             return []
         scales = Name("k_scale"), Name("v_scale")
@@ -177,20 +180,21 @@ class OfCall:
 
     def _other_scales(self, name: str) -> list[Hint | Either]:
         """Hints for scales in a wrong shape: how the caller writes them in the right one."""
-        scale, k = self._arrays[name], self._arrays.get("k")
-        if k is None or (name == "k_scale" and self._attention.k_scale_group):
+        scale, of = self._arrays[name], self._arrays.get(SCALES[name])
+        if of is None or (name == "k_scale" and self._attention.k_scale_group):
             return []
-        shape, rows = tuple(scale.shape), tuple(k.shape[:-1])
-        if len(shape) == k.ndim and shape[-1] == 1:
+        shape, rows = tuple(scale.shape), tuple(of.shape[:-1])
+        if len(shape) == of.ndim and shape[-1] == 1:
             return [Either((Hint("{0}[..., 0]", (Name(name),)),))]
-        if len(shape) == k.ndim and name == "k_scale":
+        if len(shape) == of.ndim and name == "k_scale":
             return [Either((Hint("a scale for each column, with {0}", (Name("k_scale_group"),), needs=("k_scale_group",)),))]
         framework = known_framework(scale)
         if framework is None or len(shape) < 2 or len(shape) > len(rows):
             return []
         if any(n not in (1, m) for n, m in zip(shape[::-1], rows[::-1], strict=False)):
             return []
-        return [Hint(f"; one for many keys is a view of it, {framework.expanded_in_words('{0}', rows)}", (Name(name),))]
+        rows_of = "queries" if name == "q_scale" else "keys"
+        return [Hint(f"; one for many {rows_of} is a view of it, {framework.expanded_in_words('{0}', rows)}", (Name(name),))]
 
     def _missing_axes(self, name: str, shape: tuple[int, ...]) -> list[Hint]:
         """Hints for a mask or bias that does not broadcast: how to make it broadcast, if its axes are those of a batch and of keys."""

@@ -3,7 +3,7 @@ module takes a Call apart into keywords and puts it together again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -33,14 +33,18 @@ _SCHEMA_TYPES: dict[Any, str] = {
 _SCHEMA_TYPES[tuple[int, ...] | None] = "int[]?"
 _FEWEST = len([name for name in GRADIENTS.values() if name not in CAPTURED])  # of the values of `needed`: the others are at the end, if any
 _OF_FUNCTIONS = {*CAPTURED, *FUNCTIONS.values()}
-ARGUMENTS_WITHOUT_FUNCTIONS = ", ".join(
-    ["Tensor q, Tensor k, Tensor v, *"]
-    + [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v") and name not in _OF_FUNCTIONS]
-    + [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items() if name not in _OF_FUNCTIONS]
-)
+
+
+def arguments_without(names: Container[str]) -> str:
+    """The arguments of an operator, but for functions and what they read, and for these."""
+    tensors = [f"Tensor? {name}=None" for name in INPUTS if name not in ("q", "k", "v") and name not in _OF_FUNCTIONS]
+    fields = [f"{_SCHEMA_TYPES[field.type]} {name}={field.default}" for name, field in FIELDS.items() if name not in _OF_FUNCTIONS]
+    return ", ".join(["Tensor q, Tensor k, Tensor v, *", *(x for x in (*tensors, *fields) if x.split()[1].split("=")[0] not in names)])
+
+
 # One list has all captured tensors, because PyTorch allows an operator 64 arguments.
 _CAPTURED = f"Tensor[]? captured=None, SymInt[]? {SYMBOLS}=None"
-ARGUMENTS = ", ".join([ARGUMENTS_WITHOUT_FUNCTIONS, *(f"str? {name}=None" for name in FUNCTIONS.values()), _CAPTURED])
+ARGUMENTS = ", ".join([arguments_without(()), *(f"str? {name}=None" for name in FUNCTIONS.values()), _CAPTURED])
 # Results have the memory layout of the inputs, so a compiler may not choose other strides for the inputs.
 TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 FORWARD_NAME, BACKWARD_NAME = "strobe::attention_forward", "strobe::attention_backward"

@@ -173,6 +173,24 @@ class Layout(Choice):
         return "bshd" if fields.get("bshd") else "bhsd"
 
 
+class ResultType(Row):
+    """The dtype of out where that is not q's: an object that prints as one of the two. The library sees it in out itself."""
+
+    _CHOICES = "bfloat16", "float16"
+
+    def __init__(self, doc: str):
+        super().__init__(None, doc)
+
+    def fields(self, name: str) -> dict[str, Field]:
+        return {name: Field(str | None, None, in_struct=False)}
+
+    def read(self, wrong: Wrong, name: str, x: Any) -> dict[str, Any]:
+        if (word := str(getattr(x, "__name__", x)).removeprefix("torch.")) in self._CHOICES:
+            return {name: word}
+        wrong.append(refusing(ValueError, name, f"{shown(x)}; accepted is bfloat16, float16, or None"))
+        return {}
+
+
 class Window(Row):
     _SIDES = "window_left", "window_right"
 
@@ -231,15 +249,15 @@ class Tensor(Row):
         has_gradient: bool = False,
         may_lie_in_host_memory: bool = False,
         broadcasts_to_scores: bool = False,
-        has_rows_of_keys: bool = False,
+        has_rows_of: str | None = None,
     ):
         """broadcasts_to_scores: it broadcasts to (B, H, Sq, Sk); if it has fewer axes, the first ones are missing, as in NumPy.
-        has_rows_of_keys: its axes are those of k without the last one, in the layout of k."""
+        has_rows_of: its axes are those of this tensor, q or k, without the last one, in its layout."""
         super().__init__(None, doc)
         self.has_gradient = has_gradient
         self.may_lie_in_host_memory = may_lie_in_host_memory
         self.broadcasts_to_scores = broadcasts_to_scores
-        self.has_rows_of_keys = has_rows_of_keys
+        self.has_rows_of = has_rows_of
 
     def tensors(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -402,10 +420,20 @@ class AttentionOptions(TypedDict, total=False):
             'Sk), (Tk, Hkv) or (pages, Hkv, page), heads and keys exchanged in layout "bshd"; one for each head, (Hkv,); or one for all, '
             "() or (1,). q is float32, float16 or bfloat16, and out has its dtype. There are no gradients. strobe.kv.quantise makes data "
             "and scales.",
-            has_rows_of_keys=True,
+            has_rows_of="k",
         ),
     ]
-    v_scale: Annotated["Array | None", Tensor(_UNDOCUMENTED, has_rows_of_keys=True)]
+    v_scale: Annotated["Array | None", Tensor(_UNDOCUMENTED, has_rows_of="k")]
+    q_scale: Annotated[
+        "Array | None",
+        Tensor(
+            "q is float8_e4m3fn, and so are k and v, with scales: q stands for what is stored times its scale, float16 or float32, one for "
+            "each query and head, (B, H, Sq) or (Tq, H), one for each head, (H,), or one for all. out is then of out_dtype, and bias of "
+            "that or float32. On Hopper products may be of FP8, with P rounded to E4M3.",
+            has_rows_of="q",
+        ),
+    ]
+    out_dtype: Annotated["object | None", ResultType("with q_scale, the dtype of out: bfloat16 or float16. None: bfloat16.")]
     k_scale_group: Annotated[
         "int | None",
         Multiple(
@@ -520,10 +548,10 @@ GRADIENTS = {f"d{name}": name for name in INPUTS if name in ("q", "k", "v", *CAP
 AUX = ("max_logit", "column_sums")
 # The tensors and gradients whose axes the layout names: (B, S, H, D) with "bshd".
 TOKENS = frozenset({"q", "k", "v", "out", "dout", "dq", "dk", "dv"})
-# The tensors whose rows of the table set broadcasts_to_scores, with their gradients; and those whose rows set has_rows_of_keys.
+# The tensors whose rows of the table set broadcasts_to_scores, with their gradients; and those whose rows set has_rows_of.
 _SCORES = [name for name, row in ROWS.items() if isinstance(row, Tensor) and row.broadcasts_to_scores]
 SCORES = frozenset({*_SCORES, *(name for name, of in GRADIENTS.items() if of in _SCORES)})
-SCALES = frozenset(name for name, row in ROWS.items() if isinstance(row, Tensor) and row.has_rows_of_keys)
+SCALES = {name: row.has_rows_of for name, row in ROWS.items() if isinstance(row, Tensor) and row.has_rows_of}
 
 HYPERBOLIC: int = lib.STROBE_HYPERBOLIC
 

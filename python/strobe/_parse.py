@@ -110,8 +110,8 @@ def _judgeable(call: Call, known: dict[str, Array], wrong: Set[str]) -> tuple[Ca
         withheld |= {"beta", "shift"}
     if wrong & {"score", "mask"}:  # their functions share the captured tensors
         withheld |= {*_function.CAPTURED, *_function.FIELDS.values(), *FULL_BLOCKS}
-    if wrong & {"k_scale", "v_scale"}:  # these determine whether k and v are quantised
-        withheld |= {"k", "v", "k_scale", "v_scale"}
+    if wrong & {"q_scale", "k_scale", "v_scale"}:  # these determine whether q, k and v are quantised
+        withheld |= {"q", "k", "v", "q_scale", "k_scale", "v_scale"}
     withheld |= {name for name in _function.FIELDS.values() if callable(call.options.get(name))}  # under torch.compile
     arrays, options = ({name: x for name, x in given.items() if name not in withheld} for given in (call.arrays, call.options))
     return Call(call.framework, arrays, options), known
@@ -167,6 +167,8 @@ def read(
         recorded = _function.FIELDS["mask"] in options  # otherwise it was refused
         if framework is not None and isinstance(blocks, BlockMask) and recorded and functions["mask"] is blocks.function:
             arrays.update(zip(FULL_BLOCKS, map(framework.own, blocks.full_arrays), strict=False))
+    if "out_dtype" in options and "q_scale" not in arrays and "q_scale" not in arguments_of(wrong):
+        wrong.append(refusing(ValueError, "out_dtype", f"{options.pop('out_dtype')} without q_scale; accepted is None: out has q's dtype"))
     if options.get("score") == HYPERBOLIC:
         options["beta"] = options.get("beta", 1.0)
     elif (beta := options.pop("beta", None)) is not None and given.get("score", "dot") == "dot":

@@ -52,7 +52,7 @@ def kernels(arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: b
 
 
 def _said(function: Any, arrays: Mapping[str, Shape], options: Mapping[str, Any], backward: bool, compute_capability: int) -> list[str]:
-    made = dict(_results(arrays, backward, is_partial(dict(options))))
+    made = dict(_results(arrays, backward, is_partial(dict(options)), options.get("out_dtype") or "bfloat16"))
     structs = Structs(dict(arrays), made, dict(options), _Addresses(), lambda _: None)
     chars = ffi.new("char[]", _TEXT_BYTES)
     structs.run_without_execution(function, BACKWARD if backward else FORWARD, compute_capability, chars, _TEXT_BYTES, ffi.NULL)
@@ -64,9 +64,10 @@ def _kernel(line: str) -> Kernel:
     return Kernel(name, int(registers), int(spilled), serialized == "1", how == "compiled")
 
 
-def _results(arrays: Mapping[str, Shape], backward: bool, partial: bool) -> Iterator[tuple[str, Shape]]:
+def _results(arrays: Mapping[str, Shape], backward: bool, partial: bool, beside_scales: str) -> Iterator[tuple[str, Shape]]:
     q, v = arrays["q"], arrays["v"]
-    out = Shape((*q.shape[:-1], v.shape[-1] * (2 if v.dtype == "uint8" else 1)), q.dtype)
+    dtype = beside_scales if "q_scale" in arrays else q.dtype
+    out = Shape((*q.shape[:-1], v.shape[-1] * (2 if v.dtype == "uint8" else 1)), dtype)
     rows = (q.shape[1], q.shape[0]) if len(q.shape) == 3 else q.shape[:-1]
     sum_dtype = "float64" if q.dtype == "float64" else "float32"
     if partial and backward:

@@ -80,10 +80,10 @@ def hyperbolic_attention(
             inside the unit ball.
         aggregate: "centroid": the Lorentz centroid Σ P v / |Σ P v|. "midpoint": the Einstein midpoint, whose weights P γ(v) act as a bias
             on the keys, which lse includes. Up to rounding and dropout the two are the same point; the centroid costs less.
-        options: those of attention() except score, shift, softcap, scale, k_scale and v_scale. A part is not partial, and with aggregate
-            "midpoint" it has all keys. check=True also checks every point of q, k and v, hidden ones included, and refuses vectors that are
-            no points of the model; it reads all three and waits for a GPU. Without it, other vectors (points of the other model, or outside
-            the ball) give numbers without a meaning.
+        options: those of attention() except score, shift, softcap, scale, the scales of q, k and v, and out_dtype. A part is not
+            partial, and with aggregate "midpoint" it has all keys. check=True also checks every point of q, k and v, hidden ones
+            included, and refuses vectors that are no points of the model; it reads all three and waits for a GPU. Without it, other
+            vectors (points of the other model, or outside the ball) give numbers without a meaning.
 
     Returns:
         out: points with q's leading axes and v's width. A query that sees no key gets the origin.
@@ -143,7 +143,7 @@ def _translated(
             wrong.append(refusing(ValueError, name, f"{shown(x)}; accepted is none: the score is the distance's"))
     check_names("hyperbolic_attention", options, wrong, _NAMES, _HINTS)
     options = {**{name: x for name, x in options.items() if name in _NAMES}, "score": "hyperbolic", "beta": beta, "shift": shift}
-    scaled = [name for name in ("k_scale", "v_scale") if options.get(name) is not None]
+    scaled = [name for name in ("q_scale", "k_scale", "v_scale") if options.get(name) is not None]
     wrong += [refusing(ValueError, name, "given; accepted is None, for quantised points lie beside the hyperboloid") for name in scaled]
     if scaled:
         raise refusal(wrong)  # k and v are no points, so that nothing else can be checked on them

@@ -58,8 +58,8 @@ struct View {
   }
 };
 
-// The scales of quantised K or V: one for each row, or one for each column of `rows` consecutive rows. A scale is indexed by the row of K
-// or V that it scales.
+// The scales of quantised Q, K or V: one for each row, or one for each column of `rows` consecutive rows. A scale is indexed by the row
+// that it scales.
 struct Scales : View {
   int64_t rows = 1;
 
@@ -128,7 +128,7 @@ struct Problem {
   int64_t page_table_row = 0;                       // the distance between the rows of two sequences in the page table
   int64_t total_q = 0, total_k = 0;                 // varlen: packed tokens; dense: batch * seqlen
   int64_t most_q = kUnbounded, most_k = kUnbounded; // the longest lengths, if these are in host memory and the call gives no maximum
-  DType dtype = DType::none;                        // dtype of q and out, and of k and v unless they are quantised
+  DType dtype = DType::none;                        // dtype of out, and of q, k and v unless they are quantised
   DType quantised_as = DType::none;                 // how quantised k and v are stored; none: in dtype
   int32_t device_type = STROBE_CPU, device_index = 0;
 
@@ -147,6 +147,7 @@ struct Problem {
   // tensors
   View q, k, v;                                  // INT4: strides count bytes, and each byte holds two columns
   Scales k_scale, v_scale;                       // the scales of quantised k and v
+  Scales q_scale;                                // the scales of q in FP8
   View mask, bias;                               // (batch, head, query, key), stride 0 where broadcast
   View alibi_slopes;                             // (batch, head, -, -)
   View sinks;                                    // (-, head, -, -)
@@ -203,6 +204,7 @@ struct Problem {
   __attribute__((always_inline)) bool quantised() const { return quantised_as != DType::none; }
   // Elements per row of K or V.
   __attribute__((always_inline)) int64_t stored(int64_t columns) const { return quantised_as == DType::i4x2 ? columns / 2 : columns; }
+  __attribute__((always_inline)) bool quantised_queries() const { return bool(q_scale); }
   bool scaled_by_channel() const { return k_scale.rows > 1; } // K has a scale per column, not per row
   // Whether a forward is followed by the pass that makes max_logit and column_sums.
   bool auxiliary() const { return max_logit || column_sums; }

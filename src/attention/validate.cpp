@@ -20,6 +20,7 @@ constexpr const char *kOracle = "reference"; // the engine whose results are flo
 constexpr const char *kOneOfTwo = "given beside {0}; accepted is one of the two";
 
 const Types kFloats = {DType::f32, DType::f16, DType::bf16, DType::f64}, kQuantised = {DType::i8, DType::e4m3, DType::e5m2, DType::i4x2};
+const Types kEightBits = {DType::e4m3}, kOfEightBits = {DType::f16, DType::bf16}; // q with q_scale, and its out
 
 int64_t div_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
@@ -47,7 +48,8 @@ public:
   Validator(const strobe_attention *attention, const strobe_tensors *tensors, Operation operation)
       : a(read_versioned("attention", attention, reasons)), t(read_versioned("tensors", tensors, reasons)),
         backward(writes(operation, kGradients)), oracle(a.engine && std::strcmp(a.engine, kOracle) == 0),
-        varlen(t.cu_seqlens_q || t.cu_seqlens_k), paged(t.page_table), quantised(t.k_scale || t.v_scale) {}
+        varlen(t.cu_seqlens_q || t.cu_seqlens_k), paged(t.page_table), quantised_q(t.q_scale),
+        quantised(t.k_scale || t.v_scale || t.q_scale) {}
 
   Problem problem() {
     reasons.raise_if_any(); // without the structs, later reasons would mean nothing
@@ -138,12 +140,12 @@ private:
   }
 
   // The dtypes that k and v may have. Two INT4 are one element.
-  Types key_types() const { return quantised ? kQuantised : input_types(); }
+  Types key_types() const { return quantised_q ? kEightBits : quantised ? kQuantised : input_types(); }
   static int64_t columns_each(const strobe_tensor *x) { return x && x->dtype == STROBE_UINT8 ? 2 : 1; }
   // Whether the keys are tokens in consecutive rows.
   bool packed_k() const { return varlen && !paged; }
   Types input_types() const { return dtype == DType::none ? kFloats : Types{dtype}; }
-  Types result_types() const { return oracle ? Types{DType::f64} : input_types(); }
+  Types result_types() const { return oracle ? Types{DType::f64} : quantised_q ? kOfEightBits : input_types(); }
   bool partial() const { return part && part->partial; }
   Types statistics_types() const { // of numbers per row or per head, and of sums over several calls
     if (dtype == DType::none && !oracle) return {DType::f32, DType::f64};
@@ -159,13 +161,16 @@ private:
       return kAny;
     };
     if (t.q) checks.on_device_of(*t.q, "q");
-    require("q", t.q, queries({"D"}), kFloats);
+    require("q", t.q, queries({"D"}), quantised_q ? kEightBits : kFloats);
     if (TensorChecks::has_rank(t.q, rank)) {
       if (!varlen) n.batch = t.q->shape[0];
       n.heads = t.q->shape[1], n.rows_q = t.q->shape[row], n.dim = width("q", t.q->shape[rank - 1]);
       if (n.heads < 1) reasons.add("q", Code::heads, "{0} heads; accepted is 1 or more", n.heads);
     }
-    if (t.q && std::count(kFloats.begin(), kFloats.end(), static_cast<DType>(t.q->dtype))) dtype = static_cast<DType>(t.q->dtype);
+    const Types &of_results = quantised_q ? kOfEightBits : kFloats;
+    if (const strobe_tensor *x = quantised_q ? t.out : t.q;
+        x && std::count(of_results.begin(), of_results.end(), static_cast<DType>(x->dtype)))
+      dtype = static_cast<DType>(x->dtype);
 
     const int64_t each_k = columns_each(t.k), each_v = columns_each(t.v);
     if (each_k > 1 && n.dim > 0 && n.dim % each_k)
@@ -215,8 +220,8 @@ private:
       return;
     }
     constexpr const char *both = "missing beside {0}; accepted is both, or neither";
-    if (!t.k_scale) reasons.add("k_scale", Code::missing, both, Argument{"v_scale"});
-    if (!t.v_scale) reasons.add("v_scale", Code::missing, both, Argument{"k_scale"});
+    if (!t.k_scale) reasons.add("k_scale", Code::missing, both, Argument{t.v_scale ? "v_scale" : "q_scale"});
+    if (!t.v_scale) reasons.add("v_scale", Code::missing, both, Argument{t.k_scale ? "k_scale" : "q_scale"});
     if (backward) reasons.add("k_scale", Code::excluded, "given in a backward; accepted is none: quantised keys have no gradients");
     if (a.part) reasons.add("k_scale", Code::excluded, kOneOfTwo, Argument{"part"});
     if (dtype == DType::f64)
@@ -229,6 +234,7 @@ private:
     const Types types = {DType::f16, DType::f32};
     const Axes rows = scale_rows();
     accept("v_scale", t.v_scale, scale_axes(t.v_scale), types);
+    accept("q_scale", t.q_scale, query_scale_axes(), types);
     if (!good) return;
     Axes of_k = group ? rows : scale_axes(t.k_scale);
     if (group) {
@@ -244,9 +250,16 @@ private:
     if (scale && scale->rank == 1) return {{"Hkv", n.heads_kv, true}};
     return scale_rows();
   }
+  Axes query_scale_axes() const {
+    if (t.q_scale && t.q_scale->rank == 0) return {};
+    if (t.q_scale && t.q_scale->rank == 1) return {{"H", n.heads, true}};
+    Axes axes = queries({"D"});
+    axes.pop_back();
+    return axes;
+  }
   // The axes of a view of scales.
-  const AxisMap &scale_map(const strobe_tensor *scale) const {
-    return scale->rank == 0 ? kOne : scale->rank == 1 ? kHead : packed_k() ? kPackedScales : kDenseRows;
+  static const AxisMap &scale_map(const strobe_tensor *scale, bool packed) {
+    return scale->rank == 0 ? kOne : scale->rank == 1 ? kHead : packed ? kPackedScales : kDenseRows;
   }
   Axes scale_rows() const {
     Axes axes = keys({"D"});
@@ -542,8 +555,8 @@ private:
     p.batch = n.batch, p.heads = n.heads, p.heads_kv = n.heads_kv, p.head_dim = n.dim, p.head_dim_v = n.dim_v;
     p.seqlen_q = n.seqlen_q, p.seqlen_k = n.seqlen_k, p.max_seqlen_q = n.max_q, p.max_seqlen_k = n.max_k, p.varlen = varlen;
     p.total_q = varlen ? n.rows_q : n.batch * n.rows_q, p.total_k = packed_k() ? n.rows_k : n.batch * n.rows_k;
-    p.dtype = dtype, p.quantised_as = quantised ? static_cast<DType>(t.k->dtype) : DType::none, p.device_type = t.q->device_type,
-    p.device_index = t.q->device_index;
+    p.dtype = quantised_q && oracle ? DType::f64 : dtype, p.quantised_as = quantised ? static_cast<DType>(t.k->dtype) : DType::none,
+    p.device_type = t.q->device_type, p.device_index = t.q->device_index;
 
     p.scale = a.has_scale ? a.scale : a.score == STROBE_HYPERBOLIC ? 1 : 1 / std::sqrt(static_cast<double>(n.dim));
     p.bottom_right = a.alignment == STROBE_BOTTOM_RIGHT;
@@ -561,10 +574,11 @@ private:
     const AxisMap &tokens = varlen ? kPacked : kDense, &rows = varlen ? kPackedRows : kDenseRows;
     p.q = view(t.q, tokens), p.k = view(t.k, packed_k() ? kPacked : kDense), p.v = view(t.v, packed_k() ? kPacked : kDense);
     if (quantised) {
-      static_cast<View &>(p.v_scale) = view(t.v_scale, scale_map(t.v_scale));
-      static_cast<View &>(p.k_scale) = view(t.k_scale, !a.k_scale_group ? scale_map(t.k_scale) : packed_k() ? kPacked : kDense);
+      static_cast<View &>(p.v_scale) = view(t.v_scale, scale_map(t.v_scale, packed_k()));
+      static_cast<View &>(p.k_scale) = view(t.k_scale, !a.k_scale_group ? scale_map(t.k_scale, packed_k()) : packed_k() ? kPacked : kDense);
       if (a.k_scale_group) p.k_scale.rows = a.k_scale_group;
     }
+    if (quantised_q) static_cast<View &>(p.q_scale) = view(t.q_scale, scale_map(t.q_scale, varlen));
     if (paged) {
       p.page_size = n.page_size, p.pages = n.pages, p.pages_each = p.page_table_row = n.pages_each;
       for (View *x : {&p.k, &p.v, static_cast<View *>(&p.k_scale), static_cast<View *>(&p.v_scale)})
@@ -630,7 +644,7 @@ private:
   Reasons reasons;
   const strobe_attention a;
   const strobe_tensors t;
-  const bool backward, oracle, varlen, paged, quantised;
+  const bool backward, oracle, varlen, paged, quantised_q, quantised;
   TensorChecks checks{reasons};
   const std::shared_ptr<OwnLists> lists = std::make_shared<OwnLists>();
   Sizes n;

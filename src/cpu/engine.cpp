@@ -179,6 +179,35 @@ TileSizes choose_tiles(const Problem &p, const TileSizes &preferred, Operation o
   return tile;
 }
 
+// Q in FP8 becomes rows of 16 bits at the beginning of the workspace (queries.h), before the other kernels read them.
+struct DequantisedQueries {
+  const int64_t sequences, rows, width;
+
+  explicit DequantisedQueries(const Problem &p)
+      : sequences(p.varlen ? 1 : p.batch), rows(p.varlen ? p.total_q : p.seqlen_q), width(p.head_dim) {}
+  static uint64_t bytes(const Problem &p) {
+    if (!p.quantised_queries()) return 0;
+    const DequantisedQueries of(p);
+    return (uint64_t(of.sequences * p.heads * of.rows * of.width) * sizeof(uint16_t) + 255) / 256 * 256;
+  }
+  // The problem with these rows in place of Q.
+  Problem written(const Problem &p, const CpuKernels &kernels, const Execution &execution, void *to) const {
+    Problem own = p;
+    own.q_scale = Scales();
+    own.q.data = static_cast<char *>(to), own.q.dtype = p.dtype;
+    own.q.stride[3] = 1, own.q.stride[2] = width, own.q.stride[1] = rows * width, own.q.stride[0] = p.varlen ? 0 : p.heads * rows * width;
+    constexpr int64_t kMostItems = 4096;
+    const int64_t all = sequences * p.heads * rows, items = std::min(all, kMostItems);
+    execution.run(int32_t(items), [&](int32_t item) {
+      for (int64_t n = all * item / items; n < all * (item + 1) / items; n++) {
+        const int64_t b = n / rows / p.heads, h = n / rows % p.heads, i = n % rows;
+        kernels.dequantise_query(p, b, h, i, own.q.at<uint16_t>(b, h, i, 0));
+      }
+    });
+    return own;
+  }
+};
+
 // The problem with the bytecode of its program, if it has one.
 class Compiled {
 public:
@@ -235,6 +264,23 @@ public:
   std::string missing() const override { return set_.missing(); }
 
   Answer plan(const Problem &problem, const Execution &execution, Operation operation) const override {
+    Answer answer = plan_16_bits(problem, execution, operation);
+    Plan *plan = std::get_if<Plan>(&answer);
+    if (!plan || !problem.quantised_queries()) return answer;
+    plan->workspace_bytes += DequantisedQueries::bytes(problem);
+    plan->notes.push_back(text("q dequantised to ", strobe::name(problem.dtype), " first"));
+    return answer;
+  }
+
+  void run(const Problem &problem, const Execution &execution, Operation operation, const Plan &plan, void *workspace) const override {
+    if (!problem.quantised_queries()) return run_16_bits(problem, execution, operation, plan, workspace);
+    const CpuKernels &kernels = *set_.kernels(problem.dtype);
+    run_16_bits(DequantisedQueries(problem).written(problem, kernels, execution, workspace), execution, operation, plan,
+                static_cast<char *>(workspace) + DequantisedQueries::bytes(problem));
+  }
+
+private:
+  Answer plan_16_bits(const Problem &problem, const Execution &execution, Operation operation) const {
     const CpuKernels *kernels = set_.kernels(problem.dtype);
     if (!kernels) return std::string("adds nothing for ") + strobe::name(problem.dtype);
     const Compiled compiled(problem, set_);
@@ -272,7 +318,7 @@ public:
     return plan;
   }
 
-  void run(const Problem &problem, const Execution &execution, Operation operation, const Plan &plan, void *workspace) const override {
+  void run_16_bits(const Problem &problem, const Execution &execution, Operation operation, const Plan &plan, void *workspace) const {
     const Compiled compiled(problem, set_);
     const Problem &p = compiled.problem();
     const CpuKernels *kernels = set_.kernels(p.dtype);
@@ -288,7 +334,6 @@ public:
     kernels->auxiliary(p, execution, few ? choose_tiles(p, preferred, operation, told) : tile, workspace);
   }
 
-private:
   const InstructionSet &set_;
 };
 

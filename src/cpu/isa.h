@@ -34,6 +34,7 @@ struct CpuKernels {
   // max_logit and column_sums, after a forward with the same tile.
   int64_t (*auxiliary_workspace)(const Problem &, const TileSizes &, int64_t threads);
   void (*auxiliary)(const Problem &, const Execution &, const TileSizes &, void *workspace);
+  void (*dequantise_query)(const Problem &, int64_t b, int64_t h, int64_t i, void *to); // a row of Q in FP8 (queries.h)
   // Runs the caller's functions (program.h). Null if no instruction of this set serves them; avx512's FP32 kernels then do.
   decltype(score::Bytecode::run) run_program;
 };

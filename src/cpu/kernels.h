@@ -5,6 +5,7 @@
 #include "decode.h"
 #include "fma.h"
 #include "isa.h"
+#include "queries.h"
 
 namespace strobe::inline STROBE_ISA {
 
@@ -24,6 +25,7 @@ constexpr CpuKernels kernels_of(const char *arithmetic, TileSizes forward_tile, 
           .decode = decode<Math>,
           .auxiliary_workspace = auxiliary_workspace<Math>,
           .auxiliary = auxiliary<Math>,
+          .dequantise_query = dequantise_query,
           .run_program = run_program};
 }
 

@@ -19,6 +19,7 @@ strobe_sources(program
   program/captured.cpp
   program/engine.cpp
   program/lists.cpp
+  program/queries.cpp
   program/mask_blocks.cpp
   program/part.cpp
   program/passes.cpp

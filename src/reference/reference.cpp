@@ -119,8 +119,9 @@ struct Head {
                               : 0),
         slope(p.alibi_slopes ? load(p.alibi_slopes, b, h, 0, 0) : 0), sink(p.sinks ? load(p.sinks, 0, h, 0, 0) : -kInfinity),
         dropout(p.dropout, p.rng ? uint64_t(p.rng[0]) : p.seed, p.rng ? uint64_t(p.rng[1]) : p.offset), function(score_of(p)),
-        seen(p.program ? made(p, p.program->graph, p.program->seen) : oracle::Function({}, -1, nullptr)), Q(p.q, b, h, q, p.head_dim),
-        K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale), dO(p.dout, b, h, q, p.head_dim_v) {}
+        seen(p.program ? made(p, p.program->graph, p.program->seen) : oracle::Function({}, -1, nullptr)),
+        Q(p.q, b, h, q, p.head_dim, p.q_scale), K(p.k, b, h_kv, k, p.head_dim, p.k_scale), V(p.v, b, h_kv, k, p.head_dim_v, p.v_scale),
+        dO(p.dout, b, h, q, p.head_dim_v) {}
 
   static oracle::Function made(const Problem &p, const score::Graph &graph, int32_t root) {
     return oracle::Function(graph.nodes(), root, p.captured);

@@ -61,6 +61,7 @@ void add_conversions(Opcodes &o) {
   add_rounding<std::rint, std::rint>(o, "rni"), add_rounding<std::trunc, std::trunc>(o, "rzi");
   add_rounding<std::floor, std::floor>(o, "rmi"), add_rounding<std::ceil, std::ceil>(o, "rpi");
   o["cvt.rn.f16x2.e4m3x2"] = of<halves_of_e4m3, uint32_t, uint16_t>();
+  o["cvt.rn.satfinite.e4m3x2.f32"] = of<[](float a, float b) { return uint16_t(to_e4m3(a) << 8 | to_e4m3(b)); }, uint16_t, float, float>();
   o["cvt.rn.f32.f64"] = of<[](double a) { return float(a); }, float, double>();
   o["cvt.f64.f32"] = of<[](float a) { return double(a); }, double, float>();
 }

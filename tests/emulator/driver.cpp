@@ -2,6 +2,7 @@
 // work is done. Newly allocated memory holds NaN. Environment variables, read once:
 //   STROBE_EMULATOR_CC     compute capability times ten; 90 if not set
 //   STROBE_EMULATOR_SMS    streaming multiprocessors; 4
+//   STROBE_EMULATOR_FEW_BITS   1: sums of FP8 products are truncated as Hopper's are
 //   STROBE_EMULATOR_LATE   1: asynchronous copies and products happen as late as the program's waits permit
 //   STROBE_EMULATOR_RACES  1: look for races in shared memory
 //   STROBE_EMULATOR_EDIT   a change of a kernel's source, in controls/ (nvrtc.cpp)
@@ -43,6 +44,7 @@ struct Gpu {
   bool idle = setting("STROBE_EMULATOR_IDLE", 0);
   int cc = setting("STROBE_EMULATOR_CC", 90), sms = setting("STROBE_EMULATOR_SMS", idle ? 132 : 4);
   bool late = setting("STROBE_EMULATOR_LATE", 0), races = setting("STROBE_EMULATOR_RACES", 0);
+  bool few_bits = setting("STROBE_EMULATOR_FEW_BITS", 0);
   uint32_t seed = static_cast<uint32_t>(setting("STROBE_EMULATOR_SEED", 0));
 
   size_t shared_per_multiprocessor() const {
@@ -97,6 +99,7 @@ void launch(const CUlaunchConfig &c, const Function &f, void **parameters) {
   const Machine machine = {.multiprocessors = static_cast<uint32_t>(gpu().sms),
                            .blocks_per_multiprocessor = static_cast<uint32_t>(resident),
                            .late = gpu().late,
+                           .few_bits = gpu().few_bits,
                            .races = gpu().races,
                            .seed = gpu().seed};
   const std::lock_guard lock(one_at_a_time);

@@ -33,9 +33,10 @@ struct Launch {
 };
 struct Machine {
   uint32_t multiprocessors = 4, blocks_per_multiprocessor = 2; // resident at a time; other blocks begin, in order, as these end
-  bool late = false;  // asynchronous copies and products happen as late as the program's waits permit, instead of at once
-  bool races = false; // searches for races in shared memory; finds most of them if late is set too
-  uint32_t seed = 0;  // 0: warps run in the order of their numbers; else the seed of another order
+  bool late = false;     // asynchronous copies and products happen as late as the program's waits permit, instead of at once
+  bool few_bits = false; // sums of FP8 products are truncated as Hopper's are
+  bool races = false;    // searches for races in shared memory; finds most of them if late is set too
+  uint32_t seed = 0;     // 0: warps run in the order of their numbers; else the seed of another order
 };
 // Runs the kernel. Returns when every block has ended.
 void run(const Module &, const std::string &kernel, const Launch &, const Machine &);

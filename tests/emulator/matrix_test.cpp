@@ -151,6 +151,54 @@ TEST_CASE("emulator: wgmma, each operand in each of its places") {
       }
 }
 
+TEST_CASE("emulator: wgmma of FP8, A in registers and in rows, and sums that keep few bits") {
+  constexpr uint32_t kColumns = 64, kInner = 32;
+  const Table a(64, kInner, 12), b(kColumns, kInner, 13);
+  auto write_bytes = [](LoneWarp &w, uint32_t at, const Table &x, uint32_t rows) {
+    for (uint32_t r = 0; r < rows; r++)
+      for (uint32_t c = 0; c < kInner; c++) // from column 64 on of rows of 128
+        w.shared<uint8_t>(at + r * 128 + ((c / 16 + 4) ^ r % 8) * 16 + c % 16) = to_e4m3(static_cast<float>(x(r, c)));
+  };
+  for (bool registers : {false, true}) {
+    CAPTURE(registers);
+    LoneWarp w;
+    w.warp.index = 5; // rows 16 to 31
+    write_bytes(w, kA, a, 64), write_bytes(w, kB, b, kColumns);
+    for (uint32_t lane = 0; lane < kLanes; lane++)
+      for (uint32_t i = 0; i < 4; i++) {
+        uint32_t word = 0;
+        for (uint32_t n = 0; n < 4; n++)
+          word |= uint32_t{to_e4m3(static_cast<float>(a(16 + lane / 4 + i % 2 * 8, lane % 4 * 4 + i / 2 * 16 + n)))} << 8 * n;
+        w.words(100 + i)[lane] = word;
+      }
+    w.set_wide(110, descriptor(kA + 64, 16)), w.set_wide(112, descriptor(kB + 64, 16));
+    for (uint32_t i = 0; i < kColumns / 2; i++) w.set(i, std::bit_cast<uint32_t>(1.0f));
+    w.words(120)[0] = kAllLanes;
+    const std::vector<Operand> operands{vector(0, kColumns / 2), registers ? vector(100, 4) : wide(110), wide(112), predicate(120),
+                                        immediate(1),            immediate(1)};
+    const auto multiply = [&] { w.run("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3", operands); };
+    multiply();
+    for (uint32_t i = 0; i < kColumns / 2; i++)
+      for (uint32_t lane = 0; lane < kLanes; lane++) {
+        int expected = 1;
+        for (uint32_t k = 0; k < kInner; k++) expected += a(16 + row_of(lane, i), k) * b(column_of(lane, i), k);
+        REQUIRE(w.number(i, lane) == expected);
+      }
+    w.machine.few_bits = true;
+    w.set(0, std::bit_cast<uint32_t>(0x1p20f)), w.set(1, std::bit_cast<uint32_t>(0x1p-30f));
+    multiply();
+    for (uint32_t lane = 0; lane < kLanes; lane++) {
+      const auto of = [&](uint32_t i) {
+        int sum = 0;
+        for (uint32_t k = 0; k < kInner; k++) sum += a(16 + row_of(lane, i), k) * b(column_of(lane, i), k);
+        return sum;
+      };
+      REQUIRE(w.number(0, lane) == 0x1p20f);                    // products below 2^7 are cut off
+      REQUIRE(w.number(1, lane) == static_cast<float>(of(1)));  // they are whole beside small sums
+    }
+  }
+}
+
 TEST_CASE("emulator: what wgmma must not do") {
   LoneWarp w(true);
   w.set_wide(110, descriptor(kA + 32 * 4, 16)), w.set_wide(112, descriptor(kB, 16));

@@ -34,6 +34,18 @@ inline uint16_t half_of_e4m3(uint8_t x) {
   return to_half((x & 0x80 ? -256.0f : 256.0f) * from_half(static_cast<uint16_t>((x & 0x7F) << 7)));
 }
 
+inline uint8_t to_e4m3(float x) { // what is larger than 448 becomes 448
+  const uint32_t sign = bits(x) >> 24 & 0x80;
+  const float size = std::fmin(std::fabs(x), 448.0f);
+  if (x != x) return 0x7F;
+  if (size == 0) return static_cast<uint8_t>(sign);
+  int exponent;
+  std::frexp(size, &exponent);                          // size < 2^exponent
+  const int unit = (exponent < -5 ? -5 : exponent) - 4; // the exponent of the last bit
+  const auto last = static_cast<int>(std::nearbyint(std::ldexp(size, -unit)));
+  return static_cast<uint8_t>(sign | static_cast<uint32_t>((unit + 9) * 8 + last)); // a carry goes into the exponent
+}
+
 // Rounds to ten bits of fraction, ties away from zero.
 inline float to_tf32(float x) {
   if (x != x) return number(0x7FFFFFFF);

@@ -16,7 +16,7 @@ from torch import Tensor
 import plain
 import strobe
 from paging import in_pages
-from quantising import Kind, Quantised, group_of, quantised
+from quantising import KINDS, Kind, Quantised, group_of, quantised, quantised_queries
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -83,6 +83,7 @@ FACTORS: dict[str, list[Any]] = {
         Kind("int4", "float32", 32),
         Kind("int8", "float16", 64),
         Kind("float8", "float32", 96),
+        Kind("float8", "float32", None, True),
     ],
 }
 Factors = dict[str, list[Any]]
@@ -109,6 +110,8 @@ def _valid(case: dict[str, Any]) -> bool:
     if quant := case.get("quant"):
         rules += [
             case.get("dtype") != "float64",
+            # out beside q of FP8
+            not (quant.queries and case.get("dtype") == "float32"),
             not case.get("part"),
             # two INT4 share a byte
             not (quant.stored == "int4" and any(n % 2 for n in case.get("dims", ()))),
@@ -179,7 +182,7 @@ class Inputs:
     run: dict[str, Any] = field(default_factory=dict)  # options that say how the call runs, not what it computes: tile, threads, flags
     aux: tuple[str, ...] = ()
     page: int | None = None  # k and v are passed in pages of this many keys, forward only; Sk is a multiple of it
-    quant: Quantised | None = None  # the stored k and v to pass; the fields k and v hold their values in float64; forward only
+    quant: Quantised | None = None  # the stored k and v (q) to pass; the fields k and v hold their values in float64; forward only
 
     @property
     def varlen(self) -> bool:
@@ -200,7 +203,11 @@ class Inputs:
             data, scales = data.paged(), scales.paged()
         row = 0 if self.varlen and not self.page else 1 if bshd else 2
         k, v, more = Quantised(kind, data.k, data.v, scales.k, scales.v).handed(row)
-        return replace(data, k=k, v=v, options=data.options | more)
+        q = self.q
+        if self.quant.q is not None:
+            q, word = self.quant.q.view(KINDS["float8"][1]), str(self.q.dtype).removeprefix("torch.")
+            more |= {"q_scale": self.quant.q_scale[..., 0], "out_dtype": word}
+        return replace(data, q=q, k=k, v=v, options=data.options | more)
 
     def paged(self) -> Inputs:
         """The call with k and v in pages."""
@@ -406,6 +413,9 @@ def build(case: dict[str, Any]) -> Inputs:
         quant, k, v = quantised(kind, k, v, row, None if kind.group is None else _groups(kind.group, case["page"], k.shape[row], starts))
         if not case["page"]:
             quant.k, quant.v = (_storage(storage, t) for t in (quant.k, quant.v))
+        if kind.queries:
+            quant.q, quant.q_scale, q = quantised_queries(q)
+            quant.q = _storage(storage, quant.q)
         if storage == "sliced":
             quant.k_scale, quant.v_scale = (_storage(storage, t) for t in (quant.k_scale, quant.v_scale))
 

@@ -25,7 +25,7 @@ ON_GPU = EMULATED or _WHERE == "cuda"
 DEVICE = "cpu" if EMULATED else _WHERE  # the device of tensors
 
 
-_QUANTISED = ("k", "v", "k_scale", "v_scale")
+_QUANTISED = ("q", "k", "v", "q_scale", "k_scale", "v_scale")
 
 
 @contextmanager

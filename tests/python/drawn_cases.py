@@ -48,6 +48,8 @@ def cases(draw):
         case["dims"] = tuple(d + d % 2 for d in case["dims"])
     if case["quant"] and case["quant"].stored in ("float8", "e5m2") and case["storage"] == "reversed":
         case["storage"] = "sliced"
+    if case["quant"] and case["quant"].queries and case["dtype"] == "float32":
+        case["dtype"] = "bfloat16"
     if case["score"] != "dot":
         case["softcap"] = FACTORS["softcap"][0]  # no softcap, because the two exclude each other
     if case["bias kind"] == "float32" and case["dtype"] == "float64":

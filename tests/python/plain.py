@@ -104,6 +104,12 @@ class SoftmaxTimesV(torch.autograd.Function):
         return ds, _drop(p[..., :sk], keep, ctx.rate).transpose(-1, -2) @ dout, None, None, None
 
 
+def in_eight_bits(p: Tensor) -> Tensor:
+    """P as FP8 products take it: with 256 for the row's largest, rounded to E4M3."""
+    largest = p.amax(-1, keepdim=True)
+    return (256 * p / largest.where(largest > 0, 1)).float().to(torch.float8_e4m3fn).to(p.dtype) * largest / 256
+
+
 def statistics(q: Tensor, k: Tensor, score: Score, order: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """The largest score of each head (B,H), and the sums of P's columns (B,H,Sk), of q's dtype. order: as in attention()."""
     (b, h, sq), sk = q.shape[:3], k.shape[2]
@@ -121,12 +127,14 @@ def attention(
     order: tuple[Tensor, Tensor] | None = None,
     with_scores: bool = False,
     round_once: bool = False,
+    eight_bits: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """q (B,H,Sq,D), k (B,Hkv,Sk,D), v (B,Hkv,Sk,Dv) -> out (B,H,Sq,Dv), lse (B,H,Sq), all of q's dtype.
 
     order permutes (head dimension of q and k, keys): the same formulas, summed in another order.
     from_output: the backward takes D from the output, not from P and dP.
     with_scores: returns out and the scores, in `order`.
+    eight_bits: P is rounded to E4M3; without from_output.
     round_once: q·k of float64 is its exact sum, rounded, if the CPU can compute it.
     """
     dtype = q.dtype
@@ -165,4 +173,6 @@ def attention(
         return SoftmaxTimesV.apply(s, v, empty, keep, score.keep_rate)
     p = torch.softmax(s, dim=-1).masked_fill(empty, 0.0)[..., :sk]
     lse = torch.logsumexp(s, dim=-1).masked_fill(empty[..., 0], -torch.inf)
+    if eight_bits and sk:
+        p = in_eight_bits(p)
     return _drop(p, keep, score.keep_rate) @ v, scores if with_scores else lse

@@ -22,6 +22,7 @@ class Kind(NamedTuple):
     stored: str  # one of KINDS
     scale: str  # one of SCALES
     group: int | None = None  # rows of k that share a scale for each column; None: a scale for each row
+    queries: bool = False  # q is quantised, too
 
 
 @dataclass
@@ -33,6 +34,8 @@ class Quantised:
     v: Tensor
     k_scale: Tensor
     v_scale: Tensor
+    q: Tensor | None = None  # bytes
+    q_scale: Tensor | None = None
 
     def handed(self, row: int) -> tuple[Tensor, Tensor, dict[str, object]]:
         """k, v and options; row: the axis of rows."""
@@ -51,6 +54,14 @@ def quantised(kind: Kind, k: Tensor, v: Tensor, row: int, groups: Tensor | None)
     v_data, v_scale = _stored(kind, v, v.abs().amax(-1, keepdim=True))
     both = Quantised(kind, _bytes(kind, k_data), _bytes(kind, v_data), k_scale.contiguous(), v_scale.contiguous())
     return both, k_data.double() * k_scale.double(), v_data.double() * v_scale.double()
+
+
+def quantised_queries(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q in FP8: bytes, scales that are powers of two, one for each row, and the values in q's dtype, which holds them exactly."""
+    most, dtype = KINDS["float8"]
+    scale = 2.0 ** torch.ceil(torch.log2((q.abs().amax(-1, keepdim=True).float() / most).clamp(min=2.0**-14)))
+    stored = (q.float() / scale).to(dtype)
+    return stored.contiguous().view(torch.uint8), scale, (stored.float() * scale).to(q.dtype)
 
 
 def group_of(positions: Tensor, group: int, page: int | None) -> Tensor:

@@ -65,7 +65,7 @@ def test_case(number, record_property):
                 faults.append(f"{engine or 'default'} refuses: {refusal}")
             continue
         compared[engine or "default"] = len(results)
-        faults += [f"{engine or 'default'}: {fault}" for fault in yardstick.faults(results)]
+        faults += [f"{engine or 'default'}: {fault}" for fault in yardstick.faults(results, engine)]
     record_property("strength", {2: "pairs", 3: "triples"}[STRENGTH])
     record_property("compared", compared)
     assert not faults, "\n".join([f"{name} = {value!r}" for name, value in case.items()] + faults)

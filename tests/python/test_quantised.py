@@ -51,7 +51,7 @@ def check(inputs: Inputs, *wanted: str) -> None:
                 faults.append(f"{engine} refuses: {refusal}")
             continue
         took.add(engine)
-        faults += [f"{engine}: {fault}" for fault in yardstick.faults(found)]
+        faults += [f"{engine}: {fault}" for fault in yardstick.faults(found, engine)]
     assert not faults, "\n".join(faults)
     if not took:
         pytest.skip("no engine here reads quantised keys")

@@ -22,5 +22,5 @@ def test_any_legal_call(case):
         except NotImplementedError:
             assert engine is not None
             continue
-        faults += [f"{engine or 'default'}: {fault}" for fault in yardstick.faults(results)]
+        faults += [f"{engine or 'default'}: {fault}" for fault in yardstick.faults(results, engine)]
     assert not faults, "\n".join(faults)

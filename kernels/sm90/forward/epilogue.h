@@ -11,13 +11,15 @@ namespace strobe::sm90 {
 // Stores a lane's columns of row r (0 or 1) of O, times a factor, as the partial result of a split. Returns whether a number is not finite.
 template <Config C>
 __device__ __forceinline__ bool store_partial(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, int r, float factor) {
-  float *out = partial_out(group.a, item, h, row) + tile::lane_column(0, 0);
+  constexpr bool kFour = C.eight_bits != 0; // whether a lane's columns are four neighbours of 16 (eight_bits.h)
+  const i32 own = kFour ? 2 * tile::lane_column(0, 0) : tile::lane_column(0, 0);
+  float *out = partial_out(group.a, item, h, row) + own;
   bool nonfinite = false;
 #pragma unroll
   for (int n = 0; n < C.head_dim_v / 4; ++n) {
-    const i32 c = n / 2 * 8 + n % 2;
+    const i32 c = kFour ? n / 4 * 16 + n % 2 * 2 + n / 2 % 2 : n / 2 * 8 + n % 2;
     const float x = group.O.x[n / 2 * 4 + 2 * r + n % 2] * factor;
-    if (c + tile::lane_column(0, 0) < group.in.head_dim_v) out[c] = x;
+    if (c + own < group.in.head_dim_v) out[c] = x;
     if (r == 0 || C.invariant) nonfinite |= !(x - x == 0); // invariant: a row that sees no key of this split shows nothing
   }
   return nonfinite;
@@ -29,16 +31,21 @@ template <Config C>
 __device__ __forceinline__ bool store_rounded(const Warpgroup<C> &group, const Item &item, i32 h, i64 row, bool there, int r,
                                               float factor) {
   using T = typename Element<C.dtype>::type;
-  const i32 odd = group.lane % 2, column = 8 * odd + group.lane % 4 / 2 * 4;
+  const i32 odd = group.lane % 2, column = C.eight_bits ? 2 * tile::lane_column(0, 0) : 8 * odd + group.lane % 4 / 2 * 4;
   T *out = group.a.out.template at<T>(item.b, h, row, 0) + column;
   const i32 columns = there ? group.in.head_dim_v - column : 0;
   u32 zero = 0; // becomes NaN if a number is not finite
 #pragma unroll
   for (int c = 0; c < C.head_dim_v; c += 16) {
     const float *o = group.O.x + c / 2 + 2 * r;
-    const u32 left = pack<T>(o[0] * factor, o[1] * factor), right = pack<T>(o[4] * factor, o[5] * factor);
-    const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
-    const u32 x = odd ? other : left, y = odd ? right : other;
+    u32 x, y;
+    if constexpr (C.eight_bits) { // the lane's columns are neighbours already (eight_bits.h)
+      x = pack<T>(o[0] * factor, o[4] * factor), y = pack<T>(o[1] * factor, o[5] * factor);
+    } else {
+      const u32 left = pack<T>(o[0] * factor, o[1] * factor), right = pack<T>(o[4] * factor, o[5] * factor);
+      const u32 other = __shfl_xor_sync(0xFFFFFFFFu, odd ? left : right, 1);
+      x = odd ? other : left, y = odd ? right : other;
+    }
     store_global_below(c, columns, out + c, x, y);
     // If V has a number that is not finite, all rows show it, so one row is enough. Invariant: both rows are looked at, since the sum of
     // one row may not be finite.
@@ -133,6 +140,7 @@ template <Config C>
 __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &item, const TileSoftmax<C> &softmax, bool first, bool last,
                                               const bool (&counts)[2]) {
   static_assert(!C.invariant || !(C.features.bias || C.features.part));
+  static_assert(!C.eight_bits || !C.features.part);
   const HopperForwardArguments &a = group.a;
   const Inputs &in = group.in;
   const RowSoftmax<2> &running = softmax.running;
@@ -145,12 +153,16 @@ __device__ __forceinline__ void store_results(Warpgroup<C> &group, const Item &i
   const auto rows = rows_of_result(group, item, softmax);
   bool overflow = false, nonfinite = false;
   float zero = 0; // becomes NaN if a number of the chunk is not finite
+  float value = 1;
+  if constexpr (C.eight_bits) value = scale_of_values<C>(a, item);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const auto [i, h] = softmax.place(r);
     const i64 row = rows.q0 + i;
-    const RowEnd end = row_end(running.M[r], tile::row_sum(running.l[r]), C.packed ? sink_of(h) : sink, natural);
+    const float l = tile::row_sum(running.l[r]);
+    const RowEnd end = row_end(running.M[r], C.eight_bits ? l * kLowered : l, C.packed ? sink_of(h) : sink, natural);
     float factor = end.factor * softmax.dropout.dropout.factor(), lse = end.lse;
+    if constexpr (C.eight_bits) factor *= kLowered * value;
     const bool there = i < rows.seqlen_q && counts[r];
     overflow = overflow || (there && overflowed(softmax, end, r));
     if constexpr (C.split) {

@@ -25,6 +25,8 @@ template <Config C> struct Forward {
       if constexpr (C.features.quant) {
         if (threadIdx.x < 32)
           Control<C>{{a, a.in, shared}, {a, a.in, shared}}.all();
+        else if constexpr (C.eight_bits)
+          Transpose<C>{shared}.all();
         else
           Dequantise<C>{shared}.all();
         return;

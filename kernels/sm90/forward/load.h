@@ -3,6 +3,7 @@
 // parts of a problem: part.h); and whether they are tiles that wgmma reads, or quantised and become such tiles first (stored.h).
 #pragma once
 #include "../arguments.h"
+#include "eight_bits.h"
 #include "part.h"
 #include "rows.h"
 #include "shared.h"
@@ -122,6 +123,7 @@ template <Config C> struct Load {
     if (!more) next.begin = next.end = 0, next.masked = true;
     if constexpr (C.features.part) next.shift = more ? next.shift : 0;
     i32 before = -1; // the first row of the tile whose V is loaded next
+    if constexpr (C.eight_bits) return load_eight_bits(item.b, tiles, next, more, k0, kv);
     if constexpr (kStored) return load_stored(item.b, tiles, next, more, k0, kv);
 #pragma unroll 1
     do {
@@ -236,9 +238,65 @@ template <Config C> struct Load {
     __syncwarp();
     if (elected()) {
       write(shared.stored_message(to.index), 0, 0, 0, kStoredEnd);
-      for (int n = 0; n < 2; ++n) mbarrier_arrive(shared.stored_full(to.index));
+      for (int n = 0; n < SharedMemory<C>::kFillsStored; ++n) mbarrier_arrive(shared.stored_full(to.index));
     }
     __syncwarp();
+  }
+
+  // FP8: loads K of a tile to where it is multiplied, and V to where it is transposed; and Q after the first K.
+  template <class Tiles, class KeyTile>
+  __device__ __forceinline__ void load_eight_bits(i32 b, Tiles &tiles, KeyTile next, bool more, i32 k0, i32 kv) {
+    StoredRows<C> rows(in, b, next.begin, next.end);
+#pragma unroll 1
+    for (bool first = true;; first = false) {
+      const KeyTile tile = next;
+      const i32 run = C.invariant ? this->run(tiles, tile.begin) : 0;
+      more = more && tiles.next(next);
+      const StoredRows<C> ahead(in, b, more ? next.begin : 0, more ? next.end : 0); // looked up before this tile's waits
+      const i32 lacking = rows.settle(in) * Tile::kLacks;
+      i32 masked = lacking || tile.masked || tile.end - tile.begin < kN;
+      if constexpr (C.features.blocks == kFullKnown) masked |= tile.open ? Tile::kOpen : 0;
+      i32 last = !more;
+      if constexpr (C.invariant) last = !more ? Tile::kLast : end_of_run(tiles, run, next.begin);
+      load_k_of_eight_bits(rows, b, lacking | masked, last, k0, kv);
+      if (first) LoadQ<C>{a, shared}.load(read<Item>(shared.item()), items);
+      load_v_of_eight_bits(rows, b, k0, kv);
+      if (!more) break;
+      rows = ahead;
+    }
+  }
+  __device__ __forceinline__ void load_k_of_eight_bits(const StoredRows<C> &rows, i32 b, i32 masked, i32 last, i32 k0, i32 kv) {
+    const u32 full = shared.k_full(k.index);
+    mbarrier_wait(shared.k_empty(k.index), k.parity ^ 1);
+    __syncwarp();
+    if (elected()) {
+      write(shared.tile(k.index), rows.begin, rows.begin + rows.count, masked, last);
+      mbarrier_expect(full, C.k_bytes());
+    }
+    __syncwarp();
+    rows.template load<C.columns()>(a.tma_k, full, shared.k + k.index * C.k_bytes(), k0, kv, b);
+    if constexpr (C.scaled_rows & kScaledKeys) {
+      const KeyScales &all = scales_of<C>(a);
+      scales.load(in, all.k, all.half_k, kv * all.k.stride[1], rows, k0, b);
+      scales.store(shared.scales(k.index));
+      __syncwarp();
+      if (elected()) mbarrier_arrive(full);
+      __syncwarp();
+    }
+    k.advance();
+  }
+  __device__ __forceinline__ void load_v_of_eight_bits(const StoredRows<C> &rows, i32 b, i32 k0, i32 kv) {
+    constexpr int kColumns = C.stored_columns(C.head_dim_v);
+    const u32 full = shared.stored_full(to.index);
+    mbarrier_wait(shared.stored_empty(to.index), to.parity ^ 1);
+    __syncwarp();
+    if (elected()) {
+      write(shared.stored_message(to.index), 0, 0, 0, kStoredValue);
+      mbarrier_expect(full, 2 * kN * kColumns);
+    }
+    __syncwarp();
+    rows.template load<kColumns>(a.tma_v, full, shared.stored_tile(to.index), k0, kv, b);
+    to.advance();
   }
 
   // If keys are walked by chunks: the number of the chunk that contains the tile at `begin`.

@@ -21,7 +21,8 @@ template <Config C> __device__ __forceinline__ void clear_nonfinite_v(const Warp
 #pragma unroll 1
   for (i32 i = (i32)threadIdx.x % 128 * 4; i < C.v_bytes();
        i += 128 * 4) { // 4 bytes at a time: few registers are left beside S, O, P and Q
-    const u32 place = group.shared.v + value.index * C.v_bytes() + i, x = load_shared(place), bad = spread(nonfinite<T>(x));
+    const u32 place = group.shared.v + value.index * C.v_bytes() + i, x = load_shared(place);
+    const u32 bad = C.eight_bits ? nan_bytes(x) : spread(nonfinite<T>(x));
     if (bad) store_shared(place, x & ~bad);
   }
   async_proxy_fence();

@@ -149,10 +149,11 @@ template <Config C> struct QueryTile {
     leave_bias();
     group.S.done(); // makes the compiler wait for P V only after the softmax
     const bool more = next_tile();
-    wait_for<0>(group.O, group.P);
+    group.end_p_v();
     group.release_v();
+    if constexpr (C.eight_bits) softmax.promote();
     softmax.round(group.P);
-    if (followed) softmax.rescale(group.O);
+    if (followed && !C.eight_bits) softmax.rescale(group.O);
     return more;
   }
   // O += P V of the last visible tile.
@@ -162,8 +163,9 @@ template <Config C> struct QueryTile {
   }
   __device__ __forceinline__ void p_v() {
     group.begin_p_v();
-    wait_for<0>(group.O, group.P);
+    group.end_p_v();
     group.release_v();
+    if constexpr (C.eight_bits) softmax.promote();
   }
   // Skips this tile, which is not visible, and the following ones.
   __device__ __forceinline__ void drain(bool turn) {
@@ -176,6 +178,7 @@ template <Config C> struct QueryTile {
 
   // Called when S is in registers. Frees the stage of K, unless a bias lies there too.
   __device__ __forceinline__ void take_k() {
+    if constexpr (C.eight_bits) softmax.factors.multiply(group.S.x, group.shared.scales(group.k.index));
     softmax.given.bias.begin(group.k.index);
     if constexpr (!Given<C, typename TileSoftmax<C>::Score>::kBias) group.release_k();
   }

@@ -69,7 +69,7 @@ template <Config C> struct SharedMemory {
   __device__ __forceinline__ u32 stored_tile(int stage) const { return stored + stage * C.stored_bytes(); }
   __device__ __forceinline__ u32 scales(int stage) const { return stored + C.stored_stages * C.stored_bytes() + stage * C.scale_bytes(); }
   __device__ __forceinline__ u32 stored_full(int stage) const {
-    return stored + C.stored_stages * (C.stored_bytes() + C.scale_bytes()) + 32 * stage;
+    return stored + C.stored_stages * C.stored_bytes() + C.scale_stages() * C.scale_bytes() + 32 * stage;
   }
   __device__ __forceinline__ u32 stored_empty(int stage) const { return stored_full(stage) + 8; }
   __device__ __forceinline__ u32 stored_message(int stage) const { return stored_full(stage) + 16; }
@@ -78,7 +78,9 @@ template <Config C> struct SharedMemory {
   enum : i32 {
     kLoadsV = C.features.pages && !kDequantises, // a warp of its own loads V, and reads the messages as consumers do
     kReaders = kDequantises ? 0 : 2 + kLoadsV,   // warps that read an item's message, beside the consumers
-    kFills = kDequantises ? C.kDequantising : 1, // arrivals that make a stage full
+    kFills = kDequantises ? C.kDequantising : 1, // arrivals that make a stage of V full
+    kFillsK = C.eight_bits ? 1 + (C.scaled_rows & kScaledKeys) : kFills,
+    kFillsStored = C.eight_bits ? 1 : 2, // the copy engine's bytes, and the scales
   };
   __device__ __forceinline__ void begin() const {
     for (int w = 0; w < C.warpgroups; ++w) mbarrier_init(q_full(w), 1), mbarrier_init(q_empty(w), 4);
@@ -90,14 +92,14 @@ template <Config C> struct SharedMemory {
       store_shared(failed(n), 0);
     }
     for (int s = 0; s < C.stages; ++s) {
-      mbarrier_init(k_full(s), kFills);
+      mbarrier_init(k_full(s), kFillsK);
       mbarrier_init(k_empty(s), 4 * C.warpgroups + kLoadsV);
       mbarrier_init(v_full(s), kFills);
       mbarrier_init(v_empty(s), 4 * C.warpgroups);
     }
     if constexpr (kDequantises) {
       for (int s = 0; s < C.stored_stages; ++s)
-        mbarrier_init(stored_full(s), 2), mbarrier_init(stored_empty(s), C.kDequantising); // full: the copy engine's bytes, and the scales
+        mbarrier_init(stored_full(s), kFillsStored), mbarrier_init(stored_empty(s), C.kDequantising);
     }
     mbarrier_init_fence();
   }

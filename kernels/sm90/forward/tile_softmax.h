@@ -3,12 +3,19 @@
 #pragma once
 #include "../../device/query_major_dropout.h"
 #include "../../device/softmax.h"
+#include "eight_bits.h"
 #include "exponent.h"
 #include "given.h"
 #include "nonfinite.h"
 #include "rows.h"
 
 namespace strobe::sm90 {
+
+// The factors of S without any.
+struct NoScales {
+  template <class... Any> __device__ __forceinline__ explicit NoScales(const Any &...) {}
+  template <class Score> __device__ __forceinline__ Score applied(const Score &scores) const { return scores; }
+};
 
 template <Config C> struct TileSoftmax {
   using T = typename Element<C.dtype>::type;
@@ -25,6 +32,7 @@ template <Config C> struct TileSoftmax {
   float (&S)[kN / 2];
   const Item &item;
   const Sequence sequence;
+  const typename Either<C.eight_bits != 0, ScoreScales<C>, NoScales>::type factors;
   const Score scores;
   QueryMajorDropout<F> dropout;
   const i32 q, row; // the first query of the warpgroup and of the warp; not used with packed heads
@@ -43,10 +51,12 @@ template <Config C> struct TileSoftmax {
   }();
   float fetched[kFetches ? kFetched + 14 : 1];
   u32 random[F.dropout ? kN / 32 : 1][4];
+  float rescales[2]; // with eight_bits: what O is multiplied by before P V of the tile that was rounded last is added
 
   __device__ __forceinline__ TileSoftmax(Warpgroup<C> &group, const Item &item)
       : group(group), S(group.S.x), item(item), sequence(sequence_of(group.in, group.shared, item, group.items)),
-        scores(group.in, sequence, item.b), dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b},
+        factors(group.a, item, sequence, [&](int r) { return place_in(group, item, r); }),
+        scores(factors.applied(Score(group.in, sequence, item.b))), dropout{Dropout<F>(group.in), (u32)item.h, (u32)item.b},
         q(item.q + queries_of_warpgroup<C>(group.a) * group.w), row(q + 16 * group.warp),
         rows{scores.row(place(0).i, place(0).h), scores.row(place(1).i, place(1).h)},
         given(group.a, group.shared, scores, item.h, row, group.w, group.warp), line(scores, rows[0].slope), fast(scores),
@@ -57,7 +67,12 @@ template <Config C> struct TileSoftmax {
   // The query and the head of a lane's row r.
   __device__ __forceinline__ RowPlace place(int r) const {
     if constexpr (!C.packed) return {row + tile::lane_row(r), item.h};
-    return packed_place(group.a, item, group.w, 16 * group.warp + tile::lane_row(r));
+    return place_in(group, item, r);
+  }
+  static __device__ __forceinline__ RowPlace place_in(const Warpgroup<C> &group, const Item &item, int r) {
+    const i32 in_tile = 16 * group.warp + tile::lane_row(r);
+    if constexpr (!C.packed) return {item.q + queries_of_warpgroup<C>(group.a) * group.w + in_tile, item.h};
+    return packed_place(group.a, item, group.w, in_tile);
   }
   // Starts another chunk of keys. kFixedByRow: if `lags`, all rows lag; otherwise each row decides for itself. Rows that do not exist never
   // follow.
@@ -121,15 +136,36 @@ template <Config C> struct TileSoftmax {
     } else {
       if (follows) running.template follow<C.reference == kExact>(S, of);
     }
-    running.exponentiate(S, of);
+    if constexpr (C.eight_bits)
+      running.exponentiate(S, Raised<Exponent>{of});
+    else
+      running.exponentiate(S, of);
   }
   // Rounds P to an operand of the tensor cores, in which dropped elements are 0.
-  __device__ __forceinline__ void round(LeftOperand<kN> &P) const {
+  __device__ __forceinline__ void round(LeftOperand<kN> &P) const
+    requires(!C.eight_bits)
+  {
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) {
       P.x[i] = pack<T>(S[2 * i], S[2 * i + 1]);
       if constexpr (F.dropout) P.x[i] = dropout.kept(P.x[i], random[i / 8][i / 4 % 2 * 2 + i % 2], i / 2 % 2);
     }
+  }
+  __device__ __forceinline__ void round(LeftOperand<kN / 2> &P)
+    requires(C.eight_bits != 0)
+  {
+    rescales[0] = running.alpha[0], rescales[1] = running.alpha[1];
+#pragma unroll
+    for (int i = 0; i < kN / 8; ++i) {
+      const float *s = S + i / 4 * 16 + i / 2 % 2 * 8 + i % 2 * 2; // keys 2t, 2t + 1, 2t + 8, 2t + 9 of 16
+      P.x[i] = pack_e4m3(s[0], s[1]) | pack_e4m3(s[4], s[5]) << 16;
+      if constexpr (F.dropout) P.x[i] &= less_bytes(random[i / 4][i % 4], dropout.dropout.threshold * 0x01010101u);
+    }
+  }
+  // Adds P V of a tile to O, in FP32.
+  __device__ __forceinline__ void promote() {
+#pragma unroll
+    for (int i = 0; i < C.head_dim_v / 2; ++i) group.O.x[i] = __fmaf_rn(group.O.x[i], rescales[i / 2 % 2], group.O_of_tile.x[i]);
   }
   // Rescales O to the current reference.
   template <int N> __device__ __forceinline__ void rescale(Accumulator<T, N> &O) const {

@@ -9,6 +9,7 @@ namespace strobe::sm90 {
 
 template <Config C> struct Warpgroup {
   using T = typename Element<C.dtype>::type;
+  using Operand = typename Either<C.eight_bits != 0, e4m3, T>::type;
   static constexpr int kD = C.head_dim, kDv = C.head_dim_v, kN = C.tile_k;
   // Named barriers: at kTurn + w, warpgroup w waits until it may issue products; at kTogether + w all its threads meet.
   static constexpr int kTurn = 1, kTogether = kTurn + C.warpgroups;
@@ -20,8 +21,9 @@ template <Config C> struct Warpgroup {
   Stage<C> k{}, v{};       // the stages that the next tiles of K and V use
   u32 items = 0, verdicts = 0;
   Accumulator<T, kDv> O;
-  Accumulator<T, kN> S;
-  LeftOperand<kN> P;
+  Accumulator<Operand, kN> S;
+  LeftOperand<C.eight_bits ? kN / 2 : kN> P;
+  Accumulator<Operand, C.eight_bits ? kDv : 2> O_of_tile; // with eight_bits: P V of a tile
   LeftOperand<C.q_in_registers ? kD : 4> Q;
 
   __device__ __forceinline__ Warpgroup(const HopperForwardArguments &a, const SharedMemory<C> &shared, int w)
@@ -39,12 +41,24 @@ template <Config C> struct Warpgroup {
     if constexpr (C.q_in_registers)
       S.template begin_product<Place::kept>(Q, key);
     else
-      S.template begin_product<kD, 64, Place::kept>(q_address(), key);
+      S.template begin_product<C.product_columns(), 64, Place::kept>(q_address(), key);
   }
   // O += P V with the next tile of V, once it has arrived.
   __device__ __forceinline__ void begin_p_v() {
     mbarrier_wait(shared.v_full(v.index), v.parity);
-    O.begin_adding(P, shared.v + v.index * C.v_bytes());
+    const u32 value = shared.v + v.index * C.v_bytes();
+    if constexpr (C.eight_bits) {
+      P.done();
+      O_of_tile.template begin_product<Place::free>(P, value);
+    } else {
+      O.begin_adding(P, value);
+    }
+  }
+  __device__ __forceinline__ void end_p_v() {
+    if constexpr (C.eight_bits)
+      wait_for<0>(O_of_tile, P);
+    else
+      wait_for<0>(O, P);
   }
 
   __device__ __forceinline__ void release(u32 empty) const {

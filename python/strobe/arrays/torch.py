@@ -185,7 +185,8 @@ def is_alone() -> bool:
 def _autocast(arrays: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Casts as autocast does for scaled_dot_product_attention: q, k, v to `dtype`, but not float64. A float32 bias is unchanged, too."""
     cast = dict(arrays)
-    for name in ("q", "bias") if "k_scale" in arrays or "v_scale" in arrays else ("q", "k", "v", "bias"):
+    names = ("bias",) if "q_scale" in arrays else ("q", "bias") if "k_scale" in arrays or "v_scale" in arrays else ("q", "k", "v", "bias")
+    for name in names:
         x = arrays.get(name)
         if x is not None and x.is_floating_point() and x.dtype != torch.float64 and not (name == "bias" and x.dtype == torch.float32):
             cast[name] = x.to(dtype)

@@ -26,7 +26,7 @@ _CU_SEQLENS = "a torch.Tensor, int32 (B + 1,)"
 # The arguments of strobe.attention() that other libraries' functions have, too, in the order in which they are refused.
 _ARGUMENTS: tuple[str, ...] = ("q", "k", "v", "causal", "window", "scale", "softcap", "alibi_slopes", "dropout", "deterministic")
 _ARGUMENTS += ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "page_table", "seqused_k", "mask", "rng", "invariant")
-_ARGUMENTS += ("k_scale", "v_scale")
+_ARGUMENTS += ("q_scale", "k_scale", "v_scale")
 
 
 def attend(given: Mapping[str, Any], names: Mapping[str, str] = NAMES) -> Any:

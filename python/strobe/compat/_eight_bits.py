@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _operators
+from .._autograd import is_tracked
 from .._checks import Wrong, refuse
 from .._messages import kind
 from .._refusals import refusing
@@ -70,8 +71,14 @@ def check_fp8(given: Mapping[str, Any], names: tuple[str, ...], batch: int, head
     refuse(*wrong)
 
 
-def dequantised(given: dict[str, Any]) -> dict[str, Any]:
-    """given, with q, k and v of FP8 as bfloat16: each number times its descale, rounded once."""
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def in_words_of_attention(given: dict[str, Any]) -> dict[str, Any]:
+    """given, with q, k and v of FP8 as strobe.attention() takes them. On a GPU that is as they are, with descales as scales. They become
+    bfloat16, each number times its descale and rounded once, on a CPU, where nothing is gained by FP8, under a compiler, and where a
+    gradient is to be refused in this function's words."""
     names: tuple[str, ...] = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
     tensors: dict[str, Any] = {name: given[name] for name in names if name in given}
     refuse(*(unfit_tensors(tensors) or misplaced(tensors, on_host=("cu_seqlens_q", "cu_seqlens_k"))))
@@ -80,10 +87,17 @@ def dequantised(given: dict[str, Any]) -> dict[str, Any]:
     refuse(*(ValueError(f"{x}: shape {tuple(given[x].shape)}; accepted is {shape}") for x in "qkv" if given[x].dim() != rank))
     batch = max(given["cu_seqlens_q"].numel() - 1, 0) if packed else len(given["q"])
     check_fp8(given, ("k", "v"), batch, given["k"].shape[-2])
-    found = {}
+    q, found = given["q"], {}
+    stays = on_gpu(q) and not torch.compiler.is_compiling() and not is_tracked(*(given[name] for name in "qkv"))
     for name in "qkv":
-        cu = given.get("cu_seqlens_q" if name == "q" else "cu_seqlens_k")
-        found[name] = _Dequantised.apply(name, given[name], of_tokens(given[f"{name}_descale"], given[name], cu))
+        x, cu = given[name], given.get("cu_seqlens_q" if name == "q" else "cu_seqlens_k")
+        descale = of_tokens(given[f"{name}_descale"], x, cu)
+        if not stays:
+            found[name] = _Dequantised.apply(name, x, descale)
+        elif descale is None:
+            found[f"{name}_scale"] = torch.ones((), device=x.device)
+        else:
+            found[f"{name}_scale"] = descale[..., 0].expand(x.shape[:-1])
     return {**given, **found}
 
 

@@ -7,7 +7,7 @@
 
 The differences that strobe.compat.flash_attn lists hold here too. There is no dropout and there are no alibi_slopes; functions that return
 softmax_lse return (out, softmax_lse). These arguments have no effect: num_splits, pack_gqa, sm_margin and scheduler_metadata; the engine
-decides. q, k and v of float8_e4m3fn are dequantised, and out is then bfloat16.
+decides. Beside q, k and v of float8_e4m3fn out is bfloat16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._messages import kind, shown
 from .._tensor_checks import misplaced, unfit_tensors
 from .._writable import not_writable, writes
 from ._call import NAMES, QKV, Window, attend, parts, some_tokens
-from ._eight_bits import dequantised, descale_refusals, is_fp8
+from ._eight_bits import descale_refusals, in_words_of_attention, is_fp8
 from ._kvcache import attend_to_cache, joined
 from ._words import front, integer_or_refusal, switch_or_refusal, tensor_or_refusal
 
@@ -38,7 +38,7 @@ def _attend(given: dict[str, Any]) -> Any:
     if "qkv" in given:
         names, given = QKV, _heads_apart(given)
     if is_fp8(given):
-        given = dequantised(given)
+        given = in_words_of_attention(given)
     elif given.get("qv") is not None:
         given = _joined(given)
     return attend(given if given.get("seqused_q") is None else some_tokens(given), names)
@@ -101,8 +101,9 @@ def flash_attn_func(
         qv: (B, Sq, H, Dv): qv · v is added to q · k before the scale, whose default is 1/sqrt(D + Dv). k and v are copied, unless they are
             neighbouring columns of one tensor, v the first ones. D + Dv is up to 576. It is differentiable.
         q_descale, k_descale, v_descale: float32 (B, Hkv), for q, k and v of float8_e4m3fn: each number x of sequence b and key head h, and
-            of the query heads that read it, stands for x times descale[b, h]; None: for x. The tensors are dequantised to bfloat16 in
-            memory; out is bfloat16, and the backward is refused. With other dtypes descales have no effect.
+            of the query heads that read it, stands for x times descale[b, h]; None: for x. On a GPU they are strobe.attention's scales; on
+            a CPU the tensors are dequantised to bfloat16 in memory. out is bfloat16, and the backward is refused. With other dtypes
+            descales have no effect.
         num_splits, pack_gqa, sm_margin: without effect.
 
     Returns:

@@ -267,9 +267,9 @@ def _judge(function: str, group: ProcessGroup, levels: Levels | None, asked: _As
         wrong.append(ValueError("part: given; accepted is None, for the sharding says it"))
     if options.pop("page_table", None) is not None:
         wrong.append(ValueError("page_table: given; accepted is None, for keys of several ranks do not lie in one rank's pages"))
-    for name in ("k_scale", "v_scale"):
+    for name in ("q_scale", "k_scale", "v_scale", "out_dtype"):
         if options.pop(name, None) is not None:
-            wrong.append(ValueError(f"{name}: given; accepted is None, for quantised keys are not sent between ranks"))
+            wrong.append(ValueError(f"{name}: given; accepted is None, for quantised tensors are not sent between ranks"))
     check_names(function, options, wrong, _NAMES, _HINTS_OF_EXPLAIN if function == "explain" else _HINTS)
     of_world = options.get("deterministic") == _operators.WORLD and isinstance(options["deterministic"], str)
     if of_world:

@@ -47,8 +47,9 @@ def attention_of_dtensors(q: Any, k: Any, v: Any, return_lse: object, options: M
         raise ValueError("part: given beside DTensors; accepted is None, for their placements say it")
     if options.get("page_table") is not None:
         raise ValueError("page_table: given beside DTensors; accepted is None, for the placements of pages say nothing of sequences")
-    if options.get("k_scale") is not None:
-        raise ValueError("k_scale: given beside DTensors; accepted is None, for quantised keys are not sent between ranks")
+    for name in ("q_scale", "k_scale", "v_scale"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name}: given beside DTensors; accepted is None, for quantised tensors are not sent between ranks")
     local = [x.to_local() for x in (q, k, v)]
     own = _own(q, local[0], placements, batch_axis, head_axis)
     given = dict(options)

@@ -18,7 +18,7 @@ from .._autograd import DifferentiatedOnce, below_autograd, is_seen_by_dispatche
 from .._call import Call
 from .._function import CAPTURED
 from .._function import FIELDS as FUNCTIONS
-from .._operators import ARGUMENTS_WITHOUT_FUNCTIONS, TAGS, call_of
+from .._operators import TAGS, arguments_without, call_of
 from .._options import BLOCKS, FIELDS, FULL_BLOCKS, GRADIENTS, INPUTS, written
 from ..arrays.torch import TORCH
 from ._agree import Recorded, Said, Signature, agree, drawn_by_first
@@ -34,7 +34,8 @@ from ._sharding import Sharding, host_integers, in_short
 PassT = TypeVar("PassT", bound=Pass)
 # PyTorch allows an operator 64 arguments, so some have several values. names: of the method, the group, and those of Levels, if there are.
 _OWN = "int[] sharding_q, int[] sharding_k, str[] names, bool agree, float? time_limit, bool draw, bool[] needed"
-ARGUMENTS = f"{ARGUMENTS_WITHOUT_FUNCTIONS}, str[]? functions=None, Tensor[]? captured=None"  # functions: texts, empty for none
+_REFUSED = ("page_table", "q_scale", "k_scale", "v_scale", "k_scale_group", "out_dtype")  # by _attention.py
+ARGUMENTS = f"{arguments_without(_REFUSED)}, str[]? functions=None, Tensor[]? captured=None"  # functions: texts, empty for none
 _OWN_NAMES = tuple(argument.split()[1] for argument in _OWN.split(", "))
 FORWARD_NAME, BACKWARD_NAME = "strobe::distributed_forward", "strobe::distributed_backward"
 # saved: the forward's results for the backward; the drawn seed and offset are the last ones.

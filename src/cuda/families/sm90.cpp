@@ -63,7 +63,8 @@ std::string against_part(const Problem &p) {
   return {};
 }
 
-constexpr double kFlopsPerSm = 5e12; // per second, measured on an H200 with whole tiles
+constexpr double kFlopsPerSm = 5e12;   // per second, measured on an H200 with whole tiles
+constexpr double kEightBitsRate = 1.5; // of FP8 products, guessed
 
 // The seconds that a query tile takes if it has an SM to itself.
 double tile_seconds(const Problem &p, const Config &c) {
@@ -93,6 +94,15 @@ std::string against_call(const Problem &p, const Device &device) {
   if (std::string reason = outsized_scale(p); !reason.empty()) return reason;
   if (wide(p)) return text("takes head dimensions up to ", kMostUsualDim, ", not ", std::max(p.head_dim, p.head_dim_v));
   return against_part(p);
+}
+
+// The reason why Q, K and V in FP8 are not multiplied as they are stored; empty if they are.
+std::string against_eight_bits(const Problem &p) {
+  if (p.head_dim_v > 128) return text("multiplies FP8 with head dimensions of v up to 128, not ", p.head_dim_v);
+  if (p.scaled_by_channel()) return "multiplies FP8 without scales of k by column";
+  if (p.v_scale.stride[2] || (p.page_size && p.v_scale.stride[0])) return "multiplies FP8 with one scale of v for each head";
+  if (p.auxiliary()) return "multiplies FP8 without aux, whose pass reads q in 16 bits";
+  return {};
 }
 
 // The reason why the forward cannot read or write these tensors; empty if it can.
@@ -139,8 +149,9 @@ double predicted_seconds(const Problem &p, const Config &c, const Device &device
   of_pieces.heads = work.pieces;
   const Walks w = walks(of_pieces, Operation::forward, work.rows.queries * c.warpgroups, c.tile_k);
   const double flop = 2.0 * (c.head_dim + c.head_dim_v) * 64 / double(work.rows.queries);
-  double computing = seconds(w, device, c.blocks_per_sm, kFlopsPerSm / flop, kBlockSeconds, work.splits);
-  if (p.quantised()) { // each tile of queries has the keys that it walks over dequantised
+  const double rate = c.eight_bits ? kEightBitsRate * kFlopsPerSm : kFlopsPerSm;
+  double computing = seconds(w, device, c.blocks_per_sm, rate / flop, kBlockSeconds, work.splits);
+  if (p.quantised() && !c.eight_bits) { // each tile of queries has the keys that it walks over dequantised
     const double keys = w.scores() / double(work.rows.queries * c.warpgroups);
     computing = std::max(computing, kBlockSeconds + keys * clocks_of_stored_key(c) / (device.clock_hz * device.sms));
   }
@@ -211,6 +222,11 @@ protected:
   bool computes_parts() const override { return true; }
   bool reads_pages() const override { return true; }
   bool reads_quantised() const override { return true; }
+  bool multiplies_eight_bits(const Problem &p, const Device &device) const override {
+    if (!against_call(p, device).empty() || !against_eight_bits(p).empty() || !against_tensors(p).empty()) return false;
+    const std::optional<Config> config = choose_tile(p, device);
+    return config && (!p.invariant || against_invariant(p, *config).empty());
+  }
   Made program(const Problem &p, Operation operation, const Device &device, Scratch &scratch) const override {
     if (std::string reason = against_call(p, device); !reason.empty()) return reason;
     return operation == Operation::backward ? sm90_backward(p, device, scratch) : forward(p, device, scratch);
@@ -232,7 +248,9 @@ private:
     Program program;
     program.overlap = program.persistent = true;
     program.kernel = text("wgmma, ", config.warpgroups, " warpgroups, ", reference_name(config));
-    if (p.quantised())
+    if (config.eight_bits)
+      program.kernel += ", products of float8_e4m3fn, v transposed by 3 warps";
+    else if (p.quantised())
       program.kernel += text(", k and v dequantised to ", strobe::name(p.dtype), " by ", i32(Config::kDequantising), " warps");
     if (config.packed) program.kernel += text(", ", work.rows.heads, " query heads packed");
     describe_tile(program, p, config.tile_q(), config.tile_k, true);

@@ -109,6 +109,19 @@ constexpr ForwardTile kQuantisedTiles[] = {
 };
 // clang-format on
 
+// For Q, K and V in FP8. P V of a tile is in registers beside O, and head_dim_v is one of those for which wgmma is declared. (No GPU has
+// measured these rates.)
+// clang-format off
+constexpr ForwardTile kEightBitTiles[] = {
+    { 64,  64,   3,  96,   3,  56, 152,   0,   1, kLagging, {.blocks = 1}, 2},
+    { 64,  64,   2, 128,   3,  72, 216,   0,   1, kPlain | kAnything, {.rate = 0.9}, 2},
+    {256, 128,   2, 128,   2,  40, 232,   0,   1, kLagging, {.blocks = 0.5}, 2},
+    {256, 128,   2,  96,   2,  56, 224,   0,   1, kPlain, {.rate = 0.9}, 2},
+    {256, 128,   2,  64,   3,  72, 216,   0,   1, kPlain | kAnything, {.rate = 0.7}, 2},
+};
+// clang-format on
+constexpr int32_t kEightBitColumns[] = {64, 96, 128}; // of V
+
 // light: functions of the caller take few instructions. fetched: lanes may fetch values ahead.
 int load_of(const Config &c, bool light, bool fetched) {
   const Features &f = c.features;
@@ -139,6 +152,18 @@ Config config_for(const Problem &p) {
   // A part's tiles come in ascending order of keys, so ALiBi's penalty falls towards the diagonal, and the reference cannot stay fixed.
   if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;
+  if (p.quantised_queries()) {
+    c.eight_bits = 1;
+    c.head_dim = rounded(p.head_dim, 32); // columns that a product takes at a time
+    for (int32_t columns : kEightBitColumns)
+      if (c.head_dim_v <= columns) {
+        c.head_dim_v = columns;
+        break;
+      }
+    if (p.k_scale.stride[2] || (p.page_size && p.k_scale.stride[0])) c.scaled_rows |= sm90::kScaledKeys;
+    if (p.q_scale.stride[2]) c.scaled_rows |= sm90::kScaledQueries;
+    c.reference = sm90::kExact; // E4M3 has few exponents: P must not exceed 1
+  }
   c.bias_by_tma = maps_bias(p) && !p.quantised(); // K is dequantised later than the copy engine would bring the bias
   return c;
 }
@@ -213,7 +238,7 @@ double cost(const Suits &row, const Problem &p, const Config &c, const Device &d
   const bool suits = p.seqlen_k >= row.least_keys && p.seqlen_k <= row.most_keys && double(blocks) >= row.blocks * device.sms;
   const int64_t dim = std::max(c.head_dim, c.head_dim_v);
   const double best = dim <= 64 ? 10 : std::min(7.0, 900.0 / double(dim)); // scores per clock, roughly
-  const double dequantising = p.quantised() ? clocks_of_stored_key(c) : 0;
+  const double dequantising = p.quantised() && !c.eight_bits ? clocks_of_stored_key(c) : 0;
   const double clocks = std::max({c.tile_q() / (best * row.rate), clocks_of_key(p), dequantising});
   return computed(p, c, rows) / c.tile_q() * clocks * (suits ? 1 : kUnsuited);
 }
@@ -229,7 +254,9 @@ std::optional<Config> choose_tile(const Problem &p, const Device &device) {
   constexpr int32_t kOfColumns = 72; // registers with which a warp loads scales of columns without spilling
   const bool takes_registers = any.features.part ? !any.features.band : p.page_size && any.features.mask;
   const ForwardTile *first = nullptr; // the first tile that fits; only tiles with the same limits of head dimensions compete with it
-  const std::span<const ForwardTile> table = p.quantised() ? std::span<const ForwardTile>(kQuantisedTiles) : kForwardTiles;
+  const std::span<const ForwardTile> table = p.quantised_queries() ? std::span<const ForwardTile>(kEightBitTiles)
+                                             : p.quantised()       ? std::span<const ForwardTile>(kQuantisedTiles)
+                                                                   : kForwardTiles;
   const ForwardTile *best = cheapest(table, [&](const ForwardTile &t) {
     const Config c = with(any, t);
     const bool fits = c.head_dim <= t.most_dim && c.head_dim_v <= t.most_dim_v && (load & t.loads) &&

@@ -70,8 +70,9 @@ template <class V> void each_pointer(const AuxiliaryArguments &a, V &visit) {
 }
 template <class Arguments, class V> void each_pointer(const QuantisedArguments<Arguments> &a, V &visit) {
   each_pointer(static_cast<const Arguments &>(a), visit);
-  visit(a.scales.k.data), visit(a.scales.v.data);
+  visit(a.scales.k.data), visit(a.scales.v.data), visit(a.scales.q.data);
 }
+template <class V> void each_pointer(const EightBitQueries &a, V &visit) { visit(a.from.data), visit(a.scale.data), visit(a.to.data); }
 template <class V> void each_pointer(const SharesArguments &a, V &visit) {
   each_pointer(a.in, visit);
   for (const Operand *x : {&a.dk, &a.dv, &a.dk_shares, &a.dv_shares}) visit(x->data);

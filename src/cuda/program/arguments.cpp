@@ -200,9 +200,9 @@ AuxiliaryArguments auxiliary_arguments(const Problem &p) {
 
 KeyScales key_scales(const Problem &p) {
   KeyScales s{};
-  s.k = operand(p.k_scale), s.v = operand(p.v_scale);
+  s.k = operand(p.k_scale), s.v = operand(p.v_scale), s.q = operand(p.q_scale);
   s.group = i32(std::min<int64_t>(p.k_scale.rows, INT32_MAX));
-  s.half_k = p.k_scale.dtype == DType::f16, s.half_v = p.v_scale.dtype == DType::f16;
+  s.half_k = p.k_scale.dtype == DType::f16, s.half_v = p.v_scale.dtype == DType::f16, s.half_q = p.q_scale.dtype == DType::f16;
   return s;
 }
 

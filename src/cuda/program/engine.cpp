@@ -12,6 +12,7 @@
 #include "cuda/program/lists.h"
 #include "cuda/program/part.h"
 #include "cuda/program/passes.h"
+#include "cuda/program/queries.h"
 #include "cuda/program/tuning.h"
 
 namespace strobe::cuda {
@@ -81,10 +82,16 @@ Answer CudaEngine::plan_on(const Device &device, const Problem &call, Operation 
   std::vector<Launch> first;
   if (p.part) first = part_table(p, scratch);
   if (std::optional<Launch> ahead = compute_ahead(p, scratch)) first.push_back(std::move(*ahead));
+  const bool dequantises = p.quantised_queries() && !multiplies_eight_bits(p, device);
+  if (dequantises) first.push_back(dequantise_queries(p, scratch));
   Made made = program(p, operation, device, scratch);
   if (std::string *reason = std::get_if<std::string>(&made)) return std::move(*reason);
   const auto program = std::make_shared<Program>(std::move(std::get<Program>(made)));
   program->predicted_seconds += ahead_seconds(p, device);
+  if (dequantises) {
+    program->predicted_seconds += dequantising_seconds(p, device);
+    program->notes.push_back(text("q dequantised to ", strobe::name(p.dtype), " first"));
+  }
   if (unrolls_functions() && function_instructions(p) > kMostUnrolled) program->predicted_seconds *= kUnrolled;
   if (tile) program->notes.push_back("the tile that `strobe tune` measured to be the fastest");
   if (p.varlen || (p.seqused_k && writes(operation, kGradients))) program->steps.push_back(padding(p, operation));

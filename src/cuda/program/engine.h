@@ -31,6 +31,8 @@ protected:
   virtual bool reads_pages() const { return false; }
   // Whether the family's forward reads quantised K and V.
   virtual bool reads_quantised() const { return false; }
+  // Whether the family multiplies this call's Q in FP8, with K and V, as they are stored. Otherwise Q is dequantised to 16 bits first.
+  virtual bool multiplies_eight_bits(const Problem &, const Device &) const { return false; }
   // Whether a thread holds many scores. The compiler evaluates functions for each of them, so long functions take minutes to compile and
   // spill kilobytes.
   virtual bool unrolls_functions() const { return true; }

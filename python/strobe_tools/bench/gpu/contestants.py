@@ -96,7 +96,7 @@ def call(name: str, p: Problem, feature: str, direction: str, inputs: tuple[Tens
     else:
         options = p.options(device) | FEATURES[feature](p, device) | {"engine": None if name == "strobe" else name}
         q, k, v, dout = inputs
-        k, v, scales = quantised(feature, k, v)
+        q, k, v, scales = quantised(feature, q, k, v)
         inputs, options = (q, k, v, dout), options | scales
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def _of_strobe(run: Run, direction: str, compute_capability: int) -> None:
     from strobe._parse import parse
 
     q, k, v = run.problem.tensors("meta")
-    k, v, scales = quantised(run.feature, k, v)
+    q, k, v, scales = quantised(run.feature, q, k, v)
     options = run.problem.options("meta") | FEATURES[run.feature](run.problem, "meta") | scales
     if run.who != "strobe":
         options["engine"] = run.who

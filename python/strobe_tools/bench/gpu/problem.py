@@ -168,7 +168,7 @@ FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
     "seqused_k": _all_keys,
     "uneven": _uneven_keys,
     **{name: _blocks(share) for name, share in SHARES.items()},
-    **dict.fromkeys(("INT8", "FP8", "INT4"), _constant()),  # contestants.py quantises
+    **dict.fromkeys(("INT8", "FP8", "INT4", "FP8 products"), _constant()),  # contestants.py quantises
 }
 
 
@@ -176,10 +176,17 @@ FEATURES: dict[str, Callable[[Problem, str], dict[str, Any]]] = {
 STORED = {"INT8": "int8", "FP8": "float8_e4m3fn", "INT4": "uint8"}
 
 
-def quantised(feature: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """k and v as a call with this feature gets them, and its options for them."""
+PRODUCTS = "FP8 products"  # the feature of q, k and v in FP8, with a scale for each sequence and head
+
+
+def quantised(feature: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    """q, k and v as a call with this feature gets them, and its options for them."""
+    if feature == PRODUCTS:
+        found = [in_fp8(x) for x in (q, k, v)]
+        scales = {f"{name}_scale": scale.expand(x.shape[:-1]) for name, (x, scale) in zip("qkv", found, strict=True)}
+        return found[0][0], found[1][0], found[2][0], scales
     if feature not in STORED:
-        return k, v, {}
+        return q, k, v, {}
     import torch
 
     import strobe
@@ -193,7 +200,16 @@ def quantised(feature: str, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[
         return x.new_empty((*x.shape[:-1], width), dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
     (k, k_scale), (v, v_scale) = stored(k), stored(v)
-    return k, v, {"k_scale": k_scale, "v_scale": v_scale}
+    return q, k, v, {"k_scale": k_scale, "v_scale": v_scale}
+
+
+def in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (B, H, S, D) in E4M3, and its scales (B, H, 1)."""
+    import torch
+
+    dtype = torch.float8_e4m3fn
+    scale = x.abs().amax((2, 3))[..., None].float() / torch.finfo(dtype).max
+    return (x.float() / scale[..., None]).to(dtype), scale
 
 
 def tiles(seqlen: int, left: int | None = None) -> int:

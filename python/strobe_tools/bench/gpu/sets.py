@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from strobe_tools.bench.gpu import drawn
-from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, SHARES, STORED, WINDOW, Problem, tiles, uneven_lengths
+from strobe_tools.bench.gpu.problem import BLOCK, FEATURES, PRODUCTS, SHARES, STORED, WINDOW, Problem, tiles, uneven_lengths
 
 TOKENS, WIDTH = 16384, 2048  # B·S and H·D of most shapes
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -154,7 +154,7 @@ def sparse() -> Iterator[Group]:
 
 def options() -> Iterator[Group]:
     names = [
-        name for name in FEATURES if name not in ("plain", "window", "deterministic", "invariant", "uneven", *SHARES, *STORED)
+        name for name in FEATURES if name not in ("plain", "window", "deterministic", "invariant", "uneven", *SHARES, *STORED, PRODUCTS)
     ]  # these have sets of their own
     for d, direction in product((64, 128), DIRECTIONS):
         p = Problem(4, WIDTH // d, 4096, d, True)
@@ -235,6 +235,15 @@ def quantised_int4() -> Iterator[Group]:
     yield from _quantised("quantised-int4", "INT4")
 
 
+def fp8() -> Iterator[Group]:
+    """q, k and v in FP8, with a scale for each sequence and head, beside the same call in bf16."""
+    for (d, dim_v), causal, s in product(((64, 0), (128, 0), (192, 128), (256, 0)), (False, True), (2048, 8192, 16384)):
+        p = Problem(TOKENS // s, WIDTH // (128 if dim_v else d), s, d, causal, dim_v=dim_v)
+        runs = {"bf16": Run("strobe", p), "fp8": Run("strobe", p, PRODUCTS)}
+        where = {"d": d, "dv": dim_v or d, "s": s, "causal": causal}
+        yield Group("fp8", "forward", runs, [Row(where, "fp8", base="bf16")])
+
+
 def step() -> Iterator[Group]:
     """The attention of a training step of gpt3-small, forward and backward."""
     peers = ("cudnn", "fa2", "efficient")
@@ -257,6 +266,7 @@ SETS: dict[str, Callable[[], Iterator[Group]]] = {
     "uneven": uneven,
     "quantised": quantised,
     "quantised-int4": quantised_int4,
+    "fp8": fp8,
     "fp32": fp32,
     "mma": mma,
     "deterministic": deterministic,
