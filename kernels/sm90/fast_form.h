@@ -9,7 +9,7 @@ namespace strobe::sm90 {
 // The exponent if a softcap is the score's only option; x = scale q.k. If |x| <= kSmall c in a warp's whole tile, S stays q.k, and c tanh(x
 // / c) is computed as x (1 + kCubic u + kQuintic u^2), u = (x / c)^2, with a relative error of 5e-5. Otherwise S becomes tanh(x / c).
 template <Features F, bool kApproximate> struct FastForm {
-  static constexpr bool kApplies = F.function == kCapped && kApproximate && !F.scaled && !F.alibi && !F.bias;
+  static constexpr bool kApplies = F.function == kCapped && kApproximate && !F.scaled && !F.penalty && !F.bias;
   static constexpr float kSmall = 0.55f, kCubic = -0.3315334f, kQuintic = 0.11332051f;
   float to_caps, most; // the factor from q.k to x / c; the largest |q.k| that counts as small
   float cap;           // c in exp2's unit

@@ -151,8 +151,6 @@ private:
   std::vector<Stage> stages_;
 };
 
-bool has_a_form(const Program &program) { return program.score < 0 || program.form != Form::general; }
-
 // The instructions of one direction by stage, in the order of the graph.
 struct Listing {
   std::vector<Instruction> of[4];
@@ -405,7 +403,7 @@ private:
 };
 
 struct Compiled : Bytecode {
-  Listing forward_list, backward_list;
+  Listing forward_list, backward_list, penalty_list;
   std::vector<Listing> load_lists; // of each LOAD: its slope and its place
   std::vector<LoadCode> load_codes;
   std::vector<Instruction *> elements; // those that read captured tensors
@@ -451,12 +449,12 @@ struct Shape {
   int64_t dtype, batches, heads, most_q, longest_q, most_k, longest_k;
   struct {
     int64_t dtype, rank, size[4], stride[4];
-  } captured[STROBE_MOST_CAPTURED];
+  } captured[kSlopesRead + 1];
 
   explicit Shape(const Problem &p)
       : dtype(int64_t(p.dtype)), batches(p.part.first_batch + p.batch), heads(p.part.first_head + p.heads), most_q(p.size_q()),
         longest_q(p.longest_q()), most_k(p.size_k()), longest_k(p.longest_k()), captured{} {
-    for (size_t n = 0; n < STROBE_MOST_CAPTURED; ++n) {
+    for (size_t n = 0; n < std::size(captured); ++n) {
       const Captured &c = p.captured[n];
       captured[n].dtype = int64_t(c.dtype), captured[n].rank = c.rank;
       for (int32_t axis = 0; axis < c.rank; ++axis) captured[n].size[axis] = c.size[axis], captured[n].stride[axis] = c.stride[axis];
@@ -464,25 +462,33 @@ struct Shape {
   }
   bool operator==(const Shape &other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 };
-static_assert(sizeof(Shape) == (7 + 10 * STROBE_MOST_CAPTURED) * sizeof(int64_t)); // no padding
+static_assert(sizeof(Shape) == (7 + 10 * (kSlopesRead + 1)) * sizeof(int64_t)); // no padding
 
 std::shared_ptr<Compiled> compiled(const Problem &p) {
   const Program &program = *p.program;
-  const bool own_code = has_a_form(program);
-  const int32_t score = own_code ? -1 : program.score, slope = own_code ? -1 : program.slope;
   auto made = std::make_shared<Compiled>();
+  const Analysis analysis(p, program.graph);
+  if (program.penalty.slope >= 0) {
+    made->penalty_list = Compiler(p, analysis, program.graph).run(program.penalty.slope, -1, -1);
+    made->penalty = made->penalty_list.code();
+    made->penalised = made->penalty.lists[0].slots <= kMostSlotsOfPenalty;
+    made->has_sign = program.penalty.has_sign, made->counts_offset = program.penalty.counts_offset;
+  }
+  const BuiltIn &form = made->penalised ? program.penalty.rest : program;
+  const bool computed = form.form == Form::general;
+  const int32_t score = !computed ? -1 : made->penalised ? program.penalty.rest_score : program.score;
+  const int32_t slope = computed ? program.slope : -1;
   if (score >= 0 || program.seen >= 0) {
-    const Analysis analysis(p, program.graph);
     made->forward_list = Compiler(p, analysis, program.graph).run(score, -1, program.seen);
     made->forward = made->forward_list.code();
     made->backward_list = Compiler(p, analysis, program.graph).run(score, slope, program.seen);
     made->backward = made->backward_list.code();
   }
-  static_cast<BuiltIn &>(*made) = program;
-  made->curved = program.curved();
+  static_cast<BuiltIn &>(*made) = form;
+  made->curved = form.form != Form::identity;
   made->scratch_bytes = std::max(scratch_bytes(made->forward), scratch_bytes(made->backward));
   if (p.gradient_program) compile_loads(p, *made);
-  made->add_elements(made->forward_list), made->add_elements(made->backward_list);
+  for (Listing *list : {&made->forward_list, &made->backward_list, &made->penalty_list}) made->add_elements(*list);
   for (Listing &list : made->load_lists) made->add_elements(list);
   return made;
 }

@@ -88,7 +88,9 @@ struct LoadCode {
 
 struct Bytecode : BuiltIn { // the numbers of its form
   Code forward, backward;   // backward: with the slope
-  bool curved = false;      // whether scores are not linear in q.k
+  Code penalty;             // leaves the penalty's slope, a number of the head, where the scores were; see Penalty
+  bool penalised = false, has_sign = false, counts_offset = false;
+  bool curved = false; // whether scores are not linear in q.k
   const LoadCode *loads = nullptr;
   int32_t load_count = 0;
   // Executes code on s, scores before the program, in place; a hidden pair's score becomes -inf. slopes (optional): receives df/dx.
@@ -98,9 +100,10 @@ struct Bytecode : BuiltIn { // the numbers of its form
 
 // Values that the executor holds at a time.
 inline constexpr int64_t kValuesAtOnce = 512, kRowsAtOnce = 64, kVectorRoom = 128; // kVectorRoom: bytes of a vector, if its lanes were wide
+inline constexpr int32_t kMostSlotsOfPenalty = 16;
 
-// The bytecode of problem.program. If its score is a form (softcap, hyperbolic), engines compute it by their own code, and only the mask is
-// compiled.
+// The bytecode of problem.program. Engines compute forms (softcap, hyperbolic) and a penalty by their own code; compiled are the mask, a
+// score of no form, and the penalty's slope.
 std::shared_ptr<Bytecode> compile(const Problem &);
 
 } // namespace strobe::score

@@ -19,9 +19,9 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
   using Base::shared, Base::half, Base::lane, Base::warp;
   using typename Base::T;
   // Whether ALiBi's penalty becomes one multiply-add in the exponent.
-  static constexpr bool kLine = F.alibi && !F.bias && F.function == kLinear && !F.scaled;
+  static constexpr bool kLine = F.penalty && !F.bias && F.function == kLinear && !F.scaled;
   // Whether scores change only by a bias that lies in shared memory together with Q.
-  static constexpr bool kSum = C.bias_by_tma && !F.alibi && F.function == kLinear && !F.scaled;
+  static constexpr bool kSum = C.bias_by_tma && !F.penalty && F.function == kLinear && !F.scaled;
   static_assert(!F.mask || kM <= 64, "a lane's part of the mask is a word");
 
   const HopperBackwardArguments &a;
@@ -145,7 +145,7 @@ template <BackwardConfig C> struct BackwardScores : BackwardNonfinite<C> {
           float exponent = __fmaf_rn(S[4 * i + k], unit, negative[k % 2]);
           if constexpr (kLine) {
             const float far = distance + (float)(8 * i + k % 2 - k / 2 * 8);
-            exponent = __fmaf_rn(-slope, F.alibi & kSigned ? far : fabsf(far), exponent);
+            exponent = __fmaf_rn(-slope, F.penalty & kSigned ? far : fabsf(far), exponent);
           }
           S[4 * i + k] = exp2(exponent);
         }

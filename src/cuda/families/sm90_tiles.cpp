@@ -113,7 +113,7 @@ constexpr ForwardTile kQuantisedTiles[] = {
 int load_of(const Config &c, bool light, bool fetched) {
   const Features &f = c.features;
   const bool capped = f.function == kCapped, function = (f.function && !capped) || f.seen;
-  const bool alibi = f.alibi || (f.scaled && f.function != kHyperbolic && !f.given());
+  const bool alibi = f.penalty || (f.scaled && f.function != kHyperbolic && !f.given());
   if (f.blocks && f.seen && !f.mask && !f.bias && !alibi && !f.function && !f.dropout && c.reference == sm90::kFixed)
     return kSeen | kAnything;
   if (!!f.mask + !!f.bias + alibi + function + capped + !!f.blocks + !!f.dropout > 1) return kAnything;
@@ -123,7 +123,7 @@ int load_of(const Config &c, bool light, bool fetched) {
   if (f.blocks) return kBlockSparse;
   if (f.dropout) return kDropout;
   if (function) return kFunction | (light ? kLight : 0) | (fetched ? kFetched : 0);
-  if (alibi) return f.alibi && f.band && !c.invariant && !f.pages ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
+  if (alibi) return f.penalty && f.band && !c.invariant && !f.pages ? kAlibiInBand : kAlibi; // invariant: a band may depend on lengths
   return c.reference == sm90::kFixed ? kFixed : kLagging;
 }
 
@@ -137,7 +137,7 @@ Config config_for(const Problem &p) {
   // A function's score may grow from key to key. P of FP16 would then overflow often.
   if (c.features.given() && c.reference == sm90::kFixed && p.dtype == DType::f16) c.reference = sm90::kLagging;
   // A part's tiles come in ascending order of keys, so ALiBi's penalty falls towards the diagonal, and the reference cannot stay fixed.
-  if (c.features.part && c.features.alibi && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
+  if (c.features.part && c.features.penalty && c.reference == sm90::kFixed) c.reference = sm90::kLagging;
   c.invariant = p.invariant;
   c.bias_by_tma = maps_bias(p) && !p.quantised(); // K is dequantised later than the copy engine would bring the bias
   return c;
@@ -182,7 +182,7 @@ HeadsOfTile heads_of_tile(const Problem &p, const Config &c) {
   const HeadsOfTile apart{1, 64, p.group()};
   if (p.mask || c.features.dropout || c.features.blocks || p.q.stride[1] == 0 || p.seqlen_q <= 0) return apart;
   const bool few = p.seqlen_q * p.group() <= kRowsOfMma && !p.quantised();
-  if (!p.invariant && (few || p.bias || c.features.alibi || p.part)) return apart;
+  if (!p.invariant && (few || p.bias || c.features.penalty || p.part)) return apart;
   HeadsOfTile best = apart;
   double least = kWorth * computed(p, c, apart);
   for (int64_t n = tiles(p.group(), 64); n < p.group(); n *= 2) {
