@@ -96,10 +96,10 @@ struct CapturedOperand {
 // What a call's functions read: numbers, each in the type that the code reads (an int64, or the kernel's real type), captured tensors,
 // and behind them the slopes of ALiBi's option.
 struct FunctionArguments {
-  static constexpr i32 kNumbers = 32, kDivisors = 8, kCaptured = 9;
+  static constexpr i32 kNumbers = 32, kDivisors = 8, kCaptured = 8, kRead = kCaptured + 1;
   u64 numbers[kNumbers];
   Divisor divisors[kDivisors];
-  CapturedOperand captured[kCaptured];
+  CapturedOperand captured[kRead];
   const i32 *full, *full_t; // for each kept mask block, and transposed: whether the function of the mask sees it as a whole (kFullKnown)
 };
 

@@ -61,7 +61,7 @@ template <class T> struct Head {
     unit = T(additive ? kLog2e<double> : double(scale) * kLog2e<double>);
     slack = problem.exact_max ? T(0) : T(8) / unit; // P <= 2^8
     cap = T(code ? code->cap : 0);
-    slope = penalised ? slope_of_penalty() : T(0);
+    slope = penalised ? number(code->slope) : T(0);
     dropout = problem.dropout > 0;
     if (dropout) {
       key = problem.rng ? dropout_key(u64(problem.rng[0]), u64(problem.rng[1])) : dropout_key(problem.seed, problem.offset);
@@ -94,13 +94,16 @@ template <class T> struct Head {
   }
 
 private:
-  T slope_of_penalty() const {
-    alignas(64) char scratch[score::kMostSlotsOfPenalty * score::kVectorRoom];
-    alignas(64) T slopes[16] = {}; // a multiple of every set's lanes
-    score::Scores one{0, 0, 1, 16, 16};
-    one.batch = p->part.first_batch + b, one.head = p->part.first_head + h, one.offset = band.offset;
-    code->run(code->penalty, one, scratch, slopes, nullptr);
-    return slopes[0];
+  STROBE_INLINE T number(const score::HeadNumber &x) const {
+    int64_t at = 0;
+    for (int32_t axis = 0; axis < x.rank; ++axis) {
+      const auto &of = x.axes[axis];
+      int64_t index = (of.of_head ? p->part.first_head + h : p->part.first_batch + b) - of.first;
+      if (index < 0) index += of.size; // it counts from the end
+      at += clamp(index, 0, of.size - 1) * of.stride;
+    }
+    const T value = load_as<T>(x.dtype, x.data, at);
+    return x.negative ? -value : value;
   }
   // Whether the scale must multiply the scores and not exp2's argument: the scale's reciprocal leaves FP32's range, or the scale makes
   // scores of 2^31 and more, whose rounding would become a factor outside that range.

@@ -403,7 +403,7 @@ private:
 };
 
 struct Compiled : Bytecode {
-  Listing forward_list, backward_list, penalty_list;
+  Listing forward_list, backward_list;
   std::vector<Listing> load_lists; // of each LOAD: its slope and its place
   std::vector<LoadCode> load_codes;
   std::vector<Instruction *> elements; // those that read captured tensors
@@ -464,21 +464,38 @@ struct Shape {
 };
 static_assert(sizeof(Shape) == (7 + 10 * (kSlopesRead + 1)) * sizeof(int64_t)); // no padding
 
+// The number that a node is; none if it is not one element of a tensor.
+HeadNumber head_number(const Problem &p, const Graph &graph, int32_t n) {
+  HeadNumber made;
+  for (; graph[n].op == Op::NEGATE; n = graph[n].inputs[0]) made.negative = !made.negative;
+  const Node &load = graph[n];
+  if (load.op != Op::LOAD || load.count > 2) return {};
+  const Captured &from = p.captured[load.captured];
+  for (int32_t axis = 0; axis < load.count; ++axis) {
+    const Node *index = &graph[load.inputs[size_t(axis)]];
+    auto &to = made.axes[axis];
+    to.size = from.size[axis], to.stride = from.stride[axis];
+    if (index->op == Op::SUBTRACT && graph[index->inputs[1]].op == Op::INTEGER)
+      to.first = graph[index->inputs[1]].integer, index = &graph[index->inputs[0]];
+    if (index->op != Op::BATCH && index->op != Op::HEAD) return {};
+    to.of_head = index->op == Op::HEAD;
+  }
+  made.captured = load.captured, made.rank = load.count, made.dtype = from.dtype, made.data = from.data;
+  return made;
+}
+
 std::shared_ptr<Compiled> compiled(const Problem &p) {
   const Program &program = *p.program;
   auto made = std::make_shared<Compiled>();
-  const Analysis analysis(p, program.graph);
-  if (program.penalty.slope >= 0) {
-    made->penalty_list = Compiler(p, analysis, program.graph).run(program.penalty.slope, -1, -1);
-    made->penalty = made->penalty_list.code();
-    made->penalised = made->penalty.lists[0].slots <= kMostSlotsOfPenalty;
-    made->has_sign = program.penalty.has_sign, made->counts_offset = program.penalty.counts_offset;
-  }
+  if (program.penalty.slope >= 0) made->slope = head_number(p, program.graph, program.penalty.slope);
+  made->penalised = made->slope.captured >= 0;
+  made->has_sign = program.penalty.has_sign, made->counts_offset = program.penalty.counts_offset;
   const BuiltIn &form = made->penalised ? program.penalty.rest : program;
   const bool computed = form.form == Form::general;
   const int32_t score = !computed ? -1 : made->penalised ? program.penalty.rest_score : program.score;
   const int32_t slope = computed ? program.slope : -1;
   if (score >= 0 || program.seen >= 0) {
+    const Analysis analysis(p, program.graph);
     made->forward_list = Compiler(p, analysis, program.graph).run(score, -1, program.seen);
     made->forward = made->forward_list.code();
     made->backward_list = Compiler(p, analysis, program.graph).run(score, slope, program.seen);
@@ -488,7 +505,7 @@ std::shared_ptr<Compiled> compiled(const Problem &p) {
   made->curved = form.form != Form::identity;
   made->scratch_bytes = std::max(scratch_bytes(made->forward), scratch_bytes(made->backward));
   if (p.gradient_program) compile_loads(p, *made);
-  for (Listing *list : {&made->forward_list, &made->backward_list, &made->penalty_list}) made->add_elements(*list);
+  made->add_elements(made->forward_list), made->add_elements(made->backward_list);
   for (Listing &list : made->load_lists) made->add_elements(list);
   return made;
 }
@@ -514,6 +531,7 @@ std::shared_ptr<Bytecode> compile(const Problem &p) {
     kept.insert(kept.begin(), {p.program, p.gradient_program, shape, compiled(p)});
   } else {
     for (Instruction *x : found->code->elements) x->data = p.captured[x->integer].data;
+    if (HeadNumber &slope = found->code->slope; slope.captured >= 0) slope.data = p.captured[slope.captured].data;
     std::rotate(kept.begin(), found, found + 1);
   }
   return kept.front().code;

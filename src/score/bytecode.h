@@ -86,11 +86,25 @@ struct LoadCode {
   bool slope_is_one = false, slope_reads_score = false, place_reads_score = false;
 };
 
+// A captured tensor's element for each head, or sequence and head. It is read directly: executing code for one number would take longer
+// than the scores of a short row.
+struct HeadNumber {
+  int32_t captured = -1, rank = 0; // captured: -1, there is none
+  bool negative = false;           // it is taken with the other sign
+  DType dtype = DType::none;
+  const char *data = nullptr;
+  struct {
+    bool of_head = false;                    // the index is head - first, otherwise batch - first
+    int64_t first = 0, size = 1, stride = 0; // of the axis; stride in elements
+  } axes[2];
+};
+
 struct Bytecode : BuiltIn { // the numbers of its form
   Code forward, backward;   // backward: with the slope
-  Code penalty;             // leaves the penalty's slope, a number of the head, where the scores were; see Penalty
+  bool curved = false;      // whether scores are not linear in q.k
+  // Whether slope * distance is subtracted from what form or code compute, and which distance (Penalty).
   bool penalised = false, has_sign = false, counts_offset = false;
-  bool curved = false; // whether scores are not linear in q.k
+  HeadNumber slope;
   const LoadCode *loads = nullptr;
   int32_t load_count = 0;
   // Executes code on s, scores before the program, in place; a hidden pair's score becomes -inf. slopes (optional): receives df/dx.
@@ -100,10 +114,9 @@ struct Bytecode : BuiltIn { // the numbers of its form
 
 // Values that the executor holds at a time.
 inline constexpr int64_t kValuesAtOnce = 512, kRowsAtOnce = 64, kVectorRoom = 128; // kVectorRoom: bytes of a vector, if its lanes were wide
-inline constexpr int32_t kMostSlotsOfPenalty = 16;
 
-// The bytecode of problem.program. Engines compute forms (softcap, hyperbolic) and a penalty by their own code; compiled are the mask, a
-// score of no form, and the penalty's slope.
+// The bytecode of problem.program. Engines compute forms (softcap, hyperbolic), and a penalty whose slope is a number of the head, by their
+// own code; the rest of the score and the mask are compiled.
 std::shared_ptr<Bytecode> compile(const Problem &);
 
 } // namespace strobe::score

@@ -360,7 +360,7 @@ FunctionArguments CudaFunctions::arguments() const {
       a.numbers[i] = std::bit_cast<uint32_t>(float(x.real));
   }
   for (size_t i = 0; i < divisors_.size(); i++) a.divisors[i] = Divisor::make(uint32_t(graph_[divisors_[i]].integer));
-  for (int i = 0; i < FunctionArguments::kCaptured; i++) {
+  for (int i = 0; i < FunctionArguments::kRead; i++) {
     const Captured &x = captured_[size_t(i)];
     if (!x) continue;
     a.captured[i].data = x.data;

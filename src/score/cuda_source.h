@@ -78,7 +78,7 @@ private:
   const std::shared_ptr<const Program> program_;
   const Graph &graph_;
   const DType dtype_;
-  std::array<Captured, FunctionArguments::kCaptured> captured_;
+  std::array<Captured, FunctionArguments::kRead> captured_;
   std::vector<LoadGradient> loads_; // whose gradients are generated
   int32_t score_, slope_, seen_, penalty_;
   int64_t most_position_;         // an upper bound of positions, sequences and heads

@@ -145,8 +145,8 @@ template <Config C> struct TileSoftmax {
         if (item.kind() == kFast && !(l < kMost))
           store_shared(group.shared.failed(group.verdicts), 1), store_shared(group.shared.lost(), group.items);
       }
-      bool hidden = hides_by_position(t); // if true: a row may have seen no key yet, or, with a penalty, only keys past its query
-      if constexpr (kLine && F.penalty) hidden = hidden || !line.before;
+      bool hidden = hides_by_position(t); // if true: a row may have seen no key yet, or only some where a penalty falls
+      if constexpr (kLine) hidden = hidden || line.falls();
       if constexpr (F.hides()) hidden = hidden || __any_sync(0xFFFFFFFFu, is_low(fminf(running.M[0], running.M[1])));
       follows = rising || (follows && hidden);
     }
