@@ -9,7 +9,7 @@ template <CapturedScatterConfig C> struct CapturedScatter {
   using Arguments = CapturedArguments;
   static constexpr int kThreads = C.threads(), kBlocksPerSm = 1;
 
-  static __device__ void run(const Arguments &a) {
+  static __device__ __forceinline__ void run(const Arguments &a) {
     const Inputs &in = a.in;
     const u32 pairs = (u32)(in.batch * in.heads);
     const i32 b = (i32)(blockIdx.x % pairs / in.heads), h = (i32)(blockIdx.x % pairs % in.heads);

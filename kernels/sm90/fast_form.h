@@ -28,8 +28,7 @@ template <Features F> struct PenaltyForm {
     const bool after = !(F.penalty & kSigned) && begin >= row + 15 + offset;
     before = end <= row + offset + 1;
     slope = after ? -full_slope : full_slope;
-    const float first =
-        (float)(begin + tile::lane_column(0, 0) - row - tile::lane_row(0) - offset); // how far the key lies past the query
+    const float first = (float)(begin + tile::lane_column(0, 0) - row - tile::lane_row(0) - offset); // how far the key lies past the query
     start = slope * first;
     if ((F.penalty & kSigned) || before || after || (F.band && high <= offset)) return;
     const float twice = __fdividef(-2 * slope, unit); // changes -(slope x) to -|slope x| for keys past their query

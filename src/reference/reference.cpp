@@ -159,7 +159,8 @@ struct Head {
     double s = p.scale * dot(Q[i], K[j], p.head_dim), ds = 1;
     if (function) {
       oracle::Dual f = function.real(pair(i, j, s));
-      if (p.program->rest().form == score::Form::hyperbolic && -s <= 1) f.slope = 0; // however the caller's graph computes arccosh(max(-x, 1))
+      if (p.program->rest().form == score::Form::hyperbolic && -s <= 1)
+        f.slope = 0; // however the caller's graph computes arccosh(max(-x, 1))
       if (f.value == -kInfinity) return {-kInfinity, 0};
       s = f.value, ds = f.slope;
     }

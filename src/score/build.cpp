@@ -234,8 +234,8 @@ std::array<uint32_t, 2> digest(const Program &p, const CapturedTensors &given, c
   auto add = [&](auto... numbers) { (hash.add(uint64_t(int64_t(numbers))), ...); };
   for (const Node &n : p.graph.nodes())
     add(int32_t(n.op), int32_t(n.kind), n.captured, n.count, n.inputs[0], n.inputs[1], n.inputs[2], n.inputs[3]);
-  add(p.score, p.slope, p.seen, int32_t(p.form), p.penalty.slope, p.penalty.has_sign, p.penalty.counts_offset,
-      int32_t(p.penalty.rest.form), p.penalty.rest_score, p.penalty.is_option);
+  add(p.score, p.slope, p.seen, int32_t(p.form), p.penalty.slope, p.penalty.has_sign, p.penalty.counts_offset, int32_t(p.penalty.rest.form),
+      p.penalty.rest_score, p.penalty.is_option);
   for (const strobe_tensor *t : given) t ? add(t->dtype, t->rank) : add(0, -1);
   for (const LoadGradient &g : loads) add(g.load, g.slope, int32_t(g.lines));
   return hash.words();
